@@ -1,0 +1,105 @@
+"""Where a command meets its configuration: Hydra composes it, a dataclass checks it, and what is wrong is said in one line.
+
+Every entry point of the project is `@command(name, Schema)` over `main(cfg: Schema)`. A command that composes groups has
+its primary file `configs/NAME.yaml`; one that needs no groups (an evaluation, say) has only its dataclass.
+"""
+
+import contextlib
+import difflib
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+CONFIG_DIR = Path(__file__).parent
+USER_ERRORS = (ValueError, OSError, HydraException, OmegaConfBaseException)
+ASKED_FOR_TRACEBACK = os.environ.get("HYDRA_FULL_ERROR") == "1"
+
+
+def command(name: str, schema: type) -> Callable[[Callable[[Any], None]], Callable[[], None]]:
+    """Turn `main(cfg)` into a command line: `cfg` is a plain, checked `schema` object.
+
+    A user's mistake (`ValueError`, `OSError`, a wrong override) prints `error: ...` on one line and exits with 2;
+    HYDRA_FULL_ERROR=1 shows the traceback instead. The primary file `configs/NAME.yaml`, where there is one, starts its
+    defaults with `NAME_schema` and `NAME_hydra`.
+    """
+
+    def decorate(main: Callable[[Any], None]) -> Callable[[], None]:
+        store = ConfigStore.instance()
+        store.store(name=f"{name}_schema", node=schema)
+        hydra_settings = _hydra_settings(sys.modules[main.__module__].__doc__ or "")
+        store.store(name=f"{name}_hydra", node={"hydra": hydra_settings}, package="_global_")
+        if not (CONFIG_DIR / f"{name}.yaml").exists():
+            store.store(name=name, node={"defaults": [f"{name}_schema", f"{name}_hydra", "_self_"]})
+
+        def task(cfg: Any) -> None:
+            with one_line_errors(schema):
+                main(OmegaConf.to_object(cfg))
+
+        @functools.wraps(main)
+        def entry() -> None:
+            os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise, instead of printing several lines of its own
+            with one_line_errors(schema):
+                hydra.main(version_base=None, config_path=str(CONFIG_DIR), config_name=name)(task)()
+
+        return entry
+
+    return decorate
+
+
+def _hydra_settings(header: str) -> dict[str, Any]:
+    """Hydra writes no folder and no log of its own: its time-stamped names would differ between the ranks of a run."""
+    footer = "Override anything as key=value; --cfg job prints the resolved configuration; -m key=a,b sweeps."
+    return {
+        "run": {"dir": "."},
+        "sweep": {"dir": "runs", "subdir": "."},
+        "output_subdir": None,
+        "job": {"chdir": False},
+        "job_logging": {"root": {"handlers": ["console"]}, "handlers": {"file": {"delay": True}}},
+        "help": {"header": header.strip(), "footer": footer},
+    }
+
+
+@contextlib.contextmanager
+def one_line_errors(schema: type) -> Iterator[None]:
+    """Print a user's error as one line and exit with 2; a bug keeps its traceback."""
+    try:
+        yield
+    except USER_ERRORS as error:
+        if ASKED_FOR_TRACEBACK:
+            raise
+        if os.environ.get("RANK", "0") == "0":
+            print(f"error: {explain(error, schema)}", file=sys.stderr, flush=True)
+        sys.exit(2)
+
+
+def explain(error: BaseException, schema: type) -> str:
+    """One line for `error`: what is wrong and, where the configuration says so, what to type instead."""
+    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+    key = getattr(cause, "full_key", None)
+    if key and "not in" in str(cause):
+        close = difflib.get_close_matches(key, _keys(OmegaConf.structured(schema)), n=1, cutoff=0.5)
+        hint = f"did you mean '{close[0]}'?" if close else "`--cfg job` lists the keys"
+        return f"there is no configuration key '{key}'; {hint}"
+    if isinstance(cause, MissingMandatoryValue):
+        return f"'{key}' is required: add {key}=..."
+    text = str(error).split("Config search path")[0]
+    text = text.split("full_key:")[0] if key is None else f"{key}: {str(cause).split('full_key:')[0]}"
+    return " ".join(text.split())
+
+
+def _keys(cfg: Any, prefix: str = "") -> list[str]:
+    keys = []
+    for key in cfg:
+        keys.append(f"{prefix}{key}")
+        if OmegaConf.is_config(cfg._get_node(key)) and not OmegaConf.is_missing(cfg, key) and cfg._get_node(key)._content:
+            keys += _keys(cfg[key], f"{prefix}{key}.")
+    return keys

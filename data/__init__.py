@@ -1,0 +1,1 @@
+"""Text to batches: tokenizers, sources, preparation, shards, the loader, synthetic retrieval."""

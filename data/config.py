@@ -1,0 +1,32 @@
+"""Configuration of data: what the text is, how it is tokenized, where the shards lie."""
+
+from dataclasses import dataclass, field
+
+from omegaconf import MISSING
+
+from data.retrieval import RetrievalConfig
+
+
+@dataclass
+class TokenizerConfig:
+    name: str = "gpt2"  # gpt2, r50k_base, cl100k_base, o200k_base, ... (tiktoken) | bpe (trained on the text) | bytes
+    vocab_size: int | None = None  # bpe only; counts the end-of-text token; None is 4096
+
+
+@dataclass
+class DataConfig:
+    name: str = MISSING
+    source: str = MISSING  # stdlib | shakespeare | text | hf | nanogpt
+    path: str | None = None  # text: file, folder or glob; shakespeare: a local copy; nanogpt: folder with train.bin, val.bin
+    dataset: str | None = None  # hf: name on the hub
+    subset: str | None = None
+    split: str = "train"
+    column: str = "text"  # column of hf and parquet, key of jsonl
+    streaming: bool = False  # hf: read over the network instead of downloading first
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    dir: str = "shards/${.name}"
+    val_fraction: float = 0.005
+    shard_tokens: int = 100_000_000
+    max_tokens: int | None = None  # stop once the training split has this many
+    workers: int | None = None  # tokenizing threads; None is every core
+    retrieval: RetrievalConfig = field(default_factory=RetrievalConfig)

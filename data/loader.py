@@ -1,0 +1,199 @@
+"""Batches as a pure function of (seed, step): no state, so nothing to save and nothing to lose.
+
+Global sample number g is `step * batch + row`, whatever the world size or micro batch. A `Source` turns a sample number
+into tokens; epochs, shuffling and mixing are arithmetic on that number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
+from typing import Protocol
+
+import numpy as np
+
+from data.shards import Shard
+
+ROUNDS = 6
+MASK32 = 0xFFFFFFFF
+
+
+class Source(Protocol):
+    """Anything that yields token windows by number; `index` counts forever."""
+
+    def sample(self, index: int, seed: int) -> np.ndarray: ...  # (length+1,) int64
+
+
+def mix(*values: int) -> int:
+    """A 64-bit hash of integers (splitmix64 chained), for seeds that must not be related."""
+    state = 0
+    for value in values:
+        state = (state + 0x9E3779B97F4A7C15 + value) & 0xFFFFFFFFFFFFFFFF
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+        state ^= state >> 31
+    return state
+
+
+@lru_cache(maxsize=64)
+def _round_keys(seed: int) -> tuple[int, ...]:
+    return tuple(mix(seed, i) & MASK32 for i in range(ROUNDS))
+
+
+def _feistel(x, half: int, keys: tuple[int, ...]):
+    """A bijection of [0, 4**half): balanced Feistel network, for Python ints and for uint64 arrays alike."""
+    low = (1 << half) - 1
+    left, right = x >> half, x & low
+    for key in keys:
+        h = (right ^ key) & MASK32  # lowbias32 (github.com/skeeto/hash-prospector); products stay below 2**64
+        h = ((h ^ (h >> 16)) * 0x7FEB352D) & MASK32
+        h = ((h ^ (h >> 15)) * 0x846CA68B) & MASK32
+        h = h ^ (h >> 16)
+        left, right = right, left ^ (h & low)
+    return (left << half) | right
+
+
+def permute(index: int | np.ndarray, n: int, seed: int) -> int | np.ndarray:
+    """Where position `index` of [0, n) goes in the shuffle `seed`: a bijection, in O(1) memory, for n up to 2**62.
+
+    A Feistel network on the next power of four, walked until the value falls inside (Black and Rogaway 2002, "Ciphers
+    with arbitrary finite domains"). Arrays give int64 arrays of the same shape, ints give ints.
+    """
+    assert 0 < n <= 2**62
+    half = max(1, ((n - 1).bit_length() + 1) // 2)
+    keys = _round_keys(seed)
+    if not isinstance(index, np.ndarray):
+        assert 0 <= index < n
+        value = _feistel(int(index), half, keys)
+        while value >= n:
+            value = _feistel(value, half, keys)
+        return value
+    values = _feistel(index.astype(np.uint64), half, keys)
+    while (outside := values >= n).any():
+        values[outside] = _feistel(values[outside], half, keys)
+    return values.astype(np.int64)
+
+
+class Windows:
+    """Fixed windows of `length`+1 tokens, `length` apart (so every target is used once), never across two shards.
+
+    `sample(index, seed)` visits all of them once per epoch, in an order reshuffled by (seed, epoch).
+    """
+
+    def __init__(self, shards: Sequence[Shard], length: int) -> None:
+        self.shards = list(shards)
+        self.length = length
+        self._starts = np.cumsum([0] + [max(0, (len(shard) - 1) // length) for shard in self.shards])
+        if not len(self):
+            longest = max((len(shard) for shard in self.shards), default=0)
+            raise ValueError(
+                f"the text is too short: its longest shard has {longest} tokens, one window needs {length + 1}: "
+                f"use a context of at most {max(longest - 1, 1)} or prepare more text"
+            )
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def window(self, index: int) -> np.ndarray:
+        """Window `index` in the order of the text, (length+1,) int64."""
+        which = int(np.searchsorted(self._starts, index, side="right")) - 1
+        start = (index - int(self._starts[which])) * self.length
+        return self.shards[which].read(start, start + self.length + 1)
+
+    def sample(self, index: int, seed: int) -> np.ndarray:
+        """Sample `index` of an endless shuffled stream, (length+1,) int64."""
+        epoch, position = divmod(index, len(self))
+        return self.window(permute(position, len(self), mix(seed, epoch)))
+
+
+class Mixture:
+    """Several sources in exact proportion: of any 100 consecutive samples, `weight` come from each.
+
+    `parts` are (source, weight), the weights whole percents that sum to 100. The sources take turns in a fixed pattern
+    spread evenly over those 100; each sees its own samples numbered without gaps.
+    """
+
+    def __init__(self, parts: Sequence[tuple[Source, int]]) -> None:
+        weights = [weight for _, weight in parts]
+        if sum(weights) != 100 or any(weight != int(weight) or weight < 0 for weight in weights):
+            raise ValueError(f"mixture weights {weights} must be whole percents that sum to 100: change the weights")
+        self.sources = [source for source, _ in parts]
+        self.weights = [int(weight) for weight in weights]
+        self._turn, self._before = _pattern(self.weights)
+
+    def sample(self, index: int, seed: int) -> np.ndarray:
+        block, slot = divmod(index, 100)
+        which = self._turn[slot]
+        own = block * self.weights[which] + self._before[slot]
+        return self.sources[which].sample(own, mix(seed, which))  # own seed: equal sources must not walk in step
+
+
+def _pattern(weights: list[int]) -> tuple[list[int], list[int]]:
+    """Whose turn each of 100 slots is, and how many turns it had before: always the one furthest behind its share."""
+    turn, before, taken = [], [], [0] * len(weights)
+    for slot in range(100):
+        which = max(range(len(weights)), key=lambda i: (weights[i] * (slot + 1) - 100 * taken[i], -i))
+        turn.append(which)
+        before.append(taken[which])
+        taken[which] += 1
+    assert taken == weights
+    return turn, before
+
+
+class Loader:
+    """Batches by step number: `loader(step, micro)` is this rank's (micro_batch, length+1) int64 rows.
+
+    `batch` is in samples, over all ranks and micro batches. Ranks take contiguous parts of it and `micros` calls per step
+    cover a rank's part, so the global batch is the same for every world size and micro batch.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        batch: int,
+        length: int,
+        seed: int,
+        rank: int = 0,
+        world: int = 1,
+        micro_batch: int | None = None,
+    ) -> None:
+        if batch < 1 or batch % world:
+            raise ValueError(f"a batch of {batch} samples does not divide over {world} processes: change the batch or them")
+        self.source, self.batch, self.length, self.seed, self.rank = source, batch, length, seed, rank
+        self.per_rank = batch // world
+        self.micro_batch = micro_batch or self.per_rank
+        if self.per_rank % self.micro_batch:
+            raise ValueError(
+                f"{self.per_rank} samples per process do not divide into micro batches of {self.micro_batch}: "
+                "use a micro batch that divides it"
+            )
+        self.micros = self.per_rank // self.micro_batch
+
+    def __call__(self, step: int, micro: int = 0) -> np.ndarray:
+        assert 0 <= micro < self.micros
+        first = step * self.batch + self.rank * self.per_rank + micro * self.micro_batch
+        rows = np.empty((self.micro_batch, self.length + 1), dtype=np.int64)
+        for row in range(self.micro_batch):
+            rows[row] = self.source.sample(first + row, self.seed)
+        return rows
+
+
+class Prefetcher:
+    """A loader whose next batch is read on one thread while this one is used. Same calls, same batches, no state."""
+
+    def __init__(self, loader: Loader) -> None:
+        self.loader = loader
+        self.micros = loader.micros
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
+        self._next: tuple[tuple[int, int], Future] | None = None
+
+    def __call__(self, step: int, micro: int = 0) -> np.ndarray:
+        waiting, self._next = self._next, None
+        rows = waiting[1].result() if waiting and waiting[0] == (step, micro) else self.loader(step, micro)
+        following = (step, micro + 1) if micro + 1 < self.micros else (step + 1, 0)
+        self._next = following, self._pool.submit(self.loader, *following)
+        return rows
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)

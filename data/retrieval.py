@@ -1,0 +1,217 @@
+"""Synthetic retrieval: facts hidden in real text and asked for at the end; what a small model needs to retrieve at all.
+
+Two kinds of documents, in the shape of the multi-needle test of LWM and of the Differential Transformer paper
+(arXiv 2410.05258, section 3.3):
+
+- needle: text with N sentences "The magic number of Paris is 4817." at random depths, each asked for again at the end.
+- dense: nothing but such sentences over a few cities, so that every repetition is a retrieval.
+
+Cities and numbers of the training documents never occur in evaluation and the other way round.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from data.loader import Source
+    from data.tokenizer import Tokenizer
+
+CITIES = """
+Aarhus Accra Adelaide Agra Aleppo Algiers Almaty Amman Amsterdam Ankara Antwerp Asmara Athens Atlanta Auckland Baghdad Baku
+Baltimore Bangkok Barcelona Basel Beirut Belfast Belgrade Bergen Berlin Bern Bogota Bologna Bombay Bordeaux Boston Bremen
+Brisbane Bristol Brno Brussels Bucharest Budapest Cairo Calgary Canberra Caracas Cardiff Chennai Chicago Cologne Colombo
+Copenhagen Cordoba Cork Dakar Dallas Damascus Darwin Delhi Denver Detroit Dhaka Doha Dresden Dubai Dublin Durban Edinburgh
+Florence Frankfurt Fukuoka Galway Gdansk Geneva Genoa Ghent Glasgow Granada Graz Hamburg Hanoi Harare Havana Helsinki
+Hobart Houston Innsbruck Istanbul Izmir Jakarta Jerusalem Kabul Kampala Karachi Kathmandu Khartoum Kiev Kigali Kingston
+Kobe Krakow Kuwait Kyoto Lagos Lahore Leeds Leipzig Lima Limerick Lisbon Liverpool London Luanda Lusaka Lyon Madrid Malaga
+Malmo Managua Manchester Manila Marseille Medina Melbourne Memphis Miami Milan Minsk Mombasa Monaco Montreal Moscow Mumbai
+Munich Muscat Nagoya Nairobi Nantes Naples Nice Osaka Oslo Ottawa Oxford Palermo Panama Paris Perth Porto Prague Pretoria
+Quebec Quito Rabat Riga Rome Rotterdam Salzburg Santiago Sarajevo Seattle Seoul Seville Shanghai Singapore Sofia Stockholm
+Strasbourg Sydney Taipei Tallinn Tampa Tampere Tangier Tbilisi Tehran Tokyo Toledo Toronto Trieste Tripoli Tunis Turin
+Utrecht Valencia Vancouver Venice Verona Vienna Vilnius Warsaw Wellington York Zagreb Zurich
+""".split()
+EVAL_EVERY = 5  # one city, and one number, in five is kept for evaluation
+
+
+@dataclass
+class RetrievalConfig:
+    """The share of training samples that are retrieval documents, and their shape.
+
+    weight: percent of all samples. dense: percent of the retrieval documents that are dense. needles: a needle document
+    has 1 to this many. digits: of a magic number.
+    """
+
+    weight: int = 0
+    dense: int = 50
+    needles: int = 4
+    digits: int = 4
+
+
+@dataclass(frozen=True)
+class Query:
+    """One question over one context: token ids, and where in `prompt` things are ([start, stop) spans).
+
+    `prompt` (P,) ends right where `answer` (A,), the number and its full stop, begins. `needle` is the asked sentence,
+    `value` its number, `question` the first token of the closing question. `candidates` are the answers of all needles
+    of this context, the right one first.
+    """
+
+    prompt: np.ndarray
+    answer: np.ndarray
+    needle: tuple[int, int]
+    value: tuple[int, int]
+    question: int
+    candidates: list[np.ndarray]
+
+
+def cities(split: str) -> list[str]:
+    """The keys of the `train` or the `eval` split; disjoint."""
+    return [city for i, city in enumerate(CITIES) if (i % EVAL_EVERY == 0) == (split == "eval")]
+
+
+def draw_number(rng: np.random.Generator, split: str, digits: int) -> int:
+    """A number of that many digits from the split's own set; disjoint, and alike in every digit."""
+    while True:
+        number = int(rng.integers(10 ** (digits - 1), 10**digits))
+        scrambled = number * 2654435761 % 2**32 >> 16  # Knuth's multiplicative hash: no digit tells the split
+        if (scrambled % EVAL_EVERY == 0) == (split == "eval"):
+            return number
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A sentence's tokens in two parts: "\\nThe magic number of Paris is" and " 4817.", cut where the first digit is."""
+
+    key: list[int]
+    value: list[int]
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.key + self.value
+
+
+class Facts:
+    """Draws facts of one split; the sentences' fixed parts are tokenized once."""
+
+    def __init__(self, tokenizer: "Tokenizer", split: str, digits: int) -> None:
+        self.tokenizer, self.split, self.digits = tokenizer, split, digits
+        self.keys = [tokenizer.encode(f"\nThe magic number of {city} is") for city in cities(split)]
+
+    def draw(self, rng: np.random.Generator, count: int) -> list[Fact]:
+        """`count` facts about different cities."""
+        if count > len(self.keys):
+            raise ValueError(f"{count} needles asked, but there are {len(self.keys)} cities: use at most that many")
+        chosen = rng.choice(len(self.keys), count, replace=False)
+        numbers = [draw_number(rng, self.split, self.digits) for _ in chosen]
+        return [self._fact(self.keys[i], number) for i, number in zip(chosen, numbers, strict=True)]
+
+    def _fact(self, key: list[int], number: int) -> Fact:
+        value = self.tokenizer.encode(f" {number}.")
+        # Some tokenizers give the space a token of its own: it belongs to the question, or a prompt would end before it.
+        digit = next(i for i, token in enumerate(value) if any(c in b"0123456789" for c in self.tokenizer.token_bytes(token)))
+        return Fact(key + value[:digit], value[digit:])
+
+
+class RetrievalSource:
+    """Training documents of exactly one window each; sample i is a pure function of (seed, i)."""
+
+    def __init__(self, cfg: RetrievalConfig, haystack: "Source", tokenizer: "Tokenizer", length: int) -> None:
+        if not (0 <= cfg.dense <= 100 and cfg.needles >= 1 and cfg.digits >= 1):
+            raise ValueError("data.retrieval needs 0 <= dense <= 100, needles >= 1 and digits >= 1: correct the override")
+        self.cfg, self.haystack, self.tokenizer, self.length = cfg, haystack, tokenizer, length
+        self.facts = Facts(tokenizer, "train", cfg.digits)
+        self.sentence_ends = sentence_ends(tokenizer)
+        self.longest = max(len(key) for key in self.facts.keys) + cfg.digits + 2
+        if length < 4 * self.longest:
+            wrong = f"a context of {length} tokens is too short for retrieval documents"
+            raise ValueError(f"{wrong}: use model.context={4 * self.longest} or more, or data.retrieval.weight=0")
+
+    def sample(self, index: int, seed: int) -> np.ndarray:
+        """(length + 1,) int64 token ids."""
+        rng = np.random.default_rng([seed, index])
+        kind = self._dense if rng.integers(100) < self.cfg.dense else self._needle
+        return kind(rng, index, seed)
+
+    def _dense(self, rng: np.random.Generator, index: int, seed: int) -> np.ndarray:
+        facts = self.facts.draw(rng, int(rng.integers(2, 2 + max(1, self.length // (3 * self.longest)))))
+        tokens = [self.tokenizer.eot]
+        while len(tokens) < self.length + 1:
+            tokens += facts[rng.integers(len(facts))].tokens
+        return np.array(tokens[: self.length + 1], dtype=np.int64)
+
+    def _needle(self, rng: np.random.Generator, index: int, seed: int) -> np.ndarray:
+        most = min(self.cfg.needles, self.length // (3 * self.longest))
+        facts = self.facts.draw(rng, int(rng.integers(1, most + 1)))
+        asked = [token for i in rng.permutation(len(facts)) for token in facts[i].tokens]
+        room = self.length + 1 - len(asked) - sum(len(f.tokens) for f in facts) - 1
+        text = self.haystack.sample(index, seed)[:room]
+        context, _ = hide(text, facts, rng.random(len(facts)), self.sentence_ends)
+        return np.array([self.tokenizer.eot, *context, *asked], dtype=np.int64)
+
+
+def needle_queries(
+    rng: np.random.Generator,
+    haystack: np.ndarray,
+    tokenizer: "Tokenizer",
+    length: int,
+    depth: float,
+    needles: int = 1,
+    asked: int = 1,
+    digits: int = 4,
+) -> list[Query]:
+    """Evaluation: one context with `needles` facts, the first at `depth` (0..1), `asked` questions over it.
+
+    `haystack` (n,) is cut at a random place; prompt and answer together have exactly `length` tokens, whatever the city.
+    The asked needles stand at `depth`, the others at random depths. Raises ValueError where they do not fit.
+    """
+    facts = Facts(tokenizer, "eval", digits).draw(rng, needles)
+    ends = sentence_ends(tokenizer)
+    queries = []
+    start = int(rng.integers(0, max(1, len(haystack) - length)))
+    depths = np.concatenate(([depth], rng.random(needles - 1)))
+    for i in range(asked):
+        order = [facts[i], *facts[:i], *facts[i + 1 :]]  # the asked fact takes the place at `depth`
+        room = length - 1 - sum(len(f.tokens) for f in facts) - len(facts[i].tokens)
+        if room < 0 or len(haystack) < room:
+            wrong = f"{needles} needles and their text need more than length={length} or the {len(haystack)} haystack tokens"
+            raise ValueError(f"{wrong}: use a longer length, fewer needles or a longer haystack")
+        context, starts = hide(haystack[start : start + room], order, depths, ends)
+        prompt = np.array([tokenizer.eot, *context, *facts[i].key], dtype=np.int64)
+        first = 1 + starts[0]
+        stop = first + len(facts[i].tokens)
+        queries.append(
+            Query(
+                prompt=prompt,
+                answer=np.array(facts[i].value, dtype=np.int64),
+                needle=(first, stop),
+                value=(first + len(facts[i].key), stop),
+                question=1 + len(context),
+                candidates=[np.array(f.value, dtype=np.int64) for f in order],
+            )
+        )
+    return queries
+
+
+def sentence_ends(tokenizer: "Tokenizer") -> np.ndarray:
+    """Which tokens may end a sentence: (vocab,) bool."""
+    ends = [tokenizer.token_bytes(i).endswith((b".", b"\n")) for i in range(tokenizer.vocab_size)]
+    return np.array(ends)
+
+
+def hide(
+    text: np.ndarray, facts: Sequence[Fact], depths: Sequence[float], ends: np.ndarray
+) -> tuple[list[int], list[int]]:
+    """Put each fact into `text` at its depth (0 first, 1 last), after the nearest sentence end; the new text and its starts."""
+    places = np.concatenate(([0], np.flatnonzero(ends[text]) + 1, [len(text)]))
+    cuts = [int(places[np.abs(places - depth * len(text)).argmin()]) for depth in depths]
+    context: list[int] = []
+    starts = [0] * len(facts)
+    done = 0
+    for i in sorted(range(len(facts)), key=lambda i: (cuts[i], depths[i])):
+        context += text[done : cuts[i]].tolist()
+        starts[i], done = len(context), cuts[i]
+        context += facts[i].tokens
+    return context + text[done:].tolist(), starts

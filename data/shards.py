@@ -1,0 +1,210 @@
+"""Token shards: the headed binary layout of llm.c and modded-nanogpt, read as it is and written with what it lacks.
+
+A shard is 256 little-endian int32 of header, then the tokens. Header: [0] magic, [1] version, [2] token count. Magic
+20240520 version 1 holds uint16 (llm.c's gpt-2 files); 20240801 version 7 holds uint32 (llm.c's llama-3 files).
+Our writer also fills ints those readers ignore: [3] `EXTENDED`, [4] vocabulary size, [5] CRC-32 of the token bytes,
+[6:10] first 16 bytes of the tokenizer's fingerprint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+HEADER_BYTES = 256 * 4
+FORMATS = {np.dtype("<u2"): (20240520, 1), np.dtype("<u4"): (20240801, 7)}
+EXTENDED = 0x44494646  # "DIFF"
+META = "meta.json"
+PROGRESS = "progress.json"
+CHECK_BELOW = 64 * 2**20  # bytes; smaller files have their checksum verified whenever they are opened
+MAX_TOKENS = 2**31 - 1  # the count is one int32
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The on-disk type for ids below `vocab_size`: uint16 up to 65,535 tokens, else uint32."""
+    return np.dtype("<u2") if vocab_size <= 65_535 else np.dtype("<u4")
+
+
+def write_shard(path: str | Path, tokens: np.ndarray, *, vocab_size: int, fingerprint: str) -> int:
+    """Write `tokens` (count,) as one shard, atomically: the file is there whole or not at all. Returns its CRC-32."""
+    path = Path(path)
+    tokens = np.asarray(tokens)
+    if len(tokens) > MAX_TOKENS:
+        raise ValueError(f"a shard holds at most {MAX_TOKENS} tokens, not {len(tokens)}: use a smaller data.shard_tokens")
+    if len(tokens) and int(tokens.max()) >= vocab_size:
+        raise ValueError(
+            f"token {int(tokens.max())} for {path.name} is outside the vocabulary of {vocab_size}: use its own tokenizer"
+        )
+    tokens = np.ascontiguousarray(tokens, dtype=token_dtype(vocab_size))
+    crc = zlib.crc32(tokens)
+    header = np.zeros(256, dtype="<i4")
+    header[0:2] = FORMATS[tokens.dtype]
+    header[2:5] = len(tokens), EXTENDED, vocab_size
+    header[5:6] = np.array([crc], dtype="<u4").view("<i4")
+    header[6:10] = np.frombuffer(bytes.fromhex(fingerprint)[:16], dtype="<i4")
+    write_atomic(path, header.tobytes(), tokens.data)
+    return crc
+
+
+def write_atomic(path: Path, *parts: bytes | memoryview) -> None:
+    """Write `parts` to `path` by a temporary file, fsync and rename."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            for part in parts:
+                file.write(part)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+class Shard:
+    """One shard, memory-mapped: `tokens` is (count,) uint16 or uint32, nothing is read before it is used.
+
+    `vocab_size` and `fingerprint` (hex) are what the caller's tokenizer has; a shard of ours that says otherwise is
+    refused. Foreign shards say nothing, so only their ids can be checked. `verify` forces the checksum.
+    Raises FileNotFoundError or ValueError.
+    """
+
+    def __init__(
+        self, path: str | Path, *, vocab_size: int | None = None, fingerprint: str | None = None, verify: bool = False
+    ) -> None:
+        self.path = Path(path)
+        header, dtype = self._read_header()
+        count = int(header[2])
+        self._check_size(count, dtype)
+        self.extended: bool = int(header[3]) == EXTENDED
+        self.vocab_size: int | None = int(header[4]) if self.extended else vocab_size
+        self.fingerprint: str | None = header[6:10].tobytes().hex() if self.extended else None
+        self.crc32: int | None = int(header[5:6].view("<u4")[0]) if self.extended else None
+        self._check_tokenizer(vocab_size, fingerprint)
+        offset = HEADER_BYTES
+        self.tokens = (
+            np.memmap(self.path, dtype=dtype, mode="r", offset=offset, shape=(count,)) if count else np.zeros(0, dtype)
+        )
+        if verify or self.tokens.nbytes < CHECK_BELOW:
+            self._check_content()
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Tokens [start, stop) as int64. ValueError for an id outside the vocabulary (large files are not scanned)."""
+        tokens = self.tokens[start:stop].astype(np.int64)
+        if self.vocab_size is not None and len(tokens):
+            self._check_ids(int(tokens.max()))
+        return tokens
+
+    def _read_header(self) -> tuple[np.ndarray, np.dtype]:
+        if not self.path.is_file():
+            raise FileNotFoundError(f"shard {self.path} is missing: prepare the data again with python -m data.prepare")
+        with self.path.open("rb") as file:
+            header = np.frombuffer(file.read(HEADER_BYTES), dtype="<i4") if self._bytes() >= HEADER_BYTES else None
+        for dtype, (magic, version) in FORMATS.items():
+            if header is not None and header[0] == magic:
+                if header[1] != version:
+                    raise ValueError(f"{self.path} has shard version {header[1]}, not {version}: prepare the data again")
+                return header, dtype
+        raise ValueError(
+            f"{self.path} is not a token shard (no llm.c header): for nanoGPT's .bin use "
+            "python -m data.prepare data=nanogpt path=FOLDER"
+        )
+
+    def _bytes(self) -> int:
+        return self.path.stat().st_size
+
+    def _check_size(self, count: int, dtype: np.dtype) -> None:
+        expected = HEADER_BYTES + count * dtype.itemsize
+        if self._bytes() != expected:
+            what = "truncated" if self._bytes() < expected else "longer than its header says"
+            raise ValueError(
+                f"{self.path} is {what} ({self._bytes()} bytes, not {expected}): delete its folder and prepare again"
+            )
+
+    def _check_tokenizer(self, vocab_size: int | None, fingerprint: str | None) -> None:
+        if not self.extended:
+            return
+        differs = fingerprint is not None and fingerprint[:32] != self.fingerprint
+        if differs or (vocab_size is not None and vocab_size != self.vocab_size):
+            raise ValueError(
+                f"{self.path} was written with another tokenizer (vocabulary {self.vocab_size}): use the tokenizer.json "
+                "beside it, or prepare into another data.dir"
+            )
+
+    def _check_content(self) -> None:
+        if self.crc32 is not None and zlib.crc32(self.tokens) != self.crc32:
+            raise ValueError(f"{self.path} is corrupted (checksum differs): delete its folder and prepare the data again")
+        if self.vocab_size is not None and len(self.tokens):
+            self._check_ids(int(self.tokens.max()))
+
+    def _check_ids(self, largest: int) -> None:
+        if largest >= self.vocab_size:
+            raise ValueError(
+                f"{self.path} holds token {largest}, outside the vocabulary of {self.vocab_size}: "
+                "use the tokenizer it was written with"
+            )
+
+
+def read_meta(folder: str | Path) -> dict | None:
+    """`meta.json` of a prepared folder, or None if it has none (foreign shards). ValueError if it cannot be read."""
+    path = Path(folder) / META
+    if not path.is_file():
+        return None
+    try:
+        meta = json.loads(path.read_text())
+        meta["splits"], meta["tokenizer"]["fingerprint"]
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{path} is damaged: delete {folder} and prepare the data again") from None
+    return meta
+
+
+def open_split(
+    folder: str | Path,
+    split: str,
+    *,
+    vocab_size: int | None = None,
+    fingerprint: str | None = None,
+    verify: bool = False,
+) -> list[Shard]:
+    """The shards of one split of a prepared folder, in order; without meta.json, every `*{split}*.bin` by name.
+
+    Raises FileNotFoundError or ValueError, in one line, for a missing folder, split or shard and as `Shard` does.
+    """
+    folder = Path(folder)
+    command = f"python -m data.prepare data={folder.name}"
+    meta = read_meta(folder)
+    if meta is None:
+        if not folder.is_dir():
+            raise FileNotFoundError(f"no prepared data in {folder}: run {command}")
+        if (folder / PROGRESS).is_file():
+            raise ValueError(f"the preparation of {folder} is not finished: run {command} again to resume it")
+        paths = sorted(folder.glob(f"*{split}*.bin"))
+    else:
+        paths = [folder / shard["file"] for shard in meta["splits"].get(split, {}).get("shards", [])]
+        fingerprint = fingerprint or meta["tokenizer"]["fingerprint"]
+    if not paths:
+        raise FileNotFoundError(f"no {split} shards in {folder}: run {command}")
+    return [Shard(path, vocab_size=vocab_size, fingerprint=fingerprint, verify=verify) for path in paths]
+
+
+def open_nanogpt(path: str | Path, vocab_size: int) -> np.ndarray:
+    """nanoGPT's headerless uint16 `.bin`, memory-mapped, (count,). ValueError if it cannot be one for this vocabulary."""
+    path = Path(path)
+    size = path.stat().st_size if path.is_file() else 0
+    if size == 0 or size % 2:
+        raise ValueError(f"{path} is missing, empty or truncated: path= is a folder with nanoGPT's train.bin and val.bin")
+    tokens = np.memmap(path, dtype="<u2", mode="r")
+    if size >= 4 and tokens[:2].tobytes() in [np.array([magic], "<i4").tobytes() for magic, _ in FORMATS.values()]:
+        raise ValueError(f"{path} already has an llm.c header: train on it as it is with data.dir={path.parent}")
+    largest = max(int(tokens[i : i + 2**24].max()) for i in range(0, len(tokens), 2**24))
+    if largest >= vocab_size:
+        raise ValueError(
+            f"{path} holds token {largest}, outside the vocabulary of {vocab_size}: set data.tokenizer.name to its own"
+        )
+    return tokens

@@ -1,0 +1,1 @@
+"""Evaluations of a trained run: one file and one command each."""

@@ -1,0 +1,270 @@
+"""What every evaluation shares: opening a run, the tokens to test on, the result file and the look of the figures."""
+
+import json
+import math
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import yaml
+from omegaconf import MISSING
+from tqdm import tqdm
+
+from configs import CONFIG_DIR
+from configs.provenance import machine, version
+from data.config import DataConfig
+from data.retrieval import Query, needle_queries
+from data.shards import Shard, open_split
+from data.sources import COMPRESSIONS, open_corpus
+from data.tokenizer import Tokenizer, load_tokenizer
+from training.checkpoint import LoadedRun, load_run
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+LOGITS_IN_MEMORY = 2**28  # floats of one forward pass: 1 GB
+HAYSTACK_TOKENS = 20_000_000  # plenty to cut needle contexts from, and small in memory
+
+
+@dataclass
+class EvalConfig:
+    """run: the run's folder. batch: sequences per forward pass, fewer where their logits would not fit in memory."""
+
+    run: str = MISSING
+    device: str = "auto"  # auto | cpu | cuda
+    batch: int = 32
+    text: str | None = None  # use this text file instead of the run's validation shards
+    shards: str | None = None  # or the validation shards of this folder
+
+
+@dataclass
+class RetrievalConfig(EvalConfig):
+    """depths: where the asked needle lies, as a fraction of the context. samples: contexts per cell."""
+
+    depths: list[float] = field(default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0])
+    samples: int = 50
+    seed: int = 0
+
+
+def open_run(cfg: EvalConfig) -> LoadedRun:
+    """The run's model (evaluation mode, float32, on the device asked for), tokenizer and configuration."""
+    device = cfg.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"device={cfg.device}, but torch sees no GPU: use device=cpu")
+    if cfg.batch < 1:
+        raise ValueError(f"batch={cfg.batch} must be at least 1: use batch=32")
+    return load_run(cfg.run, device=device)
+
+
+class TextTokens:
+    """The tokens of a text, read as a shard is read."""
+
+    def __init__(self, tokens: np.ndarray) -> None:
+        self.tokens = tokens
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        return self.tokens[start:stop].astype(np.int64)
+
+
+def test_tokens(run: LoadedRun, cfg: EvalConfig) -> list[Shard | TextTokens]:
+    """What to test on: the file `text`, or the validation shards of the folder `shards` or of the run's own data."""
+    if cfg.text and cfg.shards:
+        raise ValueError("text= and shards= are both given: give one of them")
+    if cfg.text:
+        return [TextTokens(_tokenize(Path(cfg.text), run.tokenizer))]
+    folder = Path(cfg.shards or run.config["data"]["dir"])
+    if (folder / "tokenizer.json").is_file() and load_tokenizer(folder).fingerprint != run.tokenizer.fingerprint:
+        raise ValueError(
+            f"{folder} has another tokenizer than {cfg.run} ('{run.tokenizer.name}'): use text=FILE, or shards= prepared "
+            "with the run's tokenizer"
+        )
+    return open_split(folder, "val", vocab_size=run.tokenizer.vocab_size, fingerprint=run.tokenizer.fingerprint)
+
+
+def _tokenize(path: Path, tokenizer: Tokenizer) -> np.ndarray:
+    if not path.is_file():
+        raise FileNotFoundError(f"no text file {path}: correct text=")
+    if path.suffix in (".jsonl", ".parquet", *COMPRESSIONS):
+        documents = list(open_corpus(DataConfig(name="text", source="text", path=str(path))))
+    else:
+        try:
+            documents = [path.read_text(encoding="utf-8")]
+        except UnicodeDecodeError:
+            raise ValueError(f"{path} is not UTF-8 text: convert it first, e.g. with iconv -t utf-8") from None
+    if not any(document.strip() for document in documents):
+        raise ValueError(f"{path} is empty: give text= a file with text in it")
+    # Each document after an end-of-text token, as data.prepare writes them: a first token is predicted, too.
+    return np.array([token for document in documents for token in (tokenizer.eot, *tokenizer.encode(document))])
+
+
+def haystack(run: LoadedRun, cfg: EvalConfig) -> np.ndarray:
+    """(n,) token ids of real text, to hide needles in."""
+    return np.concatenate([part.read(0, HAYSTACK_TOKENS) for part in test_tokens(run, cfg)])[:HAYSTACK_TOKENS]
+
+
+def needle_contexts(
+    run: LoadedRun, hay: np.ndarray, cfg: "RetrievalConfig", length: int, depth: float, needles: int = 1, asked: int = 1
+) -> list[list[Query]]:
+    """`cfg.samples` contexts, each with its `asked` queries; the same ones whatever other cells are evaluated.
+
+    Numbers have as many digits as those the run was trained on.
+    """
+    rng = np.random.default_rng([cfg.seed, length, round(1000 * depth), needles, asked])
+    digits = run.config["data"].get("retrieval", {}).get("digits", 4)
+    return [
+        needle_queries(rng, hay, run.tokenizer, length, depth, needles, asked, digits=digits) for _ in range(cfg.samples)
+    ]
+
+
+def check_grid(cfg: "RetrievalConfig") -> None:
+    """Raise ValueError unless the depths are fractions and there is at least one sample."""
+    for depth in cfg.depths:
+        if not 0 <= depth <= 1:
+            raise ValueError(f"depth {depth:g} is not a fraction of the context: use depths=[0,0.5,1], from 0 to 1")
+    if cfg.samples < 1 or not cfg.depths:
+        raise ValueError("nothing to measure: use samples=50 and depths=[0,0.5,1], or leave them out")
+
+
+def batches(rows: Sequence[Any], size: int, length: int, vocab_size: int) -> Iterator[Sequence[Any]]:
+    """`rows` in parts of at most `size`, and few enough that logits of `length` tokens each fit in memory."""
+    size = max(1, min(size, LOGITS_IN_MEMORY // (length * vocab_size)))
+    return (rows[start : start + size] for start in range(0, len(rows), size))
+
+
+def pad_right(sequences: Sequence[np.ndarray], device: torch.device | str) -> torch.Tensor:
+    """Stack sequences of several lengths as (B, longest), zeros after the end: a causal model never looks there."""
+    tokens = np.zeros((len(sequences), max(map(len, sequences))), dtype=np.int64)
+    for row, sequence in zip(tokens, sequences, strict=True):
+        row[: len(sequence)] = sequence
+    return torch.from_numpy(tokens).to(device)
+
+
+def device_of(model: torch.nn.Module) -> torch.device:
+    """Where the model's parameters are (the CPU for a model without any)."""
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+def progress(what: str, total: int) -> tqdm:
+    """A progress bar with the time left; silent where the output is not a terminal."""
+    return tqdm(total=total, desc=what, leave=False, disable=None, dynamic_ncols=True)
+
+
+def mean_se(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
+    """Mean and its standard error (0 for a single value)."""
+    values = np.asarray(values, dtype=np.float64)
+    return float(values.mean()), float(values.std(ddof=1) / math.sqrt(len(values))) if len(values) > 1 else 0.0
+
+
+def wilson(share: float, n: int) -> tuple[float, float]:
+    """95 % interval of a share seen in n trials; unlike the standard error it is not empty at 0 and 1 (Wilson 1927)."""
+    z = 1.959964
+    middle = (share + z * z / (2 * n)) / (1 + z * z / n)
+    half = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n)) / (1 + z * z / n)
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+# Results
+
+
+def run_name(run: str | Path) -> str:
+    """The run's name: that of its folder."""
+    return Path(run).resolve().name
+
+
+def write_result(run: LoadedRun, cfg: EvalConfig, name: str, results: dict[str, Any]) -> Path:
+    """Write eval/NAME.json into the run's folder: the results, and all they depend on."""
+    path = Path(cfg.run) / "eval" / f"{name}.json"
+    content = {
+        "eval": name,
+        "run": run_name(cfg.run),
+        "config": asdict(cfg),
+        "machine": machine(),
+        "version": version(),
+        "step": run.step,
+        "run_config": run.config,
+        "results": results,
+    }
+    write_atomically(path, json.dumps(content, indent=1).encode())
+    return path
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file so that a reader, or an interruption, never meets half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    part.write_bytes(content)
+    os.replace(part, path)
+
+
+# Figures
+
+INK, GREY, FAINT = "#1f2328", "#6b7280", "#d9dde3"
+# Okabe and Ito's palette, told apart with every common colour blindness. A variant has one colour in every figure.
+COLOURS = {
+    "baseline": "#0072B2",
+    "diff": "#D55E00",
+    "introspective": "#009E73",
+    "introspective_sequence": "#56B4E9",
+    "diff_v2": "#CC79A7",
+    "gated": "#E69F00",
+    "gpt2": "#7F7F7F",
+}
+
+
+def colour(variant: str) -> str:
+    """The variant's colour; ink for one that has none (a hybrid stack, a new variant)."""
+    return COLOURS.get(variant, INK)
+
+
+def variant(config: dict[str, Any]) -> str:
+    """What a run's model is called: the configs/model file it fits, the most specific of several; else its layer pattern."""
+    groups = {path.stem: yaml.safe_load(path.read_text()) or {} for path in sorted((CONFIG_DIR / "model").glob("*.yaml"))}
+    fitting = {name: group for name, group in groups.items() if _fits(config["model"], group)}
+    if not fitting:
+        return f"layers={config['model']['layers']}"
+    return max(fitting, key=lambda name: len(str(fitting[name])))
+
+
+def _fits(values: dict[str, Any], wanted: dict[str, Any]) -> bool:
+    return all(
+        _fits(values.get(key) or {}, want) if isinstance(want, dict) else values.get(key) == want
+        for key, want in wanted.items()
+    )
+
+
+@contextmanager
+def figure(path: Path, width: float, height: float, columns: int = 1, rows: int = 1) -> Iterator[np.ndarray]:
+    """`with figure(path, ...) as axes:` draws on axes (rows, columns) in the project's style and writes the PNG."""
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise ValueError("figures need the package 'matplotlib': pip install matplotlib") from None
+    style = {
+        "font.family": "sans-serif", "font.size": 11, "text.color": INK, "axes.labelcolor": INK,
+        "axes.edgecolor": GREY, "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 12,
+        "axes.titlelocation": "left", "axes.titleweight": "bold", "axes.grid": False, "axes.axisbelow": True,
+        "grid.color": FAINT, "grid.linewidth": 0.8, "xtick.color": GREY, "ytick.color": GREY,
+        "xtick.labelcolor": INK, "ytick.labelcolor": INK, "legend.frameon": False, "lines.linewidth": 1.8,
+    }  # fmt: skip
+    with matplotlib.rc_context(style):
+        drawing = Figure(figsize=(width, height), layout="constrained")
+        yield drawing.subplots(rows, columns, squeeze=False)
+        _save(drawing, path)
+
+
+def _save(drawing: "Figure", path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.stem}.{os.getpid()}.part.png")
+    drawing.savefig(part, dpi=160)
+    os.replace(part, path)

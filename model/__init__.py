@@ -1,0 +1,1 @@
+"""One decoder; the attention variant is a letter of its layer pattern."""

@@ -1,0 +1,38 @@
+"""Softmax attention: the baseline."""
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from model.attention.backends import attend
+from model.attention.mask import Mask
+from model.cache import LayerCache
+from model.rotary import Rope, rotate
+
+if TYPE_CHECKING:
+    from model.config import DecoderConfig
+
+
+class Attention(nn.Module):
+    """Multi-head attention (Vaswani et al., arXiv 1706.03762) with grouped key/value heads and RoPE."""
+
+    def __init__(self, cfg: "DecoderConfig", layer: int) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.width, self.backend = cfg.n_head, cfg.n_kv_head, cfg.head_dim, cfg.backend
+        self.q = nn.Linear(cfg.d_model, self.heads * self.width, bias=cfg.bias)
+        self.k = nn.Linear(cfg.d_model, self.kv_heads * self.width, bias=cfg.bias)
+        self.v = nn.Linear(cfg.d_model, self.kv_heads * self.width, bias=cfg.bias)
+        self.out = nn.Linear(self.heads * self.width, cfg.d_model, bias=cfg.bias)
+
+    def forward(self, x: Tensor, rope: Rope | None, mask: Mask, cache: LayerCache | None = None) -> Tensor:
+        """x (B, T, D) -> (B, T, D)."""
+        q, k, v = (p(x).unflatten(-1, (-1, self.width)).transpose(1, 2) for p in (self.q, self.k, self.v))  # (B, H, T, d)
+        q, k = rotate(q, rope), rotate(k, rope)
+        if cache is not None:
+            k, v = cache.append(k, v)
+        y = attend(q, k, v, mask, self.backend)  # (B, H, T, d)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+    def flops(self, context: int) -> int:
+        """Forward FLOPs per token of the products with the T x T maps (q k' and its product with v)."""
+        return 2 * context * self.heads * (self.width + self.width)

@@ -1,0 +1,193 @@
+"""Introspective attention: several attention paths, each of which sees the paths before it.
+
+The published text and the published code disagree, and neither runs; docs/METHODS.md derives the two causal readings.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model.attention.backends import attend, attend_union
+from model.attention.mask import Mask
+from model.cache import LayerCache
+from model.layers import RMSNorm
+from model.rotary import Rope, rotate
+
+if TYPE_CHECKING:
+    from model.config import DecoderConfig
+
+
+@dataclass
+class IntrospectiveConfig:
+    """Options of `introspective`.
+
+    mode: `feature` (path i's keys and values are corrected by what earlier paths computed for the same token) or
+    `sequence` (path i attends over the keys of all paths j <= i). heads: per path, None is n_head / 2; the value width is
+    d_model / heads, so that a path's output has the width of X, as the formula's sum needs. memory: what of an earlier
+    path the feature mode concatenates, of k (keys), v (values), a (output). path_weight: how lambda is made, see
+    `Introspective.weights`.
+    """
+
+    mode: str = "feature"  # feature | sequence
+    paths: int = 3
+    heads: int | None = None
+    memory: str = "ka"  # ka | kv | kva
+    path_weight: str = "affine"  # affine | literal | sigmoid | softmax_input
+
+
+CHOICES = {
+    "mode": ("feature", "sequence"),
+    "memory": ("ka", "kv", "kva"),
+    "path_weight": ("affine", "literal", "sigmoid", "softmax_input"),
+}
+
+
+class Introspective(nn.Module):
+    """W_o RMSNorm(sum_i lambda_i A_i + alpha X), A_i = RMSNorm(merged heads of path i), X the sub-layer's input.
+
+    feature: M_i = concat over j < i of (K_j, A_j), per token; path i attends with keys K_i + M_i U_i and values
+    V_i + M_i W_i, the projections U, W being per key/value head and zero at the start (so training begins with
+    independent paths), RoPE after the projection. sequence: one softmax over the keys of all paths j <= i at all
+    positions s <= t, each set with its own positions. Source: the formula of cognitivecomputations/introspective-attention.
+    """
+
+    def __init__(self, cfg: "DecoderConfig", layer: int) -> None:
+        super().__init__()
+        opt = cfg.introspective
+        self.mode, self.memory, self.path_weight, self.paths = opt.mode, opt.memory, opt.path_weight, opt.paths
+        self.heads = opt.heads or max(1, cfg.n_head // 2)
+        self.kv_heads = max(1, self.heads * cfg.n_kv_head // cfg.n_head)
+        self.width, self.value_width, self.backend = cfg.head_dim, cfg.d_model // self.heads, cfg.backend
+        _check(cfg, self.heads)
+        q_width, k_width = self.heads * self.width, self.kv_heads * self.width
+        self.q = nn.ModuleList(nn.Linear(cfg.d_model, q_width, bias=cfg.bias) for _ in range(self.paths))
+        self.k = nn.ModuleList(nn.Linear(cfg.d_model, k_width, bias=cfg.bias) for _ in range(self.paths))
+        self.v = nn.ModuleList(
+            nn.Linear(cfg.d_model, self.kv_heads * self.value_width, bias=cfg.bias) for _ in range(self.paths)
+        )
+        self.path_norms = nn.ModuleList(RMSNorm(cfg.d_model) for _ in range(self.paths))
+        if self.mode == "feature":
+            self.memory_k = self._memory_projections(self.width)
+            self.memory_v = self._memory_projections(self.value_width)
+        self._make_path_weight(cfg.d_model)
+        self.alpha = nn.Parameter(torch.ones(()))
+        self.norm = RMSNorm(cfg.d_model)
+        self.out = nn.Linear(cfg.d_model, cfg.d_model, bias=cfg.bias)
+
+    def _memory_projections(self, width: int) -> nn.ParameterList:
+        """One (Hkv, m_i, width) projection for each path i > 0; m_i is the width of M_i per key/value head."""
+        group = self.heads // self.kv_heads
+        widths = {"k": self.width, "v": self.value_width, "a": group * self.value_width}
+        per_path = sum(widths[part] for part in self.memory)
+        return nn.ParameterList(
+            torch.empty(self.kv_heads, i * per_path, width) for i in range(1, self.paths)
+        )
+
+    def _make_path_weight(self, d_model: int) -> None:
+        if self.path_weight == "softmax_input":
+            self.path_logits = nn.Linear(d_model, self.paths, bias=False)
+            return
+        self.w = nn.Parameter(torch.empty(self.paths))
+        if self.path_weight == "affine":
+            self.path_gain = nn.Parameter(torch.empty(self.paths))
+            self.path_bias = nn.Parameter(torch.empty(self.paths))
+
+    def init_weights(self, generator: torch.Generator) -> None:
+        for name, p in self.named_parameters(recurse=True):
+            if name.startswith("memory_"):
+                nn.init.zeros_(p)
+        if self.path_weight == "softmax_input":
+            return
+        # LayerNorm over equal weights is zero and its own gradient the only one alive: break the tie where nothing else does.
+        spread = 1.0 if self.path_weight == "literal" else 0.0
+        self.w.data.copy_(torch.linspace(-spread, spread, self.paths))
+        if self.path_weight == "affine":
+            nn.init.ones_(self.path_gain)
+            nn.init.constant_(self.path_bias, 1 / self.paths)
+
+    def weights(self, x: Tensor) -> Tensor:
+        """lambda, (P,) or per token (B, T, P).
+
+        literal: LayerNorm(sigmoid(w)) over paths, as printed (sums to zero). affine: gain * LayerNorm(sigmoid(w)) + bias,
+        gain 1 and bias 1/P at the start. sigmoid: sigmoid(w). softmax_input: softmax(W x), the text's first version.
+        """
+        if self.path_weight == "softmax_input":
+            return self.path_logits(x).softmax(-1)
+        if self.path_weight == "sigmoid":
+            return self.w.sigmoid()
+        if self.path_weight == "literal":
+            return F.layer_norm(self.w.sigmoid(), self.w.shape)
+        # eps bounds the slope of LayerNorm at equal weights to 10; with the usual 1e-5 it is 316.
+        return F.layer_norm(self.w.sigmoid(), self.w.shape, self.path_gain, self.path_bias, eps=1e-2)
+
+    def forward(self, x: Tensor, rope: Rope | None, mask: Mask, cache: LayerCache | None = None) -> Tensor:
+        """x (B, T, D) -> (B, T, D)."""
+        outputs = self._feature(x, rope, mask, cache) if self.mode == "feature" else self._sequence(x, rope, mask, cache)
+        lam = self.weights(x)  # (P,) or (B, T, P)
+        mixed = sum(lam[..., i, None] * a for i, a in enumerate(outputs))  # (B, T, D)
+        return self.out(self.norm(mixed + self.alpha * x))
+
+    def _project(self, x: Tensor, i: int) -> tuple[Tensor, Tensor, Tensor]:
+        """q (B, h, T, d), k (B, hkv, T, d), v (B, hkv, T, dv) of path i, before RoPE."""
+        q, k = (p[i](x).unflatten(-1, (-1, self.width)).transpose(1, 2) for p in (self.q, self.k))
+        return q, k, self.v[i](x).unflatten(-1, (-1, self.value_width)).transpose(1, 2)
+
+    def _merge(self, heads: Tensor, i: int) -> Tensor:
+        """A_i (B, T, D) from the heads (B, h, T, dv) of path i."""
+        return self.path_norms[i](heads.transpose(1, 2).flatten(2))
+
+    def _feature(self, x: Tensor, rope: Rope | None, mask: Mask, cache: LayerCache | None) -> list[Tensor]:
+        memory: list[Tensor] = []  # of the paths so far, each (B, hkv, T, m)
+        outputs = []
+        for i in range(self.paths):
+            q, k, v = self._project(x, i)
+            own = {"k": k, "v": v}
+            if memory:
+                m = torch.cat(memory, dim=-1)  # (B, hkv, T, m_i)
+                k, v = k + m @ self.memory_k[i - 1], v + m @ self.memory_v[i - 1]
+            q, k = rotate(q, rope), rotate(k, rope)
+            if cache is not None:
+                k, v = cache.append(k, v, slot=i)
+            outputs.append(self._merge(attend(q, k, v, mask, self.backend), i))
+            own["a"] = outputs[-1].unflatten(-1, (self.kv_heads, -1)).transpose(1, 2)  # (B, hkv, T, group dv)
+            memory += [own[part].to(q.dtype) for part in self.memory]
+        return outputs
+
+    def _sequence(self, x: Tensor, rope: Rope | None, mask: Mask, cache: LayerCache | None) -> list[Tensor]:
+        keys, values, outputs = [], [], []
+        for i in range(self.paths):
+            q, k, v = self._project(x, i)
+            q, k = rotate(q, rope), rotate(k, rope)
+            if cache is not None:
+                k, v = cache.append(k, v, slot=i)
+            keys.append(k)
+            values.append(v)
+            outputs.append(self._merge(attend_union(q, keys, values, mask, self.backend), i))
+        return outputs
+
+    def flops(self, context: int) -> int:
+        """Forward FLOPs per token of the products with the T x T maps; path i of the sequence mode meets i + 1 key sets."""
+        maps = self.paths if self.mode == "feature" else self.paths * (self.paths + 1) // 2
+        return 2 * context * maps * self.heads * (self.width + self.value_width)
+
+
+def _check(cfg: "DecoderConfig", heads: int) -> None:
+    opt = cfg.introspective
+    for name, allowed in CHOICES.items():
+        if getattr(opt, name) not in allowed:
+            wrong = f"model.introspective.{name}={getattr(opt, name)} is unknown"
+            raise ValueError(f"{wrong}: use one of {', '.join(allowed)}")
+    if opt.paths < 1:
+        raise ValueError(f"introspective attention needs at least one path, not {opt.paths}: use model.introspective.paths=3")
+    if opt.path_weight in ("literal", "affine") and opt.paths == 1:
+        wrong = "LayerNorm over a single path weight is always zero"
+        raise ValueError(f"{wrong}: use model.introspective.path_weight=sigmoid or more paths")
+    if cfg.d_model % heads:
+        wrong = f"{heads} heads per path do not divide d_model={cfg.d_model}"
+        raise ValueError(f"{wrong}: use model.introspective.heads={max(1, cfg.n_head // 2)} or another divisor")
+    if heads * cfg.n_kv_head % cfg.n_head:
+        wrong = f"{heads} heads per path cannot share keys in the ratio {cfg.n_head}:{cfg.n_kv_head}"
+        raise ValueError(f"{wrong}: use model.n_kv_head=null or model.introspective.heads={cfg.n_head}")

@@ -1,0 +1,39 @@
+"""Keys and values kept between decoding steps."""
+
+from torch import Tensor
+
+
+class KVCache:
+    """The keys and values of every attention call of a decoder, one slot per (layer, call).
+
+    A slot's buffers are made at its first use, so a variant with several key sets per layer (introspective paths) needs
+    no special case. `length` is the number of tokens cached; the decoder advances it once per forward pass.
+    """
+
+    def __init__(self, max_length: int) -> None:
+        self.max_length = max_length
+        self.length = 0
+        self.slots: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+
+    def layer(self, index: int) -> "LayerCache":
+        return LayerCache(self, index)
+
+
+class LayerCache:
+    """One layer's view of a `KVCache`."""
+
+    def __init__(self, cache: KVCache, index: int) -> None:
+        self.cache, self.index = cache, index
+
+    def append(self, k: Tensor, v: Tensor, slot: int = 0) -> tuple[Tensor, Tensor]:
+        """Add k (B, H, T, d) and v (B, H', T, d') and return all of the slot's keys and values so far."""
+        cache, key = self.cache, (self.index, slot)
+        stop = cache.length + k.shape[2]
+        if stop > cache.max_length:
+            raise ValueError(f"{stop} tokens do not fit the KV cache: make it with max_length={stop} or more")
+        if key not in cache.slots:
+            cache.slots[key] = tuple(x.new_zeros(*x.shape[:2], cache.max_length, x.shape[3]) for x in (k, v))
+        for buffer, new in zip(cache.slots[key], (k, v), strict=True):
+            buffer[:, :, cache.length : stop] = new
+        keys, values = cache.slots[key]
+        return keys[:, :, :stop], values[:, :, :stop]

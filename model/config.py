@@ -1,0 +1,70 @@
+"""The decoder's configuration: what `model=` and `size=` fill in."""
+
+from dataclasses import dataclass, field, replace
+
+from model.attention.diff import DiffConfig
+from model.attention.introspective import IntrospectiveConfig
+
+
+@dataclass
+class DecoderConfig:
+    """Shape and parts of a decoder stack.
+
+    `layers` has one letter per layer and is tiled over the depth: "d" is differential throughout, "bbdd" with
+    n_layer=4 has a baseline lower half (letters: model/attention/__init__.py). `match` derives the width of the FFN so
+    that the stack meets the baseline's non-embedding parameters, or its FLOPs per token, at the same n_layer, n_head,
+    d_model and context; "none" keeps the baseline's own FFN width. d_ff, where given, wins over `match`.
+    """
+
+    layers: str = "b"
+    n_layer: int = 4
+    n_head: int = 8
+    n_kv_head: int | None = None  # None: n_head
+    d_model: int = 256
+    head_dim: int | None = None  # None: d_model / n_head
+    d_ff: int | None = None  # None: derived by `match`
+    match: str = "params"  # params | flops | none
+    context: int = 256  # tokens
+    vocab_size: int = 0  # 0: the tokenizer's, filled in by train.py
+    norm: str = "rmsnorm"  # rmsnorm | layernorm
+    mlp: str = "swiglu"  # swiglu | gelu
+    position: str = "rope"  # rope | learned
+    rope_theta: float = 10000.0
+    bias: bool = False
+    tie: bool = True  # output head = token embedding
+    dropout: float = 0.0
+    backend: str = "auto"  # auto | math | sdpa
+    diff: DiffConfig = field(default_factory=DiffConfig)
+    introspective: IntrospectiveConfig = field(default_factory=IntrospectiveConfig)
+
+    def filled(self) -> "DecoderConfig":
+        """A copy with the heads filled in (not yet d_ff), checked. ValueError names the override that mends it."""
+        for name, allowed in CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"model.{name}={getattr(self, name)} is unknown: use one of {', '.join(allowed)}")
+        if min(self.n_layer, self.n_head, self.d_model, self.context) < 1:
+            raise ValueError("a model size is not positive: n_layer, n_head, d_model and context must be at least 1")
+        if self.head_dim is None and self.d_model % self.n_head:
+            wrong = f"model.n_head={self.n_head} does not divide model.d_model={self.d_model}"
+            raise ValueError(f"{wrong}: use model.n_head={_nearest_divisor(self.d_model, self.n_head)} or give model.head_dim")
+        head_dim = self.head_dim or self.d_model // self.n_head
+        n_kv_head = self.n_kv_head or self.n_head
+        if self.n_head % n_kv_head:
+            wrong = f"model.n_kv_head={n_kv_head} does not divide model.n_head={self.n_head}"
+            raise ValueError(f"{wrong}: use model.n_kv_head={_nearest_divisor(self.n_head, n_kv_head)}")
+        if self.position == "rope" and head_dim % 2:
+            raise ValueError(f"RoPE needs an even head width, not {head_dim}: change model.n_head or model.head_dim")
+        return replace(self, n_kv_head=n_kv_head, head_dim=head_dim)
+
+
+CHOICES = {
+    "match": ("params", "flops", "none"),
+    "norm": ("rmsnorm", "layernorm"),
+    "mlp": ("swiglu", "gelu"),
+    "position": ("rope", "learned"),
+    "backend": ("auto", "math", "sdpa"),
+}
+
+
+def _nearest_divisor(number: int, wish: int) -> int:
+    return min((n for n in range(1, number + 1) if number % n == 0), key=lambda n: abs(n - wish))

@@ -1,0 +1,191 @@
+"""The decoder: token embedding, a stack of pre-norm blocks whose attention is chosen per layer, output head."""
+
+import hashlib
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model.attention import VARIANTS
+from model.attention.mask import CAUSAL, Mask
+from model.cache import KVCache, LayerCache
+from model.config import DecoderConfig
+from model.layers import MLPS, RMSNorm, LayerNorm, make_norm
+from model.rotary import Rope, rope_table
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, cfg: DecoderConfig, layer: int) -> None:
+        super().__init__()
+        self.attention_norm = make_norm(cfg.norm, cfg.d_model, cfg.bias)
+        self.attention = VARIANTS[layer_letter(cfg, layer)](cfg, layer)
+        self.mlp_norm = make_norm(cfg.norm, cfg.d_model, cfg.bias)
+        self.mlp = MLPS[cfg.mlp](cfg.d_model, cfg.d_ff, cfg.bias)
+        self.dropout = nn.Dropout(cfg.dropout)
+
+    def forward(self, x: Tensor, rope: Rope | None, mask: Mask, cache: LayerCache | None = None) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), rope, mask, cache))
+        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+
+
+class Decoder(nn.Module):
+    """A GPT-style decoder; `cfg.layers` names the attention variant of each layer.
+
+    Weights depend on (seed, parameter name, shape) alone, so two variants share those that both have.
+    """
+
+    def __init__(self, cfg: DecoderConfig, seed: int = 0) -> None:
+        super().__init__()
+        self.cfg = cfg = matched(cfg)
+        if cfg.vocab_size < 1:
+            raise ValueError("model.vocab_size is not set: give the tokenizer's vocabulary size")
+        self.embedding = nn.Embedding(cfg.vocab_size, cfg.d_model)
+        self.positions = nn.Embedding(cfg.context, cfg.d_model) if cfg.position == "learned" else None
+        self.dropout = nn.Dropout(cfg.dropout)
+        self.blocks = nn.ModuleList(Block(cfg, layer) for layer in range(cfg.n_layer))
+        self.norm = make_norm(cfg.norm, cfg.d_model, cfg.bias)
+        self.head = nn.Linear(cfg.d_model, cfg.vocab_size, bias=False)
+        if cfg.tie:
+            self.head.weight = self.embedding.weight
+        for name, table in zip(("cos", "sin"), rope_table(cfg.context, cfg.head_dim, cfg.rope_theta), strict=True):
+            self.register_buffer(name, table, persistent=False)
+        self.init_weights(seed)
+
+    def init_weights(self, seed: int) -> None:
+        """Normal 0.02; projections into the residual stream scaled by 1/sqrt(2 n_layer), as GPT-2; norms 1, biases 0."""
+        owners = {id(p): m for m in self.modules() for p in m.parameters(recurse=False)}
+        for name, p in self.named_parameters():
+            owner, generator = owners[id(p)], _generator(seed, name)
+            if isinstance(owner, (RMSNorm, LayerNorm)):
+                nn.init.ones_(p) if name.endswith("weight") else nn.init.zeros_(p)
+            elif name.endswith("bias"):
+                nn.init.zeros_(p)
+            elif p.dim() == 2:
+                residual = name.endswith(("attention.out.weight", "mlp.down.weight"))
+                std = 0.02 / (2 * self.cfg.n_layer) ** 0.5 if residual else 0.02
+                nn.init.normal_(p, std=std, generator=generator)
+        for layer, block in enumerate(self.blocks):
+            if hasattr(block.attention, "init_weights"):
+                block.attention.init_weights(_generator(seed, f"blocks.{layer}.attention"))
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
+        """tokens (B, T) -> logits (B, T, V), or the mean cross-entropy in nats where `targets` (B, T) are given."""
+        T, start = tokens.shape[1], cache.length if cache else 0
+        x = self.embedding(tokens)  # (B, T, D)
+        if self.positions is not None:
+            self._refuse_beyond_context(start + T)
+            x = x + self.positions.weight[start : start + T]
+        x = self.dropout(x)
+        rope = self._rope(start, T)
+        for layer, block in enumerate(self.blocks):
+            x = block(x, rope, CAUSAL, cache.layer(layer) if cache else None)
+        if cache:
+            cache.length += T
+        logits = self.head(self.norm(x))  # (B, T, V)
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+    def _rope(self, start: int, T: int) -> Rope | None:
+        if self.positions is not None:
+            return None
+        if start + T > self.cos.shape[0]:  # longer than trained: an evaluation's right
+            table = rope_table(start + T, self.cfg.head_dim, self.cfg.rope_theta, self.cos.device)
+            self.cos, self.sin = table
+        return self.cos[start : start + T], self.sin[start : start + T]
+
+    def _refuse_beyond_context(self, length: int) -> None:
+        if length > self.cfg.context:
+            wrong = f"{length} tokens exceed the {self.cfg.context} learned positions"
+            raise ValueError(f"{wrong}: shorten the input or use model.position=rope")
+
+    @torch.no_grad()
+    def generate(
+        self,
+        tokens: Tensor,
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Continue tokens (B, T) to (B, T + max_new_tokens) with a KV cache; temperature 0 is greedy."""
+        cache = KVCache(tokens.shape[1] + max_new_tokens)
+        new = tokens
+        for _ in range(max_new_tokens):
+            logits = self(new, cache=cache)[:, -1].float()  # (B, V)
+            new = _choose(logits, temperature, top_k, generator)
+            tokens = torch.cat((tokens, new), dim=1)
+        return tokens
+
+    def num_params(self, non_embedding: bool = True) -> int:
+        """Number of parameters; without token and position embeddings and the output head by default."""
+        total = sum(p.numel() for p in self.parameters())
+        outside = {id(p): p.numel() for m in (self.embedding, self.positions, self.head) if m for p in m.parameters()}
+        return total - sum(outside.values()) if non_embedding else total
+
+    def flops_per_token(self, context: int | None = None) -> dict[str, int]:
+        """Training FLOPs (forward and backward) per token: 6 per matrix parameter, plus those of the T x T maps.
+
+        PaLM's convention (arXiv 2204.02311, appendix B): no discount for causality, embeddings free, the head counted.
+        """
+        attention = 3 * sum(block.attention.flops(context or self.cfg.context) for block in self.blocks)
+        matrices = sum(p.numel() for p in self.blocks.parameters() if p.dim() >= 2) + self.head.weight.numel()
+        return {"total": 6 * matrices + attention, "attention": attention}
+
+
+def layer_letter(cfg: DecoderConfig, layer: int) -> str:
+    """The letter of `cfg.layers`, tiled over the depth, that names this layer's attention."""
+    unknown = sorted(set(cfg.layers) - set(VARIANTS)) if cfg.layers else ["(none)"]
+    if unknown:
+        known = ", ".join(f"{letter} ({cls.__name__})" for letter, cls in VARIANTS.items())
+        raise ValueError(f"model.layers={cfg.layers} has unknown letters {''.join(unknown)}: use {known}")
+    return cfg.layers[layer % len(cfg.layers)]
+
+
+def matched(cfg: DecoderConfig) -> DecoderConfig:
+    """`cfg` checked, its heads filled in, and d_ff so that the stack meets the baseline's budget (`cfg.match`)."""
+    cfg = cfg.filled()
+    if cfg.d_ff is not None:
+        return cfg
+    own = {"swiglu": 8 * cfg.d_model / 3, "gelu": 4 * cfg.d_model}[cfg.mlp]  # LLaMA's and GPT-2's own widths
+    hidden = max(8, round(own / 8) * 8)
+    if cfg.match == "none" or set(cfg.layers) == {"b"}:
+        return replace(cfg, d_ff=hidden)
+    baseline, variant = _budget(replace(cfg, layers="b")), _budget(cfg)
+    per_unit = cfg.n_layer * cfg.d_model * (3 if cfg.mlp == "swiglu" else 2) * (6 if cfg.match == "flops" else 1)
+    target = hidden + (baseline - variant) / per_unit
+    if target < 1:
+        wrong = f"attention of layers={cfg.layers} alone exceeds the baseline's budget at d_model={cfg.d_model}"
+        raise ValueError(f"{wrong}: use fewer heads or paths, or model.match=none")
+    # The roundest width that stays within 0.4 % of the budget: odd widths are slow.
+    tolerance = 0.004 * (baseline + hidden * per_unit)
+    widths = [max(1, round(target / step) * step) for step in (64, 32, 16, 8, 4, 2, 1)]
+    return replace(cfg, d_ff=next((w for w in widths if abs(w - target) * per_unit <= tolerance), widths[-1]))
+
+
+def _budget(cfg: DecoderConfig) -> int:
+    """Parameters, or training FLOPs per token, of the stack's attention (everything else is the same for all variants)."""
+    with torch.device("meta"):
+        parts = [VARIANTS[layer_letter(cfg, layer)](cfg, layer) for layer in range(cfg.n_layer)]
+    if cfg.match == "params":
+        return sum(p.numel() for part in parts for p in part.parameters())
+    matrices = sum(p.numel() for part in parts for p in part.parameters() if p.dim() >= 2)
+    return 6 * matrices + 3 * sum(part.flops(cfg.context) for part in parts)
+
+
+def _generator(seed: int, name: str) -> torch.Generator:
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+def _choose(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
+    """The next token (B, 1) from logits (B, V)."""
+    if temperature == 0:
+        return logits.argmax(-1, keepdim=True)
+    if top_k is not None:
+        kept = logits.topk(min(top_k, logits.shape[-1]), dim=-1).values
+        logits = logits.masked_fill(logits < kept[:, -1:], float("-inf"))
+    return torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)

@@ -1,0 +1,62 @@
+"""Parts of a block that every variant shares: norms and feed-forward networks."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension, computed in float32 or better (Zhang & Sennrich, arXiv 1910.07467)."""
+
+    def __init__(self, width: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.to(self.weight.dtype), self.weight.shape, self.weight, self.eps).to(x.dtype)
+
+
+class LayerNorm(nn.Module):
+    """LayerNorm with an optional bias, as GPT-2 has it."""
+
+    def __init__(self, width: int, bias: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.bias = nn.Parameter(torch.zeros(width)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x.to(self.weight.dtype), self.weight.shape, self.weight, self.bias, 1e-5).to(x.dtype)
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate x) * up x) (Shazeer, arXiv 2002.05202, equation 6)."""
+
+    def __init__(self, width: int, hidden: int, bias: bool) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, hidden, bias=bias)
+        self.up = nn.Linear(width, hidden, bias=bias)
+        self.down = nn.Linear(hidden, width, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class GeluMLP(nn.Module):
+    """down(gelu(up x)), GPT-2's feed-forward network."""
+
+    def __init__(self, width: int, hidden: int, bias: bool) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, hidden, bias=bias)
+        self.down = nn.Linear(hidden, width, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+MLPS = {"swiglu": SwiGLU, "gelu": GeluMLP}
+
+
+def make_norm(kind: str, width: int, bias: bool) -> nn.Module:
+    """The norm named by `DecoderConfig.norm`."""
+    return RMSNorm(width) if kind == "rmsnorm" else LayerNorm(width, bias)

@@ -1,0 +1,1 @@
+"""What a training run needs besides the loop: optimizers, schedules, checkpoints, processes, metrics."""

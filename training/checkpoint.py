@@ -1,0 +1,141 @@
+"""Checkpoints: written whole or not at all, checked when read, never unpickled."""
+
+import hashlib
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+
+from data.tokenizer import Tokenizer, load_tokenizer
+from model.config import DecoderConfig
+from model.decoder import Decoder
+from training.optim import load_state, state_tensors
+
+WEIGHTS, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+
+
+@dataclass
+class CheckpointConfig:
+    """Write a checkpoint every so many steps (0: only at the end) and keep the newest `keep` (0: all)."""
+
+    every: int = 500
+    keep: int = 2
+
+
+def save(run_dir: Path, step: int, model: Decoder, optimizers: list[torch.optim.Optimizer], keep: int) -> Path:
+    """Write `checkpoints/step_NNNNNNNN/` atomically: a folder of that name is always whole. Then forget the oldest."""
+    folder = run_dir / "checkpoints" / f"step_{step:08d}"
+    if folder.exists():
+        return folder
+    partial = folder.with_name(f".partial_{folder.name}")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    weights = {name: p for name, p in model.state_dict().items() if not (model.cfg.tie and name == "head.weight")}
+    save_file({name: p.contiguous() for name, p in weights.items()}, partial / WEIGHTS)
+    save_file({name: t.contiguous() for name, t in state_tensors(optimizers).items()}, partial / OPTIMIZER)
+    files = {name: _sha256(partial / name) for name in (WEIGHTS, OPTIMIZER)}
+    state = {"step": step, "model": asdict(model.cfg), "sha256": files}
+    (partial / STATE).write_text(json.dumps(state, indent=1))
+    for path in (*partial.iterdir(), partial):
+        _flush(path)
+    os.replace(partial, folder)
+    _flush(folder.parent)
+    for old in checkpoints(run_dir)[:-keep] if keep else []:
+        shutil.rmtree(old)
+    return folder
+
+
+def checkpoints(run_dir: Path) -> list[Path]:
+    """The run's checkpoint folders, oldest first."""
+    return sorted((run_dir / "checkpoints").glob("step_*"))
+
+
+def load(folder: Path, model: Decoder, optimizers: list[torch.optim.Optimizer] | None = None) -> int:
+    """Fill `model`, and the optimizers where given, from a checkpoint folder; returns its step.
+
+    Raises ValueError for a damaged file or for another architecture, naming what differs.
+    """
+    state = read_state(folder)
+    _refuse_other_model(folder, state["model"], asdict(model.cfg))
+    weights = _read(folder, WEIGHTS, state)
+    if model.cfg.tie:
+        weights["head.weight"] = weights["embedding.weight"]
+    model.load_state_dict(weights)
+    if optimizers is not None:
+        load_state(optimizers, _read(folder, OPTIMIZER, state))
+    return state["step"]
+
+
+@dataclass(frozen=True)
+class LoadedRun:
+    """A finished or running run, ready to be evaluated: the model in float32 and eval mode."""
+
+    model: Decoder
+    tokenizer: Tokenizer
+    config: dict[str, Any]
+    step: int
+    path: Path
+
+
+def load_run(run: str | Path, device: str = "cpu", step: int | None = None) -> LoadedRun:
+    """The newest checkpoint of `runs/NAME` (or that of `step`) with its tokenizer and configuration."""
+    path = Path(run)
+    if not (path / "config.yaml").exists():
+        raise FileNotFoundError(f"{path} is not a run: give run=runs/NAME of a training run (python train.py makes one)")
+    found = checkpoints(path)
+    if step is not None:
+        found = [folder for folder in found if folder.name == f"step_{step:08d}"]
+    if not found:
+        what = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+        raise FileNotFoundError(f"{path} has {what}: let the training finish, or continue it with resume=true")
+    config = yaml.safe_load((path / "config.yaml").read_text())
+    state = read_state(found[-1])
+    model = Decoder(_config_from(state["model"]))
+    load(found[-1], model)
+    return LoadedRun(model.to(device).eval(), load_tokenizer(path), config, state["step"], path)
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """A checkpoint's state.json: step, the model's configuration, checksums."""
+    try:
+        return json.loads((folder / STATE).read_text())
+    except (OSError, ValueError):
+        raise ValueError(f"{folder} is not a checkpoint of this project, or damaged: delete it to use the one before") from None
+
+
+def _config_from(values: dict[str, Any]) -> DecoderConfig:
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(DecoderConfig), values))
+
+
+def _refuse_other_model(folder: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+    free = {"backend", "dropout", "match"}  # not a property of the weights
+    differ = [key for key in ours if key not in free and theirs.get(key) != ours[key]]
+    if differ:
+        what = ", ".join(f"{key} ({theirs.get(key)} there, {ours[key]} here)" for key in differ[:4])
+        raise ValueError(f"{folder} holds another architecture: {what}: use the same model= and size= overrides")
+
+
+def _read(folder: Path, name: str, state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    path = folder / name
+    if not path.exists() or _sha256(path) != state["sha256"][name]:
+        raise ValueError(f"{path} is damaged (its checksum differs): delete {folder} to use the checkpoint before it")
+    return load_file(path)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)

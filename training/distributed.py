@@ -1,0 +1,69 @@
+"""One process or many: who am I, where do I compute, and sums over everybody."""
+
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among those that torchrun started; `size` is 1 without torchrun."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def main(self) -> bool:
+        return self.rank == 0
+
+    def mean(self, x: Tensor) -> Tensor:
+        """Average of `x` over all processes (x itself when alone)."""
+        if self.size > 1:
+            dist.all_reduce(x)
+            x /= self.size
+        return x
+
+    def any(self, flag: bool) -> bool:
+        """Whether any process says so. All processes must ask together."""
+        return bool(self.mean(torch.tensor(float(flag), device=self.device)) > 0)
+
+    def barrier(self) -> None:
+        if self.size > 1:
+            dist.barrier()
+
+    def close(self) -> None:
+        if self.size > 1:
+            dist.destroy_process_group()
+
+
+def join_world(device: str = "auto") -> World:
+    """Join torchrun's process group (nccl on GPUs, gloo on CPUs), or be alone."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device=cuda, but torch sees no CUDA GPU: use device=cpu or install a CUDA build of torch")
+    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    where = torch.device(device)
+    if device == "cuda":
+        where = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(where)
+    if size > 1:
+        dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    return World(rank, size, where)
+
+
+def pick_dtype(wish: str, device: torch.device) -> torch.dtype:
+    """`auto`: bfloat16 autocast where the device multiplies it natively (CUDA, AVX512-BF16, AMX), else float32."""
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    if wish != "auto":
+        if wish not in dtypes:
+            raise ValueError(f"dtype={wish} is unknown: use auto, float32 or bfloat16")
+        return dtypes[wish]
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
+    native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if native else torch.float32

@@ -1,0 +1,104 @@
+"""What a run says: metrics.jsonl is the truth, the terminal line and wandb mirror it."""
+
+import json
+import os
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# Dense bfloat16 peak, FLOP/s, from the makers' data sheets. The first name that the device's name contains counts.
+PEAK_FLOPS = {
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+    "A10G": 70e12,
+    "V100": 125e12,
+}
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """The device's dense bfloat16 peak in FLOP/s; None where it is not in the table (CPUs are not)."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for key, peak in PEAK_FLOPS.items() if key in name), None)
+
+
+def memory_gb(device: torch.device) -> float:
+    """Peak memory so far in GB: allocated on the GPU, or resident in this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+
+
+class Metrics:
+    """Appends to `metrics.jsonl` (and wandb, where asked). Only rank 0 makes one.
+
+    On a resume the lines after `resumed_at` are dropped: those steps are run again.
+    """
+
+    def __init__(self, run_dir: Path, wandb: str, config: dict[str, Any], resumed_at: int | None = None) -> None:
+        self.path = run_dir / "metrics.jsonl"
+        if resumed_at is not None and self.path.exists():
+            _keep_until(self.path, resumed_at)
+        self.file = self.path.open("a")
+        self.wandb = _start_wandb(wandb, run_dir, config)
+
+    def write(self, **line: Any) -> None:
+        """One line: `step` and whatever was measured; None values are left out."""
+        line = {key: value for key, value in line.items() if value is not None}
+        self.file.write(json.dumps(line) + "\n")
+        self.file.flush()
+        if self.wandb:
+            self.wandb.log({k: v for k, v in line.items() if k != "step"}, step=line["step"])
+
+    def close(self) -> None:
+        self.file.close()
+        if self.wandb:
+            self.wandb.finish()
+
+
+def _keep_until(path: Path, step: int) -> None:
+    # A line that a kill cut in half cannot be from before the checkpoint.
+    lines = [line for line in path.read_text().splitlines() if line.endswith("}")]
+    kept = [line for line in lines if json.loads(line)["step"] <= step]
+    partial = path.with_suffix(".partial")
+    partial.write_text("".join(f"{line}\n" for line in kept))
+    os.replace(partial, path)
+
+
+def _start_wandb(mode: str, run_dir: Path, config: dict[str, Any]) -> Any:
+    if mode == "off":
+        return None
+    if mode not in ("online", "offline"):
+        raise ValueError(f"wandb={mode} is unknown: use off, online or offline")
+    try:
+        import wandb
+    except ImportError:
+        raise ValueError("wandb logging needs the package 'wandb': pip install wandb, or use wandb=off") from None
+    return wandb.init(project="diff-attention", name=run_dir.name, dir=run_dir, config=config, mode=mode)
+
+
+def log_line(step: int, steps: int, m: dict[str, Any], eta_s: float) -> str:
+    """The one line per logged step."""
+    mfu = f"{m['mfu']:.1%}" if m.get("mfu") is not None else "n/a"
+    return (
+        f"step {step:>{len(str(steps))}}/{steps} | loss {m['loss']:.4f} | lr {m['lr']:.2e} | norm {m['grad_norm']:.2f} | "
+        f"{m['tokens_per_s']:,.0f} tok/s | mfu {mfu} | mem {m['mem_gb']:.2f} GB | eta {clock(eta_s)}"
+    )
+
+
+def clock(seconds: float) -> str:
+    """1:02:03 or 2:03."""
+    minutes, s = divmod(int(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    return f"{hours}:{m:02}:{s:02}" if hours else f"{m}:{s:02}"

@@ -1,0 +1,97 @@
+"""AdamW and Muon over parameter groups in which every parameter stands exactly once."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+# Parts of names whose parameters are gates or mixing weights: decaying those pulls them to a meaning, not to simplicity.
+UNDECAYED = ("lambda", "path_", "gate_")
+
+
+@dataclass
+class OptimConfig:
+    """`name`: adamw for everything, or muon for the matrices of the blocks and adamw for the rest.
+
+    lr is AdamW's peak, muon_lr Muon's. Schedules (`schedule`): cosine and linear fall to min_lr * peak over the whole run,
+    wsd (warmup-stable-decay) falls linearly to it over the last `decay` share. warmup: steps.
+    """
+
+    name: str = "adamw"  # adamw | muon
+    lr: float = 1e-3
+    muon_lr: float = 0.02
+    beta1: float = 0.9
+    beta2: float = 0.95
+    momentum: float = 0.95  # Muon's
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip: float = 1.0  # of the global gradient norm; 0 turns it off
+    schedule: str = "cosine"  # cosine | linear | wsd
+    warmup: int = 100
+    decay: float = 0.2
+    min_lr: float = 0.1
+
+
+def build_optimizers(model: nn.Module, cfg: OptimConfig) -> list[torch.optim.Optimizer]:
+    """The optimizers of `model`; each group carries its parameters' names and its `peak_lr`."""
+    if cfg.name not in ("adamw", "muon"):
+        raise ValueError(f"optim.name={cfg.name} is unknown: use adamw or muon")
+    split: dict[str, list[tuple[str, Tensor]]] = {"muon": [], "decayed": [], "undecayed": []}
+    for name, p in model.named_parameters():
+        split[_kind(name, p, cfg)].append((name, p))
+    placed = [name for members in split.values() for name, _ in members]
+    assert sorted(placed) == sorted(name for name, _ in model.named_parameters()), "a parameter is in no group, or in two"
+    optimizers: list[torch.optim.Optimizer] = []
+    if split["muon"]:
+        group = _group(split["muon"], cfg.muon_lr, cfg.weight_decay)
+        optimizers.append(torch.optim.Muon([group], momentum=cfg.momentum))
+    adamw = [_group(split["decayed"], cfg.lr, cfg.weight_decay), _group(split["undecayed"], cfg.lr, 0.0)]
+    groups = [group for group in adamw if group["params"]]
+    optimizers.append(torch.optim.AdamW(groups, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, fused=True))
+    return optimizers
+
+
+def _kind(name: str, p: Tensor, cfg: OptimConfig) -> str:
+    if p.dim() < 2 or any(part.startswith(UNDECAYED) for part in name.split(".")):
+        return "undecayed"
+    return "muon" if cfg.name == "muon" and p.dim() == 2 and name.startswith("blocks.") else "decayed"
+
+
+def _group(members: list[tuple[str, Tensor]], lr: float, weight_decay: float) -> dict:
+    names, params = [name for name, _ in members], [p for _, p in members]
+    return {"params": params, "names": names, "lr": lr, "peak_lr": lr, "weight_decay": weight_decay}
+
+
+def set_lr(optimizers: list[torch.optim.Optimizer], factor: float) -> float:
+    """Scale every group's peak learning rate by `factor`; returns AdamW's, the one that is logged."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak_lr"] * factor
+    return optimizers[-1].param_groups[0]["lr"]
+
+
+def named_state(optimizers: list[torch.optim.Optimizer]) -> Iterator[tuple[str, str, Tensor, dict]]:
+    """(parameter name, state key, tensor, state dict) of everything the optimizers remember."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for name, p in zip(group["names"], group["params"], strict=True):
+                for key, value in optimizer.state[p].items():
+                    yield name, key, value, optimizer.state[p]
+
+
+def state_tensors(optimizers: list[torch.optim.Optimizer]) -> dict[str, Tensor]:
+    """All optimizer state as named tensors, independent of the order of groups and parameters."""
+    return {f"{name}/{key}": value for name, key, value, _ in named_state(optimizers)}
+
+
+def load_state(optimizers: list[torch.optim.Optimizer], tensors: dict[str, Tensor]) -> None:
+    """The inverse of `state_tensors`, for optimizers over the same parameters."""
+    wanted = {name for opt in optimizers for group in opt.param_groups for name in group["names"]}
+    if wanted != {key.rsplit("/", 1)[0] for key in tensors}:
+        raise ValueError("the checkpoint's optimizer state is of other parameters: use init_from=RUN to take weights only")
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for name, p in zip(group["names"], group["params"], strict=True):
+                state = {k.rsplit("/", 1)[1]: v for k, v in tensors.items() if k.rsplit("/", 1)[0] == name}
+                optimizer.state[p] = {key: value.to(p.device) for key, value in state.items()}

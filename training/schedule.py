@@ -1,0 +1,20 @@
+"""Learning rate as a pure function of the step."""
+
+import math
+
+from training.optim import OptimConfig
+
+
+def lr_factor(step: int, steps: int, cfg: OptimConfig) -> float:
+    """Share of the peak learning rate at `step` of `steps` (both from 0): linear warm-up, then `cfg.schedule`."""
+    if step < cfg.warmup:
+        return (step + 1) / (cfg.warmup + 1)
+    left = max(0.0, (steps - step) / max(1, steps - cfg.warmup))  # 1 after the warm-up, 0 at the end
+    if cfg.schedule == "cosine":
+        return cfg.min_lr + (1 - cfg.min_lr) * 0.5 * (1 - math.cos(math.pi * left))
+    if cfg.schedule == "linear":
+        return cfg.min_lr + (1 - cfg.min_lr) * left
+    if cfg.schedule == "wsd":
+        falling = min(1.0, (steps - step) / max(1.0, cfg.decay * steps))  # 1 until the decay begins
+        return cfg.min_lr + (1 - cfg.min_lr) * falling
+    raise ValueError(f"optim.schedule={cfg.schedule} is unknown: use cosine, linear or wsd")
