@@ -17,7 +17,7 @@ class TokenizerConfig:
 class DataConfig:
     name: str = MISSING
     source: str = MISSING  # stdlib | shakespeare | text | hf | nanogpt
-    path: str | None = None  # text: file, folder or glob; shakespeare: a local copy; nanogpt: folder with train.bin, val.bin
+    path: str | None = None  # text: file, folder or glob; shakespeare: a local copy; nanogpt: folder of its .bin files
     dataset: str | None = None  # hf: name on the hub
     subset: str | None = None
     split: str = "train"

@@ -57,11 +57,11 @@ def _feistel(x, half: int, keys: tuple[int, ...]):
 def permute(index: int | np.ndarray, n: int, seed: int) -> int | np.ndarray:
     """Where position `index` of [0, n) goes in the shuffle `seed`: a bijection, in O(1) memory, for n up to 2**62.
 
-    A Feistel network on the next power of four, walked until the value falls inside (Black and Rogaway 2002, "Ciphers
-    with arbitrary finite domains"). Arrays give int64 arrays of the same shape, ints give ints.
+    A Feistel network on a power of four of at least n, walked until the value falls inside (Black and Rogaway 2002,
+    "Ciphers with arbitrary finite domains"). Arrays give int64 arrays of the same shape, ints give ints.
     """
     assert 0 < n <= 2**62
-    half = max(1, ((n - 1).bit_length() + 1) // 2)
+    half = max(3, ((n - 1).bit_length() + 1) // 2)  # smaller networks are visibly biased
     keys = _round_keys(seed)
     if not isinstance(index, np.ndarray):
         assert 0 <= index < n
@@ -89,7 +89,7 @@ class Windows:
             longest = max((len(shard) for shard in self.shards), default=0)
             raise ValueError(
                 f"the text is too short: its longest shard has {longest} tokens, one window needs {length + 1}: "
-                f"use a context of at most {max(longest - 1, 1)} or prepare more text"
+                f"use model.context={max(longest - 1, 1)} or less, or prepare more text"
             )
 
     def __len__(self) -> int:
@@ -144,8 +144,8 @@ def _pattern(weights: list[int]) -> tuple[list[int], list[int]]:
 class Loader:
     """Batches by step number: `loader(step, micro)` is this rank's (micro_batch, length+1) int64 rows.
 
-    `batch` is in samples, over all ranks and micro batches. Ranks take contiguous parts of it and `micros` calls per step
-    cover a rank's part, so the global batch is the same for every world size and micro batch.
+    `batch` is in samples, over all ranks and micro batches. Ranks take contiguous parts of it and `micros` calls per
+    step cover a rank's part, so the global batch is the same for every world size and micro batch.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class Loader:
         micro_batch: int | None = None,
     ) -> None:
         if batch < 1 or batch % world:
-            raise ValueError(f"a batch of {batch} samples does not divide over {world} processes: change the batch or them")
+            raise ValueError(f"a batch of {batch} samples does not divide over {world} processes: change one of them")
         self.source, self.batch, self.length, self.seed, self.rank = source, batch, length, seed, rank
         self.per_rank = batch // world
         self.micro_batch = micro_batch or self.per_rank

@@ -16,6 +16,7 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -29,14 +30,25 @@ from omegaconf import MISSING
 
 from configs import command
 from data.config import DataConfig
-from data.shards import META, PROGRESS, Shard, open_nanogpt, open_split, read_meta, token_dtype, write_atomic, write_shard
+from data.shards import (
+    META,
+    PROGRESS,
+    Shard,
+    open_nanogpt,
+    open_split,
+    read_meta,
+    token_dtype,
+    write_atomic,
+    write_shard,
+)
 from data.sources import Corpus, open_corpus
 from data.tokenizer import FILE as TOKENIZER
 from data.tokenizer import Tokenizer, build_tokenizer, load_tokenizer
 
 VERSION = 1  # of the layout of meta.json
 BPE_SAMPLE = 100_000_000  # characters of training text that a bpe vocabulary is trained on
-PIECE = 2**20  # characters; longer documents are tokenized in pieces, so one book does not keep the other threads waiting
+PIECE = 2**20  # characters; longer documents are tokenized in pieces, so that all threads share one book
+LONE_NEWLINE = re.compile(r"(?<=\S)\n(?=\S)")
 SPLITS = ("train", "val")
 
 
@@ -50,6 +62,7 @@ class PrepareConfig:
 class Document(NamedTuple):
     text: str
     split: str
+    bytes: int
     starts: bool = True  # False: continues the document before it, so no end-of-text token goes in front
 
 
@@ -163,10 +176,9 @@ class Preparation:
         queue: deque[tuple[Item, list]] = deque()  # tokenized by the threads, bounded in bytes, taken in order
         ahead = 0
         for number, document in enumerate(itertools.chain([first], documents)):
-            size = len(document.text.encode("utf-8", "replace"))
-            item = Item(number, document.split, None, int(document.starts), size)
+            item = Item(number, document.split, None, int(document.starts), document.bytes)
             queue.append((item, self._submit(pool, number, document)))
-            ahead += size + 4096
+            ahead += item.bytes + 4096
             while ahead > self.workers * 4 * PIECE:
                 ahead -= queue[0][0].bytes + 4096
                 yield _collect(*queue.popleft())
@@ -185,9 +197,9 @@ class Preparation:
         if self.tokenizer is None:
             self.tokenizer = build_tokenizer(self.cfg.tokenizer)
         lengths = self.tokenizer.byte_lengths()
-        for name in SPLITS:
-            tokens = open_nanogpt(Path(self.cfg.path) / f"{name}.bin", self.tokenizer.vocab_size)
-            self._start()
+        files = {name: open_nanogpt(Path(self.cfg.path) / f"{name}.bin", self.tokenizer.vocab_size) for name in SPLITS}
+        self._start()
+        for name, tokens in files.items():
             for number, start in enumerate(range(0, len(tokens), PIECE)):
                 ids = tokens[start : start + PIECE]
                 yield Item(number, name, ids, int((ids == self.tokenizer.eot).sum()), int(lengths[ids].sum()))
@@ -208,15 +220,12 @@ class Preparation:
         number, taken = split.last
         if item.number < number or self._full(split):
             return
+        taken = taken if item.number == number else 0
+        limit = self.cfg.max_tokens if split.name == "train" and self.cfg.max_tokens else sys.maxsize
+        ids, cut = np.split(item.ids[taken:], [limit - split.tokens])
         if item.number > number:
             split.documents += item.documents
-            split.bytes += item.bytes
-            taken = 0
-        ids = item.ids[taken:]
-        if split.name == "train" and self.cfg.max_tokens is not None and split.tokens + len(ids) > self.cfg.max_tokens:
-            room = self.cfg.max_tokens - split.tokens
-            split.bytes -= int(self.tokenizer.byte_lengths()[ids[room:]].sum())
-            ids = ids[:room]
+            split.bytes += item.bytes - (int(self.tokenizer.byte_lengths()[cut].sum()) if len(cut) else 0)
         while len(ids):
             part, ids = ids[: split.room], ids[split.room :]
             taken += len(part)
@@ -247,7 +256,7 @@ class Preparation:
         path = self.folder / PROGRESS
         if not path.is_file():
             if any(self.folder.glob("*.bin")) or (self.folder / TOKENIZER).exists():
-                raise ValueError(f"{self.folder} holds shards of another origin: prepare into another data.dir=FOLDER")
+                raise ValueError(f"{self.folder} holds shards of another origin: prepare as another data.name=NAME")
             return
         try:
             progress = json.loads(path.read_text())
@@ -318,7 +327,8 @@ def hold_out(texts: Iterable[str], fraction: float) -> Iterator[Document]:
         if held:
             counts[held.split] += 1
             yield held
-        held = Document(text, "val" if _hash(text) < fraction else "train")
+        content = text.encode("utf-8", "replace")
+        held = Document(text, "val" if _share(content) < fraction else "train", len(content))
     if held is None:
         return
     empty = next((name for name in SPLITS if not counts[name] and (name == "train" or fraction > 0)), None)
@@ -327,32 +337,31 @@ def hold_out(texts: Iterable[str], fraction: float) -> Iterator[Document]:
     yield from [held] if sum(counts.values()) or not fraction else _cut(held.text, fraction)
 
 
-def _hash(text: str) -> float:
+def _share(content: bytes) -> float:
     """A number in [0, 1) that depends on the document alone."""
-    return int.from_bytes(hashlib.sha256(text.encode("utf-8", "replace")).digest()[:8]) / 2**64
+    return int.from_bytes(hashlib.sha256(content).digest()[:8]) / 2**64
 
 
 def _cut(text: str, fraction: float) -> list[Document]:
     first = int((1 - fraction) * len(text))
     if not text[:first].strip() or not text[first:].strip():
         raise ValueError(f"the only document has {len(text)} characters, too few to hold some out: give more text")
-    return [Document(text[:first], "train"), Document(text[first:], "val", starts=False)]
+    sizes = [len(part.encode("utf-8", "replace")) for part in (text[:first], text[first:])]
+    return [Document(text[:first], "train", sizes[0]), Document(text[first:], "val", sizes[1], starts=False)]
 
 
 def pieces(text: str, size: int = PIECE) -> Iterator[str]:
-    """Cut a long document where no tokenizer's split pattern can see it: after a newline that a non-blank follows.
+    """Cut a long document where no tokenizer's split pattern can see it: after a lone newline within text.
 
     The tokens of the pieces, put together, are the tokens of the whole.
     """
     start = 0
     while len(text) - start > size:
-        cut = text.find("\n", start + size) + 1
-        while cut and cut < len(text) and text[cut].isspace():
-            cut = text.find("\n", cut) + 1
-        if not cut:
+        lone = LONE_NEWLINE.search(text, start + size)
+        if lone is None:
             break
-        yield text[start:cut]
-        start = cut
+        yield text[start : lone.end()]
+        start = lone.end()
     if start < len(text):
         yield text[start:]
 
@@ -398,7 +407,7 @@ def _same_request(folder: Path, before: dict, now: dict) -> None:
         if before.get(key) != now.get(key):
             raise ValueError(
                 f"{folder} was prepared with {key}={before.get(key)}, not {now.get(key)}: "
-                f"use another data.dir=FOLDER, or delete {folder}"
+                f"use another data.name=NAME, or delete {folder}"
             )
 
 
@@ -408,7 +417,7 @@ def _nanogpt_identity(cfg: DataConfig) -> dict:
         raise FileNotFoundError("data=nanogpt needs the folder with train.bin and val.bin: add path=FOLDER")
     if (folder / "meta.pkl").exists():
         raise ValueError(
-            f"{folder} was encoded with a character table of its own (meta.pkl): prepare its text with data=text path=FILE"
+            f"{folder} has a character table of its own (meta.pkl): prepare its text instead with data=text path=FILE"
         )
     files = [folder / f"{name}.bin" for name in SPLITS]
     return {"source": "nanogpt"} | {file.name: file.stat().st_size if file.is_file() else None for file in files}
@@ -453,7 +462,9 @@ def main(cfg: PrepareConfig) -> None:
     try:
         prepare(cfg.data, verify=cfg.verify)
     except KeyboardInterrupt:
-        print(f"\ninterrupted; finished shards stay in {cfg.data.dir}: run the same command to continue", file=sys.stderr)
+        print(
+            f"\ninterrupted; finished shards stay in {cfg.data.dir}: run the same command to continue", file=sys.stderr
+        )
         sys.exit(130)
 
 

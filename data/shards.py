@@ -34,10 +34,12 @@ def write_shard(path: str | Path, tokens: np.ndarray, *, vocab_size: int, finger
     path = Path(path)
     tokens = np.asarray(tokens)
     if len(tokens) > MAX_TOKENS:
-        raise ValueError(f"a shard holds at most {MAX_TOKENS} tokens, not {len(tokens)}: use a smaller data.shard_tokens")
+        raise ValueError(
+            f"a shard holds at most {MAX_TOKENS} tokens, not {len(tokens)}: use a smaller data.shard_tokens"
+        )
     if len(tokens) and int(tokens.max()) >= vocab_size:
         raise ValueError(
-            f"token {int(tokens.max())} for {path.name} is outside the vocabulary of {vocab_size}: use its own tokenizer"
+            f"token {int(tokens.max())} for {path.name} is outside the vocabulary of {vocab_size}: use its tokenizer"
         )
     tokens = np.ascontiguousarray(tokens, dtype=token_dtype(vocab_size))
     crc = zlib.crc32(tokens)
@@ -109,7 +111,9 @@ class Shard:
         for dtype, (magic, version) in FORMATS.items():
             if header is not None and header[0] == magic:
                 if header[1] != version:
-                    raise ValueError(f"{self.path} has shard version {header[1]}, not {version}: prepare the data again")
+                    raise ValueError(
+                        f"{self.path} has shard version {header[1]}, not {version}: prepare the data again"
+                    )
                 return header, dtype
         raise ValueError(
             f"{self.path} is not a token shard (no llm.c header): for nanoGPT's .bin use "
@@ -133,13 +137,15 @@ class Shard:
         differs = fingerprint is not None and fingerprint[:32] != self.fingerprint
         if differs or (vocab_size is not None and vocab_size != self.vocab_size):
             raise ValueError(
-                f"{self.path} was written with another tokenizer (vocabulary {self.vocab_size}): use the tokenizer.json "
-                "beside it, or prepare into another data.dir"
+                f"{self.path} was written with another tokenizer (vocabulary {self.vocab_size}): "
+                "use the tokenizer.json beside it, or prepare as another data.name=NAME"
             )
 
     def _check_content(self) -> None:
         if self.crc32 is not None and zlib.crc32(self.tokens) != self.crc32:
-            raise ValueError(f"{self.path} is corrupted (checksum differs): delete its folder and prepare the data again")
+            raise ValueError(
+                f"{self.path} is corrupted (checksum differs): delete its folder and prepare the data again"
+            )
         if self.vocab_size is not None and len(self.tokens):
             self._check_ids(int(self.tokens.max()))
 
@@ -194,11 +200,13 @@ def open_split(
 
 
 def open_nanogpt(path: str | Path, vocab_size: int) -> np.ndarray:
-    """nanoGPT's headerless uint16 `.bin`, memory-mapped, (count,). ValueError if it cannot be one for this vocabulary."""
+    """nanoGPT's headerless uint16 `.bin`, memory-mapped, (count,). ValueError if it cannot be that."""
     path = Path(path)
     size = path.stat().st_size if path.is_file() else 0
     if size == 0 or size % 2:
-        raise ValueError(f"{path} is missing, empty or truncated: path= is a folder with nanoGPT's train.bin and val.bin")
+        raise ValueError(
+            f"{path} is missing, empty or truncated: path= is a folder with nanoGPT's train.bin and val.bin"
+        )
     tokens = np.memmap(path, dtype="<u2", mode="r")
     if size >= 4 and tokens[:2].tobytes() in [np.array([magic], "<i4").tobytes() for magic, _ in FORMATS.values()]:
         raise ValueError(f"{path} already has an llm.c header: train on it as it is with data.dir={path.parent}")

@@ -1,6 +1,6 @@
 """Where text comes from. A `Corpus` is an ordered stream of documents that can be read again from the start.
 
-Nothing here shuffles or caches: the same configuration gives the same documents in the same order, which is what lets an
+Nothing here shuffles: the same configuration gives the same documents in the same order, which is what lets an
 interrupted preparation continue.
 """
 
@@ -27,10 +27,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
+from data.tokenizer import EOT
+
 if TYPE_CHECKING:
     from data.config import DataConfig
 
-EOT = "<|endoftext|>"
 TEXT_LIMIT = 64 * 2**20  # characters; a longer .txt is cut into several documents so that memory stays bounded
 NETWORK_TIMEOUT = 10  # seconds
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -67,12 +68,24 @@ def open_corpus(cfg: DataConfig) -> Corpus:
 
 # --- stdlib: the English of the Python installation -----------------------------------------------------------------
 
-SKIPPED = {"test", "tests", "idlelib", "idle_test", "site-packages", "dist-packages", "lib2to3", "turtledemo", "__pycache__"}
+SKIPPED = {
+    "test",
+    "tests",
+    "idlelib",
+    "idle_test",
+    "site-packages",
+    "dist-packages",
+    "lib2to3",
+    "turtledemo",
+    "__pycache__",
+}
 
 
 def stdlib(cfg: DataConfig) -> Corpus:
-    """The language reference in pydoc_data (a document per topic) and the docstrings of the standard library (a document
-    per module), about 2 MB. Sources are parsed, never imported; the text depends only on the Python version."""
+    """The English of the Python installation, about 2 MB: the language reference in pydoc_data, a document per topic,
+    and the docstrings of the standard library, a document per module. Sources are parsed, never imported; the text
+    depends only on the Python version.
+    """
     root = Path(sysconfig.get_paths()["stdlib"])
 
     paths = sorted(
@@ -94,8 +107,7 @@ def stdlib(cfg: DataConfig) -> Corpus:
 
 
 def _topics(source: bytes) -> list[str]:
-    """Values of the `topics` dictionary in pydoc_data/topics.py, without those that are mostly an excerpt of a longer one
-    (`if` is a section of `compound`), which would put the same text on both sides of the split."""
+    """Values of the `topics` dictionary in pydoc_data/topics.py, without those that mostly repeat a longer one."""
     for node in ast.parse(source).body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "topics":
             return _without_excerpts([clean(text) for _, text in sorted(ast.literal_eval(node.value).items())])
@@ -103,6 +115,7 @@ def _topics(source: bytes) -> list[str]:
 
 
 def _without_excerpts(texts: list[str]) -> list[str]:
+    """`if` is a section of `compound`: keeping both would put the same text on both sides of the split."""
     seen: set[str] = set()
     kept = set()
     for text in sorted(texts, key=lambda text: (-len(text), text)):
@@ -168,7 +181,9 @@ def _download_shakespeare() -> str:
         with urllib.request.urlopen(SHAKESPEARE_URL, timeout=NETWORK_TIMEOUT) as response:
             content = response.read()
     except OSError as error:
-        raise ValueError(f"cannot download tinyshakespeare ({_brief(error)}): give a local copy with path=FILE") from None
+        raise ValueError(
+            f"cannot download tinyshakespeare ({_brief(error)}): give a local copy with path=FILE"
+        ) from None
     if hashlib.sha256(content).hexdigest() != SHAKESPEARE_SHA256:
         raise ValueError(f"{SHAKESPEARE_URL} is not tinyshakespeare any more: give a local copy with path=FILE")
     return content.decode()
@@ -210,7 +225,9 @@ def text_files(cfg: DataConfig) -> Corpus:
 
 def _find(path: str) -> list[Path]:
     found = [Path(path)] if Path(path).exists() else [Path(name) for name in glob.glob(path, recursive=True)]
-    files = [file for item in found for file in (sorted(item.rglob("*")) if item.is_dir() else [item]) if file.is_file()]
+    files = [
+        file for item in found for file in (sorted(item.rglob("*")) if item.is_dir() else [item]) if file.is_file()
+    ]
     if not files:
         raise FileNotFoundError(f"no file, folder or glob {path}: correct path=")
     known = sorted({file for file in files if _kind(file) in KINDS})
@@ -279,10 +296,14 @@ def _jsonl(path: Path, stream: BinaryIO, column: str) -> Iterator[str]:
             record = json.loads(line)
         except json.JSONDecodeError:
             raise ValueError(f"{path} line {number} is not JSON: mend it, or give another path=") from None
-        if not isinstance(record, dict) or not isinstance(record.get(column), str):
-            keys = ", ".join(record) if isinstance(record, dict) else type(record).__name__
-            raise ValueError(f"{path} line {number} has no text under '{column}' (it has {keys}): use data.column=KEY")
-        yield record[column]
+        keys = record if isinstance(record, dict) else {}
+        text = keys.get(column)
+        if not hasattr(text, "strip"):
+            raise ValueError(
+                f"{path} line {number} has no text under '{column}' (it has {', '.join(keys) or 'no keys'}): "
+                "use data.column=KEY"
+            )
+        yield text
 
 
 def _parquet(path: Path, raw: BinaryIO, column: str) -> Iterator[str]:
@@ -290,7 +311,7 @@ def _parquet(path: Path, raw: BinaryIO, column: str) -> Iterator[str]:
     try:
         file = parquet.ParquetFile(raw)
     except Exception as error:  # pyarrow's own hierarchy
-        raise ValueError(f"{path} is not a parquet file ({_brief(error)}): copy it again") from None
+        raise ValueError(f"{path} is not a parquet file ({_brief(error)}): copy it again") from error
     names = file.schema_arrow.names
     if column not in names:
         raise ValueError(f"{path} has no column '{column}': use data.column= one of {', '.join(names)}")
@@ -315,8 +336,8 @@ def hugging_face(cfg: DataConfig) -> Corpus:
             for number, row in enumerate(rows, 1):
                 corpus.done = number
                 yield row[cfg.column] or ""
-        except OSError as error:
-            raise ValueError(f"lost {cfg.dataset} ({_brief(error)}): run the same command again to resume") from None
+        except Exception as error:  # as in _load
+            raise ValueError(f"lost {cfg.dataset} ({_brief(error)}): run the same command again to resume") from error
 
     identity = {"source": "hf", "dataset": cfg.dataset, "subset": cfg.subset, "split": cfg.split, "column": cfg.column}
     return Corpus(identity, documents, None, "document")
@@ -332,7 +353,7 @@ def _load(cfg: DataConfig):
         rows = datasets.load_dataset(cfg.dataset, cfg.subset, split=cfg.split, streaming=cfg.streaming)
     except Exception as error:  # datasets, hub and http libraries each have their own hierarchy
         what = f"cannot load data set {cfg.dataset} ({_brief(error)})"
-        raise ValueError(f"{what}: check data.dataset, data.subset and data.split, {instead}") from None
+        raise ValueError(f"{what}: check data.dataset, data.subset and data.split, {instead}") from error
     names = rows.column_names
     if names is not None and cfg.column not in names:
         raise ValueError(f"{cfg.dataset} has no column '{cfg.column}': use data.column= one of {', '.join(names)}")

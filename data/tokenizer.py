@@ -33,7 +33,7 @@ BYTES_PATTERN = r"[\s\S]"
 class Tokenizer:
     """Text to token ids and back. `vocab_size` counts the end-of-text token `eot`, which `encode` never emits.
 
-    `fingerprint` is the SHA-256 (hex) of token bytes, split pattern and special tokens: equal fingerprints mean equal ids.
+    `fingerprint` is the SHA-256 (hex) of token bytes, split pattern and special tokens: equal ones mean equal ids.
     """
 
     def __init__(self, encoding: tiktoken.Encoding) -> None:
@@ -84,10 +84,15 @@ class Tokenizer:
         os.replace(temporary, path)
 
 
-def load_tokenizer(folder: str | Path) -> Tokenizer:
-    """The tokenizer saved in `folder`. FileNotFoundError if there is none, ValueError if it is not what it says it is."""
+def load_tokenizer(folder: str | Path, foreign: TokenizerConfig | None = None) -> Tokenizer:
+    """The tokenizer saved in `folder`. FileNotFoundError if there is none, ValueError if it is not what it says it is.
+
+    `foreign` is the tokenizer to take where `folder` has shards but no tokenizer.json (llm.c, modded-nanogpt).
+    """
     path = Path(folder) / FILE
     if not path.is_file():
+        if foreign is not None and any(Path(folder).glob("*.bin")):
+            return build_tokenizer(foreign)
         raise FileNotFoundError(f"no {FILE} in {folder}: prepare the data first with python -m data.prepare data=NAME")
     try:
         content = json.loads(path.read_text())

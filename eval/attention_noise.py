@@ -2,14 +2,15 @@
 
     python -m eval.attention_noise run=runs/NAME [length=256] [depths=[0,0.25,0.5,0.75,1]] [samples=50]
 
-One needle is hidden in real text of the trained length. The attention row of the last prompt token, which has to produce the
-answer, is split in five buckets: the first token (the sink), the context before the needle, the needle's sentence (the
-answer), the context after it, and the question (the query). Noise is the two context buckets.
+One needle is hidden in real text of the trained length. The attention row of the last prompt token, which has to
+produce the answer, is split in five buckets: the first token (the sink), the context before the needle, the needle's
+sentence (the answer), the context after it, and the question (the query). Noise is the two context buckets.
 
 Maps are averaged over heads and layers first, then divided by the sum of the averaged row, so that buckets sum to 1
-(arXiv 2410.05258, Table 3 and Figure 1; the order of the two steps is stated by an author in microsoft/unilm issue 1654).
-`signed` sums the weights with their sign, as the paper does: weights of a differential map can cancel within a bucket, and
-dividing by a row sum of about 1 - lambda magnifies the rest. `absolute` sums |weight| instead: nothing cancels.
+(arXiv 2410.05258, Table 3 and Figure 1; "averaged over heads and layers" and "normalized" are an author's words in
+microsoft/unilm issue 1654). `signed` sums the weights with their sign, as the paper's figure does: weights of a
+differential map can cancel within a bucket, and dividing by a row sum of about 1 - lambda magnifies the rest.
+`absolute` sums |weight| instead: nothing cancels.
 Writes runs/NAME/eval/attention_noise.json and runs/NAME/figures/attention_noise.png.
 """
 
@@ -90,7 +91,7 @@ def normalised(layers: list[np.ndarray]) -> np.ndarray:
 
 
 def evaluate(run: LoadedRun, hay: np.ndarray, cfg: AttentionNoiseConfig) -> dict[str, Any]:
-    """Per reading and depth the five buckets, their standard errors over samples, the noise, and masses by layer and head."""
+    """For each reading and depth: the five buckets, their standard errors, the noise, and masses by layer and head."""
     length = run.model.cfg.context if cfg.length is None else cfg.length
     shares, layers = {}, {}
     with progress("attention noise", len(cfg.depths)) as bar:
@@ -103,7 +104,7 @@ def evaluate(run: LoadedRun, hay: np.ndarray, cfg: AttentionNoiseConfig) -> dict
 
 
 def summarise(shares: dict[str, np.ndarray], layers: dict[str, list[np.ndarray]]) -> dict[str, Any]:
-    """The results' layout, from shares (samples, readings, 5) and masses by layer (samples, readings, heads, 5) per depth."""
+    """Results, from each depth's shares (samples, readings, 5) and masses by layer (samples, readings, heads, 5)."""
     noisy = [BUCKETS.index(bucket) for bucket in NOISE]
     results: dict[str, Any] = {"noise": {}, "se": {}, "per_layer_head": {}}
     for r, reading in enumerate(READINGS):
@@ -139,12 +140,13 @@ BUCKET_LABELS = {
 
 def draw(path: Path, results: dict[str, Any], title: str, readings: tuple[str, ...] = READINGS) -> None:
     """Stacked bars of the five buckets at each depth, one panel a reading; negative sums hang below zero."""
-    with figure(path, 5 * len(readings), 4, columns=len(readings)) as axes:
+    with figure(path, 4.4 * len(readings), 4, columns=len(readings)) as axes:
         for ax, reading in zip(axes[0], readings, strict=True):
             _bars(ax, results[reading]["depths"])
             ax.set_title(f"{title} · {reading}")
         handles, labels = axes[0, 0].get_legend_handles_labels()
-        axes[0, 0].figure.legend(handles, labels, loc="outside lower center", ncols=3 if len(readings) == 1 else 5)
+        columns = 3 if len(readings) == 1 else 5
+        axes[0, 0].figure.legend(handles, labels, loc="outside lower center", ncols=columns, columnspacing=1)
 
 
 def _bars(ax: "Axes", depths: dict[str, dict[str, float]]) -> None:
@@ -153,17 +155,16 @@ def _bars(ax: "Axes", depths: dict[str, dict[str, float]]) -> None:
     for bucket in BUCKETS:
         values = np.array([shares[bucket] for shares in depths.values()])
         bottom = np.where(values >= 0, above, below)
-        ax.bar(x, values, 0.72, bottom=bottom, color=BUCKET_COLOURS[bucket], label=BUCKET_LABELS[bucket], linewidth=0)
-        if bucket == "answer":
-            for position, start, value in zip(x, bottom, values, strict=True):
-                inside = value > 0.08
-                ax.text(position, start + value / 2, f"{value:.2f}", ha="center", va="center", fontsize=9,
-                        color="white" if inside else INK, weight="bold")  # fmt: skip
+        ax.bar(x, values, 0.74, bottom=bottom, color=BUCKET_COLOURS[bucket], label=BUCKET_LABELS[bucket], linewidth=0)
         above, below = above + values.clip(min=0), below + values.clip(max=0)
+    for position, top, shares in zip(x, above, depths.values(), strict=True):
+        number = {"color": BUCKET_COLOURS["answer"], "weight": "bold", "ha": "center", "textcoords": "offset points"}
+        ax.annotate(f"{shares['answer']:.2f}", (position, top), (0, 3), **number)
     ax.axhline(0, color=INK, linewidth=0.8)
     ax.set_xticks(x, [f"{100 * float(depth):g} %" for depth in depths])
     ax.set(xlabel="depth of the needle", ylabel="share of attention")
-    ax.set_ylim(min(0, 1.1 * below.min()), max(1.0, 1.02 * above.max()))
+    ax.set_ylim(min(0, 1.1 * below.min()), 1.1 * above.max())
+    ax.set_yticks([tick for tick in ax.get_yticks() if tick <= 1.05 * above.max()])
     ax.tick_params(axis="x", length=0)
     ax.grid(axis="y")
 

@@ -1,6 +1,7 @@
 """What every evaluation shares: opening a run, the tokens to test on, the result file and the look of the figures."""
 
 import json
+import logging
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -76,7 +77,7 @@ class TextTokens:
         return self.tokens[start:stop].astype(np.int64)
 
 
-def test_tokens(run: LoadedRun, cfg: EvalConfig) -> list[Shard | TextTokens]:
+def evaluation_tokens(run: LoadedRun, cfg: EvalConfig) -> list[Shard | TextTokens]:
     """What to test on: the file `text`, or the validation shards of the folder `shards` or of the run's own data."""
     if cfg.text and cfg.shards:
         raise ValueError("text= and shards= are both given: give one of them")
@@ -85,8 +86,8 @@ def test_tokens(run: LoadedRun, cfg: EvalConfig) -> list[Shard | TextTokens]:
     folder = Path(cfg.shards or run.config["data"]["dir"])
     if (folder / "tokenizer.json").is_file() and load_tokenizer(folder).fingerprint != run.tokenizer.fingerprint:
         raise ValueError(
-            f"{folder} has another tokenizer than {cfg.run} ('{run.tokenizer.name}'): use text=FILE, or shards= prepared "
-            "with the run's tokenizer"
+            f"{folder} has another tokenizer than {cfg.run} ('{run.tokenizer.name}'): use text=FILE, "
+            "or shards= prepared with the run's tokenizer"
         )
     return open_split(folder, "val", vocab_size=run.tokenizer.vocab_size, fingerprint=run.tokenizer.fingerprint)
 
@@ -109,7 +110,7 @@ def _tokenize(path: Path, tokenizer: Tokenizer) -> np.ndarray:
 
 def haystack(run: LoadedRun, cfg: EvalConfig) -> np.ndarray:
     """(n,) token ids of real text, to hide needles in."""
-    return np.concatenate([part.read(0, HAYSTACK_TOKENS) for part in test_tokens(run, cfg)])[:HAYSTACK_TOKENS]
+    return np.concatenate([part.read(0, HAYSTACK_TOKENS) for part in evaluation_tokens(run, cfg)])[:HAYSTACK_TOKENS]
 
 
 def needle_contexts(
@@ -122,7 +123,8 @@ def needle_contexts(
     rng = np.random.default_rng([cfg.seed, length, round(1000 * depth), needles, asked])
     digits = run.config["data"].get("retrieval", {}).get("digits", 4)
     return [
-        needle_queries(rng, hay, run.tokenizer, length, depth, needles, asked, digits=digits) for _ in range(cfg.samples)
+        needle_queries(rng, hay, run.tokenizer, length, depth, needles, asked, digits=digits)
+        for _ in range(cfg.samples)
     ]
 
 
@@ -227,8 +229,9 @@ def colour(variant: str) -> str:
 
 
 def variant(config: dict[str, Any]) -> str:
-    """What a run's model is called: the configs/model file it fits, the most specific of several; else its layer pattern."""
-    groups = {path.stem: yaml.safe_load(path.read_text()) or {} for path in sorted((CONFIG_DIR / "model").glob("*.yaml"))}
+    """A model's name: of the configs/model files it fits, the most specific; of none, its layer pattern."""
+    files = sorted((CONFIG_DIR / "model").glob("*.yaml"))
+    groups = {path.stem: yaml.safe_load(path.read_text()) or {} for path in files}
     fitting = {name: group for name, group in groups.items() if _fits(config["model"], group)}
     if not fitting:
         return f"layers={config['model']['layers']}"
@@ -250,6 +253,7 @@ def figure(path: Path, width: float, height: float, columns: int = 1, rows: int 
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
         raise ValueError("figures need the package 'matplotlib': pip install matplotlib") from None
+    logging.getLogger("matplotlib").setLevel(logging.WARNING)  # it announces its font cache
     style = {
         "font.family": "sans-serif", "font.size": 11, "text.color": INK, "axes.labelcolor": INK,
         "axes.edgecolor": GREY, "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 12,
@@ -259,6 +263,7 @@ def figure(path: Path, width: float, height: float, columns: int = 1, rows: int 
     }  # fmt: skip
     with matplotlib.rc_context(style):
         drawing = Figure(figsize=(width, height), layout="constrained")
+        drawing.get_layout_engine().set(h_pad=0.08)
         yield drawing.subplots(rows, columns, squeeze=False)
         _save(drawing, path)
 

@@ -2,10 +2,11 @@
 
     python -m eval.needle run=runs/NAME [lengths=[128,256]] [depths=[0,0.5,1]] [pairs=[[1,1],[4,2]]] [samples=50]
 
-A pair is (N, R): N needles lie in one context and R of them are asked for, each by a question of its own. The asked needle
-lies at the cell's depth, the others anywhere. An answer counts when the greedy continuation is the number and its full
-stop, token by token. With N > 1 the N numbers of the context are also ranked by log-probability, which measures small models
-before they can answer freely. Protocol: arXiv 2410.05258, section 3.3, after LWM and Gemini 1.5.
+A pair is (N, R): N needles lie in one context and R of them are asked for, each by a question of its own. The asked
+needle lies at the cell's depth, the others anywhere. An answer counts when the greedy continuation is the number and
+its full stop, token by token. With N > 1 the N numbers of the context are also ranked by log-probability, which
+measures small models before they can answer freely. Protocol: arXiv 2410.05258, section 3.3, after LWM and Gemini
+1.5.
 Writes runs/NAME/eval/needle.json and runs/NAME/figures/needle.png.
 """
 
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class NeedleConfig(RetrievalConfig):
-    """lengths: tokens of prompt and answer, by default a quarter, half and all of the trained context. pairs: (N, R)."""
+    """lengths: tokens of prompt and answer, by default 1/4, 1/2 and all of the trained context. pairs: (N, R)."""
 
     lengths: list[int] | None = None
     pairs: list[list[int]] = field(default_factory=lambda: [[1, 1]])
@@ -59,8 +60,8 @@ def score(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Whether greedy decoding of each prompt gives its answer, (n,) bool, and the answer's log-probability, (n,).
 
-    Greedy decoding says the answer exactly if, fed the answer, every next token is the most probable one. So one forward
-    pass over prompt and answer tells both, and prompts of different lengths share a batch.
+    Greedy decoding gives the answer exactly if, fed the answer, every next token is the most probable one. So one
+    forward pass over prompt and answer tells both, and prompts of different lengths share a batch.
     """
     texts = [np.concatenate((prompt, answer[:-1])) for prompt, answer in zip(prompts, answers, strict=True)]
     hits, logprobs = [], []
@@ -94,7 +95,7 @@ def evaluate_cell(model: nn.Module, contexts: list[list[Query]], batch: int) -> 
 
 
 def evaluate(run: LoadedRun, hay: np.ndarray, cfg: NeedleConfig) -> dict[str, Any]:
-    """The whole grid: `cells`, their mean `accuracy` with its standard error, and the same for each (N, R) in `pairs`."""
+    """The grid: `cells`, their mean `accuracy` with its standard error, and the same for each (N, R) in `pairs`."""
     lengths = cfg.lengths or default_lengths(run, hay, cfg)
     grid = [(n, r, length, depth) for n, r in cfg.pairs for length in lengths for depth in cfg.depths]
     cells = []
@@ -134,12 +135,12 @@ def summary(cells: list[dict[str, Any]]) -> dict[str, float | None]:
 
 
 def draw(path: Path, results: dict[str, Any], title: str) -> None:
-    """Heatmaps of accuracy, one for each (N, R): context length to the right, depth downwards, and the mean over depths."""
+    """Heatmaps of accuracy, one for each (N, R): context length to the right, depth downwards, their mean below."""
     pairs = [(pair["needles"], pair["asked"]) for pair in results["pairs"]]
     lengths = len({cell["length"] for cell in results["cells"]})
     depths = len({cell["depth"] for cell in results["cells"]})
     height = 1.5 + 0.42 * (depths + 1)
-    with figure(path, max(4.6, 2.2 + 0.8 * lengths), height * len(pairs), rows=len(pairs)) as axes:
+    with figure(path, max(4.0, 1.9 + 0.7 * lengths), height * len(pairs), rows=len(pairs)) as axes:
         for ax, (needles, asked) in zip(axes[:, 0], pairs, strict=True):
             cells = [cell for cell in results["cells"] if (cell["needles"], cell["asked"]) == (needles, asked)]
             _heatmap(ax, cells)
@@ -154,17 +155,19 @@ def _heatmap(ax: "Axes", cells: list[dict[str, Any]]) -> None:
     y = [*range(len(depths)), len(depths) + 0.25]  # a gap before the mean
     for row, values in zip(y, grid, strict=True):
         extent = (-0.5, len(lengths) - 0.5, row + 0.5, row - 0.5)
-        image = ax.imshow(values[None], cmap="cividis", vmin=0, vmax=1, aspect="auto", extent=extent)
+        image = ax.imshow(values[None], cmap="viridis", vmin=0, vmax=1, aspect="auto", extent=extent)
         for column, value in enumerate(values):
-            ink = "white" if value < 0.55 else INK
+            ink = "white" if value < 0.6 else INK
             weight = "bold" if row == y[-1] else "normal"
             ax.text(column, row, f"{value:.2f}", ha="center", va="center", color=ink, weight=weight)
-    ax.set(xlim=(-0.5, len(lengths) - 0.5), ylim=(y[-1] + 0.5, -0.5), xlabel="context (tokens)", ylabel="depth of the needle")
+    ax.set(xlim=(-0.5, len(lengths) - 0.5), ylim=(y[-1] + 0.5, -0.5), xlabel="context (tokens)")
+    ax.set_ylabel("depth of the needle")
     ax.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
     ax.set_yticks(y, [f"{100 * depth:g} %" for depth in depths] + ["mean"])
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
-    ax.figure.colorbar(image, ax=ax, ticks=(0, 0.5, 1), label="accuracy", shrink=0.8, pad=0.03).outline.set_visible(False)
+    bar = ax.figure.colorbar(image, ax=ax, ticks=(0, 0.5, 1), label="accuracy", shrink=0.8, pad=0.03)
+    bar.outline.set_visible(False)
 
 
 def check(cfg: NeedleConfig) -> None:
@@ -186,10 +189,10 @@ def main(cfg: NeedleConfig) -> None:
     name = run_name(cfg.run)
     draw(Path(cfg.run) / "figures" / "needle.png", results, name)
     for pair in results["pairs"]:
-        rank = f", right one ranked first {pair['rank_accuracy']:.3f}" if pair["rank_accuracy"] is not None else ""
+        rank = f", ranked first {pair['rank_accuracy']:.3f}" if pair["rank_accuracy"] is not None else ""
         print(
-            f"needle  {name}: N={pair['needles']} R={pair['asked']} accuracy {pair['accuracy']:.3f} ± {pair['se']:.3f}{rank} "
-            f"({len(results['cells']) // len(cfg.pairs)} cells of {cfg.samples} samples)"
+            f"needle  {name}: N={pair['needles']} R={pair['asked']} accuracy {pair['accuracy']:.3f} ± {pair['se']:.3f}"
+            f"{rank} ({len(results['cells']) // len(cfg.pairs)} cells of {cfg.samples} samples)"
         )
 
 

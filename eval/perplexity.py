@@ -2,8 +2,9 @@
 
     python -m eval.perplexity run=runs/NAME [text=FILE | shards=DIR] [length=256] [tokens=1000000]
 
-Windows of `length` tokens (default: the trained context) do not overlap; where the data have more than `tokens`, windows
-are taken at even distances over all of it. Writes runs/NAME/eval/perplexity.json and runs/NAME/figures/perplexity.png.
+Windows of `length` tokens (default: the trained context) do not overlap; where the data have more than `tokens`,
+windows are taken at even distances over all of it. Writes runs/NAME/eval/perplexity.json and
+runs/NAME/figures/perplexity.png.
 """
 
 import hashlib
@@ -26,12 +27,12 @@ from eval.common import (
     batches,
     colour,
     device_of,
+    evaluation_tokens,
     figure,
     mean_se,
     open_run,
     progress,
     run_name,
-    test_tokens,
     variant,
     write_result,
 )
@@ -63,14 +64,14 @@ def cut_windows(parts: Sequence[Shard], length: int, limit: int) -> np.ndarray:
 def token_losses(model: nn.Module, windows: Tensor) -> Tensor:
     """(B, T) cross-entropy in nats of each next token, for windows (B, T + 1)."""
     logits = model(windows[:, :-1])  # (B, T, V)
-    return F.cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten(), reduction="none").view(len(windows), -1)
+    return F.cross_entropy(logits.float().transpose(1, 2), windows[:, 1:], reduction="none")
 
 
 @torch.inference_mode()
 def evaluate(model: nn.Module, windows: np.ndarray, byte_lengths: np.ndarray, batch: int = 32) -> dict[str, Any]:
     """Test on windows (n, T + 1). byte_lengths (V,): UTF-8 bytes of each token, 0 for the end of a text.
 
-    Returns loss (nats per token), its standard error over windows, ppl, bits_per_byte, by_position (T losses) and counts.
+    Returns loss (nats per token), se (over windows), ppl, bits_per_byte, by_position (T losses) and counts.
     """
     n, length = windows.shape[0], windows.shape[1] - 1
     by_window, by_position = [], np.zeros(length)
@@ -108,7 +109,7 @@ def position_buckets(by_position: list[float], per_octave: int = 4) -> tuple[np.
 
 def draw(path: Path, curves: dict[str, tuple[str, str, list[float]]]) -> None:
     """Loss by position. curves: label -> (colour, line style, mean loss at each position)."""
-    with figure(path, 7, 4) as axes:
+    with figure(path, 6.2, 3.9) as axes:
         ax = axes[0, 0]
         for label, (line_colour, style, by_position) in curves.items():
             ax.plot(*position_buckets(by_position), style, color=line_colour, label=label, marker="o", markersize=3.5)
@@ -126,11 +127,12 @@ def main(cfg: PerplexityConfig) -> None:
     length = run.model.cfg.context if cfg.length is None else cfg.length
     if length < 1:
         raise ValueError(f"length={length} must be at least 1: leave it out for the trained context")
-    windows = cut_windows(test_tokens(run, cfg), length, cfg.tokens)
+    windows = cut_windows(evaluation_tokens(run, cfg), length, cfg.tokens)
     results = evaluate(run.model, windows, run.tokenizer.byte_lengths(), cfg.batch)
     write_result(run, cfg, "perplexity", results)
     name = run_name(cfg.run)
-    draw(Path(cfg.run) / "figures" / "perplexity.png", {name: (colour(variant(run.config)), "-", results["by_position"])})
+    curve = (colour(variant(run.config)), "-", results["by_position"])
+    draw(Path(cfg.run) / "figures" / "perplexity.png", {name: curve})
     print(
         f"perplexity  {name}: loss {results['loss']:.4f} ± {results['se']:.4f}, ppl {results['ppl']:.2f}, "
         f"{results['bits_per_byte']:.4f} bits/byte ({results['tokens']:,} tokens, windows of {length})"

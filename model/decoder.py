@@ -52,7 +52,8 @@ class Decoder(nn.Module):
             self.head.weight = self.embedding.weight
         for name, table in zip(("cos", "sin"), rope_table(cfg.context, cfg.head_dim, cfg.rope_theta), strict=True):
             self.register_buffer(name, table, persistent=False)
-        self.init_weights(seed)
+        if not self.embedding.weight.is_meta:
+            self.init_weights(seed)
 
     def init_weights(self, seed: int) -> None:
         """Normal 0.02; projections into the residual stream scaled by 1/sqrt(2 n_layer), as GPT-2; norms 1, biases 0."""

@@ -4,33 +4,26 @@ Three operations, each with every backend: `attend` (softmax attention), `attend
 `attend_union` (one softmax over several key sets). Heads come before time: q is (B, H, T, d), k (B, Hkv, S, d),
 v (B, Hkv, S, dv) with H a multiple of Hkv and dv free. Backends:
 
-- math: the N x N formula, any shape, softmax in float32 or better.
+- math: the N x N formulas of reference.py, any shape and device.
 - sdpa: torch's fused scaled_dot_product_attention.
-- auto: see `choose`.
+- auto: sdpa. On a CPU it beat math at every length measured; on CUDA it dispatches to flash attention.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.attention import probe
+from model.attention import probe, reference
 from model.attention.mask import Mask
-
-
-def choose(backend: str, q: Tensor) -> str:
-    """`auto` is math for short bfloat16 sequences on a CPU, where it is the faster (scripts/bench.py what=attention), else sdpa."""
-    if backend != "auto":
-        return backend
-    return "math" if q.device.type == "cpu" and q.dtype == torch.bfloat16 and q.shape[-2] <= 256 else "sdpa"
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, backend: str = "auto") -> Tensor:
     """softmax(q k' / sqrt(d)) v: (B, H, T, d) -> (B, H, T, dv)."""
+    k, v = _repeat(k, q.shape[1]), _repeat(v, q.shape[1])
     if probe.active is not None:
-        probe.active.record(_probe_rows(q, _repeat(k, q.shape[1]), mask))
-    if choose(backend, q) == "math":
-        weights = _weights(q, _repeat(k, q.shape[1]), _dense(mask, q, k))  # (B, H, T, S)
-        return weights.to(v.dtype) @ _repeat(v, q.shape[1])
+        probe.active.record(_probe_rows(q, k, mask))
+    if backend == "math":
+        return reference.attend(q, k, v, _see(mask, q, k))
     return _sdpa(q, k, v, mask)
 
 
@@ -44,10 +37,9 @@ def attend_diff(q: Tensor, k: Tensor, v: Tensor, lam: Tensor, mask: Mask, backen
     k, v = _repeat(k, h).expand(-1, -1, 2, -1, -1), _repeat(v, h)  # (B, h, 2, S, d), (B, h, S, dv)
     if probe.active is not None:
         first, second = _probe_rows(q, k, mask).unbind(2)  # (B, h, R, S) each
-        probe.active.record(first - _lambda_rows(lam, q, k.shape[-2]) * second)
-    if choose(backend, q) == "math":
-        first, second = _weights(q, k, _dense(mask, q, k)).unbind(2)  # (B, h, T, S) each
-        return (first - lam * second).to(v.dtype) @ v
+        probe.active.record(first - _lambda_rows(lam, k.shape[-2]) * second)
+    if backend == "math":
+        return reference.attend_diff(q, k, v, lam, _see(mask, q, k))
     # One call over 2h heads, q and k zero-padded to the width of v: two calls with dv > d leave SDPA's fast CPU kernel.
     both = _sdpa(q.flatten(1, 2), k.flatten(1, 2), v.repeat_interleave(2, dim=1), mask)  # (B, 2h, T, dv)
     first, second = both.unflatten(1, (h, 2)).unbind(2)
@@ -60,67 +52,49 @@ def attend_union(q: Tensor, keys: list[Tensor], values: list[Tensor], mask: Mask
     keys[j] (B, Hkv, S, d) and values[j] (B, Hkv, S, dv) all have the same shape; query t sees position s of every set by
     the same mask. A probe sees the mass summed over the sets.
     """
-    n, H = len(keys), q.shape[1]
-    keys, values = [_repeat(k, H) for k in keys], [_repeat(v, H) for v in values]
+    n, T, S = len(keys), q.shape[-2], keys[0].shape[-2]
     if n == 1:
         return attend(q, keys[0], values[0], mask, backend)
+    keys, values = [_repeat(k, q.shape[1]) for k in keys], [_repeat(v, q.shape[1]) for v in values]
     if probe.active is not None:
-        row = probe.gather_rows(q, probe.active.rows, keys[0].shape[-2])
-        see = mask.allowed(probe.active.rows.to(q.device), keys[0].shape[-2])
-        weights = _weights(row, torch.cat(keys, dim=-2), see.repeat(1, 1, 1, n))  # (B, H, R, n S)
-        probe.active.record(weights.unflatten(-1, (n, -1)).sum(-2))
-    if choose(backend, q) == "math":
-        see = _dense(mask, q, keys[0])
-        see = see if see is None else see.repeat(1, 1, 1, n)
-        weights = _weights(q, torch.cat(keys, dim=-2), see)
-        return weights.to(values[0].dtype) @ torch.cat(values, dim=-2)
-    if q.device.type == "cpu" and mask.plain and q.shape[-2] == keys[0].shape[-2]:
-        width = values[0].shape[-1]
-        padded = [_widen(x, width) for x in (q, *keys)]
+        rows = _probe_rows(q, torch.cat(keys, dim=-2), mask, sets=n)  # (B, H, R, n S)
+        probe.active.record(rows.unflatten(-1, (n, S)).sum(-2))
+    if backend == "math":
+        return reference.attend_union(q, keys, values, _see(mask, q, keys[0]))
+    if q.device.type == "cpu" and mask.plain and T == S:
+        padded = [_widen(x, values[0].shape[-1]) for x in (q, *keys)]
         return _UnionOnCPU.apply(q.shape[-1] ** -0.5, *padded, *values)
-    see = mask.dense(q.shape[-2], keys[0].shape[-2], q.device).repeat(1, 1, 1, n)
+    see = _see(mask, q, keys[0]).repeat(1, 1, 1, n)
     return _sdpa(q, torch.cat(keys, dim=-2), torch.cat(values, dim=-2), mask, see)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask, see: Tensor | None = None) -> Tensor:
-    """torch's fused kernel; `see` overrides the mask's own dense form."""
-    T, S, scale = q.shape[-2], k.shape[-2], q.shape[-1] ** -0.5
-    q, k, width = _widen(q, v.shape[-1]), _widen(k, v.shape[-1]), v.shape[-1]
-    v = _widen(v, q.shape[-1])
-    k, v = _repeat(k, q.shape[1]), _repeat(v, q.shape[1])
-    if see is None and (mask.plain or mask.empty) and (T == S or T == 1 or mask.empty):
+    """torch's fused kernel, all widths zero-padded to the widest; `see` stands for the mask's own dense form."""
+    T, S, scale, width = q.shape[-2], k.shape[-2], q.shape[-1] ** -0.5, v.shape[-1]
+    widest = max(q.shape[-1], width)
+    q, k, v = _widen(q, widest), _widen(k, widest), _widen(v, widest)
+    if see is None and (mask.empty or (mask.plain and T in (S, 1))):  # one query at the end sees every key
         causal = mask.causal and T > 1
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)[..., :width]
-    see = mask.dense(T, S, q.device) if see is None else see  # (1 or B, 1, T, S)
-    blind = ~see.any(-1, keepdim=True)
-    # A blind row looks everywhere and is zeroed afterwards: softmax over nothing is NaN, and so is its gradient.
+    see = _see(mask, q, k) if see is None else see  # (1 or B, 1, T, S)
+    blind = ~see.any(-1, keepdim=True)  # as in reference.weights
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=see | blind, scale=scale)[..., :width]
     return out.masked_fill(blind, 0.0)
 
 
-def _weights(q: Tensor, k: Tensor, see: Tensor | None) -> Tensor:
-    """softmax(q k' / sqrt(d)) in float32 or better; blind rows are zero. see: bool (1 or B, 1, T, S)."""
-    scores = (q @ k.mT) * q.shape[-1] ** -0.5
-    scores = scores if scores.dtype == torch.float64 else scores.float()
-    if see is None:
-        return scores.softmax(-1)
-    see = see if scores.dim() == 4 else see[:, None]  # pairs of maps have one more head dimension
-    blind = ~see.any(-1, keepdim=True)
-    weights = scores.masked_fill(~(see | blind), float("-inf")).softmax(-1)
-    return weights.masked_fill(blind, 0.0)
+def _see(mask: Mask, q: Tensor, k: Tensor) -> Tensor:
+    return mask.dense(q.shape[-2], k.shape[-2], q.device)
 
 
-def _dense(mask: Mask, q: Tensor, k: Tensor) -> Tensor | None:
-    return None if mask.empty else mask.dense(q.shape[-2], k.shape[-2], q.device)
+def _probe_rows(q: Tensor, k: Tensor, mask: Mask, sets: int = 1) -> Tensor:
+    """The maps of the active probe's rows, (B, H, R, S) or (B, h, 2, R, S); `sets` key sets stand side by side in k."""
+    rows, S = probe.active.rows.to(q.device), k.shape[-2] // sets
+    see = mask.allowed(rows, S).repeat(1, 1, 1, sets)
+    see = see if q.dim() == 4 else see[:, None]
+    return reference.weights(probe.gather_rows(q, rows, S).float(), k.float(), see)
 
 
-def _probe_rows(q: Tensor, k: Tensor, mask: Mask) -> Tensor:
-    """The maps of the active probe's rows, (B, H, R, S) or (B, h, 2, R, S)."""
-    rows = probe.active.rows.to(q.device)
-    return _weights(probe.gather_rows(q, rows, k.shape[-2]).float(), k.float(), mask.allowed(rows, k.shape[-2]))
-
-
-def _lambda_rows(lam: Tensor, q: Tensor, S: int) -> Tensor:
+def _lambda_rows(lam: Tensor, S: int) -> Tensor:
     """lam at the probe's rows: as it is where it does not depend on the token."""
     return lam if lam.dim() < 2 or lam.shape[-2] == 1 else probe.gather_rows(lam, probe.active.rows, S)
 

@@ -101,9 +101,9 @@ class Introspective(nn.Module):
                 nn.init.zeros_(p)
         if self.path_weight == "softmax_input":
             return
-        # LayerNorm over equal weights is zero and its own gradient the only one alive: break the tie where nothing else does.
-        spread = 1.0 if self.path_weight == "literal" else 0.0
-        self.w.data.copy_(torch.linspace(-spread, spread, self.paths))
+        # At equal weights LayerNorm is zero: `literal` would silence all paths for ever, `affine` its gain for one step.
+        spread = {"literal": 1.0, "affine": 0.01, "sigmoid": 0.0}[self.path_weight]
+        self.w.data.copy_(spread * torch.arange(self.paths))
         if self.path_weight == "affine":
             nn.init.ones_(self.path_gain)
             nn.init.constant_(self.path_bias, 1 / self.paths)

@@ -1,0 +1,35 @@
+"""The N x N formulas, plain and slow: what the `math` backend runs and every other backend must agree with.
+
+Shapes as in backends.py, key/value heads already repeated to the number of query heads. Softmax in float32 or better.
+"""
+
+import torch
+from torch import Tensor
+
+
+def weights(q: Tensor, k: Tensor, see: Tensor) -> Tensor:
+    """softmax(q k' / sqrt(d)) over the keys that `see`, bool and broadcastable to (..., T, S), allows; (..., T, S).
+
+    A row that sees nothing is zero, forward and backward.
+    """
+    scores = (q @ k.mT) * q.shape[-1] ** -0.5
+    scores = scores if scores.dtype == torch.float64 else scores.float()
+    blind = ~see.any(-1, keepdim=True)
+    # A blind row looks everywhere and is zeroed afterwards: softmax over nothing is NaN, and so is its gradient.
+    return scores.masked_fill(~(see | blind), float("-inf")).softmax(-1).masked_fill(blind, 0.0)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, see: Tensor) -> Tensor:
+    """Softmax attention: q (B, H, T, d), k (B, H, S, d), v (B, H, S, dv), see (1 or B, 1, T, S) -> (B, H, T, dv)."""
+    return weights(q, k, see).to(v.dtype) @ v
+
+
+def attend_diff(q: Tensor, k: Tensor, v: Tensor, lam: Tensor, see: Tensor) -> Tensor:
+    """Difference of two maps: q, k (B, h, 2, T or S, d), v (B, h, S, dv), lam (..., T or 1, 1) or () -> (B, h, T, dv)."""
+    first, second = weights(q, k, see[:, None]).unbind(2)  # (B, h, T, S) each
+    return (first - lam * second).to(v.dtype) @ v
+
+
+def attend_union(q: Tensor, keys: list[Tensor], values: list[Tensor], see: Tensor) -> Tensor:
+    """One softmax over several key sets that are seen alike: q (B, H, T, d), keys[j] (B, H, S, d) -> (B, H, T, dv)."""
+    return attend(q, torch.cat(keys, dim=-2), torch.cat(values, dim=-2), see.repeat(1, 1, 1, len(keys)))

@@ -1,0 +1,143 @@
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from data.loader import Loader, Mixture, Prefetcher, Windows, mix, permute
+from data.shards import Shard, write_shard
+
+LENGTH = 8
+
+
+@pytest.fixture(scope="module")
+def windows(tmp_path_factory) -> Windows:
+    """Two shards of consecutive numbers, so a window shows where it is from. 37 windows."""
+    folder = tmp_path_factory.mktemp("shards")
+    for number, (start, count) in enumerate([(0, 203), (1000, 100)]):
+        tokens = np.arange(start, start + count)
+        write_shard(folder / f"{number}.bin", tokens, vocab_size=2000, fingerprint="0" * 64)
+    return Windows([Shard(folder / "0.bin"), Shard(folder / "1.bin")], LENGTH)
+
+
+class Counting:
+    """A source whose samples are their own number."""
+
+    def sample(self, index: int, seed: int) -> np.ndarray:
+        return np.full(LENGTH + 1, index)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 10, 63, 64, 65, 1000, 65537])
+@pytest.mark.parametrize("seed", [0, 1, 2**64 - 1])
+def test_permute_is_a_bijection(n, seed):
+    order = permute(np.arange(n), n, seed)
+    assert order.dtype == np.int64
+    assert np.array_equal(np.sort(order), np.arange(n))
+    assert [permute(i, n, seed) for i in range(min(n, 100))] == order[:100].tolist()
+
+
+def test_permute_shuffles():
+    n = 100_000
+    order = permute(np.arange(n), n, 1)
+    assert abs(np.corrcoef(np.arange(n), order)[0, 1]) < 0.02
+    assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.02
+    assert (order == permute(np.arange(n), n, 2)).sum() < 20
+    first = Counter(permute(0, 5, seed) for seed in range(5000))  # every place is about equally likely
+    assert all(850 < count < 1150 for count in first.values())
+
+
+def test_permute_works_beyond_32_bits():
+    n = 10**15
+    order = permute(np.arange(1000), n, 3)
+    assert len(set(order.tolist())) == 1000 and order.max() > 2**40 and order.max() < n
+    assert order[:5].tolist() == [permute(i, n, 3) for i in range(5)]
+
+
+def test_windows_cover_the_text_once_and_stay_within_shards(windows):
+    assert len(windows) == (203 - 1) // LENGTH + (100 - 1) // LENGTH == 37
+    rows = np.stack([windows.window(i) for i in range(len(windows))])
+    assert rows.dtype == np.int64 and rows.shape == (37, LENGTH + 1)
+    assert (np.diff(rows, axis=1) == 1).all()
+    assert rows[:, :-1].ravel().tolist() == [*range(200), *range(1000, 1096)]
+
+
+def test_epochs_are_without_replacement_and_reshuffled(windows):
+    epochs = [[int(windows.sample(e * 37 + i, seed=5)[0]) for i in range(37)] for e in range(3)]
+    assert all(len(set(epoch)) == 37 for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert epochs[0] != [int(windows.sample(i, seed=6)[0]) for i in range(37)]
+
+
+def test_a_text_too_short_for_one_window(tmp_path):
+    write_shard(tmp_path / "a.bin", np.arange(8), vocab_size=10, fingerprint="0" * 64)
+    assert len(Windows([Shard(tmp_path / "a.bin")], 7)) == 1
+    with pytest.raises(ValueError, match=r"too short.*8 tokens.*needs 9.*model\.context=7") as caught:
+        Windows([Shard(tmp_path / "a.bin")], 8)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("micro_batch", [1, 3, None])
+def test_the_global_batch_does_not_depend_on_how_it_is_divided(windows, world, micro_batch):
+    whole = Loader(windows, 12, LENGTH, seed=3)
+    for step in (0, 1, 7):
+        parts = []
+        for rank in range(world):
+            loader = Loader(windows, 12, LENGTH, 3, rank, world, micro_batch)
+            parts += [loader(step, micro) for micro in range(loader.micros)]
+        assert np.array_equal(np.concatenate(parts), whole(step))
+
+
+def test_steps_walk_through_the_samples():
+    loader = Loader(Counting(), 4, LENGTH, seed=0)
+    assert [loader(step)[:, 0].tolist() for step in (0, 1, 5)] == [[0, 1, 2, 3], [4, 5, 6, 7], [20, 21, 22, 23]]
+    assert loader(0).shape == (4, LENGTH + 1) and loader(0).dtype == np.int64
+
+
+def test_batches_that_do_not_divide_are_refused(windows):
+    with pytest.raises(ValueError, match="12 samples does not divide over 5 processes"):
+        Loader(windows, 12, LENGTH, 0, world=5)
+    with pytest.raises(ValueError, match="micro batches of 5"):
+        Loader(windows, 12, LENGTH, 0, micro_batch=5)
+
+
+def test_prefetcher_gives_the_same_batches_in_any_order(windows):
+    plain = Loader(windows, 4, LENGTH, 1, micro_batch=2)
+    ahead = Prefetcher(Loader(windows, 4, LENGTH, 1, micro_batch=2))
+    for step, micro in [(0, 0), (0, 1), (1, 0), (1, 1), (9, 1), (9, 0), (0, 0)]:
+        assert np.array_equal(ahead(step, micro), plain(step, micro))
+    ahead.close()
+
+
+@pytest.mark.parametrize("weights", [[100], [50, 50], [33, 33, 34], [1, 99], [0, 100], [7, 13, 80]])
+def test_mixture_proportions_are_exact(weights):
+    class Labelled:
+        def __init__(self, label: int) -> None:
+            self.label = label
+
+        def sample(self, index: int, seed: int) -> np.ndarray:
+            return np.array([self.label, index])
+
+    mixture = Mixture([(Labelled(i), weight) for i, weight in enumerate(weights)])
+    drawn = [mixture.sample(i, 0).tolist() for i in range(300)]
+    assert [Counter(label for label, _ in drawn[:100])[i] for i in range(len(weights))] == weights
+    for i, weight in enumerate(weights):
+        assert [index for label, index in drawn if label == i] == list(range(3 * weight))  # no gaps, no repeats
+    for start in range(200):  # evenly spread: no stretch of 20 is far from its share
+        counts = Counter(label for label, _ in drawn[start : start + 20])
+        assert all(abs(counts[i] - weight / 5) <= 2 for i, weight in enumerate(weights))
+
+
+def test_equal_sources_of_a_mixture_do_not_walk_in_step(windows):
+    mixture = Mixture([(windows, 50), (windows, 50)])
+    drawn = np.array([mixture.sample(i, 0)[0] for i in range(60)])
+    assert (drawn[0::2] == drawn[1::2]).sum() < 10
+
+
+def test_mixture_weights_are_checked():
+    for weights in ([50, 49], [101, -1], [50.5, 49.5]):
+        with pytest.raises(ValueError, match="whole percents that sum to 100"):
+            Mixture([(Counting(), weight) for weight in weights])
+
+
+def test_mix_depends_on_every_value_and_their_order():
+    assert len({mix(0, 0), mix(0, 1), mix(1, 0), mix(0), mix(1), mix(0, 0, 0)}) == 6

@@ -1,0 +1,422 @@
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data import prepare as module
+from data.config import DataConfig, TokenizerConfig
+from data.prepare import Document, check_folder, hold_out, pieces, prepare
+from data.shards import META, PROGRESS, Shard, open_split
+from data.tokenizer import build_tokenizer, load_tokenizer
+
+RNG = random.Random(0)
+WORDS = [
+    "the",
+    "of",
+    "and",
+    "to",
+    "in",
+    "is",
+    "that",
+    "for",
+    "it",
+    "was",
+    "on",
+    "are",
+    "as",
+    "with",
+    "his",
+    "they",
+    "at",
+    "be",
+    "this",
+    "from",
+    "have",
+    "or",
+    "by",
+    "one",
+    "had",
+    "not",
+]
+DOCUMENTS = [f"Document {i}. " + " ".join(RNG.choices(WORDS, k=RNG.randint(5, 400))) for i in range(120)]
+
+
+class Killed(BaseException):
+    """Stands for the end of the process."""
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def tokens(folder: Path, split: str) -> list[int]:
+    return [int(token) for shard in open_split(folder, split, verify=True) for token in shard.tokens]
+
+
+@pytest.fixture
+def cfg(tmp_path) -> DataConfig:
+    path = tmp_path / "text.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS))
+    return DataConfig(
+        name="mine",
+        source="text",
+        path=str(path),
+        tokenizer=TokenizerConfig("bytes"),
+        dir=str(tmp_path / "shards"),
+        val_fraction=0.2,
+        shard_tokens=5000,
+        workers=2,
+    )
+
+
+def test_what_is_written(cfg):
+    meta = prepare(cfg, quiet=True)
+    folder = Path(cfg.dir)
+    assert meta == json.loads((folder / META).read_text())
+    files = [shard["file"] for split in meta["splits"].values() for shard in split["shards"]]
+    assert sorted(path.name for path in folder.iterdir()) == sorted([*files, META, "tokenizer.json"])
+    assert meta["tokenizer"]["fingerprint"] == load_tokenizer(folder).fingerprint
+    held = {split: [d.text for d in hold_out(DOCUMENTS, 0.2) if d.split == split] for split in ("train", "val")}
+    for split, texts in held.items():
+        written = meta["splits"][split]
+        expected = [token for text in texts for token in (256, *text.encode())]
+        assert tokens(folder, split) == expected
+        assert (written["tokens"], written["documents"]) == (len(expected), len(texts))
+        assert written["bytes"] == sum(len(text.encode()) for text in texts)
+        assert [shard["tokens"] for shard in written["shards"]][:-1] == [5000] * (len(written["shards"]) - 1)
+        assert sum(shard["tokens"] for shard in written["shards"]) == len(expected)
+    assert len(meta["splits"]["train"]["shards"]) > 5
+
+
+@pytest.mark.parametrize("tokenizer", [TokenizerConfig("bytes"), TokenizerConfig("bpe", 300)])
+def test_workers_do_not_change_the_bytes(cfg, tmp_path, tokenizer):
+    one, many = (replace(cfg, workers=w, dir=str(tmp_path / f"w{w}"), tokenizer=tokenizer) for w in (1, 5))
+    prepare(one, quiet=True)
+    prepare(many, quiet=True)
+    assert contents(Path(one.dir)) == contents(Path(many.dir))
+
+
+def kill_after(monkeypatch, writes: int) -> None:
+    """Let the process end when it is about to write a file, `writes` files after the start."""
+    real, count = module.write_atomic, iter(range(10**6))
+
+    def write(*args):
+        if next(count) >= writes:
+            raise Killed
+        real(*args)
+
+    monkeypatch.setattr(module, "write_atomic", write)
+    monkeypatch.setattr("data.shards.write_atomic", write)
+    monkeypatch.setattr(module.Preparation, "_withdraw", lambda self: None)  # a killed process tidies nothing
+
+
+@pytest.mark.parametrize("max_tokens", [None, 15_001])
+def test_resume_after_a_kill_at_any_point_is_byte_identical(cfg, tmp_path, monkeypatch, max_tokens):
+    cfg = replace(cfg, max_tokens=max_tokens, tokenizer=TokenizerConfig("bpe", 280))
+    whole = replace(cfg, dir=str(tmp_path / "whole"))
+    prepare(whole, quiet=True)
+    for writes in range(100):
+        killed = replace(cfg, dir=str(tmp_path / f"killed{writes}"))
+        with monkeypatch.context() as patched:
+            kill_after(patched, writes)
+            try:
+                prepare(killed, quiet=True)
+                break
+            except Killed:
+                pass
+        folder = Path(killed.dir)
+        before = {path: path.stat().st_mtime_ns for path in folder.glob("*.bin")}
+        finished = json.loads((folder / PROGRESS).read_text())["splits"] if (folder / PROGRESS).exists() else {}
+        prepare(killed, quiet=True)
+        assert contents(folder) == contents(Path(whole.dir))
+        for shard in [*finished.get("train", []), *finished.get("val", [])]:
+            path = folder / shard["file"]
+            assert path.stat().st_mtime_ns == before[path], "a finished shard was written again"
+    assert writes > 10
+
+
+def test_a_real_kill_and_resume(cfg, tmp_path, root):
+    """SIGKILL while shards are being written, then SIGINT, then to the end: from the command line."""
+    path = tmp_path / "long.jsonl"
+    texts = [f"{i} " + " ".join(DOCUMENTS[:40]) for i in range(100)]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    options = [f"path={path}", "data.tokenizer.name=bytes", "data.shard_tokens=20000", "data.val_fraction=0.1"]
+    command = [sys.executable, "-m", "data.prepare", "data=text", *options]
+    subprocess.run([*command, f"data.dir={tmp_path / 'whole'}"], cwd=root, check=True, capture_output=True)
+    folder = tmp_path / "killed"
+    for number, wanted in ((signal.SIGKILL, 2), (signal.SIGINT, 6)):
+        process = subprocess.Popen([*command, f"data.dir={folder}"], cwd=root, stderr=subprocess.PIPE, text=True)
+        while process.poll() is None and len(list(folder.glob("train_*.bin"))) < wanted:
+            time.sleep(0.001)
+        process.send_signal(number)
+        process.wait(60)
+        if number == signal.SIGINT and process.returncode:
+            assert process.returncode == 130 and "run the same command to continue" in process.stderr.read()
+    subprocess.run([*command, f"data.dir={folder}"], cwd=root, check=True, capture_output=True)
+    assert contents(folder) == contents(tmp_path / "whole")
+
+
+def test_a_lost_shard_is_made_again(cfg, tmp_path, monkeypatch):
+    prepare(replace(cfg, dir=str(tmp_path / "whole")), quiet=True)
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        kill_after(patched, 12)
+        prepare(cfg, quiet=True)
+    (Path(cfg.dir) / "train_000001.bin").unlink()
+    prepare(cfg, quiet=True)
+    assert contents(Path(cfg.dir)) == contents(tmp_path / "whole")
+
+
+def test_a_finished_set_is_left_alone(cfg, capsys):
+    prepare(cfg)
+    before = contents(Path(cfg.dir))
+    prepare(cfg, verify=True)
+    assert "already prepared and verified" in capsys.readouterr().out
+    changes: list[dict] = [
+        {"tokenizer": TokenizerConfig("bpe", 300)},
+        {"column": "body"},
+        {"val_fraction": 0.3},
+        {"source": "stdlib"},
+    ]
+    for change in changes:
+        with pytest.raises(ValueError, match=r"was prepared with .* not .*: use another data\.name") as caught:
+            prepare(replace(cfg, **change), quiet=True)
+        assert "\n" not in str(caught.value)
+    assert contents(Path(cfg.dir)) == before
+
+
+def test_an_interrupted_set_is_not_continued_differently(cfg, monkeypatch):
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        kill_after(patched, 8)
+        prepare(cfg, quiet=True)
+    before = contents(Path(cfg.dir))
+    with pytest.raises(ValueError, match=r"tokenizer\.name=bytes, not bpe"):
+        prepare(replace(cfg, tokenizer=TokenizerConfig("bpe", 300)), quiet=True)
+    assert contents(Path(cfg.dir)) == before
+    with pytest.raises(ValueError, match="not finished"):
+        open_split(cfg.dir, "train")
+
+
+def test_shards_of_another_origin_are_not_overwritten(cfg):
+    folder = Path(cfg.dir)
+    folder.mkdir()
+    (folder / "fineweb_train_000001.bin").write_bytes(b"precious")
+    with pytest.raises(ValueError, match="another origin"):
+        prepare(cfg, quiet=True)
+    assert contents(folder) == {"fineweb_train_000001.bin": b"precious"}
+
+
+def test_verify_finds_a_changed_byte(cfg, monkeypatch):
+    prepare(cfg, quiet=True)
+    path = Path(cfg.dir) / "train_000002.bin"
+    content = bytearray(path.read_bytes())
+    content[3000] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"train_000002\.bin is corrupted"):
+        prepare(cfg, quiet=True)
+    monkeypatch.setattr("data.shards.CHECK_BELOW", 0)
+    prepare(cfg, quiet=True)
+    with pytest.raises(ValueError, match=r"train_000002\.bin is corrupted"):
+        prepare(cfg, quiet=True, verify=True)
+    path.write_bytes((path.with_name("train_000001.bin")).read_bytes())
+    with pytest.raises(ValueError, match="not the shard that"):
+        check_folder(cfg.dir)
+
+
+# --- hold-out -------------------------------------------------------------------------------------------------------
+
+
+def split_of(texts: list[str], fraction: float) -> dict[str, str]:
+    return {document.text: document.split for document in hold_out(texts, fraction)}
+
+
+def test_hold_out_is_by_whole_documents_and_ignores_order():
+    texts = [f"document {i}" for i in range(3000)]
+    splits = split_of(texts, 0.1)
+    assert set(splits) == set(texts) and 200 < list(splits.values()).count("val") < 400
+    shuffled = RNG.sample(texts, len(texts))
+    assert split_of(shuffled, 0.1) == splits
+    fewer = split_of(texts[:1500], 0.1)
+    assert all(splits[text] == split for text, split in fewer.items())
+    assert all(document.starts for document in hold_out(texts, 0.1))
+
+
+def test_duplicates_stay_on_one_side():
+    texts = [f"document {i % 50}" for i in range(500)]
+    seen: dict[str, set[str]] = {}
+    for document in hold_out(texts, 0.3):
+        seen.setdefault(document.text, set()).add(document.split)
+    assert all(len(splits) == 1 for splits in seen.values())
+
+
+def test_few_documents_leave_neither_split_empty():
+    for fraction in (1e-9, 0.999999):
+        assert [d.split for d in hold_out(["a", "b", "c"], fraction)].count("val") in (1, 2)
+    assert [d.split for d in hold_out(["a", "b", "c"], 1e-9)] == ["train", "train", "val"]
+    assert [d.split for d in hold_out(["a", "b", "c"], 0)] == ["train"] * 3
+    assert list(hold_out([], 0.1)) == []
+
+
+def test_a_single_document_is_cut_as_nanogpt_cuts():
+    text = "".join(RNG.choices("abc \n", k=1115394 // 10))
+    train, val = hold_out([text], 0.1)
+    assert (train.text, val.text) == (text[: int(len(text) * 0.9)], text[int(len(text) * 0.9) :])
+    assert (train.split, train.starts, val.split, val.starts) == ("train", True, "val", False)
+    assert list(hold_out(["whole"], 0)) == [Document("whole", "train", 5)]
+    with pytest.raises(ValueError, match="too few to hold some out"):
+        list(hold_out(["a"], 0.1))
+
+
+def test_a_single_text_file(cfg, tmp_path):
+    path = tmp_path / "input.txt"
+    path.write_text("To be, or not to be.\n" * 100)
+    meta = prepare(replace(cfg, path=str(path), val_fraction=0.1), quiet=True)
+    assert (meta["splits"]["train"]["tokens"], meta["splits"]["val"]["tokens"]) == (1 + 1890, 210)
+    assert bytes(tokens(Path(cfg.dir), "val")) == path.read_bytes()[1890:]
+
+
+# --- tokens ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["bpe", "gpt2"])
+def test_pieces_are_invisible_to_tokenizers(request, name, corpus, texts):
+    tokenizer = request.getfixturevalue(name)
+    for text in ["".join(corpus), "\n\n \n".join(texts * 9), "no newline at all " * 50, "\n" * 500, ""]:
+        for size in (1, 7, 100):
+            parts = list(pieces(text, size))
+            assert "".join(parts) == text
+            assert [token for part in parts for token in tokenizer.encode(part)] == tokenizer.encode(text)
+
+
+def test_long_documents_are_tokenized_whole(cfg, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "PIECE", 1000)
+    monkeypatch.setattr(module.pieces, "__defaults__", (1000,))
+    texts = ["\n".join(DOCUMENTS[:60]), "\n".join(DOCUMENTS[60:])]
+    (tmp_path / "a.txt").write_text(texts[0])
+    (tmp_path / "b.txt").write_text(texts[1])
+    prepare(replace(cfg, path=f"{tmp_path}/?.txt", val_fraction=1e-9), quiet=True)
+    assert tokens(Path(cfg.dir), "train") == [256, *texts[0].encode()]
+    assert tokens(Path(cfg.dir), "val") == [256, *texts[1].encode()]
+
+
+def test_max_tokens_is_exact(cfg, tmp_path):
+    everything = prepare(cfg, quiet=True)
+    some = replace(cfg, dir=str(tmp_path / "some"), max_tokens=12_345)
+    meta = prepare(some, quiet=True)
+    assert meta["splits"]["train"]["tokens"] == 12_345 < everything["splits"]["train"]["tokens"]
+    assert tokens(Path(some.dir), "train") == tokens(Path(cfg.dir), "train")[:12_345]
+    assert meta["splits"]["train"]["bytes"] == 12_345 - meta["splits"]["train"]["documents"]
+    few = replace(cfg, dir=str(tmp_path / "few"), max_tokens=10)  # reads on until validation has a document
+    assert prepare(few, quiet=True)["splits"]["val"]["documents"] == 1
+
+
+def test_large_vocabularies_are_uint32(cfg, monkeypatch, gpt2):
+    import tiktoken
+
+    base = gpt2.encoding
+    wide = tiktoken.Encoding(
+        "gpt2",
+        pat_str=base._pat_str,
+        mergeable_ranks=base._mergeable_ranks,
+        special_tokens={"<|endoftext|>": 100_000},
+    )
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: wide)
+    prepare(replace(cfg, tokenizer=TokenizerConfig("gpt2")), quiet=True)
+    [shard, *_] = open_split(cfg.dir, "train")
+    assert shard.tokens.dtype == np.uint32 and shard.tokens[0] == 100_000
+
+
+def test_nanogpt_import(cfg, tmp_path, gpt2):
+    folder = tmp_path / "openwebtext"
+    folder.mkdir()
+    ids = np.array([token for text in DOCUMENTS for token in (*gpt2.encode(text), gpt2.eot)], dtype=np.uint16)
+    ids[1000:].tofile(folder / "train.bin")
+    ids[:1000].tofile(folder / "val.bin")
+    cfg = replace(cfg, source="nanogpt", path=str(folder), tokenizer=TokenizerConfig("gpt2"))
+    meta = prepare(cfg, quiet=True)
+    assert tokens(Path(cfg.dir), "train") == ids[1000:].tolist() and tokens(Path(cfg.dir), "val") == ids[:1000].tolist()
+    documents = sum(split["documents"] for split in meta["splits"].values())
+    assert documents == len(DOCUMENTS)
+    assert sum(split["bytes"] for split in meta["splits"].values()) == sum(len(text) for text in DOCUMENTS)
+    (folder / "meta.pkl").write_bytes(b"")
+    with pytest.raises(ValueError, match="character table of its own"):
+        prepare(replace(cfg, dir=str(tmp_path / "other")), quiet=True)
+
+
+# --- wrong input ----------------------------------------------------------------------------------------------------
+
+
+def test_errors_leave_no_folder_behind(cfg, tmp_path):
+    (tmp_path / "blank.txt").write_text(" \n\n")
+    (tmp_path / "tiny.txt").write_text("x")
+    (tmp_path / "broken.jsonl").write_text(
+        json.dumps({"text": "fine"}) + "\n" * 3 + json.dumps({"text": "too"}) + "\n{"
+    )
+    cases: list[tuple[dict, str]] = [
+        ({"path": str(tmp_path / "blank.txt")}, "there is no text in"),
+        ({"path": str(tmp_path / "tiny.txt")}, "too few to hold some out"),
+        ({"path": str(tmp_path / "broken.jsonl")}, "line 5 is not JSON"),
+        ({"tokenizer": TokenizerConfig("bpe", 60_000)}, "too small for 60000"),
+        ({"val_fraction": 1.0}, "val_fraction"),
+        ({"shard_tokens": 0}, "shard_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"source": "nanogpt", "path": str(tmp_path)}, "missing, empty or truncated"),
+    ]
+    for change, match in cases:
+        with pytest.raises((ValueError, FileNotFoundError), match=match) as caught:
+            prepare(replace(cfg, **change), quiet=True)
+        assert "\n" not in str(caught.value)
+        assert not Path(cfg.dir).exists()
+
+
+def test_an_error_keeps_finished_shards_for_a_resume(cfg, tmp_path, monkeypatch):
+    prepare(replace(cfg, dir=str(tmp_path / "whole")), quiet=True)
+    real: Callable = module.write_shard
+
+    def fail_at_third(path, *args, **options):
+        if path.name == "train_000002.bin":
+            raise OSError("no space left on device")
+        return real(path, *args, **options)
+
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="no space"):
+        patched.setattr(module, "write_shard", fail_at_third)
+        prepare(cfg, quiet=True)
+    assert len(Shard(Path(cfg.dir) / "train_000001.bin")) == 5000
+    prepare(cfg, quiet=True)
+    assert contents(Path(cfg.dir)) == contents(tmp_path / "whole")
+
+
+def run(root: Path, *options: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "data.prepare", *options]
+    return subprocess.run(command, check=False, cwd=root, capture_output=True, text=True, timeout=120)
+
+
+def test_the_command(root, tmp_path):
+    (tmp_path / "input.txt").write_text("To be, or not to be.\n" * 100)
+    options = ["data=shakespeare", f"path={tmp_path / 'input.txt'}", f"data.dir={tmp_path / 'out'}"]
+    first, second = run(root, *options), run(root, *options, "verify=true")
+    assert first.returncode == second.returncode == 0
+    assert "train 1,891 tokens" in first.stdout and "already prepared and verified" in second.stdout
+    assert build_tokenizer(TokenizerConfig("bytes")).fingerprint == load_tokenizer(tmp_path / "out").fingerprint
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["data=text", "path=nowhere.txt"], "no file, folder or glob nowhere.txt"),
+        (["data=text", "pth=x"], "pth"),
+        (["data=hf"], "add data.dataset=OWNER/NAME"),
+    ],
+)
+def test_a_wrong_command_says_so_in_one_line(root, tmp_path, options, message):
+    result = run(root, *options, f"data.dir={tmp_path / 'out'}")
+    assert result.returncode != 0 and message in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert not (tmp_path / "out").exists()

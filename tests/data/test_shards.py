@@ -1,0 +1,156 @@
+import json
+import zlib
+
+import numpy as np
+import pytest
+
+from data.shards import META, PROGRESS, Shard, open_nanogpt, open_split, write_shard
+
+FINGERPRINT = "0123456789abcdef" * 4
+
+
+def write(path, tokens, vocab_size=300, fingerprint=FINGERPRINT):
+    return write_shard(path, np.asarray(tokens), vocab_size=vocab_size, fingerprint=fingerprint)
+
+
+def patch(path, position, content: bytes):
+    data = bytearray(path.read_bytes())
+    data[position : position + len(content)] = content
+    path.write_bytes(data)
+
+
+@pytest.fixture
+def shard(tmp_path):
+    path = tmp_path / "train_000000.bin"
+    write(path, np.arange(256))
+    return path
+
+
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(65_535, "<u2"), (65_536, "<u4"), (200_019, "<u4")])
+def test_round_trip(tmp_path, vocab_size, dtype):
+    tokens = np.random.default_rng(0).integers(0, vocab_size, 1000)
+    tokens[0] = vocab_size - 1
+    crc = write(tmp_path / "a.bin", tokens, vocab_size)
+    shard = Shard(tmp_path / "a.bin", vocab_size=vocab_size, fingerprint=FINGERPRINT, verify=True)
+    assert shard.tokens.dtype == np.dtype(dtype) and len(shard) == 1000
+    assert (shard.tokens == tokens).all()
+    assert (shard.vocab_size, shard.crc32) == (vocab_size, crc) and crc == zlib.crc32(shard.tokens.tobytes())
+    assert shard.read(3, 9).dtype == np.int64 and (shard.read(3, 9) == tokens[3:9]).all()
+    assert [path.name for path in tmp_path.iterdir()] == ["a.bin"]
+
+
+@pytest.mark.parametrize(("magic", "version", "dtype"), [(20240520, 1, "<u2"), (20240801, 7, "<u4")])
+def test_reads_the_files_of_llm_c_as_they_are(tmp_path, magic, version, dtype):
+    """Written by hand, as llm.c's dev/data/data_common.py and modded-nanogpt's data/fineweb.py do."""
+    header = np.zeros(256, dtype=np.int32)
+    header[:3] = magic, version, 5
+    tokens = np.array([50256, 0, 1, 2, 50000], dtype=dtype)
+    (tmp_path / "fineweb_train_000001.bin").write_bytes(header.tobytes() + tokens.tobytes())
+    [shard] = open_split(tmp_path, "train", vocab_size=50257, fingerprint=FINGERPRINT)
+    assert not shard.extended and (shard.tokens == tokens).all()
+    with pytest.raises(ValueError, match="token 50256, outside the vocabulary of 50000"):
+        open_split(tmp_path, "train", vocab_size=50000)
+
+
+def test_our_files_read_as_llm_c_reads_them(shard):
+    """modded-nanogpt's check: magic, version, and exactly `count` uint16 after 1024 bytes."""
+    header = np.fromfile(shard, dtype=np.int32, count=256)
+    assert header[:3].tolist() == [20240520, 1, 256]
+    assert np.fromfile(shard, dtype=np.uint16, offset=1024).tolist() == list(range(256))
+
+
+def test_wrong_files_are_refused_in_one_line(shard, tmp_path):
+    def refused(match, error=ValueError, path=shard, **options):
+        with pytest.raises(error, match=match) as caught:
+            Shard(path, **options)
+        assert "\n" not in str(caught.value)
+
+    refused("missing", FileNotFoundError, tmp_path / "no.bin")
+    refused("another tokenizer", fingerprint="f" * 64)
+    refused("another tokenizer", vocab_size=50257)
+    whole = shard.read_bytes()
+    for size in (0, 100, 1023):
+        shard.write_bytes(whole[:size])
+        refused("not a token shard")
+    for size in (1024, 1200, len(whole) - 1):
+        shard.write_bytes(whole[:size])
+        refused("truncated")
+    shard.write_bytes(whole + b"x")
+    refused("longer than its header")
+    shard.write_bytes(whole)
+    patch(shard, 1500, b"\x07")
+    refused("corrupted")
+    shard.write_bytes(whole)
+    patch(shard, 4, b"\x02")
+    refused("version 2")
+    patch(shard, 0, b"\x00")
+    refused("not a token shard.*data=nanogpt")
+
+
+def test_large_files_are_checked_when_read_or_asked(shard, monkeypatch):
+    monkeypatch.setattr("data.shards.CHECK_BELOW", 0)
+    patch(shard, 1024 + 2 * 100, np.array([9999], "<u2").tobytes())
+    opened = Shard(shard)
+    opened.read(0, 100)
+    with pytest.raises(ValueError, match="token 9999"):
+        opened.read(90, 110)
+    with pytest.raises(ValueError, match="corrupted"):
+        Shard(shard, verify=True)
+
+
+def test_a_failed_write_leaves_nothing(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="outside the vocabulary"):
+        write(tmp_path / "a.bin", [300])
+
+    def fail(*_):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("os.fsync", fail)
+    with pytest.raises(OSError, match="no space"):
+        write(tmp_path / "a.bin", [1])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_open_split(tmp_path):
+    folder = tmp_path / "mine"
+    with pytest.raises(FileNotFoundError, match="run python -m data.prepare data=mine"):
+        open_split(folder, "train")
+    folder.mkdir()
+    with pytest.raises(FileNotFoundError, match="no train shards"):
+        open_split(folder, "train")
+    for number in (1, 0):
+        write(folder / f"train_00000{number}.bin", [number] * 5)
+    write(folder / "val_000000.bin", [7])
+    assert [shard.tokens[0] for shard in open_split(folder, "train")] == [0, 1]
+    assert len(open_split(folder, "val")) == 1
+    (folder / PROGRESS).write_text("{}")
+    with pytest.raises(ValueError, match="not finished"):
+        open_split(folder, "train")
+
+
+def test_meta_decides_what_belongs_to_a_split(tmp_path):
+    write(tmp_path / "train_000000.bin", [1, 2])
+    write(tmp_path / "train_000001.bin", [3])
+    meta = {"tokenizer": {"fingerprint": FINGERPRINT}, "splits": {"train": {"shards": [{"file": "train_000001.bin"}]}}}
+    (tmp_path / META).write_text(json.dumps(meta))
+    assert [len(shard) for shard in open_split(tmp_path, "train")] == [1]
+    meta["tokenizer"]["fingerprint"] = "f" * 64
+    (tmp_path / META).write_text(json.dumps(meta))
+    with pytest.raises(ValueError, match="another tokenizer"):
+        open_split(tmp_path, "train")
+    (tmp_path / META).write_text("{")
+    with pytest.raises(ValueError, match="damaged"):
+        open_split(tmp_path, "train")
+
+
+def test_nanogpt_files(tmp_path, shard):
+    path = tmp_path / "raw.bin"
+    np.arange(10, dtype=np.uint16).tofile(path)
+    assert open_nanogpt(path, 10).tolist() == list(range(10))
+    with pytest.raises(ValueError, match="token 9, outside the vocabulary of 9"):
+        open_nanogpt(path, 9)
+    path.write_bytes(b"123")
+    with pytest.raises(ValueError, match="truncated"):
+        open_nanogpt(path, 10)
+    with pytest.raises(ValueError, match=r"already has an llm\.c header"):
+        open_nanogpt(shard, 300)

@@ -1,0 +1,210 @@
+import bz2
+import gzip
+import json
+import lzma
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from data import sources
+from data.config import DataConfig
+from data.sources import clean, open_corpus
+
+DOCUMENTS = ["one\ntwo\n", "naïve 你好", "three " * 50]
+
+
+def read(path: Path | str, **options) -> list[str]:
+    return list(open_corpus(DataConfig("mine", "text", str(path), **options)))
+
+
+def jsonl(path: Path, documents=DOCUMENTS, key="text") -> Path:
+    path.write_text("".join(json.dumps({key: text, "id": i}) + "\n" for i, text in enumerate(documents)))
+    return path
+
+
+def refused(match: str, path: Path | str, error=ValueError, **options) -> None:
+    with pytest.raises(error, match=match) as caught:
+        read(path, **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_stdlib_is_english_of_about_two_megabytes():
+    texts = list(open_corpus(DataConfig("stdlib", "stdlib")))
+    assert len(set(texts)) == len(texts)
+    assert 1_500_000 < sum(map(len, texts)) < 4_000_000
+    assert any(text.startswith("Compound statements") for text in texts)
+    assert any(text.startswith("json\n\nJSON (JavaScript Object Notation)") for text in texts)
+
+
+def test_stdlib_is_deterministic_and_leaves_out_what_is_not_the_library(tmp_path, monkeypatch):
+    for name in ("b.py", "a/__init__.py", "test/t.py", "a/tests/t.py", "site-packages/p.py", "idlelib/i.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f'"""Text of {name}."""')
+    monkeypatch.setattr(sources.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    corpus = open_corpus(DataConfig("stdlib", "stdlib"))
+    assert list(corpus) == list(corpus) == ["a\n\nText of a/__init__.py.", "b\n\nText of b.py."]
+
+
+def test_stdlib_has_no_topic_that_is_an_excerpt_of_another():
+    topics = sources._without_excerpts(["a\n\nlong section here\n\nmore", "long section here", "something else"])
+    assert topics == ["a\n\nlong section here\n\nmore", "something else"]
+
+
+def test_docstrings_are_parsed_not_imported_and_not_repeated(tmp_path):
+    module = tmp_path / "package" / "module.py"
+    source = (
+        b'"""Title.\n\n    =====\n    Text."""\nraise SystemExit\n'
+        b'class A:\n  """Title two."""\n  def f(self, x=1):\n    """F."""\n'
+    )
+    seen = set()
+    text = sources._docstrings(source, tmp_path, module, seen)
+    assert (
+        text
+        == "package.module\n\nTitle.\n\nText.\n\npackage.module.A\n\nTitle two.\n\npackage.module.A.f(self, x=1)\n\nF."
+    )
+    assert sources._docstrings(source, tmp_path, module, seen) == ""
+    assert sources._docstrings(b"def broken(:", tmp_path, module, seen) == ""
+
+
+def test_clean():
+    assert clean("Title\n    =====\n\n\n\n    a  \n      b\x0c\n") == "Title\n\na\n  b"
+
+
+def test_plain_text(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes("\ufeffone\r\ntwo\n\n".encode())
+    assert read(path) == ["one\r\ntwo\n\n"]
+    path.write_text("one\n<|endoftext|>\ntwo\n\n<|endoftext|>\n \n<|endoftext|>three")
+    assert read(path) == ["one", "two", "three"]
+
+
+def test_a_long_text_is_cut_at_line_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "TEXT_LIMIT", 2**22)
+    path = tmp_path / "a.txt"
+    text = "".join(f"line {i}\n" for i in range(10**6))
+    path.write_text(text)
+    parts = read(path)
+    assert len(parts) > 1 and "".join(parts) == text
+    assert all(part.endswith("\n") and len(part) <= 2 * 2**22 for part in parts)
+
+
+@pytest.mark.parametrize(("suffix", "compress"), [("gz", gzip.compress), ("bz2", bz2.compress), ("xz", lzma.compress)])
+def test_compressed(tmp_path, suffix, compress):
+    content = jsonl(tmp_path / "a.jsonl").read_bytes()
+    path = tmp_path / f"b.jsonl.{suffix}"
+    path.write_bytes(compress(content))
+    assert read(path) == DOCUMENTS
+    path.write_bytes(compress(content)[:-12])
+    refused("truncated", path)
+
+
+def test_zstandard(tmp_path):
+    path = tmp_path / "a.jsonl.zst"
+    zstandard = pytest.importorskip("zstandard", reason="optional package zstandard is not installed")
+    path.write_bytes(zstandard.compress(jsonl(tmp_path / "a.jsonl").read_bytes()))
+    assert read(path) == DOCUMENTS
+
+
+def test_parquet(tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet", reason="optional package pyarrow is not installed")
+    import pyarrow
+
+    parquet.write_table(pyarrow.table({"text": [*DOCUMENTS, None]}), tmp_path / "a.parquet")
+    assert read(tmp_path / "a.parquet") == DOCUMENTS
+    refused("no column 'body'.*text", tmp_path / "a.parquet", column="body")
+    (tmp_path / "b.parquet").write_bytes(b"nonsense")
+    refused("not a parquet file", tmp_path / "b.parquet")
+
+
+def test_folders_and_globs_are_read_in_order_of_name(tmp_path):
+    (tmp_path / "deep").mkdir()
+    jsonl(tmp_path / "b.jsonl", ["b"])
+    jsonl(tmp_path / "a.jsonl", ["a"])
+    jsonl(tmp_path / "deep" / "c.jsonl", ["c"])
+    (tmp_path / "notes.md").write_text("ignored")
+    assert read(tmp_path) == ["a", "b", "c"]
+    assert read(tmp_path / "*.jsonl") == ["a", "b"]
+    assert read(f"{tmp_path}/**/c.jsonl") == ["c"]
+
+
+def test_identity_follows_the_content_not_the_place(tmp_path):
+    jsonl(tmp_path / "a.jsonl")
+    (tmp_path / "other").mkdir()
+    jsonl(tmp_path / "other" / "a.jsonl")
+    identities = [
+        open_corpus(DataConfig("m", "text", str(tmp_path / p))).identity for p in ("a.jsonl", "other/a.jsonl")
+    ]
+    assert identities[0] == identities[1]
+    jsonl(tmp_path / "a.jsonl", [DOCUMENTS[0].replace("one", "ONE"), *DOCUMENTS[1:]])
+    assert open_corpus(DataConfig("m", "text", str(tmp_path / "a.jsonl"))).identity != identities[0]
+
+
+def test_wrong_files_are_refused_in_one_line(tmp_path):
+    refused("no file, folder or glob", tmp_path / "none.txt", FileNotFoundError)
+    (tmp_path / "a.md").write_text("x")
+    refused("path= takes .txt", tmp_path / "a.md")
+    (tmp_path / "a.txt").write_bytes(b"")
+    refused("is empty", tmp_path / "a.txt")
+    (tmp_path / "a.txt").write_bytes(b"\xff\xfe\x00")
+    refused("not UTF-8", tmp_path / "a.txt")
+    refused("'body' .it has text, id.: use data.column", jsonl(tmp_path / "a.jsonl"), column="body")
+    refused("no text under 'id'", tmp_path / "a.jsonl", column="id")
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n{"text": ')
+    refused("line 2 is not JSON", tmp_path / "a.jsonl")
+    with pytest.raises(ValueError, match="add path=FILE"):
+        open_corpus(DataConfig("mine", "text"))
+    with pytest.raises(ValueError, match=r"unknown data\.source"):
+        open_corpus(DataConfig("mine", "txt"))
+
+
+def test_missing_packages_name_the_command(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    (tmp_path / "a.txt.zst").write_bytes(b"x")
+    refused("pip install zstandard", tmp_path / "a.txt.zst")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ValueError, match="pip install datasets"):
+        list(open_corpus(DataConfig("mine", "hf", dataset="a/b")))
+
+
+def test_an_unreachable_network_is_one_line(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise urllib.error.URLError("Name or service not known")
+
+    pytest.importorskip("datasets", reason="optional package datasets is not installed")
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr(urllib.request, "urlopen", refuse)
+    for cfg, match in [
+        (DataConfig("mine", "hf", dataset="a/b"), "cannot reach .*data=text path=FILE"),
+        (DataConfig("shakespeare", "shakespeare"), "cannot download tinyshakespeare .*path=FILE"),
+    ]:
+        with pytest.raises(ValueError, match=match) as caught:
+            list(open_corpus(cfg))
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_hugging_face(tmp_path, monkeypatch, streaming):
+    """A data set on disk goes the way of one on the hub."""
+    datasets = pytest.importorskip("datasets", reason="optional package datasets is not installed")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "set").mkdir()
+    jsonl(tmp_path / "set" / "train.jsonl")
+    cfg = DataConfig("mine", "hf", dataset=str(tmp_path / "set"), streaming=streaming)
+    corpus = open_corpus(cfg)
+    assert list(corpus) == DOCUMENTS and list(corpus) == DOCUMENTS and corpus.done == 3
+    for change, match in [({"column": "body"}, "use data.column= one of text, id"), ({"split": "dev"}, "data.split")]:
+        with pytest.raises(ValueError, match=match) as caught:
+            list(open_corpus(DataConfig("mine", "hf", dataset=cfg.dataset, streaming=streaming, **change)))
+        assert "\n" not in str(caught.value)
+
+
+def test_shakespeare_takes_a_local_copy(tmp_path):
+    path = tmp_path / "input.txt"
+    path.write_text("First Citizen:\nBefore we proceed any further, hear me speak.\n")
+    assert list(open_corpus(DataConfig("shakespeare", "shakespeare", str(path)))) == [path.read_text()]
+    with pytest.raises(FileNotFoundError, match="path=FILE"):
+        open_corpus(DataConfig("shakespeare", "shakespeare", str(tmp_path / "no.txt")))

@@ -1,0 +1,139 @@
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from data.config import TokenizerConfig
+from data.tokenizer import (
+    BPE_PATTERN,
+    FILE,
+    Tokenizer,
+    _byte_level_alphabet,
+    build_tokenizer,
+    load_tokenizer,
+)
+
+
+@pytest.fixture(params=["bytes", "bpe", "gpt2"])
+def tokenizer(request) -> Tokenizer:
+    name = request.param
+    return build_tokenizer(TokenizerConfig("bytes")) if name == "bytes" else request.getfixturevalue(name)
+
+
+def test_round_trip(tokenizer, texts):
+    for text in texts:
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        assert b"".join(map(tokenizer.token_bytes, ids)).decode() == text
+        assert max(ids) < tokenizer.vocab_size and tokenizer.eot not in ids
+        assert tokenizer.encode_array(text).tolist() == ids
+        assert tokenizer.byte_lengths()[ids].sum() == len(text.encode())
+    assert tokenizer.encode_batch(texts, 2) == [tokenizer.encode(text) for text in texts]
+
+
+def test_special_tokens(tokenizer):
+    assert 0 <= tokenizer.eot < tokenizer.vocab_size
+    assert tokenizer.decode([tokenizer.eot]) == "<|endoftext|>"
+    lengths = tokenizer.byte_lengths()
+    assert lengths.shape == (tokenizer.vocab_size,) and lengths[tokenizer.eot] == 0
+    assert np.count_nonzero(lengths == 0) == 1
+
+
+def test_lone_surrogates_do_not_stop_a_preparation(tokenizer):
+    assert tokenizer.decode(tokenizer.encode_array("a\ud800b")) == "a?b"
+
+
+def test_save_and_load(tokenizer, texts, tmp_path):
+    tokenizer.save(tmp_path)
+    loaded = load_tokenizer(tmp_path)
+    assert (loaded.name, loaded.vocab_size, loaded.eot) == (tokenizer.name, tokenizer.vocab_size, tokenizer.eot)
+    assert loaded.fingerprint == tokenizer.fingerprint
+    assert loaded.encode(texts[1]) == tokenizer.encode(texts[1])
+    assert [path.name for path in tmp_path.iterdir()] == [FILE]
+
+
+def test_gpt2_is_gpt2(gpt2):
+    assert (gpt2.vocab_size, gpt2.eot) == (50257, 50256)
+    assert gpt2.encode("Hello world") == [15496, 995]
+
+
+def test_bpe_equals_the_tokenizers_library(bpe, corpus, texts):
+    """Our vocabulary, encoded by tiktoken, against the library that trained it."""
+    from tokenizers import Regex, models, pre_tokenizers, trainers
+    from tokenizers import Tokenizer as HFTokenizer
+
+    hf = HFTokenizer(models.BPE())
+    split = pre_tokenizers.Split(Regex(BPE_PATTERN), behavior="isolated")
+    hf.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    hf.train_from_iterator(corpus, trainers.BpeTrainer(vocab_size=699, initial_alphabet=alphabet, show_progress=False))
+    to_byte = _byte_level_alphabet()
+    for text in [*texts, *corpus]:
+        theirs = [bytes(to_byte[character] for character in piece) for piece in hf.encode(text).tokens]
+        assert theirs == [bpe.token_bytes(token) for token in bpe.encode(text)]
+
+
+def test_bpe_is_deterministic_across_processes(bpe, root):
+    program = (
+        "from pathlib import Path; from data.config import TokenizerConfig; from data.tokenizer import build_tokenizer;"
+        "texts = [p.read_text() for p in sorted(Path('data').glob('*.py'))];"
+        "print(build_tokenizer(TokenizerConfig('bpe', 700), texts).fingerprint)"
+    )
+    result = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == bpe.fingerprint
+
+
+def test_bpe_spells_numbers_digit_by_digit(bpe):
+    assert [bpe.decode([token]) for token in bpe.encode("4817")] == list("4817")
+    assert bpe.vocab_size == 700 and bpe.eot == 699
+
+
+@pytest.mark.parametrize(
+    ("cfg", "texts", "message"),
+    [
+        (TokenizerConfig("gpt3"), None, "unknown tokenizer"),
+        (TokenizerConfig("bytes", 300), None, "vocab_size=null"),
+        (TokenizerConfig("bpe", 100), ["text"], "vocab_size=258"),
+        (TokenizerConfig("bpe", 5000), ["too little"], "too small for 5000"),
+        (TokenizerConfig("bpe"), None, "trained on text"),
+    ],
+)
+def test_wrong_configuration_is_one_line(cfg, texts, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        build_tokenizer(cfg, texts)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_unreachable_vocabulary_is_one_line(monkeypatch, tmp_path):
+    import requests
+    import tiktoken
+
+    def refuse(name):
+        raise requests.exceptions.ConnectionError("no network")
+
+    monkeypatch.setattr(tiktoken, "get_encoding", refuse)
+    with pytest.raises(ValueError, match="TIKTOKEN_CACHE_DIR"):
+        build_tokenizer(TokenizerConfig("cl100k_base"))
+
+
+def test_a_damaged_or_missing_file_is_refused(bpe, tmp_path):
+    with pytest.raises(FileNotFoundError, match="data.prepare"):
+        load_tokenizer(tmp_path)
+    bpe.save(tmp_path)
+    content = json.loads((tmp_path / FILE).read_text())
+    content["tokens"][300], content["tokens"][301] = content["tokens"][301], content["tokens"][300]
+    (tmp_path / FILE).write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="fingerprint"):
+        load_tokenizer(tmp_path)
+    (tmp_path / FILE).write_text("{")
+    with pytest.raises(ValueError, match="not a tokenizer file"):
+        load_tokenizer(tmp_path)
+
+
+def test_foreign_shards_take_the_configured_tokenizer(tmp_path):
+    (tmp_path / "train.bin").write_bytes(b"")
+    assert load_tokenizer(tmp_path, TokenizerConfig("bytes")).name == "bytes"

@@ -1,0 +1,88 @@
+"""Tiny runs, as train.py leaves them, and a way to call a command as a user does."""
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import yaml
+
+from data.config import TokenizerConfig
+from data.shards import write_shard
+from data.tokenizer import Tokenizer, build_tokenizer
+from model.config import DecoderConfig
+from model.decoder import Decoder
+from training import checkpoint
+
+TEXT = "It was a long road. Nobody knew where it began.\nThe rain had stopped, and the river was brown with mud. "
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    return build_tokenizer(TokenizerConfig(name="bytes"))
+
+
+@pytest.fixture
+def shards(tmp_path: Path, tokenizer: Tokenizer) -> Path:
+    """A prepared folder of bytes: 4,001 validation tokens."""
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    tokens = np.array([tokenizer.eot, *tokenizer.encode(TEXT * 60)][:4001])
+    write_shard(folder / "val_000000.bin", tokens, vocab_size=tokenizer.vocab_size, fingerprint=tokenizer.fingerprint)
+    tokenizer.save(folder)
+    return folder
+
+
+@pytest.fixture
+def make_run(tmp_path: Path, tokenizer: Tokenizer, shards: Path) -> Callable[..., Path]:
+    """make_run(name, layers="b") -> a run folder with an untrained checkpoint at step 4 of 4."""
+
+    def make(name: str, layers: str = "b", seed: int = 1, **data: object) -> Path:
+        folder = tmp_path / "runs" / name
+        folder.mkdir(parents=True)
+        cfg = DecoderConfig(
+            layers=layers, n_layer=2, n_head=4, d_model=32, context=160, vocab_size=tokenizer.vocab_size
+        )
+        model = Decoder(cfg, seed=seed)
+        checkpoint.save(folder, 4, model, [], keep=2)
+        described = {"name": "made-up", "source": "text", "dir": str(shards), "retrieval": {"weight": 50, "digits": 4}}
+        config = {"model": asdict(model.cfg), "data": described | data, "seed": seed, "steps": 4}
+        (folder / "config.yaml").write_text(yaml.safe_dump(config))
+        lines = [{"step": 0, "tokens": 0, "params": 20_000, "params_non_embedding": 12_000, "flops_per_token": 1e5}]
+        lines += [{"step": s, "tokens": 640 * s, "loss": 5.6 - s / 10, "tokens_per_s": 900.0} for s in range(1, 5)]
+        lines += [{"step": 4, "tokens": 2560, "val_loss": 5.3}]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        tokenizer.save(folder)
+        return folder
+
+    return make
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """call(module, "run=...") runs a command as typed."""
+
+    def type_in(module: ModuleType, *arguments: object) -> None:
+        monkeypatch.setattr(sys, "argv", [module.__name__, *map(str, arguments)])
+        module.main()
+
+    return type_in
+
+
+@pytest.fixture
+def refused(call: Callable[..., None], capsys: pytest.CaptureFixture) -> Callable[..., str]:
+    """refused(module, "run=...") -> the one line that says what is wrong; asserts that the exit code is 2."""
+
+    def type_in(module: ModuleType, *arguments: object) -> str:
+        with pytest.raises(SystemExit) as stopped:
+            call(module, *arguments)
+        assert stopped.value.code == 2
+        error = capsys.readouterr().err.strip()
+        assert error.startswith("error: ") and "\n" not in error
+        return error
+
+    return type_in
