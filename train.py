@@ -5,7 +5,6 @@ The loop is below, flat, in running order: configuration, data, model, optimizer
 
 import contextlib
 import re
-import shutil
 import signal
 import time
 from dataclasses import asdict, dataclass, field
@@ -23,7 +22,7 @@ from data.config import DataConfig
 from data.loader import Loader, Mixture, Prefetcher, Source, Windows, mix
 from data.retrieval import RetrievalSource
 from data.shards import open_split
-from data.tokenizer import FILE as TOKENIZER_FILE, Tokenizer, load_tokenizer
+from data.tokenizer import Tokenizer, load_tokenizer
 from model.config import DecoderConfig
 from model.decoder import Decoder, matched
 from training import checkpoint
@@ -73,8 +72,9 @@ def train(cfg: TrainConfig, world: World) -> None:
 
     # ---------------------------------------- data
     folder = Path(cfg.data.dir)
-    train_shards, val_shards = open_split(folder, "train"), open_split(folder, "val")
-    tokenizer = load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder, cfg.data.tokenizer)
+    same = {"vocab_size": tokenizer.vocab_size, "fingerprint": tokenizer.fingerprint}
+    train_shards, val_shards = (open_split(folder, split, **same) for split in ("train", "val"))
     cfg.model.vocab_size = cfg.model.vocab_size or tokenizer.vocab_size
     if cfg.model.vocab_size < tokenizer.vocab_size:
         wrong = f"model.vocab_size={cfg.model.vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}"
@@ -106,7 +106,7 @@ def train(cfg: TrainConfig, world: World) -> None:
         log = Metrics(run_dir, cfg.wandb, asdict(cfg), resumed_at=first if cfg.resume else None)
         flops = model.flops_per_token()
         if first == 0:
-            shutil.copy(folder / TOKENIZER_FILE, run_dir)
+            tokenizer.save(run_dir)
             log.write(step=0, tokens=0, **facts(cfg, model, flops))
         print(f"{run_dir}: {model.num_params() / 1e6:.2f}M parameters without embeddings ({model.num_params(False) / 1e6:.2f}M "
               f"with), d_ff {cfg.model.d_ff}, {flops['total'] / 1e6:.1f} MFLOPs per token ({flops['attention'] / 1e6:.1f} "

@@ -167,6 +167,8 @@ class Preparation:
 
     def _corpus_items(self, corpus: Corpus, pool: ThreadPoolExecutor) -> Iterator[Item]:
         if self.tokenizer is None:
+            if self.cfg.tokenizer.name == "bpe" and not self.quiet:
+                print("reading the text and training a bpe vocabulary on it", flush=True)
             self.tokenizer = build_tokenizer(self.cfg.tokenizer, _sample(corpus, self.cfg.val_fraction))
         documents = hold_out(corpus, self.cfg.val_fraction)
         first = next(documents, None)
@@ -445,7 +447,8 @@ def _bar(corpus: Corpus | None, cfg: DataConfig, splits: dict[str, Split], quiet
 
     by_tokens = corpus is None or cfg.max_tokens is not None
     unit = "token" if by_tokens else corpus.unit
-    with tqdm(total=cfg.max_tokens, unit=unit, unit_scale=True, desc=cfg.name, disable=quiet or None) as bar:
+    total = cfg.max_tokens if by_tokens else corpus.total
+    with tqdm(total=total, unit=unit, unit_scale=True, desc=cfg.name, disable=quiet or None) as bar:
 
         def tick() -> None:
             tokens = sum(split.tokens for split in splits.values())

@@ -87,7 +87,6 @@ def stdlib(cfg: DataConfig) -> Corpus:
     depends only on the Python version.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
-
     paths = sorted(
         (path for path in root.rglob("*.py") if SKIPPED.isdisjoint(path.relative_to(root).parts)),
         key=lambda path: path.relative_to(root).parts,
@@ -96,8 +95,8 @@ def stdlib(cfg: DataConfig) -> Corpus:
 
     def documents(corpus: Corpus) -> Iterator[str]:
         seen: set[str] = set()
-        for number, path in enumerate([] if texts else paths):
-            corpus.done = number + 1
+        corpus.done = len(paths)
+        for path in [] if texts else paths:
             source = path.read_bytes()
             topics = path.parent.name == "pydoc_data"
             texts.extend(_topics(source) if topics else [_docstrings(source, root, path, seen)])

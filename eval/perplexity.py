@@ -97,11 +97,11 @@ def evaluate(model: nn.Module, windows: np.ndarray, byte_lengths: np.ndarray, ba
     }
 
 
-def position_buckets(by_position: list[float], per_octave: int = 4) -> tuple[np.ndarray, np.ndarray]:
+def position_buckets(by_position: list[float], per_octave: int = 2) -> tuple[np.ndarray, np.ndarray]:
     """Positions (counted from 1) and mean losses of log-spaced buckets."""
     length = len(by_position)
     edges = np.unique(np.round(2 ** np.arange(0, math.log2(length) + 1, 1 / per_octave)).astype(int))
-    edges = np.append(edges[edges <= length], length + 1)
+    edges = np.union1d([1], np.append(edges[edges < length], length + 1))
     spans = list(zip(edges[:-1], edges[1:], strict=True))
     middles = np.array([math.sqrt(start * (stop - 1)) for start, stop in spans])
     return middles, np.array([np.mean(by_position[start - 1 : stop - 1]) for start, stop in spans])

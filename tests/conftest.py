@@ -1,0 +1,71 @@
+"""A tiny prepared data set and tiny training runs, made once per session."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+# Enough for 40 windows; the words repeat, so that a loss can fall in a few steps.
+WORDS = "the quick brown fox jumps over a lazy dog and one small model learns to read it again ".split()
+
+TINY = (
+    "size=nano", "model.n_layer=2", "model.n_head=4", "model.d_model=32", "model.context=64", "batch_tokens=512",
+    "device=cpu", "dtype=float32", "log_every=1", "eval_every=0", "optim.warmup=2",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A text of 400 short documents as jsonl."""
+    import json
+    import random
+
+    draw = random.Random(0)
+    path = tmp_path_factory.mktemp("text") / "tiny.jsonl"
+    lines = [" ".join(draw.choices(WORDS, k=60)) + "." for _ in range(400)]
+    path.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    return path
+
+
+@pytest.fixture(scope="session")
+def shards(text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The text as byte-tokenized shards."""
+    folder = tmp_path_factory.mktemp("shards") / "tiny"
+    done = run_command(
+        "-m", "data.prepare", "data=text", f"path={text_file}", "data.name=tiny", f"data.dir={folder}",
+        "data.tokenizer.name=bytes", "data.val_fraction=0.1",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def run_command(*arguments: str, env: dict[str, str] | None = None, timeout: int = 240) -> subprocess.CompletedProcess:
+    """Run python with these arguments at the root of the repository."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
+    environment.pop("HYDRA_FULL_ERROR", None)
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout
+    )
+
+
+def train_arguments(shards: Path, run_dir: Path, *more: str) -> list[str]:
+    """Arguments of a tiny training run."""
+    data = ("data=text", "data.name=tiny", f"data.dir={shards}", "data.tokenizer.name=bytes")
+    return ["train.py", *data, *TINY, f"run_dir={run_dir}", *more]
+
+
+def assert_one_line_error(done: subprocess.CompletedProcess, says: str) -> None:
+    """The command failed with one line that names the fix, and no traceback."""
+    assert done.returncode != 0, done.stdout
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    assert len(lines) == 1 and lines[0].startswith("error: "), done.stderr
+    assert says in lines[0], lines[0]

@@ -1,0 +1,135 @@
+"""Optimizer groups, schedules, checkpoints, metrics: each on its own."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from model.decoder import Decoder
+from tests.variants import VARIANTS, config
+from training import checkpoint
+from training.metrics import Metrics, peak_flops
+from training.optim import OptimConfig, build_optimizers, set_lr, state_tensors
+from training.schedule import lr_factor
+
+
+def stepped(model: Decoder, cfg: OptimConfig, steps: int = 2) -> list[torch.optim.Optimizer]:
+    optimizers = build_optimizers(model, cfg)
+    x = torch.randint(0, 50, (2, 16), generator=torch.Generator().manual_seed(0))
+    for _ in range(steps):
+        model(x, x.roll(-1, 1)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return optimizers
+
+
+@pytest.mark.parametrize("name", ("adamw", "muon"))
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_parameter_is_in_one_group_and_only_matrices_decay(variant: str, name: str) -> None:
+    model = Decoder(config(variant, tie=variant != "baseline"))
+    groups = [g for o in build_optimizers(model, OptimConfig(name=name)) for g in o.param_groups]
+    names = [n for g in groups for n in g["names"]]
+    assert sorted(names) == sorted(n for n, _ in model.named_parameters())
+    for group in groups:
+        for n, p in zip(group["names"], group["params"], strict=True):
+            assert p is dict(model.named_parameters())[n]
+            vector = p.dim() < 2 or "lambda" in n or "norm" in n or ".path_" in n
+            assert (group["weight_decay"] == 0) == vector, n
+    muon = [n for o in build_optimizers(model, OptimConfig(name=name)) if type(o) is torch.optim.Muon for n in o.param_groups[0]["names"]]
+    assert all(n.startswith("blocks.") for n in muon) and bool(muon) == (name == "muon")
+
+
+def test_set_lr_scales_every_group_from_its_own_peak() -> None:
+    optimizers = build_optimizers(Decoder(config("diff")), OptimConfig(name="muon", lr=0.1, muon_lr=0.4))
+    assert set_lr(optimizers, 0.5) == 0.05
+    assert [o.param_groups[0]["lr"] for o in optimizers] == [0.2, 0.05]
+    assert set_lr(optimizers, 1.0) == 0.1
+
+
+@pytest.mark.parametrize(
+    ("schedule", "values"),
+    (
+        ("cosine", {0: 1 / 11, 9: 10 / 11, 10: 1.0, 60: 0.55, 110: 0.1}),
+        ("linear", {0: 1 / 11, 10: 1.0, 60: 0.55, 110: 0.1}),
+        ("wsd", {0: 1 / 11, 10: 1.0, 60: 1.0, 88: 1.0, 99: 0.55, 110: 0.1}),
+    ),
+)
+def test_schedules_at_known_points(schedule: str, values: dict[int, float]) -> None:
+    cfg = OptimConfig(schedule=schedule, warmup=10, min_lr=0.1, decay=0.2)
+    for step, value in values.items():
+        assert lr_factor(step, 110, cfg) == pytest.approx(value), step
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("name", ("adamw", "muon"))
+def test_a_checkpoint_brings_back_weights_and_optimizer_exactly(variant: str, name: str, tmp_path: Path) -> None:
+    cfg = OptimConfig(name=name)
+    model = Decoder(config(variant))
+    optimizers = stepped(model, cfg)
+    folder = checkpoint.save(tmp_path, 2, model, optimizers, keep=2)
+    other = Decoder(config(variant), seed=9)
+    others = build_optimizers(other, cfg)
+    assert checkpoint.load(folder, other, others) == 2
+    for key, tensor in model.state_dict().items():
+        assert torch.equal(tensor, other.state_dict()[key])
+    a, b = state_tensors(optimizers), state_tensors(others)
+    assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+    assert (other.head.weight is other.embedding.weight) == other.cfg.tie
+
+
+def test_a_crash_while_saving_leaves_the_checkpoint_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Decoder(config("baseline"))
+    optimizers = stepped(model, OptimConfig())
+    first = checkpoint.save(tmp_path, 1, model, optimizers, keep=1)
+    real = checkpoint.save_file
+
+    def crash(tensors: dict, path: Path) -> None:
+        real(tensors, path)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoint, "save_file", crash)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.save(tmp_path, 2, model, optimizers, keep=1)
+    monkeypatch.undo()
+    assert checkpoint.checkpoints(tmp_path) == [first]
+    second = checkpoint.save(tmp_path, 2, model, optimizers, keep=1)
+    assert checkpoint.checkpoints(tmp_path) == [second]
+
+
+def test_damaged_and_foreign_checkpoints_are_named(tmp_path: Path) -> None:
+    model = Decoder(config("baseline"))
+    optimizers = stepped(model, OptimConfig())
+    folder = checkpoint.save(tmp_path, 1, model, optimizers, keep=1)
+    with pytest.raises(ValueError, match="another architecture: n_layer"):
+        checkpoint.load(folder, Decoder(config("baseline", n_layer=1)))
+    with pytest.raises(ValueError, match="other parameters: use init_from"):
+        checkpoint.load(folder, model, stepped(Decoder(config("diff")), OptimConfig()))
+    path = folder / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="checksum"):
+        checkpoint.load(folder, model)
+    (folder / "state.json").write_text("{")
+    with pytest.raises(ValueError, match="damaged"):
+        checkpoint.load(folder, model)
+    with pytest.raises(FileNotFoundError, match="not a run"):
+        checkpoint.load_run(tmp_path)
+
+
+def test_metrics_forget_what_a_resume_runs_again(tmp_path: Path) -> None:
+    log = Metrics(tmp_path, "off", {})
+    for step in (1, 2, 3):
+        log.write(step=step, loss=float(step), mfu=None)
+    log.close()
+    log = Metrics(tmp_path, "off", {}, resumed_at=2)
+    log.write(step=3, loss=30.0)
+    log.close()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["loss"] for line in lines] == [1.0, 2.0, 30.0] and "mfu" not in lines[0]
+
+
+def test_a_cpu_has_no_peak_in_the_table() -> None:
+    assert peak_flops(torch.device("cpu")) is None

@@ -1,0 +1,206 @@
+"""train.py from the outside: one process or two, killed and resumed, given wrong input."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.conftest import ROOT, assert_one_line_error, run_command, train_arguments
+from training.checkpoint import checkpoints, load_run
+
+
+def metrics(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(run_dir: Path) -> dict[int, float]:
+    return {line["step"]: line["loss"] for line in metrics(run_dir) if "loss" in line}
+
+
+def weights(run_dir: Path) -> dict[str, torch.Tensor]:
+    return load_file(checkpoints(run_dir)[-1] / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def whole(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """20 uninterrupted steps of diff with dropout and retrieval, one process, float32."""
+    run_dir = tmp_path_factory.mktemp("whole") / "run"
+    done = run_command(*train_arguments(shards, run_dir, "model=diff", "steps=20", "eval_every=10", "model.dropout=0.1"))
+    assert done.returncode == 0, done.stderr
+    return run_dir
+
+
+def test_a_run_leaves_what_was_promised(whole: Path) -> None:
+    lines = metrics(whole)
+    assert {"params", "params_non_embedding", "flops_per_token", "machine", "version"} <= lines[0].keys()
+    last = [line for line in lines if "loss" in line][-1]
+    assert {"step", "tokens", "loss", "lr", "grad_norm", "tokens_per_s", "mem_gb", "time_s"} <= last.keys()
+    assert last["step"] == 20 and last["tokens"] == 20 * 512
+    assert [line["step"] for line in lines if "val_loss" in line] == [10, 20]
+    assert losses(whole)[20] < losses(whole)[1] - 0.5
+    run = load_run(whole)
+    assert run.step == 20 and run.tokenizer.name == "bytes" and run.config["model"]["layers"] == "d"
+    assert not list(whole.rglob("*.pt")) and not list(whole.rglob("*.pkl"))
+
+
+def test_the_same_seed_gives_the_same_losses(whole: Path, shards: Path, tmp_path: Path) -> None:
+    for seed, same in ((1, True), (2, False)):
+        run_dir = tmp_path / str(seed)
+        arguments = train_arguments(shards, run_dir, "model=diff", "steps=20", "model.dropout=0.1", f"seed={seed}")
+        assert run_command(*arguments).returncode == 0
+        assert (losses(run_dir) == losses(whole)) is same
+
+
+def test_a_killed_run_that_is_resumed_is_the_run_that_was_not_killed(whole: Path, shards: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    arguments = train_arguments(
+        shards, run_dir, "model=diff", "steps=20", "eval_every=10", "model.dropout=0.1", "checkpoint.every=5"
+    )
+    process = subprocess.Popen(
+        [sys.executable, *arguments], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True
+    )
+    wait_for = random.randrange(2, 16)
+    for line in process.stdout:
+        if line.startswith("step") and int(line.split("/")[0].split()[1]) >= wait_for:
+            process.send_signal(signal.SIGTERM)
+            break
+    rest = process.stdout.read()
+    assert process.wait() == 0 and "stopped by SIGTERM" in rest, rest
+    stopped_at = int(checkpoints(run_dir)[-1].name.split("_")[1])
+    assert wait_for <= stopped_at <= 20
+    with (run_dir / "metrics.jsonl").open("a") as file:  # a kill -9 later on would leave such lines
+        file.write(json.dumps({"step": stopped_at + 1, "loss": 0.0}) + '\n{"step": ')
+    resumed = run_command(*arguments, "resume=true")
+    assert resumed.returncode == 0, resumed.stderr
+    assert losses(run_dir) == losses(whole)
+    assert [line["val_loss"] for line in metrics(run_dir) if "val_loss" in line] == [
+        line["val_loss"] for line in metrics(whole) if "val_loss" in line
+    ]
+    for name, tensor in weights(whole).items():
+        assert torch.equal(tensor, weights(run_dir)[name]), name
+    assert len(checkpoints(run_dir)) == 2  # checkpoint.keep
+
+
+def test_kill_minus_nine_leaves_a_run_that_resumes(whole: Path, shards: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    arguments = train_arguments(
+        shards, run_dir, "model=diff", "steps=20", "eval_every=10", "model.dropout=0.1", "checkpoint.every=1"
+    )
+    process = subprocess.Popen(
+        [sys.executable, *arguments], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL
+    )
+    while not checkpoints(run_dir) and process.poll() is None:
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    assert run_command(*arguments, "resume=true").returncode == 0
+    assert losses(run_dir) == losses(whole)
+
+
+@pytest.mark.parametrize("model", ("diff", "introspective"))
+def test_two_processes_and_accumulation_give_the_losses_of_one(shards: Path, tmp_path: Path, model: str) -> None:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    common = (f"model={model}", "steps=20")
+    runs = {
+        "one": [*train_arguments(shards, tmp_path / "one", *common)],
+        "two": [*torchrun, *train_arguments(shards, tmp_path / "two", *common)],
+        "two_accumulating": [*torchrun, *train_arguments(shards, tmp_path / "two_accumulating", *common, "micro_batch=2")],
+    }
+    for name, arguments in runs.items():
+        done = run_command(*arguments)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count(f"{tmp_path / name}: done after step 20") == 1  # one process speaks
+    one = losses(tmp_path / "one")
+    for name in ("two", "two_accumulating"):
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two", "two_accumulating"]
+        other = losses(tmp_path / name)
+        assert max(abs(one[step] - other[step]) for step in range(1, 21)) < 1e-4
+
+
+def test_a_sweep_makes_one_run_directory_per_arm(shards: Path, tmp_path: Path) -> None:
+    arguments = [a for a in train_arguments(shards, tmp_path, "steps=2") if not a.startswith("run_dir")]
+    sweep = ["-m", "model=baseline,diff,introspective", "seed=1,2", f"run_dir={tmp_path}/${{model.layers}}-${{seed}}"]
+    done = run_command(*arguments, *sweep)
+    assert done.returncode == 0, done.stderr
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["b-1", "b-2", "d-1", "d-2", "i-1", "i-2"]
+    assert all(losses(p) for p in tmp_path.iterdir())
+
+
+def test_init_from_starts_with_the_weights_of_another_run(whole: Path, shards: Path, tmp_path: Path) -> None:
+    arguments = train_arguments(shards, tmp_path / "run", "model=diff", "steps=1", f"init_from={whole}", "optim.lr=0")
+    assert run_command(*arguments).returncode == 0
+    assert losses(tmp_path / "run")[1] < losses(whole)[5]
+
+
+def test_wandb_offline_mirrors_the_metrics(shards: Path, tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    arguments = train_arguments(shards, tmp_path / "run", "steps=2", "wandb=offline")
+    done = run_command(*arguments, env={"WANDB_SILENT": "true"})
+    assert done.returncode == 0, done.stderr
+    assert list((tmp_path / "run" / "wandb").glob("offline-run-*"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    (
+        (["optim.learning_rate=1"], "there is no configuration key 'optim.learning_rate'"),
+        (["sed=2"], "did you mean 'seed'?"),
+        (["model=difff"], "diff"),
+        (["seed=one"], "seed"),
+        (["model.n_head=3"], "use model.n_head=4"),
+        (["model=diff", "model.n_head=1"], "use model.n_head=2"),
+        (["batch_tokens=500"], "use batch_tokens=512"),
+        (["micro_batch=3"], "micro batch"),
+        (["data.dir=nowhere"], "python -m data.prepare"),
+        (["model.context=100000", "batch_tokens=100000"], "too short"),
+        (["optim.schedule=sine"], "cosine, linear or wsd"),
+        (["optim.name=sgd"], "adamw or muon"),
+        (["dtype=float8"], "float32 or bfloat16"),
+        (["device=cuda"], "device=cpu"),
+        (["init_from=nowhere"], "init_from=nowhere"),
+        (["wandb=maybe"], "off, online or offline"),
+        (["model=introspective", "model.introspective.paths=1"], "path_weight=sigmoid"),
+        (["data.retrieval.weight=50"], "too short for retrieval"),
+    ),
+)
+def test_wrong_input_is_one_line_and_leaves_nothing(shards: Path, tmp_path: Path, overrides: list, says: str) -> None:
+    if overrides == ["device=cuda"] and torch.cuda.is_available():
+        pytest.skip("a GPU is there")
+    run_dir = tmp_path / "run"
+    assert_one_line_error(run_command(*train_arguments(shards, run_dir, "steps=2", *overrides)), says)
+    assert not run_dir.exists() or not (run_dir / "checkpoints").exists()
+
+
+def test_a_run_is_never_overwritten_or_mixed_up(whole: Path, shards: Path, tmp_path: Path) -> None:
+    before = {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()}
+    same = ("model=diff", "steps=20", "eval_every=10", "model.dropout=0.1")
+    cases = (
+        (same, "resume=true"),
+        ((*same, "resume=true", "model.n_layer=3"), "model.n_layer=2 (now 3)"),
+        ((*same, "resume=true", "seed=5"), "seed=1 (now 5)"),
+    )
+    for overrides, says in cases:
+        assert_one_line_error(run_command(*train_arguments(shards, whole, *overrides)), says)
+    done = run_command(*train_arguments(shards, whole, *same, "resume=true"))
+    assert done.returncode == 0 and "done after step 20" in done.stdout
+    other = run_command(*train_arguments(shards, tmp_path / "x", "model=baseline", "steps=1", f"init_from={whole}"))
+    assert_one_line_error(other, "another architecture: layers (d there, b here)")
+    after = {path: path.read_bytes() for path in whole.rglob("*") if path.is_file() and path.name != "metrics.jsonl"}
+    assert all(before[path] == content for path, content in after.items())
+
+
+def test_an_indivisible_world_is_refused_once(shards: Path, tmp_path: Path) -> None:
+    done = run_command(
+        "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+        *train_arguments(shards, tmp_path / "run", "batch_tokens=64", "steps=2"),
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert done.stderr.count("error: batch_tokens=64 is not a multiple of context 64 x 2 processes: use batch_tokens=128") == 1
