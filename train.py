@@ -6,7 +6,6 @@ The loop is below, flat, in running order: configuration, data, model, optimizer
 import contextlib
 import re
 import signal
-import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from model.decoder import Decoder, matched
 from training import checkpoint
 from training.checkpoint import CheckpointConfig
 from training.distributed import World, join_world, pick_dtype
-from training.metrics import Metrics, clock, log_line, memory_gb, peak_flops
+from training.metrics import Metrics, Stopwatch, clock, log_line, memory_gb, peak_flops
 from training.optim import OptimConfig, build_optimizers, set_lr
 from training.schedule import lr_factor
 
@@ -48,7 +47,8 @@ class TrainConfig:
     eval_every: int = 250
     eval_tokens: int = 262144
     log_every: int = 10
-    run_dir: str | None = None  # None: runs/ and a name made of the overrides
+    runs: str = "runs"  # where run directories are made
+    run_dir: str | None = None  # None: a name made of the overrides, in `runs`
     resume: bool = False
     init_from: str | None = None  # a run whose weights to start from
     device: str = "auto"  # auto | cpu | cuda
@@ -101,46 +101,46 @@ def train(cfg: TrainConfig, world: World) -> None:
     run_dir = Path(cfg.run_dir or default_run_dir(cfg))
     first = start_or_resume(cfg, run_dir, model, optimizers, world)
     world.barrier()
+    flops = model.flops_per_token()
     log = None
     if world.main:
         log = Metrics(run_dir, cfg.wandb, asdict(cfg), resumed_at=first if cfg.resume else None)
-        flops = model.flops_per_token()
         if first == 0:
             tokenizer.save(run_dir)
             log.write(step=0, tokens=0, **facts(cfg, model, flops))
         print(f"{run_dir}: {model.num_params() / 1e6:.2f}M parameters without embeddings ({model.num_params(False) / 1e6:.2f}M "
               f"with), d_ff {cfg.model.d_ff}, {flops['total'] / 1e6:.1f} MFLOPs per token ({flops['attention'] / 1e6:.1f} "
-              f"attention), {world.device.type} x {world.size}, {str(dtype).removeprefix('torch.')}")  # fmt: skip
+              f"attention), {world.device.type} x {world.size}, {str(dtype).removeprefix('torch.')}", flush=True)  # fmt: skip
 
     # ---------------------------------------- loop
+    if first == cfg.steps:
+        loader.close()
+        return print(f"{run_dir}: already done, {first} steps") if world.main else None
     stop = StopSignal()
     peak = peak_flops(world.device)
-    since, timed_tokens = time.perf_counter(), 0  # the clock of training alone: evaluation and saving stop it
-    trained_s = 0.0
+    watch = Stopwatch()  # of training alone: it stands still during evaluation and saving
     step = first
     while True:
         last = step == cfg.steps
 
         # once in a while: loss on the validation set (all processes take part)
         if last or (cfg.eval_every and step % cfg.eval_every == 0 and step > first):
-            trained_s, since = trained_s + time.perf_counter() - since, None
-            with autocast:
+            seconds = round(watch.seconds, 2)
+            with watch.paused(), autocast:
                 val_loss = evaluate(model, val_windows, cfg.eval_tokens, batch // world.size, world)
             if log:
-                log.write(step=step, tokens=step * cfg.batch_tokens, val_loss=val_loss, time_s=round(trained_s, 2))
+                log.write(step=step, tokens=step * cfg.batch_tokens, val_loss=val_loss, time_s=seconds)
                 print(f"step {step}/{cfg.steps} | val loss {val_loss:.4f}", flush=True)
 
         # once in a while: a checkpoint (the main process writes)
         stopping = stop.asked(world, step, cfg.log_every)
         if last or stopping or (cfg.checkpoint.every and step % cfg.checkpoint.every == 0 and step > first):
-            if since:
-                trained_s, since = trained_s + time.perf_counter() - since, None
-            if world.main:
-                checkpoint.save(run_dir, step, model, optimizers, cfg.checkpoint.keep)
-            world.barrier()
+            with watch.paused():
+                if world.main:
+                    checkpoint.save(run_dir, step, model, optimizers, cfg.checkpoint.keep)
+                world.barrier()
         if last or stopping:
             break
-        since = since or time.perf_counter()
 
         # one step: micro batches, clipping, optimizers
         lr = set_lr(optimizers, lr_factor(step, cfg.steps, cfg.optim))
@@ -159,23 +159,21 @@ def train(cfg: TrainConfig, world: World) -> None:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         step += 1
-        timed_tokens += cfg.batch_tokens
 
         # one line
-        if step % cfg.log_every == 0 or step == cfg.steps or step == first + 1:
+        if step % cfg.log_every == 0 or step in (1, cfg.steps):
             loss = world.mean(loss).item()
             if not loss < float("inf"):
                 raise ValueError(f"the loss is {loss} at step {step}: lower optim.lr, or lengthen optim.warmup")
-            elapsed = trained_s + time.perf_counter() - since
-            speed = timed_tokens / elapsed
+            speed = (step - first) * cfg.batch_tokens / watch.seconds
             line = {
                 "loss": loss,
                 "lr": lr,
                 "grad_norm": norm.item(),
                 "tokens_per_s": round(speed, 1),
-                "mfu": speed * model.flops_per_token()["total"] / (peak * world.size) if peak else None,
+                "mfu": speed * flops["total"] / (peak * world.size) if peak else None,
                 "mem_gb": round(memory_gb(world.device), 3),
-                "time_s": round(elapsed, 2),
+                "time_s": round(watch.seconds, 2),
             }
             if log:
                 log.write(step=step, tokens=step * cfg.batch_tokens, **line)
@@ -185,7 +183,7 @@ def train(cfg: TrainConfig, world: World) -> None:
     if log:
         log.close()
         how = "done" if last else f"stopped by {stop.name}; continue with the same command and resume=true"
-        print(f"{run_dir}: {how} after step {step} and {clock(trained_s)} of training", flush=True)
+        print(f"{run_dir}: {how} after step {step} and {clock(watch.seconds)} of training", flush=True)
     if not last:
         raise SystemExit(0)  # ends a sweep too
 
@@ -230,10 +228,12 @@ def default_run_dir(cfg: TrainConfig) -> str:
     """runs/NAME, the same on every rank: the groups chosen, the seed and every other override."""
     choices, overrides = HydraConfig.get().runtime.choices, HydraConfig.get().overrides.task
     groups = [choices[group] for group in ("experiment", "model", "size", "data") if choices.get(group)]
-    named = ("experiment", "model", "size", "data", "seed", "resume", "wandb", "device", "run_dir")
+    named = ("experiment", "model", "size", "data", "seed", "resume", "wandb", "device", "runs", "run_dir")
     others = [o.lstrip("+~") for o in overrides if o.split("=")[0].lstrip("+~") not in named]
-    short = [re.sub(r"[^\w.-]+", "-", other.split(".")[-1] if "=" not in other else _last_key(other)) for other in others]
-    return "runs/" + "-".join([*groups, *short, f"s{cfg.seed}"])
+    short = [
+        re.sub(r"[^\w.-]+", "-", other.split(".")[-1] if "=" not in other else _last_key(other)) for other in others
+    ]
+    return f"{cfg.runs}/" + "-".join([*groups, *short, f"s{cfg.seed}"])
 
 
 def _last_key(override: str) -> str:
@@ -268,7 +268,9 @@ def refuse_other_config(run_dir: Path, ours: dict[str, Any]) -> None:
     differ = [key for key in flat_ours if flat_theirs.get(key) != flat_ours[key]]
     if differ:
         what = ", ".join(f"{key}={flat_theirs.get(key)} (now {flat_ours[key]})" for key in differ[:4])
-        raise ValueError(f"{run_dir} was started with {what}: repeat its overrides, or start a new run with init_from={run_dir}")
+        raise ValueError(
+            f"{run_dir} was started with {what}: repeat its overrides, or start a new run with init_from={run_dir}"
+        )
 
 
 DECIDES = ("model", "data", "optim", "steps", "batch_tokens", "seed")

@@ -23,7 +23,11 @@ def machine() -> dict[str, str | int]:
         "gpu": "none",
     }
     if torch.cuda.is_available():
-        info |= {"gpu": torch.cuda.get_device_name(), "gpus": torch.cuda.device_count(), "cuda": torch.version.cuda or ""}
+        info |= {
+            "gpu": torch.cuda.get_device_name(),
+            "gpus": torch.cuda.device_count(),
+            "cuda": torch.version.cuda or "",
+        }
     return info
 
 

@@ -111,7 +111,9 @@ class Facts:
     def _fact(self, key: list[int], number: int) -> Fact:
         value = self.tokenizer.encode(f" {number}.")
         # Some tokenizers give the space a token of its own: it belongs to the question, or a prompt would end before it.
-        digit = next(i for i, token in enumerate(value) if any(c in b"0123456789" for c in self.tokenizer.token_bytes(token)))
+        digit = next(
+            i for i, token in enumerate(value) if any(c in b"0123456789" for c in self.tokenizer.token_bytes(token))
+        )
         return Fact(key + value[:digit], value[digit:])
 
 
@@ -120,7 +122,9 @@ class RetrievalSource:
 
     def __init__(self, cfg: RetrievalConfig, haystack: "Source", tokenizer: "Tokenizer", length: int) -> None:
         if not (0 <= cfg.dense <= 100 and cfg.needles >= 1 and cfg.digits >= 1):
-            raise ValueError("data.retrieval needs 0 <= dense <= 100, needles >= 1 and digits >= 1: correct the override")
+            raise ValueError(
+                "data.retrieval needs 0 <= dense <= 100, needles >= 1 and digits >= 1: correct the override"
+            )
         self.cfg, self.haystack, self.tokenizer, self.length = cfg, haystack, tokenizer, length
         self.facts = Facts(tokenizer, "train", cfg.digits)
         self.sentence_ends = sentence_ends(tokenizer)

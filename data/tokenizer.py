@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import itertools
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,9 +24,10 @@ if TYPE_CHECKING:
 EOT = "<|endoftext|>"
 FILE = "tokenizer.json"
 
-# GPT-4's split (cl100k_base), but numbers are spelled digit by digit: a small model can then copy any number exactly.
+# GPT-4's split (cl100k_base), but numbers go by pairs of digits: one rule spells every number. Single digits recur too
+# often within one number for a small model to keep their order when it copies, longer groups are too many to learn.
 BPE_PATTERN = (
-    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+| ?\p{N}{1,2}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 BYTES_PATTERN = r"[\s\S]"
 
@@ -149,6 +151,11 @@ def _fingerprint(encoding: tiktoken.Encoding) -> str:
     return digest.hexdigest()
 
 
+def _numbers() -> Iterator[str]:
+    """Text in which every pair of digits is frequent enough to become a token, with a space before it and without."""
+    return (" ".join(("", *(f"{number:04}" for number in range(10_000)))) for _ in range(5))
+
+
 def _train_bpe(texts: Iterable[str], vocab_size: int) -> list[bytes]:
     """Token bytes in rank order, without the end-of-text token: ids 0..255 are the bytes themselves."""
     try:
@@ -165,7 +172,7 @@ def _train_bpe(texts: Iterable[str], vocab_size: int) -> list[bytes]:
     )
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=vocab_size - 1, initial_alphabet=alphabet, show_progress=False)
-    hf.train_from_iterator(texts, trainer)
+    hf.train_from_iterator(itertools.chain(texts, _numbers() if vocab_size >= 1024 else ()), trainer)
     vocab = hf.get_vocab()
     if len(vocab) < vocab_size - 1:
         raise ValueError(

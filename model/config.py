@@ -46,7 +46,9 @@ class DecoderConfig:
             raise ValueError("a model size is not positive: n_layer, n_head, d_model and context must be at least 1")
         if self.head_dim is None and self.d_model % self.n_head:
             wrong = f"model.n_head={self.n_head} does not divide model.d_model={self.d_model}"
-            raise ValueError(f"{wrong}: use model.n_head={_nearest_divisor(self.d_model, self.n_head)} or give model.head_dim")
+            raise ValueError(
+                f"{wrong}: use model.n_head={_nearest_divisor(self.d_model, self.n_head)} or give model.head_dim"
+            )
         head_dim = self.head_dim or self.d_model // self.n_head
         n_kv_head = self.n_kv_head or self.n_head
         if self.n_head % n_kv_head:

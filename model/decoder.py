@@ -11,7 +11,7 @@ from model.attention import VARIANTS
 from model.attention.mask import CAUSAL, Mask
 from model.cache import KVCache, LayerCache
 from model.config import DecoderConfig
-from model.layers import MLPS, RMSNorm, LayerNorm, make_norm
+from model.layers import MLPS, LayerNorm, RMSNorm, make_norm
 from model.rotary import Rope, rope_table
 
 

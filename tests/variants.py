@@ -15,6 +15,7 @@ VARIANTS: dict[str, dict] = {
     "baseline": {"layers": "b"},
     "gpt2": {"layers": "b", "norm": "layernorm", "mlp": "gelu", "position": "learned", "match": "none"},
     "diff": {"layers": "d"},
+    "gated": {"layers": "g"},
     "hybrid": {"layers": "bd"},
     "introspective": _introspective(),
     "introspective_kva": _introspective(memory="kva", path_weight="softmax_input"),

@@ -87,7 +87,9 @@ def load_run(run: str | Path, device: str = "cpu", step: int | None = None) -> L
     """The newest checkpoint of `runs/NAME` (or that of `step`) with its tokenizer and configuration."""
     path = Path(run)
     if not (path / "config.yaml").exists():
-        raise FileNotFoundError(f"{path} is not a run: give run=runs/NAME of a training run (python train.py makes one)")
+        raise FileNotFoundError(
+            f"{path} is not a run: give run=runs/NAME of a training run (python train.py makes one)"
+        )
     found = checkpoints(path)
     if step is not None:
         found = [folder for folder in found if folder.name == f"step_{step:08d}"]
@@ -106,7 +108,9 @@ def read_state(folder: Path) -> dict[str, Any]:
     try:
         return json.loads((folder / STATE).read_text())
     except (OSError, ValueError):
-        raise ValueError(f"{folder} is not a checkpoint of this project, or damaged: delete it to use the one before") from None
+        raise ValueError(
+            f"{folder} is not a checkpoint of this project, or damaged: delete it to use the one before"
+        ) from None
 
 
 def _config_from(values: dict[str, Any]) -> DecoderConfig:

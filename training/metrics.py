@@ -4,6 +4,9 @@ import json
 import os
 import resource
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +89,23 @@ def _start_wandb(mode: str, run_dir: Path, config: dict[str, Any]) -> Any:
     except ImportError:
         raise ValueError("wandb logging needs the package 'wandb': pip install wandb, or use wandb=off") from None
     return wandb.init(project="diff-attention", name=run_dir.name, dir=run_dir, config=config, mode=mode)
+
+
+class Stopwatch:
+    """Seconds spent, less those inside `with watch.paused()`."""
+
+    def __init__(self) -> None:
+        self._start, self._away = time.perf_counter(), 0.0
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self._start - self._away
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        since = time.perf_counter()
+        yield
+        self._away += time.perf_counter() - since
 
 
 def log_line(step: int, steps: int, m: dict[str, Any], eta_s: float) -> str:

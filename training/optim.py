@@ -41,7 +41,9 @@ def build_optimizers(model: nn.Module, cfg: OptimConfig) -> list[torch.optim.Opt
     for name, p in model.named_parameters():
         split[_kind(name, p, cfg)].append((name, p))
     placed = [name for members in split.values() for name, _ in members]
-    assert sorted(placed) == sorted(name for name, _ in model.named_parameters()), "a parameter is in no group, or in two"
+    assert sorted(placed) == sorted(name for name, _ in model.named_parameters()), (
+        "a parameter is in no group, or in two"
+    )
     optimizers: list[torch.optim.Optimizer] = []
     if split["muon"]:
         group = _group(split["muon"], cfg.muon_lr, cfg.weight_decay)
@@ -89,7 +91,9 @@ def load_state(optimizers: list[torch.optim.Optimizer], tensors: dict[str, Tenso
     """The inverse of `state_tensors`, for optimizers over the same parameters."""
     wanted = {name for opt in optimizers for group in opt.param_groups for name in group["names"]}
     if wanted != {key.rsplit("/", 1)[0] for key in tensors}:
-        raise ValueError("the checkpoint's optimizer state is of other parameters: use init_from=RUN to take weights only")
+        raise ValueError(
+            "the checkpoint's optimizer state is of other parameters: use init_from=RUN to take weights only"
+        )
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for name, p in zip(group["names"], group["params"], strict=True):

@@ -7,10 +7,12 @@ A new variant is a file here, a line below, and `configs/model/NAME.yaml`. Its c
 
 from model.attention.baseline import Attention
 from model.attention.diff import DiffAttention
+from model.attention.gated import GatedAttention
 from model.attention.introspective import Introspective
 
 VARIANTS = {
     "b": Attention,
     "d": DiffAttention,
+    "g": GatedAttention,
     "i": Introspective,
 }

@@ -134,8 +134,6 @@ class _UnionOnCPU(torch.autograd.Function):
         keys, values = sets[: len(sets) // 2], sets[len(sets) // 2 :]
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         lse = lse.transpose(1, 2).contiguous().transpose(1, 2)  # the layout the forward op returns
-        grads = [
-            flash(grad, q, k, v, out, lse, 0.0, True, scale=ctx.scale) for k, v in zip(keys, values, strict=True)
-        ]
+        grads = [flash(grad, q, k, v, out, lse, 0.0, True, scale=ctx.scale) for k, v in zip(keys, values, strict=True)]
         dq, dk, dv = zip(*grads, strict=True)
         return None, sum(dq), *dk, *dv

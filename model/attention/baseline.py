@@ -26,12 +26,15 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rope: Rope | None, mask: Mask, cache: LayerCache | None = None) -> Tensor:
         """x (B, T, D) -> (B, T, D)."""
-        q, k, v = (p(x).unflatten(-1, (-1, self.width)).transpose(1, 2) for p in (self.q, self.k, self.v))  # (B, H, T, d)
-        q, k = rotate(q, rope), rotate(k, rope)
+        return self.out(self.heads_of(x, rope, mask, cache).transpose(1, 2).flatten(2))
+
+    def heads_of(self, x: Tensor, rope: Rope | None, mask: Mask, cache: LayerCache | None) -> Tensor:
+        """The heads' outputs (B, H, T, d), before they are merged."""
+        q, k, v = (p(x).unflatten(-1, (-1, self.width)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        q, k = rotate(q, rope), rotate(k, rope)  # (B, H, T, d), (B, Hkv, T, d)
         if cache is not None:
             k, v = cache.append(k, v)
-        y = attend(q, k, v, mask, self.backend)  # (B, H, T, d)
-        return self.out(y.transpose(1, 2).flatten(2))
+        return attend(q, k, v, mask, self.backend)
 
     def flops(self, context: int) -> int:
         """Forward FLOPs per token of the products with the T x T maps (q k' and its product with v)."""

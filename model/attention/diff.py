@@ -41,7 +41,9 @@ class DiffAttention(nn.Module):
         super().__init__()
         for name, count in (("n_head", cfg.n_head), ("n_kv_head", cfg.n_kv_head)):
             if count % 2:
-                raise ValueError(f"diff pairs heads, so model.{name}={count} must be even: use model.{name}={count + 1}")
+                raise ValueError(
+                    f"diff pairs heads, so model.{name}={count} must be even: use model.{name}={count + 1}"
+                )
         self.heads, self.kv_heads, self.width = cfg.n_head // 2, cfg.n_kv_head // 2, cfg.head_dim
         self.backend = cfg.backend
         self.q = nn.Linear(cfg.d_model, self.heads * 2 * self.width, bias=cfg.bias)

@@ -82,9 +82,7 @@ class Introspective(nn.Module):
         group = self.heads // self.kv_heads
         widths = {"k": self.width, "v": self.value_width, "a": group * self.value_width}
         per_path = sum(widths[part] for part in self.memory)
-        return nn.ParameterList(
-            torch.empty(self.kv_heads, i * per_path, width) for i in range(1, self.paths)
-        )
+        return nn.ParameterList(torch.empty(self.kv_heads, i * per_path, width) for i in range(1, self.paths))
 
     def _make_path_weight(self, d_model: int) -> None:
         if self.path_weight == "softmax_input":
@@ -125,7 +123,9 @@ class Introspective(nn.Module):
 
     def forward(self, x: Tensor, rope: Rope | None, mask: Mask, cache: LayerCache | None = None) -> Tensor:
         """x (B, T, D) -> (B, T, D)."""
-        outputs = self._feature(x, rope, mask, cache) if self.mode == "feature" else self._sequence(x, rope, mask, cache)
+        outputs = (
+            self._feature(x, rope, mask, cache) if self.mode == "feature" else self._sequence(x, rope, mask, cache)
+        )
         lam = self.weights(x)  # (P,) or (B, T, P)
         mixed = sum(lam[..., i, None] * a for i, a in enumerate(outputs))  # (B, T, D)
         return self.out(self.norm(mixed + self.alpha * x))
@@ -181,7 +181,9 @@ def _check(cfg: "DecoderConfig", heads: int) -> None:
             wrong = f"model.introspective.{name}={getattr(opt, name)} is unknown"
             raise ValueError(f"{wrong}: use one of {', '.join(allowed)}")
     if opt.paths < 1:
-        raise ValueError(f"introspective attention needs at least one path, not {opt.paths}: use model.introspective.paths=3")
+        raise ValueError(
+            f"introspective attention needs at least one path, not {opt.paths}: use model.introspective.paths=3"
+        )
     if opt.path_weight in ("literal", "affine") and opt.paths == 1:
         wrong = "LayerNorm over a single path weight is always zero"
         raise ValueError(f"{wrong}: use model.introspective.path_weight=sigmoid or more paths")

@@ -48,7 +48,8 @@ def see_of(mask: Mask, T: int) -> np.ndarray:
 def expected(name: str, cfg, module, x: torch.Tensor, see: np.ndarray, layer: int) -> np.ndarray:
     w = {key: value.detach().numpy() for key, value in module.state_dict().items()}
     common = {"theta": cfg.rope_theta}
-    if name == "baseline":
+    if name in ("baseline", "gated"):
+        common["gated"] = name == "gated"
         return formulas.baseline(w, x.numpy(), see, heads=cfg.n_head, kv_heads=cfg.n_kv_head, **common)
     if name == "diff":
         return formulas.diff(w, x.numpy(), see, heads=cfg.n_head, kv_heads=cfg.n_kv_head, layer=layer, **common)
@@ -92,7 +93,9 @@ def test_backends_agree_in_outputs_and_gradients(name: str) -> None:
         assert abs(loss - other_loss) < 1e-9
         for key, grad in grads.items():
             assert grad is not None, f"{key} got no gradient"
-            torch.testing.assert_close(grad, other_grads[key], atol=1e-9, rtol=1e-6, msg=lambda m, key=key: f"{key}: {m}")
+            torch.testing.assert_close(
+                grad, other_grads[key], atol=1e-9, rtol=1e-6, msg=lambda m, key=key: f"{key}: {m}"
+            )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -105,7 +108,7 @@ def test_rows_that_see_nothing_are_zero_forward_and_backward(name: str, backend:
     out = module(x, None, Mask(keys=keys))
     out.square().sum().backward()
     assert out.isfinite().all() and x.grad.isfinite().all()
-    if name in ("baseline", "diff"):  # introspective adds alpha X, which no mask touches
+    if name in ("baseline", "gated", "diff"):  # introspective adds alpha X, which no mask touches
         assert (out[:, :4] == 0).all()
 
 
@@ -143,9 +146,18 @@ def test_decoding_with_a_cache_equals_prefill(name: str, backend: str) -> None:
 @pytest.mark.parametrize("shape", ((4, 8, 128), (4, 8, 256), (8, 16, 512), (12, 16, 768)))
 def test_every_variant_meets_the_baselines_budget(name: str, shape: tuple, match: str) -> None:
     n_layer, n_head, d_model = shape
-    changes = {"n_layer": n_layer, "n_head": n_head, "d_model": d_model, "context": 64, "vocab_size": 512, "match": match}
+    changes = {
+        "n_layer": n_layer,
+        "n_head": n_head,
+        "d_model": d_model,
+        "context": 64,
+        "vocab_size": 512,
+        "match": match,
+    }
     if name == "introspective_all_heads":
-        pytest.skip("three full sets of heads exceed the baseline's budget by themselves; refused, see test_wrong_input")
+        pytest.skip(
+            "three full sets of heads exceed the baseline's budget by themselves; refused, see test_wrong_input"
+        )
     with torch.device("meta"):
         ours, baseline = Decoder(config(name, **changes)), Decoder(config("baseline", **changes))
     measure = Decoder.num_params if match == "params" else lambda m: m.flops_per_token()["total"]
@@ -184,7 +196,9 @@ def test_greedy_generation_does_not_need_the_cache() -> None:
     for _ in range(6):
         tokens = torch.cat((tokens, model(tokens)[:, -1].argmax(-1, keepdim=True)), 1)
     assert torch.equal(model.generate(prompt, 6), tokens)
-    sampled = [model.generate(prompt, 6, temperature=1.0, top_k=5, generator=torch.Generator().manual_seed(7)) for _ in "ab"]
+    sampled = [
+        model.generate(prompt, 6, temperature=1.0, top_k=5, generator=torch.Generator().manual_seed(7)) for _ in "ab"
+    ]
     assert torch.equal(*sampled)
 
 

@@ -44,7 +44,9 @@ def rows(see: np.ndarray, b: int) -> np.ndarray:
     return see if see.ndim == 2 else see[b]
 
 
-def baseline(w: dict, x: np.ndarray, see: np.ndarray, *, heads: int, kv_heads: int, theta: float) -> np.ndarray:
+def baseline(
+    w: dict, x: np.ndarray, see: np.ndarray, *, heads: int, kv_heads: int, theta: float, gated: bool = False
+) -> np.ndarray:
     d = w["q.weight"].shape[0] // heads
     out = []
     for b in range(len(x)):
@@ -54,7 +56,10 @@ def baseline(w: dict, x: np.ndarray, see: np.ndarray, *, heads: int, kv_heads: i
             q = rope(head(x[b], w["q.weight"], i, d), theta)
             k = rope(head(x[b], w["k.weight"], j, d), theta)
             a = softmax(q @ k.T / np.sqrt(d), rows(see, b))
-            merged.append(a @ head(x[b], w["v.weight"], j, d))
+            y = a @ head(x[b], w["v.weight"], j, d)
+            if gated:  # arXiv 2505.06708: one sigmoid gate per token and head, on the head's output
+                y = y / (1 + np.exp(-x[b] @ w["gate_logits.weight"][i]))[:, None]
+            merged.append(y)
         out.append(np.concatenate(merged, -1) @ w["out.weight"].T)
     return np.stack(out)
 

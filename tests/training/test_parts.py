@@ -37,7 +37,12 @@ def test_every_parameter_is_in_one_group_and_only_matrices_decay(variant: str, n
             assert p is dict(model.named_parameters())[n]
             vector = p.dim() < 2 or "lambda" in n or "norm" in n or ".path_" in n
             assert (group["weight_decay"] == 0) == vector, n
-    muon = [n for o in build_optimizers(model, OptimConfig(name=name)) if type(o) is torch.optim.Muon for n in o.param_groups[0]["names"]]
+    muon = [
+        n
+        for o in build_optimizers(model, OptimConfig(name=name))
+        if type(o) is torch.optim.Muon
+        for n in o.param_groups[0]["names"]
+    ]
     assert all(n.startswith("blocks.") for n in muon) and bool(muon) == (name == "muon")
 
 

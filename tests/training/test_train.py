@@ -33,7 +33,9 @@ def weights(run_dir: Path) -> dict[str, torch.Tensor]:
 def whole(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """20 uninterrupted steps of diff with dropout and retrieval, one process, float32."""
     run_dir = tmp_path_factory.mktemp("whole") / "run"
-    done = run_command(*train_arguments(shards, run_dir, "model=diff", "steps=20", "eval_every=10", "model.dropout=0.1"))
+    done = run_command(
+        *train_arguments(shards, run_dir, "model=diff", "steps=20", "eval_every=10", "model.dropout=0.1")
+    )
     assert done.returncode == 0, done.stderr
     return run_dir
 
@@ -65,7 +67,11 @@ def test_a_killed_run_that_is_resumed_is_the_run_that_was_not_killed(whole: Path
         shards, run_dir, "model=diff", "steps=20", "eval_every=10", "model.dropout=0.1", "checkpoint.every=5"
     )
     process = subprocess.Popen(
-        [sys.executable, *arguments], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
     )
     wait_for = random.randrange(2, 16)
     for line in process.stdout:
@@ -112,7 +118,10 @@ def test_two_processes_and_accumulation_give_the_losses_of_one(shards: Path, tmp
     runs = {
         "one": [*train_arguments(shards, tmp_path / "one", *common)],
         "two": [*torchrun, *train_arguments(shards, tmp_path / "two", *common)],
-        "two_accumulating": [*torchrun, *train_arguments(shards, tmp_path / "two_accumulating", *common, "micro_batch=2")],
+        "two_accumulating": [
+            *torchrun,
+            *train_arguments(shards, tmp_path / "two_accumulating", *common, "micro_batch=2"),
+        ],
     }
     for name, arguments in runs.items():
         done = run_command(*arguments)
@@ -203,4 +212,7 @@ def test_an_indivisible_world_is_refused_once(shards: Path, tmp_path: Path) -> N
         *train_arguments(shards, tmp_path / "run", "batch_tokens=64", "steps=2"),
     )  # fmt: skip
     assert done.returncode != 0
-    assert done.stderr.count("error: batch_tokens=64 is not a multiple of context 64 x 2 processes: use batch_tokens=128") == 1
+    assert (
+        done.stderr.count("error: batch_tokens=64 is not a multiple of context 64 x 2 processes: use batch_tokens=128")
+        == 1
+    )
