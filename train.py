@@ -118,18 +118,17 @@ def train(cfg: TrainConfig, world: World) -> None:
         return print(f"{run_dir}: already done, {first} steps") if world.main else None
     stop = StopSignal()
     peak = peak_flops(world.device)
-    watch = Stopwatch()  # of training alone: it stands still during evaluation and saving
-    step = first
+    watch = Stopwatch(log.seconds_before if log else 0.0)  # of training alone: stands still in evaluation and saving
+    step, logged, seconds = first, first, watch.seconds
     while True:
         last = step == cfg.steps
 
         # once in a while: loss on the validation set (all processes take part)
         if last or (cfg.eval_every and step % cfg.eval_every == 0 and step > first):
-            seconds = round(watch.seconds, 2)
             with watch.paused(), autocast:
                 val_loss = evaluate(model, val_windows, cfg.eval_tokens, batch // world.size, world)
             if log:
-                log.write(step=step, tokens=step * cfg.batch_tokens, val_loss=val_loss, time_s=seconds)
+                log.write(step=step, tokens=step * cfg.batch_tokens, val_loss=val_loss, time_s=round(watch.seconds, 2))
                 print(f"step {step}/{cfg.steps} | val loss {val_loss:.4f}", flush=True)
 
         # once in a while: a checkpoint (the main process writes)
@@ -165,7 +164,8 @@ def train(cfg: TrainConfig, world: World) -> None:
             loss = world.mean(loss).item()
             if not loss < float("inf"):
                 raise ValueError(f"the loss is {loss} at step {step}: lower optim.lr, or lengthen optim.warmup")
-            speed = (step - first) * cfg.batch_tokens / watch.seconds
+            speed = (step - logged) * cfg.batch_tokens / (watch.seconds - seconds)
+            logged, seconds = step, watch.seconds
             line = {
                 "loss": loss,
                 "lr": lr,
@@ -173,7 +173,7 @@ def train(cfg: TrainConfig, world: World) -> None:
                 "tokens_per_s": round(speed, 1),
                 "mfu": speed * flops["total"] / (peak * world.size) if peak else None,
                 "mem_gb": round(memory_gb(world.device), 3),
-                "time_s": round(watch.seconds, 2),
+                "time_s": round(seconds, 2),
             }
             if log:
                 log.write(step=step, tokens=step * cfg.batch_tokens, **line)

@@ -11,6 +11,7 @@ Cities and numbers of the training documents never occur in evaluation and the o
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -40,8 +41,9 @@ EVAL_EVERY = 5  # one city, and one number, in five is kept for evaluation
 class RetrievalConfig:
     """The share of training samples that are retrieval documents, and their shape.
 
-    weight: percent of all samples. dense: percent of the retrieval documents that are dense. needles: a needle document
-    has 1 to this many. digits: of a magic number.
+    weight: percent of all samples. dense: percent of the retrieval documents that are dense. needles: a document has 1 to
+    this many facts (with few, a small model learns to retrieve soonest). digits: of a magic number; with two, the numbers
+    kept for evaluation are a rule that a model can learn.
     """
 
     weight: int = 0
@@ -73,7 +75,7 @@ def cities(split: str) -> list[str]:
 
 
 def draw_number(rng: np.random.Generator, split: str, digits: int) -> int:
-    """A number of that many digits from the split's own set; disjoint, and alike in every digit."""
+    """A number of that many digits (3 or more) from the split's own set; the sets are disjoint, their digits alike."""
     while True:
         number = int(rng.integers(10 ** (digits - 1), 10**digits))
         scrambled = number * 2654435761 % 2**32 >> 16  # Knuth's multiplicative hash: no digit tells the split
@@ -105,7 +107,10 @@ class Facts:
         if count > len(self.keys):
             raise ValueError(f"{count} needles asked, but there are {len(self.keys)} cities: use at most that many")
         chosen = rng.choice(len(self.keys), count, replace=False)
-        numbers = [draw_number(rng, self.split, self.digits) for _ in chosen]
+        numbers: list[int] = []
+        while len(numbers) < count:  # no two facts share their number: ranking candidates would tie
+            number = draw_number(rng, self.split, self.digits)
+            numbers += [number] if number not in numbers else []
         return [self._fact(self.keys[i], number) for i, number in zip(chosen, numbers, strict=True)]
 
     def _fact(self, key: list[int], number: int) -> Fact:
@@ -140,15 +145,15 @@ class RetrievalSource:
         return kind(rng, index, seed)
 
     def _dense(self, rng: np.random.Generator, index: int, seed: int) -> np.ndarray:
-        facts = self.facts.draw(rng, int(rng.integers(2, 2 + max(1, self.length // (3 * self.longest)))))
+        facts = self.facts.draw(rng, int(rng.integers(1, self.cfg.needles + 1)))
         tokens = [self.tokenizer.eot]
         while len(tokens) < self.length + 1:
             tokens += facts[rng.integers(len(facts))].tokens
         return np.array(tokens[: self.length + 1], dtype=np.int64)
 
     def _needle(self, rng: np.random.Generator, index: int, seed: int) -> np.ndarray:
-        most = min(self.cfg.needles, self.length // (3 * self.longest))
-        facts = self.facts.draw(rng, int(rng.integers(1, most + 1)))
+        fit = self.length // (3 * self.longest)  # a third of the window for the facts, a third for the questions
+        facts = self.facts.draw(rng, int(rng.integers(1, min(self.cfg.needles, fit) + 1)))
         asked = [token for i in rng.permutation(len(facts)) for token in facts[i].tokens]
         room = self.length + 1 - len(asked) - sum(len(f.tokens) for f in facts) - 1
         text = self.haystack.sample(index, seed)[:room]
@@ -166,12 +171,12 @@ def needle_queries(
     asked: int = 1,
     digits: int = 4,
 ) -> list[Query]:
-    """Evaluation: one context with `needles` facts, the first at `depth` (0..1), `asked` questions over it.
+    """Evaluation: `needles` facts in one text, and `asked` of them in turn hidden at `depth` (0..1) and asked for.
 
     `haystack` (n,) is cut at a random place; prompt and answer together have exactly `length` tokens, whatever the city.
     The asked needles stand at `depth`, the others at random depths. Raises ValueError where they do not fit.
     """
-    facts = Facts(tokenizer, "eval", digits).draw(rng, needles)
+    facts = _eval_facts(tokenizer, digits).draw(rng, needles)
     ends = sentence_ends(tokenizer)
     queries = []
     start = int(rng.integers(0, max(1, len(haystack) - length)))
@@ -199,10 +204,18 @@ def needle_queries(
     return queries
 
 
+@lru_cache(maxsize=4)
+def _eval_facts(tokenizer: "Tokenizer", digits: int) -> Facts:
+    return Facts(tokenizer, "eval", digits)
+
+
+@lru_cache(maxsize=4)
 def sentence_ends(tokenizer: "Tokenizer") -> np.ndarray:
     """Which tokens may end a sentence: (vocab,) bool."""
-    ends = [tokenizer.token_bytes(i).endswith((b".", b"\n")) for i in range(tokenizer.vocab_size)]
-    return np.array(ends)
+    ends = np.zeros(tokenizer.vocab_size, dtype=bool)
+    for token in np.flatnonzero(tokenizer.byte_lengths()):  # some encodings have ids that no token uses
+        ends[token] = tokenizer.token_bytes(token).endswith((b".", b"\n"))
+    return ends
 
 
 def hide(

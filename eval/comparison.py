@@ -176,7 +176,8 @@ def table(runs: list[Run]) -> list[Row]:
     add("Model", "training FLOPs per token", lambda run: run.facts.get("flops_per_token"), si)
     add("Training", "seed", lambda run: run.config.get("seed"), "{}")
     add("Training", "tokens", lambda run: run.train[-1]["tokens"], si)
-    add("Training", "tokens/s", lambda run: run.train[-1].get("tokens_per_s"), si)
+    add("Training", "tokens/s, median over the run", median_speed, si)
+    add("Training", "training time, seconds", lambda run: run.train[-1].get("time_s"), "{:.0f}")
     add("Loss", "training loss, last tenth", last_tenth, "{:.3f}")
     add("Loss", "validation loss, end of training", lambda run: run.val[-1]["val_loss"] if run.val else None, "{:.3f}")
     add("Loss", "test loss (nats per token)", _of("perplexity", lambda r: (r["loss"], r.get("se"))), "{:.3f}")
@@ -226,6 +227,12 @@ def _pair(run: Run, at: tuple[int, int], key: str) -> tuple[float, float | None]
         if (pair["needles"], pair["asked"]) == at:
             return pair[key], pair["se"] if key == "accuracy" else None
     return None
+
+
+def median_speed(run: Run) -> float | None:
+    """Median of the logged tokens/s: the first steps warm up, and machines stutter."""
+    speeds = [line["tokens_per_s"] for line in run.train if "tokens_per_s" in line]
+    return float(np.median(speeds)) if speeds else None
 
 
 def last_tenth(run: Run) -> float:

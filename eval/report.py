@@ -3,7 +3,8 @@
     python -m eval.report runs=[runs/A,runs/B] out=report.html
 
 It shows what eval.perplexity, eval.needle and eval.attention_noise have measured; what a run lacks is said.
-Beside the page it writes its figures (figures/*.png) and its numbers (the same name, .json), and it prints the table.
+Beside the page it writes its figures (figures/*.png) and its numbers (the same name, .json; the table alone also as
+.md), and it prints the table.
 """
 
 import json
@@ -43,6 +44,7 @@ def write_report(folders: list[str], out: str | Path) -> list[Row]:
         "results": [asdict(row) for row in rows],
     }
     write_atomically(out.with_suffix(".json"), json.dumps(content, indent=1).encode())
+    write_atomically(out.with_suffix(".md"), markdown(runs, rows).encode())
     write_atomically(out, page(runs, rows, figures, remarks, out).encode())
     print_table(runs, rows)
     for remark in remarks:
@@ -60,6 +62,13 @@ def print_table(runs: list[Run], rows: list[Row]) -> None:
             text.ljust(w) if i == 0 else text.rjust(w) for i, (text, w) in enumerate(zip(line, widths, strict=True))
         )
         print("  ".join([first, *others]))
+
+
+def markdown(runs: list[Run], rows: list[Row]) -> str:
+    """The table for a README."""
+    lines = [["", *(run.label for run in runs)], ["---", *("---:" for _ in runs)]]
+    lines += [[row.name, *(cell.text for cell in row.cells)] for row in rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 @command("report", ReportConfig)

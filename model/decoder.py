@@ -161,9 +161,9 @@ def matched(cfg: DecoderConfig) -> DecoderConfig:
     if target < 1:
         wrong = f"attention of layers={cfg.layers} alone exceeds the baseline's budget at d_model={cfg.d_model}"
         raise ValueError(f"{wrong}: use fewer heads or paths, or model.match=none")
-    # The roundest width that stays within 0.4 % of the budget: odd widths are slow.
+    # The baseline's own width where that is within 0.4 % of the budget, else the roundest that is: odd widths are slow.
     tolerance = 0.004 * (baseline + hidden * per_unit)
-    widths = [max(1, round(target / step) * step) for step in (64, 32, 16, 8, 4, 2, 1)]
+    widths = [hidden, *(max(1, round(target / step) * step) for step in (64, 32, 16, 8, 4, 2, 1))]
     return replace(cfg, d_ff=next((w for w in widths if abs(w - target) * per_unit <= tolerance), widths[-1]))
 
 

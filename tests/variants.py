@@ -20,6 +20,10 @@ VARIANTS: dict[str, dict] = {
     "introspective": _introspective(),
     "introspective_kva": _introspective(memory="kva", path_weight="softmax_input"),
     "introspective_all_heads": _introspective(heads=8, memory="kv", path_weight="sigmoid"),
+    "introspective_narrow_values": {
+        "match": "none",
+        **_introspective(mode="sequence", heads=16, path_weight="sigmoid"),
+    },
     "introspective_sequence": _introspective(mode="sequence", path_weight="literal"),
 }
 

@@ -51,8 +51,10 @@ class Metrics:
 
     def __init__(self, run_dir: Path, wandb: str, config: dict[str, Any], resumed_at: int | None = None) -> None:
         self.path = run_dir / "metrics.jsonl"
+        self.seconds_before = 0.0  # of training, before a resume
         if resumed_at is not None and self.path.exists():
-            _keep_until(self.path, resumed_at)
+            kept = _keep_until(self.path, resumed_at)
+            self.seconds_before = max((line.get("time_s", 0.0) for line in kept), default=0.0)
         self.file = self.path.open("a")
         self.wandb = _start_wandb(wandb, run_dir, config)
 
@@ -70,13 +72,14 @@ class Metrics:
             self.wandb.finish()
 
 
-def _keep_until(path: Path, step: int) -> None:
+def _keep_until(path: Path, step: int) -> list[dict[str, Any]]:
     # A line that a kill cut in half cannot be from before the checkpoint.
-    lines = [line for line in path.read_text().splitlines() if line.endswith("}")]
-    kept = [line for line in lines if json.loads(line)["step"] <= step]
+    lines = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+    kept = [line for line in lines if line["step"] <= step]
     partial = path.with_suffix(".partial")
-    partial.write_text("".join(f"{line}\n" for line in kept))
+    partial.write_text("".join(f"{json.dumps(line)}\n" for line in kept))
     os.replace(partial, path)
+    return kept
 
 
 def _start_wandb(mode: str, run_dir: Path, config: dict[str, Any]) -> Any:
@@ -92,10 +95,10 @@ def _start_wandb(mode: str, run_dir: Path, config: dict[str, Any]) -> Any:
 
 
 class Stopwatch:
-    """Seconds spent, less those inside `with watch.paused()`."""
+    """Seconds spent since `before`, less those inside `with watch.paused()`."""
 
-    def __init__(self) -> None:
-        self._start, self._away = time.perf_counter(), 0.0
+    def __init__(self, before: float = 0.0) -> None:
+        self._start, self._away = time.perf_counter() - before, 0.0
 
     @property
     def seconds(self) -> float:

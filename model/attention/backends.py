@@ -62,8 +62,9 @@ def attend_union(q: Tensor, keys: list[Tensor], values: list[Tensor], mask: Mask
     if backend == "math":
         return reference.attend_union(q, keys, values, _see(mask, q, keys[0]))
     if q.device.type == "cpu" and mask.plain and T == S:
-        padded = [_widen(x, values[0].shape[-1]) for x in (q, *keys)]
-        return _UnionOnCPU.apply(q.shape[-1] ** -0.5, *padded, *values)
+        width = values[0].shape[-1]
+        padded = [_widen(x, max(q.shape[-1], width)) for x in (q, *keys, *values)]
+        return _UnionOnCPU.apply(q.shape[-1] ** -0.5, *padded)[..., :width]
     see = _see(mask, q, keys[0]).repeat(1, 1, 1, n)
     return _sdpa(q, torch.cat(keys, dim=-2), torch.cat(values, dim=-2), mask, see)
 

@@ -184,9 +184,12 @@ def _check(cfg: "DecoderConfig", heads: int) -> None:
         raise ValueError(
             f"introspective attention needs at least one path, not {opt.paths}: use model.introspective.paths=3"
         )
-    if opt.path_weight in ("literal", "affine") and opt.paths == 1:
+    if opt.path_weight == "affine" and opt.paths == 1:
         wrong = "LayerNorm over a single path weight is always zero"
         raise ValueError(f"{wrong}: use model.introspective.path_weight=sigmoid or more paths")
+    if opt.path_weight == "literal" and opt.paths < 3:
+        wrong = "LayerNorm without a gain over one path weight is always zero, over two always +1 and -1"
+        raise ValueError(f"{wrong}: use model.introspective.path_weight=affine or three paths")
     if cfg.d_model % heads:
         wrong = f"{heads} heads per path do not divide d_model={cfg.d_model}"
         raise ValueError(f"{wrong}: use model.introspective.heads={max(1, cfg.n_head // 2)} or another divisor")

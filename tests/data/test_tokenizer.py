@@ -137,3 +137,10 @@ def test_a_damaged_or_missing_file_is_refused(bpe, tmp_path):
 def test_foreign_shards_take_the_configured_tokenizer(tmp_path):
     (tmp_path / "train.bin").write_bytes(b"")
     assert load_tokenizer(tmp_path, TokenizerConfig("bytes")).name == "bytes"
+
+
+def test_every_number_is_pairs_of_digits(corpus: list[str]) -> None:
+    tokenizer = build_tokenizer(TokenizerConfig("bpe", 1500), corpus)
+    for number in ("4817", "0907", "12", "6"):
+        pieces = [tokenizer.decode([token]) for token in tokenizer.encode(f" {number}")]
+        assert pieces == [f" {number[:2]}", number[2:]][: len(pieces)] and len(pieces) == (len(number) + 1) // 2

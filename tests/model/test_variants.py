@@ -235,6 +235,7 @@ def test_wrong_input_is_refused_with_the_fix(changes: dict, says: str) -> None:
     (
         ({"paths": 1}, "path_weight=sigmoid"),
         ({"paths": 1, "path_weight": "literal"}, "always zero"),
+        ({"paths": 2, "path_weight": "literal"}, "always .1 and -1"),
         ({"paths": 0}, "paths=3"),
         ({"mode": "parallel"}, "use one of feature, sequence"),
         ({"memory": "q"}, "use one of ka, kv, kva"),

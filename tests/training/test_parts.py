@@ -35,7 +35,7 @@ def test_every_parameter_is_in_one_group_and_only_matrices_decay(variant: str, n
     for group in groups:
         for n, p in zip(group["names"], group["params"], strict=True):
             assert p is dict(model.named_parameters())[n]
-            vector = p.dim() < 2 or "lambda" in n or "norm" in n or ".path_" in n
+            vector = p.dim() < 2 or "lambda" in n or "norm" in n or ".path_" in n or ".gate_" in n
             assert (group["weight_decay"] == 0) == vector, n
     muon = [
         n

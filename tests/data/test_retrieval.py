@@ -1,0 +1,106 @@
+"""Retrieval documents: what is hidden is what is asked, and evaluation never meets training."""
+
+import re
+
+import numpy as np
+import pytest
+
+from data.config import TokenizerConfig
+from data.retrieval import RetrievalConfig, RetrievalSource, cities, draw_number, needle_queries
+from data.tokenizer import Tokenizer, build_tokenizer
+
+FACT = re.compile(r"The magic number of (\w+) is (\d+)\.")
+TEXT = "Some words stand here. Others follow, and a full stop ends them. " * 40
+LENGTH = 400
+
+
+class Text:
+    """A source whose windows are all the same text."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokens = np.array(tokenizer.encode(TEXT), dtype=np.int64)
+
+    def sample(self, index: int, seed: int) -> np.ndarray:
+        return self.tokens[: LENGTH + 1]
+
+
+@pytest.fixture(scope="module", params=("bytes", "bpe"))
+def tokenizer(request: pytest.FixtureRequest, corpus: list[str]) -> Tokenizer:
+    return build_tokenizer(TokenizerConfig(request.param, 1500 if request.param == "bpe" else None), corpus)
+
+
+def source(tokenizer: Tokenizer, **options: int) -> RetrievalSource:
+    return RetrievalSource(RetrievalConfig(weight=50, **options), Text(tokenizer), tokenizer, LENGTH)
+
+
+def test_cities_and_numbers_of_training_and_evaluation_are_disjoint() -> None:
+    train, evaluation = set(cities("train")), set(cities("eval"))
+    assert not train & evaluation and len(evaluation) >= 30 and len(train) == len(cities("train"))
+    rng = np.random.default_rng(0)
+    numbers = {split: {draw_number(rng, split, 4) for _ in range(4000)} for split in ("train", "eval")}
+    assert not numbers["train"] & numbers["eval"]
+    for position in range(4):  # no digit tells the split
+        share = [sum(str(n)[position] == "7" for n in numbers[split]) / len(numbers[split]) for split in numbers]
+        assert abs(share[0] - share[1]) < 0.04
+
+
+@pytest.mark.parametrize("dense", (0, 100))
+def test_every_question_repeats_a_fact_of_its_document(tokenizer: Tokenizer, dense: int) -> None:
+    documents = source(tokenizer, dense=dense, needles=3)
+    repeats = 0
+    for index in range(60):
+        tokens = documents.sample(index, seed=5)
+        assert tokens.shape == (LENGTH + 1,) and tokens[0] == tokenizer.eot
+        known: dict[str, str] = {}
+        for city, number in FACT.findall(tokenizer.decode(tokens[1:])):
+            assert city in cities("train")
+            repeats += city in known
+            assert known.setdefault(city, number) == number
+        assert 1 <= len(known) <= 3
+        assert dense or repeats  # the last sentence is always a question
+    assert repeats > 60
+
+
+def test_a_sample_is_a_pure_function_of_seed_and_index(tokenizer: Tokenizer) -> None:
+    one, other = source(tokenizer), source(tokenizer)
+    first = [one.sample(i, 1) for i in range(5)]
+    assert all(np.array_equal(other.sample(i, 1), first[i]) for i in (4, 2, 0))
+    assert not np.array_equal(one.sample(0, 2), first[0])
+
+
+@pytest.mark.parametrize("needles", (1, 4))
+@pytest.mark.parametrize("depth", (0.0, 0.3, 1.0))
+def test_a_query_knows_where_everything_is(tokenizer: Tokenizer, depth: float, needles: int) -> None:
+    hay = np.array(tokenizer.encode(TEXT * 3), dtype=np.int64)
+    queries = needle_queries(np.random.default_rng(1), hay, tokenizer, LENGTH, depth, needles, asked=min(2, needles))
+    assert len(queries) == min(2, needles)
+    for query in queries:
+        assert len(query.prompt) + len(query.answer) == LENGTH
+        needle = tokenizer.decode(query.prompt[slice(*query.needle)])
+        city, number = FACT.fullmatch(needle.strip()).groups()
+        assert city in cities("eval")
+        assert tokenizer.decode(query.prompt[slice(*query.value)]).strip() == f"{number}."
+        assert tokenizer.decode(query.answer).strip() == f"{number}."
+        assert tokenizer.decode(query.prompt[query.question :]).strip() == f"The magic number of {city} is"
+        assert len(query.candidates) == needles and np.array_equal(query.candidates[0], query.answer)
+        facts = FACT.findall(tokenizer.decode(query.prompt[: query.question]))
+        assert (city, number) in facts and len(facts) == needles
+        place = (query.needle[0] - 1) / (query.question - 1)
+        if needles == 1:
+            assert abs(place - depth * (1 - len(needle) / len(TEXT))) < 0.25
+            if depth in (0.0, 1.0):
+                assert (query.needle[0] == 1) if depth == 0 else (query.needle[1] == query.question)
+
+
+def test_what_does_not_fit_is_refused(tokenizer: Tokenizer) -> None:
+    hay, rng = np.array(tokenizer.encode(TEXT), dtype=np.int64), np.random.default_rng(0)
+    with pytest.raises(ValueError, match="fewer needles"):
+        needle_queries(rng, hay, tokenizer, 40, 0.5, needles=8)
+    with pytest.raises(ValueError, match="at most that many"):
+        needle_queries(rng, hay, tokenizer, 4000, 0.5, needles=500)
+    with pytest.raises(ValueError, match="longer haystack"):
+        needle_queries(rng, hay[:50], tokenizer, LENGTH, 0.5)
+    with pytest.raises(ValueError, match="too short for retrieval"):
+        RetrievalSource(RetrievalConfig(), Text(tokenizer), tokenizer, 40)
+    with pytest.raises(ValueError, match="correct the override"):
+        source(tokenizer, dense=101)

@@ -1,0 +1,45 @@
+"""The README says what is so: its table is the report's, its example is the code, its configs exist."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_table_is_the_one_under_results() -> None:
+    blocks = re.findall(r"<!-- (\w+) table -->\n(.*?)<!-- end -->", README, flags=re.S)
+    assert blocks
+    for name, table in blocks:
+        assert table == (ROOT / "docs" / "results" / name / "report.md").read_text()
+
+
+def test_the_example_is_the_code() -> None:
+    example = re.search(r"```python\n(class GatedAttention.*?)```", README, flags=re.S).group(1)
+    code = (ROOT / "model" / "attention" / "gated.py").read_text()
+
+    def bare(source: str) -> str:
+        tree = next(node for node in ast.parse(source).body if isinstance(node, ast.ClassDef))
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node):
+                node.body = node.body[1:]
+        return ast.unparse(tree)
+
+    assert bare(example) == bare(code)
+
+
+@pytest.mark.parametrize("group", ("model", "size", "data", "optim"))
+def test_every_option_of_a_group_is_named(group: str) -> None:
+    row = re.search(rf"`{group}=` (.*)", README).group(1)
+    for path in (ROOT / "configs" / group).glob("*.yaml"):
+        assert re.search(rf"\b{path.stem}\b", row), f"README's list of {group}= lacks {path.stem}"
+
+
+def test_every_linked_file_exists() -> None:
+    for document in ("README.md", "docs/METHODS.md", "docs/LOG.md"):
+        folder = (ROOT / document).parent
+        for link in re.findall(r"\]\(([^)#]+?)\)", (ROOT / document).read_text()):
+            assert link.startswith("http") or (folder / link).exists(), f"{document} links to {link}"
