@@ -37,6 +37,8 @@ def build_optimizers(model: nn.Module, cfg: OptimConfig) -> list[torch.optim.Opt
     """The optimizers of `model`; each group carries its parameters' names and its `peak_lr`."""
     if cfg.name not in ("adamw", "muon"):
         raise ValueError(f"optim.name={cfg.name} is unknown: use adamw or muon")
+    if cfg.schedule not in ("cosine", "linear", "wsd"):
+        raise ValueError(f"optim.schedule={cfg.schedule} is unknown: use cosine, linear or wsd")
     split: dict[str, list[tuple[str, Tensor]]] = {"muon": [], "decayed": [], "undecayed": []}
     for name, p in model.named_parameters():
         split[_kind(name, p, cfg)].append((name, p))

@@ -14,7 +14,6 @@ def lr_factor(step: int, steps: int, cfg: OptimConfig) -> float:
         return cfg.min_lr + (1 - cfg.min_lr) * 0.5 * (1 - math.cos(math.pi * left))
     if cfg.schedule == "linear":
         return cfg.min_lr + (1 - cfg.min_lr) * left
-    if cfg.schedule == "wsd":
-        falling = min(1.0, (steps - step) / max(1.0, cfg.decay * steps))  # 1 until the decay begins
-        return cfg.min_lr + (1 - cfg.min_lr) * falling
-    raise ValueError(f"optim.schedule={cfg.schedule} is unknown: use cosine, linear or wsd")
+    assert cfg.schedule == "wsd"
+    falling = min(1.0, (steps - step) / max(1.0, cfg.decay * steps))  # 1 until the decay begins
+    return cfg.min_lr + (1 - cfg.min_lr) * falling
