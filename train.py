@@ -68,8 +68,6 @@ def main(cfg: TrainConfig) -> None:
 
 def train(cfg: TrainConfig, world: World) -> None:
     """Run `cfg` to its last step, or to the first signal; everything it leaves is in its run directory."""
-    torch.set_float32_matmul_precision("high")
-
     # ---------------------------------------- data
     folder = Path(cfg.data.dir)
     tokenizer = load_tokenizer(folder, cfg.data.tokenizer)
@@ -82,7 +80,8 @@ def train(cfg: TrainConfig, world: World) -> None:
     T = cfg.model.context
     batch = sequences_per_step(cfg, world)
     source = training_source(cfg, Windows(train_shards, T), tokenizer)
-    loader = Prefetcher(Loader(source, batch, T, cfg.seed, world.rank, world.size, cfg.micro_batch))
+    micro_batch = cfg.micro_batch or batch // world.size
+    loader = Prefetcher(Loader(source, batch, T, cfg.seed, world.rank, world.size, micro_batch))
     val_windows = Windows(val_shards, T)
 
     # ---------------------------------------- model and optimizer
@@ -101,10 +100,14 @@ def train(cfg: TrainConfig, world: World) -> None:
     run_dir = Path(cfg.run_dir or default_run_dir(cfg))
     first = start_or_resume(cfg, run_dir, model, optimizers, world)
     world.barrier()
+    if first == cfg.steps:
+        if world.main:
+            print(f"{run_dir}: already done, {first} steps")
+        return
     flops = model.flops_per_token()
     log = None
     if world.main:
-        log = Metrics(run_dir, cfg.wandb, asdict(cfg), resumed_at=first if cfg.resume else None)
+        log = Metrics(run_dir, cfg.wandb, asdict(cfg), first)
         if first == 0:
             tokenizer.save(run_dir)
             log.write(step=0, tokens=0, **facts(cfg, model, flops))
@@ -113,9 +116,6 @@ def train(cfg: TrainConfig, world: World) -> None:
               f"attention), {world.device.type} x {world.size}, {str(dtype).removeprefix('torch.')}", flush=True)  # fmt: skip
 
     # ---------------------------------------- loop
-    if first == cfg.steps:
-        loader.close()
-        return print(f"{run_dir}: already done, {first} steps") if world.main else None
     stop = StopSignal()
     peak = peak_flops(world.device)
     watch = Stopwatch(log.seconds_before if log else 0.0)  # of training alone: stands still in evaluation and saving
@@ -126,7 +126,7 @@ def train(cfg: TrainConfig, world: World) -> None:
         # once in a while: loss on the validation set (all processes take part)
         if last or (cfg.eval_every and step % cfg.eval_every == 0 and step > first):
             with watch.paused(), autocast:
-                val_loss = evaluate(model, val_windows, cfg.eval_tokens, batch // world.size, world)
+                val_loss = evaluate(model, val_windows, cfg.eval_tokens, micro_batch, world)
             if log:
                 log.write(step=step, tokens=step * cfg.batch_tokens, val_loss=val_loss, time_s=round(watch.seconds, 2))
                 print(f"step {step}/{cfg.steps} | val loss {val_loss:.4f}", flush=True)

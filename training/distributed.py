@@ -56,6 +56,7 @@ def join_world(device: str = "auto") -> World:
     if device == "cuda":
         where = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(where)
+        torch.set_float32_matmul_precision("high")  # TF32 for what stays float32
     if size > 1:
         dist.init_process_group("nccl" if device == "cuda" else "gloo")
     return World(rank, size, where)

@@ -46,14 +46,14 @@ def memory_gb(device: torch.device) -> float:
 class Metrics:
     """Appends to `metrics.jsonl` (and wandb, where asked). Only rank 0 makes one.
 
-    On a resume the lines after `resumed_at` are dropped: those steps are run again.
+    Lines after step `first`, where the run begins or goes on, are dropped: those steps are run again.
     """
 
-    def __init__(self, run_dir: Path, wandb: str, config: dict[str, Any], resumed_at: int | None = None) -> None:
+    def __init__(self, run_dir: Path, wandb: str, config: dict[str, Any], first: int) -> None:
         self.path = run_dir / "metrics.jsonl"
         self.seconds_before = 0.0  # of training, before a resume
-        if resumed_at is not None and self.path.exists():
-            kept = _keep_until(self.path, resumed_at)
+        if self.path.exists():
+            kept = _keep_until(self.path, first)
             self.seconds_before = max((line.get("time_s", 0.0) for line in kept), default=0.0)
         self.file = self.path.open("a")
         self.wandb = _start_wandb(wandb, run_dir, config)
@@ -75,7 +75,7 @@ class Metrics:
 def _keep_until(path: Path, step: int) -> list[dict[str, Any]]:
     # A line that a kill cut in half cannot be from before the checkpoint.
     lines = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
-    kept = [line for line in lines if line["step"] <= step]
+    kept = [line for line in lines if 0 < step >= line["step"]]
     partial = path.with_suffix(".partial")
     partial.write_text("".join(f"{json.dumps(line)}\n" for line in kept))
     os.replace(partial, path)

@@ -125,11 +125,11 @@ def test_damaged_and_foreign_checkpoints_are_named(tmp_path: Path) -> None:
 
 
 def test_metrics_forget_what_a_resume_runs_again(tmp_path: Path) -> None:
-    log = Metrics(tmp_path, "off", {})
+    log = Metrics(tmp_path, "off", {}, 0)
     for step in (1, 2, 3):
         log.write(step=step, loss=float(step), mfu=None)
     log.close()
-    log = Metrics(tmp_path, "off", {}, resumed_at=2)
+    log = Metrics(tmp_path, "off", {}, 2)
     log.write(step=3, loss=30.0)
     log.close()
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
