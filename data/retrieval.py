@@ -103,12 +103,12 @@ class Facts:
         self.keys = [tokenizer.encode(f"\nThe magic number of {city} is") for city in cities(split)]
 
     def draw(self, rng: np.random.Generator, count: int) -> list[Fact]:
-        """`count` facts about different cities."""
+        """`count` facts about different cities, with different numbers: ranking the candidates cannot tie."""
         if count > len(self.keys):
             raise ValueError(f"{count} needles asked, but there are {len(self.keys)} cities: use at most that many")
         chosen = rng.choice(len(self.keys), count, replace=False)
         numbers: list[int] = []
-        while len(numbers) < count:  # no two facts share their number: ranking candidates would tie
+        while len(numbers) < count:
             number = draw_number(rng, self.split, self.digits)
             numbers += [number] if number not in numbers else []
         return [self._fact(self.keys[i], number) for i, number in zip(chosen, numbers, strict=True)]
