@@ -13,7 +13,8 @@ class DecoderConfig:
     `layers` has one letter per layer and is tiled over the depth: "d" is differential throughout, "bbdd" with
     n_layer=4 has a baseline lower half (letters: model/attention/__init__.py). `match` derives the width of the FFN so
     that the stack meets the baseline's non-embedding parameters, or its FLOPs per token, at the same n_layer, n_head,
-    d_model and context; "none" keeps the baseline's own FFN width. d_ff, where given, wins over `match`.
+    d_model and context; "none" keeps the baseline's own FFN width. d_ff, where given, wins over `match`; baseline_d_ff
+    only changes the baseline that is matched.
     """
 
     layers: str = "b"
@@ -23,6 +24,7 @@ class DecoderConfig:
     d_model: int = 256
     head_dim: int | None = None  # None: d_model / n_head
     d_ff: int | None = None  # None: derived by `match`
+    baseline_d_ff: int | None = None  # None: 8/3 d_model (swiglu) or 4 d_model (gelu)
     match: str = "params"  # params | flops | none
     context: int = 256  # tokens
     vocab_size: int = 0  # 0: the tokenizer's, filled in by train.py

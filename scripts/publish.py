@@ -1,7 +1,7 @@
-"""Put a report's numbers into docs/results/ and README.md: python scripts/publish.py report=runs/quickstart/report.html
+"""Publish a report's numbers and tables: python scripts/publish.py report=runs/quickstart/report.html
 
-No number in the README is typed by hand: between `<!-- NAME table -->` and `<!-- end -->` stands the report's own table,
-and tests/test_readme.py compares the two.
+No table is typed by hand: in README.md and docs/RESULTS.md, between `<!-- NAME table -->` and `<!-- end -->`, stands the
+report's own, and tests/test_readme.py compares the two.
 """
 
 import re
@@ -36,12 +36,11 @@ def main(cfg: PublishConfig) -> None:
         shutil.copy(report.with_suffix(suffix), target / f"report{suffix}")
     for figure in (report.parent / "figures").glob("*.png"):
         shutil.copy(figure, target)
-    readme = ROOT / "README.md"
     block = f"<!-- {cfg.name} table -->\n{(target / 'report.md').read_text()}<!-- end -->"
-    readme.write_text(
-        re.sub(rf"<!-- {cfg.name} table -->\n.*?<!-- end -->", lambda _: block, readme.read_text(), flags=re.S)
-    )
-    print(f"{target}: {len(list(target.iterdir()))} files; README.md updated")
+    marked = re.compile(rf"<!-- {cfg.name} table -->\n.*?<!-- end -->", flags=re.DOTALL)
+    for document in (ROOT / "README.md", ROOT / "docs" / "RESULTS.md"):
+        document.write_text(marked.sub(lambda _: block, document.read_text()))
+    print(f"{target}: {len(list(target.iterdir()))} files; README.md and docs/RESULTS.md updated")
 
 
 if __name__ == "__main__":

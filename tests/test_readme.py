@@ -10,8 +10,9 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
 
-def test_the_table_is_the_one_under_results() -> None:
-    blocks = re.findall(r"<!-- (\w+) table -->\n(.*?)<!-- end -->", README, flags=re.S)
+@pytest.mark.parametrize("document", ("README.md", "docs/RESULTS.md"))
+def test_the_tables_are_those_under_results(document: str) -> None:
+    blocks = re.findall(r"<!-- (\w+) table -->\n(.*?)<!-- end -->", (ROOT / document).read_text(), flags=re.DOTALL)
     assert blocks
     for name, table in blocks:
         assert table == (ROOT / "docs" / "results" / name / "report.md").read_text()
@@ -39,7 +40,7 @@ def test_every_option_of_a_group_is_named(group: str) -> None:
 
 
 def test_every_linked_file_exists() -> None:
-    for document in ("README.md", "docs/METHODS.md", "docs/LOG.md"):
+    for document in ("README.md", "docs/METHODS.md", "docs/RESULTS.md", "docs/LOG.md"):
         folder = (ROOT / document).parent
         for link in re.findall(r"\]\(([^)#]+?)\)", (ROOT / document).read_text()):
             assert link.startswith("http") or (folder / link).exists(), f"{document} links to {link}"

@@ -120,7 +120,7 @@ def _config_from(values: dict[str, Any]) -> DecoderConfig:
 
 
 def _refuse_other_model(folder: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
-    free = {"backend", "dropout", "match"}  # not a property of the weights
+    free = {"backend", "dropout", "match", "baseline_d_ff"}  # not a property of the weights
     differ = [key for key in ours if key not in free and theirs.get(key) != ours[key]]
     if differ:
         what = ", ".join(f"{key} ({theirs.get(key)} there, {ours[key]} here)" for key in differ[:4])
