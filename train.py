@@ -98,7 +98,7 @@ def train(cfg: TrainConfig, world: World) -> None:
 
     # ---------------------------------------- run directory: new, or continued
     run_dir = Path(cfg.run_dir or default_run_dir(cfg))
-    first = start_or_resume(cfg, run_dir, model, optimizers, world)
+    first = start_or_resume(cfg, run_dir, model, optimizers, tokenizer, world)
     world.barrier()
     if first == cfg.steps:
         if world.main:
@@ -241,12 +241,15 @@ def _last_key(override: str) -> str:
     return f"{key.rsplit('.', 1)[-1]}{value}"
 
 
-def start_or_resume(cfg: TrainConfig, run_dir: Path, model: Decoder, optimizers: list, world: World) -> int:
+def start_or_resume(
+    cfg: TrainConfig, run_dir: Path, model: Decoder, optimizers: list, tokenizer: Tokenizer, world: World
+) -> int:
     """Make the run directory, or load its newest checkpoint; returns the step to go on from."""
     config = asdict(cfg)
     if cfg.resume and (run_dir / "config.yaml").exists():
         refuse_other_config(run_dir, config)
         if found := checkpoint.checkpoints(run_dir):
+            refuse_other_tokenizer(run_dir, tokenizer, cfg.data.dir)
             return checkpoint.load(found[-1], model, optimizers)
     elif (run_dir / "metrics.jsonl").exists() and world.main:
         raise ValueError(f"{run_dir} already holds a run: continue it with resume=true, or choose another run_dir=...")
@@ -254,11 +257,20 @@ def start_or_resume(cfg: TrainConfig, run_dir: Path, model: Decoder, optimizers:
         found = checkpoint.checkpoints(Path(cfg.init_from))
         if not found:
             raise ValueError(f"init_from={cfg.init_from} has no checkpoint: give the folder of a trained run")
+        refuse_other_tokenizer(Path(cfg.init_from), tokenizer, cfg.data.dir)
         checkpoint.load(found[-1], model)
     if world.main:
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
     return 0
+
+
+def refuse_other_tokenizer(run: Path, tokenizer: Tokenizer, shards: str) -> None:
+    """Weights know token ids of one tokenizer only."""
+    theirs = load_tokenizer(run)
+    if theirs.fingerprint != tokenizer.fingerprint:
+        wrong = f"{run} was trained with another tokenizer ({theirs.name}, {theirs.vocab_size} tokens) than that of {shards}"
+        raise ValueError(f"{wrong} ({tokenizer.name}, {tokenizer.vocab_size}): use data prepared with the run's tokenizer")
 
 
 def refuse_other_config(run_dir: Path, ours: dict[str, Any]) -> None:

@@ -16,6 +16,10 @@ from torch import Tensor
 from model.attention import probe, reference
 from model.attention.mask import Mask
 
+# Keys up to which the CPU kernel is faster in float32 than in bfloat16, forward and backward, in spite of the conversion
+# (docs/LOG.md, 2026-11-20).
+SHORT = 512
+
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, backend: str = "auto") -> Tensor:
     """softmax(q k' / sqrt(d)) v: (B, H, T, d) -> (B, H, T, dv)."""
@@ -72,6 +76,9 @@ def attend_union(q: Tensor, keys: list[Tensor], values: list[Tensor], mask: Mask
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask, see: Tensor | None = None) -> Tensor:
     """torch's fused kernel, all widths zero-padded to the widest; `see` stands for the mask's own dense form."""
     T, S, scale, width = q.shape[-2], k.shape[-2], q.shape[-1] ** -0.5, v.shape[-1]
+    if q.device.type == "cpu" and q.dtype == torch.bfloat16 and S <= SHORT:
+        with torch.autocast("cpu", enabled=False):
+            return _sdpa(q.float(), k.float(), v.float(), mask, see).to(q.dtype)
     widest = max(q.shape[-1], width)
     q, k, v = _widen(q, widest), _widen(k, widest), _widen(v, widest)
     if see is None and (mask.empty or (mask.plain and T in (S, 1))):  # one query at the end sees every key

@@ -206,6 +206,19 @@ def test_a_run_is_never_overwritten_or_mixed_up(whole: Path, shards: Path, tmp_p
     assert all(before[path] == content for path, content in after.items())
 
 
+def test_weights_of_another_tokenizer_are_refused(whole: Path, text_file: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "bpe"
+    prepared = run_command(
+        "-m", "data.prepare", "data=text", f"path={text_file}", f"data.dir={folder}", "data.name=tiny",
+        "data.tokenizer={name: bpe, vocab_size: 280}",
+    )  # fmt: skip
+    assert prepared.returncode == 0, prepared.stderr
+    arguments = train_arguments(folder, tmp_path / "run", "model=diff", f"init_from={whole}")
+    arguments = [a.replace("data.tokenizer.name=bytes", "data.tokenizer.name=bpe") for a in arguments]
+    assert_one_line_error(run_command(*arguments), "trained with another tokenizer (bytes, 257 tokens)")
+    assert not (tmp_path / "run").exists()
+
+
 def test_an_indivisible_world_is_refused_once(shards: Path, tmp_path: Path) -> None:
     done = run_command(
         "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
