@@ -42,5 +42,5 @@ def test_every_option_of_a_group_is_named(group: str) -> None:
 def test_every_linked_file_exists() -> None:
     for document in ("README.md", "docs/METHODS.md", "docs/RESULTS.md", "docs/LOG.md"):
         folder = (ROOT / document).parent
-        for link in re.findall(r"\]\(([^)#]+?)\)", (ROOT / document).read_text()):
+        for link in re.findall(r"(?:\]\(|src=\")([^)#\"]+?)[)\"]", (ROOT / document).read_text()):
             assert link.startswith("http") or (folder / link).exists(), f"{document} links to {link}"
