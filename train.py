@@ -270,7 +270,9 @@ def refuse_other_tokenizer(run: Path, tokenizer: Tokenizer, shards: str) -> None
     theirs = load_tokenizer(run)
     if theirs.fingerprint != tokenizer.fingerprint:
         wrong = f"{run} was trained with another tokenizer ({theirs.name}, {theirs.vocab_size} tokens) than that of {shards}"
-        raise ValueError(f"{wrong} ({tokenizer.name}, {tokenizer.vocab_size}): use data prepared with the run's tokenizer")
+        raise ValueError(
+            f"{wrong} ({tokenizer.name}, {tokenizer.vocab_size}): use data prepared with the run's tokenizer"
+        )
 
 
 def refuse_other_config(run_dir: Path, ours: dict[str, Any]) -> None:

@@ -53,7 +53,10 @@ def make_run(tmp_path: Path, tokenizer: Tokenizer, shards: Path) -> Callable[...
         config = {"model": asdict(model.cfg), "data": described | data, "seed": seed, "steps": 4}
         (folder / "config.yaml").write_text(yaml.safe_dump(config))
         lines = [{"step": 0, "tokens": 0, "params": 20_000, "params_non_embedding": 12_000, "flops_per_token": 1e5}]
-        lines += [{"step": s, "tokens": 640 * s, "loss": 5.6 - s / 10, "tokens_per_s": 900.0} for s in range(1, 5)]
+        lines += [
+            {"step": s, "tokens": 640 * s, "loss": 5.6 - s / 10, "tokens_per_s": 900.0, "time_s": 0.7 * s}
+            for s in range(1, 5)
+        ]
         lines += [{"step": 4, "tokens": 2560, "val_loss": 5.3}]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         tokenizer.save(folder)
