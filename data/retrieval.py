@@ -3,7 +3,7 @@
 Two kinds of documents, in the shape of the multi-needle test of LWM and of the Differential Transformer paper
 (arXiv 2410.05258, section 3.3):
 
-- needle: text with N sentences "The magic number of Paris is 4817." at random depths, each asked for again at the end.
+- needle: text with N sentences "The magic number of Paris is 4817." at random depths, each asked for again after it.
 - dense: nothing but such sentences over a few cities, so that every repetition is a retrieval.
 
 Cities and numbers of the training documents never occur in evaluation and the other way round.
@@ -154,11 +154,15 @@ class RetrievalSource:
     def _needle(self, rng: np.random.Generator, index: int, seed: int) -> np.ndarray:
         fit = self.length // (3 * self.longest)  # a third of the window for the facts, a third for the questions
         facts = self.facts.draw(rng, int(rng.integers(1, min(self.cfg.needles, fit) + 1)))
-        asked = [token for i in rng.permutation(len(facts)) for token in facts[i].tokens]
-        room = self.length + 1 - len(asked) - sum(len(f.tokens) for f in facts) - 1
-        text = self.haystack.sample(index, seed)[:room]
+        room = self.length + 1 - 2 * sum(len(f.tokens) for f in facts) - 1
+        # Texts of all lengths, long ones more often: with the questions always at the window's end, a model learns to
+        # answer there and nowhere else.
+        text = self.haystack.sample(index, seed)[: int(room * rng.random() ** 0.5)]
         context, _ = hide(text, facts, rng.random(len(facts)), self.sentence_ends)
-        return np.array([self.tokenizer.eot, *context, *asked], dtype=np.int64)
+        tokens = [self.tokenizer.eot, *context]
+        while len(tokens) < self.length + 1:
+            tokens += [token for i in rng.permutation(len(facts)) for token in facts[i].tokens]
+        return np.array(tokens[: self.length + 1], dtype=np.int64)
 
 
 def needle_queries(
