@@ -77,6 +77,8 @@ def train(cfg: TrainConfig, world: World) -> None:
     if cfg.model.vocab_size < tokenizer.vocab_size:
         wrong = f"model.vocab_size={cfg.model.vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}"
         raise ValueError(f"{wrong}: leave it at 0")
+    if cfg.model.document_mask and cfg.model.eot is None:
+        cfg.model.eot = tokenizer.eot
     T = cfg.model.context
     batch = sequences_per_step(cfg, world)
     source = training_source(cfg, Windows(train_shards, T), tokenizer)
@@ -94,7 +96,7 @@ def train(cfg: TrainConfig, world: World) -> None:
     if cfg.compile if cfg.compile is not None else world.device.type == "cuda":
         net = torch.compile(net, dynamic=False)
     if world.size > 1:
-        net = DistributedDataParallel(net)
+        net = DistributedDataParallel(net, broadcast_buffers=False)  # all ranks make the same ones
 
     # ---------------------------------------- run directory: new, or continued
     run_dir = Path(cfg.run_dir or default_run_dir(cfg))
@@ -143,6 +145,7 @@ def train(cfg: TrainConfig, world: World) -> None:
 
         # one step: micro batches, clipping, optimizers
         lr = set_lr(optimizers, lr_factor(step, cfg.steps, cfg.optim))
+        model.set_step(step)
         torch.manual_seed(mix(cfg.seed, step, world.rank) >> 1)  # dropout is a function of the step: nothing to save
         loss = torch.zeros((), device=world.device)
         for micro in range(loader.micros):

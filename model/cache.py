@@ -1,5 +1,6 @@
 """Keys and values kept between decoding steps."""
 
+import torch
 from torch import Tensor
 
 
@@ -14,9 +15,15 @@ class KVCache:
         self.max_length = max_length
         self.length = 0
         self.slots: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self.tokens: Tensor | None = None  # (B, length), kept by `seen`
 
     def layer(self, index: int) -> "LayerCache":
         return LayerCache(self, index)
+
+    def seen(self, tokens: Tensor) -> Tensor:
+        """All token ids so far (B, length + T), `tokens` (B, T) being the new ones: what document masks are read off."""
+        self.tokens = tokens if self.tokens is None else torch.cat((self.tokens, tokens), dim=1)
+        return self.tokens
 
 
 class LayerCache:

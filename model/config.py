@@ -3,6 +3,9 @@
 from dataclasses import dataclass, field, replace
 
 from model.attention.diff import DiffConfig
+from model.attention.diff_v2 import DiffV2Config
+from model.attention.gated import GatedConfig
+from model.attention.integral import IntegralConfig
 from model.attention.introspective import IntrospectiveConfig
 
 
@@ -28,15 +31,24 @@ class DecoderConfig:
     match: str = "params"  # params | flops | none
     context: int = 256  # tokens
     vocab_size: int = 0  # 0: the tokenizer's, filled in by train.py
+    document_mask: bool = False  # a token sees only its own document; documents begin with the token `eot`
+    eot: int | None = None  # end-of-text token, the tokenizer's, filled in by train.py
     norm: str = "rmsnorm"  # rmsnorm | layernorm
+    norm_eps: float = 1e-5
     mlp: str = "swiglu"  # swiglu | gelu
-    position: str = "rope"  # rope | learned
+    position: str = "rope"  # rope | learned | none
     rope_theta: float = 10000.0
+    rope_layout: str = "half"  # half (Llama, GPT-NeoX) | interleaved (GPT-J, the published differential code)
+    window: int | None = None  # sliding window: a query sees the last `window` keys, itself included; None: all
     bias: bool = False
     tie: bool = True  # output head = token embedding
-    dropout: float = 0.0
-    backend: str = "auto"  # auto | math | sdpa
+    dropout: float = 0.0  # of the embedding and of what each sub-layer adds
+    attention_dropout: float = 0.0  # of the attention maps
+    backend: str = "auto"  # auto | math | sdpa | flex | fused, see model/attention/backends.py
     diff: DiffConfig = field(default_factory=DiffConfig)
+    diff_v2: DiffV2Config = field(default_factory=DiffV2Config)
+    gated: GatedConfig = field(default_factory=GatedConfig)
+    integral: IntegralConfig = field(default_factory=IntegralConfig)
     introspective: IntrospectiveConfig = field(default_factory=IntrospectiveConfig)
 
     def filled(self) -> "DecoderConfig":
@@ -56,8 +68,17 @@ class DecoderConfig:
         if self.n_head % n_kv_head:
             wrong = f"model.n_kv_head={n_kv_head} does not divide model.n_head={self.n_head}"
             raise ValueError(f"{wrong}: use model.n_kv_head={_nearest_divisor(self.n_head, n_kv_head)}")
+        if self.document_mask and self.eot is None:
+            raise ValueError("model.document_mask=true needs the token that begins a document: give model.eot=TOKEN_ID")
         if self.position == "rope" and head_dim % 2:
             raise ValueError(f"RoPE needs an even head width, not {head_dim}: change model.n_head or model.head_dim")
+        for name in ("dropout", "attention_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(
+                    f"model.{name}={getattr(self, name)} is not a probability below 1: use model.{name}=0.1"
+                )
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"model.window={self.window} shows a query nothing: use 1 or more, or null for no window")
         return replace(self, n_kv_head=n_kv_head, head_dim=head_dim)
 
 
@@ -65,8 +86,9 @@ CHOICES = {
     "match": ("params", "flops", "none"),
     "norm": ("rmsnorm", "layernorm"),
     "mlp": ("swiglu", "gelu"),
-    "position": ("rope", "learned"),
-    "backend": ("auto", "math", "sdpa"),
+    "position": ("rope", "learned", "none"),
+    "rope_layout": ("half", "interleaved"),
+    "backend": ("auto", "math", "sdpa", "flex", "fused"),
 }
 
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.attention import VARIANTS
-from model.attention.mask import CAUSAL, Mask
+from model.attention.mask import Mask
 from model.cache import KVCache, LayerCache
 from model.config import DecoderConfig
 from model.layers import MLPS, LayerNorm, RMSNorm, make_norm
@@ -20,9 +20,9 @@ class Block(nn.Module):
 
     def __init__(self, cfg: DecoderConfig, layer: int) -> None:
         super().__init__()
-        self.attention_norm = make_norm(cfg.norm, cfg.d_model, cfg.bias)
+        self.attention_norm = make_norm(cfg.norm, cfg.d_model, cfg.bias, cfg.norm_eps)
         self.attention = VARIANTS[layer_letter(cfg, layer)](cfg, layer)
-        self.mlp_norm = make_norm(cfg.norm, cfg.d_model, cfg.bias)
+        self.mlp_norm = make_norm(cfg.norm, cfg.d_model, cfg.bias, cfg.norm_eps)
         self.mlp = MLPS[cfg.mlp](cfg.d_model, cfg.d_ff, cfg.bias)
         self.dropout = nn.Dropout(cfg.dropout)
 
@@ -46,7 +46,7 @@ class Decoder(nn.Module):
         self.positions = nn.Embedding(cfg.context, cfg.d_model) if cfg.position == "learned" else None
         self.dropout = nn.Dropout(cfg.dropout)
         self.blocks = nn.ModuleList(Block(cfg, layer) for layer in range(cfg.n_layer))
-        self.norm = make_norm(cfg.norm, cfg.d_model, cfg.bias)
+        self.norm = make_norm(cfg.norm, cfg.d_model, cfg.bias, cfg.norm_eps)
         self.head = nn.Linear(cfg.d_model, cfg.vocab_size, bias=False)
         if cfg.tie:
             self.head.weight = self.embedding.weight
@@ -72,17 +72,32 @@ class Decoder(nn.Module):
             if hasattr(block.attention, "init_weights"):
                 block.attention.init_weights(_generator(seed, f"blocks.{layer}.attention"))
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
-        """tokens (B, T) -> logits (B, T, V), or the mean cross-entropy in nats where `targets` (B, T) are given."""
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        cache: KVCache | None = None,
+        documents: Tensor | None = None,
+        keys: Tensor | None = None,
+    ) -> Tensor:
+        """tokens (B, T) -> logits (B, T, V), or the mean cross-entropy in nats where `targets` (B, T) are given.
+
+        documents (B, S) and keys (B, S) are those of `Mask`, S counting the cached tokens; a target of -100 is not scored.
+        With `cfg.document_mask` the documents are read off the tokens.
+        """
         T, start = tokens.shape[1], cache.length if cache else 0
         x = self.embedding(tokens)  # (B, T, D)
         if self.positions is not None:
             self._refuse_beyond_context(start + T)
             x = x + self.positions.weight[start : start + T]
         x = self.dropout(x)
+        if self.cfg.document_mask and documents is None:
+            seen = cache.seen(tokens) if cache else tokens  # (B, S)
+            documents = (seen == self.cfg.eot).cumsum(1)
+        mask = Mask(window=self.cfg.window, documents=documents, keys=keys)
         rope = self._rope(start, T)
         for layer, block in enumerate(self.blocks):
-            x = block(x, rope, CAUSAL, cache.layer(layer) if cache else None)
+            x = block(x, rope, mask, cache.layer(layer) if cache else None)
         if cache:
             cache.length += T
         logits = self.head(self.norm(x))  # (B, T, V)
@@ -91,12 +106,12 @@ class Decoder(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
     def _rope(self, start: int, T: int) -> Rope | None:
-        if self.positions is not None:
+        if self.cfg.position != "rope":
             return None
         if start + T > self.cos.shape[0]:  # longer than trained: an evaluation's right
             table = rope_table(start + T, self.cfg.head_dim, self.cfg.rope_theta, self.cos.device)
             self.cos, self.sin = table
-        return self.cos[start : start + T], self.sin[start : start + T]
+        return Rope(self.cos[start : start + T], self.sin[start : start + T], self.cfg.rope_layout == "interleaved")
 
     def _refuse_beyond_context(self, length: int) -> None:
         if length > self.cfg.context:
@@ -111,15 +126,30 @@ class Decoder(nn.Module):
         temperature: float = 0.0,
         top_k: int | None = None,
         generator: torch.Generator | None = None,
+        keys: Tensor | None = None,
     ) -> Tensor:
-        """Continue tokens (B, T) to (B, T + max_new_tokens) with a KV cache; temperature 0 is greedy."""
+        """Continue tokens (B, T) to (B, T + max_new_tokens) with a KV cache; temperature 0 is greedy.
+
+        Prompts of several lengths are padded on the left, with keys (B, T) False there (not with learned positions, which
+        the padding would shift).
+        """
+        if keys is not None and self.positions is not None:
+            raise ValueError("left padding shifts learned positions: generate from prompts of one length")
         cache = KVCache(tokens.shape[1] + max_new_tokens)
         new = tokens
         for _ in range(max_new_tokens):
-            logits = self(new, cache=cache)[:, -1].float()  # (B, V)
+            logits = self(new, cache=cache, keys=keys)[:, -1].float()  # (B, V)
             new = _choose(logits, temperature, top_k, generator)
             tokens = torch.cat((tokens, new), dim=1)
+            if keys is not None:
+                keys = F.pad(keys, (0, 1), value=True)
         return tokens
+
+    def set_step(self, step: int) -> None:
+        """Training is about to take optimizer step `step`, counted from 0: what warms up in the blocks follows it."""
+        for block in self.blocks:
+            if hasattr(block.attention, "set_step"):
+                block.attention.set_step(step)
 
     def num_params(self, non_embedding: bool = True) -> int:
         """Number of parameters; without token and position embeddings and the output head by default."""
@@ -132,7 +162,8 @@ class Decoder(nn.Module):
 
         PaLM's convention (arXiv 2204.02311, appendix B): no discount for causality, embeddings free, the head counted.
         """
-        attention = 3 * sum(block.attention.flops(context or self.cfg.context) for block in self.blocks)
+        context = min(context or self.cfg.context, self.cfg.window or self.cfg.context)
+        attention = 3 * sum(block.attention.flops(context) for block in self.blocks)
         matrices = sum(p.numel() for p in self.blocks.parameters() if p.dim() >= 2) + self.head.weight.numel()
         return {"total": 6 * matrices + attention, "attention": attention}
 
@@ -174,7 +205,7 @@ def _budget(cfg: DecoderConfig) -> int:
     if cfg.match == "params":
         return sum(p.numel() for part in parts for p in part.parameters())
     matrices = sum(p.numel() for part in parts for p in part.parameters() if p.dim() >= 2)
-    return 6 * matrices + 3 * sum(part.flops(cfg.context) for part in parts)
+    return 6 * matrices + 3 * sum(part.flops(min(cfg.context, cfg.window or cfg.context)) for part in parts)
 
 
 def _generator(seed: int, name: str) -> torch.Generator:

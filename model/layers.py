@@ -6,27 +6,33 @@ from torch import Tensor, nn
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension, computed in float32 or better (Zhang & Sennrich, arXiv 1910.07467)."""
+    """x / rms(x) * weight over the last dimension, computed in float32 or better (Zhang & Sennrich, arXiv 1910.07467).
 
-    def __init__(self, width: int, eps: float = 1e-5) -> None:
+    affine False leaves the weight out.
+    """
+
+    def __init__(self, width: int, eps: float = 1e-5, affine: bool = True) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
+        self.width, self.eps = width, eps
+        self.weight = nn.Parameter(torch.ones(width)) if affine else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.to(self.weight.dtype), self.weight.shape, self.weight, self.eps).to(x.dtype)
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        weight = None if self.weight is None else self.weight.to(dtype)
+        return F.rms_norm(x.to(dtype), (self.width,), weight, self.eps).to(x.dtype)
 
 
 class LayerNorm(nn.Module):
     """LayerNorm with an optional bias, as GPT-2 has it."""
 
-    def __init__(self, width: int, bias: bool) -> None:
+    def __init__(self, width: int, bias: bool, eps: float = 1e-5) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
         self.bias = nn.Parameter(torch.zeros(width)) if bias else None
+        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x.to(self.weight.dtype), self.weight.shape, self.weight, self.bias, 1e-5).to(x.dtype)
+        return F.layer_norm(x.to(self.weight.dtype), self.weight.shape, self.weight, self.bias, self.eps).to(x.dtype)
 
 
 class SwiGLU(nn.Module):
@@ -57,6 +63,6 @@ class GeluMLP(nn.Module):
 MLPS = {"swiglu": SwiGLU, "gelu": GeluMLP}
 
 
-def make_norm(kind: str, width: int, bias: bool) -> nn.Module:
+def make_norm(kind: str, width: int, bias: bool, eps: float) -> nn.Module:
     """The norm named by `DecoderConfig.norm`."""
-    return RMSNorm(width) if kind == "rmsnorm" else LayerNorm(width, bias)
+    return RMSNorm(width, eps) if kind == "rmsnorm" else LayerNorm(width, bias, eps)

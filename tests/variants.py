@@ -2,6 +2,10 @@
 
 import torch
 
+from model.attention.diff import DiffConfig
+from model.attention.diff_v2 import DiffV2Config
+from model.attention.gated import GatedConfig
+from model.attention.integral import IntegralConfig
 from model.attention.introspective import IntrospectiveConfig
 from model.config import DecoderConfig
 from model.decoder import Decoder
@@ -11,11 +15,23 @@ def _introspective(**options: object) -> dict:
     return {"layers": "i", "introspective": IntrospectiveConfig(**options)}
 
 
+def _diff(**options: object) -> dict:
+    return {"layers": "d", "diff": DiffConfig(**options)}
+
+
 VARIANTS: dict[str, dict] = {
     "baseline": {"layers": "b"},
     "gpt2": {"layers": "b", "norm": "layernorm", "mlp": "gelu", "position": "learned", "match": "none"},
+    "interleaved": {"layers": "b", "rope_layout": "interleaved", "bias": True},
     "diff": {"layers": "d"},
+    "diff_biased": {"layers": "d", "rope_layout": "interleaved", "bias": True},
+    "diff_double": _diff(heads="double", lambda_form="dual_scalar", head_norm="none", qk_norm=True),
+    "diff_plain": _diff(lambda_form="fixed", lambda_init=0.5, head_norm="plain", scale_norm=True),
+    "diff_v2": {"layers": "v"},
+    "diff_v2_biased": {"layers": "v", "diff_v2": DiffV2Config(lambda_bias=-4.0), "rope_layout": "interleaved"},
     "gated": {"layers": "g"},
+    "gated_elementwise": {"layers": "g", "gated": GatedConfig(gate="elementwise")},
+    "integral": {"layers": "n", "integral": IntegralConfig(signals=2)},
     "hybrid": {"layers": "bd"},
     "introspective": _introspective(),
     "introspective_kva": _introspective(memory="kva", path_weight="softmax_input"),
@@ -25,6 +41,9 @@ VARIANTS: dict[str, dict] = {
         **_introspective(mode="sequence", heads=16, path_weight="sigmoid"),
     },
     "introspective_sequence": _introspective(mode="sequence", path_weight="literal"),
+    "introspective_earlier_paths": _introspective(mode="sequence", own_path=False, alpha=False, path_weight="sigmoid"),
+    "introspective_two_paths": _introspective(paths=2, alpha=False, memory="kva", path_weight="softmax_input"),
+    "introspective_one_path": _introspective(paths=1, path_weight="sigmoid"),
 }
 
 

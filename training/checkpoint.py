@@ -119,12 +119,27 @@ def _config_from(values: dict[str, Any]) -> DecoderConfig:
     return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(DecoderConfig), values))
 
 
+# What the weights do not depend on: init_from may change it, to lengthen the context or warm lambda up again.
+FREE = (
+    "backend", "dropout", "attention_dropout", "match", "baseline_d_ff", "context", "rope_theta", "window",
+    "document_mask", "eot", "diff.lambda_warmup",
+)  # fmt: skip
+
+
 def _refuse_other_model(folder: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
-    free = {"backend", "dropout", "match", "baseline_d_ff"}  # not a property of the weights
-    differ = [key for key in ours if key not in free and theirs.get(key) != ours[key]]
+    theirs, ours = _flat(asdict(_config_from(theirs))), _flat(ours)
+    free = [key for key in FREE if key != "context" or ours["position"] != "learned"]
+    differ = [key for key in ours if key not in free and theirs[key] != ours[key]]
     if differ:
-        what = ", ".join(f"{key} ({theirs.get(key)} there, {ours[key]} here)" for key in differ[:4])
+        what = ", ".join(f"{key} ({theirs[key]} there, {ours[key]} here)" for key in differ[:4])
         raise ValueError(f"{folder} holds another architecture: {what}: use the same model= and size= overrides")
+
+
+def _flat(config: dict[str, Any]) -> dict[str, Any]:
+    """{"diff": {"heads": 1}} -> {"diff.heads": 1}."""
+    nested = {key: value for key, value in config.items() if isinstance(value, dict)}
+    inner = {f"{group}.{key}": value for group, part in nested.items() for key, value in part.items()}
+    return {key: value for key, value in config.items() if key not in nested} | inner
 
 
 def _read(folder: Path, name: str, state: dict[str, Any]) -> dict[str, torch.Tensor]:

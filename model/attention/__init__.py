@@ -7,12 +7,16 @@ A new variant is a file here, a line below, and `configs/model/NAME.yaml`. Its c
 
 from model.attention.baseline import Attention
 from model.attention.diff import DiffAttention
+from model.attention.diff_v2 import DiffV2Attention
 from model.attention.gated import GatedAttention
+from model.attention.integral import IntegralAttention
 from model.attention.introspective import Introspective
 
 VARIANTS = {
     "b": Attention,
     "d": DiffAttention,
+    "v": DiffV2Attention,
     "g": GatedAttention,
+    "n": IntegralAttention,
     "i": Introspective,
 }

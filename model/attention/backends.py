@@ -6,14 +6,21 @@ v (B, Hkv, S, dv) with H a multiple of Hkv and dv free. Backends:
 
 - math: the N x N formulas of reference.py, any shape and device.
 - sdpa: torch's fused scaled_dot_product_attention.
-- auto: sdpa. On a CPU it beat math at every length measured; on CUDA it dispatches to flash attention.
+- flex: torch's FlexAttention, which skips blocks that windows and documents hide. CUDA; on a CPU forward only.
+- fused: our Triton kernel for `attend_diff`, both maps in one pass (kernels/diff.py). CUDA. Plain softmax attention is
+  fused in sdpa already and goes there.
+- auto: sdpa. On a CPU it beat math at every length measured (docs/results/bench_attention_cpu.json); on CUDA it
+  dispatches to flash attention, and flex and fused wait for a measurement there before they are chosen for anybody.
 """
+
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from model.attention import probe, reference
+from model.attention.kernels import unavailable
 from model.attention.mask import Mask
 
 # Keys up to which the CPU kernel is faster in float32 than in bfloat16, forward and backward, in spite of the conversion
@@ -21,36 +28,64 @@ from model.attention.mask import Mask
 SHORT = 512
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, backend: str = "auto") -> Tensor:
-    """softmax(q k' / sqrt(d)) v: (B, H, T, d) -> (B, H, T, dv)."""
-    k, v = _repeat(k, q.shape[1]), _repeat(v, q.shape[1])
+def check_backend(backend: str, d: int, dv: int, dropout: float, maps: int = 1) -> None:
+    """ValueError unless `backend` can serve heads of width d with values of width dv; maps: 2 for a difference of maps."""
+    if dropout and backend in ("flex", "fused"):
+        raise ValueError(
+            f"backend={backend} has no attention dropout: use model.backend=sdpa or model.attention_dropout=0"
+        )
+    if backend == "fused" and maps == 2 and (why := unavailable(d, dv)):
+        raise ValueError(why)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, backend: str = "auto", dropout: float = 0.0) -> Tensor:
+    """softmax(q k' / sqrt(d)) v: (B, H, T, d) -> (B, H, T, dv). dropout: of the map's weights."""
+    mask.check(q.shape[0], k.shape[-2])
     if probe.active is not None:
-        probe.active.record(_probe_rows(q, k, mask))
+        probe.active.record(_probe_rows(q, _repeat(k, q.shape[1]), mask))
+    if backend == "flex":
+        return _flex(q, k, v, mask)
+    k, v = _repeat(k, q.shape[1]), _repeat(v, q.shape[1])
     if backend == "math":
-        return reference.attend(q, k, v, _see(mask, q, k))
-    return _sdpa(q, k, v, mask)
+        return reference.attend(q, k, v, _see(mask, q, k), dropout)
+    return _sdpa(q, k, v, mask, dropout=dropout)
 
 
-def attend_diff(q: Tensor, k: Tensor, v: Tensor, lam: Tensor, mask: Mask, backend: str = "auto") -> Tensor:
+def attend_diff(
+    q: Tensor, k: Tensor, v: Tensor, lam: Tensor, mask: Mask, backend: str = "auto", dropout: float = 0.0
+) -> Tensor:
     """(softmax(q1 k1' / sqrt(d)) - lam softmax(q2 k2' / sqrt(d))) v, the difference of two maps per head.
 
     q (B, h, 2, T, d); k (B, hkv, 2, S, d), or (B, hkv, 1, S, d) where both maps share their keys; v (B, hkv, S, dv);
-    lam broadcasts to (B, h, T, 1). Returns (B, h, T, dv). Differential Transformer, arXiv 2410.05258, equation 1.
+    lam broadcasts to (B, h, T, 1). dropout falls on each map by itself. Returns (B, h, T, dv). Differential Transformer,
+    arXiv 2410.05258, equation 1.
     """
     h = q.shape[1]
-    k, v = _repeat(k, h).expand(-1, -1, 2, -1, -1), _repeat(v, h)  # (B, h, 2, S, d), (B, h, S, dv)
+    mask.check(q.shape[0], k.shape[-2])
     if probe.active is not None:
-        first, second = _probe_rows(q, k, mask).unbind(2)  # (B, h, R, S) each
+        first, second = _probe_rows(q, _repeat(k, h).expand(-1, -1, 2, -1, -1), mask).unbind(2)  # (B, h, R, S) each
         probe.active.record(first - _lambda_rows(lam, k.shape[-2]) * second)
+    if backend == "fused":
+        from model.attention.kernels.diff import attend_diff as fused
+
+        return fused(q, k, v, lam, mask)
+    if backend == "flex":
+        first, second = (_flex(q[:, :, c], k[:, :, c if k.shape[2] == 2 else 0], v, mask) for c in (0, 1))
+        return _subtract(first, lam, second)
+    k, v = _repeat(k, h).expand(-1, -1, 2, -1, -1), _repeat(v, h)  # (B, h, 2, S, d), (B, h, S, dv)
     if backend == "math":
-        return reference.attend_diff(q, k, v, lam, _see(mask, q, k))
+        return reference.attend_diff(q, k, v, lam, _see(mask, q, k), dropout)
     # One call over 2h heads, q and k zero-padded to the width of v: two calls with dv > d leave SDPA's fast CPU kernel.
-    both = _sdpa(q.flatten(1, 2), k.flatten(1, 2), v.repeat_interleave(2, dim=1), mask)  # (B, 2h, T, dv)
+    both = _sdpa(
+        q.flatten(1, 2), k.flatten(1, 2), v.repeat_interleave(2, dim=1), mask, dropout=dropout
+    )  # (B, 2h, T, dv)
     first, second = both.unflatten(1, (h, 2)).unbind(2)
-    return first - lam.to(first.dtype) * second
+    return _subtract(first, lam, second)
 
 
-def attend_union(q: Tensor, keys: list[Tensor], values: list[Tensor], mask: Mask, backend: str = "auto") -> Tensor:
+def attend_union(
+    q: Tensor, keys: list[Tensor], values: list[Tensor], mask: Mask, backend: str = "auto", dropout: float = 0.0
+) -> Tensor:
     """One softmax over the union of several key sets, each with its own positions 0..S-1: (B, H, T, dv).
 
     keys[j] (B, Hkv, S, d) and values[j] (B, Hkv, S, dv) all have the same shape; query t sees position s of every set by
@@ -58,36 +93,97 @@ def attend_union(q: Tensor, keys: list[Tensor], values: list[Tensor], mask: Mask
     """
     n, T, S = len(keys), q.shape[-2], keys[0].shape[-2]
     if n == 1:
-        return attend(q, keys[0], values[0], mask, backend)
-    keys, values = [_repeat(k, q.shape[1]) for k in keys], [_repeat(v, q.shape[1]) for v in values]
+        return attend(q, keys[0], values[0], mask, backend, dropout)
+    mask.check(q.shape[0], S)
     if probe.active is not None:
-        rows = _probe_rows(q, torch.cat(keys, dim=-2), mask, sets=n)  # (B, H, R, n S)
+        rows = _probe_rows(q, _repeat(torch.cat(keys, dim=-2), q.shape[1]), mask, sets=n)  # (B, H, R, n S)
         probe.active.record(rows.unflatten(-1, (n, S)).sum(-2))
+    if backend == "flex":
+        return _flex(q, torch.cat(keys, dim=-2), torch.cat(values, dim=-2), mask, sets=n)
+    keys, values = [_repeat(k, q.shape[1]) for k in keys], [_repeat(v, q.shape[1]) for v in values]
     if backend == "math":
-        return reference.attend_union(q, keys, values, _see(mask, q, keys[0]))
-    if q.device.type == "cpu" and mask.plain and T == S:
+        return reference.attend_union(q, keys, values, _see(mask, q, keys[0]), dropout)
+    half = q.dtype in (torch.bfloat16, torch.float16)
+    if mask.plain and T == S and not dropout and (q.device.type == "cpu" or half):
         width = values[0].shape[-1]
-        padded = [_widen(x, max(q.shape[-1], width)) for x in (q, *keys, *values)]
-        return _UnionOnCPU.apply(q.shape[-1] ** -0.5, *padded)[..., :width]
+        widest = -(-max(q.shape[-1], width) // 8) * 8  # CUDA's flash kernel wants multiples of 8
+        padded = [_widen(x, widest) for x in (q, *keys, *values)]
+        return _Union.apply(q.shape[-1] ** -0.5, *padded)[..., :width]
     see = _see(mask, q, keys[0]).repeat(1, 1, 1, n)
-    return _sdpa(q, torch.cat(keys, dim=-2), torch.cat(values, dim=-2), mask, see)
+    return _sdpa(q, torch.cat(keys, dim=-2), torch.cat(values, dim=-2), mask, see, dropout)
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask, see: Tensor | None = None) -> Tensor:
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask, see: Tensor | None = None, dropout: float = 0.0) -> Tensor:
     """torch's fused kernel, all widths zero-padded to the widest; `see` stands for the mask's own dense form."""
     T, S, scale, width = q.shape[-2], k.shape[-2], q.shape[-1] ** -0.5, v.shape[-1]
     if q.device.type == "cpu" and q.dtype == torch.bfloat16 and S <= SHORT:
         with torch.autocast("cpu", enabled=False):
-            return _sdpa(q.float(), k.float(), v.float(), mask, see).to(q.dtype)
+            return _sdpa(q.float(), k.float(), v.float(), mask, see, dropout).to(q.dtype)
     widest = max(q.shape[-1], width)
     q, k, v = _widen(q, widest), _widen(k, widest), _widen(v, widest)
+    options = {"scale": scale, "dropout_p": dropout}
     if see is None and (mask.empty or (mask.plain and T in (S, 1))):  # one query at the end sees every key
         causal = mask.causal and T > 1
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)[..., :width]
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, **options)[..., :width]
     see = _see(mask, q, k) if see is None else see  # (1 or B, 1, T, S)
     blind = ~see.any(-1, keepdim=True)  # as in reference.weights
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=see | blind, scale=scale)[..., :width]
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=see | blind, **options)[..., :width]
     return out.masked_fill(blind, 0.0)
+
+
+def _subtract(first: Tensor, lam: Tensor, second: Tensor) -> Tensor:
+    """first - lam second, lam (..., T or 1, 1) or () not rounded to the maps' precision."""
+    return (first - lam.view(lam.shape or (1, 1)) * second).to(first.dtype)
+
+
+def _flex(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sets: int = 1) -> Tensor:
+    """FlexAttention, key and value heads shared inside the kernel; `sets` key sets stand side by side in k and v."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    if q.device.type == "cpu":
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+            raise ValueError("backend=flex has no backward on a CPU: use model.backend=sdpa")
+        q, k, v = q.detach(), k.detach(), v.detach()  # it refuses leaves that want a gradient even where none is kept
+    T, S = q.shape[-2], k.shape[-2] // sets
+    if mask.documents is None and mask.keys is None:
+        blocks = _static_blocks(mask.causal, mask.window, T, S, sets, q.device)
+    else:
+        blocks = _blocks(mask, q.shape[0], T, S, sets, q.device)
+    kernel = flex_attention if q.device.type == "cpu" else _compiled_flex()
+    out = kernel(q, k, v, block_mask=blocks, scale=q.shape[-1] ** -0.5, enable_gqa=q.shape[1] != k.shape[1])
+    if mask.keys is None:
+        return out
+    return out.masked_fill(~_see(mask, q, k[..., :S, :]).any(-1, keepdim=True), 0.0)  # rows that see nothing
+
+
+@lru_cache(maxsize=64)
+def _static_blocks(causal: bool, window: int | None, T: int, S: int, sets: int, device: torch.device) -> object:
+    return _blocks(Mask(causal, window), None, T, S, sets, device)
+
+
+def _blocks(mask: Mask, B: int | None, T: int, S: int, sets: int, device: torch.device) -> object:
+    """FlexAttention's BlockMask for the last T of S positions: a set's position s is key index j S + s."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        t, s = i + (S - T), j % S
+        see = s <= t if mask.causal else s == s
+        if mask.window is not None:
+            see = see & ((s - t).abs() < mask.window)
+        if mask.documents is not None:
+            see = see & (mask.documents[b, t] == mask.documents[b, s])
+        if mask.keys is not None:
+            see = see & mask.keys[b, s]
+        return see
+
+    return create_block_mask(visible, B, None, T, S * sets, device=device)
+
+
+@lru_cache(maxsize=1)
+def _compiled_flex() -> object:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False)
 
 
 def _see(mask: Mask, q: Tensor, k: Tensor) -> Tensor:
@@ -116,7 +212,7 @@ def _widen(x: Tensor, width: int) -> Tensor:
     return x if x.shape[-1] >= width else F.pad(x, (0, width - x.shape[-1]))
 
 
-class _UnionOnCPU(torch.autograd.Function):
+class _Union(torch.autograd.Function):
     """Causal attention over several key sets as a log-sum-exp merge of one flash call per set.
 
     With lse the log-sum-exp over all sets and out the merged output, the probabilities of set j are
@@ -126,8 +222,7 @@ class _UnionOnCPU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, scale: float, q: Tensor, *sets: Tensor) -> Tensor:  # noqa: ANN001
         keys, values = sets[: len(sets) // 2], sets[len(sets) // 2 :]
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        parts = [flash(q, k, v, 0.0, True, scale=scale) for k, v in zip(keys, values, strict=True)]
+        parts = [_flash(q, k, v, scale) for k, v in zip(keys, values, strict=True)]
         lses = torch.stack([lse for _, lse in parts])  # (n, B, H, T) float32
         lse = lses.logsumexp(0)
         shares = (lses - lse).exp().unsqueeze(-1)  # (n, B, H, T, 1)
@@ -140,8 +235,29 @@ class _UnionOnCPU(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN001
         q, *sets, out, lse = ctx.saved_tensors
         keys, values = sets[: len(sets) // 2], sets[len(sets) // 2 :]
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        lse = lse.transpose(1, 2).contiguous().transpose(1, 2)  # the layout the forward op returns
-        grads = [flash(grad, q, k, v, out, lse, 0.0, True, scale=ctx.scale) for k, v in zip(keys, values, strict=True)]
+        grads = [_flash_backward(grad, q, k, v, out, lse, ctx.scale) for k, v in zip(keys, values, strict=True)]
         dq, dk, dv = zip(*grads, strict=True)
         return None, sum(dq), *dk, *dv
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Causal flash attention and the log-sum-exp (B, H, T) of its rows."""
+    if q.device.type == "cpu":
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=scale)
+    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, scale=scale)[:2]
+
+
+def _flash_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v, given an output and a log-sum-exp that may come from more keys than these."""
+    aten = torch.ops.aten
+    if q.device.type == "cpu":
+        lse = lse.transpose(1, 2).contiguous().transpose(1, 2)  # the layout the forward op returns
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, lse, 0.0, True, scale=scale
+        )
+    seed = torch.zeros((), dtype=torch.uint64, device=q.device)  # of the dropout that there is none of
+    return aten._scaled_dot_product_flash_attention_backward(
+        grad, q, k, v, out, lse, None, None, q.shape[-2], k.shape[-2], 0.0, True, seed, seed, scale=scale
+    )

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from model.attention.backends import attend
+from model.attention.backends import attend, check_backend
 from model.attention.mask import Mask
 from model.cache import LayerCache
 from model.rotary import Rope, rotate
@@ -18,7 +18,9 @@ class Attention(nn.Module):
 
     def __init__(self, cfg: "DecoderConfig", layer: int) -> None:
         super().__init__()
-        self.heads, self.kv_heads, self.width, self.backend = cfg.n_head, cfg.n_kv_head, cfg.head_dim, cfg.backend
+        self.heads, self.kv_heads, self.width = cfg.n_head, cfg.n_kv_head, cfg.head_dim
+        self.backend, self.dropout = cfg.backend, cfg.attention_dropout
+        check_backend(cfg.backend, self.width, self.width, cfg.attention_dropout)
         self.q = nn.Linear(cfg.d_model, self.heads * self.width, bias=cfg.bias)
         self.k = nn.Linear(cfg.d_model, self.kv_heads * self.width, bias=cfg.bias)
         self.v = nn.Linear(cfg.d_model, self.kv_heads * self.width, bias=cfg.bias)
@@ -34,7 +36,7 @@ class Attention(nn.Module):
         q, k = rotate(q, rope), rotate(k, rope)  # (B, H, T, d), (B, Hkv, T, d)
         if cache is not None:
             k, v = cache.append(k, v)
-        return attend(q, k, v, mask, self.backend)
+        return attend(q, k, v, mask, self.backend, self.dropout if self.training else 0.0)
 
     def flops(self, context: int) -> int:
         """Forward FLOPs per token of the products with the T x T maps (q k' and its product with v)."""

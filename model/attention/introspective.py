@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.attention.backends import attend, attend_union
+from model.attention.backends import attend, attend_union, check_backend
 from model.attention.mask import Mask
 from model.cache import LayerCache
 from model.layers import RMSNorm
@@ -27,15 +27,18 @@ class IntrospectiveConfig:
     mode: `feature` (path i's keys and values are corrected by what earlier paths computed for the same token) or
     `sequence` (path i attends over the keys of all paths j <= i). heads: per path, None is n_head / 2; the value width is
     d_model / heads, so that a path's output has the width of X, as the formula's sum needs. memory: what of an earlier
-    path the feature mode concatenates, of k (keys), v (values), a (output). path_weight: how lambda is made, see
-    `Introspective.weights`.
+    path the feature mode concatenates, of k (keys), v (values), a (output). own_path: whether path i > 0 of the sequence
+    mode also sees its own keys (the published code) or only those of the paths before it (the published text).
+    path_weight: how lambda is made, see `Introspective.weights`. alpha: whether the learned alpha X is added.
     """
 
     mode: str = "feature"  # feature | sequence
     paths: int = 3
     heads: int | None = None
     memory: str = "ka"  # ka | kv | kva
+    own_path: bool = True
     path_weight: str = "affine"  # affine | literal | sigmoid | softmax_input
+    alpha: bool = True
 
 
 CHOICES = {
@@ -57,24 +60,29 @@ class Introspective(nn.Module):
     def __init__(self, cfg: "DecoderConfig", layer: int) -> None:
         super().__init__()
         opt = cfg.introspective
-        self.mode, self.memory, self.path_weight, self.paths = opt.mode, opt.memory, opt.path_weight, opt.paths
+        self.mode, self.memory, self.own_path = opt.mode, opt.memory, opt.own_path
+        self.path_weight, self.paths = opt.path_weight, opt.paths
         self.heads = opt.heads or max(1, cfg.n_head // 2)
         self.kv_heads = max(1, self.heads * cfg.n_kv_head // cfg.n_head)
-        self.width, self.value_width, self.backend = cfg.head_dim, cfg.d_model // self.heads, cfg.backend
+        self.width, self.value_width = cfg.head_dim, cfg.d_model // self.heads
+        self.backend, self.dropout = cfg.backend, cfg.attention_dropout
         _check(cfg, self.heads)
+        check_backend(cfg.backend, self.width, self.value_width, cfg.attention_dropout)
         q_width, k_width = self.heads * self.width, self.kv_heads * self.width
         self.q = nn.ModuleList(nn.Linear(cfg.d_model, q_width, bias=cfg.bias) for _ in range(self.paths))
-        self.k = nn.ModuleList(nn.Linear(cfg.d_model, k_width, bias=cfg.bias) for _ in range(self.paths))
+        # Without its own keys in view, nobody would look at the last path's.
+        sets = self.paths if self.mode == "feature" or self.own_path else max(1, self.paths - 1)
+        self.k = nn.ModuleList(nn.Linear(cfg.d_model, k_width, bias=cfg.bias) for _ in range(sets))
         self.v = nn.ModuleList(
-            nn.Linear(cfg.d_model, self.kv_heads * self.value_width, bias=cfg.bias) for _ in range(self.paths)
+            nn.Linear(cfg.d_model, self.kv_heads * self.value_width, bias=cfg.bias) for _ in range(sets)
         )
-        self.path_norms = nn.ModuleList(RMSNorm(cfg.d_model) for _ in range(self.paths))
+        self.path_norms = nn.ModuleList(RMSNorm(cfg.d_model, cfg.norm_eps) for _ in range(self.paths))
         if self.mode == "feature":
             self.memory_k = self._memory_projections(self.width)
             self.memory_v = self._memory_projections(self.value_width)
         self._make_path_weight(cfg.d_model)
-        self.alpha = nn.Parameter(torch.ones(()))
-        self.norm = RMSNorm(cfg.d_model)
+        self.alpha = nn.Parameter(torch.ones(())) if opt.alpha else None
+        self.norm = RMSNorm(cfg.d_model, cfg.norm_eps)
         self.out = nn.Linear(cfg.d_model, cfg.d_model, bias=cfg.bias)
 
     def _memory_projections(self, width: int) -> nn.ParameterList:
@@ -128,12 +136,11 @@ class Introspective(nn.Module):
         )
         lam = self.weights(x)  # (P,) or (B, T, P)
         mixed = sum(lam[..., i, None] * a for i, a in enumerate(outputs))  # (B, T, D)
-        return self.out(self.norm(mixed + self.alpha * x))
+        return self.out(self.norm(mixed if self.alpha is None else mixed + self.alpha * x))
 
-    def _project(self, x: Tensor, i: int) -> tuple[Tensor, Tensor, Tensor]:
-        """q (B, h, T, d), k (B, hkv, T, d), v (B, hkv, T, dv) of path i, before RoPE."""
-        q, k = (p[i](x).unflatten(-1, (-1, self.width)).transpose(1, 2) for p in (self.q, self.k))
-        return q, k, self.v[i](x).unflatten(-1, (-1, self.value_width)).transpose(1, 2)
+    def _heads(self, projections: nn.ModuleList, x: Tensor, i: int, width: int) -> Tensor:
+        """Path i's queries, keys or values, (B, heads, T, width), before RoPE."""
+        return projections[i](x).unflatten(-1, (-1, width)).transpose(1, 2)
 
     def _merge(self, heads: Tensor, i: int) -> Tensor:
         """A_i (B, T, D) from the heads (B, h, T, dv) of path i."""
@@ -143,7 +150,8 @@ class Introspective(nn.Module):
         memory: list[Tensor] = []  # of the paths so far, each (B, hkv, T, m)
         outputs = []
         for i in range(self.paths):
-            q, k, v = self._project(x, i)
+            q, k = self._heads(self.q, x, i, self.width), self._heads(self.k, x, i, self.width)
+            v = self._heads(self.v, x, i, self.value_width)
             own = {"k": k, "v": v}
             if memory:
                 m = torch.cat(memory, dim=-1)  # (B, hkv, T, m_i)
@@ -151,7 +159,8 @@ class Introspective(nn.Module):
             q, k = rotate(q, rope), rotate(k, rope)
             if cache is not None:
                 k, v = cache.append(k, v, slot=i)
-            outputs.append(self._merge(attend(q, k, v, mask, self.backend), i))
+            dropout = self.dropout if self.training else 0.0
+            outputs.append(self._merge(attend(q, k, v, mask, self.backend, dropout), i))
             own["a"] = outputs[-1].unflatten(-1, (self.kv_heads, -1)).transpose(1, 2)  # (B, hkv, T, group dv)
             memory += [own[part].to(q.dtype) for part in self.memory]
         return outputs
@@ -159,18 +168,23 @@ class Introspective(nn.Module):
     def _sequence(self, x: Tensor, rope: Rope | None, mask: Mask, cache: LayerCache | None) -> list[Tensor]:
         keys, values, outputs = [], [], []
         for i in range(self.paths):
-            q, k, v = self._project(x, i)
-            q, k = rotate(q, rope), rotate(k, rope)
-            if cache is not None:
-                k, v = cache.append(k, v, slot=i)
-            keys.append(k)
-            values.append(v)
-            outputs.append(self._merge(attend_union(q, keys, values, mask, self.backend), i))
+            q = rotate(self._heads(self.q, x, i, self.width), rope)
+            if i < len(self.k):
+                k, v = rotate(self._heads(self.k, x, i, self.width), rope), self._heads(self.v, x, i, self.value_width)
+                k, v = (k, v) if cache is None else cache.append(k, v, slot=i)
+                keys.append(k)
+                values.append(v)
+            seen = i + 1 if self.own_path or i == 0 else i
+            dropout = self.dropout if self.training else 0.0
+            heads = attend_union(q, keys[:seen], values[:seen], mask, self.backend, dropout)
+            outputs.append(self._merge(heads, i))
         return outputs
 
     def flops(self, context: int) -> int:
         """Forward FLOPs per token of the products with the T x T maps; path i of the sequence mode meets i + 1 key sets."""
-        maps = self.paths if self.mode == "feature" else self.paths * (self.paths + 1) // 2
+        maps = self.paths
+        if self.mode == "sequence":
+            maps += sum(range(self.paths)) - (0 if self.own_path else self.paths - 1)
         return 2 * context * maps * self.heads * (self.width + self.value_width)
 
 
@@ -193,6 +207,6 @@ def _check(cfg: "DecoderConfig", heads: int) -> None:
     if cfg.d_model % heads:
         wrong = f"{heads} heads per path do not divide d_model={cfg.d_model}"
         raise ValueError(f"{wrong}: use model.introspective.heads={max(1, cfg.n_head // 2)} or another divisor")
-    if heads * cfg.n_kv_head % cfg.n_head:
+    if heads * cfg.n_kv_head % cfg.n_head and cfg.n_kv_head > 1:
         wrong = f"{heads} heads per path cannot share keys in the ratio {cfg.n_head}:{cfg.n_kv_head}"
         raise ValueError(f"{wrong}: use model.n_kv_head=null or model.introspective.heads={cfg.n_head}")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Mask:
     """Visibility of S keys to the queries at their last T positions (T < S when earlier keys come from a cache).
 
@@ -19,6 +19,23 @@ class Mask:
     window: int | None = None
     documents: Tensor | None = None
     keys: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"a window of {self.window} shows a query nothing: use window=1 or more, or None")
+        if self.keys is not None and (self.keys.dim() != 2 or self.keys.dtype != torch.bool):
+            wrong = f"mask keys are {self.keys.dtype} {tuple(self.keys.shape)}"
+            raise ValueError(f"{wrong}: give bool (B, S), True where a key may be seen, as in keys=tokens != pad")
+        if self.documents is not None and (self.documents.dim() != 2 or self.documents.is_floating_point()):
+            wrong = f"mask documents are {self.documents.dtype} {tuple(self.documents.shape)}"
+            raise ValueError(f"{wrong}: give integers (B, S), as in documents=(tokens == eot).cumsum(1)")
+
+    def check(self, B: int, S: int) -> None:
+        """ValueError unless the mask fits a batch of B sequences with S keys each."""
+        for name, ids in (("documents", self.documents), ("keys", self.keys)):
+            if ids is not None and ids.shape != (B, S):
+                wrong = f"mask {name} have the shape {tuple(ids.shape)}, but there are {B} sequences of {S} keys"
+                raise ValueError(f"{wrong}: give one entry per key, cached ones included")
 
     @property
     def plain(self) -> bool:

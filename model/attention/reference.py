@@ -4,6 +4,7 @@ Shapes as in backends.py, key/value heads already repeated to the number of quer
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -19,17 +20,17 @@ def weights(q: Tensor, k: Tensor, see: Tensor) -> Tensor:
     return scores.masked_fill(~(see | blind), float("-inf")).softmax(-1).masked_fill(blind, 0.0)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, see: Tensor) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, see: Tensor, dropout: float = 0.0) -> Tensor:
     """Softmax attention: q (B, H, T, d), k (B, H, S, d), v (B, H, S, dv), see (1 or B, 1, T, S) -> (B, H, T, dv)."""
-    return weights(q, k, see).to(v.dtype) @ v
+    return F.dropout(weights(q, k, see), dropout).to(v.dtype) @ v
 
 
-def attend_diff(q: Tensor, k: Tensor, v: Tensor, lam: Tensor, see: Tensor) -> Tensor:
+def attend_diff(q: Tensor, k: Tensor, v: Tensor, lam: Tensor, see: Tensor, dropout: float = 0.0) -> Tensor:
     """Difference of two maps: q, k (B, h, 2, T or S, d), v (B, h, S, dv), lam (..., T or 1, 1) or () -> (B, h, T, dv)."""
-    first, second = weights(q, k, see[:, None]).unbind(2)  # (B, h, T, S) each
+    first, second = F.dropout(weights(q, k, see[:, None]), dropout).unbind(2)  # (B, h, T, S) each
     return (first - lam * second).to(v.dtype) @ v
 
 
-def attend_union(q: Tensor, keys: list[Tensor], values: list[Tensor], see: Tensor) -> Tensor:
+def attend_union(q: Tensor, keys: list[Tensor], values: list[Tensor], see: Tensor, dropout: float = 0.0) -> Tensor:
     """One softmax over several key sets that are seen alike: q (B, H, T, d), keys[j] (B, H, S, d) -> (B, H, T, dv)."""
-    return attend(q, torch.cat(keys, dim=-2), torch.cat(values, dim=-2), see.repeat(1, 1, 1, len(keys)))
+    return attend(q, torch.cat(keys, dim=-2), torch.cat(values, dim=-2), see.repeat(1, 1, 1, len(keys)), dropout)

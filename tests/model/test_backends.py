@@ -25,7 +25,125 @@ def test_wide_values_stay_on_the_fast_kernel(monkeypatch: pytest.MonkeyPatch) ->
     backends.attend_diff(q, k, v, torch.tensor(0.3), CAUSAL)
     ((q_shape, k_shape, v_shape, options),) = calls
     assert q_shape == k_shape == v_shape == (2, 6, 7, 16)
-    assert options == {"is_causal": True, "scale": 8**-0.5}
+    assert options == {"is_causal": True, "scale": 8**-0.5, "dropout_p": 0.0}
+
+
+LENGTHS, RATIOS, WIDTHS = (1, 63, 500), (1, 2, 4), (32, 48, 64, 128)
+
+
+def masks(B: int, T: int) -> dict[str, Mask]:
+    documents = (torch.arange(T)[None] // max(1, T // 3)).repeat(B, 1)
+    keys = torch.ones(B, T, dtype=torch.bool)
+    keys[0, : T // 2 + 1] = False  # the first sequence's early queries see nothing
+    return {
+        "causal": Mask(),
+        "bidirectional": Mask(causal=False),
+        "window": Mask(window=17),
+        "documents": Mask(documents=documents),
+        "padding": Mask(keys=keys),
+        "padding+window": Mask(keys=keys, window=17),
+    }
+
+
+def tensors(operation: str, B: int, T: int, ratio: int, d: int) -> list[torch.Tensor]:
+    """Inputs of an operation with one key/value head, float32, whose gradients will be asked for."""
+    shapes = {
+        "attend": [(B, ratio, T, d), (B, 1, T, d), (B, 1, T, d)],
+        "diff": [(B, ratio, 2, T, d), (B, 1, 2, T, d), (B, 1, T, 2 * d), ()],
+        "diff_v2": [(B, ratio, 2, T, d), (B, 1, 1, T, d), (B, 1, T, d), (B, ratio, T, 1)],
+        "union": [(B, ratio, T, d), *[(B, 1, T, d)] * 2, *[(B, 1, T, d)] * 2],
+    }
+    generator = torch.Generator().manual_seed(T + ratio + d)
+    return [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes[operation]]
+
+
+def run(operation: str, inputs: list[torch.Tensor], mask: Mask, backend: str) -> torch.Tensor:
+    if operation == "union":
+        return backends.attend_union(inputs[0], inputs[1:3], inputs[3:], mask, backend)
+    return {"attend": backends.attend}.get(operation, backends.attend_diff)(*inputs, mask, backend)
+
+
+def exact(operation: str, inputs: list[torch.Tensor], mask: Mask, T: int) -> torch.Tensor:
+    """The N x N formulas in float64, on dense tensors with repeated heads."""
+    q, h, see = inputs[0], inputs[0].shape[1], mask.dense(T, T, torch.device("cpu"))
+    rest = [x.repeat_interleave(h, 1) if x.dim() > 3 and x.shape[1] == 1 else x for x in inputs[1:]]
+    if operation == "union":
+        return reference.attend_union(q, rest[:2], rest[2:], see)
+    return {"attend": reference.attend}.get(operation, reference.attend_diff)(q, *rest, see)
+
+
+@pytest.mark.parametrize("d", WIDTHS)
+@pytest.mark.parametrize("ratio", RATIOS)
+@pytest.mark.parametrize("T", LENGTHS)
+@pytest.mark.parametrize("operation", ("attend", "diff", "diff_v2", "union"))
+def test_backends_agree_with_the_float64_reference(operation: str, T: int, ratio: int, d: int) -> None:
+    """Outputs and all gradients (lambda's too), every mask; the fused kernel has its own file. flex is forward here."""
+    B = 1 if T == 500 else 2
+    inputs = tensors(operation, B, T, ratio, d)
+    doubles = [x.detach().double().requires_grad_() for x in inputs]
+    for label, mask in masks(B, T).items():
+        want = exact(operation, doubles, mask, T)
+        want_grads = torch.autograd.grad(want.sin().sum(), doubles)
+        for backend in ("math", "sdpa"):
+            got = run(operation, inputs, mask, backend)
+            grads = torch.autograd.grad(got.sin().sum(), inputs)
+            close(got, want, f"{backend}, {label}")
+            for one, other in zip(grads, want_grads, strict=True):
+                close(one, other, f"{backend}, {label}, gradient")
+        with torch.no_grad():
+            close(run(operation, inputs, mask, "flex"), want, f"flex, {label}")
+
+
+def close(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
+    """Equal to float32's precision: 2e-5 of the largest entry, after sums of up to 500 x 128 products."""
+    error, scale = (got.double() - want).abs().max().item(), max(1.0, want.abs().max().item())
+    assert error < 2e-5 * scale, f"{what}: off by {error:.1e} at a scale of {scale:.1e}"
+
+
+def test_lambda_is_not_rounded_to_the_maps_precision() -> None:
+    """Equal maps cancel to (1 - lambda) v: bfloat16 knows 1.00390625 and 1, and nothing between."""
+    q, k, v, _ = (x.detach().bfloat16() for x in tensors("diff", 1, 8, 1, 32))
+    q, k, v = q[:, :, :1].expand(-1, -1, 2, -1, -1), k[:, :, :1].expand(-1, -1, 2, -1, -1), torch.ones_like(v)
+    out = backends.attend_diff(q, k, v, torch.tensor(1 + 2**-9), CAUSAL)
+    torch.testing.assert_close(out, torch.full_like(out, -(2**-9)))
+
+
+@pytest.mark.parametrize("operation", ("attend", "diff", "diff_v2", "union"))
+def test_cached_queries_see_what_the_mask_says(operation: str) -> None:
+    """The last 5 of 12 positions alone give what they gave among all."""
+    inputs = tensors(operation, 2, 12, 2, 32)
+    for label, mask in masks(2, 12).items():
+        if not mask.causal:
+            continue
+        last = [inputs[0][..., -5:, :], *inputs[1:]]
+        if operation == "diff_v2":
+            last[3] = last[3][:, :, -5:]
+        for backend in ("math", "sdpa", "flex"):
+            with torch.no_grad():
+                whole = run(operation, inputs, mask, backend)
+                close(run(operation, last, mask, backend), whole[..., -5:, :].double(), f"{backend}, {label}")
+
+
+def test_flex_has_no_backward_on_a_cpu_and_says_so() -> None:
+    with pytest.raises(ValueError, match="model.backend=sdpa"):
+        run("attend", tensors("attend", 1, 8, 1, 32), CAUSAL, "flex")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    (
+        ({"keys": torch.ones(2, 9)}, "give bool"),
+        ({"keys": torch.ones(9, dtype=torch.bool)}, "give bool"),
+        ({"documents": torch.zeros(2, 9)}, "give integers"),
+        ({"documents": torch.zeros(2, 8, dtype=torch.long)}, "one entry per key"),
+        ({"keys": torch.ones(1, 9, dtype=torch.bool)}, "one entry per key"),
+        ({"window": 0}, "window=1"),
+    ),
+)
+def test_a_mask_of_wrong_shape_or_type_is_refused(options: dict, says: str) -> None:
+    for operation in ("attend", "diff", "union"):
+        with pytest.raises(ValueError, match=says):
+            run(operation, tensors(operation, 2, 9, 1, 32), Mask(**options), "sdpa")
 
 
 @pytest.mark.parametrize("widths", ((8, 16), (16, 8), (8, 8)))
@@ -66,6 +184,9 @@ def test_a_probe_sees_the_map_that_was_used(name: str) -> None:
         torch.testing.assert_close(both[0, :, 0], single[0, :, 0])
         torch.testing.assert_close(both[1, :, 1], single[1, :, 0])
         attention = model.blocks[layer].attention
+        if type(attention).__name__ == "DiffV2Attention":  # rows sum to 1 - lambda(token, head), between 0 and 1
+            assert (both.sum(-1) > 0).all() and (both.sum(-1) < 1).all()
+            continue
         total = 1 - attention.lam() if hasattr(attention, "lam") else torch.ones(())
         torch.testing.assert_close(both.sum(-1), total.expand(both.shape[:-1]), atol=1e-5, rtol=1e-5)
 

@@ -5,14 +5,19 @@ import pytest
 import torch
 
 from model.attention import VARIANTS as CLASSES
+from model.attention.diff import DiffConfig
+from model.attention.gated import GatedConfig
+from model.attention.integral import IntegralConfig
 from model.attention.mask import Mask
 from model.cache import KVCache
+from model.config import DecoderConfig
 from model.decoder import Decoder, layer_letter, matched
-from model.rotary import rope_table
+from model.rotary import Rope, rope_table
 from tests.reference import formulas
 from tests.variants import VARIANTS, config, randomized
 
 ATTENTIONS = [name for name in VARIANTS if name not in ("gpt2", "hybrid")]
+PAIRING = ("diff", "diff_biased", "diff_plain", "integral")
 BACKENDS = ("math", "sdpa")
 
 
@@ -45,37 +50,48 @@ def see_of(mask: Mask, T: int) -> np.ndarray:
     return see
 
 
-def expected(name: str, cfg, module, x: torch.Tensor, see: np.ndarray, layer: int) -> np.ndarray:
+def expected(cfg: DecoderConfig, module: torch.nn.Module, x: torch.Tensor, see: np.ndarray, layer: int) -> np.ndarray:
     w = {key: value.detach().numpy() for key, value in module.state_dict().items()}
-    common = {"theta": cfg.rope_theta}
-    if name in ("baseline", "gated"):
-        common["gated"] = name == "gated"
-        return formulas.baseline(w, x.numpy(), see, heads=cfg.n_head, kv_heads=cfg.n_kv_head, **common)
-    if name == "diff":
-        return formulas.diff(w, x.numpy(), see, heads=cfg.n_head, kv_heads=cfg.n_kv_head, layer=layer, **common)
+    common = {"theta": cfg.rope_theta, "interleaved": cfg.rope_layout == "interleaved"}
+    grouped = {"heads": cfg.n_head, "kv_heads": cfg.n_kv_head, **common}
+    letter = layer_letter(cfg, layer)
+    if letter in "bg":
+        return formulas.baseline(w, x.numpy(), see, gate=cfg.gated.gate if letter == "g" else None, **grouped)
+    if letter == "d":
+        opt = cfg.diff
+        options = {"doubled": opt.heads == "double", "lambda_init": opt.lambda_init, "head_norm": opt.head_norm}
+        return formulas.diff(w, x.numpy(), see, layer=layer, **options, **grouped)
+    if letter == "v":
+        return formulas.diff_v2(w, x.numpy(), see, **grouped)
+    if letter == "n":
+        return formulas.integral(w, x.numpy(), see, signals=cfg.integral.signals, **grouped)
     opt = cfg.introspective
     heads = opt.heads or cfg.n_head // 2
     return formulas.introspective(
-        w, x.numpy(), see, mode=opt.mode, paths=opt.paths, heads=heads, kv_heads=heads * cfg.n_kv_head // cfg.n_head,
-        width=cfg.head_dim, memory=opt.memory, path_weight=opt.path_weight, **common,
+        w, x.numpy(), see, mode=opt.mode, paths=opt.paths, heads=heads, kv_heads=max(1, heads * cfg.n_kv_head // cfg.n_head),
+        width=cfg.head_dim, memory=opt.memory, path_weight=opt.path_weight, own_path=opt.own_path, **common,
     )  # fmt: skip
 
 
+def rope_of(cfg: DecoderConfig, T: int) -> Rope:
+    cos, sin = rope_table(T, cfg.head_dim, cfg.rope_theta)
+    return Rope(cos.double(), sin.double(), cfg.rope_layout == "interleaved")
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("ratio", (1, 2, 4))
+@pytest.mark.parametrize("ratio", (1, 2, 4, 8))
 @pytest.mark.parametrize("name", ATTENTIONS)
 def test_equals_the_formula(name: str, ratio: int, backend: str) -> None:
     layer = 1
+    # Multi-query attention (ratio 8): a variant that pairs heads has two for its one key head.
+    n_kv_head = max(8 // ratio, 2 if name in PAIRING else 1)
     for T in (1, 2, 13):
-        cfg = matched(config(name, n_kv_head=8 // ratio, backend=backend))
-        if name == "diff" and ratio == 4:
-            assert cfg.n_kv_head == 2  # one differential key head for four queries
-        module = randomized(name, n_kv_head=8 // ratio, backend=backend).blocks[layer].attention
+        cfg = matched(config(name, n_kv_head=n_kv_head, backend=backend))
+        module = randomized(name, n_kv_head=n_kv_head, backend=backend).blocks[layer].attention
         x = torch.randn(2, T, cfg.d_model, dtype=torch.float64, generator=torch.Generator().manual_seed(T))
-        table = rope_table(T, cfg.head_dim, cfg.rope_theta)
         for label, mask in masks(T).items():
-            got = module(x, tuple(t.double() for t in table), mask).detach().numpy()
-            want = expected(name, cfg, module, x, see_of(mask, T), layer)
+            got = module(x, rope_of(cfg, T), mask).detach().numpy()
+            want = expected(cfg, module, x, see_of(mask, T), layer)
             np.testing.assert_allclose(got, want, atol=1e-5, rtol=1e-5, err_msg=f"T={T}, {label}")
 
 
@@ -108,7 +124,7 @@ def test_rows_that_see_nothing_are_zero_forward_and_backward(name: str, backend:
     out = module(x, None, Mask(keys=keys))
     out.square().sum().backward()
     assert out.isfinite().all() and x.grad.isfinite().all()
-    if name in ("baseline", "gated", "diff"):  # introspective adds alpha X, which no mask touches
+    if not name.startswith("introspective") and module.out.bias is None:  # alpha X and a bias are touched by no mask
         assert (out[:, :4] == 0).all()
 
 
@@ -141,6 +157,77 @@ def test_decoding_with_a_cache_equals_prefill(name: str, backend: str) -> None:
             torch.testing.assert_close(torch.cat(parts, 1), whole, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("name", [name for name in VARIANTS if name != "gpt2"])
+def test_decoding_a_padded_batch_with_a_window_equals_each_prompt_alone(name: str) -> None:
+    """Prompts of two lengths, padded on the left, in documents and under a sliding window."""
+    model = randomized(name, window=5, document_mask=True, eot=0)
+    long, short = torch.randint(1, 50, (2, 14)).unbind(0)
+    long[4] = short[9] = 0  # a document begins in the middle
+    prompts = torch.stack((long, torch.cat((torch.full((6,), 7), short[6:]))))
+    keys = torch.ones(2, 14, dtype=torch.bool)
+    keys[1, :6] = False
+    both = model.generate(prompts, 8, keys=keys)
+    assert torch.equal(both[0], model.generate(long[None], 8)[0])
+    assert torch.equal(both[1, 6:], model.generate(short[None, 6:], 8)[0])
+    cache, logits = KVCache(14), []
+    for part, at in ((prompts[:, :10], 10), (prompts[:, 10:11], 11), (prompts[:, 11:], 14)):
+        logits.append(model(part, cache=cache, keys=keys[:, :at]))
+    whole = model(prompts, keys=keys)
+    torch.testing.assert_close(torch.cat(logits, 1)[keys], whole[keys], atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_documents_do_not_see_each_other(name: str, backend: str) -> None:
+    model = randomized(name, document_mask=True, eot=0, backend=backend)
+    x = torch.randint(1, 50, (2, 20))
+    x[:, 9] = 0
+    before = model(x)
+    x[:, :9] = x[:, :9] % 49 + 1
+    after = model(x)
+    torch.testing.assert_close(after[:, 9:], before[:, 9:], atol=1e-12, rtol=0)
+    assert (after[:, :9] != before[:, :9]).any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_attention_dropout_is_random_in_training_only_and_right_on_average(name: str, backend: str) -> None:
+    model = randomized(name, attention_dropout=0.3, n_layer=1, backend=backend)
+    module, x = model.blocks[0].attention, torch.randn(1, 6, 64, dtype=torch.float64)
+    torch.manual_seed(0)
+    assert not torch.equal(module(x, None, Mask()), module(x, None, Mask()))
+    plain = model.eval().blocks[0].attention(x, None, Mask())
+    assert torch.equal(plain, module(x, None, Mask()))
+    if module.out.in_features == 64 and not hasattr(module, "head_norm") and not name.startswith("introspective"):
+        # Linear in the map (no norm after it): the mean over draws is the value without dropout.
+        many = module.train()(x.expand(4000, -1, -1), None, Mask())
+        spread = many.std(0) / 4000**0.5
+        assert ((many.mean(0) - plain[0]).abs() < 6 * spread + 1e-9).all()
+
+
+def test_lambda_warms_up_and_the_warm_up_is_saved() -> None:
+    model = Decoder(config("diff", diff=DiffConfig(lambda_warmup=4)))
+    full = model.blocks[1].attention.lam().item()
+    for step, share in ((0, 0.25), (1, 0.5), (3, 1.0), (9, 1.0)):
+        model.set_step(step)
+        assert model.blocks[1].attention.lam().item() == pytest.approx(share * full, rel=1e-6)
+    model.set_step(1)
+    other = Decoder(config("diff"), seed=5)
+    other.load_state_dict(model.state_dict())
+    assert other.blocks[1].attention.lam().item() == pytest.approx(0.5 * full, rel=1e-6)
+
+
+def test_v2_may_start_with_the_subtraction_all_but_closed() -> None:
+    attention = Decoder(config("diff_v2_biased")).blocks[0].attention
+    lam = attention.lam(torch.randn(2, 5, 64))
+    assert lam.shape == (2, 8, 5, 1) and (lam - torch.sigmoid(torch.tensor(-4.0))).abs().max() < 0.02
+
+
+def test_the_last_of_paths_that_see_only_earlier_ones_has_no_keys() -> None:
+    attention = Decoder(config("introspective_earlier_paths")).blocks[0].attention
+    assert len(attention.q) == 3 and len(attention.k) == len(attention.v) == 2
+
+
 @pytest.mark.parametrize("match", ("params", "flops"))
 @pytest.mark.parametrize("name", [name for name in VARIANTS if name != "gpt2"])
 @pytest.mark.parametrize("shape", ((4, 8, 128), (4, 8, 256), (8, 16, 512), (12, 16, 768)))
@@ -159,7 +246,8 @@ def test_every_variant_meets_the_baselines_budget(name: str, shape: tuple, match
             "attention alone exceeds the baseline's budget: refused, see test_degenerate_introspection_is_refused"
         )
     with torch.device("meta"):
-        ours, baseline = Decoder(config(name, **changes)), Decoder(config("baseline", **changes))
+        ours = Decoder(config(name, **changes))
+        baseline = Decoder(config("baseline", bias=ours.cfg.bias, **changes))
     measure = Decoder.num_params if match == "params" else lambda m: m.flops_per_token()["total"]
     assert abs(measure(ours) / measure(baseline) - 1) < 0.005
 
@@ -223,6 +311,20 @@ def test_letters_tile_over_the_depth() -> None:
         ({"head_dim": 7}, "even head width"),
         ({"vocab_size": 0}, "tokenizer's vocabulary size"),
         ({"n_layer": 0}, "must be at least 1"),
+        ({"window": 0}, "null for no window"),
+        ({"dropout": 1.0}, "model.dropout=0.1"),
+        ({"document_mask": True}, "model.eot=TOKEN_ID"),
+        ({"rope_layout": "neox"}, "use one of half, interleaved"),
+        ({"backend": "flash"}, "use one of auto, math, sdpa, flex, fused"),
+        ({"backend": "flex", "attention_dropout": 0.1}, "use model.backend=sdpa"),
+        ({"backend": "fused", "attention_dropout": 0.1, "layers": "d"}, "use model.backend=sdpa"),
+        ({"backend": "fused", "layers": "d", "head_dim": 256}, "model.backend=sdpa"),
+        ({"layers": "d", "diff": DiffConfig(lambda_form="exp")}, "use one of vectors, dual_scalar, fixed"),
+        ({"layers": "d", "diff": DiffConfig(head_norm="layer")}, "use one of affine, plain, none"),
+        ({"layers": "d", "diff": DiffConfig(heads="all")}, "use one of half, double"),
+        ({"layers": "d", "diff": DiffConfig(lambda_warmup=-1)}, "use 0 for none"),
+        ({"layers": "g", "gated": GatedConfig(gate="scalar")}, "use one of headwise, elementwise"),
+        ({"layers": "n", "integral": IntegralConfig(signals=3)}, "does not divide"),
     ),
 )
 def test_wrong_input_is_refused_with_the_fix(changes: dict, says: str) -> None:

@@ -19,57 +19,84 @@ def softmax(scores: np.ndarray, see: np.ndarray) -> np.ndarray:
     return out
 
 
-def rope(x: np.ndarray, theta: float) -> np.ndarray:
-    """x (T, d), position = row; (x_i, x_{i+d/2}) is turned by t theta^(-2i/d)."""
+def rope(x: np.ndarray, theta: float | None, interleaved: bool = False) -> np.ndarray:
+    """x (T, d), position = row; pair i is turned by t theta^(-2i/d). Pairs are (i, i+d/2), or (2i, 2i+1) interleaved."""
+    if theta is None:
+        return x
     T, d = x.shape
     out = x.copy()
     for i in range(d // 2):
+        m, n = (2 * i, 2 * i + 1) if interleaved else (i, i + d // 2)
         angle = np.arange(T) * theta ** (-2.0 * i / d)
-        a, b = x[:, i], x[:, i + d // 2]
-        out[:, i] = a * np.cos(angle) - b * np.sin(angle)
-        out[:, i + d // 2] = b * np.cos(angle) + a * np.sin(angle)
+        a, b = x[:, m], x[:, n]
+        out[:, m] = a * np.cos(angle) - b * np.sin(angle)
+        out[:, n] = b * np.cos(angle) + a * np.sin(angle)
     return out
 
 
-def rms(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+def rms(x: np.ndarray, weight: np.ndarray | float = 1.0) -> np.ndarray:
     return x / np.sqrt((x * x).mean(-1, keepdims=True) + EPS) * weight
 
 
-def head(x: np.ndarray, weight: np.ndarray, i: int, width: int) -> np.ndarray:
+def head(w: dict, name: str, x: np.ndarray, i: int, width: int) -> np.ndarray:
     """Rows i*width .. of a projection: (T, width)."""
-    return x @ weight[i * width : (i + 1) * width].T
+    span = slice(i * width, (i + 1) * width)
+    return x @ w[f"{name}.weight"][span].T + (w[f"{name}.bias"][span] if f"{name}.bias" in w else 0)
+
+
+def project_out(w: dict, merged: list[np.ndarray]) -> np.ndarray:
+    y = np.concatenate(merged, -1)
+    y = rms(y, w["scale_norm.weight"]) if "scale_norm.weight" in w else y
+    return y @ w["out.weight"].T + w.get("out.bias", 0)
 
 
 def rows(see: np.ndarray, b: int) -> np.ndarray:
     return see if see.ndim == 2 else see[b]
 
 
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-x))
+
+
 def baseline(
-    w: dict, x: np.ndarray, see: np.ndarray, *, heads: int, kv_heads: int, theta: float, gated: bool = False
-) -> np.ndarray:
+    w: dict, x: np.ndarray, see: np.ndarray, *, heads: int, kv_heads: int, theta: float, interleaved: bool = False,
+    gate: str | None = None,
+) -> np.ndarray:  # fmt: skip
     d = w["q.weight"].shape[0] // heads
     out = []
     for b in range(len(x)):
         merged = []
         for i in range(heads):
             j = i * kv_heads // heads
-            q = rope(head(x[b], w["q.weight"], i, d), theta)
-            k = rope(head(x[b], w["k.weight"], j, d), theta)
-            a = softmax(q @ k.T / np.sqrt(d), rows(see, b))
-            y = a @ head(x[b], w["v.weight"], j, d)
-            if gated:  # arXiv 2505.06708: one sigmoid gate per token and head, on the head's output
-                y = y / (1 + np.exp(-x[b] @ w["gate_logits.weight"][i]))[:, None]
+            q = rope(head(w, "q", x[b], i, d), theta, interleaved)
+            k = rope(head(w, "k", x[b], j, d), theta, interleaved)
+            y = softmax(q @ k.T / np.sqrt(d), rows(see, b)) @ head(w, "v", x[b], j, d)
+            if gate:  # arXiv 2505.06708: a sigmoid gate per token, and per head or per element of the head's output
+                gates = sigmoid(x[b] @ w["gate_logits.weight"].T)
+                y = y * (gates[:, i, None] if gate == "headwise" else gates[:, i * d : (i + 1) * d])
             merged.append(y)
-        out.append(np.concatenate(merged, -1) @ w["out.weight"].T)
+        out.append(project_out(w, merged))
     return np.stack(out)
 
 
-def diff(w: dict, x: np.ndarray, see: np.ndarray, *, heads: int, kv_heads: int, theta: float, layer: int) -> np.ndarray:
-    """arXiv 2410.05258, equations 1-3; `heads` counts baseline heads, h = heads / 2 differential ones."""
-    h, kv = heads // 2, kv_heads // 2
-    d = w["q.weight"].shape[0] // heads
-    lam_init = 0.8 - 0.6 * np.exp(-0.3 * ((layer + 1) - 1))  # the paper counts layers from 1
-    lam = np.exp(w["lambda_q1"] @ w["lambda_k1"]) - np.exp(w["lambda_q2"] @ w["lambda_k2"]) + lam_init
+def diff_lambda(w: dict, lam_init: float) -> float:
+    """The three forms: four vectors (the paper), two scalars (timm), nothing learned."""
+    if "lambda_q1" in w:
+        return np.exp(w["lambda_q1"] @ w["lambda_k1"]) - np.exp(w["lambda_q2"] @ w["lambda_k2"]) + lam_init
+    if "lambda_a" in w:
+        return np.exp(w["lambda_a"]) - np.exp(w["lambda_b"]) + lam_init
+    return lam_init
+
+
+def diff(
+    w: dict, x: np.ndarray, see: np.ndarray, *, heads: int, kv_heads: int, theta: float, layer: int,
+    interleaved: bool = False, doubled: bool = False, lambda_init: float | None = None, head_norm: str = "affine",
+) -> np.ndarray:  # fmt: skip
+    """arXiv 2410.05258, equations 1-3; `heads` counts baseline heads, h = heads / 2 differential ones, or heads if doubled."""
+    d = w["q.weight"].shape[0] // heads // (2 if doubled else 1)
+    h, kv, dv = (heads, kv_heads, d) if doubled else (heads // 2, kv_heads // 2, 2 * d)
+    lam_init = 0.8 - 0.6 * np.exp(-0.3 * ((layer + 1) - 1)) if lambda_init is None else lambda_init  # paper: from 1
+    lam = diff_lambda(w, lam_init)
     out = []
     for b in range(len(x)):
         merged = []
@@ -77,12 +104,60 @@ def diff(w: dict, x: np.ndarray, see: np.ndarray, *, heads: int, kv_heads: int, 
             j = i * kv // h
             maps = []
             for c in (0, 1):
-                q = rope(head(x[b], w["q.weight"], 2 * i + c, d), theta)
-                k = rope(head(x[b], w["k.weight"], 2 * j + c, d), theta)
-                maps.append(softmax(q @ k.T / np.sqrt(d), rows(see, b)))
-            y = (maps[0] - lam * maps[1]) @ head(x[b], w["v.weight"], j, 2 * d)
-            merged.append((1 - lam_init) * rms(y, w["head_norm.weight"]))
-        out.append(np.concatenate(merged, -1) @ w["out.weight"].T)
+                q, k = head(w, "q", x[b], 2 * i + c, d), head(w, "k", x[b], 2 * j + c, d)
+                if "q_norm.weight" in w:
+                    q, k = rms(q, w["q_norm.weight"]), rms(k, w["k_norm.weight"])
+                scores = rope(q, theta, interleaved) @ rope(k, theta, interleaved).T
+                maps.append(softmax(scores / np.sqrt(d), rows(see, b)))
+            y = (maps[0] - lam * maps[1]) @ head(w, "v", x[b], j, dv)
+            if head_norm != "none":
+                y = rms(y, w["head_norm.weight"] if head_norm == "affine" else 1.0)
+            merged.append((1 - lam_init) * y)
+        out.append(project_out(w, merged))
+    return np.stack(out)
+
+
+def diff_v2(
+    w: dict, x: np.ndarray, see: np.ndarray, *, heads: int, kv_heads: int, theta: float, interleaved: bool = False
+) -> np.ndarray:
+    """microsoft/unilm Diff-Transformer-V2: query heads 2i and 2i+1 over the key and value head of output head i."""
+    d = w["out.weight"].shape[1] // heads
+    out = []
+    for b in range(len(x)):
+        merged = []
+        for i in range(heads):
+            j = i * kv_heads // heads
+            k, v = rope(head(w, "k", x[b], j, d), theta, interleaved), head(w, "v", x[b], j, d)
+            first, second = (
+                softmax(rope(head(w, "q", x[b], 2 * i + c, d), theta, interleaved) @ k.T / np.sqrt(d), rows(see, b)) @ v
+                for c in (0, 1)
+            )
+            logit = x[b] @ w["lambda_logits.weight"][i] + (
+                w["lambda_logits.bias"][i] if "lambda_logits.bias" in w else 0
+            )
+            merged.append(first - sigmoid(logit)[:, None] * second)
+        out.append(project_out(w, merged))
+    return np.stack(out)
+
+
+def integral(
+    w: dict, x: np.ndarray, see: np.ndarray, *, heads: int, kv_heads: int, theta: float, signals: int,
+    interleaved: bool = False,
+) -> np.ndarray:  # fmt: skip
+    """arXiv 2508.18387: logits of `signals` query-key pairs are averaged before one softmax."""
+    d, h, kv = w["q.weight"].shape[0] // heads, heads // signals, kv_heads // signals
+    out = []
+    for b in range(len(x)):
+        merged = []
+        for i in range(h):
+            j = i * kv // h
+            logits = []
+            for s in range(signals):
+                q = rope(head(w, "q", x[b], signals * i + s, d), theta, interleaved)
+                k = rope(head(w, "k", x[b], signals * j + s, d), theta, interleaved)
+                logits.append(q @ k.T / np.sqrt(d))
+            merged.append(softmax(np.mean(logits, 0), rows(see, b)) @ head(w, "v", x[b], j, signals * d))
+        out.append(project_out(w, merged))
     return np.stack(out)
 
 
@@ -92,7 +167,7 @@ def path_weights(w: dict, x: np.ndarray, kind: str, paths: int) -> np.ndarray:
         logits = x @ w["path_logits.weight"].T
         e = np.exp(logits - logits.max(-1, keepdims=True))
         return e / e.sum(-1, keepdims=True)
-    s = 1 / (1 + np.exp(-w["w"]))
+    s = sigmoid(w["w"])
     if kind == "sigmoid":
         return s
     eps = 1e-5 if kind == "literal" else 1e-2
@@ -102,7 +177,7 @@ def path_weights(w: dict, x: np.ndarray, kind: str, paths: int) -> np.ndarray:
 
 def introspective(
     w: dict, x: np.ndarray, see: np.ndarray, *, mode: str, paths: int, heads: int, kv_heads: int, width: int,
-    memory: str, path_weight: str, theta: float,
+    memory: str, path_weight: str, theta: float, own_path: bool = True, interleaved: bool = False,
 ) -> np.ndarray:  # fmt: skip
     """docs/METHODS.md, introspective attention; `heads`, `kv_heads` per path, values of width D / heads."""
     D = x.shape[-1]
@@ -111,30 +186,35 @@ def introspective(
     for b in range(len(x)):
         earlier: list[dict] = []
         rotated: list[tuple[list, list]] = []
-        mixed = w["alpha"] * x[b]
+        mixed = w["alpha"] * x[b] if "alpha" in w else 0 * x[b]
         lam = path_weights(w, x[b], path_weight, paths)
         for p in range(paths):
-            q = [head(x[b], w[f"q.{p}.weight"], i, width) for i in range(heads)]
-            k = [head(x[b], w[f"k.{p}.weight"], j, width) for j in range(kv_heads)]
-            v = [head(x[b], w[f"v.{p}.weight"], j, dv) for j in range(kv_heads)]
-            own = {"k": list(k), "v": list(v)}
-            if mode == "feature" and p:
-                for j in range(kv_heads):
-                    m = np.concatenate([e[part][j] for e in earlier for part in memory], -1)
-                    k[j] = k[j] + m @ w[f"memory_k.{p - 1}"][j]
-                    v[j] = v[j] + m @ w[f"memory_v.{p - 1}"][j]
-            rotated.append(([rope(each, theta) for each in k], v))
-            sets = rotated if mode == "sequence" else rotated[-1:]
+            q = [head(w, f"q.{p}", x[b], i, width) for i in range(heads)]
+            own = {}
+            if f"k.{p}.weight" in w:
+                k = [head(w, f"k.{p}", x[b], j, width) for j in range(kv_heads)]
+                v = [head(w, f"v.{p}", x[b], j, dv) for j in range(kv_heads)]
+                own = {"k": list(k), "v": list(v)}
+                if mode == "feature" and p:
+                    for j in range(kv_heads):
+                        m = np.concatenate([e[part][j] for e in earlier for part in memory], -1)
+                        k[j] = k[j] + m @ w[f"memory_k.{p - 1}"][j]
+                        v[j] = v[j] + m @ w[f"memory_v.{p - 1}"][j]
+                rotated.append(([rope(each, theta, interleaved) for each in k], v))
+            sets = rotated[-1:]
+            if mode == "sequence":
+                sets = rotated[: p + 1 if own_path or p == 0 else p]
             merged = []
             for i in range(heads):
                 j = i // group
                 keys = np.concatenate([ks[j] for ks, _ in sets])
                 values = np.concatenate([vs[j] for _, vs in sets])
                 visible = np.tile(rows(see, b), (1, len(sets)))
-                merged.append(softmax(rope(q[i], theta) @ keys.T / np.sqrt(width), visible) @ values)
+                scores = rope(q[i], theta, interleaved) @ keys.T / np.sqrt(width)
+                merged.append(softmax(scores, visible) @ values)
             a = rms(np.concatenate(merged, -1), w[f"path_norms.{p}.weight"])
             own["a"] = [a[:, j * group * dv : (j + 1) * group * dv] for j in range(kv_heads)]
             earlier.append(own)
             mixed = mixed + lam[..., p, None] * a
-        out.append(rms(mixed, w["norm.weight"]) @ w["out.weight"].T)
+        out.append(rms(mixed, w["norm.weight"]) @ w["out.weight"].T + w.get("out.bias", 0))
     return np.stack(out)
