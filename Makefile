@@ -23,6 +23,12 @@ $(VENV)/.installed: requirements.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	touch $@
 
+# timm wants torchvision, whose CPU build the pinned torch has none of; the tests load timm's layers alone.
+$(VENV)/.tested: $(VENV)/.installed requirements-test.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-test.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps timm==1.0.31
+	touch $@
+
 # Interrupted or repeated, it goes on where it was: prepared shards and trained runs are kept.
 quickstart: $(VENV)/.installed
 	$(BIN)/python -m data.prepare data=stdlib
@@ -32,11 +38,11 @@ quickstart: $(VENV)/.installed
 	$(BIN)/python -m eval.attention_noise -m run=$(ALL) $(EVAL)
 	$(BIN)/python -m eval.report runs=[$(ALL)] out=$(RUNS)/report.html
 
-test: $(VENV)/.installed
+test: $(VENV)/.tested
 	$(BIN)/ruff check .
 	$(BIN)/python -m pytest
 
-lint: $(VENV)/.installed
+lint: $(VENV)/.tested
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 

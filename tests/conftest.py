@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton: kernels run in its interpreter
+
 ROOT = Path(__file__).parent.parent
 # Enough for 40 windows; the words repeat, so that a loss can fall in a few steps.
 WORDS = "the quick brown fox jumps over a lazy dog and one small model learns to read it again ".split()

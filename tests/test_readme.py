@@ -45,3 +45,11 @@ def test_every_linked_file_exists() -> None:
         folder = (ROOT / document).parent
         for link in re.findall(r"(?:\]\(|src=\")([^)#\"]+?)[)\"]", (ROOT / document).read_text()):
             assert link.startswith("http") or (folder / link).exists(), f"{document} links to {link}"
+
+
+def test_every_test_named_in_the_feature_matrix_exists() -> None:
+    named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", (ROOT / "docs" / "METHODS.md").read_text())
+    assert len(named) > 20
+    for file, test in named:
+        (path,) = (ROOT / "tests").rglob(file)
+        assert f"def {test}(" in path.read_text(), f"docs/METHODS.md names {file}::{test}"

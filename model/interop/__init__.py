@@ -1,0 +1,1 @@
+"""Other people's weights: into this repo's modules, and back."""

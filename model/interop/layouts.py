@@ -1,0 +1,289 @@
+"""The weights of one published differential attention module, in any published layout, into ours.
+
+The systems order nearly the same computation differently: which query heads are one head's two maps, where its value lies,
+what `num_heads` counts, whether grouped keys are paired before or after they are repeated, whether heads are scaled by
+1 - lambda_init. LAYOUTS says what each does; tests/reference/published.py spells each out as a formula.
+
+Sources: microsoft/unilm, Diff-Transformer and Diff-Transformer-V2; vasqu/multihead-sdpadiff (the package); timm's
+DiffAttention; transformers' DiffLlamaAttention; axolotl-ai-cloud/diff-transformer (its two modes); the companion code of
+"Understanding Differential Attention" (the post itself has neither a causal mask nor an output projection).
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from model.attention.diff import VECTORS, DiffConfig, lambda_init
+from model.attention.diff_v2 import DiffV2Config
+
+SCALARS = ("lambda_a", "lambda_b")
+TIMM_EPS = 1e-6  # of timm's q_norm, k_norm and norm; its sub_norm has 1e-5
+
+
+class Layout(NamedTuple):
+    """What one system's module holds and what it computes. It has h heads, each of two maps c = 0, 1 of width d."""
+
+    keys: dict[str, str]  # its parameter: which of ours it holds, stacked in this order
+    options: tuple[dict[str, str], ...] = ()  # more of them; each group is there as a whole or not at all
+    rope: str | None = "interleaved"  # interleaved | half; None: the module knows no positions
+    queries: bool = False  # num_heads counts query heads, two for each of the h, instead of the h
+    halves: bool = False  # map c of head i is query head i + c h, instead of 2i + c; values lie in two halves likewise
+    double: bool = False  # values have width d, instead of 2d
+    pairings: tuple[str, ...] = ()  # how it pairs and repeats grouped keys, its default first; (): it has none
+    scaled: bool = True  # heads are scaled by 1 - lambda_init
+    unweighted: str = "none"  # its head norm where it has no weight: none | plain
+    eps: float = 1e-5  # of its head norm, unless the caller says otherwise
+
+
+def _linears(kind: str, **holds: str) -> dict[str, str]:
+    return {f"{theirs}.{kind}": " ".join(f"{name}.{kind}" for name in ours.split()) for theirs, ours in holds.items()}
+
+
+MICROSOFT = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "out_proj": "out"}
+LLAMA = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "out"}
+BLOG = {"wq": "q", "wk": "k", "wv": "v", "out_proj": "out"}
+LAMBDAS = {name: name for name in VECTORS}
+SUBLN = {"subln.weight": "head_norm.weight"}
+AXOLOTL = Layout(
+    _linears("weight", **LLAMA) | LAMBDAS | {"lambda_init": "lambda_init"}, (SUBLN, _linears("bias", **LLAMA)),
+    rope="half", halves=True, pairings=("pair_first",), scaled=False, eps=1e-6,
+)  # fmt: skip
+
+LAYOUTS = {
+    # The flash modules pair, then repeat; the naive one repeats, then pairs: two functions of the same weights.
+    "microsoft": Layout(
+        _linears("weight", **MICROSOFT) | LAMBDAS | SUBLN, pairings=("pair_first", "repeat_first")
+    ),
+    "vasqu": Layout(
+        _linears("weight", **MICROSOFT) | LAMBDAS | SUBLN, queries=True, pairings=("repeat_first",)
+    ),
+    "timm": Layout(
+        _linears("weight", qkv="q k v", proj="out") | LAMBDAS | {"sub_norm.weight": "head_norm.weight"},
+        (
+            _linears("bias", qkv="q k v"), _linears("bias", proj="out"), {"norm.weight": "scale_norm.weight"},
+            {"q_norm.weight": "q_norm.weight", "k_norm.weight": "k_norm.weight"},
+        ), rope=None,
+    ),
+    "diffllama": Layout(
+        _linears("weight", **LLAMA) | LAMBDAS, (_linears("bias", **LLAMA),),
+        rope="half", queries=True, halves=True, pairings=("pair_first",), unweighted="plain",
+    ),
+    "axolotl_split": AXOLOTL._replace(queries=True),
+    "axolotl_double": AXOLOTL._replace(double=True),
+    "blog": Layout(_linears("weight", **BLOG) | LAMBDAS | {"sublayer_norm.weight": "head_norm.weight"}, scaled=False),
+    "microsoft_v2": Layout(
+        _linears("weight", **LLAMA, lambda_proj="lambda_logits"), double=True, pairings=("pair_first",)
+    ),
+}  # fmt: skip
+
+
+def import_attention(
+    source: Mapping[str, Tensor], layout: str, *, n_head: int, n_kv_head: int | None = None, layer: int,
+    gqa_pairing: str | None = None, norm_eps: float | None = None,
+) -> tuple[dict[str, Any], dict[str, Tensor]]:  # fmt: skip
+    """The state dict `source` of one attention module of `layout`, as ours.
+
+    n_head, n_kv_head: the source's own arguments, counted as it counts them (differential heads for microsoft, timm, blog
+    and axolotl_double; output heads for microsoft_v2; the baseline's heads for vasqu, diffllama and axolotl_split).
+    layer: its depth, from 0 (blog: 1 where it was given none). gqa_pairing: of microsoft's grouped keys, pair_first (its
+    flash modules; the default) or repeat_first (its naive one). norm_eps: the source's; None is its default, for diffllama
+    and axolotl that of rms_norm_eps. vasqu without rel_pos: the overrides, and position=none.
+
+    Returns the overrides of DecoderConfig and the state dict with which DiffAttention (microsoft_v2: DiffV2Attention)
+    computes what the source computes; it loads with strict=True. What changes on the way:
+    - repeat_first with grouped keys: every head gets its own copy of its keys and values, so their sharing is lost.
+    - No factor 1 - lambda_init in the source: divided out of `out`.
+    - A stored lambda_init that is not the schedule's: lambda_q1 or lambda_q2 is moved so that lambda stays what it was.
+    - timm's q, k and scale norms have another eps than its head norm: the weights before them are scaled instead.
+    - Biases on some projections only: zeros on the others.
+
+    ValueError: keys, shapes or head counts that are not those of the layout.
+    """
+    if layer < 0 or (norm_eps is not None and norm_eps <= 0):
+        raise ValueError(f"layer={layer} or norm_eps={norm_eps} is too small: count layers from 0, give eps as 1e-5")
+    form = _form(source, layout, gqa_pairing)
+    heads, kv_heads = _head_counts(form, layout, n_head, n_kv_head)
+    state = _renamed(source, form, layout)
+    width = _checked_width(state, form, heads, kv_heads, f"{layout}: n_head={n_head}, n_kv_head={n_kv_head}")
+    eps = form.eps if norm_eps is None else norm_eps
+    if form.halves:
+        for name in ("q", "k") if form.double else ("q", "k", "v"):
+            _each(state, name, lambda rows: _interleave_halves(rows, width))
+    if (gqa_pairing or (*form.pairings, None)[0]) == "repeat_first" and kv_heads < heads:
+        _each(state, "k", lambda rows: _repeat(rows, width, heads // kv_heads))
+        _each(state, "v", lambda rows: _repeat(rows, 2 * width, heads // kv_heads))
+        kv_heads = heads
+    if layout == "timm":
+        _fold_timm_eps(state, eps)
+    if not form.scaled:
+        state["out.weight"] = _scaled(state["out.weight"], 1 / (1 - lambda_init(layer)))
+    if "lambda_init" in state:
+        _keep_lambda(state, lambda_init(layer))
+    overrides = _overrides(state, form, layout)
+    unit = 1 if form.double else 2  # of our heads in one differential head
+    overrides |= {"n_head": unit * heads, "n_kv_head": unit * kv_heads, "head_dim": width, "norm_eps": eps}
+    _fill(state, layout, overrides["bias"])
+    return overrides, state
+
+
+def half_from_interleaved(weight: Tensor, width: int) -> Tensor:
+    """Query or key rows (heads * width, ...) for RoPE in the half-split layout, from rows for the interleaved one.
+
+    The rows of each head are permuted (dimensions 0, 2, 4, .. then 1, 3, 5, ..), of queries and keys alike, so every
+    q k' is what it was. A bias, or with one head the weight of a query or key norm, is permuted the same way.
+    """
+    if width % 2 or weight.shape[0] % width:
+        raise ValueError(
+            f"{weight.shape[0]} rows are not heads of even width {width}: give the model's head_dim as width"
+        )
+    rows = weight.unflatten(0, (-1, width))  # (H, d, ...)
+    return torch.cat((rows[:, 0::2], rows[:, 1::2]), dim=1).flatten(0, 1)
+
+
+def _form(source: Mapping[str, Tensor], layout: str, gqa_pairing: str | None) -> Layout:
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout={layout} is unknown: use one of {', '.join(LAYOUTS)}")
+    form = LAYOUTS[layout]
+    if gqa_pairing is not None and len(form.pairings) < 2:
+        raise ValueError(
+            f"gqa_pairing chooses between microsoft's modules, layout={layout} has one: leave gqa_pairing out"
+        )
+    if gqa_pairing is not None and gqa_pairing not in form.pairings:
+        raise ValueError(f"gqa_pairing={gqa_pairing} is unknown: use one of {', '.join(form.pairings)}")
+    if layout == "timm" and any(name in source for name in SCALARS):  # dual_lambda=True
+        form = form._replace(keys={k: v for k, v in form.keys.items() if k not in VECTORS} | {k: k for k in SCALARS})
+    return form
+
+
+def _head_counts(form: Layout, layout: str, n_head: int, n_kv_head: int | None) -> tuple[int, int]:
+    """h and hkv, the differential heads and their key and value heads."""
+    n_kv_head = n_head if n_kv_head is None else n_kv_head
+    if not form.pairings and n_kv_head != n_head:
+        raise ValueError(f"layout={layout} has no grouped keys, so n_kv_head={n_kv_head} is wrong: leave n_kv_head out")
+    if min(n_head, n_kv_head) < 1 or n_head % n_kv_head:
+        raise ValueError(f"n_kv_head={n_kv_head} does not divide n_head={n_head}: give both as the source counts them")
+    if not form.queries:
+        return n_head, n_kv_head
+    if n_head % 2 or n_kv_head % 2:
+        wrong = f"layout={layout} pairs heads, so n_head={n_head} and n_kv_head={n_kv_head} must be even"
+        raise ValueError(f"{wrong}: give the baseline's heads, twice the differential ones")
+    return n_head // 2, n_kv_head // 2
+
+
+def _renamed(source: Mapping[str, Tensor], form: Layout, layout: str) -> dict[str, Tensor]:
+    """Copies of the source's parameters under our names. ValueError for missing and surplus ones."""
+    groups = [group for group in form.options if not group.keys().isdisjoint(source)]
+    keys = form.keys | {key: ours for group in groups for key, ours in group.items()}
+    missing, surplus = sorted(keys.keys() - source.keys()), sorted(source.keys() - keys.keys())
+    if missing or surplus:
+        wrong = [f"{what} {', '.join(names)}" for what, names in (("lacks", missing), ("has also", surplus)) if names]
+        fix = f"give one module's state dict, without a prefix, or another of layout={'|'.join(LAYOUTS)}"
+        raise ValueError(f"this is not a {layout} attention, it {' and '.join(wrong)}: {fix}")
+    state = {}
+    for key, ours in keys.items():
+        names = ours.split()
+        value = source[key].detach()
+        parts = value.tensor_split(len(names)) if len(names) > 1 and value.dim() else (value,) * len(names)
+        state |= {name: part.clone() for name, part in zip(names, parts, strict=True)}
+    return state
+
+
+def _checked_width(state: dict[str, Tensor], form: Layout, heads: int, kv_heads: int, asked: str) -> int:
+    """The head width d, from the shapes, all of which must agree. ValueError otherwise."""
+    fix = f"give n_head and n_kv_head in {'baseline heads' if form.queries else 'heads after the difference'}"
+    q = state["q.weight"]
+    if q.dim() != 2 or q.shape[0] % (2 * heads):
+        raise ValueError(f"{asked} cannot share out query rows of shape {tuple(q.shape)}: {fix}")
+    d, dim = q.shape[0] // (2 * heads), q.shape[1]
+    dv = d if form.double else 2 * d
+    dk = d if "lambda_logits.weight" in state else 2 * d  # in version 2 both maps share their keys
+    rows = {"q": 2 * heads * d, "k": kv_heads * dk, "v": kv_heads * dv, "out": dim, "lambda_logits": heads}
+    shapes = {f"{name}.weight": (size, dim) for name, size in rows.items()} | {"out.weight": (dim, heads * dv)}
+    shapes |= {f"{name}.bias": (size,) for name, size in rows.items()}
+    shapes |= {name: (d,) for name in (*VECTORS, "q_norm.weight", "k_norm.weight")}
+    shapes |= {name: () for name in (*SCALARS, "lambda_init")}
+    shapes |= {"head_norm.weight": (dv,), "scale_norm.weight": (heads * dv,)}
+    for key, value in state.items():
+        if tuple(value.shape) != shapes[key]:
+            raise ValueError(f"{asked} makes {key} {shapes[key]}, but it is {tuple(value.shape)}: {fix}")
+    return d
+
+
+def _each(state: dict[str, Tensor], name: str, change: Callable[[Tensor], Tensor]) -> None:
+    """Change the rows of a projection's weight, and of its bias where it has one."""
+    for key in (f"{name}.weight", f"{name}.bias"):
+        if key in state:
+            state[key] = change(state[key])
+
+
+def _interleave_halves(rows: Tensor, width: int) -> Tensor:
+    """Heads 0..h-1, h..2h-1 in the order 0, h, 1, h + 1, ..: the two of a pair become neighbours."""
+    return rows.unflatten(0, (2, -1, width)).transpose(0, 1).flatten(0, 2)
+
+
+def _repeat(rows: Tensor, width: int, times: int) -> Tensor:
+    """Every head of `width` rows `times` times in a row."""
+    return rows.unflatten(0, (-1, width)).repeat_interleave(times, 0).flatten(0, 1)
+
+
+def _scaled(weight: Tensor, factor: float) -> Tensor:
+    """In float32 or better: a factor does not round in bfloat16."""
+    return (weight.double() * factor).to(torch.promote_types(weight.dtype, torch.float32))
+
+
+def _fold_timm_eps(state: dict[str, Tensor], eps: float) -> None:
+    """s x / sqrt(mean(s x)^2 + eps) is x / sqrt(mean(x^2) + eps / s^2): inputs scaled by s have the norm's eps over s^2."""
+    s = math.sqrt(eps / TIMM_EPS)
+    if "q_norm.weight" in state:
+        _each(state, "q", lambda rows: _scaled(rows, s))
+        _each(state, "k", lambda rows: _scaled(rows, s))
+    if "scale_norm.weight" in state:
+        state["head_norm.weight"] = _scaled(state["head_norm.weight"], s)
+
+
+def _keep_lambda(state: dict[str, Tensor], ours: float) -> None:
+    """Replace a stored lambda_init by ours, and move one vector so that exp(q1.k1) - exp(q2.k2) + lambda_init stays.
+
+    One of the two exponentials can always take up the difference and remain positive.
+    """
+    change = state.pop("lambda_init").double().item() - ours  # to be taken up by exp(q1.k1) - exp(q2.k2)
+    if not math.isfinite(change):
+        raise ValueError("lambda_init is not finite: the source's checkpoint is damaged, give a sound one")
+    if abs(change) < 1e-7:  # the schedule's value, rounded to float32
+        return
+    first, second = ((state[f"lambda_q{c}"].double() @ state[f"lambda_k{c}"].double()).exp().item() for c in (1, 2))
+    c, exponential = (1, first + change) if first + change > second - change else (2, second - change)
+    q, k = state[f"lambda_q{c}"].double(), state[f"lambda_k{c}"].double()
+    if not k.any():
+        k[0] = 1.0
+    q = q + (math.log(exponential) - q @ k) * k / (k @ k)  # the nearest q with this q.k
+    dtype = torch.promote_types(state[f"lambda_q{c}"].dtype, torch.float32)
+    state |= {f"lambda_q{c}": q.to(dtype), f"lambda_k{c}": k.to(dtype)}
+
+
+def _overrides(state: dict[str, Tensor], form: Layout, layout: str) -> dict[str, Any]:
+    """What the parameters at hand say about DecoderConfig; widths and head counts are the caller's."""
+    position = {"rope_layout": form.rope} if form.rope else {"position": "none"}
+    common = {"d_model": state["q.weight"].shape[1], "bias": any(key.endswith(".bias") for key in state), **position}
+    if layout == "microsoft_v2":
+        return {"layers": "v", "diff_v2": DiffV2Config(), **common}
+    diff = DiffConfig(
+        heads="double" if form.double else "half",
+        lambda_form="dual_scalar" if SCALARS[0] in state else "vectors",
+        head_norm="affine" if "head_norm.weight" in state else form.unweighted,
+        qk_norm="q_norm.weight" in state,
+        scale_norm="scale_norm.weight" in state,
+    )
+    return {"layers": "d", "diff": diff, **common}
+
+
+def _fill(state: dict[str, Tensor], layout: str, bias: bool) -> None:
+    """What our modules have and the source does not: the other biases, and lambda's finished warm-up."""
+    for name in ("q", "k", "v", "out") if bias else ():
+        weight = state[f"{name}.weight"]
+        state.setdefault(f"{name}.bias", weight.new_zeros(weight.shape[0]))
+    if layout != "microsoft_v2":
+        state["lambda_mix"] = torch.ones(())
