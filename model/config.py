@@ -44,7 +44,7 @@ class DecoderConfig:
     tie: bool = True  # output head = token embedding
     dropout: float = 0.0  # of the embedding and of what each sub-layer adds
     attention_dropout: float = 0.0  # of the attention maps
-    backend: str = "auto"  # auto | math | sdpa | flex | fused, see model/attention/backends.py
+    backend: str = "auto"  # auto | math | sdpa | blocked | flex | fused, see model/attention/backends.py
     diff: DiffConfig = field(default_factory=DiffConfig)
     diff_v2: DiffV2Config = field(default_factory=DiffV2Config)
     gated: GatedConfig = field(default_factory=GatedConfig)
@@ -88,7 +88,7 @@ CHOICES = {
     "mlp": ("swiglu", "gelu"),
     "position": ("rope", "learned", "none"),
     "rope_layout": ("half", "interleaved"),
-    "backend": ("auto", "math", "sdpa", "flex", "fused"),
+    "backend": ("auto", "math", "sdpa", "blocked", "flex", "fused"),
 }
 
 

@@ -6,11 +6,14 @@ v (B, Hkv, S, dv) with H a multiple of Hkv and dv free. Backends:
 
 - math: the N x N formulas of reference.py, any shape and device.
 - sdpa: torch's fused scaled_dot_product_attention.
+- blocked: the formulas over blocks of query rows, blocked.py. The causal mask alone; other masks go to sdpa.
 - flex: torch's FlexAttention, which skips blocks that windows and documents hide. CUDA; on a CPU forward only.
 - fused: our Triton kernel for `attend_diff`, both maps in one pass (kernels/diff.py). CUDA. Plain softmax attention is
   fused in sdpa already and goes there.
-- auto: sdpa. On a CPU it beat math at every length measured (docs/results/bench_attention_cpu.json); on CUDA it
-  dispatches to flash attention, and flex and fused wait for a measurement there before they are chosen for anybody.
+- auto: on CUDA sdpa, which dispatches to flash attention there; flex and fused wait for a measurement on a GPU before
+  they are chosen for anybody. On a CPU blocked where it was faster than sdpa, forward and backward together
+  (docs/results/bench/attention_cpu.json): differences of maps up to 1,024 keys, and plain attention in bfloat16 up to
+  512, for which the CPU's flash kernel is slower than in float32; else sdpa.
 """
 
 from functools import lru_cache
@@ -19,13 +22,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.attention import probe, reference
+from model.attention import blocked, probe, reference
 from model.attention.kernels import unavailable
 from model.attention.mask import Mask
 
-# Keys up to which the CPU kernel is faster in float32 than in bfloat16, forward and backward, in spite of the conversion
-# (docs/LOG.md, 2026-11-20).
-SHORT = 512
+# Keys up to which CPUs are faster without their bfloat16 flash kernel, and up to which differences of maps are faster
+# without any (docs/LOG.md, 2026-11-20).
+SHORT, SHORT_DIFF = 512, 1024
 
 
 def check_backend(backend: str, d: int, dv: int, dropout: float, maps: int = 1) -> None:
@@ -48,6 +51,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, backend: str = "auto", d
     k, v = _repeat(k, q.shape[1]), _repeat(v, q.shape[1])
     if backend == "math":
         return reference.attend(q, k, v, _see(mask, q, k), dropout)
+    if _is_blocked(backend, q, k, mask, dropout, SHORT if q.dtype == torch.bfloat16 else 0):
+        return blocked.attend(q, k, v)
     return _sdpa(q, k, v, mask, dropout=dropout)
 
 
@@ -75,6 +80,8 @@ def attend_diff(
     k, v = _repeat(k, h).expand(-1, -1, 2, -1, -1), _repeat(v, h)  # (B, h, 2, S, d), (B, h, S, dv)
     if backend == "math":
         return reference.attend_diff(q, k, v, lam, _see(mask, q, k), dropout)
+    if _is_blocked(backend, q, k, mask, dropout, SHORT_DIFF):
+        return blocked.attend_diff(q, k, v, lam)
     # One call over 2h heads, q and k zero-padded to the width of v: two calls with dv > d leave SDPA's fast CPU kernel.
     both = _sdpa(
         q.flatten(1, 2), k.flatten(1, 2), v.repeat_interleave(2, dim=1), mask, dropout=dropout
@@ -111,6 +118,13 @@ def attend_union(
         return _Union.apply(q.shape[-1] ** -0.5, *padded)[..., :width]
     see = _see(mask, q, keys[0]).repeat(1, 1, 1, n)
     return _sdpa(q, torch.cat(keys, dim=-2), torch.cat(values, dim=-2), mask, see, dropout)
+
+
+def _is_blocked(backend: str, q: Tensor, k: Tensor, mask: Mask, dropout: float, most: int) -> bool:
+    """Whether to use blocked.py: asked for, or chosen by auto on a CPU up to `most` keys; never where it cannot."""
+    T, S = q.shape[-2], k.shape[-2]
+    chosen = backend == "blocked" or (backend == "auto" and q.device.type == "cpu" and most >= S)
+    return chosen and mask.plain and T == S and not dropout
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask, see: Tensor | None = None, dropout: float = 0.0) -> Tensor:

@@ -22,7 +22,7 @@ def test_wide_values_stay_on_the_fast_kernel(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", record)
     q, k, v = torch.randn(2, 3, 2, 7, 8), torch.randn(2, 3, 2, 7, 8), torch.randn(2, 3, 7, 16)
-    backends.attend_diff(q, k, v, torch.tensor(0.3), CAUSAL)
+    backends.attend_diff(q, k, v, torch.tensor(0.3), CAUSAL, "sdpa")
     ((q_shape, k_shape, v_shape, options),) = calls
     assert q_shape == k_shape == v_shape == (2, 6, 7, 16)
     assert options == {"is_causal": True, "scale": 8**-0.5, "dropout_p": 0.0}
@@ -84,7 +84,7 @@ def test_backends_agree_with_the_float64_reference(operation: str, T: int, ratio
     for label, mask in masks(B, T).items():
         want = exact(operation, doubles, mask, T)
         want_grads = torch.autograd.grad(want.sin().sum(), doubles)
-        for backend in ("math", "sdpa"):
+        for backend in ("math", "sdpa", "blocked", "auto"):
             got = run(operation, inputs, mask, backend)
             grads = torch.autograd.grad(got.sin().sum(), inputs)
             close(got, want, f"{backend}, {label}")
@@ -104,8 +104,9 @@ def test_lambda_is_not_rounded_to_the_maps_precision() -> None:
     """Equal maps cancel to (1 - lambda) v: bfloat16 knows 1.00390625 and 1, and nothing between."""
     q, k, v, _ = (x.detach().bfloat16() for x in tensors("diff", 1, 8, 1, 32))
     q, k, v = q[:, :, :1].expand(-1, -1, 2, -1, -1), k[:, :, :1].expand(-1, -1, 2, -1, -1), torch.ones_like(v)
-    out = backends.attend_diff(q, k, v, torch.tensor(1 + 2**-9), CAUSAL)
-    torch.testing.assert_close(out, torch.full_like(out, -(2**-9)))
+    for backend in ("math", "sdpa", "blocked"):
+        out = backends.attend_diff(q, k, v, torch.tensor(1 + 2**-9), CAUSAL, backend)
+        torch.testing.assert_close(out, torch.full_like(out, -(2**-9)), rtol=0.02, atol=0, msg=backend)
 
 
 @pytest.mark.parametrize("operation", ("attend", "diff", "diff_v2", "union"))
@@ -118,7 +119,7 @@ def test_cached_queries_see_what_the_mask_says(operation: str) -> None:
         last = [inputs[0][..., -5:, :], *inputs[1:]]
         if operation == "diff_v2":
             last[3] = last[3][:, :, -5:]
-        for backend in ("math", "sdpa", "flex"):
+        for backend in ("math", "sdpa", "blocked", "flex"):
             with torch.no_grad():
                 whole = run(operation, inputs, mask, backend)
                 close(run(operation, last, mask, backend), whole[..., -5:, :].double(), f"{backend}, {label}")

@@ -18,7 +18,7 @@ from tests.variants import VARIANTS, config, randomized
 
 ATTENTIONS = [name for name in VARIANTS if name not in ("gpt2", "hybrid")]
 PAIRING = ("diff", "diff_biased", "diff_plain", "integral")
-BACKENDS = ("math", "sdpa")
+BACKENDS = ("math", "sdpa", "blocked")
 
 
 def masks(T: int) -> dict[str, Mask]:
@@ -105,13 +105,14 @@ def test_backends_agree_in_outputs_and_gradients(name: str) -> None:
             loss = model(x, x.roll(-1, 1))
             loss.backward()
             results.append((loss, {key: p.grad for key, p in model.named_parameters()}))
-        (loss, grads), (other_loss, other_grads) = results
-        assert abs(loss - other_loss) < 1e-9
-        for key, grad in grads.items():
-            assert grad is not None, f"{key} got no gradient"
-            torch.testing.assert_close(
-                grad, other_grads[key], atol=1e-9, rtol=1e-6, msg=lambda m, key=key: f"{key}: {m}"
-            )
+        (loss, grads), *others = results
+        for other_loss, other_grads in others:
+            assert abs(loss - other_loss) < 1e-9
+            for key, grad in grads.items():
+                assert grad is not None, f"{key} got no gradient"
+                torch.testing.assert_close(
+                    grad, other_grads[key], atol=1e-9, rtol=1e-6, msg=lambda m, key=key: f"{key}: {m}"
+                )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -189,7 +190,7 @@ def test_documents_do_not_see_each_other(name: str, backend: str) -> None:
     assert (after[:, :9] != before[:, :9]).any()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ("math", "sdpa"))
 @pytest.mark.parametrize("name", ATTENTIONS)
 def test_attention_dropout_is_random_in_training_only_and_right_on_average(name: str, backend: str) -> None:
     model = randomized(name, attention_dropout=0.3, n_layer=1, backend=backend)
@@ -315,7 +316,7 @@ def test_letters_tile_over_the_depth() -> None:
         ({"dropout": 1.0}, "model.dropout=0.1"),
         ({"document_mask": True}, "model.eot=TOKEN_ID"),
         ({"rope_layout": "neox"}, "use one of half, interleaved"),
-        ({"backend": "flash"}, "use one of auto, math, sdpa, flex, fused"),
+        ({"backend": "flash"}, "use one of auto, math, sdpa, blocked, flex, fused"),
         ({"backend": "flex", "attention_dropout": 0.1}, "use model.backend=sdpa"),
         ({"backend": "fused", "attention_dropout": 0.1, "layers": "d"}, "use model.backend=sdpa"),
         ({"backend": "fused", "layers": "d", "head_dim": 256}, "model.backend=sdpa"),

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from model.attention.gated import GatedConfig
 from model.decoder import Decoder
 from tests.variants import VARIANTS, config
 from training import checkpoint
@@ -109,6 +110,10 @@ def test_damaged_and_foreign_checkpoints_are_named(tmp_path: Path) -> None:
     folder = checkpoint.save(tmp_path, 1, model, optimizers, keep=1)
     with pytest.raises(ValueError, match="another architecture: n_layer"):
         checkpoint.load(folder, Decoder(config("baseline", n_layer=1)))
+    with pytest.raises(ValueError, match="gated.gate"):
+        checkpoint.load(folder, Decoder(config("baseline", gated=GatedConfig("elementwise"))))
+    longer = config("baseline", context=64, window=8, rope_theta=5e4, attention_dropout=0.1, backend="math")
+    assert checkpoint.load(folder, Decoder(longer)) == 1  # what the weights do not depend on may change
     with pytest.raises(ValueError, match="other parameters: use init_from"):
         checkpoint.load(folder, model, stepped(Decoder(config("diff")), OptimConfig()))
     path = folder / "model.safetensors"

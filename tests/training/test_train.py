@@ -149,6 +149,23 @@ def test_init_from_starts_with_the_weights_of_another_run(whole: Path, shards: P
     assert losses(tmp_path / "run")[1] < losses(whole)[5]
 
 
+def test_warm_up_masks_and_attention_dropout_train_and_are_evaluated_as_trained(shards: Path, tmp_path: Path) -> None:
+    options = ("model.diff.lambda_warmup=10", "model.document_mask=true", "model.window=16")
+    arguments = train_arguments(
+        shards, tmp_path / "run", "model=diff", "steps=3", "model.attention_dropout=0.1", *options
+    )
+    done = run_command(*arguments)
+    assert done.returncode == 0, done.stderr
+    model = load_run(tmp_path / "run").model
+    assert model.blocks[1].attention.lambda_mix.item() == pytest.approx(0.3)
+    assert model.cfg.eot == 256 and model.cfg.window == 16
+    tokens = torch.randint(0, 256, (1, 24))
+    tokens[0, 9] = model.cfg.eot
+    other = tokens.clone()
+    other[0, :9] = (tokens[0, :9] + 1) % 256
+    torch.testing.assert_close(model(tokens)[:, 9:], model(other)[:, 9:])
+
+
 def test_wandb_offline_mirrors_the_metrics(shards: Path, tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     arguments = train_arguments(shards, tmp_path / "run", "steps=2", "wandb=offline")

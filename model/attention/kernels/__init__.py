@@ -1,0 +1,30 @@
+"""Fused attention kernels in Triton. This package imports without Triton; its modules do not: ask `unavailable` first."""
+
+import importlib.util
+import os
+
+import torch
+
+WIDEST_KEY, WIDEST_VALUE = 128, 256  # head widths up to which the accumulators of a block fit the registers
+
+
+def interpreted() -> bool:
+    """Triton kernels run in its interpreter, on the CPU: TRITON_INTERPRET=1 was set before Triton was imported."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def unavailable(d: int, dv: int) -> str | None:
+    """Why the fused kernels cannot run here with keys of width d and values of width dv, in one line; None if they can."""
+    if importlib.util.find_spec("triton") is None:
+        return "the fused backend needs the package 'triton': pip install triton, or use model.backend=sdpa"
+    if not (torch.cuda.is_available() or interpreted()):
+        return (
+            "the fused backend needs a CUDA GPU (or TRITON_INTERPRET=1, slow, for tests on a CPU): "
+            "use model.backend=sdpa"
+        )
+    if d > WIDEST_KEY or dv > WIDEST_VALUE:
+        return (
+            f"the fused backend takes heads up to d={WIDEST_KEY}, dv={WIDEST_VALUE}, not d={d}, dv={dv}: "
+            "use model.backend=sdpa"
+        )
+    return None

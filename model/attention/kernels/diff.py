@@ -1,0 +1,246 @@
+"""Fused differential attention: both softmax maps in one pass over keys and values, forward and backward.
+
+Forward: one online softmax per map over the same blocks of K and V (FlashAttention, arXiv 2205.14135, with two running
+maxima), keeping out = O1 - lam O2, O2 and the two log-sum-exps. Backward, with delta_c = rowsum(dO * O_c) and
+O1 = out + lam O2:
+
+    dP = dO V'                         once for both maps
+    dV = (P1 - lam P2)' dO             once for both maps
+    dS1 = P1 (dP - delta1)             dS2 = -lam P2 (dP - delta2)
+    dQ_c = dS_c K_c    dK_c = dS_c' Q_c    dlam = -delta2 per row
+
+Per head that is 6 d + 2 dv multiplications per query-key pair: 10 N^2 d for V1 (dv = 2d) and 8 N^2 d for V2 (dv = d),
+where two separate calls need 14 and 10. dK and dV are summed in registers; dQ by atomic additions in float32, so the
+gradient of q is not bit-reproducible on a GPU.
+
+Importing this module imports Triton: ask `kernels.unavailable` first.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from model.attention.kernels import interpreted, unavailable
+from model.attention.kernels.diff_triton import backward_kernel, delta_kernel, forward_kernel
+from model.attention.mask import Mask
+
+HIDDEN = -(2**31)  # the id of a padded key, which no query has
+
+
+def attend_diff(q: Tensor, k: Tensor, v: Tensor, lam: Tensor, mask: Mask) -> Tensor:
+    """(softmax(q1 k1' / sqrt(d)) - lam softmax(q2 k2' / sqrt(d))) v, the difference of two maps per head.
+
+    q (B, h, 2, T, d); k (B, hkv, 2, S, d), or (B, hkv, 1, S, d) where both maps share their keys; v (B, hkv, S, dv);
+    h a multiple of hkv; the queries are the last T of S positions; lam broadcasts to (B, h, T, 1). Returns (B, h, T, dv).
+    q, k, v in one of bfloat16, float16, float32; sums in float32. A row that sees nothing is zero, its gradients too.
+    ValueError where the kernel cannot run. Differential Transformer, arXiv 2410.05258, equation 1.
+    """
+    (B, h, _, T, d), (_, hkv, C, S, _), dv = q.shape, k.shape, v.shape[-1]
+    assert q.shape[2] == 2 and C in (1, 2) and h % hkv == 0 and T <= S, (q.shape, k.shape)
+    assert k.shape == (B, hkv, C, S, d) and v.shape == (B, hkv, S, dv), (k.shape, v.shape)
+    lam = lam.float().expand(B, h, T, 1)  # its autograd sums the gradient back to lam's own shape
+    query_ids, key_ids = _ids(mask, B, T, S)
+    return _forward(q, k, v, lam, query_ids, key_ids, mask.causal, mask.window)[0]
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
+    dtypes = {x.dtype for x in (q, k, v)}
+    if len(dtypes) > 1:
+        names = ", ".join(sorted(str(each).removeprefix("torch.") for each in dtypes))
+        raise ValueError(f"the fused backend needs q, k and v of one dtype, not {names}: cast them, e.g. q.to(v.dtype)")
+    if q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        name = str(q.dtype).removeprefix("torch.")
+        raise ValueError(
+            f"the fused backend computes in bfloat16, float16 or float32, not {name}: use model.backend=math"
+        )
+    if reason := unavailable(q.shape[-1], v.shape[-1]):
+        raise ValueError(reason)
+    if q.device.type != "cuda" and not interpreted():
+        raise ValueError(f"the fused backend needs tensors on a CUDA GPU, not on {q.device}: use model.backend=sdpa")
+
+
+def _ids(mask: Mask, B: int, T: int, S: int) -> tuple[Tensor | None, Tensor | None]:
+    """Documents and padding as one rule, visible iff equal: ids of the queries (B, T) and of the keys (B, S), int32."""
+    if mask.documents is None and mask.keys is None:
+        return None, None
+    ids = torch.zeros_like(mask.keys) if mask.documents is None else mask.documents
+    ids = ids.to(torch.int32)
+    assert ids.shape == (B, S), (ids.shape, (B, S))
+    key_ids = ids if mask.keys is None else ids.masked_fill(~mask.keys, HIDDEN)
+    return ids[:, S - T :].contiguous(), key_ids.contiguous()
+
+
+class Blocks(NamedTuple):
+    """One program's tile, BM queries by BN keys, and how Triton runs it."""
+
+    BM: int
+    BN: int
+    num_warps: int
+    num_stages: int
+
+
+# NOT MEASURED ON A GPU yet. Chosen from what Triton 3.6 and ptxas report for sm_90: registers (255 per thread at most, what
+# is beyond them spills to memory) and shared memory (an SM of an A100 has 163 KiB). Forward keeps two accumulators BM x dv,
+# backward BN x (2 d + dv), both float32. Rows serve widths up to (d, dv), padded to powers of two; figures for causal V1,
+# or V2 where d = dv.
+FORWARD_16 = {
+    (64, 64): Blocks(128, 64, 8, 3),  # no spill, 80 KiB
+    (64, 128): Blocks(128, 64, 8, 2),  # no spill, 96 KiB
+    (128, 128): Blocks(64, 64, 8, 2),
+    (128, 256): Blocks(64, 32, 8, 2),  # no spill, 96 KiB
+}
+BACKWARD_16 = {
+    (64, 64): Blocks(64, 64, 8, 2),  # 72 bytes per thread spilled, 82 KiB
+    (64, 128): Blocks(64, 64, 8, 2),  # 296 bytes, 114 KiB
+    (128, 128): Blocks(64, 64, 8, 2),  # 320 bytes, 162 KiB
+    (128, 256): Blocks(32, 64, 8, 1),  # no spill, 148 KiB; 64 queries spill 728 bytes
+}
+# Float32 products run without tensor cores and keep their operands in registers: the largest tiles that do not spill.
+FORWARD_32 = {
+    (64, 128): Blocks(32, 32, 8, 1),
+    (128, 256): Blocks(16, 32, 8, 1),
+}
+BACKWARD_32 = {
+    (64, 64): Blocks(32, 32, 8, 1),
+    (128, 256): Blocks(16, 32, 8, 1),
+}
+
+
+def table(d: int, dv: int, dtype: torch.dtype, backward: bool) -> Blocks:
+    """The tile on a GPU for keys of width d and values of width dv."""
+    wide, narrow = (BACKWARD_32, BACKWARD_16) if backward else (FORWARD_32, FORWARD_16)
+    rows = wide if dtype == torch.float32 else narrow
+    return next(tile for (widest, widest_v), tile in rows.items() if d <= widest and dv <= widest_v)
+
+
+def blocks(d: int, dv: int, dtype: torch.dtype, backward: bool) -> Blocks:
+    """The table's tile; in the interpreter, whose time goes by the number of tiles, a large one."""
+    if interpreted():
+        return Blocks(64, 128, 1, 1) if backward else Blocks(128, 64, 1, 1)
+    return table(d, dv, dtype, backward)
+
+
+def _pad(width: int) -> int:
+    """The block that holds a head width: a power of two, at least 16, the least a tensor-core product takes."""
+    return max(16, 1 << (width - 1).bit_length())
+
+
+def _unit(x: Tensor) -> Tensor:
+    """x with unit stride in its last dimension, all that the kernels ask of a layout."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _strides(*tensors: Tensor) -> list[int]:
+    """Strides of all dimensions but the last."""
+    return [stride for x in tensors for stride in x.stride()[:-1]]
+
+
+def _empty_out(q: Tensor, v: Tensor) -> Tensor:
+    """(B, h, T, dv) with heads inside time, so that merging the heads copies nothing."""
+    B, h, _, T, _ = q.shape
+    return v.new_empty(B, T, h, v.shape[-1]).transpose(1, 2)
+
+
+def _options(q: Tensor, k: Tensor, v: Tensor, ids: Tensor | None, causal: bool, window: int | None) -> dict:
+    """The compile-time part of both kernels, but for the tile."""
+    d, dv = q.shape[-1], v.shape[-1]
+    return {
+        "CAUSAL": causal, "WINDOW": window is not None, "IDS": ids is not None, "SHARED": k.shape[2] == 1,
+        "D": d, "DV": dv, "BD": _pad(d), "BV": _pad(dv),
+    }  # fmt: skip
+
+
+@torch.library.custom_op("diffattn::forward", mutates_args=())
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lam: Tensor,
+    query_ids: Tensor | None,
+    key_ids: Tensor | None,
+    causal: bool,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, O2, lse): (B, h, T, dv) twice and (B, h, 2, T) float32, base 2; lam (B, h, T, 1) float32."""
+    _check(q, k, v)  # here and not in attend_diff, where torch.compile would trace it
+    q, k, v = _unit(q), _unit(k), _unit(v)
+    (B, h, _, T, d), S = q.shape, k.shape[3]
+    out, second = _empty_out(q, v), _empty_out(q, v)
+    lse = q.new_empty(B, h, 2, T, dtype=torch.float32)
+    if out.numel() == 0:
+        return out, second, lse
+    tile = blocks(d, v.shape[-1], q.dtype, backward=False)
+    with torch.cuda.device_of(q):
+        forward_kernel[(triton.cdiv(T, tile.BM), h, B)](
+            q, k, v, lam, query_ids, key_ids, out, second, lse, *_strides(q, k, v, lam, out),
+            h // k.shape[1], T, S, S if window is None else window, d**-0.5 * math.log2(math.e),
+            **_options(q, k, v, key_ids, causal, window), **tile._asdict(),
+        )  # fmt: skip
+    return out, second, lse
+
+
+@_forward.register_fake
+def _(q, k, v, lam, query_ids, key_ids, causal, window):  # noqa: ANN001, ANN202
+    B, h, _, T, _ = q.shape
+    return _empty_out(q, v), _empty_out(q, v), q.new_empty(B, h, 2, T, dtype=torch.float32)
+
+
+@torch.library.custom_op("diffattn::backward", mutates_args=())
+def _backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lam: Tensor,
+    query_ids: Tensor | None,
+    key_ids: Tensor | None,
+    out: Tensor,
+    second: Tensor,
+    lse: Tensor,
+    causal: bool,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, each like its input, and of lam (B, h, T, 1) float32."""
+    grad, q, k, v = _unit(grad), _unit(q), _unit(k), _unit(v)
+    assert out.stride() == second.stride()
+    (B, h, _, T, d), (_, hkv, _, S, _), dv = q.shape, k.shape, v.shape[-1]
+    delta = torch.empty_like(lse)  # (B, h, 2, T)
+    dq = torch.zeros_like(q, dtype=torch.float32)
+    if out.numel() == 0:
+        return dq.to(q.dtype), torch.zeros_like(k), torch.zeros_like(v), torch.zeros_like(lam)
+    dk, dvalue = torch.empty_like(k), torch.empty_like(v)
+    tile = blocks(d, dv, q.dtype, backward=True)
+    with torch.cuda.device_of(q):
+        delta_kernel[(triton.cdiv(T, 64), h, B)](
+            grad, out, second, lam, delta, *_strides(grad, out, lam), T, DV=dv, BM=64, BV=_pad(dv)
+        )
+        backward_kernel[(triton.cdiv(S, tile.BN), hkv, B)](
+            q, k, v, lam, query_ids, key_ids, grad, lse, delta, dq, dk, dvalue,
+            *_strides(q, k, v, lam, grad, dq, dk, dvalue),
+            h // hkv, T, S, S if window is None else window, d**-0.5, d**-0.5 * math.log2(math.e),
+            **_options(q, k, v, key_ids, causal, window), **tile._asdict(),
+        )  # fmt: skip
+    return dq.to(q.dtype), dk, dvalue, -delta[:, :, 1, :, None]
+
+
+@_backward.register_fake
+def _(grad, q, k, v, lam, query_ids, key_ids, out, second, lse, causal, window):  # noqa: ANN001, ANN202
+    dq, dk, dv = (torch.empty_like(_unit(x)) for x in (q, k, v))
+    return dq, dk, dv, lse.new_empty(*lse.shape[:2], lse.shape[3], 1)
+
+
+def _setup_context(ctx, inputs: tuple, output: tuple) -> None:  # noqa: ANN001
+    *tensors, ctx.causal, ctx.window = inputs
+    ctx.save_for_backward(*tensors, *output)
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _autograd(ctx, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: ANN001
+    dq, dk, dv, dlam = _backward(grad, *ctx.saved_tensors, ctx.causal, ctx.window)
+    return dq, dk, dv, dlam, None, None, None, None
+
+
+_forward.register_autograd(_autograd, setup_context=_setup_context)

@@ -1,0 +1,312 @@
+"""Differential attention on the device: the Triton programs behind diff.py, and nothing of torch.
+
+Blocks are BM queries by BN keys. Positions count keys: query m stands at m + S - T. Rows and keys past the end read as
+zeros. "No window" arrives as window = S, which is the same thing. Base-2 exponentials throughout: `log_scale` is
+log2(e) / sqrt(d) and lse the base-2 log-sum-exp, +inf for a row that sees nothing, so that exp2(s - lse) is its zero map.
+"""
+
+import triton
+import triton.language as tl
+
+from model.attention.kernels import interpreted
+
+INTERPRETED = tl.constexpr(interpreted())
+
+
+@triton.jit
+def _load(ptr, rows, stride, limit, CHECK: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """The tile (rows, BLOCK) of a matrix with unit column stride; zeros past `limit` rows (if CHECK) and WIDTH columns."""
+    cols = tl.arange(0, BLOCK)
+    # 64-bit: one sequence of one head can span more than 2^31 elements when heads are interleaved with time.
+    at = ptr + rows.to(tl.int64)[:, None] * stride + cols[None, :]
+    if CHECK and WIDTH != BLOCK:
+        tile = tl.load(at, mask=(rows < limit)[:, None] & (cols < WIDTH)[None, :], other=0.0)
+    elif CHECK:
+        tile = tl.load(at, mask=(rows < limit)[:, None], other=0.0)
+    elif WIDTH != BLOCK:
+        tile = tl.load(at, mask=(cols < WIDTH)[None, :], other=0.0)
+    else:
+        tile = tl.load(at)
+    if INTERPRETED:  # its tl.dot would multiply the bit patterns of bfloat16
+        tile = tile.to(tl.float32)
+    return tile
+
+
+@triton.jit
+def _store(ptr, rows, stride, limit, tile, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    cols = tl.arange(0, BLOCK)
+    at = ptr + rows.to(tl.int64)[:, None] * stride + cols[None, :]
+    tl.store(at, tile.to(ptr.dtype.element_ty), mask=(rows < limit)[:, None] & (cols < WIDTH)[None, :])
+
+
+@triton.jit
+def _add(ptr, rows, stride, limit, tile, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    cols = tl.arange(0, BLOCK)
+    at = ptr + rows.to(tl.int64)[:, None] * stride + cols[None, :]
+    tl.atomic_add(at, tile, mask=(rows < limit)[:, None] & (cols < WIDTH)[None, :], sem="relaxed")
+
+
+@triton.jit
+def _visible(positions, keys, S, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """Who sees whom by position; `positions` and `keys` are laid out to broadcast to the tile, either way round."""
+    see = keys < S
+    if CAUSAL:
+        see = see & (keys <= positions)
+    if WINDOW:
+        see = see & (positions - keys < window)
+        if not CAUSAL:
+            see = see & (keys - positions < window)
+    return see
+
+
+@triton.jit
+def _softmax_step(scores, top, total):
+    """One block of the online softmax: (exp2(scores - new top), factor of what was summed before, new top, new total)."""
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    base = tl.where(new_top == float("-inf"), 0.0, new_top)  # -inf - -inf is NaN: a row that has seen nothing so far
+    p = tl.exp2(scores - base[:, None])
+    fade = tl.exp2(top - base)
+    return p, fade, new_top, total * fade + tl.sum(p, 1)
+
+
+@triton.jit
+def _forward_blocks(
+    o1, o2, top1, top2, total1, total2,
+    q1, q2, positions, query_ids, k_ptr, v_ptr, key_ids_ptr, k_c, k_s, v_s,
+    lo, hi, S, window, log_scale,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, IDS: tl.constexpr, SHARED: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """Both maps over the key blocks that start in lo..hi; MASKED where a block may hide some of its keys."""
+    for start in range(lo, hi, BN):
+        keys = start + tl.arange(0, BN)
+        k1 = _load(k_ptr, keys, k_s, S, MASKED, D, BD)  # (BN, BD)
+        k2 = k1 if SHARED else _load(k_ptr + k_c, keys, k_s, S, MASKED, D, BD)
+        s1 = tl.dot(q1, tl.trans(k1), input_precision="ieee") * log_scale  # (BM, BN)
+        s2 = tl.dot(q2, tl.trans(k2), input_precision="ieee") * log_scale
+        if MASKED:
+            see = _visible(positions[:, None], keys[None, :], S, window, CAUSAL, WINDOW)
+            if IDS:
+                key_ids = tl.load(key_ids_ptr + keys, mask=keys < S, other=0)
+                see = see & (query_ids[:, None] == key_ids[None, :])
+            s1 = tl.where(see, s1, float("-inf"))
+            s2 = tl.where(see, s2, float("-inf"))
+        p1, fade1, top1, total1 = _softmax_step(s1, top1, total1)
+        p2, fade2, top2, total2 = _softmax_step(s2, top2, total2)
+        v = _load(v_ptr, keys, v_s, S, MASKED, DV, BV)  # (BN, BV)
+        p1 = p1.to(v_ptr.dtype.element_ty).to(v.dtype)
+        p2 = p2.to(v_ptr.dtype.element_ty).to(v.dtype)
+        o1 = tl.dot(p1, v, o1 * fade1[:, None], input_precision="ieee")
+        o2 = tl.dot(p2, v, o2 * fade2[:, None], input_precision="ieee")
+    return o1, o2, top1, top2, total1, total2
+
+
+@triton.jit
+def _finish(o, top, total):
+    """(o / total, base-2 log-sum-exp); zeros and +inf where nothing was seen."""
+    blind = total == 0.0
+    total = tl.where(blind, 1.0, total)
+    return o / total[:, None], tl.where(blind, float("inf"), top + tl.log2(total))
+
+
+@triton.jit(do_not_specialize=["T", "S", "window"])
+def forward_kernel(
+    q_ptr, k_ptr, v_ptr, lam_ptr, query_ids_ptr, key_ids_ptr, out_ptr, second_ptr, lse_ptr,
+    q_b, q_h, q_c, q_t, k_b, k_h, k_c, k_s, v_b, v_h, v_s, lam_b, lam_h, lam_t, out_b, out_h, out_t,
+    group, T, S, window, log_scale,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, IDS: tl.constexpr, SHARED: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """One block of queries of one head: out = O1 - lam O2, second = O2, lse (B, h, 2, T). Grid (blocks, h, B)."""
+    block = tl.num_programs(0) - 1 - tl.program_id(0)  # the last queries see most: start them first
+    h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    q_ptr += b * q_b + h * q_h
+    k_ptr += b * k_b + h // group * k_h
+    v_ptr += b * v_b + h // group * v_h
+    rows = block * BM + tl.arange(0, BM)
+    positions = rows + (S - T)
+    q1 = _load(q_ptr, rows, q_t, T, True, D, BD)  # (BM, BD)
+    q2 = _load(q_ptr + q_c, rows, q_t, T, True, D, BD)
+    query_ids = rows
+    if IDS:
+        key_ids_ptr += b * S
+        query_ids = tl.load(query_ids_ptr + b * T + rows, mask=rows < T, other=0)
+
+    o1 = tl.full([BM, BV], 0.0, dtype=tl.float32)
+    o2 = tl.full([BM, BV], 0.0, dtype=tl.float32)
+    top1 = tl.full([BM], float("-inf"), dtype=tl.float32)
+    top2 = tl.full([BM], float("-inf"), dtype=tl.float32)
+    total1 = tl.full([BM], 0.0, dtype=tl.float32)
+    total2 = tl.full([BM], 0.0, dtype=tl.float32)
+
+    # Keys lo..hi are seen by some query of the block, those of the blocks in whole_lo..whole_hi by every one.
+    first = block * BM + (S - T)
+    last = tl.minimum(first + BM, S) - 1
+    lo = tl.maximum(first - window + 1, 0) // BN * BN
+    hi = tl.minimum(last + (1 if CAUSAL else window), S)
+    whole_lo = tl.minimum((tl.maximum(last - window + 1, 0) + BN - 1) // BN * BN, hi)
+    whole_hi = tl.maximum(tl.minimum(first + (1 if CAUSAL else window), S) // BN * BN, whole_lo)
+    if IDS:
+        whole_lo = hi
+        whole_hi = hi
+    if IDS or WINDOW:
+        o1, o2, top1, top2, total1, total2 = _forward_blocks(
+            o1, o2, top1, top2, total1, total2,
+            q1, q2, positions, query_ids, k_ptr, v_ptr, key_ids_ptr, k_c, k_s, v_s, lo, whole_lo, S, window, log_scale,
+            True, CAUSAL, WINDOW, IDS, SHARED, D, DV, BN, BD, BV,
+        )  # fmt: skip
+    if not IDS:
+        o1, o2, top1, top2, total1, total2 = _forward_blocks(
+            o1, o2, top1, top2, total1, total2,
+            q1, q2, positions, query_ids, k_ptr, v_ptr, key_ids_ptr, k_c, k_s, v_s, whole_lo, whole_hi, S, window,
+            log_scale, False, CAUSAL, WINDOW, IDS, SHARED, D, DV, BN, BD, BV,
+        )  # fmt: skip
+        o1, o2, top1, top2, total1, total2 = _forward_blocks(
+            o1, o2, top1, top2, total1, total2,
+            q1, q2, positions, query_ids, k_ptr, v_ptr, key_ids_ptr, k_c, k_s, v_s, whole_hi, hi, S, window, log_scale,
+            True, CAUSAL, WINDOW, IDS, SHARED, D, DV, BN, BD, BV,
+        )  # fmt: skip
+
+    o1, lse1 = _finish(o1, top1, total1)
+    o2, lse2 = _finish(o2, top2, total2)
+    lam = tl.load(lam_ptr + b * lam_b + h * lam_h + rows.to(tl.int64) * lam_t, mask=rows < T, other=0.0)
+    offset = b * out_b + h * out_h
+    _store(out_ptr + offset, rows, out_t, T, o1 - lam[:, None] * o2, DV, BV)
+    _store(second_ptr + offset, rows, out_t, T, o2, DV, BV)
+    lse_ptr += (b * tl.num_programs(1) + h) * 2 * T
+    tl.store(lse_ptr + rows, lse1, mask=rows < T)
+    tl.store(lse_ptr + T + rows, lse2, mask=rows < T)
+
+
+@triton.jit(do_not_specialize=["T"])
+def delta_kernel(
+    grad_ptr, out_ptr, second_ptr, lam_ptr, delta_ptr,
+    grad_b, grad_h, grad_t, out_b, out_h, out_t, lam_b, lam_h, lam_t,
+    T, DV: tl.constexpr, BM: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """delta_c = rowsum(dO * O_c), (B, h, 2, T), with O1 = out + lam O2. Grid (blocks, h, B)."""
+    h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    rows = tl.program_id(0) * BM + tl.arange(0, BM)
+    grad = _load(grad_ptr + b * grad_b + h * grad_h, rows, grad_t, T, True, DV, BV).to(tl.float32)
+    out = _load(out_ptr + b * out_b + h * out_h, rows, out_t, T, True, DV, BV).to(tl.float32)
+    second = _load(second_ptr + b * out_b + h * out_h, rows, out_t, T, True, DV, BV).to(tl.float32)
+    lam = tl.load(lam_ptr + b * lam_b + h * lam_h + rows.to(tl.int64) * lam_t, mask=rows < T, other=0.0)
+    delta2 = tl.sum(grad * second, 1)
+    delta_ptr += (b * tl.num_programs(1) + h) * 2 * T
+    tl.store(delta_ptr + rows, tl.sum(grad * out, 1) + lam * delta2, mask=rows < T)
+    tl.store(delta_ptr + T + rows, delta2, mask=rows < T)
+
+
+@triton.jit
+def _backward_blocks(
+    dk1, dk2, dv, k1, k2, v, keys, key_ids,
+    q_ptr, grad_ptr, lam_ptr, query_ids_ptr, lse_ptr, delta_ptr, dq_ptr,
+    q_c, q_t, grad_t, lam_t, dq_c, dq_t, lo, hi, T, S, window, scale, log_scale,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, IDS: tl.constexpr, SHARED: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """The query blocks of one head that start in lo..hi; MASKED where a block may hide some of the keys."""
+    for start in range(lo, hi, BM):
+        rows = start + tl.arange(0, BM)
+        q1 = _load(q_ptr, rows, q_t, T, True, D, BD)  # (BM, BD)
+        q2 = _load(q_ptr + q_c, rows, q_t, T, True, D, BD)
+        # Rows past the end have lse = inf: their map is zero, and so is all they add.
+        lse1 = tl.load(lse_ptr + rows, mask=rows < T, other=float("inf"))
+        lse2 = tl.load(lse_ptr + T + rows, mask=rows < T, other=float("inf"))
+        p1 = tl.exp2(tl.dot(q1, tl.trans(k1), input_precision="ieee") * log_scale - lse1[:, None])  # (BM, BN)
+        p2 = tl.exp2(tl.dot(q2, tl.trans(k2), input_precision="ieee") * log_scale - lse2[:, None])
+        if MASKED:
+            see = _visible((rows + (S - T))[:, None], keys[None, :], S, window, CAUSAL, WINDOW)
+            if IDS:
+                query_ids = tl.load(query_ids_ptr + rows, mask=rows < T, other=0)
+                see = see & (query_ids[:, None] == key_ids[None, :])
+            p1 = tl.where(see, p1, 0.0)
+            p2 = tl.where(see, p2, 0.0)
+        lam = tl.load(lam_ptr + rows.to(tl.int64) * lam_t, mask=rows < T, other=0.0)
+        p2 = p2 * lam[:, None]
+        grad = _load(grad_ptr, rows, grad_t, T, True, DV, BV)  # (BM, BV)
+        difference = (p1 - p2).to(grad_ptr.dtype.element_ty).to(grad.dtype)
+        dv = tl.dot(tl.trans(difference), grad, dv, input_precision="ieee")  # once for both maps
+        dp = tl.dot(grad, tl.trans(v), input_precision="ieee")  # (BM, BN), once for both maps
+        delta1 = tl.load(delta_ptr + rows, mask=rows < T, other=0.0)
+        delta2 = tl.load(delta_ptr + T + rows, mask=rows < T, other=0.0)
+        ds1 = (p1 * (dp - delta1[:, None])).to(q_ptr.dtype.element_ty).to(q1.dtype)
+        ds2 = (p2 * (delta2[:, None] - dp)).to(q_ptr.dtype.element_ty).to(q1.dtype)
+        dk1 = tl.dot(tl.trans(ds1), q1, dk1, input_precision="ieee")
+        if SHARED:
+            dk1 = tl.dot(tl.trans(ds2), q2, dk1, input_precision="ieee")
+        else:
+            dk2 = tl.dot(tl.trans(ds2), q2, dk2, input_precision="ieee")
+        dq1 = tl.dot(ds1, k1, input_precision="ieee") * scale  # (BM, BD)
+        _add(dq_ptr, rows, dq_t, T, dq1, D, BD)
+        dq2 = tl.dot(ds2, k2, input_precision="ieee") * scale
+        _add(dq_ptr + dq_c, rows, dq_t, T, dq2, D, BD)
+    return dk1, dk2, dv
+
+
+@triton.jit(do_not_specialize=["T", "S", "window"])
+def backward_kernel(
+    q_ptr, k_ptr, v_ptr, lam_ptr, query_ids_ptr, key_ids_ptr, grad_ptr, lse_ptr, delta_ptr, dq_ptr, dk_ptr, dv_ptr,
+    q_b, q_h, q_c, q_t, k_b, k_h, k_c, k_s, v_b, v_h, v_s, lam_b, lam_h, lam_t, grad_b, grad_h, grad_t,
+    dq_b, dq_h, dq_c, dq_t, dk_b, dk_h, dk_c, dk_s, dv_b, dv_h, dv_s,
+    group, T, S, window, scale, log_scale,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, IDS: tl.constexpr, SHARED: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """One block of keys of one key/value head, all query heads of its group. Grid (blocks, hkv, B)."""
+    hkv, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    start = tl.program_id(0) * BN
+    keys = start + tl.arange(0, BN)
+    k_ptr += b * k_b + hkv * k_h
+    k1 = _load(k_ptr, keys, k_s, S, True, D, BD)  # (BN, BD)
+    k2 = k1 if SHARED else _load(k_ptr + k_c, keys, k_s, S, True, D, BD)
+    v = _load(v_ptr + b * v_b + hkv * v_h, keys, v_s, S, True, DV, BV)  # (BN, BV)
+    key_ids = keys
+    if IDS:
+        query_ids_ptr += b * T
+        key_ids = tl.load(key_ids_ptr + b * S + keys, mask=keys < S, other=0)
+    dk1 = tl.full([BN, BD], 0.0, dtype=tl.float32)
+    dk2 = tl.full([BN, BD], 0.0, dtype=tl.float32)
+    dv = tl.full([BN, BV], 0.0, dtype=tl.float32)
+
+    # Queries lo..hi see some key of the block; those of the blocks in whole_lo..whole_hi see every one.
+    first = start - (S - T)
+    last = first + BN - 1
+    reach = 0 if CAUSAL else window - 1
+    lo = tl.maximum(first - reach, 0) // BM * BM
+    hi = tl.minimum(tl.maximum(last + window, 0), T)
+    whole_lo = tl.minimum((tl.maximum(last - reach, 0) + BM - 1) // BM * BM, hi)
+    whole_lo = tl.where(last < T, whole_lo, hi)  # keys past the end are hidden from all
+    # A last block cut short by T is whole: its missing rows have no map.
+    whole_hi = tl.where(first + window >= T, T, tl.maximum(first + window, 0) // BM * BM)
+    whole_hi = tl.maximum(whole_hi, whole_lo) if WINDOW else hi
+    if IDS:
+        whole_lo = hi
+    for member in range(group):
+        h = hkv * group + member
+        row = (b * tl.num_programs(1) * group + h) * 2 * T
+        q, grad, lam = q_ptr + b * q_b + h * q_h, grad_ptr + b * grad_b + h * grad_h, lam_ptr + b * lam_b + h * lam_h
+        dq = dq_ptr + b * dq_b + h * dq_h
+        dk1, dk2, dv = _backward_blocks(
+            dk1, dk2, dv, k1, k2, v, keys, key_ids, q, grad, lam, query_ids_ptr, lse_ptr + row, delta_ptr + row, dq,
+            q_c, q_t, grad_t, lam_t, dq_c, dq_t, lo, whole_lo, T, S, window, scale, log_scale,
+            True, CAUSAL, WINDOW, IDS, SHARED, D, DV, BM, BD, BV,
+        )  # fmt: skip
+        if not IDS:
+            dk1, dk2, dv = _backward_blocks(
+                dk1, dk2, dv, k1, k2, v, keys, key_ids, q, grad, lam, query_ids_ptr, lse_ptr + row, delta_ptr + row, dq,
+                q_c, q_t, grad_t, lam_t, dq_c, dq_t, whole_lo, whole_hi, T, S, window, scale, log_scale,
+                False, CAUSAL, WINDOW, IDS, SHARED, D, DV, BM, BD, BV,
+            )  # fmt: skip
+            if WINDOW:
+                dk1, dk2, dv = _backward_blocks(
+                    dk1, dk2, dv, k1, k2, v, keys, key_ids, q, grad, lam, query_ids_ptr, lse_ptr + row,
+                    delta_ptr + row, dq, q_c, q_t, grad_t, lam_t, dq_c, dq_t, whole_hi, hi, T, S, window,
+                    scale, log_scale, True, CAUSAL, WINDOW, IDS, SHARED, D, DV, BM, BD, BV,
+                )  # fmt: skip
+
+    dk_ptr += b * dk_b + hkv * dk_h
+    _store(dk_ptr, keys, dk_s, S, dk1 * scale, D, BD)
+    if not SHARED:
+        _store(dk_ptr + dk_c, keys, dk_s, S, dk2 * scale, D, BD)
+    _store(dv_ptr + b * dv_b + hkv * dv_h, keys, dv_s, S, dv, DV, BV)

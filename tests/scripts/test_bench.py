@@ -1,0 +1,244 @@
+"""scripts/bench.py: every `what` at tiny sizes. What is asserted is the bookkeeping and the work done, never a speed."""
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from model.attention import backends, diff
+from model.config import DecoderConfig
+from scripts import bench
+from scripts.bench import AttentionArm, BenchConfig, Decoding, Row
+from tests.conftest import assert_one_line_error, run_command
+from training.distributed import World
+
+CPU = World(0, 1, torch.device("cpu"))
+TINY = {"rounds": 2, "device": "cpu", "dtype": "float32", "heads": 4, "width": 8, "batch": 2}
+SMALL = {"n_layer": 2, "n_head": 8, "d_model": 64, "context": 128}
+
+
+@pytest.fixture(autouse=True)
+def one_call_per_timing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(bench, "SHARD_TOKENS", 20_000)
+
+
+def tiny(what: str, **changes: object) -> BenchConfig:
+    return BenchConfig(what=what, model=DecoderConfig(**SMALL), **TINY | changes)
+
+
+def row_of(rows: list[Row], **labels: object) -> Row:
+    (found,) = [row for row in rows if labels.items() <= row.labels.items()]
+    return found
+
+
+def test_attention_has_a_row_per_length_variant_and_backend() -> None:
+    cfg = tiny("attention", variants=["baseline", "diff"], lengths=[8, 24], backends=["auto", "math", "sdpa"])
+    rows = bench.attention(cfg, CPU)
+    assert [tuple(row.labels.values()) for row in rows[:7]] == [
+        *((8, "baseline", backend) for backend in ("auto", "math", "sdpa")),
+        *((8, "diff", backend) for backend in ("auto", "math", "sdpa", bench.TWO_CALLS)),
+    ]
+    assert len(rows) == 14 and not any(row.not_measured for row in rows)
+    for row in rows:
+        assert list(row.seconds) == list(row.ratio) == list(AttentionArm.MEASURES)
+        assert all(len(seconds) == 2 and min(seconds) > 0 for seconds in row.seconds.values())
+        assert row.facts["memory (MB)"] is None  # of a CPU
+        assert row.facts["error"] < 1e-5  # float32 sums over at most 24 keys, outputs of order 1: a few 1e-7
+    assert row_of(rows, length=24, variant="baseline", backend="auto").ratio["op forward"] == 1
+
+
+def test_what_a_backend_cannot_do_is_a_row_that_says_why() -> None:
+    rows = bench.attention(tiny("attention", variants=["diff"], lengths=[8], backends=["auto", "fused"]), CPU)
+    row = row_of(rows, backend="fused")
+    assert set(row.not_measured) == set(AttentionArm.MEASURES) and not row.seconds
+    line = next(line for line in bench.table(rows).splitlines() if "fused" in line)
+    assert "| not measured: the fused kernel needs a CUDA GPU" in line
+
+
+def test_a_missing_backward_leaves_the_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward_only(q: torch.Tensor, *rest: object) -> torch.Tensor:
+        if torch.is_grad_enabled():
+            raise ValueError("no backward here")
+        return original(q, *rest)
+
+    original = backends._sdpa
+    monkeypatch.setattr(backends, "_sdpa", lambda q, *rest, **options: forward_only(q, *rest))
+    rows = bench.attention(tiny("attention", variants=["baseline"], lengths=[8], backends=["sdpa"]), CPU)
+    assert set(rows[0].seconds) == {"op forward", "module forward"}
+    assert "op forward+backward, module forward+backward not measured: no backward here" in bench.table(rows)
+
+
+@pytest.mark.parametrize("variant", bench.names("model"))
+def test_the_op_is_what_the_module_hands_to_the_facade(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = tiny("attention", heads=8)
+    if bench.mixed(cfg, variant):
+        with pytest.raises(ValueError, match="several variants"):
+            AttentionArm(cfg, variant, "auto", 12, CPU)
+        return
+    arm = AttentionArm(cfg, variant, "auto", 12, CPU)
+    seen = []
+    with (
+        torch.no_grad(),
+        bench.facade(lambda name, f: lambda *a, **o: seen.append(f(*a, **o)) or seen[-1]),
+    ):
+        arm.module(arm.x, *arm.rest)
+    outputs = arm.op()
+    assert len(outputs) == len(seen) > 0
+    for ours, its in zip(outputs, seen, strict=True):
+        torch.testing.assert_close(ours, its, rtol=0, atol=0)
+    assert diff.attend_diff is backends.attend_diff  # the facade is whole again
+    for measure in AttentionArm.MEASURES:
+        arm.run(measure)
+
+
+def test_two_calls_are_the_same_function_and_take_the_module_along() -> None:
+    ours, plain = (AttentionArm(tiny("attention"), "diff", backend, 16, CPU) for backend in ("sdpa", bench.TWO_CALLS))
+    plain.module.load_state_dict(ours.module.state_dict())
+    plain.calls = ours.calls
+    for level in ("op", "whole"):
+        for a, b in zip(getattr(ours, level)(), getattr(plain, level)(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)  # float32, another order of summation
+    assert plain.ops and plain.largest_error() < 1e-5
+
+
+@pytest.mark.parametrize("row", (0, 13, 19))
+def test_the_error_is_seen_in_every_row(row: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "ERROR_ROWS", 7)
+    arm = AttentionArm(tiny("attention"), "baseline", "sdpa", 20, CPU)
+
+    def wrong(*args: object, **options: object) -> torch.Tensor:
+        y = backends.attend(*args, **options)
+        return y + 0.25 * (torch.arange(y.shape[-2]) == row)[:, None]
+
+    arm.ops = {"attend": wrong}
+    assert arm.largest_error() == pytest.approx(0.25, abs=1e-5)  # as above
+    arm.ops = {"attend": lambda *args, **options: wrong(*args, **options) * float("nan")}
+    assert math.isnan(arm.largest_error())
+
+
+def test_ratios_are_medians_of_paired_rounds() -> None:
+    # The machine slows down threefold after the first round; the ratio of medians would be 2.
+    first, second = (Row({}, seconds={"m": s}) for s in ([1.0, 3.0, 3.0], [2.0, 6.0, 9.0]))
+    assert bench.paired_ratio(second, first, "m") == 2.0
+    first.amount = second.amount = 10.0
+    assert bench.paired_ratio(second, first, "m") == 0.5  # of speeds
+
+
+def test_rows_are_timed_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    rows = [Row({"name": name}) for name in "AB"] + [Row({"name": "C"})]
+    works = [lambda: calls.append("A"), lambda: calls.append("B"), "out of order"]
+    bar = SimpleNamespace(update=lambda: None)
+    bench.time_in_turn("m", rows, works, 3, CPU.device, bar)
+    assert "".join(calls) == "AA" + "BB" + "AB" * 3  # warm-up, then the rounds
+    assert rows[2].not_measured == {"m": "out of order"} and "m" not in rows[2].seconds
+
+
+def test_train_takes_optimizer_steps_and_counts_their_tokens() -> None:
+    cfg = tiny("train", variants=["baseline", "diff"])
+    rows = bench.train(cfg, CPU)
+    assert [row.labels["model"] for row in rows] == ["baseline", "diff"]
+    assert rows[0].amount == 2 * 128 and rows[0].ratio == {"tokens/s": 1.0}
+    assert rows[1].facts["parameters"] == pytest.approx(rows[0].facts["parameters"], rel=0.005)
+    assert rows[0].facts["mfu"] is None  # of a CPU
+    step = bench.TrainingStep(cfg, "diff", 2, CPU)
+    before = {name: p.clone() for name, p in step.model.named_parameters()}
+    step()
+    assert all((p != before[name]).any() for name, p in step.model.named_parameters())
+
+
+@pytest.mark.parametrize("variant", bench.names("model"))
+def test_decoding_gives_the_same_tokens_with_and_without_cache(variant: str) -> None:
+    decoding = Decoding(tiny("decode"), variant, 40, CPU)
+    decoding.model.double()  # in float32 two equally likely tokens may change places
+    decoding.cache.slots, decoding.cache.length = {}, 0
+    with torch.inference_mode():
+        decoding.first = decoding.model(decoding.prompt, cache=decoding.cache)[:, -1:].argmax(-1)
+    tokens = decoding.cached()
+    assert tokens.shape == (2, bench.NEW_TOKENS + 1)
+    assert torch.equal(tokens, decoding.uncached()) and torch.equal(tokens, decoding.cached())
+
+
+def test_decode_refuses_a_length_without_a_prompt() -> None:
+    rows = bench.decode(tiny("decode", variants=["baseline"], lengths=[bench.NEW_TOKENS, 20]), CPU)
+    assert "no prompt" in rows[0].not_measured["cached tokens/s"]
+    assert set(rows[1].seconds) == {"cached tokens/s", "uncached tokens/s"}
+
+
+def test_loader_reads_both_widths_and_retrieval_documents() -> None:
+    cfg = tiny("loader")
+    cfg.model.context = 256  # of bytes: a retrieval document needs so many
+    rows = bench.loader(cfg, CPU)
+    assert [row.labels["source"] for row in rows] == ["text, uint16", "text, uint32", "retrieval documents"]
+    assert all(len(row.seconds["tokens/s"]) == 2 and row.amount == 2 * 256 for row in rows)
+
+
+def test_tokenizer_says_which_vocabulary_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def offline(name: str) -> None:
+        raise OSError("no network")
+
+    monkeypatch.setattr("data.tokenizer.tiktoken.get_encoding", offline)
+    monkeypatch.setattr(bench, "sample_text", lambda: (bench.CONFIG_DIR / "__init__.py").read_text() * 20)
+    monkeypatch.setattr(bench, "VOCABULARY", 400)
+    rows = bench.tokenizer(tiny("tokenizer"), CPU)
+    assert "MB/s" in row_of(rows, tokenizer="bytes").seconds and "MB/s" in row_of(rows, tokenizer="bpe").seconds
+    assert row_of(rows, tokenizer="bytes").facts["bytes/token"] == 1
+    assert "TIKTOKEN_CACHE_DIR" in row_of(rows, tokenizer="gpt2").not_measured["MB/s"]
+
+
+def test_the_command_prints_a_table_and_writes_json(tmp_path: Path) -> None:
+    out = tmp_path / "train.json"
+    done = run_command(
+        "scripts/bench.py", "what=train", "size=nano", "variants=[baseline,diff]", "batch=1", "rounds=2",
+        "device=cpu", "dtype=float32", f"out={out}",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("| model ") and "tokens/s" in lines[0] and lines[1].startswith("| ---")
+    assert "n = 2 rounds" in lines[-1] and str(out) in lines[-1]
+    content = json.loads(out.read_text())
+    assert {"bench", "config", "machine", "version", "results"} <= set(content)
+    assert content["config"]["model"]["d_model"] == 128 and content["machine"]["threads"] == 1
+    first = content["results"]["rows"][0]
+    assert first["labels"]["model"] == "baseline" and len(first["seconds"]["tokens/s"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("cfg", "says"),
+    [
+        ({"what": "atention"}, "what has no 'atention': use attention, train"),
+        ({"what": "attention", "variants": ["dif"]}, "variants has no 'dif': use baseline, diff"),
+        ({"what": "attention", "backends": ["cudnn"]}, "backends has no 'cudnn': use auto, math"),
+        ({"what": "decode", "lengths": [0]}, "lengths=\\[0\\] must be at least 1"),
+        ({"what": "train", "rounds": 0}, "rounds=0 must be at least 1"),
+    ],
+)
+def test_wrong_input_is_refused_with_what_to_type(cfg: dict, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        bench.check(BenchConfig(**cfg))
+
+
+def test_a_wrong_command_is_one_line() -> None:
+    assert_one_line_error(run_command("scripts/bench.py", "what=speed"), "what has no 'speed': use attention")
+
+
+def test_a_misspelled_key_is_one_line() -> None:
+    assert_one_line_error(run_command("scripts/bench.py", "what=train", "round=3"), "did you mean 'rounds'?")
+
+
+def test_help_helps() -> None:
+    done = run_command("scripts/bench.py", "--help")
+    assert done.returncode == 0 and all(what in done.stdout for what in bench.BENCHES)
+
+
+def test_grouped_keys_and_windows_reach_every_arm() -> None:
+    cfg = tiny("attention", variants=["diff"], backends=["sdpa"], lengths=[12])
+    cfg.model.n_kv_head = 2
+    assert all(row.facts["error"] < 1e-5 for row in bench.attention(cfg, CPU))  # as above
+    cfg.model.window = 4
+    rows = bench.attention(cfg, CPU)
+    assert rows[0].facts["error"] < 1e-5 and len(rows) == 1  # two plain calls cannot have a window
