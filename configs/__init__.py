@@ -100,10 +100,7 @@ def _keys(cfg: Any, prefix: str = "") -> list[str]:
     keys = []
     for key in cfg:
         keys.append(f"{prefix}{key}")
-        if (
-            OmegaConf.is_config(cfg._get_node(key))
-            and not OmegaConf.is_missing(cfg, key)
-            and cfg._get_node(key)._content
-        ):
-            keys += _keys(cfg[key], f"{prefix}{key}.")
+        group = cfg._get_node(key)
+        if OmegaConf.is_dict(group) and not OmegaConf.is_missing(cfg, key) and group._content:
+            keys += _keys(group, f"{prefix}{key}.")
     return keys

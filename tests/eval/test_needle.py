@@ -13,6 +13,7 @@ from eval import needle
 from eval.common import wilson
 from model.config import DecoderConfig
 from model.decoder import Decoder
+from tests.conftest import assert_one_line_error, run_command
 
 HAY = "Once there was a king. He lived in a small house. His dog was old, and it slept all day.\n" * 30
 
@@ -129,3 +130,7 @@ def test_wrong_input_is_one_line(make_run, refused):
     assert "longer length" in refused(needle, f"run={run}", "lengths=[40]", "samples=1")
     assert "longer haystack" in refused(needle, f"run={run}", "lengths=[9000]", "samples=1")
     assert not (run / "eval").exists()
+
+
+def test_a_misspelled_key_beside_lists_is_one_line() -> None:
+    assert_one_line_error(run_command("-m", "eval.needle", "sample=3"), "did you mean 'samples'?")

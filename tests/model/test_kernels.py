@@ -113,7 +113,16 @@ def compare(case: Case, mask: Mask, see: Tensor, tolerance: float) -> None:
     assert not got[0].transpose(1, 2)[blind].any() and not got[1].permute(0, 3, 1, 2, 4)[blind].any()
 
 
-@pytest.mark.parametrize(("version", "d", "group", "name"), tuple(itertools.product(VERSIONS, WIDTHS, GROUPS, MASKS)))
+PRODUCT = itertools.product(VERSIONS, enumerate(WIDTHS), enumerate(GROUPS), enumerate(MASKS))
+# Every pair of values of two factors for each version; the whole product (144) on a GPU, where it takes seconds.
+SHORT = [
+    (version, d, group, name)
+    for version, (i, d), (j, group), (n, name) in PRODUCT
+    if not interpreted() or (i + j + n) % len(GROUPS) == 0
+]
+
+
+@pytest.mark.parametrize(("version", "d", "group", "name"), SHORT)
 def test_every_mask_width_and_group_at_63(version: str, d: int, group: int, name: str) -> None:
     compare(draw(63, 63, group, d, version, B=1), *view(name, 1, 63, 63), FLOAT32)
 
