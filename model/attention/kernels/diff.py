@@ -89,7 +89,7 @@ class Blocks(NamedTuple):
 FORWARD_16 = {
     (64, 64): Blocks(128, 64, 8, 3),  # no spill, 80 KiB
     (64, 128): Blocks(128, 64, 8, 2),  # no spill, 96 KiB
-    (128, 128): Blocks(64, 64, 8, 2),
+    (128, 128): Blocks(64, 64, 8, 2),  # no spill, 96 KiB
     (128, 256): Blocks(64, 32, 8, 2),  # no spill, 96 KiB
 }
 BACKWARD_16 = {
