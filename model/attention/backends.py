@@ -6,14 +6,14 @@ v (B, Hkv, S, dv) with H a multiple of Hkv and dv free. Backends:
 
 - math: the N x N formulas of reference.py, any shape and device.
 - sdpa: torch's fused scaled_dot_product_attention.
-- blocked: the formulas over blocks of query rows, blocked.py. The causal mask alone; other masks go to sdpa.
+- blocked: the formula of `attend_diff` over blocks of query rows, for the causal mask on CPUs (blocked.py). Plain softmax
+  attention and other masks go to sdpa.
 - flex: torch's FlexAttention, which skips blocks that windows and documents hide. CUDA; on a CPU forward only.
 - fused: our Triton kernel for `attend_diff`, both maps in one pass (kernels/diff.py). CUDA. Plain softmax attention is
   fused in sdpa already and goes there.
-- auto: on CUDA sdpa, which dispatches to flash attention there; flex and fused wait for a measurement on a GPU before
-  they are chosen for anybody. On a CPU blocked where it was faster than sdpa, forward and backward together
-  (docs/results/bench/attention_cpu.json): differences of maps up to 1,024 keys, and plain attention in bfloat16 up to
-  512, for which the CPU's flash kernel is slower than in float32; else sdpa.
+- auto: sdpa, except that on a CPU differences of maps go to blocked up to 1,024 keys, where it was faster, forward and
+  backward together (docs/LOG.md, 2026-11-20). On CUDA sdpa dispatches to flash attention; flex and fused wait for a
+  measurement on a GPU before they are chosen for anybody.
 """
 
 from functools import lru_cache
@@ -26,8 +26,8 @@ from model.attention import blocked, probe, reference
 from model.attention.kernels import unavailable
 from model.attention.mask import Mask
 
-# Keys up to which CPUs are faster without their bfloat16 flash kernel, and up to which differences of maps are faster
-# without any (docs/LOG.md, 2026-11-20).
+# Keys up to which a CPU is faster with its float32 flash kernel than with its bfloat16 one, in spite of the conversion,
+# and up to which it is faster without, for differences of maps (docs/LOG.md, 2026-11-20).
 SHORT, SHORT_DIFF = 512, 1024
 
 
@@ -51,8 +51,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, backend: str = "auto", d
     k, v = _repeat(k, q.shape[1]), _repeat(v, q.shape[1])
     if backend == "math":
         return reference.attend(q, k, v, _see(mask, q, k), dropout)
-    if _is_blocked(backend, q, k, mask, dropout, SHORT if q.dtype == torch.bfloat16 else 0):
-        return blocked.attend(q, k, v)
     return _sdpa(q, k, v, mask, dropout=dropout)
 
 
@@ -80,7 +78,9 @@ def attend_diff(
     k, v = _repeat(k, h).expand(-1, -1, 2, -1, -1), _repeat(v, h)  # (B, h, 2, S, d), (B, h, S, dv)
     if backend == "math":
         return reference.attend_diff(q, k, v, lam, _see(mask, q, k), dropout)
-    if _is_blocked(backend, q, k, mask, dropout, SHORT_DIFF):
+    T, S = q.shape[-2], k.shape[-2]
+    short = backend == "auto" and q.device.type == "cpu" and max(T, S) <= SHORT_DIFF
+    if (short or backend == "blocked") and mask.plain and T == S and not dropout:
         return blocked.attend_diff(q, k, v, lam)
     # One call over 2h heads, q and k zero-padded to the width of v: two calls with dv > d leave SDPA's fast CPU kernel.
     both = _sdpa(
@@ -118,13 +118,6 @@ def attend_union(
         return _Union.apply(q.shape[-1] ** -0.5, *padded)[..., :width]
     see = _see(mask, q, keys[0]).repeat(1, 1, 1, n)
     return _sdpa(q, torch.cat(keys, dim=-2), torch.cat(values, dim=-2), mask, see, dropout)
-
-
-def _is_blocked(backend: str, q: Tensor, k: Tensor, mask: Mask, dropout: float, most: int) -> bool:
-    """Whether to use blocked.py: asked for, or chosen by auto on a CPU up to `most` keys; never where it cannot."""
-    T, S = q.shape[-2], k.shape[-2]
-    chosen = backend == "blocked" or (backend == "auto" and q.device.type == "cpu" and most >= S)
-    return chosen and mask.plain and T == S and not dropout
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask, see: Tensor | None = None, dropout: float = 0.0) -> Tensor:
