@@ -40,7 +40,7 @@ quickstart: $(VENV)/.installed
 
 test: $(VENV)/.tested
 	$(BIN)/ruff check .
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
 
 lint: $(VENV)/.tested
 	$(BIN)/ruff check .

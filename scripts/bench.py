@@ -596,9 +596,16 @@ def main(cfg: BenchConfig) -> None:
     content = {"bench": cfg.what, "config": asdict(cfg), "machine": where, "version": version()}
     path = Path(cfg.out or f"runs/bench/{cfg.what}.json")
     write_atomically(path, json.dumps(content | {"results": {"rows": list(map(asdict, rows))}}, indent=1).encode())
-    print(table(rows))
-    print(f"n = {cfg.rounds} rounds, {where['cpu']}, GPU {where['gpu']}, {where['threads']} threads, {where['dtype']}, "
-          f"load {load:.2f} at the start; {path}")  # fmt: skip
+    text = f"{table(rows)}\n\n{conditions(content)}\n"
+    write_atomically(path.with_suffix(".md"), text.encode())
+    print(f"{text}{path}")
+
+
+def conditions(content: dict[str, Any]) -> str:
+    """Under which the table was made, in one line."""
+    where = content["machine"]
+    return (f"n = {content['config']['rounds']} rounds; {where['cpu']}, GPU {where['gpu']}, {where['threads']} threads, "
+            f"{where['dtype']}, load {where['load']} at the start; {content['version']}")  # fmt: skip
 
 
 if __name__ == "__main__":

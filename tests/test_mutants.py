@@ -15,7 +15,9 @@ import pytest
 ROOT = Path(__file__).parent.parent
 DIFF, V2, SEQ = "model/attention/diff.py", "model/attention/diff_v2.py", "model/attention/introspective.py"
 FACADE, REFERENCE, MASK = "model/attention/backends.py", "model/attention/reference.py", "model/attention/mask.py"
+BLOCKED, KERNEL, PROGRAMS = "model/attention/blocked.py", "model/attention/kernels/diff.py", "model/attention/kernels/diff_triton.py"
 VARIANTS, OPERATIONS = "tests/model/test_variants.py", "tests/model/test_backends.py"
+KERNELS = "tests/model/test_kernels.py"
 FORMULA = f"{VARIANTS}::test_equals_the_formula"
 
 
@@ -131,6 +133,19 @@ MUTANTS = (
     Mutant("merging by wrong log-sum-exps in the backward", FACADE, "ctx.save_for_backward(q, *sets, out, lse)",
            "ctx.save_for_backward(q, *sets, out, lses[0])",
            f"{OPERATIONS}::test_a_union_is_one_softmax_with_exact_gradients"),
+    # blocks and kernels
+    Mutant("a block sees its own future", BLOCKED, ".triu(1)", ".triu(2)", f"{FORMULA}[diff-1-blocked]"),
+    Mutant("a block takes the lambda of the first rows", BLOCKED, "lam[..., start:stop, :]", "lam[..., : stop - start, :]",
+           f"{OPERATIONS}::test_backends_agree_with_the_float64_reference[diff_v2-500-1-32]"),
+    Mutant("the first map's delta leaves lambda out", PROGRAMS, "tl.sum(grad * out, 1) + lam * delta2",
+           "tl.sum(grad * out, 1)", f"{KERNELS}::test_lambda_of_any_shape"),
+    Mutant("the gradient of lambda has the wrong sign", KERNEL, "-delta[:, :, 1, :, None]", "delta[:, :, 1, :, None]",
+           f"{KERNELS}::test_lambda_of_any_shape"),
+    Mutant("the values' gradient comes from the first map alone", PROGRAMS, "p1 - p2", "p1", f"{KERNELS}::test_lambda_of_any_shape"),
+    Mutant("a window one key too wide", PROGRAMS, "positions - keys < window", "positions - keys <= window",
+           f"{KERNELS}::test_windows"),
+    Mutant("cached queries start at position 0", PROGRAMS, "positions = rows + (S - T)", "positions = rows",
+           f"{KERNELS}::test_long"),
 )  # fmt: skip
 
 

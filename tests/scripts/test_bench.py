@@ -199,7 +199,8 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].startswith("| model ") and "tokens/s" in lines[0] and lines[1].startswith("| ---")
-    assert "n = 2 rounds" in lines[-1] and str(out) in lines[-1]
+    assert "n = 2 rounds" in lines[-2] and str(out) in lines[-1]
+    assert out.with_suffix(".md").read_text().splitlines() == lines[:-1]
     content = json.loads(out.read_text())
     assert {"bench", "config", "machine", "version", "results"} <= set(content)
     assert content["config"]["model"]["d_model"] == 128 and content["machine"]["threads"] == 1
