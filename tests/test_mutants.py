@@ -15,7 +15,11 @@ import pytest
 ROOT = Path(__file__).parent.parent
 DIFF, V2, SEQ = "model/attention/diff.py", "model/attention/diff_v2.py", "model/attention/introspective.py"
 FACADE, REFERENCE, MASK = "model/attention/backends.py", "model/attention/reference.py", "model/attention/mask.py"
-BLOCKED, KERNEL, PROGRAMS = "model/attention/blocked.py", "model/attention/kernels/diff.py", "model/attention/kernels/diff_triton.py"
+BLOCKED, KERNEL, PROGRAMS = (
+    "model/attention/blocked.py",
+    "model/attention/kernels/diff.py",
+    "model/attention/kernels/diff_triton.py",
+)
 VARIANTS, OPERATIONS = "tests/model/test_variants.py", "tests/model/test_backends.py"
 KERNELS = "tests/model/test_kernels.py"
 FORMULA = f"{VARIANTS}::test_equals_the_formula"
@@ -141,7 +145,8 @@ MUTANTS = (
            "tl.sum(grad * out, 1)", f"{KERNELS}::test_lambda_of_any_shape"),
     Mutant("the gradient of lambda has the wrong sign", KERNEL, "-delta[:, :, 1, :, None]", "delta[:, :, 1, :, None]",
            f"{KERNELS}::test_lambda_of_any_shape"),
-    Mutant("the values' gradient comes from the first map alone", PROGRAMS, "p1 - p2", "p1", f"{KERNELS}::test_lambda_of_any_shape"),
+    Mutant("the values' gradient comes from the first map alone", PROGRAMS, "p1 - p2", "p1",
+           f"{KERNELS}::test_lambda_of_any_shape"),
     Mutant("a window one key too wide", PROGRAMS, "positions - keys < window", "positions - keys <= window",
            f"{KERNELS}::test_windows"),
     Mutant("cached queries start at position 0", PROGRAMS, "positions = rows + (S - T)", "positions = rows",

@@ -12,7 +12,7 @@ from model.attention.mask import Mask
 from model.cache import KVCache
 from model.config import DecoderConfig
 from model.decoder import Decoder, layer_letter, matched
-from model.rotary import Rope, rope_table
+from model.rotary import Rope, rope_table, rotate
 from tests.reference import formulas
 from tests.variants import VARIANTS, config, randomized
 
@@ -204,6 +204,52 @@ def test_attention_dropout_is_random_in_training_only_and_right_on_average(name:
         many = module.train()(x.expand(4000, -1, -1), None, Mask())
         spread = many.std(0) / 4000**0.5
         assert ((many.mean(0) - plain[0]).abs() < 6 * spread + 1e-9).all()
+
+
+@pytest.mark.parametrize("name", ("diff", "diff_double", "diff_v2", "hybrid", "baseline"))
+def test_a_stack_on_the_fused_backend_equals_the_formulas(name: str) -> None:
+    """Prefill, gradients and decoding; layers without a difference of maps go to sdpa."""
+    pytest.importorskip("triton", reason="the fused backend needs triton: pip install triton")
+    results = []
+    for backend in ("math", "fused"):
+        model = randomized(name, n_kv_head=4, backend=backend, window=9).float()
+        x = torch.randint(0, 50, (2, 20), generator=torch.Generator().manual_seed(1))
+        loss = model(x, x.roll(-1, 1))
+        loss.backward()
+        with torch.no_grad():
+            cache = KVCache(20)
+            logits = torch.cat([model(part, cache=cache) for part in x.split([12, 1, 7], dim=1)], dim=1)
+        results.append((loss.detach(), logits, {key: p.grad for key, p in model.named_parameters()}))
+    torch.testing.assert_close(*results, atol=2e-5, rtol=1e-4)
+
+
+def test_fused_without_a_gpu_is_refused_when_the_model_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ValueError, match="use model.backend=sdpa"):
+        Decoder(config("diff", backend="fused"))
+    Decoder(config("baseline", backend="fused"))
+
+
+def test_without_positions_only_the_set_of_earlier_tokens_counts() -> None:
+    model = randomized("diff", position="none", n_layer=1)
+    x = torch.randint(0, 50, (1, 12))
+    shuffled = torch.cat((x[:, :11].flip(1), x[:, 11:]), dim=1)
+    torch.testing.assert_close(model(shuffled)[:, -1], model(x)[:, -1], atol=1e-12, rtol=0)
+    rotated = randomized("diff", n_layer=1)
+    assert (rotated(shuffled)[:, -1] - rotated(x)[:, -1]).abs().max() > 1e-6
+
+
+@pytest.mark.parametrize("layout", ("half", "interleaved"))
+def test_rope_turns_scores_by_distance_alone_whatever_the_offset(layout: str) -> None:
+    q, k = torch.randn(2, 1, 1, 9, 16, dtype=torch.float64).unbind(0)
+    scores = []
+    for offset in (0, 1000):
+        cos, sin = rope_table(9, 16, 10000.0, offset=offset)
+        rope = Rope(cos.double(), sin.double(), layout == "interleaved")
+        scores.append(rotate(q, rope) @ rotate(k, rope).mT)
+    torch.testing.assert_close(*scores, atol=1e-3, rtol=0)  # angles are float32: 1000 rad to 6e-5
+    assert (scores[0] - q @ k.mT).abs().max() > 0.1
 
 
 def test_lambda_warms_up_and_the_warm_up_is_saved() -> None:
