@@ -305,7 +305,39 @@ def table(arms: list[Arm]) -> list[Row]:
         ):
             read = _of("attention_noise", _mean_of(reading, what))
             add("Attention", f"{name}, {reading}", read, "{:.3f}", better)
-    return rows
+    more = (
+        ("Loss", "loss on recalled tokens (AR hits)", _of("perplexity", _recall("hit")), "lower"),
+        ("Loss", "loss on all other tokens", _of("perplexity", _recall("other")), "lower"),
+        ("Attention", "entropy of an attention row (nats)", _of("attention_noise", _part("entropy")), ""),
+        ("Attention", "negative share of the absolute mass", _of("attention_noise", _part("negative")), ""),
+        ("Attention", "share of heads that are sinks", _of("attention_noise", _sinks), ""),
+    )
+    for group, name, read, better in more:  # older results have none
+        if any(read(run) is not None for arm in arms for run in arm.runs):
+            add(group, name, read, "{:.3f}", better)
+    order = list(dict.fromkeys(row.group for row in rows))
+    return sorted(rows, key=lambda row: order.index(row.group))
+
+
+def _recall(which: str) -> Callable[[dict[str, Any]], tuple[float, float] | None]:
+    def read(results: dict[str, Any]) -> tuple[float, float] | None:
+        found = (results.get("recall") or {}).get(which) or {}
+        return None if found.get("loss") is None else (found["loss"], found["se"])
+
+    return read
+
+
+def _part(name: str) -> Callable[[dict[str, Any]], tuple[float, float | None] | None]:
+    return lambda results: (results[name]["mean"], results[name].get("se")) if name in results else None
+
+
+def _sinks(results: dict[str, Any]) -> tuple[float, float] | None:
+    """Of the longest text that was looked at."""
+    by_length = results.get("sink") or {}
+    if not by_length:
+        return None
+    found = by_length[max(by_length, key=int)]
+    return found["share"], found["se"]
 
 
 def _row(arms: list[Arm], group: str, name: str, read: Callable[[Run], Any], shown: Shown, better: str = "") -> Row:
@@ -530,7 +562,7 @@ def _errors(key: str) -> tuple[str, ...]:
 
 
 def scalars(results: Any, path: str = "") -> Iterator[tuple[str, float]]:
-    """("a · b", number) of all numbers in nested dicts; a list of dicts goes by its items' first value ("bits=8").
+    """("a · b", number) of all numbers in nested dicts; a list of dicts goes by its items' first values ("bits=8").
 
     What is called per_... or by_... divides up a number that is there as well, and is left out.
     """
@@ -541,11 +573,20 @@ def scalars(results: Any, path: str = "") -> Iterator[tuple[str, float]]:
         if isinstance(value, dict):
             yield from scalars(value, name)
         elif isinstance(value, list) and value and all(isinstance(item, dict) and item for item in value):
-            for item in value:
-                (label, first), *rest = item.items()
-                yield from scalars(dict(rest), f"{name} · {label}={first}" if path else f"{label}={first}")
+            for label, rest in _labelled(value):
+                yield from scalars(rest, f"{name} · {label}" if path else label)
         elif isinstance(value, (int, float)) and not isinstance(value, bool):
             yield name, value
+
+
+def _labelled(items: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Items with their first value, or as many as tell them apart, as a label: ("bits=8", the rest)."""
+    for count in range(1, len(items[0]) + 1):
+        labels = [", ".join(f"{key}={value}" for key, value in list(item.items())[:count]) for item in items]
+        if len(set(labels)) == len(items):
+            break
+    for label, item in zip(labels, items, strict=True):
+        yield label, dict(list(item.items())[count:])
 
 
 def _short(value: float) -> str:

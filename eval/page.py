@@ -13,7 +13,7 @@ import numpy as np
 
 from configs.provenance import ROOT, version
 from eval import attention_noise, needle, perplexity
-from eval.common import INK, figure
+from eval.common import INK, figure, mean_se
 from eval.comparison import EVALUATIONS, Ablation, Arm, Cell, Contrast, Row, Run, Section, si
 
 if TYPE_CHECKING:
@@ -117,16 +117,19 @@ def _share(arm: Arm, reading: str, what: str) -> tuple[float, float, float]:
     return mean, mean - min(values), max(values) - mean
 
 
-def draw_positions(path: Path, arms: list[Arm]) -> None:
-    """Loss by position in the window; means and ranges over seeds."""
-    with figure(path, 6.2, 3.9) as axes:
+def draw_positions(path: Path, arms: list[Arm], cumulative: bool = False) -> None:
+    """Loss by position in the window, or its mean up to there; means and ranges over seeds."""
+    with figure(path, 5.2, 3.9) as axes:
         ax = axes[0, 0]
         for arm in arms:
-            curves = [perplexity.position_buckets(results["by_position"]) for results in arm.results("perplexity")]
-            band(ax, arm, curves, marker="o", markersize=3.5)
+            by_position = [np.array(results["by_position"]) for results in arm.results("perplexity")]
+            if cumulative:
+                by_position = [losses.cumsum() / np.arange(1, len(losses) + 1) for losses in by_position]
+            band(ax, arm, [perplexity.position_buckets(losses) for losses in by_position], marker="o", markersize=3.5)
         ax.set_xscale("log", base=2)
         ax.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
-        ax.set(xlabel="position in the window (tokens)", ylabel="loss (nats per token)")
+        title = "mean up to the position" if cumulative else "at the position"
+        ax.set(xlabel="position in the window (tokens)", ylabel="loss (nats per token)", title=title)
         ax.grid(axis="y")
         if len(arms) > 1:
             ax.legend()
@@ -199,9 +202,12 @@ def draw_all(arms: list[Arm], found: list[Contrast], folder: Path) -> list[Figur
         figures.append(_needle_figure(measured, folder))
     if measured := have["attention_noise"]:
         figures += [_attention_figure(measured, folder, reading) for reading in attention_noise.READINGS]
+        figures += _heads_figure(measured)
     if measured := have["perplexity"]:
-        draw_positions(folder / "loss_by_position.png", measured)
-        figures.append(_position_figure(measured, folder / "loss_by_position.png"))
+        paths = [folder / "loss_by_position.png", folder / "loss_cumulative.png"]
+        for path, cumulative in zip(paths, (False, True), strict=True):
+            draw_positions(path, measured, cumulative)
+        figures.append(_position_figure(measured, paths))
     return figures
 
 
@@ -280,9 +286,9 @@ def _loss_figure(arms: list[Arm], path: Path) -> Figure:
 def _needle_figure(arms: list[Arm], folder: Path) -> Figure:
     paths = [folder / f"needle_{_slug(arm)}.png" for arm in arms]
     for arm, path in zip(arms, paths, strict=True):
-        needle.draw(path, averaged(arm.results("needle")), arm.label)
+        needle.draw(path, _mean_needle(arm.results("needle")), arm.label)
     samples = arms[0].results("needle")[0]["cells"][0]["samples"]
-    several = " Cells are means over seeds." if any(arm.several for arm in arms) else ""
+    several = " Cells are means over seeds, ± their standard error." if any(arm.several for arm in arms) else ""
     return Figure(
         "Needle in a haystack",
         "Share of hidden numbers given back exactly, by context length and by depth of the needle (0 % comes first). "
@@ -293,6 +299,15 @@ def _needle_figure(arms: list[Arm], folder: Path) -> Figure:
         [f"Heatmap of needle accuracy by depth and context length, {arm.label}" for arm in arms],
         wide=False,
     )
+
+
+def _mean_needle(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Means over seeds, in each cell with the standard error over seeds instead of that over samples."""
+    mean = averaged(results)
+    if len(results) > 1:
+        for i, cell in enumerate(mean["cells"]):
+            cell["se"] = mean_se([one["cells"][i]["accuracy"] for one in results])[1]
+    return mean
 
 
 READING_CAPTIONS = {
@@ -318,15 +333,36 @@ def _attention_figure(arms: list[Arm], folder: Path, reading: str) -> Figure:
     )
 
 
-def _position_figure(arms: list[Arm], path: Path) -> Figure:
+def _heads_figure(arms: list[Arm]) -> list[Figure]:
+    """The heatmaps over layers and heads that the evaluation has drawn, where it has."""
+    found = [(arm.label, arm.runs[0].folder / "figures" / "attention_heads.png") for arm in arms]
+    found = [(label, path) for label, path in found if path.is_file()]
+    if not found:
+        return []
+    several = " The first seed of each arm." if any(arm.several for arm in arms) else ""
+    return [
+        Figure(
+            "Each layer and head",
+            f"Where the heads look, one by one; means hide heads that do the opposite of others.{several} "
+            "(<code>python -m eval.attention_noise</code>)",
+            [path for _, path in found],
+            [f"Heatmaps over layers and heads, {label}" for label, _ in found],
+            wide=len(found) == 1,
+        )
+    ]
+
+
+def _position_figure(arms: list[Arm], paths: list[Path]) -> Figure:
     results = arms[0].results("perplexity")[0]
     return Figure(
         "Loss by position",
-        "Loss of the token at each position of the window (means of position ranges of equal ratio). The further to "
+        "Loss of the token at each position of the window, and the mean of all up to it (means of position ranges of "
+        "equal ratio). The further to "
         f"the right it still falls, the longer the context that the model makes use of. n = {results['windows']:,} "
         f"windows of {results['length']} held-out tokens.{_over_seeds(arms)} (<code>python -m eval.perplexity</code>)",
-        [path],
-        ["Curves of loss against position in the window for each arm"],
+        paths,
+        ["Curves of loss against position in the window for each arm", "Curves of mean loss up to a position"],
+        wide=False,
     )
 
 

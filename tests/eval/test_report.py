@@ -74,13 +74,16 @@ def test_the_page_is_whole_and_self_contained(evaluated, call, capsys, tmp_path)
     page = out.read_text()
     assert "<h1>Baseline and diff: loss" in page and "<table>" in page
     sources = re.findall(r'src="([^"]{1,30})', page)
-    assert len(sources) == 2 + 1 + 2 + 2 + 2 + 1 and all(s.startswith("data:image/png;base64,") for s in sources)
+    heads = sum((run / "figures" / "attention_heads.png").is_file() for run in runs)
+    assert len(sources) == 2 + 1 + 2 + 2 + 2 + 2 + heads and all(
+        s.startswith("data:image/png;base64,") for s in sources
+    )
     assert not re.search(r'(src|href)="(https?:)?//|@import|<script|url\(', page)
     assert 'href="report_viewer.html"' in page and (out.parent / "report_viewer.html").stat().st_size > 100_000
     assert "Differences" not in page  # of one seed each
     assert 'href="' in page and "docs/METHODS.md" in page and "prefers-color-scheme: dark" in page
     assert "not measured" not in page
-    assert len(list((out.parent / "figures").glob("*.png"))) == len(sources)
+    assert len(list((out.parent / "figures").glob("*.png"))) == len(sources) - heads
     content = json.loads(out.with_suffix(".json").read_text())
     assert [run["variant"] for run in content["runs"]] == ["baseline", "diff"]
     assert {"machine", "version", "results"} <= content.keys()
@@ -108,7 +111,9 @@ def test_what_is_not_measured_or_not_finished_is_said(evaluated, make_run, call,
     printed = capsys.readouterr().out
     assert "part is half finished, at step 4 of 9" in printed
     assert "part has no needle, attention_noise: run python -m eval.needle" in printed
-    assert (tmp_path / "r.html").read_text().count('<td class="missing">not measured</td>') == 5
+    cells = [cell for row in json.loads((tmp_path / "r.json").read_text())["results"] for cell in row["cells"]]
+    missing = sum(cell["value"] is None for cell in cells)
+    assert (tmp_path / "r.html").read_text().count('<td class="missing">not measured</td>') == missing >= 5
 
 
 def test_seeds_are_one_arm_with_means_and_paired_differences(seeded, call, capsys, tmp_path):
@@ -244,6 +249,13 @@ def test_further_evaluations_on_other_settings_are_refused(seeded, refused, tmp_
 def test_scalars_of_nested_results():
     results = {"loss": 1.5, "by_position": [1.0], "ok": True, "tasks": {"a": {"acc": 1}}, "list": [1.0], "none": None}
     assert dict(scalars(results)) == {"loss": 1.5, "tasks · a · acc": 1}
+    cells = [{"length": 8, "depth": d, "acc": d / 2, "more": {"se": 0.1}} for d in (0, 1)]
+    assert dict(scalars({"cells": cells})) == {
+        "length=8, depth=0 · acc": 0.0,
+        "length=8, depth=0 · more · se": 0.1,
+        "length=8, depth=1 · acc": 0.5,
+        "length=8, depth=1 · more · se": 0.1,
+    }
 
 
 def test_an_ablation_is_shown(evaluated, call, refused, tmp_path):
