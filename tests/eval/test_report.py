@@ -2,14 +2,19 @@
 
 import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
 from eval import attention_noise, needle, perplexity, report
-from eval.comparison import read_run, si, table
-from eval.page import smooth
+from eval.comparison import Arm, arms_of, contrasts, read_run, read_runs, scalars, sections, si, table
+from eval.page import averaged, band, smooth
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
 @pytest.fixture
@@ -37,6 +42,31 @@ def edit(path: Path, key: str, value: object) -> None:
     path.write_text(json.dumps(content))  # JSON is YAML
 
 
+@pytest.fixture
+def seeded(make_run, call):
+    """seeded("b", {1: 2.0, 2: 2.1}) -> runs that differ in seed and, by this much, in their test loss."""
+
+    def make(layers: str, losses: dict[int, float], name: str = "") -> list[Path]:
+        name = name or {"b": "baseline", "d": "diff", "i": "introspective"}[layers]
+        first = make_run(f"{name}-s{min(losses)}", layers)
+        call(perplexity, f"run={first}", "tokens=640")
+        folders = []
+        for seed, loss in losses.items():
+            folder = first.with_name(f"{name}-s{seed}")
+            if folder != first:
+                shutil.copytree(first, folder)
+            edit(folder / "config.yaml", "seed", seed)
+            edit(folder / "eval" / "perplexity.json", "results.loss", loss)
+            folders.append(folder)
+        return folders
+
+    return make
+
+
+def listed(folders: list[Path]) -> str:
+    return f"runs=[{','.join(map(str, folders))}]"
+
+
 def test_the_page_is_whole_and_self_contained(evaluated, call, capsys, tmp_path):
     runs, out = [evaluated("one", "b"), evaluated("two", "d")], tmp_path / "pages" / "report.html"
     capsys.readouterr()
@@ -44,11 +74,16 @@ def test_the_page_is_whole_and_self_contained(evaluated, call, capsys, tmp_path)
     page = out.read_text()
     assert "<h1>Baseline and diff: loss" in page and "<table>" in page
     sources = re.findall(r'src="([^"]{1,30})', page)
-    assert len(sources) == 2 + 1 + 2 + 2 + 2 + 1 and all(s.startswith("data:image/png;base64,") for s in sources)
+    heads = sum((run / "figures" / "attention_heads.png").is_file() for run in runs)
+    assert len(sources) == 2 + 1 + 2 + 2 + 2 + 2 + heads and all(
+        s.startswith("data:image/png;base64,") for s in sources
+    )
     assert not re.search(r'(src|href)="(https?:)?//|@import|<script|url\(', page)
+    assert 'href="report_viewer.html"' in page and (out.parent / "report_viewer.html").stat().st_size > 100_000
+    assert "Differences" not in page  # of one seed each
     assert 'href="' in page and "docs/METHODS.md" in page and "prefers-color-scheme: dark" in page
     assert "not measured" not in page
-    assert len(list((out.parent / "figures").glob("*.png"))) == len(sources)
+    assert len(list((out.parent / "figures").glob("*.png"))) == len(sources) - heads
     content = json.loads(out.with_suffix(".json").read_text())
     assert [run["variant"] for run in content["runs"]] == ["baseline", "diff"]
     assert {"machine", "version", "results"} <= content.keys()
@@ -58,7 +93,7 @@ def test_the_page_is_whole_and_self_contained(evaluated, call, capsys, tmp_path)
 
 def test_table_holds_the_numbers(evaluated):
     run = read_run(evaluated("one"))
-    cells = {row.name: row.cells[0] for row in table([run])}
+    cells = {row.name: row.cells[0] for row in table([Arm([run], "one")])}
     assert cells["parameters in total"].text == "20k" and cells["tokens"].value == 2560
     assert cells["training loss, last tenth"].value == pytest.approx(5.2)
     assert cells["validation loss, end of training"].value == 5.3
@@ -72,18 +107,190 @@ def test_what_is_not_measured_or_not_finished_is_said(evaluated, make_run, call,
     call(perplexity, f"run={part}", "tokens=640")
     edit(part / "config.yaml", "steps", 9)
     capsys.readouterr()
-    call(report, f"runs=[{whole},{part}]", f"out={tmp_path / 'r.html'}")
+    call(report, f"runs=[{whole},{part}]", f"out={tmp_path / 'r.html'}", "viewer=false")
     printed = capsys.readouterr().out
     assert "part is half finished, at step 4 of 9" in printed
     assert "part has no needle, attention_noise: run python -m eval.needle" in printed
-    assert (tmp_path / "r.html").read_text().count('<td class="missing">not measured</td>') == 5
+    cells = [cell for row in json.loads((tmp_path / "r.json").read_text())["results"] for cell in row["cells"]]
+    missing = sum(cell["value"] is None for cell in cells)
+    assert (tmp_path / "r.html").read_text().count('<td class="missing">not measured</td>') == missing >= 5
 
 
-def test_seeds_of_one_variant_share_its_colour_but_not_its_line(evaluated):
-    from eval.comparison import read_runs
+def test_seeds_are_one_arm_with_means_and_paired_differences(seeded, call, capsys, tmp_path):
+    folders = seeded("b", {1: 2.00, 2: 2.10, 3: 2.30}) + seeded("d", {3: 2.25, 1: 1.90, 2: 2.06})
+    out = tmp_path / "r.html"
+    arms = arms_of(read_runs([str(folder) for folder in folders]))
+    assert [(arm.label, [run.seed for run in arm.runs]) for arm in arms] == [
+        ("baseline", [1, 2, 3]),
+        ("diff", [3, 1, 2]),
+    ]
+    rows = {row.name: row for row in table(arms)}
+    cell = rows["test loss (nats per token)"].cells[0]
+    sd = (sum((x - 32 / 15) ** 2 for x in (2.0, 2.1, 2.3)) / 2) ** 0.5
+    assert (cell.value, cell.sd, cell.values) == (pytest.approx(32 / 15), pytest.approx(sd), [2.0, 2.1, 2.3])
+    assert cell.text == f"2.133 ± {sd:.3f}" and rows["tokens"].cells[0].text == "2.56k"
+    assert rows["seed"].cells[1].text == "3, 1, 2"
+    (found,) = [c for c in contrasts(arms, list(rows.values())) if c.name == "test loss (nats per token)"]
+    differences = [-0.10, -0.04, -0.05]
+    half = 4.302653 * np.std(differences, ddof=1) / 3**0.5  # t quantile 0.975 with 2 degrees of freedom
+    mean = np.mean(differences)
+    assert found.differences == pytest.approx(differences) and (found.n, found.seeds) == (3, [1, 2, 3])
+    assert (found.mean, found.low, found.high) == pytest.approx((mean, mean - half, mean + half), rel=1e-5)
+    capsys.readouterr()
+    call(report, listed(folders), f"out={out}")
+    page, printed = out.read_text(), capsys.readouterr().out
+    for text in (f"{mean:+.4f} [{mean - half:+.4f}, {mean + half:+.4f}]", "baseline (n = 3)", "2 arms"):
+        assert text in printed
+    assert f"{mean:.4f}".replace("-", "−") in page and "standard deviation over the seeds" in page
+    assert page.count("Differences, paired by seed") == 2  # contents and heading
+    content = json.loads(out.with_suffix(".json").read_text())
+    assert [arm["seeds"] for arm in content["arms"]] == [[1, 2, 3], [3, 1, 2]] and len(content["runs"]) == 6
+    assert any(d["name"].startswith("test loss") and d["n"] == 3 for d in content["differences"])
+    assert "| difference to baseline [95 % interval] | diff |" in out.with_suffix(".md").read_text()
 
-    first, second = read_runs([str(evaluated("s1", seed=1)), str(evaluated("s2", seed=2))])
-    assert first.colour == second.colour and first.line != second.line
+
+def test_differences_are_over_the_seeds_that_both_have(seeded):
+    folders = seeded("b", {1: 2.0, 2: 2.5}) + seeded("d", {2: 2.4, 5: 9.0}) + seeded("i", {7: 1.0})
+    arms = arms_of(read_runs([str(folder) for folder in folders]))
+    found = {c.arm: c for c in contrasts(arms, table(arms)) if c.name.startswith("test loss")}
+    assert list(found) == ["diff"] and found["diff"].differences == pytest.approx([-0.1])
+    assert found["diff"].low is None and found["diff"].text == "-0.1000 (n = 1)" and not found["diff"].clear
+    single = {row.name: row.cells[2] for row in table(arms)}["test loss (nats per token)"]
+    assert single.text == "1.000" and single.se  # beside arms of several seeds ± would mean two things
+
+
+def test_arms_are_what_differs_in_more_than_the_seed(seeded):
+    folders = seeded("b", {1: 2.0, 2: 2.1}) + seeded("b", {1: 2.2, 2: 2.3}, "slow") + seeded("b", {1: 3.0}, "again")
+    for folder in folders[2:4]:
+        edit(folder / "config.yaml", "optim", {"lr": 0.1})
+    arms = arms_of(read_runs([str(folder) for folder in folders]))
+    # The last has the seed and the settings of the first: a repetition is no further seed.
+    assert [(arm.label, len(arm.runs)) for arm in arms] == [("baseline", 2), ("slow", 2), ("again-s1", 1)]
+    assert len({arm.colour for arm in arms}) == 1 and len({arm.line for arm in arms}) == 3
+
+
+def test_a_half_finished_seed_is_left_out_and_said(seeded, call, capsys, tmp_path):
+    folders = seeded("b", {1: 2.0, 2: 2.2, 3: 9.9})
+    lines = (folders[2] / "metrics.jsonl").read_text().splitlines()[:3]
+    (folders[2] / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    arms = arms_of(read_runs([str(folder) for folder in folders]))
+    assert [run.seed for run in arms[0].runs] == [1, 2]
+    call(report, listed(folders), f"out={tmp_path / 'r.html'}", "viewer=false")
+    printed = capsys.readouterr().out
+    assert "baseline-s3 is half finished, at step 2 of 4, and left out of its arm" in printed
+    assert len(arms_of(read_runs([str(folders[2])]))) == 1  # alone it is shown, and noted
+
+
+def test_bands_reach_from_the_lowest_to_the_highest_seed(tmp_path):
+    from eval.common import figure
+
+    with figure(tmp_path / "f.png", 3, 3) as axes:
+        curves = [(np.array([0.0, 1, 2]), np.array([1.0, 2, 3])), (np.array([0.0, 2, 4]), np.array([3.0, 5, 9]))]
+        arm = Arm([read_stub(1), read_stub(2)], "both")
+        assert band(axes[0, 0], arm, curves).tolist() == [2.0, 3.0, 4.0]
+        (area,) = axes[0, 0].collections
+        corners = area.get_paths()[0].vertices
+        assert {tuple(corner) for corner in corners} >= {(0, 1), (1, 2), (2, 3), (0, 3), (1, 4), (2, 5)}
+
+
+def read_stub(seed: int):
+    """A run with nothing but a seed and a name."""
+    from eval.comparison import Run
+
+    return Run(Path("x"), f"x-s{seed}", "baseline", {"seed": seed}, "t", {}, [{"step": 1}], [], {})
+
+
+def test_results_are_averaged_number_by_number():
+    one, two = {"a": [1.0, 2.0], "n": 3, "s": "x", "only": 1.0}, {"a": [3.0, 6.0], "n": 3, "s": "x"}
+    assert averaged([one, two]) == {"a": [2.0, 4.0], "n": 3, "s": "x", "only": 1.0}
+    assert averaged([[1, 2], [1, 2, 3]]) == [1, 2]
+
+
+def further(run: Path, name: str, results: dict, **config: object) -> None:
+    """Write eval/NAME.json and a figure, as write_result does."""
+    content = {"eval": name, "run": run.name, "config": {"run": str(run), **config}, "step": 4, "results": results}
+    (run / "eval" / f"{name}.json").write_text(json.dumps(content))
+    (run / "figures").mkdir(exist_ok=True)
+    shutil.copy(run / "figures" / "perplexity.png", run / "figures" / f"{name}.png")
+
+
+def test_further_evaluations_have_a_section_each(seeded, call, tmp_path):
+    folders = seeded("b", {1: 2.0, 2: 2.1}) + seeded("d", {1: 1.9, 2: 2.0})
+    for i, folder in enumerate(folders):
+        bits = [{"bits": 8, "loss_change": 0.1 * i, "loss_change_se": 0.01}, {"bits": 4, "loss_change": 1.0 + i}]
+        further(folder, "quantization", {"bits": bits, "windows": 7, "per_layer": [{"layer": 0, "x": 1.0}]}, samples=5)
+    further(folders[0], "harness", {"tasks": {"copa": {"acc": 0.5, "acc_stderr": 0.05}}})
+    harness, quantization = sorted(sections(arms_of(read_runs([str(f) for f in folders]))), key=lambda s: s.name)
+    assert quantization.settings == {"windows": 7} and len(quantization.images) == 2
+    names = {row.name: row for row in quantization.rows}
+    assert list(names) == ["bits=8 · loss_change", "bits=4 · loss_change"]
+    assert names["bits=8 · loss_change"].cells[1].value == pytest.approx(0.25)
+    (row,) = harness.rows
+    assert row.name == "tasks · copa · acc" and row.cells[0].text == "0.500 (n = 1)" and row.cells[1].value is None
+    call(report, listed(folders), f"out={tmp_path / 'r.html'}", "viewer=false")
+    page = (tmp_path / "r.html").read_text()
+    assert "Quantized attention logits</h2>" in page and "Tasks of lm-evaluation-harness</h2>" in page
+    assert page.count('alt="Quantized attention logits, ') == 2
+    differences = json.loads((tmp_path / "r.json").read_text())["differences"]
+    (found,) = [d for d in differences if d["name"] == "bits=4 · loss_change"]
+    assert found["differences"] == pytest.approx([2.0, 2.0])
+
+
+def test_further_evaluations_on_other_settings_are_refused(seeded, refused, tmp_path):
+    folders = seeded("b", {1: 2.0, 2: 2.1})
+    further(folders[0], "icl", {"accuracy": 0.5}, shots=4, batch=2)
+    further(folders[1], "icl", {"accuracy": 0.5}, shots=4, batch=8)
+    read_runs([str(folder) for folder in folders])  # another batch size is no other measurement
+    further(folders[1], "icl", {"accuracy": 0.5}, shots=8)
+    assert "eval.icl on different" in refused(report, listed(folders), f"out={tmp_path / 'r.html'}")
+    assert not (tmp_path / "r.html").exists()
+
+
+def test_scalars_of_nested_results():
+    results = {"loss": 1.5, "by_position": [1.0], "ok": True, "tasks": {"a": {"acc": 1}}, "list": [1.0], "none": None}
+    assert dict(scalars(results)) == {"loss": 1.5, "tasks · a · acc": 1}
+    cells = [{"length": 8, "depth": d, "acc": d / 2, "more": {"se": 0.1}} for d in (0, 1)]
+    assert dict(scalars({"cells": cells})) == {
+        "length=8, depth=0 · acc": 0.0,
+        "length=8, depth=0 · more · se": 0.1,
+        "length=8, depth=1 · acc": 0.5,
+        "length=8, depth=1 · more · se": 0.1,
+    }
+
+
+def test_an_ablation_is_shown(evaluated, call, refused, tmp_path):
+    run, folder, out = evaluated("one"), tmp_path / "ablate", tmp_path / "r.html"
+    (folder / "figures").mkdir(parents=True)
+    assert "python scripts/ablate.py" in refused(report, f"runs=[{run}]", f"out={out}", f"ablation={folder}")
+    (folder / "results.json").write_text(json.dumps({"eval": "ablation", "run": "main", "results": {}}))
+    table_text = "| arm | n | valid | p |\n| --- | ---: | ---: | ---: |\n| base | 3 | 4.1 |  |\n| a<b | 3 |  | 0.01 |\n"
+    (folder / "table.md").write_text(table_text + "\nSeeds 1, 2, 3.\n")
+    shutil.copy(run / "figures" / "perplexity.png", folder / "figures" / "loss.png")
+    call(report, f"runs=[{run}]", f"out={out}", f"ablation={folder}", "viewer=false")
+    page = out.read_text()
+    assert "Ablation: main</h2>" in page and "Seeds 1, 2, 3." in page and 'alt="loss of the ablation main"' in page
+    assert "<tr><th scope=row>a&lt;b</th><td>3</td><td></td><td>0.01</td></tr>" in page
+
+
+def test_without_checkpoints_there_is_a_report_but_no_viewer(evaluated, call, capsys, tmp_path):
+    run, out = evaluated("one"), tmp_path / "r.html"
+    shutil.rmtree(run / "checkpoints")
+    call(report, f"runs=[{run}]", f"out={out}")
+    assert "note: no attention viewer: " in capsys.readouterr().out
+    assert "report_viewer" not in out.read_text() and not (tmp_path / "r_viewer.html").exists()
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs a Chromium browser")
+@pytest.mark.parametrize("width", [390, 1280])
+def test_nothing_sticks_out_of_the_window(seeded, call, tmp_path, width):
+    folders = seeded("b", {1: 2.0, 2: 2.1}) + seeded("d", {1: 1.9, 2: 2.0})
+    call(report, listed(folders), f"out={tmp_path / 'report.html'}")
+    measure = "<script>document.title = `${innerWidth} ${document.documentElement.scrollWidth}`</script>"
+    for page in (tmp_path / "report.html", tmp_path / "report_viewer.html"):
+        page.write_text(page.read_text().replace("</body>", f"{measure}</body>").replace("<details>", "<details open>"))
+        arguments = ["--headless", "--no-sandbox", "--disable-gpu", f"--window-size={width},900", "--dump-dom"]
+        done = subprocess.run([CHROMIUM, *arguments, f"file://{page}"], capture_output=True, text=True, timeout=60)
+        assert re.search(r"<title>(.*?)</title>", done.stdout).group(1) == f"{width} {width}"
 
 
 def test_runs_that_cannot_be_compared_are_refused(evaluated, make_run, refused, tmp_path):

@@ -1,0 +1,345 @@
+"""Tasks of EleutherAI's lm-evaluation-harness, or task files of one's own, on any run.
+
+    python -m eval.harness run=runs/NAME tasks=[lambada_openai,hellaswag] [include_path=DIR] [num_fewshot=0] [limit=100]
+
+Needs the package lm-eval (tested with 0.4.13). The adapter answers the three kinds of request of its `LM` interface:
+the log-likelihood of a continuation, that of a whole text in windows, and greedy decoding up to a stop string. Every
+context starts with the end-of-text token, as every training document does. `length` tokens are seen at once (the
+trained context by default): older ones are cut off, and the result says how often that happened.
+Writes runs/NAME/eval/harness.json and runs/NAME/figures/harness.png.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from omegaconf import MISSING
+from torch import nn
+
+from configs import command
+from eval.common import (
+    COLOURS,
+    FAINT,
+    GREY,
+    batches,
+    device_of,
+    figure,
+    open_run,
+    pad_right,
+    progress,
+    run_name,
+    write_result,
+)
+from model.cache import KVCache
+from training.checkpoint import LoadedRun
+
+try:
+    from lm_eval.api.model import TemplateLM
+except ModuleNotFoundError:  # an optional package: `lm_eval` says what to type
+    TemplateLM = object
+
+if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
+    from lm_eval.tasks import TaskManager
+
+Row = tuple[list[int], list[int]]  # input tokens, and the targets of the last of them
+LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # lm-eval's names of one thing
+MAX_NEW = 256  # lm-eval's default
+BOOTSTRAP = 1000  # resamples for standard errors of what is no mean, e.g. a corpus perplexity
+
+
+@dataclass
+class HarnessConfig:
+    """tasks: names of lm-eval, or of YAML files under include_path. limit: documents per task, all by default."""
+
+    run: str = MISSING
+    tasks: list[str] = MISSING
+    device: str = "auto"  # auto | cpu | cuda
+    batch: int = 32
+    include_path: str | None = None
+    num_fewshot: int | None = None  # the task's own by default
+    limit: int | None = None
+    length: int | None = None
+
+
+# ---------------------------------------- the three computations, on tokens
+
+
+@torch.inference_mode()
+def score(model: nn.Module, rows: Sequence[Row], batch: int) -> list[tuple[float, bool]]:
+    """For each row, the log-probability (nats) of its targets, and whether greedy decoding gives them.
+
+    A row's n targets are the next tokens of its last n inputs. Longest rows first: padding is least, and what does not
+    fit in memory fails at once.
+    """
+    order = sorted(range(len(rows)), key=lambda i: -len(rows[i][0]))
+    scores: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
+    longest = max((len(inputs) for inputs, _ in rows), default=1)
+    with progress("log-likelihoods", len(rows)) as bar:
+        for part in batches(order, batch, longest, model.cfg.vocab_size):
+            logits = model(pad_right([np.array(rows[i][0]) for i in part], device_of(model)))  # (B, T, V)
+            for row, i in enumerate(part):
+                inputs, targets = rows[i]
+                at = logits[row, len(inputs) - len(targets) : len(inputs)].float()  # (n, V)
+                wanted = torch.tensor(targets, dtype=torch.long, device=at.device)
+                logprob = at.log_softmax(-1).gather(-1, wanted[:, None]).double().sum().item()
+                scores[i] = (logprob, bool((at.argmax(-1) == wanted).all()))
+            bar.update(len(part))
+    return scores
+
+
+def rolling_windows(tokens: list[int], prefix: int, length: int) -> list[Row]:
+    """Rows of at most `length` inputs whose targets are `tokens`, each once; the last row has the fullest context.
+
+    `prefix` stands before the first token.
+    """
+    text = [prefix, *tokens]
+    stops = [min(start + length, len(tokens)) for start in range(0, len(tokens), length)]
+    starts = range(0, len(tokens), length)
+    return [(text[max(0, stop - length) : stop], tokens[start:stop]) for start, stop in zip(starts, stops, strict=True)]
+
+
+@torch.inference_mode()
+def generate(
+    model: nn.Module, prompts: Sequence[list[int]], limit: int, stopped: Callable[[list[int]], bool]
+) -> list[list[int]]:
+    """Greedy continuations, at most `limit` tokens each; a prompt is done once `stopped(its new tokens)`.
+
+    Prompts are padded on the left; with learned positions, which that would shift, they must be of one length.
+    """
+    longest, device = max(map(len, prompts)), device_of(model)
+    tokens = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=device)  # (B, longest)
+    keys = torch.tensor([[i >= longest - len(p) for i in range(longest)] for p in prompts], device=device)
+    padded = not bool(keys.all())
+    cache = KVCache(longest + limit)
+    new: list[list[int]] = [[] for _ in prompts]
+    done = [False] * len(prompts)
+    for _ in range(limit):
+        tokens = model(tokens, cache=cache, keys=keys if padded else None)[:, -1].argmax(-1, keepdim=True)  # (B, 1)
+        keys = nn.functional.pad(keys, (0, 1), value=True)
+        for i, token in enumerate(tokens[:, 0].tolist()):
+            if not done[i]:
+                new[i].append(token)
+                done[i] = stopped(new[i])
+        if all(done):
+            break
+    return new
+
+
+# ---------------------------------------- the adapter
+
+
+class RunLM(TemplateLM):
+    """A run as lm-eval sees a model: `loglikelihood`, `loglikelihood_rolling` and `generate_until` (its model guide).
+
+    `truncated` counts contexts that lost their beginning, `shortened` the decodings that were allowed fewer tokens than
+    the task asks for, since a prompt needs room, too.
+    """
+
+    def __init__(self, run: LoadedRun, batch: int = 32, length: int | None = None) -> None:
+        super().__init__()
+        context = run.model.cfg.context
+        self.run, self.batch, self.length = run, batch, context if length is None else length
+        if self.length < 2:
+            raise ValueError(f"length={length} leaves no room for a context: use length=2 or more")
+        if self.length > context and run.model.positions is not None:
+            raise ValueError(f"length={length} exceeds the {context} learned positions: use length={context} or less")
+        self.truncated = self.shortened = 0
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.run.tokenizer.eot
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self.run.tokenizer.fingerprint  # lm-eval's caches of requests are per tokenizer
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: object) -> list[int]:
+        return self.run.tokenizer.encode(string)
+
+    def loglikelihood(self, requests: list["Instance"], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
+        """For each (context, continuation): log-probability of the continuation, and whether it is the greedy one."""
+        return super().loglikelihood(requests, disable_tqdm=disable_tqdm)  # splits into tokens, as for every model
+
+    def _loglikelihood_tokens(self, requests: list[Any], **_: object) -> list[tuple[float, bool]]:
+        rows = []
+        for _, context, continuation in requests:
+            if len(continuation) > self.length:
+                wrong = f"a continuation of {len(continuation)} tokens exceeds length={self.length}"
+                raise ValueError(f"{wrong}: leave its task out, or use length={len(continuation)} (rotary positions)")
+            text = [*self._started(context), *continuation]
+            self.truncated += len(text) - 1 > self.length
+            rows.append((text[:-1][-self.length :], continuation))
+        return score(self.run.model, rows, self.batch)
+
+    def loglikelihood_rolling(self, requests: list["Instance"], disable_tqdm: bool = True) -> list[float]:
+        """For each (text,): the log-probability of all of it, every token predicted once."""
+        texts = [self.run.tokenizer.encode(request.args[0]) for request in requests]
+        windows = [rolling_windows(text, self.eot_token_id, self.length) for text in texts]
+        scores = iter(score(self.run.model, [row for rows in windows for row in rows], self.batch))
+        return [sum(next(scores)[0] for _ in rows) for rows in windows]
+
+    def generate_until(self, requests: list["Instance"], disable_tqdm: bool = True) -> list[str]:
+        """For each (context, settings): the greedy continuation before the first of the settings' `until` strings."""
+        jobs = [self._job(*request.args) for request in requests]
+        texts = [""] * len(jobs)
+        with progress("decoding", len(jobs)) as bar:
+            for part in self._alike(jobs):
+                _, limit, until = jobs[part[0]]
+                for i, new in zip(part, self._decode([jobs[i][0] for i in part], limit, until), strict=True):
+                    texts[i] = before_any(self.run.tokenizer.decode(new), until)
+                bar.update(len(part))
+        return texts
+
+    def _job(self, context: str, settings: dict[str, Any]) -> tuple[list[int], int, tuple[str, ...]]:
+        """Prompt tokens, how many new ones, and stop strings."""
+        if settings.get("do_sample") and settings.get("temperature") != 0:
+            raise ValueError("decoding is greedy, and a task asks to sample: set do_sample: false in its YAML file")
+        asked = next((settings[name] for name in LIMITS if settings.get(name) is not None), MAX_NEW)
+        limit = min(int(asked), self.length // 2)
+        self.shortened += limit < asked
+        prompt = self._started(self.tok_encode(context))
+        self.truncated += len(prompt) > self.length - limit
+        until = settings.get("until") or []
+        return prompt[-(self.length - limit) :], limit, tuple([until] if isinstance(until, str) else until)
+
+    def _alike(self, jobs: list[tuple[list[int], int, tuple[str, ...]]]) -> Iterator[list[int]]:
+        """Indices of jobs that can be decoded together, by falling length; learned positions allow no padding."""
+
+        def group(i: int) -> tuple[Any, ...]:
+            prompt, limit, until = jobs[i]
+            return limit, until, len(prompt) if self.run.model.positions is not None else 0
+
+        order = sorted(range(len(jobs)), key=lambda i: (group(i), -len(jobs[i][0])))
+        for _, members in groupby(order, key=group):
+            alike = list(members)
+            yield from batches(alike, self.batch, len(jobs[alike[0]][0]), self.run.model.cfg.vocab_size)
+
+    def _decode(self, prompts: list[list[int]], limit: int, until: tuple[str, ...]) -> list[list[int]]:
+        tokenizer = self.run.tokenizer
+
+        def stopped(new: list[int]) -> bool:
+            return new[-1] == tokenizer.eot or any(stop in tokenizer.decode(new) for stop in until if stop)
+
+        decoded = generate(self.run.model, prompts, limit, stopped)
+        return [new[:-1] if new and new[-1] == tokenizer.eot else new for new in decoded]
+
+    def _started(self, context: list[int]) -> list[int]:
+        return context if context[:1] == [self.eot_token_id] else [self.eot_token_id, *context]
+
+
+def before_any(text: str, stops: Sequence[str]) -> str:
+    """`text` up to where the first of `stops` begins."""
+    return text[: min((text.find(stop) for stop in stops if stop and stop in text), default=len(text))]
+
+
+# ---------------------------------------- the command
+
+
+def task_manager(tasks: list[str], include_path: str | None) -> "TaskManager":
+    """lm-eval's index of tasks: that of `include_path` where it has them all, since its own takes seconds to read."""
+    from lm_eval.tasks import TaskManager
+
+    if include_path is not None and not Path(include_path).is_dir():
+        raise ValueError(f"include_path={include_path} is no folder: give one with task YAML files")
+    if include_path is not None:
+        own = TaskManager(include_path=include_path, include_defaults=False)
+        if set(tasks) <= set(own.all_tasks):
+            return own
+    manager = TaskManager(include_path=include_path)
+    if unknown := sorted(set(tasks) - set(manager.all_tasks)):
+        known = "`lm-eval ls tasks` lists them; own YAML files need include_path=DIR"
+        raise ValueError(f"there is no task {', '.join(unknown)}: {known}")
+    return manager
+
+
+def evaluate(lm: RunLM, cfg: HarnessConfig) -> dict[str, Any]:
+    """lm-eval's metrics of each task, with their standard errors, and how many contexts were cut."""
+    import lm_eval
+
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it announces every step
+    found = lm_eval.simple_evaluate(
+        lm,
+        tasks=list(cfg.tasks),
+        num_fewshot=cfg.num_fewshot,
+        limit=cfg.limit,
+        task_manager=task_manager(cfg.tasks, cfg.include_path),
+        bootstrap_iters=BOOTSTRAP,
+        log_samples=False,
+    )
+    tasks = {name: plain(metrics) for name, metrics in found["results"].items()}
+    for name, counts in found["n-samples"].items():  # a group of tasks has none
+        tasks.setdefault(name, {}).update(samples=counts["effective"], num_fewshot=found["n-shot"].get(name))
+    return {
+        "tasks": tasks,
+        "length": lm.length,
+        "truncated": lm.truncated,
+        "shortened": lm.shortened,
+        "lm_eval": lm_eval.__version__,
+    }
+
+
+def plain(metrics: dict[str, Any]) -> dict[str, float | None]:
+    """lm-eval's "acc,none" and "acc_stderr,none" as `acc` and `acc_stderr`; a filter other than none is kept."""
+    named = {key.removesuffix(",none"): value for key, value in metrics.items() if "," in key}
+    return {key: value if isinstance(value, (int, float)) else None for key, value in named.items()}  # "N/A" is None
+
+
+def shares(results: dict[str, Any]) -> list[tuple[str, float, float]]:
+    """(task and metric, value, standard error) of the metrics that are shares of the documents."""
+    return [
+        (f"{task} · {metric}", metrics[metric], metrics.get(f"{metric}_stderr") or 0.0)
+        for task, metrics in results["tasks"].items()
+        for metric in metrics
+        if metric.split(",")[0] in ("acc", "acc_norm", "exact_match", "em", "f1") and metrics[metric] is not None
+    ]
+
+
+def draw(path: Path, results: dict[str, Any], title: str) -> None:
+    """Bars of the accuracies with 95 % intervals."""
+    bars = shares(results)
+    with figure(path, 6.2, 1.3 + 0.42 * len(bars)) as axes:
+        ax = axes[0, 0]
+        names, values, errors = zip(*bars, strict=True)
+        look = {"color": COLOURS["baseline"], "error_kw": {"elinewidth": 1, "ecolor": GREY}}
+        ax.barh(range(len(bars)), values, 0.6, xerr=[1.96 * error for error in errors], **look)
+        for y, value in enumerate(values):
+            ax.text(1.02, y, f"{value:.3f}", va="center", ha="left")
+        ax.set_yticks(range(len(bars)), names)
+        ax.invert_yaxis()
+        ax.set(xlim=(0, 1), title=title, xlabel="share of the documents")
+        ax.tick_params(axis="y", length=0)
+        ax.grid(axis="x", color=FAINT)
+
+
+@command("harness", HarnessConfig)
+def main(cfg: HarnessConfig) -> None:
+    if TemplateLM is object:
+        raise ValueError("harness needs the package 'lm-eval': pip install lm-eval")
+    if not cfg.tasks:
+        raise ValueError("tasks is empty: give tasks=[NAME,...]; `lm-eval ls tasks` lists them")
+    if cfg.limit is not None and cfg.limit < 1:
+        raise ValueError(f"limit={cfg.limit} must be at least 1: leave it out for all documents")
+    run = open_run(cfg)
+    results = evaluate(RunLM(run, cfg.batch, cfg.length), cfg)
+    write_result(run, cfg, "harness", results)
+    name = run_name(cfg.run)
+    if shares(results):
+        draw(Path(cfg.run) / "figures" / "harness.png", results, name)
+    for task, metrics in results["tasks"].items():
+        said = [f"{key} {value:.4g}" for key, value in metrics.items() if value is not None and "stderr" not in key]
+        print(f"harness  {name}: {task}: {', '.join(said)}")
+    if results["truncated"] or results["shortened"]:
+        print(
+            f"harness  {name}: {results['truncated']} contexts cut to {results['length']} tokens, "
+            f"{results['shortened']} answers limited to {results['length'] // 2}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,275 @@
+"use strict";
+const DATA = JSON.parse(document.getElementById("data").textContent);
+const byId = (id) => document.getElementById(id);
+const ALL = "all"; // the mean over layers or heads
+
+// ---------------------------------------- maps
+
+function bytes(text) {
+  const raw = atob(text), out = new Uint8Array(raw.length);
+  for (let i = 0; i < raw.length; i++) out[i] = raw.charCodeAt(i);
+  return out.buffer;
+}
+
+for (const example of DATA.maps) for (const m of example) {
+  m.values = new Int8Array(bytes(m.maps));
+  m.largest = new Float32Array(bytes(m.scales));
+}
+
+// Row t of one head: t + 1 weights. Stored is sign(a) 127 sqrt(|a| / largest of the row), the lower triangle only.
+function headRow(example, model, head, t) {
+  const T = DATA.examples[example].tokens.length, m = DATA.maps[example][model];
+  const start = head * (T * (T + 1)) / 2 + (t * (t + 1)) / 2, largest = m.largest[head * T + t];
+  return Float64Array.from({ length: t + 1 }, (_, s) => {
+    const share = m.values[start + s] / DATA.steps;
+    return Math.sign(share) * share * share * largest;
+  });
+}
+
+// Heads of all layers are numbered through.
+function headsOf(model, layer, head) {
+  const counts = DATA.models[model].heads, out = [];
+  let first = 0;
+  counts.forEach((count, l) => {
+    if (layer === ALL || layer === l) for (let h = 0; h < count; h++) if (head === ALL || head === h) out.push(first + h);
+    first += count;
+  });
+  return out;
+}
+
+function rowOf(example, model, layer, head, t) {
+  const heads = headsOf(model, layer, head), mean = new Float64Array(t + 1);
+  for (const h of heads) headRow(example, model, h, t).forEach((a, s) => { mean[s] += a / heads.length; });
+  return mean;
+}
+
+const total = (row, start, stop) => row.slice(start, Math.min(stop, row.length)).reduce((sum, a) => sum + a, 0);
+
+// ---------------------------------------- state, kept in the address so that a view can be shared
+
+const state = { example: 0, pinned: 0, hovered: null, panels: [] };
+const query = () => (state.hovered === null ? state.pinned : state.hovered);
+
+function readAddress() {
+  const given = new URLSearchParams(location.hash.slice(1));
+  const whole = (text, limit, otherwise) => (/^\d+$/.test(text || "") && +text < limit ? +text : otherwise);
+  state.example = whole(given.get("example"), DATA.examples.length, 0);
+  const example = DATA.examples[state.example];
+  state.pinned = whole(given.get("query"), example.tokens.length, example.query);
+  state.panels = DATA.models.slice(0, 2).map((_, i) => {
+    const [m, l, h] = (given.get("ab"[i]) || "").split(".");
+    const model = whole(m, DATA.models.length, i), layer = whole(l, DATA.models[model].heads.length, ALL);
+    return { model, layer, head: layer === ALL ? ALL : whole(h, DATA.models[model].heads[layer], ALL) };
+  });
+}
+
+function writeAddress() {
+  const parts = [`example=${state.example}`, `query=${state.pinned}`];
+  state.panels.forEach((p, i) => parts.push(`${"ab"[i]}=${p.model}.${p.layer}.${p.head}`));
+  history.replaceState(null, "", `#${parts.join("&")}`);
+}
+
+// ---------------------------------------- drawing
+
+function element(tag, properties = {}, ...children) {
+  const made = Object.assign(document.createElement(tag), properties);
+  made.append(...children);
+  return made;
+}
+
+const number = (a, digits = 3) => (a < 0 ? "−" : "") + Math.abs(a).toFixed(digits);
+const hue = (a) => (a < 0 ? "var(--neg)" : "var(--pos)");
+const opacity = (a, scale) => (scale > 0 ? Math.sqrt(Math.min(1, Math.abs(a) / scale)) * 0.92 : 0);
+
+function options(select, entries, chosen) {
+  select.replaceChildren(...entries.map(([value, text]) => element("option", { value, textContent: text })));
+  select.value = String(chosen);
+}
+
+function buildPanel(p, index) {
+  const side = "AB"[index];
+  const panel = (p.panel = element("section", { className: "panel" }));
+  panel.setAttribute("aria-label", `model ${side}`);
+  const choose = element("div", { className: "choose" });
+  for (const what of ["model", "layer", "head"]) {
+    p[`${what}Select`] = element("select", { id: `${what}${side}` });
+    p[`${what}Select`].onchange = (event) => {
+      const value = event.target.value === ALL ? ALL : +event.target.value;
+      if (what === "model") Object.assign(p, { model: value, layer: ALL, head: ALL });
+      else if (what === "layer") Object.assign(p, { layer: value, head: ALL });
+      else p.head = value;
+      draw();
+    };
+    choose.append(element("label", {}, `${what} `, p[`${what}Select`]));
+  }
+  p.tokens = element("div", { className: "tokens", tabIndex: 0, id: `tokens${side}` });
+  p.tokens.setAttribute("role", "listbox");
+  p.tokens.setAttribute("aria-label", `tokens, model ${side}: choose a query`);
+  listen(p);
+  p.says = element("p", { className: "says", id: `says${side}` });
+  p.says.setAttribute("aria-live", "polite");
+  p.shares = element("div", { className: "shares", id: `shares${side}` });
+  p.tops = element("div", { className: "tops" });
+  p.grid = element("div", { className: "grid" });
+  p.gridTitle = element("h3");
+  p.canvas = element("canvas", { id: `map${side}` });
+  p.mark = element("i");
+  p.canvas.onclick = (event) => {
+    const box = p.canvas.getBoundingClientRect();
+    move(Math.floor(((event.clientY - box.top) / box.height) * DATA.examples[state.example].tokens.length));
+  };
+  const map = element("details", { open: matchMedia("(min-width: 60rem)").matches }, element("summary", { textContent:
+    "The whole map: queries downwards, what they look at to the right" }), element("div", { className: "map" }, p.canvas, p.mark));
+  panel.append(choose, p.tokens, p.says, p.shares, element("h3", { textContent: "Most attention" }), p.tops, p.gridTitle,
+    p.grid, map);
+  return panel;
+}
+
+function listen(p) {
+  const at = (event) => { const i = event.target.dataset && event.target.dataset.i; return i === undefined ? null : +i; };
+  p.tokens.onpointerover = (event) => {
+    if (event.pointerType === "mouse" && at(event) !== null && at(event) !== query()) { state.hovered = at(event); draw(); }
+  };
+  p.tokens.onpointerleave = () => { if (state.hovered !== null) { state.hovered = null; draw(); } };
+  p.tokens.onclick = (event) => { if (at(event) !== null) move(at(event)); };
+  p.tokens.onkeydown = (event) => {
+    const last = DATA.examples[state.example].tokens.length - 1;
+    const to = { ArrowLeft: state.pinned - 1, ArrowUp: state.pinned - 1, ArrowRight: state.pinned + 1,
+      ArrowDown: state.pinned + 1, Home: 0, End: last }[event.key];
+    if (to !== undefined) { event.preventDefault(); move(to); }
+  };
+}
+
+function move(to) {
+  state.hovered = null;
+  state.pinned = Math.max(0, Math.min(DATA.examples[state.example].tokens.length - 1, to));
+  draw();
+}
+
+function drawTokens(p, row, scale) {
+  const example = DATA.examples[state.example], t = query(), [from, to] = example.spans.needle || [-1, -1];
+  if (p.drawn !== state.example) {
+    const side = p.tokens.id.slice(-1);
+    p.tokens.replaceChildren(...example.tokens.map((text, i) => {
+      const token = element("span", { textContent: text, id: `${side}${i}` });
+      token.dataset.i = i;
+      token.setAttribute("role", "option");
+      return token;
+    }));
+    p.drawn = state.example;
+  }
+  [...p.tokens.children].forEach((token, i) => {
+    const a = i <= t ? row[i] : 0, dense = opacity(a, scale);
+    token.className = [i === t && "asked", i > t && "after", i >= from && i < to && "needle"].filter(Boolean).join(" ");
+    token.setAttribute("aria-selected", i === t);
+    token.style.background = i <= t ? `rgba(${hue(a)}, ${dense.toFixed(3)})` : "";
+    token.style.color = dense > 0.55 ? "var(--over)" : "";
+    token.title = i <= t ? `${token.textContent}  ${number(a)}` : `${token.textContent}  not seen by the query`;
+  });
+  p.tokens.setAttribute("aria-activedescendant", p.tokens.children[t].id);
+}
+
+function meter(a, scale) {
+  const bar = element("i"), width = scale > 0 ? Math.min(1, Math.abs(a) / scale) * 100 : 0;
+  bar.style.cssText = `left:0; width:${width}%; background:rgb(${hue(a)})`;
+  const made = element("div", { className: "meter" });
+  made.append(bar);
+  return made;
+}
+
+function drawNumbers(p, row) {
+  const example = DATA.examples[state.example], t = query(), guesses = DATA.maps[state.example][p.model].next[t];
+  const sum = total(row, 0, t + 1), says = [];
+  guesses.forEach(([text, share], i) => says.push(i ? ", " : "Next token: ", element("code", { textContent: text }), ` ${share.toFixed(2)}`));
+  if (t + 1 < example.tokens.length) says.push("; there: ", element("code", { textContent: example.tokens[t + 1] }));
+  const negative = row.reduce((part, a) => part + Math.min(0, a), 0);
+  says.push(`. The row sums to ${number(sum, 2)}`, negative < -5e-3 ? `, of which negative ${number(negative, 2)}.` : ".");
+  p.says.replaceChildren(...says);
+  const spans = Object.entries(example.spans).filter(([, [start]]) => start <= t);
+  const masses = spans.map(([name, [start, stop]]) => [name, total(row, start, stop)]);
+  const widest = Math.max(1, ...masses.map(([, a]) => Math.abs(a)));
+  p.shares.replaceChildren(...masses.flatMap(([name, a]) => [element("span", { textContent: name }), meter(a, widest),
+    element("span", { textContent: number(a) })]));
+  const order = [...row.keys()].sort((i, j) => Math.abs(row[j]) - Math.abs(row[i])).slice(0, 5);
+  p.tops.replaceChildren(...order.flatMap((s) => [element("span", {}, element("code", { textContent: example.tokens[s] }), ` at ${s}`),
+    meter(row[s], Math.abs(row[order[0]])), element("span", { textContent: number(row[s]) })]));
+}
+
+function drawGrid(p) {
+  const example = DATA.examples[state.example], counts = DATA.models[p.model].heads, t = query();
+  const [name, [from, to]] = Object.entries(example.spans).find(([span, [start]]) => span === "needle" && start <= t)
+    || ["first token", [0, 1]];
+  p.gridTitle.textContent = `Each head's attention to the ${name} (layers downwards)`;
+  p.grid.style.gridTemplateColumns = `max-content repeat(${Math.max(...counts)}, minmax(0, 3rem))`;
+  const cells = [];
+  let n = 0;
+  counts.forEach((count, layer) => {
+    cells.push(element("em", { textContent: layer }));
+    for (let head = 0; head < Math.max(...counts); head++) {
+      if (head >= count) { cells.push(element("span")); continue; }
+      const a = total(headRow(state.example, p.model, n++, t), from, to);
+      const button = element("button", { title: `layer ${layer}, head ${head}: ${number(a)}`, tabIndex: -1 });
+      button.setAttribute("aria-label", button.title);
+      button.setAttribute("aria-pressed", (p.layer === ALL || p.layer === layer) && (p.head === head) && p.layer !== ALL);
+      button.style.backgroundImage = `linear-gradient(rgba(${hue(a)}, ${opacity(a, 1)}) 0 0)`;
+      button.onclick = () => { Object.assign(p, { layer, head }); draw(); };
+      cells.push(button);
+    }
+  });
+  p.grid.replaceChildren(...cells);
+}
+
+function drawMap(p) {
+  const T = DATA.examples[state.example].tokens.length, key = [state.example, p.model, p.layer, p.head, dark.matches].join();
+  const context = p.canvas.getContext("2d");
+  if (p.mapKey !== key) {
+    const rows = Array.from({ length: T }, (_, t) => rowOf(state.example, p.model, p.layer, p.head, t));
+    const scale = Math.max(...rows.map((row) => Math.max(...row.map(Math.abs))));
+    const colours = ["--pos", "--neg"].map((name) => getComputedStyle(document.documentElement).getPropertyValue(name).split(",").map(Number));
+    p.canvas.width = p.canvas.height = T;
+    p.image = context.createImageData(T, T);
+    rows.forEach((row, t) => row.forEach((a, s) => p.image.data.set([...colours[a < 0 ? 1 : 0], 255 * opacity(a, scale)], 4 * (t * T + s))));
+    p.mapKey = key;
+  }
+  context.putImageData(p.image, 0, 0);
+  p.mark.style.cssText = `top:${(100 * query()) / T}%; height:${100 / T}%`;
+}
+
+function draw() {
+  const example = DATA.examples[state.example], t = query();
+  const rows = state.panels.map((p) => rowOf(state.example, p.model, p.layer, p.head, t));
+  const scale = Math.max(...rows.map((row) => Math.max(...row.map(Math.abs)))); // one scale: sides can be compared
+  byId("example").value = String(state.example);
+  byId("query").textContent = `query ${t}: ${example.tokens[t]}`;
+  const strip = (name) => `<i style="background:linear-gradient(90deg, rgba(var(${name}),0), rgba(var(${name}),.46) 25%, rgba(var(${name}),.92))"></i>`;
+  byId("legend").innerHTML = `<span>0 ${strip("--pos")} ${number(scale)} attention</span>`
+    + `<span>0 ${strip("--neg")} ${number(-scale)} negative attention</span>`
+    + `<span>(colour grows with the square root; the needle is underlined)</span>`;
+  state.panels.forEach((p, i) => {
+    const heads = DATA.models[p.model].heads;
+    options(p.modelSelect, DATA.models.map((model, m) => [m, model.label]), p.model);
+    options(p.layerSelect, [[ALL, "mean of all"], ...heads.map((_, l) => [l, `${l}`])], p.layer);
+    const count = p.layer === ALL ? 0 : heads[p.layer];
+    options(p.headSelect, [[ALL, "mean of all"], ...Array.from({ length: count }, (_, h) => [h, `${h}`])], p.head);
+    p.headSelect.disabled = p.layer === ALL;
+    p.panel.style.borderTopColor = DATA.models[p.model].colour;
+    drawTokens(p, rows[i], scale);
+    drawNumbers(p, rows[i]);
+    drawGrid(p);
+    drawMap(p);
+  });
+  writeAddress();
+}
+
+const dark = matchMedia("(prefers-color-scheme: dark)");
+dark.onchange = draw;
+readAddress();
+byId("panels").append(...state.panels.map(buildPanel));
+options(byId("example"), DATA.examples.map((example, i) => [i, example.title]), state.example);
+byId("example").onchange = (event) => {
+  state.example = +event.target.value;
+  move(DATA.examples[state.example].query);
+};
+byId("back").onclick = () => move(state.pinned - 1);
+byId("on").onclick = () => move(state.pinned + 1);
+draw();

@@ -1,0 +1,294 @@
+"""eval/harness.py: the adapter's three methods against the model computed directly, and lm-eval on tasks made here."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from eval import harness
+from eval.harness import RunLM, before_any, generate, rolling_windows, score
+from model.config import DecoderConfig
+from model.decoder import Decoder
+
+EXACT = 1e-4  # float32 logits of a padded batch and of a row alone differ by rounding: some 1e-6 per token
+
+
+def needs_lm_eval() -> None:
+    pytest.importorskip("lm_eval", reason="needs the optional package lm-eval")
+
+
+def decoder(layers: str = "b", **more: object) -> Decoder:
+    """A model whose greedy choices vary: weights far from their small initial values."""
+    cfg = DecoderConfig(layers=layers, n_layer=2, n_head=4, d_model=32, context=24, vocab_size=257, **more)
+    model = Decoder(cfg, seed=5).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())) * 0.15)
+    return model
+
+
+def requests(*arguments: tuple) -> list[SimpleNamespace]:
+    """What lm-eval hands to a model, as far as an adapter looks at it."""
+    return [SimpleNamespace(args=argument) for argument in arguments]
+
+
+def lm(tokenizer, layers: str = "b", batch: int = 3, length: int | None = None, **more: object) -> RunLM:
+    return RunLM(SimpleNamespace(model=decoder(layers, **more), tokenizer=tokenizer), batch, length)
+
+
+@torch.inference_mode()
+def directly(model: Decoder, inputs: list[int], targets: list[int]) -> tuple[float, bool]:
+    """Log-probability and greedy flag, one token at a time: the sum of log p(target | all inputs up to it)."""
+    total, greedy = 0.0, True
+    for i, target in enumerate(targets):
+        seen = inputs[: len(inputs) - len(targets) + i + 1]
+        last = model(torch.tensor([seen]))[0, -1].double()
+        total += (last[target] - last.logsumexp(0)).item()
+        greedy &= last.argmax().item() == target
+    return total, greedy
+
+
+@pytest.mark.parametrize("layers", ["b", "d", "i"])
+def test_scores_are_those_of_each_row_alone(layers):
+    model = decoder(layers)
+    continued = model.generate(torch.tensor([[256, 72, 105]]), 4)[0].tolist()
+    rows = [
+        ([256, 3, 5, 8, 9], [8, 9, 4]),
+        ([256], [7]),
+        (continued[:-1], continued[3:]),  # the greedy one
+        (continued[:-1], [*continued[3:-1], (continued[-1] + 1) % 257]),  # greedy but for the last token
+        (list(range(30, 50)), list(range(31, 51))),
+    ]
+    for batch in (1, 2, 5):
+        for (logprob, greedy), row in zip(score(model, rows, batch), rows, strict=True):
+            wanted, flag = directly(model, *row)
+            assert logprob == pytest.approx(wanted, abs=EXACT) and greedy == flag
+    assert [flag for _, flag in score(model, rows, 2)][2:4] == [True, False]
+    assert score(model, [([256, 1], [])], 1) == [(0.0, True)]
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 5, 6, 7, 12, 13, 29])
+def test_rolling_windows_predict_each_token_once_with_the_fullest_context(tokens):
+    text, length = list(range(100, 100 + tokens)), 6
+    windows = rolling_windows(text, prefix=9, length=length)
+    assert [token for _, targets in windows for token in targets] == text
+    whole = [9, *text]
+    for inputs, targets in windows:
+        stop = whole.index(targets[-1])  # inputs end right before the last target
+        assert inputs == whole[max(0, stop - length) : stop] and len(targets) <= len(inputs)
+
+
+def test_rolling_windows_are_lm_evals():
+    needs_lm_eval()
+    from lm_eval.utils import get_rolling_token_windows
+
+    for tokens in range(1, 40):
+        theirs = get_rolling_token_windows(list(range(tokens)), prefix_token=99, max_seq_len=7, context_len=1)
+        assert rolling_windows(list(range(tokens)), 99, 7) == list(theirs)
+
+
+@pytest.mark.parametrize("layers", ["b", "d"])
+def test_rolling_log_likelihood_is_the_sum_over_windows(tokenizer, layers):
+    model = lm(tokenizer, layers)
+    texts = ["A long text, longer than the twenty-four tokens of context.", "short", ""]
+    for text, found in zip(texts, model.loglikelihood_rolling(requests(*((text,) for text in texts))), strict=True):
+        windows = rolling_windows(tokenizer.encode(text), tokenizer.eot, 24)
+        assert found == pytest.approx(sum(directly(model.run.model, *row)[0] for row in windows), abs=EXACT)
+
+
+def test_loglikelihood_of_texts(tokenizer):
+    needs_lm_eval()
+    model = lm(tokenizer)
+    pairs = [
+        ("The sea", " is blue"),
+        ("", "Once"),
+        ("A context that is too long for this model", " indeed"),
+        ("a ", "b"),
+    ]
+    found = model.loglikelihood(requests(*pairs))
+    for (context, continuation), (logprob, greedy) in zip(pairs, found, strict=True):
+        inputs = [tokenizer.eot, *tokenizer.encode(context + continuation)][-25:-1]
+        # A space that ends the context belongs to the continuation: lm-eval's rule.
+        targets = tokenizer.encode(" b" if context == "a " else continuation)
+        assert (logprob, greedy) == (pytest.approx(directly(model.run.model, inputs, targets)[0], abs=EXACT), False)
+    assert model.truncated == 1
+    with pytest.raises(ValueError, match="exceeds length=24: "):
+        model.loglikelihood(requests(("x", "a continuation of more than 24 bytes")))
+
+
+GPT2 = {"position": "learned", "norm": "layernorm"}
+
+
+@pytest.mark.parametrize(("layers", "more"), [("b", {}), ("d", {}), ("i", {}), ("b", GPT2)])
+def test_decoding_in_batches_is_decoding_alone(tokenizer, layers, more):
+    model = lm(tokenizer, layers, **more)
+    contexts = ["Hello", "It was", "a", "Where", "What is"]
+    settings = {"until": [], "max_gen_toks": 6}
+    found = model.generate_until(requests(*((context, settings) for context in contexts)))
+    for context, text in zip(contexts, found, strict=True):
+        prompt = torch.tensor([[tokenizer.eot, *tokenizer.encode(context)]])
+        new = model.run.model.generate(prompt, 6)[0, prompt.shape[1] :].tolist()
+        new = new[: new.index(tokenizer.eot)] if tokenizer.eot in new else new
+        assert text == tokenizer.decode(new)
+    assert len(set(found)) > 1  # the models do not say the same whatever they read
+
+
+class Speller(torch.nn.Module):
+    """Says "yes. no! maybe\\n" after any prompt, byte by byte."""
+
+    TEXT = b"yes. no! maybe\nand so on and on"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cfg, self.positions, self.start = SimpleNamespace(context=40, vocab_size=257), None, 0
+
+    def forward(self, tokens, cache=None, keys=None):
+        new = cache.length - self.start + 1 if cache.length else 0
+        self.start = self.start if cache.length else tokens.shape[1]
+        cache.length += tokens.shape[1]
+        logits = torch.zeros(*tokens.shape, 257)
+        logits[:, -1, self.TEXT[new]] = 1.0
+        return logits
+
+
+def test_decoding_stops_before_the_first_stop_string(tokenizer):
+    model = RunLM(SimpleNamespace(model=Speller(), tokenizer=tokenizer), batch=4)
+    jobs = [
+        ("Q", {"until": ["!", "."]}),
+        ("a longer Q", {"until": "maybe"}),
+        ("x", {"until": ["\n"], "max_gen_toks": 5}),
+    ]
+    assert model.generate_until(requests(*jobs)) == ["yes", "yes. no! ", "yes. "]
+    assert model.generate_until(requests(("Q", {"until": ["so on", "and"]}))) == ["yes. no! maybe\n"]
+    assert model.shortened == 3  # 256 tokens by default, and half the context is 20
+    assert before_any("one two three", ["three", "two", ""]) == "one " and before_any("one", []) == "one"
+
+
+def test_generation_ends_with_the_last_prompt(tokenizer):
+    model = Speller()
+    lengths = [len(new) for new in generate(model, [[1, 2], [3]], 20, lambda new: new[-1] == ord("."))]
+    assert lengths == [4, 4]
+
+
+def test_sampling_and_lengths_that_cannot_be_are_refused(tokenizer):
+    with pytest.raises(ValueError, match="do_sample: false"):
+        lm(tokenizer).generate_until(requests(("a", {"do_sample": True, "temperature": 0.7})))
+    with pytest.raises(ValueError, match="learned positions: use length=24"):
+        lm(tokenizer, length=48, **GPT2)
+    with pytest.raises(ValueError, match="length=2 or more"):
+        lm(tokenizer, length=1)
+
+
+# ---------------------------------------- lm-eval itself, on local tasks
+
+CHOICE = """
+task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {path}}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: "{{{{answer}}}}"
+target_delimiter: " "
+metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
+"""
+ROLLING = """
+task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {path}}}}}
+test_split: test
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{{{question}}}}"
+metric_list: [{{metric: bits_per_byte}}, {{metric: byte_perplexity}}]
+"""
+DECODING = """
+task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {path}}}}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{{{question}}}}"
+doc_to_target: "{{{{said}}}}"
+generation_kwargs: {{until: ["\\n"], max_gen_toks: 8, do_sample: false}}
+metric_list: [{{metric: exact_match}}]
+"""
+DOCUMENTS = [
+    {"question": "The river was", "choices": ["brown", "made of stone", "loud"], "answer": 0},
+    {"question": "Nobody knew where", "choices": ["it began", "x"], "answer": 0},
+    {"question": "The rain had", "choices": ["a long road", "stopped"], "answer": 1},
+]
+
+
+@pytest.fixture
+def tasks(make_run, tmp_path, monkeypatch):
+    """A run, and a folder of three task files over three documents, one decoded answer right by construction."""
+    needs_lm_eval()
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    from training.checkpoint import load_run
+
+    run, folder = make_run("a", "d"), tmp_path / "tasks"
+    folder.mkdir()
+    loaded = load_run(run)
+    prompt = torch.tensor([[loaded.tokenizer.eot, *loaded.tokenizer.encode(DOCUMENTS[0]["question"])]])
+    said = loaded.tokenizer.decode(loaded.model.generate(prompt, 8)[0, prompt.shape[1] :]).split("\n")[0]
+    documents = [{**document, "said": said if i == 0 else "?!?"} for i, document in enumerate(DOCUMENTS)]
+    path = folder / "documents.jsonl"
+    path.write_text("".join(json.dumps(document) + "\n" for document in documents))
+    for name, task in (("choice", CHOICE), ("rolling", ROLLING), ("decoding", DECODING)):
+        (folder / f"{name}.yaml").write_text(task.format(name=f"local_{name}", path=path))
+    return run, folder, loaded
+
+
+def test_the_command_runs_task_files(tasks, call, capsys):
+    run, folder, loaded = tasks
+    names = "tasks=[local_choice,local_rolling,local_decoding]"
+    call(harness, f"run={run}", names, f"include_path={folder}", "batch=2")
+    results = json.loads((run / "eval" / "harness.json").read_text())["results"]
+    choice, rolling, decoding = (results["tasks"][f"local_{name}"] for name in ("choice", "rolling", "decoding"))
+    encode = loaded.tokenizer.encode
+    right = 0
+    for document in DOCUMENTS:
+        context = [loaded.tokenizer.eot, *encode(document["question"])]
+        options = [[*context, *encode(f" {choice}")] for choice in document["choices"]]
+        scores = [directly(loaded.model, text[:-1], text[len(context) :])[0] for text in options]
+        right += scores.index(max(scores)) == document["answer"]
+    assert choice["acc"] == pytest.approx(right / 3) and choice["samples"] == 3
+    texts = [document["question"] for document in DOCUMENTS]
+    nats = [directly(loaded.model, [loaded.tokenizer.eot, *encode(t)][:-1], encode(t))[0] for t in texts]
+    bits = -sum(nats) / torch.log(torch.tensor(2.0)).item() / sum(map(len, texts))
+    assert rolling["bits_per_byte"] == pytest.approx(bits, rel=1e-4)
+    assert decoding["exact_match"] == pytest.approx(1 / 3)
+    assert results["lm_eval"] and results["length"] == 160 and results["truncated"] == 0
+    assert capsys.readouterr().out.count("harness  a: local_") == 3
+    assert (run / "figures" / "harness.png").stat().st_size > 5_000
+
+
+def test_wrong_input_is_one_line(make_run, refused, monkeypatch, tmp_path):
+    needs_lm_eval()
+    run = make_run("a")
+    assert "tasks is empty" in refused(harness, f"run={run}", "tasks=[]")
+    assert "add tasks=" in refused(harness, f"run={run}")
+    assert "no folder" in refused(harness, f"run={run}", "tasks=[x]", "include_path=nowhere")
+    assert "limit=0" in refused(harness, f"run={run}", "tasks=[x]", "limit=0")
+    assert not (run / "eval").exists()
+
+
+def test_an_unknown_task_is_named(monkeypatch, tmp_path):
+    needs_lm_eval()
+    import lm_eval.tasks
+
+    # Its own index of ten thousand files takes half a minute to read.
+    empty = lambda include_path=None, include_defaults=True: SimpleNamespace(all_tasks=["known"])  # noqa: E731
+    monkeypatch.setattr(lm_eval.tasks, "TaskManager", empty)
+    with pytest.raises(ValueError, match="there is no task unknown: `lm-eval ls tasks` lists them"):
+        harness.task_manager(["known", "unknown"], str(tmp_path))
+
+
+def test_a_missing_package_is_said(make_run, refused, monkeypatch):
+    monkeypatch.setattr(harness, "TemplateLM", object)
+    assert "pip install lm-eval" in refused(harness, f"run={make_run('a')}", "tasks=[x]")

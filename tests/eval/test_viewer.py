@@ -1,0 +1,189 @@
+"""eval/viewer.py: the packed maps are the model's, and the page shows them, in a real browser where there is one."""
+
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from eval import viewer
+from model.attention.probe import probe
+from model.config import DecoderConfig
+from model.decoder import Decoder
+from training.checkpoint import load_run
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+def data_of(path: Path) -> dict:
+    """The data inside a viewer page."""
+    return json.loads(re.search(r'id="data">(.*?)</script>', path.read_text(), flags=re.S).group(1))
+
+
+def maps_of(data: dict, example: int, model: int) -> np.ndarray:
+    """(all heads, T, T) as the page holds them."""
+    import base64
+
+    packed, length = data["maps"][example][model], len(data["examples"][example]["tokens"])
+    return viewer.unpack(base64.b64decode(packed["maps"]), base64.b64decode(packed["scales"]), length)
+
+
+@torch.inference_mode()
+def directly(model: Decoder, tokens: np.ndarray) -> np.ndarray:
+    with probe(model, torch.arange(len(tokens))) as maps:
+        model(torch.from_numpy(tokens)[None])
+    return torch.cat([layer[0] for layer in maps.layers]).numpy()
+
+
+@pytest.mark.parametrize("layers", ["b", "d", "i", "v", "bd"])
+def test_packed_maps_are_the_models_to_the_stated_precision(layers):
+    model = Decoder(DecoderConfig(layers=layers, n_layer=2, n_head=4, d_model=32, context=40, vocab_size=50)).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(0)) * 0.2)  # maps far from uniform
+    tokens = np.arange(33) * 7 % 50
+    _, values, scales = viewer.look(model, tokens)
+    wanted, found = directly(model, tokens), viewer.unpack(values, scales, len(tokens))
+    assert found.shape == wanted.shape == (sum(viewer.heads_of(model)), 33, 33)
+    largest = np.abs(wanted).max(axis=-1, keepdims=True)
+    error = np.abs(found - wanted) / largest
+    assert error.max() <= 1 / 127  # half a step of the root, 0.5 / 127, times its slope 2 at the largest weight
+    small = np.abs(wanted) < 0.01 * largest
+    assert error[small].max() <= 0.1 / 127 + (0.5 / 127) ** 2  # the slope is 0.2 there
+    assert (wanted < -1e-3).any() == (found < -1e-3).any() == (layers in ("d", "v", "bd"))
+
+
+def test_a_diverged_model_is_refused():
+    model = Decoder(DecoderConfig(n_layer=1, n_head=2, d_model=16, context=40, vocab_size=50)).eval()
+    torch.nn.init.constant_(model.blocks[0].attention_norm.weight, torch.nan)
+    with pytest.raises(ValueError, match="diverged: leave its run out"):
+        viewer.look(model, np.arange(9))
+
+
+def test_nothing_is_still_nothing_and_sums_survive():
+    maps = np.zeros((1, 40, 40), dtype=np.float32)
+    maps[0, 39] = np.where(np.arange(40) == 0, 0.61, 0.01)  # a sink, and noise of 0.01 everywhere
+    found = viewer.unpack(*viewer.pack(maps), 40)
+    assert not found[0, :39].any()
+    assert found[0, 39, 1:].sum() == pytest.approx(
+        0.39, rel=0.05
+    )  # whole steps of 1/127 of 0.61 would give 0.19 or 0.37
+
+
+def test_tokens_are_shown_as_what_they_are(tokenizer):
+    assert [viewer.shown(tokenizer, token) for token in (65, 10, 0xC3, 9, 256)] == [
+        "A",
+        "↵",
+        "⟨c3⟩",
+        "⇥",
+        "⟨end of text⟩",
+    ]
+
+
+def test_the_command_writes_a_self_contained_page(make_run, call, capsys, tmp_path):
+    one, two, out = make_run("one", "b"), make_run("two", "d"), tmp_path / "v.html"
+    call(viewer, f"runs=[{one},{two}]", f"out={out}", "prompt='Where </script> is it?'")
+    page, data = out.read_text(), data_of(out)
+    assert not re.search(r'(src|href)="|@import|url\(|https?://', page) and "prefers-color-scheme: dark" in page
+    assert page.count("</script>") == 2  # the data close no script
+    assert [model["label"] for model in data["models"]] == ["one", "two"]
+    assert [model["heads"] for model in data["models"]] == [[4, 4], [2, 2]]
+    titles = [example["title"] for example in data["examples"]]
+    assert titles == ["your prompt", *(f"needle at {d} % of the context" for d in (10, 50, 90)), "text"]
+    for example in data["examples"][1:4]:
+        assert len(example["tokens"]) == 96
+        start, stop = example["spans"]["needle"]
+        text = "".join(example["tokens"])
+        assert "".join(example["tokens"][start:stop]).startswith("↵The magic number of ") and text.endswith(".")
+        assert "".join(example["tokens"][: example["query"] + 1]).endswith(" is ")
+        spans = list(example["spans"].values())
+        assert spans[0][0] == 0 and all(a[1] == b[0] for a, b in zip(spans, spans[1:], strict=False))
+    model = load_run(two)
+    tokens = np.array([model.tokenizer.eot, *model.tokenizer.encode("Where </script> is it?")])
+    wanted = directly(model.model, tokens)
+    assert maps_of(data, 0, 1) == pytest.approx(wanted, abs=float(np.abs(wanted).max()) / 127)
+    guess, share = data["maps"][0][1]["next"][-1][0]
+    with torch.inference_mode():
+        probabilities = model.model(torch.from_numpy(tokens)[None])[0, -1].softmax(-1)
+    assert guess == viewer.shown(model.tokenizer, int(probabilities.argmax()))
+    assert share == pytest.approx(probabilities.max().item(), abs=1e-4)
+    printed = capsys.readouterr().out
+    assert f"viewer  {out}" in printed and "MB" in printed
+
+
+def test_what_is_too_large_is_left_out_and_said(make_run, call, monkeypatch, tmp_path):
+    monkeypatch.setattr(viewer, "MAX_BYTES", 100_000)
+    out = tmp_path / "v.html"
+    call(viewer, f"runs=[{make_run('one')}]", f"out={out}")
+    assert len(data_of(out)["examples"]) == 2 and "2 more would make it too large" in out.read_text()
+
+
+class Texts(HTMLParser):
+    """The text inside elements with an id."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str | None] = []
+        self.texts: dict[str, str] = {}
+        self.feed(page)
+
+    def handle_starttag(self, tag, attributes):
+        if tag not in ("meta", "br", "i"):
+            self.open.append(dict(attributes).get("id"))
+
+    def handle_endtag(self, tag):
+        if tag not in ("meta", "br", "i") and self.open:
+            self.open.pop()
+
+    def handle_data(self, data):
+        for name in filter(None, self.open):
+            self.texts[name] = self.texts.get(name, "") + data
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs a Chromium browser")
+def test_a_browser_shows_the_numbers(make_run, call, tmp_path):
+    runs, out = [make_run("one", "b"), make_run("two", "d")], tmp_path / "v.html"
+    call(viewer, f"runs=[{runs[0]},{runs[1]}]", f"out={out}")
+    address = f"file://{out}#example=1&query=50&a=0.1.2&b=1.0.all"
+    arguments = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=5000", "--dump-dom", address]
+    done = subprocess.run([CHROMIUM, *arguments], capture_output=True, text=True, timeout=60)
+    texts, data = Texts(done.stdout).texts, data_of(out)
+    assert texts["query"] == f"query 50: {data['examples'][1]['tokens'][50]}"
+    rows = [maps_of(data, 1, 0)[4 + 2, 50], maps_of(data, 1, 1)[:2, 50].mean(0)]  # layer 1 head 2; mean of layer 0
+    for side, row in zip("AB", rows, strict=True):
+        sums = re.search(r"The row sums to (\S+?)[,.](?: |$)", texts[f"says{side}"]).group(1)
+        assert float(sums.replace("−", "-")) == pytest.approx(row.sum(), abs=6e-3)
+        shown = re.findall(r"([a-z ]+)(−?[\d.]+)", texts[f"shares{side}"])
+        spans = {name: span for name, span in data["examples"][1]["spans"].items() if span[0] <= 50}
+        assert [name for name, _ in shown] == list(spans) and "needle" in spans
+        for (_, mass), (start, stop) in zip(shown, spans.values(), strict=True):
+            assert float(mass.replace("−", "-")) == pytest.approx(row[start : min(51, stop)].sum(), abs=6e-4)
+        assert texts[f"tokens{side}"] == "".join(data["examples"][1]["tokens"])
+
+
+def test_wrong_input_is_one_line(make_run, refused, tmp_path):
+    run, out = make_run("a"), tmp_path / "v.html"
+    assert "out=viewer.html" in refused(viewer, f"runs=[{run}]", "out=v.pdf")
+    assert "runs=[runs/A,runs/B]" in refused(viewer, "runs=[]", f"out={out}")
+    assert "python train.py" in refused(viewer, f"runs=[{tmp_path}]", f"out={out}")
+    assert "longer length" in refused(viewer, f"runs=[{run}]", f"out={out}", "length=20")
+    assert "length=96" in refused(viewer, f"runs=[{run}]", f"out={out}", "length=1")
+    assert "depths=[0.1,0.5,0.9]" in refused(viewer, f"runs=[{run}]", f"out={out}", "depths=[10]")
+    assert "no text file" in refused(viewer, f"runs=[{run}]", f"out={out}", "text=nowhere.txt")
+    assert "give prompt=" in refused(viewer, f"runs=[{run}]", f"out={out}", f"prompt={'x' * 400}")
+    assert not out.exists()
+
+
+def test_runs_of_different_tokenizers_are_refused(make_run, refused, tmp_path):
+    from data.config import TokenizerConfig
+    from data.tokenizer import build_tokenizer
+
+    one, two = make_run("one"), make_run("two")
+    build_tokenizer(TokenizerConfig(name="bpe", vocab_size=260), ["some text to learn from " * 20]).save(two)
+    reason = refused(viewer, f"runs=[{one},{two}]", f"out={tmp_path / 'v.html'}")
+    assert "tokenizer" in reason and not (tmp_path / "v.html").exists()
