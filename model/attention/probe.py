@@ -1,6 +1,6 @@
-"""Look at attention from outside the model: the maps of chosen query rows, for every variant, at O(T) per row."""
+"""Look at attention from outside the model, for every variant: maps of chosen query rows at O(T) per row, or all logits."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -38,8 +38,7 @@ def probe(model: nn.Module, rows: Tensor) -> Iterator[Maps]:
     not ask. Nested probes are refused.
     """
     global active
-    if active is not None:
-        raise ValueError("a probe is already active: leave it before starting another")
+    _refuse_nesting()
     active = Maps(rows)
     hooks = [block.attention.register_forward_hook(active._close_layer) for block in model.blocks]
     try:
@@ -48,6 +47,50 @@ def probe(model: nn.Module, rows: Tensor) -> Iterator[Maps]:
         active = None
         for hook in hooks:
             hook.remove()
+
+
+Visit = Callable[[int, Tensor, Tensor], Tensor | None]  # (layer, logits, see) -> other logits, or None to keep them
+hand_out: Callable[[Tensor, Tensor], Tensor] | None = None  # reference.weights asks here; None costs nothing
+
+
+@contextmanager
+def visit_logits(model: nn.Module, visit: Visit) -> Iterator[None]:
+    """`with visit_logits(model, visit): model(tokens)` shows `visit(layer, logits, see)` what goes into every softmax.
+
+    logits: q.k / sqrt(d) of all heads of one attention call, (B, H, T, S), or (B, h, 2, T, S) for the two maps of a
+    differential head; several key sets stand side by side in S. float32 or better, before hidden ones are masked. see:
+    bool, broadcastable to it, True where the query sees the key. A tensor that `visit` returns is used in their place.
+    Inside, all attention runs as the N x N formulas, whatever its backend: memory grows as T x S. Uncompiled models only;
+    not inside a probe.
+    """
+    global hand_out
+    _refuse_nesting()
+    layer = 0
+
+    def enter(index: int) -> Callable[..., None]:
+        def hook(*_: object) -> None:
+            nonlocal layer
+            layer = index
+
+        return hook
+
+    def hand(logits: Tensor, see: Tensor) -> Tensor:
+        changed = visit(layer, logits, see)
+        return logits if changed is None else changed
+
+    hooks = [block.attention.register_forward_pre_hook(enter(i)) for i, block in enumerate(model.blocks)]
+    hand_out = hand
+    try:
+        yield
+    finally:
+        hand_out = None
+        for hook in hooks:
+            hook.remove()
+
+
+def _refuse_nesting() -> None:
+    if active is not None or hand_out is not None:
+        raise ValueError("a probe is already active: leave it before starting another")
 
 
 def gather_rows(q: Tensor, rows: Tensor, S: int) -> Tensor:

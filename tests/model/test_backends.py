@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from model.attention import backends, reference
 from model.attention.mask import CAUSAL, Mask
-from model.attention.probe import probe
+from model.attention.probe import probe, visit_logits
 from model.cache import KVCache
 from tests.variants import VARIANTS, randomized
 
@@ -213,6 +213,57 @@ def test_probes_do_not_nest_and_end_with_their_block() -> None:
     ):
         pass
     model(torch.zeros(1, 4, dtype=torch.long))  # nothing is active any more
+
+
+MAPS = {"baseline": 8, "gpt2": 8, "diff": 8, "diff_v2": 16, "gated": 8, "integral": 4, "introspective": 12}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_visitor_sees_the_logits_that_were_used_and_changes_them(name: str) -> None:
+    """The softmax of what it sees is what a probe sees; what it returns is what the model uses; others look as before."""
+    model, tokens = randomized(name), torch.randint(0, 50, (2, 12))
+    plain, seen = model(tokens), []
+
+    def see_all(layer: int, logits: torch.Tensor, see: torch.Tensor) -> None:
+        assert logits.shape[-2] == 12 and see.expand_as(logits).any(-1).all()
+        assert not see.expand_as(logits).unflatten(-1, (-1, 12)).movedim(-2, 0).triu(1).any()  # nor any set's future
+        seen.append((layer, logits.shape))
+
+    with visit_logits(model, see_all):
+        torch.testing.assert_close(model(tokens), plain)
+    assert sorted({layer for layer, _ in seen}) == [0, 1]
+    if name in MAPS:
+        assert sum(shape[1:-2].numel() for layer, shape in seen if layer == 1) == MAPS[name]
+    with visit_logits(model, lambda layer, logits, see: 2 * logits if layer == 1 else None):
+        changed = model(tokens)
+    assert (changed - plain).abs().max() > 1e-3
+    torch.testing.assert_close(model(tokens), plain)
+
+
+@pytest.mark.parametrize("backend", ("math", "sdpa", "flex"))
+def test_a_visitors_logits_are_the_products_of_queries_and_keys(backend: str) -> None:
+    model = randomized("baseline", position="learned", backend=backend)
+    tokens, inputs, seen = torch.randint(0, 50, (1, 10)), {}, {}
+    block = model.blocks[0]
+    block.attention.register_forward_pre_hook(lambda module, args: inputs.update(x=args[0]))
+    with torch.no_grad(), visit_logits(model, lambda layer, logits, see: seen.update({layer: logits})):
+        model(tokens)
+    q, k = (p(inputs["x"]).unflatten(-1, (8, -1)).transpose(1, 2) for p in (block.attention.q, block.attention.k))
+    torch.testing.assert_close(seen[0], q @ k.mT / 8**0.5)
+
+
+def test_visitors_and_probes_do_not_nest() -> None:
+    model = randomized("baseline")
+    with (
+        visit_logits(model, lambda layer, logits, see: None),
+        pytest.raises(ValueError, match="already active"),
+        probe(model, torch.tensor([0])),
+    ):
+        pass
+    with pytest.raises(RuntimeError), visit_logits(model, lambda layer, logits, see: None):
+        raise RuntimeError
+    with probe(model, torch.tensor([0])):  # it ended, although its block failed
+        model(torch.zeros(1, 4, dtype=torch.long))
 
 
 def test_a_cache_that_is_too_short_says_how_long_it_must_be() -> None:

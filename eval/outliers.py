@@ -1,0 +1,201 @@
+"""Activation outliers: how large are the largest attention logits and hidden states, beside their medians?
+
+    python -m eval.outliers run=runs/NAME [text=FILE | shards=DIR] [length=256] [tokens=400000]
+
+Attention logits are |q.k| / sqrt(d), what goes into every softmax: all maps of all heads and layers (both maps of a
+differential head, every path and key set of an introspective layer), pairs that the mask shows only. Hidden states are
+the absolute values of every layer's output, after the residuals of attention and FFN. top-k is the k-th largest value,
+exact; the median is read off a histogram, to 0.05 % of its value. Table 5 of arXiv 2410.05258, with an author's
+definitions in microsoft/unilm issue 1666.
+Writes runs/NAME/eval/outliers.json and runs/NAME/figures/outliers.png.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from configs import command
+from eval.common import (
+    GREY,
+    LOGITS_IN_MEMORY,
+    EvalConfig,
+    batches,
+    colour,
+    device_of,
+    evaluation_tokens,
+    figure,
+    open_run,
+    progress,
+    run_name,
+    variant,
+    write_result,
+)
+from eval.perplexity import cut_windows
+from model.attention.probe import visit_logits
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+RANKS = (1, 2, 3, 10, 100)
+KINDS = ("logits", "hidden")
+KEPT_BITS = 18  # of a float32: 8 of exponent, 10 of mantissa
+
+
+@dataclass
+class OutliersConfig(EvalConfig):
+    """length: tokens per window, the trained context by default. tokens: at most so many are looked at (0.4M in the paper)."""
+
+    length: int | None = None
+    tokens: int = 400_000
+
+
+class Magnitudes:
+    """The largest values of a stream of magnitudes, exactly, and the histogram that its median is read off.
+
+    A bin holds the non-negative float32 numbers that share exponent and 10 bits of mantissa: bits of such numbers are in
+    the numbers' order, and a bin is at most 2^-10 of its value wide.
+    """
+
+    def __init__(self) -> None:
+        self.top = torch.empty(0)
+        self.counts = torch.zeros(2**KEPT_BITS, dtype=torch.int64)
+
+    def add(self, values: Tensor) -> None:
+        """Take in the absolute values of a tensor."""
+        values = values.detach().flatten().float().abs()
+        bins = values.view(torch.int32) >> (31 - KEPT_BITS)
+        self.counts += torch.bincount(bins, minlength=2**KEPT_BITS).cpu()
+        floor = self.top[-1].item() if len(self.top) == RANKS[-1] else -1.0
+        self._keep(values[~(values <= floor)])  # NaN is kept, and refused by `summary`
+
+    def join(self, other: "Magnitudes") -> None:
+        """Take in all that another one has seen."""
+        self.counts += other.counts
+        self._keep(other.top)
+
+    def _keep(self, values: Tensor) -> None:
+        values = values.topk(min(RANKS[-1], len(values))).values.cpu()
+        both = torch.cat((self.top, values))
+        self.top = both.topk(min(RANKS[-1], len(both))).values
+
+    def median(self) -> float:
+        """The middle value (of an even number of them, the lower one), to 2^-11 of itself."""
+        middle = (int(self.counts.sum()) + 1) // 2
+        index = int(torch.searchsorted(self.counts.cumsum(0), middle))
+        edges = torch.tensor([index, index + 1], dtype=torch.int32) << (31 - KEPT_BITS)
+        return float(edges.view(torch.float32).double().mean())
+
+    def summary(self) -> dict[str, float | int | None]:
+        """top1 .. top100 (None where there are fewer values), median, and how many values there were."""
+        if not self.top.isfinite().all():
+            raise ValueError("the model's activations are not finite, its training diverged: evaluate another run")
+        tops = {f"top{k}": float(self.top[k - 1]) if len(self.top) >= k else None for k in RANKS}
+        return tops | {"median": self.median(), "count": int(self.counts.sum())}
+
+
+@contextmanager
+def watch(model: nn.Module) -> Iterator[dict[str, list[Magnitudes]]]:
+    """Inside, all that goes through the model is taken into `logits` and `hidden`, one `Magnitudes` per layer."""
+    seen = {kind: [Magnitudes() for _ in model.blocks] for kind in KINDS}
+
+    def visit(layer: int, logits: Tensor, see: Tensor) -> None:
+        seen["logits"][layer].add(logits[see.expand_as(logits)])
+
+    def leave(layer: int) -> Callable[..., None]:
+        return lambda module, inputs, output: seen["hidden"][layer].add(output)
+
+    hooks = [block.register_forward_hook(leave(layer)) for layer, block in enumerate(model.blocks)]
+    try:
+        with visit_logits(model, visit):
+            yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def maps_that_fit(model: nn.Module, length: int, batch: int) -> int:
+    """How many sequences' attention maps, dense and several copies of them, one layer may hold; at most `batch`."""
+    return max(1, min(batch, LOGITS_IN_MEMORY // (8 * model.cfg.n_head * length**2)))
+
+
+@torch.inference_mode()
+def evaluate(model: nn.Module, windows: np.ndarray, batch: int = 32) -> dict[str, Any]:
+    """Outliers over windows (n, T + 1) of tokens: `logits`, `hidden`, and the same `per_layer`."""
+    n, length = windows.shape[0], windows.shape[1] - 1
+    with progress("outliers", n) as bar, watch(model) as seen:
+        for part in batches(windows, maps_that_fit(model, length, batch), length, model.cfg.vocab_size):
+            model(torch.from_numpy(part[:, :-1]).to(device_of(model)))
+            bar.update(len(part))
+    total = {kind: Magnitudes() for kind in KINDS}
+    for kind in KINDS:
+        for magnitudes in seen[kind]:
+            total[kind].join(magnitudes)
+    per_layer = [
+        {"layer": layer} | {kind: seen[kind][layer].summary() for kind in KINDS} for layer in range(len(model.blocks))
+    ]
+    results = {kind: total[kind].summary() for kind in KINDS}
+    return results | {"per_layer": per_layer, "tokens": n * length, "windows": n, "length": length}
+
+
+LABELS = {"logits": "|attention logits|", "hidden": "|hidden states|"}
+
+
+def draw(path: Path, results: dict[str, Any], title: str, line_colour: str) -> None:
+    """Both kinds on log axes: the whole model's ranks above, largest and median of every layer below."""
+    with figure(path, 10, 6.6, columns=2, rows=2) as axes:
+        for column, kind in enumerate(KINDS):
+            _ranks(axes[0, column], results[kind], line_colour)
+            _layers(axes[1, column], [layer[kind] for layer in results["per_layer"]], line_colour)
+            axes[0, column].set_title(f"{title} · {LABELS[kind]}")
+
+
+def _ranks(ax: "Axes", values: dict[str, Any], line_colour: str) -> None:
+    named = {f"top-{k}": values[f"top{k}"] for k in RANKS} | {"median": values["median"]}
+    named = {name: value for name, value in named.items() if value is not None}
+    for x, (name, value) in enumerate(named.items()):
+        ax.plot(x, value, "o", color=GREY if name == "median" else line_colour, markersize=8)
+        ax.annotate(f"{value:.3g}", (x, value), (0, 8), textcoords="offset points", ha="center")
+    ax.set_yscale("log")
+    ax.set(xlim=(-0.5, len(named) - 0.5), ylim=(min(named.values()) / 2, max(named.values()) * 2.5))
+    ax.set_xticks(range(len(named)), named)
+    ax.set_ylabel("magnitude")
+    ax.grid(axis="y")
+
+
+def _layers(ax: "Axes", layers: list[dict[str, Any]], line_colour: str) -> None:
+    for key, style, ink in (("top1", "-", line_colour), ("top100", "--", line_colour), ("median", ":", GREY)):
+        label = key.replace("top", "top-")
+        ax.plot([layer[key] for layer in layers], style, color=ink, label=label, marker="o", markersize=3.5)
+    ax.set_yscale("log")
+    ax.set_xticks(range(0, len(layers), max(1, len(layers) // 12)))
+    ax.set(xlabel="layer", ylabel="magnitude")
+    ax.grid(axis="y")
+    ax.legend(ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0))
+
+
+@command("outliers", OutliersConfig)
+def main(cfg: OutliersConfig) -> None:
+    run = open_run(cfg)
+    length = run.model.cfg.context if cfg.length is None else cfg.length
+    if length < 1:
+        raise ValueError(f"length={length} must be at least 1: leave it out for the trained context")
+    results = evaluate(run.model, cut_windows(evaluation_tokens(run, cfg), length, cfg.tokens), cfg.batch)
+    write_result(run, cfg, "outliers", results)
+    name = run_name(cfg.run)
+    draw(Path(cfg.run) / "figures" / "outliers.png", results, name, colour(variant(run.config)))
+    for kind in KINDS:
+        tops = ", ".join(f"top-{k} {results[kind][f'top{k}']:.4g}" for k in RANKS if results[kind][f"top{k}"])
+        print(
+            f"outliers  {name}: {LABELS[kind]}: {tops}, median {results[kind]['median']:.4g} "
+            f"({results[kind]['count']:,} values of {results['tokens']:,} tokens)"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""Low-bit attention: what does rounding the attention logits to a few bits cost?
+
+    python -m eval.quantization run=runs/NAME [bits=[8,6,4]] [scale=head|row] [text=FILE | shards=DIR] [tokens=100000]
+
+What goes into every softmax is rounded to a b-bit integer times a scale: x -> round(x / s) s, s = max|x| / (2^(b-1) - 1)
+over the visible logits (absmax), found anew for every input (dynamic). `scale` says over which: `head` (the default),
+one scale for a head's map of one window, as absmax is defined for a whole tensor, with nothing shared between heads,
+windows or the two maps of a differential head; `row`, one for each query of it, which a decoder could do, too.
+Weights, values and everything else stay in float32. Figure 8 of arXiv 2410.05258, whose metric was HellaSwag; here it is
+the change of the validation loss, and of needle accuracy where the run was trained on retrieval documents, both paired:
+the same windows with and without.
+Writes runs/NAME/eval/quantization.json and runs/NAME/figures/quantization.png.
+"""
+
+import contextlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from configs import command
+from data.retrieval import Query
+from eval.common import (
+    RetrievalConfig,
+    batches,
+    check_grid,
+    colour,
+    device_of,
+    evaluation_tokens,
+    figure,
+    haystack,
+    mean_se,
+    needle_contexts,
+    open_run,
+    pad_right,
+    progress,
+    run_name,
+    variant,
+    write_result,
+)
+from eval.outliers import maps_that_fit
+from eval.perplexity import cut_windows, token_losses
+from model.attention.probe import visit_logits
+from training.checkpoint import LoadedRun
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+SCALES = {"head": (-2, -1), "row": (-1,)}  # the dimensions of (..., T, S) that share a scale
+
+
+@dataclass
+class QuantizationConfig(RetrievalConfig):
+    """length: tokens per window and needle context, the trained context by default. tokens: at most so many for the loss."""
+
+    bits: list[int] = field(default_factory=lambda: [8, 6, 4])
+    scale: str = "head"  # head | row
+    length: int | None = None
+    tokens: int = 100_000
+
+
+def absmax(logits: Tensor, see: Tensor, bits: int, scale: str = "head") -> Tensor:
+    """Attention logits (..., T, S) rounded to `bits` bits, symmetric: 2^(bits-1) - 1 steps on either side of 0.
+
+    Hidden logits have no say in the scale: Dettmers et al., arXiv 2208.07339, section 2.1, over what `see` shows.
+    """
+    steps = 2 ** (bits - 1) - 1
+    largest = logits.masked_fill(~see, 0.0).abs().amax(SCALES[scale], keepdim=True)
+    step = (largest / steps).clamp_min(torch.finfo(logits.dtype).tiny)  # all zeros stay so
+    return (logits / step).round().clamp(-steps, steps) * step
+
+
+def quantized(model: nn.Module, bits: int | None, scale: str) -> contextlib.AbstractContextManager[None]:
+    """Inside, the model's attention logits are rounded; `bits` None leaves them alone."""
+    if bits is None:
+        return contextlib.nullcontext()
+    return visit_logits(model, lambda layer, logits, see: absmax(logits, see, bits, scale))
+
+
+@torch.inference_mode()
+def window_losses(model: nn.Module, windows: np.ndarray, batch: int) -> np.ndarray:
+    """(n,) mean loss in nats per token of each window (n, T + 1)."""
+    length, losses = windows.shape[1] - 1, []
+    for part in batches(windows, maps_that_fit(model, length, batch), length, model.cfg.vocab_size):
+        losses.append(token_losses(model, torch.from_numpy(part).to(device_of(model))).double().mean(1).cpu().numpy())
+    return np.concatenate(losses)
+
+
+@torch.inference_mode()
+def needle_hits(model: nn.Module, queries: list[Query], batch: int) -> np.ndarray:
+    """(n,) 1.0 where greedy decoding gives the answer: where each of its tokens, fed the ones before, is the likeliest."""
+    texts = [np.concatenate((query.prompt, query.answer[:-1])) for query in queries]
+    length, hits = max(map(len, texts)), []
+    for part in batches(range(len(texts)), maps_that_fit(model, length, batch), length, model.cfg.vocab_size):
+        likeliest = model(pad_right([texts[i] for i in part], device_of(model))).argmax(-1).cpu().numpy()  # (B, T)
+        for i, row in zip(part, likeliest, strict=True):
+            start, answer = len(queries[i].prompt) - 1, queries[i].answer
+            hits.append(float((row[start : start + len(answer)] == answer).all()))
+    return np.array(hits)
+
+
+def evaluate(run: LoadedRun, windows: np.ndarray, queries: list[Query], cfg: QuantizationConfig) -> dict[str, Any]:
+    """Loss, and needle accuracy where there are queries, as trained and at each number of bits, with paired changes."""
+    widths = [None, *cfg.bits]
+    losses, hits = {}, {}
+    with progress("quantization", len(widths)) as bar:
+        for bits in widths:
+            with quantized(run.model, bits, cfg.scale):
+                losses[bits] = window_losses(run.model, windows, cfg.batch)
+                hits[bits] = needle_hits(run.model, queries, cfg.batch) if queries else None
+            bar.update()
+    results: dict[str, Any] = {"loss": float(losses[None].mean()), "accuracy": None}
+    if queries:
+        results["accuracy"] = float(hits[None].mean())
+    results["bits"] = [
+        {"bits": bits}
+        | _change("loss", losses[bits], losses[None])
+        | (_change("accuracy", hits[bits], hits[None]) if queries else {})
+        for bits in cfg.bits
+    ]
+    counts = {"windows": len(windows), "length": windows.shape[1] - 1, "needles": len(queries)}
+    return results | {"scale": cfg.scale} | counts
+
+
+def _change(what: str, values: np.ndarray, reference: np.ndarray) -> dict[str, float]:
+    change, se = mean_se(values - reference)
+    return {what: float(values.mean()), f"{what}_change": change, f"{what}_change_se": se}
+
+
+def needles(run: LoadedRun, cfg: QuantizationConfig, length: int) -> list[Query]:
+    """Single needles at every depth, `cfg.samples` each; none for a run that was not trained on retrieval documents."""
+    if not run.config["data"].get("retrieval", {}).get("weight", 0):
+        return []
+    hay = haystack(run, cfg)
+    return [query for depth in cfg.depths for (query,) in needle_contexts(run, hay, cfg, length, depth)]
+
+
+def draw(path: Path, results: dict[str, Any], title: str, line_colour: str) -> None:
+    """Change of loss against bits and, where there are needles, accuracy; bars are standard errors."""
+    columns = 1 if results["accuracy"] is None else 2
+    with figure(path, 0.6 + 4.2 * columns, 3.7, columns=columns) as axes:
+        _line(axes[0, 0], results["bits"], "loss_change", line_colour)
+        axes[0, 0].set(title=f"{title} · loss", ylabel="change of loss (nats per token)")
+        if columns == 2:
+            _line(axes[0, 1], results["bits"], "accuracy_change", line_colour)
+            axes[0, 1].set(title=f"{title} · needle", ylabel=f"change of accuracy (from {results['accuracy']:.2f})")
+
+
+def _line(ax: "Axes", rows: list[dict[str, Any]], key: str, line_colour: str) -> None:
+    rows = sorted(rows, key=lambda row: -row["bits"])
+    ticks = ["32 (float)", *(str(row["bits"]) for row in rows)]
+    values, errors = [0.0, *(row[key] for row in rows)], [0.0, *(row[f"{key}_se"] for row in rows)]
+    ax.axhline(0, color=ax.spines["left"].get_edgecolor(), linewidth=0.8)
+    ax.errorbar(range(len(ticks)), values, errors, color=line_colour, marker="o", markersize=4.5, capsize=3)
+    ax.set_xticks(range(len(ticks)), ticks)
+    ax.set_xlabel("bits of the attention logits")
+    ax.grid(axis="y")
+
+
+def check(cfg: QuantizationConfig) -> None:
+    """Raise ValueError for what cannot be evaluated."""
+    check_grid(cfg)
+    if not cfg.bits or not all(2 <= bits <= 16 for bits in cfg.bits) or len(set(cfg.bits)) < len(cfg.bits):
+        raise ValueError(f"bits={cfg.bits} are not different numbers from 2 to 16: use bits=[8,6,4]")
+    if cfg.scale not in SCALES:
+        raise ValueError(f"scale={cfg.scale} is unknown: use scale=head or scale=row")
+    if cfg.length is not None and cfg.length < 1:
+        raise ValueError(f"length={cfg.length} must be at least 1: leave it out for the trained context")
+
+
+@command("quantization", QuantizationConfig)
+def main(cfg: QuantizationConfig) -> None:
+    check(cfg)
+    run = open_run(cfg)
+    length = run.model.cfg.context if cfg.length is None else cfg.length
+    windows = cut_windows(evaluation_tokens(run, cfg), length, cfg.tokens)
+    results = evaluate(run, windows, needles(run, cfg, length), cfg)
+    write_result(run, cfg, "quantization", results)
+    name = run_name(cfg.run)
+    draw(Path(cfg.run) / "figures" / "quantization.png", results, name, colour(variant(run.config)))
+    for row in results["bits"]:
+        accuracy = (
+            f", needle {row['accuracy_change']:+.3f} ± {row['accuracy_change_se']:.3f}" if "accuracy" in row else ""
+        )
+        print(
+            f"quantization  {name}: {row['bits']} bits, one scale per {cfg.scale}: "
+            f"loss {row['loss_change']:+.4f} ± {row['loss_change_se']:.4f}{accuracy} ({len(windows)} windows)"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,303 @@
+"""eval/icl.py: its scores against plain forward passes, its episodes, its accuracies for a model that knows, its files."""
+
+import json
+import math
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from data.retrieval import EVAL_EVERY
+from eval import icl
+from eval.icl import Episode, Example, IclConfig, Job
+from model.decoder import Decoder
+from tests.variants import VARIANTS, randomized
+
+TREC = "DESC:manner How do bees fly ?\nNUM:date When was tea first sold ?\nHUM:ind Who is he ?\nNUM:count How many ?\n"
+BANKING = 'text,category\nWhere is my card?,card_arrival\n"My card, is it\nlost?",lost_card\nOne more top up,top_up\n'
+CLINC = {
+    "train": [["call my bank", "call_bank"], ["play a song", "music"], ["louder", "music"]],
+    "test": [["ring the bank", "call_bank"]],
+    "oos_test": [["who am i", "oos"]],
+}
+
+
+def jobs() -> list[Job]:
+    rng = np.random.default_rng(0)
+
+    def draw(n: int) -> list[int]:
+        return rng.integers(1, 50, n).tolist()
+
+    labels = [draw(n) for n in (1, 3, 2)]
+    return [
+        Job([0, *draw(9)], [draw(2), draw(4), draw(2)], labels),
+        Job([0, *draw(5)], [draw(3)], labels),
+        Job([0, *draw(9)], [draw(2), draw(1)], [draw(1), draw(1)]),
+    ]
+
+
+def plainly(model: Decoder, job: Job) -> np.ndarray:
+    """One forward pass for each question and label."""
+    table = np.zeros((len(job.questions), len(job.labels)))
+    for q, question in enumerate(job.questions):
+        for c, label in enumerate(job.labels):
+            start = len(job.prefix) + len(question)
+            logits = model(torch.tensor([[*job.prefix, *question, *label]]))[0].float().log_softmax(-1)
+            table[q, c] = sum(logits[start + i - 1, token].item() for i, token in enumerate(label))
+    return table
+
+
+@pytest.mark.parametrize("batch", [1, 32])
+@pytest.mark.parametrize("name", [*VARIANTS, "documents"])
+@torch.inference_mode()
+def test_scores_are_those_of_plain_forward_passes(name, batch):
+    changes = {"document_mask": True, "eot": 0} if name == "documents" else {}
+    model = randomized("baseline" if name == "documents" else name, **changes).eval()
+    finished = []
+    scores = icl.label_logprobs(model, jobs(), batch, finished.append)
+    for job, table in zip(jobs(), scores, strict=True):
+        assert table == pytest.approx(plainly(model, job), abs=1e-4)  # float32 log-probabilities of up to 3 tokens
+    assert sum(finished) == 3
+
+
+@torch.inference_mode()
+def test_no_logits_of_a_prefix_are_computed():
+    model = randomized("diff").eval()
+    shapes = []
+    model.head.register_forward_hook(lambda module, inputs, output: shapes.append(tuple(output.shape)))
+    icl.label_logprobs(model, [Job([0] * 12, [[1, 2]] * 3, [[4, 5, 6], [7]])], batch=32)
+    assert shapes == [(1, 1, 50), (3, 1, 50), (6, 2, 50)]  # prefix, questions, all labels but their last tokens
+
+
+def test_arrangements_keep_the_examples_and_order_the_classes():
+    examples = [Example(f"{label}{i}", label) for label, count in (("a", 4), ("b", 4), ("c", 2)) for i in range(count)]
+    for how in icl.ARRANGEMENTS:
+        drawn = [icl.arrange(examples, how, np.random.default_rng(seed)) for seed in range(40)]
+        assert all(Counter(order) == Counter(examples) for order in drawn)
+        assert len({tuple(order) for order in drawn}) > 30
+        labels = ["".join(example.label for example in order) for order in drawn]
+        if how == "grouped":
+            assert set(labels) == {
+                "".join(x * {"c": 2}.get(x, 4) for x in p) for p in ("abc", "acb", "bac", "bca", "cab", "cba")
+            }
+        if how == "alternating":
+            assert all(len(set(text[:3])) == 3 and text[3:6] == text[:3] and text[6:8] == text[8:] for text in labels)
+    assert icl.arrange(examples, "random", np.random.default_rng(1)) == icl.arrange(
+        examples, "random", np.random.default_rng(1)
+    )
+
+
+def test_synthetic_episodes():
+    cfg, task = IclConfig(classes=3, words=4), icl.load_task(IclConfig())
+    episodes = [icl.draw_episode(task, cfg, i, 30, 4) for i in range(20)]
+    for episode in episodes:
+        assert len(set(episode.labels)) == 3
+        assert all((int(n) * 2654435761 % 2**32 >> 16) % EVAL_EVERY == 0 for n in episode.labels)  # not in training
+        assert (
+            len({e.text for e in episode.questions}) == 12 and Counter(e.label for e in episode.questions).total() == 12
+        )
+        assert {e.text for e in episode.demonstrations[:12]} == {e.text for e in episode.questions}
+        assert set(Counter(e.text for e in episode.demonstrations).values()) == {2, 3}
+        kinds = {label: {e.text for e in episode.questions if e.label == label} for label in episode.labels}
+        assert all(any(words <= set(kind.split()) for kind in icl.WORDS.values()) for words in kinds.values())
+    assert len({tuple(episode.labels) for episode in episodes}) == 20
+    fewer = icl.draw_episode(task, cfg, 7, 5, 4)
+    assert fewer.demonstrations == episodes[7].demonstrations[:5] and fewer.questions == episodes[7].questions
+
+
+def test_words_are_of_one_class_only():
+    words = [word for kind in icl.WORDS.values() for word in kind.split()]
+    assert len(words) == len(set(words))
+
+
+def oracle(tokenizer, right: float = 1.0):  # noqa: ANN001, ANN201
+    """Scores for a model that looks the question up in the prompt, and finds all labels alike where it is not there."""
+
+    def score(model, jobs, batch, done):  # noqa: ANN001, ANN202
+        tables = []
+        for job in jobs:
+            prompt, labels = tokenizer.decode(job.prefix[1:]), [tokenizer.decode(label) for label in job.labels]
+            asked = [tokenizer.decode(question) for question in job.questions]
+            tables.append(np.array([[right * (question + label in prompt) for label in labels] for question in asked]))
+            done(1)
+        return tables
+
+    return score
+
+
+@pytest.fixture
+def run(tokenizer) -> SimpleNamespace:
+    model = SimpleNamespace(cfg=SimpleNamespace(context=320))
+    return SimpleNamespace(model=model, tokenizer=tokenizer, config={"data": {"retrieval": {"digits": 4}}})
+
+
+def test_a_model_that_recalls(run, monkeypatch):
+    monkeypatch.setattr(icl, "label_logprobs", oracle(run.tokenizer))
+    cfg = IclConfig(shots=[2, 8, 16], episodes=6, orders=4)
+    results = icl.evaluate(run, icl.load_task(cfg), cfg)
+    assert [row["accuracy"] for row in results["shots"]] == pytest.approx(
+        [0.25, 1.0, 1.0]
+    )  # 2 of 8 words; a tie is wrong
+    assert [row["text_shown"] for row in results["shots"]] == pytest.approx([0.25, 1.0, 1.0])
+    assert [row["recall"] for row in results["shots"]] == [1.0] * 3
+    assert [row["new"] for row in results["shots"]] == [0.0, None, None]
+    assert results["chance"] == 0.25 and results["accuracy"] == 1.0
+    assert results["shots"][2]["label_loss"] == pytest.approx(math.log(math.e + 3) - 1)
+    assert results["order"]["shots"] == 16
+    assert all(results["order"][how]["margin"] == 0 and results["order"][how]["best"] == 1 for how in icl.ARRANGEMENTS)
+
+
+def test_its_opposite(run, monkeypatch):
+    monkeypatch.setattr(icl, "label_logprobs", oracle(run.tokenizer, right=-1.0))
+    cfg = IclConfig(shots=[8], episodes=3, orders=0)
+    results = icl.evaluate(run, icl.load_task(cfg), cfg)
+    assert results["accuracy"] == 0.0 and results["order"] is None
+    assert results["shots"][0]["label_loss"] > math.log(4)
+
+
+def test_margins_are_best_minus_worst_within_an_episode():
+    episode = Episode([Example("x", "1"), Example("y", "0")], [Example("x", "1"), Example("y", "0")], ["0", "1"])
+    none, half, both = np.array([[1, 0], [0, 1]]), np.array([[0, 1], [0, 1]]), np.array([[0, 1], [1, 0]])
+    tables = {"random": [both, half, none, half], "alternating": [half] * 4, "grouped": [none, half, both, both]}
+    orders = [(i // 2, how, episode.demonstrations, episode) for how in icl.ARRANGEMENTS for i in range(4)]
+    scores = [table for how in icl.ARRANGEMENTS for table in tables[how]]
+    summary = icl.order_summary(orders, scores, IclConfig(orders=2))
+    assert [summary[how]["margin"] for how in icl.ARRANGEMENTS] == [0.5, 0.0, 0.25]
+    assert summary["random"] == {"margin": 0.5, "se": 0.0, "best": 0.75, "worst": 0.25, "mean": 0.5}
+    assert summary["grouped"]["se"] == pytest.approx(0.25)
+
+
+def test_guessing_margin_is_that_of_a_simulation():
+    guesses = np.random.default_rng(0).binomial(50, 0.25, (20_000, 10)) / 50
+    want = (guesses.max(1) - guesses.min(1)).mean()
+    assert icl.guessing_margin(0.25, 50, 10) == pytest.approx(want, abs=0.002)  # over 5 of its standard errors
+    assert icl.guessing_margin(0.5, 1, 2) == pytest.approx(0.5)
+
+
+def test_shots_are_those_that_fit(tokenizer):
+    task = icl.load_task(IclConfig())
+    episodes = [icl.draw_episode(task, IclConfig(), i, 40, 4) for i in range(5)]
+    writer = icl.Writer(task, tokenizer)
+    shots = icl.fitting_shots(writer, episodes, 320)
+
+    def longest(n: int) -> int:
+        made = [writer.job(episode.demonstrations[:n], episode) for episode in episodes]
+        return max(len(job.prefix) + max(map(len, job.questions)) + max(map(len, job.labels)) for job in made)
+
+    assert longest(shots[-1]) <= 320 < longest(shots[-1] + 1)
+    assert shots[:-1] == [2**i for i in range(len(shots) - 1)]
+    with pytest.raises(ValueError, match="longer context"):
+        icl.fitting_shots(writer, episodes, 60)
+
+
+# Files
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, Path]:
+    contents = {"trec.label": TREC, "bank.csv": BANKING, "clinc.json": json.dumps(CLINC)}
+    for name, content in contents.items():
+        (tmp_path / name).write_text(content)
+    return {name: tmp_path / name for name in contents}
+
+
+def test_formats_are_found_and_read(files):
+    trec = icl.load_task(IclConfig(examples=str(files["trec.label"])))
+    examples = {e.text: e.label for e in (*trec.demonstrations, *trec.questions)}
+    assert trec.name == "trec" and len(examples) == 4 and len(trec.questions) == 1
+    assert examples["How do bees fly ?"] == "description" and examples["How many ?"] == "number"
+    fine, _ = icl.read_examples(files["trec.label"], "trec_fine")
+    assert [e.label for e in fine] == ["description manner", "number date", "human ind", "number count"]
+    bank, _ = icl.read_examples(files["bank.csv"], icl.detect(files["bank.csv"]))
+    assert bank[1] == Example("My card, is it lost?", "lost card") and len(bank) == 3
+    clinc = icl.load_task(IclConfig(examples=str(files["clinc.json"])))
+    assert len(clinc.demonstrations) == 3 and clinc.questions == [Example("ring the bank", "call bank")]
+
+
+def test_latin1_is_read(tmp_path):
+    (tmp_path / "t.label").write_bytes("LOC:city Where is Malmö ?\nHUM:ind Who is Zoë ?\n".encode("latin-1"))
+    assert icl.read_examples(tmp_path / "t.label", "trec")[0][0].text == "Where is Malmö ?"
+
+
+def test_questions_of_a_file_are_never_demonstrations(tmp_path):
+    lines = [f"{label}:x question {i} about {label}" for i in range(30) for label in ("NUM", "LOC")]
+    (tmp_path / "t.label").write_text("\n".join(lines))
+    cfg = IclConfig(examples=str(tmp_path / "t.label"), queries=5)
+    task = icl.load_task(cfg)
+    assert len(task.questions) == 12 and len(task.demonstrations) == 48
+    episodes = [icl.draw_episode(task, cfg, i, 48, 4) for i in range(4)]
+    for episode in episodes:
+        assert not {e.text for e in episode.demonstrations} & {e.text for e in task.questions}
+        assert len(episode.questions) == 5 and episode.labels == ["location", "number"]
+        assert len({e.text for e in episode.demonstrations}) == 48
+    assert episodes[0].demonstrations != episodes[1].demonstrations
+    with pytest.raises(ValueError, match=r"shots=\[48\]"):
+        icl.draw_episode(task, cfg, 0, 49, 4)
+
+
+def test_prompts_are_text_that_repeats_itself(tokenizer):
+    task = icl.Task("trec", *icl.TEMPLATES["trec"], [], [])
+    episode = Episode([Example("Why ?", "description")], [Example("Who ?", "human")], ["description", "human"])
+    job = icl.Writer(task, tokenizer).job(episode.demonstrations, episode)
+    assert job.prefix[0] == tokenizer.eot
+    assert tokenizer.decode(job.prefix[1:]) == "Question: Why ?\nType: description\n"
+    assert [tokenizer.decode(q) for q in job.questions] == ["Question: Who ?\nType:"]
+    assert [tokenizer.decode(label) for label in job.labels] == [" description\n", " human\n"]
+
+
+# Commands
+
+
+@pytest.mark.parametrize("layers", ["b", "d", "i"])
+def test_the_command_writes_json_and_figure(make_run, call, capsys, layers):
+    run = make_run("a", layers)
+    call(icl, f"run={run}", "episodes=4", "orders=2")
+    results = json.loads((run / "eval" / "icl.json").read_text())["results"]
+    assert [row["shots"] for row in results["shots"]] == [1, 2, 3] and results["task"] == "synthetic"  # 160 bytes
+    assert all(0 <= row["accuracy"] <= 1 and row["label_loss"] > 0 for row in results["shots"])
+    assert results["order"]["shots"] == 3 and 0 <= results["order"]["random"]["margin"] <= 1
+    assert capsys.readouterr().out.count("icl  a: ") == 4
+    assert (run / "figures" / "icl.png").stat().st_size > 10_000
+
+
+def test_the_command_on_a_file(make_run, call, files):
+    run = make_run("a")
+    call(
+        icl,
+        f"run={run}",
+        f"examples={files['bank.csv']}",
+        f"test={files['bank.csv']}",
+        "shots=[2]",
+        "episodes=2",
+        "orders=0",
+    )
+    content = json.loads((run / "eval" / "icl.json").read_text())
+    assert content["results"]["task"] == "banking77" and content["results"]["classes"] == 3
+    assert content["results"]["order"] is None and content["results"]["queries"] == 3
+    assert content["config"]["examples"] == str(files["bank.csv"])
+
+
+def test_wrong_input_is_one_line(make_run, refused, files, tmp_path):
+    run = make_run("a")
+    trec, bank, clinc = (f"examples={path}" for path in files.values())
+    assert "line 1 ('text,category')" in refused(icl, f"run={run}", bank, "format=trec")
+    assert "not in the format banking77" in refused(icl, f"run={run}", trec, "format=banking77")
+    assert "not in the format clinc150" in refused(icl, f"run={run}", trec, "format=clinc150")
+    assert "format=banking77" in refused(icl, f"run={run}", clinc, "format=trec")
+    assert "correct examples=" in refused(icl, f"run={run}", "examples=nowhere.csv")
+    assert "format= one of" in refused(icl, f"run={run}", trec, "format=sst")
+    (tmp_path / "one.label").write_text("NUM:x a\nNUM:x b\n")
+    assert "1 different labels" in refused(icl, f"run={run}", f"examples={tmp_path / 'one.label'}")
+    (tmp_path / "other.csv").write_text("text,category\nhello,greeting\n")
+    assert "greeting" in refused(icl, f"run={run}", bank, f"test={tmp_path / 'other.csv'}")
+    (tmp_path / "short.csv").write_text("text,category\nhello\n")
+    assert "row 2" in refused(icl, f"run={run}", f"examples={tmp_path / 'short.csv'}")
+    assert "examples=FILE" in refused(icl, f"run={run}", "format=trec")
+    assert "shots=[1,2,4,8]" in refused(icl, f"run={run}", "shots=[0]")
+    assert "orders=0" in refused(icl, f"run={run}", "orders=1")
+    assert "classes=4" in refused(icl, f"run={run}", "classes=1")
+    assert "episodes=10" in refused(icl, f"run={run}", "episodes=0")
+    assert not (run / "eval").exists()

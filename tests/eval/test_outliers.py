@@ -1,0 +1,119 @@
+"""eval/outliers.py against sorted values, and against a model whose logits and hidden states are recorded by hand."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from eval import outliers
+from model.config import DecoderConfig
+from model.decoder import Decoder
+from model.rotary import rotate
+
+RANKS = (1, 2, 3, 10, 100)
+
+
+def streamed(values: torch.Tensor, parts: int) -> outliers.Magnitudes:
+    magnitudes = outliers.Magnitudes()
+    for part in values.chunk(parts):
+        magnitudes.add(part)
+    return magnitudes
+
+
+@pytest.mark.parametrize("spread", [0.0, 3.0, 20.0])
+def test_top_k_is_exact_and_the_median_within_its_resolution(spread):
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(30_001, generator=generator) * torch.exp(
+        spread * torch.randn(30_001, generator=generator).clamp(-3, 3)
+    )
+    summary = streamed(values, 13).summary()
+    ordered = values.abs().sort(descending=True).values
+    assert [summary[f"top{k}"] for k in RANKS] == [ordered[k - 1].item() for k in RANKS]
+    assert summary["median"] == pytest.approx(values.abs().median().item(), rel=2**-11)
+    assert summary["count"] == 30_001
+
+
+def test_ties_count_as_often_as_they_occur():
+    summary = streamed(torch.tensor([-5.0] * 7 + [1.0] * 200), 4).summary()
+    assert [summary[f"top{k}"] for k in RANKS] == [5.0, 5.0, 5.0, 1.0, 1.0]
+    assert summary["median"] == pytest.approx(1.0, rel=2**-11)
+
+
+def test_joined_parts_are_the_whole():
+    values = torch.randn(5000, generator=torch.Generator().manual_seed(1))
+    whole, halves = streamed(values, 3), [streamed(half, 2) for half in values.chunk(2)]
+    halves[0].join(halves[1])
+    assert halves[0].summary() == whole.summary()
+
+
+def test_few_values_and_values_that_are_not_finite():
+    few = streamed(torch.tensor([3.0, -1.0]), 1).summary()
+    assert (few["top1"], few["top2"], few["top3"], few["top100"]) == (3.0, 1.0, None, None)
+    for bad in (float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="diverged"):
+            streamed(torch.tensor([1.0, bad] + [2.0] * 300), 2).summary()
+
+
+def recorded(model: Decoder, tokens: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Visible |q.k| / sqrt(d) and |outputs| of each layer, from each layer's input, for heads of q, k of equal number."""
+    inputs, hidden = [], []
+    for block in model.blocks:
+        block.attention.register_forward_pre_hook(lambda module, args: inputs.append((module, *args[:2])))
+        block.register_forward_hook(lambda module, args, output: hidden.append(output.abs().flatten()))
+    model(tokens)
+    logits, T = [], tokens.shape[1]
+    for attention, x, rope in inputs:
+        q, k = (rotate(p(x).unflatten(-1, (-1, 8)).transpose(1, 2), rope) for p in (attention.q, attention.k))
+        scores = q @ k.mT / 8**0.5  # (B, maps, T, T): diff's rows 2i and 2i + 1 are the maps of head i
+        logits.append(scores[..., torch.tril(torch.ones(T, T)).bool()].abs().flatten())
+    return logits, hidden
+
+
+@pytest.mark.parametrize("layers", ["b", "d"])
+@torch.inference_mode()
+def test_a_real_model_by_layer_and_in_all(layers):
+    cfg = DecoderConfig(layers=layers, n_layer=2, n_head=4, d_model=32, context=20, vocab_size=30)
+    model = Decoder(cfg, seed=2).eval()
+    windows = np.random.default_rng(0).integers(0, 30, (7, 21))
+    results = outliers.evaluate(model, windows, batch=3)
+    logits, hidden = recorded(model, torch.from_numpy(windows[:, :-1]))
+    for kind, values in (("logits", logits), ("hidden", hidden)):
+        for part, want in [
+            *((results["per_layer"][i][kind], values[i]) for i in (0, 1)),
+            (results[kind], torch.cat(values)),
+        ]:
+            ordered = want.sort(descending=True).values
+            assert part["count"] == len(want)
+            # float32 products in another order: 1e-5
+            assert [part[f"top{k}"] for k in RANKS] == pytest.approx([ordered[k - 1].item() for k in RANKS], rel=1e-5)
+            assert part["median"] == pytest.approx(want.median().item(), rel=2**-10)
+    assert results["logits"]["count"] == 7 * 2 * 4 * 20 * 21 // 2  # windows, layers, maps, visible pairs
+
+
+@pytest.mark.parametrize(("layers", "maps"), [("b", 4), ("d", 4), ("v", 8), ("g", 4), ("n", 2), ("i", 6)])
+def test_every_variants_maps_are_counted(layers, maps):
+    cfg = DecoderConfig(layers=layers, n_layer=2, n_head=4, d_model=32, context=10, vocab_size=30)
+    results = outliers.evaluate(Decoder(cfg).eval(), np.zeros((2, 11), dtype=np.int64))
+    assert [layer["logits"]["count"] for layer in results["per_layer"]] == [2 * maps * 55] * 2
+
+
+def test_the_command_writes_json_and_figure(make_run, call, capsys):
+    run = make_run("a", "i")
+    call(outliers, f"run={run}", "tokens=800", "length=40")
+    results = json.loads((run / "eval" / "outliers.json").read_text())["results"]
+    assert (results["tokens"], results["windows"], len(results["per_layer"])) == (800, 20, 2)
+    for kind in ("logits", "hidden"):
+        values = [results[kind][key] for key in ("top1", "top2", "top3", "top10", "top100", "median")]
+        assert values == sorted(values, reverse=True) and values[-1] > 0
+        assert results[kind]["top1"] == max(layer[kind]["top1"] for layer in results["per_layer"])
+    assert capsys.readouterr().out.count("outliers  a: ") == 2
+    assert (run / "figures" / "outliers.png").stat().st_size > 10_000
+
+
+def test_wrong_input_is_one_line(make_run, refused):
+    run = make_run("a")
+    assert "length=0" in refused(outliers, f"run={run}", "length=0")
+    assert "tokens=160" in refused(outliers, f"run={run}", "tokens=5")
+    assert "give more text" in refused(outliers, f"run={run}", "length=5000")
+    assert not (run / "eval").exists()
