@@ -6,15 +6,19 @@ Two kinds of documents, in the shape of the multi-needle test of LWM and of the 
 - needle: text with N sentences "The magic number of Paris is 4817." at random depths, each asked for again after it.
 - dense: nothing but such sentences over a few cities, so that every repetition is a retrieval.
 
-Cities and numbers of the training documents never occur in evaluation and the other way round.
+Cities and numbers of the training documents never occur in evaluation and the other way round. Evaluation can ask in
+other wordings, too (data/styles.py): their numbers are those of evaluation, their sentences were never trained on.
 """
 
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
+
+from data.styles import LWM_CITIES, NOISE, STYLES, WORDS, Style
 
 if TYPE_CHECKING:
     from data.loader import Source
@@ -58,7 +62,8 @@ class Query:
 
     `prompt` (P,) ends right where `answer` (A,), the number and its full stop, begins. `needle` is the asked sentence,
     `value` its number, `question` the first token of the closing question. `candidates` are the answers of all needles
-    of this context, the right one first.
+    of this context, the `right` ones (several where one question asks for several) first. Where `values` are given, each
+    of them counts if it occurs in the text of a greedy continuation of at most `new_tokens`.
     """
 
     prompt: np.ndarray
@@ -67,6 +72,9 @@ class Query:
     value: tuple[int, int]
     question: int
     candidates: list[np.ndarray]
+    right: int = 1
+    values: tuple[str, ...] = ()
+    new_tokens: int = 0
 
 
 def cities(split: str) -> list[str]:
@@ -174,43 +182,155 @@ def needle_queries(
     needles: int = 1,
     asked: int = 1,
     digits: int = 4,
+    style: str = "magic",
 ) -> list[Query]:
-    """Evaluation: `needles` facts in one text, and `asked` of them in turn hidden at `depth` (0..1) and asked for.
+    """Evaluation: `needles` facts in one text, `asked` of them asked for, in the wording of data/styles.py.
 
-    `haystack` (n,) is cut at a random place; prompt and answer together have exactly `length` tokens, whatever the city.
-    The asked needles stand at `depth`, the others at random depths. Raises ValueError where they do not fit.
+    One query per asked fact, each in turn hidden at `depth` (0..1), or one for all of them, the first at `depth`; the
+    others stand at random depths. `haystack` (n,) is cut at a random place, unless the style brings its own; prompt and
+    answer together have exactly `length` tokens, whatever the key (at most, in a haystack of needles). digits: of a
+    number, where the style leaves it open. Raises ValueError where they do not fit.
     """
-    facts = _eval_facts(tokenizer, digits).draw(rng, needles)
-    ends = sentence_ends(tokenizer)
-    queries = []
+    wording = STYLES[style]
+    facts = _draw(rng, wording, tokenizer, needles, wording.digits if wording.digits is not None else digits)
     start = int(rng.integers(0, max(1, len(haystack) - length)))
     depths = np.concatenate(([depth], rng.random(needles - 1)))
-    for i in range(asked):
+    queries = []
+    for i in range(1 if wording.string else asked):
         order = [facts[i], *facts[:i], *facts[i + 1 :]]  # the asked fact takes the place at `depth`
-        room = length - 1 - sum(len(f.tokens) for f in facts) - len(facts[i].tokens)
-        if room < 0 or len(haystack) < room:
+        wanted = order[: asked if wording.string else 1]
+        ask = _Ask.of(wording, tokenizer, wanted)
+        room = length - 1 - len(ask.intro) - sum(len(f.tokens) for f in facts) - len(ask.question) - ask.reserve
+        hay = haystack[start:] if wording.haystack == "text" else _own_haystack(rng, wording, tokenizer, room, facts)
+        if room < 0 or (len(hay) < room and wording.haystack == "text"):
             wrong = f"{needles} needles and their text need more than length={length} or the {len(haystack)} haystack tokens"
             raise ValueError(f"{wrong}: use a longer length, fewer needles or a longer haystack")
-        context, starts = hide(haystack[start : start + room], order, depths, ends)
-        prompt = np.array([tokenizer.eot, *context, *facts[i].key], dtype=np.int64)
-        first = 1 + starts[0]
-        stop = first + len(facts[i].tokens)
-        queries.append(
-            Query(
-                prompt=prompt,
-                answer=np.array(facts[i].value, dtype=np.int64),
-                needle=(first, stop),
-                value=(first + len(facts[i].key), stop),
-                question=1 + len(context),
-                candidates=[np.array(f.value, dtype=np.int64) for f in order],
-            )
-        )
+        queries.append(_query(tokenizer, ask, hay[:room], order, depths, len(wanted)))
     return queries
 
 
-@lru_cache(maxsize=4)
-def _eval_facts(tokenizer: "Tokenizer", digits: int) -> Facts:
-    return Facts(tokenizer, "eval", digits)
+@dataclass(frozen=True)
+class _Ask:
+    """The tokens around a context, the answers as strings, and the tokens kept free for an answer."""
+
+    intro: tuple[int, ...]
+    question: tuple[int, ...]
+    values: tuple[str, ...]
+    reserve: int
+
+    @classmethod
+    def of(cls, wording: Style, tokenizer: "Tokenizer", wanted: "list[_Needle]") -> "_Ask":
+        several = len(wanted) > 1
+        question = wording.question[several].format(key=_listed(list(dict.fromkeys(fact.name for fact in wanted))))
+        # Where the space before a value is a token of its own, it belongs to the question.
+        lead = wanted[0].key[len(_encode(tokenizer, wanted[0].head)) :]
+        values = tuple(fact.text for fact in wanted) if wording.string else ()
+        # As many tokens as a plain answer has bytes: enough for every tokenizer, and equal for all contexts of a cell.
+        reserve = len(f" {_listed(values)}.".encode()) if wording.string else len(wanted[0].value)
+        return cls(_encode(tokenizer, wording.intro[several]), (*_encode(tokenizer, question), *lead), values, reserve)
+
+
+def _query(
+    tokenizer: "Tokenizer", ask: _Ask, text: np.ndarray, order: "list[_Needle]", depths: np.ndarray, right: int
+) -> Query:
+    context, starts = hide(text, order, depths, sentence_ends(tokenizer))
+    first = 1 + len(ask.intro) + starts[0]
+    value = first + len(order[0].key)
+    return Query(
+        prompt=np.array([tokenizer.eot, *ask.intro, *context, *ask.question], dtype=np.int64),
+        answer=np.array(order[0].answer, dtype=np.int64),
+        needle=(first, first + len(order[0].tokens)),
+        value=(value, value + len(order[0].value)),
+        question=1 + len(ask.intro) + len(context),
+        candidates=[np.array(fact.answer, dtype=np.int64) for fact in order],
+        right=right,
+        values=ask.values,
+        new_tokens=ask.reserve,
+    )
+
+
+@dataclass(frozen=True)
+class _Needle(Fact):
+    """A fact of any wording: `head` is its text up to the value, `answer` the tokens that a question is answered by."""
+
+    rest: list[int]
+    name: str
+    text: str
+    head: str
+    answer: list[int]
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.key + self.value + self.rest
+
+
+def _draw(rng: np.random.Generator, wording: Style, tokenizer: "Tokenizer", count: int, digits: int) -> list[_Needle]:
+    """`count` facts with different keys (or one, where the wording has one) and different values."""
+    names = _names(rng, wording.keys, 1 if wording.one_key else count)
+    values: list[str] = []
+    while len(values) < count:
+        value = str(draw_number(rng, "eval", digits)) if digits else _uuid(rng)
+        values += [value] if value not in values else []
+    names = names * count if wording.one_key else names
+    return [_needle(wording, tokenizer, name, value) for name, value in zip(names, values, strict=True)]
+
+
+def _names(rng: np.random.Generator, kind: str, count: int) -> list[str]:
+    if kind == "uuids":
+        return [_uuid(rng) for _ in range(count)]
+    known = {"cities": cities("eval"), "lwm": LWM_CITIES, "words": WORDS, "none": [""]}[kind]
+    if count > len(known):
+        raise ValueError(f"{count} needles asked, but there are {len(known)} {kind}: use at most that many")
+    return [known[i] for i in rng.choice(len(known), count, replace=False)]
+
+
+def _uuid(rng: np.random.Generator) -> str:
+    return str(uuid.UUID(bytes=rng.bytes(16), version=4))
+
+
+def _listed(names: Sequence[str]) -> str:
+    """ "A", "A, and B", "A, B, and C", as LWM and RULER spell it."""
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])}, and {names[-1]}"
+
+
+def _needle(wording: Style, tokenizer: "Tokenizer", name: str, value: str) -> _Needle:
+    head, tail = wording.fact.replace("{key}", name).split(" {value}", 1)
+    stop, rest = tail[0], tail[1:].replace("{value}", value)
+    lead, spelled = _spell(tokenizer, value + stop)
+    answer = _spell(tokenizer, value)[1] if wording.string else spelled
+    return _Needle(
+        [*_encode(tokenizer, head), *lead], spelled, list(_encode(tokenizer, rest)), name, value, head, answer
+    )
+
+
+def _spell(tokenizer: "Tokenizer", text: str) -> tuple[list[int], list[int]]:
+    """The tokens of " text" in two parts: those of the space alone (most tokenizers have none), and the rest."""
+    tokens = tokenizer.encode(f" {text}")
+    first = next(i for i, token in enumerate(tokens) if tokenizer.token_bytes(token).strip())
+    return tokens[:first], tokens[first:]
+
+
+@lru_cache(maxsize=10_000)
+def _encode(tokenizer: "Tokenizer", text: str) -> tuple[int, ...]:
+    return tuple(tokenizer.encode(text))
+
+
+def _own_haystack(
+    rng: np.random.Generator, wording: Style, tokenizer: "Tokenizer", room: int, taken: list[_Needle]
+) -> np.ndarray:
+    """Up to `room` tokens: of the noise as many as asked, of needles as many whole ones as fit."""
+    if wording.haystack == "noise":
+        noise = _encode(tokenizer, NOISE)
+        return np.resize(np.array(noise, dtype=np.int64), max(0, room))
+    tokens: list[int] = []
+    names, values = {fact.name for fact in taken}, {fact.text for fact in taken}
+    while True:
+        (fact,) = _draw(rng, wording, tokenizer, 1, wording.digits or 0)
+        if fact.name in names or fact.text in values:
+            continue
+        if len(tokens) + len(fact.tokens) > room:
+            return np.array(tokens, dtype=np.int64)
+        tokens += fact.tokens
 
 
 @lru_cache(maxsize=4)

@@ -11,7 +11,11 @@ Maps are averaged over heads and layers first, then divided by the sum of the av
 microsoft/unilm issue 1654). `signed` sums the weights with their sign, as the paper's figure does: weights of a
 differential map can cancel within a bucket, and dividing by a row sum of about 1 - lambda magnifies the rest.
 `absolute` sums |weight| instead: nothing cancels.
-Writes runs/NAME/eval/attention_noise.json and runs/NAME/figures/attention_noise.png.
+
+Beside that, for every layer and head: the row's entropy and its share of negative mass, and on windows of real text the
+share of attention sinks (arXiv 2410.10781). Only the rows that are asked about are ever formed, never T x T, and no logits:
+memory grows with the context as one forward pass does.
+Writes runs/NAME/eval/attention_noise.json and runs/NAME/figures/attention_noise.png, attention_heads.png.
 """
 
 from dataclasses import dataclass
@@ -40,6 +44,7 @@ from eval.common import (
     run_name,
     write_result,
 )
+from eval.scoring import floats_per_token
 from model.attention.probe import probe
 from training.checkpoint import LoadedRun
 
@@ -51,11 +56,17 @@ NOISE = ("before", "after")
 READINGS = ("signed", "absolute")
 
 
+SINK = 0.3  # epsilon of arXiv 2410.10781
+SINK_LENGTH = 64  # and its T
+SINK_ROWS = 64  # query rows of longer windows
+
+
 @dataclass
 class AttentionNoiseConfig(RetrievalConfig):
-    """length: tokens of prompt and answer, the trained context by default."""
+    """length: tokens of prompt and answer, the trained context by default. windows: of text, for the attention sinks."""
 
     length: int | None = None
+    windows: int = 100
 
 
 def bucket_sums(row: Tensor, query: Query) -> Tensor:
@@ -67,18 +78,62 @@ def bucket_sums(row: Tensor, query: Query) -> Tensor:
 
 
 @torch.inference_mode()
-def head_masses(model: nn.Module, queries: list[Query], batch: int) -> list[np.ndarray]:
-    """Bucket masses of the last prompt token for each layer: (samples, readings, heads, 5), not normalised."""
-    samples: list[list[np.ndarray]] = []  # [sample][layer] -> (readings, heads, 5)
-    for part in batches(queries, batch, max(len(query.prompt) for query in queries), model.cfg.vocab_size):
+def head_rows(model: nn.Module, queries: list[Query], batch: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Of the last prompt token's row, for each layer: bucket masses (samples, readings, heads, 5), not normalised, and
+    entropy and share of negative mass (samples, 2, heads).
+    """
+    masses: list[list[np.ndarray]] = []  # [sample][layer]
+    shapes: list[list[np.ndarray]] = []
+    for part in batches(queries, batch, max(len(query.prompt) for query in queries), floats_per_token(model.cfg)):
         rows = torch.tensor([[len(query.prompt) - 1] for query in part], device=device_of(model))  # (B, 1)
         with probe(model, rows) as maps:
-            model(pad_right([query.prompt for query in part], device_of(model)))
+            model(pad_right([query.prompt for query in part], device_of(model)), rows=rows)
         for i, query in enumerate(part):
             signed = [layer[i, :, 0, : len(query.prompt)].double() for layer in maps.layers]  # each (heads, P)
-            masses = [torch.stack((bucket_sums(row, query), bucket_sums(row.abs(), query))) for row in signed]
-            samples.append([mass.cpu().numpy() for mass in masses])
-    return [np.stack(layer) for layer in zip(*samples, strict=True)]
+            sums = [torch.stack((bucket_sums(row, query), bucket_sums(row.abs(), query))) for row in signed]
+            masses.append([mass.cpu().numpy() for mass in sums])
+            shapes.append([torch.stack((entropy(row), negative_share(row))).cpu().numpy() for row in signed])
+    return [np.stack(layer) for layer in zip(*masses, strict=True)], [np.stack(x) for x in zip(*shapes, strict=True)]
+
+
+def entropy(row: Tensor) -> Tensor:
+    """Entropy in nats of |row| / sum |row|: (..., S) -> (...)."""
+    share = row.abs() / row.abs().sum(-1, keepdim=True)
+    return torch.special.entr(share).sum(-1)
+
+
+def negative_share(row: Tensor) -> Tensor:
+    """Share of the absolute mass that is negative: (..., S) -> (...)."""
+    return row.clamp(max=0).abs().sum(-1) / row.abs().sum(-1)
+
+
+@torch.inference_mode()
+def sinks(model: nn.Module, hay: np.ndarray, length: int, windows: int, batch: int) -> dict[str, Any]:
+    """Attention to the first token of `windows` windows of text, `length` tokens each (arXiv 2410.10781, section 3.2).
+
+    A head's mass is the mean over query rows of |first weight| / sum |weights|; of more than 64 rows, 64 at even
+    distances. `share`: of all (window, layer, head), those with a mass over 0.3, as the authors' code counts; `heads`: of
+    all (layer, head), those whose mean mass over windows is. `mass` is the mean mass, `se` that of `share` over windows.
+    """
+    if len(hay) < length:
+        raise ValueError(f"the text has {len(hay)} tokens, and a window needs {length}: give a longer text=")
+    starts = np.linspace(0, len(hay) - length, windows).round().astype(int)
+    n_rows = min(SINK_ROWS, length)
+    rows = (torch.arange(n_rows) + 0.5) * length / n_rows  # the middles: the first rows see little but the first token
+    rows = rows.long().to(device_of(model))
+    masses = []  # (B, heads of all layers)
+    per_token = max(floats_per_token(model.cfg), n_rows * model.cfg.n_layer * model.cfg.n_head)
+    for part in batches(starts, batch, length, per_token):
+        with probe(model, rows) as maps:
+            model(pad_right([hay[start : start + length] for start in part], rows.device), rows=rows[-1:])
+        first = [(layer[..., 0].abs() / layer.abs().sum(-1)).mean(-1) for layer in maps.layers]  # (B, heads) each
+        masses.append(torch.cat(first, dim=1).double().cpu().numpy())
+        heads = [layer.shape[1] for layer in first]
+    mass = np.concatenate(masses)  # (windows, heads of all layers)
+    share, se = mean_se((mass > SINK).mean(axis=1))
+    by_layer = [part.tolist() for part in np.split(mass.mean(axis=0), np.cumsum(heads)[:-1])]
+    heads_over = float((mass.mean(axis=0) > SINK).mean())
+    return {"share": share, "se": se, "heads": heads_over, "mass": float(mass.mean()), "per_layer_head": by_layer}
 
 
 def normalised(layers: list[np.ndarray]) -> np.ndarray:
@@ -91,16 +146,38 @@ def normalised(layers: list[np.ndarray]) -> np.ndarray:
 
 
 def evaluate(run: LoadedRun, hay: np.ndarray, cfg: AttentionNoiseConfig) -> dict[str, Any]:
-    """For each reading and depth: the five buckets, their standard errors, the noise, and masses by layer and head."""
-    length = run.model.cfg.context if cfg.length is None else cfg.length
-    shares, layers = {}, {}
-    with progress("attention noise", len(cfg.depths)) as bar:
+    """For each reading and depth: the five buckets, their standard errors, the noise, and masses by layer and head.
+
+    `entropy` and `negative`: mean over prompts and heads, its standard error, and by layer and head. `sink`: by length.
+    """
+    model = run.model
+    length = model.cfg.context if cfg.length is None else cfg.length
+    shares, layers, shapes = {}, {}, []
+    with progress("attention noise", len(cfg.depths) + 2) as bar:
         for depth in cfg.depths:
             contexts = needle_contexts(run, hay, cfg, length, depth)
-            layers[str(depth)] = head_masses(run.model, [context[0] for context in contexts], cfg.batch)
-            shares[str(depth)] = normalised(layers[str(depth)])
+            masses, shape = head_rows(model, [context[0] for context in contexts], cfg.batch)
+            layers[str(depth)], shares[str(depth)] = masses, normalised(masses)
+            shapes.append(shape)
             bar.update()
-    return summarise(shares, layers) | {"samples": cfg.samples, "length": length}
+        sink = {}
+        for size in sorted({min(SINK_LENGTH, model.cfg.context), model.cfg.context}):
+            sink[str(size)] = sinks(model, hay, size, cfg.windows, cfg.batch)
+            bar.update()
+    joined = [np.concatenate(parts) for parts in zip(*shapes, strict=True)]  # per layer (depths * samples, 2, heads)
+    results = summarise(shares, layers) | {
+        "samples": cfg.samples,
+        "length": length,
+        "sink": sink,
+        "windows": cfg.windows,
+    }
+    return results | {name: over_heads([x[:, i] for x in joined]) for i, name in enumerate(("entropy", "negative"))}
+
+
+def over_heads(layers: list[np.ndarray]) -> dict[str, Any]:
+    """Mean over prompts and heads, and its standard error over prompts, of per-layer (prompts, heads) values."""
+    mean, se = mean_se(np.concatenate(layers, axis=1).mean(axis=1))
+    return {"mean": mean, "se": se, "per_layer_head": [layer.mean(axis=0).tolist() for layer in layers]}
 
 
 def summarise(shares: dict[str, np.ndarray], layers: dict[str, list[np.ndarray]]) -> dict[str, Any]:
@@ -169,13 +246,64 @@ def _bars(ax: "Axes", depths: dict[str, dict[str, float]]) -> None:
     ax.grid(axis="y")
 
 
+HEAD_PANELS = {"first": "First token", "answer": "Answer", "noise": "Noise"}
+
+
+def head_shares(results: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Share of each head's absolute mass, mean over depths: (layers, heads) for the first token, the answer and the noise;
+    NaN where a layer has fewer heads than another.
+    """
+    mean: dict[str, list[np.ndarray]] = {}  # bucket -> per layer (heads,)
+    depths = results["per_layer_head"]["absolute"].values()
+    for bucket in BUCKETS:
+        layers = zip(*(masses[bucket] for masses in depths), strict=True)
+        mean[bucket] = [np.mean(layer, axis=0) for layer in layers]
+    mean["noise"] = [sum(parts) for parts in zip(*(mean[bucket] for bucket in NOISE), strict=True)]
+    totals = [sum(parts) for parts in zip(*(mean[bucket] for bucket in BUCKETS), strict=True)]
+    widest = max(map(len, totals))
+    return {
+        name: np.stack(
+            [
+                np.pad(part / total, (0, widest - len(part)), constant_values=np.nan)
+                for part, total in zip(mean[name], totals, strict=True)
+            ]
+        )
+        for name in HEAD_PANELS
+    }
+
+
+def draw_heads(path: Path, results: dict[str, Any], title: str) -> None:
+    """Heatmaps of every layer and head: where its absolute mass goes, first token, answer and noise."""
+    grids = head_shares(results)
+    layers, heads = grids["answer"].shape
+    width, height = max(2.6, 0.9 + 0.42 * min(heads, 24)), max(2.6, 1.5 + 0.42 * min(layers, 24))
+    with figure(path, len(grids) * width + 0.8, height, columns=len(grids)) as axes:
+        for ax, (name, grid) in zip(axes[0], grids.items(), strict=True):
+            image = ax.imshow(grid, cmap="viridis", vmin=0, vmax=1, aspect="auto")
+            ax.set(title=HEAD_PANELS[name], xlabel="head", ylabel="layer" if name == "first" else "")
+            ax.set_xticks(range(0, heads, 1 + heads // 9))
+            ax.set_yticks(range(0, layers, 1 + layers // 13))
+            ax.tick_params(length=0)
+            ax.spines[:].set_visible(False)
+            for (layer, head), value in np.ndenumerate(grid if layers * heads <= 64 else grid[:0]):
+                if np.isfinite(value):
+                    look = {"color": "white" if value < 0.6 else INK, "fontsize": 8, "ha": "center", "va": "center"}
+                    ax.text(head, layer, f"{value:.2f}".lstrip("0") if value < 1 else "1", **look)
+        bar = axes[0, -1].figure.colorbar(image, ax=axes[0].tolist(), ticks=(0, 0.5, 1), label="share", pad=0.01)
+        bar.outline.set_visible(False)
+        axes[0, 0].figure.suptitle(f"{title} · absolute mass by layer and head", x=0.01, ha="left", fontsize=12)
+
+
 @command("attention_noise", AttentionNoiseConfig)
 def main(cfg: AttentionNoiseConfig) -> None:
     check_grid(cfg)
+    if cfg.windows < 1:
+        raise ValueError(f"windows={cfg.windows} leaves no text for the attention sinks: use windows=100")
     run = open_run(cfg)
     results = evaluate(run, haystack(run, cfg), cfg)
     write_result(run, cfg, "attention_noise", results)
     name = run_name(cfg.run)
+    draw_heads(Path(cfg.run) / "figures" / "attention_heads.png", results, name)
     draw(Path(cfg.run) / "figures" / "attention_noise.png", results, name)
     for reading in READINGS:
         mean = results[reading]["mean"]
@@ -183,6 +311,11 @@ def main(cfg: AttentionNoiseConfig) -> None:
             f"attention_noise  {name}: {reading:8} answer {mean['answer']:.3f} ± {mean['answer_se']:.3f}, "
             f"noise {mean['noise']:.3f} ± {mean['noise_se']:.3f} ({len(cfg.depths)} depths of {cfg.samples} samples)"
         )
+    sink = ", ".join(f"{part['share']:.3f} ± {part['se']:.3f} (T={size})" for size, part in results["sink"].items())
+    print(
+        f"attention_noise  {name}: entropy {results['entropy']['mean']:.3f} nats, negative mass "
+        f"{results['negative']['mean']:.3f}, sinks {sink}"
+    )
 
 
 if __name__ == "__main__":

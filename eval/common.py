@@ -114,16 +114,23 @@ def haystack(run: LoadedRun, cfg: EvalConfig) -> np.ndarray:
 
 
 def needle_contexts(
-    run: LoadedRun, hay: np.ndarray, cfg: "RetrievalConfig", length: int, depth: float, needles: int = 1, asked: int = 1
+    run: LoadedRun,
+    hay: np.ndarray,
+    cfg: "RetrievalConfig",
+    length: int,
+    depth: float,
+    needles: int = 1,
+    asked: int = 1,
+    style: str = "magic",
 ) -> list[list[Query]]:
-    """`cfg.samples` contexts, each with its `asked` queries; the same ones whatever other cells are evaluated.
+    """`cfg.samples` contexts, each with its queries; the same ones whatever other cells are evaluated.
 
-    Numbers have as many digits as those the run was trained on.
+    Numbers have as many digits as those the run was trained on, unless the style says how many.
     """
     rng = np.random.default_rng([cfg.seed, length, round(1000 * depth), needles, asked])
     digits = run.config["data"].get("retrieval", {}).get("digits", 4)
     return [
-        needle_queries(rng, hay, run.tokenizer, length, depth, needles, asked, digits=digits)
+        needle_queries(rng, hay, run.tokenizer, length, depth, needles, asked, digits, style)
         for _ in range(cfg.samples)
     ]
 

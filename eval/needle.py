@@ -1,124 +1,133 @@
 """Needle in a haystack: does the model give back a number that was hidden in real text, by depth and context length?
 
-    python -m eval.needle run=runs/NAME [lengths=[128,256]] [depths=[0,0.5,1]] [pairs=[[1,1],[4,2]]] [samples=50]
+    python -m eval.needle run=runs/NAME [lengths=[128,256]] [depths=[0,0.5,1]] [pairs=[[1,1],[4,2]] | paper=true]
+        [style=magic] [text=FILE] [samples=50]
 
-A pair is (N, R): N needles lie in one context and R of them are asked for, each by a question of its own. The asked
-needle lies at the cell's depth, the others anywhere. An answer counts when the greedy continuation is the number and
-its full stop, token by token. With N > 1 the N numbers of the context are also ranked by log-probability, which
-measures small models before they can answer freely. Protocol: arXiv 2410.05258, section 3.3, after LWM and Gemini
-1.5.
-Writes runs/NAME/eval/needle.json and runs/NAME/figures/needle.png.
+A pair is (N, R): N needles lie in one context and R of them are asked for; paper=true takes the pairs of arXiv 2410.05258:
+(1,1), (2,2), (4,2), (6,2), (8,1). The asked needle lies at the cell's depth, the others anywhere. With several needles the N
+numbers of the context are also ranked by log-probability, which measures small models before they can answer freely.
+
+Styles (data/styles.py): magic (the sentences our retrieval documents train), lwm, passkey, and RULER's niah_single_1 to 3,
+niah_multikey_1 to 3, niah_multivalue, niah_multiquery. In magic and passkey each number is asked for by a question of its
+own, and the greedy continuation must be the number and its full stop, token by token. The others ask for all R at once,
+and a value counts if it occurs in the greedy continuation, as their sources score it.
+Writes runs/NAME/eval/needle.json and runs/NAME/figures/needle.png; other styles needle_STYLE.json and .png.
 """
 
 import contextlib
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import nn
 
 from configs import command
 from data.retrieval import Query
+from data.styles import STYLES
 from eval.common import (
+    GREY,
     INK,
     RetrievalConfig,
-    batches,
     check_grid,
-    device_of,
     figure,
     haystack,
     mean_se,
     needle_contexts,
     open_run,
-    pad_right,
     progress,
     run_name,
     wilson,
     write_result,
 )
+from eval.scoring import continue_greedily, score
 from training.checkpoint import LoadedRun
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
+PAPER = [[1, 1], [2, 2], [4, 2], [6, 2], [8, 1]]  # arXiv 2410.05258, Table 2 and Figure 5
+
+
 @dataclass
 class NeedleConfig(RetrievalConfig):
-    """lengths: tokens of prompt and answer, by default 1/4, 1/2 and all of the trained context. pairs: (N, R)."""
+    """lengths: tokens of prompt and answer, by default 1/4, 1/2 and all of the trained context. pairs: (N, R), by default
+    (1, 1) or what the style fixes; paper: those of the paper. style: a name in data/styles.py.
+    """
 
     lengths: list[int] | None = None
-    pairs: list[list[int]] = field(default_factory=lambda: [[1, 1]])
+    pairs: list[list[int]] | None = None
+    paper: bool = False
+    style: str = "magic"
 
 
-@torch.inference_mode()
-def score(
-    model: nn.Module, prompts: Sequence[np.ndarray], answers: Sequence[np.ndarray], batch: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Whether greedy decoding of each prompt gives its answer, (n,) bool, and the answer's log-probability, (n,).
-
-    Greedy decoding gives the answer exactly if, fed the answer, every next token is the most probable one. So one
-    forward pass over prompt and answer tells both, and prompts of different lengths share a batch.
-    """
-    texts = [np.concatenate((prompt, answer[:-1])) for prompt, answer in zip(prompts, answers, strict=True)]
-    hits, logprobs = [], []
-    for rows in batches(range(len(texts)), batch, max(map(len, texts)), model.cfg.vocab_size):
-        logits = model(pad_right([texts[row] for row in rows], device_of(model)))  # (B, T, V)
-        for row, row_logits in zip(rows, logits, strict=True):
-            start, answer = len(prompts[row]) - 1, torch.as_tensor(answers[row], device=logits.device)
-            predicted = row_logits[start : start + len(answer)].float().log_softmax(-1)  # (A, V)
-            hits.append(bool((predicted.argmax(-1) == answer).all()))
-            logprobs.append(float(predicted.gather(1, answer[:, None]).sum()))
-    return np.array(hits), np.array(logprobs)
-
-
-def evaluate_cell(model: nn.Module, contexts: list[list[Query]], batch: int) -> dict[str, Any]:
+def evaluate_cell(run: LoadedRun, contexts: list[list[Query]], batch: int) -> dict[str, Any]:
     """Accuracy over contexts (each the mean of its queries), its standard error, log-probability, rank accuracy."""
     queries = [query for context in contexts for query in context]
-    pairs = [(query.prompt, answer) for query in queries for answer in query.candidates]
-    hits, logprobs = score(model, *zip(*pairs, strict=True), batch)
-    own = np.cumsum([0] + [len(query.candidates) for query in queries])[:-1]  # where each query's own answer is
-    hits, ranks = hits[own], [part[0] > part[1:].max(initial=-math.inf) for part in np.split(logprobs, own[1:])]
-    by_context = hits.reshape(len(contexts), -1).mean(axis=1)
-    accuracy, se = mean_se(by_context)
+    prompts = [query.prompt for query in queries]
+    hits, logprobs = score(run.model, prompts, [query.candidates for query in queries], batch)
+    found = string_matches(run, queries, batch) if queries[0].values else [float(hit[0]) for hit in hits]
+    accuracy, se = mean_se(np.reshape(found, (len(contexts), -1)).mean(axis=1))
+    ranked = [
+        float(logprob[: query.right].max() > logprob[query.right :].max())
+        for query, logprob in zip(queries, logprobs, strict=True)
+        if len(logprob) > query.right
+    ]
     return {
         "samples": len(contexts),
         "accuracy": accuracy,
         "se": se,
         "interval": wilson(accuracy, len(contexts)),
-        "answer_logprob": float(logprobs[own].mean()),
-        "rank_accuracy": float(np.mean(ranks)) if len(queries[0].candidates) > 1 else None,
+        "answer_logprob": float(np.mean([logprob[0] for logprob in logprobs])),
+        "rank_accuracy": float(np.mean(ranked)) if ranked else None,
     }
+
+
+def string_matches(run: LoadedRun, queries: list[Query], batch: int) -> list[float]:
+    """For each query the share of its values that occur in the text of the greedy continuation (RULER's string_match_all)."""
+    new_tokens = max(query.new_tokens for query in queries)
+    written = continue_greedily(run.model, [query.prompt for query in queries], new_tokens, batch)
+    texts = [run.tokenizer.decode(tokens) for tokens in written]
+    return [
+        sum(value in text for value in query.values) / len(query.values)
+        for query, text in zip(queries, texts, strict=True)
+    ]
 
 
 def evaluate(run: LoadedRun, hay: np.ndarray, cfg: NeedleConfig) -> dict[str, Any]:
     """The grid: `cells`, their mean `accuracy` with its standard error, and the same for each (N, R) in `pairs`."""
+    pairs = chosen_pairs(cfg)
     lengths = cfg.lengths or default_lengths(run, hay, cfg)
-    grid = [(n, r, length, depth) for n, r in cfg.pairs for length in lengths for depth in cfg.depths]
+    grid = [(n, r, length, depth) for n, r in pairs for length in lengths for depth in cfg.depths]
     cells = []
     with progress("needle", len(grid)) as bar:
         for needles, asked, length, depth in grid:
-            contexts = needle_contexts(run, hay, cfg, length, depth, needles, asked)
+            contexts = needle_contexts(run, hay, cfg, length, depth, needles, asked, cfg.style)
             where = {"length": length, "depth": depth, "needles": needles, "asked": asked}
-            cells.append(where | evaluate_cell(run.model, contexts, cfg.batch))
+            cells.append(where | evaluate_cell(run, contexts, cfg.batch))
             bar.update()
-    pairs = [
+    by_pair = [
         {"needles": n, "asked": r} | summary([cell for cell in cells if (cell["needles"], cell["asked"]) == (n, r)])
-        for n, r in cfg.pairs
+        for n, r in pairs
     ]
-    return summary(cells) | {"pairs": pairs, "cells": cells}
+    about = {"style": cfg.style, "score": "string" if STYLES[cfg.style].string else "exact"}
+    return summary(cells) | {"pairs": by_pair, "cells": cells, "context": run.model.cfg.context} | about
+
+
+def chosen_pairs(cfg: NeedleConfig) -> list[list[int]]:
+    """The (N, R) to evaluate."""
+    fixed = STYLES[cfg.style].pair
+    return [list(fixed)] if fixed else PAPER if cfg.paper else cfg.pairs or [[1, 1]]
 
 
 def default_lengths(run: LoadedRun, hay: np.ndarray, cfg: NeedleConfig) -> list[int]:
     """A quarter, half and all of the trained context; a part too short for the needles is left out."""
-    context, most = run.model.cfg.context, max(n for n, _ in cfg.pairs)
+    context, (most, asked) = run.model.cfg.context, max(chosen_pairs(cfg))
 
     def fits(length: int) -> bool:
         with contextlib.suppress(ValueError):
-            return bool(needle_contexts(run, hay, replace(cfg, samples=1), length, 0.5, most))
+            return bool(needle_contexts(run, hay, replace(cfg, samples=1), length, 0.5, most, asked, cfg.style))
         return False
 
     return [length for length in (context // 4, context // 2) if fits(length)] + [context]
@@ -126,7 +135,7 @@ def default_lengths(run: LoadedRun, hay: np.ndarray, cfg: NeedleConfig) -> list[
 
 def summary(cells: list[dict[str, Any]]) -> dict[str, float | None]:
     """Mean accuracy of cells, its standard error, and the mean rank accuracy where there is one."""
-    ranks = [cell["rank_accuracy"] for cell in cells if cell["rank_accuracy"] is not None]
+    ranks = [cell["rank_accuracy"] for cell in cells if cell.get("rank_accuracy") is not None]
     return {
         "accuracy": float(np.mean([cell["accuracy"] for cell in cells])),
         "se": math.sqrt(sum(cell["se"] ** 2 for cell in cells)) / len(cells),
@@ -139,31 +148,41 @@ def draw(path: Path, results: dict[str, Any], title: str) -> None:
     pairs = [(pair["needles"], pair["asked"]) for pair in results["pairs"]]
     lengths = len({cell["length"] for cell in results["cells"]})
     depths = len({cell["depth"] for cell in results["cells"]})
-    height = 1.5 + 0.42 * (depths + 1)
-    with figure(path, max(4.0, 1.9 + 0.7 * lengths), height * len(pairs), rows=len(pairs)) as axes:
+    style = results.get("style", "magic")  # older results have none
+    title = title if style == "magic" else f"{title} · {style}"
+    height = 1.7 + 0.5 * (depths + 1)
+    with figure(path, max(4.2, 1.9 + 0.8 * lengths), height * len(pairs), rows=len(pairs)) as axes:
         for ax, (needles, asked) in zip(axes[:, 0], pairs, strict=True):
             cells = [cell for cell in results["cells"] if (cell["needles"], cell["asked"]) == (needles, asked)]
-            _heatmap(ax, cells)
+            heatmap(ax, cells, results.get("context"))
             ax.set_title(f"{title} · N={needles}" + (f", R={asked}" if needles > 1 else ""))
 
 
-def _heatmap(ax: "Axes", cells: list[dict[str, Any]]) -> None:
+def heatmap(ax: "Axes", cells: list[dict[str, Any]], context: int | None = None) -> None:
+    """Accuracy and its standard error by length and depth of the cells of one (N, R); a line where training ended."""
     lengths, depths = sorted({cell["length"] for cell in cells}), sorted({cell["depth"] for cell in cells})
-    table = {(cell["depth"], cell["length"]): cell["accuracy"] for cell in cells}
-    grid = np.array([[table[depth, length] for length in lengths] for depth in depths])  # (depths, lengths)
-    grid = np.vstack((grid, grid.mean(axis=0)))
+    at = {(cell["depth"], cell["length"]): cell for cell in cells}
+    rows = [[at[depth, length] for length in lengths] for depth in depths]
+    rows.append([summary([row[column] for row in rows]) for column in range(len(lengths))])
     y = [*range(len(depths)), len(depths) + 0.25]  # a gap before the mean
-    for row, values in zip(y, grid, strict=True):
-        extent = (-0.5, len(lengths) - 0.5, row + 0.5, row - 0.5)
-        image = ax.imshow(values[None], cmap="viridis", vmin=0, vmax=1, aspect="auto", extent=extent)
-        for column, value in enumerate(values):
-            ink = "white" if value < 0.6 else INK
-            weight = "bold" if row == y[-1] else "normal"
-            ax.text(column, row, f"{value:.2f}", ha="center", va="center", color=ink, weight=weight)
-    ax.set(xlim=(-0.5, len(lengths) - 0.5), ylim=(y[-1] + 0.5, -0.5), xlabel="context (tokens)")
-    ax.set_ylabel("depth of the needle")
+    for position, row in zip(y, rows, strict=True):
+        extent = (-0.5, len(lengths) - 0.5, position + 0.5, position - 0.5)
+        values = np.array([[cell["accuracy"] for cell in row]])
+        image = ax.imshow(values, cmap="viridis", vmin=0, vmax=1, aspect="auto", extent=extent)
+        for column, cell in enumerate(row):
+            look = {"ha": "center", "color": "white" if cell["accuracy"] < 0.6 else INK}
+            weight = "bold" if position == y[-1] else "normal"
+            ax.text(column, position + 0.02, f"{cell['accuracy']:.2f}", va="bottom", weight=weight, **look)
+            ax.text(column, position + 0.08, f"± {cell['se']:.2f}", va="top", fontsize=8, **look)
+    samples = cells[0]["samples"]
+    ax.set(xlim=(-0.5, len(lengths) - 0.5), ylim=(y[-1] + 0.5, -0.5), ylabel="depth of the needle")
+    ax.set_xlabel(f"context (tokens); n = {samples} a cell, ± standard error", fontsize=9.5)
     ax.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
     ax.set_yticks(y, [f"{100 * depth:g} %" for depth in depths] + ["mean"])
+    trained = sum(length <= (context or max(lengths)) for length in lengths)
+    if trained < len(lengths):
+        ax.axvline(trained - 0.5, color="white", linewidth=3)
+        ax.annotate("not trained", (trained - 0.5, -0.5), (3, 2), textcoords="offset points", fontsize=9, color=GREY)
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
     bar = ax.figure.colorbar(image, ax=ax, ticks=(0, 0.5, 1), label="accuracy", shrink=0.8, pad=0.03)
@@ -173,11 +192,17 @@ def _heatmap(ax: "Axes", cells: list[dict[str, Any]]) -> None:
 def check(cfg: NeedleConfig) -> None:
     """Raise ValueError for a grid that cannot be evaluated."""
     check_grid(cfg)
-    for pair in cfg.pairs:
+    if cfg.style not in STYLES:
+        raise ValueError(f"style={cfg.style} is unknown: use one of {', '.join(STYLES)}")
+    if STYLES[cfg.style].pair and (cfg.pairs is not None or cfg.paper):
+        raise ValueError(f"style={cfg.style} has its own number of needles: leave out pairs= and paper=")
+    if cfg.paper and cfg.pairs is not None:
+        raise ValueError("pairs= and paper= are both given: give one of them")
+    for pair in cfg.pairs or []:
         if len(pair) != 2 or not 1 <= pair[1] <= pair[0]:
             raise ValueError(f"pair {pair} is not (needles, asked) with 1 <= asked <= needles: use pairs=[[1,1],[4,2]]")
-    if not cfg.pairs:
-        raise ValueError("pairs is empty: use pairs=[[1,1]]")
+    if cfg.pairs == [] or cfg.lengths == []:
+        raise ValueError("pairs or lengths is empty: leave it out, or use pairs=[[1,1]] lengths=[128,256]")
 
 
 @command("needle", NeedleConfig)
@@ -185,14 +210,15 @@ def main(cfg: NeedleConfig) -> None:
     check(cfg)
     run = open_run(cfg)
     results = evaluate(run, haystack(run, cfg), cfg)
-    write_result(run, cfg, "needle", results)
+    file = "needle" if cfg.style == "magic" else f"needle_{cfg.style}"
+    write_result(run, cfg, file, results)
     name = run_name(cfg.run)
-    draw(Path(cfg.run) / "figures" / "needle.png", results, name)
+    draw(Path(cfg.run) / "figures" / f"{file}.png", results, name)
     for pair in results["pairs"]:
         rank = f", ranked first {pair['rank_accuracy']:.3f}" if pair["rank_accuracy"] is not None else ""
         print(
-            f"needle  {name}: N={pair['needles']} R={pair['asked']} accuracy {pair['accuracy']:.3f} ± {pair['se']:.3f}"
-            f"{rank} ({len(results['cells']) // len(cfg.pairs)} cells of {cfg.samples} samples)"
+            f"{file}  {name}: N={pair['needles']} R={pair['asked']} accuracy {pair['accuracy']:.3f} ± {pair['se']:.3f}"
+            f"{rank} ({len(results['cells']) // len(results['pairs'])} cells of {cfg.samples} samples)"
         )
 
 

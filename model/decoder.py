@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from model.attention import VARIANTS
 from model.attention.mask import Mask
+from model.attention.probe import gather_rows
 from model.cache import KVCache, LayerCache
 from model.config import DecoderConfig
 from model.layers import MLPS, LayerNorm, RMSNorm, make_norm
@@ -79,11 +80,13 @@ class Decoder(nn.Module):
         cache: KVCache | None = None,
         documents: Tensor | None = None,
         keys: Tensor | None = None,
+        rows: Tensor | None = None,
     ) -> Tensor:
         """tokens (B, T) -> logits (B, T, V), or the mean cross-entropy in nats where `targets` (B, T) are given.
 
         documents (B, S) and keys (B, S) are those of `Mask`, S counting the cached tokens; a target of -100 is not scored.
-        With `cfg.document_mask` the documents are read off the tokens.
+        With `cfg.document_mask` the documents are read off the tokens. rows, positions (R,) or (B, R) out of S as a probe's,
+        are the only ones that the output head sees: logits, or targets, are (B, R) then, whatever T.
         """
         T, start = tokens.shape[1], cache.length if cache else 0
         x = self.embedding(tokens)  # (B, T, D)
@@ -100,7 +103,9 @@ class Decoder(nn.Module):
             x = block(x, rope, mask, cache.layer(layer) if cache else None)
         if cache:
             cache.length += T
-        logits = self.head(self.norm(x))  # (B, T, V)
+        if rows is not None:
+            x = gather_rows(x, rows, start + T)  # (B, R, D)
+        logits = self.head(self.norm(x))  # (B, T or R, V)
         if targets is None:
             return logits
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
