@@ -1,0 +1,186 @@
+"""Multiple choice by loss, as HellaSwag is scored: the ending that the model finds most probable is its answer.
+
+    python -m eval.multiple_choice run=runs/NAME file=hellaswag_val.jsonl [limit=1000]
+
+file: JSON lines (.jsonl or .jsonl.gz) with "query", "endings" and "label", the right ending's number from 0; or
+HellaSwag's own "activity_label", "ctx_a" and "ctx_b" in place of "query". A query stands after an end-of-text token, an
+ending after a space; where both exceed the trained context, the query loses its beginning;
+questions with an ending that alone does are left out.
+
+acc: the ending with the highest log-probability is the right one; acc_norm: with the highest per token (build-nanogpt,
+llm.c); acc_norm_bytes: per byte (the acc_norm of lm-evaluation-harness). `loss`: of the right endings, nats per token.
+Writes runs/NAME/eval/multiple_choice.json and runs/NAME/figures/multiple_choice.png.
+"""
+
+import gzip
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from omegaconf import MISSING
+
+from configs import command
+from eval.common import GREY, EvalConfig, colour, figure, mean_se, open_run, progress, run_name, variant, write_result
+from eval.scoring import score
+from training.checkpoint import LoadedRun
+
+METRICS = {"acc": "log-probability", "acc_norm": "per token", "acc_norm_bytes": "per byte"}
+PART = 256  # questions scored between two steps of the progress bar
+
+
+@dataclass
+class MultipleChoiceConfig(EvalConfig):
+    """file: the questions. limit: only so many of them, at even distances; None: all."""
+
+    file: str = MISSING
+    limit: int | None = None
+
+
+@dataclass(frozen=True)
+class Question:
+    """A beginning, its possible endings and the number of the right one."""
+
+    query: str
+    endings: tuple[str, ...]
+    label: int
+
+
+def read_questions(path: Path) -> list[Question]:
+    """All questions of a file; ValueError that names the line for anything else."""
+    if not path.is_file():
+        raise FileNotFoundError(f"no file {path}: correct file=")
+    try:
+        text = (gzip.open if path.suffix == ".gz" else open)(path, "rb").read().decode()
+    except (gzip.BadGzipFile, EOFError, UnicodeDecodeError):
+        raise ValueError(f"{path} is not JSON lines in UTF-8, plain or .gz: give file= another file") from None
+    lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    if not lines:
+        raise ValueError(f"{path} is empty: give file= JSON lines with query, endings and label")
+    return [_question(f"{path} line {number}", line) for number, line in lines]
+
+
+def _question(where: str, line: str) -> Question:
+    try:
+        item = json.loads(line)
+        query = item["query"] if "query" in item else _hellaswag(item)
+        endings, label = tuple(clean(ending) for ending in item["endings"]), int(item["label"])
+        if not (clean(query) and len(endings) > 1 and all(endings) and 0 <= label < len(endings)):
+            raise ValueError
+    except (ValueError, KeyError, TypeError, AttributeError):
+        wanted = '{"query": "...", "endings": ["...", "..."], "label": 0}'
+        raise ValueError(f"{where} is no question with two endings or more: each line must be like {wanted}") from None
+    return Question(clean(query), endings, label)
+
+
+def _hellaswag(item: dict[str, Any]) -> str:
+    return f"{item['activity_label']}: {item['ctx_a']} {item['ctx_b'].capitalize()}"
+
+
+def clean(text: str) -> str:
+    """Without WikiHow's marks, as lm-evaluation-harness cleans HellaSwag."""
+    text = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
+    return text.replace("  ", " ").strip()
+
+
+def evaluate(run: LoadedRun, questions: list[Question], batch: int = 32) -> dict[str, Any]:
+    """Each accuracy with its standard error, chance, losses of right and wrong endings, and counts.
+
+    Questions with an ending as long as the trained context are left out.
+    """
+    context, encode = run.model.cfg.context, run.tokenizer.encode
+    spelled = [[np.array(encode(f" {ending}")) for ending in question.endings] for question in questions]
+    fitting = [i for i, row in enumerate(spelled) if max(map(len, row)) < context]
+    if not fitting:
+        raise ValueError(
+            f"every question has an ending of {context} tokens, the trained context, or more: use another file"
+        )
+    questions, endings, skipped = (
+        [questions[i] for i in fitting],
+        [spelled[i] for i in fitting],
+        len(questions) - len(fitting),
+    )
+    queries = [np.array([run.tokenizer.eot, *encode(question.query)]) for question in questions]
+    rooms = [context + 1 - max(map(len, row)) for row in endings]  # the last token of an ending is not fed
+    prompts = [query[-room:] for query, room in zip(queries, rooms, strict=True)]
+    logprobs = []
+    with progress("multiple choice", len(questions)) as bar:
+        for start in range(0, len(questions), PART):
+            part = slice(start, start + PART)
+            logprobs += score(run.model, prompts[part], endings[part], batch)[1]
+            bar.update(len(prompts[part]))
+    results = summarise(questions, endings, logprobs)
+    text = json.dumps([[question.query, question.endings, question.label] for question in questions])
+    return results | {
+        "truncated": sum(len(query) > room for query, room in zip(queries, rooms, strict=True)),
+        "skipped": skipped,
+        "sha256": hashlib.sha256(text.encode()).hexdigest(),
+    }
+
+
+def summarise(questions: list[Question], endings: list[list[np.ndarray]], logprobs: list[np.ndarray]) -> dict[str, Any]:
+    """Results, from each question's log-probabilities (endings,)."""
+    right: dict[str, list[bool]] = {name: [] for name in METRICS}
+    losses, wrong = [], []
+    for question, tokens, sums in zip(questions, endings, logprobs, strict=True):
+        lengths = np.array([len(ending) for ending in tokens])
+        sizes = np.array([len(ending.encode()) for ending in question.endings])
+        for name, scores in zip(METRICS, (sums, sums / lengths, sums / sizes), strict=True):
+            right[name].append(int(scores.argmax()) == question.label)
+        per_token = -sums / lengths
+        losses.append(per_token[question.label])
+        wrong.append(np.delete(per_token, question.label).mean())
+    results: dict[str, Any] = {}
+    for name, hits in right.items():
+        results[name], results[f"{name}_se"] = mean_se(np.array(hits, dtype=float))
+    results["loss"], results["loss_se"] = mean_se(losses)
+    results["margin"], results["margin_se"] = mean_se(np.array(wrong) - np.array(losses))
+    chance = float(np.mean([1 / len(question.endings) for question in questions]))
+    return results | {"chance": chance, "samples": len(questions)}
+
+
+def draw(path: Path, results: dict[str, Any], title: str, shade: str) -> None:
+    """Bars of the three accuracies with 95 % intervals, and chance."""
+    with figure(path, 4.6, 3.6) as axes:
+        ax = axes[0, 0]
+        values, errors = [results[name] for name in METRICS], [1.96 * results[f"{name}_se"] for name in METRICS]
+        ax.bar(range(len(METRICS)), values, 0.6, yerr=errors, color=shade, error_kw={"elinewidth": 1})
+        for x, (value, error) in enumerate(zip(values, errors, strict=True)):
+            at = (x, value + error)
+            ax.annotate(f"{value:.3f}", at, (0, 3), textcoords="offset points", ha="center")
+        ax.axhline(results["chance"], color=GREY, linewidth=1, linestyle="--", label="chance")
+        ax.set_xticks(range(len(METRICS)), METRICS.values())
+        ax.tick_params(axis="x", length=0)
+        ax.set(title=title, ylabel=f"accuracy, n = {results['samples']:,}")
+        ax.set_ylim(0, min(1.05, 1.25 * max(map(sum, zip(values, errors, strict=True)))))
+        ax.grid(axis="y")
+        ax.figure.legend(loc="outside lower right")
+
+
+@command("multiple_choice", MultipleChoiceConfig)
+def main(cfg: MultipleChoiceConfig) -> None:
+    if cfg.text or cfg.shards:
+        raise ValueError("text= and shards= have no questions: give file=FILE.jsonl")
+    if cfg.limit is not None and cfg.limit < 1:
+        raise ValueError(f"limit={cfg.limit} leaves no question: use limit=1000, or leave it out")
+    questions = read_questions(Path(cfg.file))
+    if cfg.limit is not None and cfg.limit < len(questions):
+        questions = [questions[i] for i in np.linspace(0, len(questions) - 1, cfg.limit).round().astype(int)]
+    run = open_run(cfg)
+    results = evaluate(run, questions, cfg.batch)
+    write_result(run, cfg, "multiple_choice", results)
+    name = run_name(cfg.run)
+    draw(Path(cfg.run) / "figures" / "multiple_choice.png", results, name, colour(variant(run.config)))
+    accuracies = ", ".join(f"{metric} {results[metric]:.4f} ± {results[f'{metric}_se']:.4f}" for metric in METRICS)
+    print(
+        f"multiple_choice  {name}: {accuracies}, loss {results['loss']:.4f} ± {results['loss_se']:.4f} "
+        f"({results['samples']:,} questions, chance {results['chance']:.3f}, {results['truncated']:,} cut, "
+        f"{results['skipped']:,} left out)"
+    )
+
+
+if __name__ == "__main__":
+    main()
