@@ -96,7 +96,7 @@ def evaluate(run: LoadedRun, questions: list[Question], batch: int = 32) -> dict
     fitting = [i for i, row in enumerate(spelled) if max(map(len, row)) < context]
     if not fitting:
         raise ValueError(
-            f"every question has an ending of {context} tokens, the trained context, or more: use another file"
+            f"every question has an ending of {context} tokens, the trained context, or more: use shorter endings"
         )
     questions, endings, skipped = (
         [questions[i] for i in fitting],

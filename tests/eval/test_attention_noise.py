@@ -1,6 +1,7 @@
 """eval/attention_noise.py on attention written by hand, and on real models."""
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from data.retrieval import Query
 from eval import attention_noise as an
+from model.attention.probe import probe
 from model.config import DecoderConfig
 from model.decoder import Decoder
 
@@ -50,8 +52,8 @@ def test_maps_are_averaged_before_they_are_normalised():
 def test_masses_of_a_real_model(layers):
     model = Decoder(DecoderConfig(layers=layers, n_layer=2, n_head=4, d_model=32, context=30, vocab_size=9)).eval()
     queries = [query((5, 9), 20, 26), query((2, 6), 12, 17), query((10, 14), 24, 30)]
-    masses = an.head_masses(model, queries, batch=2)
-    alone = [an.head_masses(model, [one], batch=1) for one in queries]
+    masses = an.head_rows(model, queries, batch=2)[0]
+    alone = [an.head_rows(model, [one], batch=1)[0] for one in queries]
     for layer, parts in enumerate(zip(*alone, strict=True)):
         assert masses[layer] == pytest.approx(np.concatenate(parts), abs=1e-6)  # padding is never looked at
     assert an.normalised(masses).sum(-1) == pytest.approx(np.ones((3, 2)))
@@ -63,6 +65,89 @@ def test_masses_of_a_real_model(layers):
     else:
         assert signed == pytest.approx(np.ones_like(signed), abs=1e-5)
         assert absolute == pytest.approx(signed)
+
+
+def test_entropy_and_negative_share_by_hand():
+    rows = torch.tensor([[0.25, 0.25, 0.25, 0.25], [1.0, 0.0, 0.0, 0.0], [0.5, -0.25, 0.0, -0.25]])
+    assert an.entropy(rows).tolist() == pytest.approx([math.log(4), 0.0, 1.5 * math.log(2)])
+    assert an.negative_share(rows).tolist() == pytest.approx([0.0, 0.0, 0.5])
+
+
+@pytest.mark.parametrize("layers", ["b", "d"])
+def test_entropy_of_a_real_model_is_that_of_its_whole_map(layers):
+    model = Decoder(DecoderConfig(layers=layers, n_layer=2, n_head=4, d_model=32, context=30, vocab_size=9)).eval()
+    queries = [query((5, 9), 20, 26), query((2, 6), 12, 17)]
+    _, shapes = an.head_rows(model, queries, batch=2)
+    for i, one in enumerate(queries):
+        P = len(one.prompt)
+        with probe(model, torch.arange(P)) as maps, torch.no_grad():
+            model(torch.from_numpy(one.prompt)[None])
+        for layer, shape in zip(maps.layers, shapes, strict=True):
+            for head in range(layer.shape[1]):
+                weights = [abs(float(x)) for x in layer[0, head, P - 1]]
+                entropy = -sum(w / sum(weights) * math.log(w / sum(weights)) for w in weights)
+                negative = -sum(min(0.0, float(x)) for x in layer[0, head, P - 1]) / sum(weights)
+                assert shape[i, :, head].tolist() == pytest.approx([entropy, negative], abs=1e-5)
+                assert (negative > 0.1) == (layers == "d")
+
+
+def full_maps(model, tokens):
+    """Every layer's whole map, (heads, T, T)."""
+    with probe(model, torch.arange(len(tokens))) as maps, torch.no_grad():
+        model(torch.from_numpy(tokens)[None])
+    return [layer[0].double().numpy() for layer in maps.layers]
+
+
+@pytest.mark.parametrize("layers", ["b", "d"])
+def test_sinks_are_those_of_the_authors_definition(layers):
+    # sail-sg/Attention-Sink: importance of key k = sum over queries of A[q, k] / (T - k); sink if it exceeds epsilon.
+    model = Decoder(DecoderConfig(layers=layers, n_layer=2, n_head=4, d_model=32, context=64, vocab_size=9)).eval()
+    with torch.no_grad():  # heads of different sharpness, so that some are sinks and some are not
+        for block in model.blocks:
+            block.attention.q.weight *= torch.linspace(1, 120, block.attention.q.weight.shape[0])[:, None]
+    hay, T = np.random.default_rng(0).integers(0, 9, 300), 20
+    found = an.sinks(model, hay, T, windows=5, batch=2)
+    mass = []
+    for start in (0, 70, 140, 210, 280):
+        maps = [np.abs(layer) for layer in full_maps(model, hay[start : start + T])]
+        mass.append([sum(head[q, 0] / head[q].sum() for q in range(T)) / T for layer in maps for head in layer])
+    mass = np.array(mass)
+    share = (mass > 0.3).mean(axis=1)
+    assert 0 < share.mean() < 1
+    assert found["share"] == pytest.approx(share.mean()) and found["heads"] == (mass.mean(axis=0) > 0.3).mean()
+    assert found["se"] == pytest.approx(share.std(ddof=1) / math.sqrt(5))
+    assert [x for layer in found["per_layer_head"] for x in layer] == pytest.approx(
+        mass.mean(axis=0).tolist(), abs=1e-5
+    )
+
+
+def test_sinks_of_long_windows_take_rows_at_even_distances():
+    model = Decoder(DecoderConfig(n_layer=1, n_head=2, d_model=16, context=256, vocab_size=9)).eval()
+    hay = np.random.default_rng(0).integers(0, 9, 256)
+    (head_maps,) = full_maps(model, hay)
+    rows = [4 * k + 2 for k in range(64)]
+    expected = head_maps[:, rows, 0].mean(axis=1)
+    found = an.sinks(model, hay, 256, windows=1, batch=2)
+    assert found["per_layer_head"][0] == pytest.approx(expected.tolist(), abs=1e-6)
+    # The mean of 1/t, roughly, over 64 rows instead of 256: the middles are within 1 % of it apart from the first rows.
+    assert found["mass"] == pytest.approx(head_maps[:, :, 0].mean(), abs=0.01)
+
+
+def test_no_logits_but_of_one_row_and_no_map_but_of_the_rows_asked():
+    model = Decoder(DecoderConfig(n_layer=2, n_head=2, d_model=16, context=64, vocab_size=9)).eval()
+    seen = []
+    model.head.register_forward_hook(lambda module, given, out: seen.append(tuple(out.shape)))
+    an.head_rows(model, [query((5, 9), 20, 26), query((2, 6), 12, 17)], batch=2)
+    an.sinks(model, np.zeros(100, dtype=np.int64), 64, windows=2, batch=2)
+    assert seen == [(2, 1, 9), (2, 1, 9)]
+
+
+def test_head_shares_pad_layers_of_fewer_heads():
+    masses = {bucket: [[0.2, 0.4], [0.6]] for bucket in an.BUCKETS}
+    masses["first"] = [[0.2, 0.4], [1.2]]
+    grids = an.head_shares({"per_layer_head": {"absolute": {"0.0": masses, "1.0": masses}}})
+    assert grids["first"][0].tolist() == pytest.approx([0.2, 0.2]) and grids["first"][1, 0] == pytest.approx(1 / 3)
+    assert grids["noise"][1, 0] == pytest.approx(1 / 3) and np.isnan(grids["noise"][1, 1])
 
 
 def test_the_command_writes_json_and_figure(make_run, call, capsys):
@@ -77,7 +162,11 @@ def test_the_command_writes_json_and_figure(make_run, call, capsys):
         assert depths["0.0"]["before"] == 0 and depths["1.0"]["after"] == 0
     assert (results["samples"], results["length"]) == (2, 160)
     assert len(results["per_layer_head"]["signed"]["0.5"]["answer"]) == 2  # layers
-    assert capsys.readouterr().out.count("attention_noise  a: ") == 2
+    assert list(results["sink"]) == ["64", "160"] and results["windows"] == 100
+    assert all(0 <= part["share"] <= 1 and len(part["per_layer_head"]) == 2 for part in results["sink"].values())
+    assert 0 < results["entropy"]["mean"] < math.log(160) and 0 < results["negative"]["mean"] < 1
+    assert capsys.readouterr().out.count("attention_noise  a: ") == 3
+    assert (run / "figures" / "attention_heads.png").stat().st_size > 10_000
     assert (run / "figures" / "attention_noise.png").stat().st_size > 10_000
 
 
@@ -85,4 +174,5 @@ def test_wrong_input_is_one_line(make_run, refused):
     run = make_run("a")
     assert "depths=[0,0.5,1]" in refused(an, f"run={run}", "depths=[50]")
     assert "longer length" in refused(an, f"run={run}", "length=20")
+    assert "windows=100" in refused(an, f"run={run}", "windows=0")
     assert not (run / "eval").exists()

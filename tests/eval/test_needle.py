@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from data.styles import STYLES
 from eval import needle
 from eval.common import wilson
 from model.config import DecoderConfig
@@ -23,9 +25,21 @@ class Copier(nn.Module):
 
     def __init__(self, vocab_size: int, context: int, sign: float = 1.0) -> None:
         super().__init__()
-        self.cfg, self.sign = SimpleNamespace(vocab_size=vocab_size, context=context), sign
+        self.cfg = SimpleNamespace(vocab_size=vocab_size, context=context, n_layer=1, d_model=1, d_ff=1)
+        self.sign = sign
 
-    def forward(self, tokens):
+    def forward(self, tokens, rows=None, cache=None):
+        """As Decoder's: `rows` count the cached tokens, too."""
+        start = cache.length if cache else 0
+        logits = self.predict(cache.seen(tokens) if cache else tokens)  # (B, S, V)
+        if cache:
+            cache.length += tokens.shape[1]
+        if rows is None:
+            return logits[:, start:]
+        rows = rows.expand(len(tokens), -1)
+        return logits.gather(1, rows[..., None].expand(-1, -1, self.cfg.vocab_size))
+
+    def predict(self, tokens):
         logits = torch.zeros(*tokens.shape, self.cfg.vocab_size)
         for b, row in enumerate(tokens.tolist()):
             followed: dict[tuple[int, ...], int] = {}
@@ -38,8 +52,39 @@ class Copier(nn.Module):
 
 
 class Uniform(Copier):
-    def forward(self, tokens):
+    def predict(self, tokens):
         return torch.zeros(*tokens.shape, self.cfg.vocab_size)
+
+
+ASKED = re.compile(r"The special magic \w+ for ([^.]*?) mentioned in the provided text (?:is|are)$|"
+                   r"What (?:is|are) the special magic numbers? for ([^?]*)\?.*ASSISTANT:$", re.DOTALL)  # fmt: skip
+
+
+class Reader(Copier):
+    """Reads a prompt of RULER or LWM as a person does, and answers `share` of what it is asked for; bytes only."""
+
+    def __init__(self, tokenizer, share: float = 1.0) -> None:
+        super().__init__(tokenizer.vocab_size, 2000)
+        self.tokenizer, self.share = tokenizer, share
+
+    def reply(self, text: str) -> str:
+        asked = ASKED.search(text)
+        keys = re.split(", and |, ", asked[1] or asked[2])
+        found = [re.findall(rf"magic (?:\w+ for )?{re.escape(key)} (?:number )?is: ([-\w]+)", text) for key in keys]
+        values = [value for values in found for value in values]
+        return " " + ", ".join(values[: round(self.share * len(values))]) + ". And then"
+
+    def predict(self, tokens):
+        logits = torch.zeros(*tokens.shape, self.cfg.vocab_size)
+        for b, row in enumerate(tokens.tolist()):
+            text = self.tokenizer.decode(row)
+            ends = [t for t in range(len(text) - 60, len(text) + 1) if ASKED.search(text[:t])]
+            if ends:
+                answer = self.tokenizer.encode(self.reply(text[: ends[0]]))
+                first = ends[0] - len(text) + len(row) - 1  # the end-of-text token is several characters of text
+                for t in range(first, len(row)):
+                    logits[b, t, answer[t - first]] = 20
+        return logits
 
 
 def stand_in(model: nn.Module, tokenizer) -> SimpleNamespace:
@@ -77,18 +122,51 @@ def test_a_uniform_model_gives_the_answer_the_probability_of_chance(tokenizer, h
     assert cell["rank_accuracy"] == 0.0  # a tie is not knowing
 
 
-def test_scoring_agrees_with_greedy_decoding():
-    cfg = DecoderConfig(layers="bd", n_layer=2, n_head=4, d_model=32, context=40, vocab_size=50)
-    model = Decoder(cfg, seed=3).eval()
-    rng = np.random.default_rng(0)
-    prompts = [rng.integers(0, 50, length) for length in (9, 20, 14)]
-    decoded = [model.generate(torch.from_numpy(p)[None], 4)[0, len(p) :].numpy() for p in prompts]
-    wrong = [np.concatenate((answer[:-1], (answer[-1:] + 1) % 50)) for answer in decoded]
-    hits, right_logprobs = needle.score(model, prompts, decoded, batch=2)
-    misses, _ = needle.score(model, prompts, wrong, batch=3)
-    assert hits.all() and not misses.any()
-    alone = [needle.score(model, [p], [a], batch=1)[1][0] for p, a in zip(prompts, decoded, strict=True)]
-    assert right_logprobs == pytest.approx(alone, abs=1e-5)
+RULER = sorted(name for name in STYLES if name.startswith("niah"))
+
+
+@pytest.mark.parametrize("style", RULER)
+def test_a_reader_scores_one_in_rulers_styles(tokenizer, hay, style):
+    cfg = needle.NeedleConfig(samples=2, lengths=[1100], depths=[0.4], style=style)
+    results = needle.evaluate(stand_in(Reader(tokenizer), tokenizer), hay, cfg)
+    assert results["accuracy"] == 1.0 and results["score"] == "string" and results["style"] == style
+    (cell,) = results["cells"]
+    assert (cell["needles"], cell["asked"]) == STYLES[style].pair
+    assert cell["rank_accuracy"] == (1.0 if STYLES[style].pair == (4, 1) else None)
+
+
+def test_each_of_several_values_counts(tokenizer, hay):
+    for style, pairs in (("niah_multiquery", None), ("niah_multivalue", None), ("lwm", [[5, 4]])):
+        cfg = needle.NeedleConfig(samples=2, lengths=[1100], depths=[0.4], style=style, pairs=pairs)
+        results = needle.evaluate(stand_in(Reader(tokenizer, share=0.5), tokenizer), hay, cfg)
+        assert results["accuracy"] == 0.5
+        assert results["rank_accuracy"] == (
+            1.0 if style == "lwm" else None
+        )  # its first value is one of those asked for
+
+
+def test_passkey_is_exact_and_shares_its_haystack(tokenizer, hay):
+    cfg = needle.NeedleConfig(samples=2, lengths=[400], depths=[0.0, 1.0], style="passkey")
+    results = needle.evaluate(stand_in(Copier(tokenizer.vocab_size, 400), tokenizer), hay, cfg)
+    assert results["score"] == "exact" and results["rank_accuracy"] is None
+    assert results["accuracy"] == 1.0  # "The pass key is" comes before the key in text and question alike
+
+
+def test_the_papers_pairs_are_one_option():
+    assert needle.chosen_pairs(needle.NeedleConfig(paper=True)) == [[1, 1], [2, 2], [4, 2], [6, 2], [8, 1]]
+    assert needle.chosen_pairs(needle.NeedleConfig()) == [[1, 1]]
+
+
+def test_the_figure_draws_old_results_and_lengths_beyond_training(tmp_path):
+    cells = [
+        {"length": length, "depth": depth, "needles": 1, "asked": 1, "samples": 9, "accuracy": depth, "se": 0.1}
+        for length in (64, 128, 256)
+        for depth in (0.0, 1.0)
+    ]
+    old = {"cells": cells, "pairs": [{"needles": 1, "asked": 1}]}
+    needle.draw(tmp_path / "old.png", old, "run")
+    needle.draw(tmp_path / "new.png", old | {"context": 128, "style": "lwm"}, "run")
+    assert (tmp_path / "old.png").read_bytes() != (tmp_path / "new.png").read_bytes()
 
 
 def test_cells_do_not_depend_on_the_other_cells(tokenizer, hay):
@@ -121,11 +199,24 @@ def test_the_command_writes_json_and_figure(make_run, call, capsys):
     assert (run / "figures" / "needle.png").stat().st_size > 10_000
 
 
+def test_another_style_has_its_own_file(make_run, call, capsys):
+    run = make_run("a")
+    call(needle, f"run={run}", "samples=2", "style=niah_multiquery", "lengths=[900]", "depths=[0.5]")
+    content = json.loads((run / "eval" / "needle_niah_multiquery.json").read_text())
+    assert content["config"]["style"] == "niah_multiquery" and not (run / "eval" / "needle.json").exists()
+    assert capsys.readouterr().out.startswith("needle_niah_multiquery  a: N=4 R=4 accuracy 0.000")
+    assert (run / "figures" / "needle_niah_multiquery.png").stat().st_size > 10_000
+
+
 def test_wrong_input_is_one_line(make_run, refused):
     run = make_run("a")
     assert "depths=[0,0.5,1]" in refused(needle, f"run={run}", "depths=[0,25]")
     assert "asked <= needles" in refused(needle, f"run={run}", "pairs=[[1,2]]")
     assert "pairs=[[1,1]]" in refused(needle, f"run={run}", "pairs=[]")
+    assert "lengths=[128,256]" in refused(needle, f"run={run}", "lengths=[]")
+    assert "niah_single_1" in refused(needle, f"run={run}", "style=ruler")
+    assert "leave out pairs=" in refused(needle, f"run={run}", "style=passkey", "pairs=[[2,1]]")
+    assert "one of them" in refused(needle, f"run={run}", "paper=true", "pairs=[[2,1]]")
     assert "samples=50" in refused(needle, f"run={run}", "samples=0")
     assert "longer length" in refused(needle, f"run={run}", "lengths=[40]", "samples=1")
     assert "longer haystack" in refused(needle, f"run={run}", "lengths=[9000]", "samples=1")

@@ -1,0 +1,75 @@
+"""eval/scoring.py against one prompt and one continuation at a time, without a cache."""
+
+import numpy as np
+import pytest
+import torch
+
+from eval import scoring
+from model.config import DecoderConfig
+from model.decoder import Decoder
+
+LENGTHS = (9, 20, 14, 3, 1)
+V = 50
+KINDS = {
+    "baseline": {"layers": "b"},
+    "differential": {"layers": "bdv"},
+    "introspective": {"layers": "i"},
+    "learned": {"layers": "b", "position": "learned"},
+    "window": {"layers": "d", "window": 4},
+    "documents": {"layers": "b", "document_mask": True, "eot": 7},
+}
+
+
+@pytest.fixture(params=KINDS)
+def model(request: pytest.FixtureRequest) -> Decoder:
+    shape = {"n_layer": 3, "n_head": 4, "d_model": 32, "context": 40, "vocab_size": V}
+    made = Decoder(DecoderConfig(**shape, **KINDS[request.param]), seed=3).eval()
+    with torch.no_grad():  # larger weights, so that what is attended to matters
+        for p in made.parameters():
+            p.mul_(3)
+    return made
+
+
+@pytest.fixture
+def prompts() -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, V, length) for length in LENGTHS]
+
+
+@torch.no_grad()
+def alone(model: Decoder, prompt: np.ndarray, continuation: np.ndarray) -> float:
+    tokens = torch.from_numpy(np.concatenate((prompt, continuation)))
+    log_probabilities = model(tokens[None])[0].double().log_softmax(-1)
+    steps = range(len(prompt) - 1, len(tokens) - 1)
+    return sum(float(log_probabilities[t, tokens[t + 1]]) for t in steps)
+
+
+@pytest.mark.parametrize("batch", (1, 2, 8))
+def test_log_probabilities_are_those_of_each_text_alone(model: Decoder, prompts: list[np.ndarray], batch: int) -> None:
+    rng = np.random.default_rng(1)
+    continuations = [[rng.integers(0, V, n) for n in rng.integers(1, 6, 1 + i % 3)] for i in range(len(prompts))]
+    _, logprobs = scoring.score(model, prompts, continuations, batch)
+    for prompt, rows, found in zip(prompts, continuations, logprobs, strict=True):
+        # float32 sums of at most 5 terms of size 10: rounding stays below 1e-4
+        assert found == pytest.approx([alone(model, prompt, row) for row in rows], abs=1e-4)
+
+
+@pytest.mark.parametrize("batch", (1, 3))
+def test_greedy_continuations_and_hits_are_those_of_generate(
+    model: Decoder, prompts: list[np.ndarray], batch: int
+) -> None:
+    decoded = [model.generate(torch.from_numpy(p)[None], 4)[0, len(p) :].numpy() for p in prompts]
+    written = scoring.continue_greedily(model, prompts, 4, batch)
+    assert all(map(np.array_equal, written, decoded))
+    wrong = [[np.concatenate((row[:k], (row[k : k + 1] + 1) % V, row[k + 1 :])) for k in range(4)] for row in decoded]
+    hits, _ = scoring.score(model, prompts, [[row, *rows] for row, rows in zip(decoded, wrong, strict=True)], batch)
+    assert all(found.tolist() == [True, False, False, False, False] for found in hits)
+
+
+def test_only_asked_positions_meet_the_output_head(prompts: list[np.ndarray]) -> None:
+    shape = {"n_layer": 1, "n_head": 2, "d_model": 16, "context": 40, "vocab_size": V}
+    model = Decoder(DecoderConfig(**shape)).eval()
+    seen = []
+    model.head.register_forward_hook(lambda module, given, out: seen.append(out.shape[1]))
+    scoring.score(model, prompts[:3], [[np.array([1, 2])]] * 3, batch=3)
+    assert seen == [0, 2]
