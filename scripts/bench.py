@@ -1,8 +1,9 @@
-"""Measure speed: python scripts/bench.py what=attention|train|loader|tokenizer|decode [out=runs/bench/WHAT.json]
+"""Measure speed: python scripts/bench.py what=attention|train|loader|tokenizer|decode|probe [out=runs/bench/WHAT.json]
 
     attention   a variant's attention on a backend: facade calls alone ("op") and with projections ("module")
     train       whole training steps of configs/model at size=micro    decode     greedy tokens, with and without a cache
     loader      batches from shards in the page cache                  tokenizer  text to ids, one thread
+    probe       one query's attention rows in a long context: time and peak memory, in a process of its own (rounds=1)
 
 After a warm-up, rows are timed in turn within every round (A B C A B C ...), so that a slow spell of the machine meets all of
 them alike. A cell is the median over rounds, (least-most), and the median of the rounds' ratios to the first row measured
@@ -14,13 +15,16 @@ import itertools
 import json
 import math
 import os
+import re
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import cache, partial
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from types import ModuleType
@@ -47,16 +51,18 @@ from data.tokenizer import build_tokenizer  # noqa: E402
 from eval.common import progress, write_atomically  # noqa: E402
 from model.attention import backends  # noqa: E402
 from model.attention.mask import Mask  # noqa: E402
+from model.attention.probe import probe as attention_rows  # noqa: E402
 from model.cache import KVCache  # noqa: E402
 from model.config import DecoderConfig  # noqa: E402
 from model.decoder import Decoder  # noqa: E402
 from training.distributed import World, join_world, pick_dtype  # noqa: E402
-from training.metrics import peak_flops  # noqa: E402
+from training.metrics import memory_gb, peak_flops  # noqa: E402
 from training.optim import OptimConfig, build_optimizers  # noqa: E402
 
 BACKENDS = ("auto", "math", "sdpa", "blocked", "flex", "fused")
 TWO_CALLS = "two SDPA calls"
 VOCABULARY = 4096
+PROBE_VOCABULARY = 50_257  # gpt2's: whole logits of 32,768 tokens would be 6.6 GB
 LEAST_SECONDS = 0.02  # of one timing; shorter work is repeated within it
 ERROR_ROWS = 512  # query rows of the N x N formula at a time
 NEW_TOKENS = 4
@@ -69,13 +75,15 @@ UNAVAILABLE = (ValueError, RuntimeError, ImportError, OSError, OmegaConfBaseExce
 class BenchConfig:
     """What to time, and at which shape. None is the device's default, named in the function of that `what`."""
 
-    what: str = MISSING  # attention | train | loader | tokenizer | decode
+    what: str = MISSING  # attention | train | loader | tokenizer | decode | probe
     out: str | None = None  # the JSON; None: runs/bench/WHAT.json
     rounds: int = 10
     device: str = "auto"  # auto | cpu | cuda
     dtype: str = "auto"  # auto | float32 | bfloat16 (autocast)
-    variants: list[str] | None = None  # attention, train, decode: names in configs/model; None: all, the baseline first
-    lengths: list[int] | None = None  # attention, decode: tokens
+    variants: list[str] | None = (
+        None  # names in configs/model, for all but loader, tokenizer; None: all, baseline first
+    )
+    lengths: list[int] | None = None  # attention, decode, probe: tokens
     batch: int | None = None  # sequences
     backends: list[str] | None = None  # attention; None: all
     heads: int | None = None  # attention: the baseline's, from which the variants derive theirs
@@ -471,6 +479,60 @@ class Decoding:
         return tokens[:, self.prompt.shape[1] :]
 
 
+# ---------------------------------------- probe
+
+
+def probe(cfg: BenchConfig, world: World) -> list[Row]:
+    """What eval.attention_noise does for one prompt, of 2,048, 8,192 and 32,768 tokens and gpt2's vocabulary by default."""
+    lengths, rows = cfg.lengths or [2048, 8192, 32768], []
+    with progress("probe", len(lengths) * len(variants(cfg)) * cfg.rounds) as bar:
+        for length in lengths:
+            group = [Row({"length": length, "variant": variant}) for variant in variants(cfg)]
+            for _ in range(cfg.rounds):
+                for row in group:
+                    done = attempt(partial(in_own_process, probe_once, cfg, row.labels["variant"], length, world))
+                    if isinstance(done, str):
+                        row.not_measured["rows"] = done
+                    else:
+                        row.seconds.setdefault("rows", []).append(done[0])
+                        row.facts["peak memory (MB)"] = max(done[1], row.facts.get("peak memory (MB)", 0))
+                    bar.update()
+            measured = [row for row in group if row.seconds]
+            for row in measured:
+                row.ratio["rows"] = paired_ratio(row, measured[0], "rows")
+            rows += group
+    return rows
+
+
+def in_own_process(work: Callable, *arguments: Any) -> Any:
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(work, *arguments).result()
+
+
+@torch.inference_mode()
+def probe_once(cfg: BenchConfig, variant: str, length: int, world: World) -> tuple[float, float]:
+    """Seconds of one forward pass that records the last token's rows, and the process's peak memory in MB."""
+    changes = {"vocab_size": PROBE_VOCABULARY, "context": length}
+    model = Decoder(model_config(cfg, variant, **changes)).to(world.device).eval()
+    tokens = random_tokens(cfg.batch or 1, length, PROBE_VOCABULARY, world)
+    last = torch.tensor([length - 1], device=world.device)
+
+    def look() -> None:
+        with attention_rows(model, last), autocast(cfg, world):
+            model(tokens, rows=last)
+
+    return seconds_of(look, 1, world.device), peak_of_process(world.device)
+
+
+def peak_of_process(device: torch.device) -> float:
+    """MB; of a process on Linux not `memory_gb`'s number, which a child takes over from the process that started it."""
+    status = Path("/proc/self/status")
+    if device.type == "cpu" and status.is_file():
+        peak = re.search(r"VmHWM:\s+(\d+) kB", status.read_text())
+        return int(peak[1]) * 1.024e-3
+    return 1e3 * memory_gb(device)
+
+
 # ---------------------------------------- loader and tokenizer
 
 
@@ -522,7 +584,14 @@ def tokenizer(cfg: BenchConfig, world: World) -> list[Row]:
     return rows
 
 
-BENCHES = {"attention": attention, "train": train, "loader": loader, "tokenizer": tokenizer, "decode": decode}
+BENCHES = {
+    "attention": attention,
+    "train": train,
+    "loader": loader,
+    "tokenizer": tokenizer,
+    "decode": decode,
+    "probe": probe,
+}
 
 
 # ---------------------------------------- table and command

@@ -236,6 +236,17 @@ def test_help_helps() -> None:
     assert done.returncode == 0 and all(what in done.stdout for what in bench.BENCHES)
 
 
+def test_probe_has_a_row_per_length_and_variant_with_the_memory_of_its_own_process() -> None:
+    held = torch.ones(150_000_000)  # 600 MB that no other process should be charged with
+    rows = bench.probe(tiny("probe", variants=["baseline", "diff"], lengths=[8, 40], rounds=1, batch=1), CPU)
+    assert [tuple(row.labels.values()) for row in rows] == [(n, v) for n in (8, 40) for v in ("baseline", "diff")]
+    for row in rows:
+        assert len(row.seconds["rows"]) == 1 and not row.not_measured
+        assert 50 < row.facts["peak memory (MB)"] < bench.peak_of_process(CPU.device) - 300
+    assert row_of(rows, length=40, variant="baseline").ratio["rows"] == 1
+    assert held.sum() > 0
+
+
 def test_grouped_keys_and_windows_reach_every_arm() -> None:
     cfg = tiny("attention", variants=["diff"], backends=["sdpa"], lengths=[12])
     cfg.model.n_kv_head = 2
