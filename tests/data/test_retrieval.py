@@ -121,9 +121,9 @@ def test_every_style_hides_what_it_asks_for(tokenizer: Tokenizer, style: str) ->
             assert tokenizer.decode(query.prompt[slice(*query.value)]).strip().rstrip(".") == value
             candidates = [tokenizer.decode(row).strip(" .") for row in query.candidates]
             assert len(set(candidates)) == n and set(candidates) <= {v for _, v in facts}
-            assert len(facts) == n or (STYLES[style].haystack == "needles" and len(facts) > 10)
+            assert len(facts) == n or (STYLES[style].haystack == "needles" and len(facts) > 8)
             room = len(query.prompt) + (query.new_tokens if query.values else len(query.answer))
-            assert room == length or (STYLES[style].haystack == "needles" and length - 60 < room < length)
+            assert room == length or (STYLES[style].haystack == "needles" and length - 140 < room <= length)  # a needle
             if query.values:
                 assert list(query.values) == candidates[: query.right] and query.right == r
                 wanted = {key for key, v in facts if v in query.values}
@@ -146,8 +146,8 @@ def test_keys_are_unique_and_uuids_are_uuids(tokenizer: Tokenizer) -> None:
         for _ in (0, 1)
     )
     assert np.array_equal(one.prompt, other.prompt)  # from the generator alone
-    found = re.findall(VALUE, tokenizer.decode(one.prompt))
-    assert len(found) > 10 and all(uuid.UUID(text).version == 4 for text in found)
+    found = re.findall(r"[-0-9a-f]{36}", tokenizer.decode(one.prompt))
+    assert len(found) > 16 and all(uuid.UUID(text).version == 4 for text in found)
 
 
 def test_what_does_not_fit_is_refused(tokenizer: Tokenizer) -> None:

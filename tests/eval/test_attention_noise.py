@@ -76,6 +76,9 @@ def test_entropy_and_negative_share_by_hand():
 @pytest.mark.parametrize("layers", ["b", "d"])
 def test_entropy_of_a_real_model_is_that_of_its_whole_map(layers):
     model = Decoder(DecoderConfig(layers=layers, n_layer=2, n_head=4, d_model=32, context=30, vocab_size=9)).eval()
+    with torch.no_grad():  # sharp maps, whose differences have negative weights
+        for block in model.blocks:
+            block.attention.q.weight *= 500
     queries = [query((5, 9), 20, 26), query((2, 6), 12, 17)]
     _, shapes = an.head_rows(model, queries, batch=2)
     for i, one in enumerate(queries):
@@ -85,10 +88,10 @@ def test_entropy_of_a_real_model_is_that_of_its_whole_map(layers):
         for layer, shape in zip(maps.layers, shapes, strict=True):
             for head in range(layer.shape[1]):
                 weights = [abs(float(x)) for x in layer[0, head, P - 1]]
-                entropy = -sum(w / sum(weights) * math.log(w / sum(weights)) for w in weights)
+                entropy = -sum(w / sum(weights) * math.log(w / sum(weights)) for w in weights if w)
                 negative = -sum(min(0.0, float(x)) for x in layer[0, head, P - 1]) / sum(weights)
                 assert shape[i, :, head].tolist() == pytest.approx([entropy, negative], abs=1e-5)
-                assert (negative > 0.1) == (layers == "d")
+    assert (max(shape[:, 1].max() for shape in shapes) > 0.1) == (layers == "d")
 
 
 def full_maps(model, tokens):
@@ -164,7 +167,7 @@ def test_the_command_writes_json_and_figure(make_run, call, capsys):
     assert len(results["per_layer_head"]["signed"]["0.5"]["answer"]) == 2  # layers
     assert list(results["sink"]) == ["64", "160"] and results["windows"] == 100
     assert all(0 <= part["share"] <= 1 and len(part["per_layer_head"]) == 2 for part in results["sink"].values())
-    assert 0 < results["entropy"]["mean"] < math.log(160) and 0 < results["negative"]["mean"] < 1
+    assert 0 < results["entropy"]["mean"] < math.log(160) and 0 <= results["negative"]["mean"] < 1
     assert capsys.readouterr().out.count("attention_noise  a: ") == 3
     assert (run / "figures" / "attention_heads.png").stat().st_size > 10_000
     assert (run / "figures" / "attention_noise.png").stat().st_size > 10_000

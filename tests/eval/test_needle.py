@@ -72,7 +72,7 @@ class Reader(Copier):
         keys = re.split(", and |, ", asked[1] or asked[2])
         found = [re.findall(rf"magic (?:\w+ for )?{re.escape(key)} (?:number )?is: ([-\w]+)", text) for key in keys]
         values = [value for values in found for value in values]
-        return " " + ", ".join(values[: round(self.share * len(values))]) + ". And then"
+        return " " + ", ".join(values[: round(self.share * len(values))]) + "." + " and so on" * 20
 
     def predict(self, tokens):
         logits = torch.zeros(*tokens.shape, self.cfg.vocab_size)
