@@ -26,7 +26,6 @@ from configs import command
 from data.retrieval import Query
 from data.styles import STYLES
 from eval.common import (
-    GREY,
     INK,
     RetrievalConfig,
     check_grid,
@@ -174,15 +173,15 @@ def heatmap(ax: "Axes", cells: list[dict[str, Any]], context: int | None = None)
             weight = "bold" if position == y[-1] else "normal"
             ax.text(column, position + 0.02, f"{cell['accuracy']:.2f}", va="bottom", weight=weight, **look)
             ax.text(column, position + 0.08, f"± {cell['se']:.2f}", va="top", fontsize=8, **look)
-    samples = cells[0]["samples"]
-    ax.set(xlim=(-0.5, len(lengths) - 0.5), ylim=(y[-1] + 0.5, -0.5), ylabel="depth of the needle")
-    ax.set_xlabel(f"context (tokens); n = {samples} a cell, ± standard error", fontsize=9.5)
-    ax.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
-    ax.set_yticks(y, [f"{100 * depth:g} %" for depth in depths] + ["mean"])
     trained = sum(length <= (context or max(lengths)) for length in lengths)
+    label = f"context (tokens); n = {cells[0]['samples']} a cell, ± standard error"
     if trained < len(lengths):
         ax.axvline(trained - 0.5, color="white", linewidth=3)
-        ax.annotate("not trained", (trained - 0.5, -0.5), (3, 2), textcoords="offset points", fontsize=9, color=GREY)
+        label += "\n* longer than in training"
+    ax.set(xlim=(-0.5, len(lengths) - 0.5), ylim=(y[-1] + 0.5, -0.5), ylabel="depth of the needle")
+    ax.set_xlabel(label, fontsize=9.5)
+    ax.set_xticks(range(len(lengths)), [f"{n:,}" + "*" * (i >= trained) for i, n in enumerate(lengths)])
+    ax.set_yticks(y, [f"{100 * depth:g} %" for depth in depths] + ["mean"])
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
     bar = ax.figure.colorbar(image, ax=ax, ticks=(0, 0.5, 1), label="accuracy", shrink=0.8, pad=0.03)
