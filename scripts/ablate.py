@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
@@ -76,7 +77,7 @@ class AblateConfig:
     grid: name -> overrides; where given, every arm runs at each of its points and is compared within its point.
     evaluations: commands of eval/ with their overrides. metrics: column -> EVALUATION.key in its JSON, or train.NAME;
     the first is the one that is tested. matched: the arms claim equal parameters. fit: a power law over the grid's sizes.
-    train: more overrides for all runs, the last word. only: train and evaluate this run (ARM-sSEED) alone, no table.
+    train: more overrides for all runs; an arm's own win. only: train and evaluate this run (ARM-sSEED) alone, no table.
     """
 
     arms: dict[str, list[str]] = MISSING
@@ -84,8 +85,8 @@ class AblateConfig:
     common: list[str] = field(default_factory=list)
     matched: bool = False
     fit: bool = False
-    evaluations: list[str] = field(default_factory=lambda: ["perplexity"])
-    metrics: dict[str, str] = field(default_factory=lambda: dict(METRICS))
+    evaluations: list[str] = field(default_factory=list)
+    metrics: dict[str, str] = field(default_factory=dict)
     spikes: SpikeConfig = field(default_factory=SpikeConfig)
     tier: TierConfig = field(default_factory=TierConfig)
     launcher: LauncherConfig = field(default_factory=LauncherConfig)
@@ -95,9 +96,6 @@ class AblateConfig:
     runs: str = "runs/ablate"
     jobs: int | None = None  # runs at a time; None: one per GPU, one on a CPU
     only: str | None = None
-
-
-METRICS = {"valid": "perplexity.loss", "AR-Hit": "perplexity.recall.hit.loss", "Others": "perplexity.recall.other.loss"}
 
 
 @dataclass
@@ -184,7 +182,7 @@ def plan(cfg: AblateConfig, folder: Path) -> tuple[list[Arm], list[Run]]:
     for arm, overrides in arm_list(cfg):
         for seed in seeds:
             run_dir = folder / f"{arm.name}-s{seed}"
-            full = merged(cfg.tier.train, cfg.common, overrides, cfg.train)
+            full = merged(cfg.tier.train, cfg.common, cfg.train, overrides)
             full = merged(full, [f"seed={seed}", f"run_dir={run_dir}", "resume=true"])
             try:
                 config = train_config(full)
@@ -213,6 +211,8 @@ def seed_list(seeds: Any) -> list[int]:
 
 def arm_list(cfg: AblateConfig) -> list[tuple[Arm, list[str]]]:
     """Arms at every point of the grid, with their overrides; the first arm of a point is the others' reference."""
+    if not cfg.metrics:
+        raise ValueError("metrics is empty, so nothing would be compared: use '+metrics.valid=perplexity.loss'")
     if not cfg.arms:
         raise ValueError(
             "the experiment has no arms: list them under arms:, as configs/ablation/experiment/main.yaml does"
@@ -249,7 +249,8 @@ def evaluation_command(text: str) -> list[str]:
     try:
         evaluation_config(name, ["run=none", *overrides])
     except USER_ERRORS as error:
-        raise ValueError(f"evaluation '{text}': {explain(error, TrainConfig)}") from None
+        schema = OmegaConf.get_type(ConfigStore.instance().load(f"{name}_schema.yaml").node)
+        raise ValueError(f"evaluation '{text}': {explain(error, schema)}") from None
     return [name, *overrides]
 
 

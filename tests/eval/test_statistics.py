@@ -166,8 +166,9 @@ def test_spikes_are_counted_against_the_running_median() -> None:
     calm = [8.0 * 0.99**i + 0.05 * (-1) ** i for i in range(200)]
     assert spikes(calm) == 0
     jumped = list(calm)
-    jumped[60] += 0.9
-    jumped[120:123] = [x + 2.0 for x in jumped[120:123]]
-    assert spikes(jumped) == 4
-    assert spikes(jumped, over=1.5) == 3 and spikes(jumped, window=10, over=0.5) == 4
+    jumped[60] += 1.5  # 0.6 and more above the median of what came before, which is of a higher loss
+    jumped[120:123] = [loss + 2.0 for loss in jumped[120:123]]
+    assert spikes(jumped, window=10) == 4
+    assert spikes(jumped, window=10, over=1.6) == 3
+    assert spikes(jumped, window=10, over=2.5) == 0
     assert spikes([9.0, 1.0, 9.0]) == 0  # no history to judge by
