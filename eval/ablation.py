@@ -347,6 +347,8 @@ def draw_losses(path: Path, arms: list[Arm]) -> None:
             if lows:
                 span = max(max(highs) - min(lows), 1e-3)
                 ax.set_ylim(min(lows) - 0.05 * span, max(highs) + 0.05 * span)  # the first steps' fall is cut off
+        if len({arm.facts["flops_per_token"] for arm in arms if not arm.reference}) > 1:
+            axes[0, 1].set_xscale("log")  # several sizes
         axes[0, 0].set_ylabel("validation loss (nats per token)")
         _legend_below(axes[0, 0])
 
@@ -422,10 +424,8 @@ def draw_grid(path: Path, arms: list[Arm], metric: str, fits: dict[str, Any] | N
                 laws = [fits[name]["a"][s] * line ** -fits[name]["b"][s] for s in fits[name]["a"]]
                 ax.plot(line, np.mean(laws, axis=0), color=palette[name], linewidth=1.2)
         if fits:
-            ax.set(xscale="log", yscale="log", xlabel="parameters without embeddings")
+            ax.set(xscale="log", xlabel="parameters without embeddings")
             ax.xaxis.set_major_formatter(lambda value, _: si(value))
-            ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-            ax.yaxis.set_minor_formatter(lambda value, _: f"{value:g}")
         else:
             ax.set_xticks(range(len(points)), points)
         ax.set(ylabel=metric)
