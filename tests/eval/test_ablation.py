@@ -1,0 +1,173 @@
+"""Runs read, arms compared, the table and the figures: on run folders written by hand."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from eval.ablation import (
+    DIVERGED,
+    Arm,
+    SpikeConfig,
+    colours,
+    compare,
+    draw_all,
+    fit_rows,
+    fit_sizes,
+    markdown,
+    noise_floor,
+    notes,
+    read_run,
+    refuse_other_text,
+    table,
+)
+
+METRICS = {"valid": "perplexity.loss", "AR-Hit": "perplexity.recall.hit.loss", "spikes": "train.spikes"}
+PNG = b"\x89PNG"
+
+
+def write_run(folder: Path, loss: float, diverged: bool = False) -> Path:
+    """What train.py and eval.perplexity leave of a run of 40 steps."""
+    (folder / "eval").mkdir(parents=True)
+    lines = [{"step": 0, "tokens": 0, "machine": {"cpu": "made-up"}, "version": "abc"}]
+    for step in range(1, 41):
+        spike = 3.0 if step == 30 else 0.0
+        lines.append(
+            {
+                "step": step,
+                "tokens": 64 * step,
+                "loss": loss + 4 / step + spike,
+                "time_s": 0.5 * step,
+                "tokens_per_s": 128.0,
+            }
+        )
+        if step % 10 == 0:
+            lines.append({"step": step, "tokens": 64 * step, "val_loss": loss + 4 / step, "time_s": 0.5 * step})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 4')
+    if diverged:
+        (folder / DIVERGED).write_text('{"error": "the loss is nan at step 41"}')
+    else:
+        (folder / "eval" / "perplexity.json").write_text(json.dumps({"results": {"loss": loss, "ppl": 3.0}}))
+    return folder
+
+
+def make_arms(
+    tmp_path: Path, differences: dict[str, float], points: tuple[str, ...] = ("",), seeds: int = 4
+) -> list[Arm]:
+    """Arms whose loss is the first one's plus the difference, with noise that seeds share (0.1) and do not (0.001)."""
+    draw, arms = random.Random(0), []
+    for i, point in enumerate(points):
+        shared = [4.0 - 0.3 * i + draw.gauss(0, 0.1) for _ in range(seeds)]
+        for name, difference in differences.items():
+            first = next(iter(differences))
+            full, reference = (f"{part}-{point}" if point else part for part in (name, first))
+            size = 100_000 * 4**i
+            facts = {
+                "heads": "16",
+                "d": "8",
+                "head_norm": "no",
+                "params_non_embedding": size,
+                "params": size,
+                "flops_per_token": 6 * size,
+            }
+            arm = Arm(full, name, point, None if name == first else reference, name, [], facts | {"params_off": 0.0})
+            for seed, base in enumerate(shared, 1):
+                folder = write_run(tmp_path / f"{full}-s{seed}", base + difference + draw.gauss(0, 0.001))
+                arm.runs.append(read_run(folder, seed, METRICS, SpikeConfig()))
+            arms.append(arm)
+    compare(arms, list(METRICS))
+    return arms
+
+
+def test_a_run_is_read_whole(tmp_path: Path) -> None:
+    record = read_run(write_run(tmp_path / "a-s3", 2.0), 3, METRICS | {"last": "train.val_loss"}, SpikeConfig())
+    assert record.values == {"valid": 2.0, "AR-Hit": None, "spikes": 1, "last": 2.1}
+    assert record.curve == [(640, 5.0, 2.4), (1280, 10.0, 2.2), (1920, 15.0, 2.0 + 4 / 30), (2560, 20.0, 2.1)]
+    assert len(record.losses) == 40 and record.losses[0] == (1, 6.0)
+    assert (record.seconds, record.tokens_per_s, record.version) == (20.0, 128.0, "abc")
+
+
+def test_a_diverged_run_has_spikes_but_no_losses(tmp_path: Path) -> None:
+    record = read_run(write_run(tmp_path / "a-s1", 2.0, diverged=True), 1, METRICS, SpikeConfig())
+    assert record.values == {"valid": None, "AR-Hit": None, "spikes": 1}
+    assert record.diverged == "the loss is nan at step 41"
+
+
+def test_a_planted_difference_is_found_and_an_absent_one_is_not(tmp_path: Path) -> None:
+    arms = make_arms(tmp_path, {"baseline": 0.0, "better": -0.02, "same": 0.0})
+    baseline, better, same = (arm.metrics["valid"] for arm in arms)
+    assert baseline.difference is None and baseline.sd > 0.02  # the seeds differ by far more than the arms
+    assert better.difference.mean == pytest.approx(-0.02, abs=0.003) and better.p_holm < 0.01
+    assert same.difference.low < 0 < same.difference.high and same.p_holm > 0.05
+    assert better.p_holm == pytest.approx(2 * better.difference.p)
+    floor = noise_floor(arms, "valid")
+    assert floor["sd"] > 10 * floor["sd_of_differences"] and 0.0005 < floor["smallest_detectable"] < 0.01
+
+
+def test_only_seeds_that_both_arms_have_are_compared(tmp_path: Path) -> None:
+    arms = make_arms(tmp_path, {"baseline": 0.0, "diff": -0.02})
+    arms[1].runs[0].values["valid"] = None
+    arms[0].runs[3].values["valid"] = None
+    compare(arms, list(METRICS))
+    assert arms[1].metrics["valid"].n == 3 and arms[1].metrics["valid"].difference.n == 2
+
+
+def test_the_table(tmp_path: Path) -> None:
+    arms = make_arms(tmp_path, {"baseline": 0.0, "diff": -0.02})
+    arms[1].runs[3].diverged = "the loss is nan at step 9"
+    header, *rows = table(arms, list(METRICS))
+    assert "AR-Hit" not in header  # measured by nobody
+    cells = dict(zip(header, rows[1], strict=True))
+    assert cells["arm"] == "diff" and cells["n"] == "4" and cells["diverged"] == "1" and cells["parameters"] == "100k"
+    assert (
+        cells["valid"].startswith("3.9")
+        and " ± 0." in cells["valid"]
+        and cells["difference (valid)"].startswith("-0.0")
+    )
+    assert " to -" in cells["95 % interval"] and cells["p, sign flips"] == "0.125"
+    assert dict(zip(header, rows[0], strict=True))["p"] == ""
+    assert markdown([header, *rows]).count("\n") == 4 and all(len(row) == len(header) for row in rows)
+    text = " ".join(notes(arms, "valid", [1, 2, 3, 4], epochs=1.5))
+    assert "smallest detectable difference" in text and "read more than once" in text and "Not matched" not in text
+    arms[1].facts["params_off"] = 0.02
+    assert "diff (+2.0%)" in " ".join(notes(arms, "valid", [1], epochs=0.5))
+
+
+def test_one_seed_gives_a_table_without_claims(tmp_path: Path) -> None:
+    arms = make_arms(tmp_path, {"baseline": 0.0, "diff": -0.02}, seeds=1)
+    header, _, row = table(arms, list(METRICS))
+    cells = dict(zip(header, row, strict=True))
+    assert cells["n"] == "1" and cells["p"] == cells["95 % interval"] == cells["detectable"] == ""
+    draw_all(tmp_path / "figures", arms, list(METRICS), None)
+
+
+def test_a_grid_compares_within_its_points_and_is_fitted(tmp_path: Path) -> None:
+    arms = make_arms(tmp_path, {"baseline": 0.0, "diff": -0.02}, points=("small", "middle", "large"))
+    assert [arm.reference for arm in arms] == [None, "baseline-small", None, "baseline-middle", None, "baseline-large"]
+    fits = fit_sizes(arms, "valid")
+    assert fits["baseline"]["size_ratio"]["mean"] == pytest.approx(1.0)
+    exponent, ratio = fits["diff"]["exponent"], fits["diff"]["size_ratio"]
+    assert exponent["low"] < exponent["mean"] < exponent["high"] and exponent["n"] == 4
+    assert ratio["high"] < 1  # a lower loss everywhere: fewer parameters for the same
+    rows = fit_rows(fits)
+    assert [row[0] for row in rows] == ["arm", "baseline", "diff"] and all(len(row) == len(rows[0]) for row in rows)
+    paths = draw_all(tmp_path / "figures", arms, list(METRICS), fits)
+    assert {path.name for path in paths} == {"loss.png", "difference.png", "grid_valid.png", "grid_spikes.png"}
+    assert all(path.read_bytes().startswith(PNG) for path in paths)
+
+
+def test_arms_are_told_apart(tmp_path: Path) -> None:
+    arms = make_arms(tmp_path, {"baseline": 0.0, "diff": -0.02, "gated": 0.0})
+    assert colours(arms) == {"baseline": "#0072B2", "diff": "#D55E00", "gated": "#E69F00"}
+    for arm in arms:
+        arm.variant = "diff"
+    assert len(set(colours(arms).values())) == 3
+
+
+def test_losses_on_different_text_are_refused(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name, 2.0) for name in ("a", "b")]
+    refuse_other_text(runs)
+    (runs[1] / "eval" / "perplexity.json").write_text('{"results": {"loss": 2.0, "sha256": "0f"}}')
+    with pytest.raises(ValueError, match="evaluated on different text: delete"):
+        refuse_other_text(runs)

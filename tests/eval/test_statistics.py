@@ -1,0 +1,174 @@
+"""The comparison of arms: against published tables, and on simulated experiments whose truth is known."""
+
+import itertools
+import math
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from eval.statistics import (
+    detectable,
+    holm,
+    mean_sd,
+    paired,
+    power,
+    power_law,
+    sign_flip_p,
+    size_ratio,
+    spikes,
+    t_cdf,
+    t_quantile,
+)
+
+# Student's own example (Biometrika 6, 1908, p. 20; R's `sleep`): additional hours of sleep, drug 2 less drug 1.
+SLEEP = (1.2, 2.4, 1.3, 1.3, 0.0, 1.0, 1.8, 0.8, 4.6, 1.4)
+
+
+@pytest.mark.parametrize(
+    ("p", "df", "value"),
+    ((0.975, 1, 12.706), (0.975, 2, 4.303), (0.975, 4, 2.776), (0.95, 10, 1.812), (0.9995, 30, 3.646), (0.8, 2, 1.061)),
+)
+def test_quantiles_are_those_of_printed_tables(p: float, df: int, value: float) -> None:
+    assert t_quantile(p, df) == pytest.approx(value, abs=5e-4)  # tables print three decimals
+    assert t_quantile(1 - p, df) == -t_quantile(p, df)
+    assert t_cdf(t_quantile(p, df), df) == pytest.approx(p, abs=1e-12)
+
+
+def test_closed_forms_of_one_and_two_degrees_of_freedom() -> None:
+    for t in (-40.0, -1.5, 0.0, 0.3, 7.0):
+        assert t_cdf(t, 1) == pytest.approx(0.5 + math.atan(t) / math.pi, abs=1e-13)
+        assert t_cdf(t, 2) == pytest.approx(0.5 + t / (2 * math.sqrt(2 + t * t)), abs=1e-13)
+
+
+def test_students_sleep_data() -> None:
+    found = paired(SLEEP)
+    assert found.mean == pytest.approx(1.58) and found.sd == pytest.approx(1.229995, abs=1e-6)
+    assert found.p == pytest.approx(0.002833, abs=5e-7)  # t = 4.0621, df = 9, as R's t.test prints it
+    assert (found.low, found.high) == (pytest.approx(0.7001142, abs=1e-6), pytest.approx(2.4598858, abs=1e-6))
+
+
+def test_scipy_agrees() -> None:
+    stats = pytest.importorskip("scipy.stats", reason="scipy is not a requirement; where it is installed it must agree")
+    draw = random.Random(3)
+    for n in (2, 3, 5, 12):
+        d = [draw.gauss(0.3, 1) for _ in range(n)]
+        found, theirs = paired(d), stats.ttest_1samp(d, 0)
+        assert found.p == pytest.approx(theirs.pvalue, rel=1e-9)
+        how = {"permutation_type": "samples", "n_resamples": math.inf}
+        flips = stats.permutation_test((d, [0.0] * n), lambda a, b: sum(a) - sum(b), **how)
+        assert found.p_permutation == pytest.approx(flips.pvalue, rel=1e-9)
+        for effect in (0.5, 2.0):
+            shift, critical = effect * math.sqrt(n), stats.t.ppf(0.975, n - 1)
+            exact = stats.nct.sf(critical, n - 1, shift) + stats.nct.cdf(-critical, n - 1, shift)
+            assert power(effect, n) == pytest.approx(exact, abs=1e-5)
+
+
+def experiments(n: int, difference: float, count: int, seed: int) -> Iterator[list[float]]:
+    """Paired differences of `count` simulated ablations: a noisy baseline, and an arm that is `difference` off."""
+    draw = random.Random(seed)
+    for _ in range(count):
+        # What a seed does to both arms (initial weights, order of data) is far larger than what it does to one.
+        shared = [draw.gauss(4.0, 0.05) for _ in range(n)]
+        baseline, arm = ([s + draw.gauss(0, 0.005) for s in shared] for _ in range(2))
+        yield [a + difference - b for a, b in zip(arm, baseline, strict=True)]
+
+
+SPREAD = 0.005 * math.sqrt(2)  # of a paired difference above
+COUNT = 1500
+
+
+def within_chance(hits: int, share: float) -> bool:
+    """Whether `hits` of COUNT fits `share`: within four binomial standard deviations, which chance leaves once in 16,000."""
+    return abs(hits / COUNT - share) < 4 * math.sqrt(share * (1 - share) / COUNT)
+
+
+@pytest.mark.parametrize("n", (2, 3, 5))
+def test_an_absent_difference_is_found_in_five_percent_and_the_interval_covers_it(n: int) -> None:
+    found = [paired(d) for d in experiments(n, 0.0, COUNT, seed=n)]
+    assert within_chance(sum(f.p < 0.05 for f in found), 0.05)
+    assert within_chance(sum(f.low <= 0 <= f.high for f in found), 0.95)
+    assert all((f.p < 0.05) == (not f.low <= 0 <= f.high) for f in found)
+
+
+@pytest.mark.parametrize("n", (3, 5))
+def test_a_planted_difference_is_found_as_often_as_promised(n: int) -> None:
+    planted = detectable(SPREAD, n)
+    found = [paired(d) for d in experiments(n, -planted, COUNT, seed=10 + n)]
+    assert within_chance(sum(f.p < 0.05 for f in found), 0.80)
+    assert within_chance(sum(f.low <= -planted <= f.high for f in found), 0.95)
+    large = [paired(d) for d in experiments(n, 10 * planted, 200, seed=20 + n)]
+    assert all(f.p < 0.05 and f.low > 0 for f in large)
+
+
+def test_pairing_is_what_finds_it() -> None:
+    """The same difference between unpaired seeds would drown in what a seed does to both arms."""
+    planted, hits = detectable(SPREAD, 5), 0
+    for d in experiments(5, planted, 200, seed=1):
+        hits += (
+            paired([x + s for x, s in zip(d, random.Random(d[0]).choices((-0.07, 0.07), k=5), strict=True)]).p < 0.05
+        )
+    assert hits < 40  # of 200; paired it is 160
+
+
+def test_power_matches_published_tables() -> None:
+    # G*Power 3.1, difference between two dependent means, two-sided, alpha 0.05
+    assert power(0.5, 34) == pytest.approx(0.8077775, abs=1e-5)
+    assert power(1.0, 10) == pytest.approx(0.8031, abs=1e-4)
+    assert power(0.0, 4) == pytest.approx(0.05, abs=1e-6)
+    for n in (2, 3, 5, 20):
+        assert power(detectable(1.0, n), n) == pytest.approx(0.8, abs=1e-6)
+    assert detectable(0.2, 3) == pytest.approx(0.2 * detectable(1.0, 3))
+
+
+def test_sign_flips() -> None:
+    assert sign_flip_p([0.1, 0.2, 0.3]) == 0.25  # all of one sign: 2 of 8
+    assert sign_flip_p([0.3, 0.3, 0.3, 0.3, 0.3]) == 2 / 32
+    assert sign_flip_p([0.1, -0.1]) == 1.0
+    d = [0.5, -0.2, 0.9, 0.4]
+    flipped = [sum(s * x for s, x in zip(signs, d, strict=True)) for signs in itertools.product((1, -1), repeat=4)]
+    count = sum(abs(total) >= 1.6 - 1e-9 for total in flipped)
+    assert sign_flip_p(d) == count / 16
+    false = sum(sign_flip_p(d) <= 1 / 16 for d in experiments(5, 0.0, COUNT, seed=7))
+    assert within_chance(false, 1 / 16)
+
+
+def test_holm() -> None:
+    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert holm([0.5, 0.9]) == [1.0, 1.0] and holm([]) == []
+
+
+def test_what_a_few_seeds_cannot_say() -> None:
+    single = paired([0.4])
+    assert (single.n, single.mean) == (1, 0.4)
+    assert single.sd is single.low is single.high is single.p is single.p_permutation is single.detectable is None
+    assert mean_sd([2.0]) == (2.0, None)
+    same = paired([0.0, 0.0, 0.0])
+    assert same.p == 1.0 and same.p_permutation == 1.0 and (same.low, same.high) == (0.0, 0.0)
+    assert paired([0.25, 0.25]).p == 0.0
+    for wrong in ([], [0.1, math.nan], [math.inf]):
+        with pytest.raises(ValueError, match="leave out the seeds that diverged"):
+            paired(wrong)
+
+
+def test_power_laws_are_recovered() -> None:
+    sizes = [1e5, 4e5, 1e6, 2e6]
+    baseline, other = ([a * n**-0.08 for n in sizes] for a in (12.0, 12.0 * 0.62**0.08))
+    fits = [power_law(sizes, losses) for losses in (baseline, other)]
+    assert fits[0] == (pytest.approx(12.0), pytest.approx(0.08))
+    assert size_ratio(*fits, size=5e5) == pytest.approx(0.62)
+    assert math.isnan(size_ratio(fits[0], (3.0, -0.01), size=5e5))
+    with pytest.raises(ValueError, match="two sizes"):
+        power_law([1e5, 1e5], [3.0, 3.1])
+
+
+def test_spikes_are_counted_against_the_running_median() -> None:
+    calm = [8.0 * 0.99**i + 0.05 * (-1) ** i for i in range(200)]
+    assert spikes(calm) == 0
+    jumped = list(calm)
+    jumped[60] += 1.5  # 0.6 and more above the median of what came before, which is of a higher loss
+    jumped[120:123] = [loss + 2.0 for loss in jumped[120:123]]
+    assert spikes(jumped, window=10) == 4
+    assert spikes(jumped, window=10, over=1.6) == 3
+    assert spikes(jumped, window=10, over=2.5) == 0
+    assert spikes([9.0, 1.0, 9.0]) == 0  # no history to judge by

@@ -1,0 +1,118 @@
+"""Experiments and tiers: every one loads, its arms are what they claim to be; and what is refused before any training."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from configs import CONFIG_DIR
+from model.decoder import Decoder
+from scripts import ablate
+from scripts.ablate import AblateConfig, Run, plan
+from tests.scripts.conftest import quoted
+
+EXPERIMENTS = sorted(path.stem for path in (CONFIG_DIR / "ablation" / "experiment").glob("*.yaml"))
+TIERS = sorted(path.stem for path in (CONFIG_DIR / "ablation" / "tier").glob("*.yaml"))
+
+
+def composed(shards: Path, *overrides: str) -> AblateConfig:
+    data = f"train={quoted(f'data.dir={shards}')}"
+    with initialize_config_dir(str(CONFIG_DIR), version_base=None):
+        return OmegaConf.to_object(compose("ablate", [data, *overrides]))
+
+
+def test_the_experiments_promised_are_there() -> None:
+    promised = "main ablation_v1 ablation_v2 introspective scaling lr_stability hybrid head_count".split()
+    assert sorted(promised) == EXPERIMENTS and TIERS == ["cpu", "gpu"]
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_every_experiment_loads_and_its_arms_match(experiment: str, tier: str, shards: Path, tmp_path: Path) -> None:
+    cfg = composed(shards, f"experiment={experiment}", f"tier={tier}", "seeds=1")
+    arms, runs = plan(cfg, tmp_path)  # refuses arms off by more than 0.5 % where `matched` is claimed
+    assert cfg.matched and len(runs) == len(arms) == len(cfg.arms) * max(1, len(cfg.grid))
+    for arm in arms:
+        if arm.reference:
+            (reference,) = (other for other in arms if other.name == arm.reference)
+            assert reference.point == arm.point and reference.arm == next(iter(cfg.arms))
+            assert arm.facts["params_non_embedding"] == pytest.approx(
+                reference.facts["params_non_embedding"], rel=0.005
+            )
+            ours, theirs = (named(runs, f"{name}-s1").config.model for name in (arm.name, reference.name))
+            assert asdict(ours) != asdict(theirs)
+    if experiment in ("main", "ablation_v1"):
+        params = arms[0].facts["params_non_embedding"]
+        assert params == pytest.approx({"cpu": 1.05e6, "gpu": 29.4e6}[tier], rel=0.01)
+        assert (arms[0].facts["heads"], arms[0].facts["d"]) == ("16", {"cpu": "16", "gpu": "48"}[tier])
+
+
+def named(runs: list[Run], name: str) -> Run:
+    return next(run for run in runs if run.name == name)
+
+
+@pytest.mark.parametrize("experiment", ("main", "ablation_v1", "ablation_v2", "introspective", "hybrid"))
+def test_every_arm_computes_a_loss_and_gradients(experiment: str, shards: Path, tmp_path: Path) -> None:
+    tokens = torch.randint(0, 257, (1, 9), generator=torch.Generator().manual_seed(0))
+    for run in plan(composed(shards, f"experiment={experiment}", "seeds=1"), tmp_path)[1]:
+        loss = Decoder(run.config.model, seed=1)(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        assert loss.item() == pytest.approx(5.55, abs=0.3), run.name  # ln 257
+
+
+def test_table_6_has_its_shapes(shards: Path, tmp_path: Path) -> None:
+    arms = {arm.name: arm for arm in plan(composed(shards, "experiment=ablation_v1", "seeds=1"), tmp_path)[0]}
+    shapes = {name: (arm.facts["heads"], arm.facts["d"], arm.facts["head_norm"]) for name, arm in arms.items()}
+    assert shapes["baseline"] == ("16", "16", "no") and shapes["half_heads"] == ("8", "32", "no")
+    assert shapes["diff"] == ("8", "16", "yes") and shapes["no_head_norm"] == ("8", "16", "no")
+
+
+def test_the_last_of_several_overrides_stands() -> None:
+    assert ablate.merged(["steps=5", "+a.b=1"], ["a.b=2"], ["steps=7", "seed=1"]) == ["a.b=2", "steps=7", "seed=1"]
+
+
+def test_jobs_share_cores_and_take_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert "OMP_NUM_THREADS" not in ablate.environment(0, 1, [])
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    assert ablate.environment(0, 3, [])["OMP_NUM_THREADS"] == "2"
+    assert [ablate.environment(slot, 3, ["0", "3"])["CUDA_VISIBLE_DEVICES"] for slot in range(3)] == ["0", "3", "0"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    (
+        (("seeds=0",), "use seeds=3"),
+        (("seeds=[1,1]",), "use seeds=3"),
+        (("seeds=[1,x]",), "use seeds=3"),
+        (("jobs=0",), "use jobs=1"),
+        (("evaluations=[perplexty]",), "use attention_noise"),
+        (("evaluations=[perplexity,perplexity]",), "list each one once"),
+        (('evaluations=["perplexity tokns=5"]',), "did you mean 'tokens'"),
+        (('+arms.odd=["model=nope"]',), "arm odd"),
+        (('+arms.odd=["model.n_hed=3"]',), "did you mean 'model.n_head'"),
+        (('+arms.odd=["model.d_ff=999"]',), "matched=false"),
+        (('+grid={lr/3:["steps=1"]}',), "letters, digits"),
+        (("only=nobody-s1",), "use one of baseline-s1, gated-s1"),
+        (("launcher=joblib",), "needs the package 'hydra-joblib-launcher': pip install hydra-joblib-launcher"),
+        (("tier=tpu",), "cpu gpu"),
+        (("seed=3",), "seed"),
+    ),
+)
+def test_wrong_input(
+    arguments: tuple[str, ...],
+    says: str,
+    shards: Path,
+    tmp_path: Path,
+    call: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "hydra_plugins.hydra_joblib_launcher", None)  # as if not installed
+    data = f"train={quoted(f'data.dir={shards}')}"
+    assert says in call("experiment=main", data, f"runs={tmp_path}", *arguments)
+    assert not list(tmp_path.rglob("checkpoints"))
