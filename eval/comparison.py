@@ -135,7 +135,7 @@ def _what(name: str, run: Run) -> Any:
         return results.get("sha256")
     if name not in EVALUATIONS:
         return {key: value for key, value in run.evals[name]["config"].items() if key not in ("run", "device", "batch")}
-    given = {key: run.evals[name]["config"].get(key) for key in ("seed", "text", "shards", "samples")}
+    given = {key: run.evals[name]["config"].get(key) for key in ("seed", "text", "shards", "samples", "style")}
     if name == "attention_noise":
         return given, results.get("length"), list(results["signed"]["depths"])
     return given, [[cell[key] for key in ("length", "depth", "needles", "asked")] for cell in results["cells"]]
