@@ -46,13 +46,26 @@ def command(name: str, schema: type) -> Callable[[Callable[[Any], None]], Callab
 
         @functools.wraps(main)
         def entry() -> None:
-            os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise, instead of printing several lines of its own
-            with one_line_errors(schema):
+            with one_line_errors(schema), _hydra_raises():
                 hydra.main(version_base=None, config_path=str(CONFIG_DIR), config_name=name)(task)()
 
         return entry
 
     return decorate
+
+
+@contextlib.contextmanager
+def _hydra_raises() -> Iterator[None]:
+    """Within it Hydra raises errors instead of printing several lines of its own."""
+    before = os.environ.get("HYDRA_FULL_ERROR")
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["HYDRA_FULL_ERROR"]
+        else:
+            os.environ["HYDRA_FULL_ERROR"] = before
 
 
 def _hydra_settings(header: str) -> dict[str, Any]:

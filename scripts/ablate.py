@@ -2,7 +2,7 @@
 
     python scripts/ablate.py experiment=main seeds=3 [tier=gpu] [jobs=2] [launcher=slurm] [train=[steps=300]]
 
-experiment: a file of configs/ablation/experiment/. seeds: a number (1 to N) or a list. Every arm and seed is a run of
+experiment: a file of configs/ablations/experiment/. seeds: a number (1 to N) or a list. Every arm and seed is a run of
 train.py, runs/ablate/NAME/ARM-sSEED, then evaluated. Ends in runs/ablate/NAME/results.json, table.md and figures/.
 """
 
@@ -215,7 +215,7 @@ def arm_list(cfg: AblateConfig) -> list[tuple[Arm, list[str]]]:
         raise ValueError("metrics is empty, so nothing would be compared: use '+metrics.valid=perplexity.loss'")
     if not cfg.arms:
         raise ValueError(
-            "the experiment has no arms: list them under arms:, as configs/ablation/experiment/main.yaml does"
+            "the experiment has no arms: list them under arms:, as configs/ablations/experiment/main.yaml does"
         )
     found, first = [], next(iter(cfg.arms))
     for point, at in (cfg.grid or {"": []}).items():

@@ -16,8 +16,8 @@ from scripts import ablate
 from scripts.ablate import AblateConfig, Run, plan
 from tests.scripts.conftest import quoted
 
-EXPERIMENTS = sorted(path.stem for path in (CONFIG_DIR / "ablation" / "experiment").glob("*.yaml"))
-TIERS = sorted(path.stem for path in (CONFIG_DIR / "ablation" / "tier").glob("*.yaml"))
+EXPERIMENTS = sorted(path.stem for path in (CONFIG_DIR / "ablations" / "experiment").glob("*.yaml"))
+TIERS = sorted(path.stem for path in (CONFIG_DIR / "ablations" / "tier").glob("*.yaml"))
 
 
 def composed(shards: Path, *overrides: str) -> AblateConfig:
