@@ -122,7 +122,10 @@ def _value(folder: Path, path: str, own: dict[str, float], diverged: bool) -> fl
         return None
     found: Any = json.loads(file.read_text())["results"]
     for key in keys:
-        found = found.get(key) if isinstance(found, dict) else None
+        if isinstance(found, list):  # of rows: the one whose first value is the key, as bits.4.loss_change
+            found = next((row for row in found if str(next(iter(row.values()), None)) == key), None)
+        else:
+            found = found.get(key) if isinstance(found, dict) else None
     return float(found) if isinstance(found, (int, float)) and math.isfinite(found) else None
 
 

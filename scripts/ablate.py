@@ -56,6 +56,7 @@ class TierConfig:
     n_head: int = MISSING
     head_dim: int = MISSING
     more_heads_d_ff: int | None = None
+    retrieval_steps: int | None = None  # steps in which a needle is learned
     train: list[str] = field(default_factory=list)
     sizes: dict[str, list[str]] = field(default_factory=dict)
 

@@ -88,6 +88,14 @@ def test_a_run_is_read_whole(tmp_path: Path) -> None:
     assert (record.seconds, record.tokens_per_s, record.version) == (20.0, 128.0, "abc")
 
 
+def test_a_metric_may_name_a_row_of_a_list(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a-s1", 2.0)
+    rows = [{"bits": 8, "loss_change": 0.1}, {"bits": 4, "loss_change": 0.4}]
+    (folder / "eval" / "quantization.json").write_text(json.dumps({"results": {"bits": rows}}))
+    paths = {f"{bits}-bit": f"quantization.bits.{bits}.loss_change" for bits in (8, 4, 2)}
+    assert read_run(folder, 1, paths, SpikeConfig()).values == {"8-bit": 0.1, "4-bit": 0.4, "2-bit": None}
+
+
 def test_a_diverged_run_has_spikes_but_no_losses(tmp_path: Path) -> None:
     record = read_run(write_run(tmp_path / "a-s1", 2.0, diverged=True), 1, METRICS, SpikeConfig())
     assert record.values == {"valid": None, "AR-Hit": None, "spikes": 1}

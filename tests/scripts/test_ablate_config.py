@@ -27,7 +27,7 @@ def composed(shards: Path, *overrides: str) -> AblateConfig:
 
 
 def test_the_experiments_promised_are_there() -> None:
-    promised = "main ablation_v1 ablation_v2 introspective scaling lr_stability hybrid head_count".split()
+    promised = "main ablation_v1 ablation_v2 introspective scaling lr_stability hybrid head_count retrieval".split()
     assert sorted(promised) == EXPERIMENTS and TIERS == ["cpu", "gpu"]
 
 
@@ -56,7 +56,7 @@ def named(runs: list[Run], name: str) -> Run:
     return next(run for run in runs if run.name == name)
 
 
-@pytest.mark.parametrize("experiment", ("main", "ablation_v1", "ablation_v2", "introspective", "hybrid"))
+@pytest.mark.parametrize("experiment", ("main", "ablation_v1", "ablation_v2", "introspective", "hybrid", "retrieval"))
 def test_every_arm_computes_a_loss_and_gradients(experiment: str, shards: Path, tmp_path: Path) -> None:
     tokens = torch.randint(0, 257, (1, 9), generator=torch.Generator().manual_seed(0))
     for run in plan(composed(shards, f"experiment={experiment}", "seeds=1"), tmp_path)[1]:
