@@ -1,7 +1,10 @@
-"""Publish a report's numbers and tables: python scripts/publish.py report=runs/quickstart/report.html
+"""Publish the numbers and tables of a report, an ablation or a comparison of conversions.
 
-No table is typed by hand: in README.md and docs/RESULTS.md, between `<!-- NAME table -->` and `<!-- end -->`, stands the
-report's own, and tests/test_readme.py compares the two.
+    python scripts/publish.py of=runs/quickstart            # report.{json,md} beside report.html
+    python scripts/publish.py of=runs/ablate/main           # results.json and table.md; name=OTHER calls it otherwise
+
+No table is typed by hand: in README.md and docs/RESULTS.md, between `<!-- NAME table -->` and `<!-- end -->`, stands what
+the command has written, and tests/test_readme.py compares the two.
 """
 
 import re
@@ -17,27 +20,31 @@ sys.path.insert(0, str(ROOT))
 
 from configs import command  # noqa: E402
 
+PAIRS = (("report.json", "report.md"), ("results.json", "table.md"))  # numbers and table, as the commands name them
+
 
 @dataclass
 class PublishConfig:
-    """report: a report.html that eval.report wrote. name: of the result, under docs/results/."""
+    """of: the folder that eval.report, scripts/ablate.py or scripts/convert.py wrote. name: under docs/results/, its own."""
 
-    report: str = MISSING
-    name: str = "quickstart"
+    of: str = MISSING
+    name: str | None = None
 
 
 @command("publish", PublishConfig)
 def main(cfg: PublishConfig) -> None:
-    report, target = Path(cfg.report), ROOT / "docs" / "results" / cfg.name
-    if not report.with_suffix(".json").is_file():
-        raise FileNotFoundError(f"{report} has no report.json beside it: run python -m eval.report out={report} first")
+    source, name = Path(cfg.of), cfg.name or Path(cfg.of).resolve().name
+    pair = next((pair for pair in PAIRS if all((source / file).is_file() for file in pair)), None)
+    if pair is None:
+        raise FileNotFoundError(
+            f"{source} has neither report.json nor results.json: run eval.report or scripts/ablate.py"
+        )
+    target = ROOT / "docs" / "results" / name
     target.mkdir(parents=True, exist_ok=True)
-    for suffix in (".json", ".md"):
-        shutil.copy(report.with_suffix(suffix), target / f"report{suffix}")
-    for figure in (report.parent / "figures").glob("*.png"):
-        shutil.copy(figure, target)
-    block = f"<!-- {cfg.name} table -->\n{(target / 'report.md').read_text()}<!-- end -->"
-    marked = re.compile(rf"<!-- {cfg.name} table -->\n.*?<!-- end -->", flags=re.DOTALL)
+    for path in (*(source / file for file in pair), *(source / "figures").glob("*.png")):
+        shutil.copy(path, target)
+    block = f"<!-- {name} table -->\n{(target / pair[1]).read_text()}<!-- end -->"
+    marked = re.compile(rf"<!-- {name} table -->\n.*?<!-- end -->", flags=re.DOTALL)
     for document in (ROOT / "README.md", ROOT / "docs" / "RESULTS.md"):
         document.write_text(marked.sub(lambda _: block, document.read_text()))
     print(f"{target}: {len(list(target.iterdir()))} files; README.md and docs/RESULTS.md updated")
