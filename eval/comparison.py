@@ -36,6 +36,7 @@ class Run:
     facts: dict[str, Any]  # first line of metrics.jsonl
     train: list[dict[str, float]]
     val: list[dict[str, float]]
+    monitor: list[dict[str, float]]  # lines of training/monitor.py
     evals: dict[str, dict[str, Any]]
 
     @property
@@ -78,6 +79,7 @@ def read_run(folder: Path) -> Run:
         facts=lines[0],
         train=[line for line in lines if "loss" in line],
         val=[line for line in lines if "val_loss" in line],
+        monitor=[line for line in lines if "monitor_s" in line],
         evals=evals,
     )
 
