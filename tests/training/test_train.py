@@ -166,14 +166,6 @@ def test_warm_up_masks_and_attention_dropout_train_and_are_evaluated_as_trained(
     torch.testing.assert_close(model(tokens)[:, 9:], model(other)[:, 9:])
 
 
-def test_wandb_offline_mirrors_the_metrics(shards: Path, tmp_path: Path) -> None:
-    pytest.importorskip("wandb")
-    arguments = train_arguments(shards, tmp_path / "run", "steps=2", "wandb=offline")
-    done = run_command(*arguments, env={"WANDB_SILENT": "true"})
-    assert done.returncode == 0, done.stderr
-    assert list((tmp_path / "run" / "wandb").glob("offline-run-*"))
-
-
 @pytest.mark.parametrize(
     ("overrides", "says"),
     (
