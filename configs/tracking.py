@@ -29,7 +29,7 @@ def start_wandb(mode: str, run_dir: Path, config: dict[str, Any]) -> Any | None:
         job_type=arm_of(run_dir.name, config.get("seed")),
         tags=[f"seed {config.get('seed')}"],
         config=config,
-        **common(wandb, mode, run_dir),
+        **common(wandb, mode, run_dir, run_dir),
     )
     run.define_metric("step", hidden=True)
     run.define_metric("*", step_metric="step")
@@ -49,11 +49,11 @@ def import_wandb(mode: str) -> Any | None:
     return wandb
 
 
-def common(wandb: Any, mode: str, folder: Path) -> dict[str, Any]:
-    """What all our runs start with; `folder` is the run's own, its parent the experiment's."""
+def common(wandb: Any, mode: str, folder: Path, run_dir: Path) -> dict[str, Any]:
+    """What all our runs start with: `folder` takes wandb's own files, the group is what holds `run_dir`."""
     return {
         "project": os.environ.get("WANDB_PROJECT", PROJECT),
-        "group": os.environ.get("WANDB_RUN_GROUP", folder.resolve().parent.name),
+        "group": os.environ.get("WANDB_RUN_GROUP", run_dir.resolve().parent.name),
         "dir": folder,
         "mode": mode,
         "settings": wandb.Settings(disable_git=True, disable_code=True),
@@ -71,7 +71,7 @@ def mirror(run: Any, line: dict[str, Any]) -> None:
 def log_report(
     mode: str, page: Path, figures: dict[str, Path], folders: dict[str, Path], summary: dict[str, Any]
 ) -> None:
-    """A run of its own for a report: page, figures (heading -> PNG), numbers, and all of its files as one artifact.
+    """A run of its own for a report: page, figures (name -> PNG), summary, and all of its files as one artifact.
 
     folders: label -> run folder, whose own figures and evaluations go into the artifact as well. Repeated, it is the
     artifact's next version.
@@ -79,12 +79,13 @@ def log_report(
     if (wandb := import_wandb(mode)) is None:
         return
     beside = [page, page.with_suffix(".json"), page.with_suffix(".md"), page.with_name(f"{page.stem}_viewer.html")]
-    files = {path.name: path for path in [*beside, *page.parent.glob("figures/*.png")] if path.is_file()}
+    files = {path.name: path for path in beside if path.is_file()}
+    files |= {f"{name}.png": path for name, path in figures.items()}
     for label, folder in folders.items():
         found = [*folder.glob("figures/*.png"), *folder.glob("eval/*.json"), folder / "config.yaml"]
         files |= {f"runs/{label}/{path.relative_to(folder)}": path for path in found}
-    first = next(iter(folders.values()))
-    run = wandb.init(name=page.stem, job_type="report", config={"runs": list(folders)}, **common(wandb, mode, first))
+    options = common(wandb, mode, page.parent, next(iter(folders.values())))
+    run = wandb.init(name=page.stem, job_type="report", config={"runs": list(folders)}, **options)
     group = re.sub(r"[^\w.-]+", "-", run.group)
     artifact = wandb.Artifact(f"report-{group}", type="report")
     for name, path in files.items():

@@ -178,7 +178,7 @@ def headlines(found: list[Contrast]) -> list[str]:
 # What an arm's layers weigh their maps with, as training/monitor.py names it: pattern of its keys, label of the axis.
 WEIGHTS = (
     (r"monitor/(layer)_(\d+)/lambda", "lambda"),
-    (r"monitor/(layer)_(\d+)/gate", "gate, mean over heads and tokens"),
+    (r"monitor/(layer)_(\d+)/gate", "gate"),
     (r"monitor/mean/(path)_(\d+)", "path weight, mean over layers"),
 )
 STATISTICS = {"entropy": "entropy (nats)", "first": "share on the first token", "negative": "share of negative mass"}
@@ -214,7 +214,7 @@ def draw_weights(path: Path, arm: Arm) -> None:
         ax.set(xlabel="training tokens (millions)", ylabel=label, title=_named(arm))
         ax.margins(y=0.12)
         ax.grid(axis="y")
-        ax.figure.legend(loc="outside lower center", ncols=4, columnspacing=1)
+        ax.figure.legend(loc="outside lower center", ncols=4, columnspacing=1, handlelength=1.2)
 
 
 def draw_statistic(path: Path, arms: list[Arm], name: str) -> None:
@@ -226,7 +226,7 @@ def draw_statistic(path: Path, arms: list[Arm], name: str) -> None:
             band(ax, arm, measured, marker="o", markersize=2.5)
         ax.set(xlabel="training tokens (millions)", ylabel=STATISTICS[name])
         ax.grid(axis="y")
-        ax.figure.legend(loc="outside lower center", ncols=min(3, len(arms)), columnspacing=1)
+        ax.figure.legend(loc="outside lower center", ncols=min(3, len(arms)), columnspacing=1, handlelength=1.2)
 
 
 HATCHES = {"-": "", "--": "//", ":": "..", "-.": "xx"}  # for arms of one variant, as the line styles
@@ -351,9 +351,10 @@ def _monitor_figures(arms: list[Arm], folder: Path) -> list[Figure]:
         figures.append(
             Figure(
                 "Lambda during training",
-                "What each layer weighs its maps with, from the first step to the last: lambda of differential attention (of "
-                "diff_v2 the mean over heads and tokens), the gates of gated attention, the path weights of introspective "
-                f"attention. Dark is the first layer or path. Read on a fixed batch of held-out text.{source}",
+                "What each layer weighs its maps with, from the first step to the last: lambda of differential attention, the "
+                "gates of gated attention, the path weights of introspective attention. Where it depends on the token and "
+                "the head, the mean over both. Dark is the first layer or path; the layers are evenly chosen. Read on a "
+                f"fixed batch of held-out text.{source}",
                 paths,
                 [f"Curves of {weight_curves(arm)[1]} against tokens, {arm.label}" for arm in weighing],
                 wide=False,

@@ -78,8 +78,14 @@ def write_report(
     write_atomically(out, page(content, out).encode())
     print_report(arms, rows, found, remarks)
     print(f"report  {out} ({len(runs)} runs, {len(arms)} arms, {len(figures)} figures)")
-    images = {f"figures/{path.stem}": path for drawn in figures for path in drawn.images}
-    log_report(wandb, out, images, {run.label: run.folder for run in runs}, _values(arms, rows))
+    own = [path for drawn in figures for path in drawn.images if path.parent == out.parent / "figures"]
+    log_report(
+        wandb,
+        out,
+        {f"figures/{path.stem}": path for path in own},
+        {run.label: run.folder for run in runs},
+        _values(arms, rows),
+    )
     return rows
 
 
