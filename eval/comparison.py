@@ -36,8 +36,8 @@ class Run:
     facts: dict[str, Any]  # first line of metrics.jsonl
     train: list[dict[str, float]]
     val: list[dict[str, float]]
-    monitor: list[dict[str, float]]  # lines of training/monitor.py
     evals: dict[str, dict[str, Any]]
+    monitor: list[dict[str, float]] = field(default_factory=list)  # lines of training/monitor.py
 
     @property
     def seed(self) -> int | None:
@@ -79,8 +79,8 @@ def read_run(folder: Path) -> Run:
         facts=lines[0],
         train=[line for line in lines if "loss" in line],
         val=[line for line in lines if "val_loss" in line],
-        monitor=[line for line in lines if "monitor_s" in line],
         evals=evals,
+        monitor=[line for line in lines if "monitor_s" in line],
     )
 
 

@@ -343,7 +343,7 @@ def _loss_figure(arms: list[Arm], path: Path) -> Figure:
 def _monitor_figures(arms: list[Arm], folder: Path) -> list[Figure]:
     """lambda (gates, path weights) by layer, and statistics of the maps, over training, where they were monitored."""
     figures = []
-    source = f"{_over_seeds(arms)} (<code>python train.py monitor.every=100</code>)"
+    source = f"{_over_seeds(arms)} (<code>python train.py</code>)"
     if weighing := [arm for arm in arms if weight_curves(arm)[0]]:
         paths = [folder / f"lambda_{_slug(arm)}.png" for arm in weighing]
         for arm, path in zip(weighing, paths, strict=True):

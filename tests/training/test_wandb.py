@@ -5,13 +5,13 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from configs.tracking import arm_of
 from tests.conftest import run_command, train_arguments
+from tests.wandb_stub import WandbStub
 from training.checkpoint import checkpoints
 from training.metrics import Metrics
 
@@ -99,29 +99,8 @@ def test_no_secret_is_written(parts: tuple) -> None:
         assert not any(secret.encode() in content for secret in SECRETS.values()), path
 
 
-class Stub:
-    """A wandb that remembers what it was asked for."""
-
-    def __init__(self) -> None:
-        self.started, self.logged, self.summary, self.config, self.metrics = [], [], {}, {}, []
-        self.run = SimpleNamespace(
-            summary=self.summary,
-            config=SimpleNamespace(update=lambda values, allow_val_change: self.config.update(values)),
-            log=self.logged.append,
-            define_metric=lambda *given, **options: self.metrics.append((given, options)),
-            finish=lambda: self.logged.append("finished"),
-        )
-
-    def Settings(self, **options: Any) -> dict[str, Any]:  # noqa: N802
-        return options
-
-    def init(self, **options: Any) -> SimpleNamespace:
-        self.started.append(options)
-        return self.run
-
-
 def test_an_online_run_is_resumed_by_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stub, run_dir = Stub(), tmp_path / "trial" / "gated-s7"
+    stub, run_dir = WandbStub(), tmp_path / "trial" / "gated-s7"
     run_dir.mkdir(parents=True)
     monkeypatch.setitem(sys.modules, "wandb", stub)
     monkeypatch.setenv("WANDB_PROJECT", "mine")
