@@ -56,6 +56,7 @@ def common(wandb: Any, mode: str, folder: Path, run_dir: Path) -> dict[str, Any]
         "group": os.environ.get("WANDB_RUN_GROUP", run_dir.resolve().parent.name),
         "dir": folder,
         "mode": mode,
+        "reinit": "finish_previous",  # a diverged trial of a sweep left its run open
         "settings": wandb.Settings(disable_git=True, disable_code=True),
     }
 
