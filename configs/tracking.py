@@ -1,7 +1,8 @@
 """Weights & Biases, where asked for: every training run is a run there, and so is every report, with its files.
 
-WANDB_PROJECT, WANDB_ENTITY and WANDB_RUN_GROUP are wandb's own settings and are followed. Beside the configuration nothing
-of the environment is sent: no code, and no git remote, whose address may hold a token.
+WANDB_PROJECT, WANDB_ENTITY and WANDB_RUN_GROUP are wandb's own settings and are followed. Sent are the configuration, the
+numbers, and what wandb notes of itself (host, command line, installed packages, terminal output); no environment variables,
+no code, and no git remote, whose address may hold a token.
 """
 
 import os

@@ -82,8 +82,10 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def last_val_loss(run_dir: Path) -> float:
-    """The validation loss at the end of a finished run."""
-    return [line["val_loss"] for line in read_lines(run_dir / "metrics.jsonl") if "val_loss" in line][-1]
+    """The validation loss at the end of a finished run; NaN where none was written."""
+    path = run_dir / "metrics.jsonl"
+    losses = [line["val_loss"] for line in read_lines(path) if "val_loss" in line] if path.is_file() else []
+    return losses[-1] if losses else float("nan")
 
 
 def _keep_until(path: Path, step: int) -> list[dict[str, Any]]:
