@@ -27,7 +27,8 @@ from model.decoder import Decoder, matched
 from training import checkpoint
 from training.checkpoint import CheckpointConfig
 from training.distributed import World, join_world, pick_dtype
-from training.metrics import Metrics, Stopwatch, clock, log_line, memory_gb, peak_flops
+from training.metrics import Metrics, Stopwatch, clock, last_val_loss, log_line, memory_gb, peak_flops
+from training.monitor import MonitorConfig, monitor_of
 from training.optim import OptimConfig, build_optimizers, set_lr
 from training.schedule import lr_factor
 
@@ -40,6 +41,7 @@ class TrainConfig:
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    monitor: MonitorConfig = field(default_factory=MonitorConfig)
     steps: int = 1000
     batch_tokens: int = 16384  # per optimizer step, over all processes
     micro_batch: int | None = None  # sequences per process and forward pass; None: all of them, no accumulation
@@ -58,16 +60,28 @@ class TrainConfig:
 
 
 @command("train", TrainConfig)
-def main(cfg: TrainConfig) -> None:
+def main(cfg: TrainConfig) -> float:
     world = join_world(cfg.device)
     try:
-        train(cfg, world)
+        return train(cfg, world)
+    except Diverged as error:
+        if "direction" not in HydraConfig.get().sweeper:  # only a search goes on, and has learned something
+            raise
+        print(f"error: {error}", flush=True)
+        return float("inf")
     finally:
         world.close()
 
 
-def train(cfg: TrainConfig, world: World) -> None:
-    """Run `cfg` to its last step, or to the first signal; everything it leaves is in its run directory."""
+class Diverged(ValueError):
+    """The loss is no finite number any more."""
+
+
+def train(cfg: TrainConfig, world: World) -> float:
+    """Run `cfg` to its last step, or to the first signal; everything it leaves is in its run directory.
+
+    Returns the validation loss at the end, which a search over the configuration minimises.
+    """
     # ---------------------------------------- data
     folder = Path(cfg.data.dir)
     tokenizer = load_tokenizer(folder, cfg.data.tokenizer)
@@ -98,6 +112,8 @@ def train(cfg: TrainConfig, world: World) -> None:
     if world.size > 1:
         net = DistributedDataParallel(net, broadcast_buffers=False)  # all ranks make the same ones
 
+    monitor = monitor_of(cfg.monitor, model, val_windows, world.device)
+
     # ---------------------------------------- run directory: new, or continued
     run_dir = Path(cfg.run_dir or default_run_dir(cfg))
     first = start_or_resume(cfg, run_dir, model, optimizers, tokenizer, world)
@@ -105,7 +121,7 @@ def train(cfg: TrainConfig, world: World) -> None:
     if first == cfg.steps:
         if world.main:
             print(f"{run_dir}: already done, {first} steps")
-        return
+        return last_val_loss(run_dir)
     flops = model.flops_per_token()
     log = None
     if world.main:
@@ -122,6 +138,8 @@ def train(cfg: TrainConfig, world: World) -> None:
     peak = peak_flops(world.device)
     watch = Stopwatch(log.seconds_before if log else 0.0)  # of training alone: stands still in evaluation and saving
     step, logged, seconds = first, first, watch.seconds
+    if first == 0:
+        model.set_step(0)  # what warms up is seen at its beginning
     while True:
         last = step == cfg.steps
 
@@ -132,6 +150,11 @@ def train(cfg: TrainConfig, world: World) -> None:
             if log:
                 log.write(step=step, tokens=step * cfg.batch_tokens, val_loss=val_loss, time_s=round(watch.seconds, 2))
                 print(f"step {step}/{cfg.steps} | val loss {val_loss:.4f}", flush=True)
+
+        # once in a while: lambda, gates and entropies of a few layers (the main process looks)
+        if log and monitor and (last or step % cfg.monitor.every == 0) and (step > first or step == 0):
+            with watch.paused():
+                log.write(step=step, tokens=step * cfg.batch_tokens, **monitor.read())
 
         # once in a while: a checkpoint (the main process writes)
         stopping = stop.asked(world, step, cfg.log_every)
@@ -166,7 +189,7 @@ def train(cfg: TrainConfig, world: World) -> None:
         if step % cfg.log_every == 0 or step in (1, cfg.steps):
             loss = world.mean(loss).item()
             if not loss < float("inf"):
-                raise ValueError(f"the loss is {loss} at step {step}: lower optim.lr, or lengthen optim.warmup")
+                raise Diverged(f"the loss is {loss} at step {step}: lower optim.lr, or lengthen optim.warmup")
             speed = (step - logged) * cfg.batch_tokens / (watch.seconds - seconds)
             logged, seconds = step, watch.seconds
             line = {
@@ -189,6 +212,7 @@ def train(cfg: TrainConfig, world: World) -> None:
         print(f"{run_dir}: {how} after step {step} and {clock(watch.seconds)} of training", flush=True)
     if not last:
         raise SystemExit(0)  # ends a sweep too
+    return val_loss
 
 
 def sequences_per_step(cfg: TrainConfig, world: World) -> int:
@@ -231,7 +255,7 @@ def default_run_dir(cfg: TrainConfig) -> str:
     """runs/NAME, the same on every rank: the groups chosen, the seed and every other override."""
     choices, overrides = HydraConfig.get().runtime.choices, HydraConfig.get().overrides.task
     groups = [choices[group] for group in ("experiment", "model", "size", "data") if choices.get(group)]
-    named = ("experiment", "model", "size", "data", "seed", "resume", "wandb", "device", "runs", "run_dir")
+    named = ("experiment", "sweep", "model", "size", "data", "seed", "resume", "wandb", "device", "runs", "run_dir")
     others = [o.lstrip("+~") for o in overrides if o.split("=")[0].lstrip("+~") not in named]
     short = [
         re.sub(r"[^\w.-]+", "-", other.split(".")[-1] if "=" not in other else _last_key(other)) for other in others

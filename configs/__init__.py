@@ -24,15 +24,15 @@ USER_ERRORS = (ValueError, OSError, HydraException, OmegaConfBaseException)
 ASKED_FOR_TRACEBACK = os.environ.get("HYDRA_FULL_ERROR") == "1"
 
 
-def command(name: str, schema: type) -> Callable[[Callable[[Any], None]], Callable[[], None]]:
-    """Turn `main(cfg)` into a command line: `cfg` is a plain, checked `schema` object.
+def command(name: str, schema: type) -> Callable[[Callable[[Any], Any]], Callable[[], None]]:
+    """Turn `main(cfg)` into a command line: `cfg` is a plain, checked `schema` object. A sweep sees what it returns.
 
     A user's mistake (`ValueError`, `OSError`, a wrong override) prints `error: ...` on one line and exits with 2;
     HYDRA_FULL_ERROR=1 shows the traceback instead. The primary file `configs/NAME.yaml`, where there is one, starts its
     defaults with `NAME_schema` and `NAME_hydra`.
     """
 
-    def decorate(main: Callable[[Any], None]) -> Callable[[], None]:
+    def decorate(main: Callable[[Any], Any]) -> Callable[[], None]:
         store = ConfigStore.instance()
         store.store(name=f"{name}_schema", node=schema)
         hydra_settings = _hydra_settings(sys.modules[main.__module__].__doc__ or "")
@@ -40,9 +40,9 @@ def command(name: str, schema: type) -> Callable[[Callable[[Any], None]], Callab
         if not (CONFIG_DIR / f"{name}.yaml").exists():
             store.store(name=name, node={"defaults": [f"{name}_schema", f"{name}_hydra", "_self_"]})
 
-        def task(cfg: Any) -> None:
+        def task(cfg: Any) -> Any:
             with one_line_errors(schema):
-                main(OmegaConf.to_object(cfg))
+                return main(OmegaConf.to_object(cfg))
 
         @functools.wraps(main)
         def entry() -> None:
@@ -105,6 +105,8 @@ def explain(error: BaseException, schema: type) -> str:
     if isinstance(cause, MissingMandatoryValue):
         return f"'{key}' is required: add {key}=..."
     text = str(error).split("Config search path")[0]
+    if "'hydra/sweeper/optuna'" in text:
+        return "sweep=optuna needs the package 'hydra-optuna-sweeper': pip install hydra-optuna-sweeper"
     text = text.split("full_key:")[0] if key is None else f"{key}: {str(cause).split('full_key:')[0]}"
     return " ".join(text.split())
 

@@ -45,7 +45,7 @@ from eval.common import (
     write_result,
 )
 from eval.scoring import floats_per_token
-from model.attention.probe import probe
+from model.attention.probe import SINK, entropy, first_share, negative_share, probe
 from training.checkpoint import LoadedRun
 
 if TYPE_CHECKING:
@@ -56,8 +56,7 @@ NOISE = ("before", "after")
 READINGS = ("signed", "absolute")
 
 
-SINK = 0.3  # epsilon of arXiv 2410.10781
-SINK_LENGTH = 64  # and its T
+SINK_LENGTH = 64  # T of arXiv 2410.10781
 SINK_ROWS = 64  # query rows of longer windows
 
 
@@ -96,17 +95,6 @@ def head_rows(model: nn.Module, queries: list[Query], batch: int) -> tuple[list[
     return [np.stack(layer) for layer in zip(*masses, strict=True)], [np.stack(x) for x in zip(*shapes, strict=True)]
 
 
-def entropy(row: Tensor) -> Tensor:
-    """Entropy in nats of |row| / sum |row|: (..., S) -> (...)."""
-    share = row.abs() / row.abs().sum(-1, keepdim=True)
-    return torch.special.entr(share).sum(-1)
-
-
-def negative_share(row: Tensor) -> Tensor:
-    """Share of the absolute mass that is negative: (..., S) -> (...)."""
-    return row.clamp(max=0).abs().sum(-1) / row.abs().sum(-1)
-
-
 @torch.inference_mode()
 def sinks(model: nn.Module, hay: np.ndarray, length: int, windows: int, batch: int) -> dict[str, Any]:
     """Attention to the first token of `windows` windows of text, `length` tokens each (arXiv 2410.10781, section 3.2).
@@ -126,7 +114,7 @@ def sinks(model: nn.Module, hay: np.ndarray, length: int, windows: int, batch: i
     for part in batches(starts, batch, length, per_token):
         with probe(model, rows) as maps:
             model(pad_right([hay[start : start + length] for start in part], rows.device), rows=rows[-1:])
-        first = [(layer[..., 0].abs() / layer.abs().sum(-1)).mean(-1) for layer in maps.layers]  # (B, heads) each
+        first = [first_share(layer).mean(-1) for layer in maps.layers]  # (B, heads) each
         masses.append(torch.cat(first, dim=1).double().cpu().numpy())
         heads = [layer.shape[1] for layer in first]
     mass = np.concatenate(masses)  # (windows, heads of all layers)

@@ -37,6 +37,7 @@ class Run:
     train: list[dict[str, float]]
     val: list[dict[str, float]]
     evals: dict[str, dict[str, Any]]
+    monitor: list[dict[str, float]] = field(default_factory=list)  # lines of training/monitor.py
 
     @property
     def seed(self) -> int | None:
@@ -79,6 +80,7 @@ def read_run(folder: Path) -> Run:
         train=[line for line in lines if "loss" in line],
         val=[line for line in lines if "val_loss" in line],
         evals=evals,
+        monitor=[line for line in lines if "monitor_s" in line],
     )
 
 

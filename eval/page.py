@@ -33,14 +33,16 @@ def smooth(values: np.ndarray, window: int) -> np.ndarray:
 def band(ax: "Axes", arm: Arm, curves: list[tuple[np.ndarray, np.ndarray]], **look: Any) -> np.ndarray:
     """Draw the mean of an arm's curves (x, y) and what lies between the lowest and the highest; returns the mean.
 
-    Curves of other x are interpolated to those of the first, as far as all of them reach.
+    look: of the line, in the arm's own colour, style and name unless it says otherwise. Curves of other x are interpolated
+    to those of the first, as far as all of them reach.
     """
     x = curves[0][0]
     x = x[(x >= max(c[0].min() for c in curves)) & (x <= min(c[0].max() for c in curves))]
     y = np.stack([np.interp(x, *curve) for curve in curves])  # (seeds, points)
-    ax.plot(x, y.mean(0), arm.line, color=arm.colour, label=_named(arm), **look)
+    look = {"color": arm.colour, "linestyle": arm.line, "label": _named(arm), **look}
+    ax.plot(x, y.mean(0), **look)
     if len(curves) > 1:
-        ax.fill_between(x, y.min(0), y.max(0), color=arm.colour, alpha=0.22, linewidth=0)
+        ax.fill_between(x, y.min(0), y.max(0), color=look["color"], alpha=0.22, linewidth=0)
     return y.mean(0)
 
 
@@ -173,6 +175,60 @@ def headlines(found: list[Contrast]) -> list[str]:
     return [name for name in HEADLINES if any(contrast.name == name and contrast.n > 1 for contrast in found)]
 
 
+# What an arm's layers weigh their maps with, as training/monitor.py names it: pattern of its keys, label of the axis.
+WEIGHTS = (
+    (r"monitor/(layer)_(\d+)/lambda", "lambda"),
+    (r"monitor/(layer)_(\d+)/gate", "gate"),
+    (r"monitor/mean/(path)_(\d+)", "path weight, mean over layers"),
+)
+STATISTICS = {"entropy": "entropy (nats)", "first": "share on the first token", "negative": "share of negative mass"}
+
+
+def weight_curves(arm: Arm) -> tuple[dict[str, str], str]:
+    """("layer 0" -> key of its curve in every run's monitor lines, label of the axis); no curves where there are none."""
+    common = set.intersection(*({key for line in run.monitor for key in line} for run in arm.runs))
+    for pattern, label in WEIGHTS:
+        found = [match for key in common if (match := re.fullmatch(pattern, key))]
+        if found:
+            found.sort(key=lambda match: int(match[2]))
+            return {f"{match[1]} {match[2]}": match[0] for match in found}, label
+    return {}, ""
+
+
+def _monitored(run: Run, key: str) -> tuple[np.ndarray, np.ndarray]:
+    lines = [line for line in run.monitor if key in line]
+    return np.array([line["tokens"] for line in lines]) / 1e6, np.array([line[key] for line in lines])
+
+
+def draw_weights(path: Path, arm: Arm) -> None:
+    """lambda, gate or path weights of an arm against tokens, a line for each layer or path; means and ranges over seeds."""
+    import matplotlib
+
+    curves, label = weight_curves(arm)
+    with figure(path, 4.4, 3.6) as axes:
+        ax = axes[0, 0]
+        for i, (name, key) in enumerate(curves.items()):
+            shade = matplotlib.colormaps["viridis"](0.9 * i / max(1, len(curves) - 1))
+            measured = [_monitored(run, key) for run in arm.runs]
+            band(ax, arm, measured, color=shade, linestyle="-", label=name, marker="o", markersize=2.5)
+        ax.set(xlabel="training tokens (millions)", ylabel=label, title=_named(arm))
+        ax.margins(y=0.12)
+        ax.grid(axis="y")
+        ax.figure.legend(loc="outside lower center", ncols=4, columnspacing=1, handlelength=1.2)
+
+
+def draw_statistic(path: Path, arms: list[Arm], name: str) -> None:
+    """One statistic of the attention maps against tokens, mean over the monitored layers; means and ranges over seeds."""
+    with figure(path, 4.4, 3.6) as axes:
+        ax = axes[0, 0]
+        for arm in arms:
+            measured = [_monitored(run, f"monitor/mean/{name}") for run in arm.runs]
+            band(ax, arm, measured, marker="o", markersize=2.5)
+        ax.set(xlabel="training tokens (millions)", ylabel=STATISTICS[name])
+        ax.grid(axis="y")
+        ax.figure.legend(loc="outside lower center", ncols=min(3, len(arms)), columnspacing=1, handlelength=1.2)
+
+
 HATCHES = {"-": "", "--": "//", ":": "..", "-.": "xx"}  # for arms of one variant, as the line styles
 
 
@@ -198,6 +254,7 @@ def draw_all(arms: list[Arm], found: list[Contrast], folder: Path) -> list[Figur
         figures.append(_shares_figure(measured, folder))
     draw_losses(folder / "loss.png", arms)
     figures.append(_loss_figure(arms, folder / "loss.png"))
+    figures += _monitor_figures([arm for arm in arms if all(run.monitor for run in arm.runs)], folder)
     if measured := have["needle"]:
         figures.append(_needle_figure(measured, folder))
     if measured := have["attention_noise"]:
@@ -281,6 +338,44 @@ def _loss_figure(arms: list[Arm], path: Path) -> Figure:
         [path],
         ["Curves of training and validation loss against tokens for each arm"],
     )
+
+
+def _monitor_figures(arms: list[Arm], folder: Path) -> list[Figure]:
+    """lambda (gates, path weights) by layer, and statistics of the maps, over training, where they were monitored."""
+    figures = []
+    source = f"{_over_seeds(arms)} (<code>python train.py</code>)"
+    if weighing := [arm for arm in arms if weight_curves(arm)[0]]:
+        paths = [folder / f"lambda_{_slug(arm)}.png" for arm in weighing]
+        for arm, path in zip(weighing, paths, strict=True):
+            draw_weights(path, arm)
+        figures.append(
+            Figure(
+                "Lambda during training",
+                "What each layer weighs its maps with, from the first step to the last: lambda of differential attention, the "
+                "gates of gated attention, the path weights of introspective attention. Where it depends on the token and "
+                "the head, the mean over both. Dark is the first layer or path; the layers are evenly chosen. Read on a "
+                f"fixed batch of held-out text.{source}",
+                paths,
+                [f"Curves of {weight_curves(arm)[1]} against tokens, {arm.label}" for arm in weighing],
+                wide=False,
+            )
+        )
+    if arms:
+        paths = {name: folder / f"during_{name}.png" for name in STATISTICS}
+        for name, path in paths.items():
+            draw_statistic(path, arms, name)
+        figures.append(
+            Figure(
+                "Attention during training",
+                "The attention maps of the monitored layers: how widely a row spreads its mass, how much of it lies on the "
+                "first token (the sink), and how much is negative. Means over layers, heads and query rows of a fixed batch "
+                f"of held-out text, by absolute mass.{source}",
+                list(paths.values()),
+                [f"Curves of the {label} against tokens" for label in STATISTICS.values()],
+                wide=False,
+            )
+        )
+    return figures
 
 
 def _needle_figure(arms: list[Arm], folder: Path) -> Figure:

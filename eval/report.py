@@ -1,6 +1,6 @@
 """One self-contained HTML page that compares runs: table, differences, curves, heatmaps, attention, all evaluations.
 
-    python -m eval.report runs=[runs/A,runs/B] out=report.html [ablation=runs/ablate/NAME] [viewer=false]
+    python -m eval.report runs=[runs/A,runs/B] out=report.html [ablation=runs/ablate/NAME] [viewer=false] [wandb=online]
 
 Runs that differ in their seed alone are one arm: means and standard deviations over seeds, curves with bands, and paired
 differences to the first arm with 95 % intervals. It shows what the evaluations have measured; what a run lacks is said.
@@ -17,6 +17,7 @@ from omegaconf import MISSING
 
 from configs import command
 from configs.provenance import machine, version
+from configs.tracking import import_wandb, log_report
 from eval.common import write_atomically
 from eval.comparison import (
     Arm,
@@ -39,20 +40,25 @@ from eval.viewer import Viewer, viewer_of
 class ReportConfig:
     """runs: run folders. out: the page; its figures and JSON are written beside it. viewer: add the attention viewer.
 
-    ablation: the folder of an ablation (scripts/ablate.py), shown as well.
+    ablation: the folder of an ablation (scripts/ablate.py), shown as well. wandb: off, online or offline; sends the page,
+    its figures and numbers, and those of the runs.
     """
 
     runs: list[str] = MISSING
     out: str = "report.html"
     ablation: str | None = None
     viewer: bool = True
+    wandb: str = "off"
 
 
-def write_report(folders: list[str], out: str | Path, viewer: bool = True, ablation: str | None = None) -> list[Row]:
+def write_report(
+    folders: list[str], out: str | Path, viewer: bool = True, ablation: str | None = None, wandb: str = "off"
+) -> list[Row]:
     """Compare the runs: write the page, its JSON, figures and viewer, print the tables and return the headline one."""
     out = Path(out)
     if out.suffix != ".html":
         raise ValueError(f"out={out} is not an .html file: use out=report.html")
+    import_wandb(wandb)  # what is wrong with it is said before the work
     ablated = read_ablation(Path(ablation)) if ablation else None
     runs = read_runs(folders)
     arms = arms_of(runs)
@@ -72,7 +78,21 @@ def write_report(folders: list[str], out: str | Path, viewer: bool = True, ablat
     write_atomically(out, page(content, out).encode())
     print_report(arms, rows, found, remarks)
     print(f"report  {out} ({len(runs)} runs, {len(arms)} arms, {len(figures)} figures)")
+    own = [path for drawn in figures for path in drawn.images if path.parent == out.parent / "figures"]
+    log_report(
+        wandb,
+        out,
+        {f"figures/{path.stem}": path for path in own},
+        {run.label: run.folder for run in runs},
+        _values(arms, rows),
+    )
     return rows
+
+
+def _values(arms: list[Arm], rows: list[Row]) -> dict[str, Any]:
+    """The headline table as ARM/ROW -> number."""
+    cells = ((arm, row, cell) for row in rows for arm, cell in zip(arms, row.cells, strict=True))
+    return {f"{arm.label}/{row.name}": cell.value for arm, row, cell in cells if cell.value is not None}
 
 
 def _look(arms: list[Arm], remarks: list[str]) -> Viewer | None:
@@ -130,7 +150,7 @@ def _markdown_table(heads: list[str], lines: list[list[Any]]) -> str:
 
 @command("report", ReportConfig)
 def main(cfg: ReportConfig) -> None:
-    write_report(cfg.runs, cfg.out, cfg.viewer, cfg.ablation)
+    write_report(cfg.runs, cfg.out, cfg.viewer, cfg.ablation, cfg.wandb)
 
 
 if __name__ == "__main__":

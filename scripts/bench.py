@@ -1,9 +1,10 @@
-"""Measure speed: python scripts/bench.py what=attention|train|loader|tokenizer|decode|probe [out=runs/bench/WHAT.json]
+"""Measure speed: python scripts/bench.py what=attention|train|loader|tokenizer|decode|probe|monitor [out=runs/bench/WHAT.json]
 
     attention   a variant's attention on a backend: facade calls alone ("op") and with projections ("module")
     train       whole training steps of configs/model at size=micro    decode     greedy tokens, with and without a cache
     loader      batches from shards in the page cache                  tokenizer  text to ids, one thread
     probe       one query's attention rows in a long context: time and peak memory, in a process of its own (rounds=1)
+    monitor     a look of training/monitor.py right after a training step, and its share of the steps at the default frequency
 
 After a warm-up, rows are timed in turn within every round (A B C A B C ...), so that a slow spell of the machine meets all of
 them alike. A cell is the median over rounds, (least-most), and the median of the rounds' ratios to the first row measured
@@ -57,6 +58,7 @@ from model.config import DecoderConfig  # noqa: E402
 from model.decoder import Decoder  # noqa: E402
 from training.distributed import World, join_world, pick_dtype  # noqa: E402
 from training.metrics import memory_gb, peak_flops  # noqa: E402
+from training.monitor import Monitor, MonitorConfig  # noqa: E402
 from training.optim import OptimConfig, build_optimizers  # noqa: E402
 
 BACKENDS = ("auto", "math", "sdpa", "blocked", "flex", "fused")
@@ -75,7 +77,7 @@ UNAVAILABLE = (ValueError, RuntimeError, ImportError, OSError, OmegaConfBaseExce
 class BenchConfig:
     """What to time, and at which shape. None is the device's default, named in the function of that `what`."""
 
-    what: str = MISSING  # attention | train | loader | tokenizer | decode | probe
+    what: str = MISSING  # attention | train | loader | tokenizer | decode | probe | monitor
     out: str | None = None  # the JSON; None: runs/bench/WHAT.json
     rounds: int = 10
     device: str = "auto"  # auto | cpu | cuda
@@ -430,6 +432,40 @@ class TrainingStep:
             optimizer.zero_grad(set_to_none=True)
 
 
+def monitor(cfg: BenchConfig, world: World) -> list[Row]:
+    """Training steps as `train` takes them, and the same with a look after each; a look's own time is `look (ms)`."""
+    batch, settings = cfg.batch or (8 if world.device.type == "cpu" else 64), MonitorConfig()
+    rows = [
+        Row({"model": variant, "layers": cfg.model.n_layer, "width": cfg.model.d_model, "sequences": batch})
+        for variant in variants(cfg)
+    ]
+    steps = [attempt(partial(TrainingStep, cfg, variant, batch, world)) for variant in variants(cfg)]
+    looks = [step if isinstance(step, str) else StepAndLook(step, settings, world) for step in steps]
+    with progress("monitor", 2 * cfg.rounds) as bar:
+        time_in_turn("step", rows, steps, cfg.rounds, world.device, bar)
+        time_in_turn("step and look", rows, looks, cfg.rounds, world.device, bar)
+    for row, look in zip(rows, looks, strict=True):
+        if seconds := row.seconds.get("step and look"):
+            own = median(look.seconds[-len(seconds) :])
+            share = own / settings.every / median(row.seconds["step"])
+            row.facts = {"look (ms)": 1e3 * own, f"share at every={settings.every} (%)": 100 * share}
+    return rows
+
+
+class StepAndLook:
+    """Calling it takes a training step and reads the monitor, whose own time it notes."""
+
+    def __init__(self, step: "TrainingStep", settings: MonitorConfig, world: World) -> None:
+        self.step, self.device, self.seconds = step, world.device, []
+        self.monitor = Monitor(step.model, step.rows[: settings.windows, :-1], settings.layers)
+
+    def __call__(self) -> None:
+        self.step()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.seconds.append(self.monitor.read()["monitor_s"])
+
+
 def decode(cfg: BenchConfig, world: World) -> list[Row]:
     """The last 4 of `length` tokens, greedily; one sequence and 512 tokens by default."""
     lengths, rows = cfg.lengths or [512], []
@@ -591,6 +627,7 @@ BENCHES = {
     "tokenizer": tokenizer,
     "decode": decode,
     "probe": probe,
+    "monitor": monitor,
 }
 
 

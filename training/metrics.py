@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from configs.tracking import mirror, start_wandb
+
 # Dense bfloat16 peak, FLOP/s, from the makers' data sheets. The first name that the device's name contains counts.
 PEAK_FLOPS = {
     "B200": 2250e12,
@@ -52,11 +54,11 @@ class Metrics:
     def __init__(self, run_dir: Path, wandb: str, config: dict[str, Any], first: int) -> None:
         self.path = run_dir / "metrics.jsonl"
         self.seconds_before = 0.0  # of training, before a resume
+        self.wandb = start_wandb(wandb, run_dir, config)  # first: what is wrong with it leaves the lines as they are
         if self.path.exists():
             kept = _keep_until(self.path, first)
             self.seconds_before = max((line.get("time_s", 0.0) for line in kept), default=0.0)
         self.file = self.path.open("a")
-        self.wandb = _start_wandb(wandb, run_dir, config)
 
     def write(self, **line: Any) -> None:
         """One line: `step` and whatever was measured; None values are left out."""
@@ -64,34 +66,34 @@ class Metrics:
         self.file.write(json.dumps(line) + "\n")
         self.file.flush()
         if self.wandb:
-            self.wandb.log({k: v for k, v in line.items() if k != "step"}, step=line["step"])
+            mirror(self.wandb, line)
 
     def close(self) -> None:
         self.file.close()
         if self.wandb:
+            losses = [line["val_loss"] for line in read_lines(self.path) if "val_loss" in line]
+            self.wandb.summary.update({"best_val_loss": min(losses)} if losses else {})
             self.wandb.finish()
 
 
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl; one that a kill cut in half is not a line yet."""
+    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+
+
+def last_val_loss(run_dir: Path) -> float:
+    """The validation loss at the end of a finished run; NaN where none was written."""
+    path = run_dir / "metrics.jsonl"
+    losses = [line["val_loss"] for line in read_lines(path) if "val_loss" in line] if path.is_file() else []
+    return losses[-1] if losses else float("nan")
+
+
 def _keep_until(path: Path, step: int) -> list[dict[str, Any]]:
-    # A line that a kill cut in half cannot be from before the checkpoint.
-    lines = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
-    kept = [line for line in lines if 0 < step >= line["step"]]
+    kept = [line for line in read_lines(path) if 0 < step >= line["step"]]
     partial = path.with_suffix(".partial")
     partial.write_text("".join(f"{json.dumps(line)}\n" for line in kept))
     os.replace(partial, path)
     return kept
-
-
-def _start_wandb(mode: str, run_dir: Path, config: dict[str, Any]) -> Any:
-    if mode == "off":
-        return None
-    if mode not in ("online", "offline"):
-        raise ValueError(f"wandb={mode} is unknown: use off, online or offline")
-    try:
-        import wandb
-    except ImportError:
-        raise ValueError("wandb logging needs the package 'wandb': pip install wandb, or use wandb=off") from None
-    return wandb.init(project="diff-attention", name=run_dir.name, dir=run_dir, config=config, mode=mode)
 
 
 class Stopwatch:
@@ -106,6 +108,8 @@ class Stopwatch:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # steps still under way are training
         since = time.perf_counter()
         yield
         self._away += time.perf_counter() - since

@@ -93,6 +93,25 @@ def _refuse_nesting() -> None:
         raise ValueError("a probe is already active: leave it before starting another")
 
 
+SINK = 0.3  # of a head's mass on the first token: a head with more is a sink (epsilon of arXiv 2410.10781)
+
+
+def entropy(row: Tensor) -> Tensor:
+    """Entropy in nats of |row| / sum |row|: (..., S) -> (...)."""
+    share = row.abs() / row.abs().sum(-1, keepdim=True)
+    return torch.special.entr(share).sum(-1)
+
+
+def negative_share(row: Tensor) -> Tensor:
+    """Share of the absolute mass that is negative: (..., S) -> (...)."""
+    return row.clamp(max=0).abs().sum(-1) / row.abs().sum(-1)
+
+
+def first_share(row: Tensor) -> Tensor:
+    """Share of the absolute mass that lies on the first token: (..., S) -> (...)."""
+    return row[..., 0].abs() / row.abs().sum(-1)
+
+
 def gather_rows(q: Tensor, rows: Tensor, S: int) -> Tensor:
     """The queries (B, ..., R, d) at absolute positions `rows` out of q (B, ..., T, d), the last T of S positions."""
     index = rows.to(q.device) - (S - q.shape[-2])

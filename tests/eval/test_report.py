@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,10 @@ import pytest
 import yaml
 
 from eval import attention_noise, needle, perplexity, report
+from eval import page as page_module
 from eval.comparison import Arm, arms_of, contrasts, read_run, read_runs, scalars, sections, si, table
 from eval.page import averaged, band, smooth
+from tests.wandb_stub import WandbStub
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
@@ -270,6 +273,67 @@ def test_an_ablation_is_shown(evaluated, call, refused, tmp_path):
     page = out.read_text()
     assert "Ablation: main</h2>" in page and "Seeds 1, 2, 3." in page and 'alt="loss of the ablation main"' in page
     assert "<tr><th scope=row>a&lt;b</th><td>3</td><td></td><td>0.01</td></tr>" in page
+
+
+def watch(folder: Path, values: dict[str, list[float]]) -> None:
+    """Add lines of the monitor at steps 0, 2 and 4; values: key -> its three."""
+    lines = [
+        {"step": step, "tokens": 640 * step, "monitor_s": 0.1} | {f"monitor/{key}": v[i] for key, v in values.items()}
+        for i, step in enumerate((0, 2, 4))
+    ]
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+def test_lambda_is_drawn_over_training_where_it_was_monitored(seeded, call, tmp_path, monkeypatch):
+    everywhere = {f"mean/{name}": [0.3, 0.2, 0.1] for name in ("entropy", "first", "negative")}
+    baseline, diff, introspective = (seeded(letter, {1: 2.0, 2: 2.1}) for letter in "bdi")
+    lambdas = {1: {"layer_0/lambda": [0.2, 0.3, 0.4], "layer_10/lambda": [0.7, 0.8, 0.9]}}
+    lambdas[2] = {"layer_0/lambda": [0.2, 0.1, 0.0], "layer_10/lambda": [0.7, 0.8, 0.7]}
+    for seed, folder in enumerate(diff, 1):
+        watch(folder, everywhere | lambdas[seed] | {"layer_0/lambda_init": [0.2] * 3})
+    for folder in introspective:
+        watch(folder, everywhere | {"mean/path_0": [0.3] * 3, "mean/path_1": [0.4] * 3, "layer_0/path_0": [0.1] * 3})
+    drawn, real = {}, page_module.band
+
+    def band_seen(ax, arm, curves, **look):
+        drawn[arm.label, look.get("label")] = mean = real(ax, arm, curves, **look)
+        return mean
+
+    monkeypatch.setattr(page_module, "band", band_seen)
+    out = tmp_path / "r.html"
+    call(report, listed([*baseline, *diff, *introspective]), f"out={out}", "viewer=false")
+    assert {key: mean.tolist() for key, mean in drawn.items() if key[1]} == {
+        ("diff", "layer 0"): pytest.approx([0.2, 0.2, 0.2]),
+        ("diff", "layer 10"): pytest.approx([0.7, 0.8, 0.8]),
+        ("introspective", "path 0"): pytest.approx([0.3] * 3),
+        ("introspective", "path 1"): pytest.approx([0.4] * 3),
+    }
+    page = out.read_text()
+    assert page.count("Lambda during training") == page.count("Attention during training") == 2  # contents and heading
+    assert 'alt="Curves of lambda against tokens, diff"' in page and "path weight, mean over layers" in page
+    names = {path.name for path in (tmp_path / "figures").glob("*.png")}
+    assert {"lambda_diff.png", "lambda_introspective.png", "during_entropy.png"} <= names
+    assert "lambda_baseline.png" not in names  # it was not watched
+
+
+def test_a_report_goes_to_wandb_with_its_files(evaluated, call, refused, tmp_path, monkeypatch):
+    run, out, stub = evaluated("one"), tmp_path / "pages" / "report.html", WandbStub()
+    assert "off, online or offline" in refused(report, f"runs=[{run}]", f"out={out}", "wandb=on") and not out.exists()
+    monkeypatch.setitem(sys.modules, "wandb", stub)
+    call(report, f"runs=[{run}]", f"out={out}")
+    assert not stub.started
+    call(report, f"runs=[{run}]", f"out={out}", "wandb=offline")
+    (started,) = stub.started
+    assert (started["job_type"], started["group"], started["mode"]) == ("report", "runs", "offline")
+    assert started["dir"] == out.parent and started["config"] == {"runs": ["one"]}
+    ((name, files),) = stub.artifacts.items()
+    assert name == "report-runs" and all(Path(path).is_file() for path in files.values())
+    own = {"report.html", "report.json", "report.md", "report_viewer.html", "figures/loss.png"}
+    assert own | {"runs/one/eval/needle.json", "runs/one/figures/needle.png", "runs/one/config.yaml"} <= files.keys()
+    assert stub.logged[0] == "report" and stub.logged[-1] == "finished"
+    assert stub.logged[1]["report"] == ("html", str(out)) and "figures/loss" in stub.logged[1]
+    assert stub.summary["one/validation loss, end of training"] == 5.3
 
 
 def test_without_checkpoints_there_is_a_report_but_no_viewer(evaluated, call, capsys, tmp_path):

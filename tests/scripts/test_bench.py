@@ -254,3 +254,12 @@ def test_grouped_keys_and_windows_reach_every_arm() -> None:
     cfg.model.window = 4
     rows = bench.attention(cfg, CPU)
     assert rows[0].facts["error"] < 1e-5 and len(rows) == 1  # two plain calls cannot have a window
+
+
+def test_monitor_states_its_share_of_a_step() -> None:
+    rows = bench.monitor(tiny("monitor", variants=["baseline", "diff"]), CPU)
+    for row in rows:
+        assert list(row.seconds) == ["step", "step and look"] and all(len(s) == 2 for s in row.seconds.values())
+        assert 0 < row.facts["look (ms)"] < 1e3 * max(row.seconds["step and look"])
+        share = row.facts["look (ms)"] / 1e3 / 100 / bench.median(row.seconds["step"])
+        assert row.facts["share at every=100 (%)"] == pytest.approx(100 * share)

@@ -1,0 +1,110 @@
+"""Weights & Biases, where asked for: every training run is a run there, and so is every report, with its files.
+
+WANDB_PROJECT, WANDB_ENTITY and WANDB_RUN_GROUP are wandb's own settings and are followed. Sent are the configuration, the
+numbers, and what wandb notes of itself (host, command line, installed packages, terminal output); no environment variables,
+no code, and no git remote, whose address may hold a token.
+"""
+
+import os
+import re
+import secrets
+from pathlib import Path
+from typing import Any
+
+MODES = ("off", "online", "offline")
+PROJECT = "diff-attention"
+
+
+def start_wandb(mode: str, run_dir: Path, config: dict[str, Any]) -> Any | None:
+    """The wandb run of the training run `run_dir`: a new one, or on a resume the same one; None for mode off.
+
+    Its group is the folder that holds the run (the experiment's), its job type the run's name without the seed: grouped by
+    both, each curve of wandb's is the mean over the seeds of an arm. The history's step is ours.
+    """
+    if (wandb := import_wandb(mode)) is None:
+        return None
+    run = wandb.init(
+        id=_kept_id(run_dir),
+        resume="allow" if mode == "online" else None,  # offline, `wandb sync` joins the parts of one id
+        name=run_dir.name,
+        job_type=arm_of(run_dir.name, config.get("seed")),
+        tags=[f"seed {config.get('seed')}"],
+        config=config,
+        **common(wandb, mode, run_dir, run_dir),
+    )
+    run.define_metric("step", hidden=True)
+    run.define_metric("*", step_metric="step")
+    return run
+
+
+def import_wandb(mode: str) -> Any | None:
+    """The package, None for mode off. ValueError for an unknown mode, and where it is not installed."""
+    if mode not in MODES:
+        raise ValueError(f"wandb={mode} is unknown: use off, online or offline")
+    if mode == "off":
+        return None
+    try:
+        import wandb
+    except ImportError:
+        raise ValueError("wandb logging needs the package 'wandb': pip install wandb, or use wandb=off") from None
+    return wandb
+
+
+def common(wandb: Any, mode: str, folder: Path, run_dir: Path) -> dict[str, Any]:
+    """What all our runs start with: `folder` takes wandb's own files, the group is what holds `run_dir`."""
+    return {
+        "project": os.environ.get("WANDB_PROJECT", PROJECT),
+        "group": os.environ.get("WANDB_RUN_GROUP", run_dir.resolve().parent.name),
+        "dir": folder,
+        "mode": mode,
+        "reinit": "finish_previous",  # a diverged trial of a sweep left its run open
+        "settings": wandb.Settings(disable_git=True, disable_code=True),
+    }
+
+
+def mirror(run: Any, line: dict[str, Any]) -> None:
+    """A line of metrics.jsonl: its numbers to the history, all else (machine, version) to the configuration."""
+    numbers = {key: value for key, value in line.items() if isinstance(value, (int, float))}
+    run.log(numbers)
+    if facts := {key: value for key, value in line.items() if key not in numbers}:
+        run.config.update(facts, allow_val_change=True)
+
+
+def log_report(
+    mode: str, page: Path, figures: dict[str, Path], folders: dict[str, Path], summary: dict[str, Any]
+) -> None:
+    """A run of its own for a report: page, figures (name -> PNG), summary, and all of its files as one artifact.
+
+    folders: label -> run folder, whose own figures and evaluations go into the artifact as well. Repeated, it is the
+    artifact's next version.
+    """
+    if (wandb := import_wandb(mode)) is None:
+        return
+    beside = [page, page.with_suffix(".json"), page.with_suffix(".md"), page.with_name(f"{page.stem}_viewer.html")]
+    files = {path.name: path for path in beside if path.is_file()}
+    files |= {f"{name}.png": path for name, path in figures.items()}
+    for label, folder in folders.items():
+        found = [*folder.glob("figures/*.png"), *folder.glob("eval/*.json"), folder / "config.yaml"]
+        files |= {f"runs/{label}/{path.relative_to(folder)}": path for path in found}
+    options = common(wandb, mode, page.parent, next(iter(folders.values())))
+    run = wandb.init(name=page.stem, job_type="report", config={"runs": list(folders)}, **options)
+    group = re.sub(r"[^\w.-]+", "-", run.group)
+    artifact = wandb.Artifact(f"report-{group}", type="report")
+    for name, path in files.items():
+        artifact.add_file(str(path), name=name)
+    run.log_artifact(artifact)
+    run.log({"report": wandb.Html(str(page)), **{name: wandb.Image(str(path)) for name, path in figures.items()}})
+    run.summary.update(summary)
+    run.finish()
+
+
+def arm_of(name: str, seed: int | None) -> str:
+    """A run's name without its seed: diff-s3 -> diff."""
+    return re.sub(rf"[-_.]s(eed)?[-_=]?{seed}$", "", name)
+
+
+def _kept_id(run_dir: Path) -> str:
+    path = run_dir / "wandb_id.txt"
+    if not path.is_file():
+        path.write_text(secrets.token_hex(4))
+    return path.read_text().strip()

@@ -1,0 +1,185 @@
+"""training/monitor.py: right numbers, and nothing of training is touched."""
+
+import json
+import math
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+
+from model.attention.diff import DiffConfig
+from model.attention.probe import first_share, probe
+from model.decoder import Decoder
+from tests.conftest import run_command, train_arguments
+from tests.variants import VARIANTS, config, randomized
+from training.monitor import Monitor, MonitorConfig, evenly, monitor_of
+
+OF_MAPS = {"entropy", "first", "sinks", "mass", "negative"}
+
+
+def tokens(rows: int = 2, length: int = 32) -> torch.Tensor:
+    return torch.randint(0, 50, (rows, length), generator=torch.Generator().manual_seed(0))
+
+
+def of_layer(numbers: dict[str, float], layer: int) -> dict[str, float]:
+    prefix = f"monitor/layer_{layer}/"
+    return {key.removeprefix(prefix): value for key, value in numbers.items() if key.startswith(prefix)}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant_has_finite_numbers_and_its_own(variant: str) -> None:
+    model = Decoder(config(variant))
+    numbers = Monitor(model, tokens()).read()
+    assert all(math.isfinite(value) for value in numbers.values()) and numbers.pop("monitor_s") > 0
+    layer = of_layer(numbers, 1)
+    assert layer.keys() >= OF_MAPS
+    own = {"d": "lambda", "v": "lambda", "g": "gate", "i": "path_0"}.get((model.cfg.layers * 2)[1])
+    assert (layer.keys() - OF_MAPS != set()) == (own is not None) and (own is None or own in layer)
+    assert 0 < layer["entropy"] <= math.log(32) and 0 <= layer["negative"] < 1 and 0 <= layer["sinks"] <= 1
+    if own is None or own in ("gate", "path_0"):  # softmax maps
+        assert layer["mass"] == pytest.approx(1, abs=1e-5) and layer["negative"] == 0
+
+
+@torch.no_grad()
+def test_lambda_is_made_of_its_parts_with_the_warm_up_in_it() -> None:
+    model = randomized("diff", diff=DiffConfig(lambda_warmup=10))
+    model.set_step(2)
+    numbers = Monitor(model, tokens()).read()
+    for i, block in enumerate(model.blocks):
+        found, attention = of_layer(numbers, i), block.attention
+        assert found["lambda"] == pytest.approx(attention.lam().item(), rel=1e-5)
+        parts = found["lambda_first"] - found["lambda_second"] + found["lambda_init"]
+        assert found["lambda_mix"] == pytest.approx(0.3) and found["lambda"] == pytest.approx(0.3 * parts, rel=1e-4)
+        dot = (attention.lambda_q2.double() * attention.lambda_k2.double()).sum()
+        assert found["lambda_second"] == pytest.approx(math.exp(dot), rel=1e-5)
+        assert found["lambda_k1_norm"] == pytest.approx(attention.lambda_k1.norm().item(), rel=1e-5)
+        assert found["mass"] == pytest.approx(1 - found["lambda"], rel=1e-4)
+    values = [of_layer(numbers, i)["lambda"] for i in (0, 1)]
+    assert numbers["monitor/mean/lambda"] == pytest.approx(sum(values) / 2, rel=1e-5)
+    assert numbers["monitor/std/lambda"] == pytest.approx(abs(values[0] - values[1]) / 2, rel=1e-4)
+
+
+def test_lambdas_of_tokens_gates_and_path_weights_are_means_with_their_spread() -> None:
+    x = tokens()
+    for variant, own, spread in (("diff_v2", "lambda", "lambda_std"), ("gated", "gate", "gate_std")):
+        model, inputs = randomized(variant), {}
+        for i, block in enumerate(model.blocks):
+            block.attention.register_forward_pre_hook(lambda _, given, i=i, inputs=inputs: inputs.update({i: given[0]}))
+        numbers = Monitor(model, x).read()
+        attention = model.blocks[1].attention
+        logits = attention.lambda_logits if variant == "diff_v2" else attention.gate_logits
+        open_ = logits(inputs[1]).sigmoid()
+        found = of_layer(numbers, 1)
+        assert found[own] == pytest.approx(open_.mean().item(), rel=1e-5)
+        assert found[spread] == pytest.approx(open_.std(correction=0).item(), rel=1e-4) and found[spread] > 0
+    model = randomized("introspective")
+    found = of_layer(Monitor(model, x).read(), 0)
+    weights = model.blocks[0].attention.weights(torch.zeros(()))
+    assert [found[f"path_{i}"] for i in range(3)] == pytest.approx(weights.tolist(), rel=1e-5)
+    assert found["alpha"] == pytest.approx(model.blocks[0].attention.alpha.item(), rel=1e-5)
+
+
+def test_statistics_of_maps_are_those_of_the_whole_maps() -> None:
+    model, x = randomized("diff"), tokens(rows=3)
+    monitor = Monitor(model, x)
+    with torch.no_grad(), probe(model, torch.arange(32)) as maps:
+        model(x)
+    assert monitor.rows.tolist() == list(range(1, 32, 2))
+    rows = maps.layers[1][:, :, monitor.rows].double()
+    mass = rows.abs().sum(-1)
+    found = of_layer(monitor.read(), 1)
+    assert found["first"] == pytest.approx((rows[..., 0].abs() / mass).mean().item(), rel=1e-4)
+    assert found["sinks"] == ((rows[..., 0].abs() / mass).mean(-1) > 0.3).double().mean().item()
+    negative = (-rows.clamp(max=0)).sum(-1).div(mass).mean().item()
+    assert found["negative"] == pytest.approx(negative, rel=1e-4) and negative > 0
+    p = rows.abs() / mass[..., None]
+    assert found["entropy"] == pytest.approx(-(p * p.clamp_min(1e-30).log()).sum(-1).mean().item(), rel=1e-4)
+
+
+def test_layers_are_evenly_chosen_and_every_variant_of_a_stack_is_seen() -> None:
+    assert evenly(12, 4) == [0, 4, 7, 11] and evenly(3, 4) == [0, 1, 2] and evenly(9, 1) == [4] and evenly(1, 3) == [0]
+    monitor = Monitor(Decoder(config("baseline", n_layer=8)), tokens(), layers=3)
+    assert monitor.layers == [0, 4, 7]
+    hybrid = Monitor(Decoder(config("hybrid", layers="bbbd", n_layer=8)), tokens(), layers=2)
+    assert hybrid.layers == [0, 3, 6, 7]
+    assert {key.split("/")[1] for key in hybrid.read() if key.endswith("/lambda")} == {
+        "layer_3",
+        "layer_7",
+        "mean",
+        "std",
+    }
+
+
+def test_training_does_not_notice() -> None:
+    """Gradients, random numbers, modes and hooks are what they are without it, also under autocast and with dropout."""
+    options = {"dropout": 0.2, "attention_dropout": 0.1, "document_mask": True, "eot": 7}
+    gradients = {}
+    for watched in (False, True):
+        model = randomized("diff", **options).float()
+        monitor = Monitor(model, tokens())
+        torch.manual_seed(3)
+        with torch.autocast("cpu", torch.bfloat16):
+            if watched:
+                first = monitor.read()
+            model(tokens(), tokens().roll(-1, 1)).backward()
+        if watched:
+            second = monitor.read()
+            assert first | {"monitor_s": 0} == second | {"monitor_s": 0}  # the same batch, no dropout
+            whole = deepcopy(model).eval()
+            with torch.no_grad(), probe(whole, monitor.rows) as maps:
+                whole(tokens())
+            assert second["monitor/layer_1/first"] == pytest.approx(first_share(maps.layers[1]).mean().item(), rel=1e-5)
+        assert model.training and all(module.training for module in model.modules())
+        assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+        gradients[watched] = {name: p.grad for name, p in model.named_parameters()} | {"rng": torch.rand(3)}
+    assert all(torch.equal(gradients[False][name], gradients[True][name]) for name in gradients[False])
+
+
+@pytest.mark.parametrize("variant", ("diff", "diff_v2", "introspective"))
+def test_a_compiled_graph_is_compiled_once(variant: str) -> None:
+    torch._dynamo.reset()
+    model, counter = Decoder(config(variant)), CompileCounter()
+    net, monitor = torch.compile(model, backend=counter, dynamic=False), Monitor(model, tokens())
+    monitor.read()
+    for _ in range(3):
+        net(tokens(4), tokens(4).roll(-1, 1)).backward()
+        compiled = counter.frame_count
+        monitor.read()
+    net(tokens(4), tokens(4).roll(-1, 1)).backward()
+    assert counter.frame_count == compiled == 1
+
+
+def test_what_is_not_finite_is_left_out() -> None:
+    model = Decoder(config("diff"))
+    with torch.no_grad():
+        model.blocks[0].attention.lambda_q1.fill_(1e30)
+        model.blocks[0].attention.lambda_k1.fill_(1e30)
+    numbers = Monitor(model, tokens()).read()
+    assert "monitor/layer_0/lambda" not in numbers and "monitor/layer_1/lambda" in numbers
+    json.loads(json.dumps(numbers), parse_constant=lambda name: pytest.fail(name))
+
+
+def test_a_run_is_watched_at_its_start_every_so_often_and_at_its_end(shards: Path, tmp_path: Path) -> None:
+    runs = {}
+    for name, every in (("often", 2), ("never", 0)):
+        arguments = train_arguments(shards, tmp_path / name, "model=diff", "steps=5", "model.dropout=0.1")
+        done = run_command(*arguments, f"monitor.every={every}", "model.diff.lambda_warmup=10")
+        assert done.returncode == 0, done.stderr
+        runs[name] = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+    watched = [line for line in runs["often"] if "monitor_s" in line]
+    assert [line["step"] for line in watched] == [0, 2, 4, 5] and watched[1]["tokens"] == 1024
+    mixes = [line["monitor/mean/lambda_mix"] for line in watched]
+    assert mixes == pytest.approx([0.1, 0.2, 0.4, 0.5])
+    assert not any("monitor_s" in line for line in runs["never"])
+    losses = {name: [line["loss"] for line in lines if "loss" in line] for name, lines in runs.items()}
+    assert losses["often"] == losses["never"]
+
+
+@pytest.mark.parametrize("wrong", (MonitorConfig(layers=0), MonitorConfig(windows=0), MonitorConfig(every=-1)))
+def test_wrong_settings_name_the_fix(wrong: MonitorConfig) -> None:
+    model, device = Decoder(config("baseline")), torch.device("cpu")
+    with pytest.raises(ValueError, match="monitor.every=0 for no monitoring"):
+        monitor_of(wrong, model, None, device)
+    assert monitor_of(MonitorConfig(every=0), model, None, device) is None

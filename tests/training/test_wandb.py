@@ -1,0 +1,133 @@
+"""wandb: what an offline run holds, in wandb's own file, and what an online one is started with."""
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs.tracking import arm_of
+from tests.conftest import run_command, train_arguments
+from tests.wandb_stub import WandbStub
+from training.checkpoint import checkpoints
+from training.metrics import Metrics
+
+SECRETS = {"WANDB_API_KEY": "0123456789abcdef0123456789abcdef01234567", "HF_TOKEN": "hf_notToBeSeenAnywhere"}
+
+
+def records(folder: Path) -> Iterator[Any]:
+    """The records of an offline run's .wandb file: protocol buffers in LevelDB's log format, after a header of 7 bytes."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    (path,) = folder.glob("run-*.wandb")
+    content, at, whole = path.read_bytes(), 7, b""
+    while at + 7 <= len(content):
+        if 32768 - at % 32768 < 7:  # no header fits the block's end
+            at += 32768 - at % 32768
+            continue
+        length, kind = int.from_bytes(content[at + 4 : at + 6], "little"), content[at + 6]
+        whole += content[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or its last part
+            yield Record.FromString(whole)
+            whole = b""
+
+
+def items(part: Any) -> dict[str, Any]:
+    """key -> value of a history, a configuration or a summary."""
+    return {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in part}
+
+
+@pytest.fixture(scope="module")
+def parts(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[Any]]]:
+    """A run of three steps and its repetition from the checkpoint of the second: records of both offline parts."""
+    pytest.importorskip("wandb")
+    run_dir = tmp_path_factory.mktemp("wandb") / "trial" / "diff-s1"
+    options = ("model=diff", "steps=3", "monitor.every=1", "checkpoint.every=1", "wandb=offline")
+    arguments = train_arguments(shards, run_dir, *options)
+    for more in ((), ("resume=true",)):
+        done = run_command(*arguments, *more, env={"WANDB_SILENT": "true", **SECRETS})
+        assert done.returncode == 0, done.stderr
+        if not more:
+            shutil.rmtree(checkpoints(run_dir)[-1])
+    folders = sorted(
+        (run_dir / "wandb").glob("offline-run-*"), key=lambda path: next(path.glob("*.wandb")).stat().st_mtime_ns
+    )
+    return run_dir, [list(records(folder)) for folder in folders]
+
+
+def test_an_offline_run_holds_configuration_history_and_summary(parts: tuple) -> None:
+    run_dir, (first, _) = parts
+    (run,) = (record.run for record in first if record.HasField("run"))
+    assert (run.project, run.run_group, run.job_type) == ("diff-attention", "trial", "diff")
+    assert run.display_name == "diff-s1" and list(run.tags) == ["seed 1"]
+    config = items(run.config.update)
+    assert config["model"]["layers"] == "d" and config["seed"] == 1 and config["steps"] == 3
+    later = [items(record.config.update) for record in first if record.HasField("config")]
+    assert any("version" in update and update["machine"]["cores"] for update in later)
+    history = [items(record.history.item) for record in first if record.HasField("history")]
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert len(history) == len(lines)
+    for line in lines:
+        numbers = {k: v for k, v in line.items() if isinstance(v, (int, float)) and not k.endswith(("_s", "_gb"))}
+        assert any(numbers.items() <= row.items() for row in history), line
+    assert any("monitor/layer_1/lambda" in row for row in history)
+    summary: dict[str, Any] = {}
+    for record in first:
+        summary |= items(record.summary.update)
+    assert summary["best_val_loss"] == next(line["val_loss"] for line in lines if "val_loss" in line)
+    metrics = {record.metric.name or record.metric.glob_name for record in first if record.HasField("metric")}
+    assert metrics == {"step", "*"}
+
+
+def test_a_resumed_run_is_the_same_run(parts: tuple) -> None:
+    run_dir, both = parts
+    ids = [record.run.run_id for part in both for record in part if record.HasField("run")]
+    assert len(ids) == 2 and set(ids) == {(run_dir / "wandb_id.txt").read_text()}
+    steps = [items(record.history.item)["step"] for record in both[1] if record.HasField("history")]
+    assert set(steps) == {3}  # of the second part: only what was run again
+
+
+def test_no_secret_is_written(parts: tuple) -> None:
+    files = [path for path in parts[0].rglob("*") if path.is_file()]
+    assert len(files) > 8
+    for path in files:
+        content = path.read_bytes()
+        assert not any(secret.encode() in content for secret in SECRETS.values()), path
+
+
+def test_an_online_run_is_resumed_by_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stub, run_dir = WandbStub(), tmp_path / "trial" / "gated-s7"
+    run_dir.mkdir(parents=True)
+    monkeypatch.setitem(sys.modules, "wandb", stub)
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    monkeypatch.setenv("WANDB_RUN_GROUP", "ours")
+    for first in (0, 2):
+        log = Metrics(run_dir, "online", {"seed": 7}, first)
+        for step, loss in ((first, 3.0 - first), (first + 1, 5.0)):
+            log.write(step=step, tokens=step, val_loss=loss, machine={"cpu": "x"}, mfu=None)
+        log.close()
+    one, two = stub.started
+    assert one == two and one["resume"] == "allow" and one["mode"] == "online" and len(one["id"]) == 8
+    assert (one["project"], one["group"], one["job_type"], one["tags"]) == ("mine", "ours", "gated", ["seed 7"])
+    assert one["settings"]["disable_git"] and one["settings"]["disable_code"]
+    assert stub.logged[0] == {"step": 0, "tokens": 0, "val_loss": 3.0} and stub.logged.count("finished") == 2
+    assert stub.config == {"machine": {"cpu": "x"}} and stub.summary == {"best_val_loss": 1.0}
+
+
+def test_without_the_package_or_with_a_wrong_mode_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ValueError, match="pip install wandb"):
+        Metrics(tmp_path, "offline", {}, 0)
+    with pytest.raises(ValueError, match="off, online or offline"):
+        Metrics(tmp_path, "on", {}, 0)
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "loss": 2.0}\n'
+
+
+def test_an_arm_is_a_run_without_its_seed() -> None:
+    names = {"diff-s3": "diff", "a-seed=3": "a", "diff-s13": "diff-s13", "s3": "s3", "gpus3": "gpus3"}
+    assert {name: arm_of(name, 3) for name in names} == names

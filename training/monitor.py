@@ -1,0 +1,162 @@
+"""What the attention layers do while they train: lambda, gates, path weights, and what their maps look like.
+
+Now and then the main process runs a small batch of validation text, always the same one, through the model and reads a
+few layers. Training does not notice: no gradient, no random number, no change to a compiled graph. The line in
+metrics.jsonl has `monitor/layer_I/NAME` of each chosen layer, `monitor/mean/NAME` and `monitor/std/NAME` over those
+layers that have NAME, and `monitor_s`, the seconds it took. docs/METHODS.md defines the names.
+"""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import fmean, pstdev
+
+import torch
+from torch import Tensor, nn
+
+from data.loader import Windows
+from model.attention.diff import VECTORS, DiffAttention
+from model.attention.diff_v2 import DiffV2Attention
+from model.attention.gated import GatedAttention
+from model.attention.introspective import Introspective
+from model.attention.probe import SINK, entropy, first_share, negative_share, probe
+from model.decoder import Decoder
+
+ROWS = 16  # query rows of a window whose maps are looked at
+
+
+@dataclass
+class MonitorConfig:
+    """Look every so many steps (0: never) at `layers` layers of each variant in the stack, on `windows` of validation text."""
+
+    every: int = 100
+    layers: int = 4
+    windows: int = 2
+
+
+class Monitor:
+    """Reads the chosen layers of `model` on `tokens` (B, T): `read()` gives the numbers by key."""
+
+    def __init__(self, model: Decoder, tokens: Tensor, layers: int = MonitorConfig.layers) -> None:
+        self.model, self.tokens = model, tokens
+        kinds: dict[type, list[int]] = {}
+        for i, block in enumerate(model.blocks):
+            kinds.setdefault(type(block.attention), []).append(i)
+        self.layers = sorted(own[i] for own in kinds.values() for i in evenly(len(own), layers))
+        T, count = tokens.shape[1], min(ROWS, tokens.shape[1])
+        self.rows = ((torch.arange(count) + 0.5) * T / count).long().to(tokens.device)  # middles of equal parts
+
+    @torch.no_grad()  # not inference_mode: a block mask cached in there could not be used in training
+    def read(self) -> dict[str, float]:
+        """Key -> number; what is not finite is left out. The model comes back in the mode that it was in."""
+        start = time.perf_counter()
+        training = self.model.training
+        found: dict[int, dict[str, Tensor]] = {i: {} for i in self.layers}
+        hooks = [self.model.blocks[i].attention.register_forward_pre_hook(_reader(found[i])) for i in self.layers]
+        self.model.eval()
+        try:
+            with torch.autocast(self.tokens.device.type, enabled=False), probe(self.model, self.rows) as maps:
+                self.model(self.tokens, rows=self.rows[-1:])
+        finally:
+            self.model.train(training)
+            for hook in hooks:
+                hook.remove()
+        for i, values in found.items():
+            values |= of_maps(maps.layers[i])
+        keys = [(i, name) for i, values in found.items() for name in values]
+        numbers = torch.stack([found[i][name].float() for i, name in keys]).tolist()  # one transfer
+        return _summary(dict(zip(keys, numbers, strict=True))) | {"monitor_s": time.perf_counter() - start}
+
+
+def monitor_of(cfg: MonitorConfig, model: Decoder, windows: Windows, device: torch.device) -> Monitor | None:
+    """A monitor on windows of the validation text at even distances; None where `cfg.every` is 0."""
+    if cfg.every < 0 or min(cfg.layers, cfg.windows) < 1:
+        wrong = f"monitor={{every: {cfg.every}, layers: {cfg.layers}, windows: {cfg.windows}}} looks at nothing"
+        raise ValueError(f"{wrong}: use positive numbers, or monitor.every=0 for no monitoring")
+    if not cfg.every:
+        return None
+    chosen = [windows.window(i)[:-1] for i in evenly(len(windows), cfg.windows)]
+    return Monitor(model, torch.stack([torch.from_numpy(window) for window in chosen]).to(device), cfg.layers)
+
+
+def evenly(n: int, count: int) -> list[int]:
+    """`count` of n places (all, if there are fewer) at even distances, both ends among them; of one, the middle."""
+    if count == 1:
+        return [n // 2]
+    return sorted({round(i * (n - 1) / (count - 1)) for i in range(count)})
+
+
+def of_maps(maps: Tensor) -> dict[str, Tensor]:
+    """What signed attention maps (B, heads, R, S) look like, mean over windows, heads and query rows."""
+    first = first_share(maps)  # (B, heads, R)
+    return {
+        "entropy": entropy(maps).mean(),
+        "first": first.mean(),
+        "sinks": (first.mean(-1) > SINK).float().mean(),
+        "mass": maps.sum(-1).mean(),
+        "negative": negative_share(maps).mean(),
+    }
+
+
+# ---------------------------------------- what a variant has of its own, from its input x (B, T, D)
+
+
+def _diff(layer: DiffAttention, x: Tensor) -> dict[str, Tensor]:
+    found = {"lambda": layer.lam(), "lambda_init": torch.full_like(layer.lambda_mix, layer.lambda_init)}
+    if layer.lambda_warmup:
+        found["lambda_mix"] = layer.lambda_mix
+    if layer.lambda_form == "vectors":
+        q1, k1, q2, k2 = (getattr(layer, name) for name in VECTORS)
+        found |= {"lambda_first": (q1 * k1).sum().exp(), "lambda_second": (q2 * k2).sum().exp()}
+        found |= {f"{name}_norm": getattr(layer, name).norm() for name in VECTORS}
+    if layer.lambda_form == "dual_scalar":
+        found |= {"lambda_first": layer.lambda_a.exp(), "lambda_second": layer.lambda_b.exp()}
+    return found
+
+
+def _diff_v2(layer: DiffV2Attention, x: Tensor) -> dict[str, Tensor]:
+    lam = layer.lam(x)  # (B, h, T, 1)
+    return {"lambda": lam.mean(), "lambda_std": lam.std(correction=0)}
+
+
+def _gated(layer: GatedAttention, x: Tensor) -> dict[str, Tensor]:
+    gate = layer.gate_logits(x).sigmoid()
+    return {"gate": gate.mean(), "gate_std": gate.std(correction=0)}
+
+
+def _introspective(layer: Introspective, x: Tensor) -> dict[str, Tensor]:
+    weights = layer.weights(x)  # (P,) or (B, T, P)
+    found = {f"path_{i}": weight.mean() for i, weight in enumerate(weights.unbind(-1))}
+    return found if layer.alpha is None else found | {"alpha": layer.alpha.detach()}
+
+
+OF_VARIANT: dict[type, Callable[..., dict[str, Tensor]]] = {
+    DiffAttention: _diff,
+    DiffV2Attention: _diff_v2,
+    GatedAttention: _gated,
+    Introspective: _introspective,
+}
+
+
+def _reader(found: dict[str, Tensor]) -> Callable[[nn.Module, tuple], None]:
+    """A hook that fills in what the layer it is called for has of its own."""
+
+    def hook(layer: nn.Module, inputs: tuple) -> None:
+        if read := OF_VARIANT.get(type(layer)):
+            found.update(read(layer, inputs[0]))
+
+    return hook
+
+
+def _summary(numbers: dict[tuple[int, str], float]) -> dict[str, float]:
+    """(layer, name) -> number as `monitor/...` keys, with means and standard deviations over layers."""
+    by_name: dict[str, list[float]] = {}
+    lines = {}
+    for (i, name), number in numbers.items():
+        if math.isfinite(number):
+            lines[f"layer_{i}/{name}"] = number
+            by_name.setdefault(name, []).append(number)
+    lines |= {f"mean/{name}": fmean(values) for name, values in by_name.items()}
+    lines |= {f"std/{name}": pstdev(values) for name, values in by_name.items()}
+    return {f"monitor/{key}": float(f"{number:.6g}") for key, number in lines.items()}
