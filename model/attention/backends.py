@@ -29,6 +29,7 @@ from model.attention.mask import Mask
 # Keys up to which a CPU is faster with its float32 flash kernel than with its bfloat16 one, in spite of the conversion,
 # and up to which it is faster without, for differences of maps (docs/LOG.md, 2026-11-20).
 SHORT, SHORT_DIFF = 512, 1024
+EVERYTHING = Mask(causal=False)
 
 
 def check_backend(backend: str, d: int, dv: int, dropout: float, maps: int = 1) -> None:
@@ -81,7 +82,7 @@ def attend_diff(
         return _subtract(first, lam, second)
     T, S = q.shape[-2], k.shape[-2]
     if backend != "math" and T == 1 and k.shape[2] == 1:
-        first, second = _one_query(q.flatten(1, 2), k[:, :, 0], v, mask, dropout).unflatten(1, (h, 2)).unbind(2)
+        first, second = _one_query(q, k.squeeze(2), v, mask, dropout).unbind(2)  # (B, h, 1, dv) each
         return _subtract(first, lam, second)
     on_cpu = q.device.type == "cpu" and mask.plain and not dropout
     if backend in ("auto", "blocked") and on_cpu and T == 1:
@@ -154,18 +155,19 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask, see: Tensor | None = None
 
 
 def _one_query(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> Tensor:
-    """`attend` for T = 1, as in decoding: query heads that share a key head see the same, so they are rows of one call.
+    """`attend` for T = 1, as in decoding: q (B, ..., 1, d), keys and values shared by the query heads of a group.
 
-    It reads the keys and values where they lie; repeated for every query head they would be copied at each token.
+    These see the same, so they are rows of one call, which reads the keys and values where they lie: repeated for every
+    query head, the whole cache would be copied at each token.
     """
-    rows = q.reshape(q.shape[0], k.shape[1], -1, q.shape[-1])  # (B, Hkv, H / Hkv, d)
+    rows = q.reshape(q.shape[0], k.shape[1], -1, q.shape[-1])  # (B, Hkv, rows, d)
     see = None if mask.plain else _see(mask, q, k)  # (1 or B, 1, 1, S)
-    return _sdpa(rows, k, v, Mask(causal=False), see, dropout).reshape(*q.shape[:-1], -1)
+    return _sdpa(rows, k, v, EVERYTHING, see, dropout).reshape(*q.shape[:-1], -1)
 
 
 def _subtract(first: Tensor, lam: Tensor, second: Tensor) -> Tensor:
     """first - lam second, lam (..., T or 1, 1) or () not rounded to the maps' precision."""
-    return (first - lam.view(lam.shape or (1, 1)) * second).to(first.dtype)
+    return (first - (lam if lam.dim() else lam.view(1, 1)) * second).to(first.dtype)
 
 
 def _flex(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sets: int = 1) -> Tensor:
