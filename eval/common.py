@@ -158,6 +158,14 @@ def pad_right(sequences: Sequence[np.ndarray], device: torch.device | str) -> to
     return torch.from_numpy(tokens).to(device)
 
 
+def pad_left(prompts: Sequence[list[int]], device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Prompts as tokens (B, longest), zeros before them, and keys (B, longest), False there; None where none are padded."""
+    longest = max(map(len, prompts))
+    tokens = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=device)
+    keys = torch.tensor([[i >= longest - len(prompt) for i in range(longest)] for prompt in prompts], device=device)
+    return tokens, None if keys.all() else keys
+
+
 def device_of(model: torch.nn.Module) -> torch.device:
     """Where the model's parameters are (the CPU for a model without any)."""
     return next((p.device for p in model.parameters()), torch.device("cpu"))

@@ -30,12 +30,12 @@ from eval.common import (
     device_of,
     figure,
     open_run,
+    pad_left,
     pad_right,
     progress,
     run_name,
     write_result,
 )
-from model.cache import KVCache
 from training.checkpoint import LoadedRun
 
 try:
@@ -112,17 +112,11 @@ def generate(
 
     Prompts are padded on the left; with learned positions, which that would shift, they must be of one length.
     """
-    longest, device = max(map(len, prompts)), device_of(model)
-    tokens = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=device)  # (B, longest)
-    keys = torch.tensor([[i >= longest - len(p) for i in range(longest)] for p in prompts], device=device)
-    padded = not bool(keys.all())
-    cache = KVCache(longest + limit)
+    tokens, keys = pad_left(prompts, device_of(model))
     new: list[list[int]] = [[] for _ in prompts]
     done = [False] * len(prompts)
-    for _ in range(limit):
-        tokens = model(tokens, cache=cache, keys=keys if padded else None)[:, -1].argmax(-1, keepdim=True)  # (B, 1)
-        keys = nn.functional.pad(keys, (0, 1), value=True)
-        for i, token in enumerate(tokens[:, 0].tolist()):
+    for step in model.stream(tokens, limit, keys=keys):
+        for i, token in enumerate(step.tolist()):
             if not done[i]:
                 new[i].append(token)
                 done[i] = stopped(new[i])

@@ -1,7 +1,9 @@
 """The decoder: token embedding, a stack of pre-norm blocks whose attention is chosen per layer, output head."""
 
 import hashlib
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -124,31 +126,55 @@ class Decoder(nn.Module):
             raise ValueError(f"{wrong}: shorten the input or use model.position=rope")
 
     @torch.no_grad()
-    def generate(
+    def stream(
         self,
         tokens: Tensor,
         max_new_tokens: int,
         temperature: float = 0.0,
         top_k: int | None = None,
-        generator: torch.Generator | None = None,
+        top_p: float | None = None,
+        generator: torch.Generator | Sequence[torch.Generator] | None = None,
         keys: Tensor | None = None,
-    ) -> Tensor:
-        """Continue tokens (B, T) to (B, T + max_new_tokens) with a KV cache; temperature 0 is greedy.
+        stop: Sequence[int] = (),
+    ) -> Iterator[Tensor]:
+        """Continue tokens (B, T) with a KV cache: yields the next ids (B,), at most `max_new_tokens` times.
 
-        Prompts of several lengths are padded on the left, with keys (B, T) False there (not with learned positions, which
-        the padding would shift).
+        temperature 0 is greedy. Otherwise ids are drawn from softmax(logits / temperature) over the top_k likeliest, and of
+        these over the fewest that hold top_p of the probability (Holtzman et al., arXiv 1904.09751). generator: one for all
+        rows, or one for each, whose row then does not depend on the others. A row that drew one of the ids `stop` has ended:
+        it goes on repeating that id, and the stream ends with the last row. Prompts of several lengths are padded on the left,
+        with keys (B, T) False there (not with learned positions, which the padding would shift). ValueError for settings
+        that cannot be, too many tokens for learned positions, and logits that are not finite.
         """
-        if keys is not None and self.positions is not None:
-            raise ValueError("left padding shifts learned positions: generate from prompts of one length")
-        cache = KVCache(tokens.shape[1] + max_new_tokens)
-        new = tokens
-        for _ in range(max_new_tokens):
-            logits = self(new, cache=cache, keys=keys)[:, -1].float()  # (B, V)
-            new = _choose(logits, temperature, top_k, generator)
-            tokens = torch.cat((tokens, new), dim=1)
+        _check_sampling(temperature, top_k, top_p)
+        T = tokens.shape[1]
+        if self.positions is not None:
+            if keys is not None:
+                raise ValueError("left padding shifts learned positions: generate from prompts of one length")
+            self._refuse_beyond_context(T + max_new_tokens - 1)  # the last token is not read
+        cache, new = KVCache(T + max_new_tokens), tokens
+        last = torch.tensor([T - 1], device=tokens.device)
+        ends = torch.tensor(stop, dtype=torch.long, device=tokens.device)
+        ended = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
+        for step in range(max_new_tokens):
+            logits = self(new, cache=cache, keys=keys, rows=None if step else last)[:, -1].float()  # (B, V)
+            if not step and not logits.isfinite().all():
+                raise ValueError("the model's logits are not finite: its training diverged, use an earlier checkpoint")
+            drawn = _choose(logits, temperature, top_k, top_p, generator)  # (B,)
+            if stop:
+                drawn = torch.where(ended, new[:, -1], drawn)
+                ended = torch.isin(drawn, ends)
+            yield drawn
+            if stop and ended.all():
+                return
+            new = drawn[:, None]
             if keys is not None:
                 keys = F.pad(keys, (0, 1), value=True)
-        return tokens
+
+    def generate(self, tokens: Tensor, max_new_tokens: int, **options: Any) -> Tensor:
+        """tokens (B, T) with what `stream`, which has the options, adds to them: (B, T + max_new_tokens) or less."""
+        new = self.stream(tokens, max_new_tokens, **options)
+        return torch.cat((tokens, *(drawn[:, None] for drawn in new)), dim=1)
 
     def set_step(self, step: int) -> None:
         """Training is about to take optimizer step `step`, counted from 0: what warms up in the blocks follows it."""
@@ -218,11 +244,41 @@ def _generator(seed: int, name: str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
-def _choose(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
-    """The next token (B, 1) from logits (B, V)."""
+def _check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:
+    if not 0 <= temperature < float("inf"):
+        raise ValueError(f"temperature={temperature} must be 0 (greedy) or more: use temperature=0.8")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k={top_k} leaves no token: use top_k=50, or null for all")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f"top_p={top_p} is not a share of the probability: use top_p=0.9, or null for all")
+
+
+def _choose(
+    logits: Tensor,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    generator: torch.Generator | Sequence[torch.Generator] | None,
+) -> Tensor:
+    """The next token (B,) from logits (B, V)."""
     if temperature == 0:
-        return logits.argmax(-1, keepdim=True)
-    if top_k is not None:
-        kept = logits.topk(min(top_k, logits.shape[-1]), dim=-1).values
-        logits = logits.masked_fill(logits < kept[:, -1:], float("-inf"))
-    return torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+        return logits.argmax(-1)
+    ids = None
+    if top_k is not None or top_p is not None:  # sorting a large vocabulary takes time
+        V = logits.shape[-1]
+        logits, ids = logits.topk(min(top_k or V, V), dim=-1)  # (B, K), the likeliest first
+    p = (logits.double() / temperature).softmax(-1)
+    if top_p is not None:
+        p = p * (p.cumsum(-1) - p < top_p)  # the mass before a token: the first one always stays
+    sums = p.cumsum(-1)
+    drawn = torch.searchsorted(sums, _uniform(generator, len(logits)).to(sums.device) * sums[:, -1:], right=True)
+    drawn = drawn.clamp(max=sums.shape[-1] - 1)  # (B, 1); a product rounded up to the whole sum
+    return (drawn if ids is None else ids.gather(-1, drawn))[:, 0]
+
+
+def _uniform(generator: torch.Generator | Sequence[torch.Generator] | None, rows: int) -> Tensor:
+    """(rows, 1) numbers from [0, 1) in float64."""
+    if generator is None or isinstance(generator, torch.Generator):
+        device = None if generator is None else generator.device
+        return torch.rand(rows, 1, dtype=torch.float64, generator=generator, device=device)
+    return torch.stack([torch.rand(1, dtype=torch.float64, generator=g, device=g.device) for g in generator])

@@ -1,7 +1,7 @@
 """Measure speed: python scripts/bench.py what=attention|train|loader|tokenizer|decode|probe|monitor [out=runs/bench/WHAT.json]
 
     attention   a variant's attention on a backend: facade calls alone ("op") and with projections ("module")
-    train       whole training steps of configs/model at size=micro    decode     greedy tokens, with and without a cache
+    train       whole training steps of configs/model at size=micro    decode     a token, with and without a cache
     loader      batches from shards in the page cache                  tokenizer  text to ids, one thread
     probe       one query's attention rows in a long context: time and peak memory, in a process of its own (rounds=1)
     monitor     a look of training/monitor.py right after a training step, and its share of the steps at the default frequency
@@ -67,7 +67,6 @@ VOCABULARY = 4096
 PROBE_VOCABULARY = 50_257  # gpt2's: whole logits of 32,768 tokens would be 6.6 GB
 LEAST_SECONDS = 0.02  # of one timing; shorter work is repeated within it
 ERROR_ROWS = 512  # query rows of the N x N formula at a time
-NEW_TOKENS = 4
 SHARD_TOKENS = 4_000_000
 # What makes a row "not measured", with its reason
 UNAVAILABLE = (ValueError, RuntimeError, ImportError, OSError, OmegaConfBaseException)
@@ -81,7 +80,7 @@ class BenchConfig:
     out: str | None = None  # the JSON; None: runs/bench/WHAT.json
     rounds: int = 10
     device: str = "auto"  # auto | cpu | cuda
-    dtype: str = "auto"  # auto | float32 | bfloat16 (autocast)
+    dtype: str = "auto"  # auto (decode: float32, as scripts/sample.py) | float32 | bfloat16 (autocast)
     variants: list[str] | None = (
         None  # names in configs/model, for all but loader, tokenizer; None: all, baseline first
     )
@@ -467,52 +466,46 @@ class StepAndLook:
 
 
 def decode(cfg: BenchConfig, world: World) -> list[Row]:
-    """The last 4 of `length` tokens, greedily; one sequence and 512 tokens by default."""
+    """Token number `length` of one sequence, greedily, with and without a cache; 512 and float32 by default."""
     lengths, rows = cfg.lengths or [512], []
-    with progress("decode", len(lengths) * len(Decoding.MEASURES) * cfg.rounds) as bar:
+    with progress("decode", len(lengths) * cfg.rounds) as bar:
         for length in lengths:
-            group = [Row({"length": length, "model": name}, NEW_TOKENS * (cfg.batch or 1)) for name in variants(cfg)]
-            arms = [attempt(partial(Decoding, cfg, variant, length, world)) for variant in variants(cfg)]
-            for measure, method in Decoding.MEASURES.items():
-                works = [arm if isinstance(arm, str) else getattr(arm, method) for arm in arms]
-                time_in_turn(measure, group, works, cfg.rounds, world.device, bar)
+            arms = {name: attempt(partial(Decoding, cfg, name, length, world)) for name in variants(cfg)}
+            group = [Row({"length": length, "model": name, "cache": how}) for name in arms for how in ("yes", "no")]
+            pairs = [(arm, arm) if isinstance(arm, str) else (arm.cached, arm.uncached) for arm in arms.values()]
+            works = [work for pair in pairs for work in pair]
+            time_in_turn("token", group, works, cfg.rounds, world.device, bar)
+            for cached, uncached in zip(group[::2], group[1::2], strict=True):
+                if cached.seconds and uncached.seconds:
+                    cached.facts["faster than without"] = paired_ratio(uncached, cached, "token")
             rows += group
     return rows
 
 
 class Decoding:
-    """Greedy decoding of the last tokens of a sequence, whose beginning is random and already in the cache."""
-
-    MEASURES = {"cached tokens/s": "cached", "uncached tokens/s": "uncached"}
+    """The last token of a random sequence, the others being in the cache already or not; calls return the next id (B,)."""
 
     def __init__(self, cfg: BenchConfig, variant: str, length: int, world: World) -> None:
-        if length <= NEW_TOKENS:
-            raise ValueError(f"length {length} leaves no prompt before the {NEW_TOKENS} new tokens")
+        if length < 2:
+            raise ValueError(f"length {length} leaves nothing to cache")
         changes = {"vocab_size": VOCABULARY, "context": max(length, cfg.model.context)}
         self.model = Decoder(model_config(cfg, variant, **changes)).to(world.device).eval()
         self.autocast, self.cache = autocast(cfg, world), KVCache(length)
-        self.prompt = random_tokens(cfg.batch or 1, length - NEW_TOKENS, VOCABULARY, world)
-        with torch.inference_mode(), self.autocast:
-            self.first = self.model(self.prompt, cache=self.cache)[:, -1:].argmax(-1)  # (B, 1)
+        self.tokens = random_tokens(cfg.batch or 1, length, VOCABULARY, world)
+        self.last = torch.tensor([length - 1], device=world.device)
+        with torch.no_grad(), self.autocast:
+            self.model(self.tokens[:, :-1], cache=self.cache)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def cached(self) -> Tensor:
-        """(B, NEW_TOKENS + 1) ids, each from its predecessor and the cache."""
-        self.cache.length = self.prompt.shape[1]  # forget the tokens of the last call
-        tokens = [self.first]
+        self.cache.length = self.tokens.shape[1] - 1  # forget the last call
         with self.autocast:
-            for _ in range(NEW_TOKENS):
-                tokens.append(self.model(tokens[-1], cache=self.cache)[:, -1:].argmax(-1))
-        return torch.cat(tokens, dim=1)
+            return self.model(self.tokens[:, -1:], cache=self.cache)[:, -1].argmax(-1)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def uncached(self) -> Tensor:
-        """The same ids, each from the whole sequence."""
-        tokens = torch.cat((self.prompt, self.first), dim=1)
         with self.autocast:
-            for _ in range(NEW_TOKENS):
-                tokens = torch.cat((tokens, self.model(tokens)[:, -1:].argmax(-1)), dim=1)
-        return tokens[:, self.prompt.shape[1] :]
+            return self.model(self.tokens, rows=self.last)[:, -1].argmax(-1)
 
 
 # ---------------------------------------- probe
@@ -694,6 +687,8 @@ def check(cfg: BenchConfig) -> None:
 @command("bench", BenchConfig)
 def main(cfg: BenchConfig) -> None:
     check(cfg)
+    if cfg.what == "decode" and cfg.dtype == "auto":
+        cfg.dtype = "float32"
     world, load = join_world(cfg.device), os.getloadavg()[0]
     rows = BENCHES[cfg.what](cfg, world)
     if not any(row.seconds for row in rows):

@@ -29,6 +29,7 @@ from model.attention.mask import Mask
 # Keys up to which a CPU is faster with its float32 flash kernel than with its bfloat16 one, in spite of the conversion,
 # and up to which it is faster without, for differences of maps (docs/LOG.md, 2026-11-20).
 SHORT, SHORT_DIFF = 512, 1024
+EVERYTHING = Mask(causal=False)
 
 
 def check_backend(backend: str, d: int, dv: int, dropout: float, maps: int = 1) -> None:
@@ -49,6 +50,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, backend: str = "auto", d
         probe.active.record(_probe_rows(q, _repeat(k, q.shape[1]), mask))
     if backend == "flex":
         return _flex(q, k, v, mask)
+    if backend != "math" and q.shape[-2] == 1:
+        return _one_query(q, k, v, mask, dropout)
     k, v = _repeat(k, q.shape[1]), _repeat(v, q.shape[1])
     if backend == "math":
         return reference.attend(q, k, v, _see(mask, q, k), dropout)
@@ -77,12 +80,17 @@ def attend_diff(
     if backend == "flex":
         first, second = (_flex(q[:, :, c], k[:, :, c if k.shape[2] == 2 else 0], v, mask) for c in (0, 1))
         return _subtract(first, lam, second)
+    T, S = q.shape[-2], k.shape[-2]
+    if backend != "math" and T == 1 and k.shape[2] == 1:
+        first, second = _one_query(q, k.squeeze(2), v, mask, dropout).unbind(2)  # (B, h, 1, dv) each
+        return _subtract(first, lam, second)
+    on_cpu = q.device.type == "cpu" and mask.plain and not dropout
+    if backend in ("auto", "blocked") and on_cpu and T == 1:
+        return blocked.last_row(q, k, v, lam)
     k, v = _repeat(k, h).expand(-1, -1, 2, -1, -1), _repeat(v, h)  # (B, h, 2, S, d), (B, h, S, dv)
     if backend == "math":
         return reference.attend_diff(q, k, v, lam, _see(mask, q, k), dropout)
-    T, S = q.shape[-2], k.shape[-2]
-    short = backend == "auto" and q.device.type == "cpu" and max(T, S) <= SHORT_DIFF
-    if (short or backend == "blocked") and mask.plain and T == S and not dropout:
+    if (backend == "blocked" or (backend == "auto" and S <= SHORT_DIFF)) and on_cpu and T == S:
         return blocked.attend_diff(q, k, v, lam)
     # One call over 2h heads, q and k zero-padded to the width of v: two calls with dv > d leave SDPA's fast CPU kernel.
     both = _sdpa(
@@ -146,9 +154,20 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask, see: Tensor | None = None
     return out.masked_fill(blind, 0.0)
 
 
+def _one_query(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> Tensor:
+    """`attend` for T = 1, as in decoding: q (B, ..., 1, d), keys and values shared by the query heads of a group.
+
+    These see the same, so they are rows of one call, which reads the keys and values where they lie: repeated for every
+    query head, the whole cache would be copied at each token.
+    """
+    rows = q.reshape(q.shape[0], k.shape[1], -1, q.shape[-1])  # (B, Hkv, rows, d)
+    see = None if mask.plain else _see(mask, q, k)  # (1 or B, 1, 1, S)
+    return _sdpa(rows, k, v, EVERYTHING, see, dropout).reshape(*q.shape[:-1], -1)
+
+
 def _subtract(first: Tensor, lam: Tensor, second: Tensor) -> Tensor:
     """first - lam second, lam (..., T or 1, 1) or () not rounded to the maps' precision."""
-    return (first - lam.view(lam.shape or (1, 1)) * second).to(first.dtype)
+    return (first - (lam if lam.dim() else lam.view(1, 1)) * second).to(first.dtype)
 
 
 def _flex(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sets: int = 1) -> Tensor:

@@ -22,6 +22,20 @@ def attend_diff(q: Tensor, k: Tensor, v: Tensor, lam: Tensor) -> Tensor:
         return torch.cat([_rows(q, k, v, lam, start, stop) for start, stop in blocks], dim=-2).to(dtype)
 
 
+def last_row(q: Tensor, k: Tensor, v: Tensor, lam: Tensor) -> Tensor:
+    """One query that sees every key, as in decoding: q (B, h, 2, 1, d), k (B, hkv, 2, S, d), v (B, hkv, S, dv).
+
+    Returns (B, h, 1, dv), computed as above. Heads that share keys are rows of one product with them, where they lie.
+    """
+    (B, h), (hkv, d), dtype = q.shape[:2], (k.shape[1], k.shape[-1]), v.dtype
+    with torch.autocast(q.device.type, enabled=False):
+        q, k, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, v))
+        rows = q.reshape(B, hkv, h // hkv, 2, d).transpose(2, 3)  # (B, hkv, 2, h / hkv, d)
+        first, second = (rows * d**-0.5 @ k.mT).softmax(-1).unbind(2)  # (B, hkv, h / hkv, S) each
+        lam = lam.expand(B, h, 1, 1).reshape(B, hkv, -1, 1) if lam.dim() else lam
+        return ((first - lam * second) @ v).reshape(B, h, 1, -1).to(dtype)
+
+
 def _rows(q: Tensor, k: Tensor, v: Tensor, lam: Tensor, start: int, stop: int) -> Tensor:
     """Query rows start..stop, which see the keys up to their own: (B, h, stop - start, dv)."""
     scores = (q[..., start:stop, :] * q.shape[-1] ** -0.5) @ k[..., :stop, :].mT  # (B, h, 2, stop - start, stop)

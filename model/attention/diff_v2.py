@@ -49,7 +49,7 @@ class DiffV2Attention(nn.Module):
 
     def lam(self, x: Tensor) -> Tensor:
         """lambda per token and head, (B, h, T, 1)."""
-        return self.lambda_logits(x).sigmoid().transpose(1, 2)[..., None]
+        return self.lambda_logits(x).sigmoid().transpose(1, 2).unsqueeze(-1)
 
     def forward(self, x: Tensor, rope: Rope | None, mask: Mask, cache: LayerCache | None = None) -> Tensor:
         """x (B, T, D) -> (B, T, D)."""
@@ -58,7 +58,7 @@ class DiffV2Attention(nn.Module):
         if cache is not None:
             k, v = cache.append(k, v)
         dropout = self.dropout if self.training else 0.0
-        y = attend_diff(q.unflatten(1, (-1, 2)), k[:, :, None], v, self.lam(x), mask, self.backend, dropout)
+        y = attend_diff(q.unflatten(1, (-1, 2)), k.unsqueeze(2), v, self.lam(x), mask, self.backend, dropout)
         return self.out(y.transpose(1, 2).flatten(2))  # (B, T, h d)
 
     def flops(self, context: int) -> int:

@@ -138,12 +138,13 @@ class Speller(torch.nn.Module):
     """Says "yes. no! maybe\\n" after any prompt, byte by byte."""
 
     TEXT = b"yes. no! maybe\nand so on and on"
+    stream = Decoder.stream
 
     def __init__(self) -> None:
         super().__init__()
         self.cfg, self.positions, self.start = SimpleNamespace(context=40, vocab_size=257), None, 0
 
-    def forward(self, tokens, cache=None, keys=None):
+    def forward(self, tokens, cache=None, keys=None, rows=None):
         new = cache.length - self.start + 1 if cache.length else 0
         self.start = self.start if cache.length else tokens.shape[1]
         cache.length += tokens.shape[1]

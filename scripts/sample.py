@@ -1,0 +1,324 @@
+"""Write text with a trained run: python scripts/sample.py run=runs/NAME prompt="Once upon a time"
+
+    prompt="..."      taken as typed; several as prompt='["one","two"]'; none: a document from its beginning
+    file=FILE         a prompt from a file, file=- from standard input (one newline at its end is dropped)
+    temperature=0     the likeliest token every time (0.8); top_k=50 and top_p=0.9 leave unlikely tokens out
+    stop="\\n"         ends a text before this string; several as stop='["\\n","Q:"]'
+    samples=4 seed=0  texts for each prompt, with seeds 0, 1, 2 and 3; batch=16 of them are decoded at a time
+    max_tokens=100    new tokens at most (256, or what the trained context has room for); echo=false: without the prompt
+    out=FILE.json     also write texts, settings and speed there; device=cpu, where there is a GPU
+
+The first unfinished text is shown as it grows, the others follow when it is done. A text depends on its prompt, its seed and
+the settings, not on its neighbours. What was read and written, and how fast, is said on standard error.
+"""
+
+import codecs
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import MISSING
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from configs import command  # noqa: E402
+from configs.provenance import machine, version  # noqa: E402
+from data.tokenizer import Tokenizer  # noqa: E402
+from eval.common import device_of, open_run, pad_left, write_atomically  # noqa: E402
+from model.decoder import Decoder  # noqa: E402
+from training.checkpoint import LoadedRun  # noqa: E402
+
+MAX_TOKENS = 256
+LITERAL = ("prompt", "stop", "file")  # keys whose values are text
+# A terminal would obey them: all control characters but tab and newline, shown as the signs that Unicode has for them.
+CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"} | {127: 0x2421}
+
+
+@dataclass
+class SampleConfig:
+    """The options of scripts/sample.py, whose --help explains them."""
+
+    run: str = MISSING
+    prompt: Any = None  # text or a list of texts
+    file: str | None = None
+    temperature: float = 0.8
+    top_k: int | None = None
+    top_p: float | None = None
+    stop: Any = None  # text or a list of texts
+    seed: int = 0
+    samples: int = 1
+    batch: int = 16
+    max_tokens: int | None = None
+    echo: bool = True
+    device: str = "auto"  # auto | cpu | cuda
+    out: str | None = None
+
+
+# ---------------------------------------- text
+
+
+class Text:
+    """The text of one sequence, token by token.
+
+    `text` is certain; a character whose bytes are not all there, and what may yet become a stop string, is held back. The
+    text is cut before the stop string that is complete first, however tokens cut it. `ended` says why nothing follows:
+    "end of text", "stop" or "length".
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
+        self.tokenizer, self.stops = tokenizer, stops
+        self.tokens: list[int] = []
+        self.text, self.ended = "", None
+        self._held, self._utf8 = "", codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, token: int) -> None:
+        """Take the next token, which ends the text where it is the end-of-text token or completes a stop string."""
+        if token == self.tokenizer.eot:
+            return self.end("end of text")
+        self.tokens.append(token)
+        try:
+            piece = self.tokenizer.token_bytes(token)
+        except KeyError:  # a vocabulary padded beyond the tokenizer's
+            piece = b""
+        self._take(self._utf8.decode(piece))
+
+    def end(self, why: str) -> None:
+        """Nothing follows: what was held back is certain now. Without effect on a text that has ended."""
+        if self.ended is None:
+            self._take(self._utf8.decode(b"", final=True))
+        if self.ended is None:
+            self.text, self._held, self.ended = self.text + self._held, "", why
+
+    def _take(self, new: str) -> None:
+        text = self._held + new
+        found = [(at + len(stop), at) for stop in self.stops if (at := text.find(stop)) >= 0]
+        if found:
+            self.text, self._held, self.ended = self.text + text[: min(found)[1]], "", "stop"
+            return
+        longest = max((len(stop) - 1 for stop in self.stops), default=0)
+        tails = (n for n in range(min(longest, len(text)), 0, -1) if text.endswith(tuple(s[:n] for s in self.stops)))
+        sure = len(text) - next(tails, 0)
+        self.text, self._held = self.text + text[:sure], text[sure:]
+
+
+class Screen:
+    """Prints texts in their order: the first unfinished one as far as it is certain, the next ones after it."""
+
+    def __init__(self, heads: Sequence[str], texts: Sequence[Text]) -> None:
+        self.heads, self.texts = heads, texts
+        self.at, self.shown = 0, None  # text, and how much of it (None: not even its head)
+
+    def update(self) -> None:
+        while self.at < len(self.texts):
+            text = self.texts[self.at]
+            if self.shown is None:
+                self._print(self.heads[self.at])
+                self.shown = 0
+            self._print(text.text[self.shown :])
+            self.shown = len(text.text)
+            if text.ended is None:
+                return
+            self._print("\n")
+            self.at, self.shown = self.at + 1, None
+
+    def _print(self, text: str) -> None:
+        if text:
+            print(text.translate(CONTROLS) if sys.stdout.isatty() else text, end="", flush=True)
+
+
+# ---------------------------------------- decoding
+
+
+@dataclass
+class Speed:
+    """Tokens read and seconds until the first new ones; tokens that followed, and their seconds."""
+
+    prompt_tokens: int = 0
+    prompt_seconds: float = 0.0
+    new_tokens: int = 0
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        rate = f"{self.new_tokens / self.seconds:,.0f} tokens/s" if self.new_tokens else "none"
+        return (f"{self.prompt_tokens:,} tokens read in {self.prompt_seconds:.2f} s; "
+                f"after each text's first: {self.new_tokens:,} in {self.seconds:.2f} s, {rate}")  # fmt: skip
+
+
+@dataclass
+class Job:
+    """One text to write."""
+
+    prompt: str
+    tokens: list[int]
+    seed: int
+    text: Text = field(repr=False)
+
+
+def decode(model: Decoder, jobs: Sequence[Job], limit: int, cfg: SampleConfig) -> Iterator[Speed]:
+    """Write the jobs' texts, up to `limit` tokens each; yields the speed so far whenever texts have grown."""
+    speed = Speed()
+    for part in batches(jobs, cfg.batch, padding=model.positions is None):
+        tokens, keys = pad_left([job.tokens for job in part], device_of(model))
+        draws = [torch.Generator().manual_seed(job.seed) for job in part]
+        steps = model.stream(tokens, limit, cfg.temperature, cfg.top_k, cfg.top_p, draws, keys)
+        speed.prompt_tokens += sum(len(job.tokens) for job in part)
+        for step in range(limit):
+            growing = [(row, job.text) for row, job in enumerate(part) if job.text.ended is None]
+            if not growing:
+                break
+            start = time.perf_counter()
+            new = next(steps).tolist()
+            elapsed = time.perf_counter() - start
+            if step:
+                speed.new_tokens, speed.seconds = speed.new_tokens + len(growing), speed.seconds + elapsed
+            else:
+                speed.prompt_seconds += elapsed
+            for row, text in growing:
+                text.add(new[row])
+            yield speed
+        for job in part:
+            job.text.end("length")
+        yield speed
+
+
+def batches(jobs: Sequence[Job], size: int, padding: bool) -> Iterator[Sequence[Job]]:
+    """At most `size` neighbours at a time; without padding, only those whose prompts are equally long."""
+    for _, alike in groupby(jobs, key=lambda job: 0 if padding else len(job.tokens)):
+        alike = list(alike)
+        yield from (alike[start : start + size] for start in range(0, len(alike), size))
+
+
+def new_tokens(cfg: SampleConfig, model: Decoder, longest: int) -> int:
+    """How many tokens to write after prompts of up to `longest`, end-of-text token included."""
+    context = model.cfg.context
+    left = context - longest
+    if cfg.max_tokens is None:
+        if left < 1:
+            beyond = "" if model.positions is not None else ", or say max_tokens=N to go beyond it"
+            raise ValueError(f"the prompt has {longest} tokens, the trained context {context}: shorten it{beyond}")
+        return min(MAX_TOKENS, left)
+    if cfg.max_tokens > left:
+        says = f"a prompt of {longest} and {cfg.max_tokens} new tokens exceed the trained context of {context}"
+        if model.positions is not None:
+            fix = f"use max_tokens={left}" if left > 0 else "shorten the prompt"
+            raise ValueError(f"{says}, and there are no learned positions beyond it: {fix}")
+        print(f"note: {says}", file=sys.stderr)
+    return cfg.max_tokens
+
+
+# ---------------------------------------- the command
+
+
+def texts_of(value: Any, key: str) -> list[str]:
+    """A text or a list of texts as a list."""
+    texts = [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
+    if any(isinstance(text, (list, dict)) or text is None for text in texts):
+        raise ValueError(f'{key} is neither text nor a list of texts: type a list as {key}=\'["one","two"]\'')
+    return [str(text) for text in texts]
+
+
+def prompts_of(cfg: SampleConfig) -> list[str]:
+    """The prompts asked for; one empty one where there are none."""
+    if cfg.file is None:
+        return texts_of(cfg.prompt, "prompt") or [""]
+    if cfg.prompt is not None:
+        raise ValueError("prompt= and file= are both given: give one of them")
+    if cfg.file != "-" and not Path(cfg.file).is_file():
+        raise FileNotFoundError(f"no file {cfg.file}: correct file=, or use file=- for standard input")
+    content = sys.stdin.buffer.read() if cfg.file == "-" else Path(cfg.file).read_bytes()
+    try:
+        return [content.decode("utf-8").removesuffix("\n")]
+    except UnicodeDecodeError:
+        raise ValueError(f"file={cfg.file} is not UTF-8 text: convert it first, e.g. with iconv -t utf-8") from None
+
+
+def stops_of(cfg: SampleConfig) -> list[str]:
+    """The stop strings, in which \\n and \\t are a newline and a tab."""
+    stops = [stop.replace("\\n", "\n").replace("\\t", "\t") for stop in texts_of(cfg.stop, "stop")]
+    if "" in stops:
+        raise ValueError("an empty stop string would end every text at once: leave it out")
+    return stops
+
+
+def jobs_of(cfg: SampleConfig, run: LoadedRun) -> list[Job]:
+    """One job for each prompt and seed. Every prompt follows an end-of-text token, as a training document does."""
+    stops, eot = stops_of(cfg), run.tokenizer.eot
+    return [
+        Job(prompt, [eot, *run.tokenizer.encode(prompt)], cfg.seed + i, Text(run.tokenizer, stops))
+        for prompt in prompts_of(cfg)
+        for i in range(cfg.samples)
+    ]
+
+
+def heads_of(jobs: Sequence[Job], echo: bool) -> list[str]:
+    """What stands before each text: its number and seed where there are several, and the prompt."""
+    titles = [f"--- {i} of {len(jobs)}, seed {job.seed}\n" if len(jobs) > 1 else "" for i, job in enumerate(jobs, 1)]
+    return [title + job.prompt if echo else title for title, job in zip(titles, jobs, strict=True)]
+
+
+def check(cfg: SampleConfig) -> None:
+    for key in ("samples", "batch", "max_tokens"):
+        value = getattr(cfg, key)
+        if value is not None and value < 1:
+            raise ValueError(f"{key}={value} must be at least 1: correct it, or leave it out")
+    if cfg.temperature == 0 and cfg.samples > 1:
+        raise ValueError("temperature=0 writes the same text every time: use samples=1 or temperature=0.8")
+
+
+@command("sample", SampleConfig)
+def sample(cfg: SampleConfig) -> None:
+    check(cfg)
+    run = open_run(cfg)
+    jobs = jobs_of(cfg, run)
+    limit = new_tokens(cfg, run.model, max(len(job.tokens) for job in jobs))
+    sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character
+    screen, speed = Screen(heads_of(jobs, cfg.echo), [job.text for job in jobs]), Speed()
+    try:
+        for speed in decode(run.model, jobs, limit, cfg):  # noqa: B007
+            screen.update()
+    except KeyboardInterrupt:
+        print()
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    print(f"{cfg.run}, step {run.step}, {device_of(run.model)}: {speed}", file=sys.stderr)
+    if cfg.out:
+        write_atomically(Path(cfg.out), json.dumps(content(cfg, run, jobs, speed), indent=1).encode())
+
+
+def content(cfg: SampleConfig, run: LoadedRun, jobs: Sequence[Job], speed: Speed) -> dict[str, Any]:
+    """What out= holds."""
+    texts = [{key: getattr(job.text, key) for key in ("text", "tokens", "ended")} for job in jobs]
+    samples = [{"prompt": job.prompt, "seed": job.seed} | text for job, text in zip(jobs, texts, strict=True)]
+    facts = {"run": cfg.run, "step": run.step, "config": asdict(cfg), "machine": machine(), "version": version()}
+    return facts | {"results": {"samples": samples, "speed": asdict(speed)}}
+
+
+def as_typed(argument: str) -> str:
+    """`prompt=Yes, "we" can` in Hydra's quotes: in its grammar commas, quotes, braces and more have meanings.
+
+    A value in brackets is left to Hydra as a list.
+    """
+    key, equals, value = argument.partition("=")
+    if key not in LITERAL or not equals or value in ("", "null") or (value.startswith("[") and value.endswith("]")):
+        return argument
+    value = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)  # to OmegaConf a name in ${} is that of another key
+    # In Hydra's quotes \' is a quote, and only backslashes before one are doubled.
+    value = re.sub(r"(\\*)('|\Z)", lambda end: 2 * end[1] + ("\\'" if end[2] else ""), value)
+    return f"{key}='{value}'"
+
+
+def main() -> None:
+    sys.argv[1:] = map(as_typed, sys.argv[1:])
+    sample()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,329 @@
+"""scripts/sample.py: the text that streams out is the text decoded whole, as typed, reproducible, and within its limits."""
+
+import io
+import json
+import random
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+from omegaconf import OmegaConf
+
+from data.config import TokenizerConfig
+from data.tokenizer import Tokenizer, build_tokenizer
+from model.config import DecoderConfig
+from model.decoder import Decoder
+from scripts import sample
+from scripts.sample import SampleConfig, Screen, Text, as_typed
+from tests.conftest import run_command
+from training import checkpoint
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return build_tokenizer(TokenizerConfig(name="bytes"))
+
+
+@pytest.fixture(scope="module")
+def bpe() -> Tokenizer:
+    words = "the rain had stopped über naïve 日本語 🙂🙂 and so on and on\n" * 30
+    return build_tokenizer(TokenizerConfig("bpe", 300), [words])
+
+
+@pytest.fixture
+def make_run(tmp_path: Path, tokenizer: Tokenizer) -> Callable[..., Path]:
+    """make_run(layers="d") -> a run whose model says something else after every text (its weights are large)."""
+
+    def make(name: str = "run", **more: object) -> Path:
+        folder = tmp_path / name
+        cfg = {"n_layer": 2, "n_head": 4, "d_model": 32, "context": 64, "vocab_size": tokenizer.vocab_size} | more
+        model, generator = Decoder(DecoderConfig(**cfg)), torch.Generator().manual_seed(3)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(torch.randn(p.shape, generator=generator) * 0.2)
+        checkpoint.save(folder, 4, model, [], keep=2)
+        (folder / "config.yaml").write_text(yaml.safe_dump({"model": asdict(model.cfg)}))
+        tokenizer.save(folder)
+        return folder
+
+    return make
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Callable[..., SimpleNamespace]:
+    """call(run=..., prompt=...) -> .out, .err and .rc of the command."""
+
+    def type_in(stdin: bytes = b"", **options: object) -> SimpleNamespace:
+        monkeypatch.setattr(sys, "argv", ["sample.py", *(f"{key}={value}" for key, value in options.items())])
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        rc = 0
+        try:
+            sample.main()
+        except SystemExit as stopped:
+            rc = stopped.code
+        captured = capsys.readouterr()
+        return SimpleNamespace(out=captured.out, err=captured.err, rc=rc)
+
+    return type_in
+
+
+# ---------------------------------------- text
+
+
+def before_first_stop(text: str, stops: list[str]) -> str:
+    """`text` before the stop string that is complete first, found letter by letter."""
+    for end in range(len(text) + 1):
+        for stop in sorted(stops, key=len, reverse=True):
+            if text[:end].endswith(stop):
+                return text[: end - len(stop)]
+    return text
+
+
+@pytest.mark.parametrize("cut", ("bytes", "bpe"))
+def test_streamed_text_is_the_text_decoded_whole(cut: str, tokenizer: Tokenizer, bpe: Tokenizer) -> None:
+    """Random tokens and stop strings: whatever is shown stays, and in the end it is the whole, up to the stop."""
+    tokenizer, draw = {"bytes": tokenizer, "bpe": bpe}[cut], random.Random(0)
+    letters, ended = "and é日本\n", 0
+    for _ in range(400):
+        tokens = tokenizer.encode("".join(draw.choices(letters, k=draw.randint(1, 30))))
+        if draw.random() < 0.3:  # bytes that are no UTF-8
+            tokens = [draw.choice((token, draw.randrange(256))) for token in tokens]
+        stops = ["".join(draw.choices(letters, k=draw.randint(1, 3))) for _ in range(draw.randint(0, 3))]
+        text, shown = Text(tokenizer, stops), [""]
+        for token in tokens:
+            if text.ended is None:
+                text.add(token)
+                assert text.text.startswith(shown[-1])
+                shown.append(text.text)
+        text.end("length")
+        assert text.text == before_first_stop(tokenizer.decode(tokens), stops)
+        assert text.ended == ("stop" if text.text != tokenizer.decode(tokens) else "length")
+        ended += text.ended == "stop"
+    assert 50 < ended < 350
+
+
+def test_nothing_is_shown_before_it_is_certain(tokenizer: Tokenizer) -> None:
+    text = Text(tokenizer, ["END", "\n\n"])
+    shown = []
+    for byte in "é🙂 EEN\n🙂".encode():
+        text.add(byte)
+        shown.append(text.text)
+    certain = ["", "é", "é", "é", "é", "é🙂", "é🙂 ", "é🙂 ", "é🙂 E", "é🙂 E"]  # E may begin END
+    assert shown == [*certain, *["é🙂 EEN"] * 4, "é🙂 EEN\n🙂"]  # and a newline two of them
+    text.add("é".encode()[0])
+    text.end("length")
+    assert text.text == "é🙂 EEN\n🙂\ufffd"  # half a character at the end
+
+
+def test_a_stop_string_is_found_wherever_tokens_cut_it(tokenizer: Tokenizer, bpe: Tokenizer) -> None:
+    text = Text(tokenizer, ["aab"])
+    for byte in b"aaab":
+        text.add(byte)
+    assert (text.text, text.ended) == ("a", "stop")  # not let go of with the first a
+    pieces = {bpe.token_bytes(token): token for token in range(bpe.eot)}
+    piece = max((piece for piece in pieces if piece.isascii()), key=len).decode()
+    assert len(piece) > 3
+    for stops in ([piece, piece[1:3]], [piece[1:3], piece]):  # the one that is complete first, letter by letter
+        text = Text(bpe, stops)
+        text.add(pieces[piece.encode()])
+        assert (text.text, text.ended) == (piece[0], "stop")
+
+
+def test_the_end_of_text_token_ends_a_text_and_is_not_shown(tokenizer: Tokenizer) -> None:
+    text = Text(tokenizer, ["bc"])
+    for token in (97, 98, tokenizer.eot):
+        text.add(token)
+    text.end("length")
+    assert (text.text, text.ended, text.tokens) == ("ab", "end of text", [97, 98])
+
+
+def test_an_id_that_no_token_has_is_no_text(tokenizer: Tokenizer) -> None:
+    text = Text(tokenizer)
+    for token in (97, tokenizer.vocab_size + 5, 98):
+        text.add(token)
+    assert text.text == "ab" and len(text.tokens) == 3
+
+
+def test_texts_come_in_order_the_first_unfinished_one_as_it_grows(
+    tokenizer: Tokenizer, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [Text(tokenizer), Text(tokenizer), Text(tokenizer)]
+    screen, seen = Screen(["1:", "2:", "3:"], texts), []
+    for letters in ("ax", "by", "c."):
+        for text, letter in zip(texts, letters, strict=False):
+            text.add(ord(letter))
+        screen.update()
+        seen.append(capsys.readouterr().out)
+    texts[1].end("stop")
+    texts[0].end("stop")
+    screen.update()
+    assert [*seen, capsys.readouterr().out] == ["1:a", "b", "c", "\n2:xy.\n3:"]
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    texts[2].add(27)
+    screen.update()
+    assert capsys.readouterr().out == "\u241b"  # a terminal would obey an escape
+
+
+# ---------------------------------------- what is typed
+
+
+def test_texts_arrive_as_typed() -> None:
+    """Through Hydra's grammar and OmegaConf's interpolations."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    parser, draw = OverridesParser.create(), random.Random(0)
+    texts = [
+        'Yes, it\'s "so"',
+        "a: {b} [c] (d) = e",
+        "${run}",
+        "\\${x} \\",
+        "null?",
+        "12",
+        "true",
+        "it\\'s",
+        "x\ny",
+        "日本, é",
+    ]
+    texts += ["".join(draw.choices("\\'\"${}x,=?\n ", k=draw.randint(1, 8))) for _ in range(300)]
+    for text in texts:
+        if text == "???":
+            continue
+        cfg = OmegaConf.structured(SampleConfig)
+        OmegaConf.update(cfg, "prompt", parser.parse_override(as_typed(f"prompt={text}")).value())
+        assert cfg.prompt == text
+    for argument in ("run=a,b", "prompt=null", "prompt=[a,b]", "--help", "prompt", "temperature=1"):
+        assert as_typed(argument) == argument
+
+
+def test_prompts_stops_and_files(tmp_path: Path, make_run: Callable[..., Path], call: Callable) -> None:
+    run, file = make_run(), tmp_path / "prompt.txt"
+    file.write_text("It was\n\n", encoding="utf-8")
+    options = {"run": run, "max_tokens": 6, "temperature": 0}
+    typed = call(prompt="It was\n", **options)
+    assert typed.rc == 0 and typed.out.startswith("It was\n") and len(typed.out) > 8
+    assert call(file=file, **options).out == typed.out  # one newline at the end is the file's
+    assert call(file="-", stdin=b"It was\n\n", **options).out == typed.out
+    assert call(prompt="It was\n", echo="false", **options).out == typed.out.removeprefix("It was\n")
+    several = call(prompt='["It was\n","Nobody, here"]', **options).out
+    assert several.startswith(f"--- 1 of 2, seed 0\n{typed.out}--- 2 of 2, seed 0\nNobody, here")
+    assert call(**options).out.strip()  # without a prompt, a document from its beginning
+
+
+# ---------------------------------------- the command
+
+
+@pytest.mark.parametrize(
+    "model",
+    [{"layers": "d"}, {"layers": "i"}, {"position": "learned", "norm": "layernorm"}, {"layers": "v", "window": 8}],
+)
+def test_a_text_depends_on_its_prompt_and_seed_alone(
+    model: dict, make_run: Callable[..., Path], call: Callable
+) -> None:
+    """Batches, padding and neighbours change nothing; the text is what the model generates."""
+    run, out = make_run(**model), None
+    options = {"run": run, "prompt": '["Hello","It was a long, long road"]', "samples": 3, "max_tokens": 12, "seed": 5}
+    options |= {"temperature": 1.2, "top_k": 50, "top_p": 0.97}
+    printed = [call(batch=batch, **options).out for batch in (1, 4, 16)]
+    assert printed[0] == printed[1] == printed[2]
+    loaded = checkpoint.load_run(run)
+    texts = set()
+    for i, prompt in enumerate(("Hello", "It was a long, long road")):
+        for j in range(3):
+            tokens = torch.tensor([[loaded.tokenizer.eot, *loaded.tokenizer.encode(prompt)]])
+            generator = torch.Generator().manual_seed(5 + j)
+            new = loaded.model.generate(tokens, 12, temperature=1.2, top_k=50, top_p=0.97, generator=generator)
+            new = new[0, tokens.shape[1] :].tolist()
+            new = new[: new.index(loaded.tokenizer.eot)] if loaded.tokenizer.eot in new else new
+            out = f"--- {3 * i + j + 1} of 6, seed {5 + j}\n{prompt}{loaded.tokenizer.decode(new)}\n"
+            assert out in printed[0]
+            texts.add(out)
+    assert len(texts) == 6
+
+
+def test_out_holds_texts_settings_and_speed(tmp_path: Path, make_run: Callable[..., Path], call: Callable) -> None:
+    run, out = make_run(), tmp_path / "deep" / "samples.json"
+    done = call(run=run, prompt="a", samples=3, max_tokens=20, stop="e", top_p=0.9, out=out, seed=11)
+    content = json.loads(out.read_text())
+    assert {"run", "step", "config", "machine", "version", "results"} == set(content)
+    assert content["config"]["top_p"] == 0.9 and content["step"] == 4
+    samples, speed = content["results"]["samples"], content["results"]["speed"]
+    assert [s["seed"] for s in samples] == [11, 12, 13]
+    for s in samples:
+        assert f"a{s['text']}\n" in done.out and "e" not in s["text"]
+        assert s["ended"] in ("stop", "length", "end of text") and (s["ended"] == "stop" or len(s["tokens"]) == 20)
+    assert speed["prompt_tokens"] == 6 and speed["new_tokens"] == sum(len(s["tokens"]) - 1 for s in samples)
+    assert f"{speed['new_tokens']} in " in done.err and "tokens/s" in done.err and "step 4, cpu" in done.err
+
+
+def test_the_trained_context_is_the_limit(make_run: Callable[..., Path], call: Callable) -> None:
+    rope, learned = make_run("rope"), make_run("learned", position="learned", norm="layernorm")
+    for run in (rope, learned):
+        model = checkpoint.load_run(run).model
+        assert sample.new_tokens(SampleConfig(run=""), model, 10) == 54
+        assert sample.new_tokens(SampleConfig(run="", max_tokens=54), model, 10) == 54
+        assert "the prompt has 65 tokens, the trained context 64: shorten it" in call(run=run, prompt="x" * 64).err
+    beyond = call(run=rope, prompt="123456789", max_tokens=80)
+    assert beyond.rc == 0 and "note: a prompt of 10 and 80 new tokens exceed the trained context of 64" in beyond.err
+    refused = call(run=learned, prompt="123456789", max_tokens=80)
+    assert refused.rc == 2 and refused.err.strip().endswith("use max_tokens=54")
+
+
+def test_an_interruption_leaves_what_is_there(
+    make_run: Callable[..., Path], call: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*arguments: object) -> object:
+        steps = original(*arguments)
+        yield next(steps)
+        yield next(steps)
+        raise KeyboardInterrupt
+
+    original = sample.decode
+    monkeypatch.setattr(sample, "decode", interrupted)
+    done = call(run=make_run(), prompt="Hello")
+    assert done.rc == 0 and done.out.startswith("Hello") and "after each text's first: 1 in" in done.err
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"samples": 0}, "samples=0 must be at least 1"),
+        ({"max_tokens": 0}, "max_tokens=0 must be at least 1"),
+        ({"temperature": 0, "samples": 2}, "use samples=1 or temperature=0.8"),
+        ({"temperature": -1}, "temperature=-1.0 must be 0"),
+        ({"top_p": 2}, "top_p=2.0 is not a share"),
+        ({"prompt": "a", "file": "b"}, "prompt= and file= are both given"),
+        ({"file": "nowhere.txt"}, "no file nowhere.txt: correct file="),
+        ({"file": "-", "stdin": b"\xff\xfe"}, "file=- is not UTF-8 text"),
+        ({"stop": "['']"}, "an empty stop string"),
+        ({"prompt": "[[a],b]"}, "prompt is neither text nor a list of texts"),
+        ({"prompts": "a"}, "did you mean 'prompt'?"),
+        ({"device": "cuda:9"}, "use device=cpu"),
+    ],
+)
+def test_wrong_input_is_one_line_with_the_fix(
+    options: dict, says: str, make_run: Callable[..., Path], call: Callable
+) -> None:
+    done = call(run=make_run(), **options)
+    assert done.rc == 2 and done.err.startswith("error: ") and done.err.count("\n") == 1 and says in done.err, done.err
+
+
+def test_a_run_that_is_none_is_one_line(tmp_path: Path, call: Callable) -> None:
+    assert "is not a run: give run=runs/NAME" in call(run=tmp_path).err
+    assert "'run' is required: add run=" in call(prompt="a").err
+
+
+def test_the_command_as_typed_in_a_shell(make_run: Callable[..., Path]) -> None:
+    prompt = 'He said, "it\'s {fine}"'
+    done = run_command("scripts/sample.py", f"run={make_run()}", f"prompt={prompt}", "max_tokens=5", "stop=\\n")
+    assert done.returncode == 0 and done.stdout.startswith(prompt) and "tokens/s" in done.stderr, done.stderr
+
+
+def test_help_explains_every_option() -> None:
+    done = run_command("scripts/sample.py", "--help")
+    assert done.returncode == 0
+    assert all(f"{option}=" in done.stdout for option in asdict(SampleConfig(run="")))
