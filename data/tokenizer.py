@@ -109,9 +109,10 @@ class FolderTokenizer(Tokenizer):
             from tokenizers import Tokenizer as HFTokenizer
         except ImportError:
             raise ValueError(f"{source} needs the package 'tokenizers': pip install tokenizers") from None
-        self.definition = {**definition, "truncation": None, "padding": None, "post_processor": None}
+        self.definition = definition
+        decides = {**definition, "truncation": None, "padding": None, "post_processor": None}
         try:
-            self.hf = HFTokenizer.from_str(json.dumps(self.definition))
+            self.hf = HFTokenizer.from_str(json.dumps(decides))
         except Exception as error:  # the package raises Exception itself
             raise ValueError(
                 f"{source} is not a tokenizer that 'tokenizers' can run ({error}): save it again"
@@ -124,7 +125,7 @@ class FolderTokenizer(Tokenizer):
         self.byte_level = _is_byte_level(definition, source)
         if eot not in self.tokens:
             raise ValueError(f"{source} has no token {eot}, its begin of text: correct tokenizer_config.json")
-        written = json.dumps([self.definition, eot], sort_keys=True)
+        written = json.dumps([decides, eot], sort_keys=True)
         self.fingerprint = hashlib.sha256(written.encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
@@ -343,16 +344,16 @@ def _train_bpe(texts: Iterable[str], vocab_size: int) -> list[bytes]:
         raise ValueError(
             f"the text is too small for {vocab_size} bpe tokens: use data.tokenizer.vocab_size={len(vocab) + 1} or less"
         )
-    to_byte = _byte_level_alphabet()
+    to_byte = byte_level_alphabet()
     merged = [bytes(to_byte[c] for c in piece) for piece in sorted(vocab, key=vocab.__getitem__)]
     return [bytes([i]) for i in range(256)] + [piece for piece in merged if len(piece) > 1]
 
 
-def _byte_level_alphabet() -> dict[str, int]:
+def byte_level_alphabet() -> dict[str, int]:
     """GPT-2's printable stand-ins for bytes (openai/gpt-2, encoder.py: bytes_to_unicode), inverted."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-_BYTES = _byte_level_alphabet()
+_BYTES = byte_level_alphabet()
