@@ -35,7 +35,7 @@ class DecoderConfig:
     eot: int | None = None  # end-of-text token, the tokenizer's, filled in by train.py
     norm: str = "rmsnorm"  # rmsnorm | layernorm
     norm_eps: float = 1e-5
-    mlp: str = "swiglu"  # swiglu | gelu
+    mlp: str = "swiglu"  # swiglu | gelu | gelu_tanh (GPT-2's own approximation)
     position: str = "rope"  # rope | learned | none
     rope_theta: float = 10000.0
     rope_layout: str = "half"  # half (Llama, GPT-NeoX) | interleaved (GPT-J, the published differential code)
@@ -85,7 +85,7 @@ class DecoderConfig:
 CHOICES = {
     "match": ("params", "flops", "none"),
     "norm": ("rmsnorm", "layernorm"),
-    "mlp": ("swiglu", "gelu"),
+    "mlp": ("swiglu", "gelu", "gelu_tanh"),
     "position": ("rope", "learned", "none"),
     "rope_layout": ("half", "interleaved"),
     "backend": ("auto", "math", "sdpa", "blocked", "flex", "fused"),
