@@ -130,9 +130,8 @@ def open_source(cfg: ConvertConfig) -> LoadedRun:
     if path.is_dir() and not (path / "config.json").is_file():
         wrong = f"{path} is neither a run (config.yaml) nor a transformers folder (config.json)"
         raise ValueError(f"{wrong}: give source=runs/NAME or the folder that save_pretrained wrote")
-    from model.interop.huggingface import local_folder, read_folder
-
     from data.tokenizer import read_tokenizer
+    from model.interop.huggingface import local_folder, read_folder
 
     path = local_folder(cfg.source)
     shape, weights = read_folder(path)
@@ -376,8 +375,12 @@ def train_on(run: LoadedRun, how: Conversion, run_dir: Path, cfg: ConvertConfig,
         own.append(f"model.diff.lambda_warmup={warmup}")
     where = [quoted(f"run_dir={run_dir}"), "resume=true", f"device={cfg.device}"]
     overrides = merged(continue_overrides(run, how), own, cfg.train, where)
+    line = f"$ python train.py {shlex.join(overrides)}\n"
+    if log.is_file() and log.read_text().startswith(line) and (run_dir / f"checkpoints/step_{cfg.steps:08d}").is_dir():
+        return
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as file:
+        print(line, end="", file=file, flush=True)
         done = subprocess.run(
             [sys.executable, str(ROOT / "train.py"), *overrides], stdout=file, stderr=subprocess.STDOUT
         )
