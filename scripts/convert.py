@@ -142,8 +142,10 @@ def open_source(cfg: ConvertConfig) -> LoadedRun:
         wrong = f"the tokenizer of {path} has {tokenizer.vocab_size} tokens, its model {model.cfg.vocab_size}"
         raise ValueError(f"{wrong}: give a folder in which they belong together")
     name = Path(cfg.run_dir).name
-    data = f"data.dir={cfg.shards or f'shards/{name}'}"
-    config = asdict(train_config(["data=text", f"data.name={name}", data, f"optim.lr={LR}"]))
+    overrides = ["data=text", f"data.name={name}", f"data.dir={cfg.shards or f'shards/{name}'}", f"optim.lr={LR}"]
+    if tokenizer.name == "hf":
+        overrides += ["data.tokenizer.name=hf", f"data.tokenizer.path={path}"]
+    config = asdict(train_config([quoted(override) for override in overrides]))
     return LoadedRun(model.eval(), tokenizer, config, 0, path)
 
 

@@ -10,9 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from data.config import TokenizerConfig
+from data.tokenizer import build_tokenizer, load_tokenizer
+from data.tokenizer_export import export_tokenizer
 from eval.perplexity import cut_windows, evaluate
 from scripts import convert
 from tests.conftest import assert_one_line_error, run_command, train_arguments
+from train import refuse_other_tokenizer
 from training.checkpoint import load_run
 
 
@@ -184,9 +188,6 @@ def test_shards_of_another_tokenizer_are_refused(source: Path, shards: Path, tmp
     other = tmp_path / "other"
     shutil.copytree(shards, other)
     (other / "tokenizer.json").unlink()
-    from data.config import TokenizerConfig
-    from data.tokenizer import build_tokenizer
-
     texts = ["the quick brown fox jumps over the lazy dog " * 9]
     build_tokenizer(TokenizerConfig(name="bpe", vocab_size=270), texts).save(other)
     error = call(f"source={source}", f"run_dir={tmp_path / 'out'}", f"shards={other}")
@@ -200,6 +201,55 @@ def test_a_differential_run_is_not_converted_again(source: Path, tmp_path: Path,
     call(f"source={tmp_path / 'one'}", f"run_dir={tmp_path / 'two'}", "to=same")
     one, two = (load_run(tmp_path / name).model.state_dict() for name in ("one", "two"))
     assert all(torch.equal(value, two[name]) for name, value in one.items())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What save_pretrained writes for a random Llama with grouped keys, in bfloat16, whose vocabulary is padded."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install transformers")
+    path = tmp_path_factory.mktemp("hf") / "llama"
+    config = transformers.LlamaConfig(
+        vocab_size=272, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=12, max_position_embeddings=64, initializer_range=0.3, tie_word_embeddings=False,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(path)
+    export_tokenizer(build_tokenizer(TokenizerConfig(name="bytes")), path, 64)
+    return path
+
+
+@pytest.mark.parametrize("options", [["init=zero"], ["init=mirror"], ["to=diff_v2"], ["to=same"]], ids=lambda o: o[0])
+def test_a_transformers_folder_keeps_its_logits(
+    options: list[str], folder: Path, tmp_path: Path, call: Callable
+) -> None:
+    import transformers
+
+    out = tmp_path / "llama"
+    printed = call(f"source={folder}", f"run_dir={out}", *options)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokens = torch.randint(272, (2, 40), generator=torch.Generator().manual_seed(0))
+    run = load_run(out)
+    with torch.no_grad():
+        want = theirs(tokens).logits
+        assert want.abs().max() > 1 and (run.model(tokens) - want).abs().max() < 1e-4
+    assert run.tokenizer.encode("the fox") == list(b"the fox")
+    rebuilt = convert.train_config(printed_command(printed)[1:])
+    assert rebuilt.model.vocab_size == 272 and rebuilt.optim.lr == convert.LR
+    rebuilt.model.diff.lambda_warmup = 0
+    assert rebuilt.model == run.model.cfg
+
+
+def test_the_data_for_a_folder_are_prepared_as_printed(folder: Path, text_file: Path, tmp_path: Path, call) -> None:
+    out, data = tmp_path / "llama", tmp_path / "data"
+    printed = call(f"source={folder}", f"run_dir={out}", "debug=true", "prompt=fox")
+    (line,) = [line for line in printed.splitlines() if line.startswith("data first")]
+    words = [f"path={text_file}" if word == "path=TEXT" else word for word in shlex.split(line.split("python ")[1])]
+    done = run_command(*[f"data.dir={data}" if word.startswith("data.dir=") else word for word in words])
+    assert done.returncode == 0, done.stderr
+    refuse_other_tokenizer(out, load_tokenizer(data), str(data))
+    again = call(f"source={folder}", f"run_dir={tmp_path / 'second'}", f"shards={data}", "debug=true", "tokens=256")
+    record = json.loads((tmp_path / "second" / "conversion.json").read_text())
+    assert record["loss"][0] == pytest.approx(record["loss"][1], abs=1e-4) and "data first" not in again
+    assert f"data.dir={data}" in printed_command(again)
 
 
 def test_help_helps() -> None:
