@@ -28,6 +28,7 @@ import numpy as np
 import torch
 import yaml
 from omegaconf import MISSING, OmegaConf
+from torch import Tensor
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
@@ -47,7 +48,8 @@ RECORD = "conversion.json"
 LONGEST = 1024  # tokens per window of text
 COMPARED = 4096  # tokens whose logits are compared
 MODELS = {"b": "baseline", "d": "diff", "v": "diff_v2"}
-LR = 1e-4  # AdamW's peak for a model from elsewhere, whose own is not known
+LR = 1e-3  # AdamW's peak for a model from elsewhere, whose own is not known
+LOWER = 0.1  # of the peak learning rates to go on with: at the peak, a trained model loses more than it gains in a short run
 WARMUP = 200  # steps over which a lambda that starts at 0 is let in
 
 ARMS = {
@@ -170,7 +172,8 @@ def convert_run(
     how: Conversion, source: LoadedRun, windows: np.ndarray | None, run_dir: Path, cfg: ConvertConfig
 ) -> dict[str, Any]:
     """Convert `source`, measure what has changed, and write the run directory; returns what conversion.json says."""
-    model = convert(source.model, how, cfg.seed)
+    tokens = compared_tokens(source, windows, cfg)
+    model = convert(source.model, how, cfg.seed, tokens)
     record = {
         "source": str(source.path),
         "run": run_dir.name,
@@ -180,21 +183,26 @@ def convert_run(
         "parameters": [m.num_params(non_embedding=False) for m in (source.model, model)],
         "machine": machine(),
         "version": version(),
-        **measure(source, model, windows, cfg),
+        **measure(source, model, windows, tokens, cfg),
     }
     write_run(run_dir, model, source, record)
     return record
 
 
-def measure(source: LoadedRun, model: Decoder, windows: np.ndarray | None, cfg: ConvertConfig) -> dict[str, Any]:
+def compared_tokens(source: LoadedRun, windows: np.ndarray | None, cfg: ConvertConfig) -> Tensor:
+    """(B, T) tokens on which models are compared: the first of the text, or random ones."""
+    if windows is not None:
+        return torch.from_numpy(windows[: max(1, COMPARED // windows.shape[1]), :-1])
+    shape = (4, min(source.model.cfg.context, 128))
+    return torch.randint(source.model.cfg.vocab_size, shape, generator=torch.Generator().manual_seed(cfg.seed))
+
+
+def measure(
+    source: LoadedRun, model: Decoder, windows: np.ndarray | None, tokens: Tensor, cfg: ConvertConfig
+) -> dict[str, Any]:
     """The change of logits, and of hidden states; with debug the losses and samples before and after."""
     device = "cuda" if cfg.device == "auto" and torch.cuda.is_available() else cfg.device.replace("auto", "cpu")
     before, after = source.model.to(device), model.to(device)
-    if windows is None:
-        shape = (4, min(before.cfg.context, 128))
-        tokens = torch.randint(before.cfg.vocab_size, shape, generator=torch.Generator().manual_seed(cfg.seed))
-    else:
-        tokens = torch.from_numpy(windows[: max(1, COMPARED // windows.shape[1]), :-1])
     found: dict[str, Any] = {
         "text": "random tokens" if windows is None else "text",
         "change": asdict(change(before, after, tokens.to(device))),
@@ -274,9 +282,8 @@ def next_command(cfg: ConvertConfig, source: LoadedRun, record: dict[str, Any]) 
 
 
 def continue_overrides(run: LoadedRun, how: Conversion) -> list[str]:
-    """Overrides of train.py that start from `run`'s weights with its architecture, data, optimizer and batch.
-
-    Only what differs from train.py's own defaults is spelled out.
+    """Overrides of train.py that start from `run`'s weights with its architecture, data, batch and optimizer, at a tenth of
+    its peak learning rates. Only what differs from train.py's own defaults is spelled out.
     """
     config = run.config
     data = config["data"]
@@ -294,6 +301,8 @@ def continue_overrides(run: LoadedRun, how: Conversion) -> list[str]:
     }
     if config["model"]["vocab_size"] == run.tokenizer.vocab_size:
         differ.pop("model.vocab_size", None)  # train.py takes the tokenizer's
+    for rate in ("lr", "muon_lr") if config["optim"]["name"] == "muon" else ("lr",):
+        differ[f"optim.{rate}"] = f"{LOWER * config['optim'][rate]:g}"
     if how.waits:
         differ["model.diff.lambda_warmup"] = WARMUP
     return [quoted(f"{key}={_value(value)}") for key, value in [*_pairs(start), *differ.items()]]

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from model.attention.diff import DiffAttention, DiffConfig
 from model.attention.diff_v2 import DiffV2Attention, DiffV2Config
@@ -111,10 +111,12 @@ def converted_config(cfg: DecoderConfig, how: Conversion) -> DecoderConfig:
 
 
 @torch.no_grad()
-def convert(source: Decoder, how: Conversion, seed: int = 0) -> Decoder:
+def convert(source: Decoder, how: Conversion, seed: int = 0, tokens: Tensor | None = None) -> Decoder:
     """`source`, a baseline, as the decoder that `how` asks for, in evaluation mode and float32 on the CPU.
 
-    seed: of what is new and random, the lambda vectors and second=random. ValueError as in `converted_config`.
+    seed: of what is new and random, the lambda vectors and second=random. tokens (B, T): with sublayer_norm, text on which
+    the heads' sizes are measured, so that the output projection restores on average what the norm takes from them.
+    ValueError as in `converted_config`.
     """
     cfg = converted_config(source.cfg, how)
     target = Decoder(cfg, seed=seed)
@@ -128,6 +130,8 @@ def convert(source: Decoder, how: Conversion, seed: int = 0) -> Decoder:
             change(old, new, block.attention, how)
             state |= {prefix + name: value for name, value in new.items()}
     target.load_state_dict(state, strict=True)
+    if how.sublayer_norm and how.to == "diff" and tokens is not None:
+        _restore_sizes(target, convert(source, replace(how, sublayer_norm=False), seed), tokens)
     return target.eval()
 
 
@@ -171,6 +175,24 @@ def _to_diff_v2(old: dict[str, Tensor], new: dict[str, Tensor], target: DiffV2At
     lam = new["lambda_logits.bias"][0].double().sigmoid().item()
     if how.second == "copy":
         new["out.weight"] = _over(old["out.weight"], 1 - lam)
+
+
+def _restore_sizes(normed: Decoder, plain: Decoder, tokens: Tensor) -> None:
+    """Output projections of `normed` as those of `plain`, the same conversion without norms, times each head's mean rms."""
+    sizes: list[Tensor] = []
+
+    def measure(module: nn.Module, inputs: tuple[Tensor]) -> None:  # of the merged heads (B, T, h dv)
+        heads = inputs[0].unflatten(-1, (plain.blocks[len(sizes)].attention.heads, -1))
+        sizes.append(heads.square().mean(-1).sqrt().mean((0, 1)))  # (h,)
+
+    hooks = [block.attention.out.register_forward_pre_hook(measure) for block in plain.blocks]
+    plain(tokens.cpu())
+    for hook in hooks:
+        hook.remove()
+    for size, before, after in zip(sizes, plain.blocks, normed.blocks, strict=True):
+        size = size / (1 - after.attention.lambda_init)  # what goes into `out` has the factor already
+        columns = before.attention.out.weight.unflatten(1, (len(size), -1)) * size[:, None]
+        after.attention.out.weight.copy_(columns.flatten(1))
 
 
 def _beside(rows: Tensor, fresh: Tensor, width: int, second: str) -> Tensor:

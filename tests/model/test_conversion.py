@@ -120,6 +120,20 @@ def test_a_head_norm_or_random_second_maps_of_v2_are_a_change_and_say_so() -> No
     assert closed.max_logit < 1e-3  # sigmoid(-14) is 1e-6
 
 
+@pytest.mark.parametrize("shape", ("mha", "gqa"))
+def test_with_a_head_norm_the_output_projection_restores_the_heads_sizes(shape: str) -> None:
+    """Exactly for a single token, whose heads have one size each; on average for a text."""
+    source = baseline(shape)
+    tokens = text(source)
+    for how in (LEARN["zero, norm"], Conversion(init="mirror", sublayer_norm=True)):
+        blind, measured = (change(source, convert(source, how, 0, t), tokens) for t in (None, tokens))
+        assert measured.hidden[0] < 0.9 * blind.hidden[0]
+        assert (
+            change(source, convert(source, how, 0, tokens[:1, :1]), tokens[:1, :1]).max_logit < 1e-2
+        )  # the norm's eps
+        assert change(source, convert(source, how), tokens[:1, :1]).max_logit > 0.1
+
+
 def second_rows(model: Decoder) -> dict[str, Tensor]:
     """Gradients of the second maps' query (and, in version 1, key) rows, per layer."""
     found = {}

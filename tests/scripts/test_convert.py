@@ -84,6 +84,7 @@ def test_the_converted_run_is_a_run_and_its_last_line_trains_on(
 
     command = printed_command(printed)
     assert command[0] == "train.py" and "model.diff.lambda_warmup=200" in command and "optim.beta2=0.9" in command
+    assert "optim.lr=0.001" in command  # a tenth
     trained = tmp_path / "trained"
     more = [
         f"run_dir={trained}",
@@ -100,7 +101,7 @@ def test_the_converted_run_is_a_run_and_its_last_line_trains_on(
     assert loss(trained, shards) < loss(source, shards) - 0.05
     for block in load_run(trained).model.blocks:
         assert block.attention.lam().item() != 0
-    assert load_run(trained).config["optim"] == run.config["optim"] | {"warmup": 1}
+    assert load_run(trained).config["optim"] == run.config["optim"] | {"warmup": 1, "lr": 1e-3}
 
 
 def test_a_converted_run_is_not_trained_in_place(source: Path, shards: Path, tmp_path: Path, call: Callable) -> None:
@@ -233,7 +234,7 @@ def test_a_transformers_folder_keeps_its_logits(
         assert want.abs().max() > 1 and (run.model(tokens) - want).abs().max() < 1e-4
     assert run.tokenizer.encode("the fox") == list(b"the fox")
     rebuilt = convert.train_config(printed_command(printed)[1:])
-    assert rebuilt.model.vocab_size == 272 and rebuilt.optim.lr == convert.LR
+    assert rebuilt.model.vocab_size == 272 and rebuilt.optim.lr == 1e-4
     rebuilt.model.diff.lambda_warmup = 0
     assert rebuilt.model == run.model.cfg
 
