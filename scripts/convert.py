@@ -37,6 +37,8 @@ from configs import CONFIG_DIR, command  # noqa: E402
 from configs.provenance import machine, version  # noqa: E402
 from eval.common import EvalConfig, evaluation_tokens, write_atomically  # noqa: E402
 from eval.perplexity import cut_windows, evaluate  # noqa: E402
+from model.attention.diff import DiffAttention  # noqa: E402
+from model.attention.diff_v2 import DiffV2Attention  # noqa: E402
 from model.decoder import Decoder  # noqa: E402
 from model.interop.conversion import Conversion, change, convert  # noqa: E402
 from scripts.ablate import compose_job, merged  # noqa: E402
@@ -343,7 +345,8 @@ def compare(cfg: ConvertConfig, source: LoadedRun, windows: np.ndarray) -> None:
         found = {"arm": name, "parameters": record["parameters"][1], "max_logit": record["change"]["max_logit"]}
         found["before"] = loss_of(source.model, source, windows) if not rows else rows[0]["before"]
         found["start"] = loss_of(run.model, source, windows)
-        found["end"] = loss_of(load_run(trained).model, source, windows)
+        final = load_run(trained).model
+        found |= {"end": loss_of(final, source, windows), "lambda": lambdas(final)}
         rows.append(found)
         print(
             f"compare    {name}: loss {found['start']:.4f} at step 0, {found['end']:.4f} after {cfg.steps}", flush=True
@@ -400,18 +403,31 @@ def train_on(run: LoadedRun, how: Conversion, run_dir: Path, cfg: ConvertConfig,
         raise ValueError(f"training of {run_dir.name} failed: {last} ({log})")
 
 
+@torch.no_grad()
+def lambdas(model: Decoder) -> list[float]:
+    """lambda of every differential layer; of version 2 its mean over heads at a token that says nothing."""
+    found = []
+    for attention in (block.attention for block in model.blocks):
+        if isinstance(attention, DiffAttention):
+            found.append(attention.lam().item())
+        elif isinstance(attention, DiffV2Attention):
+            found.append(attention.lambda_logits.bias.sigmoid().mean().item())
+    return found
+
+
 def compare_table(rows: list[dict[str, Any]], cfg: ConvertConfig) -> str:
-    """Markdown; the last column is against the first arm, trained as long."""
+    """Markdown; "against" compares with the first arm, trained as long. lambda: after training, the mean over layers."""
     lines = [
         f"| arm | parameters | largest logit change | loss at step 0 | cost | loss after {cfg.steps} steps | against "
-        f"{rows[0]['arm']} |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+        f"{rows[0]['arm']} | lambda |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for row in rows:
+        mean = f"{np.mean(row['lambda']):.4f}" if row["lambda"] else "-"
         cost, left = row["start"] - row["before"], row["end"] - rows[0]["end"]
         lines.append(
             f"| {row['arm']} | {row['parameters']:,} | {row['max_logit']:.1e} | {row['start']:.4f} | {cost:+.4f} | "
-            f"{row['end']:.4f} | {left:+.4f} |"
+            f"{row['end']:.4f} | {left:+.4f} | {mean} |"
         )
     note = f"Source: {cfg.source}, loss {rows[0]['before']:.4f}; one seed, the same samples for every arm."
     return "\n".join([*lines, "", note]) + "\n"

@@ -108,6 +108,7 @@ def test_a_converted_run_is_not_trained_in_place(source: Path, shards: Path, tmp
     out = tmp_path / "mirror"
     printed = call(f"source={source}", f"run_dir={out}", "init=mirror", "lambda_init=0.4")
     command = [a for a in printed_command(printed) if not a.startswith("steps=")]
+    assert "train without model.diff.lambda_warmup" in printed
     assert not any("lambda_warmup" in a for a in command)  # a mirrored lambda must not be warmed up: it would be missed
     done = run_command(*command, f"run_dir={out}", "device=cpu")
     assert_one_line_error(done, "already holds a run")
@@ -156,6 +157,7 @@ def test_compare_trains_every_arm_and_goes_on_where_it_was(source: Path, tmp_pat
     assert baseline["start"] == baseline["before"] == split["before"] and baseline["max_logit"] == 0
     assert split["start"] != split["before"] and split["max_logit"] > 1e-3
     assert all(row["end"] < row["start"] for row in content["results"]["arms"])
+    assert not baseline["lambda"] and len(split["lambda"]) == 2 and all(split["lambda"])
     assert split["parameters"] == baseline["parameters"] + 2 * 4 * 8  # four vectors in two layers
     table = (tmp_path / "c" / "table.md").read_text()
     assert table in printed and table.count("\n| ") == 3 and "+0.0000" in table
@@ -179,6 +181,7 @@ def test_wrong_input_is_one_line_that_names_the_fix(source: Path, tmp_path: Path
         ([f"source={source}", out, "steps=0"], "use steps=200"),
         ([f"source={source}", out, "what=compare", "arms=[zeros]"], "arms has no 'zeros': use baseline, zero"),
         ([f"source={source}", out, "debug=true", f"prompt={'a' * 40}"], "leaves no room"),
+        ([f"source={tmp_path / 'none' / 'such'}", out], "is not a folder: give one with config.json"),
         ([out], "'source' is required"),
     ):
         assert says in call(*arguments), arguments
