@@ -132,6 +132,8 @@ def test_with_a_head_norm_the_output_projection_restores_the_heads_sizes(shape: 
             change(source, convert(source, how, 0, tokens[:1, :1]), tokens[:1, :1]).max_logit < 1e-2
         )  # the norm's eps
         assert change(source, convert(source, how), tokens[:1, :1]).max_logit > 0.1
+    zero, mirror = (convert(source, Conversion(init=init, sublayer_norm=True)) for init in ("zero", "mirror"))
+    assert change(zero, mirror, tokens).max_logit < 1e-2  # the norm takes 1 - lambda itself, but for its eps
 
 
 def second_rows(model: Decoder) -> dict[str, Tensor]:
