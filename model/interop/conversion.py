@@ -36,8 +36,10 @@ class Conversion:
 
     init: zero (lambda starts at 0) or mirror (at lambda_init: a constant, or None for the paper's schedule over depth).
     heads: double (every head gets a second map) or split (pairs of heads become one, without new queries or keys).
-    sublayer_norm: a norm per head after the difference, as the paper has it; that changes the function. lambda_bias: of
-    diff_v2, whose lambda starts at sigmoid(lambda_bias). to=same changes nothing.
+    sublayer_norm: a norm per head after the difference, as the paper has it; that changes the function. (Of a copied map lambda
+    subtracts a part of the head itself, which the norm restores: take second=random, or lambda's gradient is the norm's eps
+    alone until the two maps differ.) lambda_bias: of diff_v2, whose lambda starts at sigmoid(lambda_bias). to=same changes
+    nothing.
     """
 
     to: str = "diff"  # diff | diff_v2 | same
@@ -126,8 +128,8 @@ def convert(source: Decoder, how: Conversion, seed: int = 0, tokens: Tensor | No
             prefix = f"blocks.{layer}.attention."
             old = {name.removeprefix(prefix): state.pop(name) for name in list(state) if name.startswith(prefix)}
             new = dict(block.attention.state_dict())
-            change = _to_diff_v2 if how.to == "diff_v2" else _split if how.heads == "split" else _double
-            change(old, new, block.attention, how)
+            fill = _to_diff_v2 if how.to == "diff_v2" else _split if how.heads == "split" else _double
+            fill(old, new, block.attention, how)
             state |= {prefix + name: value for name, value in new.items()}
     target.load_state_dict(state, strict=True)
     if how.sublayer_norm and how.to == "diff" and tokens is not None:
@@ -162,7 +164,6 @@ def _split(old: dict[str, Tensor], new: dict[str, Tensor], target: DiffAttention
             new[name] = old[name].unflatten(0, (-1, target.width))[order].flatten(0, 1)
     new["out.weight"] = old["out.weight"].unflatten(1, (-1, target.width))[:, order].flatten(1)
     _start_lambda(new)
-    new["out.weight"] = _over(new["out.weight"], 1 - target.lambda_init)
 
 
 def _to_diff_v2(old: dict[str, Tensor], new: dict[str, Tensor], target: DiffV2Attention, how: Conversion) -> None:
@@ -186,7 +187,7 @@ def _restore_sizes(normed: Decoder, plain: Decoder, tokens: Tensor) -> None:
         sizes.append(heads.square().mean(-1).sqrt().mean((0, 1)))  # (h,)
 
     hooks = [block.attention.out.register_forward_pre_hook(measure) for block in plain.blocks]
-    plain(tokens.cpu())
+    plain(tokens.cpu(), rows=torch.zeros(1, dtype=torch.long))  # one row of logits: none are needed
     for hook in hooks:
         hook.remove()
     for size, before, after in zip(sizes, plain.blocks, normed.blocks, strict=True):

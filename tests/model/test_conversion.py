@@ -30,6 +30,8 @@ LEARN = EXACT | {
     "v2, random": Conversion(to="diff_v2", second="random"),
     "zero, norm": Conversion(second="random", sublayer_norm=True),
     "split, norm": Conversion(heads="split", sublayer_norm=True),
+    "zero, copy, norm": Conversion(sublayer_norm=True),
+    "mirror, norm": Conversion(init="mirror", sublayer_norm=True),
 }
 
 
