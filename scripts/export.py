@@ -13,6 +13,8 @@ installed the folder is loaded with it first, and its logits and token ids compa
 import json
 import os
 import shutil
+import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,12 +22,14 @@ import torch
 from omegaconf import MISSING
 from safetensors.torch import save_file
 
-from configs import command
-from data.tokenizer import SAMPLE, Tokenizer
-from data.tokenizer_export import export_tokenizer
-from model.decoder import Decoder
-from model.interop.export import Export, export
-from training.checkpoint import load_run
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from configs import command  # noqa: E402
+from data.tokenizer import SAMPLE, Tokenizer  # noqa: E402
+from data.tokenizer_export import export_tokenizer  # noqa: E402
+from model.decoder import Decoder  # noqa: E402
+from model.interop.export import Export, export  # noqa: E402
+from training.checkpoint import load_run  # noqa: E402
 
 TOLERANCE = 1e-4  # of the largest logit; float32 sums in another order differ by some 1e-6
 
@@ -60,10 +64,14 @@ def difference(folder: Path, model: Decoder, tokenizer: Tokenizer | None) -> flo
 
     ValueError: it is more than float32 explains, or AutoTokenizer gives other ids than `tokenizer`.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer, logging
+    with tempfile.TemporaryDirectory() as modules:
+        os.environ.setdefault("HF_MODULES_CACHE", modules)  # it keeps a copy of the folder's code, which goes again
+        from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 
-    logging.set_verbosity_error()
-    theirs = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).eval()
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        theirs = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).eval()
+        encode = AutoTokenizer.from_pretrained(folder, trust_remote_code=True) if tokenizer is not None else None
     length = min(64, model.cfg.context)
     tokens = torch.randint(model.cfg.vocab_size, (2, length), generator=torch.Generator().manual_seed(0))
     ours = model(tokens)
@@ -72,7 +80,7 @@ def difference(folder: Path, model: Decoder, tokenizer: Tokenizer | None) -> flo
         raise ValueError(
             f"the exported model differs by {apart:.1e} in its logits: report this, or export with to=remote"
         )
-    if tokenizer is not None and AutoTokenizer.from_pretrained(folder)(SAMPLE)["input_ids"] != tokenizer.encode(SAMPLE):
+    if encode is not None and encode(SAMPLE)["input_ids"] != tokenizer.encode(SAMPLE):
         raise ValueError(
             "the exported tokenizer gives other ids: export with tokenizer=false, and give the text as ids"
         )
