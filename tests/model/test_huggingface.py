@@ -3,7 +3,7 @@
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,7 @@ from model.interop.huggingface import read_folder
 from tests.variants import VARIANTS, config, randomized
 
 transformers = pytest.importorskip("transformers", reason="needs the package transformers")
+pytestmark = pytest.mark.usefixtures("remote_code")
 EXACT = 1e-5  # of float32 logits of order 5, summed in another order
 V = 61
 
@@ -49,18 +50,6 @@ SOURCES: dict[str, tuple[str, dict]] = {
     ),
 }  # fmt: skip
 CLASSES = {"GPT2": "GPT2LMHeadModel", "Llama": "LlamaForCausalLM", "DiffLlama": "DiffLlamaForCausalLM"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quiet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """No progress bars, and transformers' copies of remote code out of the home folder."""
-    from transformers import dynamic_module_utils
-
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
-        yield
 
 
 def theirs(name: str, seed: int = 0) -> torch.nn.Module:
