@@ -139,7 +139,11 @@ class FolderTokenizer(Tokenizer):
         return [found.ids for found in self.hf.encode_batch_fast(list(map(_valid, texts)), add_special_tokens=False)]
 
     def decode(self, ids: Iterable[int]) -> str:
-        return self.hf.decode([int(i) for i in ids], skip_special_tokens=False)
+        """As `Tokenizer.decode`. Ids that no token has (a model's output may be wider than the vocabulary) are left out."""
+        known = [int(i) for i in ids if int(i) in self.tokens]
+        if self.byte_level:  # the package's own decoder takes an added token's letters for bytes
+            return b"".join(map(self.token_bytes, known)).decode("utf-8", "replace")
+        return self.hf.decode(known, skip_special_tokens=False)
 
     def token_bytes(self, token: int) -> bytes:
         text = self.tokens[int(token)]
@@ -290,7 +294,9 @@ def _encoding(name: str) -> tiktoken.Encoding:
         return tiktoken.Encoding("bytes", pat_str=BYTES_PATTERN, mergeable_ranks=ranks, special_tokens={EOT: 256})
     known = tiktoken.list_encoding_names()
     if name not in known:
-        raise ValueError(f"unknown tokenizer '{name}': use data.tokenizer.name= one of bpe, bytes, {', '.join(known)}")
+        raise ValueError(
+            f"unknown tokenizer '{name}': use data.tokenizer.name= one of bpe, bytes, hf, {', '.join(known)}"
+        )
     try:
         return tiktoken.get_encoding(name)
     except OSError:  # requests' errors are OSErrors

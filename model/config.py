@@ -1,6 +1,7 @@
 """The decoder's configuration: what `model=` and `size=` fill in."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any
 
 from model.attention.diff import DiffConfig
 from model.attention.diff_v2 import DiffV2Config
@@ -80,6 +81,14 @@ class DecoderConfig:
         if self.window is not None and self.window < 1:
             raise ValueError(f"model.window={self.window} shows a query nothing: use 1 or more, or null for no window")
         return replace(self, n_kv_head=n_kv_head, head_dim=head_dim)
+
+
+def decoder_config(values: dict[str, Any]) -> DecoderConfig:
+    """The configuration of which `values` are `dataclasses.asdict`. TypeError for keys that it has not."""
+    groups = {
+        option.name: option.default_factory for option in fields(DecoderConfig) if is_dataclass(option.default_factory)
+    }
+    return DecoderConfig(**{key: groups[key](**value) if key in groups else value for key, value in values.items()})
 
 
 CHOICES = {

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from model.config import DecoderConfig
+from model.config import DecoderConfig, decoder_config
 from model.decoder import Decoder
 from model.interop.layouts import import_attention
 
@@ -206,7 +206,7 @@ def _gpt2(config: dict[str, Any], weights: _Weights) -> tuple[DecoderConfig, dic
 def _head(cfg: DecoderConfig, weights: _Weights, state: dict[str, Tensor]) -> Tensor:
     if not cfg.tie:
         return weights.take("lm_head.weight")
-    weights.drop(r"lm_head\.weight")
+    weights.drop(r"lm_head\.weight")  # a copy of the embedding
     return state["embedding.weight"]
 
 
@@ -299,4 +299,25 @@ def _projections(weights: _Weights, prefix: str, names: dict[str, str], bias: bo
     return state
 
 
-READERS = {"GPT2LMHeadModel": _gpt2, "LlamaForCausalLM": _llama, "DiffLlamaForCausalLM": _diffllama}
+# --- our own exports ------------------------------------------------------------------------------------------------
+
+
+def _own(config: dict[str, Any], weights: _Weights) -> tuple[DecoderConfig, dict[str, Tensor]]:
+    """What scripts/export.py writes with to=remote or to=safetensors: our configuration, our names."""
+    try:
+        cfg = decoder_config(config["stack"])
+        with torch.device("meta"):
+            names = [name for name in Decoder(cfg).state_dict() if name != "head.weight"]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"config.json is not this project's ({error!r}): export the run again") from None
+    state = {name: weights.take(f"decoder.{name}") for name in names}
+    head = state["embedding.weight"] if cfg.tie else weights.take("decoder.head.weight")
+    return cfg, state | {"head.weight": head}
+
+
+READERS = {
+    "GPT2LMHeadModel": _gpt2,
+    "LlamaForCausalLM": _llama,
+    "DiffLlamaForCausalLM": _diffllama,
+    "VariantForCausalLM": _own,
+}

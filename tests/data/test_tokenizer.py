@@ -10,8 +10,8 @@ from data.tokenizer import (
     BPE_PATTERN,
     FILE,
     Tokenizer,
-    byte_level_alphabet,
     build_tokenizer,
+    byte_level_alphabet,
     load_tokenizer,
 )
 
