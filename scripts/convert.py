@@ -254,7 +254,17 @@ def describe(record: dict[str, Any]) -> list[str]:
         f"{found['tokens']:,} tokens of {record['text'].removesuffix(' tokens')}",
     ]
     if not record["exact"]:
-        lines.append("           this conversion changes the function; init=zero or mirror with heads=double does not")
+        kept = "heads=double without sublayer_norm, and diff_v2 with second=copy, do not"
+        lines.append(f"           this conversion changes the function: {kept}")
+    how = Conversion(**record["conversion"])
+    if how.waits:
+        lines.append(
+            "           the second maps' queries and keys get their first gradient after one step, all else at once"
+        )
+    elif how.to == "diff":
+        lines.append(
+            "           train without model.diff.lambda_warmup: the output projection makes up for all of lambda"
+        )
     if "sample" in record:
         lines.append(
             "hidden     change of each block's output, of its rms: " + " ".join(f"{x:.1e}" for x in found["hidden"])
