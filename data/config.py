@@ -9,8 +9,11 @@ from data.retrieval import RetrievalConfig
 
 @dataclass
 class TokenizerConfig:
-    name: str = "gpt2"  # gpt2, r50k_base, cl100k_base, o200k_base, ... (tiktoken) | bpe (trained on the text) | bytes
+    name: str = (
+        "gpt2"  # gpt2, r50k_base, cl100k_base, o200k_base, ... (tiktoken) | bpe (trained on the text) | bytes | hf
+    )
     vocab_size: int | None = None  # bpe only; counts the end-of-text token; None is 4096
+    path: str | None = None  # hf only: a transformers model's folder, whose tokenizer.json is used
 
 
 @dataclass

@@ -400,6 +400,8 @@ def _check(cfg: DataConfig) -> None:
 def _request(cfg: DataConfig, identity: dict) -> dict:
     """Everything the shards depend on. Two preparations with equal requests write equal bytes."""
     tokenizer = {"tokenizer.name": cfg.tokenizer.name, "tokenizer.vocab_size": cfg.tokenizer.vocab_size}
+    if cfg.tokenizer.path:
+        tokenizer["tokenizer.path"] = cfg.tokenizer.path
     sizes = {key: getattr(cfg, key) for key in ("val_fraction", "shard_tokens", "max_tokens")}
     return {**identity, **tokenizer, **sizes}
 

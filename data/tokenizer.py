@@ -1,19 +1,21 @@
-"""Tokenizers: the published tiktoken encodings, byte-level BPE trained on the corpus, and plain bytes.
+"""Tokenizers: the published tiktoken encodings, byte-level BPE trained on the corpus, plain bytes, and other models' own.
 
-Every one of them is a `tiktoken.Encoding` underneath, so there is one encoder, one decoder and one notion of identity
-(the fingerprint that shards and checkpoints carry).
+All but the last are a `tiktoken.Encoding` underneath; a model folder's tokenizer.json is run by the package `tokenizers`.
+Each carries its identity, the fingerprint that shards and checkpoints record.
 """
 
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import itertools
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tiktoken
@@ -30,6 +32,12 @@ BPE_PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+| ?\p{N}{1,2}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 BYTES_PATTERN = r"[\s\S]"
+# SHA-256 of GPT-2's tokens, and text on which tokenizers that split or merge differently disagree.
+GPT2_TOKENS = "22f185846c3da6972451b865f7a74e12f84c19a13b961e0eeae8468a17aa78fa"
+SAMPLE = (
+    "It's 1859;\tthey'LL say   so.\r\n\n  if x12345 >= 0.5:\n\n\n"
+    "na\u00efve \u4f60\u597d \U0001f642 \u0661\u0662 \u216b _a_b \u00a0\u200b e\u0301\n \n "
+)
 
 
 class Tokenizer:
@@ -51,8 +59,7 @@ class Tokenizer:
 
     def encode_array(self, text: str) -> np.ndarray:
         """As `encode`, returned as (tokens,) uint32. Keeps the GIL free, so threads scale."""
-        text = text.encode("utf-8", "replace").decode("utf-8") if not text.isascii() else text  # lone surrogates -> ?
-        return self.encoding.encode_to_numpy(text, disallowed_special=())
+        return self.encoding.encode_to_numpy(_valid(text), disallowed_special=())
 
     def encode_batch(self, texts: Sequence[str], threads: int | None = None) -> list[list[int]]:
         """As `encode` for many texts, on `threads` threads (default: all cores)."""
@@ -76,14 +83,167 @@ class Tokenizer:
     def save(self, folder: str | Path) -> None:
         """Write `tokenizer.json` into `folder`: names for published encodings, all tokens for a trained one."""
         content = {"name": self.name, "vocab_size": self.vocab_size, "eot": self.eot, "fingerprint": self.fingerprint}
-        if self.name == "bpe":
-            ranks = self.encoding._mergeable_ranks
-            content["pattern"] = self.encoding._pat_str
-            content["tokens"] = [base64.b64encode(piece).decode() for piece in sorted(ranks, key=ranks.__getitem__)]
         path = Path(folder) / FILE
         temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-        temporary.write_text(json.dumps(content, indent=1) + "\n")
+        temporary.write_text(json.dumps(content | self._definition(), indent=1) + "\n")
         os.replace(temporary, path)
+
+    def _definition(self) -> dict[str, Any]:
+        """What `load_tokenizer` needs beside the name."""
+        if self.name != "bpe":
+            return {}
+        ranks = self.encoding._mergeable_ranks
+        tokens = [base64.b64encode(piece).decode() for piece in sorted(ranks, key=ranks.__getitem__)]
+        return {"pattern": self.encoding._pat_str, "tokens": tokens}
+
+
+class FolderTokenizer(Tokenizer):
+    """The tokenizer.json of a model folder, run by the package `tokenizers`; byte-level or sentencepiece's kind.
+
+    `eot` is the token that begins a document: the folder's bos token, or its eos token where there is none. Sentencepiece's
+    kind puts a space before a text, which `decode` takes away again; `byte_lengths` counts it as the byte it is.
+    """
+
+    def __init__(self, definition: dict[str, Any], eot: int, source: str | Path = FILE) -> None:
+        try:
+            from tokenizers import Tokenizer as HFTokenizer
+        except ImportError:
+            raise ValueError(f"{source} needs the package 'tokenizers': pip install tokenizers") from None
+        self.definition = definition
+        decides = {**definition, "truncation": None, "padding": None, "post_processor": None}
+        try:
+            self.hf = HFTokenizer.from_str(json.dumps(decides))
+        except Exception as error:  # the package raises Exception itself
+            raise ValueError(
+                f"{source} is not a tokenizer that 'tokenizers' can run ({error}): save it again"
+            ) from None
+        self.hf.encode_special_tokens = True  # special tokens that are written out are text
+        self.name, self.eot = "hf", eot
+        self.tokens: dict[int, str] = {token: text for text, token in self.hf.get_vocab(with_added_tokens=True).items()}
+        self.vocab_size = max(self.tokens) + 1
+        self.added = {token["id"]: token for token in definition.get("added_tokens") or ()}
+        self.byte_level = _is_byte_level(definition, source)
+        if eot not in self.tokens:
+            raise ValueError(f"{source} has no token {eot}, its begin of text: correct tokenizer_config.json")
+        written = json.dumps([decides, eot], sort_keys=True)
+        self.fingerprint = hashlib.sha256(written.encode()).hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        return self.hf.encode(_valid(text), add_special_tokens=False).ids
+
+    def encode_array(self, text: str) -> np.ndarray:
+        return np.array(self.hf.encode_batch_fast([_valid(text)], add_special_tokens=False)[0].ids, dtype=np.uint32)
+
+    def encode_batch(self, texts: Sequence[str], threads: int | None = None) -> list[list[int]]:
+        """As `encode` for many texts; the package decides how many threads (TOKENIZERS_PARALLELISM)."""
+        return [found.ids for found in self.hf.encode_batch_fast(list(map(_valid, texts)), add_special_tokens=False)]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """As `Tokenizer.decode`. Ids that no token has (a model's output may be wider than the vocabulary) are left out."""
+        known = [int(i) for i in ids if int(i) in self.tokens]
+        if self.byte_level:  # the package's own decoder takes an added token's letters for bytes
+            return b"".join(map(self.token_bytes, known)).decode("utf-8", "replace")
+        return self.hf.decode(known, skip_special_tokens=False)
+
+    def token_bytes(self, token: int) -> bytes:
+        text = self.tokens[int(token)]
+        if int(token) in self.added:
+            return text.encode()
+        if self.byte_level and _BYTES.keys() >= set(text):
+            return bytes(_BYTES[character] for character in text)
+        if byte := re.fullmatch(r"<0x([0-9A-F]{2})>", text):
+            return bytes.fromhex(byte[1])
+        return text.replace("\u2581", " ").encode()  # sentencepiece's sign for a space
+
+    def byte_lengths(self) -> np.ndarray:
+        lengths = np.zeros(self.vocab_size, dtype=np.int64)
+        for token in self.tokens:
+            if not self.added.get(token, {}).get("special"):
+                lengths[token] = len(self.token_bytes(token))
+        return lengths
+
+    def _definition(self) -> dict[str, Any]:
+        return {"definition": self.definition}
+
+
+def read_tokenizer(folder: str | Path) -> Tokenizer:
+    """The tokenizer of a transformers model folder (tokenizer.json, tokenizer_config.json) as one of ours.
+
+    GPT-2's own is the tiktoken encoding `gpt2` where that is at hand, so shards prepared with it fit. ValueError: a folder
+    without tokenizer.json or without begin and end of text; a kind of which the bytes of a token are not known.
+    """
+    path = Path(folder) / FILE
+    if not path.is_file():
+        fix = "save it there with transformers' AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)"
+        raise ValueError(f"{folder} has no {FILE}: {fix}")
+    definition = _read_json(path)
+    if "model" not in definition or "version" not in definition:
+        raise ValueError(f"{path} is not a file of the package 'tokenizers': give the folder of a transformers model")
+    tokenizer = FolderTokenizer(definition, _eot(Path(folder), definition), path)
+    with contextlib.suppress(ValueError):  # without tiktoken's file, the folder's own does as well
+        if _is_gpt2(tokenizer):
+            return Tokenizer(_encoding("gpt2"))
+    return tokenizer
+
+
+def _is_gpt2(tokenizer: FolderTokenizer) -> bool:
+    if (tokenizer.vocab_size, tokenizer.eot) != (50257, 50256):
+        return False
+    ranks = {tokenizer.token_bytes(token): token for token in range(50256)}
+    if hashlib.sha256(_listed(ranks)).hexdigest() != GPT2_TOKENS:
+        return False
+    return tokenizer.encode(SAMPLE) == Tokenizer(_encoding("gpt2")).encode(SAMPLE)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except ValueError:
+        content = None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is damaged: copy it again")
+    return content
+
+
+def _eot(folder: Path, definition: dict[str, Any]) -> int:
+    """The token that begins a document: bos, else eos, as tokenizer_config.json, or else config.json, names it."""
+    ids = {token["content"]: token["id"] for token in definition.get("added_tokens") or ()}
+    ids = (
+        {**(definition["model"].get("vocab") or {}), **ids}
+        if isinstance(definition["model"].get("vocab"), dict)
+        else ids
+    )
+    named = _read_json(folder / "special_tokens_map.json") | _read_json(folder / "tokenizer_config.json")
+    numbered = _read_json(folder / "config.json")
+    for kind in ("bos", "eos"):
+        token = named.get(f"{kind}_token")
+        token = token.get("content") if isinstance(token, dict) else token
+        if token in ids:
+            return ids[token]
+        number = numbered.get(f"{kind}_token_id")
+        number = number[0] if isinstance(number, list) and number else number
+        if token is None and isinstance(number, int):
+            return number
+    raise ValueError(f"{folder} names neither a bos nor an eos token: add one to its tokenizer_config.json")
+
+
+def _is_byte_level(definition: dict[str, Any], source: str | Path) -> bool:
+    """Whether token texts are GPT-2's stand-ins for bytes; False is sentencepiece's kind. ValueError for others."""
+    decoder = definition.get("decoder") or {}
+    kinds = {part.get("type") for part in (decoder, *(decoder.get("decoders") or ()))}
+    if "ByteLevel" in kinds:
+        return True
+    if kinds & {"Metaspace", "ByteFallback"}:
+        return False
+    raise ValueError(
+        f"{source} decodes by {', '.join(sorted(map(str, kinds)))}, so the bytes of its tokens are not known: "
+        "use a model with a byte-level or sentencepiece tokenizer"
+    )
+
+
+def _valid(text: str) -> str:
+    """Lone surrogates, which are not UTF-8, as question marks."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
 
 
 def load_tokenizer(folder: str | Path, foreign: TokenizerConfig | None = None) -> Tokenizer:
@@ -99,10 +259,14 @@ def load_tokenizer(folder: str | Path, foreign: TokenizerConfig | None = None) -
     try:
         content = json.loads(path.read_text())
         name, fingerprint = content["name"], content["fingerprint"]
+        definition = content["definition"] if name == "hf" else None
         tokens = [base64.b64decode(token) for token in content["tokens"]] if name == "bpe" else None
     except (ValueError, KeyError, TypeError):
         raise ValueError(f"{path} is not a tokenizer file: delete {folder} and prepare the data again") from None
-    tokenizer = Tokenizer(_bpe_encoding(tokens, content["pattern"]) if tokens else _encoding(name))
+    if definition:
+        tokenizer = FolderTokenizer(definition, content["eot"], path)
+    else:
+        tokenizer = Tokenizer(_bpe_encoding(tokens, content["pattern"]) if tokens else _encoding(name))
     if tokenizer.fingerprint != fingerprint:
         raise ValueError(f"{path} does not match its fingerprint: delete {folder} and prepare the data again")
     return tokenizer
@@ -110,10 +274,12 @@ def load_tokenizer(folder: str | Path, foreign: TokenizerConfig | None = None) -
 
 def build_tokenizer(cfg: TokenizerConfig, texts: Iterable[str] | None = None) -> Tokenizer:
     """The tokenizer `cfg` asks for; `bpe` is trained on `texts` and depends on nothing else."""
+    if (cfg.name == "hf") != (cfg.path is not None):
+        raise ValueError("another model's tokenizer is data.tokenizer.name=hf data.tokenizer.path=FOLDER: give both")
     if cfg.name != "bpe":
         if cfg.vocab_size is not None:
             raise ValueError(f"tokenizer {cfg.name} has a fixed vocabulary: leave data.tokenizer.vocab_size=null")
-        return Tokenizer(_encoding(cfg.name))
+        return read_tokenizer(cfg.path) if cfg.path else Tokenizer(_encoding(cfg.name))
     if texts is None:
         raise ValueError("a bpe tokenizer is trained on text: run python -m data.prepare with data.tokenizer.name=bpe")
     size = cfg.vocab_size or 4096
@@ -128,7 +294,9 @@ def _encoding(name: str) -> tiktoken.Encoding:
         return tiktoken.Encoding("bytes", pat_str=BYTES_PATTERN, mergeable_ranks=ranks, special_tokens={EOT: 256})
     known = tiktoken.list_encoding_names()
     if name not in known:
-        raise ValueError(f"unknown tokenizer '{name}': use data.tokenizer.name= one of bpe, bytes, {', '.join(known)}")
+        raise ValueError(
+            f"unknown tokenizer '{name}': use data.tokenizer.name= one of bpe, bytes, hf, {', '.join(known)}"
+        )
     try:
         return tiktoken.get_encoding(name)
     except OSError:  # requests' errors are OSErrors
@@ -145,10 +313,14 @@ def _bpe_encoding(tokens: list[bytes], pattern: str) -> tiktoken.Encoding:
 
 def _fingerprint(encoding: tiktoken.Encoding) -> str:
     digest = hashlib.sha256(encoding._pat_str.encode())
-    for piece, rank in sorted(encoding._mergeable_ranks.items(), key=lambda item: item[1]):
-        digest.update(b"%d %s\n" % (rank, piece.hex().encode()))
+    digest.update(_listed(encoding._mergeable_ranks))
     digest.update(json.dumps(encoding._special_tokens, sort_keys=True).encode())
     return digest.hexdigest()
+
+
+def _listed(ranks: dict[bytes, int]) -> bytes:
+    pieces = sorted(ranks.items(), key=lambda item: item[1])
+    return b"".join(b"%d %s\n" % (rank, piece.hex().encode()) for piece, rank in pieces)
 
 
 def _numbers() -> Iterator[str]:
@@ -178,13 +350,16 @@ def _train_bpe(texts: Iterable[str], vocab_size: int) -> list[bytes]:
         raise ValueError(
             f"the text is too small for {vocab_size} bpe tokens: use data.tokenizer.vocab_size={len(vocab) + 1} or less"
         )
-    to_byte = _byte_level_alphabet()
+    to_byte = byte_level_alphabet()
     merged = [bytes(to_byte[c] for c in piece) for piece in sorted(vocab, key=vocab.__getitem__)]
     return [bytes([i]) for i in range(256)] + [piece for piece in merged if len(piece) > 1]
 
 
-def _byte_level_alphabet() -> dict[str, int]:
+def byte_level_alphabet() -> dict[str, int]:
     """GPT-2's printable stand-ins for bytes (openai/gpt-2, encoder.py: bytes_to_unicode), inverted."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTES = byte_level_alphabet()

@@ -1,6 +1,7 @@
 """The decoder's configuration: what `model=` and `size=` fill in."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any
 
 from model.attention.diff import DiffConfig
 from model.attention.diff_v2 import DiffV2Config
@@ -35,7 +36,7 @@ class DecoderConfig:
     eot: int | None = None  # end-of-text token, the tokenizer's, filled in by train.py
     norm: str = "rmsnorm"  # rmsnorm | layernorm
     norm_eps: float = 1e-5
-    mlp: str = "swiglu"  # swiglu | gelu
+    mlp: str = "swiglu"  # swiglu | gelu | gelu_tanh (GPT-2's own approximation)
     position: str = "rope"  # rope | learned | none
     rope_theta: float = 10000.0
     rope_layout: str = "half"  # half (Llama, GPT-NeoX) | interleaved (GPT-J, the published differential code)
@@ -82,10 +83,18 @@ class DecoderConfig:
         return replace(self, n_kv_head=n_kv_head, head_dim=head_dim)
 
 
+def decoder_config(values: dict[str, Any]) -> DecoderConfig:
+    """The configuration of which `values` are `dataclasses.asdict`. TypeError for keys that it has not."""
+    groups = {
+        option.name: option.default_factory for option in fields(DecoderConfig) if is_dataclass(option.default_factory)
+    }
+    return DecoderConfig(**{key: groups[key](**value) if key in groups else value for key, value in values.items()})
+
+
 CHOICES = {
     "match": ("params", "flops", "none"),
     "norm": ("rmsnorm", "layernorm"),
-    "mlp": ("swiglu", "gelu"),
+    "mlp": ("swiglu", "gelu", "gelu_tanh"),
     "position": ("rope", "learned", "none"),
     "rope_layout": ("half", "interleaved"),
     "backend": ("auto", "math", "sdpa", "blocked", "flex", "fused"),

@@ -213,7 +213,7 @@ def matched(cfg: DecoderConfig) -> DecoderConfig:
     cfg = cfg.filled()
     if cfg.d_ff is not None:
         return cfg
-    own = {"swiglu": 8 * cfg.d_model / 3, "gelu": 4 * cfg.d_model}[cfg.mlp]  # LLaMA's and GPT-2's own widths
+    own = 8 * cfg.d_model / 3 if cfg.mlp == "swiglu" else 4 * cfg.d_model  # LLaMA's and GPT-2's own widths
     hidden = cfg.baseline_d_ff or max(8, round(own / 8) * 8)
     if cfg.match == "none" or set(cfg.layers) == {"b"}:
         return replace(cfg, d_ff=hidden)

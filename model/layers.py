@@ -49,7 +49,9 @@ class SwiGLU(nn.Module):
 
 
 class GeluMLP(nn.Module):
-    """down(gelu(up x)), GPT-2's feed-forward network."""
+    """down(gelu(up x)), nanoGPT's feed-forward network."""
+
+    approximate = "none"
 
     def __init__(self, width: int, hidden: int, bias: bool) -> None:
         super().__init__()
@@ -57,10 +59,16 @@ class GeluMLP(nn.Module):
         self.down = nn.Linear(hidden, width, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x)))
+        return self.down(F.gelu(self.up(x), approximate=self.approximate))
 
 
-MLPS = {"swiglu": SwiGLU, "gelu": GeluMLP}
+class GeluTanhMLP(GeluMLP):
+    """With the tanh approximation of GELU that GPT-2's weights were trained with (openai/gpt-2, model.py)."""
+
+    approximate = "tanh"
+
+
+MLPS = {"swiglu": SwiGLU, "gelu": GeluMLP, "gelu_tanh": GeluTanhMLP}
 
 
 def make_norm(kind: str, width: int, bias: bool, eps: float) -> nn.Module:

@@ -51,6 +51,17 @@ def shards(text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def remote_code(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """transformers without progress bars, its copies of remote code (one folder per process) kept out of the home."""
+    import transformers
+    from transformers import dynamic_module_utils
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    dynamic_module_utils.HF_MODULES_CACHE = str(tmp_path_factory.mktemp("modules"))
+
+
 def run_command(*arguments: str, env: dict[str, str] | None = None, timeout: int = 240) -> subprocess.CompletedProcess:
     """Run python with these arguments at the root of the repository."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}

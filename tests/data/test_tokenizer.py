@@ -10,8 +10,8 @@ from data.tokenizer import (
     BPE_PATTERN,
     FILE,
     Tokenizer,
-    _byte_level_alphabet,
     build_tokenizer,
+    byte_level_alphabet,
     load_tokenizer,
 )
 
@@ -71,7 +71,7 @@ def test_bpe_equals_the_tokenizers_library(bpe, corpus, texts):
     )
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     hf.train_from_iterator(corpus, trainers.BpeTrainer(vocab_size=699, initial_alphabet=alphabet, show_progress=False))
-    to_byte = _byte_level_alphabet()
+    to_byte = byte_level_alphabet()
     for text in [*texts, *corpus]:
         theirs = [bytes(to_byte[character] for character in piece) for piece in hf.encode(text).tokens]
         assert theirs == [bpe.token_bytes(token) for token in bpe.encode(text)]

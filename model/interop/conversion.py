@@ -1,0 +1,268 @@
+"""A trained baseline as a differential stack: what it computes is kept as far as the target can, and it can be trained on.
+
+With A = softmax(Q K' / sqrt d) of a baseline head, W the output projection, lam lambda and li lambda_init:
+
+- heads=double, init=zero: a second map beside every head, lam = 0 exactly: the function is the baseline's.
+- heads=double, init=mirror: second maps are copies, (A - lam A) V = (1 - lam) A V; W / ((1 - lam) (1 - li)) makes it A V.
+- heads=split: two heads become one, values (V, V'); their queries and keys are kept. At lam = 0 it computes A (V, V'), and
+  the baseline had A V and A' V': half of the maps are not used yet, which no scale of W can mend.
+- diff_v2: every query head gets a second one. lambda is sigmoid(bias) for all tokens: with copied second maps
+  W / (1 - sigmoid(bias)) keeps the function.
+
+The options are those of axolotl-ai-cloud/diff-transformer's converter. Its zero-init has lambda vectors that are all zero, so
+that neither they nor the second maps ever get a gradient; its split-heads draws new queries and keys.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from model.attention.diff import DiffAttention, DiffConfig
+from model.attention.diff_v2 import DiffV2Attention, DiffV2Config
+from model.config import DecoderConfig
+from model.decoder import Decoder
+
+LARGEST_LAMBDA = 0.95  # mirror multiplies the output projection by 1 / (1 - lambda) and more
+
+
+@dataclass
+class Conversion:
+    """How to convert. second: what the added maps start from, the first ones (copy) or fresh weights (random).
+
+    init: zero (lambda starts at 0) or mirror (at lambda_init: a constant, or None for the paper's schedule over depth).
+    heads: double (every head gets a second map) or split (pairs of heads become one, without new queries or keys).
+    sublayer_norm: a norm per head after the difference, as the paper has it; that changes the function. (Of a copied map lambda
+    subtracts a part of the head itself, which the norm restores: take second=random, or lambda's gradient is the norm's eps
+    alone until the two maps differ.) lambda_bias: of diff_v2, whose lambda starts at sigmoid(lambda_bias). to=same changes
+    nothing.
+    """
+
+    to: str = "diff"  # diff | diff_v2 | same
+    init: str = "zero"  # zero | mirror
+    heads: str = "double"  # double | split
+    second: str = "copy"  # copy | random
+    sublayer_norm: bool = False
+    lambda_init: float | None = None
+    lambda_bias: float = -4.0
+
+    def check(self) -> None:
+        """ValueError for an unknown option, or two that exclude each other; it says what to type."""
+        for name, allowed in CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}={getattr(self, name)} is unknown: use one of {', '.join(allowed)}")
+        if self.init == "mirror" and self.heads == "split" and self.to == "diff":
+            raise ValueError("heads=split has trained second maps, init=mirror overwrites them: use init=zero")
+        if self.init == "mirror" and self.second == "random":
+            raise ValueError("init=mirror copies the first maps over the second: use second=copy, or init=zero")
+        if self.lambda_init is not None and (self.to != "diff" or self.init != "mirror"):
+            raise ValueError("lambda_init is where init=mirror starts, the others start at 0: leave lambda_init out")
+        if self.lambda_init is not None and not 0 < self.lambda_init <= LARGEST_LAMBDA:
+            raise ValueError(f"lambda_init={self.lambda_init} is not above 0 and at most {LARGEST_LAMBDA}: use 0.2")
+        if self.to == "diff_v2" and (self.heads == "split" or self.sublayer_norm):
+            raise ValueError("diff_v2 keeps all heads and has no head norm: use heads=double sublayer_norm=false")
+        if not -20 <= self.lambda_bias <= 0:
+            raise ValueError(f"lambda_bias={self.lambda_bias} is not from -20 (closed) to 0 (half open): use -4")
+
+    @property
+    def exact(self) -> bool:
+        """Whether the converted model computes what its source computed, but for rounding."""
+        if self.to == "same":
+            return True
+        copied = self.second == "copy"
+        return copied if self.to == "diff_v2" else self.heads == "double" and not self.sublayer_norm
+
+    @property
+    def waits(self) -> bool:
+        """Whether second maps get their first gradient one step after lambda does: at lambda 0 nobody looks at them."""
+        return self.to == "diff" and self.init == "zero"
+
+
+CHOICES = {
+    "to": ("diff", "diff_v2", "same"),
+    "init": ("zero", "mirror"),
+    "heads": ("double", "split"),
+    "second": ("copy", "random"),
+}
+
+
+def converted_config(cfg: DecoderConfig, how: Conversion) -> DecoderConfig:
+    """The converted decoder's configuration. ValueError unless `cfg` is a baseline that `how` can convert."""
+    how.check()
+    if how.to == "same":
+        return cfg
+    if set(cfg.layers) != {"b"}:
+        raise ValueError(f"model.layers={cfg.layers} is not a baseline: convert one of model.layers=b, or use to=same")
+    cfg = cfg.filled()
+    for name in ("n_head", "n_kv_head"):
+        if how.heads == "split" and getattr(cfg, name) % 2:
+            wrong = f"heads=split pairs heads, and {name}={getattr(cfg, name)} is odd"
+            raise ValueError(f"{wrong}: use heads=double")
+    if how.to == "diff_v2":
+        return replace(cfg, layers="v", diff_v2=DiffV2Config(lambda_bias=how.lambda_bias))
+    options = DiffConfig(
+        heads="half" if how.heads == "split" else "double",
+        lambda_init=0.0 if how.init == "zero" else how.lambda_init,
+        head_norm="affine" if how.sublayer_norm else "none",
+    )
+    return replace(cfg, layers="d", diff=options)
+
+
+@torch.no_grad()
+def convert(source: Decoder, how: Conversion, seed: int = 0, tokens: Tensor | None = None) -> Decoder:
+    """`source`, a baseline, as the decoder that `how` asks for, in evaluation mode and float32 on the CPU.
+
+    seed: of what is new and random, the lambda vectors and second=random. tokens (B, T): with sublayer_norm, text on which
+    the heads' sizes are measured, so that the output projection restores on average what the norm takes from them.
+    ValueError as in `converted_config`.
+    """
+    cfg = converted_config(source.cfg, how)
+    target = Decoder(cfg, seed=seed)
+    state = {name: value.detach().float().cpu() for name, value in source.state_dict().items()}
+    if how.to != "same":
+        for layer, block in enumerate(target.blocks):
+            prefix = f"blocks.{layer}.attention."
+            old = {name.removeprefix(prefix): state.pop(name) for name in list(state) if name.startswith(prefix)}
+            new = dict(block.attention.state_dict())
+            fill = _to_diff_v2 if how.to == "diff_v2" else _split if how.heads == "split" else _double
+            fill(old, new, block.attention, how)
+            state |= {prefix + name: value for name, value in new.items()}
+    target.load_state_dict(state, strict=True)
+    if how.sublayer_norm and how.to == "diff" and tokens is not None:
+        _restore_sizes(target, convert(source, replace(how, sublayer_norm=False), seed), tokens)
+    return target.eval()
+
+
+def _double(old: dict[str, Tensor], new: dict[str, Tensor], target: DiffAttention, how: Conversion) -> None:
+    """A second map beside every head: query and key rows of component c of head i are head 2i + c."""
+    for name in ("q.weight", "q.bias", "k.weight", "k.bias"):
+        if name in old:
+            new[name] = _beside(old[name], new[name], target.width, how.second)
+    new |= {name: value for name, value in old.items() if name[0] in "vo"}
+    _start_lambda(new)
+    # A head norm undoes 1 - lam itself; random second maps come with lam = 0.
+    lam = 0.0 if how.sublayer_norm or how.second == "random" else _lambda(new, target.lambda_init)
+    new["out.weight"] = _over(old["out.weight"], (1 - lam) * (1 - target.lambda_init))
+
+
+def _split(old: dict[str, Tensor], new: dict[str, Tensor], target: DiffAttention, how: Conversion) -> None:
+    """Two heads as the two maps of one over both their values.
+
+    Keys are paired before they are shared, so head i of pair p of key heads, r query heads to each, has for component c the
+    baseline's head (2p + c) r + i mod r, which used key head 2p + c. Its values are those of key heads 2p and 2p + 1, and the
+    output columns of head i are those of its two baseline heads.
+    """
+    r = target.heads // target.kv_heads
+    order = torch.arange(2 * target.heads).unflatten(0, (-1, 2, r)).transpose(1, 2).flatten()  # of baseline heads
+    new |= old
+    for name in ("q.weight", "q.bias"):
+        if name in old:
+            new[name] = old[name].unflatten(0, (-1, target.width))[order].flatten(0, 1)
+    new["out.weight"] = old["out.weight"].unflatten(1, (-1, target.width))[:, order].flatten(1)
+    _start_lambda(new)
+
+
+def _to_diff_v2(old: dict[str, Tensor], new: dict[str, Tensor], target: DiffV2Attention, how: Conversion) -> None:
+    """A second query head beside every one, over the same keys and values; lambda is sigmoid(lambda_bias) for all tokens."""
+    for name in ("q.weight", "q.bias"):
+        if name in old:
+            new[name] = _beside(old[name], new[name], target.width, how.second)
+    new |= {name: value for name, value in old.items() if name[0] in "kvo"}
+    new["lambda_logits.weight"] = torch.zeros_like(new["lambda_logits.weight"])
+    lam = new["lambda_logits.bias"][0].double().sigmoid().item()
+    if how.second == "copy":
+        new["out.weight"] = _over(old["out.weight"], 1 - lam)
+
+
+def _restore_sizes(normed: Decoder, plain: Decoder, tokens: Tensor) -> None:
+    """Output projections of `normed` as those of `plain`, the same conversion without norms, times each head's mean rms."""
+    sizes: list[Tensor] = []
+
+    def measure(module: nn.Module, inputs: tuple[Tensor]) -> None:  # of the merged heads (B, T, h dv)
+        heads = inputs[0].unflatten(-1, (plain.blocks[len(sizes)].attention.heads, -1))
+        sizes.append(heads.square().mean(-1).sqrt().mean((0, 1)))  # (h,)
+
+    hooks = [block.attention.out.register_forward_pre_hook(measure) for block in plain.blocks]
+    plain(tokens.cpu(), rows=torch.zeros(1, dtype=torch.long))  # one row of logits: none are needed
+    for hook in hooks:
+        hook.remove()
+    for size, before, after in zip(sizes, plain.blocks, normed.blocks, strict=True):
+        size = size / (1 - after.attention.lambda_init)  # what goes into `out` has the factor already
+        columns = before.attention.out.weight.unflatten(1, (len(size), -1)) * size[:, None]
+        after.attention.out.weight.copy_(columns.flatten(1))
+
+
+def _beside(rows: Tensor, fresh: Tensor, width: int, second: str) -> Tensor:
+    """Heads 0, 1, .. of `rows` as 0, 0', 1, 1', ..: copies, or the odd heads of `fresh`."""
+    first = rows.unflatten(0, (-1, width))
+    added = first if second == "copy" else fresh.unflatten(0, (-1, 2, width))[:, 1]
+    return torch.stack((first, added), dim=1).flatten(0, 2)
+
+
+def _start_lambda(new: dict[str, Tensor]) -> None:
+    """Both exponentials alike and not at their flat point: lam is lambda_init to the bit, and all four vectors learn.
+
+    d lam / d lambda_q1 = exp(..) lambda_k1 and d lam / d lambda_q2 = -exp(..) lambda_k2, neither of them zero.
+    """
+    for name in ("lambda_q", "lambda_k"):
+        new[f"{name}2"] = new[f"{name}1"].clone()
+
+
+def _lambda(new: dict[str, Tensor], start: float) -> float:
+    first, second = ((new[f"lambda_q{c}"].double() @ new[f"lambda_k{c}"].double()).exp() for c in (1, 2))
+    return (first - second).item() + start
+
+
+def _over(weight: Tensor, divisor: float) -> Tensor:
+    """weight / divisor, in float64 until the last rounding."""
+    return (weight.double() / divisor).to(weight.dtype)
+
+
+# What a conversion changed
+
+
+@dataclass
+class Change:
+    """max and mean of |logits - logits before|; hidden: per block, rms of its output's change over the rms before."""
+
+    max_logit: float
+    mean_logit: float
+    hidden: list[float]
+    tokens: int
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@torch.inference_mode()
+def change(before: Decoder, after: Decoder, tokens: Tensor) -> Change:
+    """Compare two decoders of one depth and vocabulary on tokens (B, T), a sequence at a time."""
+    n = before.cfg.n_layer
+    largest, total, squares, moved = 0.0, 0.0, [0.0] * n, [0.0] * n
+    for row in tokens.split(1):
+        with _hidden(before) as first, _hidden(after) as second:
+            gap = (after(row).float() - before(row).float()).abs()  # (1, T, V)
+        largest = max(largest, gap.max().item()) if math.isfinite(gap.sum().item()) else math.inf
+        total += gap.double().mean().item() * row.shape[1]
+        for layer, (a, b) in enumerate(zip(first, second, strict=True)):
+            squares[layer] += a.double().square().sum().item()
+            moved[layer] += (b.double() - a.double()).square().sum().item()
+    hidden = [math.sqrt(m / s) if s else math.inf for m, s in zip(moved, squares, strict=True)]
+    return Change(largest, total / tokens.numel(), hidden, tokens.numel())
+
+
+@contextmanager
+def _hidden(model: Decoder) -> Iterator[list[Tensor]]:
+    """The output of every block (B, T, D) of the next forward pass, in order."""
+    seen: list[Tensor] = []
+    note: Callable[..., None] = lambda module, inputs, output: seen.append(output)  # noqa: E731
+    hooks = [block.register_forward_hook(note) for block in model.blocks]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -1,0 +1,130 @@
+"""Write a run's model as a folder that transformers loads: python scripts/export.py run=runs/NAME out=FOLDER
+
+  python scripts/export.py run=runs/base out=exported/base              the native model that computes the same, if any
+  python scripts/export.py run=runs/diff to=diffllama out=exported/diff  or llama, gpt2: refused where it has no counterpart
+  python scripts/export.py run=runs/v2 to=remote out=exported/v2         any variant, with our modeling code in the folder:
+                                                                         load it with trust_remote_code=True
+  python scripts/export.py run=runs/v2 to=safetensors out=weights/v2     weights and configuration under our own names
+
+The folder has config.json, model.safetensors (float32) and the tokenizer as AutoTokenizer reads it. Where transformers is
+installed the folder is loaded with it first, and its logits and token ids compared with ours.
+"""
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from omegaconf import MISSING
+from safetensors.torch import save_file
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from configs import command  # noqa: E402
+from data.tokenizer import SAMPLE, Tokenizer  # noqa: E402
+from data.tokenizer_export import export_tokenizer  # noqa: E402
+from model.decoder import Decoder  # noqa: E402
+from model.interop.export import Export, export  # noqa: E402
+from training.checkpoint import load_run  # noqa: E402
+
+TOLERANCE = 1e-4  # of the largest logit; float32 sums in another order differ by some 1e-6
+
+
+@dataclass
+class ExportConfig:
+    run: str = MISSING
+    out: str = MISSING  # a folder that does not exist yet
+    to: str | None = (
+        None  # diffllama | llama | gpt2 | remote | safetensors; None: the native one if there is one, else remote
+    )
+    step: int | None = None  # of the checkpoint; None is the newest
+    tokenizer: bool = True  # write its files, too
+    check: bool = True  # load the folder with transformers and compare
+
+
+def write_folder(found: Export, folder: Path, tokenizer: Tokenizer | None, context: int) -> None:
+    """All files of the export into an empty folder."""
+    save_file(found.tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    generation = {key: found.config[key] for key in ("bos_token_id", "eos_token_id")}
+    for name, content in (("config.json", found.config), ("generation_config.json", generation)):
+        (folder / name).write_text(json.dumps(content, indent=1) + "\n")
+    for name, text in found.files.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    if tokenizer is not None:
+        export_tokenizer(tokenizer, folder, context)
+
+
+@torch.no_grad()
+def difference(folder: Path, model: Decoder, tokenizer: Tokenizer | None) -> float:
+    """The largest difference of a logit between the folder, loaded by transformers, and `model`, on random tokens.
+
+    ValueError: it is more than float32 explains, or AutoTokenizer gives other ids than `tokenizer`.
+    """
+    with tempfile.TemporaryDirectory() as modules:
+        os.environ.setdefault("HF_MODULES_CACHE", modules)  # it keeps a copy of the folder's code, which goes again
+        from transformers import AutoModelForCausalLM, AutoTokenizer, logging
+
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        theirs = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).eval()
+        encode = AutoTokenizer.from_pretrained(folder, trust_remote_code=True) if tokenizer is not None else None
+    length = min(64, model.cfg.context)
+    tokens = torch.randint(model.cfg.vocab_size, (2, length), generator=torch.Generator().manual_seed(0))
+    ours = model(tokens)
+    apart = (theirs(tokens).logits - ours).abs().max().item()
+    if not apart <= TOLERANCE * max(1.0, ours.abs().max().item()):
+        raise ValueError(
+            f"the exported model differs by {apart:.1e} in its logits: report this, or export with to=remote"
+        )
+    if encode is not None and encode(SAMPLE)["input_ids"] != tokenizer.encode(SAMPLE):
+        raise ValueError(
+            "the exported tokenizer gives other ids: export with tokenizer=false, and give the text as ids"
+        )
+    return apart
+
+
+def load_line(found: Export, out: str) -> str:
+    """How the folder is read again."""
+    if found.format == "safetensors":
+        return f"read it with model.interop.huggingface.read_folder({out!r})"
+    trust = ", trust_remote_code=True" if found.format == "remote" else ""
+    return f"AutoModelForCausalLM.from_pretrained({out!r}{trust})"
+
+
+def check(found: Export, folder: Path, model: Decoder, tokenizer: Tokenizer | None) -> str:
+    """One line on how the folder compares with the run."""
+    if found.format == "safetensors":
+        return "nothing to compare: the weights are as in the run"
+    try:
+        apart = difference(folder, model, tokenizer)
+    except ModuleNotFoundError:
+        return "not compared: transformers is not installed (pip install transformers)"
+    return f"logits differ from the run's by at most {apart:.1e} (float32, 128 random tokens)"
+
+
+@command("export", ExportConfig)
+def main(cfg: ExportConfig) -> None:
+    out = Path(cfg.out)
+    if out.exists():
+        raise ValueError(f"{out} exists already: choose another out=FOLDER, or delete it")
+    run = load_run(cfg.run, step=cfg.step)
+    found = export(run.model, cfg.to, run.tokenizer.eot)
+    tokenizer = run.tokenizer if cfg.tokenizer else None
+    part = out.with_name(f".{out.name}.{os.getpid()}.part")
+    part.mkdir(parents=True)
+    try:
+        write_folder(found, part, tokenizer, run.model.cfg.context)
+        said = check(found, part, run.model, tokenizer) if cfg.check else "not compared"
+        os.replace(part, out)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    print(f"{out}: {cfg.run} at step {run.step} as {found.format}; {said}")
+    print(load_line(found, cfg.out))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,293 @@
+"""Converted baselines: what is kept, what changes, and which parameters learn from which step on."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+
+from model.attention.diff import VECTORS, lambda_init
+from model.config import DecoderConfig
+from model.decoder import Decoder
+from model.interop.conversion import Conversion, change, convert, converted_config
+
+SHAPES = {
+    "mha": {},
+    "gqa": {"n_kv_head": 2},
+    "gpt2": {"norm": "layernorm", "mlp": "gelu", "position": "learned", "bias": True, "match": "none"},
+    "interleaved_wide": {"n_kv_head": 4, "head_dim": 12, "rope_layout": "interleaved", "bias": True, "tie": False},
+}
+EXACT = {
+    "zero": Conversion(),
+    "zero, random": Conversion(second="random"),
+    "mirror": Conversion(init="mirror"),
+    "mirror at 0.3": Conversion(init="mirror", lambda_init=0.3),
+    "v2": Conversion(to="diff_v2"),
+    "v2, half open": Conversion(to="diff_v2", lambda_bias=0.0),
+}
+LEARN = EXACT | {
+    "split": Conversion(heads="split"),
+    "v2, random": Conversion(to="diff_v2", second="random"),
+    "zero, norm": Conversion(second="random", sublayer_norm=True),
+    "split, norm": Conversion(heads="split", sublayer_norm=True),
+    "zero, copy, norm": Conversion(sublayer_norm=True),
+    "mirror, norm": Conversion(init="mirror", sublayer_norm=True),
+}
+
+
+def baseline(shape: str = "mha", seed: int = 0, **changes: object) -> Decoder:
+    """A float32 baseline with the logits of a trained one (order 1 and more) and nothing left at a zero or a one."""
+    options = {"n_layer": 3, "n_head": 8, "d_model": 64, "context": 32, "vocab_size": 50} | SHAPES[shape] | changes
+    model = Decoder(DecoderConfig(**options), seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn(p.shape, generator=generator) * 0.15)
+    return model.eval()
+
+
+def text(model: Decoder, rows: int = 3, length: int = 31) -> Tensor:
+    return torch.randint(model.cfg.vocab_size, (rows, length), generator=torch.Generator().manual_seed(5))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", EXACT)
+def test_exact_conversions_leave_the_logits_alone(name: str, shape: str) -> None:
+    source = baseline(shape)
+    found = change(source, convert(source, EXACT[name]), text(source))
+    assert EXACT[name].exact
+    assert found.max_logit < 1e-4 and found.mean_logit <= found.max_logit  # float32; logits up to ~ 30
+    assert len(found.hidden) == 3 and max(found.hidden) < 1e-5
+    assert source(text(source)).abs().max() > 1
+
+
+@pytest.mark.parametrize("shape", ("mha", "gqa"))
+def test_the_mirrored_factor_is_what_keeps_the_logits(shape: str) -> None:
+    source = baseline(shape)
+    model = convert(source, EXACT["mirror"])
+    for layer, block in enumerate(model.blocks):
+        assert block.attention.lam().item() == pytest.approx(lambda_init(layer), abs=1e-7)
+        factor = 1 / (1 - lambda_init(layer)) ** 2
+        before = source.blocks[layer].attention.out.weight
+        torch.testing.assert_close(block.attention.out.weight, before * factor)
+    with torch.no_grad():
+        model.blocks[1].attention.out.weight.mul_(1 - lambda_init(1))  # as if only 1 - lambda_init had been folded
+    assert change(source, model, text(source)).max_logit > 0.1
+
+
+@pytest.mark.parametrize("shape", ("mha", "gqa", "interleaved_wide"))
+def test_split_keeps_every_map_and_the_first_half_of_the_values(shape: str) -> None:
+    """The formula head by head: map c of head i is a whole baseline map, and at lambda 0 only map 0 is looked through."""
+    source = baseline(shape)
+    model = convert(source, Conversion(heads="split"))
+    for before, after in zip(source.blocks, model.blocks, strict=True):
+        a, b = before.attention, after.attention
+        r, d = a.heads // a.kv_heads, a.width
+        q, k, v = (p.weight.detach().unflatten(0, (-1, d)) for p in (a.q, a.k, a.v))
+        q2, k2 = (p.weight.detach().unflatten(0, (-1, d)) for p in (b.q, b.k))
+        v2 = b.v.weight.detach().unflatten(0, (-1, 2 * d))
+        out = a.out.weight.detach().unflatten(1, (-1, d))
+        out2 = b.out.weight.detach().unflatten(1, (-1, 2 * d))
+        used = []
+        for i in range(b.heads):
+            for c in (0, 1):
+                (head,) = [h for h in range(a.heads) if torch.equal(q[h], q2[2 * i + c])]
+                used.append(head)
+                group = head // r
+                assert torch.equal(k2[2 * (i // r) + c], k[group])
+                assert torch.equal(v2[i // r, c * d : (c + 1) * d], v[group])
+                assert torch.equal(out2[:, i, c * d : (c + 1) * d], out[:, head])
+        assert sorted(used) == list(range(a.heads))
+        assert b.lam().item() == 0
+
+
+def test_split_changes_the_function_unless_the_paired_maps_agree() -> None:
+    source = baseline()
+    assert change(source, convert(source, Conversion(heads="split")), text(source)).max_logit > 0.1
+    twins = copy.deepcopy(source)
+    with torch.no_grad():
+        for block in twins.blocks:
+            for p in (block.attention.q, block.attention.k):
+                rows = p.weight.unflatten(0, (-1, 2, 8))
+                rows[:, 1] = rows[:, 0]
+    assert change(twins, convert(twins, Conversion(heads="split")), text(twins)).max_logit < 1e-4
+
+
+def test_a_head_norm_or_random_second_maps_of_v2_are_a_change_and_say_so() -> None:
+    source = baseline()
+    for how in (LEARN["zero, norm"], LEARN["split, norm"], LEARN["v2, random"], LEARN["split"]):
+        found = change(source, convert(source, how), text(source))
+        assert not how.exact and found.max_logit > 1e-3 and max(found.hidden) > 1e-4
+    closed = change(source, convert(source, Conversion("diff_v2", second="random", lambda_bias=-14)), text(source))
+    assert closed.max_logit < 1e-3  # sigmoid(-14) is 1e-6
+
+
+@pytest.mark.parametrize("shape", ("mha", "gqa"))
+def test_with_a_head_norm_the_output_projection_restores_the_heads_sizes(shape: str) -> None:
+    """Exactly for a single token, whose heads have one size each; on average for a text."""
+    source = baseline(shape)
+    tokens = text(source)
+    for how in (LEARN["zero, norm"], Conversion(init="mirror", sublayer_norm=True)):
+        blind, measured = (change(source, convert(source, how, 0, t), tokens) for t in (None, tokens))
+        assert measured.hidden[0] < 0.9 * blind.hidden[0]
+        assert (
+            change(source, convert(source, how, 0, tokens[:1, :1]), tokens[:1, :1]).max_logit < 1e-2
+        )  # the norm's eps
+        assert change(source, convert(source, how), tokens[:1, :1]).max_logit > 0.1
+    zero, mirror = (convert(source, Conversion(init=init, sublayer_norm=True)) for init in ("zero", "mirror"))
+    assert change(zero, mirror, tokens).max_logit < 1e-2  # the norm takes 1 - lambda itself, but for its eps
+
+
+def second_rows(model: Decoder) -> dict[str, Tensor]:
+    """Gradients of the second maps' query (and, in version 1, key) rows, per layer."""
+    found = {}
+    for layer, block in enumerate(model.blocks):
+        for name in ("q", "k") if model.cfg.layers == "d" else ("q",):
+            grad = getattr(block.attention, name).weight.grad
+            found[f"{layer}.{name}"] = grad.unflatten(0, (-1, 2, block.attention.width))[:, 1]
+    return found
+
+
+def step(model: Decoder, optimizer: torch.optim.Optimizer) -> float:
+    optimizer.zero_grad()
+    tokens = text(model, 4, 32)
+    loss = model(tokens[:, :-1], tokens[:, 1:])
+    loss.backward()
+    return loss.item()
+
+
+@pytest.mark.parametrize("shape", ("mha", "gqa"))
+@pytest.mark.parametrize("name", LEARN)
+def test_every_parameter_learns_at_once_but_second_maps_at_lambda_zero(name: str, shape: str) -> None:
+    how = LEARN[name]
+    model = convert(baseline(shape), how).train()
+    model.set_step(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    step(model, optimizer)
+    for key, p in model.named_parameters():
+        assert p.grad is not None and p.grad.abs().max() > 0, key
+        if "lambda" in key:
+            assert (p.grad != 0).all(), key
+    waiting = [key for key, grad in second_rows(model).items() if not grad.any()]
+    assert waiting == (list(second_rows(model)) if how.waits else [])
+    optimizer.step()
+    step(model, optimizer)
+    for key, grad in second_rows(model).items():
+        assert (grad.flatten(1).abs().amax(1) > 0).all(), key  # of every head
+    for p in model.parameters():
+        assert torch.isfinite(p.grad).all()
+
+
+def test_axolotls_zero_init_stays_dead_where_ours_wakes() -> None:
+    """All lambda vectors at zero: neither they nor the second maps have a gradient, whatever the optimizer does."""
+    model = convert(baseline(), EXACT["zero"])
+    with torch.no_grad():
+        for block in model.blocks:
+            for name in VECTORS:
+                getattr(block.attention, name).zero_()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(3):
+        step(model, optimizer)
+        assert not any(grad.any() for grad in second_rows(model).values())
+        assert not any(getattr(block.attention, name).grad.any() for block in model.blocks for name in VECTORS)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("name", ("zero", "mirror", "split", "v2"))
+def test_training_on_improves_and_opens_the_subtraction(name: str) -> None:
+    model = convert(baseline(), LEARN[name]).train()
+    before = [lam_of(model, layer) for layer in range(3)]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(8):
+        losses.append(step(model, optimizer))
+        optimizer.step()
+    assert losses[-1] < losses[0] - 0.05
+    assert all(lam_of(model, layer) != before[layer] for layer in range(3))
+
+
+def lam_of(model: Decoder, layer: int) -> float:
+    attention = model.blocks[layer].attention
+    return attention.lambda_logits.bias[0].item() if model.cfg.layers == "v" else attention.lam().item()
+
+
+def test_decoding_with_a_cache_continues_as_the_source_does() -> None:
+    source = baseline("gqa")
+    tokens = text(source, 2, 9)
+    for name in ("zero", "mirror", "v2"):
+        assert torch.equal(convert(source, EXACT[name]).generate(tokens, 12), source.generate(tokens, 12))
+
+
+def test_what_is_not_attention_is_kept_to_the_bit_and_the_source_is_not_touched() -> None:
+    source = baseline("gpt2")
+    before = copy.deepcopy(source.state_dict())
+    for how in LEARN.values():
+        state = convert(source, how).state_dict()
+        for name, value in before.items():
+            if ".attention." not in name:
+                assert torch.equal(state[name], value), name
+    assert all(torch.equal(value, before[name]) for name, value in source.state_dict().items())
+    same = convert(source, Conversion(to="same"))
+    assert same.cfg == source.cfg and all(torch.equal(value, before[name]) for name, value in same.state_dict().items())
+
+
+def test_a_seed_decides_what_is_random() -> None:
+    source = baseline()
+    one, again, other = (
+        convert(source, EXACT["zero, random"], seed).blocks[0].attention.state_dict() for seed in (1, 1, 2)
+    )
+    assert all(torch.equal(one[name], again[name]) for name in one)
+    assert not torch.equal(one["q.weight"], other["q.weight"]) and not torch.equal(one["lambda_q1"], other["lambda_q1"])
+
+
+def test_a_broken_model_is_an_infinite_change() -> None:
+    source = baseline()
+    broken = convert(source, EXACT["zero"])
+    with torch.no_grad():
+        broken.blocks[0].attention.out.weight[0, 0] = float("nan")
+    assert change(source, broken, text(source)).max_logit == float("inf")
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        (Conversion(to="diff3"), "to=diff3 is unknown: use one of diff, diff_v2, same"),
+        (Conversion(init="zeros"), "init=zeros is unknown: use one of zero, mirror"),
+        (Conversion(heads="half"), "heads=half is unknown: use one of double, split"),
+        (Conversion(init="mirror", heads="split"), "use init=zero"),
+        (Conversion(init="mirror", second="random"), "use second=copy, or init=zero"),
+        (Conversion(lambda_init=0.3), "leave lambda_init out"),
+        (Conversion(init="mirror", lambda_init=1.0), "at most 0.95: use 0.2"),
+        (Conversion(to="diff_v2", sublayer_norm=True), "heads=double sublayer_norm=false"),
+        (Conversion(to="diff_v2", heads="split"), "heads=double sublayer_norm=false"),
+        (Conversion(to="diff_v2", lambda_bias=3.0), "use -4"),
+    ],
+)
+def test_options_that_exclude_each_other_are_refused(how: Conversion, says: str) -> None:
+    with pytest.raises(ValueError, match=says) as error:
+        how.check()
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("cfg", "how", "says"),
+    [
+        ({"layers": "bd"}, Conversion(), "model.layers=bd is not a baseline"),
+        ({"n_head": 5, "d_model": 40}, Conversion(heads="split"), "n_head=5 is odd: use heads=double"),
+        (
+            {"n_head": 6, "d_model": 48, "n_kv_head": 3},
+            Conversion(heads="split"),
+            "n_kv_head=3 is odd: use heads=double",
+        ),
+        ({"n_head": 8, "n_kv_head": 1}, Conversion(heads="split"), "n_kv_head=1 is odd: use heads=double"),
+    ],
+)
+def test_sources_that_cannot_be_converted_are_refused(cfg: dict, how: Conversion, says: str) -> None:
+    with pytest.raises(ValueError, match=says) as error:
+        converted_config(DecoderConfig(**cfg), how)
+    assert "\n" not in str(error.value)
+
+
+def test_odd_heads_double() -> None:
+    source = baseline(n_head=5, d_model=40)
+    assert change(source, convert(source, EXACT["mirror"]), text(source)).max_logit < 1e-4

@@ -1,0 +1,439 @@
+"""Folders that transformers makes, read; and our models, exported and run by transformers: logits and generation compared."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from model.config import DecoderConfig, decoder_config
+from model.decoder import Decoder
+from model.interop import huggingface
+from model.interop.export import export, flattened
+from model.interop.huggingface import read_folder
+from tests.variants import VARIANTS, config, randomized
+
+transformers = pytest.importorskip("transformers", reason="needs the package transformers")
+pytestmark = pytest.mark.usefixtures("remote_code")
+EXACT = 1e-5  # of float32 logits of order 5, summed in another order
+V = 61
+
+GPT2 = {"vocab_size": V, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 4}
+LLAMA = {
+    "vocab_size": V, "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "max_position_embeddings": 32, "eos_token_id": None,
+}  # fmt: skip
+OTHER_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
+
+SOURCES: dict[str, tuple[str, dict]] = {
+    "gpt2": ("GPT2", GPT2),
+    "gpt2, exact gelu, untied, own width": (
+        "GPT2", GPT2 | {"activation_function": "gelu", "tie_word_embeddings": False, "n_inner": 40},
+    ),
+    "llama": ("Llama", LLAMA),
+    "llama, tied": ("Llama", LLAMA | {"tie_word_embeddings": True}),
+    "llama, grouped, head_dim, rope base": (
+        "Llama", LLAMA | OTHER_ROPE | {"num_key_value_heads": 2, "head_dim": 12, "rms_norm_eps": 1e-3},
+    ),
+    "llama, attention biases": ("Llama", LLAMA | {"attention_bias": True, "num_key_value_heads": 1}),
+    "llama, feed-forward biases": ("Llama", LLAMA | {"mlp_bias": True}),
+    "diffllama": ("DiffLlama", LLAMA),
+    "diffllama, grouped, head_dim, biases, tied": (
+        "DiffLlama",
+        LLAMA | OTHER_ROPE
+        | {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 6, "attention_bias": True}
+        | {"tie_word_embeddings": True, "rms_norm_eps": 1e-3},
+    ),
+}  # fmt: skip
+CLASSES = {"GPT2": "GPT2LMHeadModel", "Llama": "LlamaForCausalLM", "DiffLlama": "DiffLlamaForCausalLM"}
+
+
+def theirs(name: str, seed: int = 0) -> torch.nn.Module:
+    """A transformers model in which no parameter is a zero or a one."""
+    family, options = SOURCES[name]
+    torch.manual_seed(seed)
+    model = getattr(transformers, CLASSES[family])(getattr(transformers, f"{family}Config")(**options))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.1)
+    return model.eval()
+
+
+def loaded(folder: Path) -> Decoder:
+    cfg, state = read_folder(folder)
+    model = Decoder(cfg)
+    model.load_state_dict(state, strict=True)
+    return model.eval()
+
+
+def tokens(B: int = 2, T: int = 29, vocab: int = V) -> torch.Tensor:
+    return torch.randint(vocab, (B, T), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def apart(model: torch.nn.Module, ours: Decoder, vocab: int = V, T: int = 29) -> float:
+    """The largest difference of a logit."""
+    x = tokens(T=T, vocab=vocab)
+    return (model(x).logits - ours(x)).abs().max().item()
+
+
+def generated(model: torch.nn.Module, x: torch.Tensor, **options: object) -> torch.Tensor:
+    mask = options.pop("attention_mask", torch.ones_like(x))
+    return model.generate(x, attention_mask=mask, max_new_tokens=8, pad_token_id=0, do_sample=False, **options)
+
+
+# --- import ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_folder_of_transformers_computes_the_same_logits(name: str, tmp_path: Path) -> None:
+    model = theirs(name)
+    model.save_pretrained(tmp_path)
+    ours = loaded(tmp_path)
+    assert apart(model, ours) < EXACT
+    x = tokens()[:, :9]
+    assert torch.equal(generated(model, x), ours.generate(x, 8))
+    cfg = ours.cfg
+    assert None not in (cfg.n_kv_head, cfg.head_dim, cfg.d_ff) and cfg.vocab_size == V and cfg.context == 32
+
+
+@pytest.mark.parametrize("name", ("gpt2", "llama, tied", "diffllama"))
+def test_sharded_and_half_precision_folders(name: str, tmp_path: Path) -> None:
+    model = theirs(name)
+    for dtype in (torch.bfloat16, torch.float16):
+        folder = tmp_path / str(dtype)
+        model.to(dtype).save_pretrained(folder, max_shard_size="15KB")
+        assert len(list(folder.glob("*.safetensors"))) > 2
+        ours = loaded(folder)
+        assert {p.dtype for p in ours.parameters()} == {torch.float32}
+        assert apart(transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), ours) < EXACT
+        model.float()
+
+
+def test_gpt2_as_it_lies_on_the_hub(tmp_path: Path) -> None:
+    """Names without a prefix, and the causal mask among the weights."""
+    model = theirs("gpt2")
+    model.save_pretrained(tmp_path)
+    weights = {
+        key.removeprefix("transformer."): value for key, value in load_file(tmp_path / "model.safetensors").items()
+    }
+    weights |= {f"h.{layer}.attn.bias": torch.ones(1, 1, 32, 32) for layer in range(2)}
+    save_file(weights, tmp_path / "model.safetensors")
+    assert apart(model, loaded(tmp_path)) < EXACT
+
+
+def edit(folder: Path, **changes: object) -> None:
+    path = folder / "config.json"
+    content = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({key: value for key, value in content.items() if value is not ...}))
+
+
+def test_older_configurations(tmp_path: Path) -> None:
+    """transformers 4 wrote rope_theta and rope_scaling, and left out what was the default."""
+    model = theirs("llama, grouped, head_dim, rope base")
+    model.save_pretrained(tmp_path)
+    edit(tmp_path, rope_parameters=..., rope_theta=500.0, rope_scaling=None, attention_bias=..., mlp_bias=...)
+    weights = load_file(tmp_path / "model.safetensors")
+    save_file(weights | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(6)}, tmp_path / "model.safetensors")
+    assert apart(model, loaded(tmp_path)) < EXACT
+
+
+def drop(key: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        weights = load_file(folder / "model.safetensors")
+        del weights[key]
+        save_file(weights, folder / "model.safetensors")
+
+    return change
+
+
+def pickled(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def cut(folder: Path) -> None:
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content[: len(content) // 2])
+
+
+WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no config": (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
+    "an adapter": (
+        lambda folder: (folder / "config.json").rename(folder / "adapter_config.json"), "merge the adapter",
+    ),
+    "damaged config": (lambda folder: (folder / "config.json").write_text("{"), "is not JSON"),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "has no model.safetensors: load it with"),
+    "pickled weights": (pickled, "only pickled weights (pytorch_model.bin)"),
+    "half a file": (cut, "cannot be read"),
+    "another architecture": (lambda folder: edit(folder, architectures=["BertForMaskedLM"]), "is a BertForMaskedLM"),
+    "quantized": (lambda folder: edit(folder, quantization_config={"bits": 4}), "quantized"),
+    "scaled rope": (
+        lambda folder: edit(folder, rope_parameters={"rope_type": "llama3", "factor": 8.0}), "llama3 RoPE",
+    ),
+    "older scaled rope": (
+        lambda folder: edit(folder, rope_parameters=None, rope_scaling={"type": "linear", "factor": 2}), "linear RoPE",
+    ),
+    "part of the width rotated": (lambda folder: edit(folder, partial_rotary_factor=0.5), "partial_rotary_factor=0.5"),
+    "another activation": (lambda folder: edit(folder, hidden_act="gelu"), "hidden_act=gelu"),
+    "a tensor too few": (drop("model.layers.1.mlp.up_proj.weight"), "lacks the tensor model.layers.1.mlp.up_proj.weight"),
+    "no head": (drop("lm_head.weight"), "lacks the tensor lm_head.weight"),
+    "a tensor too many": (lambda folder: edit(folder, num_hidden_layers=2), "does not ask for (model.layers.2"),
+    "another vocabulary": (lambda folder: edit(folder, vocab_size=99), "embedding.weight is (61, 32), not (99, 32)"),
+    "heads that do not divide": (lambda folder: edit(folder, num_key_value_heads=3), "does not divide"),
+    "no number": (lambda folder: edit(folder, hidden_size="wide"), "a number for hidden_size"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    theirs("llama").save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_folders_are_refused_in_one_line(name: str, llama_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    shutil.copytree(llama_folder, folder)
+    change, message = WRONG[name]
+    change(folder)
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        read_folder(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    theirs("gpt2").save_pretrained(tmp_path, max_shard_size="15KB")
+    gone = sorted(tmp_path.glob("*.safetensors"))[1]
+    gone.unlink()
+    with pytest.raises(ValueError, match=f"lacks {gone.name}"):
+        read_folder(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text("[]")
+    with pytest.raises(ValueError, match="index.json is damaged"):
+        read_folder(tmp_path)
+
+
+def test_names_of_the_hub(llama_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import huggingface_hub
+
+    asked = []
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **o: asked.append((a, o)) or str(llama_folder))
+    cfg, _ = read_folder("somebody/small-model")
+    assert cfg.n_layer == 3 and asked == [(("somebody/small-model",), {"allow_patterns": huggingface.HUB_FILES})]
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError("no network\nat all")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    with pytest.raises(ValueError, match="the hub did not give it .OSError: no network at all"):
+        read_folder("somebody/small-model")
+    for name in (tmp_path / "none", "./none", "a/b/c", llama_folder / "config.json"):
+        with pytest.raises(ValueError, match="is not a folder"):
+            read_folder(name)
+
+
+# --- export to transformers' own models -----------------------------------------------------------------------------
+
+GPT2_STYLE = {"norm": "layernorm", "mlp": "gelu", "position": "learned", "match": "none"}
+LAMBDA = {"lambda_form": "dual_scalar"}
+
+
+def diff(**options: object) -> dict:
+    return {"layers": "d", "diff": options}
+
+
+NATIVE: dict[str, tuple[str, dict]] = {
+    "llama": ("llama", {}),
+    "llama, interleaved, biases, untied": ("llama", {"rope_layout": "interleaved", "bias": True, "tie": False}),
+    "llama, grouped, head_dim": ("llama", {"n_kv_head": 2, "head_dim": 10, "rope_theta": 300.0, "norm_eps": 1e-3}),
+    "llama, grouped, interleaved": ("llama", {"n_kv_head": 4, "rope_layout": "interleaved"}),
+    "gpt2": ("gpt2", GPT2_STYLE),
+    "gpt2, biases, untied": ("gpt2", GPT2_STYLE | {"mlp": "gelu_tanh", "bias": True, "tie": False}),
+    "diffllama": ("diffllama", diff()),
+    "diffllama, interleaved, grouped": (
+        "diffllama", diff() | {"rope_layout": "interleaved", "n_kv_head": 4, "head_dim": 6, "norm_eps": 1e-3},
+    ),
+    "diffllama, plain norm": ("diffllama", diff(head_norm="plain") | {"tie": False}),
+    "diffllama, one lambda_init": ("diffllama", diff(lambda_init=0.55)),
+    "diffllama, two scalars": ("diffllama", diff(lambda_form="dual_scalar")),
+    "diffllama, fixed lambda": ("diffllama", diff(lambda_form="fixed", lambda_init=0.3)),
+    "diffllama, unfinished warm-up": ("diffllama", diff(lambda_warmup=100)),
+}  # fmt: skip
+
+
+def ours(changes: dict) -> Decoder:
+    """A float32 decoder in which no parameter is a zero or a one."""
+    base = {"n_layer": 2, "n_head": 8, "d_model": 32, "context": 32, "vocab_size": V}
+    model = Decoder(decoder_config(base | changes))
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn(p.shape, generator=generator) * 0.1)
+    model.set_step(30)
+    return model.eval()
+
+
+def write(model: Decoder, folder: Path, to: str | None = None) -> str:
+    """The export without a tokenizer; returns its format."""
+    found = export(model, to)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(found.tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(found.config))
+    for name, text in found.files.items():
+        (folder / name).write_text(text)
+    return found.format
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_transformers_own_models_compute_our_logits(name: str, tmp_path: Path) -> None:
+    form, changes = NATIVE[name]
+    model = ours(changes)
+    assert write(model, tmp_path) == form
+    exported, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert type(exported).__name__.lower().startswith(form) and not any(map(len, report.values()))
+    assert apart(exported.eval(), model) < EXACT
+    x = tokens()[:, :9]
+    assert torch.equal(generated(exported, x), model.generate(x, 8))
+    assert apart(exported, loaded(tmp_path)) < EXACT  # and what was exported can be read back
+
+
+REFUSED: dict[str, tuple[str, dict, str]] = {
+    "another variant": ("diffllama", {"layers": "v"}, "layers=v are not d throughout"),
+    "a hybrid": ("llama", {"layers": "bd"}, "layers=bd are not b throughout"),
+    "a window": ("llama", {"window": 8}, "a window of 8 keys"),
+    "documents": ("llama", {"document_mask": True, "eot": 3}, "their own document only"),
+    "another norm": ("llama", {"norm": "layernorm"}, "norm=layernorm and not rmsnorm"),
+    "no positions": ("diffllama", diff() | {"position": "none"}, "position=none and not rope"),
+    "llama with odd heads": ("llama", {"d_model": 36, "head_dim": 4}, "8 heads do not divide its width 36"),
+    "gpt2 with rope": ("gpt2", {"norm": "layernorm", "mlp": "gelu"}, "position=rope and not learned"),
+    "gpt2 with grouped keys": ("gpt2", GPT2_STYLE | {"n_kv_head": 2}, "keys are grouped"),
+    "double heads": ("diffllama", diff(heads="double"), "diff.heads=double"),
+    "no head norm": ("diffllama", diff(head_norm="none"), "no norm over each head"),
+    "norm of queries": ("diffllama", diff(qk_norm=True), "norm over queries and keys"),
+    "norm of merged heads": ("diffllama", diff(scale_norm=True), "the merged heads"),
+    "feed-forward biases": ("diffllama", diff() | {"bias": True}, "feed-forward network has biases"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_has_no_counterpart_is_refused_with_the_reason(name: str) -> None:
+    to, changes, message = REFUSED[name]
+    model = ours(changes)
+    with pytest.raises(ValueError, match=re.escape(message) + ".*: use to=remote") as caught:
+        export(model, to)
+    assert "\n" not in str(caught.value)
+    assert export(model).format == "remote"
+
+
+def test_an_unknown_format_is_refused() -> None:
+    with pytest.raises(ValueError, match="to=onnx is unknown: use one of diffllama, llama, gpt2, remote, safetensors"):
+        export(ours({}), "onnx")
+
+
+# --- our own code in the folder -------------------------------------------------------------------------------------
+
+
+def remote(model: Decoder) -> torch.nn.Module:
+    """The model behind transformers' interface, from the repository's module, with the model's weights."""
+    from model.interop.remote import VariantConfig, VariantForCausalLM
+
+    found = export(model, "remote")
+    wrapped = VariantForCausalLM(VariantConfig(**found.config))
+    wrapped.load_state_dict(found.tensors, strict=not model.cfg.tie)
+    return wrapped.eval()
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_variant_generates_in_transformers_with_its_cache(name: str) -> None:
+    model = randomized(name).float().eval()
+    wrapped = remote(model)
+    assert apart(wrapped, model, vocab=50) < EXACT
+    x = tokens(vocab=50)[:, :9]
+    assert torch.equal(generated(wrapped, x), model.generate(x, 8))
+
+
+@pytest.mark.parametrize("name", ("diff_v2", "introspective_sequence", "gpt2"))
+def test_a_folder_with_its_own_code(name: str, tmp_path: Path) -> None:
+    model = randomized(name).float().eval()
+    assert write(model, tmp_path / name, "remote") == "remote"
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    exported, report = load(tmp_path / name, trust_remote_code=True, output_loading_info=True)
+    assert not any(map(len, report.values())) and "repository" not in type(exported).__module__
+    assert type(exported).__module__.startswith("transformers_modules")
+    assert apart(exported.eval(), model, vocab=50) == 0
+    x = tokens(vocab=50)[:, :9]
+    assert torch.equal(generated(exported, x), model.generate(x, 8))
+    exported.save_pretrained(tmp_path / "again")
+    again = load(tmp_path / "again", trust_remote_code=True).eval()
+    assert apart(again, model, vocab=50) == 0
+    assert apart(exported, loaded(tmp_path / "again"), vocab=50) == 0
+    half = load(tmp_path / name, trust_remote_code=True, dtype=torch.bfloat16).eval()
+    assert half(x).logits.dtype == torch.bfloat16 and generated(half, x).shape == (2, 17)
+
+
+def test_the_exported_code_stands_alone() -> None:
+    files = flattened()
+    assert {"modeling.py", "decoder.py", "attention_diff_v2.py", "attention_reference.py"} <= files.keys()
+    for name, text in files.items():
+        assert not re.search(r"^\s*(from|import) (model|data|training|triton)\b", text, re.MULTILINE), name
+        for module in re.findall(r"^\s*from \.(\w+) import", text, re.MULTILINE):
+            assert f"{module}.py" in files, (name, module)
+        if name != "modeling.py":  # transformers copies what modeling.py names
+            assert f"from .{name.removesuffix('.py')} import" in files["modeling.py"]
+
+
+@pytest.mark.parametrize("name", ("baseline", "introspective", "hybrid"))
+def test_padding_on_the_left_beams_and_the_loss(name: str) -> None:
+    model = randomized(name, window=6).float().eval()
+    wrapped = remote(model)
+    x = tokens(vocab=50)[:, :9]
+    mask = torch.ones_like(x)
+    mask[0, :4] = 0
+    both = generated(wrapped, x, attention_mask=mask)
+    alone = generated(wrapped, x[:1, 4:])
+    assert torch.equal(both[0, 9:], alone[0, 5:])
+    assert torch.equal(generated(wrapped, x, num_beams=3), generated(wrapped, x, num_beams=3, use_cache=False))
+    labels = x.clone()
+    labels[0, :3] = -100
+    want = model(x[:, :-1], labels[:, 1:])
+    torch.testing.assert_close(wrapped(x, labels=labels).loss, want)
+    assert wrapped(x, logits_to_keep=2).logits.shape == (2, 2, 50)
+
+
+def test_document_masks_follow_the_beams() -> None:
+    model = randomized("diff_v2", document_mask=True, eot=7).float().eval()
+    wrapped = remote(model)
+    x = tokens(vocab=50)[:, :9]
+    x[:, 5] = 7
+    assert torch.equal(generated(wrapped, x), model.generate(x, 8))
+    assert torch.equal(generated(wrapped, x, num_beams=4), generated(wrapped, x, num_beams=4, use_cache=False))
+
+
+def test_what_the_exported_code_cannot_do_is_said() -> None:
+    wrapped = remote(randomized("gpt2").float())
+    x = tokens(vocab=50)[:, :9]
+    mask = torch.ones_like(x)
+    mask[0, 0] = 0
+    with pytest.raises(ValueError, match="shifts learned positions"):
+        wrapped(x, attention_mask=mask)
+    with pytest.raises(ValueError, match="leave out 4-D masks"):
+        wrapped(x, attention_mask=torch.zeros(2, 1, 9, 9))
+    with pytest.raises(ValueError, match="leave out inputs_embeds"):
+        wrapped(x, inputs_embeds=torch.zeros(2, 9, 64))
+    with pytest.raises(ValueError, match="leave out cache_implementation"):
+        generated(wrapped, x, cache_implementation="static")
+
+
+def test_a_configuration_survives_json() -> None:
+    from dataclasses import asdict
+
+    for name in VARIANTS:
+        cfg = config(name).filled()
+        assert decoder_config(json.loads(json.dumps(asdict(cfg)))) == cfg
+    with pytest.raises(TypeError):
+        decoder_config({"no_such_key": 1})
+    assert isinstance(decoder_config({}), DecoderConfig)

@@ -1,0 +1,261 @@
+"""scripts/convert.py as a user types it: what it writes is read by everything else, and its last line trains on."""
+
+import json
+import shlex
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from data.config import TokenizerConfig
+from data.tokenizer import build_tokenizer, load_tokenizer
+from data.tokenizer_export import export_tokenizer
+from eval.perplexity import cut_windows, evaluate
+from scripts import convert
+from tests.conftest import assert_one_line_error, run_command, train_arguments
+from train import refuse_other_tokenizer
+from training.checkpoint import load_run
+
+
+@pytest.fixture(scope="module")
+def source(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A baseline with grouped keys, 12 steps old."""
+    run_dir = tmp_path_factory.mktemp("source") / "base line"  # a name that shells and Hydra want quoted
+    arguments = train_arguments(
+        shards, run_dir, "steps=12", "model.n_kv_head=2", "model.context=32", "optim.lr=1e-2", "optim.beta2=0.9"
+    )
+    done = run_command(*arguments[:-6], f"run_dir='{run_dir}'", *arguments[-5:])
+    assert done.returncode == 0, done.stderr
+    return run_dir
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Callable[..., str]:
+    """call("source=...") -> what the command printed; the error line where it was refused."""
+
+    def type_in(*arguments: str) -> str:
+        quoted = [a if a.endswith("]") else convert.quoted(a) for a in arguments]
+        monkeypatch.setattr(sys, "argv", ["convert.py", "device=cpu", *quoted])
+        try:
+            convert.main()
+        except SystemExit as stopped:
+            assert stopped.code == 2
+            error = capsys.readouterr().err.strip()
+            assert error.startswith("error: ") and "\n" not in error
+            return error
+        return capsys.readouterr().out
+
+    return type_in
+
+
+def printed_command(printed: str) -> list[str]:
+    (line,) = [line for line in printed.splitlines() if line.startswith("train on ")]
+    return shlex.split(line.split("python ", 1)[1])
+
+
+def loss(run: Path, shards: Path) -> float:
+    found = load_run(run)
+    windows = cut_windows(convert.evaluation_tokens(found, convert.EvalConfig(run=str(run))), 32, 640)
+    return evaluate(found.model, windows, found.tokenizer.byte_lengths())["loss"]
+
+
+def test_the_converted_run_is_a_run_and_its_last_line_trains_on(
+    source: Path, shards: Path, tmp_path: Path, call: Callable[..., str]
+) -> None:
+    out = tmp_path / "zero"
+    printed = call(f"source={source}", f"run_dir={out}", "debug=true", "tokens=640", "prompt=the quick")
+    record = json.loads((out / "conversion.json").read_text())
+    assert record["change"]["max_logit"] < 1e-4 and record["exact"] and record["conversion"]["init"] == "zero"
+    assert record["text"] == "text" and record["change"]["tokens"] == 640
+    assert record["loss"][0] == pytest.approx(record["loss"][1], abs=1e-5)
+    assert record["sample"][0] == record["sample"][1] and record["sample"][0].startswith("the quick")
+    assert len(record["change"]["hidden"]) == 2 and {"machine", "version", "source"} <= record.keys()
+    assert "perplexity" in printed and "at most" in printed and "changes the function" not in printed
+
+    run = load_run(out)
+    assert run.step == 0 and run.model.cfg.layers == "d" and run.config["model"]["diff"]["heads"] == "double"
+    assert run.config["optim"]["lr"] == 1e-2 and run.config["init_from"] is None
+    assert loss(out, shards) == pytest.approx(loss(source, shards), abs=1e-5)
+    first = json.loads((out / "metrics.jsonl").read_text())
+    assert first["step"] == 0 and first["params"] == record["parameters"][1] > record["parameters"][0]
+
+    command = printed_command(printed)
+    assert command[0] == "train.py" and "model.diff.lambda_warmup=200" in command and "optim.beta2=0.9" in command
+    assert "optim.lr=0.001" in command  # a tenth
+    trained = tmp_path / "trained"
+    more = [
+        f"run_dir={trained}",
+        "steps=30",
+        "model.diff.lambda_warmup=10",
+        "optim.warmup=1",
+        "device=cpu",
+        "log_every=5",
+    ]
+    done = run_command(
+        *[a for a in command if not a.startswith(("steps=", "model.diff.lambda_w", "optim.warm"))], *more
+    )
+    assert done.returncode == 0, done.stderr
+    assert loss(trained, shards) < loss(source, shards) - 0.05
+    for block in load_run(trained).model.blocks:
+        assert block.attention.lam().item() != 0
+    assert load_run(trained).config["optim"] == run.config["optim"] | {"warmup": 1, "lr": 1e-3}
+
+
+def test_a_converted_run_is_not_trained_in_place(source: Path, shards: Path, tmp_path: Path, call: Callable) -> None:
+    out = tmp_path / "mirror"
+    printed = call(f"source={source}", f"run_dir={out}", "init=mirror", "lambda_init=0.4")
+    command = [a for a in printed_command(printed) if not a.startswith("steps=")]
+    assert "train without model.diff.lambda_warmup" in printed
+    assert not any("lambda_warmup" in a for a in command)  # a mirrored lambda must not be warmed up: it would be missed
+    done = run_command(*command, f"run_dir={out}", "device=cpu")
+    assert_one_line_error(done, "already holds a run")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["to=diff_v2"], ["heads=split"], ["to=same"], ["sublayer_norm=true", "second=random"]],
+    ids=lambda options: options[0],
+)
+def test_every_mode_is_written_and_its_overrides_rebuild_it(
+    options: list[str], source: Path, tmp_path: Path, call
+) -> None:
+    out = tmp_path / "run"
+    printed = call(f"source={source}", f"run_dir={out}", *options)
+    run, record = load_run(out), json.loads((out / "conversion.json").read_text())
+    assert record["exact"] == (options in (["to=diff_v2"], ["to=same"]))
+    assert ("changes the function" in printed) != record["exact"]
+    assert (record["change"]["max_logit"] < 1e-4) == record["exact"]
+    rebuilt = convert.train_config(printed_command(printed)[1:]).model
+    rebuilt.vocab_size, rebuilt.diff.lambda_warmup = run.model.cfg.vocab_size, 0
+    assert rebuilt == run.model.cfg
+
+
+def test_without_its_text_a_run_is_compared_on_random_tokens(source: Path, tmp_path: Path, call: Callable) -> None:
+    alone = tmp_path / "alone"
+    shutil.copytree(source, alone)
+    text = (alone / "config.yaml").read_text()
+    gone = convert.yaml.safe_load(text)["data"]["dir"]
+    (alone / "config.yaml").write_text(text.replace(str(gone), str(tmp_path / "gone")))
+    printed = call(f"source={alone}", f"run_dir={tmp_path / 'out'}", "debug=true", "prompt=the quick")
+    record = json.loads((tmp_path / "out" / "conversion.json").read_text())
+    assert record["text"] == "random tokens" and "loss" not in record and record["change"]["max_logit"] < 1e-4
+    assert "python -m data.prepare" in printed and str(tmp_path / "gone") in printed
+    assert "no folder" in call(f"source={alone}", f"run_dir={tmp_path / 'c'}", "what=compare")
+
+
+def test_compare_trains_every_arm_and_goes_on_where_it_was(source: Path, tmp_path: Path, call: Callable) -> None:
+    arguments = [f"source={source}", f"run_dir={tmp_path / 'c'}", "what=compare", "tokens=640"]
+    arguments += ["steps=6", "arms=[baseline,split]", 'train=["optim.lr=3e-3"]']
+    printed = call(*arguments)
+    assert "error" not in printed, printed
+    content = json.loads((tmp_path / "c" / "results.json").read_text())
+    baseline, split = content["results"]["arms"]
+    assert (baseline["arm"], split["arm"]) == ("baseline", "split")
+    assert baseline["start"] == baseline["before"] == split["before"] and baseline["max_logit"] == 0
+    assert split["start"] != split["before"] and split["max_logit"] > 1e-3
+    assert all(row["end"] < row["start"] for row in content["results"]["arms"])
+    assert not baseline["lambda"] and len(split["lambda"]) == 2 and all(split["lambda"])
+    assert split["parameters"] == baseline["parameters"] + 2 * 4 * 8  # four vectors in two layers
+    table = (tmp_path / "c" / "table.md").read_text()
+    assert table in printed and table.count("\n| ") == 3 and "+0.0000" in table
+    stamps = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("state.json")}
+    assert len(stamps) == 4
+    assert table in call(*arguments)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("state.json")} == stamps
+    assert "holds something else" in call(*arguments, "seed=1")
+
+
+def test_wrong_input_is_one_line_that_names_the_fix(source: Path, tmp_path: Path, call: Callable) -> None:
+    out = f"run_dir={tmp_path / 'out'}"
+    (tmp_path / "empty").mkdir()
+    for arguments, says in (
+        ([f"source={source}", f"run_dir={source}"], "exists already: choose another run_dir"),
+        ([f"source={tmp_path / 'empty'}", out], "neither a run (config.yaml) nor a transformers folder (config.json)"),
+        ([f"source={source}", out, "heads=split", "init=mirror"], "use init=zero"),
+        ([f"source={source}", out, "what=measure"], "use convert or compare"),
+        ([f"source={source}", out, "shards=nowhere"], "no folder nowhere"),
+        ([f"source={source}", out, "inits=zero"], "did you mean 'init'"),
+        ([f"source={source}", out, "steps=0"], "use steps=200"),
+        ([f"source={source}", out, "what=compare", "arms=[zeros]"], "arms has no 'zeros': use baseline, zero"),
+        ([f"source={source}", out, "debug=true", f"prompt={'a' * 40}"], "leaves no room"),
+        ([f"source={tmp_path / 'none' / 'such'}", out], "is not a folder: give one with config.json"),
+        ([out], "'source' is required"),
+    ):
+        assert says in call(*arguments), arguments
+    assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*"))
+
+
+def test_shards_of_another_tokenizer_are_refused(source: Path, shards: Path, tmp_path: Path, call: Callable) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(shards, other)
+    (other / "tokenizer.json").unlink()
+    texts = ["the quick brown fox jumps over the lazy dog " * 9]
+    build_tokenizer(TokenizerConfig(name="bpe", vocab_size=270), texts).save(other)
+    error = call(f"source={source}", f"run_dir={tmp_path / 'out'}", f"shards={other}")
+    assert "has another tokenizer" in error
+
+
+def test_a_differential_run_is_not_converted_again(source: Path, tmp_path: Path, call: Callable) -> None:
+    call(f"source={source}", f"run_dir={tmp_path / 'one'}")
+    again = call(f"source={tmp_path / 'one'}", f"run_dir={tmp_path / 'two'}")
+    assert "model.layers=d is not a baseline" in again
+    call(f"source={tmp_path / 'one'}", f"run_dir={tmp_path / 'two'}", "to=same")
+    one, two = (load_run(tmp_path / name).model.state_dict() for name in ("one", "two"))
+    assert all(torch.equal(value, two[name]) for name, value in one.items())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What save_pretrained writes for a random Llama with grouped keys, in bfloat16, whose vocabulary is padded."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install transformers")
+    path = tmp_path_factory.mktemp("hf") / "llama"
+    config = transformers.LlamaConfig(
+        vocab_size=272, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=12, max_position_embeddings=64, initializer_range=0.3, tie_word_embeddings=False,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(path)
+    export_tokenizer(build_tokenizer(TokenizerConfig(name="bytes")), path, 64)
+    return path
+
+
+@pytest.mark.parametrize("options", [["init=zero"], ["init=mirror"], ["to=diff_v2"], ["to=same"]], ids=lambda o: o[0])
+def test_a_transformers_folder_keeps_its_logits(
+    options: list[str], folder: Path, tmp_path: Path, call: Callable
+) -> None:
+    import transformers
+
+    out = tmp_path / "llama"
+    printed = call(f"source={folder}", f"run_dir={out}", *options)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokens = torch.randint(272, (2, 40), generator=torch.Generator().manual_seed(0))
+    run = load_run(out)
+    with torch.no_grad():
+        want = theirs(tokens).logits
+        assert want.abs().max() > 1 and (run.model(tokens) - want).abs().max() < 1e-4
+    assert run.tokenizer.encode("the fox") == list(b"the fox")
+    rebuilt = convert.train_config(printed_command(printed)[1:])
+    assert rebuilt.model.vocab_size == 272 and rebuilt.optim.lr == 1e-4
+    rebuilt.model.diff.lambda_warmup = 0
+    assert rebuilt.model == run.model.cfg
+
+
+def test_the_data_for_a_folder_are_prepared_as_printed(folder: Path, text_file: Path, tmp_path: Path, call) -> None:
+    out, data = tmp_path / "llama", tmp_path / "data"
+    printed = call(f"source={folder}", f"run_dir={out}", "debug=true", "prompt=fox")
+    (line,) = [line for line in printed.splitlines() if line.startswith("data first")]
+    words = [f"path={text_file}" if word == "path=TEXT" else word for word in shlex.split(line.split("python ")[1])]
+    done = run_command(*[f"data.dir={data}" if word.startswith("data.dir=") else word for word in words])
+    assert done.returncode == 0, done.stderr
+    refuse_other_tokenizer(out, load_tokenizer(data), str(data))
+    again = call(f"source={folder}", f"run_dir={tmp_path / 'second'}", f"shards={data}", "debug=true", "tokens=256")
+    record = json.loads((tmp_path / "second" / "conversion.json").read_text())
+    assert record["loss"][0] == pytest.approx(record["loss"][1], abs=1e-4) and "data first" not in again
+    assert f"data.dir={data}" in printed_command(again)
+
+
+def test_help_helps() -> None:
+    done = run_command("scripts/convert.py", "--help")
+    assert done.returncode == 0 and "what=compare" in done.stdout and "init=mirror" in done.stdout

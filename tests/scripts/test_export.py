@@ -1,0 +1,136 @@
+"""scripts/export.py as a user calls it, on runs made here."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from data.config import TokenizerConfig
+from data.tokenizer import SAMPLE, build_tokenizer
+from model.decoder import Decoder
+from model.interop.huggingface import read_folder
+from scripts import export
+from tests.variants import config
+from training import checkpoint
+
+transformers = pytest.importorskip("transformers", reason="needs the package transformers")
+pytestmark = pytest.mark.usefixtures("remote_code")
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture) -> Callable[..., str]:
+    """call("run=...", ...) -> what the command printed; the error line where it was refused."""
+
+    def type_in(*arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["export.py", *arguments])
+        try:
+            export.main()
+        except SystemExit as stopped:
+            assert stopped.code == 2
+            error = capfd.readouterr().err.strip()
+            assert error.startswith("error: ") and "\n" not in error, error
+            return error
+        return capfd.readouterr().out
+
+    return type_in
+
+
+def make_run(path: Path, variant: str, **changes: object) -> Decoder:
+    """A run directory with two checkpoints of a model of the variant; returns the newest."""
+    path.mkdir()
+    (path / "config.yaml").write_text("data: {}\n")
+    build_tokenizer(TokenizerConfig("bytes")).save(path)
+    for step in (0, 10):
+        model = Decoder(config(variant, vocab_size=257, **changes), seed=step).eval()
+        checkpoint.save(path, step, model, [], keep=0)
+    return model
+
+
+@torch.no_grad()
+def logits(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()(tokens).logits
+
+
+@pytest.mark.parametrize(
+    ("variant", "asked", "form"),
+    [
+        ("baseline", (), "llama"),
+        ("interleaved", ("to=llama",), "llama"),
+        ("gpt2", (), "gpt2"),
+        ("diff", (), "diffllama"),
+        ("diff", ("to=remote",), "remote"),
+        ("introspective", (), "remote"),
+    ],
+)
+def test_a_run_becomes_a_folder_of_transformers(variant: str, asked: tuple, form: str, call, tmp_path: Path) -> None:
+    model = make_run(tmp_path / "run", variant)
+    out = tmp_path / "out" / "folder"
+    said = call(f"run={tmp_path}/run", f"out={out}", *asked)
+    assert f"at step 10 as {form}; logits differ from the run's by at most " in said
+    assert ("trust_remote_code=True" in said) == (form == "remote")
+    assert [path.name for path in out.parent.iterdir()] == ["folder"]  # and nothing half written beside it
+    assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} <= {
+        p.name for p in out.iterdir()
+    }
+    x = torch.arange(30)[None]
+    torch.testing.assert_close(logits(out, x), model(x).detach(), rtol=0, atol=1e-5)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out, trust_remote_code=True)
+    assert tokenizer(SAMPLE)["input_ids"] == list(SAMPLE.encode()) and tokenizer.eos_token_id == 256
+    assert json.loads((out / "config.json").read_text())["eos_token_id"] == 256
+
+
+def test_weights_and_configuration_alone(call, tmp_path: Path) -> None:
+    make_run(tmp_path / "run", "diff_v2")
+    said = call(f"run={tmp_path}/run", f"out={tmp_path}/out", "to=safetensors", "step=0", "tokenizer=false")
+    assert "at step 0 as safetensors" in said and "read_folder" in said
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "config.json", "generation_config.json", "model.safetensors",
+    ]  # fmt: skip
+    cfg, state = read_folder(tmp_path / "out")
+    first = Decoder(config("diff_v2", vocab_size=257), seed=0)
+    assert cfg.layers == "v"
+    torch.testing.assert_close(state, dict(first.state_dict()), rtol=0, atol=0)
+
+
+def test_wrong_input_is_one_line(call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_run(tmp_path / "run", "diff_v2")
+    run, out = f"run={tmp_path}/run", f"out={tmp_path}/out"
+    assert "to=onnx is unknown" in call(run, out, "to=onnx")
+    assert "layers=v are not d throughout: use to=remote" in call(run, out, "to=diffllama")
+    assert "is not a run" in call(f"run={tmp_path}", out)
+    assert "no checkpoint of step 3" in call(run, out, "step=3")
+    assert "'out' is required" in call(run)
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "out").mkdir()
+    assert "exists already" in call(run, out)
+
+
+def test_a_folder_that_computes_something_else_is_not_left_behind(
+    call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_run(tmp_path / "run", "baseline")
+    run, out = f"run={tmp_path}/run", f"out={tmp_path}/out"
+    whole = export.export
+
+    def broken(*arguments: object) -> export.Export:
+        found = whole(*arguments)
+        found.tensors["model.norm.weight"] = 1.01 * found.tensors["model.norm.weight"]
+        return found
+
+    monkeypatch.setattr(export, "export", broken)
+    assert "the exported model differs by" in call(run, out)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+    assert "not compared" in call(run, out, "check=false")
+
+
+def test_without_transformers_the_folder_is_written_unchecked(
+    call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_run(tmp_path / "run", "baseline")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    said = call(f"run={tmp_path}/run", f"out={tmp_path}/out")
+    assert "as llama; not compared: transformers is not installed" in said
+    assert (tmp_path / "out" / "model.safetensors").is_file()
