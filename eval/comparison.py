@@ -209,7 +209,14 @@ def _kind(run: Run) -> str:
     for part, keys in elsewhere.items():
         config[part] = {key: value for key, value in config[part].items() if key not in keys}
     config["init_from"] = re.sub(r"s(eed)?=?\d+", "", run.config.get("init_from") or "")  # each seed from its own
-    return json.dumps(config, sort_keys=True, default=str)
+    return json.dumps(_given(config), sort_keys=True, default=str)
+
+
+def _given(tree: Any) -> Any:
+    """Without what is null: runs of an older version lack keys that are null in the others."""
+    if not isinstance(tree, dict):
+        return tree
+    return {key: _given(value) for key, value in tree.items() if value is not None}
 
 
 def _label(runs: list[Run]) -> str:

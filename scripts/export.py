@@ -91,8 +91,10 @@ def load_line(found: Export, out: str) -> str:
     """How the folder is read again."""
     if found.format == "safetensors":
         return f"read it with model.interop.huggingface.read_folder({out!r})"
-    trust = ", trust_remote_code=True" if found.format == "remote" else ""
-    return f"AutoModelForCausalLM.from_pretrained({out!r}{trust})"
+    if found.format == "remote":
+        how = f"AutoModelForCausalLM.from_pretrained({out!r}, trust_remote_code=True), and AutoTokenizer likewise"
+        return f"{how}: its modeling code is in the folder"
+    return f"AutoModelForCausalLM.from_pretrained({out!r})"
 
 
 def check(found: Export, folder: Path, model: Decoder, tokenizer: Tokenizer | None) -> str:

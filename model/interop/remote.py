@@ -39,7 +39,7 @@ class VariantForCausalLM(PreTrainedModel, GenerationMixin):
 
     config_class = VariantConfig
     _tied_weights_keys = {"decoder.head.weight": "decoder.embedding.weight"}
-    _supports_cache_class = True
+    accepts_loss_kwargs = False  # transformers' Trainer: the loss is a mean, to be divided by accumulation steps
 
     def __init__(self, config: VariantConfig) -> None:
         super().__init__(config)

@@ -172,6 +172,13 @@ def test_arms_are_what_differs_in_more_than_the_seed(seeded):
     assert len({arm.colour for arm in arms}) == 1 and len({arm.line for arm in arms}) == 3
 
 
+def test_a_key_that_an_older_version_lacks_is_null(seeded):
+    folders = seeded("b", {1: 2.0, 2: 2.1})
+    edit(folders[0] / "config.yaml", "optim", {"lr": 0.1, "newer": {"option": None}})
+    edit(folders[1] / "config.yaml", "optim", {"lr": 0.1, "newer": {}})
+    assert [len(arm.runs) for arm in arms_of(read_runs([str(folder) for folder in folders]))] == [2]
+
+
 def test_a_half_finished_seed_is_left_out_and_said(seeded, call, capsys, tmp_path):
     folders = seeded("b", {1: 2.0, 2: 2.2, 3: 9.9})
     lines = (folders[2] / "metrics.jsonl").read_text().splitlines()[:3]
