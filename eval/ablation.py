@@ -392,7 +392,7 @@ def draw_differences(path: Path, arms: list[Arm], metric: str) -> None:
         ax.tick_params(axis="y", length=0)
         ax.grid(axis="x")
         against = arms[0].arm if arms[0].point else arms[0].name
-        ax.set(xlabel=f"{metric}, difference to {against} (dots: seeds; bar: mean and its 95 % interval)")
+        ax.set(xlabel=f"{metric}, difference to {against}\ndots: seeds; bar: mean and its 95 % interval")
         bound = _readable_bound([(arm.metrics[metric].difference, arm) for arm in compared])
         if bound:
             ax.set_xlim(*bound)

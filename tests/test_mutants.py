@@ -22,6 +22,7 @@ BLOCKED, KERNEL, PROGRAMS = (
 )
 VARIANTS, OPERATIONS = "tests/model/test_variants.py", "tests/model/test_backends.py"
 KERNELS = "tests/model/test_kernels.py"
+CONVERSION, CONVERTED = "model/interop/conversion.py", "tests/model/test_conversion.py"
 FORMULA = f"{VARIANTS}::test_equals_the_formula"
 
 
@@ -37,7 +38,7 @@ MUTANTS = (
     # lambda
     Mutant("lambda_init is subtracted (blog)", DIFF, "first - second + self", "first - second - self",
            f"{FORMULA}[diff-1-math]"),
-    Mutant("the maps are added", FACADE, "(first - lam.view", "(first + lam.view", f"{FORMULA}[diff-1-sdpa]"),
+    Mutant("the maps are added", FACADE, "(first - (lam if", "(first + (lam if", f"{FORMULA}[diff-1-sdpa]"),
     Mutant("the maps are added in the reference", REFERENCE, "(first - lam", "(first + lam", f"{FORMULA}[diff-1-math]"),
     Mutant("1 - lam for 1 - lambda_init", DIFF, "(1 - self.lambda_init)", "(1 - self.lam())", f"{FORMULA}[diff-1-math]"),
     Mutant("no 1 - lambda_init (blog, axolotl)", DIFF, " * (1 - self.lambda_init)", "", f"{FORMULA}[diff-1-math]"),
@@ -61,7 +62,7 @@ MUTANTS = (
         "tests/training/test_parts.py",
     ),
     Mutant(
-        "lambda is rounded to bfloat16 (unilm)", FACADE, "lam.view(lam.shape or (1, 1))", "lam.to(first.dtype)",
+        "lambda is rounded to bfloat16 (unilm)", FACADE, "(lam if lam.dim() else lam.view(1, 1))", "lam.to(first.dtype)",
         f"{OPERATIONS}::test_lambda_is_not_rounded_to_the_maps_precision",
     ),
     # heads
@@ -151,6 +152,20 @@ MUTANTS = (
            f"{KERNELS}::test_windows"),
     Mutant("cached queries start at position 0", PROGRAMS, "positions = rows + (S - T)", "positions = rows",
            f"{KERNELS}::test_long"),
+    # conversion of trained models
+    Mutant("a converted lambda starts at zero vectors and stays (axolotl)", CONVERSION,
+           'new[f"{name}2"] = new[f"{name}1"].clone()',
+           'new[f"{name}1"] = new[f"{name}2"] = torch.zeros_like(new[f"{name}1"])',
+           f"{CONVERTED}::test_every_parameter_learns_at_once_but_second_maps_at_lambda_zero"),
+    Mutant("mirrored maps lose 1 - lam (axolotl)", CONVERSION,
+           "(1 - lam) * (1 - target.lambda_init))", "1 - target.lambda_init)",
+           f"{CONVERTED}::test_exact_conversions_leave_the_logits_alone"),
+    Mutant("split heads meet the wrong columns of the output projection (axolotl)", CONVERSION,
+           ".unflatten(1, (-1, target.width))[:, order].flatten(1)", ".clone()",
+           f"{CONVERTED}::test_split_keeps_every_map_and_the_first_half_of_the_values"),
+    Mutant("split heads draw new queries (axolotl)", CONVERSION, "    new |= old\n    for name in (\"q.weight\"",
+           "    new |= {k: v for k, v in old.items() if k[0] != 'q'}\n    for name in (\"none\"",
+           f"{CONVERTED}::test_split_keeps_every_map_and_the_first_half_of_the_values"),
 )  # fmt: skip
 
 
