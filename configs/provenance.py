@@ -3,7 +3,9 @@
 import os
 import platform
 import subprocess
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
 
@@ -46,3 +48,10 @@ def version() -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+
+
+def result_record(kind: str, name: str, config: Any, results: Any, **more: Any) -> dict[str, Any]:
+    """What every result's JSON holds: the kind of evaluation, the run's name, its configuration, machine, code, results."""
+    plain = asdict(config) if is_dataclass(config) else config
+    about = {"eval": kind, "run": name, "config": plain, "machine": machine(), "version": version()}
+    return {**about, **more, "results": results}
