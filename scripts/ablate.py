@@ -36,9 +36,10 @@ from configs import CONFIG_DIR, USER_ERRORS, command, explain  # noqa: E402
 from configs.provenance import machine, version  # noqa: E402
 from data.shards import open_split  # noqa: E402
 from data.tokenizer import load_tokenizer  # noqa: E402
-from eval import ablation  # noqa: E402
-from eval.ablation import DIVERGED, Arm, SpikeConfig  # noqa: E402
 from eval.common import variant, write_atomically  # noqa: E402
+from eval.report.grid import Comparison, draw_ablation, fit_rows  # noqa: E402
+from eval.report.runs import DIVERGED, Arm, SpikeConfig, read_run, refuse_other_settings  # noqa: E402
+from eval.report.tables import markdown  # noqa: E402
 from model.decoder import Decoder, matched  # noqa: E402
 from train import TrainConfig, refuse_other_config  # noqa: E402
 from training.checkpoint import checkpoints  # noqa: E402
@@ -578,13 +579,13 @@ def run_by_launcher(cfg: AblateConfig, folder: Path, left: list[Run], task: list
 def write_results(cfg: AblateConfig, name: str, folder: Path, arms: list[Arm], runs: list[Run]) -> None:
     """Read all runs, compare, and write results.json, table.md and the figures; print the table."""
     for run in runs:
-        run.arm.runs.append(ablation.read_run(run.folder, run.seed, cfg.metrics, cfg.spikes))
-    ablation.refuse_other_text(run.folder for run in runs)
+        run.arm.runs.append(read_run(run.folder, cfg.spikes))
+    refuse_other_settings([run for arm in arms for run in arm.runs], "perplexity")
     metrics, seeds = list(cfg.metrics), list(dict.fromkeys(run.seed for run in runs))
-    ablation.compare(arms, metrics)
-    fits = ablation.fit_sizes(arms, metrics[0]) if cfg.fit else None
+    found = Comparison(arms, cfg.metrics)
+    fits = found.fit_sizes(metrics[0]) if cfg.fit else None
     epochs = read_epochs(runs[0].config)
-    remarks = ablation.notes(arms, metrics[0], seeds, epochs)
+    remarks = found.notes(seeds, epochs)
     content = {
         "eval": "ablation",
         "run": name,
@@ -593,18 +594,17 @@ def write_results(cfg: AblateConfig, name: str, folder: Path, arms: list[Arm], r
         "version": version(),
         "seeds": seeds,
         "results": {
-            "arms": [asdict(arm) for arm in arms],
-            "noise_floor": ablation.noise_floor(arms, metrics[0]),
+            "arms": found.as_json(),
+            "noise_floor": found.noise_floor(metrics[0]),
             "fits": fits,
             "epochs": epochs,
             "notes": remarks,
         },
     }
-    rows = ablation.table(arms, metrics)
-    text = ablation.markdown(rows) + ("\n" + ablation.markdown(ablation.fit_rows(fits)) if fits else "")
+    text = markdown(found.table()) + ("\n" + markdown(fit_rows(fits)) if fits else "")
     write_atomically(folder / "results.json", json.dumps(content, indent=1, default=str).encode())
     write_atomically(folder / "table.md", (text + "\n" + "\n\n".join(remarks) + "\n").encode())
-    figures = ablation.draw_all(folder / "figures", arms, metrics, fits)
+    figures = draw_ablation(folder / "figures", found, fits)
     print(f"{text}\n" + "\n".join(remarks))
     print(f"ablation  {folder / 'table.md'} ({len(runs)} runs, {len(figures)} figures)", flush=True)
 
