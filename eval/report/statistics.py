@@ -80,6 +80,15 @@ def t_quantile(p: float, df: float) -> float:
     return _root(lambda t: t_cdf(t, df) - p, 0.0, high)
 
 
+@functools.cache
+def chi2_quantile(p: float, df: float) -> float:
+    """The value below which chi-squared with `df` degrees of freedom falls with probability p (regularised gamma)."""
+    high = df + 1.0
+    while float(mpmath.gammainc(df / 2, 0, high / 2, regularized=True)) < p:
+        high *= 2
+    return _root(lambda x: float(mpmath.gammainc(df / 2, 0, x / 2, regularized=True)) - p, 0.0, high)
+
+
 def _root(rising: Callable[[float], float], low: float, high: float) -> float:
     """Where a rising function is 0, by bisection to float64's resolution."""
     while (middle := (low + high) / 2) not in (low, high):
