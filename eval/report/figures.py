@@ -1,7 +1,7 @@
 """The figures of a report and of an ablation: one function each, on arms whose runs have what it shows."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -211,33 +211,27 @@ def _monitored(run: Run, key: str) -> Curve:
     return np.array([line["tokens"] for line in lines]) / 1e6, np.array([line[key] for line in lines])
 
 
-def draw_weights(path: Path, arm: Arm) -> None:
-    """lambda, gate or path weights of an arm against tokens, a line for each layer or path; means and ranges over seeds."""
-    import matplotlib
-
-    curves, label = weight_curves(arm)
+def draw_monitored(path: Path, lines: Iterable[tuple[Arm, str, dict[str, Any]]], **labels: str) -> None:
+    """Curves of the monitor against tokens: (arm, key, look of the line) each; means and ranges over seeds."""
     with figure(path, 4.4, 3.6) as axes:
         ax = axes[0, 0]
-        for i, (name, key) in enumerate(curves.items()):
-            shade = matplotlib.colormaps["viridis"](0.9 * i / max(1, len(curves) - 1))
-            measured = [_monitored(run, key) for run in arm.runs]
-            band(ax, arm, measured, color=shade, linestyle="-", label=name, marker="o", markersize=2.5)
-        ax.set(xlabel="training tokens (millions)", ylabel=label, title=arm.title)
+        for arm, key, look in lines:
+            band(ax, arm, [_monitored(run, key) for run in arm.runs], marker="o", markersize=2.5, **look)
+        ax.set(xlabel="training tokens (millions)", **labels)
         ax.margins(y=0.12)
         ax.grid(axis="y")
         _legend_below(ax, 4)
 
 
-def draw_statistic(path: Path, arms: list[Arm], name: str) -> None:
-    """One statistic of the attention maps against tokens, mean over the monitored layers; means and ranges over seeds."""
-    with figure(path, 4.4, 3.6) as axes:
-        ax = axes[0, 0]
-        for arm in arms:
-            measured = [_monitored(run, f"monitor/mean/{name}") for run in arm.runs]
-            band(ax, arm, measured, marker="o", markersize=2.5)
-        ax.set(xlabel="training tokens (millions)", ylabel=STATISTICS[name])
-        ax.grid(axis="y")
-        _legend_below(ax, 3)
+def draw_weights(path: Path, arm: Arm) -> None:
+    """lambda, gate or path weights of an arm, a line for each layer or path."""
+    import matplotlib
+
+    curves, label = weight_curves(arm)
+    shades = matplotlib.colormaps["plasma"](np.linspace(0.05, 0.7, max(2, len(curves))))  # none too light, nor too dark
+    looks = [{"color": shade, "linestyle": "-", "label": name} for name, shade in zip(curves, shades, strict=False)]
+    lines = zip([arm] * len(curves), curves.values(), looks, strict=True)
+    draw_monitored(path, lines, ylabel=label, title=arm.title)
 
 
 # ---------------------------------------- differences
@@ -280,7 +274,7 @@ def _readable_limits(found: list[Contrast]) -> tuple[float, float]:
     reach = max(1.6 * max(map(abs, means)), widest) or 1e-3
     low = min([0.0, *means, *(contrast.low for contrast in found if contrast.low is not None)])
     high = max([0.0, *means, *(contrast.high for contrast in found if contrast.high is not None)])
-    pad = 0.06 * max(high - low, 1e-9)
+    pad = 0.06 * (high - low) or 1e-3  # of equal arms
     return max(low - pad, -2 * reach), min(high + pad, 2 * reach)
 
 

@@ -1,7 +1,7 @@
 """Which figures a report has: each drawn, with a caption that says what to see and how it was measured."""
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,15 @@ CSS_PER_INCH = 96
 
 @dataclass
 class Image:
-    """A PNG and what it shows, in words. width, height: in CSS pixels, so that a figure keeps its size."""
+    """A PNG and what it shows, in words. heatmap: its colours are a scale from dark to light, which the dark page keeps."""
 
     path: Path
     alt: str
+    heatmap: bool = False
 
     @property
     def size(self) -> tuple[int, int]:
+        """Width and height in CSS pixels, so that a figure keeps its size."""
         pixels = struct.unpack(">II", self.path.read_bytes()[16:24])  # the PNG header
         return tuple(round(side * CSS_PER_INCH / DOTS_PER_INCH) for side in pixels)
 
@@ -71,6 +73,18 @@ def averaged(results: list[Any]) -> Any:
     if isinstance(first, float) or (isinstance(first, int) and len(set(results)) > 1):
         return float(np.mean(results))
     return first
+
+
+def _for_each(
+    arms: list[Arm], stem: Path, alts: list[str], draw: Callable[[Path, Arm], None], heatmap: bool = False
+) -> list[Image]:
+    """An image of each arm, drawn to STEM_ARM.png."""
+    images = []
+    for arm, alt in zip(arms, alts, strict=True):
+        path = stem.with_name(f"{stem.name}_{figures.slug(arm.name)}.png")
+        images.append(Image(path, f"{alt}, {arm.name}", heatmap=heatmap))
+        draw(images[-1].path, arm)
+    return images
 
 
 def _over_seeds(arms: list[Arm], single: str = "") -> str:
@@ -143,25 +157,22 @@ def _losses(arms: list[Arm], folder: Path) -> Figure:
 def _monitored(arms: list[Arm], folder: Path) -> Iterator[Figure]:
     """lambda (gates, path weights) by layer, and statistics of the maps, over training, where they were monitored."""
     if weighing := [arm for arm in arms if figures.weight_curves(arm)[0]]:
-        images = []
-        for arm in weighing:
-            alt = f"Curves of {figures.weight_curves(arm)[1]} against tokens, {arm.name}"
-            images.append(Image(folder / f"lambda_{figures.slug(arm.name)}.png", alt))
-            figures.draw_weights(images[-1].path, arm)
+        alts = [f"Curves of {figures.weight_curves(arm)[1]} against tokens" for arm in weighing]
         yield Figure(
             "Lambda during training",
             "What each layer weighs its maps with, from the first step to the last: lambda of differential attention, the "
             "gates of gated attention, the path weights of introspective attention. Where it depends on the token and the "
-            "head, the mean over both. From purple, the first layer or path, to yellow, the last; the layers are evenly "
+            "head, the mean over both. From blue, the first layer or path, to orange, the last; the layers are evenly "
             f"chosen. Read on a fixed batch of held-out text.{_over_seeds(arms)}",
-            images,
+            _for_each(weighing, folder / "lambda", alts, figures.draw_weights),
             "python train.py",
         )
     if arms:
         images = []
         for name, label in figures.STATISTICS.items():
             images.append(Image(folder / f"during_{name}.png", f"Curves of the {label} against tokens"))
-            figures.draw_statistic(images[-1].path, arms, name)
+            lines = [(arm, f"monitor/mean/{name}", {}) for arm in arms]
+            figures.draw_monitored(images[-1].path, lines, ylabel=label)
         yield Figure(
             "Attention during training",
             "The attention maps of the monitored layers: how widely a row spreads its mass, how much of it lies on the "
@@ -173,11 +184,10 @@ def _monitored(arms: list[Arm], folder: Path) -> Iterator[Figure]:
 
 
 def _needle(arms: list[Arm], folder: Path) -> Figure:
-    images = []
-    for arm in arms:
-        alt = f"Heatmap of needle accuracy by depth and context length, {arm.name}"
-        images.append(Image(folder / f"needle_{figures.slug(arm.name)}.png", alt))
-        needle.draw(images[-1].path, _mean_needle(arm.results("needle")), arm.name)
+    def draw(path: Path, arm: Arm) -> None:
+        needle.draw(path, _mean_needle(arm.results("needle")), arm.name)
+
+    alts = ["Heatmap of needle accuracy by depth and context length"] * len(arms)
     samples = arms[0].results("needle")[0]["cells"][0]["samples"]
     several = " Cells are means over seeds, ± their standard error." if any(arm.several for arm in arms) else ""
     return Figure(
@@ -187,7 +197,7 @@ def _needle(arms: list[Arm], folder: Path) -> Figure:
         "Greedy decoding must give the number and its full stop. The needles are hidden in "
         f"{_on(arms, 'needle')}; n = {samples} contexts a cell: a cell near 0.5 is known to "
         f"± {1.96 * (0.25 / samples) ** 0.5:.2f}.{several}",
-        images,
+        _for_each(arms, folder / "needle", alts, draw, heatmap=True),
         "python -m eval.needle",
     )
 
@@ -208,11 +218,10 @@ READING_CAPTIONS = {
 
 
 def _attention(arms: list[Arm], folder: Path, reading: str) -> Figure:
-    images = []
-    for arm in arms:
-        alt = f"Bars of five attention buckets by depth, {reading}, {arm.name}"
-        images.append(Image(folder / f"attention_{reading}_{figures.slug(arm.name)}.png", alt))
-        attention_noise.draw(images[-1].path, averaged(arm.results("attention_noise")), arm.name, (reading,))
+    def draw(path: Path, arm: Arm) -> None:
+        attention_noise.draw(path, averaged(arm.results("attention_noise")), arm.name, (reading,))
+
+    alts = [f"Bars of five attention buckets by depth, {reading}"] * len(arms)
     samples = arms[0].results("attention_noise")[0]["samples"]
     several = " Bars are means over seeds." if any(arm.several for arm in arms) else ""
     return Figure(
@@ -220,7 +229,7 @@ def _attention(arms: list[Arm], folder: Path, reading: str) -> Figure:
         f"Blue is the answer (the number above), orange is noise, grey is neither. {READING_CAPTIONS[reading]} "
         f"Maps are averaged over heads and layers, then divided by the row sum; n = {samples} prompts a depth, from "
         f"{_on(arms, 'attention_noise')}.{several}",
-        images,
+        _for_each(arms, folder / f"attention_{reading}", alts, draw),
         "python -m eval.attention_noise",
     )
 
@@ -228,7 +237,9 @@ def _attention(arms: list[Arm], folder: Path, reading: str) -> Figure:
 def _heads(arms: list[Arm]) -> list[Figure]:
     """The heatmaps over layers and heads that the evaluation has drawn, where it has."""
     found = [(arm.name, arm.runs[0].folder / "figures" / "attention_heads.png") for arm in arms]
-    images = [Image(path, f"Heatmaps over layers and heads, {name}") for name, path in found if path.is_file()]
+    images = [
+        Image(path, f"Heatmaps over layers and heads, {name}", heatmap=True) for name, path in found if path.is_file()
+    ]
     several = " The first seed of each arm." if any(arm.several for arm in arms) else ""
     caption = f"Where the heads look, one by one; means hide heads that do the opposite of others.{several}"
     return [Figure("Each layer and head", caption, images, "python -m eval.attention_noise")] if images else []

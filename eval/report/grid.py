@@ -5,14 +5,14 @@ column.
 """
 
 import math
+import re
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from eval.report.figures import draw_differences, draw_grid, draw_validation, slug
+from eval.report.figures import draw_differences, draw_grid, draw_validation
 from eval.report.runs import Arm, Run, give_colours, read_json
 from eval.report.statistics import Difference, detectable, interval, power_law, size_ratio
 from eval.report.tables import Cell, Contrast, at, contrasts, row_of, si
@@ -77,9 +77,9 @@ class Comparison:
             results[name] = {
                 "a": {seed: a for seed, (a, _) in by_seed.items()},
                 "b": {seed: b for seed, (_, b) in by_seed.items()},
-                "exponent": asdict(interval([b for _, b in by_seed.values()])) if by_seed else None,
+                "exponent": interval([b for _, b in by_seed.values()]) if by_seed else None,
                 "at_size": middle,
-                "size_ratio": asdict(interval(ratios)) if ratios and all(map(math.isfinite, ratios)) else None,
+                "size_ratio": interval(ratios) if ratios and all(map(math.isfinite, ratios)) else None,
             }
         return results
 
@@ -224,7 +224,7 @@ def draw_ablation(folder: Path, found: Comparison, fits: dict[str, Any] | None) 
     if any(arm.point for arm in found.arms):
         for metric, row in found.rows.items():
             if any(cell.n for cell in row.cells):
-                paths.append(folder / f"grid_{slug(metric)}.png")
+                paths.append(folder / "grid_{}.png".format(re.sub(r"\W", "_", metric)))
                 draw_grid(paths[-1], found.cells(metric), metric, fits if metric == found.compared[0] else None)
     return paths
 

@@ -147,20 +147,10 @@ def detectable(sd: float, n: int) -> float:
     return sd * _detectable_effect(n)
 
 
-@dataclass
-class Interval:
-    """A mean over seeds with its 95 % t interval (None from a single seed)."""
-
-    n: int
-    mean: float
-    low: float | None
-    high: float | None
-
-
-def interval(values: Sequence[float]) -> Interval:
-    """Mean of one value per seed, with its 95 % interval."""
+def interval(values: Sequence[float]) -> dict[str, float | None]:
+    """n, mean, and low and high of its 95 % t interval (None from a single seed), of one value per seed."""
     found = paired(values)
-    return Interval(found.n, found.mean, found.low, found.high)
+    return {"n": found.n, "mean": found.mean, "low": found.low, "high": found.high}
 
 
 def power_law(sizes: Sequence[float], losses: Sequence[float]) -> tuple[float, float]:

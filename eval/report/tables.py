@@ -2,12 +2,12 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 from eval.attention_noise import NOISE, READINGS
 from eval.report.runs import Arm, Run, paired_by_seed
-from eval.report.statistics import holm, mean_sd, paired
+from eval.report.statistics import Difference, holm, mean_sd, paired
 
 Shown = str | Callable[[float], str]
 Read = Callable[[Run], Any]  # a value, (value, standard error), or None where it was not measured
@@ -46,27 +46,19 @@ class Row:
 
 
 @dataclass
-class Contrast:
-    """An arm minus its reference in one row, paired over the seeds that both have; statistics.Difference says the rest.
+class Contrast(Difference):
+    """An arm minus its reference in one row, paired over the seeds that both have.
 
     p_holm: p corrected for the arms that are compared in this row (Holm 1979).
     """
 
-    group: str
-    name: str
-    better: str
-    arm: str
-    reference: str
-    seeds: list[int]
-    differences: list[float]
-    n: int
-    mean: float
-    sd: float | None
-    low: float | None
-    high: float | None
-    p: float | None
-    p_permutation: float | None
-    detectable: float | None
+    group: str = ""
+    name: str = ""
+    better: str = ""
+    arm: str = ""
+    reference: str = ""
+    seeds: list[int] = field(default_factory=list)
+    differences: list[float] = field(default_factory=list)
     p_holm: float | None = None
 
     @property
@@ -265,9 +257,8 @@ def contrasts(arms: list[Arm], rows: Iterable[Row]) -> list[Contrast]:
         of_row = []
         for arm in arms:
             if arm.reference and (shared := paired_by_seed(values[arm.name], values[arm.reference])):
-                where = (row.group, row.name, row.better, arm.name, arm.reference)
-                differences = list(shared.values())
-                of_row.append(Contrast(*where, list(shared), differences, **asdict(paired(differences))))
+                where = (row.group, row.name, row.better, arm.name, arm.reference, list(shared), list(shared.values()))
+                of_row.append(Contrast(*astuple(paired(list(shared.values()))), *where))
         tested = [contrast for contrast in of_row if contrast.p is not None]
         for contrast, p in zip(tested, holm([contrast.p for contrast in tested]), strict=True):
             contrast.p_holm = p
@@ -319,7 +310,9 @@ def _finding(contrast: Contrast) -> str:
 
 
 def _smallest(contrast: Contrast) -> str:
-    return f"({contrast.detectable:.3g})" if contrast.detectable is not None else "(n = 1)"
+    if contrast.detectable is None:
+        return "(n = 1)"
+    return f"({contrast.detectable:.3g})" if contrast.sd else "(the same in every seed)"
 
 
 def minus(text: str) -> str:

@@ -200,23 +200,13 @@ def pack(maps: np.ndarray) -> tuple[bytes, bytes]:
 
     A weight a of a row with the largest magnitude m is stored as the nearest whole number to sign(a) 127 sqrt(|a| / m):
     the root keeps small weights apart, whose sum is what noise is. The error is below 0.8 % of m, and smaller for
-    smaller weights.
+    smaller weights. viewer.js unpacks them.
     """
     scales = np.abs(maps).max(axis=-1)  # (heads, T)
     share = maps / np.where(scales > 0, scales, 1)[..., None]
     values = np.rint(STEPS * np.sign(share) * np.sqrt(np.abs(share))).astype(np.int8)
     rows, columns = np.tril_indices(maps.shape[-1])
     return values[:, rows, columns].tobytes(), scales.astype("<f4").tobytes()
-
-
-def unpack(values: bytes, scales: bytes, length: int) -> np.ndarray:
-    """What `pack` was given, (heads, T, T), to its precision; the viewer's script does the same."""
-    rows, columns = np.tril_indices(length)
-    share = np.frombuffer(values, np.int8).reshape(-1, len(rows)) / STEPS
-    largest = np.frombuffer(scales, "<f4").reshape(-1, length)
-    maps = np.zeros((len(largest), length, length))
-    maps[:, rows, columns] = np.sign(share) * share**2 * largest[:, rows]
-    return maps
 
 
 def _packed(seen: Look, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -282,11 +272,9 @@ def _question(
 
 def _guesses(logits: np.ndarray, tokenizer: Tokenizer) -> list[list[tuple[str, float]]]:
     """The most probable next tokens of each position, with their probabilities."""
-    shifted = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    probabilities = shifted / shifted.sum(axis=-1, keepdims=True)  # (T, V)
-    best = np.argsort(-probabilities, axis=-1)[:, :GUESSES]
-    return [[(shown(tokenizer, int(token)), round(float(row[token]), 4)) for token in tokens]
-            for row, tokens in zip(probabilities, best, strict=True)]  # fmt: skip
+    best = torch.from_numpy(logits).softmax(-1).topk(GUESSES)
+    pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    return [[(shown(tokenizer, token), round(share, 4)) for token, share in zip(*row, strict=True)] for row in pairs]
 
 
 def shown(tokenizer: Tokenizer, token: int) -> str:
