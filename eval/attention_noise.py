@@ -27,23 +27,20 @@ import torch
 from torch import Tensor, nn
 
 from configs import command
-from data.retrieval import Query
 from eval.common import (
     INK,
-    RetrievalConfig,
     batches,
-    check_grid,
     device_of,
     figure,
     haystack,
     mean_se,
-    needle_contexts,
     open_run,
     pad_right,
     progress,
     run_name,
     write_result,
 )
+from eval.needles import NeedleGridConfig, Query, check_grid, needle_contexts
 from eval.scoring import floats_per_token
 from model.attention.probe import SINK, entropy, first_share, negative_share, probe
 from training.checkpoint import LoadedRun
@@ -61,7 +58,7 @@ SINK_ROWS = 64  # query rows of longer windows
 
 
 @dataclass
-class AttentionNoiseConfig(RetrievalConfig):
+class AttentionNoiseConfig(NeedleGridConfig):
     """length: tokens of prompt and answer, the trained context by default. windows: of text, for the attention sinks."""
 
     length: int | None = None

@@ -16,9 +16,9 @@ from typing import Any
 from omegaconf import MISSING
 
 from configs import command
+from configs.files import write_atomic
 from configs.provenance import machine, version
 from configs.tracking import import_wandb, log_report
-from eval.common import write_atomically
 from eval.comparison import (
     Arm,
     Contrast,
@@ -69,13 +69,13 @@ def write_report(
     content = Content(arms, rows, found, figures, parts, remarks, ablation=ablated)
     if seen:
         beside = out.with_name(f"{out.stem}_viewer.html")
-        write_atomically(beside, seen.html.encode())
+        write_atomic(beside, seen.html.encode())
         first = " Of several seeds, the first." if any(arm.several for arm in arms) else ""
         content.viewer = (beside.name, seen.says + first)
     numbers = {"eval": "report", "machine": machine(), "version": version(), **as_json(arms, rows, found, parts)}
-    write_atomically(out.with_suffix(".json"), json.dumps(numbers, indent=1).encode())
-    write_atomically(out.with_suffix(".md"), markdown(arms, rows, found).encode())
-    write_atomically(out, page(content, out).encode())
+    write_atomic(out.with_suffix(".json"), json.dumps(numbers, indent=1).encode())
+    write_atomic(out.with_suffix(".md"), markdown(arms, rows, found).encode())
+    write_atomic(out, page(content, out).encode())
     print_report(arms, rows, found, remarks)
     print(f"report  {out} ({len(runs)} runs, {len(arms)} arms, {len(figures)} figures)")
     own = [path for drawn in figures for path in drawn.images if path.parent == out.parent / "figures"]

@@ -19,10 +19,11 @@ from omegaconf import MISSING
 from torch import nn
 
 from configs import command
+from configs.files import write_atomic
 from configs.provenance import version
-from data.retrieval import needle_queries
 from data.tokenizer import Tokenizer
-from eval.common import EvalConfig, colour, device_of, haystack, open_run, progress, run_name, variant, write_atomically
+from eval.common import EvalConfig, colour, device_of, haystack, open_run, progress, run_name, variant
+from eval.needles import needle_queries
 from model.attention.probe import probe
 from training.checkpoint import LoadedRun
 
@@ -255,7 +256,7 @@ def main(cfg: ViewerConfig) -> None:
     labels = [name if names.count(name) == 1 else "/".join(Path(run).resolve().parts[-2:])
               for name, run in zip(names, cfg.runs, strict=True)]  # fmt: skip
     viewer = viewer_of(list(zip(labels, cfg.runs, strict=True)), cfg)
-    write_atomically(out, viewer.html.encode())
+    write_atomic(out, viewer.html.encode())
     print(f"viewer  {out} ({viewer.says})")
 
 

@@ -33,12 +33,13 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from configs import CONFIG_DIR, USER_ERRORS, command, explain  # noqa: E402
+from configs.files import write_atomic  # noqa: E402
 from configs.provenance import machine, version  # noqa: E402
 from data.shards import open_split  # noqa: E402
 from data.tokenizer import load_tokenizer  # noqa: E402
 from eval import ablation  # noqa: E402
 from eval.ablation import DIVERGED, Arm, SpikeConfig  # noqa: E402
-from eval.common import variant, write_atomically  # noqa: E402
+from eval.common import variant  # noqa: E402
 from model.decoder import Decoder, matched  # noqa: E402
 from train import TrainConfig, refuse_other_config  # noqa: E402
 from training.checkpoint import checkpoints  # noqa: E402
@@ -492,7 +493,7 @@ def carry_out(run: Run, env: dict[str, str], team: Team) -> None:
             infinite = re.search(r"error: (the loss is \S+ at step \d+)", said)
             if not (training and infinite):
                 raise ValueError(f"{run.folder}, {reason(run)}")
-            write_atomically(run.folder / DIVERGED, json.dumps({"error": infinite.group(1)}).encode())
+            write_atomic(run.folder / DIVERGED, json.dumps({"error": infinite.group(1)}).encode())
 
 
 def reason(run: Run) -> str:
@@ -602,8 +603,8 @@ def write_results(cfg: AblateConfig, name: str, folder: Path, arms: list[Arm], r
     }
     rows = ablation.table(arms, metrics)
     text = ablation.markdown(rows) + ("\n" + ablation.markdown(ablation.fit_rows(fits)) if fits else "")
-    write_atomically(folder / "results.json", json.dumps(content, indent=1, default=str).encode())
-    write_atomically(folder / "table.md", (text + "\n" + "\n\n".join(remarks) + "\n").encode())
+    write_atomic(folder / "results.json", json.dumps(content, indent=1, default=str).encode())
+    write_atomic(folder / "table.md", (text + "\n" + "\n\n".join(remarks) + "\n").encode())
     figures = ablation.draw_all(folder / "figures", arms, metrics, fits)
     print(f"{text}\n" + "\n".join(remarks))
     print(f"ablation  {folder / 'table.md'} ({len(runs)} runs, {len(figures)} figures)", flush=True)

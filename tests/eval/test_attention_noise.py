@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from data.retrieval import Query
 from eval import attention_noise as an
+from eval.needles import Query
 from model.attention.probe import probe
 from model.config import DecoderConfig
 from model.decoder import Decoder
