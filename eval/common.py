@@ -98,7 +98,9 @@ def _tokenize(text: str, tokenizer: Tokenizer) -> np.ndarray:
     except UnicodeDecodeError:
         raise ValueError(f"{path} is not UTF-8 text: convert it first, e.g. with iconv -t utf-8") from None
     except ValueError as error:
-        raise ValueError(str(error).replace("path=", "text=")) from None
+        wrong, column, _ = str(error).partition(": use data.column=")
+        fix = ": give text= a file that has its texts under 'text'" if column else ""
+        raise ValueError(wrong.replace("path=", "text=") + fix) from None
     if not any(document.strip() for document in documents):
         raise ValueError(f"{text} is empty: give text= a file with text in it")
     # Each document after an end-of-text token, as data.prepare writes them: a first token is predicted, too.
