@@ -9,6 +9,7 @@ output head sees only the positions that are asked about: a long context does no
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 import torch
@@ -72,11 +73,13 @@ def score_jobs(
     logprobs = [np.zeros(found.shape) for found in hits]
     answer = max((len(row) for job in jobs for row in job.continuations), default=0)
     question = max((len(row) for job in jobs for row in job.questions), default=0)
-    counts = [len(job.continuations) for job in jobs]
-    for part in _by_length(model, [job.prefix for job in jobs], question + answer, batch, counts):
-        start = Reading.of(model, [jobs[i].prefix for i in part], question + answer, cached)
+    # Prefixes of several questions share a batch if they are equally long: the rest of a longer one would be read for each.
+    kinds = [(len(job.continuations), len(job.prefix) if len(job.questions) > 1 else 0) for job in jobs]
+    for part in _by_length(model, [job.prefix for job in jobs], question + answer, batch, kinds):
+        shared = kinds[part[0]][0] > 1 or min(len(jobs[i].prefix) for i in part) > 1
+        start = Reading.of(model, [jobs[i].prefix for i in part], question + answer, cached and shared)
         for asked, reading in _branches(start, [jobs[i].questions for i in part], answer, batch):
-            for j in range(counts[part[0]]):
+            for j in range(kinds[part[0]][0]):
                 found = reading.score([jobs[part[row]].continuations[j] for row, _ in asked])
                 for (row, q), hit, logprob in zip(asked, *found, strict=True):
                     hits[part[row]][q, j], logprobs[part[row]][q, j] = hit, logprob
@@ -88,14 +91,23 @@ def score_jobs(
 def _branches(
     start: "Reading", questions: list[Sequence[np.ndarray]], answer: int, batch: int
 ) -> Iterator[tuple[list[tuple[int, int]], "Reading"]]:
-    """(row, question's number) in parts that fit in memory, and the reading of those questions after their prefixes."""
+    """(row, question's number) in parts that fit in memory, and the reading of those questions after their prefixes.
+
+    Where rows have several questions, those of a part are equally long; else a part has every row.
+    """
     asked = [(row, q) for row, own in enumerate(questions) for q in range(len(own))]
-    asked.sort(key=lambda at: len(questions[at[0]][at[1]]))  # stable: without questions, the rows' order
-    cfg = start.model.cfg
-    longest = start.read + max(map(len, start.rest)) + max((len(row) for own in questions for row in own), default=0)
-    size = len(asked) if len(asked) == len(questions) else max(1, batch * cfg.context // longest)
-    for part in batches(asked, size, 1, max((longest + answer) * floats_per_token(cfg), answer * cfg.vocab_size)):
-        yield part, start.branch([row for row, _ in part], [questions[row][q] for row, q in part], answer)
+    if len(asked) == len(questions):
+        yield asked, start.branch([row for row, _ in asked], [questions[row][q] for row, q in asked], answer)
+        return
+    cfg, prefix = start.model.cfg, start.read + max(map(len, start.rest))
+
+    def length(at: tuple[int, int]) -> int:
+        return len(questions[at[0]][at[1]])
+
+    for long, alike in groupby(sorted(asked, key=length), key=length):
+        floats = max((prefix + long + answer) * floats_per_token(cfg), answer * cfg.vocab_size)
+        for part in batches(list(alike), max(1, batch * cfg.context // (prefix + long)), 1, floats):
+            yield part, start.branch([row for row, _ in part], [questions[row][q] for row, q in part], answer)
 
 
 class Reading:
@@ -205,7 +217,7 @@ def continue_greedily(
 
 
 def _by_length(
-    model: nn.Module, prompts: Sequence[np.ndarray], new_tokens: int, batch: int, kinds: Sequence[int]
+    model: nn.Module, prompts: Sequence[np.ndarray], new_tokens: int, batch: int, kinds: Sequence[Any]
 ) -> Iterator[Sequence[int]]:
     """The prompts' numbers in batches of one kind and of similar lengths that fit in memory."""
     longest = max(map(len, prompts), default=1) + new_tokens
