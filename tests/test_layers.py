@@ -12,7 +12,7 @@ MAY_IMPORT = {
     "model": {"model"},
     "data": {"data", "configs"},
     "training": {"training", "model", "data", "configs"},
-    "eval": {"eval", "model", "data", "training.checkpoint", "configs"},
+    "eval": {"eval", "model", "data", "training", "configs"},
 }
 
 

@@ -103,7 +103,7 @@ class LoadedRun:
     path: Path
 
 
-def load_run(run: str | Path, device: str = "cpu", step: int | None = None) -> LoadedRun:
+def load_run(run: str | Path, device: str | torch.device = "cpu", step: int | None = None) -> LoadedRun:
     """The newest checkpoint of `runs/NAME` (or that of `step`) with its tokenizer and configuration."""
     path = Path(run)
     if not (path / "config.yaml").exists():

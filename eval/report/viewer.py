@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from configs import command
 from configs.files import write_atomic
-from data.retrieval import needle_queries
 from data.tokenizer import Tokenizer
 from eval.common import EvalConfig, colour, device_of, haystack, open_run, progress, variant
+from eval.needles import needle_queries
 from eval.report.page import render
 from eval.report.runs import labels
 from eval.scoring import continue_greedily
