@@ -17,7 +17,6 @@ from model.layers import RMSNorm, initialize
 from model.rotary import Rope, rotate
 
 BACKENDS = ("auto", "math", "sdpa", "blocked", "flex", "fused")
-HEAD_NORMS = ("none", "affine", "plain")
 
 Carry = dict[str, Tensor]
 """What the layers of one forward pass hand to later layers, by name. The decoder makes an empty one for every pass."""

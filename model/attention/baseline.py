@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from model.attention.base import HEAD_NORMS, Attention, AttentionConfig, make_head_norm
+from model.attention.base import Attention, AttentionConfig, make_head_norm
 
 
 @dataclass
@@ -23,7 +23,7 @@ class BaselineAttention(Attention):
 
     name = "baseline"
     Options = BaselineConfig
-    choices = {"head_norm": HEAD_NORMS}
+    choices = {"head_norm": ("none", "affine", "plain")}
     colours = {"baseline": "#0072B2", "gpt2": "#7F7F7F"}
 
     def make_parameters(self, cfg: AttentionConfig, layer: int) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from model.attention.backends import attend_diff
-from model.attention.base import HEAD_NORMS, Attention, AttentionConfig, Carry, Heads, make_head_norm
+from model.attention.base import Attention, AttentionConfig, Carry, Heads, make_head_norm
 from model.attention.mask import Mask
 from model.layers import RMSNorm
 
@@ -53,7 +53,7 @@ class DiffAttention(Attention):
     choices = {
         "heads": ("half", "double"),
         "lambda_form": ("vectors", "dual_scalar", "fixed"),
-        "head_norm": HEAD_NORMS,
+        "head_norm": ("affine", "plain", "none"),
     }
     free_options = ("lambda_warmup",)
     colours = {"diff": "#D55E00"}
