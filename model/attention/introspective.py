@@ -153,7 +153,7 @@ class Introspective(Attention):
         for i in range(self.paths):
             q, k = split(self.q[i](x), self.width), split(self.k[i](x), self.width)
             v = split(self.v[i](x), self.value_width)
-            own = {"k": k, "v": v}
+            own_k, own_v = k, v
             if memory:
                 m = torch.cat(memory, dim=-1)  # (B, hkv, T, m_i)
                 k, v = k + m @ self.memory_k[i - 1], v + m @ self.memory_v[i - 1]
@@ -161,9 +161,13 @@ class Introspective(Attention):
             if cache is not None:
                 k, v = cache.append(k, v, slot=i)
             outputs.append(self._path_output(attend(q, k, v, mask, self.backend, self.dropout_now), i))
-            own["a"] = outputs[-1].unflatten(-1, (self.kv_heads, -1)).transpose(1, 2)  # (B, hkv, T, group dv)
-            memory += [own[part].to(q.dtype) for part in self.memory]
+            memory += self.remembered(own_k, own_v, outputs[-1])
         return outputs
+
+    def remembered(self, k: Tensor, v: Tensor, a: Tensor) -> list[Tensor]:
+        """What later paths see of a path, each (B, hkv, T, m): of its keys, its values (before RoPE) and its output a (B, T, D)."""
+        parts = {"k": k, "v": v, "a": a.unflatten(-1, (self.kv_heads, -1)).transpose(1, 2)}
+        return [parts[part].to(k.dtype) for part in self.memory]
 
     def _sequence(self, x: Tensor, rope: Rope | None, mask: Mask, cache: LayerCache | None) -> list[Tensor]:
         keys, values, outputs = [], [], []

@@ -138,7 +138,8 @@ def diff(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, layer: int, first: t
     opt, d = cfg.diff, cfg.head_dim
     doubled = opt.heads == "double"
     h, kv, dv = (cfg.n_head, cfg.n_kv_head, d) if doubled else (cfg.n_head // 2, cfg.n_kv_head // 2, 2 * d)
-    lam_init = 0.8 - 0.6 * np.exp(-0.3 * ((layer + 1) - 1)) if opt.lambda_init is None else opt.lambda_init  # paper: from 1
+    depth = layer + 1  # the paper counts layers from 1
+    lam_init = 0.8 - 0.6 * np.exp(-0.3 * (depth - 1)) if opt.lambda_init is None else opt.lambda_init
     lam = diff_lambda(w, lam_init)
     out = []
     for b in range(len(x)):
