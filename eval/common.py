@@ -24,6 +24,7 @@ from data.config import DataConfig
 from data.shards import Shard, open_split
 from data.sources import is_text, open_corpus
 from data.tokenizer import Tokenizer, load_tokenizer
+from model.attention import VARIANTS
 from training.checkpoint import LoadedRun, load_run
 from training.distributed import pick_device
 
@@ -177,16 +178,8 @@ def write_result(run: LoadedRun, cfg: EvalConfig, name: str, results: dict[str, 
 # Figures
 
 INK, GREY, FAINT = "#1f2328", "#6b7280", "#d9dde3"
-# Okabe and Ito's palette, told apart with every common colour blindness. A variant has one colour in every figure.
-COLOURS = {
-    "baseline": "#0072B2",
-    "diff": "#D55E00",
-    "introspective": "#009E73",
-    "introspective_sequence": "#56B4E9",
-    "diff_v2": "#CC79A7",
-    "gated": "#E69F00",
-    "gpt2": "#7F7F7F",
-}
+# Mostly Okabe and Ito's palette, told apart with every common colour blindness. A variant has one colour in every figure.
+COLOURS = {name: colour for cls in VARIANTS.values() for name, colour in cls.colours.items()}
 
 
 def colour(variant: str) -> str:
