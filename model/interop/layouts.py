@@ -111,10 +111,10 @@ def import_attention(
     eps = form.eps if norm_eps is None else norm_eps
     if form.halves:
         for name in ("q", "k") if form.double else ("q", "k", "v"):
-            _each(state, name, lambda rows: _interleave_halves(rows, width))
+            change_rows(state, name, lambda rows: heads_in_pairs(rows, width))
     if (gqa_pairing or (*form.pairings, None)[0]) == "repeat_first" and kv_heads < heads:
-        _each(state, "k", lambda rows: _repeat(rows, width, heads // kv_heads))
-        _each(state, "v", lambda rows: _repeat(rows, 2 * width, heads // kv_heads))
+        change_rows(state, "k", lambda rows: _repeat(rows, width, heads // kv_heads))
+        change_rows(state, "v", lambda rows: _repeat(rows, 2 * width, heads // kv_heads))
         kv_heads = heads
     if layout == "timm":
         _fold_timm_eps(state, eps)
@@ -212,16 +212,21 @@ def _checked_width(state: dict[str, Tensor], form: Layout, heads: int, kv_heads:
     return d
 
 
-def _each(state: dict[str, Tensor], name: str, change: Callable[[Tensor], Tensor]) -> None:
-    """Change the rows of a projection's weight, and of its bias where it has one."""
+def change_rows(state: dict[str, Tensor], name: str, change: Callable[[Tensor], Tensor]) -> None:
+    """Change in `state` the rows of the projection `name`: of its weight, and of its bias where it has one."""
     for key in (f"{name}.weight", f"{name}.bias"):
         if key in state:
             state[key] = change(state[key])
 
 
-def _interleave_halves(rows: Tensor, width: int) -> Tensor:
-    """Heads 0..h-1, h..2h-1 in the order 0, h, 1, h + 1, ..: the two of a pair become neighbours."""
+def heads_in_pairs(rows: Tensor, width: int) -> Tensor:
+    """Heads 0..h-1, h..2h-1 in the order 0, h, 1, h + 1, ..: the two heads of a pair become neighbours."""
     return rows.unflatten(0, (2, -1, width)).transpose(0, 1).flatten(0, 2)
+
+
+def heads_in_halves(rows: Tensor, width: int) -> Tensor:
+    """Heads 0, 1, 2, 3, .. in the order 0, 2, .., 1, 3, ..: the inverse of `heads_in_pairs`."""
+    return rows.unflatten(0, (-1, 2, width)).transpose(0, 1).flatten(0, 2)
 
 
 def _repeat(rows: Tensor, width: int, times: int) -> Tensor:
@@ -238,8 +243,8 @@ def _fold_timm_eps(state: dict[str, Tensor], eps: float) -> None:
     """s x / sqrt(mean(s x)^2 + eps) is x / sqrt(mean(x^2) + eps / s^2): inputs scaled by s have the norm's eps over s^2."""
     s = math.sqrt(eps / TIMM_EPS)
     if "q_norm.weight" in state:
-        _each(state, "q", lambda rows: _scaled(rows, s))
-        _each(state, "k", lambda rows: _scaled(rows, s))
+        change_rows(state, "q", lambda rows: _scaled(rows, s))
+        change_rows(state, "k", lambda rows: _scaled(rows, s))
     if "scale_norm.weight" in state:
         state["head_norm.weight"] = _scaled(state["head_norm.weight"], s)
 

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from model.config import DecoderConfig, decoder_config
 from model.decoder import Decoder
-from model.interop import huggingface
-from model.interop.export import export, flattened
-from model.interop.huggingface import read_folder
+from model.interop import folder as folders
+from model.interop.huggingface import export, read_folder
+from model.interop.remote import flattened
 from tests.variants import VARIANTS, config, randomized
 
 transformers = pytest.importorskip("transformers", reason="needs the package transformers")
@@ -223,7 +223,7 @@ def test_names_of_the_hub(llama_folder: Path, monkeypatch: pytest.MonkeyPatch, t
     asked = []
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **o: asked.append((a, o)) or str(llama_folder))
     cfg, _ = read_folder("somebody/small-model")
-    assert cfg.n_layer == 3 and asked == [(("somebody/small-model",), {"allow_patterns": huggingface.HUB_FILES})]
+    assert cfg.n_layer == 3 and asked == [(("somebody/small-model",), {"allow_patterns": folders.HUB_FILES})]
 
     def refuse(*_: object, **__: object) -> None:
         raise OSError("no network\nat all")
@@ -339,7 +339,7 @@ def test_an_unknown_format_is_refused() -> None:
 
 def remote(model: Decoder) -> torch.nn.Module:
     """The model behind transformers' interface, from the repository's module, with the model's weights."""
-    from model.interop.remote import VariantConfig, VariantForCausalLM
+    from model.interop.modeling import VariantConfig, VariantForCausalLM
 
     found = export(model, "remote")
     wrapped = VariantForCausalLM(VariantConfig(**found.config))
