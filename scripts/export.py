@@ -28,7 +28,7 @@ from configs import command  # noqa: E402
 from data.tokenizer import SAMPLE, Tokenizer  # noqa: E402
 from data.tokenizer_export import export_tokenizer  # noqa: E402
 from model.decoder import Decoder  # noqa: E402
-from model.interop.export import Export, export  # noqa: E402
+from model.interop.huggingface import Export, export  # noqa: E402
 from training.checkpoint import load_run  # noqa: E402
 
 TOLERANCE = 1e-4  # of the largest logit; float32 sums in another order differ by some 1e-6

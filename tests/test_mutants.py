@@ -22,7 +22,7 @@ BLOCKED, KERNEL, PROGRAMS = (
 )
 VARIANTS, OPERATIONS = "tests/model/test_variants.py", "tests/model/test_backends.py"
 KERNELS = "tests/model/test_kernels.py"
-CONVERSION, CONVERTED = "model/interop/conversion.py", "tests/model/test_conversion.py"
+CONVERSION, CONVERTED = "model/conversion.py", "tests/model/test_conversion.py"
 FORMULA = f"{VARIANTS}::test_equals_the_formula"
 
 

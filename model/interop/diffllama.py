@@ -35,18 +35,17 @@ class DiffLlama(Llama):
         return {key: value for key, value in config.items() if key != "mlp_bias"}
 
     def refusal(self, model: Decoder) -> str | None:
-        why = Format.refusal(self, model)  # transformers refuses widths that heads do not divide in Llama only
         diff = model.cfg.diff
-        biases = (p for name, p in model.named_parameters() if ".mlp." in name and name.endswith(".bias"))
-        if why is not None:
-            return why
-        if diff.heads != "half":
-            return f"which has diff.heads={diff.heads} and not half"
-        if diff.head_norm == "none":
-            return "which has no norm over each head"
-        if diff.qk_norm or diff.scale_norm:
-            return "which has a norm over queries and keys or over the merged heads"
-        return "whose feed-forward network has biases" if any(bias.any() for bias in biases) else None
+        biases = [p for name, p in model.named_parameters() if ".mlp." in name and name.endswith(".bias")]
+        reasons = {
+            f"which has diff.heads={diff.heads} and not half": diff.heads != "half",
+            "which has no norm over each head": diff.head_norm == "none",
+            "which has a norm over queries and keys or over the merged heads": diff.qk_norm or diff.scale_norm,
+            "whose feed-forward network has biases": any(bias.any() for bias in biases),
+        }
+        why = next((reason for reason, holds in reasons.items() if holds), None)
+        # Llama's own reasons are left out: transformers takes a DiffLlama whose heads do not divide its width.
+        return Format.refusal(self, model) or why
 
     def to_ours(self, state: dict[str, Tensor], cfg: DecoderConfig) -> dict[str, Tensor]:
         for layer in range(cfg.n_layer):
@@ -56,11 +55,11 @@ class DiffLlama(Llama):
         return state
 
     def to_theirs(self, model: Decoder) -> dict[str, Tensor]:
-        """Ours in DiffLlama's order; what it has no place for goes into `out` and into the vectors of lambda.
+        """Our tensors in DiffLlama's order. `out` and the vectors of lambda take up what DiffLlama has no place for.
 
-        The columns of `out` take the weight of our head norm, and the quotient of the two factors 1 - lambda_init where
-        ours is not the schedule's. Where our lambda has not the form of vectors, or is not the vectors' own (an
-        unfinished warm-up), other vectors give the same lambda.
+        The columns of `out` are multiplied by the weight of our head norm, and by the quotient of the two factors
+        1 - lambda_init, which is 1 where our lambda_init is the schedule's. Where our lambda has another form than
+        vectors, another start than the schedule, or an unfinished warm-up, new vectors give the same lambda.
         """
         state = super().to_theirs(model)
         width = model.cfg.head_dim
@@ -80,9 +79,7 @@ class DiffLlama(Llama):
 
 def _vectors(difference: float, width: int) -> dict[str, Tensor]:
     """Vectors with exp(q1.k1) - exp(q2.k2) = difference: one exponential is 1, the other larger."""
-    first, second = (1 + difference, 1) if difference > 0 else (1, 1 - difference)
     vectors = {name: torch.zeros(width) for name in VECTORS}
-    for c, exponential in ((1, first), (2, second)):
-        vectors[f"lambda_q{c}"][0] = math.log(exponential)
-        vectors[f"lambda_k{c}"][0] = 1.0
+    vectors["lambda_k1"][0] = vectors["lambda_k2"][0] = 1.0
+    vectors["lambda_q1" if difference > 0 else "lambda_q2"][0] = math.log(1 + abs(difference))
     return vectors

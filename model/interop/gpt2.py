@@ -56,10 +56,9 @@ class GPT2(Format):
 
     def refusal(self, model: Decoder) -> str | None:
         cfg = model.cfg
-        why = super().refusal(model)
-        if why is None and (cfg.n_kv_head != cfg.n_head or cfg.head_dim * cfg.n_head != cfg.d_model):
-            return "whose keys are grouped or whose heads have a width of their own"
-        return why
+        fits = cfg.n_kv_head == cfg.n_head and cfg.head_dim * cfg.n_head == cfg.d_model
+        why = None if fits else "whose keys are grouped or whose heads have a width of their own"
+        return super().refusal(model) or why
 
     def biased(self, config: dict[str, Any]) -> tuple[str, ...]:
         return ("transformer.h.", "transformer.ln_f")  # all but the embeddings and the head

@@ -52,11 +52,9 @@ class Llama(Format):
         }  # fmt: skip
 
     def refusal(self, model: Decoder) -> str | None:
-        cfg = model.cfg
-        why = super().refusal(model)
-        if why is None and cfg.d_model % cfg.n_head:
-            return f"whose {cfg.n_head} heads do not divide its width {cfg.d_model}, which transformers refuses"
-        return why
+        heads, width = model.cfg.n_head, model.cfg.d_model
+        why = f"whose {heads} heads do not divide its width {width}, which transformers refuses"
+        return super().refusal(model) or (why if width % heads else None)
 
     def biased(self, config: dict[str, Any]) -> tuple[str, ...]:
         parts = {"attention_bias": ".self_attn.", "mlp_bias": ".mlp."}

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -332,6 +333,53 @@ def test_what_has_no_counterpart_is_refused_with_the_reason(name: str) -> None:
 def test_an_unknown_format_is_refused() -> None:
     with pytest.raises(ValueError, match="to=onnx is unknown: use one of diffllama, llama, gpt2, remote, safetensors"):
         export(ours({}), "onnx")
+
+
+# --- there and back -------------------------------------------------------------------------------------------------
+
+
+def assert_same_tensors(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_an_imported_folder_is_exported_to_the_bit(name: str, tmp_path: Path) -> None:
+    theirs(name).save_pretrained(tmp_path)
+    found = export(loaded(tmp_path))
+    wanted = load_file(tmp_path / "model.safetensors")
+    assert found.format == SOURCES[name][0].lower()
+    added = found.tensors.keys() - wanted.keys()  # we have biases on all projections or on none
+    assert all(key.endswith("_proj.bias") and not found.tensors[key].any() for key in added)
+    assert_same_tensors({key: value for key, value in found.tensors.items() if key not in added}, wanted)
+    config = json.loads((tmp_path / "config.json").read_text())
+    may_differ = {"bos_token_id", "eos_token_id", "n_inner"}  # the run's tokens; a width that was left to its default
+    may_differ |= {"attention_bias", "mlp_bias"} if added else {"embd_pdrop", "resid_pdrop", "attn_pdrop"}
+    assert {key for key in found.config.keys() & config.keys() if found.config[key] != config[key]} <= may_differ
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_an_exported_model_is_imported_and_exported_again_to_the_bit(name: str, tmp_path: Path) -> None:
+    model = ours(NATIVE[name][1])
+    first = export(model)
+    write(model, tmp_path)
+    back = loaded(tmp_path)
+    second = export(back)
+    assert (second.format, second.config) == (first.format, first.config)
+    assert_same_tensors(second.tensors, first.tensors)
+    if name in ("llama", "llama, grouped, head_dim", "gpt2, biases, untied"):  # nothing had to be rearranged
+        assert back.cfg == replace(model.cfg, match="none")
+        assert_same_tensors(back.state_dict(), model.state_dict())
+
+
+@pytest.mark.parametrize("to", ("remote", "safetensors"))
+@pytest.mark.parametrize("name", VARIANTS)
+def test_our_own_formats_keep_every_variant_to_the_bit(name: str, to: str, tmp_path: Path) -> None:
+    model = randomized(name).float()
+    write(model, tmp_path, to)
+    back = loaded(tmp_path)
+    assert back.cfg == model.cfg
+    assert_same_tensors(back.state_dict(), model.state_dict())
 
 
 # --- our own code in the folder -------------------------------------------------------------------------------------
