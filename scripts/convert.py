@@ -15,10 +15,8 @@ is the command that trains on. what=compare converts in every way and trains eac
 
 import json
 import math
-import os
 import re
 import shlex
-import shutil
 import sys
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -33,7 +31,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from configs import CONFIG_DIR, command  # noqa: E402
-from configs.files import write_json  # noqa: E402
+from configs.files import whole_folder, write_json  # noqa: E402
 from configs.provenance import machine, version  # noqa: E402
 from data.tokenizer import read_tokenizer  # noqa: E402
 from eval.common import EvalConfig, evaluation_tokens  # noqa: E402
@@ -184,19 +182,14 @@ def measure(
 
 def write_run(run_dir: Path, model: Decoder, source: LoadedRun, record: dict[str, Any]) -> None:
     """The run directory, whole or not at all: configuration, tokenizer, first line of metrics, checkpoint of step 0."""
-    if run_dir.exists():
-        raise ValueError(f"{run_dir} exists already: choose another run_dir=..., or delete it")
-    partial = run_dir.with_name(f".{run_dir.name}.{os.getpid()}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     own = {"model": asdict(model.cfg), "run_dir": str(run_dir), "init_from": None, "resume": False}
-    (partial / "config.yaml").write_text(yaml.safe_dump(source.config | own, sort_keys=False))
-    source.tokenizer.save(partial)
     line = {"step": 0, "tokens": 0, **facts(TrainConfig(model=model.cfg), model, model.flops_per_token())}
-    (partial / "metrics.jsonl").write_text(json.dumps(line) + "\n")
-    write_json(partial / RECORD, record)
-    checkpoint.save(partial, 0, model, [], keep=0)
-    os.replace(partial, run_dir)
+    with whole_folder(run_dir) as partial:
+        (partial / "config.yaml").write_text(yaml.safe_dump(source.config | own, sort_keys=False))
+        source.tokenizer.save(partial)
+        (partial / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+        write_json(partial / RECORD, record)
+        checkpoint.save(partial, 0, model, [], keep=0)
 
 
 def describe(record: dict[str, Any]) -> list[str]:

@@ -45,9 +45,10 @@ class GPT2(Format):
             activation_function=tuple(ACTIVATIONS),
         )  # fmt: skip
         cfg = super().our_config(config)
-        activation = ACTIVATIONS[config.get("activation_function", "gelu_new")]
-        tie = config.get("tie_word_embeddings", True)
-        return replace(cfg, d_ff=cfg.d_ff or 4 * cfg.d_model, mlp=activation, bias=True, tie=tie)
+        return replace(
+            cfg, d_ff=cfg.d_ff or 4 * cfg.d_model, mlp=ACTIVATIONS[config.get("activation_function", "gelu_new")],
+            bias=True, tie=config.get("tie_word_embeddings", True),
+        )  # fmt: skip
 
     def their_config(self, cfg: DecoderConfig) -> dict[str, Any]:
         activation = next(theirs for theirs, ours in ACTIVATIONS.items() if ours == cfg.mlp)

@@ -1,8 +1,8 @@
-"""The weights of one published differential attention module, in any published layout, into ours.
+"""Weights of one published differential attention module, in any of the published layouts, as weights of our module.
 
-The systems order nearly the same computation differently: which query heads are one head's two maps, where its value lies,
-what `num_heads` counts, whether grouped keys are paired before or after they are repeated, whether heads are scaled by
-1 - lambda_init. LAYOUTS says what each does; tests/reference/published.py spells each out as a formula.
+The published systems differ in which query heads are the two maps of one head, in where the head's value lies, in what
+`num_heads` counts, in whether grouped keys are paired before or after they are repeated, and in whether heads are scaled by
+1 - lambda_init. LAYOUTS says what each system does; tests/reference/published.py has each as a formula.
 
 Sources: microsoft/unilm, Diff-Transformer and Diff-Transformer-V2; vasqu/multihead-sdpadiff (the package); timm's
 DiffAttention; transformers' DiffLlamaAttention; axolotl-ai-cloud/diff-transformer (its two modes); the companion code of
@@ -24,15 +24,15 @@ TIMM_EPS = 1e-6  # of timm's q_norm, k_norm and norm; its sub_norm has 1e-5
 
 
 class Layout(NamedTuple):
-    """What one system's module holds and what it computes. It has h heads, each of two maps c = 0, 1 of width d."""
+    """What the module of one system holds and computes. It has h heads, each with two maps c = 0, 1 of width d."""
 
-    keys: dict[str, str]  # its parameter: which of ours it holds, stacked in this order
-    options: tuple[dict[str, str], ...] = ()  # more of them; each group is there as a whole or not at all
-    rope: str | None = "interleaved"  # interleaved | half; None: the module knows no positions
+    keys: dict[str, str]  # its parameter: the names of ours whose rows it holds, in this order
+    options: tuple[dict[str, str], ...] = ()  # groups of optional parameters, each present as a whole or not at all
+    rope: str | None = "interleaved"  # interleaved | half; None: the module has no positions
     queries: bool = False  # num_heads counts query heads, two for each of the h, instead of the h
     halves: bool = False  # map c of head i is query head i + c h, instead of 2i + c; values lie in two halves likewise
     double: bool = False  # values have width d, instead of 2d
-    pairings: tuple[str, ...] = ()  # how it pairs and repeats grouped keys, its default first; (): it has none
+    pairings: tuple[str, ...] = ()  # how it pairs and repeats grouped keys, its default first; (): no grouped keys
     scaled: bool = True  # heads are scaled by 1 - lambda_init
     unweighted: str = "none"  # its head norm where it has no weight: none | plain
     eps: float = 1e-5  # of its head norm, unless the caller says otherwise
@@ -84,13 +84,14 @@ def import_attention(
     source: Mapping[str, Tensor], layout: str, *, n_head: int, n_kv_head: int | None = None, layer: int,
     gqa_pairing: str | None = None, norm_eps: float | None = None,
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:  # fmt: skip
-    """The state dict `source` of one attention module of `layout`, as ours.
+    """The state dict `source` of one attention module of `layout`, as a state dict of our module.
 
-    n_head, n_kv_head: the source's own arguments, counted as it counts them (differential heads for microsoft, timm, blog
-    and axolotl_double; output heads for microsoft_v2; the baseline's heads for vasqu, diffllama and axolotl_split).
-    layer: its depth, from 0 (blog: 1 where it was given none). gqa_pairing: of microsoft's grouped keys, pair_first (its
-    flash modules; the default) or repeat_first (its naive one). norm_eps: the source's; None is its default, for diffllama
-    and axolotl that of rms_norm_eps. vasqu without rel_pos: the overrides, and position=none.
+    n_head, n_kv_head: the source's own arguments, counted as the source counts them (differential heads for microsoft,
+    timm, blog and axolotl_double; output heads for microsoft_v2; the baseline's heads for vasqu, diffllama and
+    axolotl_split). layer: the depth, counted from 0 (blog: 1 where the module was given no depth). gqa_pairing: of
+    microsoft's grouped keys, pair_first (its flash modules; the default) or repeat_first (its naive module). norm_eps: of
+    the source; None is the source's default, for diffllama and axolotl that of rms_norm_eps. For vasqu without rel_pos add
+    position=none to the overrides.
 
     Returns the overrides of DecoderConfig and the state dict with which DiffAttention (microsoft_v2: DiffV2Attention)
     computes what the source computes; it loads with strict=True. What changes on the way:

@@ -19,7 +19,7 @@ from model.rotary import rope_table
 
 
 class VariantConfig(PretrainedConfig):
-    """`stack` holds the fields of our DecoderConfig; the names that transformers' tools look for follow from them."""
+    """`stack` holds the fields of our DecoderConfig. The tools of transformers look for other names, made from `stack`."""
 
     model_type = "attention_variants"
 
@@ -47,7 +47,7 @@ class VariantForCausalLM(PreTrainedModel, GenerationMixin):
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
-        # from_pretrained makes the model without storage and fills in what the files have; the rotations they have not.
+        # from_pretrained makes the model without storage and fills in what the files hold: not the tables of RoPE.
         if isinstance(module, Decoder):
             cos, sin = rope_table(module.cfg.context, module.cfg.head_dim, module.cfg.rope_theta, module.cos.device)
             module.cos.copy_(cos)
@@ -100,7 +100,7 @@ class VariantForCausalLM(PreTrainedModel, GenerationMixin):
 
 
 class _Cache:
-    """transformers' cache as the decoder's KVCache: a layer of it holds one attention call's keys and values."""
+    """transformers' cache, used as the decoder's KVCache. One of its layers holds the keys and values of one call."""
 
     def __init__(self, past: DynamicCache, n_layer: int) -> None:
         if type(past) is not DynamicCache or past.offloading:
@@ -113,18 +113,18 @@ class _Cache:
         return _LayerCache(self, index)
 
     def seen(self, tokens: Tensor) -> Tensor:
-        """All token ids so far, (B, S). Kept in the cache too, so that beams reorder them with the keys."""
+        """All token ids so far, (B, S). The cache keeps them too, so that beam search reorders them with the keys."""
         column = tokens[:, None, :, None]  # (B, 1, T, 1)
         return self.update(column, column, self.n_layer)[0][:, 0, :, 0]
 
     def update(self, k: Tensor, v: Tensor, index: int) -> tuple[Tensor, Tensor]:
-        while len(self.past.layers) <= index:  # it may have been made for one call per layer
+        while len(self.past.layers) <= index:  # transformers made room for one call per layer
             self.past.layers.append(DynamicLayer())
         return self.past.update(k, v, index)
 
 
 class _LayerCache:
-    """One layer's view of it, as model/cache.py has it."""
+    """One layer's part of `_Cache`, with the interface of model/cache.py."""
 
     def __init__(self, cache: _Cache, index: int) -> None:
         self.cache, self.index = cache, index

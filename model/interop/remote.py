@@ -73,15 +73,13 @@ def flattened() -> dict[str, str]:
     while waiting:
         module = waiting.pop()
         if _flat(module) not in sources:
-            text, needs = _relative(_source(module))
-            sources[_flat(module)] = (
-                f"# From the project's model/{module.replace('.', '/')}, imports made relative.\n{text}"
-            )
+            kernels = module.startswith("attention.kernels")
+            text, needs = _relative(KERNELS if kernels else _file(module).read_text(encoding="utf-8"))
+            where = f"model/{module.replace('.', '/')}"
+            sources[_flat(module)] = f"# From the project's {where}, imports made relative.\n{text}"
             waiting += needs
-    names = "".join(
-        f"from .{name} import __doc__ as _  # noqa: F401\n" for name in sorted(sources) if name != "modeling"
-    )
-    sources["modeling"] += f"\n# transformers copies the modules that it finds named here.\n{names}"
+    names = [f"from .{name} import __doc__ as _  # noqa: F401\n" for name in sorted(sources) if name != "modeling"]
+    sources["modeling"] += "\n# transformers copies the modules that it finds named here.\n" + "".join(names)
     return {f"{name}.py": text for name, text in sources.items()}
 
 
@@ -90,11 +88,9 @@ def _flat(module: str) -> str:
     return known.get(module, module.replace(".", "_"))
 
 
-def _source(module: str) -> str:
-    if module.startswith("attention.kernels"):
-        return KERNELS
+def _file(module: str) -> Path | None:
     path = MODEL / module.replace(".", "/")
-    return (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text(encoding="utf-8")
+    return next((file for file in (path / "__init__.py", path.with_suffix(".py")) if file.is_file()), None)
 
 
 def _relative(text: str) -> tuple[str, list[str]]:
@@ -104,7 +100,7 @@ def _relative(text: str) -> tuple[str, list[str]]:
     def rewritten(found: re.Match) -> str:
         indent, module, names = found.groups()
         inside = [f"{module}.{name.strip()}" for name in names.split(",")]
-        if (MODEL / module.replace(".", "/")).is_dir() and all(_is_module(name) for name in inside):
+        if all(map(_file, inside)):
             needs.extend(inside)
             renamed = [f"{_flat(name)} as {name.rpartition('.')[2]}" for name in inside]
             return f"{indent}from . import {', '.join(renamed)}"
@@ -112,7 +108,3 @@ def _relative(text: str) -> tuple[str, list[str]]:
         return f"{indent}from .{_flat(module)} import {names}"
 
     return re.sub(r"^(\s*)from model\.([\w.]+) import (.+)$", rewritten, text, flags=re.MULTILINE), needs
-
-
-def _is_module(name: str) -> bool:
-    return (MODEL / name.replace(".", "/")).with_suffix(".py").is_file()

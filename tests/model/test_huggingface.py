@@ -186,6 +186,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "another vocabulary": (lambda folder: edit(folder, vocab_size=99), "embedding.weight is (61, 32), not (99, 32)"),
     "heads that do not divide": (lambda folder: edit(folder, num_key_value_heads=3), "does not divide"),
     "no number": (lambda folder: edit(folder, hidden_size="wide"), "a number for hidden_size"),
+    "half a unit": (lambda folder: edit(folder, intermediate_size=56.5), "does not describe a model"),
 }  # fmt: skip
 
 
