@@ -45,8 +45,8 @@ class CompareConfig(Conversion):
     run_dir: str = MISSING  # folder of the new run, or of the comparison
     seed: int = 0  # of what is random in a conversion, and of what=compare's training
     device: str = "auto"  # auto | cpu | cuda
-    steps: int = 200  # of what=compare
-    arms: list[str] = field(default_factory=lambda: list(ARMS))  # of what=compare, some of these
+    steps: int = 200  # of training per arm of what=compare
+    arms: list[str] = field(default_factory=lambda: list(ARMS))  # the conversions that what=compare tries
     train: list[str] = field(default_factory=list)  # overrides of train.py for all arms of what=compare
 
     def check(self) -> None:
@@ -104,7 +104,7 @@ def read_record(start: Path, how: Conversion, source: LoadedRun, cfg: CompareCon
 
 
 def shared_values(how: Conversion, run_dir: Path, cfg: CompareConfig) -> dict[str, Any]:
-    """Overrides of train.py that all arms share."""
+    """Overrides of train.py that depend on the comparison, and not on the source."""
     warmup = max(1, cfg.steps // 10)
     values = {"steps": cfg.steps, "optim.warmup": warmup, "eval_every": 0}
     values |= {"seed": cfg.seed + 1000}  # samples that the source has not seen in this order

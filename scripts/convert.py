@@ -56,16 +56,13 @@ WARMUP = 200  # steps over which a lambda that starts at 0 grows to its value
 
 @dataclass
 class ConvertConfig(CompareConfig):
-    """What to convert, and the text to test on.
-
-    shards, text: the text to test on, a prepared folder or a text file; None: the source run's validation shards.
-    """
+    """What to convert, and the text to test on."""
 
     what: str = "convert"  # convert | compare: one conversion, or several that are trained on
     debug: bool = False  # also compare loss, perplexity, a greedy sample and every block with the source
-    shards: str | None = None
-    text: str | None = None
-    tokens: int = 65536  # to test on, at most
+    shards: str | None = None  # a prepared folder to test on; None: the validation shards of the source run
+    text: str | None = None  # a text file to test on instead of shards
+    tokens: int = 65536  # how many to test on, at most
     prompt: str = "The quick brown fox"  # of the greedy sample
 
 
@@ -79,7 +76,8 @@ def main(cfg: ConvertConfig) -> None:
         return
     how = Conversion(**{f.name: getattr(cfg, f.name) for f in fields(Conversion)})
     record = convert_run(how, source, windows, Path(cfg.run_dir), cfg)
-    print("\n".join([*describe(record), *next_commands(load_run(cfg.run_dir), how, source)]))
+    print("\n".join(describe(record)))
+    print("\n".join(next_commands(load_run(cfg.run_dir), how, source)))
 
 
 def check(cfg: ConvertConfig) -> None:
