@@ -2,8 +2,9 @@
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,3 +43,15 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
         for line in path.read_text().splitlines():
             if line.endswith("}"):
                 yield json.loads(line)
+
+
+@contextmanager
+def whole_folder(path: Path) -> Iterator[Path]:
+    """A new folder to write into: it becomes `path` at the end of the block, and is deleted if the block fails."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        os.replace(partial, path)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

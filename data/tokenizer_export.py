@@ -1,7 +1,8 @@
 """Our tokenizers as the files that transformers' AutoTokenizer reads: tokenizer.json and tokenizer_config.json.
 
 The vocabulary of a `tiktoken.Encoding` becomes a byte-level BPE of the package `tokenizers`. Tiktoken joins any two
-neighbours that make a token, the earlier token first; so every split of a token into two tokens is a merge of its rank.
+neighbours whose bytes are a token, the token of the lowest rank first. So each way to split a token into two tokens
+becomes a merge, and the rank of the token is the rank of the merge.
 """
 
 import json
@@ -16,12 +17,12 @@ CONFIG = "tokenizer_config.json"
 def export_tokenizer(tokenizer: Tokenizer, folder: str | Path, context: int) -> None:
     """Write tokenizer.json and tokenizer_config.json, with which AutoTokenizer gives the ids of `tokenizer.encode`.
 
-    context: tokens the model takes. Special tokens written out in a text are text, as they are for us; the begin and the
-    end of a document are both `tokenizer.eot`, which AutoTokenizer leaves to its caller, as ours does. ValueError: the
-    package `tokenizers` is missing, or cannot express the encoding's split pattern.
+    context: tokens the model takes. Both tokenizers read special tokens that are written out in a text as text. Begin and
+    end of a document are `tokenizer.eot`, which neither tokenizer adds by itself. ValueError: the package `tokenizers` is
+    missing, or cannot express the encoding's split pattern.
     """
     definition = tokenizer.definition if isinstance(tokenizer, FolderTokenizer) else _definition(tokenizer)
-    definition = {**definition, "post_processor": None}  # would add tokens of its own
+    definition = {**definition, "post_processor": None}  # a post-processor adds tokens
     ours, theirs = tokenizer.encode(SAMPLE), FolderTokenizer(definition, tokenizer.eot).encode(SAMPLE)
     if ours != theirs:
         wrong = f"the tokenizer {tokenizer.name} splits text in a way that the package 'tokenizers' does not repeat"
@@ -67,5 +68,5 @@ def _definition(tokenizer: Tokenizer) -> dict:
 
 
 def _pattern(pattern: str) -> str:
-    """A tiktoken split pattern in Oniguruma's syntax, which spells the end of the text and {n,m}+ in other ways."""
+    """A tiktoken split pattern in the syntax of Oniguruma, which writes \\z for the end of a text and has no {n,m}+."""
     return re.sub(r"(\{\d+,\d*\})\+", r"\1", pattern).replace("$", r"\z")

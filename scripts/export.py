@@ -7,12 +7,10 @@
   python scripts/export.py run=runs/v2 to=safetensors out=weights/v2     weights and configuration under our own names
 
 The folder has config.json, model.safetensors (float32) and the tokenizer as AutoTokenizer reads it. Where transformers is
-installed the folder is loaded with it first, and its logits and token ids compared with ours.
+installed, the command first loads the folder with it and compares logits and token ids with those of the run.
 """
 
-import json
 import os
-import shutil
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -25,10 +23,11 @@ from safetensors.torch import save_file
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from configs import command  # noqa: E402
+from configs.files import whole_folder, write_json  # noqa: E402
 from data.tokenizer import SAMPLE, Tokenizer  # noqa: E402
 from data.tokenizer_export import export_tokenizer  # noqa: E402
 from model.decoder import Decoder  # noqa: E402
-from model.interop.export import Export, export  # noqa: E402
+from model.interop.huggingface import Export, export  # noqa: E402
 from training.checkpoint import load_run  # noqa: E402
 
 TOLERANCE = 1e-4  # of the largest logit; float32 sums in another order differ by some 1e-6
@@ -36,22 +35,22 @@ TOLERANCE = 1e-4  # of the largest logit; float32 sums in another order differ b
 
 @dataclass
 class ExportConfig:
-    run: str = MISSING
+    """What to export. to: diffllama, llama, gpt2, remote or safetensors; None: transformers' own model, or else remote."""
+
+    run: str = MISSING  # folder of the run
     out: str = MISSING  # a folder that does not exist yet
-    to: str | None = (
-        None  # diffllama | llama | gpt2 | remote | safetensors; None: the native one if there is one, else remote
-    )
+    to: str | None = None
     step: int | None = None  # of the checkpoint; None is the newest
-    tokenizer: bool = True  # write its files, too
+    tokenizer: bool = True  # write the tokenizer's files, too
     check: bool = True  # load the folder with transformers and compare
 
 
 def write_folder(found: Export, folder: Path, tokenizer: Tokenizer | None, context: int) -> None:
-    """All files of the export into an empty folder."""
+    """Write all files of the export into an empty folder; without the tokenizer's where `tokenizer` is None."""
     save_file(found.tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    write_json(folder / "config.json", found.config)
     generation = {key: found.config[key] for key in ("bos_token_id", "eos_token_id")}
-    for name, content in (("config.json", found.config), ("generation_config.json", generation)):
-        (folder / name).write_text(json.dumps(content, indent=1) + "\n")
+    write_json(folder / "generation_config.json", generation)
     for name, text in found.files.items():
         (folder / name).write_text(text, encoding="utf-8")
     if tokenizer is not None:
@@ -65,7 +64,7 @@ def difference(folder: Path, model: Decoder, tokenizer: Tokenizer | None) -> flo
     ValueError: it is more than float32 explains, or AutoTokenizer gives other ids than `tokenizer`.
     """
     with tempfile.TemporaryDirectory() as modules:
-        os.environ.setdefault("HF_MODULES_CACHE", modules)  # it keeps a copy of the folder's code, which goes again
+        os.environ.setdefault("HF_MODULES_CACHE", modules)  # transformers' copy of the folder's code is deleted again
         from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 
         logging.set_verbosity_error()
@@ -88,13 +87,13 @@ def difference(folder: Path, model: Decoder, tokenizer: Tokenizer | None) -> flo
 
 
 def load_line(found: Export, out: str) -> str:
-    """How the folder is read again."""
+    """What to type to read the folder again."""
     if found.format == "safetensors":
         return f"read it with model.interop.huggingface.read_folder({out!r})"
-    if found.format == "remote":
-        how = f"AutoModelForCausalLM.from_pretrained({out!r}, trust_remote_code=True), and AutoTokenizer likewise"
-        return f"{how}: its modeling code is in the folder"
-    return f"AutoModelForCausalLM.from_pretrained({out!r})"
+    if found.format != "remote":
+        return f"AutoModelForCausalLM.from_pretrained({out!r})"
+    how = f"AutoModelForCausalLM.from_pretrained({out!r}, trust_remote_code=True), and AutoTokenizer likewise"
+    return f"{how}: its modeling code is in the folder"
 
 
 def check(found: Export, folder: Path, model: Decoder, tokenizer: Tokenizer | None) -> str:
@@ -116,14 +115,9 @@ def main(cfg: ExportConfig) -> None:
     run = load_run(cfg.run, step=cfg.step)
     found = export(run.model, cfg.to, run.tokenizer.eot)
     tokenizer = run.tokenizer if cfg.tokenizer else None
-    part = out.with_name(f".{out.name}.{os.getpid()}.part")
-    part.mkdir(parents=True)
-    try:
-        write_folder(found, part, tokenizer, run.model.cfg.context)
-        said = check(found, part, run.model, tokenizer) if cfg.check else "not compared"
-        os.replace(part, out)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
+    with whole_folder(out) as partial:
+        write_folder(found, partial, tokenizer, run.model.cfg.context)
+        said = check(found, partial, run.model, tokenizer) if cfg.check else "not compared"
     print(f"{out}: {cfg.run} at step {run.step} as {found.format}; {said}")
     print(load_line(found, cfg.out))
 

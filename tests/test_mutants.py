@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from model import conversion
 from model.attention import backends, blocked, diff, introspective, reference
 from model.attention.base import Attention, Heads
 from model.attention.diff import DiffAttention
@@ -22,7 +23,6 @@ from model.attention.temperature import TemperatureAttention
 from model.attention.value_residual import ValueResidualAttention
 from model.cache import LayerCache
 from model.decoder import Decoder
-from model.interop import conversion
 
 VARIANTS, OPERATIONS = "tests/model/test_variants.py", "tests/model/test_backends.py"
 KERNELS, CONVERTED = "tests/model/test_kernels.py", "tests/model/test_conversion.py"

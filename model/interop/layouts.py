@@ -1,8 +1,8 @@
-"""The weights of one published differential attention module, in any published layout, into ours.
+"""Weights of one published differential attention module, in any of the published layouts, as weights of our module.
 
-The systems order nearly the same computation differently: which query heads are one head's two maps, where its value lies,
-what `num_heads` counts, whether grouped keys are paired before or after they are repeated, whether heads are scaled by
-1 - lambda_init. LAYOUTS says what each does; tests/reference/published.py spells each out as a formula.
+The published systems differ in which query heads are the two maps of one head, in where the head's value lies, in what
+`num_heads` counts, in whether grouped keys are paired before or after they are repeated, and in whether heads are scaled by
+1 - lambda_init. LAYOUTS says what each system does; tests/reference/published.py has each as a formula.
 
 Sources: microsoft/unilm, Diff-Transformer and Diff-Transformer-V2; vasqu/multihead-sdpadiff (the package); timm's
 DiffAttention; transformers' DiffLlamaAttention; axolotl-ai-cloud/diff-transformer (its two modes); the companion code of
@@ -24,15 +24,15 @@ TIMM_EPS = 1e-6  # of timm's q_norm, k_norm and norm; its sub_norm has 1e-5
 
 
 class Layout(NamedTuple):
-    """What one system's module holds and what it computes. It has h heads, each of two maps c = 0, 1 of width d."""
+    """What the module of one system holds and computes. It has h heads, each with two maps c = 0, 1 of width d."""
 
-    keys: dict[str, str]  # its parameter: which of ours it holds, stacked in this order
-    options: tuple[dict[str, str], ...] = ()  # more of them; each group is there as a whole or not at all
-    rope: str | None = "interleaved"  # interleaved | half; None: the module knows no positions
+    keys: dict[str, str]  # its parameter: the names of ours whose rows it holds, in this order
+    options: tuple[dict[str, str], ...] = ()  # groups of optional parameters, each present as a whole or not at all
+    rope: str | None = "interleaved"  # interleaved | half; None: the module has no positions
     queries: bool = False  # num_heads counts query heads, two for each of the h, instead of the h
     halves: bool = False  # map c of head i is query head i + c h, instead of 2i + c; values lie in two halves likewise
     double: bool = False  # values have width d, instead of 2d
-    pairings: tuple[str, ...] = ()  # how it pairs and repeats grouped keys, its default first; (): it has none
+    pairings: tuple[str, ...] = ()  # how it pairs and repeats grouped keys, its default first; (): no grouped keys
     scaled: bool = True  # heads are scaled by 1 - lambda_init
     unweighted: str = "none"  # its head norm where it has no weight: none | plain
     eps: float = 1e-5  # of its head norm, unless the caller says otherwise
@@ -84,13 +84,14 @@ def import_attention(
     source: Mapping[str, Tensor], layout: str, *, n_head: int, n_kv_head: int | None = None, layer: int,
     gqa_pairing: str | None = None, norm_eps: float | None = None,
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:  # fmt: skip
-    """The state dict `source` of one attention module of `layout`, as ours.
+    """The state dict `source` of one attention module of `layout`, as a state dict of our module.
 
-    n_head, n_kv_head: the source's own arguments, counted as it counts them (differential heads for microsoft, timm, blog
-    and axolotl_double; output heads for microsoft_v2; the baseline's heads for vasqu, diffllama and axolotl_split).
-    layer: its depth, from 0 (blog: 1 where it was given none). gqa_pairing: of microsoft's grouped keys, pair_first (its
-    flash modules; the default) or repeat_first (its naive one). norm_eps: the source's; None is its default, for diffllama
-    and axolotl that of rms_norm_eps. vasqu without rel_pos: the overrides, and position=none.
+    n_head, n_kv_head: the source's own arguments, counted as the source counts them (differential heads for microsoft,
+    timm, blog and axolotl_double; output heads for microsoft_v2; the baseline's heads for vasqu, diffllama and
+    axolotl_split). layer: the depth, counted from 0 (blog: 1 where the module was given no depth). gqa_pairing: of
+    microsoft's grouped keys, pair_first (its flash modules; the default) or repeat_first (its naive module). norm_eps: of
+    the source; None is the source's default, for diffllama and axolotl that of rms_norm_eps. For vasqu without rel_pos add
+    position=none to the overrides.
 
     Returns the overrides of DecoderConfig and the state dict with which DiffAttention (microsoft_v2: DiffV2Attention)
     computes what the source computes; it loads with strict=True. What changes on the way:
@@ -111,10 +112,10 @@ def import_attention(
     eps = form.eps if norm_eps is None else norm_eps
     if form.halves:
         for name in ("q", "k") if form.double else ("q", "k", "v"):
-            _each(state, name, lambda rows: _interleave_halves(rows, width))
+            change_rows(state, name, lambda rows: heads_in_pairs(rows, width))
     if (gqa_pairing or (*form.pairings, None)[0]) == "repeat_first" and kv_heads < heads:
-        _each(state, "k", lambda rows: _repeat(rows, width, heads // kv_heads))
-        _each(state, "v", lambda rows: _repeat(rows, 2 * width, heads // kv_heads))
+        change_rows(state, "k", lambda rows: _repeat(rows, width, heads // kv_heads))
+        change_rows(state, "v", lambda rows: _repeat(rows, 2 * width, heads // kv_heads))
         kv_heads = heads
     if layout == "timm":
         _fold_timm_eps(state, eps)
@@ -212,16 +213,21 @@ def _checked_width(state: dict[str, Tensor], form: Layout, heads: int, kv_heads:
     return d
 
 
-def _each(state: dict[str, Tensor], name: str, change: Callable[[Tensor], Tensor]) -> None:
-    """Change the rows of a projection's weight, and of its bias where it has one."""
+def change_rows(state: dict[str, Tensor], name: str, change: Callable[[Tensor], Tensor]) -> None:
+    """Change in `state` the rows of the projection `name`: of its weight, and of its bias where it has one."""
     for key in (f"{name}.weight", f"{name}.bias"):
         if key in state:
             state[key] = change(state[key])
 
 
-def _interleave_halves(rows: Tensor, width: int) -> Tensor:
-    """Heads 0..h-1, h..2h-1 in the order 0, h, 1, h + 1, ..: the two of a pair become neighbours."""
+def heads_in_pairs(rows: Tensor, width: int) -> Tensor:
+    """Heads 0..h-1, h..2h-1 in the order 0, h, 1, h + 1, ..: the two heads of a pair become neighbours."""
     return rows.unflatten(0, (2, -1, width)).transpose(0, 1).flatten(0, 2)
+
+
+def heads_in_halves(rows: Tensor, width: int) -> Tensor:
+    """Heads 0, 1, 2, 3, .. in the order 0, 2, .., 1, 3, ..: the inverse of `heads_in_pairs`."""
+    return rows.unflatten(0, (-1, 2, width)).transpose(0, 1).flatten(0, 2)
 
 
 def _repeat(rows: Tensor, width: int, times: int) -> Tensor:
@@ -238,8 +244,8 @@ def _fold_timm_eps(state: dict[str, Tensor], eps: float) -> None:
     """s x / sqrt(mean(s x)^2 + eps) is x / sqrt(mean(x^2) + eps / s^2): inputs scaled by s have the norm's eps over s^2."""
     s = math.sqrt(eps / TIMM_EPS)
     if "q_norm.weight" in state:
-        _each(state, "q", lambda rows: _scaled(rows, s))
-        _each(state, "k", lambda rows: _scaled(rows, s))
+        change_rows(state, "q", lambda rows: _scaled(rows, s))
+        change_rows(state, "k", lambda rows: _scaled(rows, s))
     if "scale_norm.weight" in state:
         state["head_norm.weight"] = _scaled(state["head_norm.weight"], s)
 

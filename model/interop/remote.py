@@ -1,133 +1,110 @@
-"""Our decoder as a model of transformers: the code that an exported folder of `to=remote` carries beside the model's own.
+"""Our own formats, for every variant: the decoder's configuration and tensors under our names, with the code or without.
 
-Written for transformers 5. `AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)` runs it.
+The code is modeling.py beside this file, and the modules of model/ that modeling.py needs, side by side in one folder.
 """
 
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
-from transformers.cache_utils import DynamicCache, DynamicLayer
-from transformers.generation import GenerationMixin
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from model.config import decoder_config
+from model.config import DecoderConfig, decoder_config
 from model.decoder import Decoder
-from model.rotary import rope_table
+from model.interop.format import Format
+
+MODEL = Path(__file__).parents[1]  # the package `model`
+KERNELS = '''"""The fused kernels of the project are not part of an exported folder."""
 
 
-class VariantConfig(PretrainedConfig):
-    """`stack` holds the fields of our DecoderConfig; the names that transformers' tools look for follow from them."""
-
-    model_type = "attention_variants"
-
-    def __init__(self, stack: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        self.stack = stack or {}
-        cfg = decoder_config(self.stack)
-        kwargs.setdefault("tie_word_embeddings", cfg.tie)
-        self.vocab_size, self.hidden_size, self.intermediate_size = cfg.vocab_size, cfg.d_model, cfg.d_ff
-        self.num_hidden_layers, self.num_attention_heads = cfg.n_layer, cfg.n_head
-        self.num_key_value_heads, self.head_dim = cfg.n_kv_head, cfg.head_dim
-        self.max_position_embeddings = cfg.context
-        super().__init__(**kwargs)
+def unavailable(d, dv):
+    return "the fused backend is not part of an exported folder: use backend=sdpa"
 
 
-class VariantForCausalLM(PreTrainedModel, GenerationMixin):
-    """A Decoder behind transformers' interface: logits, loss, and generation with its DynamicCache."""
-
-    config_class = VariantConfig
-    _tied_weights_keys = {"decoder.head.weight": "decoder.embedding.weight"}
-    accepts_loss_kwargs = False  # transformers' Trainer: the loss is a mean, to be divided by accumulation steps
-
-    def __init__(self, config: VariantConfig) -> None:
-        super().__init__(config)
-        self.decoder = Decoder(decoder_config(config.stack))
-        self.post_init()
-
-    def _init_weights(self, module: nn.Module) -> None:
-        # from_pretrained makes the model without storage and fills in what the files have; the rotations they have not.
-        if isinstance(module, Decoder):
-            cos, sin = rope_table(module.cfg.context, module.cfg.head_dim, module.cfg.rope_theta, module.cos.device)
-            module.cos.copy_(cos)
-            module.sin.copy_(sin)
-
-    def get_input_embeddings(self) -> nn.Embedding:
-        return self.decoder.embedding
-
-    def get_output_embeddings(self) -> nn.Linear:
-        return self.decoder.head
-
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        past_key_values: DynamicCache | None = None,
-        labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        logits_to_keep: int = 0,
-        **ignored: Any,
-    ) -> CausalLMOutputWithPast:
-        """input_ids (B, T) -> logits (B, T, V), or those of the last `logits_to_keep` tokens; labels -100 are not scored.
-
-        attention_mask (B, S): 0 marks padding, S counting the cached tokens. Maps and hidden states are not returned.
-        """
-        if ignored.get("inputs_embeds") is not None:
-            raise ValueError("this model takes input_ids only: leave out inputs_embeds")
-        if past_key_values is None and use_cache and not self.training:
-            past_key_values = DynamicCache()
-        cache = None if past_key_values is None else _Cache(past_key_values, self.config.num_hidden_layers)
-        S = input_ids.shape[1] + (cache.length if cache else 0)
-        rows = torch.arange(S - logits_to_keep, S, device=input_ids.device) if logits_to_keep else None
-        logits = self.decoder(input_ids, cache=cache, keys=self._keys(attention_mask), rows=rows)
-        loss = None
-        if labels is not None:
-            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten().to(logits.device))
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
-
-    def _keys(self, attention_mask: Tensor | None) -> Tensor | None:
-        """Which keys may be seen, (B, S); None where there is no padding."""
-        if attention_mask is None or attention_mask.all():
-            return None
-        if attention_mask.dim() != 2:
-            raise ValueError("this model takes an attention_mask (B, S) of zeros and ones: leave out 4-D masks")
-        if self.decoder.positions is not None and not attention_mask[:, 0].all():
-            raise ValueError(
-                "padding on the left shifts learned positions: give prompts of one length, or one at a time"
-            )
-        return attention_mask.bool()
+def attend_diff(*_):
+    raise ValueError(unavailable(0, 0))
+'''
 
 
-class _Cache:
-    """transformers' cache as the decoder's KVCache: a layer of it holds one attention call's keys and values."""
+class Safetensors(Format):
+    """Weights and configuration. `stack` in config.json has the fields of DecoderConfig."""
 
-    def __init__(self, past: DynamicCache, n_layer: int) -> None:
-        if type(past) is not DynamicCache or past.offloading:
-            raise ValueError(
-                f"this model has no cache of the kind {type(past).__name__}: leave out cache_implementation"
-            )
-        self.past, self.n_layer, self.length = past, n_layer, past.get_seq_length()
+    architecture, model_type, settings = "VariantForCausalLM", "attention_variants", {}
 
-    def layer(self, index: int) -> "_LayerCache":
-        return _LayerCache(self, index)
+    def our_config(self, config: dict[str, Any]) -> DecoderConfig:
+        try:
+            return decoder_config(config["stack"]).filled()
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"config.json is not this project's ({error!r}): export the run again") from None
 
-    def seen(self, tokens: Tensor) -> Tensor:
-        """All token ids so far, (B, S). Kept in the cache too, so that beams reorder them with the keys."""
-        column = tokens[:, None, :, None]  # (B, 1, T, 1)
-        return self.update(column, column, self.n_layer)[0][:, 0, :, 0]
+    def their_config(self, cfg: DecoderConfig) -> dict[str, Any]:
+        stack = replace(cfg, backend="auto", dropout=0.0, attention_dropout=0.0)
+        return super().their_config(cfg) | {"stack": asdict(stack)}
 
-    def update(self, k: Tensor, v: Tensor, index: int) -> tuple[Tensor, Tensor]:
-        while len(self.past.layers) <= index:  # it may have been made for one call per layer
-            self.past.layers.append(DynamicLayer())
-        return self.past.update(k, v, index)
+    def refusal(self, model: Decoder) -> str | None:
+        return None
+
+    def modules(self, cfg: DecoderConfig) -> Iterator[tuple[list[str], str]]:
+        with torch.device("meta"):
+            return iter([([name], f"decoder.{name}") for name in Decoder(cfg).state_dict()])
 
 
-class _LayerCache:
-    """One layer's view of it, as model/cache.py has it."""
+class Remote(Safetensors):
+    """The same with the code that runs it: transformers loads it with trust_remote_code=True."""
 
-    def __init__(self, cache: _Cache, index: int) -> None:
-        self.cache, self.index = cache, index
+    def their_config(self, cfg: DecoderConfig) -> dict[str, Any]:
+        code = {"AutoConfig": "modeling.VariantConfig", "AutoModelForCausalLM": f"modeling.{self.architecture}"}
+        return super().their_config(cfg) | {"auto_map": code}
 
-    def append(self, k: Tensor, v: Tensor, slot: int = 0) -> tuple[Tensor, Tensor]:
-        return self.cache.update(k, v, slot * (self.cache.n_layer + 1) + self.index)
+    def files(self) -> dict[str, str]:
+        return flattened()
+
+
+def flattened() -> dict[str, str]:
+    """modeling.py and the modules that it needs, side by side in one folder: {"attention_diff.py": source}.
+
+    transformers loads no subfolders, and copies only the modules whose relative imports it finds in the text of
+    modeling.py, so modeling.py names all of them.
+    """
+    sources: dict[str, str] = {}
+    waiting = ["interop.modeling"]
+    while waiting:
+        module = waiting.pop()
+        if _flat(module) not in sources:
+            kernels = module.startswith("attention.kernels")
+            text, needs = _relative(KERNELS if kernels else _file(module).read_text(encoding="utf-8"))
+            where = f"model/{module.replace('.', '/')}"
+            sources[_flat(module)] = f"# From the project's {where}, imports made relative.\n{text}"
+            waiting += needs
+    names = [f"from .{name} import __doc__ as _  # noqa: F401\n" for name in sorted(sources) if name != "modeling"]
+    sources["modeling"] += "\n# transformers copies the modules that it finds named here.\n" + "".join(names)
+    return {f"{name}.py": text for name, text in sources.items()}
+
+
+def _flat(module: str) -> str:
+    known = {"interop.modeling": "modeling", "attention.kernels.diff": "attention_kernels"}
+    return known.get(module, module.replace(".", "_"))
+
+
+def _file(module: str) -> Path | None:
+    path = MODEL / module.replace(".", "/")
+    return next((file for file in (path / "__init__.py", path.with_suffix(".py")) if file.is_file()), None)
+
+
+def _relative(text: str) -> tuple[str, list[str]]:
+    """`text` with `from model.a.b import c` as `from .a_b import c`, and the modules it needs."""
+    needs: list[str] = []
+
+    def rewritten(found: re.Match) -> str:
+        indent, module, names = found.groups()
+        inside = [f"{module}.{name.strip()}" for name in names.split(",")]
+        if all(map(_file, inside)):
+            needs.extend(inside)
+            renamed = [f"{_flat(name)} as {name.rpartition('.')[2]}" for name in inside]
+            return f"{indent}from . import {', '.join(renamed)}"
+        needs.append(module)
+        return f"{indent}from .{_flat(module)} import {names}"
+
+    return re.sub(r"^(\s*)from model\.([\w.]+) import (.+)$", rewritten, text, flags=re.MULTILINE), needs

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from model.attention.diff import VECTORS, lambda_init
 from model.config import DecoderConfig
+from model.conversion import Conversion, change, convert, converted_config
 from model.decoder import Decoder
-from model.interop.conversion import Conversion, change, convert, converted_config
 
 SHAPES = {
     "mha": {},

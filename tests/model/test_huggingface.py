@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from model.config import DecoderConfig, decoder_config
 from model.decoder import Decoder
-from model.interop import huggingface
-from model.interop.export import export, flattened
-from model.interop.huggingface import read_folder
+from model.interop import folder as folders
+from model.interop.huggingface import export, read_folder
+from model.interop.remote import flattened
 from tests.variants import VARIANTS, config, randomized
 
 transformers = pytest.importorskip("transformers", reason="needs the package transformers")
@@ -185,6 +186,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "another vocabulary": (lambda folder: edit(folder, vocab_size=99), "embedding.weight is (61, 32), not (99, 32)"),
     "heads that do not divide": (lambda folder: edit(folder, num_key_value_heads=3), "does not divide"),
     "no number": (lambda folder: edit(folder, hidden_size="wide"), "a number for hidden_size"),
+    "half a unit": (lambda folder: edit(folder, intermediate_size=56.5), "does not describe a model"),
 }  # fmt: skip
 
 
@@ -223,7 +225,7 @@ def test_names_of_the_hub(llama_folder: Path, monkeypatch: pytest.MonkeyPatch, t
     asked = []
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **o: asked.append((a, o)) or str(llama_folder))
     cfg, _ = read_folder("somebody/small-model")
-    assert cfg.n_layer == 3 and asked == [(("somebody/small-model",), {"allow_patterns": huggingface.HUB_FILES})]
+    assert cfg.n_layer == 3 and asked == [(("somebody/small-model",), {"allow_patterns": folders.HUB_FILES})]
 
     def refuse(*_: object, **__: object) -> None:
         raise OSError("no network\nat all")
@@ -334,12 +336,59 @@ def test_an_unknown_format_is_refused() -> None:
         export(ours({}), "onnx")
 
 
+# --- there and back -------------------------------------------------------------------------------------------------
+
+
+def assert_same_tensors(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_an_imported_folder_is_exported_to_the_bit(name: str, tmp_path: Path) -> None:
+    theirs(name).save_pretrained(tmp_path)
+    found = export(loaded(tmp_path))
+    wanted = load_file(tmp_path / "model.safetensors")
+    assert found.format == SOURCES[name][0].lower()
+    added = found.tensors.keys() - wanted.keys()  # we have biases on all projections or on none
+    assert all(key.endswith("_proj.bias") and not found.tensors[key].any() for key in added)
+    assert_same_tensors({key: value for key, value in found.tensors.items() if key not in added}, wanted)
+    config = json.loads((tmp_path / "config.json").read_text())
+    may_differ = {"bos_token_id", "eos_token_id", "n_inner"}  # the run's tokens; a width that was left to its default
+    may_differ |= {"attention_bias", "mlp_bias"} if added else {"embd_pdrop", "resid_pdrop", "attn_pdrop"}
+    assert {key for key in found.config.keys() & config.keys() if found.config[key] != config[key]} <= may_differ
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_an_exported_model_is_imported_and_exported_again_to_the_bit(name: str, tmp_path: Path) -> None:
+    model = ours(NATIVE[name][1])
+    first = export(model)
+    write(model, tmp_path)
+    back = loaded(tmp_path)
+    second = export(back)
+    assert (second.format, second.config) == (first.format, first.config)
+    assert_same_tensors(second.tensors, first.tensors)
+    if name in ("llama", "llama, grouped, head_dim", "gpt2, biases, untied"):  # nothing had to be rearranged
+        assert back.cfg == replace(model.cfg, match="none")
+        assert_same_tensors(back.state_dict(), model.state_dict())
+
+
+@pytest.mark.parametrize("to", ("remote", "safetensors"))
+@pytest.mark.parametrize("name", VARIANTS)
+def test_our_own_formats_keep_every_variant_to_the_bit(name: str, to: str, tmp_path: Path) -> None:
+    model = randomized(name).float()
+    write(model, tmp_path, to)
+    back = loaded(tmp_path)
+    assert back.cfg == model.cfg
+    assert_same_tensors(back.state_dict(), model.state_dict())
+
+
 # --- our own code in the folder -------------------------------------------------------------------------------------
 
 
 def remote(model: Decoder) -> torch.nn.Module:
     """The model behind transformers' interface, from the repository's module, with the model's weights."""
-    from model.interop.remote import VariantConfig, VariantForCausalLM
+    from model.interop.modeling import VariantConfig, VariantForCausalLM
 
     found = export(model, "remote")
     wrapped = VariantForCausalLM(VariantConfig(**found.config))

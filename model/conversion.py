@@ -1,23 +1,23 @@
-"""A trained baseline as a differential stack: what it computes is kept as far as the target can, and it can be trained on.
+"""A trained baseline becomes a differential stack that keeps the baseline's function where it can, and can be trained on.
 
-With A = softmax(Q K' / sqrt d) of a baseline head, W the output projection, lam lambda and li lambda_init:
+A = softmax(Q K' / sqrt d) is the map of a baseline head, W its output projection, lam is lambda and li is lambda_init:
 
-- heads=double, init=zero: a second map beside every head, lam = 0 exactly: the function is the baseline's.
-- heads=double, init=mirror: second maps are copies, (A - lam A) V = (1 - lam) A V; W / ((1 - lam) (1 - li)) makes it A V.
-- heads=split: two heads become one, values (V, V'); their queries and keys are kept. At lam = 0 it computes A (V, V'), and
-  the baseline had A V and A' V': half of the maps are not used yet, which no scale of W can mend.
-- diff_v2: every query head gets a second one. lambda is sigmoid(bias) for all tokens: with copied second maps
+- heads=double, init=zero: a second map beside every head, and lam = 0 exactly. The function is the baseline's.
+- heads=double, init=mirror: the second maps are copies, so (A - lam A) V = (1 - lam) A V, and W / ((1 - lam) (1 - li)) makes
+  that A V.
+- heads=split: two heads become one with the values (V, V'), and keep their queries and keys. At lam = 0 the new head computes
+  A (V, V') where the baseline computed A V and A' V': half of the maps are unused, and no scale of W can change that.
+- diff_v2: every query head gets a second one. lambda is sigmoid(bias) for all tokens; where the second maps are copies,
   W / (1 - sigmoid(bias)) keeps the function.
 
-The options are those of axolotl-ai-cloud/diff-transformer's converter. Its zero-init has lambda vectors that are all zero, so
-that neither they nor the second maps ever get a gradient; its split-heads draws new queries and keys.
+The options are those of the converter in axolotl-ai-cloud/diff-transformer. Its zero-init sets all lambda vectors to zero, so
+that neither the vectors nor the second maps ever get a gradient. Its split-heads draws new queries and keys.
 """
 
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -27,19 +27,19 @@ from model.attention.diff_v2 import DiffV2Attention, DiffV2Config
 from model.config import DecoderConfig
 from model.decoder import Decoder
 
-LARGEST_LAMBDA = 0.95  # mirror multiplies the output projection by 1 / (1 - lambda) and more
+LARGEST_LAMBDA = 0.95  # init=mirror divides the output projection by 1 - lambda, and by 1 - lambda_init
 
 
 @dataclass
 class Conversion:
-    """How to convert. second: what the added maps start from, the first ones (copy) or fresh weights (random).
+    """How to convert. to=same changes nothing.
 
-    init: zero (lambda starts at 0) or mirror (at lambda_init: a constant, or None for the paper's schedule over depth).
+    init: zero (lambda starts at 0) or mirror (lambda starts at lambda_init).
     heads: double (every head gets a second map) or split (pairs of heads become one, without new queries or keys).
-    sublayer_norm: a norm per head after the difference, as the paper has it; that changes the function. (Of a copied map lambda
-    subtracts a part of the head itself, which the norm restores: take second=random, or lambda's gradient is the norm's eps
-    alone until the two maps differ.) lambda_bias: of diff_v2, whose lambda starts at sigmoid(lambda_bias). to=same changes
-    nothing.
+    second: what the added maps start from, the first maps (copy) or fresh weights (random).
+    sublayer_norm: a norm per head after the difference, as the paper has it; the norm changes the function. Use second=random
+    with it: with second=copy the norm undoes the subtraction, and lambda gets almost no gradient until the two maps differ.
+    lambda_bias: of diff_v2, whose lambda starts at sigmoid(lambda_bias).
     """
 
     to: str = "diff"  # diff | diff_v2 | same
@@ -47,7 +47,7 @@ class Conversion:
     heads: str = "double"  # double | split
     second: str = "copy"  # copy | random
     sublayer_norm: bool = False
-    lambda_init: float | None = None
+    lambda_init: float | None = None  # init=mirror: where lambda starts; None: the schedule of the paper
     lambda_bias: float = -4.0
 
     def check(self) -> None:
@@ -78,7 +78,7 @@ class Conversion:
 
     @property
     def waits(self) -> bool:
-        """Whether second maps get their first gradient one step after lambda does: at lambda 0 nobody looks at them."""
+        """Whether second maps get their first gradient one step after lambda does: at lambda 0 they have no effect."""
         return self.to == "diff" and self.init == "zero"
 
 
@@ -116,9 +116,9 @@ def converted_config(cfg: DecoderConfig, how: Conversion) -> DecoderConfig:
 def convert(source: Decoder, how: Conversion, seed: int = 0, tokens: Tensor | None = None) -> Decoder:
     """`source`, a baseline, as the decoder that `how` asks for, in evaluation mode and float32 on the CPU.
 
-    seed: of what is new and random, the lambda vectors and second=random. tokens (B, T): with sublayer_norm, text on which
-    the heads' sizes are measured, so that the output projection restores on average what the norm takes from them.
-    ValueError as in `converted_config`.
+    seed: of the new weights that are random: the lambda vectors, and the second maps with second=random.
+    tokens (B, T): with sublayer_norm, a text on which the sizes of the heads are measured, so that the output projection
+    gives back on average the size that the norm takes away. ValueError as in `converted_config`.
     """
     cfg = converted_config(source.cfg, how)
     target = Decoder(cfg, seed=seed)
@@ -144,7 +144,7 @@ def _double(old: dict[str, Tensor], new: dict[str, Tensor], target: DiffAttentio
             new[name] = _beside(old[name], new[name], target.width, how.second)
     new |= {name: value for name, value in old.items() if name[0] in "vo"}
     _start_lambda(new)
-    # A head norm undoes 1 - lam itself; random second maps come with lam = 0.
+    # The head norm undoes the factor 1 - lam. Random second maps come with lam = 0.
     lam = 0.0 if how.sublayer_norm or how.second == "random" else _lambda(new, target.lambda_init)
     new["out.weight"] = _over(old["out.weight"], (1 - lam) * (1 - target.lambda_init))
 
@@ -179,7 +179,10 @@ def _to_diff_v2(old: dict[str, Tensor], new: dict[str, Tensor], target: DiffV2At
 
 
 def _restore_sizes(normed: Decoder, plain: Decoder, tokens: Tensor) -> None:
-    """Output projections of `normed` as those of `plain`, the same conversion without norms, times each head's mean rms."""
+    """Set the output projections of `normed` to those of `plain` times the mean rms of each head.
+
+    plain: the same conversion without norms.
+    """
     sizes: list[Tensor] = []
 
     def measure(module: nn.Module, inputs: tuple[Tensor]) -> None:  # of the merged heads (B, T, h dv)
@@ -187,7 +190,7 @@ def _restore_sizes(normed: Decoder, plain: Decoder, tokens: Tensor) -> None:
         sizes.append(heads.square().mean(-1).sqrt().mean((0, 1)))  # (h,)
 
     hooks = [block.attention.out.register_forward_pre_hook(measure) for block in plain.blocks]
-    plain(tokens.cpu(), rows=torch.zeros(1, dtype=torch.long))  # one row of logits: none are needed
+    plain(tokens.cpu(), rows=torch.zeros(1, dtype=torch.long))  # one row of logits, because none are needed
     for hook in hooks:
         hook.remove()
     for size, before, after in zip(sizes, plain.blocks, normed.blocks, strict=True):
@@ -204,9 +207,9 @@ def _beside(rows: Tensor, fresh: Tensor, width: int, second: str) -> Tensor:
 
 
 def _start_lambda(new: dict[str, Tensor]) -> None:
-    """Both exponentials alike and not at their flat point: lam is lambda_init to the bit, and all four vectors learn.
+    """Give both exponentials the same vectors, so that lam is lambda_init to the bit, and all four vectors learn.
 
-    d lam / d lambda_q1 = exp(..) lambda_k1 and d lam / d lambda_q2 = -exp(..) lambda_k2, neither of them zero.
+    d lam / d lambda_q1 = exp(..) lambda_k1 and d lam / d lambda_q2 = -exp(..) lambda_k2 are not zero.
     """
     for name in ("lambda_q", "lambda_k"):
         new[f"{name}2"] = new[f"{name}1"].clone()
@@ -233,9 +236,6 @@ class Change:
     mean_logit: float
     hidden: list[float]
     tokens: int
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @torch.inference_mode()

@@ -1,0 +1,85 @@
+"""DiffLlama as transformers has it (modeling_diffllama.py, 5.23): our `diff`, with its heads in another order.
+
+Map c of head i is query head i + c h (ours: 2i + c), and values lie in two halves likewise. Its norm per head has no weight,
+its lambda has the form of vectors and starts at the paper's schedule, and its feed-forward network has no biases.
+"""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from model.attention.diff import VECTORS, DiffConfig
+from model.attention.diff import lambda_init as scheduled
+from model.config import DecoderConfig
+from model.decoder import Decoder
+from model.interop.format import Format
+from model.interop.layouts import change_rows, heads_in_halves, heads_in_pairs
+from model.interop.llama import Llama
+
+
+class DiffLlama(Llama):
+    """DiffLlamaForCausalLM: Llama's names, and the four vectors of lambda."""
+
+    architecture, model_type, letter = "DiffLlamaForCausalLM", "diffllama", "d"
+    defaults = Llama.defaults | {"rms_norm_eps": 1e-5}
+    block_names = Llama.block_names | {f"attention.{name}": f"self_attn.{name}" for name in VECTORS}
+
+    def our_config(self, config: dict[str, Any]) -> DecoderConfig:
+        return replace(super().our_config(config), diff=DiffConfig(head_norm="plain"))
+
+    def their_config(self, cfg: DecoderConfig) -> dict[str, Any]:
+        config = super().their_config(cfg) | {"attention_dropout": 0.0}  # DiffLlama refuses any other
+        return {key: value for key, value in config.items() if key != "mlp_bias"}
+
+    def refusal(self, model: Decoder) -> str | None:
+        diff = model.cfg.diff
+        biases = [p for name, p in model.named_parameters() if ".mlp." in name and name.endswith(".bias")]
+        reasons = {
+            f"which has diff.heads={diff.heads} and not half": diff.heads != "half",
+            "which has no norm over each head": diff.head_norm == "none",
+            "which has a norm over queries and keys or over the merged heads": diff.qk_norm or diff.scale_norm,
+            "whose feed-forward network has biases": any(bias.any() for bias in biases),
+        }
+        why = next((reason for reason, holds in reasons.items() if holds), None)
+        # Llama's own reasons are left out: transformers takes a DiffLlama whose heads do not divide its width.
+        return Format.refusal(self, model) or why
+
+    def to_ours(self, state: dict[str, Tensor], cfg: DecoderConfig) -> dict[str, Tensor]:
+        for layer in range(cfg.n_layer):
+            for part in "qkv":
+                change_rows(state, f"blocks.{layer}.attention.{part}", lambda rows: heads_in_pairs(rows, cfg.head_dim))
+            state[f"blocks.{layer}.attention.lambda_mix"] = torch.ones(())
+        return state
+
+    def to_theirs(self, model: Decoder) -> dict[str, Tensor]:
+        """Our tensors in DiffLlama's order. `out` and the vectors of lambda take up what DiffLlama has no place for.
+
+        The columns of `out` are multiplied by the weight of our head norm, and by the quotient of the two factors
+        1 - lambda_init, which is 1 where our lambda_init is the schedule's. Where our lambda has another form than
+        vectors, another start than the schedule, or an unfinished warm-up, new vectors give the same lambda.
+        """
+        state = super().to_theirs(model)
+        width = model.cfg.head_dim
+        for layer, block in enumerate(model.blocks):
+            attention, prefix = block.attention, f"blocks.{layer}.attention."
+            for part in "qkv":
+                change_rows(state, prefix + part, lambda rows: heads_in_halves(rows, width))
+            factor = (1 - attention.lambda_init) / (1 - scheduled(layer))
+            gain = state.get(f"{prefix}head_norm.weight", torch.ones(2 * width))
+            state[f"{prefix}out.weight"] = state[f"{prefix}out.weight"] * (gain * factor).repeat(attention.heads)
+            own = attention.lambda_form == "vectors" and attention.lambda_mix == 1
+            if not own or abs(attention.lambda_init - scheduled(layer)) >= 1e-9:
+                vectors = _vectors(attention.lam().item() - scheduled(layer), width)
+                state |= {prefix + name: vector for name, vector in vectors.items()}
+        return state
+
+
+def _vectors(difference: float, width: int) -> dict[str, Tensor]:
+    """Vectors with exp(q1.k1) - exp(q2.k2) = difference: one exponential is 1, the other larger."""
+    vectors = {name: torch.zeros(width) for name in VECTORS}
+    vectors["lambda_k1"][0] = vectors["lambda_k2"][0] = 1.0
+    vectors["lambda_q1" if difference > 0 else "lambda_q2"][0] = math.log(1 + abs(difference))
+    return vectors

@@ -1,0 +1,126 @@
+"""What every format shares in reading a model folder: where it is, its config.json, its safetensors, and what is refused."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
+HUB_FILES = ["*.json", "*.safetensors"]  # nothing pickled, no code
+HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+SAVE_AGAIN = "load it with transformers and save it again with save_pretrained(FOLDER)"
+
+
+def local_folder(name: str | Path) -> Path:
+    """The folder `name`, or a download of the model of that name on the Hugging Face hub. ValueError if there is neither."""
+    path = Path(name)
+    if path.is_dir():
+        return path
+    if path.exists() or not HUB_NAME.fullmatch(str(name)):
+        raise ValueError(
+            f"{name} is not a folder: give one with config.json and model.safetensors, or a name of the hub"
+        )
+    try:
+        from huggingface_hub import snapshot_download
+    except ModuleNotFoundError:
+        raise ValueError(
+            f"there is no folder {name}, and models of the hub need a package: pip install huggingface_hub"
+        ) from None
+    try:
+        return Path(snapshot_download(str(name), allow_patterns=HUB_FILES))
+    except Exception as error:  # the errors of the hub and of the http library have no common class
+        said = " ".join(str(error).split())[:200]
+        wrong = f"there is no folder {name}, and the hub did not give it ({type(error).__name__}: {said})"
+        raise ValueError(f"{wrong}: correct the name, or download it and give its folder") from None
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The content of the folder's config.json. ValueError if it is missing, damaged, or of quantized weights."""
+    file = path / "config.json"
+    if not file.is_file():
+        fix = "give the folder that save_pretrained wrote"
+        if (path / "adapter_config.json").exists():
+            fix = "merge the adapter into its model first (peft's merge_and_unload) and save that"
+        raise ValueError(f"{path} has no config.json: {fix}")
+    try:
+        config = json.loads(file.read_text())
+    except ValueError:
+        config = None
+    if not isinstance(config, dict):
+        raise ValueError(f"{file} is not JSON of a model: {SAVE_AGAIN}")
+    if config.get("quantization_config"):
+        raise ValueError(
+            f"{path} holds quantized weights: give the folder of the model in float32, bfloat16 or float16"
+        )
+    return config
+
+
+def number(config: dict[str, Any], key: str, defaults: dict[str, float | None]) -> Any:
+    """The number that config.json has for `key`, or else its default. ValueError if there is neither."""
+    value = config.get(key)
+    if value is None and key in defaults:
+        return defaults[key]
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"config.json lacks a number for {key}: copy the model's own config.json into the folder")
+    return value
+
+
+def allow_only(config: dict[str, Any], **allowed: tuple) -> None:
+    """ValueError where config.json has one of these keys with a value that our decoder cannot compute."""
+    for key, values in allowed.items():
+        if key in config and config[key] not in values:
+            known = " or ".join(map(str, values))
+            raise ValueError(
+                f"config.json says {key}={config[key]}, and our decoder has only {known}: use another model"
+            )
+
+
+class Weights:
+    """The tensors of a folder as float32, each to be taken once. ValueError for missing, pickled and damaged files."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.tensors = path, {}
+        for file in _weight_files(path):
+            try:
+                self.tensors |= {name: tensor.float() for name, tensor in load_file(file).items()}
+            except FileNotFoundError:
+                raise ValueError(
+                    f"{path} lacks {file.name}, which its index lists: copy the whole folder again"
+                ) from None
+            except (SafetensorError, OSError) as error:
+                raise ValueError(f"{file} cannot be read ({error}): copy the folder again") from None
+
+    def take(self, name: str) -> Tensor:
+        """The tensor `name`, which is forgotten. ValueError if the folder lacks it."""
+        if name not in self.tensors:
+            raise ValueError(f"{self.path} lacks the tensor {name} that its config.json asks for: {SAVE_AGAIN}")
+        return self.tensors.pop(name)
+
+    def drop(self, pattern: str) -> None:
+        """Forget the tensors whose whole name matches the regular expression `pattern`."""
+        self.tensors = {name: tensor for name, tensor in self.tensors.items() if not re.fullmatch(pattern, name)}
+
+    def refuse_leftovers(self) -> None:
+        """ValueError if a tensor was not taken."""
+        if self.tensors:
+            some = ", ".join(sorted(self.tensors)[:3])
+            wrong = f"{self.path} holds {len(self.tensors)} tensors that its config.json does not ask for ({some})"
+            raise ValueError(f"{wrong}: {SAVE_AGAIN}")
+
+
+def _weight_files(path: Path) -> list[Path]:
+    if (path / INDEX).is_file():
+        try:
+            names = set(json.loads((path / INDEX).read_text())["weight_map"].values())
+            return [path / Path(name).name for name in sorted(names)]
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise ValueError(f"{path / INDEX} is damaged: {SAVE_AGAIN}") from None
+    if not (path / WEIGHTS).is_file():
+        pickled = [file.name for file in (*path.glob("*.bin"), *path.glob("*.pt"), *path.glob("*.pth"))]
+        wrong = f"only pickled weights ({pickled[0]}), which can run code" if pickled else f"no {WEIGHTS}"
+        raise ValueError(f"{path} has {wrong}: {SAVE_AGAIN}")
+    return [path / WEIGHTS]

@@ -1,0 +1,142 @@
+"""A format is one architecture of transformers: tables of its names beside ours, which importing and exporting both read."""
+
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from model.config import DecoderConfig
+from model.decoder import Decoder, layer_letter
+from model.interop.folder import SAVE_AGAIN, Weights, number
+
+
+class Format:
+    """The tables of one architecture, and the two directions in which they are read.
+
+    A subclass fills in the tables, and rearranges rows in `to_ours` and `to_theirs` where theirs lie in another order.
+    Where a table has several of our names (with blanks between them), their tensor holds the rows of ours in that order.
+    """
+
+    architecture: ClassVar[str]  # the class that config.json names
+    model_type: ClassVar[str]
+    letter: ClassVar[str] = "b"  # of our attention variant
+    parts: ClassVar[dict[str, tuple[str, ...]]]  # field of DecoderConfig: the values that the architecture can compute
+    settings: ClassVar[dict[str, str]]  # number in config.json: field of DecoderConfig
+    defaults: ClassVar[dict[str, float | None]]  # of the numbers that config.json may leave out; None: DecoderConfig's
+    names: ClassVar[dict[str, str]]  # our module, or parameter: theirs
+    blocks: ClassVar[str]  # what stands before their names in block {}
+    block_names: ClassVar[dict[str, str]]  # our module, or parameter, in a block: theirs
+    transposed: ClassVar[tuple[str, ...]] = ()  # ends of the names of their tensors that are (in, out)
+
+    def our_config(self, config: dict[str, Any]) -> DecoderConfig:
+        """Our configuration for a config.json. ValueError for a function that our decoder cannot compute."""
+        fields = {ours: number(config, theirs, self.defaults) for theirs, ours in self.settings.items()}
+        fields |= {field: allowed[0] for field, allowed in self.parts.items()}
+        return DecoderConfig(layers=self.letter, match="none", **fields)
+
+    def their_config(self, cfg: DecoderConfig) -> dict[str, Any]:
+        """The content of config.json for a decoder's own configuration, in which nothing is left to derive."""
+        about = {"architectures": [self.architecture], "model_type": self.model_type, "tie_word_embeddings": cfg.tie}
+        return about | {theirs: getattr(cfg, ours) for theirs, ours in self.settings.items()}
+
+    def refusal(self, model: Decoder) -> str | None:
+        """Why this format cannot hold the function of `model`; None if it can."""
+        cfg = model.cfg
+        if {layer_letter(cfg, layer) for layer in range(cfg.n_layer)} != {self.letter}:
+            return f"whose layers={cfg.layers} are not {self.letter} throughout"
+        if cfg.window is not None:
+            return f"whose queries see a window of {cfg.window} keys"
+        if cfg.document_mask:
+            return "whose tokens see their own document only"
+        for field, allowed in self.parts.items():
+            if getattr(cfg, field) not in allowed:
+                return f"which has {field}={getattr(cfg, field)} and not {' or '.join(allowed)}"
+        return None
+
+    def biased(self, config: dict[str, Any]) -> tuple[str, ...]:
+        """Their modules that have biases are those with one of these texts in their name."""
+        return ()
+
+    def clean(self, weights: Weights) -> None:
+        """Give the tensors of older folders the names of today."""
+
+    def to_ours(self, state: dict[str, Tensor], cfg: DecoderConfig) -> dict[str, Tensor]:
+        """Our state dict, from tensors that have our names and shapes and lie in their order."""
+        return state
+
+    def to_theirs(self, model: Decoder) -> dict[str, Tensor]:
+        """The tensors of `model` in their order, under our names."""
+        return model.state_dict()
+
+    def files(self) -> dict[str, str]:
+        """Text files that the folder needs beside config.json and the weights, by name."""
+        return {}
+
+    def read(self, config: dict[str, Any], weights: Weights) -> tuple[DecoderConfig, dict[str, Tensor]]:
+        """Our configuration and state dict. ValueError if the tensors are not those that config.json asks for."""
+        cfg = self.our_config(config).filled()
+        self.clean(weights)
+        state: dict[str, Tensor] = {}
+        for shapes, theirs in self._table(cfg, config):
+            state |= _rows(shapes, weights, theirs, theirs.endswith(self.transposed)) if theirs else _zeros(shapes)
+        if cfg.tie:
+            weights.drop(r"(lm_|decoder\.)head\.weight")  # a copy of the embedding
+            state["head.weight"] = state["embedding.weight"]
+        weights.refuse_leftovers()
+        return cfg, self.to_ours(state, cfg)
+
+    def write(self, model: Decoder) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """The content of config.json and the tensors of `model`, which `refusal` has not refused."""
+        config, state = self.their_config(model.cfg), self.to_theirs(model)
+        tensors: dict[str, Tensor] = {}
+        for shapes, theirs in self._table(self.our_config(config).filled(), config):
+            if theirs:
+                rows = [state.get(name, zeros) for name, zeros in _zeros(shapes).items()]
+                tensor = torch.cat(rows) if len(rows) > 1 else rows[0]
+                tensors[theirs] = tensor.T if theirs.endswith(self.transposed) else tensor
+        return config, tensors
+
+    def modules(self, cfg: DecoderConfig) -> Iterator[tuple[list[str], str]]:
+        """Our names of every module or parameter, and theirs."""
+        for ours, theirs in self.names.items():
+            yield ours.split(), theirs
+        for layer in range(cfg.n_layer):
+            for ours, theirs in self.block_names.items():
+                yield [f"blocks.{layer}.{name}" for name in ours.split()], self.blocks.format(layer) + theirs
+
+    def _table(self, cfg: DecoderConfig, config: dict[str, Any]) -> Iterator[tuple[dict[str, torch.Size], str | None]]:
+        """Our tensors with their shapes, and the name of their tensor that holds the rows; None if there is none."""
+        ours, biased = _shapes(cfg), self.biased(config)
+        for modules, theirs in self.modules(cfg):
+            for kind in ("", ".weight", ".bias"):  # "" is for the name of a parameter
+                shapes = {module + kind: ours[module + kind] for module in modules if module + kind in ours}
+                if shapes and not (cfg.tie and "head.weight" in shapes):
+                    absent = kind == ".bias" and not any(text in theirs for text in biased)
+                    yield shapes, None if absent else theirs + kind
+
+
+def _shapes(cfg: DecoderConfig) -> dict[str, torch.Size]:
+    """The shapes of our decoder's tensors. ValueError where the configuration has sizes that cannot be."""
+    try:
+        with torch.device("meta"):
+            return {name: tensor.shape for name, tensor in Decoder(cfg).state_dict().items()}
+    except (TypeError, RuntimeError) as error:
+        said = " ".join(str(error).split())[:100]
+        raise ValueError(f"config.json does not describe a model ({said}): {SAVE_AGAIN}") from None
+
+
+def _zeros(shapes: dict[str, torch.Size]) -> dict[str, Tensor]:
+    return {name: torch.zeros(shape) for name, shape in shapes.items()}
+
+
+def _rows(shapes: dict[str, torch.Size], weights: Weights, theirs: str, transposed: bool) -> dict[str, Tensor]:
+    """Our tensors of these shapes, of which the tensor `theirs` holds the rows. ValueError if the shapes differ."""
+    tensor = weights.take(theirs)
+    tensor = tensor.transpose(0, -1) if transposed else tensor
+    parts = torch.atleast_1d(tensor).tensor_split(len(shapes)) if len(shapes) > 1 else (tensor,)
+    for (name, shape), part in zip(shapes.items(), parts, strict=True):
+        if part.shape != shape:
+            wrong = f"{weights.path} does not fit its config.json: {name} is {tuple(part.shape)}, not {tuple(shape)}"
+            raise ValueError(f"{wrong}: correct config.json, or {SAVE_AGAIN}")
+    return {name: part.contiguous() for name, part in zip(shapes, parts, strict=True)}

@@ -1,0 +1,72 @@
+"""GPT-2 as transformers has it (modeling_gpt2.py, 5.23): the baseline with LayerNorm, learned positions and GELU."""
+
+from dataclasses import replace
+from typing import Any
+
+from model.config import DecoderConfig
+from model.decoder import Decoder
+from model.interop.folder import Weights, allow_only
+from model.interop.format import Format
+
+ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
+PREFIX = "transformer."
+
+
+class GPT2(Format):
+    """GPT2LMHeadModel. Its projections compute x W + b with W (in, out); queries, keys and values are one projection."""
+
+    architecture, model_type = "GPT2LMHeadModel", "gpt2"
+    parts = {"norm": ("layernorm",), "mlp": ("gelu", "gelu_tanh"), "position": ("learned",)}
+    settings = {
+        "vocab_size": "vocab_size", "n_embd": "d_model", "n_layer": "n_layer", "n_head": "n_head",
+        "n_positions": "context", "n_inner": "d_ff", "layer_norm_epsilon": "norm_eps",
+    }  # fmt: skip
+    defaults = {
+        "vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "n_inner": None,
+        "layer_norm_epsilon": 1e-5,
+    }  # fmt: skip
+    names = {
+        "embedding": "transformer.wte", "positions": "transformer.wpe", "norm": "transformer.ln_f", "head": "lm_head",
+    }  # fmt: skip
+    blocks = "transformer.h.{}."
+    block_names = {
+        "attention_norm": "ln_1",
+        "attention.q attention.k attention.v": "attn.c_attn",
+        "attention.out": "attn.c_proj",
+        "mlp_norm": "ln_2",
+        "mlp.up": "mlp.c_fc",
+        "mlp.down": "mlp.c_proj",
+    }
+    transposed = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+
+    def our_config(self, config: dict[str, Any]) -> DecoderConfig:
+        allow_only(
+            config, scale_attn_weights=(True,), scale_attn_by_inverse_layer_idx=(False,), add_cross_attention=(False,),
+            activation_function=tuple(ACTIVATIONS),
+        )  # fmt: skip
+        cfg = super().our_config(config)
+        return replace(
+            cfg, d_ff=cfg.d_ff or 4 * cfg.d_model, mlp=ACTIVATIONS[config.get("activation_function", "gelu_new")],
+            bias=True, tie=config.get("tie_word_embeddings", True),
+        )  # fmt: skip
+
+    def their_config(self, cfg: DecoderConfig) -> dict[str, Any]:
+        activation = next(theirs for theirs, ours in ACTIVATIONS.items() if ours == cfg.mlp)
+        dropout = {"embd_pdrop": cfg.dropout, "resid_pdrop": cfg.dropout, "attn_pdrop": cfg.attention_dropout}
+        return super().their_config(cfg) | dropout | {"activation_function": activation}
+
+    def refusal(self, model: Decoder) -> str | None:
+        cfg = model.cfg
+        fits = cfg.n_kv_head == cfg.n_head and cfg.head_dim * cfg.n_head == cfg.d_model
+        why = None if fits else "whose keys are grouped or whose heads have a width of their own"
+        return super().refusal(model) or why
+
+    def biased(self, config: dict[str, Any]) -> tuple[str, ...]:
+        return ("transformer.h.", "transformer.ln_f")  # all but the embeddings and the head
+
+    def clean(self, weights: Weights) -> None:
+        weights.tensors = {
+            name if name.startswith((PREFIX, "lm_head.")) else PREFIX + name: tensor
+            for name, tensor in weights.tensors.items()
+        }
+        weights.drop(r"transformer\.h\.\d+\.attn\.(masked_)?bias")  # the causal mask, which older versions saved

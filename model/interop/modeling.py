@@ -1,0 +1,133 @@
+"""Our decoder as a model of transformers: the code that an exported folder of `to=remote` carries beside the model's own.
+
+Written for transformers 5. `AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)` runs it.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.generation import GenerationMixin
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from model.config import decoder_config
+from model.decoder import Decoder
+from model.rotary import rope_table
+
+
+class VariantConfig(PretrainedConfig):
+    """`stack` holds the fields of our DecoderConfig. The tools of transformers look for other names, made from `stack`."""
+
+    model_type = "attention_variants"
+
+    def __init__(self, stack: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        self.stack = stack or {}
+        cfg = decoder_config(self.stack)
+        kwargs.setdefault("tie_word_embeddings", cfg.tie)
+        self.vocab_size, self.hidden_size, self.intermediate_size = cfg.vocab_size, cfg.d_model, cfg.d_ff
+        self.num_hidden_layers, self.num_attention_heads = cfg.n_layer, cfg.n_head
+        self.num_key_value_heads, self.head_dim = cfg.n_kv_head, cfg.head_dim
+        self.max_position_embeddings = cfg.context
+        super().__init__(**kwargs)
+
+
+class VariantForCausalLM(PreTrainedModel, GenerationMixin):
+    """A Decoder behind transformers' interface: logits, loss, and generation with its DynamicCache."""
+
+    config_class = VariantConfig
+    _tied_weights_keys = {"decoder.head.weight": "decoder.embedding.weight"}
+    accepts_loss_kwargs = False  # transformers' Trainer: the loss is a mean, to be divided by accumulation steps
+
+    def __init__(self, config: VariantConfig) -> None:
+        super().__init__(config)
+        self.decoder = Decoder(decoder_config(config.stack))
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        # from_pretrained makes the model without storage and fills in what the files hold: not the tables of RoPE.
+        if isinstance(module, Decoder):
+            cos, sin = rope_table(module.cfg.context, module.cfg.head_dim, module.cfg.rope_theta, module.cos.device)
+            module.cos.copy_(cos)
+            module.sin.copy_(sin)
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.decoder.embedding
+
+    def get_output_embeddings(self) -> nn.Linear:
+        return self.decoder.head
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: DynamicCache | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int = 0,
+        **ignored: Any,
+    ) -> CausalLMOutputWithPast:
+        """input_ids (B, T) -> logits (B, T, V), or those of the last `logits_to_keep` tokens; labels -100 are not scored.
+
+        attention_mask (B, S): 0 marks padding, S counting the cached tokens. Maps and hidden states are not returned.
+        """
+        if ignored.get("inputs_embeds") is not None:
+            raise ValueError("this model takes input_ids only: leave out inputs_embeds")
+        if past_key_values is None and use_cache and not self.training:
+            past_key_values = DynamicCache()
+        cache = None if past_key_values is None else _Cache(past_key_values, self.config.num_hidden_layers)
+        S = input_ids.shape[1] + (cache.length if cache else 0)
+        rows = torch.arange(S - logits_to_keep, S, device=input_ids.device) if logits_to_keep else None
+        logits = self.decoder(input_ids, cache=cache, keys=self._keys(attention_mask), rows=rows)
+        loss = None
+        if labels is not None:
+            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten().to(logits.device))
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+
+    def _keys(self, attention_mask: Tensor | None) -> Tensor | None:
+        """Which keys may be seen, (B, S); None where there is no padding."""
+        if attention_mask is None or attention_mask.all():
+            return None
+        if attention_mask.dim() != 2:
+            raise ValueError("this model takes an attention_mask (B, S) of zeros and ones: leave out 4-D masks")
+        if self.decoder.positions is not None and not attention_mask[:, 0].all():
+            raise ValueError(
+                "padding on the left shifts learned positions: give prompts of one length, or one at a time"
+            )
+        return attention_mask.bool()
+
+
+class _Cache:
+    """transformers' cache, used as the decoder's KVCache. One of its layers holds the keys and values of one call."""
+
+    def __init__(self, past: DynamicCache, n_layer: int) -> None:
+        if type(past) is not DynamicCache or past.offloading:
+            raise ValueError(
+                f"this model has no cache of the kind {type(past).__name__}: leave out cache_implementation"
+            )
+        self.past, self.n_layer, self.length = past, n_layer, past.get_seq_length()
+
+    def layer(self, index: int) -> "_LayerCache":
+        return _LayerCache(self, index)
+
+    def seen(self, tokens: Tensor) -> Tensor:
+        """All token ids so far, (B, S). The cache keeps them too, so that beam search reorders them with the keys."""
+        column = tokens[:, None, :, None]  # (B, 1, T, 1)
+        return self.update(column, column, self.n_layer)[0][:, 0, :, 0]
+
+    def update(self, k: Tensor, v: Tensor, index: int) -> tuple[Tensor, Tensor]:
+        while len(self.past.layers) <= index:  # transformers made room for one call per layer
+            self.past.layers.append(DynamicLayer())
+        return self.past.update(k, v, index)
+
+
+class _LayerCache:
+    """One layer's part of `_Cache`, with the interface of model/cache.py."""
+
+    def __init__(self, cache: _Cache, index: int) -> None:
+        self.cache, self.index = cache, index
+
+    def append(self, k: Tensor, v: Tensor, slot: int = 0) -> tuple[Tensor, Tensor]:
+        return self.cache.update(k, v, slot * (self.cache.n_layer + 1) + self.index)
