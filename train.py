@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import yaml
 from hydra.core.hydra_config import HydraConfig
@@ -18,9 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from configs import command
 from configs.provenance import machine, version
 from data.config import DataConfig
-from data.loader import Loader, Mixture, Prefetcher, Source, Windows, mix
-from data.retrieval import RetrievalSource
-from data.shards import open_split
+from data.loader import Loader, Prefetcher, Windows, inputs_and_targets, mix
+from data.stream import open_sources, open_tokenizer
 from data.tokenizer import Tokenizer, load_tokenizer
 from model.config import DecoderConfig
 from model.decoder import Decoder, matched
@@ -83,10 +83,7 @@ def train(cfg: TrainConfig, world: World) -> float:
     Returns the validation loss at the end, which a search over the configuration minimises.
     """
     # ---------------------------------------- data
-    folder = Path(cfg.data.dir)
-    tokenizer = load_tokenizer(folder, cfg.data.tokenizer)
-    same = {"vocab_size": tokenizer.vocab_size, "fingerprint": tokenizer.fingerprint}
-    train_shards, val_shards = (open_split(folder, split, **same) for split in ("train", "val"))
+    tokenizer = open_tokenizer(cfg.data)
     cfg.model.vocab_size = cfg.model.vocab_size or tokenizer.vocab_size
     if cfg.model.vocab_size < tokenizer.vocab_size:
         wrong = f"model.vocab_size={cfg.model.vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}"
@@ -95,10 +92,9 @@ def train(cfg: TrainConfig, world: World) -> float:
         cfg.model.eot = tokenizer.eot
     T = cfg.model.context
     batch = sequences_per_step(cfg, world)
-    source = training_source(cfg, Windows(train_shards, T), tokenizer)
+    source, val_windows = open_sources(cfg.data, tokenizer, T)
     micro_batch = cfg.micro_batch or batch // world.size
     loader = Prefetcher(Loader(source, batch, T, cfg.seed, world.rank, world.size, micro_batch))
-    val_windows = Windows(val_shards, T)
 
     # ---------------------------------------- model and optimizer
     cfg.model = matched(cfg.model)
@@ -172,11 +168,11 @@ def train(cfg: TrainConfig, world: World) -> float:
         torch.manual_seed(mix(cfg.seed, step, world.rank) >> 1)  # dropout is a function of the step: nothing to save
         loss = torch.zeros((), device=world.device)
         for micro in range(loader.micros):
-            rows = torch.from_numpy(loader(step, micro)).to(world.device)  # (b, T + 1)
+            inputs, targets = on_device(loader(step, micro), world)  # (b, T) each
             final = micro == loader.micros - 1
             with net.no_sync() if world.size > 1 and not final else contextlib.nullcontext():
                 with autocast:
-                    part = net(rows[:, :-1], rows[:, 1:]) / loader.micros
+                    part = net(inputs, targets) / loader.micros
                 part.backward()
             loss += part.detach()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.optim.clip or float("inf"))
@@ -226,13 +222,9 @@ def sequences_per_step(cfg: TrainConfig, world: World) -> int:
     return cfg.batch_tokens // T
 
 
-def training_source(cfg: TrainConfig, text: Windows, tokenizer: Tokenizer) -> Source:
-    """The text alone, or mixed with retrieval documents made from it."""
-    weight = cfg.data.retrieval.weight
-    if not weight:
-        return text
-    retrieval = RetrievalSource(cfg.data.retrieval, text, tokenizer, cfg.model.context)
-    return Mixture([(text, 100 - weight), (retrieval, weight)])
+def on_device(rows: np.ndarray, world: World) -> list[torch.Tensor]:
+    """Inputs and targets (b, T) of a source's rows (b, T + 1)."""
+    return [torch.from_numpy(part).to(world.device) for part in inputs_and_targets(rows)]
 
 
 @torch.no_grad()
@@ -244,9 +236,9 @@ def evaluate(model: Decoder, windows: Windows, tokens: int, batch: int, world: W
     model.eval()
     mine = chosen[world.rank :: world.size]
     for at in range(0, len(mine), batch):
-        rows = torch.stack([torch.from_numpy(windows.window(i)) for i in mine[at : at + batch]]).to(world.device)
-        loss = model(rows[:, :-1], rows[:, 1:])
-        total += torch.tensor([loss.item() * len(rows), len(rows)], dtype=torch.float64, device=world.device)
+        inputs, targets = on_device(np.stack([windows.window(i) for i in mine[at : at + batch]]), world)
+        loss = model(inputs, targets)
+        total += torch.tensor([loss.item() * len(inputs), len(inputs)], dtype=torch.float64, device=world.device)
     model.train()
     total = world.mean(total)
     return (total[0] / total[1]).item()

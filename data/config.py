@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from omegaconf import MISSING
 
+from data.mqar import MqarConfig
 from data.retrieval import RetrievalConfig
 
 
@@ -19,7 +20,7 @@ class TokenizerConfig:
 @dataclass
 class DataConfig:
     name: str = MISSING
-    source: str = MISSING  # stdlib | shakespeare | text | hf | nanogpt
+    source: str = MISSING  # stdlib | shakespeare | text | hf | nanogpt | mqar
     path: str | None = None  # text: file, folder or glob; shakespeare: a local copy; nanogpt: folder of its .bin files
     dataset: str | None = None  # hf: name on the hub
     subset: str | None = None
@@ -33,3 +34,4 @@ class DataConfig:
     max_tokens: int | None = None  # stop once the training split has this many
     workers: int | None = None  # tokenizing threads; None is every core
     retrieval: RetrievalConfig = field(default_factory=RetrievalConfig)
+    mqar: MqarConfig = field(default_factory=MqarConfig)

@@ -35,7 +35,7 @@ sys.path.insert(0, str(ROOT))
 from configs import CONFIG_DIR, USER_ERRORS, command, explain  # noqa: E402
 from configs.provenance import machine, version  # noqa: E402
 from data.shards import open_split  # noqa: E402
-from data.tokenizer import load_tokenizer  # noqa: E402
+from data.stream import is_task, open_tokenizer  # noqa: E402
 from eval import ablation  # noqa: E402
 from eval.ablation import DIVERGED, Arm, SpikeConfig  # noqa: E402
 from eval.common import variant, write_atomically  # noqa: E402
@@ -273,7 +273,7 @@ def evaluation_config(name: str, overrides: list[str]) -> dict[str, Any]:
 def train_config(overrides: list[str]) -> TrainConfig:
     """train.py's configuration with what it fills in from the data, as it stands in a run's config.yaml."""
     cfg: TrainConfig = OmegaConf.to_object(compose_job("train", overrides))
-    tokenizer = load_tokenizer(Path(cfg.data.dir), cfg.data.tokenizer)
+    tokenizer = open_tokenizer(cfg.data)
     cfg.model.vocab_size = cfg.model.vocab_size or tokenizer.vocab_size
     if cfg.model.document_mask and cfg.model.eot is None:
         cfg.model.eot = tokenizer.eot
@@ -610,7 +610,9 @@ def write_results(cfg: AblateConfig, name: str, folder: Path, arms: list[Arm], r
 
 
 def read_epochs(cfg: TrainConfig) -> float:
-    """How often training reads the prepared text; 1 and less is unrepeated."""
+    """How often training reads the prepared text; 1 and less is unrepeated, 0 is a task that is made as it is read."""
+    if is_task(cfg.data):
+        return 0.0
     tokens = sum(len(shard) for shard in open_split(Path(cfg.data.dir), "train"))
     return cfg.steps * cfg.batch_tokens * (1 - cfg.data.retrieval.weight / 100) / tokens
 
