@@ -29,6 +29,7 @@ from training.checkpoint import CheckpointConfig
 from training.distributed import World, join_world, pick_dtype
 from training.metrics import Metrics, Stopwatch, clock, last_val_loss, log_line, memory_gb, peak_flops
 from training.monitor import MonitorConfig, monitor_of
+from training.needle import NeedleProbe
 from training.optim import OptimConfig, build_optimizers, set_lr
 from training.schedule import lr_factor
 
@@ -49,6 +50,8 @@ class TrainConfig:
     eval_every: int = 250
     eval_tokens: int = 262144
     log_every: int = 10
+    needle_every: int = 0  # ask `needle_samples` needle questions every so many steps (0: never)
+    needle_samples: int = 64
     runs: str = "runs"  # where run directories are made
     run_dir: str | None = None  # None: a name made of the overrides, in `runs`
     resume: bool = False
@@ -109,6 +112,9 @@ def train(cfg: TrainConfig, world: World) -> float:
         net = DistributedDataParallel(net, broadcast_buffers=False)  # all ranks make the same ones
 
     monitor = monitor_of(cfg.monitor, model, val_windows, world.device)
+    needles = None
+    if cfg.needle_every:
+        needles = NeedleProbe(model, val_windows, tokenizer, cfg.needle_samples, cfg.data.retrieval.digits)
 
     # ---------------------------------------- run directory: new, or continued
     run_dir = Path(cfg.run_dir or default_run_dir(cfg))
@@ -151,6 +157,11 @@ def train(cfg: TrainConfig, world: World) -> float:
         if log and monitor and (last or step % cfg.monitor.every == 0) and (step > first or step == 0):
             with watch.paused():
                 log.write(step=step, tokens=step * cfg.batch_tokens, **monitor.read())
+
+        # once in a while: has retrieval appeared? (the main process asks)
+        if log and needles and (last or step % cfg.needle_every == 0) and (step > first or step == 0):
+            with watch.paused():
+                log.write(step=step, tokens=step * cfg.batch_tokens, needle_acc=needles.read())
 
         # once in a while: a checkpoint (the main process writes)
         stopping = stop.asked(world, step, cfg.log_every)

@@ -15,6 +15,7 @@ import numpy as np
 from eval.common import COLOURS, INK, colour, figure
 from eval.comparison import last_tenth, median_speed, si
 from eval.statistics import Difference, detectable, holm, interval, mean_sd, paired, power_law, size_ratio, spikes
+from eval.survival import LEVELS, tokens_to
 
 DIVERGED = "diverged.json"  # in a run's folder: its loss became infinite, which repeating would only repeat
 CYCLE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#1f2328", "#8C564B", "#B8A000")
@@ -101,6 +102,7 @@ def read_run(folder: Path, seed: int, metrics: dict[str, str], spike: SpikeConfi
         version=lines[0].get("version", "unknown") if lines else "unknown",
     )
     own = {"spikes": record.spikes, "seconds": record.seconds, "tokens": train[-1]["step"] * batch if train else 0}
+    own |= {f"tokens_to_{level:g}": tokens_to(folder / "metrics.jsonl", level) for level in LEVELS}
     if train and val and not record.diverged:
         own |= {"loss": last_tenth(_Lines(train)), "val_loss": val[-1]["val_loss"]}
     for name, path in metrics.items():
