@@ -127,7 +127,9 @@ def compare(arms: list[dict[str, Any]], folder: Path, level: float) -> list[dict
     """For each arm its curve and its test against the reference; `arms` as an ablation's results.json has them."""
     found: dict[str, list[tuple[int, bool]]] = {}
     for arm in arms:
-        runs = [folder / run["run"] / "metrics.jsonl" for run in arm["runs"]]  # a diverged one is censored where it ended
+        runs = [
+            folder / run["run"] / "metrics.jsonl" for run in arm["runs"]
+        ]  # a diverged one is censored where it ended
         found[arm["name"]] = [arrival(path, level) for path in runs]
     rows = []
     for arm in arms:

@@ -131,6 +131,11 @@ def test_wrong_tasks_are_refused(wrong: dict, says: str) -> None:
         Mqar(replace(MqarConfig(), **wrong), LENGTH)
 
 
+def test_the_share_that_is_advised_is_taken() -> None:
+    sample = Mqar(MqarConfig(distractors=0.851852), LENGTH).draw("train", 0, 1)
+    assert len(sample.distractors) == 2 * 23  # 27 slots, 4 of them pairs
+
+
 def test_it_is_a_source_of_training_and_needs_no_files() -> None:
     cfg = DataConfig(name="mqar", source="mqar")
     source, val = open_sources(cfg, open_tokenizer(cfg), LENGTH)

@@ -77,7 +77,8 @@ def test_what_cannot_be_asked(tokenizer: Tokenizer) -> None:
 
 
 def test_training_does_not_notice(shards: Path, tmp_path: Path) -> None:
-    more = ("steps=4", "model.context=192", "batch_tokens=768", "model.dropout=0.1", "data.retrieval.weight=50", "monitor.every=0")
+    mixed = ("data.retrieval.weight=50", "model.context=192", "batch_tokens=768", "model.dropout=0.1")
+    more = ("steps=4", "monitor.every=0", *mixed)
     for name, needles in (("with", ("needle_every=2", "needle_samples=8")), ("without", ())):
         done = run_command(*train_arguments(shards, tmp_path / name, *more, *needles))
         assert done.returncode == 0, done.stderr
