@@ -27,7 +27,8 @@ from eval.statistics import holm
 
 Z = 1.959964  # of a two-sided 95 % interval
 LEVELS = (0.5, 0.9)
-CYCLE = ("#0072B2", "#E69F00", "#D55E00", "#F5CE7A", "#7F7F7F", "#CC79A7", "#009E73", "#56B4E9", "#8C564B")
+# In the order of the arms of experiment=emergence, so that plain variants have the colours they have elsewhere.
+CYCLE = ("#0072B2", "#E69F00", "#D55E00", "#8C564B", "#7F7F7F", "#CC79A7", "#009E73", "#56B4E9", "#1f2328")
 
 
 @dataclass
@@ -74,7 +75,8 @@ def kaplan_meier(times: Sequence[float], arrived: Sequence[bool]) -> Curve:
     """The Kaplan-Meier estimate (1958), a run that is censored at a time being at risk up to and at that time.
 
     Intervals are Greenwood's on the scale log(-log S), which stays inside 0 to 1 (Kalbfleisch and Prentice 1980); the median's
-    are the times at which the curve's interval crosses one half (Brookmeyer and Crowley 1982).
+    are the times at which the curve's interval crosses one half (Brookmeyer and Crowley 1982). Where the last run arrives, the
+    scale has no interval: its upper bound stays where it was.
     """
     when, seen = np.asarray(times, dtype=np.float64), np.asarray(arrived, dtype=bool)
     share, spread = 1.0, 0.0
@@ -83,7 +85,7 @@ def kaplan_meier(times: Sequence[float], arrived: Sequence[bool]) -> Curve:
         risk, events = int((when >= time).sum()), int((seen & (when == time)).sum())
         share *= 1 - events / risk
         spread += events / (risk * (risk - events)) if risk > events else 0.0
-        low, high = _log_log(share, spread)
+        low, high = _log_log(share, spread) if share > 0 else (0.0, highs[-1] if highs else 1.0)
         points.append(float(time))
         shares.append(share)
         lows.append(low)
@@ -93,10 +95,8 @@ def kaplan_meier(times: Sequence[float], arrived: Sequence[bool]) -> Curve:
 
 
 def _log_log(share: float, spread: float) -> tuple[float, float]:
-    """95 % interval of a survival share; all of 0 to 1 is possible where nobody is left."""
-    if share <= 0:
-        return 0.0, 1.0
-    reach = Z * math.sqrt(spread) / abs(math.log(share)) if share < 1 else 0.0
+    """95 % interval of a survival share between 0 and 1."""
+    reach = Z * math.sqrt(spread) / -math.log(share)
     return share ** math.exp(reach), share ** math.exp(-reach)
 
 
@@ -160,8 +160,8 @@ def draw(path: Path, levels: dict[str, list[dict[str, Any]]], end: float) -> Non
                         1 - np.array([1, *row[name], row[name][-1] if row[name] else 1])
                         for name in ("share_high", "share_low", "share")
                     )
-                    ax.step(x, y, where="post", color=line, label=row["arm"], linewidth=1.6)
-                    ax.fill_between(x, low, high, step="post", color=line, alpha=0.1, linewidth=0)
+                    ax.step(x, y, where="post", color=line, label=row["arm"].removesuffix(f"-{point}"), linewidth=1.6)
+                    ax.fill_between(x, low, high, step="post", color=line, alpha=0.08, linewidth=0)
                 title = f"accuracy {level}" + (f" · {point}" if point else "")
                 ax.set(title=title, ylim=(-0.02, 1.02), xlabel="training tokens (millions)", ylabel="runs that arrived")
                 ax.grid(axis="y")
