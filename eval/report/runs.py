@@ -91,8 +91,9 @@ class Run:
         """The number at EVALUATION.KEY.KEY, as `perplexity.recall.hit.loss`, or of training at `train.NAME`.
 
         In a list of rows a key chooses the row by its first value, as `quantization.bits.4.loss_change`. train: loss (mean
-        of the last tenth), loss_text and loss_retrieval where they were logged, val_loss, spikes, seconds, tokens, tokens_to_0.5 (a needle accuracy). None:
-        not measured, not a finite number, or not to be read because the run diverged.
+        of the last tenth), loss_text and loss_retrieval where they were logged, val_loss, spikes, seconds, tokens, and
+        tokens_to_0.5 (until a needle accuracy of 0.5). None: not measured, not a finite number, or not to be read because
+        the run diverged.
         """
         evaluation, *keys = path.split(".")
         if evaluation == "train":
