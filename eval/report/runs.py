@@ -226,16 +226,15 @@ def evaluations(runs: list[Run]) -> list[str]:
     return [name for name in found if name in EVALUATIONS] + [name for name in found if name not in EVALUATIONS]
 
 
+def text_named(run: Run, name: str) -> str | None:
+    """The text that the run's evaluation `name` was given; None where it was the run's own validation documents."""
+    settings = run.evals[name].get("config", {})
+    return run.evals[name]["results"].get("text") or settings.get("text") or settings.get("shards")
+
+
 def text_of(run: Run, name: str) -> str:
     """The text that the run's evaluation `name` was on, in words."""
-    settings = run.evals[name].get("config", {})
-    if named := run.evals[name]["results"].get("text"):
-        return f"the text {named}"
-    if settings.get("text"):
-        return f"the text {settings['text']}"
-    if settings.get("shards"):
-        return f"the validation documents of {settings['shards']}"
-    return f"the validation documents of {run.config['data']['name']}"
+    return text_named(run, name) or f"the validation documents of {run.config['data']['name']}"
 
 
 # ---------------------------------------- arms
