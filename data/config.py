@@ -31,7 +31,9 @@ class RetrievalMixConfig:
 
 @dataclass
 class MqarConfig:
-    """Associative recall among distractors (data/mqar.py). keys, values, noise: sizes of three vocabularies without a common token.
+    """Associative recall among distractors (data/mqar.py).
+
+    keys, values, noise: sizes of three vocabularies without a common token.
 
     pairs: told and asked in each row. distractors: the share of the tokens told that are distractors. kind: noise
     (distractors are tokens of the noise vocabulary) or pairs (they are key-value pairs like the others, of keys that are
