@@ -14,12 +14,10 @@ import yaml
 from eval import attention_noise, needle, perplexity
 from eval.report import __main__ as report
 from eval.report import figures
-from eval.report.figures import band, smooth
-from eval.report.gallery import averaged
 from eval.report.page import section_images
-from eval.report.runs import Arm, Run, arms_of, read_run, read_runs
-from eval.report.sections import scalars, sections
-from eval.report.tables import contrasts, headline_table, si, verdicts
+from eval.report.runs import Arm, arms_of, read_run, read_runs
+from eval.report.sections import sections
+from eval.report.tables import contrasts, headline_table, verdicts
 from tests.wandb_stub import WandbStub
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -120,20 +118,6 @@ def test_runs_without_any_evaluation_have_their_curves(make_run, call, capsys, t
     assert "Loss during training</h2>" in (tmp_path / "r.html").read_text()
 
 
-def test_what_a_training_loss_is_of(make_run, tmp_path):
-    run = read_run(make_run("one"))
-    rows = {row.name: row for row in headline_table([Arm("one", runs=[run])])}
-    assert "50 % synthetic retrieval documents" in rows["training loss, last tenth"].hint
-    assert not any(name.startswith("training loss on") for name in rows)
-    for line in run.train:  # a run that logged the two apart
-        line |= {"loss_text": 5.0, "loss_retrieval": 1.0}
-    rows = {row.name: row for row in headline_table([Arm("one", runs=[run])])}
-    assert rows["training loss on text, last tenth"].cells[0].value == 5.0
-    assert rows["training loss on retrieval documents, last tenth"].cells[0].value == 1.0
-    figures.draw_losses(tmp_path / "loss.png", [Arm("one", runs=[run])])
-    assert figures.training_loss([Arm("one", runs=[run])]) == "loss_text"
-
-
 def test_names_are_never_markup(make_run, call, tmp_path):
     name = "<img src=x onerror=alert(1)>"
     run, out = make_run(name), tmp_path / "r.html"
@@ -156,21 +140,6 @@ def test_the_verdict_says_what_differs_and_what_could_have_been_seen(seeded):
     one = arms_of(read_runs([str(folder) for folder in (folders[0], folders[3])]))
     (single,) = verdicts(one, contrasts(one, headline_table(one)))
     assert "(n = 1 seed): test loss −0.101" in single and "One seed cannot tell" in single
-
-
-def test_both_orders_of_normalisation_are_reported(make_run):
-    run = read_run(make_run("one"))
-    # Two layers of two heads; the first layer's rows sum to 1, the second's to 0.2.
-    masses = {"first": [[0.5, 0.5], [0.1, 0.1]], "before": [[0.2, 0.2], [0.0, 0.0]], "answer": [[0.1, 0.1], [0.1, 0.1]],
-              "after": [[0.2, 0.2], [0.0, 0.0]], "query": [[0.0, 0.0], [0.0, 0.0]]}  # fmt: skip
-    results = {"per_layer_head": {"signed": {"0.5": masses}}, "signed": {"mean": {"noise": 0.33}}}
-    run.evals["attention_noise"] = {"results": results, "config": {}}
-    rows = {row.name: row.cells[0].value for row in headline_table([Arm("one", runs=[run])])}
-    assert rows["attention to the answer, signed per layer"] == pytest.approx((0.1 + 0.5) / 2)
-    assert rows["attention noise, signed per layer"] == pytest.approx((0.4 + 0.0) / 2)
-    results["signed_per_layer"] = {"mean": {"noise": 0.21}}  # the evaluation's own number is preferred
-    rows = {row.name: row.cells[0].value for row in headline_table([Arm("one", runs=[run])])}
-    assert rows["attention noise, signed per layer"] == 0.21
 
 
 def test_what_is_not_measured_or_not_finished_is_said(evaluated, make_run, call, capsys, tmp_path):
@@ -259,25 +228,6 @@ def test_a_half_finished_seed_is_left_out_and_said(seeded, call, capsys, tmp_pat
     assert len(arms_of(read_runs([str(folders[2])]))) == 1  # alone it is shown, and noted
 
 
-def test_bands_reach_from_the_lowest_to_the_highest_seed(tmp_path):
-    from eval.common import figure
-
-    with figure(tmp_path / "f.png", 3, 3) as axes:
-        curves = [(np.array([0.0, 1, 2]), np.array([1.0, 2, 3])), (np.array([0.0, 2, 4]), np.array([3.0, 5, 9]))]
-        runs = [Run(Path("x"), f"x-s{seed}", "baseline", {"seed": seed}, {}, [{"step": 1}], [], {}) for seed in (1, 2)]
-        arm = Arm("both", runs=runs)
-        assert band(axes[0, 0], arm, curves).tolist() == [2.0, 3.0, 4.0]
-        (area,) = axes[0, 0].collections
-        corners = area.get_paths()[0].vertices
-        assert {tuple(corner) for corner in corners} >= {(0, 1), (1, 2), (2, 3), (0, 3), (1, 4), (2, 5)}
-
-
-def test_results_are_averaged_number_by_number():
-    one, two = {"a": [1.0, 2.0], "n": 3, "s": "x", "only": 1.0}, {"a": [3.0, 6.0], "n": 3, "s": "x"}
-    assert averaged([one, two]) == {"a": [2.0, 4.0], "n": 3, "s": "x", "only": 1.0}
-    assert averaged([[1, 2], [1, 2, 3]]) == [1, 2]
-
-
 def further(run: Path, name: str, results: dict, **config: object) -> None:
     """Write eval/NAME.json and a figure, as write_result does."""
     content = {"eval": name, "run": run.name, "config": {"run": str(run), **config}, "step": 4, "results": results}
@@ -322,18 +272,6 @@ def test_further_evaluations_on_other_settings_are_refused(seeded, refused, tmp_
     further(folders[1], "icl", {"accuracy": 0.5}, shots=8)
     assert "eval.icl on different" in refused(report, listed(folders), f"out={tmp_path / 'r.html'}")
     assert not (tmp_path / "r.html").exists()
-
-
-def test_scalars_of_nested_results():
-    results = {"loss": 1.5, "by_position": [1.0], "ok": True, "tasks": {"a": {"acc": 1}}, "list": [1.0], "none": None}
-    assert dict(scalars(results)) == {"loss": 1.5, "tasks · a · acc": 1}
-    cells = [{"length": 8, "depth": d, "acc": d / 2, "more": {"se": 0.1}} for d in (0, 1)]
-    assert dict(scalars({"cells": cells})) == {
-        "length=8, depth=0 · acc": 0.0,
-        "length=8, depth=0 · more · se": 0.1,
-        "length=8, depth=1 · acc": 0.5,
-        "length=8, depth=1 · more · se": 0.1,
-    }
 
 
 def test_an_ablation_is_shown(evaluated, call, refused, tmp_path):
@@ -469,8 +407,3 @@ def test_wrong_input_is_one_line(make_run, refused, tmp_path):
     assert "runs=[runs/A,runs/B]" in refused(report, "runs=[]")
     assert "twice" in refused(report, f"runs=[{run},{run}]")
     assert "out=report.html" in refused(report, f"runs=[{run}]", "out=report.pdf")
-
-
-def test_small_helpers():
-    assert [si(x) for x in (1_234_567, 999, 2.5e9, 17_000)] == ["1.23M", "999", "2.5G", "17k"]
-    assert smooth([0.0, 3.0, 6.0, 9.0], 3).tolist() == pytest.approx([1.5, 3.0, 6.0, 7.5])

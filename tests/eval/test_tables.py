@@ -1,0 +1,77 @@
+"""Rows, curves and averages that a report is made of."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from eval.common import figure
+from eval.report import figures
+from eval.report.figures import band, smooth
+from eval.report.gallery import averaged
+from eval.report.runs import Arm, Run, read_run
+from eval.report.sections import scalars
+from eval.report.tables import headline_table, si
+
+
+def test_what_a_training_loss_is_of(make_run, tmp_path):
+    run = read_run(make_run("one"))
+    rows = {row.name: row for row in headline_table([Arm("one", runs=[run])])}
+    assert "50 % synthetic retrieval documents" in rows["training loss, last tenth"].hint
+    assert not any(name.startswith("training loss on") for name in rows)
+    for line in run.train:  # a run that logged the two apart
+        line |= {"loss_text": 5.0, "loss_retrieval": 1.0}
+    rows = {row.name: row for row in headline_table([Arm("one", runs=[run])])}
+    assert rows["training loss on text, last tenth"].cells[0].value == 5.0
+    assert rows["training loss on retrieval documents, last tenth"].cells[0].value == 1.0
+    figures.draw_losses(tmp_path / "loss.png", [Arm("one", runs=[run])])
+    assert figures.training_loss([Arm("one", runs=[run])]) == "loss_text"
+
+
+def test_both_orders_of_normalisation_are_reported(make_run):
+    run = read_run(make_run("one"))
+    # Two layers of two heads; the first layer's rows sum to 1, the second's to 0.2.
+    masses = {"first": [[0.5, 0.5], [0.1, 0.1]], "before": [[0.2, 0.2], [0.0, 0.0]], "answer": [[0.1, 0.1], [0.1, 0.1]],
+              "after": [[0.2, 0.2], [0.0, 0.0]], "query": [[0.0, 0.0], [0.0, 0.0]]}  # fmt: skip
+    results = {"per_layer_head": {"signed": {"0.5": masses}}, "signed": {"mean": {"noise": 0.33}}}
+    run.evals["attention_noise"] = {"results": results, "config": {}}
+    rows = {row.name: row.cells[0].value for row in headline_table([Arm("one", runs=[run])])}
+    assert rows["attention to the answer, signed per layer"] == pytest.approx((0.1 + 0.5) / 2)
+    assert rows["attention noise, signed per layer"] == pytest.approx((0.4 + 0.0) / 2)
+    results["signed_per_layer"] = {"mean": {"noise": 0.21}}  # the evaluation's own number is preferred
+    rows = {row.name: row.cells[0].value for row in headline_table([Arm("one", runs=[run])])}
+    assert rows["attention noise, signed per layer"] == 0.21
+
+
+def test_bands_reach_from_the_lowest_to_the_highest_seed(tmp_path):
+    with figure(tmp_path / "f.png", 3, 3) as axes:
+        curves = [(np.array([0.0, 1, 2]), np.array([1.0, 2, 3])), (np.array([0.0, 2, 4]), np.array([3.0, 5, 9]))]
+        runs = [Run(Path("x"), f"x-s{seed}", "baseline", {"seed": seed}, {}, [{"step": 1}], [], {}) for seed in (1, 2)]
+        arm = Arm("both", runs=runs)
+        assert band(axes[0, 0], arm, curves).tolist() == [2.0, 3.0, 4.0]
+        (area,) = axes[0, 0].collections
+        corners = area.get_paths()[0].vertices
+        assert {tuple(corner) for corner in corners} >= {(0, 1), (1, 2), (2, 3), (0, 3), (1, 4), (2, 5)}
+
+
+def test_results_are_averaged_number_by_number():
+    one, two = {"a": [1.0, 2.0], "n": 3, "s": "x", "only": 1.0}, {"a": [3.0, 6.0], "n": 3, "s": "x"}
+    assert averaged([one, two]) == {"a": [2.0, 4.0], "n": 3, "s": "x", "only": 1.0}
+    assert averaged([[1, 2], [1, 2, 3]]) == [1, 2]
+
+
+def test_scalars_of_nested_results():
+    results = {"loss": 1.5, "by_position": [1.0], "ok": True, "tasks": {"a": {"acc": 1}}, "list": [1.0], "none": None}
+    assert dict(scalars(results)) == {"loss": 1.5, "tasks · a · acc": 1}
+    cells = [{"length": 8, "depth": d, "acc": d / 2, "more": {"se": 0.1}} for d in (0, 1)]
+    assert dict(scalars({"cells": cells})) == {
+        "length=8, depth=0 · acc": 0.0,
+        "length=8, depth=0 · more · se": 0.1,
+        "length=8, depth=1 · acc": 0.5,
+        "length=8, depth=1 · more · se": 0.1,
+    }
+
+
+def test_small_helpers():
+    assert [si(x) for x in (1_234_567, 999, 2.5e9, 17_000)] == ["1.23M", "999", "2.5G", "17k"]
+    assert smooth([0.0, 3.0, 6.0, 9.0], 3).tolist() == pytest.approx([1.5, 3.0, 6.0, 7.5])
