@@ -31,24 +31,24 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from configs import CONFIG_DIR, command  # noqa: E402
+from configs.composing import compose_job  # noqa: E402
 from configs.files import whole_folder, write_json  # noqa: E402
 from configs.provenance import machine, version  # noqa: E402
 from data.tokenizer import read_tokenizer  # noqa: E402
 from eval.common import EvalConfig, evaluation_tokens  # noqa: E402
 from eval.perplexity import cut_windows, evaluate  # noqa: E402
+from model.attention import VARIANTS  # noqa: E402
 from model.conversion import Conversion, change, convert  # noqa: E402
 from model.decoder import Decoder  # noqa: E402
 from model.interop.folder import local_folder  # noqa: E402
 from model.interop.huggingface import read_folder  # noqa: E402
-from scripts.ablate import compose_job  # noqa: E402
 from scripts.compare_conversions import RECORD, CompareConfig, compare  # noqa: E402
-from train import TrainConfig, facts, flatten  # noqa: E402
 from training import checkpoint  # noqa: E402
 from training.checkpoint import LoadedRun, load_run  # noqa: E402
+from training.run import TrainConfig, facts, flatten  # noqa: E402
 
 LONGEST = 1024  # tokens per window of text
 COMPARED = 4096  # tokens whose logits are compared
-MODELS = {"b": "baseline", "d": "diff", "v": "diff_v2"}
 LR = 1e-3  # AdamW's peak for a model from elsewhere, whose own is not known
 LOWER = 0.1  # of the peak learning rates to go on with: at the peak, a trained model loses more than it gains in a short run
 WARMUP = 200  # steps over which a lambda that starts at 0 grows to its value
@@ -181,7 +181,7 @@ def measure(
 def write_run(run_dir: Path, model: Decoder, source: LoadedRun, record: dict[str, Any]) -> None:
     """The run directory, whole or not at all: configuration, tokenizer, first line of metrics, checkpoint of step 0."""
     own = {"model": asdict(model.cfg), "run_dir": str(run_dir), "init_from": None, "resume": False}
-    line = {"step": 0, "tokens": 0, **facts(TrainConfig(model=model.cfg), model, model.flops_per_token())}
+    line = {"step": 0, "tokens": 0, **facts(TrainConfig(model=model.cfg), model)}
     with whole_folder(run_dir) as partial:
         (partial / "config.yaml").write_text(yaml.safe_dump(source.config | own, sort_keys=False))
         source.tokenizer.save(partial)
@@ -239,10 +239,10 @@ def train_overrides(run: LoadedRun, how: Conversion, more: dict[str, Any]) -> li
     its peak learning rates; `more` overrides these. Only what differs from train.py's own defaults is spelled out.
     """
     config = run.config
-    name = config["data"]["name"]
+    name, letters = config["data"]["name"], config["model"]["layers"]
     values = {
         "init_from": run.path,
-        "model": MODELS.get(config["model"]["layers"], "baseline"),
+        "model": VARIANTS[letters].name if letters in VARIANTS else "baseline",
         "data": name if (CONFIG_DIR / "data" / f"{name}.yaml").is_file() else config["data"]["source"],
         "data.name": name,
     }

@@ -4,7 +4,8 @@ import hashlib
 import json
 import os
 import shutil
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from data.tokenizer import Tokenizer, load_tokenizer
-from model.config import DecoderConfig
+from model.attention import VARIANTS
+from model.config import decoder_config
 from model.decoder import Decoder
 from training.optim import load_state, state_tensors
 
@@ -22,15 +24,33 @@ WEIGHTS, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state
 
 @dataclass
 class CheckpointConfig:
-    """Write a checkpoint every so many steps (0: only at the end) and keep the newest `keep` (0: all)."""
+    """When to write checkpoints, in steps; one is always written at the end."""
 
-    every: int = 500
-    keep: int = 2
+    every: int = 500  # 0: only at the end
+    keep: int = 2  # the newest so many stay; 0: all
+    at: list[int] = field(
+        default_factory=list
+    )  # also at these steps, and those stay (where a shorter run branches off)
 
 
-def save(run_dir: Path, step: int, model: Decoder, optimizers: list[torch.optim.Optimizer], keep: int) -> Path:
-    """Write `checkpoints/step_NNNNNNNN/` atomically: a folder of that name is always whole. Then forget the oldest."""
-    folder = run_dir / "checkpoints" / f"step_{step:08d}"
+def folder_name(step: int) -> str:
+    """The name of the checkpoint of `step`; names sort as their steps do."""
+    return f"step_{step:08d}"
+
+
+def save(
+    run_dir: Path,
+    step: int,
+    model: Decoder,
+    optimizers: list[torch.optim.Optimizer],
+    keep: int,
+    staying: Sequence[int] = (),
+) -> Path:
+    """Write `checkpoints/step_NNNNNNNN/` atomically: a folder of that name is always whole.
+
+    Then delete all but the newest `keep` (0: none) and those of the steps `staying`.
+    """
+    folder = run_dir / "checkpoints" / folder_name(step)
     if folder.exists():
         return folder
     partial = folder.with_name(f".partial_{folder.name}")
@@ -47,7 +67,8 @@ def save(run_dir: Path, step: int, model: Decoder, optimizers: list[torch.optim.
     os.replace(partial, folder)
     _flush(folder.parent)
     for old in checkpoints(run_dir)[:-keep] if keep else []:
-        shutil.rmtree(old)
+        if old.name not in map(folder_name, staying):
+            shutil.rmtree(old)
     return folder
 
 
@@ -83,7 +104,7 @@ class LoadedRun:
     path: Path
 
 
-def load_run(run: str | Path, device: str = "cpu", step: int | None = None) -> LoadedRun:
+def load_run(run: str | Path, device: str | torch.device = "cpu", step: int | None = None) -> LoadedRun:
     """The newest checkpoint of `runs/NAME` (or that of `step`) with its tokenizer and configuration."""
     path = Path(run)
     if not (path / "config.yaml").exists():
@@ -92,13 +113,13 @@ def load_run(run: str | Path, device: str = "cpu", step: int | None = None) -> L
         )
     found = checkpoints(path)
     if step is not None:
-        found = [folder for folder in found if folder.name == f"step_{step:08d}"]
+        found = [folder for folder in found if folder.name == folder_name(step)]
     if not found:
         what = "no checkpoint" if step is None else f"no checkpoint of step {step}"
         raise FileNotFoundError(f"{path} has {what}: let the training finish, or continue it with resume=true")
     config = yaml.safe_load((path / "config.yaml").read_text())
     state = read_state(found[-1])
-    model = Decoder(_config_from(state["model"]))
+    model = Decoder(decoder_config(state["model"]))
     load(found[-1], model)
     return LoadedRun(model.to(device).eval(), load_tokenizer(path), config, state["step"], path)
 
@@ -113,21 +134,15 @@ def read_state(folder: Path) -> dict[str, Any]:
         ) from None
 
 
-def _config_from(values: dict[str, Any]) -> DecoderConfig:
-    from omegaconf import OmegaConf
-
-    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(DecoderConfig), values))
-
-
 # What the weights do not depend on: init_from may change it, to lengthen the context or warm lambda up again.
 FREE = (
     "backend", "dropout", "attention_dropout", "match", "baseline_d_ff", "context", "rope_theta", "window",
-    "document_mask", "eot", "diff.lambda_warmup",
+    "document_mask", "eot", *(f"{v.name}.{option}" for v in VARIANTS.values() for option in v.free_options),
 )  # fmt: skip
 
 
 def _refuse_other_model(folder: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
-    theirs, ours = _flat(asdict(_config_from(theirs))), _flat(ours)
+    theirs, ours = _flat(asdict(decoder_config(theirs))), _flat(ours)
     free = [key for key in FREE if key != "context" or ours["position"] != "learned"]
     differ = [key for key in ours if key not in free and theirs[key] != ours[key]]
     if differ:

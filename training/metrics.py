@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from configs.tracking import mirror, start_wandb
+from training.tracking import mirror, start_wandb
 
 # Dense bfloat16 peak, FLOP/s, from the makers' data sheets. The first name that the device's name contains counts.
 PEAK_FLOPS = {

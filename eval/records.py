@@ -1,0 +1,119 @@
+"""A finished run as one small JSON object, so that a comparison needs the run's folder no more.
+
+A study that runs in several visits, or on a machine that is given back, keeps one line per run in `records.jsonl`:
+what the run was (its configuration, as far as it differs from the defaults), what training logged, and the results of
+every evaluation without their long lists.
+"""
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from configs.files import read_json_lines, write_atomic
+from eval.report.runs import Run, SpikeConfig
+from training.run import DECIDES, TrainConfig, flatten
+
+LONGEST = 32  # numbers of a list that a record keeps
+POINTS = 64  # of the training loss's curve
+LOGGED = ("step", "tokens", "loss", "val_loss", "tokens_per_s", "time_s")
+WHERE = ("data.dir", "data.path", "data.workers")  # say where the data lie on a machine, not what they are
+
+Record = dict[str, Any]
+
+
+def record_of(run: Run) -> Record:
+    """The record of a run that is trained (or diverged) and evaluated."""
+    thinned = [*run.train[: -1 : max(1, math.ceil(len(run.train) / POINTS))], *run.train[-1:]]
+    return {
+        "run": run.folder.name,
+        "variant": run.variant,
+        "config": differing(run.config),
+        "facts": {key: value for key, value in run.facts.items() if key not in ("step", "tokens")},
+        "train": [logged(line) for line in thinned],
+        "val": [logged(line) for line in run.val],
+        "loss": run.last_tenth(),
+        "spikes": run.spikes,
+        "tokenizer": run.tokenizer,
+        "diverged": run.diverged,
+        "evals": {name: shortened_evaluation(content) for name, content in run.evals.items()},
+    }
+
+
+def run_of(record: Record, spike: SpikeConfig | None = None) -> Run:
+    """The run that a record is of, as far as the record holds it."""
+    return Run(
+        folder=Path(record["run"]),
+        label=record["run"],
+        variant=record["variant"],
+        config=nested({**flatten(asdict(TrainConfig())), **record["config"]}),
+        facts=record["facts"],
+        train=record["train"],
+        val=record["val"],
+        evals=record["evals"],
+        tokenizer=record["tokenizer"],
+        diverged=record["diverged"],
+        spike=spike or SpikeConfig(),
+        counted={"loss": record["loss"], "spikes": record["spikes"]},
+    )
+
+
+def logged(line: dict[str, Any]) -> dict[str, Any]:
+    """What a record keeps of a line of metrics.jsonl."""
+    return {key: shortened(line[key]) for key in LOGGED if key in line}
+
+
+def shortened_evaluation(content: dict[str, Any]) -> dict[str, Any]:
+    """An evaluation's JSON without its run's configuration, its paths and its long lists."""
+    config = {key: value for key, value in content["config"].items() if key != "run" and value is not None}
+    if "text" in config:
+        config["text"] = Path(config["text"]).name
+    kept = {key: content[key] for key in ("eval", "step", "version") if key in content}
+    return {**kept, "config": config, "results": shortened(content["results"])}
+
+
+def shortened(results: Any) -> Any:
+    """`results` without lists of many numbers, and with numbers of seven digits."""
+    if isinstance(results, dict):
+        kept = {key: shortened(value) for key, value in results.items()}
+        return {key: value for key, value in kept.items() if value is not None}
+    if isinstance(results, list):
+        long = len(results) > LONGEST and all(isinstance(value, (int, float)) for value in results)
+        return None if long else [shortened(value) for value in results]
+    return float(f"{results:.7g}") if isinstance(results, float) else results
+
+
+def differing(config: dict[str, Any]) -> dict[str, Any]:
+    """What decides a run's losses, as far as it differs from the defaults; keys are dotted."""
+    default = flatten({key: value for key, value in asdict(TrainConfig()).items() if key in DECIDES})
+    given = flatten({key: config.get(key) for key in DECIDES})
+    return {key: value for key, value in given.items() if key not in WHERE and default.get(key) != value}
+
+
+def nested(flat: dict[str, Any]) -> dict[str, Any]:
+    """{"a.b": 1} -> {"a": {"b": 1}}."""
+    tree: dict[str, Any] = {}
+    for key, value in flat.items():
+        *groups, last = key.split(".")
+        place = tree
+        for group in groups:
+            place = place.setdefault(group, {})
+        place[last] = value
+    return tree
+
+
+def read_records(paths: Iterable[Path]) -> dict[str, Record]:
+    """Run's name -> record, of several files; the first file that has a run is the one that counts."""
+    found: dict[str, Record] = {}
+    for path in paths:
+        for record in read_json_lines(path):
+            found.setdefault(record["run"], record)
+    return found
+
+
+def write_records(path: Path, records: Iterable[Record]) -> None:
+    """One line per run, sorted by name."""
+    lines = (json.dumps(record, separators=(",", ":")) for record in sorted(records, key=lambda r: r["run"]))
+    write_atomic(path, "".join(f"{line}\n" for line in lines).encode())
