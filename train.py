@@ -11,15 +11,14 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 
 from configs import command
-from data.loader import Loader, Mixture, Prefetcher, Source, Windows, mix
-from data.retrieval import RetrievalSource
-from data.shards import open_split
-from data.tokenizer import Tokenizer, load_tokenizer
+from data.loader import Loader, Prefetcher, inputs_and_targets, mix
+from data.stream import open_sources, open_tokenizer
 from model.decoder import Decoder
 from training import checkpoint
 from training.distributed import World, data_parallel, join_world, pick_dtype
 from training.metrics import Metrics, Stopwatch, clock, last_val_loss, log_line, memory_gb, peak_flops
 from training.monitor import monitor_of
+from training.needle import NeedleProbe
 from training.optim import build_optimizers, set_lr
 from training.run import TrainConfig, default_run_dir, facts, fill_model, start_or_resume
 from training.schedule import lr_factor
@@ -51,16 +50,12 @@ def train(cfg: TrainConfig, world: World) -> float:
     Returns the validation loss at the end, which a search over the configuration minimises.
     """
     # ---------------------------------------- data
-    folder = Path(cfg.data.dir)
-    tokenizer = load_tokenizer(folder, cfg.data.tokenizer)
-    same = {"vocab_size": tokenizer.vocab_size, "fingerprint": tokenizer.fingerprint}
-    train_shards, val_shards = (open_split(folder, split, **same) for split in ("train", "val"))
+    tokenizer = open_tokenizer(cfg.data)
     T = cfg.model.context
     batch = sequences_per_step(cfg, world)
+    source, val_windows = open_sources(cfg.data, tokenizer, T)
     micro_batch = cfg.micro_batch or batch // world.size
-    source = training_source(cfg, Windows(train_shards, T), tokenizer)
     loader = Prefetcher(Loader(source, batch, T, cfg.seed, world.rank, world.size, micro_batch))
-    val_windows = Windows(val_shards, T)
 
     # ---------------------------------------- model
     cfg.model = fill_model(cfg.model, tokenizer)
@@ -72,6 +67,9 @@ def train(cfg: TrainConfig, world: World) -> float:
         net = torch.compile(net, dynamic=False)
     net = data_parallel(net, world)
     monitor = monitor_of(cfg.monitor, model, val_windows, world.device)
+    needles = None
+    if cfg.needle_every:
+        needles = NeedleProbe(model, val_windows, tokenizer, cfg.needle_samples, cfg.data.retrieval.digits)
 
     # ---------------------------------------- optimizers
     optimizers = build_optimizers(model, cfg.optim)
@@ -122,6 +120,11 @@ def train(cfg: TrainConfig, world: World) -> float:
             with watch.paused():
                 log.write(step=step, tokens=step * cfg.batch_tokens, **monitor.read())
 
+        # now and then: has retrieval appeared? (the main process asks)
+        if log and needles and fresh and (last or due(step, cfg.needle_every)):
+            with watch.paused():
+                log.write(step=step, tokens=step * cfg.batch_tokens, needle_acc=needles.read())
+
         # now and then: a checkpoint (the main process writes it)
         if last or stopping or (step and fresh and (due(step, cfg.checkpoint.every) or step in cfg.checkpoint.at)):
             with watch.paused():
@@ -137,11 +140,11 @@ def train(cfg: TrainConfig, world: World) -> float:
         torch.manual_seed(mix(cfg.seed, step, world.rank) >> 1)  # dropout is a function of the step: nothing to save
         loss = torch.zeros((), device=world.device)
         for micro in range(loader.micros):
-            rows = torch.from_numpy(loader(step, micro)).to(world.device)  # (b, T + 1)
+            inputs, targets = world.tensors(*inputs_and_targets(loader(step, micro)))  # (b, T) each
             final = micro == loader.micros - 1
             with net.no_sync() if world.size > 1 and not final else contextlib.nullcontext():
                 with autocast:
-                    part = net(rows[:, :-1], rows[:, 1:]) / loader.micros
+                    part = net(inputs, targets) / loader.micros
                 part.backward()
             loss += part.detach()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.optim.clip or float("inf"))
@@ -194,15 +197,6 @@ def sequences_per_step(cfg: TrainConfig, world: World) -> int:
         wrong = f"batch_tokens={cfg.batch_tokens} is not a multiple of context {T} x {world.size} processes"
         raise ValueError(f"{wrong}: use batch_tokens={near}")
     return cfg.batch_tokens // T
-
-
-def training_source(cfg: TrainConfig, text: Windows, tokenizer: Tokenizer) -> Source:
-    """The text alone, or mixed with retrieval documents made from it."""
-    weight = cfg.data.retrieval.weight
-    if not weight:
-        return text
-    retrieval = RetrievalSource(cfg.data.retrieval, text, tokenizer, cfg.model.context)
-    return Mixture([(text, 100 - weight), (retrieval, weight)])
 
 
 if __name__ == "__main__":

@@ -18,3 +18,13 @@ def compose_job(name: str, overrides: list[str]) -> Any:
             return compose(name, overrides)
         with initialize_config_dir(str(CONFIG_DIR.resolve()), version_base=None):  # in a launcher's job
             return compose(name, overrides)
+
+
+def merged(*parts: list[str]) -> list[str]:
+    """Overrides in order; of several for one key the last stands."""
+    last: dict[str, str] = {}
+    for override in (o for part in parts for o in part):
+        key = override.split("=")[0].lstrip("+~")
+        last.pop(key, None)
+        last[key] = override
+    return list(last.values())

@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 
 from omegaconf import MISSING
 
+from data.mqar import MqarConfig
+
 
 @dataclass
 class TokenizerConfig:
@@ -32,7 +34,7 @@ class RetrievalMixConfig:
 @dataclass
 class DataConfig:
     name: str = MISSING
-    source: str = MISSING  # stdlib | shakespeare | text | hf | nanogpt
+    source: str = MISSING  # stdlib | shakespeare | text | hf | nanogpt | mqar
     path: str | None = None  # text: file, folder or glob; shakespeare: a local copy; nanogpt: folder of its .bin files
     dataset: str | None = None  # hf: name on the hub
     subset: str | None = None
@@ -46,3 +48,4 @@ class DataConfig:
     max_tokens: int | None = None  # stop once the training split has this many
     workers: int | None = None  # tokenizing threads; None is every core
     retrieval: RetrievalMixConfig = field(default_factory=RetrievalMixConfig)
+    mqar: MqarConfig = field(default_factory=MqarConfig)

@@ -1,7 +1,8 @@
 """Batches as a pure function of (seed, step): no state, so nothing to save and nothing to lose.
 
 Global sample number g is `step * batch + row`, whatever the world size or micro batch. A `Source` turns a sample number
-into tokens; epochs, shuffling and mixing are arithmetic on that number.
+into tokens; epochs, shuffling and mixing are arithmetic on that number. A source may mark tokens that are not to be
+scored, by bitwise not: `inputs_and_targets` takes the marks off again.
 """
 
 from __future__ import annotations
@@ -17,12 +18,23 @@ from data.shards import Shard
 
 ROUNDS = 6
 MASK32 = 0xFFFFFFFF
+UNSCORED = -100  # the target that torch's cross-entropy leaves out
 
 
 class Source(Protocol):
     """Anything that yields token windows by number; `index` counts forever."""
 
-    def sample(self, index: int, seed: int) -> np.ndarray: ...  # (length+1,) int64
+    def sample(self, index: int, seed: int) -> np.ndarray: ...  # (length+1,) int64, unscored tokens marked
+
+
+def inputs_and_targets(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """A source's rows (..., T + 1) as inputs and targets (..., T): a target that the source marked as unscored is -100.
+
+    A token x is marked as ~x, which is negative. Text has no marks, so its inputs and targets are the rows themselves.
+    """
+    marked = rows < 0
+    tokens, scored = np.where(marked, ~rows, rows), np.where(marked, UNSCORED, rows)
+    return tokens[..., :-1], scored[..., 1:]
 
 
 def mix(*values: int) -> int:

@@ -59,6 +59,8 @@ class Corpus:
 def open_corpus(cfg: DataConfig) -> Corpus:
     """The documents `cfg` names. ValueError or FileNotFoundError, in one line, for what is missing or misnamed."""
     sources = {"stdlib": stdlib, "shakespeare": shakespeare, "text": text_files, "hf": hugging_face}
+    if cfg.source == "mqar":
+        raise ValueError("data=mqar is made while it is read: there is nothing to prepare, start train.py data=mqar")
     if cfg.source not in sources:
         raise ValueError(f"unknown data.source '{cfg.source}': use one of {', '.join(sources)}, nanogpt")
     return sources[cfg.source](cfg)

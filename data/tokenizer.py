@@ -309,6 +309,12 @@ def _bpe_encoding(tokens: list[bytes], pattern: str) -> tiktoken.Encoding:
     return tiktoken.Encoding("bpe", pat_str=pattern, mergeable_ranks=ranks, special_tokens={EOT: len(tokens)})
 
 
+def tokenizer_of_words(words: Sequence[str]) -> Tokenizer:
+    """A tokenizer that knows these words alone: word i is token i, end-of-text comes last. It is saved as a bpe's is."""
+    pattern = "|".join(rf"{re.escape(word)}\b" for word in words)
+    return Tokenizer(_bpe_encoding([word.encode() for word in words], pattern))
+
+
 def _fingerprint(encoding: tiktoken.Encoding) -> str:
     digest = hashlib.sha256(encoding._pat_str.encode())
     digest.update(_listed(encoding._mergeable_ranks))

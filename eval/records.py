@@ -18,7 +18,7 @@ from training.run import DECIDES, TrainConfig, flatten
 
 LONGEST = 32  # numbers of a list that a record keeps
 POINTS = 64  # of the training loss's curve
-LOGGED = ("step", "tokens", "loss", "val_loss", "tokens_per_s", "time_s")
+LOGGED = ("step", "tokens", "loss", "val_loss", "tokens_per_s", "time_s", "needle_acc")
 WHERE = ("data.dir", "data.path", "data.workers")  # say where the data lie on a machine, not what they are
 
 Record = dict[str, Any]
@@ -34,6 +34,7 @@ def record_of(run: Run) -> Record:
         "facts": {key: value for key, value in run.facts.items() if key not in ("step", "tokens")},
         "train": [logged(line) for line in thinned],
         "val": [logged(line) for line in run.val],
+        "needle": [logged(line) for line in run.needle],
         "loss": run.last_tenth(),
         "spikes": run.spikes,
         "tokenizer": run.tokenizer,
@@ -52,6 +53,7 @@ def run_of(record: Record, spike: SpikeConfig | None = None) -> Run:
         facts=record["facts"],
         train=record["train"],
         val=record["val"],
+        needle=record["needle"],
         evals=record["evals"],
         tokenizer=record["tokenizer"],
         diverged=record["diverged"],

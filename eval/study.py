@@ -17,7 +17,7 @@ from configs import USER_ERRORS, explain
 from configs.composing import compose_job
 from configs.files import write_json
 from data.shards import open_split
-from data.tokenizer import load_tokenizer
+from data.stream import is_task, open_tokenizer
 from eval.records import Record, record_of, run_of, write_records
 from eval.report.runs import DIVERGED, SpikeConfig, read_run
 from eval.report.runs import Run as Measured
@@ -153,12 +153,14 @@ def train_config(overrides: Sequence[str]) -> TrainConfig:
     The caller has imported train.py, which registers its schema.
     """
     cfg: TrainConfig = OmegaConf.to_object(compose_job("train", list(overrides)))
-    cfg.model = fill_model(cfg.model, load_tokenizer(Path(cfg.data.dir), cfg.data.tokenizer))
+    cfg.model = fill_model(cfg.model, open_tokenizer(cfg.data))
     return cfg
 
 
 def read_epochs(cfg: TrainConfig) -> float:
-    """How often training reads the prepared text; 1 and less is unrepeated."""
+    """How often training reads the prepared text; 1 and less is unrepeated, 0 is a task that is made as it is read."""
+    if is_task(cfg.data):
+        return 0.0
     tokens = sum(len(shard) for shard in open_split(Path(cfg.data.dir), "train"))
     return cfg.steps * cfg.batch_tokens * (1 - cfg.data.retrieval.weight / 100) / tokens
 

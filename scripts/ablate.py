@@ -25,6 +25,7 @@ sys.path.insert(0, str(ROOT))
 
 import train  # noqa: E402, F401  # registers its schema
 from configs import USER_ERRORS, command, explain  # noqa: E402
+from configs.composing import merged  # noqa: E402
 from configs.files import write_atomic, write_json  # noqa: E402
 from configs.provenance import result_record  # noqa: E402
 from eval import tuning  # noqa: E402
@@ -392,16 +393,6 @@ def arm_list(cfg: AblateConfig) -> list[tuple[Arm, list[str]]]:
             arm = Arm(full, name, point, None if name == first else reference, "", [], {})
             found.append((arm, merged(overrides, at)))
     return found
-
-
-def merged(*parts: list[str]) -> list[str]:
-    """Overrides in order; of several for one key the last stands."""
-    last: dict[str, str] = {}
-    for override in (o for part in parts for o in part):
-        key = override.split("=")[0].lstrip("+~")
-        last.pop(key, None)
-        last[key] = override
-    return list(last.values())
 
 
 def evaluation_commands(cfg: AblateConfig) -> list[list[str]]:

@@ -36,13 +36,13 @@ from configs.files import whole_folder, write_json  # noqa: E402
 from configs.provenance import machine, version  # noqa: E402
 from data.tokenizer import read_tokenizer  # noqa: E402
 from eval.common import EvalConfig, evaluation_tokens  # noqa: E402
+from eval.conversions import RECORD, CompareConfig, compare  # noqa: E402
 from eval.perplexity import cut_windows, evaluate  # noqa: E402
 from model.attention import VARIANTS  # noqa: E402
 from model.conversion import Conversion, change, convert  # noqa: E402
 from model.decoder import Decoder  # noqa: E402
 from model.interop.folder import local_folder  # noqa: E402
 from model.interop.huggingface import read_folder  # noqa: E402
-from scripts.compare_conversions import RECORD, CompareConfig, compare  # noqa: E402
 from training import checkpoint  # noqa: E402
 from training.checkpoint import LoadedRun, load_run  # noqa: E402
 from training.run import TrainConfig, facts, flatten  # noqa: E402

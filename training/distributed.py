@@ -7,6 +7,7 @@ import os
 import sys
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -24,6 +25,10 @@ class World:
     @property
     def main(self) -> bool:
         return self.rank == 0
+
+    def tensors(self, *arrays: np.ndarray) -> list[Tensor]:
+        """The arrays as tensors on this process's device."""
+        return [torch.from_numpy(array).to(self.device) for array in arrays]
 
     def mean(self, x: Tensor) -> Tensor:
         """Average of `x` over all processes (x itself when alone)."""

@@ -15,7 +15,7 @@ from statistics import fmean, pstdev
 import torch
 from torch import Tensor
 
-from data.loader import Windows
+from data.loader import Windows, inputs_and_targets
 from model.attention.base import Attention
 from model.attention.probe import SINK, entropy, first_share, negative_share, probe
 from model.decoder import Decoder
@@ -73,7 +73,7 @@ def monitor_of(cfg: MonitorConfig, model: Decoder, windows: Windows, device: tor
         raise ValueError(f"{wrong}: use positive numbers, or monitor.every=0 for no monitoring")
     if not cfg.every:
         return None
-    chosen = [windows.window(i)[:-1] for i in evenly(len(windows), cfg.windows)]
+    chosen = [inputs_and_targets(windows.window(i))[0] for i in evenly(len(windows), cfg.windows)]
     return Monitor(model, torch.stack([torch.from_numpy(window) for window in chosen]).to(device), cfg.layers)
 
 

@@ -41,6 +41,8 @@ class TrainConfig:
     eval_every: int = 250
     eval_tokens: int = 262144
     log_every: int = 10
+    needle_every: int = 0  # ask `needle_samples` needle questions every so many steps (0: never)
+    needle_samples: int = 64
     runs: str = "runs"  # where run directories are made
     run_dir: str | None = None  # None: a name made of the overrides, in `runs`
     resume: bool = False

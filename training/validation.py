@@ -1,8 +1,9 @@
 """The validation loss that training reports."""
 
+import numpy as np
 import torch
 
-from data.loader import Windows
+from data.loader import Windows, inputs_and_targets
 from model.decoder import Decoder
 from training.distributed import World
 
@@ -16,8 +17,8 @@ def validation_loss(model: Decoder, windows: Windows, tokens: int, batch: int, w
     model.eval()
     mine = chosen[world.rank :: world.size]
     for at in range(0, len(mine), batch):
-        rows = torch.stack([torch.from_numpy(windows.window(i)) for i in mine[at : at + batch]]).to(world.device)
-        loss = model(rows[:, :-1], rows[:, 1:])
+        rows = np.stack([windows.window(i) for i in mine[at : at + batch]])  # (b, T + 1)
+        loss = model(*world.tensors(*inputs_and_targets(rows)))
         total += torch.tensor([loss.item() * len(rows), len(rows)], dtype=torch.float64, device=world.device)
     model.train()
     total = world.mean(total)

@@ -162,7 +162,7 @@ def _monitored(arms: list[Arm], folder: Path) -> Iterator[Figure]:
             "Lambda during training",
             "What each layer weighs its maps with, from the first step to the last: lambda of differential attention, the "
             "gates of gated attention, the path weights of introspective attention. Where it depends on the token and the "
-            "head, the mean over both. From blue, the first layer or path, to orange, the last; the layers are evenly "
+            "head, the mean over both. From violet, the first layer or path, to orange, the last; the layers are evenly "
             f"chosen. Read on a fixed batch of held-out text.{_over_seeds(arms)}",
             _for_each(weighing, folder / "lambda", alts, figures.draw_weights),
             "python train.py",

@@ -12,7 +12,7 @@ from markupsafe import Markup
 
 from configs.provenance import ROOT, version
 from eval.report.gallery import Figure, Image
-from eval.report.runs import Arm, Run, same_in_all
+from eval.report.runs import Arm, Run, same_in_all, text_named
 from eval.report.sections import Section
 from eval.report.tables import Contrast, Row, minus, si
 
@@ -67,7 +67,7 @@ def page(content: Content, out: Path) -> str:
         lead=compared([run for arm in arms for run in arm.runs]),
         several=any(arm.several for arm in arms),
         main=[contrast for contrast in content.contrasts if contrast.group in headline],
-        section_images={section.name: section_images(arms, section) for section in content.sections},
+        about={section.name: about(arms, section) for section in content.sections},
         ablation=ablation_parts(*content.ablation) if content.ablation else None,
         methods=os.path.relpath(ROOT / "docs" / "METHODS.md", out.resolve().parent),
         numbers=out.with_suffix(".json").name,
@@ -89,6 +89,15 @@ def compared(runs: list[Run]) -> str:
 def _machine(info: dict[str, Any]) -> str:
     where = info.get("gpu") if info.get("gpu") not in (None, "none") else info.get("cpu", "unknown machine")
     return f"{where}, torch {info['torch']}" if "torch" in info else str(where)
+
+
+def about(arms: list[Arm], section: Section) -> dict[str, Any]:
+    """Of a further evaluation: the command that ran it, the texts that it was given, and its figures."""
+    command = section.name  # perplexity_NAME is eval.perplexity on another text
+    while "_" in command and not (ROOT / "eval" / f"{command}.py").is_file():
+        command = command.rsplit("_", 1)[0]
+    texts = {text_named(run, section.name) for arm in arms for run in arm.runs if section.name in run.evals}
+    return {"command": command, "texts": sorted(filter(None, texts)), "images": section_images(arms, section)}
 
 
 def section_images(arms: list[Arm], section: Section) -> list[Image]:

@@ -50,6 +50,7 @@ class Run:
     val: list[dict[str, float]]
     evals: dict[str, dict[str, Any]]
     monitor: list[dict[str, float]] = field(default_factory=list)
+    needle: list[dict[str, float]] = field(default_factory=list)
     tokenizer: str = "none"  # its fingerprint
     diverged: str | None = None
     spike: SpikeConfig = field(default_factory=SpikeConfig)
@@ -90,8 +91,9 @@ class Run:
         """The number at EVALUATION.KEY.KEY, as `perplexity.recall.hit.loss`, or of training at `train.NAME`.
 
         In a list of rows a key chooses the row by its first value, as `quantization.bits.4.loss_change`. train: loss (mean
-        of the last tenth), loss_text and loss_retrieval where they were logged, val_loss, spikes, seconds, tokens. None:
-        not measured, not a finite number, or not to be read because the run diverged.
+        of the last tenth), loss_text and loss_retrieval where they were logged, val_loss, spikes, seconds, tokens, and
+        tokens_to_0.5 (until a needle accuracy of 0.5). None: not measured, not a finite number, or not to be read because
+        the run diverged.
         """
         evaluation, *keys = path.split(".")
         if evaluation == "train":
@@ -110,6 +112,9 @@ class Run:
             return self.spikes
         if name in ("seconds", "tokens"):
             return last.get({"seconds": "time_s"}.get(name, name), 0)
+        if name.startswith("tokens_to_"):  # a needle accuracy; None where the run never arrived
+            level = float(name.removeprefix("tokens_to_"))
+            return next((line["tokens"] for line in self.needle if line["needle_acc"] >= level), None)
         if self.diverged:
             return None
         if name == "val_loss":
@@ -139,6 +144,7 @@ def read_run(folder: Path, spike: SpikeConfig | None = None) -> Run:
         val=[line for line in lines if "val_loss" in line],
         evals={name: content for name, content in evals.items() if content},
         monitor=[line for line in lines if "monitor_s" in line],
+        needle=[line for line in lines if "needle_acc" in line],
         tokenizer=(read_json(folder / "tokenizer.json") or {}).get("fingerprint", "none"),
         diverged=failure["error"] if failure else None,
         spike=spike or SpikeConfig(),
@@ -220,16 +226,15 @@ def evaluations(runs: list[Run]) -> list[str]:
     return [name for name in found if name in EVALUATIONS] + [name for name in found if name not in EVALUATIONS]
 
 
+def text_named(run: Run, name: str) -> str | None:
+    """The text that the run's evaluation `name` was given; None where it was the run's own validation documents."""
+    settings = run.evals[name].get("config", {})
+    return run.evals[name]["results"].get("text") or settings.get("text") or settings.get("shards")
+
+
 def text_of(run: Run, name: str) -> str:
     """The text that the run's evaluation `name` was on, in words."""
-    settings = run.evals[name].get("config", {})
-    if named := run.evals[name]["results"].get("text"):
-        return f"the text {named}"
-    if settings.get("text"):
-        return f"the text {settings['text']}"
-    if settings.get("shards"):
-        return f"the validation documents of {settings['shards']}"
-    return f"the validation documents of {run.config['data']['name']}"
+    return text_named(run, name) or f"the validation documents of {run.config['data']['name']}"
 
 
 # ---------------------------------------- arms

@@ -6,7 +6,7 @@ from dataclasses import astuple, dataclass, field
 from typing import Any
 
 from eval.attention_noise import NOISE, READINGS
-from eval.report.runs import Arm, Run, paired_by_seed
+from eval.report.runs import Arm, Run, paired_by_seed, text_of
 from eval.report.statistics import Difference, holm, mean_sd, paired
 
 Shown = str | Callable[[float], str]
@@ -113,7 +113,6 @@ def at(path: str, error: str | None = None) -> Read:
 def headline_table(arms: list[Arm]) -> list[Row]:
     """The headline table, one column per arm."""
     several = any(arm.several for arm in arms)
-    first = arms[0].runs[0]
 
     def fact(name: str) -> Read:
         return lambda run: run.facts.get(name)
@@ -128,10 +127,10 @@ def headline_table(arms: list[Arm]) -> list[Row]:
         row_of(arms, "Training", "tokens/s, median over the run", lambda run: run.tokens_per_s, si),
         row_of(arms, "Training", "training time, seconds", at("train.seconds"), "{:.0f}"),
     ]
-    for name, read, shown, hint in _losses(first):
+    for name, read, shown, hint in _losses(arms[0].runs[0]):
         rows.append(row_of(arms, "Loss", name, read, shown, "lower", hint))
     rows += [row for pair in _needle_pairs(arms) for row in _needle_rows(arms, *pair)]
-    for name, read, better, hint in _attention(first):
+    for name, read, better, hint in _attention():
         rows.append(row_of(arms, "Attention", name, read, "{:.3f}", better, hint))
     # What a run is not asked for (a recent number, a loss that training did not split) has a row where some run has it.
     return [row for row in rows if row.name not in OPTIONAL or any(cell.value is not None for cell in row.cells)]
@@ -162,13 +161,14 @@ def trained_on(run: Run) -> str:
 
 
 def _losses(run: Run) -> Iterator[tuple[str, Read, str, str]]:
-    easier = ", which are easier than text: that the validation loss is higher is no sign of overfitting"
+    easier = ", which are easier than text: a higher validation loss does not mean overfitting by itself"
     hint = f"on {trained_on(run)}{easier if 'retrieval' in trained_on(run) else ''}"
     yield "training loss, last tenth", at("train.loss"), "{:.3f}", hint
     yield "training loss on text, last tenth", at("train.loss_text"), "{:.3f}", ""
     yield "training loss on retrieval documents, last tenth", at("train.loss_retrieval"), "{:.3f}", ""
     yield "validation loss, end of training", at("train.val_loss"), "{:.3f}", "on held-out documents, text alone"
-    yield "test loss (nats per token)", at("perplexity.loss", "perplexity.se"), "{:.3f}", ""
+    tested = f"on {text_of(run, 'perplexity')}" if "perplexity" in run.evals else ""
+    yield "test loss (nats per token)", at("perplexity.loss", "perplexity.se"), "{:.3f}", tested
     yield "perplexity", at("perplexity.ppl"), "{:.2f}", ""
     yield "bits per byte", at("perplexity.bits_per_byte"), "{:.3f}", ""
     for name, part in RECALL.items():
@@ -176,7 +176,7 @@ def _losses(run: Run) -> Iterator[tuple[str, Read, str, str]]:
         yield name, at(f"{path}.loss", f"{path}.se"), "{:.3f}", ""
 
 
-def _attention(run: Run) -> Iterator[tuple[str, Read, str, str]]:
+def _attention() -> Iterator[tuple[str, Read, str, str]]:
     kinds = (("answer", "attention to the answer", "higher"), ("noise", "attention noise", "lower"))
     for reading in READINGS:
         hint = "masses summed over layers, then divided by the summed row sums" if reading == "signed" else ""

@@ -97,31 +97,31 @@ def viewer_of(runs: list[tuple[str, str]], cfg: ViewerConfig | None = None) -> V
         if run.tokenizer.fingerprint != loaded[0].tokenizer.fingerprint:
             raise ValueError(f"{runs[0][1]} and {folder} have different tokenizers: view them in files of their own")
     made, tokenizer = examples(loaded, cfg), loaded[0].tokenizer
+    packed, retrieved, models, size = [], [], [], 0
     with progress("attention maps", len(made)) as bar:
-        seen = []
         for example in made:
-            seen.append([look(run.model, example.tokens) for run in loaded])
+            looks = [look(run.model, example.tokens) for run in loaded]
+            texts = [_packed(one, tokenizer) for one in looks]
+            size += sum(len(part) for one in texts for part in one.values() if isinstance(part, str)) * 3 // 4  # base64
+            if packed and size > MAX_BYTES:
+                break
+            packed.append(texts)
+            models = models or [
+                {
+                    "label": label,
+                    "colour": colour(variant(run.config)),
+                    "heads": list(map(len, one.maps)),
+                    "differential": [second is not None for second in one.seconds],
+                }
+                for (label, _), run, one in zip(runs, loaded, looks, strict=True)
+            ]
+            if example.depth is not None:
+                retrieved.append((example, [_retrieval(example, one) for one in looks]))
             bar.update()
-    packed, size = [], 0
-    for looks in seen:
-        texts = [_packed(one, tokenizer) for one in looks]
-        size += sum(len(part) for one in texts for part in one.values() if isinstance(part, str)) * 3 // 4  # of base64
-        if packed and size > MAX_BYTES:
-            break
-        packed.append(texts)
-    retrieving = [_best_head(made, [looks[i] for looks in seen]) for i in range(len(loaded))]
-    models = [
-        {
-            "label": label,
-            "colour": colour(variant(run.config)),
-            "heads": [len(maps) for maps in seen[0][i].maps],
-            "differential": [maps is not None for maps in seen[0][i].seconds],
-            "best": retrieving[i],
-        }
-        for i, ((label, _), run) in enumerate(zip(runs, loaded, strict=True))
-    ]
+    for i, model in enumerate(models):
+        model["best"] = _best_head([found[i].masses for _, found in retrieved])
     data = {"models": models, "examples": [_described(one, tokenizer) for one in made[: len(packed)]], "maps": packed}
-    return _page(data | {"steps": STEPS}, len(made) - len(packed), _question(made, seen, loaded, models))
+    return _page(data | {"steps": STEPS}, len(made) - len(packed), _question(retrieved, loaded, models))
 
 
 def examples(runs: list[LoadedRun], cfg: ViewerConfig) -> list[Example]:
@@ -226,48 +226,53 @@ def _text(content: bytes) -> str:
     return base64.b64encode(content).decode()
 
 
-def _best_head(made: list[Example], seen: list[Look]) -> tuple[int, int] | None:
-    """(layer, head) whose query gives the needles most of its attention, with sign; None without a needle."""
-    needles = [(one, what) for one, what in zip(made, seen, strict=True) if one.depth is not None]
-    if not needles:
-        return None
-    masses = [sum(_to_needle(one, maps) for one, maps in zip((n for n, _ in needles), layers, strict=True))
-              for layers in zip(*(what.maps for _, what in needles), strict=True)]  # fmt: skip
-    layer = int(np.argmax([mass.max() for mass in masses]))
-    return layer, int(masses[layer].argmax())
+@dataclass
+class Retrieval:
+    """Of a needle: each head's mass on it in the row of the query, (heads,) by layer, and the probability of its answer."""
+
+    masses: list[np.ndarray]
+    likely: float
 
 
-def _to_needle(example: Example, maps: np.ndarray) -> np.ndarray:
-    """Each head's mass on the needle, (heads,), in the row of the query."""
+def _retrieval(example: Example, seen: Look) -> Retrieval:
     start, stop = example.spans["needle"]
-    return maps[:, example.query, start:stop].sum(-1)
+    answer = torch.from_numpy(example.tokens[example.query + 1 :])
+    logits = torch.from_numpy(seen.logits[example.query : -1])  # of the answer's tokens
+    likely = logits.log_softmax(-1).gather(-1, answer[:, None]).sum().exp().item()
+    return Retrieval([maps[:, example.query, start:stop].sum(-1) for maps in seen.maps], likely)
+
+
+def _best_head(masses: list[list[np.ndarray]]) -> tuple[int, int] | None:
+    """(layer, head) that gives the needles most attention, with sign; None without a needle. masses: [needle][layer]."""
+    by_layer = [sum(layers) for layers in zip(*masses, strict=True)]
+    if not by_layer:
+        return None
+    layer = int(np.argmax([mass.max() for mass in by_layer]))
+    return layer, int(by_layer[layer].argmax())
 
 
 def _question(
-    made: list[Example], seen: list[list[Look]], runs: list[LoadedRun], models: list[dict[str, Any]]
+    retrieved: list[tuple[Example, list[Retrieval]]], runs: list[LoadedRun], models: list[dict[str, Any]]
 ) -> dict[str, Any] | None:
     """The needle nearest to the middle, as words, and what each model says and looks at."""
-    needles = [i for i, example in enumerate(made) if example.depth is not None]
-    if not needles:
+    if not retrieved:
         return None
-    index = min(needles, key=lambda i: abs(made[i].depth - 0.5))
-    example, tokenizer = made[index], runs[0].tokenizer
-    spans = example.spans.items()
-    words = {name: tokenizer.decode(example.tokens[slice(*span)].tolist()).strip() for name, span in spans}
+    example, found = min(retrieved, key=lambda pair: abs(pair[0].depth - 0.5))
     prompt, answer = example.tokens[: example.query + 1], example.tokens[example.query + 1 :]
+
+    def words(tokens: np.ndarray) -> str:
+        return runs[0].tokenizer.decode(tokens.tolist()).strip()
+
     replies = []
-    for run, what, model in zip(runs, seen[index], models, strict=True):
+    for run, seen, model in zip(runs, found, models, strict=True):
         (said,) = continue_greedily(run.model, [prompt], len(answer), batch=1)
-        logits = torch.from_numpy(what.logits[example.query : -1])  # of the answer's tokens
-        likely = logits.log_softmax(-1).gather(-1, torch.from_numpy(answer)[:, None]).sum().exp().item()
         layer, head = model["best"]
         replies.append({
-            "label": model["label"], "colour": model["colour"], "says": tokenizer.decode(said.tolist()).strip(),
-            "right": bool((said == answer).all()), "probability": likely, "layer": layer, "head": head,
-            "share": float(_to_needle(example, what.maps[layer])[head]),
+            "label": model["label"], "colour": model["colour"], "says": words(said), "right": bool((said == answer).all()),
+            "probability": seen.likely, "layer": layer, "head": head, "share": float(seen.masses[layer][head]),
         })  # fmt: skip
-    asked = {"needle": words["needle"], "asked": words["question"], "answer": words["answer"]}
-    return asked | {"length": len(prompt), "replies": replies}
+    parts = {name: words(example.tokens[slice(*example.spans[name])]) for name in ("needle", "question", "answer")}
+    return parts | {"length": len(prompt), "replies": replies}
 
 
 def _guesses(logits: np.ndarray, tokenizer: Tokenizer) -> list[list[tuple[str, float]]]:

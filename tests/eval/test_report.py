@@ -301,8 +301,12 @@ def test_further_evaluations_have_a_section_each(seeded, call, tmp_path):
     assert names["bits=8 · loss_change"].cells[1].value == pytest.approx(0.25)
     (row,) = harness.rows
     assert row.name == "tasks · copa · acc" and row.cells[0].text == "0.500 (n = 1)" and row.cells[1].value is None
+    perplexity_elsewhere = {"loss": 3.5, "text": "essays<1>.txt"}
+    for folder in folders:
+        further(folder, "perplexity_essays", perplexity_elsewhere)
     call(report, listed(folders), f"out={tmp_path / 'r.html'}", "viewer=false")
     page = (tmp_path / "r.html").read_text()
+    assert "On essays&lt;1&gt;.txt." in page and "(<code>python -m eval.perplexity</code>)</p>" in page
     assert "Quantized attention logits</h2>" in page and "Tasks of lm-evaluation-harness</h2>" in page
     assert page.count('alt="Quantized attention logits, ') == 2
     differences = json.loads((tmp_path / "r.json").read_text())["differences"]

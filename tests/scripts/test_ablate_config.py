@@ -11,10 +11,10 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from configs import CONFIG_DIR
+from configs.composing import merged
 from eval.study import Run
 from eval.tuning import TuneConfig
 from model.decoder import Decoder
-from scripts import ablate
 from scripts.ablate import AblateConfig, Study
 from tests.scripts.conftest import quoted
 from training.jobs import environment
@@ -32,7 +32,8 @@ def composed(shards: Path, *overrides: str) -> AblateConfig:
 
 
 def test_the_experiments_promised_are_there() -> None:
-    promised = "main ablation_v1 ablation_v2 introspective scaling lr_stability hybrid head_count retrieval".split()
+    published = "main ablation_v1 ablation_v2 introspective scaling lr_stability hybrid head_count retrieval"
+    promised = [*published.split(), "noise", "emergence"]
     assert sorted(promised) == EXPERIMENTS and TIERS == ["cpu", "cpu_long", "gpu"]
 
 
@@ -90,7 +91,7 @@ def test_table_6_has_its_shapes(shards: Path, tmp_path: Path) -> None:
 
 
 def test_the_last_of_several_overrides_stands() -> None:
-    assert ablate.merged(["steps=5", "+a.b=1"], ["a.b=2"], ["steps=7", "seed=1"]) == ["a.b=2", "steps=7", "seed=1"]
+    assert merged(["steps=5", "+a.b=1"], ["a.b=2"], ["steps=7", "seed=1"]) == ["a.b=2", "steps=7", "seed=1"]
 
 
 def test_jobs_share_cores_and_take_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,130 @@
+"""Multi-query associative recall with a known share of distractors: a task that is made as it is read.
+
+A row tells `pairs` key-value pairs and then asks each of them once: the key comes again, and the value is the answer
+(MQAR: Arora et al., arXiv 2312.04927, section 4; definition followed: HazyResearch/zoology, zoology/data/multiquery_ar.py).
+Between the pairs lie distractors, as in MAD's noisy recall (Poli et al., arXiv 2403.17844; athms/mad-lab,
+mad/data/instances.py), but in an exact number: that share of the tokens told is distractors. Only answers are scored.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from data.tokenizer import Tokenizer, tokenizer_of_words
+
+KINDS = ("noise", "pairs")
+SPLITS = ("train", "val", "eval")
+VALIDATION_ROWS = 4096
+
+
+@dataclass
+class MqarConfig:
+    """The task. keys, values, noise: sizes of three vocabularies without a common token.
+
+    pairs: told and asked in each row. distractors: the share of the tokens told that are distractors. kind: noise
+    (distractors are tokens of the noise vocabulary) or pairs (they are key-value pairs like the others, of keys that are
+    not asked in their row).
+    """
+
+    keys: int = 64
+    values: int = 64
+    noise: int = 64
+    pairs: int = 4
+    distractors: float = 0.8
+    kind: str = "noise"  # noise | pairs
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A row's tokens (length + 1,), and where things are in it.
+
+    asked, told (pairs,): positions of each asked key and of the same key where it was told; each one's value follows it.
+    distractors (n,): positions of the distractors.
+    """
+
+    tokens: np.ndarray
+    asked: np.ndarray
+    told: np.ndarray
+    distractors: np.ndarray
+
+    def marked(self) -> np.ndarray:
+        """The tokens as a training row: those that are no answers are marked as unscored, by bitwise not."""
+        row = ~self.tokens
+        row[self.asked + 1] = self.tokens[self.asked + 1]
+        return row
+
+
+def mqar_tokenizer(cfg: MqarConfig) -> Tokenizer:
+    """One token a word: " k0" " k1" ... the keys, then values " v0" ..., then noise " n0" ...; last the end-of-text token."""
+    counts = {"k": cfg.keys, "v": cfg.values, "n": cfg.noise}
+    return tokenizer_of_words([f" {letter}{i}" for letter, count in counts.items() for i in range(count)])
+
+
+class Mqar:
+    """Rows of `length` + 1 tokens; row i of a split is a pure function of (split, seed, i).
+
+    A row is the end-of-text token, then slots of two tokens. The first slots hold the pairs, in random ones of them, and
+    the distractors in the others. The questions stand in random ones of the slots behind (Zoology's power law with
+    exponent a = 1), so every distance between a pair and its question is trained, whatever the share; the slots that are
+    left hold end-of-text tokens. ValueError for a task that cannot be, or that does not fit.
+    """
+
+    def __init__(self, cfg: MqarConfig, length: int) -> None:
+        self.cfg, self.length = cfg, length
+        self.blank = cfg.keys + cfg.values + cfg.noise
+        self.told_slots = told_slots(cfg)
+        needed = 2 * (self.told_slots + cfg.pairs)
+        if length % 2 or length < needed:
+            wrong = f"{cfg.pairs} pairs with a share of {cfg.distractors:g} distractors do not fit {length} tokens"
+            raise ValueError(f"{wrong}: use an even model.context of {needed} or more")
+
+    def __len__(self) -> int:
+        return VALIDATION_ROWS
+
+    def sample(self, index: int, seed: int) -> np.ndarray:
+        """Training row `index`, (length + 1,) int64, unscored tokens marked."""
+        return self.draw("train", index, seed).marked()
+
+    def window(self, index: int) -> np.ndarray:
+        """Validation row `index`, (length + 1,) int64, unscored tokens marked."""
+        return self.draw("val", index, 0).marked()
+
+    def draw(self, split: str, index: int, seed: int) -> Sample:
+        """Row `index` of the split train, val or eval: no two splits share a row but by chance."""
+        cfg, slots = self.cfg, self.length // 2
+        rng = np.random.default_rng([SPLITS.index(split), seed, index])
+        keys = rng.permutation(cfg.keys)  # the first `pairs` are asked, the others are free for distractors
+        values = cfg.keys + rng.choice(cfg.values, cfg.pairs, replace=False)
+        pairs = np.stack((keys[: cfg.pairs], values), axis=1)  # (pairs, 2)
+        told = rng.choice(self.told_slots, cfg.pairs, replace=False)
+        asked = self.told_slots + rng.choice(slots - self.told_slots, cfg.pairs, replace=False)
+        others = np.setdiff1d(np.arange(self.told_slots), told)
+        table = np.full((slots, 2), self.blank, dtype=np.int64)
+        table[told], table[asked] = pairs, pairs
+        table[others] = self._distractors(rng, len(others), keys[cfg.pairs :])
+        tokens = np.concatenate(([self.blank], table.ravel()))
+        return Sample(tokens, 1 + 2 * asked, 1 + 2 * told, 1 + np.stack((2 * others, 2 * others + 1), axis=1).ravel())
+
+    def _distractors(self, rng: np.random.Generator, slots: int, free: np.ndarray) -> np.ndarray:
+        """(slots, 2) tokens."""
+        cfg = self.cfg
+        if cfg.kind == "noise":
+            return rng.integers(cfg.keys + cfg.values, self.blank, (slots, 2)) if slots else np.empty((0, 2), np.int64)
+        keys = free[rng.integers(len(free), size=slots)]
+        return np.stack((keys, rng.integers(cfg.keys, cfg.keys + cfg.values, slots)), axis=1)
+
+
+def told_slots(cfg: MqarConfig) -> int:
+    """Slots of two tokens that hold the pairs and their distractors. ValueError for a task that cannot be."""
+    if cfg.kind not in KINDS:
+        raise ValueError(f"data.mqar.kind={cfg.kind} is unknown: use one of {', '.join(KINDS)}")
+    if not 0 <= cfg.distractors < 1:
+        raise ValueError(f"data.mqar.distractors={cfg.distractors:g} is not a share below 1: use 0.8")
+    slots = cfg.pairs / (1 - cfg.distractors)
+    if abs(slots - round(slots)) > 1e-3:  # a share that is written with six digits is meant exactly
+        wrong = f"{cfg.pairs} pairs cannot have a share of exactly {cfg.distractors:g} distractors"
+        raise ValueError(f"{wrong}: use data.mqar.distractors={1 - cfg.pairs / round(slots):.6g}, or other pairs")
+    if not 1 <= cfg.pairs <= cfg.values or cfg.pairs >= cfg.keys or cfg.noise < 1:
+        wrong = f"{cfg.pairs} pairs need that many values, more keys than that, and a noise token"
+        raise ValueError(f"{wrong}: raise data.mqar.keys, data.mqar.values or data.mqar.noise")
+    return round(slots)

@@ -1,0 +1,39 @@
+"""What training and validation read: prepared text, or a task that is made as it is read."""
+
+from pathlib import Path
+
+from data.config import DataConfig
+from data.loader import Mixture, Source, Windows
+from data.mqar import Mqar, mqar_tokenizer
+from data.retrieval import RetrievalSource
+from data.shards import open_split
+from data.tokenizer import Tokenizer, load_tokenizer
+
+
+def is_task(cfg: DataConfig) -> bool:
+    """Whether the data are made as they are read, from no shards."""
+    return cfg.source == "mqar"
+
+
+def open_tokenizer(cfg: DataConfig) -> Tokenizer:
+    """The tokenizer of the prepared folder, or a task's own."""
+    return mqar_tokenizer(cfg.mqar) if is_task(cfg) else load_tokenizer(Path(cfg.dir), cfg.tokenizer)
+
+
+def open_sources(cfg: DataConfig, tokenizer: Tokenizer, context: int) -> tuple[Source, Windows | Mqar]:
+    """What training reads and the windows of validation, both rows of `context` + 1 tokens.
+
+    Training reads the text alone, or mixed with retrieval documents made from it.
+    """
+    weight = cfg.retrieval.weight
+    if is_task(cfg):
+        if weight:
+            raise ValueError("data=mqar is not mixed with retrieval documents: use data.retrieval.weight=0")
+        task = Mqar(cfg.mqar, context)
+        return task, task
+    same = {"vocab_size": tokenizer.vocab_size, "fingerprint": tokenizer.fingerprint}
+    text, val = (Windows(open_split(Path(cfg.dir), split, **same), context) for split in ("train", "val"))
+    if not weight:
+        return text, val
+    retrieval = RetrievalSource(cfg.retrieval, text, tokenizer, context)
+    return Mixture([(text, 100 - weight), (retrieval, weight)]), val

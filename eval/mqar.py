@@ -1,0 +1,290 @@
+"""Associative recall among distractors: accuracy at every share of distractors, and what the two maps have to do with it.
+
+    python -m eval.mqar run=runs/NAME [shares=[0,0.5,0.8,0.9,0.95]] [kind=pairs] [samples=256]
+
+For a run that was trained with data=mqar (data/mqar.py). A context tells key-value pairs among distractors and asks each
+pair once; an answer is right where the most probable token of the whole vocabulary is the value. The standard error is over
+contexts. Contexts are of a split of their own, the same for every run with the same task.
+
+`attention`: at the positions that are asked, the share of each head's absolute mass on the distractors, on the asked pair's
+key and value where they were told, on the first token and elsewhere; mean over questions, heads and layers. `map` is the
+map that meets the values (first - lambda second in a differential head). Differential heads also have `map_1`, `map_2` and
+`correlation`: Pearson's, over the distractors of a context, of the masses that the two maps put on each.
+`altered`: for differential heads, accuracy where lambda is 0, where its sign is turned, and where the second map is uniform
+over the keys that a query sees, each without further training.
+Writes runs/NAME/eval/mqar.json and runs/NAME/figures/mqar.png.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from configs import command
+from data.mqar import Mqar, MqarConfig, Sample
+from eval.common import (
+    GREY,
+    EvalConfig,
+    batches,
+    colour,
+    device_of,
+    figure,
+    mean_se,
+    open_run,
+    progress,
+    run_name,
+    variant,
+    write_result,
+)
+from eval.scoring import floats_per_token
+from model.attention.probe import gather_rows, probe, visit_logits
+from training.checkpoint import LoadedRun
+
+BUCKETS = ("distractors", "key", "value", "first", "elsewhere")
+
+
+@dataclass
+class MqarEvalConfig(EvalConfig):
+    """shares: of distractors, each below 1. kind: of distractors (data.mqar.kind), by default the run's own.
+
+    samples: contexts for each share. text and shards do not apply.
+    """
+
+    shares: list[float] = field(default_factory=lambda: [0.0, 0.5, 0.8, 0.9, 0.95])
+    kind: str | None = None
+    samples: int = 256
+    seed: int = 0
+
+
+@torch.inference_mode()
+def hits(model: nn.Module, samples: list[Sample], batch: int) -> np.ndarray:
+    """Whether each answer is the most probable token, (samples, pairs) bool."""
+    found = []
+    for part in batches(samples, batch, len(samples[0].tokens), floats_per_token(model.cfg)):
+        tokens, asked = _tensors(part, device_of(model))
+        answers = tokens.gather(1, asked + 1)
+        found.append((model(tokens[:, :-1], rows=asked).argmax(-1) == answers).cpu().numpy())
+    return np.concatenate(found)
+
+
+def _tensors(samples: list[Sample], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Tokens (B, T + 1) and asked positions (B, R)."""
+    stacked = (np.stack([getattr(sample, name) for sample in samples]) for name in ("tokens", "asked"))
+    tokens, asked = (torch.from_numpy(part).to(device) for part in stacked)
+    return tokens, asked
+
+
+# What is changed after training
+
+
+def lambda_layers(model: nn.Module) -> list[nn.Module]:
+    """The attention layers that subtract a second map, with a lambda that can be asked for."""
+    return [block.attention for block in model.blocks if hasattr(block.attention, "lam")]
+
+
+@contextmanager
+def lambda_times(model: nn.Module, factor: float) -> Iterator[None]:
+    """Within it every lambda of the model is `factor` times what it was."""
+
+    def scaled(lam: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        return factor * lam(*inputs)
+
+    layers = lambda_layers(model)
+    for layer in layers:
+        layer.lam = partial(scaled, layer.lam)  # on the object, in front of its class's method
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.lam
+
+
+def uniform_second_map(model: nn.Module) -> AbstractContextManager[None]:
+    """Within it the second map of every differential head is uniform over the keys that its query sees."""
+
+    def visit(layer: int, logits: Tensor, see: Tensor) -> Tensor | None:
+        if logits.dim() < 5:  # one map
+            return None
+        return torch.stack((logits[:, :, 0], torch.zeros_like(logits[:, :, 1])), dim=2)
+
+    return visit_logits(model, visit)
+
+
+ALTERED: dict[str, Callable[[nn.Module], AbstractContextManager[None]]] = {
+    "lambda_zero": partial(lambda_times, factor=0.0),
+    "lambda_turned": partial(lambda_times, factor=-1.0),
+    "map_2_uniform": uniform_second_map,
+}
+
+
+# Where the attention goes
+
+
+@torch.inference_mode()
+def read_attention(model: nn.Module, samples: list[Sample], batch: int) -> dict[str, Any]:
+    """`map`, and where there are two maps `map_1`, `map_2` and `correlation`: means over layers, and by layer in `layers`."""
+    layers: list[dict[str, list[Tensor]]] = [{} for _ in model.blocks]
+    for part in batches(samples, batch, len(samples[0].tokens), floats_per_token(model.cfg)):
+        tokens, asked = _tensors(part, device_of(model))
+        buckets = bucket_of_positions(part).to(tokens.device)  # (B, R, T, buckets)
+        distractors = torch.from_numpy(np.stack([sample.distractors for sample in part])).to(tokens.device)
+        for found, maps in zip(layers, maps_of_layers(model, tokens[:, :-1], asked), strict=True):
+            for name, rows in maps.items():
+                found.setdefault(name, []).append(bucket_shares(rows, buckets))
+            if "map_2" in maps and distractors.shape[1] > 2:
+                found.setdefault("correlation", []).append(correlation(maps["map_1"], maps["map_2"], distractors))
+    means = [{name: torch.cat(parts).mean(0).cpu() for name, parts in found.items()} for found in layers]
+    names = {name for mean in means for name in mean}
+    overall = {name: torch.stack([mean[name] for mean in means if name in mean]).mean(0) for name in names}
+    return {**_named(overall), "layers": [_named(mean) for mean in means]}
+
+
+def _named(values: dict[str, Tensor]) -> dict[str, Any]:
+    return {
+        name: dict(zip(BUCKETS, value.tolist(), strict=True)) if value.dim() else value.item()
+        for name, value in sorted(values.items())
+    }
+
+
+def maps_of_layers(model: nn.Module, tokens: Tensor, rows: Tensor) -> list[dict[str, Tensor]]:
+    """For each layer the maps (B, heads, R, S) of the query rows (B, R): `map`, and where there are two, `map_1`, `map_2`."""
+    with probe(model, rows) as seen:
+        model(tokens, rows=rows)
+    layers = [{"map": layer} for layer in seen.layers]
+
+    def visit(layer: int, logits: Tensor, see: Tensor) -> None:
+        if logits.dim() == 5:
+            weights = logits.masked_fill(~see, float("-inf")).softmax(-1)  # (B, h, 2, T, S)
+            chosen = gather_rows(weights, rows, weights.shape[-1])  # (B, h, 2, R, S)
+            layers[layer] |= {"map_1": chosen[:, :, 0], "map_2": chosen[:, :, 1]}
+
+    with visit_logits(model, visit):
+        model(tokens, rows=rows)
+    return layers
+
+
+def bucket_of_positions(samples: list[Sample]) -> Tensor:
+    """Which bucket each position is in for each question: (B, R, T, buckets), one-hot."""
+    bucket = np.full((len(samples), len(samples[0].asked), len(samples[0].tokens) - 1), BUCKETS.index("elsewhere"))
+    questions = np.arange(bucket.shape[1])
+    for of, sample in zip(bucket, samples, strict=True):
+        of[:, 0] = BUCKETS.index("first")
+        of[:, sample.distractors] = BUCKETS.index("distractors")
+        of[questions, sample.told] = BUCKETS.index("key")
+        of[questions, sample.told + 1] = BUCKETS.index("value")
+    return nn.functional.one_hot(torch.from_numpy(bucket), len(BUCKETS)).float()
+
+
+def bucket_shares(rows: Tensor, buckets: Tensor) -> Tensor:
+    """Shares of the absolute mass of maps (B, heads, R, S), each head by itself, then their mean: (B, buckets)."""
+    mass = rows.abs() / rows.abs().sum(-1, keepdim=True)
+    return torch.einsum("bhrs,brsk->bhrk", mass, buckets).mean((1, 2))
+
+
+def correlation(first: Tensor, second: Tensor, positions: Tensor) -> Tensor:
+    """Pearson's correlation of two maps (B, heads, R, S) over `positions` (B, n), mean over heads and rows: (B,).
+
+    It is 0 where a map is constant but for rounding.
+    """
+    index = positions[:, None, None].expand(*first.shape[:3], -1)
+
+    def standard(rows: Tensor) -> Tensor:
+        mass = rows.gather(-1, index)
+        spread = mass - mass.mean(-1, keepdim=True)
+        rounding = 1e-4 * mass.norm(dim=-1, keepdim=True) + 1e-30
+        return spread / spread.norm(dim=-1, keepdim=True).clamp(min=rounding)
+
+    return (standard(first) * standard(second)).sum(-1).mean((1, 2))
+
+
+# The evaluation
+
+
+def evaluate(run: LoadedRun, cfg: MqarEvalConfig) -> dict[str, Any]:
+    """Accuracy and attention at each share, accuracy of the altered model where there are second maps."""
+    model, task = run.model, task_of(run, cfg)
+    altered = ALTERED if lambda_layers(model) else {}
+    shares, attention = [], []
+    changed: dict[str, list[dict[str, Any]]] = {name: [] for name in altered}
+    with progress("mqar", len(cfg.shares)) as bar:
+        for share in cfg.shares:
+            source = Mqar(replace(task, distractors=share), model.cfg.context)
+            samples = [source.draw("eval", i, cfg.seed) for i in range(cfg.samples)]
+            where = {"percent": round(100 * share), "share": share}
+            shares.append(where | accuracy(model, samples, cfg.batch))
+            attention.append(where | read_attention(model, samples, cfg.batch))
+            for name, alter in altered.items():
+                with alter(model):
+                    changed[name].append(where | accuracy(model, samples, cfg.batch))
+            bar.update()
+    results = {"shares": shares, "mean": float(np.mean([row["accuracy"] for row in shares])), "attention": attention}
+    trained = run.config["data"]["mqar"]
+    about = {"chance": 1 / task.values, "samples": cfg.samples, "kind": task.kind, "trained": trained}
+    return results | ({"altered": changed} if altered else {}) | about
+
+
+def accuracy(model: nn.Module, samples: list[Sample], batch: int) -> dict[str, float]:
+    """Share of right answers and its standard error over contexts."""
+    mean, se = mean_se(hits(model, samples, batch).mean(axis=1))
+    return {"accuracy": mean, "se": se}
+
+
+def task_of(run: LoadedRun, cfg: MqarEvalConfig) -> MqarConfig:
+    """The run's task with the kind of distractors that is asked for. ValueError for what cannot be evaluated."""
+    if run.config["data"]["source"] != "mqar":
+        raise ValueError(f"{cfg.run} was not trained on associative recall: train one with data=mqar")
+    if cfg.text or cfg.shards:
+        raise ValueError("text= and shards= do not apply to a task that is made as it is read: leave them out")
+    if cfg.samples < 1 or not cfg.shares or len({round(100 * share) for share in cfg.shares}) < len(cfg.shares):
+        raise ValueError("nothing to measure, or one percentage twice: use samples=256 shares=[0,0.5,0.9]")
+    trained = MqarConfig(**run.config["data"]["mqar"])
+    return replace(trained, kind=cfg.kind or trained.kind)
+
+
+LOOKS = {"lambda_zero": ":", "lambda_turned": "-.", "map_2_uniform": "--"}
+
+
+def draw(path: Path, results: dict[str, Any], title: str, line: str) -> None:
+    """Accuracy against the share of distractors, with standard errors; a line more for each alteration."""
+    with figure(path, 5.6, 4.2) as axes:
+        ax = axes[0, 0]
+        _line(ax, results["shares"], "-", line, "as trained")
+        for name, rows in results.get("altered", {}).items():
+            _line(ax, rows, LOOKS[name], GREY, name.replace("_", " "))
+        ax.axhline(results["chance"], color=GREY, linewidth=0.8)
+        ax.set_xticks(range(len(results["shares"])), [f"{row['percent']} %" for row in results["shares"]])
+        ax.set(ylim=(-0.02, 1.04), xlabel="share of distractors in what was told", ylabel="accuracy", title=title)
+        ax.grid(axis="y")
+        ax.legend()
+
+
+def _line(ax: Any, rows: list[dict[str, Any]], look: str, line: str, label: str) -> None:
+    values, errors = [row["accuracy"] for row in rows], [row["se"] for row in rows]
+    ax.errorbar(range(len(rows)), values, errors, linestyle=look, color=line, marker="o", markersize=4, label=label)
+
+
+@command("mqar", MqarEvalConfig)
+def main(cfg: MqarEvalConfig) -> None:
+    run = open_run(cfg)
+    results = evaluate(run, cfg)
+    write_result(run, cfg, "mqar", results)
+    name = run_name(cfg.run)
+    draw(Path(cfg.run) / "figures" / "mqar.png", results, name, colour(variant(run.config)))
+    for what, rows in {"as trained": results["shares"], **results.get("altered", {})}.items():
+        found = ", ".join(f"{row['percent']} % {row['accuracy']:.3f} ± {row['se']:.3f}" for row in rows)
+        print(f"mqar  {name}: {what}: {found}")
+    for row in results["attention"]:
+        said = {name: row[name]["distractors"] for name in ("map", "map_1", "map_2") if name in row}
+        shares = ", ".join(f"{name} {share:.3f}" for name, share in said.items())
+        more = f", correlation of the two {row['correlation']:.2f}" if "correlation" in row else ""
+        print(f"mqar  {name}: mass on distractors at {row['percent']} %: {shares}{more}")
+
+
+if __name__ == "__main__":
+    main()

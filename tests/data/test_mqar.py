@@ -1,0 +1,147 @@
+"""Associative recall: the share of distractors is exact, splits are disjoint, questions have answers, marks are right."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from data.config import DataConfig
+from data.loader import UNSCORED, Loader, inputs_and_targets
+from data.mqar import Mqar, MqarConfig, mqar_tokenizer
+from data.sources import open_corpus
+from data.stream import open_sources, open_tokenizer
+from data.tokenizer import load_tokenizer
+
+LENGTH = 176
+SHARES = (0.0, 0.5, 0.8, 0.9, 0.95)
+
+
+@pytest.mark.parametrize("kind", ["noise", "pairs"])
+@pytest.mark.parametrize("share", SHARES)
+def test_a_row_is_what_it_says(kind: str, share: float) -> None:
+    cfg = MqarConfig(distractors=share, kind=kind)
+    task = Mqar(cfg, LENGTH)
+    for index in range(50):
+        sample = task.draw("train", index, 1)
+        tokens, told, asked = sample.tokens, sample.told, sample.asked
+        assert tokens.shape == (LENGTH + 1,) and tokens[0] == task.blank
+        # exactly this share of what is told, which is all there is before the first question could stand
+        told_tokens = 2 * task.told_slots
+        assert len(sample.distractors) == round(share * told_tokens)
+        positions = np.sort(np.concatenate((sample.distractors, told, told + 1)))
+        assert np.array_equal(positions, np.arange(1, 1 + told_tokens))
+        # each key is told once, then asked once, later, with the same value
+        assert np.array_equal(tokens[told], tokens[asked]) and np.array_equal(tokens[told + 1], tokens[asked + 1])
+        assert len(set(tokens[told])) == len(set(tokens[told + 1])) == cfg.pairs and asked.min() > told.max()
+        assert (tokens[told] < cfg.keys).all()
+        assert ((tokens[told + 1] >= cfg.keys) & (tokens[told + 1] < cfg.keys + cfg.values)).all()
+        others = tokens[sample.distractors]
+        assert not set(others) & set(tokens[told])  # what is asked was told only there
+        if kind == "noise":
+            assert ((others >= cfg.keys + cfg.values) & (others < task.blank)).all()
+        else:
+            keys, values = others.reshape(-1, 2).T
+            assert (keys < cfg.keys).all() and ((values >= cfg.keys) & (values < cfg.keys + cfg.values)).all()
+
+
+def test_only_answers_are_scored() -> None:
+    task = Mqar(MqarConfig(), LENGTH)
+    sample, row = task.draw("train", 3, 7), task.sample(3, 7)
+    inputs, targets = inputs_and_targets(row)
+    assert np.array_equal(inputs, sample.tokens[:-1])
+    assert np.array_equal(np.flatnonzero(targets != UNSCORED), np.sort(sample.asked))  # the key predicts its value
+    assert np.array_equal(targets[sample.asked], sample.tokens[sample.told + 1])
+
+
+def test_text_rows_are_as_they_were() -> None:
+    rows = np.arange(12, dtype=np.int64).reshape(2, 6)
+    inputs, targets = inputs_and_targets(rows)
+    assert np.array_equal(inputs, rows[:, :-1]) and np.array_equal(targets, rows[:, 1:])
+    assert inputs.dtype == targets.dtype == np.int64
+
+
+def test_rows_are_a_pure_function_and_splits_share_none() -> None:
+    task = Mqar(MqarConfig(keys=8, values=8, noise=4, pairs=2, distractors=0.5), 32)
+
+    def rows(draw: Callable[[int], np.ndarray]) -> set[bytes]:
+        return {draw(i).tobytes() for i in range(2000)}
+
+    train, other = rows(lambda i: task.sample(i, 1)), rows(lambda i: task.sample(i, 2))
+    val, test = rows(task.window), rows(lambda i: task.draw("eval", i, 0).marked())
+    assert len(train) == len(val) == len(test) == 2000
+    assert not train & other and not train & val and not train & test and not val & test
+    again = Mqar(task.cfg, 32)
+    assert np.array_equal(again.sample(5, 1), task.sample(5, 1))
+    whole, part = Loader(task, 8, 32, 1), Loader(task, 8, 32, 1, rank=1, world=2)
+    assert np.array_equal(whole(3)[4:], part(3))  # the same rows on any number of processes
+
+
+def test_questions_stand_at_every_distance() -> None:
+    """Whatever the share, distances up to the row's length are trained: testing at another share is no extrapolation."""
+    task = Mqar(MqarConfig(distractors=0.8), LENGTH)
+    samples = [task.draw("train", i, 1) for i in range(1000)]
+    distances = np.concatenate([sample.asked - sample.told for sample in samples])
+    assert distances.min() <= 8 and distances.max() >= LENGTH - 8
+
+
+def test_nothing_behind_a_question_tells_its_answer() -> None:
+    """Causal: cut off right behind the asked key, a row still holds the pair, and its value nowhere but there."""
+    task = Mqar(MqarConfig(), LENGTH)
+    for index in range(50):
+        sample = task.draw("eval", index, 0)
+        for told, asked in zip(sample.told, sample.asked, strict=True):
+            before, value = sample.tokens[: asked + 1], sample.tokens[asked + 1]
+            assert np.array_equal(np.flatnonzero(before == value), [told + 1])
+
+
+def test_a_perfect_reader_has_no_loss() -> None:
+    task = Mqar(MqarConfig(distractors=0.9), LENGTH)
+    rows = np.stack([task.window(i) for i in range(20)])
+    inputs, targets = map(torch.from_numpy, inputs_and_targets(rows))
+    logits = torch.zeros(*inputs.shape, task.blank + 1)
+    for b, t in (targets != UNSCORED).nonzero().tolist():
+        first = (inputs[b, :t] == inputs[b, t]).nonzero()[0, 0]
+        logits[b, t, inputs[b, first + 1]] = 100
+    assert torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()) < 1e-6
+
+
+def test_tokenizer(tmp_path) -> None:
+    tokenizer = mqar_tokenizer(MqarConfig(keys=12, values=3, noise=2))
+    assert tokenizer.vocab_size == 18 and tokenizer.eot == 17
+    assert tokenizer.encode(" k1 k11 v0 n1 k1") == [1, 11, 12, 16, 1]
+    tokenizer.save(tmp_path)
+    assert load_tokenizer(tmp_path).fingerprint == tokenizer.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"distractors": 0.85}, "use data.mqar.distractors=0.851852"),
+        ({"distractors": 1.0}, "is not a share below 1: use 0.8"),
+        ({"kind": "words"}, "use one of noise, pairs"),
+        ({"pairs": 64}, "raise data.mqar.keys"),
+        ({"pairs": 0}, "need that many values"),
+        ({"distractors": 0.975}, "use an even model.context of 328 or more"),
+    ],
+)
+def test_wrong_tasks_are_refused(wrong: dict, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        Mqar(replace(MqarConfig(), **wrong), LENGTH)
+
+
+def test_the_share_that_is_advised_is_taken() -> None:
+    sample = Mqar(MqarConfig(distractors=0.851852), LENGTH).draw("train", 0, 1)
+    assert len(sample.distractors) == 2 * 23  # 27 slots, 4 of them pairs
+
+
+def test_it_is_a_source_of_training_and_needs_no_files() -> None:
+    cfg = DataConfig(name="mqar", source="mqar")
+    source, val = open_sources(cfg, open_tokenizer(cfg), LENGTH)
+    assert source.sample(0, 1).shape == val.window(0).shape == (LENGTH + 1,)
+    cfg.retrieval.weight = 50
+    with pytest.raises(ValueError, match="data.retrieval.weight=0"):
+        open_sources(cfg, open_tokenizer(cfg), LENGTH)
+    with pytest.raises(ValueError, match="there is nothing to prepare"):
+        open_corpus(cfg)

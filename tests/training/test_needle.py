@@ -1,0 +1,90 @@
+"""Needles asked during training: known readers, no effect on training, tokens to an accuracy."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from eval.ablation import SpikeConfig, read_run
+from torch import Tensor, nn
+
+from configs.files import read_json_lines
+from data.config import TokenizerConfig
+from data.loader import Windows
+from data.retrieval import cities
+from data.tokenizer import Tokenizer, build_tokenizer
+from tests.conftest import run_command, train_arguments
+from training.needle import NeedleProbe
+
+TEXT = "It was a long road. Nobody knew where it began.\nThe rain had stopped. " * 40
+
+
+class Text:
+    """A text, read as a shard is read."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens = np.array(tokens)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        return self.tokens[start:stop]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return build_tokenizer(TokenizerConfig("bytes"))
+
+
+class Reader(nn.Module):
+    """Copies what followed the longest text that stood before; a share of the questions it answers wrongly."""
+
+    def __init__(self, vocabulary: int, wrong: int = 0) -> None:
+        super().__init__()
+        self.embedding, self.vocabulary, self.wrong = nn.Embedding(1, 1), vocabulary, wrong
+
+    def forward(self, tokens: Tensor, rows: Tensor) -> Tensor:
+        logits = torch.zeros(len(tokens), len(rows), self.vocabulary)
+        for b, sequence in enumerate(tokens.tolist()):
+            for r, t in enumerate(rows.tolist()):
+                text = sequence[t - 20 : t + 1]
+                starts = [i for i in range(t - 20) if sequence[i : i + 21] == text]
+                logits[b, r, sequence[starts[0] + 21] if starts and b >= self.wrong else 0] = 1
+        return logits
+
+
+def test_known_readers(tokenizer: Tokenizer) -> None:
+    windows = Windows([Text(tokenizer.encode(TEXT))], 160)
+    probe = NeedleProbe(Reader(tokenizer.vocab_size), windows, tokenizer, 16, 4)
+    assert probe.read() == 1.0 and probe.rows.shape == (16, 161)
+    probe.model.wrong = 4
+    assert probe.read() == 0.75 and probe.model.training
+    held_out = set(cities("eval"))
+    for row in probe.rows:
+        said = tokenizer.decode(row.tolist()).split("The magic number of ")[1:]
+        assert len(said) == 2 and said[0].split(".")[0] == said[1].split(".")[0] and said[0].split()[0] in held_out
+    again = NeedleProbe(Reader(tokenizer.vocab_size), windows, tokenizer, 16, 4)
+    assert torch.equal(again.rows, probe.rows)
+
+
+def test_what_cannot_be_asked(tokenizer: Tokenizer) -> None:
+    windows = Windows([Text(tokenizer.encode(TEXT))], 60)
+    with pytest.raises(ValueError, match="needle_every=0"):
+        NeedleProbe(Reader(9), windows, tokenizer, 4, 4)
+    with pytest.raises(ValueError, match="needle_samples=64"):
+        NeedleProbe(Reader(9), windows, tokenizer, 0, 4)
+
+
+def test_training_does_not_notice(shards: Path, tmp_path: Path) -> None:
+    mixed = ("data.retrieval.weight=50", "model.context=192", "batch_tokens=768", "model.dropout=0.1")
+    more = ("steps=4", "monitor.every=0", *mixed)
+    for name, needles in (("with", ("needle_every=2", "needle_samples=8")), ("without", ())):
+        done = run_command(*train_arguments(shards, tmp_path / name, *more, *needles))
+        assert done.returncode == 0, done.stderr
+    lines, plain = (list(read_json_lines(tmp_path / name / "metrics.jsonl")) for name in ("with", "without"))
+    assert [line["step"] for line in lines if "needle_acc" in line] == [0, 2, 4]
+    losses, expected = ([(x["loss"], x["grad_norm"]) for x in part if "loss" in x] for part in (lines, plain))
+    assert losses == expected and len(losses) == 4
+    record = read_run(tmp_path / "with", 1, {"t": "train.tokens_to_0.5", "v": "train.val_loss"}, SpikeConfig())
+    assert record.values["t"] is None and record.values["v"] > 0

@@ -1,0 +1,56 @@
+"""Has retrieval appeared yet? A few needle questions, always the same ones, asked now and then while a model trains.
+
+The needles are in the wording of the retrieval documents that training mixes in, with cities and numbers of the evaluation
+split, in text of the validation split. Training does not notice: no gradient, no random number of its generators.
+"""
+
+import numpy as np
+import torch
+
+from data.loader import Windows
+from data.retrieval import Facts, hide, sentence_ends
+from data.tokenizer import Tokenizer
+from model.decoder import Decoder
+from training.monitor import evenly
+
+
+class NeedleProbe:
+    """`read()` asks `model` one question in each of `samples` contexts, as long as the trained one.
+
+    ValueError where a context has no room for a needle and its question.
+    """
+
+    def __init__(self, model: Decoder, windows: Windows, tokenizer: Tokenizer, samples: int, digits: int) -> None:
+        if samples < 1:
+            raise ValueError(f"needle_samples={samples} asks nothing: use needle_samples=64")
+        if not isinstance(windows, Windows):
+            raise ValueError("needles are hidden in text, and these data are none: use needle_every=0")
+        self.model, device = model, model.embedding.weight.device
+        rng, length = np.random.default_rng(0), windows.length
+        facts = [Facts(tokenizer, "eval", digits).draw(rng, 1)[0] for _ in range(samples)]
+        rows, chosen = [], evenly(len(windows), min(samples, len(windows)))
+        for i, fact in enumerate(facts):
+            room = length - 2 * len(fact.tokens)
+            if room < 0:
+                raise ValueError(f"a context of {length} tokens has no room for a needle: use needle_every=0")
+            text = windows.window(chosen[i % len(chosen)])[:room]
+            context, _ = hide(text, [fact], rng.random(1).tolist(), sentence_ends(tokenizer))
+            rows.append([tokenizer.eot, *context, *fact.tokens])
+        self.rows = torch.tensor(rows, device=device)  # (samples, T + 1): an answer ends each
+        lengths = torch.tensor([len(fact.value) for fact in facts], device=device)
+        self.longest = int(lengths.max())
+        self.asked = torch.arange(self.longest, device=device) >= self.longest - lengths[:, None]  # (samples, longest)
+
+    @torch.no_grad()
+    def read(self) -> float:
+        """The share of questions whose answer, number and full stop, greedy decoding gives exactly."""
+        training = self.model.training
+        self.model.eval()
+        try:
+            last = torch.arange(self.rows.shape[1] - 1 - self.longest, self.rows.shape[1] - 1, device=self.rows.device)
+            with torch.autocast(self.rows.device.type, enabled=False):
+                predicted = self.model(self.rows[:, :-1], rows=last).argmax(-1)  # (samples, longest)
+        finally:
+            self.model.train(training)
+        right = (predicted == self.rows[:, -self.longest :]) | ~self.asked
+        return right.all(-1).float().mean().item()
