@@ -4,8 +4,6 @@ from dataclasses import dataclass, field
 
 from omegaconf import MISSING
 
-from data.mqar import MqarConfig
-
 
 @dataclass
 class TokenizerConfig:
@@ -29,6 +27,25 @@ class RetrievalMixConfig:
     dense: int = 50
     needles: int = 4
     digits: int = 4
+
+
+@dataclass
+class MqarConfig:
+    """Associative recall among distractors (data/mqar.py).
+
+    keys, values, noise: sizes of three vocabularies without a common token.
+
+    pairs: told and asked in each row. distractors: the share of the tokens told that are distractors. kind: noise
+    (distractors are tokens of the noise vocabulary) or pairs (they are key-value pairs like the others, of keys that are
+    not asked in their row).
+    """
+
+    keys: int = 64
+    values: int = 64
+    noise: int = 64
+    pairs: int = 4
+    distractors: float = 0.8
+    kind: str = "noise"  # noise | pairs
 
 
 @dataclass

@@ -10,28 +10,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from data.config import MqarConfig
 from data.tokenizer import Tokenizer, tokenizer_of_words
 
 KINDS = ("noise", "pairs")
 SPLITS = ("train", "val", "eval")
 VALIDATION_ROWS = 4096
-
-
-@dataclass
-class MqarConfig:
-    """The task. keys, values, noise: sizes of three vocabularies without a common token.
-
-    pairs: told and asked in each row. distractors: the share of the tokens told that are distractors. kind: noise
-    (distractors are tokens of the noise vocabulary) or pairs (they are key-value pairs like the others, of keys that are
-    not asked in their row).
-    """
-
-    keys: int = 64
-    values: int = 64
-    noise: int = 64
-    pairs: int = 4
-    distractors: float = 0.8
-    kind: str = "noise"  # noise | pairs
 
 
 @dataclass(frozen=True)
