@@ -38,6 +38,7 @@ from data.tokenizer import read_tokenizer  # noqa: E402
 from eval.common import EvalConfig, evaluation_tokens  # noqa: E402
 from eval.conversions import RECORD, CompareConfig, compare  # noqa: E402
 from eval.perplexity import cut_windows, evaluate  # noqa: E402
+from model.attention import VARIANTS  # noqa: E402
 from model.conversion import Conversion, change, convert  # noqa: E402
 from model.decoder import Decoder  # noqa: E402
 from model.interop.folder import local_folder  # noqa: E402
@@ -48,7 +49,6 @@ from training.run import TrainConfig, facts, flatten  # noqa: E402
 
 LONGEST = 1024  # tokens per window of text
 COMPARED = 4096  # tokens whose logits are compared
-MODELS = {"b": "baseline", "d": "diff", "v": "diff_v2"}
 LR = 1e-3  # AdamW's peak for a model from elsewhere, whose own is not known
 LOWER = 0.1  # of the peak learning rates to go on with: at the peak, a trained model loses more than it gains in a short run
 WARMUP = 200  # steps over which a lambda that starts at 0 grows to its value
@@ -239,10 +239,10 @@ def train_overrides(run: LoadedRun, how: Conversion, more: dict[str, Any]) -> li
     its peak learning rates; `more` overrides these. Only what differs from train.py's own defaults is spelled out.
     """
     config = run.config
-    name = config["data"]["name"]
+    name, letters = config["data"]["name"], config["model"]["layers"]
     values = {
         "init_from": run.path,
-        "model": MODELS.get(config["model"]["layers"], "baseline"),
+        "model": VARIANTS[letters].name if letters in VARIANTS else "baseline",
         "data": name if (CONFIG_DIR / "data" / f"{name}.yaml").is_file() else config["data"]["source"],
         "data.name": name,
     }
