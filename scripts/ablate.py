@@ -143,23 +143,20 @@ class Study:
         self.records = read_records(
             [*sorted(self.folder.glob("records/*.jsonl")), Path(cfg.records) / name / "records.jsonl"]
         )
-        self.arms = [arm for arm, _ in arm_list(cfg)]
-        self.overrides = {arm.name: overrides for arm, overrides in arm_list(cfg)}
+        self.arms = arm_list(cfg)
         for arm in self.arms:
-            config = self._config(arm, [f"seed={self.seeds[0]}"])
-            arm.overrides = merged(cfg.tier.train, cfg.common, cfg.train, self.overrides[arm.name])
+            arm.overrides = merged(cfg.tier.train, cfg.common, cfg.train, arm.overrides)
+            config = self._config(arm, [])
             arm.variant = variant({"model": asdict(config.model)})
             arm.facts = describe_model(config)
         compare_parameters(self.arms, cfg.matched)
 
-    def _config(self, arm: Arm, more: list[str]) -> TrainConfig:
+    def _config(self, arm: Arm, own: list[str]) -> TrainConfig:
+        """An arm's configuration; own: single values outside of the model, which are set without composing anew."""
         try:
-            return train_config(self._overrides(arm, more))
+            return train_config(arm.overrides, own)
         except USER_ERRORS as error:
             raise ValueError(f"arm {arm.name}: {explain(error, TrainConfig)}") from None
-
-    def _overrides(self, arm: Arm, more: list[str]) -> list[str]:
-        return merged(self.cfg.tier.train, self.cfg.common, self.cfg.train, self.overrides[arm.name], more)
 
     def _run(self, arm: Arm, seed: int, name: str, more: list[str], evaluations: list[list[str]]) -> Run:
         """The run of this name, made once: composing a configuration takes a tenth of a second."""
@@ -169,8 +166,9 @@ class Study:
 
     def _new_run(self, arm: Arm, seed: int, name: str, more: list[str], evaluations: list[list[str]]) -> Run:
         folder = self.folder / name
-        full = self._overrides(arm, [*more, f"seed={seed}", f"run_dir={folder}", "resume=true"])
-        run = Run(arm.name, seed, folder, full, self._config(arm, full), evaluations, arm.facts["flops_per_token"])
+        own = merged(more, [f"seed={seed}", f"run_dir={folder}", "resume=true"])
+        config, flops = self._config(arm, own), arm.facts["flops_per_token"]
+        run = Run(arm.name, seed, folder, merged(arm.overrides, own), config, evaluations, flops)
         record = self.records.get(name)
         if record and record["config"] == differing(asdict(run.config)) and not checkpoints(folder):
             run.record = record
@@ -375,7 +373,7 @@ def seed_list(seeds: Any) -> list[int]:
     return seeds
 
 
-def arm_list(cfg: AblateConfig) -> list[tuple[Arm, list[str]]]:
+def arm_list(cfg: AblateConfig) -> list[Arm]:
     """Arms at every point of the grid, with their overrides; the first arm of a point is the others' reference."""
     if not cfg.metrics:
         raise ValueError("metrics is empty, so nothing would be compared: use '+metrics.valid=perplexity.loss'")
@@ -390,8 +388,7 @@ def arm_list(cfg: AblateConfig) -> list[tuple[Arm, list[str]]]:
                 if re.search(r"[^\w.-]", part):
                     raise ValueError(f"'{part}' cannot be part of a folder's name: use letters, digits, '.', '_', '-'")
             full, reference = (f"{part}-{point}" if point else part for part in (name, first))
-            arm = Arm(full, name, point, None if name == first else reference, "", [], {})
-            found.append((arm, merged(overrides, at)))
+            found.append(Arm(full, name, point, None if name == first else reference, "", merged(overrides, at)))
     return found
 
 
