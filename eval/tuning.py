@@ -18,16 +18,21 @@ LOWEST_STEP = 1.2  # two values of a grid closer than this factor are one
 
 @dataclass
 class TuneConfig:
-    """grid: an override's key -> the values that are tried, rising; empty: no tuning. refine: keys searched more finely.
+    """Which learning rates are searched for every arm, and how."""
 
-    train: overrides of the trials (their length, say). seeds: of the trials, others than those of the runs that are compared.
-    """
+    keys: list[str] = field(default_factory=list)  # of the overrides that are searched; none: no tuning
+    values: list[list[float]] = field(default_factory=list)  # of each key, rising: what is tried first
+    refine: list[str] = field(
+        default_factory=list
+    )  # keys that are searched once more, halfway to the best one's neighbours
+    train: list[str] = field(default_factory=list)  # overrides of the trials (their length, say)
+    seeds: list[int] = field(default_factory=lambda: [101])  # of the trials, others than those that are compared
+    widen: int = 2  # times that a grid is widened at most
 
-    grid: dict[str, list[float]] = field(default_factory=dict)
-    refine: list[str] = field(default_factory=list)
-    train: list[str] = field(default_factory=list)
-    seeds: list[int] = field(default_factory=lambda: [101])
-    widen: int = 2
+    @property
+    def grid(self) -> dict[str, list[float]]:
+        """Key -> values."""
+        return dict(zip(self.keys, self.values, strict=False))
 
 
 @dataclass
@@ -48,14 +53,17 @@ class Tuned:
 
 def check(cfg: TuneConfig, seeds: list[int]) -> None:
     """Raise ValueError for a grid that decides nothing, or for seeds that the comparison uses, too."""
+    if len(cfg.keys) != len(cfg.values):
+        wrong = f"tune.keys has {len(cfg.keys)} keys and tune.values {len(cfg.values)} lists of values"
+        raise ValueError(f"{wrong}: give one list for each key, as tune.keys=[optim.lr] tune.values=[[0.001,0.01]]")
     for key, values in cfg.grid.items():
         if len(values) < 2 or sorted(values) != list(values) or min(values, default=0) <= 0:
-            wrong = f"tune.grid.{key}={list(values)} is no grid"
-            raise ValueError(f"{wrong}: give two values or more, above 0 and rising, as tune.grid.{key}=[0.01,0.02]")
+            wrong = f"tune.values={list(values)} of {key} is no grid"
+            raise ValueError(f"{wrong}: give two values or more, above 0 and rising, as tune.values=[[0.01,0.02]]")
         if any(b / a < LOWEST_STEP for a, b in zip(values, values[1:], strict=False)):
-            raise ValueError(f"tune.grid.{key} has values closer than a factor {LOWEST_STEP}: leave some of them out")
+            raise ValueError(f"tune.values of {key} are closer than a factor {LOWEST_STEP}: leave some of them out")
     if unknown := [key for key in cfg.refine if key not in cfg.grid]:
-        raise ValueError(f"tune.refine names {unknown[0]}, which tune.grid does not: use {', '.join(cfg.grid)}")
+        raise ValueError(f"tune.refine names {unknown[0]}, which tune.keys does not: use {', '.join(cfg.grid)}")
     if cfg.grid and (not cfg.seeds or set(cfg.seeds) & set(seeds)):
         wrong = f"the trials' seeds {cfg.seeds} are none, or seeds of the comparison"
         raise ValueError(f"{wrong}: choose others, as tune.seeds=[101]")

@@ -186,7 +186,7 @@ class Study:
 
     def _tuned_arms(self) -> list[Arm]:
         """Every arm once, at its last point of the grid (the longest, where runs branch)."""
-        return list({arm.arm: arm for arm in self.arms}.values()) if self.cfg.tune.grid else []
+        return list({arm.arm: arm for arm in self.arms}.values()) if self.cfg.tune.keys else []
 
     def _trials(self, arm: Arm) -> tuple[list[Run], dict[Point, float]]:
         """An arm's trials, and the mean loss at each point whose trials are all finished."""
@@ -202,7 +202,7 @@ class Study:
         return runs, losses
 
     def _trial(self, arm: Arm, point: Point, seed: int) -> Run:
-        rates = [f"{key}={value:g}" for key, value in zip(self.cfg.tune.grid, point, strict=True)]
+        rates = [f"{key}={value:g}" for key, value in zip(self.cfg.tune.keys, point, strict=True)]
         short = "-".join(rate.rsplit(".", 1)[-1].replace("=", "") for rate in rates)
         more = merged(self.cfg.tune.train, rates)
         return self._run(arm, seed, f"tune-{arm.arm}-{short}-s{seed}", more, [])
@@ -232,7 +232,7 @@ class Study:
         later = [(seed, arm) for seed, arm in later if self.seeds.index(seed) < self.cfg.fewer_seeds[arm.arm]]
         runs = []
         for seed, arm in by_seed + later:
-            if self.cfg.tune.grid and arm.arm not in tuned:
+            if self.cfg.tune.keys and arm.arm not in tuned:
                 continue
             rates = [f"{key}={value:g}" for key, value in tuned[arm.arm].best.items()] if arm.arm in tuned else []
             runs.append(
@@ -414,7 +414,7 @@ def refuse_metrics(cfg: AblateConfig, evaluations: list[list[str]]) -> None:
             raise ValueError(
                 f"metric {name} is read from {evaluation}.json, which no evaluation of this study writes: {fix}"
             )
-        if cfg.tune.grid and (evaluation == "perplexity" or path in ("train.val_loss", "train.loss")):
+        if cfg.tune.keys and (evaluation == "perplexity" or path in ("train.val_loss", "train.loss")):
             wrong = f"metric {name} ({path}) reads the text that the learning rates are chosen on"
             raise ValueError(
                 f"{wrong}: test on other text, as texts.books=FILE and metrics.{name}=perplexity_books.loss"

@@ -7,8 +7,8 @@ import pytest
 
 from eval.tuning import Point, TuneConfig, check, tuned, tuning_notes, wanted
 
-GRID = {"optim.muon_lr": [0.005, 0.01, 0.02, 0.04], "optim.lr": [0.0015, 0.003, 0.006]}
-CFG = TuneConfig(grid=GRID, refine=["optim.muon_lr"])
+VALUES = [[0.005, 0.01, 0.02, 0.04], [0.0015, 0.003, 0.006]]
+CFG = TuneConfig(["optim.muon_lr", "optim.lr"], VALUES, refine=["optim.muon_lr"])
 
 
 def search(cfg: TuneConfig, loss: Callable[[float, float], float]) -> tuple[dict[Point, float], list[int]]:
@@ -64,13 +64,14 @@ def test_untuned_is_said() -> None:
 @pytest.mark.parametrize(
     ("cfg", "says"),
     (
-        (TuneConfig(grid={"optim.lr": [0.01]}), "two values or more"),
-        (TuneConfig(grid={"optim.lr": [0.02, 0.01]}), "rising"),
-        (TuneConfig(grid={"optim.lr": [0.0, 0.01]}), "above 0"),
-        (TuneConfig(grid={"optim.lr": [0.01, 0.0101]}), "closer than a factor"),
-        (TuneConfig(grid={"optim.lr": [0.01, 0.02]}, refine=["optim.x"]), "tune.refine names optim.x"),
-        (TuneConfig(grid={"optim.lr": [0.01, 0.02]}, seeds=[1]), "seeds of the comparison"),
-        (TuneConfig(grid={"optim.lr": [0.01, 0.02]}, seeds=[]), "choose others"),
+        (TuneConfig(["optim.lr"], [[0.01]]), "two values or more"),
+        (TuneConfig(["optim.lr"], [[0.02, 0.01]]), "rising"),
+        (TuneConfig(["optim.lr"], [[0.0, 0.01]]), "above 0"),
+        (TuneConfig(["optim.lr"], [[0.01, 0.0101]]), "closer than a factor"),
+        (TuneConfig(["optim.lr"], [[0.01, 0.02]], refine=["optim.x"]), "tune.refine names optim.x"),
+        (TuneConfig(["optim.lr"], [[0.01, 0.02]], seeds=[1]), "seeds of the comparison"),
+        (TuneConfig(["optim.lr"], [[0.01, 0.02]], seeds=[]), "choose others"),
+        (TuneConfig(["optim.lr"], []), "one list for each key"),
     ),
 )
 def test_grids_that_decide_nothing_are_refused(cfg: TuneConfig, says: str) -> None:

@@ -98,8 +98,8 @@ def test_interrupted_it_goes_on_and_ends_the_same(shards: Path, tmp_path: Path, 
 def tuned(shards: Path, runs: Path, text: Path, arms: dict[str, list[str]], *more: str) -> list[str]:
     """A toy experiment whose arms are tuned over optim.lr and compared on text that the tuning does not read."""
     return [
-        *toy(shards, runs, arms, "tune=rates", "~tune.grid", "+tune.grid={optim.lr:[1e-3,1e-2]}", "tune.refine=[]"),
-        "tune.widen=0", 'tune.train=["steps=8","eval_every=0"]', f"+texts.other={text}", "~metrics",
+        *toy(shards, runs, arms, "tune=rates", "tune.keys=[optim.lr]", "tune.values=[[1e-3,1e-2]]"),
+        "tune.refine=[]", "tune.widen=0", 'tune.train=["steps=8","eval_every=0"]', f"+texts.other={text}", "~metrics",
         "+metrics={valid: perplexity_other.loss}", f"records={runs}", *more,
     ]  # fmt: skip
 
@@ -152,7 +152,7 @@ def test_shorter_horizons_branch_off_the_longest_run(shards: Path, tmp_path: Pat
         (("+metrics.other=perplexity_books.loss",), "give texts.books=FILE"),
         (("+metrics.other=needle.accuracy",), "add needle to evaluations"),
         (("tune.seeds=[1]",), "seeds of the comparison"),
-        (("tune.grid={optim.lr:[1e-3]}",), "two values or more"),
+        (("tune.values=[[1e-3]]",), "two values or more"),
     ),
 )
 def test_studies_that_would_not_say_the_truth_are_refused(
