@@ -63,8 +63,9 @@ def run_of(record: Record, spike: SpikeConfig | None = None) -> Run:
 
 
 def logged(line: dict[str, Any]) -> dict[str, Any]:
-    """What a record keeps of a line of metrics.jsonl."""
-    return {key: shortened(line[key]) for key in LOGGED if key in line}
+    """What a record keeps of a line of metrics.jsonl; the training loss and the speed with six digits."""
+    kept = {key: line[key] for key in LOGGED if key in line}
+    return kept | {key: float(f"{kept[key]:.6g}") for key in ("loss", "tokens_per_s") if key in kept}
 
 
 def shortened_evaluation(content: dict[str, Any]) -> dict[str, Any]:
@@ -77,14 +78,14 @@ def shortened_evaluation(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def shortened(results: Any) -> Any:
-    """`results` without lists of many numbers, and with numbers of seven digits."""
+    """`results` without lists of many numbers."""
     if isinstance(results, dict):
         kept = {key: shortened(value) for key, value in results.items()}
         return {key: value for key, value in kept.items() if value is not None}
     if isinstance(results, list):
         long = len(results) > LONGEST and all(isinstance(value, (int, float)) for value in results)
         return None if long else [shortened(value) for value in results]
-    return float(f"{results:.7g}") if isinstance(results, float) else results
+    return results
 
 
 def differing(config: dict[str, Any]) -> dict[str, Any]:
