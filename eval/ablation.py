@@ -24,8 +24,8 @@ CYCLE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7
 class SpikeConfig:
     """A spike: a logged training loss more than `over` nats above the median of the `window` logged before it."""
 
-    window: int = 50
-    over: float = 0.5
+    window: int = 50  # logged steps before
+    over: float = 0.5  # nats
 
 
 @dataclass

@@ -40,7 +40,7 @@ class EvalConfig:
     device: str = "auto"  # auto | cpu | cuda
     batch: int = 32
     text: str | None = None  # use this text file instead of the run's validation shards
-    shards: str | None = None  # or the validation shards of this folder
+    shards: str | None = None  # use the validation shards of this folder instead of the run's
 
 
 @dataclass
@@ -49,7 +49,7 @@ class RetrievalConfig(EvalConfig):
 
     depths: list[float] = field(default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0])
     samples: int = 50
-    seed: int = 0
+    seed: int = 0  # of the contexts
 
 
 def open_run(cfg: EvalConfig) -> LoadedRun:

@@ -21,27 +21,27 @@ class DecoderConfig:
     only changes the baseline that is matched.
     """
 
-    layers: str = "b"
-    n_layer: int = 4
-    n_head: int = 8
-    n_kv_head: int | None = None  # None: n_head
-    d_model: int = 256
-    head_dim: int | None = None  # None: d_model / n_head
-    d_ff: int | None = None  # None: derived by `match`
-    baseline_d_ff: int | None = None  # None: 8/3 d_model (swiglu) or 4 d_model (gelu)
-    match: str = "params"  # params | flops | none
-    context: int = 256  # tokens
+    layers: str = "b"  # a letter per layer, tiled over the depth: bd alternates
+    n_layer: int = 4  # blocks
+    n_head: int = 8  # heads of the baseline; a variant derives its own number
+    n_kv_head: int | None = None  # key and value heads of the baseline; None: n_head
+    d_model: int = 256  # width of the residual stream
+    head_dim: int | None = None  # width of a head; None: d_model / n_head
+    d_ff: int | None = None  # width of the feed-forward networks; None: derived by `match`
+    baseline_d_ff: int | None = None  # of the matched baseline; None: 8/3 d_model (swiglu) or 4 d_model (gelu)
+    match: str = "params"  # params | flops | none: what the stack has as much of as the baseline
+    context: int = 256  # tokens of a training window
     vocab_size: int = 0  # 0: the tokenizer's, filled in by train.py
     document_mask: bool = False  # a token sees only its own document; documents begin with the token `eot`
     eot: int | None = None  # end-of-text token, the tokenizer's, filled in by train.py
     norm: str = "rmsnorm"  # rmsnorm | layernorm
-    norm_eps: float = 1e-5
+    norm_eps: float = 1e-5  # added inside the root of every norm
     mlp: str = "swiglu"  # swiglu | gelu | gelu_tanh (GPT-2's own approximation)
     position: str = "rope"  # rope | learned | none
-    rope_theta: float = 10000.0
+    rope_theta: float = 10000.0  # base of the rotary frequencies
     rope_layout: str = "half"  # half (Llama, GPT-NeoX) | interleaved (GPT-J, the published differential code)
     window: int | None = None  # sliding window: a query sees the last `window` keys, itself included; None: all
-    bias: bool = False
+    bias: bool = False  # biases in linear layers and LayerNorms
     tie: bool = True  # output head = token embedding
     dropout: float = 0.0  # of the embedding and of what each sub-layer adds
     attention_dropout: float = 0.0  # of the attention maps

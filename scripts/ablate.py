@@ -53,22 +53,22 @@ COMPOSING = threading.Lock()  # Hydra's state is global
 class TierConfig:
     """A scale: overrides of train.py for every arm, and the shape that experiments refer to."""
 
-    n_head: int = MISSING
-    head_dim: int = MISSING
-    more_heads_d_ff: int | None = None
-    retrieval_steps: int | None = None  # steps in which a needle is learned
-    train: list[str] = field(default_factory=list)
-    sizes: dict[str, list[str]] = field(default_factory=dict)
+    n_head: int = MISSING  # heads of the baseline
+    head_dim: int = MISSING  # width of a head
+    more_heads_d_ff: int | None = None  # width of the FFN of a baseline with 1.5 times the heads
+    retrieval_steps: int | None = None  # steps in which models of this scale learn a needle
+    train: list[str] = field(default_factory=list)  # overrides of train.py for every arm
+    sizes: dict[str, list[str]] = field(default_factory=dict)  # name -> overrides; experiment=scaling uses them
 
 
 @dataclass
 class LauncherConfig:
-    """plugin None: processes of this machine. Else a Hydra launcher of `package`, with `options` for hydra.launcher."""
+    """What starts the runs: processes of this machine, or a launcher plugin of Hydra."""
 
-    plugin: str | None = None
-    package: str | None = None
-    module: str | None = None
-    options: dict[str, Any] = field(default_factory=dict)
+    plugin: str | None = None  # name of the launcher; None: processes of this machine
+    package: str | None = None  # what pip installs for it
+    module: str | None = None  # what Python imports of it
+    options: dict[str, Any] = field(default_factory=dict)  # of hydra.launcher
 
 
 @dataclass
@@ -91,10 +91,10 @@ class AblateConfig:
     spikes: SpikeConfig = field(default_factory=SpikeConfig)
     tier: TierConfig = field(default_factory=TierConfig)
     launcher: LauncherConfig = field(default_factory=LauncherConfig)
-    seeds: Any = 3
+    seeds: Any = 3  # a number (1 to N) or a list
     train: list[str] = field(default_factory=list)
     name: str | None = None  # None: the experiment, and the tier where it is not cpu
-    runs: str = "runs/ablate"
+    runs: str = "runs/ablate"  # where the folders of experiments are made
     jobs: int | None = None  # runs at a time; None: one per GPU, one on a CPU
     only: str | None = None
 

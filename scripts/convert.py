@@ -76,17 +76,17 @@ class ConvertConfig(Conversion):
     of compare's; train: overrides of train.py for all of them.
     """
 
-    source: str = MISSING
-    run_dir: str = MISSING
-    what: str = "convert"  # convert | compare
-    debug: bool = False
+    source: str = MISSING  # a run, a transformers folder, or a name on the hub
+    run_dir: str = MISSING  # folder of the new run
+    what: str = "convert"  # convert | compare: one conversion, or several that are trained on
+    debug: bool = False  # also compare loss, perplexity, a greedy sample and every block with the source
     shards: str | None = None
     text: str | None = None
     tokens: int = 65536
-    prompt: str = "The quick brown fox"
+    prompt: str = "The quick brown fox"  # of the greedy sample
     seed: int = 0
     device: str = "auto"  # auto | cpu | cuda
-    steps: int = 200
+    steps: int = 200  # of what=compare
     arms: list[str] = field(default_factory=lambda: list(ARMS))
     train: list[str] = field(default_factory=list)
 

@@ -36,7 +36,7 @@ TOLERANCE = 1e-4  # of the largest logit; float32 sums in another order differ b
 
 @dataclass
 class ExportConfig:
-    run: str = MISSING
+    run: str = MISSING  # folder of the run
     out: str = MISSING  # a folder that does not exist yet
     to: str | None = (
         None  # diffllama | llama | gpt2 | remote | safetensors; None: the native one if there is one, else remote

@@ -22,10 +22,10 @@ WEIGHTS, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state
 
 @dataclass
 class CheckpointConfig:
-    """Write a checkpoint every so many steps (0: only at the end) and keep the newest `keep` (0: all)."""
+    """When checkpoints are written and how many are kept."""
 
-    every: int = 500
-    keep: int = 2
+    every: int = 500  # steps between checkpoints; 0: only at the end
+    keep: int = 2  # the newest so many; 0: all
 
 
 def save(run_dir: Path, step: int, model: Decoder, optimizers: list[torch.optim.Optimizer], keep: int) -> Path:

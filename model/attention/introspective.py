@@ -33,7 +33,7 @@ class IntrospectiveConfig:
     """
 
     mode: str = "feature"  # feature | sequence
-    paths: int = 3
+    paths: int = 3  # number of paths
     heads: int | None = None
     memory: str = "ka"  # ka | kv | kva
     own_path: bool = True

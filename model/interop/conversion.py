@@ -47,7 +47,7 @@ class Conversion:
     heads: str = "double"  # double | split
     second: str = "copy"  # copy | random
     sublayer_norm: bool = False
-    lambda_init: float | None = None
+    lambda_init: float | None = None  # init=mirror: where lambda starts; None: the schedule of the paper
     lambda_bias: float = -4.0
 
     def check(self) -> None:
