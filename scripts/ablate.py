@@ -1,6 +1,6 @@
 """Train, evaluate and compare the arms of an experiment over seeds; interrupted or repeated, it goes on where it was.
 
-    python scripts/ablate.py experiment=main seeds=3 [tier=gpu] [jobs=2] [launcher=slurm] [train=[steps=300]]
+    python scripts/ablate.py experiment=main seeds=3 [tier=gpu] [jobs=2] [launcher=slurm] ['train=["steps=300"]']
 
 experiment: a file of configs/ablations/experiment/. seeds: a number (1 to N) or a list. Every arm and seed is a run of
 train.py, runs/ablate/NAME/ARM-sSEED, then evaluated. Ends in runs/ablate/NAME/results.json, table.md and figures/.
