@@ -3,7 +3,6 @@
 scripts/ablate.py trains the runs and calls this. docs/METHODS.md defines every column.
 """
 
-import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -13,19 +12,11 @@ from typing import Any
 import numpy as np
 
 from eval.common import COLOURS, INK, colour, figure
-from eval.comparison import last_tenth, median_speed, si
-from eval.statistics import Difference, detectable, holm, interval, mean_sd, paired, power_law, size_ratio, spikes
+from eval.comparison import si
+from eval.records import Record, value
+from eval.statistics import Difference, detectable, holm, interval, mean_sd, paired, power_law, size_ratio
 
-DIVERGED = "diverged.json"  # in a run's folder: its loss became infinite, which repeating would only repeat
 CYCLE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#1f2328", "#8C564B", "#B8A000")
-
-
-@dataclass
-class SpikeConfig:
-    """A spike: a logged training loss more than `over` nats above the median of the `window` logged before it."""
-
-    window: int = 50  # logged steps before
-    over: float = 0.5  # nats
 
 
 @dataclass
@@ -81,67 +72,35 @@ class Arm:
 # Reading
 
 
-def read_run(folder: Path, seed: int, metrics: dict[str, str], spike: SpikeConfig) -> RunRecord:
-    """Read a finished (or diverged) run. metrics: name -> `EVALUATION.key.key` in its JSON, or `train.NAME`."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines() if line.endswith("}")]
-    train, val = [line for line in lines if "loss" in line], [line for line in lines if "val_loss" in line]
-    batch = train[0]["tokens"] // train[0]["step"] if train else 0
-    failure = folder / DIVERGED
-    record = RunRecord(
+def read_record(record: Record, seed: int, metrics: dict[str, str]) -> RunRecord:
+    """A run's numbers from its record. metrics: name -> `EVALUATION.key.key` in its JSON, or `train.NAME`."""
+    return RunRecord(
         seed=seed,
-        run=folder.name,
-        values={},
-        curve=[(line["tokens"], line.get("time_s", 0.0), line["val_loss"]) for line in val],
-        losses=[(line["step"], line["loss"]) for line in train],
-        spikes=spikes([line["loss"] for line in train], spike.window, spike.over),
-        diverged=json.loads(failure.read_text())["error"] if failure.is_file() else None,
-        tokens_per_s=median_speed(_Lines(train)),
-        seconds=train[-1]["time_s"] if train else 0.0,
-        machine=lines[0].get("machine", {}) if lines else {},
-        version=lines[0].get("version", "unknown") if lines else "unknown",
+        run=record["run"],
+        values={name: value(record, path) for name, path in metrics.items()},
+        curve=[tuple(point) for point in record["curve"]],
+        losses=[tuple(point) for point in record["losses"]],
+        spikes=record["spikes"],
+        diverged=record["diverged"],
+        tokens_per_s=record["tokens_per_s"],
+        seconds=record["seconds"],
+        machine=record["machine"],
+        version=record["version"],
     )
-    own = {"spikes": record.spikes, "seconds": record.seconds, "tokens": train[-1]["step"] * batch if train else 0}
-    if train and val and not record.diverged:
-        own |= {"loss": last_tenth(_Lines(train)), "val_loss": val[-1]["val_loss"]}
-    for name, path in metrics.items():
-        record.values[name] = _value(folder, path, own, record.diverged is not None)
-    return record
 
 
-@dataclass
-class _Lines:
-    train: list[dict[str, float]]
-
-
-def _value(folder: Path, path: str, own: dict[str, float], diverged: bool) -> float | None:
-    evaluation, *keys = path.split(".")
-    if evaluation == "train":
-        return own.get(".".join(keys))
-    file = folder / "eval" / f"{evaluation}.json"
-    if diverged or not file.is_file():
-        return None
-    found: Any = json.loads(file.read_text())["results"]
-    for key in keys:
-        if isinstance(found, list):  # of rows: the one whose first value is the key, as bits.4.loss_change
-            found = next((row for row in found if str(next(iter(row.values()), None)) == key), None)
-        else:
-            found = found.get(key) if isinstance(found, dict) else None
-    return float(found) if isinstance(found, (int, float)) and math.isfinite(found) else None
-
-
-def refuse_other_text(folders: Iterable[Path]) -> None:
+def refuse_other_text(records: Iterable[Record]) -> None:
     """Raise ValueError where runs' losses are of different text, as when shards were prepared anew between two runs."""
-    seen: dict[str, Path] = {}
-    for folder in folders:
-        file = folder / "eval" / "perplexity.json"
-        if file.is_file():
-            seen.setdefault(json.loads(file.read_text())["results"].get("sha256", ""), folder)
-    if len(seen) > 1:
-        first, second, *_ = seen.values()
-        again = (
-            f"delete the eval folder of the one evaluated on the old text, {first} or {second}, and repeat the command"
-        )
-        raise ValueError(f"{first} and {second} were evaluated on different text: {again}")
+    seen: dict[str, dict[str, str]] = {}
+    for record in records:
+        for name, content in record["evaluations"].items():
+            if "sha256" in content["results"]:
+                seen.setdefault(name, {}).setdefault(content["results"]["sha256"], record["run"])
+    for name, texts in seen.items():
+        if len(texts) > 1:
+            first, second, *_ = texts.values()
+            again = f"delete eval/{name}.json of the one evaluated on the old text, {first} or {second}"
+            raise ValueError(f"{first} and {second} were evaluated on different text: {again}, and repeat the command")
 
 
 # Comparing

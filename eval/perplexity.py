@@ -56,6 +56,7 @@ class PerplexityConfig(EvalConfig):
     tokens: int = 1_000_000
     ngram: int = 2
     frequent: int | None = None
+    name: str | None = None  # of the text: the result is written to perplexity_NAME.json
 
 
 def cut_windows(parts: Sequence[Shard], length: int, limit: int) -> np.ndarray:
@@ -245,7 +246,7 @@ def main(cfg: PerplexityConfig) -> None:
     frequent = frequent_in_training(run, windows, cfg)
     results = evaluate(run.model, windows, run.tokenizer.byte_lengths(), cfg.batch, cfg.ngram, frequent)
     results["recall"]["frequent"] = cfg.frequent
-    write_result(run, cfg, "perplexity", results)
+    write_result(run, cfg, f"perplexity_{cfg.name}" if cfg.name else "perplexity", results)
     name = run_name(cfg.run)
     curve = (colour(variant(run.config)), "-", results["by_position"])
     draw(Path(cfg.run) / "figures" / "perplexity.png", {name: curve})

@@ -17,7 +17,6 @@ from omegaconf import MISSING
 
 from configs import command
 from configs.provenance import machine, version
-from configs.tracking import import_wandb, log_report
 from eval.common import write_atomically
 from eval.comparison import (
     Arm,
@@ -34,6 +33,7 @@ from eval.comparison import (
 )
 from eval.page import Content, draw_all, page
 from eval.viewer import Viewer, viewer_of
+from training.tracking import import_wandb, log_report
 
 
 @dataclass

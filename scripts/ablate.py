@@ -1,30 +1,22 @@
 """Train, evaluate and compare the arms of an experiment over seeds; interrupted or repeated, it goes on where it was.
 
-    python scripts/ablate.py experiment=main seeds=3 [tier=gpu] [jobs=2] [launcher=slurm] ['train=["steps=300"]']
+    python scripts/ablate.py experiment=main seeds=3 [tune=rates] [tier=gpu] [jobs=2] [launcher=slurm]
+        ['train=["steps=300"]']
 
-experiment: a file of configs/ablations/experiment/. seeds: a number (1 to N) or a list. Every arm and seed is a run of
-train.py, runs/ablate/NAME/ARM-sSEED, then evaluated. Ends in runs/ablate/NAME/results.json, table.md and figures/.
+experiment: a file of configs/ablations/experiment/. seeds: a number (1 to N) or a list. tune=rates first finds every arm's
+own learning rates. Every arm and seed is a run of train.py, runs/ablate/NAME/ARM-sSEED, then evaluated. Ends in
+runs/ablate/NAME/results.json, table.md and figures/. run=false trains nothing: it prints what is left to do and what that
+costs, and writes the table of what is finished.
 """
 
 import importlib
-import json
-import os
-import queue
 import re
-import signal
 import subprocess
 import sys
-import threading
-import time
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import MISSING, OmegaConf
@@ -32,21 +24,22 @@ from omegaconf import MISSING, OmegaConf
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from configs import CONFIG_DIR, USER_ERRORS, command, explain  # noqa: E402
-from configs.provenance import machine, version  # noqa: E402
-from data.shards import open_split  # noqa: E402
-from data.tokenizer import load_tokenizer  # noqa: E402
-from eval import ablation  # noqa: E402
-from eval.ablation import DIVERGED, Arm, SpikeConfig  # noqa: E402
-from eval.common import variant, write_atomically  # noqa: E402
-from model.decoder import Decoder, matched  # noqa: E402
-from train import TrainConfig, refuse_other_config  # noqa: E402
+import train  # noqa: E402, F401  # registers its schema
+from configs import USER_ERRORS, command, explain  # noqa: E402
+from configs.files import write_atomic, write_json  # noqa: E402
+from configs.provenance import result_record  # noqa: E402
+from eval import ablation, tuning  # noqa: E402
+from eval.ablation import Arm  # noqa: E402
+from eval.common import variant  # noqa: E402
+from eval.records import SpikeConfig, differing, read_records, record_of, value  # noqa: E402
+from eval.study import Run, describe_model, evaluation_command, read_epochs, result_file, train_config  # noqa: E402
+from eval.tuning import Point, TuneConfig, Tuned  # noqa: E402
 from training.checkpoint import checkpoints  # noqa: E402
-from training.metrics import clock  # noqa: E402
+from training.jobs import Team, environment, run_jobs, visible_gpus  # noqa: E402
+from training.run import TrainConfig, refuse_other_config  # noqa: E402
+from training.schedule import decay_start  # noqa: E402
 
 OmegaConf.register_new_resolver("times", lambda factor, number: round(factor * number), replace=True)
-REPORT_EVERY = 60  # seconds between two lines of progress
-COMPOSING = threading.Lock()  # Hydra's state is global
 
 
 @dataclass
@@ -57,6 +50,9 @@ class TierConfig:
     head_dim: int = MISSING  # width of a head
     more_heads_d_ff: int | None = None  # width of the FFN of a baseline with 1.5 times the heads
     retrieval_steps: int | None = None  # steps in which models of this scale learn a needle
+    tune_steps: int | None = None  # of a trial
+    horizons: dict[str, list[str]] = field(default_factory=dict)  # name -> steps after which arms are compared
+    peak_flops: float | None = None  # of the card that the cost is estimated for, in FLOP/s
     train: list[str] = field(default_factory=list)  # overrides of train.py for every arm
     sizes: dict[str, list[str]] = field(default_factory=dict)  # name -> overrides; experiment=scaling uses them
 
@@ -78,7 +74,6 @@ class AblateConfig:
     grid: name -> overrides; where given, every arm runs at each of its points and is compared within its point.
     evaluations: commands of eval/ with their overrides. metrics: column -> EVALUATION.key in its JSON, or train.NAME;
     the first is the one that is tested. matched: the arms claim equal parameters. fit: a power law over the grid's sizes.
-    train: more overrides for all runs; an arm's own win. only: train and evaluate this run (ARM-sSEED) alone, no table.
     """
 
     arms: dict[str, list[str]] = MISSING
@@ -86,65 +81,24 @@ class AblateConfig:
     common: list[str] = field(default_factory=list)
     matched: bool = False
     fit: bool = False
+    branch: bool = False  # the grid's points differ in steps alone, and the shorter runs branch off the longest (wsd)
     evaluations: list[str] = field(default_factory=list)
+    texts: dict[str, str] = field(default_factory=dict)  # name -> text that every run is tested on: perplexity_NAME
+    text_tokens: int = 1_000_000  # of each of `texts` at most
     metrics: dict[str, str] = field(default_factory=dict)
     spikes: SpikeConfig = field(default_factory=SpikeConfig)
     tier: TierConfig = field(default_factory=TierConfig)
+    tune: TuneConfig = field(default_factory=TuneConfig)
     launcher: LauncherConfig = field(default_factory=LauncherConfig)
     seeds: Any = 3  # a number (1 to N) or a list
-    train: list[str] = field(default_factory=list)
+    fewer_seeds: dict[str, int] = field(default_factory=dict)  # arm -> number of seeds, for arms that get fewer
+    train: list[str] = field(default_factory=list)  # more overrides for all runs; an arm's own win
     name: str | None = None  # None: the experiment, and the tier where it is not cpu
     runs: str = "runs/ablate"  # where the folders of experiments are made
+    records: str = "docs/results"  # finished runs that NAME/records.jsonl here holds are not run again
     jobs: int | None = None  # runs at a time; None: one per GPU, one on a CPU
-    only: str | None = None
-
-
-@dataclass
-class Run:
-    """One arm at one seed: what train.py and the evaluations are called with."""
-
-    arm: Arm
-    seed: int
-    folder: Path
-    overrides: list[str]
-    config: TrainConfig
-    evaluations: list[list[str]]
-    log: Path
-
-    @property
-    def name(self) -> str:
-        return self.folder.name
-
-    @property
-    def trained(self) -> bool:
-        found = checkpoints(self.folder)
-        return bool(found) and found[-1].name == f"step_{self.config.steps:08d}"
-
-    @property
-    def diverged(self) -> bool:
-        return (self.folder / DIVERGED).is_file()
-
-    @property
-    def work(self) -> float:
-        """Training FLOPs in all, to weigh runs in the time left."""
-        return self.arm.facts["flops_per_token"] * self.config.batch_tokens * self.config.steps
-
-    def steps_done(self) -> int:
-        """Steps logged so far."""
-        path = self.folder / "metrics.jsonl"
-        lines = path.read_text().splitlines() if path.is_file() else []
-        return max((json.loads(line).get("step", 0) for line in lines[-3:] if line.endswith("}")), default=0)
-
-    def left(self) -> list[list[str]]:
-        """The commands still to run: training unless finished, evaluations without a result of this training."""
-        if self.diverged:
-            return []
-        commands = [] if self.trained else [[str(ROOT / "train.py"), *self.overrides]]
-        return commands + [
-            ["-m", f"eval.{name}", f"run={self.folder}", *overrides]
-            for name, *overrides in self.evaluations
-            if not (self.trained and evaluated(self, name, overrides))
-        ]
+    only: str | None = None  # train and evaluate this run (ARM-sSEED) alone, no table
+    run: bool = True  # false: train nothing; print what is left and write the table of what is finished
 
 
 @command("ablate", AblateConfig)
@@ -152,52 +106,250 @@ def main(cfg: AblateConfig) -> None:
     hydra = HydraConfig.get()
     choices = hydra.runtime.choices
     name = cfg.name or choices["experiment"] + ("" if choices["tier"] == "cpu" else f"_{choices['tier']}")
-    folder = Path(cfg.runs) / name
-    arms, runs = plan(cfg, folder)
+    study = Study(cfg, name)
     if cfg.only:
-        carry_out_alone(cfg, runs, hydra.job.num if hydra.mode == RunMode.MULTIRUN else None)
+        study.carry_out_alone(cfg.only, hydra.job.num if hydra.mode == RunMode.MULTIRUN else None)
         return
-    refuse_changed(runs)
-    left = [run for run in runs if run.left()]
-    describe(name, arms, runs, left)
-    if left and cfg.launcher.plugin:
-        run_by_launcher(cfg, folder, left, list(hydra.overrides.task))
-    elif left:
-        run_here(left, cfg.jobs, name, len(runs))
-    failed = [run for run in runs if run.left()]
-    if failed:
-        raise ValueError(f"{len(failed)} of {len(runs)} runs are not finished, {reason(failed[0])}")
-    write_results(cfg, name, folder, arms, runs)
+    task = list(hydra.overrides.task)
+    while trials := [trial for trial in study.trials() if trial.left()]:
+        study.carry_out([[trial] for trial in trials], f"{name}, tuning", len(trials), task)
+    runs = study.runs()
+    left = study.describe(runs)
+    if left and cfg.run:
+        study.carry_out(left, name, len(runs), task)
+    if not cfg.run:
+        runs = [run for run in runs if not run.left()]
+    elif failed := [run for run in runs if run.left()]:
+        raise ValueError(f"{len(failed)} of {len(study.runs())} runs are not finished, {failed[0].reason()}")
+    if runs:
+        study.write_results(runs)
 
 
-# What to run
+class Study:
+    """An experiment on its way: its arms, the trials that choose their learning rates, and the runs that are compared."""
+
+    def __init__(self, cfg: AblateConfig, name: str) -> None:
+        self.cfg, self.name, self.folder = cfg, name, Path(cfg.runs) / name
+        self.seeds = seed_list(cfg.seeds)
+        self._known: dict[str, Run] = {}
+        tuning.check(cfg.tune, self.seeds)
+        self.evaluations = evaluation_commands(cfg)
+        refuse_metrics(cfg, self.evaluations)
+        self.records = read_records(
+            [*sorted(self.folder.glob("records/*.jsonl")), Path(cfg.records) / name / "records.jsonl"]
+        )
+        self.arms = [arm for arm, _ in arm_list(cfg)]
+        self.overrides = {arm.name: overrides for arm, overrides in arm_list(cfg)}
+        for arm in self.arms:
+            config = self._config(arm, [f"seed={self.seeds[0]}"])
+            arm.overrides = merged(cfg.tier.train, cfg.common, cfg.train, self.overrides[arm.name])
+            arm.variant = variant({"model": asdict(config.model)})
+            arm.facts = describe_model(config)
+        compare_parameters(self.arms, cfg.matched)
+
+    def _config(self, arm: Arm, more: list[str]) -> TrainConfig:
+        try:
+            return train_config(self._overrides(arm, more))
+        except USER_ERRORS as error:
+            raise ValueError(f"arm {arm.name}: {explain(error, TrainConfig)}") from None
+
+    def _overrides(self, arm: Arm, more: list[str]) -> list[str]:
+        return merged(self.cfg.tier.train, self.cfg.common, self.cfg.train, self.overrides[arm.name], more)
+
+    def _run(self, arm: Arm, seed: int, name: str, more: list[str], evaluations: list[list[str]]) -> Run:
+        """The run of this name, made once: composing a configuration takes a tenth of a second."""
+        if name not in self._known:
+            self._known[name] = self._new_run(arm, seed, name, more, evaluations)
+        return self._known[name]
+
+    def _new_run(self, arm: Arm, seed: int, name: str, more: list[str], evaluations: list[list[str]]) -> Run:
+        folder = self.folder / name
+        full = self._overrides(arm, [*more, f"seed={seed}", f"run_dir={folder}", "resume=true"])
+        run = Run(arm.name, seed, folder, full, self._config(arm, full), evaluations, arm.facts["flops_per_token"])
+        record = self.records.get(name)
+        if record and record["config"] == differing(asdict(run.config)) and not checkpoints(folder):
+            run.record = record
+        elif (folder / "config.yaml").is_file():
+            refuse_other_config(
+                folder, asdict(run.config), advice="repeat its overrides, or start anew with name=OTHER"
+            )
+        return run
+
+    # Tuning
+
+    def trials(self) -> list[Run]:
+        """The trials of all arms that are known so far: finished ones, and those that their results ask for next."""
+        return [trial for arm in self._tuned_arms() for trial in self._trials(arm)[0]]
+
+    def _tuned_arms(self) -> list[Arm]:
+        """Every arm once, at its last point of the grid (the longest, where runs branch)."""
+        return list({arm.arm: arm for arm in self.arms}.values()) if self.cfg.tune.grid else []
+
+    def _trials(self, arm: Arm) -> tuple[list[Run], dict[Point, float]]:
+        """An arm's trials, and the mean loss at each point whose trials are all finished."""
+        cfg, runs, losses = self.cfg.tune, [], {}
+        while points := tuning.wanted(cfg, losses):
+            for point in points:
+                mine = [self._trial(arm, point, seed) for seed in cfg.seeds]
+                runs += mine
+                if not any(trial.left() for trial in mine):
+                    losses[point] = sum(_trial_loss(trial) for trial in mine) / len(mine)
+            if any(point not in losses for point in points):
+                break
+        return runs, losses
+
+    def _trial(self, arm: Arm, point: Point, seed: int) -> Run:
+        rates = [f"{key}={value:g}" for key, value in zip(self.cfg.tune.grid, point, strict=True)]
+        short = "-".join(rate.rsplit(".", 1)[-1].replace("=", "") for rate in rates)
+        more = merged(self.cfg.tune.train, rates)
+        return self._run(arm, seed, f"tune-{arm.arm}-{short}-s{seed}", more, [])
+
+    def tuned(self) -> dict[str, Tuned]:
+        """Arm -> what its trials have shown; arms whose search is not over are left out."""
+        found = {}
+        for arm in self._tuned_arms():
+            runs, losses = self._trials(arm)
+            if not tuning.wanted(self.cfg.tune, losses):
+                found[arm.arm] = result = tuning.tuned(self.cfg.tune, losses)
+                records = [record_of(run.folder) if run.record is None else run.record for run in runs]
+                result.tokens = sum(record["tokens"] for record in records)
+                result.seconds = sum(record["seconds"] for record in records)
+        return found
+
+    # The runs that are compared
+
+    def runs(self) -> list[Run]:
+        """Every arm at every seed, seed by seed, so that an interrupted ablation has whole comparisons.
+
+        Arms with fewer seeds come last; of a tuned study, arms whose tuning is not finished are left out.
+        """
+        tuned = self.tuned()
+        by_seed = [(seed, arm) for seed in self.seeds for arm in self.arms if arm.arm not in self.cfg.fewer_seeds]
+        later = [(seed, arm) for seed in self.seeds for arm in self.arms if arm.arm in self.cfg.fewer_seeds]
+        later = [(seed, arm) for seed, arm in later if self.seeds.index(seed) < self.cfg.fewer_seeds[arm.arm]]
+        runs = []
+        for seed, arm in by_seed + later:
+            if self.cfg.tune.grid and arm.arm not in tuned:
+                continue
+            rates = [f"{key}={value:g}" for key, value in tuned[arm.arm].best.items()] if arm.arm in tuned else []
+            runs.append(
+                self._run(arm, seed, f"{arm.name}-s{seed}", [*rates, *self._branching(arm, seed)], self.evaluations)
+            )
+        return runs
+
+    def _branching(self, arm: Arm, seed: int) -> list[str]:
+        """The overrides that let an arm's shorter runs begin where the longest one has not begun to decay."""
+        if not self.cfg.branch:
+            return []
+        points = {other.name: self._config(other, []) for other in self.arms if other.arm == arm.arm}
+        trunk = max(points, key=lambda name: points[name].steps)
+        if arm.name == trunk:
+            at = {decay_start(config.steps, config.optim) for name, config in points.items() if name != trunk}
+            return [f"checkpoint.at={sorted(at)}"]
+        folder = self.folder / f"{trunk}-s{seed}"
+        recorded = folder.name in self.records and not checkpoints(folder)  # then the branch is trained alone
+        return [] if recorded else [f"branch_from={folder}"]
+
+    def describe(self, runs: list[Run]) -> list[list[Run]]:
+        """Print what is going to happen; returns the chains of runs that are left, branches behind their trunk."""
+        width = max(len(arm.name) for arm in self.arms)
+        for arm in self.arms:
+            off = arm.facts["params_off"]
+            against = "" if off is None else f" ({off:+.2%})"
+            print(
+                f"{arm.name:<{width}}  {arm.facts['params_non_embedding']:>12,} parameters{against}, d_ff {arm.facts['d_ff']}, "
+                f"{arm.facts['flops_per_token'] / 1e6:.2f} MFLOPs per token"
+            )
+        left = [run for run in runs if run.left()]
+        print(f"{self.name}: {len(runs)} runs, {len(runs) - len(left)} of them finished", flush=True)
+        if peak := self.cfg.tier.peak_flops:
+            for run in left:
+                seconds = run.work / peak
+                print(f"{run.name:<{width + 4}} {seconds / 0.2:7.0f} s at 20 % MFU, {seconds / 0.4:6.0f} s at 40 %")
+            total = sum(run.work for run in left) / peak / 3600
+            print(f"{len(left)} runs left: {total / 0.2:.1f} h at 20 % MFU, {total / 0.4:.1f} h at 40 %", flush=True)
+        by_name = {arm.name: arm.arm for arm in self.arms}
+        chains: dict[Any, list[Run]] = {}
+        for run in sorted(left, key=lambda run: -run.config.steps) if self.cfg.branch else left:
+            key = (by_name[run.arm], run.seed) if self.cfg.branch else run.name
+            chains.setdefault(key, []).append(run)
+        order = [(by_name[run.arm], run.seed) if self.cfg.branch else run.name for run in left]
+        return [chains[key] for key in dict.fromkeys(order)]
+
+    def carry_out(self, chains: list[list[Run]], title: str, total: int, task: list[str]) -> None:
+        """Run on this machine, or hand each run to a launcher."""
+        if self.cfg.launcher.plugin:
+            run_by_launcher(self.cfg, self.folder, [run for chain in chains for run in chain], task)
+        else:
+            run_jobs(chains, self.cfg.jobs, title, total)
+
+    def carry_out_alone(self, only: str, job: int | None) -> None:
+        """only=: one run, on this machine. job: its number, where a launcher started it; then the log tells a failure."""
+        known = {run.name: run for run in (*self.trials(), *self.runs())}
+        if only not in known:
+            raise ValueError(f"only={only} is no run of this experiment: use one of {', '.join(known)}")
+        run = known[only]
+        try:
+            with Team() as team:
+                team.carry_out(run, environment(job or 0, 1, visible_gpus()))
+            ending = "stopped" if team.stopping else run.finished()
+        except ValueError as error:
+            if job is None:
+                raise
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            return
+        print(f"{run.folder}: {ending}", flush=True)
+
+    # Results
+
+    def write_results(self, runs: list[Run]) -> None:
+        """Compare all runs, and write results.json, table.md, records and figures; print the table."""
+        cfg, tuned = self.cfg, self.tuned()
+        by_name = {arm.name: arm for arm in self.arms}
+        for run in runs:
+            record = run.record or record_of(run.folder, cfg.spikes)
+            by_name[run.arm].runs.append(ablation.read_record(record, run.seed, cfg.metrics))
+        arms = [arm for arm in self.arms if arm.runs]
+        ablation.refuse_other_text(run.record or record_of(run.folder) for run in runs)
+        metrics, seeds = list(cfg.metrics), list(dict.fromkeys(run.seed for run in runs))
+        ablation.compare(arms, metrics)
+        fits = ablation.fit_sizes(arms, metrics[0]) if cfg.fit else None
+        epochs = read_epochs(runs[0].config)
+        missing = len(self.runs()) - len(runs)
+        title = (
+            f"{self.name}{'' if tuned else ', untuned'}{f', partial: {missing} runs are missing' if missing else ''}"
+        )
+        remarks = [*tuning.tuning_notes(tuned), *ablation.notes(arms, metrics[0], seeds, epochs)]
+        results = {
+            "title": title,
+            "arms": [asdict(arm) for arm in arms],
+            "tuning": tuning.as_json(tuned),
+            "noise_floor": ablation.noise_floor(arms, metrics[0]),
+            "fits": fits,
+            "epochs": epochs,
+            "notes": remarks,
+        }
+        write_json(self.folder / "results.json", result_record("ablation", self.name, cfg, results, seeds=seeds))
+        rows = ablation.table(arms, metrics)
+        text = ablation.markdown(rows) + ("\n" + ablation.markdown(ablation.fit_rows(fits)) if fits else "")
+        write_atomic(
+            self.folder / "table.md",
+            f"**{title}**\n\n{text}\n{chr(10).join(f'{r}{chr(10)}' for r in remarks)}".encode(),
+        )
+        figures = ablation.draw_all(self.folder / "figures", arms, metrics, fits)
+        if tuned:
+            figures.append(self.folder / "figures" / "tuning.png")
+            tuning.draw_tuning(figures[-1], tuned, ablation.colours(arms))
+        print(f"{title}\n{text}\n" + "\n".join(remarks))
+        print(f"ablation  {self.folder / 'table.md'} ({len(runs)} runs, {len(figures)} figures)", flush=True)
 
 
-def plan(cfg: AblateConfig, folder: Path) -> tuple[list[Arm], list[Run]]:
-    """All arms and runs, every configuration composed and checked before anything is trained."""
-    seeds = seed_list(cfg.seeds)
-    evaluations = [evaluation_command(text) for text in cfg.evaluations]
-    if len({name for name, *_ in evaluations}) < len(evaluations):
-        raise ValueError("an evaluation is listed twice, and its results would be too: list each one once")
-    arms, runs = [], {}
-    for arm, overrides in arm_list(cfg):
-        for seed in seeds:
-            run_dir = folder / f"{arm.name}-s{seed}"
-            full = merged(cfg.tier.train, cfg.common, cfg.train, overrides)
-            full = merged(full, [f"seed={seed}", f"run_dir={run_dir}", "resume=true"])
-            try:
-                config = train_config(full)
-            except USER_ERRORS as error:
-                raise ValueError(f"arm {arm.name}: {explain(error, TrainConfig)}") from None
-            if not arm.facts:
-                arm.overrides, arm.variant = full[:-3], variant({"model": asdict(config.model)})
-                arm.facts = describe_model(config)
-            log = folder / "logs" / f"{run_dir.name}.log"
-            runs[seed, arm.name] = Run(arm, seed, run_dir, full, config, evaluations, log)
-        arms.append(arm)
-    compare_parameters(arms, cfg.matched)
-    # Seed by seed, so that an interrupted ablation has whole comparisons.
-    return arms, [runs[seed, arm.name] for seed in seeds for arm in arms]
+def _trial_loss(trial: Run) -> float:
+    found = value(trial.record or record_of(trial.folder), "train.val_loss")
+    return float("inf") if found is None else found
+
+
+# Reading the experiment
 
 
 def seed_list(seeds: Any) -> list[int]:
@@ -240,68 +392,33 @@ def merged(*parts: list[str]) -> list[str]:
     return list(last.values())
 
 
-def evaluation_command(text: str) -> list[str]:
-    """ "needle samples=20" -> ["needle", "samples=20"], checked."""
-    name, *overrides = text.split()
-    known = sorted(p.stem for p in (ROOT / "eval").glob("*.py") if re.search(r"^@command\(", p.read_text(), re.M))
-    if name not in known or name == "report":
-        commands = ", ".join(stem for stem in known if stem != "report")
-        raise ValueError(f"evaluations has '{name}', which is none: use {commands}")
-    try:
-        evaluation_config(name, ["run=none", *overrides])
-    except USER_ERRORS as error:
-        schema = OmegaConf.get_type(ConfigStore.instance().load(f"{name}_schema.yaml").node)
-        raise ValueError(f"evaluation '{text}': {explain(error, schema)}") from None
-    return [name, *overrides]
+def evaluation_commands(cfg: AblateConfig) -> list[list[str]]:
+    """The evaluations of every run: those listed, and the perplexity on each of `texts`."""
+    commands = [evaluation_command(text) for text in cfg.evaluations]
+    for name, path in cfg.texts.items():
+        commands.append(evaluation_command(f"perplexity text={path} name={name} tokens={cfg.text_tokens}"))
+    files = [result_file(name, overrides) for name, *overrides in commands]
+    if len(set(files)) < len(files):
+        raise ValueError("an evaluation is listed twice, and its results would be too: list each one once")
+    return commands
 
 
-def compose_job(name: str, overrides: list[str]) -> Any:
-    """The configuration that a command gets from these overrides."""
-    with COMPOSING:
-        if GlobalHydra.instance().is_initialized():
-            return compose(name, overrides)
-        with initialize_config_dir(str(CONFIG_DIR.resolve()), version_base=None):  # in a launcher's job
-            return compose(name, overrides)
-
-
-def evaluation_config(name: str, overrides: list[str]) -> dict[str, Any]:
-    """An evaluation's resolved configuration, as it stands in its JSON."""
-    importlib.import_module(f"eval.{name}")  # registers its schema
-    return OmegaConf.to_container(compose_job(name, overrides), resolve=True)
-
-
-def train_config(overrides: list[str]) -> TrainConfig:
-    """train.py's configuration with what it fills in from the data, as it stands in a run's config.yaml."""
-    cfg: TrainConfig = OmegaConf.to_object(compose_job("train", overrides))
-    tokenizer = load_tokenizer(Path(cfg.data.dir), cfg.data.tokenizer)
-    cfg.model.vocab_size = cfg.model.vocab_size or tokenizer.vocab_size
-    if cfg.model.document_mask and cfg.model.eot is None:
-        cfg.model.eot = tokenizer.eot
-    cfg.model = matched(cfg.model)
-    return cfg
-
-
-def describe_model(cfg: TrainConfig) -> dict[str, Any]:
-    """Heads, their width, head norm, parameters and FLOPs, from the model built without memory."""
-    with torch.device("meta"):
-        model = Decoder(cfg.model)
-    attentions, none = [block.attention for block in model.blocks], torch.nn.Identity()
-    flops = model.flops_per_token()
-    norms = ["no" if isinstance(getattr(a, "head_norm", none), torch.nn.Identity) else "yes" for a in attentions]
-    return {
-        "heads": _joined(str(getattr(a, "heads", cfg.model.n_head)) for a in attentions),
-        "d": _joined(str(a.width) for a in attentions),
-        "head_norm": _joined(norms),
-        "params": model.num_params(non_embedding=False),
-        "params_non_embedding": model.num_params(),
-        "flops_per_token": flops["total"],
-        "attention_flops_per_token": flops["attention"],
-        "d_ff": cfg.model.d_ff,
-    }
-
-
-def _joined(parts: Any) -> str:
-    return "/".join(dict.fromkeys(parts))
+def refuse_metrics(cfg: AblateConfig, evaluations: list[list[str]]) -> None:
+    """Refuse metrics that no evaluation writes, and those that read the text on which learning rates are chosen."""
+    files = {result_file(name, overrides) for name, *overrides in evaluations} | {"train"}
+    for name, path in cfg.metrics.items():
+        evaluation = path.split(".")[0]
+        if evaluation not in files:
+            text = evaluation.removeprefix("perplexity_")
+            fix = f"give texts.{text}=FILE" if text != evaluation else f"add {evaluation} to evaluations"
+            raise ValueError(
+                f"metric {name} is read from {evaluation}.json, which no evaluation of this study writes: {fix}"
+            )
+        if cfg.tune.grid and (evaluation == "perplexity" or path in ("train.val_loss", "train.loss")):
+            wrong = f"metric {name} ({path}) reads the text that the learning rates are chosen on"
+            raise ValueError(
+                f"{wrong}: test on other text, as texts.books=FILE and metrics.{name}=perplexity_books.loss"
+            )
 
 
 def compare_parameters(arms: list[Arm], claimed: bool) -> None:
@@ -320,240 +437,6 @@ def compare_parameters(arms: list[Arm], claimed: bool) -> None:
             )
 
 
-def refuse_changed(runs: list[Run]) -> None:
-    """A run that was started with another configuration is refused before anything is trained, as train.py does."""
-    for run in runs:
-        if (run.folder / "config.yaml").is_file():
-            try:
-                refuse_other_config(run.folder, asdict(run.config))
-            except ValueError as error:
-                advice = "repeat its overrides, or start anew with name=OTHER"
-                raise ValueError(str(error).rsplit(": ", 1)[0] + f": {advice}") from None
-
-
-def evaluated(run: Run, name: str, overrides: list[str]) -> bool:
-    """Whether the result of this evaluation is there: of the finished training, with the same settings."""
-    path = run.folder / "eval" / f"{name}.json"
-    if not path.is_file():
-        return False
-    try:
-        content = json.loads(path.read_text())
-    except ValueError:
-        return False
-    wanted = evaluation_config(name, [f"run={run.folder}", *overrides])
-    # A result made by other code may lack a setting that has been added since: its default was meant.
-    same = all(content["config"].get(key, value) == value for key, value in wanted.items() if key != "run")
-    return same and content.get("step") == run.config.steps
-
-
-# Running
-
-
-def describe(name: str, arms: list[Arm], runs: list[Run], left: list[Run]) -> None:
-    """What is going to happen, before it does."""
-    width = max(len(arm.name) for arm in arms)
-    for arm in arms:
-        off = arm.facts["params_off"]
-        against = "" if off is None else f" ({off:+.2%})"
-        print(
-            f"{arm.name:<{width}}  {arm.facts['params_non_embedding']:>12,} parameters{against}, d_ff {arm.facts['d_ff']}, "
-            f"{arm.facts['flops_per_token'] / 1e6:.2f} MFLOPs per token"
-        )
-    print(f"{name}: {len(runs)} runs, {len(runs) - len(left)} of them finished", flush=True)
-
-
-def run_here(left: list[Run], jobs: int | None, name: str, total: int) -> None:
-    """Run on this machine, `jobs` at a time, each with a GPU of its own where there are GPUs."""
-    gpus = visible_gpus()
-    jobs = jobs if jobs is not None else max(1, len(gpus))
-    if jobs < 1:
-        raise ValueError(f"jobs={jobs} runs nothing: use jobs=1 or more")
-    slots: queue.SimpleQueue[int] = queue.SimpleQueue()
-    for slot in range(jobs):
-        slots.put(slot)
-    team, progress = Team(), Progress(name, left, total)
-
-    def task(run: Run) -> None:
-        slot = slots.get()
-        try:
-            carry_out(run, environment(slot, jobs, gpus), team)
-        finally:
-            slots.put(slot)
-
-    with ThreadPoolExecutor(jobs) as pool, team.stopped_by_signals():
-        futures = {pool.submit(task, run): run for run in left}
-        watch(futures, team, progress)
-
-
-def watch(futures: dict[Future, Run], team: "Team", progress: "Progress") -> None:
-    """Report progress until all is done; the first failure lets running ones finish and starts no more."""
-    waiting = set(futures)
-    failure: BaseException | None = None
-    while waiting:
-        done, waiting = wait(waiting, timeout=1, return_when=FIRST_COMPLETED)
-        for future in done:
-            if future.cancelled():
-                continue
-            if future.exception():
-                failure = failure or future.exception()
-                for other in waiting:
-                    other.cancel()
-            elif not team.stopping:
-                progress.finished(futures[future])
-        progress.tick()
-    if team.stopping:
-        print(f"{progress.name}: stopped; the same command goes on", flush=True)
-        raise SystemExit(0)
-    if failure:
-        raise failure
-
-
-def visible_gpus() -> list[str]:
-    """CUDA devices this process may use, as CUDA_VISIBLE_DEVICES names them."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if not torch.cuda.is_available():
-        return []
-    return named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]
-
-
-def environment(slot: int, jobs: int, gpus: list[str]) -> dict[str, str]:
-    """The environment of one run: its GPU, or its share of the cores (threads of several runs would spin in turn)."""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
-    env.pop("HYDRA_FULL_ERROR", None)  # set by our own entry point for this process
-    if gpus:
-        env["CUDA_VISIBLE_DEVICES"] = gpus[slot % len(gpus)]
-    elif jobs > 1:
-        env.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // jobs)))
-    return env
-
-
-class Team:
-    """The processes that run now; a signal to us stops them, and train.py then leaves a checkpoint."""
-
-    def __init__(self) -> None:
-        self.stopping = False
-        self._running: set[subprocess.Popen] = set()
-        self._lock = threading.Lock()
-
-    def call(self, arguments: list[str], env: dict[str, str], log: Path) -> int:
-        """Run python with these arguments, its output appended to `log`; the exit status."""
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("a") as file:
-            file.write(f"$ python {' '.join(arguments)}\n")
-            file.flush()
-            with self._lock:
-                if self.stopping:
-                    return 0
-                command = [sys.executable, *arguments]
-                process = subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT)
-                self._running.add(process)
-            try:
-                return process.wait()
-            finally:
-                with self._lock:
-                    self._running.discard(process)
-
-    def stop(self, *_: Any) -> None:
-        """Ask everything that runs to stop."""
-        self.stopping = True
-        for process in list(self._running):
-            process.terminate()
-
-    def stopped_by_signals(self) -> "_Signals":
-        return _Signals(self)
-
-
-class _Signals:
-    """SIGINT and SIGTERM stop the team for as long as the `with` lasts."""
-
-    def __init__(self, team: Team) -> None:
-        self.team = team
-
-    def __enter__(self) -> None:
-        self.before = {number: signal.signal(number, self.team.stop) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def __exit__(self, *_: Any) -> None:
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
-
-
-def carry_out(run: Run, env: dict[str, str], team: Team) -> None:
-    """Train and evaluate one run as far as it is not; ValueError names what went wrong."""
-    for arguments in run.left():
-        if team.stopping or run.diverged:
-            return
-        start = run.log.stat().st_size if run.log.is_file() else 0
-        code = team.call(arguments, env, run.log)
-        if team.stopping:
-            return
-        training = arguments[0] != "-m"
-        if code or (training and not run.trained):
-            said = run.log.read_bytes()[start:].decode(errors="replace")
-            infinite = re.search(r"error: (the loss is \S+ at step \d+)", said)
-            if not (training and infinite):
-                raise ValueError(f"{run.folder}, {reason(run)}")
-            write_atomically(run.folder / DIVERGED, json.dumps({"error": infinite.group(1)}).encode())
-
-
-def reason(run: Run) -> str:
-    """The last error that a run's log holds, and where to read more."""
-    lines = run.log.read_text(errors="replace").splitlines() if run.log.is_file() else []
-    said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    last = said[-1] if said else (lines[-1] if lines else "it has not begun")
-    return f"{run.name}: {last} (see {run.log}); then repeat this command, finished runs are kept"
-
-
-class Progress:
-    """Lines of progress: runs done, steps of those that run, time left by the FLOPs still to spend."""
-
-    def __init__(self, name: str, left: list[Run], total: int) -> None:
-        self.name, self.left, self.total = name, left, total
-        self.done = total - len(left)
-        self.began = self.last = time.monotonic()
-        self.before = self._spent()
-
-    def _spent(self) -> float:
-        return sum(run.work * min(1.0, run.steps_done() / run.config.steps) for run in self.left)
-
-    def finished(self, run: Run) -> None:
-        self.done += 1
-        what = "diverged" if run.diverged else "done"
-        self._say(f"{run.name} {what}")
-
-    def tick(self) -> None:
-        if time.monotonic() - self.last >= REPORT_EVERY:
-            busy = [run for run in self.left if run.steps_done() and run.left()]
-            self._say(", ".join(f"{run.name} {run.steps_done()}/{run.config.steps}" for run in busy) or "starting")
-
-    def _say(self, what: str) -> None:
-        self.last = time.monotonic()
-        elapsed, spent = self.last - self.began, self._spent()
-        gained, missing = spent - self.before, sum(run.work for run in self.left) - spent
-        eta = clock(elapsed * missing / gained) if gained > 0 else "?"
-        print(
-            f"{self.name}: {self.done} of {self.total} runs | {what} | elapsed {clock(elapsed)}, eta {eta}", flush=True
-        )
-
-
-def carry_out_alone(cfg: AblateConfig, runs: list[Run], job: int | None) -> None:
-    """only=: one run, on this machine. job: its number, where a launcher started it; then a failure is told by the log."""
-    run = next((run for run in runs if run.name == cfg.only), None)
-    if run is None:
-        known = ", ".join(run.name for run in runs)
-        raise ValueError(f"only={cfg.only} is no run of this experiment: use one of {known}")
-    refuse_changed([run])
-    team = Team()
-    try:
-        with team.stopped_by_signals():
-            carry_out(run, environment(job or 0, 1, visible_gpus()), team)
-    except ValueError as error:
-        if job is None:
-            raise
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return
-    print(f"{run.folder}: {'stopped' if team.stopping else 'done'}", flush=True)
-
-
 def run_by_launcher(cfg: AblateConfig, folder: Path, left: list[Run], task: list[str]) -> None:
     """Hand each run to a Hydra launcher: this script again, as a sweep over only=."""
     launcher = cfg.launcher
@@ -570,49 +453,6 @@ def run_by_launcher(cfg: AblateConfig, folder: Path, left: list[Run], task: list
     done = subprocess.run(arguments, env=environment(0, launcher.options.get("n_jobs", 1), []))
     if done.returncode:
         raise ValueError(f"launcher={launcher.plugin} ended with exit code {done.returncode}: read its lines above")
-
-
-# Results
-
-
-def write_results(cfg: AblateConfig, name: str, folder: Path, arms: list[Arm], runs: list[Run]) -> None:
-    """Read all runs, compare, and write results.json, table.md and the figures; print the table."""
-    for run in runs:
-        run.arm.runs.append(ablation.read_run(run.folder, run.seed, cfg.metrics, cfg.spikes))
-    ablation.refuse_other_text(run.folder for run in runs)
-    metrics, seeds = list(cfg.metrics), list(dict.fromkeys(run.seed for run in runs))
-    ablation.compare(arms, metrics)
-    fits = ablation.fit_sizes(arms, metrics[0]) if cfg.fit else None
-    epochs = read_epochs(runs[0].config)
-    remarks = ablation.notes(arms, metrics[0], seeds, epochs)
-    content = {
-        "eval": "ablation",
-        "run": name,
-        "config": asdict(cfg),
-        "machine": machine(),
-        "version": version(),
-        "seeds": seeds,
-        "results": {
-            "arms": [asdict(arm) for arm in arms],
-            "noise_floor": ablation.noise_floor(arms, metrics[0]),
-            "fits": fits,
-            "epochs": epochs,
-            "notes": remarks,
-        },
-    }
-    rows = ablation.table(arms, metrics)
-    text = ablation.markdown(rows) + ("\n" + ablation.markdown(ablation.fit_rows(fits)) if fits else "")
-    write_atomically(folder / "results.json", json.dumps(content, indent=1, default=str).encode())
-    write_atomically(folder / "table.md", (text + "\n" + "\n\n".join(remarks) + "\n").encode())
-    figures = ablation.draw_all(folder / "figures", arms, metrics, fits)
-    print(f"{text}\n" + "\n".join(remarks))
-    print(f"ablation  {folder / 'table.md'} ({len(runs)} runs, {len(figures)} figures)", flush=True)
-
-
-def read_epochs(cfg: TrainConfig) -> float:
-    """How often training reads the prepared text; 1 and less is unrepeated."""
-    tokens = sum(len(shard) for shard in open_split(Path(cfg.data.dir), "train"))
-    return cfg.steps * cfg.batch_tokens * (1 - cfg.data.retrieval.weight / 100) / tokens
 
 
 if __name__ == "__main__":

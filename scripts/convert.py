@@ -42,9 +42,9 @@ from model.attention.diff_v2 import DiffV2Attention  # noqa: E402
 from model.decoder import Decoder  # noqa: E402
 from model.interop.conversion import Conversion, change, convert  # noqa: E402
 from scripts.ablate import compose_job, merged  # noqa: E402
-from train import TrainConfig, facts, flatten  # noqa: E402
 from training import checkpoint  # noqa: E402
 from training.checkpoint import LoadedRun, load_run  # noqa: E402
+from training.run import TrainConfig, facts, flatten  # noqa: E402
 
 RECORD = "conversion.json"
 LONGEST = 1024  # tokens per window of text
@@ -236,7 +236,7 @@ def write_run(run_dir: Path, model: Decoder, source: LoadedRun, record: dict[str
     own = {"model": asdict(model.cfg), "run_dir": str(run_dir), "init_from": None, "resume": False}
     (partial / "config.yaml").write_text(yaml.safe_dump(source.config | own, sort_keys=False))
     source.tokenizer.save(partial)
-    line = {"step": 0, "tokens": 0, **facts(TrainConfig(model=model.cfg), model, model.flops_per_token())}
+    line = {"step": 0, "tokens": 0, **facts(TrainConfig(model=model.cfg), model)}
     (partial / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     (partial / RECORD).write_text(json.dumps(record, indent=1) + "\n")
     checkpoint.save(partial, 0, model, [], keep=0)

@@ -4,7 +4,8 @@ import hashlib
 import json
 import os
 import shutil
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,33 @@ WEIGHTS, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state
 
 @dataclass
 class CheckpointConfig:
-    """When checkpoints are written and how many are kept."""
+    """When to write checkpoints, in steps; one is always written at the end."""
 
     every: int = 500  # steps between checkpoints; 0: only at the end
-    keep: int = 2  # the newest so many; 0: all
+    keep: int = 2  # the newest so many stay; 0: all
+    at: list[int] = field(
+        default_factory=list
+    )  # also at these steps, and those stay (where a shorter run branches off)
 
 
-def save(run_dir: Path, step: int, model: Decoder, optimizers: list[torch.optim.Optimizer], keep: int) -> Path:
-    """Write `checkpoints/step_NNNNNNNN/` atomically: a folder of that name is always whole. Then forget the oldest."""
-    folder = run_dir / "checkpoints" / f"step_{step:08d}"
+def folder_name(step: int) -> str:
+    """The name of the checkpoint of `step`; names sort as their steps do."""
+    return f"step_{step:08d}"
+
+
+def save(
+    run_dir: Path,
+    step: int,
+    model: Decoder,
+    optimizers: list[torch.optim.Optimizer],
+    keep: int,
+    staying: Sequence[int] = (),
+) -> Path:
+    """Write `checkpoints/step_NNNNNNNN/` atomically: a folder of that name is always whole.
+
+    Then delete all but the newest `keep` (0: none) and those of the steps `staying`.
+    """
+    folder = run_dir / "checkpoints" / folder_name(step)
     if folder.exists():
         return folder
     partial = folder.with_name(f".partial_{folder.name}")
@@ -47,7 +66,8 @@ def save(run_dir: Path, step: int, model: Decoder, optimizers: list[torch.optim.
     os.replace(partial, folder)
     _flush(folder.parent)
     for old in checkpoints(run_dir)[:-keep] if keep else []:
-        shutil.rmtree(old)
+        if old.name not in map(folder_name, staying):
+            shutil.rmtree(old)
     return folder
 
 
@@ -92,7 +112,7 @@ def load_run(run: str | Path, device: str = "cpu", step: int | None = None) -> L
         )
     found = checkpoints(path)
     if step is not None:
-        found = [folder for folder in found if folder.name == f"step_{step:08d}"]
+        found = [folder for folder in found if folder.name == folder_name(step)]
     if not found:
         what = "no checkpoint" if step is None else f"no checkpoint of step {step}"
         raise FileNotFoundError(f"{path} has {what}: let the training finish, or continue it with resume=true")

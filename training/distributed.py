@@ -2,13 +2,15 @@
 
 import contextlib
 import ctypes
+import inspect
 import os
 import sys
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,18 @@ def join_world(device: str = "auto") -> World:
     if size > 1:
         dist.init_process_group("nccl" if device == "cuda" else "gloo")
     return World(rank, size, where)
+
+
+def data_parallel(net: nn.Module, world: World) -> nn.Module:
+    """`net` with its gradients averaged over all processes (itself when alone).
+
+    Buffers are not sent at every step: all processes make equal ones, and RoPE tables may grow on one process alone.
+    """
+    if world.size == 1:
+        return net
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters:  # torch 2.13
+        return DistributedDataParallel(net, forward_sync_buffers=False)
+    return DistributedDataParallel(net, broadcast_buffers=False)
 
 
 def _keep_freed_memory() -> None:

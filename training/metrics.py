@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from configs.tracking import mirror, start_wandb
+from training.tracking import mirror, start_wandb
 
 try:
     import resource

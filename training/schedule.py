@@ -17,3 +17,8 @@ def lr_factor(step: int, steps: int, cfg: OptimConfig) -> float:
     assert cfg.schedule == "wsd"
     falling = min(1.0, (steps - step) / max(1.0, cfg.decay * steps))  # 1 until the decay begins
     return cfg.min_lr + (1 - cfg.min_lr) * falling
+
+
+def decay_start(steps: int, cfg: OptimConfig) -> int:
+    """The last step (from 0) of a wsd run of `steps` before which every learning rate is that of any longer run."""
+    return int(steps - max(1.0, cfg.decay * steps))

@@ -29,8 +29,8 @@ def toy(shards: Path, runs: Path, arms: dict[str, list[str]], *more: str) -> lis
     )
     listed = ",".join(f"{name}:{quoted(*overrides)}" for name, overrides in arms.items())
     return [
-        "experiment=main", "~arms", f"+arms={{{listed}}}", f"runs={runs}", "name=toy", f"train={quoted(*train)}",
-        "evaluations=[]", "~metrics", "+metrics={valid:train.val_loss}", *more,
+        "experiment=retrieval", "~arms", "~common", f"+arms={{{listed}}}", f"runs={runs}", "name=toy",
+        f"train={quoted(*train)}", "evaluations=[]", "~metrics", "+metrics={valid:train.val_loss}", *more,
     ]  # fmt: skip
 
 

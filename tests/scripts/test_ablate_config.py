@@ -11,10 +11,13 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from configs import CONFIG_DIR
+from eval.study import Run
+from eval.tuning import TuneConfig
 from model.decoder import Decoder
 from scripts import ablate
-from scripts.ablate import AblateConfig, Run, plan
+from scripts.ablate import AblateConfig, Study
 from tests.scripts.conftest import quoted
+from training.jobs import environment
 
 EXPERIMENTS = sorted(path.stem for path in (CONFIG_DIR / "ablations" / "experiment").glob("*.yaml"))
 TIERS = sorted(path.stem for path in (CONFIG_DIR / "ablations" / "tier").glob("*.yaml"))
@@ -22,13 +25,15 @@ TIERS = sorted(path.stem for path in (CONFIG_DIR / "ablations" / "tier").glob("*
 
 def composed(shards: Path, *overrides: str) -> AblateConfig:
     data = f"train={quoted(f'data.dir={shards}')}"
+    main = "experiment=main" in overrides
+    texts = [f"texts.{name}=none.txt" for name in ("books", "docs", "textbooks")] if main else []
     with initialize_config_dir(str(CONFIG_DIR), version_base=None):
-        return OmegaConf.to_object(compose("ablate", [data, *overrides]))
+        return OmegaConf.to_object(compose("ablate", [data, *texts, *overrides]))
 
 
 def test_the_experiments_promised_are_there() -> None:
     promised = "main ablation_v1 ablation_v2 introspective scaling lr_stability hybrid head_count retrieval".split()
-    assert sorted(promised) == EXPERIMENTS and TIERS == ["cpu", "gpu"]
+    assert sorted(promised) == EXPERIMENTS and TIERS == ["cpu", "cpu_long", "gpu"]
 
 
 @pytest.mark.parametrize("tier", TIERS)
@@ -48,8 +53,20 @@ def test_every_experiment_loads_and_its_arms_match(experiment: str, tier: str, s
             assert asdict(ours) != asdict(theirs)
     if experiment in ("main", "ablation_v1"):
         params = arms[0].facts["params_non_embedding"]
-        assert params == pytest.approx({"cpu": 1.05e6, "gpu": 29.4e6}[tier], rel=0.01)
-        assert (arms[0].facts["heads"], arms[0].facts["d"]) == ("16", {"cpu": "16", "gpu": "48"}[tier])
+        size, heads, width = {
+            "cpu": (1.05e6, "16", "16"),
+            "cpu_long": (1.05e6, "8", "32"),
+            "gpu": (29.4e6, "16", "48"),
+        }[tier]
+        assert params == pytest.approx(size, rel=0.01)
+        assert (arms[0].facts["heads"], arms[0].facts["d"]) == (heads, width)
+
+
+def plan(cfg: AblateConfig, folder: Path) -> tuple[list, list[Run]]:
+    """Arms and runs of a study as if nothing were to be tuned."""
+    cfg.runs, cfg.tune = str(folder), TuneConfig()
+    study = Study(cfg, "study")
+    return study.arms, study.runs()
 
 
 def named(runs: list[Run], name: str) -> Run:
@@ -78,10 +95,10 @@ def test_the_last_of_several_overrides_stands() -> None:
 
 def test_jobs_share_cores_and_take_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert "OMP_NUM_THREADS" not in ablate.environment(0, 1, [])
+    assert "OMP_NUM_THREADS" not in environment(0, 1, [])
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
-    assert ablate.environment(0, 3, [])["OMP_NUM_THREADS"] == "2"
-    assert [ablate.environment(slot, 3, ["0", "3"])["CUDA_VISIBLE_DEVICES"] for slot in range(3)] == ["0", "3", "0"]
+    assert environment(0, 3, [])["OMP_NUM_THREADS"] == "2"
+    assert [environment(slot, 3, ["0", "3"])["CUDA_VISIBLE_DEVICES"] for slot in range(3)] == ["0", "3", "0"]
 
 
 @pytest.mark.parametrize(
@@ -100,7 +117,7 @@ def test_jobs_share_cores_and_take_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -
         (('+grid={lr/3:["steps=1"]}',), "letters, digits"),
         (("only=nobody-s1",), "use one of baseline-s1, gated-s1"),
         (("launcher=joblib",), "needs the package 'hydra-joblib-launcher': pip install hydra-joblib-launcher"),
-        (("tier=tpu",), "cpu gpu"),
+        (("tier=tpu",), "cpu cpu_long gpu"),
         (("seed=3",), "seed"),
     ),
 )
@@ -114,5 +131,5 @@ def test_wrong_input(
 ) -> None:
     monkeypatch.setitem(sys.modules, "hydra_plugins.hydra_joblib_launcher", None)  # as if not installed
     data = f"train={quoted(f'data.dir={shards}')}"
-    assert says in call("experiment=main", data, f"runs={tmp_path}", *arguments)
+    assert says in call("experiment=retrieval", data, f"runs={tmp_path}", *arguments)
     assert not list(tmp_path.rglob("checkpoints"))

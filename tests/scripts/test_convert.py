@@ -16,8 +16,8 @@ from data.tokenizer_export import export_tokenizer
 from eval.perplexity import cut_windows, evaluate
 from scripts import convert
 from tests.conftest import assert_one_line_error, run_command, train_arguments
-from train import refuse_other_tokenizer
 from training.checkpoint import load_run
+from training.run import refuse_other_tokenizer
 
 
 @pytest.fixture(scope="module")

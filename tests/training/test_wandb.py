@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from configs.tracking import arm_of
+from training.tracking import arm_of
 from tests.conftest import run_command, train_arguments
 from tests.wandb_stub import WandbStub
 from training.checkpoint import checkpoints

@@ -1,0 +1,180 @@
+"""A run of a study as the commands that make it: train.py, then evaluations; and what their configurations are."""
+
+import functools
+import importlib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
+
+from configs import USER_ERRORS, explain
+from configs.composing import compose_job
+from configs.files import write_json
+from data.shards import open_split
+from data.tokenizer import load_tokenizer
+from eval.records import DIVERGED, Record, record_of, write_records
+from model.decoder import Decoder
+from training.checkpoint import checkpoints, folder_name
+from training.run import TrainConfig, fill_model
+
+ROOT = Path(__file__).parent.parent
+
+
+@dataclass
+class Run:
+    """One arm at one seed: what train.py and the evaluations are called with. record: where it is finished elsewhere."""
+
+    arm: str
+    seed: int
+    folder: Path
+    overrides: list[str]
+    config: TrainConfig
+    evaluations: list[list[str]]
+    flops_per_token: int
+    record: Record | None = None
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @property
+    def log(self) -> Path:
+        return self.folder.parent / "logs" / f"{self.name}.log"
+
+    @property
+    def trained(self) -> bool:
+        found = checkpoints(self.folder)
+        return self.record is not None or bool(found) and found[-1].name == folder_name(self.config.steps)
+
+    @property
+    def diverged(self) -> bool:
+        return (self.folder / DIVERGED).is_file() or bool(self.record and self.record["diverged"])
+
+    @property
+    def work(self) -> float:
+        """Training FLOPs in all, to weigh runs in the time left."""
+        return self.flops_per_token * self.config.batch_tokens * self.config.steps
+
+    def progress(self) -> tuple[int, int]:
+        path = self.folder / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.is_file() else []
+        done = max((json.loads(line).get("step", 0) for line in lines[-3:] if line.endswith("}")), default=0)
+        return self.config.steps if self.record else done, self.config.steps
+
+    def left(self) -> list[list[str]]:
+        """The commands still to run: training unless finished, evaluations without a result of this training."""
+        if self.diverged or self.record:
+            return []
+        commands = [] if self.trained else [[str(ROOT / "train.py"), *self.overrides]]
+        return commands + [
+            ["-m", f"eval.{name}", f"run={self.folder}", *overrides]
+            for name, *overrides in self.evaluations
+            if not (self.trained and self.evaluated(name, overrides))
+        ]
+
+    def evaluated(self, name: str, overrides: list[str]) -> bool:
+        """Whether the result of this evaluation is there: of the finished training, with the same settings."""
+        path = self.folder / "eval" / f"{result_file(name, overrides)}.json"
+        try:
+            content = json.loads(path.read_text())
+        except (OSError, ValueError):
+            return False
+        wanted = evaluation_config(name, tuple(overrides))
+        # A result made by other code may lack a setting that has been added since: its default was meant.
+        same = all(content["config"].get(key, value) == value for key, value in wanted.items() if key != "run")
+        return same and content.get("step") == self.config.steps
+
+    def check(self, arguments: list[str], code: int, said: str) -> bool:
+        training = arguments[0] != "-m"
+        if code or (training and not self.trained):
+            infinite = re.search(r"error: (the loss is \S+ at step \d+)", said)
+            if not (training and infinite):
+                raise ValueError(f"{self.folder}, {self.reason()}")
+            write_json(self.folder / DIVERGED, {"error": infinite.group(1)})
+        return not self.diverged
+
+    def finished(self) -> str:
+        if not self.left():
+            write_records(self.folder.parent / "records" / f"{self.name}.jsonl", [record_of(self.folder)])
+        return "diverged" if self.diverged else "done"
+
+    def reason(self) -> str:
+        """The last error that the run's log holds, and where to read more."""
+        lines = self.log.read_text(errors="replace").splitlines() if self.log.is_file() else []
+        said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+        last = said[-1] if said else (lines[-1] if lines else "it has not begun")
+        return f"{self.name}: {last} (see {self.log}); then repeat this command, finished runs are kept"
+
+
+def evaluation_command(text: str) -> list[str]:
+    """ "needle samples=20" -> ["needle", "samples=20"], checked."""
+    name, *overrides = text.split()
+    known = sorted(p.stem for p in (ROOT / "eval").glob("*.py") if re.search(r"^@command\(", p.read_text(), re.M))
+    if name not in known or name == "report":
+        commands = ", ".join(stem for stem in known if stem != "report")
+        raise ValueError(f"evaluations has '{name}', which is none: use {commands}")
+    try:
+        evaluation_config(name, tuple(overrides))
+    except USER_ERRORS as error:
+        schema = OmegaConf.get_type(ConfigStore.instance().load(f"{name}_schema.yaml").node)
+        raise ValueError(f"evaluation '{text}': {explain(error, schema)}") from None
+    return [name, *overrides]
+
+
+def result_file(name: str, overrides: Sequence[str]) -> str:
+    """The name of the file in a run's eval/ that an evaluation writes, without its ending."""
+    given = dict(override.split("=", 1) for override in overrides if "=" in override)
+    other = given.get("name") or (given.get("style") if name == "needle" else None)
+    return f"{name}_{other}" if other else name
+
+
+@functools.cache
+def evaluation_config(name: str, overrides: tuple[str, ...]) -> dict[str, Any]:
+    """An evaluation's resolved configuration, as it stands in its JSON, but for the run."""
+    importlib.import_module(f"eval.{name}")  # registers its schema
+    return OmegaConf.to_container(compose_job(name, ["run=none", *overrides]), resolve=True)
+
+
+def train_config(overrides: Sequence[str]) -> TrainConfig:
+    """train.py's configuration with what it fills in from the data, as it stands in a run's config.yaml.
+
+    The caller has imported train.py, which registers its schema.
+    """
+    cfg: TrainConfig = OmegaConf.to_object(compose_job("train", list(overrides)))
+    cfg.model = fill_model(cfg.model, load_tokenizer(Path(cfg.data.dir), cfg.data.tokenizer))
+    return cfg
+
+
+def read_epochs(cfg: TrainConfig) -> float:
+    """How often training reads the prepared text; 1 and less is unrepeated."""
+    tokens = sum(len(shard) for shard in open_split(Path(cfg.data.dir), "train"))
+    return cfg.steps * cfg.batch_tokens * (1 - cfg.data.retrieval.weight / 100) / tokens
+
+
+def describe_model(cfg: TrainConfig) -> dict[str, Any]:
+    """Heads, their width, head norm, parameters and FLOPs, from the model built without memory."""
+    with torch.device("meta"):
+        model = Decoder(cfg.model)
+    attentions, none = [block.attention for block in model.blocks], torch.nn.Identity()
+    flops = model.flops_per_token()
+    norms = ["no" if isinstance(getattr(a, "head_norm", none), torch.nn.Identity) else "yes" for a in attentions]
+    return {
+        "heads": _joined(str(getattr(a, "heads", cfg.model.n_head)) for a in attentions),
+        "d": _joined(str(a.width) for a in attentions),
+        "head_norm": _joined(norms),
+        "params": model.num_params(non_embedding=False),
+        "params_non_embedding": model.num_params(),
+        "flops_per_token": flops["total"],
+        "attention_flops_per_token": flops["attention"],
+        "d_ff": cfg.model.d_ff,
+    }
+
+
+def _joined(parts: Any) -> str:
+    return "/".join(dict.fromkeys(parts))

@@ -1,0 +1,191 @@
+"""Learning rates for every arm by itself: which trials to run next, and what they have shown.
+
+The search is one coordinate after the other: all values of the first key's grid, the others at the middle of theirs; then
+the next key's grid at the best so far; then, for the keys of `refine`, halfway (in the logarithm) to both neighbours of the
+best. Every arm gets the same number of trials. Where the best value lies at an end of the grid, the grid is widened there,
+up to `widen` times, and the result says so.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+Point = tuple[float, ...]  # one value per key of the grid
+LOWEST_STEP = 1.2  # two values of a grid closer than this factor are one
+
+
+@dataclass
+class TuneConfig:
+    """How the arms' own learning rates are searched.
+
+    grid: an override's key -> the values that are tried, rising; empty: no tuning. refine: keys searched more finely.
+
+    train: overrides of the trials (their length, say). seeds: of the trials, others than those of the runs that are compared.
+    """
+
+    grid: dict[str, list[float]] = field(default_factory=dict)
+    refine: list[str] = field(default_factory=list)
+    train: list[str] = field(default_factory=list)
+    seeds: list[int] = field(default_factory=lambda: [101])
+    widen: int = 2  # how often at most a grid is widened at the end that has the best value
+
+
+@dataclass
+class Tuned:
+    """What an arm's trials have shown. losses: (point, mean validation loss over the trials' seeds), in order of trial.
+
+    best: key -> value. widened: how often a grid was widened. edge: keys whose best value lies at the end of what was tried.
+    """
+
+    keys: list[str]
+    losses: list[tuple[Point, float]]
+    best: dict[str, float]
+    widened: int
+    edge: list[str]
+    tokens: int = 0  # read by all of the arm's trials
+    seconds: float = 0.0
+
+
+def check(cfg: TuneConfig, seeds: list[int]) -> None:
+    """Raise ValueError for a grid that decides nothing, or for seeds that the comparison uses, too."""
+    for key, values in cfg.grid.items():
+        if len(values) < 2 or sorted(values) != list(values) or min(values, default=0) <= 0:
+            wrong = f"tune.grid.{key}={list(values)} is no grid"
+            raise ValueError(f"{wrong}: give two values or more, above 0 and rising, as tune.grid.{key}=[0.01,0.02]")
+        if any(b / a < LOWEST_STEP for a, b in zip(values, values[1:], strict=False)):
+            raise ValueError(f"tune.grid.{key} has values closer than a factor {LOWEST_STEP}: leave some of them out")
+    if unknown := [key for key in cfg.refine if key not in cfg.grid]:
+        raise ValueError(f"tune.refine names {unknown[0]}, which tune.grid does not: use {', '.join(cfg.grid)}")
+    if cfg.grid and (not cfg.seeds or set(cfg.seeds) & set(seeds)):
+        wrong = f"the trials' seeds {cfg.seeds} are none, or seeds of the comparison"
+        raise ValueError(f"{wrong}: choose others, as tune.seeds=[101]")
+
+
+def wanted(cfg: TuneConfig, found: Mapping[Point, float]) -> list[Point]:
+    """The points to try next, given the mean losses `found` so far; none when the search is over."""
+    points, _ = _search(cfg, found)
+    return [point for point in points if point not in found]
+
+
+def tuned(cfg: TuneConfig, found: Mapping[Point, float]) -> Tuned:
+    """The result of a search that is over."""
+    points, widened = _search(cfg, found)
+    assert all(point in found for point in points)
+    best = min(points, key=lambda point: found[point])
+    keys = list(cfg.grid)
+    edge = []
+    for axis, key in enumerate(keys):
+        line = [point[axis] for point in points]
+        if best[axis] in (min(line), max(line)):
+            edge.append(key)
+    return Tuned(keys, [(p, found[p]) for p in points], dict(zip(keys, best, strict=True)), widened, edge)
+
+
+def _search(cfg: TuneConfig, found: Mapping[Point, float]) -> tuple[list[Point], int]:
+    """The points of the search as far as `found` decides them, and how often a grid was widened."""
+    grids = [list(values) for values in cfg.grid.values()]
+    at: list[float] = [values[len(values) // 2] for values in grids]
+    points: list[Point] = []
+    widened = 0
+    for axis, grid in enumerate(grids):
+        for widening in range(cfg.widen + 1):
+            line = [_moved(at, axis, value) for value in grid]
+            points += [point for point in line if point not in points]
+            if any(point not in found for point in line):
+                return points, widened
+            best = min(line, key=lambda point: found[point])
+            at = list(best)
+            beyond = _beyond(grid, best[axis])
+            if beyond is None or widening == cfg.widen:
+                break
+            grid.append(beyond)
+            grid.sort()
+            widened += 1
+    for axis, key in enumerate(cfg.grid):
+        if key in cfg.refine:
+            near = [_moved(at, axis, value) for value in _halfway(grids[axis], at[axis])]
+            points += [point for point in near if point not in points]
+            if any(point not in found for point in near):
+                return points, widened
+            at = list(min([tuple(at), *near], key=lambda point: found[point]))
+    return points, widened
+
+
+def _moved(at: list[float], axis: int, value: float) -> Point:
+    return tuple(value if i == axis else old for i, old in enumerate(at))
+
+
+def _beyond(grid: list[float], best: float) -> float | None:
+    """The value that widens a grid whose best value is at its end; None where it is not."""
+    if best == grid[0]:
+        return _rounded(grid[0] ** 2 / grid[1])
+    return _rounded(grid[-1] ** 2 / grid[-2]) if best == grid[-1] else None
+
+
+def _halfway(grid: list[float], best: float) -> list[float]:
+    """Two values halfway in the logarithm from `best` to its neighbours (at an end, as far out as in)."""
+    i = grid.index(best)
+    down = best / grid[i - 1] if i else grid[i + 1] / best
+    up = grid[i + 1] / best if i + 1 < len(grid) else down
+    return [_rounded(best / math.sqrt(down)), _rounded(best * math.sqrt(up))]
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.3g}")
+
+
+def tuning_notes(found: Mapping[str, Tuned]) -> list[str]:
+    """What a reader must know of the tuning: unequal budgets, and best values at the end of what was tried."""
+    if not found:
+        return ["Untuned: every arm was trained at one shared learning rate that was chosen for none of them."]
+    counts = {arm: len(t.losses) for arm, t in found.items()}
+    fewest = min(counts.values())
+    lines = [
+        f"Tuned: {fewest} trials an arm on a validation text that this table does not read, with seeds of their own."
+    ]
+    if more := [f"{arm} ({count})" for arm, count in counts.items() if count > fewest]:
+        lines.append(f"More trials, because the grid was widened or its best value lay elsewhere: {', '.join(more)}.")
+    for arm, t in found.items():
+        if t.edge:
+            lines.append(
+                f"The best {', '.join(t.edge)} of {arm} lies at the end of what was tried: it may be better still."
+            )
+    return lines
+
+
+def draw_tuning(path: Path, found: Mapping[str, Tuned], palette: Mapping[str, str]) -> None:
+    """Loss against each learning rate, one line per arm; a ring marks the arm's choice."""
+    from eval.common import figure
+
+    keys = next(iter(found.values())).keys
+    with figure(path, 4.8 * len(keys) + 1.5, 4.4, columns=len(keys)) as axes:
+        for axis, (ax, key) in enumerate(zip(axes[0], keys, strict=True)):
+            for arm, t in found.items():
+                best = tuple(t.best.values())
+                line = sorted((p[axis], loss) for p, loss in t.losses if _moved(list(best), axis, p[axis]) == p)
+                x, y = zip(*((value, loss) for value, loss in line if math.isfinite(loss)), strict=True)
+                ax.plot(x, y, "o-", color=palette[arm], label=arm, markersize=4)
+                ax.plot(
+                    [best[axis]], [dict(line)[best[axis]]], "o", color=palette[arm], markersize=11, fillstyle="none"
+                )
+            ax.set_xscale("log")
+            ax.set(xlabel=key, ylabel="validation loss of the trials (nats per token)" if axis == 0 else "")
+            ax.grid(axis="y")
+        axes[0, 0].legend(fontsize=8.5)
+
+
+def as_json(found: Mapping[str, Tuned]) -> dict[str, Any]:
+    """arm -> what its trials have shown, for a result's JSON."""
+    return {
+        arm: {
+            "best": t.best,
+            "trials": [{**dict(zip(t.keys, point, strict=True)), "loss": loss} for point, loss in t.losses],
+            "widened": t.widened,
+            "edge": t.edge,
+            "tokens": t.tokens,
+            "seconds": round(t.seconds, 1),
+        }
+        for arm, t in found.items()
+    }

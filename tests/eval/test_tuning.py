@@ -1,0 +1,72 @@
+"""The search for learning rates: on made-up loss curves it finds the best, with equal budgets, and says what it could not."""
+
+import math
+
+import pytest
+
+from eval.tuning import Point, TuneConfig, check, tuned, tuning_notes, wanted
+
+CFG = TuneConfig(grid={"optim.muon_lr": [0.005, 0.01, 0.02, 0.04], "optim.lr": [0.0015, 0.003, 0.006]}, refine=["optim.muon_lr"])
+
+
+def search(cfg: TuneConfig, loss) -> tuple[dict[Point, float], list[int]]:
+    found: dict[Point, float] = {}
+    rounds = []
+    while points := wanted(cfg, found):
+        rounds.append(len(points))
+        found |= {point: loss(*point) for point in points}
+    return found, rounds
+
+
+def bowl(best_m: float, best_l: float):
+    return lambda m, l: 4 + math.log(m / best_m) ** 2 + 0.3 * math.log(l / best_l) ** 2
+
+
+def test_the_best_of_a_bowl_is_found_with_a_fixed_budget() -> None:
+    found, rounds = search(CFG, bowl(0.0141, 0.006 / 1.9))
+    assert rounds == [4, 2, 2]
+    result = tuned(CFG, found)
+    assert result.best == {"optim.muon_lr": 0.0141, "optim.lr": 0.003} and not result.widened and not result.edge
+    assert len(result.losses) == 8
+
+
+@pytest.mark.parametrize(("best", "widened", "at"), ((0.05, 1, 0.0566), (0.08, 2, 0.08), (0.0025, 2, 0.0025)))
+def test_a_best_value_at_the_edge_widens_the_grid(best: float, widened: int, at: float) -> None:
+    result = tuned(CFG, search(CFG, bowl(best, 0.003))[0])
+    assert result.best["optim.muon_lr"] == at and result.widened == widened and not result.edge
+
+
+def test_after_two_widenings_the_edge_is_said() -> None:
+    result = tuned(CFG, search(CFG, bowl(10.0, 0.003))[0])
+    assert result.widened == 2 and result.edge == ["optim.muon_lr"]
+    notes = "\n".join(tuning_notes({"baseline": result, "twin": tuned(CFG, search(CFG, bowl(0.01, 0.003))[0])}))
+    assert "baseline lies at the end of what was tried" in notes and "baseline (10)" in notes and "8 trials an arm" in notes
+
+
+def test_two_equal_arms_get_the_same_answer_and_diverged_points_are_never_chosen() -> None:
+    def loss(m: float, lr: float) -> float:
+        return math.inf if m > 0.03 else bowl(0.02, 0.003)(m, lr)
+
+    first, second = (tuned(CFG, search(CFG, loss)[0]) for _ in range(2))
+    assert first == second and first.best["optim.muon_lr"] == 0.02
+
+
+def test_untuned_is_said() -> None:
+    assert tuning_notes({})[0].startswith("Untuned")
+
+
+@pytest.mark.parametrize(
+    ("cfg", "says"),
+    (
+        (TuneConfig(grid={"optim.lr": [0.01]}), "two values or more"),
+        (TuneConfig(grid={"optim.lr": [0.02, 0.01]}), "rising"),
+        (TuneConfig(grid={"optim.lr": [0.0, 0.01]}), "above 0"),
+        (TuneConfig(grid={"optim.lr": [0.01, 0.0101]}), "closer than a factor"),
+        (TuneConfig(grid={"optim.lr": [0.01, 0.02]}, refine=["optim.x"]), "tune.refine names optim.x"),
+        (TuneConfig(grid={"optim.lr": [0.01, 0.02]}, seeds=[1]), "seeds of the comparison"),
+        (TuneConfig(grid={"optim.lr": [0.01, 0.02]}, seeds=[]), "choose others"),
+    ),
+)
+def test_grids_that_decide_nothing_are_refused(cfg: TuneConfig, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        check(cfg, [1, 2])

@@ -1,0 +1,104 @@
+"""A run's folder: its name, and branches, which end as runs of their length that were trained alone."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf, open_dict
+from safetensors.torch import load_file
+
+import train  # noqa: F401  # registers its schema
+from configs import CONFIG_DIR
+from tests.conftest import assert_one_line_error, run_command, train_arguments
+from training.checkpoint import checkpoints
+from training.optim import OptimConfig
+from training.run import default_run_dir
+from training.schedule import decay_start, lr_factor
+
+WSD = ("optim.schedule=wsd", "optim.decay=0.2", "optim=muon", "model=diff", "monitor.every=5", "eval_every=4")
+
+
+def lines(run_dir: Path) -> list[dict]:
+    timed = ("tokens_per_s", "mem_gb", "time_s", "monitor_s")
+    found = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key not in timed} for line in found]
+
+
+@pytest.fixture(scope="module")
+def trunk(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("trunk") / "run"
+    done = run_command(
+        *train_arguments(shards, run_dir, *WSD, "steps=20", "checkpoint.at=[8]", "checkpoint.every=5", "checkpoint.keep=1")
+    )
+    assert done.returncode == 0, done.stderr
+    assert [folder.name for folder in checkpoints(run_dir)] == ["step_00000008", "step_00000020"]
+    return run_dir
+
+
+def test_a_branch_is_the_run_of_its_length_trained_alone(trunk: Path, shards: Path, tmp_path: Path) -> None:
+    alone, branch = tmp_path / "alone", tmp_path / "branch"
+    for run_dir, more in ((alone, ()), (branch, (f"branch_from={trunk}",))):
+        done = run_command(*train_arguments(shards, run_dir, *WSD, "steps=10", *more))
+        assert done.returncode == 0, done.stderr
+    assert lines(branch) == lines(alone)
+    ours, theirs = (load_file(checkpoints(run)[-1] / "model.safetensors") for run in (branch, alone))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    again = run_command(*train_arguments(shards, branch, *WSD, "steps=10", f"branch_from={trunk}", "resume=true"))
+    assert "already done" in again.stdout
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    (
+        (("steps=10", "optim.schedule=linear"), "optim.schedule=wsd"),
+        (("steps=10", "seed=2"), "in steps alone"),
+        (("steps=10", "model=baseline"), "in steps alone"),
+        (("steps=40",), "branch off a run of more than 20 steps"),
+        (("steps=15",), "checkpoint.at=[12]"),
+        (("steps=10", "init_from=x"), "give one of them"),
+        (("steps=10", "branch_from=nowhere"), "branch_from=nowhere is no run"),
+    ),
+)
+def test_a_branch_that_cannot_be_is_refused(
+    more: tuple[str, ...], says: str, trunk: Path, shards: Path, tmp_path: Path
+) -> None:
+    arguments = train_arguments(shards, tmp_path / "run", *WSD, f"branch_from={trunk}", *more)
+    assert_one_line_error(run_command(*arguments), says)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("steps", (10, 13, 640, 1280, 2560))
+@pytest.mark.parametrize("decay", (0.1, 0.2, 0.33))
+def test_decay_starts_where_a_longer_run_differs(steps: int, decay: float) -> None:
+    cfg = OptimConfig(schedule="wsd", decay=decay, warmup=2)
+    start = decay_start(steps, cfg)
+    assert all(lr_factor(s, steps, cfg) == lr_factor(s, 10 * steps, cfg) for s in range(start))
+    assert lr_factor(start + 1, steps, cfg) < lr_factor(start + 1, 10 * steps, cfg)
+
+
+def name(*overrides: str) -> str:
+    with initialize_config_dir(str(CONFIG_DIR), version_base=None):
+        composed = compose("train", list(overrides), return_hydra_config=True)
+        HydraConfig.instance().set_config(composed)
+        with open_dict(composed):
+            del composed["hydra"]
+        return str(default_run_dir(OmegaConf.to_object(composed)))
+
+
+def test_names_say_what_was_overridden_and_no_two_runs_share_one() -> None:
+    assert name() == "runs/baseline-s1"
+    assert name("model=diff", "optim.lr=1e-2", "seed=3") == "runs/diff-lr1e-2-s3"
+    assert name("monitor.every=1") == "runs/baseline-monitor.every1-s1"
+    assert name("checkpoint.every=1") == "runs/baseline-checkpoint.every1-s1"
+    assert name("experiment=shakespeare_cpu", "size=micro") == "runs/shakespeare_cpu-baseline-micro-s1"
+    long = name(*(f"model.diff.lambda_init={i}" for i in range(30)))
+    assert len(long) < 160 and long.endswith("-s1")
+
+
+def test_the_configuration_is_written_whole(trunk: Path) -> None:
+    assert yaml.safe_load((trunk / "config.yaml").read_text())["checkpoint"]["at"] == [8]
+    assert not list(trunk.glob(".*part"))

@@ -1,0 +1,186 @@
+"""Many commands side by side: each job on its GPU or its share of the cores, with progress, until all is done."""
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from training.metrics import clock
+
+ROOT = Path(__file__).parent.parent
+REPORT_EVERY = 60  # seconds between two lines of progress
+
+
+class Job(Protocol):
+    """Commands that follow each other; a job that was interrupted knows what of it is left."""
+
+    name: str
+    log: Path
+    work: float  # its size beside other jobs, in any unit
+
+    def left(self) -> list[list[str]]:
+        """The arguments for python of the commands still to run."""
+
+    def progress(self) -> tuple[int, int]:
+        """Steps done, of how many."""
+
+    def check(self, arguments: list[str], code: int, said: str) -> bool:
+        """After a command: whether to go on with the next one. Raises ValueError where the job has failed."""
+
+    def finished(self) -> str:
+        """After the last command, or one that ended the job: keep what it gave; how it ended, in a word."""
+
+
+class Team:
+    """The processes that run now; a signal to this process stops them, and train.py then leaves a checkpoint."""
+
+    def __init__(self) -> None:
+        self.stopping = False
+        self._running: set[subprocess.Popen] = set()
+        self._lock = threading.Lock()
+
+    def call(self, arguments: list[str], env: dict[str, str], log: Path) -> int:
+        """Run python with these arguments, its output appended to `log`; the exit status."""
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("a") as file:
+            file.write(f"$ python {' '.join(arguments)}\n")
+            file.flush()
+            with self._lock:
+                if self.stopping:
+                    return 0
+                process = subprocess.Popen([sys.executable, *arguments], env=env, stdout=file, stderr=subprocess.STDOUT)
+                self._running.add(process)
+            try:
+                return process.wait()
+            finally:
+                with self._lock:
+                    self._running.discard(process)
+
+    def carry_out(self, job: Job, env: dict[str, str]) -> None:
+        """Run what is left of a job; ValueError names what went wrong."""
+        for arguments in job.left():
+            if self.stopping:
+                return
+            start = job.log.stat().st_size if job.log.is_file() else 0
+            code = self.call(arguments, env, job.log)
+            if self.stopping or not job.check(arguments, code, job.log.read_bytes()[start:].decode(errors="replace")):
+                return
+
+    def __enter__(self) -> "Team":
+        self._before = {number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _stop(self, *_: Any) -> None:
+        self.stopping = True
+        for process in list(self._running):
+            process.terminate()
+
+
+def run_jobs(chains: Sequence[Sequence[Job]], jobs: int | None, name: str, total: int) -> None:
+    """Run chains of jobs, `jobs` chains at a time (None: one per GPU, one on a CPU); the jobs of a chain one by one.
+
+    The first failure lets what runs finish and starts no more, and is raised. A signal stops all: SystemExit.
+    """
+    gpus = visible_gpus()
+    jobs = jobs if jobs is not None else max(1, len(gpus))
+    if jobs < 1:
+        raise ValueError(f"jobs={jobs} runs nothing: use jobs=1 or more")
+    slots: queue.SimpleQueue[int] = queue.SimpleQueue()
+    for slot in range(jobs):
+        slots.put(slot)
+    progress = Progress(name, [job for chain in chains for job in chain], total)
+    with Team() as team, ThreadPoolExecutor(jobs) as pool:
+
+        def task(chain: Sequence[Job]) -> None:
+            slot = slots.get()
+            try:
+                for job in chain:
+                    team.carry_out(job, environment(slot, jobs, gpus))
+                    if not team.stopping:
+                        progress.finished(job)
+            finally:
+                slots.put(slot)
+
+        _wait([pool.submit(task, chain) for chain in chains], team, progress.tick)
+        if team.stopping:
+            print(f"{name}: stopped; the same command goes on", flush=True)
+            raise SystemExit(0)
+
+
+def _wait(futures: list[Future], team: Team, tick: Callable[[], None]) -> None:
+    waiting, failure = set(futures), None
+    while waiting:
+        done, waiting = wait(waiting, timeout=1, return_when=FIRST_COMPLETED)
+        for future in done:
+            if not future.cancelled() and future.exception():
+                failure = failure or future.exception()
+                for other in waiting:
+                    other.cancel()
+        tick()
+    if failure and not team.stopping:
+        raise failure
+
+
+def visible_gpus() -> list[str]:
+    """CUDA devices this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if not torch.cuda.is_available():
+        return []
+    return named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]
+
+
+def environment(slot: int, jobs: int, gpus: list[str]) -> dict[str, str]:
+    """The environment of one job: its GPU, or its share of the cores (threads of several jobs would spin in turn)."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
+    env.pop("HYDRA_FULL_ERROR", None)  # set by the entry point of this process, for this process
+    if gpus:
+        env["CUDA_VISIBLE_DEVICES"] = gpus[slot % len(gpus)]
+    elif jobs > 1:
+        env.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // jobs)))
+    return env
+
+
+class Progress:
+    """Lines of progress: jobs done, steps of those that run, and the time left, by the work still to do."""
+
+    def __init__(self, name: str, left: Sequence[Job], total: int) -> None:
+        self.name, self.left, self.total = name, left, total
+        self.done = total - len(left)
+        self.began = self.last = time.monotonic()
+        self.before = self._spent()
+        self._lock = threading.Lock()
+
+    def _spent(self) -> float:
+        return sum(job.work * min(1.0, done / steps) for job in self.left for done, steps in [job.progress()])
+
+    def finished(self, job: Job) -> None:
+        with self._lock:
+            self.done += 1
+        self._say(f"{job.name} {job.finished()}")
+
+    def tick(self) -> None:
+        if time.monotonic() - self.last >= REPORT_EVERY:
+            busy = [(job.name, *job.progress()) for job in self.left if job.progress()[0] and job.left()]
+            self._say(", ".join(f"{name} {done}/{steps}" for name, done, steps in busy) or "starting")
+
+    def _say(self, what: str) -> None:
+        self.last = time.monotonic()
+        elapsed, spent = self.last - self.began, self._spent()
+        gained, missing = spent - self.before, sum(job.work for job in self.left) - spent
+        eta = clock(elapsed * missing / gained) if gained > 0 else "?"
+        print(
+            f"{self.name}: {self.done} of {self.total} runs | {what} | elapsed {clock(elapsed)}, eta {eta}", flush=True
+        )

@@ -1,0 +1,219 @@
+"""A training run as a folder: its configuration, its name, and how it begins, continues or branches off another run."""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.hydra_config import HydraConfig
+
+from configs.files import read_json_lines, write_atomic
+from configs.provenance import machine, version
+from data.config import DataConfig
+from data.tokenizer import Tokenizer, load_tokenizer
+from model.config import DecoderConfig
+from model.decoder import Decoder, matched
+from training import checkpoint
+from training.checkpoint import CheckpointConfig
+from training.distributed import World
+from training.monitor import MonitorConfig
+from training.optim import OptimConfig
+from training.schedule import decay_start
+
+
+@dataclass
+class TrainConfig:
+    """A training run. Lengths of time are in optimizer steps, sizes of batches and evaluations in tokens."""
+
+    model: DecoderConfig = field(default_factory=DecoderConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    monitor: MonitorConfig = field(default_factory=MonitorConfig)
+    steps: int = 1000  # optimizer steps in all
+    batch_tokens: int = 16384  # per optimizer step, over all processes
+    micro_batch: int | None = None  # sequences per process and forward pass; None: all of them, no accumulation
+    seed: int = 1  # of the initial weights, the order of the data and dropout
+    eval_every: int = 250  # steps between validations; 0: none
+    eval_tokens: int = 262144  # validation tokens per validation
+    log_every: int = 10  # steps between lines of metrics.jsonl
+    runs: str = "runs"  # where run directories are made
+    run_dir: str | None = None  # None: a name made of the overrides, in `runs`
+    resume: bool = False  # continue the run in its directory from its newest checkpoint
+    init_from: str | None = None  # a run whose weights to start from
+    branch_from: str | None = None  # a longer run of schedule wsd whose steps before the decay this run shares
+    device: str = "auto"  # auto | cpu | cuda
+    dtype: str = "auto"  # auto | float32 | bfloat16 (autocast)
+    compile: bool | None = None  # None: on CUDA
+    wandb: str = "off"  # off | online | offline: mirror metrics.jsonl to Weights & Biases
+
+
+# What decides the losses: a resumed run must have been started with the same values.
+DECIDES = ("model", "data", "optim", "steps", "batch_tokens", "seed")
+
+
+def fill_model(cfg: DecoderConfig, tokenizer: Tokenizer) -> DecoderConfig:
+    """`cfg` with the tokenizer's vocabulary and end-of-text token, its heads and its matched FFN width.
+
+    ValueError where the configuration gives a vocabulary that is smaller than the tokenizer's.
+    """
+    cfg.vocab_size = cfg.vocab_size or tokenizer.vocab_size
+    if cfg.vocab_size < tokenizer.vocab_size:
+        wrong = f"model.vocab_size={cfg.vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}"
+        raise ValueError(f"{wrong}: leave it at 0")
+    if cfg.document_mask and cfg.eot is None:
+        cfg.eot = tokenizer.eot
+    return matched(cfg)
+
+
+# The folder's name
+
+
+def default_run_dir(cfg: TrainConfig) -> Path:
+    """runs/NAME, the same on every rank: the experiment, the model, every override as KEYVALUE, and the seed.
+
+    A key is shortened to its last parts that no other key of the configuration ends with.
+    """
+    hydra = HydraConfig.get()
+    choices = hydra.runtime.choices
+    parts = [choices[group] for group in ("experiment", "model") if choices.get(group)]
+    for override in hydra.overrides.task:
+        key, _, value = override.lstrip("+~").partition("=")
+        if key in ("size", "data"):
+            parts.append(value)
+        elif key not in ("experiment", "model", "sweep", "seed", "resume", "wandb", "device", "runs", "run_dir"):
+            parts.append(_shortest(key, cfg) + value)
+    name = "-".join([*(re.sub(r"[^\w.-]+", "-", part).strip("-") for part in parts), f"s{cfg.seed}"])
+    if len(name) > 150:  # folders' names end at 255 bytes
+        name = f"{name[:120]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}-s{cfg.seed}"
+    return Path(cfg.runs) / name
+
+
+def _shortest(key: str, cfg: Any) -> str:
+    parts, known = key.split("."), list(_keys(type(cfg)))
+    for count in range(1, len(parts)):
+        short = ".".join(parts[-count:])
+        if sum(other == short or other.endswith(f".{short}") for other in known) == 1:
+            return short
+    return key
+
+
+def _keys(schema: type, prefix: str = "") -> Iterator[str]:
+    for option in fields(schema):
+        group = option.default_factory
+        if is_dataclass(group):
+            yield from _keys(group, f"{prefix}{option.name}.")
+        else:
+            yield f"{prefix}{option.name}"
+
+
+# How a run begins
+
+
+def start_or_resume(
+    cfg: TrainConfig, run_dir: Path, model: Decoder, optimizers: list, tokenizer: Tokenizer, world: World
+) -> int:
+    """Make the run directory, or load its newest checkpoint; returns the step to go on from.
+
+    A new run takes its weights from `init_from`, or its first steps whole from `branch_from`, where one is given.
+    """
+    config = asdict(cfg)
+    if cfg.resume and (run_dir / "config.yaml").exists():
+        refuse_other_config(run_dir, config)
+        if found := checkpoint.checkpoints(run_dir):
+            refuse_other_tokenizer(run_dir, tokenizer, cfg.data.dir)
+            return checkpoint.load(found[-1], model, optimizers)
+    elif (run_dir / "metrics.jsonl").exists() and world.main:
+        raise ValueError(f"{run_dir} already holds a run: continue it with resume=true, or choose another run_dir=...")
+    if cfg.init_from and cfg.branch_from:
+        raise ValueError("init_from= and branch_from= are both given: give one of them")
+    first = 0
+    if cfg.init_from:
+        found = checkpoint.checkpoints(Path(cfg.init_from))
+        if not found:
+            raise ValueError(f"init_from={cfg.init_from} has no checkpoint: give the folder of a trained run")
+        refuse_other_tokenizer(Path(cfg.init_from), tokenizer, cfg.data.dir)
+        checkpoint.load(found[-1], model)
+    if cfg.branch_from:
+        first = checkpoint.load(trunk_checkpoint(cfg), model, optimizers)
+    if world.main:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        write_atomic(run_dir / "config.yaml", yaml.safe_dump(config, sort_keys=False).encode())
+        if cfg.branch_from:
+            shared = [
+                line for line in read_json_lines(Path(cfg.branch_from) / "metrics.jsonl") if line["step"] <= first
+            ]
+            write_atomic(run_dir / "metrics.jsonl", "".join(f"{json.dumps(line)}\n" for line in shared).encode())
+            tokenizer.save(run_dir)
+    return first
+
+
+def trunk_checkpoint(cfg: TrainConfig) -> Path:
+    """The checkpoint of `branch_from` at the step where this run's own decay begins.
+
+    Up to that step a shorter run of schedule wsd is the same run, so the branch ends as if it had been trained alone.
+    """
+    trunk, step = Path(cfg.branch_from or ""), decay_start(cfg.steps, cfg.optim)
+    if cfg.optim.schedule != "wsd":
+        raise ValueError("branch_from= needs a schedule with a stable phase: use optim.schedule=wsd for both runs")
+    if not (trunk / "config.yaml").is_file():
+        raise ValueError(f"branch_from={trunk} is no run: give the folder of a longer run with optim.schedule=wsd")
+    refuse_other_config(trunk, asdict(cfg), but=("steps",), advice="a branch may differ from its run in steps alone")
+    theirs = yaml.safe_load((trunk / "config.yaml").read_text())["steps"]
+    if step > decay_start(theirs, cfg.optim):
+        raise ValueError(f"branch_from={trunk} decays before step {step}: branch off a run of more than {theirs} steps")
+    found = {folder.name: folder for folder in checkpoint.checkpoints(trunk)}
+    if (name := checkpoint.folder_name(step)) not in found:
+        raise ValueError(f"branch_from={trunk} has no checkpoint of step {step}: train it with checkpoint.at=[{step}]")
+    return found[name]
+
+
+def refuse_other_tokenizer(run: Path, tokenizer: Tokenizer, shards: str) -> None:
+    """Weights know the token ids of one tokenizer only."""
+    theirs = load_tokenizer(run)
+    if theirs.fingerprint != tokenizer.fingerprint:
+        raise ValueError(
+            f"{run} was trained with another tokenizer ({theirs.name}, {theirs.vocab_size} tokens) than that of {shards} "
+            f"({tokenizer.name}, {tokenizer.vocab_size}): use data prepared with the run's tokenizer"
+        )
+
+
+def refuse_other_config(
+    run_dir: Path, ours: dict[str, Any], but: tuple[str, ...] = (), advice: str | None = None
+) -> None:
+    """Refuse to go on with a run that was started with other values of what decides its losses, `but` these."""
+    theirs = yaml.safe_load((run_dir / "config.yaml").read_text())
+    decides = [key for key in DECIDES if key not in but]
+    flat_theirs, flat_ours = (flatten({key: config.get(key) for key in decides}) for config in (theirs, ours))
+    default = flatten(asdict(TrainConfig()))  # an older run lacks the options added since: they had their defaults
+    differ = [key for key in flat_ours if flat_theirs.get(key, default.get(key)) != flat_ours[key]]
+    if differ:
+        what = ", ".join(f"{key}={flat_theirs.get(key)} (now {flat_ours[key]})" for key in differ[:4])
+        advice = advice or f"repeat its overrides, or start a new run with init_from={run_dir}"
+        raise ValueError(f"{run_dir} was started with {what}: {advice}")
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}."""
+    flat = {}
+    for key, value in tree.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+def facts(cfg: TrainConfig, model: Decoder) -> dict[str, Any]:
+    """What the first line of metrics.jsonl states."""
+    flops = model.flops_per_token()
+    return {
+        "params": model.num_params(non_embedding=False),
+        "params_non_embedding": model.num_params(),
+        "flops_per_token": flops["total"],
+        "attention_flops_per_token": flops["attention"],
+        "d_ff": cfg.model.d_ff,
+        "machine": machine(),
+        "version": version(),
+    }
