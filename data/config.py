@@ -4,8 +4,6 @@ from dataclasses import dataclass, field
 
 from omegaconf import MISSING
 
-from data.retrieval import RetrievalConfig
-
 
 @dataclass
 class TokenizerConfig:
@@ -16,6 +14,21 @@ class TokenizerConfig:
     )
     vocab_size: int | None = None  # bpe only; counts the end-of-text token; None is 4096
     path: str | None = None  # hf only: a transformers model's folder, whose tokenizer.json is used
+
+
+@dataclass
+class RetrievalMixConfig:
+    """The share of training samples that are retrieval documents, and their shape.
+
+    weight: percent of all samples. dense: percent of the retrieval documents that are dense. needles: a document has 1 to
+    this many facts (with few, a small model learns to retrieve soonest). digits: of a magic number; with two, the numbers
+    kept for evaluation are a rule that a model can learn.
+    """
+
+    weight: int = 0
+    dense: int = 50
+    needles: int = 4
+    digits: int = 4
 
 
 @dataclass
@@ -36,4 +49,4 @@ class DataConfig:
     shard_tokens: int = 100_000_000  # tokens per shard file
     max_tokens: int | None = None  # stop once the training split has this many
     workers: int | None = None  # tokenizing threads; None is every core
-    retrieval: RetrievalConfig = field(default_factory=RetrievalConfig)
+    retrieval: RetrievalMixConfig = field(default_factory=RetrievalMixConfig)

@@ -29,6 +29,7 @@ import numpy as np
 from omegaconf import MISSING
 
 from configs import command
+from configs.files import write_atomic
 from data.config import DataConfig
 from data.shards import (
     META,
@@ -38,7 +39,6 @@ from data.shards import (
     open_split,
     read_meta,
     token_dtype,
-    write_atomic,
     write_shard,
 )
 from data.sources import Corpus, open_corpus
@@ -268,7 +268,7 @@ class Preparation:
         except (ValueError, KeyError, TypeError):
             raise ValueError(f"{path} is damaged: delete {self.folder} and prepare the data again") from None
         _same_request(self.folder, request, self.request)
-        for leftover in self.folder.glob("*.tmp"):
+        for leftover in self.folder.glob(".*.part"):
             leftover.unlink()
         for name, shards in finished.items():
             self.splits[name].behind(list(itertools.takewhile(lambda s: (self.folder / s["file"]).is_file(), shards)))

@@ -9,11 +9,12 @@ Our writer also fills ints those readers ignore: [3] `EXTENDED`, [4] vocabulary 
 from __future__ import annotations
 
 import json
-import os
 import zlib
 from pathlib import Path
 
 import numpy as np
+
+from configs.files import write_atomic
 
 HEADER_BYTES = 256 * 4
 FORMATS = {np.dtype("<u2"): (20240520, 1), np.dtype("<u4"): (20240801, 7)}
@@ -50,20 +51,6 @@ def write_shard(path: str | Path, tokens: np.ndarray, *, vocab_size: int, finger
     header[6:10] = np.frombuffer(bytes.fromhex(fingerprint)[:16], dtype="<i4")
     write_atomic(path, header.tobytes(), tokens.data)
     return crc
-
-
-def write_atomic(path: Path, *parts: bytes | memoryview) -> None:
-    """Write `parts` to `path` by a temporary file, fsync and rename."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            for part in parts:
-                file.write(part)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 class Shard:

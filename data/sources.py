@@ -25,12 +25,10 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import BinaryIO
 
+from data.config import DataConfig
 from data.tokenizer import EOT
-
-if TYPE_CHECKING:
-    from data.config import DataConfig
 
 TEXT_LIMIT = 64 * 2**20  # characters; a longer .txt is cut into several documents so that memory stays bounded
 NETWORK_TIMEOUT = 10  # seconds
@@ -229,10 +227,15 @@ def _find(path: str) -> list[Path]:
     ]
     if not files:
         raise FileNotFoundError(f"no file, folder or glob {path}: correct path=")
-    known = sorted({file for file in files if _kind(file) in KINDS})
+    known = sorted({file for file in files if is_text(file)})
     if not known:
         raise ValueError(f"no text in {path}: path= takes {', '.join(KINDS)} files, plain or {', '.join(COMPRESSIONS)}")
     return known
+
+
+def is_text(path: Path) -> bool:
+    """Whether a file's name is that of a text we read: .txt, .jsonl or .parquet, plain or compressed."""
+    return _kind(path) in KINDS
 
 
 def _kind(path: Path) -> str:

@@ -15,13 +15,13 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import tiktoken
 
-if TYPE_CHECKING:
-    from data.config import TokenizerConfig
+from configs.files import write_atomic
+from data.config import TokenizerConfig
 
 EOT = "<|endoftext|>"
 FILE = "tokenizer.json"
@@ -83,10 +83,8 @@ class Tokenizer:
     def save(self, folder: str | Path) -> None:
         """Write `tokenizer.json` into `folder`: names for published encodings, all tokens for a trained one."""
         content = {"name": self.name, "vocab_size": self.vocab_size, "eot": self.eot, "fingerprint": self.fingerprint}
-        path = Path(folder) / FILE
-        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-        temporary.write_text(json.dumps(content | self._definition(), indent=1) + "\n")
-        os.replace(temporary, path)
+        text = json.dumps(content | self._definition(), indent=1) + "\n"
+        write_atomic(Path(folder) / FILE, text.encode())
 
     def _definition(self) -> dict[str, Any]:
         """What `load_tokenizer` needs beside the name."""

@@ -10,7 +10,8 @@ Maps are averaged over heads and layers first, then divided by the sum of the av
 (arXiv 2410.05258, Table 3 and Figure 1; "averaged over heads and layers" and "normalized" are an author's words in
 microsoft/unilm issue 1654). `signed` sums the weights with their sign, as the paper's figure does: weights of a
 differential map can cancel within a bucket, and dividing by a row sum of about 1 - lambda magnifies the rest.
-`absolute` sums |weight| instead: nothing cancels.
+`absolute` sums |weight| instead: nothing cancels. `signed_per_layer` is `signed` in the other order: each layer's averaged
+row is divided by its own sum, and then the layers are averaged.
 
 Beside that, for every layer and head: the row's entropy and its share of negative mass, and on windows of real text the
 share of attention sinks (arXiv 2410.10781). Only the rows that are asked about are ever formed, never T x T, and no logits:
@@ -27,23 +28,20 @@ import torch
 from torch import Tensor, nn
 
 from configs import command
-from data.retrieval import Query
 from eval.common import (
     INK,
-    RetrievalConfig,
     batches,
-    check_grid,
     device_of,
     figure,
     haystack,
     mean_se,
-    needle_contexts,
     open_run,
     pad_right,
     progress,
     run_name,
     write_result,
 )
+from eval.needles import NeedleGridConfig, Query, check_grid, needle_contexts
 from eval.scoring import floats_per_token
 from model.attention.probe import SINK, entropy, first_share, negative_share, probe
 from training.checkpoint import LoadedRun
@@ -61,7 +59,7 @@ SINK_ROWS = 64  # query rows of longer windows
 
 
 @dataclass
-class AttentionNoiseConfig(RetrievalConfig):
+class AttentionNoiseConfig(NeedleGridConfig):
     """length: tokens of prompt and answer, the trained context by default. windows: of text, for the attention sinks."""
 
     length: int | None = None
@@ -133,6 +131,12 @@ def normalised(layers: list[np.ndarray]) -> np.ndarray:
     return mean / mean.sum(axis=-1, keepdims=True)
 
 
+def normalised_per_layer(layers: list[np.ndarray]) -> np.ndarray:
+    """As `normalised`, but every layer is divided by its own row sum before the layers are averaged."""
+    means = np.stack([layer.mean(axis=2) for layer in layers])  # (layers, samples, readings, 5)
+    return (means / means.sum(axis=-1, keepdims=True)).mean(axis=0)
+
+
 def evaluate(run: LoadedRun, hay: np.ndarray, cfg: AttentionNoiseConfig) -> dict[str, Any]:
     """For each reading and depth: the five buckets, their standard errors, the noise, and masses by layer and head.
 
@@ -170,26 +174,34 @@ def over_heads(layers: list[np.ndarray]) -> dict[str, Any]:
 
 def summarise(shares: dict[str, np.ndarray], layers: dict[str, list[np.ndarray]]) -> dict[str, Any]:
     """Results, from each depth's shares (samples, readings, 5) and masses by layer (samples, readings, heads, 5)."""
-    noisy = [BUCKETS.index(bucket) for bucket in NOISE]
     results: dict[str, Any] = {"noise": {}, "se": {}, "per_layer_head": {}}
     for r, reading in enumerate(READINGS):
-        stats = {depth: [mean_se(share[:, r, b]) for b in range(len(BUCKETS))] for depth, share in shares.items()}
-        named = {depth: dict(zip(BUCKETS, values, strict=True)) for depth, values in stats.items()}
-        depths = {depth: {bucket: mean for bucket, (mean, _) in values.items()} for depth, values in named.items()}
-        overall = np.concatenate([share[:, r] for share in shares.values()])  # (depths * samples, 5)
-        answer, answer_se = mean_se(overall[:, BUCKETS.index("answer")])
-        noise, noise_se = mean_se(overall[:, noisy].sum(axis=1))
-        mean = {"answer": answer, "answer_se": answer_se, "noise": noise, "noise_se": noise_se}
-        results[reading] = {"depths": depths, "mean": mean}
+        results[reading], errors = over_samples({depth: share[:, r] for depth, share in shares.items()})
+        depths = results[reading]["depths"]
         results["noise"][reading] = {depth: sum(values[bucket] for bucket in NOISE) for depth, values in depths.items()}
-        results["se"][reading] = {depth: {b: se for b, (_, se) in values.items()} for depth, values in named.items()}
+        results["se"][reading] = errors
         results["per_layer_head"][reading] = {
             depth: {
                 bucket: [layer[:, r, :, b].mean(axis=0).tolist() for layer in parts] for b, bucket in enumerate(BUCKETS)
             }
             for depth, parts in layers.items()
         }  # mass before normalisation: a softmax head's buckets sum to 1, a differential head's to about 1 - lambda
+    signed = {depth: normalised_per_layer(parts)[:, READINGS.index("signed")] for depth, parts in layers.items()}
+    results["signed_per_layer"], _ = over_samples(signed)
     return results
+
+
+def over_samples(shares: dict[str, np.ndarray]) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
+    """One reading's results from each depth's shares (samples, 5): means by depth and over all, and errors by depth."""
+    stats = {depth: [mean_se(share[:, b]) for b in range(len(BUCKETS))] for depth, share in shares.items()}
+    named = {depth: dict(zip(BUCKETS, values, strict=True)) for depth, values in stats.items()}
+    depths = {depth: {bucket: mean for bucket, (mean, _) in values.items()} for depth, values in named.items()}
+    errors = {depth: {bucket: se for bucket, (_, se) in values.items()} for depth, values in named.items()}
+    overall = np.concatenate(list(shares.values()))  # (depths * samples, 5)
+    answer, answer_se = mean_se(overall[:, BUCKETS.index("answer")])
+    noise, noise_se = mean_se(overall[:, [BUCKETS.index(bucket) for bucket in NOISE]].sum(axis=1))
+    mean = {"answer": answer, "answer_se": answer_se, "noise": noise, "noise_se": noise_se}
+    return {"depths": depths, "mean": mean}, errors
 
 
 # Noise in one hue, the answer in another, what is neither in greys.

@@ -1,12 +1,13 @@
 """What every evaluation shares: opening a run, the tokens to test on, the result file and the look of the figures."""
 
-import json
+import glob
+import io
 import logging
 import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +18,15 @@ from omegaconf import MISSING
 from tqdm import tqdm
 
 from configs import CONFIG_DIR
-from configs.provenance import machine, version
+from configs.files import write_atomic, write_json
+from configs.provenance import result_record
 from data.config import DataConfig
-from data.retrieval import Query, needle_queries
 from data.shards import Shard, open_split
-from data.sources import COMPRESSIONS, open_corpus
+from data.sources import is_text, open_corpus
 from data.tokenizer import Tokenizer, load_tokenizer
+from model.attention import VARIANTS
 from training.checkpoint import LoadedRun, load_run
+from training.distributed import pick_device
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -39,26 +42,13 @@ class EvalConfig:
     run: str = MISSING
     device: str = "auto"  # auto | cpu | cuda
     batch: int = 32
-    text: str | None = None  # use this text file instead of the run's validation shards
+    text: str | None = None  # use this text instead of the run's validation shards: a file, a folder or a 'glob'
     shards: str | None = None  # use the validation shards of this folder instead of the run's
-
-
-@dataclass
-class RetrievalConfig(EvalConfig):
-    """depths: where the asked needle lies, as a fraction of the context. samples: contexts per cell."""
-
-    depths: list[float] = field(default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0])
-    samples: int = 50
-    seed: int = 0  # of the contexts
 
 
 def open_run(cfg: EvalConfig) -> LoadedRun:
     """The run's model (evaluation mode, float32, on the device asked for), tokenizer and configuration."""
-    device = cfg.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"device={cfg.device}, but torch sees no GPU: use device=cpu")
+    device = pick_device(cfg.device)
     if cfg.batch < 1:
         raise ValueError(f"batch={cfg.batch} must be at least 1: use batch=32")
     return load_run(cfg.run, device=device)
@@ -78,11 +68,11 @@ class TextTokens:
 
 
 def evaluation_tokens(run: LoadedRun, cfg: EvalConfig) -> list[Shard | TextTokens]:
-    """What to test on: the file `text`, or the validation shards of the folder `shards` or of the run's own data."""
+    """What to test on: the text `text`, or the validation shards of the folder `shards` or of the run's own data."""
     if cfg.text and cfg.shards:
         raise ValueError("text= and shards= are both given: give one of them")
     if cfg.text:
-        return [TextTokens(_tokenize(Path(cfg.text), run.tokenizer))]
+        return [TextTokens(_tokenize(cfg.text, run.tokenizer))]
     folder = Path(cfg.shards or run.config["data"]["dir"])
     if (folder / "tokenizer.json").is_file() and load_tokenizer(folder).fingerprint != run.tokenizer.fingerprint:
         raise ValueError(
@@ -92,18 +82,28 @@ def evaluation_tokens(run: LoadedRun, cfg: EvalConfig) -> list[Shard | TextToken
     return open_split(folder, "val", vocab_size=run.tokenizer.vocab_size, fingerprint=run.tokenizer.fingerprint)
 
 
-def _tokenize(path: Path, tokenizer: Tokenizer) -> np.ndarray:
-    if not path.is_file():
-        raise FileNotFoundError(f"no text file {path}: correct text=")
-    if path.suffix in (".jsonl", ".parquet", *COMPRESSIONS):
-        documents = list(open_corpus(DataConfig(name="text", source="text", path=str(path))))
-    else:
-        try:
-            documents = [path.read_text(encoding="utf-8")]
-        except UnicodeDecodeError:
-            raise ValueError(f"{path} is not UTF-8 text: convert it first, e.g. with iconv -t utf-8") from None
+def text_name(run: LoadedRun, cfg: EvalConfig) -> str:
+    """The name of what `evaluation_tokens` gives: that of its file or folder, without the path before it."""
+    return Path(os.path.abspath(cfg.text or cfg.shards or run.config["data"]["dir"])).name
+
+
+def _tokenize(text: str, tokenizer: Tokenizer) -> np.ndarray:
+    """(n,) token ids of a file, folder or glob, as data.prepare reads it, or of one file of any name as plain text."""
+    path = Path(text)
+    if not path.exists() and not glob.glob(text, recursive=True):
+        raise FileNotFoundError(f"no text file, folder or glob {text}: correct text=")
+    try:
+        plain = path.is_file() and not is_text(path)
+        corpus = DataConfig(name="text", source="text", path=text)
+        documents = [path.read_text(encoding="utf-8")] if plain else list(open_corpus(corpus))
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not UTF-8 text: convert it first, e.g. with iconv -t utf-8") from None
+    except ValueError as error:
+        wrong, column, _ = str(error).partition(": use data.column=")
+        fix = ": give text= a file that has its texts under 'text'" if column else ""
+        raise ValueError(wrong.replace("path=", "text=") + fix) from None
     if not any(document.strip() for document in documents):
-        raise ValueError(f"{path} is empty: give text= a file with text in it")
+        raise ValueError(f"{text} is empty: give text= a file with text in it")
     # Each document after an end-of-text token, as data.prepare writes them: a first token is predicted, too.
     return np.array([token for document in documents for token in (tokenizer.eot, *tokenizer.encode(document))])
 
@@ -111,37 +111,6 @@ def _tokenize(path: Path, tokenizer: Tokenizer) -> np.ndarray:
 def haystack(run: LoadedRun, cfg: EvalConfig) -> np.ndarray:
     """(n,) token ids of real text, to hide needles in."""
     return np.concatenate([part.read(0, HAYSTACK_TOKENS) for part in evaluation_tokens(run, cfg)])[:HAYSTACK_TOKENS]
-
-
-def needle_contexts(
-    run: LoadedRun,
-    hay: np.ndarray,
-    cfg: "RetrievalConfig",
-    length: int,
-    depth: float,
-    needles: int = 1,
-    asked: int = 1,
-    style: str = "magic",
-) -> list[list[Query]]:
-    """`cfg.samples` contexts, each with its queries; the same ones whatever other cells are evaluated.
-
-    Numbers have as many digits as those the run was trained on, unless the style says how many.
-    """
-    rng = np.random.default_rng([cfg.seed, length, round(1000 * depth), needles, asked])
-    digits = run.config["data"].get("retrieval", {}).get("digits", 4)
-    return [
-        needle_queries(rng, hay, run.tokenizer, length, depth, needles, asked, digits, style)
-        for _ in range(cfg.samples)
-    ]
-
-
-def check_grid(cfg: "RetrievalConfig") -> None:
-    """Raise ValueError unless the depths are fractions and there is at least one sample."""
-    for depth in cfg.depths:
-        if not 0 <= depth <= 1:
-            raise ValueError(f"depth {depth:g} is not a fraction of the context: use depths=[0,0.5,1], from 0 to 1")
-    if cfg.samples < 1 or not cfg.depths:
-        raise ValueError("nothing to measure: use samples=50 and depths=[0,0.5,1], or leave them out")
 
 
 def batches(rows: Sequence[Any], size: int, length: int, vocab_size: int) -> Iterator[Sequence[Any]]:
@@ -158,12 +127,13 @@ def pad_right(sequences: Sequence[np.ndarray], device: torch.device | str) -> to
     return torch.from_numpy(tokens).to(device)
 
 
-def pad_left(prompts: Sequence[list[int]], device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor | None]:
+def pad_left(prompts: Sequence[Sequence[int]], device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Prompts as tokens (B, longest), zeros before them, and keys (B, longest), False there; None where none are padded."""
     longest = max(map(len, prompts))
-    tokens = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=device)
-    keys = torch.tensor([[i >= longest - len(prompt) for i in range(longest)] for prompt in prompts], device=device)
-    return tokens, None if keys.all() else keys
+    tokens, keys = np.zeros((len(prompts), longest), dtype=np.int64), np.zeros((len(prompts), longest), dtype=bool)
+    for row, (prompt, own) in enumerate(zip(prompts, tokens, strict=True)):
+        own[longest - len(prompt) :], keys[row, longest - len(prompt) :] = prompt, True
+    return torch.from_numpy(tokens).to(device), None if keys.all() else torch.from_numpy(keys).to(device)
 
 
 def device_of(model: torch.nn.Module) -> torch.device:
@@ -201,41 +171,15 @@ def run_name(run: str | Path) -> str:
 def write_result(run: LoadedRun, cfg: EvalConfig, name: str, results: dict[str, Any]) -> Path:
     """Write eval/NAME.json into the run's folder: the results, and all they depend on."""
     path = Path(cfg.run) / "eval" / f"{name}.json"
-    content = {
-        "eval": name,
-        "run": run_name(cfg.run),
-        "config": asdict(cfg),
-        "machine": machine(),
-        "version": version(),
-        "step": run.step,
-        "run_config": run.config,
-        "results": results,
-    }
-    write_atomically(path, json.dumps(content, indent=1).encode())
+    write_json(path, result_record(name, run_name(cfg.run), cfg, results, step=run.step, run_config=run.config))
     return path
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file so that a reader, or an interruption, never meets half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    part.write_bytes(content)
-    os.replace(part, path)
 
 
 # Figures
 
 INK, GREY, FAINT = "#1f2328", "#6b7280", "#d9dde3"
-# Okabe and Ito's palette, told apart with every common colour blindness. A variant has one colour in every figure.
-COLOURS = {
-    "baseline": "#0072B2",
-    "diff": "#D55E00",
-    "introspective": "#009E73",
-    "introspective_sequence": "#56B4E9",
-    "diff_v2": "#CC79A7",
-    "gated": "#E69F00",
-    "gpt2": "#7F7F7F",
-}
+# Mostly Okabe and Ito's palette, told apart with every common colour blindness. A variant has one colour in every figure.
+COLOURS = {name: colour for cls in VARIANTS.values() for name, colour in cls.colours.items()}
 
 
 def colour(variant: str) -> str:
@@ -284,7 +228,6 @@ def figure(path: Path, width: float, height: float, columns: int = 1, rows: int 
 
 
 def _save(drawing: "Figure", path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.stem}.{os.getpid()}.part.png")
-    drawing.savefig(part, dpi=160)
-    os.replace(part, path)
+    image = io.BytesIO()
+    drawing.savefig(image, dpi=160, format="png")
+    write_atomic(path, image.getvalue())

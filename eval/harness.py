@@ -10,14 +10,14 @@ Writes runs/NAME/eval/harness.json and runs/NAME/figures/harness.png.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from omegaconf import MISSING
 from torch import nn
 
@@ -26,16 +26,13 @@ from eval.common import (
     COLOURS,
     FAINT,
     GREY,
-    batches,
-    device_of,
     figure,
     open_run,
-    pad_left,
-    pad_right,
     progress,
     run_name,
     write_result,
 )
+from eval.scoring import continue_greedily, score
 from training.checkpoint import LoadedRun
 
 try:
@@ -47,7 +44,7 @@ if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
     from lm_eval.tasks import TaskManager
 
-Row = tuple[list[int], list[int]]  # input tokens, and the targets of the last of them
+Row = tuple[list[int], list[int]]  # tokens of a context, at least one, and of its continuation
 LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # lm-eval's names of one thing
 MAX_NEW = 256  # lm-eval's default
 BOOTSTRAP = 1000  # resamples for standard errors of what is no mean, e.g. a corpus perplexity
@@ -67,62 +64,34 @@ class HarnessConfig:
     length: int | None = None  # tokens of context and continuation; None: the trained context
 
 
-# ---------------------------------------- the three computations, on tokens
+def log_likelihoods(model: nn.Module, rows: Sequence[Row], batch: int) -> list[tuple[float, bool]]:
+    """For each (context, continuation), the continuation's log-probability (nats), and whether it is the greedy one.
 
-
-@torch.inference_mode()
-def score(model: nn.Module, rows: Sequence[Row], batch: int) -> list[tuple[float, bool]]:
-    """For each row, the log-probability (nats) of its targets, and whether greedy decoding gives them.
-
-    A row's n targets are the next tokens of its last n inputs. Longest rows first: padding is least, and what does not
-    fit in memory fails at once.
+    A context is read once for all of its continuations, as the choices of a question have it.
     """
-    order = sorted(range(len(rows)), key=lambda i: -len(rows[i][0]))
-    scores: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
-    longest = max((len(inputs) for inputs, _ in rows), default=1)
-    with progress("log-likelihoods", len(rows)) as bar:
-        for part in batches(order, batch, longest, model.cfg.vocab_size):
-            logits = model(pad_right([np.array(rows[i][0]) for i in part], device_of(model)))  # (B, T, V)
-            for row, i in enumerate(part):
-                inputs, targets = rows[i]
-                at = logits[row, len(inputs) - len(targets) : len(inputs)].float()  # (n, V)
-                wanted = torch.tensor(targets, dtype=torch.long, device=at.device)
-                logprob = at.log_softmax(-1).gather(-1, wanted[:, None]).double().sum().item()
-                scores[i] = (logprob, bool((at.argmax(-1) == wanted).all()))
-            bar.update(len(part))
-    return scores
+    same: dict[tuple[int, ...], list[int]] = {}
+    for i, (context, _) in enumerate(rows):
+        same.setdefault(tuple(context), []).append(i)
+    prompts = [np.array(context) for context in same]
+    continuations = [[np.array(rows[i][1], dtype=np.int64) for i in members] for members in same.values()]
+    with progress("log-likelihoods", len(prompts)) as bar:
+        hits, logprobs = score(model, prompts, continuations, batch, done=bar.update)
+    found: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
+    for members, *columns in zip(same.values(), logprobs, hits, strict=True):
+        for i, logprob, hit in zip(members, *columns, strict=True):
+            found[i] = float(logprob), bool(hit)
+    return found
 
 
 def rolling_windows(tokens: list[int], prefix: int, length: int) -> list[Row]:
-    """Rows of at most `length` inputs whose targets are `tokens`, each once; the last row has the fullest context.
+    """Rows whose continuations are `tokens`, each token once; a row feeds at most `length` tokens to the model.
 
-    `prefix` stands before the first token.
+    `prefix` stands before the first token. The last row has the fullest context.
     """
     text = [prefix, *tokens]
-    stops = [min(start + length, len(tokens)) for start in range(0, len(tokens), length)]
     starts = range(0, len(tokens), length)
-    return [(text[max(0, stop - length) : stop], tokens[start:stop]) for start, stop in zip(starts, stops, strict=True)]
-
-
-@torch.inference_mode()
-def generate(
-    model: nn.Module, prompts: Sequence[list[int]], limit: int, stopped: Callable[[list[int]], bool]
-) -> list[list[int]]:
-    """Greedy continuations, at most `limit` tokens each; a prompt is done once `stopped(its new tokens)`.
-
-    Prompts are padded on the left; with learned positions, which that would shift, they must be of one length.
-    """
-    tokens, keys = pad_left(prompts, device_of(model))
-    new: list[list[int]] = [[] for _ in prompts]
-    done = [False] * len(prompts)
-    for step in model.stream(tokens, limit, keys=keys):
-        for i, token in enumerate(step.tolist()):
-            if not done[i]:
-                new[i].append(token)
-                done[i] = stopped(new[i])
-        if all(done):
-            break
-    return new
+    stops = [min(start + length, len(tokens)) for start in starts]
+    return [(text[max(0, b - length) : a + 1], tokens[a:b]) for a, b in zip(starts, stops, strict=True)]
 
 
 # ---------------------------------------- the adapter
@@ -166,16 +135,16 @@ class RunLM(TemplateLM):
             if len(continuation) > self.length:
                 wrong = f"a continuation of {len(continuation)} tokens exceeds length={self.length}"
                 raise ValueError(f"{wrong}: leave its task out, or use length={len(continuation)} (rotary positions)")
-            text = [*self._started(context), *continuation]
-            self.truncated += len(text) - 1 > self.length
-            rows.append((text[:-1][-self.length :], continuation))
-        return score(self.run.model, rows, self.batch)
+            context, room = self._started(context), self.length + 1 - len(continuation)  # its last token is not fed
+            self.truncated += len(context) > room
+            rows.append((context[-room:], continuation))
+        return log_likelihoods(self.run.model, rows, self.batch)
 
     def loglikelihood_rolling(self, requests: list["Instance"], disable_tqdm: bool = True) -> list[float]:
         """For each (text,): the log-probability of all of it, every token predicted once."""
         texts = [self.run.tokenizer.encode(request.args[0]) for request in requests]
         windows = [rolling_windows(text, self.eot_token_id, self.length) for text in texts]
-        scores = iter(score(self.run.model, [row for rows in windows for row in rows], self.batch))
+        scores = iter(log_likelihoods(self.run.model, [row for rows in windows for row in rows], self.batch))
         return [sum(next(scores)[0] for _ in rows) for rows in windows]
 
     def generate_until(self, requests: list["Instance"], disable_tqdm: bool = True) -> list[str]:
@@ -183,14 +152,20 @@ class RunLM(TemplateLM):
         jobs = [self._job(*request.args) for request in requests]
         texts = [""] * len(jobs)
         with progress("decoding", len(jobs)) as bar:
-            for part in self._alike(jobs):
-                _, limit, until = jobs[part[0]]
-                for i, new in zip(part, self._decode([jobs[i][0] for i in part], limit, until), strict=True):
+            order = sorted(range(len(jobs)), key=lambda i: jobs[i][1:])
+            for (limit, until), group in groupby(order, key=lambda i: jobs[i][1:]):
+                members = list(group)
+                stopped = partial(self._stopped, until)
+                prompts = [jobs[i][0] for i in members]
+                written = continue_greedily(
+                    self.run.model, prompts, limit, self.batch, stopped=stopped, done=bar.update
+                )
+                for i, new in zip(members, written, strict=True):
+                    new = new[:-1] if new[-1] == self.eot_token_id else new
                     texts[i] = before_any(self.run.tokenizer.decode(new), until)
-                bar.update(len(part))
         return texts
 
-    def _job(self, context: str, settings: dict[str, Any]) -> tuple[list[int], int, tuple[str, ...]]:
+    def _job(self, context: str, settings: dict[str, Any]) -> tuple[np.ndarray, int, tuple[str, ...]]:
         """Prompt tokens, how many new ones, and stop strings."""
         if settings.get("do_sample") and settings.get("temperature") != 0:
             raise ValueError("decoding is greedy, and a task asks to sample: set do_sample: false in its YAML file")
@@ -200,28 +175,11 @@ class RunLM(TemplateLM):
         prompt = self._started(self.tok_encode(context))
         self.truncated += len(prompt) > self.length - limit
         until = settings.get("until") or []
-        return prompt[-(self.length - limit) :], limit, tuple([until] if isinstance(until, str) else until)
+        prompt = np.array(prompt[-(self.length - limit) :])
+        return prompt, limit, tuple([until] if isinstance(until, str) else until)
 
-    def _alike(self, jobs: list[tuple[list[int], int, tuple[str, ...]]]) -> Iterator[list[int]]:
-        """Indices of jobs that can be decoded together, by falling length; learned positions allow no padding."""
-
-        def group(i: int) -> tuple[Any, ...]:
-            prompt, limit, until = jobs[i]
-            return limit, until, len(prompt) if self.run.model.positions is not None else 0
-
-        order = sorted(range(len(jobs)), key=lambda i: (group(i), -len(jobs[i][0])))
-        for _, members in groupby(order, key=group):
-            alike = list(members)
-            yield from batches(alike, self.batch, len(jobs[alike[0]][0]), self.run.model.cfg.vocab_size)
-
-    def _decode(self, prompts: list[list[int]], limit: int, until: tuple[str, ...]) -> list[list[int]]:
-        tokenizer = self.run.tokenizer
-
-        def stopped(new: list[int]) -> bool:
-            return new[-1] == tokenizer.eot or any(stop in tokenizer.decode(new) for stop in until if stop)
-
-        decoded = generate(self.run.model, prompts, limit, stopped)
-        return [new[:-1] if new and new[-1] == tokenizer.eot else new for new in decoded]
+    def _stopped(self, until: tuple[str, ...], new: list[int]) -> bool:
+        return new[-1] == self.eot_token_id or any(stop in self.run.tokenizer.decode(new) for stop in until if stop)
 
     def _started(self, context: list[int]) -> list[int]:
         return context if context[:1] == [self.eot_token_id] else [self.eot_token_id, *context]

@@ -16,285 +16,45 @@ Words that a demonstration showed ask for recall; the others, for the class.
 Writes runs/NAME/eval/icl.json and runs/NAME/figures/icl.png.
 """
 
-import csv
-import io
-import itertools
-import json
 import math
-import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor, nn
 
 from configs import command
-from data.retrieval import draw_number
 from data.tokenizer import Tokenizer
 from eval.common import (
     GREY,
-    LOGITS_IN_MEMORY,
-    EvalConfig,
     colour,
-    device_of,
     figure,
     mean_se,
     open_run,
-    pad_right,
     progress,
     run_name,
     variant,
     write_result,
 )
-from model.cache import KVCache
+from eval.icl_tasks import (
+    ARRANGEMENTS,
+    TEMPLATES,
+    WORDS,
+    Episode,
+    Example,
+    IclConfig,
+    Task,
+    arrange,
+    draw_episode,
+    load_task,
+)
+from eval.scoring import Job, score_jobs
 from training.checkpoint import LoadedRun
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-T = TypeVar("T")
-ARRANGEMENTS = ("random", "alternating", "grouped")
 EPISODES_SYNTHETIC, EPISODES, ORDER_EPISODES = 100, 10, 20
-
-
-@dataclass
-class IclConfig(EvalConfig):
-    """What to classify, and how often.
-
-    examples: a file to draw demonstrations from; None is the synthetic task. test: a file to draw questions from, by
-    default the test split of `examples` or a fifth of it. shots: demonstrations, by default powers of two up to the most
-    that fit the trained context, and that. episodes: 100 of the synthetic task, 10 of a file. queries: questions per
-    episode, at most. orders: permutations of the demonstrations (of 20 episodes at most), 0 to leave order robustness out;
-    order_shots: of so many demonstrations, by default the most of `shots`. classes, words: of the synthetic task, and
-    words per class.
-    """
-
-    examples: str | None = None
-    test: str | None = None
-    format: str = "auto"  # auto | trec | trec_fine | banking77 | clinc150
-    shots: list[int] | None = None
-    episodes: int | None = None
-    queries: int = 50
-    orders: int = 10
-    order_shots: int | None = None
-    classes: int = 4
-    words: int = 2
-    seed: int = 0  # of the drawings
-
-
-# Tasks: what is asked, and in which words
-
-
-@dataclass(frozen=True)
-class Example:
-    """A text to classify and its label."""
-
-    text: str
-    label: str
-
-
-@dataclass(frozen=True)
-class Task:
-    """A way to ask and, for a file's examples, what to draw from. `question` and `answer` have one {} each."""
-
-    name: str
-    question: str
-    answer: str
-    demonstrations: list[Example]
-    questions: list[Example]
-
-
-@dataclass(frozen=True)
-class Episode:
-    """Demonstrations in order, questions, and the labels to choose among."""
-
-    demonstrations: list[Example]
-    questions: list[Example]
-    labels: list[str]
-
-
-WORDS = {
-    "animals": "horse tiger rabbit camel donkey monkey goat sheep wolf fox eagle mouse",
-    "food": "bread apple onion butter cheese rice soup potato lemon honey sugar cake",
-    "tools": "hammer saw needle shovel axe knife drill ladder rope wheel bucket brush",
-    "body": "finger shoulder knee elbow tongue stomach neck ankle heart bone skin thumb",
-    "clothes": "shirt coat hat glove boot scarf belt dress sock jacket cap skirt",
-    "nature": "river mountain forest island desert valley lake ocean cliff cave beach storm",
-    "jobs": "doctor soldier teacher farmer lawyer nurse sailor painter butcher baker pilot judge",
-    "furniture": "table chair bed desk shelf sofa lamp mirror carpet curtain drawer bench",
-}
-
-READABLE = {  # the six coarse classes of TREC, Li and Roth 2002
-    "ABBR": "abbreviation",
-    "DESC": "description",
-    "ENTY": "entity",
-    "HUM": "human",
-    "LOC": "location",
-    "NUM": "number",
-}
-TEMPLATES = {
-    "trec": ("Question: {}\nType:", " {}\n"),
-    "trec_fine": ("Question: {}\nType:", " {}\n"),
-    "banking77": ("Query: {}\nIntent:", " {}\n"),
-    "clinc150": ("Utterance: {}\nIntent:", " {}\n"),
-}
-SYNTHETIC = ("\nThe magic number of {} is", " {}.")
-
-
-def read_examples(path: Path, form: str) -> tuple[list[Example], list[Example]]:
-    """(demonstrations, questions) of a file; a format without a test split has no questions.
-
-    trec: lines "LABEL:fine text". banking77: CSV with the header text,category. clinc150: JSON with train and test lists
-    of [text, intent] (its out-of-scope lists are left out). Raises ValueError where the file is in another format.
-    """
-    text = _text(path)
-    if form == "banking77":
-        return _banking77(path, text), []
-    if form == "clinc150":
-        return _clinc150(path, text)
-    return _trec(path, text, fine=form == "trec_fine"), []
-
-
-def _text(path: Path) -> str:
-    if not path.is_file():
-        raise FileNotFoundError(f"no evaluation set {path}: correct examples= or test=")
-    content = path.read_bytes()
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        return content.decode("latin-1")  # as TREC is published
-
-
-def _wrong_format(path: Path, form: str, found: str, wanted: str) -> ValueError:
-    found = found if len(found) <= 40 else found[:37] + "..."
-    others = ", ".join(name for name in TEMPLATES if name != form)
-    return ValueError(
-        f"{path} is not in the format {form}: {found} is not {wanted}: give such a file, or format={others}"
-    )
-
-
-def _trec(path: Path, text: str, fine: bool) -> list[Example]:
-    examples = []
-    for number, line in enumerate(text.splitlines(), 1):
-        match = re.fullmatch(r"([A-Z]+):(\w+) (.+)", line.strip())
-        if match is None or match[1] not in READABLE:
-            if not line.strip():
-                continue
-            raise _wrong_format(path, "trec", f"line {number} ({line.strip()[:20]!r})", "'LABEL:fine text'")
-        label = f"{READABLE[match[1]]} {match[2]}" if fine else READABLE[match[1]]
-        examples.append(Example(match[3], label))
-    return examples
-
-
-def _banking77(path: Path, text: str) -> list[Example]:
-    header, *rows = list(csv.reader(io.StringIO(text, newline=""))) or [[]]
-    if header[:2] != ["text", "category"]:
-        raise _wrong_format(path, "banking77", f"line 1 ({','.join(header)[:20]!r})", "'text,category'")
-    for number, row in enumerate(rows, 2):
-        if len(row) < 2:
-            raise _wrong_format(path, "banking77", f"row {number}", "a text and a category")
-    return [Example(" ".join(row[0].split()), row[1].replace("_", " ")) for row in rows]
-
-
-def _clinc150(path: Path, text: str) -> tuple[list[Example], list[Example]]:
-    try:
-        content = json.loads(text)
-        parts = [[Example(x, label.replace("_", " ")) for x, label in content[split]] for split in ("train", "test")]
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise _wrong_format(path, "clinc150", "it", "JSON with train and test lists of [text, intent]") from None
-    return parts[0], parts[1]
-
-
-def detect(path: Path) -> str:
-    """The format that a file's name ends on; TREC with its six classes, not its fifty."""
-    return {".csv": "banking77", ".json": "clinc150"}.get(path.suffix.lower(), "trec")
-
-
-def load_task(cfg: IclConfig) -> Task:
-    """The task that the configuration names. Raises ValueError for files that do not fit it or each other."""
-    if cfg.examples is None:
-        return Task("synthetic", *SYNTHETIC, [], [])
-    form = detect(Path(cfg.examples)) if cfg.format == "auto" else cfg.format
-    demonstrations, questions = read_examples(Path(cfg.examples), form)
-    if cfg.test:
-        first, second = read_examples(Path(cfg.test), form)
-        questions = second or first
-    labels = {example.label for example in demonstrations}
-    if len(labels) < 2:
-        raise ValueError(
-            f"{cfg.examples} has {len(labels)} different labels, and two are needed: give another examples="
-        )
-    if unknown := {example.label for example in questions} - labels:
-        few = ", ".join(sorted(unknown)[:3])
-        raise ValueError(
-            f"questions have labels that no demonstration has ({few}): give test= and examples= of one set"
-        )
-    if not questions:
-        order = np.random.default_rng(cfg.seed).permutation(len(demonstrations))
-        held = set(order[: max(1, len(order) // 5)].tolist())
-        questions = [example for i, example in enumerate(demonstrations) if i in held]
-        demonstrations = [example for i, example in enumerate(demonstrations) if i not in held]
-    return Task(form, *TEMPLATES[form], demonstrations, questions)
-
-
-def draw_episode(task: Task, cfg: IclConfig, number: int, shots: int, digits: int) -> Episode:
-    """Episode `number` with `shots` demonstrations; that of fewer shots has the first of them, and the same questions."""
-    rng = np.random.default_rng([cfg.seed, number])
-    if task.name == "synthetic":
-        return _synthetic(rng, cfg, shots, digits)
-    if shots > len(task.demonstrations):
-        most = len(task.demonstrations)
-        raise ValueError(f"{shots} shots, but there are {most} demonstrations to draw: use at most shots=[{most}]")
-    asked = rng.permutation(len(task.questions))[: cfg.queries]
-    shown = rng.permutation(len(task.demonstrations))[:shots]
-    labels = sorted({example.label for example in (*task.demonstrations, *task.questions)})
-    return Episode([task.demonstrations[i] for i in shown], [task.questions[i] for i in asked], labels)
-
-
-def _synthetic(rng: np.random.Generator, cfg: IclConfig, shots: int, digits: int) -> Episode:
-    """Every word is shown once before any is shown again, and each is asked for once."""
-    numbers: list[str] = []
-    while len(numbers) < cfg.classes:
-        number = str(draw_number(rng, "eval", digits))
-        numbers += [number] if number not in numbers else []
-    kinds = rng.permutation(len(WORDS))[: cfg.classes]
-    chosen = [rng.permutation(list(WORDS.values())[kind].split())[: cfg.words].tolist() for kind in kinds]
-    examples = [Example(word, number) for words, number in zip(chosen, numbers, strict=True) for word in words]
-    questions = [examples[i] for i in rng.permutation(len(examples))[: cfg.queries]]
-    rounds = -(-shots // len(examples))
-    shown = [examples[i] for _ in range(rounds) for i in rng.permutation(len(examples))]
-    return Episode(shown[:shots], questions, numbers)
-
-
-def arrange(examples: Sequence[Example], how: str, rng: np.random.Generator) -> list[Example]:
-    """The same examples in another order: `random`, `grouped` by class, or `alternating` between the classes.
-
-    The order of the classes and, within a class, of its examples is random. Classes that run out are skipped.
-    """
-    shuffled = [examples[i] for i in rng.permutation(len(examples))]
-    if how == "random":
-        return shuffled
-    labels = list(dict.fromkeys(example.label for example in shuffled))
-    groups = [[example for example in shuffled if example.label == label] for label in labels]
-    if how == "grouped":
-        return list(itertools.chain(*groups))
-    return [example for turn in itertools.zip_longest(*groups) for example in turn if example is not None]
-
-
-# Scoring
-
-
-@dataclass(frozen=True)
-class Job:
-    """Questions after one prefix (end of text and demonstrations), and the labels to score after each; token ids."""
-
-    prefix: list[int]
-    questions: list[list[int]]
-    labels: list[list[int]]
 
 
 class Writer:
@@ -321,117 +81,8 @@ class Writer:
     def job(self, demonstrations: Sequence[Example], episode: Episode) -> Job:
         prefix = [self.tokenizer.eot, *(token for example in demonstrations for token in self.shown(example))]
         questions = [self.question(example.text) for example in episode.questions]
-        return Job(prefix, questions, [self.label(label) for label in episode.labels])
-
-
-@torch.inference_mode()
-def label_logprobs(
-    model: nn.Module, jobs: Sequence[Job], batch: int, done: Callable[[int], object] = lambda n: None
-) -> list[np.ndarray]:
-    """For each job (Q, C): ln p(label | prefix, question) in nats, summed over the label's tokens.
-
-    A prefix is run once for all its questions, a question once for all its labels: keys and values are copied out of a
-    cache. Prefixes of a batch are equally long, questions too, so that nothing but the labels' ends is padded and any
-    position encoding is exact. `batch` is in windows of the trained context; `done` is told of finished jobs.
-    """
-    scores = [np.zeros((len(job.questions), len(job.labels))) for job in jobs]
-    for alike in equal(range(len(jobs)), lambda j: len(jobs[j].prefix)):
-        for part in chunks(alike, rows_that_fit(model, len(jobs[alike[0]].prefix), batch)):
-            cache = KVCache(len(jobs[part[0]].prefix))
-            with last_position(model):
-                model(ids(model, [jobs[j].prefix for j in part]), cache=cache)
-            asked = [(b, j, q) for b, j in enumerate(part) for q in range(len(jobs[j].questions))]
-            for rows in equal(asked, lambda row: len(jobs[row[1]].questions[row[2]])):
-                _score_questions(model, jobs, rows, cache, scores, batch)
-            done(len(part))
-    return scores
-
-
-def _score_questions(
-    model: nn.Module,
-    jobs: Sequence[Job],
-    asked: Sequence[tuple[int, int, int]],
-    prefixes: KVCache,
-    scores: list[np.ndarray],
-    batch: int,
-) -> None:
-    """Fill in the scores of equally long questions (b, j, q): question q of job j, after row b of the cache."""
-    length = prefixes.length + len(jobs[asked[0][1]].questions[asked[0][2]])
-    for part in chunks(asked, rows_that_fit(model, length, batch)):
-        cache = copied(prefixes, [b for b, _, _ in part], length)
-        with last_position(model):
-            logits = model(ids(model, [jobs[j].questions[q] for _, j, q in part]), cache=cache)  # (R, 1, V)
-        first = logits[:, 0].float().log_softmax(-1)  # (R, V)
-        pairs = [(r, j, q, c) for r, (_, j, q) in enumerate(part) for c in range(len(jobs[j].labels))]
-        longest = max(len(jobs[j].labels[c]) for _, j, _, c in pairs)
-        fit = min(rows_that_fit(model, length + longest, batch), max(1, LOGITS_IN_MEMORY // (longest * first.shape[1])))
-        for some in chunks(pairs, fit):
-            labels = [jobs[j].labels[c] for _, j, _, c in some]
-            logprobs = _continuations(model, cache, first, [r for r, *_ in some], labels)
-            for (_, j, q, c), logprob in zip(some, logprobs.tolist(), strict=True):
-                scores[j][q, c] = logprob
-
-
-def _continuations(model: nn.Module, cache: KVCache, first: Tensor, rows: list[int], labels: list[list[int]]) -> Tensor:
-    """(P,) log-probability of labels[p] after row rows[p] of the cache; first (R, V): that of their first tokens."""
-    padded = pad_right([np.array(label) for label in labels], first.device)  # (P, longest)
-    total = first[rows].gather(1, padded[:, :1])[:, 0].double()
-    if padded.shape[1] == 1:
-        return total
-    after = copied(cache, rows, cache.length + padded.shape[1] - 1)
-    logprobs = model(padded[:, :-1], cache=after).float().log_softmax(-1)  # (P, longest - 1, V)
-    logprobs = logprobs.gather(2, padded[:, 1:, None])[..., 0].double()
-    lengths = torch.tensor([len(label) for label in labels], device=padded.device)
-    real = torch.arange(1, padded.shape[1], device=padded.device) < lengths[:, None]  # (P, longest - 1)
-    return total + (logprobs * real).sum(1)
-
-
-@contextmanager
-def last_position(model: nn.Module) -> Iterator[None]:
-    """Inside, the model computes logits of the last position only, (B, 1, V): no others are kept, or computed at all."""
-    hook = model.norm.register_forward_hook(lambda module, inputs, output: output[:, -1:])
-    try:
-        yield
-    finally:
-        hook.remove()
-
-
-def copied(cache: KVCache, rows: list[int], max_length: int) -> KVCache:
-    """A cache of the sequences `rows` of another one, with room for `max_length` tokens."""
-    copy = KVCache(max_length)
-    copy.length = cache.length
-    for slot, buffers in cache.slots.items():
-        copy.slots[slot] = tuple(_grown(buffer[:, :, : cache.length], rows, max_length) for buffer in buffers)
-    copy.tokens = None if cache.tokens is None else cache.tokens[rows]
-    return copy
-
-
-def _grown(buffer: Tensor, rows: list[int], max_length: int) -> Tensor:
-    """(B, H, S, d) -> (len(rows), H, max_length, d), zeros after S."""
-    _, H, S, d = buffer.shape
-    grown = buffer.new_zeros(len(rows), H, max_length, d)
-    grown[:, :, :S] = buffer[torch.tensor(rows, device=buffer.device)]
-    return grown
-
-
-def ids(model: nn.Module, sequences: list[list[int]]) -> Tensor:
-    """Equally long token lists as (B, T)."""
-    return torch.tensor(sequences, device=device_of(model))
-
-
-def rows_that_fit(model: nn.Module, length: int, batch: int) -> int:
-    """How many sequences of `length` tokens need no more memory than `batch` of the trained context."""
-    return max(1, batch * model.cfg.context // length)
-
-
-def equal(items: Sequence[T], key: Callable[[T], int]) -> Iterator[list[T]]:
-    """The items in groups of equal keys."""
-    return (list(group) for _, group in itertools.groupby(sorted(items, key=key), key=key))
-
-
-def chunks(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
-    """The items in parts of at most `size`."""
-    return (items[start : start + size] for start in range(0, len(items), size))
+        labels = [self.label(label) for label in episode.labels]
+        return Job(np.array(prefix), [np.array(ids) for ids in questions], [np.array(ids) for ids in labels])
 
 
 # Evaluation
@@ -469,7 +120,7 @@ def evaluate(run: LoadedRun, task: Task, cfg: IclConfig) -> dict[str, Any]:
     with progress("icl", len(jobs) + len(orders)) as bar:
         made = [writer.job(episode.demonstrations[:n], episode) for n, episode in jobs]
         made += [writer.job(shown, episode) for _, _, shown, episode in orders]
-        scores = label_logprobs(run.model, made, cfg.batch, bar.update)
+        _, scores = score_jobs(run.model, made, cfg.batch, done=bar.update)  # for each job (Q, C)
     rows = [summary(n, episodes, scores[i * count : (i + 1) * count]) for i, n in enumerate(shots)]
     classes = len(episodes[0].labels)
     results = {"task": task.name, "classes": classes, "chance": 1 / classes, "episodes": count}

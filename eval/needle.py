@@ -7,10 +7,10 @@ A pair is (N, R): N needles lie in one context and R of them are asked for; pape
 (1,1), (2,2), (4,2), (6,2), (8,1). The asked needle lies at the cell's depth, the others anywhere. With several needles the N
 numbers of the context are also ranked by log-probability, which measures small models before they can answer freely.
 
-Styles (data/styles.py): magic (the sentences our retrieval documents train), lwm, passkey, and RULER's niah_single_1 to 3,
-niah_multikey_1 to 3, niah_multivalue, niah_multiquery. In magic and passkey each number is asked for by a question of its
-own, and the greedy continuation must be the number and its full stop, token by token. The others ask for all R at once,
-and a value counts if it occurs in the greedy continuation, as their sources score it.
+Styles (eval/needle_styles.py): magic (the sentences our retrieval documents train), lwm, passkey, and RULER's
+niah_single_1 to 3, niah_multikey_1 to 3, niah_multivalue, niah_multiquery. In magic and passkey each number is asked for
+by a question of its own, and the greedy continuation must be the number and its full stop, token by token. The others ask
+for all R at once, and a value counts if it occurs in the greedy continuation, as their sources score it.
 Writes runs/NAME/eval/needle.json and runs/NAME/figures/needle.png; other styles needle_STYLE.json and .png.
 """
 
@@ -23,22 +23,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from configs import command
-from data.retrieval import Query
-from data.styles import STYLES
 from eval.common import (
     INK,
-    RetrievalConfig,
-    check_grid,
     figure,
     haystack,
     mean_se,
-    needle_contexts,
     open_run,
     progress,
     run_name,
     wilson,
     write_result,
 )
+from eval.needle_styles import STYLES
+from eval.needles import NeedleGridConfig, Query, check_grid, needle_contexts
 from eval.scoring import continue_greedily, score
 from training.checkpoint import LoadedRun
 
@@ -50,9 +47,9 @@ PAPER = [[1, 1], [2, 2], [4, 2], [6, 2], [8, 1]]  # arXiv 2410.05258, Table 2 an
 
 
 @dataclass
-class NeedleConfig(RetrievalConfig):
+class NeedleConfig(NeedleGridConfig):
     """lengths: tokens of prompt and answer, by default 1/4, 1/2 and all of the trained context. pairs: (N, R), by default
-    (1, 1) or what the style fixes; paper: those of the paper. style: a name in data/styles.py.
+    (1, 1) or what the style fixes; paper: those of the paper. style: a name in eval/needle_styles.py.
     """
 
     lengths: list[int] | None = None

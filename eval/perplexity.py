@@ -1,17 +1,24 @@
 """Loss, perplexity, bits per byte and loss by position of a run, on validation shards or any text file.
 
-    python -m eval.perplexity run=runs/NAME [text=FILE | shards=DIR] [length=256] [tokens=1000000] [ngram=2] [frequent=1250]
+    python -m eval.perplexity run=runs/NAME [text=FILE | shards=DIR] [name=NAME] [length=256] [tokens=1000000]
+        [ngram=2] [frequent=1250] [training_counts=false]
 
 Windows of `length` tokens (default: the trained context) do not overlap; where the data have more than `tokens`,
 windows are taken at even distances over all of it. `cumulative` is the mean loss up to each position (arXiv 2410.05258,
 Figure 4). `recall` splits the loss as Zoology does (arXiv 2312.04927; AR-Hit in Table 6 of 2410.05258): on the last token
-of an n-gram that has occurred before in the same window, and on all others. With `frequent`, n-grams that the run's
-training shards have more often than that are no hits: they may be known from training (Zoology: 1250).
-Writes runs/NAME/eval/perplexity.json and runs/NAME/figures/perplexity.png.
+of an n-gram that has occurred before in the same window (`hit`), and on all others (`other`). Hits whose n-gram the run's
+training shards have more than `frequent` times (1250, as in Zoology) can be known from training: `rare_hit` and
+`frequent_hit` split the hits by that, where the shards are still there. Given explicitly, `frequent` also takes the
+frequent hits out of `hit`, into `other`.
+text= is a file, a folder or a 'glob' of .txt, .jsonl and .parquet files, plain or compressed, or any one text file.
+Writes runs/NAME/eval/perplexity.json and runs/NAME/figures/perplexity.png. The results on another text= or shards= have
+files of their own: perplexity_STEM, STEM being the name of the file without its suffixes or of the folder, or name=.
 """
 
 import hashlib
 import math
+import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,26 +44,30 @@ from eval.common import (
     open_run,
     progress,
     run_name,
+    text_name,
     variant,
     write_result,
 )
+from eval.recall import ends_one_of, frequent_ngrams, recall_hits
 from model.cache import KVCache
 from training.checkpoint import LoadedRun
 
-CHUNK = 2**20  # training tokens counted at a time
+ZOOLOGY = 1250  # occurrences in training beyond which arXiv 2312.04927 counts an n-gram as frequent
 
 
 @dataclass
 class PerplexityConfig(EvalConfig):
-    """length: tokens per window, the trained context by default. tokens: at most so many are tested. ngram: of recall.
-    frequent: occurrences in the training shards from which on an n-gram is no hit; None: never.
+    """name: of the result, instead of the text's. length: tokens per window, the trained context by default. tokens: at
+    most so many are tested. ngram: tokens of the n-grams of recall. frequent: the most occurrences in the training shards
+    of the n-gram of a rare hit; None: 1250, and frequent ones stay in `hit`. training_counts: split hits by it at all.
     """
 
+    name: str | None = None
     length: int | None = None
     tokens: int = 1_000_000
     ngram: int = 2
     frequent: int | None = None
-    name: str | None = None  # of the text: the result is written to perplexity_NAME.json
+    training_counts: bool = True
 
 
 def cut_windows(parts: Sequence[Shard], length: int, limit: int) -> np.ndarray:
@@ -98,29 +109,33 @@ def evaluate(
     batch: int = 32,
     ngram: int = 2,
     frequent: np.ndarray | None = None,
+    only_rare: bool = False,
 ) -> dict[str, Any]:
     """Test on windows (n, T + 1). byte_lengths (V,): UTF-8 bytes of each token, 0 for the end of a text.
 
     Returns loss (nats per token), se (over windows), ppl, bits_per_byte, by_position and cumulative (T losses), recall and
-    counts. frequent: codes of n-grams that are no hits.
+    counts. frequent: codes of n-grams that are frequent in training, by which recall's hits are split in rare_hit and
+    frequent_hit; only_rare: the frequent ones are no hits.
     """
     n, length = windows.shape[0], windows.shape[1] - 1
-    by_position, hit_sums, hit_counts, totals = np.zeros(length), [], [], []
+    by_position, totals = np.zeros(length), []
+    sums: dict[str, list[float]] = {}  # kind of hit -> of each window, the summed loss
+    counts: dict[str, list[int]] = {}  # and how many there are
     with progress("perplexity", n) as bar:
         for part in batches(windows, batch, length, len(byte_lengths)):
             tokens = torch.from_numpy(part).to(device_of(model))
             losses = token_losses(model, tokens, len(byte_lengths)).double().cpu().numpy()  # (B, T)
-            hits = recall_hits(part, ngram, len(byte_lengths), frequent)
             totals += losses.sum(axis=1).tolist()
-            hit_sums += (losses * hits).sum(axis=1).tolist()
-            hit_counts += hits.sum(axis=1).tolist()
+            for kind, hits in split_hits(part, ngram, len(byte_lengths), frequent, only_rare).items():
+                sums.setdefault(kind, []).extend((losses * hits).sum(axis=1).tolist())
+                counts.setdefault(kind, []).extend(hits.sum(axis=1).tolist())
             by_position += losses.sum(axis=0)
             bar.update(len(part))
     loss, se = mean_se(np.array(totals) / length)
     n_bytes = int(byte_lengths[windows[:, 1:]].sum())
     by_position /= n
-    sums, counts = np.array(hit_sums), np.array(hit_counts)
-    hit, other = ratio_se(sums, counts), ratio_se(np.array(totals) - sums, length - counts)
+    recall = {kind: ratio_se(np.array(sums[kind]), np.array(counts[kind])) for kind in sums}
+    recall["other"] = ratio_se(np.array(totals) - sums["hit"], length - np.array(counts["hit"]))
     return {
         "loss": loss,
         "se": se,
@@ -133,8 +148,20 @@ def evaluate(
         "sha256": hashlib.sha256(windows.tobytes()).hexdigest(),  # same text and windows: losses can be compared
         "by_position": by_position.tolist(),
         "cumulative": (by_position.cumsum() / np.arange(1, length + 1)).tolist(),
-        "recall": {"ngram": ngram, "hit": hit, "other": other},
+        "recall": {"ngram": ngram} | recall,
     }
+
+
+def split_hits(
+    windows: np.ndarray, n: int, vocab_size: int, frequent: np.ndarray | None, only_rare: bool
+) -> dict[str, np.ndarray]:
+    """`hit`, and where the frequent n-grams are known `rare_hit` and `frequent_hit`: (B, T) bool for windows (B, T + 1)."""
+    hits = recall_hits(windows, n, vocab_size)
+    if frequent is None:
+        return {"hit": hits}
+    known = ends_one_of(frequent, windows, n, vocab_size)
+    rare = hits & ~known
+    return {"hit": rare if only_rare else hits, "rare_hit": rare, "frequent_hit": hits & known}
 
 
 def ratio_se(sums: np.ndarray, counts: np.ndarray) -> dict[str, float | int | None]:
@@ -147,40 +174,6 @@ def ratio_se(sums: np.ndarray, counts: np.ndarray) -> dict[str, float | int | No
     mean = float(sums.sum() / tokens)
     spread = float(((sums - mean * counts) ** 2).sum())
     return {"loss": mean, "se": math.sqrt(spread * n / max(1, n - 1)) / tokens, "tokens": tokens}
-
-
-def ngram_codes(tokens: np.ndarray, n: int, vocab_size: int) -> np.ndarray:
-    """One int64 for each n-gram in (..., T) ids: (..., T - n + 1)."""
-    stop = tokens.shape[-1] - n + 1
-    return sum(tokens[..., i : stop + i].astype(np.int64) * vocab_size ** (n - 1 - i) for i in range(n))
-
-
-def recall_hits(windows: np.ndarray, n: int, vocab_size: int, frequent: np.ndarray | None = None) -> np.ndarray:
-    """(B, T) bool for windows (B, T + 1): the target ends an n-gram that has ended in its window before."""
-    codes = ngram_codes(windows, n, vocab_size)  # (B, T + 2 - n), the first ends at token n - 1
-    hits = np.zeros((windows.shape[0], windows.shape[1] - 1), dtype=bool)
-    for row, row_codes in zip(hits[:, n - 2 :], codes, strict=True):
-        row[:] = True
-        row[np.unique(row_codes, return_index=True)[1]] = False
-        if frequent is not None:
-            row &= ~np.isin(row_codes, frequent)
-    return hits
-
-
-def frequent_ngrams(parts: Sequence[Shard], windows: np.ndarray, n: int, vocab_size: int, most: int) -> np.ndarray:
-    """Codes of those n-grams of `windows` that occur more than `most` times in the training shards `parts`."""
-    wanted = np.unique(ngram_codes(windows, n, vocab_size))
-    counts = np.zeros(len(wanted), dtype=np.int64)
-    with progress("n-grams in training", sum(map(len, parts))) as bar:
-        for part in parts:
-            for start in range(0, len(part), CHUNK):
-                tokens = part.read(start, min(start + CHUNK + n - 1, len(part)))
-                if len(tokens) >= n:
-                    codes = ngram_codes(tokens, n, vocab_size)
-                    place = np.searchsorted(wanted, codes).clip(max=len(wanted) - 1)
-                    counts += np.bincount(place[wanted[place] == codes], minlength=len(wanted))
-                bar.update(min(CHUNK, len(part) - start))
-    return wanted[counts > most]
 
 
 def position_buckets(by_position: list[float], per_octave: int = 2) -> tuple[np.ndarray, np.ndarray]:
@@ -214,16 +207,32 @@ def draw(path: Path, curves: dict[str, tuple[str, str, list[float]]]) -> None:
 
 
 def frequent_in_training(run: LoadedRun, windows: np.ndarray, cfg: PerplexityConfig) -> np.ndarray | None:
-    """The n-grams that cfg.frequent rules out, counted in the run's training shards."""
-    if cfg.frequent is None:
-        return None
-    folder = Path(run.config["data"]["dir"])
+    """The n-grams of hits that the run's training shards have more often than `frequent`; None where there are no shards."""
+    folder, size, fingerprint = Path(run.config["data"]["dir"]), run.tokenizer.vocab_size, run.tokenizer.fingerprint
     try:
-        shards = open_split(folder, "train", vocab_size=run.tokenizer.vocab_size, fingerprint=run.tokenizer.fingerprint)
-    except FileNotFoundError:
-        wrong = f"frequent={cfg.frequent} counts n-grams in the training shards, which are not in {folder}"
-        raise ValueError(f"{wrong}: prepare them again, or leave out frequent=") from None
-    return frequent_ngrams(shards, windows, cfg.ngram, run.tokenizer.vocab_size, cfg.frequent)
+        shards = open_split(folder, "train", vocab_size=size, fingerprint=fingerprint)
+        most = ZOOLOGY if cfg.frequent is None else cfg.frequent
+        return frequent_ngrams(folder, shards, windows, cfg.ngram, size, most)
+    except (FileNotFoundError, ValueError) as error:  # gone, or prepared anew with another tokenizer
+        if cfg.frequent is None:
+            return None
+        wrong = f"frequent={cfg.frequent} counts n-grams in the run's training shards ({error})"
+        raise ValueError(f"{wrong}, or leave out frequent=") from None
+
+
+def result_name(cfg: PerplexityConfig) -> str:
+    """The name of the result's files, without suffix: another text than the run's own has its own."""
+    if cfg.name is not None:
+        if not re.fullmatch(r"[A-Za-z0-9._-]+", cfg.name):
+            raise ValueError(f"name={cfg.name} names a file: use letters, digits, '.', '_' and '-', as in name=books")
+        return f"perplexity_{cfg.name}"
+    given = cfg.text or cfg.shards
+    if not given:
+        return "perplexity"
+    path = Path(os.path.abspath(given))
+    last = path.name if path.is_dir() else path.name.removesuffix("".join(path.suffixes))
+    named = (re.sub(r"[^A-Za-z0-9._-]+", "-", part).strip("-") for part in (last, *reversed(path.parts[:-1])))
+    return f"perplexity_{next(filter(None, named), 'text')}"  # of a pattern like books/*.txt, the folder's name
 
 
 def check_ngram(cfg: PerplexityConfig, vocab_size: int, length: int) -> None:
@@ -233,34 +242,39 @@ def check_ngram(cfg: PerplexityConfig, vocab_size: int, length: int) -> None:
         raise ValueError(f"ngram={cfg.ngram} is not from 2 to {most}: use ngram=2")
     if cfg.frequent is not None and cfg.frequent < 0:
         raise ValueError(f"frequent={cfg.frequent} is negative: use frequent=1250, or leave it out")
+    if cfg.frequent is not None and not cfg.training_counts:
+        raise ValueError("frequent= needs the counts that training_counts=false leaves out: give one of them")
 
 
 @command("perplexity", PerplexityConfig)
 def main(cfg: PerplexityConfig) -> None:
-    run = open_run(cfg)
+    file, run = result_name(cfg), open_run(cfg)
     length = run.model.cfg.context if cfg.length is None else cfg.length
     if length < 1:
         raise ValueError(f"length={length} must be at least 1: leave it out for the trained context")
     check_ngram(cfg, run.tokenizer.vocab_size, length)
     windows = cut_windows(evaluation_tokens(run, cfg), length, cfg.tokens)
-    frequent = frequent_in_training(run, windows, cfg)
-    results = evaluate(run.model, windows, run.tokenizer.byte_lengths(), cfg.batch, cfg.ngram, frequent)
+    frequent = frequent_in_training(run, windows, cfg) if cfg.training_counts else None
+    only_rare, lengths = cfg.frequent is not None, run.tokenizer.byte_lengths()
+    results = evaluate(run.model, windows, lengths, cfg.batch, cfg.ngram, frequent, only_rare)
     results["recall"]["frequent"] = cfg.frequent
-    write_result(run, cfg, f"perplexity_{cfg.name}" if cfg.name else "perplexity", results)
+    results["recall"]["rare_at_most"] = None if frequent is None else ZOOLOGY if cfg.frequent is None else cfg.frequent
+    results["text"] = text_name(run, cfg)
+    write_result(run, cfg, file, results)
     name = run_name(cfg.run)
     curve = (colour(variant(run.config)), "-", results["by_position"])
-    draw(Path(cfg.run) / "figures" / "perplexity.png", {name: curve})
+    draw(Path(cfg.run) / "figures" / f"{file}.png", {name: curve})
     print(
-        f"perplexity  {name}: loss {results['loss']:.4f} ± {results['se']:.4f}, ppl {results['ppl']:.2f}, "
+        f"{file}  {name}: loss {results['loss']:.4f} ± {results['se']:.4f}, ppl {results['ppl']:.2f}, "
         f"{results['bits_per_byte']:.4f} bits/byte ({results['tokens']:,} tokens, windows of {length})"
     )
     recall = results["recall"]
     parts = [
         f"{part} {recall[part]['loss']:.4f} ± {recall[part]['se']:.4f} ({recall[part]['tokens']:,} tokens)"
-        for part in ("hit", "other")
-        if recall[part]["tokens"]
+        for part in ("hit", "other", "rare_hit", "frequent_hit")
+        if part in recall and recall[part]["tokens"]
     ]
-    print(f"perplexity  {name}: recall of {cfg.ngram}-grams: {', '.join(parts)}")
+    print(f"{file}  {name}: recall of {cfg.ngram}-grams: {', '.join(parts)}")
 
 
 if __name__ == "__main__":

@@ -22,27 +22,24 @@ import torch
 from torch import Tensor, nn
 
 from configs import command
-from data.retrieval import Query
 from eval.common import (
-    RetrievalConfig,
     batches,
-    check_grid,
     colour,
     device_of,
     evaluation_tokens,
     figure,
     haystack,
     mean_se,
-    needle_contexts,
     open_run,
-    pad_right,
     progress,
     run_name,
     variant,
     write_result,
 )
+from eval.needles import NeedleGridConfig, Query, check_grid, needle_contexts
 from eval.outliers import maps_that_fit
 from eval.perplexity import cut_windows, token_losses
+from eval.scoring import score
 from model.attention.probe import visit_logits
 from training.checkpoint import LoadedRun
 
@@ -53,7 +50,7 @@ SCALES = {"head": (-2, -1), "row": (-1,)}  # the dimensions of (..., T, S) that 
 
 
 @dataclass
-class QuantizationConfig(RetrievalConfig):
+class QuantizationConfig(NeedleGridConfig):
     """length: tokens per window and needle context, the trained context by default. tokens: at most so many for the loss."""
 
     bits: list[int] = field(default_factory=lambda: [8, 6, 4])  # of the rounded logits
@@ -90,17 +87,12 @@ def window_losses(model: nn.Module, windows: np.ndarray, batch: int) -> np.ndarr
     return np.concatenate(losses)
 
 
-@torch.inference_mode()
 def needle_hits(model: nn.Module, queries: list[Query], batch: int) -> np.ndarray:
-    """(n,) 1.0 where greedy decoding gives the answer: where each of its tokens, fed the ones before, is the likeliest."""
-    texts = [np.concatenate((query.prompt, query.answer[:-1])) for query in queries]
-    length, hits = max(map(len, texts)), []
-    for part in batches(range(len(texts)), maps_that_fit(model, length, batch), length, model.cfg.vocab_size):
-        likeliest = model(pad_right([texts[i] for i in part], device_of(model))).argmax(-1).cpu().numpy()  # (B, T)
-        for i, row in zip(part, likeliest, strict=True):
-            start, answer = len(queries[i].prompt) - 1, queries[i].answer
-            hits.append(float((row[start : start + len(answer)] == answer).all()))
-    return np.array(hits)
+    """(n,) 1.0 where greedy decoding gives the answer. Every text is read in one pass, for whole maps are rounded."""
+    longest = max(len(query.prompt) + len(query.answer) - 1 for query in queries)
+    prompts, answers = [query.prompt for query in queries], [[query.answer] for query in queries]
+    hits, _ = score(model, prompts, answers, maps_that_fit(model, longest, batch), cached=False)
+    return np.array([float(hit[0]) for hit in hits])
 
 
 def evaluate(run: LoadedRun, windows: np.ndarray, queries: list[Query], cfg: QuantizationConfig) -> dict[str, Any]:

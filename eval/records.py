@@ -7,70 +7,75 @@ every evaluation without their long lists.
 
 import json
 import math
-import statistics
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from configs.files import read_json_lines, write_atomic
-from eval.statistics import spikes
+from eval.report.runs import Run, SpikeConfig
 from training.run import DECIDES, TrainConfig, flatten
 
-DIVERGED = "diverged.json"  # in a run's folder: its loss became infinite, which repeating would only repeat
 LONGEST = 32  # numbers of a list that a record keeps
+POINTS = 64  # of the training loss's curve
+LOGGED = ("step", "tokens", "loss", "val_loss", "tokens_per_s", "time_s")
 WHERE = ("data.dir", "data.path", "data.workers")  # say where the data lie on a machine, not what they are
-POINTS = 150  # of the training loss's curve
 
 Record = dict[str, Any]
 
 
-@dataclass
-class SpikeConfig:
-    """A spike: a logged training loss more than `over` nats above the median of the `window` logged before it."""
-
-    window: int = 50  # logged steps before
-    over: float = 0.5  # nats
-
-
-def record_of(folder: Path, spike: SpikeConfig | None = None) -> Record:
+def record_of(run: Run) -> Record:
     """The record of a run that is trained (or diverged) and evaluated."""
-    spike = spike or SpikeConfig()
-    lines = list(read_json_lines(folder / "metrics.jsonl"))
-    train, val = ([line for line in lines if key in line] for key in ("loss", "val_loss"))
-    first, failure = (lines or [{}])[0], folder / DIVERGED
-    evaluations = {}
-    for path in sorted((folder / "eval").glob("*.json")):
-        content = json.loads(path.read_text())
-        evaluations[path.stem] = {
-            "config": {k: v for k, v in content["config"].items() if k != "run" and v is not None},
-            "step": content.get("step"),
-            "version": content["version"],
-            "results": shortened(content["results"]),
-        }
+    thinned = [*run.train[: -1 : max(1, math.ceil(len(run.train) / POINTS))], *run.train[-1:]]
     return {
-        "run": folder.name,
-        "config": differing(yaml.safe_load((folder / "config.yaml").read_text())),
-        "diverged": json.loads(failure.read_text())["error"] if failure.is_file() else None,
-        "steps": train[-1]["step"] if train else 0,
-        "tokens": train[-1]["tokens"] if train else 0,
-        "seconds": train[-1]["time_s"] if train else 0.0,
-        "curve": [[line["tokens"], line.get("time_s", 0.0), round(line["val_loss"], 6)] for line in val],
-        "losses": [[line["step"], round(line["loss"], 4)] for line in train[:: max(1, math.ceil(len(train) / POINTS))]],
-        "loss": statistics.fmean(line["loss"] for line in train[-max(1, len(train) // 10) :]) if train else None,
-        "spikes": spikes([line["loss"] for line in train], spike.window, spike.over),
-        "tokens_per_s": sorted(line["tokens_per_s"] for line in train)[len(train) // 2] if train else None,
-        "facts": {k: first[k] for k in ("params", "params_non_embedding", "flops_per_token") if k in first},
-        "machine": first.get("machine", {}),
-        "version": first.get("version", "unknown"),
-        "evaluations": evaluations,
+        "run": run.folder.name,
+        "variant": run.variant,
+        "config": differing(run.config),
+        "facts": {key: value for key, value in run.facts.items() if key not in ("step", "tokens")},
+        "train": [logged(line) for line in thinned],
+        "val": [logged(line) for line in run.val],
+        "loss": run.last_tenth(),
+        "spikes": run.spikes,
+        "tokenizer": run.tokenizer,
+        "diverged": run.diverged,
+        "evals": {name: shortened_evaluation(content) for name, content in run.evals.items()},
     }
 
 
+def run_of(record: Record, spike: SpikeConfig | None = None) -> Run:
+    """The run that a record is of, as far as the record holds it."""
+    return Run(
+        folder=Path(record["run"]),
+        label=record["run"],
+        variant=record["variant"],
+        config=nested({**flatten(asdict(TrainConfig())), **record["config"]}),
+        facts=record["facts"],
+        train=record["train"],
+        val=record["val"],
+        evals=record["evals"],
+        tokenizer=record["tokenizer"],
+        diverged=record["diverged"],
+        spike=spike or SpikeConfig(),
+        counted={"loss": record["loss"], "spikes": record["spikes"]},
+    )
+
+
+def logged(line: dict[str, Any]) -> dict[str, Any]:
+    """What a record keeps of a line of metrics.jsonl."""
+    return {key: shortened(line[key]) for key in LOGGED if key in line}
+
+
+def shortened_evaluation(content: dict[str, Any]) -> dict[str, Any]:
+    """An evaluation's JSON without its run's configuration, its paths and its long lists."""
+    config = {key: value for key, value in content["config"].items() if key != "run" and value is not None}
+    if "text" in config:
+        config["text"] = Path(config["text"]).name
+    kept = {key: content[key] for key in ("eval", "step", "version") if key in content}
+    return {**kept, "config": config, "results": shortened(content["results"])}
+
+
 def shortened(results: Any) -> Any:
-    """`results` without lists of more than a few numbers, and with numbers of seven digits."""
+    """`results` without lists of many numbers, and with numbers of seven digits."""
     if isinstance(results, dict):
         kept = {key: shortened(value) for key, value in results.items()}
         return {key: value for key, value in kept.items() if value is not None}
@@ -87,26 +92,16 @@ def differing(config: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in given.items() if key not in WHERE and default.get(key) != value}
 
 
-def value(record: Record, path: str) -> float | None:
-    """The number at `EVALUATION.key.key`, or `train.NAME`, of a record; None where it was not measured.
-
-    Of a list of rows, a key selects the row whose first value it is, as in `quantization.bits.4.loss_change`.
-    """
-    evaluation, *keys = path.split(".")
-    if evaluation == "train":
-        own = {key: record[key] for key in ("seconds", "tokens", "spikes")}
-        if record["curve"] and not record["diverged"]:
-            own |= {"val_loss": record["curve"][-1][2], "loss": record["loss"]}
-        return own.get(".".join(keys))
-    if record["diverged"] or evaluation not in record["evaluations"]:
-        return None
-    found: Any = record["evaluations"][evaluation]["results"]
-    for key in keys:
-        if isinstance(found, list):
-            found = next((row for row in found if str(next(iter(row.values()), None)) == key), None)
-        else:
-            found = found.get(key) if isinstance(found, dict) else None
-    return float(found) if isinstance(found, (int, float)) and math.isfinite(found) else None
+def nested(flat: dict[str, Any]) -> dict[str, Any]:
+    """{"a.b": 1} -> {"a": {"b": 1}}."""
+    tree: dict[str, Any] = {}
+    for key, value in flat.items():
+        *groups, last = key.split(".")
+        place = tree
+        for group in groups:
+            place = place.setdefault(group, {})
+        place[last] = value
+    return tree
 
 
 def read_records(paths: Iterable[Path]) -> dict[str, Record]:

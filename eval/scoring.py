@@ -1,102 +1,230 @@
-"""Many prompts at once: log-probabilities of given continuations, and greedy ones.
+"""The one scorer: log-probabilities of given continuations, and greedy decoding, for many prompts at once.
 
-A batch's prompts are read together into a KV cache up to where the shortest ends, so no padding is needed and prompts of
-several lengths share a batch; all continuations of a prompt start from that one reading. The output head sees only the
-positions that are asked about: a long context does not cost its length times the vocabulary.
+What texts share is read once. A batch's prompts are read together into a KV cache up to where the shortest one ends, so
+prompts of several lengths share a batch without padding before them, and any position encoding is exact. All questions
+after one prefix start from that prefix's part of the cache, and all continuations of a question from the question's. The
+output head sees only the positions that are asked about: a long context does not cost its length times the vocabulary.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from eval.common import batches, device_of, pad_right
+from eval.common import batches, device_of, pad_left, pad_right
 from model.cache import KVCache
 from model.config import DecoderConfig
 
+NOTHING = np.zeros(0, dtype=np.int64)
+Scores = tuple[list[np.ndarray], list[np.ndarray]]  # for each prompt or job: hits (bool) and log-probabilities (nats)
+
+
+@dataclass(frozen=True)
+class Job:
+    """Questions that follow one prefix, and the continuations to score after each of them; token ids (n,) each.
+
+    A prefix has at least one token; a question may be empty.
+    """
+
+    prefix: np.ndarray
+    questions: Sequence[np.ndarray]
+    continuations: Sequence[np.ndarray]
+
+
+def score(
+    model: nn.Module,
+    prompts: Sequence[np.ndarray],
+    continuations: Sequence[Sequence[np.ndarray]],
+    batch: int,
+    *,
+    cached: bool = True,
+    done: Callable[[int], object] | None = None,
+) -> Scores:
+    """For each prompt (P,), P >= 1, and each of its continuations (A,), all token ids:
+
+    whether greedy decoding of the prompt gives the continuation, (n,) bool for each prompt, and the continuation's
+    log-probability in nats, (n,) for each prompt. Greedy decoding gives a continuation exactly if, fed with it, every
+    next token is the most probable one. `batch` and `done` as in `score_jobs`. cached=False reads every text in one
+    forward pass, for what looks at whole attention maps.
+    """
+    jobs = [Job(prompt, [NOTHING], rows) for prompt, rows in zip(prompts, continuations, strict=True)]
+    hits, logprobs = score_jobs(model, jobs, batch, cached=cached, done=done)
+    return [found[0] for found in hits], [found[0] for found in logprobs]
+
 
 @torch.inference_mode()
-def score(
-    model: nn.Module, prompts: Sequence[np.ndarray], continuations: Sequence[Sequence[np.ndarray]], batch: int
-) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """For each prompt (P,) and each of its continuations (A,), token ids of any lengths above 0:
+def score_jobs(
+    model: nn.Module,
+    jobs: Sequence[Job],
+    batch: int,
+    *,
+    cached: bool = True,
+    done: Callable[[int], object] | None = None,
+) -> Scores:
+    """As `score`, for prompts that share prefixes: (questions, continuations) hits and log-probabilities of each job.
 
-    whether greedy decoding of the prompt gives it, (n,) bool per prompt, and its log-probability in nats, (n,) per prompt.
-    Greedy decoding gives a continuation exactly if, fed with it, every next token is the most probable one.
+    `batch` prefixes are read at a time, fewer where they would not fit in memory. `done` is told how many jobs are done.
     """
-    hits = [np.zeros(len(rows), dtype=bool) for rows in continuations]
-    logprobs = [np.zeros(len(rows)) for rows in continuations]
-    longest = max(len(row) for rows in continuations for row in rows)
-    for part in _by_length(model, prompts, longest, batch):
-        cache, read = _read(model, [prompts[i] for i in part], longest)
-        for j in range(max(len(continuations[i]) for i in part)):
-            wanted = [continuations[i][min(j, len(continuations[i]) - 1)] for i in part]
-            scored = _score(model, cache, read, [prompts[i] for i in part], wanted)
-            for i, hit, logprob in zip(part, *scored, strict=True):
-                if j < len(continuations[i]):
-                    hits[i][j], logprobs[i][j] = hit, logprob
+    hits = [np.zeros((len(job.questions), len(job.continuations)), dtype=bool) for job in jobs]
+    logprobs = [np.zeros(found.shape) for found in hits]
+    answer = max((len(row) for job in jobs for row in job.continuations), default=0)
+    question = max((len(row) for job in jobs for row in job.questions), default=0)
+    # Prefixes of several questions share a batch if they are equally long: the rest of a longer one would be read for each.
+    kinds = [(len(job.continuations), len(job.prefix) if len(job.questions) > 1 else 0) for job in jobs]
+    for part in _by_length(model, [job.prefix for job in jobs], question + answer, batch, kinds):
+        shared = kinds[part[0]][0] > 1 or min(len(jobs[i].prefix) for i in part) > 1
+        start = Reading.of(model, [jobs[i].prefix for i in part], question + answer, cached and shared)
+        for asked, reading in _branches(start, [jobs[i].questions for i in part], answer, batch):
+            for j in range(kinds[part[0]][0]):
+                found = reading.score([jobs[part[row]].continuations[j] for row, _ in asked])
+                for (row, q), hit, logprob in zip(asked, *found, strict=True):
+                    hits[part[row]][q, j], logprobs[part[row]][q, j] = hit, logprob
+        if done:
+            done(len(part))
     return hits, logprobs
 
 
-def _score(
-    model: nn.Module, cache: KVCache, read: int, prompts: list[np.ndarray], wanted: list[np.ndarray]
-) -> tuple[list[bool], list[float]]:
-    _rewind(cache, read)
-    rest = [np.concatenate((prompt[read:], row[:-1])) for prompt, row in zip(prompts, wanted, strict=True)]
-    tokens = pad_right(rest, device_of(model))  # (B, M)
-    answers = pad_right(wanted, tokens.device)  # (B, A)
-    lengths = torch.tensor([len(row) for row in wanted], device=tokens.device)
-    starts = torch.tensor([len(prompt) - 1 for prompt in prompts], device=tokens.device)
-    steps = torch.arange(answers.shape[1], device=tokens.device)
-    rows = (starts[:, None] + steps).clamp(max=read + tokens.shape[1] - 1)  # (B, A)
-    predicted = model(tokens, rows=rows, cache=cache).float().log_softmax(-1)  # (B, A, V)
-    asked = steps < lengths[:, None]  # (B, A)
-    hits = ((predicted.argmax(-1) == answers) | ~asked).all(-1)
-    logprobs = predicted.gather(-1, answers[..., None])[..., 0].double().masked_fill(~asked, 0.0).sum(-1)
-    return hits.tolist(), logprobs.tolist()
+def _branches(
+    start: "Reading", questions: list[Sequence[np.ndarray]], answer: int, batch: int
+) -> Iterator[tuple[list[tuple[int, int]], "Reading"]]:
+    """(row, question's number) in parts that fit in memory, and the reading of those questions after their prefixes.
+
+    Where rows have several questions, those of a part are equally long; else a part has every row.
+    """
+    asked = [(row, q) for row, own in enumerate(questions) for q in range(len(own))]
+    if len(asked) == len(questions):
+        yield asked, start.branch([row for row, _ in asked], [questions[row][q] for row, q in asked], answer)
+        return
+    cfg, prefix = start.model.cfg, start.read + max(map(len, start.rest))
+
+    def length(at: tuple[int, int]) -> int:
+        return len(questions[at[0]][at[1]])
+
+    for long, alike in groupby(sorted(asked, key=length), key=length):
+        floats = max((prefix + long + answer) * floats_per_token(cfg), answer * cfg.vocab_size)
+        for part in batches(list(alike), max(1, batch * cfg.context // (prefix + long)), 1, floats):
+            yield part, start.branch([row for row, _ in part], [questions[row][q] for row, q in part], answer)
+
+
+class Reading:
+    """What a model has read of several texts: the first `read` tokens of all of them, kept in a cache.
+
+    `rest` is what each text has after those, one token or more: its last token is read with the first continuation.
+    """
+
+    def __init__(self, model: nn.Module, cache: KVCache | None, read: int, rest: list[np.ndarray]) -> None:
+        self.model, self.cache, self.read, self.rest = model, cache, read, rest
+        ahead = min(map(len, rest)) - 1
+        if cache is not None and ahead:
+            self._rewind()
+            tokens = torch.from_numpy(np.stack([row[:ahead] for row in rest])).to(device_of(model))
+            model(tokens, rows=torch.zeros(0, dtype=torch.long), cache=cache)
+            self.read, self.rest = read + ahead, [row[ahead:] for row in rest]
+
+    @classmethod
+    def of(cls, model: nn.Module, texts: list[np.ndarray], room: int, cached: bool = True) -> "Reading":
+        """The reading of `texts`, with room in the cache for that many more tokens; without a cache, nothing is read."""
+        return cls(model, KVCache(max(map(len, texts)) + room) if cached else None, 0, texts)
+
+    def branch(self, rows: list[int], more: list[np.ndarray], room: int) -> "Reading":
+        """The reading of texts `rows` of this one (a text may be there several times), each followed by its `more`."""
+        rest = [np.concatenate((self.rest[row], new)) for row, new in zip(rows, more, strict=True)]
+        cache = self.cache
+        if cache is not None and rows != list(range(len(self.rest))):  # else the cache serves as it is
+            self._rewind()
+            cache = _copied(cache, rows, self.read + max(map(len, rest)) + room)
+        return Reading(self.model, cache, self.read, rest)
+
+    def score(self, wanted: list[np.ndarray]) -> tuple[list[bool], list[float]]:
+        """Whether each text's greedy continuation is `wanted`, and the log-probability of that."""
+        self._rewind()
+        rest = [np.concatenate((text, row[:-1])) for text, row in zip(self.rest, wanted, strict=True)]
+        tokens = pad_right(rest, device_of(self.model))  # (B, M)
+        answers = pad_right(wanted, tokens.device)  # (B, A)
+        lengths = torch.tensor([len(row) for row in wanted], device=tokens.device)
+        starts = torch.tensor([self.read + len(text) - 1 for text in self.rest], device=tokens.device)
+        steps = torch.arange(answers.shape[1], device=tokens.device)
+        rows = (starts[:, None] + steps).clamp(max=self.read + tokens.shape[1] - 1)  # (B, A)
+        predicted = self.model(tokens, rows=rows, cache=self.cache).float().log_softmax(-1)  # (B, A, V)
+        asked = steps < lengths[:, None]  # (B, A)
+        hits = ((predicted.argmax(-1) == answers) | ~asked).all(-1)
+        logprobs = predicted.gather(-1, answers[..., None])[..., 0].double().masked_fill(~asked, 0.0).sum(-1)
+        return hits.tolist(), logprobs.tolist()
+
+    def _rewind(self) -> None:
+        """Make the cache forget all but the first `read` tokens."""
+        if self.cache is not None:
+            self.cache.length = self.read
+            if self.cache.tokens is not None:
+                self.cache.tokens = self.cache.tokens[:, : self.read]
+
+
+def _copied(cache: KVCache, rows: list[int], max_length: int) -> KVCache:
+    """A cache of the sequences `rows` of another one, with room for `max_length` tokens."""
+    copy = KVCache(max_length)
+    copy.length = cache.length
+    for slot, buffers in cache.slots.items():
+        copy.slots[slot] = tuple(_grown(buffer[:, :, : cache.length], rows, max_length) for buffer in buffers)
+    copy.tokens = None if cache.tokens is None else cache.tokens[rows]
+    return copy
+
+
+def _grown(buffer: Tensor, rows: list[int], max_length: int) -> Tensor:
+    """(B, H, S, d) -> (len(rows), H, max_length, d), zeros after S."""
+    _, H, S, d = buffer.shape
+    grown = buffer.new_zeros(len(rows), H, max_length, d)
+    grown[:, :, :S] = buffer[torch.tensor(rows, device=buffer.device)]
+    return grown
 
 
 @torch.inference_mode()
-def continue_greedily(model: nn.Module, prompts: Sequence[np.ndarray], new_tokens: int, batch: int) -> list[np.ndarray]:
-    """The `new_tokens` (1 or more) most probable next tokens, one after the other, of each prompt: (new_tokens,) each."""
-    out: list[np.ndarray] = [np.empty(0)] * len(prompts)
-    for part in _by_length(model, prompts, new_tokens, batch):
-        rows = [prompts[i] for i in part]
-        cache, read = _read(model, rows, new_tokens)
-        tokens = torch.nn.functional.pad(pad_right(rows, device_of(model)), (0, new_tokens))  # (B, S)
-        lengths = torch.tensor([len(row) for row in rows], device=tokens.device)
-        for t in range(read, tokens.shape[1] - 1):
-            logits = model(tokens[:, t : t + 1], cache=cache)[:, -1]  # (B, V)
-            given = tokens[:, t + 1]
-            tokens[:, t + 1] = torch.where(t + 1 < lengths, given, logits.argmax(-1))
-        for i, row, length in zip(part, tokens.cpu().numpy(), lengths.tolist(), strict=True):
-            out[i] = row[length : length + new_tokens]
+def continue_greedily(
+    model: nn.Module,
+    prompts: Sequence[np.ndarray],
+    new_tokens: int,
+    batch: int,
+    *,
+    stopped: Callable[[list[int]], bool] | None = None,
+    done: Callable[[int], object] | None = None,
+) -> list[np.ndarray]:
+    """The `new_tokens` (1 or more) most probable next tokens, one after the other, of each prompt: (new_tokens,) each.
+
+    A prompt ends earlier once `stopped(its new tokens)`. `done` is told how many prompts are done. Prompts of several
+    lengths are padded on the left; with learned positions, which that would shift, a batch has prompts of one length.
+    """
+    out: list[np.ndarray] = [NOTHING] * len(prompts)
+    kinds = [len(prompt) if model.positions is not None else 0 for prompt in prompts]
+    for part in _by_length(model, prompts, new_tokens, batch, kinds):
+        tokens, keys = pad_left([prompts[i] for i in part], device_of(model))
+        written: list[list[int]] = [[] for _ in part]
+        ended = [False] * len(part)
+        for step in model.stream(tokens, new_tokens, keys=keys):
+            for row, token in enumerate(step.tolist()):
+                if not ended[row]:
+                    written[row].append(token)
+                    ended[row] = stopped is not None and stopped(written[row])
+            if all(ended):
+                break
+        for i, row in zip(part, written, strict=True):
+            out[i] = np.array(row, dtype=np.int64)
+        if done:
+            done(len(part))
     return out
 
 
-def _by_length(model: nn.Module, prompts: Sequence[np.ndarray], new_tokens: int, batch: int) -> Iterator[Sequence[int]]:
-    """The prompts' numbers in batches of similar lengths that fit in memory."""
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    longest = max(map(len, prompts)) + new_tokens
-    return batches(order, batch, 1, max(longest * floats_per_token(model.cfg), new_tokens * model.cfg.vocab_size))
-
-
-def _read(model: nn.Module, prompts: list[np.ndarray], new_tokens: int) -> tuple[KVCache, int]:
-    """A cache of the tokens that all prompts have, but for the shortest one's last, and how many those are."""
-    read, longest = min(map(len, prompts)) - 1, max(map(len, prompts))
-    cache = KVCache(longest + new_tokens)
-    if read:
-        tokens = torch.from_numpy(np.stack([prompt[:read] for prompt in prompts])).to(device_of(model))
-        model(tokens, rows=torch.zeros(0, dtype=torch.long), cache=cache)
-    return cache, read
-
-
-def _rewind(cache: KVCache, length: int) -> None:
-    """Forget all but the first `length` tokens."""
-    cache.length = length
-    if cache.tokens is not None:
-        cache.tokens = cache.tokens[:, :length]
+def _by_length(
+    model: nn.Module, prompts: Sequence[np.ndarray], new_tokens: int, batch: int, kinds: Sequence[Any]
+) -> Iterator[Sequence[int]]:
+    """The prompts' numbers in batches of one kind and of similar lengths that fit in memory."""
+    longest = max(map(len, prompts), default=1) + new_tokens
+    floats = max(longest * floats_per_token(model.cfg), new_tokens * model.cfg.vocab_size)
+    order = sorted(range(len(prompts)), key=lambda i: (kinds[i], len(prompts[i])))
+    for _, alike in groupby(order, key=lambda i: kinds[i]):
+        yield from batches(list(alike), batch, 1, floats)
 
 
 def floats_per_token(cfg: DecoderConfig) -> int:

@@ -18,7 +18,9 @@ from configs.composing import compose_job
 from configs.files import write_json
 from data.shards import open_split
 from data.tokenizer import load_tokenizer
-from eval.records import DIVERGED, Record, record_of, write_records
+from eval.records import Record, record_of, run_of, write_records
+from eval.report.runs import DIVERGED, SpikeConfig, read_run
+from eval.report.runs import Run as Measured
 from model.decoder import Decoder
 from training.checkpoint import checkpoints, folder_name
 from training.run import TrainConfig, fill_model
@@ -101,8 +103,12 @@ class Run:
 
     def finished(self) -> str:
         if not self.left():
-            write_records(self.folder.parent / "records" / f"{self.name}.jsonl", [record_of(self.folder)])
+            write_records(self.folder.parent / "records" / f"{self.name}.jsonl", [record_of(self.measured())])
         return "diverged" if self.diverged else "done"
+
+    def measured(self, spike: SpikeConfig | None = None) -> Measured:
+        """What the finished run has shown."""
+        return run_of(self.record, spike) if self.record else read_run(self.folder, spike)
 
     def reason(self) -> str:
         """The last error that the run's log holds, and where to read more."""

@@ -1,6 +1,5 @@
 """The decoder: token embedding, a stack of pre-norm blocks whose attention is chosen per layer, output head."""
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,11 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.attention import VARIANTS
+from model.attention.base import Carry
 from model.attention.mask import Mask
 from model.attention.probe import gather_rows
 from model.cache import KVCache, LayerCache
 from model.config import DecoderConfig
-from model.layers import MLPS, LayerNorm, RMSNorm, make_norm
+from model.layers import MLPS, initialize, make_norm
 from model.rotary import Rope, rope_table
 
 
@@ -24,13 +24,13 @@ class Block(nn.Module):
     def __init__(self, cfg: DecoderConfig, layer: int) -> None:
         super().__init__()
         self.attention_norm = make_norm(cfg.norm, cfg.d_model, cfg.bias, cfg.norm_eps)
-        self.attention = VARIANTS[layer_letter(cfg, layer)](cfg, layer)
+        self.attention = VARIANTS[layer_letter(cfg, layer)](cfg, layer, seed=None)
         self.mlp_norm = make_norm(cfg.norm, cfg.d_model, cfg.bias, cfg.norm_eps)
         self.mlp = MLPS[cfg.mlp](cfg.d_model, cfg.d_ff, cfg.bias)
         self.dropout = nn.Dropout(cfg.dropout)
 
-    def forward(self, x: Tensor, rope: Rope | None, mask: Mask, cache: LayerCache | None = None) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x), rope, mask, cache))
+    def forward(self, x: Tensor, rope: Rope | None, mask: Mask, cache: LayerCache | None, carry: Carry) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), rope, mask, cache, carry))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 
@@ -60,20 +60,7 @@ class Decoder(nn.Module):
 
     def init_weights(self, seed: int) -> None:
         """Normal 0.02; projections into the residual stream scaled by 1/sqrt(2 n_layer), as GPT-2; norms 1, biases 0."""
-        owners = {id(p): m for m in self.modules() for p in m.parameters(recurse=False)}
-        for name, p in self.named_parameters():
-            owner, generator = owners[id(p)], _generator(seed, name)
-            if isinstance(owner, (RMSNorm, LayerNorm)):
-                nn.init.ones_(p) if name.endswith("weight") else nn.init.zeros_(p)
-            elif name.endswith("bias"):
-                nn.init.zeros_(p)
-            elif p.dim() == 2:
-                residual = name.endswith(("attention.out.weight", "mlp.down.weight"))
-                std = 0.02 / (2 * self.cfg.n_layer) ** 0.5 if residual else 0.02
-                nn.init.normal_(p, std=std, generator=generator)
-        for layer, block in enumerate(self.blocks):
-            if hasattr(block.attention, "init_weights"):
-                block.attention.init_weights(_generator(seed, f"blocks.{layer}.attention"))
+        initialize(self, seed, residual=("attention.out.weight", "mlp.down.weight"), depth=self.cfg.n_layer)
 
     def forward(
         self,
@@ -101,8 +88,9 @@ class Decoder(nn.Module):
             documents = (seen == self.cfg.eot).cumsum(1)
         mask = Mask(window=self.cfg.window, documents=documents, keys=keys)
         rope = self._rope(start, T)
+        carry: Carry = {}
         for layer, block in enumerate(self.blocks):
-            x = block(x, rope, mask, cache.layer(layer) if cache else None)
+            x = block(x, rope, mask, cache.layer(layer) if cache else None, carry)
         if cache:
             cache.length += T
         if rows is not None:
@@ -179,8 +167,7 @@ class Decoder(nn.Module):
     def set_step(self, step: int) -> None:
         """Training is about to take optimizer step `step`, counted from 0: what warms up in the blocks follows it."""
         for block in self.blocks:
-            if hasattr(block.attention, "set_step"):
-                block.attention.set_step(step)
+            block.attention.set_step(step)
 
     def num_params(self, non_embedding: bool = True) -> int:
         """Number of parameters; without token and position embeddings and the output head by default."""
@@ -203,7 +190,7 @@ def layer_letter(cfg: DecoderConfig, layer: int) -> str:
     """The letter of `cfg.layers`, tiled over the depth, that names this layer's attention."""
     unknown = sorted(set(cfg.layers) - set(VARIANTS)) if cfg.layers else ["(none)"]
     if unknown:
-        known = ", ".join(f"{letter} ({cls.__name__})" for letter, cls in VARIANTS.items())
+        known = ", ".join(f"{letter} ({cls.name})" for letter, cls in VARIANTS.items())
         raise ValueError(f"model.layers={cfg.layers} has unknown letters {''.join(unknown)}: use {known}")
     return cfg.layers[layer % len(cfg.layers)]
 
@@ -232,16 +219,11 @@ def matched(cfg: DecoderConfig) -> DecoderConfig:
 def _budget(cfg: DecoderConfig) -> int:
     """Parameters, or training FLOPs per token, of the stack's attention (everything else is the same for all variants)."""
     with torch.device("meta"):
-        parts = [VARIANTS[layer_letter(cfg, layer)](cfg, layer) for layer in range(cfg.n_layer)]
+        parts = [VARIANTS[layer_letter(cfg, layer)](cfg, layer, seed=None) for layer in range(cfg.n_layer)]
     if cfg.match == "params":
         return sum(p.numel() for part in parts for p in part.parameters())
     matrices = sum(p.numel() for part in parts for p in part.parameters() if p.dim() >= 2)
     return 6 * matrices + 3 * sum(part.flops(min(cfg.context, cfg.window or cfg.context)) for part in parts)
-
-
-def _generator(seed: int, name: str) -> torch.Generator:
-    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
 def _check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:

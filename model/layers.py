@@ -1,4 +1,6 @@
-"""Parts of a block that every variant shares: norms and feed-forward networks."""
+"""Parts of a block that every variant shares: norms, feed-forward networks, and how weights start."""
+
+import hashlib
 
 import torch
 import torch.nn.functional as F
@@ -74,3 +76,28 @@ MLPS = {"swiglu": SwiGLU, "gelu": GeluMLP, "gelu_tanh": GeluTanhMLP}
 def make_norm(kind: str, width: int, bias: bool, eps: float) -> nn.Module:
     """The norm named by `DecoderConfig.norm`."""
     return RMSNorm(width, eps) if kind == "rmsnorm" else LayerNorm(width, bias, eps)
+
+
+def initialize(module: nn.Module, seed: int, residual: tuple[str, ...] = (), depth: int = 1) -> None:
+    """Set all weights: matrices normal 0.02, norms 1, biases 0; then what a submodule's own `init_own(generator)` sets.
+
+    Matrices whose names end in one of `residual` project into the residual stream of `depth` blocks: 0.02 / sqrt(2 depth),
+    as GPT-2. A weight depends on (seed, its name, its shape) alone.
+    """
+    owners = {id(p): m for m in module.modules() for p in m.parameters(recurse=False)}
+    for name, p in module.named_parameters():
+        if isinstance(owners[id(p)], (RMSNorm, LayerNorm)):
+            nn.init.ones_(p) if name.endswith("weight") else nn.init.zeros_(p)
+        elif name.endswith("bias"):
+            nn.init.zeros_(p)
+        elif p.dim() == 2:
+            std = 0.02 / (2 * depth) ** 0.5 if name.endswith(residual) else 0.02
+            nn.init.normal_(p, std=std, generator=_generator(seed, name))
+    for name, part in module.named_modules():
+        if hasattr(part, "init_own"):
+            part.init_own(_generator(seed, name))
+
+
+def _generator(seed: int, name: str) -> torch.Generator:
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)

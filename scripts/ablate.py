@@ -28,10 +28,14 @@ import train  # noqa: E402, F401  # registers its schema
 from configs import USER_ERRORS, command, explain  # noqa: E402
 from configs.files import write_atomic, write_json  # noqa: E402
 from configs.provenance import result_record  # noqa: E402
-from eval import ablation, tuning  # noqa: E402
-from eval.ablation import Arm  # noqa: E402
+from eval import tuning  # noqa: E402
 from eval.common import variant  # noqa: E402
-from eval.records import SpikeConfig, differing, read_records, record_of, value  # noqa: E402
+from eval.records import differing, read_records  # noqa: E402
+from eval.report import mixed  # noqa: E402
+from eval.report.figures import slug  # noqa: E402
+from eval.report.grid import Comparison, draw_ablation, fit_rows  # noqa: E402
+from eval.report.runs import Arm, SpikeConfig, evaluations, refuse_other_settings  # noqa: E402
+from eval.report.tables import markdown  # noqa: E402
 from eval.study import Run, describe_model, evaluation_command, read_epochs, result_file, train_config  # noqa: E402
 from eval.tuning import Point, TuneConfig, Tuned  # noqa: E402
 from training.checkpoint import checkpoints  # noqa: E402
@@ -86,6 +90,7 @@ class AblateConfig:
     texts: dict[str, str] = field(default_factory=dict)  # name -> text that every run is tested on: perplexity_NAME
     text_tokens: int = 1_000_000  # of each of `texts` at most
     metrics: dict[str, str] = field(default_factory=dict)
+    compared: list[str] = field(default_factory=list)  # metrics whose differences are tested; empty: the first one
     spikes: SpikeConfig = field(default_factory=SpikeConfig)
     tier: TierConfig = field(default_factory=TierConfig)
     tune: TuneConfig = field(default_factory=TuneConfig)
@@ -211,9 +216,9 @@ class Study:
             runs, losses = self._trials(arm)
             if not tuning.wanted(self.cfg.tune, losses):
                 found[arm.arm] = result = tuning.tuned(self.cfg.tune, losses)
-                records = [record_of(run.folder) if run.record is None else run.record for run in runs]
-                result.tokens = sum(record["tokens"] for record in records)
-                result.seconds = sum(record["seconds"] for record in records)
+                measured = [run.measured() for run in runs]
+                result.tokens = sum(round(run.value("train.tokens") or 0) for run in measured)
+                result.seconds = sum(run.value("train.seconds") or 0 for run in measured)
         return found
 
     # The runs that are compared
@@ -307,45 +312,53 @@ class Study:
         cfg, tuned = self.cfg, self.tuned()
         by_name = {arm.name: arm for arm in self.arms}
         for run in runs:
-            record = run.record or record_of(run.folder, cfg.spikes)
-            by_name[run.arm].runs.append(ablation.read_record(record, run.seed, cfg.metrics))
+            by_name[run.arm].runs.append(run.measured(cfg.spikes))
         arms = [arm for arm in self.arms if arm.runs]
-        ablation.refuse_other_text(run.record or record_of(run.folder) for run in runs)
-        metrics, seeds = list(cfg.metrics), list(dict.fromkeys(run.seed for run in runs))
-        ablation.compare(arms, metrics)
-        fits = ablation.fit_sizes(arms, metrics[0]) if cfg.fit else None
+        measured = [run for arm in arms for run in arm.runs]
+        for name in evaluations(measured):
+            refuse_other_settings(measured, name)
+        found, seeds = Comparison(arms, cfg.metrics, cfg.compared), list(dict.fromkeys(run.seed for run in runs))
+        models = {metric: mixed.by_point(arms, found.values(metric)) for metric in found.compared}
+        fits = found.fit_sizes(next(iter(cfg.metrics))) if cfg.fit else None
         epochs = read_epochs(runs[0].config)
         missing = len(self.runs()) - len(runs)
         title = (
             f"{self.name}{'' if tuned else ', untuned'}{f', partial: {missing} runs are missing' if missing else ''}"
         )
-        remarks = [*tuning.tuning_notes(tuned), *ablation.notes(arms, metrics[0], seeds, epochs)]
+        remarks = [*tuning.tuning_notes(tuned), *found.notes(seeds, epochs)]
         results = {
             "title": title,
-            "arms": [asdict(arm) for arm in arms],
+            "arms": found.as_json(),
             "tuning": tuning.as_json(tuned),
-            "noise_floor": ablation.noise_floor(arms, metrics[0]),
+            "noise_floor": found.noise_floor(next(iter(cfg.metrics))),
+            "mixed": {metric: mixed.as_json(by_point) for metric, by_point in models.items()},
             "fits": fits,
             "epochs": epochs,
             "notes": remarks,
         }
         write_json(self.folder / "results.json", result_record("ablation", self.name, cfg, results, seeds=seeds))
-        rows = ablation.table(arms, metrics)
-        text = ablation.markdown(rows) + ("\n" + ablation.markdown(ablation.fit_rows(fits)) if fits else "")
-        write_atomic(
-            self.folder / "table.md",
-            f"**{title}**\n\n{text}\n{chr(10).join(f'{r}{chr(10)}' for r in remarks)}".encode(),
-        )
-        figures = ablation.draw_all(self.folder / "figures", arms, metrics, fits)
+        text = markdown(found.table()) + ("\n" + markdown(fit_rows(fits)) if fits else "")
+        pooled = [
+            markdown(mixed.mixed_lines(by_point, metric)).rstrip() for metric, by_point in models.items() if by_point
+        ]
+        remarks += [note for metric, by_point in models.items() for note in mixed.mixed_notes(by_point, metric)]
+        page = "\n\n".join([f"**{title}**", text.rstrip("\n"), *pooled, *remarks]) + "\n"
+        write_atomic(self.folder / "table.md", page.encode())
+        figures = draw_ablation(self.folder / "figures", found, fits)
+        tokens = {arm.point: arm.runs[0].value("train.tokens") or 0 for arm in arms}
+        for metric, by_point in models.items() if cfg.branch else ():
+            if by_point:
+                figures.append(self.folder / "figures" / f"gap_{slug(metric)}.png")
+                mixed.draw_gap(figures[-1], arms, by_point, tokens, metric)
         if tuned:
             figures.append(self.folder / "figures" / "tuning.png")
-            tuning.draw_tuning(figures[-1], tuned, ablation.colours(arms))
-        print(f"{title}\n{text}\n" + "\n".join(remarks))
+            tuning.draw_tuning(figures[-1], tuned, {arm.arm: arm.colour for arm in arms})
+        print(page)
         print(f"ablation  {self.folder / 'table.md'} ({len(runs)} runs, {len(figures)} figures)", flush=True)
 
 
 def _trial_loss(trial: Run) -> float:
-    found = value(trial.record or record_of(trial.folder), "train.val_loss")
+    found = trial.measured().value("train.val_loss")
     return float("inf") if found is None else found
 
 

@@ -43,13 +43,14 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from configs import CONFIG_DIR, command  # noqa: E402
+from configs.files import write_atomic  # noqa: E402
 from configs.provenance import machine, version  # noqa: E402
-from data.config import TokenizerConfig  # noqa: E402
+from data.config import RetrievalMixConfig, TokenizerConfig  # noqa: E402
 from data.loader import Loader, Windows  # noqa: E402
-from data.retrieval import RetrievalConfig, RetrievalSource  # noqa: E402
+from data.retrieval import RetrievalSource  # noqa: E402
 from data.shards import Shard, write_shard  # noqa: E402
 from data.tokenizer import build_tokenizer  # noqa: E402
-from eval.common import progress, write_atomically  # noqa: E402
+from eval.common import progress  # noqa: E402
 from model.attention import backends  # noqa: E402
 from model.attention.mask import Mask  # noqa: E402
 from model.attention.probe import probe as attention_rows  # noqa: E402
@@ -583,7 +584,7 @@ def loader(cfg: BenchConfig, world: World) -> list[Row]:
             path = Path(folder) / f"{vocabulary}.bin"
             write_shard(path, tokens, vocab_size=vocabulary, fingerprint=ids.fingerprint)
             sources[name] = attempt(partial(Windows, [Shard(path)], length))
-        mixed = partial(RetrievalSource, RetrievalConfig(), sources["text, uint16"], ids, length)
+        mixed = partial(RetrievalSource, RetrievalMixConfig(), sources["text, uint16"], ids, length)
         sources["retrieval documents"] = attempt(mixed)
         works = [s if isinstance(s, str) else batches(Loader(s, batch, length, seed=1)) for s in sources.values()]
         rows = [Row({"source": name, "length": length}, batch * length) for name in sources]
@@ -697,9 +698,9 @@ def main(cfg: BenchConfig) -> None:
     where = machine() | {"load": round(load, 2), "dtype": str(pick_dtype(cfg.dtype, world.device))}
     content = {"bench": cfg.what, "config": asdict(cfg), "machine": where, "version": version()}
     path = Path(cfg.out or f"runs/bench/{cfg.what}.json")
-    write_atomically(path, json.dumps(content | {"results": {"rows": list(map(asdict, rows))}}, indent=1).encode())
+    write_atomic(path, json.dumps(content | {"results": {"rows": list(map(asdict, rows))}}, indent=1).encode())
     text = f"{table(rows)}\n\n{conditions(content)}\n"
-    write_atomically(path.with_suffix(".md"), text.encode())
+    write_atomic(path.with_suffix(".md"), text.encode())
     print(f"{text}{path}")
 
 

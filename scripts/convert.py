@@ -34,14 +34,16 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from configs import CONFIG_DIR, command  # noqa: E402
+from configs.composing import compose_job  # noqa: E402
+from configs.files import write_atomic  # noqa: E402
 from configs.provenance import machine, version  # noqa: E402
-from eval.common import EvalConfig, evaluation_tokens, write_atomically  # noqa: E402
+from eval.common import EvalConfig, evaluation_tokens  # noqa: E402
 from eval.perplexity import cut_windows, evaluate  # noqa: E402
 from model.attention.diff import DiffAttention  # noqa: E402
 from model.attention.diff_v2 import DiffV2Attention  # noqa: E402
 from model.decoder import Decoder  # noqa: E402
 from model.interop.conversion import Conversion, change, convert  # noqa: E402
-from scripts.ablate import compose_job, merged  # noqa: E402
+from scripts.ablate import merged  # noqa: E402
 from training import checkpoint  # noqa: E402
 from training.checkpoint import LoadedRun, load_run  # noqa: E402
 from training.run import TrainConfig, facts, flatten  # noqa: E402
@@ -367,8 +369,8 @@ def compare(cfg: ConvertConfig, source: LoadedRun, windows: np.ndarray) -> None:
         "eval": "conversion", "run": folder.name, "config": asdict(cfg), "machine": machine(), "version": version(),
         "results": results,
     }  # fmt: skip
-    write_atomically(folder / "results.json", json.dumps(content, indent=1).encode())
-    write_atomically(folder / "table.md", table.encode())
+    write_atomic(folder / "results.json", json.dumps(content, indent=1).encode())
+    write_atomic(folder / "table.md", table.encode())
     print(f"{table}compare    {folder / 'table.md'}")
 
 

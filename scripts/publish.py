@@ -19,8 +19,10 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from configs import command  # noqa: E402
+from configs.files import write_atomic  # noqa: E402
 
 PAIRS = (("report.json", "report.md"), ("results.json", "table.md"))  # numbers and table, as the commands name them
+DOCUMENTS = ("README.md", "docs/RESULTS.md")
 
 
 @dataclass
@@ -36,18 +38,23 @@ def main(cfg: PublishConfig) -> None:
     source, name = Path(cfg.of), cfg.name or Path(cfg.of).resolve().name
     pair = next((pair for pair in PAIRS if all((source / file).is_file() for file in pair)), None)
     if pair is None:
-        raise FileNotFoundError(
-            f"{source} has neither report.json nor results.json: run eval.report or scripts/ablate.py"
+        raise ValueError(
+            f"{source} has neither report.json nor results.json with its table: run eval.report or scripts/ablate.py"
         )
     target = ROOT / "docs" / "results" / name
     target.mkdir(parents=True, exist_ok=True)
     for path in (*(source / file for file in pair), *(source / "figures").glob("*.png")):
         shutil.copy(path, target)
     block = f"<!-- {name} table -->\n{(target / pair[1]).read_text()}<!-- end -->"
-    marked = re.compile(rf"<!-- {name} table -->\n.*?<!-- end -->", flags=re.DOTALL)
-    for document in (ROOT / "README.md", ROOT / "docs" / "RESULTS.md"):
-        document.write_text(marked.sub(lambda _: block, document.read_text()))
-    print(f"{target}: {len(list(target.iterdir()))} files; README.md and docs/RESULTS.md updated")
+    marked = re.compile(rf"<!-- {re.escape(name)} table -->\n.*?<!-- end -->", flags=re.DOTALL)
+    changed = []
+    for document in DOCUMENTS:
+        text, count = marked.subn(lambda _: block, (ROOT / document).read_text())
+        if count:
+            write_atomic(ROOT / document, text.encode())
+            changed.append(document)
+    where = f"its table is in {' and '.join(changed)}" if changed else f"no document has a line <!-- {name} table -->"
+    print(f"{target}: {len(list(target.iterdir()))} files; {where}")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ the settings, not on its neighbours. The speed of reading and writing goes to st
 """
 
 import codecs
-import json
 import os
 import re
 import sys
@@ -23,9 +22,10 @@ from omegaconf import MISSING
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from configs import command  # noqa: E402
-from configs.provenance import machine, version  # noqa: E402
+from configs.files import write_json  # noqa: E402
+from configs.provenance import result_record  # noqa: E402
 from data.tokenizer import Tokenizer  # noqa: E402
-from eval.common import device_of, open_run, pad_left, write_atomically  # noqa: E402
+from eval.common import device_of, open_run, pad_left  # noqa: E402
 from model.decoder import Decoder  # noqa: E402
 from training.checkpoint import LoadedRun  # noqa: E402
 
@@ -283,15 +283,14 @@ def sample(cfg: SampleConfig) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     print(f"{cfg.run}, step {run.step}, {device_of(run.model)}: {speed}", file=sys.stderr)
     if cfg.out:
-        write_atomically(Path(cfg.out), json.dumps(content(cfg, run, jobs, speed), indent=1).encode())
+        write_json(Path(cfg.out), content(cfg, run, jobs, speed))
 
 
 def content(cfg: SampleConfig, run: LoadedRun, jobs: Sequence[Job], speed: Speed) -> dict[str, Any]:
     """What out= holds."""
     texts = [{key: getattr(job.text, key) for key in ("text", "tokens", "ended")} for job in jobs]
     samples = [{"prompt": job.prompt, "seed": job.seed} | text for job, text in zip(jobs, texts, strict=True)]
-    facts = {"run": cfg.run, "step": run.step, "config": asdict(cfg), "machine": machine(), "version": version()}
-    return facts | {"results": {"samples": samples, "speed": asdict(speed)}}
+    return result_record("sample", cfg.run, cfg, {"samples": samples, "speed": asdict(speed)}, step=run.step)
 
 
 def as_typed(argument: str) -> str:

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from model.attention import VARIANTS
+
 ROOT = Path(__file__).parent.parent
 OURS = {"model", "data", "training", "eval", "scripts", "configs", "train", "tests"}
 MAY_IMPORT = {
@@ -12,7 +14,7 @@ MAY_IMPORT = {
     "model": {"model"},
     "data": {"data", "configs"},
     "training": {"training", "model", "data", "configs"},
-    "eval": {"eval", "model", "data", "training.checkpoint", "configs"},
+    "eval": {"eval", "model", "data", "training", "configs"},
 }
 
 
@@ -41,9 +43,41 @@ def test_a_layer_imports_only_what_is_below_it(package: str) -> None:
 
 
 def test_variants_know_the_facade_and_no_kernels() -> None:
-    for path in (ROOT / "model" / "attention").glob("*.py"):
-        if path.stem in ("baseline", "diff", "gated", "introspective"):
-            for module in imports(path):
-                assert "kernels" not in module and module != "model.attention.reference", (
-                    f"{path.name} imports {module}"
-                )
+    for variant in VARIANTS.values():
+        path = ROOT / f"{variant.__module__.replace('.', '/')}.py"
+        for module in imports(path):
+            assert "kernels" not in module and module != "model.attention.reference", f"{path.name} imports {module}"
+
+
+def file_imports(path: Path) -> set[Path]:
+    """The files of the project that a file imports anywhere in it, under TYPE_CHECKING and in functions too."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = [alias.name for alias in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
+        if isinstance(node, ast.ImportFrom):
+            # `from package import module` is an import of that module, everything else one of the named file.
+            names = [f"{node.module}.{name}" if is_file(f"{node.module}.{name}") else node.module for name in names]
+        for name in names:
+            target = ROOT / name.replace(".", "/")
+            found |= {file for file in (target.with_suffix(".py"), target / "__init__.py") if file.is_file()}
+    return found
+
+
+def is_file(module: str) -> bool:
+    return (ROOT / module.replace(".", "/")).with_suffix(".py").is_file()
+
+
+@pytest.mark.parametrize("package", ("configs", "model", "training", "eval", "scripts"))
+def test_no_file_imports_itself_by_way_of_others(package: str) -> None:
+    graph = {path: file_imports(path) for path in (ROOT / package).rglob("*.py")}
+    done: set[Path] = set()
+
+    def visit(path: Path, way: list[Path]) -> None:
+        circle = [str(step.relative_to(ROOT)) for step in way[way.index(path) :]] if path in way else []
+        assert not circle, f"import circle: {' -> '.join(circle)}"
+        for target in graph.get(path, ()) if path not in done else ():
+            visit(target, [*way, path])
+        done.add(path)
+
+    for path in graph:
+        visit(path, [])

@@ -1,194 +1,399 @@
-"""The classic mistakes of differential and introspective attention code, each made on purpose in a copy and caught.
+"""The classic mistakes of differential and introspective attention code, each made on purpose at run time and caught.
 
-A mutant is one replacement in one file. Its tests run in a process of their own and must fail (pytest's exit status 1:
-not "nothing collected", not an error of collection). Where a published implementation has the mistake, it is named.
+A mutant replaces functions or methods by wrong ones while a test runs. The test must then fail (pytest's exit status 1: not
+"nothing collected", not an error of collection). Where a published implementation has the mistake, it is named.
 """
 
-import shutil
-import subprocess
-import sys
-from pathlib import Path
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import pytest
+import torch
+from torch import Tensor, nn
 
-ROOT = Path(__file__).parent.parent
-DIFF, V2, SEQ = "model/attention/diff.py", "model/attention/diff_v2.py", "model/attention/introspective.py"
-FACADE, REFERENCE, MASK = "model/attention/backends.py", "model/attention/reference.py", "model/attention/mask.py"
-BLOCKED, KERNEL, PROGRAMS = (
-    "model/attention/blocked.py",
-    "model/attention/kernels/diff.py",
-    "model/attention/kernels/diff_triton.py",
-)
+from model.attention import backends, blocked, diff, introspective, reference
+from model.attention.base import Attention, Heads
+from model.attention.diff import DiffAttention
+from model.attention.diff_v2 import DiffV2Attention
+from model.attention.introspective import Introspective
+from model.attention.mask import Mask
+from model.attention.temperature import TemperatureAttention
+from model.attention.value_residual import ValueResidualAttention
+from model.cache import LayerCache
+from model.decoder import Decoder
+from model.interop import conversion
+
 VARIANTS, OPERATIONS = "tests/model/test_variants.py", "tests/model/test_backends.py"
-KERNELS = "tests/model/test_kernels.py"
-CONVERSION, CONVERTED = "model/interop/conversion.py", "tests/model/test_conversion.py"
+KERNELS, CONVERTED = "tests/model/test_kernels.py", "tests/model/test_conversion.py"
+OPTIMIZERS = "tests/training/test_parts.py::test_every_parameter_is_in_one_group_and_only_matrices_decay"
 FORMULA = f"{VARIANTS}::test_equals_the_formula"
 
 
 class Mutant(NamedTuple):
+    """`owner.name` is replaced by `wrong(right)`, made from the right function or value; a test must notice."""
+
+    label: str
+    owner: Any  # a module, a class, or a function without arguments that returns one
     name: str
-    file: str
-    old: str
-    new: str
+    wrong: Callable[[Any], Any]
     caught_by: str  # pytest node
+
+
+def triton_diff() -> Any:
+    """The kernel's module, which imports Triton."""
+    return pytest.importorskip("model.attention.kernels.diff", reason="the fused kernel needs the package triton")
+
+
+# ---------------------------------------- wrong functions that take more than a line
+
+
+def zero_lambda(right: Callable) -> Callable:
+    def wrong(self: DiffAttention, generator: torch.Generator) -> None:
+        for p in self.parameters(recurse=False):
+            nn.init.zeros_(p)
+
+    return wrong
+
+
+def unsaved_warm_up(right: Callable) -> Callable:
+    def wrong(self: DiffAttention, *given: Any) -> None:
+        right(self, *given)
+        self.register_buffer("lambda_mix", torch.ones(()), persistent=False)
+
+    return wrong
+
+
+def halves_apart(q: Tensor) -> Tensor:
+    """Query heads in the order in which head i has the components i and i + h."""
+    return q.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+
+
+def repeated_keys(right: Callable) -> Callable:
+    def wrong(self: DiffAttention, q: Tensor, k: Tensor, *rest: Any) -> Tensor:
+        return right(self, q, k.repeat_interleave(self.heads // self.kv_heads, 1), *rest)
+
+    return wrong
+
+
+def floored_heads(right: Callable) -> Callable:
+    return lambda self, cfg: Heads(cfg.n_head // 2, cfg.n_kv_head // 2, cfg.head_dim, 2 * cfg.head_dim, 2, 2, 2)
+
+
+def halved_widths(right: Callable) -> Callable:
+    def wrong(self: DiffAttention, cfg: Any) -> Heads:
+        shape = right(self, cfg)
+        return shape._replace(width=shape.width // 2, value_width=shape.value_width // 2)
+
+    return wrong
+
+
+def value_width_scale(right: Callable) -> Callable:
+    def wrong(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> Tensor:
+        return right(q * (q.shape[-1] / v.shape[-1]) ** 0.5, k, v, *rest, **options)
+
+    return wrong
+
+
+def bottom_right_alignment(right: Callable) -> Callable:
+    def wrong(q: Tensor, keys: list[Tensor], values: list[Tensor], see: Tensor, dropout: float = 0.0) -> Tensor:
+        T, n = q.shape[-2], len(keys)
+        see = torch.ones(T, n * T, dtype=torch.bool).tril((n - 1) * T)[None, None]
+        return reference.attend(q, torch.cat(keys, dim=-2), torch.cat(values, dim=-2), see, dropout)
+
+    return wrong
+
+
+def nan_rows(right: Callable) -> Callable:
+    def wrong(q: Tensor, k: Tensor, see: Tensor) -> Tensor:
+        return ((q @ k.mT) * q.shape[-1] ** -0.5).masked_fill(~see, float("-inf")).softmax(-1)
+
+    return wrong
+
+
+def seeing_blind_rows(right: Callable) -> Callable:
+    def wrong(*given: Any) -> Tensor:
+        see = right(*given)
+        return see | ~see.any(-1, keepdim=True)
+
+    return wrong
+
+
+def unread_cache(right: Callable) -> Callable:
+    def wrong(self: LayerCache, k: Tensor, v: Tensor, slot: int = 0) -> tuple[Tensor, Tensor]:
+        right(self, k, v, slot)
+        return k, v
+
+    return wrong
+
+
+def keys_rotated_twice(right: Callable) -> Callable:
+    """Of each pair of calls, for a path's queries and then for its keys, the second rotates twice."""
+    calls = []
+
+    def wrong(x: Tensor, rope: Any) -> Tensor:
+        calls.append(x)
+        return right(right(x, rope), rope) if len(calls) % 2 == 0 else right(x, rope)
+
+    return wrong
+
+
+def rotated_memory(right: Callable) -> Callable:
+    """The keys in memory are turned as the half-split layout turns them by one radian."""
+
+    def wrong(self: Introspective, k: Tensor, v: Tensor, a: Tensor) -> list[Tensor]:
+        first, second = k.chunk(2, -1)
+        positions = torch.arange(k.shape[-2], dtype=k.dtype)[:, None]
+        turned = first * positions.cos() - second * positions.sin(), second * positions.cos() + first * positions.sin()
+        return right(self, torch.cat(turned, -1), v, a)
+
+    return wrong
+
+
+def equal_path_weights(right: Callable) -> Callable:
+    def wrong(self: Introspective, generator: torch.Generator) -> None:
+        right(self, generator)
+        self.w.data.zero_()
+
+    return wrong
+
+
+def single_path_let_through(right: Callable) -> Callable:
+    def wrong(opt: Any, *rest: Any) -> None:
+        if not (opt.path_weight == "affine" and opt.paths == 1):
+            right(opt, *rest)
+
+    return wrong
+
+
+def one_set_log_sum_exp(right: Callable) -> Callable:
+    def wrong(ctx: Any, scale: float, q: Tensor, *sets: Tensor) -> Tensor:
+        out = right(ctx, scale, q, *sets)
+        ctx.save_for_backward(q, *sets, out, backends._flash(q, sets[0], sets[len(sets) // 2], scale)[1])
+        return out
+
+    return staticmethod(wrong)
+
+
+def block_sees_ahead(right: Callable) -> Callable:
+    def wrong(q: Tensor, k: Tensor, v: Tensor, lam: Tensor, start: int, stop: int) -> Tensor:
+        scores = (q[..., start:stop, :] * q.shape[-1] ** -0.5) @ k[..., :stop, :].mT
+        future = torch.ones(stop - start, stop - start, dtype=torch.bool).triu(2)
+        scores[..., start:].masked_fill_(future, float("-inf"))
+        first, second = scores.softmax(-1).unbind(2)
+        return (first - lam * second) @ v[..., :stop, :]
+
+    return wrong
+
+
+def first_rows_lambda(right: Callable) -> Callable:
+    def wrong(q: Tensor, k: Tensor, v: Tensor, lam: Tensor, start: int, stop: int) -> Tensor:
+        return right(q, k, v, lam.roll(start, -2) if lam.dim() > 1 else lam, start, stop)
+
+    return wrong
+
+
+def delta_without_lambda(right: Any) -> Any:
+    class Wrong:
+        def __getitem__(self, grid: Any) -> Callable:
+            return lambda grad, out, second, lam, *rest, **o: right[grid](
+                grad, out, second, torch.zeros_like(lam), *rest, **o
+            )
+
+    return Wrong()
+
+
+def negated_lambda_gradient(right: Callable) -> Callable:
+    def wrong(*given: Any) -> tuple[Tensor, ...]:
+        dq, dk, dv, dlam = right(*given)
+        return dq, dk, dv, -dlam
+
+    return wrong
+
+
+def first_maps_value_gradient(right: Callable) -> Callable:
+    def wrong(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, lam: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        dq, dk, _, dlam = right(grad, q, k, v, lam, *rest)
+        return dq, dk, right(grad, q, k, v, torch.zeros_like(lam), *rest)[2], dlam
+
+    return wrong
+
+
+def wide_window(right: Callable) -> Callable:
+    return lambda *given: right(*given[:-1], given[-1] and given[-1] + 1)
+
+
+def queries_at_the_start(right: Callable) -> Callable:
+    def wrong(q: Tensor, k: Tensor, v: Tensor, lam: Tensor, query_ids: Any, key_ids: Any, *rest: Any) -> Any:
+        T = q.shape[-2]  # of causal queries at 0 .. T - 1, the keys from T on are hidden
+        return right(q, k[..., :T, :], v[..., :T, :], lam, query_ids, key_ids, *rest)
+
+    return wrong
+
+
+def zero_vectors(right: Callable) -> Callable:
+    def wrong(new: dict[str, Tensor]) -> None:
+        for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
+            new[name] = torch.zeros_like(new[name])
+
+    return wrong
+
+
+def wrong_columns(right: Callable) -> Callable:
+    def wrong(old: dict[str, Tensor], new: dict[str, Tensor], *rest: Any) -> None:
+        right(old, new, *rest)
+        new["out.weight"] = old["out.weight"].clone()
+
+    return wrong
+
+
+def new_queries(right: Callable) -> Callable:
+    def wrong(old: dict[str, Tensor], new: dict[str, Tensor], *rest: Any) -> None:
+        drawn = {name: value for name, value in new.items() if name.startswith("q.")}
+        right(old, new, *rest)
+        new |= drawn
+
+    return wrong
 
 
 MUTANTS = (
     # lambda
-    Mutant("lambda_init is subtracted (blog)", DIFF, "first - second + self", "first - second - self",
+    Mutant("lambda_init is subtracted (blog)", DiffAttention, "lam",
+           lambda right: lambda self: right(self) - 2 * self.lambda_mix * self.lambda_init, f"{FORMULA}[diff-1-math]"),
+    Mutant("the maps are added", backends, "_subtract", lambda right: lambda first, lam, second: right(first, -lam, second),
+           f"{FORMULA}[diff-1-sdpa]"),
+    Mutant("the maps are added in the reference", reference, "attend_diff",
+           lambda right: lambda q, k, v, lam, *rest: right(q, k, v, -lam, *rest), f"{FORMULA}[diff-1-math]"),
+    Mutant("1 - lam for 1 - lambda_init", DiffAttention, "after",
+           lambda right: lambda self, y: self.head_norm(y) * (1 - self.lam()), f"{FORMULA}[diff-1-math]"),
+    Mutant("no 1 - lambda_init (blog, axolotl)", DiffAttention, "after",
+           lambda right: lambda self, y: self.head_norm(y), f"{FORMULA}[diff-1-math]"),
+    Mutant("depth from 1 (blog)", diff, "lambda_init", lambda right: lambda layer: right(layer + 1),
            f"{FORMULA}[diff-1-math]"),
-    Mutant("the maps are added", FACADE, "(first - (lam if", "(first + (lam if", f"{FORMULA}[diff-1-sdpa]"),
-    Mutant("the maps are added in the reference", REFERENCE, "(first - lam", "(first + lam", f"{FORMULA}[diff-1-math]"),
-    Mutant("1 - lam for 1 - lambda_init", DIFF, "(1 - self.lambda_init)", "(1 - self.lam())", f"{FORMULA}[diff-1-math]"),
-    Mutant("no 1 - lambda_init (blog, axolotl)", DIFF, " * (1 - self.lambda_init)", "", f"{FORMULA}[diff-1-math]"),
-    Mutant("depth from 1 (blog)", DIFF, "-0.3 * layer", "-0.3 * (layer + 1)", f"{FORMULA}[diff-1-math]"),
-    Mutant(
-        "lambda vectors start at zero and stay (blog, axolotl)", DIFF,
-        "nn.init.normal_(p, std=0.1, generator=generator) if name in VECTORS else nn.init.zeros_(p)",
-        "nn.init.zeros_(p)", f"{VARIANTS}::test_every_parameter_learns[diff]",
-    ),
-    Mutant(
-        "the warm-up is not saved (axolotl)", DIFF, '"lambda_mix", torch.ones(())',
-        '"lambda_mix", torch.ones(()), persistent=False',
-        f"{VARIANTS}::test_lambda_warms_up_and_the_warm_up_is_saved",
-    ),
-    Mutant(
-        "the warm-up is not in lambda (axolotl's log)", DIFF, "return self.lambda_mix * (first", "return (first",
-        f"{VARIANTS}::test_lambda_warms_up_and_the_warm_up_is_saved",
-    ),
-    Mutant(
-        "lambda vectors decay", "training/optim.py", 'UNDECAYED = ("lambda", ', "UNDECAYED = (",
-        "tests/training/test_parts.py",
-    ),
-    Mutant(
-        "lambda is rounded to bfloat16 (unilm)", FACADE, "(lam if lam.dim() else lam.view(1, 1))", "lam.to(first.dtype)",
-        f"{OPERATIONS}::test_lambda_is_not_rounded_to_the_maps_precision",
-    ),
+    Mutant("lambda vectors start at zero and stay (blog, axolotl)", DiffAttention, "init_own", zero_lambda,
+           f"{VARIANTS}::test_every_parameter_learns[diff]"),
+    Mutant("the warm-up is not saved (axolotl)", DiffAttention, "make_parameters", unsaved_warm_up,
+           f"{VARIANTS}::test_lambda_warms_up_and_the_warm_up_is_saved"),
+    Mutant("the warm-up is not in lambda (axolotl's log)", DiffAttention, "lam",
+           lambda right: lambda self: right(self) / self.lambda_mix,
+           f"{VARIANTS}::test_lambda_warms_up_and_the_warm_up_is_saved"),
+    Mutant("lambda vectors decay", Attention, "optimizer_group",
+           lambda right: lambda self, name, p: "decayed" if name.startswith("lambda") else right(self, name, p), OPTIMIZERS),
+    Mutant("lambda's projection decays", DiffV2Attention, "undecayed", lambda right: (), OPTIMIZERS),
+    Mutant("lambda is rounded to bfloat16 (unilm)", backends, "_subtract",
+           lambda right: lambda first, lam, second: right(first, lam.to(first.dtype), second),
+           f"{OPERATIONS}::test_lambda_is_not_rounded_to_the_maps_precision"),
     # heads
-    Mutant(
-        "heads and width are both halved (nanoGPT ports)", DIFF,
-        "self.width, self.value_width = cfg.head_dim, pairs * cfg.head_dim",
-        "self.width, self.value_width = cfg.head_dim // 2, cfg.head_dim",
-        f"{VARIANTS}::test_variants_share_the_weights_both_have",
-    ),
-    Mutant(
-        "components are heads i and i + h (DiffLlama's layout)", DIFF, "q.unflatten(1, (-1, 2)), k",
-        "q.unflatten(1, (2, -1)).transpose(1, 2), k", f"{FORMULA}[diff-1-math]",
-    ),
-    Mutant(
-        "keys are repeated, then paired (unilm naive, vasqu)", DIFF, "k.unflatten(1, (-1, 2)), v",
-        "k.repeat_interleave(self.heads // self.kv_heads, 1).unflatten(1, (-1, 2)), v", f"{FORMULA}[diff-2-math]",
-    ),
-    Mutant(
-        "V2 pairs heads across groups", V2, "q.unflatten(1, (-1, 2))", "q.unflatten(1, (2, -1)).transpose(1, 2)",
-        f"{FORMULA}[diff_v2-2-math]",
-    ),
-    Mutant("V2 without its sigmoid", V2, "(x).sigmoid()", "(x)", f"{FORMULA}[diff_v2-1-math]"),
-    Mutant("odd heads are floored (vasqu, timm)", DIFF, "count % 2", "False",
+    Mutant("heads and width are both halved (nanoGPT ports)", DiffAttention, "head_shape", halved_widths,
+           f"{VARIANTS}::test_variants_share_the_weights_both_have"),
+    Mutant("components are heads i and i + h (DiffLlama's layout)", DiffAttention, "attend",
+           lambda right: lambda self, q, *rest: right(self, halves_apart(q), *rest), f"{FORMULA}[diff-1-math]"),
+    Mutant("keys are repeated, then paired (unilm naive, vasqu)", DiffAttention, "attend", repeated_keys,
+           f"{FORMULA}[diff-2-math]"),
+    Mutant("V2 pairs heads across groups", DiffV2Attention, "attend",
+           lambda right: lambda self, q, *rest: right(self, halves_apart(q), *rest), f"{FORMULA}[diff_v2-2-math]"),
+    Mutant("V2 without its sigmoid", DiffV2Attention, "lam",
+           lambda right: lambda self, x: self.lambda_logits(x).mT[..., None], f"{FORMULA}[diff_v2-1-math]"),
+    Mutant("odd heads are floored (vasqu, timm)", DiffAttention, "head_shape", floored_heads,
            f"{VARIANTS}::test_wrong_input_is_refused_with_the_fix"),
-    Mutant("the head norm is dropped", DIFF, "self.head_norm(y) *", "y *", f"{FORMULA}[diff-1-math]"),
-    Mutant("no output projection (blog)", DIFF, "return self.out(self.scale_norm(y.transpose(1, 2).flatten(2)))",
-           "return self.scale_norm(y.transpose(1, 2).flatten(2))", f"{FORMULA}[diff-1-math]"),
-    Mutant(
-        "scores are scaled by the value width", FACADE, "k.shape[-2], q.shape[-1] ** -0.5, v.shape[-1]",
-        "k.shape[-2], v.shape[-1] ** -0.5, v.shape[-1]", f"{FORMULA}[diff-1-sdpa]",
-    ),
-    Mutant("dropout in evaluation", DIFF, "self.dropout if self.training else 0.0", "self.dropout",
+    Mutant("the head norm is dropped", DiffAttention, "after", lambda right: lambda self, y: y * (1 - self.lambda_init),
+           f"{FORMULA}[diff-1-math]"),
+    Mutant("no output projection (blog)", DiffAttention, "forward",
+           lambda right: lambda self, x, rope, mask, cache=None, carry=None: self.merge(
+               self.heads_of(x, rope, mask, cache, carry)), f"{FORMULA}[diff-1-math]"),
+    Mutant("scores are scaled by the value width", backends, "_sdpa", value_width_scale, f"{FORMULA}[diff-1-sdpa]"),
+    Mutant("dropout in evaluation", Attention, "dropout_now", lambda right: property(lambda self: self.dropout),
            f"{VARIANTS}::test_attention_dropout_is_random_in_training_only_and_right_on_average[diff-math]"),
     # masks and positions
-    Mutant("a causal mask of zeros (blog)", MASK, "(s <= t) if self.causal else torch.ones_like(s <= t)",
-           "torch.ones_like(s <= t)", f"{VARIANTS}::test_no_token_sees_the_future[diff-math]"),
-    Mutant(
-        "bottom-right causal alignment over several key sets (introspective flash code)", REFERENCE,
-        "see.repeat(1, 1, 1, len(keys))",
-        "torch.ones(q.shape[-2], len(keys) * q.shape[-2], dtype=torch.bool).tril((len(keys) - 1) * q.shape[-2])[None, None]",
-        f"{VARIANTS}::test_no_token_sees_the_future[introspective_sequence-math]",
-    ),
-    Mutant("top-left causal alignment with a cache", MASK, "torch.arange(S - T, S, device=device)",
-           "torch.arange(T, device=device)", f"{VARIANTS}::test_decoding_with_a_cache_equals_prefill[diff-math]"),
-    Mutant("padding and windows are ignored (unilm flash, axolotl flash)", FACADE, "(mask.plain and T in (S, 1))",
-           "(mask.causal and T in (S, 1))", f"{FORMULA}[diff-1-sdpa]"),
-    Mutant("rows that see nothing are NaN (timm)", REFERENCE,
-           'scores.masked_fill(~(see | blind), float("-inf")).softmax(-1).masked_fill(blind, 0.0)',
-           'scores.masked_fill(~see, float("-inf")).softmax(-1)',
+    Mutant("a causal mask of zeros (blog)", Mask, "allowed",
+           lambda right: lambda self, *given: right(replace(self, causal=False), *given),
+           f"{VARIANTS}::test_no_token_sees_the_future[diff-math]"),
+    Mutant("bottom-right causal alignment over several key sets (introspective flash code)", reference, "attend_union",
+           bottom_right_alignment, f"{VARIANTS}::test_no_token_sees_the_future[introspective_sequence-math]"),
+    Mutant("top-left causal alignment with a cache", Mask, "dense",
+           lambda right: lambda self, T, S, device: self.allowed(torch.arange(T, device=device), S),
+           f"{VARIANTS}::test_decoding_with_a_cache_equals_prefill[diff-math]"),
+    Mutant("padding and windows are ignored (unilm flash, axolotl flash)", Mask, "plain",
+           lambda right: property(lambda self: self.causal), f"{FORMULA}[diff-1-sdpa]"),
+    Mutant("rows that see nothing are NaN (timm)", reference, "weights", nan_rows,
            f"{VARIANTS}::test_rows_that_see_nothing_are_zero_forward_and_backward[diff-math]"),
-    Mutant("rows that see nothing see everything (timm fused)", FACADE, "out.masked_fill(blind, 0.0)", "out",
+    Mutant("rows that see nothing see everything (timm fused)", backends, "_see", seeing_blind_rows,
            f"{VARIANTS}::test_rows_that_see_nothing_are_zero_forward_and_backward[diff-sdpa]"),
-    Mutant("decoding starts again at position 0 (unilm, blog)", "model/decoder.py", "self._rope(start, T)",
-           "self._rope(0, T)", f"{VARIANTS}::test_decoding_with_a_cache_equals_prefill[diff-math]"),
-    Mutant("the cache is written and not read (blog)", "model/cache.py", "return keys[:, :, :stop], values[:, :, :stop]",
-           "return k, v", f"{VARIANTS}::test_decoding_with_a_cache_equals_prefill[diff-math]"),
-    Mutant("interleaved RoPE taken for half-split", "model/rotary.py", "x[..., 0::2], x[..., 1::2]",
-           "x.chunk(2, dim=-1)", f"{FORMULA}[diff_biased-1-math]"),
+    Mutant("decoding starts again at position 0 (unilm, blog)", Decoder, "_rope",
+           lambda right: lambda self, start, T: right(self, 0, T),
+           f"{VARIANTS}::test_decoding_with_a_cache_equals_prefill[diff-math]"),
+    Mutant("the cache is written and not read (blog)", LayerCache, "append", unread_cache,
+           f"{VARIANTS}::test_decoding_with_a_cache_equals_prefill[diff-math]"),
+    Mutant("interleaved RoPE taken for half-split", Attention, "turn",
+           lambda right: lambda self, x, rope: right(self, x, rope._replace(interleaved=False)),
+           f"{FORMULA}[diff_biased-1-math]"),
     # introspective attention
-    Mutant("keys are rotated twice (introspective flash code)", SEQ, "rotate(q, rope), rotate(k, rope)",
-           "rotate(q, rope), rotate(rotate(k, rope), rope)", f"{FORMULA}[introspective-1-math]"),
-    Mutant("memory holds rotated keys (introspective flash code)", SEQ, 'own = {"k": k, "v": v}',
-           'own = {"k": rotate(k, rope), "v": v}', f"{FORMULA}[introspective-1-math]"),
-    Mutant("LayerNorm of equal path weights silences all paths (introspective code)", SEQ, '"literal": 1.0',
-           '"literal": 0.0', f"{VARIANTS}::test_every_parameter_learns[introspective_sequence]"),
-    Mutant("LayerNorm over a single path is let through (introspective code)", SEQ,
-           'opt.path_weight == "affine" and opt.paths == 1', "False",
-           f"{VARIANTS}::test_degenerate_introspection_is_refused"),
-    Mutant("earlier paths are masked out (introspective naive code)", SEQ, "keys[:seen], values[:seen]",
-           "keys[seen - 1 : seen], values[seen - 1 : seen]", f"{FORMULA}[introspective_sequence-1-math]"),
-    Mutant("paths are not normed one by one", SEQ, "return self.path_norms[i](heads.transpose(1, 2).flatten(2))",
-           "return heads.transpose(1, 2).flatten(2)", f"{FORMULA}[introspective-1-math]"),
-    Mutant("merging by wrong log-sum-exps in the backward", FACADE, "ctx.save_for_backward(q, *sets, out, lse)",
-           "ctx.save_for_backward(q, *sets, out, lses[0])",
+    Mutant("keys are rotated twice (introspective flash code)", introspective, "rotate", keys_rotated_twice,
+           f"{FORMULA}[introspective-1-math]"),
+    Mutant("memory holds rotated keys (introspective flash code)", Introspective, "remembered", rotated_memory,
+           f"{FORMULA}[introspective-1-math]"),
+    Mutant("LayerNorm of equal path weights silences all paths (introspective code)", Introspective, "init_own",
+           equal_path_weights, f"{VARIANTS}::test_every_parameter_learns[introspective_sequence]"),
+    Mutant("LayerNorm over a single path is let through (introspective code)", introspective, "_check",
+           single_path_let_through, f"{VARIANTS}::test_degenerate_introspection_is_refused"),
+    Mutant("earlier paths are masked out (introspective naive code)", introspective, "attend_union",
+           lambda right: lambda q, keys, values, *rest: right(q, keys[-1:], values[-1:], *rest),
+           f"{FORMULA}[introspective_sequence-1-math]"),
+    Mutant("paths are not normed one by one", Introspective, "_path_output",
+           lambda right: lambda self, heads, i: self.merge(heads), f"{FORMULA}[introspective-1-math]"),
+    Mutant("merging by wrong log-sum-exps in the backward", backends._Union, "forward", one_set_log_sum_exp,
            f"{OPERATIONS}::test_a_union_is_one_softmax_with_exact_gradients"),
+    # other variants
+    Mutant("the first layer's values are forgotten", ValueResidualAttention, "before",
+           lambda right: lambda self, q, k, v, carry: (q, k, v), f"{FORMULA}[value_residual-1-math]"),
+    Mutant("values are mixed with those of the layer before", ValueResidualAttention, "before",
+           lambda right: lambda self, q, k, v, carry: (q, k, (v + carry.setdefault("v", v)) / (carry.update(v=v) or 2)),
+           f"{VARIANTS}::test_values_are_mixed_with_those_of_the_first_layer"),
+    Mutant("a temperature multiplies the scores", TemperatureAttention, "before",
+           lambda right: lambda self, q, k, v, carry: (q * self.log_temperature.exp()[:, None, None], k, v),
+           f"{FORMULA}[temperature-1-math]"),
     # blocks and kernels
-    Mutant("a block sees its own future", BLOCKED, ".triu(1)", ".triu(2)", f"{FORMULA}[diff-1-blocked]"),
-    Mutant("a block takes the lambda of the first rows", BLOCKED, "lam[..., start:stop, :]", "lam[..., : stop - start, :]",
+    Mutant("a block sees its own future", blocked, "_rows", block_sees_ahead, f"{FORMULA}[diff-1-blocked]"),
+    Mutant("a block takes the lambda of the first rows", blocked, "_rows", first_rows_lambda,
            f"{OPERATIONS}::test_backends_agree_with_the_float64_reference[diff_v2-500-1-32]"),
-    Mutant("the first map's delta leaves lambda out", PROGRAMS, "tl.sum(grad * out, 1) + lam * delta2",
-           "tl.sum(grad * out, 1)", f"{KERNELS}::test_lambda_of_any_shape"),
-    Mutant("the gradient of lambda has the wrong sign", KERNEL, "-delta[:, :, 1, :, None]", "delta[:, :, 1, :, None]",
+    Mutant("the first map's delta leaves lambda out", triton_diff, "delta_kernel", delta_without_lambda,
            f"{KERNELS}::test_lambda_of_any_shape"),
-    Mutant("the values' gradient comes from the first map alone", PROGRAMS, "p1 - p2", "p1",
+    Mutant("the gradient of lambda has the wrong sign", triton_diff, "_backward", negated_lambda_gradient,
            f"{KERNELS}::test_lambda_of_any_shape"),
-    Mutant("a window one key too wide", PROGRAMS, "positions - keys < window", "positions - keys <= window",
-           f"{KERNELS}::test_windows"),
-    Mutant("cached queries start at position 0", PROGRAMS, "positions = rows + (S - T)", "positions = rows",
-           f"{KERNELS}::test_long"),
+    Mutant("the values' gradient comes from the first map alone", triton_diff, "_backward", first_maps_value_gradient,
+           f"{KERNELS}::test_lambda_of_any_shape"),
+    Mutant("a window one key too wide", triton_diff, "_forward", wide_window, f"{KERNELS}::test_windows"),
+    Mutant("cached queries start at position 0", triton_diff, "_forward", queries_at_the_start, f"{KERNELS}::test_long"),
     # conversion of trained models
-    Mutant("a converted lambda starts at zero vectors and stays (axolotl)", CONVERSION,
-           'new[f"{name}2"] = new[f"{name}1"].clone()',
-           'new[f"{name}1"] = new[f"{name}2"] = torch.zeros_like(new[f"{name}1"])',
+    Mutant("a converted lambda starts at zero vectors and stays (axolotl)", conversion, "_start_lambda", zero_vectors,
            f"{CONVERTED}::test_every_parameter_learns_at_once_but_second_maps_at_lambda_zero"),
-    Mutant("mirrored maps lose 1 - lam (axolotl)", CONVERSION,
-           "(1 - lam) * (1 - target.lambda_init))", "1 - target.lambda_init)",
+    Mutant("mirrored maps lose 1 - lam (axolotl)", conversion, "_lambda", lambda right: lambda *given: 0.0,
            f"{CONVERTED}::test_exact_conversions_leave_the_logits_alone"),
-    Mutant("split heads meet the wrong columns of the output projection (axolotl)", CONVERSION,
-           ".unflatten(1, (-1, target.width))[:, order].flatten(1)", ".clone()",
+    Mutant("split heads meet the wrong columns of the output projection (axolotl)", conversion, "_split", wrong_columns,
            f"{CONVERTED}::test_split_keeps_every_map_and_the_first_half_of_the_values"),
-    Mutant("split heads draw new queries (axolotl)", CONVERSION, "    new |= old\n    for name in (\"q.weight\"",
-           "    new |= {k: v for k, v in old.items() if k[0] != 'q'}\n    for name in (\"none\"",
+    Mutant("split heads draw new queries (axolotl)", conversion, "_split", new_queries,
            f"{CONVERTED}::test_split_keeps_every_map_and_the_first_half_of_the_values"),
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The code and its tests without anything that was made from them."""
-    folder = tmp_path_factory.mktemp("mutants") / "repo"
-    ignore = shutil.ignore_patterns(".*", "__pycache__", "runs", "shards", "docs", "wandb")
-    shutil.copytree(ROOT, folder, ignore=ignore)
-    return folder
+class Patched:
+    """A pytest plugin: while a test runs, the mutant's wrong function stands in for the right one."""
+
+    def __init__(self, mutant: Mutant) -> None:
+        self.mutant = mutant
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Any:
+        owner = self.mutant.owner() if self.mutant.owner is triton_diff else self.mutant.owner
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(owner, self.mutant.name, self.mutant.wrong(getattr(owner, self.mutant.name)))
+            return (yield)
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name.split(" (")[0].replace(" ", "_"))
-def test_a_mutant_is_caught(mutant: Mutant, copy: Path) -> None:
-    path = copy / mutant.file
-    source = path.read_text()
-    assert source.count(mutant.old) == 1, f"{mutant.old!r} stands {source.count(mutant.old)} times in {mutant.file}"
-    path.write_text(source.replace(mutant.old, mutant.new))
-    try:
-        done = subprocess.run(
-            [sys.executable, "-B", "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", mutant.caught_by],
-            cwd=copy, capture_output=True, text=True, timeout=300,
-        )  # fmt: skip
-    finally:
-        path.write_text(source)
-    assert done.returncode == 1, f"not caught: {done.stdout[-1500:]}{done.stderr[-500:]}"
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.label.split(" (")[0].replace(" ", "_"))
+def test_a_mutant_is_caught(mutant: Mutant) -> None:
+    if mutant.owner is triton_diff:
+        triton_diff()
+    alone = ("-x", "-q", "-o", "addopts=", "-p", "no:cacheprovider", "-p", "no:xdist")
+    status = pytest.main([*alone, mutant.caught_by], plugins=[Patched(mutant)])
+    assert status == pytest.ExitCode.TESTS_FAILED, f"not caught by {mutant.caught_by}: {status!r}"

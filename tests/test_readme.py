@@ -106,11 +106,12 @@ def test_every_written_command_is_one_that_the_code_takes(document: str, line: s
         i for i, word in enumerate(words) if word == "train.py" or re.match(r"scripts/\w+\.py|(eval|data)\.\w+$", word)
     )
     module = words[start].removesuffix(".py").replace("/", ".")
-    (name, schema) = next((name, schema) for where, name, schema in COMMANDS if where == module)
+    name = module.rpartition(".")[2]  # of the command; a package's stands in its __main__.py
+    where, schema = next((where, schema) for where, command, schema in COMMANDS if command == name)
     overrides = [word for word in words[start + 1 :] if not word.startswith("-") and word != "job"]
     if "-m" in words[start + 1 :]:
         overrides = [re.sub(r"^([\w.]+=[^\[,]+),.*", r"\1", word) for word in overrides]  # the first of a sweep
-    loaded = importlib.import_module(module)
+    loaded = importlib.import_module(where)
     if name == "sample":
         overrides = [loaded.as_typed(word) for word in overrides]
     help_text(name, getattr(loaded, schema), "", CONFIG_DIR, overrides)

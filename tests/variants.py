@@ -1,11 +1,12 @@
-"""The variants that every model test runs over: small decoder configurations by name."""
+"""Small decoder configurations by name, which every model test runs over: each variant as it is, and options worth a test."""
 
 import torch
 
+from model.attention import VARIANTS as CLASSES
+from model.attention.baseline import BaselineConfig
 from model.attention.diff import DiffConfig
 from model.attention.diff_v2 import DiffV2Config
 from model.attention.gated import GatedConfig
-from model.attention.integral import IntegralConfig
 from model.attention.introspective import IntrospectiveConfig
 from model.config import DecoderConfig
 from model.decoder import Decoder
@@ -20,20 +21,18 @@ def _diff(**options: object) -> dict:
 
 
 VARIANTS: dict[str, dict] = {
-    "baseline": {"layers": "b"},
+    **{variant.name: {"layers": letter} for letter, variant in CLASSES.items()},
+    "baseline_normed": {"layers": "b", "baseline": BaselineConfig(head_norm="affine")},
+    "baseline_plain_norm": {"layers": "b", "baseline": BaselineConfig(head_norm="plain")},
     "gpt2": {"layers": "b", "norm": "layernorm", "mlp": "gelu", "position": "learned", "match": "none"},
     "interleaved": {"layers": "b", "rope_layout": "interleaved", "bias": True},
-    "diff": {"layers": "d"},
     "diff_biased": {"layers": "d", "rope_layout": "interleaved", "bias": True},
     "diff_double": _diff(heads="double", lambda_form="dual_scalar", head_norm="none", qk_norm=True),
     "diff_plain": _diff(lambda_form="fixed", lambda_init=0.5, head_norm="plain", scale_norm=True),
-    "diff_v2": {"layers": "v"},
     "diff_v2_biased": {"layers": "v", "diff_v2": DiffV2Config(lambda_bias=-4.0), "rope_layout": "interleaved"},
-    "gated": {"layers": "g"},
     "gated_elementwise": {"layers": "g", "gated": GatedConfig(gate="elementwise")},
-    "integral": {"layers": "n", "integral": IntegralConfig(signals=2)},
     "hybrid": {"layers": "bd"},
-    "introspective": _introspective(),
+    "value_residual_later": {"layers": "br", "n_layer": 4},
     "introspective_kva": _introspective(memory="kva", path_weight="softmax_input"),
     "introspective_all_heads": _introspective(heads=8, memory="kv", path_weight="sigmoid"),
     "introspective_narrow_values": {

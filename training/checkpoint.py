@@ -14,7 +14,8 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from data.tokenizer import Tokenizer, load_tokenizer
-from model.config import DecoderConfig
+from model.attention import VARIANTS
+from model.config import decoder_config
 from model.decoder import Decoder
 from training.optim import load_state, state_tensors
 
@@ -103,7 +104,7 @@ class LoadedRun:
     path: Path
 
 
-def load_run(run: str | Path, device: str = "cpu", step: int | None = None) -> LoadedRun:
+def load_run(run: str | Path, device: str | torch.device = "cpu", step: int | None = None) -> LoadedRun:
     """The newest checkpoint of `runs/NAME` (or that of `step`) with its tokenizer and configuration."""
     path = Path(run)
     if not (path / "config.yaml").exists():
@@ -118,7 +119,7 @@ def load_run(run: str | Path, device: str = "cpu", step: int | None = None) -> L
         raise FileNotFoundError(f"{path} has {what}: let the training finish, or continue it with resume=true")
     config = yaml.safe_load((path / "config.yaml").read_text())
     state = read_state(found[-1])
-    model = Decoder(_config_from(state["model"]))
+    model = Decoder(decoder_config(state["model"]))
     load(found[-1], model)
     return LoadedRun(model.to(device).eval(), load_tokenizer(path), config, state["step"], path)
 
@@ -133,21 +134,15 @@ def read_state(folder: Path) -> dict[str, Any]:
         ) from None
 
 
-def _config_from(values: dict[str, Any]) -> DecoderConfig:
-    from omegaconf import OmegaConf
-
-    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(DecoderConfig), values))
-
-
 # What the weights do not depend on: init_from may change it, to lengthen the context or warm lambda up again.
 FREE = (
     "backend", "dropout", "attention_dropout", "match", "baseline_d_ff", "context", "rope_theta", "window",
-    "document_mask", "eot", "diff.lambda_warmup",
+    "document_mask", "eot", *(f"{v.name}.{option}" for v in VARIANTS.values() for option in v.free_options),
 )  # fmt: skip
 
 
 def _refuse_other_model(folder: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
-    theirs, ours = _flat(asdict(_config_from(theirs))), _flat(ours)
+    theirs, ours = _flat(asdict(decoder_config(theirs))), _flat(ours)
     free = [key for key in FREE if key != "context" or ours["position"] != "learned"]
     differ = [key for key in ours if key not in free and theirs[key] != ours[key]]
     if differ:

@@ -47,21 +47,29 @@ class World:
 
 def join_world(device: str = "auto") -> World:
     """Join torchrun's process group (nccl on GPUs, gloo on CPUs), or be alone."""
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device=cuda, but torch sees no CUDA GPU: use device=cpu or install a CUDA build of torch")
+    where = pick_device(device)
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    where = torch.device(device)
-    if device == "cpu":
+    if where.type == "cpu":
         _keep_freed_memory()
-    if device == "cuda":
-        where = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    if where.type == "cuda":
+        where = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if where.index is None else where
         torch.cuda.set_device(where)
         torch.set_float32_matmul_precision("high")  # TF32 for what stays float32
     if size > 1:
-        dist.init_process_group("nccl" if device == "cuda" else "gloo")
+        dist.init_process_group("nccl" if where.type == "cuda" else "gloo")
     return World(rank, size, where)
+
+
+def pick_device(wish: str) -> torch.device:
+    """`auto`: the GPU where there is one, else the CPU. ValueError for a GPU that torch does not see, and other names."""
+    if wish == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if wish.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"device={wish}, but torch sees no CUDA GPU: use device=cpu or install a CUDA build of torch")
+    try:
+        return torch.device(wish)
+    except RuntimeError:
+        raise ValueError(f"device={wish} is unknown: use auto, cpu or cuda") from None
 
 
 def data_parallel(net: nn.Module, world: World) -> nn.Module:

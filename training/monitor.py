@@ -13,13 +13,10 @@ from dataclasses import dataclass
 from statistics import fmean, pstdev
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from data.loader import Windows
-from model.attention.diff import VECTORS, DiffAttention
-from model.attention.diff_v2 import DiffV2Attention
-from model.attention.gated import GatedAttention
-from model.attention.introspective import Introspective
+from model.attention.base import Attention
 from model.attention.probe import SINK, entropy, first_share, negative_share, probe
 from model.decoder import Decoder
 
@@ -99,52 +96,11 @@ def of_maps(maps: Tensor) -> dict[str, Tensor]:
     }
 
 
-# ---------------------------------------- what a variant has of its own, from its input x (B, T, D)
+def _reader(found: dict[str, Tensor]) -> Callable[[Attention, tuple], None]:
+    """A hook that fills in what the layer that it is called for has of its own."""
 
-
-def _diff(layer: DiffAttention, x: Tensor) -> dict[str, Tensor]:
-    found = {"lambda": layer.lam(), "lambda_init": torch.full_like(layer.lambda_mix, layer.lambda_init)}
-    if layer.lambda_warmup:
-        found["lambda_mix"] = layer.lambda_mix
-    if layer.lambda_form == "vectors":
-        q1, k1, q2, k2 = (getattr(layer, name) for name in VECTORS)
-        found |= {"lambda_first": (q1 * k1).sum().exp(), "lambda_second": (q2 * k2).sum().exp()}
-        found |= {f"{name}_norm": getattr(layer, name).norm() for name in VECTORS}
-    if layer.lambda_form == "dual_scalar":
-        found |= {"lambda_first": layer.lambda_a.exp(), "lambda_second": layer.lambda_b.exp()}
-    return found
-
-
-def _diff_v2(layer: DiffV2Attention, x: Tensor) -> dict[str, Tensor]:
-    lam = layer.lam(x)  # (B, h, T, 1)
-    return {"lambda": lam.mean(), "lambda_std": lam.std(correction=0)}
-
-
-def _gated(layer: GatedAttention, x: Tensor) -> dict[str, Tensor]:
-    gate = layer.gate_logits(x).sigmoid()
-    return {"gate": gate.mean(), "gate_std": gate.std(correction=0)}
-
-
-def _introspective(layer: Introspective, x: Tensor) -> dict[str, Tensor]:
-    weights = layer.weights(x)  # (P,) or (B, T, P)
-    found = {f"path_{i}": weight.mean() for i, weight in enumerate(weights.unbind(-1))}
-    return found if layer.alpha is None else found | {"alpha": layer.alpha.detach()}
-
-
-OF_VARIANT: dict[type, Callable[..., dict[str, Tensor]]] = {
-    DiffAttention: _diff,
-    DiffV2Attention: _diff_v2,
-    GatedAttention: _gated,
-    Introspective: _introspective,
-}
-
-
-def _reader(found: dict[str, Tensor]) -> Callable[[nn.Module, tuple], None]:
-    """A hook that fills in what the layer it is called for has of its own."""
-
-    def hook(layer: nn.Module, inputs: tuple) -> None:
-        if read := OF_VARIANT.get(type(layer)):
-            found.update(read(layer, inputs[0]))
+    def hook(layer: Attention, inputs: tuple) -> None:
+        found.update(layer.readings(inputs[0]))
 
     return hook
 

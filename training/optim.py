@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-# Parts of names whose parameters are gates or mixing weights: decaying those pulls them to a meaning, not to simplicity.
-UNDECAYED = ("lambda", "path_", "gate_")
+from model.attention.base import Attention
 
 
 @dataclass
@@ -40,12 +39,10 @@ def build_optimizers(model: nn.Module, cfg: OptimConfig) -> list[torch.optim.Opt
     if cfg.schedule not in ("cosine", "linear", "wsd"):
         raise ValueError(f"optim.schedule={cfg.schedule} is unknown: use cosine, linear or wsd")
     split: dict[str, list[tuple[str, Tensor]]] = {"muon": [], "decayed": [], "undecayed": []}
+    own = _groups_of_attention(model)
     for name, p in model.named_parameters():
-        split[_kind(name, p, cfg)].append((name, p))
-    placed = [name for members in split.values() for name, _ in members]
-    assert sorted(placed) == sorted(name for name, _ in model.named_parameters()), (
-        "a parameter is in no group, or in two"
-    )
+        group = own.get(name) or _group_elsewhere(name, p)
+        split["decayed" if group == "muon" and cfg.name != "muon" else group].append((name, p))
     optimizers: list[torch.optim.Optimizer] = []
     if split["muon"]:
         group = _group(split["muon"], cfg.muon_lr, cfg.weight_decay)
@@ -56,10 +53,21 @@ def build_optimizers(model: nn.Module, cfg: OptimConfig) -> list[torch.optim.Opt
     return optimizers
 
 
-def _kind(name: str, p: Tensor, cfg: OptimConfig) -> str:
-    if p.dim() < 2 or any(part.startswith(UNDECAYED) for part in name.split(".")):
+def _groups_of_attention(model: nn.Module) -> dict[str, str]:
+    """Parameter name -> group, for the parameters of attention layers: each variant says it of its own."""
+    return {
+        f"{path}.{name}".lstrip("."): module.optimizer_group(name, p)
+        for path, module in model.named_modules()
+        if isinstance(module, Attention)
+        for name, p in module.named_parameters()
+    }
+
+
+def _group_elsewhere(name: str, p: Tensor) -> str:
+    """Vectors are not decayed; matrices of the blocks go to Muon, those of the embedding and the output head do not."""
+    if p.dim() < 2:
         return "undecayed"
-    return "muon" if cfg.name == "muon" and p.dim() == 2 and name.startswith("blocks.") else "decayed"
+    return "muon" if p.dim() == 2 and name.startswith("blocks.") else "decayed"
 
 
 def _group(members: list[tuple[str, Tensor]], lr: float, weight_decay: float) -> dict:

@@ -1,22 +1,25 @@
 """Attention variants: one file and one class each, named by a letter of the layer pattern.
 
-A new variant is a file here, a line below, and `configs/model/NAME.yaml`. Its class takes (cfg, layer), and has
-`forward(x, rope, mask, cache)` and `flops(context)`; the parameters that are not matrices or norms are set in
-`init_weights(generator)`. README.md shows a whole one.
+A new variant is a file here with a subclass of `Attention` (base.py), its import and its line below, `configs/model/NAME.yaml`,
+and its formula in `tests/reference/formulas.py`. README.md shows a whole one.
 """
 
-from model.attention.baseline import Attention
+from model.attention.baseline import BaselineAttention
 from model.attention.diff import DiffAttention
 from model.attention.diff_v2 import DiffV2Attention
 from model.attention.gated import GatedAttention
 from model.attention.integral import IntegralAttention
 from model.attention.introspective import Introspective
+from model.attention.temperature import TemperatureAttention
+from model.attention.value_residual import ValueResidualAttention
 
 VARIANTS = {
-    "b": Attention,
+    "b": BaselineAttention,
     "d": DiffAttention,
     "v": DiffV2Attention,
     "g": GatedAttention,
     "n": IntegralAttention,
     "i": Introspective,
+    "t": TemperatureAttention,
+    "r": ValueResidualAttention,
 }

@@ -133,7 +133,7 @@ def attend_union(
 
 def _backend(backend: str) -> str:
     """`backend`, or the one that has logits to show where an evaluation asks for them."""
-    return backend if probe.hand_out is None else "math"
+    return backend if probe.logits_visitor is None else "math"
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask, see: Tensor | None = None, dropout: float = 0.0) -> Tensor:
@@ -145,7 +145,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask, see: Tensor | None = None
     widest = max(q.shape[-1], width)
     q, k, v = _widen(q, widest), _widen(k, widest), _widen(v, widest)
     options = {"scale": scale, "dropout_p": dropout}
-    if see is None and (mask.empty or (mask.plain and T in (S, 1))):  # one query at the end sees every key
+    if see is None and (mask.sees_everything or (mask.plain and T in (S, 1))):  # one query at the end sees every key
         causal = mask.causal and T > 1
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, **options)[..., :width]
     see = _see(mask, q, k) if see is None else see  # (1 or B, 1, T, S)

@@ -1,43 +1,34 @@
 """Softmax attention: the baseline."""
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from model.attention.backends import attend, check_backend
-from model.attention.mask import Mask
-from model.cache import LayerCache
-from model.rotary import Rope, rotate
-
-if TYPE_CHECKING:
-    from model.config import DecoderConfig
+from model.attention.base import Attention, AttentionConfig, make_head_norm
 
 
-class Attention(nn.Module):
-    """Multi-head attention (Vaswani et al., arXiv 1706.03762) with grouped key/value heads and RoPE."""
+@dataclass
+class BaselineConfig:
+    """Options of `baseline`.
 
-    def __init__(self, cfg: "DecoderConfig", layer: int) -> None:
-        super().__init__()
-        self.heads, self.kv_heads, self.width = cfg.n_head, cfg.n_kv_head, cfg.head_dim
-        self.backend, self.dropout = cfg.backend, cfg.attention_dropout
-        check_backend(cfg.backend, self.width, self.width, cfg.attention_dropout)
-        self.q = nn.Linear(cfg.d_model, self.heads * self.width, bias=cfg.bias)
-        self.k = nn.Linear(cfg.d_model, self.kv_heads * self.width, bias=cfg.bias)
-        self.v = nn.Linear(cfg.d_model, self.kv_heads * self.width, bias=cfg.bias)
-        self.out = nn.Linear(self.heads * self.width, cfg.d_model, bias=cfg.bias)
+    head_norm: an RMSNorm over each head's output, affine or plain (no weight). None is the baseline; with a norm it is the
+    control for `diff`, whose heads have one.
+    """
 
-    def forward(self, x: Tensor, rope: Rope | None, mask: Mask, cache: LayerCache | None = None) -> Tensor:
-        """x (B, T, D) -> (B, T, D)."""
-        return self.out(self.heads_of(x, rope, mask, cache).transpose(1, 2).flatten(2))
+    head_norm: str = "none"  # none | affine | plain
 
-    def heads_of(self, x: Tensor, rope: Rope | None, mask: Mask, cache: LayerCache | None) -> Tensor:
-        """The heads' outputs (B, H, T, d), before they are merged."""
-        q, k, v = (p(x).unflatten(-1, (-1, self.width)).transpose(1, 2) for p in (self.q, self.k, self.v))
-        q, k = rotate(q, rope), rotate(k, rope)  # (B, H, T, d), (B, Hkv, T, d)
-        if cache is not None:
-            k, v = cache.append(k, v)
-        return attend(q, k, v, mask, self.backend, self.dropout if self.training else 0.0)
 
-    def flops(self, context: int) -> int:
-        """Forward FLOPs per token of the products with the T x T maps (q k' and its product with v)."""
-        return 2 * context * self.heads * (self.width + self.width)
+class BaselineAttention(Attention):
+    """softmax(Q K' / sqrt d) V per head, as the base class computes it."""
+
+    name = "baseline"
+    Options = BaselineConfig
+    choices = {"head_norm": ("none", "affine", "plain")}
+    colours = {"baseline": "#0072B2", "gpt2": "#7F7F7F"}
+
+    def make_parameters(self, cfg: AttentionConfig, layer: int) -> None:
+        super().make_parameters(cfg, layer)
+        self.head_norm = make_head_norm(self.options.head_norm, self.value_width, cfg.norm_eps)
+
+    def after(self, y: Tensor) -> Tensor:
+        return self.head_norm(y)

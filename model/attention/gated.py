@@ -1,17 +1,13 @@
 """Softmax attention whose output is gated: the control for gains that need no subtraction."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from model.attention.baseline import Attention
-from model.attention.mask import Mask
+from model.attention.base import Attention, AttentionConfig, Carry, mean_and_spread
+from model.attention.mask import CAUSAL, Mask
 from model.cache import LayerCache
 from model.rotary import Rope
-
-if TYPE_CHECKING:
-    from model.config import DecoderConfig
 
 
 @dataclass
@@ -24,15 +20,28 @@ class GatedConfig:
 class GatedAttention(Attention):
     """Each head's output times sigmoid(x W), gates per token (Qiu et al., arXiv 2505.06708, position G1)."""
 
-    def __init__(self, cfg: "DecoderConfig", layer: int) -> None:
-        super().__init__(cfg, layer)
-        gates = {"headwise": cfg.n_head, "elementwise": cfg.n_head * cfg.head_dim}
-        if cfg.gated.gate not in gates:
-            raise ValueError(f"model.gated.gate={cfg.gated.gate} is unknown: use one of {', '.join(gates)}")
-        self.gate_logits = nn.Linear(cfg.d_model, gates[cfg.gated.gate], bias=False)
+    name = "gated"
+    Options = GatedConfig
+    choices = {"gate": ("headwise", "elementwise")}
+    undecayed = ("gate_logits",)
+    colours = {"gated": "#E69F00"}
 
-    def forward(self, x: Tensor, rope: Rope | None, mask: Mask, cache: LayerCache | None = None) -> Tensor:
-        """x (B, T, D) -> (B, T, D)."""
+    def make_parameters(self, cfg: AttentionConfig, layer: int) -> None:
+        super().make_parameters(cfg, layer)
+        per_head = 1 if self.options.gate == "headwise" else self.value_width
+        self.gate_logits = nn.Linear(cfg.d_model, self.heads * per_head, bias=False)
+
+    def forward(
+        self,
+        x: Tensor,
+        rope: Rope | None = None,
+        mask: Mask = CAUSAL,
+        cache: LayerCache | None = None,
+        carry: Carry | None = None,
+    ) -> Tensor:
+        """x (B, T, D) -> (B, T, D), as in the base class."""
         gate = self.gate_logits(x).sigmoid().unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (B, H, T, 1 or d)
-        heads = self.heads_of(x, rope, mask, cache) * gate  # (B, H, T, d)
-        return self.out(heads.transpose(1, 2).flatten(2))
+        return self.out(self.merge(self.heads_of(x, rope, mask, cache, carry) * gate))
+
+    def readings(self, x: Tensor) -> dict[str, Tensor]:
+        return mean_and_spread("gate", self.gate_logits(x).sigmoid())

@@ -4,20 +4,17 @@ The published text and the published code disagree, and neither runs; docs/METHO
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.attention.backends import attend, attend_union, check_backend
-from model.attention.mask import Mask
+from model.attention.backends import attend, attend_union
+from model.attention.base import Attention, AttentionConfig, Carry, Heads, split
+from model.attention.mask import CAUSAL, Mask
 from model.cache import LayerCache
 from model.layers import RMSNorm
 from model.rotary import Rope, rotate
-
-if TYPE_CHECKING:
-    from model.config import DecoderConfig
 
 
 @dataclass
@@ -41,14 +38,7 @@ class IntrospectiveConfig:
     alpha: bool = True
 
 
-CHOICES = {
-    "mode": ("feature", "sequence"),
-    "memory": ("ka", "kv", "kva"),
-    "path_weight": ("affine", "literal", "sigmoid", "softmax_input"),
-}
-
-
-class Introspective(nn.Module):
+class Introspective(Attention):
     """W_o RMSNorm(sum_i lambda_i A_i + alpha X), A_i = RMSNorm(merged heads of path i), X the sub-layer's input.
 
     feature: M_i = concat over j < i of (K_j, A_j), per token; path i attends with keys K_i + M_i U_i and values
@@ -57,33 +47,41 @@ class Introspective(nn.Module):
     positions s <= t, each set with its own positions. Source: the formula of cognitivecomputations/introspective-attention.
     """
 
-    def __init__(self, cfg: "DecoderConfig", layer: int) -> None:
-        super().__init__()
-        opt = cfg.introspective
+    name = "introspective"
+    Options = IntrospectiveConfig
+    choices = {
+        "mode": ("feature", "sequence"),
+        "memory": ("ka", "kv", "kva"),
+        "path_weight": ("affine", "literal", "sigmoid", "softmax_input"),
+    }
+    undecayed = ("path_logits",)
+    colours = {"introspective": "#009E73", "introspective_sequence": "#56B4E9"}
+
+    def head_shape(self, cfg: AttentionConfig) -> Heads:
+        heads = self.options.heads or max(1, cfg.n_head // 2)
+        _check(self.options, cfg, heads)
+        return Heads(heads, max(1, heads * cfg.n_kv_head // cfg.n_head), cfg.head_dim, cfg.d_model // heads)
+
+    def make_parameters(self, cfg: AttentionConfig, layer: int) -> None:
+        opt, D = self.options, cfg.d_model
         self.mode, self.memory, self.own_path = opt.mode, opt.memory, opt.own_path
         self.path_weight, self.paths = opt.path_weight, opt.paths
-        self.heads = opt.heads or max(1, cfg.n_head // 2)
-        self.kv_heads = max(1, self.heads * cfg.n_kv_head // cfg.n_head)
-        self.width, self.value_width = cfg.head_dim, cfg.d_model // self.heads
-        self.backend, self.dropout = cfg.backend, cfg.attention_dropout
-        _check(cfg, self.heads)
-        check_backend(cfg.backend, self.width, self.value_width, cfg.attention_dropout)
-        q_width, k_width = self.heads * self.width, self.kv_heads * self.width
-        self.q = nn.ModuleList(nn.Linear(cfg.d_model, q_width, bias=cfg.bias) for _ in range(self.paths))
-        # Without its own keys in view, nobody would look at the last path's.
+        # Without its own keys in view, no path would look at those of the last.
         sets = self.paths if self.mode == "feature" or self.own_path else max(1, self.paths - 1)
-        self.k = nn.ModuleList(nn.Linear(cfg.d_model, k_width, bias=cfg.bias) for _ in range(sets))
-        self.v = nn.ModuleList(
-            nn.Linear(cfg.d_model, self.kv_heads * self.value_width, bias=cfg.bias) for _ in range(sets)
-        )
-        self.path_norms = nn.ModuleList(RMSNorm(cfg.d_model, cfg.norm_eps) for _ in range(self.paths))
+        self.q = self._per_path(cfg, self.paths, self.heads * self.width)
+        self.k = self._per_path(cfg, sets, self.kv_heads * self.width)
+        self.v = self._per_path(cfg, sets, self.kv_heads * self.value_width)
+        self.path_norms = nn.ModuleList(RMSNorm(D, cfg.norm_eps) for _ in range(self.paths))
         if self.mode == "feature":
             self.memory_k = self._memory_projections(self.width)
             self.memory_v = self._memory_projections(self.value_width)
-        self._make_path_weight(cfg.d_model)
+        self._make_path_weight(D)
         self.alpha = nn.Parameter(torch.ones(())) if opt.alpha else None
-        self.norm = RMSNorm(cfg.d_model, cfg.norm_eps)
-        self.out = nn.Linear(cfg.d_model, cfg.d_model, bias=cfg.bias)
+        self.norm = RMSNorm(D, cfg.norm_eps)
+        self.out = nn.Linear(D, D, bias=cfg.bias)
+
+    def _per_path(self, cfg: AttentionConfig, paths: int, width: int) -> nn.ModuleList:
+        return nn.ModuleList(nn.Linear(cfg.d_model, width, bias=cfg.bias) for _ in range(paths))
 
     def _memory_projections(self, width: int) -> nn.ParameterList:
         """One (Hkv, m_i, width) projection for each path i > 0; m_i is the width of M_i per key/value head."""
@@ -101,10 +99,12 @@ class Introspective(nn.Module):
             self.path_gain = nn.Parameter(torch.empty(self.paths))
             self.path_bias = nn.Parameter(torch.empty(self.paths))
 
-    def init_weights(self, generator: torch.Generator) -> None:
+    def init_own(self, generator: torch.Generator) -> None:
         for name, p in self.named_parameters(recurse=True):
             if name.startswith("memory_"):
                 nn.init.zeros_(p)
+        if self.alpha is not None:
+            nn.init.ones_(self.alpha)
         if self.path_weight == "softmax_input":
             return
         # At equal weights LayerNorm is zero: `literal` would silence all paths for ever, `affine` its gain for one step.
@@ -129,55 +129,58 @@ class Introspective(nn.Module):
         # eps bounds the slope of LayerNorm at equal weights to 10; with the usual 1e-5 it is 316.
         return F.layer_norm(self.w.sigmoid(), self.w.shape, self.path_gain, self.path_bias, eps=1e-2)
 
-    def forward(self, x: Tensor, rope: Rope | None, mask: Mask, cache: LayerCache | None = None) -> Tensor:
-        """x (B, T, D) -> (B, T, D)."""
-        outputs = (
-            self._feature(x, rope, mask, cache) if self.mode == "feature" else self._sequence(x, rope, mask, cache)
-        )
+    def forward(
+        self,
+        x: Tensor,
+        rope: Rope | None = None,
+        mask: Mask = CAUSAL,
+        cache: LayerCache | None = None,
+        carry: Carry | None = None,
+    ) -> Tensor:
+        """x (B, T, D) -> (B, T, D), as in the base class."""
+        outputs = (self._feature if self.mode == "feature" else self._sequence)(x, rope, mask, cache)
         lam = self.weights(x)  # (P,) or (B, T, P)
         mixed = sum(lam[..., i, None] * a for i, a in enumerate(outputs))  # (B, T, D)
         return self.out(self.norm(mixed if self.alpha is None else mixed + self.alpha * x))
 
-    def _heads(self, projections: nn.ModuleList, x: Tensor, i: int, width: int) -> Tensor:
-        """Path i's queries, keys or values, (B, heads, T, width), before RoPE."""
-        return projections[i](x).unflatten(-1, (-1, width)).transpose(1, 2)
-
-    def _merge(self, heads: Tensor, i: int) -> Tensor:
+    def _path_output(self, heads: Tensor, i: int) -> Tensor:
         """A_i (B, T, D) from the heads (B, h, T, dv) of path i."""
-        return self.path_norms[i](heads.transpose(1, 2).flatten(2))
+        return self.path_norms[i](self.merge(heads))
 
     def _feature(self, x: Tensor, rope: Rope | None, mask: Mask, cache: LayerCache | None) -> list[Tensor]:
         memory: list[Tensor] = []  # of the paths so far, each (B, hkv, T, m)
         outputs = []
         for i in range(self.paths):
-            q, k = self._heads(self.q, x, i, self.width), self._heads(self.k, x, i, self.width)
-            v = self._heads(self.v, x, i, self.value_width)
-            own = {"k": k, "v": v}
+            q, k = split(self.q[i](x), self.width), split(self.k[i](x), self.width)
+            v = split(self.v[i](x), self.value_width)
+            own_k, own_v = k, v
             if memory:
                 m = torch.cat(memory, dim=-1)  # (B, hkv, T, m_i)
                 k, v = k + m @ self.memory_k[i - 1], v + m @ self.memory_v[i - 1]
             q, k = rotate(q, rope), rotate(k, rope)
             if cache is not None:
                 k, v = cache.append(k, v, slot=i)
-            dropout = self.dropout if self.training else 0.0
-            outputs.append(self._merge(attend(q, k, v, mask, self.backend, dropout), i))
-            own["a"] = outputs[-1].unflatten(-1, (self.kv_heads, -1)).transpose(1, 2)  # (B, hkv, T, group dv)
-            memory += [own[part].to(q.dtype) for part in self.memory]
+            outputs.append(self._path_output(attend(q, k, v, mask, self.backend, self.dropout_now), i))
+            memory += self.remembered(own_k, own_v, outputs[-1])
         return outputs
+
+    def remembered(self, k: Tensor, v: Tensor, a: Tensor) -> list[Tensor]:
+        """What later paths see of a path, each (B, hkv, T, m): keys, values (before RoPE), output a (B, T, D)."""
+        parts = {"k": k, "v": v, "a": a.unflatten(-1, (self.kv_heads, -1)).transpose(1, 2)}
+        return [parts[part].to(k.dtype) for part in self.memory]
 
     def _sequence(self, x: Tensor, rope: Rope | None, mask: Mask, cache: LayerCache | None) -> list[Tensor]:
         keys, values, outputs = [], [], []
         for i in range(self.paths):
-            q = rotate(self._heads(self.q, x, i, self.width), rope)
+            q = rotate(split(self.q[i](x), self.width), rope)
             if i < len(self.k):
-                k, v = rotate(self._heads(self.k, x, i, self.width), rope), self._heads(self.v, x, i, self.value_width)
+                k, v = rotate(split(self.k[i](x), self.width), rope), split(self.v[i](x), self.value_width)
                 k, v = (k, v) if cache is None else cache.append(k, v, slot=i)
                 keys.append(k)
                 values.append(v)
             seen = i + 1 if self.own_path or i == 0 else i
-            dropout = self.dropout if self.training else 0.0
-            heads = attend_union(q, keys[:seen], values[:seen], mask, self.backend, dropout)
-            outputs.append(self._merge(heads, i))
+            heads = attend_union(q, keys[:seen], values[:seen], mask, self.backend, self.dropout_now)
+            outputs.append(self._path_output(heads, i))
         return outputs
 
     def flops(self, context: int) -> int:
@@ -187,13 +190,12 @@ class Introspective(nn.Module):
             maps += sum(range(self.paths)) - (0 if self.own_path else self.paths - 1)
         return 2 * context * maps * self.heads * (self.width + self.value_width)
 
+    def readings(self, x: Tensor) -> dict[str, Tensor]:
+        found = {f"path_{i}": weight.mean() for i, weight in enumerate(self.weights(x).unbind(-1))}
+        return found if self.alpha is None else found | {"alpha": self.alpha.detach()}
 
-def _check(cfg: "DecoderConfig", heads: int) -> None:
-    opt = cfg.introspective
-    for name, allowed in CHOICES.items():
-        if getattr(opt, name) not in allowed:
-            wrong = f"model.introspective.{name}={getattr(opt, name)} is unknown"
-            raise ValueError(f"{wrong}: use one of {', '.join(allowed)}")
+
+def _check(opt: IntrospectiveConfig, cfg: AttentionConfig, heads: int) -> None:
     if opt.paths < 1:
         raise ValueError(
             f"introspective attention needs at least one path, not {opt.paths}: use model.introspective.paths=3"

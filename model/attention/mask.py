@@ -43,7 +43,7 @@ class Mask:
         return self.causal and self.window is None and self.documents is None and self.keys is None
 
     @property
-    def empty(self) -> bool:
+    def sees_everything(self) -> bool:
         """Everything sees everything."""
         return not self.causal and self.window is None and self.documents is None and self.keys is None
 

@@ -50,7 +50,7 @@ def probe(model: nn.Module, rows: Tensor) -> Iterator[Maps]:
 
 
 Visit = Callable[[int, Tensor, Tensor], Tensor | None]  # (layer, logits, see) -> other logits, or None to keep them
-hand_out: Callable[[Tensor, Tensor], Tensor] | None = None  # reference.weights asks here; None costs nothing
+logits_visitor: Callable[[Tensor, Tensor], Tensor] | None = None  # reference.weights asks here; None costs nothing
 
 
 @contextmanager
@@ -63,7 +63,7 @@ def visit_logits(model: nn.Module, visit: Visit) -> Iterator[None]:
     Inside, all attention runs as the N x N formulas, whatever its backend: memory grows as T x S. Uncompiled models only;
     not inside a probe.
     """
-    global hand_out
+    global logits_visitor
     _refuse_nesting()
     layer = 0
 
@@ -79,17 +79,17 @@ def visit_logits(model: nn.Module, visit: Visit) -> Iterator[None]:
         return logits if changed is None else changed
 
     hooks = [block.attention.register_forward_pre_hook(enter(i)) for i, block in enumerate(model.blocks)]
-    hand_out = hand
+    logits_visitor = hand
     try:
         yield
     finally:
-        hand_out = None
+        logits_visitor = None
         for hook in hooks:
             hook.remove()
 
 
 def _refuse_nesting() -> None:
-    if active is not None or hand_out is not None:
+    if active is not None or logits_visitor is not None:
         raise ValueError("a probe is already active: leave it before starting another")
 
 

@@ -17,8 +17,8 @@ def weights(q: Tensor, k: Tensor, see: Tensor) -> Tensor:
     """
     scores = (q @ k.mT) * q.shape[-1] ** -0.5
     scores = scores if scores.dtype == torch.float64 else scores.float()
-    if probe.hand_out is not None:
-        scores = probe.hand_out(scores, see)
+    if probe.logits_visitor is not None:
+        scores = probe.logits_visitor(scores, see)
     blind = ~see.any(-1, keepdim=True)
     # A blind row looks everywhere and is zeroed afterwards: softmax over nothing is NaN, and so is its gradient.
     return scores.masked_fill(~(see | blind), float("-inf")).softmax(-1).masked_fill(blind, 0.0)

@@ -5,23 +5,11 @@ import random
 from pathlib import Path
 
 import pytest
+import yaml
 
-from eval.ablation import (
-    DIVERGED,
-    Arm,
-    SpikeConfig,
-    colours,
-    compare,
-    draw_all,
-    fit_rows,
-    fit_sizes,
-    markdown,
-    noise_floor,
-    notes,
-    read_run,
-    refuse_other_text,
-    table,
-)
+from eval.report.grid import Comparison, draw_ablation, fit_rows
+from eval.report.runs import DIVERGED, Arm, give_colours, read_run, refuse_other_settings
+from eval.report.tables import markdown
 
 METRICS = {"valid": "perplexity.loss", "AR-Hit": "perplexity.recall.hit.loss", "spikes": "train.spikes"}
 PNG = b"\x89PNG"
@@ -30,6 +18,13 @@ PNG = b"\x89PNG"
 def write_run(folder: Path, loss: float, diverged: bool = False) -> Path:
     """What train.py and eval.perplexity leave of a run of 40 steps."""
     (folder / "eval").mkdir(parents=True)
+    config = {
+        "model": {"layers": "b"},
+        "seed": int(folder.name.rsplit("-s", 1)[1]),
+        "steps": 40,
+        "data": {"name": "made-up"},
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
     lines = [{"step": 0, "tokens": 0, "machine": {"cpu": "made-up"}, "version": "abc"}]
     for step in range(1, 41):
         spike = 3.0 if step == 30 else 0.0
@@ -74,108 +69,128 @@ def make_arms(
             arm = Arm(full, name, point, None if name == first else reference, name, [], facts | {"params_off": 0.0})
             for seed, base in enumerate(shared, 1):
                 folder = write_run(tmp_path / f"{full}-s{seed}", base + difference + draw.gauss(0, 0.001))
-                arm.runs.append(read_run(folder, seed, METRICS, SpikeConfig()))
+                arm.runs.append(read_run(folder))
             arms.append(arm)
-    compare(arms, list(METRICS))
     return arms
 
 
+def as_json(folder: Path, metrics: dict[str, str] = METRICS) -> dict:
+    """What results.json says of a single run."""
+    facts = {"params_off": None, "params_non_embedding": 1, "flops_per_token": 1}
+    (arm,) = Comparison([Arm("a", "a", runs=[read_run(folder)], facts=facts)], metrics).as_json()
+    return arm["runs"][0]
+
+
 def test_a_run_is_read_whole(tmp_path: Path) -> None:
-    record = read_run(write_run(tmp_path / "a-s3", 2.0), 3, METRICS | {"last": "train.val_loss"}, SpikeConfig())
-    assert record.values == {"valid": 2.0, "AR-Hit": None, "spikes": 1, "last": 2.1}
-    assert record.curve == [(640, 5.0, 2.4), (1280, 10.0, 2.2), (1920, 15.0, 2.0 + 4 / 30), (2560, 20.0, 2.1)]
-    assert len(record.losses) == 40 and record.losses[0] == (1, 6.0)
-    assert (record.seconds, record.tokens_per_s, record.version) == (20.0, 128.0, "abc")
+    record = as_json(write_run(tmp_path / "a-s3", 2.0), METRICS | {"last": "train.val_loss"})
+    assert record["seed"] == 3 and record["values"] == {"valid": 2.0, "AR-Hit": None, "spikes": 1, "last": 2.1}
+    assert record["curve"] == [(640, 5.0, 2.4), (1280, 10.0, 2.2), (1920, 15.0, 2.0 + 4 / 30), (2560, 20.0, 2.1)]
+    assert len(record["losses"]) == 40 and record["losses"][0] == (1, 6.0)
+    assert (record["seconds"], record["tokens_per_s"], record["version"]) == (20.0, 128.0, "abc")
 
 
 def test_a_metric_may_name_a_row_of_a_list(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a-s1", 2.0)
     rows = [{"bits": 8, "loss_change": 0.1}, {"bits": 4, "loss_change": 0.4}]
     (folder / "eval" / "quantization.json").write_text(json.dumps({"results": {"bits": rows}}))
-    paths = {f"{bits}-bit": f"quantization.bits.{bits}.loss_change" for bits in (8, 4, 2)}
-    assert read_run(folder, 1, paths, SpikeConfig()).values == {"8-bit": 0.1, "4-bit": 0.4, "2-bit": None}
+    run = read_run(folder)
+    assert [run.value(f"quantization.bits.{bits}.loss_change") for bits in (8, 4, 2)] == [0.1, 0.4, None]
 
 
 def test_a_diverged_run_has_spikes_but_no_losses(tmp_path: Path) -> None:
-    record = read_run(write_run(tmp_path / "a-s1", 2.0, diverged=True), 1, METRICS, SpikeConfig())
-    assert record.values == {"valid": None, "AR-Hit": None, "spikes": 1}
-    assert record.diverged == "the loss is nan at step 41"
+    record = as_json(write_run(tmp_path / "a-s1", 2.0, diverged=True), METRICS | {"last": "train.val_loss"})
+    assert record["values"] == {"valid": None, "AR-Hit": None, "spikes": 1, "last": None}
+    assert record["diverged"] == "the loss is nan at step 41"
 
 
 def test_a_planted_difference_is_found_and_an_absent_one_is_not(tmp_path: Path) -> None:
-    arms = make_arms(tmp_path, {"baseline": 0.0, "better": -0.02, "same": 0.0})
-    baseline, better, same = (arm.metrics["valid"] for arm in arms)
-    assert baseline.difference is None and baseline.sd > 0.02  # the seeds differ by far more than the arms
-    assert better.difference.mean == pytest.approx(-0.02, abs=0.003) and better.p_holm < 0.01
-    assert same.difference.low < 0 < same.difference.high and same.p_holm > 0.05
-    assert better.p_holm == pytest.approx(2 * better.difference.p)
-    floor = noise_floor(arms, "valid")
+    found = Comparison(make_arms(tmp_path, {"baseline": 0.0, "better": -0.02, "same": 0.0}), METRICS)
+    baseline, better, same = (arm["metrics"]["valid"] for arm in found.as_json())
+    assert baseline["difference"] is None and baseline["sd"] > 0.02  # the seeds differ by far more than the arms
+    assert better["difference"]["mean"] == pytest.approx(-0.02, abs=0.003) and better["p_holm"] < 0.01
+    assert same["difference"]["low"] < 0 < same["difference"]["high"] and same["p_holm"] > 0.05
+    assert better["p_holm"] == pytest.approx(2 * better["difference"]["p"])
+    floor = found.noise_floor("valid")
     assert floor["sd"] > 10 * floor["sd_of_differences"] and 0.0005 < floor["smallest_detectable"] < 0.01
 
 
 def test_only_seeds_that_both_arms_have_are_compared(tmp_path: Path) -> None:
     arms = make_arms(tmp_path, {"baseline": 0.0, "diff": -0.02})
-    arms[1].runs[0].values["valid"] = None
-    arms[0].runs[3].values["valid"] = None
-    compare(arms, list(METRICS))
-    assert arms[1].metrics["valid"].n == 3 and arms[1].metrics["valid"].difference.n == 2
+    arms[1].runs[0].evals.clear()
+    arms[0].runs[3].evals.clear()
+    summary = Comparison(arms, METRICS).as_json()[1]["metrics"]["valid"]
+    assert summary["n"] == 3 and summary["difference"]["n"] == 2
 
 
 def test_the_table(tmp_path: Path) -> None:
     arms = make_arms(tmp_path, {"baseline": 0.0, "diff": -0.02})
     arms[1].runs[3].diverged = "the loss is nan at step 9"
-    header, *rows = table(arms, list(METRICS))
+    found = Comparison(arms, METRICS)
+    header, *rows = found.table()
     assert "AR-Hit" not in header  # measured by nobody
     cells = dict(zip(header, rows[1], strict=True))
-    assert cells["arm"] == "diff" and cells["n"] == "4" and cells["diverged"] == "1" and cells["parameters"] == "100k"
-    assert (
-        cells["valid"].startswith("3.9")
-        and " ± 0." in cells["valid"]
-        and cells["difference (valid)"].startswith("-0.0")
-    )
-    assert " to -" in cells["95 % interval"] and cells["p, sign flips"] == "0.125"
+    assert cells["arm"] == "diff" and cells["n"] == "3" and cells["diverged"] == "1" and cells["parameters"] == "100k"
+    assert cells["valid"].startswith("3.9") and " ± 0." in cells["valid"]
+    assert cells["difference (valid)"].startswith("-0.0")
+    assert " to -" in cells["95 % interval"] and cells["p, sign flips"] == "0.250"
     assert dict(zip(header, rows[0], strict=True))["p"] == ""
     assert markdown([header, *rows]).count("\n") == 4 and all(len(row) == len(header) for row in rows)
-    text = " ".join(notes(arms, "valid", [1, 2, 3, 4], epochs=1.5))
+    text = " ".join(found.notes([1, 2, 3, 4], epochs=1.5))
     assert "smallest detectable difference" in text and "read more than once" in text and "Not matched" not in text
     arms[1].facts["params_off"] = 0.02
-    assert "diff (+2.0%)" in " ".join(notes(arms, "valid", [1], epochs=0.5))
+    assert "diff (+2.0%)" in " ".join(Comparison(arms, METRICS).notes([1], epochs=0.5))
+
+
+def test_several_metrics_can_be_compared(tmp_path: Path) -> None:
+    arms = make_arms(tmp_path, {"baseline": 0.0, "diff": -0.02})
+    found = Comparison(arms, METRICS | {"last": "train.val_loss"}, compared=("valid", "last"))
+    header, _, row = found.table()
+    cells = dict(zip(header, row, strict=True))
+    assert float(cells["difference (last)"]) == pytest.approx(float(cells["difference (valid)"]), abs=1e-4)
+    assert " to -" in cells["95 % (last)"] and cells["p, Holm (last)"] == cells["p, Holm"]
+    assert {path.name for path in draw_ablation(tmp_path / "figures", found, None)} == {"loss.png", "difference.png"}
+    with pytest.raises(ValueError, match="use valid, AR-Hit, spikes"):
+        Comparison(arms, METRICS, compared=("nothing",))
 
 
 def test_one_seed_gives_a_table_without_claims(tmp_path: Path) -> None:
-    arms = make_arms(tmp_path, {"baseline": 0.0, "diff": -0.02}, seeds=1)
-    header, _, row = table(arms, list(METRICS))
+    found = Comparison(make_arms(tmp_path, {"baseline": 0.0, "diff": -0.02}, seeds=1), METRICS)
+    header, _, row = found.table()
     cells = dict(zip(header, row, strict=True))
     assert cells["n"] == "1" and cells["p"] == cells["95 % interval"] == cells["detectable"] == ""
-    draw_all(tmp_path / "figures", arms, list(METRICS), None)
+    draw_ablation(tmp_path / "figures", found, None)
 
 
 def test_a_grid_compares_within_its_points_and_is_fitted(tmp_path: Path) -> None:
     arms = make_arms(tmp_path, {"baseline": 0.0, "diff": -0.02}, points=("small", "middle", "large"))
     assert [arm.reference for arm in arms] == [None, "baseline-small", None, "baseline-middle", None, "baseline-large"]
-    fits = fit_sizes(arms, "valid")
+    found = Comparison(arms, METRICS)
+    fits = found.fit_sizes("valid")
     assert fits["baseline"]["size_ratio"]["mean"] == pytest.approx(1.0)
     exponent, ratio = fits["diff"]["exponent"], fits["diff"]["size_ratio"]
     assert exponent["low"] < exponent["mean"] < exponent["high"] and exponent["n"] == 4
     assert ratio["high"] < 1  # a lower loss everywhere: fewer parameters for the same
     rows = fit_rows(fits)
     assert [row[0] for row in rows] == ["arm", "baseline", "diff"] and all(len(row) == len(rows[0]) for row in rows)
-    paths = draw_all(tmp_path / "figures", arms, list(METRICS), fits)
+    paths = draw_ablation(tmp_path / "figures", found, fits)
     assert {path.name for path in paths} == {"loss.png", "difference.png", "grid_valid.png", "grid_spikes.png"}
     assert all(path.read_bytes().startswith(PNG) for path in paths)
 
 
 def test_arms_are_told_apart(tmp_path: Path) -> None:
-    arms = make_arms(tmp_path, {"baseline": 0.0, "diff": -0.02, "gated": 0.0})
-    assert colours(arms) == {"baseline": "#0072B2", "diff": "#D55E00", "gated": "#E69F00"}
+    arms = make_arms(tmp_path, {"baseline": 0.0, "diff": -0.02, "gated": 0.0}, points=("small", "large"))
+    give_colours(arms)
+    assert [arm.colour for arm in arms] == ["#0072B2", "#D55E00", "#E69F00"] * 2
+    assert [arm.line for arm in arms] == ["-"] * 3 + ["--"] * 3
     for arm in arms:
         arm.variant = "diff"
-    assert len(set(colours(arms).values())) == 3
+    give_colours(arms)
+    assert len({arm.colour for arm in arms}) == 3 and arms[0].colour == "#D55E00"
 
 
 def test_losses_on_different_text_are_refused(tmp_path: Path) -> None:
-    runs = [write_run(tmp_path / name, 2.0) for name in ("a", "b")]
-    refuse_other_text(runs)
-    (runs[1] / "eval" / "perplexity.json").write_text('{"results": {"loss": 2.0, "sha256": "0f"}}')
-    with pytest.raises(ValueError, match="evaluated on different text: delete"):
-        refuse_other_text(runs)
+    folders = [write_run(tmp_path / name, 2.0) for name in ("a-s1", "a-s2")]
+    refuse_other_settings([read_run(folder) for folder in folders], "perplexity")
+    (folders[1] / "eval" / "perplexity.json").write_text('{"results": {"loss": 2.0, "sha256": "0f"}}')
+    with pytest.raises(ValueError, match="on different text or settings: repeat both .*delete eval/perplexity.json"):
+        refuse_other_settings([read_run(folder) for folder in folders], "perplexity")

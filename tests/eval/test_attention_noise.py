@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from data.retrieval import Query
 from eval import attention_noise as an
+from eval.needles import Query
 from model.attention.probe import probe
 from model.config import DecoderConfig
 from model.decoder import Decoder
@@ -46,6 +46,11 @@ def test_maps_are_averaged_before_they_are_normalised():
     assert results["noise"]["signed"]["0.5"] == pytest.approx(0.25)
     assert results["absolute"]["mean"]["noise"] == pytest.approx(0.35)
     assert results["per_layer_head"]["signed"]["0.5"]["after"] == [[0.1], [-0.1]]
+    other = results["signed_per_layer"]  # each layer by its own sum: 1 and 0.2
+    assert other.keys() == results["signed"].keys() and other["mean"].keys() == results["signed"]["mean"].keys()
+    assert other["depths"]["0.5"]["answer"] == pytest.approx((0.1 + 1.5) / 2)
+    assert other["mean"]["noise"] == pytest.approx((0.2 + 0.5 + 0.1 - 0.5) / 2)
+    assert sum(other["depths"]["0.5"].values()) == pytest.approx(1)
 
 
 @pytest.mark.parametrize("layers", ["b", "d", "i"])

@@ -3,11 +3,13 @@
 import json
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from eval import harness
-from eval.harness import RunLM, before_any, generate, rolling_windows, score
+from eval.harness import RunLM, before_any, log_likelihoods, rolling_windows
+from eval.scoring import continue_greedily
 from model.config import DecoderConfig
 from model.decoder import Decoder
 
@@ -38,12 +40,11 @@ def lm(tokenizer, layers: str = "b", batch: int = 3, length: int | None = None, 
 
 
 @torch.inference_mode()
-def directly(model: Decoder, inputs: list[int], targets: list[int]) -> tuple[float, bool]:
-    """Log-probability and greedy flag, one token at a time: the sum of log p(target | all inputs up to it)."""
+def directly(model: Decoder, context: list[int], continuation: list[int]) -> tuple[float, bool]:
+    """Log-probability and greedy flag, one token at a time: the sum of log p(token | all tokens before it)."""
     total, greedy = 0.0, True
-    for i, target in enumerate(targets):
-        seen = inputs[: len(inputs) - len(targets) + i + 1]
-        last = model(torch.tensor([seen]))[0, -1].double()
+    for i, target in enumerate(continuation):
+        last = model(torch.tensor([[*context, *continuation[:i]]]))[0, -1].double()
         total += (last[target] - last.logsumexp(0)).item()
         greedy &= last.argmax().item() == target
     return total, greedy
@@ -54,38 +55,38 @@ def test_scores_are_those_of_each_row_alone(layers):
     model = decoder(layers)
     continued = model.generate(torch.tensor([[256, 72, 105]]), 4)[0].tolist()
     rows = [
-        ([256, 3, 5, 8, 9], [8, 9, 4]),
+        ([256, 3, 5], [8, 9, 4]),
         ([256], [7]),
-        (continued[:-1], continued[3:]),  # the greedy one
-        (continued[:-1], [*continued[3:-1], (continued[-1] + 1) % 257]),  # greedy but for the last token
-        (list(range(30, 50)), list(range(31, 51))),
+        (continued[:3], continued[3:]),  # the greedy one
+        (continued[:3], [*continued[3:-1], (continued[-1] + 1) % 257]),  # greedy but for the last token
+        ([30], list(range(31, 51))),
     ]
     for batch in (1, 2, 5):
-        for (logprob, greedy), row in zip(score(model, rows, batch), rows, strict=True):
+        for (logprob, greedy), row in zip(log_likelihoods(model, rows, batch), rows, strict=True):
             wanted, flag = directly(model, *row)
             assert logprob == pytest.approx(wanted, abs=EXACT) and greedy == flag
-    assert [flag for _, flag in score(model, rows, 2)][2:4] == [True, False]
-    assert score(model, [([256, 1], [])], 1) == [(0.0, True)]
+    assert [flag for _, flag in log_likelihoods(model, rows, 2)][2:4] == [True, False]
+    assert log_likelihoods(model, [([256, 1], [])], 1) == [(0.0, True)] and log_likelihoods(model, [], 1) == []
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 5, 6, 7, 12, 13, 29])
 def test_rolling_windows_predict_each_token_once_with_the_fullest_context(tokens):
     text, length = list(range(100, 100 + tokens)), 6
     windows = rolling_windows(text, prefix=9, length=length)
-    assert [token for _, targets in windows for token in targets] == text
+    assert [token for _, continuation in windows for token in continuation] == text
     whole = [9, *text]
-    for inputs, targets in windows:
-        stop = whole.index(targets[-1])  # inputs end right before the last target
-        assert inputs == whole[max(0, stop - length) : stop] and len(targets) <= len(inputs)
+    for context, continuation in windows:
+        stop = whole.index(continuation[-1])  # the last token is predicted, but not fed
+        assert [*context, *continuation[:-1]] == whole[max(0, stop - length) : stop] and context
 
 
 def test_rolling_windows_are_lm_evals():
     needs_lm_eval()
-    from lm_eval.utils import get_rolling_token_windows
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
     for tokens in range(1, 40):
         theirs = get_rolling_token_windows(list(range(tokens)), prefix_token=99, max_seq_len=7, context_len=1)
-        assert rolling_windows(list(range(tokens)), 99, 7) == list(theirs)
+        assert rolling_windows(list(range(tokens)), 99, 7) == list(map(make_disjoint_window, theirs))
 
 
 @pytest.mark.parametrize("layers", ["b", "d"])
@@ -108,10 +109,10 @@ def test_loglikelihood_of_texts(tokenizer):
     ]
     found = model.loglikelihood(requests(*pairs))
     for (context, continuation), (logprob, greedy) in zip(pairs, found, strict=True):
-        inputs = [tokenizer.eot, *tokenizer.encode(context + continuation)][-25:-1]
         # A space that ends the context belongs to the continuation: lm-eval's rule.
         targets = tokenizer.encode(" b" if context == "a " else continuation)
-        assert (logprob, greedy) == (pytest.approx(directly(model.run.model, inputs, targets)[0], abs=EXACT), False)
+        read = [tokenizer.eot, *tokenizer.encode(context + continuation)][-25 : -len(targets)]
+        assert (logprob, greedy) == (pytest.approx(directly(model.run.model, read, targets)[0], abs=EXACT), False)
     assert model.truncated == 1
     with pytest.raises(ValueError, match="exceeds length=24: "):
         model.loglikelihood(requests(("x", "a continuation of more than 24 bytes")))
@@ -142,7 +143,8 @@ class Speller(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.cfg, self.positions, self.start = SimpleNamespace(context=40, vocab_size=257), None, 0
+        self.cfg = SimpleNamespace(context=40, vocab_size=257, n_layer=1, d_model=1, d_ff=1)
+        self.positions, self.start = None, 0
 
     def forward(self, tokens, cache=None, keys=None, rows=None):
         new = cache.length - self.start + 1 if cache.length else 0
@@ -168,8 +170,9 @@ def test_decoding_stops_before_the_first_stop_string(tokenizer):
 
 def test_generation_ends_with_the_last_prompt(tokenizer):
     model = Speller()
-    lengths = [len(new) for new in generate(model, [[1, 2], [3]], 20, lambda new: new[-1] == ord("."))]
-    assert lengths == [4, 4]
+    prompts = [np.array([1, 2]), np.array([3])]
+    written = continue_greedily(model, prompts, 20, batch=2, stopped=lambda new: new[-1] == ord("."))
+    assert [len(new) for new in written] == [4, 4]
 
 
 def test_sampling_and_lengths_that_cannot_be_are_refused(tokenizer):
@@ -256,11 +259,11 @@ def test_the_command_runs_task_files(tasks, call, capsys):
     for document in DOCUMENTS:
         context = [loaded.tokenizer.eot, *encode(document["question"])]
         options = [[*context, *encode(f" {choice}")] for choice in document["choices"]]
-        scores = [directly(loaded.model, text[:-1], text[len(context) :])[0] for text in options]
+        scores = [directly(loaded.model, context, text[len(context) :])[0] for text in options]
         right += scores.index(max(scores)) == document["answer"]
     assert choice["acc"] == pytest.approx(right / 3) and choice["samples"] == 3
     texts = [document["question"] for document in DOCUMENTS]
-    nats = [directly(loaded.model, [loaded.tokenizer.eot, *encode(t)][:-1], encode(t))[0] for t in texts]
+    nats = [directly(loaded.model, [loaded.tokenizer.eot], encode(t))[0] for t in texts]
     bits = -sum(nats) / torch.log(torch.tensor(2.0)).item() / sum(map(len, texts))
     assert rolling["bits_per_byte"] == pytest.approx(bits, rel=1e-4)
     assert decoding["exact_match"] == pytest.approx(1 / 3)

@@ -1,4 +1,4 @@
-"""eval/icl.py: its scores against plain forward passes, its episodes, its accuracies for a model that knows, its files."""
+"""eval/icl.py: its episodes, its accuracies for a model that knows the answers, its files."""
 
 import json
 import math
@@ -8,13 +8,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 
 from data.retrieval import EVAL_EVERY
-from eval import icl
-from eval.icl import Episode, Example, IclConfig, Job
-from model.decoder import Decoder
-from tests.variants import VARIANTS, randomized
+from eval import icl, icl_tasks
+from eval.icl_tasks import Episode, Example, IclConfig
 
 TREC = "DESC:manner How do bees fly ?\nNUM:date When was tea first sold ?\nHUM:ind Who is he ?\nNUM:count How many ?\n"
 BANKING = 'text,category\nWhere is my card?,card_arrival\n"My card, is it\nlost?",lost_card\nOne more top up,top_up\n'
@@ -25,57 +22,10 @@ CLINC = {
 }
 
 
-def jobs() -> list[Job]:
-    rng = np.random.default_rng(0)
-
-    def draw(n: int) -> list[int]:
-        return rng.integers(1, 50, n).tolist()
-
-    labels = [draw(n) for n in (1, 3, 2)]
-    return [
-        Job([0, *draw(9)], [draw(2), draw(4), draw(2)], labels),
-        Job([0, *draw(5)], [draw(3)], labels),
-        Job([0, *draw(9)], [draw(2), draw(1)], [draw(1), draw(1)]),
-    ]
-
-
-def plainly(model: Decoder, job: Job) -> np.ndarray:
-    """One forward pass for each question and label."""
-    table = np.zeros((len(job.questions), len(job.labels)))
-    for q, question in enumerate(job.questions):
-        for c, label in enumerate(job.labels):
-            start = len(job.prefix) + len(question)
-            logits = model(torch.tensor([[*job.prefix, *question, *label]]))[0].float().log_softmax(-1)
-            table[q, c] = sum(logits[start + i - 1, token].item() for i, token in enumerate(label))
-    return table
-
-
-@pytest.mark.parametrize("batch", [1, 32])
-@pytest.mark.parametrize("name", [*VARIANTS, "documents"])
-@torch.inference_mode()
-def test_scores_are_those_of_plain_forward_passes(name, batch):
-    changes = {"document_mask": True, "eot": 0} if name == "documents" else {}
-    model = randomized("baseline" if name == "documents" else name, **changes).eval()
-    finished = []
-    scores = icl.label_logprobs(model, jobs(), batch, finished.append)
-    for job, table in zip(jobs(), scores, strict=True):
-        assert table == pytest.approx(plainly(model, job), abs=1e-4)  # float32 log-probabilities of up to 3 tokens
-    assert sum(finished) == 3
-
-
-@torch.inference_mode()
-def test_no_logits_of_a_prefix_are_computed():
-    model = randomized("diff").eval()
-    shapes = []
-    model.head.register_forward_hook(lambda module, inputs, output: shapes.append(tuple(output.shape)))
-    icl.label_logprobs(model, [Job([0] * 12, [[1, 2]] * 3, [[4, 5, 6], [7]])], batch=32)
-    assert shapes == [(1, 1, 50), (3, 1, 50), (6, 2, 50)]  # prefix, questions, all labels but their last tokens
-
-
 def test_arrangements_keep_the_examples_and_order_the_classes():
     examples = [Example(f"{label}{i}", label) for label, count in (("a", 4), ("b", 4), ("c", 2)) for i in range(count)]
-    for how in icl.ARRANGEMENTS:
-        drawn = [icl.arrange(examples, how, np.random.default_rng(seed)) for seed in range(40)]
+    for how in icl_tasks.ARRANGEMENTS:
+        drawn = [icl_tasks.arrange(examples, how, np.random.default_rng(seed)) for seed in range(40)]
         assert all(Counter(order) == Counter(examples) for order in drawn)
         assert len({tuple(order) for order in drawn}) > 30
         labels = ["".join(example.label for example in order) for order in drawn]
@@ -85,14 +35,14 @@ def test_arrangements_keep_the_examples_and_order_the_classes():
             }
         if how == "alternating":
             assert all(len(set(text[:3])) == 3 and text[3:6] == text[:3] and text[6:8] == text[8:] for text in labels)
-    assert icl.arrange(examples, "random", np.random.default_rng(1)) == icl.arrange(
+    assert icl_tasks.arrange(examples, "random", np.random.default_rng(1)) == icl_tasks.arrange(
         examples, "random", np.random.default_rng(1)
     )
 
 
 def test_synthetic_episodes():
-    cfg, task = IclConfig(classes=3, words=4), icl.load_task(IclConfig())
-    episodes = [icl.draw_episode(task, cfg, i, 30, 4) for i in range(20)]
+    cfg, task = IclConfig(classes=3, words=4), icl_tasks.load_task(IclConfig())
+    episodes = [icl_tasks.draw_episode(task, cfg, i, 30, 4) for i in range(20)]
     for episode in episodes:
         assert len(set(episode.labels)) == 3
         assert all((int(n) * 2654435761 % 2**32 >> 16) % EVAL_EVERY == 0 for n in episode.labels)  # not in training
@@ -102,30 +52,30 @@ def test_synthetic_episodes():
         assert {e.text for e in episode.demonstrations[:12]} == {e.text for e in episode.questions}
         assert set(Counter(e.text for e in episode.demonstrations).values()) == {2, 3}
         kinds = {label: {e.text for e in episode.questions if e.label == label} for label in episode.labels}
-        assert all(any(words <= set(kind.split()) for kind in icl.WORDS.values()) for words in kinds.values())
+        assert all(any(words <= set(kind.split()) for kind in icl_tasks.WORDS.values()) for words in kinds.values())
     assert len({tuple(episode.labels) for episode in episodes}) == 20
-    fewer = icl.draw_episode(task, cfg, 7, 5, 4)
+    fewer = icl_tasks.draw_episode(task, cfg, 7, 5, 4)
     assert fewer.demonstrations == episodes[7].demonstrations[:5] and fewer.questions == episodes[7].questions
 
 
 def test_words_are_of_one_class_only():
-    words = [word for kind in icl.WORDS.values() for word in kind.split()]
+    words = [word for kind in icl_tasks.WORDS.values() for word in kind.split()]
     assert len(words) == len(set(words))
 
 
 def oracle(tokenizer, right: float = 1.0):  # noqa: ANN001, ANN201
     """Scores for a model that looks the question up in the prompt, and finds all labels alike where it is not there."""
 
-    def score(model, jobs, batch, done):  # noqa: ANN001, ANN202
+    def score_jobs(model, jobs, batch, done):  # noqa: ANN001, ANN202
         tables = []
         for job in jobs:
-            prompt, labels = tokenizer.decode(job.prefix[1:]), [tokenizer.decode(label) for label in job.labels]
+            prompt, labels = tokenizer.decode(job.prefix[1:]), [tokenizer.decode(ids) for ids in job.continuations]
             asked = [tokenizer.decode(question) for question in job.questions]
             tables.append(np.array([[right * (question + label in prompt) for label in labels] for question in asked]))
             done(1)
-        return tables
+        return [], tables
 
-    return score
+    return score_jobs
 
 
 @pytest.fixture
@@ -135,9 +85,9 @@ def run(tokenizer) -> SimpleNamespace:
 
 
 def test_a_model_that_recalls(run, monkeypatch):
-    monkeypatch.setattr(icl, "label_logprobs", oracle(run.tokenizer))
+    monkeypatch.setattr(icl, "score_jobs", oracle(run.tokenizer))
     cfg = IclConfig(shots=[2, 8, 16], episodes=6, orders=4)
-    results = icl.evaluate(run, icl.load_task(cfg), cfg)
+    results = icl.evaluate(run, icl_tasks.load_task(cfg), cfg)
     assert [row["accuracy"] for row in results["shots"]] == pytest.approx(
         [0.25, 1.0, 1.0]
     )  # 2 of 8 words; a tie is wrong
@@ -147,13 +97,15 @@ def test_a_model_that_recalls(run, monkeypatch):
     assert results["chance"] == 0.25 and results["accuracy"] == 1.0
     assert results["shots"][2]["label_loss"] == pytest.approx(math.log(math.e + 3) - 1)
     assert results["order"]["shots"] == 16
-    assert all(results["order"][how]["margin"] == 0 and results["order"][how]["best"] == 1 for how in icl.ARRANGEMENTS)
+    assert all(
+        results["order"][how]["margin"] == 0 and results["order"][how]["best"] == 1 for how in icl_tasks.ARRANGEMENTS
+    )
 
 
 def test_its_opposite(run, monkeypatch):
-    monkeypatch.setattr(icl, "label_logprobs", oracle(run.tokenizer, right=-1.0))
+    monkeypatch.setattr(icl, "score_jobs", oracle(run.tokenizer, right=-1.0))
     cfg = IclConfig(shots=[8], episodes=3, orders=0)
-    results = icl.evaluate(run, icl.load_task(cfg), cfg)
+    results = icl.evaluate(run, icl_tasks.load_task(cfg), cfg)
     assert results["accuracy"] == 0.0 and results["order"] is None
     assert results["shots"][0]["label_loss"] > math.log(4)
 
@@ -162,10 +114,10 @@ def test_margins_are_best_minus_worst_within_an_episode():
     episode = Episode([Example("x", "1"), Example("y", "0")], [Example("x", "1"), Example("y", "0")], ["0", "1"])
     none, half, both = np.array([[1, 0], [0, 1]]), np.array([[0, 1], [0, 1]]), np.array([[0, 1], [1, 0]])
     tables = {"random": [both, half, none, half], "alternating": [half] * 4, "grouped": [none, half, both, both]}
-    orders = [(i // 2, how, episode.demonstrations, episode) for how in icl.ARRANGEMENTS for i in range(4)]
-    scores = [table for how in icl.ARRANGEMENTS for table in tables[how]]
+    orders = [(i // 2, how, episode.demonstrations, episode) for how in icl_tasks.ARRANGEMENTS for i in range(4)]
+    scores = [table for how in icl_tasks.ARRANGEMENTS for table in tables[how]]
     summary = icl.order_summary(orders, scores, IclConfig(orders=2))
-    assert [summary[how]["margin"] for how in icl.ARRANGEMENTS] == [0.5, 0.0, 0.25]
+    assert [summary[how]["margin"] for how in icl_tasks.ARRANGEMENTS] == [0.5, 0.0, 0.25]
     assert summary["random"] == {"margin": 0.5, "se": 0.0, "best": 0.75, "worst": 0.25, "mean": 0.5}
     assert summary["grouped"]["se"] == pytest.approx(0.25)
 
@@ -178,14 +130,14 @@ def test_guessing_margin_is_that_of_a_simulation():
 
 
 def test_shots_are_those_that_fit(tokenizer):
-    task = icl.load_task(IclConfig())
-    episodes = [icl.draw_episode(task, IclConfig(), i, 40, 4) for i in range(5)]
+    task = icl_tasks.load_task(IclConfig())
+    episodes = [icl_tasks.draw_episode(task, IclConfig(), i, 40, 4) for i in range(5)]
     writer = icl.Writer(task, tokenizer)
     shots = icl.fitting_shots(writer, episodes, 320)
 
     def longest(n: int) -> int:
         made = [writer.job(episode.demonstrations[:n], episode) for episode in episodes]
-        return max(len(job.prefix) + max(map(len, job.questions)) + max(map(len, job.labels)) for job in made)
+        return max(len(job.prefix) + max(map(len, job.questions)) + max(map(len, job.continuations)) for job in made)
 
     assert longest(shots[-1]) <= 320 < longest(shots[-1] + 1)
     assert shots[:-1] == [2**i for i in range(len(shots) - 1)]
@@ -205,47 +157,47 @@ def files(tmp_path: Path) -> dict[str, Path]:
 
 
 def test_formats_are_found_and_read(files):
-    trec = icl.load_task(IclConfig(examples=str(files["trec.label"])))
+    trec = icl_tasks.load_task(IclConfig(examples=str(files["trec.label"])))
     examples = {e.text: e.label for e in (*trec.demonstrations, *trec.questions)}
     assert trec.name == "trec" and len(examples) == 4 and len(trec.questions) == 1
     assert examples["How do bees fly ?"] == "description" and examples["How many ?"] == "number"
-    fine, _ = icl.read_examples(files["trec.label"], "trec_fine")
+    fine, _ = icl_tasks.read_examples(files["trec.label"], "trec_fine")
     assert [e.label for e in fine] == ["description manner", "number date", "human ind", "number count"]
-    bank, _ = icl.read_examples(files["bank.csv"], icl.detect(files["bank.csv"]))
+    bank, _ = icl_tasks.read_examples(files["bank.csv"], icl_tasks.detect(files["bank.csv"]))
     assert bank[1] == Example("My card, is it lost?", "lost card") and len(bank) == 3
-    clinc = icl.load_task(IclConfig(examples=str(files["clinc.json"])))
+    clinc = icl_tasks.load_task(IclConfig(examples=str(files["clinc.json"])))
     assert len(clinc.demonstrations) == 3 and clinc.questions == [Example("ring the bank", "call bank")]
 
 
 def test_latin1_is_read(tmp_path):
     (tmp_path / "t.label").write_bytes("LOC:city Where is Malmö ?\nHUM:ind Who is Zoë ?\n".encode("latin-1"))
-    assert icl.read_examples(tmp_path / "t.label", "trec")[0][0].text == "Where is Malmö ?"
+    assert icl_tasks.read_examples(tmp_path / "t.label", "trec")[0][0].text == "Where is Malmö ?"
 
 
 def test_questions_of_a_file_are_never_demonstrations(tmp_path):
     lines = [f"{label}:x question {i} about {label}" for i in range(30) for label in ("NUM", "LOC")]
     (tmp_path / "t.label").write_text("\n".join(lines))
     cfg = IclConfig(examples=str(tmp_path / "t.label"), queries=5)
-    task = icl.load_task(cfg)
+    task = icl_tasks.load_task(cfg)
     assert len(task.questions) == 12 and len(task.demonstrations) == 48
-    episodes = [icl.draw_episode(task, cfg, i, 48, 4) for i in range(4)]
+    episodes = [icl_tasks.draw_episode(task, cfg, i, 48, 4) for i in range(4)]
     for episode in episodes:
         assert not {e.text for e in episode.demonstrations} & {e.text for e in task.questions}
         assert len(episode.questions) == 5 and episode.labels == ["location", "number"]
         assert len({e.text for e in episode.demonstrations}) == 48
     assert episodes[0].demonstrations != episodes[1].demonstrations
     with pytest.raises(ValueError, match=r"shots=\[48\]"):
-        icl.draw_episode(task, cfg, 0, 49, 4)
+        icl_tasks.draw_episode(task, cfg, 0, 49, 4)
 
 
 def test_prompts_are_text_that_repeats_itself(tokenizer):
-    task = icl.Task("trec", *icl.TEMPLATES["trec"], [], [])
+    task = icl_tasks.Task("trec", *icl_tasks.TEMPLATES["trec"], [], [])
     episode = Episode([Example("Why ?", "description")], [Example("Who ?", "human")], ["description", "human"])
     job = icl.Writer(task, tokenizer).job(episode.demonstrations, episode)
     assert job.prefix[0] == tokenizer.eot
     assert tokenizer.decode(job.prefix[1:]) == "Question: Why ?\nType: description\n"
     assert [tokenizer.decode(q) for q in job.questions] == ["Question: Who ?\nType:"]
-    assert [tokenizer.decode(label) for label in job.labels] == [" description\n", " human\n"]
+    assert [tokenizer.decode(label) for label in job.continuations] == [" description\n", " human\n"]
 
 
 # Commands

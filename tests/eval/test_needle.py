@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from data.styles import STYLES
 from eval import needle
 from eval.common import wilson
+from eval.needle_styles import STYLES
 from model.config import DecoderConfig
 from model.decoder import Decoder
 from tests.conftest import assert_one_line_error, run_command
@@ -23,12 +23,14 @@ HAY = "Once there was a king. He lived in a small house. His dog was old, and it
 class Copier(nn.Module):
     """Predicts what followed when the last 12 tokens were last seen; `sign` -1 makes just that the least probable."""
 
+    stream, positions = Decoder.stream, None
+
     def __init__(self, vocab_size: int, context: int, sign: float = 1.0) -> None:
         super().__init__()
         self.cfg = SimpleNamespace(vocab_size=vocab_size, context=context, n_layer=1, d_model=1, d_ff=1)
         self.sign = sign
 
-    def forward(self, tokens, rows=None, cache=None):
+    def forward(self, tokens, rows=None, cache=None, keys=None):
         """As Decoder's: `rows` count the cached tokens, too."""
         start = cache.length if cache else 0
         logits = self.predict(cache.seen(tokens) if cache else tokens)  # (B, S, V)

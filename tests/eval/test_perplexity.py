@@ -1,5 +1,6 @@
 """eval/perplexity.py against models whose loss is known."""
 
+import gzip
 import json
 import math
 
@@ -13,6 +14,7 @@ from data.shards import write_shard
 from data.tokenizer import build_tokenizer
 from eval import perplexity
 from eval.common import TextTokens
+from eval.recall import ends_one_of, recall_hits
 from model.config import DecoderConfig
 from model.decoder import Decoder
 
@@ -64,60 +66,34 @@ def test_cumulative_loss_is_the_mean_up_to_each_position():
     assert results["cumulative"][-1] == pytest.approx(results["loss"])
 
 
-def slow_hits(windows: np.ndarray, n: int, frequent: tuple = ()) -> np.ndarray:
-    hits = np.zeros((len(windows), windows.shape[1] - 1), dtype=bool)
-    for row, window in zip(hits, windows.tolist(), strict=True):
-        seen = set()
-        for end in range(n - 1, len(window)):
-            ngram = tuple(window[end - n + 1 : end + 1])
-            row[end - 1] = ngram in seen and ngram not in frequent
-            seen.add(ngram)
-    return hits
-
-
-@pytest.mark.parametrize("n", (2, 3, 5))
-def test_recall_hits_end_an_ngram_seen_before(n):
-    assert perplexity.recall_hits(np.array([[1, 2, 3, 1, 2, 2, 2]]), 2, V).tolist() == [[0, 0, 0, 1, 0, 1]]
-    windows = np.random.default_rng(n).integers(0, 3, (6, 60))
-    windows[0, :] = 1
-    found = perplexity.recall_hits(windows, n, 4)
-    assert np.array_equal(found, slow_hits(windows, n)) and 0 < found.mean() < 1
-
-
-def test_ngrams_frequent_in_training_are_no_hits():
-    windows = np.random.default_rng(1).integers(0, 4, (5, 40))
-    parts = [TextTokens(np.random.default_rng(i).integers(0, 4, size)) for i, size in enumerate((3000, 1, 500))]
-    counts: dict[tuple[int, ...], int] = {}
-    for part in parts:
-        tokens = part.tokens.tolist()
-        for ngram in zip(tokens, tokens[1:], tokens[2:], strict=False):
-            counts[ngram] = counts.get(ngram, 0) + 1
-    most = sorted(counts.values())[len(counts) // 2]
-    frequent = perplexity.frequent_ngrams(parts, windows, 3, V, most)
-    expected = slow_hits(windows, 3, tuple(ngram for ngram, count in counts.items() if count > most))
-    found = perplexity.recall_hits(windows, 3, V, frequent)
-    assert np.array_equal(found, expected) and 0 < found.sum() < slow_hits(windows, 3).sum()
-
-
-def test_counting_in_parts_counts_every_ngram_once(monkeypatch):
-    windows, part = np.random.default_rng(1).integers(0, 4, (5, 40)), TextTokens(np.arange(1000) ** 2 % 7)
-    whole = [perplexity.frequent_ngrams([part], windows, 3, V, most).tolist() for most in range(0, 200, 20)]
-    monkeypatch.setattr(perplexity, "CHUNK", 13)
-    assert whole == [perplexity.frequent_ngrams([part], windows, 3, V, most).tolist() for most in range(0, 200, 20)]
-    assert whole[0] and whole[0] != whole[-1]
-
-
 def test_recall_splits_the_loss():
     windows = np.random.default_rng(2).integers(0, 3, (7, 20))
     results = perplexity.evaluate(Counting(), windows, BYTES, batch=3)
     losses = perplexity.token_losses(Counting(), torch.from_numpy(windows), V).numpy()
-    hits = slow_hits(windows, 2)
+    hits = recall_hits(windows, 2, V)
     recall = results["recall"]
     assert recall["ngram"] == 2 and recall["hit"]["tokens"] == hits.sum()
     assert recall["hit"]["loss"] == pytest.approx(losses[hits].mean(), rel=1e-6)
     assert recall["other"]["loss"] == pytest.approx(losses[~hits].mean(), rel=1e-6)
     parts = [part["loss"] * part["tokens"] for part in (recall["hit"], recall["other"])]
     assert sum(parts) / results["tokens"] == pytest.approx(results["loss"])
+    assert recall.keys() == {"ngram", "hit", "other"}
+
+
+def test_hits_are_split_by_what_is_frequent_in_training():
+    windows = np.random.default_rng(2).integers(0, 3, (7, 20))
+    losses = perplexity.token_losses(Counting(), torch.from_numpy(windows), V).numpy()
+    hits = recall_hits(windows, 2, V)
+    known = ends_one_of(np.array([V * 1 + 2, V * 2 + 2]), windows, 2, V)  # the bigrams (1, 2) and (2, 2)
+    plain = perplexity.evaluate(Counting(), windows, BYTES)["recall"]
+    split = perplexity.evaluate(Counting(), windows, BYTES, 3, 2, np.array([V * 1 + 2, V * 2 + 2]))["recall"]
+    assert (split["hit"], split["other"]) == (plain["hit"], plain["other"])
+    for kind, mask in (("rare_hit", hits & ~known), ("frequent_hit", hits & known)):
+        assert split[kind]["tokens"] == mask.sum() > 0
+        assert split[kind]["loss"] == pytest.approx(losses[mask].mean(), rel=1e-6)
+    only = perplexity.evaluate(Counting(), windows, BYTES, 3, 2, np.array([V * 1 + 2, V * 2 + 2]), only_rare=True)
+    assert only["recall"]["hit"] == only["recall"]["rare_hit"] == split["rare_hit"]
+    assert only["recall"]["other"]["tokens"] == (~hits | known).sum()
 
 
 def test_the_standard_error_of_a_ratio_is_that_of_its_repetitions():
@@ -177,26 +153,72 @@ def test_the_command_writes_json_and_figure(make_run, call, capsys, tokenizer):
     assert (run / "figures" / "perplexity.png").stat().st_size > 10_000
 
 
-def test_frequent_ngrams_are_counted_in_the_training_shards(make_run, call, refused, shards, tokenizer):
+def results_of(run, file: str = "perplexity") -> dict:
+    return json.loads((run / "eval" / f"{file}.json").read_text())["results"]
+
+
+def test_frequent_ngrams_are_counted_in_the_training_shards(make_run, call, refused, shards, tokenizer, capsys):
     run = make_run("a")
     assert "leave out frequent=" in refused(perplexity, f"run={run}", "frequent=5")
-    train = np.array(tokenizer.encode("th" * 9))
+    call(perplexity, f"run={run}")
+    assert "rare_hit" not in results_of(run)["recall"] and results_of(run)["recall"]["rare_at_most"] is None
+    train = np.array(tokenizer.encode("th" * 1252))
     write_shard(shards / "train_000000.bin", train, vocab_size=tokenizer.vocab_size, fingerprint=tokenizer.fingerprint)
     hits = []
-    for most in (9, 8):
+    for most in (1252, 1251):
         call(perplexity, f"run={run}", f"frequent={most}")
-        recall = json.loads((run / "eval" / "perplexity.json").read_text())["results"]["recall"]
+        recall = results_of(run)["recall"]
         hits.append(recall["hit"]["tokens"])
-        assert recall["frequent"] == most
-    assert hits[1] < hits[0]  # nine times "th", eight times "ht"
+        assert recall["frequent"] == recall["rare_at_most"] == most and recall["hit"] == recall["rare_hit"]
+    assert hits[1] < hits[0]  # 1,252 times "th", 1,251 times "ht", which the text has not
+    call(perplexity, f"run={run}")
+    recall = results_of(run)["recall"]
+    assert recall["frequent"] is None and recall["rare_at_most"] == 1250 and recall["hit"]["tokens"] == hits[0]
+    assert recall["rare_hit"]["tokens"] == hits[1] == hits[0] - recall["frequent_hit"]["tokens"]
+    assert "frequent_hit " in capsys.readouterr().out.splitlines()[-1]
+    call(perplexity, f"run={run}", "training_counts=false")
+    assert "rare_hit" not in results_of(run)["recall"]
+    assert "one of them" in refused(perplexity, f"run={run}", "training_counts=false", "frequent=9")
 
 
 def test_any_text_file_can_be_tested(make_run, call, tmp_path):
     run, text = make_run("a"), tmp_path / "notes.md"
     text.write_text("Wörter, words, mots. " * 20)
     call(perplexity, f"run={run}", f"text={text}", "length=50", "tokens=200")
-    results = json.loads((run / "eval" / "perplexity.json").read_text())["results"]
+    results = results_of(run, "perplexity_notes")
     assert (results["windows"], results["length"], results["tokens"]) == (4, 50, 200)
+    assert results["text"] == "notes.md" and not (run / "eval" / "perplexity.json").exists()
+    assert (run / "figures" / "perplexity_notes.png").exists()
+
+
+def test_each_text_keeps_its_result(make_run, call, tmp_path, shards):
+    run, folder = make_run("a"), tmp_path / "two books"
+    folder.mkdir()
+    lines = [json.dumps({"text": f"Page {i} of a book about the sea. " * 9}) + "\n" for i in range(4)]
+    (folder / "one.v2.jsonl.gz").write_bytes(gzip.compress("".join(lines).encode()))
+    (folder / "two.txt").write_text("Another book, in one piece. " * 40)
+    texts = (folder / "one.v2.jsonl.gz", folder / "two.txt", folder, f"{folder}/*.txt", f"{folder}/*.gz")
+    for text in texts[:3]:
+        call(perplexity, f"run={run}", f"text='{text}'", "length=50")
+    call(perplexity, f"run={run}", f"text='{texts[3]}'", "length=50", "name=a-book")
+    call(perplexity, f"run={run}", f"shards={shards}")
+    call(perplexity, f"run={run}")
+    files = {path.stem for path in (run / "eval").iterdir()}
+    names = {
+        "one": "one.v2.jsonl.gz",
+        "two": "two.txt",
+        "two-books": "two books",
+        "a-book": "*.txt",
+        "shards": "shards",
+    }
+    assert files == {"perplexity", *(f"perplexity_{name}" for name in names)}
+    found = {name: results_of(run, f"perplexity_{name}") for name in names}
+    assert {name: results["text"] for name, results in found.items()} == names
+    assert results_of(run)["text"] == "shards" and results_of(run)["sha256"] == found["shards"]["sha256"]
+    assert found["two"]["sha256"] == found["a-book"]["sha256"] != found["one"]["sha256"]
+    assert found["two-books"]["tokens"] >= found["one"]["tokens"] + found["two"]["tokens"]
+    cfg = perplexity.PerplexityConfig(text=texts[4])
+    assert perplexity.result_name(cfg) == "perplexity_two-books"  # a pattern without a name of its own
 
 
 def test_wrong_input_is_one_line(make_run, refused, tmp_path, shards):
@@ -214,6 +236,9 @@ def test_wrong_input_is_one_line(make_run, refused, tmp_path, shards):
     assert "python -m data.prepare" in refused(perplexity, f"run={run}", f"shards={tmp_path / 'none'}")
     assert "length=0" in refused(perplexity, f"run={run}", "length=0")
     assert "batch=32" in refused(perplexity, f"run={run}", "batch=0")
+    assert "name=books" in refused(perplexity, f"run={run}", "name=a/b")
+    assert "text= takes .txt" in refused(perplexity, f"run={run}", f"text={shards}")
+    assert "under 'text'" in refused(perplexity, f"run={run}", f"text={run / 'metrics.jsonl'}")
     assert "ngram=2" in refused(perplexity, f"run={run}", "ngram=1")
     assert "ngram=2" in refused(perplexity, f"run={run}", "ngram=8")  # 257^8 > 2^63
     assert "frequent=1250" in refused(perplexity, f"run={run}", "frequent=-1")

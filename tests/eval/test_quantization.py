@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from data.retrieval import Query
 from eval import quantization as qu
+from eval.needles import Query
 from model.config import DecoderConfig
 from model.decoder import Decoder
 

@@ -1,4 +1,4 @@
-"""eval/report.py on run folders: what the page holds, and which runs it refuses to compare."""
+"""eval/report on run folders: what the page holds, and which runs it refuses to compare."""
 
 import json
 import re
@@ -11,10 +11,15 @@ import numpy as np
 import pytest
 import yaml
 
-from eval import attention_noise, needle, perplexity, report
-from eval import page as page_module
-from eval.comparison import Arm, arms_of, contrasts, read_run, read_runs, scalars, sections, si, table
-from eval.page import averaged, band, smooth
+from eval import attention_noise, needle, perplexity
+from eval.report import __main__ as report
+from eval.report import figures
+from eval.report.figures import band, smooth
+from eval.report.gallery import averaged
+from eval.report.page import section_images
+from eval.report.runs import Arm, Run, arms_of, read_run, read_runs
+from eval.report.sections import scalars, sections
+from eval.report.tables import contrasts, headline_table, si, verdicts
 from tests.wandb_stub import WandbStub
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -82,6 +87,8 @@ def test_the_page_is_whole_and_self_contained(evaluated, call, capsys, tmp_path)
         s.startswith("data:image/png;base64,") for s in sources
     )
     assert not re.search(r'(src|href)="(https?:)?//|@import|<script|url\(', page)
+    verdict, question, table = (page.index(text) for text in ('class="verdict"', "One question", "<table>"))
+    assert verdict < question < page.index('href="report_viewer.html"') < table
     assert 'href="report_viewer.html"' in page and (out.parent / "report_viewer.html").stat().st_size > 100_000
     assert "Differences" not in page  # of one seed each
     assert 'href="' in page and "docs/METHODS.md" in page and "prefers-color-scheme: dark" in page
@@ -89,20 +96,81 @@ def test_the_page_is_whole_and_self_contained(evaluated, call, capsys, tmp_path)
     assert len(list((out.parent / "figures").glob("*.png"))) == len(sources) - heads
     content = json.loads(out.with_suffix(".json").read_text())
     assert [run["variant"] for run in content["runs"]] == ["baseline", "diff"]
-    assert {"machine", "version", "results"} <= content.keys()
+    assert {"machine", "version", "results", "verdicts"} <= content.keys()
     printed = capsys.readouterr().out
     assert "needle accuracy, N=1" in printed and str(out) in printed and "note" not in printed
 
 
 def test_table_holds_the_numbers(evaluated):
     run = read_run(evaluated("one"))
-    cells = {row.name: row.cells[0] for row in table([Arm([run], "one")])}
+    cells = {row.name: row.cells[0] for row in headline_table([Arm("one", runs=[run])])}
     assert cells["parameters in total"].text == "20k" and cells["tokens"].value == 2560
     assert cells["training loss, last tenth"].value == pytest.approx(5.2)
     assert cells["validation loss, end of training"].value == 5.3
     measured = json.loads((run.folder / "eval" / "perplexity.json").read_text())["results"]
     assert cells["bits per byte"].value == measured["bits_per_byte"]
     assert cells["test loss (nats per token)"].text == f"{measured['loss']:.3f} ± {measured['se']:.3f}"
+
+
+def test_runs_without_any_evaluation_have_their_curves(make_run, call, capsys, tmp_path):
+    runs = [make_run("one", "b"), make_run("two", "d")]
+    call(report, f"runs=[{runs[0]},{runs[1]}]", f"out={tmp_path / 'r.html'}", "viewer=false")
+    assert "one has no perplexity, needle, attention_noise: run python -m eval.perplexity" in capsys.readouterr().out
+    assert [path.name for path in (tmp_path / "figures").iterdir()] == ["loss.png"]
+    assert "Loss during training</h2>" in (tmp_path / "r.html").read_text()
+
+
+def test_what_a_training_loss_is_of(make_run, tmp_path):
+    run = read_run(make_run("one"))
+    rows = {row.name: row for row in headline_table([Arm("one", runs=[run])])}
+    assert "50 % synthetic retrieval documents" in rows["training loss, last tenth"].hint
+    assert not any(name.startswith("training loss on") for name in rows)
+    for line in run.train:  # a run that logged the two apart
+        line |= {"loss_text": 5.0, "loss_retrieval": 1.0}
+    rows = {row.name: row for row in headline_table([Arm("one", runs=[run])])}
+    assert rows["training loss on text, last tenth"].cells[0].value == 5.0
+    assert rows["training loss on retrieval documents, last tenth"].cells[0].value == 1.0
+    figures.draw_losses(tmp_path / "loss.png", [Arm("one", runs=[run])])
+    assert figures.training_loss([Arm("one", runs=[run])]) == "loss_text"
+
+
+def test_names_are_never_markup(make_run, call, tmp_path):
+    name = "<img src=x onerror=alert(1)>"
+    run, out = make_run(name), tmp_path / "r.html"
+    call(report, f"runs=['{run}']", f"out={out}")
+    pages = [out.read_text(), (tmp_path / "r_viewer.html").read_text()]
+    assert all(name not in page and "&lt;img src=x onerror=alert(1)&gt;" in page for page in pages)
+
+
+def test_the_verdict_says_what_differs_and_what_could_have_been_seen(seeded):
+    losses = {1: 2.0, 2: 2.1, 3: 2.2}
+    better = {seed: loss - 0.10 - 0.001 * seed for seed, loss in losses.items()}
+    folders = seeded("b", losses) + seeded("d", better) + seeded("i", {1: 2.01, 2: 2.08, 3: 2.2})
+    arms = arms_of(read_runs([str(folder) for folder in folders]))
+    found = contrasts(arms, headline_table(arms))
+    diff, introspective = verdicts(arms, found)
+    assert diff.startswith("diff compared with baseline (n = 3 seeds): test loss −0.1020 [−0.1045, −0.0995], better.")
+    (none,) = [c for c in found if c.arm == "introspective" and c.name.startswith("test loss")]
+    assert "No difference detected" in introspective and f"test loss ({none.detectable:.3g})" in introspective
+    assert "nothing is compared" in verdicts(arms[:1], [])[0]
+    one = arms_of(read_runs([str(folder) for folder in (folders[0], folders[3])]))
+    (single,) = verdicts(one, contrasts(one, headline_table(one)))
+    assert "(n = 1 seed): test loss −0.101" in single and "One seed cannot tell" in single
+
+
+def test_both_orders_of_normalisation_are_reported(make_run):
+    run = read_run(make_run("one"))
+    # Two layers of two heads; the first layer's rows sum to 1, the second's to 0.2.
+    masses = {"first": [[0.5, 0.5], [0.1, 0.1]], "before": [[0.2, 0.2], [0.0, 0.0]], "answer": [[0.1, 0.1], [0.1, 0.1]],
+              "after": [[0.2, 0.2], [0.0, 0.0]], "query": [[0.0, 0.0], [0.0, 0.0]]}  # fmt: skip
+    results = {"per_layer_head": {"signed": {"0.5": masses}}, "signed": {"mean": {"noise": 0.33}}}
+    run.evals["attention_noise"] = {"results": results, "config": {}}
+    rows = {row.name: row.cells[0].value for row in headline_table([Arm("one", runs=[run])])}
+    assert rows["attention to the answer, signed per layer"] == pytest.approx((0.1 + 0.5) / 2)
+    assert rows["attention noise, signed per layer"] == pytest.approx((0.4 + 0.0) / 2)
+    results["signed_per_layer"] = {"mean": {"noise": 0.21}}  # the evaluation's own number is preferred
+    rows = {row.name: row.cells[0].value for row in headline_table([Arm("one", runs=[run])])}
+    assert rows["attention noise, signed per layer"] == 0.21
 
 
 def test_what_is_not_measured_or_not_finished_is_said(evaluated, make_run, call, capsys, tmp_path):
@@ -123,11 +191,11 @@ def test_seeds_are_one_arm_with_means_and_paired_differences(seeded, call, capsy
     folders = seeded("b", {1: 2.00, 2: 2.10, 3: 2.30}) + seeded("d", {3: 2.25, 1: 1.90, 2: 2.06})
     out = tmp_path / "r.html"
     arms = arms_of(read_runs([str(folder) for folder in folders]))
-    assert [(arm.label, [run.seed for run in arm.runs]) for arm in arms] == [
+    assert [(arm.name, [run.seed for run in arm.runs]) for arm in arms] == [
         ("baseline", [1, 2, 3]),
         ("diff", [3, 1, 2]),
     ]
-    rows = {row.name: row for row in table(arms)}
+    rows = {row.name: row for row in headline_table(arms)}
     cell = rows["test loss (nats per token)"].cells[0]
     sd = (sum((x - 32 / 15) ** 2 for x in (2.0, 2.1, 2.3)) / 2) ** 0.5
     assert (cell.value, cell.sd, cell.values) == (pytest.approx(32 / 15), pytest.approx(sd), [2.0, 2.1, 2.3])
@@ -155,10 +223,10 @@ def test_seeds_are_one_arm_with_means_and_paired_differences(seeded, call, capsy
 def test_differences_are_over_the_seeds_that_both_have(seeded):
     folders = seeded("b", {1: 2.0, 2: 2.5}) + seeded("d", {2: 2.4, 5: 9.0}) + seeded("i", {7: 1.0})
     arms = arms_of(read_runs([str(folder) for folder in folders]))
-    found = {c.arm: c for c in contrasts(arms, table(arms)) if c.name.startswith("test loss")}
+    found = {c.arm: c for c in contrasts(arms, headline_table(arms)) if c.name.startswith("test loss")}
     assert list(found) == ["diff"] and found["diff"].differences == pytest.approx([-0.1])
     assert found["diff"].low is None and found["diff"].text == "-0.1000 (n = 1)" and not found["diff"].clear
-    single = {row.name: row.cells[2] for row in table(arms)}["test loss (nats per token)"]
+    single = {row.name: row.cells[2] for row in headline_table(arms)}["test loss (nats per token)"]
     assert single.text == "1.000" and single.se  # beside arms of several seeds ± would mean two things
 
 
@@ -168,8 +236,8 @@ def test_arms_are_what_differs_in_more_than_the_seed(seeded):
         edit(folder / "config.yaml", "optim", {"lr": 0.1})
     arms = arms_of(read_runs([str(folder) for folder in folders]))
     # The last has the seed and the settings of the first: a repetition is no further seed.
-    assert [(arm.label, len(arm.runs)) for arm in arms] == [("baseline", 2), ("slow", 2), ("again-s1", 1)]
-    assert len({arm.colour for arm in arms}) == 1 and len({arm.line for arm in arms}) == 3
+    assert [(arm.name, len(arm.runs)) for arm in arms] == [("baseline", 2), ("slow", 2), ("again-s1", 1)]
+    assert len({arm.colour for arm in arms}) == 3 and arms[0].colour == "#0072B2"  # the first has its variant's own
 
 
 def test_a_key_that_an_older_version_lacks_is_null(seeded):
@@ -196,18 +264,12 @@ def test_bands_reach_from_the_lowest_to_the_highest_seed(tmp_path):
 
     with figure(tmp_path / "f.png", 3, 3) as axes:
         curves = [(np.array([0.0, 1, 2]), np.array([1.0, 2, 3])), (np.array([0.0, 2, 4]), np.array([3.0, 5, 9]))]
-        arm = Arm([read_stub(1), read_stub(2)], "both")
+        runs = [Run(Path("x"), f"x-s{seed}", "baseline", {"seed": seed}, {}, [{"step": 1}], [], {}) for seed in (1, 2)]
+        arm = Arm("both", runs=runs)
         assert band(axes[0, 0], arm, curves).tolist() == [2.0, 3.0, 4.0]
         (area,) = axes[0, 0].collections
         corners = area.get_paths()[0].vertices
         assert {tuple(corner) for corner in corners} >= {(0, 1), (1, 2), (2, 3), (0, 3), (1, 4), (2, 5)}
-
-
-def read_stub(seed: int):
-    """A run with nothing but a seed and a name."""
-    from eval.comparison import Run
-
-    return Run(Path("x"), f"x-s{seed}", "baseline", {"seed": seed}, "t", {}, [{"step": 1}], [], {})
 
 
 def test_results_are_averaged_number_by_number():
@@ -230,8 +292,10 @@ def test_further_evaluations_have_a_section_each(seeded, call, tmp_path):
         bits = [{"bits": 8, "loss_change": 0.1 * i, "loss_change_se": 0.01}, {"bits": 4, "loss_change": 1.0 + i}]
         further(folder, "quantization", {"bits": bits, "windows": 7, "per_layer": [{"layer": 0, "x": 1.0}]}, samples=5)
     further(folders[0], "harness", {"tasks": {"copa": {"acc": 0.5, "acc_stderr": 0.05}}})
-    harness, quantization = sorted(sections(arms_of(read_runs([str(f) for f in folders]))), key=lambda s: s.name)
-    assert quantization.settings == {"windows": 7} and len(quantization.images) == 2
+    arms = arms_of(read_runs([str(f) for f in folders]))
+    harness, quantization = sorted(sections(arms), key=lambda s: s.name)
+    assert [image.path.name for image in section_images(arms, quantization)] == ["quantization.png"] * 2
+    assert quantization.settings == {"windows": 7}
     names = {row.name: row for row in quantization.rows}
     assert list(names) == ["bits=8 · loss_change", "bits=4 · loss_change"]
     assert names["bits=8 · loss_change"].cells[1].value == pytest.approx(0.25)
@@ -279,7 +343,7 @@ def test_an_ablation_is_shown(evaluated, call, refused, tmp_path):
     call(report, f"runs=[{run}]", f"out={out}", f"ablation={folder}", "viewer=false")
     page = out.read_text()
     assert "Ablation: main</h2>" in page and "Seeds 1, 2, 3." in page and 'alt="loss of the ablation main"' in page
-    assert "<tr><th scope=row>a&lt;b</th><td>3</td><td></td><td>0.01</td></tr>" in page
+    assert '<tr><th scope="row">a&lt;b</th><td>3</td><td></td><td>0.01</td></tr>' in page
 
 
 def watch(folder: Path, values: dict[str, list[float]]) -> None:
@@ -301,13 +365,13 @@ def test_lambda_is_drawn_over_training_where_it_was_monitored(seeded, call, tmp_
         watch(folder, everywhere | lambdas[seed] | {"layer_0/lambda_init": [0.2] * 3})
     for folder in introspective:
         watch(folder, everywhere | {"mean/path_0": [0.3] * 3, "mean/path_1": [0.4] * 3, "layer_0/path_0": [0.1] * 3})
-    drawn, real = {}, page_module.band
+    drawn, real = {}, figures.band
 
     def band_seen(ax, arm, curves, **look):
-        drawn[arm.label, look.get("label")] = mean = real(ax, arm, curves, **look)
+        drawn[arm.name, look.get("label")] = mean = real(ax, arm, curves, **look)
         return mean
 
-    monkeypatch.setattr(page_module, "band", band_seen)
+    monkeypatch.setattr(figures, "band", band_seen)
     out = tmp_path / "r.html"
     call(report, listed([*baseline, *diff, *introspective]), f"out={out}", "viewer=false")
     assert {key: mean.tolist() for key, mean in drawn.items() if key[1]} == {
@@ -396,7 +460,6 @@ def test_runs_that_cannot_be_compared_are_refused(evaluated, make_run, refused, 
 def test_wrong_input_is_one_line(make_run, refused, tmp_path):
     run = make_run("fresh")
     assert "python train.py" in refused(report, f"runs=[{tmp_path}]")
-    assert "python -m eval.perplexity" in refused(report, f"runs=[{run}]")
     (run / "metrics.jsonl").write_text('{"step": 0, "params": 1}\n{"step": 1, "lo')
     assert "no training metrics" in refused(report, f"runs=[{run}]")
     assert "runs=[runs/A,runs/B]" in refused(report, "runs=[]")

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from eval import scoring
+from eval.scoring import Job
 from model.config import DecoderConfig
 from model.decoder import Decoder
 
@@ -73,3 +74,64 @@ def test_only_asked_positions_meet_the_output_head(prompts: list[np.ndarray]) ->
     model.head.register_forward_hook(lambda module, given, out: seen.append(out.shape[1]))
     scoring.score(model, prompts[:3], [[np.array([1, 2])]] * 3, batch=3)
     assert seen == [0, 2]
+
+
+def test_without_a_cache_each_text_is_read_in_one_pass(model: Decoder, prompts: list[np.ndarray]) -> None:
+    lengths = []
+    model.embedding.register_forward_hook(lambda module, given, out: lengths.append(out.shape[1]))
+    continuations = [[np.array([1, 2, 3]), np.array([4])]] * len(prompts)
+    hits, logprobs = scoring.score(model, prompts, continuations, batch=8, cached=False)
+    assert lengths == [max(LENGTHS) + 2, max(LENGTHS)]
+    again, cached = scoring.score(model, prompts, continuations, batch=8)
+    assert all(map(np.array_equal, hits, again))
+    assert np.array(logprobs) == pytest.approx(np.array(cached), abs=1e-4)
+
+
+# Prompts that share a prefix
+
+
+def jobs() -> list[Job]:
+    rng = np.random.default_rng(0)
+
+    def draw(*lengths: int) -> list[np.ndarray]:
+        return [rng.integers(1, V, n) for n in lengths]
+
+    labels = draw(1, 3, 2)
+    prefixes = [np.array([7, *row]) for row in draw(9, 5, 9, 4)]
+    return [
+        Job(prefixes[0], draw(2, 4, 2), labels),
+        Job(prefixes[1], draw(3), labels),
+        Job(prefixes[2], draw(2, 0), draw(1, 1)),
+        Job(prefixes[3], draw(1, 1), labels),
+    ]
+
+
+@pytest.mark.parametrize("batch", (1, 32))
+def test_questions_after_a_prefix_score_as_whole_texts_do(model: Decoder, batch: int) -> None:
+    finished: list[int] = []
+    hits, logprobs = scoring.score_jobs(model, jobs(), batch, done=finished.append)
+    for job, hit, found in zip(jobs(), hits, logprobs, strict=True):
+        prompts = [np.concatenate((job.prefix, question)) for question in job.questions]
+        plain = np.array([[alone(model, prompt, label) for label in job.continuations] for prompt in prompts])
+        assert hit.shape == found.shape == plain.shape and found == pytest.approx(plain, abs=1e-4)
+    assert sum(finished) == 4
+
+
+def test_a_prefix_is_read_once_and_no_logits_of_it_are_computed() -> None:
+    shape = {"n_layer": 1, "n_head": 2, "d_model": 16, "context": 40, "vocab_size": V}
+    model = Decoder(DecoderConfig(**shape)).eval()
+    read, scored = [], []
+    model.embedding.register_forward_hook(lambda module, given, out: read.append(tuple(out.shape[:2])))
+    model.head.register_forward_hook(lambda module, given, out: scored.append(tuple(out.shape[:2])))
+    rows = [np.array([4, 5, 6]), np.array([7])]
+    scoring.score_jobs(model, [Job(np.zeros(12, dtype=int), [np.array([1, 2])] * 3, rows)], batch=32)
+    # The prefix but its last token, three questions from there but their last, then each continuation.
+    assert read == [(1, 11), (3, 2), (3, 3), (3, 1)] and scored == [(1, 0), (3, 0), (3, 3), (3, 1)]
+
+
+def test_decoding_ends_where_it_is_told_to(model: Decoder, prompts: list[np.ndarray]) -> None:
+    whole = scoring.continue_greedily(model, prompts, 6, batch=2)
+    finished: list[int] = []
+    cut = scoring.continue_greedily(model, prompts, 6, batch=2, stopped=lambda new: len(new) == 3, done=finished.append)
+    assert all(np.array_equal(short, row[:3]) for short, row in zip(cut, whole, strict=True))
+    assert sum(finished) == len(prompts)

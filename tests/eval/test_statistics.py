@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from eval.statistics import (
+from eval.report.statistics import (
     detectable,
     holm,
     mean_sd,

@@ -1,15 +1,17 @@
 """The search for learning rates: on made-up loss curves it finds the best, with equal budgets, and says what it could not."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 
 from eval.tuning import Point, TuneConfig, check, tuned, tuning_notes, wanted
 
-CFG = TuneConfig(grid={"optim.muon_lr": [0.005, 0.01, 0.02, 0.04], "optim.lr": [0.0015, 0.003, 0.006]}, refine=["optim.muon_lr"])
+GRID = {"optim.muon_lr": [0.005, 0.01, 0.02, 0.04], "optim.lr": [0.0015, 0.003, 0.006]}
+CFG = TuneConfig(grid=GRID, refine=["optim.muon_lr"])
 
 
-def search(cfg: TuneConfig, loss) -> tuple[dict[Point, float], list[int]]:
+def search(cfg: TuneConfig, loss: Callable[[float, float], float]) -> tuple[dict[Point, float], list[int]]:
     found: dict[Point, float] = {}
     rounds = []
     while points := wanted(cfg, found):
@@ -18,8 +20,8 @@ def search(cfg: TuneConfig, loss) -> tuple[dict[Point, float], list[int]]:
     return found, rounds
 
 
-def bowl(best_m: float, best_l: float):
-    return lambda m, l: 4 + math.log(m / best_m) ** 2 + 0.3 * math.log(l / best_l) ** 2
+def bowl(best_muon: float, best_lr: float) -> Callable[[float, float], float]:
+    return lambda muon, lr: 4 + math.log(muon / best_muon) ** 2 + 0.3 * math.log(lr / best_lr) ** 2
 
 
 def test_the_best_of_a_bowl_is_found_with_a_fixed_budget() -> None:
@@ -40,7 +42,11 @@ def test_after_two_widenings_the_edge_is_said() -> None:
     result = tuned(CFG, search(CFG, bowl(10.0, 0.003))[0])
     assert result.widened == 2 and result.edge == ["optim.muon_lr"]
     notes = "\n".join(tuning_notes({"baseline": result, "twin": tuned(CFG, search(CFG, bowl(0.01, 0.003))[0])}))
-    assert "baseline lies at the end of what was tried" in notes and "baseline (10)" in notes and "8 trials an arm" in notes
+    assert (
+        "baseline lies at the end of what was tried" in notes
+        and "baseline (10)" in notes
+        and "8 trials an arm" in notes
+    )
 
 
 def test_two_equal_arms_get_the_same_answer_and_diverged_points_are_never_chosen() -> None:

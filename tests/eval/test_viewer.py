@@ -1,4 +1,4 @@
-"""eval/viewer.py: the packed maps are the model's, and the page shows them, in a real browser where there is one."""
+"""eval/report/viewer.py: the packed maps are the model's, and the page shows them, in a real browser where there is one."""
 
 import json
 import re
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from eval import viewer
+from eval.report import viewer
 from model.attention.probe import probe
 from model.config import DecoderConfig
 from model.decoder import Decoder
@@ -30,7 +30,17 @@ def maps_of(data: dict, example: int, model: int) -> np.ndarray:
     import base64
 
     packed, length = data["maps"][example][model], len(data["examples"][example]["tokens"])
-    return viewer.unpack(base64.b64decode(packed["maps"]), base64.b64decode(packed["scales"]), length)
+    return unpack(base64.b64decode(packed["maps"]), base64.b64decode(packed["scales"]), length)
+
+
+def unpack(values: bytes, scales: bytes, length: int) -> np.ndarray:
+    """What `viewer.pack` was given, (heads, T, T), to its precision, as the viewer's script does it."""
+    rows, columns = np.tril_indices(length)
+    share = np.frombuffer(values, np.int8).reshape(-1, len(rows)) / viewer.STEPS
+    largest = np.frombuffer(scales, "<f4").reshape(-1, length)
+    maps = np.zeros((len(largest), length, length))
+    maps[:, rows, columns] = np.sign(share) * share**2 * largest[:, rows]
+    return maps
 
 
 @torch.inference_mode()
@@ -47,15 +57,37 @@ def test_packed_maps_are_the_models_to_the_stated_precision(layers):
         for p in model.parameters():
             p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(0)) * 0.2)  # maps far from uniform
     tokens = np.arange(33) * 7 % 50
-    _, values, scales = viewer.look(model, tokens)
-    wanted, found = directly(model, tokens), viewer.unpack(values, scales, len(tokens))
-    assert found.shape == wanted.shape == (sum(viewer.heads_of(model)), 33, 33)
+    seen = viewer.look(model, tokens)
+    wanted, found = directly(model, tokens), unpack(*viewer.pack(np.concatenate(seen.maps)), len(tokens))
+    assert found.shape == wanted.shape and found.shape[1:] == (33, 33)
     largest = np.abs(wanted).max(axis=-1, keepdims=True)
     error = np.abs(found - wanted) / largest
     assert error.max() <= 1 / 127  # half a step of the root, 0.5 / 127, times its slope 2 at the largest weight
     small = np.abs(wanted) < 0.01 * largest
     assert error[small].max() <= 0.1 / 127 + (0.5 / 127) ** 2  # the slope is 0.2 there
     assert (wanted < -1e-3).any() == (found < -1e-3).any() == (layers in ("d", "v", "bd"))
+
+
+@pytest.mark.parametrize("layers", ["d", "v", "bd", "i"])
+def test_a_differential_head_is_its_first_map_less_lambda_times_its_second(layers):
+    model = Decoder(DecoderConfig(layers=layers, n_layer=2, n_head=4, d_model=32, context=40, vocab_size=50)).eval()
+    seen = viewer.look(model, np.arange(33) * 7 % 50)
+    assert [second is not None for second in seen.seconds] == [letter in "dv" for letter in (layers * 2)[:2]]
+    for maps, second in zip(seen.maps, seen.seconds, strict=True):
+        if second is not None:
+            lam = 1 - maps.sum(-1, keepdims=True)
+            first = maps + lam * second  # a softmax, as the second map is
+            for one in (first, second):
+                assert one.min() >= -1e-6 and one.sum(-1) == pytest.approx(1, abs=1e-5)
+                assert not np.triu(one, 1).any()
+            assert not np.allclose(first, second, atol=1e-4)
+
+
+def test_the_passage_is_prose_where_the_text_has_some(tokenizer):
+    code = "def f(x):\n    return {x: [x, 1], '#': x**2}\n" * 20
+    words = "It was a long road, and nobody knew where it began or how it would end for them. " * 3
+    hay = np.array(tokenizer.encode(code + words + code))
+    assert "long road" in tokenizer.decode(viewer.prose(hay, tokenizer, 100, seed=0).tolist())
 
 
 def test_a_diverged_model_is_refused():
@@ -68,7 +100,7 @@ def test_a_diverged_model_is_refused():
 def test_nothing_is_still_nothing_and_sums_survive():
     maps = np.zeros((1, 40, 40), dtype=np.float32)
     maps[0, 39] = np.where(np.arange(40) == 0, 0.61, 0.01)  # a sink, and noise of 0.01 everywhere
-    found = viewer.unpack(*viewer.pack(maps), 40)
+    found = unpack(*viewer.pack(maps), 40)
     assert not found[0, :39].any()
     assert found[0, 39, 1:].sum() == pytest.approx(
         0.39, rel=0.05
@@ -93,6 +125,15 @@ def test_the_command_writes_a_self_contained_page(make_run, call, capsys, tmp_pa
     assert page.count("</script>") == 2  # the data close no script
     assert [model["label"] for model in data["models"]] == ["one", "two"]
     assert [model["heads"] for model in data["models"]] == [[4, 4], [2, 2]]
+    assert [model["differential"] for model in data["models"]] == [[False, False], [True, True]]
+    for i, model in enumerate(data["models"]):  # the head whose queries look most at the needles
+        masses = sum(
+            maps_of(data, n, i)[:, one["query"], slice(*one["spans"]["needle"])].sum(-1)
+            for n, one in enumerate(data["examples"])
+            if "needle" in one["spans"]
+        )
+        layer, head = model["best"]
+        assert masses[sum(model["heads"][:layer]) + head] == pytest.approx(masses.max(), abs=1e-3)
     titles = [example["title"] for example in data["examples"]]
     assert titles == ["your prompt", *(f"needle at {d} % of the context" for d in (10, 50, 90)), "text"]
     for example in data["examples"][1:4]:
@@ -117,7 +158,7 @@ def test_the_command_writes_a_self_contained_page(make_run, call, capsys, tmp_pa
 
 
 def test_what_is_too_large_is_left_out_and_said(make_run, call, monkeypatch, tmp_path):
-    monkeypatch.setattr(viewer, "MAX_BYTES", 100_000)
+    monkeypatch.setattr(viewer, "MAX_BYTES", 100_000)  # two examples of this model, and not three
     out = tmp_path / "v.html"
     call(viewer, f"runs=[{make_run('one')}]", f"out={out}")
     assert len(data_of(out)["examples"]) == 2 and "2 more would make it too large" in out.read_text()
@@ -164,6 +205,34 @@ def test_a_browser_shows_the_numbers(make_run, call, tmp_path):
         for (_, mass), (start, stop) in zip(shown, spans.values(), strict=True):
             assert float(mass.replace("−", "-")) == pytest.approx(row[start : min(51, stop)].sum(), abs=6e-4)
         assert texts[f"tokens{side}"] == "".join(data["examples"][1]["tokens"])
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs a Chromium browser")
+def test_lambda_can_be_moved_and_the_first_view_is_the_best_head(make_run, call, tmp_path):
+    run, out = make_run("two", "d"), tmp_path / "v.html"
+    call(viewer, f"runs=[{run}]", f"out={out}")
+    data = data_of(out)
+    layer, head = data["models"][0]["best"]
+    move = "<script>const s = document.getElementById('lambdaA'); s.value = '0.5'; s.oninput(); "
+    move += (
+        "document.body.append(Object.assign(document.createElement('p'), {id: 'address', textContent: location.hash}));"
+    )
+    move += "</script></body>"
+    out.write_text(out.read_text().replace("</body>", move))
+    arguments = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--virtual-time-budget=5000",
+        "--dump-dom",
+        f"file://{out}",
+    ]
+    texts = Texts(subprocess.run([CHROMIUM, *arguments], capture_output=True, text=True, timeout=60).stdout).texts
+    assert texts["lambdaSaysA"].startswith("0.50 (trained: 0.")
+    sums = re.search(r"The row sums to (\S+?)[,.](?: |$)", texts["saysA"]).group(1)
+    assert float(sums) == pytest.approx(0.5, abs=0.02)  # 1 less lambda
+    assert texts["query"].startswith(f"query {data['examples'][0]['query']}:")
+    assert f"a=0.{layer}.{head}" in texts["address"]
 
 
 def test_wrong_input_is_one_line(make_run, refused, tmp_path):

@@ -1,22 +1,27 @@
 """Every variant against formulas written independently, on awkward shapes, with every backend."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from model.attention import VARIANTS as CLASSES
-from model.attention.diff import DiffConfig
+from model.attention.base import AttentionConfig, Carry
+from model.attention.baseline import BaselineConfig
+from model.attention.diff import DiffAttention, DiffConfig
 from model.attention.gated import GatedConfig
 from model.attention.integral import IntegralConfig
 from model.attention.mask import Mask
 from model.cache import KVCache
 from model.config import DecoderConfig
-from model.decoder import Decoder, layer_letter, matched
+from model.decoder import Decoder, layer_letter
 from model.rotary import Rope, rope_table, rotate
 from tests.reference import formulas
 from tests.variants import VARIANTS, config, randomized
 
-ATTENTIONS = [name for name in VARIANTS if name not in ("gpt2", "hybrid")]
+ATTENTIONS = [name for name, options in VARIANTS.items() if name != "gpt2" and len(options["layers"]) == 1]
 PAIRING = ("diff", "diff_biased", "diff_plain", "integral")
 BACKENDS = ("math", "sdpa", "blocked")
 
@@ -50,27 +55,15 @@ def see_of(mask: Mask, T: int) -> np.ndarray:
     return see
 
 
-def expected(cfg: DecoderConfig, module: torch.nn.Module, x: torch.Tensor, see: np.ndarray, layer: int) -> np.ndarray:
-    w = {key: value.detach().numpy() for key, value in module.state_dict().items()}
-    common = {"theta": cfg.rope_theta, "interleaved": cfg.rope_layout == "interleaved"}
-    grouped = {"heads": cfg.n_head, "kv_heads": cfg.n_kv_head, **common}
-    letter = layer_letter(cfg, layer)
-    if letter in "bg":
-        return formulas.baseline(w, x.numpy(), see, gate=cfg.gated.gate if letter == "g" else None, **grouped)
-    if letter == "d":
-        opt = cfg.diff
-        options = {"doubled": opt.heads == "double", "lambda_init": opt.lambda_init, "head_norm": opt.head_norm}
-        return formulas.diff(w, x.numpy(), see, layer=layer, **options, **grouped)
-    if letter == "v":
-        return formulas.diff_v2(w, x.numpy(), see, **grouped)
-    if letter == "n":
-        return formulas.integral(w, x.numpy(), see, signals=cfg.integral.signals, **grouped)
-    opt = cfg.introspective
-    heads = opt.heads or cfg.n_head // 2
-    return formulas.introspective(
-        w, x.numpy(), see, mode=opt.mode, paths=opt.paths, heads=heads, kv_heads=max(1, heads * cfg.n_kv_head // cfg.n_head),
-        width=cfg.head_dim, memory=opt.memory, path_weight=opt.path_weight, own_path=opt.own_path, **common,
-    )  # fmt: skip
+def formula_of(cfg: DecoderConfig, layer: int) -> Callable[..., np.ndarray]:
+    """The independent formula of the layer's variant, found by its name."""
+    name = CLASSES[layer_letter(cfg, layer)].name
+    assert hasattr(formulas, name), f"tests/reference/formulas.py has no formula of {name}: write the function {name}"
+    return getattr(formulas, name)
+
+
+def weights_of(module: nn.Module) -> dict[str, np.ndarray]:
+    return {key: value.detach().numpy() for key, value in module.state_dict().items()}
 
 
 def rope_of(cfg: DecoderConfig, T: int) -> Rope:
@@ -85,13 +78,19 @@ def test_equals_the_formula(name: str, ratio: int, backend: str) -> None:
     layer = 1
     # Multi-query attention (ratio 8): a variant that pairs heads has two for its one key head.
     n_kv_head = max(8 // ratio, 2 if name in PAIRING else 1)
+    model = randomized(name, n_kv_head=n_kv_head, backend=backend)
+    cfg, formula = model.cfg, formula_of(model.cfg, layer)
+    earlier, module = (block.attention for block in model.blocks[:2])
     for T in (1, 2, 13):
-        cfg = matched(config(name, n_kv_head=n_kv_head, backend=backend))
-        module = randomized(name, n_kv_head=n_kv_head, backend=backend).blocks[layer].attention
-        x = torch.randn(2, T, cfg.d_model, dtype=torch.float64, generator=torch.Generator().manual_seed(T))
+        generator = torch.Generator().manual_seed(T)
+        x = torch.randn(2, T, cfg.d_model, dtype=torch.float64, generator=generator)
+        x0 = torch.randn(2, T, cfg.d_model, dtype=torch.float64, generator=generator)
         for label, mask in masks(T).items():
-            got = module(x, rope_of(cfg, T), mask).detach().numpy()
-            want = expected(cfg, module, x, see_of(mask, T), layer)
+            carry: Carry = {}
+            earlier(x0, rope_of(cfg, T), mask, carry=carry)
+            got = module(x, rope_of(cfg, T), mask, carry=carry).detach().numpy()
+            first = (weights_of(earlier), x0.numpy())
+            want = formula(weights_of(module), x.numpy(), see_of(mask, T), cfg, layer, first)
             np.testing.assert_allclose(got, want, atol=1e-5, rtol=1e-5, err_msg=f"T={T}, {label}")
 
 
@@ -199,7 +198,8 @@ def test_attention_dropout_is_random_in_training_only_and_right_on_average(name:
     assert not torch.equal(module(x, None, Mask()), module(x, None, Mask()))
     plain = model.eval().blocks[0].attention(x, None, Mask())
     assert torch.equal(plain, module(x, None, Mask()))
-    if module.out.in_features == 64 and not hasattr(module, "head_norm") and not name.startswith("introspective"):
+    normed = not isinstance(getattr(module, "head_norm", nn.Identity()), nn.Identity)
+    if module.out.in_features == 64 and not normed and not name.startswith("introspective"):
         # Linear in the map (no norm after it): the mean over draws is the value without dropout.
         many = module.train()(x.expand(4000, -1, -1), None, Mask())
         spread = many.std(0) / 4000**0.5
@@ -366,6 +366,7 @@ def test_letters_tile_over_the_depth() -> None:
         ({"backend": "flex", "attention_dropout": 0.1}, "use model.backend=sdpa"),
         ({"backend": "fused", "attention_dropout": 0.1, "layers": "d"}, "use model.backend=sdpa"),
         ({"backend": "fused", "layers": "d", "head_dim": 256}, "model.backend=sdpa"),
+        ({"baseline": BaselineConfig(head_norm="layer")}, "model.baseline.head_norm=layer is unknown: use one of none"),
         ({"layers": "d", "diff": DiffConfig(lambda_form="exp")}, "use one of vectors, dual_scalar, fixed"),
         ({"layers": "d", "diff": DiffConfig(head_norm="layer")}, "use one of affine, plain, none"),
         ({"layers": "d", "diff": DiffConfig(heads="all")}, "use one of half, double"),
@@ -406,3 +407,46 @@ def test_a_prompt_beyond_learned_positions_is_refused_and_rope_goes_on() -> None
     short = model(torch.zeros(1, 8, dtype=torch.long))
     model(torch.zeros(1, 50, dtype=torch.long))  # makes a longer table
     torch.testing.assert_close(model(torch.zeros(1, 8, dtype=torch.long)), short)
+
+
+def test_values_are_mixed_with_those_of_the_first_layer() -> None:
+    """In the third layer too, and of a hybrid stack with the first layer of the variant; a single module keeps its own."""
+    model = randomized("value_residual_later", layers="brrr", context=8)
+    inputs, values = {}, {}
+    for i, block in enumerate(model.blocks):
+        block.attention.register_forward_pre_hook(lambda _, given, i=i: inputs.update({i: given[0]}))
+    cache = KVCache(8)
+    model(torch.randint(0, 50, (1, 8)), cache=cache)
+    for i in (1, 2, 3):
+        values[i] = model.blocks[i].attention.v(inputs[i]).unflatten(-1, (8, -1)).transpose(1, 2)
+        want = values[1] if i == 1 else (values[1] + values[i]) / 2
+        torch.testing.assert_close(cache.slots[i, 0][1], want)
+    alone = model.blocks[2].attention
+    assert torch.equal(alone(inputs[2]), alone(inputs[2], carry={}))
+
+
+@pytest.mark.parametrize("letter", CLASSES)
+def test_an_attention_works_without_a_decoder(letter: str) -> None:
+    """Built from the options that every attention takes, with initial weights that depend on the seed alone."""
+    x = torch.randn(2, 9, 64)
+    first, second, third = (CLASSES[letter](AttentionConfig(d_model=64, n_head=4), seed=seed) for seed in (0, 0, 1))
+    y = first(x)
+    assert y.shape == x.shape and 1e-3 < y.std() < 1
+    assert torch.equal(y, second(x)) and not torch.equal(y, third(x))
+    y.square().sum().backward()
+    assert all(p.isfinite().all() and p.grad.isfinite().all() for p in first.parameters())
+
+
+def test_an_attention_takes_its_own_options_without_a_decoder() -> None:
+    cfg = AttentionConfig(d_model=64, n_head=4)
+    assert DiffAttention(cfg, options=DiffConfig(heads="double")).heads == 4
+    with pytest.raises(ValueError, match="model.diff.heads=all is unknown"):
+        DiffAttention(cfg, options=DiffConfig(heads="all"))
+
+
+@pytest.mark.parametrize("name", ("value_residual", "value_residual_later", "temperature", "baseline_normed"))
+def test_a_stack_compiles_to_one_graph(name: str) -> None:
+    torch._dynamo.reset()
+    model, x = Decoder(config(name)), torch.randint(0, 50, (2, 16))
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x, x.roll(-1, 1)), model(x, x.roll(-1, 1)))

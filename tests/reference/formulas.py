@@ -1,8 +1,13 @@
 """The variants' formulas once more, in numpy float64 with a loop per head, written from the papers and not from model/.
 
-Each takes the weights of a whole attention module by name, its input x (B, T, D), and who sees whom (T, S) or (B, T, S).
-Head layout, rotary layout and norms are spelled out here so that a change of convention in model/ is noticed.
+A variant's formula is the function of its name: (w, x, see, cfg, layer, first) -> (B, T, D). w: the weights of a whole
+attention module by name. x (B, T, D): its input. see: who sees whom, (T, S) or (B, T, S). cfg: a filled DecoderConfig. layer:
+from 0. first: (w, x) of layer 0 of the same stack, which has the same variant. Head layout, rotary layout and norms are
+spelled out here so that a change of convention in model/ is noticed.
 """
+
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -58,25 +63,65 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
     return 1 / (1 + np.exp(-x))
 
 
-def baseline(
-    w: dict, x: np.ndarray, see: np.ndarray, *, heads: int, kv_heads: int, theta: float, interleaved: bool = False,
-    gate: str | None = None,
+def positions(cfg: Any) -> dict:
+    """The arguments of `rope`."""
+    return {"theta": cfg.rope_theta, "interleaved": cfg.rope_layout == "interleaved"}
+
+
+def attention(
+    w: dict, x: np.ndarray, see: np.ndarray, cfg: Any,
+    values: Callable | None = None, temperature: np.ndarray | None = None, output: Callable | None = None,
 ) -> np.ndarray:  # fmt: skip
-    d = w["q.weight"].shape[0] // heads
+    """Softmax attention (arXiv 1706.03762) with up to three changes.
+
+    values(b, j): the values (T, d) of key head j of sequence b. temperature (H,): of each head's softmax. output(b, i, y): what
+    becomes of the output y (T, d) of head i of sequence b.
+    """
+    d = cfg.head_dim
     out = []
     for b in range(len(x)):
         merged = []
-        for i in range(heads):
-            j = i * kv_heads // heads
-            q = rope(head(w, "q", x[b], i, d), theta, interleaved)
-            k = rope(head(w, "k", x[b], j, d), theta, interleaved)
-            y = softmax(q @ k.T / np.sqrt(d), rows(see, b)) @ head(w, "v", x[b], j, d)
-            if gate:  # arXiv 2505.06708: a sigmoid gate per token, and per head or per element of the head's output
-                gates = sigmoid(x[b] @ w["gate_logits.weight"].T)
-                y = y * (gates[:, i, None] if gate == "headwise" else gates[:, i * d : (i + 1) * d])
-            merged.append(y)
+        for i in range(cfg.n_head):
+            j = i * cfg.n_kv_head // cfg.n_head
+            q, k = (rope(head(w, name, x[b], n, d), **positions(cfg)) for name, n in (("q", i), ("k", j)))
+            v = values(b, j) if values else head(w, "v", x[b], j, d)
+            scores = q @ k.T / np.sqrt(d) / (1 if temperature is None else temperature[i])
+            y = softmax(scores, rows(see, b)) @ v
+            merged.append(output(b, i, y) if output else y)
         out.append(project_out(w, merged))
     return np.stack(out)
+
+
+def head_norm(w: dict, kind: str, y: np.ndarray) -> np.ndarray:
+    return y if kind == "none" else rms(y, w["head_norm.weight"] if kind == "affine" else 1.0)
+
+
+def baseline(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, layer: int, first: tuple) -> np.ndarray:
+    return attention(w, x, see, cfg, output=lambda b, i, y: head_norm(w, cfg.baseline.head_norm, y))
+
+
+def gated(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, layer: int, first: tuple) -> np.ndarray:
+    """arXiv 2505.06708: a sigmoid gate per token, and per head or per element of the head's output."""
+
+    def gate(b: int, i: int, y: np.ndarray) -> np.ndarray:
+        gates, d = sigmoid(x[b] @ w["gate_logits.weight"].T), y.shape[-1]
+        return y * (gates[:, i, None] if cfg.gated.gate == "headwise" else gates[:, i * d : (i + 1) * d])
+
+    return attention(w, x, see, cfg, output=gate)
+
+
+def temperature(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, layer: int, first: tuple) -> np.ndarray:
+    return attention(w, x, see, cfg, temperature=np.exp(w["log_temperature"]))
+
+
+def value_residual(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, layer: int, first: tuple) -> np.ndarray:
+    """arXiv 2410.17897: V'_n = l1 V_1 + l2 V_n, in the identity form l1 = l2 = 1/2; the first layer keeps its own."""
+
+    def values(b: int, j: int) -> np.ndarray:
+        own = head(w, "v", x[b], j, cfg.head_dim)
+        return 0.5 * head(first[0], "v", first[1][b], j, cfg.head_dim) + 0.5 * own if layer else own
+
+    return attention(w, x, see, cfg, values=values)
 
 
 def diff_lambda(w: dict, lam_init: float) -> float:
@@ -88,14 +133,13 @@ def diff_lambda(w: dict, lam_init: float) -> float:
     return lam_init
 
 
-def diff(
-    w: dict, x: np.ndarray, see: np.ndarray, *, heads: int, kv_heads: int, theta: float, layer: int,
-    interleaved: bool = False, doubled: bool = False, lambda_init: float | None = None, head_norm: str = "affine",
-) -> np.ndarray:  # fmt: skip
-    """arXiv 2410.05258, equations 1-3; `heads` counts baseline heads, h = heads / 2 differential ones, or heads if doubled."""
-    d = w["q.weight"].shape[0] // heads // (2 if doubled else 1)
-    h, kv, dv = (heads, kv_heads, d) if doubled else (heads // 2, kv_heads // 2, 2 * d)
-    lam_init = 0.8 - 0.6 * np.exp(-0.3 * ((layer + 1) - 1)) if lambda_init is None else lambda_init  # paper: from 1
+def diff(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, layer: int, first: tuple) -> np.ndarray:
+    """arXiv 2410.05258, equations 1-3: h = n_head / 2 differential heads, or n_head with heads=double."""
+    opt, d = cfg.diff, cfg.head_dim
+    doubled = opt.heads == "double"
+    h, kv, dv = (cfg.n_head, cfg.n_kv_head, d) if doubled else (cfg.n_head // 2, cfg.n_kv_head // 2, 2 * d)
+    depth = layer + 1  # the paper counts layers from 1
+    lam_init = 0.8 - 0.6 * np.exp(-0.3 * (depth - 1)) if opt.lambda_init is None else opt.lambda_init
     lam = diff_lambda(w, lam_init)
     out = []
     for b in range(len(x)):
@@ -107,29 +151,25 @@ def diff(
                 q, k = head(w, "q", x[b], 2 * i + c, d), head(w, "k", x[b], 2 * j + c, d)
                 if "q_norm.weight" in w:
                     q, k = rms(q, w["q_norm.weight"]), rms(k, w["k_norm.weight"])
-                scores = rope(q, theta, interleaved) @ rope(k, theta, interleaved).T
+                scores = rope(q, **positions(cfg)) @ rope(k, **positions(cfg)).T
                 maps.append(softmax(scores / np.sqrt(d), rows(see, b)))
             y = (maps[0] - lam * maps[1]) @ head(w, "v", x[b], j, dv)
-            if head_norm != "none":
-                y = rms(y, w["head_norm.weight"] if head_norm == "affine" else 1.0)
-            merged.append((1 - lam_init) * y)
+            merged.append((1 - lam_init) * head_norm(w, opt.head_norm, y))
         out.append(project_out(w, merged))
     return np.stack(out)
 
 
-def diff_v2(
-    w: dict, x: np.ndarray, see: np.ndarray, *, heads: int, kv_heads: int, theta: float, interleaved: bool = False
-) -> np.ndarray:
+def diff_v2(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, layer: int, first: tuple) -> np.ndarray:
     """microsoft/unilm Diff-Transformer-V2: query heads 2i and 2i+1 over the key and value head of output head i."""
-    d = w["out.weight"].shape[1] // heads
+    d, turned = cfg.head_dim, positions(cfg)
     out = []
     for b in range(len(x)):
         merged = []
-        for i in range(heads):
-            j = i * kv_heads // heads
-            k, v = rope(head(w, "k", x[b], j, d), theta, interleaved), head(w, "v", x[b], j, d)
+        for i in range(cfg.n_head):
+            j = i * cfg.n_kv_head // cfg.n_head
+            k, v = rope(head(w, "k", x[b], j, d), **turned), head(w, "v", x[b], j, d)
             first, second = (
-                softmax(rope(head(w, "q", x[b], 2 * i + c, d), theta, interleaved) @ k.T / np.sqrt(d), rows(see, b)) @ v
+                softmax(rope(head(w, "q", x[b], 2 * i + c, d), **turned) @ k.T / np.sqrt(d), rows(see, b)) @ v
                 for c in (0, 1)
             )
             logit = x[b] @ w["lambda_logits.weight"][i] + (
@@ -140,12 +180,10 @@ def diff_v2(
     return np.stack(out)
 
 
-def integral(
-    w: dict, x: np.ndarray, see: np.ndarray, *, heads: int, kv_heads: int, theta: float, signals: int,
-    interleaved: bool = False,
-) -> np.ndarray:  # fmt: skip
+def integral(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, layer: int, first: tuple) -> np.ndarray:
     """arXiv 2508.18387: logits of `signals` query-key pairs are averaged before one softmax."""
-    d, h, kv = w["q.weight"].shape[0] // heads, heads // signals, kv_heads // signals
+    signals, d, turned = cfg.integral.signals, cfg.head_dim, positions(cfg)
+    h, kv = cfg.n_head // signals, cfg.n_kv_head // signals
     out = []
     for b in range(len(x)):
         merged = []
@@ -153,8 +191,8 @@ def integral(
             j = i * kv // h
             logits = []
             for s in range(signals):
-                q = rope(head(w, "q", x[b], signals * i + s, d), theta, interleaved)
-                k = rope(head(w, "k", x[b], signals * j + s, d), theta, interleaved)
+                q = rope(head(w, "q", x[b], signals * i + s, d), **turned)
+                k = rope(head(w, "k", x[b], signals * j + s, d), **turned)
                 logits.append(q @ k.T / np.sqrt(d))
             merged.append(softmax(np.mean(logits, 0), rows(see, b)) @ head(w, "v", x[b], j, signals * d))
         out.append(project_out(w, merged))
@@ -175,11 +213,11 @@ def path_weights(w: dict, x: np.ndarray, kind: str, paths: int) -> np.ndarray:
     return norm if kind == "literal" else w["path_gain"] * norm + w["path_bias"]
 
 
-def introspective(
-    w: dict, x: np.ndarray, see: np.ndarray, *, mode: str, paths: int, heads: int, kv_heads: int, width: int,
-    memory: str, path_weight: str, theta: float, own_path: bool = True, interleaved: bool = False,
-) -> np.ndarray:  # fmt: skip
-    """docs/METHODS.md, introspective attention; `heads`, `kv_heads` per path, values of width D / heads."""
+def introspective(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, layer: int, first: tuple) -> np.ndarray:
+    """docs/METHODS.md, introspective attention; heads per path, values of width D / heads."""
+    opt, width, turned = cfg.introspective, cfg.head_dim, positions(cfg)
+    mode, paths, memory, heads = opt.mode, opt.paths, opt.memory, opt.heads or cfg.n_head // 2
+    kv_heads = max(1, heads * cfg.n_kv_head // cfg.n_head)
     D = x.shape[-1]
     dv, group = D // heads, heads // kv_heads
     out = []
@@ -187,7 +225,7 @@ def introspective(
         earlier: list[dict] = []
         rotated: list[tuple[list, list]] = []
         mixed = w["alpha"] * x[b] if "alpha" in w else 0 * x[b]
-        lam = path_weights(w, x[b], path_weight, paths)
+        lam = path_weights(w, x[b], opt.path_weight, paths)
         for p in range(paths):
             q = [head(w, f"q.{p}", x[b], i, width) for i in range(heads)]
             own = {}
@@ -200,17 +238,17 @@ def introspective(
                         m = np.concatenate([e[part][j] for e in earlier for part in memory], -1)
                         k[j] = k[j] + m @ w[f"memory_k.{p - 1}"][j]
                         v[j] = v[j] + m @ w[f"memory_v.{p - 1}"][j]
-                rotated.append(([rope(each, theta, interleaved) for each in k], v))
+                rotated.append(([rope(each, **turned) for each in k], v))
             sets = rotated[-1:]
             if mode == "sequence":
-                sets = rotated[: p + 1 if own_path or p == 0 else p]
+                sets = rotated[: p + 1 if opt.own_path or p == 0 else p]
             merged = []
             for i in range(heads):
                 j = i // group
                 keys = np.concatenate([ks[j] for ks, _ in sets])
                 values = np.concatenate([vs[j] for _, vs in sets])
                 visible = np.tile(rows(see, b), (1, len(sets)))
-                scores = rope(q[i], theta, interleaved) @ keys.T / np.sqrt(width)
+                scores = rope(q[i], **turned) @ keys.T / np.sqrt(width)
                 merged.append(softmax(scores, visible) @ values)
             a = rms(np.concatenate(merged, -1), w[f"path_norms.{p}.weight"])
             own["a"] = [a[:, j * group * dv : (j + 1) * group * dv] for j in range(kv_heads)]

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import ROOT, TINY
 from tests.scripts.conftest import quoted
 
@@ -91,6 +93,73 @@ def test_interrupted_it_goes_on_and_ends_the_same(shards: Path, tmp_path: Path, 
     call(*[a.replace("perplexity tokens=512", "perplexity tokens=256") for a in arguments])
     assert log.read_text().count("$ python") == 4
     assert json.loads((run / "eval" / "perplexity.json").read_text())["results"]["tokens"] == 256
+
+
+def tuned(shards: Path, runs: Path, text: Path, arms: dict[str, list[str]], *more: str) -> list[str]:
+    """A toy experiment whose arms are tuned over optim.lr and compared on text that the tuning does not read."""
+    return [
+        *toy(shards, runs, arms, "tune=rates", "~tune.grid", "+tune.grid={optim.lr:[1e-3,1e-2]}", "tune.refine=[]"),
+        "tune.widen=0", 'tune.train=["steps=8","eval_every=0"]', f"+texts.other={text}", "~metrics",
+        "+metrics={valid: perplexity_other.loss}", f"records={runs}", *more,
+    ]  # fmt: skip
+
+
+def test_tuning_makes_equal_arms_equal(shards: Path, text_file: Path, tmp_path: Path, call: Callable[..., str]) -> None:
+    """An arm that is crippled at its default rate, and equal at its best one, is not called worse; a twin is a twin."""
+    arms = {"baseline": ["model=baseline"], "slow": ["model=baseline", "optim.lr=1e-7"], "gated": ["model=gated"]}
+    arguments = tuned(shards, tmp_path, text_file, arms, "seeds=1")
+    printed = call(*arguments)
+    content = json.loads((tmp_path / "toy" / "results.json").read_text())["results"]
+    baseline, slow, gated = content["arms"]
+    assert slow["metrics"]["valid"]["difference"]["mean"] == 0.0 != gated["metrics"]["valid"]["difference"]["mean"]
+    found = content["tuning"]
+    assert found["baseline"]["trials"] == found["slow"]["trials"] and found["slow"]["best"] == {"optim.lr": 0.01}
+    assert found["baseline"]["edge"] == ["optim.lr"] and "lies at the end of what was tried" in printed
+    assert content["title"] == "toy" and (tmp_path / "toy" / "figures" / "tuning.png").is_file()
+    assert "untuned" in call(*toy(shards, tmp_path, {"baseline": ["model=baseline"]}, "name=other", "seeds=1"))
+
+    # The runs' folders are gone, their records are published: nothing is trained again, the numbers are the same.
+    records = "".join(path.read_text() for path in sorted((tmp_path / "toy" / "records").glob("*.jsonl")))
+    shutil.rmtree(tmp_path / "toy")
+    (tmp_path / "toy").mkdir()
+    (tmp_path / "toy" / "records.jsonl").write_text(records)
+    assert "3 runs, 3 of them finished" in call(*arguments)
+    again = json.loads((tmp_path / "toy" / "results.json").read_text())["results"]
+    assert [arm["metrics"] for arm in again["arms"]] == [arm["metrics"] for arm in content["arms"]]
+    assert again["tuning"] == found and not list((tmp_path / "toy").rglob("checkpoints"))
+
+    # Another seed: only it is left, and run=false writes the table of the rest and says so.
+    partial = call(*[a.replace("seeds=1", "seeds=2") for a in arguments], "run=false")
+    assert "6 runs, 3 of them finished" in partial and "partial: 3 runs are missing" in partial
+
+
+def test_shorter_horizons_branch_off_the_longest_run(shards: Path, tmp_path: Path, call: Callable[..., str]) -> None:
+    arguments = toy(
+        shards, tmp_path, {"baseline": ["model=baseline"]}, "seeds=1", "branch=true", "+grid={short:[steps=8],long:[steps=16]}",
+    )  # fmt: skip
+    arguments = [a.replace('"optim.lr=1e-2"', '"optim.lr=1e-2","optim.schedule=wsd"') for a in arguments]
+    call(*arguments)
+    log = (tmp_path / "toy" / "logs" / "baseline-short-s1.log").read_text()
+    assert "branch_from=" in log and "step 7/8" in log and "step 1/8" not in log
+    content = json.loads((tmp_path / "toy" / "results.json").read_text())["results"]
+    assert [arm["name"] for arm in content["arms"]] == ["baseline-short", "baseline-long"]
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    (
+        (("+metrics.other=train.val_loss",), "reads the text that the learning rates are chosen on"),
+        (("+metrics.other=perplexity_books.loss",), "give texts.books=FILE"),
+        (("+metrics.other=needle.accuracy",), "add needle to evaluations"),
+        (("tune.seeds=[1]",), "seeds of the comparison"),
+        (("tune.grid={optim.lr:[1e-3]}",), "two values or more"),
+    ),
+)
+def test_studies_that_would_not_say_the_truth_are_refused(
+    more: tuple[str, ...], says: str, shards: Path, text_file: Path, tmp_path: Path, call: Callable[..., str]
+) -> None:
+    assert says in call(*tuned(shards, tmp_path, text_file, {"baseline": ["model=baseline"]}, "seeds=1"), *more)
+    assert not list(tmp_path.rglob("checkpoints"))
 
 
 def test_a_failed_run_is_named_and_the_others_are_kept(shards: Path, tmp_path: Path, call: Callable[..., str]) -> None:

@@ -249,7 +249,7 @@ def test_out_holds_texts_settings_and_speed(tmp_path: Path, make_run: Callable[.
     run, out = make_run(), tmp_path / "deep" / "samples.json"
     done = call(run=run, prompt="a", samples=3, max_tokens=20, stop="e", top_p=0.9, out=out, seed=11)
     content = json.loads(out.read_text())
-    assert {"run", "step", "config", "machine", "version", "results"} == set(content)
+    assert {"eval", "run", "step", "config", "machine", "version", "results"} == set(content)
     assert content["config"]["top_p"] == 0.9 and content["step"] == 4
     samples, speed = content["results"]["samples"], content["results"]["speed"]
     assert [s["seed"] for s in samples] == [11, 12, 13]

@@ -35,10 +35,14 @@ def test_every_variant_has_finite_numbers_and_its_own(variant: str) -> None:
     assert all(math.isfinite(value) for value in numbers.values()) and numbers.pop("monitor_s") > 0
     layer = of_layer(numbers, 1)
     assert layer.keys() >= OF_MAPS
-    own = {"d": "lambda", "v": "lambda", "g": "gate", "i": "path_0"}.get((model.cfg.layers * 2)[1])
-    assert (layer.keys() - OF_MAPS != set()) == (own is not None) and (own is None or own in layer)
+    own = model.blocks[1].attention.readings(torch.randn(2, 3, 64)).keys()
+    assert layer.keys() - OF_MAPS == own
+    known = {"d": "lambda", "v": "lambda", "g": "gate", "i": "path_0", "t": "temperature"}.get(
+        (model.cfg.layers * 2)[1]
+    )
+    assert known is None or known in own
     assert 0 < layer["entropy"] <= math.log(32) and 0 <= layer["negative"] < 1 and 0 <= layer["sinks"] <= 1
-    if own is None or own in ("gate", "path_0"):  # softmax maps
+    if "lambda" not in own:  # softmax maps
         assert layer["mass"] == pytest.approx(1, abs=1e-5) and layer["negative"] == 0
 
 

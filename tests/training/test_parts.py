@@ -32,12 +32,13 @@ def test_every_parameter_is_in_one_group_and_only_matrices_decay(variant: str, n
     model = Decoder(config(variant, tie=variant != "baseline"))
     groups = [g for o in build_optimizers(model, OptimConfig(name=name)) for g in o.param_groups]
     names = [n for g in groups for n in g["names"]]
+    declared = {f".{name}." for block in model.blocks for name in block.attention.undecayed}
     assert sorted(names) == sorted(n for n, _ in model.named_parameters())
     for group in groups:
         for n, p in zip(group["names"], group["params"], strict=True):
             assert p is dict(model.named_parameters())[n]
-            vector = p.dim() < 2 or "lambda" in n or "norm" in n or ".path_" in n or ".gate_" in n
-            assert (group["weight_decay"] == 0) == vector, n
+            gate = any(part in n for part in (".lambda_", ".path_", ".gate_", *declared))
+            assert (group["weight_decay"] == 0) == (p.dim() < 2 or gate), n
     muon = [
         n
         for o in build_optimizers(model, OptimConfig(name=name))

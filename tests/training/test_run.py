@@ -32,7 +32,9 @@ def lines(run_dir: Path) -> list[dict]:
 def trunk(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("trunk") / "run"
     done = run_command(
-        *train_arguments(shards, run_dir, *WSD, "steps=20", "checkpoint.at=[8]", "checkpoint.every=5", "checkpoint.keep=1")
+        *train_arguments(
+            shards, run_dir, *WSD, "steps=20", "checkpoint.at=[8]", "checkpoint.every=5", "checkpoint.keep=1"
+        )
     )
     assert done.returncode == 0, done.stderr
     assert [folder.name for folder in checkpoints(run_dir)] == ["step_00000008", "step_00000020"]

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from training.tracking import arm_of
 from tests.conftest import run_command, train_arguments
 from tests.wandb_stub import WandbStub
 from training.checkpoint import checkpoints
 from training.metrics import Metrics
+from training.tracking import arm_of
 
 SECRETS = {"WANDB_API_KEY": "0123456789abcdef0123456789abcdef01234567", "HF_TOKEN": "hf_notToBeSeenAnywhere"}
 

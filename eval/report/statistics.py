@@ -80,6 +80,15 @@ def t_quantile(p: float, df: float) -> float:
     return _root(lambda t: t_cdf(t, df) - p, 0.0, high)
 
 
+@functools.cache
+def chi2_quantile(p: float, df: float) -> float:
+    """The value below which chi-squared with `df` degrees of freedom falls with probability p (regularised gamma)."""
+    high = df + 1.0
+    while float(mpmath.gammainc(df / 2, 0, high / 2, regularized=True)) < p:
+        high *= 2
+    return _root(lambda x: float(mpmath.gammainc(df / 2, 0, x / 2, regularized=True)) - p, 0.0, high)
+
+
 def _root(rising: Callable[[float], float], low: float, high: float) -> float:
     """Where a rising function is 0, by bisection to float64's resolution."""
     while (middle := (low + high) / 2) not in (low, high):
@@ -138,20 +147,10 @@ def detectable(sd: float, n: int) -> float:
     return sd * _detectable_effect(n)
 
 
-@dataclass
-class Interval:
-    """A mean over seeds with its 95 % t interval (None from a single seed)."""
-
-    n: int
-    mean: float
-    low: float | None
-    high: float | None
-
-
-def interval(values: Sequence[float]) -> Interval:
-    """Mean of one value per seed, with its 95 % interval."""
+def interval(values: Sequence[float]) -> dict[str, float | None]:
+    """n, mean, and low and high of its 95 % t interval (None from a single seed), of one value per seed."""
     found = paired(values)
-    return Interval(found.n, found.mean, found.low, found.high)
+    return {"n": found.n, "mean": found.mean, "low": found.low, "high": found.high}
 
 
 def power_law(sizes: Sequence[float], losses: Sequence[float]) -> tuple[float, float]:

@@ -2,6 +2,7 @@
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const byId = (id) => document.getElementById(id);
 const ALL = "all"; // the mean over layers or heads
+const TRAINED = { show: "both", lambda: null }; // both maps, at the lambda that was learned
 
 // ---------------------------------------- maps
 
@@ -14,16 +15,39 @@ function bytes(text) {
 for (const example of DATA.maps) for (const m of example) {
   m.values = new Int8Array(bytes(m.maps));
   m.largest = new Float32Array(bytes(m.scales));
+  if (!m.second) continue;
+  m.secondValues = new Int8Array(bytes(m.second));
+  m.secondLargest = new Float32Array(bytes(m.secondScales));
+  m.lambdas = new Float32Array(bytes(m.lambda));
 }
 
-// Row t of one head: t + 1 weights. Stored is sign(a) 127 sqrt(|a| / largest of the row), the lower triangle only.
-function headRow(example, model, head, t) {
-  const T = DATA.examples[example].tokens.length, m = DATA.maps[example][model];
-  const start = head * (T * (T + 1)) / 2 + (t * (t + 1)) / 2, largest = m.largest[head * T + t];
+// Row t of one packed map: t + 1 weights. Stored is sign(a) 127 sqrt(|a| / largest of the row), the lower triangle only.
+function packedRow(values, scales, T, head, t) {
+  const start = head * (T * (T + 1)) / 2 + (t * (t + 1)) / 2, largest = scales[head * T + t];
   return Float64Array.from({ length: t + 1 }, (_, s) => {
-    const share = m.values[start + s] / DATA.steps;
+    const share = values[start + s] / DATA.steps;
     return Math.sign(share) * share * share * largest;
   });
+}
+
+// For each head, all layers numbered through: its number among the differential heads, or null.
+for (const model of DATA.models) {
+  let n = 0;
+  model.pairs = model.heads.flatMap((count, l) => Array.from({ length: count }, () => (model.differential[l] ? n++ : null)));
+}
+
+const trained = (example, model, head, t) => // lambda of a differential head in row t
+  DATA.maps[example][model].lambdas[DATA.models[model].pairs[head] * DATA.examples[example].tokens.length + t];
+
+// Row t of one head as it is, or of a differential head map 1 - lambda map 2 at another lambda, or one map alone.
+function headRow(example, model, head, t, view = TRAINED) {
+  const T = DATA.examples[example].tokens.length, m = DATA.maps[example][model], pair = DATA.models[model].pairs[head];
+  const row = packedRow(m.values, m.largest, T, head, t);
+  if (pair === null || (view.show === "both" && view.lambda === null)) return row;
+  const second = packedRow(m.secondValues, m.secondLargest, T, pair, t);
+  if (view.show === "second") return second;
+  const more = trained(example, model, head, t) - (view.show === "first" ? 0 : view.lambda);
+  return row.map((a, s) => a + more * second[s]);
 }
 
 // Heads of all layers are numbered through.
@@ -37,9 +61,9 @@ function headsOf(model, layer, head) {
   return out;
 }
 
-function rowOf(example, model, layer, head, t) {
-  const heads = headsOf(model, layer, head), mean = new Float64Array(t + 1);
-  for (const h of heads) headRow(example, model, h, t).forEach((a, s) => { mean[s] += a / heads.length; });
+function rowOf(example, p, t) {
+  const heads = headsOf(p.model, p.layer, p.head), mean = new Float64Array(t + 1);
+  for (const h of heads) headRow(example, p.model, h, t, p).forEach((a, s) => { mean[s] += a / heads.length; });
   return mean;
 }
 
@@ -58,8 +82,10 @@ function readAddress() {
   state.pinned = whole(given.get("query"), example.tokens.length, example.query);
   state.panels = DATA.models.slice(0, 2).map((_, i) => {
     const [m, l, h] = (given.get("ab"[i]) || "").split(".");
-    const model = whole(m, DATA.models.length, i), layer = whole(l, DATA.models[model].heads.length, ALL);
-    return { model, layer, head: layer === ALL ? ALL : whole(h, DATA.models[model].heads[layer], ALL) };
+    const model = whole(m, DATA.models.length, i), [bestLayer, bestHead] = DATA.models[model].best || [ALL, ALL];
+    if (l === undefined) return { model, layer: bestLayer, head: bestHead, ...TRAINED };
+    const layer = whole(l, DATA.models[model].heads.length, ALL);
+    return { model, layer, head: layer === ALL ? ALL : whole(h, DATA.models[model].heads[layer], ALL), ...TRAINED };
   });
 }
 
@@ -95,13 +121,17 @@ function buildPanel(p, index) {
     p[`${what}Select`] = element("select", { id: `${what}${side}` });
     p[`${what}Select`].onchange = (event) => {
       const value = event.target.value === ALL ? ALL : +event.target.value;
-      if (what === "model") Object.assign(p, { model: value, layer: ALL, head: ALL });
+      if (what === "model") {
+        const [layer, head] = DATA.models[value].best || [ALL, ALL];
+        Object.assign(p, { model: value, layer, head, ...TRAINED });
+      }
       else if (what === "layer") Object.assign(p, { layer: value, head: ALL });
       else p.head = value;
       draw();
     };
     choose.append(element("label", {}, `${what} `, p[`${what}Select`]));
   }
+  buildLambda(p, side);
   p.tokens = element("div", { className: "tokens", tabIndex: 0, id: `tokens${side}` });
   p.tokens.setAttribute("role", "listbox");
   p.tokens.setAttribute("aria-label", `tokens, model ${side}: choose a query`);
@@ -120,9 +150,35 @@ function buildPanel(p, index) {
   };
   const map = element("details", { open: matchMedia("(min-width: 60rem)").matches }, element("summary", { textContent:
     "The whole map: queries downwards, what they look at to the right" }), element("div", { className: "map" }, p.canvas, p.mark));
-  panel.append(choose, p.tokens, p.says, p.shares, element("h3", { textContent: "Most attention" }), p.tops, p.gridTitle,
+  panel.append(choose, p.lambdaBox, p.tokens, p.says, p.shares, element("h3", { textContent: "Most attention" }), p.tops, p.gridTitle,
     p.grid, map);
   return panel;
+}
+
+function buildLambda(p, side) {
+  p.showSelect = element("select", { id: `show${side}` });
+  options(p.showSelect, [["both", "map 1 − λ map 2"], ["first", "map 1"], ["second", "map 2"]], p.show);
+  p.showSelect.onchange = () => { p.show = p.showSelect.value; draw(); };
+  p.slider = element("input", { type: "range", min: 0, max: 1.5, step: 0.01, id: `lambda${side}` });
+  p.slider.oninput = () => { Object.assign(p, { show: "both", lambda: +p.slider.value }); draw(); };
+  p.lambdaSays = element("output", { id: `lambdaSays${side}` });
+  p.reset = element("button", { textContent: "as trained" });
+  p.reset.onclick = () => { Object.assign(p, TRAINED); draw(); };
+  p.lambdaBox = element("div", { className: "choose" }, element("label", {}, "show ", p.showSelect),
+    element("label", {}, "λ ", p.slider), p.lambdaSays, p.reset);
+}
+
+function drawLambda(p, t) {
+  const heads = headsOf(p.model, p.layer, p.head).filter((h) => DATA.models[p.model].pairs[h] !== null);
+  p.lambdaBox.hidden = heads.length === 0;
+  if (!heads.length) return;
+  const learned = heads.reduce((sum, h) => sum + trained(state.example, p.model, h, t), 0) / heads.length;
+  p.showSelect.value = p.show;
+  p.slider.value = p.lambda === null ? learned : p.lambda;
+  p.slider.disabled = p.show !== "both";
+  p.reset.disabled = p.lambda === null && p.show === "both";
+  p.lambdaSays.textContent = p.show !== "both" ? "" : p.lambda === null
+    ? `${number(learned, 2)} (as trained${heads.length > 1 ? ", mean" : ""})` : `${number(p.lambda, 2)} (trained: ${number(learned, 2)})`;
 }
 
 function listen(p) {
@@ -207,7 +263,7 @@ function drawGrid(p) {
     cells.push(element("em", { textContent: layer }));
     for (let head = 0; head < Math.max(...counts); head++) {
       if (head >= count) { cells.push(element("span")); continue; }
-      const a = total(headRow(state.example, p.model, n++, t), from, to);
+      const a = total(headRow(state.example, p.model, n++, t, p), from, to);
       const button = element("button", { title: `layer ${layer}, head ${head}: ${number(a)}`, tabIndex: -1 });
       button.setAttribute("aria-label", button.title);
       button.setAttribute("aria-pressed", (p.layer === ALL || p.layer === layer) && (p.head === head) && p.layer !== ALL);
@@ -220,10 +276,10 @@ function drawGrid(p) {
 }
 
 function drawMap(p) {
-  const T = DATA.examples[state.example].tokens.length, key = [state.example, p.model, p.layer, p.head, dark.matches].join();
+  const T = DATA.examples[state.example].tokens.length, key = [state.example, p.model, p.layer, p.head, p.show, p.lambda, dark.matches].join();
   const context = p.canvas.getContext("2d");
   if (p.mapKey !== key) {
-    const rows = Array.from({ length: T }, (_, t) => rowOf(state.example, p.model, p.layer, p.head, t));
+    const rows = Array.from({ length: T }, (_, t) => rowOf(state.example, p, t));
     const scale = Math.max(...rows.map((row) => Math.max(...row.map(Math.abs))));
     const colours = ["--pos", "--neg"].map((name) => getComputedStyle(document.documentElement).getPropertyValue(name).split(",").map(Number));
     p.canvas.width = p.canvas.height = T;
@@ -237,7 +293,7 @@ function drawMap(p) {
 
 function draw() {
   const example = DATA.examples[state.example], t = query();
-  const rows = state.panels.map((p) => rowOf(state.example, p.model, p.layer, p.head, t));
+  const rows = state.panels.map((p) => rowOf(state.example, p, t));
   const scale = Math.max(...rows.map((row) => Math.max(...row.map(Math.abs)))); // one scale: sides can be compared
   byId("example").value = String(state.example);
   byId("query").textContent = `query ${t}: ${example.tokens[t]}`;
@@ -253,6 +309,7 @@ function draw() {
     options(p.headSelect, [[ALL, "mean of all"], ...Array.from({ length: count }, (_, h) => [h, `${h}`])], p.head);
     p.headSelect.disabled = p.layer === ALL;
     p.panel.style.borderTopColor = DATA.models[p.model].colour;
+    drawLambda(p, t);
     drawTokens(p, rows[i], scale);
     drawNumbers(p, rows[i]);
     drawGrid(p);

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Style:
+class NeedleStyle:
     """One needle test. Texts have the fields {key} and {value}; `question` gets a list of keys where several are asked for.
 
     fact: the needle. intro, question: what stands before and after the text, worded for one value and for several; the
@@ -29,12 +29,12 @@ class Style:
 NOISE = " The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 
 
-def _ruler(value: str, keys: str = "words", **options: object) -> Style:
+def _ruler(value: str, keys: str = "words", **options: object) -> NeedleStyle:
     """RULER's sentences (arXiv 2404.06654, scripts/data/synthetic): `value` is number or uuid."""
     one = f"What is the special magic {value} for {{key}} mentioned in the provided text?"
     several = f"What are all the special magic {value}s for {{key}} mentioned in the provided text?"
     memorize = "hidden within the following text. Make sure to memorize it. I will quiz you about the"
-    return Style(
+    return NeedleStyle(
         fact=f"\nOne of the special magic {value}s for {{key}} is: {{value}}.",
         intro=(
             f"A special magic {value} is {memorize} {value} afterwards.\n",
@@ -55,9 +55,9 @@ _PASSKEY = "\nWhat is the pass key? The pass key is"
 _LWM = "What {} for {{key}}? Don't give information outside the document. ASSISTANT:"
 STYLES = {
     # ours, the shape that data/retrieval.py trains on
-    "magic": Style(f"{_MAGIC} {{value}}.", (_MAGIC, _MAGIC), string=False),
+    "magic": NeedleStyle(f"{_MAGIC} {{value}}.", (_MAGIC, _MAGIC), string=False),
     # LWM (arXiv 2402.08268), scripts/eval_needle_multi.py, which arXiv 2410.05258 follows
-    "lwm": Style(
+    "lwm": NeedleStyle(
         "\nThe special magic {key} number is: {value}\n",
         question=(
             " " + _LWM.format("is the special magic number"),
@@ -68,7 +68,7 @@ STYLES = {
         digits=7,
     ),
     # Landmark attention (Mohtashami & Jaggi, arXiv 2305.16300), appendix: passkey retrieval
-    "passkey": Style(
+    "passkey": NeedleStyle(
         "\nThe pass key is {value}. Remember it. {value} is the pass key.",
         question=(_PASSKEY, _PASSKEY),
         intro=(

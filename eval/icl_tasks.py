@@ -1,0 +1,238 @@
+"""What in-context learning is evaluated on: the synthetic task, files of labelled texts, and episodes drawn from them."""
+
+import csv
+import io
+import itertools
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from data.retrieval import draw_number
+from eval.common import EvalConfig
+
+ARRANGEMENTS = ("random", "alternating", "grouped")
+
+
+@dataclass
+class IclConfig(EvalConfig):
+    """What to classify, and how often.
+
+    examples: a file to draw demonstrations from; None is the synthetic task. test: a file to draw questions from, by
+    default the test split of `examples` or a fifth of it. shots: demonstrations, by default powers of two up to the most
+    that fit the trained context, and that. episodes: 100 of the synthetic task, 10 of a file. queries: questions per
+    episode, at most. orders: permutations of the demonstrations (of 20 episodes at most), 0 to leave order robustness out;
+    order_shots: of so many demonstrations, by default the most of `shots`. classes, words: of the synthetic task, and
+    words per class.
+    """
+
+    examples: str | None = None
+    test: str | None = None
+    format: str = "auto"  # auto | trec | trec_fine | banking77 | clinc150
+    shots: list[int] | None = None
+    episodes: int | None = None
+    queries: int = 50
+    orders: int = 10
+    order_shots: int | None = None
+    classes: int = 4
+    words: int = 2
+    seed: int = 0  # of the drawings
+
+
+@dataclass(frozen=True)
+class Example:
+    """A text to classify and its label."""
+
+    text: str
+    label: str
+
+
+@dataclass(frozen=True)
+class Task:
+    """A way to ask and, for a file's examples, what to draw from. `question` and `answer` have one {} each."""
+
+    name: str
+    question: str
+    answer: str
+    demonstrations: list[Example]
+    questions: list[Example]
+
+
+@dataclass(frozen=True)
+class Episode:
+    """Demonstrations in order, questions, and the labels to choose among."""
+
+    demonstrations: list[Example]
+    questions: list[Example]
+    labels: list[str]
+
+
+WORDS = {
+    "animals": "horse tiger rabbit camel donkey monkey goat sheep wolf fox eagle mouse",
+    "food": "bread apple onion butter cheese rice soup potato lemon honey sugar cake",
+    "tools": "hammer saw needle shovel axe knife drill ladder rope wheel bucket brush",
+    "body": "finger shoulder knee elbow tongue stomach neck ankle heart bone skin thumb",
+    "clothes": "shirt coat hat glove boot scarf belt dress sock jacket cap skirt",
+    "nature": "river mountain forest island desert valley lake ocean cliff cave beach storm",
+    "jobs": "doctor soldier teacher farmer lawyer nurse sailor painter butcher baker pilot judge",
+    "furniture": "table chair bed desk shelf sofa lamp mirror carpet curtain drawer bench",
+}
+
+READABLE = {  # the six coarse classes of TREC, Li and Roth 2002
+    "ABBR": "abbreviation",
+    "DESC": "description",
+    "ENTY": "entity",
+    "HUM": "human",
+    "LOC": "location",
+    "NUM": "number",
+}
+TEMPLATES = {
+    "trec": ("Question: {}\nType:", " {}\n"),
+    "trec_fine": ("Question: {}\nType:", " {}\n"),
+    "banking77": ("Query: {}\nIntent:", " {}\n"),
+    "clinc150": ("Utterance: {}\nIntent:", " {}\n"),
+}
+SYNTHETIC = ("\nThe magic number of {} is", " {}.")
+
+
+def read_examples(path: Path, form: str) -> tuple[list[Example], list[Example]]:
+    """(demonstrations, questions) of a file; a format without a test split has no questions.
+
+    trec: lines "LABEL:fine text". banking77: CSV with the header text,category. clinc150: JSON with train and test lists
+    of [text, intent] (its out-of-scope lists are left out). Raises ValueError where the file is in another format.
+    """
+    text = _text(path)
+    if form == "banking77":
+        return _banking77(path, text), []
+    if form == "clinc150":
+        return _clinc150(path, text)
+    return _trec(path, text, fine=form == "trec_fine"), []
+
+
+def _text(path: Path) -> str:
+    if not path.is_file():
+        raise FileNotFoundError(f"no evaluation set {path}: correct examples= or test=")
+    content = path.read_bytes()
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        return content.decode("latin-1")  # as TREC is published
+
+
+def _wrong_format(path: Path, form: str, found: str, wanted: str) -> ValueError:
+    found = found if len(found) <= 40 else found[:37] + "..."
+    others = ", ".join(name for name in TEMPLATES if name != form)
+    return ValueError(
+        f"{path} is not in the format {form}: {found} is not {wanted}: give such a file, or format={others}"
+    )
+
+
+def _trec(path: Path, text: str, fine: bool) -> list[Example]:
+    examples = []
+    for number, line in enumerate(text.splitlines(), 1):
+        match = re.fullmatch(r"([A-Z]+):(\w+) (.+)", line.strip())
+        if match is None or match[1] not in READABLE:
+            if not line.strip():
+                continue
+            raise _wrong_format(path, "trec", f"line {number} ({line.strip()[:20]!r})", "'LABEL:fine text'")
+        label = f"{READABLE[match[1]]} {match[2]}" if fine else READABLE[match[1]]
+        examples.append(Example(match[3], label))
+    return examples
+
+
+def _banking77(path: Path, text: str) -> list[Example]:
+    header, *rows = list(csv.reader(io.StringIO(text, newline=""))) or [[]]
+    if header[:2] != ["text", "category"]:
+        raise _wrong_format(path, "banking77", f"line 1 ({','.join(header)[:20]!r})", "'text,category'")
+    for number, row in enumerate(rows, 2):
+        if len(row) < 2:
+            raise _wrong_format(path, "banking77", f"row {number}", "a text and a category")
+    return [Example(" ".join(row[0].split()), row[1].replace("_", " ")) for row in rows]
+
+
+def _clinc150(path: Path, text: str) -> tuple[list[Example], list[Example]]:
+    try:
+        content = json.loads(text)
+        parts = [[Example(x, label.replace("_", " ")) for x, label in content[split]] for split in ("train", "test")]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise _wrong_format(path, "clinc150", "it", "JSON with train and test lists of [text, intent]") from None
+    return parts[0], parts[1]
+
+
+def detect(path: Path) -> str:
+    """The format that a file's name ends on; TREC with its six classes, not its fifty."""
+    return {".csv": "banking77", ".json": "clinc150"}.get(path.suffix.lower(), "trec")
+
+
+def load_task(cfg: IclConfig) -> Task:
+    """The task that the configuration names. Raises ValueError for files that do not fit it or each other."""
+    if cfg.examples is None:
+        return Task("synthetic", *SYNTHETIC, [], [])
+    form = detect(Path(cfg.examples)) if cfg.format == "auto" else cfg.format
+    demonstrations, questions = read_examples(Path(cfg.examples), form)
+    if cfg.test:
+        first, second = read_examples(Path(cfg.test), form)
+        questions = second or first
+    labels = {example.label for example in demonstrations}
+    if len(labels) < 2:
+        raise ValueError(
+            f"{cfg.examples} has {len(labels)} different labels, and two are needed: give another examples="
+        )
+    if unknown := {example.label for example in questions} - labels:
+        few = ", ".join(sorted(unknown)[:3])
+        raise ValueError(
+            f"questions have labels that no demonstration has ({few}): give test= and examples= of one set"
+        )
+    if not questions:
+        order = np.random.default_rng(cfg.seed).permutation(len(demonstrations))
+        held = set(order[: max(1, len(order) // 5)].tolist())
+        questions = [example for i, example in enumerate(demonstrations) if i in held]
+        demonstrations = [example for i, example in enumerate(demonstrations) if i not in held]
+    return Task(form, *TEMPLATES[form], demonstrations, questions)
+
+
+def draw_episode(task: Task, cfg: IclConfig, number: int, shots: int, digits: int) -> Episode:
+    """Episode `number` with `shots` demonstrations; that of fewer shots has the first of them, and the same questions."""
+    rng = np.random.default_rng([cfg.seed, number])
+    if task.name == "synthetic":
+        return _synthetic(rng, cfg, shots, digits)
+    if shots > len(task.demonstrations):
+        most = len(task.demonstrations)
+        raise ValueError(f"{shots} shots, but there are {most} demonstrations to draw: use at most shots=[{most}]")
+    asked = rng.permutation(len(task.questions))[: cfg.queries]
+    shown = rng.permutation(len(task.demonstrations))[:shots]
+    labels = sorted({example.label for example in (*task.demonstrations, *task.questions)})
+    return Episode([task.demonstrations[i] for i in shown], [task.questions[i] for i in asked], labels)
+
+
+def _synthetic(rng: np.random.Generator, cfg: IclConfig, shots: int, digits: int) -> Episode:
+    """Every word is shown once before any is shown again, and each is asked for once."""
+    numbers: list[str] = []
+    while len(numbers) < cfg.classes:
+        number = str(draw_number(rng, "eval", digits))
+        numbers += [number] if number not in numbers else []
+    kinds = rng.permutation(len(WORDS))[: cfg.classes]
+    chosen = [rng.permutation(list(WORDS.values())[kind].split())[: cfg.words].tolist() for kind in kinds]
+    examples = [Example(word, number) for words, number in zip(chosen, numbers, strict=True) for word in words]
+    questions = [examples[i] for i in rng.permutation(len(examples))[: cfg.queries]]
+    rounds = -(-shots // len(examples))
+    shown = [examples[i] for _ in range(rounds) for i in rng.permutation(len(examples))]
+    return Episode(shown[:shots], questions, numbers)
+
+
+def arrange(examples: Sequence[Example], how: str, rng: np.random.Generator) -> list[Example]:
+    """The same examples in another order: `random`, `grouped` by class, or `alternating` between the classes.
+
+    The order of the classes and, within a class, of its examples is random. Classes that run out are skipped.
+    """
+    shuffled = [examples[i] for i in rng.permutation(len(examples))]
+    if how == "random":
+        return shuffled
+    labels = list(dict.fromkeys(example.label for example in shuffled))
+    groups = [[example for example in shuffled if example.label == label] for label in labels]
+    if how == "grouped":
+        return list(itertools.chain(*groups))
+    return [example for turn in itertools.zip_longest(*groups) for example in turn if example is not None]

@@ -1,0 +1,241 @@
+"""Needle questions, as evaluations ask them: facts hidden in a long text, in the wordings of eval/needle_styles.py.
+
+Keys and numbers of the style `magic` are those that data/retrieval.py keeps out of training; the sentences of the other
+styles were never trained on.
+"""
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+
+from data.retrieval import Fact, cities, draw_number, hide, sentence_ends
+from data.tokenizer import Tokenizer
+from eval.common import EvalConfig
+from eval.needle_styles import LWM_CITIES, NOISE, STYLES, WORDS, NeedleStyle
+from training.checkpoint import LoadedRun
+
+
+@dataclass
+class NeedleGridConfig(EvalConfig):
+    """depths: where the asked needle lies, as a fraction of the context. samples: contexts per cell."""
+
+    depths: list[float] = field(default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0])
+    samples: int = 50
+    seed: int = 0  # of the contexts
+
+
+def check_grid(cfg: NeedleGridConfig) -> None:
+    """Raise ValueError unless the depths are fractions and there is at least one sample."""
+    for depth in cfg.depths:
+        if not 0 <= depth <= 1:
+            raise ValueError(f"depth {depth:g} is not a fraction of the context: use depths=[0,0.5,1], from 0 to 1")
+    if cfg.samples < 1 or not cfg.depths:
+        raise ValueError("nothing to measure: use samples=50 and depths=[0,0.5,1], or leave them out")
+
+
+@dataclass(frozen=True)
+class Query:
+    """One question over one context: token ids, and where in `prompt` things are ([start, stop) spans).
+
+    `prompt` (P,) ends right where `answer` (A,), the number and its full stop, begins. `needle` is the asked sentence,
+    `value` its number, `question` the first token of the closing question. `candidates` are the answers of all needles
+    of this context, the `right` ones (several where one question asks for several) first. Where `values` are given, each
+    of them counts if it occurs in the text of a greedy continuation of at most `new_tokens`.
+    """
+
+    prompt: np.ndarray
+    answer: np.ndarray
+    needle: tuple[int, int]
+    value: tuple[int, int]
+    question: int
+    candidates: list[np.ndarray]
+    right: int = 1
+    values: tuple[str, ...] = ()
+    new_tokens: int = 0
+
+
+def needle_contexts(
+    run: LoadedRun,
+    hay: np.ndarray,
+    cfg: NeedleGridConfig,
+    length: int,
+    depth: float,
+    needles: int = 1,
+    asked: int = 1,
+    style: str = "magic",
+) -> list[list[Query]]:
+    """`cfg.samples` contexts, each with its queries; the same ones whatever other cells are evaluated.
+
+    Numbers have as many digits as those the run was trained on, unless the style says how many.
+    """
+    rng = np.random.default_rng([cfg.seed, length, round(1000 * depth), needles, asked])
+    digits = run.config["data"].get("retrieval", {}).get("digits", 4)
+    return [
+        needle_queries(rng, hay, run.tokenizer, length, depth, needles, asked, digits, style)
+        for _ in range(cfg.samples)
+    ]
+
+
+def needle_queries(
+    rng: np.random.Generator,
+    haystack: np.ndarray,
+    tokenizer: Tokenizer,
+    length: int,
+    depth: float,
+    needles: int = 1,
+    asked: int = 1,
+    digits: int = 4,
+    style: str = "magic",
+) -> list[Query]:
+    """Evaluation: `needles` facts in one text, `asked` of them asked for, in the wording of a style.
+
+    One query per asked fact, each in turn hidden at `depth` (0..1), or one for all of them, the first at `depth`; the
+    others stand at random depths. `haystack` (n,) is cut at a random place, unless the style brings its own; prompt and
+    answer together have exactly `length` tokens, whatever the key (at most, in a haystack of needles). digits: of a
+    number, where the style leaves it open. Raises ValueError where they do not fit.
+    """
+    wording = STYLES[style]
+    facts = _draw(rng, wording, tokenizer, needles, wording.digits if wording.digits is not None else digits)
+    start = int(rng.integers(0, max(1, len(haystack) - length)))
+    depths = np.concatenate(([depth], rng.random(needles - 1)))
+    queries = []
+    for i in range(1 if wording.string else asked):
+        order = [facts[i], *facts[:i], *facts[i + 1 :]]  # the asked fact takes the place at `depth`
+        wanted = order[: asked if wording.string else 1]
+        ask = _Ask.of(wording, tokenizer, wanted)
+        room = length - 1 - len(ask.intro) - sum(len(f.tokens) for f in facts) - len(ask.question) - ask.reserve
+        hay = haystack[start:] if wording.haystack == "text" else _own_haystack(rng, wording, tokenizer, room, facts)
+        if room < 0 or (len(hay) < room and wording.haystack == "text"):
+            wrong = f"{needles} needles and their text need more than length={length} or the {len(haystack)} haystack tokens"
+            raise ValueError(f"{wrong}: use a longer length, fewer needles or a longer haystack")
+        queries.append(_query(tokenizer, ask, hay[:room], order, depths, len(wanted)))
+    return queries
+
+
+@dataclass(frozen=True)
+class _Needle(Fact):
+    """A fact of any wording: `head` is its text up to the value, `answer` the tokens that a question is answered by."""
+
+    rest: list[int]
+    name: str
+    text: str
+    head: str
+    answer: list[int]
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.key + self.value + self.rest
+
+
+@dataclass(frozen=True)
+class _Ask:
+    """The tokens around a context, the answers as strings, and the tokens kept free for an answer."""
+
+    intro: tuple[int, ...]
+    question: tuple[int, ...]
+    values: tuple[str, ...]
+    reserve: int
+
+    @classmethod
+    def of(cls, wording: NeedleStyle, tokenizer: Tokenizer, wanted: list[_Needle]) -> "_Ask":
+        several = len(wanted) > 1
+        question = wording.question[several].format(key=_listed(list(dict.fromkeys(fact.name for fact in wanted))))
+        # Where the space before a value is a token of its own, it belongs to the question.
+        lead = wanted[0].key[len(_encode(tokenizer, wanted[0].head)) :]
+        values = tuple(fact.text for fact in wanted) if wording.string else ()
+        # As many tokens as a plain answer has bytes: enough for every tokenizer, and equal for all contexts of a cell.
+        reserve = len(f" {_listed(values)}.".encode()) if wording.string else len(wanted[0].value)
+        return cls(_encode(tokenizer, wording.intro[several]), (*_encode(tokenizer, question), *lead), values, reserve)
+
+
+def _query(
+    tokenizer: Tokenizer, ask: _Ask, text: np.ndarray, order: list[_Needle], depths: np.ndarray, right: int
+) -> Query:
+    context, starts = hide(text, order, depths, sentence_ends(tokenizer))
+    first = 1 + len(ask.intro) + starts[0]
+    value = first + len(order[0].key)
+    return Query(
+        prompt=np.array([tokenizer.eot, *ask.intro, *context, *ask.question], dtype=np.int64),
+        answer=np.array(order[0].answer, dtype=np.int64),
+        needle=(first, first + len(order[0].tokens)),
+        value=(value, value + len(order[0].value)),
+        question=1 + len(ask.intro) + len(context),
+        candidates=[np.array(fact.answer, dtype=np.int64) for fact in order],
+        right=right,
+        values=ask.values,
+        new_tokens=ask.reserve,
+    )
+
+
+def _draw(
+    rng: np.random.Generator, wording: NeedleStyle, tokenizer: Tokenizer, count: int, digits: int
+) -> list[_Needle]:
+    """`count` facts with different keys (or one, where the wording has one) and different values."""
+    names = _names(rng, wording.keys, 1 if wording.one_key else count)
+    values: list[str] = []
+    while len(values) < count:
+        value = str(draw_number(rng, "eval", digits)) if digits else _uuid(rng)
+        values += [value] if value not in values else []
+    names = names * count if wording.one_key else names
+    return [_needle(wording, tokenizer, name, value) for name, value in zip(names, values, strict=True)]
+
+
+def _names(rng: np.random.Generator, kind: str, count: int) -> list[str]:
+    if kind == "uuids":
+        return [_uuid(rng) for _ in range(count)]
+    known = {"cities": cities("eval"), "lwm": LWM_CITIES, "words": WORDS, "none": [""]}[kind]
+    if count > len(known):
+        raise ValueError(f"{count} needles asked, but there are {len(known)} {kind}: use at most that many")
+    return [known[i] for i in rng.choice(len(known), count, replace=False)]
+
+
+def _uuid(rng: np.random.Generator) -> str:
+    return str(uuid.UUID(bytes=rng.bytes(16), version=4))
+
+
+def _listed(names: Sequence[str]) -> str:
+    """ "A", "A, and B", "A, B, and C", as LWM and RULER spell it."""
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])}, and {names[-1]}"
+
+
+def _needle(wording: NeedleStyle, tokenizer: Tokenizer, name: str, value: str) -> _Needle:
+    head, tail = wording.fact.replace("{key}", name).split(" {value}", 1)
+    stop, rest = tail[0], tail[1:].replace("{value}", value)
+    lead, spelled = _spell(tokenizer, value + stop)
+    answer = _spell(tokenizer, value)[1] if wording.string else spelled
+    return _Needle(
+        [*_encode(tokenizer, head), *lead], spelled, list(_encode(tokenizer, rest)), name, value, head, answer
+    )
+
+
+def _spell(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[int]]:
+    """The tokens of " text" in two parts: those of the space alone (most tokenizers have none), and the rest."""
+    tokens = tokenizer.encode(f" {text}")
+    first = next(i for i, token in enumerate(tokens) if tokenizer.token_bytes(token).strip())
+    return tokens[:first], tokens[first:]
+
+
+@lru_cache(maxsize=10_000)
+def _encode(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
+    return tuple(tokenizer.encode(text))
+
+
+def _own_haystack(
+    rng: np.random.Generator, wording: NeedleStyle, tokenizer: Tokenizer, room: int, taken: list[_Needle]
+) -> np.ndarray:
+    """Up to `room` tokens: of the noise as many as asked, of needles as many whole ones as fit."""
+    if wording.haystack == "noise":
+        noise = _encode(tokenizer, NOISE)
+        return np.resize(np.array(noise, dtype=np.int64), max(0, room))
+    tokens: list[int] = []
+    names, values = {fact.name for fact in taken}, {fact.text for fact in taken}
+    while True:
+        (fact,) = _draw(rng, wording, tokenizer, 1, wording.digits or 0)
+        if fact.name in names or fact.text in values:
+            continue
+        if len(tokens) + len(fact.tokens) > room:
+            return np.array(tokens, dtype=np.int64)
+        tokens += fact.tokens

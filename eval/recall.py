@@ -1,0 +1,83 @@
+"""Associative recall: targets that repeat an n-gram of their own window, and how often the training text has that n-gram.
+
+The split of Zoology (arXiv 2312.04927, section 3): a target that ends an n-gram seen before in its window, a hit, can be
+recalled from there; where the n-gram is frequent in training, it can be known from training just as well.
+"""
+
+import contextlib
+import hashlib
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from configs.files import write_atomic
+from data.shards import Shard
+from eval.common import progress
+
+CHUNK = 2**22  # training tokens counted at a time
+
+
+def ngram_codes(tokens: np.ndarray, n: int, vocab_size: int) -> np.ndarray:
+    """One int64 for each n-gram in (..., T) ids: (..., T - n + 1)."""
+    stop = tokens.shape[-1] - n + 1
+    return sum(tokens[..., i : stop + i].astype(np.int64) * vocab_size ** (n - 1 - i) for i in range(n))
+
+
+def recall_hits(windows: np.ndarray, n: int, vocab_size: int) -> np.ndarray:
+    """(B, T) bool for windows (B, T + 1): the target ends an n-gram that has ended in its window before."""
+    codes = ngram_codes(windows, n, vocab_size)  # (B, T + 2 - n), the first ends at token n - 1
+    hits = np.zeros((windows.shape[0], windows.shape[1] - 1), dtype=bool)
+    for row, row_codes in zip(hits[:, n - 2 :], codes, strict=True):
+        row[:] = True
+        row[np.unique(row_codes, return_index=True)[1]] = False
+    return hits
+
+
+def ends_one_of(ngrams: np.ndarray, windows: np.ndarray, n: int, vocab_size: int) -> np.ndarray:
+    """(B, T) bool for windows (B, T + 1): the target ends an n-gram whose code is one of `ngrams`."""
+    found = np.zeros((windows.shape[0], windows.shape[1] - 1), dtype=bool)
+    found[:, n - 2 :] = np.isin(ngram_codes(windows, n, vocab_size), ngrams)
+    return found
+
+
+def frequent_ngrams(
+    folder: Path, shards: Sequence[Shard], windows: np.ndarray, n: int, vocab_size: int, most: int
+) -> np.ndarray:
+    """Codes of the n-grams of hits in `windows` that the training shards of `folder` have more than `most` times.
+
+    The counts are kept beside the shards, for the next run on the same windows.
+    """
+    hits = recall_hits(windows, n, vocab_size)[:, n - 2 :]
+    wanted = np.unique(ngram_codes(windows, n, vocab_size)[hits])
+    counted = [[shard.path.name, len(shard), shard.crc32] for shard in shards]
+    key = json.dumps([hashlib.sha256(windows.tobytes()).hexdigest(), n, vocab_size, counted])
+    path = folder / f"ngram_counts_{hashlib.sha256(key.encode()).hexdigest()[:16]}.npy"
+    with contextlib.suppress(OSError, ValueError):  # none yet, or a damaged one
+        counts = np.load(path)
+        if counts.shape == wanted.shape:
+            return wanted[counts > most]
+    counts = ngram_counts(shards, wanted, n, vocab_size)
+    with contextlib.suppress(OSError):  # a folder that cannot be written
+        content = io.BytesIO()
+        np.save(content, counts)
+        write_atomic(path, content.getvalue())
+    return wanted[counts > most]
+
+
+def ngram_counts(shards: Sequence[Shard], wanted: np.ndarray, n: int, vocab_size: int) -> np.ndarray:
+    """How often the shards have each n-gram of the codes `wanted`: (len(wanted),) int64."""
+    counts = np.zeros(len(wanted), dtype=np.int64)
+    narrow = np.uint32 if vocab_size**n <= 2**32 else np.int64  # sorts several times faster
+    wanted = wanted.astype(narrow)
+    with progress("n-grams in training", sum(map(len, shards))) as bar:
+        for shard in shards:
+            for start in range(0, len(shard), CHUNK):
+                tokens = shard.read(start, min(start + CHUNK + n - 1, len(shard)))
+                if len(tokens) >= n:
+                    codes = np.sort(ngram_codes(tokens, n, vocab_size).astype(narrow))
+                    counts += np.searchsorted(codes, wanted, "right") - np.searchsorted(codes, wanted, "left")
+                bar.update(min(CHUNK, len(shard) - start))
+    return counts

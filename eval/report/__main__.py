@@ -1,0 +1,140 @@
+"""One self-contained HTML page that compares runs: verdict, table, differences, curves, heatmaps, attention, all evaluations.
+
+    python -m eval.report runs=[runs/A,runs/B] out=report.html [ablation=runs/ablate/NAME] [viewer=false] [wandb=online]
+
+Runs that differ in their seed alone are one arm: means and standard deviations over seeds, curves with bands, and paired
+differences to the first arm with 95 % intervals. It shows what the evaluations have measured; what a run lacks is said.
+Beside the page it writes its figures (figures/*.png), its numbers (the same name, .json; the tables alone also as .md)
+and the attention viewer (..._viewer.html), and it prints the tables.
+"""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import MISSING
+
+from configs import command
+from configs.files import write_atomic, write_json
+from configs.provenance import machine, version
+from eval.report.gallery import draw_report
+from eval.report.grid import read_ablation
+from eval.report.page import Content, page
+from eval.report.runs import Arm, arms_of, notes, read_runs
+from eval.report.sections import sections
+from eval.report.tables import (
+    Row,
+    columns,
+    contrasts,
+    difference_lines,
+    headline_table,
+    markdown,
+    report_lines,
+    verdicts,
+)
+from eval.report.viewer import Viewer, viewer_of
+from training.tracking import import_wandb, log_report
+
+
+@dataclass
+class ReportConfig:
+    """runs: run folders. out: the page; its figures and JSON are written beside it. viewer: add the attention viewer.
+
+    ablation: the folder of an ablation (scripts/ablate.py), shown as well. wandb: off, online or offline; sends the page,
+    its figures and numbers, and those of the runs.
+    """
+
+    runs: list[str] = MISSING
+    out: str = "report.html"
+    ablation: str | None = None
+    viewer: bool = True
+    wandb: str = "off"
+
+
+def write_report(cfg: ReportConfig) -> list[Row]:
+    """Compare the runs: write the page, its JSON, figures and viewer, print the tables and return the headline one."""
+    out = Path(cfg.out)
+    if out.suffix != ".html":
+        raise ValueError(f"out={out} is not an .html file: use out=report.html")
+    import_wandb(cfg.wandb)  # what is wrong with it is said before the work
+    ablation = read_ablation(Path(cfg.ablation)) if cfg.ablation else None
+    runs = read_runs(cfg.runs)
+    arms = arms_of(runs)
+    rows, parts, remarks = headline_table(arms), sections(arms), notes(runs, arms)
+    found = contrasts(arms, [*rows, *(row for part in parts for row in part.rows)])
+    said = verdicts(arms, found)
+    if not any(arm.several for arm in arms):
+        found = []  # a single seed has no interval
+    seen = _look(arms, remarks) if cfg.viewer else None
+    drawn = draw_report(arms, found, out.parent / "figures")
+    content = Content(arms, rows, said, found, drawn, parts, remarks, ablation=ablation)
+    if seen:
+        beside = out.with_name(f"{out.stem}_viewer.html")
+        write_atomic(beside, seen.html.encode())
+        first = " Of several seeds, the first." if any(arm.several for arm in arms) else ""
+        content.viewer = {"file": beside.name, "says": seen.says + first, "question": seen.question}
+    write_json(out.with_suffix(".json"), as_json(content))
+    tables = [
+        report_lines(arms, rows),
+        difference_lines(arms, rows, found, f"difference to {arms[0].name} [95 % interval]"),
+    ]
+    write_atomic(out.with_suffix(".md"), "\n".join(markdown(table) for table in tables if table).encode())
+    write_atomic(out, page(content, out).encode())
+    print_report(content)
+    print(f"report  {out} ({len(runs)} runs, {len(arms)} arms, {len(drawn)} figures)")
+    own = [image.path for figure in drawn for image in figure.images if image.path.parent == out.parent / "figures"]
+    pictures = {f"figures/{path.stem}": path for path in own}
+    log_report(cfg.wandb, out, pictures, {run.label: run.folder for run in runs}, _values(arms, rows))
+    return rows
+
+
+def _values(arms: list[Arm], rows: list[Row]) -> dict[str, Any]:
+    """The headline table as ARM/ROW -> number."""
+    cells = ((arm, row, cell) for row in rows for arm, cell in zip(arms, row.cells, strict=True))
+    return {f"{arm.name}/{row.name}": cell.value for arm, row, cell in cells if cell.value is not None}
+
+
+def _look(arms: list[Arm], remarks: list[str]) -> Viewer | None:
+    """The attention viewer of the first run of each arm; where one cannot be loaded, a note says why."""
+    try:
+        return viewer_of([(arm.name, str(arm.runs[0].folder)) for arm in arms])
+    except (ValueError, OSError, RuntimeError) as error:
+        remarks.append(f"no attention viewer: {' '.join(str(error).split())[:200]}")
+        return None
+
+
+def as_json(content: Content) -> dict[str, Any]:
+    """The report's numbers: runs, arms, the verdicts, the table, the differences and the further evaluations."""
+    runs = [run for arm in content.arms for run in arm.runs]
+    return {
+        "eval": "report",
+        "machine": machine(),
+        "version": version(),
+        "runs": [{"run": run.label, "variant": run.variant, "config": run.config, "evals": run.evals} for run in runs],
+        "arms": [{"arm": arm.name, "variant": arm.variant, "runs": [run.label for run in arm.runs],
+                  "seeds": [run.seed for run in arm.runs]} for arm in content.arms],
+        "verdicts": content.verdicts,
+        "results": [asdict(row) for row in content.rows],
+        "differences": [asdict(contrast) for contrast in content.contrasts],
+        "evaluations": {part.name: [asdict(row) for row in part.rows] for part in content.sections},
+    }  # fmt: skip
+
+
+def print_report(content: Content) -> None:
+    """Verdicts, tables and notes for the terminal."""
+    arms, rows = content.arms, content.rows
+    print("\n".join(content.verdicts) + "\n")
+    print(columns(report_lines(arms, rows)))
+    if lines := difference_lines(arms, rows, content.contrasts):
+        print(f"\ndifference to {arms[0].name}, mean over seeds [95 % interval]\n{columns(lines)}")
+    for remark in content.notes:
+        print(f"note: {remark}")
+
+
+@command("report", ReportConfig)
+def main(cfg: ReportConfig) -> None:
+    write_report(cfg)
+
+
+if __name__ == "__main__":
+    main()

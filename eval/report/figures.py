@@ -1,0 +1,309 @@
+"""The figures of a report and of an ablation: one function each, on arms whose runs have what it shows."""
+
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from eval import attention_noise, perplexity
+from eval.common import INK, figure
+from eval.report.runs import Arm, Run
+from eval.report.tables import Cell, Contrast, minus, si
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Curve = tuple[np.ndarray, np.ndarray]  # x, y
+
+
+def smooth(values: np.ndarray, window: int) -> np.ndarray:
+    """Centred running mean, over fewer values at the ends."""
+    total = np.cumsum(np.concatenate(([0.0], values)))
+    at = np.arange(len(values))
+    start, stop = np.maximum(0, at - window // 2), np.minimum(len(values), at + window // 2 + 1)
+    return (total[stop] - total[start]) / (stop - start)
+
+
+def band(ax: "Axes", arm: Arm, curves: list[Curve], **look: Any) -> np.ndarray:
+    """Draw the mean of an arm's curves and what lies between the lowest and the highest; returns the mean.
+
+    look: of the line, in the arm's own colour, style and name unless it says otherwise. Curves of other x are interpolated
+    to those of the first, as far as all of them reach.
+    """
+    x = curves[0][0]
+    x = x[(x >= max(c[0].min() for c in curves)) & (x <= min(c[0].max() for c in curves))]
+    y = np.stack([np.interp(x, *curve) for curve in curves])  # (seeds, points)
+    look = {"color": arm.colour, "linestyle": arm.line, "label": arm.title, **look}
+    ax.plot(x, y.mean(0), **look)
+    if len(curves) > 1:
+        ax.fill_between(x, y.min(0), y.max(0), color=look["color"], alpha=0.22, linewidth=0)
+    return y.mean(0)
+
+
+def slug(text: str) -> str:
+    """The text as part of a file's name."""
+    return re.sub(r"[^\w.=-]+", "_", text)
+
+
+def _legend_below(ax: "Axes", columns: int) -> None:
+    handles, labels = ax.get_legend_handles_labels()
+    if handles:
+        place = {"loc": "outside lower center", "columnspacing": 1, "handlelength": 1.4}
+        ax.figure.legend(handles, labels, ncols=min(columns, len(labels)), **place)
+
+
+def _frame(axes: list["Axes"], shown: list[float]) -> None:
+    """Limits around the losses `shown`: the fall of the first steps, and where a run diverged, are cut off."""
+    shown = [loss for loss in shown if np.isfinite(loss)] or [0.0, 1.0]
+    span = max(max(shown) - min(shown), 1e-3)
+    for ax in axes:
+        ax.set_ylim(min(shown) - 0.05 * span, max(shown) + 0.05 * span)
+
+
+# ---------------------------------------- losses
+
+
+def training_loss(arms: list[Arm]) -> str:
+    """The training loss to draw: of text alone where every run logged it, as the validation loss is."""
+    split = all("loss_text" in line for arm in arms for run in arm.runs for line in run.train[-1:])
+    return "loss_text" if split else "loss"
+
+
+def draw_losses(path: Path, arms: list[Arm]) -> None:
+    """Training loss (smoothed) and validation loss (markers) against tokens; means and ranges over seeds."""
+    key = training_loss(arms)
+    with figure(path, 5.2, 3.9) as axes:
+        ax, shown = axes[0, 0], []
+        for arm in arms:
+            mean = band(ax, arm, [_training_curve(run, key) for run in arm.runs if run.train], linewidth=1.5)
+            shown += [*mean[len(mean) // 20 :], *_validation_dots(ax, arm)]
+        _frame([ax], shown)
+        ax.set(xlabel="training tokens (millions)", ylabel="loss (nats per token)")
+        ax.plot([], [], "o", color=INK, markersize=5, label="validation")
+        ax.grid(axis="y")
+        ax.legend()
+
+
+def _training_curve(run: Run, key: str) -> Curve:
+    lines = [line for line in run.train if key in line]
+    losses = smooth(np.array([line[key] for line in lines]), max(1, len(lines) // 40))
+    return np.array([line["tokens"] for line in lines]) / 1e6, losses
+
+
+def _validation_dots(ax: "Axes", arm: Arm) -> list[float]:
+    """Mean validation losses at the tokens where every seed has one."""
+    by_seed = [{line["tokens"]: line["val_loss"] for line in run.val} for run in arm.runs]
+    common = sorted(set.intersection(*(set(losses) for losses in by_seed)))
+    means = [float(np.mean([losses[tokens] for losses in by_seed])) for tokens in common]
+    look = {"color": arm.colour, "markersize": 5, "markeredgecolor": "white", "markeredgewidth": 0.8}
+    ax.plot([tokens / 1e6 for tokens in common], means, "o", **look)
+    return means
+
+
+def draw_validation(path: Path, arms: list[Arm]) -> None:
+    """Validation loss against tokens, FLOPs and seconds of training; means and ranges over the seeds that did not diverge."""
+    with figure(path, 13.5, 4.6, columns=3) as axes:
+        shown = []
+        for arm in arms:
+            lines = [run.val for run in arm.runs if run.val and not run.diverged]
+            length = min(map(len, lines), default=0)
+            if not length:
+                continue
+            tokens, seconds, losses = (
+                np.array([[line.get(key, 0.0) for line in run[:length]] for run in lines])  # (seeds, points)
+                for key in ("tokens", "time_s", "val_loss")
+            )
+            scales = (tokens.mean(0) / 1e6, tokens.mean(0) * arm.facts["flops_per_token"], seconds.mean(0))
+            for ax, x in zip(axes[0], scales, strict=True):
+                mean = band(ax, arm, [(x, loss) for loss in losses], linewidth=1.6, label=arm.name)
+            shown += [mean.min(), mean[length // 5]]
+        _frame(list(axes[0]), shown)
+        labels = ("training tokens (millions)", "training FLOPs", "seconds of training")
+        for ax, label in zip(axes[0], labels, strict=True):
+            ax.set(xlabel=label)
+            ax.grid(axis="y")
+        if len({arm.facts["flops_per_token"] for arm in arms if not arm.reference}) > 1:
+            axes[0, 1].set_xscale("log")  # several sizes
+        axes[0, 0].set_ylabel("validation loss (nats per token)")
+        _legend_below(axes[0, 0], 6)
+
+
+def draw_positions(path: Path, arms: list[Arm], cumulative: bool = False) -> None:
+    """Loss by position in the window, or its mean up to there; means and ranges over seeds."""
+    with figure(path, 4.6, 3.7) as axes:
+        ax = axes[0, 0]
+        for arm in arms:
+            by_position = [np.array(results["by_position"]) for results in arm.results("perplexity")]
+            if cumulative:
+                by_position = [losses.cumsum() / np.arange(1, len(losses) + 1) for losses in by_position]
+            band(ax, arm, [perplexity.position_buckets(losses) for losses in by_position], marker="o", markersize=3.5)
+        ax.set_xscale("log", base=2)
+        ax.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+        title = "mean up to the position" if cumulative else "at the position"
+        ax.set(xlabel="position in the window (tokens)", ylabel="loss (nats per token)", title=title)
+        ax.grid(axis="y")
+        if len(arms) > 1:
+            ax.legend()
+
+
+# ---------------------------------------- attention
+
+
+def draw_shares(path: Path, arms: list[Arm], what: str, title: str) -> None:
+    """`what` (answer or noise) of the attention, mean over depths: one bar per arm and reading.
+
+    Thin lines: from the lowest to the highest seed; with one seed, the 95 % interval over prompts.
+    """
+    readings = attention_noise.READINGS
+    with figure(path, 4.4, 3.6) as axes:
+        ax = axes[0, 0]
+        for i, arm in enumerate(arms):
+            x = np.arange(len(readings)) + (i - (len(arms) - 1) / 2) * 0.8 / len(arms)
+            values, low, high = zip(*(_share(arm, reading, what) for reading in readings), strict=True)
+            errors = {"yerr": (low, high), "error_kw": {"elinewidth": 1, "ecolor": INK}}
+            ax.bar(x, values, 0.72 / len(arms), color=arm.colour, label=arm.name, linewidth=0, **errors)
+            for position, value, error in zip(x, values, high, strict=True):
+                look = {"textcoords": "offset points", "ha": "center", "fontsize": 9 if len(arms) <= 4 else 6.5}
+                ax.annotate(f"{value:.2f}", (position, max(0, value + error)), (0, 2), **look)
+        ax.axhline(0, color=INK, linewidth=0.8)
+        ax.set_xticks(range(len(readings)), readings)
+        ax.tick_params(axis="x", length=0)
+        ax.set(title=title, ylabel="share of attention")
+        ax.grid(axis="y")
+        ax.margins(y=0.12)
+        _legend_below(ax, 3)
+
+
+def _share(arm: Arm, reading: str, what: str) -> tuple[float, float, float]:
+    """Mean over seeds, and how far below and above it the error bar reaches."""
+    means = [results[reading]["mean"] for results in arm.results("attention_noise")]
+    values = [mean[what] for mean in means]
+    if len(values) == 1:
+        return values[0], 1.96 * means[0][f"{what}_se"], 1.96 * means[0][f"{what}_se"]
+    mean = float(np.mean(values))
+    return mean, mean - min(values), max(values) - mean
+
+
+# What an arm's layers weigh their maps with, as training/monitor.py names it: pattern of its keys, label of the axis.
+WEIGHTS = (
+    (r"monitor/(layer)_(\d+)/lambda", "lambda"),
+    (r"monitor/(layer)_(\d+)/gate", "gate"),
+    (r"monitor/mean/(path)_(\d+)", "path weight, mean over layers"),
+)
+STATISTICS = {"entropy": "entropy (nats)", "first": "share on the first token", "negative": "share of negative mass"}
+
+
+def weight_curves(arm: Arm) -> tuple[dict[str, str], str]:
+    """("layer 0" -> key of its curve in every run's monitor lines, label of the axis); no curves where there are none."""
+    common = set.intersection(*({key for line in run.monitor for key in line} for run in arm.runs))
+    for pattern, label in WEIGHTS:
+        found = [match for key in common if (match := re.fullmatch(pattern, key))]
+        if found:
+            found.sort(key=lambda match: int(match[2]))
+            return {f"{match[1]} {match[2]}": match[0] for match in found}, label
+    return {}, ""
+
+
+def _monitored(run: Run, key: str) -> Curve:
+    lines = [line for line in run.monitor if key in line]
+    return np.array([line["tokens"] for line in lines]) / 1e6, np.array([line[key] for line in lines])
+
+
+def draw_monitored(path: Path, lines: Iterable[tuple[Arm, str, dict[str, Any]]], **labels: str) -> None:
+    """Curves of the monitor against tokens: (arm, key, look of the line) each; means and ranges over seeds."""
+    with figure(path, 4.4, 3.6) as axes:
+        ax = axes[0, 0]
+        for arm, key, look in lines:
+            band(ax, arm, [_monitored(run, key) for run in arm.runs], marker="o", markersize=2.5, **look)
+        ax.set(xlabel="training tokens (millions)", **labels)
+        ax.margins(y=0.12)
+        ax.grid(axis="y")
+        _legend_below(ax, 4)
+
+
+def draw_weights(path: Path, arm: Arm) -> None:
+    """lambda, gate or path weights of an arm, a line for each layer or path."""
+    import matplotlib
+
+    curves, label = weight_curves(arm)
+    shades = matplotlib.colormaps["plasma"](np.linspace(0.05, 0.7, max(2, len(curves))))  # none too light, nor too dark
+    looks = [{"color": shade, "linestyle": "-", "label": name} for name, shade in zip(curves, shades, strict=False)]
+    lines = zip([arm] * len(curves), curves.values(), looks, strict=True)
+    draw_monitored(path, lines, ylabel=label, title=arm.title)
+
+
+# ---------------------------------------- differences
+
+
+def draw_differences(path: Path, arms: list[Arm], panels: dict[str, list[Contrast]]) -> None:
+    """Differences to the reference arms, a panel for each number (title -> contrasts), a line for each arm.
+
+    A dot is a seed, a diamond their mean, a line its 95 % interval.
+    """
+    by_name = {arm.name: arm for arm in arms}
+    height = 0.6 + sum(0.75 + 0.3 * max(1, len(found)) for found in panels.values())
+    with figure(path, 5.2, height, rows=len(panels)) as axes:
+        for ax, (title, found) in zip(axes[:, 0], panels.items(), strict=True):
+            for y, contrast in enumerate(found):
+                colour = by_name[contrast.arm].colour
+                ax.plot(contrast.differences, [y] * contrast.n, "o", color=colour, alpha=0.45, markersize=4.5)
+                if contrast.low is not None:
+                    ax.plot([contrast.low, contrast.high], [y, y], color=colour, linewidth=1.6)
+                ax.plot([contrast.mean], [y], "D", color=colour, markersize=6, markeredgecolor="white")
+            ax.axvline(0, color=INK, linewidth=0.8)
+            ax.set_yticks(range(len(found)), [contrast.arm for contrast in found])
+            better = {"lower": "   ← better", "higher": "   better →", "": ""}[found[0].better if found else ""]
+            ax.set(ylim=(max(1, len(found)) - 0.4, -0.6), title=f"{title.split(' (')[0]}{better}")
+            if found:
+                ax.set_xlim(*_readable_limits(found))
+            ax.title.set_fontsize(10.5)
+            ax.tick_params(axis="y", length=0)
+            ax.locator_params(axis="x", nbins=5)
+            ax.xaxis.set_major_formatter(lambda x, _: minus(f"{x:g}"))
+            ax.grid(axis="x")
+        first = next((arm for arm in arms if not arm.reference), arms[0])
+        axes[-1, 0].set_xlabel(f"difference to {first.arm if first.point else first.name}")
+
+
+def _readable_limits(found: list[Contrast]) -> tuple[float, float]:
+    """Limits that show all means and dots; intervals of a few seeds may be many times wider and run off the edge."""
+    means = [contrast.mean for contrast in found]
+    widest = max(3 * (contrast.sd or 0) for contrast in found)
+    reach = max(1.6 * max(map(abs, means)), widest) or 1e-3
+    low = min([0.0, *means, *(contrast.low for contrast in found if contrast.low is not None)])
+    high = max([0.0, *means, *(contrast.high for contrast in found if contrast.high is not None)])
+    pad = 0.06 * (high - low) or 1e-3  # of equal arms
+    return max(low - pad, -2 * reach), min(high + pad, 2 * reach)
+
+
+def draw_grid(path: Path, cells: list[tuple[Arm, Cell]], metric: str, fits: dict[str, Any] | None) -> None:
+    """The metric over the points of the grid, mean and standard deviation over seeds; over parameters where fitted."""
+    points = list(dict.fromkeys(arm.point for arm, _ in cells))
+    with figure(path, 6.6, 4.4) as axes:
+        ax = axes[0, 0]
+        for name, mine in _by_arm(cells):
+            x = [arm.facts["params_non_embedding"] if fits else points.index(arm.point) for arm, _ in mine]
+            y, error = [cell.value for _, cell in mine], [cell.sd or 0 for _, cell in mine]
+            look = {"color": mine[0][0].colour, "label": name, "capsize": 3}
+            ax.errorbar(x, y, error, fmt="o" if fits else "o-", **look)
+            if fits and fits[name]["a"]:
+                line = np.geomspace(min(x), max(x), 50)
+                laws = [fits[name]["a"][s] * line ** -fits[name]["b"][s] for s in fits[name]["a"]]
+                ax.plot(line, np.mean(laws, axis=0), color=mine[0][0].colour, linewidth=1.2)
+        if fits:
+            ax.set(xscale="log", xlabel="parameters without embeddings")
+            ax.xaxis.set_major_formatter(lambda value, _: si(value))
+        else:
+            ax.set_xticks(range(len(points)), points)
+        ax.set(ylabel=metric)
+        ax.grid(axis="y")
+        ax.legend()
+
+
+def _by_arm(cells: list[tuple[Arm, Cell]]) -> Iterator[tuple[str, list[tuple[Arm, Cell]]]]:
+    """(name, its points with a value) of each arm that has any."""
+    for name in dict.fromkeys(arm.arm for arm, _ in cells):
+        if mine := [(arm, cell) for arm, cell in cells if arm.arm == name and cell.value is not None]:
+            yield name, mine

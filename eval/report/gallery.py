@@ -1,0 +1,264 @@
+"""Which figures a report has: each drawn, with a caption that says what to see and how it was measured."""
+
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from eval import attention_noise, needle
+from eval.common import mean_se
+from eval.report import figures
+from eval.report.runs import EVALUATIONS, Arm, text_of
+from eval.report.tables import HEADLINES, Contrast, trained_on
+
+DOTS_PER_INCH = 160  # of eval.common.figure
+CSS_PER_INCH = 96
+
+
+@dataclass
+class Image:
+    """A PNG and what it shows, in words. heatmap: its colours are a scale from dark to light, which the dark page keeps."""
+
+    path: Path
+    alt: str
+    heatmap: bool = False
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Width and height in CSS pixels, so that a figure keeps its size."""
+        pixels = struct.unpack(">II", self.path.read_bytes()[16:24])  # the PNG header
+        return tuple(round(side * CSS_PER_INCH / DOTS_PER_INCH) for side in pixels)
+
+
+@dataclass
+class Figure:
+    """Images under one heading, with what to see and how it was measured. command: what measured it."""
+
+    title: str
+    caption: str
+    images: list[Image]
+    command: str = ""
+
+
+def draw_report(arms: list[Arm], found: list[Contrast], folder: Path) -> list[Figure]:
+    """Draw every figure that the arms have measurements for."""
+    have = {name: [arm for arm in arms if arm.results(name)] for name in EVALUATIONS}
+    drawn = [*_differences(arms, found, folder)]
+    if noise := have["attention_noise"]:
+        drawn.append(_shares(noise, folder))
+    if trained := [arm for arm in arms if any(run.train for run in arm.runs)]:
+        drawn.append(_losses(trained, folder))
+    drawn += _monitored([arm for arm in arms if all(run.monitor for run in arm.runs)], folder)
+    if have["needle"]:
+        drawn.append(_needle(have["needle"], folder))
+    if noise:
+        drawn += [_attention(noise, folder, reading) for reading in attention_noise.READINGS]
+        drawn += _heads(noise)
+    if have["perplexity"]:
+        drawn.append(_positions(have["perplexity"], folder))
+    return drawn
+
+
+def averaged(results: list[Any]) -> Any:
+    """The mean of results of one shape, number by number; where shapes differ or a thing is no number, the first's."""
+    first = results[0]
+    if isinstance(first, dict):
+        return {key: averaged([r[key] for r in results]) if all(key in r for r in results) else first[key]
+                for key in first}  # fmt: skip
+    if isinstance(first, list) and len({len(r) for r in results}) == 1:
+        return [averaged(list(items)) for items in zip(*results, strict=True)]
+    if isinstance(first, float) or (isinstance(first, int) and len(set(results)) > 1):
+        return float(np.mean(results))
+    return first
+
+
+def _for_each(
+    arms: list[Arm], stem: Path, alts: list[str], draw: Callable[[Path, Arm], None], heatmap: bool = False
+) -> list[Image]:
+    """An image of each arm, drawn to STEM_ARM.png."""
+    images = []
+    for arm, alt in zip(arms, alts, strict=True):
+        path = stem.with_name(f"{stem.name}_{figures.slug(arm.name)}.png")
+        images.append(Image(path, f"{alt}, {arm.name}", heatmap=heatmap))
+        draw(images[-1].path, arm)
+    return images
+
+
+def _over_seeds(arms: list[Arm], single: str = "") -> str:
+    """What the lines and bands of a figure are, where an arm has several seeds."""
+    if not any(arm.several for arm in arms):
+        return single
+    counts = {len(arm.runs) for arm in arms}
+    n = f"n = {min(counts)}" + (f" to {max(counts)}" if len(counts) > 1 else "")
+    return f" Means over seeds ({n} training runs an arm), with the range from the lowest to the highest seed."
+
+
+def _on(arms: list[Arm], name: str) -> str:
+    return text_of(next(run for run in arms[0].runs if name in run.evals), name)
+
+
+def _differences(arms: list[Arm], found: list[Contrast], folder: Path) -> Iterator[Figure]:
+    panels = {name: [contrast for contrast in found if contrast.name == name] for name in HEADLINES}
+    panels = {name: of_name for name, of_name in panels.items() if any(contrast.n > 1 for contrast in of_name)}
+    if panels:
+        path = folder / "differences.png"
+        figures.draw_differences(path, arms, panels)
+        yield Figure(
+            "Differences, paired by seed",
+            f"Every arm minus {arms[0].name}, seed by seed: runs of one seed read the same samples in the same order and "
+            "share initial weights. Pale dots: one seed each; diamond and line: mean and 95 % interval (paired t over the "
+            "seeds that both have). An interval that leaves out 0 is evidence of a difference; of twenty such intervals of "
+            "equal arms, one leaves it out by chance.",
+            [Image(path, "Paired differences to the first arm with 95 % intervals")],
+        )
+
+
+def _shares(arms: list[Arm], folder: Path) -> Figure:
+    images = []
+    for what, title in (("answer", "To the answer"), ("noise", "Noise")):
+        images.append(Image(folder / f"attention_{what}.png", f"Bars of attention, {title.lower()}, for each arm"))
+        figures.draw_shares(images[-1].path, arms, what, title)
+    results = arms[0].results("attention_noise")[0]
+    depths = len(results["signed"]["depths"])
+    return Figure(
+        "Attention to the answer, and attention noise",
+        "The share of attention that the token about to answer gives to the needle's sentence (more is better), and to "
+        "context beside the point (less is better). In the paper's signed reading the weights of a differential map cancel "
+        "in part, and dividing by a row sum below 1 enlarges what is left; the absolute reading has neither effect, so "
+        "judge variants by both. Signed masses are summed over layers and then divided by the summed row sums, so a layer "
+        "with large row sums counts for more; the table also has the other order (signed per layer): each layer divided by "
+        "its own row sum, then averaged. "
+        f"Mean over {depths} depths, n = {results['samples'] * depths} prompts of {results['length']} tokens from "
+        f"{_on(arms, 'attention_noise')}.{_over_seeds(arms, ' The thin lines are 95 % intervals over prompts.')}",
+        images,
+        "python -m eval.attention_noise",
+    )
+
+
+def _losses(arms: list[Arm], folder: Path) -> Figure:
+    path = folder / "loss.png"
+    figures.draw_losses(path, arms)
+    text_only = figures.training_loss(arms) == "loss_text"
+    lines = "the text among the training samples" if text_only else trained_on(arms[0].runs[0])
+    easier = " Retrieval documents are easier than text, which lowers the lines beside the dots."
+    return Figure(
+        "Loss during training",
+        f"Lower is better. Lines: loss on {lines}, a running mean over a fortieth of the run. Dots: loss on held-out "
+        f"documents of {arms[0].runs[0].config['data']['name']}, text alone.{easier if 'retrieval' in lines else ''}"
+        f"{_over_seeds(arms)} Runs of one seed see the same samples in the same order.",
+        [Image(path, "Curves of training and validation loss against tokens for each arm")],
+        "python train.py",
+    )
+
+
+def _monitored(arms: list[Arm], folder: Path) -> Iterator[Figure]:
+    """lambda (gates, path weights) by layer, and statistics of the maps, over training, where they were monitored."""
+    if weighing := [arm for arm in arms if figures.weight_curves(arm)[0]]:
+        alts = [f"Curves of {figures.weight_curves(arm)[1]} against tokens" for arm in weighing]
+        yield Figure(
+            "Lambda during training",
+            "What each layer weighs its maps with, from the first step to the last: lambda of differential attention, the "
+            "gates of gated attention, the path weights of introspective attention. Where it depends on the token and the "
+            "head, the mean over both. From blue, the first layer or path, to orange, the last; the layers are evenly "
+            f"chosen. Read on a fixed batch of held-out text.{_over_seeds(arms)}",
+            _for_each(weighing, folder / "lambda", alts, figures.draw_weights),
+            "python train.py",
+        )
+    if arms:
+        images = []
+        for name, label in figures.STATISTICS.items():
+            images.append(Image(folder / f"during_{name}.png", f"Curves of the {label} against tokens"))
+            lines = [(arm, f"monitor/mean/{name}", {}) for arm in arms]
+            figures.draw_monitored(images[-1].path, lines, ylabel=label)
+        yield Figure(
+            "Attention during training",
+            "The attention maps of the monitored layers: how widely a row spreads its mass, how much of it lies on the "
+            "first token (the sink), and how much is negative. Means over layers, heads and query rows of a fixed batch of "
+            f"held-out text, by absolute mass.{_over_seeds(arms)}",
+            images,
+            "python train.py",
+        )
+
+
+def _needle(arms: list[Arm], folder: Path) -> Figure:
+    def draw(path: Path, arm: Arm) -> None:
+        needle.draw(path, _mean_needle(arm.results("needle")), arm.name)
+
+    alts = ["Heatmap of needle accuracy by depth and context length"] * len(arms)
+    samples = arms[0].results("needle")[0]["cells"][0]["samples"]
+    several = " Cells are means over seeds, ± their standard error." if any(arm.several for arm in arms) else ""
+    return Figure(
+        "Needle in a haystack",
+        "Share of hidden numbers given back exactly, by context length and by depth of the needle (0 % comes first). Yellow "
+        "is right, purple is wrong: a purple row is a depth that the model overlooks. The scale is 0 to 1 in every panel. "
+        "Greedy decoding must give the number and its full stop. The needles are hidden in "
+        f"{_on(arms, 'needle')}; n = {samples} contexts a cell: a cell near 0.5 is known to "
+        f"± {1.96 * (0.25 / samples) ** 0.5:.2f}.{several}",
+        _for_each(arms, folder / "needle", alts, draw, heatmap=True),
+        "python -m eval.needle",
+    )
+
+
+def _mean_needle(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Means over seeds, in each cell with the standard error over seeds instead of that over samples."""
+    mean = averaged(results)
+    if len(results) > 1:
+        for i, cell in enumerate(mean["cells"]):
+            cell["se"] = mean_se([one["cells"][i]["accuracy"] for one in results])[1]
+    return mean
+
+
+READING_CAPTIONS = {
+    "signed": "Weights are summed with their sign, so a bar can reach below zero and the others above one.",
+    "absolute": "Weights are summed without their sign, so nothing cancels.",
+}
+
+
+def _attention(arms: list[Arm], folder: Path, reading: str) -> Figure:
+    def draw(path: Path, arm: Arm) -> None:
+        attention_noise.draw(path, averaged(arm.results("attention_noise")), arm.name, (reading,))
+
+    alts = [f"Bars of five attention buckets by depth, {reading}"] * len(arms)
+    samples = arms[0].results("attention_noise")[0]["samples"]
+    several = " Bars are means over seeds." if any(arm.several for arm in arms) else ""
+    return Figure(
+        f"Where attention goes, {reading} reading",
+        f"Blue is the answer (the number above), orange is noise, grey is neither. {READING_CAPTIONS[reading]} "
+        f"Maps are averaged over heads and layers, then divided by the row sum; n = {samples} prompts a depth, from "
+        f"{_on(arms, 'attention_noise')}.{several}",
+        _for_each(arms, folder / f"attention_{reading}", alts, draw),
+        "python -m eval.attention_noise",
+    )
+
+
+def _heads(arms: list[Arm]) -> list[Figure]:
+    """The heatmaps over layers and heads that the evaluation has drawn, where it has."""
+    found = [(arm.name, arm.runs[0].folder / "figures" / "attention_heads.png") for arm in arms]
+    images = [
+        Image(path, f"Heatmaps over layers and heads, {name}", heatmap=True) for name, path in found if path.is_file()
+    ]
+    several = " The first seed of each arm." if any(arm.several for arm in arms) else ""
+    caption = f"Where the heads look, one by one; means hide heads that do the opposite of others.{several}"
+    return [Figure("Each layer and head", caption, images, "python -m eval.attention_noise")] if images else []
+
+
+def _positions(arms: list[Arm], folder: Path) -> Figure:
+    images = [
+        Image(folder / "loss_by_position.png", "Curves of loss against position in the window for each arm"),
+        Image(folder / "loss_cumulative.png", "Curves of mean loss up to a position"),
+    ]
+    for image, cumulative in zip(images, (False, True), strict=True):
+        figures.draw_positions(image.path, arms, cumulative)
+    results = arms[0].results("perplexity")[0]
+    return Figure(
+        "Loss by position",
+        "Loss of the token at each position of the window, and the mean of all up to it (means of position ranges of equal "
+        "ratio). The further to the right it still falls, the longer the context that the model makes use of. "
+        f"n = {results['windows']:,} windows of {results['length']} tokens from {_on(arms, 'perplexity')}."
+        f"{_over_seeds(arms)}",
+        images,
+        "python -m eval.perplexity",
+    )

@@ -1,0 +1,242 @@
+"""What an ablation adds to a comparison: points of a grid, fits over sizes, the pooled noise, and its table.
+
+scripts/ablate.py trains the runs, fills each arm's `runs` and writes what `Comparison` finds. docs/METHODS.md defines every
+column.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from eval.report.figures import draw_differences, draw_grid, draw_validation
+from eval.report.runs import Arm, Run, give_colours, read_json
+from eval.report.statistics import Difference, detectable, interval, power_law, size_ratio
+from eval.report.tables import Cell, Contrast, at, contrasts, row_of, si
+
+DIFFERENCE_HEADS = ("95 % interval", "p", "p, Holm", "p, sign flips", "detectable")
+
+
+class Comparison:
+    """The arms of an ablation, every metric over their seeds, and each arm's paired difference to its reference.
+
+    metrics: name -> metric path (Run.value); `compared` are those whose differences the table shows, the first one alone
+    unless others are named. rows: metric -> Row. differences: (metric, arm) ->
+    Contrast.
+    """
+
+    def __init__(self, arms: list[Arm], metrics: dict[str, str], compared: Sequence[str] = ()) -> None:
+        self.arms, self.metrics = arms, metrics
+        self.compared = tuple(compared) or (next(iter(metrics)),)
+        if unknown := [name for name in self.compared if name not in metrics]:
+            raise ValueError(f"'{unknown[0]}' is to be compared and is no metric: use {', '.join(metrics)}")
+        self.rows = {name: row_of(arms, "", name, at(path), "{:.4f}") for name, path in metrics.items()}
+        found = contrasts(arms, self.rows.values())
+        self.differences: dict[tuple[str, str], Contrast] = {(one.name, one.arm): one for one in found}
+
+    def cells(self, metric: str) -> list[tuple[Arm, Cell]]:
+        return list(zip(self.arms, self.rows[metric].cells, strict=True))
+
+    def values(self, metric: str) -> dict[str, dict[int, float]]:
+        """Arm -> seed -> value, of the runs that have one."""
+        return {arm.name: arm.by_seed(cell.values) for arm, cell in self.cells(metric)}
+
+    def of_metric(self, metric: str) -> list[Contrast]:
+        """The metric's differences, in the order of the arms."""
+        return [one for (name, _), one in self.differences.items() if name == metric]
+
+    def noise_floor(self, metric: str) -> dict[str, float | None]:
+        """Standard deviations over seeds, of an arm and of paired differences, pooled over arms.
+
+        smallest_detectable: for a comparison with that pooled deviation, at 80 % power (5 % level, before Holm's
+        correction).
+        """
+        found = self.of_metric(metric)
+        own = _pooled([(cell.sd, cell.n) for _, cell in self.cells(metric)])
+        between, n = _pooled([(one.sd, one.n) for one in found]), max((one.n for one in found), default=0)
+        smallest = detectable(between, n) if between is not None and n > 1 else None
+        return {"n": n, "sd": own, "sd_of_differences": between, "smallest_detectable": smallest}
+
+    def fit_sizes(self, metric: str) -> dict[str, Any]:
+        """loss = a N^-b for each arm of the grid, one fit per seed, N parameters without embeddings; means, intervals.
+
+        size_ratio: parameters that the arm needs, as a share of the reference's, for the loss the reference has at the
+        grid's middle size (geometric mean); the paper reports 0.62 for 6.8B parameters (arXiv 2410.05258, section 3.2).
+        """
+        names = list(dict.fromkeys(arm.arm for arm in self.arms))
+        fits = {name: self._fits([arm for arm in self.arms if arm.arm == name], metric) for name in names}
+        sizes = [arm.facts["params_non_embedding"] for arm in self.arms if arm.arm == names[0]]
+        middle = math.exp(np.mean(np.log(sizes)))
+        results: dict[str, Any] = {}
+        for name, by_seed in fits.items():
+            shared = [seed for seed in by_seed if seed in fits[names[0]]]
+            ratios = [size_ratio(fits[names[0]][seed], by_seed[seed], middle) for seed in shared]
+            results[name] = {
+                "a": {seed: a for seed, (a, _) in by_seed.items()},
+                "b": {seed: b for seed, (_, b) in by_seed.items()},
+                "exponent": interval([b for _, b in by_seed.values()]) if by_seed else None,
+                "at_size": middle,
+                "size_ratio": interval(ratios) if ratios and all(map(math.isfinite, ratios)) else None,
+            }
+        return results
+
+    def _fits(self, points: list[Arm], metric: str) -> dict[int, tuple[float, float]]:
+        values = [self.values(metric)[arm.name] for arm in points]
+        sizes = [arm.facts["params_non_embedding"] for arm in points]
+        seeds = [seed for seed in values[0] if all(seed in others for others in values)]
+        return {seed: power_law(sizes, [losses[seed] for losses in values]) for seed in seeds}
+
+    def as_json(self) -> list[dict[str, Any]]:
+        """Every arm with its runs, its metrics and their differences."""
+        keys = ("name", "arm", "point", "reference", "variant", "overrides", "facts")
+        return [
+            {key: getattr(arm, key) for key in keys}
+            | {"runs": [self._run(run) for run in arm.runs]}
+            | {"metrics": {name: self._summary(arm, name, row.cells[i]) for name, row in self.rows.items()}}
+            for i, arm in enumerate(self.arms)
+        ]
+
+    def _run(self, run: Run) -> dict[str, Any]:
+        """curve: (tokens, seconds of training, validation loss). losses: (step, training loss), as logged."""
+        return {
+            "seed": run.seed,
+            "run": run.folder.name,
+            "values": {name: run.value(path) for name, path in self.metrics.items()},
+            "curve": [(line["tokens"], line.get("time_s", 0.0), line["val_loss"]) for line in run.val],
+            "losses": [(line["step"], line["loss"]) for line in run.train],
+            "spikes": run.spikes,
+            "diverged": run.diverged,
+            "tokens_per_s": run.tokens_per_s,
+            "seconds": run.value("train.seconds"),
+            "machine": run.facts.get("machine", {}),
+            "version": run.facts.get("version", "unknown"),
+        }
+
+    def _summary(self, arm: Arm, name: str, cell: Cell) -> dict[str, Any]:
+        found = self.differences.get((name, arm.name))
+        test = {key: getattr(found, key) for key in Difference.__dataclass_fields__} if found else None
+        about = {"n": cell.n, "mean": cell.value, "sd": cell.sd, "difference": test}
+        return about | {"p_holm": found.p_holm if found else None}
+
+    def table(self) -> list[list[str]]:
+        """Rows of text, the first one the header; metrics nobody measured have no column."""
+        shown = [name for name, row in self.rows.items() if any(cell.n for cell in row.cells)]
+        first, *others = self.compared
+        header = ["arm", "heads", "d", "head norm", "parameters", "FLOPs/token", "n", *shown]
+        header += [f"difference ({first})", *DIFFERENCE_HEADS]
+        header += [head for name in others for head in (f"difference ({name})", f"95 % ({name})", f"p, Holm ({name})")]
+        diverged = any(run.diverged for arm in self.arms for run in arm.runs)
+        if diverged:
+            header.insert(7, "diverged")
+        lines = [header]
+        for i, arm in enumerate(self.arms):
+            line = [arm.name, *(arm.facts[key] for key in ("heads", "d", "head_norm"))]
+            line += [si(arm.facts[key]) for key in ("params_non_embedding", "flops_per_token")]
+            line.append(str(self.rows[first].cells[i].n))
+            if diverged:
+                line.append(str(sum(run.diverged is not None for run in arm.runs)))
+            line += [_mean_text(self.rows[name].cells[i]) for name in shown]
+            line += _difference_text(self.differences.get((first, arm.name)))
+            for name in others:
+                mean, spread, _, p_holm, *_ = _difference_text(self.differences.get((name, arm.name)))
+                line += [mean, spread, p_holm]
+            lines.append(line)
+        return lines
+
+    def notes(self, seeds: Sequence[int], epochs: float) -> list[str]:
+        """What a reader of the table must know. epochs: how often training read the prepared text."""
+        arms, floor = self.arms, self.noise_floor(self.compared[0])
+        tokens = next((run.val[-1]["tokens"] for arm in arms for run in arm.runs if run.val), 0)
+        compared = len([arm for arm in arms if arm.reference])
+        at_point = f"{arms[0].arm} at the same point of the grid" if any(arm.point for arm in arms) else arms[0].name
+        lines = [
+            f"Seeds {', '.join(map(str, seeds))}; {si(tokens)} training tokens, {epochs:.2f} epochs of the prepared text. "
+            f"± is the standard deviation over seeds. A difference is the arm less {at_point}, paired by seed "
+            "(same data order, shared initial weights); negative is better for a loss.",
+            f"p, Holm is corrected for {compared} comparisons. With n seeds p, sign flips cannot fall below 2^(1-n). "
+            "Detectable: the true difference that would be found in 80 % of such experiments, given this comparison's "
+            "spread.",
+        ]
+        if floor["smallest_detectable"] is not None:
+            lines.append(
+                f"Noise floor, pooled over arms: standard deviation over seeds {floor['sd']:.4f}, of paired differences "
+                f"{floor['sd_of_differences']:.4f}; smallest detectable difference {floor['smallest_detectable']:.4f} "
+                f"(n = {floor['n']}, 80 % power, 5 % level)."
+            )
+        off = {arm.name: arm.facts.get("params_off") or 0 for arm in arms}
+        if unmatched := [f"{name} ({share:+.1%})" for name, share in off.items() if abs(share) > 0.005]:
+            lines.append(f"Not matched to the reference's parameters within 0.5 %: {', '.join(unmatched)}.")
+        if epochs > 1:
+            lines.append("The training text was read more than once, so losses on it and on unseen text differ.")
+        return lines
+
+
+def _pooled(deviations: Sequence[tuple[float | None, int]]) -> float | None:
+    known = [(sd, n - 1) for sd, n in deviations if sd is not None]
+    return math.sqrt(sum(sd * sd * df for sd, df in known) / sum(df for _, df in known)) if known else None
+
+
+def _mean_text(cell: Cell) -> str:
+    if cell.value is None:
+        return "not measured"
+    return f"{cell.value:.4f}" + (f" ± {cell.sd:.4f}" if cell.sd is not None else "")
+
+
+def _difference_text(found: Contrast | None) -> list[str]:
+    """Mean, 95 % interval, p, p after Holm, p of sign flips, smallest detectable difference; "" for what is not known."""
+    if found is None:
+        return [""] * 6
+    spread = f"{found.low:+.4f} to {found.high:+.4f}" if found.low is not None else ""
+    least = f"{found.detectable:.4f}" if found.detectable is not None else ""
+    return [f"{found.mean:+.4f}", spread, *map(_p_text, (found.p, found.p_holm, found.p_permutation)), least]
+
+
+def _p_text(p: float | None) -> str:
+    if p is None:
+        return ""
+    return f"{p:.3f}" if p >= 0.001 else "< 0.001"
+
+
+def fit_rows(fits: dict[str, Any]) -> list[list[str]]:
+    """The power laws' table."""
+    rows = [["arm", "n", "exponent b", "95 % interval", "parameters for equal loss", "95 % interval"]]
+    for name, fit in fits.items():
+        cells = [name, str(fit["exponent"]["n"]) if fit["exponent"] else "0"]
+        for found in (fit["exponent"], fit["size_ratio"]):
+            if not found:
+                cells += ["no fit", ""]
+                continue
+            known = found["low"] is not None
+            cells += [f"{found['mean']:.4f}", f"{found['low']:.4f} to {found['high']:.4f}" if known else ""]
+        rows.append(cells)
+    return rows
+
+
+def draw_ablation(folder: Path, found: Comparison, fits: dict[str, Any] | None) -> list[Path]:
+    """Draw the losses, the differences of every compared metric and, where there is a grid, every metric over it."""
+    paths = [folder / "loss.png", folder / "difference.png"]
+    give_colours(found.arms)
+    draw_validation(paths[0], found.arms)
+    draw_differences(paths[1], found.arms, {name: found.of_metric(name) for name in found.compared})
+    if any(arm.point for arm in found.arms):
+        for metric, row in found.rows.items():
+            if any(cell.n for cell in row.cells):
+                paths.append(folder / "grid_{}.png".format(re.sub(r"\W", "_", metric)))
+                draw_grid(paths[-1], found.cells(metric), metric, fits if metric == found.compared[0] else None)
+    return paths
+
+
+def read_ablation(path: Path) -> tuple[str, str, list[Path]]:
+    """Name, tables and remarks (Markdown) and figures of an ablation's folder, or of the results.json in it.
+
+    ValueError where it is none or is not done.
+    """
+    folder = path.parent if path.name == "results.json" else path
+    content = read_json(folder / "results.json")
+    if not content or content.get("eval") != "ablation" or not (folder / "table.md").is_file():
+        again = "give ablation= the folder that python scripts/ablate.py ended in"
+        raise ValueError(f"{path} holds no results.json and table.md of an ablation: {again}")
+    return content["run"], (folder / "table.md").read_text(), sorted((folder / "figures").glob("*.png"))

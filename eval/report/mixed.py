@@ -1,0 +1,205 @@
+"""One mixed model over all arms and seeds: pooled error, seeds as random blocks, intervals that hold for all arms at once.
+
+    y[arm, seed] = mean[arm] + block[seed] + error,   block ~ N(0, s_b^2), error ~ N(0, s_e^2)
+
+The variances are estimated by REML (Patterson and Thompson 1971), the arms by generalised least squares. With few seeds an
+arm's own standard deviation is a poor guess of its noise; pooled over arms it is a good one. Intervals and p values are
+simultaneous over the arms that are compared with one reference (Dunnett 1955; the multivariate t is sampled, with a fixed
+seed, so its quantiles carry an error of about 0.005).
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from eval.common import INK, figure
+from eval.report.runs import Arm
+from eval.report.statistics import LEVEL, _detectable_effect, chi2_quantile, t_quantile
+
+DRAWS = 2**18  # of the multivariate t
+
+
+@dataclass
+class Effect:
+    """An arm minus the reference. low, high: simultaneous 95 % interval. p: simultaneous. own_*: for this arm alone."""
+
+    mean: float
+    se: float
+    low: float
+    high: float
+    p: float
+    own_low: float
+    own_high: float
+
+
+@dataclass
+class MixedModel:
+    """sd: of the error, with its 95 % interval. sd_seed: of the blocks. df: of the error. effects: arm -> Effect.
+
+    detectable: the true difference between two arms with all seeds that a test at the 5 % level finds with 80 % power.
+    """
+
+    reference: str
+    n: int
+    sd: float
+    sd_low: float
+    sd_high: float
+    sd_seed: float
+    df: int
+    critical: float
+    detectable: float
+    effects: dict[str, Effect]
+
+
+def fit(values: Mapping[str, Mapping[int, float]], reference: str) -> MixedModel | None:
+    """Fit arm -> seed -> value. None where there are fewer than two arms, or no seeds left to estimate the error from."""
+    arms = [reference, *(arm for arm in values if arm != reference and values[arm])]
+    seeds = sorted({seed for arm in arms for seed in values[arm]})
+    cells = [(i, seeds.index(seed), value) for i, arm in enumerate(arms) for seed, value in values[arm].items()]
+    df = len(cells) - len(arms) - len(seeds) + 1
+    if len(arms) < 2 or len(seeds) < 2 or df < 1 or not values[reference]:
+        return None
+    y = np.array([value for _, _, value in cells])
+    design = np.zeros((len(cells), len(arms)))  # column 0: the reference's mean; the others: differences to it
+    block = np.zeros((len(cells), len(seeds)))
+    for row, (arm, seed, _) in enumerate(cells):
+        design[row, 0] = design[row, arm] = block[row, seed] = 1
+    ratio = _reml_ratio(y, design, block)
+    beta, covariance, error = _gls(y, design, block, ratio)
+    if error == 0:
+        return None
+    se = np.sqrt(np.diag(covariance))[1:]
+    correlation = covariance[1:, 1:] / np.outer(se, se)
+    largest = _largest_t(correlation, df)  # (DRAWS,) sorted
+    critical, own = float(np.quantile(largest, 1 - LEVEL)), t_quantile(1 - LEVEL / 2, df)
+    effects = {}
+    for arm, mean, spread in zip(arms[1:], beta[1:], se, strict=True):
+        p = 1 - np.searchsorted(largest, abs(mean) / spread) / DRAWS
+        ends = [float(mean + sign * factor * spread) for factor in (critical, own) for sign in (-1, 1)]
+        effects[arm] = Effect(float(mean), float(spread), ends[0], ends[1], float(p), ends[2], ends[3])
+    sd, n = math.sqrt(error), len(values[reference])
+    low, high = (sd * math.sqrt(df / chi2_quantile(p, df)) for p in (1 - LEVEL / 2, LEVEL / 2))
+    return MixedModel(
+        reference,
+        n,
+        sd,
+        low,
+        high,
+        sd * math.sqrt(ratio),
+        df,
+        critical,
+        _detectable(sd * math.sqrt(2 / n), df),
+        effects,
+    )
+
+
+def _gls(y: np.ndarray, design: np.ndarray, block: np.ndarray, ratio: float) -> tuple[np.ndarray, np.ndarray, float]:
+    """Estimates, their covariance and the error's variance, given ratio = s_b^2 / s_e^2."""
+    weight = np.linalg.inv(np.eye(len(y)) + ratio * block @ block.T)
+    inverse = np.linalg.inv(design.T @ weight @ design)
+    beta = inverse @ design.T @ weight @ y
+    rest = y - design @ beta
+    error = float(rest @ weight @ rest) / (len(y) - design.shape[1])
+    return beta, error * inverse, error
+
+
+def _reml_ratio(y: np.ndarray, design: np.ndarray, block: np.ndarray) -> float:
+    """The ratio of variances with the highest restricted likelihood, on a fine grid in the logarithm, or 0."""
+
+    def likelihood(ratio: float) -> float:
+        variance = np.eye(len(y)) + ratio * block @ block.T
+        _, _, error = _gls(y, design, block, ratio)
+        weight = np.linalg.inv(variance)
+        parts = np.linalg.slogdet(variance)[1] + np.linalg.slogdet(design.T @ weight @ design)[1]
+        return -0.5 * (parts + (len(y) - design.shape[1]) * math.log(max(error, 1e-300)))
+
+    ratios = [0.0, *np.geomspace(1e-4, 1e4, 321)]
+    found = [likelihood(ratio) for ratio in ratios]
+    return float(ratios[int(np.argmax(found))])
+
+
+def _largest_t(correlation: np.ndarray, df: int) -> np.ndarray:
+    """Draws of the largest |T| of a multivariate t, sorted."""
+    rng = np.random.default_rng(20240607)
+    values, vectors = np.linalg.eigh(correlation)
+    root = vectors * np.sqrt(values.clip(min=0))
+    z = rng.standard_normal((DRAWS, len(correlation))) @ root.T
+    scale = np.sqrt(rng.chisquare(df, DRAWS) / df)
+    return np.sort(np.abs(z).max(axis=1) / scale)
+
+
+def _detectable(se: float, df: int) -> float:
+    """The difference found with 80 % power by a t test with `df` degrees of freedom and standard error `se`."""
+    return se * _detectable_effect(df + 1) * math.sqrt(df + 1)
+
+
+def by_point(arms: list[Arm], values: Mapping[str, Mapping[int, float]]) -> dict[str, MixedModel]:
+    """Point of the grid -> the model of its arms, where one can be fitted. values: arm's name -> seed -> value."""
+    models = {}
+    for point in dict.fromkeys(arm.point for arm in arms):
+        here = [arm for arm in arms if arm.point == point]
+        reference = next((arm.name for arm in here if arm.reference is None), here[0].name)
+        model = fit({arm.name: values[arm.name] for arm in here}, reference)
+        if model:
+            models[point] = model
+    return models
+
+
+def mixed_lines(models: Mapping[str, MixedModel], metric: str) -> list[list[str]]:
+    """The table of the mixed models of one metric."""
+    lines = [[f"{metric}: arm", "difference", "95 %, all arms at once", "95 %, this arm alone", "p, all arms at once"]]
+    for model in models.values():
+        for arm, e in model.effects.items():
+            p = f"{e.p:.4f}" if e.p >= 1e-4 else "< 0.0001"
+            ends = (f"{e.low:+.4f} to {e.high:+.4f}", f"{e.own_low:+.4f} to {e.own_high:+.4f}")
+            lines.append([arm, f"{e.mean:+.4f}", *ends, p])
+    return lines
+
+
+def mixed_notes(models: Mapping[str, MixedModel], metric: str) -> list[str]:
+    """The pooled noise of each point in words."""
+    return [
+        f"{metric}{f' at {point}' if point else ''}: error {m.sd:.4f} (95 % {m.sd_low:.4f} to {m.sd_high:.4f}, {m.df} degrees "
+        f"of freedom), seeds {m.sd_seed:.4f}, smallest detectable difference {m.detectable:.4f} (n = {m.n}, pooled error, "
+        f"80 % power, 5 % level); against {m.reference}."
+        for point, m in models.items()
+    ]
+
+
+def as_json(models: Mapping[str, MixedModel]) -> dict[str, Any]:
+    """The models for a result's JSON."""
+    return {point: asdict(model) for point, model in models.items()}
+
+
+def draw_gap(
+    path: Path, arms: list[Arm], models: Mapping[str, MixedModel], tokens: Mapping[str, float], metric: str
+) -> None:
+    """The gap to the reference as training goes on: one line per arm, bars that hold for all arms at once."""
+    by_arm = {arm.name: arm for arm in arms}
+    with figure(path, 7.6, 4.6) as axes:
+        ax, names = axes[0, 0], list(dict.fromkeys(arm.arm for arm in arms))
+        for k, name in enumerate(names):
+            found = [
+                (tokens[point] / 1e6 * (1 + 0.012 * (k - len(names) / 2)), effect)
+                for point, model in models.items()
+                for arm, effect in model.effects.items()
+                if by_arm[arm].arm == name
+            ]
+            if found:
+                x, means = [x for x, _ in found], [e.mean for _, e in found]
+                bars = np.array([(e.mean - e.low, e.high - e.mean) for _, e in found]).T
+                colour = next(arm.colour for arm in arms if arm.arm == name)
+                ax.errorbar(
+                    x, means, bars, fmt="o-", color=colour, label=name, capsize=3, markersize=4.5, linewidth=1.4
+                )
+        ax.axhline(0, color=INK, linewidth=0.9)
+        ax.set_xscale("log", base=2)
+        ax.set_xticks([tokens[point] / 1e6 for point in models], [f"{tokens[point] / 1e6:.3g}" for point in models])
+        ax.minorticks_off()
+        ax.set(xlabel="training tokens (millions)", ylabel=f"{metric}: difference to the reference")
+        ax.grid(axis="y")
+        ax.figure.legend(*ax.get_legend_handles_labels(), loc="outside right center")

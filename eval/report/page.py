@@ -1,0 +1,111 @@
+"""The report's HTML page: one file that carries its style and its images."""
+
+import base64
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from configs.provenance import ROOT, version
+from eval.report.gallery import Figure, Image
+from eval.report.runs import Arm, Run, same_in_all
+from eval.report.sections import Section
+from eval.report.tables import Contrast, Row, minus, si
+
+TEMPLATES = Path(__file__).parent / "templates"
+
+
+@dataclass
+class Content:
+    """All that the page shows. contrasts: of arms with several seeds. viewer: the file beside the page, what it holds and
+    the worked question. ablation: its name, its tables and remarks (Markdown), its figures.
+    """
+
+    arms: list[Arm]
+    rows: list[Row]
+    verdicts: list[str]
+    contrasts: list[Contrast]
+    figures: list[Figure]
+    sections: list[Section]
+    notes: list[str]
+    viewer: dict[str, Any] | None = None
+    ablation: tuple[str, str, list[Path]] | None = None
+
+
+def render(template: str, **content: Any) -> str:
+    """Fill in a template of this package. All text is escaped; `file("NAME")` puts in a style or script as it is."""
+    loader = FileSystemLoader(TEMPLATES)
+    made = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    made.filters |= {"anchor": anchor, "minus": minus, "data_uri": data_uri}
+    made.globals |= {"version": version(), "file": lambda name: Markup((TEMPLATES / name).read_text())}
+    return made.get_template(template).render(**content)
+
+
+def anchor(heading: str) -> str:
+    """A heading as the name that a link uses."""
+    return re.sub(r"\W+", "-", heading.lower()).strip("-")
+
+
+def data_uri(path: Path) -> str:
+    return f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
+
+
+def page(content: Content, out: Path) -> str:
+    """The HTML of the page that will stand at `out`, with everything it needs inside."""
+    arms = content.arms
+    variants = list(dict.fromkeys(arm.variant for arm in arms))
+    title = f"{', '.join(variants[:-1])} and {variants[-1]}" if len(variants) > 1 else variants[0]
+    headline = {row.group for row in content.rows}
+    return render(
+        "report.html",
+        content=content,
+        title=title[0].upper() + title[1:],
+        lead=compared([run for arm in arms for run in arm.runs]),
+        several=any(arm.several for arm in arms),
+        main=[contrast for contrast in content.contrasts if contrast.group in headline],
+        section_images={section.name: section_images(arms, section) for section in content.sections},
+        ablation=ablation_parts(*content.ablation) if content.ablation else None,
+        methods=os.path.relpath(ROOT / "docs" / "METHODS.md", out.resolve().parent),
+        numbers=out.with_suffix(".json").name,
+    )
+
+
+def compared(runs: list[Run]) -> str:
+    """One sentence: what is compared, on what."""
+    return (
+        f"{len(runs)} {'run' if len(runs) == 1 else 'runs'} on {same_in_all(runs, lambda run: run.config['data']['name'])}, "
+        f"{same_in_all(runs, lambda run: si(run.value('train.tokens')))} training tokens, "
+        f"context {same_in_all(runs, lambda run: run.config['model']['context'])}, "
+        f"seed {same_in_all(runs, lambda run: run.seed)}; "
+        f"{same_in_all(runs, lambda run: _machine(run.facts.get('machine') or {}))}; "
+        f"code {same_in_all(runs, lambda run: run.facts.get('version', 'unknown'))}."
+    )
+
+
+def _machine(info: dict[str, Any]) -> str:
+    where = info.get("gpu") if info.get("gpu") not in (None, "none") else info.get("cpu", "unknown machine")
+    return f"{where}, torch {info['torch']}" if "torch" in info else str(where)
+
+
+def section_images(arms: list[Arm], section: Section) -> list[Image]:
+    """The figures that the evaluation has drawn for the first run of each arm."""
+    return [
+        Image(path, f"{section.title}, {arm.name}")
+        for arm in arms
+        if section.name in arm.runs[0].evals
+        for path in sorted((arm.runs[0].folder / "figures").glob(f"{section.name}*.png"))
+    ]
+
+
+def ablation_parts(name: str, text: str, images: list[Path]) -> dict[str, Any]:
+    """An ablation's table.md as tables (lists of lines, the header first) and paragraphs, and its figures."""
+    blocks = []
+    for block in text.strip().split("\n\n"):
+        lines = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in block.splitlines()]
+        blocks.append({"lines": [lines[0], *lines[2:]]} if block.startswith("|") else {"text": block})
+    described = [Image(path, f"{path.stem.replace('_', ' ')} of the ablation {name}") for path in images]
+    return {"title": f"Ablation: {name}", "blocks": blocks, "images": described}

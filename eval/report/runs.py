@@ -1,0 +1,376 @@
+"""Run folders, read and checked against each other, and grouped into arms: every table and figure starts from these."""
+
+import itertools
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from configs.files import read_json_lines
+from eval.common import INK, colour, run_name, variant
+from eval.report.statistics import spikes
+
+EVALUATIONS = ("perplexity", "needle", "attention_noise")  # asked of every run; others are shown where they are
+DIVERGED = "diverged.json"  # in a run's folder: its loss became infinite, and repeating it would only repeat that
+DATA_KEYS = ("name", "source", "path", "dataset", "subset", "split", "val_fraction")  # other values: another text
+# Okabe and Ito's palette first: told apart with every common colour blindness.
+CYCLE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#1f2328", "#8C564B", "#B8A000")
+LINES = ("-", "--", ":", "-.")  # the points of a grid
+
+
+@dataclass
+class SpikeConfig:
+    """A spike: a logged training loss more than `over` nats above the median of the `window` logged before it."""
+
+    window: int = 50  # logged steps before
+    over: float = 0.5  # nats
+
+
+@dataclass
+class Run:
+    """All that a run folder says: its configuration, its metrics and its evaluations.
+
+    facts: the first line of metrics.jsonl. train, val, monitor: the lines with a training loss, with a validation loss and
+    of training/monitor.py. diverged: why training stopped, where its loss became infinite.
+    """
+
+    folder: Path
+    label: str
+    variant: str
+    config: dict[str, Any]
+    facts: dict[str, Any]
+    train: list[dict[str, float]]
+    val: list[dict[str, float]]
+    evals: dict[str, dict[str, Any]]
+    monitor: list[dict[str, float]] = field(default_factory=list)
+    tokenizer: str = "none"  # its fingerprint
+    diverged: str | None = None
+    spike: SpikeConfig = field(default_factory=SpikeConfig)
+    counted: dict[str, Any] = field(default_factory=dict)  # of a run whose lines are thinned: its last loss, its spikes
+
+    @property
+    def seed(self) -> int | None:
+        return self.config.get("seed")
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.train) and self.train[-1]["step"] >= self.config.get("steps", 0)
+
+    @property
+    def spikes(self) -> int:
+        if "spikes" in self.counted:
+            return self.counted["spikes"]
+        return spikes([line["loss"] for line in self.train], self.spike.window, self.spike.over)
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Median of the logged speeds: the first steps warm up, and machines stutter."""
+        speeds = [line["tokens_per_s"] for line in self.train if "tokens_per_s" in line]
+        return float(np.median(speeds)) if speeds else None
+
+    def last_tenth(self, key: str = "loss") -> float | None:
+        """Mean of a training loss over the last tenth of the logged steps; None where it was not logged."""
+        if key in self.counted:
+            return self.counted[key]
+        losses = [line[key] for line in self.train if key in line]
+        return float(np.mean(losses[-max(1, len(losses) // 10) :])) if losses else None
+
+    def results(self, name: str) -> dict[str, Any] | None:
+        """What the evaluation found; None where it was not run."""
+        return self.evals[name]["results"] if name in self.evals else None
+
+    def value(self, path: str) -> float | None:
+        """The number at EVALUATION.KEY.KEY, as `perplexity.recall.hit.loss`, or of training at `train.NAME`.
+
+        In a list of rows a key chooses the row by its first value, as `quantization.bits.4.loss_change`. train: loss (mean
+        of the last tenth), loss_text and loss_retrieval where they were logged, val_loss, spikes, seconds, tokens. None:
+        not measured, not a finite number, or not to be read because the run diverged.
+        """
+        evaluation, *keys = path.split(".")
+        if evaluation == "train":
+            return self._of_training(".".join(keys))
+        found: Any = None if self.diverged else self.results(evaluation)
+        for key in keys:
+            if isinstance(found, list):
+                found = next((row for row in found if str(next(iter(row.values()), None)) == key), None)
+            else:
+                found = found.get(key) if isinstance(found, dict) else None
+        return float(found) if isinstance(found, (int, float)) and math.isfinite(found) else None
+
+    def _of_training(self, name: str) -> float | None:
+        last = self.train[-1] if self.train else {}
+        if name == "spikes":
+            return self.spikes
+        if name in ("seconds", "tokens"):
+            return last.get({"seconds": "time_s"}.get(name, name), 0)
+        if self.diverged:
+            return None
+        if name == "val_loss":
+            return self.val[-1]["val_loss"] if self.val else None
+        return self.last_tenth(name)
+
+
+def read_run(folder: Path, spike: SpikeConfig | None = None) -> Run:
+    """Read a run folder. ValueError where it is no run, or neither trained nor diverged."""
+    if not (folder / "config.yaml").is_file():
+        raise ValueError(
+            f"{folder} is not a run: give runs=[runs/A,runs/B] of training runs (python train.py makes one)"
+        )
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    lines, failure = list(read_json_lines(folder / "metrics.jsonl")), read_json(folder / DIVERGED)
+    if not failure and not any("loss" in line for line in lines):
+        raise ValueError(f"{folder} has no training metrics: train it first, or continue it with resume=true")
+    others = sorted(path.stem for path in (folder / "eval").glob("*.json") if path.stem not in EVALUATIONS)
+    evals = {name: read_json(folder / "eval" / f"{name}.json") for name in (*EVALUATIONS, *others)}
+    return Run(
+        folder=folder,
+        label=run_name(folder),
+        variant=variant(config),
+        config=config,
+        facts=lines[0] if lines else {},
+        train=[line for line in lines if "loss" in line],
+        val=[line for line in lines if "val_loss" in line],
+        evals={name: content for name, content in evals.items() if content},
+        monitor=[line for line in lines if "monitor_s" in line],
+        tokenizer=(read_json(folder / "tokenizer.json") or {}).get("fingerprint", "none"),
+        diverged=failure["error"] if failure else None,
+        spike=spike or SpikeConfig(),
+    )
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The content of a JSON file; None where there is no file. ValueError where the file is damaged."""
+    if not path.is_file():
+        return None
+    try:
+        return json.loads(path.read_text())
+    except ValueError:
+        raise ValueError(f"{path} is damaged: delete it and repeat the evaluation") from None
+
+
+def read_runs(folders: list[str]) -> list[Run]:
+    """Read the runs, refuse those that cannot be compared, and give each a label of its own."""
+    if not folders:
+        raise ValueError("runs is empty: give runs=[runs/A,runs/B]")
+    if len({Path(folder).resolve() for folder in folders}) < len(folders):
+        raise ValueError("a run is given twice: name each folder once in runs=[...]")
+    runs = [read_run(Path(folder)) for folder in folders]
+    refuse_incomparable(runs)
+    for run, label in zip(runs, labels(folders), strict=True):
+        run.label = label
+    return runs
+
+
+def labels(folders: Iterable[str | Path]) -> list[str]:
+    """A label for each run folder: its name, with its parent's where two folders have one name."""
+    paths = [Path(folder).resolve() for folder in folders]
+    names = [path.name for path in paths]
+    return [path.name if names.count(path.name) == 1 else "/".join(path.parts[-2:]) for path in paths]
+
+
+def refuse_incomparable(runs: list[Run]) -> None:
+    """Raise ValueError for runs whose losses or evaluations are not of the same text, tokens or settings."""
+    first = runs[0]
+    for run in runs[1:]:
+        pair = f"{first.folder} and {run.folder}"
+        if run.tokenizer != first.tokenizer:
+            raise ValueError(f"{pair} have different tokenizers, so their losses cannot be compared: report them apart")
+        if differ := [key for key in DATA_KEYS if run.config["data"].get(key) != first.config["data"].get(key)]:
+            raise ValueError(
+                f"{pair} have different data (data.{differ[0]}), so their losses cannot be compared: report them apart"
+            )
+    for name in evaluations(runs):
+        refuse_other_settings([run for run in runs if name in run.evals], name)
+
+
+def refuse_other_settings(runs: list[Run], name: str) -> None:
+    """Raise ValueError where the evaluation `name` of two runs was on different text or with different settings."""
+    measured = [run for run in runs if name in run.evals]
+    for run in measured[1:]:
+        if _measured(name, run) != _measured(name, measured[0]):
+            raise ValueError(
+                f"{measured[0].folder} and {run.folder} ran eval.{name} on different text or settings: repeat both with "
+                f"the same ones (delete eval/{name}.json of the older one)"
+            )
+
+
+def _measured(name: str, run: Run) -> Any:
+    """What an evaluation measured: equal for results that can be compared."""
+    results, settings = run.results(name), run.evals[name].get("config", {})
+    if name == "perplexity":
+        return results.get("sha256", "")
+    if name not in EVALUATIONS:
+        return {key: value for key, value in settings.items() if key not in ("run", "device", "batch")}
+    given = {key: settings.get(key) for key in ("seed", "text", "shards", "samples", "style")}
+    if name == "attention_noise":
+        return given, results.get("length"), list(results["signed"]["depths"])
+    return given, [[cell[key] for key in ("length", "depth", "needles", "asked")] for cell in results["cells"]]
+
+
+def evaluations(runs: list[Run]) -> list[str]:
+    """Names of all evaluations that any of the runs has, those that every run is asked for first."""
+    found = dict.fromkeys(name for run in runs for name in run.evals)
+    return [name for name in found if name in EVALUATIONS] + [name for name in found if name not in EVALUATIONS]
+
+
+def text_of(run: Run, name: str) -> str:
+    """The text that the run's evaluation `name` was on, in words."""
+    settings = run.evals[name].get("config", {})
+    if named := run.evals[name]["results"].get("text"):
+        return f"the text {named}"
+    if settings.get("text"):
+        return f"the text {settings['text']}"
+    if settings.get("shards"):
+        return f"the validation documents of {settings['shards']}"
+    return f"the validation documents of {run.config['data']['name']}"
+
+
+# ---------------------------------------- arms
+
+
+@dataclass
+class Arm:
+    """What is compared: one model and its training with one or several seeds, at one point of a grid ("" without one).
+
+    name: `arm` with its point. reference: the arm that this one is compared with; None for a reference. facts: parameters,
+    FLOPs and shape, where an ablation has planned them.
+    """
+
+    name: str
+    arm: str = ""
+    point: str = ""
+    reference: str | None = None
+    variant: str = ""
+    overrides: list[str] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+    runs: list[Run] = field(default_factory=list)
+    colour: str = INK
+    line: str = "-"
+
+    @property
+    def several(self) -> bool:
+        return len(self.runs) > 1
+
+    @property
+    def title(self) -> str:
+        return f"{self.name} (n = {len(self.runs)})" if self.several else self.name
+
+    def results(self, name: str) -> list[dict[str, Any]]:
+        """The results of the evaluation, one per run that has it."""
+        return [run.evals[name]["results"] for run in self.runs if name in run.evals]
+
+    def by_seed(self, values: Iterable[Any]) -> dict[int, float]:
+        """Seed -> number, of one value per run; a seed that was not measured, or diverged, is left out."""
+        pairs = zip(self.runs, values, strict=True)
+        return {run.seed: value for run, value in pairs if isinstance(value, (int, float)) and math.isfinite(value)}
+
+
+def paired_by_seed(arm: dict[int, float], reference: dict[int, float]) -> dict[int, float]:
+    """Seed -> value of the arm minus value of the reference, over the seeds that both have."""
+    return {seed: arm[seed] - reference[seed] for seed in sorted(arm.keys() & reference.keys())}
+
+
+def arms_of(runs: list[Run]) -> list[Arm]:
+    """Group runs that differ in their seed alone, in the order given; all are compared with the first arm.
+
+    Beside finished runs of its arm a half-finished one is left out: it would bias the mean.
+    """
+    kinds: dict[str, list[Run]] = {}
+    for run in runs:
+        kind = _kind(run)
+        repeated = any(run.seed == other.seed for other in kinds.get(kind, []))
+        kinds.setdefault(f"{kind} {run.folder}" if repeated else kind, []).append(run)
+    arms = []
+    for members in kinds.values():
+        kept = [run for run in members if run.finished] or members
+        arms.append(Arm(_common_label(kept), variant=kept[0].variant, runs=kept))
+    for arm in arms:
+        if arm.several and not any(other.variant == arm.variant for other in arms if other is not arm):
+            arm.name = arm.variant
+    for i, arm in enumerate(arms):
+        if earlier := sum(other.name == arm.name for other in arms[:i]):
+            arm.name += f" ({earlier + 1})"
+    for arm in arms:
+        arm.arm, arm.reference = arm.name, None if arm is arms[0] else arms[0].name
+    give_colours(arms)
+    return arms
+
+
+def give_colours(arms: list[Arm]) -> None:
+    """Each arm's colour: its variant's own, or for a second arm of a variant one that is free; each point's line style."""
+    names = {arm.arm: arm.variant for arm in reversed(arms)}
+    palette: dict[str, str] = {}
+    for name in dict.fromkeys(arm.arm for arm in arms):
+        own = colour(names[name])
+        if own != INK and own not in palette.values():
+            palette[name] = own
+    free = itertools.cycle([shade for shade in CYCLE if shade not in palette.values()] or CYCLE)
+    points = list(dict.fromkeys(arm.point for arm in arms))
+    for arm in arms:
+        if arm.arm not in palette:
+            palette[arm.arm] = next(free)
+        arm.colour, arm.line = palette[arm.arm], LINES[points.index(arm.point) % len(LINES)]
+
+
+def _kind(run: Run) -> str:
+    """Equal for runs that differ in nothing but the seed, and where and how fast they ran."""
+    config = {key: run.config.get(key) for key in ("model", "optim", "steps", "batch_tokens", "data")}
+    for part, keys in {"model": ("backend",), "data": ("dir", "workers", "shard_tokens")}.items():
+        config[part] = {key: value for key, value in config[part].items() if key not in keys}
+    config["init_from"] = re.sub(r"s(eed)?=?\d+", "", run.config.get("init_from") or "")  # each seed from its own
+    return json.dumps(_without_null(config), sort_keys=True, default=str)
+
+
+def _without_null(tree: Any) -> Any:
+    """Runs of an older version lack keys that are null in the others."""
+    if not isinstance(tree, dict):
+        return tree
+    return {key: _without_null(value) for key, value in tree.items() if value is not None}
+
+
+def _common_label(runs: list[Run]) -> str:
+    """The run's own label, or what the labels of several seeds have in common."""
+    if len(runs) == 1:
+        return runs[0].label
+    common = os.path.commonprefix([run.label for run in runs])
+    return re.sub(r"[-_./ ]*(s|seed)?[-_=]?$", "", common) or runs[0].variant
+
+
+def notes(runs: list[Run], arms: list[Arm]) -> list[str]:
+    """One line for each thing a reader must know before comparing: stopped early, not measured, unequal training."""
+    kept = [run for arm in arms for run in arm.runs]
+    lines = [line for run in runs for line in _notes_of(run, any(run is other for other in kept))]
+    if len({run.train[-1]["tokens"] for run in kept if run.train}) > 1:
+        lines.append("the runs were trained on different numbers of tokens, so their losses are no fair comparison")
+    seeds = [{run.seed for run in arm.runs} for arm in arms]
+    if any(arm.several for arm in arms) and any(one != seeds[0] for one in seeds):
+        lines.append("the arms have different seeds: differences are over those that two arms share")
+    return lines
+
+
+def _notes_of(run: Run, kept: bool) -> list[str]:
+    lines, done = [], run.train[-1]["step"] if run.train else 0
+    if done < run.config.get("steps", 0) and not run.diverged:
+        left_out = "" if kept else " and left out of its arm"
+        steps = f"at step {done:,} of {run.config['steps']:,}"
+        lines.append(f"{run.label} is half finished, {steps},{left_out}: continue it with resume=true")
+    if absent := [name for name in EVALUATIONS if name not in run.evals]:
+        lines.append(f"{run.label} has no {', '.join(absent)}: run python -m eval.{absent[0]} run={run.folder}")
+    if run.diverged or not math.isfinite(run.last_tenth()):
+        lines.append(f"{run.label} diverged: its training loss is no number; lower optim.lr and train it again")
+    if old := [name for name, content in run.evals.items() if content.get("step", done) < done]:
+        again = f"run python -m eval.{old[0]} run={run.folder} again"
+        lines.append(f"{run.label} was trained further after {', '.join(old)}: {again}")
+    return lines
+
+
+def same_in_all(runs: list[Run], read: Callable[[Run], Any]) -> str:
+    """The value that all runs share, or the different ones with slashes between."""
+    return " / ".join(dict.fromkeys(str(read(run)) for run in runs))

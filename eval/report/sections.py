@@ -1,0 +1,95 @@
+"""Further evaluations, whose numbers are shown as they are: each gets a section with a table of its own."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from eval.report.runs import EVALUATIONS, Arm, Run, evaluations
+from eval.report.tables import Row, row_of
+
+ROWS_SHOWN = 40  # of one evaluation; all are in the JSON
+TITLES = {
+    "icl": "In-context learning",
+    "outliers": "Activation outliers",
+    "quantization": "Quantized attention logits",
+    "harness": "Tasks of lm-evaluation-harness",
+}
+
+
+@dataclass
+class Section:
+    """An evaluation shown as it is: its numbers by their names, and the settings that all runs share."""
+
+    name: str
+    rows: list[Row]
+    settings: dict[str, Any]
+    left_out: int = 0
+
+    @property
+    def title(self) -> str:
+        return TITLES.get(self.name, self.name.replace("_", " ").capitalize())
+
+
+def sections(arms: list[Arm]) -> list[Section]:
+    """One section for each evaluation beyond those of the headline table."""
+    names = [name for name in evaluations([run for arm in arms for run in arm.runs]) if name not in EVALUATIONS]
+    return [_section(arms, name) for name in names]
+
+
+def _section(arms: list[Arm], name: str) -> Section:
+    flat = {id(run): dict(scalars(run.results(name) or {})) for arm in arms for run in arm.runs}
+    measured = [values for values in flat.values() if values]
+    keys = list(dict.fromkeys(key for values in measured for key in values))
+    settings = {
+        key: measured[0][key]
+        for key in keys
+        if isinstance(measured[0].get(key), int) and all(values.get(key) == measured[0][key] for values in measured)
+    }  # whole numbers that are the same everywhere are counts and lengths
+    errors = {key: error for key in keys for error in _errors(key) if error in keys}
+    shown = [key for key in keys if key not in settings and key not in errors.values()]
+
+    def read(run: Run, key: str) -> Any:
+        value, error = flat[id(run)].get(key), flat[id(run)].get(errors.get(key, ""))
+        return (value, error) if value is not None and error is not None else value
+
+    rows = [row_of(arms, name, key, lambda run, key=key: read(run, key), _short) for key in shown[:ROWS_SHOWN]]
+    return Section(name, rows, settings, max(0, len(shown) - ROWS_SHOWN))
+
+
+def _errors(key: str) -> tuple[str, ...]:
+    """What a standard error of `key` may be called."""
+    beside = re.sub(r"(^|· )(accuracy|loss|mean)$", r"\1se", key)
+    return f"{key}_se", f"{key}_stderr", *([beside] if beside != key else [])
+
+
+def scalars(results: Any, path: str = "") -> Iterator[tuple[str, float]]:
+    """("a · b", number) of all numbers in nested dicts; a list of dicts goes by its items' first values ("bits=8").
+
+    What is called per_... or by_... divides up a number that is there as well, and is left out.
+    """
+    for key, value in results.items():
+        name = f"{path} · {key}" if path else str(key)
+        if str(key).startswith(("per_", "by_")):
+            continue
+        if isinstance(value, dict):
+            yield from scalars(value, name)
+        elif isinstance(value, list) and value and all(isinstance(item, dict) and item for item in value):
+            for label, rest in _labelled(value):
+                yield from scalars(rest, f"{name} · {label}" if path else label)
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            yield name, value
+
+
+def _labelled(items: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Items with their first value, or as many as tell them apart, as a label: ("bits=8", the rest)."""
+    for count in range(1, len(items[0]) + 1):
+        named = [", ".join(f"{key}={value}" for key, value in list(item.items())[:count]) for item in items]
+        if len(set(named)) == len(items):
+            break
+    for label, item in zip(named, items, strict=True):
+        yield label, dict(list(item.items())[count:])
+
+
+def _short(value: float) -> str:
+    return f"{value:.3f}" if 0.001 <= abs(value) < 1000 else f"{value:.3g}"

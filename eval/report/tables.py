@@ -1,0 +1,352 @@
+"""Numbers of arms beside each other, their paired differences, and tables of both as text."""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import astuple, dataclass, field
+from typing import Any
+
+from eval.attention_noise import NOISE, READINGS
+from eval.report.runs import Arm, Run, paired_by_seed
+from eval.report.statistics import Difference, holm, mean_sd, paired
+
+Shown = str | Callable[[float], str]
+Read = Callable[[Run], Any]  # a value, (value, standard error), or None where it was not measured
+
+
+@dataclass
+class Cell:
+    """An arm's value: of one run, with its standard error over samples where it has one, or the mean over seeds.
+
+    values: one per run of the arm, None where it was not measured. sd: over seeds. value None: not measured at all.
+    """
+
+    value: float | str | None
+    se: float | None = None
+    text: str = ""
+    sd: float | None = None
+    values: list[Any] = field(default_factory=list)
+
+    @property
+    def n(self) -> int:
+        return sum(value is not None for value in self.values)
+
+
+@dataclass
+class Row:
+    """A line of a table: what it is, one cell per arm, and which way is better ("" where neither is).
+
+    hint: what a reader must know of this number to read it rightly.
+    """
+
+    group: str
+    name: str
+    cells: list[Cell] = field(default_factory=list)
+    better: str = ""
+    hint: str = ""
+
+
+@dataclass
+class Contrast(Difference):
+    """An arm minus its reference in one row, paired over the seeds that both have.
+
+    p_holm: p corrected for the arms that are compared in this row (Holm 1979).
+    """
+
+    group: str = ""
+    name: str = ""
+    better: str = ""
+    arm: str = ""
+    reference: str = ""
+    seeds: list[int] = field(default_factory=list)
+    differences: list[float] = field(default_factory=list)
+    p_holm: float | None = None
+
+    @property
+    def text(self) -> str:
+        digits = 4 if abs(self.mean) < 1 else 2
+        mean, *ends = (None if x is None else f"{x:+.{digits}f}" for x in (self.mean, self.low, self.high))
+        return f"{mean} (n = 1)" if self.low is None else f"{mean} [{', '.join(ends)}]"
+
+    @property
+    def clear(self) -> bool:
+        """The interval leaves out zero."""
+        return self.low is not None and not self.low <= 0 <= self.high
+
+
+# ---------------------------------------- rows
+
+
+def row_of(arms: list[Arm], group: str, name: str, read: Read, shown: Shown, better: str = "", hint: str = "") -> Row:
+    """A row of what `read` finds in each run."""
+    seeds = any(arm.several for arm in arms)
+    return Row(group, name, [_cell([read(run) for run in arm.runs], shown, seeds) for arm in arms], better, hint)
+
+
+def _cell(found: list[Any], shown: Shown, seeds: bool) -> Cell:
+    """`seeds`: the table has arms of several seeds, so that ± is over seeds in all of it."""
+    values = [value[0] if isinstance(value, tuple) else value for value in found]
+    measured = [value for value in values if value is not None]
+    show = shown if callable(shown) else shown.format
+    if not measured:
+        return Cell(None, None, "not measured", None, values)
+    if isinstance(measured[0], str):
+        return Cell(measured[0], None, ", ".join(dict.fromkeys(measured)), None, values)
+    if len(values) == 1:
+        se = found[0][1] if isinstance(found[0], tuple) else None
+        text = show(measured[0])
+        return Cell(measured[0], se, f"{text} ± {se:.3f}" if se is not None and not seeds else text, None, values)
+    mean, sd = mean_sd(measured)
+    text = show(measured[0]) if len(set(measured)) == 1 else f"{show(mean)} ± {show(sd)}"
+    return Cell(mean, None, text if len(measured) == len(values) else f"{text} (n = {len(measured)})", sd, values)
+
+
+def at(path: str, error: str | None = None) -> Read:
+    """Reads the number at a metric path (Run.value), with the standard error at another."""
+
+    def read(run: Run) -> Any:
+        value = run.value(path)
+        return (value, run.value(error)) if error and value is not None else value
+
+    return read
+
+
+def headline_table(arms: list[Arm]) -> list[Row]:
+    """The headline table, one column per arm."""
+    several = any(arm.several for arm in arms)
+    first = arms[0].runs[0]
+
+    def fact(name: str) -> Read:
+        return lambda run: run.facts.get(name)
+
+    rows = [
+        row_of(arms, "Model", "variant", lambda run: run.variant, "{}"),
+        row_of(arms, "Model", "parameters without embeddings", fact("params_non_embedding"), si),
+        row_of(arms, "Model", "parameters in total", fact("params"), si),
+        row_of(arms, "Model", "training FLOPs per token", fact("flops_per_token"), si),
+        row_of(arms, "Training", "seed", lambda run: str(run.seed) if several else run.seed, "{}"),
+        row_of(arms, "Training", "tokens", at("train.tokens"), si),
+        row_of(arms, "Training", "tokens/s, median over the run", lambda run: run.tokens_per_s, si),
+        row_of(arms, "Training", "training time, seconds", at("train.seconds"), "{:.0f}"),
+    ]
+    for name, read, shown, hint in _losses(first):
+        rows.append(row_of(arms, "Loss", name, read, shown, "lower", hint))
+    rows += [row for pair in _needle_pairs(arms) for row in _needle_rows(arms, *pair)]
+    for name, read, better, hint in _attention(first):
+        rows.append(row_of(arms, "Attention", name, read, "{:.3f}", better, hint))
+    # What a run is not asked for (a recent number, a loss that training did not split) has a row where some run has it.
+    return [row for row in rows if row.name not in OPTIONAL or any(cell.value is not None for cell in row.cells)]
+
+
+RECALL = {
+    "loss on recalled tokens (AR hits)": "hit",
+    "loss on recalled tokens that are rare in training": "rare_hit",
+    "loss on all other tokens": "other",
+}
+NEGATIVE = "negative share of the absolute mass"
+OPTIONAL = {
+    *RECALL,
+    "training loss on text, last tenth",
+    "training loss on retrieval documents, last tenth",
+    "attention to the answer, signed per layer",
+    "attention noise, signed per layer",
+    "entropy of an attention row (nats)",
+    NEGATIVE,
+    "share of heads that are sinks",
+}
+
+
+def trained_on(run: Run) -> str:
+    """What the training loss is a loss on."""
+    weight = (run.config["data"].get("retrieval") or {}).get("weight", 0)
+    return f"text mixed with {weight} % synthetic retrieval documents" if weight else "the training text"
+
+
+def _losses(run: Run) -> Iterator[tuple[str, Read, str, str]]:
+    easier = ", which are easier than text: that the validation loss is higher is no sign of overfitting"
+    hint = f"on {trained_on(run)}{easier if 'retrieval' in trained_on(run) else ''}"
+    yield "training loss, last tenth", at("train.loss"), "{:.3f}", hint
+    yield "training loss on text, last tenth", at("train.loss_text"), "{:.3f}", ""
+    yield "training loss on retrieval documents, last tenth", at("train.loss_retrieval"), "{:.3f}", ""
+    yield "validation loss, end of training", at("train.val_loss"), "{:.3f}", "on held-out documents, text alone"
+    yield "test loss (nats per token)", at("perplexity.loss", "perplexity.se"), "{:.3f}", ""
+    yield "perplexity", at("perplexity.ppl"), "{:.2f}", ""
+    yield "bits per byte", at("perplexity.bits_per_byte"), "{:.3f}", ""
+    for name, part in RECALL.items():
+        path = f"perplexity.recall.{part}"
+        yield name, at(f"{path}.loss", f"{path}.se"), "{:.3f}", ""
+
+
+def _attention(run: Run) -> Iterator[tuple[str, Read, str, str]]:
+    kinds = (("answer", "attention to the answer", "higher"), ("noise", "attention noise", "lower"))
+    for reading in READINGS:
+        hint = "masses summed over layers, then divided by the summed row sums" if reading == "signed" else ""
+        for key, name, better in kinds:
+            path = f"attention_noise.{reading}.mean.{key}"
+            yield f"{name}, {reading}", at(path, f"{path}_se"), better, hint
+    for key, name, better in kinds:
+        hint = "each layer divided by its own row sum, then averaged over layers"
+        yield f"{name}, signed per layer", lambda run, key=key: per_layer(run, key), better, hint
+    for key, name in (("entropy", "entropy of an attention row (nats)"), ("negative", NEGATIVE)):
+        yield name, at(f"attention_noise.{key}.mean", f"attention_noise.{key}.se"), "", ""
+    yield "share of heads that are sinks", _sinks, "", ""
+
+
+def per_layer(run: Run, what: str) -> float | None:
+    """Signed attention to the answer, or noise, with each layer divided by its own row sum before the layers are averaged.
+
+    From the evaluation where it has it, else from its masses by layer and head, which are means over prompts: the same
+    where a layer's row sums do not depend on the prompt, as in `diff`, and close to it elsewhere.
+    """
+    given = run.value(f"attention_noise.signed_per_layer.mean.{what}")
+    masses = (run.results("attention_noise") or {}).get("per_layer_head", {}).get("signed")
+    if given is not None or not masses:
+        return given
+    wanted = NOISE if what == "noise" else (what,)
+    shares = []
+    for buckets in masses.values():  # of one depth: bucket -> layers -> heads
+        for layer in range(len(buckets["answer"])):
+            whole = sum(sum(heads[layer]) for heads in buckets.values())
+            shares.append(sum(sum(buckets[bucket][layer]) for bucket in wanted) / whole)
+    return mean_sd(shares)[0]
+
+
+def _sinks(run: Run) -> Any:
+    """Of the longest text that was looked at."""
+    lengths = (run.results("attention_noise") or {}).get("sink") or {}
+    path = f"attention_noise.sink.{max(lengths, key=int, default='none')}"
+    return at(f"{path}.share", f"{path}.se")(run)
+
+
+def _needle_pairs(arms: list[Arm]) -> list[tuple[int, int]]:
+    found = [results.get("pairs", []) for arm in arms for results in arm.results("needle")]
+    return list(dict.fromkeys((pair["needles"], pair["asked"]) for pairs in found for pair in pairs)) or [(1, 1)]
+
+
+def _needle_rows(arms: list[Arm], needles: int, asked: int) -> Iterator[Row]:
+    def read(run: Run, key: str) -> Any:
+        for pair in (run.results("needle") or {}).get("pairs", []):
+            if (pair["needles"], pair["asked"]) == (needles, asked):
+                return (pair[key], pair["se"]) if key == "accuracy" else pair[key]
+        return None
+
+    which = f"N={needles}" if needles == 1 else f"N={needles}, R={asked}"
+    yield row_of(arms, "Needle", f"needle accuracy, {which}", lambda run: read(run, "accuracy"), "{:.3f}", "higher")
+    if needles > 1:
+        name = f"needle ranked first of {needles}"
+        yield row_of(arms, "Needle", name, lambda run: read(run, "rank_accuracy"), "{:.3f}", "higher")
+
+
+def si(value: float) -> str:
+    """1234567 -> 1.23M."""
+    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.3g}{letter}"
+    return f"{value:.3g}"
+
+
+# ---------------------------------------- differences
+
+
+def contrasts(arms: list[Arm], rows: Iterable[Row]) -> list[Contrast]:
+    """Every arm minus its reference, row by row, paired by seed; p_holm is over the arms of one row."""
+    found = []
+    for row in rows:
+        if row.group in ("Model", "Training"):
+            continue
+        values = {arm.name: arm.by_seed(cell.values) for arm, cell in zip(arms, row.cells, strict=True)}
+        of_row = []
+        for arm in arms:
+            if arm.reference and (shared := paired_by_seed(values[arm.name], values[arm.reference])):
+                where = (row.group, row.name, row.better, arm.name, arm.reference, list(shared), list(shared.values()))
+                of_row.append(Contrast(*astuple(paired(list(shared.values()))), *where))
+        tested = [contrast for contrast in of_row if contrast.p is not None]
+        for contrast, p in zip(tested, holm([contrast.p for contrast in tested]), strict=True):
+            contrast.p_holm = p
+        found += of_row
+    return found
+
+
+# The numbers a comparison is about, as far as they are measured, and what a sentence calls them.
+HEADLINES = {
+    "test loss (nats per token)": "test loss",
+    "validation loss, end of training": "validation loss",
+    "needle accuracy, N=1": "needle accuracy",
+    "attention to the answer, absolute": "attention to the answer (absolute)",
+    "attention noise, absolute": "attention noise (absolute)",
+}
+
+
+def verdicts(arms: list[Arm], found: list[Contrast]) -> list[str]:
+    """A sentence or two for each arm: what of HEADLINES differs from the first arm, and what could have been seen."""
+    if len(arms) == 1:
+        return [f"There is one arm, {arms[0].name}, so nothing is compared: add runs of another to runs=[...]."]
+    by_place = {(contrast.arm, contrast.name): contrast for contrast in found}
+    sentences = []
+    for arm in arms[1:]:
+        mine = [by_place[arm.name, name] for name in HEADLINES if (arm.name, name) in by_place]
+        sentences.append(f"{arm.name} compared with {arms[0].name}{_verdict(mine)}")
+    return sentences
+
+
+def _verdict(found: list[Contrast]) -> str:
+    if not found:
+        return ": no number is measured in both for a seed that both have."
+    n = max(contrast.n for contrast in found)
+    parts = []
+    if n == 1:
+        numbers = ", ".join(f"{HEADLINES[contrast.name]} {minus(f'{contrast.mean:+.3f}')}" for contrast in found)
+        return f" (n = 1 seed): {numbers}. One seed cannot tell a difference from chance: train with seed=1,2,3."
+    if clear := [contrast for contrast in found if contrast.clear]:
+        parts.append("; ".join(_finding(contrast) for contrast in clear) + ".")
+    if unclear := [contrast for contrast in found if not contrast.clear]:
+        numbers = ", ".join(f"{HEADLINES[contrast.name]} {_smallest(contrast)}" for contrast in unclear)
+        parts.append(f"No difference detected, with the smallest detectable in brackets: {numbers}.")
+    return f" (n = {n} seeds): {' '.join(parts)}"
+
+
+def _finding(contrast: Contrast) -> str:
+    worse = (contrast.mean > 0) == (contrast.better == "lower")
+    return f"{HEADLINES[contrast.name]} {minus(contrast.text)}, {'worse' if worse else 'better'}"
+
+
+def _smallest(contrast: Contrast) -> str:
+    if contrast.detectable is None:
+        return "(n = 1)"
+    return f"({contrast.detectable:.3g})" if contrast.sd else "(the same in every seed)"
+
+
+def minus(text: str) -> str:
+    """Typeset minus signs."""
+    return text.replace("-", "−")
+
+
+# ---------------------------------------- text
+
+
+def report_lines(arms: list[Arm], rows: list[Row]) -> list[list[str]]:
+    """The headline table as text, its header first."""
+    return [["", *(arm.title for arm in arms)]] + [[row.name, *(cell.text for cell in row.cells)] for row in rows]
+
+
+def difference_lines(arms: list[Arm], rows: list[Row], found: list[Contrast], head: str = "") -> list[list[str]]:
+    """The rows' differences as text, a column per arm after the first, the header first; [] where there are none."""
+    by_place = {(contrast.name, contrast.arm): contrast.text for contrast in found}
+    lines = [[row.name, *(by_place.get((row.name, arm.name), "") for arm in arms[1:])] for row in rows]
+    lines = [line for line in lines if any(line[1:])]
+    return [[head, *(arm.name for arm in arms[1:])], *lines] if lines else []
+
+
+def markdown(lines: Sequence[Sequence[str]]) -> str:
+    """A table as GitHub prints it, the header first, numbers to the right."""
+    ruled = [lines[0], ["---", *("---:" for _ in lines[0][1:])], *lines[1:]]
+    return "".join(f"| {' | '.join(line)} |\n" for line in ruled)
+
+
+def columns(lines: Sequence[Sequence[str]]) -> str:
+    """A table for the terminal."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    sides = itertools.chain((str.ljust,), itertools.repeat(str.rjust))
+    beside = list(zip(widths, sides, strict=False))
+    return "\n".join(
+        "  ".join(side(text, width) for text, (width, side) in zip(line, beside, strict=True)) for line in lines
+    )

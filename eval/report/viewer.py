@@ -1,0 +1,330 @@
+"""An attention viewer: one HTML file in which to choose layer, head and example, and to see where a query looks.
+
+    python -m eval.viewer runs=[runs/A,runs/B] out=viewer.html [text=FILE] [prompt="..."] [length=96]
+
+Every row of every map of a few short examples: a needle at three depths, a piece of text, and `prompt` where one is
+given. Hover, tap or use the arrow keys: the query's attention is painted over the tokens before it, two models side by
+side, negative weights of differential maps in another hue. A differential head's two maps can be seen apart, and their
+difference at any lambda. The file needs nothing beside it.
+"""
+
+import base64
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from markupsafe import Markup
+from omegaconf import MISSING
+from torch import Tensor, nn
+
+from configs import command
+from configs.files import write_atomic
+from data.tokenizer import Tokenizer
+from eval.common import EvalConfig, colour, device_of, haystack, open_run, progress, variant
+from eval.needles import needle_queries
+from eval.report.page import render
+from eval.report.runs import labels
+from eval.scoring import continue_greedily
+from model.attention.probe import probe, visit_logits
+from training.checkpoint import LoadedRun
+
+MAX_BYTES = 12_000_000  # of packed maps: examples over it are left out, but for the first
+STEPS = 127  # of the quantised square root, on either side of zero
+GUESSES = 3  # next tokens shown per position
+PASSAGES = 64  # places in the text of which the one that reads most like prose is shown
+PROSE = re.compile(r"[A-Za-z]+[,.;:]? (?=[A-Za-z])")  # a word, one space, and another word
+
+
+@dataclass
+class ViewerConfig:
+    """runs: run folders. length: tokens per example. text: a file to take them from, instead of validation data."""
+
+    runs: list[str] = MISSING
+    out: str = "viewer.html"  # the page
+    length: int = 96
+    depths: list[float] = field(default_factory=lambda: [0.1, 0.5, 0.9])  # of the needle, one example each
+    prompt: str | None = None  # your own words, as a further example
+    text: str | None = None
+    seed: int = 0  # of the needle examples
+    device: str = "auto"  # auto | cpu | cuda
+
+
+@dataclass
+class Example:
+    """Tokens (T,) and named spans [start, stop) of them; `query` is where the viewer looks first.
+
+    depth: of the needle, where the example is a needle, whose answer then stands after `query`.
+    """
+
+    title: str
+    tokens: np.ndarray
+    spans: dict[str, tuple[int, int]]
+    query: int
+    depth: float | None = None
+
+
+@dataclass
+class Look:
+    """What a model does with tokens (T,): logits (T, V) and, layer by layer, its maps (heads, T, T).
+
+    seconds: of a layer of differential heads the second maps, which lambda is multiplied with; None elsewhere. The first
+    ones are the sum of the map and lambda times the second, and a row's lambda is 1 less the sum of the row.
+    """
+
+    logits: np.ndarray
+    maps: list[np.ndarray]
+    seconds: list[np.ndarray | None]
+
+
+@dataclass
+class Viewer:
+    """The file, one sentence about what it holds, and one of its needles as a worked question (None without a needle)."""
+
+    html: str
+    says: str
+    question: dict[str, Any] | None = None
+
+
+def viewer_of(runs: list[tuple[str, str]], cfg: ViewerConfig | None = None) -> Viewer:
+    """The viewer of (label, folder) runs. ValueError where their tokenizers differ or an example cannot be made."""
+    cfg = cfg or ViewerConfig(runs=[folder for _, folder in runs])
+    loaded = [open_run(EvalConfig(run=folder, device=cfg.device)) for _, folder in runs]
+    for (_, folder), run in zip(runs[1:], loaded[1:], strict=True):
+        if run.tokenizer.fingerprint != loaded[0].tokenizer.fingerprint:
+            raise ValueError(f"{runs[0][1]} and {folder} have different tokenizers: view them in files of their own")
+    made, tokenizer = examples(loaded, cfg), loaded[0].tokenizer
+    with progress("attention maps", len(made)) as bar:
+        seen = []
+        for example in made:
+            seen.append([look(run.model, example.tokens) for run in loaded])
+            bar.update()
+    packed, size = [], 0
+    for looks in seen:
+        texts = [_packed(one, tokenizer) for one in looks]
+        size += sum(len(part) for one in texts for part in one.values() if isinstance(part, str)) * 3 // 4  # of base64
+        if packed and size > MAX_BYTES:
+            break
+        packed.append(texts)
+    retrieving = [_best_head(made, [looks[i] for looks in seen]) for i in range(len(loaded))]
+    models = [
+        {
+            "label": label,
+            "colour": colour(variant(run.config)),
+            "heads": [len(maps) for maps in seen[0][i].maps],
+            "differential": [maps is not None for maps in seen[0][i].seconds],
+            "best": retrieving[i],
+        }
+        for i, ((label, _), run) in enumerate(zip(runs, loaded, strict=True))
+    ]
+    data = {"models": models, "examples": [_described(one, tokenizer) for one in made[: len(packed)]], "maps": packed}
+    return _page(data | {"steps": STEPS}, len(made) - len(packed), _question(made, seen, loaded, models))
+
+
+def examples(runs: list[LoadedRun], cfg: ViewerConfig) -> list[Example]:
+    """A needle at each depth, a piece of text, and the prompt; all as long as every model's context allows."""
+    run, context = runs[0], min(run.model.cfg.context for run in runs)
+    length = min(cfg.length, context)
+    if length < 2:
+        raise ValueError(f"length={cfg.length} is too short to look at: use length=96")
+    hay = prose(haystack(run, EvalConfig(run=str(run.path), text=cfg.text)), run.tokenizer, length, cfg.seed)
+    found = [_needle(run, hay, length, depth, cfg.seed) for depth in cfg.depths]
+    passage = np.concatenate(([run.tokenizer.eot], hay[: length - 1]))
+    found.append(Example("text", passage, {"first token": (0, 1)}, len(passage) - 1))
+    if cfg.prompt is not None:
+        own = np.array([run.tokenizer.eot, *run.tokenizer.encode(cfg.prompt)])
+        if not 1 < len(own) <= context:
+            raise ValueError(f"the prompt has {len(own) - 1} tokens: give prompt= 1 to {context - 1} of them")
+        found.insert(0, Example("your prompt", own, {"first token": (0, 1)}, len(own) - 1))
+    return found
+
+
+def prose(hay: np.ndarray, tokenizer: Tokenizer, length: int, seed: int) -> np.ndarray:
+    """`length` tokens of the text (n,), at that of some random places which reads most like prose (code, tables: less)."""
+    starts = np.random.default_rng(seed).integers(0, max(1, len(hay) - length), PASSAGES)
+
+    def share(start: int) -> float:
+        text = tokenizer.decode(hay[start : start + length].tolist())
+        return sum(map(len, PROSE.findall(text))) / max(1, len(text))
+
+    start = max(starts.tolist(), key=share)
+    return hay[start : start + length]
+
+
+def _needle(run: LoadedRun, hay: np.ndarray, length: int, depth: float, seed: int) -> Example:
+    if not 0 <= depth <= 1:
+        raise ValueError(f"depth {depth:g} is not a fraction of the context: use depths=[0.1,0.5,0.9], from 0 to 1")
+    digits = (run.config["data"].get("retrieval") or {}).get("digits", 4)
+    rng = np.random.default_rng([seed, round(1000 * depth)])
+    (query,) = needle_queries(rng, hay, run.tokenizer, length, depth, digits=digits)
+    (start, stop), asked, end = query.needle, query.question, len(query.prompt)
+    spans = {
+        "first token": (0, 1),
+        "context before": (min(1, start), start),
+        "needle": (start, stop),
+        "context after": (stop, asked),
+        "question": (asked, end),
+        "answer": (end, end + len(query.answer)),
+    }
+    spans = {name: span for name, span in spans.items() if span[0] < span[1]}
+    tokens = np.concatenate((query.prompt, query.answer))
+    return Example(f"needle at {100 * depth:g} % of the context", tokens, spans, end - 1, depth)
+
+
+# ---------------------------------------- maps
+
+
+@torch.inference_mode()
+def look(model: nn.Module, tokens: np.ndarray) -> Look:
+    """Logits and all maps of tokens (T,). ValueError where they are not finite."""
+    given, seconds = torch.from_numpy(tokens)[None].to(device_of(model)), {}
+    with probe(model, torch.arange(len(tokens), device=given.device)) as maps:
+        logits = model(given)[0].float().cpu().numpy()  # (T, V)
+    if not all(layer.isfinite().all() for layer in maps.layers):
+        raise ValueError("a model's attention is not finite, its training diverged: leave its run out of runs=")
+
+    def keep(layer: int, logits: Tensor, see: Tensor) -> None:
+        if logits.dim() == 5:  # (1, h, 2, T, T): the two maps of a differential head
+            seconds[layer] = logits.masked_fill(~see, -torch.inf).softmax(-1)[0, :, 1].float().cpu().numpy()
+
+    with visit_logits(model, keep):
+        model(given)
+    return Look(logits, [layer[0].cpu().numpy() for layer in maps.layers], [*map(seconds.get, range(len(maps.layers)))])
+
+
+def pack(maps: np.ndarray) -> tuple[bytes, bytes]:
+    """Causal maps (heads, T, T) as int8, the lower triangle only, and each row's largest magnitude (heads, T) float32.
+
+    A weight a of a row with the largest magnitude m is stored as the nearest whole number to sign(a) 127 sqrt(|a| / m):
+    the root keeps small weights apart, whose sum is what noise is. The error is below 0.8 % of m, and smaller for
+    smaller weights. viewer.js unpacks them.
+    """
+    scales = np.abs(maps).max(axis=-1)  # (heads, T)
+    share = maps / np.where(scales > 0, scales, 1)[..., None]
+    values = np.rint(STEPS * np.sign(share) * np.sqrt(np.abs(share))).astype(np.int8)
+    rows, columns = np.tril_indices(maps.shape[-1])
+    return values[:, rows, columns].tobytes(), scales.astype("<f4").tobytes()
+
+
+def _packed(seen: Look, tokenizer: Tokenizer) -> dict[str, Any]:
+    """A model's maps of an example as text: of all heads, and of the differential ones the second maps and lambda."""
+    maps, scales = pack(np.concatenate(seen.maps))
+    packed = {"maps": _text(maps), "scales": _text(scales), "next": _guesses(seen.logits, tokenizer)}
+    pairs = [(maps, second) for maps, second in zip(seen.maps, seen.seconds, strict=True) if second is not None]
+    if pairs:
+        second, second_scales = pack(np.concatenate([second for _, second in pairs]))
+        lam = 1 - np.concatenate([maps.sum(-1) for maps, _ in pairs])  # (heads, T)
+        packed |= {"second": _text(second), "secondScales": _text(second_scales)}
+        packed["lambda"] = _text(lam.astype("<f4").tobytes())
+    return packed
+
+
+def _text(content: bytes) -> str:
+    return base64.b64encode(content).decode()
+
+
+def _best_head(made: list[Example], seen: list[Look]) -> tuple[int, int] | None:
+    """(layer, head) whose query gives the needles most of its attention, with sign; None without a needle."""
+    needles = [(one, what) for one, what in zip(made, seen, strict=True) if one.depth is not None]
+    if not needles:
+        return None
+    masses = [sum(_to_needle(one, maps) for one, maps in zip((n for n, _ in needles), layers, strict=True))
+              for layers in zip(*(what.maps for _, what in needles), strict=True)]  # fmt: skip
+    layer = int(np.argmax([mass.max() for mass in masses]))
+    return layer, int(masses[layer].argmax())
+
+
+def _to_needle(example: Example, maps: np.ndarray) -> np.ndarray:
+    """Each head's mass on the needle, (heads,), in the row of the query."""
+    start, stop = example.spans["needle"]
+    return maps[:, example.query, start:stop].sum(-1)
+
+
+def _question(
+    made: list[Example], seen: list[list[Look]], runs: list[LoadedRun], models: list[dict[str, Any]]
+) -> dict[str, Any] | None:
+    """The needle nearest to the middle, as words, and what each model says and looks at."""
+    needles = [i for i, example in enumerate(made) if example.depth is not None]
+    if not needles:
+        return None
+    index = min(needles, key=lambda i: abs(made[i].depth - 0.5))
+    example, tokenizer = made[index], runs[0].tokenizer
+    spans = example.spans.items()
+    words = {name: tokenizer.decode(example.tokens[slice(*span)].tolist()).strip() for name, span in spans}
+    prompt, answer = example.tokens[: example.query + 1], example.tokens[example.query + 1 :]
+    replies = []
+    for run, what, model in zip(runs, seen[index], models, strict=True):
+        (said,) = continue_greedily(run.model, [prompt], len(answer), batch=1)
+        logits = torch.from_numpy(what.logits[example.query : -1])  # of the answer's tokens
+        likely = logits.log_softmax(-1).gather(-1, torch.from_numpy(answer)[:, None]).sum().exp().item()
+        layer, head = model["best"]
+        replies.append({
+            "label": model["label"], "colour": model["colour"], "says": tokenizer.decode(said.tolist()).strip(),
+            "right": bool((said == answer).all()), "probability": likely, "layer": layer, "head": head,
+            "share": float(_to_needle(example, what.maps[layer])[head]),
+        })  # fmt: skip
+    asked = {"needle": words["needle"], "asked": words["question"], "answer": words["answer"]}
+    return asked | {"length": len(prompt), "replies": replies}
+
+
+def _guesses(logits: np.ndarray, tokenizer: Tokenizer) -> list[list[tuple[str, float]]]:
+    """The most probable next tokens of each position, with their probabilities."""
+    best = torch.from_numpy(logits).softmax(-1).topk(GUESSES)
+    pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    return [[(shown(tokenizer, token), round(share, 4)) for token, share in zip(*row, strict=True)] for row in pairs]
+
+
+def shown(tokenizer: Tokenizer, token: int) -> str:
+    """A token as a reader can tell it from others: line breaks as arrows, bytes that are no text as numbers."""
+    if token == tokenizer.eot:
+        return "⟨end of text⟩"
+    try:
+        piece = tokenizer.token_bytes(token)
+    except KeyError:  # a vocabulary padded to a round size
+        return f"⟨{token}⟩"
+    try:
+        text = piece.decode()
+    except UnicodeDecodeError:
+        return "".join(f"⟨{byte:02x}⟩" for byte in piece)
+    return text.replace("\n", "↵").replace("\r", "").replace("\t", "⇥") or "⟨⟩"
+
+
+def _described(example: Example, tokenizer: Tokenizer) -> dict[str, Any]:
+    tokens = [shown(tokenizer, int(token)) for token in example.tokens]
+    return {"title": example.title, "tokens": tokens, "spans": example.spans, "query": example.query}
+
+
+# ---------------------------------------- page
+
+
+def _page(data: dict[str, Any], left_out: int, question: dict[str, Any] | None) -> Viewer:
+    """The HTML with style, script and data inside."""
+    content = json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")  # closes no script
+    count = len(data["examples"])
+    names = ", ".join(model["label"] for model in data["models"])
+    fewer = f"; {left_out} more would make it too large" if left_out else ""
+    says = (
+        f"{names}: every head of every layer on {count} example{'s' if count > 1 else ''} of up to "
+        f"{max(len(example['tokens']) for example in data['examples'])} tokens{fewer}. One file, "
+        f"{len(content) / 1e6:.1f} MB."
+    )
+    return Viewer(render("viewer.html", says=says, data=Markup(content)), says, question)
+
+
+@command("viewer", ViewerConfig)
+def main(cfg: ViewerConfig) -> None:
+    out = Path(cfg.out)
+    if out.suffix != ".html":
+        raise ValueError(f"out={out} is not an .html file: use out=viewer.html")
+    if not cfg.runs:
+        raise ValueError("runs is empty: give runs=[runs/A,runs/B]")
+    viewer = viewer_of(list(zip(labels(cfg.runs), cfg.runs, strict=True)), cfg)
+    write_atomic(out, viewer.html.encode())
+    print(f"viewer  {out} ({viewer.says})")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""The mixed model against textbook values, and on made-up studies whose truth is known."""
+
+import math
+
+import numpy as np
+import pytest
+
+from eval.report import mixed
+from eval.report.statistics import chi2_quantile
+
+# Two-sided 5 % points for equal groups (Dunnett 1964, to three digits by scipy's multivariate_t):
+# (comparisons, degrees of freedom) -> critical value.
+DUNNETT = {(2, 10): 2.568, (5, 20): 2.735, (6, 60): 2.642, (7, 28): 2.784}
+
+
+@pytest.mark.parametrize(("case", "critical"), DUNNETT.items())
+def test_critical_values_are_dunnetts(case: tuple[int, int], critical: float) -> None:
+    k, df = case
+    correlation = np.full((k, k), 0.5) + 0.5 * np.eye(k)
+    assert np.quantile(mixed._largest_t(correlation, df), 0.95) == pytest.approx(critical, abs=0.015)
+
+
+def test_chi_squared_is_that_of_the_tables() -> None:
+    assert chi2_quantile(0.95, 10) == pytest.approx(18.307, abs=1e-3)
+    assert chi2_quantile(0.025, 28) == pytest.approx(15.308, abs=1e-3)
+
+
+def study(arms: dict[str, float], seeds: int, sd: float, sd_seed: float, draw: int) -> dict[str, dict[int, float]]:
+    rng = np.random.default_rng(draw)
+    block = rng.normal(0, sd_seed, seeds)
+    return {arm: {s: mean + block[s] + rng.normal(0, sd) for s in range(seeds)} for arm, mean in arms.items()}
+
+
+def test_a_balanced_study_is_the_textbooks_two_way_table() -> None:
+    values = study({"a": 4.0, "b": 3.9, "c": 4.0, "d": 4.1}, 5, 0.01, 0.05, 0)
+    y = np.array([[values[arm][s] for s in range(5)] for arm in values])
+    rest = y - y.mean(1, keepdims=True) - y.mean(0, keepdims=True) + y.mean()
+    error = (rest**2).sum() / (3 * 4)
+    model = mixed.fit(values, "a")
+    assert model.df == 12 and model.sd == pytest.approx(math.sqrt(error), rel=1e-2)  # the ratio lies on a grid
+    assert model.effects["b"].mean == pytest.approx(y[1].mean() - y[0].mean(), abs=1e-9)
+    assert model.effects["b"].se == pytest.approx(math.sqrt(2 * error / 5), rel=1e-2)
+    assert model.effects["b"].high < 0 < model.effects["d"].low and model.effects["c"].p > 0.05
+    assert model.effects["b"].low < model.effects["b"].own_low
+
+
+def test_intervals_cover_all_arms_at_once() -> None:
+    truth = {"a": 0.0, "b": 0.0, "c": 0.1, "d": -0.1, "e": 0.0}
+    covered = [
+        all(e.low <= truth[arm] <= e.high for arm, e in mixed.fit(study(truth, 5, 0.05, 0.05, i), "a").effects.items())
+        for i in range(40)
+    ]
+    assert sum(covered) >= 34  # 95 % of 40 is 38; fewer than 34 has a chance of 1 %
+
+
+def test_arms_with_fewer_seeds_join_the_pooled_error() -> None:
+    values = study({"a": 4.0, "b": 3.9, "c": 4.0}, 5, 0.01, 0.0, 1)
+    values["late"] = {seed: 4.05 + 0.01 * (-1) ** seed for seed in range(3)}
+    model = mixed.fit(values, "a")
+    assert model.df == 18 - 4 - 5 + 1 and model.effects["late"].se > model.effects["b"].se
+
+
+def test_what_cannot_be_fitted_is_none() -> None:
+    assert mixed.fit({"a": {1: 4.0}, "b": {1: 3.9}}, "a") is None
+    assert mixed.fit({"a": {1: 4.0, 2: 4.1}}, "a") is None
