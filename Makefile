@@ -1,9 +1,13 @@
 PYTHON ?= python3
 VENV   ?= .venv
+# Where to get torch from, instead of pip's own index, whose Linux wheel brings 4 GB of CUDA libraries. For a CPU:
+# make quickstart TORCH_INDEX=https://download.pytorch.org/whl/cpu
+TORCH_INDEX ?=
 RUNS   ?= runs/quickstart
 TRAIN  ?=
 EVAL   ?=
 BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 MODELS := baseline,diff,introspective
 comma  := ,
 PATHS  := $(subst $(comma), ,$(MODELS))
@@ -17,16 +21,19 @@ help:
 	@echo "make quickstart   install, prepare data, train three stacks, evaluate, write $(RUNS)/report.html"
 	@echo "make test         install and run the whole CPU test suite"
 	@echo "make lint         ruff check and format check"
+	@echo "make clean        remove the virtual environment and caches"
+	@echo "TORCH_INDEX=https://download.pytorch.org/whl/cpu installs torch without CUDA; VENV=, RUNS=, MODELS= are paths and variants"
 
 $(VENV)/.installed: requirements.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(if $(TORCH_INDEX),$(PIP) --index-url $(TORCH_INDEX) $$(grep '^torch==' requirements.txt))
+	$(PIP) -r requirements.txt
 	touch $@
 
-# timm wants torchvision, whose CPU build the pinned torch has none of; the tests load timm's layers alone.
+# Without its dependencies: timm wants torchvision, of which the pinned torch has no CPU build. The tests load timm's layers alone.
 $(VENV)/.tested: $(VENV)/.installed requirements-test.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-test.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps timm==1.0.31
+	$(PIP) -r requirements-test.txt
+	$(PIP) --no-deps timm==1.0.31
 	touch $@
 
 # Interrupted or repeated, it goes on where it was: prepared shards and trained runs are kept.

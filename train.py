@@ -166,7 +166,7 @@ def train(cfg: TrainConfig, world: World) -> float:
                 "grad_norm": norm.item(),
                 "tokens_per_s": round(speed, 1),
                 "mfu": speed * about["flops_per_token"] / (peak * world.size) if peak else None,
-                "mem_gb": round(memory_gb(world.device), 3),
+                "mem_gb": memory_gb(world.device),
                 "time_s": round(seconds, 2),
             }
             if log:

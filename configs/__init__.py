@@ -21,6 +21,14 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 CONFIG_DIR = Path(__file__).parent
 USER_ERRORS = (ValueError, OSError, HydraException, OmegaConfBaseException)
+# Hydra writes no folder and no log of its own: its time-stamped names would differ between the ranks of a run.
+HYDRA_SETTINGS = {
+    "run": {"dir": "."},
+    "sweep": {"dir": "runs", "subdir": "."},
+    "output_subdir": None,
+    "job": {"chdir": False},
+    "job_logging": {"root": {"handlers": ["console"]}, "handlers": {"file": {"delay": True}}},
+}
 ASKED_FOR_TRACEBACK = os.environ.get("HYDRA_FULL_ERROR") == "1"
 
 
@@ -35,8 +43,7 @@ def command(name: str, schema: type) -> Callable[[Callable[[Any], Any]], Callabl
     def decorate(main: Callable[[Any], Any]) -> Callable[[], None]:
         store = ConfigStore.instance()
         store.store(name=f"{name}_schema", node=schema)
-        hydra_settings = _hydra_settings(sys.modules[main.__module__].__doc__ or "")
-        store.store(name=f"{name}_hydra", node={"hydra": hydra_settings}, package="_global_")
+        store.store(name=f"{name}_hydra", node={"hydra": HYDRA_SETTINGS}, package="_global_")
         if not (CONFIG_DIR / f"{name}.yaml").exists():
             store.store(name=name, node={"defaults": [f"{name}_schema", f"{name}_hydra", "_self_"]})
 
@@ -47,6 +54,8 @@ def command(name: str, schema: type) -> Callable[[Callable[[Any], Any]], Callabl
         @functools.wraps(main)
         def entry() -> None:
             with one_line_errors(schema), _hydra_raises():
+                if {"--help", "-h"} & set(sys.argv[1:]):
+                    return print_help(name, schema, sys.modules[main.__module__].__doc__ or "")
                 hydra.main(version_base=None, config_path=str(CONFIG_DIR), config_name=name)(task)()
 
         return entry
@@ -68,17 +77,15 @@ def _hydra_raises() -> Iterator[None]:
             os.environ["HYDRA_FULL_ERROR"] = before
 
 
-def _hydra_settings(header: str) -> dict[str, Any]:
-    """Hydra writes no folder and no log of its own: its time-stamped names would differ between the ranks of a run."""
-    footer = "Override anything as key=value; --cfg job prints the resolved configuration; -m key=a,b sweeps."
-    return {
-        "run": {"dir": "."},
-        "sweep": {"dir": "runs", "subdir": "."},
-        "output_subdir": None,
-        "job": {"chdir": False},
-        "job_logging": {"root": {"handlers": ["console"]}, "handlers": {"file": {"delay": True}}},
-        "help": {"header": header.strip(), "footer": footer},
-    }
+def print_help(name: str, schema: type, about: str) -> None:
+    """Print what the command does and what its fields mean; overrides on the command line change the defaults shown."""
+    from configs.help import help_text  # only here: no other call reads source code
+
+    overrides = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
+    try:
+        print(help_text(name, schema, about, CONFIG_DIR, overrides), flush=True)
+    except BrokenPipeError:  # the reader (head, a pager) has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextlib.contextmanager

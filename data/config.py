@@ -7,6 +7,8 @@ from omegaconf import MISSING
 
 @dataclass
 class TokenizerConfig:
+    """How text becomes token ids."""
+
     name: str = (
         "gpt2"  # gpt2, r50k_base, cl100k_base, o200k_base, ... (tiktoken) | bpe (trained on the text) | bytes | hf
     )
@@ -50,18 +52,20 @@ class MqarConfig:
 
 @dataclass
 class DataConfig:
-    name: str = MISSING
+    """A text: where it comes from, how it is prepared, and where the shards lie."""
+
+    name: str = MISSING  # of the prepared set
     source: str = MISSING  # stdlib | shakespeare | text | hf | nanogpt | mqar
     path: str | None = None  # text: file, folder or glob; shakespeare: a local copy; nanogpt: folder of its .bin files
     dataset: str | None = None  # hf: name on the hub
-    subset: str | None = None
-    split: str = "train"
+    subset: str | None = None  # hf: configuration of the data set
+    split: str = "train"  # hf: which split to read
     column: str = "text"  # column of hf and parquet, key of jsonl
     streaming: bool = False  # hf: read over the network instead of downloading first
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
-    dir: str = "shards/${.name}"
-    val_fraction: float = 0.005
-    shard_tokens: int = 100_000_000
+    dir: str = "shards/${.name}"  # folder of the prepared set
+    val_fraction: float = 0.005  # share of the documents kept for validation
+    shard_tokens: int = 100_000_000  # tokens per shard file
     max_tokens: int | None = None  # stop once the training split has this many
     workers: int | None = None  # tokenizing threads; None is every core
     retrieval: RetrievalMixConfig = field(default_factory=RetrievalMixConfig)

@@ -54,6 +54,8 @@ SPLITS = ("train", "val")
 
 @dataclass
 class PrepareConfig:
+    """What to prepare."""
+
     path: str | None = None  # short for data.path
     verify: bool = False  # check every checksum of a set that is finished
     data: DataConfig = MISSING

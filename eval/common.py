@@ -42,8 +42,8 @@ class EvalConfig:
     run: str = MISSING
     device: str = "auto"  # auto | cpu | cuda
     batch: int = 32
-    text: str | None = None  # this text instead of the run's validation shards: a file, a folder or a 'glob'
-    shards: str | None = None  # or the validation shards of this folder
+    text: str | None = None  # use this text instead of the run's validation shards: a file, a folder or a 'glob'
+    shards: str | None = None  # use the validation shards of this folder instead of the run's
 
 
 def open_run(cfg: EvalConfig) -> LoadedRun:

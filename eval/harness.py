@@ -54,14 +54,14 @@ BOOTSTRAP = 1000  # resamples for standard errors of what is no mean, e.g. a cor
 class HarnessConfig:
     """tasks: names of lm-eval, or of YAML files under include_path. limit: documents per task, all by default."""
 
-    run: str = MISSING
+    run: str = MISSING  # folder of the run
     tasks: list[str] = MISSING
     device: str = "auto"  # auto | cpu | cuda
-    batch: int = 32
-    include_path: str | None = None
-    num_fewshot: int | None = None  # the task's own by default
+    batch: int = 32  # sequences per forward pass
+    include_path: str | None = None  # folder of further task files
+    num_fewshot: int | None = None  # examples in the prompt; None: the task's own number
     limit: int | None = None
-    length: int | None = None
+    length: int | None = None  # tokens of context and continuation; None: the trained context
 
 
 def log_likelihoods(model: nn.Module, rows: Sequence[Row], batch: int) -> list[tuple[float, bool]]:

@@ -39,7 +39,7 @@ class IclConfig(EvalConfig):
     order_shots: int | None = None
     classes: int = 4
     words: int = 2
-    seed: int = 0
+    seed: int = 0  # of the drawings
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ class NeedleGridConfig(EvalConfig):
 
     depths: list[float] = field(default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0])
     samples: int = 50
-    seed: int = 0
+    seed: int = 0  # of the contexts
 
 
 def check_grid(cfg: NeedleGridConfig) -> None:

@@ -53,8 +53,8 @@ SCALES = {"head": (-2, -1), "row": (-1,)}  # the dimensions of (..., T, S) that 
 class QuantizationConfig(NeedleGridConfig):
     """length: tokens per window and needle context, the trained context by default. tokens: at most so many for the loss."""
 
-    bits: list[int] = field(default_factory=lambda: [8, 6, 4])
-    scale: str = "head"  # head | row
+    bits: list[int] = field(default_factory=lambda: [8, 6, 4])  # of the rounded logits
+    scale: str = "head"  # head | row: the logits that share one scale
     length: int | None = None
     tokens: int = 100_000
 

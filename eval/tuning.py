@@ -22,9 +22,7 @@ class TuneConfig:
 
     keys: list[str] = field(default_factory=list)  # of the overrides that are searched; none: no tuning
     values: list[list[float]] = field(default_factory=list)  # of each key, rising: what is tried first
-    refine: list[str] = field(
-        default_factory=list
-    )  # keys that are searched once more, halfway to the best one's neighbours
+    refine: list[str] = field(default_factory=list)  # keys searched once more, halfway to the best value's neighbours
     train: list[str] = field(default_factory=list)  # overrides of the trials (their length, say)
     seeds: list[int] = field(default_factory=lambda: [101])  # of the trials, others than those that are compared
     widen: int = 2  # times that a grid is widened at most

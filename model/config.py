@@ -25,19 +25,19 @@ class DecoderConfig(VariantOptions):
     only changes the baseline that is matched.
     """
 
-    layers: str = "b"
-    n_layer: int = 4
-    d_ff: int | None = None  # None: derived by `match`
-    baseline_d_ff: int | None = None  # None: 8/3 d_model (swiglu) or 4 d_model (gelu)
-    match: str = "params"  # params | flops | none
-    context: int = 256  # tokens
+    layers: str = "b"  # a letter per layer, tiled over the depth: bd alternates
+    n_layer: int = 4  # blocks
+    d_ff: int | None = None  # width of the feed-forward networks; None: derived by `match`
+    baseline_d_ff: int | None = None  # of the matched baseline; None: 8/3 d_model (swiglu) or 4 d_model (gelu)
+    match: str = "params"  # params | flops | none: what the stack has as much of as the baseline
+    context: int = 256  # tokens of a training window
     vocab_size: int = 0  # 0: the tokenizer's, filled in by train.py
     document_mask: bool = False  # a token sees only its own document; documents begin with the token `eot`
     eot: int | None = None  # end-of-text token, the tokenizer's, filled in by train.py
     norm: str = "rmsnorm"  # rmsnorm | layernorm
     mlp: str = "swiglu"  # swiglu | gelu | gelu_tanh (GPT-2's own approximation)
     position: str = "rope"  # rope | learned | none
-    rope_theta: float = 10000.0
+    rope_theta: float = 10000.0  # base of the rotary frequencies
     rope_layout: str = "half"  # half (Llama, GPT-NeoX) | interleaved (GPT-J, the published differential code)
     window: int | None = None  # sliding window: a query sees the last `window` keys, itself included; None: all
     tie: bool = True  # output head = token embedding

@@ -1,6 +1,7 @@
 """Train, evaluate and compare the arms of an experiment over seeds; interrupted or repeated, it goes on where it was.
 
-    python scripts/ablate.py experiment=main seeds=3 [tune=rates] [tier=gpu] [jobs=2] [launcher=slurm] [train=[steps=300]]
+    python scripts/ablate.py experiment=main seeds=3 [tune=rates] [tier=gpu] [jobs=2] [launcher=slurm]
+        ['train=["steps=300"]']
 
 experiment: a file of configs/ablations/experiment/. seeds: a number (1 to N) or a list. tune=rates first finds every arm's
 own learning rates. Every arm and seed is a run of train.py, runs/ablate/NAME/ARM-sSEED, then evaluated. Ends in
@@ -50,25 +51,25 @@ OmegaConf.register_new_resolver("times", lambda factor, number: round(factor * n
 class TierConfig:
     """A scale: overrides of train.py for every arm, and the shape that experiments refer to."""
 
-    n_head: int = MISSING
-    head_dim: int = MISSING
-    more_heads_d_ff: int | None = None
-    retrieval_steps: int | None = None  # steps in which a needle is learned
+    n_head: int = MISSING  # heads of the baseline
+    head_dim: int = MISSING  # width of a head
+    more_heads_d_ff: int | None = None  # width of the FFN of a baseline with 1.5 times the heads
+    retrieval_steps: int | None = None  # steps in which models of this scale learn a needle
     tune_steps: int | None = None  # of a trial
     horizons: dict[str, list[str]] = field(default_factory=dict)  # name -> steps after which arms are compared
     peak_flops: float | None = None  # of the card that the cost is estimated for, in FLOP/s
-    train: list[str] = field(default_factory=list)
-    sizes: dict[str, list[str]] = field(default_factory=dict)
+    train: list[str] = field(default_factory=list)  # overrides of train.py for every arm
+    sizes: dict[str, list[str]] = field(default_factory=dict)  # name -> overrides; experiment=scaling uses them
 
 
 @dataclass
 class LauncherConfig:
-    """plugin None: processes of this machine. Else a Hydra launcher of `package`, with `options` for hydra.launcher."""
+    """What starts the runs: processes of this machine, or a launcher plugin of Hydra."""
 
-    plugin: str | None = None
-    package: str | None = None
-    module: str | None = None
-    options: dict[str, Any] = field(default_factory=dict)
+    plugin: str | None = None  # name of the launcher; None: processes of this machine
+    package: str | None = None  # what pip installs for it
+    module: str | None = None  # what Python imports of it
+    options: dict[str, Any] = field(default_factory=dict)  # of hydra.launcher
 
 
 @dataclass
@@ -95,11 +96,11 @@ class AblateConfig:
     tier: TierConfig = field(default_factory=TierConfig)
     tune: TuneConfig = field(default_factory=TuneConfig)
     launcher: LauncherConfig = field(default_factory=LauncherConfig)
-    seeds: Any = 3
+    seeds: Any = 3  # a number (1 to N) or a list
     fewer_seeds: dict[str, int] = field(default_factory=dict)  # arm -> number of seeds, for arms that get fewer
     train: list[str] = field(default_factory=list)  # more overrides for all runs; an arm's own win
     name: str | None = None  # None: the experiment, and the tier where it is not cpu
-    runs: str = "runs/ablate"
+    runs: str = "runs/ablate"  # where the folders of experiments are made
     records: str = "docs/results"  # finished runs that NAME/records.jsonl here holds are not run again
     jobs: int | None = None  # runs at a time; None: one per GPU, one on a CPU
     only: str | None = None  # train and evaluate this run (ARM-sSEED) alone, no table

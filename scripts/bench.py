@@ -79,7 +79,7 @@ class BenchConfig:
 
     what: str = MISSING  # attention | train | loader | tokenizer | decode | probe | monitor
     out: str | None = None  # the JSON; None: runs/bench/WHAT.json
-    rounds: int = 10
+    rounds: int = 10  # timings of each row
     device: str = "auto"  # auto | cpu | cuda
     dtype: str = "auto"  # auto (decode: float32, as scripts/sample.py) | float32 | bfloat16 (autocast)
     variants: list[str] | None = (
@@ -560,7 +560,8 @@ def peak_of_process(device: torch.device) -> float:
     if device.type == "cpu" and status.is_file():
         peak = re.search(r"VmHWM:\s+(\d+) kB", status.read_text())
         return int(peak[1]) * 1.024e-3
-    return 1e3 * memory_gb(device)
+    peak = memory_gb(device)
+    return float("nan") if peak is None else 1e3 * peak
 
 
 # ---------------------------------------- loader and tokenizer

@@ -39,7 +39,7 @@ class ExportConfig:
 
     run: str = MISSING  # folder of the run
     out: str = MISSING  # a folder that does not exist yet
-    to: str | None = None
+    to: str | None = None  # diffllama | llama | gpt2 | remote | safetensors; None: see above
     step: int | None = None  # of the checkpoint; None is the newest
     tokenizer: bool = True  # write the tokenizer's files, too
     check: bool = True  # load the folder with transformers and compare

@@ -1,15 +1,8 @@
 """Write text with a trained run: python scripts/sample.py run=runs/NAME prompt="Once upon a time"
 
-    prompt="..."      taken as typed; several as prompt='["one","two"]'; none: a document from its beginning
-    file=FILE         a prompt from a file, file=- from standard input (one newline at its end is dropped)
-    temperature=0     the likeliest token every time (0.8); top_k=50 and top_p=0.9 leave unlikely tokens out
-    stop="\\n"         ends a text before this string; several as stop='["\\n","Q:"]'
-    samples=4 seed=0  texts for each prompt, with seeds 0, 1, 2 and 3; batch=16 of them are decoded at a time
-    max_tokens=100    new tokens at most (256, or what the trained context has room for); echo=false: without the prompt
-    out=FILE.json     also write texts, settings and speed there; device=cpu, where there is a GPU
-
+A prompt is taken as typed; several prompts are a list, prompt='["one","two"]', and so are several stops, stop='["\\n","Q:"]'.
 The first unfinished text is shown as it grows, the others follow when it is done. A text depends on its prompt, its seed and
-the settings, not on its neighbours. What was read and written, and how fast, is said on standard error.
+the settings, not on its neighbours. The speed of reading and writing goes to standard error.
 """
 
 import codecs
@@ -44,22 +37,22 @@ CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"
 
 @dataclass
 class SampleConfig:
-    """The options of scripts/sample.py, whose --help explains them."""
+    """What to write, and how to draw it."""
 
-    run: str = MISSING
-    prompt: Any = None  # text or a list of texts
-    file: str | None = None
-    temperature: float = 0.8
-    top_k: int | None = None
-    top_p: float | None = None
-    stop: Any = None  # text or a list of texts
-    seed: int = 0
-    samples: int = 1
-    batch: int = 16
-    max_tokens: int | None = None
-    echo: bool = True
+    run: str = MISSING  # folder of the run
+    prompt: Any = None  # text or a list of texts; None: a document from its beginning
+    file: str | None = None  # a file with the prompt, - for standard input; one newline at its end is dropped
+    temperature: float = 0.8  # 0: the likeliest token every time
+    top_k: int | None = None  # draw among the so many likeliest tokens
+    top_p: float | None = None  # draw among the fewest tokens with this probability together
+    stop: Any = None  # text or a list of texts; the output ends before the first that is complete
+    seed: int = 0  # of the first text; text i has seed + i
+    samples: int = 1  # texts per prompt
+    batch: int = 16  # texts decoded at a time
+    max_tokens: int | None = None  # new tokens at most; None: 256, or what the trained context has room for
+    echo: bool = True  # show the prompt, too
     device: str = "auto"  # auto | cpu | cuda
-    out: str | None = None
+    out: str | None = None  # a JSON file for texts, settings and speed
 
 
 # ---------------------------------------- text

@@ -1,56 +1,124 @@
-"""The README says what is so: its table is the report's, its example is the code, its configs exist."""
+"""README.md and docs/ say what is so: tables are the reports', the example is the code, links, options and commands exist."""
 
 import ast
+import importlib
 import re
+import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from configs import CONFIG_DIR
+from configs.help import help_text
+from tests.test_help import COMMANDS
+
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
+DOCUMENTS = {
+    path.relative_to(ROOT).as_posix(): path.read_text() for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"))
+}
+CI_BLOCK = r"<!-- ci -->\n```bash\n(.*?)```"
 
 
-@pytest.mark.parametrize("document", ("README.md", "docs/RESULTS.md"))
-def test_the_tables_are_those_under_results(document: str) -> None:
-    blocks = re.findall(r"<!-- (\w+) table -->\n(.*?)<!-- end -->", (ROOT / document).read_text(), flags=re.DOTALL)
-    assert blocks
-    for name, table in blocks:
-        folder = ROOT / "docs" / "results" / name
-        (file,) = (folder / file for file in ("report.md", "table.md") if (folder / file).is_file())
-        assert table == file.read_text()
+def test_readme_is_short_and_its_first_screen_has_what_a_stranger_needs() -> None:
+    readme = DOCUMENTS["README.md"]
+    assert len(readme.splitlines()) <= 170
+    first = "\n".join(readme.splitlines()[:12])
+    assert all(part in first for part in ("?", "make quickstart", "make test", "<img "))
 
 
-def test_the_example_is_the_code() -> None:
-    example = re.search(r"```python\n(class GatedAttention.*?)```", README, flags=re.S).group(1)
-    code = (ROOT / "model" / "attention" / "gated.py").read_text()
+def test_the_tables_are_those_under_results() -> None:
+    assert "table -->" in DOCUMENTS["docs/RESULTS.md"]
+    for document, text in DOCUMENTS.items():
+        for name, table in re.findall(r"<!-- (\w+) table -->\n(.*?)<!-- end -->", text, flags=re.DOTALL):
+            folder = ROOT / "docs" / "results" / name
+            (file,) = (folder / file for file in ("report.md", "table.md") if (folder / file).is_file())
+            assert table == file.read_text(), f"{document} has another {name} table than {file.relative_to(ROOT)}"
 
-    def bare(source: str) -> str:
-        classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
-        tree = next(node for node in classes if node.name == "GatedAttention")
-        for node in ast.walk(tree):
+
+def test_the_example_of_a_variant_is_the_code() -> None:
+    example = re.search(r"<!-- variant -->\n```python\n(.*?)```", DOCUMENTS["README.md"], flags=re.DOTALL).group(1)
+    name = re.search(r"class (\w+)\(\w*Attention\)", example).group(1)
+
+    def bare(source: str) -> str | None:
+        """The class `name` without docstrings; None where `source` has no such class."""
+        tree = next((n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == name), None)
+        for node in ast.walk(tree) if tree else ():
             if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node):
                 node.body = node.body[1:]
-        return ast.unparse(tree)
+        return ast.unparse(tree) if tree else None
 
-    assert bare(example) == bare(code)
+    code = [bare(path.read_text()) for path in (ROOT / "model" / "attention").glob("*.py")]
+    assert bare(example) in code
 
 
 @pytest.mark.parametrize("group", ("model", "size", "data", "optim"))
 def test_every_option_of_a_group_is_named(group: str) -> None:
-    row = re.search(rf"`{group}=` (.*)", README).group(1)
+    row = re.search(rf"`{group}=` (.*)", DOCUMENTS["docs/training.md"]).group(1)
     for path in (ROOT / "configs" / group).glob("*.yaml"):
-        assert re.search(rf"\b{path.stem}\b", row), f"README's list of {group}= lacks {path.stem}"
+        assert re.search(rf"\b{path.stem}\b", row), f"docs/training.md's list of {group}= lacks {path.stem}"
 
 
-def test_every_linked_file_exists() -> None:
-    for document in ("README.md", "docs/METHODS.md", "docs/RESULTS.md", "docs/LOG.md"):
-        folder = (ROOT / document).parent
-        for link in re.findall(r"(?:\]\(|src=\")([^)#\"]+?)[)\"]", (ROOT / document).read_text()):
-            assert link.startswith("http") or (folder / link).exists(), f"{document} links to {link}"
+def test_every_experiment_is_named() -> None:
+    for path in (ROOT / "configs" / "ablations" / "experiment").glob("*.yaml"):
+        assert f"| `{path.stem}` |" in DOCUMENTS["docs/ablations.md"], f"docs/ablations.md lacks {path.stem}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_link_leads_somewhere(document: str) -> None:
+    folder = (ROOT / document).parent
+    for link in re.findall(
+        r"(?:\]\(|src=\")([^)\"]+?)[)\"]", re.sub(r"```.*?```", "", DOCUMENTS[document], flags=re.DOTALL)
+    ):
+        file, _, anchor = link.partition("#")
+        if not link.startswith("http"):
+            target = (folder / file).resolve() if file else ROOT / document
+            assert target.exists(), f"{document} links to {link}"
+            if anchor:
+                headings = re.findall(r"^#+ (.*)$", target.read_text(), flags=re.MULTILINE)
+                found = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+                assert anchor in found, f"{document} links to {link}, a heading that {target.name} lacks"
+
+
+@pytest.mark.parametrize("page", ("training", "data", "evaluation", "ablations", "interop"))
+def test_every_how_to_page_has_commands_that_ci_runs(page: str) -> None:
+    assert re.search(CI_BLOCK, DOCUMENTS[f"docs/{page}.md"], flags=re.DOTALL)
+    assert "docs/*.md" in (ROOT / ".ci" / "readme").read_text()
+
+
+def written_commands() -> Iterator[tuple[str, str]]:
+    """Document and command, of every command of ours in a bash block or between backticks."""
+    for document, text in DOCUMENTS.items():
+        blocks = re.findall(r"```bash\n(.*?)```", text, flags=re.DOTALL)
+        lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+        lines += re.findall(r"`((?:python|torchrun) [^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+        yield from ((document, line) for line in lines if re.search(r"(train\.py|-m (eval|data)\.|scripts/)", line))
+
+
+@pytest.mark.parametrize(("document", "line"), list(written_commands()))
+def test_every_written_command_is_one_that_the_code_takes(document: str, line: str) -> None:
+    """The overrides compose; nothing is run. Commands that end in ... are beginnings; optuna is not installed here."""
+    if "..." in line or "sweep=optuna" in line:
+        pytest.skip("no whole command, or one that needs another package")
+    words = shlex.split(line, comments=True)  # of a pipe the last command
+    words = words[len(words) - words[::-1].index("|") :] if "|" in words else words
+    start = next(
+        i for i, word in enumerate(words) if word == "train.py" or re.match(r"scripts/\w+\.py|(eval|data)\.\w+$", word)
+    )
+    module = words[start].removesuffix(".py").replace("/", ".")
+    name = module.rpartition(".")[2]  # of the command; a package's stands in its __main__.py
+    where, schema = next((where, schema) for where, command, schema in COMMANDS if command == name)
+    overrides = [word for word in words[start + 1 :] if not word.startswith("-") and word != "job"]
+    if "-m" in words[start + 1 :]:
+        overrides = [re.sub(r"^([\w.]+=[^\[,]+),.*", r"\1", word) for word in overrides]  # the first of a sweep
+    loaded = importlib.import_module(where)
+    if name == "sample":
+        overrides = [loaded.as_typed(word) for word in overrides]
+    help_text(name, getattr(loaded, schema), "", CONFIG_DIR, overrides)
 
 
 def test_every_test_named_in_the_feature_matrix_exists() -> None:
-    named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", (ROOT / "docs" / "METHODS.md").read_text())
+    named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", DOCUMENTS["docs/METHODS.md"])
     assert len(named) > 20
     for file, test in named:
         (path,) = (ROOT / "tests").rglob(file)

@@ -26,7 +26,7 @@ WEIGHTS, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state
 class CheckpointConfig:
     """When to write checkpoints, in steps; one is always written at the end."""
 
-    every: int = 500  # 0: only at the end
+    every: int = 500  # steps between checkpoints; 0: only at the end
     keep: int = 2  # the newest so many stay; 0: all
     at: list[int] = field(
         default_factory=list

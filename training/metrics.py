@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import sys
 import time
 from collections.abc import Iterator
@@ -13,6 +12,11 @@ from typing import Any
 import torch
 
 from training.tracking import mirror, start_wandb
+
+try:
+    import resource
+except ImportError:  # Windows has no such module
+    resource = None
 
 # Dense bfloat16 peak, FLOP/s, from the makers' data sheets. The first name that the device's name contains counts.
 PEAK_FLOPS = {
@@ -37,12 +41,14 @@ def peak_flops(device: torch.device) -> float | None:
     return next((peak for key, peak in PEAK_FLOPS.items() if key in name), None)
 
 
-def memory_gb(device: torch.device) -> float:
-    """Peak memory so far in GB: allocated on the GPU, or resident in this process."""
+def memory_gb(device: torch.device) -> float | None:
+    """Peak memory so far in GB, to the MB: allocated on the GPU, or resident in this process (None on Windows)."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 1e9
+        return round(torch.cuda.max_memory_allocated(device) / 1e9, 3)
+    if resource is None:
+        return None
     unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9, 3)
 
 
 class Metrics:
@@ -118,9 +124,10 @@ class Stopwatch:
 def log_line(step: int, steps: int, m: dict[str, Any], eta_s: float) -> str:
     """The one line per logged step."""
     mfu = f"{m['mfu']:.1%}" if m.get("mfu") is not None else "n/a"
+    memory = f"{m['mem_gb']:.2f} GB" if m.get("mem_gb") is not None else "n/a"
     return (
         f"step {step:>{len(str(steps))}}/{steps} | loss {m['loss']:.4f} | lr {m['lr']:.2e} | norm {m['grad_norm']:.2f} | "
-        f"{m['tokens_per_s']:,.0f} tok/s | mfu {mfu} | mem {m['mem_gb']:.2f} GB | eta {clock(eta_s)}"
+        f"{m['tokens_per_s']:,.0f} tok/s | mfu {mfu} | mem {memory} | eta {clock(eta_s)}"
     )
 
 

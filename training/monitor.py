@@ -25,11 +25,11 @@ ROWS = 16  # query rows of a window whose maps are looked at
 
 @dataclass
 class MonitorConfig:
-    """Look every so many steps (0: never) at `layers` layers of each variant in the stack, on `windows` of validation text."""
+    """Readings of lambda, gates, path weights and attention maps during training, written to metrics.jsonl."""
 
-    every: int = 100
-    layers: int = 4
-    windows: int = 2
+    every: int = 100  # steps between readings; 0: none
+    layers: int = 4  # layers read, of each variant in the stack
+    windows: int = 2  # windows of validation text that the layers are read on
 
 
 class Monitor:

@@ -11,25 +11,25 @@ from model.attention.base import Attention
 
 @dataclass
 class OptimConfig:
-    """`name`: adamw for everything, or muon for the matrices of the blocks and adamw for the rest.
+    """Optimizer, learning rates and their schedule.
 
-    lr is AdamW's peak, muon_lr Muon's. Schedules (`schedule`): cosine and linear fall to min_lr * peak over the whole run,
-    wsd (warmup-stable-decay) falls linearly to it over the last `decay` share. warmup: steps.
+    name: adamw for everything, or muon for the matrices of the blocks and adamw for the rest. schedule: cosine and linear
+    fall to min_lr * peak over the whole run, wsd (warmup-stable-decay) falls linearly to it over the last `decay` share.
     """
 
     name: str = "adamw"  # adamw | muon
-    lr: float = 1e-3
-    muon_lr: float = 0.02
-    beta1: float = 0.9
-    beta2: float = 0.95
-    momentum: float = 0.95  # Muon's
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    clip: float = 1.0  # of the global gradient norm; 0 turns it off
+    lr: float = 1e-3  # peak learning rate of AdamW
+    muon_lr: float = 0.02  # peak learning rate of Muon
+    beta1: float = 0.9  # of AdamW
+    beta2: float = 0.95  # of AdamW
+    momentum: float = 0.95  # of Muon
+    eps: float = 1e-8  # of AdamW
+    weight_decay: float = 0.1  # decoupled, times the learning rate
+    clip: float = 1.0  # largest global gradient norm; 0: no limit
     schedule: str = "cosine"  # cosine | linear | wsd
-    warmup: int = 100
-    decay: float = 0.2
-    min_lr: float = 0.1
+    warmup: int = 100  # steps over which learning rates rise to their peaks
+    decay: float = 0.2  # wsd: last share of the steps, in which rates fall
+    min_lr: float = 0.1  # rate at the end, as a share of the peak
 
 
 def build_optimizers(model: nn.Module, cfg: OptimConfig) -> list[torch.optim.Optimizer]:

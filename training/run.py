@@ -34,24 +34,24 @@ class TrainConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
-    steps: int = 1000
+    steps: int = 1000  # optimizer steps in all
     batch_tokens: int = 16384  # per optimizer step, over all processes
     micro_batch: int | None = None  # sequences per process and forward pass; None: all of them, no accumulation
-    seed: int = 1
-    eval_every: int = 250
-    eval_tokens: int = 262144
-    log_every: int = 10
-    needle_every: int = 0  # ask `needle_samples` needle questions every so many steps (0: never)
-    needle_samples: int = 64
+    seed: int = 1  # of the initial weights, the order of the data and dropout
+    eval_every: int = 250  # steps between validations; 0: none
+    eval_tokens: int = 262144  # validation tokens per validation
+    log_every: int = 10  # steps between lines of metrics.jsonl
+    needle_every: int = 0  # ask `needle_samples` needle questions every so many steps; 0: never
+    needle_samples: int = 64  # questions of each check
     runs: str = "runs"  # where run directories are made
     run_dir: str | None = None  # None: a name made of the overrides, in `runs`
-    resume: bool = False
+    resume: bool = False  # continue the run in its directory from its newest checkpoint
     init_from: str | None = None  # a run whose weights to start from
     branch_from: str | None = None  # a longer run of schedule wsd whose steps before the decay this run shares
     device: str = "auto"  # auto | cpu | cuda
     dtype: str = "auto"  # auto | float32 | bfloat16 (autocast)
     compile: bool | None = None  # None: on CUDA
-    wandb: str = "off"  # off | online | offline
+    wandb: str = "off"  # off | online | offline: mirror metrics.jsonl to Weights & Biases
 
 
 # What decides the losses: a resumed run must have been started with the same values.

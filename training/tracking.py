@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 MODES = ("off", "online", "offline")
-PROJECT = "diff-attention"
+PROJECT = "attention-noise"
 
 
 def start_wandb(mode: str, run_dir: Path, config: dict[str, Any]) -> Any | None:

@@ -29,8 +29,8 @@ LINES = ("-", "--", ":", "-.")  # the points of a grid
 class SpikeConfig:
     """A spike: a logged training loss more than `over` nats above the median of the `window` logged before it."""
 
-    window: int = 50
-    over: float = 0.5
+    window: int = 50  # logged steps before
+    over: float = 0.5  # nats
 
 
 @dataclass

@@ -44,12 +44,12 @@ class ViewerConfig:
     """runs: run folders. length: tokens per example. text: a file to take them from, instead of validation data."""
 
     runs: list[str] = MISSING
-    out: str = "viewer.html"
+    out: str = "viewer.html"  # the page
     length: int = 96
     depths: list[float] = field(default_factory=lambda: [0.1, 0.5, 0.9])  # of the needle, one example each
     prompt: str | None = None  # your own words, as a further example
     text: str | None = None
-    seed: int = 0
+    seed: int = 0  # of the needle examples
     device: str = "auto"  # auto | cpu | cuda
 
 

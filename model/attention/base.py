@@ -26,12 +26,12 @@ Carry = dict[str, Tensor]
 class AttentionConfig:
     """What every attention takes, whatever its variant."""
 
-    d_model: int = 256
-    n_head: int = 8
-    n_kv_head: int | None = None  # None: n_head
-    head_dim: int | None = None  # None: d_model / n_head
-    bias: bool = False
-    norm_eps: float = 1e-5
+    d_model: int = 256  # width of the residual stream
+    n_head: int = 8  # heads of the baseline; a variant derives its own number
+    n_kv_head: int | None = None  # key and value heads of the baseline; None: n_head
+    head_dim: int | None = None  # width of a head; None: d_model / n_head
+    bias: bool = False  # biases in linear layers and LayerNorms
+    norm_eps: float = 1e-5  # added inside the root of every norm
     attention_dropout: float = 0.0  # of the attention maps
     backend: str = "auto"  # auto | math | sdpa | blocked | flex | fused, see model/attention/backends.py
 

@@ -30,7 +30,7 @@ class IntrospectiveConfig:
     """
 
     mode: str = "feature"  # feature | sequence
-    paths: int = 3
+    paths: int = 3  # number of paths
     heads: int | None = None
     memory: str = "ka"  # ka | kv | kva
     own_path: bool = True
@@ -165,7 +165,7 @@ class Introspective(Attention):
         return outputs
 
     def remembered(self, k: Tensor, v: Tensor, a: Tensor) -> list[Tensor]:
-        """What later paths see of a path, each (B, hkv, T, m): its keys, its values (before RoPE), its output a (B, T, D)."""
+        """What later paths see of a path, each (B, hkv, T, m): keys, values (before RoPE), output a (B, T, D)."""
         parts = {"k": k, "v": v, "a": a.unflatten(-1, (self.kv_heads, -1)).transpose(1, 2)}
         return [parts[part].to(k.dtype) for part in self.memory]
 

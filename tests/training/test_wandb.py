@@ -62,7 +62,7 @@ def parts(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
 def test_an_offline_run_holds_configuration_history_and_summary(parts: tuple) -> None:
     run_dir, (first, _) = parts
     (run,) = (record.run for record in first if record.HasField("run"))
-    assert (run.project, run.run_group, run.job_type) == ("diff-attention", "trial", "diff")
+    assert (run.project, run.run_group, run.job_type) == ("attention-noise", "trial", "diff")
     assert run.display_name == "diff-s1" and list(run.tags) == ["seed 1"]
     config = items(run.config.update)
     assert config["model"]["layers"] == "d" and config["seed"] == 1 and config["steps"] == 3
