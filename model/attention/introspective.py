@@ -165,7 +165,7 @@ class Introspective(Attention):
         return outputs
 
     def remembered(self, k: Tensor, v: Tensor, a: Tensor) -> list[Tensor]:
-        """What later paths see of a path, each (B, hkv, T, m): of its keys and values before RoPE, and its output a (B, T, D)."""
+        """What later paths see of a path's keys and values before RoPE and of its output a (B, T, D): (B, hkv, T, m) each."""
         parts = {"k": k, "v": v, "a": a.unflatten(-1, (self.kv_heads, -1)).transpose(1, 2)}
         return [parts[part].to(k.dtype) for part in self.memory]
 
