@@ -22,7 +22,7 @@ from data.loader import Loader, Mixture, Prefetcher, Source, Windows, mix
 from data.retrieval import RetrievalSource
 from data.shards import open_split
 from data.tokenizer import Tokenizer, load_tokenizer
-from model.config import DecoderConfig
+from model.config import DecoderConfig, decoder_config
 from model.decoder import Decoder, matched
 from training import checkpoint
 from training.checkpoint import CheckpointConfig
@@ -306,6 +306,7 @@ def refuse_other_tokenizer(run: Path, tokenizer: Tokenizer, shards: str) -> None
 def refuse_other_config(run_dir: Path, ours: dict[str, Any]) -> None:
     """A resumed run must be the same run: what decides its losses may not change."""
     theirs = yaml.safe_load((run_dir / "config.yaml").read_text())
+    theirs["model"] = asdict(decoder_config(theirs["model"]))  # options that are newer than the run have their defaults
     flat_theirs, flat_ours = flatten({k: theirs.get(k) for k in DECIDES}), flatten({k: ours[k] for k in DECIDES})
     differ = [key for key in flat_ours if flat_theirs.get(key) != flat_ours[key]]
     if differ:
