@@ -84,7 +84,8 @@ def _checked(kind: Any, value: Any, where: str) -> Any:
     if isinstance(value, int) and not isinstance(value, kind) and isinstance(0.0, kind):
         return float(value)
     if not isinstance(value, kind):
-        raise ValueError(f"{where}={value} is not of the type {kind}: use a checkpoint of this version")
+        name = getattr(kind, "__name__", kind)
+        raise ValueError(f"{where}={value} is not of the type {name}: use a checkpoint of this version")
     return value
 
 

@@ -55,6 +55,7 @@ class Decoder(nn.Module):
             self.head.weight = self.embedding.weight
         for name, table in zip(("cos", "sin"), rope_table(cfg.context, cfg.head_dim, cfg.rope_theta), strict=True):
             self.register_buffer(name, table, persistent=False)
+        self.register_load_state_dict_post_hook(_complete)
         if not self.embedding.weight.is_meta:
             self.init_weights(seed)
 
@@ -184,6 +185,15 @@ class Decoder(nn.Module):
         attention = 3 * sum(block.attention.flops(context) for block in self.blocks)
         matrices = sum(p.numel() for p in self.blocks.parameters() if p.dim() >= 2) + self.head.weight.numel()
         return {"total": 6 * matrices + attention, "attention": attention}
+
+
+def _complete(model: Decoder, _: object) -> None:
+    """After loading: the head is the embedding again, where it was assigned, and the rotations are made, which no file has."""
+    if model.cfg.tie:
+        model.head.weight = model.embedding.weight
+    cfg, device = model.cfg, model.embedding.weight.device
+    tables = rope_table(cfg.context, cfg.head_dim, cfg.rope_theta)  # on the CPU, as when the model was made
+    model.cos, model.sin = (table.to(device, model.cos.dtype) for table in tables)
 
 
 def layer_letter(cfg: DecoderConfig, layer: int) -> str:

@@ -348,7 +348,7 @@ MUTANTS = (
            lambda right: lambda self, q, k, v, carry: (q, k, v), f"{FORMULA}[value_residual-1-math]"),
     Mutant("values are mixed with those of the layer before", ValueResidualAttention, "before",
            lambda right: lambda self, q, k, v, carry: (q, k, (v + carry.setdefault("v", v)) / (carry.update(v=v) or 2)),
-           f"{VARIANTS}::test_values_are_mixed_with_those_of_the_first_layer"),
+           "tests/model/test_attention.py::test_values_are_mixed_with_those_of_the_first_layer"),
     Mutant("a temperature multiplies the scores", TemperatureAttention, "before",
            lambda right: lambda self, q, k, v, carry: (q * self.log_temperature.exp()[:, None, None], k, v),
            f"{FORMULA}[temperature-1-math]"),

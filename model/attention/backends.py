@@ -90,7 +90,7 @@ def attend_diff(
     k, v = _repeat(k, h).expand(-1, -1, 2, -1, -1), _repeat(v, h)  # (B, h, 2, S, d), (B, h, S, dv)
     if backend == "math":
         return reference.attend_diff(q, k, v, lam, _see(mask, q, k), dropout)
-    if (backend == "blocked" or (backend == "auto" and S <= SHORT_DIFF)) and on_cpu and T == S:
+    if (backend == "blocked" or (backend == "auto" and S <= SHORT_DIFF)) and on_cpu and T == S > 0:
         return blocked.attend_diff(q, k, v, lam)
     # One call over 2h heads, q and k zero-padded to the width of v: two calls with dv > d leave SDPA's fast CPU kernel.
     both = _sdpa(
@@ -122,7 +122,7 @@ def attend_union(
     if backend == "math":
         return reference.attend_union(q, keys, values, _see(mask, q, keys[0]), dropout)
     half = q.dtype in (torch.bfloat16, torch.float16)
-    if mask.plain and T == S and not dropout and (q.device.type == "cpu" or half):
+    if mask.plain and T == S > 0 and not dropout and (q.device.type == "cpu" or half):
         width = values[0].shape[-1]
         widest = -(-max(q.shape[-1], width) // 8) * 8  # CUDA's flash kernel wants multiples of 8
         padded = [_widen(x, widest) for x in (q, *keys, *values)]

@@ -92,19 +92,21 @@ class DiffAttention(Attention):
             nn.init.normal_(p, std=0.1, generator=generator) if name in VECTORS else nn.init.zeros_(p)
 
     def set_step(self, step: int) -> None:
-        if self.lambda_warmup:
-            self.lambda_mix.fill_(min(1.0, (step + 1) / self.lambda_warmup))
+        # Without a warm-up too: the weights may come from a checkpoint in the middle of one.
+        self.lambda_mix.fill_(min(1.0, (step + 1) / self.lambda_warmup) if self.lambda_warmup else 1.0)
 
     def lam(self) -> Tensor:
         """lambda, a float32 scalar (arXiv 2410.05258, equation 2)."""
+        dtype = torch.promote_types(self.lambda_mix.dtype, torch.float32)
+        mix = self.lambda_mix.to(dtype)
         if self.lambda_form == "fixed":
-            return self.lambda_mix * self.lambda_init
+            return mix * self.lambda_init
         if self.lambda_form == "dual_scalar":
-            first, second = self.lambda_a.exp(), self.lambda_b.exp()
+            first, second = self.lambda_a.to(dtype).exp(), self.lambda_b.to(dtype).exp()
         else:
-            first = (self.lambda_q1 * self.lambda_k1).sum().exp()
-            second = (self.lambda_q2 * self.lambda_k2).sum().exp()
-        return self.lambda_mix * (first - second + self.lambda_init)
+            q1, k1, q2, k2 = (getattr(self, name).to(dtype) for name in VECTORS)
+            first, second = (q1 * k1).sum().exp(), (q2 * k2).sum().exp()
+        return mix * (first - second + self.lambda_init)
 
     def before(self, q: Tensor, k: Tensor, v: Tensor, carry: Carry) -> tuple[Tensor, Tensor, Tensor]:
         return self.q_norm(q), self.k_norm(k), v

@@ -1,6 +1,7 @@
 """The N x N formulas, plain and slow: what the `math` backend runs and every other backend must agree with.
 
-Shapes as in backends.py, key/value heads already repeated to the number of query heads. Softmax in float32 or better.
+Shapes as in backends.py, key/value heads already repeated to the number of query heads. Computed in float32 or better,
+whatever the precision of the inputs.
 """
 
 import torch
@@ -15,8 +16,8 @@ def weights(q: Tensor, k: Tensor, see: Tensor) -> Tensor:
 
     A row that sees nothing is zero, forward and backward.
     """
-    scores = (q @ k.mT) * q.shape[-1] ** -0.5
-    scores = scores if scores.dtype == torch.float64 else scores.float()
+    with torch.autocast(q.device.type, enabled=False):
+        scores = (_exact(q) @ _exact(k).mT) * q.shape[-1] ** -0.5
     if probe.logits_visitor is not None:
         scores = probe.logits_visitor(scores, see)
     blind = ~see.any(-1, keepdim=True)
@@ -26,15 +27,25 @@ def weights(q: Tensor, k: Tensor, see: Tensor) -> Tensor:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, see: Tensor, dropout: float = 0.0) -> Tensor:
     """Softmax attention: q (B, H, T, d), k (B, H, S, d), v (B, H, S, dv), see (1 or B, 1, T, S) -> (B, H, T, dv)."""
-    return F.dropout(weights(q, k, see), dropout).to(v.dtype) @ v
+    return _times_values(F.dropout(weights(q, k, see), dropout), v)
 
 
 def attend_diff(q: Tensor, k: Tensor, v: Tensor, lam: Tensor, see: Tensor, dropout: float = 0.0) -> Tensor:
     """Difference of two maps: q, k (B, h, 2, T or S, d), v (B, h, S, dv), lam (..., T or 1, 1) or () -> (B, h, T, dv)."""
     first, second = F.dropout(weights(q, k, see[:, None]), dropout).unbind(2)  # (B, h, T, S) each
-    return (first - lam * second).to(v.dtype) @ v
+    return _times_values(first - lam * second, v)
 
 
 def attend_union(q: Tensor, keys: list[Tensor], values: list[Tensor], see: Tensor, dropout: float = 0.0) -> Tensor:
     """One softmax over several key sets that are seen alike: q (B, H, T, d), keys[j] (B, H, S, d) -> (B, H, T, dv)."""
     return attend(q, torch.cat(keys, dim=-2), torch.cat(values, dim=-2), see.repeat(1, 1, 1, len(keys)), dropout)
+
+
+def _times_values(maps: Tensor, v: Tensor) -> Tensor:
+    with torch.autocast(v.device.type, enabled=False):
+        return (maps @ _exact(v)).to(v.dtype)
+
+
+def _exact(x: Tensor) -> Tensor:
+    """In float32 or better: only inputs and outputs are rounded to half precision."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))

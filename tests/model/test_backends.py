@@ -231,7 +231,7 @@ def test_a_visitor_sees_the_logits_that_were_used_and_changes_them(name: str) ->
 
     with visit_logits(model, see_all):
         torch.testing.assert_close(model(tokens), plain)
-    assert sorted({layer for layer, _ in seen}) == [0, 1]
+    assert sorted({layer for layer, _ in seen}) == list(range(model.cfg.n_layer))
     if name in MAPS:
         assert sum(shape[1:-2].numel() for layer, shape in seen if layer == 1) == MAPS[name]
     with visit_logits(model, lambda layer, logits, see: 2 * logits if layer == 1 else None):

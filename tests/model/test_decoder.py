@@ -1,10 +1,15 @@
-"""The decoder's own options: logits at asked positions only."""
+"""The decoder: logits at asked positions only, loading weights, inputs at the edge, half precision."""
 
 import pytest
 import torch
 
+from model.attention import backends
+from model.attention.diff import DiffConfig
+from model.attention.mask import CAUSAL
 from model.cache import KVCache
-from tests.variants import VARIANTS, randomized
+from model.decoder import Decoder
+from tests.conftest import run_command
+from tests.variants import VARIANTS, config, randomized
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -46,3 +51,75 @@ def test_targets_at_rows_are_scored_alone() -> None:
         expected = -torch.stack([log_probabilities[b, rows, targets[b]] for b in (0, 1)]).mean()
         # The loss is computed in float32.
         assert model(tokens, targets, rows=rows).item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ("baseline", "diff", "introspective", "introspective_sequence"))
+def test_no_tokens_have_no_logits(name: str) -> None:
+    """In a process of its own: torch's flash kernel divides by the number of tokens, and the process dies."""
+    code = (
+        "import torch; from model.decoder import Decoder; from tests.variants import config; "
+        f"print(tuple(Decoder(config({name!r}))(torch.zeros(2, 0, dtype=torch.long)).shape))"
+    )
+    done = run_command("-c", code)
+    assert done.stdout.strip() == "(2, 0, 50)", done.returncode
+
+
+def test_tensors_that_are_assigned_stay_tied() -> None:
+    model, other = Decoder(config("baseline"), seed=1), Decoder(config("baseline"), seed=2)
+    state = {name: value.clone() for name, value in other.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    assert model.head.weight is model.embedding.weight
+
+
+@pytest.mark.parametrize("name", ("baseline", "diff", "introspective"))
+def test_a_model_made_without_memory_is_whole_after_loading(name: str) -> None:
+    with torch.device("meta"):
+        model = Decoder(config(name))
+    model.to_empty(device="cpu")
+    for buffer in (model.cos, model.sin):
+        buffer.fill_(float("nan"))
+    other, tokens = Decoder(config(name), seed=2), torch.randint(0, 50, (2, 16))
+    model.load_state_dict(other.state_dict())
+    assert torch.equal(model(tokens), other(tokens)) and model.head.weight is model.embedding.weight
+
+
+def test_a_run_without_warm_up_frees_a_lambda_that_was_warming_up() -> None:
+    warming, model = Decoder(config("diff", diff=DiffConfig(lambda_warmup=10))), Decoder(config("diff"))
+    warming.set_step(1)
+    model.load_state_dict(warming.state_dict())
+    lam = model.blocks[0].attention.lam
+    warm, full = lam().item(), Decoder(config("diff")).blocks[0].attention.lam().item()
+    assert warm == pytest.approx(0.2 * full)  # as it was trained, until it trains on
+    model.set_step(0)
+    assert lam().item() == pytest.approx(full)
+
+
+@pytest.mark.parametrize("form", ("vectors", "dual_scalar", "fixed"))
+def test_lambda_is_float32_in_a_half_precision_model(form: str) -> None:
+    attention = Decoder(config("diff", diff=DiffConfig(lambda_form=form))).bfloat16().blocks[1].attention
+    exact = {name: p.detach().double() for name, p in attention.named_parameters(recurse=False)}
+    lam = attention.lam()
+    want = attention.lambda_init
+    if form == "vectors":
+        dots = [(exact[f"lambda_q{c}"] * exact[f"lambda_k{c}"]).sum() for c in (1, 2)]
+        want = dots[0].exp() - dots[1].exp() + want
+    assert lam.dtype == torch.float32 and lam.item() == pytest.approx(float(want), rel=1e-6)
+
+
+@pytest.mark.parametrize("maps", (1, 2))
+def test_the_reference_computes_in_float32_in_half_precision(maps: int) -> None:
+    """Only its inputs and its output are rounded, so that other backends can be held against it."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = torch.randn(2, 2, 3, 2, 40, 32, generator=generator).bfloat16().mul(3)
+    v = torch.randn(2, 3, 40, 32, generator=generator).bfloat16()
+    if maps == 2:
+        call = lambda q, k, v: backends.attend_diff(q, k, v, torch.tensor(0.5), CAUSAL, "math")  # noqa: E731
+    else:
+        call = lambda q, k, v: backends.attend(q[:, :, 0], k[:, :, 0], v, CAUSAL, "math")  # noqa: E731
+    exact = call(q.double(), k.double(), v.double())
+    out = call(q, k, v)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(call(q, k, v), out)
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, call(q.float(), k.float(), v.float()).bfloat16())
+    torch.testing.assert_close(out.double(), exact, rtol=2**-8, atol=1e-6)

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from model.attention import VARIANTS
-from tests.conftest import ROOT, train_arguments
+from tests.conftest import ROOT, run_command, train_arguments
 
 SOURCE = '''"""Softmax attention whose heads are scaled."""
 
@@ -105,6 +105,14 @@ def test_it_trains_and_has_options_and_readings(house: Path, shards: Path, tmp_p
     assert '"monitor/mean/scale": 0.5' in (tmp_path / "run/metrics.jsonl").read_text()
     colour = python(house, "-c", "from eval.common import colour; print(colour('scaled'))")
     assert colour.stdout.strip() == "#332288"
+
+
+def test_a_run_from_before_it_can_be_continued(house: Path, shards: Path, tmp_path: Path) -> None:
+    """Its options are then in no file of the run: they have their defaults."""
+    arguments = train_arguments(shards, tmp_path / "run", "model=diff", "steps=2")
+    assert run_command(*arguments).returncode == 0
+    done = python(house, *arguments, "resume=true")
+    assert done.returncode == 0 and "already done, 2 steps" in done.stdout, done.stderr
 
 
 def test_without_its_formula_a_test_says_what_is_missing(house: Path) -> None:

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from model.attention import VARIANTS as CLASSES
-from model.attention.base import AttentionConfig, Carry
+from model.attention.base import Carry
 from model.attention.baseline import BaselineConfig
-from model.attention.diff import DiffAttention, DiffConfig
+from model.attention.diff import DiffConfig
 from model.attention.gated import GatedConfig
 from model.attention.integral import IntegralConfig
 from model.attention.mask import Mask
@@ -407,46 +407,3 @@ def test_a_prompt_beyond_learned_positions_is_refused_and_rope_goes_on() -> None
     short = model(torch.zeros(1, 8, dtype=torch.long))
     model(torch.zeros(1, 50, dtype=torch.long))  # makes a longer table
     torch.testing.assert_close(model(torch.zeros(1, 8, dtype=torch.long)), short)
-
-
-def test_values_are_mixed_with_those_of_the_first_layer() -> None:
-    """In the third layer too, and of a hybrid stack with the first layer of the variant; a single module keeps its own."""
-    model = randomized("value_residual_later", layers="brrr", context=8)
-    inputs, values = {}, {}
-    for i, block in enumerate(model.blocks):
-        block.attention.register_forward_pre_hook(lambda _, given, i=i: inputs.update({i: given[0]}))
-    cache = KVCache(8)
-    model(torch.randint(0, 50, (1, 8)), cache=cache)
-    for i in (1, 2, 3):
-        values[i] = model.blocks[i].attention.v(inputs[i]).unflatten(-1, (8, -1)).transpose(1, 2)
-        want = values[1] if i == 1 else (values[1] + values[i]) / 2
-        torch.testing.assert_close(cache.slots[i, 0][1], want)
-    alone = model.blocks[2].attention
-    assert torch.equal(alone(inputs[2]), alone(inputs[2], carry={}))
-
-
-@pytest.mark.parametrize("letter", CLASSES)
-def test_an_attention_works_without_a_decoder(letter: str) -> None:
-    """Built from the options that every attention takes, with initial weights that depend on the seed alone."""
-    x = torch.randn(2, 9, 64)
-    first, second, third = (CLASSES[letter](AttentionConfig(d_model=64, n_head=4), seed=seed) for seed in (0, 0, 1))
-    y = first(x)
-    assert y.shape == x.shape and 1e-3 < y.std() < 1
-    assert torch.equal(y, second(x)) and not torch.equal(y, third(x))
-    y.square().sum().backward()
-    assert all(p.isfinite().all() and p.grad.isfinite().all() for p in first.parameters())
-
-
-def test_an_attention_takes_its_own_options_without_a_decoder() -> None:
-    cfg = AttentionConfig(d_model=64, n_head=4)
-    assert DiffAttention(cfg, options=DiffConfig(heads="double")).heads == 4
-    with pytest.raises(ValueError, match="model.diff.heads=all is unknown"):
-        DiffAttention(cfg, options=DiffConfig(heads="all"))
-
-
-@pytest.mark.parametrize("name", ("value_residual", "value_residual_later", "temperature", "baseline_normed"))
-def test_a_stack_compiles_to_one_graph(name: str) -> None:
-    torch._dynamo.reset()
-    model, x = Decoder(config(name)), torch.randint(0, 50, (2, 16))
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(x, x.roll(-1, 1)), model(x, x.roll(-1, 1)))
