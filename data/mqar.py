@@ -48,16 +48,17 @@ class Mqar:
     """Rows of `length` + 1 tokens; row i of a split is a pure function of (split, seed, i).
 
     A row is the end-of-text token, then slots of two tokens. The first slots hold the pairs, in random ones of them, and
-    the distractors in the others. The questions stand in random ones of the slots behind (Zoology's power law with
-    exponent a = 1), so every distance between a pair and its question is trained, whatever the share; the slots that are
-    left hold end-of-text tokens. ValueError for a task that cannot be, or that does not fit.
+    the distractors in the others. The questions follow at once, in random order, so that all a question sees is pairs,
+    distractors and earlier questions: fillers in between, as Zoology has them, would be registers in which a model can
+    keep the pairs away from the distractors. A row that is longer ends in end-of-text tokens, which no question sees.
+    ValueError for a task that cannot be, or that does not fit.
     """
 
     def __init__(self, cfg: MqarConfig, length: int) -> None:
         self.cfg, self.length = cfg, length
         self.blank = cfg.keys + cfg.values + cfg.noise
         self.told_slots = told_slots(cfg)
-        needed = 2 * (self.told_slots + cfg.pairs)
+        needed = shortest_row(cfg)
         if length % 2 or length < needed:
             wrong = f"{cfg.pairs} pairs with a share of {cfg.distractors:g} distractors do not fit {length} tokens"
             raise ValueError(f"{wrong}: use an even model.context of {needed} or more")
@@ -81,7 +82,7 @@ class Mqar:
         values = cfg.keys + rng.choice(cfg.values, cfg.pairs, replace=False)
         pairs = np.stack((keys[: cfg.pairs], values), axis=1)  # (pairs, 2)
         told = rng.choice(self.told_slots, cfg.pairs, replace=False)
-        asked = self.told_slots + rng.choice(slots - self.told_slots, cfg.pairs, replace=False)
+        asked = self.told_slots + rng.permutation(cfg.pairs)
         others = np.setdiff1d(np.arange(self.told_slots), told)
         table = np.full((slots, 2), self.blank, dtype=np.int64)
         table[told], table[asked] = pairs, pairs
@@ -96,6 +97,11 @@ class Mqar:
             return rng.integers(cfg.keys + cfg.values, self.blank, (slots, 2)) if slots else np.empty((0, 2), np.int64)
         keys = free[rng.integers(len(free), size=slots)]
         return np.stack((keys, rng.integers(cfg.keys, cfg.keys + cfg.values, slots)), axis=1)
+
+
+def shortest_row(cfg: MqarConfig) -> int:
+    """Tokens of the shortest row, less the end-of-text token that begins it."""
+    return 2 * (told_slots(cfg) + cfg.pairs)
 
 
 def told_slots(cfg: MqarConfig) -> int:

@@ -4,7 +4,8 @@
 
 For a run that was trained with data=mqar (data/mqar.py). A context tells key-value pairs among distractors and asks each
 pair once; an answer is right where the most probable token of the whole vocabulary is the value. The standard error is over
-contexts. Contexts are of a split of their own, the same for every run with the same task.
+contexts. Contexts are of a split of their own, the same for every run with the same task; with more distractors they are
+longer, and those of a higher share than the trained one may be longer than any in training.
 
 `attention`: at the positions that are asked, the share of each head's absolute mass on the distractors, on the asked pair's
 key and value where they were told, on the first token and elsewhere; mean over questions, heads and layers. `map` is the
@@ -27,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from configs import command
-from data.mqar import Mqar, MqarConfig, Sample
+from data.mqar import Mqar, MqarConfig, Sample, shortest_row
 from eval.common import (
     GREY,
     EvalConfig,
@@ -214,7 +215,8 @@ def evaluate(run: LoadedRun, cfg: MqarEvalConfig) -> dict[str, Any]:
     changed: dict[str, list[dict[str, Any]]] = {name: [] for name in altered}
     with progress("mqar", len(cfg.shares)) as bar:
         for share in cfg.shares:
-            source = Mqar(replace(task, distractors=share), model.cfg.context)
+            shared = replace(task, distractors=share)
+            source = Mqar(shared, shortest_row(shared))
             samples = [source.draw("eval", i, cfg.seed) for i in range(cfg.samples)]
             where = {"percent": round(100 * share), "share": share}
             shares.append(where | accuracy(model, samples, cfg.batch))

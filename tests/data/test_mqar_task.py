@@ -63,7 +63,7 @@ def test_text_rows_are_as_they_were() -> None:
 
 
 def test_rows_are_a_pure_function_and_splits_share_none() -> None:
-    task = Mqar(MqarConfig(keys=8, values=8, noise=4, pairs=2, distractors=0.5), 32)
+    task = Mqar(MqarConfig(distractors=0.5), 32)
 
     def rows(draw: Callable[[int], np.ndarray]) -> set[bytes]:
         return {draw(i).tobytes() for i in range(2000)}
@@ -78,12 +78,17 @@ def test_rows_are_a_pure_function_and_splits_share_none() -> None:
     assert np.array_equal(whole(3)[4:], part(3))  # the same rows on any number of processes
 
 
-def test_questions_stand_at_every_distance() -> None:
-    """Whatever the share, distances up to the row's length are trained: testing at another share is no extrapolation."""
-    task = Mqar(MqarConfig(distractors=0.8), LENGTH)
-    samples = [task.draw("train", i, 1) for i in range(1000)]
-    distances = np.concatenate([sample.asked - sample.told for sample in samples])
-    assert distances.min() <= 8 and distances.max() >= LENGTH - 8
+@pytest.mark.parametrize("share", SHARES)
+def test_a_question_sees_no_filler(share: float) -> None:
+    """And every distance between a pair and its question occurs, up to that of the first slot and the last question."""
+    cfg = MqarConfig(distractors=share)
+    task, slots = Mqar(cfg, LENGTH), round(cfg.pairs / (1 - share))
+    samples = [task.draw("train", i, 1) for i in range(2000)]
+    for sample in samples[:50]:
+        assert (sample.tokens[1 : sample.asked.max() + 2] != task.blank).all()
+        assert (sample.tokens[sample.asked.max() + 2 :] == task.blank).all()
+    distances = {int(d) for sample in samples for d in sample.asked - sample.told}
+    assert distances == set(range(2, 2 * (slots + cfg.pairs), 2))
 
 
 def test_nothing_behind_a_question_tells_its_answer() -> None:
