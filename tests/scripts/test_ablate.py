@@ -134,9 +134,8 @@ def test_tuning_makes_equal_arms_equal(shards: Path, text_file: Path, tmp_path: 
 
 
 def test_shorter_horizons_branch_off_the_longest_run(shards: Path, tmp_path: Path, call: Callable[..., str]) -> None:
-    arguments = toy(
-        shards, tmp_path, {"baseline": ["model=baseline"]}, "seeds=1", "branch=true", "+grid={short:[steps=8],long:[steps=16]}",
-    )  # fmt: skip
+    grid = '+grid={short:["steps=8"],long:["steps=16"]}'
+    arguments = toy(shards, tmp_path, {"baseline": ["model=baseline"]}, "seeds=1", "branch=true", grid)
     arguments = [a.replace('"optim.lr=1e-2"', '"optim.lr=1e-2","optim.schedule=wsd"') for a in arguments]
     call(*arguments)
     log = (tmp_path / "toy" / "logs" / "baseline-short-s1.log").read_text()
