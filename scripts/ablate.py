@@ -111,7 +111,7 @@ class AblateConfig:
 def main(cfg: AblateConfig) -> None:
     hydra = HydraConfig.get()
     choices = hydra.runtime.choices
-    name = cfg.name or choices["experiment"] + ("" if choices["tier"] == "cpu" else f"_{choices['tier']}")
+    name = cfg.name or choices["experiment"] + ("" if choices["tier"].startswith("cpu") else f"_{choices['tier']}")
     study = Study(cfg, name)
     if cfg.only:
         study.carry_out_alone(cfg.only, hydra.job.num if hydra.mode == RunMode.MULTIRUN else None)
@@ -203,8 +203,9 @@ class Study:
         return runs, losses
 
     def _trial(self, arm: Arm, point: Point, seed: int) -> Run:
-        rates = [f"{key}={value:g}" for key, value in zip(self.cfg.tune.keys, point, strict=True)]
-        short = "-".join(rate.rsplit(".", 1)[-1].replace("=", "") for rate in rates)
+        pairs = list(zip(self.cfg.tune.keys, point, strict=True))
+        rates = [f"{key}={value:g}" for key, value in pairs]
+        short = "-".join(f"{key.rsplit('.', 1)[-1]}{value:g}" for key, value in pairs)
         more = merged(self.cfg.tune.train, rates)
         return self._run(arm, seed, f"tune-{arm.arm}-{short}-s{seed}", more, [])
 

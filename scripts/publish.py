@@ -20,6 +20,7 @@ sys.path.insert(0, str(ROOT))
 
 from configs import command  # noqa: E402
 from configs.files import write_atomic  # noqa: E402
+from eval.records import read_records, write_records  # noqa: E402
 
 PAIRS = (("report.json", "report.md"), ("results.json", "table.md"))  # numbers and table, as the commands name them
 DOCUMENTS = ("README.md", "docs/RESULTS.md")
@@ -36,12 +37,19 @@ class PublishConfig:
 @command("publish", PublishConfig)
 def main(cfg: PublishConfig) -> None:
     source, name = Path(cfg.of), cfg.name or Path(cfg.of).resolve().name
+    target = ROOT / "docs" / "results" / name
+    records = sorted((source / "records").glob("*.jsonl"))
+    if records:
+        known = read_records([*records, target / "records.jsonl"])
+        write_records(target / "records.jsonl", known.values())
+        print(f"{target / 'records.jsonl'}: {len(known)} finished runs")
     pair = next((pair for pair in PAIRS if all((source / file).is_file() for file in pair)), None)
+    if pair is None and records:
+        return  # a study on its way
     if pair is None:
         raise ValueError(
             f"{source} has neither report.json nor results.json with its table: run eval.report or scripts/ablate.py"
         )
-    target = ROOT / "docs" / "results" / name
     target.mkdir(parents=True, exist_ok=True)
     for path in (*(source / file for file in pair), *(source / "figures").glob("*.png")):
         shutil.copy(path, target)

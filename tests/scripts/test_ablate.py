@@ -113,6 +113,7 @@ def test_tuning_makes_equal_arms_equal(shards: Path, text_file: Path, tmp_path: 
     baseline, slow, gated = content["arms"]
     assert slow["metrics"]["valid"]["difference"]["mean"] == 0.0 != gated["metrics"]["valid"]["difference"]["mean"]
     found = content["tuning"]
+    assert (tmp_path / "toy" / "tune-baseline-lr0.001-s101").is_dir()
     assert found["baseline"]["trials"] == found["slow"]["trials"] and found["slow"]["best"] == {"optim.lr": 0.01}
     assert found["baseline"]["edge"] == ["optim.lr"] and "lies at the end of what was tried" in printed
     assert content["title"] == "toy" and (tmp_path / "toy" / "figures" / "tuning.png").is_file()
