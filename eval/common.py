@@ -88,7 +88,14 @@ def text_name(run: LoadedRun, cfg: EvalConfig) -> str:
 
 
 def _tokenize(text: str, tokenizer: Tokenizer) -> np.ndarray:
-    """(n,) token ids of a file, folder or glob, as data.prepare reads it, or of one file of any name as plain text."""
+    """(n,) token ids of a text, each document after an end-of-text token, as data.prepare writes them."""
+    return np.array(
+        [token for document in read_documents(text) for token in (tokenizer.eot, *tokenizer.encode(document))]
+    )
+
+
+def read_documents(text: str) -> list[str]:
+    """The documents of a file, folder or glob, as data.prepare reads them, or of one file of any name as plain text."""
     path = Path(text)
     if not path.exists() and not glob.glob(text, recursive=True):
         raise FileNotFoundError(f"no text file, folder or glob {text}: correct text=")
@@ -104,8 +111,7 @@ def _tokenize(text: str, tokenizer: Tokenizer) -> np.ndarray:
         raise ValueError(wrong.replace("path=", "text=") + fix) from None
     if not any(document.strip() for document in documents):
         raise ValueError(f"{text} is empty: give text= a file with text in it")
-    # Each document after an end-of-text token, as data.prepare writes them: a first token is predicted, too.
-    return np.array([token for document in documents for token in (tokenizer.eot, *tokenizer.encode(document))])
+    return documents
 
 
 def haystack(run: LoadedRun, cfg: EvalConfig) -> np.ndarray:

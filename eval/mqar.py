@@ -60,7 +60,7 @@ class MqarEvalConfig(EvalConfig):
     shares: list[float] = field(default_factory=lambda: [0.0, 0.5, 0.8, 0.9, 0.95])
     kind: str | None = None
     samples: int = 256
-    seed: int = 0
+    seed: int = 0  # of the contexts
 
 
 @torch.inference_mode()

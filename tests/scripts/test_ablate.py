@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, TINY
+from tests.conftest import ROOT, TINY, WORDS
 from tests.scripts.conftest import quoted
 
 
@@ -104,10 +105,21 @@ def tuned(shards: Path, runs: Path, text: Path, arms: dict[str, list[str]], *mor
     ]  # fmt: skip
 
 
-def test_tuning_makes_equal_arms_equal(shards: Path, text_file: Path, tmp_path: Path, call: Callable[..., str]) -> None:
+@pytest.fixture(scope="session")
+def other_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A text in the words of the training text, but not in their order."""
+    draw = random.Random(1)
+    path = tmp_path_factory.mktemp("other") / "other.txt"
+    path.write_text("\n".join(" ".join(draw.choices(WORDS, k=60)) for _ in range(40)))
+    return path
+
+
+def test_tuning_makes_equal_arms_equal(
+    shards: Path, other_text: Path, tmp_path: Path, call: Callable[..., str]
+) -> None:
     """An arm that is crippled at its default rate, and equal at its best one, is not called worse; a twin is a twin."""
     arms = {"baseline": ["model=baseline"], "slow": ["model=baseline", "optim.lr=1e-7"], "gated": ["model=gated"]}
-    arguments = tuned(shards, tmp_path, text_file, arms, "seeds=1")
+    arguments = tuned(shards, tmp_path, other_text, arms, "seeds=1")
     printed = call(*arguments)
     content = json.loads((tmp_path / "toy" / "results.json").read_text())["results"]
     baseline, slow, gated = content["arms"]
@@ -156,10 +168,17 @@ def test_shorter_horizons_branch_off_the_longest_run(shards: Path, tmp_path: Pat
     ),
 )
 def test_studies_that_would_not_say_the_truth_are_refused(
-    more: tuple[str, ...], says: str, shards: Path, text_file: Path, tmp_path: Path, call: Callable[..., str]
+    more: tuple[str, ...], says: str, shards: Path, other_text: Path, tmp_path: Path, call: Callable[..., str]
 ) -> None:
-    assert says in call(*tuned(shards, tmp_path, text_file, {"baseline": ["model=baseline"]}, "seeds=1"), *more)
+    assert says in call(*tuned(shards, tmp_path, other_text, {"baseline": ["model=baseline"]}, "seeds=1"), *more)
     assert not list(tmp_path.rglob("checkpoints"))
+
+
+def test_a_text_that_was_trained_on_is_no_test(
+    shards: Path, text_file: Path, tmp_path: Path, call: Callable[..., str]
+) -> None:
+    refused = call(*tuned(shards, tmp_path, text_file, {"baseline": ["model=baseline"]}, "seeds=1"))
+    assert "texts.other" in refused and "give a text of which no part was trained on" in refused
 
 
 def test_a_failed_run_is_named_and_the_others_are_kept(shards: Path, tmp_path: Path, call: Callable[..., str]) -> None:

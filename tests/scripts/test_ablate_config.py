@@ -12,10 +12,11 @@ from omegaconf import OmegaConf
 
 from configs import CONFIG_DIR
 from configs.composing import merged
+from eval.experiment import AblateConfig
 from eval.study import Run
 from eval.tuning import TuneConfig
 from model.decoder import Decoder
-from scripts.ablate import AblateConfig, Study
+from scripts.ablate import Study
 from tests.scripts.conftest import quoted
 from training.jobs import environment
 

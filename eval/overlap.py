@@ -1,0 +1,97 @@
+"""How much of a test text stands in the training text: the share of its 13-word sequences that occur there.
+
+The measure is that of GPT-3's contamination study (Brown et al., arXiv 2005.14165, appendix C): words are runs of letters and
+digits in lower case, and 13 of them in a row are seldom equal by chance.
+"""
+
+import hashlib
+import json
+import re
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from configs.files import write_json
+from data.config import DataConfig
+from data.shards import Shard, open_split
+from data.stream import open_tokenizer
+from data.tokenizer import Tokenizer
+from eval.common import read_documents
+
+WORDS = 13
+MOST = 0.01  # share of a test text's sequences from which on it is no test
+CHUNK = 2**22  # training tokens decoded at a time
+_WORD = re.compile(rb"\w+")
+_PRIME = np.uint64(0x9E3779B97F4A7C15)
+
+
+def sequence_codes(text: bytes, before: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """(n,) uint64 codes of the word sequences of a text, and its last words' hashes, to go on with the next piece."""
+    found = [zlib.crc32(word) for word in _WORD.findall(text.lower())]
+    words = np.array(found, dtype=np.uint64)
+    if before is not None:
+        words = np.concatenate((before, words))
+    n = len(words) - WORDS + 1
+    codes = np.zeros(max(n, 0), dtype=np.uint64)
+    for i in range(WORDS):
+        codes = codes * _PRIME + words[i : i + len(codes)]
+    return codes, words[-(WORDS - 1) :]
+
+
+def overlap(train: Sequence[Shard], tokenizer: Tokenizer, documents: Sequence[str]) -> float:
+    """Share of the documents' 13-word sequences that occur in the training shards; 0 where there is no such sequence."""
+    wanted = np.unique(np.concatenate([sequence_codes(document.encode())[0] for document in documents]))
+    if not len(wanted):
+        return 0.0
+    pieces = np.array([_bytes(tokenizer, token) for token in range(tokenizer.vocab_size)], dtype=object)
+    seen = np.zeros(len(wanted), dtype=bool)
+    for shard in train:
+        tail = None
+        for start in range(0, len(shard), CHUNK):
+            text = b"".join(pieces[shard.read(start, min(start + CHUNK, len(shard)))])
+            codes, tail = sequence_codes(text, tail)
+            places = np.searchsorted(wanted, codes).clip(max=len(wanted) - 1)
+            seen[places[wanted[places] == codes]] = True
+    return float(seen.mean())
+
+
+def _bytes(tokenizer: Tokenizer, token: int) -> bytes:
+    if token == tokenizer.eot:
+        return b"\n"
+    try:
+        return tokenizer.token_bytes(token)
+    except KeyError:  # an id that no token has
+        return b""
+
+
+def overlaps(data: DataConfig, texts: Mapping[str, str], kept: Path) -> dict[str, float]:
+    """Name -> share of each of `texts` (name -> file, folder or glob); counted once and kept in the JSON file `kept`."""
+    train, tokenizer = open_split(Path(data.dir), "train"), open_tokenizer(data)
+    known = json.loads(kept.read_text()) if kept.is_file() else {}
+    found = {}
+    for name, text in texts.items():
+        documents = read_documents(text)
+        key = _key(train, documents)
+        if key not in known:
+            known[key] = overlap(train, tokenizer, documents)
+            write_json(kept, known)
+        found[name] = known[key]
+    return found
+
+
+def _key(train: Sequence[Shard], documents: Sequence[str]) -> str:
+    digest = hashlib.sha256("\0".join(documents).encode())
+    for shard in train:
+        digest.update(f"{shard.path.name} {len(shard)} {shard.crc32}".encode())
+    return digest.hexdigest()[:16]
+
+
+def refuse_overlap(name: str, share: float) -> None:
+    """Raise ValueError for a test text of which more than 1 % was trained on."""
+    if share > MOST:
+        raise ValueError(
+            f"texts.{name}: {share:.1%} of its {WORDS}-word sequences occur in the training text, so it is no test: "
+            "give a text of which no part was trained on"
+        )

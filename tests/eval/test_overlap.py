@@ -1,0 +1,49 @@
+"""The overlap of a test text with the training text, on texts whose share is known."""
+
+from pathlib import Path
+
+import pytest
+
+import eval.overlap
+from data.config import TokenizerConfig
+from data.shards import Shard, write_shard
+from data.tokenizer import build_tokenizer
+from eval.overlap import overlap, refuse_overlap, sequence_codes
+
+
+def words(start: int, count: int) -> str:
+    return " ".join(f"w{i}" for i in range(start, start + count))
+
+
+def test_sequences_are_of_words_whatever_stands_between_them() -> None:
+    first, second = (
+        sequence_codes(text.encode())[0] for text in (words(0, 30), words(0, 30).upper().replace(" ", ",\n"))
+    )
+    assert len(first) == 18 and (first == second).all() and len(set(first.tolist())) == 18
+    assert not len(sequence_codes(b"too short")[0])
+
+
+def test_a_text_in_pieces_has_the_sequences_of_the_whole() -> None:
+    whole = sequence_codes(words(0, 40).encode())[0]
+    first, tail = sequence_codes(words(0, 25).encode())
+    second, _ = sequence_codes(words(25, 15).encode(), tail)
+    assert sorted([*first.tolist(), *second.tolist()]) == sorted(whole.tolist())
+
+
+def test_what_was_trained_on_is_found_and_other_text_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = build_tokenizer(TokenizerConfig(name="bytes"))
+    path, text = tmp_path / "train_000000.bin", words(0, 400)
+    write_shard(path, tokenizer.encode_array(text), vocab_size=tokenizer.vocab_size, fingerprint=tokenizer.fingerprint)
+    monkeypatch.setattr(eval.overlap, "CHUNK", 5 * 2**6)  # the pieces end within words, too
+    train = [Shard(path)]
+    assert overlap(train, tokenizer, [words(100, 50)]) > 0.9  # but for those that a piece's end cuts
+    assert overlap(train, tokenizer, [words(1000, 500)]) == 0.0
+    monkeypatch.undo()
+    assert overlap(train, tokenizer, [words(100, 50)]) == 1.0
+    assert overlap(train, tokenizer, [words(0, 113), words(1000, 113)]) == 0.5
+
+
+def test_more_than_one_per_cent_is_no_test() -> None:
+    refuse_overlap("books", 0.005)
+    with pytest.raises(ValueError, match="texts.books: 50.0% of its 13-word sequences occur in the training text"):
+        refuse_overlap("books", 0.5)
