@@ -133,7 +133,7 @@ def test_lambda_zero_is_no_subtraction() -> None:
     plain = decoder("d", head_norm="none", lambda_form="fixed", lambda_init=0.0)
     plain.load_state_dict(model.state_dict(), strict=False)
     for block, other in zip(plain.blocks, model.blocks, strict=True):
-        block.attention.merge = other.attention.merge  # whose scale 1 - lambda_init stays
+        block.attention.after = other.attention.after  # whose scale 1 - lambda_init stays
     with torch.inference_mode(), lambda_times(model, 0.0):
         torch.testing.assert_close(model(tokens), plain(tokens))
 

@@ -5,7 +5,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from eval.ablation import SpikeConfig, read_run
 from torch import Tensor, nn
 
 from configs.files import read_json_lines
@@ -13,6 +12,7 @@ from data.config import TokenizerConfig
 from data.loader import Windows
 from data.retrieval import cities
 from data.tokenizer import Tokenizer, build_tokenizer
+from eval.report.runs import read_run
 from tests.conftest import run_command, train_arguments
 from training.needle import NeedleProbe
 
@@ -86,5 +86,5 @@ def test_training_does_not_notice(shards: Path, tmp_path: Path) -> None:
     assert [line["step"] for line in lines if "needle_acc" in line] == [0, 2, 4]
     losses, expected = ([(x["loss"], x["grad_norm"]) for x in part if "loss" in x] for part in (lines, plain))
     assert losses == expected and len(losses) == 4
-    record = read_run(tmp_path / "with", 1, {"t": "train.tokens_to_0.5", "v": "train.val_loss"}, SpikeConfig())
-    assert record.values["t"] is None and record.values["v"] > 0
+    run = read_run(tmp_path / "with")
+    assert run.value("train.tokens_to_0.5") is None and run.value("train.val_loss") > 0
