@@ -63,6 +63,7 @@ def main(cfg: AblateConfig) -> None:
     while trials := [trial for trial in study.trials() if trial.left()]:
         study.carry_out([[trial] for trial in trials], f"{name}, tuning", len(trials), task)
     runs = study.runs()
+    study.keep([*study.trials(), *runs])
     left = study.describe(runs)
     if left and cfg.run:
         study.carry_out(left, name, len(runs), task)
@@ -254,6 +255,12 @@ class Study:
         print(f"{run.folder}: {ending}", flush=True)
 
     # Results
+
+    def keep(self, runs: list[Run]) -> None:
+        """Write the records of finished runs that have none, because train.py was called by hand or by older code."""
+        for run in runs:
+            if not run.record and not run.left() and not (self.folder / "records" / f"{run.name}.jsonl").is_file():
+                run.finished()
 
     def write_results(self, runs: list[Run]) -> None:
         """Compare all runs, and write results.json, table.md, records and figures; print the table."""
