@@ -30,6 +30,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import train  # noqa: E402, F401  # registers its schema
 from configs import CONFIG_DIR, command  # noqa: E402
 from configs.composing import compose_job  # noqa: E402
 from configs.files import whole_folder, write_json  # noqa: E402
