@@ -37,12 +37,12 @@ from eval.report import mixed  # noqa: E402
 from eval.report.figures import slug  # noqa: E402
 from eval.report.grid import Comparison, draw_ablation, fit_rows  # noqa: E402
 from eval.report.runs import Arm, evaluations, refuse_other_settings  # noqa: E402
-from eval.report.tables import markdown  # noqa: E402
+from eval.report.tables import markdown, si  # noqa: E402
 from eval.study import Run, describe_model, read_epochs, train_config  # noqa: E402
 from eval.tuning import Point, Tuned  # noqa: E402
 from training.checkpoint import checkpoints  # noqa: E402
 from training.jobs import Team, environment, run_jobs, visible_gpus  # noqa: E402
-from training.run import TrainConfig, refuse_other_config  # noqa: E402
+from training.run import TrainConfig, flatten, refuse_other_config  # noqa: E402
 from training.schedule import decay_start  # noqa: E402
 
 OmegaConf.register_new_resolver("times", lambda factor, number: round(factor * number), replace=True)
@@ -60,7 +60,7 @@ def main(cfg: AblateConfig) -> None:
         study.carry_out_alone(cfg.only, hydra.job.num if hydra.mode == RunMode.MULTIRUN else None)
         return
     task = list(hydra.overrides.task)
-    while trials := [trial for trial in study.trials() if trial.left()]:
+    while cfg.run and (trials := [trial for trial in study.trials() if trial.left()]):
         study.carry_out([[trial] for trial in trials], f"{name}, tuning", len(trials), task)
     runs = study.runs()
     study.keep([*study.trials(), *runs])
@@ -73,6 +73,8 @@ def main(cfg: AblateConfig) -> None:
         raise ValueError(f"{len(failed)} of {len(study.runs())} runs are not finished, {failed[0].reason()}")
     if runs:
         study.write_results(runs)
+    else:
+        study.write_trials()
 
 
 class Study:
@@ -261,6 +263,26 @@ class Study:
         for run in runs:
             if not run.record and not run.left() and not (self.folder / "records" / f"{run.name}.jsonl").is_file():
                 run.finished()
+
+    def write_trials(self) -> None:
+        """While no run that is compared is finished: what the trials of the tuning have shown so far."""
+        keys = self.cfg.tune.keys
+        lines = [["arm", *keys, "validation loss", "tokens"]]
+        for trial in self.trials():
+            if not trial.left():
+                run, flat = trial.measured(), flatten(asdict(trial.config))
+                arm = next(arm.arm for arm in self.arms if arm.name == trial.arm)
+                rates = [f"{flat[key]:g}" for key in keys]
+                lines.append([arm, *rates, f"{_trial_loss(trial):.4f}", si(run.value("train.tokens") or 0)])
+        title = f"{self.name}, under way: {len(lines) - 1} trials of the tuning, no run that is compared"
+        note = f"Seeds {', '.join(map(str, self.cfg.tune.seeds))}; one run a line, on the validation text of the training data."
+        results = {"title": title, "arms": [], "trials": [dict(zip(lines[0], line, strict=True)) for line in lines[1:]]}
+        write_json(
+            self.folder / "results.json", result_record("ablation", self.name, self.cfg, results, seeds=self.seeds)
+        )
+        page = "\n\n".join([f"**{title}**", markdown(lines).rstrip(), note]) + "\n"
+        write_atomic(self.folder / "table.md", page.encode())
+        print(page)
 
     def write_results(self, runs: list[Run]) -> None:
         """Compare all runs, and write results.json, table.md, records and figures; print the table."""

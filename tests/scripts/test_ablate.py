@@ -141,6 +141,10 @@ def test_tuning_makes_equal_arms_equal(
     assert [arm["metrics"] for arm in again["arms"]] == [arm["metrics"] for arm in content["arms"]]
     assert again["tuning"] == found and not list((tmp_path / "toy").rglob("checkpoints"))
 
+    # Nothing of another study is there: run=false says so, and trains nothing.
+    nothing = call(*arguments, "name=nothing", "run=false")
+    assert "under way: 0 trials" in nothing and not list((tmp_path / "nothing").rglob("checkpoints"))
+
     # Another seed: only it is left, and run=false writes the table of the rest and says so.
     partial = call(*[a.replace("seeds=1", "seeds=2") for a in arguments], "run=false")
     assert "6 runs, 3 of them finished" in partial and "partial: 3 runs are missing" in partial
