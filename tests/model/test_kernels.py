@@ -154,7 +154,7 @@ def test_long(version: str, d: int, group: int, name: str, S: int) -> None:
 @pytest.mark.parametrize("name", (*MASKS, "two-sided window"))
 def test_block_boundaries(name: str) -> None:
     """Lengths just under, at and just over a block, with and without earlier keys."""
-    sizes = blocks(32, 64, torch.float32, backward=False), blocks(32, 64, torch.float32, backward=True)
+    sizes = [blocks(torch.device(DEVICE), 32, 64, torch.float32, backward) for backward in (False, True)]
     for edge in sorted({edge for tile in sizes for edge in (tile.BM, tile.BN)}):
         for T, S in ((edge - 1, edge - 1), (edge, edge), (edge + 1, edge + 1), (edge - 3, 2 * edge + 1)):
             case = draw(T, S, 1, 32, "V1", B=1)
@@ -192,11 +192,19 @@ def test_half_precision(version: str, d: int, name: str, dtype: torch.dtype) -> 
     compare(draw(150, 150, 2, d, version, B=1, dtype=dtype), *view(name, 1, 150, 150), tolerance)
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.float16))
-@pytest.mark.parametrize(("version", "d"), (("V1", 32), ("V1", 128), ("V2", 64), ("V2", 128)))
-def test_tiles_of_a_gpu(version: str, d: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+GPU_TILES = [
+    ((9, 0), "V1", 64, torch.float16), ((9, 0), "V1", 128, torch.float16), ((9, 0), "V2", 64, torch.float16),
+    ((8, 0), "V1", 32, torch.float16), ((8, 0), "V2", 128, torch.float16), ((8, 9), "V2", 128, torch.float16),
+    ((9, 0), "V1", 32, torch.float32), ((9, 0), "V2", 128, torch.float32),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("card", "version", "d", "dtype"), GPU_TILES)
+def test_tiles_of_a_gpu(
+    card: tuple[int, int], version: str, d: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The interpreter's tiles are its own: the same sums with those of the table."""
-    monkeypatch.setattr(diff, "blocks", diff.table)
+    monkeypatch.setattr(diff, "blocks", lambda device, *shape, **options: diff.table(*shape, **options, card=card))
     tolerance = FLOAT32 if dtype == torch.float32 else torch.finfo(dtype).eps
     compare(draw(67, 100, 1, d, version, B=1, dtype=dtype), *view("window", 1, 67, 100), tolerance)
 
@@ -289,7 +297,7 @@ def test_products_per_pair(version: str, forward: int, backward: int, monkeypatc
     assert sum(counts) == backward * T * T * d
     counts.clear()
     attend_diff(*case[:4], CAUSAL)
-    tile = blocks(d, case.v.shape[-1], torch.float32, backward=False)
+    tile = blocks(case.q.device, d, case.v.shape[-1], torch.float32, backward=False)
     assert sum(counts) <= (T * T / 2 + T * max(tile.BM, tile.BN) / 2) * forward * d  # blocks of the future are skipped
 
 

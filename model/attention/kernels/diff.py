@@ -58,8 +58,12 @@ def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
     if reason := unavailable(q.shape[-1], v.shape[-1]):
         raise ValueError(reason)
-    if q.device.type != "cuda" and not interpreted():
+    if interpreted():
+        return
+    if q.device.type != "cuda":
         raise ValueError(f"the fused backend needs tensors on a CUDA GPU, not on {q.device}: use model.backend=sdpa")
+    if reason := unfit(q.shape[-1], v.shape[-1], q.dtype, capability(q.device)):
+        raise ValueError(reason)
 
 
 def _ids(mask: Mask, B: int, T: int, S: int) -> tuple[Tensor | None, Tensor | None]:
@@ -74,53 +78,92 @@ def _ids(mask: Mask, B: int, T: int, S: int) -> tuple[Tensor | None, Tensor | No
 
 
 class Blocks(NamedTuple):
-    """One program's tile, BM queries by BN keys, and how Triton runs it."""
+    """One program's tile, BM queries by BN keys, and how Triton runs it.
+
+    TURNED: scores are computed as K Q' and turned, which lays the warps along the keys: then a backward has its maps as left
+    operands, in registers, and no two warps compute the same product.
+    """
 
     BM: int
     BN: int
     num_warps: int
     num_stages: int
+    TURNED: bool
 
 
-# NOT MEASURED ON A GPU yet. Chosen from what Triton 3.6 and ptxas report for sm_90: registers (255 per thread at most, what
-# is beyond them spills to memory) and shared memory (an SM of an A100 has 163 KiB). Forward keeps two accumulators BM x dv,
-# backward BN x (2 d + dv), both float32. Rows serve widths up to (d, dv), padded to powers of two; figures for causal V1,
-# or V2 where d = dv.
+# NOT TIMED ON A GPU yet. Chosen from what Triton and ptxas report (`python -m model.attention.kernels.compiled`; the table in
+# docs/PERFORMANCE.md): shared memory that the card has, no product twice, few spilled registers. Forward keeps two
+# accumulators BM x dv, backward BN x (2 d + dv), both float32. Rows serve widths up to (d, dv), padded to powers of two.
+# sm_90: wgmma and 227 KiB of shared memory (9.0, 10.x). sm_80: mma.sync and no more than the 99 KiB of the least of them
+# (8.x, 12.x).
 FORWARD_16 = {
-    (64, 64): Blocks(128, 64, 8, 3),  # no spill, 80 KiB
-    (64, 128): Blocks(128, 64, 8, 2),  # no spill, 96 KiB
-    (128, 128): Blocks(64, 64, 8, 2),  # no spill, 96 KiB
-    (128, 256): Blocks(64, 32, 8, 2),  # no spill, 96 KiB
+    "sm_90": {
+        (64, 128): Blocks(128, 64, 8, 2, False),
+        (128, 128): Blocks(128, 64, 8, 2, False),
+        (128, 256): Blocks(32, 128, 8, 1, True),
+    },
+    "sm_80": {
+        (64, 64): Blocks(128, 64, 8, 2, False),
+        (64, 128): Blocks(128, 32, 8, 3, False),
+        (128, 128): Blocks(128, 32, 8, 2, False),
+        (128, 256): Blocks(32, 128, 8, 1, False),
+    },
 }
 BACKWARD_16 = {
-    (64, 64): Blocks(64, 64, 8, 2),  # 72 bytes per thread spilled, 82 KiB
-    (64, 128): Blocks(64, 64, 8, 2),  # 296 bytes, 114 KiB
-    (128, 128): Blocks(64, 64, 8, 2),  # 320 bytes, 162 KiB
-    (128, 256): Blocks(32, 64, 8, 1),  # no spill, 148 KiB; 64 queries spill 728 bytes
+    "sm_90": {
+        (64, 64): Blocks(64, 128, 8, 2, True),
+        (64, 128): Blocks(32, 128, 8, 2, True),
+        (128, 128): Blocks(32, 128, 8, 2, True),
+        (128, 256): Blocks(128, 64, 8, 1, False),
+    },
+    "sm_80": {
+        (64, 128): Blocks(32, 128, 8, 2, True),
+        (128, 128): Blocks(32, 128, 8, 1, True),
+    },
 }
 # Float32 products run without tensor cores and keep their operands in registers: the largest tiles that do not spill.
 FORWARD_32 = {
-    (64, 128): Blocks(32, 32, 8, 1),
-    (128, 256): Blocks(16, 32, 8, 1),
+    (64, 128): Blocks(32, 32, 8, 1, False),
+    (128, 256): Blocks(16, 32, 8, 1, False),
 }
 BACKWARD_32 = {
-    (64, 64): Blocks(32, 32, 8, 1),
-    (128, 256): Blocks(16, 32, 8, 1),
+    (64, 64): Blocks(32, 32, 8, 1, False),
+    (128, 256): Blocks(16, 32, 8, 1, False),
 }
 
 
-def table(d: int, dv: int, dtype: torch.dtype, backward: bool) -> Blocks:
-    """The tile on a GPU for keys of width d and values of width dv."""
-    wide, narrow = (BACKWARD_32, BACKWARD_16) if backward else (FORWARD_32, FORWARD_16)
-    rows = wide if dtype == torch.float32 else narrow
-    return next(tile for (widest, widest_v), tile in rows.items() if d <= widest and dv <= widest_v)
+def family(card: tuple[int, int]) -> str | None:
+    """The family of cards whose tiles serve compute capability `card`; None for cards older than 8.0."""
+    return None if card < (8, 0) else "sm_90" if card[0] in (9, 10) else "sm_80"
 
 
-def blocks(d: int, dv: int, dtype: torch.dtype, backward: bool) -> Blocks:
+def table(d: int, dv: int, dtype: torch.dtype, backward: bool, card: tuple[int, int]) -> Blocks | None:
+    """The tile for keys of width d and values of width dv on a card of compute capability `card`; None where none fits."""
+    if (name := family(card)) is None:
+        return None
+    whole, half = (BACKWARD_32, BACKWARD_16) if backward else (FORWARD_32, FORWARD_16)
+    rows = whole if dtype == torch.float32 else half[name]
+    return next((tile for (widest, widest_v), tile in rows.items() if d <= widest and dv <= widest_v), None)
+
+
+def unfit(d: int, dv: int, dtype: torch.dtype, card: tuple[int, int]) -> str | None:
+    """Why no tile of forward and backward fits a card, in one line that names the backend to use; None where both fit."""
+    if all(table(d, dv, dtype, backward, card) for backward in (False, True)):
+        return None
+    what = f"d={d}, dv={dv}, {str(dtype).removeprefix('torch.')}"
+    return f"no tile of the fused backend fits compute capability {card[0]}.{card[1]} at {what}: use model.backend=sdpa"
+
+
+def blocks(device: torch.device, d: int, dv: int, dtype: torch.dtype, backward: bool) -> Blocks:
     """The table's tile; in the interpreter, whose time goes by the number of tiles, a large one."""
     if interpreted():
-        return Blocks(64, 128, 1, 1) if backward else Blocks(128, 64, 1, 1)
-    return table(d, dv, dtype, backward)
+        return Blocks(64, 128, 1, 1, True) if backward else Blocks(128, 64, 1, 1, False)
+    return table(d, dv, dtype, backward, capability(device))
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """The CUDA compute capability of a card."""
+    return torch.cuda.get_device_capability(device)
 
 
 def _pad(width: int) -> int:
@@ -129,8 +172,8 @@ def _pad(width: int) -> int:
 
 
 def _unit(x: Tensor) -> Tensor:
-    """x with unit stride in its last dimension, all that the kernels ask of a layout."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+    """x with unit stride in its last dimension and rows near enough that a tile's offsets fit 32 bits."""
+    return x if x.stride(-1) == 1 and x.stride(-2) < 2**23 else x.contiguous()
 
 
 def _strides(*tensors: Tensor) -> list[int]:
@@ -172,7 +215,7 @@ def _forward(
     lse = q.new_empty(B, h, 2, T, dtype=torch.float32)
     if out.numel() == 0:
         return out, second, lse
-    tile = blocks(d, v.shape[-1], q.dtype, backward=False)
+    tile = blocks(q.device, d, v.shape[-1], q.dtype, backward=False)
     with torch.cuda.device_of(q):
         forward_kernel[(triton.cdiv(T, tile.BM), h, B)](
             q, k, v, lam, query_ids, key_ids, out, second, lse, *_strides(q, k, v, lam, out),
@@ -212,7 +255,7 @@ def _backward(
     if out.numel() == 0:
         return dq.to(q.dtype), torch.zeros_like(k), torch.zeros_like(v), torch.zeros_like(lam)
     dk, dvalue = torch.empty_like(k), torch.empty_like(v)
-    tile = blocks(d, dv, q.dtype, backward=True)
+    tile = blocks(q.device, d, dv, q.dtype, backward=True)
     with torch.cuda.device_of(q):
         delta_kernel[(triton.cdiv(T, 64), h, B)](
             grad, out, second, lam, delta, *_strides(grad, out, lam), T, DV=dv, BM=64, BV=_pad(dv)

@@ -14,11 +14,22 @@ INTERPRETED = tl.constexpr(interpreted())
 
 
 @triton.jit
-def _load(ptr, rows, stride, limit, CHECK: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """The tile (rows, BLOCK) of a matrix with unit column stride; zeros past `limit` rows (if CHECK) and WIDTH columns."""
-    cols = tl.arange(0, BLOCK)
-    # 64-bit: one sequence of one head can span more than 2^31 elements when heads are interleaved with time.
-    at = ptr + rows.to(tl.int64)[:, None] * stride + cols[None, :]
+def _tile(ptr, start, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Addresses (ROWS, BLOCK) of a matrix with unit column stride, from row `start` on.
+
+    64-bit only for the first: one sequence of one head can span more than 2^31 elements when heads are interleaved with time,
+    a tile cannot (diff.py sees to it), and its offsets then take half the registers.
+    """
+    return (
+        ptr + tl.cast(start, tl.int64) * stride + (tl.arange(0, ROWS)[:, None] * stride + tl.arange(0, BLOCK)[None, :])
+    )
+
+
+@triton.jit
+def _load(ptr, start, stride, limit, CHECK: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """The tile (ROWS, BLOCK) from row `start` on; zeros past `limit` rows (if CHECK) and WIDTH columns."""
+    at, cols = _tile(ptr, start, stride, ROWS, BLOCK), tl.arange(0, BLOCK)
+    rows = start + tl.arange(0, ROWS)
     if CHECK and WIDTH != BLOCK:
         tile = tl.load(at, mask=(rows < limit)[:, None] & (cols < WIDTH)[None, :], other=0.0)
     elif CHECK:
@@ -33,17 +44,20 @@ def _load(ptr, rows, stride, limit, CHECK: tl.constexpr, WIDTH: tl.constexpr, BL
 
 
 @triton.jit
-def _store(ptr, rows, stride, limit, tile, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    cols = tl.arange(0, BLOCK)
-    at = ptr + rows.to(tl.int64)[:, None] * stride + cols[None, :]
-    tl.store(at, tile.to(ptr.dtype.element_ty), mask=(rows < limit)[:, None] & (cols < WIDTH)[None, :])
+def _inside(start, limit, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    return (start + tl.arange(0, ROWS) < limit)[:, None] & (tl.arange(0, BLOCK) < WIDTH)[None, :]
 
 
 @triton.jit
-def _add(ptr, rows, stride, limit, tile, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    cols = tl.arange(0, BLOCK)
-    at = ptr + rows.to(tl.int64)[:, None] * stride + cols[None, :]
-    tl.atomic_add(at, tile, mask=(rows < limit)[:, None] & (cols < WIDTH)[None, :], sem="relaxed")
+def _store(ptr, start, stride, limit, tile, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    at = _tile(ptr, start, stride, ROWS, BLOCK)
+    tl.store(at, tile.to(ptr.dtype.element_ty), mask=_inside(start, limit, WIDTH, ROWS, BLOCK))
+
+
+@triton.jit
+def _add(ptr, start, stride, limit, tile, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    at = _tile(ptr, start, stride, ROWS, BLOCK)
+    tl.atomic_add(at, tile, mask=_inside(start, limit, WIDTH, ROWS, BLOCK), sem="relaxed")
 
 
 @triton.jit
@@ -60,6 +74,14 @@ def _visible(positions, keys, S, window, CAUSAL: tl.constexpr, WINDOW: tl.conste
 
 
 @triton.jit
+def _products(a, b, TURNED: tl.constexpr):
+    """a b' (BM, BN); TURNED: computed as (b a')', so that the tensor cores lay the warps out along the rows of b."""
+    if TURNED:
+        return tl.trans(tl.dot(b, tl.trans(a), input_precision="ieee"))
+    return tl.dot(a, tl.trans(b), input_precision="ieee")
+
+
+@triton.jit
 def _softmax_step(scores, top, total):
     """One block of the online softmax: (exp2(scores - new top), factor of what was summed before, new top, new total)."""
     new_top = tl.maximum(top, tl.max(scores, 1))
@@ -73,18 +95,18 @@ def _softmax_step(scores, top, total):
 def _forward_blocks(
     o1, o2, top1, top2, total1, total2,
     q1, q2, positions, query_ids, k_ptr, v_ptr, key_ids_ptr, k_c, k_s, v_s,
-    lo, hi, S, window, log_scale,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, IDS: tl.constexpr, SHARED: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
+    lo, hi, whole_lo, whole_hi, S, window, log_scale,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, IDS: tl.constexpr, SHARED: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
-    """Both maps over the key blocks that start in lo..hi; MASKED where a block may hide some of its keys."""
+    """Both maps over the key blocks that start in lo..hi; every query sees all keys of those in whole_lo..whole_hi."""
     for start in range(lo, hi, BN):
         keys = start + tl.arange(0, BN)
-        k1 = _load(k_ptr, keys, k_s, S, MASKED, D, BD)  # (BN, BD)
-        k2 = k1 if SHARED else _load(k_ptr + k_c, keys, k_s, S, MASKED, D, BD)
-        s1 = tl.dot(q1, tl.trans(k1), input_precision="ieee") * log_scale  # (BM, BN)
-        s2 = tl.dot(q2, tl.trans(k2), input_precision="ieee") * log_scale
-        if MASKED:
+        k1 = _load(k_ptr, start, k_s, S, True, D, BN, BD)  # (BN, BD)
+        k2 = k1 if SHARED else _load(k_ptr + k_c, start, k_s, S, True, D, BN, BD)
+        s1 = _products(q1, k1, TURNED) * log_scale  # (BM, BN)
+        s2 = _products(q2, k2, TURNED) * log_scale
+        if IDS or (start < whole_lo) | (start >= whole_hi):
             see = _visible(positions[:, None], keys[None, :], S, window, CAUSAL, WINDOW)
             if IDS:
                 key_ids = tl.load(key_ids_ptr + keys, mask=keys < S, other=0)
@@ -93,7 +115,7 @@ def _forward_blocks(
             s2 = tl.where(see, s2, float("-inf"))
         p1, fade1, top1, total1 = _softmax_step(s1, top1, total1)
         p2, fade2, top2, total2 = _softmax_step(s2, top2, total2)
-        v = _load(v_ptr, keys, v_s, S, MASKED, DV, BV)  # (BN, BV)
+        v = _load(v_ptr, start, v_s, S, True, DV, BN, BV)  # (BN, BV)
         p1 = p1.to(v_ptr.dtype.element_ty).to(v.dtype)
         p2 = p2.to(v_ptr.dtype.element_ty).to(v.dtype)
         o1 = tl.dot(p1, v, o1 * fade1[:, None], input_precision="ieee")
@@ -116,6 +138,7 @@ def forward_kernel(
     group, T, S, window, log_scale,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, IDS: tl.constexpr, SHARED: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
+    TURNED: tl.constexpr,
 ):  # fmt: skip
     """One block of queries of one head: out = O1 - lam O2, second = O2, lse (B, h, 2, T). Grid (blocks, h, B)."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # the last queries see most: start them first
@@ -123,10 +146,11 @@ def forward_kernel(
     q_ptr += b * q_b + h * q_h
     k_ptr += b * k_b + h // group * k_h
     v_ptr += b * v_b + h // group * v_h
-    rows = block * BM + tl.arange(0, BM)
+    start = block * BM
+    rows = start + tl.arange(0, BM)
     positions = rows + (S - T)
-    q1 = _load(q_ptr, rows, q_t, T, True, D, BD)  # (BM, BD)
-    q2 = _load(q_ptr + q_c, rows, q_t, T, True, D, BD)
+    q1 = _load(q_ptr, start, q_t, T, True, D, BM, BD)  # (BM, BD)
+    q2 = _load(q_ptr + q_c, start, q_t, T, True, D, BM, BD)
     query_ids = rows
     if IDS:
         key_ids_ptr += b * S
@@ -140,39 +164,23 @@ def forward_kernel(
     total2 = tl.full([BM], 0.0, dtype=tl.float32)
 
     # Keys lo..hi are seen by some query of the block, those of the blocks in whole_lo..whole_hi by every one.
-    first = block * BM + (S - T)
+    first = start + (S - T)
     last = tl.minimum(first + BM, S) - 1
     lo = tl.maximum(first - window + 1, 0) // BN * BN
     hi = tl.minimum(last + (1 if CAUSAL else window), S)
     whole_lo = tl.minimum((tl.maximum(last - window + 1, 0) + BN - 1) // BN * BN, hi)
     whole_hi = tl.maximum(tl.minimum(first + (1 if CAUSAL else window), S) // BN * BN, whole_lo)
-    if IDS:
-        whole_lo = hi
-        whole_hi = hi
-    if IDS or WINDOW:
-        o1, o2, top1, top2, total1, total2 = _forward_blocks(
-            o1, o2, top1, top2, total1, total2,
-            q1, q2, positions, query_ids, k_ptr, v_ptr, key_ids_ptr, k_c, k_s, v_s, lo, whole_lo, S, window, log_scale,
-            True, CAUSAL, WINDOW, IDS, SHARED, D, DV, BN, BD, BV,
-        )  # fmt: skip
-    if not IDS:
-        o1, o2, top1, top2, total1, total2 = _forward_blocks(
-            o1, o2, top1, top2, total1, total2,
-            q1, q2, positions, query_ids, k_ptr, v_ptr, key_ids_ptr, k_c, k_s, v_s, whole_lo, whole_hi, S, window,
-            log_scale, False, CAUSAL, WINDOW, IDS, SHARED, D, DV, BN, BD, BV,
-        )  # fmt: skip
-        o1, o2, top1, top2, total1, total2 = _forward_blocks(
-            o1, o2, top1, top2, total1, total2,
-            q1, q2, positions, query_ids, k_ptr, v_ptr, key_ids_ptr, k_c, k_s, v_s, whole_hi, hi, S, window, log_scale,
-            True, CAUSAL, WINDOW, IDS, SHARED, D, DV, BN, BD, BV,
-        )  # fmt: skip
-
+    o1, o2, top1, top2, total1, total2 = _forward_blocks(
+        o1, o2, top1, top2, total1, total2,
+        q1, q2, positions, query_ids, k_ptr, v_ptr, key_ids_ptr, k_c, k_s, v_s, lo, hi, whole_lo, whole_hi, S, window,
+        log_scale, CAUSAL, WINDOW, IDS, SHARED, D, DV, BN, BD, BV, TURNED,
+    )  # fmt: skip
     o1, lse1 = _finish(o1, top1, total1)
     o2, lse2 = _finish(o2, top2, total2)
     lam = tl.load(lam_ptr + b * lam_b + h * lam_h + rows.to(tl.int64) * lam_t, mask=rows < T, other=0.0)
     offset = b * out_b + h * out_h
-    _store(out_ptr + offset, rows, out_t, T, o1 - lam[:, None] * o2, DV, BV)
-    _store(second_ptr + offset, rows, out_t, T, o2, DV, BV)
+    _store(out_ptr + offset, start, out_t, T, o1 - lam[:, None] * o2, DV, BM, BV)
+    _store(second_ptr + offset, start, out_t, T, o2, DV, BM, BV)
     lse_ptr += (b * tl.num_programs(1) + h) * 2 * T
     tl.store(lse_ptr + rows, lse1, mask=rows < T)
     tl.store(lse_ptr + T + rows, lse2, mask=rows < T)
@@ -186,10 +194,11 @@ def delta_kernel(
 ):  # fmt: skip
     """delta_c = rowsum(dO * O_c), (B, h, 2, T), with O1 = out + lam O2. Grid (blocks, h, B)."""
     h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    rows = tl.program_id(0) * BM + tl.arange(0, BM)
-    grad = _load(grad_ptr + b * grad_b + h * grad_h, rows, grad_t, T, True, DV, BV).to(tl.float32)
-    out = _load(out_ptr + b * out_b + h * out_h, rows, out_t, T, True, DV, BV).to(tl.float32)
-    second = _load(second_ptr + b * out_b + h * out_h, rows, out_t, T, True, DV, BV).to(tl.float32)
+    start = tl.program_id(0) * BM
+    rows = start + tl.arange(0, BM)
+    grad = _load(grad_ptr + b * grad_b + h * grad_h, start, grad_t, T, True, DV, BM, BV).to(tl.float32)
+    out = _load(out_ptr + b * out_b + h * out_h, start, out_t, T, True, DV, BM, BV).to(tl.float32)
+    second = _load(second_ptr + b * out_b + h * out_h, start, out_t, T, True, DV, BM, BV).to(tl.float32)
     lam = tl.load(lam_ptr + b * lam_b + h * lam_h + rows.to(tl.int64) * lam_t, mask=rows < T, other=0.0)
     delta2 = tl.sum(grad * second, 1)
     delta_ptr += (b * tl.num_programs(1) + h) * 2 * T
@@ -201,21 +210,21 @@ def delta_kernel(
 def _backward_blocks(
     dk1, dk2, dv, k1, k2, v, keys, key_ids,
     q_ptr, grad_ptr, lam_ptr, query_ids_ptr, lse_ptr, delta_ptr, dq_ptr,
-    q_c, q_t, grad_t, lam_t, dq_c, dq_t, lo, hi, T, S, window, scale, log_scale,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, IDS: tl.constexpr, SHARED: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
+    q_c, q_t, grad_t, lam_t, dq_c, dq_t, lo, hi, whole_lo, whole_hi, T, S, window, scale,
+    log_scale, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, IDS: tl.constexpr, SHARED: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
-    """The query blocks of one head that start in lo..hi; MASKED where a block may hide some of the keys."""
+    """The query blocks of one head that start in lo..hi; those in whole_lo..whole_hi see every key."""
     for start in range(lo, hi, BM):
         rows = start + tl.arange(0, BM)
-        q1 = _load(q_ptr, rows, q_t, T, True, D, BD)  # (BM, BD)
-        q2 = _load(q_ptr + q_c, rows, q_t, T, True, D, BD)
+        q1 = _load(q_ptr, start, q_t, T, True, D, BM, BD)  # (BM, BD)
+        q2 = _load(q_ptr + q_c, start, q_t, T, True, D, BM, BD)
         # Rows past the end have lse = inf: their map is zero, and so is all they add.
         lse1 = tl.load(lse_ptr + rows, mask=rows < T, other=float("inf"))
         lse2 = tl.load(lse_ptr + T + rows, mask=rows < T, other=float("inf"))
-        p1 = tl.exp2(tl.dot(q1, tl.trans(k1), input_precision="ieee") * log_scale - lse1[:, None])  # (BM, BN)
-        p2 = tl.exp2(tl.dot(q2, tl.trans(k2), input_precision="ieee") * log_scale - lse2[:, None])
-        if MASKED:
+        p1 = tl.exp2(_products(q1, k1, TURNED) * log_scale - lse1[:, None])  # (BM, BN)
+        p2 = tl.exp2(_products(q2, k2, TURNED) * log_scale - lse2[:, None])
+        if IDS or (start < whole_lo) | (start >= whole_hi):
             see = _visible((rows + (S - T))[:, None], keys[None, :], S, window, CAUSAL, WINDOW)
             if IDS:
                 query_ids = tl.load(query_ids_ptr + rows, mask=rows < T, other=0)
@@ -224,10 +233,10 @@ def _backward_blocks(
             p2 = tl.where(see, p2, 0.0)
         lam = tl.load(lam_ptr + rows.to(tl.int64) * lam_t, mask=rows < T, other=0.0)
         p2 = p2 * lam[:, None]
-        grad = _load(grad_ptr, rows, grad_t, T, True, DV, BV)  # (BM, BV)
+        grad = _load(grad_ptr, start, grad_t, T, True, DV, BM, BV)  # (BM, BV)
         difference = (p1 - p2).to(grad_ptr.dtype.element_ty).to(grad.dtype)
         dv = tl.dot(tl.trans(difference), grad, dv, input_precision="ieee")  # once for both maps
-        dp = tl.dot(grad, tl.trans(v), input_precision="ieee")  # (BM, BN), once for both maps
+        dp = _products(grad, v, TURNED)  # (BM, BN), once for both maps
         delta1 = tl.load(delta_ptr + rows, mask=rows < T, other=0.0)
         delta2 = tl.load(delta_ptr + T + rows, mask=rows < T, other=0.0)
         ds1 = (p1 * (dp - delta1[:, None])).to(q_ptr.dtype.element_ty).to(q1.dtype)
@@ -238,9 +247,9 @@ def _backward_blocks(
         else:
             dk2 = tl.dot(tl.trans(ds2), q2, dk2, input_precision="ieee")
         dq1 = tl.dot(ds1, k1, input_precision="ieee") * scale  # (BM, BD)
-        _add(dq_ptr, rows, dq_t, T, dq1, D, BD)
+        _add(dq_ptr, start, dq_t, T, dq1, D, BM, BD)
         dq2 = tl.dot(ds2, k2, input_precision="ieee") * scale
-        _add(dq_ptr + dq_c, rows, dq_t, T, dq2, D, BD)
+        _add(dq_ptr + dq_c, start, dq_t, T, dq2, D, BM, BD)
     return dk1, dk2, dv
 
 
@@ -252,15 +261,16 @@ def backward_kernel(
     group, T, S, window, scale, log_scale,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, IDS: tl.constexpr, SHARED: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
+    TURNED: tl.constexpr,
 ):  # fmt: skip
     """One block of keys of one key/value head, all query heads of its group. Grid (blocks, hkv, B)."""
     hkv, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     start = tl.program_id(0) * BN
     keys = start + tl.arange(0, BN)
     k_ptr += b * k_b + hkv * k_h
-    k1 = _load(k_ptr, keys, k_s, S, True, D, BD)  # (BN, BD)
-    k2 = k1 if SHARED else _load(k_ptr + k_c, keys, k_s, S, True, D, BD)
-    v = _load(v_ptr + b * v_b + hkv * v_h, keys, v_s, S, True, DV, BV)  # (BN, BV)
+    k1 = _load(k_ptr, start, k_s, S, True, D, BN, BD)  # (BN, BD)
+    k2 = k1 if SHARED else _load(k_ptr + k_c, start, k_s, S, True, D, BN, BD)
+    v = _load(v_ptr + b * v_b + hkv * v_h, start, v_s, S, True, DV, BN, BV)  # (BN, BV)
     key_ids = keys
     if IDS:
         query_ids_ptr += b * T
@@ -280,8 +290,6 @@ def backward_kernel(
     # A last block cut short by T is whole: its missing rows have no map.
     whole_hi = tl.where(first + window >= T, T, tl.maximum(first + window, 0) // BM * BM)
     whole_hi = tl.maximum(whole_hi, whole_lo) if WINDOW else hi
-    if IDS:
-        whole_lo = hi
     for member in range(group):
         h = hkv * group + member
         row = (b * tl.num_programs(1) * group + h) * 2 * T
@@ -289,24 +297,12 @@ def backward_kernel(
         dq = dq_ptr + b * dq_b + h * dq_h
         dk1, dk2, dv = _backward_blocks(
             dk1, dk2, dv, k1, k2, v, keys, key_ids, q, grad, lam, query_ids_ptr, lse_ptr + row, delta_ptr + row, dq,
-            q_c, q_t, grad_t, lam_t, dq_c, dq_t, lo, whole_lo, T, S, window, scale, log_scale,
-            True, CAUSAL, WINDOW, IDS, SHARED, D, DV, BM, BD, BV,
+            q_c, q_t, grad_t, lam_t, dq_c, dq_t, lo, hi, whole_lo, whole_hi, T, S, window, scale, log_scale,
+            CAUSAL, WINDOW, IDS, SHARED, D, DV, BM, BD, BV, TURNED,
         )  # fmt: skip
-        if not IDS:
-            dk1, dk2, dv = _backward_blocks(
-                dk1, dk2, dv, k1, k2, v, keys, key_ids, q, grad, lam, query_ids_ptr, lse_ptr + row, delta_ptr + row, dq,
-                q_c, q_t, grad_t, lam_t, dq_c, dq_t, whole_lo, whole_hi, T, S, window, scale, log_scale,
-                False, CAUSAL, WINDOW, IDS, SHARED, D, DV, BM, BD, BV,
-            )  # fmt: skip
-            if WINDOW:
-                dk1, dk2, dv = _backward_blocks(
-                    dk1, dk2, dv, k1, k2, v, keys, key_ids, q, grad, lam, query_ids_ptr, lse_ptr + row,
-                    delta_ptr + row, dq, q_c, q_t, grad_t, lam_t, dq_c, dq_t, whole_hi, hi, T, S, window,
-                    scale, log_scale, True, CAUSAL, WINDOW, IDS, SHARED, D, DV, BM, BD, BV,
-                )  # fmt: skip
 
     dk_ptr += b * dk_b + hkv * dk_h
-    _store(dk_ptr, keys, dk_s, S, dk1 * scale, D, BD)
+    _store(dk_ptr, start, dk_s, S, dk1 * scale, D, BN, BD)
     if not SHARED:
-        _store(dk_ptr + dk_c, keys, dk_s, S, dk2 * scale, D, BD)
-    _store(dv_ptr + b * dv_b + hkv * dv_h, keys, dv_s, S, dv, DV, BV)
+        _store(dk_ptr + dk_c, start, dk_s, S, dk2 * scale, D, BN, BD)
+    _store(dv_ptr + b * dv_b + hkv * dv_h, start, dv_s, S, dv, DV, BN, BV)

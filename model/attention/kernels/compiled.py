@@ -1,0 +1,126 @@
+"""What the fused kernels become on a card that is not here: every launch of diff.py, compiled ahead of time.
+
+Triton and ptxas compile what tensors on the CPU ask for, so strides, alignment and tiles are specialised as on the card;
+nothing runs. Needs the package triton, and neither a GPU nor its driver. Use it in a process of its own, without
+TRITON_INTERPRET: it replaces Triton's driver.
+"""
+
+import os
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+WGMMA = re.compile(r"wgmma\.mma_async\.sync\.aligned\.m(\d+)n(\d+)k(\d+)")
+MMA = re.compile(r"mma\.sync\.aligned\.m(\d+)n(\d+)k(\d+)")
+USAGE = re.compile(r"REG:(\d+) STACK:(\d+)")
+
+
+class Card:
+    """The answers that Triton wants of a driver before it compiles, for the CUDA compute capability `arch` (90 for 9.0)."""
+
+    def __init__(self, arch: int) -> None:
+        self.arch = arch
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.arch, 32)
+
+    def get_current_device(self) -> int:
+        return self.arch  # the key of Triton's cache of kernels
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def rows(arch: int, case: dict[str, Any]) -> list[dict[str, Any]]:
+    """One row for each launch of forward and backward at `case`, as made on a card of architecture `arch` (90: sm_90).
+
+    case: width (of keys), version (V1: values twice as wide, keys for each map; V2), group (query heads of a key head), dtype,
+    mask (causal, window or ids). A row adds the shared memory of a block (bytes), registers and spilled bytes of a thread, and
+    the products that the tensor cores execute over those that the mathematics needs (None without tensor cores).
+    ValueError where no tile fits the card.
+    """
+    import triton
+
+    from model.attention.kernels import diff
+
+    assert os.environ.get("TRITON_INTERPRET") != "1", "unset TRITON_INTERPRET: the interpreter compiles nothing"
+    function, kept, card = triton.runtime.jit.JITFunction, [], divmod(arch, 10)
+    launch, check, ask = function.run, diff._check, diff.capability
+
+    def keep(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        kernel = launch(self, *args, grid=grid, warmup=True, **options)
+        kept.append((self.fn.__name__.removesuffix("_kernel"), kernel))
+        return kernel
+
+    q, k, v, lam, ids, causal, window = inputs(case)
+    if reason := diff.unfit(q.shape[-1], v.shape[-1], q.dtype, card):
+        raise ValueError(reason)
+    triton.runtime.driver.set_active(Card(arch))
+    function.run, diff._check, diff.capability = keep, lambda *tensors: None, lambda device: card
+    try:
+        out, second, lse = diff._forward._init_fn(q, k, v, lam, ids, ids, causal, window)
+        diff._backward._init_fn(out, q, k, v, lam, ids, ids, out, second, lse, causal, window)
+    finally:
+        function.run, diff._check, diff.capability = launch, check, ask
+    return [
+        {"architecture": arch, **case, "kernel": name, **describe(name, kernel, arch, case)} for name, kernel in kept
+    ]
+
+
+def inputs(case: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, bool, int | None]:
+    """What a variant hands to the kernel in training, with heads inside time: one sequence of 256 tokens."""
+    d, group, first = case["width"], case["group"], case["version"] == "V1"
+    T, hkv, C, dtype = 256, 2, 2 if first else 1, getattr(torch, case["dtype"])
+    h, dv = hkv * group, d * C
+
+    def projected(heads: int, parts: int, width: int) -> Tensor:
+        return torch.empty(1, T, heads * parts * width, dtype=dtype).unflatten(-1, (heads, parts, width)).movedim(1, 3)
+
+    v = projected(hkv, 1, dv).squeeze(2)
+    lam = torch.zeros((), dtype=torch.float32) if first else torch.empty(1, T, h, 1).transpose(1, 2)
+    window = 64 if case["mask"] == "window" else None
+    ids = torch.zeros(1, T, dtype=torch.int32) if case["mask"] == "ids" else None
+    return projected(h, 2, d), projected(hkv, C, d), v, lam.expand(1, h, T, 1), ids, True, window
+
+
+def describe(name: str, kernel: Any, arch: int, case: dict[str, Any]) -> dict[str, Any]:
+    """What ptxas says of a compiled kernel, and the products it executes."""
+    from model.attention.kernels import diff
+
+    ptx, num_warps = kernel.asm["ptx"], kernel.metadata.num_warps
+    registers, spilled = resources(kernel.asm["cubin"])
+    found = {"shared": kernel.metadata.shared, "registers": registers, "spilled": spilled, "tf32": "tf32" in ptx}
+    found["instruction"] = "wgmma" if WGMMA.search(ptx) else "mma.sync" if MMA.search(ptx) else None
+    if name not in ("forward", "backward"):
+        return found
+    d, dv = case["width"], case["width"] * (2 if case["version"] == "V1" else 1)
+    tile = diff.table(d, dv, getattr(torch, case["dtype"]), name == "backward", divmod(arch, 10))
+    per_pair = (2 if name == "forward" else 6) * diff._pad(d) + 2 * diff._pad(dv)  # the heads of diff.py's formulas
+    done = products(ptx, num_warps) / (tile.BM * tile.BN * per_pair) if found["instruction"] else None
+    return {**found, "tile": list(tile), "done_over_needed": done and round(done, 4)}
+
+
+def products(ptx: str, num_warps: int) -> float:
+    """Multiplications of all tensor-core instructions of a block, each counted once."""
+    whole = sum(int(m) * int(n) * int(k) for m, n, k in WGMMA.findall(ptx)) * num_warps / 4  # one for 4 warps
+    return whole + sum(int(m) * int(n) * int(k) for m, n, k in MMA.findall(ptx)) * num_warps
+
+
+def resources(cubin: bytes) -> tuple[int, int]:
+    """Registers and bytes of stack (spilled) of a thread."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+    registers, stack = USAGE.search(text.stdout).groups()
+    return int(registers), int(stack)

@@ -1,0 +1,71 @@
+"""The fused kernel's very launches, compiled ahead of time for cards that are not here: what ptxas and the PTX say of them.
+
+COMPILE_ALL=1 compiles every case; without it some that have each architecture, version, width and direction. About 3 s of CPU
+for each case.
+"""
+
+import itertools
+import json
+import os
+
+import pytest
+
+from tests.conftest import run_command
+
+pytest.importorskip("triton", reason="compiles with the package triton")
+
+from model.attention.kernels import diff  # noqa: E402
+
+SHARED = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}  # bytes that a block of threads may have
+SPILLED = 256  # bytes of a thread
+INSTRUCTION = {80: "mma.sync", 89: "mma.sync", 90: "wgmma"}
+ALL = [
+    {"architecture": arch, "version": version, "width": d, "group": group, "dtype": "bfloat16", "mask": mask}
+    for arch, version, d, group, mask in itertools.product(
+        SHARED, ("V1", "V2"), (64, 128), (1, 4), ("causal", "window", "ids")
+    )
+]
+SHORT = {(90, "V1", 64, 4), (90, "V2", 128, 1), (80, "V1", 64, 1), (89, "V1", 64, 4), (89, "V2", 128, 4)}
+CODE = """
+import json, sys
+from model.attention.kernels.compiled import rows
+for case in json.loads(sys.argv[1]):
+    arch = case.pop("architecture")
+    print(json.dumps(rows(arch, case)), flush=True)
+"""
+
+
+def short(case: dict) -> bool:
+    return case["mask"] == "causal" and (case["architecture"], case["version"], case["width"], case["group"]) in SHORT
+
+
+def fits(case: dict) -> bool:
+    dv = case["width"] * (2 if case["version"] == "V1" else 1)
+    return diff.unfit(case["width"], dv, diff.torch.bfloat16, divmod(case["architecture"], 10)) is None
+
+
+CASES = [case for case in ALL if fits(case) and (os.environ.get("COMPILE_ALL") or short(case))]
+
+
+@pytest.fixture(scope="module")
+def compiled() -> list[list[dict]]:
+    """The rows of every case, from a process in which Triton does not interpret."""
+    done = run_command("-c", CODE, json.dumps(CASES), env={"TRITON_INTERPRET": "0"}, timeout=3000)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=lambda n: "-".join(map(str, CASES[n].values())))
+def test_a_launch_fits_its_card_and_does_no_product_twice(number: int, compiled: list[list[dict]]) -> None:
+    arch = CASES[number]["architecture"]
+    assert [row["kernel"] for row in compiled[number]] == ["forward", "delta", "backward"]
+    for row in compiled[number]:
+        assert row["shared"] <= SHARED[arch] and row["spilled"] <= SPILLED and not row["tf32"], row
+        if row["kernel"] != "delta":
+            assert row["instruction"] == INSTRUCTION[arch] and row["done_over_needed"] == 1, row
+
+
+def test_a_card_on_which_nothing_fits_is_refused_with_the_backend_to_use() -> None:
+    says = diff.unfit(64, 128, diff.torch.bfloat16, (7, 5))
+    assert "compute capability 7.5" in says and says.endswith("use model.backend=sdpa") and "\n" not in says
+    assert diff.unfit(64, 128, diff.torch.bfloat16, (8, 9)) is None
