@@ -5,15 +5,17 @@ Three operations, each with every backend: `attend` (softmax attention), `attend
 v (B, Hkv, S, dv) with H a multiple of Hkv and dv free. Backends:
 
 - math: the N x N formulas of reference.py, any shape and device.
-- sdpa: torch's fused scaled_dot_product_attention.
-- blocked: the formula of `attend_diff` over blocks of query rows, for the causal mask on CPUs (blocked.py). Plain softmax
-  attention and other masks go to sdpa.
+- sdpa: torch's fused scaled_dot_product_attention, by whichever of the three routes below suits the device.
+- one_call: for `attend_diff`, both maps as 2h heads of one SDPA call, queries and keys zero-padded to the width of the values.
+- two_calls: one SDPA call for each map, widths as they are. four_calls: for each map and each half of the values, as the
+  differential paper's own flash code where a kernel takes one width only (microsoft/unilm, Diff-Transformer).
+- blocked: the formula of `attend_diff` over blocks of query rows, for the causal mask on CPUs (blocked.py).
 - flex: torch's FlexAttention, which skips blocks that windows and documents hide. CUDA; on a CPU forward only.
-- fused: our Triton kernel for `attend_diff`, both maps in one pass (kernels/diff.py). CUDA. Plain softmax attention is
-  fused in sdpa already and goes there.
-- auto: sdpa, except that on a CPU differences of maps go to blocked up to 1,024 keys, where it was faster, forward and
-  backward together (docs/LOG.md, 2026-11-20). On CUDA sdpa dispatches to flash attention; flex and fused wait for a
-  measurement on a GPU before they are chosen for anybody.
+- fused: our Triton kernel for `attend_diff`, both maps in one pass (kernels/diff.py). CUDA.
+- auto: what `choose` says for the device, the widths and the mask.
+
+Where a backend does not know an operation or a mask (blocked, fused and the three routes know differences of maps), sdpa does
+it.
 """
 
 from functools import lru_cache
@@ -26,15 +28,57 @@ from model.attention import blocked, probe, reference
 from model.attention.kernels import unavailable
 from model.attention.mask import Mask
 
+BACKENDS = ("auto", "math", "sdpa", "one_call", "two_calls", "four_calls", "blocked", "flex", "fused")
+ROUTES = ("one_call", "two_calls", "four_calls")
 # Keys up to which a CPU is faster with its float32 flash kernel than with its bfloat16 one, in spite of the conversion,
 # and up to which it is faster without, for differences of maps (docs/LOG.md, 2026-11-20).
 SHORT, SHORT_DIFF = 512, 1024
+WIDEST_CUDNN = 128  # head width up to which cuDNN takes values of another width than the keys
+FLEX_BLOCK = 128  # FlexAttention skips blocks of this many queries and keys
 EVERYTHING = Mask(causal=False)
+
+
+def choose(card: tuple[int, int] | None, dtype: torch.dtype, d: int, dv: int, mask: Mask, T: int, S: int) -> str:
+    """The backend that `auto` takes for `attend_diff` on CUDA compute capability `card` (None: a CPU), without dropout.
+
+    `attend` takes the same: there one_call and two_calls are sdpa, and four_calls is two calls, each with half of the values.
+    The choice among kernels that are exact is by what is known of them, not yet by a measurement on a GPU:
+    cuDNN's, which torch prefers from 9.0 on, takes dv != d up to a width of 128; flash attention wants dv = d;
+    a dense mask costs T x S memory and skips nothing, so windows, documents and padding go to FlexAttention.
+    """
+    if card is None:
+        return "blocked" if mask.plain and T == S > 0 and S <= SHORT_DIFF else "one_call"
+    if not (mask.plain or mask.sees_everything) and T == S and T % FLEX_BLOCK == 0:
+        return "flex"
+    half = dtype in (torch.bfloat16, torch.float16)
+    takes_both = dv <= d or not half or (card >= (9, 0) and dv <= WIDEST_CUDNN)
+    return "two_calls" if takes_both else "four_calls"
+
+
+@torch.compiler.assume_constant_result
+def card() -> tuple[int, int]:
+    """The CUDA compute capability of this machine's card."""
+    return torch.cuda.get_device_capability()
+
+
+def _chosen(backend: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> str:
+    """`backend`, or the one that stands for auto and sdpa here; math where an evaluation asks for logits, which only it has."""
+    if probe.logits_visitor is not None:
+        return "math"
+    if backend not in ("auto", "sdpa"):
+        return backend
+    if dropout:  # halves of the values, and blocks, would be dropped apart
+        return "one_call"
+    on_cpu = q.device.type == "cpu"
+    seen = mask if backend == "auto" else EVERYTHING
+    if backend == "sdpa" and on_cpu:
+        return "one_call"
+    return choose(None if on_cpu else card(), q.dtype, q.shape[-1], v.shape[-1], seen, q.shape[-2], k.shape[-2])
 
 
 def check_backend(backend: str, d: int, dv: int, dropout: float, maps: int = 1) -> None:
     """ValueError unless `backend` can serve heads of width d with values of width dv; maps: 2 for a difference of maps."""
-    if dropout and backend in ("flex", "fused"):
+    if dropout and backend in ("flex", "fused", "four_calls"):
         raise ValueError(
             f"backend={backend} has no attention dropout: use model.backend=sdpa or model.attention_dropout=0"
         )
@@ -45,17 +89,16 @@ def check_backend(backend: str, d: int, dv: int, dropout: float, maps: int = 1) 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, backend: str = "auto", dropout: float = 0.0) -> Tensor:
     """softmax(q k' / sqrt(d)) v: (B, H, T, d) -> (B, H, T, dv). dropout: of the map's weights."""
     mask.check(q.shape[0], k.shape[-2])
-    backend = _backend(backend)
+    backend = _chosen(backend, q, k, v, mask, dropout)
     if probe.active is not None:
         probe.active.record(_probe_rows(q, _repeat(k, q.shape[1]), mask))
+    if backend == "math":
+        return reference.attend(q, _repeat(k, q.shape[1]), _repeat(v, q.shape[1]), _see(mask, q, k), dropout)
     if backend == "flex":
         return _flex(q, k, v, mask)
-    if backend != "math" and q.shape[-2] == 1:
+    if q.shape[-2] == 1:
         return _one_query(q, k, v, mask, dropout)
-    k, v = _repeat(k, q.shape[1]), _repeat(v, q.shape[1])
-    if backend == "math":
-        return reference.attend(q, k, v, _see(mask, q, k), dropout)
-    return _sdpa(q, k, v, mask, dropout=dropout)
+    return _halves(q, k, v, mask, dropout) if backend == "four_calls" else _sdpa(q, k, v, mask, dropout=dropout)
 
 
 def attend_diff(
@@ -67,9 +110,11 @@ def attend_diff(
     lam broadcasts to (B, h, T, 1). dropout falls on each map by itself. Returns (B, h, T, dv). Differential Transformer,
     arXiv 2410.05258, equation 1.
     """
-    h = q.shape[1]
-    mask.check(q.shape[0], k.shape[-2])
-    backend = _backend(backend)
+    h, T, S = q.shape[1], q.shape[-2], k.shape[-2]
+    mask.check(q.shape[0], S)
+    on_cpu = q.device.type == "cpu" and mask.plain and not dropout
+    last = backend in ("auto", "blocked") and on_cpu and T == 1
+    backend = _chosen(backend, q, k, v, mask, dropout)
     if probe.active is not None:
         first, second = _probe_rows(q, _repeat(k, h).expand(-1, -1, 2, -1, -1), mask).unbind(2)  # (B, h, R, S) each
         probe.active.record(first - _lambda_rows(lam, k.shape[-2]) * second)
@@ -78,26 +123,38 @@ def attend_diff(
 
         return fused(q, k, v, lam, mask)
     if backend == "flex":
-        first, second = (_flex(q[:, :, c], k[:, :, c if k.shape[2] == 2 else 0], v, mask) for c in (0, 1))
+        first, second = (_flex(q[:, :, c], k[:, :, c % k.shape[2]], v, mask) for c in (0, 1))
         return _subtract(first, lam, second)
-    T, S = q.shape[-2], k.shape[-2]
-    if backend != "math" and T == 1 and k.shape[2] == 1:
+    if backend == "math":
+        k, v = _repeat(k, h).expand(-1, -1, 2, -1, -1), _repeat(v, h)  # (B, h, 2, S, d), (B, h, S, dv)
+        return reference.attend_diff(q, k, v, lam, _see(mask, q, k), dropout)
+    if T == 1 and k.shape[2] == 1:
         first, second = _one_query(q, k.squeeze(2), v, mask, dropout).unbind(2)  # (B, h, 1, dv) each
         return _subtract(first, lam, second)
-    on_cpu = q.device.type == "cpu" and mask.plain and not dropout
-    if backend in ("auto", "blocked") and on_cpu and T == 1:
+    if last:
         return blocked.last_row(q, k, v, lam)
-    k, v = _repeat(k, h).expand(-1, -1, 2, -1, -1), _repeat(v, h)  # (B, h, 2, S, d), (B, h, S, dv)
-    if backend == "math":
-        return reference.attend_diff(q, k, v, lam, _see(mask, q, k), dropout)
-    if (backend == "blocked" or (backend == "auto" and S <= SHORT_DIFF)) and on_cpu and T == S > 0:
-        return blocked.attend_diff(q, k, v, lam)
-    # One call over 2h heads, q and k zero-padded to the width of v: two calls with dv > d leave SDPA's fast CPU kernel.
-    both = _sdpa(
-        q.flatten(1, 2), k.flatten(1, 2), v.repeat_interleave(2, dim=1), mask, dropout=dropout
-    )  # (B, 2h, T, dv)
-    first, second = both.unflatten(1, (h, 2)).unbind(2)
+    if backend == "blocked" and on_cpu and T == S > 0:
+        return blocked.attend_diff(q, _repeat(k, h).expand(-1, -1, 2, -1, -1), _repeat(v, h), lam)
+    call = {"two_calls": _sdpa, "four_calls": _halves}.get(backend)
+    if call is None:
+        first, second = _both_maps(q, k, v, mask, dropout)
+        return _subtract(first, lam, second)
+    first, second = (call(q[:, :, c], k[:, :, c % k.shape[2]], v, mask, dropout=dropout) for c in (0, 1))
     return _subtract(first, lam, second)
+
+
+def _both_maps(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> tuple[Tensor, Tensor]:
+    """The two maps' outputs (B, h, T, dv) from one call over 2h heads, all widths zero-padded to the widest.
+
+    On a CPU two calls with dv > d would leave SDPA's fast kernel.
+    """
+    h, widest = q.shape[1], max(q.shape[-1], v.shape[-1])
+    k, v = _repeat(k, h).expand(-1, -1, 2, -1, -1), _repeat(v, h)  # (B, h, 2, S, d), (B, h, S, dv)
+    k, v = k.flatten(1, 2), v.repeat_interleave(2, dim=1)
+    scale, width = q.shape[-1] ** -0.5, v.shape[-1]
+    q, k, v = (_widen(x, widest) for x in (q.flatten(1, 2), k, v))
+    both = _sdpa(q, k, v, mask, dropout=dropout, scale=scale)  # (B, 2h, T, dv)
+    return both[..., :width].unflatten(1, (h, 2)).unbind(2)
 
 
 def attend_union(
@@ -112,7 +169,7 @@ def attend_union(
     if n == 1:
         return attend(q, keys[0], values[0], mask, backend, dropout)
     mask.check(q.shape[0], S)
-    backend = _backend(backend)
+    backend = _chosen(backend, q, keys[0], values[0], mask, dropout)
     if probe.active is not None:
         rows = _probe_rows(q, _repeat(torch.cat(keys, dim=-2), q.shape[1]), mask, sets=n)  # (B, H, R, n S)
         probe.active.record(rows.unflatten(-1, (n, S)).sum(-2))
@@ -126,32 +183,55 @@ def attend_union(
         width = values[0].shape[-1]
         widest = -(-max(q.shape[-1], width) // 8) * 8  # CUDA's flash kernel wants multiples of 8
         padded = [_widen(x, widest) for x in (q, *keys, *values)]
+        padded = [
+            x if x.stride(-1) == 1 else x.contiguous() for x in padded
+        ]  # the CPU's flash kernel reads it as if it were
         return _Union.apply(q.shape[-1] ** -0.5, *padded)[..., :width]
     see = _see(mask, q, keys[0]).repeat(1, 1, 1, n)
     return _sdpa(q, torch.cat(keys, dim=-2), torch.cat(values, dim=-2), mask, see, dropout)
 
 
-def _backend(backend: str) -> str:
-    """`backend`, or the one that has logits to show where an evaluation asks for them."""
-    return backend if probe.logits_visitor is None else "math"
+def _sdpa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    see: Tensor | None = None,
+    dropout: float = 0.0,
+    scale: float | None = None,
+) -> Tensor:
+    """torch's fused kernel; `see` stands for the mask's own dense form, `scale` for 1 / sqrt(d).
 
-
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask, see: Tensor | None = None, dropout: float = 0.0) -> Tensor:
-    """torch's fused kernel, all widths zero-padded to the widest; `see` stands for the mask's own dense form."""
-    T, S, scale, width = q.shape[-2], k.shape[-2], q.shape[-1] ** -0.5, v.shape[-1]
-    if q.device.type == "cpu" and q.dtype == torch.bfloat16 and S <= SHORT:
-        with torch.autocast("cpu", enabled=False):
-            return _sdpa(q.float(), k.float(), v.float(), mask, see, dropout).to(q.dtype)
-    widest = max(q.shape[-1], width)
-    q, k, v = _widen(q, widest), _widen(k, widest), _widen(v, widest)
+    CPU: all widths zero-padded to the widest, keys repeated for the queries of a group. CUDA: widths as they are, and keys
+    shared inside the kernel where flash and cuDNN run, which know how; the memory-efficient kernel does not.
+    """
+    T, S, width, scale = q.shape[-2], k.shape[-2], v.shape[-1], scale or q.shape[-1] ** -0.5
+    if q.device.type == "cpu":
+        if q.dtype == torch.bfloat16 and S <= SHORT:
+            with torch.autocast("cpu", enabled=False):
+                return _sdpa(q.float(), k.float(), v.float(), mask, see, dropout, scale).to(q.dtype)
+        q, k, v = (_widen(x, max(q.shape[-1], width)) for x in (q, k, v))
+    # One query at the end sees every key.
+    unmasked = see is None and (mask.sees_everything or (mask.plain and (T == S or T == 1)))
     options = {"scale": scale, "dropout_p": dropout}
-    if see is None and (mask.sees_everything or (mask.plain and T in (S, 1))):  # one query at the end sees every key
-        causal = mask.causal and T > 1
+    if unmasked and q.device.type != "cpu" and q.dtype != torch.float32:
+        options["enable_gqa"] = k.shape[1] != q.shape[1]
+    else:
+        k, v = _repeat(k, q.shape[1]), _repeat(v, q.shape[1])
+    if unmasked:
+        causal = mask.causal
+        if T == 1:  # not `causal and T > 1`, which torch.compile hands on as a symbol at a second length
+            causal = False
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, **options)[..., :width]
     see = _see(mask, q, k) if see is None else see  # (1 or B, 1, T, S)
     blind = ~see.any(-1, keepdim=True)  # as in reference.weights
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=see | blind, **options)[..., :width]
     return out.masked_fill(blind, 0.0)
+
+
+def _halves(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float = 0.0) -> Tensor:
+    """`_sdpa` once for each half of the values' width."""
+    return torch.cat([_sdpa(q, k, part, mask, dropout=dropout) for part in v.chunk(2, -1)], -1)
 
 
 def _one_query(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> Tensor:
@@ -179,10 +259,10 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sets: int = 1) -> Tensor:
             raise ValueError("backend=flex has no backward on a CPU: use model.backend=sdpa")
         q, k, v = q.detach(), k.detach(), v.detach()  # it refuses leaves that want a gradient even where none is kept
     T, S = q.shape[-2], k.shape[-2] // sets
-    if mask.documents is None and mask.keys is None:
-        blocks = _static_blocks(mask.causal, mask.window, T, S, sets, q.device)
-    else:
-        blocks = _blocks(mask, q.shape[0], T, S, sets, q.device)
+    made = (T, S, sets, q.device)
+    if made not in mask.made:  # once for all layers of a pass
+        mask.made[made] = _blocks(mask, q.shape[0], T, S, sets, q.device)
+    blocks = mask.made[made]
     kernel = flex_attention if q.device.type == "cpu" else _compiled_flex()
     out = kernel(q, k, v, block_mask=blocks, scale=q.shape[-1] ** -0.5, enable_gqa=q.shape[1] != k.shape[1])
     if mask.keys is None:
@@ -190,12 +270,7 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sets: int = 1) -> Tensor:
     return out.masked_fill(~_see(mask, q, k[..., :S, :]).any(-1, keepdim=True), 0.0)  # rows that see nothing
 
 
-@lru_cache(maxsize=64)
-def _static_blocks(causal: bool, window: int | None, T: int, S: int, sets: int, device: torch.device) -> object:
-    return _blocks(Mask(causal, window), None, T, S, sets, device)
-
-
-def _blocks(mask: Mask, B: int | None, T: int, S: int, sets: int, device: torch.device) -> object:
+def _blocks(mask: Mask, B: int, T: int, S: int, sets: int, device: torch.device) -> object:
     """FlexAttention's BlockMask for the last T of S positions: a set's position s is key index j S + s."""
     from torch.nn.attention.flex_attention import create_block_mask
 
@@ -210,6 +285,7 @@ def _blocks(mask: Mask, B: int | None, T: int, S: int, sets: int, device: torch.
             see = see & mask.keys[b, s]
         return see
 
+    B = None if mask.documents is None and mask.keys is None else B
     return create_block_mask(visible, B, None, T, S * sets, device=device)
 
 

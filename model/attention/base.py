@@ -10,13 +10,11 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from model.attention.backends import attend, check_backend
+from model.attention.backends import BACKENDS, attend, check_backend
 from model.attention.mask import CAUSAL, Mask
 from model.cache import LayerCache
 from model.layers import RMSNorm, initialize
 from model.rotary import Rope, rotate
-
-BACKENDS = ("auto", "math", "sdpa", "blocked", "flex", "fused")
 
 Carry = dict[str, Tensor]
 """What the layers of one forward pass hand to later layers, by name. The decoder makes an empty one for every pass."""
@@ -33,7 +31,9 @@ class AttentionConfig:
     bias: bool = False  # biases in linear layers and LayerNorms
     norm_eps: float = 1e-5  # added inside the root of every norm
     attention_dropout: float = 0.0  # of the attention maps
-    backend: str = "auto"  # auto | math | sdpa | blocked | flex | fused, see model/attention/backends.py
+    backend: str = (
+        "auto"  # auto, math, sdpa, one_call, two_calls, four_calls, blocked, flex or fused (attention/backends.py)
+    )
 
     def filled(self) -> Self:
         """A copy with n_kv_head and head_dim filled in, checked. ValueError names the override that mends it."""

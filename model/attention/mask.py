@@ -1,6 +1,6 @@
 """Who may see whom: one small object that every backend reads."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ class Mask:
     window: int | None = None
     documents: Tensor | None = None
     keys: Tensor | None = None
+    made: dict = field(default_factory=dict, init=False, repr=False)  # what backends make of it, once for all layers
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:

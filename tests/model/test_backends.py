@@ -100,6 +100,85 @@ def close(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
     assert error < 2e-5 * scale, f"{what}: off by {error:.1e} at a scale of {scale:.1e}"
 
 
+@pytest.mark.parametrize("operation", ("diff", "diff_v2"))
+@pytest.mark.parametrize(("T", "ratio", "d"), ((1, 2, 32), (63, 4, 48), (200, 1, 64)))
+def test_named_routes_agree_with_the_float64_reference(operation: str, T: int, ratio: int, d: int) -> None:
+    """One, two and four SDPA calls are the same operation: in float64 to rounding, gradients too, every mask."""
+    inputs = [x.detach().double().requires_grad_() for x in tensors(operation, 2, T, ratio, d)]
+    for label, mask in masks(2, T).items():
+        want = exact(operation, inputs, mask, T)
+        want_grads = torch.autograd.grad(want.sin().sum(), inputs)
+        for backend in backends.ROUTES:
+            got = run(operation, inputs, mask, backend)
+            torch.testing.assert_close(got, want, atol=1e-12, rtol=1e-9, msg=f"{backend}, {label}")
+            for one, other in zip(torch.autograd.grad(got.sin().sum(), inputs), want_grads, strict=True):
+                torch.testing.assert_close(one, other, atol=1e-10, rtol=1e-7, msg=f"{backend}, {label}, gradient")
+
+
+@pytest.mark.parametrize(("backend", "calls"), (("one_call", 1), ("two_calls", 2), ("four_calls", 4)))
+def test_a_route_makes_the_calls_of_its_name(backend: str, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    real = F.scaled_dot_product_attention
+    record = lambda *args, **options: seen.append(args[2].shape[-1]) or real(*args, **options)  # noqa: E731
+    monkeypatch.setattr(F, "scaled_dot_product_attention", record)
+    run("diff", tensors("diff", 1, 9, 2, 16), CAUSAL, backend)
+    assert len(seen) == calls and max(seen) == (16 if calls == 4 else 32)
+
+
+H100, A100, ADA = (9, 0), (8, 0), (8, 9)
+
+
+@pytest.mark.parametrize(
+    ("card", "dtype", "d", "dv", "want"),
+    (
+        (H100, torch.bfloat16, 64, 128, "two_calls"),  # cuDNN takes both widths
+        (H100, torch.bfloat16, 128, 256, "four_calls"),  # nothing takes 256 beside 128
+        (H100, torch.bfloat16, 128, 128, "two_calls"),
+        (A100, torch.bfloat16, 64, 128, "four_calls"),  # flash takes one width
+        (ADA, torch.float16, 64, 64, "two_calls"),
+        (A100, torch.float32, 64, 128, "two_calls"),  # the memory-efficient kernel takes both
+    ),
+)
+def test_the_route_that_auto_takes_on_a_card(
+    card: tuple[int, int], dtype: torch.dtype, d: int, dv: int, want: str
+) -> None:
+    assert backends.choose(card, dtype, d, dv, CAUSAL, 1024, 1024) == want
+    for label, mask in masks(2, 1024).items():
+        if label not in ("causal", "bidirectional"):
+            assert backends.choose(card, dtype, d, dv, mask, 1024, 1024) == "flex", label
+            assert backends.choose(card, dtype, d, dv, mask, 1000, 1000) == want, label  # no block is whole
+            assert backends.choose(card, dtype, d, dv, mask, 128, 1024) == want, label  # cached keys
+
+
+def test_what_auto_takes_on_a_cpu() -> None:
+    assert backends.choose(None, torch.float32, 64, 128, CAUSAL, 1024, 1024) == "blocked"
+    assert backends.choose(None, torch.float32, 64, 128, CAUSAL, 2048, 2048) == "one_call"
+    assert backends.choose(None, torch.float32, 64, 128, Mask(window=9), 1024, 1024) == "one_call"
+
+
+def test_the_block_mask_is_made_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    real = backends._blocks
+    monkeypatch.setattr(backends, "_blocks", lambda *args: made.append(args) or real(*args))
+    model = randomized("hybrid", backend="flex", n_layer=4)
+    with torch.no_grad():
+        model(torch.randint(0, 50, (2, 12)), documents=torch.zeros(2, 12, dtype=torch.long))
+    assert len(made) == 1
+
+
+def test_a_union_reads_transposed_keys_as_they_are() -> None:
+    """The CPU's flash kernel takes the last dimension for contiguous without asking."""
+    q, *sets = tensors("union", 1, 40, 1, 16)
+    turned = [x.mT.contiguous().mT for x in (q, *sets)]
+    want = run("union", [q, *sets], CAUSAL, "math")
+    torch.testing.assert_close(run("union", turned, CAUSAL, "auto"), want, atol=1e-5, rtol=1e-5)
+
+
+def test_four_calls_refuse_dropout() -> None:
+    with pytest.raises(ValueError, match="use model.backend=sdpa or model.attention_dropout=0$"):
+        backends.check_backend("four_calls", 64, 128, 0.1, 2)
+
+
 def test_lambda_is_not_rounded_to_the_maps_precision() -> None:
     """Equal maps cancel to (1 - lambda) v: bfloat16 knows 1.00390625 and 1, and nothing between."""
     q, k, v, _ = (x.detach().bfloat16() for x in tensors("diff", 1, 8, 1, 32))
