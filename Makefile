@@ -4,6 +4,8 @@ VENV   ?= .venv
 # make quickstart TORCH_INDEX=https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
 RUNS   ?= runs/quickstart
+MINUTES ?= 25
+GPU    ?= runs/gpu
 TRAIN  ?=
 EVAL   ?=
 BIN    := $(VENV)/bin
@@ -15,11 +17,12 @@ empty  :=
 space  := $(empty) $(empty)
 ALL    := $(subst $(space),$(comma),$(PATHS:%=$(RUNS)/%))
 
-.PHONY: help quickstart test lint clean
+.PHONY: help quickstart test gpu lint clean
 
 help:
 	@echo "make quickstart   install, prepare data, train three stacks, evaluate, write $(RUNS)/report.html"
 	@echo "make test         install and run the whole CPU test suite"
+	@echo "make gpu          on a CUDA machine, with its own torch: kernel check, benches, MFU, short trainings, in MINUTES=25, into $(GPU)"
 	@echo "make lint         ruff check and format check"
 	@echo "make clean        remove the virtual environment and caches"
 	@echo "TORCH_INDEX=https://download.pytorch.org/whl/cpu installs torch without CUDA; VENV=, RUNS=, MODELS= are paths and variants"
@@ -48,6 +51,10 @@ quickstart: $(VENV)/.installed
 test: $(VENV)/.tested
 	$(BIN)/ruff check .
 	$(BIN)/python -m pytest -n 2
+
+# With the machine's own Python and torch, which fit its driver: nothing is installed.
+gpu:
+	$(PYTHON) -m scripts.gpu minutes=$(MINUTES) out=$(GPU)
 
 lint: $(VENV)/.tested
 	$(BIN)/ruff check .

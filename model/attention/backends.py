@@ -65,14 +65,14 @@ def _chosen(backend: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: 
     """`backend`, or the one that stands for auto and sdpa here; math where an evaluation asks for logits, which only it has."""
     if probe.logits_visitor is not None:
         return "math"
-    if backend not in ("auto", "sdpa"):
-        return backend
-    if dropout:  # halves of the values, and blocks, would be dropped apart
-        return "one_call"
     on_cpu = q.device.type == "cpu"
-    seen = mask if backend == "auto" else EVERYTHING
-    if backend == "sdpa" and on_cpu:
+    if backend not in ("auto", "sdpa") and not (backend == "blocked" and not on_cpu):
+        return backend
+    if dropout or (
+        backend == "sdpa" and on_cpu
+    ):  # with dropout, halves of the values and blocks would be dropped apart
         return "one_call"
+    seen = mask if backend == "auto" else EVERYTHING
     return choose(None if on_cpu else card(), q.dtype, q.shape[-1], v.shape[-1], seen, q.shape[-2], k.shape[-2])
 
 

@@ -31,9 +31,7 @@ class AttentionConfig:
     bias: bool = False  # biases in linear layers and LayerNorms
     norm_eps: float = 1e-5  # added inside the root of every norm
     attention_dropout: float = 0.0  # of the attention maps
-    backend: str = (
-        "auto"  # auto, math, sdpa, one_call, two_calls, four_calls, blocked, flex or fused (attention/backends.py)
-    )
+    backend: str = "auto"  # auto, math, sdpa, one_call, two_calls, four_calls, blocked, flex, fused: see backends.py
 
     def filled(self) -> Self:
         """A copy with n_kv_head and head_dim filled in, checked. ValueError names the override that mends it."""

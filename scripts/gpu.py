@@ -1,0 +1,209 @@
+"""Everything that only a CUDA machine can tell, in one command: python -m scripts.gpu minutes=25 out=runs/gpu
+
+    environment   the machine, its copy and matrix rates, the kernel that SDPA chooses for each shape
+    kernel        the fused kernel against float64, outputs and gradients     tiles   its tiles, timed
+    attention     every way to compute attention, timed, with peak memory     mfu     training steps at 30M and 124M
+    nccl          sums over all cards, where there are two                    training   30M runs, the most telling first
+    compiled      the fused kernel compiled for cards that are not here (needs no card; only where stages= names it)
+
+    minutes=25    for all stages together; 10 is enough for all but most of the training runs
+    out=runs/gpu  one JSON for each stage; what is in it is not measured again, so several visits add up
+    stages=...    only these, by commas      data=FOLDER  prepared shards for `training`; none: Python's own library, as bytes
+    table=FILE    measures nothing: prints such a JSON as a table
+
+Needs torch 2.11 or newer and numpy, nothing else: no Hydra, no yaml. A stage runs in a process of its own, row by row, each
+row written when it is done; one that fails says why in its JSON and stops nothing else. Without a card every stage runs small.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+if (
+    importlib.util.find_spec("hydra") is None
+):  # the package configs begins with Hydra, its files.py and provenance.py do not
+    sys.modules["configs"] = types.ModuleType("configs")
+    sys.modules["configs"].__path__ = [str(ROOT / "configs")]
+
+import torch  # noqa: E402
+
+from configs.files import write_json  # noqa: E402
+from configs.provenance import result_record  # noqa: E402
+from scripts import gpu_stages  # noqa: E402
+
+DEFAULTS = {"minutes": "25", "out": "runs/gpu", "stages": "", "data": "", "table": ""}
+# Seconds that a stage may take at most of a visit of 25 minutes, in the order in which they run; training takes what is left.
+LIMITS = {"environment": 60, "kernel": 150, "attention": 240, "mfu": 240, "tiles": 120, "nccl": 60, "training": None}
+DEVICE_BROKEN = 3  # exit code: an error that the process's CUDA context does not survive; a new process goes on
+RETRIES = 3
+NAMED = ("architecture", "width", "version", "group", "dtype", "mask")  # of a compiled kernel: its row's name has them
+
+
+def main(arguments: list[str]) -> int:
+    """The command; returns its exit code."""
+    if {"-h", "--help"} & set(arguments):
+        print(__doc__)
+        return 0
+    try:
+        options = parse(arguments)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    out, end = Path(options["out"]), time.monotonic() + 60 * float(options["minutes"])
+    if options["table"]:
+        print(table(read(Path(options["table"]))))
+        return 0
+    if "run" in options:
+        return run_stage(options["run"], out, options["data"], float(options["seconds"]))
+    share = float(options["minutes"]) / 25
+    for stage in options["stages"].split(",") if options["stages"] else LIMITS:
+        left = end - time.monotonic()
+        limit = LIMITS.get(stage)
+        start_stage(stage, out, options["data"], min(left, limit * share if limit else left))
+    return 0
+
+
+def parse(arguments: list[str]) -> dict[str, str]:
+    """The options of the command line. ValueError with what to type for one that is wrong."""
+    options = dict(DEFAULTS)
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if not equals or key not in (*DEFAULTS, "run", "seconds"):
+            raise ValueError(f"'{argument}' is no option: use {', '.join(f'{key}=' for key in DEFAULTS)}")
+        options[key] = value
+    try:
+        possible = float(options["minutes"]) > 0
+    except ValueError:
+        possible = False
+    if not possible:
+        raise ValueError(f"minutes={options['minutes']} is no time: use minutes=25")
+    unknown = [name for name in options["stages"].split(",") if name and name not in gpu_stages.STAGES]
+    if unknown:
+        raise ValueError(f"stages has no '{unknown[0]}': use {', '.join(gpu_stages.STAGES)}")
+    if options["table"] and not read(Path(options["table"])).get("results"):
+        raise ValueError(f"table={options['table']} is no JSON of this command: use one that it wrote into out=")
+    if options["data"] and not Path(options["data"]).is_dir():
+        raise ValueError(
+            f"data={options['data']} is no folder: use the folder that data.prepare wrote, or leave it out"
+        )
+    return options
+
+
+def start_stage(stage: str, out: Path, data: str, seconds: float) -> None:
+    """Run a stage in processes of its own, at most `seconds` in all; what went wrong is added to its JSON."""
+    path, start = out / f"{stage}.json", time.monotonic()
+    if read(path).get("complete"):
+        print(f"{stage}: done before, {path}", flush=True)
+        return
+    problem = "no time was left"
+    for _ in range(RETRIES):
+        left = seconds - (time.monotonic() - start)
+        if left <= 0:
+            break
+        command = [
+            sys.executable,
+            "-m",
+            "scripts.gpu",
+            f"run={stage}",
+            f"out={out.resolve()}",
+            f"data={data}",
+            f"seconds={left}",
+        ]
+        try:
+            # The process stops by itself between rows; a row that hangs is ended from here.
+            done = subprocess.run(
+                command, cwd=ROOT, env=environment(stage), stderr=subprocess.PIPE, text=True, timeout=left + 60
+            )
+        except subprocess.TimeoutExpired:
+            problem = f"a row hung, and was ended after {left + 60:.0f} s"
+            break
+        problem = done.stderr.strip().splitlines()[-1:] if done.returncode else None
+        problem = problem and f"exit code {done.returncode}: {problem[0][:500]}"
+        if done.returncode != DEVICE_BROKEN:
+            break
+    content = read(path)
+    if problem:
+        write_json(path, {**(content or {"stage": stage, "results": {}}), "problem": problem})
+    rows = content.get("results", {})
+    failed = sum("failed" in row for row in rows.values())
+    how = "" if content.get("complete") else " (not all: run the command again)"
+    print(f"{stage}: {len(rows)} rows, {failed} failed{how}{f': {problem}' if problem else ''}", flush=True)
+
+
+def environment(stage: str) -> dict[str, str]:
+    """Of a stage's process: Triton interprets where there is no card, and where it shall compile it must not."""
+    found = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
+    found.pop("TRITON_INTERPRET", None)
+    interprets = stage in ("kernel", "tiles", "attention") and not torch.cuda.is_available()
+    return {**found, "TRITON_INTERPRET": "1"} if interprets else found
+
+
+def run_stage(stage: str, out: Path, data: str, seconds: float) -> int:
+    """Measure the rows of `stage` that its JSON does not have yet, until `seconds` are over."""
+    path, end = out / f"{stage}.json", time.monotonic() + seconds
+    content = read(path)
+    rows: dict[str, Any] = dict(content.get("results", {}))
+    record = result_record("gpu", stage, {"data": data, "device": gpu_stages.DEVICE.type}, rows)
+    for name, measure in gpu_stages.rows_of(stage, Path(data) if data else None):
+        if name in rows:
+            continue
+        if time.monotonic() > end:
+            write_json(path, {**record, "complete": False})
+            return 0
+        start = time.monotonic()
+        rows[name], broken = attempt(measure)
+        rows[name]["seconds"] = round(time.monotonic() - start, 2)
+        write_json(path, {**record, "complete": False})
+        if broken:
+            return DEVICE_BROKEN
+    write_json(path, {**record, "complete": True})
+    return 0
+
+
+def attempt(measure: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], bool]:
+    """A row, or why it failed; and whether the error has left the card unusable for this process."""
+    try:
+        return measure(), False
+    except Exception as error:  # a row must not stop the others, whatever it is
+        text = " ".join(str(error).split())[:500]
+        memory = isinstance(error, torch.OutOfMemoryError)
+        return {"failed": f"{type(error).__name__}: {text}"}, "CUDA error" in text and not memory
+
+
+def table(content: dict[str, Any]) -> str:
+    """A stage's results as a Markdown table, one line for a row or, where a row has several, for each compiled kernel."""
+    lines = [
+        {"row": name} | {key: value for key, value in part.items() if not isinstance(value, dict) and key not in NAMED}
+        for name, row in content["results"].items()
+        for part in row.get("kernels", [row])
+    ]
+    heads = list(dict.fromkeys(key for line in lines for key in line))
+    cells = [[cell(line.get(head)) for head in heads] for line in lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (heads, ["---"] * len(heads), *cells))
+
+
+def cell(value: Any) -> str:
+    if isinstance(value, list):
+        return ",".join(str(int(x)) for x in value)
+    return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """What a stage has written so far."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

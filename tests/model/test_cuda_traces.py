@@ -1,0 +1,147 @@
+"""Every variant becomes one graph for CUDA at two lengths, on a machine without a card, and with the kernel that is meant.
+
+Tensors are fake (they have a device, a shape and no content), so torch.compile traces what it would trace on a card. A build of
+torch for the CPU alone wants two things for that: a guard of the CUDA device that does nothing, and leave to autocast.
+TRACE_ALL=1 traces every variant on every backend; without it a choice that has each variant and each backend.
+"""
+
+import ctypes
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from model.attention import VARIANTS as CLASSES
+from model.attention import backends
+from model.attention.kernels import unavailable
+from tests.conftest import run_command
+from tests.variants import config
+
+GUARD = """#include <c10/core/impl/DeviceGuardImplInterface.h>
+namespace c10::impl { C10_REGISTER_GUARD_IMPL(CUDA, NoOpDeviceGuardImpl<DeviceType::CUDA>) }
+"""
+LENGTHS = (256, 384)
+SIZE = {"n_head": 2, "d_model": 128, "context": 512, "match": "none"}  # heads of 64
+KERNELS = {"scaled_dot_product_attention": "sdpa", "flex_attention": "flex", "forward": "fused", "softmax": "math"}
+NAMES = [variant.name for variant in CLASSES.values()] + ["introspective_sequence"]
+MASKS = ("causal", "window", "documents", "padding")
+
+
+def cases() -> list[tuple[str, str, str, tuple[int, int]]]:
+    """(variant, backend, mask, card)."""
+    if os.environ.get("TRACE_ALL"):
+        return list(itertools.product(NAMES, backends.BACKENDS, MASKS, ((9, 0), (8, 0))))
+    every = [(name, "auto", "causal", (9, 0)) for name in NAMES]
+    diffs = [(name, backend, "causal", (9, 0)) for name in ("diff", "diff_v2") for backend in backends.BACKENDS[1:]]
+    masked = [("hybrid", "auto", mask, (9, 0)) for mask in MASKS[1:]] + [("diff", "auto", "causal", (8, 0))]
+    return every + diffs + masked + [("introspective_sequence", "auto", "documents", (9, 0))]
+
+
+def trace(name: str, backend: str, mask: str, card: tuple[int, int]) -> list[dict[str, int]]:
+    """How often each kernel stands in the graph of `name`, for each of two lengths."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from model.decoder import Decoder
+
+    backends.card = torch.compiler.assume_constant_result(lambda: card)
+    torch._dynamo.reset()
+    graphs: list[torch.fx.GraphModule] = []
+    window = 100 if mask == "window" else None
+    with torch.device("meta"):
+        model = Decoder(config(name, **SIZE, n_layer=2 if name == "hybrid" else 1, window=window, backend=backend))
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.set_grad_enabled(backend != "flex" and mask == "causal"):
+        model.to_empty(
+            device="cuda"
+        )  # FlexAttention traces without gradients only: there is no autograd engine for CUDA here
+        compiled = torch.compile(model, fullgraph=True, backend=lambda graph, inputs: graphs.append(graph) or graph)
+        for T in LENGTHS:
+            tokens = torch.zeros(2, T, dtype=torch.long, device="cuda")
+            given = {"documents": {"documents": tokens}, "padding": {"keys": tokens == 0}}.get(mask, {})
+            with torch.autocast("cuda", torch.bfloat16):
+                assert compiled(tokens, tokens, **given).device.type == "cuda"
+    assert len(graphs) == len(LENGTHS), f"{len(graphs)} graphs for {len(LENGTHS)} lengths"
+    return [dict(Counter(filter(None, map(kernel, graph.graph.nodes)))) for graph in graphs]
+
+
+def kernel(node: torch.fx.Node) -> str | None:
+    target = getattr(node.target, "__name__", str(node.target))
+    return next((name for part, name in KERNELS.items() if target.split(".")[0] == part), None)
+
+
+def main() -> None:
+    """Trace every case that the command line names, and print what became of each as JSON."""
+    if not torch.backends.cuda.is_built():
+        ctypes.CDLL(sys.argv[1])
+        torch.cuda.amp.common.amp_definitely_not_available = lambda: False
+        torch.cuda.is_bf16_supported = lambda *args, **options: True
+    found = {}
+    for case in cases():
+        try:
+            found[json.dumps(case)] = trace(*case)
+        except Exception as error:
+            found[json.dumps(case)] = f"{type(error).__name__}: {str(error)[:2000]}"
+    print(json.dumps(found))
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, int]] | str]:
+    guard = tmp_path_factory.mktemp("guard") / "guard.so"
+    if not torch.backends.cuda.is_built():
+        source, home = guard.with_suffix(".cpp"), Path(torch.__file__).parent
+        source.write_text(GUARD)
+        command = [
+            "g++",
+            "-std=c++20",
+            "-shared",
+            "-fPIC",
+            source,
+            f"-I{home}/include",
+            f"-L{home}/lib",
+            "-lc10",
+            "-o",
+            guard,
+        ]
+        try:
+            subprocess.run(command, check=True, capture_output=True)
+        except OSError:
+            pytest.skip("tracing for CUDA with a CPU build of torch needs g++")
+    done = run_command("-m", "tests.model.test_cuda_traces", str(guard), timeout=3000)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def wanted(name: str, backend: str, mask: str, card: tuple[int, int]) -> dict[str, int] | None:
+    """The kernels that the graph of one layer shall have; None: whatever, in one graph."""
+    if name in ("diff", "diff_v2"):
+        auto = "four_calls" if name == "diff" and card < (9, 0) else "two_calls"  # V1: heads of 64, values of 128
+        chosen = auto if backend in ("auto", "sdpa", "blocked") else backend
+        calls = {"one_call": 1, "two_calls": 2, "four_calls": 4}
+        if mask == "causal":
+            return {"sdpa": calls[chosen]} if chosen in calls else {chosen: 2 if chosen in ("flex", "math") else 1}
+    if name == "baseline":
+        return {"sdpa": 1} if mask == "causal" else {"flex": 1}
+    return None
+
+
+@pytest.mark.parametrize("case", cases(), ids=lambda case: "-".join(map(str, case)))
+def test_one_graph_at_two_lengths(case: tuple, traced: dict[str, list[dict[str, int]] | str]) -> None:
+    name, backend, mask, _ = case
+    if backend == "fused" and unavailable(64, 128):
+        pytest.skip("the fused kernel needs the package triton")
+    found = traced[json.dumps(case)]
+    assert isinstance(found, list), found
+    assert found[0] == found[1]
+    want = wanted(*case)
+    assert want is None or found[0] == want
+    if backend == "auto" and mask != "causal":
+        assert set(found[0]) == {"flex"}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""`make gpu` on a machine without a card: every stage's stand-in, what a second visit repeats, and what goes wrong."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from configs import CONFIG_DIR
+from scripts import gpu, gpu_stages
+from tests.conftest import run_command
+
+MISSING = ("hydra", "omegaconf", "yaml", "wandb", "datasets", "tiktoken", "tokenizers", "transformers")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the stages' stand-ins are for machines without a card"
+)
+
+
+def rows(path: Path) -> dict[str, dict]:
+    content = json.loads(path.read_text())
+    assert {"eval", "machine", "version", "results"} <= set(content)
+    return content["results"]
+
+
+@pytest.mark.parametrize(
+    "stage", [name for name in gpu_stages.STAGES if name not in ("compiled", "environment", "nccl")]
+)
+def test_every_stage_runs_without_a_card(stage: str, tmp_path: Path) -> None:
+    if stage in ("kernel", "tiles", "attention"):
+        pytest.importorskip("triton", reason="the fused kernel needs the package triton")
+    assert gpu.run_stage(stage, tmp_path, "", 600) == 0
+    found = rows(tmp_path / f"{stage}.json")
+    failed = {name: row["failed"] for name, row in found.items() if "failed" in row and "flex" not in name}
+    assert found and not failed
+    if stage == "kernel":
+        assert all(row["right"] for row in found.values()), found
+    if stage == "training":
+        assert all(0 < row["val_loss"] < 10 for row in found.values()), found
+
+
+def test_the_command_needs_only_torch_and_skips_what_is_done(tmp_path: Path) -> None:
+    without = tmp_path / "without"
+    without.mkdir()
+    (without / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({MISSING!r}))\n")
+    call = ("-m", "scripts.gpu", "minutes=5", f"out={tmp_path}", "stages=environment,nccl")
+    done = run_command(*call, env={"PYTHONPATH": str(without)})
+    assert done.returncode == 0 and "environment: 6 rows, 0 failed" in done.stdout, done.stdout + done.stderr
+    assert "nccl: 1 rows, 0 failed" in done.stdout
+    assert rows(tmp_path / "environment.json")["versions"]["torch"] == torch.__version__
+    again = run_command(*call, env={"PYTHONPATH": str(without)})
+    assert again.stdout.count("done before") == 2
+
+
+def test_a_row_that_fails_stops_nothing_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> dict:
+        raise RuntimeError("CUDA error: an illegal memory access")
+
+    measured = []
+    parts = {
+        "bad": lambda: 1 / 0,
+        "good": lambda: measured.append(1) or {"ms": 1.0},
+        "sick": broken,
+        "last": lambda: {},
+    }
+    monkeypatch.setattr(gpu_stages, "rows_of", lambda stage, data: list(parts.items()))
+    assert gpu.run_stage("mfu", tmp_path, "", 60) == gpu.DEVICE_BROKEN
+    assert list(rows(tmp_path / "mfu.json")) == ["bad", "good", "sick"]
+    assert gpu.run_stage("mfu", tmp_path, "", 60) == 0  # a new process goes on behind the row that broke the card
+    found = rows(tmp_path / "mfu.json")
+    assert list(found) == list(parts) and measured == [1]
+    assert found["bad"]["failed"].startswith("ZeroDivisionError") and "illegal" in found["sick"]["failed"]
+    assert gpu.table(json.loads((tmp_path / "mfu.json").read_text())).count("\n") == 5
+
+
+def test_time_that_is_over_ends_a_stage_between_rows(tmp_path: Path) -> None:
+    assert gpu.run_stage("mfu", tmp_path, "", -1) == 0
+    content = json.loads((tmp_path / "mfu.json").read_text())
+    assert content["results"] == {} and content["complete"] is False
+
+
+@pytest.mark.parametrize(
+    ("argument", "says"),
+    (
+        ("minutes=0", "use minutes=25"),
+        ("minutes=soon", "use minutes=25"),
+        ("stages=speed", "use environment, kernel"),
+        ("data=/nowhere", "the folder that data.prepare wrote"),
+        ("table=/nowhere", "use one that it wrote"),
+        ("speed", "use minutes="),
+    ),
+)
+def test_a_wrong_option_is_one_line(argument: str, says: str, capsys: pytest.CaptureFixture) -> None:
+    assert gpu.main([argument]) == 2
+    line = capsys.readouterr().err
+    assert line.startswith("error: ") and line.count("\n") == 1 and says in line
+
+
+def test_sizes_and_schedule_are_those_of_the_configuration() -> None:
+    sizes = {name: yaml.safe_load((CONFIG_DIR / "size" / f"{name}.yaml").read_text()) for name in ("30m", "124m")}
+    for name, wanted in sizes.items():
+        own = gpu_stages.SIZES[name]
+        assert {key: own[key] for key in ("n_layer", "d_model", "context", "n_head")} == {
+            key: wanted[key] for key in ("n_layer", "d_model", "context", "n_head")
+        }
+    tier = yaml.safe_load((CONFIG_DIR / "ablations" / "tier" / "gpu.yaml").read_text())
+    assert (tier["n_head"], tier["head_dim"]) == tuple(gpu_stages.SIZES["30m"][key] for key in ("n_head", "head_dim"))
+    assert "steps=1500" in tier["train"] and "batch_tokens=32768" in tier["train"]
+    arms = yaml.safe_load((CONFIG_DIR / "ablations" / "experiment" / "main.yaml").read_text())["arms"]
+    assert set(gpu_stages.ARMS) <= set(arms)
