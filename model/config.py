@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
 from typing import Any, Self
 
-from model.attention import VARIANTS
-from model.attention.base import AttentionConfig, check_choice, check_probability
+from .attention import VARIANTS
+from .attention.base import AttentionConfig, check_choice, check_probability
 
 VariantOptions = make_dataclass(
     "VariantOptions",
@@ -36,9 +36,6 @@ class DecoderConfig(VariantOptions):
     eot: int | None = None  # end-of-text token, the tokenizer's, filled in by train.py
     norm: str = "rmsnorm"  # rmsnorm | layernorm
     mlp: str = "swiglu"  # swiglu | gelu | gelu_tanh (GPT-2's own approximation)
-    position: str = "rope"  # rope | learned | none
-    rope_theta: float = 10000.0  # base of the rotary frequencies
-    rope_layout: str = "half"  # half (Llama, GPT-NeoX) | interleaved (GPT-J, the published differential code)
     window: int | None = None  # sliding window: a query sees the last `window` keys, itself included; None: all
     tie: bool = True  # output head = token embedding
     dropout: float = 0.0  # of the embedding and of what each sub-layer adds
@@ -52,9 +49,6 @@ class DecoderConfig(VariantOptions):
         filled = super().filled()
         if self.document_mask and self.eot is None:
             raise ValueError("model.document_mask=true needs the token that begins a document: give model.eot=TOKEN_ID")
-        if self.position == "rope" and filled.head_dim % 2:
-            wrong = f"RoPE needs an even head width, not {filled.head_dim}"
-            raise ValueError(f"{wrong}: change model.n_head or model.head_dim")
         check_probability("model.dropout", self.dropout)
         if self.window is not None and self.window < 1:
             raise ValueError(f"model.window={self.window} shows a query nothing: use 1 or more, or null for no window")
@@ -93,6 +87,4 @@ CHOICES = {
     "match": ("params", "flops", "none"),
     "norm": ("rmsnorm", "layernorm"),
     "mlp": ("swiglu", "gelu", "gelu_tanh"),
-    "position": ("rope", "learned", "none"),
-    "rope_layout": ("half", "interleaved"),
 }

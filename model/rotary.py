@@ -29,12 +29,13 @@ def rope_table(
 
 
 def rotate(x: Tensor, rope: Rope | None) -> Tensor:
-    """Rotate queries or keys x (B, H, T, d) by their positions; None leaves them."""
+    """Rotate queries or keys x (B, H, T, d) by their positions, in float32 or better; None leaves them."""
     if rope is None:
         return x
-    cos, sin = rope.cos.to(x.dtype), rope.sin.to(x.dtype)  # (T, d/2)
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    cos, sin, wide = rope.cos.to(dtype), rope.sin.to(dtype), x.to(dtype)  # (T, d/2) twice
     if rope.interleaved:
-        even, odd = x[..., 0::2], x[..., 1::2]  # (B, H, T, d/2) each
-        return torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
-    left, right = x.chunk(2, dim=-1)  # (B, H, T, d/2) each
-    return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
+        even, odd = wide[..., 0::2], wide[..., 1::2]  # (B, H, T, d/2) each
+        return torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2).to(x.dtype)
+    left, right = wide.chunk(2, dim=-1)  # (B, H, T, d/2) each
+    return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)

@@ -24,9 +24,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.attention import blocked, probe, reference
-from model.attention.kernels import unavailable
-from model.attention.mask import Mask
+from . import blocked, probe, reference
+from .kernels import unavailable
+from .mask import EVERYTHING, Mask
 
 BACKENDS = ("auto", "math", "sdpa", "one_call", "two_calls", "four_calls", "blocked", "flex", "fused")
 ROUTES = ("one_call", "two_calls", "four_calls")
@@ -35,7 +35,6 @@ ROUTES = ("one_call", "two_calls", "four_calls")
 SHORT, SHORT_DIFF = 512, 1024
 WIDEST_CUDNN = 128  # head width up to which cuDNN takes values of another width than the keys
 FLEX_BLOCK = 128  # FlexAttention skips blocks of this many queries and keys
-EVERYTHING = Mask(causal=False)
 
 
 def choose(card: tuple[int, int] | None, dtype: torch.dtype, d: int, dv: int, mask: Mask, T: int, S: int) -> str:
@@ -48,7 +47,7 @@ def choose(card: tuple[int, int] | None, dtype: torch.dtype, d: int, dv: int, ma
     """
     if card is None:
         return "blocked" if mask.plain and T == S > 0 and S <= SHORT_DIFF else "one_call"
-    if not (mask.plain or mask.sees_everything) and T == S and T % FLEX_BLOCK == 0:
+    if not (mask.plain or mask.sees_everything or mask.free) and T == S and T % FLEX_BLOCK == 0:
         return "flex"
     half = dtype in (torch.bfloat16, torch.float16)
     takes_both = dv <= d or not half or (card >= (9, 0) and dv <= WIDEST_CUDNN)
@@ -76,8 +75,13 @@ def _chosen(backend: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: 
     return choose(None if on_cpu else card(), q.dtype, q.shape[-1], v.shape[-1], seen, q.shape[-2], k.shape[-2])
 
 
-def check_backend(backend: str, d: int, dv: int, dropout: float, maps: int = 1) -> None:
-    """ValueError unless `backend` can serve heads of width d with values of width dv; maps: 2 for a difference of maps."""
+def check_backend(backend: str, d: int, dv: int, dropout: float, maps: int = 1, bias: bool = False) -> None:
+    """ValueError unless `backend` can serve heads of width d with values of width dv; maps: 2 for a difference of maps.
+
+    bias: whether numbers are added to the scores, as ALiBi does.
+    """
+    if bias and (backend == "flex" or (backend == "fused" and maps == 2)):
+        _refuse_free_masks(backend)
     if dropout and backend in ("flex", "fused", "four_calls"):
         raise ValueError(
             f"backend={backend} has no attention dropout: use model.backend=sdpa or model.attention_dropout=0"
@@ -88,15 +92,17 @@ def check_backend(backend: str, d: int, dv: int, dropout: float, maps: int = 1) 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, backend: str = "auto", dropout: float = 0.0) -> Tensor:
     """softmax(q k' / sqrt(d)) v: (B, H, T, d) -> (B, H, T, dv). dropout: of the map's weights."""
-    mask.check(q.shape[0], k.shape[-2])
+    mask.check(q, k)
     backend = _chosen(backend, q, k, v, mask, dropout)
     if probe.active is not None:
         probe.active.record(_probe_rows(q, _repeat(k, q.shape[1]), mask))
     if backend == "math":
-        return reference.attend(q, _repeat(k, q.shape[1]), _repeat(v, q.shape[1]), _see(mask, q, k), dropout)
+        return reference.attend(
+            q, _repeat(k, q.shape[1]), _repeat(v, q.shape[1]), _see(mask, q, k), dropout, _bias(mask, q, k)
+        )
     if backend == "flex":
         return _flex(q, k, v, mask)
-    if q.shape[-2] == 1:
+    if q.shape[-2] == 1 and not mask.free:
         return _one_query(q, k, v, mask, dropout)
     return _halves(q, k, v, mask, dropout) if backend == "four_calls" else _sdpa(q, k, v, mask, dropout=dropout)
 
@@ -111,7 +117,7 @@ def attend_diff(
     arXiv 2410.05258, equation 1.
     """
     h, T, S = q.shape[1], q.shape[-2], k.shape[-2]
-    mask.check(q.shape[0], S)
+    mask.check(q, k)
     on_cpu = q.device.type == "cpu" and mask.plain and not dropout
     last = backend in ("auto", "blocked") and on_cpu and T == 1
     backend = _chosen(backend, q, k, v, mask, dropout)
@@ -119,16 +125,18 @@ def attend_diff(
         first, second = _probe_rows(q, _repeat(k, h).expand(-1, -1, 2, -1, -1), mask).unbind(2)  # (B, h, R, S) each
         probe.active.record(first - _lambda_rows(lam, k.shape[-2]) * second)
     if backend == "fused":
-        from model.attention.kernels.diff import attend_diff as fused
+        from .kernels.diff import attend_diff as fused
 
+        if mask.free:
+            _refuse_free_masks(backend)
         return fused(q, k, v, lam, mask)
     if backend == "flex":
         first, second = (_flex(q[:, :, c], k[:, :, c % k.shape[2]], v, mask) for c in (0, 1))
         return _subtract(first, lam, second)
     if backend == "math":
         k, v = _repeat(k, h).expand(-1, -1, 2, -1, -1), _repeat(v, h)  # (B, h, 2, S, d), (B, h, S, dv)
-        return reference.attend_diff(q, k, v, lam, _see(mask, q, k), dropout)
-    if T == 1 and k.shape[2] == 1:
+        return reference.attend_diff(q, k, v, lam, _see(mask, q, k), dropout, _bias(mask, q, k))
+    if T == 1 and k.shape[2] == 1 and not mask.free:
         first, second = _one_query(q, k.squeeze(2), v, mask, dropout).unbind(2)  # (B, h, 1, dv) each
         return _subtract(first, lam, second)
     if last:
@@ -168,7 +176,7 @@ def attend_union(
     n, T, S = len(keys), q.shape[-2], keys[0].shape[-2]
     if n == 1:
         return attend(q, keys[0], values[0], mask, backend, dropout)
-    mask.check(q.shape[0], S)
+    mask.check(q, keys[0])
     backend = _chosen(backend, q, keys[0], values[0], mask, dropout)
     if probe.active is not None:
         rows = _probe_rows(q, _repeat(torch.cat(keys, dim=-2), q.shape[1]), mask, sets=n)  # (B, H, R, n S)
@@ -177,7 +185,7 @@ def attend_union(
         return _flex(q, torch.cat(keys, dim=-2), torch.cat(values, dim=-2), mask, sets=n)
     keys, values = [_repeat(k, q.shape[1]) for k in keys], [_repeat(v, q.shape[1]) for v in values]
     if backend == "math":
-        return reference.attend_union(q, keys, values, _see(mask, q, keys[0]), dropout)
+        return reference.attend_union(q, keys, values, _see(mask, q, keys[0]), dropout, _bias(mask, q, keys[0]))
     half = q.dtype in (torch.bfloat16, torch.float16)
     if mask.plain and T == S > 0 and not dropout and (q.device.type == "cpu" or half):
         width = values[0].shape[-1]
@@ -187,8 +195,13 @@ def attend_union(
             x if x.stride(-1) == 1 else x.contiguous() for x in padded
         ]  # the CPU's flash kernel reads it as if it were
         return _Union.apply(q.shape[-1] ** -0.5, *padded)[..., :width]
-    see = _see(mask, q, keys[0]).repeat(1, 1, 1, n)
-    return _sdpa(q, torch.cat(keys, dim=-2), torch.cat(values, dim=-2), mask, see, dropout)
+    see, bias = _see(mask, q, keys[0]).repeat(1, 1, 1, n), _bias(mask, q, keys[0])
+    bias = None if bias is None else bias.repeat(1, 1, 1, n)
+    return _sdpa(q, torch.cat(keys, dim=-2), torch.cat(values, dim=-2), mask, see, dropout, bias=bias)
+
+
+def _refuse_free_masks(backend: str) -> None:
+    raise ValueError(f"backend={backend} has no masks of any shape and no bias (ALiBi): use model.backend=sdpa")
 
 
 def _sdpa(
@@ -199,8 +212,9 @@ def _sdpa(
     see: Tensor | None = None,
     dropout: float = 0.0,
     scale: float | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """torch's fused kernel; `see` stands for the mask's own dense form, `scale` for 1 / sqrt(d).
+    """torch's fused kernel; `see` and `bias` stand for the mask's own dense form, `scale` for 1 / sqrt(d).
 
     CPU: all widths zero-padded to the widest, keys repeated for the queries of a group. CUDA: widths as they are, and keys
     shared inside the kernel where flash and cuDNN run, which know how; the memory-efficient kernel does not.
@@ -209,7 +223,7 @@ def _sdpa(
     if q.device.type == "cpu":
         if q.dtype == torch.bfloat16 and S <= SHORT:
             with torch.autocast("cpu", enabled=False):
-                return _sdpa(q.float(), k.float(), v.float(), mask, see, dropout, scale).to(q.dtype)
+                return _sdpa(q.float(), k.float(), v.float(), mask, see, dropout, scale, bias).to(q.dtype)
         q, k, v = (_widen(x, max(q.shape[-1], width)) for x in (q, k, v))
     # One query at the end sees every key.
     unmasked = see is None and (mask.sees_everything or (mask.plain and (T == S or T == 1)))
@@ -223,9 +237,14 @@ def _sdpa(
         if T == 1:  # not `causal and T > 1`, which torch.compile hands on as a symbol at a second length
             causal = False
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, **options)[..., :width]
-    see = _see(mask, q, k) if see is None else see  # (1 or B, 1, T, S)
+    if see is None:
+        see, bias = _see(mask, q, k), _bias(mask, q, k)  # (1 or B, 1 or heads, T, S)
+    see = _spread(see, q)
     blind = ~see.any(-1, keepdim=True)  # as in reference.weights
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=see | blind, **options)[..., :width]
+    shown = see | blind
+    if bias is not None:
+        shown = _spread(bias, q).to(q.dtype).masked_fill(~shown, float("-inf"))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=shown, **options)[..., :width]
     return out.masked_fill(blind, 0.0)
 
 
@@ -254,6 +273,8 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sets: int = 1) -> Tensor:
     """FlexAttention, key and value heads shared inside the kernel; `sets` key sets stand side by side in k and v."""
     from torch.nn.attention.flex_attention import flex_attention
 
+    if mask.free:
+        _refuse_free_masks("flex")
     if q.device.type == "cpu":
         if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
             raise ValueError("backend=flex has no backward on a CPU: use model.backend=sdpa")
@@ -300,12 +321,22 @@ def _see(mask: Mask, q: Tensor, k: Tensor) -> Tensor:
     return mask.dense(q.shape[-2], k.shape[-2], q.device)
 
 
+def _bias(mask: Mask, q: Tensor, k: Tensor) -> Tensor | None:
+    T, S = q.shape[-2], k.shape[-2]
+    return mask.added(torch.arange(S - T, S, device=q.device), S) if mask.free else None
+
+
+def _spread(x: Tensor, q: Tensor) -> Tensor:
+    """A mask's dense form for the maps of q (B, maps, T, d): adjacent maps, of one head, share its rows."""
+    return x if x.shape[1] in (1, q.shape[1]) else x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
+
+
 def _probe_rows(q: Tensor, k: Tensor, mask: Mask, sets: int = 1) -> Tensor:
     """The maps of the active probe's rows, (B, H, R, S) or (B, h, 2, R, S); `sets` key sets stand side by side in k."""
     rows, S = probe.active.rows.to(q.device), k.shape[-2] // sets
-    see = mask.allowed(rows, S).repeat(1, 1, 1, sets)
-    see = see if q.dim() == 4 else see[:, None]
-    return reference.weights(probe.gather_rows(q, rows, S).float(), k.float(), see)
+    see, bias = (x if x is None else x.repeat(1, 1, 1, sets) for x in (mask.allowed(rows, S), mask.added(rows, S)))
+    see, bias = (x if x is None or q.dim() == 4 else x.unsqueeze(2) for x in (see, bias))
+    return reference.weights(probe.gather_rows(q, rows, S).float(), k.float(), see, bias)
 
 
 def _lambda_rows(lam: Tensor, S: int) -> Tensor:

@@ -4,18 +4,18 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from model.attention.base import Attention, AttentionConfig, make_head_norm
+from .base import HEAD_NORMS, Attention, AttentionConfig, make_head_norm
 
 
 @dataclass
 class BaselineConfig:
     """Options of `baseline`.
 
-    head_norm: an RMSNorm over each head's output, affine or plain (no weight). None is the baseline; with a norm it is the
-    control for `diff`, whose heads have one.
+    head_norm: over each head's output, an RMSNorm (affine, or plain: no weight) or a layernorm. None is the baseline; with a
+    norm it is the control for `diff`, whose heads have one. In Python also a factory: head_norm=lambda width: a module.
     """
 
-    head_norm: str = "none"  # none | affine | plain
+    head_norm: str = "none"  # none | affine | plain | layernorm
 
 
 class BaselineAttention(Attention):
@@ -23,7 +23,7 @@ class BaselineAttention(Attention):
 
     name = "baseline"
     Options = BaselineConfig
-    choices = {"head_norm": ("none", "affine", "plain")}
+    choices = {"head_norm": HEAD_NORMS}
     colours = {"baseline": "#0072B2", "gpt2": "#7F7F7F"}
 
     def make_parameters(self, cfg: AttentionConfig, layer: int) -> None:

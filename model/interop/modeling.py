@@ -13,9 +13,8 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from model.config import decoder_config
-from model.decoder import Decoder
-from model.rotary import rope_table
+from ..config import decoder_config
+from ..decoder import Decoder
 
 
 class VariantConfig(PretrainedConfig):
@@ -47,11 +46,7 @@ class VariantForCausalLM(PreTrainedModel, GenerationMixin):
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
-        # from_pretrained makes the model without storage and fills in what the files hold: not the tables of RoPE.
-        if isinstance(module, Decoder):
-            cos, sin = rope_table(module.cfg.context, module.cfg.head_dim, module.cfg.rope_theta, module.cos.device)
-            module.cos.copy_(cos)
-            module.sin.copy_(sin)
+        """The decoder has set its own."""
 
     def get_input_embeddings(self) -> nn.Embedding:
         return self.decoder.embedding

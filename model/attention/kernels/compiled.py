@@ -48,7 +48,7 @@ def rows(arch: int, case: dict[str, Any]) -> list[dict[str, Any]]:
     """
     import triton
 
-    from model.attention.kernels import diff
+    from . import diff
 
     assert os.environ.get("TRITON_INTERPRET") != "1", "unset TRITON_INTERPRET: the interpreter compiles nothing"
     function, kept, card = triton.runtime.jit.JITFunction, [], divmod(arch, 10)
@@ -92,7 +92,7 @@ def inputs(case: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor
 
 def describe(name: str, kernel: Any, arch: int, case: dict[str, Any]) -> dict[str, Any]:
     """What ptxas says of a compiled kernel, and the products it executes."""
-    from model.attention.kernels import diff
+    from . import diff
 
     ptx, num_warps = kernel.asm["ptx"], kernel.metadata.num_warps
     registers, spilled = resources(kernel.asm["cubin"])
