@@ -41,16 +41,17 @@ def choose(card: tuple[int, int] | None, dtype: torch.dtype, d: int, dv: int, ma
     """The backend that `auto` takes for `attend_diff` on CUDA compute capability `card` (None: a CPU), without dropout.
 
     `attend` takes the same: there one_call and two_calls are sdpa, and four_calls is two calls, each with half of the values.
-    The choice among kernels that are exact is by what is known of them, not yet by a measurement on a GPU:
-    cuDNN's, which torch prefers from 9.0 on, takes dv != d up to a width of 128; flash attention wants dv = d;
-    a dense mask costs T x S memory and skips nothing, so windows, documents and padding go to FlexAttention.
+    The choice among kernels that are exact is by what is known of them, not yet by a measurement on a GPU: cuDNN's, which
+    torch tries first on 9.x and 10.x (pytorch, transformers/cuda/sdp_utils.cpp: where cuDNN is above 9.15.0), takes dv != d
+    up to a width of 128; flash attention wants dv = d; a dense mask costs T x S memory and skips nothing, so windows,
+    documents and padding go to FlexAttention.
     """
     if card is None:
         return "blocked" if mask.plain and T == S > 0 and S <= SHORT_DIFF else "one_call"
     if not (mask.plain or mask.sees_everything or mask.free) and T == S and T % FLEX_BLOCK == 0:
         return "flex"
     half = dtype in (torch.bfloat16, torch.float16)
-    takes_both = dv <= d or not half or (card >= (9, 0) and dv <= WIDEST_CUDNN)
+    takes_both = dv <= d or not half or (card[0] in (9, 10) and dv <= WIDEST_CUDNN)
     return "two_calls" if takes_both else "four_calls"
 
 

@@ -136,6 +136,7 @@ H100, A100, ADA = (9, 0), (8, 0), (8, 9)
         (H100, torch.bfloat16, 128, 128, "two_calls"),
         (A100, torch.bfloat16, 64, 128, "four_calls"),  # flash takes one width
         (ADA, torch.float16, 64, 64, "two_calls"),
+        ((12, 0), torch.bfloat16, 64, 128, "four_calls"),  # torch does not put cuDNN first there
         (A100, torch.float32, 64, 128, "two_calls"),  # the memory-efficient kernel takes both
     ),
 )

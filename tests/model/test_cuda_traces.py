@@ -2,7 +2,7 @@
 
 Tensors are fake (they have a device, a shape and no content), so torch.compile traces what it would trace on a card. A build of
 torch for the CPU alone wants two things for that: a guard of the CUDA device that does nothing, and leave to autocast.
-TRACE_ALL=1 traces every variant on every backend; without it a choice that has each variant and each backend.
+TRACE_ALL=1 traces every variant on every backend; without it a choice that has each variant and each kernel.
 """
 
 import ctypes
@@ -38,8 +38,10 @@ def cases() -> list[tuple[str, str, str, tuple[int, int]]]:
     if os.environ.get("TRACE_ALL"):
         return list(itertools.product(NAMES, backends.BACKENDS, MASKS, ((9, 0), (8, 0))))
     every = [(name, "auto", "causal", (9, 0)) for name in NAMES]
-    diffs = [(name, backend, "causal", (9, 0)) for name in ("diff", "diff_v2") for backend in backends.BACKENDS[1:]]
-    masked = [("hybrid", "auto", mask, (9, 0)) for mask in MASKS[1:]] + [("diff", "auto", "causal", (8, 0))]
+    diffs = [("diff", backend, "causal", (9, 0)) for backend in backends.BACKENDS[1:]] + [
+        ("diff", "auto", "causal", (8, 0))
+    ]
+    masked = [("hybrid", "auto", mask, (9, 0)) for mask in MASKS[1:]] + [("diff_v2", "fused", "causal", (9, 0))]
     return every + diffs + masked + [("introspective_sequence", "auto", "documents", (9, 0))]
 
 
@@ -123,7 +125,7 @@ def wanted(name: str, backend: str, mask: str, card: tuple[int, int]) -> dict[st
         chosen = auto if backend in ("auto", "sdpa", "blocked") else backend
         calls = {"one_call": 1, "two_calls": 2, "four_calls": 4}
         if mask == "causal":
-            return {"sdpa": calls[chosen]} if chosen in calls else {chosen: 2 if chosen in ("flex", "math") else 1}
+            return {"sdpa": calls[chosen]} if chosen in calls else {chosen: 2 if chosen == "flex" else 1}
     if name == "baseline":
         return {"sdpa": 1} if mask == "causal" else {"flex": 1}
     return None
