@@ -5,6 +5,7 @@
   python scripts/export.py run=runs/v2 to=remote out=exported/v2         any variant, with our modeling code in the folder:
                                                                          load it with trust_remote_code=True
   python scripts/export.py run=runs/v2 to=safetensors out=weights/v2     weights and configuration under our own names
+  python scripts/export.py run=runs/converted to=axolotl out=axolotl/1   for axolotl with its plugin
 
 The folder has config.json, model.safetensors (float32) and the tokenizer as AutoTokenizer reads it. Where transformers is
 installed, the command first loads the folder with it and compares logits and token ids with those of the run.
@@ -13,12 +14,14 @@ installed, the command first loads the folder with it and compares logits and to
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from omegaconf import MISSING
 from safetensors.torch import save_file
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -27,7 +30,7 @@ from configs.files import whole_folder, write_json  # noqa: E402
 from data.tokenizer import SAMPLE, Tokenizer  # noqa: E402
 from data.tokenizer_export import export_tokenizer  # noqa: E402
 from model.decoder import Decoder  # noqa: E402
-from model.interop.huggingface import Export, export  # noqa: E402
+from model.interop.huggingface import Export, export, read_folder  # noqa: E402
 from training.checkpoint import load_run  # noqa: E402
 
 TOLERANCE = 1e-4  # of the largest logit; float32 sums in another order differ by some 1e-6
@@ -35,11 +38,11 @@ TOLERANCE = 1e-4  # of the largest logit; float32 sums in another order differ b
 
 @dataclass
 class ExportConfig:
-    """What to export. to: diffllama, llama, gpt2, remote or safetensors; None: transformers' own model, or else remote."""
+    """What to export. to=None: transformers' own model, or else remote."""
 
     run: str = MISSING  # folder of the run
     out: str = MISSING  # a folder that does not exist yet
-    to: str | None = None  # diffllama | llama | gpt2 | remote | safetensors; None: see above
+    to: str | None = None  # diffllama | llama | gpt2 | remote | safetensors | axolotl; None: see above
     step: int | None = None  # of the checkpoint; None is the newest
     tokenizer: bool = True  # write the tokenizer's files, too
     check: bool = True  # load the folder with transformers and compare
@@ -71,14 +74,7 @@ def difference(folder: Path, model: Decoder, tokenizer: Tokenizer | None) -> flo
         logging.disable_progress_bar()
         theirs = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).eval()
         encode = AutoTokenizer.from_pretrained(folder, trust_remote_code=True) if tokenizer is not None else None
-    length = min(64, model.cfg.context)
-    tokens = torch.randint(model.cfg.vocab_size, (2, length), generator=torch.Generator().manual_seed(0))
-    ours = model(tokens)
-    apart = (theirs(tokens).logits - ours).abs().max().item()
-    if not apart <= TOLERANCE * max(1.0, ours.abs().max().item()):
-        raise ValueError(
-            f"the exported model differs by {apart:.1e} in its logits: report this, or export with to=remote"
-        )
+    apart = logits_apart(lambda tokens: theirs(tokens).logits, model)
     if encode is not None and encode(SAMPLE)["input_ids"] != tokenizer.encode(SAMPLE):
         raise ValueError(
             "the exported tokenizer gives other ids: export with tokenizer=false, and give the text as ids"
@@ -86,8 +82,24 @@ def difference(folder: Path, model: Decoder, tokenizer: Tokenizer | None) -> flo
     return apart
 
 
+@torch.no_grad()
+def logits_apart(theirs: Callable[[Tensor], Tensor], model: Decoder) -> float:
+    """The largest difference of a logit on random tokens (B, T). ValueError if it is more than float32 explains."""
+    length = min(64, model.cfg.context)
+    tokens = torch.randint(model.cfg.vocab_size, (2, length), generator=torch.Generator().manual_seed(0))
+    ours = model(tokens)
+    apart = (theirs(tokens) - ours).abs().max().item()
+    if not apart <= TOLERANCE * max(1.0, ours.abs().max().item()):
+        raise ValueError(
+            f"the exported model differs by {apart:.1e} in its logits: report this, or export with to=remote"
+        )
+    return apart
+
+
 def load_line(found: Export, out: str) -> str:
     """What to type to read the folder again."""
+    if found.format == "axolotl":
+        return f"base_model: {out}, diff_attention: true and the plugin in axolotl's config.yml"
     if found.format == "safetensors":
         return f"read it with model.interop.huggingface.read_folder({out!r})"
     if found.format != "remote":
@@ -100,6 +112,11 @@ def check(found: Export, folder: Path, model: Decoder, tokenizer: Tokenizer | No
     """One line on how the folder compares with the run."""
     if found.format == "safetensors":
         return "nothing to compare: the weights are as in the run"
+    if found.format == "axolotl":
+        cfg, state = read_folder(folder)
+        back = Decoder(cfg).eval()
+        back.load_state_dict(state, strict=True)
+        return f"read again by us, its logits differ from the run's by at most {logits_apart(back, model):.1e}"
     try:
         apart = difference(folder, model, tokenizer)
     except ModuleNotFoundError:

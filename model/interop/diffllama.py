@@ -72,12 +72,12 @@ class DiffLlama(Llama):
             state[f"{prefix}out.weight"] = state[f"{prefix}out.weight"] * (gain * factor).repeat(attention.heads)
             own = attention.lambda_form == "vectors" and attention.lambda_mix == 1
             if not own or abs(attention.lambda_init - scheduled(layer)) >= 1e-9:
-                vectors = _vectors(attention.lam().item() - scheduled(layer), width)
+                vectors = vectors_of(attention.lam().item() - scheduled(layer), width)
                 state |= {prefix + name: vector for name, vector in vectors.items()}
         return state
 
 
-def _vectors(difference: float, width: int) -> dict[str, Tensor]:
+def vectors_of(difference: float, width: int) -> dict[str, Tensor]:
     """Vectors with exp(q1.k1) - exp(q2.k2) = difference: one exponential is 1, the other larger."""
     vectors = {name: torch.zeros(width) for name in VECTORS}
     vectors["lambda_k1"][0] = vectors["lambda_k2"][0] = 1.0

@@ -19,6 +19,7 @@ class Format:
     """
 
     architecture: ClassVar[str]  # the class that config.json names
+    also: ClassVar[tuple[str, ...]] = ()  # other class names of the same architecture
     model_type: ClassVar[str]
     letter: ClassVar[str] = "b"  # of our attention variant
     parts: ClassVar[dict[str, tuple[str, ...]]]  # field of DecoderConfig: the values that the architecture can compute

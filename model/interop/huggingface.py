@@ -10,6 +10,7 @@ from torch import Tensor
 
 from model.config import DecoderConfig
 from model.decoder import Decoder
+from model.interop.axolotl import Axolotl
 from model.interop.diffllama import DiffLlama
 from model.interop.folder import Weights, local_folder, read_config
 from model.interop.format import Format
@@ -23,6 +24,7 @@ FORMATS: dict[str, Format] = {
     "gpt2": GPT2(),
     "remote": Remote(),
     "safetensors": Safetensors(),
+    "axolotl": Axolotl(),
 }
 
 
@@ -47,7 +49,7 @@ def read_folder(folder: str | Path) -> tuple[DecoderConfig, dict[str, Tensor]]:
     """
     path = local_folder(folder)
     config = read_config(path)
-    readers = {form.architecture: form for form in FORMATS.values()}
+    readers = {name: form for form in FORMATS.values() for name in (form.architecture, *form.also)}
     architecture = (config.get("architectures") or ["(none)"])[0]
     if architecture not in readers:
         raise ValueError(f"{path} is a {architecture}: only {', '.join(readers)} can be read")
@@ -59,6 +61,7 @@ def export(model: Decoder, to: str | None = None, eot: int | None = None) -> Exp
 
     diffllama, llama, gpt2: transformers' own models. remote: our modeling code in the folder, loaded with
     trust_remote_code=True, for every variant. safetensors: weights and configuration under our own names, without code.
+    axolotl: for axolotl with its plugin, `diff` stacks, those of `scripts/convert.py` among them.
     eot: the token that begins and ends documents. ValueError: the function has no counterpart in `to`, with the reason.
     """
     if to is None:
