@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
 from typing import Any, Self
 
-from model.attention import VARIANTS
-from model.attention.base import AttentionConfig, check_choice, check_probability
+from .attention import VARIANTS
+from .attention.base import AttentionConfig, check_choice, check_probability
 
 VariantOptions = make_dataclass(
     "VariantOptions",

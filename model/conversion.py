@@ -24,10 +24,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from model.attention.diff import DiffAttention, DiffConfig
-from model.attention.diff_v2 import DiffV2Attention, DiffV2Config
-from model.config import DecoderConfig
-from model.decoder import Decoder
+from .attention.diff import DiffAttention, DiffConfig
+from .attention.diff_v2 import DiffV2Attention, DiffV2Config
+from .config import DecoderConfig
+from .decoder import Decoder
 
 LARGEST_LAMBDA = 0.95  # init=mirror divides the output projection by 1 - lambda, and by 1 - lambda_init
 

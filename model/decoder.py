@@ -8,14 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.attention import VARIANTS
-from model.attention.base import Carry
-from model.attention.mask import Mask
-from model.attention.probe import gather_rows
-from model.cache import KVCache, LayerCache
-from model.config import DecoderConfig
-from model.layers import MLPS, initialize, make_norm
-from model.rotary import Rope, rope_table
+from .attention import VARIANTS
+from .attention.base import Carry
+from .attention.mask import Mask
+from .attention.probe import gather_rows
+from .cache import KVCache, LayerCache
+from .config import DecoderConfig
+from .layers import MLPS, initialize, make_norm
+from .rotary import Rope, rope_table
 
 
 class Block(nn.Module):

@@ -25,9 +25,21 @@ def imports(path: Path) -> set[str]:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
-            found.add(node.module)
+            found.add(module_of(node, path))
     return found
+
+
+def module_of(node: ast.ImportFrom, path: Path) -> str:
+    """The module that an import in the file `path` names: relative in model/, which is installed under another name."""
+    inside = path.relative_to(ROOT).parts[0] == "model"
+    assert node.level or not inside or node.module.split(".")[0] != "model", f"{path}: import model relatively"
+    assert not node.level or inside, f"{path}: relative import"
+    package = path.relative_to(ROOT).parent.parts
+    return (
+        ".".join([*package[: len(package) + 1 - node.level], *filter(None, [node.module])])
+        if node.level
+        else node.module
+    )
 
 
 @pytest.mark.parametrize("package", MAY_IMPORT)
@@ -56,7 +68,8 @@ def file_imports(path: Path) -> set[Path]:
         names = [alias.name for alias in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
         if isinstance(node, ast.ImportFrom):
             # `from package import module` is an import of that module, everything else one of the named file.
-            names = [f"{node.module}.{name}" if is_file(f"{node.module}.{name}") else node.module for name in names]
+            module = module_of(node, path)
+            names = [f"{module}.{name}" if is_file(f"{module}.{name}") else module for name in names]
         for name in names:
             target = ROOT / name.replace(".", "/")
             found |= {file for file in (target.with_suffix(".py"), target / "__init__.py") if file.is_file()}

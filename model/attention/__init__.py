@@ -4,14 +4,14 @@ A new variant is a file here with a subclass of `Attention` (base.py), its impor
 and its formula in `tests/reference/formulas.py`. README.md shows a whole one.
 """
 
-from model.attention.baseline import BaselineAttention
-from model.attention.diff import DiffAttention
-from model.attention.diff_v2 import DiffV2Attention
-from model.attention.gated import GatedAttention
-from model.attention.integral import IntegralAttention
-from model.attention.introspective import Introspective
-from model.attention.temperature import TemperatureAttention
-from model.attention.value_residual import ValueResidualAttention
+from .baseline import BaselineAttention
+from .diff import DiffAttention
+from .diff_v2 import DiffV2Attention
+from .gated import GatedAttention
+from .integral import IntegralAttention
+from .introspective import Introspective
+from .temperature import TemperatureAttention
+from .value_residual import ValueResidualAttention
 
 VARIANTS = {
     "b": BaselineAttention,

@@ -22,9 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.attention import blocked, probe, reference
-from model.attention.kernels import unavailable
-from model.attention.mask import Mask
+from . import blocked, probe, reference
+from .kernels import unavailable
+from .mask import Mask
 
 # Keys up to which a CPU is faster with its float32 flash kernel than with its bfloat16 one, in spite of the conversion,
 # and up to which it is faster without, for differences of maps (docs/LOG.md, 2026-11-20).
@@ -75,7 +75,7 @@ def attend_diff(
         probe.active.record(first - _lambda_rows(lam, k.shape[-2]) * second)
         probe.active.record_pair(first, second)
     if backend == "fused":
-        from model.attention.kernels.diff import attend_diff as fused
+        from .kernels.diff import attend_diff as fused
 
         return fused(q, k, v, lam, mask)
     if backend == "flex":

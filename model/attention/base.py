@@ -10,11 +10,11 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from model.attention.backends import attend, check_backend
-from model.attention.mask import CAUSAL, Mask
-from model.cache import LayerCache
-from model.layers import RMSNorm, initialize
-from model.rotary import Rope, rotate
+from ..cache import LayerCache
+from ..layers import RMSNorm, initialize
+from ..rotary import Rope, rotate
+from .backends import attend, check_backend
+from .mask import CAUSAL, Mask
 
 BACKENDS = ("auto", "math", "sdpa", "blocked", "flex", "fused")
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from model.attention.base import Attention, AttentionConfig, make_head_norm
+from .base import Attention, AttentionConfig, make_head_norm
 
 
 @dataclass

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from model.attention.backends import attend_diff
-from model.attention.base import Attention, AttentionConfig, Carry, Heads, make_head_norm
-from model.attention.mask import Mask
-from model.layers import RMSNorm
+from ..layers import RMSNorm
+from .backends import attend_diff
+from .base import Attention, AttentionConfig, Carry, Heads, make_head_norm
+from .mask import Mask
 
 
 @dataclass

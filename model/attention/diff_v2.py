@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from model.attention.backends import attend_diff
-from model.attention.base import Attention, AttentionConfig, Heads, mean_and_spread
-from model.attention.mask import Mask
+from .backends import attend_diff
+from .base import Attention, AttentionConfig, Heads, mean_and_spread
+from .mask import Mask
 
 
 @dataclass

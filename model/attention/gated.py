@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from model.attention.base import Attention, AttentionConfig, Carry, mean_and_spread
-from model.attention.mask import CAUSAL, Mask
-from model.cache import LayerCache
-from model.rotary import Rope
+from ..cache import LayerCache
+from ..rotary import Rope
+from .base import Attention, AttentionConfig, Carry, mean_and_spread
+from .mask import CAUSAL, Mask
 
 
 @dataclass

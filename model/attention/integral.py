@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from model.attention.backends import attend
-from model.attention.base import Attention, AttentionConfig, Heads
-from model.attention.mask import Mask
-from model.rotary import Rope, rotate
+from ..rotary import Rope, rotate
+from .backends import attend
+from .base import Attention, AttentionConfig, Heads
+from .mask import Mask
 
 
 @dataclass

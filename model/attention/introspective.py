@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.attention.backends import attend, attend_union
-from model.attention.base import Attention, AttentionConfig, Carry, Heads, split
-from model.attention.mask import CAUSAL, Mask
-from model.cache import LayerCache
-from model.layers import RMSNorm
-from model.rotary import Rope, rotate
+from ..cache import LayerCache
+from ..layers import RMSNorm
+from ..rotary import Rope, rotate
+from .backends import attend, attend_union
+from .base import Attention, AttentionConfig, Carry, Heads, split
+from .mask import CAUSAL, Mask
 
 
 @dataclass

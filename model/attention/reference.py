@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.attention import probe
+from . import probe
 
 
 def weights(q: Tensor, k: Tensor, see: Tensor) -> Tensor:

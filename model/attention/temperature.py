@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from model.attention.base import Attention, AttentionConfig, Carry, mean_and_spread
+from .base import Attention, AttentionConfig, Carry, mean_and_spread
 
 
 class TemperatureAttention(Attention):

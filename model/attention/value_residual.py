@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from model.attention.base import Attention, Carry
+from .base import Attention, Carry
 
 
 class ValueResidualAttention(Attention):

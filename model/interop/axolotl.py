@@ -10,16 +10,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from model.attention.diff import VECTORS, DiffConfig
-from model.attention.diff import lambda_init as scheduled
-from model.config import DecoderConfig
-from model.conversion import Conversion
-from model.decoder import Decoder
-from model.interop.diffllama import vectors_of
-from model.interop.folder import Weights
-from model.interop.format import Format
-from model.interop.layouts import change_rows, heads_in_halves, heads_in_pairs, keep_lambda
-from model.interop.llama import Llama
+from ..attention.diff import VECTORS, DiffConfig
+from ..attention.diff import lambda_init as scheduled
+from ..config import DecoderConfig
+from ..conversion import Conversion
+from ..decoder import Decoder
+from .diffllama import vectors_of
+from .folder import Weights
+from .format import Format
+from .layouts import change_rows, heads_in_halves, heads_in_pairs, keep_lambda
+from .llama import Llama
 
 PLUGIN = "axolotl_diff_transformer.plugin.DifferentialTransformerPlugin"
 FLAGS = {"zero_init": False, "sublayer_norm": True, "split_heads": False, "mirror_weights": False}  # axolotl's defaults

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.attention.diff import VECTORS, DiffConfig
-from model.attention.diff import lambda_init as scheduled
-from model.config import DecoderConfig
-from model.decoder import Decoder
-from model.interop.format import Format
-from model.interop.layouts import change_rows, heads_in_halves, heads_in_pairs
-from model.interop.llama import Llama
+from ..attention.diff import VECTORS, DiffConfig
+from ..attention.diff import lambda_init as scheduled
+from ..config import DecoderConfig
+from ..decoder import Decoder
+from .format import Format
+from .layouts import change_rows, heads_in_halves, heads_in_pairs
+from .llama import Llama
 
 
 class DiffLlama(Llama):

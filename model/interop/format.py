@@ -6,9 +6,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from model.config import DecoderConfig
-from model.decoder import Decoder, layer_letter
-from model.interop.folder import SAVE_AGAIN, Weights, number
+from ..config import DecoderConfig
+from ..decoder import Decoder, layer_letter
+from .folder import SAVE_AGAIN, Weights, number
 
 
 class Format:

@@ -3,10 +3,10 @@
 from dataclasses import replace
 from typing import Any
 
-from model.config import DecoderConfig
-from model.decoder import Decoder
-from model.interop.folder import Weights, allow_only
-from model.interop.format import Format
+from ..config import DecoderConfig
+from ..decoder import Decoder
+from .folder import Weights, allow_only
+from .format import Format
 
 ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 PREFIX = "transformer."

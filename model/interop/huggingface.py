@@ -8,15 +8,15 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from model.config import DecoderConfig
-from model.decoder import Decoder
-from model.interop.axolotl import Axolotl
-from model.interop.diffllama import DiffLlama
-from model.interop.folder import Weights, local_folder, read_config
-from model.interop.format import Format
-from model.interop.gpt2 import GPT2
-from model.interop.llama import Llama
-from model.interop.remote import Remote, Safetensors
+from ..config import DecoderConfig
+from ..decoder import Decoder
+from .axolotl import Axolotl
+from .diffllama import DiffLlama
+from .folder import Weights, local_folder, read_config
+from .format import Format
+from .gpt2 import GPT2
+from .llama import Llama
+from .remote import Remote, Safetensors
 
 FORMATS: dict[str, Format] = {
     "diffllama": DiffLlama(),

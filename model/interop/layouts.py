@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from model.attention.diff import VECTORS, DiffConfig, lambda_init
-from model.attention.diff_v2 import DiffV2Config
+from ..attention.diff import VECTORS, DiffConfig, lambda_init
+from ..attention.diff_v2 import DiffV2Config
 
 SCALARS = ("lambda_a", "lambda_b")
 TIMM_EPS = 1e-6  # of timm's q_norm, k_norm and norm; its sub_norm has 1e-5

@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import Tensor
 
-from model.config import DecoderConfig
-from model.decoder import Decoder
-from model.interop.folder import Weights, allow_only, number
-from model.interop.format import Format
-from model.interop.layouts import LLAMA, change_rows, half_from_interleaved
+from ..config import DecoderConfig
+from ..decoder import Decoder
+from .folder import Weights, allow_only, number
+from .format import Format
+from .layouts import LLAMA, change_rows, half_from_interleaved
 
 
 class Llama(Format):

@@ -13,9 +13,9 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from model.config import decoder_config
-from model.decoder import Decoder
-from model.rotary import rope_table
+from ..config import decoder_config
+from ..decoder import Decoder
+from ..rotary import rope_table
 
 
 class VariantConfig(PretrainedConfig):

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from model.config import DecoderConfig, decoder_config
-from model.decoder import Decoder
-from model.interop.format import Format
+from ..config import DecoderConfig, decoder_config
+from ..decoder import Decoder
+from .format import Format
 
 MODEL = Path(__file__).parents[1]  # the package `model`
 KERNELS = '''"""The fused kernels of the project are not part of an exported folder."""
@@ -73,10 +73,11 @@ def flattened() -> dict[str, str]:
     while waiting:
         module = waiting.pop()
         if _flat(module) not in sources:
-            kernels = module.startswith("attention.kernels")
-            text, needs = _relative(KERNELS if kernels else _file(module).read_text(encoding="utf-8"))
+            path, kernels = _file(module), module.startswith("attention.kernels")
+            package = list(path.parent.relative_to(MODEL).parts)
+            text, needs = _flattened(KERNELS if kernels else path.read_text(encoding="utf-8"), package)
             where = f"model/{module.replace('.', '/')}"
-            sources[_flat(module)] = f"# From the project's {where}, imports made relative.\n{text}"
+            sources[_flat(module)] = f"# From the project's {where}, for one folder.\n{text}"
             waiting += needs
     names = [f"from .{name} import __doc__ as _  # noqa: F401\n" for name in sorted(sources) if name != "modeling"]
     sources["modeling"] += "\n# transformers copies the modules that it finds named here.\n" + "".join(names)
@@ -93,13 +94,14 @@ def _file(module: str) -> Path | None:
     return next((file for file in (path / "__init__.py", path.with_suffix(".py")) if file.is_file()), None)
 
 
-def _relative(text: str) -> tuple[str, list[str]]:
-    """`text` with `from model.a.b import c` as `from .a_b import c`, and the modules it needs."""
+def _flattened(text: str, package: list[str]) -> tuple[str, list[str]]:
+    """`text`, of a module in `package`, with `from ..a.b import c` as `from .a_b import c`, and the modules it needs."""
     needs: list[str] = []
 
     def rewritten(found: re.Match) -> str:
-        indent, module, names = found.groups()
-        inside = [f"{module}.{name.strip()}" for name in names.split(",")]
+        indent, dots, named, names = found.groups()
+        module = ".".join([*package[: len(package) + 1 - len(dots)], *filter(None, named.split("."))])
+        inside = [f"{module}.{name.strip()}".lstrip(".") for name in names.split(",")]
         if all(map(_file, inside)):
             needs.extend(inside)
             renamed = [f"{_flat(name)} as {name.rpartition('.')[2]}" for name in inside]
@@ -107,4 +109,4 @@ def _relative(text: str) -> tuple[str, list[str]]:
         needs.append(module)
         return f"{indent}from .{_flat(module)} import {names}"
 
-    return re.sub(r"^(\s*)from model\.([\w.]+) import (.+)$", rewritten, text, flags=re.MULTILINE), needs
+    return re.sub(r"^(\s*)from (\.+)([\w.]*) import (.+)$", rewritten, text, flags=re.MULTILINE), needs

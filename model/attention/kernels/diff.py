@@ -23,9 +23,9 @@ import torch
 import triton
 from torch import Tensor
 
-from model.attention.kernels import interpreted, unavailable
-from model.attention.kernels.diff_triton import backward_kernel, delta_kernel, forward_kernel
-from model.attention.mask import Mask
+from ..mask import Mask
+from . import interpreted, unavailable
+from .diff_triton import backward_kernel, delta_kernel, forward_kernel
 
 HIDDEN = -(2**31)  # the id of a padded key, which no query has
 

@@ -8,7 +8,7 @@ log2(e) / sqrt(d) and lse the base-2 log-sum-exp, +inf for a row that sees nothi
 import triton
 import triton.language as tl
 
-from model.attention.kernels import interpreted
+from . import interpreted
 
 INTERPRETED = tl.constexpr(interpreted())
 
