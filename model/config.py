@@ -5,6 +5,7 @@ from typing import Any, Self
 
 from .attention import VARIANTS
 from .attention.base import AttentionConfig, check_choice, check_probability
+from .rotary import RopeScaling
 
 VariantOptions = make_dataclass(
     "VariantOptions",
@@ -35,9 +36,11 @@ class DecoderConfig(VariantOptions):
     document_mask: bool = False  # a token sees only its own document; documents begin with the token `eot`
     eot: int | None = None  # end-of-text token, the tokenizer's, filled in by train.py
     norm: str = "rmsnorm"  # rmsnorm | layernorm
+    norm_place: str = "before"  # before | after (OLMo 2): each sub-layer's norm is on its input, or on what it adds
     mlp: str = "swiglu"  # swiglu | gelu | gelu_tanh (GPT-2's own approximation)
     position: str = "rope"  # rope | learned | none
     rope_theta: float = 10000.0  # base of the rotary frequencies
+    rope_scaling: RopeScaling = field(default_factory=RopeScaling)  # slower rotations, for a longer context
     rope_layout: str = "half"  # half (Llama, GPT-NeoX) | interleaved (GPT-J, the published differential code)
     window: int | None = None  # sliding window: a query sees the last `window` keys, itself included; None: all
     tie: bool = True  # output head = token embedding
@@ -55,6 +58,12 @@ class DecoderConfig(VariantOptions):
         if self.position == "rope" and filled.head_dim % 2:
             wrong = f"RoPE needs an even head width, not {filled.head_dim}"
             raise ValueError(f"{wrong}: change model.n_head or model.head_dim")
+        scaling = self.rope_scaling
+        check_choice("model.rope_scaling.kind", scaling.kind, ("none", "linear", "llama3"))
+        if not (scaling.factor > 0 and scaling.high_freq_factor > scaling.low_freq_factor):
+            raise ValueError(
+                f"{scaling} scales nothing: use a factor above 0, and high_freq_factor above low_freq_factor"
+            )
         check_probability("model.dropout", self.dropout)
         if self.window is not None and self.window < 1:
             raise ValueError(f"model.window={self.window} shows a query nothing: use 1 or more, or null for no window")
@@ -92,6 +101,7 @@ def _checked(kind: Any, value: Any, where: str) -> Any:
 CHOICES = {
     "match": ("params", "flops", "none"),
     "norm": ("rmsnorm", "layernorm"),
+    "norm_place": ("before", "after"),
     "mlp": ("swiglu", "gelu", "gelu_tanh"),
     "position": ("rope", "learned", "none"),
     "rope_layout": ("half", "interleaved"),

@@ -114,12 +114,18 @@ def converted_config(cfg: DecoderConfig, how: Conversion) -> DecoderConfig:
         if how.heads == "split" and getattr(cfg, name) % 2:
             wrong = f"heads=split pairs heads, and {name}={getattr(cfg, name)} is odd"
             raise ValueError(f"{wrong}: use heads=double")
+    if cfg.baseline.head_norm != "none" or cfg.baseline.qk_norm not in ("none", "head"):
+        wrong = f"model.baseline.head_norm={cfg.baseline.head_norm} and qk_norm={cfg.baseline.qk_norm}"
+        raise ValueError(f"{wrong} cannot be kept: convert a baseline with head_norm=none, and qk_norm=none or head")
+    if how.to == "diff_v2" and cfg.baseline.qk_norm != "none":
+        raise ValueError("diff_v2 has no norm over queries and keys, as this source has: use to=diff")
     if how.to == "diff_v2":
         return replace(cfg, layers="v", diff_v2=DiffV2Config(lambda_bias=how.lambda_bias))
     options = DiffConfig(
         heads="half" if how.heads == "split" else "double",
         lambda_init=0.0 if how.init == "zero" else how.lambda_init,
         head_norm="affine" if how.sublayer_norm else "none",
+        qk_norm=cfg.baseline.qk_norm == "head",
     )
     return replace(cfg, layers="d", diff=options)
 
@@ -154,7 +160,7 @@ def _double(old: dict[str, Tensor], new: dict[str, Tensor], target: DiffAttentio
     for name in ("q.weight", "q.bias", "k.weight", "k.bias"):
         if name in old:
             new[name] = _beside(old[name], new[name], target.width, how.second)
-    new |= {name: value for name, value in old.items() if name[0] in "vo"}
+    new |= {name: value for name, value in old.items() if name[0] in "vo" or "_norm." in name}
     _start_lambda(new)
     # The head norm undoes the factor 1 - lam. Random second maps have no such factor.
     lam = 0.0 if how.sublayer_norm or how.second == "random" else _lambda(new, target.lambda_init)

@@ -19,7 +19,7 @@ from .rotary import Rope, rope_table
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); with `norm_place=after`, x + norm(attention(x)), then x + norm(mlp(x))."""
 
     def __init__(self, cfg: DecoderConfig, layer: int) -> None:
         super().__init__()
@@ -28,8 +28,12 @@ class Block(nn.Module):
         self.mlp_norm = make_norm(cfg.norm, cfg.d_model, cfg.bias, cfg.norm_eps)
         self.mlp = MLPS[cfg.mlp](cfg.d_model, cfg.d_ff, cfg.bias)
         self.dropout = nn.Dropout(cfg.dropout)
+        self.norm_after = cfg.norm_place == "after"
 
     def forward(self, x: Tensor, rope: Rope | None, mask: Mask, cache: LayerCache | None, carry: Carry) -> Tensor:
+        if self.norm_after:
+            x = x + self.dropout(self.attention_norm(self.attention(x, rope, mask, cache, carry)))
+            return x + self.dropout(self.mlp_norm(self.mlp(x)))
         x = x + self.dropout(self.attention(self.attention_norm(x), rope, mask, cache, carry))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
@@ -53,7 +57,8 @@ class Decoder(nn.Module):
         self.head = nn.Linear(cfg.d_model, cfg.vocab_size, bias=False)
         if cfg.tie:
             self.head.weight = self.embedding.weight
-        for name, table in zip(("cos", "sin"), rope_table(cfg.context, cfg.head_dim, cfg.rope_theta), strict=True):
+        tables = rope_table(cfg.context, cfg.head_dim, cfg.rope_theta, scaling=cfg.rope_scaling)
+        for name, table in zip(("cos", "sin"), tables, strict=True):
             self.register_buffer(name, table, persistent=False)
         self.register_load_state_dict_post_hook(_complete)
         if not self.embedding.weight.is_meta:
@@ -105,7 +110,8 @@ class Decoder(nn.Module):
         if self.cfg.position != "rope":
             return None
         if start + T > self.cos.shape[0]:  # longer than trained: an evaluation's right
-            table = rope_table(start + T, self.cfg.head_dim, self.cfg.rope_theta, self.cos.device)
+            cfg = self.cfg
+            table = rope_table(start + T, cfg.head_dim, cfg.rope_theta, self.cos.device, scaling=cfg.rope_scaling)
             self.cos, self.sin = table
         return Rope(self.cos[start : start + T], self.sin[start : start + T], self.cfg.rope_layout == "interleaved")
 
@@ -192,7 +198,8 @@ def _complete(model: Decoder, _: object) -> None:
     if model.cfg.tie:
         model.head.weight = model.embedding.weight
     cfg, device = model.cfg, model.embedding.weight.device
-    tables = rope_table(cfg.context, cfg.head_dim, cfg.rope_theta)  # on the CPU, as when the model was made
+    # On the CPU, as when the model was made.
+    tables = rope_table(cfg.context, cfg.head_dim, cfg.rope_theta, scaling=cfg.rope_scaling)
     model.cos, model.sin = (table.to(device, model.cos.dtype) for table in tables)
 
 

@@ -17,7 +17,6 @@ from ..conversion import Conversion
 from ..decoder import Decoder
 from .diffllama import vectors_of
 from .folder import Weights
-from .format import Format
 from .layouts import change_rows, heads_in_halves, heads_in_pairs, keep_lambda
 from .llama import Llama
 
@@ -113,6 +112,7 @@ class Axolotl(Llama):
     """LlamaDifferentialForCausalLM. It is read and written by axolotl's plugin, not by transformers alone."""
 
     architecture, model_type, letter = "LlamaDifferentialForCausalLM", "llama-differential", "d"
+    options = {"qk_norm": (False,), "scale_norm": (False,)}
     also = ("LlamaDifferentialModel",)  # what axolotl's converter writes for the same class
     block_names = Llama.block_names | {f"attention.{name}": f"self_attn.{name}" for name in VECTORS} | {
         "attention.head_norm": "self_attn.subln"
@@ -131,10 +131,8 @@ class Axolotl(Llama):
 
     def refusal(self, model: Decoder) -> str | None:
         cfg = model.cfg
-        if (why := Format.refusal(self, model)) is not None:
+        if (why := super().refusal(model)) is not None:
             return why
-        if cfg.diff.qk_norm or cfg.diff.scale_norm:
-            return "which has a norm over queries and keys or over the merged heads"
         wide = cfg.head_dim * cfg.n_head != cfg.d_model
         return "whose heads have a width of their own, which axolotl ignores" if wide else None
 

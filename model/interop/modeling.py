@@ -49,7 +49,8 @@ class VariantForCausalLM(PreTrainedModel, GenerationMixin):
     def _init_weights(self, module: nn.Module) -> None:
         # from_pretrained makes the model without storage and fills in what the files hold: not the tables of RoPE.
         if isinstance(module, Decoder):
-            cos, sin = rope_table(module.cfg.context, module.cfg.head_dim, module.cfg.rope_theta, module.cos.device)
+            cfg, device = module.cfg, module.cos.device
+            cos, sin = rope_table(cfg.context, cfg.head_dim, cfg.rope_theta, device, scaling=cfg.rope_scaling)
             module.cos.copy_(cos)
             module.sin.copy_(sin)
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from model.attention.baseline import BaselineConfig
 from model.attention.diff import VECTORS, lambda_init
 from model.config import DecoderConfig
 from model.conversion import Conversion, change, convert, converted_config
@@ -15,6 +16,7 @@ SHAPES = {
     "mha": {},
     "gqa": {"n_kv_head": 2},
     "gpt2": {"norm": "layernorm", "mlp": "gelu", "position": "learned", "bias": True, "match": "none"},
+    "norms": {"n_kv_head": 4, "baseline": BaselineConfig(qk_norm="head"), "norm_place": "after"},
     "interleaved_wide": {"n_kv_head": 4, "head_dim": 12, "rope_layout": "interleaved", "bias": True, "tie": False},
 }
 EXACT = {
@@ -52,8 +54,9 @@ def text(model: Decoder, rows: int = 3, length: int = 31) -> Tensor:
     return torch.randint(model.cfg.vocab_size, (rows, length), generator=torch.Generator().manual_seed(5))
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize(
+    ("name", "shape"), [(n, s) for n in EXACT for s in SHAPES if s != "norms" or EXACT[n].to == "diff"]
+)
 def test_exact_conversions_leave_the_logits_alone(name: str, shape: str) -> None:
     source = baseline(shape)
     found = change(source, convert(source, EXACT[name]), text(source))
@@ -301,6 +304,9 @@ def test_options_that_exclude_each_other_are_refused(how: Conversion, says: str)
             "n_kv_head=3 is odd: use heads=double",
         ),
         ({"n_head": 8, "n_kv_head": 1}, Conversion(heads="split"), "n_kv_head=1 is odd: use heads=double"),
+        ({"baseline": BaselineConfig(head_norm="affine")}, Conversion(), "convert a baseline with head_norm=none"),
+        ({"baseline": BaselineConfig(qk_norm="all")}, Conversion(), "qk_norm=none or head"),
+        ({"baseline": BaselineConfig(qk_norm="head")}, Conversion(to="diff_v2"), "use to=diff"),
     ],
 )
 def test_sources_that_cannot_be_converted_are_refused(cfg: dict, how: Conversion, says: str) -> None:
