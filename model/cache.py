@@ -32,6 +32,11 @@ class LayerCache:
     def __init__(self, cache: KVCache, index: int) -> None:
         self.cache, self.index = cache, index
 
+    @property
+    def length(self) -> int:
+        """The number of tokens cached."""
+        return self.cache.length
+
     def append(self, k: Tensor, v: Tensor, slot: int = 0) -> tuple[Tensor, Tensor]:
         """Add k (B, H, T, d) and v (B, H', T, d') and return all of the slot's keys and values so far."""
         cache, key = self.cache, (self.index, slot)

@@ -5,7 +5,6 @@ from typing import Any, Self
 
 from .attention import VARIANTS
 from .attention.base import AttentionConfig, check_choice, check_probability
-from .rotary import RopeScaling
 
 VariantOptions = make_dataclass(
     "VariantOptions",
@@ -38,10 +37,6 @@ class DecoderConfig(VariantOptions):
     norm: str = "rmsnorm"  # rmsnorm | layernorm
     norm_place: str = "before"  # before | after (OLMo 2): each sub-layer's norm is on its input, or on what it adds
     mlp: str = "swiglu"  # swiglu | gelu | gelu_tanh (GPT-2's own approximation)
-    position: str = "rope"  # rope | learned | none
-    rope_theta: float = 10000.0  # base of the rotary frequencies
-    rope_scaling: RopeScaling = field(default_factory=RopeScaling)  # slower rotations, for a longer context
-    rope_layout: str = "half"  # half (Llama, GPT-NeoX) | interleaved (GPT-J, the published differential code)
     window: int | None = None  # sliding window: a query sees the last `window` keys, itself included; None: all
     tie: bool = True  # output head = token embedding
     dropout: float = 0.0  # of the embedding and of what each sub-layer adds
@@ -55,15 +50,6 @@ class DecoderConfig(VariantOptions):
         filled = super().filled()
         if self.document_mask and self.eot is None:
             raise ValueError("model.document_mask=true needs the token that begins a document: give model.eot=TOKEN_ID")
-        if self.position == "rope" and filled.head_dim % 2:
-            wrong = f"RoPE needs an even head width, not {filled.head_dim}"
-            raise ValueError(f"{wrong}: change model.n_head or model.head_dim")
-        scaling = self.rope_scaling
-        check_choice("model.rope_scaling.kind", scaling.kind, ("none", "linear", "llama3"))
-        if not (scaling.factor > 0 and scaling.high_freq_factor > scaling.low_freq_factor):
-            raise ValueError(
-                f"{scaling} scales nothing: use a factor above 0, and high_freq_factor above low_freq_factor"
-            )
         check_probability("model.dropout", self.dropout)
         if self.window is not None and self.window < 1:
             raise ValueError(f"model.window={self.window} shows a query nothing: use 1 or more, or null for no window")
@@ -103,6 +89,4 @@ CHOICES = {
     "norm": ("rmsnorm", "layernorm"),
     "norm_place": ("before", "after"),
     "mlp": ("swiglu", "gelu", "gelu_tanh"),
-    "position": ("rope", "learned", "none"),
-    "rope_layout": ("half", "interleaved"),
 }

@@ -57,14 +57,11 @@ class Decoder(nn.Module):
         self.head = nn.Linear(cfg.d_model, cfg.vocab_size, bias=False)
         if cfg.tie:
             self.head.weight = self.embedding.weight
-        tables = rope_table(cfg.context, cfg.head_dim, cfg.rope_theta, scaling=cfg.rope_scaling)
-        for name, table in zip(("cos", "sin"), tables, strict=True):
-            self.register_buffer(name, table, persistent=False)
-        self.register_load_state_dict_post_hook(_complete)
+        self.register_load_state_dict_post_hook(_tie)
         if not self.embedding.weight.is_meta:
-            self.init_weights(seed)
+            self.reset_parameters(seed)
 
-    def init_weights(self, seed: int) -> None:
+    def reset_parameters(self, seed: int = 0) -> None:
         """Normal 0.02; projections into the residual stream scaled by 1/sqrt(2 n_layer), as GPT-2; norms 1, biases 0."""
         initialize(self, seed, residual=("attention.out.weight", "mlp.down.weight"), depth=self.cfg.n_layer)
 
@@ -109,11 +106,10 @@ class Decoder(nn.Module):
     def _rope(self, start: int, T: int) -> Rope | None:
         if self.cfg.position != "rope":
             return None
-        if start + T > self.cos.shape[0]:  # longer than trained: an evaluation's right
-            cfg = self.cfg
-            table = rope_table(start + T, cfg.head_dim, cfg.rope_theta, self.cos.device, scaling=cfg.rope_scaling)
-            self.cos, self.sin = table
-        return Rope(self.cos[start : start + T], self.sin[start : start + T], self.cfg.rope_layout == "interleaved")
+        # Made anew in every pass: no buffers that a device, a dtype, an input's length or another process would change.
+        cfg, device = self.cfg, self.embedding.weight.device
+        table = rope_table(T, cfg.head_dim, cfg.rope_theta, device, start, cfg.rope_scaling)
+        return Rope(*table, interleaved=cfg.rope_layout == "interleaved")
 
     def _refuse_beyond_context(self, length: int) -> None:
         if length > self.cfg.context:
@@ -193,14 +189,10 @@ class Decoder(nn.Module):
         return {"total": 6 * matrices + attention, "attention": attention}
 
 
-def _complete(model: Decoder, _: object) -> None:
-    """After loading: the head is the embedding again, where it was assigned, and the rotations are made, which no file has."""
+def _tie(model: Decoder, _: object) -> None:
+    """After loading: the head is the embedding again, where other tensors were assigned to them."""
     if model.cfg.tie:
         model.head.weight = model.embedding.weight
-    cfg, device = model.cfg, model.embedding.weight.device
-    # On the CPU, as when the model was made.
-    tables = rope_table(cfg.context, cfg.head_dim, cfg.rope_theta, scaling=cfg.rope_scaling)
-    model.cos, model.sin = (table.to(device, model.cos.dtype) for table in tables)
 
 
 def layer_letter(cfg: DecoderConfig, layer: int) -> str:

@@ -1,6 +1,7 @@
 """Parts of a block that every variant shares: norms, feed-forward networks, and how weights start."""
 
 import hashlib
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -73,8 +74,10 @@ class GeluTanhMLP(GeluMLP):
 MLPS = {"swiglu": SwiGLU, "gelu": GeluMLP, "gelu_tanh": GeluTanhMLP}
 
 
-def make_norm(kind: str, width: int, bias: bool, eps: float) -> nn.Module:
-    """The norm named by `DecoderConfig.norm`."""
+def make_norm(kind: str | Callable[[int], nn.Module], width: int, bias: bool, eps: float) -> nn.Module:
+    """The norm named by `DecoderConfig.norm`, or what a factory makes for a width."""
+    if callable(kind):
+        return kind(width)
     return RMSNorm(width, eps) if kind == "rmsnorm" else LayerNorm(width, bias, eps)
 
 
@@ -82,7 +85,8 @@ def initialize(module: nn.Module, seed: int, residual: tuple[str, ...] = (), dep
     """Set all weights: matrices normal 0.02, norms 1, biases 0; then what a submodule's own `init_own(generator)` sets.
 
     Matrices whose names end in one of `residual` project into the residual stream of `depth` blocks: 0.02 / sqrt(2 depth),
-    as GPT-2. A weight depends on (seed, its name, its shape) alone.
+    as GPT-2. A weight depends on (seed, its name, its shape) alone, whatever its device. Other people's submodules, as norms
+    from a factory, set their own by `reset_parameters()`.
     """
     owners = {id(p): m for m in module.modules() for p in m.parameters(recurse=False)}
     for name, p in module.named_parameters():
@@ -92,10 +96,20 @@ def initialize(module: nn.Module, seed: int, residual: tuple[str, ...] = (), dep
             nn.init.zeros_(p)
         elif p.dim() == 2:
             std = 0.02 / (2 * depth) ** 0.5 if name.endswith(residual) else 0.02
-            nn.init.normal_(p, std=std, generator=_generator(seed, name))
+            fill_normal(p, std, _generator(seed, name))
     for name, part in module.named_modules():
         if hasattr(part, "init_own"):
             part.init_own(_generator(seed, name))
+        elif (
+            hasattr(part, "reset_parameters") and not isinstance(part, (nn.Linear, nn.Embedding)) and part is not module
+        ):
+            part.reset_parameters()
+
+
+@torch.no_grad()
+def fill_normal(p: Tensor, std: float, generator: torch.Generator) -> None:
+    """Normal numbers, drawn in float32 on the CPU, so that they are the same on every device."""
+    p.copy_(torch.empty(p.shape, device="cpu").normal_(std=std, generator=generator))
 
 
 def _generator(seed: int, name: str) -> torch.Generator:

@@ -35,6 +35,13 @@ class RopeScaling:
     high_freq_factor: float = 4.0  # of llama3: turns above which it stays
     original_context: int = 8192  # of llama3: tokens of the first training
 
+    def check(self) -> None:
+        """ValueError for an unknown kind, and for numbers that scale nothing."""
+        if self.kind not in ("none", "linear", "llama3"):
+            raise ValueError(f"model.rope_scaling.kind={self.kind} is unknown: use one of none, linear, llama3")
+        if not (self.factor > 0 and self.high_freq_factor > self.low_freq_factor and self.original_context > 0):
+            raise ValueError(f"{self} scales nothing: use a factor above 0, and high_freq_factor above low_freq_factor")
+
     def applied(self, frequency: Tensor) -> Tensor:
         """The frequencies (radians per token) that stand for `frequency`."""
         if self.kind == "none":
@@ -63,12 +70,13 @@ def rope_table(
 
 
 def rotate(x: Tensor, rope: Rope | None) -> Tensor:
-    """Rotate queries or keys x (B, H, T, d) by their positions; None leaves them."""
+    """Rotate queries or keys x (B, H, T, d) by their positions, in float32 or better; None leaves them."""
     if rope is None:
         return x
-    cos, sin = rope.cos.to(x.dtype), rope.sin.to(x.dtype)  # (T, d/2)
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    cos, sin, wide = rope.cos.to(dtype), rope.sin.to(dtype), x.to(dtype)  # (T, d/2) twice
     if rope.interleaved:
-        even, odd = x[..., 0::2], x[..., 1::2]  # (B, H, T, d/2) each
-        return torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
-    left, right = x.chunk(2, dim=-1)  # (B, H, T, d/2) each
-    return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
+        even, odd = wide[..., 0::2], wide[..., 1::2]  # (B, H, T, d/2) each
+        return torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2).to(x.dtype)
+    left, right = wide.chunk(2, dim=-1)  # (B, H, T, d/2) each
+    return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)

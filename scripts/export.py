@@ -46,7 +46,9 @@ class ExportConfig:
 
     run: str = MISSING  # folder of the run
     out: str = MISSING  # a folder that does not exist yet
-    to: str | None = None  # diffllama | llama | gpt2 | mistral | qwen2 | qwen3 | olmo2 | phi3 | remote | safetensors | axolotl
+    to: str | None = (
+        None  # diffllama | llama | gpt2 | mistral | qwen2 | qwen3 | olmo2 | phi3 | remote | safetensors | axolotl
+    )
     step: int | None = None  # of the checkpoint; None is the newest
     tokenizer: bool = True  # write the tokenizer's files, too
     check: bool = True  # load the folder with transformers and compare

@@ -17,7 +17,7 @@ from model.attention import backends, blocked, diff, introspective, reference
 from model.attention.base import Attention, Heads
 from model.attention.diff import DiffAttention
 from model.attention.diff_v2 import DiffV2Attention
-from model.attention.introspective import Introspective
+from model.attention.introspective import IntrospectiveAttention
 from model.attention.mask import Mask
 from model.attention.temperature import TemperatureAttention
 from model.attention.value_residual import ValueResidualAttention
@@ -141,7 +141,7 @@ def keys_rotated_twice(right: Callable) -> Callable:
 def rotated_memory(right: Callable) -> Callable:
     """The keys in memory are turned as the half-split layout turns them by one radian."""
 
-    def wrong(self: Introspective, k: Tensor, v: Tensor, a: Tensor) -> list[Tensor]:
+    def wrong(self: IntrospectiveAttention, k: Tensor, v: Tensor, a: Tensor) -> list[Tensor]:
         first, second = k.chunk(2, -1)
         positions = torch.arange(k.shape[-2], dtype=k.dtype)[:, None]
         turned = first * positions.cos() - second * positions.sin(), second * positions.cos() + first * positions.sin()
@@ -151,7 +151,7 @@ def rotated_memory(right: Callable) -> Callable:
 
 
 def equal_path_weights(right: Callable) -> Callable:
-    def wrong(self: Introspective, generator: torch.Generator) -> None:
+    def wrong(self: IntrospectiveAttention, generator: torch.Generator) -> None:
         right(self, generator)
         self.w.data.zero_()
 
@@ -299,8 +299,8 @@ MUTANTS = (
     Mutant("the head norm is dropped", DiffAttention, "after", lambda right: lambda self, y: y * (1 - self.lambda_init),
            f"{FORMULA}[diff-1-math]"),
     Mutant("no output projection (blog)", DiffAttention, "forward",
-           lambda right: lambda self, x, rope, mask, cache=None, carry=None: self.merge(
-               self.heads_of(x, rope, mask, cache, carry)), f"{FORMULA}[diff-1-math]"),
+           lambda right: lambda self, x, rope, mask, cache=None, carry=None: self.mix(
+               x, x, (rope, rope), mask, cache, carry), f"{FORMULA}[diff-1-math]"),
     Mutant("scores are scaled by the value width", backends, "_sdpa", value_width_scale, f"{FORMULA}[diff-1-sdpa]"),
     Mutant("dropout in evaluation", Attention, "dropout_now", lambda right: property(lambda self: self.dropout),
            f"{VARIANTS}::test_attention_dropout_is_random_in_training_only_and_right_on_average[diff-math]"),
@@ -330,16 +330,16 @@ MUTANTS = (
     # introspective attention
     Mutant("keys are rotated twice (introspective flash code)", introspective, "rotate", keys_rotated_twice,
            f"{FORMULA}[introspective-1-math]"),
-    Mutant("memory holds rotated keys (introspective flash code)", Introspective, "remembered", rotated_memory,
+    Mutant("memory holds rotated keys (introspective flash code)", IntrospectiveAttention, "remembered", rotated_memory,
            f"{FORMULA}[introspective-1-math]"),
-    Mutant("LayerNorm of equal path weights silences all paths (introspective code)", Introspective, "init_own",
+    Mutant("LayerNorm of equal path weights silences all paths (introspective code)", IntrospectiveAttention, "init_own",
            equal_path_weights, f"{VARIANTS}::test_every_parameter_learns[introspective_sequence]"),
     Mutant("LayerNorm over a single path is let through (introspective code)", introspective, "_check",
            single_path_let_through, f"{VARIANTS}::test_degenerate_introspection_is_refused"),
     Mutant("earlier paths are masked out (introspective naive code)", introspective, "attend_union",
            lambda right: lambda q, keys, values, *rest: right(q, keys[-1:], values[-1:], *rest),
            f"{FORMULA}[introspective_sequence-1-math]"),
-    Mutant("paths are not normed one by one", Introspective, "_path_output",
+    Mutant("paths are not normed one by one", IntrospectiveAttention, "_path_output",
            lambda right: lambda self, heads, i: self.merge(heads), f"{FORMULA}[introspective-1-math]"),
     Mutant("merging by wrong log-sum-exps in the backward", backends._Union, "forward", one_set_log_sum_exp,
            f"{OPERATIONS}::test_a_union_is_one_softmax_with_exact_gradients"),

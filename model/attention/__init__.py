@@ -9,7 +9,7 @@ from .diff import DiffAttention
 from .diff_v2 import DiffV2Attention
 from .gated import GatedAttention
 from .integral import IntegralAttention
-from .introspective import Introspective
+from .introspective import IntrospectiveAttention
 from .temperature import TemperatureAttention
 from .value_residual import ValueResidualAttention
 
@@ -19,7 +19,7 @@ VARIANTS = {
     "v": DiffV2Attention,
     "g": GatedAttention,
     "n": IntegralAttention,
-    "i": Introspective,
+    "i": IntrospectiveAttention,
     "t": TemperatureAttention,
     "r": ValueResidualAttention,
 }

@@ -24,16 +24,20 @@ from torch import Tensor
 
 from . import blocked, probe, reference
 from .kernels import unavailable
-from .mask import Mask
+from .mask import EVERYTHING, Mask
 
 # Keys up to which a CPU is faster with its float32 flash kernel than with its bfloat16 one, in spite of the conversion,
 # and up to which it is faster without, for differences of maps (docs/LOG.md, 2026-11-20).
 SHORT, SHORT_DIFF = 512, 1024
-EVERYTHING = Mask(causal=False)
 
 
-def check_backend(backend: str, d: int, dv: int, dropout: float, maps: int = 1) -> None:
-    """ValueError unless `backend` can serve heads of width d with values of width dv; maps: 2 for a difference of maps."""
+def check_backend(backend: str, d: int, dv: int, dropout: float, maps: int = 1, bias: bool = False) -> None:
+    """ValueError unless `backend` can serve heads of width d with values of width dv; maps: 2 for a difference of maps.
+
+    bias: whether numbers are added to the scores, as ALiBi does.
+    """
+    if bias and (backend == "flex" or (backend == "fused" and maps == 2)):
+        _refuse_free_masks(backend)
     if dropout and backend in ("flex", "fused"):
         raise ValueError(
             f"backend={backend} has no attention dropout: use model.backend=sdpa or model.attention_dropout=0"
@@ -44,17 +48,17 @@ def check_backend(backend: str, d: int, dv: int, dropout: float, maps: int = 1) 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, backend: str = "auto", dropout: float = 0.0) -> Tensor:
     """softmax(q k' / sqrt(d)) v: (B, H, T, d) -> (B, H, T, dv). dropout: of the map's weights."""
-    mask.check(q.shape[0], k.shape[-2])
+    mask.check(q, k)
     backend = _backend(backend)
     if probe.active is not None:
         probe.active.record(_probe_rows(q, _repeat(k, q.shape[1]), mask))
     if backend == "flex":
         return _flex(q, k, v, mask)
-    if backend != "math" and q.shape[-2] == 1:
+    if backend != "math" and q.shape[-2] == 1 and not mask.free:
         return _one_query(q, k, v, mask, dropout)
     k, v = _repeat(k, q.shape[1]), _repeat(v, q.shape[1])
     if backend == "math":
-        return reference.attend(q, k, v, _see(mask, q, k), dropout)
+        return reference.attend(q, k, v, _see(mask, q, k), dropout, _bias(mask, q, k))
     return _sdpa(q, k, v, mask, dropout=dropout)
 
 
@@ -68,7 +72,7 @@ def attend_diff(
     arXiv 2410.05258, equation 1.
     """
     h = q.shape[1]
-    mask.check(q.shape[0], k.shape[-2])
+    mask.check(q, k)
     backend = _backend(backend)
     if probe.active is not None:
         first, second = _probe_rows(q, _repeat(k, h).expand(-1, -1, 2, -1, -1), mask).unbind(2)  # (B, h, R, S) each
@@ -77,12 +81,14 @@ def attend_diff(
     if backend == "fused":
         from .kernels.diff import attend_diff as fused
 
+        if mask.free:
+            _refuse_free_masks(backend)
         return fused(q, k, v, lam, mask)
     if backend == "flex":
         first, second = (_flex(q[:, :, c], k[:, :, c if k.shape[2] == 2 else 0], v, mask) for c in (0, 1))
         return _subtract(first, lam, second)
     T, S = q.shape[-2], k.shape[-2]
-    if backend != "math" and T == 1 and k.shape[2] == 1:
+    if backend != "math" and T == 1 and k.shape[2] == 1 and not mask.free:
         first, second = _one_query(q, k.squeeze(2), v, mask, dropout).unbind(2)  # (B, h, 1, dv) each
         return _subtract(first, lam, second)
     on_cpu = q.device.type == "cpu" and mask.plain and not dropout
@@ -90,7 +96,7 @@ def attend_diff(
         return blocked.last_row(q, k, v, lam)
     k, v = _repeat(k, h).expand(-1, -1, 2, -1, -1), _repeat(v, h)  # (B, h, 2, S, d), (B, h, S, dv)
     if backend == "math":
-        return reference.attend_diff(q, k, v, lam, _see(mask, q, k), dropout)
+        return reference.attend_diff(q, k, v, lam, _see(mask, q, k), dropout, _bias(mask, q, k))
     if (backend == "blocked" or (backend == "auto" and S <= SHORT_DIFF)) and on_cpu and T == S > 0:
         return blocked.attend_diff(q, k, v, lam)
     # One call over 2h heads, q and k zero-padded to the width of v: two calls with dv > d leave SDPA's fast CPU kernel.
@@ -112,7 +118,7 @@ def attend_union(
     n, T, S = len(keys), q.shape[-2], keys[0].shape[-2]
     if n == 1:
         return attend(q, keys[0], values[0], mask, backend, dropout)
-    mask.check(q.shape[0], S)
+    mask.check(q, keys[0])
     backend = _backend(backend)
     if probe.active is not None:
         rows = _probe_rows(q, _repeat(torch.cat(keys, dim=-2), q.shape[1]), mask, sets=n)  # (B, H, R, n S)
@@ -121,15 +127,16 @@ def attend_union(
         return _flex(q, torch.cat(keys, dim=-2), torch.cat(values, dim=-2), mask, sets=n)
     keys, values = [_repeat(k, q.shape[1]) for k in keys], [_repeat(v, q.shape[1]) for v in values]
     if backend == "math":
-        return reference.attend_union(q, keys, values, _see(mask, q, keys[0]), dropout)
+        return reference.attend_union(q, keys, values, _see(mask, q, keys[0]), dropout, _bias(mask, q, keys[0]))
     half = q.dtype in (torch.bfloat16, torch.float16)
     if mask.plain and T == S > 0 and not dropout and (q.device.type == "cpu" or half):
         width = values[0].shape[-1]
         widest = -(-max(q.shape[-1], width) // 8) * 8  # CUDA's flash kernel wants multiples of 8
         padded = [_widen(x, widest) for x in (q, *keys, *values)]
         return _Union.apply(q.shape[-1] ** -0.5, *padded)[..., :width]
-    see = _see(mask, q, keys[0]).repeat(1, 1, 1, n)
-    return _sdpa(q, torch.cat(keys, dim=-2), torch.cat(values, dim=-2), mask, see, dropout)
+    see, bias = _see(mask, q, keys[0]).repeat(1, 1, 1, n), _bias(mask, q, keys[0])
+    bias = None if bias is None else bias.repeat(1, 1, 1, n)
+    return _sdpa(q, torch.cat(keys, dim=-2), torch.cat(values, dim=-2), mask, see, dropout, bias)
 
 
 def _backend(backend: str) -> str:
@@ -137,21 +144,38 @@ def _backend(backend: str) -> str:
     return backend if probe.logits_visitor is None else "math"
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask, see: Tensor | None = None, dropout: float = 0.0) -> Tensor:
-    """torch's fused kernel, all widths zero-padded to the widest; `see` stands for the mask's own dense form."""
+def _refuse_free_masks(backend: str) -> None:
+    raise ValueError(f"backend={backend} has no masks of any shape and no bias (ALiBi): use model.backend=sdpa")
+
+
+def _sdpa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    see: Tensor | None = None,
+    dropout: float = 0.0,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """torch's fused kernel, all widths zero-padded to the widest; `see` and `bias` stand for the mask's own dense form."""
     T, S, scale, width = q.shape[-2], k.shape[-2], q.shape[-1] ** -0.5, v.shape[-1]
     if q.device.type == "cpu" and q.dtype == torch.bfloat16 and S <= SHORT:
         with torch.autocast("cpu", enabled=False):
-            return _sdpa(q.float(), k.float(), v.float(), mask, see, dropout).to(q.dtype)
+            return _sdpa(q.float(), k.float(), v.float(), mask, see, dropout, bias).to(q.dtype)
     widest = max(q.shape[-1], width)
     q, k, v = _widen(q, widest), _widen(k, widest), _widen(v, widest)
     options = {"scale": scale, "dropout_p": dropout}
     if see is None and (mask.sees_everything or (mask.plain and T in (S, 1))):  # one query at the end sees every key
-        causal = mask.causal and T > 1
+        causal = bool(mask.causal and T > 1)  # a symbolic length would make it a SymBool, which torch refuses
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, **options)[..., :width]
-    see = _see(mask, q, k) if see is None else see  # (1 or B, 1, T, S)
+    if see is None:
+        see, bias = _see(mask, q, k), _bias(mask, q, k)  # (1 or B, 1 or heads, T, S)
+    see = _spread(see, q)
     blind = ~see.any(-1, keepdim=True)  # as in reference.weights
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=see | blind, **options)[..., :width]
+    shown = see | blind
+    if bias is not None:
+        shown = _spread(bias, q).to(q.dtype).masked_fill(~shown, float("-inf"))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=shown, **options)[..., :width]
     return out.masked_fill(blind, 0.0)
 
 
@@ -175,6 +199,8 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sets: int = 1) -> Tensor:
     """FlexAttention, key and value heads shared inside the kernel; `sets` key sets stand side by side in k and v."""
     from torch.nn.attention.flex_attention import flex_attention
 
+    if mask.free:
+        _refuse_free_masks("flex")
     if q.device.type == "cpu":
         if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
             raise ValueError("backend=flex has no backward on a CPU: use model.backend=sdpa")
@@ -225,12 +251,22 @@ def _see(mask: Mask, q: Tensor, k: Tensor) -> Tensor:
     return mask.dense(q.shape[-2], k.shape[-2], q.device)
 
 
+def _bias(mask: Mask, q: Tensor, k: Tensor) -> Tensor | None:
+    T, S = q.shape[-2], k.shape[-2]
+    return mask.added(torch.arange(S - T, S, device=q.device), S) if mask.free else None
+
+
+def _spread(x: Tensor, q: Tensor) -> Tensor:
+    """A mask's dense form for the maps of q (B, maps, T, d): adjacent maps, of one head, share its rows."""
+    return x if x.shape[1] in (1, q.shape[1]) else x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
+
+
 def _probe_rows(q: Tensor, k: Tensor, mask: Mask, sets: int = 1) -> Tensor:
     """The maps of the active probe's rows, (B, H, R, S) or (B, h, 2, R, S); `sets` key sets stand side by side in k."""
     rows, S = probe.active.rows.to(q.device), k.shape[-2] // sets
-    see = mask.allowed(rows, S).repeat(1, 1, 1, sets)
-    see = see if q.dim() == 4 else see[:, None]
-    return reference.weights(probe.gather_rows(q, rows, S).float(), k.float(), see)
+    see, bias = (x if x is None else x.repeat(1, 1, 1, sets) for x in (mask.allowed(rows, S), mask.added(rows, S)))
+    see, bias = (x if x is None or q.dim() == 4 else x.unsqueeze(2) for x in (see, bias))
+    return reference.weights(probe.gather_rows(q, rows, S).float(), k.float(), see, bias)
 
 
 def _lambda_rows(lam: Tensor, S: int) -> Tensor:

@@ -1,25 +1,32 @@
-"""What all attention variants share: options, projections to heads, RoPE, KV cache, dropout, merging, FLOPs, initial values.
+"""What all attention variants share: options, projections to heads, positions, cache, dropout, merging, FLOPs, initial values.
 
 A variant is a subclass of `Attention` in a file of its own. It says what it is in class attributes, and overrides the steps
-of `Attention.forward` in which it differs.
+of `Attention.mix` in which it differs.
 """
 
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple, Self
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar, NamedTuple, NoReturn, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..cache import LayerCache
-from ..layers import RMSNorm, initialize
-from ..rotary import Rope, rotate
+from ..layers import LayerNorm, RMSNorm, initialize
+from ..rotary import Rope, RopeScaling, rope_table, rotate
 from .backends import attend, check_backend
-from .mask import CAUSAL, Mask
+from .mask import CAUSAL, EVERYTHING, Mask, alibi_slopes
 
 BACKENDS = ("auto", "math", "sdpa", "blocked", "flex", "fused")
+POSITIONS = ("rope", "alibi", "learned", "none")
+ROPE_LAYOUTS = ("half", "interleaved")
 
 Carry = dict[str, Tensor]
 """What the layers of one forward pass hand to later layers, by name. The decoder makes an empty one for every pass."""
+Ropes = tuple[Rope | None, Rope | None]
+"""The rotations of the queries and of the keys."""
 
 
 @dataclass
@@ -31,13 +38,22 @@ class AttentionConfig:
     n_kv_head: int | None = None  # key and value heads of the baseline; None: n_head
     head_dim: int | None = None  # width of a head; None: d_model / n_head
     bias: bool = False  # biases in linear layers and LayerNorms
+    qkv_bias: bool | None = None  # biases of the queries, keys and values; None: bias
+    projection_bias: bool | None = None  # bias of the attention's output projection; None: bias
     norm_eps: float = 1e-5  # added inside the root of every norm
     attention_dropout: float = 0.0  # of the attention maps
+    projection_dropout: float = 0.0  # of what the attention's output projection gives
+    position: str = "rope"  # rope | alibi | learned (the decoder's, added to the embedding) | none
+    rope_theta: float = 10000.0  # base of the rotary frequencies
+    rope_scaling: RopeScaling = field(default_factory=RopeScaling)  # slower rotations, for a longer context
+    rope_layout: str = "half"  # half (Llama, GPT-NeoX) | interleaved (GPT-J, the published differential code)
     backend: str = "auto"  # auto | math | sdpa | blocked | flex | fused, see model/attention/backends.py
 
     def filled(self) -> Self:
-        """A copy with n_kv_head and head_dim filled in, checked. ValueError names the override that mends it."""
+        """A copy with the heads and biases filled in, checked. ValueError names the override that mends it."""
         check_choice("model.backend", self.backend, BACKENDS)
+        check_choice("model.position", self.position, POSITIONS)
+        check_choice("model.rope_layout", self.rope_layout, ROPE_LAYOUTS)
         if min(self.n_head, self.d_model) < 1:
             raise ValueError("a model size is not positive: n_head and d_model must be at least 1")
         if self.head_dim is None and self.d_model % self.n_head:
@@ -45,12 +61,19 @@ class AttentionConfig:
             raise ValueError(
                 f"{wrong}: use model.n_head={_nearest_divisor(self.d_model, self.n_head)} or give model.head_dim"
             )
-        n_kv_head = self.n_kv_head or self.n_head
+        n_kv_head, head_dim = self.n_kv_head or self.n_head, self.head_dim or self.d_model // self.n_head
         if self.n_head % n_kv_head:
             wrong = f"model.n_kv_head={n_kv_head} does not divide model.n_head={self.n_head}"
             raise ValueError(f"{wrong}: use model.n_kv_head={_nearest_divisor(self.n_head, n_kv_head)}")
+        if self.position == "rope" and head_dim % 2:
+            wrong = f"RoPE needs an even head width, not {head_dim}"
+            raise ValueError(f"{wrong}: change model.n_head or model.head_dim")
+        self.rope_scaling.check()
         check_probability("model.attention_dropout", self.attention_dropout)
-        return replace(self, n_kv_head=n_kv_head, head_dim=self.head_dim or self.d_model // self.n_head)
+        check_probability("model.projection_dropout", self.projection_dropout)
+        qkv_bias = self.bias if self.qkv_bias is None else self.qkv_bias
+        projection_bias = self.bias if self.projection_bias is None else self.projection_bias
+        return replace(self, n_kv_head=n_kv_head, head_dim=head_dim, qkv_bias=qkv_bias, projection_bias=projection_bias)
 
 
 class Heads(NamedTuple):
@@ -66,33 +89,71 @@ class Heads(NamedTuple):
 
 
 class Attention(nn.Module):
-    """Multi-head softmax attention (Vaswani et al., arXiv 1706.03762) with grouped key/value heads and RoPE.
+    """Multi-head softmax attention (Vaswani et al., arXiv 1706.03762) with grouped key/value heads.
 
-    cfg: the options of every attention; a DecoderConfig brings the variant's own options in the group `name`. layer: counted
-    from 0. options: the variant's own, where `cfg` is a plain AttentionConfig or others are wanted. seed: of the initial
-    weights; None leaves them to the caller. ValueError for options that cannot be; it names the override that mends it.
+    `DiffAttention(d_model=512, n_head=16, layer=3)`: keywords are fields of AttentionConfig and of the variant's `Options`.
+    cfg: a configuration instead, which keywords change; a DecoderConfig brings the variant's own options in the group `name`.
+    layer: counted from 0. options: the variant's own, as an object. seed: of the initial weights; None leaves them to the
+    caller, as the meta device does (`to_empty`, then `reset_parameters`). ValueError for options that cannot be; it names the
+    override that mends it.
     """
 
     name: ClassVar[str]  # of configs/model/NAME.yaml, and of the option group in DecoderConfig
     Options: ClassVar[type | None] = None  # dataclass of the variant's own options
-    choices: ClassVar[dict[str, tuple[str, ...]]] = {}  # option -> its allowed values
+    choices: ClassVar[dict[str, tuple[str, ...]]] = {}  # option -> its allowed values; a norm may also be a factory
     free_options: ClassVar[tuple[str, ...]] = ()  # options that trained weights do not depend on
     undecayed: ClassVar[tuple[str, ...]] = ()  # submodules without weight decay; vectors and scalars never have it
     colours: ClassVar[dict[str, str]] = {}  # name of a configs/model file -> colour in figures
 
-    def __init__(self, cfg: AttentionConfig, layer: int = 0, options: Any = None, seed: int | None = 0) -> None:
+    def __init__(
+        self,
+        cfg: AttentionConfig | None = None,
+        layer: int = 0,
+        options: Any = None,
+        seed: int | None = 0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **keywords: Any,
+    ) -> None:
         super().__init__()
-        cfg = cfg.filled()
-        self.options = options or getattr(cfg, self.name, None) or (self.Options and self.Options())
+        cfg, self.options = self._settings(cfg, options, keywords)
         for option, allowed in self.choices.items():
-            check_choice(f"model.{self.name}.{option}", getattr(self.options, option), allowed)
+            value = getattr(self.options, option)
+            if not (callable(value) and option.endswith("norm")):
+                check_choice(f"model.{self.name}.{option}", value, allowed)
         self.shape = self.head_shape(cfg)
         self.heads, self.kv_heads, self.width, self.value_width = self.shape[:4]
-        self.backend, self.dropout = cfg.backend, cfg.attention_dropout
-        check_backend(cfg.backend, self.width, self.value_width, cfg.attention_dropout, self.shape.maps)
-        self.make_parameters(cfg, layer)
+        self.backend, self.dropout, self.projection_dropout = cfg.backend, cfg.attention_dropout, cfg.projection_dropout
+        self.position, self.rope_theta, self.rope_layout = cfg.position, cfg.rope_theta, cfg.rope_layout
+        self.rope_scaling = cfg.rope_scaling
+        alibi = cfg.position == "alibi"
+        self.slopes = alibi_slopes(self.heads) if alibi else None
+        check_backend(cfg.backend, self.width, self.value_width, cfg.attention_dropout, self.shape.maps, alibi)
+        with nullcontext() if device is None else torch.device(device):
+            self.make_parameters(cfg, layer)
+        if dtype is not None:
+            self.to(dtype)
         if seed is not None and not self.out.weight.is_meta:
-            initialize(self, seed)
+            self.reset_parameters(seed)
+
+    @classmethod
+    def _settings(cls, cfg: AttentionConfig | None, options: Any, keywords: dict) -> tuple[AttentionConfig, Any]:
+        """The configuration, filled in, and the variant's options, both with what the keywords change."""
+        cfg = AttentionConfig() if cfg is None else cfg
+        if not isinstance(cfg, AttentionConfig):
+            raise ValueError(f"{cfg!r} is not a configuration: use {cls.__name__}(d_model=..., n_head=...)")
+        options = options or getattr(cfg, cls.name, None) or (cls.Options and cls.Options())
+        shared, own = ({f.name for f in fields(kind)} if kind else set() for kind in (cfg, options))
+        if unknown := keywords.keys() - shared - own:
+            wrong = f"{cls.__name__} has no option {', '.join(sorted(unknown))}"
+            raise ValueError(f"{wrong}: use {', '.join(sorted(shared | own))}")
+        if changed := {key: keywords[key] for key in keywords.keys() & own}:
+            options = replace(options, **changed)
+        return replace(cfg, **{key: keywords[key] for key in keywords.keys() - own}).filled(), options
+
+    def reset_parameters(self, seed: int = 0) -> None:
+        """Set the initial weights of `seed`, and all other state. They depend on the seed, their names and shapes alone."""
+        initialize(self, seed)
 
     # ---------------------------------------- what it is made of
 
@@ -108,13 +169,13 @@ class Attention(nn.Module):
     def make_projections(self, cfg: AttentionConfig) -> None:
         """Projections of the input to the queries, keys and values of all heads."""
         _, _, width, value_width, queries, keys, _ = self.shape
-        self.q = nn.Linear(cfg.d_model, self.heads * queries * width, bias=cfg.bias)
-        self.k = nn.Linear(cfg.d_model, self.kv_heads * keys * width, bias=cfg.bias)
-        self.v = nn.Linear(cfg.d_model, self.kv_heads * value_width, bias=cfg.bias)
+        self.q = nn.Linear(cfg.d_model, self.heads * queries * width, bias=cfg.qkv_bias)
+        self.k = nn.Linear(cfg.d_model, self.kv_heads * keys * width, bias=cfg.qkv_bias)
+        self.v = nn.Linear(cfg.d_model, self.kv_heads * value_width, bias=cfg.qkv_bias)
 
     def make_out(self, cfg: AttentionConfig) -> None:
         """The projection of the merged heads into the residual stream."""
-        self.out = nn.Linear(self.heads * self.value_width, cfg.d_model, bias=cfg.bias)
+        self.out = nn.Linear(self.heads * self.value_width, cfg.d_model, bias=cfg.projection_bias)
 
     def init_own(self, generator: torch.Generator) -> None:
         """Set the initial values of parameters that are neither matrices, biases nor norms."""
@@ -125,26 +186,37 @@ class Attention(nn.Module):
         self,
         x: Tensor,
         rope: Rope | None = None,
-        mask: Mask = CAUSAL,
+        mask: Mask | Tensor | None = None,
         cache: LayerCache | None = None,
         carry: Carry | None = None,
+        context: Tensor | None = None,
     ) -> Tensor:
-        """x (B, T, D) -> (B, T, D). rope: rotations of the T positions. carry: what earlier layers of this pass left."""
-        return self.out(self.merge(self.heads_of(x, rope, mask, cache, carry)))
+        """x (B, T, D) -> (B, T, D).
 
-    def heads_of(
-        self, x: Tensor, rope: Rope | None, mask: Mask, cache: LayerCache | None, carry: Carry | None
+        rope: rotations of the T positions; None is the module's own, which count on from the cached ones. mask: a Mask, or
+        a tensor broadcastable to (B, H, T, S), bool (True is seen) or added to the scores; None is causal, and everything in
+        a context. cache: of keys and values, the last T of whose S positions x is. carry: what earlier layers of this pass
+        left. context (B, S, D): what keys and values are made of in place of x (cross attention), from position 0 on.
+        """
+        source, mask = x if context is None else context, self._mask(mask, context, cache)
+        ropes = self._ropes(x, source, rope, cache)
+        y = self.out(self.mix(x, source, ropes, mask, cache, {} if carry is None else carry))
+        return F.dropout(y, self.projection_dropout, self.training) if self.projection_dropout else y
+
+    def mix(
+        self, x: Tensor, source: Tensor, ropes: Ropes, mask: Mask, cache: LayerCache | None, carry: Carry
     ) -> Tensor:
-        """The heads' outputs (B, h, T, value_width), before they are merged."""
-        q, k, v = self.before(*self.project(x), {} if carry is None else carry)
-        q, k = self.turn(q, rope), self.turn(k, rope)
+        """What the output projection takes: the merged heads (B, T, h value_width), queries of x, keys of source (B, S, D)."""
+        q, k, v = self.before(*self.project(x, source), carry)
+        q, k = self.turn(q, ropes[0]), self.turn(k, ropes[1])
         if cache is not None:
             k, v = cache.append(k, v)
-        return self.after(self.attend(q, k, v, x, mask))
+        return self.merge(self.after(self.attend(q, k, v, x, mask)))
 
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries (B, h queries, T, width), keys (B, hkv keys, T, width) and values (B, hkv, T, value_width) of x (B, T, D)."""
-        return split(self.q(x), self.width), split(self.k(x), self.width), split(self.v(x), self.value_width)
+    def project(self, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries (B, h queries, T, width) of x, keys (B, hkv keys, S, width), values (B, hkv, S, value_width) of source."""
+        k, v = split(self.k(source), self.width), split(self.v(source), self.value_width)
+        return split(self.q(x), self.width), k, v
 
     def before(self, q: Tensor, k: Tensor, v: Tensor, carry: Carry) -> tuple[Tensor, Tensor, Tensor]:
         """Change queries, keys and values, shaped as `project` returns them, before RoPE and the cache."""
@@ -165,6 +237,37 @@ class Attention(nn.Module):
     def merge(self, y: Tensor) -> Tensor:
         """(B, T, h value_width) from (B, h, T, value_width)."""
         return y.transpose(1, 2).flatten(2)
+
+    def _mask(self, mask: Mask | Tensor | None, context: Tensor | None, cache: LayerCache | None) -> Mask:
+        if mask is None:
+            mask = CAUSAL if context is None else EVERYTHING
+        elif isinstance(mask, Tensor):
+            mask = Mask.of(mask)
+        if context is None:
+            return mask if self.slopes is None else replace(mask, slopes=self.slopes)
+        if cache is not None or self.slopes is not None:
+            raise ValueError("attention to a context has no cache and no ALiBi: leave out cache=, use position='none'")
+        if mask.causal or mask.window is not None or mask.documents is not None:
+            raise ValueError("a context has no order and no documents: use mask=Mask(causal=False, keys=...)")
+        return mask
+
+    def _ropes(self, x: Tensor, source: Tensor, rope: Rope | None, cache: LayerCache | None) -> Ropes:
+        if self.position != "rope" or (rope is not None and source is x):
+            return rope, rope
+        if rope is not None:
+            raise ValueError("queries and keys of a context have rotations of their own: leave out rope=")
+        start = 0 if cache is None else cache.length
+        q, k = (
+            Rope(
+                *rope_table(each.shape[1], self.width, self.rope_theta, each.device, start, self.rope_scaling),
+                interleaved=self.rope_layout == "interleaved",
+            )
+            for each in (x, source)
+        )
+        return q, k
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        raise ValueError("TorchScript is not supported: use torch.export.export(module, (x,)) or torch.compile(module)")
 
     @property
     def dropout_now(self) -> float:
@@ -196,8 +299,15 @@ def split(x: Tensor, width: int) -> Tensor:
     return x.unflatten(-1, (-1, width)).transpose(1, 2)
 
 
-def make_head_norm(kind: str, width: int, eps: float) -> nn.Module:
-    """An RMSNorm over each head's output: affine, plain (no weight), or none."""
+HEAD_NORMS = ("affine", "plain", "layernorm", "none")
+
+
+def make_head_norm(kind: str | Callable[[int], nn.Module], width: int, eps: float) -> nn.Module:
+    """A norm of each head's output: an RMSNorm with a weight (affine) or without (plain), another, or what a factory makes."""
+    if callable(kind):
+        return kind(width)
+    if kind == "layernorm":
+        return LayerNorm(width, True, eps)
     return nn.Identity() if kind == "none" else RMSNorm(width, eps, affine=kind == "affine")
 
 

@@ -5,19 +5,20 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from ..layers import RMSNorm
-from .base import Attention, AttentionConfig, Carry, make_head_norm, split
+from .base import HEAD_NORMS, Attention, AttentionConfig, Carry, make_head_norm, split
 
 
 @dataclass
 class BaselineConfig:
     """Options of `baseline`.
 
-    head_norm: an RMSNorm over each head's output, affine or plain (no weight). None is the baseline; with a norm it is the
-    control for `diff`, whose heads have one. qk_norm: an RMSNorm of queries and keys before RoPE, over each head (Qwen3) or
-    over all heads together (OLMo 2, arXiv 2501.00656, section 3.3).
+    head_norm: over each head's output, an RMSNorm (affine, or plain: no weight) or a layernorm. None is the baseline; with a
+    norm it is the control for `diff`, whose heads have one. In Python also a factory: head_norm=lambda width: a module.
+    qk_norm: an RMSNorm of queries and keys before RoPE, over each head (Qwen3) or over all heads together (OLMo 2, arXiv
+    2501.00656, section 3.3).
     """
 
-    head_norm: str = "none"  # none | affine | plain
+    head_norm: str = "none"  # none | affine | plain | layernorm
     qk_norm: str = "none"  # none | head | all
 
 
@@ -26,7 +27,7 @@ class BaselineAttention(Attention):
 
     name = "baseline"
     Options = BaselineConfig
-    choices = {"head_norm": ("none", "affine", "plain"), "qk_norm": ("none", "head", "all")}
+    choices = {"head_norm": HEAD_NORMS, "qk_norm": ("none", "head", "all")}
     colours = {"baseline": "#0072B2", "gpt2": "#7F7F7F"}
 
     def make_parameters(self, cfg: AttentionConfig, layer: int) -> None:

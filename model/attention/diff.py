@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..layers import RMSNorm
+from ..layers import RMSNorm, fill_normal
 from .backends import attend_diff
-from .base import Attention, AttentionConfig, Carry, Heads, make_head_norm
+from .base import HEAD_NORMS, Attention, AttentionConfig, Carry, Heads, make_head_norm
 from .mask import Mask
 
 
@@ -19,15 +19,16 @@ class DiffConfig:
     heads: half (n_head / 2 heads with values twice as wide) or double (n_head heads with the baseline's values and twice
     its queries and keys, as converted models have). lambda_form: vectors, dual_scalar (timm's exp(a) - exp(b) + lambda_init)
     or fixed (lambda_init itself; 0 is no subtraction). lambda_init: one constant for all layers, None is the paper's
-    schedule over depth. head_norm: affine, plain (no weight) or none. qk_norm: an RMSNorm over each head's queries and
-    keys. scale_norm: one over the merged heads. lambda_warmup: steps over which lambda grows from 0 to its value.
+    schedule over depth. head_norm: over each head's output, an RMSNorm (affine, or plain: no weight), a layernorm or none; in
+    Python also a factory, head_norm=lambda width: a module. qk_norm: an RMSNorm over each head's queries and keys.
+    scale_norm: one over the merged heads. lambda_warmup: steps over which lambda grows from 0 to its value.
     """
 
     heads: str = "half"  # half | double
     lambda_form: str = "vectors"  # vectors | dual_scalar | fixed
     lambda_init: float | None = None
     lambda_warmup: int = 0
-    head_norm: str = "affine"  # affine | plain | none
+    head_norm: str = "affine"  # affine | plain | layernorm | none
     qk_norm: bool = False
     scale_norm: bool = False
 
@@ -53,7 +54,7 @@ class DiffAttention(Attention):
     choices = {
         "heads": ("half", "double"),
         "lambda_form": ("vectors", "dual_scalar", "fixed"),
-        "head_norm": ("affine", "plain", "none"),
+        "head_norm": HEAD_NORMS,
     }
     free_options = ("lambda_warmup",)
     colours = {"diff": "#D55E00"}
@@ -89,7 +90,11 @@ class DiffAttention(Attention):
         self.lambda_mix.fill_(1)
         # Not zero: d lam / d lq1 is proportional to lk1, so vectors that start at zero stay there.
         for name, p in self.named_parameters(recurse=False):
-            nn.init.normal_(p, std=0.1, generator=generator) if name in VECTORS else nn.init.zeros_(p)
+            fill_normal(p, 0.1, generator) if name in VECTORS else nn.init.zeros_(p)
+
+    def set_lambda_init(self, depth: int) -> None:
+        """Take the paper's lambda_init of layer `depth`, counted from 0, as after blocks were put in another order."""
+        self.lambda_init = lambda_init(depth)
 
     def set_step(self, step: int) -> None:
         # Without a warm-up too: the weights may come from a checkpoint in the middle of one.

@@ -4,10 +4,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from ..cache import LayerCache
-from ..rotary import Rope
-from .base import Attention, AttentionConfig, Carry, mean_and_spread
-from .mask import CAUSAL, Mask
+from .base import Attention, AttentionConfig, mean_and_spread
+from .mask import Mask
 
 
 @dataclass
@@ -31,17 +29,9 @@ class GatedAttention(Attention):
         per_head = 1 if self.options.gate == "headwise" else self.value_width
         self.gate_logits = nn.Linear(cfg.d_model, self.heads * per_head, bias=False)
 
-    def forward(
-        self,
-        x: Tensor,
-        rope: Rope | None = None,
-        mask: Mask = CAUSAL,
-        cache: LayerCache | None = None,
-        carry: Carry | None = None,
-    ) -> Tensor:
-        """x (B, T, D) -> (B, T, D), as in the base class."""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, mask: Mask) -> Tensor:
         gate = self.gate_logits(x).sigmoid().unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (B, H, T, 1 or d)
-        return self.out(self.merge(self.heads_of(x, rope, mask, cache, carry) * gate))
+        return super().attend(q, k, v, x, mask) * gate
 
     def readings(self, x: Tensor) -> dict[str, Tensor]:
         return mean_and_spread("gate", self.gate_logits(x).sigmoid())

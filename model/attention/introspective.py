@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..cache import LayerCache
-from ..layers import RMSNorm
-from ..rotary import Rope, rotate
+from ..layers import fill_normal, make_norm
+from ..rotary import rotate
 from .backends import attend, attend_union
-from .base import Attention, AttentionConfig, Carry, Heads, split
-from .mask import CAUSAL, Mask
+from .base import Attention, AttentionConfig, Carry, Heads, Ropes, split
+from .mask import Mask
 
 
 @dataclass
@@ -22,11 +22,14 @@ class IntrospectiveConfig:
     """Options of `introspective`.
 
     mode: `feature` (path i's keys and values are corrected by what earlier paths computed for the same token) or
-    `sequence` (path i attends over the keys of all paths j <= i). heads: per path, None is n_head / 2; the value width is
-    d_model / heads, so that a path's output has the width of X, as the formula's sum needs. memory: what of an earlier
-    path the feature mode concatenates, of k (keys), v (values), a (output). own_path: whether path i > 0 of the sequence
-    mode also sees its own keys (the published code) or only those of the paths before it (the published text).
-    path_weight: how lambda is made, see `Introspective.weights`. alpha: whether the learned alpha X is added.
+    `sequence` (path i attends over the keys of all paths j <= i). heads: per path, None is n_head / 2, and 0 is n_head, as
+    the published code has it; the value width is d_model / heads, so that a path's output has the width of X, as the
+    formula's sum needs. memory: what of an earlier path the feature mode concatenates, of k (keys), v (values), a (output).
+    own_path: whether path i > 0 also has keys and values of its own (the published code) or only what comes from the paths
+    before it (the published text). repeated: whether path i of the sequence mode sees what each earlier path saw, so that
+    path j < i counts 2^(i-1-j) times (the published naive and flash 1 code), or each path once (flash 2). path_weight: how
+    lambda is made, see `IntrospectiveAttention.weights`. path_norm: of each path's output and of their sum. alpha: whether
+    the learned alpha X is added.
     """
 
     mode: str = "feature"  # feature | sequence
@@ -34,11 +37,13 @@ class IntrospectiveConfig:
     heads: int | None = None
     memory: str = "ka"  # ka | kv | kva
     own_path: bool = True
+    repeated: bool = False
     path_weight: str = "affine"  # affine | literal | sigmoid | softmax_input
+    path_norm: str = "rmsnorm"  # rmsnorm | layernorm
     alpha: bool = True
 
 
-class Introspective(Attention):
+class IntrospectiveAttention(Attention):
     """W_o RMSNorm(sum_i lambda_i A_i + alpha X), A_i = RMSNorm(merged heads of path i), X the sub-layer's input.
 
     feature: M_i = concat over j < i of (K_j, A_j), per token; path i attends with keys K_i + M_i U_i and values
@@ -53,35 +58,36 @@ class Introspective(Attention):
         "mode": ("feature", "sequence"),
         "memory": ("ka", "kv", "kva"),
         "path_weight": ("affine", "literal", "sigmoid", "softmax_input"),
+        "path_norm": ("rmsnorm", "layernorm"),
     }
     undecayed = ("path_logits",)
     colours = {"introspective": "#009E73", "introspective_sequence": "#56B4E9"}
 
     def head_shape(self, cfg: AttentionConfig) -> Heads:
-        heads = self.options.heads or max(1, cfg.n_head // 2)
+        heads = max(1, cfg.n_head // 2) if self.options.heads is None else self.options.heads or cfg.n_head
         _check(self.options, cfg, heads)
         return Heads(heads, max(1, heads * cfg.n_kv_head // cfg.n_head), cfg.head_dim, cfg.d_model // heads)
 
     def make_parameters(self, cfg: AttentionConfig, layer: int) -> None:
         opt, D = self.options, cfg.d_model
-        self.mode, self.memory, self.own_path = opt.mode, opt.memory, opt.own_path
+        self.mode, self.memory, self.own_path, self.repeated = opt.mode, opt.memory, opt.own_path, opt.repeated
         self.path_weight, self.paths = opt.path_weight, opt.paths
-        # Without its own keys in view, no path would look at those of the last.
-        sets = self.paths if self.mode == "feature" or self.own_path else max(1, self.paths - 1)
+        # Without its own keys in view, no path would look at those of the last, and in the feature mode at any but the first.
+        sets = self.paths if self.own_path else max(1, self.paths - 1) if self.mode == "sequence" else 1
         self.q = self._per_path(cfg, self.paths, self.heads * self.width)
         self.k = self._per_path(cfg, sets, self.kv_heads * self.width)
         self.v = self._per_path(cfg, sets, self.kv_heads * self.value_width)
-        self.path_norms = nn.ModuleList(RMSNorm(D, cfg.norm_eps) for _ in range(self.paths))
+        self.path_norms = nn.ModuleList(make_norm(opt.path_norm, D, cfg.bias, cfg.norm_eps) for _ in range(self.paths))
         if self.mode == "feature":
             self.memory_k = self._memory_projections(self.width)
             self.memory_v = self._memory_projections(self.value_width)
         self._make_path_weight(D)
         self.alpha = nn.Parameter(torch.ones(())) if opt.alpha else None
-        self.norm = RMSNorm(D, cfg.norm_eps)
-        self.out = nn.Linear(D, D, bias=cfg.bias)
+        self.norm = make_norm(opt.path_norm, D, cfg.bias, cfg.norm_eps)
+        self.out = nn.Linear(D, D, bias=cfg.projection_bias)
 
     def _per_path(self, cfg: AttentionConfig, paths: int, width: int) -> nn.ModuleList:
-        return nn.ModuleList(nn.Linear(cfg.d_model, width, bias=cfg.bias) for _ in range(paths))
+        return nn.ModuleList(nn.Linear(cfg.d_model, width, bias=cfg.qkv_bias) for _ in range(paths))
 
     def _memory_projections(self, width: int) -> nn.ParameterList:
         """One (Hkv, m_i, width) projection for each path i > 0; m_i is the width of M_i per key/value head."""
@@ -102,7 +108,8 @@ class Introspective(Attention):
     def init_own(self, generator: torch.Generator) -> None:
         for name, p in self.named_parameters(recurse=True):
             if name.startswith("memory_"):
-                nn.init.zeros_(p)
+                # Zero is a path of its own at the start; without keys and values of its own it would be none.
+                nn.init.zeros_(p) if self.own_path else fill_normal(p, 0.02, generator)
         if self.alpha is not None:
             nn.init.ones_(self.alpha)
         if self.path_weight == "softmax_input":
@@ -129,35 +136,36 @@ class Introspective(Attention):
         # eps bounds the slope of LayerNorm at equal weights to 10; with the usual 1e-5 it is 316.
         return F.layer_norm(self.w.sigmoid(), self.w.shape, self.path_gain, self.path_bias, eps=1e-2)
 
-    def forward(
-        self,
-        x: Tensor,
-        rope: Rope | None = None,
-        mask: Mask = CAUSAL,
-        cache: LayerCache | None = None,
-        carry: Carry | None = None,
+    def mix(
+        self, x: Tensor, source: Tensor, ropes: Ropes, mask: Mask, cache: LayerCache | None, carry: Carry
     ) -> Tensor:
-        """x (B, T, D) -> (B, T, D), as in the base class."""
-        outputs = (self._feature if self.mode == "feature" else self._sequence)(x, rope, mask, cache)
+        """The normed sum (B, T, D) of all paths, as in the class's formula."""
+        if self.mode == "feature" and source is not x:
+            wrong = "the feature mode adds what earlier paths gave for a token to that token's keys, and a context gets nothing"
+            raise ValueError(f"{wrong}: use model.introspective.mode=sequence")
+        outputs = (self._feature if self.mode == "feature" else self._sequence)(x, source, ropes, mask, cache)
         lam = self.weights(x)  # (P,) or (B, T, P)
         mixed = sum(lam[..., i, None] * a for i, a in enumerate(outputs))  # (B, T, D)
-        return self.out(self.norm(mixed if self.alpha is None else mixed + self.alpha * x))
+        return self.norm(mixed if self.alpha is None else mixed + self.alpha * x)
 
     def _path_output(self, heads: Tensor, i: int) -> Tensor:
         """A_i (B, T, D) from the heads (B, h, T, dv) of path i."""
         return self.path_norms[i](self.merge(heads))
 
-    def _feature(self, x: Tensor, rope: Rope | None, mask: Mask, cache: LayerCache | None) -> list[Tensor]:
+    def _feature(self, x: Tensor, source: Tensor, ropes: Ropes, mask: Mask, cache: LayerCache | None) -> list[Tensor]:
         memory: list[Tensor] = []  # of the paths so far, each (B, hkv, T, m)
         outputs = []
         for i in range(self.paths):
-            q, k = split(self.q[i](x), self.width), split(self.k[i](x), self.width)
-            v = split(self.v[i](x), self.value_width)
-            own_k, own_v = k, v
+            q = split(self.q[i](x), self.width)
+            if i < len(self.k):
+                k, v = split(self.k[i](source), self.width), split(self.v[i](source), self.value_width)
+                own_k, own_v = k, v
             if memory:
                 m = torch.cat(memory, dim=-1)  # (B, hkv, T, m_i)
-                k, v = k + m @ self.memory_k[i - 1], v + m @ self.memory_v[i - 1]
-            q, k = rotate(q, rope), rotate(k, rope)
+                from_k, from_v = m @ self.memory_k[i - 1], m @ self.memory_v[i - 1]
+                k, v = (k + from_k, v + from_v) if self.own_path else (from_k, from_v)
+                own_k, own_v = (own_k, own_v) if self.own_path else (k, v)
+            q, k = rotate(q, ropes[0]), rotate(k, ropes[1])
             if cache is not None:
                 k, v = cache.append(k, v, slot=i)
             outputs.append(self._path_output(attend(q, k, v, mask, self.backend, self.dropout_now), i))
@@ -169,25 +177,31 @@ class Introspective(Attention):
         parts = {"k": k, "v": v, "a": a.unflatten(-1, (self.kv_heads, -1)).transpose(1, 2)}
         return [parts[part].to(k.dtype) for part in self.memory]
 
-    def _sequence(self, x: Tensor, rope: Rope | None, mask: Mask, cache: LayerCache | None) -> list[Tensor]:
+    def _sequence(self, x: Tensor, source: Tensor, ropes: Ropes, mask: Mask, cache: LayerCache | None) -> list[Tensor]:
         keys, values, outputs = [], [], []
         for i in range(self.paths):
-            q = rotate(split(self.q[i](x), self.width), rope)
+            q = rotate(split(self.q[i](x), self.width), ropes[0])
             if i < len(self.k):
-                k, v = rotate(split(self.k[i](x), self.width), rope), split(self.v[i](x), self.value_width)
+                k = rotate(split(self.k[i](source), self.width), ropes[1])
+                v = split(self.v[i](source), self.value_width)
                 k, v = (k, v) if cache is None else cache.append(k, v, slot=i)
                 keys.append(k)
                 values.append(v)
-            seen = i + 1 if self.own_path or i == 0 else i
-            heads = attend_union(q, keys[:seen], values[:seen], mask, self.backend, self.dropout_now)
+            seen = self._seen(i)
+            sets = [keys[j] for j in seen], [values[j] for j in seen]
+            heads = attend_union(q, *sets, mask, self.backend, self.dropout_now)
             outputs.append(self._path_output(heads, i))
         return outputs
 
+    def _seen(self, i: int) -> list[int]:
+        """The paths whose keys path i of the sequence mode looks at."""
+        if self.repeated:
+            return [j for earlier in range(i) for j in self._seen(earlier)] + [i]
+        return list(range(i + 1 if self.own_path or i == 0 else i))
+
     def flops(self, context: int) -> int:
-        """Forward FLOPs per token of the products with the T x T maps; path i of the sequence mode meets i + 1 key sets."""
-        maps = self.paths
-        if self.mode == "sequence":
-            maps += sum(range(self.paths)) - (0 if self.own_path else self.paths - 1)
+        """Forward FLOPs per token of the products with the T x T maps, of which the sequence mode has one for each key set."""
+        maps = self.paths if self.mode == "feature" else sum(len(self._seen(i)) for i in range(self.paths))
         return 2 * context * maps * self.heads * (self.width + self.value_width)
 
     def readings(self, x: Tensor) -> dict[str, Tensor]:
@@ -206,6 +220,9 @@ def _check(opt: IntrospectiveConfig, cfg: AttentionConfig, heads: int) -> None:
     if opt.path_weight == "literal" and opt.paths < 3:
         wrong = "LayerNorm without a gain over one path weight is always zero, over two always +1 and -1"
         raise ValueError(f"{wrong}: use model.introspective.path_weight=affine or three paths")
+    if opt.repeated and (opt.mode != "sequence" or not opt.own_path):
+        wrong = "model.introspective.repeated=true repeats the keys of paths that see their own and earlier ones"
+        raise ValueError(f"{wrong}: use model.introspective.mode=sequence and own_path=true")
     if cfg.d_model % heads:
         wrong = f"{heads} heads per path do not divide d_model={cfg.d_model}"
         raise ValueError(f"{wrong}: use model.introspective.heads={max(1, cfg.n_head // 2)} or another divisor")

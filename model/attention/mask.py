@@ -1,6 +1,7 @@
 """Who may see whom: one small object that every backend reads."""
 
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -12,13 +13,18 @@ class Mask:
 
     causal: query t sees keys s <= t. window: and only the last `window` of them, itself included (s > t - window).
     documents (B, S): only keys of the query's own document. keys (B, S) bool: False marks padding no query sees.
-    A query that sees no key gets zeros, forward and backward.
+    see: any further rule, bool and broadcastable to (B, H, T, S), True where a query may see a key. bias: numbers of the
+    same shape that are added to the scaled scores; -inf hides a key. slopes: one per head, of ALiBi's bias
+    -slope |t - s|. A query that sees no key gets zeros, forward and backward. Where a head has several maps, they share all.
     """
 
     causal: bool = True
     window: int | None = None
     documents: Tensor | None = None
     keys: Tensor | None = None
+    see: Tensor | None = None
+    bias: Tensor | None = None
+    slopes: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
@@ -29,26 +35,55 @@ class Mask:
         if self.documents is not None and (self.documents.dim() != 2 or self.documents.is_floating_point()):
             wrong = f"mask documents are {self.documents.dtype} {tuple(self.documents.shape)}"
             raise ValueError(f"{wrong}: give integers (B, S), as in documents=(tokens == eot).cumsum(1)")
+        if self.see is not None and self.see.dtype != torch.bool:
+            raise ValueError(f"a mask's `see` is bool, not {self.see.dtype}: give numbers that are added as `bias`")
+        if self.bias is not None and not self.bias.is_floating_point():
+            raise ValueError(
+                f"a mask's `bias` is added, but is {self.bias.dtype}: give what may be seen as bool in `see`"
+            )
 
-    def check(self, B: int, S: int) -> None:
-        """ValueError unless the mask fits a batch of B sequences with S keys each."""
+    @classmethod
+    def of(cls, tensor: Tensor) -> Self:
+        """The mask that `tensor` alone is, as in torch's scaled_dot_product_attention: not causal; bool, or added."""
+        return cls(causal=False, see=tensor) if tensor.dtype == torch.bool else cls(causal=False, bias=tensor)
+
+    def check(self, q: Tensor, k: Tensor) -> None:
+        """ValueError unless the mask fits queries (B, H, ..., T, d) and keys (B, ..., S, d)."""
+        B, H, T, S = *q.shape[:2], q.shape[-2], k.shape[-2]
         for name, ids in (("documents", self.documents), ("keys", self.keys)):
             if ids is not None and ids.shape != (B, S):
                 wrong = f"mask {name} have the shape {tuple(ids.shape)}, but there are {B} sequences of {S} keys"
                 raise ValueError(f"{wrong}: give one entry per key, cached ones included")
+        for name, free in (("see", self.see), ("bias", self.bias)):
+            fits = free is None or all(n in (1, m) for n, m in zip(free.shape[::-1], (S, T, H, B), strict=False))
+            if not fits or (free is not None and free.dim() > 4):
+                wrong = f"a mask's `{name}` of the shape {tuple(free.shape)} does not broadcast to {(B, H, T, S)}"
+                raise ValueError(f"{wrong}: give (T, S) or (B, 1 or H, T, S); a mask (B, S) of keys is Mask(keys=...)")
+        if self.slopes is not None and len(self.slopes) != H:
+            raise ValueError(f"a mask has {len(self.slopes)} slopes for {H} heads: give one for each head")
 
     @property
     def plain(self) -> bool:
         """Nothing but the causal rule."""
-        return self.causal and self.window is None and self.documents is None and self.keys is None
+        return self.causal and not self._more
 
     @property
     def sees_everything(self) -> bool:
         """Everything sees everything."""
-        return not self.causal and self.window is None and self.documents is None and self.keys is None
+        return not self.causal and not self._more
+
+    @property
+    def _more(self) -> bool:
+        more = (self.window, self.documents, self.keys, self.see, self.bias, self.slopes)
+        return any(rule is not None for rule in more)
+
+    @property
+    def free(self) -> bool:
+        """It has a rule of any shape, or a bias: nothing that can be read off positions, documents and keys."""
+        return self.see is not None or self.bias is not None or self.slopes is not None
 
     def allowed(self, positions: Tensor, S: int) -> Tensor:
-        """Which of S keys the queries at `positions` (R,) or (B, R) see: bool (1 or B, 1, R, S)."""
+        """Which of S keys the queries at `positions` (R,) or (B, R) see: bool (1 or B, 1 or H, R, S)."""
         t = positions[..., :, None]  # (R, 1) or (B, R, 1)
         s = torch.arange(S, device=positions.device)  # (S,)
         see = (s <= t) if self.causal else torch.ones_like(s <= t)
@@ -60,11 +95,51 @@ class Mask:
             see = see & (self.documents.gather(1, rows)[:, :, None] == self.documents[:, None, :])
         if self.keys is not None:
             see = see & self.keys[:, None, :]
-        return see[:, None]  # (1 or B, 1, R, S)
+        see = see[:, None]  # (1 or B, 1, R, S)
+        if self.see is not None:
+            see = see & _rows(self.see, positions, S)
+        if self.bias is not None:
+            see = see & (_rows(self.bias, positions, S) > float("-inf"))
+        return see
+
+    def added(self, positions: Tensor, S: int) -> Tensor | None:
+        """What is added to the scores of the queries at `positions`: finite (1 or B, 1 or H, R, S), None for nothing."""
+        parts = []
+        if self.bias is not None:
+            rows = _rows(self.bias, positions, S)
+            parts.append(rows.masked_fill(rows == float("-inf"), 0.0))  # `allowed` hides these keys
+        if self.slopes is not None:
+            distance = (positions[..., :, None] - torch.arange(S, device=positions.device)).abs()  # (R, S) or (B, R, S)
+            slopes = torch.tensor(self.slopes, device=positions.device)[:, None, None]  # (H, 1, 1)
+            parts.append(-slopes * (distance[:, None] if distance.dim() == 3 else distance[None, None]))
+        return sum(parts) if parts else None
 
     def dense(self, T: int, S: int, device: torch.device) -> Tensor:
-        """`allowed` for the last T of S positions: bool (1 or B, 1, T, S)."""
+        """`allowed` for the last T of S positions: bool (1 or B, 1 or H, T, S)."""
         return self.allowed(torch.arange(S - T, S, device=device), S)
 
 
-CAUSAL = Mask()
+def _rows(x: Tensor, positions: Tensor, S: int) -> Tensor:
+    """Rows of x, broadcastable to (B, H, T, S), that belong to the queries at `positions` (R,) or (B, R): 4 dimensions."""
+    x = x[(None,) * (4 - x.dim())]
+    T = x.shape[-2]
+    if T == 1:
+        return x
+    index = positions - (S - T)
+    if index.dim() == 1:
+        return x.index_select(-2, index)
+    x = x.expand(index.shape[0], *x.shape[1:])
+    return x.gather(-2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+
+
+def alibi_slopes(heads: int) -> tuple[float, ...]:
+    """2^(-8 i / n) for head i = 1 .. n of a power of two; else those of the power below, then every other of the next.
+
+    Press et al., Train Short, Test Long, arXiv 2108.12409, section 3, and their code for other numbers of heads.
+    """
+    whole = 2 ** (heads.bit_length() - 1)
+    slopes = [2 ** (-8 * i / whole) for i in range(1, whole + 1)]
+    return tuple(slopes + [2 ** (-4 * i / whole) for i in range(1, 2 * (heads - whole), 2)])
+
+
+CAUSAL, EVERYTHING = Mask(), Mask(causal=False)

@@ -11,13 +11,14 @@ from torch import Tensor
 from . import probe
 
 
-def weights(q: Tensor, k: Tensor, see: Tensor) -> Tensor:
-    """softmax(q k' / sqrt(d)) over the keys that `see`, bool and broadcastable to (..., T, S), allows; (..., T, S).
+def weights(q: Tensor, k: Tensor, see: Tensor, bias: Tensor | None = None) -> Tensor:
+    """softmax(q k' / sqrt(d) + bias) over the keys that `see`, bool and broadcastable to (..., T, S), allows; (..., T, S).
 
     A row that sees nothing is zero, forward and backward.
     """
     with torch.autocast(q.device.type, enabled=False):
         scores = (_exact(q) @ _exact(k).mT) * q.shape[-1] ** -0.5
+    scores = scores if bias is None else scores + bias
     if probe.logits_visitor is not None:
         scores = probe.logits_visitor(scores, see)
     blind = ~see.any(-1, keepdim=True)
@@ -25,20 +26,32 @@ def weights(q: Tensor, k: Tensor, see: Tensor) -> Tensor:
     return scores.masked_fill(~(see | blind), float("-inf")).softmax(-1).masked_fill(blind, 0.0)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, see: Tensor, dropout: float = 0.0) -> Tensor:
-    """Softmax attention: q (B, H, T, d), k (B, H, S, d), v (B, H, S, dv), see (1 or B, 1, T, S) -> (B, H, T, dv)."""
-    return _times_values(F.dropout(weights(q, k, see), dropout), v)
+def attend(q: Tensor, k: Tensor, v: Tensor, see: Tensor, dropout: float = 0.0, bias: Tensor | None = None) -> Tensor:
+    """Softmax attention: q (B, H, T, d), k (B, H, S, d), v (B, H, S, dv), see (1 or B, 1 or H, T, S) -> (B, H, T, dv)."""
+    return _times_values(F.dropout(weights(q, k, see, bias), dropout), v)
 
 
-def attend_diff(q: Tensor, k: Tensor, v: Tensor, lam: Tensor, see: Tensor, dropout: float = 0.0) -> Tensor:
+def attend_diff(
+    q: Tensor, k: Tensor, v: Tensor, lam: Tensor, see: Tensor, dropout: float = 0.0, bias: Tensor | None = None
+) -> Tensor:
     """Difference of two maps: q, k (B, h, 2, T or S, d), v (B, h, S, dv), lam (..., T or 1, 1) or () -> (B, h, T, dv)."""
-    first, second = F.dropout(weights(q, k, see[:, None]), dropout).unbind(2)  # (B, h, T, S) each
+    maps = weights(q, k, see.unsqueeze(2), None if bias is None else bias.unsqueeze(2))
+    first, second = F.dropout(maps, dropout).unbind(2)  # (B, h, T, S) each
     return _times_values(first - lam * second, v)
 
 
-def attend_union(q: Tensor, keys: list[Tensor], values: list[Tensor], see: Tensor, dropout: float = 0.0) -> Tensor:
+def attend_union(
+    q: Tensor,
+    keys: list[Tensor],
+    values: list[Tensor],
+    see: Tensor,
+    dropout: float = 0.0,
+    bias: Tensor | None = None,
+) -> Tensor:
     """One softmax over several key sets that are seen alike: q (B, H, T, d), keys[j] (B, H, S, d) -> (B, H, T, dv)."""
-    return attend(q, torch.cat(keys, dim=-2), torch.cat(values, dim=-2), see.repeat(1, 1, 1, len(keys)), dropout)
+    n = len(keys)
+    see, bias = see.repeat(1, 1, 1, n), None if bias is None else bias.repeat(1, 1, 1, n)
+    return attend(q, torch.cat(keys, dim=-2), torch.cat(values, dim=-2), see, dropout, bias)
 
 
 def _times_values(maps: Tensor, v: Tensor) -> Tensor:

@@ -48,8 +48,7 @@ def read_folder(folder: str | Path) -> tuple[DecoderConfig, dict[str, Tensor]]:
 
     `Decoder(cfg).load_state_dict(state)` computes the logits that transformers computes. GPT2LMHeadModel, LlamaForCausalLM
     and its relatives, DiffLlamaForCausalLM, axolotl's models and what `export` makes; one file or sharded, any float type,
-    tied or not, grouped keys, explicit head_dim. Our decoder has biases on all projections or on none: where a folder has
-    some, the others are zeros.
+    tied or not, grouped keys, explicit head_dim.
 
     ValueError: no such folder, no weights or pickled ones, another architecture, a RoPE or an activation that our decoder
     lacks, tensors that are not those of the configuration.

@@ -49,14 +49,15 @@ class Llama(Format):
         theta, scaling = _rope(config, self.scalings)
         return replace(
             super().our_config(config), rope_theta=theta, rope_scaling=scaling, rope_layout="half",
-            bias=bool(self.biased(config)), tie=bool(config.get("tie_word_embeddings", False)),
+            **self._biases(config), tie=bool(config.get("tie_word_embeddings", False)),
         )  # fmt: skip
 
     def their_config(self, cfg: DecoderConfig) -> dict[str, Any]:
         rope: dict[str, Any] = {"rope_theta": cfg.rope_theta, "rope_parameters": _rope_keys(cfg)}
         if cfg.rope_scaling.kind != "none":
             rope["rope_scaling"] = _rope_keys(cfg)  # where transformers before 5 looks
-        biases = dict.fromkeys(self.bias_keys, cfg.bias)
+        own = {"attention_bias": bool(cfg.qkv_bias or cfg.projection_bias), "mlp_bias": cfg.bias}
+        biases = {key: own[key] for key in self.bias_keys}
         return super().their_config(cfg) | biases | rope | {
             "hidden_act": "silu", "attention_dropout": cfg.attention_dropout,
         }  # fmt: skip
@@ -73,6 +74,12 @@ class Llama(Format):
     def biased(self, config: dict[str, Any]) -> tuple[str, ...]:
         asked = (part for key, parts in self.bias_keys.items() if config.get(key) for part in parts)
         return (*self.always_biased, *asked)
+
+    def _biases(self, config: dict[str, Any]) -> dict[str, bool]:
+        """Which of our projections have biases, as fields of DecoderConfig."""
+        modules = {"bias": ".mlp.gate_proj", "qkv_bias": ".self_attn.q_proj", "projection_bias": ".self_attn.o_proj"}
+        biased = self.biased(config)
+        return {field: any(part in module for part in biased) for field, module in modules.items()}
 
     def clean(self, weights: Weights) -> None:
         weights.drop(r".*rotary_emb\.inv_freq")  # which older versions saved with the weights

@@ -15,7 +15,6 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..config import decoder_config
 from ..decoder import Decoder
-from ..rotary import rope_table
 
 
 class VariantConfig(PretrainedConfig):
@@ -47,12 +46,7 @@ class VariantForCausalLM(PreTrainedModel, GenerationMixin):
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
-        # from_pretrained makes the model without storage and fills in what the files hold: not the tables of RoPE.
-        if isinstance(module, Decoder):
-            cfg, device = module.cfg, module.cos.device
-            cos, sin = rope_table(cfg.context, cfg.head_dim, cfg.rope_theta, device, scaling=cfg.rope_scaling)
-            module.cos.copy_(cos)
-            module.sin.copy_(sin)
+        """The decoder has set its own."""
 
     def get_input_embeddings(self) -> nn.Embedding:
         return self.decoder.embedding

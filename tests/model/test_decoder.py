@@ -76,8 +76,9 @@ def test_a_model_made_without_memory_is_whole_after_loading(name: str) -> None:
     with torch.device("meta"):
         model = Decoder(config(name))
     model.to_empty(device="cpu")
-    for buffer in (model.cos, model.sin):
-        buffer.fill_(float("nan"))
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.fill_(float("nan"))
     other, tokens = Decoder(config(name), seed=2), torch.randint(0, 50, (2, 16))
     model.load_state_dict(other.state_dict())
     assert torch.equal(model(tokens), other(tokens)) and model.head.weight is model.embedding.weight

@@ -112,7 +112,7 @@ def test_the_two_maps_apart_are_those_of_a_softmax_each() -> None:
         monitor = Monitor(model, x)
         found = of_layer(monitor.read(), 0)
         handle.remove()
-        q, k, _ = attention.project(seen["x"])
+        q, k, _ = attention.project(seen["x"], seen["x"])
         q, k = attention.turn(q, seen["rope"]), attention.turn(k, seen["rope"])  # (B, 2h, T, d)
         logits = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
         maps = logits.masked_fill(torch.ones(32, 32).triu(1).bool(), -torch.inf).softmax(-1)[:, :, monitor.rows]
