@@ -28,6 +28,7 @@ ARMS = {
     "zero": Conversion(),
     "zero_random": Conversion(second="random"),
     "mirror": Conversion(init="mirror"),
+    "open": Conversion(init="open", second="random"),
     "split": Conversion(heads="split"),
     "zero_norm": Conversion(second="random", sublayer_norm=True),
     "mirror_norm": Conversion(init="mirror", sublayer_norm=True),
@@ -41,7 +42,7 @@ ARMS = {
 class CompareConfig(Conversion):
     """What is compared, and how each arm is trained."""
 
-    source: str = MISSING  # a run, a transformers folder, or a name on the hub
+    source: str | None = None  # a run, a transformers folder, or a name on the hub
     run_dir: str = MISSING  # folder of the new run, or of the comparison
     seed: int = 0  # of what is random in a conversion, and of what=compare's training
     device: str = "auto"  # auto | cpu | cuda

@@ -35,6 +35,7 @@ class DecoderConfig(VariantOptions):
     document_mask: bool = False  # a token sees only its own document; documents begin with the token `eot`
     eot: int | None = None  # end-of-text token, the tokenizer's, filled in by train.py
     norm: str = "rmsnorm"  # rmsnorm | layernorm
+    norm_place: str = "before"  # before | after (OLMo 2): each sub-layer's norm is on its input, or on what it adds
     mlp: str = "swiglu"  # swiglu | gelu | gelu_tanh (GPT-2's own approximation)
     window: int | None = None  # sliding window: a query sees the last `window` keys, itself included; None: all
     tie: bool = True  # output head = token embedding
@@ -86,5 +87,6 @@ def _checked(kind: Any, value: Any, where: str) -> Any:
 CHOICES = {
     "match": ("params", "flops", "none"),
     "norm": ("rmsnorm", "layernorm"),
+    "norm_place": ("before", "after"),
     "mlp": ("swiglu", "gelu", "gelu_tanh"),
 }

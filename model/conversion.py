@@ -5,6 +5,8 @@ A = softmax(Q K' / sqrt d) is the map of a baseline head, W its output projectio
 - heads=double, init=zero: a second map beside every head, and lam = 0 exactly. The function is the baseline's.
 - heads=double, init=mirror: the second maps are copies, so (A - lam A) V = (1 - lam) A V, and W / ((1 - lam) (1 - li)) makes
   that A V.
+- heads=double, init=open: lam = li at once, fresh second maps B, and W / (1 - li): the head computes (A - li B) V, and li B V
+  costs loss at the start. This is what axolotl does by default.
 - heads=split: two heads become one with the values (V, V'), and keep their queries and keys. At lam = 0 the new head computes
   A (V, V') where the baseline computed A V and A' V': half of the maps are unused, and no scale of W can change that.
 - diff_v2: every query head gets a second one. lambda is sigmoid(bias) for all tokens; where the second maps are copies,
@@ -34,7 +36,8 @@ LARGEST_LAMBDA = 0.95  # init=mirror divides the output projection by 1 - lambda
 class Conversion:
     """How to convert. to=same changes nothing.
 
-    init: zero (lambda starts at 0) or mirror (lambda starts at lambda_init).
+    init: zero (lambda starts at 0), mirror (lambda starts at lambda_init, and the output projection makes up for it) or open
+    (lambda starts at lambda_init, and nothing makes up for it).
     heads: double (every head gets a second map) or split (pairs of heads become one, without new queries or keys).
     second: what the added maps start from, the first maps (copy) or fresh weights (random).
     sublayer_norm: a norm per head after the difference, as the paper has it; the norm changes the function. Use second=random
@@ -43,11 +46,11 @@ class Conversion:
     """
 
     to: str = "diff"  # diff | diff_v2 | same
-    init: str = "zero"  # zero | mirror
+    init: str = "zero"  # zero | mirror | open: where lambda starts, 0 or lambda_init; open changes the function
     heads: str = "double"  # double | split
     second: str = "copy"  # copy | random
     sublayer_norm: bool = False
-    lambda_init: float | None = None  # init=mirror: where lambda starts; None: the schedule of the paper
+    lambda_init: float | None = None  # init=mirror and init=open: where lambda starts; None: the schedule of the paper
     lambda_bias: float = -4.0
 
     def check(self) -> None:
@@ -59,8 +62,16 @@ class Conversion:
             raise ValueError("heads=split has trained second maps, init=mirror overwrites them: use init=zero")
         if self.init == "mirror" and self.second == "random":
             raise ValueError("init=mirror copies the first maps over the second: use second=copy, or init=zero")
-        if self.lambda_init is not None and (self.to != "diff" or self.init != "mirror"):
-            raise ValueError("lambda_init is where init=mirror starts, the others start at 0: leave lambda_init out")
+        if self.init == "open" and self.to == "diff_v2":
+            raise ValueError(
+                "diff_v2 starts at sigmoid(lambda_bias): use lambda_bias=0 second=random, without init=open"
+            )
+        if self.init == "open" and self.heads == "double" and self.second == "copy":
+            raise ValueError("init=open subtracts maps that differ from the first: use second=random, or init=mirror")
+        if self.lambda_init is not None and (self.to != "diff" or self.init == "zero"):
+            raise ValueError(
+                "lambda_init is where init=mirror and init=open start, the others start at 0: leave lambda_init out"
+            )
         if self.lambda_init is not None and not 0 < self.lambda_init <= LARGEST_LAMBDA:
             raise ValueError(f"lambda_init={self.lambda_init} is not above 0 and at most {LARGEST_LAMBDA}: use 0.2")
         if self.to == "diff_v2" and (self.heads == "split" or self.sublayer_norm):
@@ -74,7 +85,8 @@ class Conversion:
         if self.to == "same":
             return True
         copied = self.second == "copy"
-        return copied if self.to == "diff_v2" else self.heads == "double" and not self.sublayer_norm
+        kept = self.heads == "double" and self.init != "open" and not self.sublayer_norm
+        return copied if self.to == "diff_v2" else kept
 
     @property
     def waits(self) -> bool:
@@ -84,7 +96,7 @@ class Conversion:
 
 CHOICES = {
     "to": ("diff", "diff_v2", "same"),
-    "init": ("zero", "mirror"),
+    "init": ("zero", "mirror", "open"),
     "heads": ("double", "split"),
     "second": ("copy", "random"),
 }
@@ -102,12 +114,18 @@ def converted_config(cfg: DecoderConfig, how: Conversion) -> DecoderConfig:
         if how.heads == "split" and getattr(cfg, name) % 2:
             wrong = f"heads=split pairs heads, and {name}={getattr(cfg, name)} is odd"
             raise ValueError(f"{wrong}: use heads=double")
+    if cfg.baseline.head_norm != "none" or cfg.baseline.qk_norm not in ("none", "head"):
+        wrong = f"model.baseline.head_norm={cfg.baseline.head_norm} and qk_norm={cfg.baseline.qk_norm}"
+        raise ValueError(f"{wrong} cannot be kept: convert a baseline with head_norm=none, and qk_norm=none or head")
+    if how.to == "diff_v2" and cfg.baseline.qk_norm != "none":
+        raise ValueError("diff_v2 has no norm over queries and keys, as this source has: use to=diff")
     if how.to == "diff_v2":
         return replace(cfg, layers="v", diff_v2=DiffV2Config(lambda_bias=how.lambda_bias))
     options = DiffConfig(
         heads="half" if how.heads == "split" else "double",
         lambda_init=0.0 if how.init == "zero" else how.lambda_init,
         head_norm="affine" if how.sublayer_norm else "none",
+        qk_norm=cfg.baseline.qk_norm == "head",
     )
     return replace(cfg, layers="d", diff=options)
 
@@ -142,9 +160,9 @@ def _double(old: dict[str, Tensor], new: dict[str, Tensor], target: DiffAttentio
     for name in ("q.weight", "q.bias", "k.weight", "k.bias"):
         if name in old:
             new[name] = _beside(old[name], new[name], target.width, how.second)
-    new |= {name: value for name, value in old.items() if name[0] in "vo"}
+    new |= {name: value for name, value in old.items() if name[0] in "vo" or "_norm." in name}
     _start_lambda(new)
-    # The head norm undoes the factor 1 - lam. Random second maps come with lam = 0.
+    # The head norm undoes the factor 1 - lam. Random second maps have no such factor.
     lam = 0.0 if how.sublayer_norm or how.second == "random" else _lambda(new, target.lambda_init)
     new["out.weight"] = _over(old["out.weight"], (1 - lam) * (1 - target.lambda_init))
 
@@ -162,7 +180,8 @@ def _split(old: dict[str, Tensor], new: dict[str, Tensor], target: DiffAttention
     for name in ("q.weight", "q.bias"):
         if name in old:
             new[name] = old[name].unflatten(0, (-1, target.width))[order].flatten(0, 1)
-    new["out.weight"] = old["out.weight"].unflatten(1, (-1, target.width))[:, order].flatten(1)
+    columns = old["out.weight"].unflatten(1, (-1, target.width))[:, order].flatten(1)
+    new["out.weight"] = _over(columns, 1 - target.lambda_init)
     _start_lambda(new)
 
 

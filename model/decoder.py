@@ -19,7 +19,7 @@ from .rotary import Rope, rope_table
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); with `norm_place=after`, x + norm(attention(x)), then x + norm(mlp(x))."""
 
     def __init__(self, cfg: DecoderConfig, layer: int) -> None:
         super().__init__()
@@ -28,8 +28,12 @@ class Block(nn.Module):
         self.mlp_norm = make_norm(cfg.norm, cfg.d_model, cfg.bias, cfg.norm_eps)
         self.mlp = MLPS[cfg.mlp](cfg.d_model, cfg.d_ff, cfg.bias)
         self.dropout = nn.Dropout(cfg.dropout)
+        self.norm_after = cfg.norm_place == "after"
 
     def forward(self, x: Tensor, rope: Rope | None, mask: Mask, cache: LayerCache | None, carry: Carry) -> Tensor:
+        if self.norm_after:
+            x = x + self.dropout(self.attention_norm(self.attention(x, rope, mask, cache, carry)))
+            return x + self.dropout(self.mlp_norm(self.mlp(x)))
         x = x + self.dropout(self.attention(self.attention_norm(x), rope, mask, cache, carry))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
@@ -103,8 +107,9 @@ class Decoder(nn.Module):
         if self.cfg.position != "rope":
             return None
         # Made anew in every pass: no buffers that a device, a dtype, an input's length or another process would change.
-        table = rope_table(T, self.cfg.head_dim, self.cfg.rope_theta, self.embedding.weight.device, start)
-        return Rope(*table, interleaved=self.cfg.rope_layout == "interleaved")
+        cfg, device = self.cfg, self.embedding.weight.device
+        table = rope_table(T, cfg.head_dim, cfg.rope_theta, device, start, cfg.rope_scaling)
+        return Rope(*table, interleaved=cfg.rope_layout == "interleaved")
 
     def _refuse_beyond_context(self, length: int) -> None:
         if length > self.cfg.context:

@@ -1,5 +1,7 @@
 """Rotary position embedding (Su et al., arXiv 2104.09864) in its two published layouts."""
 
+import math
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -18,11 +20,50 @@ class Rope(NamedTuple):
     interleaved: bool = False
 
 
+@dataclass
+class RopeScaling:
+    """Slower rotations, with which models go beyond the context that they were first trained on.
+
+    linear: all frequencies divided by factor (Chen et al., arXiv 2306.15595). llama3: so are those that turn fewer than
+    low_freq_factor times in original_context tokens; those that turn more than high_freq_factor times stay; between them the
+    divisor is interpolated (Llama 3.1, arXiv 2407.21783).
+    """
+
+    kind: str = "none"  # none | linear | llama3
+    factor: float = 8.0  # divisor of the frequencies
+    low_freq_factor: float = 1.0  # of llama3: turns in original_context below which a frequency is divided
+    high_freq_factor: float = 4.0  # of llama3: turns above which it stays
+    original_context: int = 8192  # of llama3: tokens of the first training
+
+    def check(self) -> None:
+        """ValueError for an unknown kind, and for numbers that scale nothing."""
+        if self.kind not in ("none", "linear", "llama3"):
+            raise ValueError(f"model.rope_scaling.kind={self.kind} is unknown: use one of none, linear, llama3")
+        if not (self.factor > 0 and self.high_freq_factor > self.low_freq_factor and self.original_context > 0):
+            raise ValueError(f"{self} scales nothing: use a factor above 0, and high_freq_factor above low_freq_factor")
+
+    def applied(self, frequency: Tensor) -> Tensor:
+        """The frequencies (radians per token) that stand for `frequency`."""
+        if self.kind == "none":
+            return frequency
+        if self.kind == "linear":
+            return frequency / self.factor
+        turns = self.original_context * frequency / (2 * math.pi)
+        kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        kept = kept.clamp(0, 1)
+        return frequency * (kept + (1 - kept) / self.factor)
+
+
 def rope_table(
-    length: int, width: int, theta: float, device: torch.device | None = None, offset: int = 0
-) -> tuple[Tensor, Tensor]:
-    """cos and sin of position * theta^(-2i/d), positions offset..offset+length-1: (length, width/2) each, float32 (eq. 15)."""
+    length: int, width: int, theta: float, device: torch.device | None = None, offset: int = 0,
+    scaling: RopeScaling | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """cos and sin of position * theta^(-2i/d), positions offset..offset+length-1: (length, width/2) each, float32 (eq. 15).
+
+    scaling: of the frequencies theta^(-2i/d).
+    """
     frequency = theta ** (-torch.arange(0, width, 2, device=device, dtype=torch.float32) / width)  # (d/2,)
+    frequency = scaling.applied(frequency) if scaling else frequency
     positions = torch.arange(offset, offset + length, device=device, dtype=torch.float32)
     angle = positions[:, None] * frequency  # (T, d/2)
     return angle.cos(), angle.sin()

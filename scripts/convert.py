@@ -2,15 +2,19 @@
 
     python scripts/convert.py source=runs/NAME run_dir=runs/NEW [to=diff] [init=mirror] [heads=split] [debug=true]
     python scripts/convert.py source=FOLDER run_dir=runs/NEW to=diff_v2 [shards=DIR]     (to=same: import alone)
+    python scripts/convert.py axolotl=config.yml run_dir=runs/NEW                        (base_model and flags from the file)
     python scripts/convert.py what=compare source=runs/NAME run_dir=runs/compare [steps=200] [arms=[baseline,zero,mirror]]
 
-source: a run of ours, or a transformers folder or hub name (GPT-2, Llama). init=zero starts lambda at 0. init=mirror starts
-lambda at lambda_init; the second maps are copies of the first, and the output projection is scaled so that the function
-stays. heads=double adds a second map to every head, heads=split makes one head of two. second=random draws the added maps
-instead of copying them. sublayer_norm=true adds the norm per head. lambda_bias belongs to to=diff_v2. The command always says
-how much the logits change; debug=true adds perplexity, a sample and the change of every block's output. The last line printed
-is the command that trains on. what=compare converts in every way and trains each for `steps` steps: the loss before, at step
-0 and after.
+source: a run of ours, or a transformers folder or hub name (GPT-2, Llama and its relatives). init=zero starts lambda at 0.
+init=mirror starts lambda at lambda_init; the second maps are copies of the first, and the output projection is scaled so that
+the function stays. init=open second=random starts lambda at lambda_init over fresh second maps, as axolotl does by default.
+heads=double adds a second map to every head, heads=split makes one head of two. second=random draws the added maps instead of
+copying them. sublayer_norm=true adds the norm per head. lambda_bias belongs to to=diff_v2. axolotl reads base_model, zero_init,
+sublayer_norm, split_heads, mirror_weights and diff_attn_* from axolotl's config.yml and writes run_dir/axolotl_config.yml.
+
+The command always says how much the logits change, and what a conversion that changes the function costs in loss at once;
+debug=true adds perplexity, a sample and the change of every block's output. The last line printed is the command that trains
+on. what=compare converts in every way and trains each for `steps` steps: the loss before, at step 0 and after.
 """
 
 import json
@@ -18,7 +22,7 @@ import math
 import re
 import shlex
 import sys
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import train  # noqa: E402, F401  # registers its schema
 from configs import CONFIG_DIR, command  # noqa: E402
 from configs.composing import compose_job  # noqa: E402
-from configs.files import whole_folder, write_json  # noqa: E402
+from configs.files import whole_folder, write_atomic, write_json  # noqa: E402
 from configs.provenance import machine, version  # noqa: E402
 from data.tokenizer import read_tokenizer  # noqa: E402
 from eval.common import EvalConfig, evaluation_tokens  # noqa: E402
@@ -42,6 +46,7 @@ from eval.perplexity import cut_windows, evaluate  # noqa: E402
 from model.attention import VARIANTS  # noqa: E402
 from model.conversion import Conversion, change, convert  # noqa: E402
 from model.decoder import Decoder  # noqa: E402
+from model.interop.axolotl import Settings, read_settings, written_settings  # noqa: E402
 from model.interop.folder import local_folder  # noqa: E402
 from model.interop.huggingface import read_folder  # noqa: E402
 from training import checkpoint  # noqa: E402
@@ -60,6 +65,7 @@ class ConvertConfig(CompareConfig):
     """What to convert, and the text to test on."""
 
     what: str = "convert"  # convert | compare: one conversion, or several that are trained on
+    axolotl: str | None = None  # axolotl's config.yml, which names the source and says how to convert it
     debug: bool = False  # also compare loss, perplexity, a greedy sample and every block with the source
     shards: str | None = None  # a prepared folder to test on; None: the validation shards of the source run
     text: str | None = None  # a text file to test on instead of shards
@@ -69,6 +75,10 @@ class ConvertConfig(CompareConfig):
 
 @command("convert", ConvertConfig)
 def main(cfg: ConvertConfig) -> None:
+    config = read_yaml(cfg.axolotl) if cfg.axolotl else None
+    settings = read_settings(config) if cfg.axolotl else None
+    if settings:
+        cfg = with_settings(cfg, settings)
     check(cfg)
     source = open_source(cfg)
     windows = text_windows(source, cfg)
@@ -78,12 +88,16 @@ def main(cfg: ConvertConfig) -> None:
     how = Conversion(**{f.name: getattr(cfg, f.name) for f in fields(Conversion)})
     record = convert_run(how, source, windows, Path(cfg.run_dir), cfg)
     print("\n".join(describe(record)))
-    print("\n".join(next_commands(load_run(cfg.run_dir), how, source)))
+    if settings:
+        print("\n".join(write_settings(config, settings, Path(cfg.run_dir))))
+    print("\n".join(next_commands(load_run(cfg.run_dir), how, source, settings.training if settings else {})))
 
 
 def check(cfg: ConvertConfig) -> None:
     """ValueError for what can be seen to be wrong before anything is read."""
     cfg.check()
+    if cfg.source is None:
+        raise ValueError("'source' is required: add source=... or axolotl=config.yml")
     if cfg.what not in ("convert", "compare"):
         raise ValueError(f"what={cfg.what} is unknown: use convert or compare")
     if cfg.device.startswith("cuda") and not torch.cuda.is_available():
@@ -131,6 +145,41 @@ def text_windows(source: LoadedRun, cfg: ConvertConfig) -> np.ndarray | None:
     return cut_windows(parts, length, max(cfg.tokens, length))
 
 
+# axolotl's config.yml
+
+
+def read_yaml(path: str) -> Any:
+    """The content of a YAML file. ValueError if it is missing or damaged."""
+    try:
+        return yaml.safe_load(Path(path).read_text())
+    except (OSError, yaml.YAMLError) as error:
+        said = " ".join(str(error).split())[:100]
+        raise ValueError(f"axolotl={path} is not a YAML file that can be read ({said}): give config.yml") from None
+
+
+def with_settings(cfg: ConvertConfig, found: Settings) -> ConvertConfig:
+    """`cfg` as the file says. ValueError where the command line says another thing."""
+    own = {f.name for f in fields(Conversion) if getattr(cfg, f.name) != f.default}
+    own |= {name for name in ("source",) if getattr(cfg, name) is not None}
+    if cfg.what != "convert" or own:
+        raise ValueError(
+            f"axolotl={cfg.axolotl} says what to convert and how: leave out {', '.join(sorted(own)) or 'what'}"
+        )
+    return replace(cfg, source=found.source, **asdict(found.how))
+
+
+def write_settings(config: dict[str, Any], found: Settings, run_dir: Path) -> list[str]:
+    """Write the file for axolotl beside the run; returns what was done in another way, and how axolotl gets the model."""
+    folder = str(config.get("output_dir") or run_dir / "axolotl")
+    path = run_dir / "axolotl_config.yml"
+    write_atomic(path, yaml.safe_dump(written_settings(config, folder), sort_keys=False).encode())
+    lines = [f"axolotl    {note}" for note in found.notes]
+    if found.unread:
+        lines.append(f"axolotl    kept in {path}, not used here: {', '.join(found.unread)}")
+    command = shlex.join([f"run={run_dir}", "to=axolotl", f"out={folder}"])
+    return [*lines, f"axolotl    python scripts/export.py {command}, then axolotl train {path}"]
+
+
 # One conversion
 
 
@@ -154,20 +203,20 @@ def convert_run(
         "machine": machine(),
         "version": version(),
         "text": "random tokens" if windows is None else "text",
-        **measure(source, model, windows, tokens, cfg),
+        **measure(source, model, windows, tokens, cfg, cfg.debug or not how.exact),
     }
     write_run(run_dir, model, source, record)
     return record
 
 
 def measure(
-    source: LoadedRun, model: Decoder, windows: np.ndarray | None, tokens: Tensor, cfg: ConvertConfig
+    source: LoadedRun, model: Decoder, windows: np.ndarray | None, tokens: Tensor, cfg: ConvertConfig, losses: bool
 ) -> dict[str, Any]:
-    """The change of logits and of hidden states on tokens (B, T); with debug the losses and samples before and after."""
+    """The change of logits and of hidden states on tokens (B, T); losses before and after where asked; with debug samples."""
     device = "cuda" if cfg.device == "auto" and torch.cuda.is_available() else cfg.device.replace("auto", "cpu")
     both = source.model.to(device), model.to(device)
     found: dict[str, Any] = {"change": asdict(change(*both, tokens.to(device)))}
-    if cfg.debug and windows is not None:
+    if windows is not None and losses:
         found["loss"] = [evaluate(m, windows, source.tokenizer.byte_lengths())["loss"] for m in both]
     if cfg.debug:
         prompt = torch.tensor([source.tokenizer.encode(cfg.prompt)], device=device)
@@ -201,11 +250,12 @@ def describe(record: dict[str, Any]) -> list[str]:
         f"{found['tokens']:,} tokens of {record['text'].removesuffix(' tokens')}",
     ]
     notes = {
-        "this conversion changes the function: heads=double without sublayer_norm, and diff_v2 with second=copy, do "
-        "not": not record["exact"],
+        "this conversion changes the function: init=zero and init=mirror with heads=double and without sublayer_norm, and "
+        "diff_v2 with second=copy, do not": not record["exact"],
+        "its cost in loss is not known: give text=FILE or shards=DIR": not record["exact"] and "loss" not in record,
         "the second maps' queries and keys get their first gradient after one step, all else at once": how.waits,
         "train without model.diff.lambda_warmup: the output projection makes up for all of lambda": (
-            how.to == "diff" and not how.waits
+            how.to == "diff" and how.init == "mirror"
         ),
     }
     lines += [f"           {note}" for note, holds in notes.items() if holds]
@@ -215,16 +265,17 @@ def describe(record: dict[str, Any]) -> list[str]:
         lines += [f"{when} {text!r}" for when, text in zip(("before    ", "after     "), record["sample"], strict=True)]
     if "loss" in record:
         a, b = record["loss"]
-        lines.append(f"loss       {a:.4f} -> {b:.4f} nats per token, perplexity {math.exp(a):.2f} -> {math.exp(b):.2f}")
+        cost = f"loss       {a:.4f} -> {b:.4f} nats per token right after the conversion ({b - a:+.4f})"
+        lines.append(f"{cost}, perplexity {math.exp(a):.2f} -> {math.exp(b):.2f}")
     return lines
 
 
 # Training on
 
 
-def next_commands(run: LoadedRun, how: Conversion, source: LoadedRun) -> list[str]:
-    """What to type to train on; of a source without prepared data, how to prepare them as well."""
-    lines = ["train on   python train.py " + shlex.join(train_overrides(run, how, {"steps": 500}))]
+def next_commands(run: LoadedRun, how: Conversion, source: LoadedRun, more: dict[str, Any]) -> list[str]:
+    """What to type to train on, with `more` overrides; of a source without prepared data, how to prepare them as well."""
+    lines = ["train on   python train.py " + shlex.join(train_overrides(run, how, {"steps": 500} | more))]
     data = run.config["data"]
     if not Path(data["dir"]).is_dir():
         words = (

@@ -5,20 +5,26 @@
   python scripts/export.py run=runs/v2 to=remote out=exported/v2         any variant, with our modeling code in the folder:
                                                                          load it with trust_remote_code=True
   python scripts/export.py run=runs/v2 to=safetensors out=weights/v2     weights and configuration under our own names
+  python scripts/export.py run=runs/converted to=axolotl out=axolotl/1   for axolotl with its plugin
 
-The folder has config.json, model.safetensors (float32) and the tokenizer as AutoTokenizer reads it. Where transformers is
+The folder has config.json, model.safetensors (float32), the tokenizer as AutoTokenizer reads it, and README.md, the model's
+card. push=user/name also uploads it to that repository of the Hugging Face hub, with the token that huggingface_hub finds
+(`hf auth login`, or HF_TOKEN); a repository that this command makes is private. Where transformers is
 installed, the command first loads the folder with it and compares logits and token ids with those of the run.
 """
 
 import os
+import re
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from omegaconf import MISSING
 from safetensors.torch import save_file
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -26,8 +32,9 @@ from configs import command  # noqa: E402
 from configs.files import whole_folder, write_json  # noqa: E402
 from data.tokenizer import SAMPLE, Tokenizer  # noqa: E402
 from data.tokenizer_export import export_tokenizer  # noqa: E402
+from eval.model_card import model_card  # noqa: E402
 from model.decoder import Decoder  # noqa: E402
-from model.interop.huggingface import Export, export  # noqa: E402
+from model.interop.huggingface import Export, export, read_folder  # noqa: E402
 from training.checkpoint import load_run  # noqa: E402
 
 TOLERANCE = 1e-4  # of the largest logit; float32 sums in another order differ by some 1e-6
@@ -35,14 +42,19 @@ TOLERANCE = 1e-4  # of the largest logit; float32 sums in another order differ b
 
 @dataclass
 class ExportConfig:
-    """What to export. to: diffllama, llama, gpt2, remote or safetensors; None: transformers' own model, or else remote."""
+    """What to export. to=None: transformers' own model, or else remote."""
 
     run: str = MISSING  # folder of the run
     out: str = MISSING  # a folder that does not exist yet
-    to: str | None = None  # diffllama | llama | gpt2 | remote | safetensors; None: see above
+    to: str | None = (
+        None  # diffllama | llama | gpt2 | mistral | qwen2 | qwen3 | olmo2 | phi3 | remote | safetensors | axolotl
+    )
     step: int | None = None  # of the checkpoint; None is the newest
     tokenizer: bool = True  # write the tokenizer's files, too
     check: bool = True  # load the folder with transformers and compare
+    push: str | None = (
+        None  # user/name: upload the folder to this repository of the hub, made (private) where it is missing
+    )
 
 
 def write_folder(found: Export, folder: Path, tokenizer: Tokenizer | None, context: int) -> None:
@@ -71,14 +83,7 @@ def difference(folder: Path, model: Decoder, tokenizer: Tokenizer | None) -> flo
         logging.disable_progress_bar()
         theirs = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).eval()
         encode = AutoTokenizer.from_pretrained(folder, trust_remote_code=True) if tokenizer is not None else None
-    length = min(64, model.cfg.context)
-    tokens = torch.randint(model.cfg.vocab_size, (2, length), generator=torch.Generator().manual_seed(0))
-    ours = model(tokens)
-    apart = (theirs(tokens).logits - ours).abs().max().item()
-    if not apart <= TOLERANCE * max(1.0, ours.abs().max().item()):
-        raise ValueError(
-            f"the exported model differs by {apart:.1e} in its logits: report this, or export with to=remote"
-        )
+    apart = logits_apart(lambda tokens: theirs(tokens).logits, model)
     if encode is not None and encode(SAMPLE)["input_ids"] != tokenizer.encode(SAMPLE):
         raise ValueError(
             "the exported tokenizer gives other ids: export with tokenizer=false, and give the text as ids"
@@ -86,20 +91,58 @@ def difference(folder: Path, model: Decoder, tokenizer: Tokenizer | None) -> flo
     return apart
 
 
-def load_line(found: Export, out: str) -> str:
-    """What to type to read the folder again."""
-    if found.format == "safetensors":
-        return f"read it with model.interop.huggingface.read_folder({out!r})"
-    if found.format != "remote":
-        return f"AutoModelForCausalLM.from_pretrained({out!r})"
-    how = f"AutoModelForCausalLM.from_pretrained({out!r}, trust_remote_code=True), and AutoTokenizer likewise"
-    return f"{how}: its modeling code is in the folder"
+@torch.no_grad()
+def logits_apart(theirs: Callable[[Tensor], Tensor], model: Decoder) -> float:
+    """The largest difference of a logit on random tokens (B, T). ValueError if it is more than float32 explains."""
+    length = min(64, model.cfg.context)
+    tokens = torch.randint(model.cfg.vocab_size, (2, length), generator=torch.Generator().manual_seed(0))
+    ours = model(tokens)
+    apart = (theirs(tokens) - ours).abs().max().item()
+    if not apart <= TOLERANCE * max(1.0, ours.abs().max().item()):
+        raise ValueError(
+            f"the exported model differs by {apart:.1e} in its logits: report this, or export with to=remote"
+        )
+    return apart
+
+
+def load_lines(found: Export, place: str) -> str:
+    """Python that loads the folder, or the repository, `place`."""
+    if found.format in ("safetensors", "axolotl"):
+        return f"from model.interop.huggingface import read_folder\n\nconfig, state = read_folder({place!r})"
+    trust = ", trust_remote_code=True" if found.format == "remote" else ""
+    names = ("model", "AutoModelForCausalLM"), ("tokenizer", "AutoTokenizer")
+    lines = [f"{name} = {kind}.from_pretrained({place!r}{trust})" for name, kind in names]
+    return "\n".join(["from transformers import AutoModelForCausalLM, AutoTokenizer", "", *lines])
+
+
+def upload(folder: Path, repository: str) -> str:
+    """Upload the folder to the hub; returns the address. ValueError: no package, no token, no right, no network."""
+    try:
+        from huggingface_hub import HfApi
+    except ModuleNotFoundError:
+        raise ValueError("push needs the package 'huggingface_hub': pip install huggingface_hub") from None
+    try:
+        api = HfApi()
+        api.create_repo(repository, private=True, exist_ok=True)
+        api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Export")
+    except Exception as error:  # the errors of the hub and of the http library have no common class
+        # Only the class: what a library says of a request may hold its headers, and so the token.
+        raise ValueError(
+            f"{folder} is written, and the hub did not take it ({type(error).__name__}): `hf auth login`, then "
+            f"hf upload {repository} {folder}"
+        ) from None
+    return f"https://huggingface.co/{repository}"
 
 
 def check(found: Export, folder: Path, model: Decoder, tokenizer: Tokenizer | None) -> str:
     """One line on how the folder compares with the run."""
     if found.format == "safetensors":
         return "nothing to compare: the weights are as in the run"
+    if found.format == "axolotl":
+        cfg, state = read_folder(folder)
+        back = Decoder(cfg).eval()
+        back.load_state_dict(state, strict=True)
+        return f"read again by us, its logits differ from the run's by at most {logits_apart(back, model):.1e}"
     try:
         apart = difference(folder, model, tokenizer)
     except ModuleNotFoundError:
@@ -112,14 +155,20 @@ def main(cfg: ExportConfig) -> None:
     out = Path(cfg.out)
     if out.exists():
         raise ValueError(f"{out} exists already: choose another out=FOLDER, or delete it")
+    if cfg.push is not None and not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", cfg.push):
+        raise ValueError(f"push={cfg.push} is not a repository of the hub: give push=user/name")
     run = load_run(cfg.run, step=cfg.step)
     found = export(run.model, cfg.to, run.tokenizer.eot)
     tokenizer = run.tokenizer if cfg.tokenizer else None
     with whole_folder(out) as partial:
         write_folder(found, partial, tokenizer, run.model.cfg.context)
         said = check(found, partial, run.model, tokenizer) if cfg.check else "not compared"
+        card = model_card(run, found.format, load_lines(found, cfg.push or out.name))
+        (partial / "README.md").write_text(card, encoding="utf-8")
     print(f"{out}: {cfg.run} at step {run.step} as {found.format}; {said}")
-    print(load_line(found, cfg.out))
+    print(load_lines(found, cfg.out))
+    if cfg.push:
+        print(f"uploaded to {upload(out, cfg.push)}")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,9 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton: kernels run in its interpreter
+
+# What tests/parity draws its configurations from; set it to repeat a failure, whose name holds it. Workers inherit it.
+os.environ.setdefault("PARITY_SEED", f"{date.today():%Y%m%d}")
 
 ROOT = Path(__file__).parent.parent
 # Enough for 40 windows; the words repeat, so that a loss can fall in a few steps.
@@ -19,6 +23,10 @@ TINY = (
     "size=nano", "model.n_layer=2", "model.n_head=4", "model.d_model=32", "model.context=64", "batch_tokens=512",
     "device=cpu", "dtype=float32", "log_every=1", "eval_every=0", "optim.warmup=2",
 )  # fmt: skip
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    terminalreporter.write_line(f"parity seed: PARITY_SEED={os.environ['PARITY_SEED']}")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from data.loader import Windows, inputs_and_targets
 from model.attention.base import Attention
-from model.attention.probe import SINK, entropy, first_share, negative_share, probe
+from model.attention.probe import SINK, entropy, first_share, negative_share, overlap, probe
 from model.decoder import Decoder
 
 ROWS = 16  # query rows of a window whose maps are looked at
@@ -28,19 +28,19 @@ class MonitorConfig:
     """Readings of lambda, gates, path weights and attention maps during training, written to metrics.jsonl."""
 
     every: int = 100  # steps between readings; 0: none
-    layers: int = 4  # layers read, of each variant in the stack
+    layers: int | None = 4  # layers read, of each variant in the stack; null: every layer
     windows: int = 2  # windows of validation text that the layers are read on
 
 
 class Monitor:
     """Reads the chosen layers of `model` on `tokens` (B, T): `read()` gives the numbers by key."""
 
-    def __init__(self, model: Decoder, tokens: Tensor, layers: int = MonitorConfig.layers) -> None:
+    def __init__(self, model: Decoder, tokens: Tensor, layers: int | None = MonitorConfig.layers) -> None:
         self.model, self.tokens = model, tokens
         kinds: dict[type, list[int]] = {}
         for i, block in enumerate(model.blocks):
             kinds.setdefault(type(block.attention), []).append(i)
-        self.layers = sorted(own[i] for own in kinds.values() for i in evenly(len(own), layers))
+        self.layers = sorted(own[i] for own in kinds.values() for i in evenly(len(own), layers or len(own)))
         T, count = tokens.shape[1], min(ROWS, tokens.shape[1])
         self.rows = ((torch.arange(count) + 0.5) * T / count).long().to(tokens.device)  # middles of equal parts
 
@@ -53,14 +53,17 @@ class Monitor:
         hooks = [self.model.blocks[i].attention.register_forward_pre_hook(_reader(found[i])) for i in self.layers]
         self.model.eval()
         try:
-            with torch.autocast(self.tokens.device.type, enabled=False), probe(self.model, self.rows) as maps:
+            with (
+                torch.autocast(self.tokens.device.type, enabled=False),
+                probe(self.model, self.rows, apart=True) as maps,
+            ):
                 self.model(self.tokens, rows=self.rows[-1:])
         finally:
             self.model.train(training)
             for hook in hooks:
                 hook.remove()
         for i, values in found.items():
-            values |= of_maps(maps.layers[i])
+            values |= of_maps(maps.layers[i]) | of_pair(maps.pairs[i])
         keys = [(i, name) for i, values in found.items() for name in values]
         numbers = torch.stack([found[i][name].float() for i, name in keys]).tolist()  # one transfer
         return _summary(dict(zip(keys, numbers, strict=True))) | {"monitor_s": time.perf_counter() - start}
@@ -68,7 +71,7 @@ class Monitor:
 
 def monitor_of(cfg: MonitorConfig, model: Decoder, windows: Windows, device: torch.device) -> Monitor | None:
     """A monitor on windows of the validation text at even distances; None where `cfg.every` is 0."""
-    if cfg.every < 0 or min(cfg.layers, cfg.windows) < 1:
+    if cfg.every < 0 or min(1 if cfg.layers is None else cfg.layers, cfg.windows) < 1:
         wrong = f"monitor={{every: {cfg.every}, layers: {cfg.layers}, windows: {cfg.windows}}} looks at nothing"
         raise ValueError(f"{wrong}: use positive numbers, or monitor.every=0 for no monitoring")
     if not cfg.every:
@@ -94,6 +97,16 @@ def of_maps(maps: Tensor) -> dict[str, Tensor]:
         "mass": maps.sum(-1).mean(),
         "negative": negative_share(maps).mean(),
     }
+
+
+def of_pair(maps: tuple[Tensor, Tensor] | None) -> dict[str, Tensor]:
+    """What the two maps of differential heads, (B, heads, R, S) each, look like apart; nothing for other layers."""
+    if maps is None:
+        return {}
+    found = {"overlap": overlap(*maps).mean()}
+    for c, each in enumerate(maps, start=1):
+        found |= {f"entropy_{c}": entropy(each).mean(), f"first_{c}": first_share(each).mean()}
+    return found
 
 
 def _reader(found: dict[str, Tensor]) -> Callable[[Attention, tuple], None]:

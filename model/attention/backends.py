@@ -125,6 +125,7 @@ def attend_diff(
     if probe.active is not None:
         first, second = _probe_rows(q, _repeat(k, h).expand(-1, -1, 2, -1, -1), mask).unbind(2)  # (B, h, R, S) each
         probe.active.record(first - _lambda_rows(lam, k.shape[-2]) * second)
+        probe.active.record_pair(first, second)
     if backend == "fused":
         from .kernels.diff import attend_diff as fused
 

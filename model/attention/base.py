@@ -6,7 +6,7 @@ of `Attention.mix` in which it differs.
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, NamedTuple, NoReturn, Self
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..cache import LayerCache
 from ..layers import LayerNorm, RMSNorm, initialize
-from ..rotary import Rope, rope_table, rotate
+from ..rotary import Rope, RopeScaling, rope_table, rotate
 from .backends import BACKENDS, attend, check_backend
 from .mask import CAUSAL, EVERYTHING, Mask, alibi_slopes
 
@@ -44,6 +44,7 @@ class AttentionConfig:
     projection_dropout: float = 0.0  # of what the attention's output projection gives
     position: str = "rope"  # rope | alibi | learned (the decoder's, added to the embedding) | none
     rope_theta: float = 10000.0  # base of the rotary frequencies
+    rope_scaling: RopeScaling = field(default_factory=RopeScaling)  # slower rotations, for a longer context
     rope_layout: str = "half"  # half (Llama, GPT-NeoX) | interleaved (GPT-J, the published differential code)
     backend: str = "auto"  # auto, math, sdpa, one_call, two_calls, four_calls, blocked, flex, fused: see backends.py
 
@@ -66,6 +67,7 @@ class AttentionConfig:
         if self.position == "rope" and head_dim % 2:
             wrong = f"RoPE needs an even head width, not {head_dim}"
             raise ValueError(f"{wrong}: change model.n_head or model.head_dim")
+        self.rope_scaling.check()
         check_probability("model.attention_dropout", self.attention_dropout)
         check_probability("model.projection_dropout", self.projection_dropout)
         qkv_bias = self.bias if self.qkv_bias is None else self.qkv_bias
@@ -122,6 +124,7 @@ class Attention(nn.Module):
         self.heads, self.kv_heads, self.width, self.value_width = self.shape[:4]
         self.backend, self.dropout, self.projection_dropout = cfg.backend, cfg.attention_dropout, cfg.projection_dropout
         self.position, self.rope_theta, self.rope_layout = cfg.position, cfg.rope_theta, cfg.rope_layout
+        self.rope_scaling = cfg.rope_scaling
         alibi = cfg.position == "alibi"
         self.slopes = alibi_slopes(self.heads) if alibi else None
         check_backend(cfg.backend, self.width, self.value_width, cfg.attention_dropout, self.shape.maps, alibi)
@@ -255,7 +258,7 @@ class Attention(nn.Module):
         start = 0 if cache is None else cache.length
         q, k = (
             Rope(
-                *rope_table(each.shape[1], self.width, self.rope_theta, each.device, start),
+                *rope_table(each.shape[1], self.width, self.rope_theta, each.device, start, self.rope_scaling),
                 interleaved=self.rope_layout == "interleaved",
             )
             for each in (x, source)

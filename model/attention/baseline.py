@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from .base import HEAD_NORMS, Attention, AttentionConfig, make_head_norm
+from ..layers import RMSNorm
+from .base import HEAD_NORMS, Attention, AttentionConfig, Carry, make_head_norm, split
 
 
 @dataclass
@@ -13,9 +14,12 @@ class BaselineConfig:
 
     head_norm: over each head's output, an RMSNorm (affine, or plain: no weight) or a layernorm. None is the baseline; with a
     norm it is the control for `diff`, whose heads have one. In Python also a factory: head_norm=lambda width: a module.
+    qk_norm: an RMSNorm of queries and keys before RoPE, over each head (Qwen3) or over all heads together (OLMo 2, arXiv
+    2501.00656, section 3.3).
     """
 
     head_norm: str = "none"  # none | affine | plain | layernorm
+    qk_norm: str = "none"  # none | head | all
 
 
 class BaselineAttention(Attention):
@@ -23,12 +27,24 @@ class BaselineAttention(Attention):
 
     name = "baseline"
     Options = BaselineConfig
-    choices = {"head_norm": HEAD_NORMS}
+    choices = {"head_norm": HEAD_NORMS, "qk_norm": ("none", "head", "all")}
     colours = {"baseline": "#0072B2", "gpt2": "#7F7F7F"}
 
     def make_parameters(self, cfg: AttentionConfig, layer: int) -> None:
         super().make_parameters(cfg, layer)
+        self.q_norm = self.make_qk_norm(self.heads, cfg.norm_eps)
+        self.k_norm = self.make_qk_norm(self.kv_heads, cfg.norm_eps)
         self.head_norm = make_head_norm(self.options.head_norm, self.value_width, cfg.norm_eps)
+
+    def make_qk_norm(self, heads: int, eps: float) -> nn.Module:
+        """A norm of the queries or keys of so many heads."""
+        kind = self.options.qk_norm
+        return nn.Identity() if kind == "none" else RMSNorm(self.width * (heads if kind == "all" else 1), eps)
+
+    def before(self, q: Tensor, k: Tensor, v: Tensor, carry: Carry) -> tuple[Tensor, Tensor, Tensor]:
+        if self.options.qk_norm != "all":
+            return self.q_norm(q), self.k_norm(k), v
+        return split(self.q_norm(self.merge(q)), self.width), split(self.k_norm(self.merge(k)), self.width), v
 
     def after(self, y: Tensor) -> Tensor:
         return self.head_norm(y)

@@ -11,35 +11,44 @@ class Maps:
     """What a probe has seen: `layers[i]` is the signed attention map of layer i, (B, heads, R, S) float32.
 
     A softmax head's rows sum to 1, a differential head's to 1 - lambda. A layer with several attention calls
-    (introspective paths) has all their heads, in order.
+    (introspective paths) has all their heads, in order. `pairs[i]` has the two maps of a differential layer apart, where
+    the probe was asked to keep them: (first, second), of that shape each; None for another layer.
     """
 
-    def __init__(self, rows: Tensor) -> None:
+    def __init__(self, rows: Tensor, apart: bool = False) -> None:
         self.rows = rows  # (R,) or (B, R) absolute query positions
         self.layers: list[Tensor] = []
+        self.pairs: list[tuple[Tensor, Tensor] | None] = []
+        self.apart = apart
         self._calls: list[Tensor] = []
+        self._pair: tuple[Tensor, Tensor] | None = None
 
     def record(self, rows: Tensor) -> None:
         self._calls.append(rows.detach().float())
 
+    def record_pair(self, first: Tensor, second: Tensor) -> None:
+        if self.apart:
+            self._pair = first.detach().float(), second.detach().float()
+
     def _close_layer(self, *_: object) -> None:
         self.layers.append(torch.cat(self._calls, dim=1))
-        self._calls = []
+        self.pairs.append(self._pair)
+        self._calls, self._pair = [], None
 
 
 active: Maps | None = None  # the backends ask here; None costs nothing
 
 
 @contextmanager
-def probe(model: nn.Module, rows: Tensor) -> Iterator[Maps]:
+def probe(model: nn.Module, rows: Tensor, apart: bool = False) -> Iterator[Maps]:
     """`with probe(model, rows) as maps: model(tokens)` fills `maps.layers`.
 
-    rows: query positions (R,), or (B, R) for other ones in each sequence. Uncompiled models only: a compiled graph does
-    not ask. Nested probes are refused.
+    rows: query positions (R,), or (B, R) for other ones in each sequence. apart: fill `maps.pairs`, too. Uncompiled models
+    only: a compiled graph does not ask. Nested probes are refused.
     """
     global active
     _refuse_nesting()
-    active = Maps(rows)
+    active = Maps(rows, apart)
     hooks = [block.attention.register_forward_hook(active._close_layer) for block in model.blocks]
     try:
         yield active
@@ -105,6 +114,11 @@ def entropy(row: Tensor) -> Tensor:
 def negative_share(row: Tensor) -> Tensor:
     """Share of the absolute mass that is negative: (..., S) -> (...)."""
     return row.clamp(max=0).abs().sum(-1) / row.abs().sum(-1)
+
+
+def overlap(first: Tensor, second: Tensor) -> Tensor:
+    """What two maps of positive rows that sum to 1 have in common, from 0 to 1: (..., S) -> (...)."""
+    return torch.minimum(first, second).sum(-1)
 
 
 def first_share(row: Tensor) -> Tensor:

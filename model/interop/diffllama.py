@@ -5,13 +5,12 @@ its lambda has the form of vectors and starts at the paper's schedule, and its f
 """
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..attention.diff import VECTORS, DiffConfig
+from ..attention.diff import VECTORS
 from ..attention.diff import lambda_init as scheduled
 from ..config import DecoderConfig
 from ..decoder import Decoder
@@ -27,25 +26,15 @@ class DiffLlama(Llama):
     defaults = Llama.defaults | {"rms_norm_eps": 1e-5}
     block_names = Llama.block_names | {f"attention.{name}": f"self_attn.{name}" for name in VECTORS}
 
-    def our_config(self, config: dict[str, Any]) -> DecoderConfig:
-        return replace(super().our_config(config), diff=DiffConfig(head_norm="plain"))
+    options = {"head_norm": ("plain", "affine"), "heads": ("half",), "qk_norm": (False,), "scale_norm": (False,)}
+    bias_keys = {"attention_bias": (".self_attn.",)}
 
     def their_config(self, cfg: DecoderConfig) -> dict[str, Any]:
-        config = super().their_config(cfg) | {"attention_dropout": 0.0}  # DiffLlama refuses any other
-        return {key: value for key, value in config.items() if key != "mlp_bias"}
+        return super().their_config(cfg) | {"attention_dropout": 0.0}  # DiffLlama refuses any other
 
     def refusal(self, model: Decoder) -> str | None:
-        diff = model.cfg.diff
-        biases = [p for name, p in model.named_parameters() if ".mlp." in name and name.endswith(".bias")]
-        reasons = {
-            f"which has diff.heads={diff.heads} and not half": diff.heads != "half",
-            "which has no norm over each head": diff.head_norm == "none",
-            "which has a norm over queries and keys or over the merged heads": diff.qk_norm or diff.scale_norm,
-            "whose feed-forward network has biases": any(bias.any() for bias in biases),
-        }
-        why = next((reason for reason, holds in reasons.items() if holds), None)
         # Llama's own reasons are left out: transformers takes a DiffLlama whose heads do not divide its width.
-        return Format.refusal(self, model) or why
+        return Format.refusal(self, model)
 
     def to_ours(self, state: dict[str, Tensor], cfg: DecoderConfig) -> dict[str, Tensor]:
         for layer in range(cfg.n_layer):
@@ -72,12 +61,12 @@ class DiffLlama(Llama):
             state[f"{prefix}out.weight"] = state[f"{prefix}out.weight"] * (gain * factor).repeat(attention.heads)
             own = attention.lambda_form == "vectors" and attention.lambda_mix == 1
             if not own or abs(attention.lambda_init - scheduled(layer)) >= 1e-9:
-                vectors = _vectors(attention.lam().item() - scheduled(layer), width)
+                vectors = vectors_of(attention.lam().item() - scheduled(layer), width)
                 state |= {prefix + name: vector for name, vector in vectors.items()}
         return state
 
 
-def _vectors(difference: float, width: int) -> dict[str, Tensor]:
+def vectors_of(difference: float, width: int) -> dict[str, Tensor]:
     """Vectors with exp(q1.k1) - exp(q2.k2) = difference: one exponential is 1, the other larger."""
     vectors = {name: torch.zeros(width) for name in VECTORS}
     vectors["lambda_k1"][0] = vectors["lambda_k2"][0] = 1.0

@@ -1,11 +1,13 @@
 """A format is one architecture of transformers: tables of its names beside ours, which importing and exporting both read."""
 
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from ..attention import VARIANTS
 from ..config import DecoderConfig
 from ..decoder import Decoder, layer_letter
 from .folder import SAVE_AGAIN, Weights, number
@@ -19,9 +21,11 @@ class Format:
     """
 
     architecture: ClassVar[str]  # the class that config.json names
+    also: ClassVar[tuple[str, ...]] = ()  # other class names of the same architecture
     model_type: ClassVar[str]
     letter: ClassVar[str] = "b"  # of our attention variant
     parts: ClassVar[dict[str, tuple[str, ...]]]  # field of DecoderConfig: the values that the architecture can compute
+    options: ClassVar[dict[str, tuple]] = {}  # option of the variant: likewise
     settings: ClassVar[dict[str, str]]  # number in config.json: field of DecoderConfig
     defaults: ClassVar[dict[str, float | None]]  # of the numbers that config.json may leave out; None: DecoderConfig's
     names: ClassVar[dict[str, str]]  # our module, or parameter: theirs
@@ -33,6 +37,9 @@ class Format:
         """Our configuration for a config.json. ValueError for a function that our decoder cannot compute."""
         fields = {ours: number(config, theirs, self.defaults) for theirs, ours in self.settings.items()}
         fields |= {field: allowed[0] for field, allowed in self.parts.items()}
+        if self.options:
+            variant = VARIANTS[self.letter]
+            fields[variant.name] = variant.Options(**{name: allowed[0] for name, allowed in self.options.items()})
         return DecoderConfig(layers=self.letter, match="none", **fields)
 
     def their_config(self, cfg: DecoderConfig) -> dict[str, Any]:
@@ -45,13 +52,19 @@ class Format:
         cfg = model.cfg
         if {layer_letter(cfg, layer) for layer in range(cfg.n_layer)} != {self.letter}:
             return f"whose layers={cfg.layers} are not {self.letter} throughout"
-        if cfg.window is not None:
+        if cfg.window is not None and "window" not in self.settings.values():
             return f"whose queries see a window of {cfg.window} keys"
         if cfg.document_mask:
             return "whose tokens see their own document only"
-        for field, allowed in self.parts.items():
-            if getattr(cfg, field) not in allowed:
-                return f"which has {field}={getattr(cfg, field)} and not {' or '.join(allowed)}"
+        group = VARIANTS[self.letter].name
+        allowed = self.parts | {f"{group}.{name}": values for name, values in self.options.items()}
+        for field, values in allowed.items():
+            if (value := attrgetter(field)(cfg)) not in values:
+                return f"which has {field}={value} and not {' or '.join(map(str, values))}"
+        state = model.state_dict()
+        for shapes, theirs in self._table(cfg, self.their_config(cfg)):
+            if theirs is None and any(state[name].any() for name in shapes):
+                return f"which has {', '.join(shapes)}, for which this format has no place"
         return None
 
     def biased(self, config: dict[str, Any]) -> tuple[str, ...]:
@@ -134,7 +147,10 @@ def _rows(shapes: dict[str, torch.Size], weights: Weights, theirs: str, transpos
     """Our tensors of these shapes, of which the tensor `theirs` holds the rows. ValueError if the shapes differ."""
     tensor = weights.take(theirs)
     tensor = tensor.transpose(0, -1) if transposed else tensor
-    parts = torch.atleast_1d(tensor).tensor_split(len(shapes)) if len(shapes) > 1 else (tensor,)
+    sizes = [shape[0] for shape in shapes.values() if shape]
+    fits = len(shapes) > 1 and tensor.dim() and len(tensor) == sum(sizes)
+    parts = tensor.split(sizes) if fits else torch.atleast_1d(tensor).tensor_split(len(shapes))
+    parts = parts if len(shapes) > 1 else (tensor,)
     for (name, shape), part in zip(shapes.items(), parts, strict=True):
         if part.shape != shape:
             wrong = f"{weights.path} does not fit its config.json: {name} is {tuple(part.shape)}, not {tuple(shape)}"

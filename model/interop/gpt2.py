@@ -16,7 +16,8 @@ class GPT2(Format):
     """GPT2LMHeadModel. Its projections compute x W + b with W (in, out); queries, keys and values are one projection."""
 
     architecture, model_type = "GPT2LMHeadModel", "gpt2"
-    parts = {"norm": ("layernorm",), "mlp": ("gelu", "gelu_tanh"), "position": ("learned",)}
+    parts = {"norm": ("layernorm",), "norm_place": ("before",), "mlp": ("gelu", "gelu_tanh"), "position": ("learned",)}
+    options = {"head_norm": ("none",), "qk_norm": ("none",)}
     settings = {
         "vocab_size": "vocab_size", "n_embd": "d_model", "n_layer": "n_layer", "n_head": "n_head",
         "n_positions": "context", "n_inner": "d_ff", "layer_norm_epsilon": "norm_eps",

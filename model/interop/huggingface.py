@@ -10,19 +10,27 @@ from torch import Tensor
 
 from ..config import DecoderConfig
 from ..decoder import Decoder
+from .axolotl import Axolotl
 from .diffllama import DiffLlama
 from .folder import Weights, local_folder, read_config
 from .format import Format
 from .gpt2 import GPT2
 from .llama import Llama
+from .relatives import UNLIKE, Mistral, Olmo2, Phi3, Qwen2, Qwen3
 from .remote import Remote, Safetensors
 
 FORMATS: dict[str, Format] = {
     "diffllama": DiffLlama(),
     "llama": Llama(),
     "gpt2": GPT2(),
+    "mistral": Mistral(),
+    "qwen2": Qwen2(),
+    "qwen3": Qwen3(),
+    "olmo2": Olmo2(),
+    "phi3": Phi3(),
     "remote": Remote(),
     "safetensors": Safetensors(),
+    "axolotl": Axolotl(),
 }
 
 
@@ -38,17 +46,19 @@ class Export(NamedTuple):
 def read_folder(folder: str | Path) -> tuple[DecoderConfig, dict[str, Tensor]]:
     """The model in `folder`, or of that name on the Hugging Face hub, as (configuration, float32 state dict).
 
-    `Decoder(cfg).load_state_dict(state)` computes the logits that transformers computes. GPT2LMHeadModel, LlamaForCausalLM,
-    DiffLlamaForCausalLM and what `export` makes; one file or sharded, any float type, tied or not, grouped keys, explicit
-    head_dim. Our decoder has biases on all projections or on none: where a folder has some, the others are zeros.
+    `Decoder(cfg).load_state_dict(state)` computes the logits that transformers computes. GPT2LMHeadModel, LlamaForCausalLM
+    and its relatives, DiffLlamaForCausalLM, axolotl's models and what `export` makes; one file or sharded, any float type,
+    tied or not, grouped keys, explicit head_dim.
 
     ValueError: no such folder, no weights or pickled ones, another architecture, a RoPE or an activation that our decoder
     lacks, tensors that are not those of the configuration.
     """
     path = local_folder(folder)
     config = read_config(path)
-    readers = {form.architecture: form for form in FORMATS.values()}
+    readers = {name: form for form in FORMATS.values() for name in (form.architecture, *form.also)}
     architecture = (config.get("architectures") or ["(none)"])[0]
+    if architecture in UNLIKE:
+        raise ValueError(f"{path} is a {architecture}, and {UNLIKE[architecture]}: use another model")
     if architecture not in readers:
         raise ValueError(f"{path} is a {architecture}: only {', '.join(readers)} can be read")
     return readers[architecture].read(config, Weights(path))
@@ -57,8 +67,9 @@ def read_folder(folder: str | Path) -> tuple[DecoderConfig, dict[str, Tensor]]:
 def export(model: Decoder, to: str | None = None, eot: int | None = None) -> Export:
     """`model` in the format `to`; None chooses transformers' own model that computes the same function, else remote.
 
-    diffllama, llama, gpt2: transformers' own models. remote: our modeling code in the folder, loaded with
-    trust_remote_code=True, for every variant. safetensors: weights and configuration under our own names, without code.
+    diffllama, llama, gpt2, mistral, qwen2, qwen3, olmo2, phi3: transformers' own models. remote: our modeling code in the
+    folder, loaded with trust_remote_code=True, for every variant. safetensors: weights and configuration under our own
+    names, without code. axolotl: for axolotl with its plugin, `diff` stacks, those of `scripts/convert.py` among them.
     eot: the token that begins and ends documents. ValueError: the function has no counterpart in `to`, with the reason.
     """
     if to is None:

@@ -122,7 +122,7 @@ def import_attention(
     if not form.scaled:
         state["out.weight"] = _scaled(state["out.weight"], 1 / (1 - lambda_init(layer)))
     if "lambda_init" in state:
-        _keep_lambda(state, lambda_init(layer))
+        keep_lambda(state, lambda_init(layer))
     overrides = _overrides(state, form, layout)
     unit = 1 if form.double else 2  # of our heads in one differential head
     overrides |= {"n_head": unit * heads, "n_kv_head": unit * kv_heads, "head_dim": width, "norm_eps": eps}
@@ -250,7 +250,7 @@ def _fold_timm_eps(state: dict[str, Tensor], eps: float) -> None:
         state["head_norm.weight"] = _scaled(state["head_norm.weight"], s)
 
 
-def _keep_lambda(state: dict[str, Tensor], ours: float) -> None:
+def keep_lambda(state: dict[str, Tensor], ours: float) -> None:
     """Replace a stored lambda_init by ours, and move one vector so that exp(q1.k1) - exp(q2.k2) + lambda_init stays.
 
     One of the two exponentials can always take up the difference and remain positive.

@@ -1,13 +1,14 @@
 """Llama as transformers has it (modeling_llama.py, 5.23): the baseline with RMSNorm, SwiGLU and RoPE."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from torch import Tensor
 
 from ..config import DecoderConfig
 from ..decoder import Decoder
+from ..rotary import RopeScaling
 from .folder import Weights, allow_only, number
 from .format import Format
 from .layouts import LLAMA, change_rows, half_from_interleaved
@@ -17,7 +18,8 @@ class Llama(Format):
     """LlamaForCausalLM. It rotates in halves; attention and feed-forward network have biases independently."""
 
     architecture, model_type = "LlamaForCausalLM", "llama"
-    parts = {"norm": ("rmsnorm",), "mlp": ("swiglu",), "position": ("rope",)}
+    parts = {"norm": ("rmsnorm",), "norm_place": ("before",), "mlp": ("swiglu",), "position": ("rope",)}
+    options = {"head_norm": ("none",), "qk_norm": ("none",)}
     settings = {
         "vocab_size": "vocab_size", "hidden_size": "d_model", "intermediate_size": "d_ff",
         "num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "num_key_value_heads": "n_kv_head",
@@ -36,29 +38,48 @@ class Llama(Format):
         "mlp.up": "mlp.up_proj",
         "mlp.down": "mlp.down_proj",
     } | {f"attention.{ours}": f"self_attn.{theirs}" for theirs, ours in LLAMA.items()}
+    bias_keys = {"attention_bias": (".self_attn.",), "mlp_bias": (".mlp.",)}  # of config.json: modules that have them
+    always_biased: tuple[str, ...] = ()  # modules whose biases no key of config.json takes away
+    scalings: tuple[str, ...] = ("none", "linear", "llama3")  # kinds of RoPE
 
     def our_config(self, config: dict[str, Any]) -> DecoderConfig:
-        allow_only(config, hidden_act=("silu", "swish"), partial_rotary_factor=(1, None), sliding_window=(None,))
+        if "window" not in self.settings.values():
+            allow_only(config, sliding_window=(None,))
+        allow_only(config, hidden_act=("silu", "swish"), partial_rotary_factor=(1, None))
+        theta, scaling = _rope(config, self.scalings)
         return replace(
-            super().our_config(config), rope_theta=_rope_theta(config), rope_layout="half", bias=bool(self.biased(config)),
-            tie=bool(config.get("tie_word_embeddings", False)),
+            super().our_config(config), rope_theta=theta, rope_scaling=scaling, rope_layout="half",
+            **self._biases(config), tie=bool(config.get("tie_word_embeddings", False)),
         )  # fmt: skip
 
     def their_config(self, cfg: DecoderConfig) -> dict[str, Any]:
-        return super().their_config(cfg) | {
-            "hidden_act": "silu", "attention_bias": cfg.bias, "mlp_bias": cfg.bias,
-            "attention_dropout": cfg.attention_dropout, "rope_theta": cfg.rope_theta,
-            "rope_parameters": {"rope_type": "default", "rope_theta": cfg.rope_theta},
+        rope: dict[str, Any] = {"rope_theta": cfg.rope_theta, "rope_parameters": _rope_keys(cfg)}
+        if cfg.rope_scaling.kind != "none":
+            rope["rope_scaling"] = _rope_keys(cfg)  # where transformers before 5 looks
+        own = {"attention_bias": bool(cfg.qkv_bias or cfg.projection_bias), "mlp_bias": cfg.bias}
+        biases = {key: own[key] for key in self.bias_keys}
+        return super().their_config(cfg) | biases | rope | {
+            "hidden_act": "silu", "attention_dropout": cfg.attention_dropout,
         }  # fmt: skip
 
     def refusal(self, model: Decoder) -> str | None:
-        heads, width = model.cfg.n_head, model.cfg.d_model
-        why = f"whose {heads} heads do not divide its width {width}, which transformers refuses"
-        return super().refusal(model) or (why if width % heads else None)
+        cfg = model.cfg
+        if (why := super().refusal(model)) is not None:
+            return why
+        if cfg.rope_scaling.kind not in self.scalings:
+            return f"which has rope_scaling.kind={cfg.rope_scaling.kind} and not {' or '.join(self.scalings)}"
+        why = f"whose {cfg.n_head} heads do not divide its width {cfg.d_model}, which transformers refuses"
+        return why if cfg.d_model % cfg.n_head else None
 
     def biased(self, config: dict[str, Any]) -> tuple[str, ...]:
-        parts = {"attention_bias": ".self_attn.", "mlp_bias": ".mlp."}
-        return tuple(part for key, part in parts.items() if config.get(key))
+        asked = (part for key, parts in self.bias_keys.items() if config.get(key) for part in parts)
+        return (*self.always_biased, *asked)
+
+    def _biases(self, config: dict[str, Any]) -> dict[str, bool]:
+        """Which of our projections have biases, as fields of DecoderConfig."""
+        modules = {"bias": ".mlp.gate_proj", "qkv_bias": ".self_attn.q_proj", "projection_bias": ".self_attn.o_proj"}
+        biased = self.biased(config)
+        return {field: any(part in module for part in biased) for field, module in modules.items()}
 
     def clean(self, weights: Weights) -> None:
         weights.drop(r".*rotary_emb\.inv_freq")  # which older versions saved with the weights
@@ -73,13 +94,35 @@ class Llama(Format):
         return state
 
 
-def _rope_theta(config: dict[str, Any]) -> float:
-    """The base of RoPE; `rope_parameters` holds it since transformers 5, `rope_theta` before. Scaled RoPE is refused."""
+SCALING_KEYS = {
+    "linear": {"factor": "factor"},
+    "llama3": {
+        "factor": "factor", "low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor",
+        "original_max_position_embeddings": "original_context",
+    },
+}  # fmt: skip
+
+
+def _rope(config: dict[str, Any], kinds: tuple[str, ...]) -> tuple[float, RopeScaling]:
+    """The base of RoPE and its scaling; `rope_parameters` holds both since transformers 5. ValueError for other kinds."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default" or rope.get("partial_rotary_factor", 1) != 1:
+    kind = "none" if kind == "default" else kind
+    if kind not in kinds or rope.get("partial_rotary_factor", 1) != 1:
+        plain = " or ".join(k.replace("none", "default") for k in kinds)
         raise ValueError(
-            f"config.json asks for {kind} RoPE ({json.dumps(rope)}), and our decoder has the plain one: use a model "
-            "without rope scaling"
+            f"config.json asks for {kind} RoPE ({json.dumps(rope)}), and our decoder has {plain}, over the whole width, for "
+            "this model: use a model without that"
         )
-    return float(rope.get("rope_theta", number(config, "rope_theta", {"rope_theta": 10000.0})))
+    theta = rope.get("rope_theta", number(config, "rope_theta", {"rope_theta": 10000.0}))
+    known = {"original_max_position_embeddings": config.get("max_position_embeddings")} | rope
+    keys = SCALING_KEYS.get(kind, {})
+    return float(theta), RopeScaling(kind, **{ours: number(known, theirs, {}) for theirs, ours in keys.items()})
+
+
+def _rope_keys(cfg: DecoderConfig) -> dict[str, Any]:
+    """`rope_parameters` of config.json."""
+    scaling = asdict(cfg.rope_scaling)
+    kind = {"none": "default"}.get(cfg.rope_scaling.kind, cfg.rope_scaling.kind)
+    keys = {theirs: scaling[ours] for theirs, ours in SCALING_KEYS.get(kind, {}).items()}
+    return {"rope_type": kind, "rope_theta": cfg.rope_theta} | keys

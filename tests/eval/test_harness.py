@@ -272,6 +272,47 @@ def test_the_command_runs_task_files(tasks, call, capsys):
     assert (run / "figures" / "harness.png").stat().st_size > 5_000
 
 
+def test_lm_evals_own_command_runs_our_model(tasks, monkeypatch, tmp_path, call):
+    """`lm_eval run --model attention_noise` gives the numbers of our own command."""
+    import lm_eval.tasks
+    from lm_eval.__main__ import cli_evaluate
+
+    from eval import lm_eval_plugin  # registers the model
+
+    assert lm_eval_plugin.__doc__
+    run, folder, _ = tasks
+    whole = lm_eval.tasks.TaskManager.__init__
+    own = lambda self, *a, **o: whole(self, *a, **o | {"include_defaults": False})  # noqa: E731  # thousands of files
+    monkeypatch.setattr(lm_eval.tasks.TaskManager, "__init__", own)
+    arguments = [
+        "run",
+        "--model",
+        "attention_noise",
+        "--model_args",
+        f"run={run}",
+        "--batch_size",
+        "2",
+        "--device",
+        "cpu",
+    ]
+    arguments += [
+        "--tasks",
+        "local_choice,local_decoding",
+        "--include_path",
+        str(folder),
+        "--output_path",
+        str(tmp_path / "o"),
+    ]
+    monkeypatch.setattr("sys.argv", ["lm_eval", *arguments])
+    cli_evaluate()
+    (written,) = (tmp_path / "o").rglob("results_*.json")
+    theirs = json.loads(written.read_text())["results"]
+    call(harness, f"run={run}", "tasks=[local_choice,local_decoding]", f"include_path={folder}", "batch=2")
+    ours = json.loads((run / "eval" / "harness.json").read_text())["results"]["tasks"]
+    assert theirs["local_choice"]["acc,none"] == ours["local_choice"]["acc"]
+    assert theirs["local_decoding"]["exact_match,none"] == ours["local_decoding"]["exact_match"] == pytest.approx(1 / 3)
+
+
 def test_wrong_input_is_one_line(make_run, refused, monkeypatch, tmp_path):
     needs_lm_eval()
     run = make_run("a")

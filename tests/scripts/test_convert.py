@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from data.config import TokenizerConfig
 from data.tokenizer import build_tokenizer, load_tokenizer
 from data.tokenizer_export import export_tokenizer
 from eval.perplexity import cut_windows, evaluate
-from scripts import convert
+from scripts import convert, export
 from tests.conftest import assert_one_line_error, run_command, train_arguments
 from training.checkpoint import load_run
 from training.run import refuse_other_tokenizer
@@ -205,6 +206,34 @@ def test_a_differential_run_is_not_converted_again(source: Path, tmp_path: Path,
     call(f"source={tmp_path / 'one'}", f"run_dir={tmp_path / 'two'}", "to=same")
     one, two = (load_run(tmp_path / name).model.state_dict() for name in ("one", "two"))
     assert all(torch.equal(value, two[name]) for name, value in one.items())
+
+
+def test_axolotls_file_converts_and_is_written_back(source: Path, tmp_path: Path, call, monkeypatch) -> None:
+    """Its default costs loss, which is said; its model is exported for it, and read again with the same logits."""
+    path, out, model = tmp_path / "config.yml", tmp_path / "run", tmp_path / "model"
+    config = {"base_model": str(source), "output_dir": str(model), "diff_attn_warmup_steps": 7, "learning_rate": 3e-4}
+    path.write_text(yaml.safe_dump(config | {"sublayer_norm": False, "datasets": []}))
+    printed = call(f"axolotl={path}", f"run_dir={out}", "tokens=640")
+    record = json.loads((out / "conversion.json").read_text())
+    assert record["conversion"]["init"] == "open" and record["conversion"]["second"] == "random"
+    before, after = record["loss"]
+    assert f"{before:.4f} -> {after:.4f} nats per token right after the conversion ({after - before:+.4f})" in printed
+    assert after != pytest.approx(before, abs=1e-4) and "not used here: datasets" in printed
+    command = printed_command(printed)
+    assert "model.diff.lambda_warmup=7" in command and "optim.lr=0.0003" in command
+    written = yaml.safe_load((out / "axolotl_config.yml").read_text())
+    assert written["base_model"] == str(model) and written["diff_attention"] is True and written["datasets"] == []
+    (line,) = [line for line in printed.splitlines() if "scripts/export.py" in line]
+    monkeypatch.setattr(sys, "argv", shlex.split(line.split("python scripts/")[1].split(", then")[0]))
+    export.main()
+    again = call(f"axolotl={out / 'axolotl_config.yml'}", f"run_dir={tmp_path / 'again'}", "tokens=640")
+    assert "converted already" in again
+    tokens = torch.randint(257, (2, 30), generator=torch.Generator().manual_seed(0))
+    one, two = (load_run(tmp_path / name).model for name in ("run", "again"))
+    with torch.no_grad():
+        torch.testing.assert_close(two(tokens), one(tokens), rtol=1e-5, atol=1e-5)
+    assert "leave out init" in call(f"axolotl={path}", f"run_dir={tmp_path / 'x'}", "init=mirror")
+    assert "is not a YAML file" in call(f"axolotl={tmp_path / 'none.yml'}", f"run_dir={tmp_path / 'x'}")
 
 
 @pytest.fixture(scope="module")

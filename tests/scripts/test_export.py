@@ -87,12 +87,74 @@ def test_weights_and_configuration_alone(call, tmp_path: Path) -> None:
     said = call(f"run={tmp_path}/run", f"out={tmp_path}/out", "to=safetensors", "step=0", "tokenizer=false")
     assert "at step 0 as safetensors" in said and "read_folder" in said
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        "config.json", "generation_config.json", "model.safetensors",
+        "README.md", "config.json", "generation_config.json", "model.safetensors",
     ]  # fmt: skip
     cfg, state = read_folder(tmp_path / "out")
     first = Decoder(config("diff_v2", vocab_size=257), seed=0)
     assert cfg.layers == "v"
     torch.testing.assert_close(state, dict(first.state_dict()), rtol=0, atol=0)
+
+
+def describe(path: Path) -> None:
+    """What training and evaluations leave in a run's folder besides checkpoints."""
+    values = {"model": {"layers": "d", "n_layer": 2}, "seed": 3, "steps": 10, "batch_tokens": 512}
+    values |= {"data": {"name": "tiny", "source": "text", "dir": "/home/me/shards", "path": "/home/me/text"}}
+    (path / "config.yaml").write_text(json.dumps(values))
+    lines = [{"step": 0, "tokens": 0, "version": "abc"}, {"step": 10, "tokens": 5120, "loss": 2.5, "val_loss": 2.625}]
+    lines += [{"step": 20, "tokens": 9999, "loss": 1.0}]  # after the exported step
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (path / "eval").mkdir()
+    results = {"loss": 2.61, "ppl": 13.6, "bits_per_byte": 3.77}
+    (path / "eval" / "perplexity.json").write_text(json.dumps({"step": 10, "results": results}))
+    (path / "eval" / "needle.json").write_text(json.dumps({"step": 20, "results": {"accuracy": 0.5}}))
+
+
+def test_the_card_says_what_the_model_is(call, tmp_path: Path) -> None:
+    model = make_run(tmp_path / "run", "diff")
+    describe(tmp_path / "run")
+    call(f"run={tmp_path}/run", f"out={tmp_path}/out", "check=false")
+    card = (tmp_path / "out" / "README.md").read_text()
+    for said in (
+        "library_name: transformers", "- diff\n", "diff (layers=d), written as diffllama", "| tokens | 5,120 |",
+        f"| parameters | {model.num_params(non_embedding=False):,} ({model.num_params():,} without",
+        "| training loss | 2.5000", "| validation loss | 2.6250", "tiny (source text), tokenizer bytes",
+        "| eval.perplexity | loss 2.61, ppl 13.6, bits_per_byte 3.77 |", "| code version | abc |", "| seed | 3 |",
+        "model.layers=d", "steps=10", "AutoModelForCausalLM.from_pretrained('out')",
+    ):  # fmt: skip
+        assert said in card, (said, card)
+    assert "/home/me" not in card and str(tmp_path) not in card and "needle" not in card and "9,999" not in card
+
+
+def test_a_folder_is_pushed_and_the_token_is_not_shown(call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    make_run(tmp_path / "run", "diff")
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    done: list = []
+
+    class Hub:
+        def create_repo(self, *a: object, **o: object) -> None:
+            done.append((a, o))
+
+        def upload_folder(self, **o: object) -> None:
+            done.append(sorted(path.name for path in Path(o["folder_path"]).iterdir()))
+
+    class Closed(Hub):
+        def upload_folder(self, **o: object) -> None:
+            raise RuntimeError("403 for Authorization: Bearer hf_secret")
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
+    run = f"run={tmp_path}/run"
+    said = call(run, f"out={tmp_path}/one", "check=false", "push=me/small.model")
+    assert "uploaded to https://huggingface.co/me/small.model" in said
+    assert done[0] == (("me/small.model",), {"private": True, "exist_ok": True}) and "README.md" in done[1]
+    assert "from_pretrained('me/small.model')" in (tmp_path / "one" / "README.md").read_text()
+    monkeypatch.setattr(huggingface_hub, "HfApi", Closed)
+    said = call(run, f"out={tmp_path}/two", "check=false", "push=me/small")
+    assert "the hub did not take it (RuntimeError): `hf auth login`" in said and "secret" not in said
+    assert (tmp_path / "two" / "model.safetensors").is_file()
+    assert "give push=user/name" in call(run, f"out={tmp_path}/three", "push=small")
+    assert not (tmp_path / "three").exists()
 
 
 def test_wrong_input_is_one_line(call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

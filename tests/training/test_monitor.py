@@ -17,6 +17,7 @@ from tests.variants import VARIANTS, config, randomized
 from training.monitor import Monitor, MonitorConfig, evenly, monitor_of
 
 OF_MAPS = {"entropy", "first", "sinks", "mass", "negative"}
+APART = {"entropy_1", "entropy_2", "first_1", "first_2", "overlap"}
 
 
 def tokens(rows: int = 2, length: int = 32) -> torch.Tensor:
@@ -36,10 +37,9 @@ def test_every_variant_has_finite_numbers_and_its_own(variant: str) -> None:
     layer = of_layer(numbers, 1)
     assert layer.keys() >= OF_MAPS
     own = model.blocks[1].attention.readings(torch.randn(2, 3, 64)).keys()
-    assert layer.keys() - OF_MAPS == own
-    known = {"d": "lambda", "v": "lambda", "g": "gate", "i": "path_0", "t": "temperature"}.get(
-        (model.cfg.layers * 2)[1]
-    )
+    letter = (model.cfg.layers * 2)[1]
+    assert layer.keys() - OF_MAPS - own == (APART if hasattr(model.blocks[1].attention, "lam") else set())
+    known = {"d": "lambda", "v": "lambda", "g": "gate", "i": "path_0", "t": "temperature"}.get(letter)
     assert known is None or known in own
     assert 0 < layer["entropy"] <= math.log(32) and 0 <= layer["negative"] < 1 and 0 <= layer["sinks"] <= 1
     if "lambda" not in own:  # softmax maps
@@ -102,10 +102,36 @@ def test_statistics_of_maps_are_those_of_the_whole_maps() -> None:
     assert found["entropy"] == pytest.approx(-(p * p.clamp_min(1e-30).log()).sum(-1).mean().item(), rel=1e-4)
 
 
+def test_the_two_maps_apart_are_those_of_a_softmax_each() -> None:
+    """From the layer's own queries and keys, at the monitor's rows; the second map is not the first."""
+    model, x, seen = randomized("diff"), tokens(rows=3), {}
+    attention = model.blocks[0].attention
+    hook = lambda _, inputs: seen.update(x=inputs[0], rope=inputs[1])  # noqa: E731
+    with torch.no_grad():
+        handle = attention.register_forward_pre_hook(hook)
+        monitor = Monitor(model, x)
+        found = of_layer(monitor.read(), 0)
+        handle.remove()
+        q, k, _ = attention.project(seen["x"], seen["x"])
+        q, k = attention.turn(q, seen["rope"]), attention.turn(k, seen["rope"])  # (B, 2h, T, d)
+        logits = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+        maps = logits.masked_fill(torch.ones(32, 32).triu(1).bool(), -torch.inf).softmax(-1)[:, :, monitor.rows]
+    for c in (0, 1):
+        p = maps[:, c::2]
+        assert found[f"first_{c + 1}"] == pytest.approx(p[..., 0].mean().item(), rel=1e-4)
+        assert found[f"entropy_{c + 1}"] == pytest.approx(
+            -(p * p.clamp_min(1e-30).log()).sum(-1).mean().item(), rel=1e-4
+        )
+    shared = torch.minimum(maps[:, 0::2], maps[:, 1::2]).sum(-1).mean().item()
+    assert found["overlap"] == pytest.approx(shared, rel=1e-4) and 0 < shared < 0.95
+    assert abs(found["entropy_1"] - found["entropy_2"]) > 1e-3
+
+
 def test_layers_are_evenly_chosen_and_every_variant_of_a_stack_is_seen() -> None:
     assert evenly(12, 4) == [0, 4, 7, 11] and evenly(3, 4) == [0, 1, 2] and evenly(9, 1) == [4] and evenly(1, 3) == [0]
     monitor = Monitor(Decoder(config("baseline", n_layer=8)), tokens(), layers=3)
     assert monitor.layers == [0, 4, 7]
+    assert Monitor(Decoder(config("hybrid", layers="bbbd", n_layer=8)), tokens(), layers=None).layers == list(range(8))
     hybrid = Monitor(Decoder(config("hybrid", layers="bbbd", n_layer=8)), tokens(), layers=2)
     assert hybrid.layers == [0, 3, 6, 7]
     assert {key.split("/")[1] for key in hybrid.read() if key.endswith("/lambda")} == {

@@ -1,0 +1,92 @@
+"""README.md of an exported folder: what the model is, what it was trained on, what it reached, and how to load it."""
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from configs.files import read_json_lines
+from eval.common import run_name, variant
+from eval.records import differing
+from training.checkpoint import LoadedRun
+
+SHOWN = {"perplexity": ("loss", "ppl", "bits_per_byte"), "needle": ("accuracy",)}  # evaluation: its results in the card
+
+
+def model_card(run: LoadedRun, form: str, load: str) -> str:
+    """The Markdown of the card. form: the folder's format. load: the Python lines that load the folder.
+
+    What the run's folder does not say, as for a run without metrics, is left out. Paths of this machine are left out.
+    """
+    name, cfg = run_name(run.path), run.model.cfg
+    kind = variant(run.config) if "model" in run.config else f"layers={cfg.layers}"
+    native = form not in ("remote", "safetensors", "axolotl")
+    head = {"tags": ["attention-noise", kind], "pipeline_tag": "text-generation"}
+    head |= {"library_name": "transformers"} if native or form == "remote" else {}
+    lines = [f"---\n{yaml.safe_dump(head, sort_keys=False)}---", f"# {name}", "", "| | |", "| --- | --- |"]
+    lines += [f"| {key} | {value} |" for key, value in rows(run, kind, form).items()]
+    lines += ["", "## Load", "", "```python", load, "```"]
+    if command := training_command(run.config):
+        lines += ["", "## Training", "", "Overrides of the command; paths are left out.", "", "```bash", command, "```"]
+    return "\n".join(lines) + "\n"
+
+
+def rows(run: LoadedRun, kind: str, form: str) -> dict[str, Any]:
+    """What the card's table says."""
+    model, cfg, config = run.model, run.model.cfg, run.config
+    lines = [line for line in read_json_lines(run.path / "metrics.jsonl") if line.get("step", 0) <= run.step]
+    total, inner = model.num_params(non_embedding=False), model.num_params()
+    found = {
+        "variant": f"{kind} (layers={cfg.layers}), written as {form}",
+        "shape": f"{cfg.n_layer} layers, width {cfg.d_model}, {cfg.n_head} baseline heads of {cfg.head_dim}, "
+        f"{cfg.n_kv_head} key heads, context {cfg.context}, vocabulary {cfg.vocab_size:,}",
+        "parameters": f"{total:,} ({inner:,} without embeddings and head)",
+        "steps": f"{run.step:,}",
+    }
+    if tokens := last(lines, "tokens"):
+        found["tokens"] = f"{tokens:,}"
+    if data := config.get("data"):
+        found["data"] = f"{data['name']} (source {data['source']}), tokenizer {run.tokenizer.name}"
+    for key, said in (("loss", "training loss"), ("val_loss", "validation loss")):
+        if (value := last(lines, key)) is not None:
+            found[said] = f"{value:.4f} nats per token"
+    found |= evaluations(run)
+    if converted := content_of(run.path / "conversion.json"):
+        options = " ".join(f"{key}={value}" for key, value in converted["conversion"].items())
+        found["converted from"] = f"{run_name(converted['source'])}: {options}"
+    if "seed" in config:
+        found["seed"] = config["seed"]
+    if lines and "version" in lines[0]:
+        found["code version"] = lines[0]["version"]
+    return found
+
+
+def evaluations(run: LoadedRun) -> dict[str, str]:
+    """Results of the evaluations of this very step, by the evaluation's name."""
+    found = {}
+    for name, keys in SHOWN.items():
+        content = content_of(run.path / "eval" / f"{name}.json")
+        if content and content.get("step") == run.step:
+            found[f"eval.{name}"] = ", ".join(f"{key} {content['results'][key]:.4g}" for key in keys)
+    return found
+
+
+def training_command(config: dict[str, Any]) -> str:
+    """train.py with what differs from its defaults; "" where the run's folder does not say how it was trained."""
+    if "model" not in config:
+        return ""
+    own = {key: value for key, value in differing(config).items() if not key.endswith(("path", ".dir"))}
+    texts = [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in own.items()]
+    return "python train.py " + shlex.join(texts)
+
+
+def last(lines: list[dict[str, Any]], key: str) -> Any:
+    """The newest value of `key`; None if no line has it."""
+    return next((line[key] for line in reversed(lines) if key in line), None)
+
+
+def content_of(path: Path) -> dict[str, Any] | None:
+    """The content of a JSON file; None where there is no file."""
+    return json.loads(path.read_text()) if path.is_file() else None

@@ -1,0 +1,183 @@
+"""axolotl's plugin for differential attention (axolotl-ai-cloud/diff-transformer, 20acfc9): its config.yml, and its models.
+
+A model is a Llama whose attention has two maps per head: map c of head i is query head i + c h (ours: 2i + c), and with
+split_heads the values lie in two halves likewise. lambda_init is stored, and nothing is scaled by 1 - lambda_init.
+"""
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..attention.diff import VECTORS, DiffConfig
+from ..attention.diff import lambda_init as scheduled
+from ..config import DecoderConfig
+from ..conversion import Conversion
+from ..decoder import Decoder
+from .diffllama import vectors_of
+from .folder import Weights
+from .layouts import change_rows, heads_in_halves, heads_in_pairs, keep_lambda
+from .llama import Llama
+
+PLUGIN = "axolotl_diff_transformer.plugin.DifferentialTransformerPlugin"
+FLAGS = {"zero_init": False, "sublayer_norm": True, "split_heads": False, "mirror_weights": False}  # axolotl's defaults
+TRAINING = {  # a number of config.yml: the field of train.py
+    "diff_attn_warmup_steps": "model.diff.lambda_warmup",
+    "diff_attn_log_every": "monitor.every",
+    "diff_attn_num_monitor_layers": "monitor.layers",
+    "learning_rate": "optim.lr",
+    "seed": "seed",
+}
+ABOUT = {"base_model", "diff_attention", "plugins", "output_dir"}
+
+
+class Settings(NamedTuple):
+    """What a config.yml says about a conversion."""
+
+    source: str  # base_model
+    how: Conversion
+    training: dict[str, float]  # fields of train.py and their values
+    notes: list[str]  # what is done in another way than axolotl does it
+    unread: list[str]  # keys that a conversion does not need; the file that is written back keeps them
+
+
+def read_settings(config: Any) -> Settings:
+    """The settings of a config.yml, as parsed. The flags of axolotl's command line are read as keys of the file.
+
+    zero_init is init=zero, mirror_weights is init=mirror, neither is init=open second=random (axolotl's default);
+    split_heads is heads=split. With diff_attention: true the base model is converted already: to=same. ValueError for a
+    file without base_model, values of the wrong type, and flags that axolotl refuses together.
+    """
+    if not isinstance(config, dict) or not isinstance(config.get("base_model"), str):
+        raise ValueError("axolotl's config names no base_model: add base_model: FOLDER, or a name of the hub")
+    for name in ("diff_attention", *FLAGS):
+        if config.get(name) not in (None, True, False):
+            raise ValueError(f"axolotl's config says {name}: {config[name]}: use true or false")
+    flags = {name: default if config.get(name) is None else config[name] for name, default in FLAGS.items()}
+    for other in ("split_heads", "mirror_weights"):
+        if flags["zero_init"] and flags[other]:
+            raise ValueError(f"axolotl's config asks for zero_init and {other}, which exclude each other: drop one")
+    if config.get("diff_attention"):
+        how, notes = Conversion(to="same"), ["diff_attention: true says that the base model is converted already"]
+    else:
+        how, notes = _conversion(flags)
+    unread = sorted(set(config) - {*FLAGS, *TRAINING, *ABOUT})
+    return Settings(config["base_model"], how, _training(config, how), notes, unread)
+
+
+def written_settings(config: dict[str, Any], model: str) -> dict[str, Any]:
+    """config.yml of a converted model, which lies in the folder `model`: what axolotl's own converter writes back."""
+    plugins = [plugin for plugin in config.get("plugins") or [] if plugin != PLUGIN]
+    kept = {key: value for key, value in config.items() if key not in FLAGS}
+    return kept | {"base_model": model, "plugins": [*plugins, PLUGIN], "diff_attention": True}
+
+
+def _conversion(flags: dict[str, bool]) -> tuple[Conversion, list[str]]:
+    notes = []
+    if flags["split_heads"]:
+        how = Conversion(heads="split", init="open")
+        notes.append("split_heads keeps queries and keys, which axolotl draws anew, and permutes the output projection")
+    elif flags["zero_init"]:
+        how = Conversion()
+        notes.append("zero_init copies the second maps and starts lambda at 0: at axolotl's zeros they never learn")
+    elif flags["mirror_weights"]:
+        how = Conversion(init="mirror")
+        notes.append(
+            "mirror_weights scales the output projection by what the subtraction takes, which axolotl does not"
+        )
+    else:
+        how = Conversion(init="open", second="random")
+    if flags["sublayer_norm"]:
+        notes.append("sublayer_norm: the output projection takes up the heads' sizes, which axolotl does not do")
+    return replace(how, sublayer_norm=flags["sublayer_norm"]), notes
+
+
+def _training(config: dict[str, Any], how: Conversion) -> dict[str, float]:
+    found = {}
+    for theirs, ours in TRAINING.items():
+        if config.get(theirs) is None:
+            continue
+        try:
+            value = float(config[theirs])  # YAML reads 1e-4 as a text
+        except (TypeError, ValueError):
+            raise ValueError(f"axolotl's config says {theirs}: {config[theirs]}: use a number") from None
+        found[ours] = int(value) if value.is_integer() else value
+    if how.init == "mirror":  # the output projection makes up for all of lambda
+        found.pop("model.diff.lambda_warmup", None)
+    return found
+
+
+class Axolotl(Llama):
+    """LlamaDifferentialForCausalLM. It is read and written by axolotl's plugin, not by transformers alone."""
+
+    architecture, model_type, letter = "LlamaDifferentialForCausalLM", "llama-differential", "d"
+    options = {"qk_norm": (False,), "scale_norm": (False,)}
+    also = ("LlamaDifferentialModel",)  # what axolotl's converter writes for the same class
+    block_names = Llama.block_names | {f"attention.{name}": f"self_attn.{name}" for name in VECTORS} | {
+        "attention.head_norm": "self_attn.subln"
+    }  # fmt: skip
+
+    def our_config(self, config: dict[str, Any]) -> DecoderConfig:
+        options = DiffConfig(
+            heads="half" if config.get("split_heads") else "double",
+            head_norm="affine" if config.get("sublayer_norm", True) else "none",
+        )
+        return replace(super().our_config(config), diff=options)
+
+    def their_config(self, cfg: DecoderConfig) -> dict[str, Any]:
+        flags = {"split_heads": cfg.diff.heads == "half", "sublayer_norm": cfg.diff.head_norm != "none"}
+        return super().their_config(cfg) | {"zero_init": False, "mirror_weights": False} | flags
+
+    def refusal(self, model: Decoder) -> str | None:
+        cfg = model.cfg
+        if (why := super().refusal(model)) is not None:
+            return why
+        wide = cfg.head_dim * cfg.n_head != cfg.d_model
+        return "whose heads have a width of their own, which axolotl ignores" if wide else None
+
+    def read(self, config: dict[str, Any], weights: Weights) -> tuple[DecoderConfig, dict[str, Tensor]]:
+        layers = range(self.our_config(config).n_layer)
+        stored = [weights.take(f"model.layers.{layer}.self_attn.lambda_init") for layer in layers]
+        cfg, state = super().read(config, weights)
+        for layer in layers:
+            prefix = f"blocks.{layer}.attention."
+            own = {name: state[prefix + name] for name in VECTORS} | {"lambda_init": stored[layer]}
+            keep_lambda(own, scheduled(layer))
+            state |= {prefix + name: vector for name, vector in own.items()}
+        return cfg, state
+
+    def to_ours(self, state: dict[str, Tensor], cfg: DecoderConfig) -> dict[str, Tensor]:
+        for layer in range(cfg.n_layer):
+            prefix = f"blocks.{layer}.attention."
+            for part in _paired(cfg):
+                change_rows(state, prefix + part, lambda rows: heads_in_pairs(rows, cfg.head_dim))
+            state[f"{prefix}out.weight"] = state[f"{prefix}out.weight"] / (1 - scheduled(layer))
+            state[f"{prefix}lambda_mix"] = torch.ones(())
+        return state
+
+    def to_theirs(self, model: Decoder) -> dict[str, Tensor]:
+        """Our tensors in axolotl's order. Where lambda has no vectors, or an unfinished warm-up, vectors give its value."""
+        state = super().to_theirs(model)
+        for layer, block in enumerate(model.blocks):
+            attention, prefix = block.attention, f"blocks.{layer}.attention."
+            for part in _paired(model.cfg):
+                change_rows(state, prefix + part, lambda rows: heads_in_halves(rows, model.cfg.head_dim))
+            state[f"{prefix}out.weight"] = state[f"{prefix}out.weight"] * (1 - attention.lambda_init)
+            state.setdefault(f"{prefix}head_norm.weight", torch.ones(attention.value_width))
+            if attention.lambda_form != "vectors" or attention.lambda_mix != 1:
+                vectors = vectors_of(attention.lam().item() - attention.lambda_init, model.cfg.head_dim)
+                state |= {prefix + name: vector for name, vector in vectors.items()}
+        return state
+
+    def write(self, model: Decoder) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        config, tensors = super().write(model)
+        for layer, block in enumerate(model.blocks):
+            start = torch.tensor(float(block.attention.lambda_init))
+            tensors[f"model.layers.{layer}.self_attn.lambda_init"] = start
+        return config, tensors
+
+
+def _paired(cfg: DecoderConfig) -> str:
+    """The projections whose heads lie in another order."""
+    return "qkv" if cfg.diff.heads == "half" else "qk"

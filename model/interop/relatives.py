@@ -1,0 +1,109 @@
+"""Llama's relatives, as transformers 5.23 has them: Mistral, Qwen2, Qwen3, OLMo 2 and Phi-3, each by what sets it apart.
+
+Which other architectures are near, and why our decoder cannot compute them, says UNLIKE.
+"""
+
+from typing import Any
+
+from ..config import DecoderConfig
+from .llama import Llama
+
+UNLIKE = {
+    "GemmaForCausalLM": "its feed-forward network has GELU where ours has SiLU",
+    "Gemma2ForCausalLM": "it caps logits by a tanh and alternates windows with full attention",
+    "Gemma3ForCausalLM": "its layers alternate between windows and full attention, each with a RoPE of its own",
+    "Gemma3ForConditionalGeneration": "it reads images, and its layers alternate between windows and full attention",
+    "MixtralForCausalLM": "its feed-forward networks are mixtures of experts",
+    "Qwen3MoeForCausalLM": "its feed-forward networks are mixtures of experts",
+    "PhiForCausalLM": "attention and feed-forward network stand side by side, and a part of each head is rotated",
+    "GPTNeoXForCausalLM": "attention and feed-forward network stand side by side, and a part of each head is rotated",
+    "OlmoForCausalLM": "its LayerNorm has no weight, and its queries are clipped",
+    "Olmo3ForCausalLM": "its layers alternate between windows and full attention",
+}
+
+
+class Mistral(Llama):
+    """MistralForCausalLM: Llama without biases, with a window in the first versions."""
+
+    architecture, model_type = "MistralForCausalLM", "mistral"
+    settings = Llama.settings | {"sliding_window": "window"}
+    defaults = Llama.defaults | {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": None}
+    bias_keys = {}
+
+    def our_config(self, config: dict[str, Any]) -> DecoderConfig:
+        return super().our_config({"sliding_window": 4096} | config)
+
+
+class Qwen2(Llama):
+    """Qwen2ForCausalLM: biases of queries, keys and values alone; the upper layers may have a window."""
+
+    architecture, model_type = "Qwen2ForCausalLM", "qwen2"
+    settings = Llama.settings | {"sliding_window": "window"}
+    defaults = Llama.defaults | {"max_position_embeddings": 32768, "sliding_window": None}
+    bias_keys = {}
+    always_biased = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+
+    def our_config(self, config: dict[str, Any]) -> DecoderConfig:
+        """ValueError where some layers have a window and others do not."""
+        sliding = bool(config.get("use_sliding_window")) and config.get("sliding_window", 4096) is not None
+        first, count = config.get("max_window_layers", 28), config.get("num_hidden_layers", 0)
+        own = ["full_attention" if not sliding or i < first else "sliding_attention" for i in range(count)]
+        kinds = set(config.get("layer_types") or own)
+        if len(kinds) > 1:
+            raise ValueError(
+                "config.json gives some layers a window and others none, and our decoder has one window for all: use a "
+                "model with use_sliding_window=false"
+            )
+        window = config.get("sliding_window", 4096) if kinds == {"sliding_attention"} else None
+        return super().our_config(config | {"sliding_window": window})
+
+    def their_config(self, cfg: DecoderConfig) -> dict[str, Any]:
+        kind = "full_attention" if cfg.window is None else "sliding_attention"
+        return super().their_config(cfg) | {
+            "use_sliding_window": cfg.window is not None, "max_window_layers": 0, "layer_types": [kind] * cfg.n_layer,
+        }  # fmt: skip
+
+
+class Qwen3(Qwen2):
+    """Qwen3ForCausalLM: a norm over each head's queries and keys, and biases on all of the attention or on none of it."""
+
+    architecture, model_type = "Qwen3ForCausalLM", "qwen3"
+    options = Llama.options | {"qk_norm": ("head",)}
+    defaults = Qwen2.defaults | {"head_dim": 128}
+    block_names = Llama.block_names | {"attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm"}
+    bias_keys = {"attention_bias": (".self_attn.",)}
+    always_biased = ()
+
+
+class Olmo2(Llama):
+    """Olmo2ForCausalLM: norms on what each sub-layer adds, and one norm over the queries (keys) of all heads together."""
+
+    architecture, model_type = "Olmo2ForCausalLM", "olmo2"
+    parts = Llama.parts | {"norm_place": ("after",)}
+    options = Llama.options | {"qk_norm": ("all",)}
+    defaults = Llama.defaults | {"rms_norm_eps": 1e-5}
+    block_names = Qwen3.block_names | {
+        "attention_norm": "post_attention_layernorm",
+        "mlp_norm": "post_feedforward_layernorm",
+    }
+    bias_keys = {"attention_bias": (".self_attn.",)}
+
+
+FUSED = {"attention.q attention.k attention.v": "self_attn.qkv_proj", "mlp.gate mlp.up": "mlp.gate_up_proj"}
+
+
+class Phi3(Mistral):
+    """Phi3ForCausalLM: queries, keys and values are one projection, and so are gate and up; no scaled RoPE."""
+
+    architecture, model_type = "Phi3ForCausalLM", "phi3"
+    defaults = Llama.defaults | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "sliding_window": None}
+    block_names = FUSED | {
+        ours: theirs for ours, theirs in Llama.block_names.items() if not any(ours in names.split() for names in FUSED)
+    }
+    scalings = ("none",)
+
+    def our_config(self, config: dict[str, Any]) -> DecoderConfig:
+        return super().our_config({"sliding_window": None} | config)
+
+    def their_config(self, cfg: DecoderConfig) -> dict[str, Any]:
+        return super().their_config(cfg) | {"original_max_position_embeddings": cfg.context, "pad_token_id": None}

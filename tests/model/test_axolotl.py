@@ -1,0 +1,139 @@
+"""axolotl's config.yml as a conversion, and its model folders: read, written, and held against its published formula."""
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from model.attention.mask import Mask
+from model.config import decoder_config
+from model.conversion import Conversion
+from model.decoder import Decoder
+from model.interop.axolotl import PLUGIN, read_settings, written_settings
+from model.interop.huggingface import export, read_folder
+from tests.reference import published
+
+DEFAULT = Conversion(init="open", second="random", sublayer_norm=True)
+CONFIGS = {
+    "axolotl's default": ({}, DEFAULT),
+    "no norm": ({"sublayer_norm": False}, Conversion(init="open", second="random")),
+    "zero": ({"zero_init": True, "sublayer_norm": False}, Conversion()),
+    "mirror": ({"mirror_weights": True, "sublayer_norm": False}, Conversion(init="mirror")),
+    "split, mirror ignored": (
+        {"split_heads": True, "mirror_weights": True}, Conversion(heads="split", init="open", sublayer_norm=True),
+    ),
+    "converted already": ({"diff_attention": True, "zero_init": True, "sublayer_norm": None}, Conversion(to="same")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_flags_of_the_file_are_options_of_the_conversion(name: str) -> None:
+    flags, how = CONFIGS[name]
+    found = read_settings({"base_model": "some/model", "datasets": [], "sequence_len": 128} | flags)
+    found.how.check()
+    assert (found.source, found.how, found.unread) == ("some/model", how, ["datasets", "sequence_len"])
+
+
+def test_numbers_of_the_file_are_fields_of_training() -> None:
+    config = {
+        "base_model": "m",
+        "learning_rate": "1e-4",
+        "seed": 7,
+        "diff_attn_warmup_steps": 50,
+        "diff_attn_log_every": 20,
+    }
+    config |= {"diff_attn_num_monitor_layers": 3}
+    warmup = {"model.diff.lambda_warmup": 50}
+    others = {"monitor.every": 20, "monitor.layers": 3, "optim.lr": 1e-4, "seed": 7}
+    assert read_settings(config).training == warmup | others
+    assert read_settings(config | {"mirror_weights": True}).training == others  # W makes up for all of lambda
+
+
+def test_the_file_that_is_written_back_is_axolotls() -> None:
+    config = {"base_model": "m", "plugins": ["other.Plugin", PLUGIN], "zero_init": True, "val_set_size": 0.1}
+    want = {"base_model": "out", "plugins": ["other.Plugin", PLUGIN], "val_set_size": 0.1, "diff_attention": True}
+    assert written_settings(config, "out") == want
+    assert written_settings({"base_model": "m"}, "out")["plugins"] == [PLUGIN]
+    assert read_settings(want).how == Conversion(to="same")
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ([], "names no base_model: add base_model"),
+        ({"base_model": 3}, "names no base_model"),
+        ({"base_model": "m", "zero_init": "yes"}, "zero_init: yes: use true or false"),
+        ({"base_model": "m", "zero_init": True, "split_heads": True}, "zero_init and split_heads"),
+        ({"base_model": "m", "zero_init": True, "mirror_weights": True}, "zero_init and mirror_weights"),
+        ({"base_model": "m", "learning_rate": "fast"}, "learning_rate: fast: use a number"),
+    ],
+)
+def test_a_wrong_file_is_refused_in_one_line(config: object, says: str) -> None:
+    with pytest.raises(ValueError, match=says) as error:
+        read_settings(config)
+    assert "\n" not in str(error.value)
+
+
+MODELS = {
+    "double, norm": {"heads": "double"},
+    "double, no norm": {"heads": "double", "head_norm": "none"},
+    "half, one lambda_init": {"lambda_init": 0.4},
+    "half, scalars, plain norm": {"lambda_form": "dual_scalar", "head_norm": "plain"},
+    "half, fixed lambda 0": {"lambda_form": "fixed", "lambda_init": 0.0},
+}
+
+
+def model_of(name: str, **changes: object) -> Decoder:
+    base = {"layers": "d", "n_layer": 2, "n_head": 8, "n_kv_head": 4, "d_model": 32, "context": 32, "vocab_size": 61}
+    model = Decoder(decoder_config(base | {"diff": MODELS[name], "norm_eps": 1e-6} | changes))
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn(p.shape, generator=generator) * 0.1)
+    return model.eval()
+
+
+def write(model: Decoder, folder: Path) -> dict[str, torch.Tensor]:
+    found = export(model, "axolotl")
+    save_file(found.tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(found.config))
+    return load_file(folder / "model.safetensors")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", MODELS)
+def test_a_folder_computes_axolotls_formula_and_is_read_back(name: str, tmp_path: Path) -> None:
+    model = model_of(name)
+    tensors = write(model, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    formula = published.axolotl_split if config["split_heads"] else published.axolotl_double
+    formula = partial(formula, num_heads=8, num_kv_heads=4, depth=1)
+    x = torch.randn(7, 32, generator=torch.Generator().manual_seed(1))
+    prefix = "model.layers.1.self_attn."
+    w = {key.removeprefix(prefix): value.double().numpy() for key, value in tensors.items() if key.startswith(prefix)}
+    ours = model.blocks[1].attention(x[None], model._rope(0, 7), Mask())[0]
+    torch.testing.assert_close(ours.double(), torch.from_numpy(formula(w, x.double().numpy())), rtol=1e-4, atol=1e-5)
+    cfg, state = read_folder(tmp_path)
+    back = Decoder(cfg)
+    back.load_state_dict(state, strict=True)
+    tokens = torch.randint(61, (2, 20), generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(back(tokens), model(tokens), rtol=1e-5, atol=1e-5)
+
+
+def test_what_axolotl_cannot_hold_is_refused(tmp_path: Path) -> None:
+    for changes, says in (
+        ({"layers": "v"}, "layers=v are not d throughout"),
+        ({"head_dim": 6}, "heads have a width of their own"),
+        ({"diff": {"qk_norm": True}}, "diff.qk_norm=True and not False"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            export(model_of("double, norm", **changes), "axolotl")
+    write(model_of("double, norm"), tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.layers.1.self_attn.lambda_init"]
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="lacks the tensor model.layers.1.self_attn.lambda_init"):
+        read_folder(tmp_path)
