@@ -57,10 +57,13 @@ class DataConfig:
     name: str = MISSING  # of the prepared set
     source: str = MISSING  # stdlib | shakespeare | text | hf | nanogpt | mqar
     path: str | None = None  # text: file, folder or glob; shakespeare: a local copy; nanogpt: folder of its .bin files
-    dataset: str | None = None  # hf: name on the hub
+    dataset: str | None = None  # hf: name on the hub, a folder of the package datasets, or a builder (json, parquet)
+    data_files: str | None = None  # hf: files that the builder reads, as a path or a 'glob'
     subset: str | None = None  # hf: configuration of the data set
     split: str = "train"  # hf: which split to read
     column: str = "text"  # column of hf and parquet, key of jsonl
+    longest_line: int = 67_108_864  # jsonl, parquet: bytes of one text at most
+    expansion: int = 100  # compressed files: times its own size that a file may unpack to (64 MiB are always allowed)
     streaming: bool = False  # hf: read over the network instead of downloading first
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     dir: str = "shards/${.name}"  # folder of the prepared set

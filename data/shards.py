@@ -30,26 +30,26 @@ def token_dtype(vocab_size: int) -> np.dtype:
     return np.dtype("<u2") if vocab_size <= 65_535 else np.dtype("<u4")
 
 
-def write_shard(path: str | Path, tokens: np.ndarray, *, vocab_size: int, fingerprint: str) -> int:
-    """Write `tokens` (count,) as one shard, atomically: the file is there whole or not at all. Returns its CRC-32."""
+def write_shard(path: str | Path, *parts: np.ndarray, vocab_size: int, fingerprint: str) -> int:
+    """Write tokens, in `parts` (n,), as one shard, atomically: the file is there whole or not at all. Returns its CRC-32."""
     path = Path(path)
-    tokens = np.asarray(tokens)
-    if len(tokens) > MAX_TOKENS:
+    count, largest = sum(map(len, parts)), max((int(part.max()) for part in parts if len(part)), default=0)
+    if count > MAX_TOKENS:
+        raise ValueError(f"a shard holds at most {MAX_TOKENS} tokens, not {count}: use a smaller data.shard_tokens")
+    if largest >= vocab_size:
         raise ValueError(
-            f"a shard holds at most {MAX_TOKENS} tokens, not {len(tokens)}: use a smaller data.shard_tokens"
+            f"token {largest} for {path.name} is outside the vocabulary of {vocab_size}: use its tokenizer"
         )
-    if len(tokens) and int(tokens.max()) >= vocab_size:
-        raise ValueError(
-            f"token {int(tokens.max())} for {path.name} is outside the vocabulary of {vocab_size}: use its tokenizer"
-        )
-    tokens = np.ascontiguousarray(tokens, dtype=token_dtype(vocab_size))
-    crc = zlib.crc32(tokens)
+    dtype, crc = token_dtype(vocab_size), 0
+    parts = [np.ascontiguousarray(part, dtype=dtype) for part in parts]
+    for part in parts:
+        crc = zlib.crc32(part, crc)
     header = np.zeros(256, dtype="<i4")
-    header[0:2] = FORMATS[tokens.dtype]
-    header[2:5] = len(tokens), EXTENDED, vocab_size
+    header[0:2] = FORMATS[dtype]
+    header[2:5] = count, EXTENDED, vocab_size
     header[5:6] = np.array([crc], dtype="<u4").view("<i4")
     header[6:10] = np.frombuffer(bytes.fromhex(fingerprint)[:16], dtype="<i4")
-    write_atomic(path, header.tobytes(), tokens.data)
+    write_atomic(path, header.tobytes(), *(part.data for part in parts))
     return crc
 
 

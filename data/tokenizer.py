@@ -32,12 +32,32 @@ BPE_PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+| ?\p{N}{1,2}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 BYTES_PATTERN = r"[\s\S]"
+PIECE = 2**20  # characters; longer documents are tokenized in pieces, so that all threads share one book
+LONE_NEWLINE, LONE_SPACE = re.compile(r"(?<=\S)\n(?=\S)"), re.compile(r"(?<=[a-z])(?= [a-z])")
 # SHA-256 of GPT-2's tokens, and text on which tokenizers that split or merge differently disagree.
 GPT2_TOKENS = "22f185846c3da6972451b865f7a74e12f84c19a13b961e0eeae8468a17aa78fa"
 SAMPLE = (
     "It's 1859;\tthey'LL say   so.\r\n\n  if x12345 >= 0.5:\n\n\n"
     "na\u00efve \u4f60\u597d \U0001f642 \u0661\u0662 \u216b _a_b \u00a0\u200b e\u0301\n \n "
 )
+
+
+def pieces(text: str, size: int = PIECE) -> Iterator[str]:
+    """Cut a long document where no tokenizer's split pattern can see it: after a lone newline within text, or before the
+    blank between two words where no such newline is near.
+
+    The tokens of the pieces, put together, are the tokens of the whole.
+    """
+    start = 0
+    while len(text) - start > size:
+        near = LONE_NEWLINE.search(text, start + size, start + 2 * size)
+        lone = near or LONE_SPACE.search(text, start + size) or LONE_NEWLINE.search(text, start + size)
+        if lone is None:
+            break
+        yield text[start : lone.end()]
+        start = lone.end()
+    if start < len(text):
+        yield text[start:]
 
 
 class Tokenizer:

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from data import sources
+from data import sources, stdlib
 from data.config import DataConfig
-from data.sources import clean, open_corpus
+from data.sources import open_corpus
+from data.stdlib import clean
 
 DOCUMENTS = ["one\ntwo\n", "naïve 你好", "three " * 50]
 
@@ -43,13 +44,13 @@ def test_stdlib_is_deterministic_and_leaves_out_what_is_not_the_library(tmp_path
     for name in ("b.py", "a/__init__.py", "test/t.py", "a/tests/t.py", "site-packages/p.py", "idlelib/i.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f'"""Text of {name}."""')
-    monkeypatch.setattr(sources.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    monkeypatch.setattr(stdlib.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     corpus = open_corpus(DataConfig("stdlib", "stdlib"))
     assert list(corpus) == list(corpus) == ["a\n\nText of a/__init__.py.", "b\n\nText of b.py."]
 
 
 def test_stdlib_has_no_topic_that_is_an_excerpt_of_another():
-    topics = sources._without_excerpts(["a\n\nlong section here\n\nmore", "long section here", "something else"])
+    topics = stdlib._without_excerpts(["a\n\nlong section here\n\nmore", "long section here", "something else"])
     assert topics == ["a\n\nlong section here\n\nmore", "something else"]
 
 
@@ -60,13 +61,13 @@ def test_docstrings_are_parsed_not_imported_and_not_repeated(tmp_path):
         b'class A:\n  """Title two."""\n  def f(self, x=1):\n    """F."""\n'
     )
     seen = set()
-    text = sources._docstrings(source, tmp_path, module, seen)
+    text = stdlib._docstrings(source, tmp_path, module, seen)
     assert (
         text
         == "package.module\n\nTitle.\n\nText.\n\npackage.module.A\n\nTitle two.\n\npackage.module.A.f(self, x=1)\n\nF."
     )
-    assert sources._docstrings(source, tmp_path, module, seen) == ""
-    assert sources._docstrings(b"def broken(:", tmp_path, module, seen) == ""
+    assert stdlib._docstrings(source, tmp_path, module, seen) == ""
+    assert stdlib._docstrings(b"def broken(:", tmp_path, module, seen) == ""
 
 
 def test_clean():
