@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import yaml
@@ -26,11 +26,9 @@ WEIGHTS, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state
 class CheckpointConfig:
     """When to write checkpoints, in steps; one is always written at the end."""
 
-    every: int = 500  # steps between checkpoints; 0: only at the end
-    keep: int = 2  # the newest so many stay; 0: all
-    at: list[int] = field(
-        default_factory=list
-    )  # also at these steps, and those stay (where a shorter run branches off)
+    every: Annotated[int, "[0, inf)"] = 500  # steps between checkpoints; 0: only at the end
+    keep: Annotated[int, "[0, inf)"] = 2  # the newest so many stay; 0: all
+    at: Annotated[list[int], "[0, inf)"] = field(default_factory=list)  # also at these, which stay (to branch off)
 
 
 def folder_name(step: int) -> str:

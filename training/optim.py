@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
@@ -18,18 +19,18 @@ class OptimConfig:
     """
 
     name: str = "adamw"  # adamw | muon
-    lr: float = 1e-3  # peak learning rate of AdamW
-    muon_lr: float = 0.02  # peak learning rate of Muon
-    beta1: float = 0.9  # of AdamW
-    beta2: float = 0.95  # of AdamW
-    momentum: float = 0.95  # of Muon
-    eps: float = 1e-8  # of AdamW
-    weight_decay: float = 0.1  # decoupled, times the learning rate
-    clip: float = 1.0  # largest global gradient norm; 0: no limit
+    lr: Annotated[float, "[0, inf)"] = 1e-3  # peak learning rate of AdamW
+    muon_lr: Annotated[float, "[0, inf)"] = 0.02  # peak learning rate of Muon
+    beta1: Annotated[float, "[0, 1)"] = 0.9  # of AdamW
+    beta2: Annotated[float, "[0, 1)"] = 0.95  # of AdamW
+    momentum: Annotated[float, "[0, 1)"] = 0.95  # of Muon
+    eps: Annotated[float, "[0, inf)"] = 1e-8  # of AdamW
+    weight_decay: Annotated[float, "[0, inf)"] = 0.1  # decoupled, times the learning rate
+    clip: Annotated[float, "[0, inf)"] = 1.0  # largest global gradient norm; 0: no limit
     schedule: str = "cosine"  # cosine | linear | wsd
-    warmup: int = 100  # steps over which learning rates rise to their peaks
-    decay: float = 0.2  # wsd: last share of the steps, in which rates fall
-    min_lr: float = 0.1  # rate at the end, as a share of the peak
+    warmup: Annotated[int, "[0, inf)"] = 100  # steps over which learning rates rise to their peaks
+    decay: Annotated[float, "[0, 1]"] = 0.2  # wsd: last share of the steps, in which rates fall
+    min_lr: Annotated[float, "[0, 1]"] = 0.1  # rate at the end, as a share of the peak
 
 
 def build_optimizers(model: nn.Module, cfg: OptimConfig) -> list[torch.optim.Optimizer]:

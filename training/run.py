@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
 from hydra.core.hydra_config import HydraConfig
@@ -34,15 +34,15 @@ class TrainConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
-    steps: int = 1000  # optimizer steps in all
-    batch_tokens: int = 16384  # per optimizer step, over all processes
-    micro_batch: int | None = None  # sequences per process and forward pass; None: all of them, no accumulation
-    seed: int = 1  # of the initial weights, the order of the data and dropout
-    eval_every: int = 250  # steps between validations; 0: none
-    eval_tokens: int = 262144  # validation tokens per validation
-    log_every: int = 10  # steps between lines of metrics.jsonl
-    needle_every: int = 0  # ask `needle_samples` needle questions every so many steps; 0: never
-    needle_samples: int = 64  # questions of each check
+    steps: Annotated[int, "[0, 99999999]"] = 1000  # optimizer steps in all
+    batch_tokens: Annotated[int, "[1, inf)"] = 16384  # per optimizer step, over all processes
+    micro_batch: Annotated[int | None, "[1, inf)"] = None  # sequences per process and forward pass; None: all
+    seed: Annotated[int, "[0, 4294967295]"] = 1  # of the initial weights, the order of the data and dropout
+    eval_every: Annotated[int, "[0, inf)"] = 250  # steps between validations; 0: none
+    eval_tokens: Annotated[int, "[1, inf)"] = 262144  # validation tokens per validation
+    log_every: Annotated[int, "[1, inf)"] = 10  # steps between lines of metrics.jsonl
+    needle_every: Annotated[int, "[0, inf)"] = 0  # ask `needle_samples` needle questions every so many steps; 0: never
+    needle_samples: Annotated[int, "[1, inf)"] = 64  # questions of each check
     runs: str = "runs"  # where run directories are made
     run_dir: str | None = None  # None: a name made of the overrides, in `runs`
     resume: bool = False  # continue the run in its directory from its newest checkpoint
