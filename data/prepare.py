@@ -30,6 +30,7 @@ from omegaconf import MISSING
 
 from configs import command
 from configs.files import write_atomic
+from configs.ranges import check_ranges
 from data.config import DataConfig
 from data.holdout import Document, HoldOut, measure
 from data.shards import META, PROGRESS, Shard, open_nanogpt, open_split, read_meta, token_dtype, write_shard
@@ -97,7 +98,7 @@ def prepare(cfg: DataConfig, *, verify: bool = False, quiet: bool = False) -> di
     Raises ValueError or FileNotFoundError in one line. Shards finished before an error or an interruption are kept, and
     the same call continues behind them.
     """
-    _check(cfg)
+    check_ranges(cfg, "data.")
     corpus = None if cfg.source == "nanogpt" else open_corpus(cfg)
     identity = corpus.identity if corpus else _nanogpt_identity(cfg)
     request = _request(cfg, identity)
@@ -343,15 +344,6 @@ def _sample(documents: Iterable[Document]) -> Iterator[str]:
 
 
 # --- the request ----------------------------------------------------------------------------------------------------
-
-
-def _check(cfg: DataConfig) -> None:
-    if not 0 <= cfg.val_fraction < 1:
-        raise ValueError(f"data.val_fraction={cfg.val_fraction} is not a share: use 0 <= data.val_fraction < 1")
-    for name in ("shard_tokens", "max_tokens", "workers"):
-        value = getattr(cfg, name)
-        if value is not None and value < 1:
-            raise ValueError(f"data.{name}={value} must be at least 1: leave it out or use data.{name}=1 or more")
 
 
 def _request(cfg: DataConfig, identity: dict) -> dict:

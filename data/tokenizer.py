@@ -267,12 +267,13 @@ def _valid(text: str) -> str:
 def load_tokenizer(folder: str | Path, foreign: TokenizerConfig | None = None) -> Tokenizer:
     """The tokenizer saved in `folder`. FileNotFoundError if there is none, ValueError if it is not what it says it is.
 
-    `foreign` is the tokenizer to take where `folder` has shards but no tokenizer.json (llm.c, modded-nanogpt).
+    `foreign` is the tokenizer to take where `folder` has shards but no tokenizer.json (llm.c, modded-nanogpt): as it is,
+    or GPT-2's in place of a bpe, which cannot be that of somebody else's tokens.
     """
     path = Path(folder) / FILE
     if not path.is_file():
         if foreign is not None and any(Path(folder).glob("*.bin")):
-            return build_tokenizer(foreign)
+            return build_tokenizer(TokenizerConfig("gpt2") if foreign.name == "bpe" else foreign)
         raise FileNotFoundError(f"no {FILE} in {folder}: prepare the data first with python -m data.prepare data=NAME")
     try:
         content = json.loads(path.read_text())

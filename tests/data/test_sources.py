@@ -209,3 +209,39 @@ def test_shakespeare_takes_a_local_copy(tmp_path):
     assert list(open_corpus(DataConfig("shakespeare", "shakespeare", str(path)))) == [path.read_text()]
     with pytest.raises(FileNotFoundError, match="path=FILE"):
         open_corpus(DataConfig("shakespeare", "shakespeare", str(tmp_path / "no.txt")))
+
+
+def rows(tmp_path: Path, **options) -> list[str]:
+    return list(open_corpus(DataConfig("mine", "hf", **options)))
+
+
+@pytest.fixture
+def datasets(monkeypatch, tmp_path):
+    module = pytest.importorskip("datasets", reason="optional package datasets is not installed")
+    monkeypatch.setattr(sources, "_reach_hub", lambda: pytest.fail("a local data set needs no network"))
+    monkeypatch.setattr(module.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    module.disable_progress_bars()
+    return module
+
+
+def test_a_data_set_saved_to_disk_needs_no_network(tmp_path, datasets):
+    one = datasets.Dataset.from_dict({"text": DOCUMENTS, "id": [1, 2, 3]})
+    one.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"train": one, "test": one.select([0])}).save_to_disk(tmp_path / "two")
+    assert rows(tmp_path, dataset=str(tmp_path / "one")) == DOCUMENTS
+    assert rows(tmp_path, dataset=str(tmp_path / "two"), split="test") == DOCUMENTS[:1]
+    with pytest.raises(ValueError, match="column 'id' of .* holds int64, not text: use data.column="):
+        rows(tmp_path, dataset=str(tmp_path / "one"), column="id")
+    with pytest.raises(ValueError, match=r"cannot load data set .*two .*check data\.dataset"):
+        rows(tmp_path, dataset=str(tmp_path / "two"), split="none")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_builders_with_data_files_need_no_network(tmp_path, datasets, streaming):
+    files = str(jsonl(tmp_path / "mine.jsonl"))
+    assert rows(tmp_path, dataset="json", data_files=files, streaming=streaming) == DOCUMENTS
+    datasets.Dataset.from_dict({"text": DOCUMENTS}).to_parquet(tmp_path / "mine.parquet")
+    glob = str(tmp_path / "*.parquet")
+    assert rows(tmp_path, dataset="parquet", data_files=glob, streaming=streaming) == DOCUMENTS
+    with pytest.raises(ValueError, match="cannot load data set json"):
+        rows(tmp_path, dataset="json", data_files=str(tmp_path / "none*.jsonl"), streaming=streaming)
