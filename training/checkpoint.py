@@ -21,6 +21,7 @@ from data.tokenizer import Tokenizer, load_tokenizer
 from model.attention import VARIANTS
 from model.config import decoder_config
 from model.decoder import Decoder
+from training.guard import Diverged
 from training.optim import load_state, state_shapes, state_tensors
 
 WEIGHTS, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
@@ -63,7 +64,7 @@ def save(
     """Write `checkpoints/step_NNNNNNNN/` atomically: a folder of that name is always whole.
 
     Then delete all but the newest `keep` (0: none) and those of the steps `staying`. guard: state of training.guard.Guard.
-    ValueError, and nothing is written, for a tensor that is not finite and for a full disk.
+    Nothing is written for a tensor that is not finite (Diverged) or on a full disk (ValueError).
     """
     weights = {name: p for name, p in model.state_dict().items() if not (model.cfg.tie and name == "head.weight")}
     state = {"step": step, "model": asdict(model.cfg), "guard": guard or {}}
@@ -79,7 +80,7 @@ def write(folder: Path, weights: Tensors, optimizer: Tensors, state: dict[str, A
     if folder.exists():
         return folder
     if bad := not_finite(weights | optimizer):
-        raise ValueError(f"{bad} is not finite at step {state['step']}, so no checkpoint is written: lower optim.lr")
+        raise Diverged(f"{bad} is not finite at step {state['step']}, so no checkpoint is written: lower optim.lr")
     try:
         with whole_folder(folder) as partial:
             save_file({name: t.contiguous() for name, t in weights.items()}, partial / WEIGHTS)
