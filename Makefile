@@ -6,6 +6,7 @@ TORCH_INDEX ?=
 RUNS   ?= runs/quickstart
 TRAIN  ?=
 EVAL   ?=
+FAULTS ?=
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 MODELS := baseline,diff,introspective
@@ -15,11 +16,12 @@ empty  :=
 space  := $(empty) $(empty)
 ALL    := $(subst $(space),$(comma),$(PATHS:%=$(RUNS)/%))
 
-.PHONY: help quickstart test lint clean
+.PHONY: help quickstart test test-faults lint clean
 
 help:
 	@echo "make quickstart   install, prepare data, train three stacks, evaluate, write $(RUNS)/report.html"
 	@echo "make test         install and run the whole CPU test suite"
+	@echo "make test-faults  kills, damage, full disks, numbers that are none: a table; FAULTS='kills=10 restarts=2' changes its size"
 	@echo "make lint         ruff check and format check"
 	@echo "make clean        remove the virtual environment and caches"
 	@echo "TORCH_INDEX=https://download.pytorch.org/whl/cpu installs torch without CUDA; VENV=, RUNS=, MODELS= are paths and variants"
@@ -48,6 +50,9 @@ quickstart: $(VENV)/.installed
 test: $(VENV)/.tested
 	$(BIN)/ruff check .
 	$(BIN)/python -m pytest -n 2
+
+test-faults: $(VENV)/.tested
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults $(FAULTS)
 
 lint: $(VENV)/.tested
 	$(BIN)/ruff check .

@@ -55,6 +55,7 @@ def command(name: str, schema: type) -> Callable[[Callable[[Any], Any]], Callabl
             with one_line_errors(schema):
                 config = OmegaConf.to_object(cfg)
                 check_ranges(config)
+            with one_line_errors(schema, every_rank=True):
                 return main(config)
 
         @functools.wraps(main)
@@ -95,15 +96,20 @@ def print_help(name: str, schema: type, about: str) -> None:
 
 
 @contextlib.contextmanager
-def one_line_errors(schema: type) -> Iterator[None]:
-    """Print a user's error as one line and exit with 2; a bug keeps its traceback."""
+def one_line_errors(schema: type, every_rank: bool = False) -> Iterator[None]:
+    """Print a user's error as one line and exit with 2; a bug keeps its traceback.
+
+    every_rank: each process of torchrun prints its own, with its number, unless it is marked as `said` by the first one.
+    """
     try:
         yield
     except USER_ERRORS as error:
         if ASKED_FOR_TRACEBACK:
             raise
-        if os.environ.get("RANK", "0") == "0":
-            print(f"error: {explain(error, schema)}", file=sys.stderr, flush=True)
+        rank = os.environ.get("RANK", "0")
+        if rank == "0" or (every_rank and not getattr(error, "said", False)):
+            where = "" if rank == "0" else f" on rank {rank}"
+            print(f"error{where}: {explain(error, schema)}", file=sys.stderr, flush=True)
         sys.exit(2)
 
 

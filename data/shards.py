@@ -84,7 +84,13 @@ class Shard:
         return len(self.tokens)
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Tokens [start, stop) as int64. ValueError for an id outside the vocabulary (large files are not scanned)."""
+        """Tokens [start, stop) as int64. ValueError for an id outside the vocabulary (large files are not scanned).
+
+        The size is looked at before every read: reading what a file has lost since it was opened would end the process
+        by SIGBUS.
+        """
+        if self.path.exists():  # else what is mapped is still there
+            self._check_size(len(self), self.tokens.dtype)
         tokens = self.tokens[start:stop].astype(np.int64)
         if self.vocab_size is not None and len(tokens):
             self._check_ids(int(tokens.max()))

@@ -98,15 +98,29 @@ def state_tensors(optimizers: list[torch.optim.Optimizer]) -> dict[str, Tensor]:
     return {f"{name}/{key}": value for name, key, value, _ in named_state(optimizers)}
 
 
-def load_state(optimizers: list[torch.optim.Optimizer], tensors: dict[str, Tensor]) -> None:
-    """The inverse of `state_tensors`, for optimizers over the same parameters."""
-    wanted = {name for opt in optimizers for group in opt.param_groups for name in group["names"]}
-    if wanted != {key.rsplit("/", 1)[0] for key in tensors}:
-        raise ValueError(
-            "the checkpoint's optimizer state is of other parameters: use init_from=RUN to take weights only"
-        )
+# What each optimizer remembers of a parameter: whether shaped like it, or a single number.
+REMEMBERED = {"AdamW": {"step": False, "exp_avg": True, "exp_avg_sq": True}, "Muon": {"momentum_buffer": True}}
+
+
+def state_shapes(optimizers: list[torch.optim.Optimizer]) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Names of `state_tensors` -> shape and type, of optimizers that have stepped at least once."""
+    shapes = {}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for name, p in zip(group["names"], group["params"], strict=True):
-                state = {k.rsplit("/", 1)[1]: v for k, v in tensors.items() if k.rsplit("/", 1)[0] == name}
-                optimizer.state[p] = {key: value.to(p.device) for key, value in state.items()}
+                for key, like_parameter in REMEMBERED[type(optimizer).__name__].items():
+                    shape = (p.shape, p.dtype) if like_parameter else (torch.Size(), torch.float32)
+                    shapes[f"{name}/{key}"] = shape
+    return shapes
+
+
+def load_state(optimizers: list[torch.optim.Optimizer], tensors: dict[str, Tensor]) -> None:
+    """The inverse of `state_tensors`, for optimizers over the same parameters (`state_shapes` has been compared)."""
+    of: dict[str, dict[str, Tensor]] = {}
+    for path, tensor in tensors.items():
+        name, key = path.rsplit("/", 1)
+        of.setdefault(name, {})[key] = tensor
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for name, p in zip(group["names"], group["params"], strict=True):
+                optimizer.state[p] = {key: value.to(p.device) for key, value in of.get(name, {}).items()}
