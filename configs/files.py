@@ -10,6 +10,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 try:
     import fcntl
 except ImportError:  # Windows has no such module
@@ -56,15 +58,47 @@ def _finite(content: Any) -> Any:
     return [_finite(value) for value in content] if isinstance(content, (list, tuple)) else content
 
 
+def read_json_object(path: Path, fix: str) -> dict[str, Any]:
+    """The object of a JSON file. ValueError, which ends in `fix`, where the file is none or is nested too deeply."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        content = None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is damaged: {fix}")
+    return content
+
+
+def read_run_config(run: Path) -> dict[str, Any]:
+    """The config.yaml of a run's folder. ValueError where it is none: no YAML, or without `model` and `data`."""
+    path = run / "config.yaml"
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        whole = all(isinstance(content[key], dict) for key in ("model", "data"))
+    except (yaml.YAMLError, ValueError, KeyError, TypeError, RecursionError):
+        whole = False
+    if not whole:
+        raise ValueError(f"{path} is damaged: copy it again, or train the run again")
+    return content
+
+
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The objects of a file with one JSON object per line; none where the file is missing.
 
-    A last line that a kill cut in half is not a line yet and is left out.
+    A last line that a kill cut in half is not a line yet and is left out. ValueError for another line that is no object.
     """
-    if path.is_file():
-        for line in path.read_text().splitlines():
-            if line.endswith("}"):
-                yield json.loads(line)
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.rstrip().endswith(b"}"):
+                try:
+                    content = json.loads(line)
+                except (ValueError, RecursionError):
+                    content = None
+                if not isinstance(content, dict):
+                    raise ValueError(f"{path} line {number} is not a JSON object: delete that line")
+                yield content
 
 
 @contextmanager

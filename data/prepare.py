@@ -29,11 +29,21 @@ import numpy as np
 from omegaconf import MISSING
 
 from configs import command
-from configs.files import write_atomic
+from configs.files import read_json_object, write_atomic
 from configs.ranges import check_ranges
 from data.config import DataConfig
 from data.holdout import Document, HoldOut, measure
-from data.shards import META, PROGRESS, Shard, open_nanogpt, open_split, read_meta, token_dtype, write_shard
+from data.shards import (
+    META,
+    PROGRESS,
+    Shard,
+    check_listed,
+    open_nanogpt,
+    open_split,
+    read_meta,
+    token_dtype,
+    write_shard,
+)
 from data.sources import Corpus, open_corpus
 from data.tokenizer import FILE as TOKENIZER
 from data.tokenizer import PIECE, Tokenizer, build_tokenizer, load_tokenizer, pieces
@@ -105,7 +115,7 @@ def prepare(cfg: DataConfig, *, verify: bool = False, quiet: bool = False) -> di
     folder = Path(cfg.dir)
     meta = read_meta(folder)
     if meta is not None:
-        _same_request(folder, meta.get("request", {}), request)
+        _same_request(folder, meta.get("request"), request)
         check_folder(folder, verify=verify)
         if not quiet:
             print(f"{folder} is already prepared{' and verified' if verify else ''}: {_describe(meta)}")
@@ -267,16 +277,18 @@ class Preparation:
             if any(self.folder.glob("*.bin")) or (self.folder / TOKENIZER).exists():
                 raise ValueError(f"{self.folder} holds shards of another origin: prepare as another data.name=NAME")
             return
-        try:
-            progress = json.loads(path.read_text())
-            request, finished = progress["request"], {name: progress["splits"][name] for name in SPLITS}
-        except (ValueError, KeyError, TypeError):
-            raise ValueError(f"{path} is damaged: delete {self.folder} and prepare the data again") from None
-        _same_request(self.folder, request, self.request)
+        fix = f"delete {self.folder} and prepare the data again"
+        progress = read_json_object(path, fix)
+        _same_request(self.folder, progress.get("request"), self.request)
         for leftover in self.folder.glob(".*.part"):
             leftover.unlink()
-        for name, shards in finished.items():
-            self.splits[name].behind(list(itertools.takewhile(lambda s: (self.folder / s["file"]).is_file(), shards)))
+        try:
+            for name in SPLITS:
+                check_listed(progress["splits"][name])
+                there = itertools.takewhile(lambda s: (self.folder / s["file"]).is_file(), progress["splits"][name])
+                self.splits[name].behind(list(there))
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"{path} is damaged: {fix}") from None
         count = sum(len(split.shards) for split in self.splits.values())
         if count:
             self.tokenizer = load_tokenizer(self.folder)
@@ -355,7 +367,8 @@ def _request(cfg: DataConfig, identity: dict) -> dict:
     return {**identity, **tokenizer, **sizes}
 
 
-def _same_request(folder: Path, before: dict, now: dict) -> None:
+def _same_request(folder: Path, before: dict | None, now: dict) -> None:
+    before = before if isinstance(before, dict) else {}
     for key in now | before:
         if before.get(key) != now.get(key):
             raise ValueError(

@@ -8,13 +8,12 @@ Our writer also fills ints those readers ignore: [3] `EXTENDED`, [4] vocabulary 
 
 from __future__ import annotations
 
-import json
 import zlib
 from pathlib import Path
 
 import numpy as np
 
-from configs.files import write_atomic
+from configs.files import read_json_object, write_atomic
 
 HEADER_BYTES = 256 * 4
 FORMATS = {np.dtype("<u2"): (20240520, 1), np.dtype("<u4"): (20240801, 7)}
@@ -152,15 +151,24 @@ class Shard:
 
 def read_meta(folder: str | Path) -> dict | None:
     """`meta.json` of a prepared folder, or None if it has none (foreign shards). ValueError if it cannot be read."""
-    path = Path(folder) / META
+    path, fix = Path(folder) / META, f"delete {folder} and prepare the data again"
     if not path.is_file():
         return None
+    meta = read_json_object(path, fix)
     try:
-        meta = json.loads(path.read_text())
-        meta["splits"], meta["tokenizer"]["fingerprint"]
-    except (ValueError, KeyError, TypeError):
-        raise ValueError(f"{path} is damaged: delete {folder} and prepare the data again") from None
+        bytes.fromhex(meta["tokenizer"]["fingerprint"])
+        for split in meta["splits"].values():
+            check_listed(split["shards"])
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError(f"{path} is damaged: {fix}") from None
     return meta
+
+
+def check_listed(shards: list[dict]) -> None:
+    """ValueError, KeyError or TypeError for a list of shards that is none, or that names files elsewhere."""
+    for shard in shards:
+        if Path(shard["file"]).name != shard["file"] or not isinstance(shard["tokens"] + shard["crc32"], int):
+            raise ValueError
 
 
 def open_split(

@@ -7,6 +7,7 @@ Each carries its identity, the fingerprint that shards and checkpoints record.
 from __future__ import annotations
 
 import base64
+import binascii
 import contextlib
 import hashlib
 import itertools
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 import tiktoken
 
-from configs.files import write_atomic
+from configs.files import read_json_object, write_atomic
 from data.config import TokenizerConfig
 
 EOT = "<|endoftext|>"
@@ -214,13 +215,7 @@ def _is_gpt2(tokenizer: FolderTokenizer) -> bool:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except ValueError:
-        content = None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} is damaged: copy it again")
-    return content
+    return read_json_object(path, "copy it again") if path.is_file() else {}
 
 
 def _eot(folder: Path, definition: dict[str, Any]) -> int:
@@ -275,17 +270,23 @@ def load_tokenizer(folder: str | Path, foreign: TokenizerConfig | None = None) -
         if foreign is not None and any(Path(folder).glob("*.bin")):
             return build_tokenizer(TokenizerConfig("gpt2") if foreign.name == "bpe" else foreign)
         raise FileNotFoundError(f"no {FILE} in {folder}: prepare the data first with python -m data.prepare data=NAME")
+    fix = f"delete {folder} and prepare the data again"
+    content = read_json_object(path, fix)
     try:
-        content = json.loads(path.read_text())
         name, fingerprint = content["name"], content["fingerprint"]
-        definition = content["definition"] if name == "hf" else None
-        tokens = [base64.b64decode(token) for token in content["tokens"]] if name == "bpe" else None
-    except (ValueError, KeyError, TypeError):
-        raise ValueError(f"{path} is not a tokenizer file: delete {folder} and prepare the data again") from None
-    if definition:
-        tokenizer = FolderTokenizer(definition, content["eot"], path)
-    else:
-        tokenizer = Tokenizer(_bpe_encoding(tokens, content["pattern"]) if tokens else _encoding(name))
+        if name == "hf":
+            tokenizer: Tokenizer = FolderTokenizer(content["definition"], content["eot"], path)
+        elif name == "bpe":
+            tokens = [base64.b64decode(token, validate=True) for token in content["tokens"]]
+            tokenizer = Tokenizer(_bpe_encoding(tokens, content["pattern"]))
+        else:
+            tokenizer = Tokenizer(_encoding(name))
+    except (KeyError, TypeError, AttributeError, binascii.Error, OverflowError):
+        raise ValueError(f"{path} is not a tokenizer file: {fix}") from None
+    except ValueError as error:
+        if str(path) in str(error) or name != "bpe":
+            raise
+        raise ValueError(f"{path} has a split pattern or tokens that cannot be used: {fix}") from None
     if tokenizer.fingerprint != fingerprint:
         raise ValueError(f"{path} does not match its fingerprint: delete {folder} and prepare the data again")
     return tokenizer

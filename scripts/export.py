@@ -15,6 +15,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import torch
 from omegaconf import MISSING
@@ -40,7 +41,7 @@ class ExportConfig:
     run: str = MISSING  # folder of the run
     out: str = MISSING  # a folder that does not exist yet
     to: str | None = None  # diffllama | llama | gpt2 | remote | safetensors; None: see above
-    step: int | None = None  # of the checkpoint; None is the newest
+    step: Annotated[int | None, "[0, inf)"] = None  # of the checkpoint; None is the newest
     tokenizer: bool = True  # write the tokenizer's files, too
     check: bool = True  # load the folder with transformers and compare
 

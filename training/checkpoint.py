@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-import yaml
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from configs.files import json_text, whole_folder
+from configs.files import json_text, read_run_config, whole_folder
 from data.tokenizer import Tokenizer, load_tokenizer
 from model.attention import VARIANTS
 from model.config import decoder_config
@@ -177,7 +176,7 @@ def load_run(run: str | Path, device: str | torch.device = "cpu", step: int | No
     if not found or (step is not None and folder_name(step) not in found):
         what = "no checkpoint" if step is None else f"no checkpoint of step {step}"
         raise FileNotFoundError(f"{path} has {what}: let the training finish, or continue it with resume=true")
-    config = yaml.safe_load((path / "config.yaml").read_text())
+    config = read_run_config(path)
     models: list[Decoder] = []
 
     def use(folder: Path) -> None:
