@@ -44,7 +44,7 @@ from data.shards import (
     token_dtype,
     write_shard,
 )
-from data.sources import Corpus, open_corpus
+from data.sources import Corpus, nanogpt_identity, open_corpus
 from data.tokenizer import FILE as TOKENIZER
 from data.tokenizer import PIECE, Tokenizer, build_tokenizer, load_tokenizer, pieces
 
@@ -110,7 +110,7 @@ def prepare(cfg: DataConfig, *, verify: bool = False, quiet: bool = False) -> di
     """
     check_ranges(cfg, "data.")
     corpus = None if cfg.source == "nanogpt" else open_corpus(cfg)
-    identity = corpus.identity if corpus else _nanogpt_identity(cfg)
+    identity = corpus.identity if corpus else nanogpt_identity(cfg)
     request = _request(cfg, identity)
     folder = Path(cfg.dir)
     meta = read_meta(folder)
@@ -375,18 +375,6 @@ def _same_request(folder: Path, before: dict | None, now: dict) -> None:
                 f"{folder} was prepared with {key}={before.get(key)}, not {now.get(key)}: "
                 f"use another data.name=NAME, or delete {folder}"
             )
-
-
-def _nanogpt_identity(cfg: DataConfig) -> dict:
-    folder = Path(cfg.path or "")
-    if cfg.path is None or not folder.is_dir():
-        raise FileNotFoundError("data=nanogpt needs the folder with train.bin and val.bin: add path=FOLDER")
-    if (folder / "meta.pkl").exists():
-        raise ValueError(
-            f"{folder} has a character table of its own (meta.pkl): prepare its text instead with data=text path=FILE"
-        )
-    files = [folder / f"{name}.bin" for name in SPLITS]
-    return {"source": "nanogpt"} | {file.name: file.stat().st_size if file.is_file() else None for file in files}
 
 
 # --- the command ----------------------------------------------------------------------------------------------------

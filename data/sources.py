@@ -379,6 +379,22 @@ def _reach_hub() -> None:
         ) from None
 
 
+# --- nanogpt: token files of another project ---------------------------------------------------------------------------
+
+
+def nanogpt_identity(cfg: DataConfig) -> dict:
+    """What tells the files of a nanoGPT folder from others. FileNotFoundError or ValueError where it cannot be imported."""
+    folder = Path(cfg.path or "")
+    if cfg.path is None or not folder.is_dir():
+        raise FileNotFoundError("data=nanogpt needs the folder with train.bin and val.bin: add path=FOLDER")
+    if (folder / "meta.pkl").exists():
+        raise ValueError(
+            f"{folder} has a character table of its own (meta.pkl): prepare its text instead with data=text path=FILE"
+        )
+    files = [folder / f"{name}.bin" for name in ("train", "val")]
+    return {"source": "nanogpt"} | {file.name: file.stat().st_size if file.is_file() else None for file in files}
+
+
 # --- shared ---------------------------------------------------------------------------------------------------------
 
 
