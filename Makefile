@@ -8,6 +8,7 @@ MINUTES ?= 25
 GPU    ?= runs/gpu
 TRAIN  ?=
 EVAL   ?=
+FAULTS ?=
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 MODELS := baseline,diff,introspective
@@ -17,12 +18,13 @@ empty  :=
 space  := $(empty) $(empty)
 ALL    := $(subst $(space),$(comma),$(PATHS:%=$(RUNS)/%))
 
-.PHONY: help quickstart test gpu lint clean
+.PHONY: help quickstart test test-faults gpu lint clean
 
 help:
 	@echo "make quickstart   install, prepare data, train three stacks, evaluate, write $(RUNS)/report.html"
 	@echo "make test         install and run the whole CPU test suite"
 	@echo "make gpu          on a CUDA machine, with its own torch: kernel check, benches, MFU, short trainings, in MINUTES=25, into $(GPU)"
+	@echo "make test-faults  kills, damage, full disks, numbers that are none: a table; FAULTS='kills=10 restarts=2' changes its size"
 	@echo "make lint         ruff check and format check"
 	@echo "make clean        remove the virtual environment and caches"
 	@echo "TORCH_INDEX=https://download.pytorch.org/whl/cpu installs torch without CUDA; VENV=, RUNS=, MODELS= are paths and variants"
@@ -55,6 +57,9 @@ test: $(VENV)/.tested
 # With the machine's own Python and torch, which fit its driver: nothing is installed.
 gpu:
 	$(PYTHON) -m scripts.gpu minutes=$(MINUTES) out=$(GPU)
+
+test-faults: $(VENV)/.tested
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults $(FAULTS)
 
 lint: $(VENV)/.tested
 	$(BIN)/ruff check .

@@ -4,6 +4,7 @@ The loop is below, flat, in running order: data, model, optimizers, run folder, 
 """
 
 import contextlib
+import signal
 from dataclasses import asdict
 from pathlib import Path
 
@@ -16,25 +17,23 @@ from data.stream import open_sources, open_tokenizer
 from model.decoder import Decoder
 from training import checkpoint
 from training.distributed import World, data_parallel, join_world, pick_dtype
+from training.guard import Diverged, Guard
 from training.metrics import Metrics, Stopwatch, clock, last_val_loss, log_line, memory_gb, peak_flops
 from training.monitor import monitor_of
 from training.needle import NeedleProbe
 from training.optim import build_optimizers, set_lr
-from training.run import TrainConfig, default_run_dir, facts, fill_model, start_or_resume
+from training.run import TrainConfig, default_run_dir, facts, fill_model, launcher, start_or_resume
 from training.schedule import lr_factor
-from training.signals import StopSignal
+from training.signals import Interrupted, Signals
 from training.validation import validation_loss
-
-
-class Diverged(ValueError):
-    """The loss is no finite number any more."""
 
 
 @command("train", TrainConfig)
 def main(cfg: TrainConfig) -> float:
     world = join_world(cfg.device)
     try:
-        return train(cfg, world)
+        with world.errors():
+            return train(cfg, world)
     except Diverged as error:
         if "direction" not in HydraConfig.get().sweeper:  # only a search goes on, and has learned something
             raise
@@ -50,6 +49,7 @@ def train(cfg: TrainConfig, world: World) -> float:
     Returns the validation loss at the end, which a search over the configuration minimises.
     """
     # ---------------------------------------- data
+    signals = Signals(world)
     tokenizer = open_tokenizer(cfg.data)
     T = cfg.model.context
     batch = sequences_per_step(cfg, world)
@@ -73,47 +73,59 @@ def train(cfg: TrainConfig, world: World) -> float:
 
     # ---------------------------------------- optimizers
     optimizers = build_optimizers(model, cfg.optim)
+    guard = Guard(optimizers, world, cfg.nonfinite, cfg.outlier_z)  # steps them, unless the numbers are none
 
     # ---------------------------------------- run folder: new, continued, or branched off another run
     run_dir = Path(cfg.run_dir or default_run_dir(cfg))
-    first = start_or_resume(cfg, run_dir, model, optimizers, tokenizer, world)
-    world.barrier()
+    first, lock = start_or_resume(cfg, run_dir, model, optimizers, guard, tokenizer, world)
+    if world.most(first) != first:
+        raise ValueError(f"{run_dir}: this process finds step {first}, another one a later one: is the folder shared?")
     if first == cfg.steps:
         if world.main:
-            print(f"{run_dir}: already done, {first} steps")
+            signals.say(f"{run_dir}: already done, {first} steps")
         return last_val_loss(run_dir)
     about, log = facts(cfg, model), None
     if world.main:
         log = Metrics(run_dir, cfg.wandb, asdict(cfg), first)
+        lock.note(launcher())
         if first == 0:
-            tokenizer.save(run_dir)
             log.write(step=0, tokens=0, **about)
-        print(
+        signals.say(
             f"{run_dir}: {about['params_non_embedding'] / 1e6:.2f}M parameters without embeddings "
             f"({about['params'] / 1e6:.2f}M with), d_ff {cfg.model.d_ff}, {about['flops_per_token'] / 1e6:.1f} MFLOPs per "
             f"token ({about['attention_flops_per_token'] / 1e6:.1f} attention), {world.device.type} x {world.size}, "
-            f"{str(dtype).removeprefix('torch.')}",
-            flush=True,
+            f"{str(dtype).removeprefix('torch.')}"
         )
 
     # ---------------------------------------- loop
-    stop, peak = StopSignal(), peak_flops(world.device)
+    peak = peak_flops(world.device)
     watch = Stopwatch(log.seconds_before if log else 0.0)  # of training alone: stands still in evaluation and saving
     step, logged, seconds = first, first, watch.seconds
     if first == 0:
         model.set_step(0)  # what warms up is seen at its beginning
 
     while True:
-        last, stopping = step == cfg.steps, stop.asked(world, step, cfg.log_every)
+        last, (stopping, saving) = step == cfg.steps, signals.agreed(step, cfg.log_every)
         fresh = step > first or step == 0  # where a run goes on, the work of its first step has been done
+
+        saving |= last or (step > 0 and fresh and (due(step, cfg.checkpoint.every) or step in cfg.checkpoint.at))
+
+        # updates that were skipped are read where the loop waits for the device anyway
+        if guard.ask_host or saving or due(step, cfg.log_every):
+            for skipped in guard.read():
+                if log:
+                    log.write(**skipped.line(batch), tokens=skipped.step * cfg.batch_tokens)
+                    signals.say(skipped.text(cfg.steps, batch))
 
         # now and then: loss on the validation set (all processes take part)
         if last or (step and fresh and due(step, cfg.eval_every)):
             with watch.paused(), autocast:
                 val_loss = validation_loss(model, val_windows, cfg.eval_tokens, micro_batch, world)
+            if last:
+                guard.refuse_bad_end(step, val_loss)
             if log:
                 log.write(step=step, tokens=step * cfg.batch_tokens, val_loss=val_loss, time_s=round(watch.seconds, 2))
-                print(f"step {step}/{cfg.steps} | val loss {val_loss:.4f}", flush=True)
+                signals.say(f"step {step}/{cfg.steps} | val loss {val_loss:.4f}")
 
         # now and then: lambda, gates and entropies of a few layers (the main process reads them)
         if log and monitor and fresh and (last or due(step, cfg.monitor.every)):
@@ -126,10 +138,12 @@ def train(cfg: TrainConfig, world: World) -> float:
                 log.write(step=step, tokens=step * cfg.batch_tokens, needle_acc=needles.read())
 
         # now and then: a checkpoint (the main process writes it)
-        if last or stopping or (step and fresh and (due(step, cfg.checkpoint.every) or step in cfg.checkpoint.at)):
+        if saving:
             with watch.paused():
                 if world.main:
-                    checkpoint.save(run_dir, step, model, optimizers, cfg.checkpoint.keep, cfg.checkpoint.at)
+                    checkpoint.save(
+                        run_dir, step, model, optimizers, cfg.checkpoint.keep, cfg.checkpoint.at, guard.state()
+                    )
                 world.barrier()
         if last or stopping:
             break
@@ -139,29 +153,29 @@ def train(cfg: TrainConfig, world: World) -> float:
         model.set_step(step)
         torch.manual_seed(mix(cfg.seed, step, world.rank) >> 1)  # dropout is a function of the step: nothing to save
         loss = torch.zeros((), device=world.device)
-        for micro in range(loader.micros):
-            inputs, targets = world.tensors(*inputs_and_targets(loader(step, micro)))  # (b, T) each
-            final = micro == loader.micros - 1
-            with net.no_sync() if world.size > 1 and not final else contextlib.nullcontext():
-                with autocast:
-                    part = net(inputs, targets) / loader.micros
-                part.backward()
-            loss += part.detach()
+        try:
+            for micro in range(loader.micros):
+                rows = signals.wait_for(loader, step, micro)  # (b, T + 1)
+                inputs, targets = world.tensors(*inputs_and_targets(rows))  # (b, T) each
+                final = micro == loader.micros - 1
+                with net.no_sync() if world.size > 1 and not final else contextlib.nullcontext():
+                    with autocast:
+                        part = net(inputs, targets) / loader.micros
+                    part.backward()
+                loss += part.detach()
+        except Interrupted:  # a signal came while the loader was waited for: this step is left out
+            continue
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.optim.clip or float("inf"))
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
         step += 1
+        loss = world.mean(loss)
+        guard.update(step, loss, norm)
 
         # one line
         if step % cfg.log_every == 0 or step in (1, cfg.steps):
-            loss = world.mean(loss).item()
-            if not loss < float("inf"):
-                raise Diverged(f"the loss is {loss} at step {step}: lower optim.lr, or lengthen optim.warmup")
             speed = (step - logged) * cfg.batch_tokens / (watch.seconds - seconds)
             logged, seconds = step, watch.seconds
             line = {
-                "loss": loss,
+                "loss": loss.item(),
                 "lr": lr,
                 "grad_norm": norm.item(),
                 "tokens_per_s": round(speed, 1),
@@ -171,15 +185,19 @@ def train(cfg: TrainConfig, world: World) -> float:
             }
             if log:
                 log.write(step=step, tokens=step * cfg.batch_tokens, **line)
-                print(log_line(step, cfg.steps, line, (cfg.steps - step) * cfg.batch_tokens / speed), flush=True)
+                signals.say(log_line(step, cfg.steps, line, (cfg.steps - step) * cfg.batch_tokens / speed))
 
     loader.close()
     if log:
         log.close()
-        how = "done" if last else f"stopped by {stop.name}; continue with the same command and resume=true"
-        print(f"{run_dir}: {how} after step {step} and {clock(watch.seconds)} of training", flush=True)
+        how = (
+            "done"
+            if last
+            else f"stopped by {signal.Signals(stopping).name}; continue with the same command and resume=true"
+        )
+        signals.say(f"{run_dir}: {how} after step {step} and {clock(watch.seconds)} of training")
     if not last:
-        raise SystemExit(0)  # ends a sweep too
+        raise SystemExit(128 + stopping)  # ends a sweep too
     return val_loss
 
 

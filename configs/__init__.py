@@ -19,6 +19,8 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
+from configs.ranges import check_ranges
+
 CONFIG_DIR = Path(__file__).parent
 USER_ERRORS = (ValueError, OSError, HydraException, OmegaConfBaseException)
 # Hydra writes no folder and no log of its own: its time-stamped names would differ between the ranks of a run.
@@ -35,6 +37,8 @@ ASKED_FOR_TRACEBACK = os.environ.get("HYDRA_FULL_ERROR") == "1"
 def command(name: str, schema: type) -> Callable[[Callable[[Any], Any]], Callable[[], None]]:
     """Turn `main(cfg)` into a command line: `cfg` is a plain, checked `schema` object. A sweep sees what it returns.
 
+    Checked are types, and the range that a field's type names: `steps: Annotated[int, "[1, inf)"]` (configs/ranges.py).
+
     A user's mistake (`ValueError`, `OSError`, a wrong override) prints `error: ...` on one line and exits with 2;
     HYDRA_FULL_ERROR=1 shows the traceback instead. The primary file `configs/NAME.yaml`, where there is one, starts its
     defaults with `NAME_schema` and `NAME_hydra`.
@@ -49,7 +53,10 @@ def command(name: str, schema: type) -> Callable[[Callable[[Any], Any]], Callabl
 
         def task(cfg: Any) -> Any:
             with one_line_errors(schema):
-                return main(OmegaConf.to_object(cfg))
+                config = OmegaConf.to_object(cfg)
+                check_ranges(config)
+            with one_line_errors(schema, every_rank=True):
+                return main(config)
 
         @functools.wraps(main)
         def entry() -> None:
@@ -89,15 +96,20 @@ def print_help(name: str, schema: type, about: str) -> None:
 
 
 @contextlib.contextmanager
-def one_line_errors(schema: type) -> Iterator[None]:
-    """Print a user's error as one line and exit with 2; a bug keeps its traceback."""
+def one_line_errors(schema: type, every_rank: bool = False) -> Iterator[None]:
+    """Print a user's error as one line and exit with 2; a bug keeps its traceback.
+
+    every_rank: each process of torchrun prints its own, with its number, unless it is marked as `said` by the first one.
+    """
     try:
         yield
     except USER_ERRORS as error:
         if ASKED_FOR_TRACEBACK:
             raise
-        if os.environ.get("RANK", "0") == "0":
-            print(f"error: {explain(error, schema)}", file=sys.stderr, flush=True)
+        rank = os.environ.get("RANK", "0")
+        if rank == "0" or (every_rank and not getattr(error, "said", False)):
+            where = "" if rank == "0" else f" on rank {rank}"
+            print(f"error{where}: {explain(error, schema)}", file=sys.stderr, flush=True)
         sys.exit(2)
 
 

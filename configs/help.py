@@ -21,6 +21,8 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from omegaconf import MISSING, OmegaConf
 
+from configs.ranges import interval_of
+
 WIDTH, COLUMN = 120, 40  # of a line, and where the meanings begin
 FOOTER = "Override any field as key=value. --cfg job prints the resolved configuration; -m key=a,b runs once per value."
 
@@ -79,14 +81,15 @@ def _groups(config_dir: Path, name: str) -> Iterator[str]:
 
 def _field_lines(schema: type, defaults: dict[str, Any], prefix: str = "") -> Iterator[str]:
     """The fields of `schema` as lines, nested dataclasses after the plain fields and under a heading of their own."""
-    types, texts, nested = typing.get_type_hints(schema), meanings(schema), []
+    types, texts, nested = typing.get_type_hints(schema, include_extras=True), meanings(schema), []
     for field in dataclasses.fields(schema):
         value = defaults.get(field.name, MISSING)
         if dataclasses.is_dataclass(types[field.name]):
             nested.append((field.name, types[field.name], value))
             continue
-        left = f"  {prefix}{field.name}={_shown(value)}"
-        lines = textwrap.wrap(re.sub(r"\bNone\b", "null", texts[field.name]), WIDTH - COLUMN) or [""]
+        left, interval = f"  {prefix}{field.name}={_shown(value)}", interval_of(types[field.name])
+        meaning = texts[field.name] + (f" ({interval})" if interval else "")
+        lines = textwrap.wrap(re.sub(r"\bNone\b", "null", meaning), WIDTH - COLUMN) or [""]
         if len(left) >= COLUMN:
             yield left
         else:

@@ -1,6 +1,7 @@
 """Configuration of data: what the text is, how it is tokenized, where the shards lie."""
 
 from dataclasses import dataclass, field
+from typing import Annotated
 
 from omegaconf import MISSING
 
@@ -9,10 +10,8 @@ from omegaconf import MISSING
 class TokenizerConfig:
     """How text becomes token ids."""
 
-    name: str = (
-        "gpt2"  # gpt2, r50k_base, cl100k_base, o200k_base, ... (tiktoken) | bpe (trained on the text) | bytes | hf
-    )
-    vocab_size: int | None = None  # bpe only; counts the end-of-text token; None is 4096
+    name: str = "gpt2"  # gpt2, r50k_base, cl100k_base, o200k_base, ... (tiktoken) | bpe (of the text) | bytes | hf
+    vocab_size: Annotated[int | None, "[258, 1048576]"] = None  # bpe only; counts the end-of-text token; None is 4096
     path: str | None = None  # hf only: a transformers model's folder, whose tokenizer.json is used
 
 
@@ -25,10 +24,10 @@ class RetrievalMixConfig:
     kept for evaluation are a rule that a model can learn.
     """
 
-    weight: int = 0
-    dense: int = 50
-    needles: int = 4
-    digits: int = 4
+    weight: Annotated[int, "[0, 100]"] = 0
+    dense: Annotated[int, "[0, 100]"] = 50
+    needles: Annotated[int, "[1, 999]"] = 4
+    digits: Annotated[int, "[1, 18]"] = 4
 
 
 @dataclass
@@ -42,11 +41,11 @@ class MqarConfig:
     not asked in their row).
     """
 
-    keys: int = 64
-    values: int = 64
-    noise: int = 64
-    pairs: int = 4
-    distractors: float = 0.8
+    keys: Annotated[int, "[2, 1048576]"] = 64
+    values: Annotated[int, "[1, 1048576]"] = 64
+    noise: Annotated[int, "[1, 1048576]"] = 64
+    pairs: Annotated[int, "[1, 1048576]"] = 4
+    distractors: Annotated[float, "[0, 1)"] = 0.8
     kind: str = "noise"  # noise | pairs
 
 
@@ -57,16 +56,21 @@ class DataConfig:
     name: str = MISSING  # of the prepared set
     source: str = MISSING  # stdlib | shakespeare | text | hf | nanogpt | mqar
     path: str | None = None  # text: file, folder or glob; shakespeare: a local copy; nanogpt: folder of its .bin files
-    dataset: str | None = None  # hf: name on the hub
+    dataset: str | None = None  # hf: name on the hub, a folder of the package datasets, or a builder (json, parquet)
+    data_files: str | None = None  # hf: files that the builder reads, as a path or a 'glob'
     subset: str | None = None  # hf: configuration of the data set
     split: str = "train"  # hf: which split to read
     column: str = "text"  # column of hf and parquet, key of jsonl
+    longest_line: Annotated[int, "[1, inf)"] = 67_108_864  # jsonl, parquet: bytes of one text at most
+    expansion: Annotated[int, "[1, inf)"] = (
+        100  # compressed files: times its own size that a file may unpack to (64 MiB are always allowed)
+    )
     streaming: bool = False  # hf: read over the network instead of downloading first
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     dir: str = "shards/${.name}"  # folder of the prepared set
-    val_fraction: float = 0.005  # share of the documents kept for validation
-    shard_tokens: int = 100_000_000  # tokens per shard file
-    max_tokens: int | None = None  # stop once the training split has this many
-    workers: int | None = None  # tokenizing threads; None is every core
+    val_fraction: Annotated[float, "[0, 1)"] = 0.005  # share of the text kept for validation
+    shard_tokens: Annotated[int, "[1, 2147483647]"] = 100_000_000  # tokens per shard file
+    max_tokens: Annotated[int | None, "[1, inf)"] = None  # stop once the training split has this many
+    workers: Annotated[int | None, "[1, 4096]"] = None  # tokenizing threads; None is every core
     retrieval: RetrievalMixConfig = field(default_factory=RetrievalMixConfig)
     mqar: MqarConfig = field(default_factory=MqarConfig)

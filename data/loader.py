@@ -7,8 +7,10 @@ scored, by bitwise not: `inputs_and_targets` takes the marks off again.
 
 from __future__ import annotations
 
+import queue
+import threading
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import lru_cache
 from typing import Protocol
 
@@ -192,20 +194,37 @@ class Loader:
 
 
 class Prefetcher:
-    """A loader whose next batch is read on one thread while this one is used. Same calls, same batches, no state."""
+    """A loader whose next batch is read on one thread while this one is used. Same calls, same batches, no state.
+
+    All reading is done on that thread: a file system that does not answer keeps neither a signal nor the process's end waiting.
+    """
 
     def __init__(self, loader: Loader) -> None:
         self.loader = loader
         self.micros = loader.micros
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
+        self._wanted: queue.SimpleQueue[tuple[tuple[int, int], Future] | None] = queue.SimpleQueue()
         self._next: tuple[tuple[int, int], Future] | None = None
+        threading.Thread(target=self._read, name="prefetch", daemon=True).start()
 
     def __call__(self, step: int, micro: int = 0) -> np.ndarray:
         waiting, self._next = self._next, None
-        rows = waiting[1].result() if waiting and waiting[0] == (step, micro) else self.loader(step, micro)
-        following = (step, micro + 1) if micro + 1 < self.micros else (step + 1, 0)
-        self._next = following, self._pool.submit(self.loader, *following)
+        current = waiting if waiting and waiting[0] == (step, micro) else self._ask(step, micro)
+        rows = current[1].result()
+        self._next = self._ask(step, micro + 1) if micro + 1 < self.micros else self._ask(step + 1, 0)
         return rows
 
+    def _ask(self, step: int, micro: int) -> tuple[tuple[int, int], Future]:
+        asked = (step, micro), Future()
+        self._wanted.put(asked)
+        return asked
+
+    def _read(self) -> None:
+        while (asked := self._wanted.get()) is not None:
+            try:
+                asked[1].set_result(self.loader(*asked[0]))
+            except BaseException as error:  # whoever asked gets it
+                asked[1].set_exception(error)
+
     def close(self) -> None:
-        self._pool.shutdown(cancel_futures=True)
+        """Let the thread end after what it reads now."""
+        self._wanted.put(None)

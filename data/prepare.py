@@ -12,15 +12,15 @@ The result is shards/NAME/ with train_*.bin, val_*.bin, tokenizer.json and meta.
 """
 
 import contextlib
-import hashlib
 import itertools
 import json
+import math
 import os
-import re
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -29,27 +29,30 @@ import numpy as np
 from omegaconf import MISSING
 
 from configs import command
-from configs.files import write_atomic
+from configs.files import read_json_object, write_atomic
+from configs.ranges import check_ranges
 from data.config import DataConfig
+from data.holdout import Document, HoldOut, measure
 from data.shards import (
     META,
     PROGRESS,
     Shard,
+    check_listed,
     open_nanogpt,
     open_split,
     read_meta,
     token_dtype,
     write_shard,
 )
-from data.sources import Corpus, open_corpus
+from data.sources import Corpus, nanogpt_identity, open_corpus
 from data.tokenizer import FILE as TOKENIZER
-from data.tokenizer import Tokenizer, build_tokenizer, load_tokenizer
+from data.tokenizer import PIECE, Tokenizer, build_tokenizer, load_tokenizer, pieces
 
 VERSION = 1  # of the layout of meta.json
 BPE_SAMPLE = 100_000_000  # characters of training text that a bpe vocabulary is trained on
-PIECE = 2**20  # characters; longer documents are tokenized in pieces, so that all threads share one book
-LONE_NEWLINE = re.compile(r"(?<=\S)\n(?=\S)")
 SPLITS = ("train", "val")
+MEASURED = 2**26  # bytes of text that are always measured before it is split
+LINE_EVERY = 10.0  # seconds between two lines of progress where the output is no terminal
 
 
 @dataclass
@@ -61,21 +64,15 @@ class PrepareConfig:
     data: DataConfig = MISSING
 
 
-class Document(NamedTuple):
-    text: str
-    split: str
-    bytes: int
-    starts: bool = True  # False: continues the document before it, so no end-of-text token goes in front
-
-
 class Item(NamedTuple):
-    """The tokens of one document (or chunk), in the order of the source."""
+    """The tokens of one document, or of the next piece of it, in the order of the source."""
 
-    number: int
+    number: int  # of the document
     split: str
-    ids: np.ndarray | None  # None: lies wholly in shards already written
+    ids: np.ndarray | Future | None  # None: lies wholly in shards already written
     documents: int
     bytes: int
+    first: bool = True  # piece of its document
 
 
 @dataclass
@@ -90,6 +87,7 @@ class Split:
     last: tuple[int, int] = (-1, 0)  # item number in the source, tokens of it taken
     waiting: list[np.ndarray] = field(default_factory=list)
     room: int = 0  # tokens the next shard still takes
+    passed: int = 0  # tokens of the document at hand in its pieces so far
 
     def behind(self, shards: list[dict]) -> None:
         """Stand where the last of these finished shards ended."""
@@ -110,14 +108,14 @@ def prepare(cfg: DataConfig, *, verify: bool = False, quiet: bool = False) -> di
     Raises ValueError or FileNotFoundError in one line. Shards finished before an error or an interruption are kept, and
     the same call continues behind them.
     """
-    _check(cfg)
+    check_ranges(cfg, "data.")
     corpus = None if cfg.source == "nanogpt" else open_corpus(cfg)
-    identity = corpus.identity if corpus else _nanogpt_identity(cfg)
+    identity = corpus.identity if corpus else nanogpt_identity(cfg)
     request = _request(cfg, identity)
     folder = Path(cfg.dir)
     meta = read_meta(folder)
     if meta is not None:
-        _same_request(folder, meta.get("request", {}), request)
+        _same_request(folder, meta.get("request"), request)
         check_folder(folder, verify=verify)
         if not quiet:
             print(f"{folder} is already prepared{' and verified' if verify else ''}: {_describe(meta)}")
@@ -153,7 +151,7 @@ class Preparation:
         with ThreadPoolExecutor(self.workers) as pool:
             try:
                 items = self._corpus_items(corpus, pool) if corpus else self._nanogpt_items()
-                with _bar(corpus, self.cfg, self.splits, self.quiet) as tick:
+                with _progress(corpus, self.cfg, self.splits, self.quiet) as tick:
                     for item in items:
                         self._add(item)
                         tick()
@@ -168,34 +166,49 @@ class Preparation:
     # from text to items
 
     def _corpus_items(self, corpus: Corpus, pool: ThreadPoolExecutor) -> Iterator[Item]:
+        self._say("reading the text to see what validation gets")
+        # A token of English has about four bytes: of a long text, what lies behind max_tokens of them is not measured.
+        limit = max(MEASURED, 4 * self.cfg.max_tokens) if self.cfg.max_tokens else math.inf
+        split: HoldOut = measure(corpus, self.cfg.val_fraction, limit)
         if self.tokenizer is None:
-            if self.cfg.tokenizer.name == "bpe" and not self.quiet:
-                print("reading the text and training a bpe vocabulary on it", flush=True)
-            self.tokenizer = build_tokenizer(self.cfg.tokenizer, _sample(corpus, self.cfg.val_fraction))
-        documents = hold_out(corpus, self.cfg.val_fraction)
+            if self.cfg.tokenizer.name == "bpe":
+                self._say("training a bpe vocabulary on it")
+            self.tokenizer = build_tokenizer(self.cfg.tokenizer, _sample(split.documents(corpus)))
+        documents = split.documents(corpus)
         first = next(documents, None)
         if first is None:
             raise ValueError(f"there is no text in {self.cfg.path or self.cfg.name}: give a source with text in it")
         self._start()
-        queue: deque[tuple[Item, list]] = deque()  # tokenized by the threads, bounded in bytes, taken in order
+        queue: deque[tuple[int, Item]] = deque()  # tokenized by the threads, bounded in characters, taken in order
         ahead = 0
-        for number, document in enumerate(itertools.chain([first], documents)):
-            item = Item(number, document.split, None, int(document.starts), document.bytes)
-            queue.append((item, self._submit(pool, number, document)))
-            ahead += item.bytes + 4096
+        for item, text in self._pieces(itertools.chain([first], documents)):
+            ids = pool.submit(self._tokenize, item, text) if text else None
+            queue.append((len(text) + 4096, item._replace(ids=ids)))
+            ahead += queue[-1][0]
             while ahead > self.workers * 4 * PIECE:
-                ahead -= queue[0][0].bytes + 4096
-                yield _collect(*queue.popleft())
-        while queue:
-            yield _collect(*queue.popleft())
+                size, item = queue.popleft()
+                ahead -= size
+                yield _collect(item)
+        yield from (_collect(item) for _, item in queue)
 
-    def _submit(self, pool: ThreadPoolExecutor, number: int, document: Document) -> list:
-        """Start tokenizing a document; an empty list if it lies in finished shards."""
-        split = self.splits[document.split]
-        if number < split.last[0] or self._full(split):
-            return []
-        eot = [np.array([self.tokenizer.eot], dtype=np.uint32)] if document.starts else []
-        return eot + [pool.submit(self.tokenizer.encode_array, piece) for piece in pieces(document.text)]
+    def _pieces(self, documents: Iterable[Document]) -> Iterator[tuple[Item, str]]:
+        """The pieces of each document with their text, or one item without text for a document in finished shards."""
+        for number, document in enumerate(documents):
+            split, item = self.splits[document.split], Item(number, document.split, None, int(document.starts), 0)
+            if number < split.last[0] or self._full(split):
+                yield item, ""
+                continue
+            for piece in pieces(document.text):
+                yield item._replace(bytes=len(piece.encode("utf-8", "replace"))), piece
+                item = item._replace(documents=0, first=False)
+
+    def _tokenize(self, item: Item, text: str) -> np.ndarray:
+        try:
+            ids = self.tokenizer.encode_array(text)
+        except ValueError as error:  # a split pattern that gives up, on a million blanks for instance
+            wrong = f"document {item.number + 1} cannot be tokenized ({error})"
+            raise ValueError(f"{wrong}: take it out of the source, or use data.tokenizer.name=bytes") from None
+        return np.concatenate((np.array([self.tokenizer.eot], ids.dtype), ids)) if item.documents else ids
 
     def _nanogpt_items(self) -> Iterator[Item]:
         if self.tokenizer is None:
@@ -221,19 +234,21 @@ class Preparation:
     def _add(self, item: Item) -> None:
         """Append an item to its split, but for what a resumed split already holds or max_tokens leaves out."""
         split = self.splits[item.split]
-        number, taken = split.last
-        if item.number < number or self._full(split):
+        number, taken = split.last if item.number == split.last[0] else (item.number, 0)
+        if item.number < split.last[0] or self._full(split):
             return
-        taken = taken if item.number == number else 0
+        begin = 0 if item.first else split.passed
+        split.passed = begin + len(item.ids)
         limit = self.cfg.max_tokens if split.name == "train" and self.cfg.max_tokens else sys.maxsize
-        ids, cut = np.split(item.ids[taken:], [limit - split.tokens])
-        if item.number > number:
+        ids, cut = np.split(item.ids[max(0, taken - begin) :], [limit - split.tokens])
+        if begin >= taken:  # a piece counts with its first token
             split.documents += item.documents
             split.bytes += item.bytes - (int(self.tokenizer.byte_lengths()[cut].sum()) if len(cut) else 0)
+        taken = max(taken, begin)
         while len(ids):
             part, ids = ids[: split.room], ids[split.room :]
             taken += len(part)
-            self._append(split, part, (item.number, taken))
+            self._append(split, part, (number, taken))
 
     def _append(self, split: Split, ids: np.ndarray, last: tuple[int, int]) -> None:
         split.waiting.append(ids.astype(token_dtype(self.tokenizer.vocab_size)))
@@ -244,12 +259,12 @@ class Preparation:
             self._close_shard(split)
 
     def _close_shard(self, split: Split) -> None:
-        tokens = np.concatenate(split.waiting)
         name = f"{split.name}_{len(split.shards):06d}.bin"
         vocab_size, fingerprint = self.tokenizer.vocab_size, self.tokenizer.fingerprint
-        crc = write_shard(self.folder / name, tokens, vocab_size=vocab_size, fingerprint=fingerprint)
+        crc = write_shard(self.folder / name, *split.waiting, vocab_size=vocab_size, fingerprint=fingerprint)
         counts = {"documents": split.documents, "bytes": split.bytes}
-        split.shards.append({"file": name, "tokens": len(tokens), "crc32": crc, "end": split.last, **counts})
+        tokens = sum(map(len, split.waiting))
+        split.shards.append({"file": name, "tokens": tokens, "crc32": crc, "end": split.last, **counts})
         split.waiting, split.room = [], self.cfg.shard_tokens
         self._save_progress()
 
@@ -262,23 +277,28 @@ class Preparation:
             if any(self.folder.glob("*.bin")) or (self.folder / TOKENIZER).exists():
                 raise ValueError(f"{self.folder} holds shards of another origin: prepare as another data.name=NAME")
             return
-        try:
-            progress = json.loads(path.read_text())
-            request, finished = progress["request"], {name: progress["splits"][name] for name in SPLITS}
-        except (ValueError, KeyError, TypeError):
-            raise ValueError(f"{path} is damaged: delete {self.folder} and prepare the data again") from None
-        _same_request(self.folder, request, self.request)
+        fix = f"delete {self.folder} and prepare the data again"
+        progress = read_json_object(path, fix)
+        _same_request(self.folder, progress.get("request"), self.request)
         for leftover in self.folder.glob(".*.part"):
             leftover.unlink()
-        for name, shards in finished.items():
-            self.splits[name].behind(list(itertools.takewhile(lambda s: (self.folder / s["file"]).is_file(), shards)))
+        try:
+            for name in SPLITS:
+                check_listed(progress["splits"][name])
+                there = itertools.takewhile(lambda s: (self.folder / s["file"]).is_file(), progress["splits"][name])
+                self.splits[name].behind(list(there))
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"{path} is damaged: {fix}") from None
         count = sum(len(split.shards) for split in self.splits.values())
         if count:
             self.tokenizer = load_tokenizer(self.folder)
             for shard in self.splits["train"].shards + self.splits["val"].shards:
                 Shard(self.folder / shard["file"], fingerprint=self.tokenizer.fingerprint)
+        self._say(f"continuing {self.folder} behind {count} finished shard{'s' if count != 1 else ''}")
+
+    def _say(self, line: str) -> None:
         if not self.quiet:
-            print(f"continuing {self.folder} behind {count} finished shard{'s' if count != 1 else ''}")
+            print(line, flush=True)
 
     def _start(self) -> None:
         """The first thing written, once there is a tokenizer and text for it."""
@@ -319,84 +339,23 @@ class Preparation:
 # --- documents ------------------------------------------------------------------------------------------------------
 
 
-def hold_out(texts: Iterable[str], fraction: float) -> Iterator[Document]:
-    """Send whole documents to train or val, by a hash of the document alone: neither order nor company matters.
-
-    Where that would leave one of the two empty, the last document goes there. A single document is cut in two: val is
-    its end, after the first int((1 - fraction) * characters) (nanoGPT's split of tinyshakespeare).
-    """
-    counts = dict.fromkeys(SPLITS, 0)
-    held: Document | None = None
-    for text in texts:
-        if held:
-            counts[held.split] += 1
-            yield held
-        content = text.encode("utf-8", "replace")
-        held = Document(text, "val" if _share(content) < fraction else "train", len(content))
-    if held is None:
-        return
-    empty = next((name for name in SPLITS if not counts[name] and (name == "train" or fraction > 0)), None)
-    if sum(counts.values()) and empty:
-        held = held._replace(split=empty)
-    yield from [held] if sum(counts.values()) or not fraction else _cut(held.text, fraction)
+def _collect(item: Item) -> Item:
+    """Wait for the tokens of an item."""
+    return item._replace(ids=item.ids.result()) if isinstance(item.ids, Future) else item
 
 
-def _share(content: bytes) -> float:
-    """A number in [0, 1) that depends on the document alone."""
-    return int.from_bytes(hashlib.sha256(content).digest()[:8]) / 2**64
-
-
-def _cut(text: str, fraction: float) -> list[Document]:
-    first = int((1 - fraction) * len(text))
-    if not text[:first].strip() or not text[first:].strip():
-        raise ValueError(f"the only document has {len(text)} characters, too few to hold some out: give more text")
-    sizes = [len(part.encode("utf-8", "replace")) for part in (text[:first], text[first:])]
-    return [Document(text[:first], "train", sizes[0]), Document(text[first:], "val", sizes[1], starts=False)]
-
-
-def pieces(text: str, size: int = PIECE) -> Iterator[str]:
-    """Cut a long document where no tokenizer's split pattern can see it: after a lone newline within text.
-
-    The tokens of the pieces, put together, are the tokens of the whole.
-    """
-    start = 0
-    while len(text) - start > size:
-        lone = LONE_NEWLINE.search(text, start + size)
-        if lone is None:
-            break
-        yield text[start : lone.end()]
-        start = lone.end()
-    if start < len(text):
-        yield text[start:]
-
-
-def _sample(corpus: Corpus, fraction: float) -> Iterator[str]:
+def _sample(documents: Iterable[Document]) -> Iterator[str]:
     """Training documents for a bpe vocabulary, up to BPE_SAMPLE characters."""
     characters = 0
-    for document in hold_out(corpus, fraction):
-        if characters < BPE_SAMPLE and document.split == "train":
+    for document in documents:
+        if characters >= BPE_SAMPLE:
+            return
+        if document.split == "train":
             characters += len(document.text)
             yield document.text
-        elif characters >= BPE_SAMPLE:
-            return
-
-
-def _collect(item: Item, parts: list) -> Item:
-    """Wait for the tokens of an item. `parts` are arrays and futures of arrays."""
-    arrays = [part if isinstance(part, np.ndarray) else part.result() for part in parts]
-    return item._replace(ids=np.concatenate(arrays)) if arrays else item
 
 
 # --- the request ----------------------------------------------------------------------------------------------------
-
-
-def _check(cfg: DataConfig) -> None:
-    if not 0 <= cfg.val_fraction < 1:
-        raise ValueError(f"data.val_fraction={cfg.val_fraction} is not a share: use 0 <= data.val_fraction < 1")
-    for name in ("shard_tokens", "max_tokens", "workers"):
-        value = getattr(cfg, name)
-        if value is not None and value < 1:
-            raise ValueError(f"data.{name}={value} must be at least 1: leave it out or use data.{name}=1 or more")
 
 
 def _request(cfg: DataConfig, identity: dict) -> dict:
@@ -408,25 +367,14 @@ def _request(cfg: DataConfig, identity: dict) -> dict:
     return {**identity, **tokenizer, **sizes}
 
 
-def _same_request(folder: Path, before: dict, now: dict) -> None:
+def _same_request(folder: Path, before: dict | None, now: dict) -> None:
+    before = before if isinstance(before, dict) else {}
     for key in now | before:
         if before.get(key) != now.get(key):
             raise ValueError(
                 f"{folder} was prepared with {key}={before.get(key)}, not {now.get(key)}: "
                 f"use another data.name=NAME, or delete {folder}"
             )
-
-
-def _nanogpt_identity(cfg: DataConfig) -> dict:
-    folder = Path(cfg.path or "")
-    if cfg.path is None or not folder.is_dir():
-        raise FileNotFoundError("data=nanogpt needs the folder with train.bin and val.bin: add path=FOLDER")
-    if (folder / "meta.pkl").exists():
-        raise ValueError(
-            f"{folder} has a character table of its own (meta.pkl): prepare its text instead with data=text path=FILE"
-        )
-    files = [folder / f"{name}.bin" for name in SPLITS]
-    return {"source": "nanogpt"} | {file.name: file.stat().st_size if file.is_file() else None for file in files}
 
 
 # --- the command ----------------------------------------------------------------------------------------------------
@@ -437,29 +385,42 @@ def _json(content: dict) -> bytes:
 
 
 def _describe(meta: dict) -> str:
+    splits, total = meta["splits"], sum(split["bytes"] for split in meta["splits"].values())
     parts = [
         f"{name} {split['tokens']:,} tokens, {split['bytes']:,} bytes, {split['documents']:,} documents"
-        for name, split in meta["splits"].items()
+        for name, split in splits.items()
     ]
-    return f"{'; '.join(parts)} ({meta['tokenizer']['name']}, vocabulary {meta['tokenizer']['vocab_size']:,})"
+    asked, given = meta["request"]["val_fraction"], splits["val"]["bytes"] / max(1, total)
+    held = f"held out {given:.2%} of the bytes (data.val_fraction={asked:g})"
+    return f"{'; '.join(parts)}; {held} ({meta['tokenizer']['name']}, vocabulary {meta['tokenizer']['vocab_size']:,})"
 
 
 @contextlib.contextmanager
-def _bar(corpus: Corpus | None, cfg: DataConfig, splits: dict[str, Split], quiet: bool) -> Iterator[Callable[[], None]]:
-    """A progress bar over max_tokens, or else over what the source can count; yields what moves it."""
+def _progress(
+    corpus: Corpus | None, cfg: DataConfig, splits: dict[str, Split], quiet: bool
+) -> Iterator[Callable[[], None]]:
+    """A bar over max_tokens, or else over what the source can count; lines where the output is no terminal. Yields what
+    moves it.
+    """
     from tqdm import tqdm
 
     by_tokens = corpus is None or cfg.max_tokens is not None
     unit = "token" if by_tokens else corpus.unit
-    total = cfg.max_tokens if by_tokens else corpus.total
-    with tqdm(total=total, unit=unit, unit_scale=True, desc=cfg.name, disable=quiet or None) as bar:
+    said = time.monotonic()
+    with tqdm(total=0, unit=unit, unit_scale=True, desc=cfg.name, disable=quiet or None) as bar:
 
         def tick() -> None:
+            nonlocal said
             tokens = sum(split.tokens for split in splits.values())
-            if not by_tokens:
-                bar.total = corpus.total
+            done = splits["train"].tokens if by_tokens else corpus.done
+            total = cfg.max_tokens if by_tokens else corpus.total
+            if not bar.disable:
+                bar.total = total
                 bar.set_postfix_str(f"{tokens / 1e6:.1f}M tokens", refresh=False)
-            bar.update((splits["train"].tokens if by_tokens else corpus.done) - bar.n)
+                bar.update(done - bar.n)
+            elif not quiet and time.monotonic() - said >= LINE_EVERY:
+                said = time.monotonic()
+                print(f"{cfg.name}: {tokens:,} tokens" + (f", {done / total:.0%} done" if total else ""), flush=True)
 
         yield tick
 

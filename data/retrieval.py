@@ -16,6 +16,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from configs.ranges import check_ranges
 from data.config import RetrievalMixConfig
 from data.loader import Source
 from data.tokenizer import Tokenizer
@@ -74,6 +75,8 @@ class Facts:
         """`count` facts about different cities, with different numbers: ranking the candidates cannot tie."""
         if count > len(self.keys):
             raise ValueError(f"{count} needles asked, but there are {len(self.keys)} cities: use at most that many")
+        if count > 10 ** (self.digits - 1):  # about a fifth of the numbers are kept for evaluation
+            raise ValueError(f"{count} needles need more numbers than those of {self.digits} digits: use more digits")
         chosen = rng.choice(len(self.keys), count, replace=False)
         numbers: list[int] = []
         while len(numbers) < count:
@@ -94,12 +97,10 @@ class RetrievalSource:
     """Training documents of exactly one window each; sample i is a pure function of (seed, i)."""
 
     def __init__(self, cfg: RetrievalMixConfig, haystack: Source, tokenizer: Tokenizer, length: int) -> None:
-        if not (0 <= cfg.dense <= 100 and cfg.needles >= 1 and cfg.digits >= 1):
-            raise ValueError(
-                "data.retrieval needs 0 <= dense <= 100, needles >= 1 and digits >= 1: correct the override"
-            )
+        check_ranges(cfg, "data.retrieval.")
         self.cfg, self.haystack, self.tokenizer, self.length = cfg, haystack, tokenizer, length
         self.facts = Facts(tokenizer, "train", cfg.digits)
+        self.facts.draw(np.random.default_rng(0), cfg.needles)  # refuses at once what a later document would
         self.sentence_ends = sentence_ends(tokenizer)
         self.longest = max(len(key) for key in self.facts.keys) + cfg.digits + 2
         if length < 4 * self.longest:

@@ -8,13 +8,12 @@ Our writer also fills ints those readers ignore: [3] `EXTENDED`, [4] vocabulary 
 
 from __future__ import annotations
 
-import json
 import zlib
 from pathlib import Path
 
 import numpy as np
 
-from configs.files import write_atomic
+from configs.files import read_json_object, write_atomic
 
 HEADER_BYTES = 256 * 4
 FORMATS = {np.dtype("<u2"): (20240520, 1), np.dtype("<u4"): (20240801, 7)}
@@ -30,26 +29,26 @@ def token_dtype(vocab_size: int) -> np.dtype:
     return np.dtype("<u2") if vocab_size <= 65_535 else np.dtype("<u4")
 
 
-def write_shard(path: str | Path, tokens: np.ndarray, *, vocab_size: int, fingerprint: str) -> int:
-    """Write `tokens` (count,) as one shard, atomically: the file is there whole or not at all. Returns its CRC-32."""
+def write_shard(path: str | Path, *parts: np.ndarray, vocab_size: int, fingerprint: str) -> int:
+    """Write tokens, in `parts` (n,), as one shard, atomically: the file is there whole or not at all. Returns its CRC-32."""
     path = Path(path)
-    tokens = np.asarray(tokens)
-    if len(tokens) > MAX_TOKENS:
+    count, largest = sum(map(len, parts)), max((int(part.max()) for part in parts if len(part)), default=0)
+    if count > MAX_TOKENS:
+        raise ValueError(f"a shard holds at most {MAX_TOKENS} tokens, not {count}: use a smaller data.shard_tokens")
+    if largest >= vocab_size:
         raise ValueError(
-            f"a shard holds at most {MAX_TOKENS} tokens, not {len(tokens)}: use a smaller data.shard_tokens"
+            f"token {largest} for {path.name} is outside the vocabulary of {vocab_size}: use its tokenizer"
         )
-    if len(tokens) and int(tokens.max()) >= vocab_size:
-        raise ValueError(
-            f"token {int(tokens.max())} for {path.name} is outside the vocabulary of {vocab_size}: use its tokenizer"
-        )
-    tokens = np.ascontiguousarray(tokens, dtype=token_dtype(vocab_size))
-    crc = zlib.crc32(tokens)
+    dtype, crc = token_dtype(vocab_size), 0
+    parts = [np.ascontiguousarray(part, dtype=dtype) for part in parts]
+    for part in parts:
+        crc = zlib.crc32(part, crc)
     header = np.zeros(256, dtype="<i4")
-    header[0:2] = FORMATS[tokens.dtype]
-    header[2:5] = len(tokens), EXTENDED, vocab_size
+    header[0:2] = FORMATS[dtype]
+    header[2:5] = count, EXTENDED, vocab_size
     header[5:6] = np.array([crc], dtype="<u4").view("<i4")
     header[6:10] = np.frombuffer(bytes.fromhex(fingerprint)[:16], dtype="<i4")
-    write_atomic(path, header.tobytes(), tokens.data)
+    write_atomic(path, header.tobytes(), *(part.data for part in parts))
     return crc
 
 
@@ -84,7 +83,13 @@ class Shard:
         return len(self.tokens)
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Tokens [start, stop) as int64. ValueError for an id outside the vocabulary (large files are not scanned)."""
+        """Tokens [start, stop) as int64. ValueError for an id outside the vocabulary (large files are not scanned).
+
+        The size is looked at before every read: reading what a file has lost since it was opened would end the process
+        by SIGBUS.
+        """
+        if self.path.exists():  # else what is mapped is still there
+            self._check_size(len(self), self.tokens.dtype)
         tokens = self.tokens[start:stop].astype(np.int64)
         if self.vocab_size is not None and len(tokens):
             self._check_ids(int(tokens.max()))
@@ -146,15 +151,24 @@ class Shard:
 
 def read_meta(folder: str | Path) -> dict | None:
     """`meta.json` of a prepared folder, or None if it has none (foreign shards). ValueError if it cannot be read."""
-    path = Path(folder) / META
+    path, fix = Path(folder) / META, f"delete {folder} and prepare the data again"
     if not path.is_file():
         return None
+    meta = read_json_object(path, fix)
     try:
-        meta = json.loads(path.read_text())
-        meta["splits"], meta["tokenizer"]["fingerprint"]
-    except (ValueError, KeyError, TypeError):
-        raise ValueError(f"{path} is damaged: delete {folder} and prepare the data again") from None
+        bytes.fromhex(meta["tokenizer"]["fingerprint"])
+        for split in meta["splits"].values():
+            check_listed(split["shards"])
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError(f"{path} is damaged: {fix}") from None
     return meta
+
+
+def check_listed(shards: list[dict]) -> None:
+    """ValueError, KeyError or TypeError for a list of shards that is none, or that names files elsewhere."""
+    for shard in shards:
+        if Path(shard["file"]).name != shard["file"] or not isinstance(shard["tokens"] + shard["crc32"], int):
+            raise ValueError
 
 
 def open_split(

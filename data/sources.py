@@ -6,31 +6,32 @@ interrupted preparation continue.
 
 from __future__ import annotations
 
-import ast
 import bz2
 import contextlib
 import glob
 import gzip
 import hashlib
 import importlib
-import inspect
 import io
+import itertools
 import json
 import lzma
 import os
 import platform
 import re
-import sysconfig
 import urllib.error
 import urllib.request
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from data.config import DataConfig
+from data.stdlib import stdlib_texts
 from data.tokenizer import EOT
 
-TEXT_LIMIT = 64 * 2**20  # characters; a longer .txt is cut into several documents so that memory stays bounded
+TEXT_LIMIT = 16 * 2**20  # characters; a longer .txt is cut into several documents so that memory stays bounded
+ALWAYS_ALLOWED = 2**26  # bytes that any compressed file may unpack to
 NETWORK_TIMEOUT = 10  # seconds
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
@@ -66,94 +67,17 @@ def open_corpus(cfg: DataConfig) -> Corpus:
     return sources[cfg.source](cfg)
 
 
-# --- stdlib: the English of the Python installation -----------------------------------------------------------------
-
-SKIPPED = {
-    "test",
-    "tests",
-    "idlelib",
-    "idle_test",
-    "site-packages",
-    "dist-packages",
-    "lib2to3",
-    "turtledemo",
-    "__pycache__",
-}
-
-
 def stdlib(cfg: DataConfig) -> Corpus:
-    """The English of the Python installation, about 2 MB: the language reference in pydoc_data, a document per topic,
-    and the docstrings of the standard library, a document per module. Sources are parsed, never imported; the text
-    depends only on the Python version.
-    """
-    root = Path(sysconfig.get_paths()["stdlib"])
-    paths = sorted(
-        (path for path in root.rglob("*.py") if SKIPPED.isdisjoint(path.relative_to(root).parts)),
-        key=lambda path: path.relative_to(root).parts,
-    )
-    texts: list[str] = []  # parsed once: a bpe vocabulary reads them twice
+    """The English of the Python installation (data/stdlib.py), parsed once however often it is read."""
+    texts: list[str] = []
 
     def documents(corpus: Corpus) -> Iterator[str]:
-        seen: set[str] = set()
-        corpus.done = len(paths)
-        for path in [] if texts else paths:
-            source = path.read_bytes()
-            topics = path.parent.name == "pydoc_data"
-            texts.extend(_topics(source) if topics else [_docstrings(source, root, path, seen)])
-        yield from texts
+        texts.extend([] if texts else stdlib_texts())
+        corpus.total = len(texts)
+        for corpus.done, text in enumerate(texts, 1):
+            yield text
 
-    return Corpus({"source": "stdlib", "python": platform.python_version()}, documents, len(paths), "file")
-
-
-def _topics(source: bytes) -> list[str]:
-    """Values of the `topics` dictionary in pydoc_data/topics.py, without those that mostly repeat a longer one."""
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "topics":
-            return _without_excerpts([clean(text) for _, text in sorted(ast.literal_eval(node.value).items())])
-    return []
-
-
-def _without_excerpts(texts: list[str]) -> list[str]:
-    """`if` is a section of `compound`: keeping both would put the same text on both sides of the split."""
-    seen: set[str] = set()
-    kept = set()
-    for text in sorted(texts, key=lambda text: (-len(text), text)):
-        paragraphs = [paragraph.strip() for paragraph in text.split("\n\n")]
-        if sum(len(p) for p in paragraphs if p in seen) < len(text) / 4:
-            kept.add(text)
-        seen.update(paragraphs)
-    return [text for text in dict.fromkeys(texts) if text in kept]
-
-
-def _docstrings(source: bytes, root: Path, path: Path, seen: set[str]) -> str:
-    """One document: the docstrings of a module in the order of its source, each under its signature."""
-    try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError):  # templates and the like
-        return ""
-    name = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
-    parts = []
-    for title, node in _definitions(tree, name):
-        text = clean(ast.get_docstring(node) or "")
-        if text and text not in seen:
-            seen.add(text)
-            parts.append(f"{title}\n\n{text}")
-    return "\n\n".join(parts)
-
-
-def _definitions(node: ast.AST, name: str) -> Iterator[tuple[str, ast.AST]]:
-    """(title, node) of a module, its classes and functions, nested ones after the one that holds them."""
-    yield name + (f"({ast.unparse(node.args)})" if hasattr(node, "args") else ""), node
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            yield from _definitions(child, f"{name}.{child.name}")
-
-
-def clean(text: str) -> str:
-    """Common indentation, trailing blanks, ruled lines (`====`) and runs of empty lines removed."""
-    text = inspect.cleandoc(text.replace("\x08", "").replace("\x0c", ""))
-    text = "\n".join(line.rstrip() for line in text.split("\n") if not re.fullmatch(r"\s*([*=~^#+\-_])\1{3,}\s*", line))
-    return re.sub(r"\n{3,}", "\n\n", text).strip()
+    return Corpus({"source": "stdlib", "python": platform.python_version()}, documents, None, "document")
 
 
 # --- shakespeare ----------------------------------------------------------------------------------------------------
@@ -198,7 +122,7 @@ def text_files(cfg: DataConfig) -> Corpus:
     """Local .txt, .jsonl and .parquet files, plain or .gz, .bz2, .xz, .zst, in order of name. `cfg.path` is a file, a
     folder (with everything below it) or a glob; `cfg.column` is the key or column that holds the text.
 
-    A .txt file is one document, or several where it has <|endoftext|> between them; one beyond 64M characters is cut.
+    A .txt file is one document, or several where it has <|endoftext|> between them; one beyond 16M characters is cut.
     """
     if cfg.path is None:
         raise ValueError("data=text needs a file, folder or glob: add path=FILE")
@@ -213,7 +137,7 @@ def text_files(cfg: DataConfig) -> Corpus:
         before = 0
         for path, size in zip(paths, sizes, strict=True):
             with path.open("rb") as raw, _readable(path):
-                for text in _documents_of(path, raw, cfg.column):
+                for text in _documents_of(path, raw, cfg):
                     corpus.done = before + min(raw.tell(), size)
                     yield text
             before += size
@@ -223,16 +147,19 @@ def text_files(cfg: DataConfig) -> Corpus:
 
 
 def _find(path: str) -> list[Path]:
-    found = [Path(path)] if Path(path).exists() else [Path(name) for name in glob.glob(path, recursive=True)]
-    files = [
-        file for item in found for file in (sorted(item.rglob("*")) if item.is_dir() else [item]) if file.is_file()
-    ]
+    files = _matching(path)
     if not files:
         raise FileNotFoundError(f"no file, folder or glob {path}: correct path=")
     known = sorted({file for file in files if is_text(file)})
     if not known:
         raise ValueError(f"no text in {path}: path= takes {', '.join(KINDS)} files, plain or {', '.join(COMPRESSIONS)}")
     return known
+
+
+def _matching(path: str) -> list[Path]:
+    """The file `path`, those below the folder, or those that match the glob."""
+    found = [Path(path)] if Path(path).exists() else [Path(name) for name in glob.glob(path, recursive=True)]
+    return [file for item in found for file in (sorted(item.rglob("*")) if item.is_dir() else [item]) if file.is_file()]
 
 
 def is_text(path: Path) -> bool:
@@ -256,32 +183,64 @@ def _readable(path: Path) -> Iterator[None]:
     """Turn what decompressors and decoders raise into one line that names the file."""
     try:
         yield
-    except (EOFError, lzma.LZMAError, gzip.BadGzipFile):
-        raise ValueError(f"{path} is truncated or not what its name says: copy it again") from None
     except UnicodeDecodeError:
         raise ValueError(f"{path} is not UTF-8 text: convert it first, e.g. with iconv -t utf-8") from None
+    except Exception as error:
+        broken = isinstance(error, OSError) and error.errno is None  # gzip's and bz2's; the disk's has a number
+        foreign = type(error).__module__.split(".")[0] in ("zstandard", "pyarrow")
+        if not (broken or foreign or isinstance(error, (EOFError, zlib.error, lzma.LZMAError))):
+            raise
+        raise ValueError(f"{path} is truncated or not what its name says: copy it again") from None
 
 
-def _documents_of(path: Path, raw: BinaryIO, column: str) -> Iterator[str]:
+def _documents_of(path: Path, raw: BinaryIO, cfg: DataConfig) -> Iterator[str]:
+    most = max(ALWAYS_ALLOWED, cfg.expansion * path.stat().st_size)
     if _kind(path) == ".parquet":
-        return _parquet(path, raw, column)
-    stream = _decompressed(path, raw)
-    return _jsonl(path, stream, column) if _kind(path) == ".jsonl" else _plain(stream)
+        return _parquet(path, raw, cfg, most)
+    stream = _decompressed(path, raw, most)
+    return _jsonl(path, stream, cfg) if _kind(path) == ".jsonl" else _plain(stream)
 
 
-def _decompressed(path: Path, raw: BinaryIO) -> BinaryIO:
+def _decompressed(path: Path, raw: BinaryIO, most: int) -> BinaryIO:
     suffix = path.suffix.lower()
+    if suffix not in COMPRESSIONS:
+        return raw
     if suffix == ".zst":
         zstandard = need("zstandard", f"reading {path.name}")
-        return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True))
-    opener = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}.get(suffix)
-    return opener(raw, "rb") if opener else raw
+        stream = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
+    else:
+        stream = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}[suffix](raw, "rb")
+    return io.BufferedReader(_Bounded(stream, path, most), 2**20)
+
+
+class _Bounded(io.RawIOBase):
+    """What `stream` unpacks, up to `most` bytes; then ValueError."""
+
+    def __init__(self, stream: BinaryIO, path: Path, most: int) -> None:
+        self.stream, self.path, self.left = stream, path, most
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:
+        block = self.stream.read(len(buffer))
+        buffer[: len(block)] = block
+        self.left -= len(block)
+        if self.left < 0:
+            raise _bomb(self.path)
+        return len(block)
+
+
+def _bomb(path: Path) -> ValueError:
+    return ValueError(
+        f"{path} unpacks to far more than its size, as a bomb does: raise data.expansion= if you trust it"
+    )
 
 
 def _plain(stream: BinaryIO) -> Iterator[str]:
     reader = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
     buffer, separated = "", False
-    while block := reader.read(2**22):
+    while block := reader.read(TEXT_LIMIT // 4):
         *parts, buffer = (buffer + block).split(EOT)
         separated = separated or bool(parts)
         yield from (part.strip("\r\n") for part in parts)
@@ -292,44 +251,72 @@ def _plain(stream: BinaryIO) -> Iterator[str]:
     yield buffer.strip("\r\n") if separated else buffer
 
 
-def _jsonl(path: Path, stream: BinaryIO, column: str) -> Iterator[str]:
-    for number, line in enumerate(stream, 1):
+def _jsonl(path: Path, stream: BinaryIO, cfg: DataConfig) -> Iterator[str]:
+    for number in itertools.count(1):
+        where = f"{path} line {number}"
+        line = stream.readline(cfg.longest_line + 1)
+        if not line:
+            return
+        if len(line) > cfg.longest_line:
+            raise _too_long(where, cfg)
         if not line.strip():
             continue
         try:
             record = json.loads(line)
-        except json.JSONDecodeError:
-            raise ValueError(f"{path} line {number} is not JSON: mend it, or give another path=") from None
+        except UnicodeDecodeError:
+            raise
+        except (ValueError, RecursionError):  # RecursionError: nested too deeply
+            raise ValueError(f"{where} is not JSON: mend it, or give another path=") from None
         keys = record if isinstance(record, dict) else {}
-        text = keys.get(column)
-        if not hasattr(text, "strip"):
-            raise ValueError(
-                f"{path} line {number} has no text under '{column}' (it has {', '.join(keys) or 'no keys'}): "
-                "use data.column=KEY"
-            )
+        text = keys.get(cfg.column)
+        if not isinstance(text, str):
+            names = _brief(", ".join(keys) or "no keys")
+            raise ValueError(f"{where} has no text under '{cfg.column}' (it has {names}): use data.column=KEY")
         yield text
 
 
-def _parquet(path: Path, raw: BinaryIO, column: str) -> Iterator[str]:
+def _too_long(where: str, cfg: DataConfig) -> ValueError:
+    return ValueError(f"{where} is longer than {cfg.longest_line:,} bytes: split it, or raise data.longest_line=")
+
+
+def _parquet(path: Path, raw: BinaryIO, cfg: DataConfig, most: int) -> Iterator[str]:
     parquet = need("pyarrow.parquet", f"reading {path.name}")
     try:
         file = parquet.ParquetFile(raw)
     except Exception as error:  # pyarrow's own hierarchy
         raise ValueError(f"{path} is not a parquet file ({_brief(error)}): copy it again") from error
     names = file.schema_arrow.names
-    if column not in names:
-        raise ValueError(f"{path} has no column '{column}': use data.column= one of {', '.join(names)}")
-    for batch in file.iter_batches(batch_size=1024, columns=[column]):
-        yield from (text for text in batch.column(0).to_pylist() if text)
+    if cfg.column not in names:
+        raise ValueError(f"{path} has no column '{cfg.column}': use data.column= one of {_brief(', '.join(names))}")
+    _refuse_other_types(str(path), str(file.schema_arrow.field(cfg.column).type), cfg)
+    if sum(file.metadata.row_group(i).total_byte_size for i in range(file.num_row_groups)) > most:
+        raise _bomb(path)
+    file = parquet.ParquetFile(raw, read_dictionary=[cfg.column])  # a text that repeats is in memory once
+    for batch in file.iter_batches(batch_size=1024, columns=[cfg.column]):
+        for cell in batch.column(0):
+            text = cell.as_py() or ""
+            most -= len(text)
+            if most < 0:
+                raise _bomb(path)
+            if len(text) > cfg.longest_line:
+                raise _too_long(f"a row of {path}", cfg)
+            yield text
+
+
+def _refuse_other_types(where: str, kind: str, cfg: DataConfig) -> None:
+    if not re.search(r"\bstring(_view)?\b", kind):
+        raise ValueError(f"column '{cfg.column}' of {where} holds {_brief(kind)}, not text: use data.column=NAME")
 
 
 # --- hf: the Hugging Face hub ---------------------------------------------------------------------------------------
 
 
 def hugging_face(cfg: DataConfig) -> Corpus:
-    """Any data set of the Hugging Face hub: `cfg.dataset`, `cfg.subset`, `cfg.split`, `cfg.column`, streamed or not."""
+    """A data set of the package `datasets`: of the Hugging Face hub (`cfg.dataset`, `cfg.subset`, `cfg.split`), a folder
+    saved with save_to_disk, or `cfg.data_files` for a builder (json, parquet). Local ones need no network.
+    """
     if not cfg.dataset:
-        raise ValueError("data=hf needs a data set: add data.dataset=OWNER/NAME")
+        raise ValueError("data=hf needs a data set: add data.dataset=OWNER/NAME, or a folder")
 
     def documents(corpus: Corpus) -> Iterator[str]:
         rows = _load(cfg)
@@ -344,23 +331,37 @@ def hugging_face(cfg: DataConfig) -> Corpus:
             raise ValueError(f"lost {cfg.dataset} ({_brief(error)}): run the same command again to resume") from error
 
     identity = {"source": "hf", "dataset": cfg.dataset, "subset": cfg.subset, "split": cfg.split, "column": cfg.column}
+    local = cfg.data_files or (cfg.dataset if Path(cfg.dataset).is_dir() else None)
+    if local:
+        paths = sorted(path for path in _matching(local) if not path.name.startswith("cache-"))
+        listed = json.dumps([(path.name, path.stat().st_size) for path in paths])
+        identity |= {"data_files": cfg.data_files, "sha256": hashlib.sha256(listed.encode()).hexdigest()}
     return Corpus(identity, documents, None, "document")
 
 
-def _load(cfg: DataConfig):
+def _load(cfg: DataConfig) -> Any:
     datasets = need("datasets", f"data.dataset={cfg.dataset}")
     offline = os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on")
-    if not offline:
+    local = Path(cfg.dataset).is_dir() or cfg.data_files is not None
+    if not offline and not local:
         _reach_hub()
     instead = "or use local files: data=text path=FILE"
     try:
-        rows = datasets.load_dataset(cfg.dataset, cfg.subset, split=cfg.split, streaming=cfg.streaming)
+        if any(Path(cfg.dataset, name).is_file() for name in ("dataset_dict.json", "state.json")):
+            saved = datasets.load_from_disk(cfg.dataset)
+            rows = saved[cfg.split] if isinstance(saved, dict) else saved
+        else:
+            files = {"data_files": {cfg.split: cfg.data_files}} if cfg.data_files else {}
+            rows = datasets.load_dataset(cfg.dataset, cfg.subset, split=cfg.split, streaming=cfg.streaming, **files)
     except Exception as error:  # datasets, hub and http libraries each have their own hierarchy
         what = f"cannot load data set {cfg.dataset} ({_brief(error)})"
         raise ValueError(f"{what}: check data.dataset, data.subset and data.split, {instead}") from error
     names = rows.column_names
     if names is not None and cfg.column not in names:
-        raise ValueError(f"{cfg.dataset} has no column '{cfg.column}': use data.column= one of {', '.join(names)}")
+        names = _brief(", ".join(names))
+        raise ValueError(f"{cfg.dataset} has no column '{cfg.column}': use data.column= one of {names}")
+    if rows.features:
+        _refuse_other_types(cfg.dataset, str(getattr(rows.features[cfg.column], "dtype", "a list")), cfg)
     return rows
 
 
@@ -376,6 +377,22 @@ def _reach_hub() -> None:
             f"cannot reach {endpoint} ({_brief(error)}): use local files with data=text path=FILE, "
             "or HF_HUB_OFFLINE=1 for a data set already downloaded"
         ) from None
+
+
+# --- nanogpt: token files of another project ---------------------------------------------------------------------------
+
+
+def nanogpt_identity(cfg: DataConfig) -> dict:
+    """What tells the files of a nanoGPT folder from others. FileNotFoundError or ValueError where it cannot be imported."""
+    folder = Path(cfg.path or "")
+    if cfg.path is None or not folder.is_dir():
+        raise FileNotFoundError("data=nanogpt needs the folder with train.bin and val.bin: add path=FOLDER")
+    if (folder / "meta.pkl").exists():
+        raise ValueError(
+            f"{folder} has a character table of its own (meta.pkl): prepare its text instead with data=text path=FILE"
+        )
+    files = [folder / f"{name}.bin" for name in ("train", "val")]
+    return {"source": "nanogpt"} | {file.name: file.stat().st_size if file.is_file() else None for file in files}
 
 
 # --- shared ---------------------------------------------------------------------------------------------------------

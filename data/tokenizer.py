@@ -7,6 +7,7 @@ Each carries its identity, the fingerprint that shards and checkpoints record.
 from __future__ import annotations
 
 import base64
+import binascii
 import contextlib
 import hashlib
 import itertools
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 import tiktoken
 
-from configs.files import write_atomic
+from configs.files import read_json_object, write_atomic
 from data.config import TokenizerConfig
 
 EOT = "<|endoftext|>"
@@ -32,12 +33,32 @@ BPE_PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+| ?\p{N}{1,2}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 BYTES_PATTERN = r"[\s\S]"
+PIECE = 2**20  # characters; longer documents are tokenized in pieces, so that all threads share one book
+LONE_NEWLINE, LONE_SPACE = re.compile(r"(?<=\S)\n(?=\S)"), re.compile(r"(?<=[a-z])(?= [a-z])")
 # SHA-256 of GPT-2's tokens, and text on which tokenizers that split or merge differently disagree.
 GPT2_TOKENS = "22f185846c3da6972451b865f7a74e12f84c19a13b961e0eeae8468a17aa78fa"
 SAMPLE = (
     "It's 1859;\tthey'LL say   so.\r\n\n  if x12345 >= 0.5:\n\n\n"
     "na\u00efve \u4f60\u597d \U0001f642 \u0661\u0662 \u216b _a_b \u00a0\u200b e\u0301\n \n "
 )
+
+
+def pieces(text: str, size: int = PIECE) -> Iterator[str]:
+    """Cut a long document where no tokenizer's split pattern can see it: after a lone newline within text, or before the
+    blank between two words where no such newline is near.
+
+    The tokens of the pieces, put together, are the tokens of the whole.
+    """
+    start = 0
+    while len(text) - start > size:
+        near = LONE_NEWLINE.search(text, start + size, start + 2 * size)
+        lone = near or LONE_SPACE.search(text, start + size) or LONE_NEWLINE.search(text, start + size)
+        if lone is None:
+            break
+        yield text[start : lone.end()]
+        start = lone.end()
+    if start < len(text):
+        yield text[start:]
 
 
 class Tokenizer:
@@ -194,13 +215,7 @@ def _is_gpt2(tokenizer: FolderTokenizer) -> bool:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except ValueError:
-        content = None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} is damaged: copy it again")
-    return content
+    return read_json_object(path, "copy it again") if path.is_file() else {}
 
 
 def _eot(folder: Path, definition: dict[str, Any]) -> int:
@@ -247,24 +262,31 @@ def _valid(text: str) -> str:
 def load_tokenizer(folder: str | Path, foreign: TokenizerConfig | None = None) -> Tokenizer:
     """The tokenizer saved in `folder`. FileNotFoundError if there is none, ValueError if it is not what it says it is.
 
-    `foreign` is the tokenizer to take where `folder` has shards but no tokenizer.json (llm.c, modded-nanogpt).
+    `foreign` is the tokenizer to take where `folder` has shards but no tokenizer.json (llm.c, modded-nanogpt): as it is,
+    or GPT-2's in place of a bpe, which cannot be that of somebody else's tokens.
     """
     path = Path(folder) / FILE
     if not path.is_file():
         if foreign is not None and any(Path(folder).glob("*.bin")):
-            return build_tokenizer(foreign)
+            return build_tokenizer(TokenizerConfig("gpt2") if foreign.name == "bpe" else foreign)
         raise FileNotFoundError(f"no {FILE} in {folder}: prepare the data first with python -m data.prepare data=NAME")
+    fix = f"delete {folder} and prepare the data again"
+    content = read_json_object(path, fix)
     try:
-        content = json.loads(path.read_text())
         name, fingerprint = content["name"], content["fingerprint"]
-        definition = content["definition"] if name == "hf" else None
-        tokens = [base64.b64decode(token) for token in content["tokens"]] if name == "bpe" else None
-    except (ValueError, KeyError, TypeError):
-        raise ValueError(f"{path} is not a tokenizer file: delete {folder} and prepare the data again") from None
-    if definition:
-        tokenizer = FolderTokenizer(definition, content["eot"], path)
-    else:
-        tokenizer = Tokenizer(_bpe_encoding(tokens, content["pattern"]) if tokens else _encoding(name))
+        if name == "hf":
+            tokenizer: Tokenizer = FolderTokenizer(content["definition"], content["eot"], path)
+        elif name == "bpe":
+            tokens = [base64.b64decode(token, validate=True) for token in content["tokens"]]
+            tokenizer = Tokenizer(_bpe_encoding(tokens, content["pattern"]))
+        else:
+            tokenizer = Tokenizer(_encoding(name))
+    except (KeyError, TypeError, AttributeError, binascii.Error, OverflowError):
+        raise ValueError(f"{path} is not a tokenizer file: {fix}") from None
+    except ValueError as error:
+        if str(path) in str(error) or name != "bpe":
+            raise
+        raise ValueError(f"{path} has a split pattern or tokens that cannot be used: {fix}") from None
     if tokenizer.fingerprint != fingerprint:
         raise ValueError(f"{path} does not match its fingerprint: delete {folder} and prepare the data again")
     return tokenizer

@@ -21,7 +21,7 @@ Writes runs/NAME/eval/attention_noise.json and runs/NAME/figures/attention_noise
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import torch
@@ -62,7 +62,7 @@ SINK_ROWS = 64  # query rows of longer windows
 class AttentionNoiseConfig(NeedleGridConfig):
     """length: tokens of prompt and answer, the trained context by default. windows: of text, for the attention sinks."""
 
-    length: int | None = None
+    length: Annotated[int | None, "[1, inf)"] = None
     windows: int = 100
 
 

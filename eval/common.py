@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import torch
@@ -41,7 +41,7 @@ class EvalConfig:
 
     run: str = MISSING
     device: str = "auto"  # auto | cpu | cuda
-    batch: int = 32
+    batch: Annotated[int, "[1, inf)"] = 32
     text: str | None = None  # use this text instead of the run's validation shards: a file, a folder or a 'glob'
     shards: str | None = None  # use the validation shards of this folder instead of the run's
 
@@ -49,8 +49,6 @@ class EvalConfig:
 def open_run(cfg: EvalConfig) -> LoadedRun:
     """The run's model (evaluation mode, float32, on the device asked for), tokenizer and configuration."""
     device = pick_device(cfg.device)
-    if cfg.batch < 1:
-        raise ValueError(f"batch={cfg.batch} must be at least 1: use batch=32")
     return load_run(cfg.run, device=device)
 
 
@@ -82,9 +80,9 @@ def evaluation_tokens(run: LoadedRun, cfg: EvalConfig) -> list[Shard | TextToken
     return open_split(folder, "val", vocab_size=run.tokenizer.vocab_size, fingerprint=run.tokenizer.fingerprint)
 
 
-def text_name(run: LoadedRun, cfg: EvalConfig) -> str:
-    """The name of what `evaluation_tokens` gives: that of its file or folder, without the path before it."""
-    return Path(os.path.abspath(cfg.text or cfg.shards or run.config["data"]["dir"])).name
+def text_name(run: LoadedRun, cfg: EvalConfig, parts: int = 1) -> str:
+    """The name of what `evaluation_tokens` gives: the last `parts` of the path of its file or folder."""
+    return "/".join(Path(os.path.abspath(cfg.text or cfg.shards or run.config["data"]["dir"])).parts[-parts:])
 
 
 def _tokenize(text: str, tokenizer: Tokenizer) -> np.ndarray:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -44,7 +44,7 @@ class CompareConfig(Conversion):
 
     source: str | None = None  # a run, a transformers folder, or a name on the hub
     run_dir: str = MISSING  # folder of the new run, or of the comparison
-    seed: int = 0  # of what is random in a conversion, and of what=compare's training
+    seed: Annotated[int, "[0, 4294967295]"] = 0  # of what is random in a conversion, and of what=compare's training
     device: str = "auto"  # auto | cpu | cuda
     steps: int = 200  # of training per arm of what=compare
     arms: list[str] = field(default_factory=lambda: list(ARMS))  # the conversions that what=compare tries

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from omegaconf import MISSING
@@ -57,9 +57,9 @@ class HarnessConfig:
     run: str = MISSING  # folder of the run
     tasks: list[str] = MISSING
     device: str = "auto"  # auto | cpu | cuda
-    batch: int = 32  # sequences per forward pass
+    batch: Annotated[int, "[1, inf)"] = 32  # sequences per forward pass
     include_path: str | None = None  # folder of further task files
-    num_fewshot: int | None = None  # examples in the prompt; None: the task's own number
+    num_fewshot: Annotated[int | None, "[0, inf)"] = None  # examples in the prompt; None: the task's own number
     limit: int | None = None
     length: int | None = None  # tokens of context and continuation; None: the trained context
 

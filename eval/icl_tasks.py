@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 
@@ -39,7 +40,7 @@ class IclConfig(EvalConfig):
     order_shots: int | None = None
     classes: int = 4
     words: int = 2
-    seed: int = 0  # of the drawings
+    seed: Annotated[int, "[0, 4294967295]"] = 0  # of the drawings
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -60,7 +60,7 @@ class MqarEvalConfig(EvalConfig):
     shares: list[float] = field(default_factory=lambda: [0.0, 0.5, 0.8, 0.9, 0.95])
     kind: str | None = None
     samples: int = 256
-    seed: int = 0  # of the contexts
+    seed: Annotated[int, "[0, 4294967295]"] = 0  # of the contexts
 
 
 @torch.inference_mode()

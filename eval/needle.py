@@ -18,7 +18,7 @@ import contextlib
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 
@@ -52,7 +52,7 @@ class NeedleConfig(NeedleGridConfig):
     (1, 1) or what the style fixes; paper: those of the paper. style: a name in eval/needle_styles.py.
     """
 
-    lengths: list[int] | None = None
+    lengths: Annotated[list[int] | None, "[1, inf)"] = None
     pairs: list[list[int]] | None = None
     paper: bool = False
     style: str = "magic"

@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Annotated
 
 import numpy as np
 
@@ -24,7 +25,7 @@ class NeedleGridConfig(EvalConfig):
 
     depths: list[float] = field(default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0])
     samples: int = 50
-    seed: int = 0  # of the contexts
+    seed: Annotated[int, "[0, 4294967295]"] = 0  # of the contexts
 
 
 def check_grid(cfg: NeedleGridConfig) -> None:

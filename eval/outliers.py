@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import torch
@@ -52,7 +52,7 @@ class OutliersConfig(EvalConfig):
     """length: tokens per window, the trained context by default. tokens: at most so many are looked at (0.4M in the paper)."""
 
     length: int | None = None
-    tokens: int = 400_000
+    tokens: Annotated[int, "[1, inf)"] = 400_000
 
 
 class Magnitudes:

@@ -12,17 +12,19 @@ training shards have more than `frequent` times (1250, as in Zoology) can be kno
 frequent hits out of `hit`, into `other`.
 text= is a file, a folder or a 'glob' of .txt, .jsonl and .parquet files, plain or compressed, or any one text file.
 Writes runs/NAME/eval/perplexity.json and runs/NAME/figures/perplexity.png. The results on another text= or shards= have
-files of their own: perplexity_STEM, STEM being the name of the file without its suffixes or of the folder, or name=.
+files of their own: perplexity_STEM, STEM being the name of the file without its suffixes or of the folder, or name=;
+a second text of the same STEM has a digest of its path behind it.
 """
 
 import hashlib
+import json
 import math
 import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -63,10 +65,10 @@ class PerplexityConfig(EvalConfig):
     """
 
     name: str | None = None
-    length: int | None = None
-    tokens: int = 1_000_000
-    ngram: int = 2
-    frequent: int | None = None
+    length: Annotated[int | None, "[1, inf)"] = None
+    tokens: Annotated[int, "[1, inf)"] = 1_000_000
+    ngram: Annotated[int, "[2, inf)"] = 2
+    frequent: Annotated[int | None, "[0, inf)"] = None
     training_counts: bool = True
 
 
@@ -235,23 +237,33 @@ def result_name(cfg: PerplexityConfig) -> str:
     return f"perplexity_{next(filter(None, named), 'text')}"  # of a pattern like books/*.txt, the folder's name
 
 
+def apart(run: str, file: str, given: str | None) -> str:
+    """`file`, with a digest of the path `given` behind it where the result of this name is that of another text."""
+    path = Path(run) / "eval" / f"{file}.json"
+    try:
+        before = json.loads(path.read_text())["config"] if given else {}
+    except (OSError, ValueError, KeyError, TypeError):  # no result, or none that can be read
+        before = {}
+    other = before.get("text") or before.get("shards")
+    if not given or not other or os.path.abspath(other) == os.path.abspath(given):
+        return file
+    return f"{file}-{hashlib.sha256(os.path.abspath(given).encode()).hexdigest()[:6]}"
+
+
 def check_ngram(cfg: PerplexityConfig, vocab_size: int, length: int) -> None:
     """Raise ValueError for n-grams that no window has or that do not fit one int64."""
     most = min(length, int(63 / math.log2(vocab_size)))
     if not 2 <= cfg.ngram <= most:
         raise ValueError(f"ngram={cfg.ngram} is not from 2 to {most}: use ngram=2")
-    if cfg.frequent is not None and cfg.frequent < 0:
-        raise ValueError(f"frequent={cfg.frequent} is negative: use frequent=1250, or leave it out")
     if cfg.frequent is not None and not cfg.training_counts:
         raise ValueError("frequent= needs the counts that training_counts=false leaves out: give one of them")
 
 
 @command("perplexity", PerplexityConfig)
 def main(cfg: PerplexityConfig) -> None:
-    file, run = result_name(cfg), open_run(cfg)
+    named, run = result_name(cfg), open_run(cfg)
+    file = named if cfg.name else apart(cfg.run, named, cfg.text or cfg.shards)
     length = run.model.cfg.context if cfg.length is None else cfg.length
-    if length < 1:
-        raise ValueError(f"length={length} must be at least 1: leave it out for the trained context")
     check_ngram(cfg, run.tokenizer.vocab_size, length)
     windows = cut_windows(evaluation_tokens(run, cfg), length, cfg.tokens)
     frequent = frequent_in_training(run, windows, cfg) if cfg.training_counts else None
@@ -259,7 +271,7 @@ def main(cfg: PerplexityConfig) -> None:
     results = evaluate(run.model, windows, lengths, cfg.batch, cfg.ngram, frequent, only_rare)
     results["recall"]["frequent"] = cfg.frequent
     results["recall"]["rare_at_most"] = None if frequent is None else ZOOLOGY if cfg.frequent is None else cfg.frequent
-    results["text"] = text_name(run, cfg)
+    results["text"] = text_name(run, cfg, parts=1 if file == named else 2)
     write_result(run, cfg, file, results)
     name = run_name(cfg.run)
     curve = (colour(variant(run.config)), "-", results["by_position"])

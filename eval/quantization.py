@@ -15,7 +15,7 @@ Writes runs/NAME/eval/quantization.json and runs/NAME/figures/quantization.png.
 import contextlib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import torch
@@ -56,7 +56,7 @@ class QuantizationConfig(NeedleGridConfig):
     bits: list[int] = field(default_factory=lambda: [8, 6, 4])  # of the rounded logits
     scale: str = "head"  # head | row: the logits that share one scale
     length: int | None = None
-    tokens: int = 100_000
+    tokens: Annotated[int, "[1, inf)"] = 100_000
 
 
 def absmax(logits: Tensor, see: Tensor, bits: int, scale: str = "head") -> Tensor:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 Point = tuple[float, ...]  # one value per key of the grid
 LOWEST_STEP = 1.2  # two values of a grid closer than this factor are one
@@ -25,7 +25,7 @@ class TuneConfig:
     refine: list[str] = field(default_factory=list)  # keys searched once more, halfway to the best value's neighbours
     train: list[str] = field(default_factory=list)  # overrides of the trials (their length, say)
     seeds: list[int] = field(default_factory=lambda: [101])  # of the trials, others than those that are compared
-    widen: int = 2  # times that a grid is widened at most
+    widen: Annotated[int, "[0, inf)"] = 2  # times that a grid is widened at most
 
     @property
     def grid(self) -> dict[str, list[float]]:

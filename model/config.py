@@ -1,7 +1,7 @@
 """The decoder's configuration: what `model=` and `size=` fill in."""
 
-from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
-from typing import Any, Self
+from dataclasses import dataclass, field, is_dataclass, make_dataclass
+from typing import Annotated, Any, Self, get_type_hints
 
 from .attention import VARIANTS
 from .attention.base import AttentionConfig, check_choice, check_probability
@@ -26,20 +26,20 @@ class DecoderConfig(VariantOptions):
     """
 
     layers: str = "b"  # a letter per layer, tiled over the depth: bd alternates
-    n_layer: int = 4  # blocks
-    d_ff: int | None = None  # width of the feed-forward networks; None: derived by `match`
-    baseline_d_ff: int | None = None  # of the matched baseline; None: 8/3 d_model (swiglu) or 4 d_model (gelu)
+    n_layer: Annotated[int, "[1, 100000]"] = 4  # blocks
+    d_ff: Annotated[int | None, "[1, inf)"] = None  # width of the feed-forward networks; None: derived by `match`
+    baseline_d_ff: Annotated[int | None, "[1, inf)"] = None  # of the matched baseline; None: 8/3 or 4 d_model (gelu)
     match: str = "params"  # params | flops | none: what the stack has as much of as the baseline
-    context: int = 256  # tokens of a training window
-    vocab_size: int = 0  # 0: the tokenizer's, filled in by train.py
+    context: Annotated[int, "[1, 100000000]"] = 256  # tokens of a training window
+    vocab_size: Annotated[int, "[0, 100000000]"] = 0  # 0: the tokenizer's, filled in by train.py
     document_mask: bool = False  # a token sees only its own document; documents begin with the token `eot`
-    eot: int | None = None  # end-of-text token, the tokenizer's, filled in by train.py
+    eot: Annotated[int | None, "[0, inf)"] = None  # end-of-text token, the tokenizer's, filled in by train.py
     norm: str = "rmsnorm"  # rmsnorm | layernorm
     norm_place: str = "before"  # before | after (OLMo 2): each sub-layer's norm is on its input, or on what it adds
     mlp: str = "swiglu"  # swiglu | gelu | gelu_tanh (GPT-2's own approximation)
-    window: int | None = None  # sliding window: a query sees the last `window` keys, itself included; None: all
+    window: Annotated[int | None, "[1, inf)"] = None  # keys that a query sees, itself included; None: all
     tie: bool = True  # output head = token embedding
-    dropout: float = 0.0  # of the embedding and of what each sub-layer adds
+    dropout: Annotated[float, "[0, 1)"] = 0.0  # of the embedding and of what each sub-layer adds
 
     def filled(self) -> Self:
         """A copy with the heads filled in (not yet d_ff), checked. ValueError names the override that mends it."""
@@ -67,7 +67,7 @@ def decoder_config(values: dict[str, Any]) -> DecoderConfig:
 def _from_dict(kind: type, values: Any, where: str) -> Any:
     if not isinstance(values, dict):
         raise ValueError(f"{where}={values} is not a group of options: use a checkpoint of this version")
-    known = {option.name: option.type for option in fields(kind)}
+    known = get_type_hints(kind)
     if unknown := sorted(map(str, values.keys() - known.keys())):
         raise ValueError(f"{where} has no option {', '.join(unknown)}: use the version of the code that wrote the file")
     return kind(**{key: _checked(known[key], value, f"{where}.{key}") for key, value in values.items()})

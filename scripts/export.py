@@ -20,6 +20,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import torch
 from omegaconf import MISSING
@@ -49,7 +50,7 @@ class ExportConfig:
     to: str | None = (
         None  # diffllama | llama | gpt2 | mistral | qwen2 | qwen3 | olmo2 | phi3 | remote | safetensors | axolotl
     )
-    step: int | None = None  # of the checkpoint; None is the newest
+    step: Annotated[int | None, "[0, inf)"] = None  # of the checkpoint; None is the newest
     tokenizer: bool = True  # write the tokenizer's files, too
     check: bool = True  # load the folder with transformers and compare
     push: str | None = (

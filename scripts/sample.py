@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from omegaconf import MISSING
@@ -42,11 +42,11 @@ class SampleConfig:
     run: str = MISSING  # folder of the run
     prompt: Any = None  # text or a list of texts; None: a document from its beginning
     file: str | None = None  # a file with the prompt, - for standard input; one newline at its end is dropped
-    temperature: float = 0.8  # 0: the likeliest token every time
+    temperature: Annotated[float, "[0, inf)"] = 0.8  # 0: the likeliest token every time
     top_k: int | None = None  # draw among the so many likeliest tokens
     top_p: float | None = None  # draw among the fewest tokens with this probability together
     stop: Any = None  # text or a list of texts; the output ends before the first that is complete
-    seed: int = 0  # of the first text; text i has seed + i
+    seed: Annotated[int, "[0, 4294967295]"] = 0  # of the first text; text i has seed + i
     samples: int = 1  # texts per prompt
     batch: int = 16  # texts decoded at a time
     max_tokens: int | None = None  # new tokens at most; None: 256, or what the trained context has room for

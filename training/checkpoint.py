@@ -1,36 +1,49 @@
-"""Checkpoints: written whole or not at all, checked when read, never unpickled."""
+"""Checkpoints: written whole or not at all, checked when read, never unpickled; the newest whole one is found."""
 
 import hashlib
 import json
 import os
+import re
 import shutil
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-import yaml
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from configs.files import json_text, read_run_config, whole_folder
 from data.tokenizer import Tokenizer, load_tokenizer
 from model.attention import VARIANTS
 from model.config import decoder_config
 from model.decoder import Decoder
-from training.optim import load_state, state_tensors
+from training.guard import Diverged
+from training.optim import load_state, state_shapes, state_tensors
 
 WEIGHTS, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+
+Tensors = dict[str, torch.Tensor]
+Shapes = dict[str, tuple[torch.Size, torch.dtype]]
+
+
+class Damaged(ValueError):
+    """A checkpoint that cannot be used: the one before it may be whole."""
+
+
+class NotFinite(Damaged):
+    """A checkpoint whose tensors are no numbers."""
 
 
 @dataclass
 class CheckpointConfig:
     """When to write checkpoints, in steps; one is always written at the end."""
 
-    every: int = 500  # steps between checkpoints; 0: only at the end
-    keep: int = 2  # the newest so many stay; 0: all
-    at: list[int] = field(
-        default_factory=list
-    )  # also at these steps, and those stay (where a shorter run branches off)
+    every: Annotated[int, "[0, inf)"] = 500  # steps between checkpoints; 0: only at the end
+    keep: Annotated[int, "[0, inf)"] = 2  # the newest so many stay; 0: all
+    at: Annotated[list[int], "[0, inf)"] = field(default_factory=list)  # also at these, which stay (to branch off)
 
 
 def folder_name(step: int) -> str:
@@ -45,52 +58,97 @@ def save(
     optimizers: list[torch.optim.Optimizer],
     keep: int,
     staying: Sequence[int] = (),
+    guard: dict[str, Any] | None = None,
 ) -> Path:
     """Write `checkpoints/step_NNNNNNNN/` atomically: a folder of that name is always whole.
 
-    Then delete all but the newest `keep` (0: none) and those of the steps `staying`.
+    Then delete all but the newest `keep` (0: none) and those of the steps `staying`. guard: state of training.guard.Guard.
+    Nothing is written for a tensor that is not finite (Diverged) or on a full disk (ValueError).
     """
-    folder = run_dir / "checkpoints" / folder_name(step)
-    if folder.exists():
-        return folder
-    partial = folder.with_name(f".partial_{folder.name}")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     weights = {name: p for name, p in model.state_dict().items() if not (model.cfg.tie and name == "head.weight")}
-    save_file({name: p.contiguous() for name, p in weights.items()}, partial / WEIGHTS)
-    save_file({name: t.contiguous() for name, t in state_tensors(optimizers).items()}, partial / OPTIMIZER)
-    files = {name: _sha256(partial / name) for name in (WEIGHTS, OPTIMIZER)}
-    state = {"step": step, "model": asdict(model.cfg), "sha256": files}
-    (partial / STATE).write_text(json.dumps(state, indent=1))
-    for path in (*partial.iterdir(), partial):
-        _flush(path)
-    os.replace(partial, folder)
-    _flush(folder.parent)
+    state = {"step": step, "model": asdict(model.cfg), "guard": guard or {}}
+    folder = write(run_dir / "checkpoints" / folder_name(step), weights, state_tensors(optimizers), state)
     for old in checkpoints(run_dir)[:-keep] if keep else []:
         if old.name not in map(folder_name, staying):
             shutil.rmtree(old)
     return folder
 
 
+def write(folder: Path, weights: Tensors, optimizer: Tensors, state: dict[str, Any]) -> Path:
+    """Write a checkpoint of these tensors as `folder`, which stays as it is where it is there already."""
+    if folder.exists():
+        return folder
+    if bad := not_finite(weights | optimizer):
+        raise Diverged(f"{bad} is not finite at step {state['step']}, so no checkpoint is written: lower optim.lr")
+    try:
+        with whole_folder(folder) as partial:
+            save_file({name: t.contiguous() for name, t in weights.items()}, partial / WEIGHTS)
+            save_file({name: t.contiguous() for name, t in optimizer.items()}, partial / OPTIMIZER)
+            state = state | {"sha256": {name: _sha256(partial / name) for name in (WEIGHTS, OPTIMIZER)}}
+            (partial / STATE).write_text(json_text(state | {"checksum": _checksum(state)}, indent=1))
+            for path in (*partial.iterdir(), partial):
+                _flush(path)
+    except (OSError, SafetensorError) as error:
+        kept = "the checkpoint before it is kept"
+        raise ValueError(f"{folder} could not be written ({error}); {kept}: free space, then use resume=true") from None
+    _flush(folder.parent)
+    return folder
+
+
+def not_finite(tensors: Tensors) -> str | None:
+    """The name of a tensor with a NaN or an infinity in it; None where all are finite."""
+    if not tensors:
+        return None
+    finite = torch.stack(
+        [tensor.isfinite().all() for tensor in tensors.values()]
+    )  # one answer for the host to wait for
+    return None if finite.all() else list(tensors)[int((~finite).nonzero()[0])]
+
+
 def checkpoints(run_dir: Path) -> list[Path]:
     """The run's checkpoint folders, oldest first."""
-    return sorted((run_dir / "checkpoints").glob("step_*"))
+    found = (run_dir / "checkpoints").glob("step_*")
+    return sorted(path for path in found if re.fullmatch(r"step_\d{8}", path.name) and path.is_dir())
 
 
 def load(folder: Path, model: Decoder, optimizers: list[torch.optim.Optimizer] | None = None) -> int:
     """Fill `model`, and the optimizers where given, from a checkpoint folder; returns its step.
 
-    Raises ValueError for a damaged file or for another architecture, naming what differs.
+    Nothing is filled before all is checked. Raises Damaged for what is no whole checkpoint of such a model, and
+    ValueError for another architecture, naming what differs.
     """
     state = read_state(folder)
     _refuse_other_model(folder, state["model"], asdict(model.cfg))
-    weights = _read(folder, WEIGHTS, state)
+    own = model.state_dict()
+    shapes = {name: (p.shape, p.dtype) for name, p in own.items() if not (model.cfg.tie and name == "head.weight")}
+    weights = _read(folder, WEIGHTS, state, shapes)
+    if optimizers is not None:
+        remembered = _read(folder, OPTIMIZER, state, state_shapes(optimizers))
+        load_state(optimizers, remembered)
     if model.cfg.tie:
         weights["head.weight"] = weights["embedding.weight"]
     model.load_state_dict(weights)
-    if optimizers is not None:
-        load_state(optimizers, _read(folder, OPTIMIZER, state))
     return state["step"]
+
+
+def newest(run_dir: Path, use: Callable[[Path], Any], say: bool = True) -> Path | None:
+    """The newest checkpoint that `use` finds whole, after `use(folder)`; None where there is no checkpoint at all.
+
+    say: print one warning where it is not the newest. ValueError where there are checkpoints, and none is whole.
+    """
+    first: ValueError | None = None
+    for folder in reversed(checkpoints(run_dir)):
+        try:
+            use(folder)
+        except ValueError as error:
+            first = first or error
+            continue
+        if first and say:
+            print(f"warning: {first}; {folder} is used instead", file=sys.stderr, flush=True)
+        return folder
+    if first:
+        raise ValueError(f"{first}; no checkpoint before it is whole: delete {run_dir / 'checkpoints'} to start again")
+    return None
 
 
 @dataclass(frozen=True)
@@ -105,33 +163,57 @@ class LoadedRun:
 
 
 def load_run(run: str | Path, device: str | torch.device = "cpu", step: int | None = None) -> LoadedRun:
-    """The newest checkpoint of `runs/NAME` (or that of `step`) with its tokenizer and configuration."""
+    """The newest whole checkpoint of `runs/NAME` (or that of `step`) with its tokenizer and configuration.
+
+    ValueError where the newest has weights that are not finite: those of an earlier step are not what was trained.
+    """
     path = Path(run)
     if not (path / "config.yaml").exists():
         raise FileNotFoundError(
             f"{path} is not a run: give run=runs/NAME of a training run (python train.py makes one)"
         )
-    found = checkpoints(path)
-    if step is not None:
-        found = [folder for folder in found if folder.name == folder_name(step)]
-    if not found:
+    found = {folder.name: folder for folder in checkpoints(path)}
+    if not found or (step is not None and folder_name(step) not in found):
         what = "no checkpoint" if step is None else f"no checkpoint of step {step}"
         raise FileNotFoundError(f"{path} has {what}: let the training finish, or continue it with resume=true")
-    config = yaml.safe_load((path / "config.yaml").read_text())
-    state = read_state(found[-1])
-    model = Decoder(decoder_config(state["model"]))
-    load(found[-1], model)
-    return LoadedRun(model.to(device).eval(), load_tokenizer(path), config, state["step"], path)
+    config = read_run_config(path)
+    models: list[Decoder] = []
+
+    def use(folder: Path) -> None:
+        models[:] = [Decoder(decoder_config(read_state(folder)["model"]))]
+        try:
+            load(folder, models[0])
+        except NotFinite as error:
+            raise RuntimeError(error) from None  # the checkpoint before is not asked
+
+    try:
+        if step is None:
+            step = read_state(newest(path, use))["step"]
+        else:
+            use(found[folder_name(step)])
+    except RuntimeError as error:
+        raise ValueError(f"{error}: evaluate an earlier step, or train again with a lower optim.lr") from None
+    return LoadedRun(models[0].to(device).eval(), load_tokenizer(path), config, step, path)
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """A checkpoint's state.json: step, the model's configuration, checksums."""
+    """A checkpoint's state.json: step, the model's configuration, checksums. Damaged where it is none, or was edited."""
+    wrong = f"{folder} is not a checkpoint of this project, or damaged: delete it to use the one before"
     try:
-        return json.loads((folder / STATE).read_text())
-    except (OSError, ValueError):
-        raise ValueError(
-            f"{folder} is not a checkpoint of this project, or damaged: delete it to use the one before"
-        ) from None
+        state = json.loads((folder / STATE).read_text())
+        checksum = state.pop("checksum", None)  # checkpoints before 0.2 have none
+        typed = (
+            isinstance(state["step"], int) and isinstance(state["model"], dict) and isinstance(state["sha256"], dict)
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise Damaged(wrong) from None
+    if not typed or folder_name(state["step"]) != folder.name or checksum not in (None, _checksum(state)):
+        raise Damaged(wrong)
+    return state
+
+
+def _checksum(state: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 
 # What the weights do not depend on: init_from may change it, to lengthen the context or warm lambda up again.
@@ -157,11 +239,27 @@ def _flat(config: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key not in nested} | inner
 
 
-def _read(folder: Path, name: str, state: dict[str, Any]) -> dict[str, torch.Tensor]:
+def _read(folder: Path, name: str, state: dict[str, Any], shapes: Shapes) -> Tensors:
+    """The tensors of a checkpoint's file, which must have these names, shapes and types and be finite."""
     path = folder / name
-    if not path.exists() or _sha256(path) != state["sha256"][name]:
-        raise ValueError(f"{path} is damaged (its checksum differs): delete {folder} to use the checkpoint before it")
-    return load_file(path)
+    if not path.is_file() or _sha256(path) != state["sha256"].get(name):
+        raise Damaged(f"{path} is damaged (its checksum differs): delete {folder} to use the checkpoint before it")
+    try:
+        tensors = load_file(path)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise Damaged(f"{path} is no safetensors file ({error}): delete {folder} to use the one before") from None
+    found = {key: (tensor.shape, tensor.dtype) for key, tensor in tensors.items()}
+    owners, own = ({key.rpartition("/")[0] for key in keys} for keys in (found, shapes))
+    if name == OPTIMIZER and found and owners != own:
+        raise Damaged(f"{folder}: its optimizer state is of other parameters: use init_from=RUN to take weights only")
+    # An optimizer that never stepped remembers nothing.
+    if found != shapes and not (name == OPTIMIZER and not found):
+        key = min(set(found.items()) ^ set(shapes.items()), key=lambda item: item[0])[0]
+        theirs, ours = (f"{list(s[0])} {s[1]}" if s else "missing" for s in (found.get(key), shapes.get(key)))
+        raise Damaged(f"{path}: {key} is {theirs} there and {ours} here: delete {folder} to use the one before")
+    if bad := not_finite(tensors):
+        raise NotFinite(f"{path}: {bad} is not finite")
+    return tensors
 
 
 def _sha256(path: Path) -> str:

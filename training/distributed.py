@@ -4,14 +4,19 @@ import contextlib
 import ctypes
 import inspect
 import os
+import re
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+
+TIMEOUT = timedelta(minutes=10)  # until a process that does not answer counts as lost
 
 
 @dataclass(frozen=True)
@@ -21,6 +26,7 @@ class World:
     rank: int
     size: int
     device: torch.device
+    store: dist.Store | None = None  # what all processes see, while any of their launchers lives
 
     @property
     def main(self) -> bool:
@@ -37,9 +43,13 @@ class World:
             x /= self.size
         return x
 
-    def any(self, flag: bool) -> bool:
-        """Whether any process says so. All processes must ask together."""
-        return bool(self.mean(torch.tensor(float(flag), device=self.device)) > 0)
+    def most(self, number: float) -> float:
+        """The largest `number` of all processes, which must ask together."""
+        if self.size == 1:
+            return float(number)
+        x = torch.tensor(float(number), device=self.device)
+        dist.all_reduce(x, dist.ReduceOp.MAX)
+        return x.item()
 
     def barrier(self) -> None:
         if self.size > 1:
@@ -48,6 +58,31 @@ class World:
     def close(self) -> None:
         if self.size > 1:
             dist.destroy_process_group()
+
+    @contextlib.contextmanager
+    def errors(self) -> Iterator[None]:
+        """Within it an error that all processes have is marked as `said` but on the main one; a lost process is named so."""
+        try:
+            yield
+        except (ValueError, OSError) as error:
+            error.said = self._main_says(str(error))
+            raise
+        except RuntimeError as error:
+            if self.size > 1 and (isinstance(error, dist.DistError) or "gloo" in str(error)):
+                raise ConnectionError("another process has ended, or does not answer: see its own error") from None
+            raise
+
+    def _main_says(self, text: str) -> bool:
+        """Whether this is not the main process, and the main process has the same error within a few seconds."""
+        if self.store is None:
+            return False
+        with contextlib.suppress(dist.DistError, RuntimeError):
+            if self.main:
+                self.store.set("error", text)
+            else:
+                self.store.wait(["error"], timedelta(seconds=3))
+                return self.store.get("error").decode() == text
+        return False
 
 
 def join_world(device: str = "auto") -> World:
@@ -60,21 +95,34 @@ def join_world(device: str = "auto") -> World:
         where = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if where.index is None else where
         torch.cuda.set_device(where)
         torch.set_float32_matmul_precision("high")  # TF32 for what stays float32
-    if size > 1:
-        dist.init_process_group("nccl" if where.type == "cuda" else "gloo")
-    return World(rank, size, where)
+    if size == 1:
+        return World(rank, size, where)
+    # torchrun keeps one store over its restarts: without a prefix of its own, a restarted process reads there the addresses
+    # of those that are gone, and waits for them.
+    store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
+    store = dist.PrefixStore(f"attempt_{restarts()}", store)
+    backend = "nccl" if where.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+    return World(rank, size, where, store)
+
+
+def restarts() -> int:
+    """How often torchrun has started this run's processes again (--max-restarts)."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 
 def pick_device(wish: str) -> torch.device:
     """`auto`: the GPU where there is one, else the CPU. ValueError for a GPU that torch does not see, and other names."""
     if wish == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if wish.startswith("cuda") and not torch.cuda.is_available():
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", wish):
+        raise ValueError(f"device={wish} is unknown: use auto, cpu or cuda")
+    count = torch.cuda.device_count()
+    if wish != "cpu" and not count:
         raise ValueError(f"device={wish}, but torch sees no CUDA GPU: use device=cpu or install a CUDA build of torch")
-    try:
-        return torch.device(wish)
-    except RuntimeError:
-        raise ValueError(f"device={wish} is unknown: use auto, cpu or cuda") from None
+    if int(wish.partition(":")[2] or 0) >= max(1, count):
+        raise ValueError(f"device={wish}, but torch sees {count} CUDA GPUs: use device=cuda:{count - 1} or less")
+    return torch.device(wish)
 
 
 def data_parallel(net: nn.Module, world: World) -> nn.Module:

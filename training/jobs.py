@@ -44,7 +44,7 @@ class Team:
     """The processes that run now; a signal to this process stops them, and train.py then leaves a checkpoint."""
 
     def __init__(self) -> None:
-        self.stopping = False
+        self.stopping = 0  # number of the signal that asked for it
         self._running: set[subprocess.Popen] = set()
         self._lock = threading.Lock()
 
@@ -83,8 +83,8 @@ class Team:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _stop(self, *_: Any) -> None:
-        self.stopping = True
+    def _stop(self, number: int, _: Any) -> None:
+        self.stopping = number
         for process in list(self._running):
             process.terminate()
 
@@ -117,7 +117,7 @@ def run_jobs(chains: Sequence[Sequence[Job]], jobs: int | None, name: str, total
         _wait([pool.submit(task, chain) for chain in chains], team, progress.tick)
         if team.stopping:
             print(f"{name}: stopped; the same command goes on", flush=True)
-            raise SystemExit(0)
+            raise SystemExit(128 + team.stopping)
 
 
 def _wait(futures: list[Future], team: Team, tick: Callable[[], None]) -> None:

@@ -1,7 +1,6 @@
 """What a run says: metrics.jsonl is the truth, the terminal line and wandb mirror it."""
 
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch
 
+from configs.files import json_text, read_json_lines, write_atomic
 from training.tracking import mirror, start_wandb
 
 try:
@@ -64,41 +64,38 @@ class Metrics:
         if self.path.exists():
             kept = _keep_until(self.path, first)
             self.seconds_before = max((line.get("time_s", 0.0) for line in kept), default=0.0)
-        self.file = self.path.open("a")
+        self.file = self.path.open("ab", buffering=0)  # a line that found no room is not tried again at the end
 
     def write(self, **line: Any) -> None:
-        """One line: `step` and whatever was measured; None values are left out."""
-        line = {key: value for key, value in line.items() if value is not None}
-        self.file.write(json.dumps(line) + "\n")
-        self.file.flush()
+        """One line: `step` and whatever was measured; None and what is not finite are left out. ValueError: no space."""
+        line = {key: value for key, value in json.loads(json_text(line)).items() if value is not None}
+        text = f"{json_text(line)}\n".encode()
+        try:
+            if self.file.write(text) < len(text):
+                raise OSError("no space left on device")
+        except OSError as error:
+            advice = "free space, then use resume=true; its checkpoints are kept"
+            raise ValueError(f"{self.path} cannot be written ({error}): {advice}") from None
         if self.wandb:
             mirror(self.wandb, line)
 
     def close(self) -> None:
         self.file.close()
         if self.wandb:
-            losses = [line["val_loss"] for line in read_lines(self.path) if "val_loss" in line]
+            losses = [line["val_loss"] for line in read_json_lines(self.path) if "val_loss" in line]
             self.wandb.summary.update({"best_val_loss": min(losses)} if losses else {})
             self.wandb.finish()
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl; one that a kill cut in half is not a line yet."""
-    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
-
-
 def last_val_loss(run_dir: Path) -> float:
     """The validation loss at the end of a finished run; NaN where none was written."""
-    path = run_dir / "metrics.jsonl"
-    losses = [line["val_loss"] for line in read_lines(path) if "val_loss" in line] if path.is_file() else []
+    losses = [line["val_loss"] for line in read_json_lines(run_dir / "metrics.jsonl") if "val_loss" in line]
     return losses[-1] if losses else float("nan")
 
 
 def _keep_until(path: Path, step: int) -> list[dict[str, Any]]:
-    kept = [line for line in read_lines(path) if 0 < step >= line["step"]]
-    partial = path.with_suffix(".partial")
-    partial.write_text("".join(f"{json.dumps(line)}\n" for line in kept))
-    os.replace(partial, path)
+    kept = [line for line in read_json_lines(path) if 0 < step >= line["step"]]
+    write_atomic(path, "".join(f"{json_text(line)}\n" for line in kept).encode())
     return kept
 
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import fmean, pstdev
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -27,9 +28,9 @@ ROWS = 16  # query rows of a window whose maps are looked at
 class MonitorConfig:
     """Readings of lambda, gates, path weights and attention maps during training, written to metrics.jsonl."""
 
-    every: int = 100  # steps between readings; 0: none
-    layers: int | None = 4  # layers read, of each variant in the stack; null: every layer
-    windows: int = 2  # windows of validation text that the layers are read on
+    every: Annotated[int, "[0, inf)"] = 100  # steps between readings; 0: none
+    layers: Annotated[int | None, "[1, inf)"] = 4  # layers read, of each variant in the stack; null: every layer
+    windows: Annotated[int, "[1, inf)"] = 2  # windows of validation text that the layers are read on
 
 
 class Monitor:
@@ -71,9 +72,6 @@ class Monitor:
 
 def monitor_of(cfg: MonitorConfig, model: Decoder, windows: Windows, device: torch.device) -> Monitor | None:
     """A monitor on windows of the validation text at even distances; None where `cfg.every` is 0."""
-    if cfg.every < 0 or min(1 if cfg.layers is None else cfg.layers, cfg.windows) < 1:
-        wrong = f"monitor={{every: {cfg.every}, layers: {cfg.layers}, windows: {cfg.windows}}} looks at nothing"
-        raise ValueError(f"{wrong}: use positive numbers, or monitor.every=0 for no monitoring")
     if not cfg.every:
         return None
     chosen = [inputs_and_targets(windows.window(i))[0] for i in evenly(len(windows), cfg.windows)]

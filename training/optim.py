@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
@@ -18,18 +19,18 @@ class OptimConfig:
     """
 
     name: str = "adamw"  # adamw | muon
-    lr: float = 1e-3  # peak learning rate of AdamW
-    muon_lr: float = 0.02  # peak learning rate of Muon
-    beta1: float = 0.9  # of AdamW
-    beta2: float = 0.95  # of AdamW
-    momentum: float = 0.95  # of Muon
-    eps: float = 1e-8  # of AdamW
-    weight_decay: float = 0.1  # decoupled, times the learning rate
-    clip: float = 1.0  # largest global gradient norm; 0: no limit
+    lr: Annotated[float, "[0, inf)"] = 1e-3  # peak learning rate of AdamW
+    muon_lr: Annotated[float, "[0, inf)"] = 0.02  # peak learning rate of Muon
+    beta1: Annotated[float, "[0, 1)"] = 0.9  # of AdamW
+    beta2: Annotated[float, "[0, 1)"] = 0.95  # of AdamW
+    momentum: Annotated[float, "[0, 1)"] = 0.95  # of Muon
+    eps: Annotated[float, "[0, inf)"] = 1e-8  # of AdamW
+    weight_decay: Annotated[float, "[0, inf)"] = 0.1  # decoupled, times the learning rate
+    clip: Annotated[float, "[0, inf)"] = 1.0  # largest global gradient norm; 0: no limit
     schedule: str = "cosine"  # cosine | linear | wsd
-    warmup: int = 100  # steps over which learning rates rise to their peaks
-    decay: float = 0.2  # wsd: last share of the steps, in which rates fall
-    min_lr: float = 0.1  # rate at the end, as a share of the peak
+    warmup: Annotated[int, "[0, inf)"] = 100  # steps over which learning rates rise to their peaks
+    decay: Annotated[float, "[0, 1]"] = 0.2  # wsd: last share of the steps, in which rates fall
+    min_lr: Annotated[float, "[0, 1]"] = 0.1  # rate at the end, as a share of the peak
 
 
 def build_optimizers(model: nn.Module, cfg: OptimConfig) -> list[torch.optim.Optimizer]:
@@ -97,15 +98,29 @@ def state_tensors(optimizers: list[torch.optim.Optimizer]) -> dict[str, Tensor]:
     return {f"{name}/{key}": value for name, key, value, _ in named_state(optimizers)}
 
 
-def load_state(optimizers: list[torch.optim.Optimizer], tensors: dict[str, Tensor]) -> None:
-    """The inverse of `state_tensors`, for optimizers over the same parameters."""
-    wanted = {name for opt in optimizers for group in opt.param_groups for name in group["names"]}
-    if wanted != {key.rsplit("/", 1)[0] for key in tensors}:
-        raise ValueError(
-            "the checkpoint's optimizer state is of other parameters: use init_from=RUN to take weights only"
-        )
+# What each optimizer remembers of a parameter: whether shaped like it, or a single number.
+REMEMBERED = {"AdamW": {"step": False, "exp_avg": True, "exp_avg_sq": True}, "Muon": {"momentum_buffer": True}}
+
+
+def state_shapes(optimizers: list[torch.optim.Optimizer]) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Names of `state_tensors` -> shape and type, of optimizers that have stepped at least once."""
+    shapes = {}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for name, p in zip(group["names"], group["params"], strict=True):
-                state = {k.rsplit("/", 1)[1]: v for k, v in tensors.items() if k.rsplit("/", 1)[0] == name}
-                optimizer.state[p] = {key: value.to(p.device) for key, value in state.items()}
+                for key, like_parameter in REMEMBERED[type(optimizer).__name__].items():
+                    shape = (p.shape, p.dtype) if like_parameter else (torch.Size(), torch.float32)
+                    shapes[f"{name}/{key}"] = shape
+    return shapes
+
+
+def load_state(optimizers: list[torch.optim.Optimizer], tensors: dict[str, Tensor]) -> None:
+    """The inverse of `state_tensors`, for optimizers over the same parameters (`state_shapes` has been compared)."""
+    of: dict[str, dict[str, Tensor]] = {}
+    for path, tensor in tensors.items():
+        name, key = path.rsplit("/", 1)
+        of.setdefault(name, {})[key] = tensor
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for name, p in zip(group["names"], group["params"], strict=True):
+                optimizer.state[p] = {key: value.to(p.device) for key, value in of.get(name, {}).items()}

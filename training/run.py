@@ -1,17 +1,18 @@
 """A training run as a folder: its configuration, its name, and how it begins, continues or branches off another run."""
 
 import hashlib
-import json
+import os
 import re
+import socket
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
 from hydra.core.hydra_config import HydraConfig
 
-from configs.files import read_json_lines, write_atomic
+from configs.files import FolderLock, json_text, read_json_lines, sweep, write_atomic
 from configs.provenance import machine, version
 from data.config import DataConfig
 from data.tokenizer import Tokenizer, load_tokenizer
@@ -19,7 +20,8 @@ from model.config import DecoderConfig
 from model.decoder import Decoder, matched
 from training import checkpoint
 from training.checkpoint import CheckpointConfig
-from training.distributed import World
+from training.distributed import World, restarts
+from training.guard import Guard
 from training.monitor import MonitorConfig
 from training.optim import OptimConfig
 from training.schedule import decay_start
@@ -34,15 +36,20 @@ class TrainConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
-    steps: int = 1000  # optimizer steps in all
-    batch_tokens: int = 16384  # per optimizer step, over all processes
-    micro_batch: int | None = None  # sequences per process and forward pass; None: all of them, no accumulation
-    seed: int = 1  # of the initial weights, the order of the data and dropout
-    eval_every: int = 250  # steps between validations; 0: none
-    eval_tokens: int = 262144  # validation tokens per validation
-    log_every: int = 10  # steps between lines of metrics.jsonl
-    needle_every: int = 0  # ask `needle_samples` needle questions every so many steps; 0: never
-    needle_samples: int = 64  # questions of each check
+    steps: Annotated[int, "[0, 99999999]"] = 1000  # optimizer steps in all
+    batch_tokens: Annotated[int, "[1, inf)"] = 16384  # per optimizer step, over all processes
+    micro_batch: Annotated[int | None, "[1, inf)"] = None  # sequences per process and forward pass; None: all
+    seed: Annotated[int, "[0, 4294967295]"] = 1  # of the initial weights, the order of the data and dropout
+    eval_every: Annotated[int, "[0, inf)"] = 250  # steps between validations; 0: none
+    eval_tokens: Annotated[int, "[1, inf)"] = 262144  # validation tokens per validation
+    nonfinite: Annotated[int, "[1, inf)"] = (
+        10  # so many updates in a row without a finite loss and gradient end the run
+    )
+    # skip updates whose loss or gradient norm lies so many standard deviations above the last 64; None: never
+    outlier_z: Annotated[float | None, "(0, 7.8]"] = None
+    log_every: Annotated[int, "[1, inf)"] = 10  # steps between lines of metrics.jsonl
+    needle_every: Annotated[int, "[0, inf)"] = 0  # ask `needle_samples` needle questions every so many steps; 0: never
+    needle_samples: Annotated[int, "[1, inf)"] = 64  # questions of each check
     runs: str = "runs"  # where run directories are made
     run_dir: str | None = None  # None: a name made of the overrides, in `runs`
     resume: bool = False  # continue the run in its directory from its newest checkpoint
@@ -55,7 +62,7 @@ class TrainConfig:
 
 
 # What decides the losses: a resumed run must have been started with the same values.
-DECIDES = ("model", "data", "optim", "steps", "batch_tokens", "seed")
+DECIDES = ("model", "data", "optim", "steps", "batch_tokens", "seed", "outlier_z")
 
 
 def fill_model(cfg: DecoderConfig, tokenizer: Tokenizer) -> DecoderConfig:
@@ -117,41 +124,62 @@ def _keys(schema: type, prefix: str = "") -> Iterator[str]:
 
 
 def start_or_resume(
-    cfg: TrainConfig, run_dir: Path, model: Decoder, optimizers: list, tokenizer: Tokenizer, world: World
-) -> int:
-    """Make the run directory, or load its newest checkpoint; returns the step to go on from.
+    cfg: TrainConfig, run_dir: Path, model: Decoder, optimizers: list, guard: Guard, tokenizer: Tokenizer, world: World
+) -> tuple[int, FolderLock | None]:
+    """Make the run directory, or load its newest whole checkpoint; returns the step to go on from, and the main process's lock.
 
     A new run takes its weights from `init_from`, or its first steps whole from `branch_from`, where one is given.
     """
-    config = asdict(cfg)
-    if cfg.resume and (run_dir / "config.yaml").exists():
+    config, lock = asdict(cfg), None
+    if world.main and run_dir.is_dir():
+        lock = lock_run(run_dir)
+    own = world.main and lock is not None and restarts() > 0 and lock.holder == launcher()
+    if (cfg.resume or world.most(own)) and (run_dir / "config.yaml").exists():
         refuse_other_config(run_dir, config)
-        if found := checkpoint.checkpoints(run_dir):
-            refuse_other_tokenizer(run_dir, tokenizer, cfg.data.dir)
-            return checkpoint.load(found[-1], model, optimizers)
+        refuse_other_tokenizer(run_dir, tokenizer, cfg.data.dir)
+        if folder := checkpoint.newest(run_dir, lambda f: checkpoint.load(f, model, optimizers), world.main):
+            guard.load(checkpoint.read_state(folder).get("guard", {}))
+            return checkpoint.read_state(folder)["step"], lock
     elif (run_dir / "metrics.jsonl").exists() and world.main:
         raise ValueError(f"{run_dir} already holds a run: continue it with resume=true, or choose another run_dir=...")
     if cfg.init_from and cfg.branch_from:
         raise ValueError("init_from= and branch_from= are both given: give one of them")
     first = 0
     if cfg.init_from:
-        found = checkpoint.checkpoints(Path(cfg.init_from))
-        if not found:
+        if not checkpoint.checkpoints(Path(cfg.init_from)):
             raise ValueError(f"init_from={cfg.init_from} has no checkpoint: give the folder of a trained run")
         refuse_other_tokenizer(Path(cfg.init_from), tokenizer, cfg.data.dir)
-        checkpoint.load(found[-1], model)
+        checkpoint.newest(Path(cfg.init_from), lambda f: checkpoint.load(f, model), world.main)
     if cfg.branch_from:
         first = checkpoint.load(trunk_checkpoint(cfg), model, optimizers)
     if world.main:
         run_dir.mkdir(parents=True, exist_ok=True)
-        write_atomic(run_dir / "config.yaml", yaml.safe_dump(config, sort_keys=False).encode())
-        if cfg.branch_from:
-            shared = [
-                line for line in read_json_lines(Path(cfg.branch_from) / "metrics.jsonl") if line["step"] <= first
-            ]
-            write_atomic(run_dir / "metrics.jsonl", "".join(f"{json.dumps(line)}\n" for line in shared).encode())
-            tokenizer.save(run_dir)
-    return first
+        lock = lock or lock_run(run_dir)
+        begin(cfg, run_dir, tokenizer, first)
+    return first, lock
+
+
+def begin(cfg: TrainConfig, run_dir: Path, tokenizer: Tokenizer, first: int) -> None:
+    """What a new run directory holds before its step `first`; a branch has the lines of its trunk until there."""
+    write_atomic(run_dir / "config.yaml", yaml.safe_dump(asdict(cfg), sort_keys=False).encode())
+    tokenizer.save(run_dir)
+    if cfg.branch_from:
+        lines = read_json_lines(Path(cfg.branch_from) / "metrics.jsonl")
+        shared = [json_text(line) for line in lines if line["step"] <= first]
+        write_atomic(run_dir / "metrics.jsonl", "".join(f"{line}\n" for line in shared).encode())
+
+
+def lock_run(run_dir: Path) -> FolderLock:
+    """The right to train in `run_dir`; what a killed trainer left there half written is removed."""
+    lock = FolderLock(run_dir, "trains in it")
+    for folder in (run_dir, run_dir / "checkpoints"):
+        sweep(folder)
+    return lock
+
+
+def launcher() -> str:
+    """The process that started this one, which over torchrun's restarts stays the same."""
+    return f"started by process {os.getppid()} on {socket.gethostname()}"
 
 
 def trunk_checkpoint(cfg: TrainConfig) -> Path:

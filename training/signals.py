@@ -1,24 +1,112 @@
-"""Signals that ask a training run to end."""
+"""Signals that ask a training run to end, or for a checkpoint; and a terminal that cannot keep it from either.
 
+SIGTERM, SIGINT: a checkpoint at the next step that all processes look at, then exit code 143 or 130. SIGHUP: a checkpoint,
+and the run goes on (a lost terminal ends no training; where it is ignored, as under nohup, it stays so). A second signal to
+end, or a step that does not end within `PATIENCE` seconds, ends the process at once, with the checkpoints that are there.
+"""
+
+import os
 import signal
-from typing import Any
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 from training.distributed import World
 
+ENDING = (signal.SIGINT, signal.SIGTERM)
+PATIENCE = 60.0  # seconds from a signal to the end of the step
+ECHO = 1.0  # seconds in which one request may arrive twice: from a terminal, and from who sends on what it got
 
-class StopSignal:
-    """SIGTERM and SIGINT ask the loop to leave at the next step that all processes look at."""
+Result = TypeVar("Result")
 
-    def __init__(self) -> None:
-        self.name = ""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._note)
 
-    def _note(self, number: int, _: Any) -> None:
-        self.name = signal.Signals(number).name
+class Interrupted(Exception):
+    """A wait that a signal ended."""
 
-    def asked(self, world: World, step: int, every: int) -> bool:
-        """Whether to stop now. Several processes agree at every `every`-th step only: agreeing waits for the device."""
-        if world.size == 1:
-            return bool(self.name)
-        return step % every == 0 and world.any(bool(self.name))
+
+class Signals:
+    """Notes signals; the loop asks with `agreed`, once per step, what all processes are to do."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.ending = 0  # number of the signal that asked this process to end; 0: none did
+        self.saving = False  # whether a checkpoint was asked for
+        self._waiting = False  # whether the main thread waits for something that may never come
+        self._since = 0.0
+        self._watchdog: threading.Timer | None = None
+        for number in ENDING:
+            signal.signal(number, self._end)
+        if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            signal.signal(signal.SIGHUP, self._save)
+
+    def _save(self, *_: Any) -> None:
+        self.saving = True
+
+    def _end(self, number: int, _: Any) -> None:
+        if self.ending:
+            # torchrun and scripts/ablate.py send on what a terminal has sent to all: that is no second request.
+            echo = number != self.ending or "TORCHELASTIC_RUN_ID" in os.environ
+            if not echo or time.monotonic() - self._since > ECHO:
+                os._exit(128 + number)
+            return
+        self.ending, self._since = number, time.monotonic()
+        self._watchdog = threading.Timer(PATIENCE, self._give_up)
+        self._watchdog.daemon = True
+        self._watchdog.start()
+        if self._waiting:
+            raise Interrupted
+
+    def _give_up(self) -> None:
+        name = signal.Signals(self.ending).name
+        os.write(2, f"error: {name}, and no step has ended in {PATIENCE:.0f} s: ended without a checkpoint\n".encode())
+        os._exit(128 + self.ending)
+
+    @contextmanager
+    def _wait(self) -> Iterator[None]:
+        self._waiting = True
+        try:
+            if self.ending:
+                raise Interrupted
+            yield
+        finally:
+            self._waiting = False
+
+    def wait_for(self, call: Callable[..., Result], *arguments: Any) -> Result:
+        """`call(*arguments)`, which may block; raises Interrupted as soon as a signal has asked to end.
+
+        One of several processes waits on: the others are in the step that it would leave.
+        """
+        if self.world.size > 1:
+            return call(*arguments)
+        with self._wait():
+            return call(*arguments)
+
+    def agreed(self, step: int, every: int) -> tuple[int, bool]:
+        """Number of the signal to end with (0: go on), and whether to save a checkpoint, the same on all processes.
+
+        Several processes agree at every `every`-th step only: agreeing waits for the device.
+        """
+        if self.world.size > 1 and step % every:
+            return 0, False
+        ending, saving = int(self.world.most(self.ending)), bool(self.world.most(self.saving))
+        self.saving = False
+        if ending and self._watchdog:
+            self._watchdog.cancel()  # the step has ended, and a checkpoint may take its time
+        return ending, saving or bool(ending)
+
+    def say(self, text: str) -> None:
+        """Print a line; where nobody reads any more (a closed or full pipe), the run goes on in silence."""
+        try:
+            if self.ending:  # after that wait for no reader
+                os.set_blocking(sys.stdout.fileno(), False)
+                print(text, flush=True)
+            else:
+                with self._wait():
+                    print(text, flush=True)
+        except (OSError, Interrupted):
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, sys.stdout.fileno())
+            os.close(null)

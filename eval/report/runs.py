@@ -8,12 +8,11 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
-import yaml
 
-from configs.files import read_json_lines
+from configs.files import read_json_lines, read_json_object, read_run_config
 from eval.common import INK, colour, run_name, variant
 from eval.report.statistics import spikes
 
@@ -29,8 +28,8 @@ LINES = ("-", "--", ":", "-.")  # the points of a grid
 class SpikeConfig:
     """A spike: a logged training loss more than `over` nats above the median of the `window` logged before it."""
 
-    window: int = 50  # logged steps before
-    over: float = 0.5  # nats
+    window: Annotated[int, "[1, inf)"] = 50  # logged steps before
+    over: Annotated[float, "(0, inf)"] = 0.5  # nats
 
 
 @dataclass
@@ -128,12 +127,17 @@ def read_run(folder: Path, spike: SpikeConfig | None = None) -> Run:
         raise ValueError(
             f"{folder} is not a run: give runs=[runs/A,runs/B] of training runs (python train.py makes one)"
         )
-    config = yaml.safe_load((folder / "config.yaml").read_text())
+    config = read_run_config(folder)
     lines, failure = list(read_json_lines(folder / "metrics.jsonl")), read_json(folder / DIVERGED)
     if not failure and not any("loss" in line for line in lines):
         raise ValueError(f"{folder} has no training metrics: train it first, or continue it with resume=true")
     others = sorted(path.stem for path in (folder / "eval").glob("*.json") if path.stem not in EVALUATIONS)
     evals = {name: read_json(folder / "eval" / f"{name}.json") for name in (*EVALUATIONS, *others)}
+    for name, content in evals.items():
+        keys = {"needle": ("cells",), "attention_noise": ("signed", "absolute")}.get(name, ())
+        results = content["results"] if content and isinstance(content.get("results"), dict) else None
+        if content and (results is None or not all(key in results for key in keys)):
+            raise ValueError(f"{folder / 'eval' / name}.json has no results: delete it and repeat the evaluation")
     return Run(
         folder=folder,
         label=run_name(folder),
@@ -155,10 +159,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
     """The content of a JSON file; None where there is no file. ValueError where the file is damaged."""
     if not path.is_file():
         return None
-    try:
-        return json.loads(path.read_text())
-    except ValueError:
-        raise ValueError(f"{path} is damaged: delete it and repeat the evaluation") from None
+    return read_json_object(path, "delete it and repeat the evaluation")
 
 
 def read_runs(folders: list[str]) -> list[Run]:

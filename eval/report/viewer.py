@@ -13,7 +13,7 @@ import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -49,7 +49,7 @@ class ViewerConfig:
     depths: list[float] = field(default_factory=lambda: [0.1, 0.5, 0.9])  # of the needle, one example each
     prompt: str | None = None  # your own words, as a further example
     text: str | None = None
-    seed: int = 0  # of the needle examples
+    seed: Annotated[int, "[0, 4294967295]"] = 0  # of the needle examples
     device: str = "auto"  # auto | cpu | cuda
 
 

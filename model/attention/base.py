@@ -7,7 +7,7 @@ of `Attention.mix` in which it differs.
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, NamedTuple, NoReturn, Self
+from typing import Annotated, Any, ClassVar, NamedTuple, NoReturn, Self
 
 import torch
 import torch.nn.functional as F
@@ -43,7 +43,7 @@ class AttentionConfig:
     attention_dropout: float = 0.0  # of the attention maps
     projection_dropout: float = 0.0  # of what the attention's output projection gives
     position: str = "rope"  # rope | alibi | learned (the decoder's, added to the embedding) | none
-    rope_theta: float = 10000.0  # base of the rotary frequencies
+    rope_theta: Annotated[float, "(0, inf)"] = 10000.0  # base of the rotary frequencies
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)  # slower rotations, for a longer context
     rope_layout: str = "half"  # half (Llama, GPT-NeoX) | interleaved (GPT-J, the published differential code)
     backend: str = "auto"  # auto, math, sdpa, one_call, two_calls, four_calls, blocked, flex, fused: see backends.py

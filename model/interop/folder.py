@@ -48,7 +48,7 @@ def read_config(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} has no config.json: {fix}")
     try:
         config = json.loads(file.read_text())
-    except ValueError:
+    except (ValueError, RecursionError):
         config = None
     if not isinstance(config, dict):
         raise ValueError(f"{file} is not JSON of a model: {SAVE_AGAIN}")
@@ -93,6 +93,9 @@ class Weights:
                 ) from None
             except (SafetensorError, OSError) as error:
                 raise ValueError(f"{file} cannot be read ({error}): copy the folder again") from None
+        for name, tensor in self.tensors.items():
+            if not tensor.isfinite().all():
+                raise ValueError(f"{path} holds numbers that are none (NaN, infinity) in {name}: use another model")
 
     def take(self, name: str) -> Tensor:
         """The tensor `name`, which is forgotten. ValueError if the folder lacks it."""

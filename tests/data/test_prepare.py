@@ -1,9 +1,11 @@
+import hashlib
 import json
 import random
 import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +15,8 @@ import pytest
 
 from data import prepare as module
 from data.config import DataConfig, TokenizerConfig
-from data.prepare import Document, check_folder, hold_out, pieces, prepare
+from data.holdout import Document, hold_out, measure
+from data.prepare import check_folder, pieces, prepare
 from data.shards import META, PROGRESS, Shard, open_split
 from data.tokenizer import build_tokenizer, load_tokenizer
 
@@ -259,9 +262,34 @@ def test_duplicates_stay_on_one_side():
 def test_few_documents_leave_neither_split_empty():
     for fraction in (1e-9, 0.999999):
         assert [d.split for d in hold_out(["a", "b", "c"], fraction)].count("val") in (1, 2)
-    assert [d.split for d in hold_out(["a", "b", "c"], 1e-9)] == ["train", "train", "val"]
+    assert [d.split for d in hold_out(["a", "b", "c"], 1e-9)].count("val") == 1
     assert [d.split for d in hold_out(["a", "b", "c"], 0)] == ["train"] * 3
     assert list(hold_out([], 0.1)) == []
+
+
+@pytest.mark.parametrize("count", [2, 3, 7, 40])
+@pytest.mark.parametrize("fraction", [0.005, 0.1, 0.5])
+def test_of_few_documents_validation_gets_its_share(count, fraction):
+    """Seven books: by whole ones, validation would have none of the text, or a seventh, or two."""
+    draw = random.Random(count)
+    books = [f"{i} " + " ".join(draw.choices(WORDS, k=draw.randint(500, 9000))) for i in range(count)]
+    documents = list(hold_out(books, fraction))
+    held = sum(document.bytes for document in documents if document.split == "val")
+    assert held == pytest.approx(fraction * sum(map(len, books)), rel=0.2)
+    assert "".join(document.text for document in documents) == "".join(books)
+    assert sum(not document.starts for document in documents) <= 1
+    shuffled = draw.sample(books, count)
+    assert sorted(hold_out(shuffled, fraction)) == sorted(documents)
+
+
+def test_many_documents_are_held_out_by_their_hash_alone():
+    """The very documents that were held out before documents were cut: shards stay as they are."""
+    texts = [f"document {i}" for i in range(3000)]
+    held = [text for text in texts if int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) / 2**64 < 0.1]
+    assert [document.text for document in hold_out(texts, 0.1) if document.split == "val"] == held
+    read = []
+    assert measure((read.append(text) or text for text in texts * 10), 0.1).below == 0.1
+    assert len(read) < 25_000, "so many documents of one length cannot miss the share: the rest need not be read"
 
 
 def test_a_single_document_is_cut_as_nanogpt_cuts():
@@ -296,14 +324,13 @@ def test_pieces_are_invisible_to_tokenizers(request, name, corpus, texts):
 
 
 def test_long_documents_are_tokenized_whole(cfg, tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "PIECE", 1000)
+    monkeypatch.setattr("data.tokenizer.PIECE", 1000)
     monkeypatch.setattr(module.pieces, "__defaults__", (1000,))
     texts = ["\n".join(DOCUMENTS[:60]), "\n".join(DOCUMENTS[60:])]
     (tmp_path / "a.txt").write_text(texts[0])
     (tmp_path / "b.txt").write_text(texts[1])
-    prepare(replace(cfg, path=f"{tmp_path}/?.txt", val_fraction=1e-9), quiet=True)
-    assert tokens(Path(cfg.dir), "train") == [256, *texts[0].encode()]
-    assert tokens(Path(cfg.dir), "val") == [256, *texts[1].encode()]
+    prepare(replace(cfg, path=f"{tmp_path}/?.txt", val_fraction=0), quiet=True)
+    assert tokens(Path(cfg.dir), "train") == [256, *texts[0].encode(), 256, *texts[1].encode()]
 
 
 def test_max_tokens_is_exact(cfg, tmp_path):
@@ -315,6 +342,32 @@ def test_max_tokens_is_exact(cfg, tmp_path):
     assert meta["splits"]["train"]["bytes"] == 12_345 - meta["splits"]["train"]["documents"]
     few = replace(cfg, dir=str(tmp_path / "few"), max_tokens=10)  # reads on until validation has a document
     assert prepare(few, quiet=True)["splits"]["val"]["documents"] == 1
+
+
+def test_a_long_document_takes_the_memory_of_a_chunk(cfg, tmp_path, monkeypatch):
+    for name, value in {
+        "data.tokenizer.PIECE": 2**15,
+        "data.prepare.PIECE": 2**15,
+        "data.sources.TEXT_LIMIT": 2**18,
+    }.items():
+        monkeypatch.setattr(name, value)
+    monkeypatch.setattr(module.pieces, "__defaults__", (2**15,))
+    book = tmp_path / "book.txt"
+    book.write_text("To be, or not to be, that is the question.\n" * 300_000)  # 13 MB
+    tracemalloc.start()
+    meta = prepare(replace(cfg, path=str(book), shard_tokens=10**6), quiet=True)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert meta["splits"]["val"]["bytes"] / book.stat().st_size == pytest.approx(0.2, rel=0.2)
+    assert peak < book.stat().st_size / 2, f"{peak:,} bytes"
+
+
+def test_progress_is_printed_in_lines_where_there_is_no_terminal(cfg, capsys, monkeypatch):
+    monkeypatch.setattr(module, "LINE_EVERY", 0.0)
+    prepare(cfg)
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith("mine: ") and "tokens, " in line for line in lines) > 20
+    assert "held out 22.11%" in lines[-1] and "of the bytes (data.val_fraction=0.2)" in lines[-1]
 
 
 def test_large_vocabularies_are_uint32(cfg, monkeypatch, gpt2):

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from data import sources
+from data import sources, stdlib
 from data.config import DataConfig
-from data.sources import clean, open_corpus
+from data.sources import open_corpus
+from data.stdlib import clean
 
 DOCUMENTS = ["one\ntwo\n", "naïve 你好", "three " * 50]
 
@@ -43,13 +44,13 @@ def test_stdlib_is_deterministic_and_leaves_out_what_is_not_the_library(tmp_path
     for name in ("b.py", "a/__init__.py", "test/t.py", "a/tests/t.py", "site-packages/p.py", "idlelib/i.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f'"""Text of {name}."""')
-    monkeypatch.setattr(sources.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    monkeypatch.setattr(stdlib.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     corpus = open_corpus(DataConfig("stdlib", "stdlib"))
     assert list(corpus) == list(corpus) == ["a\n\nText of a/__init__.py.", "b\n\nText of b.py."]
 
 
 def test_stdlib_has_no_topic_that_is_an_excerpt_of_another():
-    topics = sources._without_excerpts(["a\n\nlong section here\n\nmore", "long section here", "something else"])
+    topics = stdlib._without_excerpts(["a\n\nlong section here\n\nmore", "long section here", "something else"])
     assert topics == ["a\n\nlong section here\n\nmore", "something else"]
 
 
@@ -60,13 +61,13 @@ def test_docstrings_are_parsed_not_imported_and_not_repeated(tmp_path):
         b'class A:\n  """Title two."""\n  def f(self, x=1):\n    """F."""\n'
     )
     seen = set()
-    text = sources._docstrings(source, tmp_path, module, seen)
+    text = stdlib._docstrings(source, tmp_path, module, seen)
     assert (
         text
         == "package.module\n\nTitle.\n\nText.\n\npackage.module.A\n\nTitle two.\n\npackage.module.A.f(self, x=1)\n\nF."
     )
-    assert sources._docstrings(source, tmp_path, module, seen) == ""
-    assert sources._docstrings(b"def broken(:", tmp_path, module, seen) == ""
+    assert stdlib._docstrings(source, tmp_path, module, seen) == ""
+    assert stdlib._docstrings(b"def broken(:", tmp_path, module, seen) == ""
 
 
 def test_clean():
@@ -208,3 +209,39 @@ def test_shakespeare_takes_a_local_copy(tmp_path):
     assert list(open_corpus(DataConfig("shakespeare", "shakespeare", str(path)))) == [path.read_text()]
     with pytest.raises(FileNotFoundError, match="path=FILE"):
         open_corpus(DataConfig("shakespeare", "shakespeare", str(tmp_path / "no.txt")))
+
+
+def rows(tmp_path: Path, **options) -> list[str]:
+    return list(open_corpus(DataConfig("mine", "hf", **options)))
+
+
+@pytest.fixture
+def datasets(monkeypatch, tmp_path):
+    module = pytest.importorskip("datasets", reason="optional package datasets is not installed")
+    monkeypatch.setattr(sources, "_reach_hub", lambda: pytest.fail("a local data set needs no network"))
+    monkeypatch.setattr(module.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    module.disable_progress_bars()
+    return module
+
+
+def test_a_data_set_saved_to_disk_needs_no_network(tmp_path, datasets):
+    one = datasets.Dataset.from_dict({"text": DOCUMENTS, "id": [1, 2, 3]})
+    one.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"train": one, "test": one.select([0])}).save_to_disk(tmp_path / "two")
+    assert rows(tmp_path, dataset=str(tmp_path / "one")) == DOCUMENTS
+    assert rows(tmp_path, dataset=str(tmp_path / "two"), split="test") == DOCUMENTS[:1]
+    with pytest.raises(ValueError, match="column 'id' of .* holds int64, not text: use data.column="):
+        rows(tmp_path, dataset=str(tmp_path / "one"), column="id")
+    with pytest.raises(ValueError, match=r"cannot load data set .*two .*check data\.dataset"):
+        rows(tmp_path, dataset=str(tmp_path / "two"), split="none")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_builders_with_data_files_need_no_network(tmp_path, datasets, streaming):
+    files = str(jsonl(tmp_path / "mine.jsonl"))
+    assert rows(tmp_path, dataset="json", data_files=files, streaming=streaming) == DOCUMENTS
+    datasets.Dataset.from_dict({"text": DOCUMENTS}).to_parquet(tmp_path / "mine.parquet")
+    glob = str(tmp_path / "*.parquet")
+    assert rows(tmp_path, dataset="parquet", data_files=glob, streaming=streaming) == DOCUMENTS
+    with pytest.raises(ValueError, match="cannot load data set json"):
+        rows(tmp_path, dataset="json", data_files=str(tmp_path / "none*.jsonl"), streaming=streaming)

@@ -144,3 +144,9 @@ def test_every_number_is_pairs_of_digits(corpus: list[str]) -> None:
     for number in ("4817", "0907", "12", "6"):
         pieces = [tokenizer.decode([token]) for token in tokenizer.encode(f" {number}")]
         assert pieces == [f" {number[:2]}", number[2:]][: len(pieces)] and len(pieces) == (len(number) + 1) // 2
+
+
+def test_foreign_shards_are_gpt2s_where_a_bpe_is_configured(tmp_path, gpt2):
+    """data.dir=FOLDER alone, with the default data=stdlib: a bpe cannot be trained on somebody else's tokens."""
+    (tmp_path / "fineweb_train_000001.bin").write_bytes(b"")
+    assert load_tokenizer(tmp_path, TokenizerConfig("bpe", 4096)).fingerprint == gpt2.fingerprint

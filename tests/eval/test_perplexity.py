@@ -221,6 +221,17 @@ def test_each_text_keeps_its_result(make_run, call, tmp_path, shards):
     assert perplexity.result_name(cfg) == "perplexity_two-books"  # a pattern without a name of its own
 
 
+def test_two_texts_of_one_name_keep_two_results(make_run, call, tmp_path):
+    run = make_run("a")
+    for folder in ("dogs", "cats", "dogs"):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / "book.txt").write_text(f"A book about {folder} by the sea. " * 20)
+        call(perplexity, f"run={run}", f"text={tmp_path / folder / 'book.txt'}", "length=50")
+    first, second = sorted((run / "eval").iterdir(), key=lambda path: len(path.name))
+    assert results_of(run, first.stem)["text"] == "book.txt" and results_of(run, second.stem)["text"] == "cats/book.txt"
+    assert results_of(run, first.stem)["sha256"] != results_of(run, second.stem)["sha256"]
+
+
 def test_wrong_input_is_one_line(make_run, refused, tmp_path, shards):
     run = make_run("a")
     short, empty, binary = tmp_path / "short.txt", tmp_path / "empty.txt", tmp_path / "binary.txt"
@@ -235,13 +246,13 @@ def test_wrong_input_is_one_line(make_run, refused, tmp_path, shards):
     assert "one of them" in refused(perplexity, f"run={run}", f"text={short}", f"shards={shards}")
     assert "python -m data.prepare" in refused(perplexity, f"run={run}", f"shards={tmp_path / 'none'}")
     assert "length=0" in refused(perplexity, f"run={run}", "length=0")
-    assert "batch=32" in refused(perplexity, f"run={run}", "batch=0")
+    assert "batch=0 is out of range" in refused(perplexity, f"run={run}", "batch=0")
     assert "name=books" in refused(perplexity, f"run={run}", "name=a/b")
     assert "text= takes .txt" in refused(perplexity, f"run={run}", f"text={shards}")
     assert "under 'text'" in refused(perplexity, f"run={run}", f"text={run / 'metrics.jsonl'}")
-    assert "ngram=2" in refused(perplexity, f"run={run}", "ngram=1")
+    assert "ngram=1 is out of range" in refused(perplexity, f"run={run}", "ngram=1")
     assert "ngram=2" in refused(perplexity, f"run={run}", "ngram=8")  # 257^8 > 2^63
-    assert "frequent=1250" in refused(perplexity, f"run={run}", "frequent=-1")
+    assert "frequent=-1 is out of range" in refused(perplexity, f"run={run}", "frequent=-1")
     assert "run=" in refused(perplexity)
     assert not (run / "eval").exists()
 

@@ -1,0 +1,105 @@
+"""Which part of a text validation gets: whole documents by their hash, or, where these miss the share, with one cut."""
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import NamedTuple
+
+TOLERANCE = 0.2  # of the share asked for: what whole documents may miss
+SURE = 3.0  # standard deviations within the tolerance at which no more documents are measured
+
+
+class Document(NamedTuple):
+    text: str
+    split: str
+    bytes: int
+    starts: bool = True  # False: continues the document before it, so no end-of-text token goes in front
+
+
+@dataclass(frozen=True)
+class HoldOut:
+    """Documents whose hash, a number in [0, 1), is less than `below` are validation; equal documents stay on one side.
+
+    share: the part, from its end, that validation gets of the document whose hash is `below`. uncut: where this document
+    goes if it is too short to be cut; None where it is the only one.
+    """
+
+    below: float
+    share: Fraction = Fraction(0)
+    uncut: str | None = "train"
+
+    def documents(self, texts: Iterable[str]) -> Iterator[Document]:
+        """The documents of `texts`, in order, each with its split; the one that is cut comes as two."""
+        for text in texts:
+            number, size = _hashed(text)
+            if number == self.below and self.share:
+                yield from self._cut(text, size)
+            else:
+                yield Document(text, "val" if number < self.below else "train", size)
+
+    def _cut(self, text: str, size: int) -> Iterator[Document]:
+        first = int((1 - float(self.share)) * len(text))  # of a single document: nanoGPT's split of tinyshakespeare
+        if text[:first].strip() and text[first:].strip():
+            before = len(_utf8(text[:first]))
+            yield Document(text[:first], "train", before)
+            yield Document(text[first:], "val", size - before, starts=False)
+        elif self.uncut is None:
+            raise ValueError(f"the only document has {len(text)} characters, too few to hold some out: give more text")
+        else:
+            yield Document(text, self.uncut, size)
+
+
+def measure(texts: Iterable[str], fraction: float, limit: float = math.inf) -> HoldOut:
+    """How to hold out `fraction` of the bytes of `texts`, judged by the first `limit` bytes of them.
+
+    Every document below the fraction by its hash, if that gives the share within TOLERANCE, so that neither the order of
+    the documents nor their company matters. Else, as for a few books, documents in the order of their hash until the share
+    is full, where the last one is cut. Reading ends early once there are so many documents that chance cannot miss.
+    """
+    if not fraction:
+        return HoldOut(0.0)
+    sizes: Counter[float] = Counter()  # hash -> bytes
+    total = held = squares = 0
+    for text in texts:
+        number, size = _hashed(text)
+        sizes[number] += size
+        total, squares = total + size, squares + size * size
+        held += size if number < fraction else 0
+        fits = 0 < held < total and abs(held - fraction * total) <= TOLERANCE * fraction * total
+        if total > limit or (fits and squares * (1 - fraction) / fraction < (TOLERANCE / SURE * total) ** 2):
+            break
+    if not total or fits:
+        return HoldOut(fraction)
+    return _filled(sizes, Fraction(fraction) * total)
+
+
+def hold_out(texts: Iterable[str], fraction: float) -> Iterator[Document]:
+    """The documents of `texts`, which is read twice, with `fraction` of them held out as `measure` says."""
+    return measure(texts, fraction).documents(texts)
+
+
+def _filled(sizes: Counter[float], wanted: Fraction) -> HoldOut:
+    """Documents in the order of their hash until validation has `wanted` bytes."""
+    order = sorted(sizes)
+    for number in order:
+        if wanted <= sizes[number]:
+            break
+        wanted -= sizes[number]
+    share = wanted / sizes[number]
+    if len(order) == 1:
+        return HoldOut(number, share, uncut=None)
+    ends = {order[0]: "val", order[-1]: "train"}  # neither split stays empty
+    return HoldOut(number, share, uncut=ends.get(number, "val" if share >= 0.5 else "train"))
+
+
+def _hashed(text: str) -> tuple[float, int]:
+    """A number in [0, 1) that depends on the document alone, and the document's length in bytes."""
+    content = _utf8(text)
+    return int.from_bytes(hashlib.sha256(content).digest()[:8]) / 2**64, len(content)
+
+
+def _utf8(text: str) -> bytes:
+    return text.encode("utf-8", "replace")

@@ -1,0 +1,249 @@
+"""Faults on purpose, and what was survived: kills, numbers that are none, damaged checkpoints, restarts by torchrun.
+
+  python -m tests.faults kills=100 injections=40 damages=20 restarts=10 ends=1 seed=1
+
+ends=1: the ways to end of tests/faults/ends.py as well. Every trial is drawn from the seed. The table says how many trials
+ended as they must; a failed one is named, and the exit code is 1. The commands run in forks of this process, on the CPU, on
+a model of two layers.
+"""
+
+import importlib
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.conftest import ROOT, TINY
+from tests.faults.ends import ENDS
+from tests.faults.runs import STEPS, World, all_finite, call, ending, evaluated, launch, prepared, wait
+from training.checkpoint import checkpoints
+
+Trial = Callable[[World, random.Random], str]  # "" where it ended as it must, else what is wrong
+
+
+def compared(found: dict[str, str], wanted: dict[str, str]) -> str:
+    return ", ".join(f"another {key}" for key in wanted if found.get(key) != wanted[key])
+
+
+def killed(module: str, arguments: list[str], world: World, after: float) -> None:
+    process = launch(module, arguments, world.log)
+    time.sleep(after)
+    os.kill(process, signal.SIGKILL)
+    wait(process)
+
+
+def kill_training(world: World, draw: random.Random) -> str:
+    """One to three kills at any moment of the run."""
+    run = world.fresh("killed")
+    for _ in range(draw.randint(1, 3)):
+        killed("train", world.train(run, "resume=true"), world, draw.uniform(0, world.seconds["training"]))
+    if code := call("train", world.train(run, "resume=true"), world.log):
+        return f"exit code {code}"
+    return compared(ending(run), ending(world.whole))
+
+
+def kill_checkpoint(world: World, draw: random.Random) -> str:
+    """A kill while a checkpoint is written."""
+    run, begun = world.fresh("killed"), draw.randrange(1, STEPS)
+    process = launch("train", world.train(run, "resume=true"), world.log)
+    while not list(run.glob(f"checkpoints/.step_{begun:08d}.*")) and os.waitpid(process, os.WNOHANG) == (0, 0):
+        time.sleep(0.0005)
+    os.kill(process, signal.SIGKILL)
+    wait(process)
+    if code := call("train", world.train(run, "resume=true"), world.log):
+        return f"exit code {code}"
+    return compared(ending(run), ending(world.whole))
+
+
+def kill_preparation(world: World, draw: random.Random) -> str:
+    shards = world.fresh("killed_shards")
+    killed("data.prepare", world.prepare(shards), world, draw.uniform(0, world.seconds["preparation"]))
+    if code := call("data.prepare", world.prepare(shards), world.log):
+        return f"exit code {code}"
+    return compared(prepared(shards), prepared(world.shards))
+
+
+def kill_evaluation(world: World, draw: random.Random) -> str:
+    run = world.fresh("evaluated")
+    shutil.copytree(world.whole, run, ignore=shutil.ignore_patterns("eval"))
+    killed("eval.perplexity", world.evaluate(run), world, draw.uniform(0, world.seconds["evaluation"]))
+    if code := call("eval.perplexity", world.evaluate(run), world.log):
+        return f"exit code {code}"
+    return compared(evaluated(run), evaluated(world.whole))
+
+
+def kill_ablation(world: World, draw: random.Random) -> str:
+    """A study of two arms, killed with all that it started."""
+    runs = world.fresh("study")
+    train = ",".join(f'"{o}"' for o in (*TINY, f"data.dir={world.shards}", "steps=6", "checkpoint.every=1"))
+    command = [
+        sys.executable, "scripts/ablate.py", "experiment=retrieval", "~arms", "~common", "seeds=1", f"runs={runs}",
+        '+arms={a:["model=baseline"],b:["model=diff"]}', f"train=[{train}]", "evaluations=[]", "~metrics",
+        "+metrics={valid:train.val_loss}", "name=toy",
+    ]  # fmt: skip
+    options = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    if "study" not in world.seconds:
+        begin, whole = time.monotonic(), world.fresh("whole_study")
+        done = subprocess.run([a.replace(str(runs), str(whole)) for a in command], check=False, **options)
+        if done.returncode:
+            return f"without a kill: {done.stdout}"
+        world.seconds["study"] = time.monotonic() - begin
+    process = subprocess.Popen(command, start_new_session=True, **options)
+    time.sleep(draw.uniform(0, world.seconds["study"]))
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    done = subprocess.run(command, check=False, **options)
+    if done.returncode:
+        return done.stdout
+    folders = ("a-s1", "b-s1")
+    return "; ".join(
+        compared(ending(runs / "toy" / f), ending(world.folder / "whole_study" / "toy" / f)) for f in folders
+    ).strip("; ")
+
+
+def poison(kind: str, steps: set[int]) -> Callable[[], None]:
+    """What spoils the gradients, the loss or the weights of these steps (from 1), in the process that trains."""
+
+    def install() -> None:
+        import torch
+
+        clip, seen = torch.nn.utils.clip_grad_norm_, [0]
+
+        def spoiled(parameters: object, limit: float) -> torch.Tensor:
+            parameters = list(parameters)
+            seen[0] += 1
+            if seen[0] in steps:
+                target = parameters[seen[0] % len(parameters)]
+                if kind == "weight":
+                    target.data.view(-1)[0] = float("nan")
+                elif kind == "spike":
+                    target.grad *= 1e9
+                else:
+                    target.grad.view(-1)[0] = float(kind)
+            return clip(parameters, limit)
+
+        torch.nn.utils.clip_grad_norm_ = spoiled
+
+    return install
+
+
+def inject(world: World, draw: random.Random) -> str:
+    """NaN, inf or a spike in the gradients, or a NaN in the weights, once or in a row; the last step may be among them."""
+    run, kind = world.fresh("injected"), draw.choice(("nan", "inf", "-inf", "spike", "weight"))
+    first = draw.randint(1, STEPS)
+    steps = set(range(first, min(STEPS, first + draw.choice((0, 0, 1, 5))) + 1))
+    start = world.log.stat().st_size
+    code = call("train", world.train(run, "nonfinite=4"), world.log, poison(kind, steps))
+    said = world.log.read_bytes()[start:].decode()
+    errors = len(re.findall(r"^error: ", said, re.M))
+    if not all_finite(run) or "Traceback" in said:
+        return f"{kind} at {sorted(steps)}: a harmed checkpoint, or a traceback"
+    recovers = kind == "spike" or (kind != "weight" and len(steps) < 4 and STEPS not in steps)
+    if recovers == bool(code) or errors != (not recovers):
+        return f"{kind} at {sorted(steps)}: exit code {code}, {errors} lines of errors"
+    return ""
+
+
+def damage(world: World, draw: random.Random) -> str:
+    """Any damage to the newest checkpoint of a run that is not finished."""
+    from tests.training.test_checkpoint import DAMAGES
+
+    run, kind = world.fresh("damaged"), draw.choice(sorted(DAMAGES))
+    shutil.copytree(world.whole, run)
+    newest = checkpoints(run)[-1]
+    try:
+        DAMAGES[kind](newest)
+    except KeyError:  # this model has no such tensor
+        (newest / "model.safetensors").write_bytes(b"")
+    start = world.log.stat().st_size
+    if code := call("train", world.train(run, "resume=true"), world.log):
+        return f"{kind}: exit code {code}"
+    warnings = world.log.read_bytes()[start:].decode().count("warning: ")
+    return compared(ending(run), ending(world.whole)) or ("" if warnings == 1 else f"{kind}: {warnings} warnings")
+
+
+def restart(world: World, draw: random.Random) -> str:
+    """torchrun with two processes, one of which is killed."""
+    run, at = world.fresh("restarted"), draw.randrange(2, STEPS - 2)
+    more = ["resume=true"] if draw.random() < 0.5 else []
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=1", "train.py"]
+    with world.log.open("a") as log:
+        options = {"cwd": ROOT, "stdout": log, "stderr": log, "env": {**os.environ, "OMP_NUM_THREADS": "1"}}
+        agent = subprocess.Popen([sys.executable, *torchrun, *world.train(run, *more)], **options)
+        while not (run / "checkpoints" / f"step_{at:08d}").exists() and agent.poll() is None:
+            time.sleep(0.005)
+        workers = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
+        os.kill(int(draw.choice(workers)), signal.SIGKILL)
+        try:
+            code = agent.wait(timeout=180)
+        except subprocess.TimeoutExpired:
+            agent.terminate()
+            return "no end within 180 s"
+    return f"exit code {code}" if code else ("" if checkpoints(run)[-1].name == f"step_{STEPS:08d}" else "not finished")
+
+
+# Fault, trials of 100 kills (or their own number), what does it, and what must be true.
+KILLS = (
+    ("kill in training", 40, kill_training),
+    ("kill in a checkpoint", 30, kill_checkpoint),
+    ("kill in preparation", 15, kill_preparation),
+    ("kill in evaluation", 10, kill_evaluation),
+    ("kill of an ablation", 5, kill_ablation),
+)
+OTHERS = (
+    ("injections", "NaN, inf, spike", inject),
+    ("damages", "damaged newest checkpoint", damage),
+    ("restarts", "elastic restart", restart),
+)
+
+
+def plan(asked: dict[str, int]) -> list[tuple[str, int, Trial]]:
+    """Fault, trials, trial: the kills are shared out over the commands."""
+    left, rows = asked["kills"], []
+    for name, share, trial in KILLS:
+        count = min(left, -(-asked["kills"] * share // 100))
+        left -= count
+        rows.append((name, count, trial))
+    ends = [(name, 1, lambda world, _, trial=trial: trial(world)) for name, trial in ENDS.items() if asked["ends"]]
+    return [*rows, *((name, asked[key], trial) for key, name, trial in OTHERS), *ends]
+
+
+def main() -> int:
+    asked = {"kills": 100, "injections": 40, "damages": 20, "restarts": 10, "ends": 1, "seed": 1}
+    for argument in sys.argv[1:]:
+        key, _, value = argument.partition("=")
+        if key not in asked or not value.isdecimal():
+            print(
+                f"error: {argument} is unknown: use kills=100 injections=40 damages=20 restarts=10 ends=1",
+                file=sys.stderr,
+            )
+            return 2
+        asked[key] = int(value)
+    failures = []
+    with tempfile.TemporaryDirectory() as folder:
+        for module in ("data.prepare", "eval.perplexity", "train"):  # once for all forks
+            importlib.import_module(module)
+        world = World(Path(folder) / "world")
+        print("| fault | trials | survived | seconds |\n| --- | --- | --- | --- |", flush=True)
+        for name, count, trial in plan(asked):
+            begin, survived = time.monotonic(), 0
+            for number in range(count):
+                wrong = trial(world, random.Random(f"{asked['seed']} {name} {number}"))
+                survived += not wrong
+                failures += [f"{name}, trial {number}: {wrong}"] if wrong else []
+            print(f"| {name} | {count} | {survived} | {time.monotonic() - begin:.0f} |", flush=True)
+        if failures:
+            print("\n".join(failures), file=sys.stderr)
+            print(world.log.read_text()[-4000:], file=sys.stderr)
+    return bool(failures)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,232 @@
+"""Ends of a training run other than its own: each scenario returns "" where it ended as it must, else what is wrong."""
+
+import os
+import resource
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.faults.runs import STEPS, World, call, ending, launch, wait
+from training.checkpoint import checkpoints
+
+LONG = ("steps=100000", "checkpoint.every=0")
+
+
+def said(world: World, since: int) -> str:
+    return world.log.read_bytes()[since:].decode()
+
+
+def until(condition: Callable[[], object], limit: float = 60.0) -> None:
+    end = time.monotonic() + limit
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.01)
+
+
+def started(run: Path, lines: int = 4) -> Callable[[], bool]:
+    """Whether the run has written so many lines."""
+    path = run / "metrics.jsonl"
+    return lambda: path.exists() and path.read_bytes().count(b"\n") >= lines
+
+
+def by_signal(number: int) -> Callable[[World], str]:
+    def scenario(world: World) -> str:
+        """The signal leaves a checkpoint and its exit code, and a resumed run ends as if there had been none."""
+        run = world.fresh("end")
+        process = launch("train", world.train(run, "checkpoint.every=0"), world.log)
+        until(started(run))
+        os.kill(process, number)
+        code = wait(process)
+        if code != 128 + number or not checkpoints(run):
+            return f"exit code {code}, {len(checkpoints(run))} checkpoints"
+        code = call("train", world.train(run, "checkpoint.every=0", "resume=true"), world.log)
+        wanted, found = ending(world.whole), ending(run)
+        return "" if not code and wanted["weights"] == found["weights"] else f"resumed: exit code {code}, {found}"
+
+    return scenario
+
+
+def second_signal(world: World) -> str:
+    """A second one ends at once, even while a checkpoint is written."""
+
+    def slow() -> None:
+        from training import checkpoint
+
+        checkpoint.save = lambda *_, **__: time.sleep(60)
+
+    run = world.fresh("end")
+    process = launch("train", world.train(run, *LONG), world.log, slow)
+    until(started(run))
+    os.kill(process, signal.SIGTERM)
+    time.sleep(0.5)
+    os.kill(process, signal.SIGTERM)
+    begin = time.monotonic()
+    code = wait(process)
+    return "" if code == 143 and time.monotonic() - begin < 5 and not checkpoints(run) else f"exit code {code}"
+
+
+def blocked_loader(world: World) -> str:
+    """A file system that does not answer keeps no signal waiting, and the steps that were done are kept."""
+
+    def block() -> None:
+        from data import loader
+
+        real = loader.Loader.__call__
+        loader.Loader.__call__ = lambda self, step, micro=0: (
+            real(self, step, micro) if step < 5 else threading.Event().wait()
+        )
+
+    run = world.fresh("end")
+    process = launch("train", world.train(run, *LONG), world.log, block)
+    until(started(run, 6))
+    time.sleep(0.2)
+    os.kill(process, signal.SIGTERM)
+    code = wait(process, 20)
+    found = [folder.name for folder in checkpoints(run)]
+    return "" if code == 143 and found == ["step_00000005"] else f"exit code {code}, {found}"
+
+
+def into_pipe(world: World, run: Path, read: Callable[[int], None], *more: str) -> tuple[int, int]:
+    """A run whose output goes into a small pipe; (process, read end)."""
+    ends = os.pipe()
+    process = launch("train", world.train(run, *more), world.log, lambda: (os.dup2(ends[1], 1), os.close(ends[0])))
+    os.close(ends[1])
+    read(ends[0])
+    return process, ends[0]
+
+
+def full_pipe(world: World) -> str:
+    """Nobody reads the output: the run stands still until a signal ends it, with a checkpoint."""
+    import fcntl
+
+    run = world.fresh("end")
+    process, end = into_pipe(world, run, lambda fd: fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, 4096), *LONG)
+    until(started(run, 20))
+    size = -1
+    while size != (size := (run / "metrics.jsonl").stat().st_size):
+        time.sleep(0.3)
+    os.kill(process, signal.SIGTERM)
+    code = wait(process, 20)
+    os.close(end)
+    return "" if code == 143 and checkpoints(run) else f"exit code {code}, {len(checkpoints(run))} checkpoints"
+
+
+def closed_output(world: World) -> str:
+    """The reader has left (| head -1): the run goes on to its end."""
+    run = world.fresh("end")
+    process, _ = into_pipe(world, run, os.close)
+    code = wait(process)
+    return compared_end(run, world, code)
+
+
+def compared_end(run: Path, world: World, code: int) -> str:
+    return "" if not code and ending(run) == ending(world.whole) else f"exit code {code}"
+
+
+def hangup_and_second_trainer(world: World) -> str:
+    """SIGHUP writes a checkpoint and the run goes on; meanwhile a second trainer of the folder is refused."""
+    run = world.fresh("end")
+    process = launch("train", world.train(run, *LONG), world.log)
+    until(started(run))
+    os.kill(process, signal.SIGHUP)
+    until(lambda: checkpoints(run))
+    start = world.log.stat().st_size
+    second = call("train", world.train(run, *LONG, "resume=true"), world.log)
+    refused = second == 2 and "is in use: another process" in said(world, start)
+    os.kill(process, signal.SIGINT)
+    code = wait(process)
+    return "" if refused and code == 130 and len(checkpoints(run)) == 2 else f"second {second}, first {code}"
+
+
+def full_disk(bytes_allowed: int, names: str) -> Callable[[World], str]:
+    def scenario(world: World) -> str:
+        """A write that finds no room is one line; the checkpoint before is kept, and nothing half written."""
+
+        def limit() -> None:  # a file that grows beyond it fails as on a full disk
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_allowed, bytes_allowed))
+
+        run = world.fresh("end")
+        if call("train", world.train(run, "checkpoint.every=4", "checkpoint.keep=0", "steps=8"), world.log):
+            return "the run without a fault failed"
+        shutil_remove(run / "checkpoints" / "step_00000008")
+        start, log = world.log.stat().st_size, world.log
+        if names == "metrics":
+            text = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+            (run / "metrics.jsonl").write_text(
+                text[0][:-2] + ', "note": "' + "x" * (bytes_allowed - 2000) + '"}\n' + "".join(text[1:])
+            )
+        process = launch(
+            "train",
+            world.train(run, "checkpoint.every=4", "checkpoint.keep=0", "steps=8", "resume=true"),
+            separate(log),
+            limit,
+        )
+        code = wait(process)
+        errors = separate(log).read_text()
+        separate(log).unlink()
+        litter = list(run.rglob(".*.part"))
+        found = [folder.name for folder in checkpoints(run)]
+        ok = code == 2 and errors.count("error: ") == 1 and "Traceback" not in errors and found == ["step_00000004"]
+        return "" if ok and not litter and start >= 0 else f"exit code {code}, {found}, {litter}: {errors[-500:]}"
+
+    return scenario
+
+
+def separate(log: Path) -> Path:
+    return log.with_name("limited.txt")
+
+
+def shutil_remove(folder: Path) -> None:
+    for path in folder.iterdir():
+        path.unlink()
+    folder.rmdir()
+
+
+def short_shard(world: World) -> str:
+    """A shard that loses its end while the run reads it is one line."""
+    run, shards = world.fresh("end"), world.fresh("short")
+    shards.mkdir()
+    for path in world.shards.iterdir():
+        (shards / path.name).write_bytes(path.read_bytes())
+    start = world.log.stat().st_size
+    arguments = [a for a in world.train(run, *LONG) if not a.startswith("data.dir=")]
+    process = launch("train", [*arguments, f"data.dir={shards}"], world.log)
+    until(started(run))
+    for path in shards.glob("*train*.bin"):
+        os.truncate(path, 2000)
+    code, text = wait(process, 30), said(world, start)
+    return "" if code == 2 and "truncated" in text and "Traceback" not in text else f"exit code {code}: {text[-500:]}"
+
+
+def litter(world: World) -> str:
+    """What a killed process left half written is swept by the next."""
+    import socket
+
+    run = world.fresh("end")
+    (run / "checkpoints").mkdir(parents=True)
+    gone = launch("train", ["steps=-1"], world.log)
+    wait(gone)
+    for name in (
+        f"checkpoints/.step_00000003.{socket.gethostname()}.{gone}.part",
+        f".config.yaml.{socket.gethostname()}.{gone}.part",
+    ):
+        (run / name).write_text("half")
+    return compared_end(run, world, call("train", world.train(run), world.log))
+
+
+ENDS: dict[str, Callable[[World], str]] = {
+    "SIGTERM": by_signal(signal.SIGTERM),
+    "SIGINT": by_signal(signal.SIGINT),
+    "second signal": second_signal,
+    "blocked loader": blocked_loader,
+    "full pipe": full_pipe,
+    "closed output": closed_output,
+    "SIGHUP, second trainer": hangup_and_second_trainer,
+    "full disk, checkpoint": full_disk(30_000, "checkpoint"),
+    "full disk, metrics": full_disk(400_000, "metrics"),
+    "short shard": short_shard,
+    "litter": litter,
+}
+assert STEPS > 8

@@ -1,0 +1,408 @@
+"""Files that were made to harm: each gives one line, without a traceback, a hang or a flood of memory."""
+
+import bz2
+import gzip
+import json
+import lzma
+import pickle
+import struct
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from data.config import DataConfig
+from data.shards import META, PROGRESS, Shard, open_split
+from data.sources import open_corpus
+from data.tokenizer import FILE, Tokenizer, load_tokenizer, read_tokenizer
+from eval.report.runs import read_run
+from eval.report.viewer import ViewerConfig, viewer_of
+from model.interop.folder import Weights, read_config
+from training.checkpoint import load_run
+
+DEEP = "[" * 100_000 + "]" * 100_000
+MOST = 200e6  # bytes of memory that refusing a file may take
+
+
+def refused(act: Callable[[], Any], says: str = "") -> None:
+    """`act` raises one line, and takes no more than MOST."""
+    tracemalloc.start()
+    try:
+        with pytest.raises((ValueError, OSError)) as caught:
+            act()
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert "\n" not in str(caught.value) and says in str(caught.value), str(caught.value)
+    assert len(str(caught.value)) < 1000 and peak < MOST
+
+
+# ---------------------------------------- texts
+
+
+def read(path: Path, **options: Any) -> int:
+    return sum(1 for _ in open_corpus(DataConfig("mine", "text", str(path), **options)))
+
+
+def damaged(content: bytes, at: float = 0.5) -> bytes:
+    middle = int(len(content) * at)
+    return content[:middle] + b"\xff\x00\xaa\x55" * 8 + content[middle + 32 :]
+
+
+RANDOM = np.random.default_rng(0).bytes(200_000).hex().encode()
+ZEROS = b"a" * (80 * 2**20)
+TEXTS: dict[str, tuple[bytes | Callable[[], bytes], str]] = {
+    "bomb.txt.gz": (lambda: gzip.compress(ZEROS), "data.expansion"),
+    "bomb.txt.bz2": (lambda: bz2.compress(ZEROS), "data.expansion"),
+    "bomb.jsonl.xz": (lambda: lzma.compress(ZEROS, preset=0), "longer than"),
+    "damaged.txt.gz": (lambda: damaged(gzip.compress(RANDOM)), "truncated or not"),
+    "damaged.txt.bz2": (lambda: damaged(bz2.compress(RANDOM)), "truncated or not"),
+    "damaged.txt.xz": (lambda: damaged(lzma.compress(RANDOM)), "truncated or not"),
+    "cut.txt.gz": (lambda: gzip.compress(RANDOM)[:-100], "truncated or not"),
+    "cut.txt.bz2": (lambda: bz2.compress(RANDOM)[:-100], "truncated or not"),
+    "cut.txt.xz": (lambda: lzma.compress(RANDOM)[:-100], "truncated or not"),
+    "no.txt.gz": (b"this is plain text", "truncated or not"),
+    "no.txt.bz2": (b"this is plain text", "truncated or not"),
+    "no.txt.xz": (b"this is plain text", "truncated or not"),
+    "nul.txt": (b"\xff\xfe\x00\x00" * 100, "UTF-8"),
+    "long.jsonl": (lambda: b'{"text": "' + ZEROS + b'"}\n', "data.longest_line"),
+    "endless.jsonl": (lambda: ZEROS, "data.longest_line"),
+    "deep.jsonl": (f'{{"text": {DEEP}}}\n'.encode(), "line 1 is not JSON"),
+    "latin.jsonl": (b'{"text": "\xe9t\xe9"}\n', "UTF-8"),
+    "huge-number.jsonl": (b'{"text": ' + b"9" * 10_000 + b"}\n", "line 1"),
+    "number.jsonl": (b'{"text": 5}\n', "no text under 'text'"),
+    "list.jsonl": (b'{"text": ["a"]}\n', "no text under 'text'"),
+    "array.jsonl": (b'["text"]\n', "no text under 'text'"),
+    "keys.jsonl": (json.dumps({f"key{i}": 1 for i in range(50_000)}).encode() + b"\n", "no text under 'text'"),
+    "newlines.jsonl": (json.dumps({"a\nb": 1}).encode() + b"\n", "no text under 'text'"),
+    "no.parquet": (b"PAR1 this is none", "not a parquet file"),
+    "empty.parquet": (b"", "is empty"),
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_text(tmp_path, name):
+    content, says = TEXTS[name]
+    (tmp_path / name).write_bytes(content() if callable(content) else content)
+    refused(lambda: read(tmp_path / name), says)
+
+
+def test_a_ten_megabyte_line_is_read_and_the_limit_has_an_option(tmp_path):
+    path = tmp_path / "long.jsonl"
+    path.write_text(json.dumps({"text": "a" * 10_000_000}) + "\n")
+    assert read(path) == 1
+    refused(lambda: read(path, longest_line=1_000_000), "data.longest_line")
+
+
+def test_what_unpacks_far_can_be_allowed(tmp_path):
+    path = tmp_path / "log.txt.gz"
+    path.write_bytes(gzip.compress(ZEROS))
+    assert read(path, expansion=2000) > 0
+
+
+def parquet_file(path: Path, column: list, **options: Any) -> Path:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table({"text": column}), path, **options)
+    return path
+
+
+@pytest.mark.parametrize("column", [[1, 2], [1.5], [True], [["a"]], [b"\xff"], [{"a": "b"}]])
+def test_parquet_without_text(tmp_path, column):
+    path = parquet_file(tmp_path / "a.parquet", column)
+    refused(lambda: read(path), "not text: use data.column=")
+
+
+def test_parquet_bombs(tmp_path):
+    """A kilobyte that holds a million rows of a megabyte, as a dictionary; and a page of zeros."""
+    path = parquet_file(tmp_path / "rows.parquet", ["a" * 100_000] * 2000)
+    refused(lambda: read(path), "data.expansion")
+    refused(lambda: read(path, longest_line=50_000), "data.longest_line")
+    path = parquet_file(
+        tmp_path / "page.parquet",
+        [f"{i}" + "a" * 1_000_000 for i in range(70)],
+        compression="zstd",
+        use_dictionary=False,
+    )
+    refused(lambda: read(path), "data.expansion")
+
+
+@pytest.mark.parametrize("at", [0.1, 0.5, 0.9])
+def test_damaged_parquet(tmp_path, at):
+    draw = np.random.default_rng(0)
+    path = parquet_file(tmp_path / "a.parquet", [draw.bytes(50).hex() for _ in range(3000)], compression="gzip")
+    path.write_bytes(damaged(path.read_bytes(), at))
+    refused(lambda: read(path), "")
+
+
+# ---------------------------------------- prepared text
+
+META_LIES: dict[str, Callable[[dict], Any]] = {
+    "outside": lambda meta: meta["splits"]["train"]["shards"][0].update(file="../../secret.bin"),
+    "absolute": lambda meta: meta["splits"]["train"]["shards"][0].update(file="/etc/passwd"),
+    "file is a number": lambda meta: meta["splits"]["train"]["shards"][0].update(file=5),
+    "no file": lambda meta: meta["splits"]["train"]["shards"][0].pop("file"),
+    "missing": lambda meta: meta["splits"]["train"]["shards"][0].update(file="train_000009.bin"),
+    "shards are text": lambda meta: meta["splits"]["train"].update(shards="train_000000.bin"),
+    "splits are a list": lambda meta: meta.update(splits=[1, 2]),
+    "no splits": lambda meta: meta.pop("splits"),
+    "fingerprint is a number": lambda meta: meta["tokenizer"].update(fingerprint=5),
+    "other fingerprint": lambda meta: meta["tokenizer"].update(fingerprint="00" * 32),
+    "tokenizer is text": lambda meta: meta.update(tokenizer="bpe"),
+    "deep": lambda meta: DEEP,
+    "a list": lambda meta: "[]",
+    "binary": lambda meta: "\udcff\udc00",
+}
+
+
+@pytest.mark.parametrize("lie", META_LIES)
+def test_meta_that_lies(shards, lie):
+    meta = json.loads((shards / META).read_text())
+    text = META_LIES[lie](meta)
+    text = text if isinstance(text, str) and text[0] in "[\udcff" else json.dumps(meta)
+    (shards / META).write_bytes(text.encode("utf-8", "surrogateescape"))
+    refused(lambda: open_split(shards, "train"))
+
+
+def header(**ints: int) -> bytes:
+    values = np.zeros(256, dtype="<i4")
+    values[:3] = 20240520, 1, 1000
+    for name, value in ints.items():
+        values[int(name[1:])] = value
+    return values.tobytes() + bytes(2000)
+
+
+SHARDS = {
+    "count": header(i2=2**31 - 1),
+    "negative count": header(i2=-5),
+    "version": header(i1=99),
+    "magic": header(i0=7),
+    "vocabulary": header(i3=0x44494646, i4=-1),
+    "checksum": header(i3=0x44494646, i4=300, i5=1),
+    "half a header": header()[:700],
+    "half": header()[:1500],
+    "pickle": pickle.dumps([1] * 2000),
+    "empty": b"",
+}
+
+
+@pytest.mark.parametrize("name", SHARDS)
+def test_shard(tmp_path, name):
+    (tmp_path / "train.bin").write_bytes(SHARDS[name])
+    refused(lambda: Shard(tmp_path / "train.bin", vocab_size=300).read(0, 10))
+
+
+PATTERNS = ["(", "(a{1000}){1000}{1000}", "[", "(?P<", "\\", "*", "(?<=a+)b", "(?i:[sdmt]|ll)" * 40_000]
+TOKENIZERS: dict[str, Callable[[dict], Any]] = {
+    **{f"pattern {i}": (lambda c, pattern=p: c.update(pattern=pattern)) for i, p in enumerate(PATTERNS)},
+    "pattern is a number": lambda c: c.update(pattern=5),
+    "no tokens": lambda c: c.update(tokens=[]),
+    "tokens are text": lambda c: c.update(tokens="abc"),
+    "tokens are numbers": lambda c: c.update(tokens=[1, 2, 3]),
+    "tokens are no base64": lambda c: c.update(tokens=["%%%"] * 300),
+    "equal tokens": lambda c: c.update(tokens=["YQ=="] * 300),
+    "name is a list": lambda c: c.update(name=["bpe"]),
+    "unknown name": lambda c: c.update(name="../../etc/passwd"),
+    "definition is text": lambda c: c.update(name="hf", definition="x"),
+    "definition is empty": lambda c: c.update(name="hf", definition={}),
+    "fingerprint": lambda c: c.update(fingerprint="00"),
+}
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_tokenizer(shards, name):
+    content = json.loads((shards / FILE).read_text())
+    TOKENIZERS[name](content)
+    (shards / FILE).write_text(json.dumps(content))
+    refused(lambda: load_tokenizer(shards))
+
+
+@pytest.mark.parametrize("text", [DEEP, "[]", "5", "{", '{"name": NaN}'])
+def test_tokenizer_that_is_none(shards, text):
+    (shards / FILE).write_text(text)
+    refused(lambda: load_tokenizer(shards), "prepare the data again")
+
+
+def test_a_pathological_split_pattern_is_one_line(shards, tokenizer):
+    """`(a+)+$` on a text of a's would take longer than the world lasts."""
+    import tiktoken
+
+    ranks = tokenizer.encoding._mergeable_ranks
+    encoding = tiktoken.Encoding(
+        "bpe", pat_str=r"((a+)+)+b(?=x)\1", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": len(ranks)}
+    )
+    Tokenizer(encoding).save(shards)
+    refused(lambda: load_tokenizer(shards).encode_array("a" * 100))
+
+
+@pytest.mark.parametrize("pattern", [r"(a+)+$", r"(a|aa)+$", "(", "(?:a{1,1000}){1,1000}"])
+def test_a_pathological_regex_in_a_models_tokenizer(tmp_path, pattern):
+    pytest.importorskip("tokenizers", reason="optional package tokenizers is not installed")
+    decoder = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    model = {"type": "BPE", "vocab": {"a": 0, "b": 1, "<s>": 2}, "merges": []}
+    definition = {"version": "1.0", "model": model, "pre_tokenizer": split, "decoder": decoder, "added_tokens": []}
+    (tmp_path / FILE).write_text(json.dumps(definition))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>"}))
+    try:
+        assert len(read_tokenizer(tmp_path).encode("a" * 60 + "b")) <= 61
+    except ValueError as error:
+        assert "\n" not in str(error)
+
+
+PROGRESSES = [
+    '{"request": {}, "splits": 5}',
+    '{"splits": {}}',
+    DEEP,
+    "[]",
+    '{"request": 7, "splits": {"train": [], "val": []}}',
+]
+
+
+@pytest.mark.parametrize("text", PROGRESSES)
+def test_progress(tmp_path, text):
+    from data.prepare import prepare
+
+    (tmp_path / "text.txt").write_text("some text")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / PROGRESS).write_text(text)
+    refused(
+        lambda: prepare(DataConfig("mine", "text", str(tmp_path / "text.txt"), dir=str(tmp_path / "out")), quiet=True)
+    )
+
+
+# ---------------------------------------- runs
+
+RESULTS = ["{}", "[]", '{"results": 5}', '{"results": []}', DEEP, "{", '{"eval": "needle"}', "\x00"]
+
+
+@pytest.mark.parametrize("text", RESULTS)
+@pytest.mark.parametrize("name", ["perplexity", "needle"])
+def test_evaluation_without_results(make_run, name, text):
+    run = make_run("a")
+    (run / "eval" / f"{name}.json").write_text(text)
+    refused(lambda: read_run(run), "repeat the evaluation")
+
+
+def test_needle_results_without_cells(make_run):
+    run = make_run("a")
+    (run / "eval" / "needle.json").write_text('{"results": {"accuracy": 1}}')
+    refused(lambda: read_run(run), "no results")
+
+
+CONFIGS = [
+    "",
+    "[]",
+    "5",
+    "{",
+    "a: [",
+    "model: 5\ndata: {}",
+    "model: {}",
+    "!!python/object/apply:os.system [true]",
+    "\x00",
+    "&a [*a, *a]",
+]
+
+
+@pytest.mark.parametrize("text", CONFIGS)
+def test_run_config(make_run, text):
+    run = make_run("a")
+    (run / "config.yaml").write_text(text)
+    for act in (read_run, load_run):
+        refused(lambda act=act: act(run), "is damaged")
+
+
+@pytest.mark.parametrize("line", ["[}", "5}", '{"a": }', '{"loss":' + DEEP + "}"])
+def test_metrics(make_run, line):
+    run = make_run("a")
+    (run / "metrics.jsonl").write_text('{"loss": 1}\n' + line + "\n")
+    refused(lambda: read_run(run), "line 2 is not a JSON object")
+
+
+def test_a_run_name_with_html_is_text_in_the_viewer(make_run):
+    name = "<img src=x onerror=alert(1)><script>alert(2)<"
+    page = viewer_of([(name, str(make_run("a")))], ViewerConfig(runs=[], length=60, depths=[])).html
+    assert "<img" not in page and "<script>alert" not in page and "&lt;img src=x" in page
+
+
+# ---------------------------------------- weights
+
+
+def safetensors_header(length: int, content: bytes = b"{}") -> bytes:
+    return struct.pack("<Q", length) + content
+
+
+BAD_WEIGHTS = {
+    "huge header": safetensors_header(2**63),
+    "header of a gigabyte": safetensors_header(2**30),
+    "header past the end": safetensors_header(5000),
+    "header of garbage": safetensors_header(4, b"\xff\x00\xff\x00"),
+    "deep header": safetensors_header(len(DEEP), DEEP.encode()),
+    "offsets past the end": safetensors_header(
+        72, b'{"a":{"dtype":"F32","shape":[9999,9999],"data_offsets":[0,399920004]}}  '
+    ),
+    "negative shape": safetensors_header(63, b'{"a":{"dtype":"F32","shape":[-1],"data_offsets":[0,4]}}        ')
+    + bytes(4),
+    "unknown type": safetensors_header(63, b'{"a":{"dtype":"X99","shape":[1],"data_offsets":[0,4]}}         ')
+    + bytes(4),
+    "pickle": pickle.dumps({"a": 1}),
+    "empty": b"",
+}
+
+
+@pytest.mark.parametrize("name", BAD_WEIGHTS)
+def test_weights(make_run, tmp_path, name):
+    (tmp_path / "model.safetensors").write_bytes(BAD_WEIGHTS[name])
+    refused(lambda: Weights(tmp_path), "copy the folder again")
+    run = make_run("a")
+    (file,) = run.glob("checkpoints/*/model.safetensors")
+    file.write_bytes(BAD_WEIGHTS[name])
+    refused(lambda: load_run(run))
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_weights_that_are_no_numbers(tmp_path, number):
+    save_file({"a": torch.full((2,), number)}, tmp_path / "model.safetensors")
+    refused(lambda: Weights(tmp_path), "NaN")
+
+
+@pytest.mark.parametrize("change", ["shape", "extra", "missing"])
+def test_checkpoint_of_another_model(make_run, change):
+    from safetensors.torch import load_file
+
+    run = make_run("a")
+    (file,) = run.glob("checkpoints/*/model.safetensors")
+    tensors = load_file(file)
+    name = next(iter(tensors))
+    if change == "extra":
+        tensors["extra"] = torch.zeros(3)
+    elif change == "missing":
+        del tensors[name]
+    else:
+        tensors[name] = torch.zeros(3, 3)
+    save_file(tensors, file)
+    refused(lambda: load_run(run))
+
+
+@pytest.mark.parametrize(
+    "text", [DEEP, "[]", "{", '{"weight_map": 5}', '{"weight_map": {"a": 5}}', '{"weight_map": {"a": "../../b"}}']
+)
+def test_index(tmp_path, text):
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    refused(lambda: Weights(tmp_path))
+
+
+@pytest.mark.parametrize("text", [DEEP, "[]", "{", "5", "\x00"])
+def test_model_config(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    refused(lambda: read_config(tmp_path))
+
+
+def test_pickled_weights_are_not_read(tmp_path):
+    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps({"a": 1}))
+    refused(lambda: Weights(tmp_path), "which can run code")

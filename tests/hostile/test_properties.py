@@ -1,0 +1,162 @@
+"""Properties that hold for every input: shards, the order of samples, ranges, hold-out, retrieval documents."""
+
+import tempfile
+from dataclasses import make_dataclass
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import pytest
+
+pytest.importorskip("hypothesis", reason="test package hypothesis is not installed")
+
+from hypothesis import HealthCheck, given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+
+from configs.ranges import check_ranges  # noqa: E402
+from data.config import RetrievalMixConfig, TokenizerConfig  # noqa: E402
+from data.holdout import hold_out  # noqa: E402
+from data.loader import Loader, Mixture, Windows, permute  # noqa: E402
+from data.retrieval import RetrievalSource, cities, draw_number  # noqa: E402
+from data.shards import Shard, write_shard  # noqa: E402
+from data.tokenizer import build_tokenizer, pieces  # noqa: E402
+
+settings.register_profile(
+    "suite", deadline=None, max_examples=60, suppress_health_check=list(HealthCheck), derandomize=True
+)
+settings.load_profile("suite")
+BYTES = build_tokenizer(TokenizerConfig("bytes"))
+FINGERPRINT = "0123456789abcdef" * 4
+
+
+@given(st.lists(st.integers(0, 99_999), max_size=300), st.integers(1, 5), st.booleans())
+def test_a_shard_holds_what_was_written(tokens, parts, wide):
+    vocab_size = 100_000 if wide else 60_000
+    written = np.array([token % vocab_size for token in tokens], dtype=np.int64)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "a.bin"
+        crc = write_shard(path, *np.array_split(written, parts), vocab_size=vocab_size, fingerprint=FINGERPRINT)
+        shard = Shard(path, vocab_size=vocab_size, fingerprint=FINGERPRINT, verify=True)
+        assert shard.crc32 == crc and shard.tokens.dtype.itemsize == (4 if wide else 2)
+        assert np.array_equal(shard.read(0, len(shard)), written)
+        if len(written):
+            content = bytearray(path.read_bytes())
+            content[1024 + tokens[0] % (len(content) - 1024)] ^= 1
+            path.write_bytes(content)
+            with pytest.raises(ValueError):
+                Shard(path)
+
+
+@given(st.integers(1, 3000), st.integers(0, 2**64 - 1))
+def test_an_order_is_a_permutation(n, seed):
+    order = permute(np.arange(n), n, seed)
+    assert np.array_equal(np.sort(order), np.arange(n))
+    assert int(order[n // 2]) == permute(n // 2, n, seed)
+
+
+@given(st.integers(1, 2**62), st.data())
+def test_an_order_stays_in_its_range(n, data):
+    index = data.draw(st.integers(0, n - 1))
+    assert 0 <= permute(index, n, 7) < n
+
+
+class Numbers:
+    """Each sample is its number."""
+
+    def sample(self, index: int, seed: int) -> np.ndarray:
+        return np.array([index, seed])
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.integers(0, 1000), st.integers(0, 50))
+def test_batches_are_the_same_for_every_world(world, micros, micro_batch, step, seed):
+    batch = world * micros * micro_batch
+    whole = Loader(Numbers(), batch, 1, seed)(step)
+    parts = [Loader(Numbers(), batch, 1, seed, rank, world, micro_batch) for rank in range(world)]
+    together = np.concatenate([part(step, micro) for part in parts for micro in range(micros)])
+    assert np.array_equal(together, whole) and whole[0, 0] == step * batch
+
+
+@given(
+    st.lists(st.integers(0, 100), min_size=1, max_size=4).map(lambda cuts: np.diff([0, *sorted(cuts), 100]).tolist())
+)
+def test_a_mixture_has_its_weights_exactly(weights):
+    mixture = Mixture([(Numbers(), weight) for weight in weights])
+    seen = [tuple(mixture.sample(index, 1)) for index in range(200)]
+    by_source = {seed: [index for index, own in seen if own == seed] for seed in {own for _, own in seen}}
+    assert sorted(map(len, by_source.values())) == sorted(2 * weight for weight in weights if weight)
+    assert all(numbers == list(range(len(numbers))) for numbers in by_source.values())
+
+
+@given(st.lists(st.integers(2, 60), min_size=1, max_size=5), st.integers(1, 10))
+def test_windows_use_every_target_once(lengths, length):
+    class Text(np.ndarray):
+        def read(self, start: int, stop: int) -> np.ndarray:
+            return np.asarray(self[start:stop])
+
+    texts = [np.arange(1000 * i, 1000 * i + n).view(Text) for i, n in enumerate(lengths)]
+    if all(n <= length for n in lengths):
+        with pytest.raises(ValueError, match="too short"):
+            Windows(texts, length)
+        return
+    windows = Windows(texts, length)
+    targets = [target for i in range(len(windows)) for target in windows.window(i)[1:].tolist()]
+    assert len(set(targets)) == len(targets) == sum((n - 1) // length for n in lengths) * length
+
+
+ENDS = st.floats(-1e6, 1e6, allow_nan=False)
+
+
+@given(ENDS, ENDS, st.booleans(), st.booleans(), st.floats(allow_nan=True))
+def test_a_range_admits_what_lies_in_it(one, two, has_low, has_high, value):
+    low, high = sorted((one, two))
+    text = f"{'[' if has_low else '('}{low!r}, {high!r}{']' if has_high else ')'}"
+    config = make_dataclass("Config", [("x", Annotated[float, text], 0.0)])(x=value)
+    inside = (value >= low if has_low else value > low) and (value <= high if has_high else value < high)
+    if inside:
+        check_ranges(config)
+    else:
+        with pytest.raises(ValueError, match="x=.* is out of range: use"):
+            check_ranges(config)
+
+
+@given(
+    st.lists(st.text("abc \n", min_size=1, max_size=400).filter(str.strip), min_size=1, max_size=30),
+    st.floats(0.01, 0.9),
+)
+def test_nothing_is_lost_between_training_and_validation(texts, fraction):
+    try:
+        documents = list(hold_out(texts, fraction))
+    except ValueError as error:
+        assert len(set(texts)) == 1 and "too few" in str(error)
+        return
+    assert "".join(document.text for document in documents) == "".join(texts)
+    assert sum(document.bytes for document in documents) == sum(map(len, texts))
+    assert len(set(texts)) == 1 or {document.split for document in documents} == {"train", "val"}
+    assert sum(document.starts for document in documents) == len(texts)
+
+
+@given(st.text("ab \nC1.", max_size=500), st.integers(1, 50))
+def test_pieces_are_the_whole(text, size):
+    assert "".join(pieces(text, size)) == text
+
+
+@given(st.integers(1, 8), st.integers(0, 100), st.integers(2, 9), st.integers(0, 2**32), st.integers(0, 2**40))
+def test_retrieval_documents_are_whole_and_of_their_split(needles, dense, digits, seed, index):
+    class Text:
+        def sample(self, index: int, seed: int) -> np.ndarray:
+            return np.full(513, ord("x"))
+
+    source = RetrievalSource(RetrievalMixConfig(50, dense, needles, digits), Text(), BYTES, 512)
+    row = source.sample(index, seed)
+    assert row.shape == (513,) and row[0] == BYTES.eot and row.max() <= BYTES.eot and row.min() >= 0
+    assert np.array_equal(row, source.sample(index, seed))
+    text = BYTES.decode(row[1:])
+    assert "The magic number of" in text
+    assert not any(f"of {city} is" in text for city in cities("eval"))
+
+
+@given(st.integers(2, 18), st.integers(0, 2**32))
+def test_numbers_have_their_digits_and_their_split(digits, seed):
+    rng = np.random.default_rng(seed)
+    numbers = {split: draw_number(rng, split, digits) for split in ("train", "eval")}
+    assert all(len(str(number)) == digits for number in numbers.values()) and numbers["train"] != numbers["eval"]

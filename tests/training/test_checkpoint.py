@@ -1,0 +1,141 @@
+"""The newest whole checkpoint is found; what is damaged, foreign or no number is never used and never written."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from model.decoder import Decoder
+from tests.training.test_parts import stepped
+from tests.variants import config
+from training import checkpoint
+from training.optim import OptimConfig, build_optimizers
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Checkpoints of the steps 1 and 2."""
+    model = Decoder(config("baseline"))
+    optimizers = stepped(model, OptimConfig())
+    for step in (1, 2):
+        checkpoint.save(tmp_path, step, model, optimizers, keep=0)
+    return tmp_path
+
+
+def newest(run: Path) -> str:
+    model = Decoder(config("baseline"), seed=5)
+    found = checkpoint.newest(
+        run, lambda folder: checkpoint.load(folder, model, build_optimizers(model, OptimConfig()))
+    )
+    return found.name
+
+
+def signed(folder: Path, **changes: object) -> None:
+    """Change state.json so that its checksum fits again."""
+    state = json.loads((folder / "state.json").read_text())
+    state.pop("checksum")
+    state |= {"sha256": {name: checkpoint._sha256(folder / name) for name in state["sha256"]}} | changes
+    (folder / "state.json").write_text(json.dumps(state | {"checksum": checkpoint._checksum(state)}))
+
+
+def truncate(folder: Path) -> None:
+    path = folder / "optimizer.safetensors"
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+def flip(folder: Path) -> None:
+    content = bytearray((folder / "model.safetensors").read_bytes())
+    content[len(content) // 2] ^= 4
+    (folder / "model.safetensors").write_bytes(content)
+
+
+def edit_step(folder: Path) -> None:
+    path = folder / "state.json"
+    path.write_text(path.read_text().replace('"step": 2', '"step": 1'))
+
+
+def changed(name: str, change: Callable[[dict], object]) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        tensors = load_file(folder / name)
+        change(tensors)
+        save_file(tensors, folder / name)
+        signed(folder)
+
+    return damage
+
+
+def no_number(tensors: dict) -> None:
+    tensors["embedding.weight"][0, 0] = float("nan")
+
+
+def wide(tensors: dict) -> None:
+    tensors["embedding.weight/exp_avg"] = torch.zeros(3)
+
+
+DAMAGES = {
+    "truncated": truncate,
+    "flipped byte": flip,
+    "missing file": lambda folder: (folder / "model.safetensors").unlink(),
+    "edited step": edit_step,
+    "empty folder": lambda folder: [path.unlink() for path in folder.iterdir()],
+    "state is garbage": lambda folder: (folder / "state.json").write_bytes(b"\0\xff{"),
+    "state is deep": lambda folder: (folder / "state.json").write_text("[" * 100_000),
+    "another step's folder": lambda folder: signed(folder, step=7),
+    "resolved names": lambda folder: signed(folder, model={"layers": "${oc.env:HOME}"}),
+    "no safetensors": lambda folder: ((folder / "model.safetensors").write_bytes(b"PK" * 50), signed(folder)),
+    "int8 weights": changed("model.safetensors", lambda t: t.update({k: v.to(torch.int8) for k, v in t.items()})),
+    "NaN weights": changed("model.safetensors", no_number),
+    "extra tensor": changed("model.safetensors", lambda t: t.update(other=torch.zeros(1))),
+    "optimizer of another shape": changed("optimizer.safetensors", wide),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(
+    kind: str, run: Path, capsys: pytest.CaptureFixture
+) -> None:
+    (run / "checkpoints" / "step_notes.txt").write_text("a stray")
+    (run / "checkpoints" / "step_00000009.txt").mkdir()
+    assert newest(run) == "step_00000002" and not capsys.readouterr().err
+    DAMAGES[kind](run / "checkpoints" / "step_00000002")
+    assert newest(run) == "step_00000001"
+    said = capsys.readouterr().err
+    assert said.count("warning:") == said.count("\n") == 1 and "step_00000001 is used instead" in said
+
+
+def test_a_foreign_newest_checkpoint_gives_way_and_all_damaged_is_one_line(run: Path, tmp_path: Path) -> None:
+    folder = run / "checkpoints" / "step_00000002"
+    shutil.rmtree(folder)
+    other = Decoder(config("diff"))
+    checkpoint.save(tmp_path, 2, other, stepped(other, OptimConfig()), keep=0)
+    assert newest(run) == "step_00000001"
+    truncate(run / "checkpoints" / "step_00000001")
+    with pytest.raises(ValueError, match="no checkpoint before it is whole: delete"):
+        newest(run)
+
+
+def test_what_is_not_finite_is_never_written(run: Path) -> None:
+    model = Decoder(config("baseline"))
+    optimizers = stepped(model, OptimConfig())
+    optimizers[0].state[model.embedding.weight]["exp_avg"][0, 0] = float("inf")
+    with pytest.raises(ValueError, match="embedding.weight/exp_avg is not finite at step 3"):
+        checkpoint.save(run, 3, model, optimizers, keep=1)
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_00000001", "step_00000002"]
+
+
+def test_a_full_disk_keeps_the_checkpoint_before_and_leaves_no_litter(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(tensors: dict, path: Path) -> None:
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    model = Decoder(config("baseline"))
+    with pytest.raises(ValueError, match="No space left on device.*the checkpoint before it is kept"):
+        checkpoint.save(run, 3, model, stepped(model, OptimConfig()), keep=1)
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_00000001", "step_00000002"]

@@ -1,0 +1,109 @@
+"""Updates that are skipped: on the host and on the device alike, and only those."""
+
+import math
+
+import pytest
+import torch
+
+from model.decoder import Decoder
+from tests.variants import config
+from training.distributed import World
+from training.guard import WINDOW, Diverged, Guard
+from training.optim import OptimConfig, build_optimizers, state_tensors
+
+ALONE = World(0, 1, torch.device("cpu"))
+TOKENS = torch.randint(0, 50, (2, 16), generator=torch.Generator().manual_seed(0))
+
+
+def train(kind: str, bad: dict[int, float], ask_host: bool, guarded: bool = True) -> dict[str, torch.Tensor]:
+    """Weights and state after 5 updates, whose gradients are multiplied by `bad` where that has their number."""
+    model = Decoder(config("diff"))
+    optimizers = build_optimizers(model, OptimConfig(name=kind))
+    guard = Guard(optimizers, ALONE, nonfinite=10, outlier_z=None)
+    guard.ask_host = ask_host
+    for step in range(1, 6):
+        loss = model(TOKENS, TOKENS.roll(-1, 1))
+        loss.backward()
+        if not guarded:
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            continue
+        if step in bad:
+            for p in model.parameters():
+                p.grad *= bad[step]
+        guard.update(step, loss, torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9))
+    assert [skipped.step for skipped in guard.read()] == sorted(bad)
+    return {name: p.clone() for name, p in model.named_parameters()} | state_tensors(optimizers)
+
+
+@pytest.mark.parametrize("kind", ("adamw", "muon"))
+@pytest.mark.parametrize("ask_host", (True, False))
+def test_a_skipped_update_leaves_no_trace(kind: str, ask_host: bool) -> None:
+    good = train(kind, {}, ask_host)
+    plain = train(kind, {}, ask_host, guarded=False) if kind == "adamw" else good
+    assert all(torch.equal(good[name], plain[name]) for name in good)  # a guard changes no bit
+    for number in (float("nan"), float("inf")):
+        skipped = train(kind, {1: number, 3: number}, ask_host)
+        host = train(kind, {1: number, 3: number}, True)
+        assert all(tensor.isfinite().all() for tensor in skipped.values())
+        assert all(torch.equal(skipped[name], host[name]) for name in host)
+        assert any(not torch.equal(skipped[name], good[name]) for name in good)
+
+
+def guard_of(**options: float) -> Guard:
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    return Guard([torch.optim.AdamW([parameter])], ALONE, **({"nonfinite": 3, "outlier_z": None} | options))
+
+
+def feed(guard: Guard, losses: list[float], first: int = 1, norm: float = 1.0) -> list[int]:
+    for step, loss in enumerate(losses, first):
+        guard.update(step, torch.tensor(loss), torch.tensor(norm))
+    return [skipped.step for skipped in guard.read()]
+
+
+def test_a_row_of_bad_updates_ends_the_run_and_a_broken_row_does_not() -> None:
+    nan = math.nan
+    assert feed(guard_of(), [nan, nan, 1.0, nan, math.inf]) == [1, 2, 4, 5]
+    with pytest.raises(Diverged, match=r"the loss is nan at step 4 .*3 updates in a row"):
+        feed(guard_of(), [1.0, nan, nan, nan, 1.0])
+    with pytest.raises(Diverged, match="the last one"):
+        guard = guard_of()
+        feed(guard, [1.0, nan])
+        guard.refuse_bad_end(2, 1.0)
+    with pytest.raises(Diverged, match="the loss is nan at step 2"):
+        guard_of().refuse_bad_end(2, nan)
+    guard_of().refuse_bad_end(2, 1.0)
+
+
+def reference(values: list[float], limit: float) -> list[int]:
+    """llm.c's rule in plain Python: numbers (from 1) of what is skipped."""
+    window, skipped, row = [], [], 0
+    for number, value in enumerate(values, 1):
+        if len(window) < WINDOW:
+            window.append(value)
+            continue
+        trial = [*window[1:], value]
+        mean = sum(trial) / WINDOW
+        sd = math.sqrt(sum((x - mean) ** 2 for x in trial) / WINDOW)
+        row = row + 1 if sd and (value - mean) / sd > limit else 0
+        skipped += [number] * (row > 0)
+        if row == 0 or row >= 3:
+            window = trial
+    return skipped
+
+
+def test_outliers_are_those_of_the_rule_also_after_a_resume() -> None:
+    generator = torch.Generator().manual_seed(1)
+    values = (torch.randn(200, generator=generator, dtype=torch.float64) * 0.1 + 3).tolist()
+    for at, value in {20: 50.0, 100: 9.0, 120: 5.0, 121: 5.1, 122: 5.2, 123: 5.3, 150: 3.9}.items():
+        values[at] = value
+    wanted = reference(values, 4.0)
+    assert {101, 121, 122} <= set(wanted)
+    whole = guard_of(outlier_z=4.0)
+    whole_found = feed(whole, values)
+    first, second = guard_of(outlier_z=4.0), guard_of(outlier_z=4.0)
+    half = feed(first, values[:121])
+    second.load(first.state())
+    assert whole_found == wanted == half + feed(second, values[121:], first=122)
+    assert feed(guard_of(outlier_z=4.0), [3.0] * 100) == []  # equal values have no deviation
