@@ -200,6 +200,28 @@ def short_shard(world: World) -> str:
     return "" if code == 2 and "truncated" in text and "Traceback" not in text else f"exit code {code}: {text[-500:]}"
 
 
+def requeued(world: World) -> str:
+    """A launcher's signal (submitit's) gets a checkpoint before it queues the job again, which then continues its run."""
+    run, marker = world.fresh("end"), world.folder / "queued"
+    marker.unlink(missing_ok=True)
+
+    def job(starts: int) -> Callable[[], None]:
+        def before() -> None:
+            os.environ |= {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(starts)}
+            signal.signal(signal.SIGUSR1, lambda *_: marker.write_text(checkpoints(run)[-1].name))
+
+        return before
+
+    process = launch("train", world.train(run, "checkpoint.every=0"), world.log, job(0))
+    until(started(run))
+    os.kill(process, signal.SIGUSR1)
+    code = wait(process)
+    if code != 128 + signal.SIGUSR1 or not marker.exists():
+        return f"exit code {code}, queued again: {marker.exists()}"
+    code = call("train", world.train(run, "checkpoint.every=0"), world.log, job(1))
+    return "" if not code and ending(run)["weights"] == ending(world.whole)["weights"] else f"again: exit code {code}"
+
+
 def litter(world: World) -> str:
     """What a killed process left half written is swept by the next."""
     import socket
@@ -227,6 +249,7 @@ ENDS: dict[str, Callable[[World], str]] = {
     "full disk, checkpoint": full_disk(30_000, "checkpoint"),
     "full disk, metrics": full_disk(400_000, "metrics"),
     "short shard": short_shard,
+    "requeued job": requeued,
     "litter": litter,
 }
 assert STEPS > 8

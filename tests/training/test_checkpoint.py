@@ -139,3 +139,11 @@ def test_a_full_disk_keeps_the_checkpoint_before_and_leaves_no_litter(
     with pytest.raises(ValueError, match="No space left on device.*the checkpoint before it is kept"):
         checkpoint.save(run, 3, model, stepped(model, OptimConfig()), keep=1)
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_00000001", "step_00000002"]
+
+
+def test_an_evaluation_of_weights_that_are_no_numbers_is_refused(run: Path) -> None:
+    (run / "config.yaml").write_text("{}")
+    DAMAGES["NaN weights"](run / "checkpoints" / "step_00000002")
+    for step in (None, 2):
+        with pytest.raises(ValueError, match="embedding.weight is not finite: evaluate an earlier step"):
+            checkpoint.load_run(run, step=step)
