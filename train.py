@@ -140,7 +140,7 @@ def train(cfg: TrainConfig, world: World) -> float:
         # now and then: a checkpoint (the main process writes it)
         if saving:
             with watch.paused():
-                if world.main:
+                if world.main and (fresh or not checkpoint.of_step(run_dir, step).exists()):
                     checkpoint.save(
                         run_dir, step, model, optimizers, cfg.checkpoint.keep, cfg.checkpoint.at, guard.state()
                     )

@@ -7,6 +7,7 @@ that does not end within `PATIENCE` seconds, ends the process at once, with the 
 """
 
 import os
+import select
 import signal
 import sys
 import threading
@@ -109,8 +110,9 @@ class Signals:
     def say(self, text: str) -> None:
         """Print a line; where nobody reads any more (a closed or full pipe), the run goes on in silence."""
         try:
-            if self.ending:  # after that wait for no reader
-                os.set_blocking(sys.stdout.fileno(), False)
+            if self.ending:  # from now on wait for no reader
+                if not select.select([], [sys.stdout], [], 0)[1]:
+                    raise Interrupted
                 print(text, flush=True)
             else:
                 with self._wait():

@@ -30,11 +30,19 @@ def started(run: Path, lines: int = 4) -> Callable[[], bool]:
     return lambda: path.exists() and path.read_bytes().count(b"\n") >= lines
 
 
+def slow() -> None:
+    """A run that a signal finds under way."""
+    from data import loader
+
+    real = loader.Loader.__call__
+    loader.Loader.__call__ = lambda self, step, micro=0: time.sleep(0.05) or real(self, step, micro)
+
+
 def by_signal(number: int) -> Callable[[World], str]:
     def scenario(world: World) -> str:
         """The signal leaves a checkpoint and its exit code, and a resumed run ends as if there had been none."""
         run = world.fresh("end")
-        process = launch("train", world.train(run, "checkpoint.every=0"), world.log)
+        process = launch("train", world.train(run, "checkpoint.every=0"), world.log, slow)
         until(started(run))
         os.kill(process, number)
         code = wait(process)
@@ -50,13 +58,13 @@ def by_signal(number: int) -> Callable[[World], str]:
 def second_signal(world: World) -> str:
     """A second one ends at once, even while a checkpoint is written."""
 
-    def slow() -> None:
+    def never() -> None:
         from training import checkpoint
 
         checkpoint.save = lambda *_, **__: time.sleep(60)
 
     run = world.fresh("end")
-    process = launch("train", world.train(run, *LONG), world.log, slow)
+    process = launch("train", world.train(run, *LONG), world.log, never)
     until(started(run))
     os.kill(process, signal.SIGTERM)
     time.sleep(0.5)
@@ -155,7 +163,7 @@ def full_disk(bytes_allowed: int, names: str) -> Callable[[World], str]:
         if names == "metrics":
             text = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
             (run / "metrics.jsonl").write_text(
-                text[0][:-2] + ', "note": "' + "x" * (bytes_allowed - 2000) + '"}\n' + "".join(text[1:])
+                text[0][:-2] + ', "note": "' + "x" * (bytes_allowed - 1500) + '"}\n' + "".join(text[1:])
             )
         process = launch(
             "train",
@@ -207,6 +215,7 @@ def requeued(world: World) -> str:
 
     def job(starts: int) -> Callable[[], None]:
         def before() -> None:
+            slow()
             os.environ |= {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(starts)}
             signal.signal(signal.SIGUSR1, lambda *_: marker.write_text(checkpoints(run)[-1].name))
 

@@ -53,9 +53,9 @@ def flip(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(content)
 
 
-def edit_step(folder: Path) -> None:
+def edit(folder: Path) -> None:
     path = folder / "state.json"
-    path.write_text(path.read_text().replace('"step": 2', '"step": 1'))
+    path.write_text(path.read_text().replace('"dropout": 0', '"dropout": 1'))
 
 
 def changed(name: str, change: Callable[[dict], object]) -> Callable[[Path], None]:
@@ -80,7 +80,7 @@ DAMAGES = {
     "truncated": truncate,
     "flipped byte": flip,
     "missing file": lambda folder: (folder / "model.safetensors").unlink(),
-    "edited step": edit_step,
+    "edited state": edit,
     "empty folder": lambda folder: [path.unlink() for path in folder.iterdir()],
     "state is garbage": lambda folder: (folder / "state.json").write_bytes(b"\0\xff{"),
     "state is deep": lambda folder: (folder / "state.json").write_text("[" * 100_000),
