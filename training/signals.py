@@ -6,6 +6,7 @@ where a launcher handles them, as submitit does to queue a job again, a checkpoi
 that does not end within `PATIENCE` seconds, ends the process at once, with the checkpoints that are there.
 """
 
+import contextlib
 import os
 import select
 import signal
@@ -13,7 +14,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
 from training.distributed import World
@@ -68,7 +68,7 @@ class Signals:
         os.write(2, f"error: {name}, and no step has ended in {PATIENCE:.0f} s: ended without a checkpoint\n".encode())
         os._exit(128 + self.ending)
 
-    @contextmanager
+    @contextlib.contextmanager
     def _wait(self) -> Iterator[None]:
         self._waiting = True
         try:
@@ -110,14 +110,15 @@ class Signals:
     def say(self, text: str) -> None:
         """Print a line; where nobody reads any more (a closed or full pipe), the run goes on in silence."""
         try:
-            if self.ending:  # from now on wait for no reader
-                if not select.select([], [sys.stdout], [], 0)[1]:
-                    raise Interrupted
-                print(text, flush=True)
-            else:
-                with self._wait():
+            if not self.ending:
+                with contextlib.suppress(Interrupted), self._wait():
                     print(text, flush=True)
-        except (OSError, Interrupted):
+                    return
+                text = ""  # a signal came meanwhile: the line is in the buffer, or lost
+            if not select.select([], [sys.stdout], [], 0)[1]:  # from now on no reader is waited for
+                raise BlockingIOError
+            print(text, end="\n" if text else "", flush=True)
+        except OSError:
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, sys.stdout.fileno())
             os.close(null)
