@@ -237,13 +237,13 @@ def main() -> int:
         for name, count, trial in plan(asked):
             begin, survived = time.monotonic(), 0
             for number in range(count):
+                world.log.write_text("")
                 wrong = trial(world, random.Random(f"{asked['seed']} {name} {number}"))
                 survived += not wrong
-                failures += [f"{name}, trial {number}: {wrong}"] if wrong else []
+                failures += [f"{name}, trial {number}: {wrong}\n{world.log.read_text()[-1000:]}"] if wrong else []
             print(f"| {name} | {count} | {survived} | {time.monotonic() - begin:.0f} |", flush=True)
         if failures:
             print("\n".join(failures), file=sys.stderr)
-            print(world.log.read_text()[-4000:], file=sys.stderr)
     return bool(failures)
 
 

@@ -1,6 +1,7 @@
 """Ends of a training run other than its own: each scenario returns "" where it ended as it must, else what is wrong."""
 
 import os
+import re
 import resource
 import signal
 import threading
@@ -176,7 +177,12 @@ def full_disk(bytes_allowed: int, names: str) -> Callable[[World], str]:
         separate(log).unlink()
         litter = list(run.rglob(".*.part"))
         found = [folder.name for folder in checkpoints(run)]
-        ok = code == 2 and errors.count("error: ") == 1 and "Traceback" not in errors and found == ["step_00000004"]
+        ok = (
+            code == 2
+            and len(re.findall("^error: ", errors, re.M)) == 1
+            and "Traceback" not in errors
+            and found == ["step_00000004"]
+        )
         return "" if ok and not litter and start >= 0 else f"exit code {code}, {found}, {litter}: {errors[-500:]}"
 
     return scenario
