@@ -86,8 +86,8 @@ def train(cfg: TrainConfig, world: World) -> float:
         return last_val_loss(run_dir)
     about, log = facts(cfg, model), None
     if world.main:
-        log = Metrics(run_dir, cfg.wandb, asdict(cfg), first)
         lock.note(launcher())
+        log = Metrics(run_dir, cfg.wandb, asdict(cfg), first)
         if first == 0:
             log.write(step=0, tokens=0, **about)
         signals.say(
@@ -140,7 +140,7 @@ def train(cfg: TrainConfig, world: World) -> float:
         # now and then: a checkpoint (the main process writes it)
         if saving:
             with watch.paused():
-                if world.main:
+                if world.main and (fresh or not checkpoint.of_step(run_dir, step).exists()):
                     checkpoint.save(
                         run_dir, step, model, optimizers, cfg.checkpoint.keep, cfg.checkpoint.at, guard.state()
                     )
@@ -197,7 +197,7 @@ def train(cfg: TrainConfig, world: World) -> float:
         )
         signals.say(f"{run_dir}: {how} after step {step} and {clock(watch.seconds)} of training")
     if not last:
-        raise SystemExit(128 + stopping)  # ends a sweep too
+        signals.leave(stopping)
     return val_loss
 
 

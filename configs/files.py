@@ -1,5 +1,6 @@
 """Files as every part of the project writes and reads them: whole or not at all, line by line, one writer at a time."""
 
+import glob
 import json
 import math
 import os
@@ -103,16 +104,22 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """A new folder to write into: it becomes `path` at the end of the block, and is deleted if the block fails."""
+    """A new folder to write into: it becomes `path` at the end of the block, and is deleted if the block fails.
+
+    A folder that has that name already is replaced.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     sweep(path.parent, path.name)
-    partial = _temporary(path)
+    partial, replaced = _temporary(path), _temporary(path.with_name(f"{path.name}.replaced"))
     partial.mkdir()
     try:
         yield partial
+        if path.is_dir():
+            os.replace(path, replaced)
         os.replace(partial, path)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _temporary(path: Path) -> Path:
@@ -122,7 +129,7 @@ def _temporary(path: Path) -> Path:
 
 def sweep(folder: Path, name: str = "*") -> None:
     """Remove what commands of this machine that were killed left of the files `name` in `folder`."""
-    host = socket.gethostname()
+    host, name = socket.gethostname(), "*" if name == "*" else glob.escape(name)
     for path in folder.glob(f".{name}.{host}.*.part"):
         process = path.name.split(".")[-2]
         if process.isdecimal() and int(process) != os.getpid() and not _runs(int(process)):

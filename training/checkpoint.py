@@ -51,6 +51,11 @@ def folder_name(step: int) -> str:
     return f"step_{step:08d}"
 
 
+def of_step(run_dir: Path, step: int) -> Path:
+    """Where the run's checkpoint of `step` is, or would be."""
+    return run_dir / "checkpoints" / folder_name(step)
+
+
 def save(
     run_dir: Path,
     step: int,
@@ -67,7 +72,7 @@ def save(
     """
     weights = {name: p for name, p in model.state_dict().items() if not (model.cfg.tie and name == "head.weight")}
     state = {"step": step, "model": asdict(model.cfg), "guard": guard or {}}
-    folder = write(run_dir / "checkpoints" / folder_name(step), weights, state_tensors(optimizers), state)
+    folder = write(of_step(run_dir, step), weights, state_tensors(optimizers), state)
     for old in checkpoints(run_dir)[:-keep] if keep else []:
         if old.name not in map(folder_name, staying):
             shutil.rmtree(old)
@@ -75,9 +80,7 @@ def save(
 
 
 def write(folder: Path, weights: Tensors, optimizer: Tensors, state: dict[str, Any]) -> Path:
-    """Write a checkpoint of these tensors as `folder`, which stays as it is where it is there already."""
-    if folder.exists():
-        return folder
+    """Write a checkpoint of these tensors as `folder`; what has that name (a damaged one) is replaced."""
     if bad := not_finite(weights | optimizer):
         raise Diverged(f"{bad} is not finite at step {state['step']}, so no checkpoint is written: lower optim.lr")
     try:

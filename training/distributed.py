@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 TIMEOUT = timedelta(minutes=10)  # until a process that does not answer counts as lost
+PATIENCE = 3.0  # seconds that a process with an error waits for the main one to have the same
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class World:
             if self.main:
                 self.store.set("error", text)
             else:
-                self.store.wait(["error"], timedelta(seconds=3))
+                self.store.wait(["error"], timedelta(seconds=PATIENCE))
                 return self.store.get("error").decode() == text
         return False
 
@@ -107,8 +108,8 @@ def join_world(device: str = "auto") -> World:
 
 
 def restarts() -> int:
-    """How often torchrun has started this run's processes again (--max-restarts)."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    """How often torchrun (--max-restarts) or Slurm (requeue) has started this run's processes again."""
+    return sum(int(os.environ.get(name, 0)) for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
 
 
 def pick_device(wish: str) -> torch.device:

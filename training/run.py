@@ -136,7 +136,8 @@ def start_or_resume(
     own = world.main and lock is not None and restarts() > 0 and lock.holder == launcher()
     if (cfg.resume or world.most(own)) and (run_dir / "config.yaml").exists():
         refuse_other_config(run_dir, config)
-        refuse_other_tokenizer(run_dir, tokenizer, cfg.data.dir)
+        if checkpoint.checkpoints(run_dir):
+            refuse_other_tokenizer(run_dir, tokenizer, cfg.data.dir)
         if folder := checkpoint.newest(run_dir, lambda f: checkpoint.load(f, model, optimizers), world.main):
             guard.load(checkpoint.read_state(folder).get("guard", {}))
             return checkpoint.read_state(folder)["step"], lock
@@ -161,8 +162,8 @@ def start_or_resume(
 
 def begin(cfg: TrainConfig, run_dir: Path, tokenizer: Tokenizer, first: int) -> None:
     """What a new run directory holds before its step `first`; a branch has the lines of its trunk until there."""
-    write_atomic(run_dir / "config.yaml", yaml.safe_dump(asdict(cfg), sort_keys=False).encode())
     tokenizer.save(run_dir)
+    write_atomic(run_dir / "config.yaml", yaml.safe_dump(asdict(cfg), sort_keys=False).encode())
     if cfg.branch_from:
         lines = read_json_lines(Path(cfg.branch_from) / "metrics.jsonl")
         shared = [json_text(line) for line in lines if line["step"] <= first]
@@ -178,7 +179,9 @@ def lock_run(run_dir: Path) -> FolderLock:
 
 
 def launcher() -> str:
-    """The process that started this one, which over torchrun's restarts stays the same."""
+    """What started this process, and stays the same when it starts it again: torchrun, or a job of Slurm."""
+    if job := os.environ.get("SLURM_JOB_ID"):
+        return f"started by Slurm's job {job}"
     return f"started by process {os.getppid()} on {socket.gethostname()}"
 
 

@@ -1,22 +1,25 @@
 """Signals that ask a training run to end, or for a checkpoint; and a terminal that cannot keep it from either.
 
 SIGTERM, SIGINT: a checkpoint at the next step that all processes look at, then exit code 143 or 130. SIGHUP: a checkpoint,
-and the run goes on (a lost terminal ends no training; where it is ignored, as under nohup, it stays so). A second signal to
-end, or a step that does not end within `PATIENCE` seconds, ends the process at once, with the checkpoints that are there.
+and the run goes on (a lost terminal ends no training; where it is ignored, as under nohup, it stays so). SIGUSR1, SIGUSR2:
+where a launcher handles them, as submitit does to queue a job again, a checkpoint first. A second signal to end, or a step
+that does not end within `PATIENCE` seconds, ends the process at once, with the checkpoints that are there.
 """
 
+import contextlib
 import os
+import select
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from training.distributed import World
 
 ENDING = (signal.SIGINT, signal.SIGTERM)
+REQUEUING = tuple(getattr(signal, name) for name in ("SIGUSR1", "SIGUSR2") if hasattr(signal, name))
 PATIENCE = 60.0  # seconds from a signal to the end of the step
 ECHO = 1.0  # seconds in which one request may arrive twice: from a terminal, and from who sends on what it got
 
@@ -37,7 +40,8 @@ class Signals:
         self._waiting = False  # whether the main thread waits for something that may never come
         self._since = 0.0
         self._watchdog: threading.Timer | None = None
-        for number in ENDING:
+        self._before = {number: signal.getsignal(number) for number in REQUEUING}
+        for number in (*ENDING, *(number for number, handler in self._before.items() if callable(handler))):
             signal.signal(number, self._end)
         if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
             signal.signal(signal.SIGHUP, self._save)
@@ -64,7 +68,7 @@ class Signals:
         os.write(2, f"error: {name}, and no step has ended in {PATIENCE:.0f} s: ended without a checkpoint\n".encode())
         os._exit(128 + self.ending)
 
-    @contextmanager
+    @contextlib.contextmanager
     def _wait(self) -> Iterator[None]:
         self._waiting = True
         try:
@@ -97,16 +101,24 @@ class Signals:
             self._watchdog.cancel()  # the step has ended, and a checkpoint may take its time
         return ending, saving or bool(ending)
 
+    def leave(self, number: int) -> NoReturn:
+        """End the process as the signal `number` wants it: through its launcher's handler, where it had one."""
+        if callable(handler := self._before.get(number)):
+            handler(number, None)
+        raise SystemExit(128 + number)  # ends a sweep too
+
     def say(self, text: str) -> None:
         """Print a line; where nobody reads any more (a closed or full pipe), the run goes on in silence."""
         try:
-            if self.ending:  # after that wait for no reader
-                os.set_blocking(sys.stdout.fileno(), False)
-                print(text, flush=True)
-            else:
-                with self._wait():
+            if not self.ending:
+                with contextlib.suppress(Interrupted), self._wait():
                     print(text, flush=True)
-        except (OSError, Interrupted):
+                    return
+                text = ""  # a signal came meanwhile: the line is in the buffer, or lost
+            if not select.select([], [sys.stdout], [], 0)[1]:  # from now on no reader is waited for
+                raise BlockingIOError
+            print(text, end="\n" if text else "", flush=True)
+        except OSError:
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, sys.stdout.fileno())
             os.close(null)

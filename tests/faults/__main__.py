@@ -25,6 +25,7 @@ from tests.faults.ends import ENDS
 from tests.faults.runs import STEPS, World, all_finite, call, ending, evaluated, launch, prepared, wait
 from training.checkpoint import checkpoints
 
+STUDY = ("model.head_dim=8", "steps=6", "checkpoint.every=1", "optim=adamw", "optim.lr=1e-2", "eval_tokens=1024")
 Trial = Callable[[World, random.Random], str]  # "" where it ended as it must, else what is wrong
 
 
@@ -53,7 +54,8 @@ def kill_checkpoint(world: World, draw: random.Random) -> str:
     """A kill while a checkpoint is written."""
     run, begun = world.fresh("killed"), draw.randrange(1, STEPS)
     process = launch("train", world.train(run, "resume=true"), world.log)
-    while not list(run.glob(f"checkpoints/.step_{begun:08d}.*")) and os.waitpid(process, os.WNOHANG) == (0, 0):
+    peek = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    while not list(run.glob(f"checkpoints/.step_{begun:08d}.*")) and not os.waitid(os.P_PID, process, peek):
         time.sleep(0.0005)
     os.kill(process, signal.SIGKILL)
     wait(process)
@@ -82,9 +84,9 @@ def kill_evaluation(world: World, draw: random.Random) -> str:
 def kill_ablation(world: World, draw: random.Random) -> str:
     """A study of two arms, killed with all that it started."""
     runs = world.fresh("study")
-    train = ",".join(f'"{o}"' for o in (*TINY, f"data.dir={world.shards}", "steps=6", "checkpoint.every=1"))
+    train = ",".join(f'"{o}"' for o in (*TINY, *STUDY, f"data.dir={world.shards}"))
     command = [
-        sys.executable, "scripts/ablate.py", "experiment=retrieval", "~arms", "~common", "seeds=1", f"runs={runs}",
+        sys.executable, "scripts/ablate.py", "experiment=retrieval", "~arms", "~common", "seeds=2", f"runs={runs}",
         '+arms={a:["model=baseline"],b:["model=diff"]}', f"train=[{train}]", "evaluations=[]", "~metrics",
         "+metrics={valid:train.val_loss}", "name=toy",
     ]  # fmt: skip
@@ -117,16 +119,16 @@ def poison(kind: str, steps: set[int]) -> Callable[[], None]:
         clip, seen = torch.nn.utils.clip_grad_norm_, [0]
 
         def spoiled(parameters: object, limit: float) -> torch.Tensor:
-            parameters = list(parameters)
+            parameters = [p for p in parameters if p.grad is not None]
             seen[0] += 1
             if seen[0] in steps:
                 target = parameters[seen[0] % len(parameters)]
                 if kind == "weight":
-                    target.data.view(-1)[0] = float("nan")
+                    target.data[(0,) * target.dim()] = float("nan")
                 elif kind == "spike":
                     target.grad *= 1e9
                 else:
-                    target.grad.view(-1)[0] = float(kind)
+                    target.grad[(0,) * target.dim()] = float(kind)
             return clip(parameters, limit)
 
         torch.nn.utils.clip_grad_norm_ = spoiled
@@ -171,12 +173,12 @@ def damage(world: World, draw: random.Random) -> str:
 
 def restart(world: World, draw: random.Random) -> str:
     """torchrun with two processes, one of which is killed."""
-    run, at = world.fresh("restarted"), draw.randrange(2, STEPS - 2)
+    run, at, steps = world.fresh("restarted"), draw.randrange(2, 20), 60
     more = ["resume=true"] if draw.random() < 0.5 else []
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=1", "train.py"]
     with world.log.open("a") as log:
         options = {"cwd": ROOT, "stdout": log, "stderr": log, "env": {**os.environ, "OMP_NUM_THREADS": "1"}}
-        agent = subprocess.Popen([sys.executable, *torchrun, *world.train(run, *more)], **options)
+        agent = subprocess.Popen([sys.executable, *torchrun, *world.train(run, *more, f"steps={steps}")], **options)
         while not (run / "checkpoints" / f"step_{at:08d}").exists() and agent.poll() is None:
             time.sleep(0.005)
         workers = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
@@ -186,7 +188,7 @@ def restart(world: World, draw: random.Random) -> str:
         except subprocess.TimeoutExpired:
             agent.terminate()
             return "no end within 180 s"
-    return f"exit code {code}" if code else ("" if checkpoints(run)[-1].name == f"step_{STEPS:08d}" else "not finished")
+    return f"exit code {code}" if code else ("" if checkpoints(run)[-1].name == f"step_{steps:08d}" else "not finished")
 
 
 # Fault, trials of 100 kills (or their own number), what does it, and what must be true.
@@ -235,13 +237,13 @@ def main() -> int:
         for name, count, trial in plan(asked):
             begin, survived = time.monotonic(), 0
             for number in range(count):
+                world.log.write_text("")
                 wrong = trial(world, random.Random(f"{asked['seed']} {name} {number}"))
                 survived += not wrong
-                failures += [f"{name}, trial {number}: {wrong}"] if wrong else []
+                failures += [f"{name}, trial {number}: {wrong}\n{world.log.read_text()[-1000:]}"] if wrong else []
             print(f"| {name} | {count} | {survived} | {time.monotonic() - begin:.0f} |", flush=True)
         if failures:
             print("\n".join(failures), file=sys.stderr)
-            print(world.log.read_text()[-4000:], file=sys.stderr)
     return bool(failures)
 
 

@@ -1,14 +1,16 @@
 """Ends of a training run other than its own: each scenario returns "" where it ended as it must, else what is wrong."""
 
 import os
+import re
 import resource
+import shutil
 import signal
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.faults.runs import STEPS, World, call, ending, launch, wait
+from tests.faults.runs import World, call, ending, launch, wait
 from training.checkpoint import checkpoints
 
 LONG = ("steps=100000", "checkpoint.every=0")
@@ -30,11 +32,19 @@ def started(run: Path, lines: int = 4) -> Callable[[], bool]:
     return lambda: path.exists() and path.read_bytes().count(b"\n") >= lines
 
 
+def slow() -> None:
+    """A run that a signal finds under way."""
+    from data import loader
+
+    real = loader.Loader.__call__
+    loader.Loader.__call__ = lambda self, step, micro=0: time.sleep(0.05) or real(self, step, micro)
+
+
 def by_signal(number: int) -> Callable[[World], str]:
     def scenario(world: World) -> str:
         """The signal leaves a checkpoint and its exit code, and a resumed run ends as if there had been none."""
         run = world.fresh("end")
-        process = launch("train", world.train(run, "checkpoint.every=0"), world.log)
+        process = launch("train", world.train(run, "checkpoint.every=0"), world.log, slow)
         until(started(run))
         os.kill(process, number)
         code = wait(process)
@@ -50,13 +60,13 @@ def by_signal(number: int) -> Callable[[World], str]:
 def second_signal(world: World) -> str:
     """A second one ends at once, even while a checkpoint is written."""
 
-    def slow() -> None:
+    def never() -> None:
         from training import checkpoint
 
         checkpoint.save = lambda *_, **__: time.sleep(60)
 
     run = world.fresh("end")
-    process = launch("train", world.train(run, *LONG), world.log, slow)
+    process = launch("train", world.train(run, *LONG), world.log, never)
     until(started(run))
     os.kill(process, signal.SIGTERM)
     time.sleep(0.5)
@@ -139,49 +149,31 @@ def hangup_and_second_trainer(world: World) -> str:
     return "" if refused and code == 130 and len(checkpoints(run)) == 2 else f"second {second}, first {code}"
 
 
-def full_disk(bytes_allowed: int, names: str) -> Callable[[World], str]:
+def full_disk(room: int, long_metrics: bool) -> Callable[[World], str]:
+    """No file may grow beyond `room` bytes; with `long_metrics`, metrics.jsonl is the one that does."""
+
     def scenario(world: World) -> str:
         """A write that finds no room is one line; the checkpoint before is kept, and nothing half written."""
 
-        def limit() -> None:  # a file that grows beyond it fails as on a full disk
-            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_allowed, bytes_allowed))
+        def limit() -> None:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the write fails instead, as on a full disk
+            resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
 
-        run = world.fresh("end")
-        if call("train", world.train(run, "checkpoint.every=4", "checkpoint.keep=0", "steps=8"), world.log):
+        run, options = world.fresh("end"), ("checkpoint.every=4", "checkpoint.keep=0", "steps=8")
+        if call("train", world.train(run, *options), world.log):
             return "the run without a fault failed"
-        shutil_remove(run / "checkpoints" / "step_00000008")
-        start, log = world.log.stat().st_size, world.log
-        if names == "metrics":
-            text = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
-            (run / "metrics.jsonl").write_text(
-                text[0][:-2] + ', "note": "' + "x" * (bytes_allowed - 2000) + '"}\n' + "".join(text[1:])
-            )
-        process = launch(
-            "train",
-            world.train(run, "checkpoint.every=4", "checkpoint.keep=0", "steps=8", "resume=true"),
-            separate(log),
-            limit,
-        )
-        code = wait(process)
-        errors = separate(log).read_text()
-        separate(log).unlink()
-        litter = list(run.rglob(".*.part"))
-        found = [folder.name for folder in checkpoints(run)]
-        ok = code == 2 and errors.count("error: ") == 1 and "Traceback" not in errors and found == ["step_00000004"]
-        return "" if ok and not litter and start >= 0 else f"exit code {code}, {found}, {litter}: {errors[-500:]}"
+        shutil.rmtree(run / "checkpoints" / "step_00000008")
+        if long_metrics:
+            first, *others = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+            first = f'{first[:-2]}, "note": "{"x" * (room - 1500)}"}}\n'
+            (run / "metrics.jsonl").write_text("".join([first, *others]))
+        world.log.write_text("")
+        code, errors = call("train", world.train(run, *options, "resume=true"), world.log, limit), said(world, 0)
+        left = [folder.name for folder in checkpoints(run)] + [path.name for path in run.rglob(".*.part")]
+        one_line = len(re.findall("^error: ", errors, re.M)) == 1 and "Traceback" not in errors
+        return "" if code == 2 and one_line and left == ["step_00000004"] else f"exit code {code}, {left}"
 
     return scenario
-
-
-def separate(log: Path) -> Path:
-    return log.with_name("limited.txt")
-
-
-def shutil_remove(folder: Path) -> None:
-    for path in folder.iterdir():
-        path.unlink()
-    folder.rmdir()
 
 
 def short_shard(world: World) -> str:
@@ -198,6 +190,29 @@ def short_shard(world: World) -> str:
         os.truncate(path, 2000)
     code, text = wait(process, 30), said(world, start)
     return "" if code == 2 and "truncated" in text and "Traceback" not in text else f"exit code {code}: {text[-500:]}"
+
+
+def requeued(world: World) -> str:
+    """A launcher's signal (submitit's) gets a checkpoint before it queues the job again, which then continues its run."""
+    run, marker = world.fresh("end"), world.folder / "queued"
+    marker.unlink(missing_ok=True)
+
+    def job(starts: int) -> Callable[[], None]:
+        def before() -> None:
+            slow()
+            os.environ |= {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(starts)}
+            signal.signal(signal.SIGUSR1, lambda *_: marker.write_text(checkpoints(run)[-1].name))
+
+        return before
+
+    process = launch("train", world.train(run, "checkpoint.every=0"), world.log, job(0))
+    until(started(run))
+    os.kill(process, signal.SIGUSR1)
+    code = wait(process)
+    if code != 128 + signal.SIGUSR1 or not marker.exists():
+        return f"exit code {code}, queued again: {marker.exists()}"
+    code = call("train", world.train(run, "checkpoint.every=0"), world.log, job(1))
+    return "" if not code and ending(run)["weights"] == ending(world.whole)["weights"] else f"again: exit code {code}"
 
 
 def litter(world: World) -> str:
@@ -224,9 +239,9 @@ ENDS: dict[str, Callable[[World], str]] = {
     "full pipe": full_pipe,
     "closed output": closed_output,
     "SIGHUP, second trainer": hangup_and_second_trainer,
-    "full disk, checkpoint": full_disk(30_000, "checkpoint"),
-    "full disk, metrics": full_disk(400_000, "metrics"),
+    "full disk, checkpoint": full_disk(30_000, long_metrics=False),
+    "full disk, metrics": full_disk(400_000, long_metrics=True),
     "short shard": short_shard,
+    "requeued job": requeued,
     "litter": litter,
 }
-assert STEPS > 8

@@ -4,7 +4,7 @@ from tests.conftest import run_command
 
 
 def test_faults_are_survived() -> None:
-    done = run_command("-m", "tests.faults", "kills=4", "injections=5", "damages=4", "restarts=0", "ends=1", "seed=7")
+    done = run_command("-m", "tests.faults", "kills=2", "injections=2", "damages=2", "restarts=0", "ends=1", "seed=7")
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [line.strip("|").split("|") for line in done.stdout.splitlines()[2:]]
     assert len(rows) > 15 and all(trials.strip() == survived.strip() for _, trials, survived, _ in rows)

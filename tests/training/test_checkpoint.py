@@ -53,9 +53,9 @@ def flip(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(content)
 
 
-def edit_step(folder: Path) -> None:
+def edit(folder: Path) -> None:
     path = folder / "state.json"
-    path.write_text(path.read_text().replace('"step": 2', '"step": 1'))
+    path.write_text(path.read_text().replace('"dropout": 0', '"dropout": 1'))
 
 
 def changed(name: str, change: Callable[[dict], object]) -> Callable[[Path], None]:
@@ -80,7 +80,7 @@ DAMAGES = {
     "truncated": truncate,
     "flipped byte": flip,
     "missing file": lambda folder: (folder / "model.safetensors").unlink(),
-    "edited step": edit_step,
+    "edited state": edit,
     "empty folder": lambda folder: [path.unlink() for path in folder.iterdir()],
     "state is garbage": lambda folder: (folder / "state.json").write_bytes(b"\0\xff{"),
     "state is deep": lambda folder: (folder / "state.json").write_text("[" * 100_000),
@@ -139,3 +139,11 @@ def test_a_full_disk_keeps_the_checkpoint_before_and_leaves_no_litter(
     with pytest.raises(ValueError, match="No space left on device.*the checkpoint before it is kept"):
         checkpoint.save(run, 3, model, stepped(model, OptimConfig()), keep=1)
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_00000001", "step_00000002"]
+
+
+def test_an_evaluation_of_weights_that_are_no_numbers_is_refused(run: Path) -> None:
+    (run / "config.yaml").write_text("{}")
+    DAMAGES["NaN weights"](run / "checkpoints" / "step_00000002")
+    for step in (None, 2):
+        with pytest.raises(ValueError, match="embedding.weight is not finite: evaluate an earlier step"):
+            checkpoint.load_run(run, step=step)

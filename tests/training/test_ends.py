@@ -1,0 +1,82 @@
+"""What is said at an end by several processes, JSON without NaN, locks and litter. (tests/faults has runs that end.)"""
+
+import json
+import math
+import os
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from configs import one_line_errors
+from configs.files import FolderLock, json_text, whole_folder, write_atomic, write_json
+from tests.conftest import assert_one_line_error, run_command
+from training.distributed import World, pick_device
+from training.run import TrainConfig
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(("main_says", "printed"), (("no room", False), ("another", True), (None, True)))
+def test_a_rank_prints_its_own_error_unless_the_first_one_has_the_same(
+    main_says: str | None, printed: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    store = dist.HashStore()
+    if main_says:
+        store.set("error", main_says)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr("training.distributed.PATIENCE", 0.1)
+    with pytest.raises(SystemExit), one_line_errors(TrainConfig, every_rank=True), World(1, 2, CPU, store).errors():
+        raise ValueError("no room")
+    assert capsys.readouterr().err == ("error on rank 1: no room\n" if printed else "")
+
+
+def test_a_lost_process_is_one_line_and_a_bug_keeps_its_traceback() -> None:
+    with pytest.raises(ConnectionError, match="another process has ended"), World(0, 2, CPU, dist.HashStore()).errors():
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer")
+    with pytest.raises(RuntimeError, match="shapes"), World(0, 2, CPU, dist.HashStore()).errors():
+        raise RuntimeError("shapes differ")
+
+
+@pytest.mark.parametrize("device", ("tpu", "xpu", "meta", "", "cuda:x", "cpu:3"))
+def test_only_devices_that_train_are_known(device: str) -> None:
+    with pytest.raises(ValueError, match="use auto, cpu or cuda"):
+        pick_device(device)
+
+
+def test_json_never_holds_what_json_does_not_know(tmp_path: Path) -> None:
+    content = {"a": [1.0, math.nan, (math.inf, {"b": -math.inf})], "c": float("nan"), "d": Path("x"), "e": 2}
+    write_json(tmp_path / "x.json", content)
+    wanted = {"a": [1.0, None, [None, {"b": None}]], "c": None, "d": "x", "e": 2}
+    assert json.loads((tmp_path / "x.json").read_text()) == json.loads(json_text(content)) == wanted
+
+
+def test_litter_of_the_dead_is_swept_and_that_of_the_living_is_not(tmp_path: Path) -> None:
+    host = socket.gethostname()
+    dead = os.fork()
+    if not dead:
+        os._exit(0)
+    os.waitpid(dead, 0)
+    names = [f".a.json.{host}.{dead}.part", f".a.json.{host}.1.part", f".a.json.elsewhere.{dead}.part", ".a.json.part"]
+    for name in names:
+        (tmp_path / name).write_text("half")
+    (tmp_path / f".folder.{host}.{dead}.part").mkdir()
+    write_atomic(tmp_path / "a.json", b"{}")
+    with whole_folder(tmp_path / "folder"):
+        pass
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*names[1:], "a.json", "folder"])
+
+
+def test_a_lock_names_its_holder_and_ends_with_it(tmp_path: Path) -> None:
+    first = FolderLock(tmp_path, "trains in it")
+    first.note("started by process 7")
+    with pytest.raises(ValueError, match=r"is in use: another process \(started by process 7\) trains in it"):
+        FolderLock(tmp_path, "trains in it")
+    first.release()
+    FolderLock(tmp_path, "trains in it").release()
+
+
+def test_a_key_that_is_added_is_refused_and_not_dropped() -> None:
+    assert_one_line_error(run_command("train.py", "+model.other=1"), "there is no configuration key 'model.other'")
