@@ -106,6 +106,8 @@ SCALING_KEYS = {
 def _rope(config: dict[str, Any], kinds: tuple[str, ...]) -> tuple[float, RopeScaling]:
     """The base of RoPE and its scaling; `rope_parameters` holds both since transformers 5. ValueError for other kinds."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise ValueError(f"config.json says rope_parameters={rope}: copy the model's own config.json into the folder")
     kind = rope.get("rope_type", rope.get("type", "default"))
     kind = "none" if kind == "default" else kind
     if kind not in kinds or rope.get("partial_rotary_factor", 1) != 1:
@@ -114,7 +116,7 @@ def _rope(config: dict[str, Any], kinds: tuple[str, ...]) -> tuple[float, RopeSc
             f"config.json asks for {kind} RoPE ({json.dumps(rope)}), and our decoder has {plain}, over the whole width, for "
             "this model: use a model without that"
         )
-    theta = rope.get("rope_theta", number(config, "rope_theta", {"rope_theta": 10000.0}))
+    theta = number({"rope_theta": config.get("rope_theta")} | rope, "rope_theta", {"rope_theta": 10000.0})
     known = {"original_max_position_embeddings": config.get("max_position_embeddings")} | rope
     keys = SCALING_KEYS.get(kind, {})
     return float(theta), RopeScaling(kind, **{ours: number(known, theirs, {}) for theirs, ours in keys.items()})

@@ -6,6 +6,7 @@ Which other architectures are near, and why our decoder cannot compute them, say
 from typing import Any
 
 from ..config import DecoderConfig
+from .folder import number
 from .llama import Llama
 
 UNLIKE = {
@@ -46,9 +47,12 @@ class Qwen2(Llama):
     def our_config(self, config: dict[str, Any]) -> DecoderConfig:
         """ValueError where some layers have a window and others do not."""
         sliding = bool(config.get("use_sliding_window")) and config.get("sliding_window", 4096) is not None
-        first, count = config.get("max_window_layers", 28), config.get("num_hidden_layers", 0)
-        own = ["full_attention" if not sliding or i < first else "sliding_attention" for i in range(count)]
-        kinds = set(config.get("layer_types") or own)
+        first, count = (
+            number(config, "max_window_layers", {"max_window_layers": 28}),
+            number(config, "num_hidden_layers", {}),
+        )
+        own = ["full_attention" if not sliding or i < first else "sliding_attention" for i in range(int(count))]
+        kinds = set(map(str, config.get("layer_types") or own))
         if len(kinds) > 1:
             raise ValueError(
                 "config.json gives some layers a window and others none, and our decoder has one window for all: use a "

@@ -209,6 +209,11 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "a rope that scales nothing": (
         lambda folder: edit(folder, rope_parameters={"rope_type": "linear", "factor": 0}), "use a factor above 0",
     ),
+    "a rope without a number": (lambda folder: edit(folder, rope_parameters={"rope_theta": "x"}), "number for rope_theta"),
+    "a rope that is a list": (lambda folder: edit(folder, rope_parameters=[1]), "says rope_parameters=[1]"),
+    "windows without a number": (
+        lambda folder: edit(folder, architectures=["Qwen2ForCausalLM"], num_hidden_layers="x"), "number for num_hidden",
+    ),
     "gemma": (lambda folder: edit(folder, architectures=["Gemma3ForCausalLM"]), "each with a RoPE of its own"),
     "experts": (lambda folder: edit(folder, architectures=["MixtralForCausalLM"]), "mixtures of experts"),
     "some layers with a window": (
