@@ -49,6 +49,8 @@ class Format:
             return f"whose queries see a window of {cfg.window} keys"
         if cfg.document_mask:
             return "whose tokens see their own document only"
+        if not cfg.qkv_bias == cfg.projection_bias == cfg.bias:
+            return "whose queries, keys, values and output projection differ in having biases"
         for field, allowed in self.parts.items():
             if getattr(cfg, field) not in allowed:
                 return f"which has {field}={getattr(cfg, field)} and not {' or '.join(allowed)}"

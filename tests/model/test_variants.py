@@ -366,7 +366,10 @@ def test_letters_tile_over_the_depth() -> None:
         ({"backend": "flex", "attention_dropout": 0.1}, "use model.backend=sdpa"),
         ({"backend": "fused", "attention_dropout": 0.1, "layers": "d"}, "use model.backend=sdpa"),
         ({"backend": "fused", "layers": "d", "head_dim": 256}, "model.backend=sdpa"),
-        ({"baseline": BaselineConfig(head_norm="layer")}, "model.baseline.head_norm=layer is unknown: use one of affine"),
+        (
+            {"baseline": BaselineConfig(head_norm="layer")},
+            "model.baseline.head_norm=layer is unknown: use one of affine",
+        ),
         ({"layers": "d", "diff": DiffConfig(lambda_form="exp")}, "use one of vectors, dual_scalar, fixed"),
         ({"layers": "d", "diff": DiffConfig(head_norm="layer")}, "use one of affine, plain, layernorm, none"),
         ({"layers": "d", "diff": DiffConfig(heads="all")}, "use one of half, double"),
