@@ -214,15 +214,23 @@ def matched(cfg: DecoderConfig) -> DecoderConfig:
     if cfg.match == "none" or set(cfg.layers) == {"b"}:
         return replace(cfg, d_ff=hidden)
     baseline, variant = _budget(replace(cfg, layers="b")), _budget(cfg)
-    per_unit = cfg.n_layer * cfg.d_model * (3 if cfg.mlp == "swiglu" else 2) * (6 if cfg.match == "flops" else 1)
+    inner = 2 if cfg.mlp == "swiglu" else 1  # matrices into the FFN's hidden width; one leads out of it
+    unit = 6 * cfg.d_model * (inner + 1) if cfg.match == "flops" else cfg.d_model * (inner + 1) + cfg.bias * inner
+    per_unit = cfg.n_layer * unit
     target = hidden + (baseline - variant) / per_unit
     if target < 1:
         wrong = f"attention of layers={cfg.layers} alone exceeds the baseline's budget at d_model={cfg.d_model}"
         raise ValueError(f"{wrong}: use fewer heads or paths, or model.match=none")
     # The baseline's own width where that is within 0.4 % of the budget, else the roundest that is: odd widths are slow.
-    tolerance = 0.004 * (baseline + hidden * per_unit)
+    budget = baseline + hidden * per_unit
     widths = [hidden, *(max(1, round(target / step) * step) for step in (64, 32, 16, 8, 4, 2, 1))]
-    return replace(cfg, d_ff=next((w for w in widths if abs(w - target) * per_unit <= tolerance), widths[-1]))
+    width = next((w for w in widths if abs(w - target) * per_unit <= 0.004 * budget), widths[-1])
+    if abs(width - target) * per_unit > 0.005 * budget:
+        wrong = f"no model.d_ff meets the baseline's {cfg.match} within 0.5 % at d_model={cfg.d_model}"
+        raise ValueError(
+            f"{wrong}, where one unit of it is {per_unit / budget:.1%}: use a wider model or model.match=none"
+        )
+    return replace(cfg, d_ff=width)
 
 
 def _budget(cfg: DecoderConfig) -> int:

@@ -70,10 +70,14 @@ def rope_table(
 
 
 def rotate(x: Tensor, rope: Rope | None) -> Tensor:
-    """Rotate queries or keys x (B, H, T, d) by their positions, in float32 or better; None leaves them."""
+    """Rotate queries or keys x (B, H, T, d) by their positions, in float32 or better; None leaves them.
+
+    Under autocast in autocast's own precision, as all runs so far were trained.
+    """
     if rope is None:
         return x
-    dtype = torch.promote_types(x.dtype, torch.float32)
+    autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)
+    dtype = x.dtype if autocast else torch.promote_types(x.dtype, torch.float32)
     cos, sin, wide = rope.cos.to(dtype), rope.sin.to(dtype), x.to(dtype)  # (T, d/2) twice
     if rope.interleaved:
         even, odd = wide[..., 0::2], wide[..., 1::2]  # (B, H, T, d/2) each

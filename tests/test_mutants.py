@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from model import conversion
-from model.attention import backends, blocked, diff, introspective, reference
+from model.attention import backends, base, blocked, diff, introspective, mask, reference
 from model.attention.base import Attention, Heads
 from model.attention.diff import DiffAttention
 from model.attention.diff_v2 import DiffV2Attention
@@ -26,6 +26,7 @@ from model.decoder import Decoder
 
 VARIANTS, OPERATIONS = "tests/model/test_variants.py", "tests/model/test_backends.py"
 KERNELS, CONVERTED = "tests/model/test_kernels.py", "tests/model/test_conversion.py"
+MODULES = "tests/model/test_modules.py"
 OPTIMIZERS = "tests/training/test_parts.py::test_every_parameter_is_in_one_group_and_only_matrices_decay"
 FORMULA = f"{VARIANTS}::test_equals_the_formula"
 
@@ -167,10 +168,8 @@ def single_path_let_through(right: Callable) -> Callable:
 
 
 def one_set_log_sum_exp(right: Callable) -> Callable:
-    def wrong(ctx: Any, scale: float, q: Tensor, *sets: Tensor) -> Tensor:
-        out = right(ctx, scale, q, *sets)
-        ctx.save_for_backward(q, *sets, out, backends._flash(q, sets[0], sets[len(sets) // 2], scale)[1])
-        return out
+    def wrong(scale: float, q: Tensor, *sets: Tensor) -> tuple[Tensor, Tensor]:
+        return right(scale, q, *sets)[0], backends._flash(q, sets[0], sets[len(sets) // 2], scale)[1]
 
     return staticmethod(wrong)
 
@@ -319,6 +318,20 @@ MUTANTS = (
            f"{VARIANTS}::test_rows_that_see_nothing_are_zero_forward_and_backward[diff-math]"),
     Mutant("rows that see nothing see everything (timm fused)", backends, "_see", seeing_blind_rows,
            f"{VARIANTS}::test_rows_that_see_nothing_are_zero_forward_and_backward[diff-sdpa]"),
+    Mutant("maps of a head take other heads' rows of a mask", backends, "_spread",
+           lambda right: lambda x, q: x if x.shape[1] in (1, q.shape[1]) else x.repeat(1, q.shape[1] // x.shape[1], 1, 1),
+           f"{MODULES}::test_a_mask_of_any_shape_is_the_formulas[diff_v2-auto]"),
+    Mutant("cached queries take the first rows of an added bias", mask, "_rows",
+           lambda right: lambda x, positions, S: right(x, positions, x.shape[-2]),
+           f"{MODULES}::test_a_module_decodes_with_a_cache_under_any_mask[diff]"),
+    Mutant("ALiBi favours what is far", base, "alibi_slopes", lambda right: lambda heads: tuple(-s for s in right(heads)),
+           f"{MODULES}::test_alibi_is_the_formula[diff-math]"),
+    Mutant("RoPE is rounded to half precision (unilm)", base, "rope_table",
+           lambda right: lambda *given: tuple(table.bfloat16() for table in right(*given)),
+           f"{MODULES}::test_rope_is_exact_in_half_precision"),
+    Mutant("a module's own RoPE starts again at position 0", base, "rope_table",
+           lambda right: lambda T, width, theta, device, start: right(T, width, theta, device),
+           f"{MODULES}::test_a_module_decodes_with_a_cache_under_any_mask[diff]"),
     Mutant("decoding starts again at position 0 (unilm, blog)", Decoder, "_rope",
            lambda right: lambda self, start, T: right(self, 0, T),
            f"{VARIANTS}::test_decoding_with_a_cache_equals_prefill[diff-math]"),

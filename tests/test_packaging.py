@@ -1,8 +1,11 @@
-"""pyproject.toml, requirements.txt and the Makefile agree, and what is installed is complete."""
+"""pyproject.toml, requirements.txt and the Makefile agree; what is installed is attention_noise, whole and alone."""
 
 import re
+import shutil
 import subprocess
+import sys
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -22,7 +25,7 @@ def ranges(lines: list[str]) -> dict[str, Requirement]:
 
 
 def test_every_pin_lies_in_its_range() -> None:
-    allowed = ranges(PYPROJECT["project"]["dependencies"] + EXTRAS["hub"] + EXTRAS["wandb"])
+    allowed = ranges(PYPROJECT["project"]["dependencies"] + EXTRAS["train"] + EXTRAS["hub"] + EXTRAS["wandb"])
     for pin in requirements("requirements.txt"):
         assert str(pin.specifier).startswith("=="), f"requirements.txt does not pin {pin.name}"
         version = str(pin.specifier).removeprefix("==")
@@ -45,15 +48,62 @@ def test_the_license_and_the_name_are_the_same_everywhere() -> None:
     assert (ROOT / "README.md").read_text().startswith("# attention-noise\n")
 
 
-def test_files_beside_the_code_are_package_data() -> None:
-    patterns = PYPROJECT["tool"]["setuptools"]["package-data"]["*"]
-    packages = [name.rstrip("*") for name in PYPROJECT["tool"]["setuptools"]["packages"]["find"]["include"]]
-    for package in packages:
-        for path in (ROOT / package).rglob("*"):
-            if path.is_file() and path.suffix not in (".py", ".pyc"):
-                assert any(path.match(pattern) for pattern in patterns), (
-                    f"{path.relative_to(ROOT)} would not be installed"
-                )
+USE = """
+import sys, torch, attention_noise
+from attention_noise import BaselineAttention, Decoder, DecoderConfig, DiffAttention, IntrospectiveAttention, Mask
+from attention_noise.interop import layouts
+from attention_noise.conversion import Conversion
+assert attention_noise.__file__.startswith(sys.argv[1]), attention_noise.__file__
+m = DiffAttention(d_model=64, n_head=8, n_kv_head=4, layer=3)
+assert m(torch.randn(2, 5, 64), mask=Mask(causal=False)).shape == (2, 5, 64)
+logits = Decoder(DecoderConfig(layers="bdvgnitr", n_layer=8, vocab_size=9))(torch.zeros(1, 4, dtype=torch.long))
+assert logits.shape == (1, 4, 9)
+ours = {"configs", "data", "eval", "model", "scripts", "tests", "train", "training"}
+assert not ours & {name.split(".")[0] for name in sys.modules}, "the package imports the repository"
+"""
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a build reads, in a folder of its own: it leaves files beside the source."""
+    folder = tmp_path_factory.mktemp("source")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    shutil.copytree(ROOT / "model", folder / "model", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("data", "training"):  # which are not to be found
+        shutil.copytree(ROOT / "model" / "interop", folder / name, ignore=shutil.ignore_patterns("*_*"))
+    return folder
+
+
+def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
+    done = subprocess.run([sys.executable, *arguments], cwd=folder, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def test_a_wheel_installs_the_package_and_nothing_else(source: Path, tmp_path: Path) -> None:
+    pip = ("-m", "pip", "--disable-pip-version-check", "-q")
+    python(source, *pip, "wheel", ".", "--no-build-isolation", "--no-deps", "-w", str(tmp_path))
+    (wheel,) = tmp_path.glob("*.whl")
+    python(tmp_path, *pip, "install", "--no-deps", "--no-index", "--target", str(tmp_path / "site"), str(wheel))
+    top = {path.name for path in (tmp_path / "site").iterdir()}
+    assert {name for name in top if not name.endswith(".dist-info")} == {"attention_noise"}
+    files = {path.relative_to(ROOT / "model").as_posix() for path in (ROOT / "model").rglob("*.py")}
+    with zipfile.ZipFile(wheel) as archive:
+        packed = {name.removeprefix("attention_noise/") for name in archive.namelist() if name.endswith(".py")}
+    assert packed == files, "pyproject.toml's list of packages lacks a folder of model/"
+    python(tmp_path, "-c", f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r})\n{USE}", str(tmp_path / "site"))
+
+
+def test_an_editable_install_is_the_checkout_under_the_packages_name(source: Path, tmp_path: Path) -> None:
+    """By the hook that `pip install -e .` calls: pip itself would write into this environment."""
+    python(source, "-c", f"import setuptools.build_meta as build; build.build_editable({str(tmp_path)!r})")
+    (wheel,) = tmp_path.glob("*.whl")
+    site = tmp_path / "site"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    assert not {"data", "model", "training"} & {path.name for path in site.iterdir()}
+    python(tmp_path, "-c", f"import site; site.addsitedir({str(site)!r})\n{USE}", str(source / "model"))
 
 
 @pytest.mark.parametrize(("index", "fetched"), (("", 0), ("https://example.org/cpu", 1)))

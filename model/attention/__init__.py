@@ -23,3 +23,5 @@ VARIANTS = {
     "t": TemperatureAttention,
     "r": ValueResidualAttention,
 }
+
+__all__ = ["VARIANTS", *(variant.__name__ for variant in VARIANTS.values())]

@@ -192,11 +192,8 @@ def attend_union(
     if mask.plain and T == S > 0 and not dropout and (q.device.type == "cpu" or half):
         width = values[0].shape[-1]
         widest = -(-max(q.shape[-1], width) // 8) * 8  # CUDA's flash kernel wants multiples of 8
-        padded = [_widen(x, widest) for x in (q, *keys, *values)]
-        padded = [
-            x if x.stride(-1) == 1 else x.contiguous() for x in padded
-        ]  # the CPU's flash kernel reads it as if it were
-        return _Union.apply(q.shape[-1] ** -0.5, *padded)[..., :width]
+        padded = [_in_line(_widen(x, widest)) for x in (q, *keys, *values)]
+        return _Union.apply(q.shape[-1] ** -0.5, *padded)[0][..., :width]
     see, bias = _see(mask, q, keys[0]).repeat(1, 1, 1, n), _bias(mask, q, keys[0])
     bias = None if bias is None else bias.repeat(1, 1, 1, n)
     return _sdpa(q, torch.cat(keys, dim=-2), torch.cat(values, dim=-2), mask, see, dropout, bias=bias)
@@ -235,10 +232,9 @@ def _sdpa(
     else:
         k, v = _repeat(k, q.shape[1]), _repeat(v, q.shape[1])
     if unmasked:
-        causal = mask.causal
-        if T == 1:  # not `causal and T > 1`, which torch.compile hands on as a symbol at a second length
-            causal = False
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, **options)[..., :width]
+        if mask.causal and T > 1:  # a branch: as an expression, a symbolic length makes a SymBool, which torch refuses
+            options["is_causal"] = True
+        return F.scaled_dot_product_attention(q, k, v, **options)[..., :width]
     if see is None:
         see, bias = _see(mask, q, k), _bias(mask, q, k)  # (1 or B, 1 or heads, T, S)
     see = _spread(see, q)
@@ -355,6 +351,11 @@ def _widen(x: Tensor, width: int) -> Tensor:
     return x if x.shape[-1] >= width else F.pad(x, (0, width - x.shape[-1]))
 
 
+def _in_line(x: Tensor) -> Tensor:
+    """The flash operators take a last stride of 1 for granted: others are silently wrong on a CPU."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 class _Union(torch.autograd.Function):
     """Causal attention over several key sets as a log-sum-exp merge of one flash call per set.
 
@@ -362,20 +363,26 @@ class _Union(torch.autograd.Function):
     exp(q k_j' - lse), so each set's flash backward, given the merged out and lse, returns the exact gradient.
     """
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx, scale: float, q: Tensor, *sets: Tensor) -> Tensor:  # noqa: ANN001
+    def forward(scale: float, q: Tensor, *sets: Tensor) -> tuple[Tensor, Tensor]:
         keys, values = sets[: len(sets) // 2], sets[len(sets) // 2 :]
         parts = [_flash(q, k, v, scale) for k, v in zip(keys, values, strict=True)]
         lses = torch.stack([lse for _, lse in parts])  # (n, B, H, T) float32
         lse = lses.logsumexp(0)
         shares = (lses - lse).exp().unsqueeze(-1)  # (n, B, H, T, 1)
-        out = sum(share * part for share, (part, _) in zip(shares, parts, strict=True)).to(q.dtype)
-        ctx.save_for_backward(q, *sets, out, lse)
-        ctx.scale = scale
-        return out
+        return sum(share * part for share, (part, _) in zip(shares, parts, strict=True)).to(q.dtype), lse
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN001
+    def setup_context(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:  # noqa: ANN001
+        ctx.scale, *tensors = inputs
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(*tensors, *output)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN001
+        grad = _in_line(grad)
         q, *sets, out, lse = ctx.saved_tensors
         keys, values = sets[: len(sets) // 2], sets[len(sets) // 2 :]
         grads = [_flash_backward(grad, q, k, v, out, lse, ctx.scale) for k, v in zip(keys, values, strict=True)]

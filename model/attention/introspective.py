@@ -48,8 +48,9 @@ class IntrospectiveAttention(Attention):
 
     feature: M_i = concat over j < i of (K_j, A_j), per token; path i attends with keys K_i + M_i U_i and values
     V_i + M_i W_i, the projections U, W being per key/value head and zero at the start (so training begins with
-    independent paths), RoPE after the projection. sequence: one softmax over the keys of all paths j <= i at all
-    positions s <= t, each set with its own positions. Source: the formula of cognitivecomputations/introspective-attention.
+    independent paths), RoPE after the projection; without own_path they are M_i U_i and M_i W_i. sequence: one softmax
+    over the keys of all paths j <= i at all positions s <= t, each set with its own positions. Source: the formula of
+    cognitivecomputations/introspective-attention.
     """
 
     name = "introspective"
@@ -159,17 +160,17 @@ class IntrospectiveAttention(Attention):
             q = split(self.q[i](x), self.width)
             if i < len(self.k):
                 k, v = split(self.k[i](source), self.width), split(self.v[i](source), self.value_width)
-                own_k, own_v = k, v
+            kept = k, v
             if memory:
                 m = torch.cat(memory, dim=-1)  # (B, hkv, T, m_i)
                 from_k, from_v = m @ self.memory_k[i - 1], m @ self.memory_v[i - 1]
                 k, v = (k + from_k, v + from_v) if self.own_path else (from_k, from_v)
-                own_k, own_v = (own_k, own_v) if self.own_path else (k, v)
+                kept = kept if self.own_path else (k, v)
             q, k = rotate(q, ropes[0]), rotate(k, ropes[1])
             if cache is not None:
                 k, v = cache.append(k, v, slot=i)
             outputs.append(self._path_output(attend(q, k, v, mask, self.backend, self.dropout_now), i))
-            memory += self.remembered(own_k, own_v, outputs[-1])
+            memory += self.remembered(*kept, outputs[-1])
         return outputs
 
     def remembered(self, k: Tensor, v: Tensor, a: Tensor) -> list[Tensor]:

@@ -43,13 +43,13 @@ active: Maps | None = None  # the backends ask here; None costs nothing
 def probe(model: nn.Module, rows: Tensor, apart: bool = False) -> Iterator[Maps]:
     """`with probe(model, rows) as maps: model(tokens)` fills `maps.layers`.
 
-    rows: query positions (R,), or (B, R) for other ones in each sequence. apart: fill `maps.pairs`, too. Uncompiled models
-    only: a compiled graph does not ask. Nested probes are refused.
+    model: a Decoder, or one attention module. rows: query positions (R,), or (B, R) for other ones in each sequence.
+    apart: fill `maps.pairs`, too. Uncompiled models only: a compiled graph does not ask. Nested probes are refused.
     """
     global active
     _refuse_nesting()
     active = Maps(rows, apart)
-    hooks = [block.attention.register_forward_hook(active._close_layer) for block in model.blocks]
+    hooks = [attention.register_forward_hook(active._close_layer) for attention in _attentions(model)]
     try:
         yield active
     finally:
@@ -87,7 +87,7 @@ def visit_logits(model: nn.Module, visit: Visit) -> Iterator[None]:
         changed = visit(layer, logits, see)
         return logits if changed is None else changed
 
-    hooks = [block.attention.register_forward_pre_hook(enter(i)) for i, block in enumerate(model.blocks)]
+    hooks = [attention.register_forward_pre_hook(enter(i)) for i, attention in enumerate(_attentions(model))]
     logits_visitor = hand
     try:
         yield
@@ -95,6 +95,11 @@ def visit_logits(model: nn.Module, visit: Visit) -> Iterator[None]:
         logits_visitor = None
         for hook in hooks:
             hook.remove()
+
+
+def _attentions(model: nn.Module) -> list[nn.Module]:
+    """The attention modules of a decoder; any other module is one itself."""
+    return [block.attention for block in model.blocks] if hasattr(model, "blocks") else [model]
 
 
 def _refuse_nesting() -> None:

@@ -10,6 +10,7 @@ import yaml
 
 from model.attention import VARIANTS
 from tests.conftest import ROOT, run_command, train_arguments
+from tests.test_layers import file_imports
 
 SOURCE = '''"""Softmax attention whose heads are scaled."""
 
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from model.attention.base import Attention, AttentionConfig
+from .base import Attention, AttentionConfig
 
 
 @dataclass
@@ -61,7 +62,7 @@ def scaled(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, layer: int, first:
 
     return attention(w, x, see, cfg, output=opened)
 """
-IMPORT, LINE = "from model.attention.scaled import ScaledAttention\n", '    "s": ScaledAttention,\n'
+IMPORT, LINE = "from .scaled import ScaledAttention\n", '    "s": ScaledAttention,\n'
 TESTS = (
     "tests/model/test_variants.py", "tests/model/test_backends.py", "tests/model/test_decoder.py",
     "tests/training/test_monitor.py", "tests/training/test_parts.py",
@@ -132,10 +133,10 @@ def test_every_variant_has_the_promised_files_and_is_named_nowhere_else(name: st
     """A file of its own, a config; the rest of model/ and training/ imports it from nowhere but its line."""
     letters = {variant.name: letter for letter, variant in VARIANTS.items()}
     assert yaml.safe_load((ROOT / f"configs/model/{name}.yaml").read_text()) == {"layers": letters[name]}
-    module = f"model.attention.{name}"
-    assert VARIANTS[letters[name]].__module__ == module
+    assert VARIANTS[letters[name]].__module__ == f"model.attention.{name}"
+    own = ROOT / f"model/attention/{name}.py"
     users = [
-        path for folder in ("model", "training") for path in (ROOT / folder).rglob("*.py") if module in path.read_text()
+        path for folder in ("model", "training") for path in (ROOT / folder).rglob("*.py") if own in file_imports(path)
     ]
     conversions = {path for path in users if path.parent.name == "interop" or path.name == "conversion.py"}
     assert set(users) - conversions == {ROOT / "model/attention/__init__.py"}

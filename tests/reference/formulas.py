@@ -6,15 +6,30 @@ from 0. first: (w, x) of layer 0 of the same stack, which has the same variant. 
 spelled out here so that a change of convention in model/ is noticed.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 EPS = 1e-5
+extra: np.ndarray = np.zeros((1, 1, 1, 1))
 
 
-def softmax(scores: np.ndarray, see: np.ndarray) -> np.ndarray:
+@contextmanager
+def added(bias: Any) -> Iterator[None]:
+    """Inside, `bias`, broadcastable to (B, H, T, S), is added to the scores of every formula."""
+    global extra
+    extra = np.asarray(bias, dtype=float).reshape((1,) * (4 - np.ndim(bias)) + np.shape(bias))
+    yield
+    extra = np.zeros((1, 1, 1, 1))
+
+
+def softmax(scores: np.ndarray, see: np.ndarray, b: int = 0, i: int = 0) -> np.ndarray:
+    """Row by row, of head i of sequence b. A row that sees nothing is zero. Several key sets stand side by side."""
+    more = extra[b % extra.shape[0], i % extra.shape[1]]
+    scores = scores + np.tile(more, (1, scores.shape[1] // more.shape[1]))
+    see = see[i % len(see)] if see.ndim == 3 else see
     out = np.zeros_like(scores)
     for t in range(scores.shape[0]):
         cols = np.flatnonzero(see[t])
@@ -56,6 +71,7 @@ def project_out(w: dict, merged: list[np.ndarray]) -> np.ndarray:
 
 
 def rows(see: np.ndarray, b: int) -> np.ndarray:
+    """Who sees whom in sequence b: (T, S), or (H, T, S) where the heads differ."""
     return see if see.ndim == 2 else see[b]
 
 
@@ -65,7 +81,10 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
 
 def positions(cfg: Any) -> dict:
     """The arguments of `rope`."""
-    return {"theta": cfg.rope_theta, "interleaved": cfg.rope_layout == "interleaved"}
+    return {
+        "theta": cfg.rope_theta if cfg.position == "rope" else None,
+        "interleaved": cfg.rope_layout == "interleaved",
+    }
 
 
 def attention(
@@ -86,13 +105,20 @@ def attention(
             q, k = (rope(head(w, name, x[b], n, d), **positions(cfg)) for name, n in (("q", i), ("k", j)))
             v = values(b, j) if values else head(w, "v", x[b], j, d)
             scores = q @ k.T / np.sqrt(d) / (1 if temperature is None else temperature[i])
-            y = softmax(scores, rows(see, b)) @ v
+            y = softmax(scores, rows(see, b), b, i) @ v
             merged.append(output(b, i, y) if output else y)
         out.append(project_out(w, merged))
     return np.stack(out)
 
 
+def layer_norm(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | float) -> np.ndarray:
+    centred = x - x.mean(-1, keepdims=True)
+    return rms(centred, weight) + bias
+
+
 def head_norm(w: dict, kind: str, y: np.ndarray) -> np.ndarray:
+    if kind == "layernorm":
+        return layer_norm(y, w["head_norm.weight"], w["head_norm.bias"])
     return y if kind == "none" else rms(y, w["head_norm.weight"] if kind == "affine" else 1.0)
 
 
@@ -152,7 +178,7 @@ def diff(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, layer: int, first: t
                 if "q_norm.weight" in w:
                     q, k = rms(q, w["q_norm.weight"]), rms(k, w["k_norm.weight"])
                 scores = rope(q, **positions(cfg)) @ rope(k, **positions(cfg)).T
-                maps.append(softmax(scores / np.sqrt(d), rows(see, b)))
+                maps.append(softmax(scores / np.sqrt(d), rows(see, b), b, i))
             y = (maps[0] - lam * maps[1]) @ head(w, "v", x[b], j, dv)
             merged.append((1 - lam_init) * head_norm(w, opt.head_norm, y))
         out.append(project_out(w, merged))
@@ -169,7 +195,7 @@ def diff_v2(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, layer: int, first
             j = i * cfg.n_kv_head // cfg.n_head
             k, v = rope(head(w, "k", x[b], j, d), **turned), head(w, "v", x[b], j, d)
             first, second = (
-                softmax(rope(head(w, "q", x[b], 2 * i + c, d), **turned) @ k.T / np.sqrt(d), rows(see, b)) @ v
+                softmax(rope(head(w, "q", x[b], 2 * i + c, d), **turned) @ k.T / np.sqrt(d), rows(see, b), b, i) @ v
                 for c in (0, 1)
             )
             logit = x[b] @ w["lambda_logits.weight"][i] + (
@@ -194,7 +220,7 @@ def integral(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, layer: int, firs
                 q = rope(head(w, "q", x[b], signals * i + s, d), **turned)
                 k = rope(head(w, "k", x[b], signals * j + s, d), **turned)
                 logits.append(q @ k.T / np.sqrt(d))
-            merged.append(softmax(np.mean(logits, 0), rows(see, b)) @ head(w, "v", x[b], j, signals * d))
+            merged.append(softmax(np.mean(logits, 0), rows(see, b), b, i) @ head(w, "v", x[b], j, signals * d))
         out.append(project_out(w, merged))
     return np.stack(out)
 
@@ -213,10 +239,17 @@ def path_weights(w: dict, x: np.ndarray, kind: str, paths: int) -> np.ndarray:
     return norm if kind == "literal" else w["path_gain"] * norm + w["path_bias"]
 
 
+def path_norm(w: dict, name: str, kind: str, x: np.ndarray) -> np.ndarray:
+    if kind == "layernorm":
+        return layer_norm(x, w[f"{name}.weight"], w.get(f"{name}.bias", 0))
+    return rms(x, w[f"{name}.weight"])
+
+
 def introspective(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, layer: int, first: tuple) -> np.ndarray:
     """docs/METHODS.md, introspective attention; heads per path, values of width D / heads."""
     opt, width, turned = cfg.introspective, cfg.head_dim, positions(cfg)
     mode, paths, memory, heads = opt.mode, opt.paths, opt.memory, opt.heads or cfg.n_head // 2
+    heads = cfg.n_head if opt.heads == 0 else heads
     kv_heads = max(1, heads * cfg.n_kv_head // cfg.n_head)
     D = x.shape[-1]
     dv, group = D // heads, heads // kv_heads
@@ -233,26 +266,31 @@ def introspective(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, layer: int,
                 k = [head(w, f"k.{p}", x[b], j, width) for j in range(kv_heads)]
                 v = [head(w, f"v.{p}", x[b], j, dv) for j in range(kv_heads)]
                 own = {"k": list(k), "v": list(v)}
-                if mode == "feature" and p:
-                    for j in range(kv_heads):
-                        m = np.concatenate([e[part][j] for e in earlier for part in memory], -1)
-                        k[j] = k[j] + m @ w[f"memory_k.{p - 1}"][j]
-                        v[j] = v[j] + m @ w[f"memory_v.{p - 1}"][j]
+            if mode == "feature" and p:
+                for j in range(kv_heads):
+                    m = np.concatenate([e[part][j] for e in earlier for part in memory], -1)
+                    from_k, from_v = m @ w[f"memory_k.{p - 1}"][j], m @ w[f"memory_v.{p - 1}"][j]
+                    k[j], v[j] = (k[j] + from_k, v[j] + from_v) if opt.own_path else (from_k, from_v)
+                if not opt.own_path:  # the memory holds the keys and values that the path has
+                    own = {"k": list(k), "v": list(v)}
+            if own:
                 rotated.append(([rope(each, **turned) for each in k], v))
             sets = rotated[-1:]
             if mode == "sequence":
                 sets = rotated[: p + 1 if opt.own_path or p == 0 else p]
+                if opt.repeated:  # path j < p stands in the lists of all paths between them: 2^(p - 1 - j) times
+                    sets = [rotated[j] for j in range(p) for _ in range(2 ** (p - 1 - j))] + [rotated[p]]
             merged = []
             for i in range(heads):
                 j = i // group
                 keys = np.concatenate([ks[j] for ks, _ in sets])
                 values = np.concatenate([vs[j] for _, vs in sets])
-                visible = np.tile(rows(see, b), (1, len(sets)))
+                visible = np.concatenate([rows(see, b)] * len(sets), -1)
                 scores = rope(q[i], **turned) @ keys.T / np.sqrt(width)
-                merged.append(softmax(scores, visible) @ values)
-            a = rms(np.concatenate(merged, -1), w[f"path_norms.{p}.weight"])
+                merged.append(softmax(scores, visible, b, i) @ values)
+            a = path_norm(w, f"path_norms.{p}", opt.path_norm, np.concatenate(merged, -1))
             own["a"] = [a[:, j * group * dv : (j + 1) * group * dv] for j in range(kv_heads)]
             earlier.append(own)
             mixed = mixed + lam[..., p, None] * a
-        out.append(rms(mixed, w["norm.weight"]) @ w["out.weight"].T + w.get("out.bias", 0))
+        out.append(path_norm(w, "norm", opt.path_norm, mixed) @ w["out.weight"].T + w.get("out.bias", 0))
     return np.stack(out)

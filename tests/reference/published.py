@@ -265,3 +265,35 @@ def shapes(
     if dual:
         return made | {"lambda_a": (), "lambda_b": ()}
     return made | {name: (d,) for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")}
+
+
+def introspective(
+    w: dict, x: np.ndarray, num_heads: int, num_kv_heads: int, cumulative: bool, paths: int = 3
+) -> np.ndarray:
+    """introspective_attn.py and introspective_flashdiff_1.py (cumulative), or introspective_flashdiff_2.py, repaired.
+
+    Weights by our names, one sequence x (T, D). Kept: path i's keys are concatenated along the sequence with what earlier
+    paths stored, which is their own keys (flash 2) or their concatenated ones (cumulative, so that the first path's stand
+    twice before the third); whole heads; RMSNorm of each path; LayerNorm over sigmoid(w); RMSNorm(sum + alpha x); then W_o.
+    Repaired, as none of the three runs: LayerNorm over all paths at once, causality s <= t within every block of T keys, and
+    each block rotated once, by its own positions.
+    """
+    T, group = len(x), num_heads // num_kv_heads
+    gates = 1 / (1 + np.exp(-w["w"]))
+    weights = (gates - gates.mean()) / np.sqrt(gates.var() + 1e-5)
+    stored: list[tuple[list, list]] = []
+    mixed = w["alpha"] * x
+    for i in range(paths):
+        q = [rope_half(each) for each in heads(linear(w, f"q.{i}", x), num_heads)]
+        own_k = repeat_kv([rope_half(each) for each in heads(linear(w, f"k.{i}", x), num_kv_heads)], group)
+        own_v = repeat_kv(heads(linear(w, f"v.{i}", x), num_kv_heads), group)
+        k = [np.concatenate([own, *(keys[h] for keys, _ in stored)]) for h, own in enumerate(own_k)]
+        v = [np.concatenate([own, *(values[h] for _, values in stored)]) for h, own in enumerate(own_v)]
+        merged = []
+        for h in range(num_heads):
+            scores = q[h] @ k[h].T / np.sqrt(q[h].shape[-1])
+            e = np.exp(scores - scores.max()) * (np.arange(len(k[h])) % T <= np.arange(T)[:, None])
+            merged.append(e / e.sum(-1, keepdims=True) @ v[h])
+        stored.append((k, v) if cumulative else (own_k, own_v))
+        mixed = mixed + weights[i] * rms_norm(np.hstack(merged), w[f"path_norms.{i}.weight"], 1e-5)
+    return rms_norm(mixed, w["norm.weight"], 1e-5) @ w["out.weight"].T
