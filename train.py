@@ -3,7 +3,6 @@
 The loop is below, flat, in running order: data, model, optimizers, run folder, then step by step.
 """
 
-import contextlib
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,13 +13,14 @@ from configs import command
 from data.loader import Loader, Prefetcher, inputs_and_targets, mix
 from data.stream import open_sources, open_tokenizer
 from model.decoder import Decoder
-from training import checkpoint
-from training.distributed import World, data_parallel, join_world, pick_dtype
+from training.distributed import World, join_world, pick_dtype
 from training.metrics import Metrics, Stopwatch, clock, last_val_loss, log_line, memory_gb, peak_flops
 from training.monitor import monitor_of
 from training.needle import NeedleProbe
 from training.optim import build_optimizers, set_lr
+from training.parallel import Parallel
 from training.run import TrainConfig, default_run_dir, facts, fill_model, start_or_resume
+from training.saver import Saver
 from training.schedule import lr_factor
 from training.signals import StopSignal
 from training.validation import validation_loss
@@ -59,13 +59,13 @@ def train(cfg: TrainConfig, world: World) -> float:
 
     # ---------------------------------------- model
     cfg.model = fill_model(cfg.model, tokenizer)
-    model = Decoder(cfg.model, seed=cfg.seed).to(world.device)
+    model = Decoder(cfg.model, seed=cfg.seed)
+    model.recompute = cfg.activation_checkpointing
     dtype = pick_dtype(cfg.dtype, world.device)
     autocast = torch.autocast(world.device.type, dtype, enabled=dtype != torch.float32)
-    net = model
-    if cfg.compile if cfg.compile is not None else world.device.type == "cuda":
-        net = torch.compile(net, dynamic=False)
-    net = data_parallel(net, world)
+    compiled = cfg.compile if cfg.compile is not None else world.device.type == "cuda"
+    parallel = Parallel(model, world, cfg.parallel, cfg.shard_processes, compiled)
+    looks = world.main or parallel.sharded  # who reads the monitor and asks for needles: a split model needs everybody
     monitor = monitor_of(cfg.monitor, model, val_windows, world.device)
     needles = None
     if cfg.needle_every:
@@ -77,6 +77,7 @@ def train(cfg: TrainConfig, world: World) -> float:
     # ---------------------------------------- run folder: new, continued, or branched off another run
     run_dir = Path(cfg.run_dir or default_run_dir(cfg))
     first = start_or_resume(cfg, run_dir, model, optimizers, tokenizer, world)
+    saver = Saver(run_dir, cfg.checkpoint, model, optimizers, world)
     world.barrier()
     if first == cfg.steps:
         if world.main:
@@ -115,22 +116,24 @@ def train(cfg: TrainConfig, world: World) -> float:
                 log.write(step=step, tokens=step * cfg.batch_tokens, val_loss=val_loss, time_s=round(watch.seconds, 2))
                 print(f"step {step}/{cfg.steps} | val loss {val_loss:.4f}", flush=True)
 
-        # now and then: lambda, gates and entropies of a few layers (the main process reads them)
-        if log and monitor and fresh and (last or due(step, cfg.monitor.every)):
+        # now and then: lambda, gates and entropies of a few layers
+        if looks and monitor and fresh and (last or due(step, cfg.monitor.every)):
             with watch.paused():
-                log.write(step=step, tokens=step * cfg.batch_tokens, **monitor.read())
+                readings = monitor.read()
+            if log:
+                log.write(step=step, tokens=step * cfg.batch_tokens, **readings)
 
-        # now and then: has retrieval appeared? (the main process asks)
-        if log and needles and fresh and (last or due(step, cfg.needle_every)):
+        # now and then: has retrieval appeared?
+        if looks and needles and fresh and (last or due(step, cfg.needle_every)):
             with watch.paused():
-                log.write(step=step, tokens=step * cfg.batch_tokens, needle_acc=needles.read())
+                found = needles.read()
+            if log:
+                log.write(step=step, tokens=step * cfg.batch_tokens, needle_acc=found)
 
-        # now and then: a checkpoint (the main process writes it)
+        # now and then: a checkpoint
         if last or stopping or (step and fresh and (due(step, cfg.checkpoint.every) or step in cfg.checkpoint.at)):
             with watch.paused():
-                if world.main:
-                    checkpoint.save(run_dir, step, model, optimizers, cfg.checkpoint.keep, cfg.checkpoint.at)
-                world.barrier()
+                saver.save(step)
         if last or stopping:
             break
 
@@ -141,13 +144,12 @@ def train(cfg: TrainConfig, world: World) -> float:
         loss = torch.zeros((), device=world.device)
         for micro in range(loader.micros):
             inputs, targets = world.tensors(*inputs_and_targets(loader(step, micro)))  # (b, T) each
-            final = micro == loader.micros - 1
-            with net.no_sync() if world.size > 1 and not final else contextlib.nullcontext():
+            with parallel.micro_batch(last=micro == loader.micros - 1):
                 with autocast:
-                    part = net(inputs, targets) / loader.micros
+                    part = parallel.net(inputs, targets) / loader.micros
                 part.backward()
             loss += part.detach()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.optim.clip or float("inf"))
+        norm = parallel.clip_grad_norm(cfg.optim.clip)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -174,6 +176,7 @@ def train(cfg: TrainConfig, world: World) -> float:
                 print(log_line(step, cfg.steps, line, (cfg.steps - step) * cfg.batch_tokens / speed), flush=True)
 
     loader.close()
+    saver.finish()
     if log:
         log.close()
         how = "done" if last else f"stopped by {stop.name}; continue with the same command and resume=true"

@@ -17,7 +17,9 @@ from data.tokenizer import Tokenizer, load_tokenizer
 from model.attention import VARIANTS
 from model.config import decoder_config
 from model.decoder import Decoder
+from training import sharded
 from training.optim import load_state, state_tensors
+from training.parallel import gathered, split_as
 
 WEIGHTS, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
 
@@ -28,6 +30,9 @@ class CheckpointConfig:
 
     every: int = 500  # steps between checkpoints; 0: only at the end
     keep: int = 2  # the newest so many stay; 0: all
+    sharded: bool = (
+        False  # every process writes its own part, while training goes on; scripts/consolidate.py joins them
+    )
     at: list[int] = field(
         default_factory=list
     )  # also at these steps, and those stay (where a shorter run branches off)
@@ -45,31 +50,57 @@ def save(
     optimizers: list[torch.optim.Optimizer],
     keep: int,
     staying: Sequence[int] = (),
+    main: bool = True,
 ) -> Path:
     """Write `checkpoints/step_NNNNNNNN/` atomically: a folder of that name is always whole.
 
-    Then delete all but the newest `keep` (0: none) and those of the steps `staying`.
+    Then delete all but the newest `keep` (0: none) and those of the steps `staying`. Where several processes share the
+    model, all call it, and that with `main` writes.
     """
     folder = run_dir / "checkpoints" / folder_name(step)
     if folder.exists():
         return folder
+    weights = gathered(own_weights(model), keep=main)
+    remembered = gathered(state_tensors(optimizers), keep=main)
+    if not main:
+        return folder
     partial = folder.with_name(f".partial_{folder.name}")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    weights = {name: p for name, p in model.state_dict().items() if not (model.cfg.tie and name == "head.weight")}
     save_file({name: p.contiguous() for name, p in weights.items()}, partial / WEIGHTS)
-    save_file({name: t.contiguous() for name, t in state_tensors(optimizers).items()}, partial / OPTIMIZER)
+    save_file({name: t.contiguous() for name, t in remembered.items()}, partial / OPTIMIZER)
     files = {name: _sha256(partial / name) for name in (WEIGHTS, OPTIMIZER)}
     state = {"step": step, "model": asdict(model.cfg), "sha256": files}
     (partial / STATE).write_text(json.dumps(state, indent=1))
+    publish(partial, folder)
+    prune(run_dir, keep, staying)
+    return folder
+
+
+def publish(partial: Path, folder: Path) -> None:
+    """Give a written folder its name, once the disk has it."""
     for path in (*partial.iterdir(), partial):
         _flush(path)
     os.replace(partial, folder)
     _flush(folder.parent)
+
+
+def prune(run_dir: Path, keep: int, staying: Sequence[int]) -> None:
+    """Delete all checkpoints but the newest `keep` (0: none) and those of the steps `staying`."""
     for old in checkpoints(run_dir)[:-keep] if keep else []:
         if old.name not in map(folder_name, staying):
             shutil.rmtree(old)
-    return folder
+
+
+def own_weights(model: Decoder) -> dict[str, torch.Tensor]:
+    """The tensors of `model` that a file needs: a tied head is the embedding."""
+    return {name: p for name, p in model.state_dict().items() if not (model.cfg.tie and name == "head.weight")}
+
+
+def all_tensors(model: Decoder, optimizers: list[torch.optim.Optimizer]) -> dict[str, torch.Tensor]:
+    """Weights and optimizer state as one dictionary: `model/NAME` and `optimizer/NAME/KEY`."""
+    weights = {f"model/{name}": p for name, p in own_weights(model).items()}
+    return weights | {f"optimizer/{name}": t for name, t in state_tensors(optimizers).items()}
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
@@ -84,13 +115,36 @@ def load(folder: Path, model: Decoder, optimizers: list[torch.optim.Optimizer] |
     """
     state = read_state(folder)
     _refuse_other_model(folder, state["model"], asdict(model.cfg))
-    weights = _read(folder, WEIGHTS, state)
+    if sharded.shards(folder):
+        _load_sharded(folder, state, model, optimizers)
+        return state["step"]
+    own, weights = model.state_dict(), _read(folder, WEIGHTS, state)
     if model.cfg.tie:
         weights["head.weight"] = weights["embedding.weight"]
-    model.load_state_dict(weights)
+    model.load_state_dict({name: split_as(t, own[name]) if name in own else t for name, t in weights.items()})
     if optimizers is not None:
         load_state(optimizers, _read(folder, OPTIMIZER, state))
     return state["step"]
+
+
+def _load_sharded(
+    folder: Path, state: dict[str, Any], model: Decoder, optimizers: list[torch.optim.Optimizer] | None
+) -> None:
+    """Fill model and optimizers from parts that any number of processes wrote; each process reads what it holds."""
+    sharded.refuse_damaged(folder, state["sha256"])
+    weights = own_weights(model)
+    wanted, there = {f"model/{name}": p for name, p in weights.items()}, sharded.sizes(folder)
+    if optimizers is not None:
+        params = dict(model.named_parameters())
+        for key, about in there.items():
+            name = key.removeprefix("optimizer/").rsplit("/", 1)[0]
+            if key.startswith("optimizer/") and name in params:
+                wanted[key] = sharded.empty_as(params[name], about.size, about.properties.dtype)
+    sharded.fill(folder, wanted)
+    model.load_state_dict(weights, strict=False)  # they are filled: what follows a loading is made
+    if optimizers is not None:
+        prefix = "optimizer/"
+        load_state(optimizers, {key.removeprefix(prefix): t for key, t in wanted.items() if key.startswith(prefix)})
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 import contextlib
 import ctypes
-import inspect
 import os
 import sys
 from dataclasses import dataclass
@@ -10,8 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -75,18 +73,6 @@ def pick_device(wish: str) -> torch.device:
         return torch.device(wish)
     except RuntimeError:
         raise ValueError(f"device={wish} is unknown: use auto, cpu or cuda") from None
-
-
-def data_parallel(net: nn.Module, world: World) -> nn.Module:
-    """`net` with its gradients averaged over all processes (itself when alone).
-
-    Buffers are not sent at every step: all processes make equal ones, and RoPE tables may grow on one process alone.
-    """
-    if world.size == 1:
-        return net
-    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters:  # torch 2.13
-        return DistributedDataParallel(net, forward_sync_buffers=False)
-    return DistributedDataParallel(net, broadcast_buffers=False)
 
 
 def _keep_freed_memory() -> None:

@@ -51,6 +51,11 @@ class TrainConfig:
     device: str = "auto"  # auto | cpu | cuda
     dtype: str = "auto"  # auto | float32 | bfloat16 (autocast)
     compile: bool | None = None  # None: on CUDA
+    parallel: str = (
+        "ddp"  # ddp | fsdp | hsdp: each process holds the model whole, or split over all, or over `shard_processes`
+    )
+    shard_processes: int | None = None  # hsdp: processes that hold one copy together; None: those of one machine
+    activation_checkpointing: bool = False  # compute each block again in the backward pass: less memory, more time
     wandb: str = "off"  # off | online | offline: mirror metrics.jsonl to Weights & Biases
 
 
