@@ -5,6 +5,7 @@ pieces belong. Nothing is pickled, unlike in that module's default format.
 """
 
 import hashlib
+import warnings
 from collections.abc import Iterable
 from concurrent.futures import Future
 from pathlib import Path
@@ -41,7 +42,9 @@ def sizes(folder: Path) -> dict[str, Any]:
 
 def fill(folder: Path, tensors: dict[str, Tensor]) -> None:
     """Fill `tensors` in place from the folder. Split ones need all processes, each of which reads its own part."""
-    dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is as good as many
+        dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)))
 
 
 def checksums(files: Iterable[Path]) -> dict[str, str]:
