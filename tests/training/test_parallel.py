@@ -15,11 +15,12 @@ from tests.training.test_train import losses, metrics
 from tests.variants import config
 from training import checkpoint
 from training.checkpoint import load_run
-from training.estimates import Layout, kept_inputs, messages, skeleton, states, table
+from training.estimates import MACHINE, MODELS, Layout, kept_inputs, messages, skeleton, states, table
 from training.optim import OptimConfig, build_optimizers
 
 WATCHED = (
     "model=introspective",
+    "model.n_layer=2",
     "model.context=128",
     "micro_batch=1",
     "eval_every=10",
@@ -47,13 +48,19 @@ def group(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
     folder = tmp_path_factory.mktemp("parallel")
 
     def run(name: str, *overrides: str) -> list[str]:
-        return [*train_arguments(shards, folder / name, "model=diff", "steps=20", *overrides)[1:]]
+        return [*train_arguments(shards, folder / name, "model=diff", "model.n_layer=1", "steps=20", *overrides)[1:]]
 
     def chain(*overrides: str) -> list[str]:
         return run("chain", "checkpoint.every=5", "resume=true", *overrides)
 
-    muon = ("model=baseline", "model.n_layer=1", "optim=muon")
-    hybrid = ("parallel=hsdp", "shard_processes=2", "micro_batch=1", "checkpoint.sharded=true")
+    muon = ("model=baseline", "optim=muon")
+    hybrid = (
+        "parallel=hsdp",
+        "shard_processes=2",
+        "micro_batch=1",
+        "checkpoint.sharded=true",
+        "activation_checkpointing=true",
+    )
     plan = [
         [1, {"one": ["train", run("one")], "chain 1": ["train_until", [5, *chain()]]}],
         [2, {
@@ -213,3 +220,9 @@ def test_blocks_that_are_computed_again_keep_only_their_inputs() -> None:
 def test_the_page_has_the_table_of_the_formulas() -> None:
     text = (ROOT / "docs/SCALE.md").read_text()
     assert text.split("<!-- estimates -->\n")[1].split("\n<!-- end -->")[0] == table()
+    largest = skeleton(MODELS["13B"])
+    whole = states(largest, Layout.of("ddp", MACHINE))["parameters"] * MACHINE  # in main memory, as training starts
+    assert (
+        f"2,048 tokens: {kept_inputs(MODELS['13B'], 2048) / 1e9:.1f} GB" in text
+        and f"13B: {whole / 1e9:.0f} GB" in text
+    )
