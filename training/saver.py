@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import CheckpointException
 
 from model.decoder import Decoder
 from training import checkpoint, sharded
@@ -56,10 +57,14 @@ class Saver:
         self.writing = self.thread.submit(self._publish, written, partial, folder, step) if self.world.main else written
 
     def finish(self) -> None:
-        """Wait until what was begun is on the disk; what went wrong in writing it is raised here."""
-        if self.writing:
-            self.writing.result()
-            self.writing = None
+        """Wait until what was begun is on the disk. OSError where it could not be written, on all processes."""
+        writing, self.writing = self.writing, None
+        try:
+            if writing:
+                writing.result()
+        except CheckpointException as error:
+            rank, (reason, _) = next(iter(error.failures.items()))
+            raise OSError(f"process {rank} could not write its part of a checkpoint: {reason}") from error
 
     def _publish(self, written: Future, partial: Path, folder: Path, step: int) -> None:
         written.result()

@@ -1,22 +1,26 @@
 """Several processes that train one model: DDP, FSDP2 and hybrid sharding on gloo, and the checkpoints that they exchange."""
 
 import json
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.checkpoint import CheckpointException
 
 from model.decoder import Decoder
 from tests.conftest import ROOT, run_command, train_arguments
 from tests.training.processes import SMALL
 from tests.training.test_train import losses, metrics
 from tests.variants import config
-from training import checkpoint
-from training.checkpoint import load_run
+from training import checkpoint, sharded
+from training.checkpoint import CheckpointConfig, checkpoints, load_run
+from training.distributed import World
 from training.estimates import MACHINE, MODELS, Layout, kept_inputs, messages, skeleton, states, table
 from training.optim import OptimConfig, build_optimizers
+from training.saver import Saver
 
 WATCHED = (
     "model=introspective",
@@ -179,6 +183,30 @@ def test_memory_and_messages_are_what_the_formulas_say(group: tuple, case: int) 
     model, layout = skeleton(SMALL), Layout.of(kind, 2, shard or 2)
     assert found["held"] == states(model, layout, optim)
     assert found["sent"] == messages(model, layout, micros, optim)
+
+
+def test_one_process_writes_parts_and_says_when_it_cannot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, alone = Decoder(SMALL, seed=2), World(0, 1, torch.device("cpu"))
+    saver = Saver(
+        tmp_path, CheckpointConfig(sharded=True, keep=1), model, build_optimizers(model, OptimConfig()), alone
+    )
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for step in (1, 2):
+        saver.save(step)
+        for p in model.parameters():
+            p.data.add_(1)  # training goes on while the files are written
+    saver.finish()
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [checkpoint.folder_name(2)]
+    other = Decoder(SMALL)
+    assert checkpoint.load(newest(tmp_path, 2), other) == 2
+    assert all(torch.equal(p, before[name] + 1) for name, p in other.named_parameters())
+    failed: Future = Future()
+    failed.set_exception(CheckpointException("save", {3: (OSError(28, "No space left on device"), None)}))
+    monkeypatch.setattr(sharded, "write", lambda *_: failed)
+    saver.save(3)
+    with pytest.raises(OSError, match="process 3 could not write.*No space left"):
+        saver.finish()
+    assert checkpoints(tmp_path) == [newest(tmp_path, 2)]
 
 
 def forward_and_backward(model: Decoder, recompute: bool) -> tuple[list[torch.Tensor], int]:
