@@ -3,7 +3,6 @@
 The loop is below, flat, in running order: data, model, optimizers, run folder, then step by step.
 """
 
-import contextlib
 import signal
 from dataclasses import asdict
 from pathlib import Path
@@ -16,13 +15,15 @@ from data.loader import Loader, Prefetcher, inputs_and_targets, mix
 from data.stream import open_sources, open_tokenizer
 from model.decoder import Decoder
 from training import checkpoint
-from training.distributed import World, data_parallel, join_world, pick_dtype
+from training.distributed import World, join_world, pick_dtype
 from training.guard import Diverged, Guard
 from training.metrics import Metrics, Stopwatch, clock, last_val_loss, log_line, memory_gb, peak_flops
 from training.monitor import monitor_of
 from training.needle import NeedleProbe
 from training.optim import build_optimizers, set_lr
+from training.parallel import Parallel
 from training.run import TrainConfig, default_run_dir, facts, fill_model, launcher, start_or_resume
+from training.saver import Saver
 from training.schedule import lr_factor
 from training.signals import Interrupted, Signals
 from training.validation import validation_loss
@@ -59,13 +60,13 @@ def train(cfg: TrainConfig, world: World) -> float:
 
     # ---------------------------------------- model
     cfg.model = fill_model(cfg.model, tokenizer)
-    model = Decoder(cfg.model, seed=cfg.seed).to(world.device)
+    model = Decoder(cfg.model, seed=cfg.seed)
+    model.recompute = cfg.activation_checkpointing
     dtype = pick_dtype(cfg.dtype, world.device)
     autocast = torch.autocast(world.device.type, dtype, enabled=dtype != torch.float32)
-    net = model
-    if cfg.compile if cfg.compile is not None else world.device.type == "cuda":
-        net = torch.compile(net, dynamic=False)
-    net = data_parallel(net, world)
+    compiled = cfg.compile if cfg.compile is not None else world.device.type == "cuda"
+    parallel = Parallel(model, world, cfg.parallel, cfg.shard_processes, compiled)
+    looks = world.main or parallel.sharded  # who reads the monitor and asks for needles: a split model needs everybody
     monitor = monitor_of(cfg.monitor, model, val_windows, world.device)
     needles = None
     if cfg.needle_every:
@@ -80,6 +81,7 @@ def train(cfg: TrainConfig, world: World) -> float:
     first, lock = start_or_resume(cfg, run_dir, model, optimizers, guard, tokenizer, world)
     if world.most(first) != first:
         raise ValueError(f"{run_dir}: this process finds step {first}, another one a later one: is the folder shared?")
+    saver = Saver(run_dir, cfg.checkpoint, model, optimizers, world)
     if first == cfg.steps:
         if world.main:
             signals.say(f"{run_dir}: already done, {first} steps")
@@ -127,24 +129,24 @@ def train(cfg: TrainConfig, world: World) -> float:
                 log.write(step=step, tokens=step * cfg.batch_tokens, val_loss=val_loss, time_s=round(watch.seconds, 2))
                 signals.say(f"step {step}/{cfg.steps} | val loss {val_loss:.4f}")
 
-        # now and then: lambda, gates and entropies of a few layers (the main process reads them)
-        if log and monitor and fresh and (last or due(step, cfg.monitor.every)):
+        # now and then: lambda, gates and entropies of a few layers
+        if looks and monitor and fresh and (last or due(step, cfg.monitor.every)):
             with watch.paused():
-                log.write(step=step, tokens=step * cfg.batch_tokens, **monitor.read())
+                readings = monitor.read()
+            if log:
+                log.write(step=step, tokens=step * cfg.batch_tokens, **readings)
 
-        # now and then: has retrieval appeared? (the main process asks)
-        if log and needles and fresh and (last or due(step, cfg.needle_every)):
+        # now and then: has retrieval appeared?
+        if looks and needles and fresh and (last or due(step, cfg.needle_every)):
             with watch.paused():
-                log.write(step=step, tokens=step * cfg.batch_tokens, needle_acc=needles.read())
+                found = needles.read()
+            if log:
+                log.write(step=step, tokens=step * cfg.batch_tokens, needle_acc=found)
 
-        # now and then: a checkpoint (the main process writes it)
-        if saving:
+        # now and then: a checkpoint
+        if saving and (fresh or not checkpoint.of_step(run_dir, step).exists()):
             with watch.paused():
-                if world.main and (fresh or not checkpoint.of_step(run_dir, step).exists()):
-                    checkpoint.save(
-                        run_dir, step, model, optimizers, cfg.checkpoint.keep, cfg.checkpoint.at, guard.state()
-                    )
-                world.barrier()
+                saver.save(step, guard.state())
         if last or stopping:
             break
 
@@ -157,15 +159,14 @@ def train(cfg: TrainConfig, world: World) -> float:
             for micro in range(loader.micros):
                 rows = signals.wait_for(loader, step, micro)  # (b, T + 1)
                 inputs, targets = world.tensors(*inputs_and_targets(rows))  # (b, T) each
-                final = micro == loader.micros - 1
-                with net.no_sync() if world.size > 1 and not final else contextlib.nullcontext():
+                with parallel.micro_batch(last=micro == loader.micros - 1):
                     with autocast:
-                        part = net(inputs, targets) / loader.micros
+                        part = parallel.net(inputs, targets) / loader.micros
                     part.backward()
                 loss += part.detach()
         except Interrupted:  # a signal came while the loader was waited for: this step is left out
             continue
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.optim.clip or float("inf"))
+        norm = parallel.clip_grad_norm(cfg.optim.clip)
         step += 1
         loss = world.mean(loss)
         guard.update(step, loss, norm)
@@ -188,6 +189,7 @@ def train(cfg: TrainConfig, world: World) -> float:
                 signals.say(log_line(step, cfg.steps, line, (cfg.steps - step) * cfg.batch_tokens / speed))
 
     loader.close()
+    saver.finish()
     if log:
         log.close()
         how = (

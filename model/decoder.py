@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from .attention import VARIANTS
 from .attention.base import Carry
@@ -47,6 +48,7 @@ class Decoder(nn.Module):
     def __init__(self, cfg: DecoderConfig, seed: int = 0) -> None:
         super().__init__()
         self.cfg = cfg = matched(cfg)
+        self.recompute = False  # whether training keeps the inputs of its blocks alone (Chen et al., arXiv 1604.06174)
         if cfg.vocab_size < 1:
             raise ValueError("model.vocab_size is not set: give the tokenizer's vocabulary size")
         self.embedding = nn.Embedding(cfg.vocab_size, cfg.d_model)
@@ -92,8 +94,12 @@ class Decoder(nn.Module):
         mask = Mask(window=self.cfg.window, documents=documents, keys=keys)
         rope = self._rope(start, T)
         carry: Carry = {}
+        again = self.recompute and self.training and torch.is_grad_enabled()
         for layer, block in enumerate(self.blocks):
-            x = block(x, rope, mask, cache.layer(layer) if cache else None, carry)
+            if again:
+                x, carry = checkpoint(_block_and_carry, block, x, rope, mask, carry, use_reentrant=False)
+            else:
+                x = block(x, rope, mask, cache.layer(layer) if cache else None, carry)
         if cache:
             cache.length += T
         if rows is not None:
@@ -187,6 +193,12 @@ class Decoder(nn.Module):
         attention = 3 * sum(block.attention.flops(context) for block in self.blocks)
         matrices = sum(p.numel() for p in self.blocks.parameters() if p.dim() >= 2) + self.head.weight.numel()
         return {"total": 6 * matrices + attention, "attention": attention}
+
+
+def _block_and_carry(block: Block, x: Tensor, rope: Rope | None, mask: Mask, carry: Carry) -> tuple[Tensor, Carry]:
+    """The block's output and what later layers may read; `carry` stays as it is, so that the block can be computed again."""
+    carry = dict(carry)
+    return block(x, rope, mask, None, carry), carry
 
 
 def _tie(model: Decoder, _: object) -> None:

@@ -20,8 +20,10 @@ from data.tokenizer import Tokenizer, load_tokenizer
 from model.attention import VARIANTS
 from model.config import decoder_config
 from model.decoder import Decoder
+from training import sharded
 from training.guard import Diverged
 from training.optim import load_state, state_shapes, state_tensors
+from training.parallel import gathered, split_as
 
 WEIGHTS, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
 
@@ -43,6 +45,7 @@ class CheckpointConfig:
 
     every: Annotated[int, "[0, inf)"] = 500  # steps between checkpoints; 0: only at the end
     keep: Annotated[int, "[0, inf)"] = 2  # the newest so many stay; 0: all
+    sharded: bool = False  # each process writes its own part, while training goes on; scripts/consolidate.py joins them
     at: Annotated[list[int], "[0, inf)"] = field(default_factory=list)  # also at these, which stay (to branch off)
 
 
@@ -64,19 +67,39 @@ def save(
     keep: int,
     staying: Sequence[int] = (),
     guard: dict[str, Any] | None = None,
+    main: bool = True,
 ) -> Path:
     """Write `checkpoints/step_NNNNNNNN/` atomically: a folder of that name is always whole.
 
     Then delete all but the newest `keep` (0: none) and those of the steps `staying`. guard: state of training.guard.Guard.
-    Nothing is written for a tensor that is not finite (Diverged) or on a full disk (ValueError).
+    Where several processes share the model, all call it, and that with `main` writes. Nothing is written for a tensor that
+    is not finite (Diverged) or on a full disk (ValueError).
     """
-    weights = {name: p for name, p in model.state_dict().items() if not (model.cfg.tie and name == "head.weight")}
-    state = {"step": step, "model": asdict(model.cfg), "guard": guard or {}}
-    folder = write(of_step(run_dir, step), weights, state_tensors(optimizers), state)
+    folder = of_step(run_dir, step)
+    weights = gathered(own_weights(model), keep=main)
+    remembered = gathered(state_tensors(optimizers), keep=main)
+    if main:
+        write(folder, weights, remembered, {"step": step, "model": asdict(model.cfg), "guard": guard or {}})
+        prune(run_dir, keep, staying)
+    return folder
+
+
+def prune(run_dir: Path, keep: int, staying: Sequence[int]) -> None:
+    """Delete all checkpoints but the newest `keep` (0: none) and those of the steps `staying`."""
     for old in checkpoints(run_dir)[:-keep] if keep else []:
         if old.name not in map(folder_name, staying):
             shutil.rmtree(old)
-    return folder
+
+
+def own_weights(model: Decoder) -> Tensors:
+    """The tensors of `model` that a file needs: a tied head is the embedding."""
+    return {name: p for name, p in model.state_dict().items() if not (model.cfg.tie and name == "head.weight")}
+
+
+def all_tensors(model: Decoder, optimizers: list[torch.optim.Optimizer]) -> Tensors:
+    """Weights and optimizer state as one dictionary: `model/NAME` and `optimizer/NAME/KEY`."""
+    weights = {f"model/{name}": p for name, p in own_weights(model).items()}
+    return weights | {f"optimizer/{name}": t for name, t in state_tensors(optimizers).items()}
 
 
 def write(folder: Path, weights: Tensors, optimizer: Tensors, state: dict[str, Any]) -> Path:
@@ -87,24 +110,32 @@ def write(folder: Path, weights: Tensors, optimizer: Tensors, state: dict[str, A
         with whole_folder(folder) as partial:
             save_file({name: t.contiguous() for name, t in weights.items()}, partial / WEIGHTS)
             save_file({name: t.contiguous() for name, t in optimizer.items()}, partial / OPTIMIZER)
-            state = state | {"sha256": {name: _sha256(partial / name) for name in (WEIGHTS, OPTIMIZER)}}
-            (partial / STATE).write_text(json_text(state | {"checksum": _checksum(state)}, indent=1))
-            for path in (*partial.iterdir(), partial):
-                _flush(path)
+            complete(partial, state, [partial / WEIGHTS, partial / OPTIMIZER])
     except (OSError, SafetensorError) as error:
-        kept = "the checkpoint before it is kept"
-        raise ValueError(f"{folder} could not be written ({error}); {kept}: free space, then use resume=true") from None
+        raise not_written(folder, error) from None
     _flush(folder.parent)
     return folder
+
+
+def complete(partial: Path, state: dict[str, Any], files: Sequence[Path]) -> None:
+    """Write the state file of a folder with these `files`, and wait until the disk has all of it."""
+    state = state | {"sha256": {path.name: _sha256(path) for path in files}}
+    (partial / STATE).write_text(json_text(state | {"checksum": _checksum(state)}, indent=1))
+    for path in (*partial.iterdir(), partial):
+        _flush(path)
+
+
+def not_written(folder: Path, reason: object) -> ValueError:
+    """What is raised where a checkpoint could not be written."""
+    kept = "the checkpoint before it is kept"
+    return ValueError(f"{folder} could not be written ({reason}); {kept}: free space, then use resume=true")
 
 
 def not_finite(tensors: Tensors) -> str | None:
     """The name of a tensor with a NaN or an infinity in it; None where all are finite."""
     if not tensors:
         return None
-    finite = torch.stack(
-        [tensor.isfinite().all() for tensor in tensors.values()]
-    )  # one answer for the host to wait for
+    finite = torch.stack([tensor.isfinite().all() for tensor in tensors.values()])  # one answer for the host
     return None if finite.all() else list(tensors)[int((~finite).nonzero()[0])]
 
 
@@ -122,16 +153,42 @@ def load(folder: Path, model: Decoder, optimizers: list[torch.optim.Optimizer] |
     """
     state = read_state(folder)
     _refuse_other_model(folder, state["model"], asdict(model.cfg))
-    own = model.state_dict()
-    shapes = {name: (p.shape, p.dtype) for name, p in own.items() if not (model.cfg.tie and name == "head.weight")}
-    weights = _read(folder, WEIGHTS, state, shapes)
+    if sharded.shards(folder):
+        _load_sharded(folder, state, model, optimizers)
+        return state["step"]
+    own = own_weights(model)
+    weights = _read(folder, WEIGHTS, state, {name: (p.shape, p.dtype) for name, p in own.items()})
     if optimizers is not None:
         remembered = _read(folder, OPTIMIZER, state, state_shapes(optimizers))
         load_state(optimizers, remembered)
+    weights = {name: split_as(tensor, own[name]) for name, tensor in weights.items()}
     if model.cfg.tie:
         weights["head.weight"] = weights["embedding.weight"]
     model.load_state_dict(weights)
     return state["step"]
+
+
+def _load_sharded(
+    folder: Path, state: dict[str, Any], model: Decoder, optimizers: list[torch.optim.Optimizer] | None
+) -> None:
+    """Fill model and optimizers from parts that any number of processes wrote; each process reads what it holds."""
+    sharded.refuse_damaged(folder, state["sha256"])
+    weights, there = own_weights(model), sharded.sizes(folder)
+    wanted = {f"model/{name}": torch.empty_like(p, requires_grad=False) for name, p in weights.items()}
+    shapes = {key: (p.shape, p.dtype) for key, p in wanted.items()}
+    params = dict(model.named_parameters())
+    for name, (size, dtype) in (state_shapes(optimizers) if optimizers is not None else {}).items():
+        shapes[f"optimizer/{name}"] = (size, dtype)
+        wanted[f"optimizer/{name}"] = sharded.empty_as(params[name.rsplit("/", 1)[0]], size, dtype)
+    found = {key: (about.size, about.properties.dtype) for key, about in there.items() if key in shapes}
+    _refuse_other_shapes(folder, found, shapes)
+    sharded.fill(folder, wanted)
+    if bad := sharded.not_finite(wanted):
+        raise NotFinite(f"{folder}: {bad} is not finite")
+    model.load_state_dict({name: wanted[f"model/{name}"] for name in weights}, strict=False)  # a tied head is not there
+    if optimizers is not None:
+        prefix = "optimizer/"
+        load_state(optimizers, {key.removeprefix(prefix): t for key, t in wanted.items() if key.startswith(prefix)})
 
 
 def newest(run_dir: Path, use: Callable[[Path], Any], say: bool = True) -> Path | None:
@@ -256,13 +313,18 @@ def _read(folder: Path, name: str, state: dict[str, Any], shapes: Shapes) -> Ten
     if name == OPTIMIZER and found and owners != own:
         raise Damaged(f"{folder}: its optimizer state is of other parameters: use init_from=RUN to take weights only")
     # An optimizer that never stepped remembers nothing.
-    if found != shapes and not (name == OPTIMIZER and not found):
-        key = min(set(found.items()) ^ set(shapes.items()), key=lambda item: item[0])[0]
-        theirs, ours = (f"{list(s[0])} {s[1]}" if s else "missing" for s in (found.get(key), shapes.get(key)))
-        raise Damaged(f"{path}: {key} is {theirs} there and {ours} here: delete {folder} to use the one before")
+    if not (name == OPTIMIZER and not found):
+        _refuse_other_shapes(path, found, shapes)
     if bad := not_finite(tensors):
         raise NotFinite(f"{path}: {bad} is not finite")
     return tensors
+
+
+def _refuse_other_shapes(path: Path, found: Shapes, shapes: Shapes) -> None:
+    if found != shapes:
+        key = min(set(found.items()) ^ set(shapes.items()), key=lambda item: item[0])[0]
+        theirs, ours = (f"{list(s[0])} {s[1]}" if s else "missing" for s in (found.get(key), shapes.get(key)))
+        raise Damaged(f"{path}: {key} is {theirs} there and {ours} here: delete it to use the checkpoint before it")
 
 
 def _sha256(path: Path) -> str:

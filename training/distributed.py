@@ -2,7 +2,6 @@
 
 import contextlib
 import ctypes
-import inspect
 import os
 import re
 import sys
@@ -13,8 +12,7 @@ from datetime import timedelta
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
 TIMEOUT = timedelta(minutes=10)  # until a process that does not answer counts as lost
 PATIENCE = 3.0  # seconds that a process with an error waits for the main one to have the same
@@ -124,18 +122,6 @@ def pick_device(wish: str) -> torch.device:
     if int(wish.partition(":")[2] or 0) >= max(1, count):
         raise ValueError(f"device={wish}, but torch sees {count} CUDA GPUs: use device=cuda:{count - 1} or less")
     return torch.device(wish)
-
-
-def data_parallel(net: nn.Module, world: World) -> nn.Module:
-    """`net` with its gradients averaged over all processes (itself when alone).
-
-    Buffers are not sent at every step: all processes make equal ones, and RoPE tables may grow on one process alone.
-    """
-    if world.size == 1:
-        return net
-    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters:  # torch 2.13
-        return DistributedDataParallel(net, forward_sync_buffers=False)
-    return DistributedDataParallel(net, broadcast_buffers=False)
 
 
 def _keep_freed_memory() -> None:

@@ -111,7 +111,9 @@ def _reader(found: dict[str, Tensor]) -> Callable[[Attention, tuple], None]:
     """A hook that fills in what the layer that it is called for has of its own."""
 
     def hook(layer: Attention, inputs: tuple) -> None:
-        found.update(layer.readings(inputs[0]))
+        found.update(
+            {name: value.clone() for name, value in layer.readings(inputs[0]).items()}
+        )  # FSDP frees parameters
 
     return hook
 

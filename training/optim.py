@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from model.attention.base import Attention
+from training.parallel import split_as
 
 
 @dataclass
@@ -39,16 +40,18 @@ def build_optimizers(model: nn.Module, cfg: OptimConfig) -> list[torch.optim.Opt
         raise ValueError(f"optim.name={cfg.name} is unknown: use adamw or muon")
     if cfg.schedule not in ("cosine", "linear", "wsd"):
         raise ValueError(f"optim.schedule={cfg.schedule} is unknown: use cosine, linear or wsd")
-    split: dict[str, list[tuple[str, Tensor]]] = {"muon": [], "decayed": [], "undecayed": []}
+    split: dict[str, list[tuple[str, Tensor]]] = {"muon": [], "decayed": [], "undecayed": [], "scalars": []}
     own = _groups_of_attention(model)
     for name, p in model.named_parameters():
         group = own.get(name) or _group_elsewhere(name, p)
-        split["decayed" if group == "muon" and cfg.name != "muon" else group].append((name, p))
+        group = "decayed" if group == "muon" and cfg.name != "muon" else group
+        split[group if p.dim() else "scalars"].append((name, p))  # no kernel takes split tensors and scalars together
     optimizers: list[torch.optim.Optimizer] = []
     if split["muon"]:
         group = _group(split["muon"], cfg.muon_lr, cfg.weight_decay)
         optimizers.append(torch.optim.Muon([group], momentum=cfg.momentum))
-    adamw = [_group(split["decayed"], cfg.lr, cfg.weight_decay), _group(split["undecayed"], cfg.lr, 0.0)]
+    adamw = [_group(split["decayed"], cfg.lr, cfg.weight_decay)]
+    adamw += [_group(split[name], cfg.lr, 0.0) for name in ("undecayed", "scalars")]
     groups = [group for group in adamw if group["params"]]
     optimizers.append(torch.optim.AdamW(groups, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, fused=True))
     return optimizers
@@ -123,4 +126,4 @@ def load_state(optimizers: list[torch.optim.Optimizer], tensors: dict[str, Tenso
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for name, p in zip(group["names"], group["params"], strict=True):
-                optimizer.state[p] = {key: value.to(p.device) for key, value in of.get(name, {}).items()}
+                optimizer.state[p] = {key: split_as(value, p) for key, value in of.get(name, {}).items()}

@@ -16,10 +16,11 @@ def validation_loss(model: Decoder, windows: Windows, tokens: int, batch: int, w
     total = torch.zeros(2, dtype=torch.float64, device=world.device)  # summed loss, windows
     model.eval()
     mine = chosen[world.rank :: world.size]
-    for at in range(0, len(mine), batch):
-        rows = np.stack([windows.window(i) for i in mine[at : at + batch]])  # (b, T + 1)
+    for at in range(0, len(chosen[:: world.size]), batch):  # as many passes on every process: a split model needs them
+        own = mine[at : at + batch]
+        rows = np.stack([windows.window(i) for i in own or chosen[:1]])  # (b, T + 1)
         loss = model(*world.tensors(*inputs_and_targets(rows)))
-        total += torch.tensor([loss.item() * len(rows), len(rows)], dtype=torch.float64, device=world.device)
+        total += torch.tensor([loss.item() * len(own), len(own)], dtype=torch.float64, device=world.device)
     model.train()
     total = world.mean(total)
     return (total[0] / total[1]).item()

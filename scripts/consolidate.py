@@ -1,0 +1,61 @@
+"""Join a sharded checkpoint into whole safetensors files: python scripts/consolidate.py run=runs/NAME
+
+The folder of the checkpoint, written with checkpoint.sharded=true, becomes what training without that option writes: weights
+in model.safetensors, optimizer state in optimizer.safetensors. One process suffices, with memory for both. Evaluations and a
+resumed training read either form; other tools read the joined one.
+"""
+
+import os
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import yaml
+from omegaconf import MISSING
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from configs import command  # noqa: E402
+from model.config import decoder_config  # noqa: E402
+from model.decoder import Decoder  # noqa: E402
+from training import checkpoint, sharded  # noqa: E402
+from training.optim import OptimConfig, build_optimizers  # noqa: E402
+
+
+@dataclass
+class ConsolidateConfig:
+    """The checkpoint to join."""
+
+    run: str = MISSING  # folder of the run
+    step: Annotated[int | None, "[0, inf)"] = None  # of the checkpoint; None is the newest
+
+
+@command("consolidate", ConsolidateConfig)
+def main(cfg: ConsolidateConfig) -> None:
+    run = Path(cfg.run)
+    found = [f for f in checkpoint.checkpoints(run) if cfg.step is None or f.name == checkpoint.folder_name(cfg.step)]
+    if not found:
+        raise ValueError(
+            f"{run} has no such checkpoint: give run=runs/NAME of a run, and step= of one in its checkpoints/"
+        )
+    folder = found[-1]
+    if not sharded.shards(folder):
+        print(f"{folder}: is whole already")
+        return
+    model = Decoder(decoder_config(checkpoint.read_state(folder)["model"]))
+    options = yaml.safe_load((run / "config.yaml").read_text())["optim"]
+    optimizers = build_optimizers(model, OptimConfig(**options))
+    step = checkpoint.load(folder, model, optimizers)
+    own = run / ".consolidated"
+    shutil.rmtree(own, ignore_errors=True)
+    whole = checkpoint.save(own, step, model, optimizers, keep=0)
+    os.replace(folder, own / "sharded")
+    os.replace(whole, folder)
+    shutil.rmtree(own)
+    print(f"{folder}: whole")
+
+
+if __name__ == "__main__":
+    main()

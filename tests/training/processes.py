@@ -1,0 +1,171 @@
+"""python -m tests.training.processes PLAN.json RESULTS.json: groups of gloo processes, forked from one that imported torch.
+
+A plan is a list of [processes, jobs]; a job is [function of this file, arguments]. The results of each group's first process,
+or the error that ended it, are written as JSON. Starting Python once for all groups is what keeps these tests short.
+"""
+
+import json
+import os
+import socket
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+from omegaconf import OmegaConf
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from configs.composing import compose_job
+from model.config import DecoderConfig
+from model.decoder import Decoder
+from train import train as run_training
+from training import checkpoint
+from training.checkpoint import CheckpointConfig
+from training.distributed import World, join_world
+from training.optim import OptimConfig, build_optimizers, named_state
+from training.parallel import Parallel
+from training.saver import Saver
+
+SMALL = DecoderConfig(layers="ib", n_layer=2, n_head=4, d_model=32, context=16, vocab_size=37)
+
+
+def train(world: World, *overrides: str) -> float:
+    """A training run in this group; the value is the last validation loss."""
+    return run_training(OmegaConf.to_object(compose_job("train", list(overrides))), world)
+
+
+def train_until(world: World, step: int, *overrides: str) -> None:
+    """A training run that ends as soon as the checkpoint of `step` is on the disk."""
+    save = Saver.save
+
+    def save_and_end(saver: Saver, now: int) -> None:
+        save(saver, now)
+        if now == step:
+            saver.finish()
+            raise SystemExit
+
+    Saver.save = save_and_end
+    try:
+        train(world, *overrides)
+    finally:
+        Saver.save = save
+
+
+def small(world: World, kind: str, shard: int | None, optim: str) -> tuple[Parallel, list[torch.optim.Optimizer]]:
+    """A small model with scalars, odd numbers of rows and a matrix of each form, and its optimizers."""
+    parallel = Parallel(Decoder(SMALL, seed=3), world, kind, shard)
+    return parallel, build_optimizers(parallel.model, OptimConfig(name=optim))
+
+
+def steps(parallel: Parallel, optimizers: list[torch.optim.Optimizer], count: int, micros: int = 1) -> None:
+    """Optimizer steps on the same tokens; the last one leaves its gradients."""
+    tokens = torch.arange(32).reshape(2, 16) % SMALL.vocab_size
+    for _ in range(count):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for micro in range(micros):
+            with parallel.micro_batch(last=micro == micros - 1):
+                parallel.net(tokens, tokens).backward()
+        parallel.clip_grad_norm(1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def measure(world: World, kind: str, shard: int | None, optim: str, micros: int) -> dict[str, dict[str, int]]:
+    """What this process holds after a step, and the messages of another, in bytes."""
+    parallel, optimizers = small(world, kind, shard, optim)
+    steps(parallel, optimizers, 1)
+    with Messages() as messages:
+        steps(parallel, optimizers, 1, micros)
+    params = list(parallel.model.parameters())
+    held = {"parameters": params, "gradients": [p.grad for p in params]}
+    held["optimizer"] = [value for *_, value, _ in named_state(optimizers)]
+    return {"held": {name: sum(map(bytes_here, tensors)) for name, tensors in held.items()}, "sent": messages.bytes}
+
+
+def bytes_here(tensor: torch.Tensor) -> int:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes
+
+
+class Messages(TorchDispatchMode):
+    """Counts the bytes of the whole tensors that collectives gather, scatter or reduce within it."""
+
+    KINDS = {
+        "_allgather_base_": "all_gather",
+        "all_gather_into_tensor": "all_gather",
+        "_reduce_scatter_base_": "reduce_scatter",
+        "allreduce_": "all_reduce",
+        "all_reduce": "all_reduce",
+    }
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0}
+
+    def __torch_dispatch__(self, function: Any, types: tuple, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # DTensor makes collectives of it, which come back here
+        name = function._schema.name.split("::")[-1]
+        if function.namespace in ("c10d", "_c10d_functional") and name in self.KINDS:
+            size = max(leaf.nbytes for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
+            self.bytes[self.KINDS[name]] += size * (args[1] if name == "all_gather_into_tensor" else 1)
+        return function(*args, **(kwargs or {}))
+
+
+def write_both(world: World, kind: str, shard: int | None, optim: str, folder: str) -> None:
+    """The same state as a gathered and as a sharded checkpoint, the latter while training goes on."""
+    parallel, optimizers = small(world, kind, shard, optim)
+    steps(parallel, optimizers, 2)
+    for form in ("gathered", "sharded"):
+        saver = Saver(
+            Path(folder) / form, CheckpointConfig(sharded=form == "sharded"), parallel.model, optimizers, world
+        )
+        saver.save(2)
+    steps(parallel, optimizers, 1)
+    saver.finish()
+
+
+def reread(world: World, kind: str, shard: int | None, optim: str, folder: str, copy: str) -> None:
+    """What these processes read of a sharded checkpoint, gathered again into a checkpoint in `copy`."""
+    parallel, optimizers = small(world, kind, shard, optim)
+    step = checkpoint.load(Path(folder), parallel.model, optimizers)
+    Saver(Path(copy), CheckpointConfig(), parallel.model, optimizers, world).save(step)
+
+
+def main(plan: Path, results: Path) -> None:
+    found = []
+    for size, jobs in json.loads(plan.read_text()):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        own = results.with_suffix(f".{len(found)}")
+        mp.start_processes(_member, (size, port, jobs, own), nprocs=size, start_method="fork")
+        found.append(json.loads(own.read_text()))
+    results.write_text(json.dumps(found))
+
+
+def _member(rank: int, size: int, port: int, jobs: list, results: Path) -> None:
+    torch.set_num_threads(1)
+    rendezvous = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in rendezvous.items()} | {"MASTER_ADDR": "127.0.0.1"}
+    world = join_world("cpu")
+    found: list[Any] = []
+    for name, arguments in jobs:
+        try:
+            found.append(globals()[name](world, *arguments))
+        except (ValueError, SystemExit) as error:
+            found.append(f"{type(error).__name__}: {error}")
+        except BaseException:
+            traceback.print_exc()
+            raise
+    if world.main:
+        results.write_text(json.dumps(found))
+    world.close()
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:]))

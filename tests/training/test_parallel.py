@@ -1,0 +1,256 @@
+"""Several processes that train one model: DDP, FSDP2 and hybrid sharding on gloo, and the checkpoints that they exchange."""
+
+import json
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import CheckpointException
+
+from model.decoder import Decoder
+from tests.conftest import ROOT, run_command, train_arguments
+from tests.training.processes import SMALL
+from tests.training.test_train import losses, metrics
+from tests.variants import config
+from training import checkpoint, sharded
+from training.checkpoint import CheckpointConfig, checkpoints, load_run
+from training.distributed import World
+from training.estimates import MACHINE, MODELS, Layout, kept_inputs, messages, skeleton, states, table
+from training.optim import OptimConfig, build_optimizers
+from training.saver import Saver
+
+WATCHED = (
+    "model=introspective",
+    "model.n_layer=2",
+    "model.context=128",
+    "micro_batch=1",
+    "eval_every=10",
+    "monitor.every=10",
+    "needle_every=10",
+    "needle_samples=4",
+)
+# parallel, shard_processes, optimizer, micro batches
+MEASURED = (
+    ("ddp", None, "adamw", 1),
+    ("fsdp", None, "adamw", 2),
+    ("fsdp", None, "muon", 1),
+    ("hsdp", None, "adamw", 2),
+)
+WRONG = {
+    "parallel=zero": "use one of ddp, fsdp, hsdp",
+    "parallel=hsdp shard_processes=3": "use a divisor of 4",
+    "parallel=fsdp shard_processes=2": "or use parallel=hsdp",
+}
+
+
+@pytest.fixture(scope="module")
+def group(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """The folder of all runs below, and what the jobs gave by name. Groups of 1, 2 and 4 processes, one after the other."""
+    folder = tmp_path_factory.mktemp("parallel")
+
+    def run(name: str, *overrides: str) -> list[str]:
+        return [*train_arguments(shards, folder / name, "model=diff", "model.n_layer=1", "steps=20", *overrides)[1:]]
+
+    def chain(*overrides: str) -> list[str]:
+        return run("chain", "checkpoint.every=5", "resume=true", *overrides)
+
+    muon = ("model=baseline", "optim=muon")
+    hybrid = (
+        "parallel=hsdp",
+        "shard_processes=2",
+        "micro_batch=1",
+        "checkpoint.sharded=true",
+        "activation_checkpointing=true",
+    )
+    plan = [
+        [1, {"one": ["train", run("one")], "chain 1": ["train_until", [5, *chain()]]}],
+        [2, {
+            **{kind: ["train", run(kind, *WATCHED, f"parallel={kind}")] for kind in ("ddp", "fsdp")},
+            **{f"muon {kind}": ["train", run(f"muon_{kind}", *muon, f"parallel={kind}")] for kind in ("ddp", "fsdp")},
+            **{f"measure {i}": ["measure", list(case)] for i, case in enumerate(MEASURED)},
+            "chain 2": ["train_until", [10, *chain("parallel=fsdp")]],
+        }],
+        [4, {
+            "fsdp of 4": ["train", run("fsdp4", "parallel=fsdp")],
+            "muon hsdp": ["train", run("muon_hsdp", *muon, "parallel=hsdp", "shard_processes=2")],
+            "chain 4": ["train_until", [15, *chain(*hybrid)]],
+            "write": ["write_both", ["fsdp", None, "muon", str(folder)]],
+            **{wrong: ["train", run("wrong", *wrong.split())] for wrong in WRONG},
+        }],
+        [2, {
+            f"reread {kind}": ["reread", [kind, None, "muon", str(newest(folder / "sharded", 2)), str(folder / kind / "copy")]]
+            for kind in ("fsdp", "ddp")
+        }],
+        [1, {"chain end": ["train", chain()]}],
+    ]  # fmt: skip
+    files = folder / "plan.json", folder / "results.json"
+    files[0].write_text(json.dumps([[size, list(jobs.values())] for size, jobs in plan]))
+    done = run_command("-m", "tests.training.processes", *map(str, files))
+    assert done.returncode == 0, done.stderr
+    results = json.loads(files[1].read_text())
+    return folder, {
+        name: value for (_, jobs), own in zip(plan, results, strict=True) for name, value in zip(jobs, own, strict=True)
+    }
+
+
+def newest(run: Path, step: int) -> Path:
+    return run / "checkpoints" / checkpoint.folder_name(step)
+
+
+def apart(folder: Path, a: str, b: str) -> float:
+    """The largest difference of the losses of two runs of 20 steps."""
+    one, other = losses(folder / a), losses(folder / b)
+    assert set(one) == set(other) == set(range(1, 21))
+    return max(abs(one[step] - other[step]) for step in one)
+
+
+def test_a_split_model_trains_as_a_whole_one(group: tuple) -> None:
+    folder, _ = group
+    assert apart(folder, "ddp", "fsdp") < 1e-5 and apart(folder, "one", "fsdp4") < 1e-5
+    assert apart(folder, "muon_ddp", "muon_fsdp") < 1e-3 and apart(folder, "muon_ddp", "muon_hsdp") < 1e-3
+    assert losses(folder / "muon_ddp")[20] < losses(folder / "muon_ddp")[1] - 0.5  # Muon moved something
+
+
+def test_what_is_watched_while_a_split_model_trains_is_the_same(group: tuple) -> None:
+    folder, _ = group
+    ours, theirs = metrics(folder / "fsdp")[1:], metrics(folder / "ddp")[1:]
+    assert [line.keys() for line in ours] == [line.keys() for line in theirs]
+    kept = ("val_loss", "needle_acc", "grad_norm")
+    for mine, other in zip(ours, theirs, strict=True):
+        for key in mine:
+            if key in kept or key.startswith("monitor/"):
+                assert mine[key] == pytest.approx(other[key], rel=1e-4, abs=1e-5), key
+    assert any("needle_acc" in line for line in ours) and any("monitor/mean/alpha" in line for line in ours)
+
+
+@pytest.mark.parametrize("overrides", WRONG)
+def test_an_impossible_layout_is_refused(group: tuple, overrides: str) -> None:
+    folder, results = group
+    assert results[overrides].startswith("ValueError: ") and results[overrides].endswith(WRONG[overrides])
+    assert not (folder / "wrong").exists()
+
+
+def test_processes_take_over_from_fewer_and_more(group: tuple) -> None:
+    folder, _ = group
+    assert apart(folder, "one", "chain") < 1e-4
+    assert losses(folder / "chain")[20] == pytest.approx(losses(folder / "one")[20], abs=1e-5)
+
+
+def everything(run: Path) -> dict[str, torch.Tensor]:
+    """All tensors of the whole checkpoint of step 2."""
+    files = {name: load_file(newest(run, 2) / f"{name}.safetensors") for name in ("model", "optimizer")}
+    return {f"{file}/{name}": tensor for file, tensors in files.items() for name, tensor in tensors.items()}
+
+
+def test_a_sharded_checkpoint_of_four_is_read_by_one_and_two(group: tuple) -> None:
+    folder, _ = group
+    written = everything(folder / "gathered")
+    assert len(list(newest(folder / "sharded", 2).glob("shard-*"))) == 4
+    model = Decoder(SMALL, seed=1)
+    optimizers = build_optimizers(model, OptimConfig(name="muon"))
+    assert checkpoint.load(newest(folder / "sharded", 2), model, optimizers) == 2
+    checkpoint.save(folder / "alone", 2, model, optimizers, keep=0)
+    for copy in (folder / "alone", folder / "fsdp" / "copy", folder / "ddp" / "copy"):
+        read = everything(copy)
+        assert read.keys() == written.keys()
+        assert all(torch.equal(read[name], tensor) for name, tensor in written.items()), copy
+
+
+def test_sharded_checkpoints_are_evaluated_joined_and_checked(group: tuple) -> None:
+    run = group[0] / "chain"
+    folder = newest(run, 15)
+    before = load_run(run, step=15).model.state_dict()
+    done = run_command(str(ROOT / "scripts/consolidate.py"), f"run={run}", "step=15")
+    assert done.returncode == 0 and (folder / "model.safetensors").is_file() and not list(folder.glob("shard-*")), done
+    after = load_run(run, step=15).model.state_dict()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert sorted(path.name for path in run.iterdir() if path.name.startswith(".")) == []
+    damaged = newest(group[0] / "sharded", 2)
+    file = damaged / "shard-00003-model-00001-of-00001.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(ValueError, match="00003.*is damaged"):
+        checkpoint.load(damaged, Decoder(SMALL))
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("case", range(len(MEASURED)))
+def test_memory_and_messages_are_what_the_formulas_say(group: tuple, case: int) -> None:
+    (kind, shard, optim, micros), found = MEASURED[case], group[1][f"measure {case}"]
+    model, layout = skeleton(SMALL), Layout.of(kind, 2, shard or 2)
+    assert found["held"] == states(model, layout, optim)
+    assert found["sent"] == messages(model, layout, micros, optim)
+
+
+def test_one_process_writes_parts_and_says_when_it_cannot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, alone = Decoder(SMALL, seed=2), World(0, 1, torch.device("cpu"))
+    saver = Saver(
+        tmp_path, CheckpointConfig(sharded=True, keep=1), model, build_optimizers(model, OptimConfig()), alone
+    )
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for step in (1, 2):
+        saver.save(step)
+        for p in model.parameters():
+            p.data.add_(1)  # training goes on while the files are written
+    saver.finish()
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [checkpoint.folder_name(2)]
+    other = Decoder(SMALL)
+    assert checkpoint.load(newest(tmp_path, 2), other) == 2
+    assert all(torch.equal(p, before[name] + 1) for name, p in other.named_parameters())
+    failed: Future = Future()
+    failed.set_exception(CheckpointException("save", {3: (OSError(28, "No space left on device"), None)}))
+    monkeypatch.setattr(sharded, "write", lambda *_: failed)
+    saver.save(3)
+    with pytest.raises(OSError, match="process 3 could not write.*No space left"):
+        saver.finish()
+    assert checkpoints(tmp_path) == [newest(tmp_path, 2)]
+
+
+def forward_and_backward(model: Decoder, recompute: bool) -> tuple[list[torch.Tensor], int]:
+    """The loss and all gradients of a training step, and the bytes that its forward pass keeps for the backward pass."""
+    tokens = torch.arange(64).reshape(2, 32) % model.cfg.vocab_size
+    kept = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, torch.nn.Parameter):
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    model.recompute = recompute
+    model.zero_grad()
+    torch.manual_seed(0)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = model(tokens, tokens)
+        total = sum(kept.values())  # while all are alive, so that no address stands for two
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters())], total
+
+
+@pytest.mark.parametrize("variant", ("diff", "value_residual", "introspective"))
+def test_blocks_that_are_computed_again_give_the_same_bits(variant: str) -> None:
+    model = Decoder(config(variant, dropout=0.1)).train()
+    once, again = (forward_and_backward(model, recompute)[0] for recompute in (False, True))
+    assert all(map(torch.equal, once, again))
+
+
+def test_blocks_that_are_computed_again_keep_only_their_inputs() -> None:
+    kept = {}
+    for recompute in (False, True):
+        models = [Decoder(config("baseline", n_layer=depth)).train() for depth in (2, 3)]
+        shallow, deep = (forward_and_backward(model, recompute)[1] for model in models)
+        kept[recompute] = deep - shallow  # of one block
+    assert kept[True] == kept_inputs(config("baseline", n_layer=1), tokens=64) < kept[False] / 10
+
+
+def test_the_page_has_the_table_of_the_formulas() -> None:
+    text = (ROOT / "docs/SCALE.md").read_text()
+    assert text.split("<!-- estimates -->\n")[1].split("\n<!-- end -->")[0] == table()
+    largest = skeleton(MODELS["13B"])
+    whole = states(largest, Layout.of("ddp", MACHINE))["parameters"] * MACHINE  # in main memory, as training starts
+    assert (
+        f"2,048 tokens: {kept_inputs(MODELS['13B'], 2048) / 1e9:.1f} GB" in text
+        and f"13B: {whole / 1e9:.0f} GB" in text
+    )

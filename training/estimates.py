@@ -1,0 +1,189 @@
+"""What a model needs on many GPUs, from formulas: memory of its states, and bytes sent at every optimizer step.
+
+`python -m training.estimates` prints the table of docs/SCALE.md. The formulas count what training/parallel.py does; tests
+compare them with gloo processes. All training is in float32 with autocast, so that a parameter, a gradient and each number
+that an optimizer remembers have 4 bytes.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from model.config import DecoderConfig
+from model.decoder import Decoder
+from training.optim import OptimConfig, build_optimizers
+
+BYTES = 4  # of a float32
+MUON_STEPS = 5  # Newton-Schulz iterations of torch.optim.Muon
+
+# Depth, width and heads of the Differential Transformer's scaling runs (arXiv 2410.05258, table 10), and of size=124m.
+MODELS = {
+    "124M": DecoderConfig(n_layer=12, d_model=768, n_head=16, context=1024, vocab_size=50257),
+    "1.4B": DecoderConfig(n_layer=24, d_model=2048, n_head=16, context=2048, vocab_size=50257),
+    "2.8B": DecoderConfig(n_layer=32, d_model=2560, n_head=20, context=2048, vocab_size=50257),
+    "13B": DecoderConfig(n_layer=40, d_model=5120, n_head=40, context=2048, vocab_size=50257),
+}
+MACHINE = 8  # GPUs of one
+GPUS = (8, 64, 512)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the processes share a model: `processes` in all, of which `shard` hold one copy together (1: ddp)."""
+
+    kind: str
+    processes: int
+    shard: int
+
+    @classmethod
+    def of(cls, kind: str, processes: int, shard: int = MACHINE) -> "Layout":
+        """The layout of `parallel=kind`; shard: of hsdp."""
+        return cls(kind, processes, {"ddp": 1, "fsdp": processes, "hsdp": shard}[kind])
+
+    def held(self, shape: torch.Size) -> int:
+        """Elements of a parameter that the fullest process holds: rows are shared out, scalars are not."""
+        return -(-shape[0] // self.shard) * math.prod(shape[1:]) if shape else 1
+
+    def padded(self, shapes: Mapping[str, torch.Size]) -> int:
+        """Elements that are sent for these parameters: as many from every process. Scalars are none of them."""
+        return self.shard * sum(self.held(shape) for shape in shapes.values() if shape)
+
+
+def skeleton(cfg: DecoderConfig) -> Decoder:
+    """The decoder without weights."""
+    with torch.device("meta"):
+        return Decoder(cfg)
+
+
+def shapes_of(model: Decoder) -> dict[str, torch.Size]:
+    """Parameter name -> shape."""
+    return {name: p.shape for name, p in model.named_parameters()}
+
+
+def states(model: Decoder, layout: Layout, optim: str = "adamw") -> dict[str, int]:
+    """Bytes of `parameters`, `gradients` and `optimizer` that the fullest process keeps between two steps' ends.
+
+    AdamW remembers two numbers of every parameter and a count of each tensor, Muon one number.
+    """
+    held = {name: BYTES * layout.held(shape) for name, shape in shapes_of(model).items()}
+    remembered = 0
+    for optimizer in build_optimizers(model, OptimConfig(name=optim)):
+        muon = isinstance(optimizer, torch.optim.Muon)
+        names = [name for group in optimizer.param_groups for name in group["names"]]
+        remembered += sum(held[name] * (1 if muon else 2) + (0 if muon else BYTES) for name in names)
+    total = sum(held.values())
+    return {"parameters": total, "gradients": total, "optimizer": remembered}
+
+
+def working(model: Decoder, layout: Layout, accumulating: bool = False) -> int:
+    """Bytes, beside the states, of what is whole for a while: an upper estimate, which no test measures.
+
+    ddp: the buckets of the gradients. fsdp and hsdp: the root's parameters and gradients, those of two blocks (one computes,
+    the next arrives), and with fsdp and several micro batches the gradients of all.
+    """
+    total, root, block = _elements(model)
+    if layout.kind == "ddp":
+        return BYTES * total if layout.processes > 1 else 0
+    gradients = total if accumulating and layout.kind == "fsdp" else root + 2 * block
+    return BYTES * (root + 2 * block + gradients)
+
+
+def _elements(model: Decoder) -> tuple[int, int, int]:
+    """Parameters of all, of what is outside of the blocks, and of the largest block."""
+    blocks = [sum(p.numel() for p in block.parameters()) for block in model.blocks]
+    total = sum(p.numel() for p in model.parameters())
+    return total, total - sum(blocks), max(blocks)
+
+
+def messages(model: Decoder, layout: Layout, micros: int = 1, optim: str = "adamw") -> dict[str, int]:
+    """Bytes of the whole tensors of every collective of one optimizer step, by collective.
+
+    fsdp and hsdp gather all parameters for the forward pass of each of the `micros` micro batches, and those of the blocks
+    again for its backward pass; gradients are averaged in the last micro batch, by hsdp over the processes of a copy in
+    every one. The norm is one number. Muon: see `muon_messages`; ValueError for it with hsdp, which is not counted.
+    """
+    shapes = shapes_of(model)
+    scalars = sum(not shape for shape in shapes.values())
+    if layout.processes == 1:
+        return {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0}
+    if layout.kind == "ddp":
+        return {"all_gather": 0, "reduce_scatter": 0, "all_reduce": BYTES * sum(map(math.prod, shapes.values()))}
+    every = BYTES * layout.padded(shapes)
+    blocks = BYTES * layout.padded({name: shape for name, shape in shapes.items() if name.startswith("blocks.")})
+    own = every // layout.shard if layout.kind == "hsdp" else 0  # its share of the gradients, averaged over the copies
+    found = {
+        "all_gather": micros * (every + blocks),
+        "reduce_scatter": every * (micros if layout.kind == "hsdp" else 1),
+        "all_reduce": own + BYTES * (scalars + 1),
+    }
+    if optim == "muon":
+        if layout.kind == "hsdp":
+            raise ValueError("what Muon sends under hsdp is not counted: use fsdp")
+        for name, size in muon_messages(model).items():
+            found[name] += size
+    return found
+
+
+def muon_messages(model: Decoder) -> dict[str, int]:
+    """What torch's Muon adds under fsdp: its Newton-Schulz products of split bfloat16 matrices, by collective.
+
+    A matrix (m, n) with m <= n is gathered twice in each of 5 iterations, and its (m, m) Gram matrix once. A tall one is
+    turned, and its (n, n) Gram matrix and the square of that are summed up. Its norm is one more number.
+    """
+    found = {"all_gather": 0, "all_reduce": 0}
+    optimizers = build_optimizers(model, OptimConfig(name="muon"))
+    for p in (p for o in optimizers if isinstance(o, torch.optim.Muon) for p in o.param_groups[0]["params"]):
+        m, n = p.shape
+        found["all_reduce"] += 2
+        if m <= n:
+            found["all_gather"] += 2 * MUON_STEPS * (2 * m * n + m * m)
+        else:
+            found["all_reduce"] += 2 * MUON_STEPS * 2 * n * n
+    return found
+
+
+def sent(model: Decoder, layout: Layout, micros: int = 1, optim: str = "adamw") -> float:
+    """Bytes that each process sends per optimizer step, where collectives go round in rings.
+
+    Of a tensor of B bytes over N processes: B (N - 1) / N to gather it or to reduce and scatter it, twice as much to reduce
+    it on all (Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms, 2009). hsdp reduces its share over the copies.
+    """
+    found = messages(model, layout, micros, optim)
+    inner = layout.processes if layout.kind != "hsdp" else layout.shard
+    outer = layout.processes if layout.kind != "hsdp" else layout.processes // layout.shard
+    within = (found["all_gather"] + found["reduce_scatter"]) * (inner - 1) / inner
+    return within + found["all_reduce"] * 2 * (outer - 1) / outer
+
+
+def kept_inputs(cfg: DecoderConfig, tokens: int) -> int:
+    """Bytes of activations that all blocks keep for the backward pass of `tokens` tokens with activation checkpointing."""
+    return BYTES * tokens * cfg.d_model * cfg.n_layer
+
+
+def table() -> str:
+    """The Markdown table of docs/SCALE.md: GB on each GPU, and GB that each sends per step, for 8, 64 and 512 GPUs."""
+    head = [
+        "model",
+        "parameters",
+        "parallel",
+        *(f"states, {n}" for n in GPUS),
+        "working",
+        *(f"sent, {n}" for n in GPUS),
+    ]
+    lines = [head, ["---"] * len(head)]
+    for name, cfg in MODELS.items():
+        model = skeleton(cfg)
+        for kind in ("ddp", "fsdp", "hsdp"):
+            layouts = [Layout.of(kind, n) for n in GPUS]
+            memory = [sum(states(model, layout).values()) for layout in layouts]
+            traffic = [sent(model, layout) for layout in layouts]
+            numbers = [*memory, working(model, layouts[0]), *traffic]
+            total = f"{model.num_params(non_embedding=False) / 1e9:.3f}B"
+            lines.append([name, total, kind, *(f"{number / 1e9:.2f}" for number in numbers)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+if __name__ == "__main__":
+    print(table())

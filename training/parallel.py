@@ -1,0 +1,122 @@
+"""How several processes train one model: whole copies (DDP), or parameters, gradients and optimizer state split (FSDP2).
+
+The engines are torch's own: DistributedDataParallel, and `fully_shard` on each block and on the root (Zhao et al., PyTorch
+FSDP, arXiv 2304.11277). What they leave to their caller is here: scalars, the gradient norm, accumulation, gathering.
+"""
+
+import contextlib
+import inspect
+import os
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from model.attention.base import check_choice
+from model.decoder import Decoder
+from training.distributed import World
+
+KINDS = ("ddp", "fsdp", "hsdp")
+
+
+class Parallel:
+    """`model` on all processes of `world`, on their devices; `net` is what a training step calls.
+
+    kind: ddp (every process holds all), fsdp (parameters, gradients and optimizer state are split over all processes) or
+    hsdp (split over `shard` processes, those of one machine where None, and repeated on the next so many). Alone, a process
+    holds all whatever the kind. Optimizers must be built afterwards: splitting replaces the parameters. compiled: compile
+    `net`, not `model`. ValueError for a kind or a number of processes that cannot be.
+    """
+
+    def __init__(
+        self, model: Decoder, world: World, kind: str = "ddp", shard: int | None = None, compiled: bool = False
+    ):
+        check_choice("parallel", kind, KINDS)
+        self.model, self.world, self.kind = model, world, kind
+        self.sharded = (
+            kind != "ddp" and world.size > 1
+        )  # then every forward pass and every gathering needs all processes
+        if self.sharded:
+            self.mesh = make_mesh(world, kind, shard)
+            scalars = {p for p in model.parameters() if not p.dim()}  # they have no dimension to split
+            for part in (*model.blocks, model):
+                fully_shard(part, mesh=self.mesh, ignored_params=scalars)
+        model.to(world.device)
+        self.net: nn.Module = torch.compile(model, dynamic=False) if compiled else model
+        if world.size > 1 and not self.sharded:
+            self.net = _ddp(self.net)
+
+    def micro_batch(self, last: bool) -> contextlib.AbstractContextManager:
+        """The forward and backward pass of a micro batch: gradients are averaged in the `last` one of a step alone.
+
+        Until then fsdp keeps whole gradients; hsdp keeps them split, and leaves out what goes between its copies.
+        """
+        if not self.sharded:
+            return contextlib.nullcontext() if last or self.world.size == 1 else self.net.no_sync()
+        if self.kind == "fsdp":
+            self.model.set_requires_gradient_sync(last)
+        else:
+            self.model.set_requires_all_reduce(last)
+        return contextlib.nullcontext()
+
+    def clip_grad_norm(self, limit: float) -> Tensor:
+        """Scale the gradients to a global norm of at most `limit` (0: no limit); returns the norm before."""
+        if not self.sharded:
+            return nn.utils.clip_grad_norm_(self.model.parameters(), limit or float("inf"))
+        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+        split = [grad.to_local() for grad in grads if isinstance(grad, DTensor)]
+        scalars = [grad for grad in grads if not isinstance(grad, DTensor)]
+        if scalars:
+            mean = self.world.mean(torch.stack(scalars))  # FSDP leaves them as each process made them
+            torch._foreach_copy_(scalars, list(mean))
+        square = nn.utils.get_total_norm(split).square()
+        dist.all_reduce(square, group=self.mesh.get_group("shard"))
+        norm = (square + sum(grad.square() for grad in scalars)).sqrt()
+        if limit:
+            torch._foreach_mul_([*split, *scalars], (limit / (norm + 1e-6)).clamp(max=1.0))  # as clip_grad_norm_
+        return norm
+
+
+def make_mesh(world: World, kind: str, shard: int | None) -> DeviceMesh:
+    """The processes as a row that shares one copy (fsdp), or as rows (hsdp): dimensions `replicate` and `shard`."""
+    if kind == "fsdp":
+        if shard not in (None, world.size):
+            raise ValueError(f"shard_processes={shard} is of parallel=hsdp: leave it out, or use parallel=hsdp")
+        return init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("shard",))
+    shard = shard or int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+    if shard < 1 or world.size % shard:
+        raise ValueError(
+            f"shard_processes={shard} does not divide {world.size} processes: use a divisor of {world.size}"
+        )
+    shape = (world.size // shard, shard)
+    return init_device_mesh(world.device.type, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def _ddp(net: nn.Module) -> DistributedDataParallel:
+    """Buffers are not sent at every step: all processes make equal ones, and RoPE tables may grow on one process alone."""
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters:  # torch 2.13
+        return DistributedDataParallel(net, forward_sync_buffers=False)
+    return DistributedDataParallel(net, broadcast_buffers=False)
+
+
+def gathered(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
+    """The tensors whole, split ones in main memory; nothing where `keep` is false. All processes must call it together."""
+    found = {}
+    for name, tensor in tensors.items():
+        whole = tensor.full_tensor().cpu() if isinstance(tensor, DTensor) else tensor
+        if keep:
+            found[name] = whole
+    return found
+
+
+def split_as(tensor: Tensor, own: Tensor) -> Tensor:
+    """A whole `tensor` on the device of `own`, and split as `own` is; no process talks to another."""
+    tensor = tensor.to(own.device)
+    if isinstance(own, DTensor) and own.shape == tensor.shape:
+        return distribute_tensor(tensor, own.device_mesh, own.placements, src_data_rank=None)
+    return tensor
