@@ -19,6 +19,8 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.tensor import DTensor
 
 SHARDS = "shard-*.safetensors"
+# One process is as good as many. For the whole program: a filter within a block would not hold in the thread that writes.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
 def write(folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None) -> Future:
@@ -43,9 +45,7 @@ def sizes(folder: Path) -> dict[str, Any]:
 
 def fill(folder: Path, tensors: dict[str, Tensor]) -> None:
     """Fill `tensors` in place from the folder. Split ones need all processes, each of which reads its own part."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is as good as many
-        dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)))
+    dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)))
 
 
 def checksums(files: Iterable[Path]) -> dict[str, str]:
