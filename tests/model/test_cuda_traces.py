@@ -41,7 +41,11 @@ def cases() -> list[tuple[str, str, str, tuple[int, int]]]:
     diffs = [("diff", backend, "causal", (9, 0)) for backend in backends.BACKENDS[1:]] + [
         ("diff", "auto", "causal", (8, 0))
     ]
-    masked = [("hybrid", "auto", mask, (9, 0)) for mask in MASKS[1:]] + [("diff_v2", "fused", "causal", (9, 0))]
+    masked = [
+        ("hybrid", "auto", "documents", (9, 0)),
+        *(("baseline", "auto", mask, (9, 0)) for mask in ("window", "padding")),
+    ]
+    masked += [("diff_v2", "fused", "causal", (9, 0))]
     return every + diffs + masked + [("introspective_sequence", "auto", "documents", (9, 0))]
 
 

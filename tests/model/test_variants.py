@@ -362,7 +362,7 @@ def test_letters_tile_over_the_depth() -> None:
         ({"dropout": 1.0}, "model.dropout=0.1"),
         ({"document_mask": True}, "model.eot=TOKEN_ID"),
         ({"rope_layout": "neox"}, "use one of half, interleaved"),
-        ({"backend": "flash"}, "use one of auto, math, sdpa, blocked, flex, fused"),
+        ({"backend": "flash"}, "use one of auto, math, sdpa, one_call, two_calls, four_calls, blocked, flex, fused"),
         ({"backend": "flex", "attention_dropout": 0.1}, "use model.backend=sdpa"),
         ({"backend": "fused", "attention_dropout": 0.1, "layers": "d"}, "use model.backend=sdpa"),
         ({"backend": "fused", "layers": "d", "head_dim": 256}, "model.backend=sdpa"),
