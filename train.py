@@ -11,7 +11,7 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 
 from configs import command
-from data.loader import Loader, Prefetcher, inputs_and_targets, mix
+from data.loader import Loader, Mixture, Prefetcher, inputs_and_targets, mix
 from data.stream import open_sources, open_tokenizer
 from model.decoder import Decoder
 from training import checkpoint
@@ -23,7 +23,7 @@ from training.optim import build_optimizers, set_lr
 from training.run import TrainConfig, default_run_dir, facts, fill_model, start_or_resume
 from training.schedule import lr_factor
 from training.signals import StopSignal
-from training.validation import validation_loss
+from training.validation import losses_apart, validation_loss
 
 
 class Diverged(ValueError):
@@ -147,6 +147,10 @@ def train(cfg: TrainConfig, world: World) -> float:
                     part = net(inputs, targets) / loader.micros
                 part.backward()
             loss += part.detach()
+        logging, apart = due(step + 1, cfg.log_every) or step + 1 in (1, cfg.steps), {}
+        if logging and isinstance(source, Mixture):  # text and retrieval documents, before the weights change
+            with watch.paused(), autocast:
+                apart = losses_apart(model, inputs, targets, source, loader.samples(step, micro), world)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.optim.clip or float("inf"))
         for optimizer in optimizers:
             optimizer.step()
@@ -154,7 +158,7 @@ def train(cfg: TrainConfig, world: World) -> float:
         step += 1
 
         # one line
-        if step % cfg.log_every == 0 or step in (1, cfg.steps):
+        if logging:
             loss = world.mean(loss).item()
             if not loss < float("inf"):
                 raise Diverged(f"the loss is {loss} at step {step}: lower optim.lr, or lengthen optim.warmup")
@@ -162,6 +166,7 @@ def train(cfg: TrainConfig, world: World) -> float:
             logged, seconds = step, watch.seconds
             line = {
                 "loss": loss,
+                **apart,
                 "lr": lr,
                 "grad_norm": norm.item(),
                 "tokens_per_s": round(speed, 1),
