@@ -107,10 +107,10 @@ def nested(flat: dict[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def read_records(paths: Iterable[Path]) -> dict[str, Record]:
-    """Run's name -> record, of several files; the first file that has a run is the one that counts."""
+def records_of(folder: Path, kept: Path) -> dict[str, Record]:
+    """Run's name -> record: of an ablation's folder, then of the folder `kept`; the first record of a run counts."""
     found: dict[str, Record] = {}
-    for path in paths:
+    for path in (*sorted(folder.glob("records/*.jsonl")), folder / "records.jsonl", kept / "records.jsonl"):
         for record in read_json_lines(path):
             found.setdefault(record["run"], record)
     return found

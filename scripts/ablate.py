@@ -32,7 +32,7 @@ from eval import tuning  # noqa: E402
 from eval.common import variant  # noqa: E402
 from eval.experiment import AblateConfig, arm_list, compare_parameters, evaluation_commands, refuse_metrics, seed_list  # noqa: E402  # noqa: E402
 from eval.overlap import overlaps, refuse_overlap  # noqa: E402
-from eval.records import differing, read_records  # noqa: E402
+from eval.records import differing, records_of  # noqa: E402
 from eval.report import mixed  # noqa: E402
 from eval.report.figures import slug  # noqa: E402
 from eval.report.grid import Comparison, draw_ablation, fit_rows  # noqa: E402
@@ -87,9 +87,7 @@ class Study:
         tuning.check(cfg.tune, self.seeds)
         self.evaluations = evaluation_commands(cfg)
         refuse_metrics(cfg, self.evaluations)
-        self.records = read_records(
-            [*sorted(self.folder.glob("records/*.jsonl")), Path(cfg.records) / name / "records.jsonl"]
-        )
+        self.records = records_of(self.folder, Path(cfg.records) / name)
         self.arms = arm_list(cfg)
         for arm in self.arms:
             arm.overrides = merged(cfg.tier.train, cfg.common, cfg.train, arm.overrides)
