@@ -18,7 +18,7 @@ import numpy as np
 
 from eval.common import INK, figure
 from eval.report.runs import Arm
-from eval.report.statistics import LEVEL, _detectable_effect, chi2_quantile, t_quantile
+from eval.report.statistics import LEVEL, chi2_quantile, detectable_effect, t_quantile
 
 DRAWS = 2**18  # of the multivariate t
 
@@ -134,7 +134,7 @@ def _largest_t(correlation: np.ndarray, df: int) -> np.ndarray:
 
 def _detectable(se: float, df: int) -> float:
     """The difference found with 80 % power by a t test with `df` degrees of freedom and standard error `se`."""
-    return se * _detectable_effect(df + 1) * math.sqrt(df + 1)
+    return se * detectable_effect(df + 1) * math.sqrt(df + 1)
 
 
 def by_point(arms: list[Arm], values: Mapping[str, Mapping[int, float]]) -> dict[str, MixedModel]:
