@@ -19,23 +19,13 @@ Writes runs/NAME/eval/icl.json and runs/NAME/figures/icl.png.
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from configs import command
 from data.tokenizer import Tokenizer
-from eval.common import (
-    GREY,
-    colour,
-    figure,
-    mean_se,
-    open_run,
-    progress,
-    run_name,
-    variant,
-    write_result,
-)
+from eval.common import GREY, Axes, figure, keep, mean_se, open_run, progress
 from eval.icl_tasks import (
     ARRANGEMENTS,
     TEMPLATES,
@@ -50,9 +40,6 @@ from eval.icl_tasks import (
 )
 from eval.scoring import Job, score_jobs
 from training.checkpoint import LoadedRun
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 EPISODES_SYNTHETIC, EPISODES, ORDER_EPISODES = 100, 10, 20
 
@@ -144,12 +131,7 @@ def summary(shots: int, episodes: Sequence[Episode], scores: Sequence[np.ndarray
     accuracy, se = mean_se([hits.mean() for hits in right])
     loss, loss_se = mean_se([values.mean() for values in losses])
     hits = np.concatenate(right)
-    return {
-        "shots": shots,
-        "accuracy": accuracy,
-        "se": se,
-        "label_loss": loss,
-        "label_loss_se": loss_se,
+    return {"shots": shots, "accuracy": accuracy, "se": se, "label_loss": loss, "label_loss_se": loss_se} | {
         "label_shown": float(np.mean(label_shown)),
         "text_shown": float(known.mean()),
         "recall": float(hits[known].mean()) if known.any() else None,
@@ -177,17 +159,13 @@ def order_jobs(episodes: Sequence[Episode], cfg: IclConfig, shots: int) -> list[
     """The first `shots` demonstrations of each episode in `cfg.orders` orders of each arrangement; none of a single one."""
     if shots < 2:
         return []
-    return [
-        (
-            i,
-            how,
-            arrange(episode.demonstrations[:shots], how, np.random.default_rng([cfg.seed, i, 1 + a, order])),
-            episode,
-        )
-        for i, episode in enumerate(episodes)
-        for a, how in enumerate(ARRANGEMENTS)
-        for order in range(cfg.orders)
-    ]
+    jobs = []
+    for i, episode in enumerate(episodes):
+        for a, how in enumerate(ARRANGEMENTS, 1):
+            for order in range(cfg.orders):
+                rng = np.random.default_rng([cfg.seed, i, a, order])
+                jobs.append((i, how, arrange(episode.demonstrations[:shots], how, rng), episode))
+    return jobs
 
 
 def order_summary(orders: Sequence[Order], scores: Sequence[np.ndarray], cfg: IclConfig) -> dict[str, Any]:
@@ -228,7 +206,7 @@ def draw(path: Path, results: dict[str, Any], title: str, line_colour: str) -> N
             axes[0, 1].set_title(f"{title} · order of {results['order']['shots']} demonstrations")
 
 
-def _accuracies(ax: "Axes", results: dict[str, Any], line_colour: str) -> None:
+def _accuracies(ax: Axes, results: dict[str, Any], line_colour: str) -> None:
     rows = results["shots"]
     x = [row["shots"] for row in rows]
     errors = [row["se"] for row in rows]
@@ -243,18 +221,16 @@ def _accuracies(ax: "Axes", results: dict[str, Any], line_colour: str) -> None:
     ax.set_xscale("log", base=2)
     ax.set_xticks(x, [f"{n:,}" for n in x])
     ax.set(xlabel="demonstrations", ylabel=f"accuracy ({results['classes']} classes)", ylim=(-0.02, 1.02))
-    ax.grid(axis="y")
     ax.legend(loc="best")
 
 
-def _margins(ax: "Axes", order: dict[str, Any], line_colour: str) -> None:
+def _margins(ax: Axes, order: dict[str, Any], line_colour: str) -> None:
     values, errors = ([order[how][key] for how in ARRANGEMENTS] for key in ("margin", "se"))
     ax.bar(range(len(values)), values, yerr=errors, color=line_colour, ecolor=GREY, capsize=3, width=0.6)
     ax.axhline(order["guessing"], color=GREY, linestyle="--", linewidth=1.2, label="guessing anew each time")
     ax.set_xticks(range(len(values)), ARRANGEMENTS)
     ax.set_ylabel(f"best minus worst accuracy of {order['orders']} orders")
     ax.set_ylim(0, None)
-    ax.grid(axis="y")
     ax.legend(loc="best")
 
 
@@ -288,18 +264,14 @@ def main(cfg: IclConfig) -> None:
     task = load_task(cfg)
     run = open_run(cfg)
     results = evaluate(run, task, cfg)
-    write_result(run, cfg, "icl", results)
-    name = run_name(cfg.run)
-    draw(Path(cfg.run) / "figures" / "icl.png", results, name, colour(variant(run.config)))
+    said = keep(run, cfg, "icl", results, draw)
     chance = f"chance {results['chance']:.3f}"
     for row in results["shots"]:
-        print(
-            f"icl  {name}: {task.name}, {row['shots']} shots: accuracy {row['accuracy']:.3f} ± {row['se']:.3f} ({chance})"
-        )
+        print(f"{said}: {task.name}, {row['shots']} shots: accuracy {row['accuracy']:.3f} ± {row['se']:.3f} ({chance})")
     if order := results["order"]:
         margins = ", ".join(f"{how} {order[how]['margin']:.3f} ± {order[how]['se']:.3f}" for how in ARRANGEMENTS)
         print(
-            f"icl  {name}: best minus worst of {order['orders']} orders of {order['shots']} demonstrations: {margins} "
+            f"{said}: best minus worst of {order['orders']} orders of {order['shots']} demonstrations: {margins} "
             f"(guessing {order['guessing']:.3f})"
         )
 

@@ -81,20 +81,15 @@ WORDS = {
     "furniture": "table chair bed desk shelf sofa lamp mirror carpet curtain drawer bench",
 }
 
-READABLE = {  # the six coarse classes of TREC, Li and Roth 2002
-    "ABBR": "abbreviation",
-    "DESC": "description",
-    "ENTY": "entity",
-    "HUM": "human",
-    "LOC": "location",
-    "NUM": "number",
+CLASSES = "abbreviation description entity human location number".split()  # the coarse ones of TREC, Li and Roth 2002
+READABLE = dict(zip("ABBR DESC ENTY HUM LOC NUM".split(), CLASSES, strict=True))
+KINDS = {
+    "trec": "Question Type",
+    "trec_fine": "Question Type",
+    "banking77": "Query Intent",
+    "clinc150": "Utterance Intent",
 }
-TEMPLATES = {
-    "trec": ("Question: {}\nType:", " {}\n"),
-    "trec_fine": ("Question: {}\nType:", " {}\n"),
-    "banking77": ("Query: {}\nIntent:", " {}\n"),
-    "clinc150": ("Utterance: {}\nIntent:", " {}\n"),
-}
+TEMPLATES = {name: ("{}: {{}}\n{}:".format(*words.split()), " {}\n") for name, words in KINDS.items()}
 SYNTHETIC = ("\nThe magic number of {} is", " {}.")
 
 

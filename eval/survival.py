@@ -142,7 +142,6 @@ def draw(path: Path, levels: dict[str, list[dict[str, Any]]], end: float) -> Non
                     ax.fill_between(x, low, high, step="post", color=line, alpha=0.08, linewidth=0)
                 title = f"accuracy {level}" + (f" · {point}" if point else "")
                 ax.set(title=title, ylim=(-0.02, 1.02), xlabel="training tokens (millions)", ylabel="runs that arrived")
-                ax.grid(axis="y")
         handles, labels = axes[0, 0].get_legend_handles_labels()
         axes[0, 0].figure.legend(handles, labels, loc="outside lower center", ncols=4)
 

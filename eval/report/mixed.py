@@ -83,18 +83,8 @@ def fit(values: Mapping[str, Mapping[int, float]], reference: str) -> MixedModel
         effects[arm] = Effect(float(mean), float(spread), ends[0], ends[1], float(p), ends[2], ends[3])
     sd, n = math.sqrt(error), len(values[reference])
     low, high = (sd * math.sqrt(df / chi2_quantile(p, df)) for p in (1 - LEVEL / 2, LEVEL / 2))
-    return MixedModel(
-        reference,
-        n,
-        sd,
-        low,
-        high,
-        sd * math.sqrt(ratio),
-        df,
-        critical,
-        _detectable(sd * math.sqrt(2 / n), df),
-        effects,
-    )
+    least = _detectable(sd * math.sqrt(2 / n), df)
+    return MixedModel(reference, n, sd, low, high, sd * math.sqrt(ratio), df, critical, least, effects)
 
 
 def _gls(y: np.ndarray, design: np.ndarray, block: np.ndarray, ratio: float) -> tuple[np.ndarray, np.ndarray, float]:
@@ -201,5 +191,4 @@ def draw_gap(
         ax.set_xticks([tokens[point] / 1e6 for point in models], [f"{tokens[point] / 1e6:.3g}" for point in models])
         ax.minorticks_off()
         ax.set(xlabel="training tokens (millions)", ylabel=f"{metric}: difference to the reference")
-        ax.grid(axis="y")
         ax.figure.legend(*ax.get_legend_handles_labels(), loc="outside right center")
