@@ -11,7 +11,7 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 
 from configs import command
-from data.loader import Loader, Prefetcher, inputs_and_targets, mix
+from data.loader import Loader, Mixture, Prefetcher, inputs_and_targets, mix
 from data.stream import open_sources, open_tokenizer
 from model.decoder import Decoder
 from training import checkpoint
@@ -26,7 +26,7 @@ from training.run import TrainConfig, default_run_dir, facts, fill_model, launch
 from training.saver import Saver
 from training.schedule import lr_factor
 from training.signals import Interrupted, Signals
-from training.validation import validation_loss
+from training.validation import losses_apart, validation_loss
 
 
 @command("train", TrainConfig)
@@ -167,16 +167,21 @@ def train(cfg: TrainConfig, world: World) -> float:
         except Interrupted:  # a signal came while the loader was waited for: this step is left out
             continue
         norm = parallel.clip_grad_norm(cfg.optim.clip)
+        logging, apart = due(step + 1, cfg.log_every) or step + 1 in (1, cfg.steps), {}
+        if logging and isinstance(source, Mixture):  # text and retrieval documents, before the weights change
+            with watch.paused(), autocast:
+                apart = losses_apart(model, inputs, targets, source, loader.samples(step, micro), world)
         step += 1
         loss = world.mean(loss)
         guard.update(step, loss, norm)
 
         # one line
-        if step % cfg.log_every == 0 or step in (1, cfg.steps):
+        if logging:
             speed = (step - logged) * cfg.batch_tokens / (watch.seconds - seconds)
             logged, seconds = step, watch.seconds
             line = {
                 "loss": loss.item(),
+                **apart,
                 "lr": lr,
                 "grad_norm": norm.item(),
                 "tokens_per_s": round(speed, 1),

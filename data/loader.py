@@ -136,6 +136,10 @@ class Mixture:
         self.weights = [int(weight) for weight in weights]
         self._turn, self._before = _pattern(self.weights)
 
+    def which(self, index: int) -> int:
+        """The number of the source that sample `index` comes from."""
+        return self._turn[index % 100]
+
     def sample(self, index: int, seed: int) -> np.ndarray:
         block, slot = divmod(index, 100)
         which = self._turn[slot]
@@ -184,12 +188,16 @@ class Loader:
             )
         self.micros = self.per_rank // self.micro_batch
 
-    def __call__(self, step: int, micro: int = 0) -> np.ndarray:
+    def samples(self, step: int, micro: int = 0) -> range:
+        """The global numbers of the samples that a call gives."""
         assert 0 <= micro < self.micros
         first = step * self.batch + self.rank * self.per_rank + micro * self.micro_batch
+        return range(first, first + self.micro_batch)
+
+    def __call__(self, step: int, micro: int = 0) -> np.ndarray:
         rows = np.empty((self.micro_batch, self.length + 1), dtype=np.int64)
-        for row in range(self.micro_batch):
-            rows[row] = self.source.sample(first + row, self.seed)
+        for row, index in enumerate(self.samples(step, micro)):
+            rows[row] = self.source.sample(index, self.seed)
         return rows
 
 
@@ -201,7 +209,7 @@ class Prefetcher:
 
     def __init__(self, loader: Loader) -> None:
         self.loader = loader
-        self.micros = loader.micros
+        self.micros, self.samples = loader.micros, loader.samples
         self._wanted: queue.SimpleQueue[tuple[tuple[int, int], Future] | None] = queue.SimpleQueue()
         self._next: tuple[tuple[int, int], Future] | None = None
         threading.Thread(target=self._read, name="prefetch", daemon=True).start()

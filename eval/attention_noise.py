@@ -21,7 +21,7 @@ Writes runs/NAME/eval/attention_noise.json and runs/NAME/figures/attention_noise
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -30,24 +30,23 @@ from torch import Tensor, nn
 from configs import command
 from eval.common import (
     INK,
+    Axes,
     batches,
     device_of,
     figure,
     haystack,
+    keep,
     mean_se,
     open_run,
     pad_right,
     progress,
     run_name,
-    write_result,
+    window_length,
 )
 from eval.needles import NeedleGridConfig, Query, check_grid, needle_contexts
 from eval.scoring import floats_per_token
 from model.attention.probe import SINK, entropy, first_share, negative_share, probe
 from training.checkpoint import LoadedRun
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 BUCKETS = ("first", "before", "answer", "after", "query")
 NOISE = ("before", "after")
@@ -143,7 +142,7 @@ def evaluate(run: LoadedRun, hay: np.ndarray, cfg: AttentionNoiseConfig) -> dict
     `entropy` and `negative`: mean over prompts and heads, its standard error, and by layer and head. `sink`: by length.
     """
     model = run.model
-    length = model.cfg.context if cfg.length is None else cfg.length
+    length = window_length(run, cfg.length)
     shares, layers, shapes = {}, {}, []
     with progress("attention noise", len(cfg.depths) + 2) as bar:
         for depth in cfg.depths:
@@ -157,12 +156,8 @@ def evaluate(run: LoadedRun, hay: np.ndarray, cfg: AttentionNoiseConfig) -> dict
             sink[str(size)] = sinks(model, hay, size, cfg.windows, cfg.batch)
             bar.update()
     joined = [np.concatenate(parts) for parts in zip(*shapes, strict=True)]  # per layer (depths * samples, 2, heads)
-    results = summarise(shares, layers) | {
-        "samples": cfg.samples,
-        "length": length,
-        "sink": sink,
-        "windows": cfg.windows,
-    }
+    about = {"samples": cfg.samples, "length": length, "sink": sink, "windows": cfg.windows}
+    results = summarise(shares, layers) | about
     return results | {name: over_heads([x[:, i] for x in joined]) for i, name in enumerate(("entropy", "negative"))}
 
 
@@ -180,12 +175,12 @@ def summarise(shares: dict[str, np.ndarray], layers: dict[str, list[np.ndarray]]
         depths = results[reading]["depths"]
         results["noise"][reading] = {depth: sum(values[bucket] for bucket in NOISE) for depth, values in depths.items()}
         results["se"][reading] = errors
-        results["per_layer_head"][reading] = {
-            depth: {
-                bucket: [layer[:, r, :, b].mean(axis=0).tolist() for layer in parts] for b, bucket in enumerate(BUCKETS)
-            }
-            for depth, parts in layers.items()
-        }  # mass before normalisation: a softmax head's buckets sum to 1, a differential head's to about 1 - lambda
+        # Mass before normalisation: a softmax head's buckets sum to 1, a differential head's to about 1 - lambda.
+        heads = {depth: [layer[:, r].mean(axis=0).T.tolist() for layer in parts] for depth, parts in layers.items()}
+        results["per_layer_head"][reading] = {  # heads: depth -> layers -> buckets -> heads
+            depth: dict(zip(BUCKETS, map(list, zip(*parts, strict=True)), strict=True))
+            for depth, parts in heads.items()
+        }
     signed = {depth: normalised_per_layer(parts)[:, READINGS.index("signed")] for depth, parts in layers.items()}
     results["signed_per_layer"], _ = over_samples(signed)
     return results
@@ -193,10 +188,9 @@ def summarise(shares: dict[str, np.ndarray], layers: dict[str, list[np.ndarray]]
 
 def over_samples(shares: dict[str, np.ndarray]) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
     """One reading's results from each depth's shares (samples, 5): means by depth and over all, and errors by depth."""
-    stats = {depth: [mean_se(share[:, b]) for b in range(len(BUCKETS))] for depth, share in shares.items()}
-    named = {depth: dict(zip(BUCKETS, values, strict=True)) for depth, values in stats.items()}
-    depths = {depth: {bucket: mean for bucket, (mean, _) in values.items()} for depth, values in named.items()}
-    errors = {depth: {bucket: se for bucket, (_, se) in values.items()} for depth, values in named.items()}
+    stats = {depth: zip(*map(mean_se, share.T), strict=True) for depth, share in shares.items()}  # (means, errors)
+    named = {depth: [dict(zip(BUCKETS, values, strict=True)) for values in pair] for depth, pair in stats.items()}
+    depths, errors = ({depth: pair[i] for depth, pair in named.items()} for i in (0, 1))
     overall = np.concatenate(list(shares.values()))  # (depths * samples, 5)
     answer, answer_se = mean_se(overall[:, BUCKETS.index("answer")])
     noise, noise_se = mean_se(overall[:, [BUCKETS.index(bucket) for bucket in NOISE]].sum(axis=1))
@@ -206,13 +200,7 @@ def over_samples(shares: dict[str, np.ndarray]) -> tuple[dict[str, Any], dict[st
 
 # Noise in one hue, the answer in another, what is neither in greys.
 BUCKET_COLOURS = {"first": "#D5D9DF", "before": "#E69F00", "answer": "#0072B2", "after": "#F5CE7A", "query": "#98A1AC"}
-BUCKET_LABELS = {
-    "first": "first token",
-    "before": "context before",
-    "answer": "answer",
-    "after": "context after",
-    "query": "query",
-}
+BUCKET_LABELS = {"first": "first token", "before": "context before", "after": "context after"}  # others: their names
 
 
 def draw(path: Path, results: dict[str, Any], title: str, readings: tuple[str, ...] = READINGS) -> None:
@@ -226,13 +214,21 @@ def draw(path: Path, results: dict[str, Any], title: str, readings: tuple[str, .
         axes[0, 0].figure.legend(handles, labels, loc="outside lower center", ncols=columns, columnspacing=1)
 
 
-def _bars(ax: "Axes", depths: dict[str, dict[str, float]]) -> None:
+def _bars(ax: Axes, depths: dict[str, dict[str, float]]) -> None:
     x = np.arange(len(depths))
     above, below = np.zeros(len(depths)), np.zeros(len(depths))
     for bucket in BUCKETS:
         values = np.array([shares[bucket] for shares in depths.values()])
         bottom = np.where(values >= 0, above, below)
-        ax.bar(x, values, 0.74, bottom=bottom, color=BUCKET_COLOURS[bucket], label=BUCKET_LABELS[bucket], linewidth=0)
+        ax.bar(
+            x,
+            values,
+            0.74,
+            bottom=bottom,
+            color=BUCKET_COLOURS[bucket],
+            label=BUCKET_LABELS.get(bucket, bucket),
+            linewidth=0,
+        )
         above, below = above + values.clip(min=0), below + values.clip(max=0)
     for position, top, shares in zip(x, above, depths.values(), strict=True):
         number = {"color": BUCKET_COLOURS["answer"], "weight": "bold", "ha": "center", "textcoords": "offset points"}
@@ -243,7 +239,6 @@ def _bars(ax: "Axes", depths: dict[str, dict[str, float]]) -> None:
     ax.set_ylim(min(0, 1.1 * below.min()), 1.1 * above.max())
     ax.set_yticks([tick for tick in ax.get_yticks() if tick <= 1.05 * above.max()])
     ax.tick_params(axis="x", length=0)
-    ax.grid(axis="y")
 
 
 HEAD_PANELS = {"first": "First token", "answer": "Answer", "noise": "Noise"}
@@ -253,23 +248,15 @@ def head_shares(results: dict[str, Any]) -> dict[str, np.ndarray]:
     """Share of each head's absolute mass, mean over depths: (layers, heads) for the first token, the answer and the noise;
     NaN where a layer has fewer heads than another.
     """
-    mean: dict[str, list[np.ndarray]] = {}  # bucket -> per layer (heads,)
-    depths = results["per_layer_head"]["absolute"].values()
-    for bucket in BUCKETS:
-        layers = zip(*(masses[bucket] for masses in depths), strict=True)
-        mean[bucket] = [np.mean(layer, axis=0) for layer in layers]
-    mean["noise"] = [sum(parts) for parts in zip(*(mean[bucket] for bucket in NOISE), strict=True)]
-    totals = [sum(parts) for parts in zip(*(mean[bucket] for bucket in BUCKETS), strict=True)]
-    widest = max(map(len, totals))
-    return {
-        name: np.stack(
-            [
-                np.pad(part / total, (0, widest - len(part)), constant_values=np.nan)
-                for part, total in zip(mean[name], totals, strict=True)
-            ]
-        )
-        for name in HEAD_PANELS
-    }
+    depths = results["per_layer_head"]["absolute"].values()  # each: bucket -> layers -> heads
+    counts = [len(heads) for heads in next(iter(depths))["answer"]]
+    mass = np.full((len(BUCKETS), len(counts), max(counts)), np.nan)
+    for b, bucket in enumerate(BUCKETS):
+        for layer, heads in enumerate(zip(*(masses[bucket] for masses in depths), strict=True)):
+            mass[b, layer, : counts[layer]] = np.mean(heads, axis=0)
+    named = dict(zip(BUCKETS, mass, strict=True))
+    named["noise"] = sum(named[bucket] for bucket in NOISE)
+    return {name: named[name] / mass.sum(axis=0) for name in HEAD_PANELS}
 
 
 def draw_heads(path: Path, results: dict[str, Any], title: str) -> None:
@@ -277,7 +264,7 @@ def draw_heads(path: Path, results: dict[str, Any], title: str) -> None:
     grids = head_shares(results)
     layers, heads = grids["answer"].shape
     width, height = max(2.6, 0.9 + 0.42 * min(heads, 24)), max(2.6, 1.5 + 0.42 * min(layers, 24))
-    with figure(path, len(grids) * width + 0.8, height, columns=len(grids)) as axes:
+    with figure(path, len(grids) * width + 0.8, height, columns=len(grids), grid="") as axes:
         for ax, (name, grid) in zip(axes[0], grids.items(), strict=True):
             image = ax.imshow(grid, cmap="viridis", vmin=0, vmax=1, aspect="auto")
             ax.set(title=HEAD_PANELS[name], xlabel="head", ylabel="layer" if name == "first" else "")
@@ -301,19 +288,17 @@ def main(cfg: AttentionNoiseConfig) -> None:
         raise ValueError(f"windows={cfg.windows} leaves no text for the attention sinks: use windows=100")
     run = open_run(cfg)
     results = evaluate(run, haystack(run, cfg), cfg)
-    write_result(run, cfg, "attention_noise", results)
-    name = run_name(cfg.run)
-    draw_heads(Path(cfg.run) / "figures" / "attention_heads.png", results, name)
-    draw(Path(cfg.run) / "figures" / "attention_noise.png", results, name)
+    said = keep(run, cfg, "attention_noise", results, lambda path, results, title, _: draw(path, results, title))
+    draw_heads(Path(cfg.run) / "figures" / "attention_heads.png", results, run_name(cfg.run))
     for reading in READINGS:
         mean = results[reading]["mean"]
         print(
-            f"attention_noise  {name}: {reading:8} answer {mean['answer']:.3f} ± {mean['answer_se']:.3f}, "
+            f"{said}: {reading:8} answer {mean['answer']:.3f} ± {mean['answer_se']:.3f}, "
             f"noise {mean['noise']:.3f} ± {mean['noise_se']:.3f} ({len(cfg.depths)} depths of {cfg.samples} samples)"
         )
     sink = ", ".join(f"{part['share']:.3f} ± {part['se']:.3f} (T={size})" for size, part in results["sink"].items())
     print(
-        f"attention_noise  {name}: entropy {results['entropy']['mean']:.3f} nats, negative mass "
+        f"{said}: entropy {results['entropy']['mean']:.3f} nats, negative mass "
         f"{results['negative']['mean']:.3f}, sinks {sink}"
     )
 

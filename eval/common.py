@@ -5,7 +5,7 @@ import io
 import logging
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,9 @@ from training.checkpoint import LoadedRun, load_run
 from training.distributed import pick_device
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    from matplotlib.axes import Axes
+else:
+    Axes = Any  # matplotlib is imported where a figure is drawn
 
 LOGITS_IN_MEMORY = 2**28  # floats of one forward pass: 1 GB
 HAYSTACK_TOKENS = 20_000_000  # plenty to cut needle contexts from, and small in memory
@@ -50,6 +52,13 @@ def open_run(cfg: EvalConfig) -> LoadedRun:
     """The run's model (evaluation mode, float32, on the device asked for), tokenizer and configuration."""
     device = pick_device(cfg.device)
     return load_run(cfg.run, device=device)
+
+
+def window_length(run: LoadedRun, length: int | None) -> int:
+    """Tokens per window: `length`, or the trained context where it is None."""
+    if length is not None and length < 1:
+        raise ValueError(f"length={length} must be at least 1: leave it out for the trained context")
+    return run.model.cfg.context if length is None else length
 
 
 class TextTokens:
@@ -172,6 +181,19 @@ def run_name(run: str | Path) -> str:
     return Path(run).resolve().name
 
 
+def keep(
+    run: LoadedRun, cfg: EvalConfig, name: str, results: dict[str, Any], draw: Callable[[Path, dict, str, str], None]
+) -> str:
+    """Write eval/NAME.json and figures/NAME.png into the run's folder, the latter by draw(path, results, title, colour).
+
+    Returns what the evaluation's lines in the terminal begin with.
+    """
+    write_result(run, cfg, name, results)
+    title = run_name(cfg.run)
+    draw(Path(cfg.run) / "figures" / f"{name}.png", results, title, colour(variant(run.config)))
+    return f"{name}  {title}"
+
+
 def write_result(run: LoadedRun, cfg: EvalConfig, name: str, results: dict[str, Any]) -> Path:
     """Write eval/NAME.json into the run's folder: the results, and all they depend on."""
     path = Path(cfg.run) / "eval" / f"{name}.json"
@@ -209,8 +231,13 @@ def _fits(values: dict[str, Any], wanted: dict[str, Any]) -> bool:
 
 
 @contextmanager
-def figure(path: Path, width: float, height: float, columns: int = 1, rows: int = 1) -> Iterator[np.ndarray]:
-    """`with figure(path, ...) as axes:` draws on axes (rows, columns) in the project's style and writes the PNG."""
+def figure(
+    path: Path, width: float, height: float, columns: int = 1, rows: int = 1, grid: str = "y"
+) -> Iterator[np.ndarray]:
+    """`with figure(path, ...) as axes:` draws on axes (rows, columns) in the project's style and writes the PNG.
+
+    grid: the axis whose ticks have grid lines, x or y, or "" for none.
+    """
     try:
         import matplotlib
         from matplotlib.figure import Figure
@@ -220,18 +247,14 @@ def figure(path: Path, width: float, height: float, columns: int = 1, rows: int 
     style = {
         "font.family": "sans-serif", "font.size": 11, "text.color": INK, "axes.labelcolor": INK,
         "axes.edgecolor": GREY, "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 12,
-        "axes.titlelocation": "left", "axes.titleweight": "bold", "axes.grid": False, "axes.axisbelow": True,
-        "grid.color": FAINT, "grid.linewidth": 0.8, "xtick.color": GREY, "ytick.color": GREY,
+        "axes.titlelocation": "left", "axes.titleweight": "bold", "axes.grid": bool(grid), "axes.grid.axis": grid or "y",
+        "axes.axisbelow": True, "grid.color": FAINT, "grid.linewidth": 0.8, "xtick.color": GREY, "ytick.color": GREY,
         "xtick.labelcolor": INK, "ytick.labelcolor": INK, "legend.frameon": False, "lines.linewidth": 1.8,
     }  # fmt: skip
     with matplotlib.rc_context(style):
         drawing = Figure(figsize=(width, height), layout="constrained")
         drawing.get_layout_engine().set(h_pad=0.08)
         yield drawing.subplots(rows, columns, squeeze=False)
-        _save(drawing, path)
-
-
-def _save(drawing: "Figure", path: Path) -> None:
-    image = io.BytesIO()
-    drawing.savefig(image, dpi=160, format="png")
-    write_atomic(path, image.getvalue())
+        image = io.BytesIO()
+        drawing.savefig(image, dpi=160, format="png")
+        write_atomic(path, image.getvalue())

@@ -24,7 +24,6 @@ from torch import nn
 from configs import command
 from eval.common import (
     COLOURS,
-    FAINT,
     GREY,
     figure,
     open_run,
@@ -255,7 +254,7 @@ def shares(results: dict[str, Any]) -> list[tuple[str, float, float]]:
 def draw(path: Path, results: dict[str, Any], title: str) -> None:
     """Bars of the accuracies with 95 % intervals."""
     bars = shares(results)
-    with figure(path, 6.2, 1.3 + 0.42 * len(bars)) as axes:
+    with figure(path, 6.2, 1.3 + 0.42 * len(bars), grid="x") as axes:
         ax = axes[0, 0]
         names, values, errors = zip(*bars, strict=True)
         look = {"color": COLOURS["baseline"], "error_kw": {"elinewidth": 1, "ecolor": GREY}}
@@ -266,7 +265,6 @@ def draw(path: Path, results: dict[str, Any], title: str) -> None:
         ax.invert_yaxis()
         ax.set(xlim=(0, 1), title=title, xlabel="share of the documents")
         ax.tick_params(axis="y", length=0)
-        ax.grid(axis="x", color=FAINT)
 
 
 @command("harness", HarnessConfig)

@@ -19,40 +19,16 @@ Writes runs/NAME/eval/icl.json and runs/NAME/figures/icl.png.
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from configs import command
 from data.tokenizer import Tokenizer
-from eval.common import (
-    GREY,
-    colour,
-    figure,
-    mean_se,
-    open_run,
-    progress,
-    run_name,
-    variant,
-    write_result,
-)
-from eval.icl_tasks import (
-    ARRANGEMENTS,
-    TEMPLATES,
-    WORDS,
-    Episode,
-    Example,
-    IclConfig,
-    Task,
-    arrange,
-    draw_episode,
-    load_task,
-)
+from eval.common import GREY, Axes, figure, keep, mean_se, open_run, progress
+from eval.icl_tasks import ARRANGEMENTS, Episode, Example, IclConfig, Task, arrange, check, draw_episode, load_task
 from eval.scoring import Job, score_jobs
 from training.checkpoint import LoadedRun
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 EPISODES_SYNTHETIC, EPISODES, ORDER_EPISODES = 100, 10, 20
 
@@ -144,12 +120,7 @@ def summary(shots: int, episodes: Sequence[Episode], scores: Sequence[np.ndarray
     accuracy, se = mean_se([hits.mean() for hits in right])
     loss, loss_se = mean_se([values.mean() for values in losses])
     hits = np.concatenate(right)
-    return {
-        "shots": shots,
-        "accuracy": accuracy,
-        "se": se,
-        "label_loss": loss,
-        "label_loss_se": loss_se,
+    return {"shots": shots, "accuracy": accuracy, "se": se, "label_loss": loss, "label_loss_se": loss_se} | {
         "label_shown": float(np.mean(label_shown)),
         "text_shown": float(known.mean()),
         "recall": float(hits[known].mean()) if known.any() else None,
@@ -177,17 +148,13 @@ def order_jobs(episodes: Sequence[Episode], cfg: IclConfig, shots: int) -> list[
     """The first `shots` demonstrations of each episode in `cfg.orders` orders of each arrangement; none of a single one."""
     if shots < 2:
         return []
-    return [
-        (
-            i,
-            how,
-            arrange(episode.demonstrations[:shots], how, np.random.default_rng([cfg.seed, i, 1 + a, order])),
-            episode,
-        )
-        for i, episode in enumerate(episodes)
-        for a, how in enumerate(ARRANGEMENTS)
-        for order in range(cfg.orders)
-    ]
+    jobs = []
+    for i, episode in enumerate(episodes):
+        for a, how in enumerate(ARRANGEMENTS, 1):
+            for order in range(cfg.orders):
+                rng = np.random.default_rng([cfg.seed, i, a, order])
+                jobs.append((i, how, arrange(episode.demonstrations[:shots], how, rng), episode))
+    return jobs
 
 
 def order_summary(orders: Sequence[Order], scores: Sequence[np.ndarray], cfg: IclConfig) -> dict[str, Any]:
@@ -228,7 +195,7 @@ def draw(path: Path, results: dict[str, Any], title: str, line_colour: str) -> N
             axes[0, 1].set_title(f"{title} · order of {results['order']['shots']} demonstrations")
 
 
-def _accuracies(ax: "Axes", results: dict[str, Any], line_colour: str) -> None:
+def _accuracies(ax: Axes, results: dict[str, Any], line_colour: str) -> None:
     rows = results["shots"]
     x = [row["shots"] for row in rows]
     errors = [row["se"] for row in rows]
@@ -243,43 +210,20 @@ def _accuracies(ax: "Axes", results: dict[str, Any], line_colour: str) -> None:
     ax.set_xscale("log", base=2)
     ax.set_xticks(x, [f"{n:,}" for n in x])
     ax.set(xlabel="demonstrations", ylabel=f"accuracy ({results['classes']} classes)", ylim=(-0.02, 1.02))
-    ax.grid(axis="y")
     ax.legend(loc="best")
 
 
-def _margins(ax: "Axes", order: dict[str, Any], line_colour: str) -> None:
+def _margins(ax: Axes, order: dict[str, Any], line_colour: str) -> None:
     values, errors = ([order[how][key] for how in ARRANGEMENTS] for key in ("margin", "se"))
     ax.bar(range(len(values)), values, yerr=errors, color=line_colour, ecolor=GREY, capsize=3, width=0.6)
     ax.axhline(order["guessing"], color=GREY, linestyle="--", linewidth=1.2, label="guessing anew each time")
     ax.set_xticks(range(len(values)), ARRANGEMENTS)
     ax.set_ylabel(f"best minus worst accuracy of {order['orders']} orders")
     ax.set_ylim(0, None)
-    ax.grid(axis="y")
     ax.legend(loc="best")
 
 
 # Command
-
-
-def check(cfg: IclConfig) -> None:
-    """Raise ValueError for what cannot be evaluated."""
-    if cfg.format not in ("auto", *TEMPLATES):
-        raise ValueError(f"format={cfg.format} is unknown: use format= one of auto, {', '.join(TEMPLATES)}")
-    if cfg.examples is None and (cfg.test or cfg.format != "auto"):
-        raise ValueError("test= and format= are of an evaluation set: give its examples=FILE, too")
-    if cfg.shots is not None and (not cfg.shots or min(cfg.shots) < 1 or len(set(cfg.shots)) < len(cfg.shots)):
-        raise ValueError(f"shots={cfg.shots} are not different numbers of demonstrations: use shots=[1,2,4,8]")
-    if (cfg.episodes is not None and cfg.episodes < 1) or cfg.queries < 1:
-        raise ValueError("nothing to measure: use episodes=10 and queries=50, or leave them out")
-    if cfg.orders < 0 or cfg.orders == 1 or (cfg.order_shots is not None and cfg.order_shots < 2):
-        raise ValueError(
-            "order robustness compares orders: use orders=10 and order_shots=8, or orders=0 to leave it out"
-        )
-    longest = min(len(words.split()) for words in WORDS.values())
-    if not (2 <= cfg.classes <= len(WORDS) and 1 <= cfg.words <= longest):
-        raise ValueError(
-            f"the synthetic task has 2 to {len(WORDS)} classes and 1 to {longest} words: use classes=4 words=2"
-        )
 
 
 @command("icl", IclConfig)
@@ -288,18 +232,14 @@ def main(cfg: IclConfig) -> None:
     task = load_task(cfg)
     run = open_run(cfg)
     results = evaluate(run, task, cfg)
-    write_result(run, cfg, "icl", results)
-    name = run_name(cfg.run)
-    draw(Path(cfg.run) / "figures" / "icl.png", results, name, colour(variant(run.config)))
+    said = keep(run, cfg, "icl", results, draw)
     chance = f"chance {results['chance']:.3f}"
     for row in results["shots"]:
-        print(
-            f"icl  {name}: {task.name}, {row['shots']} shots: accuracy {row['accuracy']:.3f} ± {row['se']:.3f} ({chance})"
-        )
+        print(f"{said}: {task.name}, {row['shots']} shots: accuracy {row['accuracy']:.3f} ± {row['se']:.3f} ({chance})")
     if order := results["order"]:
         margins = ", ".join(f"{how} {order[how]['margin']:.3f} ± {order[how]['se']:.3f}" for how in ARRANGEMENTS)
         print(
-            f"icl  {name}: best minus worst of {order['orders']} orders of {order['shots']} demonstrations: {margins} "
+            f"{said}: best minus worst of {order['orders']} orders of {order['shots']} demonstrations: {margins} "
             f"(guessing {order['guessing']:.3f})"
         )
 

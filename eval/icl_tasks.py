@@ -82,20 +82,15 @@ WORDS = {
     "furniture": "table chair bed desk shelf sofa lamp mirror carpet curtain drawer bench",
 }
 
-READABLE = {  # the six coarse classes of TREC, Li and Roth 2002
-    "ABBR": "abbreviation",
-    "DESC": "description",
-    "ENTY": "entity",
-    "HUM": "human",
-    "LOC": "location",
-    "NUM": "number",
+CLASSES = "abbreviation description entity human location number".split()  # the coarse ones of TREC, Li and Roth 2002
+READABLE = dict(zip("ABBR DESC ENTY HUM LOC NUM".split(), CLASSES, strict=True))
+KINDS = {
+    "trec": "Question Type",
+    "trec_fine": "Question Type",
+    "banking77": "Query Intent",
+    "clinc150": "Utterance Intent",
 }
-TEMPLATES = {
-    "trec": ("Question: {}\nType:", " {}\n"),
-    "trec_fine": ("Question: {}\nType:", " {}\n"),
-    "banking77": ("Query: {}\nIntent:", " {}\n"),
-    "clinc150": ("Utterance: {}\nIntent:", " {}\n"),
-}
+TEMPLATES = {name: ("{}: {{}}\n{}:".format(*words.split()), " {}\n") for name, words in KINDS.items()}
 SYNTHETIC = ("\nThe magic number of {} is", " {}.")
 
 
@@ -193,6 +188,27 @@ def load_task(cfg: IclConfig) -> Task:
         questions = [example for i, example in enumerate(demonstrations) if i in held]
         demonstrations = [example for i, example in enumerate(demonstrations) if i not in held]
     return Task(form, *TEMPLATES[form], demonstrations, questions)
+
+
+def check(cfg: IclConfig) -> None:
+    """Raise ValueError for what cannot be evaluated."""
+    if cfg.format not in ("auto", *TEMPLATES):
+        raise ValueError(f"format={cfg.format} is unknown: use format= one of auto, {', '.join(TEMPLATES)}")
+    if cfg.examples is None and (cfg.test or cfg.format != "auto"):
+        raise ValueError("test= and format= are of an evaluation set: give its examples=FILE, too")
+    if cfg.shots is not None and (not cfg.shots or min(cfg.shots) < 1 or len(set(cfg.shots)) < len(cfg.shots)):
+        raise ValueError(f"shots={cfg.shots} are not different numbers of demonstrations: use shots=[1,2,4,8]")
+    if (cfg.episodes is not None and cfg.episodes < 1) or cfg.queries < 1:
+        raise ValueError("nothing to measure: use episodes=10 and queries=50, or leave them out")
+    if cfg.orders < 0 or cfg.orders == 1 or (cfg.order_shots is not None and cfg.order_shots < 2):
+        raise ValueError(
+            "order robustness compares orders: use orders=10 and order_shots=8, or orders=0 to leave it out"
+        )
+    longest = min(len(words.split()) for words in WORDS.values())
+    if not (2 <= cfg.classes <= len(WORDS) and 1 <= cfg.words <= longest):
+        raise ValueError(
+            f"the synthetic task has 2 to {len(WORDS)} classes and 1 to {longest} words: use classes=4 words=2"
+        )
 
 
 def draw_episode(task: Task, cfg: IclConfig, number: int, shots: int, digits: int) -> Episode:

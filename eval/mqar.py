@@ -29,20 +29,7 @@ from torch import Tensor, nn
 
 from configs import command
 from data.mqar import Mqar, MqarConfig, Sample, shortest_row
-from eval.common import (
-    GREY,
-    EvalConfig,
-    batches,
-    colour,
-    device_of,
-    figure,
-    mean_se,
-    open_run,
-    progress,
-    run_name,
-    variant,
-    write_result,
-)
+from eval.common import GREY, Axes, EvalConfig, batches, device_of, figure, keep, mean_se, open_run, progress
 from eval.scoring import floats_per_token
 from model.attention.probe import gather_rows, probe, visit_logits
 from training.checkpoint import LoadedRun
@@ -262,11 +249,10 @@ def draw(path: Path, results: dict[str, Any], title: str, line: str) -> None:
         ax.axhline(results["chance"], color=GREY, linewidth=0.8)
         ax.set_xticks(range(len(results["shares"])), [f"{row['percent']} %" for row in results["shares"]])
         ax.set(ylim=(-0.02, 1.04), xlabel="share of distractors in what was told", ylabel="accuracy", title=title)
-        ax.grid(axis="y")
         ax.legend()
 
 
-def _line(ax: Any, rows: list[dict[str, Any]], look: str, line: str, label: str) -> None:
+def _line(ax: Axes, rows: list[dict[str, Any]], look: str, line: str, label: str) -> None:
     values, errors = [row["accuracy"] for row in rows], [row["se"] for row in rows]
     ax.errorbar(range(len(rows)), values, errors, linestyle=look, color=line, marker="o", markersize=4, label=label)
 
@@ -275,17 +261,15 @@ def _line(ax: Any, rows: list[dict[str, Any]], look: str, line: str, label: str)
 def main(cfg: MqarEvalConfig) -> None:
     run = open_run(cfg)
     results = evaluate(run, cfg)
-    write_result(run, cfg, "mqar", results)
-    name = run_name(cfg.run)
-    draw(Path(cfg.run) / "figures" / "mqar.png", results, name, colour(variant(run.config)))
+    said = keep(run, cfg, "mqar", results, draw)
     for what, rows in {"as trained": results["shares"], **results.get("altered", {})}.items():
         found = ", ".join(f"{row['percent']} % {row['accuracy']:.3f} ± {row['se']:.3f}" for row in rows)
-        print(f"mqar  {name}: {what}: {found}")
+        print(f"{said}: {what}: {found}")
     for row in results["attention"]:
-        said = {name: row[name]["distractors"] for name in ("map", "map_1", "map_2") if name in row}
-        shares = ", ".join(f"{name} {share:.3f}" for name, share in said.items())
+        maps = [name for name in ("map", "map_1", "map_2") if name in row]
+        shares = ", ".join(f"{name} {row[name]['distractors']:.3f}" for name in maps)
         more = f", correlation of the two {row['correlation']:.2f}" if "correlation" in row else ""
-        print(f"mqar  {name}: mass on distractors at {row['percent']} %: {shares}{more}")
+        print(f"{said}: mass on distractors at {row['percent']} %: {shares}{more}")
 
 
 if __name__ == "__main__":

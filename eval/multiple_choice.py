@@ -24,7 +24,7 @@ import numpy as np
 from omegaconf import MISSING
 
 from configs import command
-from eval.common import GREY, EvalConfig, colour, figure, mean_se, open_run, progress, run_name, variant, write_result
+from eval.common import GREY, EvalConfig, figure, keep, mean_se, open_run, progress
 from eval.scoring import score
 from training.checkpoint import LoadedRun
 
@@ -98,11 +98,8 @@ def evaluate(run: LoadedRun, questions: list[Question], batch: int = 32) -> dict
         raise ValueError(
             f"every question has an ending of {context} tokens, the trained context, or more: use shorter endings"
         )
-    questions, endings, skipped = (
-        [questions[i] for i in fitting],
-        [spelled[i] for i in fitting],
-        len(questions) - len(fitting),
-    )
+    skipped = len(questions) - len(fitting)
+    questions, endings = [questions[i] for i in fitting], [spelled[i] for i in fitting]
     queries = [np.array([run.tokenizer.eot, *encode(question.query)]) for question in questions]
     rooms = [context + 1 - max(map(len, row)) for row in endings]  # the last token of an ending is not fed
     prompts = [query[-room:] for query, room in zip(queries, rooms, strict=True)]
@@ -156,7 +153,6 @@ def draw(path: Path, results: dict[str, Any], title: str, shade: str) -> None:
         ax.tick_params(axis="x", length=0)
         ax.set(title=title, ylabel=f"accuracy, n = {results['samples']:,}")
         ax.set_ylim(0, min(1.05, 1.25 * max(map(sum, zip(values, errors, strict=True)))))
-        ax.grid(axis="y")
         ax.figure.legend(loc="outside lower right")
 
 
@@ -171,12 +167,10 @@ def main(cfg: MultipleChoiceConfig) -> None:
         questions = [questions[i] for i in np.linspace(0, len(questions) - 1, cfg.limit).round().astype(int)]
     run = open_run(cfg)
     results = evaluate(run, questions, cfg.batch)
-    write_result(run, cfg, "multiple_choice", results)
-    name = run_name(cfg.run)
-    draw(Path(cfg.run) / "figures" / "multiple_choice.png", results, name, colour(variant(run.config)))
+    said = keep(run, cfg, "multiple_choice", results, draw)
     accuracies = ", ".join(f"{metric} {results[metric]:.4f} ± {results[f'{metric}_se']:.4f}" for metric in METRICS)
     print(
-        f"multiple_choice  {name}: {accuracies}, loss {results['loss']:.4f} ± {results['loss_se']:.4f} "
+        f"{said}: {accuracies}, loss {results['loss']:.4f} ± {results['loss_se']:.4f} "
         f"({results['samples']:,} questions, chance {results['chance']:.3f}, {results['truncated']:,} cut, "
         f"{results['skipped']:,} left out)"
     )

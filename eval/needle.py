@@ -18,30 +18,16 @@ import contextlib
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import numpy as np
 
 from configs import command
-from eval.common import (
-    INK,
-    figure,
-    haystack,
-    mean_se,
-    open_run,
-    progress,
-    run_name,
-    wilson,
-    write_result,
-)
+from eval.common import INK, Axes, figure, haystack, keep, mean_se, open_run, progress, wilson
 from eval.needle_styles import STYLES
 from eval.needles import NeedleGridConfig, Query, check_grid, needle_contexts
 from eval.scoring import continue_greedily, score
 from training.checkpoint import LoadedRun
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 
 PAPER = [[1, 1], [2, 2], [4, 2], [6, 2], [8, 1]]  # arXiv 2410.05258, Table 2 and Figure 5
 
@@ -85,10 +71,8 @@ def string_matches(run: LoadedRun, queries: list[Query], batch: int) -> list[flo
     new_tokens = max(query.new_tokens for query in queries)
     written = continue_greedily(run.model, [query.prompt for query in queries], new_tokens, batch)
     texts = [run.tokenizer.decode(tokens) for tokens in written]
-    return [
-        sum(value in text for value in query.values) / len(query.values)
-        for query, text in zip(queries, texts, strict=True)
-    ]
+    pairs = zip(queries, texts, strict=True)
+    return [sum(value in text for value in query.values) / len(query.values) for query, text in pairs]
 
 
 def evaluate(run: LoadedRun, hay: np.ndarray, cfg: NeedleConfig) -> dict[str, Any]:
@@ -147,14 +131,14 @@ def draw(path: Path, results: dict[str, Any], title: str) -> None:
     style = results.get("style", "magic")  # older results have none
     title = title if style == "magic" else f"{title} · {style}"
     height = 1.7 + 0.5 * (depths + 1)
-    with figure(path, max(4.2, 1.9 + 0.8 * lengths), height * len(pairs), rows=len(pairs)) as axes:
+    with figure(path, max(4.2, 1.9 + 0.8 * lengths), height * len(pairs), rows=len(pairs), grid="") as axes:
         for ax, (needles, asked) in zip(axes[:, 0], pairs, strict=True):
             cells = [cell for cell in results["cells"] if (cell["needles"], cell["asked"]) == (needles, asked)]
             heatmap(ax, cells, results.get("context"))
             ax.set_title(f"{title} · N={needles}" + (f", R={asked}" if needles > 1 else ""))
 
 
-def heatmap(ax: "Axes", cells: list[dict[str, Any]], context: int | None = None) -> None:
+def heatmap(ax: Axes, cells: list[dict[str, Any]], context: int | None = None) -> None:
     """Accuracy and its standard error by length and depth of the cells of one (N, R); a line where training ended."""
     lengths, depths = sorted({cell["length"] for cell in cells}), sorted({cell["depth"] for cell in cells})
     at = {(cell["depth"], cell["length"]): cell for cell in cells}
@@ -207,13 +191,11 @@ def main(cfg: NeedleConfig) -> None:
     run = open_run(cfg)
     results = evaluate(run, haystack(run, cfg), cfg)
     file = "needle" if cfg.style == "magic" else f"needle_{cfg.style}"
-    write_result(run, cfg, file, results)
-    name = run_name(cfg.run)
-    draw(Path(cfg.run) / "figures" / f"{file}.png", results, name)
+    said = keep(run, cfg, file, results, lambda path, results, title, _: draw(path, results, title))
     for pair in results["pairs"]:
         rank = f", ranked first {pair['rank_accuracy']:.3f}" if pair["rank_accuracy"] is not None else ""
         print(
-            f"{file}  {name}: N={pair['needles']} R={pair['asked']} accuracy {pair['accuracy']:.3f} ± {pair['se']:.3f}"
+            f"{said}: N={pair['needles']} R={pair['asked']} accuracy {pair['accuracy']:.3f} ± {pair['se']:.3f}"
             f"{rank} ({len(results['cells']) // len(results['pairs'])} cells of {cfg.samples} samples)"
         )
 

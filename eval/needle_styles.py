@@ -59,10 +59,7 @@ STYLES = {
     # LWM (arXiv 2402.08268), scripts/eval_needle_multi.py, which arXiv 2410.05258 follows
     "lwm": NeedleStyle(
         "\nThe special magic {key} number is: {value}\n",
-        question=(
-            " " + _LWM.format("is the special magic number"),
-            " " + _LWM.format("are the special magic numbers"),
-        ),
+        question=(" " + _LWM.format("is the special magic number"), " " + _LWM.format("are the special magic numbers")),
         intro=("You are a helpful assistant. USER: ",) * 2,
         keys="lwm",
         digits=7,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -24,23 +24,19 @@ from configs import command
 from eval.common import (
     GREY,
     LOGITS_IN_MEMORY,
+    Axes,
     EvalConfig,
     batches,
-    colour,
     device_of,
     evaluation_tokens,
     figure,
+    keep,
     open_run,
     progress,
-    run_name,
-    variant,
-    write_result,
+    window_length,
 )
 from eval.perplexity import cut_windows
 from model.attention.probe import visit_logits
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 RANKS = (1, 2, 3, 10, 100)
 KINDS = ("logits", "hidden")
@@ -155,7 +151,7 @@ def draw(path: Path, results: dict[str, Any], title: str, line_colour: str) -> N
             axes[0, column].set_title(f"{title} · {LABELS[kind]}")
 
 
-def _ranks(ax: "Axes", values: dict[str, Any], line_colour: str) -> None:
+def _ranks(ax: Axes, values: dict[str, Any], line_colour: str) -> None:
     named = {f"top-{k}": values[f"top{k}"] for k in RANKS} | {"median": values["median"]}
     named = {name: value for name, value in named.items() if value is not None}
     for x, (name, value) in enumerate(named.items()):
@@ -165,34 +161,28 @@ def _ranks(ax: "Axes", values: dict[str, Any], line_colour: str) -> None:
     ax.set(xlim=(-0.5, len(named) - 0.5), ylim=(min(named.values()) / 2, max(named.values()) * 2.5))
     ax.set_xticks(range(len(named)), named)
     ax.set_ylabel("magnitude")
-    ax.grid(axis="y")
 
 
-def _layers(ax: "Axes", layers: list[dict[str, Any]], line_colour: str) -> None:
+def _layers(ax: Axes, layers: list[dict[str, Any]], line_colour: str) -> None:
     for key, style, ink in (("top1", "-", line_colour), ("top100", "--", line_colour), ("median", ":", GREY)):
         label = key.replace("top", "top-")
         ax.plot([layer[key] for layer in layers], style, color=ink, label=label, marker="o", markersize=3.5)
     ax.set_yscale("log")
     ax.set_xticks(range(0, len(layers), max(1, len(layers) // 12)))
     ax.set(xlabel="layer", ylabel="magnitude")
-    ax.grid(axis="y")
     ax.legend(ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0))
 
 
 @command("outliers", OutliersConfig)
 def main(cfg: OutliersConfig) -> None:
     run = open_run(cfg)
-    length = run.model.cfg.context if cfg.length is None else cfg.length
-    if length < 1:
-        raise ValueError(f"length={length} must be at least 1: leave it out for the trained context")
+    length = window_length(run, cfg.length)
     results = evaluate(run.model, cut_windows(evaluation_tokens(run, cfg), length, cfg.tokens), cfg.batch)
-    write_result(run, cfg, "outliers", results)
-    name = run_name(cfg.run)
-    draw(Path(cfg.run) / "figures" / "outliers.png", results, name, colour(variant(run.config)))
+    said = keep(run, cfg, "outliers", results, draw)
     for kind in KINDS:
         tops = ", ".join(f"top-{k} {results[kind][f'top{k}']:.4g}" for k in RANKS if results[kind][f"top{k}"])
         print(
-            f"outliers  {name}: {LABELS[kind]}: {tops}, median {results[kind]['median']:.4g} "
+            f"{said}: {LABELS[kind]}: {tops}, median {results[kind]['median']:.4g} "
             f"({results[kind]['count']:,} values of {results['tokens']:,} tokens)"
         )
 

@@ -38,17 +38,15 @@ from eval.common import (
     LOGITS_IN_MEMORY,
     EvalConfig,
     batches,
-    colour,
     device_of,
     evaluation_tokens,
     figure,
+    keep,
     mean_se,
     open_run,
     progress,
-    run_name,
     text_name,
-    variant,
-    write_result,
+    window_length,
 )
 from eval.recall import ends_one_of, frequent_ngrams, recall_hits
 from model.cache import KVCache
@@ -188,24 +186,16 @@ def position_buckets(by_position: list[float], per_octave: int = 2) -> tuple[np.
     return middles, np.array([np.mean(by_position[start - 1 : stop - 1]) for start, stop in spans])
 
 
-def draw(path: Path, curves: dict[str, tuple[str, str, list[float]]]) -> None:
-    """Loss by position, and its mean up to the position. curves: label -> (colour, line style, mean loss at each)."""
+def draw(path: Path, results: dict[str, Any], title: str, line_colour: str) -> None:
+    """Loss by position, and its mean up to the position."""
     with figure(path, 9.6, 3.9, columns=2) as axes:
-        for ax, title in zip(axes[0], ("At the position", "Mean up to the position"), strict=True):
-            for label, (line_colour, style, by_position) in curves.items():
-                if ax is axes[0, 0]:
-                    x, y = position_buckets(by_position)
-                else:
-                    x = np.arange(1, len(by_position) + 1)
-                    y = np.cumsum(by_position) / x
-                marker = {"marker": "o", "markersize": 3.5} if ax is axes[0, 0] else {}
-                ax.plot(x, y, style, color=line_colour, label=label, **marker)
+        at, upto = axes[0]
+        at.plot(*position_buckets(results["by_position"]), "-", color=line_colour, marker="o", markersize=3.5)
+        upto.plot(np.arange(1, results["length"] + 1), results["cumulative"], "-", color=line_colour)
+        for ax, where in ((at, "At the position"), (upto, "Mean up to the position")):
             ax.set_xscale("log", base=2)
             ax.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
-            ax.set(title=title, xlabel="position in the window (tokens)", ylabel="loss (nats per token)")
-            ax.grid(axis="y")
-        if len(curves) > 1:
-            axes[0, 0].legend()
+            ax.set(title=where, xlabel="position in the window (tokens)", ylabel="loss (nats per token)")
 
 
 def frequent_in_training(run: LoadedRun, windows: np.ndarray, cfg: PerplexityConfig) -> np.ndarray | None:
@@ -263,7 +253,7 @@ def check_ngram(cfg: PerplexityConfig, vocab_size: int, length: int) -> None:
 def main(cfg: PerplexityConfig) -> None:
     named, run = result_name(cfg), open_run(cfg)
     file = named if cfg.name else apart(cfg.run, named, cfg.text or cfg.shards)
-    length = run.model.cfg.context if cfg.length is None else cfg.length
+    length = window_length(run, cfg.length)
     check_ngram(cfg, run.tokenizer.vocab_size, length)
     windows = cut_windows(evaluation_tokens(run, cfg), length, cfg.tokens)
     frequent = frequent_in_training(run, windows, cfg) if cfg.training_counts else None
@@ -272,12 +262,9 @@ def main(cfg: PerplexityConfig) -> None:
     results["recall"]["frequent"] = cfg.frequent
     results["recall"]["rare_at_most"] = None if frequent is None else ZOOLOGY if cfg.frequent is None else cfg.frequent
     results["text"] = text_name(run, cfg, parts=1 if file == named else 2)
-    write_result(run, cfg, file, results)
-    name = run_name(cfg.run)
-    curve = (colour(variant(run.config)), "-", results["by_position"])
-    draw(Path(cfg.run) / "figures" / f"{file}.png", {name: curve})
+    said = keep(run, cfg, file, results, draw)
     print(
-        f"{file}  {name}: loss {results['loss']:.4f} ± {results['se']:.4f}, ppl {results['ppl']:.2f}, "
+        f"{said}: loss {results['loss']:.4f} ± {results['se']:.4f}, ppl {results['ppl']:.2f}, "
         f"{results['bits_per_byte']:.4f} bits/byte ({results['tokens']:,} tokens, windows of {length})"
     )
     recall = results["recall"]
@@ -286,7 +273,7 @@ def main(cfg: PerplexityConfig) -> None:
         for part in ("hit", "other", "rare_hit", "frequent_hit")
         if part in recall and recall[part]["tokens"]
     ]
-    print(f"{file}  {name}: recall of {cfg.ngram}-grams: {', '.join(parts)}")
+    print(f"{said}: recall of {cfg.ngram}-grams: {', '.join(parts)}")
 
 
 if __name__ == "__main__":

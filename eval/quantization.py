@@ -15,7 +15,7 @@ Writes runs/NAME/eval/quantization.json and runs/NAME/figures/quantization.png.
 import contextlib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -23,18 +23,17 @@ from torch import Tensor, nn
 
 from configs import command
 from eval.common import (
+    Axes,
     batches,
-    colour,
     device_of,
     evaluation_tokens,
     figure,
     haystack,
+    keep,
     mean_se,
     open_run,
     progress,
-    run_name,
-    variant,
-    write_result,
+    window_length,
 )
 from eval.needles import NeedleGridConfig, Query, check_grid, needle_contexts
 from eval.outliers import maps_that_fit
@@ -42,9 +41,6 @@ from eval.perplexity import cut_windows, token_losses
 from eval.scoring import score
 from model.attention.probe import visit_logits
 from training.checkpoint import LoadedRun
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 SCALES = {"head": (-2, -1), "row": (-1,)}  # the dimensions of (..., T, S) that share a scale
 
@@ -142,7 +138,7 @@ def draw(path: Path, results: dict[str, Any], title: str, line_colour: str) -> N
             axes[0, 1].set(title=f"{title} · needle", ylabel=f"change of accuracy (from {results['accuracy']:.2f})")
 
 
-def _line(ax: "Axes", rows: list[dict[str, Any]], key: str, line_colour: str) -> None:
+def _line(ax: Axes, rows: list[dict[str, Any]], key: str, line_colour: str) -> None:
     rows = sorted(rows, key=lambda row: -row["bits"])
     ticks = ["32 (float)", *(str(row["bits"]) for row in rows)]
     values, errors = [0.0, *(row[key] for row in rows)], [0.0, *(row[f"{key}_se"] for row in rows)]
@@ -150,7 +146,6 @@ def _line(ax: "Axes", rows: list[dict[str, Any]], key: str, line_colour: str) ->
     ax.errorbar(range(len(ticks)), values, errors, color=line_colour, marker="o", markersize=4.5, capsize=3)
     ax.set_xticks(range(len(ticks)), ticks)
     ax.set_xlabel("bits of the attention logits")
-    ax.grid(axis="y")
 
 
 def check(cfg: QuantizationConfig) -> None:
@@ -160,28 +155,22 @@ def check(cfg: QuantizationConfig) -> None:
         raise ValueError(f"bits={cfg.bits} are not different numbers from 2 to 16: use bits=[8,6,4]")
     if cfg.scale not in SCALES:
         raise ValueError(f"scale={cfg.scale} is unknown: use scale=head or scale=row")
-    if cfg.length is not None and cfg.length < 1:
-        raise ValueError(f"length={cfg.length} must be at least 1: leave it out for the trained context")
 
 
 @command("quantization", QuantizationConfig)
 def main(cfg: QuantizationConfig) -> None:
     check(cfg)
     run = open_run(cfg)
-    length = run.model.cfg.context if cfg.length is None else cfg.length
+    length = window_length(run, cfg.length)
     windows = cut_windows(evaluation_tokens(run, cfg), length, cfg.tokens)
     results = evaluate(run, windows, needles(run, cfg, length), cfg)
-    write_result(run, cfg, "quantization", results)
-    name = run_name(cfg.run)
-    draw(Path(cfg.run) / "figures" / "quantization.png", results, name, colour(variant(run.config)))
+    said = keep(run, cfg, "quantization", results, draw)
     for row in results["bits"]:
-        accuracy = (
-            f", needle {row['accuracy_change']:+.3f} ± {row['accuracy_change_se']:.3f}" if "accuracy" in row else ""
-        )
-        print(
-            f"quantization  {name}: {row['bits']} bits, one scale per {cfg.scale}: "
-            f"loss {row['loss_change']:+.4f} ± {row['loss_change_se']:.4f}{accuracy} ({len(windows)} windows)"
-        )
+        changes = [f"loss {row['loss_change']:+.4f} ± {row['loss_change_se']:.4f}"]
+        if "accuracy" in row:
+            changes.append(f"needle {row['accuracy_change']:+.3f} ± {row['accuracy_change_se']:.3f}")
+        rounded = f"{row['bits']} bits, one scale per {cfg.scale}"
+        print(f"{said}: {rounded}: {', '.join(changes)} ({len(windows)} windows)")
 
 
 if __name__ == "__main__":

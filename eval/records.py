@@ -21,6 +21,8 @@ POINTS = 64  # of the training loss's curve
 LOGGED = ("step", "tokens", "loss", "val_loss", "tokens_per_s", "time_s", "needle_acc")
 WHERE = ("data.dir", "data.path", "data.workers")  # say where the data lie on a machine, not what they are
 
+AS_IN_A_RUN = ("variant", "facts", "train", "val", "needle", "evals", "tokenizer", "diverged")
+
 Record = dict[str, Any]
 
 
@@ -45,21 +47,10 @@ def record_of(run: Run) -> Record:
 
 def run_of(record: Record, spike: SpikeConfig | None = None) -> Run:
     """The run that a record is of, as far as the record holds it."""
-    return Run(
-        folder=Path(record["run"]),
-        label=record["run"],
-        variant=record["variant"],
-        config=nested({**flatten(asdict(TrainConfig())), **record["config"]}),
-        facts=record["facts"],
-        train=record["train"],
-        val=record["val"],
-        needle=record["needle"],
-        evals=record["evals"],
-        tokenizer=record["tokenizer"],
-        diverged=record["diverged"],
-        spike=spike or SpikeConfig(),
-        counted={"loss": record["loss"], "spikes": record["spikes"]},
-    )
+    same = {key: record[key] for key in AS_IN_A_RUN}
+    config = nested({**flatten(asdict(TrainConfig())), **record["config"]})
+    counted = {"loss": record["loss"], "spikes": record["spikes"]}
+    return Run(Path(record["run"]), record["run"], config=config, spike=spike or SpikeConfig(), counted=counted, **same)
 
 
 def logged(line: dict[str, Any]) -> dict[str, Any]:
@@ -107,10 +98,10 @@ def nested(flat: dict[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def read_records(paths: Iterable[Path]) -> dict[str, Record]:
-    """Run's name -> record, of several files; the first file that has a run is the one that counts."""
+def records_of(folder: Path, kept: Path) -> dict[str, Record]:
+    """Run's name -> record: of an ablation's folder, then of the folder `kept`; the first record of a run counts."""
     found: dict[str, Record] = {}
-    for path in paths:
+    for path in (*sorted(folder.glob("records/*.jsonl")), folder / "records.jsonl", kept / "records.jsonl"):
         for record in read_json_lines(path):
             found.setdefault(record["run"], record)
     return found

@@ -123,10 +123,9 @@ class Run:
 def evaluation_command(text: str) -> list[str]:
     """ "needle samples=20" -> ["needle", "samples=20"], checked."""
     name, *overrides = text.split()
-    known = sorted(p.stem for p in (ROOT / "eval").glob("*.py") if re.search(r"^@command\(", p.read_text(), re.M))
-    if name not in known or name == "report":
-        commands = ", ".join(stem for stem in known if stem != "report")
-        raise ValueError(f"evaluations has '{name}', which is none: use {commands}")
+    known = sorted(p.stem for p in (ROOT / "eval").glob("*.py") if f"python -m eval.{p.stem} run=" in p.read_text())
+    if name not in known:
+        raise ValueError(f"evaluations has '{name}', which is none: use {', '.join(known)}")
     try:
         evaluation_config(name, tuple(overrides))
     except USER_ERRORS as error:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
+from eval.common import figure
+
 Point = tuple[float, ...]  # one value per key of the grid
 LOWEST_STEP = 1.2  # two values of a grid closer than this factor are one
 
@@ -161,8 +163,6 @@ def tuning_notes(found: Mapping[str, Tuned]) -> list[str]:
 
 def draw_tuning(path: Path, found: Mapping[str, Tuned], palette: Mapping[str, str]) -> None:
     """Loss against each learning rate, one line per arm; a ring marks the arm's choice."""
-    from eval.common import figure
-
     keys = next(iter(found.values())).keys
     with figure(path, 4.8 * len(keys) + 1.5, 4.4, columns=len(keys)) as axes:
         for axis, (ax, key) in enumerate(zip(axes[0], keys, strict=True)):
@@ -171,25 +171,18 @@ def draw_tuning(path: Path, found: Mapping[str, Tuned], palette: Mapping[str, st
                 line = sorted((p[axis], loss) for p, loss in t.losses if _moved(list(best), axis, p[axis]) == p)
                 x, y = zip(*((value, loss) for value, loss in line if math.isfinite(loss)), strict=True)
                 ax.plot(x, y, "o-", color=palette[arm], label=arm, markersize=4)
-                ax.plot(
-                    [best[axis]], [dict(line)[best[axis]]], "o", color=palette[arm], markersize=11, fillstyle="none"
-                )
+                ring = {"color": palette[arm], "markersize": 11, "fillstyle": "none"}
+                ax.plot([best[axis]], [dict(line)[best[axis]]], "o", **ring)
             ax.set_xscale("log")
             ax.set(xlabel=key, ylabel="validation loss of the trials (nats per token)" if axis == 0 else "")
-            ax.grid(axis="y")
         axes[0, 0].legend(fontsize=8.5)
 
 
 def as_json(found: Mapping[str, Tuned]) -> dict[str, Any]:
     """arm -> what its trials have shown, for a result's JSON."""
-    return {
-        arm: {
-            "best": t.best,
-            "trials": [{**dict(zip(t.keys, point, strict=True)), "loss": loss} for point, loss in t.losses],
-            "widened": t.widened,
-            "edge": t.edge,
-            "tokens": t.tokens,
-            "seconds": round(t.seconds, 1),
-        }
-        for arm, t in found.items()
-    }
+    results = {}
+    for arm, t in found.items():
+        trials = [{**dict(zip(t.keys, point, strict=True)), "loss": loss} for point, loss in t.losses]
+        spent = {"tokens": t.tokens, "seconds": round(t.seconds, 1)}
+        results[arm] = {"best": t.best, "trials": trials, "widened": t.widened, "edge": t.edge, **spent}
+    return results

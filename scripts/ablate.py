@@ -32,7 +32,7 @@ from eval import tuning  # noqa: E402
 from eval.common import variant  # noqa: E402
 from eval.experiment import AblateConfig, arm_list, compare_parameters, evaluation_commands, refuse_metrics, seed_list  # noqa: E402  # noqa: E402
 from eval.overlap import overlaps, refuse_overlap  # noqa: E402
-from eval.records import differing, read_records  # noqa: E402
+from eval.records import differing, records_of  # noqa: E402
 from eval.report import mixed  # noqa: E402
 from eval.report.figures import slug  # noqa: E402
 from eval.report.grid import Comparison, draw_ablation, fit_rows  # noqa: E402
@@ -87,9 +87,7 @@ class Study:
         tuning.check(cfg.tune, self.seeds)
         self.evaluations = evaluation_commands(cfg)
         refuse_metrics(cfg, self.evaluations)
-        self.records = read_records(
-            [*sorted(self.folder.glob("records/*.jsonl")), Path(cfg.records) / name / "records.jsonl"]
-        )
+        self.records = records_of(self.folder, Path(cfg.records) / name)
         self.arms = arm_list(cfg)
         for arm in self.arms:
             arm.overrides = merged(cfg.tier.train, cfg.common, cfg.train, arm.overrides)
@@ -107,22 +105,18 @@ class Study:
 
     def _run(self, arm: Arm, seed: int, name: str, more: list[str], evaluations: list[list[str]]) -> Run:
         """The run of this name, made once: composing a configuration takes a tenth of a second."""
-        if name not in self._known:
-            self._known[name] = self._new_run(arm, seed, name, more, evaluations)
-        return self._known[name]
-
-    def _new_run(self, arm: Arm, seed: int, name: str, more: list[str], evaluations: list[list[str]]) -> Run:
+        if name in self._known:
+            return self._known[name]
         folder = self.folder / name
         own = merged(more, [f"seed={seed}", f"run_dir={folder}", "resume=true"])
         config, flops = self._config(arm, own), arm.facts["flops_per_token"]
         run = Run(arm.name, seed, folder, merged(arm.overrides, own), config, evaluations, flops)
         record = self.records.get(name)
-        if record and record["config"] == differing(asdict(run.config)) and not checkpoints(folder):
+        if record and record["config"] == differing(asdict(config)) and not checkpoints(folder):
             run.record = record
         elif (folder / "config.yaml").is_file():
-            refuse_other_config(
-                folder, asdict(run.config), advice="repeat its overrides, or start anew with name=OTHER"
-            )
+            refuse_other_config(folder, asdict(config), advice="repeat its overrides, or start anew with name=OTHER")
+        self._known[name] = run
         return run
 
     def overlaps(self) -> dict[str, float]:
@@ -179,18 +173,17 @@ class Study:
 
         Arms with fewer seeds come last; of a tuned study, arms whose tuning is not finished are left out.
         """
-        tuned = self.tuned()
-        by_seed = [(seed, arm) for seed in self.seeds for arm in self.arms if arm.arm not in self.cfg.fewer_seeds]
-        later = [(seed, arm) for seed in self.seeds for arm in self.arms if arm.arm in self.cfg.fewer_seeds]
-        later = [(seed, arm) for seed, arm in later if self.seeds.index(seed) < self.cfg.fewer_seeds[arm.arm]]
-        runs = []
-        for seed, arm in by_seed + later:
+        tuned, fewer, runs = self.tuned(), self.cfg.fewer_seeds, []
+        pairs = [
+            (i, arm) for i in range(len(self.seeds)) for arm in self.arms if i < fewer.get(arm.arm, len(self.seeds))
+        ]
+        for i, arm in sorted(pairs, key=lambda pair: pair[1].arm in fewer):
             if self.cfg.tune.keys and arm.arm not in tuned:
                 continue
+            seed = self.seeds[i]
             rates = [f"{key}={value:g}" for key, value in tuned[arm.arm].best.items()] if arm.arm in tuned else []
-            runs.append(
-                self._run(arm, seed, f"{arm.name}-s{seed}", [*rates, *self._branching(arm, seed)], self.evaluations)
-            )
+            more = [*rates, *self._branching(arm, seed)]
+            runs.append(self._run(arm, seed, f"{arm.name}-s{seed}", more, self.evaluations))
         return runs
 
     def _branching(self, arm: Arm, seed: int) -> list[str]:
@@ -224,13 +217,11 @@ class Study:
                 print(f"{run.name:<{width + 4}} {seconds / 0.2:7.0f} s at 20 % MFU, {seconds / 0.4:6.0f} s at 40 %")
             total = sum(run.work for run in left) / peak / 3600
             print(f"{len(left)} runs left: {total / 0.2:.1f} h at 20 % MFU, {total / 0.4:.1f} h at 40 %", flush=True)
-        by_name = {arm.name: arm.arm for arm in self.arms}
+        arm_of = {arm.name: arm.arm for arm in self.arms}
         chains: dict[Any, list[Run]] = {}
-        for run in sorted(left, key=lambda run: -run.config.steps) if self.cfg.branch else left:
-            key = (by_name[run.arm], run.seed) if self.cfg.branch else run.name
-            chains.setdefault(key, []).append(run)
-        order = [(by_name[run.arm], run.seed) if self.cfg.branch else run.name for run in left]
-        return [chains[key] for key in dict.fromkeys(order)]
+        for run in left:
+            chains.setdefault((arm_of[run.arm], run.seed) if self.cfg.branch else run.name, []).append(run)
+        return [sorted(chain, key=lambda run: -run.config.steps) for chain in chains.values()]
 
     def carry_out(self, chains: list[list[Run]], title: str, total: int, task: list[str]) -> None:
         """Run on this machine, or hand each run to a launcher."""
@@ -276,13 +267,16 @@ class Study:
                 lines.append([arm, *rates, f"{_trial_loss(trial):.4f}", si(run.value("train.tokens") or 0)])
         title = f"{self.name}, under way: {len(lines) - 1} trials of the tuning, no run that is compared"
         note = f"Seeds {', '.join(map(str, self.cfg.tune.seeds))}; one run a line, on the validation text of the training data."
-        results = {"title": title, "arms": [], "trials": [dict(zip(lines[0], line, strict=True)) for line in lines[1:]]}
-        write_json(
-            self.folder / "results.json", result_record("ablation", self.name, self.cfg, results, seeds=self.seeds)
-        )
-        page = "\n\n".join([f"**{title}**", markdown(lines).rstrip(), note]) + "\n"
-        write_atomic(self.folder / "table.md", page.encode())
-        print(page)
+        trials = [dict(zip(lines[0], line, strict=True)) for line in lines[1:]]
+        results = {"title": title, "arms": [], "trials": trials}
+        self._write(results, self.seeds, [f"**{title}**", markdown(lines).rstrip(), note])
+
+    def _write(self, results: dict[str, Any], seeds: list[int], page: list[str]) -> None:
+        """results.json, and table.md with the paragraphs of `page`, which are printed too."""
+        write_json(self.folder / "results.json", result_record("ablation", self.name, self.cfg, results, seeds=seeds))
+        text = "\n\n".join(page) + "\n"
+        write_atomic(self.folder / "table.md", text.encode())
+        print(text)
 
     def write_results(self, runs: list[Run]) -> None:
         """Compare all runs, and write results.json, table.md, records and figures; print the table."""
@@ -297,17 +291,14 @@ class Study:
         found, seeds = Comparison(arms, cfg.metrics, cfg.compared), list(dict.fromkeys(run.seed for run in runs))
         models = {metric: mixed.by_point(arms, found.values(metric)) for metric in found.compared}
         fits = found.fit_sizes(next(iter(cfg.metrics))) if cfg.fit else None
-        epochs = read_epochs(runs[0].config)
-        missing = len(self.runs()) - len(runs)
-        title = (
-            f"{self.name}{'' if tuned else ', untuned'}{f', partial: {missing} runs are missing' if missing else ''}"
-        )
-        remarks = [*tuning.tuning_notes(tuned), *found.notes(seeds, epochs)]
-        if overlaps := self.overlaps():
+        epochs, missing = read_epochs(runs[0].config), len(self.runs()) - len(runs)
+        partial = f", partial: {missing} runs are missing" if missing else ""
+        title = f"{self.name}{'' if tuned else ', untuned'}{partial}"
+        remarks, overlaps = [*tuning.tuning_notes(tuned), *found.notes(seeds, epochs)], self.overlaps()
+        if overlaps:
             shares = ", ".join(f"{text} {share:.2%}" for text, share in overlaps.items())
-            remarks.append(
-                f"Share of the 13-word sequences of each test text that occur in the training text: {shares}."
-            )
+            wording = "Share of the 13-word sequences of each test text that occur in the training text"
+            remarks.append(f"{wording}: {shares}.")
         results = {
             "title": title,
             "arms": found.as_json(),
@@ -316,17 +307,13 @@ class Study:
             "mixed": {metric: mixed.as_json(by_point) for metric, by_point in models.items()},
             "fits": fits,
             "epochs": epochs,
-            "overlap": self.overlaps(),
+            "overlap": overlaps,
             "notes": remarks,
         }
-        write_json(self.folder / "results.json", result_record("ablation", self.name, cfg, results, seeds=seeds))
         text = markdown(found.table()) + ("\n" + markdown(fit_rows(fits)) if fits else "")
-        pooled = [
-            markdown(mixed.mixed_lines(by_point, metric)).rstrip() for metric, by_point in models.items() if by_point
-        ]
-        remarks += [note for metric, by_point in models.items() for note in mixed.mixed_notes(by_point, metric)]
-        page = "\n\n".join([f"**{title}**", text.rstrip("\n"), *pooled, *remarks]) + "\n"
-        write_atomic(self.folder / "table.md", page.encode())
+        pooled = [markdown(mixed.mixed_lines(m, metric)).rstrip() for metric, m in models.items() if m]
+        more = [note for metric, by_point in models.items() for note in mixed.mixed_notes(by_point, metric)]
+        self._write(results, seeds, [f"**{title}**", text.rstrip("\n"), *pooled, *remarks, *more])
         figures = draw_ablation(self.folder / "figures", found, fits)
         tokens = {arm.point: arm.runs[0].value("train.tokens") or 0 for arm in arms}
         for metric, by_point in models.items() if cfg.branch else ():
@@ -336,7 +323,6 @@ class Study:
         if tuned:
             figures.append(self.folder / "figures" / "tuning.png")
             tuning.draw_tuning(figures[-1], tuned, {arm.arm: arm.colour for arm in arms})
-        print(page)
         print(f"ablation  {self.folder / 'table.md'} ({len(runs)} runs, {len(figures)} figures)", flush=True)
 
 

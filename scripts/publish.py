@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT))
 
 from configs import command  # noqa: E402
 from configs.files import write_atomic  # noqa: E402
-from eval.records import read_records, write_records  # noqa: E402
+from eval.records import records_of, write_records  # noqa: E402
 
 PAIRS = (("report.json", "report.md"), ("results.json", "table.md"))  # numbers and table, as the commands name them
 DOCUMENTS = ("README.md", "docs/RESULTS.md")
@@ -38,9 +38,9 @@ class PublishConfig:
 def main(cfg: PublishConfig) -> None:
     source, name = Path(cfg.of), cfg.name or Path(cfg.of).resolve().name
     target = ROOT / "docs" / "results" / name
-    records = sorted((source / "records").glob("*.jsonl"))
+    records = list((source / "records").glob("*.jsonl"))
     if records:
-        known = read_records([*records, target / "records.jsonl"])
+        known = records_of(source, target)
         write_records(target / "records.jsonl", known.values())
         print(f"{target / 'records.jsonl'}: {len(known)} finished runs")
     pair = next((pair for pair in PAIRS if all((source / file).is_file() for file in pair)), None)

@@ -59,9 +59,7 @@ class TrainConfig:
     dtype: str = "auto"  # auto | float32 | bfloat16 (autocast)
     compile: bool | None = None  # None: on CUDA
     parallel: str = "ddp"  # ddp | fsdp | hsdp: a process holds the model whole, or split over all, or `shard_processes`
-    shard_processes: Annotated[int | None, "[1, inf)"] = (
-        None  # hsdp: that hold one copy; None: of one machine
-    )
+    shard_processes: Annotated[int | None, "[1, inf)"] = None  # hsdp: that hold one copy; None: of one machine
     activation_checkpointing: bool = False  # compute each block again in the backward pass: less memory, more time
     wandb: str = "off"  # off | online | offline: mirror metrics.jsonl to Weights & Biases
 

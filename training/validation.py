@@ -1,9 +1,11 @@
-"""The validation loss that training reports."""
+"""The losses that training reports beside its own: on the validation set, and of text and retrieval documents apart."""
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
-from data.loader import Windows, inputs_and_targets
+from data.loader import UNSCORED, Mixture, Windows, inputs_and_targets
 from model.decoder import Decoder
 from training.distributed import World
 
@@ -24,3 +26,27 @@ def validation_loss(model: Decoder, windows: Windows, tokens: int, batch: int, w
     model.train()
     total = world.mean(total)
     return (total[0] / total[1]).item()
+
+
+MOST_ROWS = 32  # of a process's micro batch whose loss is split
+KINDS = ("text", "retrieval")  # the sources of the mixture that data/stream.py makes, in its order
+
+
+@torch.no_grad()
+def losses_apart(
+    model: Decoder, inputs: Tensor, targets: Tensor, source: Mixture, samples: range, world: World
+) -> dict[str, float]:
+    """loss_text and loss_retrieval, nats per token: of the rows (b, T) of this step that are either; None of no row.
+
+    samples: the rows' global numbers. All processes take part. A forward pass without gradients of at most 32 rows: the
+    mean loss that the step itself returns cannot be taken apart, and must keep its bits.
+    """
+    logits, targets = model(inputs[:MOST_ROWS]), targets[:MOST_ROWS]
+    losses = F.cross_entropy(logits.float().transpose(1, 2), targets, reduction="none").double()  # (b, T)
+    scored = targets != UNSCORED
+    kinds = torch.tensor([source.which(i) for i in samples[:MOST_ROWS]], device=inputs.device)
+    sums = [torch.stack((losses[kinds == k].sum(), scored[kinds == k].sum().double())) for k in range(len(KINDS))]
+    totals = world.mean(torch.stack(sums)).tolist()
+    return {
+        f"loss_{name}": loss / tokens if tokens else None for name, (loss, tokens) in zip(KINDS, totals, strict=True)
+    }

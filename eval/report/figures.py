@@ -3,17 +3,14 @@
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from eval import attention_noise, perplexity
-from eval.common import INK, figure
+from eval.common import INK, Axes, figure
 from eval.report.runs import Arm, Run
 from eval.report.tables import Cell, Contrast, minus, si
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 Curve = tuple[np.ndarray, np.ndarray]  # x, y
 
@@ -26,7 +23,7 @@ def smooth(values: np.ndarray, window: int) -> np.ndarray:
     return (total[stop] - total[start]) / (stop - start)
 
 
-def band(ax: "Axes", arm: Arm, curves: list[Curve], **look: Any) -> np.ndarray:
+def band(ax: Axes, arm: Arm, curves: list[Curve], **look: Any) -> np.ndarray:
     """Draw the mean of an arm's curves and what lies between the lowest and the highest; returns the mean.
 
     look: of the line, in the arm's own colour, style and name unless it says otherwise. Curves of other x are interpolated
@@ -47,14 +44,14 @@ def slug(text: str) -> str:
     return re.sub(r"[^\w.=-]+", "_", text)
 
 
-def _legend_below(ax: "Axes", columns: int) -> None:
+def _legend_below(ax: Axes, columns: int) -> None:
     handles, labels = ax.get_legend_handles_labels()
     if handles:
         place = {"loc": "outside lower center", "columnspacing": 1, "handlelength": 1.4}
         ax.figure.legend(handles, labels, ncols=min(columns, len(labels)), **place)
 
 
-def _frame(axes: list["Axes"], shown: list[float]) -> None:
+def _frame(axes: list[Axes], shown: list[float]) -> None:
     """Limits around the losses `shown`: the fall of the first steps, and where a run diverged, are cut off."""
     shown = [loss for loss in shown if np.isfinite(loss)] or [0.0, 1.0]
     span = max(max(shown) - min(shown), 1e-3)
@@ -82,7 +79,6 @@ def draw_losses(path: Path, arms: list[Arm]) -> None:
         _frame([ax], shown)
         ax.set(xlabel="training tokens (millions)", ylabel="loss (nats per token)")
         ax.plot([], [], "o", color=INK, markersize=5, label="validation")
-        ax.grid(axis="y")
         ax.legend()
 
 
@@ -92,7 +88,7 @@ def _training_curve(run: Run, key: str) -> Curve:
     return np.array([line["tokens"] for line in lines]) / 1e6, losses
 
 
-def _validation_dots(ax: "Axes", arm: Arm) -> list[float]:
+def _validation_dots(ax: Axes, arm: Arm) -> list[float]:
     """Mean validation losses at the tokens where every seed has one."""
     by_seed = [{line["tokens"]: line["val_loss"] for line in run.val} for run in arm.runs]
     common = sorted(set.intersection(*(set(losses) for losses in by_seed)))
@@ -123,7 +119,6 @@ def draw_validation(path: Path, arms: list[Arm]) -> None:
         labels = ("training tokens (millions)", "training FLOPs", "seconds of training")
         for ax, label in zip(axes[0], labels, strict=True):
             ax.set(xlabel=label)
-            ax.grid(axis="y")
         if len({arm.facts["flops_per_token"] for arm in arms if not arm.reference}) > 1:
             axes[0, 1].set_xscale("log")  # several sizes
         axes[0, 0].set_ylabel("validation loss (nats per token)")
@@ -143,7 +138,6 @@ def draw_positions(path: Path, arms: list[Arm], cumulative: bool = False) -> Non
         ax.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
         title = "mean up to the position" if cumulative else "at the position"
         ax.set(xlabel="position in the window (tokens)", ylabel="loss (nats per token)", title=title)
-        ax.grid(axis="y")
         if len(arms) > 1:
             ax.legend()
 
@@ -171,7 +165,6 @@ def draw_shares(path: Path, arms: list[Arm], what: str, title: str) -> None:
         ax.set_xticks(range(len(readings)), readings)
         ax.tick_params(axis="x", length=0)
         ax.set(title=title, ylabel="share of attention")
-        ax.grid(axis="y")
         ax.margins(y=0.12)
         _legend_below(ax, 3)
 
@@ -219,7 +212,6 @@ def draw_monitored(path: Path, lines: Iterable[tuple[Arm, str, dict[str, Any]]],
             band(ax, arm, [_monitored(run, key) for run in arm.runs], marker="o", markersize=2.5, **look)
         ax.set(xlabel="training tokens (millions)", **labels)
         ax.margins(y=0.12)
-        ax.grid(axis="y")
         _legend_below(ax, 4)
 
 
@@ -244,7 +236,7 @@ def draw_differences(path: Path, arms: list[Arm], panels: dict[str, list[Contras
     """
     by_name = {arm.name: arm for arm in arms}
     height = 0.6 + sum(0.75 + 0.3 * max(1, len(found)) for found in panels.values())
-    with figure(path, 5.2, height, rows=len(panels)) as axes:
+    with figure(path, 5.2, height, rows=len(panels), grid="x") as axes:
         for ax, (title, found) in zip(axes[:, 0], panels.items(), strict=True):
             for y, contrast in enumerate(found):
                 colour = by_name[contrast.arm].colour
@@ -262,7 +254,6 @@ def draw_differences(path: Path, arms: list[Arm], panels: dict[str, list[Contras
             ax.tick_params(axis="y", length=0)
             ax.locator_params(axis="x", nbins=5)
             ax.xaxis.set_major_formatter(lambda x, _: minus(f"{x:g}"))
-            ax.grid(axis="x")
         first = next((arm for arm in arms if not arm.reference), arms[0])
         axes[-1, 0].set_xlabel(f"difference to {first.arm if first.point else first.name}")
 
@@ -298,7 +289,6 @@ def draw_grid(path: Path, cells: list[tuple[Arm, Cell]], metric: str, fits: dict
         else:
             ax.set_xticks(range(len(points)), points)
         ax.set(ylabel=metric)
-        ax.grid(axis="y")
         ax.legend()
 
 

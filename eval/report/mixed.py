@@ -18,7 +18,7 @@ import numpy as np
 
 from eval.common import INK, figure
 from eval.report.runs import Arm
-from eval.report.statistics import LEVEL, _detectable_effect, chi2_quantile, t_quantile
+from eval.report.statistics import LEVEL, chi2_quantile, detectable_effect, t_quantile
 
 DRAWS = 2**18  # of the multivariate t
 
@@ -83,18 +83,8 @@ def fit(values: Mapping[str, Mapping[int, float]], reference: str) -> MixedModel
         effects[arm] = Effect(float(mean), float(spread), ends[0], ends[1], float(p), ends[2], ends[3])
     sd, n = math.sqrt(error), len(values[reference])
     low, high = (sd * math.sqrt(df / chi2_quantile(p, df)) for p in (1 - LEVEL / 2, LEVEL / 2))
-    return MixedModel(
-        reference,
-        n,
-        sd,
-        low,
-        high,
-        sd * math.sqrt(ratio),
-        df,
-        critical,
-        _detectable(sd * math.sqrt(2 / n), df),
-        effects,
-    )
+    least = _detectable(sd * math.sqrt(2 / n), df)
+    return MixedModel(reference, n, sd, low, high, sd * math.sqrt(ratio), df, critical, least, effects)
 
 
 def _gls(y: np.ndarray, design: np.ndarray, block: np.ndarray, ratio: float) -> tuple[np.ndarray, np.ndarray, float]:
@@ -134,7 +124,7 @@ def _largest_t(correlation: np.ndarray, df: int) -> np.ndarray:
 
 def _detectable(se: float, df: int) -> float:
     """The difference found with 80 % power by a t test with `df` degrees of freedom and standard error `se`."""
-    return se * _detectable_effect(df + 1) * math.sqrt(df + 1)
+    return se * detectable_effect(df + 1) * math.sqrt(df + 1)
 
 
 def by_point(arms: list[Arm], values: Mapping[str, Mapping[int, float]]) -> dict[str, MixedModel]:
@@ -201,5 +191,4 @@ def draw_gap(
         ax.set_xticks([tokens[point] / 1e6 for point in models], [f"{tokens[point] / 1e6:.3g}" for point in models])
         ax.minorticks_off()
         ax.set(xlabel="training tokens (millions)", ylabel=f"{metric}: difference to the reference")
-        ax.grid(axis="y")
         ax.figure.legend(*ax.get_legend_handles_labels(), loc="outside right center")

@@ -1,19 +1,18 @@
 """What differences between arms over a few seeds allow to say: paired intervals, p values, power, fits.
 
 Seeds pair the runs: arms of one seed read the same samples in the same order and share initial weights, so what is tested
-is the mean of one difference per seed. mpmath (a requirement of torch's) supplies the incomplete beta function.
+is the mean of one difference per seed. Distributions are scipy's.
 """
 
 import functools
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import mpmath
 import numpy as np
-import torch
+from scipy import optimize, stats
 
 LEVEL, POWER = 0.05, 0.8
 EXACT_UP_TO = 16  # seeds whose 2^n sign flips are all counted
@@ -64,36 +63,19 @@ def t_test_p(mean: float, sd: float, n: int) -> float:
 
 
 def t_cdf(t: float, df: float) -> float:
-    """P(T <= t) of Student's t with `df` degrees of freedom (Abramowitz and Stegun 26.7.1 with 26.5.27)."""
-    tail = 0.5 * float(mpmath.betainc(df / 2, 0.5, 0, df / (df + t * t), regularized=True))
-    return tail if t < 0 else 1 - tail
+    """P(T <= t) of Student's t with `df` degrees of freedom."""
+    return float(stats.t.cdf(t, df))
 
 
 @functools.cache
 def t_quantile(p: float, df: float) -> float:
     """The t below which Student's t with `df` degrees of freedom falls with probability p, 0 < p < 1."""
-    if p < 0.5:
-        return -t_quantile(1 - p, df)
-    high = 1.0
-    while t_cdf(high, df) < p:
-        high *= 2
-    return _root(lambda t: t_cdf(t, df) - p, 0.0, high)
+    return float(stats.t.ppf(p, df)) if p >= 0.5 else -t_quantile(1 - p, df)
 
 
-@functools.cache
 def chi2_quantile(p: float, df: float) -> float:
-    """The value below which chi-squared with `df` degrees of freedom falls with probability p (regularised gamma)."""
-    high = df + 1.0
-    while float(mpmath.gammainc(df / 2, 0, high / 2, regularized=True)) < p:
-        high *= 2
-    return _root(lambda x: float(mpmath.gammainc(df / 2, 0, x / 2, regularized=True)) - p, 0.0, high)
-
-
-def _root(rising: Callable[[float], float], low: float, high: float) -> float:
-    """Where a rising function is 0, by bisection to float64's resolution."""
-    while (middle := (low + high) / 2) not in (low, high):
-        low, high = (middle, high) if rising(middle) < 0 else (low, middle)
-    return middle
+    """The value below which chi-squared with `df` degrees of freedom falls with probability p."""
+    return float(stats.chi2.ppf(p, df))
 
 
 def sign_flip_p(differences: Sequence[float]) -> float:
@@ -117,34 +99,23 @@ def holm(ps: Sequence[float]) -> list[float]:
 
 
 def power(effect: float, n: int) -> float:
-    """Chance that the two-sided 5 % t test of n pairs finds a true difference of `effect` standard deviations.
-
-    The tails of the noncentral t: with s^2 ~ chi^2_df / df, P(|Z + effect sqrt n| > c s), averaged over s by quadrature.
-    """
+    """Chance that the two-sided 5 % t test of n pairs finds a true difference of `effect` standard deviations."""
     df, shift = n - 1, effect * math.sqrt(n)
     critical = t_quantile(1 - LEVEL / 2, df)
-    s = (np.arange(20_000) + 0.5) * (_largest_s(df) / 20_000)
-    log_density = (df - 1) * np.log(s) - df * s * s / 2
-    weight = np.exp(log_density - log_density.max())
-    tails = torch.special.ndtr(torch.from_numpy(np.stack((shift - critical * s, -shift - critical * s)))).numpy()
-    return float((weight * tails.sum(0)).sum() / weight.sum())
-
-
-def _largest_s(df: int) -> float:
-    return 1 + 10 / math.sqrt(df)  # beyond it lies less than 1e-20 of the chi distribution
+    wrong_side = np.nan_to_num(stats.nct.cdf(-critical, df, shift))  # scipy has no number for the far tail, below 1e-15
+    return float(stats.nct.sf(critical, df, shift) + wrong_side)
 
 
 @functools.cache
-def _detectable_effect(n: int) -> float:
-    high = 1.0
-    while power(high, n) < POWER:
-        high *= 2
-    return _root(lambda effect: power(effect, n) - POWER, 0.0, high)
+def detectable_effect(n: int) -> float:
+    """The true difference, in standard deviations, that the t test of n pairs finds with 80 % power."""
+    enough = 2 * t_quantile(1 - LEVEL / 2, n - 1) / math.sqrt(n)
+    return optimize.brentq(lambda effect: power(effect, n) - POWER, 0.0, enough, xtol=1e-14)
 
 
 def detectable(sd: float, n: int) -> float:
     """The smallest true difference that n pairs with standard deviation sd reveal with 80 % power at the 5 % level."""
-    return sd * _detectable_effect(n)
+    return sd * detectable_effect(n)
 
 
 def interval(values: Sequence[float]) -> dict[str, float | None]:
@@ -174,7 +145,5 @@ def size_ratio(reference: tuple[float, float], other: tuple[float, float], size:
 
 def spikes(losses: Sequence[float], window: int = 50, over: float = 0.5) -> int:
     """Number of losses more than `over` nats above the median of the `window` losses before them (10 at least)."""
-    above = 0
-    for i in range(10, len(losses)):
-        above += losses[i] > statistics.median(losses[max(0, i - window) : i]) + over
-    return above
+    before = ((loss, losses[max(0, i - window) : i]) for i, loss in enumerate(losses) if i >= 10)
+    return sum(loss > statistics.median(earlier) + over for loss, earlier in before)

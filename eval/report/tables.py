@@ -1,6 +1,5 @@
 """Numbers of arms beside each other, their paired differences, and tables of both as text."""
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Any
@@ -344,9 +343,9 @@ def markdown(lines: Sequence[Sequence[str]]) -> str:
 
 def columns(lines: Sequence[Sequence[str]]) -> str:
     """A table for the terminal."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    sides = itertools.chain((str.ljust,), itertools.repeat(str.rjust))
-    beside = list(zip(widths, sides, strict=False))
-    return "\n".join(
-        "  ".join(side(text, width) for text, (width, side) in zip(line, beside, strict=True)) for line in lines
-    )
+    first, *widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+
+    def padded(line: Sequence[str]) -> str:
+        return "  ".join([line[0].ljust(first), *map(str.rjust, line[1:], widths)])
+
+    return "\n".join(map(padded, lines))

@@ -7,18 +7,20 @@ from pathlib import Path
 
 import pytest
 
+from configs.files import read_json_lines
 from eval import survival
 from eval.survival import arrival, kaplan_meier, log_rank, tokens_to
 
 # Freireich et al. 1963, weeks of remission under 6-MP and placebo; + is censored. The textbook example of both methods.
-MP = [6, 6, 6, 6, 7, 9, 10, 10, 11, 13, 16, 17, 19, 20, 22, 23, 25, 32, 32, 34, 35]
+MP_TIMES = [6, 6, 6, 6, 7, 9, 10, 10, 11, 13, 16, 17, 19, 20, 22, 23, 25, 32, 32, 34, 35]
 MP_SEEN = [1, 1, 1, 0, 1, 0, 1, 0, 0, 1, 1, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0]
-PLACEBO = [1, 1, 2, 2, 3, 4, 4, 5, 5, 8, 8, 8, 8, 11, 11, 12, 12, 15, 17, 22, 23]
+PLACEBO_TIMES = [1, 1, 2, 2, 3, 4, 4, 5, 5, 8, 8, 8, 8, 11, 11, 12, 12, 15, 17, 22, 23]
+MP, PLACEBO = list(zip(MP_TIMES, map(bool, MP_SEEN), strict=True)), [(time, True) for time in PLACEBO_TIMES]
 
 
 def test_kaplan_meier_by_hand() -> None:
     """Times 1, 2, 2+, 3, 4+: at risk 5, 4, 2, so 4/5, 4/5 * 3/4, 3/5 * 1/2."""
-    curve = kaplan_meier([1, 2, 2, 3, 4], [True, True, False, True, False])
+    curve = kaplan_meier([(1, True), (2, True), (2, False), (3, True), (4, False)])
     assert (curve.n, curve.arrived, curve.times) == (5, 3, [1, 2, 3])
     assert curve.share == pytest.approx([4 / 5, 3 / 5, 3 / 10])
     assert curve.median == 3
@@ -30,30 +32,30 @@ def test_kaplan_meier_by_hand() -> None:
 
 
 def test_kaplan_meier_of_the_textbook() -> None:
-    curve = kaplan_meier(MP, [bool(s) for s in MP_SEEN])
+    curve = kaplan_meier(MP)
     assert curve.times == [6, 7, 10, 13, 16, 22, 23]
     assert curve.share == pytest.approx([0.857, 0.807, 0.753, 0.690, 0.627, 0.538, 0.448], abs=5e-4)
     assert curve.median == 23
-    placebo = kaplan_meier(PLACEBO, [True] * 21)
+    placebo = kaplan_meier(PLACEBO)
     assert placebo.median == 8 and placebo.share[-1] == 0
 
 
 def test_log_rank_of_the_textbook() -> None:
-    chi, p = log_rank(MP, [bool(s) for s in MP_SEEN], PLACEBO, [True] * 21)
+    chi, p = log_rank(MP, PLACEBO)
     assert chi == pytest.approx(16.79, abs=0.005) and p == pytest.approx(4.17e-5, rel=0.01)
 
 
 def test_log_rank_by_hand() -> None:
     """Groups {1, 3} and {2, 4}: expected 1/2, 1/3, 1/2 and 0; excess 2 - 4/3; variance 1/4 + 2/9 + 1/4."""
-    chi, p = log_rank([1, 3], [True, True], [2, 4], [True, True])
+    chi, p = log_rank([(1, True), (3, True)], [(2, True), (4, True)])
     assert chi == pytest.approx((2 - 4 / 3) ** 2 / (1 / 4 + 2 / 9 + 1 / 4))
     assert p == pytest.approx(math.erfc(math.sqrt(chi / 2)))
 
 
 def test_nobody_arrived() -> None:
-    curve = kaplan_meier([5, 5], [False, False])
+    curve = kaplan_meier([(5, False), (5, False)])
     assert curve.median is None and curve.times == []
-    assert log_rank([5], [False], [6], [False]) == (0.0, 1.0)
+    assert log_rank([(5, False)], [(6, False)]) == (0.0, 1.0)
 
 
 def write(folder: Path, accuracies: list[float]) -> Path:
@@ -66,10 +68,10 @@ def write(folder: Path, accuracies: list[float]) -> Path:
 
 
 def test_tokens_to(tmp_path: Path) -> None:
-    path = write(tmp_path / "run", [0, 0.2, 0.5, 0.4, 0.95])
-    assert tokens_to(path, 0.5) == 200 and tokens_to(path, 0.9) == 400
-    assert tokens_to(path, 0.99) is None and arrival(path, 0.99) == (400, False)
-    assert tokens_to(tmp_path / "none.jsonl", 0.5) is None
+    lines = list(read_json_lines(write(tmp_path / "run", [0, 0.2, 0.5, 0.4, 0.95])))[1:]
+    assert tokens_to(lines, 0.5) == 200 and tokens_to(lines, 0.9) == 400
+    assert tokens_to(lines, 0.99) is None and arrival(lines, 0.99) == (400, False)
+    assert tokens_to([], 0.5) is None
 
 
 def test_the_command(tmp_path: Path, call: Callable[..., None], refused: Callable[..., str]) -> None:
@@ -86,3 +88,17 @@ def test_the_command(tmp_path: Path, call: Callable[..., None], refused: Callabl
     first, second = found["results"]["levels"]["0.5"]
     assert (first["median"], second["median"]) == (500, 300) and 0 < second["p"] == second["p_holm"] < 0.2
     assert (tmp_path / "figures" / "survival.png").is_file() and found["eval"] == "survival" and found["machine"]
+
+    # The same from records alone, as docs/results keeps them
+    records = []
+    for folder in sorted(path for path in tmp_path.iterdir() if (path / "metrics.jsonl").is_file()):
+        lines = list(read_json_lines(folder / "metrics.jsonl"))
+        needle = [line for line in lines if "needle_acc" in line]
+        records.append({"run": folder.name, "train": [], "val": [], "needle": needle})
+        (folder / "metrics.jsonl").unlink()
+    assert "has no needle checks" in refused(survival, f"ablation={tmp_path}")
+    kept = tmp_path / "kept" / tmp_path.name
+    kept.mkdir(parents=True)
+    (kept / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    call(survival, f"ablation={tmp_path}", "levels=[0.5]", f"records={kept.parent}")
+    assert json.loads((tmp_path / "survival.json").read_text())["results"] == found["results"]

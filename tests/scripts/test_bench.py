@@ -3,15 +3,18 @@
 import json
 import math
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
+from eval.speed import attention, models, timing
+from eval.speed.attention import TWO_CALLS, AttentionArm
+from eval.speed.models import BenchConfig
+from eval.speed.timing import Row, paired_ratio, table
 from model.attention import backends, diff
 from model.config import DecoderConfig
 from scripts import bench
-from scripts.bench import AttentionArm, BenchConfig, Decoding, Row
+from scripts.bench import Decoding
 from tests.conftest import assert_one_line_error, run_command
 from training.distributed import World
 
@@ -22,8 +25,9 @@ SMALL = {"n_layer": 2, "n_head": 8, "d_model": 64, "context": 128}
 
 @pytest.fixture(autouse=True)
 def one_call_per_timing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(timing, "LEAST_SECONDS", 0.0)
     monkeypatch.setattr(bench, "SHARD_TOKENS", 20_000)
+    monkeypatch.setattr(bench, "op_memory", lambda *which: 1.5)  # a process for each row; it has a test of its own
 
 
 def tiny(what: str, **changes: object) -> BenchConfig:
@@ -40,22 +44,33 @@ def test_attention_has_a_row_per_length_variant_and_backend() -> None:
     rows = bench.attention(cfg, CPU)
     assert [tuple(row.labels.values()) for row in rows[:7]] == [
         *((8, "baseline", backend) for backend in ("auto", "math", "sdpa")),
-        *((8, "diff", backend) for backend in ("auto", "math", "sdpa", bench.TWO_CALLS)),
+        *((8, "diff", backend) for backend in ("auto", "math", "sdpa", TWO_CALLS)),
     ]
     assert len(rows) == 14 and not any(row.not_measured for row in rows)
     for row in rows:
         assert list(row.seconds) == list(row.ratio) == list(AttentionArm.MEASURES)
         assert all(len(seconds) == 2 and min(seconds) > 0 for seconds in row.seconds.values())
-        assert row.facts["memory (MB)"] is None  # of a CPU
+        assert row.facts["memory (MB)"] == 1.5
         assert row.facts["error"] < 1e-5  # float32 sums over at most 24 keys, outputs of order 1: a few 1e-7
     assert row_of(rows, length=24, variant="baseline", backend="auto").ratio["op forward"] == 1
+
+
+def test_memory_is_the_peak_of_the_op_alone() -> None:
+    held = torch.ones(50_000_000)  # 200 MB of this process, which the op has nothing to do with
+    cfg = tiny("attention", heads=8, width=32, batch=4)
+    score = 4 * 8 * 512 * 512 * 4 / 1e6  # one N x N map of all heads, in MB: 34
+    whole = attention.op_memory(cfg, "baseline", "math", 512, CPU)
+    assert 2 * score < whole < 8 * score  # at least the scores and the weights
+    blocked = attention._op_memory(cfg, "baseline", "sdpa", 512, CPU)  # in this process, to save the time of another
+    assert 0 < blocked < score / 2  # never N x N: outputs and gradients of 2 MB each
+    assert held.sum() > 0
 
 
 def test_what_a_backend_cannot_do_is_a_row_that_says_why() -> None:
     rows = bench.attention(tiny("attention", variants=["diff"], lengths=[8], backends=["auto", "fused"]), CPU)
     row = row_of(rows, backend="fused")
     assert set(row.not_measured) == set(AttentionArm.MEASURES) and not row.seconds
-    line = next(line for line in bench.table(rows).splitlines() if "fused" in line)
+    line = next(line for line in table(rows).splitlines() if "fused" in line)
     assert "| not measured: the fused kernel needs a CUDA GPU" in line
 
 
@@ -69,13 +84,13 @@ def test_a_missing_backward_leaves_the_forward(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(backends, "_sdpa", lambda q, *rest, **options: forward_only(q, *rest))
     rows = bench.attention(tiny("attention", variants=["baseline"], lengths=[8], backends=["sdpa"]), CPU)
     assert set(rows[0].seconds) == {"op forward", "module forward"}
-    assert "op forward+backward, module forward+backward not measured: no backward here" in bench.table(rows)
+    assert "op forward+backward, module forward+backward not measured: no backward here" in table(rows)
 
 
-@pytest.mark.parametrize("variant", bench.names("model"))
+@pytest.mark.parametrize("variant", models.names("model"))
 def test_the_op_is_what_the_module_hands_to_the_facade(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cfg = tiny("attention", heads=8)
-    if bench.mixed(cfg, variant):
+    if models.mixed(cfg, variant):
         with pytest.raises(ValueError, match="several variants"):
             AttentionArm(cfg, variant, "auto", 12, CPU)
         return
@@ -83,7 +98,7 @@ def test_the_op_is_what_the_module_hands_to_the_facade(variant: str, monkeypatch
     seen = []
     with (
         torch.no_grad(),
-        bench.facade(lambda name, f: lambda *a, **o: seen.append(f(*a, **o)) or seen[-1]),
+        attention.facade(lambda name, f: lambda *a, **o: seen.append(f(*a, **o)) or seen[-1]),
     ):
         arm.module(arm.x, *arm.rest)
     outputs = arm.op()
@@ -96,7 +111,7 @@ def test_the_op_is_what_the_module_hands_to_the_facade(variant: str, monkeypatch
 
 
 def test_two_calls_are_the_same_function_and_take_the_module_along() -> None:
-    ours, plain = (AttentionArm(tiny("attention"), "diff", backend, 16, CPU) for backend in ("sdpa", bench.TWO_CALLS))
+    ours, plain = (AttentionArm(tiny("attention"), "diff", backend, 16, CPU) for backend in ("sdpa", TWO_CALLS))
     plain.module.load_state_dict(ours.module.state_dict())
     plain.calls = ours.calls
     for level in ("op", "whole"):
@@ -107,7 +122,7 @@ def test_two_calls_are_the_same_function_and_take_the_module_along() -> None:
 
 @pytest.mark.parametrize("row", (0, 13, 19))
 def test_the_error_is_seen_in_every_row(row: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "ERROR_ROWS", 7)
+    monkeypatch.setattr(attention, "ERROR_ROWS", 7)
     arm = AttentionArm(tiny("attention"), "baseline", "sdpa", 20, CPU)
 
     def wrong(*args: object, **options: object) -> torch.Tensor:
@@ -123,17 +138,16 @@ def test_the_error_is_seen_in_every_row(row: int, monkeypatch: pytest.MonkeyPatc
 def test_ratios_are_medians_of_paired_rounds() -> None:
     # The machine slows down threefold after the first round; the ratio of medians would be 2.
     first, second = (Row({}, seconds={"m": s}) for s in ([1.0, 3.0, 3.0], [2.0, 6.0, 9.0]))
-    assert bench.paired_ratio(second, first, "m") == 2.0
+    assert paired_ratio(second, first, "m") == 2.0
     first.amount = second.amount = 10.0
-    assert bench.paired_ratio(second, first, "m") == 0.5  # of speeds
+    assert paired_ratio(second, first, "m") == 0.5  # of speeds
 
 
 def test_rows_are_timed_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     rows = [Row({"name": name}) for name in "AB"] + [Row({"name": "C"})]
     works = [lambda: calls.append("A"), lambda: calls.append("B"), "out of order"]
-    bar = SimpleNamespace(update=lambda: None)
-    bench.time_in_turn("m", rows, works, 3, CPU.device, bar)
+    timing.time_in_turn("m", rows, works, 3, CPU.device)
     assert "".join(calls) == "AA" + "BB" + "AB" * 3  # warm-up, then the rounds
     assert rows[2].not_measured == {"m": "out of order"} and "m" not in rows[2].seconds
 
@@ -151,7 +165,7 @@ def test_train_takes_optimizer_steps_and_counts_their_tokens() -> None:
     assert all((p != before[name]).any() for name, p in step.model.named_parameters())
 
 
-@pytest.mark.parametrize("variant", bench.names("model"))
+@pytest.mark.parametrize("variant", models.names("model"))
 def test_decoding_gives_the_same_token_with_and_without_cache(variant: str) -> None:
     decoding = Decoding(tiny("decode"), variant, 40, CPU)
     for p in decoding.model.parameters():  # far from the initial values, at which a token predicts itself
@@ -172,9 +186,9 @@ def test_decode_compares_with_and_without_cache() -> None:
     ]
     assert "nothing to cache" in rows[0].not_measured["token"] and not rows[0].facts
     for cached, uncached in zip(rows[4::2], rows[5::2], strict=True):
-        assert cached.facts == {"faster than without": bench.paired_ratio(uncached, cached, "token")}
+        assert cached.facts == {"faster than without": paired_ratio(uncached, cached, "token")}
         assert not uncached.facts
-    assert "token (ms)" in bench.table(rows) and rows[4].ratio["token"] == 1
+    assert "token (ms)" in table(rows) and rows[4].ratio["token"] == 1
 
 
 def test_loader_reads_both_widths_and_retrieval_documents() -> None:
@@ -190,7 +204,7 @@ def test_tokenizer_says_which_vocabulary_is_missing(monkeypatch: pytest.MonkeyPa
         raise OSError("no network")
 
     monkeypatch.setattr("data.tokenizer.tiktoken.get_encoding", offline)
-    monkeypatch.setattr(bench, "sample_text", lambda: (bench.CONFIG_DIR / "__init__.py").read_text() * 20)
+    monkeypatch.setattr(bench, "sample_text", lambda: (models.CONFIG_DIR / "__init__.py").read_text() * 20)
     monkeypatch.setattr(bench, "VOCABULARY", 400)
     rows = bench.tokenizer(tiny("tokenizer"), CPU)
     assert "MB/s" in row_of(rows, tokenizer="bytes").seconds and "MB/s" in row_of(rows, tokenizer="bpe").seconds
@@ -250,7 +264,7 @@ def test_probe_has_a_row_per_length_and_variant_with_the_memory_of_its_own_proce
     assert [tuple(row.labels.values()) for row in rows] == [(n, v) for n in (8, 40) for v in ("baseline", "diff")]
     for row in rows:
         assert len(row.seconds["rows"]) == 1 and not row.not_measured
-        assert 50 < row.facts["peak memory (MB)"] < bench.peak_of_process(CPU.device) - 300
+        assert 50 < row.facts["peak memory (MB)"] < timing.peak_of_process(CPU.device) - 300
     assert row_of(rows, length=40, variant="baseline").ratio["rows"] == 1
     assert held.sum() > 0
 

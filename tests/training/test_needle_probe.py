@@ -86,5 +86,6 @@ def test_training_does_not_notice(shards: Path, tmp_path: Path) -> None:
     assert [line["step"] for line in lines if "needle_acc" in line] == [0, 2, 4]
     losses, expected = ([(x["loss"], x["grad_norm"]) for x in part if "loss" in x] for part in (lines, plain))
     assert losses == expected and len(losses) == 4
+    assert all({"loss_text", "loss_retrieval"} <= line.keys() for line in plain if "loss" in line)
     run = read_run(tmp_path / "with")
     assert run.value("train.tokens_to_0.5") is None and run.value("train.val_loss") > 0

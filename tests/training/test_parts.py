@@ -6,13 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from data.loader import Mixture
 from model.attention.gated import GatedConfig
+from model.config import DecoderConfig
 from model.decoder import Decoder
 from tests.variants import VARIANTS, config
 from training import checkpoint
+from training.distributed import World
 from training.metrics import Metrics, peak_flops
 from training.optim import OptimConfig, build_optimizers, set_lr, state_tensors
 from training.schedule import lr_factor
+from training.validation import losses_apart
 
 
 def stepped(model: Decoder, cfg: OptimConfig, steps: int = 2) -> list[torch.optim.Optimizer]:
@@ -144,3 +148,19 @@ def test_metrics_forget_what_a_resume_runs_again(tmp_path: Path) -> None:
 
 def test_a_cpu_has_no_peak_in_the_table() -> None:
     assert peak_flops(torch.device("cpu")) is None
+
+
+def test_losses_apart_are_those_of_the_rows_of_each_source() -> None:
+    model = Decoder(DecoderConfig(n_layer=1, n_head=2, d_model=16, context=8, vocab_size=11))
+    tokens = torch.randint(11, (6, 9), generator=torch.Generator().manual_seed(0))
+    inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
+    targets[0, :5] = -100  # not scored
+    source, alone = Mixture([(None, 60), (None, 40)]), World(0, 1, torch.device("cpu"))
+    kinds = torch.tensor([source.which(i) for i in range(10, 16)])
+    assert 0 < kinds.sum() < 6
+    found = losses_apart(model, inputs, targets, source, range(10, 16), alone)
+    for kind, name in enumerate(("loss_text", "loss_retrieval")):
+        own = model(inputs[kinds == kind], targets[kinds == kind]).item()
+        assert found[name] == pytest.approx(own, rel=1e-5)  # another order of summation
+    only = losses_apart(model, inputs[:1], targets[:1], source, range(10, 11), alone)
+    assert [value is None for value in only.values()] == [kinds[0] == 1, kinds[0] == 0]

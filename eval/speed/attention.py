@@ -1,0 +1,191 @@
+"""The attention bench's arms: a variant's attention module on a backend, and the facade calls that it makes."""
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from eval.speed.models import BenchConfig, autocast, mixed, model_config, random_tokens
+from eval.speed.timing import in_own_process, peak_growth
+from model.attention import backends
+from model.attention.mask import Mask
+from model.decoder import Decoder
+from training.distributed import World
+
+BACKENDS = ("auto", "math", "sdpa", "blocked", "flex", "fused")
+TWO_CALLS = "two SDPA calls"
+ERROR_ROWS = 512  # query rows of the N x N formula at a time
+
+
+class AttentionArm:
+    """A variant's attention module on random input, and the facade calls that the module makes on it.
+
+    Default shapes: 8 sequences and a baseline of 8 heads of 32 on a CPU, 4 and 16 heads of 64 on CUDA.
+    """
+
+    MEASURES = ("op forward", "op forward+backward", "module forward", "module forward+backward")
+
+    def __init__(self, cfg: BenchConfig, variant: str, backend: str, length: int, world: World) -> None:
+        if backend == "fused" and world.device.type != "cuda":
+            raise ValueError("the fused kernel needs a CUDA GPU")  # Triton's interpreter would run, and measure nothing
+        if mixed(cfg, variant):
+            raise ValueError("its layers are of several variants: see their rows")
+        self.ops = {"attend_diff": two_calls} if backend == TWO_CALLS else {}
+        self.device, self.autocast = world.device, autocast(cfg, world)
+        on_cpu = world.device.type == "cpu"
+        heads, width = cfg.heads or (8 if on_cpu else 16), cfg.width or (32 if on_cpu else 64)
+        shape = {"n_layer": 1, "n_head": heads, "head_dim": width, "d_model": heads * width, "context": length}
+        small = {"d_ff": 8, "vocab_size": 256, "backend": "sdpa" if self.ops else backend}  # only attention is timed
+        model, generator = Decoder(model_config(cfg, variant, **shape, **small)), torch.Generator().manual_seed(0)
+        self.module = model.blocks[0].attention
+        for p in self.module.parameters():
+            if p.dim() == 2:  # scores of order 1: at initialization the maps are flat, and an error hardly shows
+                torch.nn.init.normal_(p, std=p.shape[1] ** -0.5, generator=generator)
+        model.to(world.device)
+        tokens = random_tokens(cfg.batch or (8 if on_cpu else 4), length, 256, world)
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+        self._record(model, tokens)
+        self.differential = any(name == "attend_diff" for name, _ in self.calls)
+        self.gradients: dict[str, list[Tensor]] = {}  # of the outputs, made at the first backward
+
+    def _record(self, model: Decoder, tokens: Tensor) -> None:
+        """Note what the module is given, and what it gives to the facade, in one forward pass."""
+        given: list[Any] = []
+
+        def recorded(name: str, function: Callable) -> Callable:
+            def call(*args: Any, **options: Any) -> Tensor:
+                arguments = inspect.signature(function).bind(*args, **options).arguments
+                self.calls.append((name, {key: leaf(value) for key, value in arguments.items()}))
+                return self.ops.get(name, function)(*args, **options)
+
+            return call
+
+        hook = self.module.register_forward_pre_hook(lambda _, args: given.extend(args))
+        with facade(recorded), self.autocast, torch.no_grad():
+            model(tokens)
+        hook.remove()
+        self.x, *self.rest = map(leaf, given)
+
+    def run(self, measure: str) -> None:
+        """One call of what `measure` names."""
+        level, passes = measure.split()
+        forward = self.op if level == "op" else self.whole
+        if passes == "forward":
+            with torch.no_grad(), self.autocast:
+                forward()
+            return
+        with self.autocast:
+            outputs = forward()
+        if measure not in self.gradients:
+            self.gradients[measure] = [torch.randn_like(y) for y in outputs]
+        inputs = [self.x, *self.module.parameters()]
+        if level == "op":
+            inputs = [x for _, arguments in self.calls for x in tensors(list(arguments.values()))]
+        torch.autograd.grad(outputs, inputs, self.gradients[measure], allow_unused=True)
+
+    def op(self) -> list[Tensor]:
+        """The outputs of the facade calls alone."""
+        return [self.ops.get(name, getattr(backends, name))(**arguments) for name, arguments in self.calls]
+
+    def whole(self) -> list[Tensor]:
+        """The output of the module."""
+        with facade(lambda name, function: self.ops.get(name, function)) if self.ops else nullcontext():
+            return [self.module(self.x, *self.rest)]
+
+    @torch.no_grad()
+    def largest_error(self) -> float:
+        """Largest difference of the op's outputs from the N x N formula in float64, on the first sequence."""
+        with self.autocast:
+            outputs = self.op()
+        worst = []
+        for (name, arguments), output in zip(self.calls, outputs, strict=True):
+            T = output.shape[-2]
+            for start in range(0, T, ERROR_ROWS):
+                stop = min(T, start + ERROR_ROWS)
+                part = {key: query_rows(key, value, start, stop) for key, value in arguments.items()}
+                expected = getattr(backends, name)(**part | {"backend": "math"})
+                worst.append((output[:1, ..., start:stop, :].double() - expected).abs().max())
+        return torch.stack(worst).max().item()  # NaN if any is
+
+
+def op_memory(cfg: BenchConfig, variant: str, backend: str, length: int, world: World) -> float | None:
+    """MB that forward and backward of the op hold at most beside the inputs; on a CPU in a process of its own."""
+    if world.device.type == "cpu":
+        return in_own_process(_op_memory, cfg, variant, backend, length, world)
+    return _op_memory(cfg, variant, backend, length, world)
+
+
+def _op_memory(cfg: BenchConfig, variant: str, backend: str, length: int, world: World) -> float | None:
+    torch.set_num_threads(1)  # other threads' buffers would count
+    arm = AttentionArm(cfg, variant, backend, length, world)
+    return peak_growth(lambda: arm.run("op forward+backward"), world.device)
+
+
+def two_calls(
+    q: Tensor, k: Tensor, v: Tensor, lam: Tensor, mask: Mask, backend: str = "sdpa", dropout: float = 0.0
+) -> Tensor:
+    """`attend_diff` as one would write it first: two causal SDPA calls and a subtraction."""
+    if not mask.plain:
+        raise ValueError("two plain calls are for the causal mask alone")
+    options = {"dropout_p": dropout, "is_causal": True, "enable_gqa": v.shape[1] != q.shape[1]}
+    first, second = (
+        F.scaled_dot_product_attention(q[:, :, i], keys, v, **options)
+        for i, keys in enumerate(k.expand(-1, -1, 2, -1, -1).unbind(2))
+    )
+    return first - lam.to(first.dtype) * second
+
+
+@contextmanager
+def facade(replace: Callable[[str, Callable], Callable]) -> Iterator[None]:
+    """Within it, a variant that calls facade function `name` calls `replace(name, function)` instead."""
+    try:
+        for file, name, function in facade_uses():
+            setattr(file, name, replace(name, function))
+        yield
+    finally:
+        for file, name, function in facade_uses():
+            setattr(file, name, function)
+
+
+@cache
+def facade_uses() -> list[tuple[ModuleType, str, Callable]]:
+    """(variant's file, name, function) wherever a variant has imported a function of the facade."""
+    functions = {name: getattr(backends, name) for name in ("attend", "attend_diff", "attend_union")}
+    files = [m for name, m in sys.modules.items() if name.startswith("model.attention.") and m is not backends]
+    return [(m, name, f) for m in files for name, f in functions.items() if getattr(m, name, None) is f]
+
+
+def leaf(value: Any) -> Any:
+    """The tensors of an argument (same strides) as leaves that take a gradient."""
+    if isinstance(value, list):
+        return [leaf(part) for part in value]
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return value.detach().requires_grad_()
+    return value
+
+
+def tensors(value: Any) -> list[Tensor]:
+    """All floating-point tensors in an argument."""
+    if isinstance(value, list):
+        return [x for part in value for x in tensors(part)]
+    return [value] if isinstance(value, Tensor) and value.is_floating_point() else []
+
+
+def query_rows(name: str, value: Any, start: int, stop: int) -> Any:
+    """A facade argument in float64, of the first sequence's query rows start..stop, which see no later key."""
+    if isinstance(value, list):
+        return [query_rows(name, part, start, stop) for part in value]
+    if not tensors(value):
+        return value
+    value = (value[:1] if value.dim() > 3 else value).double()
+    if name in ("k", "v", "keys", "values"):
+        return value[..., :stop, :]
+    per_row = value.dim() > 1 and value.shape[-2] > 1  # q, and a lambda per token
+    return value[..., start:stop, :] if per_row else value

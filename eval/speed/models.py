@@ -1,0 +1,67 @@
+"""What a benchmark is configured with, and the models and inputs that its rows are made of."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import yaml
+from omegaconf import MISSING, OmegaConf
+from torch import Tensor
+
+from configs import CONFIG_DIR
+from model.config import DecoderConfig
+from training.distributed import World, pick_dtype
+from training.optim import OptimConfig
+
+
+@dataclass
+class BenchConfig:
+    """What to time, and at which shape. None is the device's default, named in the function of that `what`."""
+
+    what: str = MISSING  # attention | train | loader | tokenizer | decode | probe | monitor
+    out: str | None = None  # the JSON; None: runs/bench/WHAT.json
+    rounds: int = 10  # timings of each row
+    device: str = "auto"  # auto | cpu | cuda
+    dtype: str = "auto"  # auto (decode: float32, as scripts/sample.py) | float32 | bfloat16 (autocast)
+    variants: list[str] | None = None  # names in configs/model (not loader, tokenizer); None: all, baseline first
+    lengths: list[int] | None = None  # attention, decode, probe: tokens
+    batch: int | None = None  # sequences
+    backends: list[str] | None = None  # attention; None: all
+    heads: int | None = None  # attention: the baseline's, from which the variants derive theirs
+    width: int | None = None  # attention: of a baseline head
+    model: DecoderConfig = field(default_factory=DecoderConfig)  # size= fills it in; the variant's options are on top
+    optim: OptimConfig = field(default_factory=OptimConfig)  # train
+    compile: bool | None = None  # train; None: on CUDA
+
+
+def variants(cfg: BenchConfig) -> list[str]:
+    """The names asked for, or all of configs/model, the baseline first."""
+    return cfg.variants or sorted(names("model"), key=lambda name: (name != "baseline", name))
+
+
+def names(group: str) -> list[str]:
+    """The files of a folder of configs/, without their suffix."""
+    return sorted(path.stem for path in (CONFIG_DIR / group).glob("*.yaml"))
+
+
+def model_config(cfg: BenchConfig, variant: str, **changes: Any) -> DecoderConfig:
+    """The configuration that `train.py model=VARIANT size=...` composes, with `changes`."""
+    group = yaml.safe_load((CONFIG_DIR / "model" / f"{variant}.yaml").read_text()) or {}
+    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cfg.model), group, changes))
+
+
+def autocast(cfg: BenchConfig, world: World) -> torch.autocast:
+    """Computing in the dtype that is asked for."""
+    dtype = pick_dtype(cfg.dtype, world.device)
+    return torch.autocast(world.device.type, dtype, enabled=dtype != torch.float32)
+
+
+def random_tokens(rows: int, length: int, vocabulary: int, world: World) -> Tensor:
+    """Ids (rows, length), the same every time."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(vocabulary, (rows, length), generator=generator).to(world.device)
+
+
+def mixed(cfg: BenchConfig, variant: str) -> bool:
+    """Whether the variant's layers are of several variants."""
+    return len(set(model_config(cfg, variant).layers)) > 1

@@ -1,0 +1,179 @@
+"""Rows of a benchmark: timed in turn, so that a slow spell of the machine meets all of them alike; their memory; a table."""
+
+import ctypes
+import gc
+import math
+import re
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from omegaconf.errors import OmegaConfBaseException
+
+from eval.common import progress
+from training.metrics import memory_gb
+
+LEAST_SECONDS = 0.02  # of one timing; shorter work is repeated within it
+STATUS = Path("/proc/self/status")  # of Linux
+# What makes a row "not measured", with its reason
+UNAVAILABLE = (ValueError, RuntimeError, ImportError, OSError, OmegaConfBaseException)
+
+
+@dataclass
+class Row:
+    """One line of the table. `seconds[measure]` has the time of one call for every round."""
+
+    labels: dict[str, str | int]
+    amount: float | None = None  # tokens or MB of one call; the table then shows speed
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    ratio: dict[str, float] = field(default_factory=dict)  # to the first row measured, of times or of speeds
+    not_measured: dict[str, str] = field(default_factory=dict)  # measure -> reason
+    facts: dict[str, float | str | None] = field(default_factory=dict)  # a string: why not measured
+
+
+Work = Callable[[], Any]
+
+
+def attempt(build: Callable[[], Any]) -> Any:
+    """What `build` makes, or as a string the reason why that is not to be had here."""
+    try:
+        return build()
+    except UNAVAILABLE as error:
+        return " ".join(str(error).split()) or type(error).__name__
+
+
+def time_in_turn(measure: str, rows: list[Row], works: list[Work | str], rounds: int, device: torch.device) -> None:
+    """Fill in `measure` of every row from its work, or from the string that says why it has none."""
+    ready = []
+    for row, work in zip(rows, works, strict=True):
+        repeats = work if isinstance(work, str) else attempt(partial(warm_up, work, device))
+        if isinstance(repeats, str):
+            row.not_measured[measure] = repeats
+        else:
+            ready.append((row, work, repeats))
+            row.seconds[measure] = []
+    with progress(measure, rounds) as bar:
+        for _ in range(rounds):
+            for row, work, repeats in ready:
+                row.seconds[measure].append(seconds_of(work, repeats, device))
+            bar.update()
+    for row, _, _ in ready:
+        row.ratio[measure] = paired_ratio(row, ready[0][0], measure)
+
+
+def paired_ratio(row: Row, first: Row, measure: str) -> float:
+    """Median over rounds of this row's time over the first's; of speeds (same amount of work), where rows show speed."""
+    pairs = zip(row.seconds[measure], first.seconds[measure], strict=True)
+    return median(mine / its if row.amount is None else its / mine for mine, its in pairs)
+
+
+def warm_up(work: Work, device: torch.device) -> int:
+    """Call once (compilation, caches), then see how many calls one timing needs."""
+    seconds_of(work, 1, device)
+    return max(1, math.ceil(LEAST_SECONDS / seconds_of(work, 1, device)))
+
+
+def seconds_of(work: Work, repeats: int, device: torch.device) -> float:
+    """Seconds per call."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    wait()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        work()
+    wait()
+    return (time.perf_counter() - start) / repeats
+
+
+# ---------------------------------------- memory
+
+
+def in_own_process(work: Callable, *arguments: Any) -> Any:
+    """What `work(*arguments)` returns in a new process; RuntimeError where that process dies."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(work, *arguments).result()
+
+
+def peak_of_process(device: torch.device) -> float:
+    """MB; of a process on Linux not `memory_gb`'s number, which a child takes over from the process that started it."""
+    if device.type == "cpu" and STATUS.is_file():
+        return _status_mb("VmHWM")
+    peak = memory_gb(device)
+    return float("nan") if peak is None else 1e3 * peak
+
+
+def peak_growth(work: Work, device: torch.device) -> float | None:
+    """MB that a call of `work` holds at most beside what was there before it; None on a system that does not say.
+
+    On a CPU it is the resident memory of the process, so that a small work shows pages, and threads of its own count: call
+    it in a process that does nothing else. A first call is not counted, which allocates what stays.
+    """
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        work()
+        return (torch.cuda.max_memory_allocated() - before) / 1e6
+    if not STATUS.is_file():
+        return None
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # memory that was freed but kept would be used without being counted
+    Path("/proc/self/clear_refs").write_text("5")  # the peak becomes what is resident now (man 5 proc)
+    before = _status_mb("VmRSS")
+    work()
+    return max(0.0, _status_mb("VmHWM") - before)
+
+
+def _status_mb(key: str) -> float:
+    return int(re.search(rf"{key}:\s+(\d+) kB", STATUS.read_text())[1]) * 1.024e-3
+
+
+# ---------------------------------------- table
+
+
+def table(rows: list[Row]) -> str:
+    """The rows as a Markdown table, its columns padded to be read in a terminal."""
+    measures = list(dict.fromkeys(m for row in rows for m in (*row.seconds, *row.not_measured)))
+    facts = list(dict.fromkeys(key for row in rows for key in row.facts))
+    heads = [measure if row.amount else f"{measure} (ms)" for row in rows[:1] for measure in measures]
+    lines = [[*rows[0].labels, *heads, *facts, "note"]]
+    for row in rows:
+        cells = [*map(str, row.labels.values()), *(cell(row, measure) for measure in measures)]
+        shown = [number(row.facts.get(key)) for key in facts]
+        lines.append([*cells, *shown, note(row, measures)])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    lines.insert(1, ["-" * width for width in widths])
+    padded = (" | ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)) for line in lines)
+    return "\n".join(f"| {line} |" for line in padded)
+
+
+def cell(row: Row, measure: str) -> str:
+    """median (least-most) ratio."""
+    if measure not in row.seconds:
+        return "-"
+    values = [row.amount / s if row.amount else 1e3 * s for s in row.seconds[measure]]
+    return f"{number(median(values))} ({number(min(values))}-{number(max(values))}) {row.ratio[measure]:.2f}x"
+
+
+def note(row: Row, measures: list[str]) -> str:
+    """Why something is missing, once per reason."""
+    reasons: dict[str, list[str]] = {}
+    for measure, reason in row.not_measured.items():
+        reasons.setdefault(reason, []).append(measure)
+    whole = len(row.not_measured) == len(measures)
+    texts = (f"{'' if whole else ', '.join(which) + ' '}not measured: {why[:160]}" for why, which in reasons.items())
+    return "; ".join(texts)
+
+
+def number(value: float | str | None) -> str:
+    """Three significant digits, or all before the decimal point; n/a for None, the reason for what was not measured."""
+    if value is None or isinstance(value, str):
+        return f"not measured: {value[:160]}" if value else "n/a"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
