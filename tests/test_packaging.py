@@ -70,8 +70,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
     shutil.copytree(ROOT / "model", folder / "model", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("data", "training"):  # which are not to be found
-        shutil.copytree(ROOT / "model" / "interop", folder / name, ignore=shutil.ignore_patterns("*_*"))
+    for name in ("data", "training"):  # which are not to be installed
+        (folder / name).mkdir()
+        (folder / name / "__init__.py").touch()
     return folder
 
 
