@@ -25,6 +25,7 @@ from training.optim import build_optimizers, set_lr
 from training.run import TrainConfig, default_run_dir, facts, fill_model, launcher, start_or_resume
 from training.schedule import lr_factor
 from training.signals import Interrupted, Signals
+from training.tracking import import_wandb
 from training.validation import validation_loss
 
 
@@ -50,6 +51,7 @@ def train(cfg: TrainConfig, world: World) -> float:
     """
     # ---------------------------------------- data
     signals = Signals(world)
+    import_wandb(cfg.wandb)  # what is wrong with it is said before anything is written
     tokenizer = open_tokenizer(cfg.data)
     T = cfg.model.context
     batch = sequences_per_step(cfg, world)
