@@ -26,6 +26,7 @@ from training.run import TrainConfig, default_run_dir, facts, fill_model, launch
 from training.saver import Saver
 from training.schedule import lr_factor
 from training.signals import Interrupted, Signals
+from training.tracking import import_wandb
 from training.validation import losses_apart, validation_loss
 
 
@@ -51,6 +52,7 @@ def train(cfg: TrainConfig, world: World) -> float:
     """
     # ---------------------------------------- data
     signals = Signals(world)
+    import_wandb(cfg.wandb)  # what is wrong with it is said before anything is written
     tokenizer = open_tokenizer(cfg.data)
     T = cfg.model.context
     batch = sequences_per_step(cfg, world)

@@ -133,7 +133,7 @@ def check_folder(folder: str | Path, *, verify: bool = False) -> None:
         if not content["shards"]:
             continue
         for shard, listed in zip(open_split(folder, split, verify=verify), content["shards"], strict=True):
-            if (len(shard), shard.crc32) != (listed["tokens"], listed["crc32"]):
+            if (len(shard), shard.crc32) != (listed.get("tokens"), listed.get("crc32")):
                 raise ValueError(f"{shard.path} is not the shard that {META} lists: delete {folder} and prepare again")
 
 

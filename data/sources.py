@@ -304,7 +304,7 @@ def _parquet(path: Path, raw: BinaryIO, cfg: DataConfig, most: int) -> Iterator[
 
 
 def _refuse_other_types(where: str, kind: str, cfg: DataConfig) -> None:
-    if not re.search(r"\bstring(_view)?\b", kind):
+    if not re.fullmatch(r"(large_)?string(_view)?|dictionary<values=(large_)?string.*", kind):
         raise ValueError(f"column '{cfg.column}' of {where} holds {_brief(kind)}, not text: use data.column=NAME")
 
 

@@ -148,14 +148,20 @@ class FolderTokenizer(Tokenizer):
         self.fingerprint = hashlib.sha256(written.encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        return self.hf.encode(_valid(text), add_special_tokens=False).ids
+        with _panics():
+            return self.hf.encode(_valid(text), add_special_tokens=False).ids
 
     def encode_array(self, text: str) -> np.ndarray:
-        return np.array(self.hf.encode_batch_fast([_valid(text)], add_special_tokens=False)[0].ids, dtype=np.uint32)
+        with _panics():
+            (found,) = self.hf.encode_batch_fast([_valid(text)], add_special_tokens=False)
+        return np.array(found.ids, dtype=np.uint32)
 
     def encode_batch(self, texts: Sequence[str], threads: int | None = None) -> list[list[int]]:
         """As `encode` for many texts; the package decides how many threads (TOKENIZERS_PARALLELISM)."""
-        return [found.ids for found in self.hf.encode_batch_fast(list(map(_valid, texts)), add_special_tokens=False)]
+        with _panics():
+            return [
+                found.ids for found in self.hf.encode_batch_fast(list(map(_valid, texts)), add_special_tokens=False)
+            ]
 
     def decode(self, ids: Iterable[int]) -> str:
         """As `Tokenizer.decode`. Ids that no token has (a model's output may be wider than the vocabulary) are left out."""
@@ -183,6 +189,17 @@ class FolderTokenizer(Tokenizer):
 
     def _definition(self) -> dict[str, Any]:
         return {"definition": self.definition}
+
+
+@contextlib.contextmanager
+def _panics() -> Iterator[None]:
+    """Turn what the package `tokenizers` raises for a regular expression that gives up, no Exception, into a ValueError."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"tokenizer.json cannot split this text ({error}): use another tokenizer") from None
 
 
 def read_tokenizer(folder: str | Path) -> Tokenizer:

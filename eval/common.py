@@ -219,7 +219,7 @@ def variant(config: dict[str, Any]) -> str:
     groups = {path.stem: yaml.safe_load(path.read_text()) or {} for path in files}
     fitting = {name: group for name, group in groups.items() if _fits(config["model"], group)}
     if not fitting:
-        return f"layers={config['model']['layers']}"
+        return f"layers={config['model'].get('layers')}"
     return max(fitting, key=lambda name: len(str(fitting[name])))
 
 

@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 from omegaconf import MISSING
 
@@ -16,8 +16,8 @@ from eval.tuning import TuneConfig
 class TierConfig:
     """A scale: overrides of train.py for every arm, and the shape that experiments refer to."""
 
-    n_head: int = MISSING  # heads of the baseline
-    head_dim: int = MISSING  # width of a head
+    n_head: Annotated[int, "[1, inf)"] = MISSING  # heads of the baseline
+    head_dim: Annotated[int, "[1, inf)"] = MISSING  # width of a head
     more_heads_d_ff: int | None = None  # width of the FFN of a baseline with 1.5 times the heads
     retrieval_steps: int | None = None  # steps in which models of this scale learn a needle
     tune_steps: int | None = None  # of a trial
@@ -54,7 +54,7 @@ class AblateConfig:
     branch: bool = False  # the grid's points differ in steps alone, and the shorter runs branch off the longest (wsd)
     evaluations: list[str] = field(default_factory=list)
     texts: dict[str, str] = field(default_factory=dict)  # name -> text that every run is tested on: perplexity_NAME
-    text_tokens: int = 1_000_000  # of each of `texts` at most
+    text_tokens: Annotated[int, "[1, inf)"] = 1_000_000  # of each of `texts` at most
     metrics: dict[str, str] = field(default_factory=dict)
     compared: list[str] = field(default_factory=list)  # metrics whose differences are tested; empty: the first one
     spikes: SpikeConfig = field(default_factory=SpikeConfig)
@@ -67,7 +67,7 @@ class AblateConfig:
     name: str | None = None  # None: the experiment, and the tier where it is not cpu
     runs: str = "runs/ablate"  # where the folders of experiments are made
     records: str = "docs/results"  # finished runs that NAME/records.jsonl here holds are not run again
-    jobs: int | None = None  # runs at a time; None: one per GPU, one on a CPU
+    jobs: Annotated[int | None, "[1, inf)"] = None  # runs at a time; None: one per GPU, one on a CPU
     only: str | None = None  # train and evaluate this run (ARM-sSEED) alone, no table
     run: bool = True  # false: train nothing; print what is left and write the table of what is finished
 

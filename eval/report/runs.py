@@ -135,8 +135,8 @@ def read_run(folder: Path, spike: SpikeConfig | None = None) -> Run:
     evals = {name: read_json(folder / "eval" / f"{name}.json") for name in (*EVALUATIONS, *others)}
     for name, content in evals.items():
         keys = {"needle": ("cells",), "attention_noise": ("signed", "absolute")}.get(name, ())
-        results = content["results"] if content and isinstance(content.get("results"), dict) else None
-        if content and (results is None or not all(key in results for key in keys)):
+        results = content.get("results") if content is not None else {}
+        if content is not None and not (isinstance(results, dict) and all(key in results for key in keys)):
             raise ValueError(f"{folder / 'eval' / name}.json has no results: delete it and repeat the evaluation")
     return Run(
         folder=folder,

@@ -120,7 +120,7 @@ def _weight_files(path: Path) -> list[Path]:
         try:
             names = set(json.loads((path / INDEX).read_text())["weight_map"].values())
             return [path / Path(name).name for name in sorted(names)]
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise ValueError(f"{path / INDEX} is damaged: {SAVE_AGAIN}") from None
     if not (path / WEIGHTS).is_file():
         pickled = [file.name for file in (*path.glob("*.bin"), *path.glob("*.pt"), *path.glob("*.pth"))]

@@ -130,7 +130,7 @@ def test_a_damaged_or_missing_file_is_refused(bpe, tmp_path):
     with pytest.raises(ValueError, match="fingerprint"):
         load_tokenizer(tmp_path)
     (tmp_path / FILE).write_text("{")
-    with pytest.raises(ValueError, match="not a tokenizer file"):
+    with pytest.raises(ValueError, match="is damaged"):
         load_tokenizer(tmp_path)
 
 

@@ -59,7 +59,7 @@ ZEROS = b"a" * (80 * 2**20)
 TEXTS: dict[str, tuple[bytes | Callable[[], bytes], str]] = {
     "bomb.txt.gz": (lambda: gzip.compress(ZEROS), "data.expansion"),
     "bomb.txt.bz2": (lambda: bz2.compress(ZEROS), "data.expansion"),
-    "bomb.jsonl.xz": (lambda: lzma.compress(ZEROS, preset=0), "longer than"),
+    "bomb.jsonl.xz": (lambda: lzma.compress(ZEROS, preset=0), "data.expansion"),
     "damaged.txt.gz": (lambda: damaged(gzip.compress(RANDOM)), "truncated or not"),
     "damaged.txt.bz2": (lambda: damaged(bz2.compress(RANDOM)), "truncated or not"),
     "damaged.txt.xz": (lambda: damaged(lzma.compress(RANDOM)), "truncated or not"),
@@ -156,7 +156,7 @@ META_LIES: dict[str, Callable[[dict], Any]] = {
     "tokenizer is text": lambda meta: meta.update(tokenizer="bpe"),
     "deep": lambda meta: DEEP,
     "a list": lambda meta: "[]",
-    "binary": lambda meta: "\udcff\udc00",
+    "binary": lambda meta: "\udcff",
 }
 
 
