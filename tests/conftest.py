@@ -1,13 +1,16 @@
 """A tiny prepared data set and tiny training runs, made once per session."""
 
+import importlib
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 
 import pytest
 import torch
+from hydra.core.global_hydra import GlobalHydra
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton: kernels run in its interpreter
@@ -77,6 +80,28 @@ def run_command(*arguments: str, env: dict[str, str] | None = None, timeout: int
     return subprocess.run(
         [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout
     )
+
+
+Typed = Callable[..., subprocess.CompletedProcess]
+
+
+@pytest.fixture
+def typed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Typed:
+    """typed("train.py", "steps=5") -> what the command printed and its exit code, without starting a process."""
+
+    def type_in(command: str, *arguments: str) -> subprocess.CompletedProcess:
+        monkeypatch.setattr(sys, "argv", [command, *arguments])
+        code = 0
+        try:
+            importlib.import_module(command.removesuffix(".py").replace("/", ".")).main()
+        except SystemExit as stopped:
+            code = stopped.code or 0
+        finally:
+            GlobalHydra.instance().clear()
+        said = capsys.readouterr()
+        return subprocess.CompletedProcess([command, *arguments], code, said.out, said.err)
+
+    return type_in
 
 
 def train_arguments(shards: Path, run_dir: Path, *more: str) -> list[str]:

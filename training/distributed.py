@@ -96,8 +96,8 @@ def join_world(device: str = "auto") -> World:
         torch.set_float32_matmul_precision("high")  # TF32 for what stays float32
     if size == 1:
         return World(rank, size, where)
-    # torchrun keeps one store over its restarts: without a prefix of its own, a restarted process reads there the addresses
-    # of those that are gone, and waits for them.
+    # torchrun keeps one store over its restarts: each attempt has a prefix of its own there, so that a restarted process
+    # cannot read what those that are gone have written.
     store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
     store = dist.PrefixStore(f"attempt_{restarts()}", store)
     backend = "nccl" if where.type == "cuda" else "gloo"

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 import train  # noqa: F401  # registers its schema
 from configs import CONFIG_DIR
-from tests.conftest import assert_one_line_error, run_command, train_arguments
+from tests.conftest import Typed, assert_one_line_error, run_command, train_arguments
 from training.checkpoint import checkpoints
 from training.optim import OptimConfig
 from training.run import default_run_dir
@@ -66,10 +66,10 @@ def test_a_branch_is_the_run_of_its_length_trained_alone(trunk: Path, shards: Pa
     ),
 )
 def test_a_branch_that_cannot_be_is_refused(
-    more: tuple[str, ...], says: str, trunk: Path, shards: Path, tmp_path: Path
+    more: tuple[str, ...], says: str, trunk: Path, shards: Path, tmp_path: Path, typed: Typed
 ) -> None:
     arguments = train_arguments(shards, tmp_path / "run", *WSD, f"branch_from={trunk}", *more)
-    assert_one_line_error(run_command(*arguments), says)
+    assert_one_line_error(typed(*arguments), says)
     assert not (tmp_path / "run").exists()
 
 

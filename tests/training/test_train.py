@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.conftest import ROOT, assert_one_line_error, run_command, train_arguments
+from tests.conftest import ROOT, Typed, assert_one_line_error, run_command, train_arguments
 from training.checkpoint import checkpoints, load_run
 
 
@@ -198,15 +198,17 @@ def test_warm_up_masks_and_attention_dropout_train_and_are_evaluated_as_trained(
         (["data.retrieval.weight=50"], "too short for retrieval"),
     ),
 )
-def test_wrong_input_is_one_line_and_leaves_nothing(shards: Path, tmp_path: Path, overrides: list, says: str) -> None:
+def test_wrong_input_is_one_line_and_leaves_nothing(
+    shards: Path, tmp_path: Path, typed: Typed, overrides: list, says: str
+) -> None:
     if overrides == ["device=cuda"] and torch.cuda.is_available():
         pytest.skip("a GPU is there")
     run_dir = tmp_path / "run"
-    assert_one_line_error(run_command(*train_arguments(shards, run_dir, "steps=2", *overrides)), says)
+    assert_one_line_error(typed(*train_arguments(shards, run_dir, "steps=2", *overrides)), says)
     assert not run_dir.exists() or not (run_dir / "checkpoints").exists()
 
 
-def test_a_run_is_never_overwritten_or_mixed_up(whole: Path, shards: Path, tmp_path: Path) -> None:
+def test_a_run_is_never_overwritten_or_mixed_up(whole: Path, shards: Path, tmp_path: Path, typed: Typed) -> None:
     before = {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()}
     same = ("model=diff", "steps=20", "eval_every=10", "model.dropout=0.1")
     cases = (
@@ -215,10 +217,10 @@ def test_a_run_is_never_overwritten_or_mixed_up(whole: Path, shards: Path, tmp_p
         ((*same, "resume=true", "seed=5"), "seed=1 (now 5)"),
     )
     for overrides, says in cases:
-        assert_one_line_error(run_command(*train_arguments(shards, whole, *overrides)), says)
-    done = run_command(*train_arguments(shards, whole, *same, "resume=true"))
+        assert_one_line_error(typed(*train_arguments(shards, whole, *overrides)), says)
+    done = typed(*train_arguments(shards, whole, *same, "resume=true"))
     assert done.returncode == 0 and "already done, 20 steps" in done.stdout
-    other = run_command(*train_arguments(shards, tmp_path / "x", "model=baseline", "steps=1", f"init_from={whole}"))
+    other = typed(*train_arguments(shards, tmp_path / "x", "model=baseline", "steps=1", f"init_from={whole}"))
     assert_one_line_error(other, "another architecture: layers (d there, b here)")
     after = {path: path.read_bytes() for path in whole.rglob("*") if path.is_file() and path.name != "metrics.jsonl"}
     assert all(before[path] == content for path, content in after.items())
