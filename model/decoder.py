@@ -1,5 +1,7 @@
 """The decoder: token embedding, a stack of pre-norm blocks whose attention is chosen per layer, output head."""
 
+import math
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -43,6 +45,7 @@ class Decoder(nn.Module):
     def __init__(self, cfg: DecoderConfig, seed: int = 0) -> None:
         super().__init__()
         self.cfg = cfg = matched(cfg)
+        _refuse_beyond_memory(cfg)
         if cfg.vocab_size < 1:
             raise ValueError("model.vocab_size is not set: give the tokenizer's vocabulary size")
         self.embedding = nn.Embedding(cfg.vocab_size, cfg.d_model)
@@ -194,6 +197,17 @@ def _complete(model: Decoder, _: object) -> None:
     cfg, device = model.cfg, model.embedding.weight.device
     tables = rope_table(cfg.context, cfg.head_dim, cfg.rope_theta)  # on the CPU, as when the model was made
     model.cos, model.sin = (table.to(device, model.cos.dtype) for table in tables)
+
+
+def _refuse_beyond_memory(cfg: DecoderConfig) -> None:
+    """ValueError for a model whose embedding and feed-forward networks alone do not fit this machine in float32."""
+    least = cfg.d_model * (cfg.vocab_size + cfg.n_layer * cfg.d_ff)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else math.inf
+    if 4 * least > memory and torch.get_default_device().type != "meta":
+        wrong = (
+            f"a model of more than {least / 1e9:.0f}B parameters does not fit the {memory / 1e9:.0f} GB of this machine"
+        )
+        raise ValueError(f"{wrong}: use a smaller model.d_model, model.n_layer, model.d_ff or model.vocab_size")
 
 
 def layer_letter(cfg: DecoderConfig, layer: int) -> str:
