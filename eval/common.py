@@ -18,7 +18,7 @@ from omegaconf import MISSING
 from tqdm import tqdm
 
 from configs import CONFIG_DIR
-from configs.files import write_atomic, write_json
+from configs.files import read_run_config, write_atomic, write_json
 from configs.provenance import result_record
 from data.config import DataConfig
 from data.shards import Shard, open_split
@@ -49,7 +49,9 @@ class EvalConfig:
 def open_run(cfg: EvalConfig) -> LoadedRun:
     """The run's model (evaluation mode, float32, on the device asked for), tokenizer and configuration."""
     device = pick_device(cfg.device)
-    return load_run(cfg.run, device=device)
+    run = load_run(cfg.run, device=device)
+    read_run_config(run.path)  # an evaluation needs its groups, too
+    return run
 
 
 class TextTokens:
