@@ -49,9 +49,7 @@ class EvalConfig:
 def open_run(cfg: EvalConfig) -> LoadedRun:
     """The run's model (evaluation mode, float32, on the device asked for), tokenizer and configuration."""
     device = pick_device(cfg.device)
-    run = load_run(cfg.run, device=device)
-    read_run_config(run.path)  # an evaluation needs its groups, too
-    return run
+    return load_run(cfg.run, device=device)
 
 
 class TextTokens:
@@ -73,7 +71,7 @@ def evaluation_tokens(run: LoadedRun, cfg: EvalConfig) -> list[Shard | TextToken
         raise ValueError("text= and shards= are both given: give one of them")
     if cfg.text:
         return [TextTokens(_tokenize(cfg.text, run.tokenizer))]
-    folder = Path(cfg.shards or run.config["data"]["dir"])
+    folder = Path(cfg.shards or read_run_config(run.path)["data"]["dir"])
     if (folder / "tokenizer.json").is_file() and load_tokenizer(folder).fingerprint != run.tokenizer.fingerprint:
         raise ValueError(
             f"{folder} has another tokenizer than {cfg.run} ('{run.tokenizer.name}'): use text=FILE, "
