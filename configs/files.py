@@ -6,7 +6,7 @@ import math
 import os
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -70,12 +70,12 @@ def read_json_object(path: Path, fix: str) -> dict[str, Any]:
     return content
 
 
-def read_run_config(run: Path) -> dict[str, Any]:
-    """The config.yaml of a run's folder. ValueError where it is none: no YAML, or without `model` and `data`."""
+def read_run_config(run: Path, groups: Sequence[str] = ("model", "data")) -> dict[str, Any]:
+    """The config.yaml of a run's folder. ValueError where it is none: no YAML, or without these groups."""
     path = run / "config.yaml"
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-        whole = all(isinstance(content[key], dict) for key in ("model", "data"))
+        whole = isinstance(content, dict) and all(isinstance(content[key], dict) for key in groups)
     except (yaml.YAMLError, ValueError, KeyError, TypeError, RecursionError):
         whole = False
     if not whole:

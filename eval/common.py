@@ -18,7 +18,7 @@ from omegaconf import MISSING
 from tqdm import tqdm
 
 from configs import CONFIG_DIR
-from configs.files import write_atomic, write_json
+from configs.files import read_run_config, write_atomic, write_json
 from configs.provenance import result_record
 from data.config import DataConfig
 from data.shards import Shard, open_split
@@ -80,7 +80,7 @@ def evaluation_tokens(run: LoadedRun, cfg: EvalConfig) -> list[Shard | TextToken
         raise ValueError("text= and shards= are both given: give one of them")
     if cfg.text:
         return [TextTokens(_tokenize(cfg.text, run.tokenizer))]
-    folder = Path(cfg.shards or run.config["data"]["dir"])
+    folder = Path(cfg.shards or read_run_config(run.path)["data"]["dir"])
     if (folder / "tokenizer.json").is_file() and load_tokenizer(folder).fingerprint != run.tokenizer.fingerprint:
         raise ValueError(
             f"{folder} has another tokenizer than {cfg.run} ('{run.tokenizer.name}'): use text=FILE, "

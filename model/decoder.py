@@ -1,5 +1,7 @@
 """The decoder: token embedding, a stack of pre-norm blocks whose attention is chosen per layer, output head."""
 
+import math
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -49,6 +51,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.cfg = cfg = matched(cfg)
         self.recompute = False  # whether training keeps the inputs of its blocks alone (Chen et al., arXiv 1604.06174)
+        _refuse_beyond_memory(cfg)
         if cfg.vocab_size < 1:
             raise ValueError("model.vocab_size is not set: give the tokenizer's vocabulary size")
         self.embedding = nn.Embedding(cfg.vocab_size, cfg.d_model)
@@ -205,6 +208,17 @@ def _tie(model: Decoder, _: object) -> None:
     """After loading: the head is the embedding again, where other tensors were assigned to them."""
     if model.cfg.tie:
         model.head.weight = model.embedding.weight
+
+
+def _refuse_beyond_memory(cfg: DecoderConfig) -> None:
+    """ValueError for a model whose embedding and feed-forward networks alone do not fit this machine in float32."""
+    least = cfg.d_model * (cfg.vocab_size + cfg.n_layer * cfg.d_ff)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else math.inf
+    if 4 * least > memory and torch.get_default_device().type != "meta":
+        wrong = (
+            f"a model of more than {least / 1e9:.0f}B parameters does not fit the {memory / 1e9:.0f} GB of this machine"
+        )
+        raise ValueError(f"{wrong}: use a smaller model.d_model, model.n_layer, model.d_ff or model.vocab_size")
 
 
 def layer_letter(cfg: DecoderConfig, layer: int) -> str:

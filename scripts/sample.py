@@ -42,7 +42,7 @@ class SampleConfig:
     run: str = MISSING  # folder of the run
     prompt: Any = None  # text or a list of texts; None: a document from its beginning
     file: str | None = None  # a file with the prompt, - for standard input; one newline at its end is dropped
-    temperature: Annotated[float, "[0, inf)"] = 0.8  # 0: the likeliest token every time
+    temperature: float = 0.8  # 0: the likeliest token every time
     top_k: int | None = None  # draw among the so many likeliest tokens
     top_p: float | None = None  # draw among the fewest tokens with this probability together
     stop: Any = None  # text or a list of texts; the output ends before the first that is complete

@@ -236,7 +236,7 @@ def load_run(run: str | Path, device: str | torch.device = "cpu", step: int | No
     if not found or (step is not None and folder_name(step) not in found):
         what = "no checkpoint" if step is None else f"no checkpoint of step {step}"
         raise FileNotFoundError(f"{path} has {what}: let the training finish, or continue it with resume=true")
-    config = read_run_config(path)
+    config = read_run_config(path, groups=())
     models: list[Decoder] = []
 
     def use(folder: Path) -> None:

@@ -21,34 +21,7 @@ from data.shards import META, PROGRESS, Shard, open_split
 from data.tokenizer import build_tokenizer, load_tokenizer
 
 RNG = random.Random(0)
-WORDS = [
-    "the",
-    "of",
-    "and",
-    "to",
-    "in",
-    "is",
-    "that",
-    "for",
-    "it",
-    "was",
-    "on",
-    "are",
-    "as",
-    "with",
-    "his",
-    "they",
-    "at",
-    "be",
-    "this",
-    "from",
-    "have",
-    "or",
-    "by",
-    "one",
-    "had",
-    "not",
-]
+WORDS = "the of and to in is that for it was on are as with his they at be this from have or by one had not".split()
 DOCUMENTS = [f"Document {i}. " + " ".join(RNG.choices(WORDS, k=RNG.randint(5, 400))) for i in range(120)]
 
 

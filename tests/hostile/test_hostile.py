@@ -20,8 +20,11 @@ from data.config import DataConfig
 from data.shards import META, PROGRESS, Shard, open_split
 from data.sources import open_corpus
 from data.tokenizer import FILE, Tokenizer, load_tokenizer, read_tokenizer
+from eval.common import EvalConfig, evaluation_tokens, open_run
 from eval.report.runs import read_run
 from eval.report.viewer import ViewerConfig, viewer_of
+from model.config import DecoderConfig
+from model.decoder import Decoder
 from model.interop.folder import Weights, read_config
 from training.checkpoint import load_run
 
@@ -313,8 +316,9 @@ CONFIGS = [
 def test_run_config(make_run, text):
     run = make_run("a")
     (run / "config.yaml").write_text(text)
-    for act in (read_run, load_run):
-        refused(lambda act=act: act(run), "is damaged")
+    refused(lambda: read_run(run), "is damaged")
+    cfg = EvalConfig(run=str(run), device="cpu")
+    refused(lambda: evaluation_tokens(open_run(cfg), cfg), "is damaged")
 
 
 @pytest.mark.parametrize("line", ["[}", "5}", '{"a": }', '{"loss":' + DEEP + "}"])
@@ -406,3 +410,13 @@ def test_model_config(tmp_path, text):
 def test_pickled_weights_are_not_read(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps({"a": 1}))
     refused(lambda: Weights(tmp_path), "which can run code")
+
+
+@pytest.mark.parametrize(
+    "size", [{"d_model": 10**8, "n_head": 10**6}, {"vocab_size": 10**8, "d_model": 4096}, {"d_ff": 10**12}]
+)
+def test_a_model_that_no_machine_holds(size):
+    refused(
+        lambda: Decoder(DecoderConfig(**{"n_layer": 1, "n_head": 2, "d_model": 16, "vocab_size": 257} | size)),
+        "does not fit",
+    )
