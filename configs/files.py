@@ -11,8 +11,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 try:
     import fcntl
 except ImportError:  # Windows has no such module
@@ -72,6 +70,8 @@ def read_json_object(path: Path, fix: str) -> dict[str, Any]:
 
 def read_run_config(run: Path, groups: Sequence[str] = ("model", "data")) -> dict[str, Any]:
     """The config.yaml of a run's folder. ValueError where it is none: no YAML, or without these groups."""
+    import yaml  # here: make gpu works without it
+
     path = run / "config.yaml"
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))

@@ -350,7 +350,7 @@ def train(options: Row, rate: float, seed: int, steps: int, data: Path | None) -
         text, held_out, vocabulary = [Bytes(0, 0.98)], [Bytes(0.98, 1)], 256
     torch.manual_seed(seed)
     model = model_of("30m", vocabulary, **options)
-    model.init_weights(seed)
+    model.reset_parameters(seed)
     cfg = OptimConfig(name="muon", lr=3e-3, muon_lr=rate, schedule="linear", min_lr=0.0, warmup=min(100, steps // 3))
     optimizers, T = build_optimizers(model, cfg), model.cfg.context
     net = torch.compile(model, dynamic=False) if ON_CARD else model

@@ -300,7 +300,7 @@ MUTANTS = (
     Mutant("no output projection (blog)", DiffAttention, "forward",
            lambda right: lambda self, x, rope, mask, cache=None, carry=None: self.mix(
                x, x, (rope, rope), mask, cache, carry), f"{FORMULA}[diff-1-math]"),
-    Mutant("scores are scaled by the value width", backends, "_sdpa", value_width_scale, f"{FORMULA}[diff-1-sdpa]"),
+    Mutant("scores are scaled by the value width", backends, "_both_maps", value_width_scale, f"{FORMULA}[diff-1-sdpa]"),
     Mutant("dropout in evaluation", Attention, "dropout_now", lambda right: property(lambda self: self.dropout),
            f"{VARIANTS}::test_attention_dropout_is_random_in_training_only_and_right_on_average[diff-math]"),
     # masks and positions

@@ -42,11 +42,10 @@ class TrainConfig:
     seed: Annotated[int, "[0, 4294967295]"] = 1  # of the initial weights, the order of the data and dropout
     eval_every: Annotated[int, "[0, inf)"] = 250  # steps between validations; 0: none
     eval_tokens: Annotated[int, "[1, inf)"] = 262144  # validation tokens per validation
-    nonfinite: Annotated[int, "[1, inf)"] = (
-        10  # so many updates in a row without a finite loss and gradient end the run
+    nonfinite: Annotated[int, "[1, inf)"] = 10  # updates in a row without a finite loss and gradient that end the run
+    outlier_z: Annotated[float | None, "(0, 7.8]"] = (
+        None  # skip losses and gradient norms so many deviations above usual
     )
-    # skip updates whose loss or gradient norm lies so many standard deviations above the last 64; None: never
-    outlier_z: Annotated[float | None, "(0, 7.8]"] = None
     log_every: Annotated[int, "[1, inf)"] = 10  # steps between lines of metrics.jsonl
     needle_every: Annotated[int, "[0, inf)"] = 0  # ask `needle_samples` needle questions every so many steps; 0: never
     needle_samples: Annotated[int, "[1, inf)"] = 64  # questions of each check

@@ -109,7 +109,7 @@ def test_jobs_share_cores_and_take_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -
         (("seeds=0",), "use seeds=3"),
         (("seeds=[1,1]",), "use seeds=3"),
         (("seeds=[1,x]",), "use seeds=3"),
-        (("jobs=0",), "use jobs=1"),
+        (("jobs=0",), "use 1 or more"),
         (("evaluations=[perplexty]",), "use attention_noise"),
         (("evaluations=[perplexity,perplexity]",), "list each one once"),
         (('evaluations=["perplexity tokns=5"]',), "did you mean 'tokens'"),

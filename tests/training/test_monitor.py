@@ -207,9 +207,5 @@ def test_a_run_is_watched_at_its_start_every_so_often_and_at_its_end(shards: Pat
     assert losses["often"] == losses["never"]
 
 
-@pytest.mark.parametrize("wrong", (MonitorConfig(layers=0), MonitorConfig(windows=0), MonitorConfig(every=-1)))
-def test_wrong_settings_name_the_fix(wrong: MonitorConfig) -> None:
-    model, device = Decoder(config("baseline")), torch.device("cpu")
-    with pytest.raises(ValueError, match="monitor.every=0 for no monitoring"):
-        monitor_of(wrong, model, None, device)
-    assert monitor_of(MonitorConfig(every=0), model, None, device) is None
+def test_a_run_may_go_without_a_monitor() -> None:
+    assert monitor_of(MonitorConfig(every=0), Decoder(config("baseline")), None, torch.device("cpu")) is None

@@ -169,7 +169,7 @@ def test_sharded_checkpoints_are_evaluated_joined_and_checked(group: tuple, monk
     assert (folder / "model.safetensors").is_file() and not list(folder.glob("shard-*"))
     after = load_run(run, step=15).model.state_dict()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
-    assert sorted(path.name for path in run.iterdir() if path.name.startswith(".")) == []
+    assert [path.name for path in run.iterdir() if path.name.startswith(".")] == [".lock"]  # nothing is left over
     damaged = newest(group[0] / "sharded", 2)
     file = damaged / "shard-00003-model-00001-of-00001.safetensors"
     content = file.read_bytes()
@@ -206,7 +206,7 @@ def test_one_process_writes_parts_and_says_when_it_cannot(tmp_path: Path, monkey
     failed.set_exception(CheckpointException("save", {3: (OSError(28, "No space left on device"), None)}))
     monkeypatch.setattr(sharded, "write", lambda *_: failed)
     saver.save(3)
-    with pytest.raises(OSError, match="process 3 could not write.*No space left"):
+    with pytest.raises(ValueError, match="could not be written .process 3: .*No space left"):
         saver.finish()
     assert checkpoints(tmp_path) == [newest(tmp_path, 2)]
 
