@@ -6,6 +6,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import sys
 import time
 import traceback
@@ -31,6 +32,7 @@ def launch(module: str, arguments: list[str], log: Path, before: Callable[[], No
     if child:
         return child
     code = 1
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # what started the tests may have ignored it, as nohup does
     try:
         with log.open("a") as file:
             os.dup2(file.fileno(), 1)
