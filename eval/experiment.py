@@ -123,7 +123,7 @@ def refuse_metrics(cfg: AblateConfig, evaluations: list[list[str]]) -> None:
             raise ValueError(
                 f"metric {name} is read from {evaluation}.json, which no evaluation of this study writes: {fix}"
             )
-        if cfg.tune.keys and (evaluation == "perplexity" or path in ("train.val_loss", "train.loss")):
+        if cfg.tune.keys and (evaluation == "perplexity" or path in ("train.val_loss", "train.loss", cfg.tune.metric)):
             wrong = f"metric {name} ({path}) reads the text that the learning rates are chosen on"
             raise ValueError(
                 f"{wrong}: test on other text, as texts.books=FILE and metrics.{name}=perplexity_books.loss"

@@ -27,6 +27,8 @@ class TuneConfig:
     refine: list[str] = field(default_factory=list)  # keys searched once more, halfway to the best value's neighbours
     train: list[str] = field(default_factory=list)  # overrides of the trials (their length, say)
     seeds: list[int] = field(default_factory=lambda: [101])  # of the trials, others than those that are compared
+    metric: str = "train.val_loss"  # what the trials are judged by, the lower the better: train.NAME
+    at: str | None = None  # the point of the experiment's grid that is tuned; None: its last one, for all points
     widen: Annotated[int, "[0, inf)"] = 2  # times that a grid is widened at most
 
     @property
@@ -37,7 +39,7 @@ class TuneConfig:
 
 @dataclass
 class Tuned:
-    """What an arm's trials have shown. losses: (point, mean validation loss over the trials' seeds), in order of trial.
+    """What an arm's trials have shown. losses: (point, mean of the metric over the trials' seeds), in order of trial.
 
     best: key -> value. widened: how often a grid was widened. edge: keys whose best value lies at the end of what was tried.
     """
@@ -62,6 +64,10 @@ def check(cfg: TuneConfig, seeds: list[int]) -> None:
             raise ValueError(f"{wrong}: give two values or more, above 0 and rising, as tune.values=[[0.01,0.02]]")
         if any(b / a < LOWEST_STEP for a, b in zip(values, values[1:], strict=False)):
             raise ValueError(f"tune.values of {key} are closer than a factor {LOWEST_STEP}: leave some of them out")
+    if not cfg.metric.startswith("train."):
+        raise ValueError(
+            f"tune.metric={cfg.metric} is not of training, and trials are not evaluated: use train.val_loss"
+        )
     if unknown := [key for key in cfg.refine if key not in cfg.grid]:
         raise ValueError(f"tune.refine names {unknown[0]}, which tune.keys does not: use {', '.join(cfg.grid)}")
     if cfg.grid and (not cfg.seeds or set(cfg.seeds) & set(seeds)):
@@ -142,15 +148,14 @@ def _rounded(value: float) -> float:
     return float(f"{value:.3g}")
 
 
-def tuning_notes(found: Mapping[str, Tuned]) -> list[str]:
+def tuning_notes(found: Mapping[str, Tuned], metric: str = "train.val_loss") -> list[str]:
     """What a reader must know of the tuning: unequal budgets, and best values at the end of what was tried."""
     if not found:
         return ["Untuned: every arm was trained at one shared learning rate that was chosen for none of them."]
     counts = {arm: len(t.losses) for arm, t in found.items()}
     fewest = min(counts.values())
-    lines = [
-        f"Tuned: {fewest} trials an arm on a validation text that this table does not read, with seeds of their own."
-    ]
+    judge = "on validation data" if metric == "train.val_loss" else f"by {metric},"
+    lines = [f"Tuned: {fewest} trials an arm {judge} that this table does not read, with seeds of their own."]
     if more := [f"{arm} ({count})" for arm, count in counts.items() if count > fewest]:
         lines.append(f"More trials, because the grid was widened or its best value lay elsewhere: {', '.join(more)}.")
     for arm, t in found.items():
@@ -161,8 +166,8 @@ def tuning_notes(found: Mapping[str, Tuned]) -> list[str]:
     return lines
 
 
-def draw_tuning(path: Path, found: Mapping[str, Tuned], palette: Mapping[str, str]) -> None:
-    """Loss against each learning rate, one line per arm; a ring marks the arm's choice."""
+def draw_tuning(path: Path, found: Mapping[str, Tuned], palette: Mapping[str, str], metric: str) -> None:
+    """The metric against each learning rate, one line per arm; a ring marks the arm's choice."""
     keys = next(iter(found.values())).keys
     with figure(path, 4.8 * len(keys) + 1.5, 4.4, columns=len(keys)) as axes:
         for axis, (ax, key) in enumerate(zip(axes[0], keys, strict=True)):
@@ -174,7 +179,7 @@ def draw_tuning(path: Path, found: Mapping[str, Tuned], palette: Mapping[str, st
                 ring = {"color": palette[arm], "markersize": 11, "fillstyle": "none"}
                 ax.plot([best[axis]], [dict(line)[best[axis]]], "o", **ring)
             ax.set_xscale("log")
-            ax.set(xlabel=key, ylabel="validation loss of the trials (nats per token)" if axis == 0 else "")
+            ax.set(xlabel=key, ylabel=f"{metric} of the trials (nats per token)" if axis == 0 else "")
         axes[0, 0].legend(fontsize=8.5)
 
 

@@ -85,6 +85,10 @@ class Study:
         self.seeds = seed_list(cfg.seeds)
         self._known: dict[str, Run] = {}
         tuning.check(cfg.tune, self.seeds)
+        if cfg.tune.at is not None and cfg.tune.at not in cfg.grid:
+            raise ValueError(
+                f"tune.at={cfg.tune.at} is no point of the grid: use one of {', '.join(cfg.grid) or 'none'}"
+            )
         self.evaluations = evaluation_commands(cfg)
         refuse_metrics(cfg, self.evaluations)
         self.records = records_of(self.folder, Path(cfg.records) / name)
@@ -131,8 +135,9 @@ class Study:
         return [trial for arm in self._tuned_arms() for trial in self._trials(arm)[0]]
 
     def _tuned_arms(self) -> list[Arm]:
-        """Every arm once, at its last point of the grid (the longest, where runs branch)."""
-        return list({arm.arm: arm for arm in self.arms}.values()) if self.cfg.tune.keys else []
+        """Every arm once, at the point of the grid that is tuned: `tune.at`, or the last one (the longest)."""
+        at = self.cfg.tune.at or list(self.cfg.grid or [""])[-1]
+        return [arm for arm in self.arms if arm.point == at] if self.cfg.tune.keys else []
 
     def _trials(self, arm: Arm) -> tuple[list[Run], dict[Point, float]]:
         """An arm's trials, and the mean loss at each point whose trials are all finished."""
@@ -142,7 +147,7 @@ class Study:
                 mine = [self._trial(arm, point, seed) for seed in cfg.seeds]
                 runs += mine
                 if not any(trial.left() for trial in mine):
-                    losses[point] = sum(_trial_loss(trial) for trial in mine) / len(mine)
+                    losses[point] = sum(self._judged(trial) for trial in mine) / len(mine)
             if any(point not in losses for point in points):
                 break
         return runs, losses
@@ -153,6 +158,10 @@ class Study:
         short = "-".join(f"{key.rsplit('.', 1)[-1]}{value:g}" for key, value in pairs)
         more = merged(self.cfg.tune.train, rates)
         return self._run(arm, seed, f"tune-{arm.arm}-{short}-s{seed}", more, [])
+
+    def _judged(self, trial: Run) -> float:
+        found = trial.measured().value(self.cfg.tune.metric)
+        return float("inf") if found is None else found
 
     def tuned(self) -> dict[str, Tuned]:
         """Arm -> what its trials have shown; arms whose search is not over are left out."""
@@ -258,15 +267,15 @@ class Study:
     def write_trials(self) -> None:
         """While no run that is compared is finished: what the trials of the tuning have shown so far."""
         keys = self.cfg.tune.keys
-        lines = [["arm", *keys, "validation loss", "tokens"]]
+        lines = [["arm", *keys, self.cfg.tune.metric, "tokens"]]
         for trial in self.trials():
             if not trial.left():
                 run, flat = trial.measured(), flatten(asdict(trial.config))
                 arm = next(arm.arm for arm in self.arms if arm.name == trial.arm)
                 rates = [f"{flat[key]:g}" for key in keys]
-                lines.append([arm, *rates, f"{_trial_loss(trial):.4f}", si(run.value("train.tokens") or 0)])
+                lines.append([arm, *rates, f"{self._judged(trial):.4f}", si(run.value("train.tokens") or 0)])
         title = f"{self.name}, under way: {len(lines) - 1} trials of the tuning, no run that is compared"
-        note = f"Seeds {', '.join(map(str, self.cfg.tune.seeds))}; one run a line, on the validation text of the training data."
+        note = f"Seeds {', '.join(map(str, self.cfg.tune.seeds))}; one run a line; `train.` is what training logs."
         trials = [dict(zip(lines[0], line, strict=True)) for line in lines[1:]]
         results = {"title": title, "arms": [], "trials": trials}
         self._write(results, self.seeds, [f"**{title}**", markdown(lines).rstrip(), note])
@@ -294,7 +303,7 @@ class Study:
         epochs, missing = read_epochs(runs[0].config), len(self.runs()) - len(runs)
         partial = f", partial: {missing} runs are missing" if missing else ""
         title = f"{self.name}{'' if tuned else ', untuned'}{partial}"
-        remarks, overlaps = [*tuning.tuning_notes(tuned), *found.notes(seeds, epochs)], self.overlaps()
+        remarks, overlaps = [*tuning.tuning_notes(tuned, cfg.tune.metric), *found.notes(seeds, epochs)], self.overlaps()
         if overlaps:
             shares = ", ".join(f"{text} {share:.2%}" for text, share in overlaps.items())
             wording = "Share of the 13-word sequences of each test text that occur in the training text"
@@ -322,13 +331,8 @@ class Study:
                 mixed.draw_gap(figures[-1], arms, by_point, tokens, metric)
         if tuned:
             figures.append(self.folder / "figures" / "tuning.png")
-            tuning.draw_tuning(figures[-1], tuned, {arm.arm: arm.colour for arm in arms})
+            tuning.draw_tuning(figures[-1], tuned, {arm.arm: arm.colour for arm in arms}, cfg.tune.metric)
         print(f"ablation  {self.folder / 'table.md'} ({len(runs)} runs, {len(figures)} figures)", flush=True)
-
-
-def _trial_loss(trial: Run) -> float:
-    found = trial.measured().value("train.val_loss")
-    return float("inf") if found is None else found
 
 
 def run_by_launcher(cfg: AblateConfig, folder: Path, left: list[Run], task: list[str]) -> None:

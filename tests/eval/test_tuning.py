@@ -72,6 +72,7 @@ def test_untuned_is_said() -> None:
         (TuneConfig(["optim.lr"], [[0.01, 0.02]], seeds=[1]), "seeds of the comparison"),
         (TuneConfig(["optim.lr"], [[0.01, 0.02]], seeds=[]), "choose others"),
         (TuneConfig(["optim.lr"], []), "one list for each key"),
+        (TuneConfig(["optim.lr"], [[0.01, 0.02]], metric="needle.accuracy"), "trials are not evaluated"),
     ),
 )
 def test_grids_that_decide_nothing_are_refused(cfg: TuneConfig, says: str) -> None:

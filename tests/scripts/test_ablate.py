@@ -169,6 +169,8 @@ def test_shorter_horizons_branch_off_the_longest_run(shards: Path, tmp_path: Pat
         (("+metrics.other=needle.accuracy",), "add needle to evaluations"),
         (("tune.seeds=[1]",), "seeds of the comparison"),
         (("tune.values=[[1e-3]]",), "two values or more"),
+        (("tune.at=nowhere",), "no point of the grid"),
+        (("tune.metric=train.loss_text", "+metrics.other=train.loss_text"), "that the learning rates are chosen on"),
     ),
 )
 def test_studies_that_would_not_say_the_truth_are_refused(

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,8 +27,8 @@ TIERS = sorted(path.stem for path in (CONFIG_DIR / "ablations" / "tier").glob("*
 
 def composed(shards: Path, *overrides: str) -> AblateConfig:
     data = f"train={quoted(f'data.dir={shards}')}"
-    main = "experiment=main" in overrides
-    texts = [f"texts.{name}=none.txt" for name in ("books", "docs", "textbooks")] if main else []
+    texts = ["books", "docs", "textbooks"] if "experiment=main" in overrides else []
+    texts = [f"texts.{name}=none.txt" for name in texts or (["books"] if "experiment=scaling" in overrides else [])]
     with initialize_config_dir(str(CONFIG_DIR), version_base=None):
         return OmegaConf.to_object(compose("ablate", [data, *texts, *overrides]))
 
@@ -69,6 +70,21 @@ def plan(cfg: AblateConfig, folder: Path) -> tuple[list, list[Run]]:
     cfg.runs, cfg.tune = str(folder), TuneConfig()
     study = Study(cfg, "study")
     return study.arms, study.runs()
+
+
+def test_an_experiment_is_tuned_at_the_point_and_by_the_metric_that_it_names(shards: Path, tmp_path: Path) -> None:
+    studies = {}
+    for name in ("noise", "emergence"):
+        cfg = composed(shards, f"experiment={name}", "seeds=1", f"runs={tmp_path}")
+        studies[name] = Study(cfg, name)
+    noise, emergence = (studies[name].trials() for name in ("noise", "emergence"))
+    assert {trial.config.data.mqar.distractors for trial in noise} == {0.8}
+    assert {trial.config.model.context for trial in emergence} == {256}  # the last point of the grid
+    assert len(noise) == len(emergence) == 7 * 4 and {trial.config.steps for trial in emergence} == {850}
+    study, trial = studies["emergence"], emergence[0]
+    read = {"train.loss_retrieval": 2.0, "train.val_loss": 3.0}
+    trial.measured = lambda: SimpleNamespace(value=read.get)
+    assert study._judged(trial) == 2.0
 
 
 def named(runs: list[Run], name: str) -> Run:
