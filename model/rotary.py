@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,10 +30,10 @@ class RopeScaling:
     """
 
     kind: str = "none"  # none | linear | llama3
-    factor: float = 8.0  # divisor of the frequencies
-    low_freq_factor: float = 1.0  # of llama3: turns in original_context below which a frequency is divided
-    high_freq_factor: float = 4.0  # of llama3: turns above which it stays
-    original_context: int = 8192  # of llama3: tokens of the first training
+    factor: Annotated[float, "(0, inf)"] = 8.0  # divisor of the frequencies
+    low_freq_factor: Annotated[float, "(0, inf)"] = 1.0  # of llama3: turns in original_context below which a frequency is divided
+    high_freq_factor: Annotated[float, "(0, inf)"] = 4.0  # of llama3: turns above which it stays
+    original_context: Annotated[int, "[1, inf)"] = 8192  # of llama3: tokens of the first training
 
     def check(self) -> None:
         """ValueError for an unknown kind, and for numbers that scale nothing."""

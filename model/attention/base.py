@@ -32,16 +32,16 @@ Ropes = tuple[Rope | None, Rope | None]
 class AttentionConfig:
     """What every attention takes, whatever its variant."""
 
-    d_model: int = 256  # width of the residual stream
-    n_head: int = 8  # heads of the baseline; a variant derives its own number
-    n_kv_head: int | None = None  # key and value heads of the baseline; None: n_head
-    head_dim: int | None = None  # width of a head; None: d_model / n_head
+    d_model: Annotated[int, "[1, inf)"] = 256  # width of the residual stream
+    n_head: Annotated[int, "[1, inf)"] = 8  # heads of the baseline; a variant derives its own number
+    n_kv_head: Annotated[int | None, "[1, inf)"] = None  # key and value heads of the baseline; None: n_head
+    head_dim: Annotated[int | None, "[1, inf)"] = None  # width of a head; None: d_model / n_head
     bias: bool = False  # biases in linear layers and LayerNorms
     qkv_bias: bool | None = None  # biases of the queries, keys and values; None: bias
     projection_bias: bool | None = None  # bias of the attention's output projection; None: bias
-    norm_eps: float = 1e-5  # added inside the root of every norm
-    attention_dropout: float = 0.0  # of the attention maps
-    projection_dropout: float = 0.0  # of what the attention's output projection gives
+    norm_eps: Annotated[float, "[0, 1)"] = 1e-5  # added inside the root of every norm
+    attention_dropout: Annotated[float, "[0, 1)"] = 0.0  # of the attention maps
+    projection_dropout: Annotated[float, "[0, 1)"] = 0.0  # of what the attention's output projection gives
     position: str = "rope"  # rope | alibi | learned (the decoder's, added to the embedding) | none
     rope_theta: Annotated[float, "(0, inf)"] = 10000.0  # base of the rotary frequencies
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)  # slower rotations, for a longer context

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,7 @@ class DiffConfig:
     heads: str = "half"  # half | double
     lambda_form: str = "vectors"  # vectors | dual_scalar | fixed
     lambda_init: float | None = None
-    lambda_warmup: int = 0
+    lambda_warmup: Annotated[int, "[0, inf)"] = 0
     head_norm: str = "affine"  # affine | plain | layernorm | none
     qk_norm: bool = False
     scale_norm: bool = False

@@ -1,6 +1,7 @@
 """Integral attention: one softmax over the mean of several logits, denoising without negative weights."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from torch import Tensor
 
@@ -14,7 +15,7 @@ from .mask import Mask
 class IntegralConfig:
     """Options of `integral`. signals: how many query-key products of width d are averaged per map."""
 
-    signals: int = 2
+    signals: Annotated[int, "[1, 1000]"] = 2
 
 
 class IntegralAttention(Attention):

@@ -4,6 +4,7 @@ The published text and the published code disagree, and neither runs; docs/METHO
 """
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
@@ -33,8 +34,8 @@ class IntrospectiveConfig:
     """
 
     mode: str = "feature"  # feature | sequence
-    paths: int = 3  # number of paths
-    heads: int | None = None
+    paths: Annotated[int, "[1, 100]"] = 3  # number of paths
+    heads: Annotated[int | None, "[0, inf)"] = None
     memory: str = "ka"  # ka | kv | kva
     own_path: bool = True
     repeated: bool = False
