@@ -31,8 +31,8 @@ class RopeScaling:
 
     kind: str = "none"  # none | linear | llama3
     factor: Annotated[float, "(0, inf)"] = 8.0  # divisor of the frequencies
-    low_freq_factor: Annotated[float, "(0, inf)"] = 1.0  # of llama3: turns in original_context below which a frequency is divided
-    high_freq_factor: Annotated[float, "(0, inf)"] = 4.0  # of llama3: turns above which it stays
+    low_freq_factor: Annotated[float, "(0, inf)"] = 1.0  # of llama3: fewer turns in original_context are divided
+    high_freq_factor: Annotated[float, "(0, inf)"] = 4.0  # of llama3: more turns in it stay
     original_context: Annotated[int, "[1, inf)"] = 8192  # of llama3: tokens of the first training
 
     def check(self) -> None:

@@ -36,7 +36,7 @@ def composed(shards: Path, *overrides: str) -> AblateConfig:
 def test_the_experiments_promised_are_there() -> None:
     published = "main ablation_v1 ablation_v2 introspective scaling lr_stability hybrid head_count retrieval"
     promised = [*published.split(), "noise", "emergence"]
-    assert sorted(promised) == EXPERIMENTS and TIERS == ["cpu", "cpu_long", "gpu"]
+    assert sorted(promised) == EXPERIMENTS and TIERS == ["cpu", "cpu_long", "gpu", "gpu_12m"]
 
 
 @pytest.mark.parametrize("tier", TIERS)
@@ -60,6 +60,7 @@ def test_every_experiment_loads_and_its_arms_match(experiment: str, tier: str, s
             "cpu": (1.05e6, "16", "16"),
             "cpu_long": (1.05e6, "8", "32"),
             "gpu": (29.4e6, "16", "48"),
+            "gpu_12m": (11.8e6, "16", "32"),
         }[tier]
         assert params == pytest.approx(size, rel=0.01)
         assert (arms[0].facts["heads"], arms[0].facts["d"]) == (heads, width)
@@ -135,7 +136,7 @@ def test_jobs_share_cores_and_take_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -
         (('+grid={lr/3:["steps=1"]}',), "letters, digits"),
         (("only=nobody-s1",), "use one of baseline-s1, gated-s1"),
         (("launcher=joblib",), "needs the package 'hydra-joblib-launcher': pip install hydra-joblib-launcher"),
-        (("tier=tpu",), "cpu cpu_long gpu"),
+        (("tier=tpu",), "cpu cpu_long gpu gpu_12m"),
         (("seed=3",), "seed"),
     ),
 )

@@ -101,6 +101,7 @@ def test_sizes_and_schedule_are_those_of_the_configuration() -> None:
         }
     tier = yaml.safe_load((CONFIG_DIR / "ablations" / "tier" / "gpu.yaml").read_text())
     assert (tier["n_head"], tier["head_dim"]) == tuple(gpu_stages.SIZES["30m"][key] for key in ("n_head", "head_dim"))
-    assert "steps=1500" in tier["train"] and "batch_tokens=32768" in tier["train"]
+    assert {"steps=2288", "batch_tokens=32768", "optim.schedule=wsd", "optim.decay=0.2"} <= set(tier["train"])
+    assert tier["horizons"]["75M"] == ["steps=2288"]
     arms = yaml.safe_load((CONFIG_DIR / "ablations" / "experiment" / "main.yaml").read_text())["arms"]
     assert set(gpu_stages.ARMS) <= set(arms)
