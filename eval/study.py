@@ -26,6 +26,7 @@ from model.config import DecoderConfig
 from model.decoder import Decoder
 from training.checkpoint import checkpoints, folder_name
 from training.run import TrainConfig, fill_model
+from training.schedule import decay_start
 
 ROOT = Path(__file__).parent.parent
 
@@ -63,7 +64,7 @@ class Run:
     @property
     def work(self) -> float:
         """Training FLOPs in all, to weigh runs in the time left."""
-        return self.flops_per_token * self.config.batch_tokens * self.config.steps
+        return training_flops(self.config, self.flops_per_token)
 
     def progress(self) -> tuple[int, int]:
         path = self.folder / "metrics.jsonl"
@@ -118,6 +119,12 @@ class Run:
         said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
         last = said[-1] if said else (lines[-1] if lines else "it has not begun")
         return f"{self.name}: {last} (see {self.log}); then repeat this command, finished runs are kept"
+
+
+def training_flops(cfg: TrainConfig, per_token: int) -> float:
+    """Of a whole run; of one that branches off another, from there on."""
+    begins = decay_start(cfg.steps, cfg.optim) if cfg.branch_from else 0
+    return per_token * cfg.batch_tokens * (cfg.steps - begins)
 
 
 def evaluation_command(text: str) -> list[str]:

@@ -38,7 +38,7 @@ from eval.report.figures import slug  # noqa: E402
 from eval.report.grid import Comparison, draw_ablation, fit_rows  # noqa: E402
 from eval.report.runs import Arm, evaluations, refuse_other_settings  # noqa: E402
 from eval.report.tables import markdown, si  # noqa: E402
-from eval.study import Run, describe_model, read_epochs, train_config  # noqa: E402
+from eval.study import Run, describe_model, read_epochs, train_config, training_flops  # noqa: E402
 from eval.tuning import Point, Tuned  # noqa: E402
 from training.checkpoint import checkpoints  # noqa: E402
 from training.jobs import Team, environment, run_jobs, visible_gpus  # noqa: E402
@@ -60,6 +60,7 @@ def main(cfg: AblateConfig) -> None:
         study.carry_out_alone(cfg.only, hydra.job.num if hydra.mode == RunMode.MULTIRUN else None)
         return
     task = list(hydra.overrides.task)
+    study.print_costs()
     while cfg.run and (trials := [trial for trial in study.trials() if trial.left()]):
         study.carry_out([[trial] for trial in trials], f"{name}, tuning", len(trials), task)
     runs = study.runs()
@@ -220,17 +221,34 @@ class Study:
             )
         left = [run for run in runs if run.left()]
         print(f"{self.name}: {len(runs)} runs, {len(runs) - len(left)} of them finished", flush=True)
-        if peak := self.cfg.tier.peak_flops:
-            for run in left:
-                seconds = run.work / peak
-                print(f"{run.name:<{width + 4}} {seconds / 0.2:7.0f} s at 20 % MFU, {seconds / 0.4:6.0f} s at 40 %")
-            total = sum(run.work for run in left) / peak / 3600
-            print(f"{len(left)} runs left: {total / 0.2:.1f} h at 20 % MFU, {total / 0.4:.1f} h at 40 %", flush=True)
         arm_of = {arm.name: arm.arm for arm in self.arms}
         chains: dict[Any, list[Run]] = {}
         for run in left:
             chains.setdefault((arm_of[run.arm], run.seed) if self.cfg.branch else run.name, []).append(run)
         return [sorted(chain, key=lambda run: -run.config.steps) for chain in chains.values()]
+
+    def print_costs(self) -> None:
+        """On a tier that names its card: seconds of every run that is known so far, and hours of all that are left."""
+        if not (peak := self.cfg.tier.peak_flops):
+            return
+        runs = self.runs()
+        known = [run for run in (*self.trials(), *runs) if run.left()]
+        for run in known:
+            seconds = run.work / peak
+            print(f"{run.name:<44} {seconds / 0.2:7.0f} s at 20 % MFU, {seconds / 0.4:6.0f} s at 40 %")
+        planned = {run.arm for run in runs}
+        later = [
+            training_flops(self._config(arm, self._branching(arm, seed)), arm.facts["flops_per_token"])
+            for arm in self.arms
+            if arm.name not in planned  # its rates are not chosen yet, and decide nothing of its cost
+            for seed in self.seeds[: self.cfg.fewer_seeds.get(arm.arm, len(self.seeds))]
+        ]
+        hours = (sum(run.work for run in known) + sum(later)) / peak / 3600
+        waiting = f", {len(later)} that wait for the tuning of their arm included" if later else ""
+        print(
+            f"{len(known) + len(later)} runs left{waiting}: {hours / 0.2:.1f} h at 20 % MFU, {hours / 0.4:.1f} h at 40 %",
+            flush=True,
+        )
 
     def carry_out(self, chains: list[list[Run]], title: str, total: int, task: list[str]) -> None:
         """Run on this machine, or hand each run to a launcher."""

@@ -88,6 +88,22 @@ def test_an_experiment_is_tuned_at_the_point_and_by_the_metric_that_it_names(sha
     assert study._judged(trial) == 2.0
 
 
+def test_a_card_is_told_what_every_run_costs(shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Shorter horizons cost their decay alone; arms that are not tuned yet count, too."""
+    cfg = composed(shards, "experiment=main", "tier=gpu_12m", "seeds=2", f"runs={tmp_path}")
+    cfg.arms, cfg.fewer_seeds = {name: cfg.arms[name] for name in ("baseline", "gated")}, {}
+    Study(cfg, "study").print_costs()
+    *trials, total = capsys.readouterr().out.splitlines()
+    assert len(trials) == 2 * 4 and "s at 20 % MFU" in trials[0]
+    assert total.startswith("20 runs left, 12 that wait for the tuning of their arm included: ")
+    cfg.tune = TuneConfig()
+    Study(cfg, "study").print_costs()
+    *runs, total = capsys.readouterr().out.splitlines()
+    seconds = {line.split()[0]: int(line.split()[1]) for line in runs}
+    assert len(runs) == 12 and total.startswith("12 runs left: ")
+    assert seconds["baseline-30M-s1"] == pytest.approx(0.2 * 916 / 3664 * seconds["baseline-120M-s1"], abs=1)
+
+
 def named(runs: list[Run], name: str) -> Run:
     return next(run for run in runs if run.name == name)
 
