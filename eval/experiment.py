@@ -125,9 +125,7 @@ def refuse_metrics(cfg: AblateConfig, evaluations: list[list[str]]) -> None:
             )
         if cfg.tune.keys and (evaluation == "perplexity" or path in ("train.val_loss", "train.loss", cfg.tune.metric)):
             wrong = f"metric {name} ({path}) reads the text that the learning rates are chosen on"
-            raise ValueError(
-                f"{wrong}: test on other text, as texts.books=FILE and metrics.{name}=perplexity_books.loss"
-            )
+            raise ValueError(f"{wrong}: test on another text, as measure=test texts.test=FILE")
 
 
 def compare_parameters(arms: list[Arm], claimed: bool) -> None:

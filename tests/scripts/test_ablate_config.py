@@ -88,6 +88,18 @@ def test_an_experiment_is_tuned_at_the_point_and_by_the_metric_that_it_names(sha
     assert study._judged(trial) == 2.0
 
 
+@pytest.mark.parametrize("experiment", ("ablation_v1", "introspective"))
+def test_a_study_of_the_validation_text_is_tuned_with_a_text_to_test_on(
+    experiment: str, shards: Path, tmp_path: Path
+) -> None:
+    """Any study that measures the loss can be tuned; without another text the tuning would be tested on its own."""
+    asked = (f"experiment={experiment}", "tune=rates", "seeds=1", f"runs={tmp_path}")
+    study = Study(composed(shards, *asked, "measure=test", "texts.test=none.txt"), "study")
+    assert study.trials() and next(iter(study.cfg.metrics)) == "test"
+    with pytest.raises(ValueError, match="measure=test texts.test=FILE"):
+        Study(composed(shards, *asked), "study")
+
+
 def test_a_card_is_told_what_every_run_costs(shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Shorter horizons cost their decay alone; arms that are not tuned yet count, too."""
     cfg = composed(shards, "experiment=main", "tier=gpu_12m", "seeds=2", f"runs={tmp_path}")
