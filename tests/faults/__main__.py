@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from configs.files import read_json_lines
 from tests.conftest import ROOT, TINY
 from tests.faults import ends
 from tests.faults.runs import STEPS, World, all_finite, call, ending, evaluated, launch, launch_two, prepared, wait
@@ -168,6 +169,9 @@ def inject(world: World, draw: random.Random) -> str:
     recovers = kind == "spike" or (kind != "weight" and len(steps) < 4 and STEPS not in steps)
     if recovers == bool(code) or errors != (not recovers):
         return f"{kind} at {sorted(steps)}: exit code {code}, {errors} lines of errors"
+    noted = [line["step"] for line in read_json_lines(run / "metrics.jsonl") if "skipped" in line]
+    if recovers and kind != "spike" and noted != sorted(steps):
+        return f"{kind} at {sorted(steps)}: metrics.jsonl notes {noted}"
     return ""
 
 
