@@ -44,9 +44,12 @@ def write_json(path: Path, content: Any) -> None:
     write_atomic(path, json_text(content, indent=1).encode())
 
 
-def json_text(content: Any, indent: int | None = None) -> str:
-    """`content` as JSON: NaN and infinities, which JSON does not know, become null, and other objects their text."""
-    return json.dumps(_finite(content), indent=indent, default=str, allow_nan=False)
+def json_text(content: Any, **how: Any) -> str:
+    """`content` as JSON: NaN and infinities, which JSON does not know, become null, and other objects their text.
+
+    how: of json.dumps, as indent=1.
+    """
+    return json.dumps(_finite(content), default=str, allow_nan=False, **how)
 
 
 def _finite(content: Any) -> Any:

@@ -13,7 +13,6 @@ The result is shards/NAME/ with train_*.bin, val_*.bin, tokenizer.json and meta.
 
 import contextlib
 import itertools
-import json
 import math
 import os
 import sys
@@ -29,7 +28,7 @@ import numpy as np
 from omegaconf import MISSING
 
 from configs import command
-from configs.files import read_json_object, write_atomic
+from configs.files import json_text, read_json_object, write_atomic
 from configs.ranges import check_ranges
 from data.config import DataConfig
 from data.holdout import Document, HoldOut, measure
@@ -381,7 +380,7 @@ def _same_request(folder: Path, before: dict | None, now: dict) -> None:
 
 
 def _json(content: dict) -> bytes:
-    return (json.dumps(content, indent=1) + "\n").encode()
+    return f"{json_text(content, indent=1)}\n".encode()
 
 
 def _describe(meta: dict) -> str:

@@ -5,14 +5,13 @@ what the run was (its configuration, as far as it differs from the defaults), wh
 every evaluation without their long lists.
 """
 
-import json
 import math
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from configs.files import read_json_lines, write_atomic
+from configs.files import json_text, read_json_lines, write_atomic
 from eval.report.runs import Run, SpikeConfig
 from training.run import DECIDES, TrainConfig, flatten
 
@@ -109,5 +108,5 @@ def records_of(folder: Path, kept: Path) -> dict[str, Record]:
 
 def write_records(path: Path, records: Iterable[Record]) -> None:
     """One line per run, sorted by name."""
-    lines = (json.dumps(record, separators=(",", ":")) for record in sorted(records, key=lambda r: r["run"]))
+    lines = (json_text(record, separators=(",", ":")) for record in sorted(records, key=lambda r: r["run"]))
     write_atomic(path, "".join(f"{line}\n" for line in lines).encode())

@@ -49,12 +49,12 @@ def steps(run: Run) -> str:
 
 @command("runs", RunsConfig)
 def main(cfg: RunsConfig) -> None:
-    roots = cfg.runs if isinstance(cfg.runs, list) else [str(cfg.runs)]
-    if missing := [root for root in roots if not Path(root).is_dir()]:
+    roots = [str(root) for root in (cfg.runs if isinstance(cfg.runs, list) else [cfg.runs])]
+    if missing := [root for root in roots if not root or not Path(root).is_dir()]:
         raise ValueError(f"there is no folder {missing[0]}: give runs= a folder of runs (python train.py makes runs/)")
     lines = [described(folder) for folder in run_folders(roots)]
     if not lines:
-        raise ValueError(f"there is no run in {', '.join(roots)}: python train.py makes one")
+        raise ValueError(f"there is no run in runs=[{','.join(roots)}]: python train.py makes one")
     print(columns([HEAD, *lines]))
 
 

@@ -5,6 +5,7 @@
     loader      batches from shards in the page cache                  tokenizer  text to ids, one thread
     probe       one query's attention rows in a long context: time and peak memory, in a process of its own (rounds=1)
     monitor     a look of training/monitor.py right after a training step, and its share of the steps at the default frequency
+    checkpoint  a checkpoint beside a training step, and its share of the steps at checkpoint.every=100
 
 After a warm-up, rows are timed in turn within every round (A B C A B C ...), so that a slow spell of the machine meets all of
 them alike. A cell is the median over rounds, (least-most), and the median of the rounds' ratios to the first row measured
@@ -52,10 +53,12 @@ from eval.speed.timing import (  # noqa: E402
 from model.attention.probe import probe as attention_rows  # noqa: E402
 from model.cache import KVCache  # noqa: E402
 from model.decoder import Decoder  # noqa: E402
+from training.checkpoint import CheckpointConfig  # noqa: E402
 from training.distributed import World, join_world, pick_dtype  # noqa: E402
 from training.metrics import peak_flops  # noqa: E402
 from training.monitor import Monitor, MonitorConfig  # noqa: E402
 from training.optim import build_optimizers  # noqa: E402
+from training.saver import Saver  # noqa: E402
 
 VOCABULARY = 4096
 PROBE_VOCABULARY = 50_257  # gpt2's: whole logits of 32,768 tokens would be 6.6 GB
@@ -163,6 +166,35 @@ class StepAndLook:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         self.seconds.append(self.monitor.read()["monitor_s"])
+
+
+def checkpoint(cfg: BenchConfig, world: World) -> list[Row]:
+    """Training steps as `train` takes them, and checkpoints of the same model; what these cost at one in 100 steps."""
+    batch = cfg.batch or (8 if world.device.type == "cpu" else 64)
+    rows = [
+        Row({"model": variant, "layers": cfg.model.n_layer, "width": cfg.model.d_model, "sequences": batch})
+        for variant in variants(cfg)
+    ]
+    steps = [attempt(partial(TrainingStep, cfg, variant, batch, world)) for variant in variants(cfg)]
+    time_in_turn("step", rows, steps, cfg.rounds, world.device)
+    with tempfile.TemporaryDirectory(dir=".") as folder:  # /tmp may be no disk
+        runs = [Path(folder) / str(row.labels["model"]) for row in rows]
+        saves = [
+            step if isinstance(step, str) else writing(step, run, world) for step, run in zip(steps, runs, strict=True)
+        ]
+        time_in_turn("checkpoint", rows, saves, cfg.rounds, world.device)
+        for row, run in zip(rows, runs, strict=True):
+            if seconds := row.seconds.get("checkpoint"):
+                files = next((run / "checkpoints").iterdir()).iterdir()
+                row.facts["checkpoint (MB)"] = sum(file.stat().st_size for file in files) / 1e6
+                row.facts["share at every=100 (%)"] = median(seconds) / median(row.seconds["step"])
+    return rows
+
+
+def writing(step: "TrainingStep", run: Path, world: World) -> Work:
+    """Every call writes a checkpoint as train.py does, until the disk has it, and deletes the last but one."""
+    saver, numbers = Saver(run, CheckpointConfig(), step.model, step.optimizers, world), itertools.count(1)
+    return lambda: saver.save(next(numbers))
 
 
 def decode(cfg: BenchConfig, world: World) -> list[Row]:
@@ -295,7 +327,7 @@ def tokenizer(cfg: BenchConfig, world: World) -> list[Row]:
     return rows
 
 
-BENCHES = {work.__name__: work for work in (attention, train, loader, tokenizer, decode, probe, monitor)}
+BENCHES = {work.__name__: work for work in (attention, train, loader, tokenizer, decode, probe, monitor, checkpoint)}
 
 
 # ---------------------------------------- the command

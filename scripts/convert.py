@@ -17,7 +17,6 @@ debug=true adds perplexity, a sample and the change of every block's output. The
 on. what=compare converts in every way and trains each for `steps` steps: the loss before, at step 0 and after.
 """
 
-import json
 import math
 import re
 import shlex
@@ -37,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import train  # noqa: E402, F401  # registers its schema
 from configs import CONFIG_DIR, command  # noqa: E402
 from configs.composing import compose_job  # noqa: E402
-from configs.files import whole_folder, write_atomic, write_json  # noqa: E402
+from configs.files import json_text, whole_folder, write_atomic, write_json  # noqa: E402
 from configs.provenance import machine, version  # noqa: E402
 from data.tokenizer import read_tokenizer  # noqa: E402
 from eval.common import EvalConfig, evaluation_tokens  # noqa: E402
@@ -235,7 +234,7 @@ def write_run(run_dir: Path, model: Decoder, source: LoadedRun, record: dict[str
     with whole_folder(run_dir) as partial:
         (partial / "config.yaml").write_text(yaml.safe_dump(source.config | own, sort_keys=False))
         source.tokenizer.save(partial)
-        (partial / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+        (partial / "metrics.jsonl").write_text(json_text(line) + "\n")
         write_json(partial / RECORD, record)
         checkpoint.save(partial, 0, model, [], keep=0)
 

@@ -17,6 +17,7 @@ row written when it is done; one that fails says why in its JSON and stops nothi
 
 import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
@@ -43,6 +44,7 @@ from scripts import gpu_stages  # noqa: E402
 DEFAULTS = {"minutes": "25", "out": "runs/gpu", "stages": "", "data": "", "table": ""}
 # Seconds that a stage may take at most of a visit of 25 minutes, in the order in which they run; training takes what is left.
 LIMITS = {"environment": 60, "kernel": 150, "attention": 240, "mfu": 240, "tiles": 120, "nccl": 60, "training": None}
+STAGE = ("run", "seconds")  # which this command gives to the process of a stage
 DEVICE_BROKEN = 3  # exit code: an error that the process's CUDA context does not survive; a new process goes on
 RETRIES = 3
 NAMED = ("architecture", "width", "version", "group", "dtype", "mask")  # of a compiled kernel: its row's name has them
@@ -77,11 +79,11 @@ def parse(arguments: list[str]) -> dict[str, str]:
     options = dict(DEFAULTS)
     for argument in arguments:
         key, equals, value = argument.partition("=")
-        if not equals or key not in (*DEFAULTS, "run", "seconds"):
+        if not equals or key not in (*DEFAULTS, *(STAGE if "seconds=" in " ".join(arguments) else ())):
             raise ValueError(f"'{argument}' is no option: use {', '.join(f'{key}=' for key in DEFAULTS)}")
         options[key] = value
     try:
-        possible = float(options["minutes"]) > 0
+        possible = 0 < float(options["minutes"]) < math.inf
     except ValueError:
         possible = False
     if not possible:
@@ -91,6 +93,8 @@ def parse(arguments: list[str]) -> dict[str, str]:
         raise ValueError(f"stages has no '{unknown[0]}': use {', '.join(gpu_stages.STAGES)}")
     if options["table"] and not read(Path(options["table"])).get("results"):
         raise ValueError(f"table={options['table']} is no JSON of this command: use one that it wrote into out=")
+    if not options["out"] or Path(options["out"]).is_file():
+        raise ValueError(f"out={options['out']} is no folder: use out=runs/gpu")
     if options["data"] and not Path(options["data"]).is_dir():
         raise ValueError(
             f"data={options['data']} is no folder: use the folder that data.prepare wrote, or leave it out"
@@ -200,9 +204,10 @@ def cell(value: Any) -> str:
 def read(path: Path) -> dict[str, Any]:
     """What a stage has written so far."""
     try:
-        return json.loads(path.read_text())
+        content = json.loads(path.read_text())
     except (OSError, ValueError):
         return {}
+    return content if isinstance(content, dict) else {}
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ from training.checkpoint import CheckpointConfig
 from training.distributed import World
 from training.guard import Diverged
 
+PARTIAL = ".partial_"  # begins the name of a folder into which processes write their parts
+
 
 class Saver:
     """Writes checkpoints of `model` and `optimizers` into `run_dir`, which all processes must see. All call it together.
@@ -39,6 +41,8 @@ class Saver:
         self.thread = ThreadPoolExecutor(1, "checkpoint")
         self.writing: Future | None = None
         self.folder = run_dir  # of the checkpoint that was begun last
+        for left in run_dir.glob(f"checkpoints/{PARTIAL}*") if world.main else ():  # by processes that were killed
+            shutil.rmtree(left)
 
     def save(self, step: int, guard: dict[str, Any] | None = None) -> None:
         """Write the checkpoint of `step`, or begin to; waits for the one before. guard: state of training.guard.Guard."""
@@ -52,9 +56,8 @@ class Saver:
         if bad := sharded.not_finite(tensors):
             raise Diverged(f"{bad} is not finite at step {step}, so no checkpoint is written: lower optim.lr")
         self.folder = checkpoint.of_step(self.run_dir, step)
-        partial = self.folder.with_name(f".partial_{self.folder.name}")
+        partial = self.folder.with_name(f"{PARTIAL}{self.folder.name}")
         if self.world.main:
-            shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
         self.world.barrier()
         state = {"step": step, "model": asdict(self.model.cfg), "guard": guard or {}}

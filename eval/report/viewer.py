@@ -9,7 +9,6 @@ difference at any lambda. The file needs nothing beside it.
 """
 
 import base64
-import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +21,7 @@ from omegaconf import MISSING
 from torch import Tensor, nn
 
 from configs import command
-from configs.files import write_atomic
+from configs.files import json_text, write_atomic
 from data.tokenizer import Tokenizer
 from eval.common import EvalConfig, colour, device_of, haystack, open_run, progress, variant
 from eval.needles import needle_queries
@@ -307,7 +306,7 @@ def _described(example: Example, tokenizer: Tokenizer) -> dict[str, Any]:
 
 def _page(data: dict[str, Any], left_out: int, question: dict[str, Any] | None) -> Viewer:
     """The HTML with style, script and data inside."""
-    content = json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")  # closes no script
+    content = json_text(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")  # closes no script
     count = len(data["examples"])
     names = ", ".join(model["label"] for model in data["models"])
     fewer = f"; {left_out} more would make it too large" if left_out else ""

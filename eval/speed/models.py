@@ -18,7 +18,7 @@ from training.optim import OptimConfig
 class BenchConfig:
     """What to time, and at which shape. None is the device's default, named in the function of that `what`."""
 
-    what: str = MISSING  # attention | train | loader | tokenizer | decode | probe | monitor
+    what: str = MISSING  # attention | train | loader | tokenizer | decode | probe | monitor | checkpoint
     out: str | None = None  # the JSON; None: runs/bench/WHAT.json
     rounds: int = 10  # timings of each row
     device: str = "auto"  # auto | cpu | cuda

@@ -1,6 +1,6 @@
 """Faults on purpose, and what was survived: kills, numbers that are none, damaged checkpoints, restarts by torchrun.
 
-  python -m tests.faults kills=100 injections=40 damages=20 restarts=10 ends=1 seed=1
+  python -m tests.faults kills=100 parts=10 injections=40 damages=20 restarts=10 ends=1 seed=1
 
 ends=1: the ways to end of tests/faults/ends.py as well. Every trial is drawn from the seed. The table says how many trials
 ended as they must; a failed one is named, and the exit code is 1. The commands run in forks of this process, on the CPU, on
@@ -20,9 +20,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from configs.files import read_json_lines
 from tests.conftest import ROOT, TINY
-from tests.faults.ends import ENDS
-from tests.faults.runs import STEPS, World, all_finite, call, ending, evaluated, launch, prepared, wait
+from tests.faults import ends
+from tests.faults.runs import STEPS, World, all_finite, call, ending, evaluated, launch, launch_two, prepared, wait
 from training.checkpoint import checkpoints
 
 STUDY = ("model.head_dim=8", "steps=6", "checkpoint.every=1", "optim=adamw", "optim.lr=1e-2", "eval_tokens=1024")
@@ -62,6 +63,24 @@ def kill_checkpoint(world: World, draw: random.Random) -> str:
     if code := call("train", world.train(run, "resume=true"), world.log):
         return f"exit code {code}"
     return compared(ending(run), ending(world.whole))
+
+
+def kill_parts(world: World, draw: random.Random) -> str:
+    """A kill of one or both of two processes that share a model, while each writes its part of a checkpoint."""
+    more = ("parallel=fsdp", "checkpoint.sharded=true", "resume=true", "steps=6")
+    whole, run, begun = world.folder / "whole_parts", world.fresh("killed"), draw.randrange(1, 6)
+    if not whole.exists() and (codes := [wait(p) for p in launch_two(world.train(whole, *more), world.log)]) != [0, 0]:
+        return f"without a kill: exit codes {codes}"
+    processes = launch_two(world.train(run, *more), world.log)
+    ends.until(lambda: list(run.glob(f"checkpoints/.*step_{begun:08d}*")))
+    time.sleep(draw.uniform(0, 0.03))  # a part is written, or all are, or they get their name
+    for process in draw.choice((processes, processes[:1], processes[1:])):
+        os.kill(process, signal.SIGKILL)
+    if 0 in (codes := [wait(process) for process in processes]) or 124 in codes:
+        return f"killed: exit codes {codes}"
+    if (codes := [wait(process) for process in launch_two(world.train(run, *more), world.log)]) != [0, 0]:
+        return f"exit codes {codes}"
+    return compared(ending(run), ending(whole))
 
 
 def kill_preparation(world: World, draw: random.Random) -> str:
@@ -150,6 +169,9 @@ def inject(world: World, draw: random.Random) -> str:
     recovers = kind == "spike" or (kind != "weight" and len(steps) < 4 and STEPS not in steps)
     if recovers == bool(code) or errors != (not recovers):
         return f"{kind} at {sorted(steps)}: exit code {code}, {errors} lines of errors"
+    noted = [line["step"] for line in read_json_lines(run / "metrics.jsonl") if "skipped" in line]
+    if recovers and kind != "spike" and noted != sorted(steps):
+        return f"{kind} at {sorted(steps)}: metrics.jsonl notes {noted}"
     return ""
 
 
@@ -200,6 +222,7 @@ KILLS = (
     ("kill of an ablation", 5, kill_ablation),
 )
 OTHERS = (
+    ("parts", "kill in a sharded checkpoint", kill_parts),
     ("injections", "NaN, inf, spike", inject),
     ("damages", "damaged newest checkpoint", damage),
     ("restarts", "elastic restart", restart),
@@ -213,19 +236,17 @@ def plan(asked: dict[str, int]) -> list[tuple[str, int, Trial]]:
         count = min(left, -(-asked["kills"] * share // 100))
         left -= count
         rows.append((name, count, trial))
-    ends = [(name, 1, lambda world, _, trial=trial: trial(world)) for name, trial in ENDS.items() if asked["ends"]]
-    return [*rows, *((name, asked[key], trial) for key, name, trial in OTHERS), *ends]
+    own = [(name, 1, lambda world, _, trial=trial: trial(world)) for name, trial in ends.ENDS.items() if asked["ends"]]
+    return [*rows, *((name, asked[key], trial) for key, name, trial in OTHERS), *own]
 
 
 def main() -> int:
-    asked = {"kills": 100, "injections": 40, "damages": 20, "restarts": 10, "ends": 1, "seed": 1}
+    asked = {"kills": 100, "parts": 10, "injections": 40, "damages": 20, "restarts": 10, "ends": 1, "seed": 1}
+    usual = " ".join(f"{key}={count}" for key, count in asked.items())
     for argument in sys.argv[1:]:
         key, _, value = argument.partition("=")
         if key not in asked or not value.isdecimal():
-            print(
-                f"error: {argument} is unknown: use kills=100 injections=40 damages=20 restarts=10 ends=1",
-                file=sys.stderr,
-            )
+            print(f"error: {argument} is unknown: use {usual}", file=sys.stderr)
             return 2
         asked[key] = int(value)
     failures = []

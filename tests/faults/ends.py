@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.faults.runs import World, call, ending, launch, wait
-from training.checkpoint import checkpoints
+from training.checkpoint import WEIGHTS, checkpoints
 
 LONG = ("steps=100000", "checkpoint.every=0")
 
@@ -52,7 +52,7 @@ def by_signal(number: int) -> Callable[[World], str]:
             return f"exit code {code}, {len(checkpoints(run))} checkpoints"
         code = call("train", world.train(run, "checkpoint.every=0", "resume=true"), world.log)
         wanted, found = ending(world.whole), ending(run)
-        return "" if not code and wanted["weights"] == found["weights"] else f"resumed: exit code {code}, {found}"
+        return "" if not code and wanted[WEIGHTS] == found[WEIGHTS] else f"resumed: exit code {code}, {found}"
 
     return scenario
 
@@ -212,7 +212,7 @@ def requeued(world: World) -> str:
     if code != 128 + signal.SIGUSR1 or not marker.exists():
         return f"exit code {code}, queued again: {marker.exists()}"
     code = call("train", world.train(run, "checkpoint.every=0"), world.log, job(1))
-    return "" if not code and ending(run)["weights"] == ending(world.whole)["weights"] else f"again: exit code {code}"
+    return "" if not code and ending(run)[WEIGHTS] == ending(world.whole)[WEIGHTS] else f"again: exit code {code}"
 
 
 def litter(world: World) -> str:

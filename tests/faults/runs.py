@@ -7,17 +7,20 @@ import os
 import random
 import shutil
 import signal
+import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file
 
 from configs.files import read_json_lines
 from tests.conftest import TINY, WORDS
-from training.checkpoint import checkpoints
+from training import sharded
+from training.checkpoint import OPTIMIZER, WEIGHTS, checkpoints
 
 STEPS = 16
 RUN = (
@@ -49,6 +52,16 @@ def launch(module: str, arguments: list[str], log: Path, before: Callable[[], No
     finally:
         sys.stdout.flush()
         os._exit(code)
+
+
+def launch_two(arguments: list[str], log: Path) -> list[int]:
+    """Start `train` in two forks that find each other as those of torchrun do."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    about = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [lambda rank=rank: os.environ.update(about, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)]
+    return [launch("train", arguments, log, before) for before in ranks]
 
 
 def wait(process: int, limit: float = 120.0) -> int:
@@ -126,10 +139,19 @@ def ending(run: Path) -> dict[str, str]:
     return {
         "metrics": json.dumps(lines),
         "checkpoint": last.name,
-        "weights": _digest(last / "model.safetensors"),
-        "optimizer": _digest(last / "optimizer.safetensors"),
-        "litter": ", ".join(path.name for path in run.rglob(".*.part")),
+        **(_joined(last) if sharded.shards(last) else {}),
+        **{path.name: _digest(path) for path in (last / WEIGHTS, last / OPTIMIZER) if path.exists()},
+        "litter": ", ".join(path.name for path in run.rglob(".*") if path.name != ".lock"),
     }
+
+
+def _joined(folder: Path) -> dict[str, str]:
+    """The bits of a sharded checkpoint's tensors: which process holds which, and where in its file, is torch's choice."""
+    tensors = {
+        key: torch.empty(about.size, dtype=about.properties.dtype) for key, about in sharded.sizes(folder).items()
+    }
+    sharded.fill(folder, tensors)
+    return {key: hashlib.sha256(tensor.numpy().tobytes()).hexdigest() for key, tensor in tensors.items()}
 
 
 def prepared(folder: Path) -> dict[str, str]:

@@ -285,3 +285,11 @@ def test_monitor_states_its_share_of_a_step() -> None:
         assert 0 < row.facts["look (ms)"] < 1e3 * max(row.seconds["step and look"])
         share = row.facts["look (ms)"] / 1e3 / 100 / bench.median(row.seconds["step"])
         assert row.facts["share at every=100 (%)"] == pytest.approx(100 * share)
+
+
+def test_a_checkpoint_states_its_share_of_a_step() -> None:
+    (row,) = bench.checkpoint(tiny("checkpoint", variants=["baseline"]), CPU)
+    parameters = bench.TrainingStep(tiny("checkpoint"), "baseline", 1, CPU).model.num_params()
+    assert row.facts["checkpoint (MB)"] > 12e-6 * parameters  # float32: weights, and AdamW's two moments
+    share = bench.median(row.seconds["checkpoint"]) / bench.median(row.seconds["step"])
+    assert row.facts["share at every=100 (%)"] == pytest.approx(share) and share > 0

@@ -8,7 +8,7 @@ import torch
 from model.decoder import Decoder
 from tests.variants import config
 from training.distributed import World
-from training.guard import WINDOW, Diverged, Guard
+from training.guard import WINDOW, Diverged, Guard, Skipped
 from training.optim import OptimConfig, build_optimizers, state_tensors
 
 ALONE = World(0, 1, torch.device("cpu"))
@@ -74,6 +74,11 @@ def test_a_row_of_bad_updates_ends_the_run_and_a_broken_row_does_not() -> None:
     with pytest.raises(Diverged, match="the loss is nan at step 2"):
         guard_of().refuse_bad_end(2, nan)
     guard_of().refuse_bad_end(2, 1.0)
+
+
+def test_a_skipped_update_is_noted_with_its_samples() -> None:
+    wanted = {"step": 3, "skipped": "loss nan, gradient norm 2.5", "samples": [16, 23]}
+    assert Skipped(3, math.nan, 2.5).line(batch=8) == wanted
 
 
 def reference(values: list[float], limit: float) -> list[int]:

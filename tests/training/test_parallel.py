@@ -189,6 +189,7 @@ def test_memory_and_messages_are_what_the_formulas_say(group: tuple, case: int) 
 
 def test_one_process_writes_parts_and_says_when_it_cannot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, alone = Decoder(SMALL, seed=2), World(0, 1, torch.device("cpu"))
+    (tmp_path / "checkpoints" / ".partial_step_00000007").mkdir(parents=True)  # of a killed run
     saver = Saver(
         tmp_path, CheckpointConfig(sharded=True, keep=1), model, build_optimizers(model, OptimConfig()), alone
     )

@@ -29,7 +29,7 @@ MODULES = {
     "report": "eval.report.__main__",
     "viewer": "eval.report.viewer",
 }
-SCRIPTS = ("ablate", "bench", "convert", "export", "publish", "sample")
+SCRIPTS = ("ablate", "bench", "consolidate", "convert", "export", "gpu", "publish", "sample")
 AS_PROCESSES = 80  # every so many cases is typed in a shell, too: a process takes three seconds to import torch
 
 
@@ -57,6 +57,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lines = [{"step": step, "tokens": 64 * step, "loss": 5.0, "time_s": 0.1} for step in range(5)]
     (folder / "run" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "text.txt").write_text("Some text, about the sea. " * 200)
+    (folder / "list.json").write_text("[1]")
     (folder / "binary.txt").write_bytes(b"\xff\xfe\x00")
     return folder
 
@@ -83,7 +84,7 @@ def test_wrong_input(world, command, typed, says, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [command, *typed.split()])
     before = on_disk(world)
     with pytest.raises(SystemExit) as stopped:
-        main()
+        raise SystemExit(main(typed.split()) if command == "gpu" else main())  # gpu works without Hydra
     GlobalHydra.instance().clear()
     captured = capsys.readouterr()
     assert_refused(stopped.value.code, captured.out, captured.err, says)
