@@ -38,7 +38,7 @@ class Settings(NamedTuple):
     source: str  # base_model
     how: Conversion
     training: dict[str, float]  # fields of train.py and their values
-    notes: list[str]  # what is done in another way than axolotl does it
+    notes: list[str]  # how the conversion differs from axolotl's
     unread: list[str]  # keys that a conversion does not need; the file that is written back keeps them
 
 
@@ -57,7 +57,9 @@ def read_settings(config: Any) -> Settings:
     flags = {name: default if config.get(name) is None else config[name] for name, default in FLAGS.items()}
     for other in ("split_heads", "mirror_weights"):
         if flags["zero_init"] and flags[other]:
-            raise ValueError(f"axolotl's config asks for zero_init and {other}, which exclude each other: drop one")
+            raise ValueError(
+                f"axolotl's config asks for zero_init and {other}, which exclude each other: leave one out"
+            )
     if config.get("diff_attention"):
         how, notes = Conversion(to="same"), ["diff_attention: true says that the base model is converted already"]
     else:
@@ -77,19 +79,23 @@ def _conversion(flags: dict[str, bool]) -> tuple[Conversion, list[str]]:
     notes = []
     if flags["split_heads"]:
         how = Conversion(heads="split", init="open")
-        notes.append("split_heads keeps queries and keys, which axolotl draws anew, and permutes the output projection")
+        notes.append("split_heads keeps queries and keys (axolotl draws new ones) and permutes the output projection")
     elif flags["zero_init"]:
         how = Conversion()
-        notes.append("zero_init copies the second maps and starts lambda at 0: at axolotl's zeros they never learn")
+        notes.append(
+            "zero_init copies the first maps and starts lambda at 0; with axolotl's zero weights neither ever learns"
+        )
     elif flags["mirror_weights"]:
         how = Conversion(init="mirror")
         notes.append(
-            "mirror_weights scales the output projection by what the subtraction takes, which axolotl does not"
+            "mirror_weights scales the output projection so that the function stays, which axolotl does not do"
         )
     else:
         how = Conversion(init="open", second="random")
     if flags["sublayer_norm"]:
-        notes.append("sublayer_norm: the output projection takes up the heads' sizes, which axolotl does not do")
+        notes.append(
+            "sublayer_norm: the output projection restores the mean sizes of the heads; axolotl leaves it as it is"
+        )
     return replace(how, sublayer_norm=flags["sublayer_norm"]), notes
 
 

@@ -182,7 +182,7 @@ def test_wrong_input_is_one_line_that_names_the_fix(source: Path, tmp_path: Path
         ([f"source={source}", out, "steps=0"], "use steps=200"),
         ([f"source={source}", out, "what=compare", "arms=[zeros]"], "arms has no 'zeros': use baseline, zero"),
         ([f"source={source}", out, "debug=true", f"prompt={'a' * 40}"], "leaves no room"),
-        ([f"source={tmp_path / 'none' / 'such'}", out], "is not a folder: give one with config.json"),
+        ([f"source={tmp_path / 'none' / 'such'}", out], "is not a folder: give a folder with config.json"),
         ([out], "'source' is required"),
     ):
         assert says in call(*arguments), arguments
