@@ -249,7 +249,7 @@ def _fold_timm_eps(state: dict[str, Tensor], eps: float) -> None:
 
 
 def keep_lambda(state: dict[str, Tensor], ours: float) -> None:
-    """Replace a stored lambda_init by ours; one vector moves so that exp(q1.k1) - exp(q2.k2) + lambda_init stays the same.
+    """Replace a stored lambda_init by ours; one vector moves, so that exp(q1.k1) - exp(q2.k2) + lambda_init stays.
 
     One of the two exponentials can always take up the difference and remain positive.
     """
