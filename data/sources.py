@@ -61,7 +61,9 @@ def open_corpus(cfg: DataConfig) -> Corpus:
     """The documents that `cfg` names. ValueError or FileNotFoundError: a source, file or option is missing or wrong."""
     sources = {"stdlib": stdlib, "shakespeare": shakespeare, "text": text_files, "hf": hugging_face}
     if cfg.source == "mqar":
-        raise ValueError("data=mqar needs no preparation, because training generates its rows: run train.py data=mqar")
+        raise ValueError(
+            "with data=mqar there is nothing to prepare, training generates its rows: run train.py data=mqar"
+        )
     if cfg.source not in sources:
         raise ValueError(f"unknown data.source '{cfg.source}': use one of {', '.join(sources)}, nanogpt")
     return sources[cfg.source](cfg)
@@ -192,7 +194,7 @@ def _readable(path: Path) -> Iterator[None]:
         foreign = type(error).__module__.split(".")[0] in ("zstandard", "pyarrow")
         if not (broken or foreign or isinstance(error, (EOFError, zlib.error, lzma.LZMAError))):
             raise
-        raise ValueError(f"{path} is truncated, or its content does not fit its suffix: copy it again") from None
+        raise ValueError(f"{path} is truncated or not of the format that its suffix names: copy it again") from None
 
 
 def _documents_of(path: Path, raw: BinaryIO, cfg: DataConfig) -> Iterator[str]:

@@ -148,5 +148,5 @@ def test_it_is_a_source_of_training_and_needs_no_files() -> None:
     cfg.retrieval.weight = 50
     with pytest.raises(ValueError, match="data.retrieval.weight=0"):
         open_sources(cfg, open_tokenizer(cfg), LENGTH)
-    with pytest.raises(ValueError, match="needs no preparation"):
+    with pytest.raises(ValueError, match="there is nothing to prepare"):
         open_corpus(cfg)

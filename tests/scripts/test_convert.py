@@ -233,7 +233,7 @@ def test_axolotls_file_converts_and_is_written_back(source: Path, tmp_path: Path
     with torch.no_grad():
         torch.testing.assert_close(two(tokens), one(tokens), rtol=1e-5, atol=1e-5)
     assert "leave out init" in call(f"axolotl={path}", f"run_dir={tmp_path / 'x'}", "init=mirror")
-    assert "is not a YAML file" in call(f"axolotl={tmp_path / 'none.yml'}", f"run_dir={tmp_path / 'x'}")
+    assert "cannot be read as YAML" in call(f"axolotl={tmp_path / 'none.yml'}", f"run_dir={tmp_path / 'x'}")
 
 
 @pytest.fixture(scope="module")
