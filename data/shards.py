@@ -150,7 +150,7 @@ class Shard:
 
 
 def read_meta(folder: str | Path) -> dict | None:
-    """`meta.json` of a prepared folder, or None if it has none (foreign shards). ValueError if it cannot be read."""
+    """`meta.json` of a prepared folder, or None for a folder without it (foreign shards). ValueError: it is damaged."""
     path, fix = Path(folder) / META, f"delete {folder} and prepare the data again"
     if not path.is_file():
         return None

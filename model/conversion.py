@@ -36,8 +36,8 @@ LARGEST_LAMBDA = 0.95  # init=mirror divides the output projection by 1 - lambda
 class Conversion:
     """How to convert. to=same changes nothing.
 
-    init: zero (lambda starts at 0), mirror (lambda starts at lambda_init, and the output projection makes up for it) or open
-    (lambda starts at lambda_init, and nothing makes up for it).
+    init: zero (lambda starts at 0), mirror (lambda starts at lambda_init, and the output projection compensates for it) or
+    open (lambda starts at lambda_init, and nothing compensates for it).
     heads: double (every head gets a second map) or split (pairs of heads become one, without new queries or keys).
     second: what the added maps start from, the first maps (copy) or fresh weights (random).
     sublayer_norm: a norm per head after the difference, as the paper has it; the norm changes the function. Use second=random

@@ -134,7 +134,7 @@ def open_source(cfg: ConvertConfig) -> LoadedRun:
 
 
 def text_windows(source: LoadedRun, cfg: ConvertConfig) -> np.ndarray | None:
-    """(n, T + 1) windows of the text to test on; None where none is given and the source has none."""
+    """(n, T + 1) windows of the text to test on; None if no text is given and the source has no shards."""
     folder = cfg.shards or source.config["data"]["dir"]
     if not cfg.text and not Path(folder).is_dir():
         if cfg.shards or cfg.what == "compare":
@@ -256,7 +256,7 @@ def describe(record: dict[str, Any]) -> list[str]:
         "diff_v2 with second=copy, do not": not record["exact"],
         "its cost in loss is not known: give text=FILE or shards=DIR": not record["exact"] and "loss" not in record,
         "the second maps' queries and keys get their first gradient in the second step, all else in the first": how.waits,
-        "train without model.diff.lambda_warmup: the output projection makes up for all of lambda": (
+        "train without model.diff.lambda_warmup: the output projection compensates for all of lambda": (
             how.to == "diff" and how.init == "mirror"
         ),
     }

@@ -109,7 +109,7 @@ def _training(config: dict[str, Any], how: Conversion) -> dict[str, float]:
         except (TypeError, ValueError):
             raise ValueError(f"axolotl's config says {theirs}: {config[theirs]}: use a number") from None
         found[ours] = int(value) if value.is_integer() else value
-    if how.init == "mirror":  # the output projection makes up for all of lambda
+    if how.init == "mirror":  # the output projection compensates for all of lambda
         found.pop("model.diff.lambda_warmup", None)
     return found
 

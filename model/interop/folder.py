@@ -28,7 +28,7 @@ def local_folder(name: str | Path) -> Path:
         from huggingface_hub import snapshot_download
     except ModuleNotFoundError:
         raise ValueError(
-            f"there is no folder {name}, and models of the hub need a package: pip install huggingface_hub"
+            f"there is no folder {name}, and a model of the hub needs a package: pip install huggingface_hub"
         ) from None
     try:
         return Path(snapshot_download(str(name), allow_patterns=HUB_FILES))

@@ -14,7 +14,7 @@ from .folder import SAVE_AGAIN, Weights, number
 
 
 class Format:
-    """The tables of one architecture, and the two directions in which they are read.
+    """The tables of one architecture, read both ways. "Ours" is our decoder's, "theirs" is the architecture's.
 
     A subclass fills in the tables. Where the architecture has its rows in another order, `to_ours` and `to_theirs`
     rearrange them. Several of our names in one entry, with blanks between them: one tensor of theirs holds our rows in
@@ -120,7 +120,7 @@ class Format:
                 yield [f"blocks.{layer}.{name}" for name in ours.split()], self.blocks.format(layer) + theirs
 
     def _table(self, cfg: DecoderConfig, config: dict[str, Any]) -> Iterator[tuple[dict[str, torch.Size], str | None]]:
-        """Our tensors with their shapes, and the name of their tensor that holds the rows; None if there is none."""
+        """Our tensors with their shapes, and the name of their tensor with these rows; None: they have no such tensor."""
         ours, biased = _shapes(cfg), self.biased(config)
         for modules, theirs in self.modules(cfg):
             for kind in ("", ".weight", ".bias"):  # "" is for the name of a parameter

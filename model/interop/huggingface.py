@@ -1,4 +1,4 @@
-"""Model folders of transformers (config.json and safetensors) as our decoders, and our decoders as such folders.
+"""Read model folders of transformers (config.json and safetensors) as decoders, and write decoders as such folders.
 
 The folders are read and written by name, so the package transformers is not needed.
 """
