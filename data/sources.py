@@ -61,9 +61,7 @@ def open_corpus(cfg: DataConfig) -> Corpus:
     """The documents that `cfg` names. ValueError or FileNotFoundError: a source, file or option is missing or wrong."""
     sources = {"stdlib": stdlib, "shakespeare": shakespeare, "text": text_files, "hf": hugging_face}
     if cfg.source == "mqar":
-        raise ValueError(
-            "with data=mqar there is nothing to prepare, training generates its rows: run train.py data=mqar"
-        )
+        raise ValueError("data=mqar is generated in training: there is nothing to prepare, run train.py data=mqar")
     if cfg.source not in sources:
         raise ValueError(f"unknown data.source '{cfg.source}': use one of {', '.join(sources)}, nanogpt")
     return sources[cfg.source](cfg)
@@ -188,9 +186,7 @@ def _readable(path: Path) -> Iterator[None]:
     except UnicodeDecodeError:
         raise ValueError(f"{path} is not UTF-8 text: convert it first, e.g. with iconv -t utf-8") from None
     except Exception as error:
-        broken = (
-            isinstance(error, OSError) and error.errno is None
-        )  # from gzip or bz2; an error of the disk has a number
+        broken = isinstance(error, OSError) and error.errno is None  # only errors of gzip and bz2 have no number
         foreign = type(error).__module__.split(".")[0] in ("zstandard", "pyarrow")
         if not (broken or foreign or isinstance(error, (EOFError, zlib.error, lzma.LZMAError))):
             raise
@@ -332,9 +328,7 @@ def hugging_face(cfg: DataConfig) -> Corpus:
                 corpus.done = number
                 yield row[cfg.column] or ""
         except Exception as error:  # the libraries have no common class, see _load
-            raise ValueError(
-                f"reading {cfg.dataset} broke off ({_brief(error)}): run the same command again to resume"
-            ) from error
+            raise ValueError(f"{cfg.dataset} broke off ({_brief(error)}): run this command again to resume") from error
 
     identity = {"source": "hf", "dataset": cfg.dataset, "subset": cfg.subset, "split": cfg.split, "column": cfg.column}
     local = cfg.data_files or (cfg.dataset if Path(cfg.dataset).is_dir() else None)

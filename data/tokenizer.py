@@ -28,8 +28,7 @@ EOT = "<|endoftext|>"
 FILE = "tokenizer.json"
 
 # GPT-4's split pattern (cl100k_base), except that numbers are split into pairs of digits. A single digit recurs too
-# often within one number for a small model to copy digits in order; groups of three or more digits are too many to
-# learn.
+# often within one number for a small model to copy digits in order; longer groups are too many to learn.
 BPE_PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+| ?\p{N}{1,2}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -65,8 +64,7 @@ def pieces(text: str, size: int = PIECE) -> Iterator[str]:
 class Tokenizer:
     """Text to token ids and back. `vocab_size` counts the end-of-text token `eot`, which `encode` never emits.
 
-    `fingerprint` is the SHA-256 (hex) of token bytes, split pattern and special tokens: equal fingerprints
-    mean equal ids.
+    `fingerprint` is the SHA-256 (hex) of token bytes, split pattern and special tokens; if it is equal, ids are equal.
     """
 
     def __init__(self, encoding: tiktoken.Encoding) -> None:

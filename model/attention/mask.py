@@ -104,7 +104,7 @@ class Mask:
         return see
 
     def added(self, positions: Tensor, S: int) -> Tensor | None:
-        """Bias and slopes of the queries at `positions`, to be added to their scores: finite (1 or B, 1 or H, R, S), or None."""
+        """Bias and slopes to add to the scores of queries at `positions`: finite (1 or B, 1 or H, R, S), or None."""
         parts = []
         if self.bias is not None:
             rows = _rows(self.bias, positions, S)

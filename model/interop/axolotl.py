@@ -57,9 +57,7 @@ def read_settings(config: Any) -> Settings:
     flags = {name: default if config.get(name) is None else config[name] for name, default in FLAGS.items()}
     for other in ("split_heads", "mirror_weights"):
         if flags["zero_init"] and flags[other]:
-            raise ValueError(
-                f"axolotl's config asks for zero_init and {other}, which exclude each other: leave one out"
-            )
+            raise ValueError(f"axolotl's config asks for zero_init and {other}, which exclude each other: drop one")
     if config.get("diff_attention"):
         how, notes = Conversion(to="same"), ["diff_attention: true says that the base model is converted already"]
     else:
@@ -82,20 +80,14 @@ def _conversion(flags: dict[str, bool]) -> tuple[Conversion, list[str]]:
         notes.append("split_heads keeps queries and keys (axolotl draws new ones) and permutes the output projection")
     elif flags["zero_init"]:
         how = Conversion()
-        notes.append(
-            "zero_init copies the first maps and starts lambda at 0; with axolotl's zero weights neither ever learns"
-        )
+        notes.append("zero_init copies the first maps and starts lambda at 0; axolotl's zero weights never learn")
     elif flags["mirror_weights"]:
         how = Conversion(init="mirror")
-        notes.append(
-            "mirror_weights scales the output projection so that the function stays, which axolotl does not do"
-        )
+        notes.append("mirror_weights scales the output projection so that the function stays; axolotl does not")
     else:
         how = Conversion(init="open", second="random")
     if flags["sublayer_norm"]:
-        notes.append(
-            "sublayer_norm: the output projection restores the mean sizes of the heads; axolotl leaves it as it is"
-        )
+        notes.append("sublayer_norm: the output projection restores the heads' mean sizes; in axolotl it does not")
     return replace(how, sublayer_norm=flags["sublayer_norm"]), notes
 
 

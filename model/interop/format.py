@@ -120,7 +120,7 @@ class Format:
                 yield [f"blocks.{layer}.{name}" for name in ours.split()], self.blocks.format(layer) + theirs
 
     def _table(self, cfg: DecoderConfig, config: dict[str, Any]) -> Iterator[tuple[dict[str, torch.Size], str | None]]:
-        """Our tensors with their shapes, and the name of their tensor with these rows; None: they have no such tensor."""
+        """Our tensors with their shapes, and the name of their tensor with these rows; None: they have none."""
         ours, biased = _shapes(cfg), self.biased(config)
         for modules, theirs in self.modules(cfg):
             for kind in ("", ".weight", ".bias"):  # "" is for the name of a parameter
