@@ -10,8 +10,8 @@ from omegaconf import MISSING
 class TokenizerConfig:
     """How text becomes token ids."""
 
-    name: str = "gpt2"  # gpt2, r50k_base, cl100k_base, o200k_base, ... (tiktoken) | bpe (of the text) | bytes | hf
-    vocab_size: Annotated[int | None, "[258, 1048576]"] = None  # bpe only; counts the end-of-text token; None is 4096
+    name: str = "gpt2"  # gpt2, r50k_base, cl100k_base, o200k_base, ... (tiktoken) | bpe (trained on text) | bytes | hf
+    vocab_size: Annotated[int | None, "[258, 1048576]"] = None  # bpe only: tokens, end-of-text included; None: 4096
     path: str | None = None  # hf only: a transformers model's folder, whose tokenizer.json is used
 
 
@@ -19,9 +19,9 @@ class TokenizerConfig:
 class RetrievalMixConfig:
     """The share of training samples that are retrieval documents, and their shape.
 
-    weight: percent of all samples. dense: percent of the retrieval documents that are dense. needles: a document has 1 to
-    this many facts (with few, a small model learns to retrieve soonest). digits: of a magic number; with two, the numbers
-    kept for evaluation are a rule that a model can learn.
+    weight: percent of all samples. dense: percent of the retrieval documents that hold facts only, without text.
+    needles: the largest number of facts in a document, of 1 at least (a small model learns to retrieve sooner from few
+    facts). digits: length of a magic number; with two digits, a model can learn which numbers are kept for evaluation.
     """
 
     weight: Annotated[int, "[0, 100]"] = 0
@@ -34,11 +34,11 @@ class RetrievalMixConfig:
 class MqarConfig:
     """Associative recall among distractors (data/mqar.py).
 
-    keys, values, noise: sizes of three vocabularies without a common token.
+    keys, values, noise: sizes of three vocabularies that share no token.
 
-    pairs: told and asked in each row. distractors: the share of the tokens told that are distractors. kind: noise
-    (distractors are tokens of the noise vocabulary) or pairs (they are key-value pairs like the others, of keys that are
-    not asked in their row).
+    pairs: key-value pairs that each row tells and then asks. distractors: their share of the tokens before the
+    questions. kind: noise (distractors are tokens of the noise vocabulary) or pairs (distractors are key-value pairs,
+    of keys that the row does not ask).
     """
 
     keys: Annotated[int, "[2, 1048576]"] = 64
@@ -53,7 +53,7 @@ class MqarConfig:
 class DataConfig:
     """A text: where it comes from, how it is prepared, and where the shards lie."""
 
-    name: str = MISSING  # of the prepared set
+    name: str = MISSING  # name of the prepared set
     source: str = MISSING  # stdlib | shakespeare | text | hf | nanogpt | mqar
     path: str | None = None  # text: file, folder or glob; shakespeare: a local copy; nanogpt: folder of its .bin files
     dataset: str | None = None  # hf: name on the hub, a folder of the package datasets, or a builder (json, parquet)
@@ -61,16 +61,16 @@ class DataConfig:
     subset: str | None = None  # hf: configuration of the data set
     split: str = "train"  # hf: which split to read
     column: str = "text"  # column of hf and parquet, key of jsonl
-    longest_line: Annotated[int, "[1, inf)"] = 67_108_864  # jsonl, parquet: bytes of one text at most
+    longest_line: Annotated[int, "[1, inf)"] = 67_108_864  # jsonl, parquet: a text of more bytes is refused
     expansion: Annotated[int, "[1, inf)"] = (
-        100  # compressed files: times its own size that a file may unpack to (64 MiB are always allowed)
+        100  # compressed files: a file may unpack to this many times its size (64 MiB are always allowed)
     )
     streaming: bool = False  # hf: read over the network instead of downloading first
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     dir: str = "shards/${.name}"  # folder of the prepared set
     val_fraction: Annotated[float, "[0, 1)"] = 0.005  # share of the text kept for validation
     shard_tokens: Annotated[int, "[1, 2147483647]"] = 100_000_000  # tokens per shard file
-    max_tokens: Annotated[int | None, "[1, inf)"] = None  # stop once the training split has this many
-    workers: Annotated[int | None, "[1, 4096]"] = None  # tokenizing threads; None is every core
+    max_tokens: Annotated[int | None, "[1, inf)"] = None  # stop once the training split has this many tokens
+    workers: Annotated[int | None, "[1, 4096]"] = None  # threads that tokenize; None: one per core
     retrieval: RetrievalMixConfig = field(default_factory=RetrievalMixConfig)
     mqar: MqarConfig = field(default_factory=MqarConfig)

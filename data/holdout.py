@@ -1,4 +1,4 @@
-"""Which part of a text validation gets: whole documents by their hash, or, where these miss the share, with one cut."""
+"""Choose the validation documents: whole documents by their hash; where these miss the share asked for, one is cut."""
 
 import hashlib
 import math
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
-TOLERANCE = 0.2  # of the share asked for: what whole documents may miss
-SURE = 3.0  # standard deviations within the tolerance at which no more documents are measured
+TOLERANCE = 0.2  # error of the share that whole documents may have, relative to the share asked for
+SURE = 3.0  # measuring ends early once the tolerance is this many standard deviations of the share
 
 
 class Document(NamedTuple):
@@ -21,10 +21,10 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True)
 class HoldOut:
-    """Documents whose hash, a number in [0, 1), is less than `below` are validation; equal documents stay on one side.
+    """A document is validation if its hash, a number in [0, 1), is less than `below`; so equal documents share a split.
 
-    share: the part, from its end, that validation gets of the document whose hash is `below`. uncut: where this document
-    goes if it is too short to be cut; None where it is the only one.
+    share: the document whose hash equals `below` is cut; validation gets this part of it, from its end. uncut: the
+    split of that document if it is too short to be cut; None if it is the only document.
     """
 
     below: float
@@ -32,7 +32,7 @@ class HoldOut:
     uncut: str | None = "train"
 
     def documents(self, texts: Iterable[str]) -> Iterator[Document]:
-        """The documents of `texts`, in order, each with its split; the one that is cut comes as two."""
+        """The documents of `texts`, in order, each with its split; the document that is cut comes as two."""
         for text in texts:
             number, size = _hashed(text)
             if number == self.below and self.share:
@@ -41,7 +41,7 @@ class HoldOut:
                 yield Document(text, "val" if number < self.below else "train", size)
 
     def _cut(self, text: str, size: int) -> Iterator[Document]:
-        first = int((1 - float(self.share)) * len(text))  # of a single document: nanoGPT's split of tinyshakespeare
+        first = int((1 - float(self.share)) * len(text))  # as nanoGPT cuts tinyshakespeare, a single document
         if text[:first].strip() and text[first:].strip():
             before = len(_utf8(text[:first]))
             yield Document(text[:first], "train", before)
@@ -53,11 +53,12 @@ class HoldOut:
 
 
 def measure(texts: Iterable[str], fraction: float, limit: float = math.inf) -> HoldOut:
-    """How to hold out `fraction` of the bytes of `texts`, judged by the first `limit` bytes of them.
+    """How to hold out `fraction` of the bytes of `texts`, measured on their first `limit` bytes.
 
-    Every document below the fraction by its hash, if that gives the share within TOLERANCE, so that neither the order of
-    the documents nor their company matters. Else, as for a few books, documents in the order of their hash until the share
-    is full, where the last one is cut. Reading ends early once there are so many documents that chance cannot miss.
+    Documents with a hash below `fraction` are validation, if they have that share of the bytes within TOLERANCE: the
+    split of a document then depends on this document alone. Otherwise (a few books, for example) validation gets
+    documents in the order of their hash until the share is full, and the last of them is cut. Reading ends early once
+    so many documents are measured that the share is almost certain to be within TOLERANCE.
     """
     if not fraction:
         return HoldOut(0.0)

@@ -1,8 +1,8 @@
-"""Batches as a pure function of (seed, step): no state, so nothing to save and nothing to lose.
+"""Batches are a pure function of (seed, step): the loader has no state to save or to lose.
 
 Global sample number g is `step * batch + row`, whatever the world size or micro batch. A `Source` turns a sample number
-into tokens; epochs, shuffling and mixing are arithmetic on that number. A source may mark tokens that are not to be
-scored, by bitwise not: `inputs_and_targets` takes the marks off again.
+into tokens; epochs, shuffling and mixing are arithmetic on that number. A source may mark tokens as unscored by their
+bitwise not; `inputs_and_targets` removes the marks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ UNSCORED = -100  # the target that torch's cross-entropy leaves out
 
 
 class Source(Protocol):
-    """Anything that yields token windows by number; `index` counts forever."""
+    """Gives a window of tokens for every sample number `index`; the numbers have no end."""
 
     def sample(self, index: int, seed: int) -> np.ndarray: ...  # (length+1,) int64, unscored tokens marked
 
@@ -71,8 +71,8 @@ def _feistel(x, half: int, keys: tuple[int, ...]):
 def permute(index: int | np.ndarray, n: int, seed: int) -> int | np.ndarray:
     """Where position `index` of [0, n) goes in the shuffle `seed`: a bijection, in O(1) memory, for n up to 2**62.
 
-    A Feistel network on a power of four of at least n, walked until the value falls inside (Black and Rogaway 2002,
-    "Ciphers with arbitrary finite domains"). Arrays give int64 arrays of the same shape, ints give ints.
+    A Feistel network on the smallest power of four that is n or more, repeated until the value is below n (Black and
+    Rogaway 2002, "Ciphers with arbitrary finite domains"). Arrays give int64 arrays of the same shape, ints give ints.
     """
     assert 0 < n <= 2**62
     half = max(3, ((n - 1).bit_length() + 1) // 2)  # smaller networks are visibly biased
@@ -124,8 +124,8 @@ class Windows:
 class Mixture:
     """Several sources in exact proportion: of any 100 consecutive samples, `weight` come from each.
 
-    `parts` are (source, weight), the weights whole percents that sum to 100. The sources take turns in a fixed pattern
-    spread evenly over those 100; each sees its own samples numbered without gaps.
+    `parts` are (source, weight); weights are whole percents that sum to 100. The sources take turns in a fixed pattern,
+    in which the turns of each are spread evenly; each source numbers its own samples without gaps.
     """
 
     def __init__(self, parts: Sequence[tuple[Source, int]]) -> None:
@@ -144,11 +144,11 @@ class Mixture:
         block, slot = divmod(index, 100)
         which = self._turn[slot]
         own = block * self.weights[which] + self._before[slot]
-        return self.sources[which].sample(own, mix(seed, which))  # own seed: equal sources must not walk in step
+        return self.sources[which].sample(own, mix(seed, which))  # own seed: equal sources differ in order
 
 
 def _pattern(weights: list[int]) -> tuple[list[int], list[int]]:
-    """Whose turn each of 100 slots is, and how many turns it had before: always the one furthest behind its share."""
+    """For each of 100 slots: the source (the one furthest behind its share), and how many slots it has had before."""
     turn, before, taken = [], [], [0] * len(weights)
     for slot in range(100):
         which = max(range(len(weights)), key=lambda i: (weights[i] * (slot + 1) - 100 * taken[i], -i))
@@ -162,8 +162,8 @@ def _pattern(weights: list[int]) -> tuple[list[int], list[int]]:
 class Loader:
     """Batches by step number: `loader(step, micro)` is this rank's (micro_batch, length+1) int64 rows.
 
-    `batch` is in samples, over all ranks and micro batches. Ranks take contiguous parts of it and `micros` calls per
-    step cover a rank's part, so the global batch is the same for every world size and micro batch.
+    `batch` is in samples, over all ranks and micro batches. Each rank takes a contiguous part of the batch, in `micros`
+    calls per step. So the global batch is the same for every world size and micro batch.
     """
 
     def __init__(
@@ -177,14 +177,14 @@ class Loader:
         micro_batch: int | None = None,
     ) -> None:
         if batch < 1 or batch % world:
-            raise ValueError(f"a batch of {batch} samples does not divide over {world} processes: change one of them")
+            raise ValueError(f"a batch of {batch} samples does not divide over {world} processes: change either number")
         self.source, self.batch, self.length, self.seed, self.rank = source, batch, length, seed, rank
         self.per_rank = batch // world
         self.micro_batch = micro_batch or self.per_rank
         if self.per_rank % self.micro_batch:
             raise ValueError(
                 f"{self.per_rank} samples per process do not divide into micro batches of {self.micro_batch}: "
-                "use a micro batch that divides it"
+                f"use a micro batch that divides {self.per_rank}"
             )
         self.micros = self.per_rank // self.micro_batch
 
@@ -202,9 +202,9 @@ class Loader:
 
 
 class Prefetcher:
-    """A loader whose next batch is read on one thread while this one is used. Same calls, same batches, no state.
+    """A loader that reads the next batch on a thread while the current batch is used. Its batches are the loader's.
 
-    All reading is done on that thread: a file system that does not answer keeps neither a signal nor the process's end waiting.
+    Only that thread reads. So a file system that does not answer delays neither a signal nor the end of the process.
     """
 
     def __init__(self, loader: Loader) -> None:
@@ -230,9 +230,9 @@ class Prefetcher:
         while (asked := self._wanted.get()) is not None:
             try:
                 asked[1].set_result(self.loader(*asked[0]))
-            except BaseException as error:  # whoever asked gets it
+            except BaseException as error:  # raised again in the thread that asked
                 asked[1].set_exception(error)
 
     def close(self) -> None:
-        """Let the thread end after what it reads now."""
+        """End the thread after its current read."""
         self._wanted.put(None)

@@ -1,9 +1,9 @@
-"""Multi-query associative recall with a known share of distractors: a task that is made as it is read.
+"""Multi-query associative recall with a known share of distractors; rows are generated when they are read.
 
 A row tells `pairs` key-value pairs and then asks each of them once: the key comes again, and the value is the answer
 (MQAR: Arora et al., arXiv 2312.04927, section 4; definition followed: HazyResearch/zoology, zoology/data/multiquery_ar.py).
-Between the pairs lie distractors, as in MAD's noisy recall (Poli et al., arXiv 2403.17844; athms/mad-lab,
-mad/data/instances.py), but in an exact number: that share of the tokens told is distractors. Only answers are scored.
+Distractors lie between the pairs, as in MAD's noisy recall (Poli et al., arXiv 2403.17844; athms/mad-lab,
+mad/data/instances.py), but their share of the tokens before the questions is exact. Only answers are scored.
 """
 
 from dataclasses import dataclass
@@ -20,10 +20,10 @@ VALIDATION_ROWS = 4096
 
 @dataclass(frozen=True)
 class Sample:
-    """A row's tokens (length + 1,), and where things are in it.
+    """A row's tokens (length + 1,), and the positions of its parts.
 
-    asked, told (pairs,): positions of each asked key and of the same key where it was told; each one's value follows it.
-    distractors (n,): positions of the distractors.
+    asked, told (pairs,): position of each key in its question, and of the same key in its pair; its value follows in
+    both. distractors (n,): positions of the distractors.
     """
 
     tokens: np.ndarray
@@ -32,7 +32,7 @@ class Sample:
     distractors: np.ndarray
 
     def marked(self) -> np.ndarray:
-        """The tokens as a training row: those that are no answers are marked as unscored, by bitwise not."""
+        """The tokens as a training row: tokens that are not answers are marked as unscored, by their bitwise not."""
         row = ~self.tokens
         row[self.asked + 1] = self.tokens[self.asked + 1]
         return row
@@ -47,11 +47,11 @@ def mqar_tokenizer(cfg: MqarConfig) -> Tokenizer:
 class Mqar:
     """Rows of `length` + 1 tokens; row i of a split is a pure function of (split, seed, i).
 
-    A row is the end-of-text token, then slots of two tokens. The first slots hold the pairs, in random ones of them, and
-    the distractors in the others. The questions follow at once, in random order, so that all a question sees is pairs,
-    distractors and earlier questions: fillers in between, as Zoology has them, would be registers in which a model can
-    keep the pairs away from the distractors. A row that is longer ends in end-of-text tokens, which no question sees.
-    ValueError for a task that cannot be, or that does not fit.
+    A row is the end-of-text token, then slots of two tokens. The first slots hold pairs and distractors in random
+    order. The questions follow directly, also in random order, so a question sees only pairs, distractors and earlier
+    questions. (With fillers before the questions, as in Zoology, a model can copy the pairs into the fillers, away from
+    distractors.) A longer row is filled up with end-of-text tokens, which no question sees. ValueError: the options
+    exclude each other, or the row does not fit `length`.
     """
 
     def __init__(self, cfg: MqarConfig, length: int) -> None:
@@ -75,7 +75,7 @@ class Mqar:
         return self.draw("val", index, 0).marked()
 
     def draw(self, split: str, index: int, seed: int) -> Sample:
-        """Row `index` of the split train, val or eval: no two splits share a row but by chance."""
+        """Row `index` of the split train, val or eval: two splits share a row only by chance."""
         cfg, slots = self.cfg, self.length // 2
         rng = np.random.default_rng([SPLITS.index(split), seed, index])
         keys = rng.permutation(cfg.keys)  # the first `pairs` are asked, the others are free for distractors
@@ -105,16 +105,16 @@ def shortest_row(cfg: MqarConfig) -> int:
 
 
 def told_slots(cfg: MqarConfig) -> int:
-    """Slots of two tokens that hold the pairs and their distractors. ValueError for a task that cannot be."""
+    """Slots of two tokens that hold the pairs and the distractors. ValueError: the options exclude each other."""
     if cfg.kind not in KINDS:
         raise ValueError(f"data.mqar.kind={cfg.kind} is unknown: use one of {', '.join(KINDS)}")
     if not 0 <= cfg.distractors < 1:
         raise ValueError(f"data.mqar.distractors={cfg.distractors:g} is not a share below 1: use 0.8")
     slots = cfg.pairs / (1 - cfg.distractors)
-    if abs(slots - round(slots)) > 1e-3:  # a share that is written with six digits is meant exactly
+    if abs(slots - round(slots)) > 1e-3:  # a share written with six digits counts as exact
         wrong = f"{cfg.pairs} pairs cannot have a share of exactly {cfg.distractors:g} distractors"
         raise ValueError(f"{wrong}: use data.mqar.distractors={1 - cfg.pairs / round(slots):.6g}, or other pairs")
     if not 1 <= cfg.pairs <= cfg.values or cfg.pairs >= cfg.keys or cfg.noise < 1:
-        wrong = f"{cfg.pairs} pairs need that many values, more keys than that, and a noise token"
+        wrong = f"{cfg.pairs} pairs need that many values, more keys than that, and one noise token at least"
         raise ValueError(f"{wrong}: raise data.mqar.keys, data.mqar.values or data.mqar.noise")
     return round(slots)

@@ -51,7 +51,7 @@ VERSION = 1  # of the layout of meta.json
 BPE_SAMPLE = 100_000_000  # characters of training text that a bpe vocabulary is trained on
 SPLITS = ("train", "val")
 MEASURED = 2**26  # bytes of text that are always measured before it is split
-LINE_EVERY = 10.0  # seconds between two lines of progress where the output is no terminal
+LINE_EVERY = 10.0  # seconds between two lines of progress if the output is not a terminal
 
 
 @dataclass
@@ -71,7 +71,7 @@ class Item(NamedTuple):
     ids: np.ndarray | Future | None  # None: lies wholly in shards already written
     documents: int
     bytes: int
-    first: bool = True  # piece of its document
+    first: bool = True  # whether it is the first piece of its document
 
 
 @dataclass
@@ -83,13 +83,13 @@ class Split:
     documents: int = 0
     bytes: int = 0
     tokens: int = 0
-    last: tuple[int, int] = (-1, 0)  # item number in the source, tokens of it taken
+    last: tuple[int, int] = (-1, 0)  # number of the last item, and how many of its tokens are taken
     waiting: list[np.ndarray] = field(default_factory=list)
     room: int = 0  # tokens the next shard still takes
-    passed: int = 0  # tokens of the document at hand in its pieces so far
+    passed: int = 0  # tokens in the pieces of the current document so far
 
     def behind(self, shards: list[dict]) -> None:
-        """Stand where the last of these finished shards ended."""
+        """Continue after the last of these finished shards."""
         self.shards = shards
         self.tokens = sum(shard["tokens"] for shard in shards)
         if shards:
@@ -105,7 +105,7 @@ def prepare(cfg: DataConfig, *, verify: bool = False, quiet: bool = False) -> di
     """Tokenize what `cfg` names into `cfg.dir` and return its meta.json; a finished set is checked and left as it is.
 
     Raises ValueError or FileNotFoundError in one line. Shards finished before an error or an interruption are kept, and
-    the same call continues behind them.
+    the same call continues after them.
     """
     check_ranges(cfg, "data.")
     corpus = None if cfg.source == "nanogpt" else open_corpus(cfg)
@@ -126,7 +126,7 @@ def prepare(cfg: DataConfig, *, verify: bool = False, quiet: bool = False) -> di
 
 
 def check_folder(folder: str | Path, *, verify: bool = False) -> None:
-    """Open every shard that meta.json lists and compare it with what is written there; `verify` reads all of them."""
+    """Open every shard that meta.json lists and compare it with its entry; `verify` reads every shard whole."""
     meta = read_meta(folder)
     for split, content in meta["splits"].items():
         if not content["shards"]:
@@ -137,7 +137,7 @@ def check_folder(folder: str | Path, *, verify: bool = False) -> None:
 
 
 class Preparation:
-    """One folder being filled. progress.json holds what is finished, and is replaced by meta.json at the end."""
+    """Fills one folder. progress.json lists the finished shards; meta.json replaces it at the end."""
 
     def __init__(self, cfg: DataConfig, folder: Path, request: dict, quiet: bool) -> None:
         self.cfg, self.folder, self.request, self.quiet = cfg, folder, request, quiet
@@ -165,20 +165,20 @@ class Preparation:
     # from text to items
 
     def _corpus_items(self, corpus: Corpus, pool: ThreadPoolExecutor) -> Iterator[Item]:
-        self._say("reading the text to see what validation gets")
-        # A token of English has about four bytes: of a long text, what lies behind max_tokens of them is not measured.
+        self._say("reading the text to choose the validation documents")
+        # A token of English has about four bytes; a long text is measured no further than max_tokens tokens reach.
         limit = max(MEASURED, 4 * self.cfg.max_tokens) if self.cfg.max_tokens else math.inf
         split: HoldOut = measure(corpus, self.cfg.val_fraction, limit)
         if self.tokenizer is None:
             if self.cfg.tokenizer.name == "bpe":
-                self._say("training a bpe vocabulary on it")
+                self._say("training a bpe vocabulary on the text")
             self.tokenizer = build_tokenizer(self.cfg.tokenizer, _sample(split.documents(corpus)))
         documents = split.documents(corpus)
         first = next(documents, None)
         if first is None:
             raise ValueError(f"there is no text in {self.cfg.path or self.cfg.name}: give a source with text in it")
         self._start()
-        queue: deque[tuple[int, Item]] = deque()  # tokenized by the threads, bounded in characters, taken in order
+        queue: deque[tuple[int, Item]] = deque()  # the threads tokenize these; `ahead` bounds their characters
         ahead = 0
         for item, text in self._pieces(itertools.chain([first], documents)):
             ids = pool.submit(self._tokenize, item, text) if text else None
@@ -204,7 +204,7 @@ class Preparation:
     def _tokenize(self, item: Item, text: str) -> np.ndarray:
         try:
             ids = self.tokenizer.encode_array(text)
-        except ValueError as error:  # a split pattern that gives up, on a million blanks for instance
+        except ValueError as error:  # the split pattern failed, on a million blanks for instance
             wrong = f"document {item.number + 1} cannot be tokenized ({error})"
             raise ValueError(f"{wrong}: take it out of the source, or use data.tokenizer.name=bytes") from None
         return np.concatenate((np.array([self.tokenizer.eot], ids.dtype), ids)) if item.documents else ids
@@ -226,12 +226,12 @@ class Preparation:
         return split.name == "train" and self.cfg.max_tokens is not None and split.tokens >= self.cfg.max_tokens
 
     def _enough(self, item: Item) -> bool:
-        """max_tokens are there; reading goes on only until validation has a document too."""
+        """Whether training has max_tokens and validation has a document."""
         train, val = self.splits["train"], self.splits["val"]
         return self._full(train) and item.number >= train.last[0] and bool(val.tokens or not self.cfg.val_fraction)
 
     def _add(self, item: Item) -> None:
-        """Append an item to its split, but for what a resumed split already holds or max_tokens leaves out."""
+        """Append an item to its split, without tokens that a resumed split already holds or that exceed max_tokens."""
         split = self.splits[item.split]
         number, taken = split.last if item.number == split.last[0] else (item.number, 0)
         if item.number < split.last[0] or self._full(split):
@@ -240,7 +240,7 @@ class Preparation:
         split.passed = begin + len(item.ids)
         limit = self.cfg.max_tokens if split.name == "train" and self.cfg.max_tokens else sys.maxsize
         ids, cut = np.split(item.ids[max(0, taken - begin) :], [limit - split.tokens])
-        if begin >= taken:  # a piece counts with its first token
+        if begin >= taken:  # a piece's documents and bytes count with its first token
             split.documents += item.documents
             split.bytes += item.bytes - (int(self.tokenizer.byte_lengths()[cut].sum()) if len(cut) else 0)
         taken = max(taken, begin)
@@ -270,7 +270,7 @@ class Preparation:
     # the folder
 
     def _resume(self) -> None:
-        """Take over what an interrupted preparation finished. ValueError if the folder is somebody else's."""
+        """Take over the shards that an interrupted preparation finished. ValueError: the folder has another origin."""
         path = self.folder / PROGRESS
         if not path.is_file():
             if any(self.folder.glob("*.bin")) or (self.folder / TOKENIZER).exists():
@@ -293,14 +293,14 @@ class Preparation:
             self.tokenizer = load_tokenizer(self.folder)
             for shard in self.splits["train"].shards + self.splits["val"].shards:
                 Shard(self.folder / shard["file"], fingerprint=self.tokenizer.fingerprint)
-        self._say(f"continuing {self.folder} behind {count} finished shard{'s' if count != 1 else ''}")
+        self._say(f"continuing {self.folder} after {count} finished shard{'s' if count != 1 else ''}")
 
     def _say(self, line: str) -> None:
         if not self.quiet:
             print(line, flush=True)
 
     def _start(self) -> None:
-        """The first thing written, once there is a tokenizer and text for it."""
+        """Write progress.json and the tokenizer, once there is a tokenizer and a first text."""
         if not any(split.shards for split in self.splits.values()):
             self.folder.mkdir(parents=True, exist_ok=True)
             self._save_progress()
@@ -327,7 +327,7 @@ class Preparation:
         return meta
 
     def _withdraw(self) -> None:
-        """After an error: a folder without a single finished shard is of no use, so none is left behind."""
+        """After an error, remove the folder if it has no finished shard."""
         if (self.folder / PROGRESS).is_file() and not any(split.shards for split in self.splits.values()):
             for name in (PROGRESS, TOKENIZER):
                 (self.folder / name).unlink(missing_ok=True)
@@ -398,8 +398,9 @@ def _describe(meta: dict) -> str:
 def _progress(
     corpus: Corpus | None, cfg: DataConfig, splits: dict[str, Split], quiet: bool
 ) -> Iterator[Callable[[], None]]:
-    """A bar over max_tokens, or else over what the source can count; lines where the output is no terminal. Yields what
-    moves it.
+    """A progress bar over max_tokens, or else over the source's unit; lines of text if the output is not a terminal.
+
+    Yields the function that updates it.
     """
     from tqdm import tqdm
 

@@ -3,11 +3,11 @@
 Two kinds of documents, in the shape of the multi-needle test of LWM and of the Differential Transformer paper
 (arXiv 2410.05258, section 3.3):
 
-- needle: text with N sentences "The magic number of Paris is 4817." at random depths, each asked for again after it.
-- dense: nothing but such sentences over a few cities, so that every repetition is a retrieval.
+- needle: text with N sentences "The magic number of Paris is 4817." at random depths, then a question for each.
+- dense: only such sentences, about a few cities, so that every repetition is a retrieval.
 
-Cities and numbers of the training documents never occur in evaluation, and the other way round: `cities` and
-`draw_number` give those of either split. A small model does not learn to retrieve without such documents.
+Training and evaluation share no city and no number; `cities` and `draw_number` give those of one split. A small model
+does not learn to retrieve without such documents.
 """
 
 from collections.abc import Sequence
@@ -39,15 +39,15 @@ EVAL_EVERY = 5  # one city, and one number, in five is kept for evaluation
 
 
 def cities(split: str) -> list[str]:
-    """The keys of the `train` or the `eval` split; disjoint."""
+    """The cities of the split `train` or `eval`; the two splits share no city."""
     return [city for i, city in enumerate(CITIES) if (i % EVAL_EVERY == 0) == (split == "eval")]
 
 
 def draw_number(rng: np.random.Generator, split: str, digits: int) -> int:
-    """A number of that many digits (3 or more) from the split's own set; the sets are disjoint, their digits alike."""
+    """A number of `digits` digits (3 or more) from the split's own set; the two sets are disjoint."""
     while True:
         number = int(rng.integers(10 ** (digits - 1), 10**digits))
-        scrambled = number * 2654435761 % 2**32 >> 16  # Knuth's multiplicative hash: no digit tells the split
+        scrambled = number * 2654435761 % 2**32 >> 16  # Knuth's multiplicative hash: no single digit tells the split
         if (scrambled % EVAL_EVERY == 0) == (split == "eval"):
             return number
 
@@ -72,11 +72,11 @@ class Facts:
         self.keys = [tokenizer.encode(f"\nThe magic number of {city} is") for city in cities(split)]
 
     def draw(self, rng: np.random.Generator, count: int) -> list[Fact]:
-        """`count` facts about different cities, with different numbers: ranking the candidates cannot tie."""
+        """`count` facts about different cities, with different numbers, so that ranks of the candidates cannot tie."""
         if count > len(self.keys):
             raise ValueError(f"{count} needles asked, but there are {len(self.keys)} cities: use at most that many")
         if count > 10 ** (self.digits - 1):  # about a fifth of the numbers are kept for evaluation
-            raise ValueError(f"{count} needles need more numbers than those of {self.digits} digits: use more digits")
+            raise ValueError(f"there are too few numbers of {self.digits} digits for {count} needles: use more digits")
         chosen = rng.choice(len(self.keys), count, replace=False)
         numbers: list[int] = []
         while len(numbers) < count:
@@ -86,7 +86,7 @@ class Facts:
 
     def _fact(self, key: list[int], number: int) -> Fact:
         value = self.tokenizer.encode(f" {number}.")
-        # Some tokenizers give the space a token of its own: it belongs to the question, or a prompt would end before it.
+        # Some tokenizers give the space a token of its own: this token belongs to the question, so it ends the prompt.
         digit = next(
             i for i, token in enumerate(value) if any(c in b"0123456789" for c in self.tokenizer.token_bytes(token))
         )
@@ -100,7 +100,7 @@ class RetrievalSource:
         check_ranges(cfg, "data.retrieval.")
         self.cfg, self.haystack, self.tokenizer, self.length = cfg, haystack, tokenizer, length
         self.facts = Facts(tokenizer, "train", cfg.digits)
-        self.facts.draw(np.random.default_rng(0), cfg.needles)  # refuses at once what a later document would
+        self.facts.draw(np.random.default_rng(0), cfg.needles)  # raise now what a later document would raise
         self.sentence_ends = sentence_ends(tokenizer)
         self.longest = max(len(key) for key in self.facts.keys) + cfg.digits + 2
         if length < 4 * self.longest:
@@ -124,8 +124,8 @@ class RetrievalSource:
         fit = self.length // (3 * self.longest)  # a third of the window for the facts, a third for the questions
         facts = self.facts.draw(rng, int(rng.integers(1, min(self.cfg.needles, fit) + 1)))
         room = self.length + 1 - 2 * sum(len(f.tokens) for f in facts) - 1
-        # Texts of all lengths, long ones more often: with the questions always at the window's end, a model learns to
-        # answer there and nowhere else.
+        # Texts of all lengths, long ones more often: if the questions were always at the window's end, a model would
+        # learn to answer only there.
         text = self.haystack.sample(index, seed)[: int(room * rng.random() ** 0.5)]
         context, _ = hide(text, facts, rng.random(len(facts)), self.sentence_ends)
         tokens = [self.tokenizer.eot, *context]
@@ -146,7 +146,10 @@ def sentence_ends(tokenizer: Tokenizer) -> np.ndarray:
 def hide(
     text: np.ndarray, facts: Sequence[Fact], depths: Sequence[float], ends: np.ndarray
 ) -> tuple[list[int], list[int]]:
-    """Put each fact into `text` at its depth (0 first, 1 last), after the nearest sentence end; the new text and its starts."""
+    """Put each fact into `text` at its depth (0 first, 1 last), after the nearest sentence end.
+
+    Returns the new tokens and the position at which each fact starts.
+    """
     places = np.concatenate(([0], np.flatnonzero(ends[text]) + 1, [len(text)]))
     cuts = [int(places[np.abs(places - depth * len(text)).argmin()]) for depth in depths]
     context: list[int] = []

@@ -1,4 +1,4 @@
-"""Token shards: the headed binary layout of llm.c and modded-nanogpt, read as it is and written with what it lacks.
+"""Token shards: the headed binary layout of llm.c and modded-nanogpt, read as it is, and extended where we write it.
 
 A shard is 256 little-endian int32 of header, then the tokens. Header: [0] magic, [1] version, [2] token count. Magic
 20240520 version 1 holds uint16 (llm.c's gpt-2 files); 20240801 version 7 holds uint32 (llm.c's llama-3 files).
@@ -55,8 +55,8 @@ def write_shard(path: str | Path, *parts: np.ndarray, vocab_size: int, fingerpri
 class Shard:
     """One shard, memory-mapped: `tokens` is (count,) uint16 or uint32, nothing is read before it is used.
 
-    `vocab_size` and `fingerprint` (hex) are what the caller's tokenizer has; a shard of ours that says otherwise is
-    refused. Foreign shards say nothing, so only their ids can be checked. `verify` forces the checksum.
+    `vocab_size` and `fingerprint` (hex) are those of the caller's tokenizer; a shard of ours with other ones is
+    refused. Foreign shards have neither in their header, so only their ids are checked. `verify` forces the checksum.
     Raises FileNotFoundError or ValueError.
     """
 
@@ -85,10 +85,10 @@ class Shard:
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens [start, stop) as int64. ValueError for an id outside the vocabulary (large files are not scanned).
 
-        The size is looked at before every read: reading what a file has lost since it was opened would end the process
-        by SIGBUS.
+        The file's size is checked before every read: reading beyond the end of a file that was truncated after it was
+        opened would end the process by SIGBUS.
         """
-        if self.path.exists():  # else what is mapped is still there
+        if self.path.exists():  # the content of a deleted file stays mapped
             self._check_size(len(self), self.tokens.dtype)
         tokens = self.tokens[start:stop].astype(np.int64)
         if self.vocab_size is not None and len(tokens):
@@ -150,7 +150,7 @@ class Shard:
 
 
 def read_meta(folder: str | Path) -> dict | None:
-    """`meta.json` of a prepared folder, or None if it has none (foreign shards). ValueError if it cannot be read."""
+    """`meta.json` of a prepared folder, or None for a folder without it (foreign shards). ValueError: it is damaged."""
     path, fix = Path(folder) / META, f"delete {folder} and prepare the data again"
     if not path.is_file():
         return None
@@ -165,7 +165,7 @@ def read_meta(folder: str | Path) -> dict | None:
 
 
 def check_listed(shards: list[dict]) -> None:
-    """ValueError, KeyError or TypeError for a list of shards that is none, or that names files elsewhere."""
+    """ValueError, KeyError or TypeError: `shards` is not a list of shards, or names a file outside of the folder."""
     for shard in shards:
         if Path(shard["file"]).name != shard["file"] or not isinstance(shard.get("tokens", 0), int):
             raise ValueError
@@ -201,12 +201,12 @@ def open_split(
 
 
 def open_nanogpt(path: str | Path, vocab_size: int) -> np.ndarray:
-    """nanoGPT's headerless uint16 `.bin`, memory-mapped, (count,). ValueError if it cannot be that."""
+    """nanoGPT's headerless uint16 `.bin`, memory-mapped, (count,). ValueError: another format, or no file."""
     path = Path(path)
     size = path.stat().st_size if path.is_file() else 0
     if size == 0 or size % 2:
         raise ValueError(
-            f"{path} is missing, empty or truncated: path= is a folder with nanoGPT's train.bin and val.bin"
+            f"{path} is missing, empty or truncated: give path= the folder with nanoGPT's train.bin and val.bin"
         )
     tokens = np.memmap(path, dtype="<u2", mode="r")
     if size >= 4 and tokens[:2].tobytes() in [np.array([magic], "<i4").tobytes() for magic, _ in FORMATS.values()]:
@@ -214,6 +214,7 @@ def open_nanogpt(path: str | Path, vocab_size: int) -> np.ndarray:
     largest = max(int(tokens[i : i + 2**24].max()) for i in range(0, len(tokens), 2**24))
     if largest >= vocab_size:
         raise ValueError(
-            f"{path} holds token {largest}, outside the vocabulary of {vocab_size}: set data.tokenizer.name to its own"
+            f"{path} holds token {largest}, outside the vocabulary of {vocab_size}: "
+            "set data.tokenizer.name to the tokenizer that wrote it"
         )
     return tokens

@@ -1,7 +1,7 @@
 """Where text comes from. A `Corpus` is an ordered stream of documents that can be read again from the start.
 
-Nothing here shuffles: the same configuration gives the same documents in the same order, which is what lets an
-interrupted preparation continue.
+Documents are not shuffled: the same configuration gives the same documents in the same order, so an interrupted
+preparation can continue.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2d
 class Corpus:
     """A stream of documents (non-blank strings). Iterate it as often as needed; it always starts at the beginning.
 
-    `identity` says what the documents are, for recognising an earlier preparation. `done` of `total` `unit`s have been
-    read so far (`total` None: unknown), for the progress bar.
+    `identity` describes the documents; it tells whether an earlier preparation read the same ones. The progress bar
+    shows `done` of `total` `unit`s (`total` None: unknown).
     """
 
     def __init__(
@@ -58,10 +58,10 @@ class Corpus:
 
 
 def open_corpus(cfg: DataConfig) -> Corpus:
-    """The documents `cfg` names. ValueError or FileNotFoundError, in one line, for what is missing or misnamed."""
+    """The documents that `cfg` names. ValueError or FileNotFoundError: a source, file or option is missing or wrong."""
     sources = {"stdlib": stdlib, "shakespeare": shakespeare, "text": text_files, "hf": hugging_face}
     if cfg.source == "mqar":
-        raise ValueError("data=mqar is made while it is read: there is nothing to prepare, start train.py data=mqar")
+        raise ValueError("data=mqar is generated in training: there is nothing to prepare, run train.py data=mqar")
     if cfg.source not in sources:
         raise ValueError(f"unknown data.source '{cfg.source}': use one of {', '.join(sources)}, nanogpt")
     return sources[cfg.source](cfg)
@@ -89,7 +89,7 @@ def shakespeare(cfg: DataConfig) -> Corpus:
         return Corpus(_shakespeare_identity(SHAKESPEARE_SHA256), lambda corpus: iter([_download_shakespeare()]), None)
     path = Path(cfg.path)
     if not path.is_file():
-        raise FileNotFoundError(f"no file {path}: give path=FILE, or leave it out to download")
+        raise FileNotFoundError(f"no file {path}: give path=FILE, or leave path= out to download it")
     content = path.read_bytes()
     text = _decode(content, path)
     return Corpus(_shakespeare_identity(hashlib.sha256(content).hexdigest()), lambda corpus: iter([text]), None)
@@ -108,7 +108,7 @@ def _download_shakespeare() -> str:
             f"cannot download tinyshakespeare ({_brief(error)}): give a local copy with path=FILE"
         ) from None
     if hashlib.sha256(content).hexdigest() != SHAKESPEARE_SHA256:
-        raise ValueError(f"{SHAKESPEARE_URL} is not tinyshakespeare any more: give a local copy with path=FILE")
+        raise ValueError(f"{SHAKESPEARE_URL} no longer has tinyshakespeare's content: give a local copy with path=FILE")
     return content.decode()
 
 
@@ -122,7 +122,7 @@ def text_files(cfg: DataConfig) -> Corpus:
     """Local .txt, .jsonl and .parquet files, plain or .gz, .bz2, .xz, .zst, in order of name. `cfg.path` is a file, a
     folder (with everything below it) or a glob; `cfg.column` is the key or column that holds the text.
 
-    A .txt file is one document, or several where it has <|endoftext|> between them; one beyond 16M characters is cut.
+    A .txt file is one document, or several that <|endoftext|> separates; a document of over 16M characters is cut.
     """
     if cfg.path is None:
         raise ValueError("data=text needs a file, folder or glob: add path=FILE")
@@ -157,13 +157,13 @@ def _find(path: str) -> list[Path]:
 
 
 def _matching(path: str) -> list[Path]:
-    """The file `path`, those below the folder, or those that match the glob."""
+    """The file `path`, or all files below the folder `path`, or all files that match the glob `path`."""
     found = [Path(path)] if Path(path).exists() else [Path(name) for name in glob.glob(path, recursive=True)]
     return [file for item in found for file in (sorted(item.rglob("*")) if item.is_dir() else [item]) if file.is_file()]
 
 
 def is_text(path: Path) -> bool:
-    """Whether a file's name is that of a text we read: .txt, .jsonl or .parquet, plain or compressed."""
+    """Whether the name of a file ends in .txt, .jsonl or .parquet, with or without the suffix of a compression."""
     return _kind(path) in KINDS
 
 
@@ -173,7 +173,7 @@ def _kind(path: Path) -> str:
 
 
 def _head(path: Path) -> str:
-    """Digest of the first MiB: tells two files of one name and size apart."""
+    """Digest of the first MiB: tells apart two files with the same name and size."""
     with path.open("rb") as file:
         return hashlib.sha256(file.read(2**20)).hexdigest()
 
@@ -186,11 +186,11 @@ def _readable(path: Path) -> Iterator[None]:
     except UnicodeDecodeError:
         raise ValueError(f"{path} is not UTF-8 text: convert it first, e.g. with iconv -t utf-8") from None
     except Exception as error:
-        broken = isinstance(error, OSError) and error.errno is None  # gzip's and bz2's; the disk's has a number
+        broken = isinstance(error, OSError) and error.errno is None  # only errors of gzip and bz2 have no number
         foreign = type(error).__module__.split(".")[0] in ("zstandard", "pyarrow")
         if not (broken or foreign or isinstance(error, (EOFError, zlib.error, lzma.LZMAError))):
             raise
-        raise ValueError(f"{path} is truncated or not what its name says: copy it again") from None
+        raise ValueError(f"{path} is truncated or not of the format that its suffix names: copy it again") from None
 
 
 def _documents_of(path: Path, raw: BinaryIO, cfg: DataConfig) -> Iterator[str]:
@@ -214,7 +214,7 @@ def _decompressed(path: Path, raw: BinaryIO, most: int) -> BinaryIO:
 
 
 class _Bounded(io.RawIOBase):
-    """What `stream` unpacks, up to `most` bytes; then ValueError."""
+    """The bytes that `stream` unpacks. ValueError once they are more than `most`."""
 
     def __init__(self, stream: BinaryIO, path: Path, most: int) -> None:
         self.stream, self.path, self.left = stream, path, most
@@ -233,7 +233,7 @@ class _Bounded(io.RawIOBase):
 
 def _bomb(path: Path) -> ValueError:
     return ValueError(
-        f"{path} unpacks to far more than its size, as a bomb does: raise data.expansion= if you trust it"
+        f"{path} unpacks to far more than its size, as a decompression bomb does: raise data.expansion= if you trust it"
     )
 
 
@@ -266,7 +266,7 @@ def _jsonl(path: Path, stream: BinaryIO, cfg: DataConfig) -> Iterator[str]:
         except UnicodeDecodeError:
             raise
         except (ValueError, RecursionError):  # RecursionError: nested too deeply
-            raise ValueError(f"{where} is not JSON: mend it, or give another path=") from None
+            raise ValueError(f"{where} is not JSON: correct the line, or give another path=") from None
         keys = record if isinstance(record, dict) else {}
         text = keys.get(cfg.column)
         if not isinstance(text, str):
@@ -283,7 +283,7 @@ def _parquet(path: Path, raw: BinaryIO, cfg: DataConfig, most: int) -> Iterator[
     parquet = need("pyarrow.parquet", f"reading {path.name}")
     try:
         file = parquet.ParquetFile(raw)
-    except Exception as error:  # pyarrow's own hierarchy
+    except Exception as error:  # pyarrow's exceptions share no base class of Python's
         raise ValueError(f"{path} is not a parquet file ({_brief(error)}): copy it again") from error
     names = file.schema_arrow.names
     if cfg.column not in names:
@@ -291,7 +291,7 @@ def _parquet(path: Path, raw: BinaryIO, cfg: DataConfig, most: int) -> Iterator[
     _refuse_other_types(str(path), str(file.schema_arrow.field(cfg.column).type), cfg)
     if sum(file.metadata.row_group(i).total_byte_size for i in range(file.num_row_groups)) > most:
         raise _bomb(path)
-    file = parquet.ParquetFile(raw, read_dictionary=[cfg.column])  # a text that repeats is in memory once
+    file = parquet.ParquetFile(raw, read_dictionary=[cfg.column])  # keeps a repeated text in memory once
     for batch in file.iter_batches(batch_size=1024, columns=[cfg.column]):
         for cell in batch.column(0):
             text = cell.as_py() or ""
@@ -313,7 +313,7 @@ def _refuse_other_types(where: str, kind: str, cfg: DataConfig) -> None:
 
 def hugging_face(cfg: DataConfig) -> Corpus:
     """A data set of the package `datasets`: of the Hugging Face hub (`cfg.dataset`, `cfg.subset`, `cfg.split`), a folder
-    saved with save_to_disk, or `cfg.data_files` for a builder (json, parquet). Local ones need no network.
+    saved with save_to_disk, or `cfg.data_files` for a builder (json, parquet). Local data sets need no network.
     """
     if not cfg.dataset:
         raise ValueError("data=hf needs a data set: add data.dataset=OWNER/NAME, or a folder")
@@ -327,8 +327,8 @@ def hugging_face(cfg: DataConfig) -> Corpus:
             for number, row in enumerate(rows, 1):
                 corpus.done = number
                 yield row[cfg.column] or ""
-        except Exception as error:  # as in _load
-            raise ValueError(f"lost {cfg.dataset} ({_brief(error)}): run the same command again to resume") from error
+        except Exception as error:  # the libraries have no common class, see _load
+            raise ValueError(f"{cfg.dataset} broke off ({_brief(error)}): run this command again to resume") from error
 
     identity = {"source": "hf", "dataset": cfg.dataset, "subset": cfg.subset, "split": cfg.split, "column": cfg.column}
     local = cfg.data_files or (cfg.dataset if Path(cfg.dataset).is_dir() else None)
@@ -353,7 +353,7 @@ def _load(cfg: DataConfig) -> Any:
         else:
             files = {"data_files": {cfg.split: cfg.data_files}} if cfg.data_files else {}
             rows = datasets.load_dataset(cfg.dataset, cfg.subset, split=cfg.split, streaming=cfg.streaming, **files)
-    except Exception as error:  # datasets, hub and http libraries each have their own hierarchy
+    except Exception as error:  # the classes of the datasets, hub and http libraries have no common one
         what = f"cannot load data set {cfg.dataset} ({_brief(error)})"
         raise ValueError(f"{what}: check data.dataset, data.subset and data.split, {instead}") from error
     names = rows.column_names
@@ -366,16 +366,16 @@ def _load(cfg: DataConfig) -> Any:
 
 
 def _reach_hub() -> None:
-    """The libraries below retry an unreachable hub for minutes; ask once, quickly, first."""
+    """ValueError if the hub does not answer within NETWORK_TIMEOUT; the libraries would retry for minutes."""
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     try:
         urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=NETWORK_TIMEOUT).close()
     except urllib.error.HTTPError:
-        pass  # it answered
+        pass  # the hub answered
     except (OSError, ValueError) as error:
         raise ValueError(
             f"cannot reach {endpoint} ({_brief(error)}): use local files with data=text path=FILE, "
-            "or HF_HUB_OFFLINE=1 for a data set already downloaded"
+            "or set HF_HUB_OFFLINE=1 if the data set is already downloaded"
         ) from None
 
 
@@ -383,7 +383,7 @@ def _reach_hub() -> None:
 
 
 def nanogpt_identity(cfg: DataConfig) -> dict:
-    """What tells the files of a nanoGPT folder from others. FileNotFoundError or ValueError where it cannot be imported."""
+    """The names and sizes of a nanoGPT folder's files. FileNotFoundError, ValueError: it cannot be imported."""
     folder = Path(cfg.path or "")
     if cfg.path is None or not folder.is_dir():
         raise FileNotFoundError("data=nanogpt needs the folder with train.bin and val.bin: add path=FOLDER")

@@ -1,4 +1,4 @@
-"""The English of the Python installation, about 2 MB: the text that needs no download."""
+"""English text of the Python installation, about 2 MB, which needs no download."""
 
 import ast
 import inspect
@@ -37,7 +37,7 @@ def _topics(source: bytes) -> list[str]:
 
 
 def _without_excerpts(texts: list[str]) -> list[str]:
-    """`if` is a section of `compound`: keeping both would put the same text on both sides of the split."""
+    """Without texts that mostly repeat a longer one: `if` is a section of `compound`, and both splits would hold it."""
     seen: set[str] = set()
     kept = set()
     for text in sorted(texts, key=lambda text: (-len(text), text)):
@@ -52,7 +52,7 @@ def _docstrings(source: bytes, root: Path, path: Path, seen: set[str]) -> str:
     """One document: the docstrings of a module in the order of its source, each under its signature."""
     try:
         tree = ast.parse(source)
-    except (SyntaxError, ValueError):  # templates and the like
+    except (SyntaxError, ValueError):  # a template, for example
         return ""
     name = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
     parts = []

@@ -1,4 +1,4 @@
-"""What training and validation read: prepared text, or a task that is made as it is read."""
+"""What training and validation read: prepared text, or a task whose rows are generated when they are read."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from data.tokenizer import Tokenizer, load_tokenizer
 
 
 def is_task(cfg: DataConfig) -> bool:
-    """Whether the data are made as they are read, from no shards."""
+    """Whether rows are generated when they are read, without shards."""
     return cfg.source == "mqar"
 
 
@@ -28,7 +28,7 @@ def open_sources(cfg: DataConfig, tokenizer: Tokenizer, context: int) -> tuple[S
     weight = cfg.retrieval.weight
     if is_task(cfg):
         if weight:
-            raise ValueError("data=mqar is not mixed with retrieval documents: use data.retrieval.weight=0")
+            raise ValueError("data=mqar cannot be mixed with retrieval documents: use data.retrieval.weight=0")
         task = Mqar(cfg.mqar, context)
         return task, task
     same = {"vocab_size": tokenizer.vocab_size, "fingerprint": tokenizer.fingerprint}

@@ -1,7 +1,7 @@
 """Tokenizers: the published tiktoken encodings, byte-level BPE trained on the corpus, plain bytes, and other models' own.
 
-All but the last are a `tiktoken.Encoding` underneath; a model folder's tokenizer.json is run by the package `tokenizers`.
-Each carries its identity, the fingerprint that shards and checkpoints record.
+All but the last kind wrap a `tiktoken.Encoding`; the package `tokenizers` runs a model folder's tokenizer.json. Every
+tokenizer has a fingerprint, which shards and checkpoints record.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from data.config import TokenizerConfig
 EOT = "<|endoftext|>"
 FILE = "tokenizer.json"
 
-# GPT-4's split (cl100k_base), but numbers go by pairs of digits: one rule spells every number. Single digits recur too
-# often within one number for a small model to keep their order when it copies, longer groups are too many to learn.
+# GPT-4's split pattern (cl100k_base), except that numbers are split into pairs of digits. A single digit recurs too
+# often within one number for a small model to copy digits in order; longer groups are too many to learn.
 BPE_PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+| ?\p{N}{1,2}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 BYTES_PATTERN = r"[\s\S]"
-PIECE = 2**20  # characters; longer documents are tokenized in pieces, so that all threads share one book
+PIECE = 2**20  # characters; longer documents are tokenized in pieces, so that all threads work on one book
 LONE_NEWLINE, LONE_SPACE = re.compile(r"(?<=\S)\n(?=\S)"), re.compile(r"(?<=[a-z])(?= [a-z])")
 # SHA-256 of GPT-2's tokens, and text on which tokenizers that split or merge differently disagree.
 GPT2_TOKENS = "22f185846c3da6972451b865f7a74e12f84c19a13b961e0eeae8468a17aa78fa"
@@ -44,10 +44,10 @@ SAMPLE = (
 
 
 def pieces(text: str, size: int = PIECE) -> Iterator[str]:
-    """Cut a long document where no tokenizer's split pattern can see it: after a lone newline within text, or before the
-    blank between two words where no such newline is near.
+    """Cut a long document where every tokenizer's split pattern splits as well: after a lone newline within text, or,
+    where no such newline is near, before the space between two words.
 
-    The tokens of the pieces, put together, are the tokens of the whole.
+    The concatenated tokens of the pieces are the tokens of the whole document.
     """
     start = 0
     while len(text) - start > size:
@@ -64,7 +64,7 @@ def pieces(text: str, size: int = PIECE) -> Iterator[str]:
 class Tokenizer:
     """Text to token ids and back. `vocab_size` counts the end-of-text token `eot`, which `encode` never emits.
 
-    `fingerprint` is the SHA-256 (hex) of token bytes, split pattern and special tokens: equal ones mean equal ids.
+    `fingerprint` is the SHA-256 (hex) of token bytes, split pattern and special tokens; if it is equal, ids are equal.
     """
 
     def __init__(self, encoding: tiktoken.Encoding) -> None:
@@ -91,7 +91,7 @@ class Tokenizer:
         return self.encoding.decode([int(i) for i in ids])
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes one token stands for (`eot` spells itself out). KeyError for an id no token has."""
+        """The bytes of one token (of `eot`: its own name). KeyError: no token has this id."""
         return self.encoding.decode_single_token_bytes(int(token))
 
     def byte_lengths(self) -> np.ndarray:
@@ -117,10 +117,10 @@ class Tokenizer:
 
 
 class FolderTokenizer(Tokenizer):
-    """The tokenizer.json of a model folder, run by the package `tokenizers`; byte-level or sentencepiece's kind.
+    """The tokenizer.json of a model folder, run by the package `tokenizers`; its kind is byte-level or sentencepiece.
 
-    `eot` is the token that begins a document: the folder's bos token, or its eos token where there is none. Sentencepiece's
-    kind puts a space before a text, which `decode` takes away again; `byte_lengths` counts it as the byte it is.
+    `eot` is the token that begins a document: the folder's bos token, or its eos token if it has no bos token. A
+    sentencepiece tokenizer puts a space before a text; `decode` removes this space, `byte_lengths` counts its byte.
     """
 
     def __init__(self, definition: dict[str, Any], eot: int, source: str | Path = FILE) -> None:
@@ -132,18 +132,18 @@ class FolderTokenizer(Tokenizer):
         decides = {**definition, "truncation": None, "padding": None, "post_processor": None}
         try:
             self.hf = HFTokenizer.from_str(json.dumps(decides))
-        except Exception as error:  # the package raises Exception itself
+        except Exception as error:  # the package raises plain Exception
             raise ValueError(
                 f"{source} is not a tokenizer that 'tokenizers' can run ({error}): save it again"
             ) from None
-        self.hf.encode_special_tokens = True  # special tokens that are written out are text
+        self.hf.encode_special_tokens = True  # special tokens that are written out in a text are text
         self.name, self.eot = "hf", eot
         self.tokens: dict[int, str] = {token: text for text, token in self.hf.get_vocab(with_added_tokens=True).items()}
         self.vocab_size = max(self.tokens) + 1
         self.added = {token["id"]: token for token in definition.get("added_tokens") or ()}
         self.byte_level = _is_byte_level(definition, source)
         if eot not in self.tokens:
-            raise ValueError(f"{source} has no token {eot}, its begin of text: correct tokenizer_config.json")
+            raise ValueError(f"{source} has no token {eot}, which is to begin a text: correct tokenizer_config.json")
         written = json.dumps([decides, eot], sort_keys=True)
         self.fingerprint = hashlib.sha256(written.encode()).hexdigest()
 
@@ -193,7 +193,7 @@ class FolderTokenizer(Tokenizer):
 
 @contextlib.contextmanager
 def _panics() -> Iterator[None]:
-    """Turn what the package `tokenizers` raises for a regular expression that gives up, no Exception, into a ValueError."""
+    """ValueError for a split pattern that fails: the package raises PanicException, which is not an Exception."""
     try:
         yield
     except BaseException as error:
@@ -205,8 +205,9 @@ def _panics() -> Iterator[None]:
 def read_tokenizer(folder: str | Path) -> Tokenizer:
     """The tokenizer of a transformers model folder (tokenizer.json, tokenizer_config.json) as one of ours.
 
-    GPT-2's own is the tiktoken encoding `gpt2` where that is at hand, so shards prepared with it fit. ValueError: a folder
-    without tokenizer.json or without begin and end of text; a kind of which the bytes of a token are not known.
+    GPT-2's tokenizer becomes the tiktoken encoding `gpt2` if tiktoken has its file, so shards of that encoding fit.
+    ValueError: the folder has no tokenizer.json, or names neither a bos nor an eos token; or the tokenizer is of a kind
+    that does not tell the bytes of a token.
     """
     path = Path(folder) / FILE
     if not path.is_file():
@@ -216,7 +217,7 @@ def read_tokenizer(folder: str | Path) -> Tokenizer:
     if "model" not in definition or "version" not in definition:
         raise ValueError(f"{path} is not a file of the package 'tokenizers': give the folder of a transformers model")
     tokenizer = FolderTokenizer(definition, _eot(Path(folder), definition), path)
-    with contextlib.suppress(ValueError):  # without tiktoken's file, the folder's own does as well
+    with contextlib.suppress(ValueError):  # without tiktoken's file, use the folder's own tokenizer
         if _is_gpt2(tokenizer):
             return Tokenizer(_encoding("gpt2"))
     return tokenizer
@@ -236,7 +237,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _eot(folder: Path, definition: dict[str, Any]) -> int:
-    """The token that begins a document: bos, else eos, as tokenizer_config.json, or else config.json, names it."""
+    """The id of the bos token, else of the eos token; tokenizer_config.json names it, or else config.json."""
     ids = {token["content"]: token["id"] for token in definition.get("added_tokens") or ()}
     ids = (
         {**(definition["model"].get("vocab") or {}), **ids}
@@ -258,7 +259,7 @@ def _eot(folder: Path, definition: dict[str, Any]) -> int:
 
 
 def _is_byte_level(definition: dict[str, Any], source: str | Path) -> bool:
-    """Whether token texts are GPT-2's stand-ins for bytes; False is sentencepiece's kind. ValueError for others."""
+    """True if token texts are GPT-2's printable letters for bytes, False for sentencepiece. ValueError: other kinds."""
     decoder = definition.get("decoder") or {}
     kinds = {part.get("type") for part in (decoder, *(decoder.get("decoders") or ()))}
     if "ByteLevel" in kinds:
@@ -272,15 +273,15 @@ def _is_byte_level(definition: dict[str, Any], source: str | Path) -> bool:
 
 
 def _valid(text: str) -> str:
-    """Lone surrogates, which are not UTF-8, as question marks."""
+    """`text` with a question mark for each lone surrogate, which UTF-8 cannot encode."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
 
 
 def load_tokenizer(folder: str | Path, foreign: TokenizerConfig | None = None) -> Tokenizer:
-    """The tokenizer saved in `folder`. FileNotFoundError if there is none, ValueError if it is not what it says it is.
+    """The tokenizer saved in `folder`. FileNotFoundError if there is none; ValueError if its file is damaged or edited.
 
-    `foreign` is the tokenizer to take where `folder` has shards but no tokenizer.json (llm.c, modded-nanogpt): as it is,
-    or GPT-2's in place of a bpe, which cannot be that of somebody else's tokens.
+    foreign: the tokenizer to use where `folder` has shards but no tokenizer.json (llm.c, modded-nanogpt). If it is a
+    bpe, GPT-2's is used, because a bpe trained here cannot be the tokenizer of another project's shards.
     """
     path = Path(folder) / FILE
     if not path.is_file():
@@ -312,7 +313,7 @@ def load_tokenizer(folder: str | Path, foreign: TokenizerConfig | None = None) -
 def build_tokenizer(cfg: TokenizerConfig, texts: Iterable[str] | None = None) -> Tokenizer:
     """The tokenizer `cfg` asks for; `bpe` is trained on `texts` and depends on nothing else."""
     if (cfg.name == "hf") != (cfg.path is not None):
-        raise ValueError("another model's tokenizer is data.tokenizer.name=hf data.tokenizer.path=FOLDER: give both")
+        raise ValueError("data.tokenizer.name=hf and data.tokenizer.path=FOLDER belong together: give both, or neither")
     if cfg.name != "bpe":
         if cfg.vocab_size is not None:
             raise ValueError(f"tokenizer {cfg.name} has a fixed vocabulary: leave data.tokenizer.vocab_size=null")
@@ -349,7 +350,7 @@ def _bpe_encoding(tokens: list[bytes], pattern: str) -> tiktoken.Encoding:
 
 
 def tokenizer_of_words(words: Sequence[str]) -> Tokenizer:
-    """A tokenizer that knows these words alone: word i is token i, end-of-text comes last. It is saved as a bpe's is."""
+    """A tokenizer that knows these words alone: word i is token i, end-of-text comes last. It is saved as a bpe is."""
     pattern = "|".join(rf"{re.escape(word)}\b" for word in words)
     return Tokenizer(_bpe_encoding([word.encode() for word in words], pattern))
 
@@ -399,7 +400,7 @@ def _train_bpe(texts: Iterable[str], vocab_size: int) -> list[bytes]:
 
 
 def byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins for bytes (openai/gpt-2, encoder.py: bytes_to_unicode), inverted."""
+    """GPT-2's printable letter for each byte, as {letter: byte} (openai/gpt-2, encoder.py: bytes_to_unicode)."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

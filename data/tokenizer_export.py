@@ -68,5 +68,5 @@ def _definition(tokenizer: Tokenizer) -> dict:
 
 
 def _pattern(pattern: str) -> str:
-    """A tiktoken split pattern in the syntax of Oniguruma, which writes \\z for the end of a text and has no {n,m}+."""
+    """A tiktoken split pattern in the syntax of Oniguruma: the end of a text is \\z, and {n,m}+ does not exist."""
     return re.sub(r"(\{\d+,\d*\})\+", r"\1", pattern).replace("$", r"\z")

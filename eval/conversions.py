@@ -44,9 +44,9 @@ class CompareConfig(Conversion):
 
     source: str | None = None  # a run, a transformers folder, or a name on the hub
     run_dir: str = MISSING  # folder of the new run, or of the comparison
-    seed: Annotated[int, "[0, 4294967295]"] = 0  # of what is random in a conversion, and of what=compare's training
+    seed: Annotated[int, "[0, 4294967295]"] = 0  # for a conversion's random weights, and for training (what=compare)
     device: str = "auto"  # auto | cpu | cuda
-    steps: int = 200  # of training per arm of what=compare
+    steps: int = 200  # training steps for each arm of what=compare
     arms: list[str] = field(default_factory=lambda: list(ARMS))  # the conversions that what=compare tries
     train: list[str] = field(default_factory=list)  # overrides of train.py for all arms of what=compare
 
@@ -56,7 +56,7 @@ class CompareConfig(Conversion):
         if unknown := [name for name in self.arms if name not in ARMS]:
             raise ValueError(f"arms has no '{unknown[0]}': use {', '.join(ARMS)}")
         if min(self.steps, len(self.arms)) < 1:
-            raise ValueError("steps or arms is empty: use steps=200, and leave arms out for all")
+            raise ValueError("steps or arms is empty: use steps=200, and leave arms out to try all of them")
 
 
 def compare(
@@ -66,8 +66,8 @@ def compare(
     """Train every arm for cfg.steps steps on the same samples; write results.json and table.md into cfg.run_dir.
 
     windows (n, T + 1): the text to test on. convert_run makes and measures a converted run, train_overrides says how
-    train.py goes on from one. An interrupted comparison goes on where it was. ValueError: a training that failed, a
-    folder of another comparison.
+    train.py goes on from one. An interrupted comparison continues where it stopped. ValueError: a training failed, or
+    the folder is that of another comparison.
     """
 
     def loss(model: Decoder) -> float:
@@ -94,13 +94,13 @@ def compare(
 
 
 def read_record(start: Path, how: Conversion, source: LoadedRun, cfg: CompareConfig) -> dict[str, Any] | None:
-    """What an earlier, interrupted comparison has made of this arm; None if nothing."""
+    """The record of this arm that an earlier, interrupted comparison wrote; None if the arm has no folder."""
     if not start.exists():
         return None
     record = json.loads((start / RECORD).read_text()) if (start / RECORD).is_file() else {}
     wanted = {"source": str(source.path), "conversion": asdict(how), "seed": cfg.seed}
     if any(record.get(key) != value for key, value in wanted.items()):
-        raise ValueError(f"{start} holds something else: choose another run_dir=..., or delete it")
+        raise ValueError(f"{start} holds another conversion: choose another run_dir=..., or delete it")
     return record
 
 
@@ -114,7 +114,7 @@ def shared_values(how: Conversion, run_dir: Path, cfg: CompareConfig) -> dict[st
 
 
 def train_on(overrides: list[str], run_dir: Path, steps: int, log: Path) -> None:
-    """train.py with `overrides`; goes on where it was interrupted. ValueError if training fails."""
+    """Run train.py with `overrides`; an interrupted training continues. ValueError if training fails."""
     line = f"$ python train.py {shlex.join(overrides)}\n"
     if log.is_file() and log.read_text().startswith(line) and (run_dir / f"checkpoints/step_{steps:08d}").is_dir():
         return
@@ -141,7 +141,7 @@ def lambdas(model: Decoder) -> list[float]:
 
 
 def compare_table(rows: list[dict[str, Any]], cfg: CompareConfig) -> str:
-    """Markdown; "against" compares with the first arm, trained as long. lambda: after training, the mean over layers."""
+    """Markdown. "against": difference to the first arm after as many steps. lambda: mean over layers after training."""
     heads = ["arm", "parameters", "largest logit change", "loss at step 0", "cost", f"loss after {cfg.steps} steps"]
     heads += [f"against {rows[0]['arm']}", "lambda"]
     lines = [f"| {' | '.join(heads)} |", "| --- |" + " ---: |" * (len(heads) - 1)]

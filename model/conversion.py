@@ -1,16 +1,16 @@
-"""A trained baseline becomes a differential stack that keeps the baseline's function where it can, and can be trained on.
+"""Convert a trained baseline to a differential stack, which keeps the function where it can and is ready to be trained.
 
 A = softmax(Q K' / sqrt d) is the map of a baseline head, W its output projection, lam is lambda and li is lambda_init:
 
 - heads=double, init=zero: a second map beside every head, and lam = 0 exactly. The function is the baseline's.
-- heads=double, init=mirror: the second maps are copies, so (A - lam A) V = (1 - lam) A V, and W / ((1 - lam) (1 - li)) makes
-  that A V.
-- heads=double, init=open: lam = li at once, fresh second maps B, and W / (1 - li): the head computes (A - li B) V, and li B V
-  costs loss at the start. This is what axolotl does by default.
-- heads=split: two heads become one with the values (V, V'), and keep their queries and keys. At lam = 0 the new head computes
-  A (V, V') where the baseline computed A V and A' V': half of the maps are unused, and no scale of W can change that.
-- diff_v2: every query head gets a second one. lambda is sigmoid(bias) for all tokens; where the second maps are copies,
-  W / (1 - sigmoid(bias)) keeps the function.
+- heads=double, init=mirror: the second maps are copies, so (A - lam A) V = (1 - lam) A V. W is divided by
+  (1 - lam) (1 - li), which restores A V.
+- heads=double, init=open: lam = li from the start, the second maps B are fresh, and W is divided by 1 - li. The head
+  computes (A - li B) V; the term li B V raises the loss at the start. This is axolotl's default.
+- heads=split: two heads become one head with the values (V, V'); queries and keys are kept. At lam = 0 the new head
+  computes A (V, V') where the baseline computed A V and A' V': half of the maps are unused, whatever the scale of W.
+- diff_v2: every query head gets a second query head. lambda is sigmoid(bias) for all tokens; if the second maps are
+  copies, W / (1 - sigmoid(bias)) keeps the function.
 
 The options are those of the converter in axolotl-ai-cloud/diff-transformer. Its zero-init sets all lambda vectors to zero, so
 that neither the vectors nor the second maps ever get a gradient. Its split-heads draws new queries and keys.
@@ -36,13 +36,13 @@ LARGEST_LAMBDA = 0.95  # init=mirror divides the output projection by 1 - lambda
 class Conversion:
     """How to convert. to=same changes nothing.
 
-    init: zero (lambda starts at 0), mirror (lambda starts at lambda_init, and the output projection makes up for it) or open
-    (lambda starts at lambda_init, and nothing makes up for it).
+    init: zero (lambda starts at 0), mirror (lambda starts at lambda_init, and the output projection compensates for it) or
+    open (lambda starts at lambda_init, and nothing compensates for it).
     heads: double (every head gets a second map) or split (pairs of heads become one, without new queries or keys).
     second: what the added maps start from, the first maps (copy) or fresh weights (random).
     sublayer_norm: a norm per head after the difference, as the paper has it; the norm changes the function. Use second=random
     with it: with second=copy the norm undoes the subtraction, and lambda gets almost no gradient until the two maps differ.
-    lambda_bias: of diff_v2, whose lambda starts at sigmoid(lambda_bias).
+    lambda_bias: for to=diff_v2, whose lambda starts at sigmoid(lambda_bias).
     """
 
     to: str = "diff"  # diff | diff_v2 | same
@@ -59,19 +59,19 @@ class Conversion:
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)} is unknown: use one of {', '.join(allowed)}")
         if self.init == "mirror" and self.heads == "split" and self.to == "diff":
-            raise ValueError("heads=split has trained second maps, init=mirror overwrites them: use init=zero")
+            raise ValueError("heads=split keeps trained second maps, which init=mirror would overwrite: use init=zero")
         if self.init == "mirror" and self.second == "random":
             raise ValueError("init=mirror copies the first maps over the second: use second=copy, or init=zero")
         if self.init == "open" and self.to == "diff_v2":
             raise ValueError(
-                "diff_v2 starts at sigmoid(lambda_bias): use lambda_bias=0 second=random, without init=open"
+                "lambda of diff_v2 starts at sigmoid(lambda_bias): use lambda_bias=0 second=random, without init=open"
             )
         if self.init == "open" and self.heads == "double" and self.second == "copy":
-            raise ValueError("init=open subtracts maps that differ from the first: use second=random, or init=mirror")
-        if self.lambda_init is not None and (self.to != "diff" or self.init == "zero"):
             raise ValueError(
-                "lambda_init is where init=mirror and init=open start, the others start at 0: leave lambda_init out"
+                "init=open with second=copy would subtract copies of the first maps: use second=random, or init=mirror"
             )
+        if self.lambda_init is not None and (self.to != "diff" or self.init == "zero"):
+            raise ValueError("lambda_init is an option of to=diff with init=mirror or init=open: leave lambda_init out")
         if self.lambda_init is not None and not 0 < self.lambda_init <= LARGEST_LAMBDA:
             raise ValueError(f"lambda_init={self.lambda_init} is not above 0 and at most {LARGEST_LAMBDA}: use 0.2")
         if self.to == "diff_v2" and (self.heads == "split" or self.sublayer_norm):
@@ -81,7 +81,7 @@ class Conversion:
 
     @property
     def exact(self) -> bool:
-        """Whether the converted model computes what its source computed, but for rounding."""
+        """Whether the converted model computes what its source computed, up to rounding."""
         if self.to == "same":
             return True
         copied = self.second == "copy"
@@ -108,7 +108,9 @@ def converted_config(cfg: DecoderConfig, how: Conversion) -> DecoderConfig:
     if how.to == "same":
         return cfg
     if set(cfg.layers) != {"b"}:
-        raise ValueError(f"model.layers={cfg.layers} is not a baseline: convert one of model.layers=b, or use to=same")
+        raise ValueError(
+            f"model.layers={cfg.layers} is not a baseline: convert a model with model.layers=b, or use to=same"
+        )
     cfg = cfg.filled()
     for name in ("n_head", "n_kv_head"):
         if how.heads == "split" and getattr(cfg, name) % 2:
@@ -118,7 +120,7 @@ def converted_config(cfg: DecoderConfig, how: Conversion) -> DecoderConfig:
         wrong = f"model.baseline.head_norm={cfg.baseline.head_norm} and qk_norm={cfg.baseline.qk_norm}"
         raise ValueError(f"{wrong} cannot be kept: convert a baseline with head_norm=none, and qk_norm=none or head")
     if how.to == "diff_v2" and cfg.baseline.qk_norm != "none":
-        raise ValueError("diff_v2 has no norm over queries and keys, as this source has: use to=diff")
+        raise ValueError("the source has a norm over queries and keys, which diff_v2 lacks: use to=diff")
     if how.to == "diff_v2":
         return replace(cfg, layers="v", diff_v2=DiffV2Config(lambda_bias=how.lambda_bias))
     options = DiffConfig(
@@ -134,9 +136,9 @@ def converted_config(cfg: DecoderConfig, how: Conversion) -> DecoderConfig:
 def convert(source: Decoder, how: Conversion, seed: int = 0, tokens: Tensor | None = None) -> Decoder:
     """`source`, a baseline, as the decoder that `how` asks for, in evaluation mode and float32 on the CPU.
 
-    seed: of the new weights that are random: the lambda vectors, and the second maps with second=random.
-    tokens (B, T): with sublayer_norm, a text on which the sizes of the heads are measured, so that the output projection
-    gives back on average the size that the norm takes away. ValueError as in `converted_config`.
+    seed: for the new random weights, which are the lambda vectors, and with second=random the second maps.
+    tokens (B, T): with sublayer_norm, a text on which the mean rms of each head is measured. The norm removes this rms,
+    so the output projection is multiplied by it. ValueError as in `converted_config`.
     """
     cfg = converted_config(source.cfg, how)
     target = Decoder(cfg, seed=seed)
@@ -168,7 +170,7 @@ def _double(old: dict[str, Tensor], new: dict[str, Tensor], target: DiffAttentio
 
 
 def _split(old: dict[str, Tensor], new: dict[str, Tensor], target: DiffAttention, how: Conversion) -> None:
-    """Two heads as the two maps of one over both their values.
+    """Two heads become the two maps of one head, whose values are those of both.
 
     Keys are paired before they are shared, so head i of pair p of key heads, r query heads to each, has for component c the
     baseline's head (2p + c) r + i mod r, which used key head 2p + c. Its values are those of key heads 2p and 2p + 1, and the
@@ -213,7 +215,7 @@ def _restore_sizes(normed: Decoder, plain: Decoder, tokens: Tensor) -> None:
     for hook in hooks:
         hook.remove()
     for size, before, after in zip(sizes, plain.blocks, normed.blocks, strict=True):
-        size = size / (1 - after.attention.lambda_init)  # what goes into `out` has the factor already
+        size = size / (1 - after.attention.lambda_init)  # the input of `out` has this factor already
         columns = before.attention.out.weight.unflatten(1, (len(size), -1)) * size[:, None]
         after.attention.out.weight.copy_(columns.flatten(1))
 

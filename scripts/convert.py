@@ -5,16 +5,18 @@
     python scripts/convert.py axolotl=config.yml run_dir=runs/NEW                        (base_model and flags from the file)
     python scripts/convert.py what=compare source=runs/NAME run_dir=runs/compare [steps=200] [arms=[baseline,zero,mirror]]
 
-source: a run of ours, or a transformers folder or hub name (GPT-2, Llama and its relatives). init=zero starts lambda at 0.
-init=mirror starts lambda at lambda_init; the second maps are copies of the first, and the output projection is scaled so that
-the function stays. init=open second=random starts lambda at lambda_init over fresh second maps, as axolotl does by default.
-heads=double adds a second map to every head, heads=split makes one head of two. second=random draws the added maps instead of
-copying them. sublayer_norm=true adds the norm per head. lambda_bias belongs to to=diff_v2. axolotl reads base_model, zero_init,
-sublayer_norm, split_heads, mirror_weights and diff_attn_* from axolotl's config.yml and writes run_dir/axolotl_config.yml.
+source: a run of ours, or a transformers folder or hub name (GPT-2, Llama and its relatives). init=zero starts lambda at
+0. init=mirror starts lambda at lambda_init; the second maps are copies of the first, and the output projection is
+scaled so that the function stays. init=open second=random starts lambda at lambda_init over fresh second maps, as
+axolotl does by default. heads=double adds a second map to every head, heads=split makes one head of two. second=random
+draws the added maps instead of copying them. sublayer_norm=true adds the norm per head. lambda_bias is for to=diff_v2.
+axolotl=config.yml reads base_model, zero_init, sublayer_norm, split_heads, mirror_weights and diff_attn_* from that
+file and writes run_dir/axolotl_config.yml.
 
-The command always says how much the logits change, and what a conversion that changes the function costs in loss at once;
-debug=true adds perplexity, a sample and the change of every block's output. The last line printed is the command that trains
-on. what=compare converts in every way and trains each for `steps` steps: the loss before, at step 0 and after.
+The command always prints how much the logits change and, if the conversion changes the function, how much the loss
+rises at once; debug=true adds perplexity, a sample and the change of every block's output. The last line printed is the
+command that trains further. what=compare converts in every way, trains each result for `steps` steps, and prints the
+loss before, at step 0 and after.
 """
 
 import math
@@ -54,8 +56,8 @@ from training.run import TrainConfig, facts, flatten  # noqa: E402
 
 LONGEST = 1024  # tokens per window of text
 COMPARED = 4096  # tokens whose logits are compared
-LR = 1e-3  # AdamW's peak for a model from elsewhere, whose own is not known
-LOWER = 0.1  # of the peak learning rates to go on with: at the peak, a trained model loses more than it gains in a short run
+LR = 1e-3  # AdamW's peak learning rate for an imported model, whose own is not known
+LOWER = 0.1  # share of the peak learning rates for further training: at the peak, a short run makes the model worse
 WARMUP = 200  # steps over which a lambda that starts at 0 grows to its value
 
 
@@ -68,8 +70,8 @@ class ConvertConfig(CompareConfig):
     debug: bool = False  # also compare loss, perplexity, a greedy sample and every block with the source
     shards: str | None = None  # a prepared folder to test on; None: the validation shards of the source run
     text: str | None = None  # a text file to test on instead of shards
-    tokens: int = 65536  # how many to test on, at most
-    prompt: str = "The quick brown fox"  # of the greedy sample
+    tokens: int = 65536  # at most so many tokens of the text are tested on
+    prompt: str = "The quick brown fox"  # start of the greedy sample
 
 
 @command("convert", ConvertConfig)
@@ -93,7 +95,7 @@ def main(cfg: ConvertConfig) -> None:
 
 
 def check(cfg: ConvertConfig) -> None:
-    """ValueError for what can be seen to be wrong before anything is read."""
+    """ValueError for options that are wrong, before anything is read."""
     cfg.check()
     if cfg.source is None:
         raise ValueError("'source' is required: add source=... or axolotl=config.yml")
@@ -104,7 +106,7 @@ def check(cfg: ConvertConfig) -> None:
     if cfg.what == "convert" and Path(cfg.run_dir).exists():
         raise ValueError(f"{cfg.run_dir} exists already: choose another run_dir=..., or delete it")
     if cfg.tokens < 1:
-        raise ValueError(f"tokens={cfg.tokens} is nothing to test on: use tokens=65536")
+        raise ValueError(f"tokens={cfg.tokens} leaves no text to test on: use tokens=65536")
 
 
 def open_source(cfg: ConvertConfig) -> LoadedRun:
@@ -131,7 +133,7 @@ def open_source(cfg: ConvertConfig) -> LoadedRun:
 
 
 def text_windows(source: LoadedRun, cfg: ConvertConfig) -> np.ndarray | None:
-    """(n, T + 1) windows of the text to test on; None where none is given and the source has none."""
+    """(n, T + 1) windows of the text to test on; None if no text is given and the source has no shards."""
     folder = cfg.shards or source.config["data"]["dir"]
     if not cfg.text and not Path(folder).is_dir():
         if cfg.shards or cfg.what == "compare":
@@ -153,11 +155,11 @@ def read_yaml(path: str) -> Any:
         return yaml.safe_load(Path(path).read_text())
     except (OSError, yaml.YAMLError) as error:
         said = " ".join(str(error).split())[:100]
-        raise ValueError(f"axolotl={path} is not a YAML file that can be read ({said}): give config.yml") from None
+        raise ValueError(f"axolotl={path} cannot be read as YAML ({said}): give axolotl's config.yml") from None
 
 
 def with_settings(cfg: ConvertConfig, found: Settings) -> ConvertConfig:
-    """`cfg` as the file says. ValueError where the command line says another thing."""
+    """`cfg` with the settings of the file. ValueError if the command line sets one of them, too."""
     own = {f.name for f in fields(Conversion) if getattr(cfg, f.name) != f.default}
     own |= {name for name in ("source",) if getattr(cfg, name) is not None}
     if cfg.what != "convert" or own:
@@ -168,7 +170,7 @@ def with_settings(cfg: ConvertConfig, found: Settings) -> ConvertConfig:
 
 
 def write_settings(config: dict[str, Any], found: Settings, run_dir: Path) -> list[str]:
-    """Write the file for axolotl beside the run; returns what was done in another way, and how axolotl gets the model."""
+    """Write axolotl's file into the run; returns lines that say what differs, and which commands axolotl needs next."""
     folder = str(config.get("output_dir") or run_dir / "axolotl")
     path = run_dir / "axolotl_config.yml"
     write_atomic(path, yaml.safe_dump(written_settings(config, folder), sort_keys=False).encode())
@@ -252,15 +254,15 @@ def describe(record: dict[str, Any]) -> list[str]:
         "this conversion changes the function: init=zero and init=mirror with heads=double and without sublayer_norm, and "
         "diff_v2 with second=copy, do not": not record["exact"],
         "its cost in loss is not known: give text=FILE or shards=DIR": not record["exact"] and "loss" not in record,
-        "the second maps' queries and keys get their first gradient after one step, all else at once": how.waits,
-        "train without model.diff.lambda_warmup: the output projection makes up for all of lambda": (
+        "the second maps' queries and keys get their first gradient in the second step, all else in the first": how.waits,
+        "train without model.diff.lambda_warmup: the output projection compensates for all of lambda": (
             how.to == "diff" and how.init == "mirror"
         ),
     }
     lines += [f"           {note}" for note, holds in notes.items() if holds]
     if "sample" in record:
         moved = " ".join(f"{x:.1e}" for x in found["hidden"])
-        lines.append(f"hidden     change of each block's output, of its rms: {moved}")
+        lines.append(f"hidden     change of each block's output, relative to its rms: {moved}")
         lines += [f"{when} {text!r}" for when, text in zip(("before    ", "after     "), record["sample"], strict=True)]
     if "loss" in record:
         a, b = record["loss"]
@@ -273,7 +275,7 @@ def describe(record: dict[str, Any]) -> list[str]:
 
 
 def next_commands(run: LoadedRun, how: Conversion, source: LoadedRun, more: dict[str, Any]) -> list[str]:
-    """What to type to train on, with `more` overrides; of a source without prepared data, how to prepare them as well."""
+    """The command that trains further, with the overrides `more`; before it, if needed, the one that prepares data."""
     lines = ["train on   python train.py " + shlex.join(train_overrides(run, how, {"steps": 500} | more))]
     data = run.config["data"]
     if not Path(data["dir"]).is_dir():
@@ -287,7 +289,7 @@ def next_commands(run: LoadedRun, how: Conversion, source: LoadedRun, more: dict
 
 def train_overrides(run: LoadedRun, how: Conversion, more: dict[str, Any]) -> list[str]:
     """Overrides of train.py that start from `run`'s weights with its architecture, data, batch and optimizer, at a tenth of
-    its peak learning rates; `more` overrides these. Only what differs from train.py's own defaults is spelled out.
+    its peak learning rates; `more` overrides these. Only values that differ from train.py's defaults are listed.
     """
     config = run.config
     name, letters = config["data"]["name"], config["model"]["layers"]
@@ -303,7 +305,7 @@ def train_overrides(run: LoadedRun, how: Conversion, more: dict[str, Any]) -> li
         if key.startswith(read) and key in default and default[key] != value:
             values[key] = value
     if config["model"]["vocab_size"] == run.tokenizer.vocab_size:
-        values.pop("model.vocab_size", None)  # train.py takes the tokenizer's
+        values.pop("model.vocab_size", None)  # train.py takes the size from the tokenizer
     for rate in ("lr", "muon_lr") if config["optim"]["name"] == "muon" else ("lr",):
         values[f"optim.{rate}"] = f"{LOWER * config['optim'][rate]:g}"
     if how.waits:
@@ -312,14 +314,14 @@ def train_overrides(run: LoadedRun, how: Conversion, more: dict[str, Any]) -> li
 
 
 def overrides(values: dict[str, Any]) -> list[str]:
-    """key=value as Hydra reads them: a value with unusual characters is quoted."""
+    """The values as key=value, in Hydra's syntax."""
     words = {True: "true", False: "false", None: "null"}
     texts = {k: words[v] if v is None or isinstance(v, bool) else str(v) for k, v in values.items()}
     return [quoted(f"{key}={text}") for key, text in texts.items()]
 
 
 def quoted(override: str) -> str:
-    """Hydra takes a value with unusual characters in quotes."""
+    """The override with its value in quotes if it has characters that Hydra does not take without."""
     key, value = override.split("=", 1)
     plain = re.fullmatch(r"[\w./:@%+-]*", value)
     return override if plain else f"{key}='" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"

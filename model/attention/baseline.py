@@ -12,10 +12,10 @@ from .base import HEAD_NORMS, Attention, AttentionConfig, Carry, make_head_norm,
 class BaselineConfig:
     """Options of `baseline`.
 
-    head_norm: over each head's output, an RMSNorm (affine, or plain: no weight) or a layernorm. None is the baseline; with a
-    norm it is the control for `diff`, whose heads have one. In Python also a factory: head_norm=lambda width: a module.
-    qk_norm: an RMSNorm of queries and keys before RoPE, over each head (Qwen3) or over all heads together (OLMo 2, arXiv
-    2501.00656, section 3.3).
+    head_norm: norm over each head's output, an RMSNorm with a weight (affine) or without (plain), a layernorm, or none.
+    With a norm it is a control for `diff`, whose heads have one. In Python also a factory: head_norm=lambda width:
+    module. qk_norm: an RMSNorm of queries and keys before RoPE, over each head (Qwen3) or over all heads together (OLMo
+    2, arXiv 2501.00656, section 3.3).
     """
 
     head_norm: str = "none"  # none | affine | plain | layernorm
@@ -37,7 +37,7 @@ class BaselineAttention(Attention):
         self.head_norm = make_head_norm(self.options.head_norm, self.value_width, cfg.norm_eps)
 
     def make_qk_norm(self, heads: int, eps: float) -> nn.Module:
-        """A norm of the queries or keys of so many heads."""
+        """A norm for the queries or keys of `heads` heads."""
         kind = self.options.qk_norm
         return nn.Identity() if kind == "none" else RMSNorm(self.width * (heads if kind == "all" else 1), eps)
 

@@ -17,12 +17,13 @@ from .mask import Mask
 class DiffConfig:
     """Options of `diff`; the defaults are the paper's.
 
-    heads: half (n_head / 2 heads with values twice as wide) or double (n_head heads with the baseline's values and twice
-    its queries and keys, as converted models have). lambda_form: vectors, dual_scalar (timm's exp(a) - exp(b) + lambda_init)
-    or fixed (lambda_init itself; 0 is no subtraction). lambda_init: one constant for all layers, None is the paper's
-    schedule over depth. head_norm: over each head's output, an RMSNorm (affine, or plain: no weight), a layernorm or none; in
-    Python also a factory, head_norm=lambda width: a module. qk_norm: an RMSNorm over each head's queries and keys.
-    scale_norm: one over the merged heads. lambda_warmup: steps over which lambda grows from 0 to its value.
+    heads: half (n_head / 2 heads with values twice as wide) or double (n_head heads with the baseline's values and
+    twice its queries and keys, as in converted models). lambda_form: vectors, dual_scalar (timm's exp(a) - exp(b) +
+    lambda_init) or fixed (lambda_init itself; with 0 nothing is subtracted). lambda_init: one constant for all layers;
+    None: the paper's schedule over depth. head_norm: norm over each head's output, an RMSNorm with a weight (affine) or
+    without (plain), a layernorm, or none; in Python also a factory, head_norm=lambda width: module. qk_norm: an RMSNorm
+    over each head's queries and keys. scale_norm: an RMSNorm over the merged heads. lambda_warmup: steps over which
+    lambda grows from 0 to its value.
     """
 
     heads: str = "half"  # half | double
@@ -62,7 +63,7 @@ class DiffAttention(Attention):
 
     def head_shape(self, cfg: AttentionConfig) -> Heads:
         if self.options.lambda_warmup < 0:
-            raise ValueError(f"model.diff.lambda_warmup={self.options.lambda_warmup} is negative: use 0 for none")
+            raise ValueError(f"model.diff.lambda_warmup={self.options.lambda_warmup} is negative: use 0 for no warm-up")
         pairs = 2 if self.options.heads == "half" else 1  # baseline heads that make one differential head
         for name, count in (("n_head", cfg.n_head), ("n_kv_head", cfg.n_kv_head)):
             if count % pairs:
@@ -80,7 +81,7 @@ class DiffAttention(Attention):
         for name in names:
             shape = (self.width,) if opt.lambda_form == "vectors" else ()
             self.register_parameter(name, nn.Parameter(torch.empty(shape)))
-        # The warm-up's state, saved with the weights: a checkpoint from the middle evaluates as it was trained.
+        # The factor of the warm-up, saved with the weights: a checkpoint from mid-warm-up evaluates as it was trained.
         self.register_buffer("lambda_mix", torch.ones(()))
         self.q_norm = RMSNorm(self.width, eps) if opt.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(self.width, eps) if opt.qk_norm else nn.Identity()
@@ -89,16 +90,16 @@ class DiffAttention(Attention):
 
     def init_own(self, generator: torch.Generator) -> None:
         self.lambda_mix.fill_(1)
-        # Not zero: d lam / d lq1 is proportional to lk1, so vectors that start at zero stay there.
+        # Not zero: d lam / d lq1 is proportional to lk1, so vectors that start at zero stay zero.
         for name, p in self.named_parameters(recurse=False):
             fill_normal(p, 0.1, generator) if name in VECTORS else nn.init.zeros_(p)
 
     def set_lambda_init(self, depth: int) -> None:
-        """Take the paper's lambda_init of layer `depth`, counted from 0, as after blocks were put in another order."""
+        """Take the paper's lambda_init of layer `depth`, counted from 0, for example after blocks were reordered."""
         self.lambda_init = lambda_init(depth)
 
     def set_step(self, step: int) -> None:
-        # Without a warm-up too: the weights may come from a checkpoint in the middle of one.
+        # Also without a warm-up: the weights may come from a checkpoint in the middle of a warm-up.
         self.lambda_mix.fill_(min(1.0, (step + 1) / self.lambda_warmup) if self.lambda_warmup else 1.0)
 
     def lam(self) -> Tensor:

@@ -12,9 +12,9 @@ from .mask import Mask
 
 @dataclass
 class DiffV2Config:
-    """Options of `diff_v2`. lambda_bias: None is the published form without one; a number is where a bias starts.
+    """Options of `diff_v2`. lambda_bias: None: no bias, as published; a number: the bias of lambda's logits starts there.
 
-    A negative number starts training with the subtraction all but closed: sigmoid(-4) = 0.018.
+    With a negative number the subtraction is small at the start: sigmoid(-4) = 0.018.
     """
 
     lambda_bias: float | None = None

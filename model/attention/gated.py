@@ -1,4 +1,4 @@
-"""Softmax attention whose output is gated: the control for gains that need no subtraction."""
+"""Softmax attention whose output is gated: a control, which shows what is gained without a subtraction."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from .mask import Mask
 
 @dataclass
 class GatedConfig:
-    """Options of `gated`. gate: one per head, or one per element of each head's output."""
+    """Options of `gated`. gate: one gate per head, or one gate per element of each head's output."""
 
     gate: str = "headwise"  # headwise | elementwise
 

@@ -22,7 +22,7 @@ class IntegralAttention(Attention):
     """softmax(1/S sum_s Q_s K_s' / sqrt d) V (Kobyzev et al., Integral Transformer, arXiv 2508.18387).
 
     n_head / S heads, each with S signals of the baseline's width d and values of width S d, so that parameters equal the
-    baseline's. Averaging logits is one product of the signals side by side, at temperature 1 / (S sqrt d).
+    baseline's. The averaged logits are one product of the concatenated signals, times 1 / (S sqrt d).
     """
 
     name = "integral"
@@ -37,7 +37,7 @@ class IntegralAttention(Attention):
         return Heads(cfg.n_head // S, cfg.n_kv_head // S, d, S * d, queries=S, keys=S)
 
     def turn(self, x: Tensor, rope: Rope | None) -> Tensor:
-        """(B, h S, T, d) -> (B, h, T, S d): every signal is rotated by itself, then the signals stand side by side."""
+        """(B, h S, T, d) -> (B, h, T, S d): every signal is rotated by itself, then signals are concatenated."""
         return rotate(x, rope).unflatten(1, (-1, self.options.signals)).transpose(2, 3).flatten(3)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, mask: Mask) -> Tensor:

@@ -23,14 +23,14 @@ class IntrospectiveConfig:
     """Options of `introspective`.
 
     mode: `feature` (path i's keys and values are corrected by what earlier paths computed for the same token) or
-    `sequence` (path i attends over the keys of all paths j <= i). heads: per path, None is n_head / 2, and 0 is n_head, as
-    the published code has it; the value width is d_model / heads, so that a path's output has the width of X, as the
-    formula's sum needs. memory: what of an earlier path the feature mode concatenates, of k (keys), v (values), a (output).
-    own_path: whether path i > 0 also has keys and values of its own (the published code) or only what comes from the paths
-    before it (the published text). repeated: whether path i of the sequence mode sees what each earlier path saw, so that
-    path j < i counts 2^(i-1-j) times (the published naive and flash 1 code), or each path once (flash 2). path_weight: how
-    lambda is made, see `IntrospectiveAttention.weights`. path_norm: of each path's output and of their sum. alpha: whether
-    the learned alpha X is added.
+    `sequence` (path i attends over the keys of all paths j <= i). heads: heads per path; None: n_head / 2; 0: n_head,
+    as in the published code. The value width is d_model / heads, so that a path's output has the width of X, which the
+    formula's sum needs. memory: which parts of earlier paths the feature mode concatenates: k (keys), v (values), a
+    (output). own_path: whether path i > 0 also has keys and values of its own (the published code) or only what comes
+    from the paths before it (the published text). repeated: whether path i of the sequence mode sees what each earlier
+    path saw, so that path j < i counts 2^(i-1-j) times (the published naive and flash 1 code), or each path once (flash
+    2). path_weight: how lambda is computed, see `IntrospectiveAttention.weights`. path_norm: the norm over each path's
+    output and over their sum. alpha: whether alpha X is added, with a learned alpha.
     """
 
     mode: str = "feature"  # feature | sequence
@@ -74,7 +74,7 @@ class IntrospectiveAttention(Attention):
         opt, D = self.options, cfg.d_model
         self.mode, self.memory, self.own_path, self.repeated = opt.mode, opt.memory, opt.own_path, opt.repeated
         self.path_weight, self.paths = opt.path_weight, opt.paths
-        # Without its own keys in view, no path would look at those of the last, and in the feature mode at any but the first.
+        # With own_path=false no path reads the last path's keys, and the feature mode reads the first path's keys only.
         sets = self.paths if self.own_path else max(1, self.paths - 1) if self.mode == "sequence" else 1
         self.q = self._per_path(cfg, self.paths, self.heads * self.width)
         self.k = self._per_path(cfg, sets, self.kv_heads * self.width)
@@ -110,13 +110,13 @@ class IntrospectiveAttention(Attention):
     def init_own(self, generator: torch.Generator) -> None:
         for name, p in self.named_parameters(recurse=True):
             if name.startswith("memory_"):
-                # Zero is a path of its own at the start; without keys and values of its own it would be none.
+                # At zero the paths start independent; a path without keys and values of its own would have none at all.
                 nn.init.zeros_(p) if self.own_path else fill_normal(p, 0.02, generator)
         if self.alpha is not None:
             nn.init.ones_(self.alpha)
         if self.path_weight == "softmax_input":
             return
-        # At equal weights LayerNorm is zero: `literal` would silence all paths for ever, `affine` its gain for one step.
+        # LayerNorm of equal weights is zero: `literal` would silence all paths for ever, `affine` the gain for one step.
         spread = {"literal": 1.0, "affine": 0.01, "sigmoid": 0.0}[self.path_weight]
         self.w.data.copy_(spread * torch.arange(self.paths))
         if self.path_weight == "affine":
@@ -143,7 +143,9 @@ class IntrospectiveAttention(Attention):
     ) -> Tensor:
         """The normed sum (B, T, D) of all paths, as in the class's formula."""
         if self.mode == "feature" and source is not x:
-            wrong = "the feature mode adds what earlier paths gave for a token to that token's keys, and a context gets nothing"
+            wrong = (
+                "the feature mode corrects keys by what earlier paths gave for the same token, so it takes no context"
+            )
             raise ValueError(f"{wrong}: use model.introspective.mode=sequence")
         outputs = (self._feature if self.mode == "feature" else self._sequence)(x, source, ropes, mask, cache)
         lam = self.weights(x)  # (P,) or (B, T, P)
@@ -202,7 +204,7 @@ class IntrospectiveAttention(Attention):
         return list(range(i + 1 if self.own_path or i == 0 else i))
 
     def flops(self, context: int) -> int:
-        """Forward FLOPs per token of the products with the T x T maps, of which the sequence mode has one for each key set."""
+        """Forward FLOPs per token of the products with the T x T maps; the sequence mode has one per key set."""
         maps = self.paths if self.mode == "feature" else sum(len(self._seen(i)) for i in range(self.paths))
         return 2 * context * maps * self.heads * (self.width + self.value_width)
 
@@ -223,7 +225,7 @@ def _check(opt: IntrospectiveConfig, cfg: AttentionConfig, heads: int) -> None:
         wrong = "LayerNorm without a gain over one path weight is always zero, over two always +1 and -1"
         raise ValueError(f"{wrong}: use model.introspective.path_weight=affine or three paths")
     if opt.repeated and (opt.mode != "sequence" or not opt.own_path):
-        wrong = "model.introspective.repeated=true repeats the keys of paths that see their own and earlier ones"
+        wrong = "model.introspective.repeated=true is for paths that see their own and all earlier keys"
         raise ValueError(f"{wrong}: use model.introspective.mode=sequence and own_path=true")
     if cfg.d_model % heads:
         wrong = f"{heads} heads per path do not divide d_model={cfg.d_model}"

@@ -1,4 +1,4 @@
-"""Who may see whom: one small object that every backend reads."""
+"""Which keys a query sees: one small object that every backend reads."""
 
 from dataclasses import dataclass, field
 from typing import Self
@@ -11,11 +11,11 @@ from torch import Tensor
 class Mask:
     """Visibility of S keys to the queries at their last T positions (T < S when earlier keys come from a cache).
 
-    causal: query t sees keys s <= t. window: and only the last `window` of them, itself included (s > t - window).
-    documents (B, S): only keys of the query's own document. keys (B, S) bool: False marks padding no query sees.
-    see: any further rule, bool and broadcastable to (B, H, T, S), True where a query may see a key. bias: numbers of the
-    same shape that are added to the scaled scores; -inf hides a key. slopes: one per head, of ALiBi's bias
-    -slope |t - s|. A query that sees no key gets zeros, forward and backward. Where a head has several maps, they share all.
+    A query sees a key if all given rules allow it. causal: query t sees keys s <= t. window: only keys with |s - t| <
+    window. documents (B, S): only keys of the query's own document. keys (B, S) bool: False marks padding, which no
+    query sees. see: any further rule, bool and broadcastable to (B, H, T, S), True where a query may see a key. bias:
+    numbers of the same shape that are added to the scaled scores; -inf hides a key. slopes: one per head, for ALiBi's
+    bias -slope |t - s|. A query that sees no key gets zeros, forward and backward. All maps of one head share the mask.
     """
 
     causal: bool = True
@@ -25,11 +25,11 @@ class Mask:
     see: Tensor | None = None
     bias: Tensor | None = None
     slopes: tuple[float, ...] | None = None
-    made: dict = field(default_factory=dict, init=False, repr=False)  # what backends make of it, once for all layers
+    made: dict = field(default_factory=dict, init=False, repr=False)  # what backends derive from it, for all layers
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
-            raise ValueError(f"a window of {self.window} shows a query nothing: use window=1 or more, or None")
+            raise ValueError(f"a window of {self.window} hides all keys: use window=1 or more, or None")
         if self.keys is not None and (self.keys.dim() != 2 or self.keys.dtype != torch.bool):
             wrong = f"mask keys are {self.keys.dtype} {tuple(self.keys.shape)}"
             raise ValueError(f"{wrong}: give bool (B, S), True where a key may be seen, as in keys=tokens != pad")
@@ -37,15 +37,15 @@ class Mask:
             wrong = f"mask documents are {self.documents.dtype} {tuple(self.documents.shape)}"
             raise ValueError(f"{wrong}: give integers (B, S), as in documents=(tokens == eot).cumsum(1)")
         if self.see is not None and self.see.dtype != torch.bool:
-            raise ValueError(f"a mask's `see` is bool, not {self.see.dtype}: give numbers that are added as `bias`")
+            raise ValueError(f"a mask's `see` must be bool, not {self.see.dtype}: give numbers to be added as `bias`")
         if self.bias is not None and not self.bias.is_floating_point():
             raise ValueError(
-                f"a mask's `bias` is added, but is {self.bias.dtype}: give what may be seen as bool in `see`"
+                f"a mask's `bias` must be floating point, not {self.bias.dtype}: give a bool rule as `see`"
             )
 
     @classmethod
     def of(cls, tensor: Tensor) -> Self:
-        """The mask that `tensor` alone is, as in torch's scaled_dot_product_attention: not causal; bool, or added."""
+        """The mask of one tensor, as in torch's SDPA: `see` if it is bool, else `bias`; without the causal rule."""
         return cls(causal=False, see=tensor) if tensor.dtype == torch.bool else cls(causal=False, bias=tensor)
 
     def check(self, q: Tensor, k: Tensor) -> None:
@@ -65,12 +65,12 @@ class Mask:
 
     @property
     def plain(self) -> bool:
-        """Nothing but the causal rule."""
+        """Whether the causal rule is the only rule."""
         return self.causal and not self._more
 
     @property
     def sees_everything(self) -> bool:
-        """Everything sees everything."""
+        """Whether every query sees every key."""
         return not self.causal and not self._more
 
     @property
@@ -80,7 +80,7 @@ class Mask:
 
     @property
     def free(self) -> bool:
-        """It has a rule of any shape, or a bias: nothing that can be read off positions, documents and keys."""
+        """Whether it has `see`, `bias` or `slopes`, beyond the rules for positions, documents and keys."""
         return self.see is not None or self.bias is not None or self.slopes is not None
 
     def allowed(self, positions: Tensor, S: int) -> Tensor:
@@ -104,7 +104,7 @@ class Mask:
         return see
 
     def added(self, positions: Tensor, S: int) -> Tensor | None:
-        """What is added to the scores of the queries at `positions`: finite (1 or B, 1 or H, R, S), None for nothing."""
+        """Bias and slopes to add to the scores of queries at `positions`: finite (1 or B, 1 or H, R, S), or None."""
         parts = []
         if self.bias is not None:
             rows = _rows(self.bias, positions, S)
@@ -134,7 +134,8 @@ def _rows(x: Tensor, positions: Tensor, S: int) -> Tensor:
 
 
 def alibi_slopes(heads: int) -> tuple[float, ...]:
-    """2^(-8 i / n) for head i = 1 .. n of a power of two; else those of the power below, then every other of the next.
+    """2^(-8 i / n) for head i = 1 .. n if n is a power of two; else the slopes of the power of two below n, followed by
+    every other slope of the power above.
 
     Press et al., Train Short, Test Long, arXiv 2108.12409, section 3, and their code for other numbers of heads.
     """

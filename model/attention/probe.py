@@ -11,8 +11,8 @@ class Maps:
     """What a probe has seen: `layers[i]` is the signed attention map of layer i, (B, heads, R, S) float32.
 
     A softmax head's rows sum to 1, a differential head's to 1 - lambda. A layer with several attention calls
-    (introspective paths) has all their heads, in order. `pairs[i]` has the two maps of a differential layer apart, where
-    the probe was asked to keep them: (first, second), of that shape each; None for another layer.
+    (introspective paths) has all their heads, in order. With `apart`, `pairs[i]` holds the two maps of a differential
+    layer as (first, second), each of that shape; without `apart` and for other layers it is None.
     """
 
     def __init__(self, rows: Tensor, apart: bool = False) -> None:
@@ -36,15 +36,15 @@ class Maps:
         self._calls, self._pair = [], None
 
 
-active: Maps | None = None  # the backends ask here; None costs nothing
+active: Maps | None = None  # backends record into this; None: no probe is active
 
 
 @contextmanager
 def probe(model: nn.Module, rows: Tensor, apart: bool = False) -> Iterator[Maps]:
     """`with probe(model, rows) as maps: model(tokens)` fills `maps.layers`.
 
-    model: a Decoder, or one attention module. rows: query positions (R,), or (B, R) for other ones in each sequence.
-    apart: fill `maps.pairs`, too. Uncompiled models only: a compiled graph does not ask. Nested probes are refused.
+    model: a Decoder, or one attention module. rows: query positions (R,), or (B, R) if they differ between sequences.
+    apart: fill `maps.pairs`, too. Uncompiled models only: a compiled graph ignores probes. Nested probes are refused.
     """
     global active
     _refuse_nesting()
@@ -59,18 +59,18 @@ def probe(model: nn.Module, rows: Tensor, apart: bool = False) -> Iterator[Maps]
 
 
 Visit = Callable[[int, Tensor, Tensor], Tensor | None]  # (layer, logits, see) -> other logits, or None to keep them
-logits_visitor: Callable[[Tensor, Tensor], Tensor] | None = None  # reference.weights asks here; None costs nothing
+logits_visitor: Callable[[Tensor, Tensor], Tensor] | None = None  # reference.weights calls this
 
 
 @contextmanager
 def visit_logits(model: nn.Module, visit: Visit) -> Iterator[None]:
-    """`with visit_logits(model, visit): model(tokens)` shows `visit(layer, logits, see)` what goes into every softmax.
+    """`with visit_logits(model, visit): model(tokens)` calls `visit(layer, logits, see)` before every softmax.
 
     logits: q.k / sqrt(d) of all heads of one attention call, (B, H, T, S), or (B, h, 2, T, S) for the two maps of a
-    differential head; several key sets stand side by side in S. float32 or better, before hidden ones are masked. see:
-    bool, broadcastable to it, True where the query sees the key. A tensor that `visit` returns is used in their place.
-    Inside, all attention runs as the N x N formulas, whatever its backend: memory grows as T x S. Uncompiled models only;
-    not inside a probe.
+    differential head; several key sets are concatenated in S. float32 or better, before hidden keys are masked. see:
+    bool, broadcastable to the logits, True where the query sees the key. A tensor that `visit` returns replaces the
+    logits. Until the context ends, all attention runs as the N x N formulas, whatever its backend: memory grows as T x
+    S. Uncompiled models only; not inside a probe.
     """
     global logits_visitor
     _refuse_nesting()
@@ -98,7 +98,7 @@ def visit_logits(model: nn.Module, visit: Visit) -> Iterator[None]:
 
 
 def _attentions(model: nn.Module) -> list[nn.Module]:
-    """The attention modules of a decoder; any other module is one itself."""
+    """The attention modules of a decoder; any other module counts as one attention module."""
     return [block.attention for block in model.blocks] if hasattr(model, "blocks") else [model]
 
 
@@ -107,7 +107,7 @@ def _refuse_nesting() -> None:
         raise ValueError("a probe is already active: leave it before starting another")
 
 
-SINK = 0.3  # of a head's mass on the first token: a head with more is a sink (epsilon of arXiv 2410.10781)
+SINK = 0.3  # a head with a larger share of its mass on the first token is a sink (epsilon of arXiv 2410.10781)
 
 
 def entropy(row: Tensor) -> Tensor:
@@ -122,7 +122,7 @@ def negative_share(row: Tensor) -> Tensor:
 
 
 def overlap(first: Tensor, second: Tensor) -> Tensor:
-    """What two maps of positive rows that sum to 1 have in common, from 0 to 1: (..., S) -> (...)."""
+    """The mass that two softmax maps have in common, from 0 to 1: (..., S) -> (...)."""
     return torch.minimum(first, second).sum(-1)
 
 

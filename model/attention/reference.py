@@ -14,7 +14,7 @@ from . import probe
 def weights(q: Tensor, k: Tensor, see: Tensor, bias: Tensor | None = None) -> Tensor:
     """softmax(q k' / sqrt(d) + bias) over the keys that `see`, bool and broadcastable to (..., T, S), allows; (..., T, S).
 
-    A row that sees nothing is zero, forward and backward.
+    A row that sees no key is zero, forward and backward.
     """
     with torch.autocast(q.device.type, enabled=False):
         scores = (_exact(q) @ _exact(k).mT) * q.shape[-1] ** -0.5
@@ -22,7 +22,7 @@ def weights(q: Tensor, k: Tensor, see: Tensor, bias: Tensor | None = None) -> Te
     if probe.logits_visitor is not None:
         scores = probe.logits_visitor(scores, see)
     blind = ~see.any(-1, keepdim=True)
-    # A blind row looks everywhere and is zeroed afterwards: softmax over nothing is NaN, and so is its gradient.
+    # A row that sees no key gets all keys and is zeroed afterwards: softmax over no key is NaN, with a NaN gradient.
     return scores.masked_fill(~(see | blind), float("-inf")).softmax(-1).masked_fill(blind, 0.0)
 
 
@@ -48,7 +48,7 @@ def attend_union(
     dropout: float = 0.0,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """One softmax over several key sets that are seen alike: q (B, H, T, d), keys[j] (B, H, S, d) -> (B, H, T, dv)."""
+    """One softmax over several key sets under one mask: q (B, H, T, d), keys[j] (B, H, S, d) -> (B, H, T, dv)."""
     n = len(keys)
     see, bias = see.repeat(1, 1, 1, n), None if bias is None else bias.repeat(1, 1, 1, n)
     return attend(q, torch.cat(keys, dim=-2), torch.cat(values, dim=-2), see, dropout, bias)

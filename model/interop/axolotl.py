@@ -38,7 +38,7 @@ class Settings(NamedTuple):
     source: str  # base_model
     how: Conversion
     training: dict[str, float]  # fields of train.py and their values
-    notes: list[str]  # what is done in another way than axolotl does it
+    notes: list[str]  # how the conversion differs from axolotl's
     unread: list[str]  # keys that a conversion does not need; the file that is written back keeps them
 
 
@@ -77,19 +77,17 @@ def _conversion(flags: dict[str, bool]) -> tuple[Conversion, list[str]]:
     notes = []
     if flags["split_heads"]:
         how = Conversion(heads="split", init="open")
-        notes.append("split_heads keeps queries and keys, which axolotl draws anew, and permutes the output projection")
+        notes.append("split_heads keeps queries and keys (axolotl draws new ones) and permutes the output projection")
     elif flags["zero_init"]:
         how = Conversion()
-        notes.append("zero_init copies the second maps and starts lambda at 0: at axolotl's zeros they never learn")
+        notes.append("zero_init copies the first maps and starts lambda at 0; axolotl's zero weights never learn")
     elif flags["mirror_weights"]:
         how = Conversion(init="mirror")
-        notes.append(
-            "mirror_weights scales the output projection by what the subtraction takes, which axolotl does not"
-        )
+        notes.append("mirror_weights scales the output projection so that the function stays; axolotl does not")
     else:
         how = Conversion(init="open", second="random")
     if flags["sublayer_norm"]:
-        notes.append("sublayer_norm: the output projection takes up the heads' sizes, which axolotl does not do")
+        notes.append("sublayer_norm: the output projection restores the heads' mean sizes; in axolotl it does not")
     return replace(how, sublayer_norm=flags["sublayer_norm"]), notes
 
 
@@ -103,7 +101,7 @@ def _training(config: dict[str, Any], how: Conversion) -> dict[str, float]:
         except (TypeError, ValueError):
             raise ValueError(f"axolotl's config says {theirs}: {config[theirs]}: use a number") from None
         found[ours] = int(value) if value.is_integer() else value
-    if how.init == "mirror":  # the output projection makes up for all of lambda
+    if how.init == "mirror":  # the output projection compensates for all of lambda
         found.pop("model.diff.lambda_warmup", None)
     return found
 

@@ -30,7 +30,7 @@ class DiffLlama(Llama):
     bias_keys = {"attention_bias": (".self_attn.",)}
 
     def their_config(self, cfg: DecoderConfig) -> dict[str, Any]:
-        return super().their_config(cfg) | {"attention_dropout": 0.0}  # DiffLlama refuses any other
+        return super().their_config(cfg) | {"attention_dropout": 0.0}  # DiffLlama refuses any other value
 
     def refusal(self, model: Decoder) -> str | None:
         # Llama's own reasons are left out: transformers takes a DiffLlama whose heads do not divide its width.

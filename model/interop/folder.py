@@ -1,4 +1,4 @@
-"""What every format shares in reading a model folder: where it is, its config.json, its safetensors, and what is refused."""
+"""Reading a model folder, for every format: its place, its config.json, its safetensors, and the errors."""
 
 import json
 import re
@@ -22,13 +22,13 @@ def local_folder(name: str | Path) -> Path:
         return path
     if path.exists() or not HUB_NAME.fullmatch(str(name)):
         raise ValueError(
-            f"{name} is not a folder: give one with config.json and model.safetensors, or a name of the hub"
+            f"{name} is not a folder: give a folder with config.json and model.safetensors, or a name of the hub"
         )
     try:
         from huggingface_hub import snapshot_download
     except ModuleNotFoundError:
         raise ValueError(
-            f"there is no folder {name}, and models of the hub need a package: pip install huggingface_hub"
+            f"there is no folder {name}, and a model of the hub needs a package: pip install huggingface_hub"
         ) from None
     try:
         return Path(snapshot_download(str(name), allow_patterns=HUB_FILES))
@@ -51,7 +51,7 @@ def read_config(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError):
         config = None
     if not isinstance(config, dict):
-        raise ValueError(f"{file} is not JSON of a model: {SAVE_AGAIN}")
+        raise ValueError(f"{file} is not a JSON object: {SAVE_AGAIN}")
     if config.get("quantization_config"):
         raise ValueError(
             f"{path} holds quantized weights: give the folder of the model in float32, bfloat16 or float16"
@@ -75,12 +75,12 @@ def allow_only(config: dict[str, Any], **allowed: tuple) -> None:
         if key in config and config[key] not in values:
             known = " or ".join(map(str, values))
             raise ValueError(
-                f"config.json says {key}={config[key]}, and our decoder has only {known}: use another model"
+                f"config.json says {key}={config[key]}, but our decoder has only {known}: use another model"
             )
 
 
 class Weights:
-    """The tensors of a folder as float32, each to be taken once. ValueError for missing, pickled and damaged files."""
+    """The tensors of a folder as float32, each to be taken once. ValueError: missing, pickled or damaged files."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.tensors = path, {}
@@ -95,16 +95,16 @@ class Weights:
                 raise ValueError(f"{file} cannot be read ({error}): copy the folder again") from None
         for name, tensor in self.tensors.items():
             if not tensor.isfinite().all():
-                raise ValueError(f"{path} holds numbers that are none (NaN, infinity) in {name}: use another model")
+                raise ValueError(f"{path} holds NaN or infinity in the tensor {name}: use another model")
 
     def take(self, name: str) -> Tensor:
-        """The tensor `name`, which is forgotten. ValueError if the folder lacks it."""
+        """Remove the tensor `name` and return it. ValueError if the folder lacks it."""
         if name not in self.tensors:
             raise ValueError(f"{self.path} lacks the tensor {name} that its config.json asks for: {SAVE_AGAIN}")
         return self.tensors.pop(name)
 
     def drop(self, pattern: str) -> None:
-        """Forget the tensors whose whole name matches the regular expression `pattern`."""
+        """Remove the tensors whose whole name matches the regular expression `pattern`."""
         self.tensors = {name: tensor for name, tensor in self.tensors.items() if not re.fullmatch(pattern, name)}
 
     def refuse_leftovers(self) -> None:
@@ -124,6 +124,6 @@ def _weight_files(path: Path) -> list[Path]:
             raise ValueError(f"{path / INDEX} is damaged: {SAVE_AGAIN}") from None
     if not (path / WEIGHTS).is_file():
         pickled = [file.name for file in (*path.glob("*.bin"), *path.glob("*.pt"), *path.glob("*.pth"))]
-        wrong = f"only pickled weights ({pickled[0]}), which can run code" if pickled else f"no {WEIGHTS}"
+        wrong = f"only pickled weights ({pickled[0]}), which can run code when loaded" if pickled else f"no {WEIGHTS}"
         raise ValueError(f"{path} has {wrong}: {SAVE_AGAIN}")
     return [path / WEIGHTS]

@@ -14,10 +14,11 @@ from .folder import SAVE_AGAIN, Weights, number
 
 
 class Format:
-    """The tables of one architecture, and the two directions in which they are read.
+    """The tables of one architecture, read both ways. "Ours" is our decoder's, "theirs" is the architecture's.
 
-    A subclass fills in the tables, and rearranges rows in `to_ours` and `to_theirs` where theirs lie in another order.
-    Where a table has several of our names (with blanks between them), their tensor holds the rows of ours in that order.
+    A subclass fills in the tables. Where the architecture has its rows in another order, `to_ours` and `to_theirs`
+    rearrange them. Several of our names in one entry, with blanks between them: one tensor of theirs holds our rows in
+    that order.
     """
 
     architecture: ClassVar[str]  # the class that config.json names
@@ -25,7 +26,7 @@ class Format:
     model_type: ClassVar[str]
     letter: ClassVar[str] = "b"  # of our attention variant
     parts: ClassVar[dict[str, tuple[str, ...]]]  # field of DecoderConfig: the values that the architecture can compute
-    options: ClassVar[dict[str, tuple]] = {}  # option of the variant: likewise
+    options: ClassVar[dict[str, tuple]] = {}  # option of the variant: the values that it can compute
     settings: ClassVar[dict[str, str]]  # number in config.json: field of DecoderConfig
     defaults: ClassVar[dict[str, float | None]]  # of the numbers that config.json may leave out; None: DecoderConfig's
     names: ClassVar[dict[str, str]]  # our module, or parameter: theirs
@@ -43,7 +44,7 @@ class Format:
         return DecoderConfig(layers=self.letter, match="none", **fields)
 
     def their_config(self, cfg: DecoderConfig) -> dict[str, Any]:
-        """The content of config.json for a decoder's own configuration, in which nothing is left to derive."""
+        """The content of config.json for a decoder's configuration whose derived fields are filled in."""
         about = {"architectures": [self.architecture], "model_type": self.model_type, "tie_word_embeddings": cfg.tie}
         return about | {theirs: getattr(cfg, ours) for theirs, ours in self.settings.items()}
 
@@ -68,7 +69,7 @@ class Format:
         return None
 
     def biased(self, config: dict[str, Any]) -> tuple[str, ...]:
-        """Their modules that have biases are those with one of these texts in their name."""
+        """Parts of names: a module of theirs has biases if its name contains one of these."""
         return ()
 
     def clean(self, weights: Weights) -> None:
@@ -119,7 +120,7 @@ class Format:
                 yield [f"blocks.{layer}.{name}" for name in ours.split()], self.blocks.format(layer) + theirs
 
     def _table(self, cfg: DecoderConfig, config: dict[str, Any]) -> Iterator[tuple[dict[str, torch.Size], str | None]]:
-        """Our tensors with their shapes, and the name of their tensor that holds the rows; None if there is none."""
+        """Our tensors with their shapes, and the name of their tensor with these rows; None: they have none."""
         ours, biased = _shapes(cfg), self.biased(config)
         for modules, theirs in self.modules(cfg):
             for kind in ("", ".weight", ".bias"):  # "" is for the name of a parameter
@@ -130,7 +131,7 @@ class Format:
 
 
 def _shapes(cfg: DecoderConfig) -> dict[str, torch.Size]:
-    """The shapes of our decoder's tensors. ValueError where the configuration has sizes that cannot be."""
+    """The shapes of our decoder's tensors. ValueError: the configuration has impossible sizes."""
     try:
         with torch.device("meta"):
             return {name: tensor.shape for name, tensor in Decoder(cfg).state_dict().items()}

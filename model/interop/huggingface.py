@@ -1,4 +1,4 @@
-"""Model folders of transformers (config.json and safetensors) as our decoders, and our decoders as such folders.
+"""Read model folders of transformers (config.json and safetensors) as decoders, and write decoders as such folders.
 
 The folders are read and written by name, so the package transformers is not needed.
 """
@@ -46,9 +46,9 @@ class Export(NamedTuple):
 def read_folder(folder: str | Path) -> tuple[DecoderConfig, dict[str, Tensor]]:
     """The model in `folder`, or of that name on the Hugging Face hub, as (configuration, float32 state dict).
 
-    `Decoder(cfg).load_state_dict(state)` computes the logits that transformers computes. GPT2LMHeadModel, LlamaForCausalLM
-    and its relatives, DiffLlamaForCausalLM, axolotl's models and what `export` makes; one file or sharded, any float type,
-    tied or not, grouped keys, explicit head_dim.
+    `Decoder(cfg).load_state_dict(state)` computes the logits that transformers computes. Read are GPT2LMHeadModel,
+    LlamaForCausalLM and its relatives, DiffLlamaForCausalLM, axolotl's models and what `export` makes; one file or
+    several, any float type, tied or not, grouped keys, explicit head_dim.
 
     ValueError: no such folder, no weights or pickled ones, another architecture, a RoPE or an activation that our decoder
     lacks, tensors that are not those of the configuration.
@@ -69,7 +69,7 @@ def export(model: Decoder, to: str | None = None, eot: int | None = None) -> Exp
 
     diffllama, llama, gpt2, mistral, qwen2, qwen3, olmo2, phi3: transformers' own models. remote: our modeling code in the
     folder, loaded with trust_remote_code=True, for every variant. safetensors: weights and configuration under our own
-    names, without code. axolotl: for axolotl with its plugin, `diff` stacks, those of `scripts/convert.py` among them.
+    names, without code. axolotl: `diff` stacks, converted ones too, for axolotl with its plugin.
     eot: the token that begins and ends documents. ValueError: the function has no counterpart in `to`, with the reason.
     """
     if to is None:

@@ -29,13 +29,13 @@ class Layout(NamedTuple):
     keys: dict[str, str]  # its parameter: the names of ours whose rows it holds, in this order
     options: tuple[dict[str, str], ...] = ()  # groups of optional parameters, each present as a whole or not at all
     rope: str | None = "interleaved"  # interleaved | half; None: the module has no positions
-    queries: bool = False  # num_heads counts query heads, two for each of the h, instead of the h
+    queries: bool = False  # num_heads counts the 2h query heads, instead of the h heads
     halves: bool = False  # map c of head i is query head i + c h, instead of 2i + c; values lie in two halves likewise
     double: bool = False  # values have width d, instead of 2d
     pairings: tuple[str, ...] = ()  # how it pairs and repeats grouped keys, its default first; (): no grouped keys
     scaled: bool = True  # heads are scaled by 1 - lambda_init
-    unweighted: str = "none"  # its head norm where it has no weight: none | plain
-    eps: float = 1e-5  # of its head norm, unless the caller says otherwise
+    unweighted: str = "none"  # the head norm of a module without a norm weight: none | plain
+    eps: float = 1e-5  # of its head norm, unless the caller gives norm_eps
 
 
 def _linears(kind: str, **holds: str) -> dict[str, str]:
@@ -53,7 +53,7 @@ AXOLOTL = Layout(
 )  # fmt: skip
 
 LAYOUTS = {
-    # The flash modules pair, then repeat; the naive one repeats, then pairs: two functions of the same weights.
+    # The flash modules pair, then repeat; the naive module repeats, then pairs: two functions of the same weights.
     "microsoft": Layout(
         _linears("weight", **MICROSOFT) | LAMBDAS | SUBLN, pairings=("pair_first", "repeat_first")
     ),
@@ -90,16 +90,16 @@ def import_attention(
     timm, blog and axolotl_double; output heads for microsoft_v2; the baseline's heads for vasqu, diffllama and
     axolotl_split). layer: the depth, counted from 0 (blog: 1 where the module was given no depth). gqa_pairing: of
     microsoft's grouped keys, pair_first (its flash modules; the default) or repeat_first (its naive module). norm_eps: of
-    the source; None is the source's default, for diffllama and axolotl that of rms_norm_eps. For vasqu without rel_pos add
-    position=none to the overrides.
+    the source; None: the source's default (for diffllama and axolotl the default of rms_norm_eps). For vasqu without
+    rel_pos add position=none to the overrides.
 
     Returns the overrides of DecoderConfig and the state dict with which DiffAttention (microsoft_v2: DiffV2Attention)
     computes what the source computes; it loads with strict=True. What changes on the way:
     - repeat_first with grouped keys: every head gets its own copy of its keys and values, so their sharing is lost.
-    - No factor 1 - lambda_init in the source: divided out of `out`.
+    - The source has no factor 1 - lambda_init: `out` is divided by it.
     - A stored lambda_init that is not the schedule's: lambda_q1 or lambda_q2 is moved so that lambda stays what it was.
     - timm's q, k and scale norms have another eps than its head norm: the weights before them are scaled instead.
-    - Biases on some projections only: zeros on the others.
+    - The source has biases on some projections only: the others get zeros.
 
     ValueError: keys, shapes or head counts that are not those of the layout.
     """
@@ -149,9 +149,7 @@ def _form(source: Mapping[str, Tensor], layout: str, gqa_pairing: str | None) ->
         raise ValueError(f"layout={layout} is unknown: use one of {', '.join(LAYOUTS)}")
     form = LAYOUTS[layout]
     if gqa_pairing is not None and len(form.pairings) < 2:
-        raise ValueError(
-            f"gqa_pairing chooses between microsoft's modules, layout={layout} has one: leave gqa_pairing out"
-        )
+        raise ValueError(f"gqa_pairing is an option of layout=microsoft, not of layout={layout}: leave gqa_pairing out")
     if gqa_pairing is not None and gqa_pairing not in form.pairings:
         raise ValueError(f"gqa_pairing={gqa_pairing} is unknown: use one of {', '.join(form.pairings)}")
     if layout == "timm" and any(name in source for name in SCALARS):  # dual_lambda=True
@@ -180,7 +178,7 @@ def _renamed(source: Mapping[str, Tensor], form: Layout, layout: str) -> dict[st
     keys = form.keys | {key: ours for group in groups for key, ours in group.items()}
     missing, surplus = sorted(keys.keys() - source.keys()), sorted(source.keys() - keys.keys())
     if missing or surplus:
-        wrong = [f"{what} {', '.join(names)}" for what, names in (("lacks", missing), ("has also", surplus)) if names]
+        wrong = [f"{what} {', '.join(names)}" for what, names in (("lacks", missing), ("also has", surplus)) if names]
         fix = f"give one module's state dict, without a prefix, or another of layout={'|'.join(LAYOUTS)}"
         raise ValueError(f"this is not a {layout} attention, it {' and '.join(wrong)}: {fix}")
     state = {}
@@ -197,7 +195,7 @@ def _checked_width(state: dict[str, Tensor], form: Layout, heads: int, kv_heads:
     fix = f"give n_head and n_kv_head in {'baseline heads' if form.queries else 'heads after the difference'}"
     q = state["q.weight"]
     if q.dim() != 2 or q.shape[0] % (2 * heads):
-        raise ValueError(f"{asked} cannot share out query rows of shape {tuple(q.shape)}: {fix}")
+        raise ValueError(f"{asked} does not divide query rows of shape {tuple(q.shape)}: {fix}")
     d, dim = q.shape[0] // (2 * heads), q.shape[1]
     dv = d if form.double else 2 * d
     dk = d if "lambda_logits.weight" in state else 2 * d  # in version 2 both maps share their keys
@@ -209,7 +207,7 @@ def _checked_width(state: dict[str, Tensor], form: Layout, heads: int, kv_heads:
     shapes |= {"head_norm.weight": (dv,), "scale_norm.weight": (heads * dv,)}
     for key, value in state.items():
         if tuple(value.shape) != shapes[key]:
-            raise ValueError(f"{asked} makes {key} {shapes[key]}, but it is {tuple(value.shape)}: {fix}")
+            raise ValueError(f"{asked} needs {key} {shapes[key]}, but it is {tuple(value.shape)}: {fix}")
     return d
 
 
@@ -251,13 +249,13 @@ def _fold_timm_eps(state: dict[str, Tensor], eps: float) -> None:
 
 
 def keep_lambda(state: dict[str, Tensor], ours: float) -> None:
-    """Replace a stored lambda_init by ours, and move one vector so that exp(q1.k1) - exp(q2.k2) + lambda_init stays.
+    """Replace a stored lambda_init by ours; one vector moves, so that exp(q1.k1) - exp(q2.k2) + lambda_init stays.
 
     One of the two exponentials can always take up the difference and remain positive.
     """
-    change = state.pop("lambda_init").double().item() - ours  # to be taken up by exp(q1.k1) - exp(q2.k2)
+    change = state.pop("lambda_init").double().item() - ours  # by which exp(q1.k1) - exp(q2.k2) must grow
     if not math.isfinite(change):
-        raise ValueError("lambda_init is not finite: the source's checkpoint is damaged, give a sound one")
+        raise ValueError("lambda_init is not finite, so the source's checkpoint is damaged: give an undamaged one")
     if abs(change) < 1e-7:  # the schedule's value, rounded to float32
         return
     first, second = ((state[f"lambda_q{c}"].double() @ state[f"lambda_k{c}"].double()).exp().item() for c in (1, 2))
@@ -271,7 +269,7 @@ def keep_lambda(state: dict[str, Tensor], ours: float) -> None:
 
 
 def _overrides(state: dict[str, Tensor], form: Layout, layout: str) -> dict[str, Any]:
-    """What the parameters at hand say about DecoderConfig; widths and head counts are the caller's."""
+    """The fields of DecoderConfig that the parameters decide; the caller adds widths and head counts."""
     position = {"rope_layout": form.rope} if form.rope else {"position": "none"}
     common = {"d_model": state["q.weight"].shape[1], "bias": any(key.endswith(".bias") for key in state), **position}
     if layout == "microsoft_v2":
@@ -287,7 +285,7 @@ def _overrides(state: dict[str, Tensor], form: Layout, layout: str) -> dict[str,
 
 
 def _fill(state: dict[str, Tensor], layout: str, bias: bool) -> None:
-    """What our modules have and the source does not: the other biases, and lambda's finished warm-up."""
+    """Add what our modules have and the source lacks: zero biases, and the factor of a finished lambda warm-up."""
     for name in ("q", "k", "v", "out") if bias else ():
         weight = state[f"{name}.weight"]
         state.setdefault(f"{name}.bias", weight.new_zeros(weight.shape[0]))

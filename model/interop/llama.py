@@ -15,7 +15,7 @@ from .layouts import LLAMA, change_rows, half_from_interleaved
 
 
 class Llama(Format):
-    """LlamaForCausalLM. It rotates in halves; attention and feed-forward network have biases independently."""
+    """LlamaForCausalLM. Its RoPE rotates in halves; attention and feed-forward network each may have biases."""
 
     architecture, model_type = "LlamaForCausalLM", "llama"
     parts = {"norm": ("rmsnorm",), "norm_place": ("before",), "mlp": ("swiglu",), "position": ("rope",)}
@@ -38,8 +38,8 @@ class Llama(Format):
         "mlp.up": "mlp.up_proj",
         "mlp.down": "mlp.down_proj",
     } | {f"attention.{ours}": f"self_attn.{theirs}" for theirs, ours in LLAMA.items()}
-    bias_keys = {"attention_bias": (".self_attn.",), "mlp_bias": (".mlp.",)}  # of config.json: modules that have them
-    always_biased: tuple[str, ...] = ()  # modules whose biases no key of config.json takes away
+    bias_keys = {"attention_bias": (".self_attn.",), "mlp_bias": (".mlp.",)}  # key of config.json: the biased modules
+    always_biased: tuple[str, ...] = ()  # modules that have biases in any case
     scalings: tuple[str, ...] = ("none", "linear", "llama3")  # kinds of RoPE
 
     def our_config(self, config: dict[str, Any]) -> DecoderConfig:
@@ -55,7 +55,7 @@ class Llama(Format):
     def their_config(self, cfg: DecoderConfig) -> dict[str, Any]:
         rope: dict[str, Any] = {"rope_theta": cfg.rope_theta, "rope_parameters": _rope_keys(cfg)}
         if cfg.rope_scaling.kind != "none":
-            rope["rope_scaling"] = _rope_keys(cfg)  # where transformers before 5 looks
+            rope["rope_scaling"] = _rope_keys(cfg)  # the key that transformers before 5 reads
         own = {"attention_bias": bool(cfg.qkv_bias or cfg.projection_bias), "mlp_bias": cfg.bias}
         biases = {key: own[key] for key in self.bias_keys}
         return super().their_config(cfg) | biases | rope | {
@@ -107,14 +107,16 @@ def _rope(config: dict[str, Any], kinds: tuple[str, ...]) -> tuple[float, RopeSc
     """The base of RoPE and its scaling; `rope_parameters` holds both since transformers 5. ValueError for other kinds."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rope, dict):
-        raise ValueError(f"config.json says rope_parameters={rope}: copy the model's own config.json into the folder")
+        raise ValueError(
+            f"config.json says rope_parameters={rope}, not a mapping: copy the model's own config.json into the folder"
+        )
     kind = rope.get("rope_type", rope.get("type", "default"))
     kind = "none" if kind == "default" else kind
     if kind not in kinds or rope.get("partial_rotary_factor", 1) != 1:
         plain = " or ".join(k.replace("none", "default") for k in kinds)
         raise ValueError(
-            f"config.json asks for {kind} RoPE ({json.dumps(rope)}), and our decoder has {plain}, over the whole width, for "
-            "this model: use a model without that"
+            f"config.json asks for {kind} RoPE ({json.dumps(rope)}), but our decoder has only {plain} RoPE, over the "
+            "whole width of a head, for this model: use another model"
         )
     theta = number({"rope_theta": config.get("rope_theta")} | rope, "rope_theta", {"rope_theta": 10000.0})
     known = {"original_max_position_embeddings": config.get("max_position_embeddings")} | rope

@@ -1,4 +1,4 @@
-"""Our decoder as a model of transformers: the code that an exported folder of `to=remote` carries beside the model's own.
+"""Our decoder as a model of transformers. A folder of `to=remote` has this file beside the modules of the decoder.
 
 Written for transformers 5. `AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)` runs it.
 """
@@ -18,7 +18,7 @@ from ..decoder import Decoder
 
 
 class VariantConfig(PretrainedConfig):
-    """`stack` holds the fields of our DecoderConfig. The tools of transformers look for other names, made from `stack`."""
+    """`stack` holds the fields of our DecoderConfig. The tools of transformers read other names, set from `stack`."""
 
     model_type = "attention_variants"
 
@@ -46,7 +46,7 @@ class VariantForCausalLM(PreTrainedModel, GenerationMixin):
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
-        """The decoder has set its own."""
+        """Nothing is left to do: the decoder sets its own weights."""
 
     def get_input_embeddings(self) -> nn.Embedding:
         return self.decoder.embedding
@@ -100,7 +100,7 @@ class _Cache:
     def __init__(self, past: DynamicCache, n_layer: int) -> None:
         if type(past) is not DynamicCache or past.offloading:
             raise ValueError(
-                f"this model has no cache of the kind {type(past).__name__}: leave out cache_implementation"
+                f"this model cannot use a {type(past).__name__} as its cache: leave out cache_implementation"
             )
         self.past, self.n_layer, self.length = past, n_layer, past.get_seq_length()
 
@@ -108,12 +108,12 @@ class _Cache:
         return _LayerCache(self, index)
 
     def seen(self, tokens: Tensor) -> Tensor:
-        """All token ids so far, (B, S). The cache keeps them too, so that beam search reorders them with the keys."""
+        """All token ids so far, (B, S). The cache stores them too, so beam search reorders them with the keys."""
         column = tokens[:, None, :, None]  # (B, 1, T, 1)
         return self.update(column, column, self.n_layer)[0][:, 0, :, 0]
 
     def update(self, k: Tensor, v: Tensor, index: int) -> tuple[Tensor, Tensor]:
-        while len(self.past.layers) <= index:  # transformers made room for one call per layer
+        while len(self.past.layers) <= index:  # transformers makes one cache layer per block
             self.past.layers.append(DynamicLayer())
         return self.past.update(k, v, index)
 

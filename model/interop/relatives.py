@@ -1,6 +1,6 @@
-"""Llama's relatives, as transformers 5.23 has them: Mistral, Qwen2, Qwen3, OLMo 2 and Phi-3, each by what sets it apart.
+"""Llama's relatives, as transformers 5.23 has them: Mistral, Qwen2, Qwen3, OLMo 2 and Phi-3, each as its differences.
 
-Which other architectures are near, and why our decoder cannot compute them, says UNLIKE.
+UNLIKE lists similar architectures that our decoder cannot compute, with the reasons.
 """
 
 from typing import Any
@@ -69,7 +69,7 @@ class Qwen2(Llama):
 
 
 class Qwen3(Qwen2):
-    """Qwen3ForCausalLM: a norm over each head's queries and keys, and biases on all of the attention or on none of it."""
+    """Qwen3ForCausalLM: a norm over each head's queries and keys, and biases on all of its projections or on none."""
 
     architecture, model_type = "Qwen3ForCausalLM", "qwen3"
     options = Llama.options | {"qk_norm": ("head",)}
@@ -80,7 +80,7 @@ class Qwen3(Qwen2):
 
 
 class Olmo2(Llama):
-    """Olmo2ForCausalLM: norms on what each sub-layer adds, and one norm over the queries (keys) of all heads together."""
+    """Olmo2ForCausalLM: the norms follow the sub-layers, and one norm spans the queries (keys) of all heads."""
 
     architecture, model_type = "Olmo2ForCausalLM", "olmo2"
     parts = Llama.parts | {"norm_place": ("after",)}

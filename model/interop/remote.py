@@ -52,7 +52,7 @@ class Safetensors(Format):
 
 
 class Remote(Safetensors):
-    """The same with the code that runs it: transformers loads it with trust_remote_code=True."""
+    """As Safetensors, with the modeling code: transformers loads the folder with trust_remote_code=True."""
 
     def their_config(self, cfg: DecoderConfig) -> dict[str, Any]:
         code = {"AutoConfig": "modeling.VariantConfig", "AutoModelForCausalLM": f"modeling.{self.architecture}"}

@@ -373,7 +373,7 @@ def test_letters_tile_over_the_depth() -> None:
         ({"layers": "d", "diff": DiffConfig(lambda_form="exp")}, "use one of vectors, dual_scalar, fixed"),
         ({"layers": "d", "diff": DiffConfig(head_norm="layer")}, "use one of affine, plain, layernorm, none"),
         ({"layers": "d", "diff": DiffConfig(heads="all")}, "use one of half, double"),
-        ({"layers": "d", "diff": DiffConfig(lambda_warmup=-1)}, "use 0 for none"),
+        ({"layers": "d", "diff": DiffConfig(lambda_warmup=-1)}, "use 0 for no warm-up"),
         ({"layers": "g", "gated": GatedConfig(gate="scalar")}, "use one of headwise, elementwise"),
         ({"layers": "n", "integral": IntegralConfig(signals=3)}, "does not divide"),
     ),

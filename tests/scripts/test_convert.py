@@ -166,7 +166,7 @@ def test_compare_trains_every_arm_and_goes_on_where_it_was(source: Path, tmp_pat
     assert len(stamps) == 4
     assert table in call(*arguments)
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("state.json")} == stamps
-    assert "holds something else" in call(*arguments, "seed=1")
+    assert "holds another conversion" in call(*arguments, "seed=1")
 
 
 def test_wrong_input_is_one_line_that_names_the_fix(source: Path, tmp_path: Path, call: Callable) -> None:
@@ -182,7 +182,7 @@ def test_wrong_input_is_one_line_that_names_the_fix(source: Path, tmp_path: Path
         ([f"source={source}", out, "steps=0"], "use steps=200"),
         ([f"source={source}", out, "what=compare", "arms=[zeros]"], "arms has no 'zeros': use baseline, zero"),
         ([f"source={source}", out, "debug=true", f"prompt={'a' * 40}"], "leaves no room"),
-        ([f"source={tmp_path / 'none' / 'such'}", out], "is not a folder: give one with config.json"),
+        ([f"source={tmp_path / 'none' / 'such'}", out], "is not a folder: give a folder with config.json"),
         ([out], "'source' is required"),
     ):
         assert says in call(*arguments), arguments
@@ -233,7 +233,7 @@ def test_axolotls_file_converts_and_is_written_back(source: Path, tmp_path: Path
     with torch.no_grad():
         torch.testing.assert_close(two(tokens), one(tokens), rtol=1e-5, atol=1e-5)
     assert "leave out init" in call(f"axolotl={path}", f"run_dir={tmp_path / 'x'}", "init=mirror")
-    assert "is not a YAML file" in call(f"axolotl={tmp_path / 'none.yml'}", f"run_dir={tmp_path / 'x'}")
+    assert "cannot be read as YAML" in call(f"axolotl={tmp_path / 'none.yml'}", f"run_dir={tmp_path / 'x'}")
 
 
 @pytest.fixture(scope="module")
