@@ -18,6 +18,7 @@ from .attention.probe import gather_rows
 from .cache import KVCache, LayerCache
 from .config import DecoderConfig
 from .layers import MLPS, initialize, make_norm
+from .loss import linear_cross_entropy
 from .rotary import Rope, rope_table
 
 
@@ -107,10 +108,10 @@ class Decoder(nn.Module):
             cache.length += T
         if rows is not None:
             x = gather_rows(x, rows, start + T)  # (B, R, D)
-        logits = self.head(self.norm(x))  # (B, T or R, V)
+        x = self.norm(x)
         if targets is None:
-            return logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+            return self.head(x)  # (B, T or R, V)
+        return linear_cross_entropy(x.flatten(0, 1), self.head.weight, targets.flatten())
 
     def _rope(self, start: int, T: int) -> Rope | None:
         if self.cfg.position != "rope":
