@@ -21,13 +21,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor
-
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from configs import command  # noqa: E402
+from configs import command  # noqa: E402, I001  # before torch, which reads what it sets for threads
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+
 from configs.files import write_atomic, write_json  # noqa: E402
 from configs.provenance import machine, version  # noqa: E402
 from data.config import RetrievalMixConfig, TokenizerConfig  # noqa: E402
@@ -37,27 +37,25 @@ from data.shards import Shard, write_shard  # noqa: E402
 from data.tokenizer import build_tokenizer  # noqa: E402
 from eval.common import progress  # noqa: E402
 from eval.speed.attention import BACKENDS, TWO_CALLS, AttentionArm, op_memory  # noqa: E402
-from eval.speed.models import BenchConfig, autocast, mixed, model_config, names, random_tokens, variants  # noqa: E402
+from eval.speed.models import VOCABULARY, BenchConfig, autocast, mixed, model_config, names, random_tokens, variants  # noqa: E402
+from eval.speed.processes import in_own_process  # noqa: E402
 from eval.speed.timing import (  # noqa: E402
     Row,
     Work,
     attempt,
-    in_own_process,
     paired_ratio,
     peak_of_process,
     seconds_of,
     table,
     time_in_turn,
 )
+from eval.speed.training import TrainingStep, busy, growth, train  # noqa: E402
 from model.attention.probe import probe as attention_rows  # noqa: E402
 from model.cache import KVCache  # noqa: E402
 from model.decoder import Decoder  # noqa: E402
 from training.distributed import World, join_world, pick_dtype  # noqa: E402
-from training.metrics import peak_flops  # noqa: E402
 from training.monitor import Monitor, MonitorConfig  # noqa: E402
-from training.optim import build_optimizers  # noqa: E402
 
-VOCABULARY = 4096
 PROBE_VOCABULARY = 50_257  # gpt2's: whole logits of 32,768 tokens would be 6.6 GB
 SHARD_TOKENS = 4_000_000
 
@@ -90,46 +88,7 @@ def attention(cfg: BenchConfig, world: World) -> list[Row]:
     return rows
 
 
-# ---------------------------------------- train and decode
-
-
-def train(cfg: BenchConfig, world: World) -> list[Row]:
-    """Training steps on random tokens; 8 sequences on a CPU, 64 on CUDA, of the size's context."""
-    batch = cfg.batch or (8 if world.device.type == "cpu" else 64)
-    tokens, peak = batch * cfg.model.context, peak_flops(world.device)
-    rows = [
-        Row({"model": variant, "layers": cfg.model.n_layer, "width": cfg.model.d_model}, tokens)
-        for variant in variants(cfg)
-    ]
-    steps = [attempt(partial(TrainingStep, cfg, variant, batch, world)) for variant in variants(cfg)]
-    time_in_turn("tokens/s", rows, steps, cfg.rounds, world.device)
-    for row, step in zip(rows, steps, strict=True):
-        if seconds := row.seconds.get("tokens/s"):
-            flops = step.model.flops_per_token()["total"]
-            row.facts = {"parameters": step.model.num_params(), "MFLOPs/token": flops / 1e6}
-            row.facts["mfu"] = flops * tokens / median(seconds) / peak if peak else None
-    return rows
-
-
-class TrainingStep:
-    """Calling it takes one optimizer step, as train.py takes it."""
-
-    def __init__(self, cfg: BenchConfig, variant: str, batch: int, world: World) -> None:
-        self.model = Decoder(model_config(cfg, variant, vocab_size=VOCABULARY)).to(world.device)
-        self.optimizers, self.autocast = build_optimizers(self.model, cfg.optim), autocast(cfg, world)
-        compiled = cfg.compile if cfg.compile is not None else world.device.type == "cuda"
-        self.clip = cfg.optim.clip or float("inf")
-        self.net = torch.compile(self.model, dynamic=False) if compiled else self.model
-        self.rows = random_tokens(batch, self.model.cfg.context + 1, VOCABULARY, world)
-
-    def __call__(self) -> None:
-        with self.autocast:
-            loss = self.net(self.rows[:, :-1], self.rows[:, 1:])
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+# ---------------------------------------- monitor and decode
 
 
 def monitor(cfg: BenchConfig, world: World) -> list[Row]:
@@ -154,7 +113,7 @@ def monitor(cfg: BenchConfig, world: World) -> list[Row]:
 class StepAndLook:
     """Calling it takes a training step and reads the monitor, whose own time it notes."""
 
-    def __init__(self, step: "TrainingStep", settings: MonitorConfig, world: World) -> None:
+    def __init__(self, step: TrainingStep, settings: MonitorConfig, world: World) -> None:
         self.step, self.device, self.seconds = step, world.device, []
         self.monitor = Monitor(step.model, step.rows[: settings.windows, :-1], settings.layers)
 
@@ -295,7 +254,7 @@ def tokenizer(cfg: BenchConfig, world: World) -> list[Row]:
     return rows
 
 
-BENCHES = {work.__name__: work for work in (attention, train, loader, tokenizer, decode, probe, monitor)}
+BENCHES = {work.__name__: work for work in (attention, train, growth, busy, loader, tokenizer, decode, probe, monitor)}
 
 
 # ---------------------------------------- the command

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eval.speed.models import BenchConfig, autocast, mixed, model_config, random_tokens
-from eval.speed.timing import in_own_process, peak_growth
+from eval.speed.processes import in_own_process
+from eval.speed.timing import peak_growth
 from model.attention import backends
 from model.attention.mask import Mask
 from model.decoder import Decoder
