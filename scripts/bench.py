@@ -1,7 +1,10 @@
-"""Measure speed: python scripts/bench.py what=attention|train|loader|tokenizer|decode|probe|monitor [out=runs/bench/WHAT.json]
+"""Measure speed: python scripts/bench.py what=NAME [out=runs/bench/NAME.json], where NAME is one of
 
     attention   a variant's attention on a backend: facade calls alone ("op") and with projections ("module"); the op's memory
-    train       whole training steps of configs/model at size=micro    decode     a token, with and without a cache
+    train       whole training steps of configs/model at size=micro; with peer=FOLDER the gpt2 stack against a nanoGPT checkout
+    growth      time and memory of a step against context and parameters, with the exponents of fits
+    busy        training steps beside other processes, by the way in which threads wait for each other
+    decode      a token, with and without a cache
     loader      batches from shards in the page cache                  tokenizer  text to ids, one thread
     probe       one query's attention rows in a long context: time and peak memory, in a process of its own (rounds=1)
     monitor     a look of training/monitor.py right after a training step, and its share of the steps at the default frequency
@@ -36,7 +39,7 @@ from data.retrieval import RetrievalSource  # noqa: E402
 from data.shards import Shard, write_shard  # noqa: E402
 from data.tokenizer import build_tokenizer  # noqa: E402
 from eval.common import progress  # noqa: E402
-from eval.speed.attention import BACKENDS, TWO_CALLS, AttentionArm, op_memory  # noqa: E402
+from eval.speed.attention import AttentionArm, op_memory  # noqa: E402
 from eval.speed.models import VOCABULARY, BenchConfig, autocast, mixed, model_config, names, random_tokens, variants  # noqa: E402
 from eval.speed.processes import in_own_process  # noqa: E402
 from eval.speed.timing import (  # noqa: E402
@@ -50,6 +53,7 @@ from eval.speed.timing import (  # noqa: E402
     time_in_turn,
 )
 from eval.speed.training import TrainingStep, busy, growth, train  # noqa: E402
+from model.attention.backends import BACKENDS, ROUTES  # noqa: E402
 from model.attention.probe import probe as attention_rows  # noqa: E402
 from model.cache import KVCache  # noqa: E402
 from model.decoder import Decoder  # noqa: E402
@@ -64,15 +68,15 @@ SHARD_TOKENS = 4_000_000
 
 
 def attention(cfg: BenchConfig, world: World) -> list[Row]:
-    """Every variant on every backend, and what makes two plain SDPA calls of a difference."""
+    """Every variant on every backend; the routes of SDPA for a difference of maps only where there is one."""
     rows = []
     for length in cfg.lengths or ([512] if world.device.type == "cpu" else [2048, 4096, 8192, 16384]):
         arms = [
             (Row({"length": length, "variant": variant, "backend": backend}), arm)
             for variant in cfg.variants or [v for v in variants(cfg) if not mixed(cfg, v)]
-            for backend in (*(cfg.backends or BACKENDS), TWO_CALLS)
+            for backend in cfg.backends or BACKENDS
             for arm in [attempt(partial(AttentionArm, cfg, variant, backend, length, world))]
-            if backend != TWO_CALLS or getattr(arm, "differential", False)
+            if backend not in ROUTES or getattr(arm, "differential", True)
         ]
         group = [row for row, _ in arms]
         for measure in AttentionArm.MEASURES:
@@ -274,6 +278,8 @@ def check(cfg: BenchConfig) -> None:
         value = getattr(cfg, key)
         if any(number is not None and number < 1 for number in (value if isinstance(value, list) else [value])):
             raise ValueError(f"{key}={value} must be at least 1: correct it, or leave it out")
+    if min(cfg.neighbours, default=0) < 0:
+        raise ValueError(f"neighbours={cfg.neighbours} must be at least 0: correct it, or leave it out")
 
 
 @command("bench", BenchConfig)
