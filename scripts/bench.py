@@ -5,7 +5,8 @@
     growth      time and memory of a step against context and parameters, with the exponents of fits
     busy        training steps beside other processes, by the way in which threads wait for each other
     decode      a token, with and without a cache
-    loader      batches from shards in the page cache                  tokenizer  text to ids, one thread
+    loader      batches from shards in the page cache, and how long a training step waits for the next one
+    tokenizer   text to ids on one thread, by tiktoken alone, by our tokenizer and by the whole of data.prepare
     probe       one query's attention rows in a long context: time and peak memory, in a process of its own (rounds=1)
     monitor     a look of training/monitor.py right after a training step, and its share of the steps at the default frequency
 
@@ -14,10 +15,8 @@ them alike. A cell is the median over rounds, (least-most), and the median of th
 at that length. Forward alone runs without gradients. What cannot run here is a row that says why. Options: --cfg job.
 """
 
-import itertools
 import os
 import sys
-import tempfile
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -27,24 +26,18 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from configs import command  # noqa: E402, I001  # before torch, which reads what it sets for threads
-import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from configs.files import write_atomic, write_json  # noqa: E402
 from configs.provenance import machine, version  # noqa: E402
-from data.config import RetrievalMixConfig, TokenizerConfig  # noqa: E402
-from data.loader import Loader, Windows  # noqa: E402
-from data.retrieval import RetrievalSource  # noqa: E402
-from data.shards import Shard, write_shard  # noqa: E402
-from data.tokenizer import build_tokenizer  # noqa: E402
 from eval.common import progress  # noqa: E402
 from eval.speed.attention import AttentionArm, op_memory  # noqa: E402
+from eval.speed.data import loader, tokenizer  # noqa: E402
 from eval.speed.models import VOCABULARY, BenchConfig, autocast, mixed, model_config, names, random_tokens, variants  # noqa: E402
 from eval.speed.processes import in_own_process  # noqa: E402
 from eval.speed.timing import (  # noqa: E402
     Row,
-    Work,
     attempt,
     paired_ratio,
     peak_of_process,
@@ -61,7 +54,6 @@ from training.distributed import World, join_world, pick_dtype  # noqa: E402
 from training.monitor import Monitor, MonitorConfig  # noqa: E402
 
 PROBE_VOCABULARY = 50_257  # gpt2's: whole logits of 32,768 tokens would be 6.6 GB
-SHARD_TOKENS = 4_000_000
 
 
 # ---------------------------------------- attention
@@ -207,55 +199,6 @@ def probe_once(cfg: BenchConfig, variant: str, length: int, world: World) -> tup
             model(tokens, rows=last)
 
     return seconds_of(look, 1, world.device), peak_of_process(world.device)
-
-
-# ---------------------------------------- loader and tokenizer
-
-
-def sample_text() -> str:
-    """0.7 MB of English: the language reference that is installed with Python."""
-    from pydoc_data.topics import topics
-
-    return "\n\n".join(topics[name] for name in sorted(topics))
-
-
-def loader(cfg: BenchConfig, world: World) -> list[Row]:
-    """Batches of 64 sequences of the size's context, read and shuffled as in training, without the prefetching thread."""
-    ids, length = build_tokenizer(TokenizerConfig("bytes")), cfg.model.context
-    tokens, batch = np.resize(ids.encode_array(sample_text()), SHARD_TOKENS), cfg.batch or 64
-    with tempfile.TemporaryDirectory() as folder:
-        sources = {}
-        for name, vocabulary in {"text, uint16": ids.vocab_size, "text, uint32": 100_000}.items():
-            path = Path(folder) / f"{vocabulary}.bin"
-            write_shard(path, tokens, vocab_size=vocabulary, fingerprint=ids.fingerprint)
-            sources[name] = attempt(partial(Windows, [Shard(path)], length))
-        mix = partial(RetrievalSource, RetrievalMixConfig(), sources["text, uint16"], ids, length)
-        sources["retrieval documents"] = attempt(mix)
-        works = [s if isinstance(s, str) else batches(Loader(s, batch, length, seed=1)) for s in sources.values()]
-        rows = [Row({"source": name, "length": length}, batch * length) for name in sources]
-        time_in_turn("tokens/s", rows, works, cfg.rounds, world.device)
-    return rows
-
-
-def batches(load: Loader) -> Work:
-    """Every call reads the next batch."""
-    steps = itertools.count()
-    return lambda: load(next(steps))
-
-
-def tokenizer(cfg: BenchConfig, world: World) -> list[Row]:
-    """Bytes, a bpe vocabulary of 4096 trained on the text itself, and gpt2 where tiktoken has its file or gets it."""
-    text, rows, works = sample_text(), [], []
-    n_bytes = len(text.encode())
-    for wanted in (TokenizerConfig("bytes"), TokenizerConfig("bpe", VOCABULARY), TokenizerConfig("gpt2")):
-        made = attempt(partial(build_tokenizer, wanted, [text]))
-        missing = isinstance(made, str)
-        rows.append(Row({"tokenizer": wanted.name}, n_bytes / 1e6))
-        if not missing:
-            rows[-1].facts = {"vocabulary": made.vocab_size, "bytes/token": n_bytes / len(made.encode_array(text))}
-        works.append(made if missing else partial(made.encode_array, text))
-    time_in_turn("MB/s", rows, works, cfg.rounds, world.device)
-    return rows
 
 
 BENCHES = {work.__name__: work for work in (attention, train, growth, busy, loader, tokenizer, decode, probe, monitor)}

@@ -33,7 +33,7 @@ WAITS = {
     "as train.py sets it": {},
     "libgomp's own": {"GOMP_SPINCOUNT": "300000"},  # its default, libgomp/env.c
     "no spinning": {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"},
-    "one thread": {"OMP_NUM_THREADS": "1"},
+    "one thread": {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
 }
 
 

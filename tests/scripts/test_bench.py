@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from eval.speed import attention, models, processes, timing, training
+from eval.speed import attention, data, models, processes, timing, training
 from eval.speed.attention import AttentionArm
 from eval.speed.models import BenchConfig
 from eval.speed.timing import Row, paired_ratio, table
@@ -28,7 +28,7 @@ SMALL = {"n_layer": 2, "n_head": 8, "d_model": 64, "context": 128}
 @pytest.fixture(autouse=True)
 def one_call_per_timing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "LEAST_SECONDS", 0.0)
-    monkeypatch.setattr(bench, "SHARD_TOKENS", 20_000)
+    monkeypatch.setattr(data, "SHARD_TOKENS", 20_000)
     monkeypatch.setattr(bench, "op_memory", lambda *which: 1.5)  # a process for each row; it has a test of its own
 
 
@@ -192,6 +192,7 @@ def test_loader_reads_both_widths_and_retrieval_documents() -> None:
     rows = bench.loader(cfg, CPU)
     assert [row.labels["source"] for row in rows] == ["text, uint16", "text, uint32", "retrieval documents"]
     assert all(len(row.seconds["tokens/s"]) == 2 and row.amount == 2 * 256 for row in rows)
+    assert all(0 < row.facts["of a step (%)"] < 100 and row.facts["wait (ms)"] > 0 for row in rows)
 
 
 def test_tokenizer_says_which_vocabulary_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,11 +200,15 @@ def test_tokenizer_says_which_vocabulary_is_missing(monkeypatch: pytest.MonkeyPa
         raise OSError("no network")
 
     monkeypatch.setattr("data.tokenizer.tiktoken.get_encoding", offline)
-    monkeypatch.setattr(bench, "sample_text", lambda: (models.CONFIG_DIR / "__init__.py").read_text() * 20)
-    monkeypatch.setattr(bench, "VOCABULARY", 400)
+    monkeypatch.setattr(data, "sample_text", lambda: (models.CONFIG_DIR / "__init__.py").read_text() * 20)
+    monkeypatch.setattr(data, "VOCABULARY", 400)
     rows = bench.tokenizer(tiny("tokenizer"), CPU)
-    assert "MB/s" in row_of(rows, tokenizer="bytes").seconds and "MB/s" in row_of(rows, tokenizer="bpe").seconds
-    assert row_of(rows, tokenizer="bytes").facts["bytes/token"] == 1
+    ways = ("tiktoken alone", "our tokenizer", "data.prepare")
+    assert [tuple(row.labels.values()) for row in rows[:-1]] == [
+        (name, way) for name in ("bytes", "bpe") for way in ways
+    ]
+    assert all(len(row.seconds["MB/s"]) == 2 for row in rows[:-1]) and rows[0].facts["bytes/token"] == 1
+    assert rows[0].ratio["MB/s"] == rows[3].ratio["MB/s"] == 1  # of each tokenizer, to tiktoken alone
     assert "TIKTOKEN_CACHE_DIR" in row_of(rows, tokenizer="gpt2").not_measured["MB/s"]
 
 
