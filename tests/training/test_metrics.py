@@ -38,7 +38,7 @@ def warnings_of(speeds: list[float], device: str = "cpu") -> list[str | None]:
 def test_a_collapse_of_the_speed_is_said_once_with_the_setting_that_helps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.setenv("OMP_WAIT_POLICY", "")
-    monkeypatch.setenv("GOMP_SPINCOUNT", "1000")
+    monkeypatch.setenv("GOMP_SPINCOUNT", str(metrics.TURNS))
     said = warnings_of([100.0, 1000.0, 499.0, 800.0, 100.0, 240.0, 100.0, 1000.0, 1.0, 1.0])
     assert [bool(text) for text in said] == [False] * 5 + [True] + [False] * 4  # two lines in a row, and never again
     assert "240 tok/s is 24% of this run's best" in said[5] and "set OMP_NUM_THREADS" in said[5]
@@ -51,7 +51,7 @@ def test_a_collapse_of_the_speed_is_said_once_with_the_setting_that_helps(monkey
 
 @pytest.mark.parametrize(
     ("given", "found"),
-    [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "None")],
+    [({}, str(metrics.TURNS)), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "None")],
 )
 @pytest.mark.parametrize("first", ["train", "eval.common", "scripts.bench"])
 def test_every_command_says_how_threads_wait_before_torch_is_loaded(first: str, given: dict, found: str) -> None:
