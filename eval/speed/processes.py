@@ -28,8 +28,12 @@ class Elsewhere:
 
     def __init__(self, build: Callable, *arguments: Any, variables: dict[str, str] | None = None) -> None:
         self._pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
-        with _environment(variables or {}):
-            self._pool.submit(_begin, build, arguments).result()
+        try:
+            with _environment(variables or {}):
+                self._pool.submit(_begin, build, arguments).result()
+        except BaseException:
+            self.close()
+            raise
 
     def ask(self, function: Callable, *arguments: Any) -> Any:
         """What `function(work, *arguments)` returns there."""
