@@ -66,25 +66,25 @@ class TrainingStep:
             optimizer.zero_grad(set_to_none=True)
 
     def parameters(self, embedding: bool = True) -> int:
-        """The model's parameters, a tied one once."""
+        """Number of the model's parameters; tied parameters count once."""
         return sum(p.numel() for p in self.model.parameters()) if embedding else self.model.num_params()
 
     def state_mb(self) -> float:
-        """What stays between steps: parameters and the optimizers' state, in MB."""
+        """Memory in MB that stays between steps: parameters and the optimizers' state."""
         held = list(self.model.parameters())
         held += [x for o in self.optimizers for own in o.state.values() for x in own.values() if isinstance(x, Tensor)]
         return sum(x.nbytes for x in held) / 1e6
 
 
 class NanoGPTStep(TrainingStep):
-    """The same of the nanoGPT checkout `cfg.peer`, in the shape of the stack gpt2, as nanoGPT's own train.py takes it."""
+    """Calling it takes one optimizer step of nanoGPT, as its train.py takes it, in the shape of our stack gpt2."""
 
     def __init__(self, cfg: BenchConfig, batch: int, world: World) -> None:
         vocabulary = cfg.model.vocab_size or VOCABULARY
         own, theirs = model_config(cfg, "gpt2", vocab_size=vocabulary), nanogpt(cfg.peer)
         shape = {"n_layer": own.n_layer, "n_head": own.n_head, "n_embd": own.d_model, "block_size": own.context}
         betas = (cfg.optim.beta1, cfg.optim.beta2)
-        with contextlib.redirect_stdout(io.StringIO()):  # it prints its parameters
+        with contextlib.redirect_stdout(io.StringIO()):  # nanoGPT prints its number of parameters
             config = theirs.GPTConfig(**shape, vocab_size=vocabulary, dropout=0.0, bias=own.bias)
             self.model = theirs.GPT(config).to(world.device)
             optim = self.model.configure_optimizers(cfg.optim.weight_decay, cfg.optim.lr, betas, world.device.type)
@@ -105,21 +105,21 @@ def nanogpt(folder: str | None) -> ModuleType:
         spec.loader.exec_module(module)
         assert all(hasattr(module.GPT, name) for name in ("forward", "configure_optimizers"))
         assert hasattr(module, "GPTConfig")
-    except Exception as error:  # what somebody else's file may raise
+    except Exception as error:  # the file is not ours and may raise anything
         why = f" ({type(error).__name__}: {error})".split("\n")[0] if path.is_file() and str(error) else ""
         raise ValueError(
-            f"peer={folder} is no nanoGPT checkout, whose model.py has GPT and GPTConfig{why}: {fix}"
+            f"peer={folder} is not a nanoGPT checkout, whose model.py has GPT and GPTConfig{why}: {fix}"
         ) from None
     return module
 
 
 def our_step(cfg: BenchConfig, variant: str, batch: int) -> TrainingStep:
-    """For a process of its own, which is set up as train.py sets itself up."""
+    """A step in a process of its own, which is set up as train.py sets up its process."""
     return TrainingStep(cfg, variant, batch, join_world(cfg.device))
 
 
 def nanogpt_step(cfg: BenchConfig, batch: int) -> NanoGPTStep:
-    """For a process of its own, which is set up as nanoGPT's train.py sets itself up: TF32 on a GPU, all else as it is."""
+    """A step in a process of its own, set up as nanoGPT's train.py does it: TF32 on a GPU, torch's defaults otherwise."""
     if cfg.device != "cpu":
         torch.set_float32_matmul_precision("high")
     return NanoGPTStep(cfg, batch, World(0, 1, torch.device(cfg.device)))
@@ -155,7 +155,7 @@ def against_nanogpt(cfg: BenchConfig, batch: int, world: World) -> list[Row]:
     the median, the ratio to nanoGPT in the same mode; the ratio to its fastest mode; and the memory of a step, which is
     what stays (parameters, optimizer) and what a step adds at most.
     """
-    nanogpt(cfg.peer)  # what is wrong with it is said before any process is made
+    nanogpt(cfg.peer)  # a wrong folder is refused before any process starts
     auto = str(pick_dtype("auto", world.device)).removeprefix("torch.")
     dtypes = dict.fromkeys(("float32", auto)) if cfg.dtype == "auto" else (cfg.dtype,)
     compiled = (False, True) if cfg.compile is None else (cfg.compile,)
@@ -189,7 +189,7 @@ def compare(ours: Row, its: Row, fastest: Row) -> None:
 
 
 def step_memory(step: TrainingStep, device: torch.device) -> dict[str, float | None]:
-    """MB of a training step (what stays, and what it adds at most), and the peak of this process with all libraries."""
+    """MB: the state that stays and the most that a step adds to it, and the peak of this process with all libraries."""
     peak, growth = peak_of_process(device), peak_growth(step, device)  # in this order: the second forgets the first
     return {"memory (MB)": None if growth is None else step.state_mb() + growth, "process (MB)": peak}
 

@@ -385,7 +385,7 @@ def test_a_peer_that_is_no_nanogpt_is_refused_with_what_to_type(tmp_path: Path, 
     if text is not None:
         (tmp_path / "model.py").write_text(text)
     with pytest.raises(
-        ValueError, match="is no nanoGPT checkout.*git clone https://github.com/karpathy/nanoGPT"
+        ValueError, match="is not a nanoGPT checkout.*git clone https://github.com/karpathy/nanoGPT"
     ) as info:
         bench.train(tiny("train", peer=str(tmp_path)), CPU)
     assert "\n" not in str(info.value)
