@@ -7,17 +7,17 @@ import signal
 from dataclasses import asdict
 from pathlib import Path
 
+from configs import command  # isort: skip  # before torch, which reads what it sets for threads
 import torch
 from hydra.core.hydra_config import HydraConfig
 
-from configs import command
 from data.loader import Loader, Mixture, Prefetcher, inputs_and_targets, mix
 from data.stream import open_sources, open_tokenizer
 from model.decoder import Decoder
 from training import checkpoint
 from training.distributed import World, join_world, pick_dtype
 from training.guard import Diverged, Guard
-from training.metrics import Metrics, Stopwatch, clock, last_val_loss, log_line, memory_gb, peak_flops
+from training.metrics import Metrics, Pace, Stopwatch, clock, last_val_loss, log_line, memory_gb, peak_flops
 from training.monitor import monitor_of
 from training.needle import NeedleProbe
 from training.optim import build_optimizers, set_lr
@@ -104,6 +104,7 @@ def train(cfg: TrainConfig, world: World) -> float:
     # ---------------------------------------- loop
     peak = peak_flops(world.device)
     watch = Stopwatch(log.seconds_before if log else 0.0)  # of training alone: stands still in evaluation and saving
+    pace = Pace(world.device)
     step, logged, seconds = first, first, watch.seconds
     if first == 0:
         model.set_step(0)  # what warms up is seen at its beginning
@@ -194,6 +195,8 @@ def train(cfg: TrainConfig, world: World) -> float:
             if log:
                 log.write(step=step, tokens=step * cfg.batch_tokens, **line)
                 signals.say(log_line(step, cfg.steps, line, (cfg.steps - step) * cfg.batch_tokens / speed))
+                if collapsed := pace.warning(speed):
+                    signals.say(collapsed)
 
     loader.close()
     saver.finish()

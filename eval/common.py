@@ -34,6 +34,7 @@ else:
     Axes = Any  # matplotlib is imported where a figure is drawn
 
 LOGITS_IN_MEMORY = 2**28  # floats of one forward pass: 1 GB
+LOGITS_AT_ONCE = 2**24  # floats that the output head makes at a time: 64 MB
 HAYSTACK_TOKENS = 20_000_000  # plenty to cut needle contexts from, and small in memory
 
 
@@ -130,6 +131,19 @@ def batches(rows: Sequence[Any], size: int, length: int, vocab_size: int) -> Ite
     """`rows` in parts of at most `size`, and few enough that logits of `length` tokens each fit in memory."""
     size = max(1, min(size, LOGITS_IN_MEMORY // (length * vocab_size)))
     return (rows[start : start + size] for start in range(0, len(rows), size))
+
+
+def logits_in_parts(
+    head: torch.nn.Module, hidden: torch.Tensor, wanted: torch.Tensor, vocab_size: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Float32 logits (n, V) of hidden states (B, T, D) with the tokens `wanted` (n,) out of (B, T), in order.
+
+    A bounded number of rows at a time; each has the bits that it has within the whole. n is a multiple of 64: sums over V
+    that torch vectorizes over T keep their bits too where T is a multiple of 16 (of another T, but for its last T mod 16).
+    """
+    rows = max(1, LOGITS_AT_ONCE // (64 * vocab_size)) * 64
+    parts = zip(hidden.flatten(0, 1).split(rows), wanted.flatten().split(rows), strict=True)
+    return ((head(states).float(), tokens) for states, tokens in parts)
 
 
 def pad_right(sequences: Sequence[np.ndarray], device: torch.device | str) -> torch.Tensor:

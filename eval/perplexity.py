@@ -42,6 +42,7 @@ from eval.common import (
     evaluation_tokens,
     figure,
     keep,
+    logits_in_parts,
     mean_se,
     open_run,
     progress,
@@ -86,9 +87,9 @@ def cut_windows(parts: Sequence[Shard], length: int, limit: int) -> np.ndarray:
 
 
 def token_losses(model: nn.Module, windows: Tensor, vocab_size: int) -> Tensor:
-    """(B, T) cross-entropy in nats of each next token, for windows (B, T + 1).
+    """(B, T) cross-entropy in nats of each next token, for windows (B, T + 1); their logits are never whole.
 
-    Where the logits of whole windows would not fit in memory, the windows are read in parts through a KV cache.
+    Where those of whole windows would not fit in memory, the windows are read in parts through a KV cache.
     """
     B, T = windows.shape[0], windows.shape[1] - 1
     step = T if B * T * vocab_size <= LOGITS_IN_MEMORY else max(1, min(1024, LOGITS_IN_MEMORY // (B * vocab_size)))
@@ -96,8 +97,14 @@ def token_losses(model: nn.Module, windows: Tensor, vocab_size: int) -> Tensor:
     losses = []
     for start in range(0, T, step):
         part = windows[:, start : min(start + step, T) + 1]
-        logits = model(part[:, :-1], cache=cache)  # (B, step, V)
-        losses.append(F.cross_entropy(logits.float().transpose(1, 2), part[:, 1:], reduction="none"))
+        hidden = model.hidden(part[:, :-1], cache)  # (B, step, D)
+        own = [
+            F.cross_entropy(logits.T[None], wanted[None], reduction="none")[
+                0
+            ]  # (n,); the layout of the whole: same bits
+            for logits, wanted in logits_in_parts(model.head, hidden, part[:, 1:], vocab_size)
+        ]
+        losses.append(torch.cat(own).view(len(part), -1))
     return torch.cat(losses, dim=1)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from eval.common import batches, device_of, pad_left, pad_right
+from eval.common import batches, device_of, logits_in_parts, pad_left, pad_right
 from model.cache import KVCache
 from model.config import DecoderConfig
 
@@ -149,11 +149,13 @@ class Reading:
         starts = torch.tensor([self.read + len(text) - 1 for text in self.rest], device=tokens.device)
         steps = torch.arange(answers.shape[1], device=tokens.device)
         rows = (starts[:, None] + steps).clamp(max=self.read + tokens.shape[1] - 1)  # (B, A)
-        predicted = self.model(tokens, rows=rows, cache=self.cache).float().log_softmax(-1)  # (B, A, V)
+        hidden, found = self.model.hidden(tokens, rows=rows, cache=self.cache), []  # (B, A, D)
+        for logits, token in logits_in_parts(self.model.head, hidden, answers, self.model.cfg.vocab_size):
+            predicted = logits.log_softmax(-1)  # (n, V)
+            found.append((predicted.argmax(-1) == token, predicted.gather(-1, token[:, None])[:, 0]))
+        hit, logprob = (torch.cat(parts).view(answers.shape) for parts in zip(*found, strict=True))
         asked = steps < lengths[:, None]  # (B, A)
-        hits = ((predicted.argmax(-1) == answers) | ~asked).all(-1)
-        logprobs = predicted.gather(-1, answers[..., None])[..., 0].double().masked_fill(~asked, 0.0).sum(-1)
-        return hits.tolist(), logprobs.tolist()
+        return (hit | ~asked).all(-1).tolist(), logprob.double().masked_fill(~asked, 0.0).sum(-1).tolist()
 
     def _rewind(self) -> None:
         """Make the cache forget all but the first `read` tokens."""

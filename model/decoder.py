@@ -86,6 +86,20 @@ class Decoder(nn.Module):
         With `cfg.document_mask` the documents are read off the tokens. rows, positions (R,) or (B, R) out of S as a probe's,
         are the only ones that the output head sees: logits, or targets, are (B, R) then, whatever T.
         """
+        x = self.hidden(tokens, cache, documents, keys, rows)  # (B, T or R, D)
+        if targets is None:
+            return self.head(x)  # (B, T or R, V)
+        return linear_cross_entropy(x.flatten(0, 1), self.head.weight, targets.flatten())
+
+    def hidden(
+        self,
+        tokens: Tensor,
+        cache: KVCache | None = None,
+        documents: Tensor | None = None,
+        keys: Tensor | None = None,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """What the output head reads of tokens (B, T): (B, T or R, D). The arguments are those of `forward`."""
         T, start = tokens.shape[1], cache.length if cache else 0
         x = self.embedding(tokens)  # (B, T, D)
         if self.positions is not None:
@@ -108,10 +122,7 @@ class Decoder(nn.Module):
             cache.length += T
         if rows is not None:
             x = gather_rows(x, rows, start + T)  # (B, R, D)
-        x = self.norm(x)
-        if targets is None:
-            return self.head(x)  # (B, T or R, V)
-        return linear_cross_entropy(x.flatten(0, 1), self.head.weight, targets.flatten())
+        return self.norm(x)
 
     def _rope(self, start: int, T: int) -> Rope | None:
         if self.cfg.position != "rope":

@@ -1,8 +1,12 @@
-"""Measure speed: python scripts/bench.py what=attention|train|loader|tokenizer|decode|probe|monitor [out=runs/bench/WHAT.json]
+"""Measure speed: python scripts/bench.py what=NAME [out=runs/bench/NAME.json], where NAME is one of
 
     attention   a variant's attention on a backend: facade calls alone ("op") and with projections ("module"); the op's memory
-    train       whole training steps of configs/model at size=micro    decode     a token, with and without a cache
-    loader      batches from shards in the page cache                  tokenizer  text to ids, one thread
+    train       whole training steps of configs/model at size=micro; with peer=FOLDER the gpt2 stack against a nanoGPT checkout
+    growth      time and memory of a step against context and parameters, with the exponents of fits
+    busy        training steps beside other processes, by the way in which threads wait for each other
+    decode      a token, with and without a cache
+    loader      batches from shards in the page cache, and how long a training step waits for the next one
+    tokenizer   text to ids on one thread, by tiktoken alone, by our tokenizer and by the whole of data.prepare
     probe       one query's attention rows in a long context: time and peak memory, in a process of its own (rounds=1)
     monitor     a look of training/monitor.py right after a training step, and its share of the steps at the default frequency
     checkpoint  a checkpoint beside a training step, and its share of the steps at checkpoint.every=100
@@ -22,62 +26,55 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor
-
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from configs import command  # noqa: E402
+from configs import command  # noqa: E402, I001  # before torch, which reads what it sets for threads
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+
 from configs.files import write_atomic, write_json  # noqa: E402
 from configs.provenance import machine, version  # noqa: E402
-from data.config import RetrievalMixConfig, TokenizerConfig  # noqa: E402
-from data.loader import Loader, Windows  # noqa: E402
-from data.retrieval import RetrievalSource  # noqa: E402
-from data.shards import Shard, write_shard  # noqa: E402
-from data.tokenizer import build_tokenizer  # noqa: E402
 from eval.common import progress  # noqa: E402
-from eval.speed.attention import BACKENDS, TWO_CALLS, AttentionArm, op_memory  # noqa: E402
-from eval.speed.models import BenchConfig, autocast, mixed, model_config, names, random_tokens, variants  # noqa: E402
+from eval.speed.attention import AttentionArm, op_memory  # noqa: E402
+from eval.speed.data import loader, tokenizer  # noqa: E402
+from eval.speed.models import VOCABULARY, BenchConfig, autocast, mixed, model_config, names, random_tokens, variants  # noqa: E402
+from eval.speed.processes import in_own_process  # noqa: E402
 from eval.speed.timing import (  # noqa: E402
     Row,
     Work,
     attempt,
-    in_own_process,
     paired_ratio,
     peak_of_process,
     seconds_of,
     table,
     time_in_turn,
 )
+from eval.speed.training import TrainingStep, busy, growth, train  # noqa: E402
+from model.attention.backends import BACKENDS, ROUTES  # noqa: E402
 from model.attention.probe import probe as attention_rows  # noqa: E402
 from model.cache import KVCache  # noqa: E402
 from model.decoder import Decoder  # noqa: E402
 from training.checkpoint import CheckpointConfig  # noqa: E402
 from training.distributed import World, join_world, pick_dtype  # noqa: E402
-from training.metrics import peak_flops  # noqa: E402
 from training.monitor import Monitor, MonitorConfig  # noqa: E402
-from training.optim import build_optimizers  # noqa: E402
 from training.saver import Saver  # noqa: E402
 
-VOCABULARY = 4096
 PROBE_VOCABULARY = 50_257  # gpt2's: whole logits of 32,768 tokens would be 6.6 GB
-SHARD_TOKENS = 4_000_000
 
 
 # ---------------------------------------- attention
 
 
 def attention(cfg: BenchConfig, world: World) -> list[Row]:
-    """Every variant on every backend, and what makes two plain SDPA calls of a difference."""
+    """Every variant on every backend; the routes of SDPA for a difference of maps only where there is one."""
     rows = []
     for length in cfg.lengths or ([512] if world.device.type == "cpu" else [2048, 4096, 8192, 16384]):
         arms = [
             (Row({"length": length, "variant": variant, "backend": backend}), arm)
             for variant in cfg.variants or [v for v in variants(cfg) if not mixed(cfg, v)]
-            for backend in (*(cfg.backends or BACKENDS), TWO_CALLS)
+            for backend in cfg.backends or BACKENDS
             for arm in [attempt(partial(AttentionArm, cfg, variant, backend, length, world))]
-            if backend != TWO_CALLS or getattr(arm, "differential", False)
+            if backend not in ROUTES or getattr(arm, "differential", True)
         ]
         group = [row for row, _ in arms]
         for measure in AttentionArm.MEASURES:
@@ -93,46 +90,7 @@ def attention(cfg: BenchConfig, world: World) -> list[Row]:
     return rows
 
 
-# ---------------------------------------- train and decode
-
-
-def train(cfg: BenchConfig, world: World) -> list[Row]:
-    """Training steps on random tokens; 8 sequences on a CPU, 64 on CUDA, of the size's context."""
-    batch = cfg.batch or (8 if world.device.type == "cpu" else 64)
-    tokens, peak = batch * cfg.model.context, peak_flops(world.device)
-    rows = [
-        Row({"model": variant, "layers": cfg.model.n_layer, "width": cfg.model.d_model}, tokens)
-        for variant in variants(cfg)
-    ]
-    steps = [attempt(partial(TrainingStep, cfg, variant, batch, world)) for variant in variants(cfg)]
-    time_in_turn("tokens/s", rows, steps, cfg.rounds, world.device)
-    for row, step in zip(rows, steps, strict=True):
-        if seconds := row.seconds.get("tokens/s"):
-            flops = step.model.flops_per_token()["total"]
-            row.facts = {"parameters": step.model.num_params(), "MFLOPs/token": flops / 1e6}
-            row.facts["mfu"] = flops * tokens / median(seconds) / peak if peak else None
-    return rows
-
-
-class TrainingStep:
-    """Calling it takes one optimizer step, as train.py takes it."""
-
-    def __init__(self, cfg: BenchConfig, variant: str, batch: int, world: World) -> None:
-        self.model = Decoder(model_config(cfg, variant, vocab_size=VOCABULARY)).to(world.device)
-        self.optimizers, self.autocast = build_optimizers(self.model, cfg.optim), autocast(cfg, world)
-        compiled = cfg.compile if cfg.compile is not None else world.device.type == "cuda"
-        self.clip = cfg.optim.clip or float("inf")
-        self.net = torch.compile(self.model, dynamic=False) if compiled else self.model
-        self.rows = random_tokens(batch, self.model.cfg.context + 1, VOCABULARY, world)
-
-    def __call__(self) -> None:
-        with self.autocast:
-            loss = self.net(self.rows[:, :-1], self.rows[:, 1:])
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+# ---------------------------------------- monitor and decode
 
 
 def monitor(cfg: BenchConfig, world: World) -> list[Row]:
@@ -157,7 +115,7 @@ def monitor(cfg: BenchConfig, world: World) -> list[Row]:
 class StepAndLook:
     """Calling it takes a training step and reads the monitor, whose own time it notes."""
 
-    def __init__(self, step: "TrainingStep", settings: MonitorConfig, world: World) -> None:
+    def __init__(self, step: TrainingStep, settings: MonitorConfig, world: World) -> None:
         self.step, self.device, self.seconds = step, world.device, []
         self.monitor = Monitor(step.model, step.rows[: settings.windows, :-1], settings.layers)
 
@@ -278,56 +236,10 @@ def probe_once(cfg: BenchConfig, variant: str, length: int, world: World) -> tup
     return seconds_of(look, 1, world.device), peak_of_process(world.device)
 
 
-# ---------------------------------------- loader and tokenizer
-
-
-def sample_text() -> str:
-    """0.7 MB of English: the language reference that is installed with Python."""
-    from pydoc_data.topics import topics
-
-    return "\n\n".join(topics[name] for name in sorted(topics))
-
-
-def loader(cfg: BenchConfig, world: World) -> list[Row]:
-    """Batches of 64 sequences of the size's context, read and shuffled as in training, without the prefetching thread."""
-    ids, length = build_tokenizer(TokenizerConfig("bytes")), cfg.model.context
-    tokens, batch = np.resize(ids.encode_array(sample_text()), SHARD_TOKENS), cfg.batch or 64
-    with tempfile.TemporaryDirectory() as folder:
-        sources = {}
-        for name, vocabulary in {"text, uint16": ids.vocab_size, "text, uint32": 100_000}.items():
-            path = Path(folder) / f"{vocabulary}.bin"
-            write_shard(path, tokens, vocab_size=vocabulary, fingerprint=ids.fingerprint)
-            sources[name] = attempt(partial(Windows, [Shard(path)], length))
-        mix = partial(RetrievalSource, RetrievalMixConfig(), sources["text, uint16"], ids, length)
-        sources["retrieval documents"] = attempt(mix)
-        works = [s if isinstance(s, str) else batches(Loader(s, batch, length, seed=1)) for s in sources.values()]
-        rows = [Row({"source": name, "length": length}, batch * length) for name in sources]
-        time_in_turn("tokens/s", rows, works, cfg.rounds, world.device)
-    return rows
-
-
-def batches(load: Loader) -> Work:
-    """Every call reads the next batch."""
-    steps = itertools.count()
-    return lambda: load(next(steps))
-
-
-def tokenizer(cfg: BenchConfig, world: World) -> list[Row]:
-    """Bytes, a bpe vocabulary of 4096 trained on the text itself, and gpt2 where tiktoken has its file or gets it."""
-    text, rows, works = sample_text(), [], []
-    n_bytes = len(text.encode())
-    for wanted in (TokenizerConfig("bytes"), TokenizerConfig("bpe", VOCABULARY), TokenizerConfig("gpt2")):
-        made = attempt(partial(build_tokenizer, wanted, [text]))
-        missing = isinstance(made, str)
-        rows.append(Row({"tokenizer": wanted.name}, n_bytes / 1e6))
-        if not missing:
-            rows[-1].facts = {"vocabulary": made.vocab_size, "bytes/token": n_bytes / len(made.encode_array(text))}
-        works.append(made if missing else partial(made.encode_array, text))
-    time_in_turn("MB/s", rows, works, cfg.rounds, world.device)
-    return rows
-
-
-BENCHES = {work.__name__: work for work in (attention, train, loader, tokenizer, decode, probe, monitor, checkpoint)}
+BENCHES = {
+    work.__name__: work
+    for work in (attention, train, growth, busy, loader, tokenizer, decode, probe, monitor, checkpoint)
+}
 
 
 # ---------------------------------------- the command
@@ -347,6 +259,8 @@ def check(cfg: BenchConfig) -> None:
         value = getattr(cfg, key)
         if any(number is not None and number < 1 for number in (value if isinstance(value, list) else [value])):
             raise ValueError(f"{key}={value} must be at least 1: correct it, or leave it out")
+    if min(cfg.neighbours, default=0) < 0:
+        raise ValueError(f"neighbours={cfg.neighbours} must be at least 0: correct it, or leave it out")
 
 
 @command("bench", BenchConfig)

@@ -1,6 +1,7 @@
 """What a run says: metrics.jsonl is the truth, the terminal line and wandb mirror it."""
 
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 
 from configs.files import json_text, read_json_lines, write_atomic
+from configs.threads import TURNS
 from training.tracking import mirror, start_wandb
 
 try:
@@ -116,6 +118,40 @@ class Stopwatch:
         since = time.perf_counter()
         yield
         self._away += time.perf_counter() - since
+
+
+class Pace:
+    """Says once that training on a CPU has become slow beside this run's own best, and which setting helps."""
+
+    COLLAPSED = 0.5  # of the best speed; in two lines in a row, as one may hold a short disturbance
+
+    def __init__(self, device: torch.device) -> None:
+        self.on_cpu, self.best, self.slow, self.said = device.type == "cpu", 0.0, 0, False
+
+    def warning(self, speed: float) -> str | None:
+        """The warning that belongs below the line of a `speed` in tokens per second; None where there is none."""
+        self.best = max(self.best, speed)
+        self.slow = self.slow + 1 if speed < self.COLLAPSED * self.best else 0
+        if self.said or self.slow < 2 or not self.on_cpu:
+            return None
+        self.said = True
+        threads, cores = torch.get_num_threads(), os.cpu_count() or 1
+        load = f"load {os.getloadavg()[0]:.1f}, " if hasattr(os, "getloadavg") else ""
+        return (
+            f"warning: {speed:,.0f} tok/s is {speed / self.best:.0%} of this run's best: other processes use its cores "
+            f"({load}{cores} cores, {threads} threads): {_advice(threads)}"
+        )
+
+
+def _advice(threads: int) -> str:
+    """What lets a run beside others lose less."""
+    turns = os.environ.get("GOMP_SPINCOUNT", "")
+    spinning = os.environ.get("OMP_WAIT_POLICY", "").upper() == "ACTIVE" or (turns.isdecimal() and int(turns) > TURNS)
+    if spinning and threads > 1:
+        return "its threads spin while they wait: leave out OMP_WAIT_POLICY and GOMP_SPINCOUNT, and use resume=true"
+    if threads > 1:
+        return "end those, or set OMP_NUM_THREADS to the number of free cores and use resume=true"
+    return "end those, or wait"
 
 
 def log_line(step: int, steps: int, m: dict[str, Any], eta_s: float) -> str:

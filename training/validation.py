@@ -29,6 +29,7 @@ def validation_loss(model: Decoder, windows: Windows, tokens: int, batch: int, w
 
 
 MOST_ROWS = 32  # of a process's micro batch whose loss is split
+LOGITS_AT_ONCE = 2**26  # floats of one forward pass; more rows are read in several
 KINDS = ("text", "retrieval")  # the sources of the mixture that data/stream.py makes, in its order
 
 
@@ -41,8 +42,13 @@ def losses_apart(
     samples: the rows' global numbers. All processes take part. A forward pass without gradients of at most 32 rows: the
     mean loss that the step itself returns cannot be taken apart, and must keep its bits.
     """
-    logits, targets = model(inputs[:MOST_ROWS]), targets[:MOST_ROWS]
-    losses = F.cross_entropy(logits.float().transpose(1, 2), targets, reduction="none").double()  # (b, T)
+    inputs, targets = inputs[:MOST_ROWS], targets[:MOST_ROWS]
+    rows = max(1, LOGITS_AT_ONCE // (inputs.shape[1] * model.cfg.vocab_size))  # as many passes on every process
+    parts = [  # (rows, T) each
+        F.cross_entropy(model(own).float().transpose(1, 2), wanted, reduction="none").double()
+        for own, wanted in zip(inputs.split(rows), targets.split(rows), strict=True)
+    ]
+    losses = torch.cat(parts)  # (b, T)
     scored = targets != UNSCORED
     kinds = torch.tensor([source.which(i) for i in samples[:MOST_ROWS]], device=inputs.device)
     sums = [torch.stack((losses[kinds == k].sum(), scored[kinds == k].sum().double())) for k in range(len(KINDS))]

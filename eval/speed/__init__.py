@@ -1,1 +1,1 @@
-"""What scripts/bench.py is made of: timing rows in turn and showing them, and the arms of its attention bench."""
+"""What scripts/bench.py is made of: rows that are timed in turn and shown, processes of their own, and what is timed."""

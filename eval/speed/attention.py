@@ -3,24 +3,21 @@
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache
 from types import ModuleType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from eval.speed.models import BenchConfig, autocast, mixed, model_config, random_tokens
-from eval.speed.timing import in_own_process, peak_growth
+from eval.speed.processes import in_own_process
+from eval.speed.timing import peak_growth
 from model.attention import backends
-from model.attention.mask import Mask
 from model.decoder import Decoder
 from training.distributed import World
 
-BACKENDS = ("auto", "math", "sdpa", "blocked", "flex", "fused")
-TWO_CALLS = "two SDPA calls"
 ERROR_ROWS = 512  # query rows of the N x N formula at a time
 
 
@@ -37,12 +34,11 @@ class AttentionArm:
             raise ValueError("the fused kernel needs a CUDA GPU")  # Triton's interpreter would run, and measure nothing
         if mixed(cfg, variant):
             raise ValueError("its layers are of several variants: see their rows")
-        self.ops = {"attend_diff": two_calls} if backend == TWO_CALLS else {}
         self.device, self.autocast = world.device, autocast(cfg, world)
         on_cpu = world.device.type == "cpu"
         heads, width = cfg.heads or (8 if on_cpu else 16), cfg.width or (32 if on_cpu else 64)
         shape = {"n_layer": 1, "n_head": heads, "head_dim": width, "d_model": heads * width, "context": length}
-        small = {"d_ff": 8, "vocab_size": 256, "backend": "sdpa" if self.ops else backend}  # only attention is timed
+        small = {"d_ff": 8, "vocab_size": 256, "backend": backend}  # only attention is timed
         model, generator = Decoder(model_config(cfg, variant, **shape, **small)), torch.Generator().manual_seed(0)
         self.module = model.blocks[0].attention
         for p in self.module.parameters():
@@ -63,7 +59,7 @@ class AttentionArm:
             def call(*args: Any, **options: Any) -> Tensor:
                 arguments = inspect.signature(function).bind(*args, **options).arguments
                 self.calls.append((name, {key: leaf(value) for key, value in arguments.items()}))
-                return self.ops.get(name, function)(*args, **options)
+                return function(*args, **options)
 
             return call
 
@@ -92,12 +88,11 @@ class AttentionArm:
 
     def op(self) -> list[Tensor]:
         """The outputs of the facade calls alone."""
-        return [self.ops.get(name, getattr(backends, name))(**arguments) for name, arguments in self.calls]
+        return [getattr(backends, name)(**arguments) for name, arguments in self.calls]
 
     def whole(self) -> list[Tensor]:
         """The output of the module."""
-        with facade(lambda name, function: self.ops.get(name, function)) if self.ops else nullcontext():
-            return [self.module(self.x, *self.rest)]
+        return [self.module(self.x, *self.rest)]
 
     @torch.no_grad()
     def largest_error(self) -> float:
@@ -126,20 +121,6 @@ def _op_memory(cfg: BenchConfig, variant: str, backend: str, length: int, world:
     torch.set_num_threads(1)  # other threads' buffers would count
     arm = AttentionArm(cfg, variant, backend, length, world)
     return peak_growth(lambda: arm.run("op forward+backward"), world.device)
-
-
-def two_calls(
-    q: Tensor, k: Tensor, v: Tensor, lam: Tensor, mask: Mask, backend: str = "sdpa", dropout: float = 0.0
-) -> Tensor:
-    """`attend_diff` as one would write it first: two causal SDPA calls and a subtraction."""
-    if not mask.plain:
-        raise ValueError("two plain calls are for the causal mask alone")
-    options = {"dropout_p": dropout, "is_causal": True, "enable_gqa": v.shape[1] != q.shape[1]}
-    first, second = (
-        F.scaled_dot_product_attention(q[:, :, i], keys, v, **options)
-        for i, keys in enumerate(k.expand(-1, -1, 2, -1, -1).unbind(2))
-    )
-    return first - lam.to(first.dtype) * second
 
 
 @contextmanager

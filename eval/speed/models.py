@@ -13,12 +13,16 @@ from model.config import DecoderConfig
 from training.distributed import World, pick_dtype
 from training.optim import OptimConfig
 
+VOCABULARY = 4096  # where model.vocab_size= gives no other
+
 
 @dataclass
 class BenchConfig:
     """What to time, and at which shape. None is the device's default, named in the function of that `what`."""
 
-    what: str = MISSING  # attention | train | loader | tokenizer | decode | probe | monitor | checkpoint
+    what: str = (
+        MISSING  # attention | train | growth | busy | loader | tokenizer | decode | probe | monitor | checkpoint
+    )
     out: str | None = None  # the JSON; None: runs/bench/WHAT.json
     rounds: int = 10  # timings of each row
     device: str = "auto"  # auto | cpu | cuda
@@ -31,7 +35,9 @@ class BenchConfig:
     width: int | None = None  # attention: of a baseline head
     model: DecoderConfig = field(default_factory=DecoderConfig)  # size= fills it in; the variant's options are on top
     optim: OptimConfig = field(default_factory=OptimConfig)  # train
-    compile: bool | None = None  # train; None: on CUDA
+    compile: bool | None = None  # train; None: on CUDA, and with peer= both
+    peer: str | None = None  # train: the folder of a nanoGPT checkout, against which the stack gpt2 is timed
+    neighbours: list[int] = field(default_factory=lambda: [0, 1, 3])  # busy: processes that compute beside the training
 
 
 def variants(cfg: BenchConfig) -> list[str]:

@@ -5,17 +5,16 @@ import gc
 import math
 import re
 import time
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 from omegaconf.errors import OmegaConfBaseException
+from scipy.stats import binom
 
 from eval.common import progress
 from training.metrics import memory_gb
@@ -70,8 +69,23 @@ def time_in_turn(measure: str, rows: list[Row], works: list[Work | str], rounds:
 
 def paired_ratio(row: Row, first: Row, measure: str) -> float:
     """Median over rounds of this row's time over the first's; of speeds (same amount of work), where rows show speed."""
+    return median(paired_ratios(row, first, measure))
+
+
+def paired_ratios(row: Row, first: Row, measure: str) -> list[float]:
+    """The ratio of every round."""
     pairs = zip(row.seconds[measure], first.seconds[measure], strict=True)
-    return median(mine / its if row.amount is None else its / mine for mine, its in pairs)
+    return [mine / its if row.amount is None else its / mine for mine, its in pairs]
+
+
+def median_interval(values: Sequence[float]) -> tuple[float | None, float | None]:
+    """95 % interval of the median, of any distribution: two order statistics (Conover, Practical Nonparametric Statistics,
+    section 3.2). None for fewer than 6 values, of which not even the least and the most are so far apart.
+    """
+    n = len(values)
+    below = int(binom.ppf(0.025, n, 0.5))  # so many values may lie below the interval
+    ordered = sorted(values)
+    return (ordered[below - 1], ordered[n - below]) if below else (None, None)
 
 
 def warm_up(work: Work, device: torch.device) -> int:
@@ -92,12 +106,6 @@ def seconds_of(work: Work, repeats: int, device: torch.device) -> float:
 
 
 # ---------------------------------------- memory
-
-
-def in_own_process(work: Callable, *arguments: Any) -> Any:
-    """What `work(*arguments)` returns in a new process; RuntimeError where that process dies."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(work, *arguments).result()
 
 
 def peak_of_process(device: torch.device) -> float:

@@ -24,6 +24,7 @@ class Copier(nn.Module):
     """Predicts what followed when the last 12 tokens were last seen; `sign` -1 makes just that the least probable."""
 
     stream, positions = Decoder.stream, None
+    head = staticmethod(lambda logits: logits)  # its hidden states are the logits
 
     def __init__(self, vocab_size: int, context: int, sign: float = 1.0) -> None:
         super().__init__()
@@ -40,6 +41,9 @@ class Copier(nn.Module):
             return logits[:, start:]
         rows = rows.expand(len(tokens), -1)
         return logits.gather(1, rows[..., None].expand(-1, -1, self.cfg.vocab_size))
+
+    def hidden(self, tokens, cache=None, rows=None):
+        return self(tokens, rows, cache)
 
     def predict(self, tokens):
         logits = torch.zeros(*tokens.shape, self.cfg.vocab_size)

@@ -12,7 +12,7 @@ from torch import nn
 from data.config import TokenizerConfig
 from data.shards import write_shard
 from data.tokenizer import build_tokenizer
-from eval import perplexity
+from eval import common, perplexity
 from eval.common import TextTokens
 from eval.recall import ends_one_of, recall_hits
 from model.config import DecoderConfig
@@ -23,14 +23,16 @@ BYTES = np.array([1, 2, 3, 1, 2, 3, 4, 0])  # the last is the end of a text
 
 
 class Uniform(nn.Module):
-    def forward(self, tokens, cache=None):
+    head = staticmethod(lambda logits: logits)  # of these two models, the hidden states are the logits
+
+    def hidden(self, tokens, cache=None):
         return torch.zeros(*tokens.shape, V)
 
 
-class Counting(nn.Module):
+class Counting(Uniform):
     """Gives the token after x, (x + 1) mod V, a logit of the position's number, all others 0."""
 
-    def forward(self, tokens, cache=None):
+    def hidden(self, tokens, cache=None):
         logits = torch.zeros(*tokens.shape, V)
         positions = torch.arange(tokens.shape[1], dtype=torch.float32).expand(tokens.shape)
         return logits.scatter(2, ((tokens + 1) % V)[..., None], positions[..., None])
@@ -112,13 +114,40 @@ def test_windows_too_long_for_memory_are_read_in_parts(monkeypatch, layers):
     model = Decoder(DecoderConfig(layers=layers, n_layer=2, n_head=4, d_model=32, context=50, vocab_size=V)).eval()
     windows = torch.randint(V, (2, 51), generator=torch.Generator().manual_seed(0))
     shapes = []
-    model.head.register_forward_hook(lambda module, given, out: shapes.append(tuple(out.shape)))
+    model.norm.register_forward_hook(lambda module, given, out: shapes.append(tuple(out.shape[:2])))
     with torch.no_grad():
         whole = perplexity.token_losses(model, windows, V)
         monkeypatch.setattr(perplexity, "LOGITS_IN_MEMORY", 2 * V * 12)
         parts = perplexity.token_losses(model, windows, V)
-    assert shapes == [(2, 50, V)] + [(2, 12, V)] * 4 + [(2, 2, V)]
+    assert shapes == [(2, 50)] + [(2, 12)] * 4 + [(2, 2)]
     torch.testing.assert_close(parts, whole, rtol=0, atol=1e-5)  # float32 rounding at losses of about 2
+
+
+def head_sizes(model: Decoder) -> list[int]:
+    """The elements of every tensor of logits that the model's head makes from now on."""
+    sizes: list[int] = []
+    model.head.register_forward_hook(lambda module, given, out: sizes.append(out.numel()))
+    return sizes
+
+
+@pytest.mark.parametrize(("vocabulary", "length"), [(1000, 96), (333, 75)])
+def test_logits_are_never_whole_and_losses_keep_their_bits(monkeypatch, vocabulary, length):
+    """The largest tensor of logits has 2^16 elements however many windows a batch has; the whole has 3 to 15 times those."""
+    cfg = DecoderConfig(layers="bd", n_layer=2, n_head=4, d_model=32, context=length, vocab_size=vocabulary)
+    model = Decoder(cfg).eval()
+    for p in model.parameters():
+        p.data.normal_(std=0.3, generator=torch.Generator().manual_seed(p.numel()))
+    windows = torch.randint(vocabulary, (10, length + 1), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        logits = model(windows[:, :-1])
+        whole = torch.nn.functional.cross_entropy(logits.transpose(1, 2), windows[:, 1:], reduction="none")
+        sizes = head_sizes(model)
+        monkeypatch.setattr(common, "LOGITS_AT_ONCE", 2**16)
+        parts = perplexity.token_losses(model, windows, vocabulary)
+    assert max(sizes) <= max(2**16, 64 * vocabulary) < sum(sizes) / 3 == 10 * length * vocabulary / 3
+    same = length - length % 16  # torch adds up the last positions in another order than the vectors before them
+    assert torch.equal(parts[:, :same], whole[:, :same])
+    torch.testing.assert_close(parts, whole, rtol=1e-6, atol=0)  # float32: a few units of the last bit
 
 
 def test_windows_are_disjoint_cover_the_text_and_thin_out_evenly():

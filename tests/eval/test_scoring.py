@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from eval import scoring
+from eval import common, scoring
 from eval.scoring import Job
 from model.config import DecoderConfig
 from model.decoder import Decoder
@@ -67,13 +67,27 @@ def test_greedy_continuations_and_hits_are_those_of_generate(
     assert all(found.tolist() == [True, False, False, False, False] for found in hits)
 
 
+def test_scores_keep_their_bits_where_logits_are_made_in_parts(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng, sizes = np.random.default_rng(1), []
+    answers = [[rng.integers(0, V, 10) for _ in range(2)] for _ in range(9)]
+    prompts = [rng.integers(0, V, 7) for _ in answers]
+    whole = scoring.score(model, prompts, answers, 9)
+    hook = model.head.register_forward_hook(lambda module, given, out: sizes.append(out.numel()))
+    monkeypatch.setattr(common, "LOGITS_AT_ONCE", 64 * V)
+    parts = scoring.score(model, prompts, answers, 9)
+    hook.remove()
+    assert sorted({*sizes} - {0}) == [26 * V, 64 * V]  # of 9 x 10 rows
+    for found, expected in zip(parts, whole, strict=True):
+        assert all(np.array_equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 def test_only_asked_positions_meet_the_output_head(prompts: list[np.ndarray]) -> None:
     shape = {"n_layer": 1, "n_head": 2, "d_model": 16, "context": 40, "vocab_size": V}
     model = Decoder(DecoderConfig(**shape)).eval()
     seen = []
-    model.head.register_forward_hook(lambda module, given, out: seen.append(out.shape[1]))
+    model.head.register_forward_hook(lambda module, given, out: seen.append(out.numel() // V))
     scoring.score(model, prompts[:3], [[np.array([1, 2])]] * 3, batch=3)
-    assert seen == [0, 2]
+    assert seen == [0, 3 * 2]
 
 
 def test_without_a_cache_each_text_is_read_in_one_pass(model: Decoder, prompts: list[np.ndarray]) -> None:
@@ -122,11 +136,11 @@ def test_a_prefix_is_read_once_and_no_logits_of_it_are_computed() -> None:
     model = Decoder(DecoderConfig(**shape)).eval()
     read, scored = [], []
     model.embedding.register_forward_hook(lambda module, given, out: read.append(tuple(out.shape[:2])))
-    model.head.register_forward_hook(lambda module, given, out: scored.append(tuple(out.shape[:2])))
+    model.head.register_forward_hook(lambda module, given, out: scored.append(out.numel() // V))
     rows = [np.array([4, 5, 6]), np.array([7])]
     scoring.score_jobs(model, [Job(np.zeros(12, dtype=int), [np.array([1, 2])] * 3, rows)], batch=32)
     # The prefix but its last token, three questions from there but their last, then each continuation.
-    assert read == [(1, 11), (3, 2), (3, 3), (3, 1)] and scored == [(1, 0), (3, 0), (3, 3), (3, 1)]
+    assert read == [(1, 11), (3, 2), (3, 3), (3, 1)] and scored == [0, 0, 3 * 3, 3 * 1]
 
 
 def test_decoding_ends_where_it_is_told_to(model: Decoder, prompts: list[np.ndarray]) -> None:

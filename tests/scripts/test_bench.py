@@ -2,13 +2,16 @@
 
 import json
 import math
+import os
+import re
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from eval.speed import attention, models, timing
-from eval.speed.attention import TWO_CALLS, AttentionArm
+from eval.speed import attention, data, models, processes, timing, training
+from eval.speed.attention import AttentionArm
 from eval.speed.models import BenchConfig
 from eval.speed.timing import Row, paired_ratio, table
 from model.attention import backends, diff
@@ -26,7 +29,7 @@ SMALL = {"n_layer": 2, "n_head": 8, "d_model": 64, "context": 128}
 @pytest.fixture(autouse=True)
 def one_call_per_timing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "LEAST_SECONDS", 0.0)
-    monkeypatch.setattr(bench, "SHARD_TOKENS", 20_000)
+    monkeypatch.setattr(data, "SHARD_TOKENS", 20_000)
     monkeypatch.setattr(bench, "op_memory", lambda *which: 1.5)  # a process for each row; it has a test of its own
 
 
@@ -40,11 +43,12 @@ def row_of(rows: list[Row], **labels: object) -> Row:
 
 
 def test_attention_has_a_row_per_length_variant_and_backend() -> None:
-    cfg = tiny("attention", variants=["baseline", "diff"], lengths=[8, 24], backends=["auto", "math", "sdpa"])
+    backends_asked = ["auto", "math", "sdpa", "two_calls"]  # the last is a route for differences of maps alone
+    cfg = tiny("attention", variants=["baseline", "diff"], lengths=[8, 24], backends=backends_asked)
     rows = bench.attention(cfg, CPU)
     assert [tuple(row.labels.values()) for row in rows[:7]] == [
         *((8, "baseline", backend) for backend in ("auto", "math", "sdpa")),
-        *((8, "diff", backend) for backend in ("auto", "math", "sdpa", TWO_CALLS)),
+        *((8, "diff", backend) for backend in backends_asked),
     ]
     assert len(rows) == 14 and not any(row.not_measured for row in rows)
     for row in rows:
@@ -110,28 +114,20 @@ def test_the_op_is_what_the_module_hands_to_the_facade(variant: str, monkeypatch
         arm.run(measure)
 
 
-def test_two_calls_are_the_same_function_and_take_the_module_along() -> None:
-    ours, plain = (AttentionArm(tiny("attention"), "diff", backend, 16, CPU) for backend in ("sdpa", TWO_CALLS))
-    plain.module.load_state_dict(ours.module.state_dict())
-    plain.calls = ours.calls
-    for level in ("op", "whole"):
-        for a, b in zip(getattr(ours, level)(), getattr(plain, level)(), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)  # float32, another order of summation
-    assert plain.ops and plain.largest_error() < 1e-5
-
-
 @pytest.mark.parametrize("row", (0, 13, 19))
 def test_the_error_is_seen_in_every_row(row: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "ERROR_ROWS", 7)
     arm = AttentionArm(tiny("attention"), "baseline", "sdpa", 20, CPU)
 
-    def wrong(*args: object, **options: object) -> torch.Tensor:
-        y = backends.attend(*args, **options)
-        return y + 0.25 * (torch.arange(y.shape[-2]) == row)[:, None]
+    attend, planted = backends.attend, [0.25, float("nan")]
 
-    arm.ops = {"attend": wrong}
+    def wrong(*args: object, **options: object) -> torch.Tensor:
+        y = attend(*args, **options)
+        return y if options["backend"] == "math" else y + planted[0] * (torch.arange(y.shape[-2]) == row)[:, None]
+
+    monkeypatch.setattr(backends, "attend", wrong)
     assert arm.largest_error() == pytest.approx(0.25, abs=1e-5)  # as above
-    arm.ops = {"attend": lambda *args, **options: wrong(*args, **options) * float("nan")}
+    planted.pop(0)
     assert math.isnan(arm.largest_error())
 
 
@@ -197,6 +193,7 @@ def test_loader_reads_both_widths_and_retrieval_documents() -> None:
     rows = bench.loader(cfg, CPU)
     assert [row.labels["source"] for row in rows] == ["text, uint16", "text, uint32", "retrieval documents"]
     assert all(len(row.seconds["tokens/s"]) == 2 and row.amount == 2 * 256 for row in rows)
+    assert all(0 < row.facts["of a step (%)"] < 100 and row.facts["wait (ms)"] > 0 for row in rows)
 
 
 def test_tokenizer_says_which_vocabulary_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,11 +201,15 @@ def test_tokenizer_says_which_vocabulary_is_missing(monkeypatch: pytest.MonkeyPa
         raise OSError("no network")
 
     monkeypatch.setattr("data.tokenizer.tiktoken.get_encoding", offline)
-    monkeypatch.setattr(bench, "sample_text", lambda: (models.CONFIG_DIR / "__init__.py").read_text() * 20)
-    monkeypatch.setattr(bench, "VOCABULARY", 400)
+    monkeypatch.setattr(data, "sample_text", lambda: (models.CONFIG_DIR / "__init__.py").read_text() * 20)
+    monkeypatch.setattr(data, "VOCABULARY", 400)
     rows = bench.tokenizer(tiny("tokenizer"), CPU)
-    assert "MB/s" in row_of(rows, tokenizer="bytes").seconds and "MB/s" in row_of(rows, tokenizer="bpe").seconds
-    assert row_of(rows, tokenizer="bytes").facts["bytes/token"] == 1
+    ways = ("tiktoken alone", "our tokenizer", "data.prepare")
+    assert [tuple(row.labels.values()) for row in rows[:-1]] == [
+        (name, way) for name in ("bytes", "bpe") for way in ways
+    ]
+    assert all(len(row.seconds["MB/s"]) == 2 for row in rows[:-1]) and rows[0].facts["bytes/token"] == 1
+    assert rows[0].ratio["MB/s"] == rows[3].ratio["MB/s"] == 1  # of each tokenizer, to tiktoken alone
     assert "TIKTOKEN_CACHE_DIR" in row_of(rows, tokenizer="gpt2").not_measured["MB/s"]
 
 
@@ -238,6 +239,7 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path: Path) -> None:
         ({"what": "attention", "backends": ["cudnn"]}, "backends has no 'cudnn': use auto, math"),
         ({"what": "decode", "lengths": [0]}, "lengths=\\[0\\] must be at least 1"),
         ({"what": "train", "rounds": 0}, "rounds=0 must be at least 1"),
+        ({"what": "busy", "neighbours": [-1]}, "neighbours=\\[-1\\] must be at least 0"),
     ],
 )
 def test_wrong_input_is_refused_with_what_to_type(cfg: dict, says: str) -> None:
@@ -253,6 +255,18 @@ def test_a_misspelled_key_is_one_line() -> None:
     assert_one_line_error(run_command("scripts/bench.py", "what=train", "round=3"), "did you mean 'rounds'?")
 
 
+def test_the_tables_that_performance_links_to_stand_there() -> None:
+    page = (models.CONFIG_DIR.parent / "docs" / "PERFORMANCE.md").read_text()
+    named = re.findall(r"\]\((results/performance/\w+)\.json\)", page)
+    assert named
+    for name in named:
+        made = (models.CONFIG_DIR.parent / "docs" / f"{name}.md").read_text()
+        rows = [[cell.strip() for cell in line.split("|")] for line in made.splitlines() if line.startswith("| ")]
+        shown = [[cell.strip() for cell in line.split("|")] for line in page.splitlines() if line.startswith("| ")]
+        missing = [row for row in rows if row not in shown and "---" not in row[1]]
+        assert not missing, f"docs/PERFORMANCE.md lacks a row of {name}.md: {missing[0]}"
+
+
 def test_help_helps() -> None:
     done = run_command("scripts/bench.py", "--help")
     assert done.returncode == 0 and all(what in done.stdout for what in bench.BENCHES)
@@ -260,8 +274,8 @@ def test_help_helps() -> None:
 
 def test_probe_has_a_row_per_length_and_variant_with_the_memory_of_its_own_process() -> None:
     held = torch.ones(150_000_000)  # 600 MB that no other process should be charged with
-    rows = bench.probe(tiny("probe", variants=["baseline", "diff"], lengths=[8, 40], rounds=1, batch=1), CPU)
-    assert [tuple(row.labels.values()) for row in rows] == [(n, v) for n in (8, 40) for v in ("baseline", "diff")]
+    rows = bench.probe(tiny("probe", variants=["baseline", "diff"], lengths=[40], rounds=1, batch=1), CPU)
+    assert [tuple(row.labels.values()) for row in rows] == [(40, "baseline"), (40, "diff")]
     for row in rows:
         assert len(row.seconds["rows"]) == 1 and not row.not_measured
         assert 50 < row.facts["peak memory (MB)"] < timing.peak_of_process(CPU.device) - 300
@@ -275,7 +289,7 @@ def test_grouped_keys_and_windows_reach_every_arm() -> None:
     assert all(row.facts["error"] < 1e-5 for row in bench.attention(cfg, CPU))  # as above
     cfg.model.window = 4
     rows = bench.attention(cfg, CPU)
-    assert rows[0].facts["error"] < 1e-5 and len(rows) == 1  # two plain calls cannot have a window
+    assert rows[0].facts["error"] < 1e-5
 
 
 def test_monitor_states_its_share_of_a_step() -> None:
@@ -293,3 +307,162 @@ def test_a_checkpoint_states_its_share_of_a_step() -> None:
     assert row.facts["checkpoint (MB)"] > 12e-6 * parameters  # float32: weights, and AdamW's two moments
     share = bench.median(row.seconds["checkpoint"]) / bench.median(row.seconds["step"])
     assert row.facts["share at every=100 (%)"] == pytest.approx(share) and share > 0
+
+
+# ---------------------------------------- training beside nanoGPT, beside other processes, and as it grows
+
+NANOGPT = """
+import torch
+from torch import nn
+
+class GPTConfig:
+    def __init__(self, **shape):
+        self.__dict__.update(shape)
+
+class GPT(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        print("parameters: many")
+        self.embedding = nn.Embedding(c.vocab_size, c.n_embd)
+        self.head = nn.Linear(c.n_embd, c.vocab_size, bias=c.bias)
+
+    def forward(self, idx, targets):
+        logits = self.head(self.embedding(idx))
+        return logits, nn.functional.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
+
+    def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
+        return torch.optim.AdamW(self.parameters(), lr=learning_rate, betas=betas, weight_decay=weight_decay)
+"""
+
+
+class Here:
+    """Stands for `Elsewhere` without the process: builds the work in this one."""
+
+    made: list[tuple] = []
+
+    def __init__(self, build: object, *arguments: object, variables: dict[str, str]) -> None:
+        self.work = build(*arguments)
+        Here.made.append((arguments, variables))
+
+    def __call__(self) -> None:
+        self.work()
+
+    def ask(self, function: object, *arguments: object) -> object:
+        return function(self.work, *arguments)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
+    monkeypatch.setattr(processes, "Elsewhere", Here)
+    monkeypatch.setattr(training, "peak_growth", lambda step, device: step() or 100.0)
+    monkeypatch.setattr(Here, "made", [])
+    return Here.made
+
+
+def test_nanogpt_and_the_gpt2_stack_are_timed_in_every_mode(
+    tmp_path: Path, in_this_process: list[tuple], capsys: pytest.CaptureFixture
+) -> None:
+    (tmp_path / "model.py").write_text(NANOGPT)
+    cfg = tiny("train", peer=str(tmp_path), rounds=6, compile=False, dtype="auto")
+    cfg.model.vocab_size, cfg.model.context = 96, 16
+    rows = bench.train(cfg, CPU)
+    dtypes = dict.fromkeys(["float32", str(training.pick_dtype("auto", CPU.device)).removeprefix("torch.")])
+    assert [tuple(row.labels.values()) for row in rows] == [
+        (code, "eager", dtype) for dtype in dtypes for code in ("nanoGPT", "gpt2")
+    ]
+    assert [variables.get("GOMP_SPINCOUNT") for _, variables in in_this_process] == ["300000", None] * len(dtypes)
+    assert not capsys.readouterr().out  # the peer's own lines do not stand in our table
+    for its, ours in zip(rows[::2], rows[1::2], strict=True):
+        ratios = sorted(a / b for a, b in zip(its.seconds["tokens/s"], ours.seconds["tokens/s"], strict=True))
+        assert ours.amount == its.amount == 2 * 16 and its.facts["parameters"] == 2 * 96 * 64
+        assert ours.facts["of nanoGPT's"] == pytest.approx(bench.median(ratios))
+        assert (ours.facts["low"], ours.facts["high"]) == pytest.approx((ratios[0], ratios[-1]))
+        # nanoGPT's state is its parameters and AdamW's two moments of each, beside steps counted in one float per tensor
+        assert its.facts["memory (MB)"] == pytest.approx(100 + 3 * 4 * 2 * 96 * 64 / 1e6, abs=1e-4)
+        assert ours.facts["memory of its"] == ours.facts["memory (MB)"] / its.facts["memory (MB)"]
+    best = min((row for row in rows[::2]), key=lambda row: bench.median(row.seconds["tokens/s"]))
+    of_best = timing.paired_ratio(rows[1], best, "tokens/s")
+    assert rows[1].facts["of its best"] == pytest.approx(of_best) and "of nanoGPT's" in table(rows)
+
+
+@pytest.mark.parametrize("text", [None, "", "GPT = GPTConfig = 1", "import no_such_module_1"])
+def test_a_peer_that_is_no_nanogpt_is_refused_with_what_to_type(tmp_path: Path, text: str | None) -> None:
+    if text is not None:
+        (tmp_path / "model.py").write_text(text)
+    with pytest.raises(
+        ValueError, match="is not a nanoGPT checkout.*git clone https://github.com/karpathy/nanoGPT"
+    ) as info:
+        bench.train(tiny("train", peer=str(tmp_path)), CPU)
+    assert "\n" not in str(info.value)
+
+
+def test_an_own_process_has_its_variables_and_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPEED_A", "1")
+    builds = [(partial, map, os.getenv, ("SPEED_A", "SPEED_B")), (int, "no number")]
+    with processes.elsewhere(builds, [{"SPEED_B": "2"}, {}]) as (work, none):
+        assert work.ask(texts_of) == ["1", "2"] and "no number" in none
+        assert work() is None and "SPEED_B" not in os.environ
+
+
+def texts_of(work: partial) -> list[str]:
+    return list(work())
+
+
+def test_busy_times_every_way_to_wait_beside_each_number_of_processes(
+    in_this_process: list[tuple], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others = []
+    monkeypatch.setattr(processes.subprocess, "Popen", lambda command: others.append(Other()) or others[-1])
+    rows = bench.busy(tiny("busy", neighbours=[0, 2]), CPU)
+    assert [row.labels["busy"] for row in rows] == [0] * len(training.WAITS) + [2] * len(training.WAITS)
+    assert [variables for _, variables in in_this_process] == list(training.WAITS.values())
+    assert len(others) == 2 and all(other.ended == ["kill", "wait"] for other in others)
+    assert max(row.facts["of quiet"] for row in rows[: len(training.WAITS)]) == 1
+    seconds = [bench.median(row.seconds["tokens/s"]) for row in rows]
+    assert rows[-1].facts["of quiet"] == pytest.approx(min(seconds[: len(training.WAITS)]) / seconds[-1])
+
+
+class Other:
+    """A process that another one starts."""
+
+    def __init__(self) -> None:
+        self.ended: list[str] = []
+
+    def kill(self) -> None:
+        self.ended.append("kill")
+
+    def wait(self) -> None:
+        self.ended.append("wait")
+
+
+def test_growth_fits_exponents_over_context_and_over_parameters(
+    in_this_process: list[tuple], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training, "SIZES", ((1, 64), (1, 128)))
+    monkeypatch.setattr(training, "GROWTH_TOKENS", 32)
+    rows = bench.growth(tiny("growth", lengths=[16, 32]), CPU)
+    assert [tuple(row.labels.values()) for row in rows] == [
+        *(("context", variant, T) for T in (16, 32) for variant in ("baseline", "diff")),
+        *(("context", variant, "fit") for variant in ("baseline", "diff")),
+        *(("parameters", variant, 16) for _ in range(2) for variant in ("baseline", "diff")),
+        *(("parameters", variant, "fit") for variant in ("baseline", "diff")),
+    ]
+    assert all(row.amount == 32 for row in rows if row.seconds)
+    small, large = rows[6].facts, rows[8].facts
+    expected = math.log(large["memory (MB)"] / small["memory (MB)"]) / math.log(
+        large["parameters"] / small["parameters"]
+    )
+    assert rows[10].facts["memory exponent"] == pytest.approx(expected) and "time exponent" in table(rows)
+
+
+def test_an_exponent_is_the_slope_in_logarithms() -> None:
+    assert training.exponent([256, 512, 4096], [3 * x**0.7 for x in (256, 512, 4096)]) == pytest.approx(0.7)
+
+
+@pytest.mark.parametrize(("n", "low", "high"), [(5, None, None), (6, 1, 6), (10, 2, 9), (20, 6, 15), (30, 10, 21)])
+def test_the_interval_of_a_median_is_that_of_the_tables(n: int, low: int | None, high: int | None) -> None:
+    """Ranks of the order statistics, as in tables of the sign test (Conover, table A3)."""
+    assert timing.median_interval([*range(n, 0, -1)]) == (low, high)

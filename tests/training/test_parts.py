@@ -11,7 +11,7 @@ from model.attention.gated import GatedConfig
 from model.config import DecoderConfig
 from model.decoder import Decoder
 from tests.variants import VARIANTS, config
-from training import checkpoint
+from training import checkpoint, validation
 from training.distributed import World
 from training.metrics import Metrics, peak_flops
 from training.optim import OptimConfig, build_optimizers, set_lr, state_tensors
@@ -150,7 +150,11 @@ def test_a_cpu_has_no_peak_in_the_table() -> None:
     assert peak_flops(torch.device("cpu")) is None
 
 
-def test_losses_apart_are_those_of_the_rows_of_each_source() -> None:
+@pytest.mark.parametrize("at_once", [2**26, 2 * 8 * 11])
+def test_losses_apart_are_those_of_the_rows_of_each_source(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no forward pass makes more logits than it may, here those of two rows."""
+    monkeypatch.setattr(validation, "LOGITS_AT_ONCE", at_once)
+    sizes: list[int] = []
     model = Decoder(DecoderConfig(n_layer=1, n_head=2, d_model=16, context=8, vocab_size=11))
     tokens = torch.randint(11, (6, 9), generator=torch.Generator().manual_seed(0))
     inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
@@ -158,7 +162,10 @@ def test_losses_apart_are_those_of_the_rows_of_each_source() -> None:
     source, alone = Mixture([(None, 60), (None, 40)]), World(0, 1, torch.device("cpu"))
     kinds = torch.tensor([source.which(i) for i in range(10, 16)])
     assert 0 < kinds.sum() < 6
+    hook = model.head.register_forward_hook(lambda module, given, out: sizes.append(out.numel()))
     found = losses_apart(model, inputs, targets, source, range(10, 16), alone)
+    hook.remove()
+    assert max(sizes) == min(at_once, 6 * 8 * 11) and sum(sizes) == 6 * 8 * 11
     for kind, name in enumerate(("loss_text", "loss_retrieval")):
         own = model(inputs[kinds == kind], targets[kinds == kind]).item()
         assert found[name] == pytest.approx(own, rel=1e-5)  # another order of summation

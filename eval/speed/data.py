@@ -1,0 +1,126 @@
+"""The benches of data: text to token ids, shards to batches, and how long training waits for a batch."""
+
+import itertools
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from data.config import DataConfig, RetrievalMixConfig, TokenizerConfig
+from data.loader import Loader, Prefetcher, Source, Windows
+from data.prepare import Preparation
+from data.retrieval import RetrievalSource
+from data.shards import Shard, write_shard
+from data.sources import open_corpus
+from data.tokenizer import Tokenizer, build_tokenizer, pieces
+from eval.speed.models import VOCABULARY, BenchConfig
+from eval.speed.timing import Row, Work, attempt, time_in_turn
+from eval.speed.training import TrainingStep
+from training.distributed import World
+
+SHARD_TOKENS = 4_000_000
+COPIES = 10  # of the sample text, 7 MB in all, so that what the preparation does once hardly counts
+
+
+def sample_text() -> str:
+    """0.7 MB of English: the language reference that is installed with Python."""
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(topics[name] for name in sorted(topics))
+
+
+# ---------------------------------------- loader
+
+
+def loader(cfg: BenchConfig, world: World) -> list[Row]:
+    """Batches of 64 sequences of the size's context, read and shuffled as in training, without the prefetching thread.
+
+    Beside them, with that thread: what a training step of the baseline (8 sequences) waits for its batch.
+    """
+    ids, length = build_tokenizer(TokenizerConfig("bytes")), cfg.model.context
+    tokens, batch = np.resize(ids.encode_array(sample_text()), SHARD_TOKENS), cfg.batch or 64
+    with tempfile.TemporaryDirectory() as folder:
+        sources = {}
+        for name, vocabulary in {"text, uint16": ids.vocab_size, "text, uint32": 100_000}.items():
+            path = Path(folder) / f"{vocabulary}.bin"
+            write_shard(path, tokens, vocab_size=vocabulary, fingerprint=ids.fingerprint)
+            sources[name] = attempt(partial(Windows, [Shard(path)], length))
+        mix = partial(RetrievalSource, RetrievalMixConfig(), sources["text, uint16"], ids, length)
+        sources["retrieval documents"] = attempt(mix)
+        works = [s if isinstance(s, str) else batches(Loader(s, batch, length, seed=1)) for s in sources.values()]
+        rows = [Row({"source": name, "length": length}, batch * length) for name in sources]
+        time_in_turn("tokens/s", rows, works, cfg.rounds, world.device)
+        step = TrainingStep(cfg, "baseline", cfg.batch or 8, world)
+        for row, source in zip(rows, sources.values(), strict=True):
+            if row.seconds:
+                row.facts = waits(step, source, length, cfg.rounds)
+    return rows
+
+
+def batches(load: Loader) -> Work:
+    """Every call reads the next batch."""
+    steps = itertools.count()
+    return lambda: load(next(steps))
+
+
+def waits(step: TrainingStep, source: Source, length: int, rounds: int) -> dict[str, float]:
+    """What a step waits for its batch, which is read while the step before is under way."""
+    load, waited, taken = Prefetcher(Loader(source, len(step.rows), length, seed=1)), [], []
+    for number in range(rounds + 1):
+        start = time.perf_counter()
+        load(number)
+        waited.append(time.perf_counter() - start)
+        step()
+        taken.append(time.perf_counter() - start)
+    load.close()
+    # the first batch was asked for only when it was needed
+    return {"wait (ms)": 1e3 * median(waited[1:]), "of a step (%)": 100 * sum(waited[1:]) / sum(taken[1:])}
+
+
+# ---------------------------------------- tokenizer
+
+
+def tokenizer(cfg: BenchConfig, world: World) -> list[Row]:
+    """Bytes, a bpe vocabulary of 4096 trained on the text itself, and gpt2 where tiktoken has its file or gets it.
+
+    The ratio is to tiktoken alone (`encode_ordinary` of the whole text). data.prepare reads the text, splits off validation,
+    tokenizes on one thread, and writes checked shards; its first thread reads and writes beside that.
+    """
+    text, rows = sample_text(), []
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "text.txt").write_text(text * COPIES)
+        for wanted in (TokenizerConfig("bytes"), TokenizerConfig("bpe", VOCABULARY), TokenizerConfig("gpt2")):
+            made = attempt(partial(build_tokenizer, wanted, [text]))
+            ways = {"-": made} if isinstance(made, str) else ways_to_tokenize(made, text * COPIES, Path(folder))
+            group = [Row({"tokenizer": wanted.name, "by": name}, len(text.encode()) * COPIES / 1e6) for name in ways]
+            time_in_turn("MB/s", group, list(ways.values()), cfg.rounds, world.device)
+            if not isinstance(made, str):
+                facts = {
+                    "vocabulary": made.vocab_size,
+                    "bytes/token": len(text.encode()) / len(made.encode_array(text)),
+                }
+                for row in group:
+                    row.facts = facts
+            rows += group
+    return rows
+
+
+def ways_to_tokenize(tokenizer: Tokenizer, text: str, folder: Path) -> dict[str, Callable]:
+    """What does it -> a call that does it with `text`, of which `folder` has the file text.txt."""
+    made = itertools.count()
+
+    def prepared() -> None:
+        cfg = DataConfig(name="text", source="text", path=str(folder / "text.txt"), workers=1)
+        preparation = Preparation(cfg, folder / f"{tokenizer.name}_{next(made)}", request={}, quiet=True)
+        preparation.tokenizer = tokenizer  # else a bpe would be trained in every call
+        preparation.run(open_corpus(cfg))
+
+    return {
+        "tiktoken alone": partial(tokenizer.encoding.encode_ordinary, text),
+        "our tokenizer": lambda: [tokenizer.encode_array(piece) for piece in pieces(text)],
+        "data.prepare": prepared,
+    }

@@ -1,0 +1,101 @@
+"""Works of a benchmark in processes of their own: each with its environment and its memory; and processes that only compute."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager
+from multiprocessing import get_context
+from typing import Any
+
+from eval.speed.timing import attempt
+
+BUSY = "x = 3\nwhile True:\n    x = x * x % 1000003"
+
+
+def in_own_process(work: Callable, *arguments: Any) -> Any:
+    """What `work(*arguments)` returns in a new process; RuntimeError where that process dies."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(work, *arguments).result()
+
+
+class Elsewhere:
+    """The work that `build(*arguments)` makes in a process of its own; calling it does that work there, once.
+
+    variables: of that process's environment, beside those of this one. Libraries read theirs when they are loaded.
+    """
+
+    def __init__(self, build: Callable, *arguments: Any, variables: dict[str, str] | None = None) -> None:
+        self._pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
+        try:
+            with _environment(variables or {}):
+                self._pool.submit(_begin, build, arguments).result()
+        except BaseException:
+            self.close()
+            raise
+
+    def ask(self, function: Callable, *arguments: Any) -> Any:
+        """What `function(work, *arguments)` returns there."""
+        return self._pool.submit(_with_work, function, *arguments).result()
+
+    def __call__(self) -> None:
+        self.ask(_once)
+
+    def close(self) -> None:
+        """End the process."""
+        self._pool.shutdown()
+
+
+@contextmanager
+def elsewhere(builds: list[tuple[Any, ...]], variables: list[dict[str, str]] | None = None) -> Iterator[list[Any]]:
+    """The works of (build, *arguments), each an `Elsewhere`, or as a string the reason why there is none."""
+    with ExitStack() as stack:
+        works = []
+        for build, own in zip(builds, variables or [{}] * len(builds), strict=True):
+            work = attempt(lambda build=build, own=own: Elsewhere(*build, variables=own))
+            if isinstance(work, Elsewhere):
+                stack.callback(work.close)
+            works.append(work)
+        yield works
+
+
+@contextmanager
+def busy_processes(count: int) -> Iterator[None]:
+    """Within it, so many other processes compute without a pause."""
+    others = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+
+
+@contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    """Within it, the environment that new processes take over has these variables."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+# ---------------------------------------- in the other process
+
+_work: list[Callable] = []  # the one work of this process
+
+
+def _begin(build: Callable, arguments: tuple) -> None:
+    _work[:] = [build(*arguments)]
+
+
+def _with_work(function: Callable, *arguments: Any) -> Any:
+    return function(_work[0], *arguments)
+
+
+def _once(work: Callable) -> None:
+    work()

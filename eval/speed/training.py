@@ -1,0 +1,262 @@
+"""The benches of training: a step as train.py takes it, beside nanoGPT's, beside other processes, and as it grows."""
+
+import contextlib
+import importlib.util
+import io
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from types import ModuleType
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from eval.speed.models import VOCABULARY, BenchConfig, autocast, model_config, random_tokens, variants
+from eval.speed.processes import busy_processes, elsewhere
+from eval.speed.timing import Row, attempt, median_interval, paired_ratios, peak_growth, peak_of_process, time_in_turn
+from model.decoder import Decoder
+from training.distributed import World, join_world, pick_dtype
+from training.metrics import peak_flops
+from training.optim import build_optimizers
+
+MEASURE = "tokens/s"
+NANOGPT = "nanoGPT"
+# Shapes of what="growth": (n_layer, d_model) with heads of 32, from 1M to 31M parameters without the embedding.
+SIZES = ((5, 128), (4, 256), (6, 384), (10, 512))
+CONTEXTS = (256, 512, 1024, 2048, 4096)
+GROWN = ("baseline", "diff")
+GROWTH_TOKENS = 4096  # of a step, so that the longest context is one sequence
+# How the threads of libgomp, torch's OpenMP on Linux, wait for each other (what="busy").
+WAITS = {
+    "as train.py sets it": {},
+    "libgomp's own": {"GOMP_SPINCOUNT": "300000"},  # its default, libgomp/env.c
+    "no spinning": {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"},
+    "one thread": {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+}
+
+
+class TrainingStep:
+    """Calling it takes one optimizer step, as train.py takes it."""
+
+    def __init__(self, cfg: BenchConfig, variant: str, batch: int, world: World) -> None:
+        vocabulary = cfg.model.vocab_size or VOCABULARY
+        self.model = Decoder(model_config(cfg, variant, vocab_size=vocabulary)).to(world.device)
+        self.optimizers = build_optimizers(self.model, cfg.optim)
+        self._prepare(cfg, random_tokens(batch, cfg.model.context + 1, vocabulary, world), world)
+
+    def _prepare(self, cfg: BenchConfig, rows: Tensor, world: World) -> None:
+        self.rows, self.autocast, self.clip = rows, autocast(cfg, world), cfg.optim.clip or float("inf")
+        self.inputs, self.targets = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+        compiled = cfg.compile if cfg.compile is not None else world.device.type == "cuda"
+        self.net = torch.compile(self.model, dynamic=False) if compiled else self.model
+
+    def loss(self) -> Tensor:
+        """The mean cross-entropy of the batch."""
+        return self.net(self.inputs, self.targets)
+
+    def __call__(self) -> None:
+        with self.autocast:
+            loss = self.loss()
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+    def parameters(self, embedding: bool = True) -> int:
+        """Number of the model's parameters; tied parameters count once."""
+        return sum(p.numel() for p in self.model.parameters()) if embedding else self.model.num_params()
+
+    def state_mb(self) -> float:
+        """Memory in MB that stays between steps: parameters and the optimizers' state."""
+        held = list(self.model.parameters())
+        held += [x for o in self.optimizers for own in o.state.values() for x in own.values() if isinstance(x, Tensor)]
+        return sum(x.nbytes for x in held) / 1e6
+
+
+class NanoGPTStep(TrainingStep):
+    """Calling it takes one optimizer step of nanoGPT, as its train.py takes it, in the shape of our stack gpt2."""
+
+    def __init__(self, cfg: BenchConfig, batch: int, world: World) -> None:
+        vocabulary = cfg.model.vocab_size or VOCABULARY
+        own, theirs = model_config(cfg, "gpt2", vocab_size=vocabulary), nanogpt(cfg.peer)
+        shape = {"n_layer": own.n_layer, "n_head": own.n_head, "n_embd": own.d_model, "block_size": own.context}
+        betas = (cfg.optim.beta1, cfg.optim.beta2)
+        with contextlib.redirect_stdout(io.StringIO()):  # nanoGPT prints its number of parameters
+            config = theirs.GPTConfig(**shape, vocab_size=vocabulary, dropout=0.0, bias=own.bias)
+            self.model = theirs.GPT(config).to(world.device)
+            optim = self.model.configure_optimizers(cfg.optim.weight_decay, cfg.optim.lr, betas, world.device.type)
+        self.optimizers = [optim]
+        self._prepare(cfg, random_tokens(batch, own.context + 1, vocabulary, world), world)
+
+    def loss(self) -> Tensor:
+        return self.net(self.inputs, self.targets)[1]
+
+
+def nanogpt(folder: str | None) -> ModuleType:
+    """The module model.py of a nanoGPT checkout. ValueError, with what to type, for any other folder."""
+    path = Path(folder or "") / "model.py"
+    spec = importlib.util.spec_from_file_location("nanogpt_model", path)
+    fix = "git clone https://github.com/karpathy/nanoGPT and give that folder as peer="
+    try:
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        assert all(hasattr(module.GPT, name) for name in ("forward", "configure_optimizers"))
+        assert hasattr(module, "GPTConfig")
+    except Exception as error:  # the file is not ours and may raise anything
+        why = f" ({type(error).__name__}: {error})".split("\n")[0] if path.is_file() and str(error) else ""
+        raise ValueError(
+            f"peer={folder} is not a nanoGPT checkout, whose model.py has GPT and GPTConfig{why}: {fix}"
+        ) from None
+    return module
+
+
+def our_step(cfg: BenchConfig, variant: str, batch: int) -> TrainingStep:
+    """A step in a process of its own, which is set up as train.py sets up its process."""
+    return TrainingStep(cfg, variant, batch, join_world(cfg.device))
+
+
+def nanogpt_step(cfg: BenchConfig, batch: int) -> NanoGPTStep:
+    """A step in a process of its own, set up as nanoGPT's train.py does it: TF32 on a GPU, torch's defaults otherwise."""
+    if cfg.device != "cpu":
+        torch.set_float32_matmul_precision("high")
+    return NanoGPTStep(cfg, batch, World(0, 1, torch.device(cfg.device)))
+
+
+# ---------------------------------------- the benches
+
+
+def train(cfg: BenchConfig, world: World) -> list[Row]:
+    """Training steps on random tokens; 8 sequences on a CPU, 64 on CUDA, of the size's context. With peer=, gpt2 against it."""
+    batch = cfg.batch or (8 if world.device.type == "cpu" else 64)
+    if cfg.peer is not None:
+        return against_nanogpt(replace(cfg, device=str(world.device)), batch, world)
+    tokens, peak = batch * cfg.model.context, peak_flops(world.device)
+    rows = [
+        Row({"model": variant, "layers": cfg.model.n_layer, "width": cfg.model.d_model}, tokens)
+        for variant in variants(cfg)
+    ]
+    steps = [attempt(partial(TrainingStep, cfg, variant, batch, world)) for variant in variants(cfg)]
+    time_in_turn(MEASURE, rows, steps, cfg.rounds, world.device)
+    for row, step in zip(rows, steps, strict=True):
+        if seconds := row.seconds.get(MEASURE):
+            flops = step.model.flops_per_token()["total"]
+            row.facts = {"parameters": step.model.num_params(), "MFLOPs/token": flops / 1e6}
+            row.facts["mfu"] = flops * tokens / median(seconds) / peak if peak else None
+    return rows
+
+
+def against_nanogpt(cfg: BenchConfig, batch: int, world: World) -> list[Row]:
+    """nanoGPT and the stack gpt2 in every mode that `dtype` and `compile` leave open, each in a process of its own, in turn.
+
+    The table's ratio is to nanoGPT's first row, eager float32, its own mode on a CPU. Beside it, with the 95 % interval of
+    the median, the ratio to nanoGPT in the same mode; the ratio to its fastest mode; and the memory of a step, which is
+    what stays (parameters, optimizer) and what a step adds at most.
+    """
+    nanogpt(cfg.peer)  # a wrong folder is refused before any process starts
+    auto = str(pick_dtype("auto", world.device)).removeprefix("torch.")
+    dtypes = dict.fromkeys(("float32", auto)) if cfg.dtype == "auto" else (cfg.dtype,)
+    compiled = (False, True) if cfg.compile is None else (cfg.compile,)
+    modes = [replace(cfg, dtype=dtype, compile=whether) for whether in compiled for dtype in dtypes]
+    rows, builds, variables = [], [], []
+    for mode in modes:
+        how = {"mode": "compiled" if mode.compile else "eager", "dtype": mode.dtype}
+        rows += [Row({"code": code} | how, batch * cfg.model.context) for code in (NANOGPT, "gpt2")]
+        builds += [(nanogpt_step, mode, batch), (our_step, mode, "gpt2", batch)]
+        variables += [WAITS["libgomp's own"], {}]
+    with elsewhere(builds, variables) as works:
+        time_in_turn(MEASURE, rows, works, cfg.rounds, world.device)
+        for row, work in zip(rows, works, strict=True):
+            if row.seconds:
+                row.facts = {"parameters": work.ask(TrainingStep.parameters)} | work.ask(step_memory, world.device)
+    theirs = [row for row in rows[::2] if row.seconds]
+    for its, ours in zip(rows[::2], rows[1::2], strict=True):
+        if its.seconds and ours.seconds:
+            compare(ours, its, min(theirs, key=lambda row: median(row.seconds[MEASURE])))
+    return rows
+
+
+def compare(ours: Row, its: Row, fastest: Row) -> None:
+    """Note beside our row how many times as fast it is as `its`, of the same mode, and the `fastest`, and its memory."""
+    ratios = paired_ratios(ours, its, MEASURE)
+    ours.facts["of nanoGPT's"] = median(ratios)
+    ours.facts["low"], ours.facts["high"] = median_interval(ratios)
+    ours.facts["of its best"] = median(paired_ratios(ours, fastest, MEASURE))
+    if (mine := ours.facts["memory (MB)"]) and (theirs := its.facts["memory (MB)"]):
+        ours.facts["memory of its"] = mine / theirs
+
+
+def step_memory(step: TrainingStep, device: torch.device) -> dict[str, float | None]:
+    """MB: the state that stays and the most that a step adds to it, and the peak of this process with all libraries."""
+    peak, growth = peak_of_process(device), peak_growth(step, device)  # in this order: the second forgets the first
+    return {"memory (MB)": None if growth is None else step.state_mb() + growth, "process (MB)": peak}
+
+
+def busy(cfg: BenchConfig, world: World) -> list[Row]:
+    """Training steps beside 0, 1 and 3 processes that compute without a pause, by how the step's threads wait.
+
+    `of quiet` is the speed beside them over the fastest with none.
+    """
+    batch, variant = cfg.batch or 8, (cfg.variants or ["baseline"])[0]
+    cfg, rows = replace(cfg, device=str(world.device)), []
+    with elsewhere([(our_step, cfg, variant, batch)] * len(WAITS), list(WAITS.values())) as works:
+        for count in cfg.neighbours:
+            group = [
+                Row({"busy": count, "model": variant, "threads": name}, batch * cfg.model.context) for name in WAITS
+            ]
+            with busy_processes(count):
+                time_in_turn(MEASURE, group, works, cfg.rounds, world.device)
+            rows += group
+    quiet = [median(row.seconds[MEASURE]) for row in rows if row.seconds and row.labels["busy"] == 0]
+    for row in rows:
+        if row.seconds and quiet:
+            row.facts["of quiet"] = min(quiet) / median(row.seconds[MEASURE])
+    return rows
+
+
+def growth(cfg: BenchConfig, world: World) -> list[Row]:
+    """Steps of 4,096 tokens at contexts 256 to 4096 of the size, and at context 256 of 1M to 31M parameters; and the fits.
+
+    The exponent a of a fit is that of time (and memory) ~ context^a, or parameters^a: the slope in logarithms, of every
+    round; the median, and its 95 % interval. Tokens are fixed, so that a sequence's own exponent of context is a + 1.
+    """
+    cfg, rows = replace(cfg, device=str(world.device)), []
+    lengths = cfg.lengths or CONTEXTS
+    at = [("context", replace(cfg.model, context=T), max(1, GROWTH_TOKENS // T)) for T in lengths]
+    for layers, width in SIZES:
+        shape = {"n_layer": layers, "d_model": width, "n_head": width // 32, "context": min(lengths)}
+        at.append(("parameters", replace(cfg.model, **shape), max(1, GROWTH_TOKENS // min(lengths))))
+    for over in ("context", "parameters"):
+        points = [(variant, *point[1:]) for point in at if point[0] == over for variant in cfg.variants or GROWN]
+        group = [Row({"over": over, "model": v, "context": m.context}, b * m.context) for v, m, b in points]
+        builds = [(our_step, replace(cfg, model=m), v, b) for v, m, b in points]
+        with elsewhere(builds) as works:
+            time_in_turn(MEASURE, group, works, cfg.rounds, world.device)
+            for row, work in zip(group, works, strict=True):
+                if row.seconds:
+                    row.facts = {"parameters": work.ask(TrainingStep.parameters, False)} | work.ask(
+                        step_memory, world.device
+                    )
+        rows += [*group, *(fit(over, v, [r for r in group if r.labels["model"] == v]) for v in cfg.variants or GROWN)]
+    return rows
+
+
+def fit(over: str, variant: str, rows: list[Row]) -> Row:
+    """A row with the exponents over the measured `rows` of one variant; n/a where fewer than two were measured."""
+    fitted = Row({"over": over, "model": variant, "context": "fit"})
+    rows = [row for row in rows if row.seconds]
+    sizes = [row.labels["context"] if over == "context" else row.facts["parameters"] for row in rows]
+    if len(set(sizes)) > 1:
+        slopes = [exponent(sizes, seconds) for seconds in zip(*(row.seconds[MEASURE] for row in rows), strict=True)]
+        low, high = median_interval(slopes)
+        memory = [row.facts["memory (MB)"] for row in rows]
+        fitted.facts = {"time exponent": median(slopes), "low": low, "high": high}
+        fitted.facts["memory exponent"] = exponent(sizes, memory) if all(memory) else None
+    return fitted
+
+
+def exponent(sizes: list[float], values: list[float]) -> float:
+    """a of the least-squares fit log(value) = a log(size) + b."""
+    return float(np.polyfit(np.log(sizes), np.log(values), 1)[0])
