@@ -1,4 +1,4 @@
-"""scripts/convert.py what=compare: convert in every way, train each, and print the losses of all in one table."""
+"""scripts/convert.py what=compare: convert a model in several ways, train each result, and print one table of losses."""
 
 import json
 import shlex
@@ -22,7 +22,7 @@ from model.conversion import Conversion
 from model.decoder import Decoder
 from training.checkpoint import LoadedRun, load_run
 
-RECORD = "conversion.json"  # in a converted run's folder: what was converted, how, and what changed
+RECORD = "conversion.json"  # in a converted run's folder: its source, the conversion, and what changed
 ARMS = {
     "baseline": Conversion(to="same"),
     "zero": Conversion(),
@@ -40,23 +40,23 @@ ARMS = {
 
 @dataclass
 class CompareConfig(Conversion):
-    """What is compared, and how each arm is trained."""
+    """The conversions to compare, and how each arm is trained."""
 
     source: str | None = None  # a run, a transformers folder, or a name on the hub
     run_dir: str = MISSING  # folder of the new run, or of the comparison
-    seed: Annotated[int, "[0, 4294967295]"] = 0  # of what is random in a conversion, and of what=compare's training
+    seed: Annotated[int, "[0, 4294967295]"] = 0  # seed of random values in a conversion, and of what=compare's training
     device: str = "auto"  # auto | cpu | cuda
-    steps: int = 200  # of training per arm of what=compare
+    steps: int = 200  # training steps per arm of what=compare
     arms: list[str] = field(default_factory=lambda: list(ARMS))  # the conversions that what=compare tries
     train: list[str] = field(default_factory=list)  # overrides of train.py for all arms of what=compare
 
     def check(self) -> None:
-        """As `Conversion.check`, for the arms as well."""
+        """Raise ValueError as `Conversion.check` does, and for wrong arms or steps."""
         super().check()
         if unknown := [name for name in self.arms if name not in ARMS]:
             raise ValueError(f"arms has no '{unknown[0]}': use {', '.join(ARMS)}")
         if min(self.steps, len(self.arms)) < 1:
-            raise ValueError("steps or arms is empty: use steps=200, and leave arms out for all")
+            raise ValueError("steps is below 1, or arms is empty: use steps=200, and leave arms out for all arms")
 
 
 def compare(
@@ -65,9 +65,9 @@ def compare(
 ) -> None:  # fmt: skip
     """Train every arm for cfg.steps steps on the same samples; write results.json and table.md into cfg.run_dir.
 
-    windows (n, T + 1): the text to test on. convert_run makes and measures a converted run, train_overrides says how
-    train.py goes on from one. An interrupted comparison goes on where it was. ValueError: a training that failed, a
-    folder of another comparison.
+    windows (n, T + 1): the text to test on. convert_run: makes and measures a converted run. train_overrides: the
+    overrides with which train.py continues such a run. An interrupted comparison continues where it was. ValueError if a
+    training fails, or if the folder has another comparison.
     """
 
     def loss(model: Decoder) -> float:
@@ -94,27 +94,27 @@ def compare(
 
 
 def read_record(start: Path, how: Conversion, source: LoadedRun, cfg: CompareConfig) -> dict[str, Any] | None:
-    """What an earlier, interrupted comparison has made of this arm; None if nothing."""
+    """The record of this arm from an earlier, interrupted comparison; None if the arm does not exist yet."""
     if not start.exists():
         return None
     record = json.loads((start / RECORD).read_text()) if (start / RECORD).is_file() else {}
     wanted = {"source": str(source.path), "conversion": asdict(how), "seed": cfg.seed}
     if any(record.get(key) != value for key, value in wanted.items()):
-        raise ValueError(f"{start} holds something else: choose another run_dir=..., or delete it")
+        raise ValueError(f"{start} is not this arm of this comparison: choose another run_dir=..., or delete the folder")
     return record
 
 
 def shared_values(how: Conversion, run_dir: Path, cfg: CompareConfig) -> dict[str, Any]:
-    """Overrides of train.py that depend on the comparison, and not on the source."""
+    """Overrides of train.py that depend on the comparison and not on the source model."""
     warmup = max(1, cfg.steps // 10)
     values = {"steps": cfg.steps, "optim.warmup": warmup, "eval_every": 0}
-    values |= {"seed": cfg.seed + 1000}  # samples that the source has not seen in this order
+    values |= {"seed": cfg.seed + 1000}  # another order of samples than the source's
     values |= {"model.diff.lambda_warmup": warmup} if how.waits else {}
     return values | {"run_dir": run_dir, "resume": True, "device": cfg.device}
 
 
 def train_on(overrides: list[str], run_dir: Path, steps: int, log: Path) -> None:
-    """train.py with `overrides`; goes on where it was interrupted. ValueError if training fails."""
+    """Run train.py with `overrides`, from where an earlier call was interrupted. ValueError if training fails."""
     line = f"$ python train.py {shlex.join(overrides)}\n"
     if log.is_file() and log.read_text().startswith(line) and (run_dir / f"checkpoints/step_{steps:08d}").is_dir():
         return
@@ -125,12 +125,12 @@ def train_on(overrides: list[str], run_dir: Path, steps: int, log: Path) -> None
         done = subprocess.run([sys.executable, str(train), *overrides], stdout=file, stderr=subprocess.STDOUT)
     if done.returncode:
         last = (log.read_text().strip().splitlines() or ["no output"])[-1].removeprefix("error: ")
-        raise ValueError(f"training of {run_dir.name} failed: {last} ({log})")
+        raise ValueError(f"training of {run_dir.name} failed: {last} (see {log})")
 
 
 @torch.no_grad()
 def lambdas(model: Decoder) -> list[float]:
-    """lambda of every differential layer; of version 2 the mean over heads, at a token whose gate sees only the bias."""
+    """lambda of every differential layer. In diff_v2, the mean over heads of sigmoid(bias), without a token's input."""
     found = []
     for attention in (block.attention for block in model.blocks):
         if isinstance(attention, DiffAttention):
@@ -141,7 +141,7 @@ def lambdas(model: Decoder) -> list[float]:
 
 
 def compare_table(rows: list[dict[str, Any]], cfg: CompareConfig) -> str:
-    """Markdown; "against" compares with the first arm, trained as long. lambda: after training, the mean over layers."""
+    """The table in Markdown. "against": loss minus the first arm's, both after training. lambda: mean over layers."""
     heads = ["arm", "parameters", "largest logit change", "loss at step 0", "cost", f"loss after {cfg.steps} steps"]
     heads += [f"against {rows[0]['arm']}", "lambda"]
     lines = [f"| {' | '.join(heads)} |", "| --- |" + " ---: |" * (len(heads) - 1)]

@@ -65,9 +65,9 @@ class Writer:
 
 
 def fitting_shots(writer: Writer, episodes: Sequence[Episode], context: int) -> list[int]:
-    """Powers of two up to the most demonstrations that fit in the context, and that most.
+    """Powers of two up to the largest number of demonstrations that fits in the context, and that number.
 
-    They fit in every episode, with its longest question and label.
+    A number fits if it leaves room for the longest question and label in every episode.
     """
     most = len(episodes[0].demonstrations)
     for episode in episodes:
