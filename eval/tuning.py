@@ -152,7 +152,7 @@ def _rounded(value: float) -> float:
 def tuning_notes(found: Mapping[str, Tuned], metric: str = "train.val_loss") -> list[str]:
     """Sentences that a reader of the table needs: unequal budgets, and best values at an end of the tried values."""
     if not found:
-        return ["Untuned: every arm was trained at one shared learning rate that was chosen for none of them."]
+        return ["Untuned: all arms were trained at one shared learning rate, which was not tuned for any of them."]
     counts = {arm: len(t.losses) for arm, t in found.items()}
     fewest = min(counts.values())
     judge = "on validation data" if metric == "train.val_loss" else f"by {metric},"
@@ -162,7 +162,7 @@ def tuning_notes(found: Mapping[str, Tuned], metric: str = "train.val_loss") -> 
     for arm, t in found.items():
         if t.edge:
             lines.append(
-                f"The best {', '.join(t.edge)} of {arm} lies at the end of what was tried: it may be better still."
+                f"The best {', '.join(t.edge)} of {arm} is at an end of the tried values: a value beyond may be better."
             )
     return lines
 
