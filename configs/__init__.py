@@ -1,7 +1,8 @@
 """Commands and their configuration: Hydra composes it, a dataclass checks it, and a user's mistake prints one line.
 
-Every entry point of the project is `@command(name, Schema)` over `main(cfg: Schema)`. A command with configuration groups
-has a primary file `configs/NAME.yaml`; a command without groups (for example an evaluation) has only its dataclass.
+Every entry point of the project is `@command(name, Schema)` over `main(cfg: Schema)`. A command with configuration
+groups has a primary file `configs/NAME.yaml`; a command without groups (for example an evaluation) has only its
+dataclass.
 """
 
 import contextlib
@@ -99,8 +100,8 @@ def print_help(name: str, schema: type, about: str) -> None:
 def one_line_errors(schema: type, every_rank: bool = False) -> Iterator[None]:
     """Print a user's error as one line and exit with 2; a bug keeps its traceback.
 
-    every_rank: each process of torchrun prints its own error with its rank, unless the error's attribute `said` is true,
-    which means that rank 0 has printed it.
+    every_rank: each process of torchrun prints its own error with its rank, unless the error's attribute `said` is
+    true, which means that rank 0 has printed it.
     """
     try:
         yield

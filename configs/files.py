@@ -86,8 +86,8 @@ def read_run_config(run: Path, groups: Sequence[str] = ("model", "data")) -> dic
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The objects of a file with one JSON object per line; no objects if the file does not exist.
 
-    Lines that do not end in "}", such as a last line cut by a kill, are left out. ValueError for a line that ends in "}"
-    and is not a JSON object.
+    Lines that do not end in "}", such as a last line cut by a kill, are left out. ValueError for a line that ends in
+    "}" and is not a JSON object.
     """
     if not path.is_file():
         return

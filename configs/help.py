@@ -1,7 +1,7 @@
 """The text of `--help`: what a command does, its configuration groups, and every field with its default and its meaning.
 
-The meaning of a field is written once, beside the field: in the comment at the end of its line, or in the docstring of its
-dataclass as "name: meaning." ("one, two: meaning." is the meaning of two fields). --help shows both if both exist.
+The meaning of a field is written once, beside the field: in the comment at the end of its line, or in the docstring of
+its dataclass as "name: meaning." ("one, two: meaning." is the meaning of two fields). --help shows both if both exist.
 """
 
 import dataclasses
@@ -30,8 +30,8 @@ FOOTER = "Override any field as key=value. --cfg job prints the resolved configu
 def help_text(name: str, schema: type, about: str, config_dir: Path, overrides: Sequence[str] = ()) -> str:
     """The help of the command `name`. about: its module's docstring. overrides: change the shown defaults.
 
-    A command with a required group (scripts/ablate.py needs experiment=) shows the defaults of its schema until the group
-    is chosen. Raises HydraException for a wrong override.
+    A command with a required group (scripts/ablate.py needs experiment=) shows the defaults of its schema until the
+    group is chosen. Raises HydraException for a wrong override.
     """
     try:
         with initialize_config_dir(str(config_dir), version_base=None):

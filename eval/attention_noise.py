@@ -10,12 +10,12 @@ Maps are averaged over heads and layers first, then divided by the sum of the av
 (arXiv 2410.05258, Table 3 and Figure 1; "averaged over heads and layers" and "normalized" are an author's words in
 microsoft/unilm issue 1654). `signed` sums the weights with their sign, as the paper's figure does: weights of a
 differential map can cancel within a bucket, and dividing by a row sum of about 1 - lambda magnifies the rest.
-`absolute` sums |weight|, so weights do not cancel. `signed_per_layer` is `signed` in the other order: each layer's averaged
-row is divided by its own sum, and then the layers are averaged.
+`absolute` sums |weight|, so weights do not cancel. `signed_per_layer` is `signed` in the other order: each layer's
+averaged row is divided by its own sum, and then the layers are averaged.
 
-For every layer and head it also measures the row's entropy and its share of negative mass, and, on windows of real text, the
-share of attention sinks (arXiv 2410.10781). Only the needed attention rows are formed, never T x T maps or the logits, so
-memory grows with the context as the memory of one forward pass does.
+For every layer and head it also measures the row's entropy and its share of negative mass, and, on windows of real
+text, the share of attention sinks (arXiv 2410.10781). Only the needed attention rows are formed, never T x T maps or
+the logits, so memory grows with the context as the memory of one forward pass does.
 Writes runs/NAME/eval/attention_noise.json and runs/NAME/figures/attention_noise.png, attention_heads.png.
 """
 
@@ -75,8 +75,8 @@ def bucket_sums(row: Tensor, query: Query) -> Tensor:
 
 @torch.inference_mode()
 def head_rows(model: nn.Module, queries: list[Query], batch: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Two lists over layers, from the attention row of the last prompt token: its bucket masses (samples, readings, heads,
-    5), not normalised, and its entropy and share of negative mass (samples, 2, heads).
+    """Two lists over layers, from the attention row of the last prompt token: its bucket masses (samples, readings,
+    heads, 5), not normalised, and its entropy and share of negative mass (samples, 2, heads).
     """
     masses: list[list[np.ndarray]] = []  # [sample][layer]
     shapes: list[list[np.ndarray]] = []
@@ -96,16 +96,16 @@ def head_rows(model: nn.Module, queries: list[Query], batch: int) -> tuple[list[
 def sinks(model: nn.Module, hay: np.ndarray, length: int, windows: int, batch: int) -> dict[str, Any]:
     """Attention to the first token of `windows` windows of text, `length` tokens each (arXiv 2410.10781, section 3.2).
 
-    A head's mass is the mean of |first weight| / sum |weights| over the query rows, or over 64 rows at even distances in
-    longer windows. `share`: the share of all (window, layer, head) with a mass over 0.3, as the authors' code counts; `se`
-    is its standard error over windows. `heads`: the share of all (layer, head) whose mean mass over windows is over 0.3.
-    `mass`: the mean of all masses.
+    A head's mass is the mean of |first weight| / sum |weights| over the query rows, or over 64 rows at even distances
+    in longer windows. `share`: the share of all (window, layer, head) with a mass over 0.3, as the authors' code
+    counts; `se` is its standard error over windows. `heads`: the share of all (layer, head) whose mean mass over
+    windows is over 0.3. `mass`: the mean of all masses.
     """
     if len(hay) < length:
         raise ValueError(f"the text has {len(hay)} tokens, but a window needs {length}: give a longer text=FILE")
     starts = np.linspace(0, len(hay) - length, windows).round().astype(int)
     n_rows = min(SINK_ROWS, length)
-    rows = (torch.arange(n_rows) + 0.5) * length / n_rows  # middles of equal parts: the first rows see few tokens beside the first
+    rows = (torch.arange(n_rows) + 0.5) * length / n_rows  # middles of equal parts of the window
     rows = rows.long().to(device_of(model))
     masses = []  # (B, heads of all layers)
     per_token = max(floats_per_token(model.cfg), n_rows * model.cfg.n_layer * model.cfg.n_head)
@@ -202,7 +202,7 @@ def over_samples(shares: dict[str, np.ndarray]) -> tuple[dict[str, Any], dict[st
 
 # Noise has one hue, the answer another; the other buckets are grey.
 BUCKET_COLOURS = {"first": "#D5D9DF", "before": "#E69F00", "answer": "#0072B2", "after": "#F5CE7A", "query": "#98A1AC"}
-BUCKET_LABELS = {"first": "first token", "before": "context before", "after": "context after"}  # other buckets: their names
+BUCKET_LABELS = {"first": "first token", "before": "context before", "after": "context after"}  # others: names
 
 
 def draw(path: Path, results: dict[str, Any], title: str, readings: tuple[str, ...] = READINGS) -> None:
@@ -247,8 +247,8 @@ HEAD_PANELS = {"first": "First token", "answer": "Answer", "noise": "Noise"}
 
 
 def head_shares(results: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Shares of each head's absolute mass on the first token, the answer and the noise: each (layers, heads), means over
-    depths, NaN where a layer has fewer heads than another.
+    """Shares of each head's absolute mass on the first token, the answer and the noise: each (layers, heads), means
+    over depths, NaN where a layer has fewer heads than another.
     """
     depths = results["per_layer_head"]["absolute"].values()  # each: bucket -> layers -> heads
     counts = [len(heads) for heads in next(iter(depths))["answer"]]

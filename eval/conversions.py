@@ -66,8 +66,8 @@ def compare(
     """Train every arm for cfg.steps steps on the same samples; write results.json and table.md into cfg.run_dir.
 
     windows (n, T + 1): the text to test on. convert_run: makes and measures a converted run. train_overrides: the
-    overrides with which train.py continues such a run. An interrupted comparison continues where it was. ValueError if a
-    training fails, or if the folder has another comparison.
+    overrides with which train.py continues such a run. An interrupted comparison continues where it was. ValueError if
+    a training fails, or if the folder has another comparison.
     """
 
     def loss(model: Decoder) -> float:
@@ -100,7 +100,7 @@ def read_record(start: Path, how: Conversion, source: LoadedRun, cfg: CompareCon
     record = json.loads((start / RECORD).read_text()) if (start / RECORD).is_file() else {}
     wanted = {"source": str(source.path), "conversion": asdict(how), "seed": cfg.seed}
     if any(record.get(key) != value for key, value in wanted.items()):
-        raise ValueError(f"{start} is not this arm of this comparison: choose another run_dir=..., or delete the folder")
+        raise ValueError(f"{start} is not this arm of this comparison: choose another run_dir=..., or delete it")
     return record
 
 

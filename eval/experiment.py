@@ -43,8 +43,8 @@ class AblateConfig:
 
     grid: point -> overrides; every arm runs at each point and is compared with the first arm at the same point.
     evaluations: commands of eval/ with their overrides. metrics: column -> EVALUATION.KEY in the evaluation's JSON, or
-    train.NAME. matched: refuse arms that differ by more than 0.5 % from the first arm's parameters. fit: fit a power law
-    over the grid's sizes.
+    train.NAME. matched: refuse arms that differ by more than 0.5 % from the first arm's parameters. fit: fit a power
+    law over the grid's sizes.
     """
 
     arms: dict[str, list[str]] = MISSING

@@ -4,8 +4,9 @@
 
 Needs the package lm-eval (tested with 0.4.13). The adapter answers the three kinds of request of its `LM` interface:
 the log-likelihood of a continuation, the log-likelihood of a whole text in windows, and greedy decoding up to a stop
-string. Every context starts with the end-of-text token, as every training document does. The model reads at most `length`
-tokens at once (by default the trained context); older tokens are cut off, and the result counts the cut contexts.
+string. Every context starts with the end-of-text token, as every training document does. The model reads at most
+`length` tokens at once (by default the trained context); older tokens are cut off, and the result counts the cut
+contexts.
 Writes runs/NAME/eval/harness.json and runs/NAME/figures/harness.png.
 """
 
@@ -99,8 +100,8 @@ def rolling_windows(tokens: list[int], prefix: int, length: int) -> list[Row]:
 class RunLM(TemplateLM):
     """A run with the methods of an lm-eval model: `loglikelihood`, `loglikelihood_rolling` and `generate_until`.
 
-    `truncated` counts contexts that lost their beginning. `shortened` counts decodings that were limited to fewer tokens
-    than the task asks for, because the prompt needs part of the context, too.
+    `truncated` counts contexts that lost their beginning. `shortened` counts decodings that were limited to fewer
+    tokens than the task asks for, because the prompt needs part of the context, too.
     """
 
     def __init__(self, run: LoadedRun, batch: int = 32, length: int | None = None) -> None:
@@ -134,7 +135,8 @@ class RunLM(TemplateLM):
             if len(continuation) > self.length:
                 wrong = f"a continuation of {len(continuation)} tokens exceeds length={self.length}"
                 raise ValueError(f"{wrong}: leave its task out, or use length={len(continuation)} (rotary positions)")
-            context, room = self._started(context), self.length + 1 - len(continuation)  # the model does not read the continuation's last token
+            # The model does not read the last token of the continuation.
+            context, room = self._started(context), self.length + 1 - len(continuation)
             self.truncated += len(context) > room
             rows.append((context[-room:], continuation))
         return log_likelihoods(self.run.model, rows, self.batch)
@@ -238,7 +240,7 @@ def evaluate(lm: RunLM, cfg: HarnessConfig) -> dict[str, Any]:
 def plain(metrics: dict[str, Any]) -> dict[str, float | None]:
     """lm-eval's "acc,none" and "acc_stderr,none" as `acc` and `acc_stderr`. Other filters than `none` stay in the name."""
     named = {key.removesuffix(",none"): value for key, value in metrics.items() if "," in key}
-    return {key: value if isinstance(value, (int, float)) else None for key, value in named.items()}  # "N/A" becomes None
+    return {key: value if isinstance(value, (int, float)) else None for key, value in named.items()}  # "N/A": None
 
 
 def shares(results: dict[str, Any]) -> list[tuple[str, float, float]]:

@@ -3,16 +3,17 @@
     python -m eval.icl run=runs/NAME [shots=[1,2,4,8]] [episodes=100] [orders=10]
     python -m eval.icl run=runs/NAME examples=FILE [format=trec|trec_fine|banking77|clinc150] [test=FILE]
 
-A prompt is a number of demonstrations (text and label) and one more text. Decoding is constrained to the labels: the answer
-is the label whose tokens have the highest summed log-probability after the prompt. An episode is one random choice of
-demonstrations and questions; its first n demonstrations are used for n shots. Standard errors are over episodes. Order
-robustness is the best minus the worst accuracy over `orders` orders of the same demonstrations, for each arrangement (random,
-alternating by class, grouped by class). Protocol: arXiv 2410.05258, section 3.4, after Bertsch et al. (arXiv 2405.00200) and
-Ratner et al. (arXiv 2212.10947).
+A prompt is a number of demonstrations (text and label) and one more text. Decoding is constrained to the labels: the
+answer is the label whose tokens have the highest summed log-probability after the prompt. An episode is one random
+choice of demonstrations and questions; its first n demonstrations are used for n shots. Standard errors are over
+episodes. Order robustness is the best minus the worst accuracy over `orders` orders of the same demonstrations, for
+each arrangement (random, alternating by class, grouped by class). Protocol: arXiv 2410.05258, section 3.4, after
+Bertsch et al. (arXiv 2405.00200) and Ratner et al. (arXiv 2212.10947).
 
-Without examples= the task is synthetic: words of a few classes (animals, tools, ...) and, in each episode, one random number
-for each class, in the sentences of data.retrieval ("The magic number of horse is 4817."), which small models can be trained
-on. A word that a demonstration has shown tests recall; another word tests whether the model has learned the class.
+Without examples= the task is synthetic: words of a few classes (animals, tools, ...) and, in each episode, one random
+number for each class, in the sentences of data.retrieval ("The magic number of horse is 4817."), which small models can
+be trained on. A word that a demonstration has shown tests recall; another word tests whether the model has learned the
+class.
 Writes runs/NAME/eval/icl.json and runs/NAME/figures/icl.png.
 """
 
@@ -112,8 +113,8 @@ def summary(shots: int, episodes: Sequence[Episode], scores: Sequence[np.ndarray
     """Accuracy with `shots` demonstrations, and the loss of the right label among the labels, with errors over episodes.
 
     label_shown: share of questions whose label a demonstration shows. text_shown: share of questions whose text a
-    demonstration shows. recall: accuracy on questions with a shown text. new: accuracy on the other questions. recall and
-    new are None where there are no such questions.
+    demonstration shows. recall: accuracy on questions with a shown text. new: accuracy on the other questions. recall
+    and new are None where there are no such questions.
     """
     right = [correct(episode, table) for episode, table in zip(episodes, scores, strict=True)]  # (Q,) each
     losses = [label_loss(episode, table) for episode, table in zip(episodes, scores, strict=True)]

@@ -23,12 +23,12 @@ class IclConfig(EvalConfig):
     """The task, and how many prompts of it.
 
     examples: a file to draw demonstrations from; None: the synthetic task. test: a file to draw questions from, by
-    default the test split of `examples`, or a fifth of `examples`. shots: numbers of demonstrations, by default the powers
-    of two that fit in the trained context, and the largest number that fits. episodes: how many, by default 100 of the
-    synthetic task or 10 of a file. queries: questions per episode, at most. orders: orders to try in each arrangement of
-    the demonstrations (in at most 20 episodes); 0 leaves order robustness out. order_shots: demonstrations that are put in
-    these orders, by default the largest of `shots`. classes: classes of the synthetic task. words: words per class of the
-    synthetic task.
+    default the test split of `examples`, or a fifth of `examples`. shots: numbers of demonstrations, by default the
+    powers of two that fit in the trained context, and the largest number that fits. episodes: how many, by default 100
+    of the synthetic task or 10 of a file. queries: questions per episode, at most. orders: orders to try in each
+    arrangement of the demonstrations (in at most 20 episodes); 0 leaves order robustness out. order_shots:
+    demonstrations that are put in these orders, by default the largest of `shots`. classes: classes of the synthetic
+    task. words: words per class of the synthetic task.
     """
 
     examples: str | None = None

@@ -2,8 +2,9 @@
 
     python -m eval.lm_eval_plugin run --model attention_noise --model_args run=runs/NAME --tasks hellaswag
 
-lm-eval 0.4.13 knows only the models in its own table, so this module adds ours to the table and then starts lm-eval. Later
-versions import plugins themselves: PYTHONPATH=. lm_eval run --plugins eval.lm_eval_plugin --model attention_noise ...
+lm-eval 0.4.13 knows only the models in its own table, so this module adds ours to the table and then starts lm-eval.
+Later versions import plugins themselves: PYTHONPATH=. lm_eval run --plugins eval.lm_eval_plugin --model attention_noise
+...
 """
 
 from lm_eval.__main__ import cli_evaluate
@@ -17,7 +18,8 @@ from eval.harness import HarnessConfig, RunLM
 class NamedRunLM(RunLM):
     """A run as a model that lm-eval makes from --model_args, --batch_size and --device.
 
-    run: folder of the run. length: tokens that the model reads at once; None: the trained context. batch_size=auto is 32.
+    run: folder of the run. length: tokens that the model reads at once; None: the trained context. batch_size=auto is
+    32.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ from eval.common import run_name, variant
 from eval.records import differing
 from training.checkpoint import LoadedRun
 
-SHOWN = {"perplexity": ("loss", "ppl", "bits_per_byte"), "needle": ("accuracy",)}  # evaluation: the results that the card shows
+SHOWN = {"perplexity": ("loss", "ppl", "bits_per_byte"), "needle": ("accuracy",)}  # evaluation: results in the card
 
 
 def model_card(run: LoadedRun, form: str, load: str) -> str:

@@ -2,17 +2,17 @@
 
     python -m eval.mqar run=runs/NAME [shares=[0,0.5,0.8,0.9,0.95]] [kind=pairs] [samples=256]
 
-For a run that was trained with data=mqar (data/mqar.py). A context states key-value pairs among distractors and asks for each
-pair once. An answer is right if the most probable token of the whole vocabulary is the value. The standard error is over
-contexts. Contexts come from a separate split, the same for every run with the same task. More distractors make contexts
-longer: at a higher share than in training, contexts may be longer than all training contexts.
+For a run that was trained with data=mqar (data/mqar.py). A context states key-value pairs among distractors and asks
+for each pair once. An answer is right if the most probable token of the whole vocabulary is the value. The standard
+error is over contexts. Contexts come from a separate split, the same for every run with the same task. More distractors
+make contexts longer: at a higher share than in training, contexts may be longer than all training contexts.
 
-`attention`: at the asked positions, the share of each head's absolute mass on the distractors, on the key and the value of the
-asked pair where the context states them, on the first token, and elsewhere; mean over questions, heads and layers. `map` is
-the map that multiplies the values (first - lambda second in a differential head). Differential heads also have `map_1`,
-`map_2` and `correlation`: Pearson's correlation, over the distractors of a context, of the two maps' masses.
-`altered`: for differential heads, accuracy with lambda set to 0, with the sign of lambda turned, and with a second map that is
-uniform over the keys that a query sees, each without further training.
+`attention`: at the asked positions, the share of each head's absolute mass on the distractors, on the key and the value
+of the asked pair where the context states them, on the first token, and elsewhere; mean over questions, heads and
+layers. `map` is the map that multiplies the values (first - lambda second in a differential head). Differential heads
+also have `map_1`, `map_2` and `correlation`: Pearson's correlation, over the distractors of a context, of the two maps'
+masses. `altered`: for differential heads, accuracy with lambda set to 0, with the sign of lambda turned, and with a
+second map that is uniform over the keys that a query sees, each without further training.
 Writes runs/NAME/eval/mqar.json and runs/NAME/figures/mqar.png.
 """
 

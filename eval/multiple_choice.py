@@ -2,13 +2,14 @@
 
     python -m eval.multiple_choice run=runs/NAME file=hellaswag_val.jsonl [limit=1000]
 
-file: JSON lines (.jsonl or .jsonl.gz) with "query", "endings" and "label", the right ending's number from 0; HellaSwag's own
-"activity_label", "ctx_a" and "ctx_b" may replace "query". A query follows an end-of-text token, an ending follows a space.
-Where query and ending exceed the trained context, the query loses its beginning. Questions with an ending as long as the
-trained context are left out.
+file: JSON lines (.jsonl or .jsonl.gz) with "query", "endings" and "label", the right ending's number from 0;
+HellaSwag's own "activity_label", "ctx_a" and "ctx_b" may replace "query". A query follows an end-of-text token, an
+ending follows a space. Where query and ending exceed the trained context, the query loses its beginning. Questions with
+an ending as long as the trained context are left out.
 
-Share of questions where the right ending has the highest log-probability: `acc` in sum, `acc_norm` per token (build-nanogpt,
-llm.c), `acc_norm_bytes` per byte (the acc_norm of lm-evaluation-harness). `loss`: of the right endings, nats per token.
+Share of questions where the right ending has the highest log-probability: `acc` in sum, `acc_norm` per token
+(build-nanogpt, llm.c), `acc_norm_bytes` per byte (the acc_norm of lm-evaluation-harness). `loss`: of the right endings,
+nats per token.
 Writes runs/NAME/eval/multiple_choice.json and runs/NAME/figures/multiple_choice.png.
 """
 

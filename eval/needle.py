@@ -3,14 +3,16 @@
     python -m eval.needle run=runs/NAME [lengths=[128,256]] [depths=[0,0.5,1]] [pairs=[[1,1],[4,2]] | paper=true]
         [style=magic] [text=FILE] [samples=50]
 
-A pair is (N, R): N needles lie in one context and R of them are asked for. paper=true takes the pairs of arXiv 2410.05258:
-(1,1), (2,2), (4,2), (6,2), (8,1). The asked needle lies at the cell's depth, the other needles at random depths. With several
-needles the N numbers of the context are also ranked by log-probability. This measures small models that cannot answer yet.
+A pair is (N, R): N needles lie in one context and R of them are asked for. paper=true takes the pairs of arXiv
+2410.05258: (1,1), (2,2), (4,2), (6,2), (8,1). The asked needle lies at the cell's depth, the other needles at random
+depths. With several needles the N numbers of the context are also ranked by log-probability. This measures small models
+that cannot answer yet.
 
-Styles (eval/needle_styles.py): magic (the sentences of our retrieval documents), lwm, passkey, and RULER's niah_single_1 to
-3, niah_multikey_1 to 3, niah_multivalue, niah_multiquery. Styles magic and passkey ask for each number with a separate
-question, and the greedy continuation must be the number and its full stop, token by token. The other styles ask for all R
-numbers at once, and a value counts if it occurs in the greedy continuation, as in the papers they come from.
+Styles (eval/needle_styles.py): magic (the sentences of our retrieval documents), lwm, passkey, and RULER's
+niah_single_1 to 3, niah_multikey_1 to 3, niah_multivalue, niah_multiquery. Styles magic and passkey ask for each number
+with a separate question, and the greedy continuation must be the number and its full stop, token by token. The other
+styles ask for all R numbers at once, and a value counts if it occurs in the greedy continuation, as in the papers they
+come from.
 Writes runs/NAME/eval/needle.json and runs/NAME/figures/needle.png; other styles write needle_STYLE.json and .png.
 """
 

@@ -34,7 +34,7 @@ def check_grid(cfg: NeedleGridConfig) -> None:
         if not 0 <= depth <= 1:
             raise ValueError(f"depth {depth:g} is not a fraction of the context: use depths=[0,0.5,1], from 0 to 1")
     if cfg.samples < 1 or not cfg.depths:
-        raise ValueError("samples is below 1, or depths is empty: use samples=50 and depths=[0,0.5,1], or leave them out")
+        raise ValueError("samples is below 1, or depths is empty: use samples=50 depths=[0,0.5,1], or leave them out")
 
 
 @dataclass(frozen=True)
@@ -96,9 +96,9 @@ def needle_queries(
 
     Returns one query per asked fact, in which that fact is hidden at `depth` (0..1). A style that asks for all facts at
     once has one query, with its first fact at `depth`. Other facts stand at random depths. The text is cut from
-    `haystack` (n,) at a random place, unless the style has its own text. Prompt and answer together have exactly `length`
-    tokens (at most `length` in a haystack of needles). digits: of a number, where the style does not fix them. Raises
-    ValueError where the facts do not fit.
+    `haystack` (n,) at a random place, unless the style has its own text. Prompt and answer together have exactly
+    `length` tokens (at most `length` in a haystack of needles). digits: of a number, where the style does not fix them.
+    Raises ValueError where the facts do not fit.
     """
     wording = STYLES[style]
     facts = _draw(rng, wording, tokenizer, needles, wording.digits if wording.digits is not None else digits)

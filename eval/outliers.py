@@ -3,10 +3,10 @@
     python -m eval.outliers run=runs/NAME [text=FILE | shards=DIR] [length=256] [tokens=400000]
 
 Attention logits are |q.k| / sqrt(d), the inputs of every softmax: all maps of all heads and layers (both maps of a
-differential head, every path and key set of an introspective layer), without the pairs that the mask hides. Hidden states
-are the absolute values of every layer's output, after the residuals of attention and FFN. top-k is the exact k-th largest
-value. The median comes from a histogram and is exact to 0.05 % of its value. This is Table 5 of arXiv 2410.05258, with an
-author's definitions in microsoft/unilm issue 1666.
+differential head, every path and key set of an introspective layer), without the pairs that the mask hides. Hidden
+states are the absolute values of every layer's output, after the residuals of attention and FFN. top-k is the exact
+k-th largest value. The median comes from a histogram and is exact to 0.05 % of its value. This is Table 5 of arXiv
+2410.05258, with an author's definitions in microsoft/unilm issue 1666.
 Writes runs/NAME/eval/outliers.json and runs/NAME/figures/outliers.png.
 """
 

@@ -1,7 +1,7 @@
 """Overlap of a test text with the training text: the share of the test text's 13-word sequences that occur in training.
 
-GPT-3's contamination study uses this measure (Brown et al., arXiv 2005.14165, appendix C): words are runs of letters and digits
-in lower case, and 13 words in a row are seldom equal by chance.
+GPT-3's contamination study uses this measure (Brown et al., arXiv 2005.14165, appendix C): words are runs of letters
+and digits in lower case, and 13 words in a row are seldom equal by chance.
 """
 
 import hashlib

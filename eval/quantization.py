@@ -3,12 +3,12 @@
     python -m eval.quantization run=runs/NAME [bits=[8,6,4]] [scale=head|row] [text=FILE | shards=DIR] [tokens=100000]
 
 The logits of every attention softmax are rounded to a b-bit integer times a scale: x -> round(x / s) s, with the scale
-s = max|x| / (2^(b-1) - 1) over visible logits (absmax), computed for every input (dynamic). scale=head (the default) has one
-scale for each head's map of one window, as absmax is defined for a whole tensor; heads, windows and the two maps of a
-differential head have separate scales. scale=row has one scale per query row of a map, which a decoder could compute, too.
-Weights, values and everything else stay in float32. This is Figure 8 of arXiv 2410.05258, with another metric than HellaSwag:
-the change of the validation loss and, for runs trained on retrieval documents, the change of needle accuracy. Both changes
-are paired: the same windows with and without rounding.
+s = max|x| / (2^(b-1) - 1) over visible logits (absmax), computed for every input (dynamic). scale=head (the default)
+has one scale for each head's map of one window, as absmax is defined for a whole tensor; heads, windows and the two
+maps of a differential head have separate scales. scale=row has one scale per query row of a map, which a decoder could
+compute, too. Weights, values and everything else stay in float32. This is Figure 8 of arXiv 2410.05258, with another
+metric than HellaSwag: the change of the validation loss and, for runs trained on retrieval documents, the change of
+needle accuracy. Both changes are paired: the same windows with and without rounding.
 Writes runs/NAME/eval/quantization.json and runs/NAME/figures/quantization.png.
 """
 

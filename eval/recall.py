@@ -1,8 +1,8 @@
 """Associative recall: targets that repeat an n-gram of their own window, and how often the training text has that n-gram.
 
-Targets are split as in Zoology (arXiv 2312.04927, section 3). A target is a hit if it ends an n-gram that has occurred before
-in its window. The model can recall a hit from the window, but where the n-gram is frequent in training, the model may also
-know the target from training.
+Targets are split as in Zoology (arXiv 2312.04927, section 3). A target is a hit if it ends an n-gram that has occurred
+before in its window. The model can recall a hit from the window, but where the n-gram is frequent in training, the
+model may also know the target from training.
 """
 
 import contextlib

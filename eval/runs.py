@@ -1,8 +1,8 @@
 """A list of runs with their progress and losses: python -m eval.runs [runs=runs] [runs=[runs/A,runs/sweep]]
 
-Each run folder at any depth below the given folders has one line: its name, the steps done of the planned steps, training
-tokens, the training loss (mean of the last tenth of the logged steps), the last validation loss, the test loss of
-eval.perplexity, and the evaluations that the run has.
+Each run folder at any depth below the given folders has one line: its name, the steps done of the planned steps,
+training tokens, the training loss (mean of the last tenth of the logged steps), the last validation loss, the test loss
+of eval.perplexity, and the evaluations that the run has.
 """
 
 from dataclasses import dataclass

@@ -2,11 +2,12 @@
 
     python -m eval.survival ablation=runs/ablate/emergence [levels=[0.5,0.9]]
 
-Reads the runs of an ablation that were trained with needle_every=N, from their folders, or from their records where the folders
-are gone. docs/results/NAME has such records, and ablation=docs/results/NAME works, too. A run arrives at a level at its first
-check whose needle accuracy is at least the level. A run that does not arrive is censored at the end of its training: it counts
-as "not by then". Each arm gets the Kaplan-Meier estimate of the share of runs that have not arrived, with 95 % intervals, the
-median with its interval, and the log-rank test against the first arm of the same point of the grid, with Holm's correction.
+Reads the runs of an ablation that were trained with needle_every=N, from their folders, or from their records where the
+folders are gone. docs/results/NAME has such records, and ablation=docs/results/NAME works, too. A run arrives at a
+level at its first check whose needle accuracy is at least the level. A run that does not arrive is censored at the end
+of its training: it counts as "not by then". Each arm gets the Kaplan-Meier estimate of the share of runs that have not
+arrived, with 95 % intervals, the median with its interval, and the log-rank test against the first arm of the same
+point of the grid, with Holm's correction.
 Writes survival.json and figures/survival.png into the ablation's folder.
 """
 
@@ -46,8 +47,8 @@ class SurvivalConfig:
 class Curve:
     """The share of runs that have not arrived, from each of `times` on, with its 95 % interval.
 
-    median: the first time at which half of the runs have arrived. low, high: the interval of the median. A value is None
-    where its curve does not fall to one half.
+    median: the first time at which half of the runs have arrived. low, high: the interval of the median. A value is
+    None where its curve does not fall to one half.
     """
 
     n: int
@@ -79,9 +80,9 @@ def arrival(checks: Checks, level: float) -> tuple[int, bool]:
 def kaplan_meier(runs: Arrivals) -> Curve:
     """The Kaplan-Meier estimate (1958). A censored run is at risk until the time of its censoring, that time included.
 
-    Intervals are Greenwood's on the scale log(-log S), which stays inside 0 to 1 (Kalbfleisch and Prentice 1980). The median's
-    interval ends at the times at which the curve's interval crosses one half (Brookmeyer and Crowley 1982). Where the last run
-    arrives, this scale has no interval; the upper bound then stays as at the time before.
+    Intervals are Greenwood's on the scale log(-log S), which stays inside 0 to 1 (Kalbfleisch and Prentice 1980). The
+    median's interval ends at the times at which the curve's interval crosses one half (Brookmeyer and Crowley 1982).
+    Where the last run arrives, this scale has no interval; the upper bound then stays as at the time before.
     """
     arrived = [time for time, seen in runs if seen]
     if not arrived:

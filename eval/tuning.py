@@ -1,10 +1,10 @@
 """Learning rates of every single arm: the trials to run next, and the results of the trials.
 
-The search changes one key after the other. It tries all values of the first key, with the other keys at the middle of their
-grids, then all values of the next key, with the first key at its best value, and so on. Then, for the keys of `refine`, it
-tries the values halfway (in the logarithm) from the best value to both of its neighbours. Every arm gets the same number of
-trials. Where the best value lies at an end of the grid, the grid is widened at that end, up to `widen` times, and the result
-says so.
+The search changes one key after the other. It tries all values of the first key, with the other keys at the middle of
+their grids, then all values of the next key, with the first key at its best value, and so on. Then, for the keys of
+`refine`, it tries the values halfway (in the logarithm) from the best value to both of its neighbours. Every arm gets
+the same number of trials. Where the best value lies at an end of the grid, the grid is widened at that end, up to
+`widen` times, and the result says so.
 """
 
 import math
@@ -42,7 +42,8 @@ class TuneConfig:
 class Tuned:
     """The results of an arm's trials. losses: (point, mean of the metric over the trials' seeds), in order of trial.
 
-    best: key -> value. widened: how often a grid was widened. edge: keys whose best value is the lowest or highest tried.
+    best: key -> value. widened: how often a grid was widened. edge: keys whose best value is the lowest or highest
+    tried.
     """
 
     keys: list[str]

@@ -2,10 +2,10 @@
 
     python -m eval.report runs=[runs/A,runs/B] out=report.html [ablation=runs/ablate/NAME] [viewer=false] [wandb=online]
 
-Runs that differ in their seed alone are one arm: means and standard deviations over seeds, curves with bands, and paired
-differences to the first arm with 95 % intervals. The page shows all evaluations that the runs have and names those that a
-run lacks. Beside the page the command writes its figures (figures/*.png), its numbers (the same name with .json), its tables
-(.md) and the attention viewer (..._viewer.html). It also prints the tables.
+Runs that differ in their seed alone are one arm: means and standard deviations over seeds, curves with bands, and
+paired differences to the first arm with 95 % intervals. The page shows all evaluations that the runs have and names
+those that a run lacks. Beside the page the command writes its figures (figures/*.png), its numbers (the same name with
+.json), its tables (.md) and the attention viewer (..._viewer.html). It also prints the tables.
 """
 
 from dataclasses import asdict, dataclass
@@ -40,8 +40,8 @@ from training.tracking import import_wandb, log_report
 class ReportConfig:
     """runs: run folders. out: the page; its figures and JSON are written beside it. viewer: add the attention viewer.
 
-    ablation: the folder of an ablation (scripts/ablate.py) to show on the page. wandb: off, online or offline; sends the
-    page with its figures and numbers, and the figures and numbers of the runs.
+    ablation: the folder of an ablation (scripts/ablate.py) to show on the page. wandb: off, online or offline; sends
+    the page with its figures and numbers, and the figures and numbers of the runs.
     """
 
     runs: list[str] = MISSING

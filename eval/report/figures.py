@@ -26,8 +26,8 @@ def smooth(values: np.ndarray, window: int) -> np.ndarray:
 def band(ax: Axes, arm: Arm, curves: list[Curve], **look: Any) -> np.ndarray:
     """Draw the mean of an arm's curves and the band from the lowest to the highest curve; returns the mean.
 
-    look: options of the line; colour, style and label are the arm's own by default. All curves are interpolated to the x of
-    the first curve, as far as all of them reach.
+    look: options of the line; colour, style and label are the arm's own by default. All curves are interpolated to the
+    x of the first curve, as far as all of them reach.
     """
     x = curves[0][0]
     x = x[(x >= max(c[0].min() for c in curves)) & (x <= min(c[0].max() for c in curves))]
@@ -220,7 +220,7 @@ def draw_weights(path: Path, arm: Arm) -> None:
     import matplotlib
 
     curves, label = weight_curves(arm)
-    shades = matplotlib.colormaps["plasma"](np.linspace(0.05, 0.7, max(2, len(curves))))  # without the lightest and darkest colours
+    shades = matplotlib.colormaps["plasma"](np.linspace(0.05, 0.7, max(2, len(curves))))  # no extreme shades
     looks = [{"color": shade, "linestyle": "-", "label": name} for name, shade in zip(curves, shades, strict=False)]
     lines = zip([arm] * len(curves), curves.values(), looks, strict=True)
     draw_monitored(path, lines, ylabel=label, title=arm.title)

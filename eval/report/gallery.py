@@ -241,7 +241,7 @@ def _heads(arms: list[Arm]) -> list[Figure]:
         Image(path, f"Heatmaps over layers and heads, {name}", heatmap=True) for name, path in found if path.is_file()
     ]
     several = " The first seed of each arm." if any(arm.several for arm in arms) else ""
-    caption = f"The attention of every single head. A mean over heads hides heads that do the opposite of others.{several}"
+    caption = f"The attention of each head. A mean over heads hides heads that do the opposite of others.{several}"
     return [Figure("Each layer and head", caption, images, "python -m eval.attention_noise")] if images else []
 
 

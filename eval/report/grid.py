@@ -1,7 +1,7 @@
 """The comparison of an ablation's arms: points of a grid, fits over sizes, the pooled noise, and the table.
 
-scripts/ablate.py trains the runs, fills each arm's `runs` and writes the results of `Comparison`. docs/METHODS.md defines
-every column.
+scripts/ablate.py trains the runs, fills each arm's `runs` and writes the results of `Comparison`. docs/METHODS.md
+defines every column.
 """
 
 import math
@@ -23,8 +23,8 @@ DIFFERENCE_HEADS = ("95 % interval", "p", "p, Holm", "p, sign flips", "detectabl
 class Comparison:
     """The arms of an ablation, every metric over their seeds, and each arm's paired difference to its reference.
 
-    metrics: name -> metric path (Run.value). compared: the metrics whose differences the table shows, by default the first
-    metric alone. rows: metric -> Row. differences: (metric, arm) -> Contrast.
+    metrics: name -> metric path (Run.value). compared: the metrics whose differences the table shows, by default the
+    first metric alone. rows: metric -> Row. differences: (metric, arm) -> Contrast.
     """
 
     def __init__(self, arms: list[Arm], metrics: dict[str, str], compared: Sequence[str] = ()) -> None:
@@ -50,8 +50,8 @@ class Comparison:
     def noise_floor(self, metric: str) -> dict[str, float | None]:
         """Standard deviations over seeds of an arm's values and of paired differences, both pooled over arms.
 
-        smallest_detectable: the difference that a comparison with the pooled deviation of differences finds with 80 % power
-        (5 % level, before Holm's correction).
+        smallest_detectable: the difference that a comparison with the pooled deviation of differences finds with 80 %
+        power (5 % level, before Holm's correction).
         """
         found = self.of_metric(metric)
         own = _pooled([(cell.sd, cell.n) for _, cell in self.cells(metric)])
@@ -62,8 +62,8 @@ class Comparison:
     def fit_sizes(self, metric: str) -> dict[str, Any]:
         """loss = a N^-b for each arm, one fit per seed, with N parameters without embeddings; means and intervals.
 
-        size_ratio: the parameters with which the arm has the reference's loss at the grid's middle size (geometric mean),
-        divided by that size. The paper reports 0.62 for 6.8B parameters (arXiv 2410.05258, section 3.2).
+        size_ratio: the parameters with which the arm has the reference's loss at the grid's middle size (geometric
+        mean), divided by that size. The paper reports 0.62 for 6.8B parameters (arXiv 2410.05258, section 3.2).
         """
         names = list(dict.fromkeys(arm.arm for arm in self.arms))
         fits = {name: self._fits([arm for arm in self.arms if arm.arm == name], metric) for name in names}

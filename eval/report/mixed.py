@@ -2,10 +2,10 @@
 
     y[arm, seed] = mean[arm] + block[seed] + error,   block ~ N(0, s_b^2), error ~ N(0, s_e^2)
 
-The variances are estimated by REML (Patterson and Thompson 1971), the arms by generalised least squares. With few seeds, one
-arm's standard deviation is a poor estimate of the noise; the standard deviation pooled over arms is a good estimate. Intervals
-and p values are simultaneous over the arms that are compared with one reference (Dunnett 1955). Quantiles of the multivariate
-t come from samples with a fixed seed and have an error of about 0.005.
+The variances are estimated by REML (Patterson and Thompson 1971), the arms by generalised least squares. With few
+seeds, one arm's standard deviation is a poor estimate of the noise; the standard deviation pooled over arms is a good
+estimate. Intervals and p values are simultaneous over the arms that are compared with one reference (Dunnett 1955).
+Quantiles of the multivariate t come from samples with a fixed seed and have an error of about 0.005.
 """
 
 import math
@@ -38,9 +38,9 @@ class Effect:
 
 @dataclass
 class MixedModel:
-    """sd: the error's standard deviation, with its 95 % interval. sd_seed: the standard deviation of the blocks. df: the
-    error's degrees of freedom. effects: arm -> Effect. detectable: the true difference between two arms with all seeds that
-    a test at the 5 % level finds with 80 % power.
+    """sd: the error's standard deviation, with its 95 % interval. sd_seed: the standard deviation of the blocks. df:
+    the error's degrees of freedom. effects: arm -> Effect. detectable: the true difference between two arms with all
+    seeds that a test at the 5 % level finds with 80 % power.
     """
 
     reference: str

@@ -22,8 +22,8 @@ TEMPLATES = Path(__file__).parent / "templates"
 @dataclass
 class Content:
     """The content of the page. contrasts: the paired differences of arms with several seeds. viewer: the viewer's file
-    beside the page, a sentence about it, and the worked question. ablation: its name, tables and remarks (Markdown), and
-    figures.
+    beside the page, a sentence about it, and the worked question. ablation: its name, tables and remarks (Markdown),
+    and figures.
     """
 
     arms: list[Arm]

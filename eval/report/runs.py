@@ -36,9 +36,9 @@ class SpikeConfig:
 class Run:
     """The contents of a run folder: its configuration, its metrics and its evaluations.
 
-    facts: the first line of metrics.jsonl. train, val, monitor, needle: the lines with a training loss, with a validation
-    loss, of training/monitor.py, and with a needle accuracy. diverged: the error that stopped training, if the loss became
-    infinite.
+    facts: the first line of metrics.jsonl. train, val, monitor, needle: the lines with a training loss, with a
+    validation loss, of training/monitor.py, and with a needle accuracy. diverged: the error that stopped training, if
+    the loss became infinite.
     """
 
     folder: Path
@@ -54,7 +54,7 @@ class Run:
     tokenizer: str = "none"  # its fingerprint
     diverged: str | None = None
     spike: SpikeConfig = field(default_factory=SpikeConfig)
-    counted: dict[str, Any] = field(default_factory=dict)  # the last loss and the spikes of a run whose lines are thinned
+    counted: dict[str, Any] = field(default_factory=dict)  # last loss and spikes, if `train` is thinned
 
     @property
     def seed(self) -> int | None:
@@ -90,10 +90,10 @@ class Run:
     def value(self, path: str) -> float | None:
         """The number at EVALUATION.KEY.KEY, as `perplexity.recall.hit.loss`, or of training at `train.NAME`.
 
-        In a list of rows a key chooses the row whose first value it is, as `quantization.bits.4.loss_change`. NAME is loss
-        (mean of the last tenth), loss_text or loss_retrieval (where logged), val_loss, spikes, seconds, tokens, or
-        tokens_to_0.5 (tokens until a needle accuracy of 0.5). None if the number was not measured, is not finite, or has no
-        meaning because the run diverged.
+        In a list of rows a key chooses the row whose first value it is, as `quantization.bits.4.loss_change`. NAME is
+        loss (mean of the last tenth), loss_text or loss_retrieval (where logged), val_loss, spikes, seconds, tokens, or
+        tokens_to_0.5 (tokens until a needle accuracy of 0.5). None if the number was not measured, is not finite, or
+        has no meaning because the run diverged.
         """
         evaluation, *keys = path.split(".")
         if evaluation == "train":
@@ -246,8 +246,8 @@ def text_of(run: Run, name: str) -> str:
 class Arm:
     """One model and its training, with one or several seeds, at one point of a grid (point "" without a grid).
 
-    name: `arm` and its point. reference: the name of the arm that this arm is compared with; None for a reference. facts:
-    parameters, FLOPs and shape, if an ablation has computed them.
+    name: `arm` and its point. reference: the name of the arm that this arm is compared with; None for a reference.
+    facts: parameters, FLOPs and shape, if an ablation has computed them.
     """
 
     name: str
@@ -331,7 +331,7 @@ def _kind(run: Run) -> str:
     config = {key: run.config.get(key) for key in ("model", "optim", "steps", "batch_tokens", "data")}
     for part, keys in {"model": ("backend",), "data": ("dir", "workers", "shard_tokens")}.items():
         config[part] = {key: value for key, value in config[part].items() if key not in keys}
-    config["init_from"] = re.sub(r"s(eed)?=?\d+", "", run.config.get("init_from") or "")  # each seed may start from another run
+    config["init_from"] = re.sub(r"s(eed)?=?\d+", "", run.config.get("init_from") or "")  # one run per seed
     return json.dumps(_without_null(config), sort_keys=True, default=str)
 
 

@@ -135,7 +135,8 @@ def power_law(sizes: Sequence[float], losses: Sequence[float]) -> tuple[float, f
 def size_ratio(reference: tuple[float, float], other: tuple[float, float], size: float) -> float:
     """Parameters that `other` needs for the loss that `reference` has at `size`, divided by `size`.
 
-    Below 1, `other` needs fewer parameters. Both are fits (a, b) of `power_law`; nan if `other` does not fall with size.
+    Below 1, `other` needs fewer parameters. Both are fits (a, b) of `power_law`; nan if `other` does not fall with
+    size.
     """
     (a, b), (a2, b2) = reference, other
     if b2 <= 0:

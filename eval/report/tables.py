@@ -16,8 +16,8 @@ Read = Callable[[Run], Any]  # a value, (value, standard error), or None where i
 class Cell:
     """An arm's value: of one run, with its standard error over samples if known, or the mean over seeds.
 
-    values: one per run of the arm, None where not measured. sd: standard deviation over seeds. value None: not measured in
-    any run.
+    values: one per run of the arm, None where not measured. sd: standard deviation over seeds. value None: not measured
+    in any run.
     """
 
     value: float | str | None
@@ -191,8 +191,9 @@ def _attention() -> Iterator[tuple[str, Read, str, str]]:
 def per_layer(run: Run, what: str) -> float | None:
     """Signed attention to the answer, or noise, with each layer divided by its own row sum before the layers are averaged.
 
-    Older evaluations lack this number. It is then computed from the masses by layer and head, which are means over prompts.
-    The result is the same where a layer's row sums do not depend on the prompt, as in `diff`, and similar elsewhere.
+    Older evaluations lack this number. It is then computed from the masses by layer and head, which are means over
+    prompts. The result is the same where a layer's row sums do not depend on the prompt, as in `diff`, and similar
+    elsewhere.
     """
     given = run.value(f"attention_noise.signed_per_layer.mean.{what}")
     masses = (run.results("attention_noise") or {}).get("per_layer_head", {}).get("signed")

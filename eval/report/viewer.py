@@ -2,10 +2,11 @@
 
     python -m eval.viewer runs=[runs/A,runs/B] out=viewer.html [text=FILE] [prompt="..."] [length=96]
 
-The file holds every row of every map for a few short examples: a needle at three depths, a piece of text, and `prompt` if
-given. Hover, tap or use the arrow keys to choose a query. The viewer colours the tokens before the query by their attention,
-for two models side by side; negative weights of differential maps have another hue. It can show each of the two maps of a
-differential head, or their difference at any lambda. The file works alone, without other files or a network.
+The file holds every row of every map for a few short examples: a needle at three depths, a piece of text, and `prompt`
+if given. Hover, tap or use the arrow keys to choose a query. The viewer colours the tokens before the query by their
+attention, for two models side by side; negative weights of differential maps have another hue. It can show each of the
+two maps of a differential head, or their difference at any lambda. The file works alone, without other files or a
+network.
 """
 
 import base64
@@ -71,8 +72,8 @@ class Example:
 class Look:
     """A model's logits (T, V) for tokens (T,) and, layer by layer, its maps (heads, T, T).
 
-    seconds: the second maps of a layer of differential heads, which lambda multiplies; None for another layer. A first map
-    is the map plus lambda times the second map. A row's lambda is 1 minus the sum of the map's row.
+    seconds: the second maps of a layer of differential heads, which lambda multiplies; None for another layer. A first
+    map is the map plus lambda times the second map. A row's lambda is 1 minus the sum of the map's row.
     """
 
     logits: np.ndarray
@@ -307,7 +308,7 @@ def _described(example: Example, tokenizer: Tokenizer) -> dict[str, Any]:
 
 def _page(data: dict[str, Any], left_out: int, question: dict[str, Any] | None) -> Viewer:
     """The HTML with style, script and data inside."""
-    content = json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")  # text cannot end the script element
+    content = json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")  # no </script>
     count = len(data["examples"])
     names = ", ".join(model["label"] for model in data["models"])
     fewer = f"; {left_out} more examples would make the file too large" if left_out else ""

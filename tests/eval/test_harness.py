@@ -330,7 +330,7 @@ def test_an_unknown_task_is_named(monkeypatch, tmp_path):
     # Its own index of ten thousand files takes half a minute to read.
     empty = lambda include_path=None, include_defaults=True: SimpleNamespace(all_tasks=["known"])  # noqa: E731
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", empty)
-    with pytest.raises(ValueError, match="there is no task unknown: `lm-eval ls tasks` lists them"):
+    with pytest.raises(ValueError, match="there is no task unknown: `lm-eval ls tasks` lists the tasks"):
         harness.task_manager(["known", "unknown"], str(tmp_path))
 
 

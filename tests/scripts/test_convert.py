@@ -166,7 +166,7 @@ def test_compare_trains_every_arm_and_goes_on_where_it_was(source: Path, tmp_pat
     assert len(stamps) == 4
     assert table in call(*arguments)
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("state.json")} == stamps
-    assert "holds something else" in call(*arguments, "seed=1")
+    assert "is not this arm of this comparison" in call(*arguments, "seed=1")
 
 
 def test_wrong_input_is_one_line_that_names_the_fix(source: Path, tmp_path: Path, call: Callable) -> None:
