@@ -102,7 +102,7 @@ def _field_lines(schema: type, defaults: dict[str, Any], prefix: str = "") -> It
 
 
 def _shown(value: Any) -> str:
-    """A value as it is typed on the command line."""
+    """A value in the syntax of the command line."""
     if value == MISSING:
         return "REQUIRED"
     if value is None or isinstance(value, bool):

@@ -86,7 +86,7 @@ def seed_list(seeds: Any) -> list[int]:
 def arm_list(cfg: AblateConfig) -> list[Arm]:
     """Arms at every point of the grid, with their overrides. The first arm of a point is the reference of the others."""
     if not cfg.metrics:
-        raise ValueError("metrics is empty, so nothing would be compared: use '+metrics.valid=perplexity.loss'")
+        raise ValueError("metrics is empty, but a comparison needs a metric: use '+metrics.valid=perplexity.loss'")
     if not cfg.arms:
         raise ValueError(
             "the experiment has no arms: list them under arms:, as configs/ablations/experiment/main.yaml does"
@@ -103,7 +103,7 @@ def arm_list(cfg: AblateConfig) -> list[Arm]:
 
 
 def evaluation_commands(cfg: AblateConfig) -> list[list[str]]:
-    """The evaluations of every run: those listed, and the perplexity on each of `texts`."""
+    """The commands that evaluate every run: `evaluations`, and perplexity on each of `texts`."""
     commands = [evaluation_command(text) for text in cfg.evaluations]
     for name, path in cfg.texts.items():
         commands.append(evaluation_command(f"perplexity text={path} name={name} tokens={cfg.text_tokens}"))

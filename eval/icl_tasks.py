@@ -54,7 +54,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Task:
-    """A way to ask and, for a file's examples, what to draw from. `question` and `answer` have one {} each."""
+    """Templates of question and answer, with one {} each, and the examples to draw from (none in the synthetic task)."""
 
     name: str
     question: str
@@ -65,7 +65,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Episode:
-    """Demonstrations in order, questions, and the labels to choose among."""
+    """Demonstrations in order, questions, and the labels to choose from."""
 
     demonstrations: list[Example]
     questions: list[Example]
@@ -123,7 +123,7 @@ def _wrong_format(path: Path, form: str, found: str, wanted: str) -> ValueError:
     found = found if len(found) <= 40 else found[:37] + "..."
     others = ", ".join(name for name in TEMPLATES if name != form)
     return ValueError(
-        f"{path} is not in the format {form}: {found} is not {wanted}: give such a file, or format={others}"
+        f"{path} is not in the format {form}: {found} is not {wanted}: give another file, or format= one of {others}"
     )
 
 
@@ -192,7 +192,7 @@ def load_task(cfg: IclConfig) -> Task:
 
 
 def check(cfg: IclConfig) -> None:
-    """Raise ValueError for what cannot be evaluated."""
+    """Raise ValueError for settings that cannot be evaluated."""
     if cfg.format not in ("auto", *TEMPLATES):
         raise ValueError(f"format={cfg.format} is unknown: use format= one of auto, {', '.join(TEMPLATES)}")
     if cfg.examples is None and (cfg.test or cfg.format != "auto"):

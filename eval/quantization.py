@@ -149,7 +149,7 @@ def _line(ax: Axes, rows: list[dict[str, Any]], key: str, line_colour: str) -> N
 
 
 def check(cfg: QuantizationConfig) -> None:
-    """Raise ValueError for what cannot be evaluated."""
+    """Raise ValueError for settings that cannot be evaluated."""
     check_grid(cfg)
     if not cfg.bits or not all(2 <= bits <= 16 for bits in cfg.bits) or len(set(cfg.bits)) < len(cfg.bits):
         raise ValueError(f"bits={cfg.bits} must be different numbers from 2 to 16: use bits=[8,6,4]")

@@ -1,7 +1,7 @@
-"""What differences between arms over a few seeds allow to say: paired intervals, p values, power, fits.
+"""Statistics of differences between arms over a few seeds: paired intervals, p values, power, fits.
 
-Seeds pair the runs: arms of one seed read the same samples in the same order and share initial weights, so what is tested
-is the mean of one difference per seed. Distributions are scipy's.
+Seeds pair the runs: arms of one seed read the same samples in the same order and share initial weights, so the tests are of
+the mean of one difference per seed. Distributions are scipy's.
 """
 
 import functools
@@ -15,7 +15,7 @@ import numpy as np
 from scipy import optimize, stats
 
 LEVEL, POWER = 0.05, 0.8
-EXACT_UP_TO = 16  # seeds whose 2^n sign flips are all counted
+EXACT_UP_TO = 16  # largest n for which all 2^n sign flips are counted
 
 
 @dataclass

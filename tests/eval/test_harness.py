@@ -318,7 +318,7 @@ def test_wrong_input_is_one_line(make_run, refused, monkeypatch, tmp_path):
     run = make_run("a")
     assert "tasks is empty" in refused(harness, f"run={run}", "tasks=[]")
     assert "add tasks=" in refused(harness, f"run={run}")
-    assert "no folder" in refused(harness, f"run={run}", "tasks=[x]", "include_path=nowhere")
+    assert "not a folder" in refused(harness, f"run={run}", "tasks=[x]", "include_path=nowhere")
     assert "limit=0" in refused(harness, f"run={run}", "tasks=[x]", "limit=0")
     assert not (run / "eval").exists()
 

@@ -285,7 +285,7 @@ def test_an_interruption_leaves_what_is_there(
     original = sample.decode
     monkeypatch.setattr(sample, "decode", interrupted)
     done = call(run=make_run(), prompt="Hello")
-    assert done.rc == 0 and done.out.startswith("Hello") and "after each text's first: 1 in" in done.err
+    assert done.rc == 0 and done.out.startswith("Hello") and "1 tokens after each text's first in" in done.err
 
 
 @pytest.mark.parametrize(
