@@ -268,7 +268,7 @@ def main(cfg: MqarEvalConfig) -> None:
     for row in results["attention"]:
         maps = [name for name in ("map", "map_1", "map_2") if name in row]
         shares = ", ".join(f"{name} {row[name]['distractors']:.3f}" for name in maps)
-        more = f", correlation of the two {row['correlation']:.2f}" if "correlation" in row else ""
+        more = f", correlation of the two maps {row['correlation']:.2f}" if "correlation" in row else ""
         print(f"{said}: mass on distractors at {row['percent']} %: {shares}{more}")
 
 

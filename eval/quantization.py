@@ -47,7 +47,7 @@ SCALES = {"head": (-2, -1), "row": (-1,)}  # the dimensions of (..., T, S) that 
 
 @dataclass
 class QuantizationConfig(NeedleGridConfig):
-    """length: tokens per window and needle context, by default the trained context. tokens: at most, for the loss."""
+    """length: tokens per window and needle context, by default the trained context. tokens: largest number for the loss."""
 
     bits: list[int] = field(default_factory=lambda: [8, 6, 4])  # bits of the rounded logits
     scale: str = "head"  # head | row: the logits that share one scale

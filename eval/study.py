@@ -151,7 +151,7 @@ def result_file(name: str, overrides: Sequence[str]) -> str:
 @functools.cache
 def evaluation_config(name: str, overrides: tuple[str, ...]) -> dict[str, Any]:
     """An evaluation's resolved configuration as in its JSON, except for the run."""
-    importlib.import_module(f"eval.{name}")  # registers its schema
+    importlib.import_module(f"eval.{name}")  # registers the schema
     return OmegaConf.to_container(compose_job(name, ["run=none", *overrides]), resolve=True)
 
 

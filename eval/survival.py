@@ -63,7 +63,7 @@ class Curve:
 
 
 Checks = list[dict[str, float]]  # the lines of a metrics.jsonl that have a needle_acc
-Arrivals = list[tuple[int, bool]]  # of each run (tokens, arrived)
+Arrivals = list[tuple[int, bool]]  # (tokens, arrived) of each run
 
 
 def tokens_to(checks: Checks, level: float) -> int | None:

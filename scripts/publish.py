@@ -47,7 +47,7 @@ def main(cfg: PublishConfig) -> None:
         print(f"{target / 'records.jsonl'}: {len(known)} finished runs")
     pair = next((pair for pair in PAIRS if all((source / file).is_file() for file in pair)), None)
     if pair is None and records:
-        return  # a study on its way
+        return  # a study without a table yet
     if pair is None:
         raise ValueError(
             f"{source} has neither report.json nor results.json with its table: run eval.report or scripts/ablate.py"

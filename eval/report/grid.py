@@ -151,7 +151,7 @@ class Comparison:
         tokens = next((run.val[-1]["tokens"] for arm in arms for run in arm.runs if run.val), 0)
         compared = len([arm for arm in arms if arm.reference])
         at_point = f"{arms[0].arm} at the same point of the grid" if any(arm.point for arm in arms) else arms[0].name
-        read = f"{epochs:.2f} epochs of the prepared text" if epochs else "made as they are read"
+        read = f"{epochs:.2f} epochs of the prepared text" if epochs else "generated during training"
         lines = [
             f"Seeds {', '.join(map(str, seeds))}; {si(tokens)} training tokens, {read}. "
             f"± is the standard deviation over seeds. A difference is the arm less {at_point}, paired by seed "

@@ -51,7 +51,7 @@ class Run:
     evals: dict[str, dict[str, Any]]
     monitor: list[dict[str, float]] = field(default_factory=list)
     needle: list[dict[str, float]] = field(default_factory=list)
-    tokenizer: str = "none"  # its fingerprint
+    tokenizer: str = "none"  # fingerprint of the tokenizer
     diverged: str | None = None
     spike: SpikeConfig = field(default_factory=SpikeConfig)
     counted: dict[str, Any] = field(default_factory=dict)  # last loss and spikes, if `train` is thinned

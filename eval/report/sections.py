@@ -45,7 +45,7 @@ def _section(arms: list[Arm], name: str) -> Section:
         key: measured[0][key]
         for key in keys
         if isinstance(measured[0].get(key), int) and all(values.get(key) == measured[0][key] for values in measured)
-    }  # whole numbers that are the same everywhere are counts and lengths
+    }  # whole numbers that are equal in all runs are counts and lengths
     errors = {key: error for key in keys for error in _errors(key) if error in keys}
     shown = [key for key in keys if key not in settings and key not in errors.values()]
 
