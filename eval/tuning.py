@@ -27,7 +27,7 @@ class TuneConfig:
     values: list[list[float]] = field(default_factory=list)  # for each key, the values to try first, in rising order
     refine: list[str] = field(default_factory=list)  # keys searched once more, halfway to the best value's neighbours
     train: list[str] = field(default_factory=list)  # overrides of the trials, for example their number of steps
-    seeds: list[int] = field(default_factory=lambda: [101])  # seeds of the trials; no seed that is compared
+    seeds: list[int] = field(default_factory=lambda: [101])  # seeds of the trials, which no compared run may have
     metric: str = "train.val_loss"  # train.NAME, the metric that judges the trials; lower is better
     at: str | None = None  # point of the experiment's grid to tune at, for all points; None: the last point
     widen: Annotated[int, "[0, inf)"] = 2  # how often a grid may be widened
