@@ -1,7 +1,8 @@
-"""Where a command meets its configuration: Hydra composes it, a dataclass checks it, and what is wrong is said in one line.
+"""Commands and their configuration: Hydra composes it, a dataclass checks it, and a user's mistake prints one line.
 
-Every entry point of the project is `@command(name, Schema)` over `main(cfg: Schema)`. A command that composes groups has
-its primary file `configs/NAME.yaml`; one that needs no groups (an evaluation, say) has only its dataclass.
+Every entry point of the project is `@command(name, Schema)` over `main(cfg: Schema)`. A command with configuration
+groups has a primary file `configs/NAME.yaml`; a command without groups (for example an evaluation) has only its
+dataclass.
 """
 
 import contextlib
@@ -24,7 +25,7 @@ from configs.ranges import check_ranges
 
 CONFIG_DIR = Path(__file__).parent
 USER_ERRORS = (ValueError, OSError, HydraException, OmegaConfBaseException)
-# Hydra writes no folder and no log of its own: its time-stamped names would differ between the ranks of a run.
+# Hydra must not write its own folder and log: their time-stamped names would differ between the ranks of a run.
 HYDRA_SETTINGS = {
     "run": {"dir": "."},
     "sweep": {"dir": "runs", "subdir": "."},
@@ -36,13 +37,13 @@ ASKED_FOR_TRACEBACK = os.environ.get("HYDRA_FULL_ERROR") == "1"
 
 
 def command(name: str, schema: type) -> Callable[[Callable[[Any], Any]], Callable[[], None]]:
-    """Turn `main(cfg)` into a command line: `cfg` is a plain, checked `schema` object. A sweep sees what it returns.
+    """Turn `main(cfg)` into a command line. `cfg` is a plain `schema` object; a sweep gets the value that `main` returns.
 
-    Checked are types, and the range that a field's type names: `steps: Annotated[int, "[1, inf)"]` (configs/ranges.py).
+    The types of all fields are checked, and the ranges in `steps: Annotated[int, "[1, inf)"]` (configs/ranges.py).
 
     A user's mistake (`ValueError`, `OSError`, a wrong override) prints `error: ...` on one line and exits with 2;
-    HYDRA_FULL_ERROR=1 shows the traceback instead. The primary file `configs/NAME.yaml`, where there is one, starts its
-    defaults with `NAME_schema` and `NAME_hydra`.
+    HYDRA_FULL_ERROR=1 shows the traceback instead. A primary file `configs/NAME.yaml` must begin its defaults with
+    `NAME_schema` and `NAME_hydra`.
     """
 
     def decorate(main: Callable[[Any], Any]) -> Callable[[], None]:
@@ -73,7 +74,7 @@ def command(name: str, schema: type) -> Callable[[Callable[[Any], Any]], Callabl
 
 @contextlib.contextmanager
 def _hydra_raises() -> Iterator[None]:
-    """Within it Hydra raises errors instead of printing several lines of its own."""
+    """A context in which Hydra raises errors instead of printing several lines."""
     before = os.environ.get("HYDRA_FULL_ERROR")
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
@@ -86,13 +87,13 @@ def _hydra_raises() -> Iterator[None]:
 
 
 def print_help(name: str, schema: type, about: str) -> None:
-    """Print what the command does and what its fields mean; overrides on the command line change the defaults shown."""
-    from configs.help import help_text  # only here: no other call reads source code
+    """Print what the command does and what its fields mean; overrides on the command line change the shown defaults."""
+    from configs.help import help_text  # imported here because only --help needs it
 
     overrides = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
     try:
         print(help_text(name, schema, about, CONFIG_DIR, overrides), flush=True)
-    except BrokenPipeError:  # the reader (head, a pager) has seen enough
+    except BrokenPipeError:  # the reader (head, a pager) has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -100,7 +101,8 @@ def print_help(name: str, schema: type, about: str) -> None:
 def one_line_errors(schema: type, every_rank: bool = False) -> Iterator[None]:
     """Print a user's error as one line and exit with 2; a bug keeps its traceback.
 
-    every_rank: each process of torchrun prints its own, with its number, unless it is marked as `said` by the first one.
+    every_rank: each process of torchrun prints its own error with its rank, unless the error's attribute `said` is
+    true, which means that rank 0 has printed it.
     """
     try:
         yield
@@ -115,7 +117,7 @@ def one_line_errors(schema: type, every_rank: bool = False) -> Iterator[None]:
 
 
 def explain(error: BaseException, schema: type) -> str:
-    """One line for `error`: what is wrong and, where the configuration says so, what to type instead."""
+    """One line for `error`: what is wrong and, for an unknown or missing key, what to type instead."""
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     key = getattr(cause, "full_key", None)
     if key and "not in" in str(cause):

@@ -1,4 +1,4 @@
-"""The configuration that a command would get, composed within another command."""
+"""Composes the configuration of one command inside of another command."""
 
 import threading
 from typing import Any
@@ -21,7 +21,7 @@ def compose_job(name: str, overrides: list[str]) -> Any:
 
 
 def merged(*parts: list[str]) -> list[str]:
-    """Overrides in order; of several for one key the last stands."""
+    """The overrides in order; among several overrides of one key, the last is kept."""
     last: dict[str, str] = {}
     for override in (o for part in parts for o in part):
         key = override.split("=")[0].lstrip("+~")

@@ -1,4 +1,4 @@
-"""Files as every part of the project writes and reads them: whole or not at all, line by line, one writer at a time."""
+"""Writing and reading files for the whole project: atomic writes, JSON, JSON lines, and one writer per folder."""
 
 import glob
 import json
@@ -18,10 +18,10 @@ except ImportError:  # Windows has no such module
 
 
 def write_atomic(path: Path, *parts: bytes | memoryview, durable: bool = True) -> None:
-    """Write `parts` to `path` so that a reader, a kill or a full disk never leaves half of a file.
+    """Write `parts` to `path` atomically: after a kill or on a full disk, the old file or the new file is there, whole.
 
-    The folder is made where it is missing; what a killed command left there of the same file is removed.
-    durable: wait until the disk has it (fsync).
+    A missing folder is made. Temporary files of the same file that killed commands left are removed.
+    durable: wait until the file is on the disk (fsync).
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     sweep(path.parent, path.name)
@@ -40,14 +40,14 @@ def write_atomic(path: Path, *parts: bytes | memoryview, durable: bool = True) -
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write `content` as indented JSON, atomically, as `json_text` does."""
+    """Write the `json_text` of `content`, indented, atomically."""
     write_atomic(path, json_text(content, indent=1).encode())
 
 
 def json_text(content: Any, **how: Any) -> str:
-    """`content` as JSON: NaN and infinities, which JSON does not know, become null, and other objects their text.
+    """`content` as JSON. NaN and infinities, which JSON does not have, become null; other objects become their text.
 
-    how: of json.dumps, as indent=1.
+    how: keywords of json.dumps, as indent=1.
     """
     return json.dumps(_finite(content), default=str, allow_nan=False, **how)
 
@@ -61,7 +61,7 @@ def _finite(content: Any) -> Any:
 
 
 def read_json_object(path: Path, fix: str) -> dict[str, Any]:
-    """The object of a JSON file. ValueError, which ends in `fix`, where the file is none or is nested too deeply."""
+    """The object in a JSON file. ValueError with `fix` at its end if the file is not an object or is nested too deeply."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
@@ -72,8 +72,8 @@ def read_json_object(path: Path, fix: str) -> dict[str, Any]:
 
 
 def read_run_config(run: Path, groups: Sequence[str] = ("model", "data")) -> dict[str, Any]:
-    """The config.yaml of a run's folder. ValueError where it is none: no YAML, or without these groups."""
-    import yaml  # here: make gpu works without it
+    """The config.yaml of a run's folder. ValueError if the file is not YAML or lacks one of `groups`."""
+    import yaml  # imported here because make gpu works without the package
 
     path = run / "config.yaml"
     try:
@@ -87,9 +87,10 @@ def read_run_config(run: Path, groups: Sequence[str] = ("model", "data")) -> dic
 
 
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a file with one JSON object per line; none where the file is missing.
+    """The objects of a file with one JSON object per line; no objects if the file does not exist.
 
-    A last line that a kill cut in half is not a line yet and is left out. ValueError for another line that is no object.
+    Lines that do not end in "}", such as a last line cut by a kill, are left out. ValueError for a line that ends in
+    "}" and is not a JSON object.
     """
     if not path.is_file():
         return
@@ -107,9 +108,9 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """A new folder to write into: it becomes `path` at the end of the block, and is deleted if the block fails.
+    """A new folder to write into. At the end of the block it becomes `path`; if the block fails, it is deleted.
 
-    A folder that has that name already is replaced.
+    An existing folder `path` is replaced.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     sweep(path.parent, path.name)
@@ -126,12 +127,12 @@ def whole_folder(path: Path) -> Iterator[Path]:
 
 
 def _temporary(path: Path) -> Path:
-    """Where `path` is written before it is whole: the name says by which process of which machine."""
+    """The temporary path for writing `path`; its name has the machine and the process that write it."""
     return path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.part")
 
 
 def sweep(folder: Path, name: str = "*") -> None:
-    """Remove what commands of this machine that were killed left of the files `name` in `folder`."""
+    """Remove temporary files for `name` in `folder` that killed commands of this machine left."""
     host, name = socket.gethostname(), "*" if name == "*" else glob.escape(name)
     for path in folder.glob(f".{name}.{host}.*.part"):
         process = path.name.split(".")[-2]
@@ -144,37 +145,37 @@ def _runs(process: int) -> bool:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except OSError:  # it is another user's, so it runs
+    except OSError:  # the process of another user exists
         return True
     return True
 
 
 class FolderLock:
-    """The right to write into a folder: ValueError where another process has it, who does `what` there.
+    """The right of one process to write into a folder. ValueError if another process has the right and does `what` there.
 
-    The kernel takes it back when its process ends, however that ends; a file system without locks grants it to all.
+    The kernel releases the lock when the process ends in any way. On a file system without locks, all processes get it.
     """
 
     def __init__(self, folder: Path, what: str) -> None:
         self._file = (folder / ".lock").open("a+")
         self._file.seek(0)
-        self.holder = self._file.read().strip()  # what the last holder noted
+        self.holder = self._file.read().strip()  # the note of the last holder
         try:
             if fcntl is not None:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self._file.close()
             who = f"another process ({self.holder})" if self.holder else "another process"
-            raise ValueError(f"{folder} is in use: {who} {what}: wait until that ends, or stop it") from None
+            raise ValueError(f"{folder} is in use: {who} {what}: wait until it ends, or stop it") from None
         except OSError:
             pass
 
     def note(self, text: str) -> None:
-        """Write down who holds it, for those that are refused."""
+        """Write down the holder of the lock, for the error message of other processes."""
         self._file.truncate(0)
         self._file.write(f"{text}\n")
         self._file.flush()
 
     def release(self) -> None:
-        """Let the next one have it."""
+        """Release the lock."""
         self._file.close()

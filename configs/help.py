@@ -1,7 +1,7 @@
 """The text of `--help`: what a command does, its configuration groups, and every field with its default and its meaning.
 
-The meaning of a field stands once, beside the field: in the comment at the end of its line, or in the docstring of its
-dataclass as "name: meaning." (several names share one meaning as "one, two: meaning."). Both are shown where both exist.
+The meaning of a field is written once, beside the field: in the comment at the end of its line, or in the docstring of
+its dataclass as "name: meaning." ("one, two: meaning." is the meaning of two fields). --help shows both if both exist.
 """
 
 import dataclasses
@@ -23,15 +23,15 @@ from omegaconf import MISSING, OmegaConf
 
 from configs.ranges import interval_of
 
-WIDTH, COLUMN = 120, 40  # of a line, and where the meanings begin
+WIDTH, COLUMN = 120, 40  # width of a line, and column where the meanings begin
 FOOTER = "Override any field as key=value. --cfg job prints the resolved configuration; -m key=a,b runs once per value."
 
 
 def help_text(name: str, schema: type, about: str, config_dir: Path, overrides: Sequence[str] = ()) -> str:
-    """The help of the command `name`, whose module says `about`; defaults are those that `overrides` lead to.
+    """The help of the command `name`. about: its module's docstring. overrides: change the shown defaults.
 
-    A command that needs a group to be chosen (scripts/ablate.py needs experiment=) is shown with its schema's defaults
-    as long as none is chosen. Raises HydraException where an override is wrong.
+    A command with a required group (scripts/ablate.py needs experiment=) shows the defaults of its schema until the
+    group is chosen. Raises HydraException for a wrong override.
     """
     try:
         with initialize_config_dir(str(config_dir), version_base=None):
@@ -48,7 +48,7 @@ def help_text(name: str, schema: type, about: str, config_dir: Path, overrides: 
 
 
 def meanings(schema: type) -> dict[str, str]:
-    """Field name -> meaning, for the fields of the dataclass `schema`; '' where neither comment nor docstring has one."""
+    """Field name -> meaning, for the fields of the dataclass `schema`; '' without a comment and a docstring entry."""
     names = [field.name for field in dataclasses.fields(schema)]
     comments, texts = dict.fromkeys(names, ""), dict.fromkeys(names, "")
     for owner in reversed(schema.__mro__):
@@ -59,14 +59,14 @@ def meanings(schema: type) -> dict[str, str]:
 
 
 def summary(schema: type) -> str:
-    """The docstring of `schema` without what it says of single fields."""
+    """The docstring of `schema` without the meanings of single fields."""
     text = _docstring(schema)
     keys = list(_keys(text, {field.name for field in dataclasses.fields(schema)}))
     return " ".join(text[: keys[0].start()].split()) if keys else " ".join(text.split())
 
 
 def _groups(config_dir: Path, name: str) -> Iterator[str]:
-    """One line per configuration group that the primary file of the command lists: default, options."""
+    """One line per configuration group in the command's primary file: default, options."""
     primary = config_dir / f"{name}.yaml"
     if not primary.is_file():
         return
@@ -80,7 +80,7 @@ def _groups(config_dir: Path, name: str) -> Iterator[str]:
 
 
 def _field_lines(schema: type, defaults: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    """The fields of `schema` as lines, nested dataclasses after the plain fields and under a heading of their own."""
+    """The fields of `schema` as lines; nested dataclasses follow the plain fields, each under its own heading."""
     types, texts, nested = typing.get_type_hints(schema, include_extras=True), meanings(schema), []
     for field in dataclasses.fields(schema):
         value = defaults.get(field.name, MISSING)
@@ -102,7 +102,7 @@ def _field_lines(schema: type, defaults: dict[str, Any], prefix: str = "") -> It
 
 
 def _shown(value: Any) -> str:
-    """A value as it is typed on the command line."""
+    """A value in the syntax of the command line."""
     if value == MISSING:
         return "REQUIRED"
     if value is None or isinstance(value, bool):
@@ -113,7 +113,7 @@ def _shown(value: Any) -> str:
 
 
 def _source(schema: type) -> str:
-    """The source of a class; '' for one that has none (object, classes made by make_dataclass)."""
+    """The source of a class; '' for a class without source (object, classes made by make_dataclass)."""
     try:
         return textwrap.dedent(inspect.getsource(schema))
     except (OSError, TypeError):
@@ -121,7 +121,7 @@ def _source(schema: type) -> str:
 
 
 def _comments(schema: type) -> dict[str, str]:
-    """Field name -> the comment beside it: at the end of its line, or inside an assignment over several lines."""
+    """Field name -> the comment beside the field: at the end of its line, or inside an assignment over several lines."""
     found: dict[str, str] = {}
     names, statement = set(inspect.get_annotations(schema)), ""
     for token in tokenize.generate_tokens(io.StringIO(_source(schema)).readline):
@@ -135,13 +135,13 @@ def _comments(schema: type) -> dict[str, str]:
 
 
 def _docstring(schema: type) -> str:
-    """The docstring of a class; '' for the signature that a dataclass without a docstring gets as one."""
+    """The docstring of a class; '' for the signature that a dataclass without a docstring has as its docstring."""
     text = schema.__doc__ or ""
     return "" if text.startswith(f"{schema.__name__}(") else inspect.cleandoc(text)
 
 
 def _keyed(schema: type, names: typing.Iterable[str]) -> dict[str, str]:
-    """Field name -> what the docstring of `schema` says after "name:"."""
+    """Field name -> the text after "name:" in the docstring of `schema`."""
     if "__doc__" not in vars(schema):
         return {}
     text = _docstring(schema)
@@ -153,6 +153,6 @@ def _keyed(schema: type, names: typing.Iterable[str]) -> dict[str, str]:
 
 
 def _keys(text: str, names: typing.Iterable[str]) -> Iterator[re.Match[str]]:
-    """Where a sentence of `text` begins with one of `names`, or several, and a colon."""
+    """Matches where a sentence of `text` begins with one or several of `names` and a colon."""
     name = f"`?(?:{'|'.join(map(re.escape, names)) or '(?!)'})`?"
     yield from re.finditer(rf"(?:^|(?<=[.;] )|(?<=[.;]\n)|(?<=\.\) )|(?<=\n\n))({name}(?:, {name})*):\s", text)

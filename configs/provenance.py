@@ -1,4 +1,4 @@
-"""What a number depends on besides its configuration: the machine and the version of the code."""
+"""The origin of a number besides its configuration: the machine and the version of the code."""
 
 import os
 import platform
@@ -42,7 +42,7 @@ def _cpu_name() -> str:
 
 
 def version() -> str:
-    """Git commit of the code, with `-dirty` where the tree differs from it; `unknown` outside a checkout."""
+    """Git commit of the code, with `-dirty` if the files differ from the commit; `unknown` outside a checkout."""
     try:
         command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -51,7 +51,7 @@ def version() -> str:
 
 
 def result_record(kind: str, name: str, config: Any, results: Any, **more: Any) -> dict[str, Any]:
-    """What every result's JSON holds: the kind of evaluation, the run's name, its configuration, machine, code, results."""
+    """The content of every result's JSON: kind of evaluation, run's name, configuration, machine, code version, results."""
     plain = asdict(config) if is_dataclass(config) else config
     about = {"eval": kind, "run": name, "config": plain, "machine": machine(), "version": version()}
     return {**about, **more, "results": results}

@@ -1,10 +1,11 @@
-"""The range of a number stands in its field's type, as an interval; every command checks the ranges of its fields.
+"""Ranges of numbers: a field's type names an interval, and every command checks the intervals of its fields.
 
     steps: Annotated[int, "[1, inf)"] = 1000  # optimizer steps in all
 
-A square bracket includes its end and a round one does not. The interval of a list, or of a dictionary, is that of each of
-its members. Needed is `typing.Annotated` alone, so that `model/`, which imports nothing of ours, says its ranges the same
-way. `@command` (configs/__init__.py) calls `check_ranges` on the configuration of every command, and --help shows each range.
+A square bracket includes the end of the interval, a round bracket does not. The interval of a list or a dictionary
+applies to each of its members. A dataclass needs only `typing.Annotated`, so `model/`, which imports nothing of ours,
+states its ranges in the same way. `@command` (configs/__init__.py) calls `check_ranges` for every command, and --help
+shows each range.
 """
 
 import dataclasses
@@ -18,12 +19,12 @@ INTERVAL = re.compile(r"([\[(])(\S+), (\S+)([\])])")
 
 
 class Interval:
-    """The numbers between two ends; `text` is "[1, inf)" or the like. ValueError for a text that is no interval."""
+    """The numbers between two ends; `text` is like "[1, inf)". ValueError for a text that is not an interval."""
 
     def __init__(self, text: str) -> None:
         match = INTERVAL.fullmatch(text)
         if match is None:
-            raise ValueError(f"'{text}' is no interval: write it as '[1, inf)'")
+            raise ValueError(f"'{text}' is not an interval: write it like '[1, inf)'")
         self.low, self.high = float(match[2]), float(match[3])
         self.has_low, self.has_high = match[1] == "[", match[4] == "]"
 
@@ -44,16 +45,16 @@ class Interval:
 
 
 def interval_of(hint: Any) -> Interval | None:
-    """The interval that a field's type names; None where it names none."""
+    """The interval that a field's type names; None for a type without an interval."""
     texts = [extra for extra in getattr(hint, "__metadata__", ()) if isinstance(extra, str)]
     return Interval(texts[0]) if texts else None
 
 
 def check_ranges(cfg: Any, prefix: str = "") -> None:
-    """Refuse what no dataclass object `cfg`, or one inside it, can mean, by a ValueError that names the key.
+    """Raise a ValueError that names the key for a wrong value in the dataclass object `cfg` or in a dataclass inside it.
 
-    That is a number outside of its field's interval (where none is given: one that is not finite), an empty text where
-    the default is not empty, and a key that the dataclass does not have.
+    Wrong are: a number outside of its field's interval, a number that is not finite in a field without an interval, an
+    empty text if the default is not empty, and a key that the dataclass does not have.
     """
     hints = typing.get_type_hints(type(cfg), include_extras=True)
     if unknown := sorted(vars(cfg).keys() - hints.keys()):
@@ -74,7 +75,7 @@ def check_ranges(cfg: Any, prefix: str = "") -> None:
 
 
 def _numbers(value: Any) -> Iterator[float]:
-    """The numbers in a value, a list of lists of them or a dictionary's values."""
+    """The numbers in a value: in a number, in (nested) lists, or in a dictionary's values."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         yield value
     elif isinstance(value, (list, tuple, dict)):

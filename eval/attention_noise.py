@@ -1,21 +1,21 @@
-"""Attention noise: how much attention goes to the answer, and how much to context that is beside the point?
+"""Attention noise: how much attention goes to the answer, and how much to context that does not matter?
 
     python -m eval.attention_noise run=runs/NAME [length=256] [depths=[0,0.25,0.5,0.75,1]] [samples=50]
 
 One needle is hidden in real text of the trained length. The attention row of the last prompt token, which has to
-produce the answer, is split in five buckets: the first token (the sink), the context before the needle, the needle's
-sentence (the answer), the context after it, and the question (the query). Noise is the two context buckets.
+produce the answer, is split into five buckets: the first token (the sink), the context before the needle, the needle's
+sentence (the answer), the context after the needle, and the question (the query). Noise is the two context buckets.
 
 Maps are averaged over heads and layers first, then divided by the sum of the averaged row, so that buckets sum to 1
 (arXiv 2410.05258, Table 3 and Figure 1; "averaged over heads and layers" and "normalized" are an author's words in
 microsoft/unilm issue 1654). `signed` sums the weights with their sign, as the paper's figure does: weights of a
 differential map can cancel within a bucket, and dividing by a row sum of about 1 - lambda magnifies the rest.
-`absolute` sums |weight| instead: nothing cancels. `signed_per_layer` is `signed` in the other order: each layer's averaged
-row is divided by its own sum, and then the layers are averaged.
+`absolute` sums |weight|, so weights do not cancel. `signed_per_layer` is `signed` in the other order: each layer's
+averaged row is divided by its own sum, and then the layers are averaged.
 
-Beside that, for every layer and head: the row's entropy and its share of negative mass, and on windows of real text the
-share of attention sinks (arXiv 2410.10781). Only the rows that are asked about are ever formed, never T x T, and no logits:
-memory grows with the context as one forward pass does.
+For every layer and head it also measures the row's entropy and its share of negative mass, and, on windows of real
+text, the share of attention sinks (arXiv 2410.10781). Only the needed attention rows are formed, never T x T maps or
+the logits, so memory grows with the context as the memory of one forward pass does.
 Writes runs/NAME/eval/attention_noise.json and runs/NAME/figures/attention_noise.png, attention_heads.png.
 """
 
@@ -59,14 +59,14 @@ SINK_ROWS = 64  # query rows of longer windows
 
 @dataclass
 class AttentionNoiseConfig(NeedleGridConfig):
-    """length: tokens of prompt and answer, the trained context by default. windows: of text, for the attention sinks."""
+    """length: tokens of prompt and answer, by default the trained context. windows: text windows for attention sinks."""
 
     length: Annotated[int | None, "[1, inf)"] = None
     windows: int = 100
 
 
 def bucket_sums(row: Tensor, query: Query) -> Tensor:
-    """Sums of an attention row (heads, P) over the five buckets of `query`, (heads, 5). One token is in one bucket."""
+    """Sums of an attention row (heads, P) over the five buckets of `query`: (heads, 5). Each token is in one bucket."""
     start, stop = query.needle
     edges = torch.tensor([0, 1, max(1, start), stop, query.question, len(query.prompt)], device=row.device)
     upto = torch.nn.functional.pad(row.cumsum(-1), (1, 0))  # (heads, P + 1): mass before each position
@@ -75,8 +75,8 @@ def bucket_sums(row: Tensor, query: Query) -> Tensor:
 
 @torch.inference_mode()
 def head_rows(model: nn.Module, queries: list[Query], batch: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Of the last prompt token's row, for each layer: bucket masses (samples, readings, heads, 5), not normalised, and
-    entropy and share of negative mass (samples, 2, heads).
+    """Two lists over layers, from the attention row of the last prompt token: its bucket masses (samples, readings,
+    heads, 5), not normalised, and its entropy and share of negative mass (samples, 2, heads).
     """
     masses: list[list[np.ndarray]] = []  # [sample][layer]
     shapes: list[list[np.ndarray]] = []
@@ -96,15 +96,16 @@ def head_rows(model: nn.Module, queries: list[Query], batch: int) -> tuple[list[
 def sinks(model: nn.Module, hay: np.ndarray, length: int, windows: int, batch: int) -> dict[str, Any]:
     """Attention to the first token of `windows` windows of text, `length` tokens each (arXiv 2410.10781, section 3.2).
 
-    A head's mass is the mean over query rows of |first weight| / sum |weights|; of more than 64 rows, 64 at even
-    distances. `share`: of all (window, layer, head), those with a mass over 0.3, as the authors' code counts; `heads`: of
-    all (layer, head), those whose mean mass over windows is. `mass` is the mean mass, `se` that of `share` over windows.
+    A head's mass is the mean of |first weight| / sum |weights| over the query rows, or over 64 rows at even distances
+    in longer windows. `share`: the share of all (window, layer, head) with a mass over 0.3, as the authors' code
+    counts; `se` is its standard error over windows. `heads`: the share of all (layer, head) whose mean mass over
+    windows is over 0.3. `mass`: the mean of all masses.
     """
     if len(hay) < length:
-        raise ValueError(f"the text has {len(hay)} tokens, and a window needs {length}: give a longer text=")
+        raise ValueError(f"the text has {len(hay)} tokens, but a window needs {length}: give a longer text=FILE")
     starts = np.linspace(0, len(hay) - length, windows).round().astype(int)
     n_rows = min(SINK_ROWS, length)
-    rows = (torch.arange(n_rows) + 0.5) * length / n_rows  # the middles: the first rows see little but the first token
+    rows = (torch.arange(n_rows) + 0.5) * length / n_rows  # middles of equal parts of the window
     rows = rows.long().to(device_of(model))
     masses = []  # (B, heads of all layers)
     per_token = max(floats_per_token(model.cfg), n_rows * model.cfg.n_layer * model.cfg.n_head)
@@ -122,9 +123,9 @@ def sinks(model: nn.Module, hay: np.ndarray, length: int, windows: int, batch: i
 
 
 def normalised(layers: list[np.ndarray]) -> np.ndarray:
-    """Average over the heads of all layers, then divide by the row sum: (samples, readings, 5), each summing to 1.
+    """Average over the heads of all layers, then divide by the row sum: (samples, readings, 5), where each 5 sum to 1.
 
-    The sum over a bucket is linear, so averaging the heads' bucket masses is averaging their maps.
+    The sum over a bucket is linear, so the mean of the heads' bucket masses is the bucket mass of their mean map.
     """
     mean = np.concatenate(layers, axis=2).mean(axis=2)  # (samples, readings, 5)
     return mean / mean.sum(axis=-1, keepdims=True)
@@ -139,7 +140,8 @@ def normalised_per_layer(layers: list[np.ndarray]) -> np.ndarray:
 def evaluate(run: LoadedRun, hay: np.ndarray, cfg: AttentionNoiseConfig) -> dict[str, Any]:
     """For each reading and depth: the five buckets, their standard errors, the noise, and masses by layer and head.
 
-    `entropy` and `negative`: mean over prompts and heads, its standard error, and by layer and head. `sink`: by length.
+    `entropy` and `negative` have the mean over prompts and heads, its standard error, and the values by layer and head.
+    `sink` has the result of `sinks` for each length.
     """
     model = run.model
     length = window_length(run, cfg.length)
@@ -162,13 +164,13 @@ def evaluate(run: LoadedRun, hay: np.ndarray, cfg: AttentionNoiseConfig) -> dict
 
 
 def over_heads(layers: list[np.ndarray]) -> dict[str, Any]:
-    """Mean over prompts and heads, and its standard error over prompts, of per-layer (prompts, heads) values."""
+    """Mean of per-layer values (prompts, heads) over prompts and heads, with its standard error over prompts."""
     mean, se = mean_se(np.concatenate(layers, axis=1).mean(axis=1))
     return {"mean": mean, "se": se, "per_layer_head": [layer.mean(axis=0).tolist() for layer in layers]}
 
 
 def summarise(shares: dict[str, np.ndarray], layers: dict[str, list[np.ndarray]]) -> dict[str, Any]:
-    """Results, from each depth's shares (samples, readings, 5) and masses by layer (samples, readings, heads, 5)."""
+    """Results from each depth's shares (samples, readings, 5) and masses by layer (samples, readings, heads, 5)."""
     results: dict[str, Any] = {"noise": {}, "se": {}, "per_layer_head": {}}
     for r, reading in enumerate(READINGS):
         results[reading], errors = over_samples({depth: share[:, r] for depth, share in shares.items()})
@@ -187,7 +189,7 @@ def summarise(shares: dict[str, np.ndarray], layers: dict[str, list[np.ndarray]]
 
 
 def over_samples(shares: dict[str, np.ndarray]) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
-    """One reading's results from each depth's shares (samples, 5): means by depth and over all, and errors by depth."""
+    """One reading's results from each depth's shares (samples, 5): means by depth and overall, and errors by depth."""
     stats = {depth: zip(*map(mean_se, share.T), strict=True) for depth, share in shares.items()}  # (means, errors)
     named = {depth: [dict(zip(BUCKETS, values, strict=True)) for values in pair] for depth, pair in stats.items()}
     depths, errors = ({depth: pair[i] for depth, pair in named.items()} for i in (0, 1))
@@ -198,13 +200,13 @@ def over_samples(shares: dict[str, np.ndarray]) -> tuple[dict[str, Any], dict[st
     return {"depths": depths, "mean": mean}, errors
 
 
-# Noise in one hue, the answer in another, what is neither in greys.
+# Noise has one hue, the answer another; the other buckets are grey.
 BUCKET_COLOURS = {"first": "#D5D9DF", "before": "#E69F00", "answer": "#0072B2", "after": "#F5CE7A", "query": "#98A1AC"}
-BUCKET_LABELS = {"first": "first token", "before": "context before", "after": "context after"}  # others: their names
+BUCKET_LABELS = {"first": "first token", "before": "context before", "after": "context after"}  # others: names
 
 
 def draw(path: Path, results: dict[str, Any], title: str, readings: tuple[str, ...] = READINGS) -> None:
-    """Stacked bars of the five buckets at each depth, one panel a reading; negative sums hang below zero."""
+    """Stacked bars of the five buckets at each depth, one panel per reading; negative sums are drawn below zero."""
     with figure(path, 4.4 * len(readings), 4, columns=len(readings)) as axes:
         for ax, reading in zip(axes[0], readings, strict=True):
             _bars(ax, results[reading]["depths"])
@@ -245,8 +247,8 @@ HEAD_PANELS = {"first": "First token", "answer": "Answer", "noise": "Noise"}
 
 
 def head_shares(results: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Share of each head's absolute mass, mean over depths: (layers, heads) for the first token, the answer and the noise;
-    NaN where a layer has fewer heads than another.
+    """Shares of each head's absolute mass on the first token, the answer and the noise: each (layers, heads), means
+    over depths, NaN where a layer has fewer heads than another.
     """
     depths = results["per_layer_head"]["absolute"].values()  # each: bucket -> layers -> heads
     counts = [len(heads) for heads in next(iter(depths))["answer"]]
@@ -260,7 +262,7 @@ def head_shares(results: dict[str, Any]) -> dict[str, np.ndarray]:
 
 
 def draw_heads(path: Path, results: dict[str, Any], title: str) -> None:
-    """Heatmaps of every layer and head: where its absolute mass goes, first token, answer and noise."""
+    """Heatmaps over layers and heads of the share of absolute mass on the first token, the answer and the noise."""
     grids = head_shares(results)
     layers, heads = grids["answer"].shape
     width, height = max(2.6, 0.9 + 0.42 * min(heads, 24)), max(2.6, 1.5 + 0.42 * min(layers, 24))
@@ -285,7 +287,7 @@ def draw_heads(path: Path, results: dict[str, Any], title: str) -> None:
 def main(cfg: AttentionNoiseConfig) -> None:
     check_grid(cfg)
     if cfg.windows < 1:
-        raise ValueError(f"windows={cfg.windows} leaves no text for the attention sinks: use windows=100")
+        raise ValueError(f"windows={cfg.windows} must be at least 1, to measure attention sinks: use windows=100")
     run = open_run(cfg)
     results = evaluate(run, haystack(run, cfg), cfg)
     said = keep(run, cfg, "attention_noise", results, lambda path, results, title, _: draw(path, results, title))

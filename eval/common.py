@@ -1,4 +1,4 @@
-"""What every evaluation shares: opening a run, the tokens to test on, the result file and the look of the figures."""
+"""What all evaluations share: opening a run, the tokens to test on, the result file and the style of the figures."""
 
 import glob
 import io
@@ -35,12 +35,12 @@ else:
 
 LOGITS_IN_MEMORY = 2**28  # floats of one forward pass: 1 GB
 LOGITS_AT_ONCE = 2**24  # floats that the output head makes at a time: 64 MB
-HAYSTACK_TOKENS = 20_000_000  # plenty to cut needle contexts from, and small in memory
+HAYSTACK_TOKENS = 20_000_000  # enough text for needle contexts, and small in memory
 
 
 @dataclass
 class EvalConfig:
-    """run: the run's folder. batch: sequences per forward pass, fewer where their logits would not fit in memory."""
+    """run: the run's folder. batch: sequences per forward pass, or fewer where their logits would not fit in memory."""
 
     run: str = MISSING
     device: str = "auto"  # auto | cpu | cuda
@@ -63,7 +63,7 @@ def window_length(run: LoadedRun, length: int | None) -> int:
 
 
 class TextTokens:
-    """The tokens of a text, read as a shard is read."""
+    """The tokens of a text, with the methods that read a shard."""
 
     def __init__(self, tokens: np.ndarray) -> None:
         self.tokens = tokens
@@ -76,7 +76,7 @@ class TextTokens:
 
 
 def evaluation_tokens(run: LoadedRun, cfg: EvalConfig) -> list[Shard | TextTokens]:
-    """What to test on: the text `text`, or the validation shards of the folder `shards` or of the run's own data."""
+    """The tokens to test on: of the text `text`, else of the validation shards in `shards` or in the run's own data."""
     if cfg.text and cfg.shards:
         raise ValueError("text= and shards= are both given: give one of them")
     if cfg.text:
@@ -91,22 +91,22 @@ def evaluation_tokens(run: LoadedRun, cfg: EvalConfig) -> list[Shard | TextToken
 
 
 def text_name(run: LoadedRun, cfg: EvalConfig, parts: int = 1) -> str:
-    """The name of what `evaluation_tokens` gives: the last `parts` of the path of its file or folder."""
+    """The name of the test text: the last `parts` components of the path of its file or folder."""
     return "/".join(Path(os.path.abspath(cfg.text or cfg.shards or run.config["data"]["dir"])).parts[-parts:])
 
 
 def _tokenize(text: str, tokenizer: Tokenizer) -> np.ndarray:
-    """(n,) token ids of a text, each document after an end-of-text token, as data.prepare writes them."""
+    """(n,) token ids of a text. Each document follows an end-of-text token, as in shards of data.prepare."""
     return np.array(
         [token for document in read_documents(text) for token in (tokenizer.eot, *tokenizer.encode(document))]
     )
 
 
 def read_documents(text: str) -> list[str]:
-    """The documents of a file, folder or glob, as data.prepare reads them, or of one file of any name as plain text."""
+    """The documents of a file, folder or glob, as data.prepare reads them; other file types are one plain document."""
     path = Path(text)
     if not path.exists() and not glob.glob(text, recursive=True):
-        raise FileNotFoundError(f"no text file, folder or glob {text}: correct text=")
+        raise FileNotFoundError(f"there is no text file, folder or glob {text}: correct text=")
     try:
         plain = path.is_file() and not is_text(path)
         corpus = DataConfig(name="text", source="text", path=text)
@@ -128,7 +128,7 @@ def haystack(run: LoadedRun, cfg: EvalConfig) -> np.ndarray:
 
 
 def batches(rows: Sequence[Any], size: int, length: int, vocab_size: int) -> Iterator[Sequence[Any]]:
-    """`rows` in parts of at most `size`, and few enough that logits of `length` tokens each fit in memory."""
+    """Cut `rows` into parts of at most `size` rows, or fewer where logits of `length` tokens a row exceed the memory."""
     size = max(1, min(size, LOGITS_IN_MEMORY // (length * vocab_size)))
     return (rows[start : start + size] for start in range(0, len(rows), size))
 
@@ -147,7 +147,7 @@ def logits_in_parts(
 
 
 def pad_right(sequences: Sequence[np.ndarray], device: torch.device | str) -> torch.Tensor:
-    """Stack sequences of several lengths as (B, longest), zeros after the end: a causal model never looks there."""
+    """Stack sequences as (B, longest), with zeros after their ends, which a causal model does not see."""
     tokens = np.zeros((len(sequences), max(map(len, sequences))), dtype=np.int64)
     for row, sequence in zip(tokens, sequences, strict=True):
         row[: len(sequence)] = sequence
@@ -155,7 +155,7 @@ def pad_right(sequences: Sequence[np.ndarray], device: torch.device | str) -> to
 
 
 def pad_left(prompts: Sequence[Sequence[int]], device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Prompts as tokens (B, longest), zeros before them, and keys (B, longest), False there; None where none are padded."""
+    """Prompts as tokens (B, longest), with zeros before them, and a key mask (B, longest), or None without padding."""
     longest = max(map(len, prompts))
     tokens, keys = np.zeros((len(prompts), longest), dtype=np.int64), np.zeros((len(prompts), longest), dtype=bool)
     for row, (prompt, own) in enumerate(zip(prompts, tokens, strict=True)):
@@ -180,7 +180,7 @@ def mean_se(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
 
 
 def wilson(share: float, n: int) -> tuple[float, float]:
-    """95 % interval of a share seen in n trials; unlike the standard error it is not empty at 0 and 1 (Wilson 1927)."""
+    """95 % interval of a share over n trials (Wilson 1927). Unlike the standard error it has a width at 0 and 1, too."""
     z = 1.959964
     middle = (share + z * z / (2 * n)) / (1 + z * z / n)
     half = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n)) / (1 + z * z / n)
@@ -191,16 +191,16 @@ def wilson(share: float, n: int) -> tuple[float, float]:
 
 
 def run_name(run: str | Path) -> str:
-    """The run's name: that of its folder."""
+    """The run's name, which is the name of its folder."""
     return Path(run).resolve().name
 
 
 def keep(
     run: LoadedRun, cfg: EvalConfig, name: str, results: dict[str, Any], draw: Callable[[Path, dict, str, str], None]
 ) -> str:
-    """Write eval/NAME.json and figures/NAME.png into the run's folder, the latter by draw(path, results, title, colour).
+    """Write eval/NAME.json into the run's folder, and figures/NAME.png with draw(path, results, title, colour).
 
-    Returns what the evaluation's lines in the terminal begin with.
+    Returns the beginning of the lines that the evaluation prints.
     """
     write_result(run, cfg, name, results)
     title = run_name(cfg.run)
@@ -209,7 +209,7 @@ def keep(
 
 
 def write_result(run: LoadedRun, cfg: EvalConfig, name: str, results: dict[str, Any]) -> Path:
-    """Write eval/NAME.json into the run's folder: the results, and all they depend on."""
+    """Write the results, with the configurations of evaluation and run, to eval/NAME.json in the run's folder."""
     path = Path(cfg.run) / "eval" / f"{name}.json"
     write_json(path, result_record(name, run_name(cfg.run), cfg, results, step=run.step, run_config=run.config))
     return path
@@ -218,17 +218,17 @@ def write_result(run: LoadedRun, cfg: EvalConfig, name: str, results: dict[str, 
 # Figures
 
 INK, GREY, FAINT = "#1f2328", "#6b7280", "#d9dde3"
-# Mostly Okabe and Ito's palette, told apart with every common colour blindness. A variant has one colour in every figure.
+# Mostly Okabe and Ito's palette, which suits the common kinds of colour blindness. A variant has one colour everywhere.
 COLOURS = {name: colour for cls in VARIANTS.values() for name, colour in cls.colours.items()}
 
 
 def colour(variant: str) -> str:
-    """The variant's colour; ink for one that has none (a hybrid stack, a new variant)."""
+    """The variant's colour; INK for a variant without its own colour (a hybrid stack, a new variant)."""
     return COLOURS.get(variant, INK)
 
 
 def variant(config: dict[str, Any]) -> str:
-    """A model's name: of the configs/model files it fits, the most specific; of none, its layer pattern."""
+    """A model's name: the most specific file of configs/model that fits it, or its layer pattern where no file fits."""
     files = sorted((CONFIG_DIR / "model").glob("*.yaml"))
     groups = {path.stem: yaml.safe_load(path.read_text()) or {} for path in files}
     fitting = {name: group for name, group in groups.items() if _fits(config["model"], group)}
@@ -248,16 +248,16 @@ def _fits(values: dict[str, Any], wanted: dict[str, Any]) -> bool:
 def figure(
     path: Path, width: float, height: float, columns: int = 1, rows: int = 1, grid: str = "y"
 ) -> Iterator[np.ndarray]:
-    """`with figure(path, ...) as axes:` draws on axes (rows, columns) in the project's style and writes the PNG.
+    """`with figure(path, ...) as axes:` gives axes (rows, columns) in the project's style and then writes the PNG.
 
-    grid: the axis whose ticks have grid lines, x or y, or "" for none.
+    grid: the axis whose ticks have grid lines, x or y, or "" for no grid.
     """
     try:
         import matplotlib
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
         raise ValueError("figures need the package 'matplotlib': pip install matplotlib") from None
-    logging.getLogger("matplotlib").setLevel(logging.WARNING)  # it announces its font cache
+    logging.getLogger("matplotlib").setLevel(logging.WARNING)  # it logs that it builds its font cache
     style = {
         "font.family": "sans-serif", "font.size": 11, "text.color": INK, "axes.labelcolor": INK,
         "axes.edgecolor": GREY, "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 12,

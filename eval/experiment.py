@@ -1,4 +1,4 @@
-"""What an experiment of scripts/ablate.py says: its configuration, its arms, and what is refused before any training."""
+"""An experiment of scripts/ablate.py: its configuration, its arms, and the checks before training."""
 
 import re
 from dataclasses import dataclass, field
@@ -20,9 +20,9 @@ class TierConfig:
     head_dim: Annotated[int, "[1, inf)"] = MISSING  # width of a head
     more_heads_d_ff: int | None = None  # width of the FFN of a baseline with 1.5 times the heads
     retrieval_steps: int | None = None  # steps in which models of this scale learn a needle
-    tune_steps: int | None = None  # of a trial
-    horizons: dict[str, list[str]] = field(default_factory=dict)  # name -> steps after which arms are compared
-    peak_flops: float | None = None  # of the card that the cost is estimated for, in FLOP/s
+    tune_steps: int | None = None  # training steps of a trial
+    horizons: dict[str, list[str]] = field(default_factory=dict)  # name -> override steps=N; arms are compared after N
+    peak_flops: float | None = None  # peak FLOP/s of the GPU, for the estimate of the cost
     train: list[str] = field(default_factory=list)  # overrides of train.py for every arm
     sizes: dict[str, list[str]] = field(default_factory=dict)  # name -> overrides; experiment=scaling uses them
 
@@ -32,18 +32,19 @@ class LauncherConfig:
     """What starts the runs: processes of this machine, or a launcher plugin of Hydra."""
 
     plugin: str | None = None  # name of the launcher; None: processes of this machine
-    package: str | None = None  # what pip installs for it
-    module: str | None = None  # what Python imports of it
-    options: dict[str, Any] = field(default_factory=dict)  # of hydra.launcher
+    package: str | None = None  # the plugin's package, for pip install
+    module: str | None = None  # the plugin's module, for import
+    options: dict[str, Any] = field(default_factory=dict)  # values of hydra.launcher
 
 
 @dataclass
 class AblateConfig:
-    """arms: name -> overrides of train.py; arms are compared with the first. common: overrides for all of them.
+    """arms: name -> overrides of train.py; all arms are compared with the first arm. common: overrides for all arms.
 
-    grid: name -> overrides; where given, every arm runs at each of its points and is compared within its point.
-    evaluations: commands of eval/ with their overrides. metrics: column -> EVALUATION.key in its JSON, or train.NAME;
-    the first is the one that is tested. matched: the arms claim equal parameters. fit: a power law over the grid's sizes.
+    grid: point -> overrides; every arm runs at each point and is compared with the first arm at the same point.
+    evaluations: commands of eval/ with their overrides. metrics: column -> EVALUATION.KEY in the evaluation's JSON, or
+    train.NAME. matched: refuse arms that differ by more than 0.5 % from the first arm's parameters. fit: fit a power
+    law over the grid's sizes.
     """
 
     arms: dict[str, list[str]] = MISSING
@@ -51,41 +52,41 @@ class AblateConfig:
     common: list[str] = field(default_factory=list)
     matched: bool = False
     fit: bool = False
-    branch: bool = False  # the grid's points differ in steps alone, and the shorter runs branch off the longest (wsd)
+    branch: bool = False  # shorter runs branch off the longest; needs optim.schedule=wsd and a grid over steps alone
     evaluations: list[str] = field(default_factory=list)
-    texts: dict[str, str] = field(default_factory=dict)  # name -> text that every run is tested on: perplexity_NAME
-    text_tokens: Annotated[int, "[1, inf)"] = 1_000_000  # of each of `texts` at most
+    texts: dict[str, str] = field(default_factory=dict)  # name -> text; every run is tested on it as perplexity_NAME
+    text_tokens: Annotated[int, "[1, inf)"] = 1_000_000  # tokens of each of `texts`, at most
     metrics: dict[str, str] = field(default_factory=dict)
-    compared: list[str] = field(default_factory=list)  # metrics whose differences are tested; empty: the first one
+    compared: list[str] = field(default_factory=list)  # metrics whose differences are tested; empty: the first metric
     spikes: SpikeConfig = field(default_factory=SpikeConfig)
     tier: TierConfig = field(default_factory=TierConfig)
     tune: TuneConfig = field(default_factory=TuneConfig)
     launcher: LauncherConfig = field(default_factory=LauncherConfig)
-    seeds: Any = 3  # a number (1 to N) or a list
+    seeds: Any = 3  # a number N, for the seeds 1 to N, or a list of seeds
     fewer_seeds: dict[str, int] = field(default_factory=dict)  # arm -> number of seeds, for arms that get fewer
-    train: list[str] = field(default_factory=list)  # more overrides for all runs; an arm's own win
-    name: str | None = None  # None: the experiment, and the tier where it is not cpu
-    runs: str = "runs/ablate"  # where the folders of experiments are made
-    records: str = "docs/results"  # finished runs that NAME/records.jsonl here holds are not run again
-    jobs: Annotated[int | None, "[1, inf)"] = None  # runs at a time; None: one per GPU, one on a CPU
-    only: str | None = None  # train and evaluate this run (ARM-sSEED) alone, no table
-    run: bool = True  # false: train nothing; print what is left and write the table of what is finished
+    train: list[str] = field(default_factory=list)  # more overrides for all runs; an arm's own overrides win
+    name: str | None = None  # None: the experiment's name, with the tier's name unless that begins with cpu
+    runs: str = "runs/ablate"  # folder for the folders of experiments
+    records: str = "docs/results"  # runs with a record in NAME/records.jsonl of this folder are not run again
+    jobs: Annotated[int | None, "[1, inf)"] = None  # runs at a time; None: one per GPU, or one on a CPU
+    only: str | None = None  # train and evaluate this run (ARM-sSEED) alone, without a table
+    run: bool = True  # false: do not train; print which runs are left and write the table of the finished runs
 
 
 def seed_list(seeds: Any) -> list[int]:
-    """seeds=5 means 1 to 5; seeds=[1,4] those."""
+    """The seeds: seeds=5 means 1 to 5, seeds=[1,4] means 1 and 4."""
     if isinstance(seeds, int) and not isinstance(seeds, bool) and seeds > 0:
         return list(range(1, seeds + 1))
     whole = isinstance(seeds, list) and all(isinstance(s, int) and not isinstance(s, bool) and s >= 0 for s in seeds)
     if not whole or not seeds or len(set(seeds)) < len(seeds):
-        raise ValueError(f"seeds={seeds} is neither a number of seeds nor a list of different ones: use seeds=3")
+        raise ValueError(f"seeds={seeds} is neither a number of seeds nor a list of different seeds: use seeds=3")
     return seeds
 
 
 def arm_list(cfg: AblateConfig) -> list[Arm]:
-    """Arms at every point of the grid, with their overrides; the first arm of a point is the others' reference."""
+    """Arms at every point of the grid, with their overrides. The first arm of a point is the reference of the others."""
     if not cfg.metrics:
-        raise ValueError("metrics is empty, so nothing would be compared: use '+metrics.valid=perplexity.loss'")
+        raise ValueError("metrics is empty, but a comparison needs a metric: use '+metrics.valid=perplexity.loss'")
     if not cfg.arms:
         raise ValueError(
             "the experiment has no arms: list them under arms:, as configs/ablations/experiment/main.yaml does"
@@ -102,18 +103,18 @@ def arm_list(cfg: AblateConfig) -> list[Arm]:
 
 
 def evaluation_commands(cfg: AblateConfig) -> list[list[str]]:
-    """The evaluations of every run: those listed, and the perplexity on each of `texts`."""
+    """The commands that evaluate every run: `evaluations`, and perplexity on each of `texts`."""
     commands = [evaluation_command(text) for text in cfg.evaluations]
     for name, path in cfg.texts.items():
         commands.append(evaluation_command(f"perplexity text={path} name={name} tokens={cfg.text_tokens}"))
     files = [result_file(name, overrides) for name, *overrides in commands]
     if len(set(files)) < len(files):
-        raise ValueError("an evaluation is listed twice, and its results would be too: list each one once")
+        raise ValueError("an evaluation is listed twice, and both would write the same file: list each one once")
     return commands
 
 
 def refuse_metrics(cfg: AblateConfig, evaluations: list[list[str]]) -> None:
-    """Refuse metrics that no evaluation writes, and those that read the text on which learning rates are chosen."""
+    """Refuse metrics that no evaluation writes, and metrics on the text that the learning rates are chosen on."""
     files = {result_file(name, overrides) for name, *overrides in evaluations} | {"train"}
     for name, path in cfg.metrics.items():
         evaluation = path.split(".")[0]
@@ -129,7 +130,7 @@ def refuse_metrics(cfg: AblateConfig, evaluations: list[list[str]]) -> None:
 
 
 def compare_parameters(arms: list[Arm], claimed: bool) -> None:
-    """Note each arm's parameters against its reference's; refuse more than 0.5 % where equality is claimed."""
+    """Note how far each arm's parameters are from its reference's; if `claimed`, refuse more than 0.5 %."""
     by_name = {arm.name: arm for arm in arms}
     for arm in arms:
         if not arm.reference:
@@ -139,6 +140,6 @@ def compare_parameters(arms: list[Arm], claimed: bool) -> None:
         off = arm.facts["params_off"] = arm.facts["params_non_embedding"] / theirs - 1
         if claimed and abs(off) > 0.005:
             raise ValueError(
-                f"arm {arm.name} has {off:+.1%} of {arm.reference}'s parameters, and the experiment says matched: true: "
+                f"arm {arm.name} has {off:+.1%} parameters against {arm.reference}, but the experiment has matched: true: "
                 "give the arm a model.d_ff, or set matched=false"
             )

@@ -1,11 +1,12 @@
-"""Tasks of EleutherAI's lm-evaluation-harness, or task files of one's own, on any run.
+"""Tasks of EleutherAI's lm-evaluation-harness, or of your own task files, on any run.
 
     python -m eval.harness run=runs/NAME tasks=[lambada_openai,hellaswag] [include_path=DIR] [num_fewshot=0] [limit=100]
 
 Needs the package lm-eval (tested with 0.4.13). The adapter answers the three kinds of request of its `LM` interface:
-the log-likelihood of a continuation, that of a whole text in windows, and greedy decoding up to a stop string. Every
-context starts with the end-of-text token, as every training document does. `length` tokens are seen at once (the
-trained context by default): older ones are cut off, and the result says how often that happened.
+the log-likelihood of a continuation, the log-likelihood of a whole text in windows, and greedy decoding up to a stop
+string. Every context starts with the end-of-text token, as every training document does. The model reads at most
+`length` tokens at once (by default the trained context); older tokens are cut off, and the result counts the cut
+contexts.
 Writes runs/NAME/eval/harness.json and runs/NAME/figures/harness.png.
 """
 
@@ -36,37 +37,37 @@ from training.checkpoint import LoadedRun
 
 try:
     from lm_eval.api.model import TemplateLM
-except ModuleNotFoundError:  # an optional package: `lm_eval` says what to type
+except ModuleNotFoundError:  # an optional package: `main` says what to install
     TemplateLM = object
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
     from lm_eval.tasks import TaskManager
 
-Row = tuple[list[int], list[int]]  # tokens of a context, at least one, and of its continuation
-LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # lm-eval's names of one thing
+Row = tuple[list[int], list[int]]  # tokens of a context (at least one token) and of its continuation
+LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # lm-eval's names of the limit
 MAX_NEW = 256  # lm-eval's default
-BOOTSTRAP = 1000  # resamples for standard errors of what is no mean, e.g. a corpus perplexity
+BOOTSTRAP = 1000  # resamples for standard errors of metrics that are not means, e.g. a corpus perplexity
 
 
 @dataclass
 class HarnessConfig:
-    """tasks: names of lm-eval, or of YAML files under include_path. limit: documents per task, all by default."""
+    """tasks: names of lm-eval's tasks, or of tasks under include_path. limit: documents per task, by default all."""
 
     run: str = MISSING  # folder of the run
     tasks: list[str] = MISSING
     device: str = "auto"  # auto | cpu | cuda
     batch: Annotated[int, "[1, inf)"] = 32  # sequences per forward pass
-    include_path: str | None = None  # folder of further task files
+    include_path: str | None = None  # folder with more task files
     num_fewshot: Annotated[int | None, "[0, inf)"] = None  # examples in the prompt; None: the task's own number
     limit: int | None = None
     length: int | None = None  # tokens of context and continuation; None: the trained context
 
 
 def log_likelihoods(model: nn.Module, rows: Sequence[Row], batch: int) -> list[tuple[float, bool]]:
-    """For each (context, continuation), the continuation's log-probability (nats), and whether it is the greedy one.
+    """For each (context, continuation): its log-probability (nats), and whether greedy decoding gives the continuation.
 
-    A context is read once for all of its continuations, as the choices of a question have it.
+    The model reads a context once for all of its continuations, such as the choices of a question.
     """
     same: dict[tuple[int, ...], list[int]] = {}
     for i, (context, _) in enumerate(rows):
@@ -83,9 +84,9 @@ def log_likelihoods(model: nn.Module, rows: Sequence[Row], batch: int) -> list[t
 
 
 def rolling_windows(tokens: list[int], prefix: int, length: int) -> list[Row]:
-    """Rows whose continuations are `tokens`, each token once; a row feeds at most `length` tokens to the model.
+    """Rows whose continuations together are `tokens`, each token once. A row feeds at most `length` tokens to the model.
 
-    `prefix` stands before the first token. The last row has the fullest context.
+    `prefix` stands before the first token. The last row is filled up to `length` tokens with earlier tokens as context.
     """
     text = [prefix, *tokens]
     starts = range(0, len(tokens), length)
@@ -97,10 +98,10 @@ def rolling_windows(tokens: list[int], prefix: int, length: int) -> list[Row]:
 
 
 class RunLM(TemplateLM):
-    """A run as lm-eval sees a model: `loglikelihood`, `loglikelihood_rolling` and `generate_until` (its model guide).
+    """A run with the methods of an lm-eval model: `loglikelihood`, `loglikelihood_rolling` and `generate_until`.
 
-    `truncated` counts contexts that lost their beginning, `shortened` the decodings that were allowed fewer tokens than
-    the task asks for, since a prompt needs room, too.
+    `truncated` counts contexts that lost their beginning. `shortened` counts decodings that were limited to fewer
+    tokens than the task asks for, because the prompt needs part of the context, too.
     """
 
     def __init__(self, run: LoadedRun, batch: int = 32, length: int | None = None) -> None:
@@ -108,7 +109,7 @@ class RunLM(TemplateLM):
         context = run.model.cfg.context
         self.run, self.batch, self.length = run, batch, context if length is None else length
         if self.length < 2:
-            raise ValueError(f"length={length} leaves no room for a context: use length=2 or more")
+            raise ValueError(f"length={length} has no room for a context: use length=2 or more")
         if self.length > context and run.model.positions is not None:
             raise ValueError(f"length={length} exceeds the {context} learned positions: use length={context} or less")
         self.truncated = self.shortened = 0
@@ -119,14 +120,14 @@ class RunLM(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        return self.run.tokenizer.fingerprint  # lm-eval's caches of requests are per tokenizer
+        return self.run.tokenizer.fingerprint  # lm-eval caches requests per tokenizer
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: object) -> list[int]:
         return self.run.tokenizer.encode(string)
 
     def loglikelihood(self, requests: list["Instance"], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        """For each (context, continuation): log-probability of the continuation, and whether it is the greedy one."""
-        return super().loglikelihood(requests, disable_tqdm=disable_tqdm)  # splits into tokens, as for every model
+        """For each (context, continuation): its log-probability, and whether greedy decoding gives the continuation."""
+        return super().loglikelihood(requests, disable_tqdm=disable_tqdm)  # lm-eval splits the texts into tokens
 
     def _loglikelihood_tokens(self, requests: list[Any], **_: object) -> list[tuple[float, bool]]:
         rows = []
@@ -134,20 +135,21 @@ class RunLM(TemplateLM):
             if len(continuation) > self.length:
                 wrong = f"a continuation of {len(continuation)} tokens exceeds length={self.length}"
                 raise ValueError(f"{wrong}: leave its task out, or use length={len(continuation)} (rotary positions)")
-            context, room = self._started(context), self.length + 1 - len(continuation)  # its last token is not fed
+            # The model does not read the last token of the continuation.
+            context, room = self._started(context), self.length + 1 - len(continuation)
             self.truncated += len(context) > room
             rows.append((context[-room:], continuation))
         return log_likelihoods(self.run.model, rows, self.batch)
 
     def loglikelihood_rolling(self, requests: list["Instance"], disable_tqdm: bool = True) -> list[float]:
-        """For each (text,): the log-probability of all of it, every token predicted once."""
+        """For each (text,): the log-probability of the whole text, where every token is predicted once."""
         texts = [self.run.tokenizer.encode(request.args[0]) for request in requests]
         windows = [rolling_windows(text, self.eot_token_id, self.length) for text in texts]
         scores = iter(log_likelihoods(self.run.model, [row for rows in windows for row in rows], self.batch))
         return [sum(next(scores)[0] for _ in rows) for rows in windows]
 
     def generate_until(self, requests: list["Instance"], disable_tqdm: bool = True) -> list[str]:
-        """For each (context, settings): the greedy continuation before the first of the settings' `until` strings."""
+        """For each (context, settings): the greedy continuation up to the first `until` string of the settings."""
         jobs = [self._job(*request.args) for request in requests]
         texts = [""] * len(jobs)
         with progress("decoding", len(jobs)) as bar:
@@ -165,9 +167,9 @@ class RunLM(TemplateLM):
         return texts
 
     def _job(self, context: str, settings: dict[str, Any]) -> tuple[np.ndarray, int, tuple[str, ...]]:
-        """Prompt tokens, how many new ones, and stop strings."""
+        """The prompt's tokens, the number of new tokens, and the stop strings."""
         if settings.get("do_sample") and settings.get("temperature") != 0:
-            raise ValueError("decoding is greedy, and a task asks to sample: set do_sample: false in its YAML file")
+            raise ValueError("a task asks for sampling, but decoding is greedy: set do_sample: false in its YAML file")
         asked = next((settings[name] for name in LIMITS if settings.get(name) is not None), MAX_NEW)
         limit = min(int(asked), self.length // 2)
         self.shortened += limit < asked
@@ -193,27 +195,27 @@ def before_any(text: str, stops: Sequence[str]) -> str:
 
 
 def task_manager(tasks: list[str], include_path: str | None) -> "TaskManager":
-    """lm-eval's index of tasks: that of `include_path` where it has them all, since its own takes seconds to read."""
+    """The index of tasks: of `include_path` alone where it has all tasks, because lm-eval's own takes seconds to read."""
     from lm_eval.tasks import TaskManager
 
     if include_path is not None and not Path(include_path).is_dir():
-        raise ValueError(f"include_path={include_path} is no folder: give one with task YAML files")
+        raise ValueError(f"include_path={include_path} is not a folder: give a folder with task YAML files")
     if include_path is not None:
         own = TaskManager(include_path=include_path, include_defaults=False)
         if set(tasks) <= set(own.all_tasks):
             return own
     manager = TaskManager(include_path=include_path)
     if unknown := sorted(set(tasks) - set(manager.all_tasks)):
-        known = "`lm-eval ls tasks` lists them; own YAML files need include_path=DIR"
+        known = "`lm-eval ls tasks` lists the tasks; your own YAML files need include_path=DIR"
         raise ValueError(f"there is no task {', '.join(unknown)}: {known}")
     return manager
 
 
 def evaluate(lm: RunLM, cfg: HarnessConfig) -> dict[str, Any]:
-    """lm-eval's metrics of each task, with their standard errors, and how many contexts were cut."""
+    """lm-eval's metrics of each task with their standard errors, and the numbers of cut contexts and answers."""
     import lm_eval
 
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it announces every step
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # lm-eval logs every step
     found = lm_eval.simple_evaluate(
         lm,
         tasks=list(cfg.tasks),
@@ -224,7 +226,7 @@ def evaluate(lm: RunLM, cfg: HarnessConfig) -> dict[str, Any]:
         log_samples=False,
     )
     tasks = {name: plain(metrics) for name, metrics in found["results"].items()}
-    for name, counts in found["n-samples"].items():  # a group of tasks has none
+    for name, counts in found["n-samples"].items():  # a group of tasks has no counts
         tasks.setdefault(name, {}).update(samples=counts["effective"], num_fewshot=found["n-shot"].get(name))
     return {
         "tasks": tasks,
@@ -236,9 +238,9 @@ def evaluate(lm: RunLM, cfg: HarnessConfig) -> dict[str, Any]:
 
 
 def plain(metrics: dict[str, Any]) -> dict[str, float | None]:
-    """lm-eval's "acc,none" and "acc_stderr,none" as `acc` and `acc_stderr`; a filter other than none is kept."""
+    """lm-eval's "acc,none" and "acc_stderr,none" as `acc` and `acc_stderr`. Other filters than `none` stay in the name."""
     named = {key.removesuffix(",none"): value for key, value in metrics.items() if "," in key}
-    return {key: value if isinstance(value, (int, float)) else None for key, value in named.items()}  # "N/A" is None
+    return {key: value if isinstance(value, (int, float)) else None for key, value in named.items()}  # "N/A": None
 
 
 def shares(results: dict[str, Any]) -> list[tuple[str, float, float]]:
@@ -252,7 +254,7 @@ def shares(results: dict[str, Any]) -> list[tuple[str, float, float]]:
 
 
 def draw(path: Path, results: dict[str, Any], title: str) -> None:
-    """Bars of the accuracies with 95 % intervals."""
+    """Bars of the metrics that are shares, with 95 % intervals."""
     bars = shares(results)
     with figure(path, 6.2, 1.3 + 0.42 * len(bars), grid="x") as axes:
         ax = axes[0, 0]
@@ -272,7 +274,7 @@ def main(cfg: HarnessConfig) -> None:
     if TemplateLM is object:
         raise ValueError("harness needs the package 'lm-eval': pip install lm-eval")
     if not cfg.tasks:
-        raise ValueError("tasks is empty: give tasks=[NAME,...]; `lm-eval ls tasks` lists them")
+        raise ValueError("tasks is empty: give tasks=[NAME,...]; `lm-eval ls tasks` lists the names")
     if cfg.limit is not None and cfg.limit < 1:
         raise ValueError(f"limit={cfg.limit} must be at least 1: leave it out for all documents")
     run = open_run(cfg)

@@ -1,18 +1,19 @@
-"""In-context learning: many-shot classification, and how much it depends on the order of the demonstrations.
+"""In-context learning: accuracy of many-shot classification, and its dependence on the order of the demonstrations.
 
     python -m eval.icl run=runs/NAME [shots=[1,2,4,8]] [episodes=100] [orders=10]
     python -m eval.icl run=runs/NAME examples=FILE [format=trec|trec_fine|banking77|clinc150] [test=FILE]
 
-A prompt is a number of demonstrations (text and label) and one more text. Decoding is constrained to the labels: the one
-whose tokens have the highest summed log-probability after the prompt is the answer. An episode is one drawing of
-demonstrations, of which the first n are used for n shots, and of questions; errors are over episodes. Order robustness:
-the same demonstrations in `orders` orders (random, alternating by class, grouped by class), the best minus the worst
-accuracy over those. Protocol: arXiv 2410.05258, section 3.4, after Bertsch et al. (arXiv 2405.00200) and Ratner et al.
-(arXiv 2212.10947).
+A prompt is a number of demonstrations (text and label) and one more text. Decoding is constrained to the labels: the
+answer is the label whose tokens have the highest summed log-probability after the prompt. An episode is one random
+choice of demonstrations and questions; its first n demonstrations are used for n shots. Standard errors are over
+episodes. Order robustness is the best minus the worst accuracy over `orders` orders of the same demonstrations, for
+each arrangement (random, alternating by class, grouped by class). Protocol: arXiv 2410.05258, section 3.4, after
+Bertsch et al. (arXiv 2405.00200) and Ratner et al. (arXiv 2212.10947).
 
-Without examples= the task is synthetic: words of a few classes (animals, tools, ...), a number drawn for each class in each
-episode, in the sentences of data.retrieval ("The magic number of horse is 4817."), which small models can be trained on.
-Words that a demonstration showed ask for recall; the others, for the class.
+Without examples= the task is synthetic: words of a few classes (animals, tools, ...) and, in each episode, one random
+number for each class, in the sentences of data.retrieval ("The magic number of horse is 4817."), which small models can
+be trained on. A word that a demonstration has shown tests recall; another word tests whether the model has learned the
+class.
 Writes runs/NAME/eval/icl.json and runs/NAME/figures/icl.png.
 """
 
@@ -34,7 +35,7 @@ EPISODES_SYNTHETIC, EPISODES, ORDER_EPISODES = 100, 10, 20
 
 
 class Writer:
-    """Turns episodes into token ids. A demonstration and a question are cut into the same tokens."""
+    """Turns episodes into token ids. A text has the same tokens in a demonstration and in a question."""
 
     def __init__(self, task: Task, tokenizer: Tokenizer) -> None:
         self.task, self.tokenizer = task, tokenizer
@@ -65,7 +66,10 @@ class Writer:
 
 
 def fitting_shots(writer: Writer, episodes: Sequence[Episode], context: int) -> list[int]:
-    """Powers of two up to the most that fit the context, with the longest question and label, in every episode; and that."""
+    """Powers of two up to the largest number of demonstrations that fits in the context, and that number.
+
+    A number fits if it leaves room for the longest question and label in every episode.
+    """
     most = len(episodes[0].demonstrations)
     for episode in episodes:
         question = max(len(writer.question(example.text)) for example in episode.questions)
@@ -74,15 +78,15 @@ def fitting_shots(writer: Writer, episodes: Sequence[Episode], context: int) -> 
         most = min(most, int(np.searchsorted(lengths, room, side="right")))
     if most < 1:
         raise ValueError(
-            f"not one demonstration and a question fit the context of {context} tokens in every episode: "
-            "use a run with a longer context, or shots=[1] to go beyond it"
+            f"the context of {context} tokens is too short for one demonstration and a question of every episode: "
+            "use a run with a longer context, or shots=[1] to exceed the context"
         )
     return sorted({2**i for i in range(most.bit_length())} | {most})
 
 
 def evaluate(run: LoadedRun, task: Task, cfg: IclConfig) -> dict[str, Any]:
-    """Accuracy for each number of shots, `order` robustness, and what they are to be compared with."""
-    digits = max(2, run.config["data"].get("retrieval", {}).get("digits", 4))  # of one digit, there are too few numbers
+    """Accuracy for each number of shots, `order` robustness, and what chance would give for both."""
+    digits = max(2, run.config["data"].get("retrieval", {}).get("digits", 4))  # there are too few numbers of one digit
     count = cfg.episodes or (EPISODES_SYNTHETIC if task.name == "synthetic" else EPISODES)
     context = run.model.cfg.context
     most = max(*(cfg.shots or [0]), cfg.order_shots or 0)
@@ -106,10 +110,11 @@ def evaluate(run: LoadedRun, task: Task, cfg: IclConfig) -> dict[str, Any]:
 
 
 def summary(shots: int, episodes: Sequence[Episode], scores: Sequence[np.ndarray]) -> dict[str, Any]:
-    """Accuracy with that many demonstrations, and the loss of the right label among the labels, with errors over episodes.
+    """Accuracy with `shots` demonstrations, and the loss of the right label among the labels, with errors over episodes.
 
-    label_shown: share of questions whose label a demonstration showed. recall: accuracy on the questions that were
-    demonstrations themselves, text_shown their share; new: on the others (None where there are none).
+    label_shown: share of questions whose label a demonstration shows. text_shown: share of questions whose text a
+    demonstration shows. recall: accuracy on questions with a shown text. new: accuracy on the other questions. recall
+    and new are None where there are no such questions.
     """
     right = [correct(episode, table) for episode, table in zip(episodes, scores, strict=True)]  # (Q,) each
     losses = [label_loss(episode, table) for episode, table in zip(episodes, scores, strict=True)]
@@ -129,14 +134,14 @@ def summary(shots: int, episodes: Sequence[Episode], scores: Sequence[np.ndarray
 
 
 def correct(episode: Episode, scores: np.ndarray) -> np.ndarray:
-    """(Q,) 1.0 where the right label has the highest of the scores (Q, C); a tie with another one is not right."""
+    """(Q,) 1.0 where the right label alone has the highest of the scores (Q, C), else 0.0."""
     own = [episode.labels.index(example.label) for example in episode.questions]
     best = scores[range(len(own)), own]
     return ((scores >= best[:, None]).sum(axis=1) == 1).astype(float)
 
 
 def label_loss(episode: Episode, scores: np.ndarray) -> np.ndarray:
-    """(Q,) -ln p(right label | one of the labels) in nats; guessing has ln C."""
+    """(Q,) -ln p(right label | one of the labels) in nats; for a guess among C labels it is ln C."""
     own = [episode.labels.index(example.label) for example in episode.questions]
     return np.logaddexp.reduce(scores, axis=1) - scores[range(len(own)), own]
 
@@ -145,7 +150,7 @@ Order = tuple[int, str, list[Example], Episode]  # episode's number, arrangement
 
 
 def order_jobs(episodes: Sequence[Episode], cfg: IclConfig, shots: int) -> list[Order]:
-    """The first `shots` demonstrations of each episode in `cfg.orders` orders of each arrangement; none of a single one."""
+    """The first `shots` demonstrations of each episode in `cfg.orders` orders of each arrangement; [] for one shot."""
     if shots < 2:
         return []
     jobs = []
@@ -158,7 +163,7 @@ def order_jobs(episodes: Sequence[Episode], cfg: IclConfig, shots: int) -> list[
 
 
 def order_summary(orders: Sequence[Order], scores: Sequence[np.ndarray], cfg: IclConfig) -> dict[str, Any]:
-    """For each arrangement: best and worst accuracy over the orders, and their margin, averaged over episodes."""
+    """For each arrangement: best and worst accuracy over the orders, and best minus worst, averaged over episodes."""
     table: dict[str, dict[int, list[float]]] = {how: {} for how in ARRANGEMENTS}
     for (i, how, _, episode), score in zip(orders, scores, strict=True):
         table[how].setdefault(i, []).append(float(correct(episode, score).mean()))
@@ -185,7 +190,7 @@ def guessing_margin(p: float, n: int, orders: int) -> float:
 
 
 def draw(path: Path, results: dict[str, Any], title: str, line_colour: str) -> None:
-    """Accuracy against demonstrations with its chance line, and the margins between orders; bars are standard errors."""
+    """Accuracy against demonstrations, with chance, and the margins between orders; bars are standard errors."""
     columns = 1 if results["order"] is None else 2
     with figure(path, 0.4 + 4.8 * columns, 4, columns=columns) as axes:
         _accuracies(axes[0, 0], results, line_colour)

@@ -1,4 +1,4 @@
-"""What in-context learning is evaluated on: the synthetic task, files of labelled texts, and episodes drawn from them."""
+"""The tasks of in-context learning: the synthetic task, files of labelled texts, and episodes drawn from both."""
 
 import csv
 import io
@@ -20,14 +20,15 @@ ARRANGEMENTS = ("random", "alternating", "grouped")
 
 @dataclass
 class IclConfig(EvalConfig):
-    """What to classify, and how often.
+    """The task, and how many prompts of it.
 
-    examples: a file to draw demonstrations from; None is the synthetic task. test: a file to draw questions from, by
-    default the test split of `examples` or a fifth of it. shots: demonstrations, by default powers of two up to the most
-    that fit the trained context, and that. episodes: 100 of the synthetic task, 10 of a file. queries: questions per
-    episode, at most. orders: permutations of the demonstrations (of 20 episodes at most), 0 to leave order robustness out;
-    order_shots: of so many demonstrations, by default the most of `shots`. classes, words: of the synthetic task, and
-    words per class.
+    examples: a file to draw demonstrations from; None: the synthetic task. test: a file to draw questions from, by
+    default the test split of `examples`, or a fifth of `examples`. shots: numbers of demonstrations, by default the
+    powers of two that fit in the trained context, and the largest number that fits. episodes: how many, by default 100
+    of the synthetic task or 10 of a file. queries: questions per episode, at most. orders: orders to try in each
+    arrangement of the demonstrations (in at most 20 episodes); 0 leaves order robustness out. order_shots:
+    demonstrations that are put in these orders, by default the largest of `shots`. classes: classes of the synthetic
+    task. words: words per class of the synthetic task.
     """
 
     examples: str | None = None
@@ -40,7 +41,7 @@ class IclConfig(EvalConfig):
     order_shots: int | None = None
     classes: int = 4
     words: int = 2
-    seed: Annotated[int, "[0, 4294967295]"] = 0  # of the drawings
+    seed: Annotated[int, "[0, 4294967295]"] = 0  # seed of the episodes
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Task:
-    """A way to ask and, for a file's examples, what to draw from. `question` and `answer` have one {} each."""
+    """Templates of question and answer, with one {} each, and the examples to draw from (none in the synthetic task)."""
 
     name: str
     question: str
@@ -64,7 +65,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Episode:
-    """Demonstrations in order, questions, and the labels to choose among."""
+    """Demonstrations in order, questions, and the labels to choose from."""
 
     demonstrations: list[Example]
     questions: list[Example]
@@ -82,7 +83,7 @@ WORDS = {
     "furniture": "table chair bed desk shelf sofa lamp mirror carpet curtain drawer bench",
 }
 
-CLASSES = "abbreviation description entity human location number".split()  # the coarse ones of TREC, Li and Roth 2002
+CLASSES = "abbreviation description entity human location number".split()  # TREC's coarse classes, Li and Roth 2002
 READABLE = dict(zip("ABBR DESC ENTY HUM LOC NUM".split(), CLASSES, strict=True))
 KINDS = {
     "trec": "Question Type",
@@ -110,19 +111,19 @@ def read_examples(path: Path, form: str) -> tuple[list[Example], list[Example]]:
 
 def _text(path: Path) -> str:
     if not path.is_file():
-        raise FileNotFoundError(f"no evaluation set {path}: correct examples= or test=")
+        raise FileNotFoundError(f"there is no file {path}: correct examples= or test=")
     content = path.read_bytes()
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError:
-        return content.decode("latin-1")  # as TREC is published
+        return content.decode("latin-1")  # TREC is published in this encoding
 
 
 def _wrong_format(path: Path, form: str, found: str, wanted: str) -> ValueError:
     found = found if len(found) <= 40 else found[:37] + "..."
     others = ", ".join(name for name in TEMPLATES if name != form)
     return ValueError(
-        f"{path} is not in the format {form}: {found} is not {wanted}: give such a file, or format={others}"
+        f"{path} is not in the format {form}: {found} is not {wanted}: give another file, or format= one of {others}"
     )
 
 
@@ -159,12 +160,12 @@ def _clinc150(path: Path, text: str) -> tuple[list[Example], list[Example]]:
 
 
 def detect(path: Path) -> str:
-    """The format that a file's name ends on; TREC with its six classes, not its fifty."""
+    """The format that the ending of a file's name stands for; other endings stand for TREC with its six classes."""
     return {".csv": "banking77", ".json": "clinc150"}.get(path.suffix.lower(), "trec")
 
 
 def load_task(cfg: IclConfig) -> Task:
-    """The task that the configuration names. Raises ValueError for files that do not fit it or each other."""
+    """The task that the configuration names. Raises ValueError for files in a wrong format or with different labels."""
     if cfg.examples is None:
         return Task("synthetic", *SYNTHETIC, [], [])
     form = detect(Path(cfg.examples)) if cfg.format == "auto" else cfg.format
@@ -175,12 +176,12 @@ def load_task(cfg: IclConfig) -> Task:
     labels = {example.label for example in demonstrations}
     if len(labels) < 2:
         raise ValueError(
-            f"{cfg.examples} has {len(labels)} different labels, and two are needed: give another examples="
+            f"{cfg.examples} has {len(labels)} different labels, but a task needs two: give another file as examples="
         )
     if unknown := {example.label for example in questions} - labels:
         few = ", ".join(sorted(unknown)[:3])
         raise ValueError(
-            f"questions have labels that no demonstration has ({few}): give test= and examples= of one set"
+            f"questions have labels that no demonstration has ({few}): give test= and examples= from the same set"
         )
     if not questions:
         order = np.random.default_rng(cfg.seed).permutation(len(demonstrations))
@@ -191,18 +192,19 @@ def load_task(cfg: IclConfig) -> Task:
 
 
 def check(cfg: IclConfig) -> None:
-    """Raise ValueError for what cannot be evaluated."""
+    """Raise ValueError for settings that cannot be evaluated."""
     if cfg.format not in ("auto", *TEMPLATES):
         raise ValueError(f"format={cfg.format} is unknown: use format= one of auto, {', '.join(TEMPLATES)}")
     if cfg.examples is None and (cfg.test or cfg.format != "auto"):
-        raise ValueError("test= and format= are of an evaluation set: give its examples=FILE, too")
+        raise ValueError("test= and format= need a file of demonstrations: give examples=FILE, too")
     if cfg.shots is not None and (not cfg.shots or min(cfg.shots) < 1 or len(set(cfg.shots)) < len(cfg.shots)):
-        raise ValueError(f"shots={cfg.shots} are not different numbers of demonstrations: use shots=[1,2,4,8]")
+        raise ValueError(f"shots={cfg.shots} must be different numbers, each 1 or more: use shots=[1,2,4,8]")
     if (cfg.episodes is not None and cfg.episodes < 1) or cfg.queries < 1:
-        raise ValueError("nothing to measure: use episodes=10 and queries=50, or leave them out")
+        raise ValueError("episodes or queries is less than 1: use episodes=10 and queries=50, or leave them out")
     if cfg.orders < 0 or cfg.orders == 1 or (cfg.order_shots is not None and cfg.order_shots < 2):
         raise ValueError(
-            "order robustness compares orders: use orders=10 and order_shots=8, or orders=0 to leave it out"
+            "order robustness compares two or more orders of two or more demonstrations: use orders=10 and order_shots=8, "
+            "or orders=0 to leave it out"
         )
     longest = min(len(words.split()) for words in WORDS.values())
     if not (2 <= cfg.classes <= len(WORDS) and 1 <= cfg.words <= longest):
@@ -212,13 +214,13 @@ def check(cfg: IclConfig) -> None:
 
 
 def draw_episode(task: Task, cfg: IclConfig, number: int, shots: int, digits: int) -> Episode:
-    """Episode `number` with `shots` demonstrations; that of fewer shots has the first of them, and the same questions."""
+    """Episode `number` with `shots` demonstrations. With fewer shots it has the first of them and the same questions."""
     rng = np.random.default_rng([cfg.seed, number])
     if task.name == "synthetic":
         return _synthetic(rng, cfg, shots, digits)
     if shots > len(task.demonstrations):
         most = len(task.demonstrations)
-        raise ValueError(f"{shots} shots, but there are {most} demonstrations to draw: use at most shots=[{most}]")
+        raise ValueError(f"{shots} shots need {shots} demonstrations, but there are {most}: use at most shots=[{most}]")
     asked = rng.permutation(len(task.questions))[: cfg.queries]
     shown = rng.permutation(len(task.demonstrations))[:shots]
     labels = sorted({example.label for example in (*task.demonstrations, *task.questions)})
@@ -226,7 +228,7 @@ def draw_episode(task: Task, cfg: IclConfig, number: int, shots: int, digits: in
 
 
 def _synthetic(rng: np.random.Generator, cfg: IclConfig, shots: int, digits: int) -> Episode:
-    """Every word is shown once before any is shown again, and each is asked for once."""
+    """Every word is shown once before a word is shown again. Every word is asked for once."""
     numbers: list[str] = []
     while len(numbers) < cfg.classes:
         number = str(draw_number(rng, "eval", digits))
@@ -243,7 +245,7 @@ def _synthetic(rng: np.random.Generator, cfg: IclConfig, shots: int, digits: int
 def arrange(examples: Sequence[Example], how: str, rng: np.random.Generator) -> list[Example]:
     """The same examples in another order: `random`, `grouped` by class, or `alternating` between the classes.
 
-    The order of the classes and, within a class, of its examples is random. Classes that run out are skipped.
+    The order of the classes, and of the examples of a class, is random. Classes without further examples are skipped.
     """
     shuffled = [examples[i] for i in rng.permutation(len(examples))]
     if how == "random":

@@ -1,9 +1,10 @@
-"""lm-eval's own command line with our runs as the model `attention_noise`; all of its options are lm-eval's.
+"""lm-eval's own command line, with our runs as the model `attention_noise`; all other options are lm-eval's.
 
     python -m eval.lm_eval_plugin run --model attention_noise --model_args run=runs/NAME --tasks hellaswag
 
-lm-eval 0.4.13 finds models in its own table only, so this module registers ours in it and hands over. Later versions import
-plugins themselves: PYTHONPATH=. lm_eval run --plugins eval.lm_eval_plugin --model attention_noise ...
+lm-eval 0.4.13 knows only the models in its own table, so this module adds ours to the table and then starts lm-eval.
+Later versions import plugins themselves: PYTHONPATH=. lm_eval run --plugins eval.lm_eval_plugin --model attention_noise
+...
 """
 
 from lm_eval.__main__ import cli_evaluate
@@ -15,9 +16,10 @@ from eval.harness import HarnessConfig, RunLM
 
 @register_model("attention_noise")
 class NamedRunLM(RunLM):
-    """A run by its folder, as lm-eval makes a model from --model_args, --batch_size and --device.
+    """A run as a model that lm-eval makes from --model_args, --batch_size and --device.
 
-    run: folder of the run. length: tokens seen at once; None: the trained context. batch_size=auto is 32.
+    run: folder of the run. length: tokens that the model reads at once; None: the trained context. batch_size=auto is
+    32.
     """
 
     def __init__(

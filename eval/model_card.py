@@ -1,4 +1,4 @@
-"""README.md of an exported folder: what the model is, what it was trained on, what it reached, and how to load it."""
+"""README.md of an exported folder: the model, its training data, its results, and how to load it."""
 
 import json
 import shlex
@@ -12,13 +12,13 @@ from eval.common import run_name, variant
 from eval.records import differing
 from training.checkpoint import LoadedRun
 
-SHOWN = {"perplexity": ("loss", "ppl", "bits_per_byte"), "needle": ("accuracy",)}  # evaluation: its results in the card
+SHOWN = {"perplexity": ("loss", "ppl", "bits_per_byte"), "needle": ("accuracy",)}  # evaluation: results in the card
 
 
 def model_card(run: LoadedRun, form: str, load: str) -> str:
     """The Markdown of the card. form: the folder's format. load: the Python lines that load the folder.
 
-    What the run's folder does not say, as for a run without metrics, is left out. Paths of this machine are left out.
+    Rows without a value in the run's folder are left out, and so are paths of this machine.
     """
     name, cfg = run_name(run.path), run.model.cfg
     kind = variant(run.config) if "model" in run.config else f"layers={cfg.layers}"
@@ -34,7 +34,7 @@ def model_card(run: LoadedRun, form: str, load: str) -> str:
 
 
 def rows(run: LoadedRun, kind: str, form: str) -> dict[str, Any]:
-    """What the card's table says."""
+    """The rows of the card's table: name -> value."""
     model, cfg, config = run.model, run.model.cfg, run.config
     lines = [line for line in read_json_lines(run.path / "metrics.jsonl") if line.get("step", 0) <= run.step]
     total, inner = model.num_params(non_embedding=False), model.num_params()
@@ -64,7 +64,7 @@ def rows(run: LoadedRun, kind: str, form: str) -> dict[str, Any]:
 
 
 def evaluations(run: LoadedRun) -> dict[str, str]:
-    """Results of the evaluations of this very step, by the evaluation's name."""
+    """Results by evaluation, of the evaluations that were made at the run's step."""
     found = {}
     for name, keys in SHOWN.items():
         content = content_of(run.path / "eval" / f"{name}.json")
@@ -74,7 +74,7 @@ def evaluations(run: LoadedRun) -> dict[str, str]:
 
 
 def training_command(config: dict[str, Any]) -> str:
-    """train.py with what differs from its defaults; "" where the run's folder does not say how it was trained."""
+    """The train.py command with the values that differ from the defaults; "" where the run has no training config."""
     if "model" not in config:
         return ""
     own = {key: value for key, value in differing(config).items() if not key.endswith(("path", ".dir"))}

@@ -1,18 +1,18 @@
-"""Associative recall among distractors: accuracy at every share of distractors, and what the two maps have to do with it.
+"""Associative recall among distractors: accuracy and attention at every share of distractors, and what each map adds.
 
     python -m eval.mqar run=runs/NAME [shares=[0,0.5,0.8,0.9,0.95]] [kind=pairs] [samples=256]
 
-For a run that was trained with data=mqar (data/mqar.py). A context tells key-value pairs among distractors and asks each
-pair once; an answer is right where the most probable token of the whole vocabulary is the value. The standard error is over
-contexts. Contexts are of a split of their own, the same for every run with the same task; with more distractors they are
-longer, and those of a higher share than the trained one may be longer than any in training.
+For a run that was trained with data=mqar (data/mqar.py). A context states key-value pairs among distractors and asks
+for each pair once. An answer is right if the most probable token of the whole vocabulary is the value. The standard
+error is over contexts. Contexts come from a separate split, the same for every run with the same task. More distractors
+make contexts longer: at a higher share than in training, contexts may be longer than all training contexts.
 
-`attention`: at the positions that are asked, the share of each head's absolute mass on the distractors, on the asked pair's
-key and value where they were told, on the first token and elsewhere; mean over questions, heads and layers. `map` is the
-map that meets the values (first - lambda second in a differential head). Differential heads also have `map_1`, `map_2` and
-`correlation`: Pearson's, over the distractors of a context, of the masses that the two maps put on each.
-`altered`: for differential heads, accuracy where lambda is 0, where its sign is turned, and where the second map is uniform
-over the keys that a query sees, each without further training.
+`attention`: at the asked positions, the share of each head's absolute mass on the distractors, on the key and the value
+of the asked pair where the context states them, on the first token, and elsewhere; mean over questions, heads and
+layers. `map` is the map that multiplies the values (first - lambda second in a differential head). Differential heads
+also have `map_1`, `map_2` and `correlation`: Pearson's correlation, over the distractors of a context, of the two maps'
+masses. `altered`: for differential heads, accuracy with lambda set to 0, with the sign of lambda turned, and with a
+second map that is uniform over the keys that a query sees, each without further training.
 Writes runs/NAME/eval/mqar.json and runs/NAME/figures/mqar.png.
 """
 
@@ -39,7 +39,7 @@ BUCKETS = ("distractors", "key", "value", "first", "elsewhere")
 
 @dataclass
 class MqarEvalConfig(EvalConfig):
-    """shares: of distractors, each below 1. kind: of distractors (data.mqar.kind), by default the run's own.
+    """shares: shares of distractors, each below 1. kind: kind of distractors (data.mqar.kind), by default the run's own.
 
     samples: contexts for each share. text and shards do not apply.
     """
@@ -47,12 +47,12 @@ class MqarEvalConfig(EvalConfig):
     shares: list[float] = field(default_factory=lambda: [0.0, 0.5, 0.8, 0.9, 0.95])
     kind: str | None = None
     samples: int = 256
-    seed: Annotated[int, "[0, 4294967295]"] = 0  # of the contexts
+    seed: Annotated[int, "[0, 4294967295]"] = 0  # seed of the contexts
 
 
 @torch.inference_mode()
 def hits(model: nn.Module, samples: list[Sample], batch: int) -> np.ndarray:
-    """Whether each answer is the most probable token, (samples, pairs) bool."""
+    """Whether each answer is the most probable token: (samples, pairs) bool."""
     found = []
     for part in batches(samples, batch, len(samples[0].tokens), floats_per_token(model.cfg)):
         tokens, asked = _tensors(part, device_of(model))
@@ -68,24 +68,24 @@ def _tensors(samples: list[Sample], device: torch.device) -> tuple[Tensor, Tenso
     return tokens, asked
 
 
-# What is changed after training
+# Changes to a trained model
 
 
 def lambda_layers(model: nn.Module) -> list[nn.Module]:
-    """The attention layers that subtract a second map, with a lambda that can be asked for."""
+    """The attention layers that subtract a second map and have a method `lam`, which gives lambda."""
     return [block.attention for block in model.blocks if hasattr(block.attention, "lam")]
 
 
 @contextmanager
 def lambda_times(model: nn.Module, factor: float) -> Iterator[None]:
-    """Within it every lambda of the model is `factor` times what it was."""
+    """A context in which every lambda of the model is multiplied by `factor`."""
 
     def scaled(lam: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         return factor * lam(*inputs)
 
     layers = lambda_layers(model)
     for layer in layers:
-        layer.lam = partial(scaled, layer.lam)  # on the object, in front of its class's method
+        layer.lam = partial(scaled, layer.lam)  # an attribute of the object hides the method of its class
     try:
         yield
     finally:
@@ -94,7 +94,7 @@ def lambda_times(model: nn.Module, factor: float) -> Iterator[None]:
 
 
 def uniform_second_map(model: nn.Module) -> AbstractContextManager[None]:
-    """Within it the second map of every differential head is uniform over the keys that its query sees."""
+    """A context in which the second map of every differential head is uniform over the keys that its query sees."""
 
     def visit(layer: int, logits: Tensor, see: Tensor) -> Tensor | None:
         if logits.dim() < 5:  # one map
@@ -116,7 +116,7 @@ ALTERED: dict[str, Callable[[nn.Module], AbstractContextManager[None]]] = {
 
 @torch.inference_mode()
 def read_attention(model: nn.Module, samples: list[Sample], batch: int) -> dict[str, Any]:
-    """`map`, and where there are two maps `map_1`, `map_2` and `correlation`: means over layers, and by layer in `layers`."""
+    """`map`, and for two maps also `map_1`, `map_2` and `correlation`: means over layers, and by layer in `layers`."""
     layers: list[dict[str, list[Tensor]]] = [{} for _ in model.blocks]
     for part in batches(samples, batch, len(samples[0].tokens), floats_per_token(model.cfg)):
         tokens, asked = _tensors(part, device_of(model))
@@ -141,7 +141,7 @@ def _named(values: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def maps_of_layers(model: nn.Module, tokens: Tensor, rows: Tensor) -> list[dict[str, Tensor]]:
-    """For each layer the maps (B, heads, R, S) of the query rows (B, R): `map`, and where there are two, `map_1`, `map_2`."""
+    """For each layer the maps (B, heads, R, S) of the query rows (B, R): `map`, and for two maps also `map_1`, `map_2`."""
     with probe(model, rows) as seen:
         model(tokens, rows=rows)
     layers = [{"map": layer} for layer in seen.layers]
@@ -158,7 +158,7 @@ def maps_of_layers(model: nn.Module, tokens: Tensor, rows: Tensor) -> list[dict[
 
 
 def bucket_of_positions(samples: list[Sample]) -> Tensor:
-    """Which bucket each position is in for each question: (B, R, T, buckets), one-hot."""
+    """The bucket of each position for each question: (B, R, T, buckets), one-hot."""
     bucket = np.full((len(samples), len(samples[0].asked), len(samples[0].tokens) - 1), BUCKETS.index("elsewhere"))
     questions = np.arange(bucket.shape[1])
     for of, sample in zip(bucket, samples, strict=True):
@@ -170,7 +170,7 @@ def bucket_of_positions(samples: list[Sample]) -> Tensor:
 
 
 def bucket_shares(rows: Tensor, buckets: Tensor) -> Tensor:
-    """Shares of the absolute mass of maps (B, heads, R, S), each head by itself, then their mean: (B, buckets)."""
+    """Shares of absolute mass in each bucket for maps (B, heads, R, S), averaged over heads and rows: (B, buckets)."""
     mass = rows.abs() / rows.abs().sum(-1, keepdim=True)
     return torch.einsum("bhrs,brsk->bhrk", mass, buckets).mean((1, 2))
 
@@ -178,7 +178,7 @@ def bucket_shares(rows: Tensor, buckets: Tensor) -> Tensor:
 def correlation(first: Tensor, second: Tensor, positions: Tensor) -> Tensor:
     """Pearson's correlation of two maps (B, heads, R, S) over `positions` (B, n), mean over heads and rows: (B,).
 
-    It is 0 where a map is constant but for rounding.
+    The correlation is 0 where a map is constant up to rounding.
     """
     index = positions[:, None, None].expand(*first.shape[:3], -1)
 
@@ -195,7 +195,7 @@ def correlation(first: Tensor, second: Tensor, positions: Tensor) -> Tensor:
 
 
 def evaluate(run: LoadedRun, cfg: MqarEvalConfig) -> dict[str, Any]:
-    """Accuracy and attention at each share, accuracy of the altered model where there are second maps."""
+    """Accuracy and attention at each share, and for a model with second maps the accuracy of the altered model."""
     model, task = run.model, task_of(run, cfg)
     altered = ALTERED if lambda_layers(model) else {}
     shares, attention = [], []
@@ -225,13 +225,13 @@ def accuracy(model: nn.Module, samples: list[Sample], batch: int) -> dict[str, f
 
 
 def task_of(run: LoadedRun, cfg: MqarEvalConfig) -> MqarConfig:
-    """The run's task with the kind of distractors that is asked for. ValueError for what cannot be evaluated."""
+    """The run's task with the kind of distractors in `cfg`. ValueError for a run or settings that cannot be evaluated."""
     if run.config["data"]["source"] != "mqar":
         raise ValueError(f"{cfg.run} was not trained on associative recall: train one with data=mqar")
     if cfg.text or cfg.shards:
-        raise ValueError("text= and shards= do not apply to a task that is made as it is read: leave them out")
+        raise ValueError("text= and shards= do not apply to data=mqar, which has no text: leave them out")
     if cfg.samples < 1 or not cfg.shares or len({round(100 * share) for share in cfg.shares}) < len(cfg.shares):
-        raise ValueError("nothing to measure, or one percentage twice: use samples=256 shares=[0,0.5,0.9]")
+        raise ValueError("samples is below 1, or shares are empty or repeated: use samples=256 shares=[0,0.5,0.9]")
     trained = MqarConfig(**run.config["data"]["mqar"])
     return replace(trained, kind=cfg.kind or trained.kind)
 
@@ -240,7 +240,7 @@ LOOKS = {"lambda_zero": ":", "lambda_turned": "-.", "map_2_uniform": "--"}
 
 
 def draw(path: Path, results: dict[str, Any], title: str, line: str) -> None:
-    """Accuracy against the share of distractors, with standard errors; a line more for each alteration."""
+    """Accuracy against the share of distractors, with standard errors; one more line for each altered model."""
     with figure(path, 5.6, 4.2) as axes:
         ax = axes[0, 0]
         _line(ax, results["shares"], "-", line, "as trained")
@@ -268,7 +268,7 @@ def main(cfg: MqarEvalConfig) -> None:
     for row in results["attention"]:
         maps = [name for name in ("map", "map_1", "map_2") if name in row]
         shares = ", ".join(f"{name} {row[name]['distractors']:.3f}" for name in maps)
-        more = f", correlation of the two {row['correlation']:.2f}" if "correlation" in row else ""
+        more = f", correlation of the two maps {row['correlation']:.2f}" if "correlation" in row else ""
         print(f"{said}: mass on distractors at {row['percent']} %: {shares}{more}")
 
 

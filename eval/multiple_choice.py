@@ -1,14 +1,15 @@
-"""Multiple choice by loss, as HellaSwag is scored: the ending that the model finds most probable is its answer.
+"""Multiple choice by loss, as HellaSwag is scored: the model's answer is the ending that it finds most probable.
 
     python -m eval.multiple_choice run=runs/NAME file=hellaswag_val.jsonl [limit=1000]
 
-file: JSON lines (.jsonl or .jsonl.gz) with "query", "endings" and "label", the right ending's number from 0; or
-HellaSwag's own "activity_label", "ctx_a" and "ctx_b" in place of "query". A query stands after an end-of-text token, an
-ending after a space; where both exceed the trained context, the query loses its beginning;
-questions with an ending that alone does are left out.
+file: JSON lines (.jsonl or .jsonl.gz) with "query", "endings" and "label", the right ending's number from 0;
+HellaSwag's own "activity_label", "ctx_a" and "ctx_b" may replace "query". A query follows an end-of-text token, an
+ending follows a space. Where query and ending exceed the trained context, the query loses its beginning. Questions with
+an ending as long as the trained context are left out.
 
-acc: the ending with the highest log-probability is the right one; acc_norm: with the highest per token (build-nanogpt,
-llm.c); acc_norm_bytes: per byte (the acc_norm of lm-evaluation-harness). `loss`: of the right endings, nats per token.
+Share of questions where the right ending has the highest log-probability: `acc` in sum, `acc_norm` per token
+(build-nanogpt, llm.c), `acc_norm_bytes` per byte (the acc_norm of lm-evaluation-harness). `loss`: of the right endings,
+nats per token.
 Writes runs/NAME/eval/multiple_choice.json and runs/NAME/figures/multiple_choice.png.
 """
 
@@ -34,7 +35,7 @@ PART = 256  # questions scored between two steps of the progress bar
 
 @dataclass
 class MultipleChoiceConfig(EvalConfig):
-    """file: the questions. limit: only so many of them, at even distances; None: all."""
+    """file: the file with the questions. limit: number of questions, taken at even distances; None: all questions."""
 
     file: str = MISSING
     limit: int | None = None
@@ -50,16 +51,16 @@ class Question:
 
 
 def read_questions(path: Path) -> list[Question]:
-    """All questions of a file; ValueError that names the line for anything else."""
+    """All questions of a file. ValueError that names the line for a line that is not a question."""
     if not path.is_file():
-        raise FileNotFoundError(f"no file {path}: correct file=")
+        raise FileNotFoundError(f"there is no file {path}: correct file=")
     try:
         text = (gzip.open if path.suffix == ".gz" else open)(path, "rb").read().decode()
     except (gzip.BadGzipFile, EOFError, UnicodeDecodeError):
         raise ValueError(f"{path} is not JSON lines in UTF-8, plain or .gz: give file= another file") from None
     lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
     if not lines:
-        raise ValueError(f"{path} is empty: give file= JSON lines with query, endings and label")
+        raise ValueError(f"{path} is empty: give file= a file of JSON lines with query, endings and label")
     return [_question(f"{path} line {number}", line) for number, line in lines]
 
 
@@ -72,7 +73,7 @@ def _question(where: str, line: str) -> Question:
             raise ValueError
     except (ValueError, KeyError, TypeError, AttributeError):
         wanted = '{"query": "...", "endings": ["...", "..."], "label": 0}'
-        raise ValueError(f"{where} is no question with two endings or more: each line must be like {wanted}") from None
+        raise ValueError(f"{where} is not a question with two or more endings: write each line like {wanted}") from None
     return Question(clean(query), endings, label)
 
 
@@ -81,7 +82,7 @@ def _hellaswag(item: dict[str, Any]) -> str:
 
 
 def clean(text: str) -> str:
-    """Without WikiHow's marks, as lm-evaluation-harness cleans HellaSwag."""
+    """The text without WikiHow's marks, as lm-evaluation-harness cleans HellaSwag."""
     text = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
     return text.replace("  ", " ").strip()
 
@@ -96,12 +97,12 @@ def evaluate(run: LoadedRun, questions: list[Question], batch: int = 32) -> dict
     fitting = [i for i, row in enumerate(spelled) if max(map(len, row)) < context]
     if not fitting:
         raise ValueError(
-            f"every question has an ending of {context} tokens, the trained context, or more: use shorter endings"
+            f"every question has an ending that fills the trained context of {context} tokens: use shorter endings"
         )
     skipped = len(questions) - len(fitting)
     questions, endings = [questions[i] for i in fitting], [spelled[i] for i in fitting]
     queries = [np.array([run.tokenizer.eot, *encode(question.query)]) for question in questions]
-    rooms = [context + 1 - max(map(len, row)) for row in endings]  # the last token of an ending is not fed
+    rooms = [context + 1 - max(map(len, row)) for row in endings]  # the model does not read an ending's last token
     prompts = [query[-room:] for query, room in zip(queries, rooms, strict=True)]
     logprobs = []
     with progress("multiple choice", len(questions)) as bar:
@@ -119,7 +120,7 @@ def evaluate(run: LoadedRun, questions: list[Question], batch: int = 32) -> dict
 
 
 def summarise(questions: list[Question], endings: list[list[np.ndarray]], logprobs: list[np.ndarray]) -> dict[str, Any]:
-    """Results, from each question's log-probabilities (endings,)."""
+    """Results from each question's log-probabilities (endings,)."""
     right: dict[str, list[bool]] = {name: [] for name in METRICS}
     losses, wrong = [], []
     for question, tokens, sums in zip(questions, endings, logprobs, strict=True):
@@ -159,9 +160,9 @@ def draw(path: Path, results: dict[str, Any], title: str, shade: str) -> None:
 @command("multiple_choice", MultipleChoiceConfig)
 def main(cfg: MultipleChoiceConfig) -> None:
     if cfg.text or cfg.shards:
-        raise ValueError("text= and shards= have no questions: give file=FILE.jsonl")
+        raise ValueError("text= and shards= do not apply to multiple choice: give the questions as file=FILE.jsonl")
     if cfg.limit is not None and cfg.limit < 1:
-        raise ValueError(f"limit={cfg.limit} leaves no question: use limit=1000, or leave it out")
+        raise ValueError(f"limit={cfg.limit} must be at least 1: use limit=1000, or leave it out")
     questions = read_questions(Path(cfg.file))
     if cfg.limit is not None and cfg.limit < len(questions):
         questions = [questions[i] for i in np.linspace(0, len(questions) - 1, cfg.limit).round().astype(int)]

@@ -1,17 +1,19 @@
-"""Needle in a haystack: does the model give back a number that was hidden in real text, by depth and context length?
+"""Needle in a haystack: does the model give back a number that is hidden in real text, by depth and context length?
 
     python -m eval.needle run=runs/NAME [lengths=[128,256]] [depths=[0,0.5,1]] [pairs=[[1,1],[4,2]] | paper=true]
         [style=magic] [text=FILE] [samples=50]
 
-A pair is (N, R): N needles lie in one context and R of them are asked for; paper=true takes the pairs of arXiv 2410.05258:
-(1,1), (2,2), (4,2), (6,2), (8,1). The asked needle lies at the cell's depth, the others anywhere. With several needles the N
-numbers of the context are also ranked by log-probability, which measures small models before they can answer freely.
+A pair is (N, R): N needles lie in one context and R of them are asked for. paper=true takes the pairs of arXiv
+2410.05258: (1,1), (2,2), (4,2), (6,2), (8,1). The asked needle lies at the cell's depth, the other needles at random
+depths. With several needles the N numbers of the context are also ranked by log-probability. This measures small models
+that cannot answer yet.
 
-Styles (eval/needle_styles.py): magic (the sentences our retrieval documents train), lwm, passkey, and RULER's
-niah_single_1 to 3, niah_multikey_1 to 3, niah_multivalue, niah_multiquery. In magic and passkey each number is asked for
-by a question of its own, and the greedy continuation must be the number and its full stop, token by token. The others ask
-for all R at once, and a value counts if it occurs in the greedy continuation, as their sources score it.
-Writes runs/NAME/eval/needle.json and runs/NAME/figures/needle.png; other styles needle_STYLE.json and .png.
+Styles (eval/needle_styles.py): magic (the sentences of our retrieval documents), lwm, passkey, and RULER's
+niah_single_1 to 3, niah_multikey_1 to 3, niah_multivalue, niah_multiquery. Styles magic and passkey ask for each number
+with a separate question, and the greedy continuation must be the number and its full stop, token by token. The other
+styles ask for all R numbers at once, and a value counts if it occurs in the greedy continuation, as in the papers they
+come from.
+Writes runs/NAME/eval/needle.json and runs/NAME/figures/needle.png; other styles write needle_STYLE.json and .png.
 """
 
 import contextlib
@@ -35,7 +37,8 @@ PAPER = [[1, 1], [2, 2], [4, 2], [6, 2], [8, 1]]  # arXiv 2410.05258, Table 2 an
 @dataclass
 class NeedleConfig(NeedleGridConfig):
     """lengths: tokens of prompt and answer, by default 1/4, 1/2 and all of the trained context. pairs: (N, R), by default
-    (1, 1) or what the style fixes; paper: those of the paper. style: a name in eval/needle_styles.py.
+    (1, 1) or the pair that the style fixes. paper: use the pairs of arXiv 2410.05258. style: a name in
+    eval/needle_styles.py.
     """
 
     lengths: Annotated[list[int] | None, "[1, inf)"] = None
@@ -45,7 +48,7 @@ class NeedleConfig(NeedleGridConfig):
 
 
 def evaluate_cell(run: LoadedRun, contexts: list[list[Query]], batch: int) -> dict[str, Any]:
-    """Accuracy over contexts (each the mean of its queries), its standard error, log-probability, rank accuracy."""
+    """Accuracy over contexts (the mean over a context's queries), its standard error, log-probability, rank accuracy."""
     queries = [query for context in contexts for query in context]
     prompts = [query.prompt for query in queries]
     hits, logprobs = score(run.model, prompts, [query.candidates for query in queries], batch)
@@ -76,7 +79,7 @@ def string_matches(run: LoadedRun, queries: list[Query], batch: int) -> list[flo
 
 
 def evaluate(run: LoadedRun, hay: np.ndarray, cfg: NeedleConfig) -> dict[str, Any]:
-    """The grid: `cells`, their mean `accuracy` with its standard error, and the same for each (N, R) in `pairs`."""
+    """The grid: its `cells`, their mean `accuracy` and its standard error `se`, and both for each (N, R) in `pairs`."""
     pairs = chosen_pairs(cfg)
     lengths = cfg.lengths or default_lengths(run, hay, cfg)
     grid = [(n, r, length, depth) for n, r in pairs for length in lengths for depth in cfg.depths]
@@ -102,7 +105,7 @@ def chosen_pairs(cfg: NeedleConfig) -> list[list[int]]:
 
 
 def default_lengths(run: LoadedRun, hay: np.ndarray, cfg: NeedleConfig) -> list[int]:
-    """A quarter, half and all of the trained context; a part too short for the needles is left out."""
+    """A quarter, half and all of the trained context, without the parts that are too short for the needles."""
     context, (most, asked) = run.model.cfg.context, max(chosen_pairs(cfg))
 
     def fits(length: int) -> bool:
@@ -114,7 +117,7 @@ def default_lengths(run: LoadedRun, hay: np.ndarray, cfg: NeedleConfig) -> list[
 
 
 def summary(cells: list[dict[str, Any]]) -> dict[str, float | None]:
-    """Mean accuracy of cells, its standard error, and the mean rank accuracy where there is one."""
+    """Mean accuracy of cells, its standard error, and the mean rank accuracy where it is measured."""
     ranks = [cell["rank_accuracy"] for cell in cells if cell.get("rank_accuracy") is not None]
     return {
         "accuracy": float(np.mean([cell["accuracy"] for cell in cells])),
@@ -124,11 +127,11 @@ def summary(cells: list[dict[str, Any]]) -> dict[str, float | None]:
 
 
 def draw(path: Path, results: dict[str, Any], title: str) -> None:
-    """Heatmaps of accuracy, one for each (N, R): context length to the right, depth downwards, their mean below."""
+    """Heatmaps of accuracy, one for each (N, R): context length to the right, depth downwards, mean over depths below."""
     pairs = [(pair["needles"], pair["asked"]) for pair in results["pairs"]]
     lengths = len({cell["length"] for cell in results["cells"]})
     depths = len({cell["depth"] for cell in results["cells"]})
-    style = results.get("style", "magic")  # older results have none
+    style = results.get("style", "magic")  # older results do not name their style
     title = title if style == "magic" else f"{title} · {style}"
     height = 1.7 + 0.5 * (depths + 1)
     with figure(path, max(4.2, 1.9 + 0.8 * lengths), height * len(pairs), rows=len(pairs), grid="") as axes:
@@ -139,7 +142,7 @@ def draw(path: Path, results: dict[str, Any], title: str) -> None:
 
 
 def heatmap(ax: Axes, cells: list[dict[str, Any]], context: int | None = None) -> None:
-    """Accuracy and its standard error by length and depth of the cells of one (N, R); a line where training ended."""
+    """Accuracy and its standard error by length and depth, for one (N, R); a line marks the trained context."""
     lengths, depths = sorted({cell["length"] for cell in cells}), sorted({cell["depth"] for cell in cells})
     at = {(cell["depth"], cell["length"]): cell for cell in cells}
     rows = [[at[depth, length] for length in lengths] for depth in depths]
@@ -182,7 +185,7 @@ def check(cfg: NeedleConfig) -> None:
         if len(pair) != 2 or not 1 <= pair[1] <= pair[0]:
             raise ValueError(f"pair {pair} is not (needles, asked) with 1 <= asked <= needles: use pairs=[[1,1],[4,2]]")
     if cfg.pairs == [] or cfg.lengths == []:
-        raise ValueError("pairs or lengths is empty: leave it out, or use pairs=[[1,1]] lengths=[128,256]")
+        raise ValueError("pairs or lengths is an empty list: leave it out, or use pairs=[[1,1]] lengths=[128,256]")
 
 
 @command("needle", NeedleConfig)

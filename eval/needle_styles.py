@@ -1,18 +1,18 @@
-"""The wordings of published needle tests, as one table: what is hidden, in what, and how it is asked for."""
+"""The wordings of published needle tests as one table: the needles, their haystack and the question."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class NeedleStyle:
-    """One needle test. Texts have the fields {key} and {value}; `question` gets a list of keys where several are asked for.
+    """One needle test. Texts have the fields {key} and {value}; the {key} of a `question` may be a list of several keys.
 
-    fact: the needle. intro, question: what stands before and after the text, worded for one value and for several; the
-    answer follows the question. keys: cities | lwm | words | uuids | none. digits: of a number; None: as many as the run
-    was trained on; 0: the values are UUIDs. haystack: text (any) | noise (one passage, repeated) | needles (more facts).
-    pair: (N, R) where the source fixes it. one_key: all facts share their key.
-    string: R values are asked for at once, and each counts if it occurs in what the model writes (the source's score);
-    otherwise each is asked for by itself, and the answer must come at once and exactly.
+    fact: the needle. intro, question: the words before and after the text, for one value and for several values; the
+    answer follows the question. keys: cities | lwm | words | uuids | none. digits: of a number; None: as many as in the
+    run's training; 0: the values are UUIDs. haystack: text (any) | noise (one repeated passage) | needles (more facts).
+    pair: (N, R) where the source fixes it. one_key: all facts have the same key.
+    string: one question asks for all R values, and a value counts if it occurs in what the model writes (the source's
+    score). Otherwise a separate question asks for each value, and the model must continue with exactly the answer.
     """
 
     fact: str
@@ -54,7 +54,7 @@ _MAGIC = "\nThe magic number of {key} is"
 _PASSKEY = "\nWhat is the pass key? The pass key is"
 _LWM = "What {} for {{key}}? Don't give information outside the document. ASSISTANT:"
 STYLES = {
-    # ours, the shape that data/retrieval.py trains on
+    # our own style: the sentences of data/retrieval.py
     "magic": NeedleStyle(f"{_MAGIC} {{value}}.", (_MAGIC, _MAGIC), string=False),
     # LWM (arXiv 2402.08268), scripts/eval_needle_multi.py, which arXiv 2410.05258 follows
     "lwm": NeedleStyle(
@@ -79,7 +79,8 @@ STYLES = {
         pair=(1, 1),
         string=False,
     ),
-    # RULER's eight retrieval tasks, as its synthetic.yaml sets them; of the needles that are a haystack, four are ranked
+    # RULER's eight retrieval tasks with the settings of its synthetic.yaml. Where the haystack is made of needles, four
+    # facts are ranked.
     "niah_single_1": _ruler("number", haystack="noise", pair=(1, 1)),
     "niah_single_2": _ruler("number", pair=(1, 1)),
     "niah_single_3": _ruler("uuid", pair=(1, 1)),
@@ -90,7 +91,7 @@ STYLES = {
     "niah_multiquery": _ruler("number", pair=(4, 4)),
 }
 
-# LWM's cities, each once (its own list has Chicago four times, so that one question could have two answers).
+# LWM's cities, each once. LWM's own list has Chicago four times, so one of its questions can have two right answers.
 LWM_CITIES = (
     "Chicago, Yangon, Antananarivo, Colombo, Almaty, Sydney, Mexico City, Seattle, Lagos, Amsterdam, Belgrade, Cairo, "
     "Baghdad, Damascus, Kigali, Dakar, Sofia, Victoria, Tashkent, Mumbai, Barcelona, Amman, Toronto, Bratislava, "
@@ -100,7 +101,7 @@ LWM_CITIES = (
     "Yerevan, Beirut, Athens, Bucharest, Brussels, Tunis, Astana, Seoul, Buenos Aires, Vienna"
 ).split(", ")
 
-# RULER takes adjective-noun keys from a word list; these are ours.
+# RULER makes adjective-noun keys from a word list. These words are our own.
 _ADJECTIVES = (
     "able amber ancient bitter bold brave brief bright broad calm careful clever cold crisp curious damp dark deep dry "
     "early easy faint famous fierce fresh gentle giant golden grand happy heavy hidden honest humble icy idle jolly keen "

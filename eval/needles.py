@@ -21,11 +21,11 @@ from training.checkpoint import LoadedRun
 
 @dataclass
 class NeedleGridConfig(EvalConfig):
-    """depths: where the asked needle lies, as a fraction of the context. samples: contexts per cell."""
+    """depths: positions of the asked needle, as fractions of the context. samples: contexts per cell."""
 
     depths: list[float] = field(default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0])
     samples: int = 50
-    seed: Annotated[int, "[0, 4294967295]"] = 0  # of the contexts
+    seed: Annotated[int, "[0, 4294967295]"] = 0  # seed of the contexts
 
 
 def check_grid(cfg: NeedleGridConfig) -> None:
@@ -34,17 +34,18 @@ def check_grid(cfg: NeedleGridConfig) -> None:
         if not 0 <= depth <= 1:
             raise ValueError(f"depth {depth:g} is not a fraction of the context: use depths=[0,0.5,1], from 0 to 1")
     if cfg.samples < 1 or not cfg.depths:
-        raise ValueError("nothing to measure: use samples=50 and depths=[0,0.5,1], or leave them out")
+        raise ValueError("samples is below 1, or depths is empty: use samples=50 depths=[0,0.5,1], or leave them out")
 
 
 @dataclass(frozen=True)
 class Query:
-    """One question over one context: token ids, and where in `prompt` things are ([start, stop) spans).
+    """One question about one context, as token ids. Spans are [start, stop) positions in `prompt`.
 
-    `prompt` (P,) ends right where `answer` (A,), the number and its full stop, begins. `needle` is the asked sentence,
-    `value` its number, `question` the first token of the closing question. `candidates` are the answers of all needles
-    of this context, the `right` ones (several where one question asks for several) first. Where `values` are given, each
-    of them counts if it occurs in the text of a greedy continuation of at most `new_tokens`.
+    `prompt` (P,) ends where `answer` (A,), the number and its full stop, begins. `needle` is the span of the asked
+    sentence, `value` the span of its number, `question` the position of the first token of the closing question.
+    `candidates` are the answers of all needles of this context. The first `right` candidates are correct: several where
+    one question asks for several. Each of `values`, where given, counts as found if it occurs in the text of a greedy
+    continuation of at most `new_tokens`.
     """
 
     prompt: np.ndarray
@@ -68,9 +69,9 @@ def needle_contexts(
     asked: int = 1,
     style: str = "magic",
 ) -> list[list[Query]]:
-    """`cfg.samples` contexts, each with its queries; the same ones whatever other cells are evaluated.
+    """`cfg.samples` contexts, each with its queries. They do not depend on the other cells of the grid.
 
-    Numbers have as many digits as those the run was trained on, unless the style says how many.
+    Numbers have as many digits as the numbers of the run's training, unless the style fixes the digits.
     """
     rng = np.random.default_rng([cfg.seed, length, round(1000 * depth), needles, asked])
     digits = run.config["data"].get("retrieval", {}).get("digits", 4)
@@ -91,12 +92,13 @@ def needle_queries(
     digits: int = 4,
     style: str = "magic",
 ) -> list[Query]:
-    """Evaluation: `needles` facts in one text, `asked` of them asked for, in the wording of a style.
+    """Hide `needles` facts in one text and ask for `asked` of them, in the wording of a style.
 
-    One query per asked fact, each in turn hidden at `depth` (0..1), or one for all of them, the first at `depth`; the
-    others stand at random depths. `haystack` (n,) is cut at a random place, unless the style brings its own; prompt and
-    answer together have exactly `length` tokens, whatever the key (at most, in a haystack of needles). digits: of a
-    number, where the style leaves it open. Raises ValueError where they do not fit.
+    Returns one query per asked fact, in which that fact is hidden at `depth` (0..1). A style that asks for all facts at
+    once has one query, with its first fact at `depth`. Other facts stand at random depths. The text is cut from
+    `haystack` (n,) at a random place, unless the style has its own text. Prompt and answer together have exactly
+    `length` tokens (at most `length` in a haystack of needles). digits: of a number, where the style does not fix them.
+    Raises ValueError where the facts do not fit.
     """
     wording = STYLES[style]
     facts = _draw(rng, wording, tokenizer, needles, wording.digits if wording.digits is not None else digits)
@@ -118,7 +120,7 @@ def needle_queries(
 
 @dataclass(frozen=True)
 class _Needle(Fact):
-    """A fact of any wording: `head` is its text up to the value, `answer` the tokens that a question is answered by."""
+    """A fact in a style's wording: `head` is its text before the value, `answer` the tokens of the right answer."""
 
     rest: list[int]
     name: str
@@ -144,10 +146,10 @@ class _Ask:
     def of(cls, wording: NeedleStyle, tokenizer: Tokenizer, wanted: list[_Needle]) -> "_Ask":
         several = len(wanted) > 1
         question = wording.question[several].format(key=_listed(list(dict.fromkeys(fact.name for fact in wanted))))
-        # Where the space before a value is a token of its own, it belongs to the question.
+        # A space before the value that is a token of its own belongs to the question.
         lead = wanted[0].key[len(_encode(tokenizer, wanted[0].head)) :]
         values = tuple(fact.text for fact in wanted) if wording.string else ()
-        # As many tokens as a plain answer has bytes: enough for every tokenizer, and equal for all contexts of a cell.
+        # As many tokens as a plain answer has bytes are enough for every tokenizer, and equal in all contexts of a cell.
         reserve = len(f" {_listed(values)}.".encode()) if wording.string else len(wanted[0].value)
         return cls(_encode(tokenizer, wording.intro[several]), (*_encode(tokenizer, question), *lead), values, reserve)
 
@@ -174,7 +176,7 @@ def _query(
 def _draw(
     rng: np.random.Generator, wording: NeedleStyle, tokenizer: Tokenizer, count: int, digits: int
 ) -> list[_Needle]:
-    """`count` facts with different keys (or one, where the wording has one) and different values."""
+    """`count` facts with different values and different keys (with one shared key where the wording has `one_key`)."""
     names = _names(rng, wording.keys, 1 if wording.one_key else count)
     values: list[str] = []
     while len(values) < count:
@@ -189,7 +191,7 @@ def _names(rng: np.random.Generator, kind: str, count: int) -> list[str]:
         return [_uuid(rng) for _ in range(count)]
     known = {"cities": cities("eval"), "lwm": LWM_CITIES, "words": WORDS, "none": [""]}[kind]
     if count > len(known):
-        raise ValueError(f"{count} needles asked, but there are {len(known)} {kind}: use at most that many")
+        raise ValueError(f"{count} needles need {count} {kind}, but there are {len(known)}: use at most {len(known)}")
     return [known[i] for i in rng.choice(len(known), count, replace=False)]
 
 
@@ -198,7 +200,7 @@ def _uuid(rng: np.random.Generator) -> str:
 
 
 def _listed(names: Sequence[str]) -> str:
-    """ "A", "A, and B", "A, B, and C", as LWM and RULER spell it."""
+    """ "A", "A, and B", "A, B, and C", as LWM and RULER spell lists."""
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])}, and {names[-1]}"
 
 
@@ -213,7 +215,7 @@ def _needle(wording: NeedleStyle, tokenizer: Tokenizer, name: str, value: str) -
 
 
 def _spell(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[int]]:
-    """The tokens of " text" in two parts: those of the space alone (most tokenizers have none), and the rest."""
+    """The tokens of " text" in two parts: tokens of the space alone (most tokenizers make none), and all others."""
     tokens = tokenizer.encode(f" {text}")
     first = next(i for i, token in enumerate(tokens) if tokenizer.token_bytes(token).strip())
     return tokens[:first], tokens[first:]
@@ -227,7 +229,7 @@ def _encode(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
 def _own_haystack(
     rng: np.random.Generator, wording: NeedleStyle, tokenizer: Tokenizer, room: int, taken: list[_Needle]
 ) -> np.ndarray:
-    """Up to `room` tokens: of the noise as many as asked, of needles as many whole ones as fit."""
+    """The style's own text: `room` tokens of noise, or as many whole needles as fit in `room` tokens."""
     if wording.haystack == "noise":
         noise = _encode(tokenizer, NOISE)
         return np.resize(np.array(noise, dtype=np.int64), max(0, room))

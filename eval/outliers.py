@@ -1,12 +1,12 @@
-"""Activation outliers: how large are the largest attention logits and hidden states, beside their medians?
+"""Activation outliers: the largest attention logits and hidden states, and the medians of both.
 
     python -m eval.outliers run=runs/NAME [text=FILE | shards=DIR] [length=256] [tokens=400000]
 
-Attention logits are |q.k| / sqrt(d), what goes into every softmax: all maps of all heads and layers (both maps of a
-differential head, every path and key set of an introspective layer), pairs that the mask shows only. Hidden states are
-the absolute values of every layer's output, after the residuals of attention and FFN. top-k is the k-th largest value,
-exact; the median is read off a histogram, to 0.05 % of its value. Table 5 of arXiv 2410.05258, with an author's
-definitions in microsoft/unilm issue 1666.
+Attention logits are |q.k| / sqrt(d), the inputs of every softmax: all maps of all heads and layers (both maps of a
+differential head, every path and key set of an introspective layer), without the pairs that the mask hides. Hidden
+states are the absolute values of every layer's output, after the residuals of attention and FFN. top-k is the exact
+k-th largest value. The median comes from a histogram and is exact to 0.05 % of its value. This is Table 5 of arXiv
+2410.05258, with an author's definitions in microsoft/unilm issue 1666.
 Writes runs/NAME/eval/outliers.json and runs/NAME/figures/outliers.png.
 """
 
@@ -40,22 +40,22 @@ from model.attention.probe import visit_logits
 
 RANKS = (1, 2, 3, 10, 100)
 KINDS = ("logits", "hidden")
-KEPT_BITS = 18  # of a float32: 8 of exponent, 10 of mantissa
+KEPT_BITS = 18  # of a float32: 8 bits of exponent, 10 bits of mantissa
 
 
 @dataclass
 class OutliersConfig(EvalConfig):
-    """length: tokens per window, the trained context by default. tokens: at most so many are looked at (0.4M in the paper)."""
+    """length: tokens per window, by default the trained context. tokens: read at most this many (the paper: 0.4M)."""
 
     length: int | None = None
     tokens: Annotated[int, "[1, inf)"] = 400_000
 
 
 class Magnitudes:
-    """The largest values of a stream of magnitudes, exactly, and the histogram that its median is read off.
+    """The exact largest values of a stream of magnitudes, and a histogram for the median.
 
-    A bin holds the non-negative float32 numbers that share exponent and 10 bits of mantissa: bits of such numbers are in
-    the numbers' order, and a bin is at most 2^-10 of its value wide.
+    A bin holds the non-negative float32 numbers with the same exponent and the same first 10 bits of mantissa. The bit
+    patterns of such numbers have the order of the numbers, and the width of a bin is at most 2^-10 of its value.
     """
 
     def __init__(self) -> None:
@@ -63,15 +63,15 @@ class Magnitudes:
         self.counts = torch.zeros(2**KEPT_BITS, dtype=torch.int64)
 
     def add(self, values: Tensor) -> None:
-        """Take in the absolute values of a tensor."""
+        """Add the absolute values of a tensor."""
         values = values.detach().flatten().float().abs()
         bins = values.view(torch.int32) >> (31 - KEPT_BITS)
         self.counts += torch.bincount(bins, minlength=2**KEPT_BITS).cpu()
         floor = self.top[-1].item() if len(self.top) == RANKS[-1] else -1.0
-        self._keep(values[~(values <= floor)])  # NaN is kept, and refused by `summary`
+        self._keep(values[~(values <= floor)])  # NaN is kept here; `summary` refuses it
 
     def join(self, other: "Magnitudes") -> None:
-        """Take in all that another one has seen."""
+        """Add all values of `other`."""
         self.counts += other.counts
         self._keep(other.top)
 
@@ -88,16 +88,16 @@ class Magnitudes:
         return float(edges.view(torch.float32).double().mean())
 
     def summary(self) -> dict[str, float | int | None]:
-        """top1 .. top100 (None where there are fewer values), median, and how many values there were."""
+        """top1 to top100 (None where there are fewer values), the median, and the number of values."""
         if not self.top.isfinite().all():
-            raise ValueError("the model's activations are not finite, its training diverged: evaluate another run")
+            raise ValueError("the model's activations are not finite: its training diverged, so evaluate another run")
         tops = {f"top{k}": float(self.top[k - 1]) if len(self.top) >= k else None for k in RANKS}
         return tops | {"median": self.median(), "count": int(self.counts.sum())}
 
 
 @contextmanager
 def watch(model: nn.Module) -> Iterator[dict[str, list[Magnitudes]]]:
-    """Inside, all that goes through the model is taken into `logits` and `hidden`, one `Magnitudes` per layer."""
+    """A context that adds the model's activations to `logits` and `hidden`, one `Magnitudes` per layer each."""
     seen = {kind: [Magnitudes() for _ in model.blocks] for kind in KINDS}
 
     def visit(layer: int, logits: Tensor, see: Tensor) -> None:
@@ -116,13 +116,13 @@ def watch(model: nn.Module) -> Iterator[dict[str, list[Magnitudes]]]:
 
 
 def maps_that_fit(model: nn.Module, length: int, batch: int) -> int:
-    """How many sequences' attention maps, dense and several copies of them, one layer may hold; at most `batch`."""
+    """The number of sequences, at most `batch`, for which several dense copies of a layer's maps fit in memory."""
     return max(1, min(batch, LOGITS_IN_MEMORY // (8 * model.cfg.n_head * length**2)))
 
 
 @torch.inference_mode()
 def evaluate(model: nn.Module, windows: np.ndarray, batch: int = 32) -> dict[str, Any]:
-    """Outliers over windows (n, T + 1) of tokens: `logits`, `hidden`, and the same `per_layer`."""
+    """Outliers over windows (n, T + 1) of tokens: `logits` and `hidden` of the model, and both `per_layer`."""
     n, length = windows.shape[0], windows.shape[1] - 1
     with progress("outliers", n) as bar, watch(model) as seen:
         for part in batches(windows, maps_that_fit(model, length, batch), length, model.cfg.vocab_size):
@@ -143,7 +143,7 @@ LABELS = {"logits": "|attention logits|", "hidden": "|hidden states|"}
 
 
 def draw(path: Path, results: dict[str, Any], title: str, line_colour: str) -> None:
-    """Both kinds on log axes: the whole model's ranks above, largest and median of every layer below."""
+    """Logits and hidden states on log axes: the model's top-k and median above, values of every layer below."""
     with figure(path, 10, 6.6, columns=2, rows=2) as axes:
         for column, kind in enumerate(KINDS):
             _ranks(axes[0, column], results[kind], line_colour)

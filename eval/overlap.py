@@ -1,7 +1,7 @@
-"""How much of a test text stands in the training text: the share of its 13-word sequences that occur there.
+"""Overlap of a test text with the training text: the share of the test text's 13-word sequences that occur in training.
 
-The measure is that of GPT-3's contamination study (Brown et al., arXiv 2005.14165, appendix C): words are runs of letters and
-digits in lower case, and 13 of them in a row are seldom equal by chance.
+GPT-3's contamination study uses this measure (Brown et al., arXiv 2005.14165, appendix C): words are runs of letters
+and digits in lower case, and 13 words in a row are seldom equal by chance.
 """
 
 import hashlib
@@ -21,14 +21,14 @@ from data.tokenizer import Tokenizer
 from eval.common import read_documents
 
 WORDS = 13
-MOST = 0.01  # share of a test text's sequences from which on it is no test
+MOST = 0.01  # largest share of a test text's sequences that may occur in training
 CHUNK = 2**22  # training tokens decoded at a time
 _WORD = re.compile(rb"\w+")
 _PRIME = np.uint64(0x9E3779B97F4A7C15)
 
 
 def sequence_codes(text: bytes, before: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """(n,) uint64 codes of the word sequences of a text, and its last words' hashes, to go on with the next piece."""
+    """(n,) uint64 codes of a text's word sequences, and the hashes of its last words: `before` of the next piece."""
     found = [zlib.crc32(word) for word in _WORD.findall(text.lower())]
     words = np.array(found, dtype=np.uint64)
     if before is not None:
@@ -41,7 +41,7 @@ def sequence_codes(text: bytes, before: np.ndarray | None = None) -> tuple[np.nd
 
 
 def overlap(train: Sequence[Shard], tokenizer: Tokenizer, documents: Sequence[str]) -> float:
-    """Share of the documents' 13-word sequences that occur in the training shards; 0 where there is no such sequence."""
+    """Share of the documents' 13-word sequences that occur in the training shards; 0 for documents without a sequence."""
     wanted = np.unique(np.concatenate([sequence_codes(document.encode())[0] for document in documents]))
     if not len(wanted):
         return 0.0
@@ -62,12 +62,12 @@ def _bytes(tokenizer: Tokenizer, token: int) -> bytes:
         return b"\n"
     try:
         return tokenizer.token_bytes(token)
-    except KeyError:  # an id that no token has
+    except KeyError:  # the id is not a token
         return b""
 
 
 def overlaps(data: DataConfig, texts: Mapping[str, str], kept: Path) -> dict[str, float]:
-    """Name -> share of each of `texts` (name -> file, folder or glob); counted once and kept in the JSON file `kept`."""
+    """Name -> share, for each of `texts` (name -> file, folder or glob). Shares are counted once and kept in `kept`."""
     train, tokenizer = open_split(Path(data.dir), "train"), open_tokenizer(data)
     known = json.loads(kept.read_text()) if kept.is_file() else {}
     found = {}
@@ -92,6 +92,6 @@ def refuse_overlap(name: str, share: float) -> None:
     """Raise ValueError for a test text of which more than 1 % was trained on."""
     if share > MOST:
         raise ValueError(
-            f"texts.{name}: {share:.1%} of its {WORDS}-word sequences occur in the training text, so it is no test: "
-            "give a text of which no part was trained on"
+            f"texts.{name}: {share:.1%} of its {WORDS}-word sequences occur in the training text, more than {MOST:.0%}: "
+            "give a text that is not part of the training text"
         )

@@ -1,14 +1,14 @@
-"""Low-bit attention: what does rounding the attention logits to a few bits cost?
+"""Low-bit attention: how much loss does rounding the attention logits to a few bits cost?
 
     python -m eval.quantization run=runs/NAME [bits=[8,6,4]] [scale=head|row] [text=FILE | shards=DIR] [tokens=100000]
 
-What goes into every softmax is rounded to a b-bit integer times a scale: x -> round(x / s) s, s = max|x| / (2^(b-1) - 1)
-over the visible logits (absmax), found anew for every input (dynamic). `scale` says over which: `head` (the default),
-one scale for a head's map of one window, as absmax is defined for a whole tensor, with nothing shared between heads,
-windows or the two maps of a differential head; `row`, one for each query of it, which a decoder could do, too.
-Weights, values and everything else stay in float32. Figure 8 of arXiv 2410.05258, whose metric was HellaSwag; here it is
-the change of the validation loss, and of needle accuracy where the run was trained on retrieval documents, both paired:
-the same windows with and without.
+The logits of every attention softmax are rounded to a b-bit integer times a scale: x -> round(x / s) s, with the scale
+s = max|x| / (2^(b-1) - 1) over visible logits (absmax), computed for every input (dynamic). scale=head (the default)
+has one scale for each head's map of one window, as absmax is defined for a whole tensor; heads, windows and the two
+maps of a differential head have separate scales. scale=row has one scale per query row of a map, which a decoder could
+compute, too. Weights, values and everything else stay in float32. This is Figure 8 of arXiv 2410.05258, with another
+metric than HellaSwag: the change of the validation loss and, for runs trained on retrieval documents, the change of
+needle accuracy. Both changes are paired: the same windows with and without rounding.
 Writes runs/NAME/eval/quantization.json and runs/NAME/figures/quantization.png.
 """
 
@@ -47,9 +47,9 @@ SCALES = {"head": (-2, -1), "row": (-1,)}  # the dimensions of (..., T, S) that 
 
 @dataclass
 class QuantizationConfig(NeedleGridConfig):
-    """length: tokens per window and needle context, the trained context by default. tokens: at most so many for the loss."""
+    """length: tokens per window and needle context, by default the trained context. tokens: largest number for the loss."""
 
-    bits: list[int] = field(default_factory=lambda: [8, 6, 4])  # of the rounded logits
+    bits: list[int] = field(default_factory=lambda: [8, 6, 4])  # bits of the rounded logits
     scale: str = "head"  # head | row: the logits that share one scale
     length: int | None = None
     tokens: Annotated[int, "[1, inf)"] = 100_000
@@ -58,16 +58,16 @@ class QuantizationConfig(NeedleGridConfig):
 def absmax(logits: Tensor, see: Tensor, bits: int, scale: str = "head") -> Tensor:
     """Attention logits (..., T, S) rounded to `bits` bits, symmetric: 2^(bits-1) - 1 steps on either side of 0.
 
-    Hidden logits have no say in the scale: Dettmers et al., arXiv 2208.07339, section 2.1, over what `see` shows.
+    The scale depends on the logits alone that the mask `see` shows (Dettmers et al., arXiv 2208.07339, section 2.1).
     """
     steps = 2 ** (bits - 1) - 1
     largest = logits.masked_fill(~see, 0.0).abs().amax(SCALES[scale], keepdim=True)
-    step = (largest / steps).clamp_min(torch.finfo(logits.dtype).tiny)  # all zeros stay so
+    step = (largest / steps).clamp_min(torch.finfo(logits.dtype).tiny)  # all zeros stay zeros
     return (logits / step).round().clamp(-steps, steps) * step
 
 
 def quantized(model: nn.Module, bits: int | None, scale: str) -> contextlib.AbstractContextManager[None]:
-    """Inside, the model's attention logits are rounded; `bits` None leaves them alone."""
+    """A context in which the model's attention logits are rounded; with `bits` None they are not."""
     if bits is None:
         return contextlib.nullcontext()
     return visit_logits(model, lambda layer, logits, see: absmax(logits, see, bits, scale))
@@ -84,7 +84,7 @@ def window_losses(model: nn.Module, windows: np.ndarray, batch: int) -> np.ndarr
 
 
 def needle_hits(model: nn.Module, queries: list[Query], batch: int) -> np.ndarray:
-    """(n,) 1.0 where greedy decoding gives the answer. Every text is read in one pass, for whole maps are rounded."""
+    """(n,) 1.0 where greedy decoding gives the answer. Texts are read without a cache: rounding needs whole maps."""
     longest = max(len(query.prompt) + len(query.answer) - 1 for query in queries)
     prompts, answers = [query.prompt for query in queries], [[query.answer] for query in queries]
     hits, _ = score(model, prompts, answers, maps_that_fit(model, longest, batch), cached=False)
@@ -92,7 +92,7 @@ def needle_hits(model: nn.Module, queries: list[Query], batch: int) -> np.ndarra
 
 
 def evaluate(run: LoadedRun, windows: np.ndarray, queries: list[Query], cfg: QuantizationConfig) -> dict[str, Any]:
-    """Loss, and needle accuracy where there are queries, as trained and at each number of bits, with paired changes."""
+    """Loss, and needle accuracy if there are queries, as trained and at each number of bits, with paired changes."""
     widths = [None, *cfg.bits]
     losses, hits = {}, {}
     with progress("quantization", len(widths)) as bar:
@@ -120,7 +120,7 @@ def _change(what: str, values: np.ndarray, reference: np.ndarray) -> dict[str, f
 
 
 def needles(run: LoadedRun, cfg: QuantizationConfig, length: int) -> list[Query]:
-    """Single needles at every depth, `cfg.samples` each; none for a run that was not trained on retrieval documents."""
+    """Single needles, `cfg.samples` at every depth; [] for a run that was not trained on retrieval documents."""
     if not run.config["data"].get("retrieval", {}).get("weight", 0):
         return []
     hay = haystack(run, cfg)
@@ -128,7 +128,7 @@ def needles(run: LoadedRun, cfg: QuantizationConfig, length: int) -> list[Query]
 
 
 def draw(path: Path, results: dict[str, Any], title: str, line_colour: str) -> None:
-    """Change of loss against bits and, where there are needles, accuracy; bars are standard errors."""
+    """Change of loss and, where there are needles, of accuracy against bits; bars are standard errors."""
     columns = 1 if results["accuracy"] is None else 2
     with figure(path, 0.6 + 4.2 * columns, 3.7, columns=columns) as axes:
         _line(axes[0, 0], results["bits"], "loss_change", line_colour)
@@ -149,10 +149,10 @@ def _line(ax: Axes, rows: list[dict[str, Any]], key: str, line_colour: str) -> N
 
 
 def check(cfg: QuantizationConfig) -> None:
-    """Raise ValueError for what cannot be evaluated."""
+    """Raise ValueError for settings that cannot be evaluated."""
     check_grid(cfg)
     if not cfg.bits or not all(2 <= bits <= 16 for bits in cfg.bits) or len(set(cfg.bits)) < len(cfg.bits):
-        raise ValueError(f"bits={cfg.bits} are not different numbers from 2 to 16: use bits=[8,6,4]")
+        raise ValueError(f"bits={cfg.bits} must be different numbers from 2 to 16: use bits=[8,6,4]")
     if cfg.scale not in SCALES:
         raise ValueError(f"scale={cfg.scale} is unknown: use scale=head or scale=row")
 

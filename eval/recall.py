@@ -1,7 +1,8 @@
 """Associative recall: targets that repeat an n-gram of their own window, and how often the training text has that n-gram.
 
-The split of Zoology (arXiv 2312.04927, section 3): a target that ends an n-gram seen before in its window, a hit, can be
-recalled from there; where the n-gram is frequent in training, it can be known from training just as well.
+Targets are split as in Zoology (arXiv 2312.04927, section 3). A target is a hit if it ends an n-gram that has occurred
+before in its window. The model can recall a hit from the window, but where the n-gram is frequent in training, the
+model may also know the target from training.
 """
 
 import contextlib
@@ -27,7 +28,7 @@ def ngram_codes(tokens: np.ndarray, n: int, vocab_size: int) -> np.ndarray:
 
 
 def recall_hits(windows: np.ndarray, n: int, vocab_size: int) -> np.ndarray:
-    """(B, T) bool for windows (B, T + 1): the target ends an n-gram that has ended in its window before."""
+    """(B, T) bool for windows (B, T + 1): the target ends an n-gram that has occurred in its window before."""
     codes = ngram_codes(windows, n, vocab_size)  # (B, T + 2 - n), the first ends at token n - 1
     hits = np.zeros((windows.shape[0], windows.shape[1] - 1), dtype=bool)
     for row, row_codes in zip(hits[:, n - 2 :], codes, strict=True):
@@ -46,21 +47,21 @@ def ends_one_of(ngrams: np.ndarray, windows: np.ndarray, n: int, vocab_size: int
 def frequent_ngrams(
     folder: Path, shards: Sequence[Shard], windows: np.ndarray, n: int, vocab_size: int, most: int
 ) -> np.ndarray:
-    """Codes of the n-grams of hits in `windows` that the training shards of `folder` have more than `most` times.
+    """Codes of the n-grams of hits in `windows` that occur more than `most` times in the training shards of `folder`.
 
-    The counts are kept beside the shards, for the next run on the same windows.
+    The counts are saved beside the shards and used again for the same windows.
     """
     hits = recall_hits(windows, n, vocab_size)[:, n - 2 :]
     wanted = np.unique(ngram_codes(windows, n, vocab_size)[hits])
     counted = [[shard.path.name, len(shard), shard.crc32] for shard in shards]
     key = json.dumps([hashlib.sha256(windows.tobytes()).hexdigest(), n, vocab_size, counted])
     path = folder / f"ngram_counts_{hashlib.sha256(key.encode()).hexdigest()[:16]}.npy"
-    with contextlib.suppress(OSError, ValueError):  # none yet, or a damaged one
+    with contextlib.suppress(OSError, ValueError):  # the file does not exist yet, or it is damaged
         counts = np.load(path)
         if counts.shape == wanted.shape:
             return wanted[counts > most]
     counts = ngram_counts(shards, wanted, n, vocab_size)
-    with contextlib.suppress(OSError):  # a folder that cannot be written
+    with contextlib.suppress(OSError):  # the folder cannot be written
         content = io.BytesIO()
         np.save(content, counts)
         write_atomic(path, content.getvalue())

@@ -1,8 +1,8 @@
-"""A finished run as one small JSON object, so that a comparison needs the run's folder no more.
+"""A finished run as one small JSON object, so that a comparison no longer needs the run's folder.
 
-A study that runs in several visits, or on a machine that is given back, keeps one line per run in `records.jsonl`:
-what the run was (its configuration, as far as it differs from the defaults), what training logged, and the results of
-every evaluation without their long lists.
+A study over several sessions or machines keeps one line per run in `records.jsonl`. A line has the values of the run's
+configuration that differ from the defaults, what training logged, and the results of every evaluation without their
+long lists.
 """
 
 import math
@@ -15,10 +15,10 @@ from configs.files import json_text, read_json_lines, write_atomic
 from eval.report.runs import Run, SpikeConfig
 from training.run import DECIDES, TrainConfig, flatten
 
-LONGEST = 32  # numbers of a list that a record keeps
-POINTS = 64  # of the training loss's curve
+LONGEST = 32  # a record leaves out longer lists of numbers
+POINTS = 64  # points of the training loss's curve
 LOGGED = ("step", "tokens", "loss", "val_loss", "tokens_per_s", "time_s", "needle_acc")
-WHERE = ("data.dir", "data.path", "data.workers")  # say where the data lie on a machine, not what they are
+WHERE = ("data.dir", "data.path", "data.workers")  # where and how a machine reads the data: not part of what a run is
 
 AS_IN_A_RUN = ("variant", "facts", "train", "val", "needle", "evals", "tokenizer", "diverged")
 
@@ -26,7 +26,7 @@ Record = dict[str, Any]
 
 
 def record_of(run: Run) -> Record:
-    """The record of a run that is trained (or diverged) and evaluated."""
+    """The record of a run that is trained and evaluated, or that diverged."""
     thinned = [*run.train[: -1 : max(1, math.ceil(len(run.train) / POINTS))], *run.train[-1:]]
     return {
         "run": run.folder.name,
@@ -45,7 +45,7 @@ def record_of(run: Run) -> Record:
 
 
 def run_of(record: Record, spike: SpikeConfig | None = None) -> Run:
-    """The run that a record is of, as far as the record holds it."""
+    """The run that a record describes, without what the record leaves out."""
     same = {key: record[key] for key in AS_IN_A_RUN}
     config = nested({**flatten(asdict(TrainConfig())), **record["config"]})
     counted = {"loss": record["loss"], "spikes": record["spikes"]}
@@ -53,7 +53,7 @@ def run_of(record: Record, spike: SpikeConfig | None = None) -> Run:
 
 
 def logged(line: dict[str, Any]) -> dict[str, Any]:
-    """What a record keeps of a line of metrics.jsonl; the training loss and the speed with six digits."""
+    """The part of a line of metrics.jsonl that a record keeps. Training loss and speed have six digits."""
     kept = {key: line[key] for key in LOGGED if key in line}
     return kept | {key: float(f"{kept[key]:.6g}") for key in ("loss", "tokens_per_s") if key in kept}
 
@@ -79,7 +79,7 @@ def shortened(results: Any) -> Any:
 
 
 def differing(config: dict[str, Any]) -> dict[str, Any]:
-    """What decides a run's losses, as far as it differs from the defaults; keys are dotted."""
+    """The values that decide a run's losses and differ from the defaults, under dotted keys."""
     default = flatten({key: value for key, value in asdict(TrainConfig()).items() if key in DECIDES})
     given = flatten({key: config.get(key) for key in DECIDES})
     return {key: value for key, value in given.items() if key not in WHERE and default.get(key) != value}
@@ -98,7 +98,7 @@ def nested(flat: dict[str, Any]) -> dict[str, Any]:
 
 
 def records_of(folder: Path, kept: Path) -> dict[str, Record]:
-    """Run's name -> record: of an ablation's folder, then of the folder `kept`; the first record of a run counts."""
+    """Run's name -> record, from an ablation's folder and then the folder `kept`; the first record of a run counts."""
     found: dict[str, Record] = {}
     for path in (*sorted(folder.glob("records/*.jsonl")), folder / "records.jsonl", kept / "records.jsonl"):
         for record in read_json_lines(path):

@@ -1,8 +1,8 @@
-"""Which runs there are, and how far and how good they are: python -m eval.runs [runs=runs] [runs=[runs/A,runs/sweep]]
+"""A list of runs with their progress and losses: python -m eval.runs [runs=runs] [runs=[runs/A,runs/sweep]]
 
-A line for each run folder in the folders given, however deep: its name, the steps done of those planned, training tokens,
-the training loss (mean of the last tenth of the logged steps), the last validation loss, the test loss of eval.perplexity,
-and which evaluations it has.
+Each run folder at any depth below the given folders has one line: its name, the steps done of the planned steps,
+training tokens, the training loss (mean of the last tenth of the logged steps), the last validation loss, the test loss
+of eval.perplexity, and the evaluations that the run has.
 """
 
 from dataclasses import dataclass
@@ -18,9 +18,9 @@ HEAD = ["run", "step", "tokens", "loss", "val loss", "test loss", "evaluations"]
 
 @dataclass
 class RunsConfig:
-    """What is listed."""
+    """The folders to search."""
 
-    runs: Any = "runs"  # a folder that is searched, or a list of folders
+    runs: Any = "runs"  # a folder to search, or a list of folders
 
 
 def run_folders(roots: list[str]) -> list[Path]:
@@ -30,7 +30,7 @@ def run_folders(roots: list[str]) -> list[Path]:
 
 
 def described(folder: Path) -> list[str]:
-    """The run's line; one that cannot be read says why instead."""
+    """The run's line; for a run that cannot be read, its name and the reason."""
     try:
         run = read_run(folder)
     except ValueError as error:
@@ -41,7 +41,7 @@ def described(folder: Path) -> list[str]:
 
 
 def steps(run: Run) -> str:
-    """ "100/300", or "300" of a finished run."""
+    """ "100/300", or "300" for a finished run."""
     done, planned = run.train[-1]["step"] if run.train else 0, run.config.get("steps")
     diverged = ", diverged" if run.diverged else ""
     return f"{done}{'' if done == planned else f'/{planned}'}{diverged}"
@@ -54,7 +54,7 @@ def main(cfg: RunsConfig) -> None:
         raise ValueError(f"there is no folder {missing[0]}: give runs= a folder of runs (python train.py makes runs/)")
     lines = [described(folder) for folder in run_folders(roots)]
     if not lines:
-        raise ValueError(f"there is no run in runs=[{','.join(roots)}]: python train.py makes one")
+        raise ValueError(f"there is no run in runs=[{','.join(roots)}]: train one with python train.py")
     print(columns([HEAD, *lines]))
 
 

@@ -1,4 +1,4 @@
-"""A run of a study as the commands that make it: train.py, then evaluations; and what their configurations are."""
+"""A run of a study as the commands that make it, train.py and then evaluations, with the configurations of both."""
 
 import functools
 import importlib
@@ -33,7 +33,7 @@ ROOT = Path(__file__).parent.parent
 
 @dataclass
 class Run:
-    """One arm at one seed: what train.py and the evaluations are called with. record: where it is finished elsewhere."""
+    """One arm at one seed: the arguments of train.py and of the evaluations. record: of a run finished elsewhere."""
 
     arm: str
     seed: int
@@ -63,7 +63,7 @@ class Run:
 
     @property
     def work(self) -> float:
-        """Training FLOPs in all, to weigh runs in the time left."""
+        """FLOPs of the whole training, which weigh the run in the estimate of the time left."""
         return training_flops(self.config, self.flops_per_token)
 
     def progress(self) -> tuple[int, int]:
@@ -73,7 +73,7 @@ class Run:
         return self.config.steps if self.record else done, self.config.steps
 
     def left(self) -> list[list[str]]:
-        """The commands still to run: training unless finished, evaluations without a result of this training."""
+        """The commands still to run: training unless it is finished, and evaluations without a result of this training."""
         if self.diverged or self.record:
             return []
         commands = [] if self.trained else [[str(ROOT / "train.py"), *self.overrides]]
@@ -84,14 +84,14 @@ class Run:
         ]
 
     def evaluated(self, name: str, overrides: list[str]) -> bool:
-        """Whether the result of this evaluation is there: of the finished training, with the same settings."""
+        """Whether the result of this evaluation exists, from the finished training and with the same settings."""
         path = self.folder / "eval" / f"{result_file(name, overrides)}.json"
         try:
             content = json.loads(path.read_text())
         except (OSError, ValueError):
             return False
         wanted = evaluation_config(name, tuple(overrides))
-        # A result made by other code may lack a setting that has been added since: its default was meant.
+        # A result of older code may lack a setting that was added later. The setting then had its default value.
         same = all(content["config"].get(key, value) == value for key, value in wanted.items() if key != "run")
         return same and content.get("step") == self.config.steps
 
@@ -110,19 +110,19 @@ class Run:
         return "diverged" if self.diverged else "done"
 
     def measured(self, spike: SpikeConfig | None = None) -> Measured:
-        """What the finished run has shown."""
+        """The finished run's configuration, metrics and evaluations."""
         return run_of(self.record, spike) if self.record else read_run(self.folder, spike)
 
     def reason(self) -> str:
-        """The last error that the run's log holds, and where to read more."""
+        """The last error in the run's log, and the log's path."""
         lines = self.log.read_text(errors="replace").splitlines() if self.log.is_file() else []
         said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-        last = said[-1] if said else (lines[-1] if lines else "it has not begun")
-        return f"{self.name}: {last} (see {self.log}); then repeat this command, finished runs are kept"
+        last = said[-1] if said else (lines[-1] if lines else "the run has not begun")
+        return f"{self.name}: {last} (see {self.log}); correct that and repeat this command: finished runs are kept"
 
 
 def training_flops(cfg: TrainConfig, per_token: int) -> float:
-    """Of a whole run; of one that branches off another, from there on."""
+    """FLOPs of a run's training. A run that branches off another run counts its own steps alone."""
     begins = decay_start(cfg.steps, cfg.optim) if cfg.branch_from else 0
     return per_token * cfg.batch_tokens * (cfg.steps - begins)
 
@@ -132,7 +132,7 @@ def evaluation_command(text: str) -> list[str]:
     name, *overrides = text.split()
     known = sorted(p.stem for p in (ROOT / "eval").glob("*.py") if f"python -m eval.{p.stem} run=" in p.read_text())
     if name not in known:
-        raise ValueError(f"evaluations has '{name}', which is none: use {', '.join(known)}")
+        raise ValueError(f"evaluations has '{name}', but there is no such evaluation: use {', '.join(known)}")
     try:
         evaluation_config(name, tuple(overrides))
     except USER_ERRORS as error:
@@ -142,7 +142,7 @@ def evaluation_command(text: str) -> list[str]:
 
 
 def result_file(name: str, overrides: Sequence[str]) -> str:
-    """The name of the file in a run's eval/ that an evaluation writes, without its ending."""
+    """The name, without .json, of the file that an evaluation writes into a run's eval/."""
     given = dict(override.split("=", 1) for override in overrides if "=" in override)
     other = given.get("name") or (given.get("style") if name == "needle" else None)
     return f"{name}_{other}" if other else name
@@ -150,16 +150,16 @@ def result_file(name: str, overrides: Sequence[str]) -> str:
 
 @functools.cache
 def evaluation_config(name: str, overrides: tuple[str, ...]) -> dict[str, Any]:
-    """An evaluation's resolved configuration, as it stands in its JSON, but for the run."""
-    importlib.import_module(f"eval.{name}")  # registers its schema
+    """An evaluation's resolved configuration as in its JSON, except for the run."""
+    importlib.import_module(f"eval.{name}")  # registers the schema
     return OmegaConf.to_container(compose_job(name, ["run=none", *overrides]), resolve=True)
 
 
 @functools.cache
 def composed(overrides: tuple[str, ...]) -> tuple[DictConfig, DecoderConfig]:
-    """train.py's configuration, and its model with what it fills in from the data. Composing takes a third of a second.
+    """train.py's configuration, and its model configuration with the values that come from the data.
 
-    The caller has imported train.py, which registers its schema.
+    Composing takes a third of a second. The caller must have imported train.py, which registers the schema.
     """
     cfg = compose_job("train", list(overrides))
     plain: TrainConfig = OmegaConf.to_object(cfg)
@@ -167,7 +167,7 @@ def composed(overrides: tuple[str, ...]) -> tuple[DictConfig, DecoderConfig]:
 
 
 def train_config(overrides: Sequence[str], own: Sequence[str] = ()) -> TrainConfig:
-    """The configuration of a run as it stands in its config.yaml. own: overrides of single values, outside of the model."""
+    """The configuration of a run as in its config.yaml. own: overrides of single values outside of the model."""
     composed_cfg, model = composed(tuple(overrides))
     cfg = composed_cfg.copy()
     for override in own:
@@ -179,7 +179,7 @@ def train_config(overrides: Sequence[str], own: Sequence[str] = ()) -> TrainConf
 
 
 def read_epochs(cfg: TrainConfig) -> float:
-    """How often training reads the prepared text; 1 and less is unrepeated, 0 is a task that is made as it is read."""
+    """How often training reads the prepared text; up to 1, no text is repeated. 0 for a task that is made while read."""
     if is_task(cfg.data):
         return 0.0
     tokens = sum(len(shard) for shard in open_split(Path(cfg.data.dir), "train"))
@@ -187,7 +187,7 @@ def read_epochs(cfg: TrainConfig) -> float:
 
 
 def describe_model(cfg: TrainConfig) -> dict[str, Any]:
-    """Heads, their width, head norm, parameters and FLOPs, from the model built without memory."""
+    """Heads, their width, head norm, parameters and FLOPs of the model, which is built on the meta device."""
     with torch.device("meta"):
         model = Decoder(cfg.model)
     attentions, none = [block.attention for block in model.blocks], torch.nn.Identity()

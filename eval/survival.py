@@ -1,12 +1,13 @@
-"""How many tokens until retrieval appears: survival curves over seeds, and whether arms differ.
+"""Training tokens until retrieval appears: survival curves over seeds, and tests of whether arms differ.
 
     python -m eval.survival ablation=runs/ablate/emergence [levels=[0.5,0.9]]
 
-Reads the runs of an ablation that were trained with needle_every=N: their folders, or where those are gone their records
-(as docs/results/NAME has them; ablation=docs/results/NAME works, too). A run arrives at a level at the first check whose needle
-accuracy is at least the level; a run that never does is censored at the end of its training: it counts as "not by then".
-For each arm: the Kaplan-Meier estimate of the share of runs that have not arrived, with 95 % intervals, the median with its
-interval, and the log-rank test against the first arm of the same point of the grid, with Holm's correction.
+Reads the runs of an ablation that were trained with needle_every=N, from their folders, or from their records where the
+folders are gone. docs/results/NAME has such records, and ablation=docs/results/NAME works, too. A run arrives at a
+level at its first check whose needle accuracy is at least the level. A run that does not arrive is censored at the end
+of its training: it counts as "not by then". Each arm gets the Kaplan-Meier estimate of the share of runs that have not
+arrived, with 95 % intervals, the median with its interval, and the log-rank test against the first arm of the same
+point of the grid, with Holm's correction.
 Writes survival.json and figures/survival.png into the ablation's folder.
 """
 
@@ -29,16 +30,16 @@ from eval.records import records_of
 from eval.report.statistics import holm
 
 LEVELS = (0.5, 0.9)
-# In the order of the arms of experiment=emergence, so that plain variants have the colours they have elsewhere.
+# In the order of the arms of experiment=emergence, so that plain variants have the same colours as in other figures.
 CYCLE = ("#0072B2", "#E69F00", "#D55E00", "#8C564B", "#7F7F7F", "#CC79A7", "#009E73", "#56B4E9", "#1f2328")
 
 
 @dataclass
 class SurvivalConfig:
-    """ablation: the folder of an ablation's results. levels: needle accuracies that count as arrival."""
+    """ablation: the folder of an ablation's results. levels: needle accuracies at which a run arrives."""
 
     ablation: str = MISSING
-    records: str = "docs/results"  # runs whose folders are gone are read from NAME/records.jsonl in here
+    records: str = "docs/results"  # runs whose folders are gone are read from NAME/records.jsonl in this folder
     levels: list[float] = field(default_factory=lambda: list(LEVELS))
 
 
@@ -46,7 +47,8 @@ class SurvivalConfig:
 class Curve:
     """The share of runs that have not arrived, from each of `times` on, with its 95 % interval.
 
-    median: the first time at which half have arrived; low and high: its interval. None where the curve does not get there.
+    median: the first time at which half of the runs have arrived. low, high: the interval of the median. A value is
+    None where its curve does not fall to one half.
     """
 
     n: int
@@ -61,32 +63,32 @@ class Curve:
 
 
 Checks = list[dict[str, float]]  # the lines of a metrics.jsonl that have a needle_acc
-Arrivals = list[tuple[int, bool]]  # of each run (tokens, arrived)
+Arrivals = list[tuple[int, bool]]  # (tokens, arrived) of each run
 
 
 def tokens_to(checks: Checks, level: float) -> int | None:
-    """Training tokens at the first needle check with at least that accuracy; None where there is none."""
+    """Training tokens at the first needle check with accuracy `level` or more; None where no check has it."""
     return next((line["tokens"] for line in checks if line["needle_acc"] >= level), None)
 
 
 def arrival(checks: Checks, level: float) -> tuple[int, bool]:
-    """(tokens, arrived): when the run with these needle checks arrived, or else its last needle check."""
+    """(tokens, arrived): the tokens at which the run with these needle checks arrived, or the tokens of its last check."""
     found = tokens_to(checks, level)
     return (checks[-1]["tokens"], False) if found is None else (found, True)
 
 
 def kaplan_meier(runs: Arrivals) -> Curve:
-    """The Kaplan-Meier estimate (1958), a run that is censored at a time being at risk up to and at that time.
+    """The Kaplan-Meier estimate (1958). A censored run is at risk until the time of its censoring, that time included.
 
-    Intervals are Greenwood's on the scale log(-log S), which stays inside 0 to 1 (Kalbfleisch and Prentice 1980); the median's
-    are the times at which the curve's interval crosses one half (Brookmeyer and Crowley 1982). Where the last run arrives, the
-    scale has no interval: its upper bound stays where it was.
+    Intervals are Greenwood's on the scale log(-log S), which stays inside 0 to 1 (Kalbfleisch and Prentice 1980). The
+    median's interval ends at the times at which the curve's interval crosses one half (Brookmeyer and Crowley 1982).
+    Where the last run arrives, this scale has no interval; the upper bound then stays as at the time before.
     """
     arrived = [time for time, seen in runs if seen]
     if not arrived:
         return Curve(len(runs), 0, [], [], [], [], None, None, None)
     survival = stats.ecdf(_censored(runs)).sf
-    with warnings.catch_warnings(action="ignore"):  # that it is undefined where nobody is left
+    with warnings.catch_warnings(action="ignore"):  # scipy warns that it is undefined where no run is left
         interval = survival.confidence_interval(0.95, method="log-log")
     at = np.isin(survival.quantiles, arrived)
     times, shares = survival.quantiles[at].tolist(), survival.probabilities[at]
@@ -102,16 +104,16 @@ def _censored(runs: Arrivals) -> stats.CensoredData:
 
 
 def log_rank(runs: Arrivals, others: Arrivals) -> tuple[float, float]:
-    """(chi square, p) of the log-rank test of two groups (Mantel 1966), 1 degree of freedom; (0, 1) where nobody arrived."""
+    """(chi square, p) of the log-rank test of two groups (Mantel 1966), 1 degree of freedom; (0, 1) if no run arrived."""
     with np.errstate(divide="ignore", invalid="ignore"):
         found = stats.logrank(_censored(runs), _censored(others))
     return (0.0, 1.0) if math.isnan(found.statistic) else (float(found.statistic**2), float(found.pvalue))
 
 
 def compare(arms: list[dict[str, Any]], checks: dict[str, Checks], level: float) -> list[dict[str, Any]]:
-    """For each arm its curve and its test against the reference; `arms` as an ablation's results.json has them.
+    """Each arm's curve and its test against the reference. arms: as in an ablation's results.json.
 
-    checks: of each run. A diverged run is censored where it ended.
+    checks: run's name -> its needle checks. A diverged run is censored at its last check.
     """
     found = {arm["name"]: [arrival(checks[run["run"]], level) for run in arm["runs"]] for arm in arms}
     rows = []
@@ -127,7 +129,7 @@ def compare(arms: list[dict[str, Any]], checks: dict[str, Checks], level: float)
 
 
 def draw(path: Path, levels: dict[str, list[dict[str, Any]]], end: float) -> None:
-    """The share of runs that have arrived against training tokens: a row a point of the grid, a column a level."""
+    """The share of runs that have arrived against training tokens: one row per point of the grid, one column per level."""
     points = list(dict.fromkeys(row["point"] for rows in levels.values() for row in rows))
     with figure(path, 5.2 * len(levels), 3.6 * len(points), columns=len(levels), rows=len(points)) as axes:
         for column, (level, rows) in enumerate(levels.items()):
@@ -152,7 +154,7 @@ def main(cfg: SurvivalConfig) -> None:
     if not (folder / "results.json").is_file():
         raise ValueError(f"{folder} has no results.json: run scripts/ablate.py experiment=emergence first")
     if not cfg.levels or not all(0 < level <= 1 for level in cfg.levels):
-        raise ValueError(f"levels={cfg.levels} are not accuracies above 0: use levels=[0.5,0.9]")
+        raise ValueError(f"levels={cfg.levels} must be accuracies above 0 and at most 1: use levels=[0.5,0.9]")
     arms = json.loads((folder / "results.json").read_text())["results"]["arms"]
     records = records_of(folder, Path(cfg.records) / folder.name)
     lines = {run["run"]: _lines(folder / run["run"], records) for arm in arms for run in arm["runs"]}
@@ -170,7 +172,7 @@ def main(cfg: SurvivalConfig) -> None:
 
 
 def _lines(folder: Path, records: dict[str, dict[str, Any]]) -> list[dict[str, float]]:
-    """What training has logged: the run's own lines, or those that its record keeps."""
+    """The lines that training logged: from the run's folder, or from its record where the folder has none."""
     record = records.get(folder.name, {})
     kept = [line for part in ("train", "val", "needle") for line in record.get(part, [])]
     return list(read_json_lines(folder / "metrics.jsonl")) or kept

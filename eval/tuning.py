@@ -1,9 +1,10 @@
-"""Learning rates for every arm by itself: which trials to run next, and what they have shown.
+"""Learning rates of every single arm: the trials to run next, and the results of the trials.
 
-The search is one coordinate after the other: all values of the first key's grid, the others at the middle of theirs; then
-the next key's grid at the best so far; then, for the keys of `refine`, halfway (in the logarithm) to both neighbours of the
-best. Every arm gets the same number of trials. Where the best value lies at an end of the grid, the grid is widened there,
-up to `widen` times, and the result says so.
+The search changes one key after the other. It tries all values of the first key, with the other keys at the middle of
+their grids, then all values of the next key, with the first key at its best value, and so on. Then, for the keys of
+`refine`, it tries the values halfway (in the logarithm) from the best value to both of its neighbours. Every arm gets
+the same number of trials. Where the best value lies at an end of the grid, the grid is widened at that end, up to
+`widen` times, and the result says so.
 """
 
 import math
@@ -15,21 +16,21 @@ from typing import Annotated, Any
 from eval.common import figure
 
 Point = tuple[float, ...]  # one value per key of the grid
-LOWEST_STEP = 1.2  # two values of a grid closer than this factor are one
+LOWEST_STEP = 1.2  # smallest factor between neighbouring values of a grid
 
 
 @dataclass
 class TuneConfig:
-    """Which learning rates are searched for every arm, and how."""
+    """The search for every arm's own learning rates."""
 
-    keys: list[str] = field(default_factory=list)  # of the overrides that are searched; none: no tuning
-    values: list[list[float]] = field(default_factory=list)  # of each key, rising: what is tried first
+    keys: list[str] = field(default_factory=list)  # configuration keys to search; empty: no tuning
+    values: list[list[float]] = field(default_factory=list)  # for each key, the values to try first, in rising order
     refine: list[str] = field(default_factory=list)  # keys searched once more, halfway to the best value's neighbours
-    train: list[str] = field(default_factory=list)  # overrides of the trials (their length, say)
-    seeds: list[int] = field(default_factory=lambda: [101])  # of the trials, others than those that are compared
-    metric: str = "train.val_loss"  # what the trials are judged by, the lower the better: train.NAME
-    at: str | None = None  # the point of the experiment's grid that is tuned; None: its last one, for all points
-    widen: Annotated[int, "[0, inf)"] = 2  # times that a grid is widened at most
+    train: list[str] = field(default_factory=list)  # overrides of the trials, for example their number of steps
+    seeds: list[int] = field(default_factory=lambda: [101])  # seeds of the trials, which no compared run may have
+    metric: str = "train.val_loss"  # train.NAME, the metric that judges the trials; lower is better
+    at: str | None = None  # point of the experiment's grid to tune at, for all points; None: the last point
+    widen: Annotated[int, "[0, inf)"] = 2  # how often a grid may be widened
 
     @property
     def grid(self) -> dict[str, list[float]]:
@@ -39,9 +40,10 @@ class TuneConfig:
 
 @dataclass
 class Tuned:
-    """What an arm's trials have shown. losses: (point, mean of the metric over the trials' seeds), in order of trial.
+    """The results of an arm's trials. losses: (point, mean of the metric over the trials' seeds), in order of trial.
 
-    best: key -> value. widened: how often a grid was widened. edge: keys whose best value lies at the end of what was tried.
+    best: key -> value. widened: how often a grid was widened. edge: keys whose best value is the lowest or highest
+    tried.
     """
 
     keys: list[str]
@@ -54,29 +56,29 @@ class Tuned:
 
 
 def check(cfg: TuneConfig, seeds: list[int]) -> None:
-    """Raise ValueError for a grid that decides nothing, or for seeds that the comparison uses, too."""
+    """Raise ValueError for a wrong grid, or for trials with seeds of the comparison."""
     if len(cfg.keys) != len(cfg.values):
-        wrong = f"tune.keys has {len(cfg.keys)} keys and tune.values {len(cfg.values)} lists of values"
+        wrong = f"tune.keys has {len(cfg.keys)} keys, but tune.values has {len(cfg.values)} lists of values"
         raise ValueError(f"{wrong}: give one list for each key, as tune.keys=[optim.lr] tune.values=[[0.001,0.01]]")
     for key, values in cfg.grid.items():
         if len(values) < 2 or sorted(values) != list(values) or min(values, default=0) <= 0:
-            wrong = f"tune.values={list(values)} of {key} is no grid"
-            raise ValueError(f"{wrong}: give two values or more, above 0 and rising, as tune.values=[[0.01,0.02]]")
+            wrong = f"tune.values={list(values)} of {key} is not a grid"
+            raise ValueError(f"{wrong}: give two or more values above 0 in rising order, as tune.values=[[0.01,0.02]]")
         if any(b / a < LOWEST_STEP for a, b in zip(values, values[1:], strict=False)):
-            raise ValueError(f"tune.values of {key} are closer than a factor {LOWEST_STEP}: leave some of them out")
+            raise ValueError(f"tune.values of {key} are closer than a factor of {LOWEST_STEP}: leave some of them out")
     if not cfg.metric.startswith("train."):
         raise ValueError(
-            f"tune.metric={cfg.metric} is not of training, and trials are not evaluated: use train.val_loss"
+            f"tune.metric={cfg.metric} is not a metric of training, but trials are only trained: use train.val_loss"
         )
     if unknown := [key for key in cfg.refine if key not in cfg.grid]:
-        raise ValueError(f"tune.refine names {unknown[0]}, which tune.keys does not: use {', '.join(cfg.grid)}")
+        raise ValueError(f"tune.refine has {unknown[0]}, which is not in tune.keys: use {', '.join(cfg.grid)}")
     if cfg.grid and (not cfg.seeds or set(cfg.seeds) & set(seeds)):
-        wrong = f"the trials' seeds {cfg.seeds} are none, or seeds of the comparison"
-        raise ValueError(f"{wrong}: choose others, as tune.seeds=[101]")
+        wrong = f"tune.seeds={cfg.seeds} is empty or has seeds of the comparison"
+        raise ValueError(f"{wrong}: choose other seeds, as tune.seeds=[101]")
 
 
 def wanted(cfg: TuneConfig, found: Mapping[Point, float]) -> list[Point]:
-    """The points to try next, given the mean losses `found` so far; none when the search is over."""
+    """The points to try next, given the mean losses `found` so far; [] when the search is over."""
     points, _ = _search(cfg, found)
     return [point for point in points if point not in found]
 
@@ -96,7 +98,7 @@ def tuned(cfg: TuneConfig, found: Mapping[Point, float]) -> Tuned:
 
 
 def _search(cfg: TuneConfig, found: Mapping[Point, float]) -> tuple[list[Point], int]:
-    """The points of the search as far as `found` decides them, and how often a grid was widened."""
+    """The points of the search that `found` decides, and how often a grid was widened."""
     grids = [list(values) for values in cfg.grid.values()]
     at: list[float] = [values[len(values) // 2] for values in grids]
     points: list[Point] = []
@@ -130,14 +132,14 @@ def _moved(at: list[float], axis: int, value: float) -> Point:
 
 
 def _beyond(grid: list[float], best: float) -> float | None:
-    """The value that widens a grid whose best value is at its end; None where it is not."""
+    """The value that widens a grid whose best value is at an end; None for another best value."""
     if best == grid[0]:
         return _rounded(grid[0] ** 2 / grid[1])
     return _rounded(grid[-1] ** 2 / grid[-2]) if best == grid[-1] else None
 
 
 def _halfway(grid: list[float], best: float) -> list[float]:
-    """Two values halfway in the logarithm from `best` to its neighbours (at an end, as far out as in)."""
+    """Two values halfway, in the logarithm, from `best` to its neighbours; at an end, both at the same distance."""
     i = grid.index(best)
     down = best / grid[i - 1] if i else grid[i + 1] / best
     up = grid[i + 1] / best if i + 1 < len(grid) else down
@@ -149,9 +151,9 @@ def _rounded(value: float) -> float:
 
 
 def tuning_notes(found: Mapping[str, Tuned], metric: str = "train.val_loss") -> list[str]:
-    """What a reader must know of the tuning: unequal budgets, and best values at the end of what was tried."""
+    """Sentences that a reader of the table needs: unequal budgets, and best values at an end of the tried values."""
     if not found:
-        return ["Untuned: every arm was trained at one shared learning rate that was chosen for none of them."]
+        return ["Untuned: all arms were trained at one shared learning rate, which was not tuned for any of them."]
     counts = {arm: len(t.losses) for arm, t in found.items()}
     fewest = min(counts.values())
     judge = "on validation data" if metric == "train.val_loss" else f"by {metric},"
@@ -161,7 +163,7 @@ def tuning_notes(found: Mapping[str, Tuned], metric: str = "train.val_loss") -> 
     for arm, t in found.items():
         if t.edge:
             lines.append(
-                f"The best {', '.join(t.edge)} of {arm} lies at the end of what was tried: it may be better still."
+                f"The best {', '.join(t.edge)} of {arm} is at an end of the tried values: a value beyond may be better."
             )
     return lines
 
@@ -184,7 +186,7 @@ def draw_tuning(path: Path, found: Mapping[str, Tuned], palette: Mapping[str, st
 
 
 def as_json(found: Mapping[str, Tuned]) -> dict[str, Any]:
-    """arm -> what its trials have shown, for a result's JSON."""
+    """arm -> the results of its trials, for a result's JSON."""
     results = {}
     for arm, t in found.items():
         trials = [{**dict(zip(t.keys, point, strict=True)), "loss": loss} for point, loss in t.losses]

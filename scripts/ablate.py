@@ -1,12 +1,12 @@
-"""Train, evaluate and compare the arms of an experiment over seeds; interrupted or repeated, it goes on where it was.
+"""Train, evaluate and compare the arms of an experiment over seeds. A repeated command continues an interrupted one.
 
     python scripts/ablate.py experiment=main seeds=3 [tune=rates] [tier=gpu] [jobs=2] [launcher=slurm]
         ['train=["steps=300"]']
 
-experiment: a file of configs/ablations/experiment/. seeds: a number (1 to N) or a list. tune=rates first finds every arm's
-own learning rates. Every arm and seed is a run of train.py, runs/ablate/NAME/ARM-sSEED, then evaluated. Ends in
-runs/ablate/NAME/results.json, table.md and figures/. run=false trains nothing: it prints what is left to do and what that
-costs, and writes the table of what is finished.
+experiment: a file of configs/ablations/experiment/. seeds: a number N, for the seeds 1 to N, or a list. tune=rates
+first finds every arm's own learning rates. Every arm and seed is a run of train.py in runs/ablate/NAME/ARM-sSEED, which
+is then evaluated. The command writes runs/ablate/NAME/results.json, table.md and figures/. With run=false it does not
+train: it prints the runs that are left and their cost, and writes the table of the finished runs.
 """
 
 import importlib
@@ -79,7 +79,7 @@ def main(cfg: AblateConfig) -> None:
 
 
 class Study:
-    """An experiment on its way: its arms, the trials that choose their learning rates, and the runs that are compared."""
+    """An experiment in progress: its arms, the trials for their learning rates, and the runs to compare."""
 
     def __init__(self, cfg: AblateConfig, name: str) -> None:
         self.cfg, self.name, self.folder = cfg, name, Path(cfg.runs) / name
@@ -88,7 +88,8 @@ class Study:
         tuning.check(cfg.tune, self.seeds)
         if cfg.tune.at is not None and cfg.tune.at not in cfg.grid:
             raise ValueError(
-                f"tune.at={cfg.tune.at} is no point of the grid: use one of {', '.join(cfg.grid) or 'none'}"
+                f"tune.at={cfg.tune.at} is not a point of the grid: "
+                + (f"use one of {', '.join(cfg.grid)}" if cfg.grid else "leave it out, this experiment has no grid")
             )
         self.evaluations = evaluation_commands(cfg)
         refuse_metrics(cfg, self.evaluations)
@@ -102,14 +103,14 @@ class Study:
         compare_parameters(self.arms, cfg.matched)
 
     def _config(self, arm: Arm, own: list[str]) -> TrainConfig:
-        """An arm's configuration; own: single values outside of the model, which are set without composing anew."""
+        """An arm's configuration. own: overrides of values outside of the model, applied without composing again."""
         try:
             return train_config(arm.overrides, own)
         except USER_ERRORS as error:
             raise ValueError(f"arm {arm.name}: {explain(error, TrainConfig)}") from None
 
     def _run(self, arm: Arm, seed: int, name: str, more: list[str], evaluations: list[list[str]]) -> Run:
-        """The run of this name, made once: composing a configuration takes a tenth of a second."""
+        """The run `name`, made once because composing a configuration takes a tenth of a second."""
         if name in self._known:
             return self._known[name]
         folder = self.folder / name
@@ -125,18 +126,18 @@ class Study:
         return run
 
     def overlaps(self) -> dict[str, float]:
-        """Of each test text the share that occurs in the training text of the first arm."""
+        """Test text -> the share of the text that occurs in the training text of the first arm."""
         texts = self.cfg.texts
         return overlaps(self._config(self.arms[0], []).data, texts, self.folder / "overlap.json") if texts else {}
 
     # Tuning
 
     def trials(self) -> list[Run]:
-        """The trials of all arms that are known so far: finished ones, and those that their results ask for next."""
+        """The known trials of all arms: finished trials, and the trials that the search wants next."""
         return [trial for arm in self._tuned_arms() for trial in self._trials(arm)[0]]
 
     def _tuned_arms(self) -> list[Arm]:
-        """Every arm once, at the point of the grid that is tuned: `tune.at`, or the last one (the longest)."""
+        """Every arm once, at the point of the grid for tuning: `tune.at`, or the last point."""
         at = self.cfg.tune.at or list(self.cfg.grid or [""])[-1]
         return [arm for arm in self.arms if arm.point == at] if self.cfg.tune.keys else []
 
@@ -165,7 +166,7 @@ class Study:
         return float("inf") if found is None else found
 
     def tuned(self) -> dict[str, Tuned]:
-        """Arm -> what its trials have shown; arms whose search is not over are left out."""
+        """Arm -> the result of its trials; arms whose search is not over are left out."""
         found = {}
         for arm in self._tuned_arms():
             runs, losses = self._trials(arm)
@@ -179,9 +180,9 @@ class Study:
     # The runs that are compared
 
     def runs(self) -> list[Run]:
-        """Every arm at every seed, seed by seed, so that an interrupted ablation has whole comparisons.
+        """Every arm at every seed, seed by seed, so that an interrupted ablation has complete comparisons.
 
-        Arms with fewer seeds come last; of a tuned study, arms whose tuning is not finished are left out.
+        Arms with fewer seeds come last. A study with tuning leaves out arms whose tuning is not finished.
         """
         tuned, fewer, runs = self.tuned(), self.cfg.fewer_seeds, []
         pairs = [
@@ -197,7 +198,7 @@ class Study:
         return runs
 
     def _branching(self, arm: Arm, seed: int) -> list[str]:
-        """The overrides that let an arm's shorter runs begin where the longest one has not begun to decay."""
+        """The overrides with which an arm's shorter runs branch off the longest run before its decay."""
         if not self.cfg.branch:
             return []
         points = {other.name: self._config(other, []) for other in self.arms if other.arm == arm.arm}
@@ -206,11 +207,11 @@ class Study:
             at = {decay_start(config.steps, config.optim) for name, config in points.items() if name != trunk}
             return [f"checkpoint.at={sorted(at)}"]
         folder = self.folder / f"{trunk}-s{seed}"
-        recorded = folder.name in self.records and not checkpoints(folder)  # then the branch is trained alone
+        recorded = folder.name in self.records and not checkpoints(folder)  # then the run is trained as a whole
         return [] if recorded else [f"branch_from={folder}"]
 
     def describe(self, runs: list[Run]) -> list[list[Run]]:
-        """Print what is going to happen; returns the chains of runs that are left, branches behind their trunk."""
+        """Print the arms and the number of finished runs. Returns the chains of unfinished runs, longest run first."""
         width = max(len(arm.name) for arm in self.arms)
         for arm in self.arms:
             off = arm.facts["params_off"]
@@ -228,7 +229,7 @@ class Study:
         return [sorted(chain, key=lambda run: -run.config.steps) for chain in chains.values()]
 
     def print_costs(self) -> None:
-        """On a tier that names its card: seconds of every run that is known so far, and hours of all that are left."""
+        """Print the estimated seconds of every known run and the hours of all unfinished runs, if the tier names a GPU."""
         if not (peak := self.cfg.tier.peak_flops):
             return
         runs = self.runs()
@@ -240,28 +241,31 @@ class Study:
         later = [
             training_flops(self._config(arm, self._branching(arm, seed)), arm.facts["flops_per_token"])
             for arm in self.arms
-            if arm.name not in planned  # its rates are not chosen yet, and decide nothing of its cost
+            if arm.name not in planned  # its learning rates are not known yet, but its cost does not depend on them
             for seed in self.seeds[: self.cfg.fewer_seeds.get(arm.arm, len(self.seeds))]
         ]
         hours = (sum(run.work for run in known) + sum(later)) / peak / 3600
-        waiting = f", {len(later)} that wait for the tuning of their arm included" if later else ""
+        waiting = f" (with {len(later)} runs that wait for the tuning of their arm)" if later else ""
         print(
             f"{len(known) + len(later)} runs left{waiting}: {hours / 0.2:.1f} h at 20 % MFU, {hours / 0.4:.1f} h at 40 %",
             flush=True,
         )
 
     def carry_out(self, chains: list[list[Run]], title: str, total: int, task: list[str]) -> None:
-        """Run on this machine, or hand each run to a launcher."""
+        """Start the runs on this machine or with a launcher."""
         if self.cfg.launcher.plugin:
             run_by_launcher(self.cfg, self.folder, [run for chain in chains for run in chain], task)
         else:
             run_jobs(chains, self.cfg.jobs, title, total)
 
     def carry_out_alone(self, only: str, job: int | None) -> None:
-        """only=: one run, on this machine. job: its number, where a launcher started it; then the log tells a failure."""
+        """Carry out the one run of only= on this machine. job: the run's number if a launcher started this command.
+
+        An error is raised, but a launcher's job only prints it.
+        """
         known = {run.name: run for run in (*self.trials(), *self.runs())}
         if only not in known:
-            raise ValueError(f"only={only} is no run of this experiment: use one of {', '.join(known)}")
+            raise ValueError(f"only={only} is not a run of this experiment: use one of {', '.join(known)}")
         run = known[only]
         try:
             with Team() as team:
@@ -277,13 +281,13 @@ class Study:
     # Results
 
     def keep(self, runs: list[Run]) -> None:
-        """Write the records of finished runs that have none, because train.py was called by hand or by older code."""
+        """Write missing records of finished runs, which train.py made by hand or older code made."""
         for run in runs:
             if not run.record and not run.left() and not (self.folder / "records" / f"{run.name}.jsonl").is_file():
                 run.finished()
 
     def write_trials(self) -> None:
-        """While no run that is compared is finished: what the trials of the tuning have shown so far."""
+        """Write the results of the finished trials, as long as none of the runs to compare is finished."""
         keys = self.cfg.tune.keys
         lines = [["arm", *keys, self.cfg.tune.metric, "tokens"]]
         for trial in self.trials():
@@ -292,14 +296,14 @@ class Study:
                 arm = next(arm.arm for arm in self.arms if arm.name == trial.arm)
                 rates = [f"{flat[key]:g}" for key in keys]
                 lines.append([arm, *rates, f"{self._judged(trial):.4f}", si(run.value("train.tokens") or 0)])
-        title = f"{self.name}, under way: {len(lines) - 1} trials of the tuning, no run that is compared"
-        note = f"Seeds {', '.join(map(str, self.cfg.tune.seeds))}; one run a line; `train.` is what training logs."
+        title = f"{self.name}, under way: {len(lines) - 1} trials of the tuning, no run of the comparison yet"
+        note = f"Seeds {', '.join(map(str, self.cfg.tune.seeds))}; one run per line; training logs the `train.` column."
         trials = [dict(zip(lines[0], line, strict=True)) for line in lines[1:]]
         results = {"title": title, "arms": [], "trials": trials}
         self._write(results, self.seeds, [f"**{title}**", markdown(lines).rstrip(), note])
 
     def _write(self, results: dict[str, Any], seeds: list[int], page: list[str]) -> None:
-        """results.json, and table.md with the paragraphs of `page`, which are printed too."""
+        """Write results.json, and table.md with the paragraphs of `page`; print the paragraphs."""
         write_json(self.folder / "results.json", result_record("ablation", self.name, self.cfg, results, seeds=seeds))
         text = "\n\n".join(page) + "\n"
         write_atomic(self.folder / "table.md", text.encode())
@@ -354,7 +358,7 @@ class Study:
 
 
 def run_by_launcher(cfg: AblateConfig, folder: Path, left: list[Run], task: list[str]) -> None:
-    """Hand each run to a Hydra launcher: this script again, as a sweep over only=."""
+    """Start each run with a Hydra launcher, which calls this script in a sweep over only=."""
     launcher = cfg.launcher
     try:
         importlib.import_module(launcher.module or "hydra")
@@ -368,7 +372,7 @@ def run_by_launcher(cfg: AblateConfig, folder: Path, left: list[Run], task: list
     arguments = [sys.executable, str(ROOT / "scripts" / "ablate.py"), "-m", *overrides, *sweep, names]
     done = subprocess.run(arguments, env=environment(0, launcher.options.get("n_jobs", 1), []))
     if done.returncode:
-        raise ValueError(f"launcher={launcher.plugin} ended with exit code {done.returncode}: read its lines above")
+        raise ValueError(f"launcher={launcher.plugin} ended with exit code {done.returncode}: see its messages above")
 
 
 if __name__ == "__main__":

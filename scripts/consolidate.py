@@ -1,8 +1,9 @@
 """Join a sharded checkpoint into whole safetensors files: python scripts/consolidate.py run=runs/NAME
 
-The folder of the checkpoint, written with checkpoint.sharded=true, becomes what training without that option writes: weights
-in model.safetensors, optimizer state in optimizer.safetensors. One process suffices, with memory for both. Evaluations and a
-resumed training read either form; other tools read the joined one.
+Training with checkpoint.sharded=true writes sharded checkpoints. This command rewrites the checkpoint's folder as
+training without that option writes it: weights in model.safetensors, optimizer state in optimizer.safetensors. It needs
+one process with memory for both. Evaluations and a resumed training read both forms; other tools read only the joined
+form.
 """
 
 import os
@@ -29,7 +30,7 @@ class ConsolidateConfig:
     """The checkpoint to join."""
 
     run: str = MISSING  # folder of the run
-    step: Annotated[int | None, "[0, inf)"] = None  # of the checkpoint; None is the newest
+    step: Annotated[int | None, "[0, inf)"] = None  # step of the checkpoint; None: the newest
 
 
 @command("consolidate", ConsolidateConfig)
@@ -38,11 +39,11 @@ def main(cfg: ConsolidateConfig) -> None:
     found = [f for f in checkpoint.checkpoints(run) if cfg.step is None or f.name == checkpoint.folder_name(cfg.step)]
     if not found:
         raise ValueError(
-            f"{run} has no such checkpoint: give run=runs/NAME of a run, and step= of one in its checkpoints/"
+            f"{run} has no such checkpoint: give run=runs/NAME, and a step= that is in the run's checkpoints/"
         )
     folder = found[-1]
     if not sharded.shards(folder):
-        print(f"{folder}: is whole already")
+        print(f"{folder}: is already one checkpoint")
         return
     model = Decoder(decoder_config(checkpoint.read_state(folder)["model"]))
     options = yaml.safe_load((run / "config.yaml").read_text())["optim"]
@@ -54,7 +55,7 @@ def main(cfg: ConsolidateConfig) -> None:
     os.replace(folder, own / "sharded")
     os.replace(whole, folder)
     shutil.rmtree(own)
-    print(f"{folder}: whole")
+    print(f"{folder}: joined")
 
 
 if __name__ == "__main__":

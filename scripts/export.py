@@ -1,7 +1,7 @@
 """Write a run's model as a folder that transformers loads: python scripts/export.py run=runs/NAME out=FOLDER
 
-  python scripts/export.py run=runs/base out=exported/base              the native model that computes the same, if any
-  python scripts/export.py run=runs/diff to=diffllama out=exported/diff  or llama, gpt2: refused where it has no counterpart
+  python scripts/export.py run=runs/base out=exported/base              the model of transformers that computes the same
+  python scripts/export.py run=runs/diff to=diffllama out=exported/diff  or llama, gpt2, ...: refused if it computes otherwise
   python scripts/export.py run=runs/v2 to=remote out=exported/v2         any variant, with our modeling code in the folder:
                                                                          load it with trust_remote_code=True
   python scripts/export.py run=runs/v2 to=safetensors out=weights/v2     weights and configuration under our own names
@@ -38,28 +38,28 @@ from model.decoder import Decoder  # noqa: E402
 from model.interop.huggingface import Export, export, read_folder  # noqa: E402
 from training.checkpoint import load_run  # noqa: E402
 
-TOLERANCE = 1e-4  # of the largest logit; float32 sums in another order differ by some 1e-6
+TOLERANCE = 1e-4  # as a share of the largest logit; float32 sums in another order differ by about 1e-6
 
 
 @dataclass
 class ExportConfig:
-    """What to export. to=None: transformers' own model, or else remote."""
+    """The run to export, and the format. to=None: a model of transformers if one computes the same, else remote."""
 
     run: str = MISSING  # folder of the run
     out: str = MISSING  # a folder that does not exist yet
     to: str | None = (
         None  # diffllama | llama | gpt2 | mistral | qwen2 | qwen3 | olmo2 | phi3 | remote | safetensors | axolotl
     )
-    step: Annotated[int | None, "[0, inf)"] = None  # of the checkpoint; None is the newest
+    step: Annotated[int | None, "[0, inf)"] = None  # step of the checkpoint; None: the newest
     tokenizer: bool = True  # write the tokenizer's files, too
     check: bool = True  # load the folder with transformers and compare
     push: str | None = (
-        None  # user/name: upload the folder to this repository of the hub, made (private) where it is missing
+        None  # user/name: upload the folder to this repository of the hub; a missing repository is made, private
     )
 
 
 def write_folder(found: Export, folder: Path, tokenizer: Tokenizer | None, context: int) -> None:
-    """Write all files of the export into an empty folder; without the tokenizer's where `tokenizer` is None."""
+    """Write all files of the export into an empty folder; no tokenizer files if `tokenizer` is None."""
     save_file(found.tensors, folder / "model.safetensors", metadata={"format": "pt"})
     write_json(folder / "config.json", found.config)
     generation = {key: found.config[key] for key in ("bos_token_id", "eos_token_id")}
@@ -74,10 +74,10 @@ def write_folder(found: Export, folder: Path, tokenizer: Tokenizer | None, conte
 def difference(folder: Path, model: Decoder, tokenizer: Tokenizer | None) -> float:
     """The largest difference of a logit between the folder, loaded by transformers, and `model`, on random tokens.
 
-    ValueError: it is more than float32 explains, or AutoTokenizer gives other ids than `tokenizer`.
+    ValueError if the difference is more than float32 explains, or if AutoTokenizer gives other ids than `tokenizer`.
     """
     with tempfile.TemporaryDirectory() as modules:
-        os.environ.setdefault("HF_MODULES_CACHE", modules)  # transformers' copy of the folder's code is deleted again
+        os.environ.setdefault("HF_MODULES_CACHE", modules)  # a temporary copy of the folder's code
         from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 
         logging.set_verbosity_error()
@@ -87,27 +87,27 @@ def difference(folder: Path, model: Decoder, tokenizer: Tokenizer | None) -> flo
     apart = logits_apart(lambda tokens: theirs(tokens).logits, model)
     if encode is not None and encode(SAMPLE)["input_ids"] != tokenizer.encode(SAMPLE):
         raise ValueError(
-            "the exported tokenizer gives other ids: export with tokenizer=false, and give the text as ids"
+            "the exported tokenizer gives other ids than the run's: export with tokenizer=false, and use ids as input"
         )
     return apart
 
 
 @torch.no_grad()
 def logits_apart(theirs: Callable[[Tensor], Tensor], model: Decoder) -> float:
-    """The largest difference of a logit on random tokens (B, T). ValueError if it is more than float32 explains."""
+    """The largest difference of a logit on random tokens (B, T). ValueError if float32 cannot explain the difference."""
     length = min(64, model.cfg.context)
     tokens = torch.randint(model.cfg.vocab_size, (2, length), generator=torch.Generator().manual_seed(0))
     ours = model(tokens)
     apart = (theirs(tokens) - ours).abs().max().item()
     if not apart <= TOLERANCE * max(1.0, ours.abs().max().item()):
         raise ValueError(
-            f"the exported model differs by {apart:.1e} in its logits: report this, or export with to=remote"
+            f"the exported model's logits differ from the run's by {apart:.1e}: report this, or export with to=remote"
         )
     return apart
 
 
 def load_lines(found: Export, place: str) -> str:
-    """Python that loads the folder, or the repository, `place`."""
+    """Python lines that load the folder or repository `place`."""
     if found.format in ("safetensors", "axolotl"):
         return f"from model.interop.huggingface import read_folder\n\nconfig, state = read_folder({place!r})"
     trust = ", trust_remote_code=True" if found.format == "remote" else ""
@@ -117,7 +117,7 @@ def load_lines(found: Export, place: str) -> str:
 
 
 def upload(folder: Path, repository: str) -> str:
-    """Upload the folder to the hub; returns the address. ValueError: no package, no token, no right, no network."""
+    """Upload the folder to the hub; returns the address. ValueError without package, token, permission or network."""
     try:
         from huggingface_hub import HfApi
     except ModuleNotFoundError:
@@ -127,10 +127,10 @@ def upload(folder: Path, repository: str) -> str:
         api.create_repo(repository, private=True, exist_ok=True)
         api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Export")
     except Exception as error:  # the errors of the hub and of the http library have no common class
-        # Only the class: what a library says of a request may hold its headers, and so the token.
+        # Show only the class: the error's text may contain the request's headers and so the token.
         raise ValueError(
-            f"{folder} is written, and the hub did not take it ({type(error).__name__}): `hf auth login`, then "
-            f"hf upload {repository} {folder}"
+            f"{folder} is written, but the upload failed ({type(error).__name__}): type `hf auth login`, then "
+            f"`hf upload {repository} {folder}`"
         ) from None
     return f"https://huggingface.co/{repository}"
 
@@ -138,12 +138,12 @@ def upload(folder: Path, repository: str) -> str:
 def check(found: Export, folder: Path, model: Decoder, tokenizer: Tokenizer | None) -> str:
     """One line on how the folder compares with the run."""
     if found.format == "safetensors":
-        return "nothing to compare: the weights are as in the run"
+        return "not compared: the weights are those of the run"
     if found.format == "axolotl":
         cfg, state = read_folder(folder)
         back = Decoder(cfg).eval()
         back.load_state_dict(state, strict=True)
-        return f"read again by us, its logits differ from the run's by at most {logits_apart(back, model):.1e}"
+        return f"read back, its logits differ from the run's by at most {logits_apart(back, model):.1e}"
     try:
         apart = difference(folder, model, tokenizer)
     except ModuleNotFoundError:
@@ -155,7 +155,7 @@ def check(found: Export, folder: Path, model: Decoder, tokenizer: Tokenizer | No
 def main(cfg: ExportConfig) -> None:
     out = Path(cfg.out)
     if out.exists():
-        raise ValueError(f"{out} exists already: choose another out=FOLDER, or delete it")
+        raise ValueError(f"{out} exists already: choose another out=FOLDER, or delete {out}")
     if cfg.push is not None and not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", cfg.push):
         raise ValueError(f"push={cfg.push} is not a repository of the hub: give push=user/name")
     run = load_run(cfg.run, step=cfg.step)

@@ -1,10 +1,10 @@
 """Publish the numbers and tables of a report, an ablation or a comparison of conversions.
 
     python scripts/publish.py of=runs/quickstart            # report.{json,md} beside report.html
-    python scripts/publish.py of=runs/ablate/main           # results.json and table.md; name=OTHER calls it otherwise
+    python scripts/publish.py of=runs/ablate/main           # results.json and table.md; name=OTHER: under another name
 
-No table is typed by hand: in README.md and docs/RESULTS.md, between `<!-- NAME table -->` and `<!-- end -->`, stands what
-the command has written, and tests/test_readme.py compares the two.
+No table is typed by hand: this command writes the table between `<!-- NAME table -->` and `<!-- end -->` in README.md
+and docs/RESULTS.md, and tests/test_readme.py compares the documents with docs/results/.
 """
 
 import re
@@ -28,7 +28,9 @@ DOCUMENTS = ("README.md", "docs/RESULTS.md")
 
 @dataclass
 class PublishConfig:
-    """of: the folder that eval.report, scripts/ablate.py or scripts/convert.py wrote. name: under docs/results/, its own."""
+    """of: a folder that eval.report, scripts/ablate.py or scripts/convert.py wrote. name: the folder's name under
+    docs/results/, by default its own name.
+    """
 
     of: str = MISSING
     name: str | None = None
@@ -45,7 +47,7 @@ def main(cfg: PublishConfig) -> None:
         print(f"{target / 'records.jsonl'}: {len(known)} finished runs")
     pair = next((pair for pair in PAIRS if all((source / file).is_file() for file in pair)), None)
     if pair is None and records:
-        return  # a study on its way
+        return  # a study without a table yet
     if pair is None:
         raise ValueError(
             f"{source} has neither report.json nor results.json with its table: run eval.report or scripts/ablate.py"

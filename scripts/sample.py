@@ -1,8 +1,9 @@
 """Write text with a trained run: python scripts/sample.py run=runs/NAME prompt="Once upon a time"
 
-A prompt is taken as typed; several prompts are a list, prompt='["one","two"]', and so are several stops, stop='["\\n","Q:"]'.
-The first unfinished text is shown as it grows, the others follow when it is done. A text depends on its prompt, its seed and
-the settings, not on its neighbours. The speed of reading and writing goes to standard error.
+A prompt is taken as typed. Several prompts are a list, prompt='["one","two"]', and several stop strings, too,
+stop='["\\n","Q:"]'. The first unfinished text is shown while the model writes it; the other texts follow after it. A
+text depends on its prompt, its seed and the settings, but not on the other texts. The speed of reading and writing goes
+to standard error.
 """
 
 import codecs
@@ -31,25 +32,25 @@ from training.checkpoint import LoadedRun  # noqa: E402
 
 MAX_TOKENS = 256
 LITERAL = ("prompt", "stop", "file")  # keys whose values are text
-# A terminal would obey them: all control characters but tab and newline, shown as the signs that Unicode has for them.
+# All control characters except tab and newline, which a terminal would obey, are shown as Unicode's signs for them.
 CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"} | {127: 0x2421}
 
 
 @dataclass
 class SampleConfig:
-    """What to write, and how to draw it."""
+    """The texts to write, and how tokens are drawn."""
 
     run: str = MISSING  # folder of the run
-    prompt: Any = None  # text or a list of texts; None: a document from its beginning
-    file: str | None = None  # a file with the prompt, - for standard input; one newline at its end is dropped
-    temperature: float = 0.8  # 0: the likeliest token every time
-    top_k: int | None = None  # draw among the so many likeliest tokens
-    top_p: float | None = None  # draw among the fewest tokens with this probability together
-    stop: Any = None  # text or a list of texts; the output ends before the first that is complete
-    seed: Annotated[int, "[0, 4294967295]"] = 0  # of the first text; text i has seed + i
+    prompt: Any = None  # a text or a list of texts; None: the beginning of a document
+    file: str | None = None  # a file with the prompt, or - for standard input; one newline at its end is dropped
+    temperature: float = 0.8  # 0: always the most probable token
+    top_k: int | None = None  # draw among the top_k most probable tokens
+    top_p: float | None = None  # draw among the smallest set of tokens whose probabilities sum to top_p
+    stop: Any = None  # a text or a list of texts; the output ends before the stop text that is complete first
+    seed: Annotated[int, "[0, 4294967295]"] = 0  # seed of the first text; text i has seed + i
     samples: int = 1  # texts per prompt
     batch: int = 16  # texts decoded at a time
-    max_tokens: int | None = None  # new tokens at most; None: 256, or what the trained context has room for
+    max_tokens: int | None = None  # new tokens at most; None: 256, or fewer if the trained context has less room
     echo: bool = True  # show the prompt, too
     device: str = "auto"  # auto | cpu | cuda
     out: str | None = None  # a JSON file for texts, settings and speed
@@ -61,9 +62,9 @@ class SampleConfig:
 class Text:
     """The text of one sequence, token by token.
 
-    `text` is certain; a character whose bytes are not all there, and what may yet become a stop string, is held back. The
-    text is cut before the stop string that is complete first, however tokens cut it. `ended` says why nothing follows:
-    "end of text", "stop" or "length".
+    `text` does not change any more. Incomplete characters, and endings that may become a stop string, are held back.
+    The text is cut before the stop string that is complete first, even if tokens split the stop string. `ended` is the
+    reason why the text has ended: "end of text", "stop" or "length".
     """
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
@@ -73,7 +74,7 @@ class Text:
         self._held, self._utf8 = "", codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, token: int) -> None:
-        """Take the next token, which ends the text where it is the end-of-text token or completes a stop string."""
+        """Add the next token. The end-of-text token, or a token that completes a stop string, ends the text."""
         if token == self.tokenizer.eot:
             return self.end("end of text")
         self.tokens.append(token)
@@ -84,7 +85,7 @@ class Text:
         self._take(self._utf8.decode(piece))
 
     def end(self, why: str) -> None:
-        """Nothing follows: what was held back is certain now. Without effect on a text that has ended."""
+        """End the text, with the part that was held back. A text that has ended stays as it is."""
         if self.ended is None:
             self._take(self._utf8.decode(b"", final=True))
         if self.ended is None:
@@ -103,11 +104,11 @@ class Text:
 
 
 class Screen:
-    """Prints texts in their order: the first unfinished one as far as it is certain, the next ones after it."""
+    """Prints texts in order: the certain part of the first unfinished text, then the texts after it."""
 
     def __init__(self, heads: Sequence[str], texts: Sequence[Text]) -> None:
         self.heads, self.texts = heads, texts
-        self.at, self.shown = 0, None  # text, and how much of it (None: not even its head)
+        self.at, self.shown = 0, None  # current text, and its printed characters (None: its head is not printed)
 
     def update(self) -> None:
         while self.at < len(self.texts):
@@ -132,7 +133,7 @@ class Screen:
 
 @dataclass
 class Speed:
-    """Tokens read and seconds until the first new ones; tokens that followed, and their seconds."""
+    """Prompt tokens and the seconds until the first new tokens; the new tokens after those and their seconds."""
 
     prompt_tokens: int = 0
     prompt_seconds: float = 0.0
@@ -140,9 +141,9 @@ class Speed:
     seconds: float = 0.0
 
     def __str__(self) -> str:
-        rate = f"{self.new_tokens / self.seconds:,.0f} tokens/s" if self.new_tokens else "none"
+        rate = f" ({self.new_tokens / self.seconds:,.0f} tokens/s)" if self.new_tokens else ""
         return (f"{self.prompt_tokens:,} tokens read in {self.prompt_seconds:.2f} s; "
-                f"after each text's first: {self.new_tokens:,} in {self.seconds:.2f} s, {rate}")  # fmt: skip
+                f"{self.new_tokens:,} tokens after each text's first in {self.seconds:.2f} s{rate}")  # fmt: skip
 
 
 @dataclass
@@ -156,7 +157,7 @@ class Job:
 
 
 def decode(model: Decoder, jobs: Sequence[Job], limit: int, cfg: SampleConfig) -> Iterator[Speed]:
-    """Write the jobs' texts, up to `limit` tokens each; yields the speed so far whenever texts have grown."""
+    """Write the jobs' texts, up to `limit` tokens each. Yields the speed so far after every new token of the texts."""
     speed = Speed()
     for part in batches(jobs, cfg.batch, padding=model.positions is None):
         tokens, keys = pad_left([job.tokens for job in part], device_of(model))
@@ -183,26 +184,28 @@ def decode(model: Decoder, jobs: Sequence[Job], limit: int, cfg: SampleConfig) -
 
 
 def batches(jobs: Sequence[Job], size: int, padding: bool) -> Iterator[Sequence[Job]]:
-    """At most `size` neighbours at a time; without padding, only those whose prompts are equally long."""
+    """Parts of at most `size` neighbouring jobs; without padding, the prompts of a part are equally long."""
     for _, alike in groupby(jobs, key=lambda job: 0 if padding else len(job.tokens)):
         alike = list(alike)
         yield from (alike[start : start + size] for start in range(0, len(alike), size))
 
 
 def new_tokens(cfg: SampleConfig, model: Decoder, longest: int) -> int:
-    """How many tokens to write after prompts of up to `longest`, end-of-text token included."""
+    """The number of tokens to write after prompts of up to `longest` tokens (with the end-of-text token)."""
     context = model.cfg.context
     left = context - longest
     if cfg.max_tokens is None:
         if left < 1:
-            beyond = "" if model.positions is not None else ", or say max_tokens=N to go beyond it"
-            raise ValueError(f"the prompt has {longest} tokens, the trained context {context}: shorten it{beyond}")
+            beyond = "" if model.positions is not None else ", or set max_tokens=N to exceed the context"
+            raise ValueError(
+                f"the prompt has {longest} tokens, but the trained context has {context}: shorten the prompt{beyond}"
+            )
         return min(MAX_TOKENS, left)
     if cfg.max_tokens > left:
         says = f"a prompt of {longest} and {cfg.max_tokens} new tokens exceed the trained context of {context}"
         if model.positions is not None:
             fix = f"use max_tokens={left}" if left > 0 else "shorten the prompt"
-            raise ValueError(f"{says}, and there are no learned positions beyond it: {fix}")
+            raise ValueError(f"{says}, and the model has no learned positions after that: {fix}")
         print(f"note: {says}", file=sys.stderr)
     return cfg.max_tokens
 
@@ -214,18 +217,18 @@ def texts_of(value: Any, key: str) -> list[str]:
     """A text or a list of texts as a list."""
     texts = [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
     if any(isinstance(text, (list, dict)) or text is None for text in texts):
-        raise ValueError(f'{key} is neither text nor a list of texts: type a list as {key}=\'["one","two"]\'')
+        raise ValueError(f'{key} is neither a text nor a list of texts: type a list as {key}=\'["one","two"]\'')
     return [str(text) for text in texts]
 
 
 def prompts_of(cfg: SampleConfig) -> list[str]:
-    """The prompts asked for; one empty one where there are none."""
+    """The prompts of prompt= or file=; one empty prompt if both are missing."""
     if cfg.file is None:
         return texts_of(cfg.prompt, "prompt") or [""]
     if cfg.prompt is not None:
         raise ValueError("prompt= and file= are both given: give one of them")
     if cfg.file != "-" and not Path(cfg.file).is_file():
-        raise FileNotFoundError(f"no file {cfg.file}: correct file=, or use file=- for standard input")
+        raise FileNotFoundError(f"there is no file {cfg.file}: correct file=, or use file=- for standard input")
     content = sys.stdin.buffer.read() if cfg.file == "-" else Path(cfg.file).read_bytes()
     try:
         return [content.decode("utf-8").removesuffix("\n")]
@@ -234,10 +237,10 @@ def prompts_of(cfg: SampleConfig) -> list[str]:
 
 
 def stops_of(cfg: SampleConfig) -> list[str]:
-    """The stop strings, in which \\n and \\t are a newline and a tab."""
+    """The stop strings, with newlines and tabs in place of \\n and \\t."""
     stops = [stop.replace("\\n", "\n").replace("\\t", "\t") for stop in texts_of(cfg.stop, "stop")]
     if "" in stops:
-        raise ValueError("an empty stop string would end every text at once: leave it out")
+        raise ValueError("stop= has an empty text, which would end every output at once: leave it out")
     return stops
 
 
@@ -252,7 +255,7 @@ def jobs_of(cfg: SampleConfig, run: LoadedRun) -> list[Job]:
 
 
 def heads_of(jobs: Sequence[Job], echo: bool) -> list[str]:
-    """What stands before each text: its number and seed where there are several, and the prompt."""
+    """The lines before each text: its number and seed if there are several texts, and the prompt if `echo`."""
     titles = [f"--- {i} of {len(jobs)}, seed {job.seed}\n" if len(jobs) > 1 else "" for i, job in enumerate(jobs, 1)]
     return [title + job.prompt if echo else title for title, job in zip(titles, jobs, strict=True)]
 
@@ -279,7 +282,7 @@ def sample(cfg: SampleConfig) -> None:
             screen.update()
     except KeyboardInterrupt:
         print()
-    except BrokenPipeError:  # `| head` has seen enough
+    except BrokenPipeError:  # the reader (`| head`) has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     print(f"{cfg.run}, step {run.step}, {device_of(run.model)}: {speed}", file=sys.stderr)
     if cfg.out:
@@ -287,22 +290,22 @@ def sample(cfg: SampleConfig) -> None:
 
 
 def content(cfg: SampleConfig, run: LoadedRun, jobs: Sequence[Job], speed: Speed) -> dict[str, Any]:
-    """What out= holds."""
+    """The content of the JSON file out=."""
     texts = [{key: getattr(job.text, key) for key in ("text", "tokens", "ended")} for job in jobs]
     samples = [{"prompt": job.prompt, "seed": job.seed} | text for job, text in zip(jobs, texts, strict=True)]
     return result_record("sample", cfg.run, cfg, {"samples": samples, "speed": asdict(speed)}, step=run.step)
 
 
 def as_typed(argument: str) -> str:
-    """`prompt=Yes, "we" can` in Hydra's quotes: in its grammar commas, quotes, braces and more have meanings.
+    """An argument such as `prompt=Yes, "we" can` in Hydra's quotes, because commas, quotes and braces have a meaning there.
 
-    A value in brackets is left to Hydra as a list.
+    A value in brackets stays as it is: Hydra reads it as a list.
     """
     key, equals, value = argument.partition("=")
     if key not in LITERAL or not equals or value in ("", "null") or (value.startswith("[") and value.endswith("]")):
         return argument
-    value = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)  # to OmegaConf a name in ${} is that of another key
-    # In Hydra's quotes \' is a quote, and only backslashes before one are doubled.
+    value = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)  # OmegaConf reads a name in ${} as another key
+    # In Hydra's quotes \' is a quote, and only backslashes before a quote are doubled.
     value = re.sub(r"(\\*)('|\Z)", lambda end: 2 * end[1] + ("\\'" if end[2] else ""), value)
     return f"{key}='{value}'"
 

@@ -50,7 +50,7 @@ def test_what_lies_in_range_passes() -> None:
     unknown.inner.other = 1
     with pytest.raises(ValueError, match="no configuration key 'inner.other'"):
         check_ranges(unknown)
-    with pytest.raises(ValueError, match="'1 to 2' is no interval"):
+    with pytest.raises(ValueError, match="'1 to 2' is not an interval"):
         Interval("1 to 2")
 
 

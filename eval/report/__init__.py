@@ -1,1 +1,1 @@
-"""The one comparison of runs and seeds: a page for people (python -m eval.report), tables and figures for an ablation."""
+"""The one comparison of runs and seeds: an HTML page (python -m eval.report), or tables and figures of an ablation."""

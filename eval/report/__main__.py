@@ -2,10 +2,10 @@
 
     python -m eval.report runs=[runs/A,runs/B] out=report.html [ablation=runs/ablate/NAME] [viewer=false] [wandb=online]
 
-Runs that differ in their seed alone are one arm: means and standard deviations over seeds, curves with bands, and paired
-differences to the first arm with 95 % intervals. It shows what the evaluations have measured; what a run lacks is said.
-Beside the page it writes its figures (figures/*.png), its numbers (the same name, .json; the tables alone also as .md)
-and the attention viewer (..._viewer.html), and it prints the tables.
+Runs that differ in their seed alone are one arm: means and standard deviations over seeds, curves with bands, and
+paired differences to the first arm with 95 % intervals. The page shows all evaluations that the runs have and names
+those that a run lacks. Beside the page the command writes its figures (figures/*.png), its numbers (the same name with
+.json), its tables (.md) and the attention viewer (..._viewer.html). It also prints the tables.
 """
 
 from dataclasses import asdict, dataclass
@@ -40,8 +40,8 @@ from training.tracking import import_wandb, log_report
 class ReportConfig:
     """runs: run folders. out: the page; its figures and JSON are written beside it. viewer: add the attention viewer.
 
-    ablation: the folder of an ablation (scripts/ablate.py), shown as well. wandb: off, online or offline; sends the page,
-    its figures and numbers, and those of the runs.
+    ablation: the folder of an ablation (scripts/ablate.py) to show on the page. wandb: off, online or offline; sends
+    the page with its figures and numbers, and the figures and numbers of the runs.
     """
 
     runs: list[str] = MISSING
@@ -56,7 +56,7 @@ def write_report(cfg: ReportConfig) -> list[Row]:
     out = Path(cfg.out)
     if out.suffix != ".html":
         raise ValueError(f"out={out} is not an .html file: use out=report.html")
-    import_wandb(cfg.wandb)  # what is wrong with it is said before the work
+    import_wandb(cfg.wandb)  # a wrong value must fail before the work
     ablation = read_ablation(Path(cfg.ablation)) if cfg.ablation else None
     runs = read_runs(cfg.runs)
     arms = arms_of(runs)
@@ -71,7 +71,7 @@ def write_report(cfg: ReportConfig) -> list[Row]:
     if seen:
         beside = out.with_name(f"{out.stem}_viewer.html")
         write_atomic(beside, seen.html.encode())
-        first = " Of several seeds, the first." if any(arm.several for arm in arms) else ""
+        first = " The first seed of each arm." if any(arm.several for arm in arms) else ""
         content.viewer = {"file": beside.name, "says": seen.says + first, "question": seen.question}
     write_json(out.with_suffix(".json"), as_json(content))
     tables = [
@@ -95,11 +95,11 @@ def _values(arms: list[Arm], rows: list[Row]) -> dict[str, Any]:
 
 
 def _look(arms: list[Arm], remarks: list[str]) -> Viewer | None:
-    """The attention viewer of the first run of each arm; where one cannot be loaded, a note says why."""
+    """The attention viewer of the first run of each arm; None, and a note with the reason, if a run cannot be loaded."""
     try:
         return viewer_of([(arm.name, str(arm.runs[0].folder)) for arm in arms])
     except (ValueError, OSError, RuntimeError) as error:
-        remarks.append(f"no attention viewer: {' '.join(str(error).split())[:200]}")
+        remarks.append(f"there is no attention viewer: {' '.join(str(error).split())[:200]}")
         return None
 
 

@@ -1,4 +1,4 @@
-"""The figures of a report and of an ablation: one function each, on arms whose runs have what it shows."""
+"""The figures of a report and of an ablation: one function per figure, for arms whose runs have the needed numbers."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -16,7 +16,7 @@ Curve = tuple[np.ndarray, np.ndarray]  # x, y
 
 
 def smooth(values: np.ndarray, window: int) -> np.ndarray:
-    """Centred running mean, over fewer values at the ends."""
+    """Centred running mean; means at the ends are over fewer values."""
     total = np.cumsum(np.concatenate(([0.0], values)))
     at = np.arange(len(values))
     start, stop = np.maximum(0, at - window // 2), np.minimum(len(values), at + window // 2 + 1)
@@ -24,10 +24,10 @@ def smooth(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def band(ax: Axes, arm: Arm, curves: list[Curve], **look: Any) -> np.ndarray:
-    """Draw the mean of an arm's curves and what lies between the lowest and the highest; returns the mean.
+    """Draw the mean of an arm's curves and the band from the lowest to the highest curve; returns the mean.
 
-    look: of the line, in the arm's own colour, style and name unless it says otherwise. Curves of other x are interpolated
-    to those of the first, as far as all of them reach.
+    look: options of the line; colour, style and label are the arm's own by default. All curves are interpolated to the
+    x of the first curve, as far as all of them reach.
     """
     x = curves[0][0]
     x = x[(x >= max(c[0].min() for c in curves)) & (x <= min(c[0].max() for c in curves))]
@@ -40,7 +40,7 @@ def band(ax: Axes, arm: Arm, curves: list[Curve], **look: Any) -> np.ndarray:
 
 
 def slug(text: str) -> str:
-    """The text as part of a file's name."""
+    """The text with characters that are safe in a file's name."""
     return re.sub(r"[^\w.=-]+", "_", text)
 
 
@@ -52,7 +52,7 @@ def _legend_below(ax: Axes, columns: int) -> None:
 
 
 def _frame(axes: list[Axes], shown: list[float]) -> None:
-    """Limits around the losses `shown`: the fall of the first steps, and where a run diverged, are cut off."""
+    """Axis limits around the losses `shown`. They cut off the high losses of the first steps and of diverged runs."""
     shown = [loss for loss in shown if np.isfinite(loss)] or [0.0, 1.0]
     span = max(max(shown) - min(shown), 1e-3)
     for ax in axes:
@@ -63,7 +63,7 @@ def _frame(axes: list[Axes], shown: list[float]) -> None:
 
 
 def training_loss(arms: list[Arm]) -> str:
-    """The training loss to draw: of text alone where every run logged it, as the validation loss is."""
+    """The key of the training loss to draw: of text alone, like the validation loss, if every run logged that loss."""
     split = all("loss_text" in line for arm in arms for run in arm.runs for line in run.train[-1:])
     return "loss_text" if split else "loss"
 
@@ -89,7 +89,7 @@ def _training_curve(run: Run, key: str) -> Curve:
 
 
 def _validation_dots(ax: Axes, arm: Arm) -> list[float]:
-    """Mean validation losses at the tokens where every seed has one."""
+    """Mean validation losses at the tokens where every seed has a validation loss."""
     by_seed = [{line["tokens"]: line["val_loss"] for line in run.val} for run in arm.runs]
     common = sorted(set.intersection(*(set(losses) for losses in by_seed)))
     means = [float(np.mean([losses[tokens] for losses in by_seed])) for tokens in common]
@@ -126,7 +126,7 @@ def draw_validation(path: Path, arms: list[Arm]) -> None:
 
 
 def draw_positions(path: Path, arms: list[Arm], cumulative: bool = False) -> None:
-    """Loss by position in the window, or its mean up to there; means and ranges over seeds."""
+    """Loss by position in the window, or mean loss up to the position; means and ranges over seeds."""
     with figure(path, 4.6, 3.7) as axes:
         ax = axes[0, 0]
         for arm in arms:
@@ -170,7 +170,7 @@ def draw_shares(path: Path, arms: list[Arm], what: str, title: str) -> None:
 
 
 def _share(arm: Arm, reading: str, what: str) -> tuple[float, float, float]:
-    """Mean over seeds, and how far below and above it the error bar reaches."""
+    """Mean over seeds, and the lengths of the error bar below and above the mean."""
     means = [results[reading]["mean"] for results in arm.results("attention_noise")]
     values = [mean[what] for mean in means]
     if len(values) == 1:
@@ -179,7 +179,7 @@ def _share(arm: Arm, reading: str, what: str) -> tuple[float, float, float]:
     return mean, mean - min(values), max(values) - mean
 
 
-# What an arm's layers weigh their maps with, as training/monitor.py names it: pattern of its keys, label of the axis.
+# The weights that an arm's layers give to their maps: pattern of the keys of training/monitor.py, label of the axis.
 WEIGHTS = (
     (r"monitor/(layer)_(\d+)/lambda", "lambda"),
     (r"monitor/(layer)_(\d+)/gate", "gate"),
@@ -189,7 +189,7 @@ STATISTICS = {"entropy": "entropy (nats)", "first": "share on the first token", 
 
 
 def weight_curves(arm: Arm) -> tuple[dict[str, str], str]:
-    """("layer 0" -> key of its curve in every run's monitor lines, label of the axis); no curves where there are none."""
+    """("layer 0" -> key of its curve in every run's monitor lines, label of the axis); ({}, "") without such keys."""
     common = set.intersection(*({key for line in run.monitor for key in line} for run in arm.runs))
     for pattern, label in WEIGHTS:
         found = [match for key in common if (match := re.fullmatch(pattern, key))]
@@ -205,7 +205,7 @@ def _monitored(run: Run, key: str) -> Curve:
 
 
 def draw_monitored(path: Path, lines: Iterable[tuple[Arm, str, dict[str, Any]]], **labels: str) -> None:
-    """Curves of the monitor against tokens: (arm, key, look of the line) each; means and ranges over seeds."""
+    """Curves of the monitor against tokens, one per (arm, key, options of the line); means and ranges over seeds."""
     with figure(path, 4.4, 3.6) as axes:
         ax = axes[0, 0]
         for arm, key, look in lines:
@@ -216,11 +216,11 @@ def draw_monitored(path: Path, lines: Iterable[tuple[Arm, str, dict[str, Any]]],
 
 
 def draw_weights(path: Path, arm: Arm) -> None:
-    """lambda, gate or path weights of an arm, a line for each layer or path."""
+    """lambda, gate or path weights of an arm, one line for each layer or path."""
     import matplotlib
 
     curves, label = weight_curves(arm)
-    shades = matplotlib.colormaps["plasma"](np.linspace(0.05, 0.7, max(2, len(curves))))  # none too light, nor too dark
+    shades = matplotlib.colormaps["plasma"](np.linspace(0.05, 0.7, max(2, len(curves))))  # no extreme shades
     looks = [{"color": shade, "linestyle": "-", "label": name} for name, shade in zip(curves, shades, strict=False)]
     lines = zip([arm] * len(curves), curves.values(), looks, strict=True)
     draw_monitored(path, lines, ylabel=label, title=arm.title)
@@ -230,9 +230,9 @@ def draw_weights(path: Path, arm: Arm) -> None:
 
 
 def draw_differences(path: Path, arms: list[Arm], panels: dict[str, list[Contrast]]) -> None:
-    """Differences to the reference arms, a panel for each number (title -> contrasts), a line for each arm.
+    """Differences to the reference arms, one panel for each number (title -> contrasts), one line for each arm.
 
-    A dot is a seed, a diamond their mean, a line its 95 % interval.
+    A dot is a seed, the diamond is the mean over seeds, and the line is the mean's 95 % interval.
     """
     by_name = {arm.name: arm for arm in arms}
     height = 0.6 + sum(0.75 + 0.3 * max(1, len(found)) for found in panels.values())
@@ -259,18 +259,18 @@ def draw_differences(path: Path, arms: list[Arm], panels: dict[str, list[Contras
 
 
 def _readable_limits(found: list[Contrast]) -> tuple[float, float]:
-    """Limits that show all means and dots; intervals of a few seeds may be many times wider and run off the edge."""
+    """Axis limits that show all means and dots. Intervals of few seeds may be much wider and are then cut off."""
     means = [contrast.mean for contrast in found]
     widest = max(3 * (contrast.sd or 0) for contrast in found)
     reach = max(1.6 * max(map(abs, means)), widest) or 1e-3
     low = min([0.0, *means, *(contrast.low for contrast in found if contrast.low is not None)])
     high = max([0.0, *means, *(contrast.high for contrast in found if contrast.high is not None)])
-    pad = 0.06 * (high - low) or 1e-3  # of equal arms
+    pad = 0.06 * (high - low) or 1e-3  # for equal arms
     return max(low - pad, -2 * reach), min(high + pad, 2 * reach)
 
 
 def draw_grid(path: Path, cells: list[tuple[Arm, Cell]], metric: str, fits: dict[str, Any] | None) -> None:
-    """The metric over the points of the grid, mean and standard deviation over seeds; over parameters where fitted."""
+    """The metric over the points of the grid, or over parameters with a fit; means and standard deviations over seeds."""
     points = list(dict.fromkeys(arm.point for arm, _ in cells))
     with figure(path, 6.6, 4.4) as axes:
         ax = axes[0, 0]
@@ -293,7 +293,7 @@ def draw_grid(path: Path, cells: list[tuple[Arm, Cell]], metric: str, fits: dict
 
 
 def _by_arm(cells: list[tuple[Arm, Cell]]) -> Iterator[tuple[str, list[tuple[Arm, Cell]]]]:
-    """(name, its points with a value) of each arm that has any."""
+    """(name, the arm's points with a value) of each arm that has a value."""
     for name in dict.fromkeys(arm.arm for arm, _ in cells):
         if mine := [(arm, cell) for arm, cell in cells if arm.arm == name and cell.value is not None]:
             yield name, mine

@@ -1,4 +1,4 @@
-"""Which figures a report has: each drawn, with a caption that says what to see and how it was measured."""
+"""The figures of a report, each with a caption that explains it and says how it was measured."""
 
 import struct
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ CSS_PER_INCH = 96
 
 @dataclass
 class Image:
-    """A PNG and what it shows, in words. heatmap: its colours are a scale from dark to light, which the dark page keeps."""
+    """A PNG and a description. heatmap: the dark page keeps its colours, which are a scale from dark to light."""
 
     path: Path
     alt: str
@@ -35,7 +35,7 @@ class Image:
 
 @dataclass
 class Figure:
-    """Images under one heading, with what to see and how it was measured. command: what measured it."""
+    """Images under one heading, with a caption. command: the command that measured them."""
 
     title: str
     caption: str
@@ -63,7 +63,7 @@ def draw_report(arms: list[Arm], found: list[Contrast], folder: Path) -> list[Fi
 
 
 def averaged(results: list[Any]) -> Any:
-    """The mean of results of one shape, number by number; where shapes differ or a thing is no number, the first's."""
+    """The mean of results, number by number. A value that is not a number, or whose shapes differ, is the first result's."""
     first = results[0]
     if isinstance(first, dict):
         return {key: averaged([r[key] for r in results]) if all(key in r for r in results) else first[key]
@@ -78,7 +78,7 @@ def averaged(results: list[Any]) -> Any:
 def _for_each(
     arms: list[Arm], stem: Path, alts: list[str], draw: Callable[[Path, Arm], None], heatmap: bool = False
 ) -> list[Image]:
-    """An image of each arm, drawn to STEM_ARM.png."""
+    """One image per arm, drawn to STEM_ARM.png."""
     images = []
     for arm, alt in zip(arms, alts, strict=True):
         path = stem.with_name(f"{stem.name}_{figures.slug(arm.name)}.png")
@@ -88,7 +88,7 @@ def _for_each(
 
 
 def _over_seeds(arms: list[Arm], single: str = "") -> str:
-    """What the lines and bands of a figure are, where an arm has several seeds."""
+    """A sentence about lines and bands for arms with several seeds, else `single`."""
     if not any(arm.several for arm in arms):
         return single
     counts = {len(arm.runs) for arm in arms}
@@ -110,8 +110,8 @@ def _differences(arms: list[Arm], found: list[Contrast], folder: Path) -> Iterat
             "Differences, paired by seed",
             f"Every arm minus {arms[0].name}, seed by seed: runs of one seed read the same samples in the same order and "
             "share initial weights. Pale dots: one seed each; diamond and line: mean and 95 % interval (paired t over the "
-            "seeds that both have). An interval that leaves out 0 is evidence of a difference; of twenty such intervals of "
-            "equal arms, one leaves it out by chance.",
+            "seeds that both have). An interval without 0 is evidence of a difference. Of twenty intervals of equal arms, one "
+            "is without 0 by chance.",
             [Image(path, "Paired differences to the first arm with 95 % intervals")],
         )
 
@@ -125,12 +125,12 @@ def _shares(arms: list[Arm], folder: Path) -> Figure:
     depths = len(results["signed"]["depths"])
     return Figure(
         "Attention to the answer, and attention noise",
-        "The share of attention that the token about to answer gives to the needle's sentence (more is better), and to "
-        "context beside the point (less is better). In the paper's signed reading the weights of a differential map cancel "
-        "in part, and dividing by a row sum below 1 enlarges what is left; the absolute reading has neither effect, so "
-        "judge variants by both. Signed masses are summed over layers and then divided by the summed row sums, so a layer "
-        "with large row sums counts for more; the table also has the other order (signed per layer): each layer divided by "
-        "its own row sum, then averaged. "
+        "The share of attention that the last token before the answer gives to the needle's sentence (more is better), and "
+        "to the rest of the context (less is better). In the paper's signed reading the weights of a differential map partly "
+        "cancel, and dividing by a row sum below 1 enlarges the rest. The absolute reading has neither effect, so judge "
+        "variants by both. Signed masses are summed over layers and then divided by the summed row sums, so a layer with "
+        "large row sums counts for more. The table also has the other order (signed per layer): each layer is divided by its "
+        "own row sum, then the layers are averaged. "
         f"Mean over {depths} depths, n = {results['samples'] * depths} prompts of {results['length']} tokens from "
         f"{_on(arms, 'attention_noise')}.{_over_seeds(arms, ' The thin lines are 95 % intervals over prompts.')}",
         images,
@@ -155,15 +155,15 @@ def _losses(arms: list[Arm], folder: Path) -> Figure:
 
 
 def _monitored(arms: list[Arm], folder: Path) -> Iterator[Figure]:
-    """lambda (gates, path weights) by layer, and statistics of the maps, over training, where they were monitored."""
+    """lambda (gates, path weights) by layer, and statistics of the maps, over training, for runs with a monitor."""
     if weighing := [arm for arm in arms if figures.weight_curves(arm)[0]]:
         alts = [f"Curves of {figures.weight_curves(arm)[1]} against tokens" for arm in weighing]
         yield Figure(
             "Lambda during training",
-            "What each layer weighs its maps with, from the first step to the last: lambda of differential attention, the "
-            "gates of gated attention, the path weights of introspective attention. Where it depends on the token and the "
-            "head, the mean over both. From violet, the first layer or path, to orange, the last; the layers are evenly "
-            f"chosen. Read on a fixed batch of held-out text.{_over_seeds(arms)}",
+            "The weights that each layer gives to its maps, over training: lambda of differential attention, the gates of "
+            "gated attention, the path weights of introspective attention. Weights that depend on the token and the head are "
+            "averaged over both. Colours go from violet, the first layer or path, to orange, the last; the layers are evenly "
+            f"spaced. Measured on a fixed batch of held-out text.{_over_seeds(arms)}",
             _for_each(weighing, folder / "lambda", alts, figures.draw_weights),
             "python train.py",
         )
@@ -175,9 +175,9 @@ def _monitored(arms: list[Arm], folder: Path) -> Iterator[Figure]:
             figures.draw_monitored(images[-1].path, lines, ylabel=label)
         yield Figure(
             "Attention during training",
-            "The attention maps of the monitored layers: how widely a row spreads its mass, how much of it lies on the "
-            "first token (the sink), and how much is negative. Means over layers, heads and query rows of a fixed batch of "
-            f"held-out text, by absolute mass.{_over_seeds(arms)}",
+            "The attention maps of the monitored layers: how widely a row spreads its mass (entropy), the share of mass on "
+            "the first token (the sink), and the share of negative mass. Means over layers, heads and query rows of a fixed "
+            f"batch of held-out text, by absolute mass.{_over_seeds(arms)}",
             images,
             "python train.py",
         )
@@ -192,10 +192,10 @@ def _needle(arms: list[Arm], folder: Path) -> Figure:
     several = " Cells are means over seeds, ± their standard error." if any(arm.several for arm in arms) else ""
     return Figure(
         "Needle in a haystack",
-        "Share of hidden numbers given back exactly, by context length and by depth of the needle (0 % comes first). Yellow "
-        "is right, purple is wrong: a purple row is a depth that the model overlooks. The scale is 0 to 1 in every panel. "
-        "Greedy decoding must give the number and its full stop. The needles are hidden in "
-        f"{_on(arms, 'needle')}; n = {samples} contexts a cell: a cell near 0.5 is known to "
+        "Share of hidden numbers that the model gives back exactly, by context length and by depth of the needle (0 % is the "
+        "beginning). Yellow is right, purple is wrong: a purple row is a depth that the model overlooks. The scale is 0 to 1 "
+        "in every panel. Greedy decoding must give the number and its full stop. The needles are hidden in "
+        f"{_on(arms, 'needle')}; n = {samples} contexts per cell, so the 95 % interval of a cell near 0.5 is "
         f"± {1.96 * (0.25 / samples) ** 0.5:.2f}.{several}",
         _for_each(arms, folder / "needle", alts, draw, heatmap=True),
         "python -m eval.needle",
@@ -203,7 +203,7 @@ def _needle(arms: list[Arm], folder: Path) -> Figure:
 
 
 def _mean_needle(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Means over seeds, in each cell with the standard error over seeds instead of that over samples."""
+    """Means over seeds. With several seeds, a cell's standard error is over seeds instead of over samples."""
     mean = averaged(results)
     if len(results) > 1:
         for i, cell in enumerate(mean["cells"]):
@@ -212,8 +212,8 @@ def _mean_needle(results: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 READING_CAPTIONS = {
-    "signed": "Weights are summed with their sign, so a bar can reach below zero and the others above one.",
-    "absolute": "Weights are summed without their sign, so nothing cancels.",
+    "signed": "Weights are summed with their sign, so one bar can be below zero and the others above one.",
+    "absolute": "Weights are summed without their sign, so they do not cancel.",
 }
 
 
@@ -226,7 +226,7 @@ def _attention(arms: list[Arm], folder: Path, reading: str) -> Figure:
     several = " Bars are means over seeds." if any(arm.several for arm in arms) else ""
     return Figure(
         f"Where attention goes, {reading} reading",
-        f"Blue is the answer (the number above), orange is noise, grey is neither. {READING_CAPTIONS[reading]} "
+        f"Blue is the answer (its share above the bar), orange is noise, grey is neither. {READING_CAPTIONS[reading]} "
         f"Maps are averaged over heads and layers, then divided by the row sum; n = {samples} prompts a depth, from "
         f"{_on(arms, 'attention_noise')}.{several}",
         _for_each(arms, folder / f"attention_{reading}", alts, draw),
@@ -235,13 +235,13 @@ def _attention(arms: list[Arm], folder: Path, reading: str) -> Figure:
 
 
 def _heads(arms: list[Arm]) -> list[Figure]:
-    """The heatmaps over layers and heads that the evaluation has drawn, where it has."""
+    """The heatmaps over layers and heads that the evaluation drew, if they exist."""
     found = [(arm.name, arm.runs[0].folder / "figures" / "attention_heads.png") for arm in arms]
     images = [
         Image(path, f"Heatmaps over layers and heads, {name}", heatmap=True) for name, path in found if path.is_file()
     ]
     several = " The first seed of each arm." if any(arm.several for arm in arms) else ""
-    caption = f"Where the heads look, one by one; means hide heads that do the opposite of others.{several}"
+    caption = f"The attention of each head. A mean over heads hides heads that do the opposite of others.{several}"
     return [Figure("Each layer and head", caption, images, "python -m eval.attention_noise")] if images else []
 
 
@@ -255,8 +255,8 @@ def _positions(arms: list[Arm], folder: Path) -> Figure:
     results = arms[0].results("perplexity")[0]
     return Figure(
         "Loss by position",
-        "Loss of the token at each position of the window, and the mean of all up to it (means of position ranges of equal "
-        "ratio). The further to the right it still falls, the longer the context that the model makes use of. "
+        "Loss of the token at each position of the window, and the mean over all positions up to it, in ranges of positions "
+        "of equal ratio. Where the curve still falls far to the right, the model uses a long context. "
         f"n = {results['windows']:,} windows of {results['length']} tokens from {_on(arms, 'perplexity')}."
         f"{_over_seeds(arms)}",
         images,

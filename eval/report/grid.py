@@ -1,7 +1,7 @@
-"""What an ablation adds to a comparison: points of a grid, fits over sizes, the pooled noise, and its table.
+"""The comparison of an ablation's arms: points of a grid, fits over sizes, the pooled noise, and the table.
 
-scripts/ablate.py trains the runs, fills each arm's `runs` and writes what `Comparison` finds. docs/METHODS.md defines every
-column.
+scripts/ablate.py trains the runs, fills each arm's `runs` and writes the results of `Comparison`. docs/METHODS.md
+defines every column.
 """
 
 import math
@@ -23,16 +23,15 @@ DIFFERENCE_HEADS = ("95 % interval", "p", "p, Holm", "p, sign flips", "detectabl
 class Comparison:
     """The arms of an ablation, every metric over their seeds, and each arm's paired difference to its reference.
 
-    metrics: name -> metric path (Run.value); `compared` are those whose differences the table shows, the first one alone
-    unless others are named. rows: metric -> Row. differences: (metric, arm) ->
-    Contrast.
+    metrics: name -> metric path (Run.value). compared: the metrics whose differences the table shows, by default the
+    first metric alone. rows: metric -> Row. differences: (metric, arm) -> Contrast.
     """
 
     def __init__(self, arms: list[Arm], metrics: dict[str, str], compared: Sequence[str] = ()) -> None:
         self.arms, self.metrics = arms, metrics
         self.compared = tuple(compared) or (next(iter(metrics)),)
         if unknown := [name for name in self.compared if name not in metrics]:
-            raise ValueError(f"'{unknown[0]}' is to be compared and is no metric: use {', '.join(metrics)}")
+            raise ValueError(f"compared has '{unknown[0]}', which is not in metrics: use {', '.join(metrics)}")
         self.rows = {name: row_of(arms, "", name, at(path), "{:.4f}") for name, path in metrics.items()}
         found = contrasts(arms, self.rows.values())
         self.differences: dict[tuple[str, str], Contrast] = {(one.name, one.arm): one for one in found}
@@ -41,7 +40,7 @@ class Comparison:
         return list(zip(self.arms, self.rows[metric].cells, strict=True))
 
     def values(self, metric: str) -> dict[str, dict[int, float]]:
-        """Arm -> seed -> value, of the runs that have one."""
+        """Arm -> seed -> value, without the runs that have no value."""
         return {arm.name: arm.by_seed(cell.values) for arm, cell in self.cells(metric)}
 
     def of_metric(self, metric: str) -> list[Contrast]:
@@ -49,10 +48,10 @@ class Comparison:
         return [one for (name, _), one in self.differences.items() if name == metric]
 
     def noise_floor(self, metric: str) -> dict[str, float | None]:
-        """Standard deviations over seeds, of an arm and of paired differences, pooled over arms.
+        """Standard deviations over seeds of an arm's values and of paired differences, both pooled over arms.
 
-        smallest_detectable: for a comparison with that pooled deviation, at 80 % power (5 % level, before Holm's
-        correction).
+        smallest_detectable: the difference that a comparison with the pooled deviation of differences finds with 80 %
+        power (5 % level, before Holm's correction).
         """
         found = self.of_metric(metric)
         own = _pooled([(cell.sd, cell.n) for _, cell in self.cells(metric)])
@@ -61,10 +60,10 @@ class Comparison:
         return {"n": n, "sd": own, "sd_of_differences": between, "smallest_detectable": smallest}
 
     def fit_sizes(self, metric: str) -> dict[str, Any]:
-        """loss = a N^-b for each arm of the grid, one fit per seed, N parameters without embeddings; means, intervals.
+        """loss = a N^-b for each arm, one fit per seed, with N parameters without embeddings; means and intervals.
 
-        size_ratio: parameters that the arm needs, as a share of the reference's, for the loss the reference has at the
-        grid's middle size (geometric mean); the paper reports 0.62 for 6.8B parameters (arXiv 2410.05258, section 3.2).
+        size_ratio: the parameters with which the arm has the reference's loss at the grid's middle size (geometric
+        mean), divided by that size. The paper reports 0.62 for 6.8B parameters (arXiv 2410.05258, section 3.2).
         """
         names = list(dict.fromkeys(arm.arm for arm in self.arms))
         fits = {name: self._fits([arm for arm in self.arms if arm.arm == name], metric) for name in names}
@@ -122,7 +121,7 @@ class Comparison:
         return about | {"p_holm": found.p_holm if found else None}
 
     def table(self) -> list[list[str]]:
-        """Rows of text, the first one the header; metrics nobody measured have no column."""
+        """Rows of text, the header first. A metric without a single value has no column."""
         shown = [name for name, row in self.rows.items() if any(cell.n for cell in row.cells)]
         first, *others = self.compared
         header = ["arm", "heads", "d", "head norm", "parameters", "FLOPs/token", "n", *shown]
@@ -147,12 +146,12 @@ class Comparison:
         return lines
 
     def notes(self, seeds: Sequence[int], epochs: float) -> list[str]:
-        """What a reader of the table must know. epochs: how often training read the prepared text."""
+        """Sentences that a reader of the table needs. epochs: how often training read the prepared text."""
         arms, floor = self.arms, self.noise_floor(self.compared[0])
         tokens = next((run.val[-1]["tokens"] for arm in arms for run in arm.runs if run.val), 0)
         compared = len([arm for arm in arms if arm.reference])
         at_point = f"{arms[0].arm} at the same point of the grid" if any(arm.point for arm in arms) else arms[0].name
-        read = f"{epochs:.2f} epochs of the prepared text" if epochs else "made as they are read"
+        read = f"{epochs:.2f} epochs of the prepared text" if epochs else "generated during training"
         lines = [
             f"Seeds {', '.join(map(str, seeds))}; {si(tokens)} training tokens, {read}. "
             f"± is the standard deviation over seeds. A difference is the arm less {at_point}, paired by seed "
@@ -187,7 +186,7 @@ def _mean_text(cell: Cell) -> str:
 
 
 def _difference_text(found: Contrast | None) -> list[str]:
-    """Mean, 95 % interval, p, p after Holm, p of sign flips, smallest detectable difference; "" for what is not known."""
+    """Mean, 95 % interval, p, p after Holm, p of sign flips, smallest detectable difference; "" for unknown values."""
     if found is None:
         return [""] * 6
     spread = f"{found.low:+.4f} to {found.high:+.4f}" if found.low is not None else ""
@@ -202,7 +201,7 @@ def _p_text(p: float | None) -> str:
 
 
 def fit_rows(fits: dict[str, Any]) -> list[list[str]]:
-    """The power laws' table."""
+    """The table of the power laws."""
     rows = [["arm", "n", "exponent b", "95 % interval", "parameters for equal loss", "95 % interval"]]
     for name, fit in fits.items():
         cells = [name, str(fit["exponent"]["n"]) if fit["exponent"] else "0"]
@@ -217,7 +216,7 @@ def fit_rows(fits: dict[str, Any]) -> list[list[str]]:
 
 
 def draw_ablation(folder: Path, found: Comparison, fits: dict[str, Any] | None) -> list[Path]:
-    """Draw the losses, the differences of every compared metric and, where there is a grid, every metric over it."""
+    """Draw the losses, the differences of the compared metrics and, for an ablation with a grid, the metrics over it."""
     paths = [folder / "loss.png", folder / "difference.png"]
     give_colours(found.arms)
     draw_validation(paths[0], found.arms)
@@ -231,13 +230,13 @@ def draw_ablation(folder: Path, found: Comparison, fits: dict[str, Any] | None) 
 
 
 def read_ablation(path: Path) -> tuple[str, str, list[Path]]:
-    """Name, tables and remarks (Markdown) and figures of an ablation's folder, or of the results.json in it.
+    """Name, tables and remarks (Markdown) and figures of an ablation. path: its folder, or the results.json in it.
 
-    ValueError where it is none or is not done.
+    ValueError if `path` is not an ablation, or if the ablation is not finished.
     """
     folder = path.parent if path.name == "results.json" else path
     content = read_json(folder / "results.json")
     if not content or content.get("eval") != "ablation" or not (folder / "table.md").is_file():
-        again = "give ablation= the folder that python scripts/ablate.py ended in"
-        raise ValueError(f"{path} holds no results.json and table.md of an ablation: {again}")
+        again = "give ablation= a folder that python scripts/ablate.py has written"
+        raise ValueError(f"{path} has no results.json and table.md of an ablation: {again}")
     return content["run"], (folder / "table.md").read_text(), sorted((folder / "figures").glob("*.png"))

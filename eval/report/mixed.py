@@ -1,11 +1,11 @@
-"""One mixed model over all arms and seeds: pooled error, seeds as random blocks, intervals that hold for all arms at once.
+"""One mixed model over all arms and seeds: pooled error, seeds as random blocks, intervals for all arms at once.
 
     y[arm, seed] = mean[arm] + block[seed] + error,   block ~ N(0, s_b^2), error ~ N(0, s_e^2)
 
-The variances are estimated by REML (Patterson and Thompson 1971), the arms by generalised least squares. With few seeds an
-arm's own standard deviation is a poor guess of its noise; pooled over arms it is a good one. Intervals and p values are
-simultaneous over the arms that are compared with one reference (Dunnett 1955; the multivariate t is sampled, with a fixed
-seed, so its quantiles carry an error of about 0.005).
+The variances are estimated by REML (Patterson and Thompson 1971), the arms by generalised least squares. With few
+seeds, one arm's standard deviation is a poor estimate of the noise; the standard deviation pooled over arms is a good
+estimate. Intervals and p values are simultaneous over the arms that are compared with one reference (Dunnett 1955).
+Quantiles of the multivariate t come from samples with a fixed seed and have an error of about 0.005.
 """
 
 import math
@@ -20,12 +20,12 @@ from eval.common import INK, figure
 from eval.report.runs import Arm
 from eval.report.statistics import LEVEL, chi2_quantile, detectable_effect, t_quantile
 
-DRAWS = 2**18  # of the multivariate t
+DRAWS = 2**18  # samples of the multivariate t
 
 
 @dataclass
 class Effect:
-    """An arm minus the reference. low, high: simultaneous 95 % interval. p: simultaneous. own_*: for this arm alone."""
+    """An arm minus the reference. low, high: 95 % interval for all arms at once. p: likewise. own_*: this arm alone."""
 
     mean: float
     se: float
@@ -38,9 +38,9 @@ class Effect:
 
 @dataclass
 class MixedModel:
-    """sd: of the error, with its 95 % interval. sd_seed: of the blocks. df: of the error. effects: arm -> Effect.
-
-    detectable: the true difference between two arms with all seeds that a test at the 5 % level finds with 80 % power.
+    """sd: the error's standard deviation, with its 95 % interval. sd_seed: the standard deviation of the blocks. df:
+    the error's degrees of freedom. effects: arm -> Effect. detectable: the true difference between two arms with all
+    seeds that a test at the 5 % level finds with 80 % power.
     """
 
     reference: str
@@ -56,7 +56,7 @@ class MixedModel:
 
 
 def fit(values: Mapping[str, Mapping[int, float]], reference: str) -> MixedModel | None:
-    """Fit arm -> seed -> value. None where there are fewer than two arms, or no seeds left to estimate the error from."""
+    """Fit arm -> seed -> value. None for fewer than two arms, or for too few seeds to estimate the error."""
     arms = [reference, *(arm for arm in values if arm != reference and values[arm])]
     seeds = sorted({seed for arm in arms for seed in values[arm]})
     cells = [(i, seeds.index(seed), value) for i, arm in enumerate(arms) for seed, value in values[arm].items()]
@@ -98,7 +98,7 @@ def _gls(y: np.ndarray, design: np.ndarray, block: np.ndarray, ratio: float) -> 
 
 
 def _reml_ratio(y: np.ndarray, design: np.ndarray, block: np.ndarray) -> float:
-    """The ratio of variances with the highest restricted likelihood, on a fine grid in the logarithm, or 0."""
+    """The ratio of variances with the highest restricted likelihood, among 0 and a fine logarithmic grid."""
 
     def likelihood(ratio: float) -> float:
         variance = np.eye(len(y)) + ratio * block @ block.T
@@ -128,7 +128,7 @@ def _detectable(se: float, df: int) -> float:
 
 
 def by_point(arms: list[Arm], values: Mapping[str, Mapping[int, float]]) -> dict[str, MixedModel]:
-    """Point of the grid -> the model of its arms, where one can be fitted. values: arm's name -> seed -> value."""
+    """Point of the grid -> the model of its arms, if a model can be fitted. values: arm's name -> seed -> value."""
     models = {}
     for point in dict.fromkeys(arm.point for arm in arms):
         here = [arm for arm in arms if arm.point == point]
@@ -151,7 +151,7 @@ def mixed_lines(models: Mapping[str, MixedModel], metric: str) -> list[list[str]
 
 
 def mixed_notes(models: Mapping[str, MixedModel], metric: str) -> list[str]:
-    """The pooled noise of each point in words."""
+    """A sentence about the pooled noise at each point of the grid."""
     return [
         f"{metric}{f' at {point}' if point else ''}: error {m.sd:.4f} (95 % {m.sd_low:.4f} to {m.sd_high:.4f}, {m.df} degrees "
         f"of freedom), seeds {m.sd_seed:.4f}, smallest detectable difference {m.detectable:.4f} (n = {m.n}, pooled error, "
@@ -161,14 +161,14 @@ def mixed_notes(models: Mapping[str, MixedModel], metric: str) -> list[str]:
 
 
 def as_json(models: Mapping[str, MixedModel]) -> dict[str, Any]:
-    """The models for a result's JSON."""
+    """The models as dictionaries, for a result's JSON."""
     return {point: asdict(model) for point, model in models.items()}
 
 
 def draw_gap(
     path: Path, arms: list[Arm], models: Mapping[str, MixedModel], tokens: Mapping[str, float], metric: str
 ) -> None:
-    """The gap to the reference as training goes on: one line per arm, bars that hold for all arms at once."""
+    """The difference to the reference against training tokens: one line per arm, with intervals for all arms at once."""
     by_arm = {arm.name: arm for arm in arms}
     with figure(path, 7.6, 4.6) as axes:
         ax, names = axes[0, 0], list(dict.fromkeys(arm.arm for arm in arms))

@@ -21,8 +21,9 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 @dataclass
 class Content:
-    """All that the page shows. contrasts: of arms with several seeds. viewer: the file beside the page, what it holds and
-    the worked question. ablation: its name, its tables and remarks (Markdown), its figures.
+    """The content of the page. contrasts: the paired differences of arms with several seeds. viewer: the viewer's file
+    beside the page, a sentence about it, and the worked question. ablation: its name, tables and remarks (Markdown),
+    and figures.
     """
 
     arms: list[Arm]
@@ -37,7 +38,7 @@ class Content:
 
 
 def render(template: str, **content: Any) -> str:
-    """Fill in a template of this package. All text is escaped; `file("NAME")` puts in a style or script as it is."""
+    """Fill in a template of this package. All text is escaped; `file("NAME")` inserts a style or script unescaped."""
     loader = FileSystemLoader(TEMPLATES)
     made = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     made.filters |= {"anchor": anchor, "minus": minus, "data_uri": data_uri}
@@ -46,7 +47,7 @@ def render(template: str, **content: Any) -> str:
 
 
 def anchor(heading: str) -> str:
-    """A heading as the name that a link uses."""
+    """The name under which links find a heading."""
     return re.sub(r"\W+", "-", heading.lower()).strip("-")
 
 
@@ -55,7 +56,7 @@ def data_uri(path: Path) -> str:
 
 
 def page(content: Content, out: Path) -> str:
-    """The HTML of the page that will stand at `out`, with everything it needs inside."""
+    """The HTML of the page for the file `out`. It contains its style and images."""
     arms = content.arms
     variants = list(dict.fromkeys(arm.variant for arm in arms))
     title = f"{', '.join(variants[:-1])} and {variants[-1]}" if len(variants) > 1 else variants[0]
@@ -75,7 +76,7 @@ def page(content: Content, out: Path) -> str:
 
 
 def compared(runs: list[Run]) -> str:
-    """One sentence: what is compared, on what."""
+    """One sentence about the runs: data, tokens, context, seeds, machine and code."""
     return (
         f"{len(runs)} {'run' if len(runs) == 1 else 'runs'} on {same_in_all(runs, lambda run: run.config['data']['name'])}, "
         f"{same_in_all(runs, lambda run: si(run.value('train.tokens')))} training tokens, "
@@ -92,8 +93,8 @@ def _machine(info: dict[str, Any]) -> str:
 
 
 def about(arms: list[Arm], section: Section) -> dict[str, Any]:
-    """Of a further evaluation: the command that ran it, the texts that it was given, and its figures."""
-    command = section.name  # perplexity_NAME is eval.perplexity on another text
+    """A further evaluation's command, texts and figures."""
+    command = section.name  # perplexity_NAME is a result of eval.perplexity on another text
     while "_" in command and not (ROOT / "eval" / f"{command}.py").is_file():
         command = command.rsplit("_", 1)[0]
     texts = {text_named(run, section.name) for arm in arms for run in arm.runs if section.name in run.evals}
@@ -101,7 +102,7 @@ def about(arms: list[Arm], section: Section) -> dict[str, Any]:
 
 
 def section_images(arms: list[Arm], section: Section) -> list[Image]:
-    """The figures that the evaluation has drawn for the first run of each arm."""
+    """The figures that the evaluation drew for the first run of each arm."""
     return [
         Image(path, f"{section.title}, {arm.name}")
         for arm in arms
@@ -111,7 +112,7 @@ def section_images(arms: list[Arm], section: Section) -> list[Image]:
 
 
 def ablation_parts(name: str, text: str, images: list[Path]) -> dict[str, Any]:
-    """An ablation's table.md as tables (lists of lines, the header first) and paragraphs, and its figures."""
+    """An ablation's figures, and its table.md as tables (lists of lines, the header first) and paragraphs."""
     blocks = []
     for block in text.strip().split("\n\n"):
         lines = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in block.splitlines()]

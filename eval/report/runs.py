@@ -1,4 +1,4 @@
-"""Run folders, read and checked against each other, and grouped into arms: every table and figure starts from these."""
+"""Reads run folders, refuses runs that cannot be compared, and groups runs into arms for all tables and figures."""
 
 import itertools
 import json
@@ -16,28 +16,29 @@ from configs.files import read_json_lines, read_json_object, read_run_config
 from eval.common import INK, colour, run_name, variant
 from eval.report.statistics import spikes
 
-EVALUATIONS = ("perplexity", "needle", "attention_noise")  # asked of every run; others are shown where they are
-DIVERGED = "diverged.json"  # in a run's folder: its loss became infinite, and repeating it would only repeat that
-DATA_KEYS = ("name", "source", "path", "dataset", "subset", "split", "val_fraction")  # other values: another text
-# Okabe and Ito's palette first: told apart with every common colour blindness.
+EVALUATIONS = ("perplexity", "needle", "attention_noise")  # wanted of every run; others are shown where they exist
+DIVERGED = "diverged.json"  # in a run's folder: its loss became infinite, and a repeated run would diverge again
+DATA_KEYS = ("name", "source", "path", "dataset", "subset", "split", "val_fraction")  # another value is another text
+# Okabe and Ito's palette first: it suits the common kinds of colour blindness.
 CYCLE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#1f2328", "#8C564B", "#B8A000")
-LINES = ("-", "--", ":", "-.")  # the points of a grid
+LINES = ("-", "--", ":", "-.")  # one style per point of a grid
 
 
 @dataclass
 class SpikeConfig:
-    """A spike: a logged training loss more than `over` nats above the median of the `window` logged before it."""
+    """A spike: a logged training loss more than `over` nats above the median of the `window` losses logged before it."""
 
-    window: Annotated[int, "[1, inf)"] = 50  # logged steps before
-    over: Annotated[float, "(0, inf)"] = 0.5  # nats
+    window: Annotated[int, "[1, inf)"] = 50  # number of losses in the median
+    over: Annotated[float, "(0, inf)"] = 0.5  # nats above the median
 
 
 @dataclass
 class Run:
-    """All that a run folder says: its configuration, its metrics and its evaluations.
+    """The contents of a run folder: its configuration, its metrics and its evaluations.
 
-    facts: the first line of metrics.jsonl. train, val, monitor: the lines with a training loss, with a validation loss and
-    of training/monitor.py. diverged: why training stopped, where its loss became infinite.
+    facts: the first line of metrics.jsonl. train, val, monitor, needle: the lines with a training loss, with a
+    validation loss, of training/monitor.py, and with a needle accuracy. diverged: the error that stopped training, if
+    the loss became infinite.
     """
 
     folder: Path
@@ -50,10 +51,10 @@ class Run:
     evals: dict[str, dict[str, Any]]
     monitor: list[dict[str, float]] = field(default_factory=list)
     needle: list[dict[str, float]] = field(default_factory=list)
-    tokenizer: str = "none"  # its fingerprint
+    tokenizer: str = "none"  # fingerprint of the tokenizer
     diverged: str | None = None
     spike: SpikeConfig = field(default_factory=SpikeConfig)
-    counted: dict[str, Any] = field(default_factory=dict)  # of a run whose lines are thinned: its last loss, its spikes
+    counted: dict[str, Any] = field(default_factory=dict)  # last loss and spikes, if `train` is thinned
 
     @property
     def seed(self) -> int | None:
@@ -71,28 +72,28 @@ class Run:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Median of the logged speeds: the first steps warm up, and machines stutter."""
+        """Median of the logged speeds, which ignores slow first steps and short pauses of the machine."""
         speeds = [line["tokens_per_s"] for line in self.train if "tokens_per_s" in line]
         return float(np.median(speeds)) if speeds else None
 
     def last_tenth(self, key: str = "loss") -> float | None:
-        """Mean of a training loss over the last tenth of the logged steps; None where it was not logged."""
+        """Mean of a training loss over the last tenth of the logged steps; None if that loss was not logged."""
         if key in self.counted:
             return self.counted[key]
         losses = [line[key] for line in self.train if key in line]
         return float(np.mean(losses[-max(1, len(losses) // 10) :])) if losses else None
 
     def results(self, name: str) -> dict[str, Any] | None:
-        """What the evaluation found; None where it was not run."""
+        """The results of the evaluation; None if the run does not have it."""
         return self.evals[name]["results"] if name in self.evals else None
 
     def value(self, path: str) -> float | None:
         """The number at EVALUATION.KEY.KEY, as `perplexity.recall.hit.loss`, or of training at `train.NAME`.
 
-        In a list of rows a key chooses the row by its first value, as `quantization.bits.4.loss_change`. train: loss (mean
-        of the last tenth), loss_text and loss_retrieval where they were logged, val_loss, spikes, seconds, tokens, and
-        tokens_to_0.5 (until a needle accuracy of 0.5). None: not measured, not a finite number, or not to be read because
-        the run diverged.
+        In a list of rows a key chooses the row whose first value it is, as `quantization.bits.4.loss_change`. NAME is
+        loss (mean of the last tenth), loss_text or loss_retrieval (where logged), val_loss, spikes, seconds, tokens, or
+        tokens_to_0.5 (tokens until a needle accuracy of 0.5). None if the number was not measured, is not finite, or
+        has no meaning because the run diverged.
         """
         evaluation, *keys = path.split(".")
         if evaluation == "train":
@@ -111,7 +112,7 @@ class Run:
             return self.spikes
         if name in ("seconds", "tokens"):
             return last.get({"seconds": "time_s"}.get(name, name), 0)
-        if name.startswith("tokens_to_"):  # a needle accuracy; None where the run never arrived
+        if name.startswith("tokens_to_"):  # None if the run did not reach this needle accuracy
             level = float(name.removeprefix("tokens_to_"))
             return next((line["tokens"] for line in self.needle if line["needle_acc"] >= level), None)
         if self.diverged:
@@ -122,15 +123,15 @@ class Run:
 
 
 def read_run(folder: Path, spike: SpikeConfig | None = None) -> Run:
-    """Read a run folder. ValueError where it is no run, or neither trained nor diverged."""
+    """Read a run folder. ValueError if it is not a run, or if the run has neither training metrics nor diverged."""
     if not (folder / "config.yaml").is_file():
         raise ValueError(
-            f"{folder} is not a run: give runs=[runs/A,runs/B] of training runs (python train.py makes one)"
+            f"{folder} is not the folder of a run: give runs=[runs/A,runs/B], folders that python train.py has made"
         )
     config = read_run_config(folder)
     lines, failure = list(read_json_lines(folder / "metrics.jsonl")), read_json(folder / DIVERGED)
     if not failure and not any("loss" in line for line in lines):
-        raise ValueError(f"{folder} has no training metrics: train it first, or continue it with resume=true")
+        raise ValueError(f"{folder} has no training metrics: train the run first, or continue it with resume=true")
     others = sorted(path.stem for path in (folder / "eval").glob("*.json") if path.stem not in EVALUATIONS)
     evals = {name: read_json(folder / "eval" / f"{name}.json") for name in (*EVALUATIONS, *others)}
     for name, content in evals.items():
@@ -156,7 +157,7 @@ def read_run(folder: Path, spike: SpikeConfig | None = None) -> Run:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The content of a JSON file; None where there is no file. ValueError where the file is damaged."""
+    """The content of a JSON file; None if the file does not exist. ValueError if the file is damaged."""
     if not path.is_file():
         return None
     return read_json_object(path, "delete it and repeat the evaluation")
@@ -167,7 +168,7 @@ def read_runs(folders: list[str]) -> list[Run]:
     if not folders:
         raise ValueError("runs is empty: give runs=[runs/A,runs/B]")
     if len({Path(folder).resolve() for folder in folders}) < len(folders):
-        raise ValueError("a run is given twice: name each folder once in runs=[...]")
+        raise ValueError("runs= has a folder twice: name each folder once")
     runs = [read_run(Path(folder)) for folder in folders]
     refuse_incomparable(runs)
     for run, label in zip(runs, labels(folders), strict=True):
@@ -176,14 +177,14 @@ def read_runs(folders: list[str]) -> list[Run]:
 
 
 def labels(folders: Iterable[str | Path]) -> list[str]:
-    """A label for each run folder: its name, with its parent's where two folders have one name."""
+    """A label for each run folder: its name, or PARENT/NAME where several folders have the same name."""
     paths = [Path(folder).resolve() for folder in folders]
     names = [path.name for path in paths]
     return [path.name if names.count(path.name) == 1 else "/".join(path.parts[-2:]) for path in paths]
 
 
 def refuse_incomparable(runs: list[Run]) -> None:
-    """Raise ValueError for runs whose losses or evaluations are not of the same text, tokens or settings."""
+    """Raise ValueError for runs whose losses or evaluations differ in text, tokenizer or settings."""
     first = runs[0]
     for run in runs[1:]:
         pair = f"{first.folder} and {run.folder}"
@@ -209,7 +210,7 @@ def refuse_other_settings(runs: list[Run], name: str) -> None:
 
 
 def _measured(name: str, run: Run) -> Any:
-    """What an evaluation measured: equal for results that can be compared."""
+    """The settings and text of an evaluation, as a value that is equal for results that can be compared."""
     results, settings = run.results(name), run.evals[name].get("config", {})
     if name == "perplexity":
         return results.get("sha256", "")
@@ -222,19 +223,19 @@ def _measured(name: str, run: Run) -> Any:
 
 
 def evaluations(runs: list[Run]) -> list[str]:
-    """Names of all evaluations that any of the runs has, those that every run is asked for first."""
+    """Names of all evaluations that at least one run has; those in EVALUATIONS come first."""
     found = dict.fromkeys(name for run in runs for name in run.evals)
     return [name for name in found if name in EVALUATIONS] + [name for name in found if name not in EVALUATIONS]
 
 
 def text_named(run: Run, name: str) -> str | None:
-    """The text that the run's evaluation `name` was given; None where it was the run's own validation documents."""
+    """The text that the run's evaluation `name` was given; None for the run's own validation documents."""
     settings = run.evals[name].get("config", {})
     return run.evals[name]["results"].get("text") or settings.get("text") or settings.get("shards")
 
 
 def text_of(run: Run, name: str) -> str:
-    """The text that the run's evaluation `name` was on, in words."""
+    """The text of the run's evaluation `name`, in words."""
     return text_named(run, name) or f"the validation documents of {run.config['data']['name']}"
 
 
@@ -243,10 +244,10 @@ def text_of(run: Run, name: str) -> str:
 
 @dataclass
 class Arm:
-    """What is compared: one model and its training with one or several seeds, at one point of a grid ("" without one).
+    """One model and its training, with one or several seeds, at one point of a grid (point "" without a grid).
 
-    name: `arm` with its point. reference: the arm that this one is compared with; None for a reference. facts: parameters,
-    FLOPs and shape, where an ablation has planned them.
+    name: `arm` and its point. reference: the name of the arm that this arm is compared with; None for a reference.
+    facts: parameters, FLOPs and shape, if an ablation has computed them.
     """
 
     name: str
@@ -269,11 +270,11 @@ class Arm:
         return f"{self.name} (n = {len(self.runs)})" if self.several else self.name
 
     def results(self, name: str) -> list[dict[str, Any]]:
-        """The results of the evaluation, one per run that has it."""
+        """The results of the evaluation, one per run that has the evaluation."""
         return [run.evals[name]["results"] for run in self.runs if name in run.evals]
 
     def by_seed(self, values: Iterable[Any]) -> dict[int, float]:
-        """Seed -> number, of one value per run; a seed that was not measured, or diverged, is left out."""
+        """Seed -> number. values: one per run; values that are missing or not finite are left out."""
         pairs = zip(self.runs, values, strict=True)
         return {run.seed: value for run, value in pairs if isinstance(value, (int, float)) and math.isfinite(value)}
 
@@ -284,9 +285,9 @@ def paired_by_seed(arm: dict[int, float], reference: dict[int, float]) -> dict[i
 
 
 def arms_of(runs: list[Run]) -> list[Arm]:
-    """Group runs that differ in their seed alone, in the order given; all are compared with the first arm.
+    """Group runs that differ in their seed alone, in the order given; all arms are compared with the first arm.
 
-    Beside finished runs of its arm a half-finished one is left out: it would bias the mean.
+    An arm with finished runs leaves its unfinished runs out, because they would bias the mean.
     """
     kinds: dict[str, list[Run]] = {}
     for run in runs:
@@ -310,7 +311,7 @@ def arms_of(runs: list[Run]) -> list[Arm]:
 
 
 def give_colours(arms: list[Arm]) -> None:
-    """Each arm's colour: its variant's own, or for a second arm of a variant one that is free; each point's line style."""
+    """Set each arm's colour (its variant's own colour, or a free colour for other arms) and each point's line style."""
     names = {arm.arm: arm.variant for arm in reversed(arms)}
     palette: dict[str, str] = {}
     for name in dict.fromkeys(arm.arm for arm in arms):
@@ -326,23 +327,23 @@ def give_colours(arms: list[Arm]) -> None:
 
 
 def _kind(run: Run) -> str:
-    """Equal for runs that differ in nothing but the seed, and where and how fast they ran."""
+    """A text that is equal for runs that differ only in the seed, the machine's folders and the speed."""
     config = {key: run.config.get(key) for key in ("model", "optim", "steps", "batch_tokens", "data")}
     for part, keys in {"model": ("backend",), "data": ("dir", "workers", "shard_tokens")}.items():
         config[part] = {key: value for key, value in config[part].items() if key not in keys}
-    config["init_from"] = re.sub(r"s(eed)?=?\d+", "", run.config.get("init_from") or "")  # each seed from its own
+    config["init_from"] = re.sub(r"s(eed)?=?\d+", "", run.config.get("init_from") or "")  # one run per seed
     return json.dumps(_without_null(config), sort_keys=True, default=str)
 
 
 def _without_null(tree: Any) -> Any:
-    """Runs of an older version lack keys that are null in the others."""
+    """`tree` without null values: runs of an older version lack keys that are null in newer runs."""
     if not isinstance(tree, dict):
         return tree
     return {key: _without_null(value) for key, value in tree.items() if value is not None}
 
 
 def _common_label(runs: list[Run]) -> str:
-    """The run's own label, or what the labels of several seeds have in common."""
+    """The label of a single run, or the common beginning of the labels of several seeds."""
     if len(runs) == 1:
         return runs[0].label
     common = os.path.commonprefix([run.label for run in runs])
@@ -350,14 +351,14 @@ def _common_label(runs: list[Run]) -> str:
 
 
 def notes(runs: list[Run], arms: list[Arm]) -> list[str]:
-    """One line for each thing a reader must know before comparing: stopped early, not measured, unequal training."""
+    """Warnings for the reader, one line each: unfinished runs, missing evaluations, unequal training."""
     kept = [run for arm in arms for run in arm.runs]
     lines = [line for run in runs for line in _notes_of(run, any(run is other for other in kept))]
     if len({run.train[-1]["tokens"] for run in kept if run.train}) > 1:
-        lines.append("the runs were trained on different numbers of tokens, so their losses are no fair comparison")
+        lines.append("the runs were trained on different numbers of tokens, so comparing their losses is not fair")
     seeds = [{run.seed for run in arm.runs} for arm in arms]
     if any(arm.several for arm in arms) and any(one != seeds[0] for one in seeds):
-        lines.append("the arms have different seeds: differences are over those that two arms share")
+        lines.append("the arms have different seeds: a difference is over the seeds that both of its arms have")
     return lines
 
 
@@ -366,11 +367,11 @@ def _notes_of(run: Run, kept: bool) -> list[str]:
     if done < run.config.get("steps", 0) and not run.diverged:
         left_out = "" if kept else " and left out of its arm"
         steps = f"at step {done:,} of {run.config['steps']:,}"
-        lines.append(f"{run.label} is half finished, {steps},{left_out}: continue it with resume=true")
+        lines.append(f"{run.label} is not finished, {steps},{left_out}: continue it with resume=true")
     if absent := [name for name in EVALUATIONS if name not in run.evals]:
         lines.append(f"{run.label} has no {', '.join(absent)}: run python -m eval.{absent[0]} run={run.folder}")
     if run.diverged or not math.isfinite(run.last_tenth()):
-        lines.append(f"{run.label} diverged: its training loss is no number; lower optim.lr and train it again")
+        lines.append(f"{run.label} diverged: its training loss is not finite; lower optim.lr and train it again")
     if old := [name for name, content in run.evals.items() if content.get("step", done) < done]:
         again = f"run python -m eval.{old[0]} run={run.folder} again"
         lines.append(f"{run.label} was trained further after {', '.join(old)}: {again}")
@@ -378,5 +379,5 @@ def _notes_of(run: Run, kept: bool) -> list[str]:
 
 
 def same_in_all(runs: list[Run], read: Callable[[Run], Any]) -> str:
-    """The value that all runs share, or the different ones with slashes between."""
+    """The value that all runs share, or the different values with slashes between them."""
     return " / ".join(dict.fromkeys(str(read(run)) for run in runs))

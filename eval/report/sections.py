@@ -1,4 +1,4 @@
-"""Further evaluations, whose numbers are shown as they are: each gets a section with a table of its own."""
+"""Sections of the page for further evaluations, each with a table of all numbers of one evaluation."""
 
 import re
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from typing import Any
 from eval.report.runs import EVALUATIONS, Arm, Run, evaluations
 from eval.report.tables import Row, row_of
 
-ROWS_SHOWN = 40  # of one evaluation; all are in the JSON
+ROWS_SHOWN = 40  # rows of one evaluation; the JSON has all
 TITLES = {
     "icl": "In-context learning",
     "outliers": "Activation outliers",
@@ -19,7 +19,7 @@ TITLES = {
 
 @dataclass
 class Section:
-    """An evaluation shown as it is: its numbers by their names, and the settings that all runs share."""
+    """The numbers of one evaluation under their names in the JSON, and the settings that all runs share."""
 
     name: str
     rows: list[Row]
@@ -32,7 +32,7 @@ class Section:
 
 
 def sections(arms: list[Arm]) -> list[Section]:
-    """One section for each evaluation beyond those of the headline table."""
+    """One section for each evaluation that is not in the headline table."""
     names = [name for name in evaluations([run for arm in arms for run in arm.runs]) if name not in EVALUATIONS]
     return [_section(arms, name) for name in names]
 
@@ -45,7 +45,7 @@ def _section(arms: list[Arm], name: str) -> Section:
         key: measured[0][key]
         for key in keys
         if isinstance(measured[0].get(key), int) and all(values.get(key) == measured[0][key] for values in measured)
-    }  # whole numbers that are the same everywhere are counts and lengths
+    }  # whole numbers that are equal in all runs are counts and lengths
     errors = {key: error for key in keys for error in _errors(key) if error in keys}
     shown = [key for key in keys if key not in settings and key not in errors.values()]
 
@@ -58,15 +58,15 @@ def _section(arms: list[Arm], name: str) -> Section:
 
 
 def _errors(key: str) -> tuple[str, ...]:
-    """What a standard error of `key` may be called."""
+    """The possible names of the standard error of `key`."""
     beside = re.sub(r"(^|· )(accuracy|loss|mean)$", r"\1se", key)
     return f"{key}_se", f"{key}_stderr", *([beside] if beside != key else [])
 
 
 def scalars(results: Any, path: str = "") -> Iterator[tuple[str, float]]:
-    """("a · b", number) of all numbers in nested dicts; a list of dicts goes by its items' first values ("bits=8").
+    """("a · b", number) of all numbers in nested dicts. Items of a list of dicts are named by their first value ("bits=8").
 
-    What is called per_... or by_... divides up a number that is there as well, and is left out.
+    Keys that begin with per_ or by_ are left out: they split up a number that stands under another key.
     """
     for key, value in results.items():
         name = f"{path} · {key}" if path else str(key)
@@ -82,7 +82,7 @@ def scalars(results: Any, path: str = "") -> Iterator[tuple[str, float]]:
 
 
 def _labelled(items: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Items with their first value, or as many as tell them apart, as a label: ("bits=8", the rest)."""
+    """(label, rest) of each item, as ("bits=8", ...). The label has the first values, as many as make labels different."""
     for count in range(1, len(items[0]) + 1):
         named = [", ".join(f"{key}={value}" for key, value in list(item.items())[:count]) for item in items]
         if len(set(named)) == len(items):

@@ -1,7 +1,7 @@
-"""What differences between arms over a few seeds allow to say: paired intervals, p values, power, fits.
+"""Statistics of differences between arms over a few seeds: paired intervals, p values, power, fits.
 
-Seeds pair the runs: arms of one seed read the same samples in the same order and share initial weights, so what is tested
-is the mean of one difference per seed. Distributions are scipy's.
+Seeds pair the runs: arms of one seed read the same samples in the same order and share initial weights, so the tests are of
+the mean of one difference per seed. Distributions are scipy's.
 """
 
 import functools
@@ -15,12 +15,12 @@ import numpy as np
 from scipy import optimize, stats
 
 LEVEL, POWER = 0.05, 0.8
-EXACT_UP_TO = 16  # seeds whose 2^n sign flips are all counted
+EXACT_UP_TO = 16  # largest n for which all 2^n sign flips are counted
 
 
 @dataclass
 class Difference:
-    """Paired differences of n seeds. What n seeds cannot give (an interval from one) is None.
+    """Paired differences of n seeds. A value that n seeds cannot give (an interval of one seed) is None.
 
     mean, sd: of the differences. low, high: 95 % t interval. p: two-sided paired t test. p_permutation: exact two-sided
     sign-flip test. detectable: the smallest true difference that the t test finds in 80 % of such experiments.
@@ -69,19 +69,19 @@ def t_cdf(t: float, df: float) -> float:
 
 @functools.cache
 def t_quantile(p: float, df: float) -> float:
-    """The t below which Student's t with `df` degrees of freedom falls with probability p, 0 < p < 1."""
+    """The p-quantile of Student's t with `df` degrees of freedom, 0 < p < 1."""
     return float(stats.t.ppf(p, df)) if p >= 0.5 else -t_quantile(1 - p, df)
 
 
 def chi2_quantile(p: float, df: float) -> float:
-    """The value below which chi-squared with `df` degrees of freedom falls with probability p."""
+    """The p-quantile of chi-squared with `df` degrees of freedom."""
     return float(stats.chi2.ppf(p, df))
 
 
 def sign_flip_p(differences: Sequence[float]) -> float:
     """Exact two-sided p: the share of all 2^n sign flips whose mean is at least as far from 0 (Fisher 1935).
 
-    Asks only that a difference be symmetric about 0 if the arms are equal; cannot fall below 2^(1-n).
+    The test assumes only that differences are symmetric about 0 if the arms are equal. Its p is at least 2^(1-n).
     """
     d = np.asarray(differences, dtype=np.float64)
     signs = np.array(list(itertools.product((1.0, -1.0), repeat=len(d))))  # (2^n, n)
@@ -90,7 +90,7 @@ def sign_flip_p(differences: Sequence[float]) -> float:
 
 
 def holm(ps: Sequence[float]) -> list[float]:
-    """p values adjusted for being several, in the order given (Holm 1979): each bounds the chance of any false finding."""
+    """p values corrected for several tests, in the order given (Holm 1979), which limit the chance of any false finding."""
     adjusted, worst = [0.0] * len(ps), 0.0
     for rank, i in enumerate(sorted(range(len(ps)), key=lambda i: ps[i])):
         worst = max(worst, min(1.0, (len(ps) - rank) * ps[i]))
@@ -119,23 +119,24 @@ def detectable(sd: float, n: int) -> float:
 
 
 def interval(values: Sequence[float]) -> dict[str, float | None]:
-    """n, mean, and low and high of its 95 % t interval (None from a single seed), of one value per seed."""
+    """n, mean, and low and high of the mean's 95 % t interval (None for a single seed), of one value per seed."""
     found = paired(values)
     return {"n": found.n, "mean": found.mean, "low": found.low, "high": found.high}
 
 
 def power_law(sizes: Sequence[float], losses: Sequence[float]) -> tuple[float, float]:
-    """(a, b) of loss = a size^-b, by least squares in the logarithms. Two sizes at least."""
+    """(a, b) of loss = a size^-b, by least squares in the logarithms. ValueError for fewer than two sizes."""
     if len(set(sizes)) < 2:
-        raise ValueError("a power law needs losses at two sizes at least: add points to grid=")
+        raise ValueError("a power law needs losses at two or more sizes: add points to grid=")
     slope, intercept = np.polyfit(np.log(sizes), np.log(losses), 1)
     return math.exp(intercept), -float(slope)
 
 
 def size_ratio(reference: tuple[float, float], other: tuple[float, float], size: float) -> float:
-    """How many times the parameters of `reference` the `other` needs for the loss that `reference` has at `size`.
+    """Parameters that `other` needs for the loss that `reference` has at `size`, divided by `size`.
 
-    Below 1: fewer. Both are fits (a, b) of `power_law`; nan where `other` does not fall with size.
+    Below 1, `other` needs fewer parameters. Both are fits (a, b) of `power_law`; nan if `other` does not fall with
+    size.
     """
     (a, b), (a2, b2) = reference, other
     if b2 <= 0:
@@ -144,6 +145,6 @@ def size_ratio(reference: tuple[float, float], other: tuple[float, float], size:
 
 
 def spikes(losses: Sequence[float], window: int = 50, over: float = 0.5) -> int:
-    """Number of losses more than `over` nats above the median of the `window` losses before them (10 at least)."""
+    """Number of losses more than `over` nats above the median of the `window` (at least 10) losses before them."""
     before = ((loss, losses[max(0, i - window) : i]) for i, loss in enumerate(losses) if i >= 10)
     return sum(loss > statistics.median(earlier) + over for loss, earlier in before)

@@ -1,4 +1,4 @@
-"""Numbers of arms beside each other, their paired differences, and tables of both as text."""
+"""Tables of the arms' numbers and of their paired differences, as data and as text."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, field
@@ -14,9 +14,10 @@ Read = Callable[[Run], Any]  # a value, (value, standard error), or None where i
 
 @dataclass
 class Cell:
-    """An arm's value: of one run, with its standard error over samples where it has one, or the mean over seeds.
+    """An arm's value: of one run, with its standard error over samples if known, or the mean over seeds.
 
-    values: one per run of the arm, None where it was not measured. sd: over seeds. value None: not measured at all.
+    values: one per run of the arm, None where not measured. sd: standard deviation over seeds. value None: not measured
+    in any run.
     """
 
     value: float | str | None
@@ -32,10 +33,7 @@ class Cell:
 
 @dataclass
 class Row:
-    """A line of a table: what it is, one cell per arm, and which way is better ("" where neither is).
-
-    hint: what a reader must know of this number to read it rightly.
-    """
+    """A line of a table with one cell per arm. better: "lower", "higher", or "" for neither. hint: a remark under the name."""
 
     group: str
     name: str
@@ -46,7 +44,7 @@ class Row:
 
 @dataclass
 class Contrast(Difference):
-    """An arm minus its reference in one row, paired over the seeds that both have.
+    """An arm minus its reference in one row of a table, paired over the seeds that both have.
 
     p_holm: p corrected for the arms that are compared in this row (Holm 1979).
     """
@@ -68,7 +66,7 @@ class Contrast(Difference):
 
     @property
     def clear(self) -> bool:
-        """The interval leaves out zero."""
+        """Whether the interval is without zero."""
         return self.low is not None and not self.low <= 0 <= self.high
 
 
@@ -76,13 +74,13 @@ class Contrast(Difference):
 
 
 def row_of(arms: list[Arm], group: str, name: str, read: Read, shown: Shown, better: str = "", hint: str = "") -> Row:
-    """A row of what `read` finds in each run."""
+    """A row of the values that `read` returns for each run."""
     seeds = any(arm.several for arm in arms)
     return Row(group, name, [_cell([read(run) for run in arm.runs], shown, seeds) for arm in arms], better, hint)
 
 
 def _cell(found: list[Any], shown: Shown, seeds: bool) -> Cell:
-    """`seeds`: the table has arms of several seeds, so that ± is over seeds in all of it."""
+    """The cell of one arm. seeds: some arm has several seeds, so ± is over seeds in the whole table."""
     values = [value[0] if isinstance(value, tuple) else value for value in found]
     measured = [value for value in values if value is not None]
     show = shown if callable(shown) else shown.format
@@ -100,7 +98,7 @@ def _cell(found: list[Any], shown: Shown, seeds: bool) -> Cell:
 
 
 def at(path: str, error: str | None = None) -> Read:
-    """Reads the number at a metric path (Run.value), with the standard error at another."""
+    """A reader of the number at the metric path `path` (Run.value), with its standard error at the path `error`."""
 
     def read(run: Run) -> Any:
         value = run.value(path)
@@ -131,7 +129,7 @@ def headline_table(arms: list[Arm]) -> list[Row]:
     rows += [row for pair in _needle_pairs(arms) for row in _needle_rows(arms, *pair)]
     for name, read, better, hint in _attention():
         rows.append(row_of(arms, "Attention", name, read, "{:.3f}", better, hint))
-    # What a run is not asked for (a recent number, a loss that training did not split) has a row where some run has it.
+    # Optional numbers, which older runs and some kinds of training lack, have a row only if some run has them.
     return [row for row in rows if row.name not in OPTIONAL or any(cell.value is not None for cell in row.cells)]
 
 
@@ -154,7 +152,7 @@ OPTIONAL = {
 
 
 def trained_on(run: Run) -> str:
-    """What the training loss is a loss on."""
+    """The text of the training loss, in words."""
     weight = (run.config["data"].get("retrieval") or {}).get("weight", 0)
     return f"text mixed with {weight} % synthetic retrieval documents" if weight else "the training text"
 
@@ -193,8 +191,9 @@ def _attention() -> Iterator[tuple[str, Read, str, str]]:
 def per_layer(run: Run, what: str) -> float | None:
     """Signed attention to the answer, or noise, with each layer divided by its own row sum before the layers are averaged.
 
-    From the evaluation where it has it, else from its masses by layer and head, which are means over prompts: the same
-    where a layer's row sums do not depend on the prompt, as in `diff`, and close to it elsewhere.
+    Older evaluations lack this number. It is then computed from the masses by layer and head, which are means over
+    prompts. The result is the same where a layer's row sums do not depend on the prompt, as in `diff`, and similar
+    elsewhere.
     """
     given = run.value(f"attention_noise.signed_per_layer.mean.{what}")
     masses = (run.results("attention_noise") or {}).get("per_layer_head", {}).get("signed")
@@ -210,7 +209,7 @@ def per_layer(run: Run, what: str) -> float | None:
 
 
 def _sinks(run: Run) -> Any:
-    """Of the longest text that was looked at."""
+    """The share of sinks, with its standard error, in the longest windows that were measured."""
     lengths = (run.results("attention_noise") or {}).get("sink") or {}
     path = f"attention_noise.sink.{max(lengths, key=int, default='none')}"
     return at(f"{path}.share", f"{path}.se")(run)
@@ -247,7 +246,7 @@ def si(value: float) -> str:
 
 
 def contrasts(arms: list[Arm], rows: Iterable[Row]) -> list[Contrast]:
-    """Every arm minus its reference, row by row, paired by seed; p_holm is over the arms of one row."""
+    """Every arm minus its reference, row by row, paired by seed. p_holm corrects for the arms of one row."""
     found = []
     for row in rows:
         if row.group in ("Model", "Training"):
@@ -265,7 +264,7 @@ def contrasts(arms: list[Arm], rows: Iterable[Row]) -> list[Contrast]:
     return found
 
 
-# The numbers a comparison is about, as far as they are measured, and what a sentence calls them.
+# The main numbers of a comparison, with their names in the verdicts.
 HEADLINES = {
     "test loss (nats per token)": "test loss",
     "validation loss, end of training": "validation loss",
@@ -276,9 +275,9 @@ HEADLINES = {
 
 
 def verdicts(arms: list[Arm], found: list[Contrast]) -> list[str]:
-    """A sentence or two for each arm: what of HEADLINES differs from the first arm, and what could have been seen."""
+    """One or two sentences for each arm: the HEADLINES that differ from the first arm, and those without a difference."""
     if len(arms) == 1:
-        return [f"There is one arm, {arms[0].name}, so nothing is compared: add runs of another to runs=[...]."]
+        return [f"There is only one arm, {arms[0].name}: add runs of another arm to runs=[...] to compare them."]
     by_place = {(contrast.arm, contrast.name): contrast for contrast in found}
     sentences = []
     for arm in arms[1:]:
@@ -289,7 +288,7 @@ def verdicts(arms: list[Arm], found: list[Contrast]) -> list[str]:
 
 def _verdict(found: list[Contrast]) -> str:
     if not found:
-        return ": no number is measured in both for a seed that both have."
+        return ": the two arms have no number in common for a common seed."
     n = max(contrast.n for contrast in found)
     parts = []
     if n == 1:
@@ -299,7 +298,7 @@ def _verdict(found: list[Contrast]) -> str:
         parts.append("; ".join(_finding(contrast) for contrast in clear) + ".")
     if unclear := [contrast for contrast in found if not contrast.clear]:
         numbers = ", ".join(f"{HEADLINES[contrast.name]} {_smallest(contrast)}" for contrast in unclear)
-        parts.append(f"No difference detected, with the smallest detectable in brackets: {numbers}.")
+        parts.append(f"No difference detected (smallest detectable difference in brackets): {numbers}.")
     return f" (n = {n} seeds): {' '.join(parts)}"
 
 
@@ -328,7 +327,7 @@ def report_lines(arms: list[Arm], rows: list[Row]) -> list[list[str]]:
 
 
 def difference_lines(arms: list[Arm], rows: list[Row], found: list[Contrast], head: str = "") -> list[list[str]]:
-    """The rows' differences as text, a column per arm after the first, the header first; [] where there are none."""
+    """The rows' differences as text, one column per arm after the first, the header first; [] without differences."""
     by_place = {(contrast.name, contrast.arm): contrast.text for contrast in found}
     lines = [[row.name, *(by_place.get((row.name, arm.name), "") for arm in arms[1:])] for row in rows]
     lines = [line for line in lines if any(line[1:])]
@@ -336,7 +335,7 @@ def difference_lines(arms: list[Arm], rows: list[Row], found: list[Contrast], he
 
 
 def markdown(lines: Sequence[Sequence[str]]) -> str:
-    """A table as GitHub prints it, the header first, numbers to the right."""
+    """A table in GitHub's Markdown, the header first, numbers to the right."""
     ruled = [lines[0], ["---", *("---:" for _ in lines[0][1:])], *lines[1:]]
     return "".join(f"| {' | '.join(line)} |\n" for line in ruled)
 

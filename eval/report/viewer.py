@@ -1,11 +1,12 @@
-"""An attention viewer: one HTML file in which to choose layer, head and example, and to see where a query looks.
+"""An attention viewer: one HTML file that shows the attention of a query for a chosen layer, head and example.
 
     python -m eval.viewer runs=[runs/A,runs/B] out=viewer.html [text=FILE] [prompt="..."] [length=96]
 
-Every row of every map of a few short examples: a needle at three depths, a piece of text, and `prompt` where one is
-given. Hover, tap or use the arrow keys: the query's attention is painted over the tokens before it, two models side by
-side, negative weights of differential maps in another hue. A differential head's two maps can be seen apart, and their
-difference at any lambda. The file needs nothing beside it.
+The file holds every row of every map for a few short examples: a needle at three depths, a piece of text, and `prompt`
+if given. Hover, tap or use the arrow keys to choose a query. The viewer colours the tokens before the query by their
+attention, for two models side by side; negative weights of differential maps have another hue. It can show each of the
+two maps of a differential head, or their difference at any lambda. The file works alone, without other files or a
+network.
 """
 
 import base64
@@ -31,32 +32,32 @@ from eval.scoring import continue_greedily
 from model.attention.probe import probe, visit_logits
 from training.checkpoint import LoadedRun
 
-MAX_BYTES = 12_000_000  # of packed maps: examples over it are left out, but for the first
-STEPS = 127  # of the quantised square root, on either side of zero
+MAX_BYTES = 12_000_000  # of packed maps: later examples that exceed the limit are left out
+STEPS = 127  # steps of the quantised square root, on either side of zero
 GUESSES = 3  # next tokens shown per position
-PASSAGES = 64  # places in the text of which the one that reads most like prose is shown
+PASSAGES = 64  # random places in the text; the viewer shows the one that reads most like prose
 PROSE = re.compile(r"[A-Za-z]+[,.;:]? (?=[A-Za-z])")  # a word, one space, and another word
 
 
 @dataclass
 class ViewerConfig:
-    """runs: run folders. length: tokens per example. text: a file to take them from, instead of validation data."""
+    """runs: run folders. length: tokens per example. text: a file for the examples, instead of validation data."""
 
     runs: list[str] = MISSING
-    out: str = "viewer.html"  # the page
+    out: str = "viewer.html"  # the HTML file to write
     length: int = 96
-    depths: list[float] = field(default_factory=lambda: [0.1, 0.5, 0.9])  # of the needle, one example each
-    prompt: str | None = None  # your own words, as a further example
+    depths: list[float] = field(default_factory=lambda: [0.1, 0.5, 0.9])  # depths of the needle, one example each
+    prompt: str | None = None  # a text of your own, as one more example
     text: str | None = None
-    seed: Annotated[int, "[0, 4294967295]"] = 0  # of the needle examples
+    seed: Annotated[int, "[0, 4294967295]"] = 0  # seed of the needle examples
     device: str = "auto"  # auto | cpu | cuda
 
 
 @dataclass
 class Example:
-    """Tokens (T,) and named spans [start, stop) of them; `query` is where the viewer looks first.
+    """Tokens (T,) and named spans [start, stop) of them. query: the position that the viewer shows first.
 
-    depth: of the needle, where the example is a needle, whose answer then stands after `query`.
+    depth: the needle's depth, if the example has a needle; its answer then follows `query`.
     """
 
     title: str
@@ -68,10 +69,10 @@ class Example:
 
 @dataclass
 class Look:
-    """What a model does with tokens (T,): logits (T, V) and, layer by layer, its maps (heads, T, T).
+    """A model's logits (T, V) for tokens (T,) and, layer by layer, its maps (heads, T, T).
 
-    seconds: of a layer of differential heads the second maps, which lambda is multiplied with; None elsewhere. The first
-    ones are the sum of the map and lambda times the second, and a row's lambda is 1 less the sum of the row.
+    seconds: the second maps of a layer of differential heads, which lambda multiplies; None for another layer. A first
+    map is the map plus lambda times the second map. A row's lambda is 1 minus the sum of the map's row.
     """
 
     logits: np.ndarray
@@ -81,7 +82,7 @@ class Look:
 
 @dataclass
 class Viewer:
-    """The file, one sentence about what it holds, and one of its needles as a worked question (None without a needle)."""
+    """The HTML, one sentence about its content, and one of its needles as a worked question (None without a needle)."""
 
     html: str
     says: str
@@ -89,12 +90,12 @@ class Viewer:
 
 
 def viewer_of(runs: list[tuple[str, str]], cfg: ViewerConfig | None = None) -> Viewer:
-    """The viewer of (label, folder) runs. ValueError where their tokenizers differ or an example cannot be made."""
+    """The viewer of (label, folder) runs. ValueError if their tokenizers differ or an example cannot be made."""
     cfg = cfg or ViewerConfig(runs=[folder for _, folder in runs])
     loaded = [open_run(EvalConfig(run=folder, device=cfg.device)) for _, folder in runs]
     for (_, folder), run in zip(runs[1:], loaded[1:], strict=True):
         if run.tokenizer.fingerprint != loaded[0].tokenizer.fingerprint:
-            raise ValueError(f"{runs[0][1]} and {folder} have different tokenizers: view them in files of their own")
+            raise ValueError(f"{runs[0][1]} and {folder} have different tokenizers: make one viewer file for each")
     made, tokenizer = examples(loaded, cfg), loaded[0].tokenizer
     packed, retrieved, models, size = [], [], [], 0
     with progress("attention maps", len(made)) as bar:
@@ -124,11 +125,11 @@ def viewer_of(runs: list[tuple[str, str]], cfg: ViewerConfig | None = None) -> V
 
 
 def examples(runs: list[LoadedRun], cfg: ViewerConfig) -> list[Example]:
-    """A needle at each depth, a piece of text, and the prompt; all as long as every model's context allows."""
+    """A needle at each depth, a piece of text, and the prompt, all short enough for every model's context."""
     run, context = runs[0], min(run.model.cfg.context for run in runs)
     length = min(cfg.length, context)
     if length < 2:
-        raise ValueError(f"length={cfg.length} is too short to look at: use length=96")
+        raise ValueError(f"length={cfg.length} is too short for an example: use length=96")
     hay = prose(haystack(run, EvalConfig(run=str(run.path), text=cfg.text)), run.tokenizer, length, cfg.seed)
     found = [_needle(run, hay, length, depth, cfg.seed) for depth in cfg.depths]
     passage = np.concatenate(([run.tokenizer.eot], hay[: length - 1]))
@@ -136,13 +137,13 @@ def examples(runs: list[LoadedRun], cfg: ViewerConfig) -> list[Example]:
     if cfg.prompt is not None:
         own = np.array([run.tokenizer.eot, *run.tokenizer.encode(cfg.prompt)])
         if not 1 < len(own) <= context:
-            raise ValueError(f"the prompt has {len(own) - 1} tokens: give prompt= 1 to {context - 1} of them")
+            raise ValueError(f"the prompt has {len(own) - 1} tokens: give prompt= a text of 1 to {context - 1} tokens")
         found.insert(0, Example("your prompt", own, {"first token": (0, 1)}, len(own) - 1))
     return found
 
 
 def prose(hay: np.ndarray, tokenizer: Tokenizer, length: int, seed: int) -> np.ndarray:
-    """`length` tokens of the text (n,), at that of some random places which reads most like prose (code, tables: less)."""
+    """`length` tokens of the text (n,), from the one of PASSAGES random places that reads most like prose."""
     starts = np.random.default_rng(seed).integers(0, max(1, len(hay) - length), PASSAGES)
 
     def share(start: int) -> float:
@@ -178,12 +179,12 @@ def _needle(run: LoadedRun, hay: np.ndarray, length: int, depth: float, seed: in
 
 @torch.inference_mode()
 def look(model: nn.Module, tokens: np.ndarray) -> Look:
-    """Logits and all maps of tokens (T,). ValueError where they are not finite."""
+    """Logits and all maps of tokens (T,). ValueError if they are not finite."""
     given, seconds = torch.from_numpy(tokens)[None].to(device_of(model)), {}
     with probe(model, torch.arange(len(tokens), device=given.device)) as maps:
         logits = model(given)[0].float().cpu().numpy()  # (T, V)
     if not all(layer.isfinite().all() for layer in maps.layers):
-        raise ValueError("a model's attention is not finite, its training diverged: leave its run out of runs=")
+        raise ValueError("a model's attention is not finite: its training diverged, so leave its run out of runs=")
 
     def keep(layer: int, logits: Tensor, see: Tensor) -> None:
         if logits.dim() == 5:  # (1, h, 2, T, T): the two maps of a differential head
@@ -195,11 +196,11 @@ def look(model: nn.Module, tokens: np.ndarray) -> Look:
 
 
 def pack(maps: np.ndarray) -> tuple[bytes, bytes]:
-    """Causal maps (heads, T, T) as int8, the lower triangle only, and each row's largest magnitude (heads, T) float32.
+    """The lower triangles of causal maps (heads, T, T) as int8, and each row's largest magnitude (heads, T) float32.
 
-    A weight a of a row with the largest magnitude m is stored as the nearest whole number to sign(a) 127 sqrt(|a| / m):
-    the root keeps small weights apart, whose sum is what noise is. The error is below 0.8 % of m, and smaller for
-    smaller weights. viewer.js unpacks them.
+    A weight a of a row with the largest magnitude m is stored as the nearest whole number to sign(a) 127 sqrt(|a| / m).
+    The square root keeps differences between small weights, whose sum is the noise. The error is below 0.8 % of m, and
+    smaller for smaller weights. viewer.js unpacks the maps.
     """
     scales = np.abs(maps).max(axis=-1)  # (heads, T)
     share = maps / np.where(scales > 0, scales, 1)[..., None]
@@ -209,7 +210,7 @@ def pack(maps: np.ndarray) -> tuple[bytes, bytes]:
 
 
 def _packed(seen: Look, tokenizer: Tokenizer) -> dict[str, Any]:
-    """A model's maps of an example as text: of all heads, and of the differential ones the second maps and lambda."""
+    """A model's maps of an example as text: the maps of all heads, and second maps and lambda of differential heads."""
     maps, scales = pack(np.concatenate(seen.maps))
     packed = {"maps": _text(maps), "scales": _text(scales), "next": _guesses(seen.logits, tokenizer)}
     pairs = [(maps, second) for maps, second in zip(seen.maps, seen.seconds, strict=True) if second is not None]
@@ -227,7 +228,7 @@ def _text(content: bytes) -> str:
 
 @dataclass
 class Retrieval:
-    """Of a needle: each head's mass on it in the row of the query, (heads,) by layer, and the probability of its answer."""
+    """Each head's mass on the needle in the query's row, (heads,) by layer, and the probability of the needle's answer."""
 
     masses: list[np.ndarray]
     likely: float
@@ -236,13 +237,13 @@ class Retrieval:
 def _retrieval(example: Example, seen: Look) -> Retrieval:
     start, stop = example.spans["needle"]
     answer = torch.from_numpy(example.tokens[example.query + 1 :])
-    logits = torch.from_numpy(seen.logits[example.query : -1])  # of the answer's tokens
+    logits = torch.from_numpy(seen.logits[example.query : -1])  # logits of the answer's tokens
     likely = logits.log_softmax(-1).gather(-1, answer[:, None]).sum().exp().item()
     return Retrieval([maps[:, example.query, start:stop].sum(-1) for maps in seen.maps], likely)
 
 
 def _best_head(masses: list[list[np.ndarray]]) -> tuple[int, int] | None:
-    """(layer, head) that gives the needles most attention, with sign; None without a needle. masses: [needle][layer]."""
+    """(layer, head) with the largest signed attention to the needles; None without a needle. masses: [needle][layer]."""
     by_layer = [sum(layers) for layers in zip(*masses, strict=True)]
     if not by_layer:
         return None
@@ -253,7 +254,7 @@ def _best_head(masses: list[list[np.ndarray]]) -> tuple[int, int] | None:
 def _question(
     retrieved: list[tuple[Example, list[Retrieval]]], runs: list[LoadedRun], models: list[dict[str, Any]]
 ) -> dict[str, Any] | None:
-    """The needle nearest to the middle, as words, and what each model says and looks at."""
+    """The needle nearest to the middle as a question in words, with each model's answer and its best head's attention."""
     if not retrieved:
         return None
     example, found = min(retrieved, key=lambda pair: abs(pair[0].depth - 0.5))
@@ -282,7 +283,7 @@ def _guesses(logits: np.ndarray, tokenizer: Tokenizer) -> list[list[tuple[str, f
 
 
 def shown(tokenizer: Tokenizer, token: int) -> str:
-    """A token as a reader can tell it from others: line breaks as arrows, bytes that are no text as numbers."""
+    """A token as readable text: line breaks are shown as arrows, and bytes that are not text as numbers."""
     if token == tokenizer.eot:
         return "⟨end of text⟩"
     try:
@@ -306,10 +307,10 @@ def _described(example: Example, tokenizer: Tokenizer) -> dict[str, Any]:
 
 def _page(data: dict[str, Any], left_out: int, question: dict[str, Any] | None) -> Viewer:
     """The HTML with style, script and data inside."""
-    content = json_text(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")  # closes no script
+    content = json_text(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")  # no </script>
     count = len(data["examples"])
     names = ", ".join(model["label"] for model in data["models"])
-    fewer = f"; {left_out} more would make it too large" if left_out else ""
+    fewer = f"; {left_out} more examples would make the file too large" if left_out else ""
     says = (
         f"{names}: every head of every layer on {count} example{'s' if count > 1 else ''} of up to "
         f"{max(len(example['tokens']) for example in data['examples'])} tokens{fewer}. One file, "

@@ -318,7 +318,7 @@ def test_wrong_input_is_one_line(make_run, refused, monkeypatch, tmp_path):
     run = make_run("a")
     assert "tasks is empty" in refused(harness, f"run={run}", "tasks=[]")
     assert "add tasks=" in refused(harness, f"run={run}")
-    assert "no folder" in refused(harness, f"run={run}", "tasks=[x]", "include_path=nowhere")
+    assert "not a folder" in refused(harness, f"run={run}", "tasks=[x]", "include_path=nowhere")
     assert "limit=0" in refused(harness, f"run={run}", "tasks=[x]", "limit=0")
     assert not (run / "eval").exists()
 
@@ -330,7 +330,7 @@ def test_an_unknown_task_is_named(monkeypatch, tmp_path):
     # Its own index of ten thousand files takes half a minute to read.
     empty = lambda include_path=None, include_defaults=True: SimpleNamespace(all_tasks=["known"])  # noqa: E731
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", empty)
-    with pytest.raises(ValueError, match="there is no task unknown: `lm-eval ls tasks` lists them"):
+    with pytest.raises(ValueError, match="there is no task unknown: `lm-eval ls tasks` lists the tasks"):
         harness.task_manager(["known", "unknown"], str(tmp_path))
 
 

@@ -238,7 +238,7 @@ def test_wrong_input_is_one_line(make_run, refused, files, tmp_path):
     assert "line 1 ('text,category')" in refused(icl, f"run={run}", bank, "format=trec")
     assert "not in the format banking77" in refused(icl, f"run={run}", trec, "format=banking77")
     assert "not in the format clinc150" in refused(icl, f"run={run}", trec, "format=clinc150")
-    assert "or format=trec_fine, banking77, clinc150" in refused(icl, f"run={run}", clinc, "format=trec")
+    assert "or format= one of trec_fine, banking77, clinc150" in refused(icl, f"run={run}", clinc, "format=trec")
     assert "correct examples=" in refused(icl, f"run={run}", "examples=nowhere.csv")
     assert "format= one of" in refused(icl, f"run={run}", trec, "format=sst")
     (tmp_path / "one.label").write_text("NUM:x a\nNUM:x b\n")

@@ -136,7 +136,7 @@ def test_the_verdict_says_what_differs_and_what_could_have_been_seen(seeded):
     assert diff.startswith("diff compared with baseline (n = 3 seeds): test loss −0.1020 [−0.1045, −0.0995], better.")
     (none,) = [c for c in found if c.arm == "introspective" and c.name.startswith("test loss")]
     assert "No difference detected" in introspective and f"test loss ({none.detectable:.3g})" in introspective
-    assert "nothing is compared" in verdicts(arms[:1], [])[0]
+    assert "There is only one arm" in verdicts(arms[:1], [])[0]
     one = arms_of(read_runs([str(folder) for folder in (folders[0], folders[3])]))
     (single,) = verdicts(one, contrasts(one, headline_table(one)))
     assert "(n = 1 seed): test loss −0.101" in single and "One seed cannot tell" in single
@@ -149,7 +149,7 @@ def test_what_is_not_measured_or_not_finished_is_said(evaluated, make_run, call,
     capsys.readouterr()
     call(report, f"runs=[{whole},{part}]", f"out={tmp_path / 'r.html'}", "viewer=false")
     printed = capsys.readouterr().out
-    assert "part is half finished, at step 4 of 9" in printed
+    assert "part is not finished, at step 4 of 9" in printed
     assert "part has no needle, attention_noise: run python -m eval.needle" in printed
     cells = [cell for row in json.loads((tmp_path / "r.json").read_text())["results"] for cell in row["cells"]]
     missing = sum(cell["value"] is None for cell in cells)
@@ -224,7 +224,7 @@ def test_a_half_finished_seed_is_left_out_and_said(seeded, call, capsys, tmp_pat
     assert [run.seed for run in arms[0].runs] == [1, 2]
     call(report, listed(folders), f"out={tmp_path / 'r.html'}", "viewer=false")
     printed = capsys.readouterr().out
-    assert "baseline-s3 is half finished, at step 2 of 4, and left out of its arm" in printed
+    assert "baseline-s3 is not finished, at step 2 of 4, and left out of its arm" in printed
     assert len(arms_of(read_runs([str(folders[2])]))) == 1  # alone it is shown, and noted
 
 

@@ -43,9 +43,7 @@ def test_after_two_widenings_the_edge_is_said() -> None:
     assert result.widened == 2 and result.edge == ["optim.muon_lr"]
     notes = "\n".join(tuning_notes({"baseline": result, "twin": tuned(CFG, search(CFG, bowl(0.01, 0.003))[0])}))
     assert (
-        "baseline lies at the end of what was tried" in notes
-        and "baseline (10)" in notes
-        and "8 trials an arm" in notes
+        "baseline is at an end of the tried values" in notes and "baseline (10)" in notes and "8 trials an arm" in notes
     )
 
 
@@ -64,15 +62,15 @@ def test_untuned_is_said() -> None:
 @pytest.mark.parametrize(
     ("cfg", "says"),
     (
-        (TuneConfig(["optim.lr"], [[0.01]]), "two values or more"),
+        (TuneConfig(["optim.lr"], [[0.01]]), "two or more values"),
         (TuneConfig(["optim.lr"], [[0.02, 0.01]]), "rising"),
         (TuneConfig(["optim.lr"], [[0.0, 0.01]]), "above 0"),
         (TuneConfig(["optim.lr"], [[0.01, 0.0101]]), "closer than a factor"),
-        (TuneConfig(["optim.lr"], [[0.01, 0.02]], refine=["optim.x"]), "tune.refine names optim.x"),
+        (TuneConfig(["optim.lr"], [[0.01, 0.02]], refine=["optim.x"]), "tune.refine has optim.x"),
         (TuneConfig(["optim.lr"], [[0.01, 0.02]], seeds=[1]), "seeds of the comparison"),
-        (TuneConfig(["optim.lr"], [[0.01, 0.02]], seeds=[]), "choose others"),
+        (TuneConfig(["optim.lr"], [[0.01, 0.02]], seeds=[]), "choose other seeds"),
         (TuneConfig(["optim.lr"], []), "one list for each key"),
-        (TuneConfig(["optim.lr"], [[0.01, 0.02]], metric="needle.accuracy"), "trials are not evaluated"),
+        (TuneConfig(["optim.lr"], [[0.01, 0.02]], metric="needle.accuracy"), "trials are only trained"),
     ),
 )
 def test_grids_that_decide_nothing_are_refused(cfg: TuneConfig, says: str) -> None:

@@ -93,7 +93,7 @@ def test_the_passage_is_prose_where_the_text_has_some(tokenizer):
 def test_a_diverged_model_is_refused():
     model = Decoder(DecoderConfig(n_layer=1, n_head=2, d_model=16, context=40, vocab_size=50)).eval()
     torch.nn.init.constant_(model.blocks[0].attention_norm.weight, torch.nan)
-    with pytest.raises(ValueError, match="diverged: leave its run out"):
+    with pytest.raises(ValueError, match="diverged, so leave its run out"):
         viewer.look(model, np.arange(9))
 
 
@@ -161,7 +161,7 @@ def test_what_is_too_large_is_left_out_and_said(make_run, call, monkeypatch, tmp
     monkeypatch.setattr(viewer, "MAX_BYTES", 100_000)  # two examples of this model, and not three
     out = tmp_path / "v.html"
     call(viewer, f"runs=[{make_run('one')}]", f"out={out}")
-    assert len(data_of(out)["examples"]) == 2 and "2 more would make it too large" in out.read_text()
+    assert len(data_of(out)["examples"]) == 2 and "2 more examples would make the file too large" in out.read_text()
 
 
 class Texts(HTMLParser):

@@ -151,7 +151,7 @@ def test_a_folder_is_pushed_and_the_token_is_not_shown(call, tmp_path: Path, mon
     assert "from_pretrained('me/small.model')" in (tmp_path / "one" / "README.md").read_text()
     monkeypatch.setattr(huggingface_hub, "HfApi", Closed)
     said = call(run, f"out={tmp_path}/two", "check=false", "push=me/small")
-    assert "the hub did not take it (RuntimeError): `hf auth login`" in said and "secret" not in said
+    assert "the upload failed (RuntimeError): type `hf auth login`" in said and "secret" not in said
     assert (tmp_path / "two" / "model.safetensors").is_file()
     assert "give push=user/name" in call(run, f"out={tmp_path}/three", "push=small")
     assert not (tmp_path / "three").exists()
@@ -183,7 +183,7 @@ def test_a_folder_that_computes_something_else_is_not_left_behind(
         return found
 
     monkeypatch.setattr(export, "export", broken)
-    assert "the exported model differs by" in call(run, out)
+    assert "the exported model's logits differ from the run's by" in call(run, out)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
     assert "not compared" in call(run, out, "check=false")
 

@@ -257,7 +257,7 @@ def test_out_holds_texts_settings_and_speed(tmp_path: Path, make_run: Callable[.
         assert f"a{s['text']}\n" in done.out and "e" not in s["text"]
         assert s["ended"] in ("stop", "length", "end of text") and (s["ended"] == "stop" or len(s["tokens"]) == 20)
     assert speed["prompt_tokens"] == 6 and speed["new_tokens"] == sum(len(s["tokens"]) - 1 for s in samples)
-    assert f"{speed['new_tokens']} in " in done.err and "tokens/s" in done.err and "step 4, cpu" in done.err
+    assert f"{speed['new_tokens']} tokens after" in done.err and "tokens/s" in done.err and "step 4, cpu" in done.err
 
 
 def test_the_trained_context_is_the_limit(make_run: Callable[..., Path], call: Callable) -> None:
@@ -266,7 +266,7 @@ def test_the_trained_context_is_the_limit(make_run: Callable[..., Path], call: C
         model = checkpoint.load_run(run).model
         assert sample.new_tokens(SampleConfig(run=""), model, 10) == 54
         assert sample.new_tokens(SampleConfig(run="", max_tokens=54), model, 10) == 54
-        assert "the prompt has 65 tokens, the trained context 64: shorten it" in call(run=run, prompt="x" * 64).err
+        assert "the prompt has 65 tokens, but the trained context has 64: shorten" in call(run=run, prompt="x" * 64).err
     beyond = call(run=rope, prompt="123456789", max_tokens=80)
     assert beyond.rc == 0 and "note: a prompt of 10 and 80 new tokens exceed the trained context of 64" in beyond.err
     refused = call(run=learned, prompt="123456789", max_tokens=80)
@@ -285,7 +285,7 @@ def test_an_interruption_leaves_what_is_there(
     original = sample.decode
     monkeypatch.setattr(sample, "decode", interrupted)
     done = call(run=make_run(), prompt="Hello")
-    assert done.rc == 0 and done.out.startswith("Hello") and "after each text's first: 1 in" in done.err
+    assert done.rc == 0 and done.out.startswith("Hello") and "1 tokens after each text's first in" in done.err
 
 
 @pytest.mark.parametrize(
@@ -299,8 +299,8 @@ def test_an_interruption_leaves_what_is_there(
         ({"prompt": "a", "file": "b"}, "prompt= and file= are both given"),
         ({"file": "nowhere.txt"}, "no file nowhere.txt: correct file="),
         ({"file": "-", "stdin": b"\xff\xfe"}, "file=- is not UTF-8 text"),
-        ({"stop": "['']"}, "an empty stop string"),
-        ({"prompt": "[[a],b]"}, "prompt is neither text nor a list of texts"),
+        ({"stop": "['']"}, "stop= has an empty text"),
+        ({"prompt": "[[a],b]"}, "prompt is neither a text nor a list of texts"),
         ({"prompts": "a"}, "did you mean 'prompt'?"),
         ({"device": "cuda:9"}, "use device=cpu"),
     ],

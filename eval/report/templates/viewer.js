@@ -30,7 +30,7 @@ function packedRow(values, scales, T, head, t) {
   });
 }
 
-// For each head, all layers numbered through: its number among the differential heads, or null.
+// For each head, counted over all layers: its number among the differential heads, or null.
 for (const model of DATA.models) {
   let n = 0;
   model.pairs = model.heads.flatMap((count, l) => Array.from({ length: count }, () => (model.differential[l] ? n++ : null)));
@@ -39,7 +39,7 @@ for (const model of DATA.models) {
 const trained = (example, model, head, t) => // lambda of a differential head in row t
   DATA.maps[example][model].lambdas[DATA.models[model].pairs[head] * DATA.examples[example].tokens.length + t];
 
-// Row t of one head as it is, or of a differential head map 1 - lambda map 2 at another lambda, or one map alone.
+// Row t of one head as trained; for a differential head, map 1 - lambda map 2 at another lambda, or one of the maps.
 function headRow(example, model, head, t, view = TRAINED) {
   const T = DATA.examples[example].tokens.length, m = DATA.maps[example][model], pair = DATA.models[model].pairs[head];
   const row = packedRow(m.values, m.largest, T, head, t);
@@ -50,7 +50,7 @@ function headRow(example, model, head, t, view = TRAINED) {
   return row.map((a, s) => a + more * second[s]);
 }
 
-// Heads of all layers are numbered through.
+// Heads are counted over all layers.
 function headsOf(model, layer, head) {
   const counts = DATA.models[model].heads, out = [];
   let first = 0;
@@ -149,7 +149,7 @@ function buildPanel(p, index) {
     move(Math.floor(((event.clientY - box.top) / box.height) * DATA.examples[state.example].tokens.length));
   };
   const map = element("details", { open: matchMedia("(min-width: 60rem)").matches }, element("summary", { textContent:
-    "The whole map: queries downwards, what they look at to the right" }), element("div", { className: "map" }, p.canvas, p.mark));
+    "The whole map: queries downwards, keys to the right" }), element("div", { className: "map" }, p.canvas, p.mark));
   panel.append(choose, p.lambdaBox, p.tokens, p.says, p.shares, element("h3", { textContent: "Most attention" }), p.tops, p.gridTitle,
     p.grid, map);
   return panel;
@@ -237,7 +237,7 @@ function drawNumbers(p, row) {
   const example = DATA.examples[state.example], t = query(), guesses = DATA.maps[state.example][p.model].next[t];
   const sum = total(row, 0, t + 1), says = [];
   guesses.forEach(([text, share], i) => says.push(i ? ", " : "Next token: ", element("code", { textContent: text }), ` ${share.toFixed(2)}`));
-  if (t + 1 < example.tokens.length) says.push("; there: ", element("code", { textContent: example.tokens[t + 1] }));
+  if (t + 1 < example.tokens.length) says.push("; in the text: ", element("code", { textContent: example.tokens[t + 1] }));
   const negative = row.reduce((part, a) => part + Math.min(0, a), 0);
   says.push(`. The row sums to ${number(sum, 2)}`, negative < -5e-3 ? `, of which negative ${number(negative, 2)}.` : ".");
   p.says.replaceChildren(...says);
@@ -294,7 +294,7 @@ function drawMap(p) {
 function draw() {
   const example = DATA.examples[state.example], t = query();
   const rows = state.panels.map((p) => rowOf(state.example, p, t));
-  const scale = Math.max(...rows.map((row) => Math.max(...row.map(Math.abs)))); // one scale: sides can be compared
+  const scale = Math.max(...rows.map((row) => Math.max(...row.map(Math.abs)))); // one scale for both sides, so that they can be compared
   byId("example").value = String(state.example);
   byId("query").textContent = `query ${t}: ${example.tokens[t]}`;
   const strip = (name) => `<i style="background:linear-gradient(90deg, rgba(var(${name}),0), rgba(var(${name}),.46) 25%, rgba(var(${name}),.92))"></i>`;
