@@ -110,11 +110,11 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
 def whole_folder(path: Path) -> Iterator[Path]:
     """A new folder to write into. At the end of the block it becomes `path`; if the block fails, it is deleted.
 
-    An existing folder `path` is replaced.
+    An existing folder `path` is replaced; where a kill comes between the two renames, `sweep` gives it its name back.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     sweep(path.parent, path.name)
-    partial, replaced = _temporary(path), _temporary(path.with_name(f"{path.name}.replaced"))
+    partial, replaced = _temporary(path), _temporary(path.with_name(f"{path.name}{REPLACED}"))
     partial.mkdir()
     try:
         yield partial
@@ -126,17 +126,29 @@ def whole_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(replaced, ignore_errors=True)
 
 
+REPLACED = ".replaced"  # ends the name of a folder whose place another one takes
+
+
 def _temporary(path: Path) -> Path:
     """The temporary path for writing `path`; its name has the machine and the process that write it."""
     return path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.part")
 
 
 def sweep(folder: Path, name: str = "*") -> None:
-    """Remove temporary files for `name` in `folder` that killed commands of this machine left."""
+    """Remove temporary files for `name` in `folder` that killed commands of this machine left.
+
+    A folder that was about to be replaced gets its name back, unless another folder has taken it.
+    """
     host, name = socket.gethostname(), "*" if name == "*" else glob.escape(name)
-    for path in folder.glob(f".{name}.{host}.*.part"):
+    found = [*folder.glob(f".{name}{REPLACED}.{host}.*.part"), *folder.glob(f".{name}.{host}.*.part")]
+    for path in dict.fromkeys(found):
         process = path.name.split(".")[-2]
-        if process.isdecimal() and int(process) != os.getpid() and not _runs(int(process)):
+        if not process.isdecimal() or int(process) == os.getpid() or _runs(int(process)):
+            continue
+        own = path.name[1:].removesuffix(f".{host}.{process}.part")
+        if own.endswith(REPLACED) and not (before := folder / own.removesuffix(REPLACED)).exists():
+            os.replace(path, before)
+        else:
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 

@@ -6,23 +6,21 @@ one process with memory for both. Evaluations and a resumed training read both f
 form.
 """
 
-import os
-import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import yaml
 from omegaconf import MISSING
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from configs import command  # noqa: E402
+from configs.files import FolderLock, read_run_config, sweep  # noqa: E402
 from model.config import decoder_config  # noqa: E402
 from model.decoder import Decoder  # noqa: E402
 from training import checkpoint, sharded  # noqa: E402
-from training.optim import OptimConfig, build_optimizers  # noqa: E402
+from training.optim import OptimConfig, build_optimizers, state_tensors  # noqa: E402
 
 
 @dataclass
@@ -36,6 +34,7 @@ class ConsolidateConfig:
 @command("consolidate", ConsolidateConfig)
 def main(cfg: ConsolidateConfig) -> None:
     run = Path(cfg.run)
+    sweep(run / "checkpoints")  # of this command, killed while a checkpoint changed its form
     found = [f for f in checkpoint.checkpoints(run) if cfg.step is None or f.name == checkpoint.folder_name(cfg.step)]
     if not found:
         raise ValueError(
@@ -45,16 +44,13 @@ def main(cfg: ConsolidateConfig) -> None:
     if not sharded.shards(folder):
         print(f"{folder}: is already one checkpoint")
         return
-    model = Decoder(decoder_config(checkpoint.read_state(folder)["model"]))
-    options = yaml.safe_load((run / "config.yaml").read_text())["optim"]
-    optimizers = build_optimizers(model, OptimConfig(**options))
-    step = checkpoint.load(folder, model, optimizers)
-    own = run / ".consolidated"
-    shutil.rmtree(own, ignore_errors=True)
-    whole = checkpoint.save(own, step, model, optimizers, keep=0)
-    os.replace(folder, own / "sharded")
-    os.replace(whole, folder)
-    shutil.rmtree(own)
+    lock = FolderLock(run, "trains in it")  # and may delete the checkpoint meanwhile
+    state = checkpoint.read_state(folder)
+    model = Decoder(decoder_config(state["model"]))
+    optimizers = build_optimizers(model, OptimConfig(**read_run_config(run, groups=("optim",))["optim"]))
+    checkpoint.load(folder, model, optimizers)
+    checkpoint.write(folder, checkpoint.own_weights(model), state_tensors(optimizers), state)
+    lock.release()
     print(f"{folder}: joined")
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from configs import one_line_errors
-from configs.files import FolderLock, json_text, whole_folder, write_atomic, write_json
+from configs.files import FolderLock, json_text, sweep, whole_folder, write_atomic, write_json
 from tests.conftest import assert_one_line_error, run_command
 from training.distributed import World, pick_device
 from training.run import TrainConfig
@@ -67,6 +67,22 @@ def test_litter_of_the_dead_is_swept_and_that_of_the_living_is_not(tmp_path: Pat
     with whole_folder(tmp_path / "folder"):
         pass
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*names[1:], "a.json", "folder"])
+
+
+def test_a_folder_is_not_lost_while_another_takes_its_place(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "a").write_text("before")
+    killed = os.fork()
+    if not killed:
+        real = os.replace
+        os.replace = lambda old, new: os._exit(9) if new == folder else real(old, new)
+        with whole_folder(folder):
+            pass
+    os.waitpid(killed, 0)
+    assert not folder.exists()
+    sweep(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"] and (folder / "a").read_text() == "before"
 
 
 def test_a_lock_names_its_holder_and_ends_with_it(tmp_path: Path) -> None:

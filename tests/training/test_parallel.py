@@ -163,9 +163,10 @@ def test_a_sharded_checkpoint_of_four_is_read_by_one_and_two(group: tuple) -> No
 def test_sharded_checkpoints_are_evaluated_joined_and_checked(group: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
     run = group[0] / "chain"
     folder = newest(run, 15)
-    before = load_run(run, step=15).model.state_dict()
+    before, guard = load_run(run, step=15).model.state_dict(), checkpoint.read_state(folder)["guard"]
     monkeypatch.setattr("sys.argv", ["consolidate.py", f"run={run}", "step=15"])
     consolidate.main()
+    assert guard and checkpoint.read_state(folder)["guard"] == guard
     assert (folder / "model.safetensors").is_file() and not list(folder.glob("shard-*"))
     after = load_run(run, step=15).model.state_dict()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
