@@ -198,7 +198,8 @@ class Preparation:
                 yield item, ""
                 continue
             for piece in pieces(document.text):
-                yield item._replace(bytes=len(piece.encode("utf-8", "replace"))), piece
+                size = len(piece) if piece.isascii() else len(piece.encode("utf-8", "replace"))
+                yield item._replace(bytes=size), piece
                 item = item._replace(documents=0, first=False)
 
     def _tokenize(self, item: Item, text: str) -> np.ndarray:

@@ -2,7 +2,7 @@
 
     attention   a variant's attention on a backend: facade calls alone ("op") and with projections ("module"); the op's memory
     train       whole training steps of configs/model at size=micro; with peer=FOLDER the gpt2 stack against a nanoGPT checkout
-    growth      time and memory of a step against context and parameters, with the exponents of fits
+    growth      time and memory of a step against context, or over=parameters, with the exponents of fits
     busy        training steps beside other processes, by the way in which threads wait for each other
     decode      a token, with and without a cache
     loader      batches from shards in the page cache, and how long a training step waits for the next one
@@ -251,6 +251,7 @@ def check(cfg: BenchConfig) -> None:
         "what": ([cfg.what], list(BENCHES)),
         "variants": (cfg.variants or [], names("model")),
         "backends": (cfg.backends or [], list(BACKENDS)),
+        "over": ([cfg.over], ["context", "parameters"]),
     }
     for key, (given, allowed) in known.items():
         if unknown := [name for name in given if name not in allowed]:

@@ -37,6 +37,7 @@ class BenchConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)  # train
     compile: bool | None = None  # train; None: on CUDA, and with peer= both
     peer: str | None = None  # train: the folder of a nanoGPT checkout, against which the stack gpt2 is timed
+    over: str = "context"  # growth: context | parameters
     neighbours: list[int] = field(default_factory=lambda: [0, 1, 3])  # busy: processes that compute beside the training
 
 

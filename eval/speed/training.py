@@ -217,30 +217,26 @@ def busy(cfg: BenchConfig, world: World) -> list[Row]:
 
 
 def growth(cfg: BenchConfig, world: World) -> list[Row]:
-    """Steps of 4,096 tokens at contexts 256 to 4096 of the size, and at context 256 of 1M to 31M parameters; and the fits.
+    """Steps of 4,096 tokens, over contexts 256 to 4096 of the size or over 1M to 31M parameters at context 256; and the fits.
 
-    The exponent a of a fit is that of time (and memory) ~ context^a, or parameters^a: the slope in logarithms, of every
-    round; the median, and its 95 % interval. Tokens are fixed, so that a sequence's own exponent of context is a + 1.
+    The exponent a of a fit means time (or memory) ~ context^a or parameters^a. It is the slope of the logarithms: of each
+    round, then the median with its 95 % interval. The tokens are fixed: one sequence's time grows with context^(a + 1).
     """
-    cfg, rows = replace(cfg, device=str(world.device)), []
+    cfg, names = replace(cfg, device=str(world.device)), cfg.variants or GROWN
     lengths = cfg.lengths or CONTEXTS
-    at = [("context", replace(cfg.model, context=T), max(1, GROWTH_TOKENS // T)) for T in lengths]
-    for layers, width in SIZES:
-        shape = {"n_layer": layers, "d_model": width, "n_head": width // 32, "context": min(lengths)}
-        at.append(("parameters", replace(cfg.model, **shape), max(1, GROWTH_TOKENS // min(lengths))))
-    for over in ("context", "parameters"):
-        points = [(variant, *point[1:]) for point in at if point[0] == over for variant in cfg.variants or GROWN]
-        group = [Row({"over": over, "model": v, "context": m.context}, b * m.context) for v, m, b in points]
-        builds = [(our_step, replace(cfg, model=m), v, b) for v, m, b in points]
-        with elsewhere(builds) as works:
-            time_in_turn(MEASURE, group, works, cfg.rounds, world.device)
-            for row, work in zip(group, works, strict=True):
-                if row.seconds:
-                    row.facts = {"parameters": work.ask(TrainingStep.parameters, False)} | work.ask(
-                        step_memory, world.device
-                    )
-        rows += [*group, *(fit(over, v, [r for r in group if r.labels["model"] == v]) for v in cfg.variants or GROWN)]
-    return rows
+    shapes = [replace(cfg.model, context=T) for T in lengths]
+    if cfg.over == "parameters":
+        alike = partial(replace, cfg.model, context=min(lengths))
+        shapes = [alike(n_layer=layers, d_model=width, n_head=width // 32) for layers, width in SIZES]
+    points = [(name, shape, max(1, GROWTH_TOKENS // shape.context)) for shape in shapes for name in names]
+    rows = [Row({"over": cfg.over, "model": name, "context": m.context}, b * m.context) for name, m, b in points]
+    with elsewhere([(our_step, replace(cfg, model=m), name, b) for name, m, b in points]) as works:
+        time_in_turn(MEASURE, rows, works, cfg.rounds, world.device)
+        for row, work in zip(rows, works, strict=True):
+            if row.seconds:
+                row.facts = {"parameters": work.ask(TrainingStep.parameters, False)}
+                row.facts |= work.ask(step_memory, world.device)
+    return rows + [fit(cfg.over, name, [row for row in rows if row.labels["model"] == name]) for name in names]
 
 
 def fit(over: str, variant: str, rows: list[Row]) -> Row:

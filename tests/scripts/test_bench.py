@@ -239,6 +239,7 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path: Path) -> None:
         ({"what": "attention", "backends": ["cudnn"]}, "backends has no 'cudnn': use auto, math"),
         ({"what": "decode", "lengths": [0]}, "lengths=\\[0\\] must be at least 1"),
         ({"what": "train", "rounds": 0}, "rounds=0 must be at least 1"),
+        ({"what": "growth", "over": "depth"}, "over has no 'depth': use context, parameters"),
         ({"what": "busy", "neighbours": [-1]}, "neighbours=\\[-1\\] must be at least 0"),
     ],
 )
@@ -444,18 +445,18 @@ def test_growth_fits_exponents_over_context_and_over_parameters(
     monkeypatch.setattr(training, "SIZES", ((1, 64), (1, 128)))
     monkeypatch.setattr(training, "GROWTH_TOKENS", 32)
     rows = bench.growth(tiny("growth", lengths=[16, 32]), CPU)
-    assert [tuple(row.labels.values()) for row in rows] == [
-        *(("context", variant, T) for T in (16, 32) for variant in ("baseline", "diff")),
-        *(("context", variant, "fit") for variant in ("baseline", "diff")),
-        *(("parameters", variant, 16) for _ in range(2) for variant in ("baseline", "diff")),
-        *(("parameters", variant, "fit") for variant in ("baseline", "diff")),
-    ]
+    names = ("baseline", "diff")
+    assert [tuple(row.labels.values()) for row in rows] == [("context", v, T) for T in (16, 32, "fit") for v in names]
     assert all(row.amount == 32 for row in rows if row.seconds)
-    small, large = rows[6].facts, rows[8].facts
+    rows = bench.growth(tiny("growth", lengths=[16, 32], over="parameters"), CPU)
+    assert [tuple(row.labels.values()) for row in rows] == [
+        ("parameters", v, T) for T in (16, 16, "fit") for v in names
+    ]
+    small, large = rows[0].facts, rows[2].facts
     expected = math.log(large["memory (MB)"] / small["memory (MB)"]) / math.log(
         large["parameters"] / small["parameters"]
     )
-    assert rows[10].facts["memory exponent"] == pytest.approx(expected) and "time exponent" in table(rows)
+    assert rows[4].facts["memory exponent"] == pytest.approx(expected) and "time exponent" in table(rows)
 
 
 def test_an_exponent_is_the_slope_in_logarithms() -> None:
