@@ -19,9 +19,10 @@ class TokenizerConfig:
 class RetrievalMixConfig:
     """The share of training samples that are retrieval documents, and their shape.
 
-    weight: percent of all samples. dense: percent of the retrieval documents that hold facts only, without text.
-    needles: the largest number of facts in a document, of 1 at least (a small model learns to retrieve sooner from few
-    facts). digits: length of a magic number; with two digits, a model can learn which numbers are kept for evaluation.
+    weight: percent of all training samples that are retrieval documents. dense: percent of the retrieval documents that
+    hold facts only, without text. needles: a document has 1 to this many facts (a small model learns to retrieve sooner
+    from few facts). digits: length of a magic number; with two digits, a model can learn which numbers are kept for
+    evaluation.
     """
 
     weight: Annotated[int, "[0, 100]"] = 0
@@ -36,9 +37,9 @@ class MqarConfig:
 
     keys, values, noise: sizes of three vocabularies that share no token.
 
-    pairs: key-value pairs that each row tells and then asks. distractors: their share of the tokens before the
-    questions. kind: noise (distractors are tokens of the noise vocabulary) or pairs (distractors are key-value pairs,
-    of keys that the row does not ask).
+    pairs: key-value pairs that each row tells and then asks. distractors: share of distractors among the tokens before
+    the questions. kind: noise (distractors are tokens of the noise vocabulary) or pairs (distractors are key-value pairs
+    whose keys the row does not ask).
     """
 
     keys: Annotated[int, "[2, 1048576]"] = 64

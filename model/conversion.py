@@ -34,7 +34,7 @@ LARGEST_LAMBDA = 0.95  # init=mirror divides the output projection by 1 - lambda
 
 @dataclass
 class Conversion:
-    """How to convert. to=same changes nothing.
+    """How to convert.
 
     init: zero (lambda starts at 0), mirror (lambda starts at lambda_init, and the output projection compensates for it) or
     open (lambda starts at lambda_init, and nothing compensates for it).
@@ -45,8 +45,8 @@ class Conversion:
     lambda_bias: for to=diff_v2, whose lambda starts at sigmoid(lambda_bias).
     """
 
-    to: str = "diff"  # diff | diff_v2 | same
-    init: str = "zero"  # zero | mirror | open: where lambda starts, 0 or lambda_init; open changes the function
+    to: str = "diff"  # diff | diff_v2 | same: the attention of the new model; same changes nothing
+    init: str = "zero"  # zero | mirror | open; open changes the function
     heads: str = "double"  # double | split
     second: str = "copy"  # copy | random
     sublayer_norm: bool = False
