@@ -99,7 +99,7 @@ def _look(arms: list[Arm], remarks: list[str]) -> Viewer | None:
     try:
         return viewer_of([(arm.name, str(arm.runs[0].folder)) for arm in arms])
     except (ValueError, OSError, RuntimeError) as error:
-        remarks.append(f"there is no attention viewer: {' '.join(str(error).split())[:200]}")
+        remarks.append(f"no attention viewer: {' '.join(str(error).split())[:200]}")
         return None
 
 
