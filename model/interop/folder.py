@@ -51,7 +51,7 @@ def read_config(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError):
         config = None
     if not isinstance(config, dict):
-        raise ValueError(f"{file} is not a JSON object: {SAVE_AGAIN}")
+        raise ValueError(f"{file} is not JSON, or not a JSON object: {SAVE_AGAIN}")
     if config.get("quantization_config"):
         raise ValueError(
             f"{path} holds quantized weights: give the folder of the model in float32, bfloat16 or float16"
