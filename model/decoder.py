@@ -18,7 +18,6 @@ from .attention.probe import gather_rows
 from .cache import KVCache, LayerCache
 from .config import DecoderConfig
 from .layers import MLPS, initialize, make_norm
-from .loss import linear_cross_entropy
 from .rotary import Rope, rope_table
 
 
@@ -86,10 +85,10 @@ class Decoder(nn.Module):
         With `cfg.document_mask` the documents are read off the tokens. rows, positions (R,) or (B, R) out of S as a probe's,
         are the only ones that the output head sees: logits, or targets, are (B, R) then, whatever T.
         """
-        x = self.hidden(tokens, cache, documents, keys, rows)  # (B, T or R, D)
+        logits = self.head(self.hidden(tokens, cache, documents, keys, rows))  # (B, T or R, V)
         if targets is None:
-            return self.head(x)  # (B, T or R, V)
-        return linear_cross_entropy(x.flatten(0, 1), self.head.weight, targets.flatten())
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
     def hidden(
         self,
