@@ -175,19 +175,17 @@ def one_set_log_sum_exp(right: Callable) -> Callable:
 
 
 def block_sees_ahead(right: Callable) -> Callable:
-    def wrong(q: Tensor, k: Tensor, v: Tensor, lam: Tensor, start: int, stop: int) -> Tensor:
-        scores = (q[..., start:stop, :] * q.shape[-1] ** -0.5) @ k[..., :stop, :].mT
-        future = torch.ones(stop - start, stop - start, dtype=torch.bool).triu(2)
-        scores[..., start:].masked_fill_(future, float("-inf"))
-        first, second = scores.softmax(-1).unbind(2)
-        return (first - lam * second) @ v[..., :stop, :]
+    def wrong(part: blocked._Part, rows: slice) -> list[Tensor]:
+        part.future = part.future.triu(1 + part.n)
+        return right(part, rows)
 
     return wrong
 
 
 def first_rows_lambda(right: Callable) -> Callable:
-    def wrong(q: Tensor, k: Tensor, v: Tensor, lam: Tensor, start: int, stop: int) -> Tensor:
-        return right(q, k, v, lam.roll(start, -2) if lam.dim() > 1 else lam, start, stop)
+    def wrong(part: blocked._Part, maps: list[Tensor], rows: slice) -> Tensor:
+        part.lam = None if part.lam is None else part.lam.roll(rows.start, -2)
+        return right(part, maps, rows)
 
     return wrong
 
@@ -366,8 +364,8 @@ MUTANTS = (
            lambda right: lambda self, q, k, v, carry: (q * self.log_temperature.exp()[:, None, None], k, v),
            f"{FORMULA}[temperature-1-math]"),
     # blocks and kernels
-    Mutant("a block sees its own future", blocked, "_rows", block_sees_ahead, f"{FORMULA}[diff-1-blocked]"),
-    Mutant("a block takes the lambda of the first rows", blocked, "_rows", first_rows_lambda,
+    Mutant("a block sees its own future", blocked._Part, "maps", block_sees_ahead, f"{FORMULA}[diff-1-blocked]"),
+    Mutant("a block takes the lambda of the first rows", blocked._Part, "joined", first_rows_lambda,
            f"{OPERATIONS}::test_backends_agree_with_the_float64_reference[diff_v2-500-1-32]"),
     Mutant("the first map's delta leaves lambda out", triton_diff, "delta_kernel", delta_without_lambda,
            f"{KERNELS}::test_lambda_of_any_shape"),

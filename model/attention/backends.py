@@ -9,13 +9,12 @@ v (B, Hkv, S, dv) with H a multiple of Hkv and dv free. Backends:
 - one_call: for `attend_diff`, both maps as 2h heads of one SDPA call, queries and keys zero-padded to the width of the values.
 - two_calls: one SDPA call for each map, widths as they are. four_calls: for each map and each half of the values, as the
   differential paper's own flash code where a kernel takes one width only (microsoft/unilm, Diff-Transformer).
-- blocked: the formula of `attend_diff` over blocks of query rows, for the causal mask on CPUs (blocked.py).
+- blocked: the formulas over blocks of query rows, for the causal mask on CPUs (blocked.py).
 - flex: torch's FlexAttention, which skips blocks that windows and documents hide. CUDA; on a CPU forward only.
 - fused: our Triton kernel for `attend_diff`, both maps in one pass (kernels/diff.py). CUDA.
 - auto: what `choose` says for the device, the widths and the mask.
 
-Where a backend does not know an operation or a mask (blocked, fused and the three routes know differences of maps), sdpa does
-it.
+Where a backend does not know an operation or a mask (fused and the three routes know differences of maps), sdpa does it.
 """
 
 from functools import lru_cache
@@ -30,27 +29,32 @@ from .mask import EVERYTHING, Mask
 
 BACKENDS = ("auto", "math", "sdpa", "one_call", "two_calls", "four_calls", "blocked", "flex", "fused")
 ROUTES = ("one_call", "two_calls", "four_calls")
-# Keys up to which a CPU is faster with its float32 flash kernel than with its bfloat16 one, in spite of the conversion,
-# and up to which it is faster without, for differences of maps (docs/LOG.md, 2026-11-20).
-SHORT, SHORT_DIFF = 512, 1024
+# Keys up to which a CPU's float32 flash kernel is faster than its bfloat16 one, in spite of the conversion (docs/LOG.md,
+# 2026-11-20); and lengths from and up to which blocked.py is faster than both, in half precision and for several maps or key
+# sets in every precision (docs/PERFORMANCE.md).
+SHORT, BLOCKED_FROM, BLOCKED_TO, BLOCKED_TO_MAPS = 512, 128, 1024, 2048
 WIDEST_CUDNN = 128  # head width up to which cuDNN takes values of another width than the keys
 FLEX_BLOCK = 128  # FlexAttention skips blocks of this many queries and keys
 
 
-def choose(card: tuple[int, int] | None, dtype: torch.dtype, d: int, dv: int, mask: Mask, T: int, S: int) -> str:
-    """The backend that `auto` takes for `attend_diff` on CUDA compute capability `card` (None: a CPU), without dropout.
+def choose(
+    card: tuple[int, int] | None, dtype: torch.dtype, d: int, dv: int, mask: Mask, T: int, S: int, maps: int = 2
+) -> str:
+    """The backend that `auto` takes on CUDA compute capability `card` (None: a CPU), without dropout.
 
-    `attend` takes the same: there one_call and two_calls are sdpa, and four_calls is two calls, each with half of the values.
+    maps: 1 for `attend`, else the maps of `attend_diff` or the key sets of `attend_union`. For one map one_call and two_calls
+    are sdpa, and four_calls is two calls, each with half of the values.
     The choice among kernels that are exact is by what is known of them, not yet by a measurement on a GPU: cuDNN's, which
     torch tries first on 9.x and 10.x (pytorch, transformers/cuda/sdp_utils.cpp: where cuDNN is above 9.15.0), takes dv != d
     up to a width of 128; flash attention wants dv = d; a dense mask costs T x S memory and skips nothing, so windows,
     documents and padding go to FlexAttention.
     """
+    half = dtype in (torch.bfloat16, torch.float16)
     if card is None:
-        return "blocked" if mask.plain and T == S > 0 and S <= SHORT_DIFF else "one_call"
+        worth = S <= BLOCKED_TO_MAPS if maps > 1 else half and BLOCKED_FROM <= S <= BLOCKED_TO
+        return "blocked" if mask.plain and T == S and worth else "one_call"
     if not (mask.plain or mask.sees_everything or mask.free) and T == S and T % FLEX_BLOCK == 0:
         return "flex"
-    half = dtype in (torch.bfloat16, torch.float16)
     takes_both = dv <= d or not half or (card[0] in (9, 10) and dv <= WIDEST_CUDNN)
     return "two_calls" if takes_both else "four_calls"
 
@@ -61,7 +65,7 @@ def card() -> tuple[int, int]:
     return torch.cuda.get_device_capability()
 
 
-def _chosen(backend: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> str:
+def _chosen(backend: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float, maps: int) -> str:
     """`backend`, or the one that stands for auto and sdpa here; math where an evaluation asks for logits, which only it has."""
     if probe.logits_visitor is not None:
         return "math"
@@ -73,7 +77,8 @@ def _chosen(backend: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: 
     ):  # with dropout, halves of the values and blocks would be dropped apart
         return "one_call"
     seen = mask if backend == "auto" else EVERYTHING
-    return choose(None if on_cpu else card(), q.dtype, q.shape[-1], v.shape[-1], seen, q.shape[-2], k.shape[-2])
+    where = None if on_cpu else card()
+    return choose(where, q.dtype, q.shape[-1], v.shape[-1], seen, q.shape[-2], k.shape[-2], maps)
 
 
 def check_backend(backend: str, d: int, dv: int, dropout: float, maps: int = 1, bias: bool = False) -> None:
@@ -94,7 +99,7 @@ def check_backend(backend: str, d: int, dv: int, dropout: float, maps: int = 1, 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, backend: str = "auto", dropout: float = 0.0) -> Tensor:
     """softmax(q k' / sqrt(d)) v: (B, H, T, d) -> (B, H, T, dv). dropout: of the map's weights."""
     mask.check(q, k)
-    backend = _chosen(backend, q, k, v, mask, dropout)
+    backend = _chosen(backend, q, k, v, mask, dropout, 1)
     if probe.active is not None:
         probe.active.record(_probe_rows(q, _repeat(k, q.shape[1]), mask))
     if backend == "math":
@@ -105,6 +110,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, backend: str = "auto", d
         return _flex(q, k, v, mask)
     if q.shape[-2] == 1 and not mask.free:
         return _one_query(q, k, v, mask, dropout)
+    if _in_blocks(backend, q, k, mask, dropout):
+        return blocked.attend(q, [k], [v])
     return _halves(q, k, v, mask, dropout) if backend == "four_calls" else _sdpa(q, k, v, mask, dropout=dropout)
 
 
@@ -117,11 +124,11 @@ def attend_diff(
     lam broadcasts to (B, h, T, 1). dropout falls on each map by itself. Returns (B, h, T, dv). Differential Transformer,
     arXiv 2410.05258, equation 1.
     """
-    h, T, S = q.shape[1], q.shape[-2], k.shape[-2]
+    h, T = q.shape[1], q.shape[-2]
     mask.check(q, k)
     on_cpu = q.device.type == "cpu" and mask.plain and not dropout
     last = backend in ("auto", "blocked") and on_cpu and T == 1
-    backend = _chosen(backend, q, k, v, mask, dropout)
+    backend = _chosen(backend, q, k, v, mask, dropout, 2)
     if probe.active is not None:
         first, second = _probe_rows(q, _repeat(k, h).expand(-1, -1, 2, -1, -1), mask).unbind(2)  # (B, h, R, S) each
         probe.active.record(first - _lambda_rows(lam, k.shape[-2]) * second)
@@ -143,8 +150,8 @@ def attend_diff(
         return _subtract(first, lam, second)
     if last:
         return blocked.last_row(q, k, v, lam)
-    if backend == "blocked" and on_cpu and T == S > 0:
-        return blocked.attend_diff(q, _repeat(k, h).expand(-1, -1, 2, -1, -1), _repeat(v, h), lam)
+    if _in_blocks(backend, q, k, mask, dropout):
+        return blocked.attend_diff(q, k, v, lam)
     call = {"two_calls": _sdpa, "four_calls": _halves}.get(backend)
     if call is None:
         first, second = _both_maps(q, k, v, mask, dropout)
@@ -179,12 +186,14 @@ def attend_union(
     if n == 1:
         return attend(q, keys[0], values[0], mask, backend, dropout)
     mask.check(q, keys[0])
-    backend = _chosen(backend, q, keys[0], values[0], mask, dropout)
+    backend = _chosen(backend, q, keys[0], values[0], mask, dropout, n)
     if probe.active is not None:
         rows = _probe_rows(q, _repeat(torch.cat(keys, dim=-2), q.shape[1]), mask, sets=n)  # (B, H, R, n S)
         probe.active.record(rows.unflatten(-1, (n, S)).sum(-2))
     if backend == "flex":
         return _flex(q, torch.cat(keys, dim=-2), torch.cat(values, dim=-2), mask, sets=n)
+    if _in_blocks(backend, q, keys[0], mask, dropout):
+        return blocked.attend(q, keys, values)
     keys, values = [_repeat(k, q.shape[1]) for k in keys], [_repeat(v, q.shape[1]) for v in values]
     if backend == "math":
         return reference.attend_union(q, keys, values, _see(mask, q, keys[0]), dropout, _bias(mask, q, keys[0]))
@@ -197,6 +206,12 @@ def attend_union(
     see, bias = _see(mask, q, keys[0]).repeat(1, 1, 1, n), _bias(mask, q, keys[0])
     bias = None if bias is None else bias.repeat(1, 1, 1, n)
     return _sdpa(q, torch.cat(keys, dim=-2), torch.cat(values, dim=-2), mask, see, dropout, bias=bias)
+
+
+def _in_blocks(backend: str, q: Tensor, k: Tensor, mask: Mask, dropout: float) -> bool:
+    """Whether `backend` is blocked and knows this call."""
+    plain = mask.plain and not dropout and q.shape[-2] == k.shape[-2] > 0
+    return backend == "blocked" and q.device.type == "cpu" and plain
 
 
 def _refuse_free_masks(backend: str) -> None:

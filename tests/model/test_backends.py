@@ -151,10 +151,21 @@ def test_the_route_that_auto_takes_on_a_card(
             assert backends.choose(card, dtype, d, dv, mask, 128, 1024) == want, label  # cached keys
 
 
-def test_what_auto_takes_on_a_cpu() -> None:
-    assert backends.choose(None, torch.float32, 64, 128, CAUSAL, 1024, 1024) == "blocked"
-    assert backends.choose(None, torch.float32, 64, 128, CAUSAL, 2048, 2048) == "one_call"
-    assert backends.choose(None, torch.float32, 64, 128, Mask(window=9), 1024, 1024) == "one_call"
+@pytest.mark.parametrize(
+    ("dtype", "maps", "T", "mask", "want"),
+    (
+        (torch.float32, 2, 2048, CAUSAL, "blocked"),
+        (torch.float32, 2, 4096, CAUSAL, "one_call"),
+        (torch.float32, 2, 1024, Mask(window=9), "one_call"),
+        (torch.float32, 1, 512, CAUSAL, "one_call"),
+        (torch.bfloat16, 1, 64, CAUSAL, "one_call"),
+        (torch.bfloat16, 1, 512, CAUSAL, "blocked"),
+        (torch.bfloat16, 1, 2048, CAUSAL, "one_call"),
+    ),
+)
+def test_what_auto_takes_on_a_cpu(dtype: torch.dtype, maps: int, T: int, mask: Mask, want: str) -> None:
+    assert backends.choose(None, dtype, 64, 128, mask, T, T, maps) == want
+    assert backends.choose(None, dtype, 64, 128, mask, 1, T, maps) == "one_call"  # cached keys
 
 
 def test_the_block_mask_is_made_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
