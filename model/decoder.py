@@ -18,6 +18,7 @@ from .attention.probe import gather_rows
 from .cache import KVCache, LayerCache
 from .config import DecoderConfig
 from .layers import MLPS, initialize, make_norm
+from .loss import linear_cross_entropy
 from .rotary import Rope, rope_table
 
 
@@ -85,10 +86,10 @@ class Decoder(nn.Module):
         With `cfg.document_mask` the documents are read off the tokens. rows, positions (R,) or (B, R) out of S as a probe's,
         are the only ones that the output head sees: logits, or targets, are (B, R) then, whatever T.
         """
-        logits = self.head(self.hidden(tokens, cache, documents, keys, rows))  # (B, T or R, V)
+        hidden = self.hidden(tokens, cache, documents, keys, rows)  # (B, T or R, D)
         if targets is None:
-            return logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+            return self.head(hidden)  # (B, T or R, V)
+        return linear_cross_entropy(hidden.flatten(0, 1), self.head.weight, targets.flatten())
 
     def hidden(
         self,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from model.attention.base import Attention
+from training.muon import Muon
 from training.parallel import split_as
 
 
@@ -49,7 +50,7 @@ def build_optimizers(model: nn.Module, cfg: OptimConfig) -> list[torch.optim.Opt
     optimizers: list[torch.optim.Optimizer] = []
     if split["muon"]:
         group = _group(split["muon"], cfg.muon_lr, cfg.weight_decay)
-        optimizers.append(torch.optim.Muon([group], momentum=cfg.momentum))
+        optimizers.append(Muon([group], momentum=cfg.momentum))
     adamw = [_group(split["decayed"], cfg.lr, cfg.weight_decay)]
     adamw += [_group(split[name], cfg.lr, 0.0) for name in ("undecayed", "scalars")]
     groups = [group for group in adamw if group["params"]]

@@ -1,0 +1,84 @@
+"""The cross-entropy of a linear output head, without its logits ever being whole."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+IGNORED = -100  # a target that is not scored, as torch has it
+PIECES = 16  # at most, of the tokens
+LOGITS = 2**21  # at least, of one piece: smaller products are slow
+ALIGNED = 64  # tensor cores take vocabularies in multiples of this
+
+
+def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy in nats of the logits x weight' (N, V) at targets (N,); x (N, D), weight (V, D).
+
+    Under autocast the products are autocast's, the softmax is in float32, and the weight's gradient is summed up in float32. A
+    target of -100 is not scored; NaN where none is. Logits are made for a part of the tokens at a time, and where gradients
+    are wanted, they are made with them, which costs no product twice (Hsu et al., Liger Kernel, arXiv 2410.10989, section 3.2).
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    narrow = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+    count = (targets != IGNORED).sum()
+    with torch.autocast(x.device.type, enabled=False):
+        if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+            total = _LinearCrossEntropy.apply(x, weight, targets, narrow, wide)[0]
+        else:
+            total = sum(_losses(logits, part).sum() for _, _, logits, part in _pieces(x, weight, targets, narrow, wide))
+        return total / count
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """The sum over the scored tokens. The gradients come with it, and are only scaled in the backward pass."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        x: Tensor, weight: Tensor, targets: Tensor, narrow: torch.dtype, wide: torch.dtype
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        total, dx, dw = 0.0, [], None
+        for rows, head, logits, part in _pieces(x, weight, targets, narrow, wide):
+            logs = logits.log_softmax(-1)  # (n, V)
+            scored = (part != IGNORED).unsqueeze(-1)  # (n, 1)
+            at = part.clamp(min=0).unsqueeze(-1)
+            total = total - (logs.gather(-1, at) * scored).sum()
+            grad = logs.exp_().scatter_add_(-1, at, -torch.ones_like(at, dtype=wide)).to(narrow)  # (n, V)
+            dx.append((grad @ head * scored).to(x.dtype))
+            product = (grad.mT @ (rows * scored))[: len(weight)]  # (V, D)
+            dw = product.to(weight.dtype) if dw is None else dw.add_(product)
+        return total, torch.cat(dx), dw
+
+    @staticmethod
+    def setup_context(ctx, inputs: tuple, output: tuple) -> None:  # noqa: ANN001
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.save_for_backward(*output[1:])
+
+    @staticmethod
+    def backward(ctx, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN001
+        dx, dw = ctx.saved_tensors
+        return dx * grad.to(dx.dtype), dw * grad.to(dw.dtype), None, None, None
+
+
+def _pieces(x: Tensor, weight: Tensor, targets: Tensor, narrow: torch.dtype, wide: torch.dtype):  # noqa: ANN202
+    """Some rows (n, D) of x and the weight, as factors of the products, with their logits (n, V) in `wide` and targets (n,).
+
+    In half precision V is padded to a multiple of 64 with logits of -inf.
+    """
+    V, head = len(weight), weight.to(narrow)
+    if narrow.itemsize == 2 and V % ALIGNED:
+        head = F.pad(head, (0, 0, 0, -V % ALIGNED))
+    for rows, part in zip(x.split(_rows(len(x), V)), targets.split(_rows(len(x), V)), strict=True):
+        rows = rows.to(narrow)
+        logits = (rows @ head.mT).to(wide)
+        logits[:, V:] = float("-inf")
+        yield rows, head, logits, part
+
+
+def _rows(N: int, V: int) -> int:
+    """Tokens of a piece."""
+    return max(-(-N // PIECES), -(-LOGITS // V))
+
+
+def _losses(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none")

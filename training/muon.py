@@ -1,0 +1,51 @@
+"""Muon (Jordan et al., 2024, kellerjordan.github.io/posts/muon), iterating on stacks of matrices of one shape."""
+
+from collections.abc import Callable
+from itertools import groupby
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+class Muon(torch.optim.Muon):
+    """torch's own, whose update it makes, for a few stacks of matrices and not for one matrix after the other.
+
+    State, groups and learning rates are those of torch's. Split matrices (FSDP) are left to torch's own step.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable | None = None) -> None:
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if closure or any(isinstance(p, DTensor) for p in params):
+            return super().step(closure)
+        for group in self.param_groups:
+            shaped = sorted((p for p in group["params"] if p.grad is not None), key=lambda p: p.shape)
+            for shape, same in groupby(shaped, key=lambda p: p.shape):
+                self._update(list(same), group, max(1.0, shape[0] / shape[1]) ** 0.5)
+        return None
+
+    def _update(self, params: list[Tensor], group: dict, scale: float) -> None:
+        """One step of matrices of one shape (torch.optim.Muon, adjust_lr_fn=original)."""
+        for p in params:
+            self.state[p].setdefault("momentum_buffer", torch.zeros_like(p.grad))
+        grads, sums = [p.grad for p in params], [self.state[p]["momentum_buffer"] for p in params]
+        torch._foreach_lerp_(sums, grads, 1 - group["momentum"])
+        steps = torch._foreach_lerp(grads, sums, group["momentum"]) if group["nesterov"] else sums
+        turned = params[0].shape[0] > params[0].shape[1]
+        stack = torch.stack([(step.mT if turned else step).bfloat16() for step in steps])  # (matrices, m, n), m <= n
+        updates = orthogonalized(stack, group["ns_coefficients"], group["ns_steps"], group["eps"]).unbind()
+        torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+        updates = [(update.mT if turned else update).to(p.dtype) for update, p in zip(updates, params, strict=True)]
+        torch._foreach_add_(params, updates, alpha=-group["lr"] * scale)
+
+
+def orthogonalized(x: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    """Each matrix of x (matrices, m, n) near the orthogonal one of its directions: singular values of about 1."""
+    a, b, c = coefficients
+    x = x / x.flatten(1).norm(dim=1).clamp(min=eps).view(-1, 1, 1)
+    for _ in range(steps):
+        gram = x @ x.mT
+        gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, gram, x, beta=a)
+    return x
