@@ -32,7 +32,7 @@ ROUTES = ("one_call", "two_calls", "four_calls")
 # Keys up to which a CPU's float32 flash kernel is faster than its bfloat16 one, in spite of the conversion (docs/LOG.md,
 # 2026-11-20); and lengths from and up to which blocked.py is faster than both, in half precision and for several maps or key
 # sets in every precision (docs/PERFORMANCE.md).
-SHORT, BLOCKED_FROM, BLOCKED_TO, BLOCKED_TO_MAPS = 512, 128, 1024, 2048
+SHORT, BLOCKED_FROM, BLOCKED_TO, BLOCKED_TO_MAPS = 512, 512, 1024, 2048
 WIDEST_CUDNN = 128  # head width up to which cuDNN takes values of another width than the keys
 FLEX_BLOCK = 128  # FlexAttention skips blocks of this many queries and keys
 

@@ -158,7 +158,7 @@ def test_the_route_that_auto_takes_on_a_card(
         (torch.float32, 2, 4096, CAUSAL, "one_call"),
         (torch.float32, 2, 1024, Mask(window=9), "one_call"),
         (torch.float32, 1, 512, CAUSAL, "one_call"),
-        (torch.bfloat16, 1, 64, CAUSAL, "one_call"),
+        (torch.bfloat16, 1, 256, CAUSAL, "one_call"),
         (torch.bfloat16, 1, 512, CAUSAL, "blocked"),
         (torch.bfloat16, 1, 2048, CAUSAL, "one_call"),
     ),
