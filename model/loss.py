@@ -24,9 +24,8 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
             total = _LinearCrossEntropy.apply(x, weight, targets, narrow, wide)[0]
         else:
-            total = sum(
-                _losses(logits, part)[0].sum() for *_, logits, part in _pieces(x, weight, targets, narrow, wide)
-            )
+            pieces = _pieces(x, weight, targets, narrow, wide)
+            total = sum(F.cross_entropy(*piece[2:], reduction="sum", ignore_index=IGNORED) for piece in pieces)
         return total / count
 
 
