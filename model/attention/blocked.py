@@ -242,5 +242,6 @@ class _Blocked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN001
-        *grads, dlam = BACKWARD(grad, *ctx.saved_tensors)
-        return *grads, None if ctx.saved_tensors[3] is None else dlam
+        inputs = ctx.saved_tensors  # once: activation checkpointing refuses to make them twice
+        *grads, dlam = BACKWARD(grad, *inputs)
+        return *grads, None if inputs[3] is None else dlam
