@@ -3,7 +3,6 @@
 import hashlib
 import os
 import re
-import shutil
 import socket
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
@@ -57,7 +56,7 @@ class TrainConfig:
     branch_from: str | None = None  # a longer run of schedule wsd whose steps before the decay this run shares
     device: str = "auto"  # auto | cpu | cuda
     dtype: str = "auto"  # auto | float32 | bfloat16 (autocast)
-    compile: bool | None = None  # None: on CUDA, and on a CPU where the run is long enough to repay it
+    compile: bool | None = None  # None: on CUDA
     parallel: str = "ddp"  # ddp | fsdp | hsdp: a process holds the model whole, or split over all, or `shard_processes`
     shard_processes: Annotated[int | None, "[1, inf)"] = None  # hsdp: that hold one copy; None: of one machine
     activation_checkpointing: bool = False  # compute each block again in the backward pass: less memory, more time
@@ -66,20 +65,6 @@ class TrainConfig:
 
 # What decides the losses: a resumed run must have been started with the same values.
 DECIDES = ("model", "data", "optim", "steps", "batch_tokens", "seed", "outlier_z")
-
-
-# What compiling costs on a CPU with two cores, what it saves of a step, and what such a CPU computes eagerly in a training step
-# (docs/PERFORMANCE.md). The length of the whole run decides, so that a run that is resumed goes on as it began.
-COMPILE_SECONDS, COMPILE_SAVES, CPU_FLOPS = 60, 0.08, 2e11
-
-
-def compiles(cfg: TrainConfig, flops_per_token: int, world: World) -> bool:
-    """Whether to compile: as `cfg` says, else on CUDA, and on a CPU with a C++ compiler where that saves twice its cost."""
-    if cfg.compile is not None or world.device.type == "cuda":
-        return cfg.compile is not False
-    seconds = flops_per_token * cfg.steps * cfg.batch_tokens / world.size / CPU_FLOPS
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-    return bool(compiler) and seconds * COMPILE_SAVES > 2 * COMPILE_SECONDS
 
 
 def fill_model(cfg: DecoderConfig, tokenizer: Tokenizer) -> DecoderConfig:
