@@ -75,7 +75,7 @@ def train(cfg: TrainConfig, world: World) -> float:
         needles = NeedleProbe(model, val_windows, tokenizer, cfg.needle_samples, cfg.data.retrieval.digits)
 
     # ---------------------------------------- optimizers
-    optimizers = build_optimizers(model, cfg.optim)
+    optimizers = build_optimizers(model, cfg.optim, world)
     guard = Guard(optimizers, world, cfg.nonfinite, cfg.outlier_z)  # steps them, unless the numbers are none
 
     # ---------------------------------------- run folder: new, continued, or branched off another run

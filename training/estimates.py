@@ -6,6 +6,7 @@ that an optimizer remembers have 4 bytes.
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -102,14 +103,16 @@ def messages(model: Decoder, layout: Layout, micros: int = 1, optim: str = "adam
 
     fsdp and hsdp gather all parameters for the forward pass of each of the `micros` micro batches, and those of the blocks
     again for its backward pass; gradients are averaged in the last micro batch, by hsdp over the processes of a copy in
-    every one. The norm is one number. Muon: see `muon_messages`; ValueError for it with hsdp, which is not counted.
+    every one. The norm is one number. Muon: see `muon_messages` and `updates_shared_out`; ValueError for it with hsdp, which is
+    not counted.
     """
     shapes = shapes_of(model)
     scalars = sum(not shape for shape in shapes.values())
     if layout.processes == 1:
         return {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0}
     if layout.kind == "ddp":
-        return {"all_gather": 0, "reduce_scatter": 0, "all_reduce": BYTES * sum(map(math.prod, shapes.values()))}
+        gathered = updates_shared_out(model, layout.processes) if optim == "muon" else 0
+        return {"all_gather": gathered, "reduce_scatter": 0, "all_reduce": BYTES * sum(map(math.prod, shapes.values()))}
     every = BYTES * layout.padded(shapes)
     blocks = BYTES * layout.padded({name: shape for name, shape in shapes.items() if name.startswith("blocks.")})
     own = every // layout.shard if layout.kind == "hsdp" else 0  # its share of the gradients, averaged over the copies
@@ -126,6 +129,18 @@ def messages(model: Decoder, layout: Layout, micros: int = 1, optim: str = "adam
     return found
 
 
+def muon_shapes(model: Decoder) -> list[torch.Size]:
+    """Those of the matrices that Muon updates."""
+    optimizers = build_optimizers(model, OptimConfig(name="muon"))
+    return [p.shape for o in optimizers if isinstance(o, torch.optim.Muon) for p in o.param_groups[0]["params"]]
+
+
+def updates_shared_out(model: Decoder, processes: int) -> int:
+    """Bytes of the bfloat16 updates that Muon gathers under ddp: of each shape as many for each process."""
+    counts = Counter(muon_shapes(model))
+    return sum(2 * processes * -(-count // processes) * math.prod(shape) for shape, count in counts.items())
+
+
 def muon_messages(model: Decoder) -> dict[str, int]:
     """What torch's Muon adds under fsdp: its Newton-Schulz products of split bfloat16 matrices, by collective.
 
@@ -133,9 +148,7 @@ def muon_messages(model: Decoder) -> dict[str, int]:
     turned, and its (n, n) Gram matrix and the square of that are summed up. Its norm is one more number.
     """
     found = {"all_gather": 0, "all_reduce": 0}
-    optimizers = build_optimizers(model, OptimConfig(name="muon"))
-    for p in (p for o in optimizers if isinstance(o, torch.optim.Muon) for p in o.param_groups[0]["params"]):
-        m, n = p.shape
+    for m, n in muon_shapes(model):
         found["all_reduce"] += 2
         if m <= n:
             found["all_gather"] += 2 * MUON_STEPS * (2 * m * n + m * m)

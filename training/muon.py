@@ -1,18 +1,29 @@
 """Muon (Jordan et al., 2024, kellerjordan.github.io/posts/muon), iterating on stacks of matrices of one shape."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import groupby
+from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+
+from training.distributed import World
 
 
 class Muon(torch.optim.Muon):
     """torch's own, whose update it makes, for a few stacks of matrices and not for one matrix after the other.
 
-    State, groups and learning rates are those of torch's. Split matrices (FSDP) are left to torch's own step.
+    State, groups and learning rates are those of torch's. Processes that hold the same matrices (DDP) each iterate on their
+    share of a stack, and then send it to each other. Split matrices (FSDP) are left to torch's own step. world: the processes,
+    None for this one alone.
     """
+
+    def __init__(self, params: Iterable[dict], world: World | None = None, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.rank, self.processes = (world.rank, world.size) if world else (0, 1)
 
     @torch.no_grad()
     def step(self, closure: Callable | None = None) -> None:
@@ -34,10 +45,20 @@ class Muon(torch.optim.Muon):
         steps = torch._foreach_lerp(grads, sums, group["momentum"]) if group["nesterov"] else sums
         turned = params[0].shape[0] > params[0].shape[1]
         stack = torch.stack([(step.mT if turned else step).bfloat16() for step in steps])  # (matrices, m, n), m <= n
-        updates = orthogonalized(stack, group["ns_coefficients"], group["ns_steps"], group["eps"]).unbind()
+        updates = self._shared_out(stack, group["ns_coefficients"], group["ns_steps"], group["eps"]).unbind()
         torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
         updates = [(update.mT if turned else update).to(p.dtype) for update, p in zip(updates, params, strict=True)]
         torch._foreach_add_(params, updates, alpha=-group["lr"] * scale)
+
+    def _shared_out(self, stack: Tensor, *options: Any) -> Tensor:
+        """`orthogonalized` of the stack, of which each process computes an equal number of matrices."""
+        if self.processes == 1:
+            return orthogonalized(stack, *options)
+        each = -(-len(stack) // self.processes)
+        whole = F.pad(stack, (0, 0, 0, 0, 0, each * self.processes - len(stack)))  # zeros stay zeros
+        own = orthogonalized(whole[self.rank * each : (self.rank + 1) * each], *options).contiguous()
+        dist.all_gather_into_tensor(whole, own)
+        return whole[: len(stack)]
 
 
 def orthogonalized(x: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:

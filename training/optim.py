@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from model.attention.base import Attention
+from training.distributed import World
 from training.muon import Muon
 from training.parallel import split_as
 
@@ -35,8 +36,8 @@ class OptimConfig:
     min_lr: Annotated[float, "[0, 1]"] = 0.1  # rate at the end, as a share of the peak
 
 
-def build_optimizers(model: nn.Module, cfg: OptimConfig) -> list[torch.optim.Optimizer]:
-    """The optimizers of `model`; each group carries its parameters' names and its `peak_lr`."""
+def build_optimizers(model: nn.Module, cfg: OptimConfig, world: World | None = None) -> list[torch.optim.Optimizer]:
+    """The optimizers of `model`; each group carries its parameters' names and its `peak_lr`. world: who shares the work."""
     if cfg.name not in ("adamw", "muon"):
         raise ValueError(f"optim.name={cfg.name} is unknown: use adamw or muon")
     if cfg.schedule not in ("cosine", "linear", "wsd"):
@@ -50,7 +51,7 @@ def build_optimizers(model: nn.Module, cfg: OptimConfig) -> list[torch.optim.Opt
     optimizers: list[torch.optim.Optimizer] = []
     if split["muon"]:
         group = _group(split["muon"], cfg.muon_lr, cfg.weight_decay)
-        optimizers.append(Muon([group], momentum=cfg.momentum))
+        optimizers.append(Muon([group], world, momentum=cfg.momentum))
     adamw = [_group(split["decayed"], cfg.lr, cfg.weight_decay)]
     adamw += [_group(split[name], cfg.lr, 0.0) for name in ("undecayed", "scalars")]
     groups = [group for group in adamw if group["params"]]

@@ -58,7 +58,7 @@ def train_until(world: World, step: int, *overrides: str) -> None:
 def small(world: World, kind: str, shard: int | None, optim: str) -> tuple[Parallel, list[torch.optim.Optimizer]]:
     """A small model with scalars, odd numbers of rows and a matrix of each form, and its optimizers."""
     parallel = Parallel(Decoder(SMALL, seed=3), world, kind, shard)
-    return parallel, build_optimizers(parallel.model, OptimConfig(name=optim))
+    return parallel, build_optimizers(parallel.model, OptimConfig(name=optim), world)
 
 
 def steps(parallel: Parallel, optimizers: list[torch.optim.Optimizer], count: int, micros: int = 1) -> None:

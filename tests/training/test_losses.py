@@ -29,7 +29,7 @@ def losses(name: str, optim: str, plain: bool, monkeypatch: pytest.MonkeyPatch) 
     model = randomized(name, backend="math" if plain else "blocked", context=80).train()
     with monkeypatch.context() as patch:
         if plain:
-            patch.setattr("training.optim.Muon", torch.optim.Muon)
+            patch.setattr("training.optim.Muon", lambda groups, world, **options: torch.optim.Muon(groups, **options))
         optimizers = build_optimizers(model, OptimConfig(name=optim, lr=3e-3, muon_lr=0.005))
     found = []
     for step in range(STEPS):

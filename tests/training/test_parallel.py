@@ -36,6 +36,7 @@ WATCHED = (
 # parallel, shard_processes, optimizer, micro batches
 MEASURED = (
     ("ddp", None, "adamw", 1),
+    ("ddp", None, "muon", 1),
     ("fsdp", None, "adamw", 2),
     ("fsdp", None, "muon", 1),
     ("hsdp", None, "adamw", 2),

@@ -46,7 +46,7 @@ def test_every_parameter_is_in_one_group_and_only_matrices_decay(variant: str, n
     muon = [
         n
         for o in build_optimizers(model, OptimConfig(name=name))
-        if type(o) is torch.optim.Muon
+        if isinstance(o, torch.optim.Muon)
         for n in o.param_groups[0]["names"]
     ]
     assert all(n.startswith("blocks.") for n in muon) and bool(muon) == (name == "muon")

@@ -1,0 +1,60 @@
+"""The loss of the output head: equal to that of whole logits, which it never makes."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from model import loss
+from model.loss import linear_cross_entropy
+
+
+class Largest(TorchDispatchMode):
+    """The elements of the largest tensor that any operation made."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
+        found = operation(*args, **(kwargs or {}))
+        made = found if isinstance(found, (tuple, list)) else (found,)
+        self.elements = max(self.elements, *(x.numel() for x in made if isinstance(x, Tensor)), 0)
+        return found
+
+
+@pytest.fixture
+def inputs(monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, Tensor, Tensor]:
+    monkeypatch.setattr(loss, "LOGITS", 1000)
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(203, 32, generator=generator), 0.3 * torch.randn(100, 32, generator=generator)
+    targets = torch.randint(100, (203,), generator=generator)
+    targets[::5] = loss.IGNORED
+    return x.requires_grad_(), weight.requires_grad_(), targets
+
+
+@pytest.mark.parametrize(("half", "tolerance"), ((False, 1e-5), (True, 5e-3)))
+def test_it_is_that_of_whole_logits(half: bool, tolerance: float, inputs: tuple[Tensor, Tensor, Tensor]) -> None:
+    """Values and gradients; in bfloat16 100 ids are padded to 128, and gradients agree to its precision."""
+    x, weight, targets = inputs
+    with torch.autocast("cpu", torch.bfloat16, enabled=half):
+        want = F.cross_entropy(F.linear(x, weight).float(), targets)
+        got = linear_cross_entropy(*inputs)
+        with torch.no_grad():
+            torch.testing.assert_close(linear_cross_entropy(*inputs), want, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+    for one, other in zip(*(torch.autograd.grad(3 * each, (x, weight)) for each in (got, want)), strict=True):
+        assert (one - other).norm() < tolerance * other.norm()
+
+
+def test_certain_and_hopeless_predictions_have_finite_losses() -> None:
+    """Of logits 2,000 apart: log(0) of the probability would be infinite."""
+    x, weight = torch.tensor([[1.0]]), torch.tensor([[1000.0], [-1000.0]])
+    assert linear_cross_entropy(x, weight, torch.tensor([0])).item() == 0
+    assert linear_cross_entropy(x, weight, torch.tensor([1])).item() == 2000
+
+
+def test_no_tensor_is_as_large_as_the_logits(inputs: tuple[Tensor, Tensor, Tensor]) -> None:
+    x, weight = (each[:, :4].detach().requires_grad_() for each in inputs[:2])  # smaller than a piece's logits
+    with Largest() as largest:
+        linear_cross_entropy(x, weight, inputs[2]).backward()
+    assert largest.elements == loss._rows(203, 100) * 100 < 203 * 100 / 7
