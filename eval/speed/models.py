@@ -20,9 +20,7 @@ VOCABULARY = 4096  # where model.vocab_size= gives no other
 class BenchConfig:
     """What to time, and at which shape. None is the device's default, named in the function of that `what`."""
 
-    what: str = (
-        MISSING  # attention | train | growth | busy | loader | tokenizer | decode | probe | monitor | checkpoint
-    )
+    what: str = MISSING  # what to time: a NAME of the list at the top of this page (scripts/bench.py)
     out: str | None = None  # the JSON; None: runs/bench/WHAT.json
     rounds: int = 10  # timings of each row
     device: str = "auto"  # auto | cpu | cuda

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from eval.speed import attention, data, models, processes, timing, training
+from eval.speed import attention, data, models, processes, shares, timing, training
 from eval.speed.attention import AttentionArm
 from eval.speed.models import BenchConfig
 from eval.speed.timing import Row, paired_ratio, table
@@ -457,6 +457,41 @@ def test_growth_fits_exponents_over_context_and_over_parameters(
         large["parameters"] / small["parameters"]
     )
     assert rows[4].facts["memory exponent"] == pytest.approx(expected) and "time exponent" in table(rows)
+
+
+def test_shares_of_a_step_are_of_its_parts_and_make_up_the_whole() -> None:
+    rows = bench.shares(tiny("shares", variants=["baseline", "diff"]), CPU)
+    assert [row.labels["model"] for row in rows] == ["baseline", "diff"]
+    for row in rows:
+        assert list(row.facts) == [f"{part} (%)" for part in (*shares.PARTS, shares.REST)]
+        assert sum(row.facts.values()) == pytest.approx(100) and min(row.facts.values()) > 0
+
+
+def test_an_operation_belongs_to_the_part_of_its_outermost_caller() -> None:
+    class Event:
+        def __init__(self, name: str, cpu_parent: "Event | None" = None) -> None:
+            self.name, self.cpu_parent = name, cpu_parent
+
+    loss, step = Event("_LinearCrossEntropyBackward"), Event("Optimizer.step#Muon.step")
+    cases = {
+        "head and loss": Event("aten::mm", loss),
+        "optimizer": Event("aten::bmm", Event("aten::matmul", step)),
+        "attention": Event("aten::bmm", Event("model_attention_blocked::blocked", Event("block"))),
+        "products": Event("aten::mm", Event("MmBackward0")),
+        "casts and copies": Event("aten::copy_", Event("aten::to")),
+        shares.REST: Event("aten::mul", Event("MulBackward0")),
+    }
+    assert {part: shares.part_of(event) for part, event in cases.items()} == {part: part for part in cases}
+
+
+def test_joined_matrices_do_the_work_of_those_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[tuple] = []
+    monkeypatch.setattr(shares, "layer", lambda cfg, world, tokens, way: lambda: done.append((tokens, *way)))
+    rows = bench.products(tiny("products"), CPU)
+    assert [tuple(row.labels.values()) for row in rows] == [("q/k/v", 3), ("q/k/v", 1), ("gate/up", 2), ("gate/up", 1)]
+    assert {len(way) - 1: sum(way[1:]) for way in done[:4]} == {3: 192, 1: 192} and len({way[0] for way in done}) == 1
+    monkeypatch.undo()
+    assert all(len(row.seconds["tokens/s"]) == 2 for row in bench.products(tiny("products"), CPU))
 
 
 def test_an_exponent_is_the_slope_in_logarithms() -> None:
