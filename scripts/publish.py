@@ -1,10 +1,11 @@
-"""Publish the numbers and tables of a report, an ablation or a comparison of conversions.
+"""Publish the numbers and tables of a report, an ablation, a comparison of conversions or a bench.
 
     python scripts/publish.py of=runs/quickstart            # report.{json,md} beside report.html
     python scripts/publish.py of=runs/ablate/main           # results.json and table.md; name=OTHER: under another name
+    python scripts/publish.py of=runs/bench/train.json      # to docs/results/bench/, with the table beside it
 
 No table is typed by hand: this command writes the table between `<!-- NAME table -->` and `<!-- end -->` in README.md
-and docs/RESULTS.md, and tests/test_readme.py compares the documents with docs/results/.
+and docs/ (a bench's NAME is bench/train), and tests/test_readme.py compares the documents with docs/results/.
 """
 
 import re
@@ -23,13 +24,12 @@ from configs.files import write_atomic  # noqa: E402
 from eval.records import records_of, write_records  # noqa: E402
 
 PAIRS = (("report.json", "report.md"), ("results.json", "table.md"))  # numbers and table, as the commands name them
-DOCUMENTS = ("README.md", "docs/RESULTS.md")
 
 
 @dataclass
 class PublishConfig:
-    """of: a folder that eval.report, scripts/ablate.py or scripts/convert.py wrote. name: the folder's name under
-    docs/results/, by default its own name.
+    """of: a folder that eval.report, scripts/ablate.py or scripts/convert.py wrote, or a file of scripts/bench.py. name: its
+    name under docs/results/ (of a bench under docs/results/bench/), by default its own name.
     """
 
     of: str = MISSING
@@ -38,7 +38,27 @@ class PublishConfig:
 
 @command("publish", PublishConfig)
 def main(cfg: PublishConfig) -> None:
-    source, name = Path(cfg.of), cfg.name or Path(cfg.of).resolve().name
+    source = Path(cfg.of)
+    if source.is_file():
+        publish_bench(source, cfg.name or source.stem)
+    else:
+        publish_folder(source, cfg.name or source.resolve().name)
+
+
+def publish_bench(source: Path, name: str) -> None:
+    """Copy a bench's JSON and table."""
+    table = source.with_suffix(".md")
+    if source.suffix != ".json" or not table.is_file():
+        raise ValueError(f"{source} is not a JSON file with its table beside it: give one that scripts/bench.py wrote")
+    target = ROOT / "docs" / "results" / "bench" / f"{name}.json"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    for path, end in ((source, ".json"), (table, ".md")):
+        shutil.copy(path, target.with_suffix(end))
+    print(f"{target}: {put_into_documents(f'bench/{name}', table)}")
+
+
+def publish_folder(source: Path, name: str) -> None:
+    """Copy the numbers, the table, the figures and the records of finished runs."""
     target = ROOT / "docs" / "results" / name
     records = list((source / "records").glob("*.jsonl"))
     if records:
@@ -55,16 +75,20 @@ def main(cfg: PublishConfig) -> None:
     target.mkdir(parents=True, exist_ok=True)
     for path in (*(source / file for file in pair), *(source / "figures").glob("*.png")):
         shutil.copy(path, target)
-    block = f"<!-- {name} table -->\n{(target / pair[1]).read_text()}<!-- end -->"
+    print(f"{target}: {len(list(target.iterdir()))} files; {put_into_documents(name, target / pair[1])}")
+
+
+def put_into_documents(name: str, table: Path) -> str:
+    """Replace the table `name` wherever a document has it; says where."""
+    block = f"<!-- {name} table -->\n{table.read_text()}<!-- end -->"
     marked = re.compile(rf"<!-- {re.escape(name)} table -->\n.*?<!-- end -->", flags=re.DOTALL)
     changed = []
-    for document in DOCUMENTS:
-        text, count = marked.subn(lambda _: block, (ROOT / document).read_text())
+    for path in (*ROOT.glob("*.md"), *sorted((ROOT / "docs").glob("*.md"))):
+        text, count = marked.subn(lambda _: block, path.read_text())
         if count:
-            write_atomic(ROOT / document, text.encode())
-            changed.append(document)
-    where = f"its table is in {' and '.join(changed)}" if changed else f"no document has a line <!-- {name} table -->"
-    print(f"{target}: {len(list(target.iterdir()))} files; {where}")
+            write_atomic(path, text.encode())
+            changed.append(path.relative_to(ROOT).as_posix())
+    return f"its table is in {' and '.join(changed)}" if changed else f"no document has a line <!-- {name} table -->"
 
 
 if __name__ == "__main__":

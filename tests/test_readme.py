@@ -30,9 +30,10 @@ def test_readme_is_short_and_its_first_screen_has_what_a_stranger_needs() -> Non
 def test_the_tables_are_those_under_results() -> None:
     assert "table -->" in DOCUMENTS["docs/RESULTS.md"]
     for document, text in DOCUMENTS.items():
-        for name, table in re.findall(r"<!-- (\w+) table -->\n(.*?)<!-- end -->", text, flags=re.DOTALL):
-            folder = ROOT / "docs" / "results" / name
-            (file,) = (folder / file for file in ("report.md", "table.md") if (folder / file).is_file())
+        for name, table in re.findall(r"<!-- ([\w/]+) table -->\n(.*?)<!-- end -->", text, flags=re.DOTALL):
+            own = ROOT / "docs" / "results" / name
+            places = (own / "report.md", own / "table.md", own.with_suffix(".md"))
+            (file,) = (place for place in places if place.is_file())
             assert table == file.read_text(), f"{document} has another {name} table than {file.relative_to(ROOT)}"
 
 

@@ -35,3 +35,19 @@ def test_what_was_written_is_published(tmp_path: Path, monkeypatch: pytest.Monke
     assert "its table is in README.md" in capsys.readouterr().out
     run(monkeypatch, f"of={source}", "name=other")
     assert "no document has a line <!-- other table -->" in capsys.readouterr().out
+
+
+def test_a_bench_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    source, page = tmp_path / "train.json", tmp_path / "docs" / "PERFORMANCE.md"
+    page.parent.mkdir()
+    monkeypatch.setattr(publish, "ROOT", tmp_path)
+    page.write_text("before\n<!-- bench/steps table -->\n<!-- end -->\nafter\n")
+    source.write_text("{}")
+    with pytest.raises(SystemExit) as stopped:
+        run(monkeypatch, f"of={source}")
+    assert stopped.value.code == 2 and "give one that scripts/bench.py wrote" in capsys.readouterr().err
+    source.with_suffix(".md").write_text("| new |\n")
+    run(monkeypatch, f"of={source}", "name=steps")
+    assert "its table is in docs/PERFORMANCE.md" in capsys.readouterr().out
+    assert page.read_text() == "before\n<!-- bench/steps table -->\n| new |\n<!-- end -->\nafter\n"
+    assert {path.name for path in (tmp_path / "docs" / "results" / "bench").iterdir()} == {"steps.json", "steps.md"}
