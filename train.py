@@ -17,6 +17,7 @@ from model.decoder import Decoder
 from training import checkpoint
 from training.distributed import World, join_world, pick_dtype
 from training.guard import Diverged, Guard
+from training.memory import micro_batch_that_fits
 from training.metrics import Metrics, Pace, Stopwatch, clock, last_val_loss, log_line, memory_gb, peak_flops
 from training.monitor import monitor_of
 from training.needle import NeedleProbe
@@ -57,8 +58,6 @@ def train(cfg: TrainConfig, world: World) -> float:
     T = cfg.model.context
     batch = sequences_per_step(cfg, world)
     source, val_windows = open_sources(cfg.data, tokenizer, T)
-    micro_batch = cfg.micro_batch or batch // world.size
-    loader = Prefetcher(Loader(source, batch, T, cfg.seed, world.rank, world.size, micro_batch))
 
     # ---------------------------------------- model
     cfg.model = fill_model(cfg.model, tokenizer)
@@ -68,6 +67,8 @@ def train(cfg: TrainConfig, world: World) -> float:
     autocast = torch.autocast(world.device.type, dtype, enabled=dtype != torch.float32)
     compiled = cfg.compile if cfg.compile is not None else world.device.type == "cuda"
     parallel = Parallel(model, world, cfg.parallel, cfg.shard_processes, compiled)
+    micro_batch = cfg.micro_batch or micro_batch_that_fits(model, batch // world.size, autocast, world)
+    loader = Prefetcher(Loader(source, batch, T, cfg.seed, world.rank, world.size, micro_batch))
     looks = world.main or parallel.sharded  # who reads the monitor and asks for needles: a split model needs everybody
     monitor = monitor_of(cfg.monitor, model, val_windows, world.device)
     needles = None
@@ -98,7 +99,7 @@ def train(cfg: TrainConfig, world: World) -> float:
             f"{run_dir}: {about['params_non_embedding'] / 1e6:.2f}M parameters without embeddings "
             f"({about['params'] / 1e6:.2f}M with), d_ff {cfg.model.d_ff}, {about['flops_per_token'] / 1e6:.1f} MFLOPs per "
             f"token ({about['attention_flops_per_token'] / 1e6:.1f} attention), {world.device.type} x {world.size}, "
-            f"{str(dtype).removeprefix('torch.')}"
+            f"{str(dtype).removeprefix('torch.')}, micro batch {micro_batch}"
         )
 
     # ---------------------------------------- loop

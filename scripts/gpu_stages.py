@@ -249,7 +249,7 @@ def time_attention(version: str, d: int, T: int, masked: str, name: str) -> Row:
 
 SIZES = {
     "30m": {"n_layer": 8, "n_head": 16, "d_model": 512, "head_dim": 48, "context": 1024},
-    "124m": {"n_layer": 12, "n_head": 16, "d_model": 768, "context": 1024},
+    "124m": {"n_layer": 12, "n_head": 12, "d_model": 768, "context": 1024},
     "tiny": {"n_layer": 2, "n_head": 4, "d_model": 32, "context": 32},
 }
 # configs/size and tier=gpu of configs/ablations, which need yaml; tests/scripts/test_gpu.py compares them.

@@ -32,8 +32,11 @@ class World:
         return self.rank == 0
 
     def tensors(self, *arrays: np.ndarray) -> list[Tensor]:
-        """The arrays as tensors on this process's device."""
-        return [torch.from_numpy(array).to(self.device) for array in arrays]
+        """The arrays as tensors on this process's device; a GPU copies them while it computes."""
+        tensors = map(torch.from_numpy, arrays)
+        if self.device.type != "cuda":
+            return [x.to(self.device) for x in tensors]
+        return [x.pin_memory().to(self.device, non_blocking=True) for x in tensors]
 
     def mean(self, x: Tensor) -> Tensor:
         """Average of `x` over all processes (x itself when alone)."""

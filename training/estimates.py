@@ -21,7 +21,7 @@ MUON_STEPS = 5  # Newton-Schulz iterations of torch.optim.Muon
 
 # Depth, width and heads of the Differential Transformer's scaling runs (arXiv 2410.05258, table 10), and of size=124m.
 MODELS = {
-    "124M": DecoderConfig(n_layer=12, d_model=768, n_head=16, context=1024, vocab_size=50257),
+    "124M": DecoderConfig(n_layer=12, d_model=768, n_head=12, context=1024, vocab_size=50257),
     "1.4B": DecoderConfig(n_layer=24, d_model=2048, n_head=16, context=2048, vocab_size=50257),
     "2.8B": DecoderConfig(n_layer=32, d_model=2560, n_head=20, context=2048, vocab_size=50257),
     "13B": DecoderConfig(n_layer=40, d_model=5120, n_head=40, context=2048, vocab_size=50257),

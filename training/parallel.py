@@ -98,10 +98,13 @@ def make_mesh(world: World, kind: str, shard: int | None) -> DeviceMesh:
 
 
 def _ddp(net: nn.Module) -> DistributedDataParallel:
-    """Buffers are not sent at every step: all processes make equal ones, and RoPE tables may grow on one process alone."""
+    """Buffers are not sent at every step: all processes make equal ones, and RoPE tables may grow on one process alone.
+
+    Gradients lie in the memory from which they are sent, not in a second copy.
+    """
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters:  # torch 2.13
-        return DistributedDataParallel(net, forward_sync_buffers=False)
-    return DistributedDataParallel(net, broadcast_buffers=False)
+        return DistributedDataParallel(net, forward_sync_buffers=False, gradient_as_bucket_view=True)
+    return DistributedDataParallel(net, broadcast_buffers=False, gradient_as_bucket_view=True)
 
 
 def gathered(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:

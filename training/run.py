@@ -38,7 +38,9 @@ class TrainConfig:
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
     steps: Annotated[int, "[0, 99999999]"] = 1000  # optimizer steps in all
     batch_tokens: Annotated[int, "[1, inf)"] = 16384  # per optimizer step, over all processes
-    micro_batch: Annotated[int | None, "[1, inf)"] = None  # sequences per process and forward pass; None: all
+    micro_batch: Annotated[int | None, "[1, inf)"] = (
+        None  # sequences per process and pass; None: all, on a GPU as many as fit
+    )
     seed: Annotated[int, "[0, 4294967295]"] = 1  # of the initial weights, the order of the data and dropout
     eval_every: Annotated[int, "[0, inf)"] = 250  # steps between validations; 0: none
     eval_tokens: Annotated[int, "[1, inf)"] = 262144  # validation tokens per validation

@@ -1,0 +1,67 @@
+"""How many sequences one forward and backward pass may have on a GPU, where the user does not say it."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from model.config import DecoderConfig
+from model.decoder import Decoder
+from model.loss import PIECES
+from training.distributed import World
+
+SHARE = 0.8  # of the free memory; the rest is for what the allocator cannot use, and for sums over processes
+STATES = 3  # times a parameter's size: its gradient and AdamW's two averages, which are not there yet
+LOGIT_BYTES = (
+    12  # of one logit within a piece: in the autocast dtype, as probability and as gradient, with one copy each
+)
+
+
+def micro_batch_that_fits(model: Decoder, sequences: int, autocast: torch.autocast, world: World) -> int:
+    """The largest divisor of `sequences`, those of this process and step, that fits the free memory of its GPU.
+
+    All of them on a CPU; 1 where nothing fits. Processes, which must ask together, take the least of all. What a pass needs is
+    counted without torch.compile, which needs less.
+    """
+    if world.device.type != "cuda":
+        return sequences
+    room = SHARE * torch.cuda.mem_get_info(world.device)[0] - STATES * sum(map(local_bytes, model.parameters()))
+    fits = largest_divisor(sequences, int(room / pass_bytes(model.cfg, model.recompute, autocast, world.device)))
+    return -int(world.most(-fits))
+
+
+def largest_divisor(number: int, most: int) -> int:
+    """The largest divisor of `number` that is at most `most`, and at least 1."""
+    return max(n for n in range(1, number + 1) if number % n == 0 and n <= max(1, most))
+
+
+def pass_bytes(cfg: DecoderConfig, recompute: bool, autocast: torch.autocast, device: torch.device) -> float:
+    """Bytes that the forward and backward pass of one sequence holds at most beside the model's states, about.
+
+    All blocks, or with `recompute` their inputs and one block; and one piece of the logits.
+    """
+    with autocast:
+        block = max(block_bytes(replace(cfg, layers=letter, n_layer=1), device) for letter in set(cfg.layers))
+    kept = 4 * cfg.context * cfg.d_model if recompute else block
+    return cfg.n_layer * kept + block + LOGIT_BYTES * cfg.context * cfg.vocab_size / PIECES
+
+
+def block_bytes(cfg: DecoderConfig, device: torch.device) -> int:
+    """Bytes that the forward pass of a stack of one block keeps of one sequence for the backward pass."""
+    model = Decoder(cfg).to(device)
+    own = {x.untyped_storage().data_ptr() for x in (*model.parameters(), *model.buffers())}
+    kept: dict[int, Tensor] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        if (address := x.untyped_storage().data_ptr()) not in own:
+            kept[address] = x  # held, so that no other tensor gets its address
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        model.hidden(torch.zeros(1, cfg.context, dtype=torch.long, device=device))
+    return sum(x.untyped_storage().nbytes() for x in kept.values())
+
+
+def local_bytes(x: Tensor) -> int:
+    """Bytes of a tensor, of a split one those that are here."""
+    return (x.to_local() if hasattr(x, "to_local") else x).nbytes
