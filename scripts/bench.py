@@ -3,7 +3,7 @@
     attention   a variant's attention on a backend: facade calls alone ("op") and with projections ("module"); the op's memory
     train       whole training steps of configs/model at size=micro; with peer=FOLDER the gpt2 stack against a nanoGPT checkout
     shares      the same steps by torch's profiler: how much of them is attention, products, the loss, ...
-    products    queries, keys and values as three products or as one, gate and up as two or as one
+    choices     matrices of a layer joined or apart, and the residual stream's type
     growth      time and memory of a step against context, or over=parameters, with the exponents of fits
     busy        training steps beside other processes, by the way in which threads wait for each other
     decode      a token, with and without a cache
@@ -41,7 +41,7 @@ from eval.speed.attention import AttentionArm, op_memory  # noqa: E402
 from eval.speed.data import loader, tokenizer  # noqa: E402
 from eval.speed.models import VOCABULARY, BenchConfig, autocast, mixed, model_config, names, random_tokens, variants  # noqa: E402
 from eval.speed.processes import in_own_process  # noqa: E402
-from eval.speed.shares import products, shares  # noqa: E402
+from eval.speed.shares import choices, shares  # noqa: E402
 from eval.speed.timing import (  # noqa: E402
     Row,
     Work,
@@ -239,7 +239,7 @@ def probe_once(cfg: BenchConfig, variant: str, length: int, world: World) -> tup
     return seconds_of(look, 1, world.device), peak_of_process(world.device)
 
 
-WORKS = (attention, train, shares, products, growth, busy, loader, tokenizer, decode, probe, monitor, checkpoint)
+WORKS = (attention, train, shares, choices, growth, busy, loader, tokenizer, decode, probe, monitor, checkpoint)
 BENCHES = {work.__name__: work for work in WORKS}
 
 

@@ -1,10 +1,11 @@
-"""Where the time of a training step goes, and what joining a layer's matrices would take out of it."""
+"""Where the time of a training step goes, and choices that could take some of it out."""
 
 from collections.abc import Callable
 from functools import partial
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
@@ -12,8 +13,10 @@ from torch.profiler import ProfilerActivity, profile
 from eval.speed.models import VOCABULARY, BenchConfig, autocast, model_config, variants
 from eval.speed.timing import Row, attempt, time_in_turn
 from eval.speed.training import MEASURE, TrainingStep
+from model.config import DecoderConfig
 from model.decoder import matched
-from training.distributed import World
+from model.layers import make_norm
+from training.distributed import World, pick_dtype
 
 # A part of a step and the operations that belong to it, with all that they call; the first part that claims one has it.
 PARTS = {
@@ -67,34 +70,58 @@ def part_of(event: FunctionEvent) -> str:
     return REST
 
 
-# ---------------------------------------- joined matrices
+# ---------------------------------------- choices
 
 
-def products(cfg: BenchConfig, world: World) -> list[Row]:
-    """Queries, keys and values of the size as three products and as one; gate and up of SwiGLU as two and as one.
+def choices(cfg: BenchConfig, world: World) -> list[Row]:
+    """Two ways of the same work, forward and backward over one batch of the size, gradients of all inputs included.
 
-    Forward and backward pass over one batch, gradients of inputs and weights included.
+    Queries, keys and values as three products and as one; gate and up of SwiGLU as two and as one; an addition to the
+    residual stream and its norm in float32 and in the autocast dtype.
     """
     batch = cfg.batch or (8 if world.device.type == "cpu" else 64)
-    tokens, model, rows = batch * cfg.model.context, matched(model_config(cfg, "baseline", vocab_size=VOCABULARY)), []
-    for name, outputs in {"q/k/v": [model.d_model] * 3, "gate/up": [model.d_ff] * 2}.items():
-        ways = (outputs, [sum(outputs)])
-        pair = [Row({"matrices": name, "products": len(way)}, tokens) for way in ways]
-        time_in_turn(MEASURE, pair, [layer(cfg, world, tokens, way) for way in ways], cfg.rounds, world.device)
+    tokens, model = batch * cfg.model.context, matched(model_config(cfg, "baseline", vocab_size=VOCABULARY))
+    linear, residual = partial(layer, cfg, world, tokens), partial(addition, model, world, tokens)
+    narrow = pick_dtype(cfg.dtype, world.device)
+    pairs = {
+        "q/k/v": {"3 products": linear([model.d_model] * 3), "1 product": linear([model.d_model * 3])},
+        "gate/up": {"2 products": linear([model.d_ff] * 2), "1 product": linear([model.d_ff * 2])},
+        "residual": {str(dtype).removeprefix("torch."): residual(dtype) for dtype in (torch.float32, narrow)},
+    }
+    rows = []
+    for choice, ways in pairs.items():
+        pair = [Row({"choice": choice, "way": way}, tokens) for way in ways]
+        time_in_turn(MEASURE, pair, list(ways.values()), cfg.rounds, world.device)
         rows += pair
     return rows
 
 
 def layer(cfg: BenchConfig, world: World, tokens: int, outputs: list[int]) -> Callable[[], None]:
-    """Calling it multiplies the tokens with one matrix for each of `outputs`, forward and backward."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(tokens, cfg.model.d_model, generator=generator).to(world.device).requires_grad_()
-    weights = [torch.randn(n, cfg.model.d_model, generator=generator).to(world.device) for n in outputs]
-    inputs = (x, *(weight.requires_grad_() for weight in weights))
+    """Calling it multiplies the tokens with one matrix for each of `outputs`."""
+    x, *weights = (random(world, n, cfg.model.d_model) for n in (tokens, *outputs))
 
     def work() -> None:
         with autocast(cfg, world):
             found = [F.linear(x, weight) for weight in weights]
-        torch.autograd.grad(found, inputs, [torch.ones_like(y) for y in found])
+        torch.autograd.grad(found, (x, *weights), [torch.ones_like(y) for y in found])
 
     return work
+
+
+def addition(model: DecoderConfig, world: World, tokens: int, dtype: torch.dtype) -> Callable[[], None]:
+    """Calling it adds to a residual stream of this type what a layer gives, in the type of its products, and norms it."""
+    norm = make_norm(model.norm, model.d_model, model.bias, model.norm_eps).to(world.device)
+    x, y = (random(world, tokens, model.d_model, dtype) for _ in range(2))
+
+    def work() -> None:
+        total = x + y
+        found = norm(total)
+        torch.autograd.grad((total, found), (x, y, *norm.parameters()), (x, found))
+
+    return work
+
+
+def random(world: World, rows: int, width: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Normal numbers (rows, width) that want a gradient, the same every time."""
+    x = torch.randn(rows, width, generator=torch.Generator().manual_seed(0))
+    return x.to(world.device, dtype).requires_grad_()

@@ -484,14 +484,18 @@ def test_an_operation_belongs_to_the_part_of_its_outermost_caller() -> None:
     assert {part: shares.part_of(event) for part, event in cases.items()} == {part: part for part in cases}
 
 
-def test_joined_matrices_do_the_work_of_those_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[tuple] = []
-    monkeypatch.setattr(shares, "layer", lambda cfg, world, tokens, way: lambda: done.append((tokens, *way)))
-    rows = bench.products(tiny("products"), CPU)
-    assert [tuple(row.labels.values()) for row in rows] == [("q/k/v", 3), ("q/k/v", 1), ("gate/up", 2), ("gate/up", 1)]
-    assert {len(way) - 1: sum(way[1:]) for way in done[:4]} == {3: 192, 1: 192} and len({way[0] for way in done}) == 1
+def test_choices_are_two_ways_of_the_same_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[int] = []
+    monkeypatch.setattr(shares, "layer", lambda cfg, world, tokens, outputs: lambda: done.append(sum(outputs)))
+    rows = bench.choices(tiny("choices", dtype="bfloat16"), CPU)
+    assert [tuple(row.labels.values()) for row in rows] == [
+        ("q/k/v", "3 products"), ("q/k/v", "1 product"), ("gate/up", "2 products"), ("gate/up", "1 product"),
+        ("residual", "float32"), ("residual", "bfloat16"),
+    ]  # fmt: skip
+    assert len(set(done)) == 2 and all(done.count(each) == len(done) / 2 for each in done)
     monkeypatch.undo()
-    assert all(len(row.seconds["tokens/s"]) == 2 for row in bench.products(tiny("products"), CPU))
+    rows = bench.choices(tiny("choices"), CPU)
+    assert all(len(row.seconds["tokens/s"]) == 2 for row in rows) and rows[2].ratio["tokens/s"] == 1
 
 
 def test_an_exponent_is_the_slope_in_logarithms() -> None:
