@@ -23,7 +23,7 @@ from training.monitor import monitor_of
 from training.needle import NeedleProbe
 from training.optim import build_optimizers, set_lr
 from training.parallel import Parallel
-from training.run import TrainConfig, default_run_dir, facts, fill_model, launcher, start_or_resume
+from training.run import TrainConfig, compiles, default_run_dir, facts, fill_model, launcher, start_or_resume
 from training.saver import Saver
 from training.schedule import lr_factor
 from training.signals import Interrupted, Signals
@@ -65,7 +65,7 @@ def train(cfg: TrainConfig, world: World) -> float:
     model.recompute = cfg.activation_checkpointing
     dtype = pick_dtype(cfg.dtype, world.device)
     autocast = torch.autocast(world.device.type, dtype, enabled=dtype != torch.float32)
-    compiled = cfg.compile if cfg.compile is not None else world.device.type == "cuda"
+    compiled = compiles(cfg, model.flops_per_token()["total"], world)
     parallel = Parallel(model, world, cfg.parallel, cfg.shard_processes, compiled)
     micro_batch = cfg.micro_batch or micro_batch_that_fits(model, batch // world.size, autocast, world)
     loader = Prefetcher(Loader(source, batch, T, cfg.seed, world.rank, world.size, micro_batch))
@@ -99,7 +99,7 @@ def train(cfg: TrainConfig, world: World) -> float:
             f"{run_dir}: {about['params_non_embedding'] / 1e6:.2f}M parameters without embeddings "
             f"({about['params'] / 1e6:.2f}M with), d_ff {cfg.model.d_ff}, {about['flops_per_token'] / 1e6:.1f} MFLOPs per "
             f"token ({about['attention_flops_per_token'] / 1e6:.1f} attention), {world.device.type} x {world.size}, "
-            f"{str(dtype).removeprefix('torch.')}, micro batch {micro_batch}"
+            f"{str(dtype).removeprefix('torch.')}{', compiled' if compiled else ''}, micro batch {micro_batch}"
         )
 
     # ---------------------------------------- loop

@@ -3,7 +3,10 @@
 import hashlib
 import os
 import re
+import shutil
 import socket
+import sys
+import sysconfig
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -58,7 +61,7 @@ class TrainConfig:
     branch_from: str | None = None  # a longer run of schedule wsd whose steps before the decay this run shares
     device: str = "auto"  # auto | cpu | cuda
     dtype: str = "auto"  # auto | float32 | bfloat16 (autocast)
-    compile: bool | None = None  # None: on CUDA
+    compile: bool | None = None  # None: on CUDA, and on a CPU where the run is long enough to repay it
     parallel: str = "ddp"  # ddp | fsdp | hsdp: a process holds the model whole, or split over all, or `shard_processes`
     shard_processes: Annotated[int | None, "[1, inf)"] = None  # hsdp: that hold one copy; None: of one machine
     activation_checkpointing: bool = False  # compute each block again in the backward pass: less memory, more time
@@ -67,6 +70,27 @@ class TrainConfig:
 
 # What decides the losses: a resumed run must have been started with the same values.
 DECIDES = ("model", "data", "optim", "steps", "batch_tokens", "seed", "outlier_z")
+
+
+# Of two CPU cores (docs/PERFORMANCE.md): what compiling costs, the share of a step that it saves, and an eager step's speed.
+COMPILE_SECONDS, COMPILE_SAVES, CPU_FLOPS = 60, 0.2, 1.3e11
+
+
+def compiles(cfg: TrainConfig, flops_per_token: int, world: World) -> bool:
+    """Whether to compile: as `cfg` says, else on CUDA, and on a CPU that can where the run is long enough to repay it.
+
+    The length of the whole run decides, so that a run that is resumed goes on as it began.
+    """
+    if cfg.compile is not None or world.device.type == "cuda":
+        return cfg.compile is not False
+    seconds = flops_per_token * cfg.steps * cfg.batch_tokens / world.size / CPU_FLOPS
+    return seconds * COMPILE_SAVES > COMPILE_SECONDS and cpu_can_compile()
+
+
+def cpu_can_compile() -> bool:
+    """Whether torch.compile finds what it needs on a CPU: Linux, a C++ compiler and Python's headers."""
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    return sys.platform == "linux" and bool(compiler) and Path(sysconfig.get_path("include"), "Python.h").is_file()
 
 
 def fill_model(cfg: DecoderConfig, tokenizer: Tokenizer) -> DecoderConfig:

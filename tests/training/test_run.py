@@ -15,8 +15,9 @@ import train  # noqa: F401  # registers its schema
 from configs import CONFIG_DIR
 from tests.conftest import Typed, assert_one_line_error, run_command, train_arguments
 from training.checkpoint import checkpoints
+from training.distributed import World
 from training.optim import OptimConfig
-from training.run import default_run_dir
+from training.run import TrainConfig, compiles, cpu_can_compile, default_run_dir
 from training.schedule import decay_start, lr_factor
 
 WSD = ("optim.schedule=wsd", "optim.decay=0.2", "optim=muon", "model=diff", "monitor.every=5", "eval_every=4")
@@ -104,3 +105,34 @@ def test_names_say_what_was_overridden_and_no_two_runs_share_one() -> None:
 def test_the_configuration_is_written_whole(trunk: Path) -> None:
     assert yaml.safe_load((trunk / "config.yaml").read_text())["checkpoint"]["at"] == [8]
     assert not list(trunk.glob(".*part"))
+
+
+@pytest.mark.parametrize(
+    ("wish", "steps", "device", "able", "want"),
+    (
+        (None, 50, "cpu", True, False),
+        (None, 50_000, "cpu", True, True),
+        (None, 50_000, "cpu", False, False),
+        (False, 50_000, "cpu", True, False),
+        (True, 1, "cpu", False, True),
+        (None, 1, "cuda", False, True),
+    ),
+)
+def test_a_cpu_compiles_where_the_run_repays_it(
+    wish: bool | None, steps: int, device: str, able: bool, want: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("training.run.cpu_can_compile", lambda: able)
+    cfg = TrainConfig(compile=wish, steps=steps)
+    assert compiles(cfg, 28_000_000, World(0, 1, torch.device(device))) == want
+
+
+def test_compiling_on_a_cpu_wants_a_compiler_and_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.platform", "linux")
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    monkeypatch.setenv("CXX", "g++")
+    assert not cpu_can_compile()
+    (tmp_path / "Python.h").touch()
+    assert cpu_can_compile()
+    monkeypatch.delenv("CXX")
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert not cpu_can_compile()
