@@ -1,5 +1,7 @@
 """The cross-entropy of a linear output head, without its logits ever being whole."""
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -62,7 +64,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return dx * grad.to(dx.dtype), dw * grad.to(dw.dtype), None, None, None
 
 
-def _pieces(x: Tensor, weight: Tensor, targets: Tensor, narrow: torch.dtype, wide: torch.dtype):  # noqa: ANN202
+def _pieces(
+    x: Tensor, weight: Tensor, targets: Tensor, narrow: torch.dtype, wide: torch.dtype
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
     """Some rows (n, D) of x and the weight, as factors of the products, with their logits (n, V) in `wide` and targets (n,).
 
     In half precision V is padded to a multiple of 64 with logits of -inf.

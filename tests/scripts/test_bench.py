@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import re
 from functools import partial
 from pathlib import Path
 
@@ -254,18 +253,6 @@ def test_a_wrong_command_is_one_line() -> None:
 
 def test_a_misspelled_key_is_one_line() -> None:
     assert_one_line_error(run_command("scripts/bench.py", "what=train", "round=3"), "did you mean 'rounds'?")
-
-
-def test_the_tables_that_performance_links_to_stand_there() -> None:
-    page = (models.CONFIG_DIR.parent / "docs" / "PERFORMANCE.md").read_text()
-    named = re.findall(r"\]\((results/performance/\w+)\.json\)", page)
-    assert named
-    for name in named:
-        made = (models.CONFIG_DIR.parent / "docs" / f"{name}.md").read_text()
-        rows = [[cell.strip() for cell in line.split("|")] for line in made.splitlines() if line.startswith("| ")]
-        shown = [[cell.strip() for cell in line.split("|")] for line in page.splitlines() if line.startswith("| ")]
-        missing = [row for row in rows if row not in shown and "---" not in row[1]]
-        assert not missing, f"docs/PERFORMANCE.md lacks a row of {name}.md: {missing[0]}"
 
 
 def test_help_helps() -> None:
