@@ -7,8 +7,10 @@ bitwise not; `inputs_and_targets` removes the marks.
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
+from bisect import bisect_right
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import lru_cache
@@ -98,7 +100,7 @@ class Windows:
     def __init__(self, shards: Sequence[Shard], length: int) -> None:
         self.shards = list(shards)
         self.length = length
-        self._starts = np.cumsum([0] + [max(0, (len(shard) - 1) // length) for shard in self.shards])
+        self._starts = [0, *itertools.accumulate(max(0, (len(shard) - 1) // length) for shard in self.shards)]
         if not len(self):
             longest = max((len(shard) for shard in self.shards), default=0)
             raise ValueError(
@@ -107,12 +109,12 @@ class Windows:
             )
 
     def __len__(self) -> int:
-        return int(self._starts[-1])
+        return self._starts[-1]
 
     def window(self, index: int) -> np.ndarray:
         """Window `index` in the order of the text, (length+1,) int64."""
-        which = int(np.searchsorted(self._starts, index, side="right")) - 1
-        start = (index - int(self._starts[which])) * self.length
+        which = bisect_right(self._starts, index) - 1
+        start = (index - self._starts[which]) * self.length
         return self.shards[which].read(start, start + self.length + 1)
 
     def sample(self, index: int, seed: int) -> np.ndarray:
