@@ -1,28 +1,27 @@
-"""scripts/convert.py what=compare: convert in every way, train each, and print the losses of all in one table."""
+"""scripts/convert.py what=compare: many conversions of one source as arms of an ablation, and what each changes at once."""
 
 import json
-import shlex
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
-import torch
+import yaml
 from omegaconf import MISSING
 
 from configs.files import write_atomic, write_json
 from configs.provenance import result_record
-from eval.perplexity import evaluate
-from model.attention.diff import DiffAttention
-from model.attention.diff_v2 import DiffV2Attention
+from eval.report.tables import markdown
 from model.conversion import Conversion
-from model.decoder import Decoder
 from training.checkpoint import LoadedRun, load_run
 
 RECORD = "conversion.json"  # in a converted run's folder: what was converted, how, and what changed
+EXPERIMENT = """# @package _global_
+# Conversions of one model, trained on. Written by scripts/convert.py what=compare; scripts/ablate.py reads it.
+defaults:
+  - override /measure: own
+
+"""
 ARMS = {
     "baseline": Conversion(to="same"),
     "zero": Conversion(),
@@ -44,9 +43,14 @@ class CompareConfig(Conversion):
 
     source: str | None = None  # a run, a transformers folder, or a name on the hub
     run_dir: str = MISSING  # folder of the new run, or of the comparison
-    seed: Annotated[int, "[0, 4294967295]"] = 0  # for a conversion's random weights, and for training (what=compare)
+    seed: Annotated[int, "[0, 4294967295]"] = 0  # for a conversion's random weights
     device: str = "auto"  # auto | cpu | cuda
+    shards: str | None = None  # a prepared folder to test on; None: the validation shards of the source run
+    text: str | None = None  # a text file to test on instead of shards
+    tokens: int = 65536  # at most so many tokens of the text are tested on
     steps: int = 200  # training steps for each arm of what=compare
+    seeds: Annotated[int, "[1, 1000]"] = 1  # trainings of each arm of what=compare, on other samples in another order
+    jobs: Annotated[int | None, "[1, inf)"] = None  # of what=compare: trainings at a time, as in scripts/ablate.py
     arms: list[str] = field(default_factory=lambda: list(ARMS))  # the conversions that what=compare tries
     train: list[str] = field(default_factory=list)  # overrides of train.py for all arms of what=compare
 
@@ -59,41 +63,47 @@ class CompareConfig(Conversion):
             raise ValueError("steps or arms is empty: use steps=200, and leave arms out to try all of them")
 
 
-def compare(
-    cfg: CompareConfig, source: LoadedRun, windows: np.ndarray, convert_run: Callable[..., dict[str, Any]],
-    train_overrides: Callable[[LoadedRun, Conversion, dict[str, Any]], list[str]],
-) -> None:  # fmt: skip
-    """Train every arm for cfg.steps steps on the same samples; write results.json and table.md into cfg.run_dir.
+def write_experiment(
+    cfg: CompareConfig, source: LoadedRun, convert_run: Callable[[Conversion, Path], dict[str, Any]],
+    train_overrides: Callable[[LoadedRun, Conversion], list[str]],
+) -> list[str]:  # fmt: skip
+    """Convert every arm, print what changed, and write the experiment; returns the overrides for scripts/ablate.py.
 
-    windows (n, T + 1): the text to test on. convert_run makes and measures a converted run, train_overrides says how
-    train.py goes on from one. An interrupted comparison continues where it stopped. ValueError: a training failed, or
-    the folder is that of another comparison.
+    convert_run makes and measures a converted run; train_overrides says how train.py goes on from one. Conversions that
+    an interrupted comparison made are kept. ValueError: the folder is that of another comparison.
     """
-
-    def loss(model: Decoder) -> float:
-        return evaluate(model, windows, source.tokenizer.byte_lengths())["loss"]
-
-    folder, rows = Path(cfg.run_dir), []
+    folder, arms, records = Path(cfg.run_dir), {}, {}
+    lines = [["arm", "parameters", "largest logit change", "loss before", "loss at step 0", "cost"]]
     for name in dict.fromkeys(cfg.arms):
-        how, start, trained = ARMS[name], folder / name, folder / f"{name}-{cfg.steps}"
-        record = read_record(start, how, source, cfg) or convert_run(how, source, windows, start, cfg)
-        run = load_run(start)
-        overrides = [*train_overrides(run, how, shared_values(how, trained, cfg)), *cfg.train]
-        train_on(overrides, trained, cfg.steps, folder / "logs" / f"{name}.log")
-        final = load_run(trained).model
-        row = {"arm": name, "parameters": record["parameters"][1], "max_logit": record["change"]["max_logit"]}
-        row["before"] = rows[0]["before"] if rows else loss(source.model)
-        row |= {"start": loss(run.model), "end": loss(final), "lambda": lambdas(final)}
-        rows.append(row)
-        print(f"compare    {name}: loss {row['start']:.4f} at step 0, {row['end']:.4f} after {cfg.steps}", flush=True)
-    table = compare_table(rows, cfg)
-    results = {"arms": rows, "windows": len(windows), "length": windows.shape[1] - 1, "steps": cfg.steps}
-    write_json(folder / "results.json", result_record("conversion", folder.name, cfg, results))
-    write_atomic(folder / "table.md", table.encode())
-    print(f"{table}compare    {folder / 'table.md'}")
+        how, start = ARMS[name], folder / name
+        record = records[name] = _read_record(start, how, source, cfg) or convert_run(how, start)
+        (before, after), (_, parameters) = record["loss"], record["parameters"]
+        cells = [f"{parameters:,}", f"{record['change']['max_logit']:.1e}", f"{before:.4f}", f"{after:.4f}"]
+        lines.append([name, *cells, f"{after - before:+.4f}"])
+        arms[name] = train_overrides(load_run(start), how)
+    print(table := markdown(lines))
+    write_json(folder / "conversions.json", result_record("conversions", folder.name, cfg, records))
+    write_atomic(folder / "conversions.md", table.encode())
+    where = f"text={cfg.text}" if cfg.text else f"shards={cfg.shards}" if cfg.shards else ""
+    warmup = max(1, cfg.steps // 10)
+    experiment = {
+        "arms": arms,
+        "common": [f"steps={cfg.steps}", f"optim.warmup={warmup}", "eval_every=0", f"device={cfg.device}", *cfg.train],
+        "evaluations": [f"perplexity tokens={cfg.tokens} device={cfg.device} {where}".strip()],
+        "metrics": {
+            "valid": "perplexity.loss",
+            "AR-Hit": "perplexity.recall.hit.loss",
+            "Others": "perplexity.recall.other.loss",
+        },
+    }
+    text = EXPERIMENT + yaml.safe_dump(experiment, sort_keys=False, width=1000)
+    write_atomic(folder / "experiment" / "conversions.yaml", text.encode())
+    seeds = [cfg.seed + 1000 + i for i in range(cfg.seeds)]  # not the source's seed: its samples in another order
+    overrides = [f"--config-dir={folder}", "experiment=conversions", f"runs={folder}", "name=trained"]
+    return [*overrides, f"seeds={seeds}".replace(" ", ""), *([f"jobs={cfg.jobs}"] if cfg.jobs else [])]
 
 
-def read_record(start: Path, how: Conversion, source: LoadedRun, cfg: CompareConfig) -> dict[str, Any] | None:
+def _read_record(start: Path, how: Conversion, source: LoadedRun, cfg: CompareConfig) -> dict[str, Any] | None:
     """The record of this arm that an earlier, interrupted comparison wrote; None if the arm has no folder."""
     if not start.exists():
         return None
@@ -102,55 +112,3 @@ def read_record(start: Path, how: Conversion, source: LoadedRun, cfg: CompareCon
     if any(record.get(key) != value for key, value in wanted.items()):
         raise ValueError(f"{start} holds another conversion: choose another run_dir=..., or delete it")
     return record
-
-
-def shared_values(how: Conversion, run_dir: Path, cfg: CompareConfig) -> dict[str, Any]:
-    """Overrides of train.py that depend on the comparison, and not on the source."""
-    warmup = max(1, cfg.steps // 10)
-    values = {"steps": cfg.steps, "optim.warmup": warmup, "eval_every": 0}
-    values |= {"seed": cfg.seed + 1000}  # samples that the source has not seen in this order
-    values |= {"model.diff.lambda_warmup": warmup} if how.waits else {}
-    return values | {"run_dir": run_dir, "resume": True, "device": cfg.device}
-
-
-def train_on(overrides: list[str], run_dir: Path, steps: int, log: Path) -> None:
-    """Run train.py with `overrides`; an interrupted training continues. ValueError if training fails."""
-    line = f"$ python train.py {shlex.join(overrides)}\n"
-    if log.is_file() and log.read_text().startswith(line) and (run_dir / f"checkpoints/step_{steps:08d}").is_dir():
-        return
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("w") as file:
-        print(line, end="", file=file, flush=True)
-        train = Path(__file__).parent.parent / "train.py"
-        done = subprocess.run([sys.executable, str(train), *overrides], stdout=file, stderr=subprocess.STDOUT)
-    if done.returncode:
-        last = (log.read_text().strip().splitlines() or ["no output"])[-1].removeprefix("error: ")
-        raise ValueError(f"training of {run_dir.name} failed: {last} ({log})")
-
-
-@torch.no_grad()
-def lambdas(model: Decoder) -> list[float]:
-    """lambda of every differential layer; of version 2 the mean over heads, at a token whose gate sees only the bias."""
-    found = []
-    for attention in (block.attention for block in model.blocks):
-        if isinstance(attention, DiffAttention):
-            found.append(attention.lam().item())
-        elif isinstance(attention, DiffV2Attention):
-            found.append(attention.lambda_logits.bias.sigmoid().mean().item())
-    return found
-
-
-def compare_table(rows: list[dict[str, Any]], cfg: CompareConfig) -> str:
-    """Markdown. "against": difference to the first arm after as many steps. lambda: mean over layers after training."""
-    heads = ["arm", "parameters", "largest logit change", "loss at step 0", "cost", f"loss after {cfg.steps} steps"]
-    heads += [f"against {rows[0]['arm']}", "lambda"]
-    lines = [f"| {' | '.join(heads)} |", "| --- |" + " ---: |" * (len(heads) - 1)]
-    for row in rows:
-        mean = f"{np.mean(row['lambda']):.4f}" if row["lambda"] else "-"
-        cost, left = row["start"] - row["before"], row["end"] - rows[0]["end"]
-        lines.append(
-            f"| {row['arm']} | {row['parameters']:,} | {row['max_logit']:.1e} | {row['start']:.4f} | {cost:+.4f} | "
-            f"{row['end']:.4f} | {left:+.4f} | {mean} |"
-        )
-    note = f"Source: {cfg.source}, loss {rows[0]['before']:.4f}; one seed, the same samples for every arm."
-    return "\n".join([*lines, "", note]) + "\n"

@@ -15,13 +15,14 @@ file and writes run_dir/axolotl_config.yml.
 
 The command always prints how much the logits change and, if the conversion changes the function, how much the loss
 rises at once; debug=true adds perplexity, a sample and the change of every block's output. The last line printed is the
-command that trains further. what=compare converts in every way, trains each result for `steps` steps, and prints the
-loss before, at step 0 and after.
+command that trains further. what=compare converts in every way, prints what each conversion changes at once, and trains
+the results on as an ablation (scripts/ablate.py): `steps` steps, `seeds` times each, into run_dir/trained.
 """
 
 import math
 import re
 import shlex
+import subprocess
 import sys
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -33,7 +34,8 @@ import yaml
 from omegaconf import OmegaConf
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
 
 import train  # noqa: E402, F401  # registers its schema
 from configs import CONFIG_DIR, command  # noqa: E402
@@ -42,7 +44,7 @@ from configs.files import json_text, whole_folder, write_atomic, write_json  # n
 from configs.provenance import machine, version  # noqa: E402
 from data.tokenizer import read_tokenizer  # noqa: E402
 from eval.common import EvalConfig, evaluation_tokens  # noqa: E402
-from eval.conversions import RECORD, CompareConfig, compare  # noqa: E402
+from eval.conversions import RECORD, CompareConfig, write_experiment  # noqa: E402
 from eval.perplexity import cut_windows, evaluate  # noqa: E402
 from model.attention import VARIANTS  # noqa: E402
 from model.conversion import Conversion, change, convert  # noqa: E402
@@ -63,14 +65,11 @@ WARMUP = 200  # steps over which a lambda that starts at 0 grows to its value
 
 @dataclass
 class ConvertConfig(CompareConfig):
-    """What to convert, and the text to test on."""
+    """What to convert, and what to print of it."""
 
     what: str = "convert"  # convert | compare: one conversion, or several that are trained on
     axolotl: str | None = None  # axolotl's config.yml, which names the source and says how to convert it
     debug: bool = False  # also compare loss, perplexity, a greedy sample and every block with the source
-    shards: str | None = None  # a prepared folder to test on; None: the validation shards of the source run
-    text: str | None = None  # a text file to test on instead of shards
-    tokens: int = 65536  # at most so many tokens of the text are tested on
     prompt: str = "The quick brown fox"  # start of the greedy sample
 
 
@@ -84,14 +83,27 @@ def main(cfg: ConvertConfig) -> None:
     source = open_source(cfg)
     windows = text_windows(source, cfg)
     if cfg.what == "compare":
-        compare(cfg, source, windows, convert_run, train_overrides)
-        return
+        compare(cfg, source, windows)
     how = Conversion(**{f.name: getattr(cfg, f.name) for f in fields(Conversion)})
     record = convert_run(how, source, windows, Path(cfg.run_dir), cfg)
     print("\n".join(describe(record)))
     if settings:
         print("\n".join(write_settings(config, settings, Path(cfg.run_dir))))
     print("\n".join(next_commands(load_run(cfg.run_dir), how, source, settings.training if settings else {})))
+
+
+def compare(cfg: ConvertConfig, source: LoadedRun, windows: np.ndarray) -> None:
+    """Convert in every way, and train the results on with scripts/ablate.py, whose exit code becomes that of this process."""
+
+    def convert_to(how: Conversion, run_dir: Path) -> dict[str, Any]:
+        return convert_run(how, source, windows, run_dir, cfg)
+
+    def overrides_of(run: LoadedRun, how: Conversion) -> list[str]:
+        return train_overrides(run, how, {"model.diff.lambda_warmup": max(1, cfg.steps // 10)} if how.waits else {})
+
+    arguments = write_experiment(cfg, source, convert_to, overrides_of)
+    print("train on   python scripts/ablate.py " + shlex.join(arguments), flush=True)
+    sys.exit(subprocess.run([sys.executable, str(ROOT / "scripts" / "ablate.py"), *arguments]).returncode)
 
 
 def check(cfg: ConvertConfig) -> None:
@@ -204,7 +216,7 @@ def convert_run(
         "machine": machine(),
         "version": version(),
         "text": "random tokens" if windows is None else "text",
-        **measure(source, model, windows, tokens, cfg, cfg.debug or not how.exact),
+        **measure(source, model, windows, tokens, cfg, cfg.debug or not how.exact or cfg.what == "compare"),
     }
     write_run(run_dir, model, source, record)
     return record

@@ -1,7 +1,8 @@
-"""Publish the numbers and tables of a report, an ablation, a comparison of conversions or a bench.
+"""Publish the numbers and tables of a report, an ablation, conversions or a bench.
 
     python scripts/publish.py of=runs/quickstart            # report.{json,md} beside report.html
     python scripts/publish.py of=runs/ablate/main           # results.json and table.md; name=OTHER: under another name
+    python scripts/publish.py of=runs/compare               # conversions.{json,md}; the ablation is in its folder trained
     python scripts/publish.py of=runs/bench/train.json      # to docs/results/bench/, with the table beside it
 
 No table is typed by hand: this command writes the table between `<!-- NAME table -->` and `<!-- end -->` in README.md
@@ -23,7 +24,8 @@ from configs import command  # noqa: E402
 from configs.files import write_atomic  # noqa: E402
 from eval.records import records_of, write_records  # noqa: E402
 
-PAIRS = (("report.json", "report.md"), ("results.json", "table.md"))  # numbers and table, as the commands name them
+# Numbers and table, as the commands name them.
+PAIRS = (("report.json", "report.md"), ("results.json", "table.md"), ("conversions.json", "conversions.md"))
 
 
 @dataclass

@@ -147,26 +147,31 @@ def test_without_its_text_a_run_is_compared_on_random_tokens(source: Path, tmp_p
     assert "no folder" in call(f"source={alone}", f"run_dir={tmp_path / 'c'}", "what=compare")
 
 
-def test_compare_trains_every_arm_and_goes_on_where_it_was(source: Path, tmp_path: Path, call: Callable) -> None:
-    arguments = [f"source={source}", f"run_dir={tmp_path / 'c'}", "what=compare", "tokens=640"]
-    arguments += ["steps=6", "arms=[baseline,split]", 'train=["optim.lr=3e-3"]']
-    printed = call(*arguments)
-    assert "error" not in printed, printed
-    content = json.loads((tmp_path / "c" / "results.json").read_text())
-    baseline, split = content["results"]["arms"]
-    assert (baseline["arm"], split["arm"]) == ("baseline", "split")
-    assert baseline["start"] == baseline["before"] == split["before"] and baseline["max_logit"] == 0
-    assert split["start"] != split["before"] and split["max_logit"] > 1e-3
-    assert all(row["end"] < row["start"] for row in content["results"]["arms"])
-    assert not baseline["lambda"] and len(split["lambda"]) == 2 and all(split["lambda"])
-    assert split["parameters"] == baseline["parameters"] + 2 * 4 * 8  # four vectors in two layers
-    table = (tmp_path / "c" / "table.md").read_text()
-    assert table in printed and table.count("\n| ") == 3 and "+0.0000" in table
-    stamps = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("state.json")}
-    assert len(stamps) == 4
-    assert table in call(*arguments)
-    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("state.json")} == stamps
-    assert "holds another conversion" in call(*arguments, "seed=1")
+def test_compare_is_an_ablation_of_conversions(source: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "c"
+    arguments = ["scripts/convert.py", "device=cpu", f"source='{source}'", f"run_dir={folder}", "what=compare"]
+    arguments += ["tokens=640", "steps=6", "arms=[baseline,split]", 'train=["optim.lr=3e-3"]']
+    done = run_command(*arguments)
+    assert done.returncode == 0, done.stderr
+    at_once = (folder / "conversions.md").read_text()
+    assert at_once in done.stdout
+    assert set(json.loads((folder / "conversions.json").read_text())["results"]) == {"baseline", "split"}
+    baseline, split = (line.strip("| \n").split(" | ") for line in at_once.splitlines()[2:])
+    assert float(baseline[2]) == 0 and baseline[3] == baseline[4] == split[3] and baseline[5] == "+0.0000"
+    assert float(split[2]) > 1e-3
+    arms = json.loads((folder / "trained" / "results.json").read_text())["results"]["arms"]
+    assert [arm["name"] for arm in arms] == ["baseline", "split"] and [run["seed"] for run in arms[0]["runs"]] == [1000]
+    for arm, before in zip(arms, (baseline, split), strict=True):
+        assert all(run["values"]["valid"] < float(before[4]) for run in arm["runs"])  # training helps both
+        assert f"{arm['facts']['params']:,}" == before[1]
+    assert arms[1]["facts"]["params"] == arms[0]["facts"]["params"] + 2 * 4 * 8  # four vectors in two layers
+    assert (folder / "trained" / "table.md").read_text() in done.stdout
+    stamps = {path: path.stat().st_mtime_ns for path in folder.rglob("state.json")}
+    assert len(stamps) == 2 + 2
+    again = run_command(*arguments)
+    assert again.returncode == 0 and at_once in again.stdout
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("state.json")} == stamps
+    assert_one_line_error(run_command(*arguments, "seed=1"), "holds another conversion")
 
 
 def test_wrong_input_is_one_line_that_names_the_fix(source: Path, tmp_path: Path, call: Callable) -> None:
