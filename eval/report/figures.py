@@ -284,8 +284,10 @@ def draw_grid(path: Path, cells: list[tuple[Arm, Cell]], metric: str, fits: dict
                 laws = [fits[name]["a"][s] * line ** -fits[name]["b"][s] for s in fits[name]["a"]]
                 ax.plot(line, np.mean(laws, axis=0), color=mine[0][0].colour, linewidth=1.2)
         if fits:
+            sizes = {arm.point: arm.facts["params_non_embedding"] for arm, _ in cells}
             ax.set(xscale="log", xlabel="parameters without embeddings")
-            ax.xaxis.set_major_formatter(lambda value, _: si(value))
+            ax.set_xticks(list(sizes.values()), [si(size) for size in sizes.values()])
+            ax.minorticks_off()
         else:
             ax.set_xticks(range(len(points)), points)
         ax.set(ylabel=metric)
