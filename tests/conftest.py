@@ -4,6 +4,7 @@ import importlib
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from hydra.core.global_hydra import GlobalHydra
+
+from tests.processes import Command
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton: kernels run in its interpreter
@@ -74,12 +77,16 @@ def remote_code(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 def run_command(*arguments: str, env: dict[str, str] | None = None, timeout: int = 240) -> subprocess.CompletedProcess:
-    """Run python with these arguments at the root of the repository."""
+    """Run python with these arguments (a script, or -m and a module) at the root; with `env` as a new interpreter."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
     environment.pop("HYDRA_FULL_ERROR", None)
-    return subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout
-    )
+    command = [sys.executable, *arguments]
+    if env or arguments[0] == "-c":
+        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
+    with tempfile.NamedTemporaryFile() as out, tempfile.NamedTemporaryFile() as error:
+        code = Command(command, environment, out, error).wait(timeout)
+        said = [Path(file.name).read_text() for file in (out, error)]
+    return subprocess.CompletedProcess(command, code, *said)
 
 
 Typed = Callable[..., subprocess.CompletedProcess]

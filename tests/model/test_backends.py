@@ -8,6 +8,7 @@ from model.attention import backends, reference
 from model.attention.mask import CAUSAL, Mask
 from model.attention.probe import probe, visit_logits
 from model.cache import KVCache
+from tests.conftest import run_command
 from tests.variants import VARIANTS, randomized
 
 
@@ -367,3 +368,10 @@ def test_cached_queries_are_the_last_positions() -> None:
     mask = Mask(window=3)
     see = mask.dense(2, 6, torch.device("cpu"))[0, 0]
     assert see.tolist() == [[False, False, True, True, True, False], [False, False, False, True, True, True]]
+
+
+def test_the_card_is_a_constant_for_torch_compile_and_importing_the_model_does_not_load_it() -> None:
+    code = "import sys, model; assert 'torch._dynamo' not in sys.modules"
+    done = run_command("-c", code)
+    assert done.returncode == 0, done.stderr
+    assert vars(backends.card) == vars(torch.compiler.assume_constant_result(lambda: None)) != {}
