@@ -2,7 +2,7 @@
 
 A new interpreter needs three to four seconds for its imports, and the tests start hundreds of commands. The child runs what
 `python ARGUMENTS` would run, in the same environment, with exit status, standard output and standard error of its own. What
-must be there before Python starts (OMP_NUM_THREADS, another Triton) needs a real process: `run_command(..., env=...)`.
+must be there before Python starts (another Triton, a variable of libgomp) needs a real process: `run_command(..., env=...)`.
 """
 
 import atexit
@@ -14,6 +14,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
+
+import torch
 
 ROOT = Path(__file__).parent.parent
 PRELOADED = ["torch._dynamo", "torch.distributed.checkpoint", "numpy", "hydra", "tiktoken", "matplotlib", "jinja2"]
@@ -46,6 +48,7 @@ class Command:
 def _child(arguments: list[str], env: dict[str, str], paths: list[str]) -> None:
     os.environ.clear()
     os.environ.update(env)
+    torch.set_num_threads(int(env.get("OMP_NUM_THREADS", 1)))  # torch read the server's environment
     os.chdir(ROOT)
     for descriptor, path in enumerate((os.devnull, *paths)):
         os.dup2(os.open(path, os.O_RDWR | os.O_APPEND), descriptor)
