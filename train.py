@@ -7,7 +7,7 @@ import signal
 from dataclasses import asdict
 from pathlib import Path
 
-from configs import command  # isort: skip  # before torch, which reads what it sets for threads
+from configs import command  # isort: skip  # before torch, which reads the thread settings it makes
 import torch
 from hydra.core.hydra_config import HydraConfig
 
@@ -38,7 +38,7 @@ def main(cfg: TrainConfig) -> float:
         with world.errors():
             return train(cfg, world)
     except Diverged as error:
-        if "direction" not in HydraConfig.get().sweeper:  # only a search goes on, and has learned something
+        if "direction" not in HydraConfig.get().sweeper:  # only a search continues after a diverged trial
             raise
         print(f"error: {error}", flush=True)
         return float("inf")
@@ -47,13 +47,13 @@ def main(cfg: TrainConfig) -> float:
 
 
 def train(cfg: TrainConfig, world: World) -> float:
-    """Run `cfg` to its last step, or to the first signal; everything it leaves is in its run directory.
+    """Train as `cfg` says until its last step or the first signal to end; all that it writes is in the run directory.
 
     Returns the validation loss at the end, which a search over the configuration minimises.
     """
     # ---------------------------------------- data
     signals = Signals(world)
-    import_wandb(cfg.wandb)  # what is wrong with it is said before anything is written
+    import_wandb(cfg.wandb)  # raises errors of wandb before anything is written
     tokenizer = open_tokenizer(cfg.data)
     T = cfg.model.context
     batch = sequences_per_step(cfg, world)
@@ -69,7 +69,7 @@ def train(cfg: TrainConfig, world: World) -> float:
     parallel = Parallel(model, world, cfg.parallel, cfg.shard_processes, compiled)
     micro_batch = cfg.micro_batch or micro_batch_that_fits(model, batch // world.size, autocast, world)
     loader = Prefetcher(Loader(source, batch, T, cfg.seed, world.rank, world.size, micro_batch))
-    looks = world.main or parallel.sharded  # who reads the monitor and asks for needles: a split model needs everybody
+    looks = world.main or parallel.sharded  # which processes read monitor and needles: all, if the model is split
     monitor = monitor_of(cfg.monitor, model, val_windows, world.device)
     needles = None
     if cfg.needle_every:
@@ -77,7 +77,8 @@ def train(cfg: TrainConfig, world: World) -> float:
 
     # ---------------------------------------- optimizers
     optimizers = build_optimizers(model, cfg.optim, world)
-    guard = Guard(optimizers, world, cfg.nonfinite, cfg.outlier_z)  # steps them, unless the numbers are none
+    # The guard steps the optimizers, unless a loss or a gradient is not finite.
+    guard = Guard(optimizers, world, cfg.nonfinite, cfg.outlier_z)
 
     # ---------------------------------------- run folder: new, continued, or branched off another run
     run_dir = Path(cfg.run_dir or default_run_dir(cfg))
@@ -104,19 +105,19 @@ def train(cfg: TrainConfig, world: World) -> float:
 
     # ---------------------------------------- loop
     peak = peak_flops(world.device)
-    watch = Stopwatch(log.seconds_before if log else 0.0)  # of training alone: stands still in evaluation and saving
+    watch = Stopwatch(log.seconds_before if log else 0.0)  # training time only: paused in evaluation and saving
     pace = Pace(world.device)
     step, logged, seconds = first, first, watch.seconds
     if first == 0:
-        model.set_step(0)  # what warms up is seen at its beginning
+        model.set_step(0)  # so that the first readings see a lambda that warms up at its start
 
     while True:
         last, (stopping, saving) = step == cfg.steps, signals.agreed(step, cfg.log_every)
-        fresh = step > first or step == 0  # where a run goes on, the work of its first step has been done
+        fresh = step > first or step == 0  # a resumed run has already evaluated and saved its first step
 
         saving |= last or (step > 0 and fresh and (due(step, cfg.checkpoint.every) or step in cfg.checkpoint.at))
 
-        # updates that were skipped are read where the loop waits for the device anyway
+        # skipped updates are read at steps where the loop waits for the device anyway
         if guard.ask_host or saving or due(step, cfg.log_every):
             for skipped in guard.read():
                 if log:
@@ -168,11 +169,11 @@ def train(cfg: TrainConfig, world: World) -> float:
                         part = parallel.net(inputs, targets) / loader.micros
                     part.backward()
                 loss += part.detach()
-        except Interrupted:  # a signal came while the loader was waited for: this step is left out
+        except Interrupted:  # a signal came while the loop waited for the loader: skip this step
             continue
         norm = parallel.clip_grad_norm(cfg.optim.clip)
         logging, apart = due(step + 1, cfg.log_every) or step + 1 in (1, cfg.steps), {}
-        if logging and isinstance(source, Mixture):  # text and retrieval documents, before the weights change
+        if logging and isinstance(source, Mixture):  # losses of text and retrieval documents, before the weights change
             with watch.paused(), autocast:
                 apart = losses_apart(model, inputs, targets, source, loader.samples(step, micro), world)
         step += 1
@@ -220,7 +221,7 @@ def due(step: int, every: int) -> bool:
 
 
 def sequences_per_step(cfg: TrainConfig, world: World) -> int:
-    """Global batch in sequences; refuses token counts that do not divide."""
+    """Global batch in sequences. ValueError if batch_tokens is not a multiple of context x processes."""
     T = cfg.model.context
     if cfg.batch_tokens % (T * world.size):
         step = T * world.size

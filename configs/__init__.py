@@ -20,7 +20,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-import configs.threads  # noqa: F401  # for its variables of the environment
+import configs.threads  # noqa: F401  # for the environment variables that it sets
 from configs.ranges import check_ranges
 
 CONFIG_DIR = Path(__file__).parent

@@ -1,4 +1,4 @@
-"""Choose the validation documents: whole documents by their hash; where these miss the share asked for, one is cut."""
+"""Choose the validation documents: whole documents by their hash; if they miss the requested share, one document is cut."""
 
 import hashlib
 import math

@@ -44,7 +44,7 @@ def cities(split: str) -> list[str]:
 
 
 def draw_number(rng: np.random.Generator, split: str, digits: int) -> int:
-    """A number of `digits` digits (3 or more) from the split's own set; the two sets are disjoint."""
+    """A number of `digits` digits from the split's own set; the two sets are disjoint."""
     while True:
         number = int(rng.integers(10 ** (digits - 1), 10**digits))
         scrambled = number * 2654435761 % 2**32 >> 16  # Knuth's multiplicative hash: no single digit tells the split

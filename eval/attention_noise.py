@@ -54,7 +54,7 @@ READINGS = ("signed", "absolute")
 
 
 SINK_LENGTH = 64  # T of arXiv 2410.10781
-SINK_ROWS = 64  # query rows of longer windows
+SINK_ROWS = 64  # at most this many query rows are read per window
 
 
 @dataclass

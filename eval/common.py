@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 else:
     Axes = Any  # matplotlib is imported where a figure is drawn
 
-LOGITS_IN_MEMORY = 2**28  # floats of one forward pass: 1 GB
+LOGITS_IN_MEMORY = 2**28  # most floats that one forward pass may hold: 1 GB
 LOGITS_AT_ONCE = 2**24  # floats that the output head makes at a time: 64 MB
 HAYSTACK_TOKENS = 20_000_000  # enough text for needle contexts, and small in memory
 
@@ -136,10 +136,10 @@ def batches(rows: Sequence[Any], size: int, length: int, vocab_size: int) -> Ite
 def logits_in_parts(
     head: torch.nn.Module, hidden: torch.Tensor, wanted: torch.Tensor, vocab_size: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Float32 logits (n, V) of hidden states (B, T, D) with the tokens `wanted` (n,) out of (B, T), in order.
+    """Parts of at most n rows, in order: float32 logits (n, V) of hidden states (B, T, D), and `wanted` tokens (n,) of (B, T).
 
-    A bounded number of rows at a time; each has the bits that it has within the whole. n is a multiple of 64: sums over V
-    that torch vectorizes over T keep their bits too where T is a multiple of 16 (of another T, but for its last T mod 16).
+    A row's logits have the same bits as those computed for all rows at once. n is a multiple of 64, so that sums over V,
+    which torch vectorizes over T, keep their bits, too. If T is not a multiple of 16, the last T mod 16 rows may differ.
     """
     rows = max(1, LOGITS_AT_ONCE // (64 * vocab_size)) * 64
     parts = zip(hidden.flatten(0, 1).split(rows), wanted.flatten().split(rows), strict=True)
@@ -257,7 +257,7 @@ def figure(
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
         raise ValueError("figures need the package 'matplotlib': pip install matplotlib") from None
-    logging.getLogger("matplotlib").setLevel(logging.WARNING)  # it logs that it builds its font cache
+    logging.getLogger("matplotlib").setLevel(logging.WARNING)  # matplotlib logs that it builds its font cache
     style = {
         "font.family": "sans-serif", "font.size": 11, "text.color": INK, "axes.labelcolor": INK,
         "axes.edgecolor": GREY, "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 12,

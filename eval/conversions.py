@@ -1,4 +1,4 @@
-"""scripts/convert.py what=compare: many conversions of one source as arms of an ablation, and what each changes at once."""
+"""scripts/convert.py what=compare: conversions of one source as arms of an ablation, and their changes before training."""
 
 import json
 from collections.abc import Callable
@@ -47,15 +47,15 @@ class CompareConfig(Conversion):
     device: str = "auto"  # auto | cpu | cuda
     shards: str | None = None  # a prepared folder to test on; None: the validation shards of the source run
     text: str | None = None  # a text file to test on instead of shards
-    tokens: int = 65536  # at most so many tokens of the text are tested on
+    tokens: int = 65536  # largest number of tokens of the text to test on
     steps: int = 200  # training steps for each arm of what=compare
-    seeds: Annotated[int, "[1, 1000]"] = 1  # trainings of each arm of what=compare, on other samples in another order
-    jobs: Annotated[int | None, "[1, inf)"] = None  # of what=compare: trainings at a time, as in scripts/ablate.py
+    seeds: Annotated[int, "[1, 1000]"] = 1  # runs per arm of what=compare, each on other samples in another order
+    jobs: Annotated[int | None, "[1, inf)"] = None  # runs of what=compare at a time, as in scripts/ablate.py
     arms: list[str] = field(default_factory=lambda: list(ARMS))  # the conversions that what=compare tries
     train: list[str] = field(default_factory=list)  # overrides of train.py for all arms of what=compare
 
     def check(self) -> None:
-        """As `Conversion.check`, for the arms as well."""
+        """Check the options as `Conversion.check` does, and the arms."""
         super().check()
         if unknown := [name for name in self.arms if name not in ARMS]:
             raise ValueError(f"arms has no '{unknown[0]}': use {', '.join(ARMS)}")
@@ -69,8 +69,8 @@ def write_experiment(
 ) -> list[str]:  # fmt: skip
     """Convert every arm, print what changed, and write the experiment; returns the overrides for scripts/ablate.py.
 
-    convert_run makes and measures a converted run; train_overrides says how train.py goes on from one. Conversions that
-    an interrupted comparison made are kept. ValueError: the folder is that of another comparison.
+    convert_run makes and measures a converted run; train_overrides returns the overrides with which train.py
+    continues it. Conversions that an interrupted comparison made are kept. ValueError: the folder has other conversions.
     """
     folder, arms, records = Path(cfg.run_dir), {}, {}
     lines = [["arm", "parameters", "largest logit change", "loss before", "loss at step 0", "cost"]]
@@ -98,7 +98,7 @@ def write_experiment(
     }
     text = EXPERIMENT + yaml.safe_dump(experiment, sort_keys=False, width=1000)
     write_atomic(folder / "experiment" / "conversions.yaml", text.encode())
-    seeds = [cfg.seed + 1000 + i for i in range(cfg.seeds)]  # not the source's seed: its samples in another order
+    seeds = [cfg.seed + 1000 + i for i in range(cfg.seeds)]  # not the source's seed: another order of samples
     overrides = [f"--config-dir={folder}", "experiment=conversions", f"runs={folder}", "name=trained"]
     return [*overrides, f"seeds={seeds}".replace(" ", ""), *([f"jobs={cfg.jobs}"] if cfg.jobs else [])]
 

@@ -130,7 +130,7 @@ def refuse_metrics(cfg: AblateConfig, evaluations: list[list[str]]) -> None:
 
 
 def compare_parameters(arms: list[Arm], claimed: bool) -> None:
-    """Note how far each arm's parameters are from its reference's; if `claimed`, refuse more than 0.5 %."""
+    """Store how much each arm's parameters differ from its reference's in `facts`; if `claimed`, refuse more than 0.5 %."""
     by_name = {arm.name: arm for arm in arms}
     for arm in arms:
         if not arm.reference:

@@ -45,8 +45,9 @@ if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
 
 Row = tuple[list[int], list[int]]  # tokens of a context (at least one token) and of its continuation
-LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # lm-eval's names of the limit
-MAX_NEW = 256  # lm-eval's default
+# lm-eval's names of the largest number of new tokens, and its default
+LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+MAX_NEW = 256
 BOOTSTRAP = 1000  # resamples for standard errors of metrics that are not means, e.g. a corpus perplexity
 
 
@@ -195,7 +196,7 @@ def before_any(text: str, stops: Sequence[str]) -> str:
 
 
 def task_manager(tasks: list[str], include_path: str | None) -> "TaskManager":
-    """The index of tasks: of `include_path` alone where it has all tasks, because lm-eval's own takes seconds to read."""
+    """The index of tasks. If `include_path` has all of `tasks`, lm-eval's own index is not read, which would take seconds."""
     from lm_eval.tasks import TaskManager
 
     if include_path is not None and not Path(include_path).is_dir():

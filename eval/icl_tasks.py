@@ -214,7 +214,7 @@ def check(cfg: IclConfig) -> None:
 
 
 def draw_episode(task: Task, cfg: IclConfig, number: int, shots: int, digits: int) -> Episode:
-    """Episode `number` with `shots` demonstrations. With fewer shots it has the first of them and the same questions."""
+    """Episode `number` with `shots` demonstrations. Fewer shots give the first of these and the same questions."""
     rng = np.random.default_rng([cfg.seed, number])
     if task.name == "synthetic":
         return _synthetic(rng, cfg, shots, digits)

@@ -149,7 +149,7 @@ class _Ask:
         # A space before the value that is a token of its own belongs to the question.
         lead = wanted[0].key[len(_encode(tokenizer, wanted[0].head)) :]
         values = tuple(fact.text for fact in wanted) if wording.string else ()
-        # As many tokens as a plain answer has bytes are enough for every tokenizer, and equal in all contexts of a cell.
+        # One token per byte of a plain answer is enough for every tokenizer, and the same number in all contexts of a cell.
         reserve = len(f" {_listed(values)}.".encode()) if wording.string else len(wanted[0].value)
         return cls(_encode(tokenizer, wording.intro[several]), (*_encode(tokenizer, question), *lead), values, reserve)
 

@@ -81,7 +81,7 @@ class Magnitudes:
         self.top = both.topk(min(RANKS[-1], len(both))).values
 
     def median(self) -> float:
-        """The middle value (of an even number of them, the lower one), to 2^-11 of itself."""
+        """The middle value (the lower one of two), with a relative error of at most 2^-11."""
         middle = (int(self.counts.sum()) + 1) // 2
         index = int(torch.searchsorted(self.counts.cumsum(0), middle))
         edges = torch.tensor([index, index + 1], dtype=torch.int32) << (31 - KEPT_BITS)

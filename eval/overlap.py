@@ -28,7 +28,7 @@ _PRIME = np.uint64(0x9E3779B97F4A7C15)
 
 
 def sequence_codes(text: bytes, before: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """(n,) uint64 codes of a text's word sequences, and the hashes of its last words: `before` of the next piece."""
+    """(n,) uint64 codes of a text's word sequences, and the hashes of its last words, as `before` of the next call."""
     found = [zlib.crc32(word) for word in _WORD.findall(text.lower())]
     words = np.array(found, dtype=np.uint64)
     if before is not None:
@@ -67,7 +67,7 @@ def _bytes(tokenizer: Tokenizer, token: int) -> bytes:
 
 
 def overlaps(data: DataConfig, texts: Mapping[str, str], kept: Path) -> dict[str, float]:
-    """Name -> share, for each of `texts` (name -> file, folder or glob). Shares are counted once and kept in `kept`."""
+    """Name -> share, for each of `texts` (name -> file, folder or glob). Each is computed once and saved in the file `kept`."""
     train, tokenizer = open_split(Path(data.dir), "train"), open_tokenizer(data)
     known = json.loads(kept.read_text()) if kept.is_file() else {}
     found = {}

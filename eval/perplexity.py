@@ -6,14 +6,14 @@
 Windows of `length` tokens (default: the trained context) do not overlap; where the data have more than `tokens`,
 windows are taken at even distances over all of it. `cumulative` is the mean loss up to each position (arXiv 2410.05258,
 Figure 4). `recall` splits the loss as Zoology does (arXiv 2312.04927; AR-Hit in Table 6 of 2410.05258): on the last token
-of an n-gram that has occurred before in the same window (`hit`), and on all others (`other`). Hits whose n-gram the run's
-training shards have more than `frequent` times (1250, as in Zoology) can be known from training: `rare_hit` and
-`frequent_hit` split the hits by that, where the shards are still there. Given explicitly, `frequent` also takes the
-frequent hits out of `hit`, into `other`.
+of an n-gram that has occurred before in the same window (`hit`), and on all others (`other`). A model may know a
+hit from training if its n-gram occurs more than `frequent` times (1250, as in Zoology) in the run's training shards. If
+these shards still exist, the hits are split into `frequent_hit` and `rare_hit`. An explicitly given `frequent` also
+moves the frequent hits from `hit` to `other`.
 text= is a file, a folder or a 'glob' of .txt, .jsonl and .parquet files, plain or compressed, or any one text file.
-Writes runs/NAME/eval/perplexity.json and runs/NAME/figures/perplexity.png. The results on another text= or shards= have
-files of their own: perplexity_STEM, STEM being the name of the file without its suffixes or of the folder, or name=;
-a second text of the same STEM has a digest of its path behind it.
+Writes runs/NAME/eval/perplexity.json and runs/NAME/figures/perplexity.png. Results on a given text= or shards= have
+files of their own, perplexity_STEM. STEM is name= if given, else the name of the file without its suffixes, or of the
+folder. If another text already has the STEM of its file, a digest of the path is appended.
 """
 
 import hashlib
@@ -58,9 +58,10 @@ ZOOLOGY = 1250  # occurrences in training beyond which arXiv 2312.04927 counts a
 
 @dataclass
 class PerplexityConfig(EvalConfig):
-    """name: of the result, instead of the text's. length: tokens per window, the trained context by default. tokens: at
-    most so many are tested. ngram: tokens of the n-grams of recall. frequent: the most occurrences in the training shards
-    of the n-gram of a rare hit; None: 1250, and frequent ones stay in `hit`. training_counts: split hits by it at all.
+    """name: name of the result, instead of the text's name. length: tokens per window, the trained context by default.
+    tokens: largest number of tokens to test on. ngram: tokens per n-gram of recall. frequent: most occurrences in the
+    training shards for the n-gram of a rare hit; None: 1250, and frequent hits stay in `hit`. training_counts: split the
+    hits into rare and frequent ones.
     """
 
     name: str | None = None
@@ -72,7 +73,7 @@ class PerplexityConfig(EvalConfig):
 
 
 def cut_windows(parts: Sequence[Shard], length: int, limit: int) -> np.ndarray:
-    """(n, length + 1) token ids: windows side by side, never across two parts, at even distances if over the limit."""
+    """(n, length + 1) token ids: windows side by side, none across two parts; at even distances if `limit` is exceeded."""
     longest = max((len(part) for part in parts), default=0)
     if longest <= length:
         raise ValueError(
@@ -87,9 +88,9 @@ def cut_windows(parts: Sequence[Shard], length: int, limit: int) -> np.ndarray:
 
 
 def token_losses(model: nn.Module, windows: Tensor, vocab_size: int) -> Tensor:
-    """(B, T) cross-entropy in nats of each next token, for windows (B, T + 1); their logits are never whole.
+    """(B, T) cross-entropy in nats of each next token, for windows (B, T + 1), without holding all logits at once.
 
-    Where those of whole windows would not fit in memory, the windows are read in parts through a KV cache.
+    Where the logits of whole windows would not fit in memory, the windows are read in parts through a KV cache.
     """
     B, T = windows.shape[0], windows.shape[1] - 1
     step = T if B * T * vocab_size <= LOGITS_IN_MEMORY else max(1, min(1024, LOGITS_IN_MEMORY // (B * vocab_size)))
@@ -101,7 +102,7 @@ def token_losses(model: nn.Module, windows: Tensor, vocab_size: int) -> Tensor:
         own = [
             F.cross_entropy(logits.T[None], wanted[None], reduction="none")[
                 0
-            ]  # (n,); the layout of the whole: same bits
+            ]  # (n,); same layout as for all rows: same bits
             for logits, wanted in logits_in_parts(model.head, hidden, part[:, 1:], vocab_size)
         ]
         losses.append(torch.cat(own).view(len(part), -1))
@@ -121,13 +122,13 @@ def evaluate(
     """Test on windows (n, T + 1). byte_lengths (V,): UTF-8 bytes of each token, 0 for the end of a text.
 
     Returns loss (nats per token), se (over windows), ppl, bits_per_byte, by_position and cumulative (T losses), recall and
-    counts. frequent: codes of n-grams that are frequent in training, by which recall's hits are split in rare_hit and
-    frequent_hit; only_rare: the frequent ones are no hits.
+    counts. frequent: codes of n-grams that are frequent in training, which split recall's hits into rare_hit and
+    frequent_hit. only_rare: frequent hits do not count as hits.
     """
     n, length = windows.shape[0], windows.shape[1] - 1
     by_position, totals = np.zeros(length), []
-    sums: dict[str, list[float]] = {}  # kind of hit -> of each window, the summed loss
-    counts: dict[str, list[int]] = {}  # and how many there are
+    sums: dict[str, list[float]] = {}  # kind of hit -> summed loss of the hits in each window
+    counts: dict[str, list[int]] = {}  # kind of hit -> hits in each window
     with progress("perplexity", n) as bar:
         for part in batches(windows, batch, length, len(byte_lengths)):
             tokens = torch.from_numpy(part).to(device_of(model))
@@ -152,7 +153,7 @@ def evaluate(
         "bytes": n_bytes,
         "windows": n,
         "length": length,
-        "sha256": hashlib.sha256(windows.tobytes()).hexdigest(),  # same text and windows: losses can be compared
+        "sha256": hashlib.sha256(windows.tobytes()).hexdigest(),  # equal: same text and windows, losses can be compared
         "by_position": by_position.tolist(),
         "cumulative": (by_position.cumsum() / np.arange(1, length + 1)).tolist(),
         "recall": {"ngram": ngram} | recall,
@@ -172,8 +173,8 @@ def split_hits(
 
 
 def ratio_se(sums: np.ndarray, counts: np.ndarray) -> dict[str, float | int | None]:
-    """Mean loss per token over windows with sums (n,) and counts (n,) of tokens, its standard error over windows (of a
-    ratio, linearised: Cochran 1977, equation 2.45), and the number of tokens; None where there are none.
+    """Mean loss per token, its standard error over windows (of a ratio, linearised: Cochran 1977, equation 2.45), and the
+    number of tokens, from each window's summed loss (n,) and count of tokens (n,). Loss and error are None for 0 tokens.
     """
     tokens, n = int(counts.sum()), len(sums)
     if not tokens:
@@ -206,13 +207,13 @@ def draw(path: Path, results: dict[str, Any], title: str, line_colour: str) -> N
 
 
 def frequent_in_training(run: LoadedRun, windows: np.ndarray, cfg: PerplexityConfig) -> np.ndarray | None:
-    """The n-grams of hits that the run's training shards have more often than `frequent`; None where there are no shards."""
+    """Codes of n-grams of hits that occur more than `frequent` times in the run's training shards; None without shards."""
     folder, size, fingerprint = Path(run.config["data"]["dir"]), run.tokenizer.vocab_size, run.tokenizer.fingerprint
     try:
         shards = open_split(folder, "train", vocab_size=size, fingerprint=fingerprint)
         most = ZOOLOGY if cfg.frequent is None else cfg.frequent
         return frequent_ngrams(folder, shards, windows, cfg.ngram, size, most)
-    except (FileNotFoundError, ValueError) as error:  # gone, or prepared anew with another tokenizer
+    except (FileNotFoundError, ValueError) as error:  # shards are gone, or of another tokenizer
         if cfg.frequent is None:
             return None
         wrong = f"frequent={cfg.frequent} counts n-grams in the run's training shards ({error})"
@@ -220,7 +221,7 @@ def frequent_in_training(run: LoadedRun, windows: np.ndarray, cfg: PerplexityCon
 
 
 def result_name(cfg: PerplexityConfig) -> str:
-    """The name of the result's files, without suffix: another text than the run's own has its own."""
+    """The name of the result's files, without suffix. A text other than the run's own has a name of its own."""
     if cfg.name is not None:
         if not re.fullmatch(r"[A-Za-z0-9._-]+", cfg.name):
             raise ValueError(f"name={cfg.name} names a file: use letters, digits, '.', '_' and '-', as in name=books")
@@ -231,15 +232,15 @@ def result_name(cfg: PerplexityConfig) -> str:
     path = Path(os.path.abspath(given))
     last = path.name if path.is_dir() else path.name.removesuffix("".join(path.suffixes))
     named = (re.sub(r"[^A-Za-z0-9._-]+", "-", part).strip("-") for part in (last, *reversed(path.parts[:-1])))
-    return f"perplexity_{next(filter(None, named), 'text')}"  # of a pattern like books/*.txt, the folder's name
+    return f"perplexity_{next(filter(None, named), 'text')}"  # the folder's name for books/*.txt
 
 
 def apart(run: str, file: str, given: str | None) -> str:
-    """`file`, with a digest of the path `given` behind it where the result of this name is that of another text."""
+    """`file`; with a digest of the path `given` appended if the existing result `file` is of another text."""
     path = Path(run) / "eval" / f"{file}.json"
     try:
         before = json.loads(path.read_text())["config"] if given else {}
-    except (OSError, ValueError, KeyError, TypeError):  # no result, or none that can be read
+    except (OSError, ValueError, KeyError, TypeError):  # no result, or the file cannot be read
         before = {}
     other = before.get("text") or before.get("shards")
     if not given or not other or os.path.abspath(other) == os.path.abspath(given):
@@ -248,7 +249,7 @@ def apart(run: str, file: str, given: str | None) -> str:
 
 
 def check_ngram(cfg: PerplexityConfig, vocab_size: int, length: int) -> None:
-    """Raise ValueError for n-grams that no window has or that do not fit one int64."""
+    """Raise ValueError for n-grams longer than a window, or too large for a code in one int64."""
     most = min(length, int(63 / math.log2(vocab_size)))
     if not 2 <= cfg.ngram <= most:
         raise ValueError(f"ngram={cfg.ngram} is not from 2 to {most}: use ngram=2")

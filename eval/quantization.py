@@ -47,7 +47,7 @@ SCALES = {"head": (-2, -1), "row": (-1,)}  # the dimensions of (..., T, S) that 
 
 @dataclass
 class QuantizationConfig(NeedleGridConfig):
-    """length: tokens per window and needle context, by default the trained context. tokens: largest number for the loss."""
+    """length: tokens per window and needle context; None: the trained context. tokens: most tokens used for the loss."""
 
     bits: list[int] = field(default_factory=lambda: [8, 6, 4])  # bits of the rounded logits
     scale: str = "head"  # head | row: the logits that share one scale
@@ -58,7 +58,7 @@ class QuantizationConfig(NeedleGridConfig):
 def absmax(logits: Tensor, see: Tensor, bits: int, scale: str = "head") -> Tensor:
     """Attention logits (..., T, S) rounded to `bits` bits, symmetric: 2^(bits-1) - 1 steps on either side of 0.
 
-    The scale depends on the logits alone that the mask `see` shows (Dettmers et al., arXiv 2208.07339, section 2.1).
+    The scale depends only on the logits that the mask `see` shows (Dettmers et al., arXiv 2208.07339, section 2.1).
     """
     steps = 2 ** (bits - 1) - 1
     largest = logits.masked_fill(~see, 0.0).abs().amax(SCALES[scale], keepdim=True)

@@ -41,7 +41,7 @@ def described(folder: Path) -> list[str]:
 
 
 def steps(run: Run) -> str:
-    """ "100/300", or "300" for a finished run."""
+    """ "100/300", or "300" for a finished run; ", diverged" is added if the run diverged."""
     done, planned = run.train[-1]["step"] if run.train else 0, run.config.get("steps")
     diverged = ", diverged" if run.diverged else ""
     return f"{done}{'' if done == planned else f'/{planned}'}{diverged}"

@@ -1,9 +1,9 @@
 """The one scorer: log-probabilities of given continuations, and greedy decoding, for many prompts at once.
 
-What texts share is read once. A batch's prompts are read together into a KV cache up to where the shortest one ends, so
-prompts of several lengths share a batch without padding before them, and any position encoding is exact. All questions
-after one prefix start from that prefix's part of the cache, and all continuations of a question from the question's. The
-output head sees only the positions that are asked about: a long context does not cost its length times the vocabulary.
+Tokens that several texts begin with are read once. A batch's prompts are read together into a KV cache up to where the
+shortest one ends, so prompts of several lengths share a batch without padding before them, and any position encoding is
+exact. All questions after one prefix start from the cache of that prefix, and all continuations of a question start from
+the cache of that question. The output head computes logits only at the positions asked for, not at all of a long context.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -44,12 +44,12 @@ def score(
     cached: bool = True,
     done: Callable[[int], object] | None = None,
 ) -> Scores:
-    """For each prompt (P,), P >= 1, and each of its continuations (A,), all token ids:
+    """Hits and log-probabilities of the n continuations (A,) of each prompt (P,), P >= 1; texts are token ids.
 
-    whether greedy decoding of the prompt gives the continuation, (n,) bool for each prompt, and the continuation's
-    log-probability in nats, (n,) for each prompt. Greedy decoding gives a continuation exactly if, fed with it, every
-    next token is the most probable one. `batch` and `done` as in `score_jobs`. cached=False reads every text in one
-    forward pass, for what looks at whole attention maps.
+    For each prompt: (n,) bool, whether greedy decoding of the prompt gives the continuation, and (n,) log-probabilities of
+    the continuations in nats. Greedy decoding gives a continuation exactly if each of its tokens is the most probable one
+    after the tokens before it. `batch` and `done` as in `score_jobs`. cached=False reads every text in one forward pass,
+    for callers that need whole attention maps.
     """
     jobs = [Job(prompt, [NOTHING], rows) for prompt, rows in zip(prompts, continuations, strict=True)]
     hits, logprobs = score_jobs(model, jobs, batch, cached=cached, done=done)
@@ -67,13 +67,14 @@ def score_jobs(
 ) -> Scores:
     """As `score`, for prompts that share prefixes: (questions, continuations) hits and log-probabilities of each job.
 
-    `batch` prefixes are read at a time, fewer where they would not fit in memory. `done` is told how many jobs are done.
+    `batch` prefixes are read at a time, fewer where they would not fit in memory. `done` gets each batch's number of jobs.
     """
     hits = [np.zeros((len(job.questions), len(job.continuations)), dtype=bool) for job in jobs]
     logprobs = [np.zeros(found.shape) for found in hits]
     answer = max((len(row) for job in jobs for row in job.continuations), default=0)
     question = max((len(row) for job in jobs for row in job.questions), default=0)
-    # Prefixes of several questions share a batch if they are equally long: the rest of a longer one would be read for each.
+    # Prefixes with several questions share a batch only if they are equally long. Otherwise each question of a longer
+    # prefix would read the rest of that prefix again.
     kinds = [(len(job.continuations), len(job.prefix) if len(job.questions) > 1 else 0) for job in jobs]
     for part in _by_length(model, [job.prefix for job in jobs], question + answer, batch, kinds):
         shared = kinds[part[0]][0] > 1 or min(len(jobs[i].prefix) for i in part) > 1
@@ -91,9 +92,9 @@ def score_jobs(
 def _branches(
     start: "Reading", questions: list[Sequence[np.ndarray]], answer: int, batch: int
 ) -> Iterator[tuple[list[tuple[int, int]], "Reading"]]:
-    """(row, question's number) in parts that fit in memory, and the reading of those questions after their prefixes.
+    """Parts that fit in memory: a list of (row, question's number), and the reading of these questions after their prefixes.
 
-    Where rows have several questions, those of a part are equally long; else a part has every row.
+    If rows have several questions, the questions of a part are equally long. Otherwise one part has all rows.
     """
     asked = [(row, q) for row, own in enumerate(questions) for q in range(len(own))]
     if len(asked) == len(questions):
@@ -111,9 +112,9 @@ def _branches(
 
 
 class Reading:
-    """What a model has read of several texts: the first `read` tokens of all of them, kept in a cache.
+    """Several texts that a model has read in part: the cache has the first `read` tokens of every text.
 
-    `rest` is what each text has after those, one token or more: its last token is read with the first continuation.
+    `rest`: the other tokens of each text, at least one, because the last token is read together with a continuation.
     """
 
     def __init__(self, model: nn.Module, cache: KVCache | None, read: int, rest: list[np.ndarray]) -> None:
@@ -127,20 +128,20 @@ class Reading:
 
     @classmethod
     def of(cls, model: nn.Module, texts: list[np.ndarray], room: int, cached: bool = True) -> "Reading":
-        """The reading of `texts`, with room in the cache for that many more tokens; without a cache, nothing is read."""
+        """The reading of `texts`, with room in the cache for `room` more tokens; cached=False reads nothing yet."""
         return cls(model, KVCache(max(map(len, texts)) + room) if cached else None, 0, texts)
 
     def branch(self, rows: list[int], more: list[np.ndarray], room: int) -> "Reading":
-        """The reading of texts `rows` of this one (a text may be there several times), each followed by its `more`."""
+        """The reading of this one's texts `rows` (a text may occur several times), each followed by its tokens in `more`."""
         rest = [np.concatenate((self.rest[row], new)) for row, new in zip(rows, more, strict=True)]
         cache = self.cache
-        if cache is not None and rows != list(range(len(self.rest))):  # else the cache serves as it is
+        if cache is not None and rows != list(range(len(self.rest))):  # else the cache is used as it is
             self._rewind()
             cache = _copied(cache, rows, self.read + max(map(len, rest)) + room)
         return Reading(self.model, cache, self.read, rest)
 
     def score(self, wanted: list[np.ndarray]) -> tuple[list[bool], list[float]]:
-        """Whether each text's greedy continuation is `wanted`, and the log-probability of that."""
+        """For each text: whether greedy decoding gives its continuation `wanted`, and that continuation's log-probability."""
         self._rewind()
         rest = [np.concatenate((text, row[:-1])) for text, row in zip(self.rest, wanted, strict=True)]
         tokens = pad_right(rest, device_of(self.model))  # (B, M)
@@ -166,7 +167,7 @@ class Reading:
 
 
 def _copied(cache: KVCache, rows: list[int], max_length: int) -> KVCache:
-    """A cache of the sequences `rows` of another one, with room for `max_length` tokens."""
+    """A copy of the sequences `rows` of `cache`, with room for `max_length` tokens."""
     copy = KVCache(max_length)
     copy.length = cache.length
     for slot, buffers in cache.slots.items():
@@ -193,10 +194,11 @@ def continue_greedily(
     stopped: Callable[[list[int]], bool] | None = None,
     done: Callable[[int], object] | None = None,
 ) -> list[np.ndarray]:
-    """The `new_tokens` (1 or more) most probable next tokens, one after the other, of each prompt: (new_tokens,) each.
+    """The greedy continuation of each prompt: `new_tokens` (1 or more) token ids, (new_tokens,) each.
 
-    A prompt ends earlier once `stopped(its new tokens)`. `done` is told how many prompts are done. Prompts of several
-    lengths are padded on the left; with learned positions, which that would shift, a batch has prompts of one length.
+    A continuation ends earlier when `stopped(its tokens)` is true. `done` gets each batch's number of prompts. Prompts of
+    several lengths are padded on the left. The padding would shift learned positions, so with these all prompts of a
+    batch have one length.
     """
     out: list[np.ndarray] = [NOTHING] * len(prompts)
     kinds = [len(prompt) if model.positions is not None else 0 for prompt in prompts]
@@ -230,5 +232,5 @@ def _by_length(
 
 
 def floats_per_token(cfg: DecoderConfig) -> int:
-    """Roughly what a forward pass without logits holds per token: a block's activations, keys and values of all layers."""
+    """Rough number of floats per token in a forward pass without logits: a block's activations, all layers' keys and values."""
     return (8 + 2 * cfg.n_layer) * cfg.d_model + 3 * cfg.d_ff

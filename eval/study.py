@@ -33,7 +33,7 @@ ROOT = Path(__file__).parent.parent
 
 @dataclass
 class Run:
-    """One arm at one seed: the arguments of train.py and of the evaluations. record: of a run finished elsewhere."""
+    """One arm at one seed: arguments of train.py and of the evaluations. record: given if the run was finished elsewhere."""
 
     arm: str
     seed: int
@@ -159,7 +159,7 @@ def evaluation_config(name: str, overrides: tuple[str, ...]) -> dict[str, Any]:
 def composed(overrides: tuple[str, ...]) -> tuple[DictConfig, DecoderConfig]:
     """train.py's configuration, and its model configuration with the values that come from the data.
 
-    Composing takes a third of a second. The caller must have imported train.py, which registers the schema.
+    Composing takes tenths of a second. The caller must have imported train.py, which registers the schema.
     """
     cfg = compose_job("train", list(overrides))
     plain: TrainConfig = OmegaConf.to_object(cfg)
@@ -179,7 +179,7 @@ def train_config(overrides: Sequence[str], own: Sequence[str] = ()) -> TrainConf
 
 
 def read_epochs(cfg: TrainConfig) -> float:
-    """How often training reads the prepared text; up to 1, no text is repeated. 0 for a task that is made while read."""
+    """How often training reads the prepared text; up to 1, no text is repeated. 0 for a task generated during training."""
     if is_task(cfg.data):
         return 0.0
     tokens = sum(len(shard) for shard in open_split(Path(cfg.data.dir), "train"))

@@ -88,7 +88,7 @@ def kaplan_meier(runs: Arrivals) -> Curve:
     if not arrived:
         return Curve(len(runs), 0, [], [], [], [], None, None, None)
     survival = stats.ecdf(_censored(runs)).sf
-    with warnings.catch_warnings(action="ignore"):  # scipy warns that it is undefined where no run is left
+    with warnings.catch_warnings(action="ignore"):  # scipy warns that the interval is undefined where no run is left
         interval = survival.confidence_interval(0.95, method="log-log")
     at = np.isin(survival.quantiles, arrived)
     times, shares = survival.quantiles[at].tolist(), survival.probabilities[at]

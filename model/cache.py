@@ -21,7 +21,7 @@ class KVCache:
         return LayerCache(self, index)
 
     def seen(self, tokens: Tensor) -> Tensor:
-        """All token ids so far (B, length + T), `tokens` (B, T) being the new ones: what document masks are read off."""
+        """Add the new `tokens` (B, T) and return all token ids so far (B, length + T), from which document masks are made."""
         self.tokens = tokens if self.tokens is None else torch.cat((self.tokens, tokens), dim=1)
         return self.tokens
 

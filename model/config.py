@@ -28,21 +28,21 @@ class DecoderConfig(VariantOptions):
     layers: str = "b"  # a letter per layer, tiled over the depth: bd alternates
     n_layer: Annotated[int, "[1, 100000]"] = 4  # blocks
     d_ff: Annotated[int | None, "[1, inf)"] = None  # width of the feed-forward networks; None: derived by `match`
-    baseline_d_ff: Annotated[int | None, "[1, inf)"] = None  # of the matched baseline; None: 8/3 or 4 d_model (gelu)
-    match: str = "params"  # params | flops | none: what the stack has as much of as the baseline
+    baseline_d_ff: Annotated[int | None, "[1, inf)"] = None  # of the matched baseline; None: 8/3 or (gelu) 4 d_model
+    match: str = "params"  # params | flops | none: the quantity in which the stack equals the baseline
     context: Annotated[int, "[1, 100000000]"] = 256  # tokens of a training window
     vocab_size: Annotated[int, "[0, 100000000]"] = 0  # 0: the tokenizer's, filled in by train.py
     document_mask: bool = False  # a token sees only its own document; documents begin with the token `eot`
     eot: Annotated[int | None, "[0, inf)"] = None  # end-of-text token, the tokenizer's, filled in by train.py
     norm: str = "rmsnorm"  # rmsnorm | layernorm
-    norm_place: str = "before"  # before | after (OLMo 2): each sub-layer's norm is on its input, or on what it adds
+    norm_place: str = "before"  # before | after (OLMo 2): each sub-layer's norm is on its input or on its output
     mlp: str = "swiglu"  # swiglu | gelu | gelu_tanh (GPT-2's own approximation)
     window: Annotated[int | None, "[1, inf)"] = None  # keys that a query sees, itself included; None: all
     tie: bool = True  # output head = token embedding
-    dropout: Annotated[float, "[0, 1)"] = 0.0  # of the embedding and of what each sub-layer adds
+    dropout: Annotated[float, "[0, 1)"] = 0.0  # of the embedding and of each sub-layer's output
 
     def filled(self) -> Self:
-        """A copy with the heads filled in (not yet d_ff), checked. ValueError names the override that mends it."""
+        """A checked copy with heads and biases filled in, not d_ff. ValueError names the override that corrects the error."""
         for name, allowed in CHOICES.items():
             check_choice(f"model.{name}", getattr(self, name), allowed)
         if min(self.n_layer, self.context) < 1:
@@ -57,7 +57,7 @@ class DecoderConfig(VariantOptions):
 
 
 def decoder_config(values: dict[str, Any]) -> DecoderConfig:
-    """The configuration of which `values` are `dataclasses.asdict`; what `values` leave out has its default.
+    """The configuration whose `dataclasses.asdict` is `values`; a field that `values` lacks has its default.
 
     ValueError for an unknown key or a value of the wrong type, as in files of another version.
     """

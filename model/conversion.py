@@ -54,7 +54,7 @@ class Conversion:
     lambda_bias: float = -4.0
 
     def check(self) -> None:
-        """ValueError for an unknown option, or two that exclude each other; it says what to type."""
+        """ValueError for an unknown option, or for two options that exclude each other; the message says what to type."""
         for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)} is unknown: use one of {', '.join(allowed)}")
@@ -170,11 +170,11 @@ def _double(old: dict[str, Tensor], new: dict[str, Tensor], target: DiffAttentio
 
 
 def _split(old: dict[str, Tensor], new: dict[str, Tensor], target: DiffAttention, how: Conversion) -> None:
-    """Two heads become the two maps of one head, whose values are those of both.
+    """Two heads become the two maps of one head, which has the values of both.
 
-    Keys are paired before they are shared, so head i of pair p of key heads, r query heads to each, has for component c the
-    baseline's head (2p + c) r + i mod r, which used key head 2p + c. Its values are those of key heads 2p and 2p + 1, and the
-    output columns of head i are those of its two baseline heads.
+    Keys are paired before they are shared: pair p is key heads 2p and 2p + 1, each of which serves r query heads. Component c
+    of head i, which uses pair p = i // r, is the baseline's head (2p + c) r + i mod r, which used key head 2p + c. The values
+    of head i are those of key heads 2p and 2p + 1, and its output columns are those of its two baseline heads.
     """
     r = target.heads // target.kv_heads
     order = torch.arange(2 * target.heads).unflatten(0, (-1, 2, r)).transpose(1, 2).flatten()  # of baseline heads
@@ -251,7 +251,7 @@ def _over(weight: Tensor, divisor: float) -> Tensor:
 
 @dataclass
 class Change:
-    """max and mean of |logits - logits before|; hidden: per block, rms of its output's change over the rms before."""
+    """max and mean of |logits - logits before|. hidden: for each block, rms(output - output before) / rms(output before)."""
 
     max_logit: float
     mean_logit: float

@@ -1,4 +1,4 @@
-"""The decoder: token embedding, a stack of pre-norm blocks whose attention is chosen per layer, output head."""
+"""The decoder: token embedding, a stack of blocks whose attention is chosen per layer, output head."""
 
 import math
 import os
@@ -45,13 +45,13 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """A GPT-style decoder; `cfg.layers` names the attention variant of each layer.
 
-    Weights depend on (seed, parameter name, shape) alone, so two variants share those that both have.
+    Initial weights depend only on (seed, parameter name, shape), so two variants agree in the parameters that both have.
     """
 
     def __init__(self, cfg: DecoderConfig, seed: int = 0) -> None:
         super().__init__()
         self.cfg = cfg = matched(cfg)
-        self.recompute = False  # whether training keeps the inputs of its blocks alone (Chen et al., arXiv 1604.06174)
+        self.recompute = False  # activation checkpointing: keep only blocks' inputs (Chen et al., arXiv 1604.06174)
         _refuse_beyond_memory(cfg)
         if cfg.vocab_size < 1:
             raise ValueError("model.vocab_size is not set: give the tokenizer's vocabulary size")
@@ -68,7 +68,7 @@ class Decoder(nn.Module):
             self.reset_parameters(seed)
 
     def reset_parameters(self, seed: int = 0) -> None:
-        """Normal 0.02; projections into the residual stream scaled by 1/sqrt(2 n_layer), as GPT-2; norms 1, biases 0."""
+        """Set matrices normal, std 0.02, into the residual stream 0.02/sqrt(2 n_layer), as in GPT-2; norms 1, biases 0."""
         initialize(self, seed, residual=("attention.out.weight", "mlp.down.weight"), depth=self.cfg.n_layer)
 
     def forward(
@@ -82,9 +82,9 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """tokens (B, T) -> logits (B, T, V), or the mean cross-entropy in nats where `targets` (B, T) are given.
 
-        documents (B, S) and keys (B, S) are those of `Mask`, S counting the cached tokens; a target of -100 is not scored.
-        With `cfg.document_mask` the documents are read off the tokens. rows, positions (R,) or (B, R) out of S as a probe's,
-        are the only ones that the output head sees: logits, or targets, are (B, R) then, whatever T.
+        documents (B, S) and keys (B, S) are those of `Mask`; S counts the cached tokens too. A target of -100 is not scored.
+        With `cfg.document_mask`, documents=None means that they are derived from the tokens. rows: positions (R,) or (B, R)
+        out of S, as for a probe; the output head computes only these, so logits are (B, R, V) and targets (B, R), whatever T.
         """
         hidden = self.hidden(tokens, cache, documents, keys, rows)  # (B, T or R, D)
         if targets is None:
@@ -99,7 +99,7 @@ class Decoder(nn.Module):
         keys: Tensor | None = None,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """What the output head reads of tokens (B, T): (B, T or R, D). The arguments are those of `forward`."""
+        """The output head's input for tokens (B, T): (B, T or R, D). The arguments are those of `forward`."""
         T, start = tokens.shape[1], cache.length if cache else 0
         x = self.embedding(tokens)  # (B, T, D)
         if self.positions is not None:
@@ -127,7 +127,7 @@ class Decoder(nn.Module):
     def _rope(self, start: int, T: int) -> Rope | None:
         if self.cfg.position != "rope":
             return None
-        # Made anew in every pass: no buffers that a device, a dtype, an input's length or another process would change.
+        # Made anew in every pass, because a buffer would depend on device, dtype, input length and process.
         cfg, device = self.cfg, self.embedding.weight.device
         table = rope_table(T, cfg.head_dim, cfg.rope_theta, device, start, cfg.rope_scaling)
         return Rope(*table, interleaved=cfg.rope_layout == "interleaved")
@@ -151,19 +151,19 @@ class Decoder(nn.Module):
     ) -> Iterator[Tensor]:
         """Continue tokens (B, T) with a KV cache: yields the next ids (B,), at most `max_new_tokens` times.
 
-        temperature 0 is greedy. Otherwise ids are drawn from softmax(logits / temperature) over the top_k likeliest, and of
-        these over the fewest that hold top_p of the probability (Holtzman et al., arXiv 1904.09751). generator: one for all
-        rows, or one for each, whose row then does not depend on the others. A row that drew one of the ids `stop` has ended:
-        it goes on repeating that id, and the stream ends with the last row. Prompts of several lengths are padded on the left,
-        with keys (B, T) False there (not with learned positions, which the padding would shift). ValueError for settings
-        that cannot be, too many tokens for learned positions, and logits that are not finite.
+        temperature 0 is greedy. Otherwise ids are drawn from softmax(logits / temperature) over the top_k likeliest ids, of
+        which only the fewest that together hold top_p of the probability stay (Holtzman et al., arXiv 1904.09751). generator:
+        one for all rows, or one per row, so that no row depends on the other rows. A row that drew an id of `stop` has ended
+        and repeats this id; the stream ends when all rows have ended. Prompts of different lengths are padded on the left,
+        with keys (B, T) False at the padding; learned positions allow no padding, which would shift them. ValueError for
+        impossible settings, too many tokens for learned positions, and logits that are not finite.
         """
         _check_sampling(temperature, top_k, top_p)
         T = tokens.shape[1]
         if self.positions is not None:
             if keys is not None:
                 raise ValueError("left padding shifts learned positions: generate from prompts of one length")
-            self._refuse_beyond_context(T + max_new_tokens - 1)  # the last token is not read
+            self._refuse_beyond_context(T + max_new_tokens - 1)  # the last new token is never read
         cache, new = KVCache(T + max_new_tokens), tokens
         last = torch.tensor([T - 1], device=tokens.device)
         ends = torch.tensor(stop, dtype=torch.long, device=tokens.device)
@@ -184,12 +184,12 @@ class Decoder(nn.Module):
                 keys = F.pad(keys, (0, 1), value=True)
 
     def generate(self, tokens: Tensor, max_new_tokens: int, **options: Any) -> Tensor:
-        """tokens (B, T) with what `stream`, which has the options, adds to them: (B, T + max_new_tokens) or less."""
+        """tokens (B, T) and the ids that `stream(**options)` adds to them: (B, T + max_new_tokens), or less after a stop."""
         new = self.stream(tokens, max_new_tokens, **options)
         return torch.cat((tokens, *(drawn[:, None] for drawn in new)), dim=1)
 
     def set_step(self, step: int) -> None:
-        """Training is about to take optimizer step `step`, counted from 0: what warms up in the blocks follows it."""
+        """Training calls this before optimizer step `step`, counted from 0; warm-ups in the blocks follow the step."""
         for block in self.blocks:
             block.attention.set_step(step)
 
@@ -211,13 +211,13 @@ class Decoder(nn.Module):
 
 
 def _block_and_carry(block: Block, x: Tensor, rope: Rope | None, mask: Mask, carry: Carry) -> tuple[Tensor, Carry]:
-    """The block's output and what later layers may read; `carry` stays as it is, so that the block can be computed again."""
+    """The block's output and a new carry for later layers; `carry` is not changed, so that the block can be computed again."""
     carry = dict(carry)
     return block(x, rope, mask, None, carry), carry
 
 
 def _tie(model: Decoder, _: object) -> None:
-    """After loading: the head is the embedding again, where other tensors were assigned to them."""
+    """Tie the head to the embedding again after loading, which may have assigned two tensors."""
     if model.cfg.tie:
         model.head.weight = model.embedding.weight
 
@@ -243,7 +243,7 @@ def layer_letter(cfg: DecoderConfig, layer: int) -> str:
 
 
 def matched(cfg: DecoderConfig) -> DecoderConfig:
-    """`cfg` checked, its heads filled in, and d_ff so that the stack meets the baseline's budget (`cfg.match`)."""
+    """`cfg` checked, with heads filled in and a d_ff by which the stack meets the baseline's budget (`cfg.match`)."""
     cfg = cfg.filled()
     if cfg.d_ff is not None:
         return cfg
@@ -259,7 +259,7 @@ def matched(cfg: DecoderConfig) -> DecoderConfig:
     if target < 1:
         wrong = f"attention of layers={cfg.layers} alone exceeds the baseline's budget at d_model={cfg.d_model}"
         raise ValueError(f"{wrong}: use fewer heads or paths, or model.match=none")
-    # The baseline's own width where that is within 0.4 % of the budget, else the roundest that is: odd widths are slow.
+    # The first width within 0.4 % of the budget: the baseline's own, else a multiple of 64, 32, ..: odd widths are slow.
     budget = baseline + hidden * per_unit
     widths = [hidden, *(max(1, round(target / step) * step) for step in (64, 32, 16, 8, 4, 2, 1))]
     width = next((w for w in widths if abs(w - target) * per_unit <= 0.004 * budget), widths[-1])
@@ -306,10 +306,10 @@ def _choose(
         logits, ids = logits.topk(min(top_k or V, V), dim=-1)  # (B, K), the likeliest first
     p = (logits.double() / temperature).softmax(-1)
     if top_p is not None:
-        p = p * (p.cumsum(-1) - p < top_p)  # the mass before a token: the first one always stays
+        p = p * (p.cumsum(-1) - p < top_p)  # keeps a token if the mass before it is below top_p: so always the first
     sums = p.cumsum(-1)
     drawn = torch.searchsorted(sums, _uniform(generator, len(logits)).to(sums.device) * sums[:, -1:], right=True)
-    drawn = drawn.clamp(max=sums.shape[-1] - 1)  # (B, 1); a product rounded up to the whole sum
+    drawn = drawn.clamp(max=sums.shape[-1] - 1)  # (B, 1); a product that rounds up to the sum is past the end
     return (drawn if ids is None else ids.gather(-1, drawn))[:, 0]
 
 

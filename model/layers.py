@@ -66,7 +66,7 @@ class GeluMLP(nn.Module):
 
 
 class GeluTanhMLP(GeluMLP):
-    """With the tanh approximation of GELU that GPT-2's weights were trained with (openai/gpt-2, model.py)."""
+    """GeluMLP with the tanh approximation of GELU that GPT-2's weights were trained with (openai/gpt-2, model.py)."""
 
     approximate = "tanh"
 
@@ -75,18 +75,18 @@ MLPS = {"swiglu": SwiGLU, "gelu": GeluMLP, "gelu_tanh": GeluTanhMLP}
 
 
 def make_norm(kind: str | Callable[[int], nn.Module], width: int, bias: bool, eps: float) -> nn.Module:
-    """The norm named by `DecoderConfig.norm`, or what a factory makes for a width."""
+    """The norm that `DecoderConfig.norm` names, or the module that a factory `kind` makes for `width`."""
     if callable(kind):
         return kind(width)
     return RMSNorm(width, eps) if kind == "rmsnorm" else LayerNorm(width, bias, eps)
 
 
 def initialize(module: nn.Module, seed: int, residual: tuple[str, ...] = (), depth: int = 1) -> None:
-    """Set all weights: matrices normal 0.02, norms 1, biases 0; then what a submodule's own `init_own(generator)` sets.
+    """Set all weights: matrices normal with std 0.02, norms 1, biases 0; then call each submodule's `init_own(generator)`.
 
-    Matrices whose names end in one of `residual` project into the residual stream of `depth` blocks: 0.02 / sqrt(2 depth),
-    as GPT-2. A weight depends on (seed, its name, its shape) alone, whatever its device. Other people's submodules, as norms
-    from a factory, set their own by `reset_parameters()`.
+    Matrices whose names end in one of `residual` project into the residual stream of `depth` blocks: their std is
+    0.02 / sqrt(2 depth), as in GPT-2. A weight depends only on the seed, its name and its shape, not on its device.
+    Submodules from elsewhere, such as norms from a factory, set their weights by their own `reset_parameters()`.
     """
     owners = {id(p): m for m in module.modules() for p in m.parameters(recurse=False)}
     for name, p in module.named_parameters():

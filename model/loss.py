@@ -1,4 +1,4 @@
-"""The cross-entropy of a linear output head, without its logits ever being whole."""
+"""The cross-entropy of a linear output head, without all logits in memory at once."""
 
 from collections.abc import Iterator
 
@@ -7,17 +7,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 IGNORED = -100  # a target that is not scored, as torch has it
-PIECES = 8  # at most, of the tokens
-LOGITS = 2**21  # at least, of one piece: smaller products are slow
+PIECES = 8  # maximum number of pieces of the tokens
+LOGITS = 2**21  # minimum in a piece: smaller products are slow
 ALIGNED = 64  # tensor cores take vocabularies in multiples of this
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """Mean cross-entropy in nats of the logits x weight' (N, V) at targets (N,); x (N, D), weight (V, D).
 
-    Under autocast the products are autocast's, the softmax is in float32, and the weight's gradient is summed up in float32. A
-    target of -100 is not scored; NaN where none is. Logits are made for a part of the tokens at a time, and where gradients
-    are wanted, they are made with them, which costs no product twice (Hsu et al., Liger Kernel, arXiv 2410.10989, section 3.2).
+    Under autocast the products have autocast's precision, the softmax is in float32, and the weight's gradient is summed up in
+    the weight's own type. A target of -100 is not scored; without scored targets the result is NaN. Logits are made for a
+    part of the tokens at a time. If gradients are wanted, they are computed together with the logits, so no product is
+    computed twice (Hsu et al., Liger Kernel, arXiv 2410.10989, section 3.2).
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     narrow = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
@@ -32,7 +33,7 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """The sum over the scored tokens. The gradients come with it, and are only scaled in the backward pass."""
+    """The summed loss of the scored tokens. Forward computes the gradients too, and backward only scales them."""
 
     generate_vmap_rule = True
 
@@ -67,7 +68,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _pieces(
     x: Tensor, weight: Tensor, targets: Tensor, narrow: torch.dtype, wide: torch.dtype
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Some rows (n, D) of x and the weight, as factors of the products, with their logits (n, V) in `wide` and targets (n,).
+    """For each piece: rows (n, D) of x and the weight (V, D), both in `narrow`, logits (n, V) in `wide`, and targets (n,).
 
     In half precision V is padded to a multiple of 64 with logits of -inf.
     """
@@ -87,10 +88,10 @@ def _rows(N: int, V: int) -> int:
 
 
 def _losses(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross-entropies (n,), 0 where nothing is scored, and the softmax (n, V).
+    """Cross-entropies (n,), 0 for targets that are not scored, and the softmax (n, V).
 
-    The largest probability is no less than 1 / V, so it gives the log-sum-exp exactly; softmax is one pass where log_softmax
-    and its exponential are two, the dearer ones.
+    The log-sum-exp is the largest logit minus the log of the largest probability, which is exact because this probability is
+    at least 1 / V. One softmax pass is cheaper than two passes, log_softmax and its exponential.
     """
     maps = logits.softmax(-1)
     log_sum = logits.amax(-1) - maps.amax(-1).log()  # (n,)

@@ -24,26 +24,26 @@ class Rope(NamedTuple):
 class RopeScaling:
     """Slower rotations, with which models go beyond the context that they were first trained on.
 
-    linear: all frequencies divided by factor (Chen et al., arXiv 2306.15595). llama3: so are those that turn fewer than
-    low_freq_factor times in original_context tokens; those that turn more than high_freq_factor times stay; between them the
-    divisor is interpolated (Llama 3.1, arXiv 2407.21783).
+    linear: all frequencies are divided by factor (Chen et al., arXiv 2306.15595). llama3: frequencies with fewer than
+    low_freq_factor turns in original_context tokens are divided by factor; frequencies with more than high_freq_factor turns
+    stay; between them the multiplier (1 / factor to 1) is interpolated (Llama 3.1, arXiv 2407.21783).
     """
 
     kind: str = "none"  # none | linear | llama3
     factor: Annotated[float, "(0, inf)"] = 8.0  # divisor of the frequencies
-    low_freq_factor: Annotated[float, "(0, inf)"] = 1.0  # of llama3: fewer turns in original_context are divided
-    high_freq_factor: Annotated[float, "(0, inf)"] = 4.0  # of llama3: more turns in it stay
-    original_context: Annotated[int, "[1, inf)"] = 8192  # of llama3: tokens of the first training
+    low_freq_factor: Annotated[float, "(0, inf)"] = 1.0  # llama3: divide frequencies of fewer turns in original_context
+    high_freq_factor: Annotated[float, "(0, inf)"] = 4.0  # llama3: keep frequencies of more turns in original_context
+    original_context: Annotated[int, "[1, inf)"] = 8192  # llama3: context of the first training, in tokens
 
     def check(self) -> None:
-        """ValueError for an unknown kind, and for numbers that scale nothing."""
+        """ValueError for an unknown kind, and for impossible numbers."""
         if self.kind not in ("none", "linear", "llama3"):
             raise ValueError(f"model.rope_scaling.kind={self.kind} is unknown: use one of none, linear, llama3")
         if not (self.factor > 0 and self.high_freq_factor > self.low_freq_factor and self.original_context > 0):
             raise ValueError(f"{self} scales nothing: use a factor above 0, and high_freq_factor above low_freq_factor")
 
     def applied(self, frequency: Tensor) -> Tensor:
-        """The frequencies (radians per token) that stand for `frequency`."""
+        """`frequency` (radians per token) after scaling."""
         if self.kind == "none":
             return frequency
         if self.kind == "linear":
@@ -70,9 +70,9 @@ def rope_table(
 
 
 def rotate(x: Tensor, rope: Rope | None) -> Tensor:
-    """Rotate queries or keys x (B, H, T, d) by their positions, in float32 or better; None leaves them.
+    """Rotate queries or keys x (B, H, T, d) by their positions, in float32 or better; rope=None returns x unchanged.
 
-    Under autocast in autocast's own precision, as all runs so far were trained.
+    Under autocast the rotation has autocast's own precision, because all runs so far were trained so.
     """
     if rope is None:
         return x

@@ -30,7 +30,7 @@ from configs.files import write_atomic, write_json  # noqa: E402
 from configs.provenance import result_record  # noqa: E402
 from eval import tuning  # noqa: E402
 from eval.common import variant  # noqa: E402
-from eval.experiment import AblateConfig, arm_list, compare_parameters, evaluation_commands, refuse_metrics, seed_list  # noqa: E402  # noqa: E402
+from eval.experiment import AblateConfig, arm_list, compare_parameters, evaluation_commands, refuse_metrics, seed_list  # noqa: E402
 from eval.overlap import overlaps, refuse_overlap  # noqa: E402
 from eval.records import differing, records_of  # noqa: E402
 from eval.report import mixed  # noqa: E402
@@ -110,7 +110,7 @@ class Study:
             raise ValueError(f"arm {arm.name}: {explain(error, TrainConfig)}") from None
 
     def _run(self, arm: Arm, seed: int, name: str, more: list[str], evaluations: list[list[str]]) -> Run:
-        """The run `name`, made once because composing a configuration takes a tenth of a second."""
+        """The run `name`, made once because composing a configuration takes tenths of a second."""
         if name in self._known:
             return self._known[name]
         folder = self.folder / name
@@ -281,7 +281,7 @@ class Study:
     # Results
 
     def keep(self, runs: list[Run]) -> None:
-        """Write missing records of finished runs, which train.py made by hand or older code made."""
+        """Write missing records of finished runs that a user made with train.py by hand, or that older code made."""
         for run in runs:
             if not run.record and not run.left() and not (self.folder / "records" / f"{run.name}.jsonl").is_file():
                 run.finished()

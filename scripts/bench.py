@@ -3,19 +3,19 @@
     attention   a variant's attention on a backend: facade calls alone ("op") and with projections ("module"); the op's memory
     train       whole training steps of configs/model at size=micro; with peer=FOLDER the gpt2 stack against a nanoGPT checkout
     shares      the same steps by torch's profiler: how much of them is attention, products, the loss, ...
-    choices     matrices of a layer joined or apart, and the residual stream's type
+    choices     matrices of a layer joined into one or separate, and the dtype of the residual stream
     growth      time and memory of a step against context, or over=parameters, with the exponents of fits
     busy        training steps beside other processes, by the way in which threads wait for each other
-    decode      a token, with and without a cache
+    decode      decoding of one token, with and without a cache
     loader      batches from shards in the page cache, and how long a training step waits for the next one
     tokenizer   text to ids on one thread, by tiktoken alone, by our tokenizer and by the whole of data.prepare
     probe       one query's attention rows in a long context: time and peak memory, in a process of its own (rounds=1)
-    monitor     a look of training/monitor.py right after a training step, and its share of the steps at the default frequency
+    monitor     a reading of training/monitor.py after a training step, and its share of the steps at the default frequency
     checkpoint  a checkpoint beside a training step, and its share of the steps at checkpoint.every=100
 
-After a warm-up, rows are timed in turn within every round (A B C A B C ...), so that a slow spell of the machine meets all of
-them alike. A cell is the median over rounds, (least-most), and the median of the rounds' ratios to the first row measured
-at that length. Forward alone runs without gradients. What cannot run here is a row that says why. Options: --cfg job.
+After a warm-up, rows are timed in turn within every round (A B C A B C ...), so that a slow period of the machine affects all
+of them alike. A cell is the median over rounds, (least-most), and the median of the rounds' ratios to the first row measured
+at that length. Forward alone runs without gradients. A row that cannot run here says why. Options: --cfg job.
 """
 
 import itertools
@@ -30,7 +30,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from configs import command  # noqa: E402, I001  # before torch, which reads what it sets for threads
+from configs import command  # noqa: E402, I001  # before torch, which reads the variables that it sets for threads
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
@@ -69,7 +69,7 @@ PROBE_VOCABULARY = 50_257  # gpt2's: whole logits of 32,768 tokens would be 6.6 
 
 
 def attention(cfg: BenchConfig, world: World) -> list[Row]:
-    """Every variant on every backend; the routes of SDPA for a difference of maps only where there is one."""
+    """Every variant on every backend. The routes of SDPA for a difference of maps run only for variants with a difference."""
     rows = []
     for length in cfg.lengths or ([512] if world.device.type == "cpu" else [2048, 4096, 8192, 16384]):
         arms = [
@@ -97,7 +97,7 @@ def attention(cfg: BenchConfig, world: World) -> list[Row]:
 
 
 def monitor(cfg: BenchConfig, world: World) -> list[Row]:
-    """Training steps as `train` takes them, and the same with a look after each; a look's own time is `look (ms)`."""
+    """Training steps as in `train`, and with a reading of the monitor after each; `look (ms)` is the time of a reading."""
     batch, settings = cfg.batch or (8 if world.device.type == "cpu" else 64), MonitorConfig()
     rows = [
         Row({"model": variant, "layers": cfg.model.n_layer, "width": cfg.model.d_model, "sequences": batch})
@@ -116,7 +116,7 @@ def monitor(cfg: BenchConfig, world: World) -> list[Row]:
 
 
 class StepAndLook:
-    """Calling it takes a training step and reads the monitor, whose own time it notes."""
+    """Calling it takes a training step, reads the monitor, and adds the reading's time to `seconds`."""
 
     def __init__(self, step: TrainingStep, settings: MonitorConfig, world: World) -> None:
         self.step, self.device, self.seconds = step, world.device, []
@@ -130,7 +130,7 @@ class StepAndLook:
 
 
 def checkpoint(cfg: BenchConfig, world: World) -> list[Row]:
-    """Training steps as `train` takes them, and checkpoints of the same model; what these cost at one in 100 steps."""
+    """Training steps as in `train`, checkpoints of the same model, and the share of time of one checkpoint in 100 steps."""
     batch = cfg.batch or (8 if world.device.type == "cpu" else 64)
     rows = [
         Row({"model": variant, "layers": cfg.model.n_layer, "width": cfg.model.d_model, "sequences": batch})
@@ -138,7 +138,7 @@ def checkpoint(cfg: BenchConfig, world: World) -> list[Row]:
     ]
     steps = [attempt(partial(TrainingStep, cfg, variant, batch, world)) for variant in variants(cfg)]
     time_in_turn("step", rows, steps, cfg.rounds, world.device)
-    with tempfile.TemporaryDirectory(dir=".") as folder:  # /tmp may be no disk
+    with tempfile.TemporaryDirectory(dir=".") as folder:  # /tmp may be in memory
         runs = [Path(folder) / str(row.labels["model"]) for row in rows]
         saves = [
             step if isinstance(step, str) else writing(step, run, world) for step, run in zip(steps, runs, strict=True)
@@ -153,13 +153,13 @@ def checkpoint(cfg: BenchConfig, world: World) -> list[Row]:
 
 
 def writing(step: "TrainingStep", run: Path, world: World) -> Work:
-    """Every call writes a checkpoint as train.py does, until the disk has it, and deletes the last but one."""
+    """A work that writes a checkpoint as train.py does, waits until it is on disk, and deletes the last but one."""
     saver, numbers = Saver(run, CheckpointConfig(), step.model, step.optimizers, world), itertools.count(1)
     return lambda: saver.save(next(numbers))
 
 
 def decode(cfg: BenchConfig, world: World) -> list[Row]:
-    """Token number `length` of one sequence, greedily, with and without a cache; 512 and float32 by default."""
+    """Greedy decoding of token number `length` of one sequence, with and without a cache; 512 and float32 by default."""
     rows = []
     for length in cfg.lengths or [512]:
         arms = {name: attempt(partial(Decoding, cfg, name, length, world)) for name in variants(cfg)}
@@ -174,7 +174,7 @@ def decode(cfg: BenchConfig, world: World) -> list[Row]:
 
 
 class Decoding:
-    """The last token of a random sequence, the others being in the cache already or not; calls return the next id (B,)."""
+    """Reads the last token of a random sequence with the others cached, or all tokens; both calls return the next id (B,)."""
 
     def __init__(self, cfg: BenchConfig, variant: str, length: int, world: World) -> None:
         if length < 2:
@@ -203,7 +203,7 @@ class Decoding:
 
 
 def probe(cfg: BenchConfig, world: World) -> list[Row]:
-    """What eval.attention_noise does for one prompt, of 2,048, 8,192 and 32,768 tokens and gpt2's vocabulary by default."""
+    """eval.attention_noise's forward pass of one prompt, by default of 2,048, 8,192 and 32,768 tokens, gpt2's vocabulary."""
     lengths, rows = cfg.lengths or [2048, 8192, 32768], []
     with progress("probe", len(lengths) * len(variants(cfg)) * cfg.rounds) as bar:
         for length in lengths:
@@ -284,7 +284,7 @@ def main(cfg: BenchConfig) -> None:
 
 
 def conditions(content: dict[str, Any]) -> str:
-    """Under which the table was made, in one line."""
+    """One line with the conditions under which the table was made."""
     where = content["machine"]
     return (f"n = {content['config']['rounds']} rounds; {where['cpu']}, GPU {where['gpu']}, {where['threads']} threads, "
             f"{where['dtype']}, load {where['load']} at the start; {content['version']}")  # fmt: skip

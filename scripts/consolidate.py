@@ -34,7 +34,7 @@ class ConsolidateConfig:
 @command("consolidate", ConsolidateConfig)
 def main(cfg: ConsolidateConfig) -> None:
     run = Path(cfg.run)
-    sweep(run / "checkpoints")  # of this command, killed while a checkpoint changed its form
+    sweep(run / "checkpoints")  # removes files of this command, killed while it replaced a checkpoint
     found = [f for f in checkpoint.checkpoints(run) if cfg.step is None or f.name == checkpoint.folder_name(cfg.step)]
     if not found:
         raise ValueError(
@@ -44,7 +44,7 @@ def main(cfg: ConsolidateConfig) -> None:
     if not sharded.shards(folder):
         print(f"{folder}: is already one checkpoint")
         return
-    lock = FolderLock(run, "trains in it")  # and may delete the checkpoint meanwhile
+    lock = FolderLock(run, "trains in it")  # a training could delete the checkpoint meanwhile
     state = checkpoint.read_state(folder)
     model = Decoder(decoder_config(state["model"]))
     optimizers = build_optimizers(model, OptimConfig(**read_run_config(run, groups=("optim",))["optim"]))

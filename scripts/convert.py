@@ -225,7 +225,7 @@ def convert_run(
 def measure(
     source: LoadedRun, model: Decoder, windows: np.ndarray | None, tokens: Tensor, cfg: ConvertConfig, losses: bool
 ) -> dict[str, Any]:
-    """The change of logits and of hidden states on tokens (B, T); losses before and after where asked; with debug samples."""
+    """The change of logits and of hidden states on tokens (B, T); losses before and after if `losses`; samples if cfg.debug."""
     device = "cuda" if cfg.device == "auto" and torch.cuda.is_available() else cfg.device.replace("auto", "cpu")
     both = source.model.to(device), model.to(device)
     found: dict[str, Any] = {"change": asdict(change(*both, tokens.to(device)))}
@@ -242,7 +242,7 @@ def measure(
 
 
 def write_run(run_dir: Path, model: Decoder, source: LoadedRun, record: dict[str, Any]) -> None:
-    """The run directory, whole or not at all: configuration, tokenizer, first line of metrics, checkpoint of step 0."""
+    """Write the whole run directory or nothing: configuration, tokenizer, first line of metrics, checkpoint of step 0."""
     own = {"model": asdict(model.cfg), "run_dir": str(run_dir), "init_from": None, "resume": False}
     line = {"step": 0, "tokens": 0, **facts(TrainConfig(model=model.cfg), model)}
     with whole_folder(run_dir) as partial:
@@ -333,7 +333,7 @@ def overrides(values: dict[str, Any]) -> list[str]:
 
 
 def quoted(override: str) -> str:
-    """The override with its value in quotes if it has characters that Hydra does not take without."""
+    """The override, its value in quotes if the value has characters that Hydra accepts only in quotes."""
     key, value = override.split("=", 1)
     plain = re.fullmatch(r"[\w./:@%+-]*", value)
     return override if plain else f"{key}='" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"

@@ -7,12 +7,12 @@
     compiled      the fused kernel compiled for cards that are not here (needs no card; only where stages= names it)
 
     minutes=25    for all stages together; 10 is enough for all but most of the training runs
-    out=runs/gpu  one JSON for each stage; what is in it is not measured again, so several visits add up
-    stages=...    only these, by commas      data=FOLDER  prepared shards for `training`; none: Python's own library, as bytes
+    out=runs/gpu  one JSON for each stage; its rows are not measured again, so repeated commands add up
+    stages=A,B    only these stages          data=FOLDER  prepared shards for `training`; without: Python's library, as bytes
     table=FILE    measures nothing: prints such a JSON as a table
 
-Needs torch 2.11 or newer and numpy, nothing else: no Hydra, no yaml. A stage runs in a process of its own, row by row, each
-row written when it is done; one that fails says why in its JSON and stops nothing else. Without a card every stage runs small.
+Needs torch 2.11 or newer and numpy, nothing else: no Hydra, no yaml. A stage runs in a process of its own and writes each row
+when the row is done. A row that fails says why in the JSON, and the next rows run. Without a card all stages run small shapes.
 """
 
 import importlib.util
@@ -31,7 +31,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 if (
     importlib.util.find_spec("hydra") is None
-):  # the package configs begins with Hydra, its files.py and provenance.py do not
+):  # configs/__init__.py imports Hydra, but its files.py and provenance.py do not
     sys.modules["configs"] = types.ModuleType("configs")
     sys.modules["configs"].__path__ = [str(ROOT / "configs")]
 
@@ -42,12 +42,12 @@ from configs.provenance import result_record  # noqa: E402
 from scripts import gpu_stages  # noqa: E402
 
 DEFAULTS = {"minutes": "25", "out": "runs/gpu", "stages": "", "data": "", "table": ""}
-# Seconds that a stage may take at most of a visit of 25 minutes, in the order in which they run; training takes what is left.
+# Most seconds of each stage at minutes=25, in the order in which stages run; training takes the seconds that are left.
 LIMITS = {"environment": 60, "kernel": 150, "attention": 240, "mfu": 240, "tiles": 120, "nccl": 60, "training": None}
-STAGE = ("run", "seconds")  # which this command gives to the process of a stage
-DEVICE_BROKEN = 3  # exit code: an error that the process's CUDA context does not survive; a new process goes on
+STAGE = ("run", "seconds")  # options that this command adds for the process of a stage
+DEVICE_BROKEN = 3  # exit code after an error that breaks the process's CUDA context; a new process continues
 RETRIES = 3
-NAMED = ("architecture", "width", "version", "group", "dtype", "mask")  # of a compiled kernel: its row's name has them
+NAMED = ("architecture", "width", "version", "group", "dtype", "mask")  # keys in the row name of a compiled kernel
 
 
 def main(arguments: list[str]) -> int:
@@ -144,7 +144,7 @@ def start_stage(stage: str, out: Path, data: str, seconds: float) -> None:
 
 
 def environment(stage: str) -> dict[str, str]:
-    """Of a stage's process: Triton interprets where there is no card, and where it shall compile it must not."""
+    """Environment variables of a stage's process. Without a card Triton interprets, except in the stage that compiles."""
     found = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
     found.pop("TRITON_INTERPRET", None)
     interprets = stage in ("kernel", "tiles", "attention") and not torch.cuda.is_available()
@@ -177,7 +177,7 @@ def attempt(measure: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], bool
     """A row, or why it failed; and whether the error has left the card unusable for this process."""
     try:
         return measure(), False
-    except Exception as error:  # a row must not stop the others, whatever it is
+    except Exception as error:  # no error of a row may stop the other rows
         text = " ".join(str(error).split())[:500]
         memory = isinstance(error, torch.OutOfMemoryError)
         return {"failed": f"{type(error).__name__}: {text}"}, "CUDA error" in text and not memory

@@ -63,7 +63,7 @@ def synchronize() -> None:
 
 
 def draw(version: str, B: int, h: int, T: int, d: int, group: int = 1, dtype: torch.dtype = HALF) -> list[Tensor]:
-    """q, k, v and lam of a version of differential attention, or of plain attention with the same maps; heads inside time."""
+    """Random q, k, v, lam for a version of differential or plain attention with the same maps; in memory time before heads."""
     generator = torch.Generator(DEVICE).manual_seed(T + d + group)
     keys, dv, hkv = (2 if version == "V1" else 1), (2 * d if version == "V1" else d), h // group
 
@@ -76,14 +76,14 @@ def draw(version: str, B: int, h: int, T: int, d: int, group: int = 1, dtype: to
 
 
 def mask_of(name: str, B: int, T: int) -> Mask:
-    """causal, window (an eighth of the text) or documents."""
+    """The mask `name`: causal, window (an eighth of the text) or documents."""
     positions = torch.arange(T, device=DEVICE).expand(B, T)
     window = max(1, T // 8) if name == "window" else None
     return Mask(window=window, documents=positions * DOCUMENTS // T if name == "documents" else None)
 
 
 def forward_backward(call: Callable[[], Tensor], inputs: list[Tensor]) -> Row:
-    """Milliseconds of forward alone and with backward, and what both allocate beside the inputs."""
+    """Milliseconds of forward alone and with backward, and the peak memory (MB) of both without the inputs."""
     with torch.no_grad():
         forward = milliseconds(call)
     grad = torch.randn_like(call())
@@ -124,7 +124,7 @@ def versions() -> Row:
 
 
 def rates() -> Row:
-    """What this machine reaches in a plain copy (bytes read and written) and a plain matrix product, on random numbers."""
+    """Bytes per second (read and written) of a plain copy, and FLOP/s of a plain matrix product, on random numbers."""
     side = 8192 if ON_CARD else 256
     a, b = (torch.randn(side, side, device=DEVICE).to(HALF) for _ in range(2))
     source = torch.randn(2**30 if ON_CARD else 2**16, device=DEVICE)
@@ -134,7 +134,7 @@ def rates() -> Row:
 
 
 def sdpa_choice(d: int, dv: int, dtype: torch.dtype, group: int) -> Row:
-    """The kernel that torch takes for this shape, and what our own choice would hand it."""
+    """The kernel that torch's SDPA takes for this shape, and the backend that our `auto` chooses."""
     q, k, v = (torch.randn(1, heads, 256, width, device=DEVICE, dtype=dtype, requires_grad=True)
                for heads, width in ((8, d), (8 // group, d), (8 // group, dv)))  # fmt: skip
     choice = torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=group > 1)
@@ -184,7 +184,7 @@ def tiles(data: Path | None) -> Rows:
 
 
 def time_tile(version: str, d: int, tile: tuple, timed: bool) -> Row:
-    """Milliseconds of the forward, or of the backward where `timed`, with this tile; the other keeps its own."""
+    """Milliseconds of the backward pass if `timed`, else of the forward, with this tile; the other pass keeps its own tile."""
     from model.attention.kernels import diff
 
     own = diff.blocks
@@ -203,7 +203,7 @@ def time_tile(version: str, d: int, tile: tuple, timed: bool) -> Row:
 
 
 def compiled(data: Path | None) -> Rows:
-    """The kernels for other cards, on the CPU; nothing runs."""
+    """The kernels compiled for other cards, on the CPU; no kernel runs."""
     masks = (("causal", 1), ("causal", 4), ("window", 4), ("ids", 4))
     for (name, group), arch, version, d in itertools.product(masks, (90, 80, 89), ("V1", "V2"), (64, 128)):
         case = {"width": d, "version": version, "group": group, "dtype": "bfloat16", "mask": name}
@@ -225,12 +225,12 @@ def compiled_rows(arch: int, case: Row) -> Row:
 
 
 def attention(data: Path | None) -> Rows:
-    """32k tokens in all, 8 heads of two maps, by every route; plain attention with as many maps beside it."""
+    """32k tokens in all, 8 heads of two maps, by each backend except auto and blocked; plain attention with as many maps."""
     lengths = (2048, 8192, 16384, 4096, 1024) if ON_CARD else (128,)
     names = [name for name in backends.BACKENDS if name not in ("auto", "blocked")] + ["plain"]
     for (version, d), T in itertools.product((("V1", 64), ("V2", 64), ("V2", 128), ("V1", 128)), lengths):
         for name, masked in itertools.product(names, ("causal", "documents")):
-            if name != "math" or T <= 2048:  # T x T scores do not fit beyond
+            if name != "math" or T <= 2048:  # longer T x T scores do not fit in memory
                 yield f"{version} d={d} T={T} {masked} {name}", partial(time_attention, version, d, T, masked, name)
 
 
@@ -252,7 +252,7 @@ SIZES = {
     "124m": {"n_layer": 12, "n_head": 12, "d_model": 768, "context": 1024},
     "tiny": {"n_layer": 2, "n_head": 4, "d_model": 32, "context": 32},
 }
-# configs/size and tier=gpu of configs/ablations, which need yaml; tests/scripts/test_gpu.py compares them.
+# Copies from configs/size and tier=gpu of configs/ablations, which need yaml; tests/scripts/test_gpu.py compares them.
 ARMS: dict[str, Row] = {
     "baseline": {"layers": "b"},
     "diff": {"layers": "d"},
@@ -274,7 +274,7 @@ def model_of(size: str, vocabulary: int, layers: str = "b", halved: bool = False
 
 
 def update(net: Callable, model: Decoder, optimizers: list, tokens: Tensor, targets: Tensor, micro: int) -> float:
-    """One training step as train.py's; the loss, as a tensor that nobody has waited for."""
+    """One training step as in train.py. Returns the loss as a tensor, without waiting for the device."""
     loss = torch.zeros((), device=DEVICE)
     parts = list(zip(tokens.split(micro), targets.split(micro), strict=True))
     for inputs, wanted in parts:
@@ -314,7 +314,7 @@ def training_speed(size: str, options: Row, optimizer: str, micro: int) -> Row:
 
 
 def training(data: Path | None) -> Rows:
-    """30M runs over 75M tokens (first horizon of tier=gpu), rate by rate and seed by seed, the arms that say most first."""
+    """30M runs over 75M tokens (first horizon of tier=gpu), rate by rate and seed by seed, the most informative arms first."""
     steps = 2288 if ON_CARD else 3
     for seed, names, rate in [
         *((1, list(ARMS)[:6], rate) for rate in (0.02, 0.01, 0.04)),
@@ -384,7 +384,7 @@ def train(options: Row, rate: float, seed: int, steps: int, data: Path | None) -
 
 
 def vocabulary_of(folder: Path) -> int:
-    """The vocabulary that the prepared folder says, or GPT-2's, whose shards say none."""
+    """The vocabulary size in the prepared folder's metadata; GPT-2's for shards without it."""
     meta = read_meta(folder) or {}
     return meta.get("tokenizer", {}).get("vocab_size", GPT2_VOCABULARY)
 
@@ -442,6 +442,6 @@ STAGES: dict[str, Callable[[Path | None], Rows]] = {
 
 
 def rows_of(stage: str, data: Path | None) -> list[tuple[str, Callable[[], Row]]]:
-    """What `stage` measures; without a card a few rows from all over it (an odd step, or it would meet one mask only)."""
+    """The rows of `stage`; without a card a few rows at odd distances (even distances would select rows of one mask only)."""
     rows = list(STAGES[stage](data))
     return rows if ON_CARD or stage == "compiled" else rows[:: len(rows) // 8 | 1]

@@ -81,7 +81,7 @@ def publish_folder(source: Path, name: str) -> None:
 
 
 def put_into_documents(name: str, table: Path) -> str:
-    """Replace the table `name` wherever a document has it; says where."""
+    """Replace the table `name` in all documents that have it; returns a text that names them."""
     block = f"<!-- {name} table -->\n{table.read_text()}<!-- end -->"
     marked = re.compile(rf"<!-- {re.escape(name)} table -->\n.*?<!-- end -->", flags=re.DOTALL)
     changed = []

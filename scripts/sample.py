@@ -62,7 +62,7 @@ class SampleConfig:
 class Text:
     """The text of one sequence, token by token.
 
-    `text` does not change any more. Incomplete characters, and endings that may become a stop string, are held back.
+    `text` is certain: it only grows. Incomplete characters, and endings that may become a stop string, are held back.
     The text is cut before the stop string that is complete first, even if tokens split the stop string. `ended` is the
     reason why the text has ended: "end of text", "stop" or "length".
     """

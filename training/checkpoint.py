@@ -36,7 +36,7 @@ class Damaged(ValueError):
 
 
 class NotFinite(Damaged):
-    """A checkpoint whose tensors are no numbers."""
+    """A checkpoint with a NaN or an infinity in a tensor."""
 
 
 @dataclass
@@ -44,9 +44,9 @@ class CheckpointConfig:
     """When to write checkpoints, in steps; one is always written at the end."""
 
     every: Annotated[int, "[0, inf)"] = 500  # steps between checkpoints; 0: only at the end
-    keep: Annotated[int, "[0, inf)"] = 2  # the newest so many stay; 0: all
+    keep: Annotated[int, "[0, inf)"] = 2  # number of newest checkpoints that stay; 0: all
     sharded: bool = False  # each process writes its own part, while training goes on; scripts/consolidate.py joins them
-    at: Annotated[list[int], "[0, inf)"] = field(default_factory=list)  # also at these, which stay (to branch off)
+    at: Annotated[list[int], "[0, inf)"] = field(default_factory=list)  # steps of extra checkpoints, kept to branch off
 
 
 def folder_name(step: int) -> str:
@@ -71,9 +71,9 @@ def save(
 ) -> Path:
     """Write `checkpoints/step_NNNNNNNN/` atomically: a folder of that name is always whole.
 
-    Then delete all but the newest `keep` (0: none) and those of the steps `staying`. guard: state of training.guard.Guard.
-    Where several processes share the model, all call it, and that with `main` writes. Nothing is written for a tensor that
-    is not finite (Diverged) or on a full disk (ValueError).
+    Then delete all checkpoints but the newest `keep` (0: delete none) and those of the steps `staying`. guard: state of
+    training.guard.Guard. Where the model is split over processes, all processes must call it; the process with `main` writes.
+    Raises Diverged for a tensor that is not finite, and ValueError on a full disk; then no checkpoint is written.
     """
     folder = of_step(run_dir, step)
     weights = gathered(own_weights(model), keep=main)
@@ -85,14 +85,14 @@ def save(
 
 
 def prune(run_dir: Path, keep: int, staying: Sequence[int]) -> None:
-    """Delete all checkpoints but the newest `keep` (0: none) and those of the steps `staying`."""
+    """Delete all checkpoints but the newest `keep` (0: delete none) and those of the steps `staying`."""
     for old in checkpoints(run_dir)[:-keep] if keep else []:
         if old.name not in map(folder_name, staying):
             shutil.rmtree(old)
 
 
 def own_weights(model: Decoder) -> Tensors:
-    """The tensors of `model` that a file needs: a tied head is the embedding."""
+    """The tensors of `model` that a checkpoint needs: all but a tied head, which is the embedding."""
     return {name: p for name, p in model.state_dict().items() if not (model.cfg.tie and name == "head.weight")}
 
 
@@ -103,7 +103,7 @@ def all_tensors(model: Decoder, optimizers: list[torch.optim.Optimizer]) -> Tens
 
 
 def write(folder: Path, weights: Tensors, optimizer: Tensors, state: dict[str, Any]) -> Path:
-    """Write a checkpoint of these tensors as `folder`; what has that name (a damaged one) is replaced."""
+    """Write a checkpoint of these tensors as `folder`; a checkpoint that has this name (a damaged one) is replaced."""
     if bad := not_finite(weights | optimizer):
         raise Diverged(f"{bad} is not finite at step {state['step']}, so no checkpoint is written: lower optim.lr")
     try:
@@ -118,7 +118,7 @@ def write(folder: Path, weights: Tensors, optimizer: Tensors, state: dict[str, A
 
 
 def complete(partial: Path, state: dict[str, Any], files: Sequence[Path]) -> None:
-    """Write the state file of a folder with these `files`, and wait until the disk has all of it."""
+    """Write the state file, with the checksums of `files`, and wait until the whole folder is on the disk."""
     state = state | {"sha256": {path.name: _sha256(path) for path in files}}
     (partial / STATE).write_text(json_text(state | {"checksum": _checksum(state)}, indent=1))
     for path in (*partial.iterdir(), partial):
@@ -126,7 +126,7 @@ def complete(partial: Path, state: dict[str, Any], files: Sequence[Path]) -> Non
 
 
 def not_written(folder: Path, reason: object) -> ValueError:
-    """What is raised where a checkpoint could not be written."""
+    """The error to raise if a checkpoint could not be written."""
     kept = "the checkpoint before it is kept"
     return ValueError(f"{folder} could not be written ({reason}); {kept}: free space, then use resume=true")
 
@@ -135,7 +135,7 @@ def not_finite(tensors: Tensors) -> str | None:
     """The name of a tensor with a NaN or an infinity in it; None where all are finite."""
     if not tensors:
         return None
-    finite = torch.stack([tensor.isfinite().all() for tensor in tensors.values()])  # one answer for the host
+    finite = torch.stack([tensor.isfinite().all() for tensor in tensors.values()])  # the host waits for the device once
     return None if finite.all() else list(tensors)[int((~finite).nonzero()[0])]
 
 
@@ -148,8 +148,8 @@ def checkpoints(run_dir: Path) -> list[Path]:
 def load(folder: Path, model: Decoder, optimizers: list[torch.optim.Optimizer] | None = None) -> int:
     """Fill `model`, and the optimizers where given, from a checkpoint folder; returns its step.
 
-    Nothing is filled before all is checked. Raises Damaged for what is no whole checkpoint of such a model, and
-    ValueError for another architecture, naming what differs.
+    Nothing is filled before all files are checked. Raises Damaged if the folder is not a whole checkpoint of such a model,
+    and ValueError for a checkpoint of another architecture, which names the differences, and for a damaged sharded one.
     """
     state = read_state(folder)
     _refuse_other_model(folder, state["model"], asdict(model.cfg))
@@ -171,7 +171,7 @@ def load(folder: Path, model: Decoder, optimizers: list[torch.optim.Optimizer] |
 def _load_sharded(
     folder: Path, state: dict[str, Any], model: Decoder, optimizers: list[torch.optim.Optimizer] | None
 ) -> None:
-    """Fill model and optimizers from parts that any number of processes wrote; each process reads what it holds."""
+    """Fill model and optimizers from shards that any number of processes wrote; each process reads its own part."""
     sharded.refuse_damaged(folder, state["sha256"])
     weights, there = own_weights(model), sharded.sizes(folder)
     wanted = {f"model/{name}": torch.empty_like(p, requires_grad=False) for name, p in weights.items()}
@@ -185,16 +185,17 @@ def _load_sharded(
     sharded.fill(folder, wanted)
     if bad := sharded.not_finite(wanted):
         raise NotFinite(f"{folder}: {bad} is not finite")
-    model.load_state_dict({name: wanted[f"model/{name}"] for name in weights}, strict=False)  # a tied head is not there
+    # strict=False: a tied head is not in the checkpoint
+    model.load_state_dict({name: wanted[f"model/{name}"] for name in weights}, strict=False)
     if optimizers is not None:
         prefix = "optimizer/"
         load_state(optimizers, {key.removeprefix(prefix): t for key, t in wanted.items() if key.startswith(prefix)})
 
 
 def newest(run_dir: Path, use: Callable[[Path], Any], say: bool = True) -> Path | None:
-    """The newest checkpoint that `use` finds whole, after `use(folder)`; None where there is no checkpoint at all.
+    """Call `use(folder)`, newest checkpoint first, until no ValueError comes; return that folder (None: no checkpoints).
 
-    say: print one warning where it is not the newest. ValueError where there are checkpoints, and none is whole.
+    say: print one warning if an older checkpoint is used. ValueError if `use` raises one for every checkpoint.
     """
     first: ValueError | None = None
     for folder in reversed(checkpoints(run_dir)):
@@ -225,7 +226,8 @@ class LoadedRun:
 def load_run(run: str | Path, device: str | torch.device = "cpu", step: int | None = None) -> LoadedRun:
     """The newest whole checkpoint of `runs/NAME` (or that of `step`) with its tokenizer and configuration.
 
-    ValueError where the newest has weights that are not finite: those of an earlier step are not what was trained.
+    ValueError if the newest checkpoint has weights that are not finite. An older checkpoint does not replace it, because
+    its weights are not the result of the training.
     """
     path = Path(run)
     if not (path / "config.yaml").exists():
@@ -244,7 +246,7 @@ def load_run(run: str | Path, device: str | torch.device = "cpu", step: int | No
         try:
             load(folder, models[0])
         except NotFinite as error:
-            raise RuntimeError(error) from None  # the checkpoint before is not asked
+            raise RuntimeError(error) from None  # no ValueError: `newest` must not try an older checkpoint
 
     try:
         if step is None:
@@ -257,7 +259,7 @@ def load_run(run: str | Path, device: str | torch.device = "cpu", step: int | No
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """A checkpoint's state.json: step, the model's configuration, checksums. Damaged where it is none, or was edited."""
+    """A checkpoint's state.json: step, the model's configuration, checksums. Damaged if invalid or edited."""
     wrong = f"{folder} is not a checkpoint of this project, or damaged: delete it to use the one before"
     try:
         state = json.loads((folder / STATE).read_text())
@@ -276,7 +278,8 @@ def _checksum(state: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 
-# What the weights do not depend on: init_from may change it, to lengthen the context or warm lambda up again.
+# Options that the weights do not depend on: a run with init_from may change them, to lengthen the context or to warm
+# lambda up again.
 FREE = (
     "backend", "dropout", "attention_dropout", "match", "baseline_d_ff", "context", "rope_theta", "window",
     "document_mask", "eot", *(f"{v.name}.{option}" for v in VARIANTS.values() for option in v.free_options),

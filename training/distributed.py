@@ -1,4 +1,4 @@
-"""One process or many: who am I, where do I compute, and sums over everybody."""
+"""One process or many: its rank, its device and dtype, and reductions over all processes."""
 
 import contextlib
 import ctypes
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 TIMEOUT = timedelta(minutes=10)  # until a process that does not answer counts as lost
-PATIENCE = 3.0  # seconds that a process with an error waits for the main one to have the same
+PATIENCE = 3.0  # seconds that a process with an error waits for the main process to report the same error
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class World:
     rank: int
     size: int
     device: torch.device
-    store: dist.Store | None = None  # what all processes see, while any of their launchers lives
+    store: dist.Store | None = None  # key-value store of all processes, while any of their launchers lives
 
     @property
     def main(self) -> bool:
@@ -46,7 +46,7 @@ class World:
         return x
 
     def most(self, number: float) -> float:
-        """The largest `number` of all processes, which must ask together."""
+        """The largest `number` of all processes; all processes must call it together."""
         if self.size == 1:
             return float(number)
         x = torch.tensor(float(number), device=self.device)
@@ -63,7 +63,10 @@ class World:
 
     @contextlib.contextmanager
     def errors(self) -> Iterator[None]:
-        """Within it an error that all processes have is marked as `said` but on the main one; a lost process is named so."""
+        """A context that marks an error as `said` on every process but the main one, if the main one has the same error.
+
+        ConnectionError if another process is lost.
+        """
         try:
             yield
         except (ValueError, OSError) as error:
@@ -88,7 +91,7 @@ class World:
 
 
 def join_world(device: str = "auto") -> World:
-    """Join torchrun's process group (nccl on GPUs, gloo on CPUs), or be alone."""
+    """Join torchrun's process group (nccl on GPUs, gloo on CPUs); without torchrun, a world of one process."""
     where = pick_device(device)
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if where.type == "cpu":
@@ -99,8 +102,8 @@ def join_world(device: str = "auto") -> World:
         torch.set_float32_matmul_precision("high")  # TF32 for what stays float32
     if size == 1:
         return World(rank, size, where)
-    # torchrun keeps one store over its restarts: each attempt has a prefix of its own there, so that a restarted process
-    # cannot read what those that are gone have written.
+    # torchrun keeps one store over its restarts. Each attempt has its own prefix in the store, so that a restarted process
+    # cannot read what the processes of an earlier attempt have written.
     store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
     store = dist.PrefixStore(f"attempt_{restarts()}", store)
     backend = "nccl" if where.type == "cuda" else "gloo"
@@ -114,7 +117,7 @@ def restarts() -> int:
 
 
 def pick_device(wish: str) -> torch.device:
-    """`auto`: the GPU where there is one, else the CPU. ValueError for a GPU that torch does not see, and other names."""
+    """`auto`: the GPU where there is one, else the CPU. ValueError: unknown name, or torch does not see the GPU."""
     if wish == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if not re.fullmatch(r"cpu|cuda(:\d+)?", wish):

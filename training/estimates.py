@@ -26,7 +26,7 @@ MODELS = {
     "2.8B": DecoderConfig(n_layer=32, d_model=2560, n_head=20, context=2048, vocab_size=50257),
     "13B": DecoderConfig(n_layer=40, d_model=5120, n_head=40, context=2048, vocab_size=50257),
 }
-MACHINE = 8  # GPUs of one
+MACHINE = 8  # GPUs per machine
 GPUS = (8, 64, 512)
 
 
@@ -40,15 +40,15 @@ class Layout:
 
     @classmethod
     def of(cls, kind: str, processes: int, shard: int = MACHINE) -> "Layout":
-        """The layout of `parallel=kind`; shard: of hsdp."""
+        """The layout of `parallel=kind`; shard: processes per copy, for hsdp only."""
         return cls(kind, processes, {"ddp": 1, "fsdp": processes, "hsdp": shard}[kind])
 
     def held(self, shape: torch.Size) -> int:
-        """Elements of a parameter that the fullest process holds: rows are shared out, scalars are not."""
+        """Elements of a parameter on the process with the largest shard: rows are split over processes, scalars are not."""
         return -(-shape[0] // self.shard) * math.prod(shape[1:]) if shape else 1
 
     def padded(self, shapes: Mapping[str, torch.Size]) -> int:
-        """Elements that are sent for these parameters: as many from every process. Scalars are none of them."""
+        """Elements that are sent for these parameters, padded to equal shards on all processes; without scalars."""
         return self.shard * sum(self.held(shape) for shape in shapes.values() if shape)
 
 
@@ -64,9 +64,9 @@ def shapes_of(model: Decoder) -> dict[str, torch.Size]:
 
 
 def states(model: Decoder, layout: Layout, optim: str = "adamw") -> dict[str, int]:
-    """Bytes of `parameters`, `gradients` and `optimizer` that the fullest process keeps between two steps' ends.
+    """Bytes of `parameters`, `gradients` and `optimizer` that the process with the largest shard keeps during a step.
 
-    AdamW remembers two numbers of every parameter and a count of each tensor, Muon one number.
+    AdamW keeps two numbers per parameter and a step count per tensor, Muon one number per parameter.
     """
     held = {name: BYTES * layout.held(shape) for name, shape in shapes_of(model).items()}
     remembered = 0
@@ -79,32 +79,32 @@ def states(model: Decoder, layout: Layout, optim: str = "adamw") -> dict[str, in
 
 
 def working(model: Decoder, layout: Layout, accumulating: bool = False) -> int:
-    """Bytes, beside the states, of what is whole for a while: an upper estimate, which no test measures.
+    """Bytes, beside the states, of tensors that are unsharded for a while: an upper estimate, which no test measures.
 
-    ddp: the buckets of the gradients. fsdp and hsdp: the root's parameters and gradients, those of two blocks (one computes,
-    the next arrives), and with fsdp and several micro batches the gradients of all.
+    ddp: none, because the gradients are views of DDP's buckets. fsdp and hsdp: the root's parameters and gradients, those of
+    two blocks (one computes, the next arrives), and with fsdp and several micro batches the gradients of the whole model.
     """
     total, root, block = _elements(model)
     if layout.kind == "ddp":
-        return BYTES * total if layout.processes > 1 else 0
+        return 0
     gradients = total if accumulating and layout.kind == "fsdp" else root + 2 * block
     return BYTES * (root + 2 * block + gradients)
 
 
 def _elements(model: Decoder) -> tuple[int, int, int]:
-    """Parameters of all, of what is outside of the blocks, and of the largest block."""
+    """Numbers of parameters: of the model, of its part outside of the blocks, and of the largest block."""
     blocks = [sum(p.numel() for p in block.parameters()) for block in model.blocks]
     total = sum(p.numel() for p in model.parameters())
     return total, total - sum(blocks), max(blocks)
 
 
 def messages(model: Decoder, layout: Layout, micros: int = 1, optim: str = "adamw") -> dict[str, int]:
-    """Bytes of the whole tensors of every collective of one optimizer step, by collective.
+    """Bytes of the unsharded tensors that the collectives of one optimizer step transfer: collective -> bytes.
 
-    fsdp and hsdp gather all parameters for the forward pass of each of the `micros` micro batches, and those of the blocks
-    again for its backward pass; gradients are averaged in the last micro batch, by hsdp over the processes of a copy in
-    every one. The norm is one number. Muon: see `muon_messages` and `updates_shared_out`; ValueError for it with hsdp, which is
-    not counted.
+    fsdp and hsdp gather all parameters for the forward pass of each of the `micros` micro batches, and the blocks' parameters
+    again for its backward pass. Gradients are averaged in the last micro batch; hsdp also reduces them over the processes of a
+    copy in every micro batch. The gradient norm is one number. Muon: see `muon_messages` and `updates_shared_out`; ValueError
+    for Muon with hsdp, which is not counted.
     """
     shapes = shapes_of(model)
     scalars = sum(not shape for shape in shapes.values())
@@ -115,7 +115,7 @@ def messages(model: Decoder, layout: Layout, micros: int = 1, optim: str = "adam
         return {"all_gather": gathered, "reduce_scatter": 0, "all_reduce": BYTES * sum(map(math.prod, shapes.values()))}
     every = BYTES * layout.padded(shapes)
     blocks = BYTES * layout.padded({name: shape for name, shape in shapes.items() if name.startswith("blocks.")})
-    own = every // layout.shard if layout.kind == "hsdp" else 0  # its share of the gradients, averaged over the copies
+    own = every // layout.shard if layout.kind == "hsdp" else 0  # a process's gradients, averaged over the copies
     found = {
         "all_gather": micros * (every + blocks),
         "reduce_scatter": every * (micros if layout.kind == "hsdp" else 1),
@@ -130,13 +130,13 @@ def messages(model: Decoder, layout: Layout, micros: int = 1, optim: str = "adam
 
 
 def muon_shapes(model: Decoder) -> list[torch.Size]:
-    """Those of the matrices that Muon updates."""
+    """Shapes of the matrices that Muon updates."""
     optimizers = build_optimizers(model, OptimConfig(name="muon"))
     return [p.shape for o in optimizers if isinstance(o, torch.optim.Muon) for p in o.param_groups[0]["params"]]
 
 
 def updates_shared_out(model: Decoder, processes: int) -> int:
-    """Bytes of the bfloat16 updates that Muon gathers under ddp: of each shape as many for each process."""
+    """Bytes of the bfloat16 updates that Muon gathers under ddp: per shape, an equal number from each process."""
     counts = Counter(muon_shapes(model))
     return sum(2 * processes * -(-count // processes) * math.prod(shape) for shape, count in counts.items())
 
@@ -144,8 +144,9 @@ def updates_shared_out(model: Decoder, processes: int) -> int:
 def muon_messages(model: Decoder) -> dict[str, int]:
     """What torch's Muon adds under fsdp: its Newton-Schulz products of split bfloat16 matrices, by collective.
 
-    A matrix (m, n) with m <= n is gathered twice in each of 5 iterations, and its (m, m) Gram matrix once. A tall one is
-    turned, and its (n, n) Gram matrix and the square of that are summed up. Its norm is one more number.
+    A matrix (m, n) with m <= n is gathered twice in each of 5 iterations, and its (m, m) Gram matrix once. A matrix with
+    m > n is transposed; its (n, n) Gram matrix and the square of the Gram matrix are all-reduced. The norm of each matrix is
+    one more number to all-reduce.
     """
     found = {"all_gather": 0, "all_reduce": 0}
     for m, n in muon_shapes(model):
@@ -158,10 +159,10 @@ def muon_messages(model: Decoder) -> dict[str, int]:
 
 
 def sent(model: Decoder, layout: Layout, micros: int = 1, optim: str = "adamw") -> float:
-    """Bytes that each process sends per optimizer step, where collectives go round in rings.
+    """Bytes that each process sends per optimizer step, if every collective runs on a ring.
 
-    Of a tensor of B bytes over N processes: B (N - 1) / N to gather it or to reduce and scatter it, twice as much to reduce
-    it on all (Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms, 2009). hsdp reduces its share over the copies.
+    For a tensor of B bytes on N processes: B (N - 1) / N for an all-gather or a reduce-scatter, twice as much for an
+    all-reduce (Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms, 2009). The all-reduces of hsdp run over the copies.
     """
     found = messages(model, layout, micros, optim)
     inner = layout.processes if layout.kind != "hsdp" else layout.shard

@@ -1,6 +1,6 @@
-"""Updates that must not happen: a loss or gradient norm that is no number, or, where asked, far from the last ones.
+"""Skips updates whose loss or gradient norm is not finite or, if `outlier_z` is set, far above the last ones.
 
-Such an update is skipped and said. On a GPU it is skipped without asking the host, who reads the reasons later.
+A skipped update is logged. On a GPU the device skips it without waiting for the host, which reads the reasons later.
 """
 
 import math
@@ -11,12 +11,12 @@ from torch import Tensor
 
 from training.distributed import World
 
-WINDOW = 64  # updates that an outlier is told from
-STUCK = 3  # so many outliers in a row are the new normal: they enter the window
+WINDOW = 64  # updates that an outlier is compared with
+STUCK = 3  # this many outliers in a row are the new normal: the last one and all that follow enter the window
 
 
 class Diverged(ValueError):
-    """The loss is no finite number any more."""
+    """The loss, a gradient or a weight is not finite any more."""
 
 
 class Skipped(NamedTuple):
@@ -27,22 +27,23 @@ class Skipped(NamedTuple):
     norm: float
 
     def line(self, batch: int) -> dict[str, Any]:
-        """Of metrics.jsonl: why, and the first and last number of the `batch` samples of the step."""
+        """The line of metrics.jsonl: why, and the first and last sample number of the step, which has `batch` samples."""
         why = f"loss {self.loss:.6g}, gradient norm {self.norm:.6g}"
         return {"step": self.step, "skipped": why, "samples": [(self.step - 1) * batch, self.step * batch - 1]}
 
     def text(self, steps: int, batch: int) -> str:
-        """Of the terminal."""
+        """The line for the terminal."""
         line = self.line(batch)
         first, last = line["samples"]
         return f"step {self.step}/{steps} | update skipped: {line['skipped']} | samples {first} to {last}"
 
 
 class Guard:
-    """Steps the optimizers, unless loss or gradient norm forbid it; ends the run after `nonfinite` bad ones in a row.
+    """Steps the optimizers, unless loss or gradient norm is not finite or an outlier.
 
-    outlier_z: skip as well where loss or norm lie more than so many standard deviations above their mean over the last
-    `WINDOW` updates, themselves included (None: never). Outliers stay out of that window, but for every third in a row.
+    After `nonfinite` non-finite updates in a row the run ends (Diverged). outlier_z: also skip an update whose loss or norm
+    lies more than `outlier_z` standard deviations above its mean over the last `WINDOW` updates, this update included (None:
+    never). The first two outliers in a row stay out of that window; the third and later ones enter it.
     The rule is llm.c's (llmc/outlier_detector.h, karpathy/llm.c at 19c83f9); non-finite values never enter the window.
     """
 
@@ -50,11 +51,11 @@ class Guard:
         self, optimizers: list[torch.optim.Optimizer], world: World, nonfinite: int, outlier_z: float | None
     ) -> None:
         self.optimizers, self.world, self.limit, self.outlier_z = optimizers, world, nonfinite, outlier_z
-        self.ask_host = world.device.type == "cpu"  # where asking costs nothing
+        self.ask_host = world.device.type == "cpu"  # where reading a flag costs nothing
         self.row = 0  # non-finite updates in a row, as far as they have been read
         self.unread: list[tuple[int, Tensor]] = []  # (step, [loss, norm, skipped]) on the device
         self.window = torch.zeros(2, WINDOW, dtype=torch.float64, device=world.device)  # of loss and norm
-        self.seen = torch.zeros(2, dtype=torch.int64, device=world.device)  # values that entered each
+        self.seen = torch.zeros(2, dtype=torch.int64, device=world.device)  # values that entered each window
         self.outliers = torch.zeros(2, dtype=torch.int64, device=world.device)  # in a row
 
     @torch.no_grad()
@@ -76,10 +77,10 @@ class Guard:
             optimizer.zero_grad(set_to_none=True)
 
     def _outlier(self, values: Tensor) -> Tensor:
-        """Whether loss or norm (2,) is an outlier of its window; then the window takes what it is to remember."""
+        """Whether loss or norm (2,) is an outlier of its window; afterwards each accepted value enters its window."""
         here = torch.arange(WINDOW, device=values.device) == (self.seen % WINDOW)[:, None]  # (2, WINDOW)
         window = torch.where(here, values[:, None], self.window)
-        z = (values - window.mean(1)) / window.std(1, correction=0)  # of equal values: 0 / 0, which is no outlier
+        z = (values - window.mean(1)) / window.std(1, correction=0)  # equal values give 0 / 0, which is no outlier
         finite, full = values.isfinite(), self.seen >= WINDOW
         outlier = finite & full & (z > self.outlier_z)
         self.outliers = torch.where(outlier, self.outliers + 1, torch.where(finite, 0, self.outliers))
@@ -89,7 +90,7 @@ class Guard:
         return outlier.any()
 
     def read(self) -> list[Skipped]:
-        """What was skipped since the last call. Diverged after `nonfinite` non-finite updates in a row."""
+        """The updates skipped since the last call. Raises Diverged after `nonfinite` non-finite updates in a row."""
         if not self.unread:
             return []
         steps, rows = zip(*self.unread, strict=True)
@@ -104,7 +105,7 @@ class Guard:
         return skipped
 
     def refuse_bad_end(self, step: int, val_loss: float) -> None:
-        """Diverged where the last update was skipped as no number, or the last model gives none: that is no success."""
+        """Raise Diverged if the last update or the last validation loss was not finite: such a run is not a success."""
         if self.row or not math.isfinite(val_loss):
             loss = val_loss if not self.row else math.nan
             raise Diverged(f"the loss is {loss} at step {step}, the last one: {ADVICE}")
@@ -115,7 +116,7 @@ class Guard:
         return {"row": self.row} | {name: getattr(self, name).tolist() for name in names}
 
     def load(self, state: dict[str, Any]) -> None:
-        """The inverse of `state`; an older checkpoint without one leaves a new guard as it is."""
+        """The inverse of `state`. An older checkpoint has no such state: then a new guard stays as it is."""
         self.row = state.get("row", 0)
         for name in ("window", "seen", "outliers"):
             if name in state and self.outlier_z is not None:
@@ -127,10 +128,10 @@ ADVICE = "lower optim.lr, or lengthen optim.warmup"
 
 
 def step_unless(skip: Tensor, optimizer: torch.optim.Optimizer) -> None:
-    """`optimizer.step()` where the device's flag `skip` () is false; else neither weights nor state change.
+    """`optimizer.step()` if the flag `skip` (), a tensor on the device, is false; else neither weights nor state change.
 
-    Fused AdamW takes the flag itself, as it does from torch.amp.GradScaler. Another optimizer steps on cleaned gradients,
-    and its weights and state are put back.
+    Fused AdamW takes the flag itself, as it does from torch.amp.GradScaler. Any other optimizer steps,
+    and where `skip` is true its weights and state are put back.
     """
     if optimizer.defaults.get("fused"):
         optimizer.found_inf = skip.float()

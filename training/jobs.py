@@ -21,35 +21,35 @@ REPORT_EVERY = 60  # seconds between two lines of progress
 
 
 class Job(Protocol):
-    """Commands that follow each other; a job that was interrupted knows what of it is left."""
+    """Commands that run one after the other; after an interruption, `left` gives the commands still to run."""
 
     name: str
     log: Path
-    work: float  # its size beside other jobs, in any unit
+    work: float  # its cost relative to other jobs, in any unit
 
     def left(self) -> list[list[str]]:
         """The arguments for python of the commands still to run."""
 
     def progress(self) -> tuple[int, int]:
-        """Steps done, of how many."""
+        """Steps done, and steps in all."""
 
     def check(self, arguments: list[str], code: int, said: str) -> bool:
         """After a command: whether to go on with the next one. Raises ValueError where the job has failed."""
 
     def finished(self) -> str:
-        """After the last command, or one that ended the job: keep what it gave; how it ended, in a word."""
+        """After the last command, or a command that ended the job: store the results; returns the outcome in a word."""
 
 
 class Team:
     """The processes that run now; a signal to this process stops them, and train.py then leaves a checkpoint."""
 
     def __init__(self) -> None:
-        self.stopping = 0  # number of the signal that asked for it
+        self.stopping = 0  # number of the signal that stopped the team; 0: none
         self._running: set[subprocess.Popen] = set()
         self._lock = threading.Lock()
 
     def call(self, arguments: list[str], env: dict[str, str], log: Path) -> int:
-        """Run python with these arguments, its output appended to `log`; the exit status."""
+        """Run python with these arguments and append its output to `log`; returns the exit status."""
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("a") as file:
             file.write(f"$ python {' '.join(arguments)}\n")
@@ -66,7 +66,7 @@ class Team:
                     self._running.discard(process)
 
     def carry_out(self, job: Job, env: dict[str, str]) -> None:
-        """Run what is left of a job; ValueError names what went wrong."""
+        """Run the commands of a job that are still to run; ValueError, which says why, if one fails."""
         for arguments in job.left():
             if self.stopping:
                 return
@@ -92,7 +92,8 @@ class Team:
 def run_jobs(chains: Sequence[Sequence[Job]], jobs: int | None, name: str, total: int) -> None:
     """Run chains of jobs, `jobs` chains at a time (None: one per GPU, one on a CPU); the jobs of a chain one by one.
 
-    The first failure lets what runs finish and starts no more, and is raised. A signal stops all: SystemExit.
+    After a failure no further chain starts; the chains that run finish, and then the first failure is raised. A signal
+    stops all jobs and raises SystemExit.
     """
     gpus = visible_gpus()
     jobs = jobs if jobs is not None else max(1, len(gpus))
@@ -143,7 +144,7 @@ def visible_gpus() -> list[str]:
 
 
 def environment(slot: int, jobs: int, gpus: list[str]) -> dict[str, str]:
-    """The environment of one job: its GPU, or its share of the cores (threads of several jobs would spin in turn)."""
+    """The environment of one job: its GPU, or its share of the cores (else threads of several jobs spin on the same cores)."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
     env.pop("HYDRA_FULL_ERROR", None)  # set by the entry point of this process, for this process
     if gpus:
@@ -154,7 +155,7 @@ def environment(slot: int, jobs: int, gpus: list[str]) -> dict[str, str]:
 
 
 class Progress:
-    """Lines of progress: jobs done, steps of those that run, and the time left, by the work still to do."""
+    """Prints progress: jobs done, steps of the running jobs, and the time left, estimated from the work still to do."""
 
     def __init__(self, name: str, left: Sequence[Job], total: int) -> None:
         self.name, self.left, self.total = name, left, total

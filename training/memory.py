@@ -1,4 +1,4 @@
-"""How many sequences one forward and backward pass may have on a GPU, where the user does not say it."""
+"""The micro batch on a GPU if the user does not set it: how many sequences fit in one forward and backward pass."""
 
 from dataclasses import replace
 
@@ -10,18 +10,18 @@ from model.decoder import Decoder
 from model.loss import PIECES
 from training.distributed import World
 
-SHARE = 0.8  # of the free memory; the rest is for what the allocator cannot use, and for sums over processes
-STATES = 3  # times a parameter's size: its gradient and AdamW's two averages, which are not there yet
+SHARE = 0.8  # of the free memory; the rest is for memory that the allocator cannot use, and for collectives
+STATES = 3  # times the size of the parameters: gradients and AdamW's two averages, which are allocated later
 LOGIT_BYTES = (
-    12  # of one logit within a piece: in the autocast dtype, as probability and as gradient, with one copy each
+    12  # per logit of a piece: the logit in the autocast dtype, its probability and its gradient, with one copy of each
 )
 
 
 def micro_batch_that_fits(model: Decoder, sequences: int, autocast: torch.autocast, world: World) -> int:
-    """The largest divisor of `sequences`, those of this process and step, that fits the free memory of its GPU.
+    """The largest divisor of `sequences` (sequences per process and step) that fits the free memory of this process's GPU.
 
-    All of them on a CPU; 1 where nothing fits. Processes, which must ask together, take the least of all. What a pass needs is
-    counted without torch.compile, which needs less.
+    On a CPU: `sequences`. If not even one sequence fits: 1. All processes must call it together, and all get the smallest of
+    their results. The memory of a pass is counted without torch.compile, which needs less.
     """
     if world.device.type != "cuda":
         return sequences
@@ -36,9 +36,10 @@ def largest_divisor(number: int, most: int) -> int:
 
 
 def pass_bytes(cfg: DecoderConfig, recompute: bool, autocast: torch.autocast, device: torch.device) -> float:
-    """Bytes that the forward and backward pass of one sequence holds at most beside the model's states, about.
+    """Approximate peak bytes of the forward and backward pass of one sequence, beside the model's states.
 
-    All blocks, or with `recompute` their inputs and one block; and one piece of the logits.
+    Counted: the activations of all blocks, or with `recompute` the inputs of all blocks and the activations of one block;
+    and one piece of the logits.
     """
     with autocast:
         block = max(block_bytes(replace(cfg, layers=letter, n_layer=1), device) for letter in set(cfg.layers))
@@ -47,7 +48,7 @@ def pass_bytes(cfg: DecoderConfig, recompute: bool, autocast: torch.autocast, de
 
 
 def block_bytes(cfg: DecoderConfig, device: torch.device) -> int:
-    """Bytes that the forward pass of a stack of one block keeps of one sequence for the backward pass."""
+    """Bytes that the forward pass of a model of one block keeps for the backward pass, for one sequence."""
     model = Decoder(cfg).to(device)
     own = {x.untyped_storage().data_ptr() for x in (*model.parameters(), *model.buffers())}
     kept: dict[int, Tensor] = {}
@@ -63,5 +64,5 @@ def block_bytes(cfg: DecoderConfig, device: torch.device) -> int:
 
 
 def local_bytes(x: Tensor) -> int:
-    """Bytes of a tensor, of a split one those that are here."""
+    """Bytes of a tensor on this process; for a split tensor, the bytes of the local shard."""
     return (x.to_local() if hasattr(x, "to_local") else x).nbytes

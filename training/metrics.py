@@ -1,4 +1,4 @@
-"""What a run says: metrics.jsonl is the truth, the terminal line and wandb mirror it."""
+"""What a run reports: metrics.jsonl is the record; the terminal lines and wandb repeat it."""
 
 import json
 import os
@@ -20,7 +20,7 @@ try:
 except ImportError:  # Windows has no such module
     resource = None
 
-# Dense bfloat16 peak, FLOP/s, from the makers' data sheets. The first name that the device's name contains counts.
+# Dense bfloat16 peak (V100: float16), FLOP/s, from the makers' data sheets. The first name within the device's name counts.
 PEAK_FLOPS = {
     "B200": 2250e12,
     "H200": 989e12,
@@ -62,14 +62,14 @@ class Metrics:
     def __init__(self, run_dir: Path, wandb: str, config: dict[str, Any], first: int) -> None:
         self.path = run_dir / "metrics.jsonl"
         self.seconds_before = 0.0  # of training, before a resume
-        self.wandb = start_wandb(wandb, run_dir, config)  # first: what is wrong with it leaves the lines as they are
+        self.wandb = start_wandb(wandb, run_dir, config)  # before lines are dropped: if it fails, they stay
         if self.path.exists():
             kept = _keep_until(self.path, first)
             self.seconds_before = max((line.get("time_s", 0.0) for line in kept), default=0.0)
-        self.file = self.path.open("ab", buffering=0)  # a line that found no room is not tried again at the end
+        self.file = self.path.open("ab", buffering=0)  # unbuffered: close() does not write a failed line again
 
     def write(self, **line: Any) -> None:
-        """One line: `step` and whatever was measured; None and what is not finite are left out. ValueError: no space."""
+        """Append one line: `step` and the measured values, without None and non-finite values. ValueError: no disk space."""
         line = {key: value for key, value in json.loads(json_text(line)).items() if value is not None}
         text = f"{json_text(line)}\n".encode()
         try:
@@ -114,22 +114,22 @@ class Stopwatch:
     @contextmanager
     def paused(self) -> Iterator[None]:
         if torch.cuda.is_initialized():
-            torch.cuda.synchronize()  # steps still under way are training
+            torch.cuda.synchronize()  # steps that the GPU has not finished count as training
         since = time.perf_counter()
         yield
         self._away += time.perf_counter() - since
 
 
 class Pace:
-    """Says once that training on a CPU has become slow beside this run's own best, and which setting helps."""
+    """Warns once if training on a CPU is slow compared with this run's best speed, and names the setting that helps."""
 
-    COLLAPSED = 0.5  # of the best speed; in two lines in a row, as one may hold a short disturbance
+    COLLAPSED = 0.5  # of the best speed, in two logged lines in a row: a single line may hold a short disturbance
 
     def __init__(self, device: torch.device) -> None:
         self.on_cpu, self.best, self.slow, self.said = device.type == "cpu", 0.0, 0, False
 
     def warning(self, speed: float) -> str | None:
-        """The warning that belongs below the line of a `speed` in tokens per second; None where there is none."""
+        """The warning to print below the log line with this `speed` (tokens per second); None: no warning."""
         self.best = max(self.best, speed)
         self.slow = self.slow + 1 if speed < self.COLLAPSED * self.best else 0
         if self.said or self.slow < 2 or not self.on_cpu:
@@ -144,7 +144,7 @@ class Pace:
 
 
 def _advice(threads: int) -> str:
-    """What lets a run beside others lose less."""
+    """The advice for a run that shares its cores with other processes."""
     turns = os.environ.get("GOMP_SPINCOUNT", "")
     spinning = os.environ.get("OMP_WAIT_POLICY", "").upper() == "ACTIVE" or (turns.isdecimal() and int(turns) > TURNS)
     if spinning and threads > 1:
@@ -155,7 +155,7 @@ def _advice(threads: int) -> str:
 
 
 def log_line(step: int, steps: int, m: dict[str, Any], eta_s: float) -> str:
-    """The one line per logged step."""
+    """The terminal line of a logged step, from its metrics `m`."""
     mfu = f"{m['mfu']:.1%}" if m.get("mfu") is not None else "n/a"
     memory = f"{m['mem_gb']:.2f} GB" if m.get("mem_gb") is not None else "n/a"
     return (

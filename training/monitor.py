@@ -1,9 +1,10 @@
-"""What the attention layers do while they train: lambda, gates, path weights, and what their maps look like.
+"""What the attention layers do while they train: lambda, gates, path weights, and statistics of their maps.
 
-Now and then the main process runs a small batch of validation text, always the same one, through the model and reads a
-few layers. Training does not notice: no gradient, no random number, no change to a compiled graph. The line in
-metrics.jsonl has `monitor/layer_I/NAME` of each chosen layer, `monitor/mean/NAME` and `monitor/std/NAME` over those
-layers that have NAME, and `monitor_s`, the seconds it took. docs/METHODS.md defines the names.
+Now and then the main process (every process, if the model is split over processes) runs a small batch of validation
+text, always the same one, through the model and reads a few layers. This changes nothing in training: no gradient, no
+random number, no change to a compiled graph. The line in metrics.jsonl has `monitor/layer_I/NAME` of each chosen layer,
+`monitor/mean/NAME` and `monitor/std/NAME` over those layers that have NAME, and `monitor_s`, the seconds it took.
+docs/METHODS.md defines the names.
 """
 
 import math
@@ -21,7 +22,7 @@ from model.attention.base import Attention
 from model.attention.probe import SINK, entropy, first_share, negative_share, overlap, probe
 from model.decoder import Decoder
 
-ROWS = 16  # query rows of a window whose maps are looked at
+ROWS = 16  # query rows of a window whose maps are read
 
 
 @dataclass
@@ -29,7 +30,7 @@ class MonitorConfig:
     """Readings of lambda, gates, path weights and attention maps during training, written to metrics.jsonl."""
 
     every: Annotated[int, "[0, inf)"] = 100  # steps between readings; 0: none
-    layers: Annotated[int | None, "[1, inf)"] = 4  # layers read, of each variant in the stack; null: every layer
+    layers: Annotated[int | None, "[1, inf)"] = 4  # number of layers read per variant; null: every layer
     windows: Annotated[int, "[1, inf)"] = 2  # windows of validation text that the layers are read on
 
 
@@ -47,7 +48,7 @@ class Monitor:
 
     @torch.no_grad()  # not inference_mode: a block mask cached in there could not be used in training
     def read(self) -> dict[str, float]:
-        """Key -> number; what is not finite is left out. The model comes back in the mode that it was in."""
+        """Key -> number, without numbers that are not finite. Restores the mode (train or eval) of the model."""
         start = time.perf_counter()
         training = self.model.training
         found: dict[int, dict[str, Tensor]] = {i: {} for i in self.layers}
@@ -79,14 +80,14 @@ def monitor_of(cfg: MonitorConfig, model: Decoder, windows: Windows, device: tor
 
 
 def evenly(n: int, count: int) -> list[int]:
-    """`count` of n places (all, if there are fewer) at even distances, both ends among them; of one, the middle."""
+    """`count` evenly spaced indices below n, both ends included (all n if n < count); for one index, the middle."""
     if count == 1:
         return [n // 2]
     return sorted({round(i * (n - 1) / (count - 1)) for i in range(count)})
 
 
 def of_maps(maps: Tensor) -> dict[str, Tensor]:
-    """What signed attention maps (B, heads, R, S) look like, mean over windows, heads and query rows."""
+    """Statistics of signed attention maps (B, heads, R, S): means over windows, heads and query rows."""
     first = first_share(maps)  # (B, heads, R)
     return {
         "entropy": entropy(maps).mean(),
@@ -98,7 +99,7 @@ def of_maps(maps: Tensor) -> dict[str, Tensor]:
 
 
 def of_pair(maps: tuple[Tensor, Tensor] | None) -> dict[str, Tensor]:
-    """What the two maps of differential heads, (B, heads, R, S) each, look like apart; nothing for other layers."""
+    """Statistics of the two maps of differential heads, (B, heads, R, S) each, and their overlap; {} for other layers."""
     if maps is None:
         return {}
     found = {"overlap": overlap(*maps).mean()}
@@ -108,12 +109,12 @@ def of_pair(maps: tuple[Tensor, Tensor] | None) -> dict[str, Tensor]:
 
 
 def _reader(found: dict[str, Tensor]) -> Callable[[Attention, tuple], None]:
-    """A hook that fills in what the layer that it is called for has of its own."""
+    """A hook that stores the readings of its layer in `found`."""
 
     def hook(layer: Attention, inputs: tuple) -> None:
         found.update(
             {name: value.clone() for name, value in layer.readings(inputs[0]).items()}
-        )  # FSDP frees parameters
+        )  # copies, because FSDP frees parameters
 
     return hook
 

@@ -14,11 +14,11 @@ from training.distributed import World
 
 
 class Muon(torch.optim.Muon):
-    """torch's own, whose update it makes, for a few stacks of matrices and not for one matrix after the other.
+    """torch.optim.Muon with the same update, computed for a few stacks of matrices instead of one matrix after the other.
 
-    State, groups and learning rates are those of torch's. Processes that hold the same matrices (DDP) each iterate on their
-    share of a stack, and then send it to each other. Split matrices (FSDP) are left to torch's own step. world: the processes,
-    None for this one alone.
+    State, groups and learning rates are those of torch.optim.Muon. Under DDP, where all processes hold the same matrices, each
+    process iterates on its share of a stack, and then all processes gather the updates. Split matrices (FSDP) use the step of
+    torch.optim.Muon. world: the processes; None: this process alone.
     """
 
     def __init__(self, params: Iterable[dict], world: World | None = None, **options: Any) -> None:
@@ -37,7 +37,7 @@ class Muon(torch.optim.Muon):
         return None
 
     def _update(self, params: list[Tensor], group: dict, scale: float) -> None:
-        """One step of matrices of one shape (torch.optim.Muon, adjust_lr_fn=original)."""
+        """One step of `params`, matrices of one shape (as torch.optim.Muon with adjust_lr_fn=original)."""
         for p in params:
             self.state[p].setdefault("momentum_buffer", torch.zeros_like(p.grad))
         grads, sums = [p.grad for p in params], [self.state[p]["momentum_buffer"] for p in params]
@@ -51,18 +51,18 @@ class Muon(torch.optim.Muon):
         torch._foreach_add_(params, updates, alpha=-group["lr"] * scale)
 
     def _shared_out(self, stack: Tensor, *options: Any) -> Tensor:
-        """`orthogonalized` of the stack, of which each process computes an equal number of matrices."""
+        """`orthogonalized` of the stack; each process computes an equal number of its matrices."""
         if self.processes == 1:
             return orthogonalized(stack, *options)
         each = -(-len(stack) // self.processes)
-        whole = F.pad(stack, (0, 0, 0, 0, 0, each * self.processes - len(stack)))  # zeros stay zeros
+        whole = F.pad(stack, (0, 0, 0, 0, 0, each * self.processes - len(stack)))  # zero matrices stay zero
         own = orthogonalized(whole[self.rank * each : (self.rank + 1) * each], *options).contiguous()
         dist.all_gather_into_tensor(whole, own)
         return whole[: len(stack)]
 
 
 def orthogonalized(x: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """Each matrix of x (matrices, m, n) near the orthogonal one of its directions: singular values of about 1."""
+    """Newton-Schulz: each matrix of x (matrices, m, n) with the same singular vectors, but singular values of about 1."""
     a, b, c = coefficients
     x = x / x.flatten(1).norm(dim=1).clamp(min=eps).view(-1, 1, 1)
     for _ in range(steps):

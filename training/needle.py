@@ -1,7 +1,8 @@
 """Has retrieval appeared yet? A few needle questions, always the same ones, asked now and then while a model trains.
 
-The needles are in the wording of the retrieval documents that training mixes in, with cities and numbers of the evaluation
-split, in text of the validation split. Training does not notice: no gradient, no random number of its generators.
+The needles have the wording of the retrieval documents that training mixes in, but cities and numbers of the evaluation
+split; they are hidden in text of the validation split. This changes nothing in training: no gradient, no random number of
+its generators.
 """
 
 import numpy as np
@@ -15,7 +16,7 @@ from training.monitor import evenly
 
 
 class NeedleProbe:
-    """`read()` asks `model` one question in each of `samples` contexts, as long as the trained one.
+    """`read()` asks `model` one question in each of `samples` contexts, which are as long as the training context.
 
     ValueError where a context has no room for a needle and its question.
     """
@@ -36,14 +37,14 @@ class NeedleProbe:
             text = windows.window(chosen[i % len(chosen)])[:room]
             context, _ = hide(text, [fact], rng.random(1).tolist(), sentence_ends(tokenizer))
             rows.append([tokenizer.eot, *context, *fact.tokens])
-        self.rows = torch.tensor(rows, device=device)  # (samples, T + 1): an answer ends each
+        self.rows = torch.tensor(rows, device=device)  # (samples, T + 1): each row ends with its answer
         lengths = torch.tensor([len(fact.value) for fact in facts], device=device)
         self.longest = int(lengths.max())
         self.asked = torch.arange(self.longest, device=device) >= self.longest - lengths[:, None]  # (samples, longest)
 
     @torch.no_grad()
     def read(self) -> float:
-        """The share of questions whose answer, number and full stop, greedy decoding gives exactly."""
+        """The share of questions for which greedy decoding gives exactly the answer (number and full stop)."""
         training = self.model.training
         self.model.eval()
         try:

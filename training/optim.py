@@ -18,7 +18,8 @@ class OptimConfig:
     """Optimizer, learning rates and their schedule.
 
     name: adamw for everything, or muon for the matrices of the blocks and adamw for the rest. schedule: cosine and linear
-    fall to min_lr * peak over the whole run, wsd (warmup-stable-decay) falls linearly to it over the last `decay` share.
+    fall to min_lr * peak over the whole run; wsd (warmup-stable-decay) falls linearly to it over the last share `decay` of
+    the steps.
     """
 
     name: str = "adamw"  # adamw | muon
@@ -37,7 +38,7 @@ class OptimConfig:
 
 
 def build_optimizers(model: nn.Module, cfg: OptimConfig, world: World | None = None) -> list[torch.optim.Optimizer]:
-    """The optimizers of `model`; each group carries its parameters' names and its `peak_lr`. world: who shares the work."""
+    """The optimizers of `model`; each group carries its parameters' names and its `peak_lr`. world: shares Muon's work."""
     if cfg.name not in ("adamw", "muon"):
         raise ValueError(f"optim.name={cfg.name} is unknown: use adamw or muon")
     if cfg.schedule not in ("cosine", "linear", "wsd"):
@@ -60,7 +61,7 @@ def build_optimizers(model: nn.Module, cfg: OptimConfig, world: World | None = N
 
 
 def _groups_of_attention(model: nn.Module) -> dict[str, str]:
-    """Parameter name -> group, for the parameters of attention layers: each variant says it of its own."""
+    """Parameter name -> group, for the parameters of attention layers: each variant chooses the groups of its own."""
     return {
         f"{path}.{name}".lstrip("."): module.optimizer_group(name, p)
         for path, module in model.named_modules()
@@ -103,7 +104,7 @@ def state_tensors(optimizers: list[torch.optim.Optimizer]) -> dict[str, Tensor]:
     return {f"{name}/{key}": value for name, key, value, _ in named_state(optimizers)}
 
 
-# What each optimizer remembers of a parameter: whether shaped like it, or a single number.
+# The state that each optimizer keeps per parameter: True if shaped like the parameter, False for a single number.
 REMEMBERED = {"AdamW": {"step": False, "exp_avg": True, "exp_avg_sq": True}, "Muon": {"momentum_buffer": True}}
 
 
@@ -120,7 +121,7 @@ def state_shapes(optimizers: list[torch.optim.Optimizer]) -> dict[str, tuple[tor
 
 
 def load_state(optimizers: list[torch.optim.Optimizer], tensors: dict[str, Tensor]) -> None:
-    """The inverse of `state_tensors`, for optimizers over the same parameters (`state_shapes` has been compared)."""
+    """The inverse of `state_tensors`, for optimizers over the same parameters (the caller has compared `state_shapes`)."""
     of: dict[str, dict[str, Tensor]] = {}
     for path, tensor in tensors.items():
         name, key = path.rsplit("/", 1)

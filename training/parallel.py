@@ -27,10 +27,10 @@ KINDS = ("ddp", "fsdp", "hsdp")
 class Parallel:
     """`model` on all processes of `world`, on their devices; `net` is what a training step calls.
 
-    kind: ddp (every process holds all), fsdp (parameters, gradients and optimizer state are split over all processes) or
-    hsdp (split over `shard` processes, those of one machine where None, and repeated on the next so many). Alone, a process
-    holds all whatever the kind. Optimizers must be built afterwards: splitting replaces the parameters. compiled: compile
-    `net`, not `model`. ValueError for a kind or a number of processes that cannot be.
+    kind: ddp (every process holds a whole copy), fsdp (parameters, gradients and optimizer state are split over all
+    processes) or hsdp (each group of `shard` processes holds one copy, split over the group; None: the processes of one
+    machine). A single process holds the whole model for every kind. Optimizers must be built afterwards: splitting replaces
+    the parameters. compiled: compile `net`, not `model`. ValueError for an unknown kind or an impossible number of processes.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Parallel:
         self.model, self.world, self.kind = model, world, kind
         self.sharded = (
             kind != "ddp" and world.size > 1
-        )  # then every forward pass and every gathering needs all processes
+        )  # then all processes must take part in every forward pass and every gathering
         if self.sharded:
             self.mesh = make_mesh(world, kind, shard)
             scalars = {p for p in model.parameters() if not p.dim()}  # they have no dimension to split
@@ -52,9 +52,10 @@ class Parallel:
             self.net = _ddp(self.net)
 
     def micro_batch(self, last: bool) -> contextlib.AbstractContextManager:
-        """The forward and backward pass of a micro batch: gradients are averaged in the `last` one of a step alone.
+        """A context for the passes of a micro batch: gradients are averaged in the `last` micro batch of a step only.
 
-        Until then fsdp keeps whole gradients; hsdp keeps them split, and leaves out what goes between its copies.
+        In the micro batches before, fsdp keeps unsharded gradients; hsdp keeps split gradients, which it has reduced over the
+        processes of a copy, but not yet over the copies.
         """
         if not self.sharded:
             return contextlib.nullcontext() if last or self.world.size == 1 else self.net.no_sync()
@@ -65,14 +66,14 @@ class Parallel:
         return contextlib.nullcontext()
 
     def clip_grad_norm(self, limit: float) -> Tensor:
-        """Scale the gradients to a global norm of at most `limit` (0: no limit); returns the norm before."""
+        """Scale the gradients to a global norm of at most `limit` (0: no limit); returns the norm before scaling."""
         if not self.sharded:
             return nn.utils.clip_grad_norm_(self.model.parameters(), limit or float("inf"))
         grads = [p.grad for p in self.model.parameters() if p.grad is not None]
         split = [grad.to_local() for grad in grads if isinstance(grad, DTensor)]
         scalars = [grad for grad in grads if not isinstance(grad, DTensor)]
         if scalars:
-            mean = self.world.mean(torch.stack(scalars))  # FSDP leaves them as each process made them
+            mean = self.world.mean(torch.stack(scalars))  # FSDP does not average the gradients of scalars
             torch._foreach_copy_(scalars, list(mean))
         square = nn.utils.get_total_norm(split).square()
         dist.all_reduce(square, group=self.mesh.get_group("shard"))
@@ -83,7 +84,7 @@ class Parallel:
 
 
 def make_mesh(world: World, kind: str, shard: int | None) -> DeviceMesh:
-    """The processes as a row that shares one copy (fsdp), or as rows (hsdp): dimensions `replicate` and `shard`."""
+    """The device mesh: (processes,) named `shard` for fsdp; (copies, shard) named `replicate` and `shard` for hsdp."""
     if kind == "fsdp":
         if shard not in (None, world.size):
             raise ValueError(f"shard_processes={shard} is of parallel=hsdp: leave it out, or use parallel=hsdp")
@@ -98,9 +99,9 @@ def make_mesh(world: World, kind: str, shard: int | None) -> DeviceMesh:
 
 
 def _ddp(net: nn.Module) -> DistributedDataParallel:
-    """Buffers are not sent at every step: all processes make equal ones, and RoPE tables may grow on one process alone.
+    """DDP that does not send buffers at every step: all processes make equal buffers, and RoPE tables may grow on one alone.
 
-    Gradients lie in the memory from which they are sent, not in a second copy.
+    Gradients lie in the communication buckets, from which they are sent, not in a second copy.
     """
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters:  # torch 2.13
         return DistributedDataParallel(net, forward_sync_buffers=False, gradient_as_bucket_view=True)
@@ -108,7 +109,7 @@ def _ddp(net: nn.Module) -> DistributedDataParallel:
 
 
 def gathered(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
-    """The tensors whole, split ones in main memory; nothing where `keep` is false. All processes must call it together."""
+    """The unsharded tensors (split ones are gathered to main memory); {} if `keep` is false. All processes must call it."""
     found = {}
     for name, tensor in tensors.items():
         whole = tensor.full_tensor().cpu() if isinstance(tensor, DTensor) else tensor
@@ -118,7 +119,7 @@ def gathered(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
 
 
 def split_as(tensor: Tensor, own: Tensor) -> Tensor:
-    """A whole `tensor` on the device of `own`, and split as `own` is; no process talks to another."""
+    """A whole `tensor` on the device of `own`, and split as `own` is, without communication."""
     tensor = tensor.to(own.device)
     if isinstance(own, DTensor) and own.shape == tensor.shape:
         return distribute_tensor(tensor, own.device_mesh, own.placements, src_data_rank=None)

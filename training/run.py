@@ -47,23 +47,23 @@ class TrainConfig:
     seed: Annotated[int, "[0, 4294967295]"] = 1  # of the initial weights, the order of the data and dropout
     eval_every: Annotated[int, "[0, inf)"] = 250  # steps between validations; 0: none
     eval_tokens: Annotated[int, "[1, inf)"] = 262144  # validation tokens per validation
-    nonfinite: Annotated[int, "[1, inf)"] = 10  # updates in a row without a finite loss and gradient that end the run
+    nonfinite: Annotated[int, "[1, inf)"] = 10  # updates in a row with a non-finite loss or gradient that end the run
     outlier_z: Annotated[float | None, "(0, 7.8]"] = (
-        None  # skip losses and gradient norms so many deviations above usual
+        None  # skip updates whose loss or gradient norm is this many standard deviations above the last; None: never
     )
     log_every: Annotated[int, "[1, inf)"] = 10  # steps between lines of metrics.jsonl
-    needle_every: Annotated[int, "[0, inf)"] = 0  # ask `needle_samples` needle questions every so many steps; 0: never
+    needle_every: Annotated[int, "[0, inf)"] = 0  # steps between checks with `needle_samples` questions; 0: none
     needle_samples: Annotated[int, "[1, inf)"] = 64  # questions of each check
     runs: str = "runs"  # where run directories are made
     run_dir: str | None = None  # None: a name made of the overrides, in `runs`
     resume: bool = False  # continue the run in its directory from its newest checkpoint
-    init_from: str | None = None  # a run whose weights to start from
-    branch_from: str | None = None  # a longer run of schedule wsd whose steps before the decay this run shares
+    init_from: str | None = None  # a run from whose weights this run starts
+    branch_from: str | None = None  # a longer wsd run, continued from the step at which this run's decay begins
     device: str = "auto"  # auto | cpu | cuda
     dtype: str = "auto"  # auto | float32 | bfloat16 (autocast)
     compile: bool | None = None  # None: on CUDA, and on a CPU where the run is long enough to repay it
-    parallel: str = "ddp"  # ddp | fsdp | hsdp: a process holds the model whole, or split over all, or `shard_processes`
-    shard_processes: Annotated[int | None, "[1, inf)"] = None  # hsdp: that hold one copy; None: of one machine
+    parallel: str = "ddp"  # ddp | fsdp | hsdp: model whole, split over all processes, split over `shard_processes`
+    shard_processes: Annotated[int | None, "[1, inf)"] = None  # hsdp: processes per copy; None: those of one machine
     activation_checkpointing: bool = False  # compute each block again in the backward pass: less memory, more time
     wandb: str = "off"  # off | online | offline: mirror metrics.jsonl to Weights & Biases
 
@@ -72,12 +72,13 @@ class TrainConfig:
 DECIDES = ("model", "data", "optim", "steps", "batch_tokens", "seed", "outlier_z")
 
 
-# Of two CPU cores (docs/PERFORMANCE.md): what compiling costs, the share of a step that it saves, and an eager step's speed.
+# Measured on two CPU cores (docs/PERFORMANCE.md): seconds that compiling takes, share of a step's time that it saves, and
+# FLOP/s of an eager step.
 COMPILE_SECONDS, COMPILE_SAVES, CPU_FLOPS = 60, 0.2, 1.3e11
 
 
 def compiles(cfg: TrainConfig, flops_per_token: int, world: World) -> bool:
-    """Whether to compile: as `cfg` says, else on CUDA, and on a CPU that can where the run is long enough to repay it.
+    """Whether to compile: as `cfg` says; else on CUDA, and on a CPU that can compile if the run is long enough to repay it.
 
     The length of the whole run decides, so that a run that is resumed goes on as it began.
     """
@@ -113,7 +114,7 @@ def fill_model(cfg: DecoderConfig, tokenizer: Tokenizer) -> DecoderConfig:
 def default_run_dir(cfg: TrainConfig) -> Path:
     """runs/NAME, the same on every rank: the experiment, the model, every override as KEYVALUE, and the seed.
 
-    A key is shortened to its last parts that no other key of the configuration ends with.
+    A key is shortened to its shortest ending that no other key of the configuration has.
     """
     hydra = HydraConfig.get()
     choices = hydra.runtime.choices
@@ -156,7 +157,8 @@ def start_or_resume(
 ) -> tuple[int, FolderLock | None]:
     """Make the run directory, or load its newest whole checkpoint; returns the step to go on from, and the main process's lock.
 
-    A new run takes its weights from `init_from`, or its first steps whole from `branch_from`, where one is given.
+    A new run takes its weights from `init_from`, or its first steps (weights, optimizer state, metrics) from `branch_from`,
+    if one of them is given.
     """
     config, lock = asdict(cfg), None
     if world.main and run_dir.is_dir():
@@ -189,7 +191,7 @@ def start_or_resume(
 
 
 def begin(cfg: TrainConfig, run_dir: Path, tokenizer: Tokenizer, first: int) -> None:
-    """What a new run directory holds before its step `first`; a branch has the lines of its trunk until there."""
+    """Write tokenizer and configuration of a new run, and for a branch the trunk's metrics up to step `first`."""
     tokenizer.save(run_dir)
     write_atomic(run_dir / "config.yaml", yaml.safe_dump(asdict(cfg), sort_keys=False).encode())
     if cfg.branch_from:
@@ -199,7 +201,7 @@ def begin(cfg: TrainConfig, run_dir: Path, tokenizer: Tokenizer, first: int) -> 
 
 
 def lock_run(run_dir: Path) -> FolderLock:
-    """The right to train in `run_dir`; what a killed trainer left there half written is removed."""
+    """Lock `run_dir` for training, and remove the half-written files that a killed training run left there."""
     lock = FolderLock(run_dir, "trains in it")
     for folder in (run_dir, run_dir / "checkpoints"):
         sweep(folder)
@@ -207,7 +209,7 @@ def lock_run(run_dir: Path) -> FolderLock:
 
 
 def launcher() -> str:
-    """What started this process, and stays the same when it starts it again: torchrun, or a job of Slurm."""
+    """Text that names the launcher of this process (torchrun or a Slurm job); a restart by the launcher keeps it."""
     if job := os.environ.get("SLURM_JOB_ID"):
         return f"started by Slurm's job {job}"
     return f"started by process {os.getppid()} on {socket.gethostname()}"
@@ -234,7 +236,7 @@ def trunk_checkpoint(cfg: TrainConfig) -> Path:
 
 
 def refuse_other_tokenizer(run: Path, tokenizer: Tokenizer, shards: str) -> None:
-    """Weights know the token ids of one tokenizer only."""
+    """ValueError if `run` has another tokenizer: weights fit the token ids of one tokenizer only."""
     theirs = load_tokenizer(run)
     if theirs.fingerprint != tokenizer.fingerprint:
         raise ValueError(
@@ -246,7 +248,7 @@ def refuse_other_tokenizer(run: Path, tokenizer: Tokenizer, shards: str) -> None
 def refuse_other_config(
     run_dir: Path, ours: dict[str, Any], but: tuple[str, ...] = (), advice: str | None = None
 ) -> None:
-    """Refuse to go on with a run that was started with other values of what decides its losses, `but` these."""
+    """ValueError if a run was started with other values of the fields DECIDES; the fields `but` may differ."""
     theirs = yaml.safe_load((run_dir / "config.yaml").read_text())
     decides = [key for key in DECIDES if key not in but]
     flat_theirs, flat_ours = (flatten({key: config.get(key) for key in decides}) for config in (theirs, ours))

@@ -18,14 +18,14 @@ from training.checkpoint import CheckpointConfig
 from training.distributed import World
 from training.guard import Diverged
 
-PARTIAL = ".partial_"  # begins the name of a folder into which processes write their parts
+PARTIAL = ".partial_"  # prefix of the name of a folder into which processes write their shards
 
 
 class Saver:
     """Writes checkpoints of `model` and `optimizers` into `run_dir`, which all processes must see. All call it together.
 
-    Gathered: the main process collects the whole tensors and writes them while training waits. With `cfg.sharded` every
-    process copies its own tensors, and writes them while training goes on.
+    Without `cfg.sharded` the main process gathers the whole tensors and writes them while training waits. With `cfg.sharded`
+    every process copies its own tensors, and writes them while training goes on.
     """
 
     def __init__(
@@ -45,7 +45,10 @@ class Saver:
             shutil.rmtree(left)
 
     def save(self, step: int, guard: dict[str, Any] | None = None) -> None:
-        """Write the checkpoint of `step`, or begin to; waits for the one before. guard: state of training.guard.Guard."""
+        """Write the checkpoint of `step`, or with `cfg.sharded` begin to write it, after the checkpoint before is written.
+
+        guard: state of training.guard.Guard.
+        """
         self.finish()
         if not self.cfg.sharded:
             keep, main = self.cfg.keep, self.world.main
@@ -65,7 +68,7 @@ class Saver:
         self.writing = self.thread.submit(self._publish, written, partial, state) if self.world.main else written
 
     def finish(self) -> None:
-        """Wait until what was begun is on the disk. ValueError where it could not be written, on all processes."""
+        """Wait until the checkpoint that was begun is on the disk. ValueError on all processes if it could not be written."""
         writing, self.writing = self.writing, None
         try:
             if writing:

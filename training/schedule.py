@@ -6,7 +6,7 @@ from training.optim import OptimConfig
 
 
 def lr_factor(step: int, steps: int, cfg: OptimConfig) -> float:
-    """Share of the peak learning rate at `step` of `steps` (both from 0): linear warm-up, then `cfg.schedule`."""
+    """Share of the peak learning rate at `step` (from 0) of `steps`: linear warm-up, then `cfg.schedule`."""
     if step < cfg.warmup:
         return (step + 1) / (cfg.warmup + 1)
     left = max(0.0, (steps - step) / max(1, steps - cfg.warmup))  # 1 after the warm-up, 0 at the end
@@ -20,5 +20,5 @@ def lr_factor(step: int, steps: int, cfg: OptimConfig) -> float:
 
 
 def decay_start(steps: int, cfg: OptimConfig) -> int:
-    """The last step (from 0) of a wsd run of `steps` before which every learning rate is that of any longer run."""
+    """A step (from 0) of a wsd run of `steps` before which every learning rate is that of any longer run."""
     return int(steps - max(1.0, cfg.decay * steps))

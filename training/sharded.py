@@ -19,15 +19,16 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.tensor import DTensor
 
 SHARDS = "shard-*.safetensors"
-# One process is as good as many. For the whole program: a filter within a block would not hold in the thread that writes.
+# A single process is a normal case here. The filter is global, because a filter within a `with` block would not hold in the
+# thread that writes.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
 def write(folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None) -> Future:
     """Begin to write `tensors`, split over processes or not, into `folder`; they may change as soon as this returns.
 
-    All processes call it together. group: a gloo group that nothing else uses, since it talks while training goes on; None
-    when alone. The future of the first process is done when all have written.
+    All processes call it together. group: a gloo group that nothing else uses, since it is used while training goes on; None
+    for a single process. The future of the first process is done when all processes have written.
     """
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     return dcp.async_save(tensors, storage_writer=writer, process_group=group)
@@ -44,7 +45,7 @@ def sizes(folder: Path) -> dict[str, Any]:
 
 
 def fill(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Fill `tensors` in place from the folder. Split ones need all processes, each of which reads its own part."""
+    """Fill `tensors` in place from the folder. Split tensors: all processes must call it, and each reads its part."""
     dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)))
 
 
@@ -58,7 +59,7 @@ def checksums(files: Iterable[Path]) -> dict[str, str]:
 
 
 def refuse_damaged(folder: Path, expected: dict[str, str]) -> None:
-    """ValueError on all processes where a file has not its checksum. They share the files out and call it together."""
+    """ValueError on all processes if a file has a wrong checksum. All must call it together; each checks some files."""
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     mine = sorted(expected)[rank::size]
     there = checksums(folder / name for name in mine if (folder / name).is_file())
@@ -73,7 +74,7 @@ def refuse_damaged(folder: Path, expected: dict[str, str]) -> None:
 
 
 def not_finite(tensors: dict[str, Tensor]) -> str | None:
-    """The name of a tensor with a NaN or an infinity in it, in whatever process holds that part; all call it together."""
+    """The name of a tensor with a NaN or an infinity in it on any process; else None. All processes must call it."""
     local = {name: t.to_local() if isinstance(t, DTensor) else t for name, t in tensors.items()}
     finite = torch.stack([t.isfinite().all() for t in local.values()]).int()
     if dist.is_initialized():
@@ -82,7 +83,7 @@ def not_finite(tensors: dict[str, Tensor]) -> str | None:
 
 
 def empty_as(own: Tensor, size: torch.Size, dtype: torch.dtype) -> Tensor:
-    """An empty tensor to be filled: split as `own` where it has its size, else whole."""
+    """An uninitialized tensor of `size`: split as `own` if `own` has this size, else whole."""
     if own.shape == size:
         return torch.empty_like(own, dtype=dtype, requires_grad=False)
     return torch.empty(size, dtype=dtype, device=own.device)

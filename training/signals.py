@@ -1,9 +1,10 @@
-"""Signals that ask a training run to end, or for a checkpoint; and a terminal that cannot keep it from either.
+"""Signals that ask a training run to end or to write a checkpoint; a blocked terminal prevents neither.
 
-SIGTERM, SIGINT: a checkpoint at the next step that all processes look at, then exit code 143 or 130. SIGHUP: a checkpoint,
-and the run goes on (a lost terminal ends no training; where it is ignored, as under nohup, it stays so). SIGUSR1, SIGUSR2:
-where a launcher handles them, as submitit does to queue a job again, a checkpoint first. A second signal to end, or a step
-that does not end within `PATIENCE` seconds, ends the process at once, with the checkpoints that are there.
+SIGTERM, SIGINT: a checkpoint at the next step at which all processes exchange their signals, then exit code 143 or 130.
+SIGHUP: a checkpoint, and the run goes on (a lost terminal does not end training; an ignored SIGHUP, as under nohup, stays
+ignored). SIGUSR1, SIGUSR2: if a launcher handles them, as submitit does to queue a job again, a checkpoint, then the
+launcher's handler. A second signal to end, or a step that does not end within `PATIENCE` seconds, ends the process at once,
+without a new checkpoint.
 """
 
 import contextlib
@@ -21,23 +22,23 @@ from training.distributed import World
 ENDING = (signal.SIGINT, signal.SIGTERM)
 REQUEUING = tuple(getattr(signal, name) for name in ("SIGUSR1", "SIGUSR2") if hasattr(signal, name))
 PATIENCE = 60.0  # seconds from a signal to the end of the step
-ECHO = 1.0  # seconds in which one request may arrive twice: from a terminal, and from who sends on what it got
+ECHO = 1.0  # seconds within which one request may arrive twice: from a terminal, and forwarded by a launcher
 
 Result = TypeVar("Result")
 
 
 class Interrupted(Exception):
-    """A wait that a signal ended."""
+    """A signal has ended a wait."""
 
 
 class Signals:
-    """Notes signals; the loop asks with `agreed`, once per step, what all processes are to do."""
+    """Records signals; the training loop calls `agreed` once per step to learn what all processes must do."""
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.ending = 0  # number of the signal that asked this process to end; 0: none did
         self.saving = False  # whether a checkpoint was asked for
-        self._waiting = False  # whether the main thread waits for something that may never come
+        self._waiting = False  # whether the main thread is in a call that may block for ever
         self._since = 0.0
         self._watchdog: threading.Timer | None = None
         self._before = {number: signal.getsignal(number) for number in REQUEUING}
@@ -51,7 +52,7 @@ class Signals:
 
     def _end(self, number: int, _: Any) -> None:
         if self.ending:
-            # torchrun and scripts/ablate.py send on what a terminal has sent to all: that is no second request.
+            # torchrun and scripts/ablate.py forward a signal that a terminal has sent to all: that is no second request.
             echo = number != self.ending or "TORCHELASTIC_RUN_ID" in os.environ
             if not echo or time.monotonic() - self._since > ECHO:
                 os._exit(128 + number)
@@ -81,7 +82,7 @@ class Signals:
     def wait_for(self, call: Callable[..., Result], *arguments: Any) -> Result:
         """`call(*arguments)`, which may block; raises Interrupted as soon as a signal has asked to end.
 
-        One of several processes waits on: the others are in the step that it would leave.
+        With several processes the call is not interrupted, because the other processes are already in this step.
         """
         if self.world.size > 1:
             return call(*arguments)
@@ -91,31 +92,31 @@ class Signals:
     def agreed(self, step: int, every: int) -> tuple[int, bool]:
         """Number of the signal to end with (0: go on), and whether to save a checkpoint, the same on all processes.
 
-        Several processes agree at every `every`-th step only: agreeing waits for the device.
+        Several processes agree only at every `every`-th step, because the reduction waits for the device.
         """
         if self.world.size > 1 and step % every:
             return 0, False
         ending, saving = int(self.world.most(self.ending)), bool(self.world.most(self.saving))
         self.saving = False
         if ending and self._watchdog:
-            self._watchdog.cancel()  # the step has ended, and a checkpoint may take its time
+            self._watchdog.cancel()  # the step has ended, and a checkpoint may take longer
         return ending, saving or bool(ending)
 
     def leave(self, number: int) -> NoReturn:
-        """End the process as the signal `number` wants it: through its launcher's handler, where it had one."""
+        """End the process after signal `number`: call the launcher's handler if there is one, then exit with 128 + `number`."""
         if callable(handler := self._before.get(number)):
             handler(number, None)
         raise SystemExit(128 + number)  # ends a sweep too
 
     def say(self, text: str) -> None:
-        """Print a line; where nobody reads any more (a closed or full pipe), the run goes on in silence."""
+        """Print a line; if no process reads the output any more (a closed or full pipe), the run goes on without output."""
         try:
             if not self.ending:
                 with contextlib.suppress(Interrupted), self._wait():
                     print(text, flush=True)
                     return
                 text = ""  # a signal came meanwhile: the line is in the buffer, or lost
-            if not select.select([], [sys.stdout], [], 0)[1]:  # from now on no reader is waited for
+            if not select.select([], [sys.stdout], [], 0)[1]:  # after a signal, do not wait for a reader
                 raise BlockingIOError
             print(text, end="\n" if text else "", flush=True)
         except OSError:

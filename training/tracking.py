@@ -1,7 +1,7 @@
-"""Weights & Biases, where asked for: every training run is a run there, and so is every report, with its files.
+"""Weights & Biases, if the user asks for it: every training run and every report (with its files) is a run there.
 
 WANDB_PROJECT, WANDB_ENTITY and WANDB_RUN_GROUP are wandb's own settings and are followed. Sent are the configuration, the
-numbers, and what wandb notes of itself (host, command line, installed packages, terminal output); no environment variables,
+numbers, and what wandb records by itself (host, command line, installed packages, terminal output); no environment variables,
 no code, and no git remote, whose address may hold a token.
 """
 
@@ -18,8 +18,9 @@ PROJECT = "attention-noise"
 def start_wandb(mode: str, run_dir: Path, config: dict[str, Any]) -> Any | None:
     """The wandb run of the training run `run_dir`: a new one, or on a resume the same one; None for mode off.
 
-    Its group is the folder that holds the run (the experiment's), its job type the run's name without the seed: grouped by
-    both, each curve of wandb's is the mean over the seeds of an arm. The history's step is ours.
+    Its group is the folder that holds the run (the experiment's folder), its job type is the run's name without the seed. If
+    runs are grouped by both, each curve in wandb is the mean over the seeds of an arm. The history's step is the optimizer
+    step.
     """
     if (wandb := import_wandb(mode)) is None:
         return None
@@ -38,7 +39,7 @@ def start_wandb(mode: str, run_dir: Path, config: dict[str, Any]) -> Any | None:
 
 
 def import_wandb(mode: str) -> Any | None:
-    """The package, None for mode off. ValueError for an unknown mode, and where it is not installed."""
+    """The package wandb; None for mode off. ValueError for an unknown mode, or if the package is not installed."""
     if mode not in MODES:
         raise ValueError(f"wandb={mode} is unknown: use off, online or offline")
     if mode == "off":
@@ -51,7 +52,7 @@ def import_wandb(mode: str) -> Any | None:
 
 
 def common(wandb: Any, mode: str, folder: Path, run_dir: Path) -> dict[str, Any]:
-    """What all our runs start with: `folder` takes wandb's own files, the group is what holds `run_dir`."""
+    """Arguments of wandb.init for every run: `folder` is for wandb's own files, the group is the parent of `run_dir`."""
     return {
         "project": os.environ.get("WANDB_PROJECT", PROJECT),
         "group": os.environ.get("WANDB_RUN_GROUP", run_dir.resolve().parent.name),
@@ -63,7 +64,7 @@ def common(wandb: Any, mode: str, folder: Path, run_dir: Path) -> dict[str, Any]
 
 
 def mirror(run: Any, line: dict[str, Any]) -> None:
-    """A line of metrics.jsonl: its numbers to the history, all else (machine, version) to the configuration."""
+    """Send a line of metrics.jsonl: numbers to the history, other values (machine, version) to the configuration."""
     numbers = {key: value for key, value in line.items() if isinstance(value, (int, float))}
     run.log(numbers)
     if facts := {key: value for key, value in line.items() if key not in numbers}:
@@ -73,10 +74,10 @@ def mirror(run: Any, line: dict[str, Any]) -> None:
 def log_report(
     mode: str, page: Path, figures: dict[str, Path], folders: dict[str, Path], summary: dict[str, Any]
 ) -> None:
-    """A run of its own for a report: page, figures (name -> PNG), summary, and all of its files as one artifact.
+    """Log a report as a run: page, figures (name -> PNG), summary, and all of its files as one artifact.
 
-    folders: label -> run folder, whose own figures and evaluations go into the artifact as well. Repeated, it is the
-    artifact's next version.
+    folders: label -> run folder, whose own figures and evaluations go into the artifact as well. A repeated call
+    makes the artifact's next version.
     """
     if (wandb := import_wandb(mode)) is None:
         return

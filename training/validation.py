@@ -1,4 +1,4 @@
-"""The losses that training reports beside its own: on the validation set, and of text and retrieval documents apart."""
+"""Losses that training reports beside the training loss: on the validation set, and by kind of training document."""
 
 import numpy as np
 import torch
@@ -18,7 +18,8 @@ def validation_loss(model: Decoder, windows: Windows, tokens: int, batch: int, w
     total = torch.zeros(2, dtype=torch.float64, device=world.device)  # summed loss, windows
     model.eval()
     mine = chosen[world.rank :: world.size]
-    for at in range(0, len(chosen[:: world.size]), batch):  # as many passes on every process: a split model needs them
+    # Every process runs the same number of passes, because a pass of a split model needs all processes.
+    for at in range(0, len(chosen[:: world.size]), batch):
         own = mine[at : at + batch]
         rows = np.stack([windows.window(i) for i in own or chosen[:1]])  # (b, T + 1)
         loss = model(*world.tensors(*inputs_and_targets(rows)))
@@ -28,8 +29,8 @@ def validation_loss(model: Decoder, windows: Windows, tokens: int, batch: int, w
     return (total[0] / total[1]).item()
 
 
-MOST_ROWS = 32  # of a process's micro batch whose loss is split
-LOGITS_AT_ONCE = 2**26  # floats of one forward pass; more rows are read in several
+MOST_ROWS = 32  # of a process's micro batch whose loss is reported by kind
+LOGITS_AT_ONCE = 2**26  # logits of one forward pass; more rows take several passes
 KINDS = ("text", "retrieval")  # the sources of the mixture that data/stream.py makes, in its order
 
 
@@ -37,13 +38,13 @@ KINDS = ("text", "retrieval")  # the sources of the mixture that data/stream.py 
 def losses_apart(
     model: Decoder, inputs: Tensor, targets: Tensor, source: Mixture, samples: range, world: World
 ) -> dict[str, float]:
-    """loss_text and loss_retrieval, nats per token: of the rows (b, T) of this step that are either; None of no row.
+    """loss_text and loss_retrieval in nats per token, each over the rows (b, T) of this step of that kind; None: no such row.
 
-    samples: the rows' global numbers. All processes take part. A forward pass without gradients of at most 32 rows: the
-    mean loss that the step itself returns cannot be taken apart, and must keep its bits.
+    samples: the rows' global sample numbers. All processes must call it. It runs a separate forward pass of at most 32 rows
+    without gradients, because the step's mean loss cannot be split by row, and its bits must not change.
     """
     inputs, targets = inputs[:MOST_ROWS], targets[:MOST_ROWS]
-    rows = max(1, LOGITS_AT_ONCE // (inputs.shape[1] * model.cfg.vocab_size))  # as many passes on every process
+    rows = max(1, LOGITS_AT_ONCE // (inputs.shape[1] * model.cfg.vocab_size))  # the same on every process
     parts = [  # (rows, T) each
         F.cross_entropy(model(own).float().transpose(1, 2), wanted, reduction="none").double()
         for own, wanted in zip(inputs.split(rows), targets.split(rows), strict=True)

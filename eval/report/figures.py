@@ -63,7 +63,7 @@ def _frame(axes: list[Axes], shown: list[float]) -> None:
 
 
 def training_loss(arms: list[Arm]) -> str:
-    """The key of the training loss to draw: of text alone, like the validation loss, if every run logged that loss."""
+    """The key of the training loss to draw: `loss_text` (text alone, like the validation loss) if every run has it."""
     split = all("loss_text" in line for arm in arms for run in arm.runs for line in run.train[-1:])
     return "loss_text" if split else "loss"
 

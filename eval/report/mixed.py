@@ -25,7 +25,10 @@ DRAWS = 2**18  # samples of the multivariate t
 
 @dataclass
 class Effect:
-    """An arm minus the reference. low, high: 95 % interval for all arms at once. p: likewise. own_*: this arm alone."""
+    """An arm minus the reference.
+
+    low, high: 95 % interval for all arms at once. p: p value for all arms at once. own_*: interval for this arm alone.
+    """
 
     mean: float
     se: float

@@ -17,7 +17,9 @@ from eval.common import INK, colour, run_name, variant
 from eval.report.statistics import spikes
 
 EVALUATIONS = ("perplexity", "needle", "attention_noise")  # wanted of every run; others are shown where they exist
-DIVERGED = "diverged.json"  # in a run's folder: its loss became infinite, and a repeated run would diverge again
+DIVERGED = (
+    "diverged.json"  # in a run's folder: its loss or a tensor was not finite, and a repeated run would diverge again
+)
 DATA_KEYS = ("name", "source", "path", "dataset", "subset", "split", "val_fraction")  # another value is another text
 # Okabe and Ito's palette first: it suits the common kinds of colour blindness.
 CYCLE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#1f2328", "#8C564B", "#B8A000")
@@ -90,7 +92,7 @@ class Run:
     def value(self, path: str) -> float | None:
         """The number at EVALUATION.KEY.KEY, as `perplexity.recall.hit.loss`, or of training at `train.NAME`.
 
-        In a list of rows a key chooses the row whose first value it is, as `quantization.bits.4.loss_change`. NAME is
+        In a list of rows a key chooses the row whose first value equals it, as `quantization.bits.4.loss_change`. NAME is
         loss (mean of the last tenth), loss_text or loss_retrieval (where logged), val_loss, spikes, seconds, tokens, or
         tokens_to_0.5 (tokens until a needle accuracy of 0.5). None if the number was not measured, is not finite, or
         has no meaning because the run diverged.

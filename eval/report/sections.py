@@ -82,7 +82,7 @@ def scalars(results: Any, path: str = "") -> Iterator[tuple[str, float]]:
 
 
 def _labelled(items: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(label, rest) of each item, as ("bits=8", ...). The label has the first values, as many as make labels different."""
+    """(label, rest) of each item, as ("bits=8", ...). The label has as many first values as all labels need to differ."""
     for count in range(1, len(items[0]) + 1):
         named = [", ".join(f"{key}={value}" for key, value in list(item.items())[:count]) for item in items]
         if len(set(named)) == len(items):

@@ -1,1 +1,1 @@
-"""What scripts/bench.py is made of: rows that are timed in turn and shown, processes of their own, and what is timed."""
+"""The parts of scripts/bench.py: rows that are timed in turn, their table, separate processes, and the works to time."""

@@ -1,4 +1,4 @@
-"""The attention bench's arms: a variant's attention module on a backend, and the facade calls that it makes."""
+"""The attention bench's arms: a variant's attention module on a backend, and its calls of model/attention/backends.py."""
 
 import inspect
 import sys
@@ -22,16 +22,16 @@ ERROR_ROWS = 512  # query rows of the N x N formula at a time
 
 
 class AttentionArm:
-    """A variant's attention module on random input, and the facade calls that the module makes on it.
+    """A variant's attention module on random input, and the calls that it makes to the facade, model/attention/backends.py.
 
-    Default shapes: 8 sequences and a baseline of 8 heads of 32 on a CPU, 4 and 16 heads of 64 on CUDA.
+    Default shapes: 8 sequences and a baseline with 8 heads of width 32 on a CPU; 4 sequences, 16 heads of width 64 on CUDA.
     """
 
     MEASURES = ("op forward", "op forward+backward", "module forward", "module forward+backward")
 
     def __init__(self, cfg: BenchConfig, variant: str, backend: str, length: int, world: World) -> None:
         if backend == "fused" and world.device.type != "cuda":
-            raise ValueError("the fused kernel needs a CUDA GPU")  # Triton's interpreter would run, and measure nothing
+            raise ValueError("the fused kernel needs a CUDA GPU")  # Triton's interpreter tells nothing about its time
         if mixed(cfg, variant):
             raise ValueError("its layers are of several variants: see their rows")
         self.device, self.autocast = world.device, autocast(cfg, world)
@@ -42,17 +42,17 @@ class AttentionArm:
         model, generator = Decoder(model_config(cfg, variant, **shape, **small)), torch.Generator().manual_seed(0)
         self.module = model.blocks[0].attention
         for p in self.module.parameters():
-            if p.dim() == 2:  # scores of order 1: at initialization the maps are flat, and an error hardly shows
+            if p.dim() == 2:  # for scores of order 1: initial weights give flat maps, which hide errors
                 torch.nn.init.normal_(p, std=p.shape[1] ** -0.5, generator=generator)
         model.to(world.device)
         tokens = random_tokens(cfg.batch or (8 if on_cpu else 4), length, 256, world)
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self._record(model, tokens)
         self.differential = any(name == "attend_diff" for name, _ in self.calls)
-        self.gradients: dict[str, list[Tensor]] = {}  # of the outputs, made at the first backward
+        self.gradients: dict[str, list[Tensor]] = {}  # measure -> gradients of the outputs, made at the first backward
 
     def _record(self, model: Decoder, tokens: Tensor) -> None:
-        """Note what the module is given, and what it gives to the facade, in one forward pass."""
+        """Store the inputs of the module, and the arguments of its facade calls, in one forward pass."""
         given: list[Any] = []
 
         def recorded(name: str, function: Callable) -> Callable:
@@ -70,7 +70,7 @@ class AttentionArm:
         self.x, *self.rest = map(leaf, given)
 
     def run(self, measure: str) -> None:
-        """One call of what `measure` names."""
+        """Run the pass that `measure` names once."""
         level, passes = measure.split()
         forward = self.op if level == "op" else self.whole
         if passes == "forward":
@@ -107,25 +107,25 @@ class AttentionArm:
                 part = {key: query_rows(key, value, start, stop) for key, value in arguments.items()}
                 expected = getattr(backends, name)(**part | {"backend": "math"})
                 worst.append((output[:1, ..., start:stop, :].double() - expected).abs().max())
-        return torch.stack(worst).max().item()  # NaN if any is
+        return torch.stack(worst).max().item()  # NaN if any difference is NaN
 
 
 def op_memory(cfg: BenchConfig, variant: str, backend: str, length: int, world: World) -> float | None:
-    """MB that forward and backward of the op hold at most beside the inputs; on a CPU in a process of its own."""
+    """Peak memory in MB of the op's forward and backward pass, without the inputs; on a CPU measured in a separate process."""
     if world.device.type == "cpu":
         return in_own_process(_op_memory, cfg, variant, backend, length, world)
     return _op_memory(cfg, variant, backend, length, world)
 
 
 def _op_memory(cfg: BenchConfig, variant: str, backend: str, length: int, world: World) -> float | None:
-    torch.set_num_threads(1)  # other threads' buffers would count
+    torch.set_num_threads(1)  # the buffers of other threads would be counted
     arm = AttentionArm(cfg, variant, backend, length, world)
     return peak_growth(lambda: arm.run("op forward+backward"), world.device)
 
 
 @contextmanager
 def facade(replace: Callable[[str, Callable], Callable]) -> Iterator[None]:
-    """Within it, a variant that calls facade function `name` calls `replace(name, function)` instead."""
+    """A context in which a variant that calls facade function `name` calls `replace(name, function)` instead."""
     try:
         for file, name, function in facade_uses():
             setattr(file, name, replace(name, function))
@@ -144,7 +144,7 @@ def facade_uses() -> list[tuple[ModuleType, str, Callable]]:
 
 
 def leaf(value: Any) -> Any:
-    """The tensors of an argument (same strides) as leaves that take a gradient."""
+    """An argument with its floating-point tensors as leaves (same strides) that require a gradient."""
     if isinstance(value, list):
         return [leaf(part) for part in value]
     if isinstance(value, Tensor) and value.is_floating_point():
@@ -160,7 +160,7 @@ def tensors(value: Any) -> list[Tensor]:
 
 
 def query_rows(name: str, value: Any, start: int, stop: int) -> Any:
-    """A facade argument in float64, of the first sequence's query rows start..stop, which see no later key."""
+    """A facade argument in float64: the first sequence, query rows start..stop, keys before stop (later ones are hidden)."""
     if isinstance(value, list):
         return [query_rows(name, part, start, stop) for part in value]
     if not tensors(value):

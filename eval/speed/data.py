@@ -23,7 +23,7 @@ from eval.speed.training import TrainingStep
 from training.distributed import World
 
 SHARD_TOKENS = 4_000_000
-COPIES = 10  # of the sample text, 7 MB in all, so that what the preparation does once hardly counts
+COPIES = 10  # of the sample text, 7 MB in all, so that the fixed time of a preparation hardly counts
 
 
 def sample_text() -> str:
@@ -37,9 +37,9 @@ def sample_text() -> str:
 
 
 def loader(cfg: BenchConfig, world: World) -> list[Row]:
-    """Batches of 64 sequences of the size's context, read and shuffled as in training, without the prefetching thread.
+    """Reading of batches of 64 sequences with the context of size=, shuffled as in training, without the prefetching thread.
 
-    Beside them, with that thread: what a training step of the baseline (8 sequences) waits for its batch.
+    Also, with that thread: how long a training step of the baseline (8 sequences) waits for its batch.
     """
     ids, length = build_tokenizer(TokenizerConfig("bytes")), cfg.model.context
     tokens, batch = np.resize(ids.encode_array(sample_text()), SHARD_TOKENS), cfg.batch or 64
@@ -62,13 +62,13 @@ def loader(cfg: BenchConfig, world: World) -> list[Row]:
 
 
 def batches(load: Loader) -> Work:
-    """Every call reads the next batch."""
+    """A work that reads the next batch at every call."""
     steps = itertools.count()
     return lambda: load(next(steps))
 
 
 def waits(step: TrainingStep, source: Source, length: int, rounds: int) -> dict[str, float]:
-    """What a step waits for its batch, which is read while the step before is under way."""
+    """How long a step waits for its batch, which is read during the step before: ms, and % of the step."""
     load, waited, taken = Prefetcher(Loader(source, len(step.rows), length, seed=1)), [], []
     for number in range(rounds + 1):
         start = time.perf_counter()
@@ -77,7 +77,7 @@ def waits(step: TrainingStep, source: Source, length: int, rounds: int) -> dict[
         step()
         taken.append(time.perf_counter() - start)
     load.close()
-    # the first batch was asked for only when it was needed
+    # without the first batch, which is not read before the step needs it
     return {"wait (ms)": 1e3 * median(waited[1:]), "of a step (%)": 100 * sum(waited[1:]) / sum(taken[1:])}
 
 
@@ -85,10 +85,10 @@ def waits(step: TrainingStep, source: Source, length: int, rounds: int) -> dict[
 
 
 def tokenizer(cfg: BenchConfig, world: World) -> list[Row]:
-    """Bytes, a bpe vocabulary of 4096 trained on the text itself, and gpt2 where tiktoken has its file or gets it.
+    """Bytes, a bpe vocabulary of 4096 trained on the text itself, and gpt2 if tiktoken has its file or can download it.
 
     The ratio is to tiktoken alone (`encode_ordinary` of the whole text). data.prepare reads the text, splits off validation,
-    tokenizes on one thread, and writes checked shards; its first thread reads and writes beside that.
+    tokenizes on one thread, and writes checked shards; its main thread reads and writes at the same time.
     """
     text, rows = sample_text(), []
     with tempfile.TemporaryDirectory() as folder:
@@ -110,7 +110,7 @@ def tokenizer(cfg: BenchConfig, world: World) -> list[Row]:
 
 
 def ways_to_tokenize(tokenizer: Tokenizer, text: str, folder: Path) -> dict[str, Callable]:
-    """What does it -> a call that does it with `text`, of which `folder` has the file text.txt."""
+    """Name of a tokenizing program -> a call that tokenizes `text`, which is in the file text.txt of `folder`."""
     made = itertools.count()
 
     def prepared() -> None:

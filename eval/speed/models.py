@@ -1,4 +1,4 @@
-"""What a benchmark is configured with, and the models and inputs that its rows are made of."""
+"""The configuration of a benchmark, and the models and inputs of its rows."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,12 +13,12 @@ from model.config import DecoderConfig
 from training.distributed import World, pick_dtype
 from training.optim import OptimConfig
 
-VOCABULARY = 4096  # where model.vocab_size= gives no other
+VOCABULARY = 4096  # unless model.vocab_size= is given
 
 
 @dataclass
 class BenchConfig:
-    """What to time, and at which shape. None is the device's default, named in the function of that `what`."""
+    """What to time, and at which shape. None means the device's default, which the function of that `what` names."""
 
     what: str = MISSING  # what to time: a NAME of the list at the top of this page (scripts/bench.py)
     out: str | None = None  # the JSON; None: runs/bench/WHAT.json
@@ -26,14 +26,14 @@ class BenchConfig:
     device: str = "auto"  # auto | cpu | cuda
     dtype: str = "auto"  # auto (decode: float32, as scripts/sample.py) | float32 | bfloat16 (autocast)
     variants: list[str] | None = None  # names in configs/model (not loader, tokenizer); None: all, baseline first
-    lengths: list[int] | None = None  # attention, decode, probe: tokens
+    lengths: list[int] | None = None  # attention, decode, probe, growth: tokens
     batch: int | None = None  # sequences
     backends: list[str] | None = None  # attention; None: all
-    heads: int | None = None  # attention: the baseline's, from which the variants derive theirs
-    width: int | None = None  # attention: of a baseline head
-    model: DecoderConfig = field(default_factory=DecoderConfig)  # size= fills it in; the variant's options are on top
+    heads: int | None = None  # attention: heads of the baseline; variants derive their heads from these
+    width: int | None = None  # attention: width of a baseline head
+    model: DecoderConfig = field(default_factory=DecoderConfig)  # set by size=; the options of a variant override it
     optim: OptimConfig = field(default_factory=OptimConfig)  # train
-    compile: bool | None = None  # train; None: on CUDA, and with peer= both
+    compile: bool | None = None  # train; None: on CUDA only, and with peer= both ways
     peer: str | None = None  # train: the folder of a nanoGPT checkout, against which the stack gpt2 is timed
     over: str = "context"  # growth: context | parameters
     neighbours: list[int] = field(default_factory=lambda: [0, 1, 3])  # busy: processes that compute beside the training
@@ -56,7 +56,7 @@ def model_config(cfg: BenchConfig, variant: str, **changes: Any) -> DecoderConfi
 
 
 def autocast(cfg: BenchConfig, world: World) -> torch.autocast:
-    """Computing in the dtype that is asked for."""
+    """A context that computes in the dtype of `cfg`."""
     dtype = pick_dtype(cfg.dtype, world.device)
     return torch.autocast(world.device.type, dtype, enabled=dtype != torch.float32)
 

@@ -1,4 +1,4 @@
-"""Works of a benchmark in processes of their own: each with its environment and its memory; and processes that only compute."""
+"""Works of a benchmark in separate processes, each with its own environment and memory; and processes that only compute."""
 
 import os
 import subprocess
@@ -21,9 +21,9 @@ def in_own_process(work: Callable, *arguments: Any) -> Any:
 
 
 class Elsewhere:
-    """The work that `build(*arguments)` makes in a process of its own; calling it does that work there, once.
+    """A work that `build(*arguments)` makes in a separate process. A call runs the work there once.
 
-    variables: of that process's environment, beside those of this one. Libraries read theirs when they are loaded.
+    variables: added to the environment of that process from its start, because libraries read them when they are loaded.
     """
 
     def __init__(self, build: Callable, *arguments: Any, variables: dict[str, str] | None = None) -> None:
@@ -36,7 +36,7 @@ class Elsewhere:
             raise
 
     def ask(self, function: Callable, *arguments: Any) -> Any:
-        """What `function(work, *arguments)` returns there."""
+        """Call `function(work, *arguments)` in the process, and return its result."""
         return self._pool.submit(_with_work, function, *arguments).result()
 
     def __call__(self) -> None:
@@ -49,7 +49,7 @@ class Elsewhere:
 
 @contextmanager
 def elsewhere(builds: list[tuple[Any, ...]], variables: list[dict[str, str]] | None = None) -> Iterator[list[Any]]:
-    """The works of (build, *arguments), each an `Elsewhere`, or as a string the reason why there is none."""
+    """A context with an `Elsewhere` for each (build, *arguments), or a string with the reason if that failed."""
     with ExitStack() as stack:
         works = []
         for build, own in zip(builds, variables or [{}] * len(builds), strict=True):
@@ -62,7 +62,7 @@ def elsewhere(builds: list[tuple[Any, ...]], variables: list[dict[str, str]] | N
 
 @contextmanager
 def busy_processes(count: int) -> Iterator[None]:
-    """Within it, so many other processes compute without a pause."""
+    """A context in which `count` other processes compute without a pause."""
     others = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(count)]
     try:
         yield
@@ -74,7 +74,7 @@ def busy_processes(count: int) -> Iterator[None]:
 
 @contextmanager
 def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Within it, the environment that new processes take over has these variables."""
+    """A context in which new processes inherit these variables in their environment."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

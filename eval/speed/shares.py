@@ -1,4 +1,4 @@
-"""Where the time of a training step goes, and choices that could take some of it out."""
+"""Where the time of a training step goes, and choices that could make the step faster."""
 
 from collections.abc import Callable
 from functools import partial
@@ -18,7 +18,7 @@ from model.decoder import matched
 from model.layers import make_norm
 from training.distributed import World, pick_dtype
 
-# A part of a step and the operations that belong to it, with all that they call; the first part that claims one has it.
+# Part of a step -> operations that belong to it, with all operations that they call. The first part that matches wins.
 PARTS = {
     "attention": ("scaled_dot_product", "blocked", "flex_attention"),
     "head and loss": ("LinearCrossEntropy",),
@@ -30,9 +30,9 @@ REST = "element by element"
 
 
 def shares(cfg: BenchConfig, world: World) -> list[Row]:
-    """Training steps, and the share of each part (%) by torch's profiler, over as many steps as there are rounds.
+    """Training steps, and the share of each part (%) by torch's profiler, over `rounds` steps.
 
-    Shares are of the time that the profiler attributes to operations; it slows many small ones down most.
+    Shares are of the time that the profiler attributes to operations. The profiler slows many small operations down most.
     """
     batch = cfg.batch or (8 if world.device.type == "cpu" else 64)
     rows = [Row({"model": name}, batch * cfg.model.context) for name in variants(cfg)]
@@ -59,7 +59,7 @@ def profiled(step: TrainingStep, rounds: int, world: World) -> dict[str, float]:
 
 
 def part_of(event: FunctionEvent) -> str:
-    """The part that an operation belongs to: the outermost caller's, else its own."""
+    """The part of the operation's outermost caller that is in PARTS, else the part of the operation itself."""
     callers = [event]
     while callers[-1].cpu_parent is not None:
         callers.append(callers[-1].cpu_parent)
@@ -74,10 +74,10 @@ def part_of(event: FunctionEvent) -> str:
 
 
 def choices(cfg: BenchConfig, world: World) -> list[Row]:
-    """Two ways of the same work, forward and backward over one batch of the size, gradients of all inputs included.
+    """Two ways to do the same work: forward and backward over one batch of size=, with the gradients of all inputs.
 
-    Queries, keys and values as three products and as one; gate and up of SwiGLU as two and as one; an addition to the
-    residual stream and its norm in float32 and in the autocast dtype.
+    Queries, keys and values as three matrix products or one; gate and up of SwiGLU as two or one; an addition to the
+    residual stream and its norm in float32 or in the autocast dtype.
     """
     batch = cfg.batch or (8 if world.device.type == "cpu" else 64)
     tokens, model = batch * cfg.model.context, matched(model_config(cfg, "baseline", vocab_size=VOCABULARY))
@@ -97,7 +97,7 @@ def choices(cfg: BenchConfig, world: World) -> list[Row]:
 
 
 def layer(cfg: BenchConfig, world: World, tokens: int, outputs: list[int]) -> Callable[[], None]:
-    """Calling it multiplies the tokens with one matrix for each of `outputs`."""
+    """A work that multiplies the tokens with one matrix for each width in `outputs`, and computes the gradients."""
     x, *weights = (random(world, n, cfg.model.d_model) for n in (tokens, *outputs))
 
     def work() -> None:
@@ -109,7 +109,7 @@ def layer(cfg: BenchConfig, world: World, tokens: int, outputs: list[int]) -> Ca
 
 
 def addition(model: DecoderConfig, world: World, tokens: int, dtype: torch.dtype) -> Callable[[], None]:
-    """Calling it adds to a residual stream of this type what a layer gives, in the type of its products, and norms it."""
+    """Calling it adds two tensors of type `dtype`, the residual stream and the output of a layer, and norms the sum."""
     norm = make_norm(model.norm, model.d_model, model.bias, model.norm_eps).to(world.device)
     x, y = (random(world, tokens, model.d_model, dtype) for _ in range(2))
 
@@ -122,6 +122,6 @@ def addition(model: DecoderConfig, world: World, tokens: int, dtype: torch.dtype
 
 
 def random(world: World, rows: int, width: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Normal numbers (rows, width) that want a gradient, the same every time."""
+    """Normal numbers (rows, width) that require a gradient, the same every time."""
     x = torch.randn(rows, width, generator=torch.Generator().manual_seed(0))
     return x.to(world.device, dtype).requires_grad_()

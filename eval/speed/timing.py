@@ -1,4 +1,4 @@
-"""Rows of a benchmark: timed in turn, so that a slow spell of the machine meets all of them alike; their memory; a table."""
+"""Rows of a benchmark: timings in turn, so that a slow period of the machine affects all rows alike; memory; a table."""
 
 import ctypes
 import gc
@@ -19,9 +19,9 @@ from scipy.stats import binom
 from eval.common import progress
 from training.metrics import memory_gb
 
-LEAST_SECONDS = 0.02  # of one timing; shorter work is repeated within it
+LEAST_SECONDS = 0.02  # of one timing; a shorter work is repeated within the timing
 STATUS = Path("/proc/self/status")  # of Linux
-# What makes a row "not measured", with its reason
+# Errors that make a row "not measured", with the error as its reason
 UNAVAILABLE = (ValueError, RuntimeError, ImportError, OSError, OmegaConfBaseException)
 
 
@@ -32,16 +32,16 @@ class Row:
     labels: dict[str, str | int]
     amount: float | None = None  # tokens or MB of one call; the table then shows speed
     seconds: dict[str, list[float]] = field(default_factory=dict)
-    ratio: dict[str, float] = field(default_factory=dict)  # to the first row measured, of times or of speeds
+    ratio: dict[str, float] = field(default_factory=dict)  # of times or speeds, to the first measured row
     not_measured: dict[str, str] = field(default_factory=dict)  # measure -> reason
-    facts: dict[str, float | str | None] = field(default_factory=dict)  # a string: why not measured
+    facts: dict[str, float | str | None] = field(default_factory=dict)  # other columns; a string: why not measured
 
 
 Work = Callable[[], Any]
 
 
 def attempt(build: Callable[[], Any]) -> Any:
-    """What `build` makes, or as a string the reason why that is not to be had here."""
+    """The result of `build()`, or a string with the reason why it is not available on this machine."""
     try:
         return build()
     except UNAVAILABLE as error:
@@ -49,7 +49,7 @@ def attempt(build: Callable[[], Any]) -> Any:
 
 
 def time_in_turn(measure: str, rows: list[Row], works: list[Work | str], rounds: int, device: torch.device) -> None:
-    """Fill in `measure` of every row from its work, or from the string that says why it has none."""
+    """Time the works in turn, and fill in `measure` of every row. A string in `works` says why its row has no work."""
     ready = []
     for row, work in zip(rows, works, strict=True):
         repeats = work if isinstance(work, str) else attempt(partial(warm_up, work, device))
@@ -68,7 +68,7 @@ def time_in_turn(measure: str, rows: list[Row], works: list[Work | str], rounds:
 
 
 def paired_ratio(row: Row, first: Row, measure: str) -> float:
-    """Median over rounds of this row's time over the first's; of speeds (same amount of work), where rows show speed."""
+    """Median over rounds of the ratio of this row's time to the first's; of the speeds, for equal work, if rows show speed."""
     return median(paired_ratios(row, first, measure))
 
 
@@ -80,16 +80,16 @@ def paired_ratios(row: Row, first: Row, measure: str) -> list[float]:
 
 def median_interval(values: Sequence[float]) -> tuple[float | None, float | None]:
     """95 % interval of the median, of any distribution: two order statistics (Conover, Practical Nonparametric Statistics,
-    section 3.2). None for fewer than 6 values, of which not even the least and the most are so far apart.
+    section 3.2). None for fewer than 6 values: even the whole range of 5 values has less than 95 %.
     """
     n = len(values)
-    below = int(binom.ppf(0.025, n, 0.5))  # so many values may lie below the interval
+    below = int(binom.ppf(0.025, n, 0.5))  # `below` - 1 values lie below the interval, and as many above
     ordered = sorted(values)
     return (ordered[below - 1], ordered[n - below]) if below else (None, None)
 
 
 def warm_up(work: Work, device: torch.device) -> int:
-    """Call once (compilation, caches), then see how many calls one timing needs."""
+    """Call once (compilation, caches), then return the number of calls that last LEAST_SECONDS."""
     seconds_of(work, 1, device)
     return max(1, math.ceil(LEAST_SECONDS / seconds_of(work, 1, device)))
 
@@ -109,7 +109,7 @@ def seconds_of(work: Work, repeats: int, device: torch.device) -> float:
 
 
 def peak_of_process(device: torch.device) -> float:
-    """MB; of a process on Linux not `memory_gb`'s number, which a child takes over from the process that started it."""
+    """Peak memory in MB. On Linux not `memory_gb` of the process, which inherits that peak from the process that started it."""
     if device.type == "cpu" and STATUS.is_file():
         return _status_mb("VmHWM")
     peak = memory_gb(device)
@@ -117,10 +117,10 @@ def peak_of_process(device: torch.device) -> float:
 
 
 def peak_growth(work: Work, device: torch.device) -> float | None:
-    """MB that a call of `work` holds at most beside what was there before it; None on a system that does not say.
+    """Peak memory in MB that a call of `work` adds to the memory in use; None on a system that does not report it.
 
-    On a CPU it is the resident memory of the process, so that a small work shows pages, and threads of its own count: call
-    it in a process that does nothing else. A first call is not counted, which allocates what stays.
+    On a CPU this is the resident memory of the process, in whole pages, and other threads count: call it in a process that
+    does nothing else. A first call is not measured, because it allocates memory that stays.
     """
     work()
     if device.type == "cuda":
@@ -132,8 +132,8 @@ def peak_growth(work: Work, device: torch.device) -> float | None:
     if not STATUS.is_file():
         return None
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # memory that was freed but kept would be used without being counted
-    Path("/proc/self/clear_refs").write_text("5")  # the peak becomes what is resident now (man 5 proc)
+    ctypes.CDLL(None).malloc_trim(0)  # else work could use memory that was freed but kept, uncounted
+    Path("/proc/self/clear_refs").write_text("5")  # sets the peak to the memory resident now (man 5 proc)
     before = _status_mb("VmRSS")
     work()
     return max(0.0, _status_mb("VmHWM") - before)
@@ -181,7 +181,7 @@ def note(row: Row, measures: list[str]) -> str:
 
 
 def number(value: float | str | None) -> str:
-    """Three significant digits, or all before the decimal point; n/a for None, the reason for what was not measured."""
+    """Three significant digits, or all before the decimal point; n/a for None; a string is why it was not measured."""
     if value is None or isinstance(value, str):
         return f"not measured: {value[:160]}" if value else "n/a"
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"

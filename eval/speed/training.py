@@ -1,4 +1,4 @@
-"""The benches of training: a step as train.py takes it, beside nanoGPT's, beside other processes, and as it grows."""
+"""The benches of training: a step of train.py, compared with nanoGPT's, beside other processes, and with growing shapes."""
 
 import contextlib
 import importlib.util
@@ -27,7 +27,7 @@ NANOGPT = "nanoGPT"
 SIZES = ((5, 128), (4, 256), (6, 384), (10, 512))
 CONTEXTS = (256, 512, 1024, 2048, 4096)
 GROWN = ("baseline", "diff")
-GROWTH_TOKENS = 4096  # of a step, so that the longest context is one sequence
+GROWTH_TOKENS = 4096  # tokens of a step: one sequence of the longest context
 # How the threads of libgomp, torch's OpenMP on Linux, wait for each other (what="busy").
 WAITS = {
     "as train.py sets it": {},
@@ -129,7 +129,10 @@ def nanogpt_step(cfg: BenchConfig, batch: int) -> NanoGPTStep:
 
 
 def train(cfg: BenchConfig, world: World) -> list[Row]:
-    """Training steps on random tokens; 8 sequences on a CPU, 64 on CUDA, of the size's context. With peer=, gpt2 against it."""
+    """Training steps on random tokens: 8 sequences on a CPU, 64 on CUDA, with the context of size=.
+
+    With peer=, the stack gpt2 is compared with nanoGPT.
+    """
     batch = cfg.batch or (8 if world.device.type == "cpu" else 64)
     if cfg.peer is not None:
         return against_nanogpt(replace(cfg, device=str(world.device)), batch, world)
@@ -151,9 +154,9 @@ def train(cfg: BenchConfig, world: World) -> list[Row]:
 def against_nanogpt(cfg: BenchConfig, batch: int, world: World) -> list[Row]:
     """nanoGPT and the stack gpt2 in every mode that `dtype` and `compile` leave open, each in a process of its own, in turn.
 
-    The table's ratio is to nanoGPT's first row, eager float32, its own mode on a CPU. Beside it, with the 95 % interval of
-    the median, the ratio to nanoGPT in the same mode; the ratio to its fastest mode; and the memory of a step, which is
-    what stays (parameters, optimizer) and what a step adds at most.
+    The table's ratio is to nanoGPT's first row, eager float32, its own mode on a CPU. Other columns: the ratio to nanoGPT in
+    the same mode, with the 95 % interval of the median; the ratio to nanoGPT's fastest mode; and the memory of a step: the
+    memory that stays (parameters, optimizer) plus the most that the step adds.
     """
     nanogpt(cfg.peer)  # a wrong folder is refused before any process starts
     auto = str(pick_dtype("auto", world.device)).removeprefix("torch.")
@@ -179,7 +182,7 @@ def against_nanogpt(cfg: BenchConfig, batch: int, world: World) -> list[Row]:
 
 
 def compare(ours: Row, its: Row, fastest: Row) -> None:
-    """Note beside our row how many times as fast it is as `its`, of the same mode, and the `fastest`, and its memory."""
+    """Add to our row's facts its speed over nanoGPT's in the same mode (`its`) and in the `fastest` mode; also for memory."""
     ratios = paired_ratios(ours, its, MEASURE)
     ours.facts["of nanoGPT's"] = median(ratios)
     ours.facts["low"], ours.facts["high"] = median_interval(ratios)
@@ -189,15 +192,15 @@ def compare(ours: Row, its: Row, fastest: Row) -> None:
 
 
 def step_memory(step: TrainingStep, device: torch.device) -> dict[str, float | None]:
-    """MB: the state that stays and the most that a step adds to it, and the peak of this process with all libraries."""
-    peak, growth = peak_of_process(device), peak_growth(step, device)  # in this order: the second forgets the first
+    """In MB: the state that stays plus the most that a step adds; and the peak memory of this process with all libraries."""
+    peak, growth = peak_of_process(device), peak_growth(step, device)  # in this order: peak_growth resets the peak
     return {"memory (MB)": None if growth is None else step.state_mb() + growth, "process (MB)": peak}
 
 
 def busy(cfg: BenchConfig, world: World) -> list[Row]:
     """Training steps beside 0, 1 and 3 processes that compute without a pause, by how the step's threads wait.
 
-    `of quiet` is the speed beside them over the fastest with none.
+    `of quiet` is the speed beside them divided by the fastest speed beside 0 processes.
     """
     batch, variant = cfg.batch or 8, (cfg.variants or ["baseline"])[0]
     cfg, rows = replace(cfg, device=str(world.device)), []
@@ -217,7 +220,7 @@ def busy(cfg: BenchConfig, world: World) -> list[Row]:
 
 
 def growth(cfg: BenchConfig, world: World) -> list[Row]:
-    """Steps of 4,096 tokens, over contexts 256 to 4096 of the size or over 1M to 31M parameters at context 256; and the fits.
+    """Steps of 4,096 tokens, over contexts 256 to 4096 of size=, or over 1M to 31M parameters at context 256; and the fits.
 
     The exponent a of a fit means time (or memory) ~ context^a or parameters^a. It is the slope of the logarithms: of each
     round, then the median with its 95 % interval. The tokens are fixed: one sequence's time grows with context^(a + 1).

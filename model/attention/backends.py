@@ -14,7 +14,8 @@ v (B, Hkv, S, dv) with H a multiple of Hkv and dv free. Backends:
 - fused: our Triton kernel for `attend_diff`, both maps in one pass (kernels/diff.py). CUDA.
 - auto: what `choose` says for the device, the widths and the mask.
 
-Where a backend does not know an operation or a mask (fused and the three routes know differences of maps), sdpa does it.
+Where a backend does not know an operation (fused and the three routes know only differences of maps), sdpa computes it. flex
+and fused refuse masks with `see`, `bias` or slopes.
 """
 
 from functools import lru_cache
@@ -29,9 +30,9 @@ from .mask import EVERYTHING, Mask
 
 BACKENDS = ("auto", "math", "sdpa", "one_call", "two_calls", "four_calls", "blocked", "flex", "fused")
 ROUTES = ("one_call", "two_calls", "four_calls")
-# Keys up to which a CPU's float32 flash kernel is faster than its bfloat16 one, in spite of the conversion (docs/LOG.md,
-# 2026-11-20); and lengths from and up to which blocked.py is faster than both, in half precision and for several maps or key
-# sets in every precision (docs/PERFORMANCE.md).
+# SHORT: number of keys up to which a CPU's float32 flash kernel is faster than its bfloat16 kernel, in spite of the conversion
+# (docs/LOG.md, 2026-11-20). blocked.py is faster than both kernels at lengths from BLOCKED_FROM to BLOCKED_TO in half
+# precision, and for several maps or key sets up to BLOCKED_TO_MAPS in every precision (docs/PERFORMANCE.md).
 SHORT, BLOCKED_FROM, BLOCKED_TO, BLOCKED_TO_MAPS = 512, 512, 1024, 2048
 WIDEST_CUDNN = 128  # head width up to which cuDNN takes values of another width than the keys
 FLEX_BLOCK = 128  # FlexAttention skips blocks of this many queries and keys
@@ -44,9 +45,9 @@ def choose(
 
     maps: 1 for `attend`, else the maps of `attend_diff` or the key sets of `attend_union`. For one map one_call and two_calls
     are sdpa, and four_calls is two calls, each with half of the values.
-    The choice among kernels that are exact is by what is known of them, not yet by a measurement on a GPU: cuDNN's, which
+    All kernels are exact, and the choice follows their known limits, not yet a measurement on a GPU: the cuDNN kernel, which
     torch tries first on 9.x and 10.x (pytorch, transformers/cuda/sdp_utils.cpp: where cuDNN is above 9.15.0), takes dv != d
-    up to a width of 128; flash attention wants dv = d; a dense mask costs T x S memory and skips nothing, so windows,
+    up to a width of 128; flash attention needs dv = d; a dense mask costs T x S memory and skips no blocks, so windows,
     documents and padding go to FlexAttention.
     """
     half = dtype in (torch.bfloat16, torch.float16)
@@ -64,12 +65,13 @@ def card() -> tuple[int, int]:
     return torch.cuda.get_device_capability()
 
 
-# What torch.compiler.assume_constant_result does; calling it would import torch._dynamo, a second of every command's start.
+# As torch.compiler.assume_constant_result does; a call of that function would import torch._dynamo, which would add a second
+# to the start of every command.
 card._dynamo_marked_constant = True
 
 
 def _chosen(backend: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float, maps: int) -> str:
-    """`backend`, or the one that stands for auto and sdpa here; math where an evaluation asks for logits, which only it has."""
+    """`backend`, or the choice in place of auto and sdpa; math if an evaluation visits the logits, which only math computes."""
     if probe.logits_visitor is not None:
         return "math"
     on_cpu = q.device.type == "cpu"
@@ -77,7 +79,7 @@ def _chosen(backend: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: 
         return backend
     if dropout or (
         backend == "sdpa" and on_cpu
-    ):  # with dropout, halves of the values and blocks would be dropped apart
+    ):  # with dropout, each half of the values and each block would drop other weights
         return "one_call"
     seen = mask if backend == "auto" else EVERYTHING
     where = None if on_cpu else card()
@@ -124,7 +126,7 @@ def attend_diff(
     """(softmax(q1 k1' / sqrt(d)) - lam softmax(q2 k2' / sqrt(d))) v, the difference of two maps per head.
 
     q (B, h, 2, T, d); k (B, hkv, 2, S, d), or (B, hkv, 1, S, d) where both maps share their keys; v (B, hkv, S, dv);
-    lam broadcasts to (B, h, T, 1). dropout falls on each map by itself. Returns (B, h, T, dv). Differential Transformer,
+    lam broadcasts to (B, h, T, 1). dropout: of each map, independently. Returns (B, h, T, dv). Differential Transformer,
     arXiv 2410.05258, equation 1.
     """
     h, T = q.shape[1], q.shape[-2]
@@ -166,7 +168,7 @@ def attend_diff(
 def _both_maps(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> tuple[Tensor, Tensor]:
     """The two maps' outputs (B, h, T, dv) from one call over 2h heads, all widths zero-padded to the widest.
 
-    On a CPU two calls with dv > d would leave SDPA's fast kernel.
+    On a CPU two calls with dv > d would not use SDPA's fast kernel.
     """
     h, widest = q.shape[1], max(q.shape[-1], v.shape[-1])
     k, v = _repeat(k, h).expand(-1, -1, 2, -1, -1), _repeat(v, h)  # (B, h, 2, S, d), (B, h, S, dv)
@@ -212,7 +214,7 @@ def attend_union(
 
 
 def _in_blocks(backend: str, q: Tensor, k: Tensor, mask: Mask, dropout: float) -> bool:
-    """Whether `backend` is blocked and knows this call."""
+    """Whether `backend` is blocked, and blocked.py can compute this call."""
     plain = mask.plain and not dropout and q.shape[-2] == k.shape[-2] > 0
     return backend == "blocked" and q.device.type == "cpu" and plain
 
@@ -231,10 +233,10 @@ def _sdpa(
     scale: float | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """torch's fused kernel; `see` and `bias` stand for the mask's own dense form, `scale` for 1 / sqrt(d).
+    """torch's fused kernel; `see` and `bias` replace the mask's own dense form, `scale` replaces 1 / sqrt(d).
 
-    CPU: all widths zero-padded to the widest, keys repeated for the queries of a group. CUDA: widths as they are, and keys
-    shared inside the kernel where flash and cuDNN run, which know how; the memory-efficient kernel does not.
+    CPU: all widths are zero-padded to the widest, and keys are repeated for the queries of a group. CUDA: widths stay as they
+    are, and the flash and cuDNN kernels share keys inside the kernel; the memory-efficient kernel cannot share them.
     """
     T, S, width, scale = q.shape[-2], k.shape[-2], v.shape[-1], scale or q.shape[-1] ** -0.5
     if q.device.type == "cpu":
@@ -242,7 +244,7 @@ def _sdpa(
             with torch.autocast("cpu", enabled=False):
                 return _sdpa(q.float(), k.float(), v.float(), mask, see, dropout, scale, bias).to(q.dtype)
         q, k, v = (_widen(x, max(q.shape[-1], width)) for x in (q, k, v))
-    # One query at the end sees every key.
+    # A single query has the last position and sees every key.
     unmasked = see is None and (mask.sees_everything or (mask.plain and (T == S or T == 1)))
     options = {"scale": scale, "dropout_p": dropout}
     if unmasked and q.device.type != "cpu" and q.dtype != torch.float32:
@@ -250,7 +252,7 @@ def _sdpa(
     else:
         k, v = _repeat(k, q.shape[1]), _repeat(v, q.shape[1])
     if unmasked:
-        if mask.causal and T > 1:  # a branch: as an expression, a symbolic length makes a SymBool, which torch refuses
+        if mask.causal and T > 1:  # not is_causal=T > 1: with a symbolic T that is a SymBool, which torch refuses
             options["is_causal"] = True
         return F.scaled_dot_product_attention(q, k, v, **options)[..., :width]
     if see is None:
@@ -272,8 +274,8 @@ def _halves(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float = 0.0) -
 def _one_query(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> Tensor:
     """`attend` for T = 1, as in decoding: q (B, ..., 1, d), keys and values shared by the query heads of a group.
 
-    These see the same, so they are rows of one call, which reads the keys and values where they lie: repeated for every
-    query head, the whole cache would be copied at each token.
+    These query heads see the same keys, so they are rows of one call, which reads keys and values in place: repeating them
+    for every query head would copy the whole cache at each token.
     """
     rows = q.reshape(q.shape[0], k.shape[1], -1, q.shape[-1])  # (B, Hkv, rows, d)
     see = None if mask.plain else _see(mask, q, k)  # (1 or B, 1, 1, S)
@@ -294,7 +296,7 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sets: int = 1) -> Tensor:
     if q.device.type == "cpu":
         if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
             raise ValueError("backend=flex has no backward on a CPU: use model.backend=sdpa")
-        q, k, v = q.detach(), k.detach(), v.detach()  # it refuses leaves that want a gradient even where none is kept
+        q, k, v = q.detach(), k.detach(), v.detach()  # flex_attention refuses requires_grad even under no_grad
     T, S = q.shape[-2], k.shape[-2] // sets
     made = (T, S, sets, q.device)
     if made not in mask.made:  # once for all layers of a pass
@@ -343,7 +345,7 @@ def _bias(mask: Mask, q: Tensor, k: Tensor) -> Tensor | None:
 
 
 def _spread(x: Tensor, q: Tensor) -> Tensor:
-    """A mask's dense form for the maps of q (B, maps, T, d): adjacent maps, of one head, share its rows."""
+    """A mask's dense form for the maps of q (B, maps, T, d): adjacent maps belong to one head and share its mask."""
     return x if x.shape[1] in (1, q.shape[1]) else x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
 
 
@@ -356,7 +358,7 @@ def _probe_rows(q: Tensor, k: Tensor, mask: Mask, sets: int = 1) -> Tensor:
 
 
 def _lambda_rows(lam: Tensor, S: int) -> Tensor:
-    """lam at the probe's rows: as it is where it does not depend on the token."""
+    """lam at the probe's rows; lam itself if it does not depend on the token."""
     return lam if lam.dim() < 2 or lam.shape[-2] == 1 else probe.gather_rows(lam, probe.active.rows, S)
 
 
@@ -370,7 +372,7 @@ def _widen(x: Tensor, width: int) -> Tensor:
 
 
 def _in_line(x: Tensor) -> Tensor:
-    """The flash operators take a last stride of 1 for granted: others are silently wrong on a CPU."""
+    """The flash operators assume a last stride of 1: on a CPU another stride gives wrong results without an error."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -425,7 +427,7 @@ def _flash_backward(
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, lse, 0.0, True, scale=scale
         )
-    seed = torch.zeros((), dtype=torch.uint64, device=q.device)  # of the dropout that there is none of
+    seed = torch.zeros((), dtype=torch.uint64, device=q.device)  # the seed of a dropout of 0
     return aten._scaled_dot_product_flash_attention_backward(
         grad, q, k, v, out, lse, None, None, q.shape[-2], k.shape[-2], 0.0, True, seed, seed, scale=scale
     )

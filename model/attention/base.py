@@ -1,7 +1,7 @@
 """What all attention variants share: options, projections to heads, positions, cache, dropout, merging, FLOPs, initial values.
 
-A variant is a subclass of `Attention` in a file of its own. It says what it is in class attributes, and overrides the steps
-of `Attention.mix` in which it differs.
+A variant is a subclass of `Attention` in a file of its own. Its class attributes describe it, and it overrides the
+steps of `Attention.mix` in which it differs.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ Ropes = tuple[Rope | None, Rope | None]
 
 @dataclass
 class AttentionConfig:
-    """What every attention takes, whatever its variant."""
+    """The options that all variants have."""
 
     d_model: Annotated[int, "[1, inf)"] = 256  # width of the residual stream
     n_head: Annotated[int, "[1, inf)"] = 8  # heads of the baseline; a variant derives its own number
@@ -39,9 +39,9 @@ class AttentionConfig:
     bias: bool = False  # biases in linear layers and LayerNorms
     qkv_bias: bool | None = None  # biases of the queries, keys and values; None: bias
     projection_bias: bool | None = None  # bias of the attention's output projection; None: bias
-    norm_eps: Annotated[float, "[0, 1)"] = 1e-5  # added inside the root of every norm
+    norm_eps: Annotated[float, "[0, 1)"] = 1e-5  # added under the square root of every norm
     attention_dropout: Annotated[float, "[0, 1)"] = 0.0  # of the attention maps
-    projection_dropout: Annotated[float, "[0, 1)"] = 0.0  # of what the attention's output projection gives
+    projection_dropout: Annotated[float, "[0, 1)"] = 0.0  # of the output of the attention's projection
     position: str = "rope"  # rope | alibi | learned (the decoder's, added to the embedding) | none
     rope_theta: Annotated[float, "(0, inf)"] = 10000.0  # base of the rotary frequencies
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)  # slower rotations, for a longer context
@@ -49,7 +49,7 @@ class AttentionConfig:
     backend: str = "auto"  # auto, math, sdpa, one_call, two_calls, four_calls, blocked, flex, fused: see backends.py
 
     def filled(self) -> Self:
-        """A copy with the heads and biases filled in, checked. ValueError names the override that mends it."""
+        """A checked copy with the heads and biases filled in. ValueError names the override that corrects the error."""
         check_choice("model.backend", self.backend, BACKENDS)
         check_choice("model.position", self.position, POSITIONS)
         check_choice("model.rope_layout", self.rope_layout, ROPE_LAYOUTS)
@@ -91,10 +91,10 @@ class Attention(nn.Module):
     """Multi-head softmax attention (Vaswani et al., arXiv 1706.03762) with grouped key/value heads.
 
     `DiffAttention(d_model=512, n_head=16, layer=3)`: keywords are fields of AttentionConfig and of the variant's `Options`.
-    cfg: a configuration instead, which keywords change; a DecoderConfig brings the variant's own options in the group `name`.
-    layer: counted from 0. options: the variant's own, as an object. seed: of the initial weights; None leaves them to the
-    caller, as the meta device does (`to_empty`, then `reset_parameters`). ValueError for options that cannot be; it names the
-    override that mends it.
+    cfg: a configuration; keywords override its fields. A DecoderConfig has the variant's own options in the group `name`.
+    layer: counted from 0. options: the variant's own options, as an object. seed: of the initial weights; with None, and on
+    the meta device, the caller sets the weights (`to_empty`, then `reset_parameters`). ValueError for impossible options; it
+    names the override that corrects them.
     """
 
     name: ClassVar[str]  # of configs/model/NAME.yaml, and of the option group in DecoderConfig
@@ -137,7 +137,7 @@ class Attention(nn.Module):
 
     @classmethod
     def _settings(cls, cfg: AttentionConfig | None, options: Any, keywords: dict) -> tuple[AttentionConfig, Any]:
-        """The configuration, filled in, and the variant's options, both with what the keywords change."""
+        """The filled configuration and the variant's options, both with the changes that the keywords ask for."""
         cfg = AttentionConfig() if cfg is None else cfg
         if not isinstance(cfg, AttentionConfig):
             raise ValueError(f"{cfg!r} is not a configuration: use {cls.__name__}(d_model=..., n_head=...)")
@@ -161,7 +161,7 @@ class Attention(nn.Module):
         return Heads(cfg.n_head, cfg.n_kv_head, cfg.head_dim, cfg.head_dim)
 
     def make_parameters(self, cfg: AttentionConfig, layer: int) -> None:
-        """Make parameters and submodules. Their order decides that of sums over all of them, as the gradient norm."""
+        """Make parameters and submodules. Their order here is the order of sums over parameters, such as the gradient norm."""
         self.make_projections(cfg)
         self.make_out(cfg)
 
@@ -192,10 +192,11 @@ class Attention(nn.Module):
     ) -> Tensor:
         """x (B, T, D) -> (B, T, D).
 
-        rope: rotations of the T positions; None is the module's own, which count on from the cached ones. mask: a Mask, or
-        a tensor broadcastable to (B, H, T, S), bool (True is seen) or added to the scores; None is causal, and everything in
-        a context. cache: of keys and values, the last T of whose S positions x is. carry: what earlier layers of this pass
-        left. context (B, S, D): what keys and values are made of in place of x (cross attention), from position 0 on.
+        rope: rotations of the T positions; None: the module makes them, and counts positions on from the cached ones. mask: a
+        Mask, or a tensor broadcastable to (B, H, T, S), bool (True is seen) or numbers added to the scores; None: the causal
+        mask, or with a context no mask. cache: earlier keys and values; x then has the last T of S positions. carry: tensors
+        from earlier layers of this pass. context (B, S, D): the source of keys and values in place of x (cross attention), at
+        positions from 0 on.
         """
         source, mask = x if context is None else context, self._mask(mask, context, cache)
         ropes = self._ropes(x, source, rope, cache)
@@ -205,7 +206,7 @@ class Attention(nn.Module):
     def mix(
         self, x: Tensor, source: Tensor, ropes: Ropes, mask: Mask, cache: LayerCache | None, carry: Carry
     ) -> Tensor:
-        """What the output projection takes: the merged heads (B, T, h value_width), queries of x, keys of source (B, S, D)."""
+        """The output projection's input: merged heads (B, T, h value_width); queries are of x, keys of source (B, S, D)."""
         q, k, v = self.before(*self.project(x, source), carry)
         q, k = self.turn(q, ropes[0]), self.turn(k, ropes[1])
         if cache is not None:
@@ -270,7 +271,7 @@ class Attention(nn.Module):
 
     @property
     def dropout_now(self) -> float:
-        """The dropout of the maps: none outside of training."""
+        """The dropout of the maps, 0 outside of training."""
         return self.dropout if self.training else 0.0
 
     def flops(self, context: int) -> int:
@@ -280,16 +281,16 @@ class Attention(nn.Module):
     # ---------------------------------------- how it is trained and watched
 
     def optimizer_group(self, name: str, p: Tensor) -> str:
-        """How parameter `name` of this module is trained: undecayed, decayed, or muon (decayed, where there is no Muon)."""
+        """The optimizer group of this module's parameter `name`: undecayed, decayed, or muon (decayed without Muon)."""
         if p.dim() < 2 or name.split(".")[0] in self.undecayed:
             return "undecayed"
         return "muon" if p.dim() == 2 else "decayed"
 
     def set_step(self, step: int) -> None:
-        """Training is about to take optimizer step `step`, counted from 0: a warm-up follows it."""
+        """Training calls this before optimizer step `step`, counted from 0; a warm-up follows the step."""
 
     def readings(self, x: Tensor) -> dict[str, Tensor]:
-        """What the monitor may read besides the maps, as scalars by name, at the input x (B, T, D)."""
+        """Scalars by name that the monitor may read besides the maps, at the input x (B, T, D)."""
         return {}
 
 
@@ -302,7 +303,7 @@ HEAD_NORMS = ("affine", "plain", "layernorm", "none")
 
 
 def make_head_norm(kind: str | Callable[[int], nn.Module], width: int, eps: float) -> nn.Module:
-    """A norm of each head's output: an RMSNorm with a weight (affine) or without (plain), another, or what a factory makes."""
+    """A norm of each head's output: RMSNorm with weight (affine) or without (plain), LayerNorm, none, or a factory's module."""
     if callable(kind):
         return kind(width)
     if kind == "layernorm":

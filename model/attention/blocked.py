@@ -1,11 +1,12 @@
-"""Causal attention on CPUs: the formulas over blocks of query rows, keys that the mask hides never multiplied.
+"""Causal attention on CPUs: the formulas over blocks of query rows, without products for hidden keys.
 
 At lengths where a block's scores fit the cache, torch's matrix products and softmax are faster than its flash kernel, and
-need no zero-padding of widths (docs/PERFORMANCE.md). Softmax attention, that over the union of several key sets and the
-difference of two maps are one function. Its backward computes each block's maps again: memory is that of one block.
+need no zero-padding of widths (docs/PERFORMANCE.md). One function computes softmax attention, attention over the union of
+several key sets, and the difference of two maps. Its backward computes each block's maps again: memory is that of one block.
 
-Scores and softmax are computed in float32 or better. In half precision the factors of the other products are rounded to it, as
-in a flash kernel. It is an operator of torch's, so that torch.compile calls it and does not unroll its loops.
+Scores and softmax are computed in float32 or better. For inputs in half precision, the factors of the other products are
+rounded to half precision, as in a flash kernel. The function is a torch operator, so that torch.compile calls it and does not
+unroll its loops.
 
 Letters: B sequences, M maps (2: their difference), C maps with keys of their own (M or 1), K key/value heads, G query heads of
 each, T positions with n keys each, widths d and dv; b of the B sequences and R of the T query rows at a time.
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 CACHE = 2**21  # scores that are worked on at a time: 8 MB; less is slower on two threads, which share each operation
-PACKAGE = __name__.replace(".", "_")  # of the operator: this file may be imported under two names (model/interop)
+PACKAGE = __name__.replace(".", "_")  # operator namespace: this file may be imported under two names (model/interop)
 
 
 def attend(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
@@ -50,8 +51,8 @@ def _grouped(q: Tensor, kv_heads: int) -> Tensor:
 def last_row(q: Tensor, k: Tensor, v: Tensor, lam: Tensor) -> Tensor:
     """One query that sees every key, as in decoding: q (B, h, 2, 1, d), k (B, hkv, 2, S, d), v (B, hkv, S, dv).
 
-    Returns (B, h, 1, dv), computed in float32 or better. Heads that share keys are rows of one product with them, where they
-    lie.
+    Returns (B, h, 1, dv), computed in float32 or better. Query heads that share keys are rows of one product with these keys,
+    which are not repeated.
     """
     (B, h), (hkv, d), dtype = q.shape[:2], (k.shape[1], k.shape[-1]), v.dtype
     with torch.autocast(q.device.type, enabled=False):
@@ -77,7 +78,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, lam: Tensor | None) -> Tensor:
 
 
 def _output(q: Tensor, k: Tensor, v: Tensor, lam: Tensor | None) -> Tensor:
-    """Laid out as (B, T, K, G, dv), so that merging the heads copies nothing."""
+    """An empty output with the memory layout (B, T, K, G, dv), so that merging the heads copies nothing."""
     B, _, K, G, T, _ = q.shape
     return v.new_empty(B, T, K, G, v.shape[-1]).permute(0, 2, 3, 1, 4)
 
@@ -85,10 +86,10 @@ def _output(q: Tensor, k: Tensor, v: Tensor, lam: Tensor | None) -> Tensor:
 def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, lam: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and lam (empty where there is none), from that of the output.
+    """Gradients of q, k, v and lam (empty if lam is None), from the gradient dO of the output.
 
-    With maps P, W what multiplies the values, dW = dO V': dV = W' dO, dS = P (dW - rowsum(P dW)), dQ = dS K and dK = dS' Q;
-    those of the second map times -lam, and dlam = -rowsum(P2 dW).
+    P is a map and W is the matrix that multiplies the values. dW = dO V', dV = W' dO, dS = P (dW - rowsum(P dW)), dQ = dS K
+    and dK = dS' Q; dQ and dK of the second map are multiplied by -lam, and dlam = -rowsum(P2 dW).
     """
     dq, dk, dv, dlam = _gradients(grad, q, k, v, lam)
     with torch.autocast(q.device.type, enabled=False):
@@ -116,7 +117,7 @@ def _backward(
 def _gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, lam: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Laid out with positions before heads, as the projections that queries, keys and values come from."""
+    """Empty gradients with positions before heads in memory, as in the projections that make q, k and v."""
     B, M, K, G, T, d = q.shape
     C, n, dv = k.shape[1], k.shape[4], v.shape[-1]
     return (
@@ -128,14 +129,14 @@ def _gradients(
 
 
 def _parts(q: Tensor, k: Tensor, v: Tensor, lam: Tensor | None) -> Iterator["_Part"]:
-    """As many sequences at a time as the cache has room for."""
+    """The sequences of the batch, as many at a time as the cache has room for."""
     B, M, K, G, T, _ = q.shape
     b = max(1, CACHE // (M * K * G * T * k.shape[4] * _height(T)))
     return (_Part(q, k, v, lam, slice(start, min(start + b, B))) for start in range(0, B, b))
 
 
 def _blocks(q: Tensor, k: Tensor) -> Iterator[slice]:
-    """The query rows, some at a time."""
+    """The query rows, `_height` rows at a time."""
     T, height = q.shape[-2], _height(q.shape[-2])
     return (slice(start, min(start + height, T)) for start in range(0, T, height))
 
@@ -145,9 +146,9 @@ def _height(T: int) -> int:
 
 
 class _Part:
-    """Some sequences, their heads in one dimension: q[m] (b K, G, T, d), k[c] (b K, T n, d), v (b K, T n, dv).
+    """Some sequences, with their heads in the same dimension: q[m] (b K, G, T, d), k[c] (b K, T n, d), v (b K, T n, dv).
 
-    q and k in float32 or better, where scores are computed.
+    q and k are in float32 or better, the precision of the scores.
     """
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, lam: Tensor | None, which: slice) -> None:
@@ -171,7 +172,7 @@ class _Part:
         return x.unflatten(1, (self.groups, -1)).unflatten(0, (-1, self.kv_heads))
 
     def maps(self, rows: slice) -> list[Tensor]:
-        """Each map's weights of some rows, (b K, G R, stop n): of the keys up to the last row's."""
+        """The weights of each map in some rows, (b K, G R, stop n), for the keys up to the last row's position."""
         height, seen = rows.stop - rows.start, rows.stop * self.n
         future, found = self.future[:height, : height * self.n], []
         for m, q in enumerate(self.q):
@@ -181,7 +182,7 @@ class _Part:
         return found
 
     def joined(self, maps: list[Tensor], rows: slice) -> Tensor:
-        """What multiplies the values: the map, or the difference of both."""
+        """The matrix that multiplies the values: the map, or the difference of the two maps."""
         return (maps[0] if len(maps) == 1 else maps[0] - _flat(self.lam, rows) * maps[1]).to(self.v.dtype)
 
 
@@ -191,7 +192,7 @@ def _flat(x: Tensor, rows: slice) -> Tensor:
 
 
 def _over_samples(operator: Callable) -> Callable:
-    """For torch.vmap: the samples are more sequences."""
+    """For torch.vmap: the samples become sequences of the batch."""
 
     def run(info, dims: tuple, *inputs: Tensor | None) -> tuple:  # noqa: ANN001
         size = info.batch_size
@@ -208,7 +209,7 @@ def _over_samples(operator: Callable) -> Callable:
 
 
 def _operator(name: str, signature: str, run: Callable, empty: Callable) -> Callable:
-    """An operator of torch's: torch.compile and torch.export call it, and do not look inside."""
+    """Define a torch operator, which torch.compile and torch.export call without looking inside."""
     full = f"{PACKAGE}::{name}"
     torch.library.define(full, signature)
     torch.library.impl(full, "cpu", run)
@@ -242,6 +243,6 @@ class _Blocked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN001
-        inputs = ctx.saved_tensors  # once: activation checkpointing refuses to make them twice
+        inputs = ctx.saved_tensors  # read once: activation checkpointing refuses to make them for a second read
         *grads, dlam = BACKWARD(grad, *inputs)
         return *grads, None if inputs[3] is None else dlam

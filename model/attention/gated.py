@@ -1,4 +1,4 @@
-"""Softmax attention whose output is gated: a control, which shows what is gained without a subtraction."""
+"""Softmax attention whose output is gated: a control, which shows how much a gate gains without a subtraction."""
 
 from dataclasses import dataclass
 

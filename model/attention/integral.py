@@ -41,5 +41,5 @@ class IntegralAttention(Attention):
         return rotate(x, rope).unflatten(1, (-1, self.options.signals)).transpose(2, 3).flatten(3)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, mask: Mask) -> Tensor:
-        q = q * self.options.signals**-0.5  # the facade's own scale is 1 / sqrt(S d)
+        q = q * self.options.signals**-0.5  # `attend` itself scales by 1 / sqrt(S d)
         return attend(q, k, v, mask, self.backend, self.dropout_now)

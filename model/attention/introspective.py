@@ -110,13 +110,13 @@ class IntrospectiveAttention(Attention):
     def init_own(self, generator: torch.Generator) -> None:
         for name, p in self.named_parameters(recurse=True):
             if name.startswith("memory_"):
-                # At zero the paths start independent; a path without keys and values of its own would have none at all.
+                # With own_path, zero makes paths independent at first; without own_path, zero would leave no keys and values.
                 nn.init.zeros_(p) if self.own_path else fill_normal(p, 0.02, generator)
         if self.alpha is not None:
             nn.init.ones_(self.alpha)
         if self.path_weight == "softmax_input":
             return
-        # LayerNorm of equal weights is zero: `literal` would silence all paths for ever, `affine` the gain for one step.
+        # LayerNorm of equal weights is zero: `literal` would begin with silent paths, `affine` with a gain without gradient.
         spread = {"literal": 1.0, "affine": 0.01, "sigmoid": 0.0}[self.path_weight]
         self.w.data.copy_(spread * torch.arange(self.paths))
         if self.path_weight == "affine":

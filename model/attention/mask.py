@@ -25,7 +25,7 @@ class Mask:
     see: Tensor | None = None
     bias: Tensor | None = None
     slopes: tuple[float, ...] | None = None
-    made: dict = field(default_factory=dict, init=False, repr=False)  # what backends derive from it, for all layers
+    made: dict = field(default_factory=dict, init=False, repr=False)  # derived from the mask, shared by all layers
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:

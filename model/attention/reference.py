@@ -12,9 +12,9 @@ from . import probe
 
 
 def weights(q: Tensor, k: Tensor, see: Tensor, bias: Tensor | None = None) -> Tensor:
-    """softmax(q k' / sqrt(d) + bias) over the keys that `see`, bool and broadcastable to (..., T, S), allows; (..., T, S).
+    """softmax(q k' / sqrt(d) + bias) over the keys that `see` allows: (..., T, S).
 
-    A row that sees no key is zero, forward and backward.
+    see: bool, broadcastable to (..., T, S). A row that sees no key is zero, forward and backward.
     """
     with torch.autocast(q.device.type, enabled=False):
         scores = (_exact(q) @ _exact(k).mT) * q.shape[-1] ** -0.5

@@ -1,1 +1,1 @@
-"""Other people's weights: into this repo's modules, and back."""
+"""Convert other people's weights into weights of this repo's modules, and back."""

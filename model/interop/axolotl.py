@@ -43,7 +43,7 @@ class Settings(NamedTuple):
 
 
 def read_settings(config: Any) -> Settings:
-    """The settings of a config.yml, as parsed. The flags of axolotl's command line are read as keys of the file.
+    """The settings of a parsed config.yml. The flags of axolotl's command line are read as keys of the file.
 
     zero_init is init=zero, mirror_weights is init=mirror, neither is init=open second=random (axolotl's default);
     split_heads is heads=split. With diff_attention: true the base model is converted already: to=same. ValueError for a
@@ -101,7 +101,7 @@ def _training(config: dict[str, Any], how: Conversion) -> dict[str, float]:
         except (TypeError, ValueError):
             raise ValueError(f"axolotl's config says {theirs}: {config[theirs]}: use a number") from None
         found[ours] = int(value) if value.is_integer() else value
-    if how.init == "mirror":  # the output projection compensates for all of lambda
+    if how.init == "mirror":  # the output projection compensates for the full lambda: no warm-up
         found.pop("model.diff.lambda_warmup", None)
     return found
 
@@ -155,7 +155,7 @@ class Axolotl(Llama):
         return state
 
     def to_theirs(self, model: Decoder) -> dict[str, Tensor]:
-        """Our tensors in axolotl's order. Where lambda has no vectors, or an unfinished warm-up, vectors give its value."""
+        """Our tensors in axolotl's order. If lambda has no vectors or is in a warm-up, new vectors give its value."""
         state = super().to_theirs(model)
         for layer, block in enumerate(model.blocks):
             attention, prefix = block.attention, f"blocks.{layer}.attention."
@@ -177,5 +177,5 @@ class Axolotl(Llama):
 
 
 def _paired(cfg: DecoderConfig) -> str:
-    """The projections whose heads lie in another order."""
+    """The projections whose heads axolotl has in another order."""
     return "qkv" if cfg.diff.heads == "half" else "qk"

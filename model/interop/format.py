@@ -17,8 +17,8 @@ class Format:
     """The tables of one architecture, read both ways. "Ours" is our decoder's, "theirs" is the architecture's.
 
     A subclass fills in the tables. Where the architecture has its rows in another order, `to_ours` and `to_theirs`
-    rearrange them. Several of our names in one entry, with blanks between them: one tensor of theirs holds our rows in
-    that order.
+    rearrange them. If an entry has several of our names, with blanks between them, one tensor of theirs holds the rows of
+    ours in that order.
     """
 
     architecture: ClassVar[str]  # the class that config.json names
@@ -26,11 +26,11 @@ class Format:
     model_type: ClassVar[str]
     letter: ClassVar[str] = "b"  # of our attention variant
     parts: ClassVar[dict[str, tuple[str, ...]]]  # field of DecoderConfig: the values that the architecture can compute
-    options: ClassVar[dict[str, tuple]] = {}  # option of the variant: the values that it can compute
+    options: ClassVar[dict[str, tuple]] = {}  # option of the variant: the values that the architecture can compute
     settings: ClassVar[dict[str, str]]  # number in config.json: field of DecoderConfig
     defaults: ClassVar[dict[str, float | None]]  # of the numbers that config.json may leave out; None: DecoderConfig's
     names: ClassVar[dict[str, str]]  # our module, or parameter: theirs
-    blocks: ClassVar[str]  # what stands before their names in block {}
+    blocks: ClassVar[str]  # prefix of their names in block {}
     block_names: ClassVar[dict[str, str]]  # our module, or parameter, in a block: theirs
     transposed: ClassVar[tuple[str, ...]] = ()  # ends of the names of their tensors that are (in, out)
 
@@ -76,11 +76,11 @@ class Format:
         """Give the tensors of older folders the names of today."""
 
     def to_ours(self, state: dict[str, Tensor], cfg: DecoderConfig) -> dict[str, Tensor]:
-        """Our state dict, from tensors that have our names and shapes and lie in their order."""
+        """Our state dict, from tensors with our names and shapes whose rows are in the architecture's order."""
         return state
 
     def to_theirs(self, model: Decoder) -> dict[str, Tensor]:
-        """The tensors of `model` in their order, under our names."""
+        """The tensors of `model` under our names, with rows in the architecture's order."""
         return model.state_dict()
 
     def files(self) -> dict[str, str]:
@@ -120,7 +120,7 @@ class Format:
                 yield [f"blocks.{layer}.{name}" for name in ours.split()], self.blocks.format(layer) + theirs
 
     def _table(self, cfg: DecoderConfig, config: dict[str, Any]) -> Iterator[tuple[dict[str, torch.Size], str | None]]:
-        """Our tensors with their shapes, and the name of their tensor with these rows; None: they have none."""
+        """Our tensors with their shapes, and the architecture's tensor that holds their rows; None: it has no such tensor."""
         ours, biased = _shapes(cfg), self.biased(config)
         for modules, theirs in self.modules(cfg):
             for kind in ("", ".weight", ".bias"):  # "" is for the name of a parameter

@@ -1,6 +1,6 @@
 """Read model folders of transformers (config.json and safetensors) as decoders, and write decoders as such folders.
 
-The folders are read and written by name, so the package transformers is not needed.
+Keys and tensors are read and written by their names, so the package transformers is not needed.
 """
 
 from pathlib import Path
@@ -46,9 +46,9 @@ class Export(NamedTuple):
 def read_folder(folder: str | Path) -> tuple[DecoderConfig, dict[str, Tensor]]:
     """The model in `folder`, or of that name on the Hugging Face hub, as (configuration, float32 state dict).
 
-    `Decoder(cfg).load_state_dict(state)` computes the logits that transformers computes. Read are GPT2LMHeadModel,
-    LlamaForCausalLM and its relatives, DiffLlamaForCausalLM, axolotl's models and what `export` makes; one file or
-    several, any float type, tied or not, grouped keys, explicit head_dim.
+    `Decoder(cfg).load_state_dict(state)` computes the logits that transformers computes. The function reads
+    GPT2LMHeadModel, LlamaForCausalLM and its relatives, DiffLlamaForCausalLM, axolotl's models and the folders that
+    `export` makes; weights in one file or several, any float type, tied or not, grouped keys, explicit head_dim.
 
     ValueError: no such folder, no weights or pickled ones, another architecture, a RoPE or an activation that our decoder
     lacks, tensors that are not those of the configuration.

@@ -26,7 +26,7 @@ TIMM_EPS = 1e-6  # of timm's q_norm, k_norm and norm; its sub_norm has 1e-5
 class Layout(NamedTuple):
     """What the module of one system holds and computes. It has h heads, each with two maps c = 0, 1 of width d."""
 
-    keys: dict[str, str]  # its parameter: the names of ours whose rows it holds, in this order
+    keys: dict[str, str]  # name of its parameter: names of our parameters whose rows it holds, in order
     options: tuple[dict[str, str], ...] = ()  # groups of optional parameters, each present as a whole or not at all
     rope: str | None = "interleaved"  # interleaved | half; None: the module has no positions
     queries: bool = False  # num_heads counts the 2h query heads, instead of the h heads
@@ -229,17 +229,20 @@ def heads_in_halves(rows: Tensor, width: int) -> Tensor:
 
 
 def _repeat(rows: Tensor, width: int, times: int) -> Tensor:
-    """Every head of `width` rows `times` times in a row."""
+    """Repeat every head of `width` rows `times` times, copies side by side."""
     return rows.unflatten(0, (-1, width)).repeat_interleave(times, 0).flatten(0, 1)
 
 
 def _scaled(weight: Tensor, factor: float) -> Tensor:
-    """In float32 or better: a factor does not round in bfloat16."""
+    """weight * factor in float32 or better, not rounded to bfloat16."""
     return (weight.double() * factor).to(torch.promote_types(weight.dtype, torch.float32))
 
 
 def _fold_timm_eps(state: dict[str, Tensor], eps: float) -> None:
-    """s x / sqrt(mean(s x)^2 + eps) is x / sqrt(mean(x^2) + eps / s^2): inputs scaled by s have the norm's eps over s^2."""
+    """Scale the inputs of timm's other norms by s, which gives these norms TIMM_EPS = eps / s^2.
+
+    s x / sqrt(mean((s x)^2) + eps) = x / sqrt(mean(x^2) + eps / s^2).
+    """
     s = math.sqrt(eps / TIMM_EPS)
     if "q_norm.weight" in state:
         change_rows(state, "q", lambda rows: _scaled(rows, s))

@@ -1,6 +1,6 @@
-"""Llama's relatives, as transformers 5.23 has them: Mistral, Qwen2, Qwen3, OLMo 2 and Phi-3, each as its differences.
+"""Llama's relatives, as transformers 5.23 has them: Mistral, Qwen2, Qwen3, OLMo 2 and Phi-3.
 
-UNLIKE lists similar architectures that our decoder cannot compute, with the reasons.
+Each class states its differences from Llama. UNLIKE lists similar architectures that our decoder cannot compute, and why.
 """
 
 from typing import Any

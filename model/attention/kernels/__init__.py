@@ -1,4 +1,4 @@
-"""Fused attention kernels in Triton. This package imports without Triton; its modules do not: ask `unavailable` first."""
+"""Fused attention kernels in Triton. Only this file and compiled.py import without Triton: ask `unavailable` first."""
 
 import importlib.util
 import os
@@ -9,7 +9,7 @@ WIDEST_KEY, WIDEST_VALUE = 128, 256  # head widths up to which the accumulators 
 
 
 def interpreted() -> bool:
-    """Triton kernels run in its interpreter, on the CPU: TRITON_INTERPRET=1 was set before Triton was imported."""
+    """Whether kernels run in Triton's interpreter, on the CPU: TRITON_INTERPRET=1 was set before Triton was imported."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 

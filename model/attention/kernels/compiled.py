@@ -1,7 +1,7 @@
-"""What the fused kernels become on a card that is not here: every launch of diff.py, compiled ahead of time.
+"""Compile every launch of diff.py ahead of time for a card that this machine lacks, and describe the compiled kernels.
 
-Triton and ptxas compile what tensors on the CPU ask for, so strides, alignment and tiles are specialised as on the card;
-nothing runs. Needs the package triton, and neither a GPU nor its driver. Use it in a process of its own, without
+Triton and ptxas compile the launches of tensors on the CPU, so strides, alignment and tiles are specialised as on the card;
+no kernel runs. Needs the package triton, and neither a GPU nor its driver. Use it in a process of its own, without
 TRITON_INTERPRET: it replaces Triton's driver.
 """
 
@@ -21,7 +21,7 @@ USAGE = re.compile(r"REG:(\d+) STACK:(\d+)")
 
 
 class Card:
-    """The answers that Triton wants of a driver before it compiles, for the CUDA compute capability `arch` (90 for 9.0)."""
+    """A stand-in for Triton's driver: answers what Triton asks before it compiles, for compute capability `arch` (90: 9.0)."""
 
     def __init__(self, arch: int) -> None:
         self.arch = arch
@@ -42,9 +42,9 @@ def rows(arch: int, case: dict[str, Any]) -> list[dict[str, Any]]:
     """One row for each launch of forward and backward at `case`, as made on a card of architecture `arch` (90: sm_90).
 
     case: width (of keys), version (V1: values twice as wide, keys for each map; V2), group (query heads of a key head), dtype,
-    mask (causal, window or ids). A row adds the shared memory of a block (bytes), registers and spilled bytes of a thread, and
-    the products that the tensor cores execute over those that the mathematics needs (None without tensor cores).
-    ValueError where no tile fits the card.
+    mask (causal, window or ids). A row adds to `case` the shared memory of a block (bytes), registers and spilled bytes of a
+    thread, and the ratio of the products that the tensor cores execute to the products that the formulas need (None without
+    tensor cores). ValueError if no tile fits the card.
     """
     import triton
 
@@ -75,7 +75,7 @@ def rows(arch: int, case: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def inputs(case: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, bool, int | None]:
-    """What a variant hands to the kernel in training, with heads inside time: one sequence of 256 tokens."""
+    """The kernel's inputs as in a variant's training, with heads inside time in memory: one sequence of 256 tokens."""
     d, group, first = case["width"], case["group"], case["version"] == "V1"
     T, hkv, C, dtype = 256, 2, 2 if first else 1, getattr(torch, case["dtype"])
     h, dv = hkv * group, d * C
@@ -102,14 +102,14 @@ def describe(name: str, kernel: Any, arch: int, case: dict[str, Any]) -> dict[st
         return found
     d, dv = case["width"], case["width"] * (2 if case["version"] == "V1" else 1)
     tile = diff.table(d, dv, getattr(torch, case["dtype"]), name == "backward", divmod(arch, 10))
-    per_pair = (2 if name == "forward" else 6) * diff._pad(d) + 2 * diff._pad(dv)  # the heads of diff.py's formulas
+    per_pair = (2 if name == "forward" else 6) * diff._pad(d) + 2 * diff._pad(dv)  # per head, as counted in diff.py
     done = products(ptx, num_warps) / (tile.BM * tile.BN * per_pair) if found["instruction"] else None
     return {**found, "tile": list(tile), "done_over_needed": done and round(done, 4)}
 
 
 def products(ptx: str, num_warps: int) -> float:
     """Multiplications of all tensor-core instructions of a block, each counted once."""
-    whole = sum(int(m) * int(n) * int(k) for m, n, k in WGMMA.findall(ptx)) * num_warps / 4  # one for 4 warps
+    whole = sum(int(m) * int(n) * int(k) for m, n, k in WGMMA.findall(ptx)) * num_warps / 4  # 4 warps execute one
     return whole + sum(int(m) * int(n) * int(k) for m, n, k in MMA.findall(ptx)) * num_warps
 
 

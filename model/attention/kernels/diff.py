@@ -41,7 +41,7 @@ def attend_diff(q: Tensor, k: Tensor, v: Tensor, lam: Tensor, mask: Mask) -> Ten
     (B, h, _, T, d), (_, hkv, C, S, _), dv = q.shape, k.shape, v.shape[-1]
     assert q.shape[2] == 2 and C in (1, 2) and h % hkv == 0 and T <= S, (q.shape, k.shape)
     assert k.shape == (B, hkv, C, S, d) and v.shape == (B, hkv, S, dv), (k.shape, v.shape)
-    lam = lam.float().expand(B, h, T, 1)  # its autograd sums the gradient back to lam's own shape
+    lam = lam.float().expand(B, h, T, 1)  # the backward of `expand` sums the gradient back to lam's own shape
     query_ids, key_ids = _ids(mask, B, T, S)
     return _forward(q, k, v, lam, query_ids, key_ids, mask.causal, mask.window)[0]
 
@@ -67,7 +67,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _ids(mask: Mask, B: int, T: int, S: int) -> tuple[Tensor | None, Tensor | None]:
-    """Documents and padding as one rule, visible iff equal: ids of the queries (B, T) and of the keys (B, S), int32."""
+    """Documents and padding as int32 ids of the queries (B, T) and keys (B, S): a query sees the keys with its own id."""
     if mask.documents is None and mask.keys is None:
         return None, None
     ids = torch.zeros_like(mask.keys) if mask.documents is None else mask.documents
@@ -80,8 +80,8 @@ def _ids(mask: Mask, B: int, T: int, S: int) -> tuple[Tensor | None, Tensor | No
 class Blocks(NamedTuple):
     """One program's tile, BM queries by BN keys, and how Triton runs it.
 
-    TURNED: scores are computed as K Q' and turned, which lays the warps along the keys: then a backward has its maps as left
-    operands, in registers, and no two warps compute the same product.
+    TURNED: scores are computed as K Q' and transposed, which lays the warps out along the keys. A backward then has its maps
+    as left operands, in registers, and no two warps compute the same product.
     """
 
     BM: int
@@ -91,11 +91,11 @@ class Blocks(NamedTuple):
     TURNED: bool
 
 
-# NOT TIMED ON A GPU yet. Chosen from what Triton and ptxas report (`python -m model.attention.kernels.compiled`; the table in
-# docs/PERFORMANCE.md): shared memory that the card has, no product twice, few spilled registers. Forward keeps two
-# accumulators BM x dv, backward BN x (2 d + dv), both float32. Rows serve widths up to (d, dv), padded to powers of two.
-# sm_90: wgmma and 227 KiB of shared memory (9.0, 10.x). sm_80: mma.sync and no more than the 99 KiB of the least of them
-# (8.x, 12.x).
+# NOT TIMED ON A GPU yet. Chosen from what Triton and ptxas report (`python -m scripts.gpu stages=compiled out=DIR`; the table
+# in docs/PERFORMANCE.md): these tiles fit the card's shared memory, compute no product twice and spill few registers. Forward
+# keeps two accumulators BM x dv, backward keeps BN x (2 d + dv), both float32. Rows serve widths up to (d, dv), padded to
+# powers of two. sm_90: wgmma and 227 KiB of shared memory (9.0, 10.x). sm_80: mma.sync and at most 99 KiB, the shared memory
+# of the smallest of these cards (8.x, 12.x).
 FORWARD_16 = {
     "sm_90": {
         (64, 128): Blocks(128, 64, 8, 2, False),
@@ -155,7 +155,7 @@ def unfit(d: int, dv: int, dtype: torch.dtype, card: tuple[int, int]) -> str | N
 
 
 def blocks(device: torch.device, d: int, dv: int, dtype: torch.dtype, backward: bool) -> Blocks:
-    """The table's tile; in the interpreter, whose time goes by the number of tiles, a large one."""
+    """The table's tile; in the interpreter a large tile, because its time grows with the number of tiles."""
     if interpreted():
         return Blocks(64, 128, 1, 1, True) if backward else Blocks(128, 64, 1, 1, False)
     return table(d, dv, dtype, backward, capability(device))
@@ -167,12 +167,12 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 
 def _pad(width: int) -> int:
-    """The block that holds a head width: a power of two, at least 16, the least a tensor-core product takes."""
+    """The block that holds a head width: a power of two, at least 16, the smallest width of a tensor-core product."""
     return max(16, 1 << (width - 1).bit_length())
 
 
 def _unit(x: Tensor) -> Tensor:
-    """x with unit stride in its last dimension and rows near enough that a tile's offsets fit 32 bits."""
+    """x, copied unless its last stride is 1 and its row stride is so small that a tile's offsets fit 32 bits."""
     return x if x.stride(-1) == 1 and x.stride(-2) < 2**23 else x.contiguous()
 
 
@@ -188,7 +188,7 @@ def _empty_out(q: Tensor, v: Tensor) -> Tensor:
 
 
 def _options(q: Tensor, k: Tensor, v: Tensor, ids: Tensor | None, causal: bool, window: int | None) -> dict:
-    """The compile-time part of both kernels, but for the tile."""
+    """The compile-time arguments of both kernels, except the tile."""
     d, dv = q.shape[-1], v.shape[-1]
     return {
         "CAUSAL": causal, "WINDOW": window is not None, "IDS": ids is not None, "SHARED": k.shape[2] == 1,
