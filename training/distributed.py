@@ -25,7 +25,7 @@ class World:
     rank: int
     size: int
     device: torch.device
-    store: dist.Store | None = None  # key-value store of all processes, while any of their launchers lives
+    store: dist.Store | None = None  # key-value store of all processes, while the launcher that hosts it lives
 
     @property
     def main(self) -> bool:

@@ -38,8 +38,8 @@ def largest_divisor(number: int, most: int) -> int:
 def pass_bytes(cfg: DecoderConfig, recompute: bool, autocast: torch.autocast, device: torch.device) -> float:
     """Approximate peak bytes of the forward and backward pass of one sequence, beside the model's states.
 
-    Counted: the activations of all blocks, or with `recompute` the inputs of all blocks and the activations of one block;
-    and one piece of the logits.
+    Counted: the activations of all blocks, or with `recompute` only their inputs; the activations of one more block, for
+    its backward pass; and one piece of the logits.
     """
     with autocast:
         block = max(block_bytes(replace(cfg, layers=letter, n_layer=1), device) for letter in set(cfg.layers))

@@ -68,7 +68,9 @@ class Saver:
         self.writing = self.thread.submit(self._publish, written, partial, state) if self.world.main else written
 
     def finish(self) -> None:
-        """Wait until the checkpoint that was begun is on the disk. ValueError on all processes if it could not be written."""
+        """Wait until the checkpoint that was begun is on the disk. ValueError on all processes if a part could not be written,
+        on the main process if the parts could not be put into their folder.
+        """
         writing, self.writing = self.writing, None
         try:
             if writing:
