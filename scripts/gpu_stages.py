@@ -175,8 +175,8 @@ def kernel_error(version: str, d: int, group: int, name: str, dtype: torch.dtype
 
 def tiles(data: Path | None) -> Rows:
     """Every tile that may fit, timed at one shape; a tile that does not fit fails and says so."""
-    sides = itertools.product((32, 64, 128), (16, 32, 64, 128), (4, 8), (1, 2, 3), (False, True))
-    candidates = [tile for tile in sides if tile[0] * tile[1] >= 2048] if ON_CARD else [(32, 64, 4, 1, True)]
+    sides = itertools.product((16, 32, 64, 128), (16, 32, 64, 128), (4, 8), (1, 2, 3), (False, True))
+    candidates = [tile for tile in sides if tile[0] * tile[1] >= 1024] if ON_CARD else [(32, 64, 4, 1, True)]
     shapes = (("V1", 64), ("V2", 64), ("V2", 128), ("V1", 128))
     for (version, d), tile, backward in itertools.product(shapes, candidates, (True, False)):
         name = f"{version} d={d} {'backward' if backward else 'forward'} {','.join(str(int(x)) for x in tile)}"

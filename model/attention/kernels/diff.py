@@ -118,7 +118,8 @@ BACKWARD_16 = {
     },
     "sm_80": {
         (64, 128): Blocks(32, 128, 8, 2, True),
-        (128, 128): Blocks(32, 128, 8, 1, True),
+        (128, 128): Blocks(16, 128, 8, 1, True),
+        (128, 256): Blocks(16, 64, 8, 1, True),
     },
 }
 # Float32 products run without tensor cores and keep their operands in registers: the largest tiles that do not spill.
