@@ -1,4 +1,4 @@
-"""A way to call scripts/ablate.py as a user does."""
+"""A way to call scripts/ablate.py as a user does, and short timings for scripts/bench.py."""
 
 import subprocess
 import sys
@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from scripts import ablate
+from eval.speed import data, timing
+from scripts import ablate, bench
 from tests.processes import Command
 from training import jobs
 
@@ -29,6 +30,13 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Call
         return capsys.readouterr().out
 
     return type_in
+
+
+@pytest.fixture
+def one_call_per_timing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(data, "SHARD_TOKENS", 20_000)
+    monkeypatch.setattr(bench, "op_memory", lambda *which: 1.5)  # a process for each row; it has a test of its own
 
 
 def quoted(*overrides: str) -> str:
