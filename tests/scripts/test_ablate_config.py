@@ -26,11 +26,12 @@ TIERS = sorted(path.stem for path in (CONFIG_DIR / "ablations" / "tier").glob("*
 
 
 def composed(shards: Path, *overrides: str) -> AblateConfig:
+    """Without the published records, which would add to the trials of a tuning."""
     data = f"train={quoted(f'data.dir={shards}')}"
     texts = ["books", "docs", "textbooks"] if "experiment=main" in overrides else []
     texts = [f"texts.{name}=none.txt" for name in texts or (["books"] if "experiment=scaling" in overrides else [])]
     with initialize_config_dir(str(CONFIG_DIR), version_base=None):
-        return OmegaConf.to_object(compose("ablate", [data, *texts, *overrides]))
+        return OmegaConf.to_object(compose("ablate", [data, "records=none", *texts, *overrides]))
 
 
 def test_the_experiments_promised_are_there() -> None:
