@@ -3,8 +3,9 @@
 The search changes one key after the other. It tries all values of the first key, with the other keys at the middle of
 their grids, then all values of the next key, with the first key at its best value, and so on. Then, for the keys of
 `refine`, it tries the values halfway (in the logarithm) from the best value to both of its neighbours. Every arm gets
-the same number of trials. Where the best value lies at an end of the grid, the grid is widened at that end, up to
-`widen` times, and the result says so.
+the same number of trials, except where its best value lies at an end of the grid: then the grid is widened at that end,
+up to `widen` times, and the result says so. With `exchange`, every arm finally tries the best values of all other arms,
+so no arm is worse for the only reason that its own search did not go where another arm's search went.
 """
 
 import math
@@ -31,6 +32,7 @@ class TuneConfig:
     metric: str = "train.val_loss"  # train.NAME, the metric that judges the trials; lower is better
     at: str | None = None  # point of the experiment's grid to tune at, for all points; None: the last point
     widen: Annotated[int, "[0, inf)"] = 2  # how often a grid may be widened
+    exchange: bool = False  # whether every arm finally tries the best values of all other arms, too
 
     @property
     def grid(self) -> dict[str, list[float]]:
@@ -83,18 +85,24 @@ def wanted(cfg: TuneConfig, found: Mapping[Point, float]) -> list[Point]:
     return [point for point in points if point not in found]
 
 
+def exchanged(found: Mapping[str, Mapping[Point, float]]) -> dict[str, list[Point]]:
+    """Arm -> the best points of the other arms that the arm has not tried. found: arm -> point -> mean loss."""
+    best = dict.fromkeys(min(losses, key=lambda point: losses[point]) for losses in found.values())
+    return {arm: [point for point in best if point not in losses] for arm, losses in found.items()}
+
+
 def tuned(cfg: TuneConfig, found: Mapping[Point, float]) -> Tuned:
-    """The result of a search that is over."""
+    """The result of a search that is over. found: the mean losses of all trials, those of an exchange included."""
     points, widened = _search(cfg, found)
     assert all(point in found for point in points)
-    best = min(points, key=lambda point: found[point])
+    best = min(found, key=lambda point: found[point])
     keys = list(cfg.grid)
     edge = []
     for axis, key in enumerate(keys):
-        line = [point[axis] for point in points]
+        line = [point[axis] for point in found]
         if best[axis] in (min(line), max(line)):
             edge.append(key)
-    return Tuned(keys, [(p, found[p]) for p in points], dict(zip(keys, best, strict=True)), widened, edge)
+    return Tuned(keys, list(found.items()), dict(zip(keys, best, strict=True)), widened, edge)
 
 
 def _search(cfg: TuneConfig, found: Mapping[Point, float]) -> tuple[list[Point], int]:
@@ -150,7 +158,7 @@ def _rounded(value: float) -> float:
     return float(f"{value:.3g}")
 
 
-def tuning_notes(found: Mapping[str, Tuned], metric: str = "train.val_loss") -> list[str]:
+def tuning_notes(found: Mapping[str, Tuned], metric: str = "train.val_loss", exchange: bool = False) -> list[str]:
     """Sentences that a reader of the table needs: unequal budgets, and best values at an end of the tried values."""
     if not found:
         return ["Untuned: all arms were trained at one shared learning rate, which was not tuned for any of them."]
@@ -160,6 +168,8 @@ def tuning_notes(found: Mapping[str, Tuned], metric: str = "train.val_loss") -> 
     lines = [f"Tuned: {fewest} trials an arm {judge} that this table does not read, with seeds of their own."]
     if more := [f"{arm} ({count})" for arm, count in counts.items() if count > fewest]:
         lines.append(f"More trials, because the grid was widened or its best value lay elsewhere: {', '.join(more)}.")
+    if exchange:
+        lines.append("Every arm also tried the best learning rates of all other arms.")
     for arm, t in found.items():
         if t.edge:
             lines.append(

@@ -12,7 +12,7 @@ train: it prints the runs that are left and their cost, and writes the table of 
 import importlib
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,16 @@ def main(cfg: AblateConfig) -> None:
         study.write_trials()
 
 
+@dataclass
+class Search:
+    """An arm's search for its learning rates. losses: mean loss at each finished point. waits: trials are not finished."""
+
+    arm: Arm
+    runs: list[Run] = field(default_factory=list)
+    losses: dict[Point, float] = field(default_factory=dict)
+    waits: bool = False
+
+
 class Study:
     """An experiment in progress: its arms, the trials for their learning rates, and the runs to compare."""
 
@@ -134,25 +144,37 @@ class Study:
 
     def trials(self) -> list[Run]:
         """The known trials of all arms: finished trials, and the trials that the search wants next."""
-        return [trial for arm in self._tuned_arms() for trial in self._trials(arm)[0]]
+        return [trial for search in self._searches() for trial in search.runs]
 
     def _tuned_arms(self) -> list[Arm]:
         """Every arm once, at the point of the grid for tuning: `tune.at`, or the last point."""
         at = self.cfg.tune.at or list(self.cfg.grid or [""])[-1]
         return [arm for arm in self.arms if arm.point == at] if self.cfg.tune.keys else []
 
-    def _trials(self, arm: Arm) -> tuple[list[Run], dict[Point, float]]:
-        """An arm's trials, and the mean loss at each point whose trials are all finished."""
-        cfg, runs, losses = self.cfg.tune, [], {}
-        while points := tuning.wanted(cfg, losses):
-            for point in points:
-                mine = [self._trial(arm, point, seed) for seed in cfg.seeds]
-                runs += mine
-                if not any(trial.left() for trial in mine):
-                    losses[point] = sum(self._judged(trial) for trial in mine) / len(mine)
-            if any(point not in losses for point in points):
-                break
-        return runs, losses
+    def _searches(self) -> list[Search]:
+        """The search of every arm. With `tune.exchange`, no search is over before all arms' own searches are over."""
+        searches = [Search(arm) for arm in self._tuned_arms()]
+        for search in searches:
+            while not search.waits and (points := tuning.wanted(self.cfg.tune, search.losses)):
+                self._try(search, points)
+        if self.cfg.tune.exchange and any(search.waits for search in searches):
+            return [replace(search, waits=True) for search in searches]
+        if self.cfg.tune.exchange:
+            more = tuning.exchanged({search.arm.arm: search.losses for search in searches})
+            for search in searches:
+                self._try(search, more[search.arm.arm])
+        return searches
+
+    def _try(self, search: Search, points: list[Point]) -> None:
+        """Add the trials at the points to the search."""
+        seeds = self.cfg.tune.seeds
+        for point in points:
+            mine = [self._trial(search.arm, point, seed) for seed in seeds]
+            search.runs += mine
+            if any(trial.left() for trial in mine):
+                search.waits = True
+            else:
+                search.losses[point] = sum(self._judged(trial) for trial in mine) / len(mine)
 
     def _trial(self, arm: Arm, point: Point, seed: int) -> Run:
         pairs = list(zip(self.cfg.tune.keys, point, strict=True))
@@ -168,11 +190,10 @@ class Study:
     def tuned(self) -> dict[str, Tuned]:
         """Arm -> the result of its trials; arms whose search is not over are left out."""
         found = {}
-        for arm in self._tuned_arms():
-            runs, losses = self._trials(arm)
-            if not tuning.wanted(self.cfg.tune, losses):
-                found[arm.arm] = result = tuning.tuned(self.cfg.tune, losses)
-                measured = [run.measured() for run in runs]
+        for search in self._searches():
+            if not search.waits:
+                found[search.arm.arm] = result = tuning.tuned(self.cfg.tune, search.losses)
+                measured = [run.measured() for run in search.runs]
                 result.tokens = sum(round(run.value("train.tokens") or 0) for run in measured)
                 result.seconds = sum(run.value("train.seconds") or 0 for run in measured)
         return found
@@ -325,7 +346,8 @@ class Study:
         epochs, missing = read_epochs(runs[0].config), len(self.runs()) - len(runs)
         partial = f", partial: {missing} runs are missing" if missing else ""
         title = f"{self.name}{'' if tuned else ', untuned'}{partial}"
-        remarks, overlaps = [*tuning.tuning_notes(tuned, cfg.tune.metric), *found.notes(seeds, epochs)], self.overlaps()
+        remarks = tuning.tuning_notes(tuned, cfg.tune.metric, cfg.tune.exchange) + found.notes(seeds, epochs)
+        overlaps = self.overlaps()
         if overlaps:
             shares = ", ".join(f"{text} {share:.2%}" for text, share in overlaps.items())
             wording = "Share of the 13-word sequences of each test text that occur in the training text"

@@ -155,7 +155,7 @@ class Comparison:
         lines = [
             f"Seeds {', '.join(map(str, seeds))}; {si(tokens)} training tokens, {read}. "
             f"± is the standard deviation over seeds. A difference is the arm less {at_point}, paired by seed "
-            "(same data order, shared initial weights); negative is better for a loss.",
+            "(same data order, shared initial weights); negative is better for a loss, positive for an accuracy.",
             f"p, Holm is corrected for {compared} comparisons. With n seeds p, sign flips cannot fall below 2^(1-n). "
             "Detectable: the true difference that would be found in 80 % of such experiments, given this comparison's "
             "spread.",

@@ -156,7 +156,7 @@ def mixed_lines(models: Mapping[str, MixedModel], metric: str) -> list[list[str]
 def mixed_notes(models: Mapping[str, MixedModel], metric: str) -> list[str]:
     """A sentence about the pooled noise at each point of the grid."""
     return [
-        f"{metric}{f' at {point}' if point else ''}: error {m.sd:.4f} (95 % {m.sd_low:.4f} to {m.sd_high:.4f}, {m.df} degrees "
+        f"{metric}{f', {point}' if point else ''}: error {m.sd:.4f} (95 % {m.sd_low:.4f} to {m.sd_high:.4f}, {m.df} degrees "
         f"of freedom), seeds {m.sd_seed:.4f}, smallest detectable difference {m.detectable:.4f} (n = {m.n}, pooled error, "
         f"80 % power, 5 % level); against {m.reference}."
         for point, m in models.items()

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from eval.tuning import Point, TuneConfig, check, tuned, tuning_notes, wanted
+from eval.tuning import Point, TuneConfig, check, exchanged, tuned, tuning_notes, wanted
 
 VALUES = [[0.005, 0.01, 0.02, 0.04], [0.0015, 0.003, 0.006]]
 CFG = TuneConfig(["optim.muon_lr", "optim.lr"], VALUES, refine=["optim.muon_lr"])
@@ -53,6 +53,24 @@ def test_two_equal_arms_get_the_same_answer_and_diverged_points_are_never_chosen
 
     first, second = (tuned(CFG, search(CFG, loss)[0]) for _ in range(2))
     assert first == second and first.best["optim.muon_lr"] == 0.02
+
+
+def test_an_exchange_finds_what_the_own_search_of_an_arm_has_missed() -> None:
+    """An arm with two valleys: its search goes into the near, shallow one; another arm's best value lies in the deep one."""
+
+    def two_valleys(muon: float, lr: float) -> float:
+        return min(bowl(0.02, 0.003)(muon, lr), bowl(0.0025, 0.024)(muon, lr) - 1)
+
+    losses = {"deep": bowl(0.0025, 0.024), "two": two_valleys, "twin": bowl(0.0025, 0.024)}
+    found = {arm: search(CFG, loss)[0] for arm, loss in losses.items()}
+    assert tuned(CFG, found["two"]).best["optim.muon_lr"] == 0.02
+    more = exchanged(found)
+    assert [len(points) for points in more.values()] == [0, 1, 0]  # the others have tried the shallow valley's best
+    for arm, points in more.items():
+        found[arm] |= {point: losses[arm](*point) for point in points}
+    best = tuned(CFG, found["two"]).best
+    assert best == tuned(CFG, found["deep"]).best and best["optim.muon_lr"] < 0.005
+    assert "all other arms" in "\n".join(tuning_notes({"two": tuned(CFG, found["two"])}, exchange=True))
 
 
 def test_untuned_is_said() -> None:

@@ -1,5 +1,6 @@
 """Experiments and tiers: every one loads, its arms are what they claim to be; and what is refused before any training."""
 
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -82,11 +83,38 @@ def test_an_experiment_is_tuned_at_the_point_and_by_the_metric_that_it_names(sha
     noise, emergence = (studies[name].trials() for name in ("noise", "emergence"))
     assert {trial.config.data.mqar.distractors for trial in noise} == {0.8}
     assert {trial.config.model.context for trial in emergence} == {256}  # the last point of the grid
-    assert len(noise) == len(emergence) == 7 * 4 and {trial.config.steps for trial in emergence} == {850}
+    assert len(noise) == 4 * len(studies["noise"].cfg.arms) and len(emergence) == 4 * len(studies["emergence"].cfg.arms)
+    assert {trial.config.steps for trial in emergence} == {850}
     study, trial = studies["emergence"], emergence[0]
     read = {"train.loss_retrieval": 2.0, "train.val_loss": 3.0}
     trial.measured = lambda: SimpleNamespace(value=read.get)
     assert study._judged(trial) == 2.0
+
+
+def test_with_an_exchange_every_arm_tries_the_best_of_every_other(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The exchange begins when all searches are over, and ends the tuning when its own trials are over."""
+    study = Study(composed(shards, "experiment=noise", "seeds=1", f"runs={tmp_path}"), "noise")
+    likes = {"baseline-at80": 0.04, "diff-at80": 0.005}  # of Muon's rates; the other arms like 0.02
+    finished: set[str] = set()
+    monkeypatch.setattr(Run, "left", lambda run: [] if run.name in finished else [["train.py"]])
+
+    def judged(trial: Run) -> float:
+        return abs(math.log(trial.config.optim.muon_lr / likes.get(trial.arm, 0.02)))
+
+    monkeypatch.setattr(study, "_judged", judged)
+    monkeypatch.setattr(Run, "measured", lambda run: SimpleNamespace(value=lambda name: 1.0))
+    rounds = 0
+    while wanted := [trial for trial in study.trials() if trial.left()]:
+        rounds += 1
+        late = "gated-at80" if rounds == 1 else ""  # one arm is behind: it delays the exchange
+        finished |= {trial.name for trial in wanted if trial.arm != late}
+        assert not study.tuned() or not [trial for trial in study.trials() if trial.left()]
+    found = study.tuned()
+    assert rounds >= 5 and set(found) == set(study.cfg.arms)
+    tried = {arm: {point for point, _ in result.losses} for arm, result in found.items()}
+    assert all(tuple(result.best.values()) in points for result in found.values() for points in tried.values())
 
 
 @pytest.mark.parametrize("experiment", ("ablation_v1", "introspective"))
