@@ -97,7 +97,14 @@ def value_width_scale(right: Callable) -> Callable:
 
 
 def bottom_right_alignment(right: Callable) -> Callable:
-    def wrong(q: Tensor, keys: list[Tensor], values: list[Tensor], see: Tensor, dropout: float = 0.0) -> Tensor:
+    def wrong(
+        q: Tensor,
+        keys: list[Tensor],
+        values: list[Tensor],
+        see: Tensor,
+        dropout: float = 0.0,
+        bias: Tensor | None = None,
+    ) -> Tensor:
         T, n = q.shape[-2], len(keys)
         see = torch.ones(T, n * T, dtype=torch.bool).tril((n - 1) * T)[None, None]
         return reference.attend(q, torch.cat(keys, dim=-2), torch.cat(values, dim=-2), see, dropout)
@@ -106,7 +113,7 @@ def bottom_right_alignment(right: Callable) -> Callable:
 
 
 def nan_rows(right: Callable) -> Callable:
-    def wrong(q: Tensor, k: Tensor, see: Tensor) -> Tensor:
+    def wrong(q: Tensor, k: Tensor, see: Tensor, bias: Tensor | None = None) -> Tensor:
         return ((q @ k.mT) * q.shape[-1] ** -0.5).masked_fill(~see, float("-inf")).softmax(-1)
 
     return wrong
@@ -328,7 +335,7 @@ MUTANTS = (
            lambda right: lambda *given: tuple(table.bfloat16() for table in right(*given)),
            f"{MODULES}::test_rope_is_exact_in_half_precision"),
     Mutant("a module's own RoPE starts again at position 0", base, "rope_table",
-           lambda right: lambda T, width, theta, device, start: right(T, width, theta, device),
+           lambda right: lambda T, width, theta, device, start, scaling: right(T, width, theta, device, 0, scaling),
            f"{MODULES}::test_a_module_decodes_with_a_cache_under_any_mask[diff]"),
     Mutant("decoding starts again at position 0 (unilm, blog)", Decoder, "_rope",
            lambda right: lambda self, start, T: right(self, 0, T),
@@ -392,13 +399,18 @@ class Patched:
 
     def __init__(self, mutant: Mutant) -> None:
         self.mutant = mutant
+        self.misfit: TypeError | None = None  # such an error fails any test, and so shows nothing
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Any:
         owner = self.mutant.owner() if self.mutant.owner is triton_diff else self.mutant.owner
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(owner, self.mutant.name, self.mutant.wrong(getattr(owner, self.mutant.name)))
-            return (yield)
+            try:
+                return (yield)
+            except TypeError as error:
+                self.misfit = error
+                raise
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.label.split(" (")[0].replace(" ", "_"))
@@ -406,5 +418,7 @@ def test_a_mutant_is_caught(mutant: Mutant) -> None:
     if mutant.owner is triton_diff:
         triton_diff()
     alone = ("-x", "-q", "-o", "addopts=", "-p", "no:cacheprovider", "-p", "no:xdist")
-    status = pytest.main([*alone, mutant.caught_by], plugins=[Patched(mutant)])
+    patched = Patched(mutant)
+    status = pytest.main([*alone, mutant.caught_by], plugins=[patched])
+    assert patched.misfit is None, f"give the mutant the arguments of {mutant.name}: {patched.misfit}"
     assert status == pytest.ExitCode.TESTS_FAILED, f"not caught by {mutant.caught_by}: {status!r}"
