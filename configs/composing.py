@@ -1,5 +1,6 @@
 """Composes the configuration of one command inside of another command."""
 
+import re
 import threading
 from typing import Any
 
@@ -28,3 +29,10 @@ def merged(*parts: list[str]) -> list[str]:
         last.pop(key, None)
         last[key] = override
     return list(last.values())
+
+
+def quoted(override: str) -> str:
+    """The override, its value in quotes if the value has characters that Hydra accepts only in quotes."""
+    key, value = override.split("=", 1)
+    plain = re.fullmatch(r"[\w./:@%+-]*", value)
+    return override if plain else f"{key}='" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"

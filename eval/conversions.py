@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import yaml
 from omegaconf import MISSING
 
+from configs.composing import quoted
 from configs.files import write_atomic, write_json
 from configs.provenance import result_record
 from eval.report.tables import markdown
@@ -85,15 +86,16 @@ def write_experiment(
     write_json(folder / "conversions.json", result_record("conversions", folder.name, cfg, records))
     write_atomic(folder / "conversions.md", table.encode())
     where = f"text={cfg.text}" if cfg.text else f"shards={cfg.shards}" if cfg.shards else ""
+    on, result = (f"{quoted(where)} name=test", "perplexity_test") if where else ("", "perplexity")
     warmup = max(1, cfg.steps // 10)
     experiment = {
         "arms": arms,
         "common": [f"steps={cfg.steps}", f"optim.warmup={warmup}", "eval_every=0", f"device={cfg.device}", *cfg.train],
-        "evaluations": [f"perplexity tokens={cfg.tokens} device={cfg.device} {where}".strip()],
+        "evaluations": [f"perplexity tokens={cfg.tokens} device={cfg.device} {on}".strip()],
         "metrics": {
-            "valid": "perplexity.loss",
-            "AR-Hit": "perplexity.recall.hit.loss",
-            "Others": "perplexity.recall.other.loss",
+            "valid": f"{result}.loss",
+            "AR-Hit": f"{result}.recall.hit.loss",
+            "Others": f"{result}.recall.other.loss",
         },
     }
     text = EXPERIMENT + yaml.safe_dump(experiment, sort_keys=False, width=1000)

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from omegaconf import MISSING
 
-from configs.composing import merged
+from configs.composing import merged, quoted
 from eval.report.runs import Arm, SpikeConfig
 from eval.study import evaluation_command, result_file
 from eval.tuning import TuneConfig
@@ -106,7 +106,8 @@ def evaluation_commands(cfg: AblateConfig) -> list[list[str]]:
     """The commands that evaluate every run: `evaluations`, and perplexity on each of `texts`."""
     commands = [evaluation_command(text) for text in cfg.evaluations]
     for name, path in cfg.texts.items():
-        commands.append(evaluation_command(f"perplexity text={path} name={name} tokens={cfg.text_tokens}"))
+        text = quoted(f"text={path}")
+        commands.append(evaluation_command(f"perplexity {text} name={name} tokens={cfg.text_tokens}"))
     files = [result_file(name, overrides) for name, *overrides in commands]
     if len(set(files)) < len(files):
         raise ValueError("an evaluation is listed twice, and both would write the same file: list each one once")

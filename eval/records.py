@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from configs.files import json_text, read_json_lines, write_atomic
-from eval.report.runs import Run, SpikeConfig
+from eval.report.runs import Run, SpikeConfig, settings_of
 from training.run import DECIDES, TrainConfig, flatten
 
 LONGEST = 32  # a record leaves out longer lists of numbers
 POINTS = 64  # points of the training loss's curve
+APART = ("loss_text", "loss_retrieval")  # parts of the training loss, which only some runs log
 LOGGED = ("step", "tokens", "loss", "val_loss", "tokens_per_s", "time_s", "needle_acc")
 WHERE = ("data.dir", "data.path", "data.workers")  # where and how a machine reads the data: not part of what a run is
 
@@ -37,6 +38,7 @@ def record_of(run: Run) -> Record:
         "val": [logged(line) for line in run.val],
         "needle": [logged(line) for line in run.needle],
         "loss": run.last_tenth(),
+        **{key: value for key in APART if (value := run.last_tenth(key)) is not None},
         "spikes": run.spikes,
         "tokenizer": run.tokenizer,
         "diverged": run.diverged,
@@ -48,7 +50,7 @@ def run_of(record: Record, spike: SpikeConfig | None = None) -> Run:
     """The run that a record describes, without what the record leaves out."""
     same = {key: record[key] for key in AS_IN_A_RUN}
     config = nested({**flatten(asdict(TrainConfig())), **record["config"]})
-    counted = {"loss": record["loss"], "spikes": record["spikes"]}
+    counted = {key: record[key] for key in ("loss", "spikes", *APART) if key in record}
     return Run(Path(record["run"]), record["run"], config=config, spike=spike or SpikeConfig(), counted=counted, **same)
 
 
@@ -60,11 +62,8 @@ def logged(line: dict[str, Any]) -> dict[str, Any]:
 
 def shortened_evaluation(content: dict[str, Any]) -> dict[str, Any]:
     """An evaluation's JSON without its run's configuration, its paths and its long lists."""
-    config = {key: value for key, value in content["config"].items() if key != "run" and value is not None}
-    if "text" in config:
-        config["text"] = Path(config["text"]).name
     kept = {key: content[key] for key in ("eval", "step", "version") if key in content}
-    return {**kept, "config": config, "results": shortened(content["results"])}
+    return {**kept, "config": settings_of(content), "results": shortened(content["results"])}
 
 
 def shortened(results: Any) -> Any:

@@ -19,6 +19,7 @@ from configs.composing import compose_job
 from configs.files import write_json
 from data.shards import open_split
 from data.stream import is_task, open_tokenizer
+from eval.perplexity import PerplexityConfig, result_name
 from eval.records import Record, record_of, run_of, write_records
 from eval.report.runs import DIVERGED, SpikeConfig, read_run
 from eval.report.runs import Run as Measured
@@ -128,8 +129,8 @@ def training_flops(cfg: TrainConfig, per_token: int) -> float:
 
 
 def evaluation_command(text: str) -> list[str]:
-    """ "needle samples=20" -> ["needle", "samples=20"], checked."""
-    name, *overrides = text.split()
+    """ "needle samples=20" -> ["needle", "samples=20"], checked. A value in single quotes may have spaces."""
+    name, *overrides = re.findall(r"(?:'(?:\\.|[^'\\])*'|\S)+", text)
     known = sorted(p.stem for p in (ROOT / "eval").glob("*.py") if f"python -m eval.{p.stem} run=" in p.read_text())
     if name not in known:
         raise ValueError(f"evaluations has '{name}', but there is no such evaluation: use {', '.join(known)}")
@@ -143,9 +144,11 @@ def evaluation_command(text: str) -> list[str]:
 
 def result_file(name: str, overrides: Sequence[str]) -> str:
     """The name, without .json, of the file that an evaluation writes into a run's eval/."""
-    given = dict(override.split("=", 1) for override in overrides if "=" in override)
-    other = given.get("name") or (given.get("style") if name == "needle" else None)
-    return f"{name}_{other}" if other else name
+    config = evaluation_config(name, tuple(overrides))
+    if name == "perplexity":
+        return result_name(PerplexityConfig(**config))
+    style = config.get("style", "magic")
+    return name if style == "magic" else f"{name}_{style}"
 
 
 @functools.cache

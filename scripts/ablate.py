@@ -61,8 +61,8 @@ def main(cfg: AblateConfig) -> None:
         return
     task = list(hydra.overrides.task)
     study.print_costs()
-    while cfg.run and (trials := [trial for trial in study.trials() if trial.left()]):
-        study.carry_out([[trial] for trial in trials], f"{name}, tuning", len(trials), task)
+    if cfg.run:
+        study.find_rates(f"{name}, tuning", task)
     runs = study.runs()
     study.keep([*study.trials(), *runs])
     left = study.describe(runs)
@@ -183,8 +183,21 @@ class Study:
         more = merged(self.cfg.tune.train, rates)
         return self._run(arm, seed, f"tune-{arm.arm}-{short}-s{seed}", more, [])
 
+    def find_rates(self, title: str, task: list[str]) -> None:
+        """Carry out the trials, round after round, until every search is over."""
+        while trials := [trial for trial in self.trials() if trial.left()]:
+            self.carry_out([[trial] for trial in trials], title, len(trials), task)
+            if failed := [
+                trial for trial in trials if trial.left()
+            ]:  # of a launcher, whose jobs only print their errors
+                raise ValueError(f"{len(failed)} of {len(trials)} trials are not finished, {failed[0].reason()}")
+
     def _judged(self, trial: Run) -> float:
+        """The number that judges a finished trial; infinity if the trial diverged."""
         found = trial.measured().value(self.cfg.tune.metric)
+        if found is None and not trial.diverged:
+            wrong = f"{trial.folder} has no {self.cfg.tune.metric}, which judges the trials"
+            raise ValueError(f"{wrong}: repeat the trial, with records=none if only its record is left")
         return float("inf") if found is None else found
 
     def tuned(self) -> dict[str, Tuned]:
@@ -275,7 +288,9 @@ class Study:
     def carry_out(self, chains: list[list[Run]], title: str, total: int, task: list[str]) -> None:
         """Start the runs on this machine or with a launcher."""
         if self.cfg.launcher.plugin:
-            run_by_launcher(self.cfg, self.folder, [run for chain in chains for run in chain], task)
+            first, later = [chain[0] for chain in chains], [run for chain in chains for run in chain[1:]]
+            for wave in filter(None, (first, later)):  # shorter runs branch off the first run of their chain
+                run_by_launcher(self.cfg, self.folder, wave, task)
         else:
             run_jobs(chains, self.cfg.jobs, title, total)
 

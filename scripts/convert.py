@@ -20,7 +20,6 @@ the results on as an ablation (scripts/ablate.py): `steps` steps, `seeds` times 
 """
 
 import math
-import re
 import shlex
 import subprocess
 import sys
@@ -39,7 +38,7 @@ sys.path.insert(0, str(ROOT))
 
 import train  # noqa: E402, F401  # registers its schema
 from configs import CONFIG_DIR, command  # noqa: E402
-from configs.composing import compose_job  # noqa: E402
+from configs.composing import compose_job, quoted  # noqa: E402
 from configs.files import json_text, whole_folder, write_atomic, write_json  # noqa: E402
 from configs.provenance import machine, version  # noqa: E402
 from data.tokenizer import read_tokenizer  # noqa: E402
@@ -54,6 +53,7 @@ from model.interop.folder import local_folder  # noqa: E402
 from model.interop.huggingface import read_folder  # noqa: E402
 from training import checkpoint  # noqa: E402
 from training.checkpoint import LoadedRun, load_run  # noqa: E402
+from training.jobs import environment  # noqa: E402
 from training.run import TrainConfig, facts, flatten  # noqa: E402
 
 LONGEST = 1024  # tokens per window of text
@@ -103,7 +103,8 @@ def compare(cfg: ConvertConfig, source: LoadedRun, windows: np.ndarray) -> None:
 
     arguments = write_experiment(cfg, source, convert_to, overrides_of)
     print("train on   python scripts/ablate.py " + shlex.join(arguments), flush=True)
-    sys.exit(subprocess.run([sys.executable, str(ROOT / "scripts" / "ablate.py"), *arguments]).returncode)
+    ablate = [sys.executable, str(ROOT / "scripts" / "ablate.py"), *arguments]
+    sys.exit(subprocess.run(ablate, env=environment(0, 1, [])).returncode)
 
 
 def check(cfg: ConvertConfig) -> None:
@@ -330,13 +331,6 @@ def overrides(values: dict[str, Any]) -> list[str]:
     words = {True: "true", False: "false", None: "null"}
     texts = {k: words[v] if v is None or isinstance(v, bool) else str(v) for k, v in values.items()}
     return [quoted(f"{key}={text}") for key, text in texts.items()]
-
-
-def quoted(override: str) -> str:
-    """The override, its value in quotes if the value has characters that Hydra accepts only in quotes."""
-    key, value = override.split("=", 1)
-    plain = re.fullmatch(r"[\w./:@%+-]*", value)
-    return override if plain else f"{key}='" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 def train_config(overrides: list[str]) -> TrainConfig:

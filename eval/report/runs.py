@@ -92,20 +92,15 @@ class Run:
     def value(self, path: str) -> float | None:
         """The number at EVALUATION.KEY.KEY, as `perplexity.recall.hit.loss`, or of training at `train.NAME`.
 
-        In a list of rows a key chooses the row whose first value equals it, as `quantization.bits.4.loss_change`. NAME is
-        loss (mean of the last tenth), loss_text or loss_retrieval (where logged), val_loss, spikes, seconds, tokens, or
-        tokens_to_0.5 (tokens until a needle accuracy of 0.5). None if the number was not measured, is not finite, or
-        has no meaning because the run diverged.
+        A key may have dots, as a depth 0.5. In a list of rows a key chooses the row whose first value equals it, as
+        `quantization.bits.4.loss_change`. NAME is loss (mean of the last tenth), loss_text or loss_retrieval (where
+        logged), val_loss, spikes, seconds, tokens, or tokens_to_0.5 (tokens until a needle accuracy of 0.5). None if the
+        number was not measured, is not finite, or has no meaning because the run diverged.
         """
-        evaluation, *keys = path.split(".")
+        evaluation, _, keys = path.partition(".")
         if evaluation == "train":
-            return self._of_training(".".join(keys))
-        found: Any = None if self.diverged else self.results(evaluation)
-        for key in keys:
-            if isinstance(found, list):
-                found = next((row for row in found if str(next(iter(row.values()), None)) == key), None)
-            else:
-                found = found.get(key) if isinstance(found, dict) else None
+            return self._of_training(keys)
+        found = None if self.diverged else _found(self.results(evaluation), keys)
         return float(found) if isinstance(found, (int, float)) and math.isfinite(found) else None
 
     def _of_training(self, name: str) -> float | None:
@@ -134,13 +129,13 @@ def read_run(folder: Path, spike: SpikeConfig | None = None) -> Run:
     lines, failure = list(read_json_lines(folder / "metrics.jsonl")), read_json(folder / DIVERGED)
     if not failure and not any("loss" in line for line in lines):
         raise ValueError(f"{folder} has no training metrics: train the run first, or continue it with resume=true")
-    others = sorted(path.stem for path in (folder / "eval").glob("*.json") if path.stem not in EVALUATIONS)
-    evals = {name: read_json(folder / "eval" / f"{name}.json") for name in (*EVALUATIONS, *others)}
+    files = {path.stem: path for path in sorted((folder / "eval").glob("*.json"))}
+    evals = {name: read_json(files[name]) for name in dict.fromkeys((*EVALUATIONS, *files)) if name in files}
     for name, content in evals.items():
         keys = {"needle": ("cells",), "attention_noise": ("signed", "absolute")}.get(name, ())
-        results = content.get("results") if content is not None else {}
-        if content is not None and not (isinstance(results, dict) and all(key in results for key in keys)):
-            raise ValueError(f"{folder / 'eval' / name}.json has no results: delete it and repeat the evaluation")
+        results = content.get("results")
+        if not (isinstance(results, dict) and all(key in results for key in keys)):
+            raise ValueError(f"{files[name]} has no results: delete it and repeat the evaluation")
     return Run(
         folder=folder,
         label=run_name(folder),
@@ -149,7 +144,7 @@ def read_run(folder: Path, spike: SpikeConfig | None = None) -> Run:
         facts=lines[0] if lines else {},
         train=[line for line in lines if "loss" in line],
         val=[line for line in lines if "val_loss" in line],
-        evals={name: content for name, content in evals.items() if content},
+        evals=evals,
         monitor=[line for line in lines if "monitor_s" in line],
         needle=[line for line in lines if "needle_acc" in line],
         tokenizer=(read_json(folder / "tokenizer.json") or {}).get("fingerprint", "none"),
@@ -163,6 +158,17 @@ def read_json(path: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     return read_json_object(path, "delete it and repeat the evaluation")
+
+
+def _found(tree: Any, path: str) -> Any:
+    """The value at KEY.KEY in nested dictionaries and lists of rows; None if there is none. A key may have dots."""
+    if isinstance(tree, list):
+        rows = [row for row in tree if isinstance(row, dict) and row]
+        tree = {str(next(iter(row.values()))): row for row in reversed(rows)}  # of equal keys, the first row
+    if not isinstance(tree, dict):
+        return None
+    below = (_found(tree[key], path.removeprefix(f"{key}.")) for key in tree if path.startswith(f"{key}."))
+    return tree[path] if path in tree else next((value for value in below if value is not None), None)
 
 
 def read_runs(folders: list[str]) -> list[Run]:
@@ -213,15 +219,22 @@ def refuse_other_settings(runs: list[Run], name: str) -> None:
 
 def _measured(name: str, run: Run) -> Any:
     """The settings and text of an evaluation, as a value that is equal for results that can be compared."""
-    results, settings = run.results(name), run.evals[name].get("config", {})
+    results, settings = run.results(name), settings_of(run.evals[name])
     if name == "perplexity":
         return results.get("sha256", "")
     if name not in EVALUATIONS:
-        return {key: value for key, value in settings.items() if key not in ("run", "device", "batch")}
+        same = {key: value for key, value in settings.items() if key not in ("device", "batch")}
+        return same, results.get("sha256")
     given = {key: settings.get(key) for key in ("seed", "text", "shards", "samples", "style")}
     if name == "attention_noise":
         return given, results.get("length"), list(results["signed"]["depths"])
     return given, [[cell[key] for key in ("length", "depth", "needles", "asked")] for cell in results["cells"]]
+
+
+def settings_of(evaluation: dict[str, Any]) -> dict[str, Any]:
+    """The settings in an evaluation's JSON that were given, the same on every machine: of a path, only its last part."""
+    given = {key: value for key, value in evaluation.get("config", {}).items() if key != "run" and value is not None}
+    return given | {key: Path(given[key]).name for key in ("text", "shards") if key in given}
 
 
 def evaluations(runs: list[Run]) -> list[str]:
@@ -303,8 +316,9 @@ def arms_of(runs: list[Run]) -> list[Arm]:
     for arm in arms:
         if arm.several and not any(other.variant == arm.variant for other in arms if other is not arm):
             arm.name = arm.variant
+    names = [arm.name for arm in arms]
     for i, arm in enumerate(arms):
-        if earlier := sum(other.name == arm.name for other in arms[:i]):
+        if earlier := names[:i].count(arm.name):
             arm.name += f" ({earlier + 1})"
     for arm in arms:
         arm.arm, arm.reference = arm.name, None if arm is arms[0] else arms[0].name
@@ -333,7 +347,9 @@ def _kind(run: Run) -> str:
     config = {key: run.config.get(key) for key in ("model", "optim", "steps", "batch_tokens", "data")}
     for part, keys in {"model": ("backend",), "data": ("dir", "workers", "shard_tokens")}.items():
         config[part] = {key: value for key, value in config[part].items() if key not in keys}
-    config["init_from"] = re.sub(r"s(eed)?=?\d+", "", run.config.get("init_from") or "")  # one run per seed
+    config["init_from"] = re.sub(
+        r"(?<![A-Za-z])s(eed)?=?\d+", "", run.config.get("init_from") or ""
+    )  # one run per seed
     return json.dumps(_without_null(config), sort_keys=True, default=str)
 
 

@@ -18,6 +18,7 @@ from eval.experiment import AblateConfig
 from eval.study import Run
 from eval.tuning import TuneConfig
 from model.decoder import Decoder
+from scripts import ablate
 from scripts.ablate import Study
 from tests.scripts.conftest import quoted
 from training.jobs import environment
@@ -127,6 +128,24 @@ def test_a_study_of_the_validation_text_is_tuned_with_a_text_to_test_on(
     assert study.trials() and next(iter(study.cfg.metrics)) == "test"
     with pytest.raises(ValueError, match="measure=test texts.test=FILE"):
         Study(composed(shards, *asked), "study")
+
+
+def test_a_launcher_starts_trunks_before_branches_and_its_failed_trials_end_the_study(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr(
+        ablate, "run_by_launcher", lambda cfg, folder, runs, task: started.append([r.name for r in runs])
+    )
+    cfg = composed(shards, "experiment=main", "seeds=1", f"runs={tmp_path}", "launcher=joblib")
+    cfg.arms, cfg.fewer_seeds, cfg.tune = {name: cfg.arms[name] for name in ("baseline", "gated")}, {}, TuneConfig()
+    study = Study(cfg, "study")
+    study.carry_out(study.describe(study.runs()), "study", 6, [])
+    trunks, branches = started
+    assert len(trunks) == 2 and len(branches) == 4
+    cfg = composed(shards, "experiment=noise", "seeds=1", f"runs={tmp_path}", "launcher=joblib")
+    with pytest.raises(ValueError, match=r"trials are not finished, .*: the run has not begun"):
+        Study(cfg, "noise").find_rates("noise", [])
 
 
 def test_a_card_is_told_what_every_run_costs(shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 
+from configs import composing
 from data.config import TokenizerConfig
 from data.tokenizer import build_tokenizer, load_tokenizer
 from data.tokenizer_export import export_tokenizer
@@ -38,7 +39,7 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Call
     """call("source=...") -> what the command printed; the error line where it was refused."""
 
     def type_in(*arguments: str) -> str:
-        quoted = [a if a.endswith("]") else convert.quoted(a) for a in arguments]
+        quoted = [a if a.endswith("]") else composing.quoted(a) for a in arguments]
         monkeypatch.setattr(sys, "argv", ["convert.py", "device=cpu", *quoted])
         try:
             convert.main()
@@ -150,7 +151,9 @@ def test_without_its_text_a_run_is_compared_on_random_tokens(source: Path, tmp_p
 def test_compare_is_an_ablation_of_conversions(source: Path, tmp_path: Path) -> None:
     folder = tmp_path / "c"
     arguments = ["scripts/convert.py", "device=cpu", f"source='{source}'", f"run_dir={folder}", "what=compare"]
-    arguments += ["tokens=640", "steps=6", "arms=[baseline,split]", 'train=["optim.lr=3e-3"]']
+    text = tmp_path / "other text.txt"
+    text.write_text("The rain had stopped, and the river was brown. " * 60)
+    arguments += [f"text='{text}'", "tokens=640", "steps=6", "arms=[baseline,split]", 'train=["optim.lr=3e-3"]']
     done = run_command(*arguments)
     assert done.returncode == 0, done.stderr
     at_once = (folder / "conversions.md").read_text()

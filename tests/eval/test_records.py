@@ -1,0 +1,64 @@
+"""Records of runs: they compare with the runs that they were made of, and with runs whose folders are there."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from eval.records import record_of, run_of
+from eval.report.runs import read_run, refuse_other_settings
+from eval.study import evaluation_command, result_file
+
+
+def evaluated(folder: Path, name: str, results: dict, **settings: object) -> None:
+    content = {"eval": "x", "config": {"run": str(folder), "text": None, **settings}, "results": results}
+    path = folder / "eval" / f"{name}.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(content))
+
+
+def test_recorded_runs_and_runs_with_folders_are_compared(make_run: Callable[..., Path]) -> None:
+    """A record has neither settings that are null nor the folder of a text; another text of the same name is refused."""
+    older, newer = make_run("a-s1"), make_run("a-s2", seed=2)
+    for folder, books in ((older, "/there/books.txt"), (newer, "/here/books.txt")):
+        evaluated(folder, "mqar", {"shares": []}, samples=4, shards=None)
+        evaluated(folder, "perplexity_books", {"loss": 4.0, "sha256": "f00"}, text=books)
+    runs = [run_of(record_of(read_run(older))), read_run(newer)]
+    for name in ("mqar", "perplexity_books"):
+        refuse_other_settings(runs, name)
+    evaluated(newer, "mqar", {"shares": []}, samples=5)
+    evaluated(newer, "perplexity_books", {"loss": 4.0, "sha256": "bad"}, text="/here/books.txt")
+    for name in ("mqar", "perplexity_books"):
+        with pytest.raises(ValueError, match="different text or settings"):
+            refuse_other_settings([runs[0], read_run(newer)], name)
+
+
+def test_a_record_has_every_number_that_may_judge_a_trial(make_run: Callable[..., Path]) -> None:
+    folder = make_run("a-s1")
+    path = folder / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    apart = {"loss_text": 4.0, "loss_retrieval": 2.0}
+    path.write_text("".join(json.dumps(line | apart if "loss" in line else line) + "\n" for line in lines))
+    run = read_run(folder)
+    record = run_of(json.loads(json.dumps(record_of(run))))
+    for name in ("loss", "loss_text", "loss_retrieval", "val_loss", "spikes", "seconds", "tokens"):
+        assert record.value(f"train.{name}") == run.value(f"train.{name}") is not None
+    assert "loss_text" not in record_of(read_run(make_run("b-s1")))
+
+
+@pytest.mark.parametrize(
+    ("text", "file"),
+    (
+        ("perplexity", "perplexity"),
+        ("perplexity text=corpus/README.md tokens=4096", "perplexity_README"),
+        ("perplexity shards=shards/books", "perplexity_books"),
+        ("perplexity text='My Books, 2/test.txt' name=other", "perplexity_other"),
+        ("needle style=magic", "needle"),
+        ("needle style=passkey", "needle_passkey"),
+        ("quantization", "quantization"),
+    ),
+)
+def test_the_file_of_an_evaluation_is_known_before_it_runs(text: str, file: str) -> None:
+    name, *overrides = evaluation_command(text)
+    assert result_file(name, overrides) == file
