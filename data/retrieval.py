@@ -47,9 +47,33 @@ def draw_number(rng: np.random.Generator, split: str, digits: int) -> int:
     """A number of `digits` digits from the split's own set; the two sets are disjoint."""
     while True:
         number = int(rng.integers(10 ** (digits - 1), 10**digits))
-        scrambled = number * 2654435761 % 2**32 >> 16  # Knuth's multiplicative hash: no single digit tells the split
-        if (scrambled % EVAL_EVERY == 0) == (split == "eval"):
+        if _in_split(number, split):
             return number
+
+
+def draw_numbers(rng: np.random.Generator, split: str, digits: int, count: int) -> list[int]:
+    """`count` different numbers as of `draw_number`. ValueError where the split has fewer."""
+    numbers = range(10 ** (digits - 1), 10**digits)
+    if count > numbers.start and count > sum(_in_split(number, split) for number in numbers):
+        wrong = f"there are too few numbers of {digits} digits for {count} needles"
+        raise ValueError(f"{wrong}: use fewer needles, or use more digits in training (data.retrieval.digits)")
+    drawn: list[int] = []
+    while len(drawn) < count:
+        number = draw_number(rng, split, digits)
+        drawn += [number] if number not in drawn else []
+    return drawn
+
+
+def _in_split(number: int, split: str) -> bool:
+    scrambled = number * 2654435761 % 2**32 >> 16  # Knuth's multiplicative hash: no single digit tells the split
+    return (scrambled % EVAL_EVERY == 0) == (split == "eval")
+
+
+def spell(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[int]]:
+    """The tokens of " text" in two parts: tokens of the space alone (most tokenizers make none), and all others."""
+    tokens = tokenizer.encode(f" {text}")
+    first = next(i for i, token in enumerate(tokens) if tokenizer.token_bytes(token).strip())
+    return tokens[:first], tokens[first:]
 
 
 @dataclass(frozen=True)
@@ -75,22 +99,14 @@ class Facts:
         """`count` facts about different cities, with different numbers, so that ranks of the candidates cannot tie."""
         if count > len(self.keys):
             raise ValueError(f"{count} needles asked, but there are {len(self.keys)} cities: use at most that many")
-        if count > 10 ** (self.digits - 1):  # about a fifth of the numbers are kept for evaluation
-            raise ValueError(f"there are too few numbers of {self.digits} digits for {count} needles: use more digits")
         chosen = rng.choice(len(self.keys), count, replace=False)
-        numbers: list[int] = []
-        while len(numbers) < count:
-            number = draw_number(rng, self.split, self.digits)
-            numbers += [number] if number not in numbers else []
+        numbers = draw_numbers(rng, self.split, self.digits, count)
         return [self._fact(self.keys[i], number) for i, number in zip(chosen, numbers, strict=True)]
 
     def _fact(self, key: list[int], number: int) -> Fact:
-        value = self.tokenizer.encode(f" {number}.")
-        # Some tokenizers give the space a token of its own: this token belongs to the question, so it ends the prompt.
-        digit = next(
-            i for i, token in enumerate(value) if any(c in b"0123456789" for c in self.tokenizer.token_bytes(token))
-        )
-        return Fact(key + value[:digit], value[digit:])
+        # A space that is a token of its own belongs to the question, so it ends the prompt.
+        space, value = spell(self.tokenizer, f"{number}.")
+        return Fact(key + space, value)
 
 
 class RetrievalSource:

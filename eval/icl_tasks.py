@@ -12,7 +12,7 @@ from typing import Annotated
 
 import numpy as np
 
-from data.retrieval import draw_number
+from data.retrieval import draw_numbers
 from eval.common import EvalConfig
 
 ARRANGEMENTS = ("random", "alternating", "grouped")
@@ -229,10 +229,7 @@ def draw_episode(task: Task, cfg: IclConfig, number: int, shots: int, digits: in
 
 def _synthetic(rng: np.random.Generator, cfg: IclConfig, shots: int, digits: int) -> Episode:
     """Every word is shown once before a word is shown again. Every word is asked for once."""
-    numbers: list[str] = []
-    while len(numbers) < cfg.classes:
-        number = str(draw_number(rng, "eval", digits))
-        numbers += [number] if number not in numbers else []
+    numbers = [str(number) for number in draw_numbers(rng, "eval", digits, cfg.classes)]
     kinds = rng.permutation(len(WORDS))[: cfg.classes]
     chosen = [rng.permutation(list(WORDS.values())[kind].split())[: cfg.words].tolist() for kind in kinds]
     examples = [Example(word, number) for words, number in zip(chosen, numbers, strict=True) for word in words]

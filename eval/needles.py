@@ -12,7 +12,7 @@ from typing import Annotated
 
 import numpy as np
 
-from data.retrieval import Fact, cities, draw_number, hide, sentence_ends
+from data.retrieval import Fact, cities, draw_numbers, hide, sentence_ends, spell
 from data.tokenizer import Tokenizer
 from eval.common import EvalConfig
 from eval.needle_styles import LWM_CITIES, NOISE, STYLES, WORDS, NeedleStyle
@@ -178,10 +178,8 @@ def _draw(
 ) -> list[_Needle]:
     """`count` facts with different values and different keys (with one shared key where the wording has `one_key`)."""
     names = _names(rng, wording.keys, 1 if wording.one_key else count)
-    values: list[str] = []
-    while len(values) < count:
-        value = str(draw_number(rng, "eval", digits)) if digits else _uuid(rng)
-        values += [value] if value not in values else []
+    drawn = draw_numbers(rng, "eval", digits, count) if digits else [_uuid(rng) for _ in range(count)]
+    values = [str(value) for value in drawn]
     names = names * count if wording.one_key else names
     return [_needle(wording, tokenizer, name, value) for name, value in zip(names, values, strict=True)]
 
@@ -207,18 +205,11 @@ def _listed(names: Sequence[str]) -> str:
 def _needle(wording: NeedleStyle, tokenizer: Tokenizer, name: str, value: str) -> _Needle:
     head, tail = wording.fact.replace("{key}", name).split(" {value}", 1)
     stop, rest = tail[0], tail[1:].replace("{value}", value)
-    lead, spelled = _spell(tokenizer, value + stop)
-    answer = _spell(tokenizer, value)[1] if wording.string else spelled
+    lead, spelled = spell(tokenizer, value + stop)
+    answer = spell(tokenizer, value)[1] if wording.string else spelled
     return _Needle(
         [*_encode(tokenizer, head), *lead], spelled, list(_encode(tokenizer, rest)), name, value, head, answer
     )
-
-
-def _spell(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[int]]:
-    """The tokens of " text" in two parts: tokens of the space alone (most tokenizers make none), and all others."""
-    tokens = tokenizer.encode(f" {text}")
-    first = next(i for i, token in enumerate(tokens) if tokenizer.token_bytes(token).strip())
-    return tokens[:first], tokens[first:]
 
 
 @lru_cache(maxsize=10_000)

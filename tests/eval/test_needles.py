@@ -110,6 +110,9 @@ def test_what_does_not_fit_is_refused(tokenizer: Tokenizer) -> None:
         needle_queries(rng, hay, tokenizer, 40, 0.5, needles=8)
     with pytest.raises(ValueError, match="use at most"):
         needle_queries(rng, hay, tokenizer, 4000, 0.5, needles=500)
+    with pytest.raises(ValueError, match="use more digits"):  # the evaluation's numbers of two digits are 19
+        needle_queries(rng, hay, tokenizer, 4000, 0.5, needles=20, digits=2)
+    assert needle_queries(rng, np.tile(hay, 5), tokenizer, 2000, 0.5, needles=19, digits=2)
     with pytest.raises(ValueError, match="longer haystack"):
         needle_queries(rng, hay[:50], tokenizer, LENGTH, 0.5)
     for style in STYLES.keys() - {"magic"}:
