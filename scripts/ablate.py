@@ -1,6 +1,6 @@
 """Train, evaluate and compare the arms of an experiment over seeds. A repeated command continues an interrupted one.
 
-    python scripts/ablate.py experiment=main seeds=3 [tune=rates] [tier=gpu] [jobs=2] [launcher=slurm]
+    python scripts/ablate.py experiment=ablation_v1 seeds=3 [tune=rates] [tier=gpu] [jobs=2] [launcher=slurm]
         ['train=["steps=300"]']
 
 experiment: a file of configs/ablations/experiment/. seeds: a number N, for the seeds 1 to N, or a list. tune=rates
