@@ -119,8 +119,8 @@ def test_every_written_command_is_one_that_the_code_takes(document: str, line: s
 
 
 def test_every_test_named_in_the_feature_matrix_exists() -> None:
-    named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", DOCUMENTS["docs/METHODS.md"])
+    named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", DOCUMENTS["docs/ORIGINS.md"])
     assert len(named) > 20
     for file, test in named:
         (path,) = (ROOT / "tests").rglob(file)
-        assert f"def {test}(" in path.read_text(), f"docs/METHODS.md names {file}::{test}"
+        assert f"def {test}(" in path.read_text(), f"docs/ORIGINS.md names {file}::{test}"
