@@ -327,7 +327,7 @@ MUTANTS = (
            lambda right: lambda x, q: x if x.shape[1] in (1, q.shape[1]) else x.repeat(1, q.shape[1] // x.shape[1], 1, 1),
            f"{MODULES}::test_a_mask_of_any_shape_is_the_formulas[diff_v2-auto]"),
     Mutant("cached queries take the first rows of an added bias", mask, "_rows",
-           lambda right: lambda x, positions, S: right(x, positions, x.shape[-2]),
+           lambda right: lambda x, positions, S: right(x, positions + S - x.shape[-2], S),
            f"{MODULES}::test_a_module_decodes_with_a_cache_under_any_mask[diff]"),
     Mutant("ALiBi favours what is far", base, "alibi_slopes", lambda right: lambda heads: tuple(-s for s in right(heads)),
            f"{MODULES}::test_alibi_is_the_formula[diff-math]"),

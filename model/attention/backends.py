@@ -75,13 +75,15 @@ def _chosen(backend: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: 
     if probe.logits_visitor is not None:
         return "math"
     on_cpu = q.device.type == "cpu"
-    if backend not in ("auto", "sdpa") and not (backend == "blocked" and not on_cpu):
+    if backend not in ("auto", "sdpa", "blocked") or (backend == "blocked" and on_cpu):
         return backend
     if dropout or (
         backend == "sdpa" and on_cpu
-    ):  # with dropout, each half of the values and each block would drop other weights
+    ):  # with dropout, halves of the values and blocks would drop other weights
         return "one_call"
-    seen = mask if backend == "auto" else EVERYTHING
+    seen = (
+        mask if backend == "auto" else EVERYTHING
+    )  # so that a named sdpa never becomes flex, which some masks ask for
     where = None if on_cpu else card()
     return choose(where, q.dtype, q.shape[-1], v.shape[-1], seen, q.shape[-2], k.shape[-2], maps)
 
@@ -139,10 +141,12 @@ def attend_diff(
         probe.active.record(first - _lambda_rows(lam, k.shape[-2]) * second)
         probe.active.record_pair(first, second)
     if backend == "fused":
-        from .kernels.diff import attend_diff as fused
-
         if mask.free:
             _refuse_free_masks(backend)
+        if k.shape[-2] < T:
+            raise ValueError("backend=fused needs at least as many keys as queries: use model.backend=sdpa")
+        from .kernels.diff import attend_diff as fused
+
         return fused(q, k, v, lam, mask)
     if backend == "flex":
         first, second = (_flex(q[:, :, c], k[:, :, c % k.shape[2]], v, mask) for c in (0, 1))

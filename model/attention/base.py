@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..cache import LayerCache
 from ..layers import LayerNorm, RMSNorm, initialize
 from ..rotary import Rope, RopeScaling, rope_table, rotate
+from . import probe
 from .backends import BACKENDS, attend, check_backend
 from .mask import CAUSAL, EVERYTHING, Mask, alibi_slopes
 
@@ -196,7 +197,7 @@ class Attention(nn.Module):
         Mask, or a tensor broadcastable to (B, H, T, S), bool (True is seen) or numbers added to the scores; None: the causal
         mask, or with a context no mask. cache: earlier keys and values; x then has the last T of S positions. carry: tensors
         from earlier layers of this pass. context (B, S, D): the source of keys and values in place of x (cross attention), at
-        positions from 0 on.
+        positions from 0 on. A probe refuses it.
         """
         source, mask = x if context is None else context, self._mask(mask, context, cache)
         ropes = self._ropes(x, source, rope, cache)
@@ -247,6 +248,10 @@ class Attention(nn.Module):
             return mask if self.slopes is None else replace(mask, slopes=self.slopes)
         if cache is not None or self.slopes is not None:
             raise ValueError("attention to a context has no cache and no ALiBi: leave out cache=, use position='none'")
+        if probe.active is not None:
+            raise ValueError(
+                "a probe reads queries by their positions among the keys: leave out context= while probing"
+            )
         if mask.causal or mask.window is not None or mask.documents is not None:
             raise ValueError("a context has no order and no documents: use mask=Mask(causal=False, keys=...)")
         return mask

@@ -15,7 +15,7 @@ class BaselineConfig:
     head_norm: norm over each head's output, an RMSNorm with a weight (affine) or without (plain), a layernorm, or none.
     With a norm it is a control for `diff`, whose heads have one. In Python also a factory: head_norm=lambda width:
     module. qk_norm: an RMSNorm of queries and keys before RoPE, over each head (Qwen3) or over all heads together (OLMo
-    2, arXiv 2501.00656, section 3.3).
+    2, arXiv 2501.00656, section 3.3); or a factory's norm over each head.
     """
 
     head_norm: str = "none"  # none | affine | plain | layernorm
@@ -39,6 +39,8 @@ class BaselineAttention(Attention):
     def make_qk_norm(self, heads: int, eps: float) -> nn.Module:
         """A norm for the queries or keys of `heads` heads."""
         kind = self.options.qk_norm
+        if callable(kind):
+            return kind(self.width)
         return nn.Identity() if kind == "none" else RMSNorm(self.width * (heads if kind == "all" else 1), eps)
 
     def before(self, q: Tensor, k: Tensor, v: Tensor, carry: Carry) -> tuple[Tensor, Tensor, Tensor]:

@@ -64,6 +64,15 @@ class DiffAttention(Attention):
     def head_shape(self, cfg: AttentionConfig) -> Heads:
         if self.options.lambda_warmup < 0:
             raise ValueError(f"model.diff.lambda_warmup={self.options.lambda_warmup} is negative: use 0 for no warm-up")
+        if self.options.lambda_init is not None and not self.options.lambda_init < 1:
+            wrong = f"heads are scaled by 1 - lambda_init, and model.diff.lambda_init={self.options.lambda_init} is not below 1"
+            raise ValueError(f"{wrong}: use model.diff.lambda_init=0.8")
+        for name in ("qk_norm", "scale_norm"):
+            if not isinstance(getattr(self.options, name), bool):
+                wrong = (
+                    f"model.diff.{name}={getattr(self.options, name)} is no switch, and only head_norm takes a factory"
+                )
+                raise ValueError(f"{wrong}: use true or false")
         pairs = 2 if self.options.heads == "half" else 1  # baseline heads that make one differential head
         for name, count in (("n_head", cfg.n_head), ("n_kv_head", cfg.n_kv_head)):
             if count % pairs:

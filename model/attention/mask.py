@@ -121,8 +121,8 @@ class Mask:
 
 
 def _rows(x: Tensor, positions: Tensor, S: int) -> Tensor:
-    """Rows of x, broadcastable to (B, H, T, S), that belong to the queries at `positions` (R,) or (B, R): 4 dimensions."""
-    x = x[(None,) * (4 - x.dim())]
+    """Rows (1 or B, 1 or H, 1 or R, S) of x, broadcastable to (B, H, T, S), for the queries at `positions` (R,) or (B, R)."""
+    x = x[(None,) * (4 - x.dim())].expand(-1, -1, -1, S)
     T = x.shape[-2]
     if T == 1:
         return x

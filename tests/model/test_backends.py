@@ -179,12 +179,10 @@ def test_the_block_mask_is_made_once_for_all_layers(monkeypatch: pytest.MonkeyPa
     assert len(made) == 1
 
 
-def test_a_union_reads_transposed_keys_as_they_are() -> None:
-    """The CPU's flash kernel takes the last dimension for contiguous without asking."""
-    q, *sets = tensors("union", 1, 40, 1, 16)
-    turned = [x.mT.contiguous().mT for x in (q, *sets)]
-    want = run("union", [q, *sets], CAUSAL, "math")
-    torch.testing.assert_close(run("union", turned, CAUSAL, "auto"), want, atol=1e-5, rtol=1e-5)
+def test_the_fused_kernel_refuses_more_queries_than_keys() -> None:
+    q, k, v, lam = tensors("diff", 1, 8, 1, 32)
+    with pytest.raises(ValueError, match="at least as many keys as queries: use model.backend=sdpa$"):
+        backends.attend_diff(q, k[..., :5, :], v[..., :5, :], lam, Mask(causal=False), "fused")
 
 
 def test_four_calls_refuse_dropout() -> None:

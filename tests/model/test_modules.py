@@ -98,6 +98,7 @@ def free_masks(T: int, heads: int) -> dict[str, tuple[Mask | Tensor, np.ndarray,
         "bool (B, 1, 1, S)": (padding[:, None, None], every & padding[:, None, None].numpy(), 0.0),
         "added (B, H, T, S)": (hidden, shown, bias.numpy()),
         "added (1, H, T, S)": (bias[:1], every, bias[:1].numpy()),
+        "added (T, 1)": (bias[0, 0, :, :1], every, bias[0, 0, :, :1].numpy()),
         "causal, added": (Mask(bias=bias[:, :1]), np.tril(every), bias[:, :1].numpy()),
         "causal, bool, padding": (Mask(see=free, keys=padding), np.tril(shown) & padding[:, None, None].numpy(), 0.0),
     }
@@ -162,6 +163,8 @@ def test_attention_to_a_context_is_that_to_its_tokens(name: str) -> None:
         torch.testing.assert_close(made(x, context=context, mask=Mask(causal=False, keys=keys)), both)
     with pytest.raises(ValueError, match="causal=False"):
         made(x, context=context, mask=Mask())
+    with probe(made, torch.tensor([0])), pytest.raises(ValueError, match="leave out context="):
+        made(x, context=context)
     rotated = module("baseline")
     torch.testing.assert_close(rotated(x, context=x), rotated(x, mask=Mask(causal=False)))
 
@@ -216,7 +219,7 @@ def test_biases_dropouts_and_norms_are_apart() -> None:
     dropped, kept = made.train()(x), made.eval()(x)
     assert 0.3 < (dropped == 0).double().mean() < 0.7
     torch.testing.assert_close(dropped[dropped != 0], 2 * kept[dropped != 0])
-    for letter, option in (("d", "head_norm"), ("b", "head_norm"), ("i", "path_norm")):
+    for letter, option in (("d", "head_norm"), ("b", "head_norm"), ("b", "qk_norm"), ("i", "path_norm")):
         own = VARIANTS[letter](d_model=D, n_head=H, device="meta", **{option: nn.LayerNorm})  # a factory
         own.to_empty(device="cpu").reset_parameters()
         assert any(type(part) is nn.LayerNorm for part in own.modules()) and own(x.float()).isfinite().all()
