@@ -40,7 +40,7 @@ class Safetensors(Format):
             raise ValueError(f"config.json is not this project's ({error!r}): export the run again") from None
 
     def their_config(self, cfg: DecoderConfig) -> dict[str, Any]:
-        stack = replace(cfg, backend="auto", dropout=0.0, attention_dropout=0.0)
+        stack = replace(cfg, backend="auto", dropout=0.0, attention_dropout=0.0, projection_dropout=0.0)
         return super().their_config(cfg) | {"stack": asdict(stack)}
 
     def refusal(self, model: Decoder) -> str | None:

@@ -118,3 +118,6 @@ def test_a_configuration_survives_json() -> None:
     with pytest.raises(ValueError, match="model has no option no_such_key"):
         decoder_config({"no_such_key": 1})
     assert isinstance(decoder_config({}), DecoderConfig)
+    dropouts = {"dropout": 0.1, "attention_dropout": 0.2, "projection_dropout": 0.3}
+    stack = export(randomized("diff", **dropouts), "remote").config["stack"]
+    assert {name: stack[name] for name in dropouts} == dict.fromkeys(dropouts, 0.0)
