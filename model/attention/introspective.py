@@ -162,13 +162,14 @@ class IntrospectiveAttention(Attention):
         for i in range(self.paths):
             q = split(self.q[i](x), self.width)
             if i < len(self.k):
-                k, v = split(self.k[i](source), self.width), split(self.v[i](source), self.value_width)
-            kept = k, v
+                kept = k, v = split(self.k[i](source), self.width), split(self.v[i](source), self.value_width)
             if memory:
                 m = torch.cat(memory, dim=-1)  # (B, hkv, T, m_i)
                 from_k, from_v = m @ self.memory_k[i - 1], m @ self.memory_v[i - 1]
-                k, v = (k + from_k, v + from_v) if self.own_path else (from_k, from_v)
-                kept = kept if self.own_path else (k, v)
+                if self.own_path:
+                    k, v = k + from_k, v + from_v
+                else:
+                    kept = k, v = from_k, from_v
             q, k = rotate(q, ropes[0]), rotate(k, ropes[1])
             if cache is not None:
                 k, v = cache.append(k, v, slot=i)
