@@ -353,10 +353,7 @@ NATIVE |= {
     "qwen3": ("qwen3", {"baseline": {"qk_norm": "head"}, "n_kv_head": 4, "bias": False}),
     "qwen3, interleaved": ("qwen3", {"baseline": {"qk_norm": "head"}, "n_kv_head": 4, "rope_layout": "interleaved"}),
     "olmo2": ("olmo2", {"baseline": {"qk_norm": "all"}, "norm_place": "after"}),
-    "olmo2, interleaved": (
-        "olmo2",
-        {"baseline": {"qk_norm": "all"}, "norm_place": "after", "n_kv_head": 4, "rope_layout": "interleaved"},
-    ),
+    "olmo2, interleaved": ("olmo2", {"baseline": {"qk_norm": "all"}, "norm_place": "after", "rope_layout": "interleaved"}),
     "llama, linear rope": ("llama", {"rope_scaling": {"kind": "linear", "factor": 3.0}}),
 }  # fmt: skip
 
