@@ -1,7 +1,8 @@
 """Overlap of a test text with the training text: the share of the test text's 13-word sequences that occur in training.
 
 GPT-3's contamination study uses this measure (Brown et al., arXiv 2005.14165, appendix C): words are runs of letters
-and digits in lower case, and 13 words in a row are seldom equal by chance.
+and digits in lower case, and 13 words in a row are seldom equal by chance. Chinese and Japanese have no spaces between
+words, so each of their characters counts as a word.
 """
 
 import hashlib
@@ -23,13 +24,15 @@ from eval.common import read_documents
 WORDS = 13
 MOST = 0.01  # largest share of a test text's sequences that may occur in training
 CHUNK = 2**22  # training tokens decoded at a time
-_WORD = re.compile(rb"\w+")
+_RULES = 2  # the version of what a word is: another number makes results in saved files count as not computed
+_ALONE = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"  # kana and Chinese characters
+_WORD = re.compile(rf"[{_ALONE}]|[^\W{_ALONE}]+")
 _PRIME = np.uint64(0x9E3779B97F4A7C15)
 
 
 def sequence_codes(text: bytes, before: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """(n,) uint64 codes of a text's word sequences, and the hashes of its last words, as `before` of the next call."""
-    found = [zlib.crc32(word) for word in _WORD.findall(text.lower())]
+    """(n,) uint64 codes of a UTF-8 text's word sequences, and the hashes of its last words, as `before` of the next call."""
+    found = [zlib.crc32(word.encode()) for word in _WORD.findall(text.decode(errors="ignore").lower())]
     words = np.array(found, dtype=np.uint64)
     if before is not None:
         words = np.concatenate((before, words))
@@ -82,7 +85,7 @@ def overlaps(data: DataConfig, texts: Mapping[str, str], kept: Path) -> dict[str
 
 
 def _key(train: Sequence[Shard], documents: Sequence[str]) -> str:
-    digest = hashlib.sha256("\0".join(documents).encode())
+    digest = hashlib.sha256("\0".join([str(_RULES), *documents]).encode())
     for shard in train:
         digest.update(f"{shard.path.name} {len(shard)} {shard.crc32}".encode())
     return digest.hexdigest()[:16]

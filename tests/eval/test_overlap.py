@@ -23,6 +23,21 @@ def test_sequences_are_of_words_whatever_stands_between_them() -> None:
     assert not len(sequence_codes(b"too short")[0])
 
 
+@pytest.mark.parametrize(
+    ("text", "count"),
+    (
+        ("Все счастливые семьи похожи друг на друга, каждая несчастливая семья несчастлива по-своему. " * 2, 2 * 13),
+        ("Θέλω να σου πω μια ιστορία για τη θάλασσα, τον ήλιο και το νησί μου", 15),
+        ("天地玄黄，宇宙洪荒。日月盈昃", 12),
+        ("これはペンです。ABC と 123", 10),
+    ),
+)
+def test_every_script_has_words(text: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eval.overlap, "WORDS", 1)
+    assert len(sequence_codes(text.encode())[0]) == count
+    assert (sequence_codes(text.upper().encode())[0] == sequence_codes(text.encode())[0]).all()
+
+
 def test_a_text_in_pieces_has_the_sequences_of_the_whole() -> None:
     whole = sequence_codes(words(0, 40).encode())[0]
     first, tail = sequence_codes(words(0, 25).encode())
