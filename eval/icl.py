@@ -17,12 +17,12 @@ class.
 Writes runs/NAME/eval/icl.json and runs/NAME/figures/icl.png.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scipy import stats
 
 from configs import command
 from data.tokenizer import Tokenizer
@@ -182,7 +182,7 @@ EXTREMES: dict[str, Callable[[list[float]], float]] = {"best": max, "worst": min
 
 def guessing_margin(p: float, n: int, orders: int) -> float:
     """Expected best minus worst of `orders` independent guesses of n answers, each right with probability p."""
-    below = np.cumsum([math.comb(n, k) * p**k * (1 - p) ** (n - k) for k in range(n)])  # P(at most k right), k < n
+    below = stats.binom.cdf(np.arange(n), n, p)  # P(at most k right), k < n
     return float((1 - below**orders).sum() - ((1 - below) ** orders).sum()) / n
 
 

@@ -127,6 +127,8 @@ def test_guessing_margin_is_that_of_a_simulation():
     want = (guesses.max(1) - guesses.min(1)).mean()
     assert icl.guessing_margin(0.25, 50, 10) == pytest.approx(want, abs=0.002)  # over 5 of its standard errors
     assert icl.guessing_margin(0.5, 1, 2) == pytest.approx(0.5)
+    many, few = icl.guessing_margin(1 / 77, 4 * 770, 10), icl.guessing_margin(1 / 77, 770, 10)
+    assert many == pytest.approx(few / 2, rel=0.02)  # four times the questions: half the spread
 
 
 def test_shots_are_those_that_fit(tokenizer):
