@@ -35,7 +35,6 @@ from configs import command
 from data.loader import Windows
 from data.shards import Shard, open_split
 from eval.common import (
-    LOGITS_IN_MEMORY,
     EvalConfig,
     batches,
     device_of,
@@ -50,7 +49,6 @@ from eval.common import (
     window_length,
 )
 from eval.recall import ends_one_of, frequent_ngrams, recall_hits
-from model.cache import KVCache
 from training.checkpoint import LoadedRun
 
 ZOOLOGY = 1250  # occurrences in training beyond which arXiv 2312.04927 counts an n-gram as frequent
@@ -88,25 +86,12 @@ def cut_windows(parts: Sequence[Shard], length: int, limit: int) -> np.ndarray:
 
 
 def token_losses(model: nn.Module, windows: Tensor, vocab_size: int) -> Tensor:
-    """(B, T) cross-entropy in nats of each next token, for windows (B, T + 1), without holding all logits at once.
-
-    Where the logits of whole windows would not fit in memory, the windows are read in parts through a KV cache.
-    """
-    B, T = windows.shape[0], windows.shape[1] - 1
-    step = T if B * T * vocab_size <= LOGITS_IN_MEMORY else max(1, min(1024, LOGITS_IN_MEMORY // (B * vocab_size)))
-    cache = KVCache(T) if step < T else None
-    losses = []
-    for start in range(0, T, step):
-        part = windows[:, start : min(start + step, T) + 1]
-        hidden = model.hidden(part[:, :-1], cache)  # (B, step, D)
-        own = [
-            F.cross_entropy(logits.T[None], wanted[None], reduction="none")[
-                0
-            ]  # (n,); same layout as for all rows: same bits
-            for logits, wanted in logits_in_parts(model.head, hidden, part[:, 1:], vocab_size)
-        ]
-        losses.append(torch.cat(own).view(len(part), -1))
-    return torch.cat(losses, dim=1)
+    """(B, T) cross-entropy in nats of each next token, for windows (B, T + 1), without holding all logits at once."""
+    hidden = model.hidden(windows[:, :-1])  # (B, T, D)
+    parts = logits_in_parts(model.head, hidden, windows[:, 1:], vocab_size)
+    # Transposed logits have the layout, and so the losses have the bits, of all rows at once.
+    losses = [F.cross_entropy(logits.T[None], wanted[None], reduction="none")[0] for logits, wanted in parts]
+    return torch.cat(losses).view(len(windows), -1)
 
 
 @torch.inference_mode()

@@ -3,6 +3,7 @@
 import gzip
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -109,18 +110,18 @@ def test_the_standard_error_of_a_ratio_is_that_of_its_repetitions():
     assert perplexity.ratio_se(np.zeros(3), np.zeros(3, dtype=int)) == {"loss": None, "se": None, "tokens": 0}
 
 
-@pytest.mark.parametrize("layers", ("bd", "i"))
-def test_windows_too_long_for_memory_are_read_in_parts(monkeypatch, layers):
-    model = Decoder(DecoderConfig(layers=layers, n_layer=2, n_head=4, d_model=32, context=50, vocab_size=V)).eval()
-    windows = torch.randint(V, (2, 51), generator=torch.Generator().manual_seed(0))
-    shapes = []
-    model.norm.register_forward_hook(lambda module, given, out: shapes.append(tuple(out.shape[:2])))
-    with torch.no_grad():
-        whole = perplexity.token_losses(model, windows, V)
-        monkeypatch.setattr(perplexity, "LOGITS_IN_MEMORY", 2 * V * 12)
-        parts = perplexity.token_losses(model, windows, V)
-    assert shapes == [(2, 50)] + [(2, 12)] * 4 + [(2, 2)]
-    torch.testing.assert_close(parts, whole, rtol=0, atol=1e-5)  # float32 rounding at losses of about 2
+def test_a_window_is_read_whole_however_many_logits_it_has():
+    """Low-bit attention needs whole maps. Logits of 2^18 tokens at 1,025 positions are more than fit in memory."""
+    shapes, vocabulary = [], 2**18
+
+    def hidden(tokens, cache=None):
+        shapes.append(tuple(tokens.shape))
+        return torch.zeros(*tokens.shape, 1)
+
+    model = SimpleNamespace(hidden=hidden, head=lambda states: states.expand(-1, vocabulary))
+    losses = perplexity.token_losses(model, torch.zeros(1, 1026, dtype=torch.int64), vocabulary)
+    assert shapes == [(1, 1025)] == [losses.shape]
+    torch.testing.assert_close(losses, torch.full_like(losses, math.log(vocabulary)))
 
 
 def head_sizes(model: Decoder) -> list[int]:
