@@ -85,6 +85,8 @@ class Comparison:
     def _fits(self, points: list[Arm], metric: str) -> dict[int, tuple[float, float]]:
         values = [self.values(metric)[arm.name] for arm in points]
         sizes = [arm.facts["params_non_embedding"] for arm in points]
+        if len(set(sizes)) < 2:  # of an unfinished grid
+            return {}
         seeds = [seed for seed in values[0] if all(seed in others for others in values)]
         return {seed: power_law(sizes, [losses[seed] for losses in values]) for seed in seeds}
 
@@ -148,17 +150,19 @@ class Comparison:
     def notes(self, seeds: Sequence[int], epochs: float) -> list[str]:
         """Sentences that a reader of the table needs. epochs: how often training read the prepared text."""
         arms, floor = self.arms, self.noise_floor(self.compared[0])
-        tokens = next((run.val[-1]["tokens"] for arm in arms for run in arm.runs if run.val), 0)
-        compared = len([arm for arm in arms if arm.reference])
+        tokens = {run.val[-1]["tokens"] for arm in arms for run in arm.runs if run.val}
+        most = ("up to " if len(tokens) > 1 else "") + si(max(tokens, default=0))
+        tested = [sum(one.p is not None for one in self.of_metric(metric)) for metric in self.compared]
+        counts = " to ".join(dict.fromkeys((str(min(tested)), str(max(tested)))))
         at_point = f"{arms[0].arm} at the same point of the grid" if any(arm.point for arm in arms) else arms[0].name
         read = f"{epochs:.2f} epochs of the prepared text" if epochs else "generated during training"
         lines = [
-            f"Seeds {', '.join(map(str, seeds))}; {si(tokens)} training tokens, {read}. "
+            f"Seeds {', '.join(map(str, seeds))}; {most} training tokens, {read}. "
             f"± is the standard deviation over seeds. A difference is the arm less {at_point}, paired by seed "
             "(same data order, shared initial weights); negative is better for a loss, positive for an accuracy.",
-            f"p, Holm is corrected for {compared} comparisons. With n seeds p, sign flips cannot fall below 2^(1-n). "
-            "Detectable: the true difference that would be found in 80 % of such experiments, given this comparison's "
-            "spread.",
+            f"p, Holm is corrected for the comparisons of each metric ({counts}). With n seeds p, sign flips cannot fall "
+            "below 2^(1-n). Detectable: the true difference that would be found in 80 % of such experiments, given this "
+            "comparison's spread.",
         ]
         if floor["smallest_detectable"] is not None:
             lines.append(

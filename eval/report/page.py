@@ -112,10 +112,10 @@ def section_images(arms: list[Arm], section: Section) -> list[Image]:
 
 
 def ablation_parts(name: str, text: str, images: list[Path]) -> dict[str, Any]:
-    """An ablation's figures, and its table.md as tables (lists of lines, the header first) and paragraphs."""
+    """An ablation's figures, and its table.md as tables (lists of lines, the header first) and paragraphs (plain text)."""
     blocks = []
     for block in text.strip().split("\n\n"):
         lines = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in block.splitlines()]
-        blocks.append({"lines": [lines[0], *lines[2:]]} if block.startswith("|") else {"text": block})
+        blocks.append({"lines": [lines[0], *lines[2:]]} if block.startswith("|") else {"text": block.strip("*")})
     described = [Image(path, f"{path.stem.replace('_', ' ')} of the ablation {name}") for path in images]
     return {"title": f"Ablation: {name}", "blocks": blocks, "images": described}

@@ -59,23 +59,13 @@ def t_test_p(mean: float, sd: float, n: int) -> float:
     """Two-sided p of the one-sample t test of `mean` against 0."""
     if sd == 0:
         return 1.0 if mean == 0 else 0.0
-    return 2 * t_cdf(-abs(mean) / (sd / math.sqrt(n)), n - 1)
-
-
-def t_cdf(t: float, df: float) -> float:
-    """P(T <= t) of Student's t with `df` degrees of freedom."""
-    return float(stats.t.cdf(t, df))
+    return 2 * float(stats.t.cdf(-abs(mean) / (sd / math.sqrt(n)), n - 1))
 
 
 @functools.cache
 def t_quantile(p: float, df: float) -> float:
     """The p-quantile of Student's t with `df` degrees of freedom, 0 < p < 1."""
-    return float(stats.t.ppf(p, df)) if p >= 0.5 else -t_quantile(1 - p, df)
-
-
-def chi2_quantile(p: float, df: float) -> float:
-    """The p-quantile of chi-squared with `df` degrees of freedom."""
-    return float(stats.chi2.ppf(p, df))
+    return float(stats.t.ppf(p, df))
 
 
 def sign_flip_p(differences: Sequence[float]) -> float:

@@ -235,9 +235,9 @@ def _needle_rows(arms: list[Arm], needles: int, asked: int) -> Iterator[Row]:
 
 
 def si(value: float) -> str:
-    """1234567 -> 1.23M."""
+    """1234567 -> 1.23M, and 999600, which is rounded up, -> 1M."""
     for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= size:
+        if float(f"{value:.3g}") >= size:
             return f"{value / size:.3g}{letter}"
     return f"{value:.3g}"
 

@@ -89,12 +89,19 @@ def test_a_run_is_read_whole(tmp_path: Path) -> None:
     assert (record["seconds"], record["tokens_per_s"], record["version"]) == (20.0, 128.0, "abc")
 
 
-def test_a_metric_may_name_a_row_of_a_list(tmp_path: Path) -> None:
+def test_a_metric_may_name_a_row_of_a_list_and_keys_with_dots(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a-s1", 2.0)
+    depths = {"depths": {"0.5": {"noise": 0.3}}}
+    (folder / "eval" / "attention_noise.json").write_text(
+        json.dumps({"results": {"signed": {}, "absolute": depths, "windows": [0.1, {"at": 0.25, "loss": 1.5}]}})
+    )
     rows = [{"bits": 8, "loss_change": 0.1}, {"bits": 4, "loss_change": 0.4}]
     (folder / "eval" / "quantization.json").write_text(json.dumps({"results": {"bits": rows}}))
     run = read_run(folder)
     assert [run.value(f"quantization.bits.{bits}.loss_change") for bits in (8, 4, 2)] == [0.1, 0.4, None]
+    assert run.value("attention_noise.absolute.depths.0.5.noise") == 0.3
+    assert run.value("attention_noise.absolute.depths.0.25.noise") is None
+    assert run.value("attention_noise.windows.0.25.loss") == 1.5
 
 
 def test_a_diverged_run_has_spikes_but_no_losses(tmp_path: Path) -> None:
@@ -175,6 +182,29 @@ def test_a_grid_compares_within_its_points_and_is_fitted(tmp_path: Path) -> None
     paths = draw_ablation(tmp_path / "figures", found, fits)
     assert {path.name for path in paths} == {"loss.png", "difference.png", "grid_valid.png", "grid_spikes.png"}
     assert all(path.read_bytes().startswith(PNG) for path in paths)
+
+
+def test_a_partial_grid_with_one_size_has_a_table_without_fits(tmp_path: Path) -> None:
+    found = Comparison(make_arms(tmp_path, {"baseline": 0.0, "diff": -0.02}, points=("small",)), METRICS)
+    fits = found.fit_sizes("valid")
+    assert [row[1:] for row in fit_rows(fits)[1:]] == [["0", "no fit", "", "no fit", ""]] * 2
+    draw_ablation(tmp_path / "figures", found, fits)
+
+
+def test_notes_name_the_longest_training_and_the_tested_comparisons(tmp_path: Path) -> None:
+    arms = make_arms(tmp_path, {"baseline": 0.0, "diff": -0.02, "once": 0.0}, points=("short", "long"))
+    for arm in arms:
+        if arm.arm == "once":
+            del arm.runs[1:]  # a single seed is not tested
+        if arm.point == "long":
+            for run in arm.runs:
+                run.val[-1]["tokens"] *= 2
+    first, second, *_ = Comparison(arms, METRICS).notes([1], epochs=0.5)
+    assert "; up to 5.12k training tokens, 0.50 epochs" in first
+    assert "the comparisons of each metric (2)." in second
+    found = Comparison(arms, METRICS | {"hit": "perplexity.recall.hit.loss"}, compared=("valid", "hit"))
+    assert "the comparisons of each metric (0 to 2)." in found.notes([1], epochs=0.5)[1]
+    assert "; 2.56k training tokens" in Comparison(arms[:3], METRICS).notes([1], epochs=0.5)[0]
 
 
 def test_arms_are_told_apart(tmp_path: Path) -> None:

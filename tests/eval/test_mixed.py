@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from eval.report import mixed
-from eval.report.statistics import chi2_quantile
+from eval.report.statistics import paired
 
 # Two-sided 5 % points for equal groups (Dunnett 1964, to three digits by scipy's multivariate_t):
 # (comparisons, degrees of freedom) -> critical value.
@@ -18,11 +18,6 @@ def test_critical_values_are_dunnetts(case: tuple[int, int], critical: float) ->
     k, df = case
     correlation = np.full((k, k), 0.5) + 0.5 * np.eye(k)
     assert np.quantile(mixed._largest_t(correlation, df), 0.95) == pytest.approx(critical, abs=0.015)
-
-
-def test_chi_squared_is_that_of_the_tables() -> None:
-    assert chi2_quantile(0.95, 10) == pytest.approx(18.307, abs=1e-3)
-    assert chi2_quantile(0.025, 28) == pytest.approx(15.308, abs=1e-3)
 
 
 def study(arms: dict[str, float], seeds: int, sd: float, sd_seed: float, draw: int) -> dict[str, dict[int, float]]:
@@ -58,6 +53,14 @@ def test_arms_with_fewer_seeds_join_the_pooled_error() -> None:
     values["late"] = {seed: 4.05 + 0.01 * (-1) ** seed for seed in range(3)}
     model = mixed.fit(values, "a")
     assert model.df == 18 - 4 - 5 + 1 and model.effects["late"].se > model.effects["b"].se
+
+
+def test_a_single_arm_has_students_t() -> None:
+    model = mixed.fit({"a": {1: 4.0, 2: 4.1, 3: 4.3}, "b": {1: 3.9, 2: 4.05, 3: 4.18}}, "a")
+    effect, alone = model.effects["b"], paired([-0.1, -0.05, -0.12])
+    assert model.critical == pytest.approx(4.302653, abs=1e-6)  # of printed tables, 2 degrees of freedom
+    assert (effect.low, effect.high) == (effect.own_low, effect.own_high)
+    assert effect.p == pytest.approx(alone.p, rel=1e-2)  # the ratio of variances lies on a grid
 
 
 def test_what_cannot_be_fitted_is_none() -> None:

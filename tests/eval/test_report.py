@@ -15,9 +15,9 @@ from eval import attention_noise, needle, perplexity
 from eval.report import __main__ as report
 from eval.report import figures
 from eval.report.page import section_images
-from eval.report.runs import Arm, arms_of, read_run, read_runs
+from eval.report.runs import Arm, Run, arms_of, read_run, read_runs
 from eval.report.sections import sections
-from eval.report.tables import contrasts, headline_table, verdicts
+from eval.report.tables import at, contrasts, headline_table, row_of, verdicts
 from tests.wandb_stub import WandbStub
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -67,6 +67,11 @@ def seeded(make_run, call):
         return folders
 
     return make
+
+
+def made_up(label: str, seed: int, loss: float, config: dict) -> Run:
+    config = {"seed": seed, "steps": 1, "model": {}, "data": {}, "optim": {}} | config
+    return Run(Path(label), label, "diff", config, {}, [{"step": 1, "loss": loss, "tokens": 1}], [], {})
 
 
 def listed(folders: list[Path]) -> str:
@@ -209,6 +214,30 @@ def test_arms_are_what_differs_in_more_than_the_seed(seeded):
     assert len({arm.colour for arm in arms}) == 3 and arms[0].colour == "#0072B2"  # the first has its variant's own
 
 
+def test_arms_of_one_label_have_names_and_differences_of_their_own():
+    losses = {1e-3: 3.0, 2e-3: 3.1, 3e-3: 3.5}
+    runs = [
+        made_up(f"diff/s{seed}", seed, loss, {"optim": {"lr": lr}}) for lr, loss in losses.items() for seed in (1, 2)
+    ]
+    arms = arms_of(runs)
+    assert [arm.name for arm in arms] == ["diff", "diff (2)", "diff (3)"]
+    found = contrasts(arms, [row_of(arms, "Loss", "training loss", at("train.loss"), "{:.3f}", "lower")])
+    assert [(one.arm, round(one.mean, 3)) for one in found] == [("diff (2)", 0.1), ("diff (3)", 0.5)]
+
+
+@pytest.mark.parametrize(
+    ("starts", "arms"),
+    [
+        (("runs/pretrain-steps500", "runs/pretrain-steps1000"), 2),
+        (("runs/pretrain-s1", "runs/pretrain-s2"), 1),
+        (("runs/a/seed=1", "runs/a/seed=2"), 1),
+    ],
+)
+def test_seeds_may_start_from_one_run_each_but_not_from_different_training(starts, arms):
+    runs = [made_up(f"x-s{seed}", seed, 3.0, {"init_from": start}) for seed, start in enumerate(starts, 1)]
+    assert len(arms_of(runs)) == arms
+
+
 def test_a_key_that_an_older_version_lacks_is_null(seeded):
     folders = seeded("b", {1: 2.0, 2: 2.1})
     edit(folders[0] / "config.yaml", "optim", {"lr": 0.1, "newer": {"option": None}})
@@ -280,11 +309,12 @@ def test_an_ablation_is_shown(evaluated, call, refused, tmp_path):
     assert "python scripts/ablate.py" in refused(report, f"runs=[{run}]", f"out={out}", f"ablation={folder}")
     (folder / "results.json").write_text(json.dumps({"eval": "ablation", "run": "main", "results": {}}))
     table_text = "| arm | n | valid | p |\n| --- | ---: | ---: | ---: |\n| base | 3 | 4.1 |  |\n| a<b | 3 |  | 0.01 |\n"
-    (folder / "table.md").write_text(table_text + "\nSeeds 1, 2, 3.\n")
+    (folder / "table.md").write_text(f"**main, untuned**\n\n{table_text}\nSeeds 1, 2, 3.\n")
     shutil.copy(run / "figures" / "perplexity.png", folder / "figures" / "loss.png")
     call(report, f"runs=[{run}]", f"out={out}", f"ablation={folder}", "viewer=false")
     page = out.read_text()
     assert "Ablation: main</h2>" in page and "Seeds 1, 2, 3." in page and 'alt="loss of the ablation main"' in page
+    assert '<p class="caption">main, untuned</p>' in page
     assert '<tr><th scope="row">a&lt;b</th><td>3</td><td></td><td>0.01</td></tr>' in page
 
 

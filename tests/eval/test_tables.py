@@ -74,4 +74,5 @@ def test_scalars_of_nested_results():
 
 def test_small_helpers():
     assert [si(x) for x in (1_234_567, 999, 2.5e9, 17_000)] == ["1.23M", "999", "2.5G", "17k"]
+    assert [si(x) for x in (999_499, 999_600, 999.7)] == ["999k", "1M", "1k"]  # rounded up to the next letter
     assert smooth([0.0, 3.0, 6.0, 9.0], 3).tolist() == pytest.approx([1.5, 3.0, 6.0, 7.5])
