@@ -17,6 +17,7 @@ import gzip
 import hashlib
 import json
 import re
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,9 +57,9 @@ def read_questions(path: Path) -> list[Question]:
         raise FileNotFoundError(f"there is no file {path}: correct file=")
     try:
         text = (gzip.open if path.suffix == ".gz" else open)(path, "rb").read().decode()
-    except (gzip.BadGzipFile, EOFError, UnicodeDecodeError):
+    except (gzip.BadGzipFile, zlib.error, EOFError, UnicodeDecodeError):
         raise ValueError(f"{path} is not JSON lines in UTF-8, plain or .gz: give file= another file") from None
-    lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not lines:
         raise ValueError(f"{path} is empty: give file= a file of JSON lines with query, endings and label")
     return [_question(f"{path} line {number}", line) for number, line in lines]

@@ -17,8 +17,9 @@ Writes runs/NAME/eval/needle.json and runs/NAME/figures/needle.png; other styles
 """
 
 import contextlib
+import itertools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -106,11 +107,12 @@ def chosen_pairs(cfg: NeedleConfig) -> list[list[int]]:
 
 def default_lengths(run: LoadedRun, hay: np.ndarray, cfg: NeedleConfig) -> list[int]:
     """A quarter, half and all of the trained context, without the parts that are too short for the needles."""
-    context, (most, asked) = run.model.cfg.context, max(chosen_pairs(cfg))
+    context = run.model.cfg.context
 
     def fits(length: int) -> bool:
+        cells = itertools.product(chosen_pairs(cfg), cfg.depths)
         with contextlib.suppress(ValueError):
-            return bool(needle_contexts(run, hay, replace(cfg, samples=1), length, 0.5, most, asked, cfg.style))
+            return all(needle_contexts(run, hay, cfg, length, depth, *pair, cfg.style) for pair, depth in cells)
         return False
 
     return [length for length in (context // 4, context // 2) if fits(length)] + [context]

@@ -56,7 +56,7 @@ def frequent_ngrams(
     counted = [[shard.path.name, len(shard), shard.crc32] for shard in shards]
     key = json.dumps([hashlib.sha256(windows.tobytes()).hexdigest(), n, vocab_size, counted])
     path = folder / f"ngram_counts_{hashlib.sha256(key.encode()).hexdigest()[:16]}.npy"
-    with contextlib.suppress(OSError, ValueError):  # the file does not exist yet, or it is damaged
+    with contextlib.suppress(OSError, ValueError, EOFError):  # the file does not exist yet, or it is damaged
         counts = np.load(path)
         if counts.shape == wanted.shape:
             return wanted[counts > most]

@@ -156,6 +156,8 @@ def main(cfg: SurvivalConfig) -> None:
     if not cfg.levels or not all(0 < level <= 1 for level in cfg.levels):
         raise ValueError(f"levels={cfg.levels} must be accuracies above 0 and at most 1: use levels=[0.5,0.9]")
     arms = json.loads((folder / "results.json").read_text())["results"]["arms"]
+    if not any(arm["runs"] for arm in arms):
+        raise ValueError(f"{folder} has no finished runs yet: finish the study with scripts/ablate.py first")
     records = records_of(folder, Path(cfg.records) / folder.name)
     lines = {run["run"]: _lines(folder / run["run"], records) for arm in arms for run in arm["runs"]}
     checks = {name: [line for line in own if "needle_acc" in line] for name, own in lines.items()}

@@ -66,6 +66,9 @@ def test_hellaswags_own_file_and_wikihows_marks(tmp_path):
     path = tmp_path / "h.jsonl.gz"
     path.write_bytes(gzip.compress(json.dumps(item).encode()))
     assert mc.read_questions(path) == [mc.Question("Roof: A man sits. He", ("a", "b"), 1)]
+    path = tmp_path / "separator.jsonl"
+    path.write_text(json.dumps({"query": "a\u2028b", "endings": ["c", "d"], "label": 0}, ensure_ascii=False) + "\r\n")
+    assert mc.read_questions(path) == [mc.Question("a\u2028b", ("c", "d"), 0)]
     assert mc.clean(" Do it [title] Now [header] and  then ") == "Do it. Now and then"
 
 
@@ -95,5 +98,8 @@ def test_wrong_input_is_one_line(make_run, refused, tmp_path):
     (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe")
     assert "UTF-8" in refused(mc, f"run={run}", f"file={tmp_path / 'binary.jsonl'}")
     (tmp_path / "broken.jsonl.gz").write_bytes(b"no gzip")
+    assert "another file" in refused(mc, f"run={run}", f"file={tmp_path / 'broken.jsonl.gz'}")
+    damaged = gzip.compress(bytes(range(256)) * 9)
+    (tmp_path / "broken.jsonl.gz").write_bytes(damaged[:40] + b"\xff\xff\xff\xff" + damaged[44:])
     assert "another file" in refused(mc, f"run={run}", f"file={tmp_path / 'broken.jsonl.gz'}")
     assert not (run / "eval").exists()

@@ -186,6 +186,8 @@ def test_cells_do_not_depend_on_the_other_cells(tokenizer, hay):
 def test_default_lengths_leave_out_what_needles_do_not_fit(tokenizer, hay):
     run = stand_in(Uniform(tokenizer.vocab_size, 256), tokenizer)
     assert needle.default_lengths(run, hay, needle.NeedleConfig()) == [128, 256]  # 64 bytes do not hold two sentences
+    run.model.cfg.context = 300  # 75 bytes hold the first context, but not the sentences about the longest city
+    assert needle.default_lengths(run, hay, needle.NeedleConfig()) == [150, 300]
 
 
 def test_wilson_interval():

@@ -74,8 +74,9 @@ def test_counts_are_kept_beside_the_shards(shards, tmp_path, monkeypatch):
     windows = np.random.default_rng(1).integers(0, 4, (5, 40))
     once = recall.frequent_ngrams(tmp_path, shards, windows, 2, V, 200)
     (kept,) = tmp_path.glob("ngram_counts_*.npy")
-    kept.write_bytes(kept.read_bytes()[:-9])  # a damaged file is counted anew
-    assert np.array_equal(recall.frequent_ngrams(tmp_path, shards, windows, 2, V, 200), once)
+    for damaged in (kept.read_bytes()[:-9], b""):  # a damaged file is counted anew
+        kept.write_bytes(damaged)
+        assert np.array_equal(recall.frequent_ngrams(tmp_path, shards, windows, 2, V, 200), once)
     with monkeypatch.context() as patch:
         patch.setattr(recall, "ngram_counts", None)  # not called again, whatever the threshold
         assert np.array_equal(recall.frequent_ngrams(tmp_path, shards, windows, 2, V, 200), once)

@@ -76,6 +76,9 @@ def test_tokens_to(tmp_path: Path) -> None:
 
 def test_the_command(tmp_path: Path, call: Callable[..., None], refused: Callable[..., str]) -> None:
     assert "has no results.json" in refused(survival, f"ablation={tmp_path}")
+    (tmp_path / "results.json").write_text(json.dumps({"results": {"arms": []}}))  # of a study that still tunes
+    assert "has no finished runs yet" in refused(survival, f"ablation={tmp_path}")
+    assert not (tmp_path / "survival.json").exists()
     arms = []
     for arm, reference, at in (("baseline", None, 4), ("sooner", "baseline", 2)):
         runs = [f"{arm}-s{seed}" for seed in (1, 2, 3)]
