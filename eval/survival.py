@@ -27,11 +27,10 @@ from configs.files import read_json_lines, write_json
 from configs.provenance import result_record
 from eval.common import figure
 from eval.records import records_of
+from eval.report.runs import Arm, give_colours
 from eval.report.statistics import holm
 
 LEVELS = (0.5, 0.9)
-# In the order of the arms of experiment=emergence, so that plain variants have the same colours as in other figures.
-CYCLE = ("#0072B2", "#E69F00", "#D55E00", "#8C564B", "#7F7F7F", "#CC79A7", "#009E73", "#56B4E9", "#1f2328")
 
 
 @dataclass
@@ -128,13 +127,21 @@ def compare(arms: list[dict[str, Any]], checks: dict[str, Checks], level: float)
     return rows
 
 
-def draw(path: Path, levels: dict[str, list[dict[str, Any]]], end: float) -> None:
+def colours(arms: list[dict[str, Any]]) -> dict[str, str]:
+    """Arm's name -> its colour, the same as in the ablation's other figures."""
+    found = [Arm(arm["name"], arm["arm"], arm["point"], variant=arm["variant"]) for arm in arms]
+    give_colours(found)
+    return {arm.name: arm.colour for arm in found}
+
+
+def draw(path: Path, levels: dict[str, list[dict[str, Any]]], shades: dict[str, str], end: float) -> None:
     """The share of runs that have arrived against training tokens: one row per point of the grid, one column per level."""
     points = list(dict.fromkeys(row["point"] for rows in levels.values() for row in rows))
     with figure(path, 5.2 * len(levels), 3.6 * len(points), columns=len(levels), rows=len(points)) as axes:
         for column, (level, rows) in enumerate(levels.items()):
             for ax, point in zip(axes[:, column], points, strict=True):
-                for line, row in zip(CYCLE * 9, [row for row in rows if row["point"] == point], strict=False):
+                for row in [row for row in rows if row["point"] == point]:
+                    line = shades[row["arm"]]
                     x = np.array([0, *row["times"], end]) / 1e6
                     low, high, y = (
                         1 - np.array([1, *row[name], row[name][-1] if row[name] else 1])
@@ -165,7 +172,8 @@ def main(cfg: SurvivalConfig) -> None:
         raise ValueError(f"{missing[0]} has no needle checks: train with needle_every=10, or give records= of the runs")
     levels = {f"{level:g}": compare(arms, checks, level) for level in cfg.levels}
     write_json(folder / "survival.json", result_record("survival", folder.name, cfg, {"levels": levels}))
-    draw(folder / "figures" / "survival.png", levels, max(line["tokens"] for own in lines.values() for line in own))
+    end = max(line["tokens"] for own in lines.values() for line in own)
+    draw(folder / "figures" / "survival.png", levels, colours(arms), end)
     for level, rows in levels.items():
         for row in rows:
             test = f", log-rank p {row['p']:.3f} (Holm {row['p_holm']:.3f})" if "p" in row else ""

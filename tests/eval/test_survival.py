@@ -9,6 +9,7 @@ import pytest
 
 from configs.files import read_json_lines
 from eval import survival
+from eval.common import colour
 from eval.survival import arrival, kaplan_meier, log_rank, tokens_to
 
 # Freireich et al. 1963, weeks of remission under 6-MP and placebo; + is censored. The textbook example of both methods.
@@ -58,6 +59,11 @@ def test_nobody_arrived() -> None:
     assert log_rank([(5, False)], [(6, False)]) == (0.0, 1.0)
 
 
+def test_a_variant_has_its_colour_whatever_its_place() -> None:
+    arms = [{"name": f"{name}-at80", "arm": name, "point": "at80", "variant": name} for name in ("baseline", "diff")]
+    assert survival.colours(arms) == {"baseline-at80": colour("baseline"), "diff-at80": colour("diff")}
+
+
 def write(folder: Path, accuracies: list[float]) -> Path:
     folder.mkdir(parents=True)
     lines = [{"step": 0, "tokens": 0, "params": 1}]
@@ -84,7 +90,8 @@ def test_the_command(tmp_path: Path, call: Callable[..., None], refused: Callabl
         runs = [f"{arm}-s{seed}" for seed in (1, 2, 3)]
         for seed, run in enumerate(runs):
             write(tmp_path / run, [0.0] * (at + seed) + [0.9] + [0.9] * 3)
-        arms.append({"name": arm, "point": "", "reference": reference, "runs": [{"run": run} for run in runs]})
+        about = {"name": arm, "arm": arm, "point": "", "variant": "diff" if reference else "baseline"}
+        arms.append(about | {"reference": reference, "runs": [{"run": run} for run in runs]})
     (tmp_path / "results.json").write_text(json.dumps({"results": {"arms": arms}}))
     call(survival, f"ablation={tmp_path}", "levels=[0.5]")
     found = json.loads((tmp_path / "survival.json").read_text())
