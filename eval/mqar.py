@@ -30,8 +30,9 @@ from torch import Tensor, nn
 from configs import command
 from data.mqar import Mqar, MqarConfig, Sample, shortest_row
 from eval.common import GREY, Axes, EvalConfig, batches, device_of, figure, keep, mean_se, open_run, progress
+from eval.outliers import maps_that_fit
 from eval.scoring import floats_per_token
-from model.attention.probe import gather_rows, probe, visit_logits
+from model.attention.probe import probe, visit_logits
 from training.checkpoint import LoadedRun
 
 BUCKETS = ("distractors", "key", "value", "first", "elsewhere")
@@ -142,18 +143,12 @@ def _named(values: dict[str, Tensor]) -> dict[str, Any]:
 
 def maps_of_layers(model: nn.Module, tokens: Tensor, rows: Tensor) -> list[dict[str, Tensor]]:
     """For each layer the maps (B, heads, R, S) of the query rows (B, R): `map`, and for two maps also `map_1`, `map_2`."""
-    with probe(model, rows) as seen:
+    with probe(model, rows, apart=True) as seen:
         model(tokens, rows=rows)
     layers = [{"map": layer} for layer in seen.layers]
-
-    def visit(layer: int, logits: Tensor, see: Tensor) -> None:
-        if logits.dim() == 5:
-            weights = logits.masked_fill(~see, float("-inf")).softmax(-1)  # (B, h, 2, T, S)
-            chosen = gather_rows(weights, rows, weights.shape[-1])  # (B, h, 2, R, S)
-            layers[layer] |= {"map_1": chosen[:, :, 0], "map_2": chosen[:, :, 1]}
-
-    with visit_logits(model, visit):
-        model(tokens, rows=rows)
+    for found, pair in zip(layers, seen.pairs, strict=True):
+        if pair is not None:
+            found["map_1"], found["map_2"] = pair
     return layers
 
 
@@ -208,9 +203,10 @@ def evaluate(run: LoadedRun, cfg: MqarEvalConfig) -> dict[str, Any]:
             where = {"percent": round(100 * share), "share": share}
             shares.append(where | accuracy(model, samples, cfg.batch))
             attention.append(where | read_attention(model, samples, cfg.batch))
+            few = maps_that_fit(model, len(samples[0].tokens), cfg.batch)  # a change may make whole maps
             for name, alter in altered.items():
                 with alter(model):
-                    changed[name].append(where | accuracy(model, samples, cfg.batch))
+                    changed[name].append(where | accuracy(model, samples, few))
             bar.update()
     results = {"shares": shares, "mean": float(np.mean([row["accuracy"] for row in shares])), "attention": attention}
     trained = run.config["data"]["mqar"]

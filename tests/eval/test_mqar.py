@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from data.config import DataConfig
 from data.mqar import Mqar, MqarConfig, Sample, mqar_tokenizer
 from data.stream import open_tokenizer
-from eval import mqar
+from eval import mqar, outliers
 from eval.mqar import (
     BUCKETS,
     MqarEvalConfig,
@@ -22,6 +22,7 @@ from eval.mqar import (
     read_attention,
     uniform_second_map,
 )
+from model.attention import probe as attention
 from model.config import DecoderConfig
 from model.decoder import Decoder
 from tests.conftest import run_command
@@ -161,6 +162,16 @@ def test_absent_keys_of_plain_models() -> None:
     results = evaluate(run, MqarEvalConfig(run="none", samples=4, shares=[0.0, 0.95]))
     assert "altered" not in results and "map_2" not in results["attention"][1]
     assert [row["percent"] for row in results["shares"]] == [0, 95] and results["chance"] == 1 / 8
+
+
+def test_whole_maps_are_made_of_few_contexts_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, sizes = decoder("d"), []
+    model.register_forward_pre_hook(lambda _, given: sizes.append(len(given[0])) if attention.logits_visitor else None)
+    monkeypatch.setattr(outliers, "LOGITS_IN_MEMORY", 0)
+    config = {"data": {"source": "mqar", "mqar": vars(TASK)}}
+    run = LoadedRun(model, mqar_tokenizer(TASK), config, 1, Path("none"))
+    evaluate(run, MqarEvalConfig(run="none", samples=4, shares=[0.5]))
+    assert sizes == [1] * 4
 
 
 def test_from_training_to_the_json(tmp_path: Path, call: Callable[..., None], refused: Callable[..., str]) -> None:
