@@ -39,7 +39,17 @@ from configs.provenance import machine, version  # noqa: E402
 from eval.common import progress  # noqa: E402
 from eval.speed.attention import AttentionArm, op_memory  # noqa: E402
 from eval.speed.data import loader, tokenizer  # noqa: E402
-from eval.speed.models import VOCABULARY, BenchConfig, autocast, mixed, model_config, names, random_tokens, variants  # noqa: E402
+from eval.speed.models import (  # noqa: E402
+    VOCABULARY,
+    BenchConfig,
+    autocast,
+    batch_size,
+    mixed,
+    model_config,
+    names,
+    random_tokens,
+    variants,
+)
 from eval.speed.processes import in_own_process  # noqa: E402
 from eval.speed.shares import choices, shares  # noqa: E402
 from eval.speed.timing import (  # noqa: E402
@@ -96,14 +106,16 @@ def attention(cfg: BenchConfig, world: World) -> list[Row]:
 # ---------------------------------------- monitor and decode
 
 
+def training_steps(cfg: BenchConfig, world: World) -> tuple[list[Row], list[TrainingStep | str]]:
+    """A row and a training step of each variant; instead of a step that is not available, the reason why."""
+    batch, shape = batch_size(cfg, world), {"layers": cfg.model.n_layer, "width": cfg.model.d_model}
+    rows = [Row({"model": variant, **shape, "sequences": batch}) for variant in variants(cfg)]
+    return rows, [attempt(partial(TrainingStep, cfg, variant, batch, world)) for variant in variants(cfg)]
+
+
 def monitor(cfg: BenchConfig, world: World) -> list[Row]:
     """Training steps as in `train`, and with a reading of the monitor after each; `look (ms)` is the time of a reading."""
-    batch, settings = cfg.batch or (8 if world.device.type == "cpu" else 64), MonitorConfig()
-    rows = [
-        Row({"model": variant, "layers": cfg.model.n_layer, "width": cfg.model.d_model, "sequences": batch})
-        for variant in variants(cfg)
-    ]
-    steps = [attempt(partial(TrainingStep, cfg, variant, batch, world)) for variant in variants(cfg)]
+    settings, (rows, steps) = MonitorConfig(), training_steps(cfg, world)
     looks = [step if isinstance(step, str) else StepAndLook(step, settings, world) for step in steps]
     time_in_turn("step", rows, steps, cfg.rounds, world.device)
     time_in_turn("step and look", rows, looks, cfg.rounds, world.device)
@@ -131,12 +143,7 @@ class StepAndLook:
 
 def checkpoint(cfg: BenchConfig, world: World) -> list[Row]:
     """Training steps as in `train`, checkpoints of the same model, and the share of time of one checkpoint in 100 steps."""
-    batch = cfg.batch or (8 if world.device.type == "cpu" else 64)
-    rows = [
-        Row({"model": variant, "layers": cfg.model.n_layer, "width": cfg.model.d_model, "sequences": batch})
-        for variant in variants(cfg)
-    ]
-    steps = [attempt(partial(TrainingStep, cfg, variant, batch, world)) for variant in variants(cfg)]
+    rows, steps = training_steps(cfg, world)
     time_in_turn("step", rows, steps, cfg.rounds, world.device)
     with tempfile.TemporaryDirectory(dir=".") as folder:  # /tmp may be in memory
         runs = [Path(folder) / str(row.labels["model"]) for row in rows]
@@ -247,7 +254,7 @@ BENCHES = {work.__name__: work for work in WORKS}
 
 
 def check(cfg: BenchConfig) -> None:
-    """Raise ValueError, with what to type, for names that do not exist and sizes that are not positive."""
+    """Raise ValueError, with what to type, for names that do not exist."""
     known = {
         "what": ([cfg.what], list(BENCHES)),
         "variants": (cfg.variants or [], names("model")),
@@ -257,12 +264,6 @@ def check(cfg: BenchConfig) -> None:
     for key, (given, allowed) in known.items():
         if unknown := [name for name in given if name not in allowed]:
             raise ValueError(f"{key} has no '{unknown[0]}': use {', '.join(allowed)}")
-    for key in ("rounds", "batch", "heads", "width", "lengths"):
-        value = getattr(cfg, key)
-        if any(number is not None and number < 1 for number in (value if isinstance(value, list) else [value])):
-            raise ValueError(f"{key}={value} must be at least 1: correct it, or leave it out")
-    if min(cfg.neighbours, default=0) < 0:
-        raise ValueError(f"neighbours={cfg.neighbours} must be at least 0: correct it, or leave it out")
 
 
 @command("bench", BenchConfig)

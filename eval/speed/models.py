@@ -1,7 +1,7 @@
 """The configuration of a benchmark, and the models and inputs of its rows."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import yaml
@@ -22,21 +22,23 @@ class BenchConfig:
 
     what: str = MISSING  # what to time: a NAME of the list at the top of this page (scripts/bench.py)
     out: str | None = None  # the JSON; None: runs/bench/WHAT.json
-    rounds: int = 10  # timings of each row
+    rounds: Annotated[int, "[1, inf)"] = 10  # timings of each row
     device: str = "auto"  # auto | cpu | cuda
     dtype: str = "auto"  # auto (decode: float32, as scripts/sample.py) | float32 | bfloat16 (autocast)
     variants: list[str] | None = None  # names in configs/model (not loader, tokenizer); None: all, baseline first
-    lengths: list[int] | None = None  # attention, decode, probe, growth: tokens
-    batch: int | None = None  # sequences
+    lengths: Annotated[list[int] | None, "[1, inf)"] = None  # attention, decode, probe, growth: tokens
+    batch: Annotated[int | None, "[1, inf)"] = None  # sequences
     backends: list[str] | None = None  # attention; None: all
-    heads: int | None = None  # attention: heads of the baseline; variants derive their heads from these
-    width: int | None = None  # attention: width of a baseline head
+    heads: Annotated[int | None, "[1, inf)"] = None  # attention: heads of the baseline; variants derive theirs
+    width: Annotated[int | None, "[1, inf)"] = None  # attention: width of a baseline head
     model: DecoderConfig = field(default_factory=DecoderConfig)  # set by size=; the options of a variant override it
     optim: OptimConfig = field(default_factory=OptimConfig)  # train
     compile: bool | None = None  # train; None: on CUDA only, and with peer= both ways
     peer: str | None = None  # train: the folder of a nanoGPT checkout, against which the stack gpt2 is timed
     over: str = "context"  # growth: context | parameters
-    neighbours: list[int] = field(default_factory=lambda: [0, 1, 3])  # busy: processes that compute beside the training
+    neighbours: Annotated[list[int], "[0, inf)"] = field(
+        default_factory=lambda: [0, 1, 3]  # busy: processes that compute beside the training
+    )
 
 
 def variants(cfg: BenchConfig) -> list[str]:
@@ -53,6 +55,11 @@ def model_config(cfg: BenchConfig, variant: str, **changes: Any) -> DecoderConfi
     """The configuration that `train.py model=VARIANT size=...` composes, with `changes`."""
     group = yaml.safe_load((CONFIG_DIR / "model" / f"{variant}.yaml").read_text()) or {}
     return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cfg.model), group, changes))
+
+
+def batch_size(cfg: BenchConfig, world: World) -> int:
+    """Sequences of a training step: batch=, or 8 on a CPU and 64 on CUDA."""
+    return cfg.batch or (8 if world.device.type == "cpu" else 64)
 
 
 def autocast(cfg: BenchConfig, world: World) -> torch.autocast:

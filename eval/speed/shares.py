@@ -10,7 +10,7 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
-from eval.speed.models import VOCABULARY, BenchConfig, autocast, model_config, variants
+from eval.speed.models import VOCABULARY, BenchConfig, autocast, batch_size, model_config, variants
 from eval.speed.timing import Row, attempt, time_in_turn
 from eval.speed.training import MEASURE, TrainingStep
 from model.config import DecoderConfig
@@ -34,7 +34,7 @@ def shares(cfg: BenchConfig, world: World) -> list[Row]:
 
     Shares are of the time that the profiler attributes to operations. The profiler slows many small operations down most.
     """
-    batch = cfg.batch or (8 if world.device.type == "cpu" else 64)
+    batch = batch_size(cfg, world)
     rows = [Row({"model": name}, batch * cfg.model.context) for name in variants(cfg)]
     steps = [attempt(partial(TrainingStep, cfg, name, batch, world)) for name in variants(cfg)]
     time_in_turn(MEASURE, rows, steps, cfg.rounds, world.device)
@@ -79,7 +79,7 @@ def choices(cfg: BenchConfig, world: World) -> list[Row]:
     Queries, keys and values as three matrix products or one; gate and up of SwiGLU as two or one; an addition to the
     residual stream and its norm in float32 or in the autocast dtype.
     """
-    batch = cfg.batch or (8 if world.device.type == "cpu" else 64)
+    batch = batch_size(cfg, world)
     tokens, model = batch * cfg.model.context, matched(model_config(cfg, "baseline", vocab_size=VOCABULARY))
     linear, residual = partial(layer, cfg, world, tokens), partial(addition, model, world, tokens)
     narrow = pick_dtype(cfg.dtype, world.device)

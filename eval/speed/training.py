@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from eval.speed.models import VOCABULARY, BenchConfig, autocast, model_config, random_tokens, variants
+from eval.speed.models import VOCABULARY, BenchConfig, autocast, batch_size, model_config, random_tokens, variants
 from eval.speed.processes import busy_processes, elsewhere
 from eval.speed.timing import Row, attempt, median_interval, paired_ratios, peak_growth, peak_of_process, time_in_turn
 from model.decoder import Decoder
@@ -27,7 +27,7 @@ NANOGPT = "nanoGPT"
 SIZES = ((5, 128), (4, 256), (6, 384), (10, 512))
 CONTEXTS = (256, 512, 1024, 2048, 4096)
 GROWN = ("baseline", "diff")
-GROWTH_TOKENS = 4096  # tokens of a step: one sequence of the longest context
+GROWTH_TOKENS = 4096  # tokens of a step, or one sequence of a longer context
 # How the threads of libgomp, torch's OpenMP on Linux, wait for each other (what="busy").
 WAITS = {
     "as train.py sets it": {},
@@ -133,7 +133,7 @@ def train(cfg: BenchConfig, world: World) -> list[Row]:
 
     With peer=, the stack gpt2 is compared with nanoGPT.
     """
-    batch = cfg.batch or (8 if world.device.type == "cpu" else 64)
+    batch = batch_size(cfg, world)
     if cfg.peer is not None:
         return against_nanogpt(replace(cfg, device=str(world.device)), batch, world)
     tokens, peak = batch * cfg.model.context, peak_flops(world.device)
@@ -220,10 +220,11 @@ def busy(cfg: BenchConfig, world: World) -> list[Row]:
 
 
 def growth(cfg: BenchConfig, world: World) -> list[Row]:
-    """Steps of 4,096 tokens, over contexts 256 to 4096 of size=, or over 1M to 31M parameters at context 256; and the fits.
+    """Steps of 4,096 tokens, or of one sequence of a longer context, over contexts 256 to 4096 of size=, or over 1M to 31M
+    parameters at context 256; and the fits. A step has whole sequences, so lengths= may make some steps shorter.
 
-    The exponent a of a fit means time (or memory) ~ context^a or parameters^a. It is the slope of the logarithms: of each
-    round, then the median with its 95 % interval. The tokens are fixed: one sequence's time grows with context^(a + 1).
+    The exponent a of a fit means time per token (or memory) ~ context^a or parameters^a. It is the slope of the logarithms: of
+    each round, then the median with its 95 % interval. One sequence's time grows with context^(a + 1).
     """
     cfg, names = replace(cfg, device=str(world.device)), cfg.variants or GROWN
     lengths = cfg.lengths or CONTEXTS
@@ -231,7 +232,8 @@ def growth(cfg: BenchConfig, world: World) -> list[Row]:
     if cfg.over == "parameters":
         alike = partial(replace, cfg.model, context=min(lengths))
         shapes = [alike(n_layer=layers, d_model=width, n_head=width // 32) for layers, width in SIZES]
-    points = [(name, shape, max(1, GROWTH_TOKENS // shape.context)) for shape in shapes for name in names]
+    tokens = max(GROWTH_TOKENS, *lengths)
+    points = [(name, shape, tokens // shape.context) for shape in shapes for name in names]
     rows = [Row({"over": cfg.over, "model": name, "context": m.context}, b * m.context) for name, m, b in points]
     with elsewhere([(our_step, replace(cfg, model=m), name, b) for name, m, b in points]) as works:
         time_in_turn(MEASURE, rows, works, cfg.rounds, world.device)
@@ -248,7 +250,8 @@ def fit(over: str, variant: str, rows: list[Row]) -> Row:
     rows = [row for row in rows if row.seconds]
     sizes = [row.labels["context"] if over == "context" else row.facts["parameters"] for row in rows]
     if len(set(sizes)) > 1:
-        slopes = [exponent(sizes, seconds) for seconds in zip(*(row.seconds[MEASURE] for row in rows), strict=True)]
+        per_token = ([seconds / row.amount for seconds in row.seconds[MEASURE]] for row in rows)
+        slopes = [exponent(sizes, times) for times in zip(*per_token, strict=True)]
         low, high = median_interval(slopes)
         memory = [row.facts["memory (MB)"] for row in rows]
         fitted.facts = {"time exponent": median(slopes), "low": low, "high": high}

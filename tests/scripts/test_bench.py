@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,6 @@ import torch
 
 from eval.speed import attention, data, models, timing
 from eval.speed.attention import AttentionArm
-from eval.speed.models import BenchConfig
 from eval.speed.timing import Row, paired_ratio, table
 from model.attention import backends, diff
 from scripts import bench
@@ -210,20 +210,23 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cfg", "says"),
+    ("typed", "says"),
     [
-        ({"what": "atention"}, "what has no 'atention': use attention, train"),
-        ({"what": "attention", "variants": ["dif"]}, "variants has no 'dif': use baseline, diff"),
-        ({"what": "attention", "backends": ["cudnn"]}, "backends has no 'cudnn': use auto, math"),
-        ({"what": "decode", "lengths": [0]}, "lengths=\\[0\\] must be at least 1"),
-        ({"what": "train", "rounds": 0}, "rounds=0 must be at least 1"),
-        ({"what": "growth", "over": "depth"}, "over has no 'depth': use context, parameters"),
-        ({"what": "busy", "neighbours": [-1]}, "neighbours=\\[-1\\] must be at least 0"),
+        ("what=atention", "what has no 'atention': use attention, train"),
+        ("what=attention variants=[dif]", "variants has no 'dif': use baseline, diff"),
+        ("what=attention backends=[cudnn]", "backends has no 'cudnn': use auto, math"),
+        ("what=decode lengths=[8,0]", "lengths=[8, 0] is out of range: use 1 or more"),
+        ("what=growth over=depth", "over has no 'depth': use context, parameters"),
+        ("what=busy neighbours=[0,-1]", "neighbours=[0, -1] is out of range: use 0 or more"),
     ],
 )
-def test_wrong_input_is_refused_with_what_to_type(cfg: dict, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        bench.check(BenchConfig(**cfg))
+def test_wrong_input_is_refused_with_what_to_type(
+    typed: str, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench.py", *typed.split()])
+    with pytest.raises(SystemExit) as stopped:
+        bench.main()
+    assert stopped.value.code == 2 and says in capsys.readouterr().err
 
 
 def test_a_wrong_command_is_one_line() -> None:

@@ -151,6 +151,8 @@ def test_growth_fits_exponents_over_context_and_over_parameters(
     names = ("baseline", "diff")
     assert [tuple(row.labels.values()) for row in rows] == [("context", v, T) for T in (16, 32, "fit") for v in names]
     assert all(row.amount == 32 for row in rows if row.seconds)
+    rows = bench.growth(tiny("growth", lengths=[16, 48], variants=["baseline"]), CPU)
+    assert [row.amount for row in rows] == [48, 48, None]  # the longest context counts where it is longer
     rows = bench.growth(tiny("growth", lengths=[16, 32], over="parameters"), CPU)
     assert [tuple(row.labels.values()) for row in rows] == [
         ("parameters", v, T) for T in (16, 16, "fit") for v in names
@@ -202,6 +204,12 @@ def test_choices_are_two_ways_of_the_same_work(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_an_exponent_is_the_slope_in_logarithms() -> None:
+    rows = [
+        timing.Row({"context": T}, tokens, {"tokens/s": [1e-6 * tokens] * 6}, facts={"memory (MB)": T})
+        for T, tokens in ((1500, 3000), (2048, 4096), (4096, 4096))
+    ]
+    fitted = training.fit("context", "baseline", rows).facts  # the same time per token at every length
+    assert fitted["time exponent"] == pytest.approx(0, abs=1e-9) and fitted["memory exponent"] == pytest.approx(1)
     assert training.exponent([256, 512, 4096], [3 * x**0.7 for x in (256, 512, 4096)]) == pytest.approx(0.7)
 
 
