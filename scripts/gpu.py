@@ -130,17 +130,31 @@ def start_stage(stage: str, out: Path, data: str, seconds: float) -> None:
         except subprocess.TimeoutExpired:
             problem = f"a row hung, and was ended after {left + 60:.0f} s"
             break
-        problem = done.stderr.strip().splitlines()[-1:] if done.returncode else None
-        problem = problem and f"exit code {done.returncode}: {problem[0][:500]}"
+        problem = f"exit code {done.returncode}: {last_line(done.stderr)}" if done.returncode else None
+        if problem:
+            give_up_row(path, problem)
         if done.returncode != DEVICE_BROKEN:
             break
     content = read(path)
+    content.pop("running", None)  # of a row that was ended because the time was over: a later start repeats it
     if problem:
         write_json(path, {**(content or {"stage": stage, "results": {}}), "problem": problem})
     rows = content.get("results", {})
     failed = sum("failed" in row for row in rows.values())
     how = "" if content.get("complete") else " (not all: run the command again)"
     print(f"{stage}: {len(rows)} rows, {failed} failed{how}{f': {problem}' if problem else ''}", flush=True)
+
+
+def last_line(said: str) -> str:
+    return (said.strip().splitlines() or ["no message"])[-1][:500]
+
+
+def give_up_row(path: Path, problem: str) -> None:
+    """If a stage's process ended within a row, write this as the row's result, so that a later start goes on behind it."""
+    content = read(path)
+    if name := content.pop("running", None):
+        content["results"][name] = {"failed": f"the process ended in this row, {problem}"}
+        write_json(path, content)
 
 
 def environment(stage: str) -> dict[str, str]:
@@ -163,6 +177,7 @@ def run_stage(stage: str, out: Path, data: str, seconds: float) -> int:
         if time.monotonic() > end:
             write_json(path, {**record, "complete": False})
             return 0
+        write_json(path, {**record, "complete": False, "running": name})
         start = time.monotonic()
         rows[name], broken = attempt(measure)
         rows[name]["seconds"] = round(time.monotonic() - start, 2)

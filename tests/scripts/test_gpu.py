@@ -1,7 +1,9 @@
 """`make gpu` on a machine without a card: every stage's stand-in, what a second visit repeats, and what goes wrong."""
 
 import json
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -67,6 +69,41 @@ def test_a_row_that_fails_stops_nothing_and_says_why(tmp_path: Path, monkeypatch
     assert list(found) == list(parts) and measured == [1]
     assert found["bad"]["failed"].startswith("ZeroDivisionError") and "illegal" in found["sick"]["failed"]
     assert gpu.table(json.loads((tmp_path / "mfu.json").read_text())).count("\n") == 5
+
+
+def test_a_row_that_kills_its_process_is_said_and_not_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    started: list[str] = []
+
+    def killed() -> dict:
+        started.append("killed")
+        raise SystemExit  # like a signal, it ends the process within the row
+
+    def process(*command: object, **options: object) -> SimpleNamespace:
+        try:
+            return SimpleNamespace(returncode=gpu.run_stage("mfu", tmp_path, "", 60), stderr="")
+        except SystemExit:
+            return SimpleNamespace(returncode=-9, stderr="")
+
+    def hung(*command: object, **options: object) -> None:
+        process()
+        raise subprocess.TimeoutExpired("mfu", 60)
+
+    parts = {"good": dict, "deadly": killed, "last": dict}
+    monkeypatch.setattr(gpu_stages, "rows_of", lambda stage, data: list(parts.items()))
+    replaced = SimpleNamespace(run=hung, PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr(gpu, "subprocess", replaced)
+    gpu.start_stage("mfu", tmp_path, "", 5)
+    assert list(rows(tmp_path / "mfu.json")) == ["good"]  # a row that took too long is repeated
+    replaced.run = process
+    gpu.start_stage("mfu", tmp_path, "", 5)
+    assert "2 rows, 1 failed (not all: run the command again): exit code -9: no message" in capsys.readouterr().out
+    gpu.start_stage("mfu", tmp_path, "", 5)
+    found = rows(tmp_path / "mfu.json")
+    assert list(found) == list(parts) and len(started) == 2
+    assert found["deadly"]["failed"] == "the process ended in this row, exit code -9: no message"
+    assert "3 rows, 1 failed\n" in capsys.readouterr().out
 
 
 def test_time_that_is_over_ends_a_stage_between_rows(tmp_path: Path) -> None:
