@@ -42,7 +42,7 @@ from configs.composing import compose_job, quoted  # noqa: E402
 from configs.files import json_text, whole_folder, write_atomic, write_json  # noqa: E402
 from configs.provenance import machine, version  # noqa: E402
 from data.tokenizer import read_tokenizer  # noqa: E402
-from eval.common import EvalConfig, evaluation_tokens  # noqa: E402
+from eval.common import TextEvalConfig, evaluation_tokens  # noqa: E402
 from eval.conversions import RECORD, CompareConfig, write_experiment  # noqa: E402
 from eval.perplexity import cut_windows, evaluate  # noqa: E402
 from model.attention import VARIANTS  # noqa: E402
@@ -53,6 +53,7 @@ from model.interop.folder import local_folder  # noqa: E402
 from model.interop.huggingface import read_folder  # noqa: E402
 from training import checkpoint  # noqa: E402
 from training.checkpoint import LoadedRun, load_run  # noqa: E402
+from training.distributed import pick_device  # noqa: E402
 from training.jobs import environment  # noqa: E402
 from training.run import TrainConfig, facts, flatten  # noqa: E402
 
@@ -114,8 +115,7 @@ def check(cfg: ConvertConfig) -> None:
         raise ValueError("'source' is required: add source=... or axolotl=config.yml")
     if cfg.what not in ("convert", "compare"):
         raise ValueError(f"what={cfg.what} is unknown: use convert or compare")
-    if cfg.device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"device={cfg.device}, but torch sees no GPU: use device=cpu")
+    pick_device(cfg.device)
     if cfg.what == "convert" and Path(cfg.run_dir).exists():
         raise ValueError(f"{cfg.run_dir} exists already: choose another run_dir=..., or delete it")
     if cfg.tokens < 1:
@@ -154,7 +154,7 @@ def text_windows(source: LoadedRun, cfg: ConvertConfig) -> np.ndarray | None:
                 f"there is no folder {folder} to test on: give shards=, prepared with the source's tokenizer"
             )
         return None
-    parts = evaluation_tokens(source, EvalConfig(run=str(source.path), text=cfg.text, shards=cfg.shards))
+    parts = evaluation_tokens(source, TextEvalConfig(run=str(source.path), text=cfg.text, shards=cfg.shards))
     length = min(source.model.cfg.context, LONGEST, max(map(len, parts)) - 1)
     return cut_windows(parts, length, max(cfg.tokens, length))
 
@@ -227,7 +227,7 @@ def measure(
     source: LoadedRun, model: Decoder, windows: np.ndarray | None, tokens: Tensor, cfg: ConvertConfig, losses: bool
 ) -> dict[str, Any]:
     """The change of logits and of hidden states on tokens (B, T); losses before and after if `losses`; samples if cfg.debug."""
-    device = "cuda" if cfg.device == "auto" and torch.cuda.is_available() else cfg.device.replace("auto", "cpu")
+    device = pick_device(cfg.device)
     both = source.model.to(device), model.to(device)
     found: dict[str, Any] = {"change": asdict(change(*both, tokens.to(device)))}
     if windows is not None and losses:

@@ -48,9 +48,9 @@ class SampleConfig:
     top_p: float | None = None  # draw among the smallest set of tokens whose probabilities sum to top_p
     stop: Any = None  # a text or a list of texts; the output ends before the stop text that is complete first
     seed: Annotated[int, "[0, 4294967295]"] = 0  # seed of the first text; text i has seed + i
-    samples: int = 1  # texts per prompt
-    batch: int = 16  # texts decoded at a time
-    max_tokens: int | None = None  # new tokens at most; None: 256, or fewer if the trained context has less room
+    samples: Annotated[int, "[1, inf)"] = 1  # texts per prompt
+    batch: Annotated[int, "[1, inf)"] = 16  # texts decoded at a time
+    max_tokens: Annotated[int | None, "[1, inf)"] = None  # new tokens at most; None: 256, or what fits into the context
     echo: bool = True  # show the prompt, too
     device: str = "auto"  # auto | cpu | cuda
     out: str | None = None  # a JSON file for texts, settings and speed
@@ -261,10 +261,6 @@ def heads_of(jobs: Sequence[Job], echo: bool) -> list[str]:
 
 
 def check(cfg: SampleConfig) -> None:
-    for key in ("samples", "batch", "max_tokens"):
-        value = getattr(cfg, key)
-        if value is not None and value < 1:
-            raise ValueError(f"{key}={value} must be at least 1: correct it, or leave it out")
     if cfg.temperature == 0 and cfg.samples > 1:
         raise ValueError("temperature=0 writes the same text every time: use samples=1 or temperature=0.8")
 

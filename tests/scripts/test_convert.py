@@ -60,7 +60,7 @@ def printed_command(printed: str) -> list[str]:
 
 def loss(run: Path, shards: Path) -> float:
     found = load_run(run)
-    windows = cut_windows(convert.evaluation_tokens(found, convert.EvalConfig(run=str(run))), 32, 640)
+    windows = cut_windows(convert.evaluation_tokens(found, convert.TextEvalConfig(run=str(run))), 32, 640)
     return evaluate(found.model, windows, found.tokenizer.byte_lengths())["loss"]
 
 
@@ -186,6 +186,7 @@ def test_wrong_input_is_one_line_that_names_the_fix(source: Path, tmp_path: Path
         ([f"source={source}", out, "heads=split", "init=mirror"], "use init=zero"),
         ([f"source={source}", out, "what=measure"], "use convert or compare"),
         ([f"source={source}", out, "shards=nowhere"], "no folder nowhere"),
+        ([f"source={source}", out, "device=gpu"], "device=gpu is unknown: use auto, cpu or cuda"),
         ([f"source={source}", out, "inits=zero"], "did you mean 'init'"),
         ([f"source={source}", out, "steps=0"], "use steps=200"),
         ([f"source={source}", out, "what=compare", "arms=[zeros]"], "arms has no 'zeros': use baseline, zero"),

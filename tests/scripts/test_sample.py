@@ -291,8 +291,8 @@ def test_an_interruption_leaves_what_is_there(
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"samples": 0}, "samples=0 must be at least 1"),
-        ({"max_tokens": 0}, "max_tokens=0 must be at least 1"),
+        ({"samples": 0}, "samples=0 is out of range: use 1 or more"),
+        ({"max_tokens": 0}, "max_tokens=0 is out of range: use 1 or more"),
         ({"temperature": 0, "samples": 2}, "use samples=1 or temperature=0.8"),
         ({"temperature": -1}, "temperature=-1.0 must be 0"),
         ({"top_p": 2}, "top_p=2.0 is not a share"),
