@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from .attention.base import check_choice
 from .attention.diff import DiffAttention, DiffConfig
 from .attention.diff_v2 import DiffV2Attention, DiffV2Config
 from .config import DecoderConfig
@@ -56,8 +57,7 @@ class Conversion:
     def check(self) -> None:
         """ValueError for an unknown option, or for two options that exclude each other; the message says what to type."""
         for name, allowed in CHOICES.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name}={getattr(self, name)} is unknown: use one of {', '.join(allowed)}")
+            check_choice(name, getattr(self, name), allowed)
         if self.init == "mirror" and self.heads == "split" and self.to == "diff":
             raise ValueError("heads=split keeps trained second maps, which init=mirror would overwrite: use init=zero")
         if self.init == "mirror" and self.second == "random":
@@ -164,8 +164,8 @@ def _double(old: dict[str, Tensor], new: dict[str, Tensor], target: DiffAttentio
             new[name] = _beside(old[name], new[name], target.width, how.second)
     new |= {name: value for name, value in old.items() if name[0] in "vo" or "_norm." in name}
     _start_lambda(new)
-    # The head norm undoes the factor 1 - lam. Random second maps have no such factor.
-    lam = 0.0 if how.sublayer_norm or how.second == "random" else _lambda(new, target.lambda_init)
+    # lam is lambda_init. The head norm undoes the factor 1 - lam. Random second maps have no such factor.
+    lam = 0.0 if how.sublayer_norm or how.second == "random" else target.lambda_init
     new["out.weight"] = _over(old["out.weight"], (1 - lam) * (1 - target.lambda_init))
 
 
@@ -234,11 +234,6 @@ def _start_lambda(new: dict[str, Tensor]) -> None:
     """
     for name in ("lambda_q", "lambda_k"):
         new[f"{name}2"] = new[f"{name}1"].clone()
-
-
-def _lambda(new: dict[str, Tensor], start: float) -> float:
-    first, second = ((new[f"lambda_q{c}"].double() @ new[f"lambda_k{c}"].double()).exp() for c in (1, 2))
-    return (first - second).item() + start
 
 
 def _over(weight: Tensor, divisor: float) -> Tensor:

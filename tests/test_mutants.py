@@ -385,7 +385,8 @@ MUTANTS = (
     # conversion of trained models
     Mutant("a converted lambda starts at zero vectors and stays (axolotl)", conversion, "_start_lambda", zero_vectors,
            f"{CONVERTED}::test_every_parameter_learns_at_once_but_second_maps_at_lambda_zero"),
-    Mutant("mirrored maps lose 1 - lam (axolotl)", conversion, "_lambda", lambda right: lambda *given: 0.0,
+    Mutant("mirrored maps lose 1 - lam (axolotl)", conversion, "_over",
+           lambda right: lambda weight, divisor: right(weight, divisor**0.5),
            f"{CONVERTED}::test_exact_conversions_leave_the_logits_alone"),
     Mutant("split heads meet the wrong columns of the output projection (axolotl)", conversion, "_split", wrong_columns,
            f"{CONVERTED}::test_split_keeps_every_map_and_the_first_half_of_the_values"),
