@@ -83,7 +83,8 @@ def _conversion(flags: dict[str, bool]) -> tuple[Conversion, list[str]]:
         notes.append("zero_init copies the first maps and starts lambda at 0; axolotl's zero weights never learn")
     elif flags["mirror_weights"]:
         how = Conversion(init="mirror")
-        notes.append("mirror_weights scales the output projection so that the function stays; axolotl does not")
+        scales = "mirror_weights scales the output projection, so that the function stays with sublayer_norm: false"
+        notes.append(f"{scales}; axolotl does not")
     else:
         how = Conversion(init="open", second="random")
     if flags["sublayer_norm"]:

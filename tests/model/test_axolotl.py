@@ -22,6 +22,7 @@ CONFIGS = {
     "no norm": ({"sublayer_norm": False}, Conversion(init="open", second="random")),
     "zero": ({"zero_init": True, "sublayer_norm": False}, Conversion()),
     "mirror": ({"mirror_weights": True, "sublayer_norm": False}, Conversion(init="mirror")),
+    "mirror, norm": ({"mirror_weights": True}, Conversion(init="mirror", sublayer_norm=True)),
     "split, mirror ignored": (
         {"split_heads": True, "mirror_weights": True}, Conversion(heads="split", init="open", sublayer_norm=True),
     ),
@@ -35,6 +36,8 @@ def test_flags_of_the_file_are_options_of_the_conversion(name: str) -> None:
     found = read_settings({"base_model": "some/model", "datasets": [], "sequence_len": 128} | flags)
     found.how.check()
     assert (found.source, found.how, found.unread) == ("some/model", how, ["datasets", "sequence_len"])
+    promises = [note for note in found.notes if "the function stays" in note]  # true of no conversion with a norm
+    assert len(promises) == (how.init == "mirror") and all("with sublayer_norm: false" in note for note in promises)
 
 
 def test_numbers_of_the_file_are_fields_of_training() -> None:
