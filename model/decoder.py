@@ -199,12 +199,12 @@ class Decoder(nn.Module):
         outside = {id(p): p.numel() for m in (self.embedding, self.positions, self.head) if m for p in m.parameters()}
         return total - sum(outside.values()) if non_embedding else total
 
-    def flops_per_token(self, context: int | None = None) -> dict[str, int]:
+    def flops_per_token(self) -> dict[str, int]:
         """Training FLOPs (forward and backward) per token: 6 per matrix parameter, plus those of the T x T maps.
 
         PaLM's convention (arXiv 2204.02311, appendix B): no discount for causality, embeddings free, the head counted.
         """
-        context = min(context or self.cfg.context, self.cfg.window or self.cfg.context)
+        context = min(self.cfg.context, self.cfg.window or self.cfg.context)
         attention = 3 * sum(block.attention.flops(context) for block in self.blocks)
         matrices = sum(p.numel() for p in self.blocks.parameters() if p.dim() >= 2) + self.head.weight.numel()
         return {"total": 6 * matrices + attention, "attention": attention}

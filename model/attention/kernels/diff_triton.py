@@ -26,26 +26,21 @@ def _tile(ptr, start, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _load(ptr, start, stride, limit, CHECK: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """The tile (ROWS, BLOCK) from row `start` on; zeros past `limit` rows (if CHECK) and WIDTH columns."""
-    at, cols = _tile(ptr, start, stride, ROWS, BLOCK), tl.arange(0, BLOCK)
-    rows = start + tl.arange(0, ROWS)
-    if CHECK and WIDTH != BLOCK:
-        tile = tl.load(at, mask=(rows < limit)[:, None] & (cols < WIDTH)[None, :], other=0.0)
-    elif CHECK:
-        tile = tl.load(at, mask=(rows < limit)[:, None], other=0.0)
-    elif WIDTH != BLOCK:
-        tile = tl.load(at, mask=(cols < WIDTH)[None, :], other=0.0)
-    else:
-        tile = tl.load(at)
-    if INTERPRETED:  # its tl.dot would multiply the bit patterns of bfloat16
-        tile = tile.to(tl.float32)
-    return tile
+def _inside(start, limit, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    return (start + tl.arange(0, ROWS) < limit)[:, None] & (tl.arange(0, BLOCK) < WIDTH)[None, :]
 
 
 @triton.jit
-def _inside(start, limit, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    return (start + tl.arange(0, ROWS) < limit)[:, None] & (tl.arange(0, BLOCK) < WIDTH)[None, :]
+def _load(ptr, start, stride, limit, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """The tile (ROWS, BLOCK) from row `start` on; zeros past `limit` rows and WIDTH columns."""
+    at = _tile(ptr, start, stride, ROWS, BLOCK)
+    if WIDTH != BLOCK:
+        tile = tl.load(at, mask=_inside(start, limit, WIDTH, ROWS, BLOCK), other=0.0)
+    else:
+        tile = tl.load(at, mask=(start + tl.arange(0, ROWS) < limit)[:, None], other=0.0)
+    if INTERPRETED:  # its tl.dot would multiply the bit patterns of bfloat16
+        tile = tile.to(tl.float32)
+    return tile
 
 
 @triton.jit
@@ -102,8 +97,8 @@ def _forward_blocks(
     """Both maps over the key blocks that start in lo..hi; every query sees all keys of those in whole_lo..whole_hi."""
     for start in range(lo, hi, BN):
         keys = start + tl.arange(0, BN)
-        k1 = _load(k_ptr, start, k_s, S, True, D, BN, BD)  # (BN, BD)
-        k2 = k1 if SHARED else _load(k_ptr + k_c, start, k_s, S, True, D, BN, BD)
+        k1 = _load(k_ptr, start, k_s, S, D, BN, BD)  # (BN, BD)
+        k2 = k1 if SHARED else _load(k_ptr + k_c, start, k_s, S, D, BN, BD)
         s1 = _products(q1, k1, TURNED) * log_scale  # (BM, BN)
         s2 = _products(q2, k2, TURNED) * log_scale
         if IDS or (start < whole_lo) | (start >= whole_hi):
@@ -115,7 +110,7 @@ def _forward_blocks(
             s2 = tl.where(see, s2, float("-inf"))
         p1, fade1, top1, total1 = _softmax_step(s1, top1, total1)
         p2, fade2, top2, total2 = _softmax_step(s2, top2, total2)
-        v = _load(v_ptr, start, v_s, S, True, DV, BN, BV)  # (BN, BV)
+        v = _load(v_ptr, start, v_s, S, DV, BN, BV)  # (BN, BV)
         p1 = p1.to(v_ptr.dtype.element_ty).to(v.dtype)
         p2 = p2.to(v_ptr.dtype.element_ty).to(v.dtype)
         o1 = tl.dot(p1, v, o1 * fade1[:, None], input_precision="ieee")
@@ -149,8 +144,8 @@ def forward_kernel(
     start = block * BM
     rows = start + tl.arange(0, BM)
     positions = rows + (S - T)
-    q1 = _load(q_ptr, start, q_t, T, True, D, BM, BD)  # (BM, BD)
-    q2 = _load(q_ptr + q_c, start, q_t, T, True, D, BM, BD)
+    q1 = _load(q_ptr, start, q_t, T, D, BM, BD)  # (BM, BD)
+    q2 = _load(q_ptr + q_c, start, q_t, T, D, BM, BD)
     query_ids = rows
     if IDS:
         key_ids_ptr += b * S
@@ -196,9 +191,9 @@ def delta_kernel(
     h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     start = tl.program_id(0) * BM
     rows = start + tl.arange(0, BM)
-    grad = _load(grad_ptr + b * grad_b + h * grad_h, start, grad_t, T, True, DV, BM, BV).to(tl.float32)
-    out = _load(out_ptr + b * out_b + h * out_h, start, out_t, T, True, DV, BM, BV).to(tl.float32)
-    second = _load(second_ptr + b * out_b + h * out_h, start, out_t, T, True, DV, BM, BV).to(tl.float32)
+    grad = _load(grad_ptr + b * grad_b + h * grad_h, start, grad_t, T, DV, BM, BV).to(tl.float32)
+    out = _load(out_ptr + b * out_b + h * out_h, start, out_t, T, DV, BM, BV).to(tl.float32)
+    second = _load(second_ptr + b * out_b + h * out_h, start, out_t, T, DV, BM, BV).to(tl.float32)
     lam = tl.load(lam_ptr + b * lam_b + h * lam_h + rows.to(tl.int64) * lam_t, mask=rows < T, other=0.0)
     delta2 = tl.sum(grad * second, 1)
     delta_ptr += (b * tl.num_programs(1) + h) * 2 * T
@@ -217,8 +212,8 @@ def _backward_blocks(
     """The query blocks of one head that start in lo..hi; those in whole_lo..whole_hi see every key."""
     for start in range(lo, hi, BM):
         rows = start + tl.arange(0, BM)
-        q1 = _load(q_ptr, start, q_t, T, True, D, BM, BD)  # (BM, BD)
-        q2 = _load(q_ptr + q_c, start, q_t, T, True, D, BM, BD)
+        q1 = _load(q_ptr, start, q_t, T, D, BM, BD)  # (BM, BD)
+        q2 = _load(q_ptr + q_c, start, q_t, T, D, BM, BD)
         # Rows past the end have lse = inf: their map is zero, and so is all they add.
         lse1 = tl.load(lse_ptr + rows, mask=rows < T, other=float("inf"))
         lse2 = tl.load(lse_ptr + T + rows, mask=rows < T, other=float("inf"))
@@ -233,7 +228,7 @@ def _backward_blocks(
             p2 = tl.where(see, p2, 0.0)
         lam = tl.load(lam_ptr + rows.to(tl.int64) * lam_t, mask=rows < T, other=0.0)
         p2 = p2 * lam[:, None]
-        grad = _load(grad_ptr, start, grad_t, T, True, DV, BM, BV)  # (BM, BV)
+        grad = _load(grad_ptr, start, grad_t, T, DV, BM, BV)  # (BM, BV)
         difference = (p1 - p2).to(grad_ptr.dtype.element_ty).to(grad.dtype)
         dv = tl.dot(tl.trans(difference), grad, dv, input_precision="ieee")  # once for both maps
         dp = _products(grad, v, TURNED)  # (BM, BN), once for both maps
@@ -268,9 +263,9 @@ def backward_kernel(
     start = tl.program_id(0) * BN
     keys = start + tl.arange(0, BN)
     k_ptr += b * k_b + hkv * k_h
-    k1 = _load(k_ptr, start, k_s, S, True, D, BN, BD)  # (BN, BD)
-    k2 = k1 if SHARED else _load(k_ptr + k_c, start, k_s, S, True, D, BN, BD)
-    v = _load(v_ptr + b * v_b + hkv * v_h, start, v_s, S, True, DV, BN, BV)  # (BN, BV)
+    k1 = _load(k_ptr, start, k_s, S, D, BN, BD)  # (BN, BD)
+    k2 = k1 if SHARED else _load(k_ptr + k_c, start, k_s, S, D, BN, BD)
+    v = _load(v_ptr + b * v_b + hkv * v_h, start, v_s, S, DV, BN, BV)  # (BN, BV)
     key_ids = keys
     if IDS:
         query_ids_ptr += b * T
