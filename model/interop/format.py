@@ -148,12 +148,11 @@ def _rows(shapes: dict[str, torch.Size], weights: Weights, theirs: str, transpos
     """Our tensors of these shapes, of which the tensor `theirs` holds the rows. ValueError if the shapes differ."""
     tensor = weights.take(theirs)
     tensor = tensor.transpose(0, -1) if transposed else tensor
-    sizes = [shape[0] for shape in shapes.values() if shape]
-    fits = len(shapes) > 1 and tensor.dim() and len(tensor) == sum(sizes)
-    parts = tensor.split(sizes) if fits else torch.atleast_1d(tensor).tensor_split(len(shapes))
-    parts = parts if len(shapes) > 1 else (tensor,)
-    for (name, shape), part in zip(shapes.items(), parts, strict=True):
-        if part.shape != shape:
-            wrong = f"{weights.path} does not fit its config.json: {name} is {tuple(part.shape)}, not {tuple(shape)}"
-            raise ValueError(f"{wrong}: correct config.json, or {SAVE_AGAIN}")
+    first, *more = shapes.values()
+    whole = (sum(shape[0] for shape in shapes.values()), *first[1:]) if more else first
+    if tensor.shape != whole:
+        names = " with ".join(shapes)
+        wrong = f"{weights.path} does not fit its config.json: {names} is {tuple(tensor.shape)}, not {tuple(whole)}"
+        raise ValueError(f"{wrong}: correct config.json, or {SAVE_AGAIN}")
+    parts = tensor.split([shape[0] for shape in shapes.values()]) if more else (tensor,)
     return {name: part.contiguous() for name, part in zip(shapes, parts, strict=True)}

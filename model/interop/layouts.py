@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..attention.base import check_choice
 from ..attention.diff import VECTORS, DiffConfig, lambda_init
 from ..attention.diff_v2 import DiffV2Config
 
@@ -145,13 +146,12 @@ def half_from_interleaved(weight: Tensor, width: int) -> Tensor:
 
 
 def _form(source: Mapping[str, Tensor], layout: str, gqa_pairing: str | None) -> Layout:
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout={layout} is unknown: use one of {', '.join(LAYOUTS)}")
+    check_choice("layout", layout, tuple(LAYOUTS))
     form = LAYOUTS[layout]
     if gqa_pairing is not None and len(form.pairings) < 2:
         raise ValueError(f"gqa_pairing is an option of layout=microsoft, not of layout={layout}: leave gqa_pairing out")
-    if gqa_pairing is not None and gqa_pairing not in form.pairings:
-        raise ValueError(f"gqa_pairing={gqa_pairing} is unknown: use one of {', '.join(form.pairings)}")
+    if gqa_pairing is not None:
+        check_choice("gqa_pairing", gqa_pairing, form.pairings)
     if layout == "timm" and any(name in source for name in SCALARS):  # dual_lambda=True
         form = form._replace(keys={k: v for k, v in form.keys.items() if k not in VECTORS} | {k: k for k in SCALARS})
     return form
