@@ -358,7 +358,8 @@ class Study:
         found, seeds = Comparison(arms, cfg.metrics, cfg.compared), list(dict.fromkeys(run.seed for run in runs))
         models = {metric: mixed.by_point(arms, found.values(metric)) for metric in found.compared}
         fits = found.fit_sizes(next(iter(cfg.metrics))) if cfg.fit else None
-        epochs, missing = read_epochs(runs[0].config), len(self.runs()) - len(runs)
+        longest = max((run.config for run in runs), key=lambda config: config.steps * config.batch_tokens)
+        epochs, missing = read_epochs(longest), len(self.runs()) - len(runs)
         partial = f", partial: {missing} runs are missing" if missing else ""
         title = f"{self.name}{'' if tuned else ', untuned'}{partial}"
         remarks = tuning.tuning_notes(tuned, cfg.tune.metric, cfg.tune.exchange) + found.notes(seeds, epochs)
