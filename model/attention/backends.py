@@ -77,13 +77,11 @@ def _chosen(backend: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: 
     on_cpu = q.device.type == "cpu"
     if backend not in ("auto", "sdpa", "blocked") or (backend == "blocked" and on_cpu):
         return backend
-    if dropout or (
-        backend == "sdpa" and on_cpu
-    ):  # with dropout, halves of the values and blocks would drop other weights
+    # With dropout, halves of the values and blocks would drop other weights.
+    if dropout or (backend == "sdpa" and on_cpu):
         return "one_call"
-    seen = (
-        mask if backend == "auto" else EVERYTHING
-    )  # so that a named sdpa never becomes flex, which some masks ask for
+    # Some masks ask for flex. A named sdpa never becomes flex, so it is chosen as if there were no mask.
+    seen = mask if backend == "auto" else EVERYTHING
     where = None if on_cpu else card()
     return choose(where, q.dtype, q.shape[-1], v.shape[-1], seen, q.shape[-2], k.shape[-2], maps)
 
