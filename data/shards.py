@@ -191,7 +191,8 @@ def open_split(
         if not folder.is_dir():
             raise FileNotFoundError(f"no prepared data in {folder}: run {command}")
         if (folder / PROGRESS).is_file():
-            raise ValueError(f"the preparation of {folder} is not finished: run {command} again to resume it")
+            again = "run python -m data.prepare again, with the same overrides, to resume it"
+            raise ValueError(f"the preparation of {folder} is not finished: {again}")
         paths = sorted(folder.glob(f"*{split}*.bin"))
     else:
         paths = [folder / shard["file"] for shard in meta["splits"].get(split, {}).get("shards", [])]

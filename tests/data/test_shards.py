@@ -124,7 +124,7 @@ def test_open_split(tmp_path):
     assert [shard.tokens[0] for shard in open_split(folder, "train")] == [0, 1]
     assert len(open_split(folder, "val")) == 1
     (folder / PROGRESS).write_text("{}")
-    with pytest.raises(ValueError, match="not finished"):
+    with pytest.raises(ValueError, match="not finished: run python -m data.prepare again, with the same overrides"):
         open_split(folder, "train")
 
 
