@@ -77,11 +77,6 @@ def measure(texts: Iterable[str], fraction: float, limit: float = math.inf) -> H
     return _filled(sizes, Fraction(fraction) * total)
 
 
-def hold_out(texts: Iterable[str], fraction: float) -> Iterator[Document]:
-    """The documents of `texts`, which is read twice, with `fraction` of them held out as `measure` says."""
-    return measure(texts, fraction).documents(texts)
-
-
 def _filled(sizes: Counter[float], wanted: Fraction) -> HoldOut:
     """Documents in the order of their hash until validation has `wanted` bytes."""
     order = sorted(sizes)

@@ -57,12 +57,12 @@ def _round_keys(seed: int) -> tuple[int, ...]:
     return tuple(mix(seed, i) & MASK32 for i in range(ROUNDS))
 
 
-def _feistel(x, half: int, keys: tuple[int, ...]):
-    """A bijection of [0, 4**half): balanced Feistel network, for Python ints and for uint64 arrays alike."""
+def _feistel(x: int, half: int, keys: tuple[int, ...]) -> int:
+    """A bijection of [0, 4**half): balanced Feistel network."""
     low = (1 << half) - 1
     left, right = x >> half, x & low
     for key in keys:
-        h = (right ^ key) & MASK32  # lowbias32 (github.com/skeeto/hash-prospector); products stay below 2**64
+        h = (right ^ key) & MASK32  # lowbias32 (github.com/skeeto/hash-prospector)
         h = ((h ^ (h >> 16)) * 0x7FEB352D) & MASK32
         h = ((h ^ (h >> 15)) * 0x846CA68B) & MASK32
         h = h ^ (h >> 16)
@@ -70,25 +70,19 @@ def _feistel(x, half: int, keys: tuple[int, ...]):
     return (left << half) | right
 
 
-def permute(index: int | np.ndarray, n: int, seed: int) -> int | np.ndarray:
+def permute(index: int, n: int, seed: int) -> int:
     """Where position `index` of [0, n) goes in the shuffle `seed`: a bijection, in O(1) memory, for n up to 2**62.
 
     A Feistel network on the smallest power of four that is n or more, repeated until the value is below n (Black and
-    Rogaway 2002, "Ciphers with arbitrary finite domains"). Arrays give int64 arrays of the same shape, ints give ints.
+    Rogaway 2002, "Ciphers with arbitrary finite domains").
     """
-    assert 0 < n <= 2**62
+    assert 0 < n <= 2**62 and 0 <= index < n
     half = max(3, ((n - 1).bit_length() + 1) // 2)  # smaller networks are visibly biased
     keys = _round_keys(seed)
-    if not isinstance(index, np.ndarray):
-        assert 0 <= index < n
-        value = _feistel(int(index), half, keys)
-        while value >= n:
-            value = _feistel(value, half, keys)
-        return value
-    values = _feistel(index.astype(np.uint64), half, keys)
-    while (outside := values >= n).any():
-        values[outside] = _feistel(values[outside], half, keys)
-    return values.astype(np.int64)
+    value = _feistel(index, half, keys)
+    while value >= n:
+        value = _feistel(value, half, keys)
+    return value
 
 
 class Windows:

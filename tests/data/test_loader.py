@@ -26,30 +26,26 @@ class Counting:
         return np.full(LENGTH + 1, index)
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 10, 63, 64, 65, 1000, 65537])
+@pytest.mark.parametrize("n", [1, 2, 3, 10, 63, 64, 65, 1000, 16385])
 @pytest.mark.parametrize("seed", [0, 1, 2**64 - 1])
 def test_permute_is_a_bijection(n, seed):
-    order = permute(np.arange(n), n, seed)
-    assert order.dtype == np.int64
-    assert np.array_equal(np.sort(order), np.arange(n))
-    assert [permute(i, n, seed) for i in range(min(n, 100))] == order[:100].tolist()
+    assert sorted(permute(i, n, seed) for i in range(n)) == list(range(n))
 
 
 def test_permute_shuffles():
-    n = 100_000
-    order = permute(np.arange(n), n, 1)
+    n = 30_000
+    order, other = (np.array([permute(i, n, seed) for i in range(n)]) for seed in (1, 2))
     assert abs(np.corrcoef(np.arange(n), order)[0, 1]) < 0.02
     assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.02
-    assert (order == permute(np.arange(n), n, 2)).sum() < 20
+    assert (order == other).sum() < 20
     first = Counter(permute(0, 5, seed) for seed in range(5000))  # every place is about equally likely
     assert all(850 < count < 1150 for count in first.values())
 
 
 def test_permute_works_beyond_32_bits():
     n = 10**15
-    order = permute(np.arange(1000), n, 3)
-    assert len(set(order.tolist())) == 1000 and order.max() > 2**40 and order.max() < n
-    assert order[:5].tolist() == [permute(i, n, 3) for i in range(5)]
+    order = [permute(i, n, 3) for i in range(1000)]
+    assert len(set(order)) == 1000 and 2**40 < max(order) < n
 
 
 def test_windows_cover_the_text_once_and_stay_within_shards(windows):

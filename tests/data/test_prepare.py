@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,8 +15,8 @@ import pytest
 
 from data import prepare as module
 from data.config import DataConfig, TokenizerConfig
-from data.holdout import Document, hold_out, measure
-from data.prepare import check_folder, pieces, prepare
+from data.holdout import Document, measure
+from data.prepare import check_folder, prepare
 from data.shards import META, PROGRESS, Shard, open_split
 from data.tokenizer import build_tokenizer, load_tokenizer
 
@@ -209,6 +209,10 @@ def test_verify_finds_a_changed_byte(cfg, monkeypatch):
 # --- hold-out -------------------------------------------------------------------------------------------------------
 
 
+def hold_out(texts: list[str], fraction: float) -> Iterator[Document]:
+    return measure(texts, fraction).documents(texts)
+
+
 def split_of(texts: list[str], fraction: float) -> dict[str, str]:
     return {document.text: document.split for document in hold_out(texts, fraction)}
 
@@ -284,16 +288,6 @@ def test_a_single_text_file(cfg, tmp_path):
 
 
 # --- tokens ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["bpe", "gpt2"])
-def test_pieces_are_invisible_to_tokenizers(request, name, corpus, texts):
-    tokenizer = request.getfixturevalue(name)
-    for text in ["".join(corpus), "\n\n \n".join(texts * 9), "no newline at all " * 50, "\n" * 500, ""]:
-        for size in (1, 7, 100):
-            parts = list(pieces(text, size))
-            assert "".join(parts) == text
-            assert [token for part in parts for token in tokenizer.encode(part)] == tokenizer.encode(text)
 
 
 def test_long_documents_are_tokenized_whole(cfg, tmp_path, monkeypatch):

@@ -4,6 +4,8 @@ import sys
 
 import numpy as np
 import pytest
+import tiktoken
+from tiktoken_ext import openai_public
 
 from data.config import TokenizerConfig
 from data.tokenizer import (
@@ -13,6 +15,7 @@ from data.tokenizer import (
     build_tokenizer,
     byte_level_alphabet,
     load_tokenizer,
+    pieces,
 )
 
 
@@ -30,7 +33,6 @@ def test_round_trip(tokenizer, texts):
         assert max(ids) < tokenizer.vocab_size and tokenizer.eot not in ids
         assert tokenizer.encode_array(text).tolist() == ids
         assert tokenizer.byte_lengths()[ids].sum() == len(text.encode())
-    assert tokenizer.encode_batch(texts, 2) == [tokenizer.encode(text) for text in texts]
 
 
 def test_special_tokens(tokenizer):
@@ -150,3 +152,24 @@ def test_foreign_shards_are_gpt2s_where_a_bpe_is_configured(tmp_path, gpt2):
     """data.dir=FOLDER alone, with the default data=stdlib: a bpe cannot be trained on somebody else's tokens."""
     (tmp_path / "fineweb_train_000001.bin").write_bytes(b"")
     assert load_tokenizer(tmp_path, TokenizerConfig("bpe", 4096)).fingerprint == gpt2.fingerprint
+
+
+def split_by(name: str, monkeypatch: pytest.MonkeyPatch) -> Tokenizer:
+    """Bytes, split by the pattern of a published encoding, with a token for each pair of bytes that a cut may part."""
+    pairs = [bytes([a, b]) for b in reversed(range(128)) for a in b"\n\r;z "]
+    ranks = {token: rank for rank, token in enumerate([bytes([byte]) for byte in range(256)] + pairs)}
+    monkeypatch.setattr(openai_public, "load_tiktoken_bpe", lambda *_, **__: ranks)
+    pattern = getattr(openai_public, name)()["pat_str"]
+    special = {"<|endoftext|>": len(ranks)}
+    return Tokenizer(tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special))
+
+
+@pytest.mark.parametrize("name", ["bpe", "gpt2", "cl100k_base", "o200k_base"])
+def test_pieces_are_invisible_to_tokenizers(request, name, corpus, texts, monkeypatch):
+    tokenizer = request.getfixturevalue(name) if name in ("bpe", "gpt2") else split_by(name, monkeypatch)
+    ends = [a + b + c for a in ";z\r1 " for b in ("\n", "\r\n", "\n\r", " ") for c in "/;z\r1"]
+    for text in ["".join(corpus), "\n\n \n".join(texts * 9), "no newline at all " * 50, "\n" * 500, "", *ends]:
+        for size in (1, 7, 100):
+            parts = list(pieces(text, size))
+            assert "".join(parts) == text
+            assert [token for part in parts for token in tokenizer.encode(part)] == tokenizer.encode(text)
