@@ -59,6 +59,8 @@ class Team:
                     return 0
                 process = subprocess.Popen([sys.executable, *arguments], env=env, stdout=file, stderr=subprocess.STDOUT)
                 self._running.add(process)
+                if self.stopping:  # the signal came while the process was being started, and `_stop` did not see it
+                    process.terminate()
             try:
                 return process.wait()
             finally:
