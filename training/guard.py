@@ -4,6 +4,7 @@ A skipped update is logged. On a GPU the device skips it without waiting for the
 """
 
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -53,6 +54,7 @@ class Guard:
         self.optimizers, self.world, self.limit, self.outlier_z = optimizers, world, nonfinite, outlier_z
         self.ask_host = world.device.type == "cpu"  # where reading a flag costs nothing
         self.row = 0  # non-finite updates in a row, as far as they have been read
+        self.last = math.nan, math.nan  # loss and norm of the last update that has been read
         self.unread: list[tuple[int, Tensor]] = []  # (step, [loss, norm, skipped]) on the device
         self.window = torch.zeros(2, WINDOW, dtype=torch.float64, device=world.device)  # of loss and norm
         self.seen = torch.zeros(2, dtype=torch.int64, device=world.device)  # values that entered each window
@@ -89,26 +91,28 @@ class Guard:
         self.seen = self.seen + keep
         return outlier.any()
 
-    def read(self) -> list[Skipped]:
-        """The updates skipped since the last call. Raises Diverged after `nonfinite` non-finite updates in a row."""
+    def read(self) -> Iterator[Skipped]:
+        """The updates skipped since the last call. Raises Diverged after the last of `nonfinite` non-finite ones in a row."""
         if not self.unread:
-            return []
+            return
         steps, rows = zip(*self.unread, strict=True)
-        self.unread, skipped = [], []
+        self.unread = []
         for step, (loss, norm, skip) in zip(steps, torch.stack(rows).tolist(), strict=True):
             self.row = 0 if math.isfinite(loss) and math.isfinite(norm) else self.row + 1
+            self.last = loss, norm
             if skip:
-                skipped.append(Skipped(step, loss, norm))
+                yield Skipped(step, loss, norm)
             if self.row >= self.limit:
                 what = f"the loss is {loss} at step {step} (gradient norm {norm})"
                 raise Diverged(f"{what}, and {self.row} updates in a row were skipped: {ADVICE}")
-        return skipped
 
     def refuse_bad_end(self, step: int, val_loss: float) -> None:
         """Raise Diverged if the last update or the last validation loss was not finite: such a run is not a success."""
-        if self.row or not math.isfinite(val_loss):
-            loss = val_loss if not self.row else math.nan
-            raise Diverged(f"the loss is {loss} at step {step}, the last one: {ADVICE}")
+        if self.row:
+            loss, norm = self.last
+            raise Diverged(f"the loss is {loss} at step {step} (gradient norm {norm}), the last one: {ADVICE}")
+        if not math.isfinite(val_loss):
+            raise Diverged(f"the loss is {val_loss} at step {step}, the last one: {ADVICE}")
 
     def state(self) -> dict[str, Any]:
         """What the next updates depend on, as plain numbers for a checkpoint."""

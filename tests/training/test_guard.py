@@ -65,12 +65,17 @@ def feed(guard: Guard, losses: list[float], first: int = 1, norm: float = 1.0) -
 def test_a_row_of_bad_updates_ends_the_run_and_a_broken_row_does_not() -> None:
     nan = math.nan
     assert feed(guard_of(), [nan, nan, 1.0, nan, math.inf]) == [1, 2, 4, 5]
+    guard, seen = guard_of(), []
+    for step, loss in enumerate([1.0, nan, nan, nan, 1.0], 1):
+        guard.update(step, torch.tensor(loss), torch.tensor(1.0))
     with pytest.raises(Diverged, match=r"the loss is nan at step 4 .*3 updates in a row"):
-        feed(guard_of(), [1.0, nan, nan, nan, 1.0])
-    with pytest.raises(Diverged, match="the last one"):
+        seen.extend(skipped.step for skipped in guard.read())
+    assert seen == [2, 3, 4]  # what ended the run is recorded, too
+    for loss, norm in ((nan, 1.0), (2.5, math.inf)):
         guard = guard_of()
-        feed(guard, [1.0, nan])
-        guard.refuse_bad_end(2, 1.0)
+        feed(guard, [1.0, loss], norm=norm)
+        with pytest.raises(Diverged, match=rf"the loss is {loss} at step 2 \(gradient norm {norm}\), the last one"):
+            guard.refuse_bad_end(2, 1.0)
     with pytest.raises(Diverged, match="the loss is nan at step 2"):
         guard_of().refuse_bad_end(2, nan)
     guard_of().refuse_bad_end(2, 1.0)
