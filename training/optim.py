@@ -90,18 +90,19 @@ def set_lr(optimizers: list[torch.optim.Optimizer], factor: float) -> float:
     return optimizers[-1].param_groups[0]["lr"]
 
 
-def named_state(optimizers: list[torch.optim.Optimizer]) -> Iterator[tuple[str, str, Tensor, dict]]:
-    """(parameter name, state key, tensor, state dict) of everything the optimizers remember."""
+def _owned(optimizers: list[torch.optim.Optimizer]) -> Iterator[tuple[torch.optim.Optimizer, str, Tensor]]:
+    """(optimizer, parameter name, parameter) of every parameter."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for name, p in zip(group["names"], group["params"], strict=True):
-                for key, value in optimizer.state[p].items():
-                    yield name, key, value, optimizer.state[p]
+                yield optimizer, name, p
 
 
 def state_tensors(optimizers: list[torch.optim.Optimizer]) -> dict[str, Tensor]:
     """All optimizer state as named tensors, independent of the order of groups and parameters."""
-    return {f"{name}/{key}": value for name, key, value, _ in named_state(optimizers)}
+    return {
+        f"{name}/{key}": value for optimizer, name, p in _owned(optimizers) for key, value in optimizer.state[p].items()
+    }
 
 
 # The state that each optimizer keeps per parameter: True if shaped like the parameter, False for a single number.
@@ -111,12 +112,9 @@ REMEMBERED = {"AdamW": {"step": False, "exp_avg": True, "exp_avg_sq": True}, "Mu
 def state_shapes(optimizers: list[torch.optim.Optimizer]) -> dict[str, tuple[torch.Size, torch.dtype]]:
     """Names of `state_tensors` -> shape and type, of optimizers that have stepped at least once."""
     shapes = {}
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for name, p in zip(group["names"], group["params"], strict=True):
-                for key, like_parameter in REMEMBERED[type(optimizer).__name__].items():
-                    shape = (p.shape, p.dtype) if like_parameter else (torch.Size(), torch.float32)
-                    shapes[f"{name}/{key}"] = shape
+    for optimizer, name, p in _owned(optimizers):
+        for key, like_parameter in REMEMBERED[type(optimizer).__name__].items():
+            shapes[f"{name}/{key}"] = (p.shape, p.dtype) if like_parameter else (torch.Size(), torch.float32)
     return shapes
 
 
@@ -126,7 +124,5 @@ def load_state(optimizers: list[torch.optim.Optimizer], tensors: dict[str, Tenso
     for path, tensor in tensors.items():
         name, key = path.rsplit("/", 1)
         of.setdefault(name, {})[key] = tensor
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for name, p in zip(group["names"], group["params"], strict=True):
-                optimizer.state[p] = {key: split_as(value, p) for key, value in of.get(name, {}).items()}
+    for optimizer, name, p in _owned(optimizers):
+        optimizer.state[p] = {key: split_as(value, p) for key, value in of.get(name, {}).items()}

@@ -26,7 +26,7 @@ from train import train as run_training
 from training import checkpoint
 from training.checkpoint import CheckpointConfig
 from training.distributed import World, join_world
-from training.optim import OptimConfig, build_optimizers, named_state
+from training.optim import OptimConfig, build_optimizers, state_tensors
 from training.parallel import Parallel
 from training.saver import Saver
 
@@ -83,7 +83,7 @@ def measure(world: World, kind: str, shard: int | None, optim: str, micros: int)
         steps(parallel, optimizers, 1, micros)
     params = list(parallel.model.parameters())
     held = {"parameters": params, "gradients": [p.grad for p in params]}
-    held["optimizer"] = [value for *_, value, _ in named_state(optimizers)]
+    held["optimizer"] = list(state_tensors(optimizers).values())
     return {"held": {name: sum(map(bytes_here, tensors)) for name, tensors in held.items()}, "sent": messages.bytes}
 
 
