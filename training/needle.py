@@ -28,7 +28,8 @@ class NeedleProbe:
             raise ValueError("needles are hidden in text, and these data are none: use needle_every=0")
         self.model, device = model, model.embedding.weight.device
         rng, length = np.random.default_rng(0), windows.length
-        facts = [Facts(tokenizer, "eval", digits).draw(rng, 1)[0] for _ in range(samples)]
+        source = Facts(tokenizer, "eval", digits)
+        facts = [source.draw(rng, 1)[0] for _ in range(samples)]
         rows, chosen = [], evenly(len(windows), min(samples, len(windows)))
         for i, fact in enumerate(facts):
             room = length - 2 * len(fact.tokens)
