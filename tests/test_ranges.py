@@ -76,4 +76,4 @@ def test_every_number_of_train_py_has_a_range_and_help_shows_it() -> None:
     assert not free, "write the type as Annotated[int, '[0, inf)']"
     assert {f.name for f in fields(TrainConfig)} > {"steps"}
     text = help_text("train", TrainConfig, "", CONFIG_DIR)
-    assert "optimizer steps in all (0 to 99999999)" in text
+    assert "optimizer steps in all (1 to 99999999)" in text

@@ -31,11 +31,7 @@ Tensors = dict[str, torch.Tensor]
 Shapes = dict[str, tuple[torch.Size, torch.dtype]]
 
 
-class Damaged(ValueError):
-    """A checkpoint that cannot be used: the one before it may be whole."""
-
-
-class NotFinite(Damaged):
+class NotFinite(ValueError):
     """A checkpoint with a NaN or an infinity in a tensor."""
 
 
@@ -80,13 +76,17 @@ def save(
     remembered = gathered(state_tensors(optimizers), keep=main)
     if main:
         write(folder, weights, remembered, {"step": step, "model": asdict(model.cfg), "guard": guard or {}})
-        prune(run_dir, keep, staying)
+        prune(run_dir, step, keep, staying)
     return folder
 
 
-def prune(run_dir: Path, keep: int, staying: Sequence[int]) -> None:
-    """Delete all checkpoints but the newest `keep` (0: delete none) and those of the steps `staying`."""
-    for old in checkpoints(run_dir)[:-keep] if keep else []:
+def prune(run_dir: Path, step: int, keep: int, staying: Sequence[int]) -> None:
+    """Of the checkpoints up to that of `step`, delete all but the newest `keep` (0: delete none) and those of `staying`.
+
+    A later one is damaged, because the run has gone on from one before it. It counts for nothing, and will be replaced.
+    """
+    written = [folder for folder in checkpoints(run_dir) if folder.name <= folder_name(step)]
+    for old in written[:-keep] if keep else []:
         if old.name not in map(folder_name, staying):
             shutil.rmtree(old)
 
@@ -113,16 +113,16 @@ def write(folder: Path, weights: Tensors, optimizer: Tensors, state: dict[str, A
             complete(partial, state, [partial / WEIGHTS, partial / OPTIMIZER])
     except (OSError, SafetensorError) as error:
         raise not_written(folder, error) from None
-    _flush(folder.parent)
+    flush(folder.parent)
     return folder
 
 
 def complete(partial: Path, state: dict[str, Any], files: Sequence[Path]) -> None:
     """Write the state file, with the checksums of `files`, and wait until the whole folder is on the disk."""
-    state = state | {"sha256": {path.name: _sha256(path) for path in files}}
+    state = state | {"sha256": sharded.checksums(files)}
     (partial / STATE).write_text(json_text(state | {"checksum": _checksum(state)}, indent=1))
     for path in (*partial.iterdir(), partial):
-        _flush(path)
+        flush(path)
 
 
 def not_written(folder: Path, reason: object) -> ValueError:
@@ -148,8 +148,8 @@ def checkpoints(run_dir: Path) -> list[Path]:
 def load(folder: Path, model: Decoder, optimizers: list[torch.optim.Optimizer] | None = None) -> int:
     """Fill `model`, and the optimizers where given, from a checkpoint folder; returns its step.
 
-    Nothing is filled before all files are checked. Raises Damaged if the folder is not a whole checkpoint of such a model,
-    and ValueError for a checkpoint of another architecture, which names the differences, and for a damaged sharded one.
+    Nothing is filled before all files are checked. ValueError for a folder that is not a whole checkpoint, and for a
+    checkpoint of another architecture, whose differences it names.
     """
     state = read_state(folder)
     _refuse_other_model(folder, state["model"], asdict(model.cfg))
@@ -259,7 +259,7 @@ def load_run(run: str | Path, device: str | torch.device = "cpu", step: int | No
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """A checkpoint's state.json: step, the model's configuration, checksums. Damaged if invalid or edited."""
+    """A checkpoint's state.json: step, the model's configuration, checksums. ValueError if invalid or edited."""
     wrong = f"{folder} is not a checkpoint of this project, or damaged: delete it to use the one before"
     try:
         state = json.loads((folder / STATE).read_text())
@@ -268,9 +268,9 @@ def read_state(folder: Path) -> dict[str, Any]:
             isinstance(state["step"], int) and isinstance(state["model"], dict) and isinstance(state["sha256"], dict)
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise Damaged(wrong) from None
+        raise ValueError(wrong) from None
     if not typed or folder_name(state["step"]) != folder.name or checksum not in (None, _checksum(state)):
-        raise Damaged(wrong)
+        raise ValueError(wrong)
     return state
 
 
@@ -287,34 +287,38 @@ FREE = (
 
 
 def _refuse_other_model(folder: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
-    theirs, ours = _flat(asdict(decoder_config(theirs))), _flat(ours)
+    theirs, ours = flatten(asdict(decoder_config(theirs))), flatten(ours)
     free = [key for key in FREE if key != "context" or ours["position"] != "learned"]
     differ = [key for key in ours if key not in free and theirs[key] != ours[key]]
+    differ.sort(key=lambda key: "." in key)  # the options of single variants last
     if differ:
         what = ", ".join(f"{key} ({theirs[key]} there, {ours[key]} here)" for key in differ[:4])
         raise ValueError(f"{folder} holds another architecture: {what}: use the same model= and size= overrides")
 
 
-def _flat(config: dict[str, Any]) -> dict[str, Any]:
-    """{"diff": {"heads": 1}} -> {"diff.heads": 1}."""
-    nested = {key: value for key, value in config.items() if isinstance(value, dict)}
-    inner = {f"{group}.{key}": value for group, part in nested.items() for key, value in part.items()}
-    return {key: value for key, value in config.items() if key not in nested} | inner
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}."""
+    flat = {}
+    for key, value in tree.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
 
 
 def _read(folder: Path, name: str, state: dict[str, Any], shapes: Shapes) -> Tensors:
     """The tensors of a checkpoint's file, which must have these names, shapes and types and be finite."""
     path = folder / name
-    if not path.is_file() or _sha256(path) != state["sha256"].get(name):
-        raise Damaged(f"{path} is damaged (its checksum differs): delete {folder} to use the checkpoint before it")
+    if not path.is_file() or sharded.checksums([path])[name] != state["sha256"].get(name):
+        raise ValueError(f"{path} is damaged (its checksum differs): delete {folder} to use the checkpoint before it")
     try:
         tensors = load_file(path)
     except (SafetensorError, OSError, ValueError) as error:
-        raise Damaged(f"{path} is no safetensors file ({error}): delete {folder} to use the one before") from None
+        raise ValueError(f"{path} is no safetensors file ({error}): delete {folder} to use the one before") from None
     found = {key: (tensor.shape, tensor.dtype) for key, tensor in tensors.items()}
     owners, own = ({key.rpartition("/")[0] for key in keys} for keys in (found, shapes))
     if name == OPTIMIZER and found and owners != own:
-        raise Damaged(f"{folder}: its optimizer state is of other parameters: use init_from=RUN to take weights only")
+        raise ValueError(
+            f"{folder}: its optimizer state is of other parameters: use init_from=RUN to take weights only"
+        )
     # An optimizer that never stepped remembers nothing.
     if not (name == OPTIMIZER and not found):
         _refuse_other_shapes(path, found, shapes)
@@ -327,15 +331,11 @@ def _refuse_other_shapes(path: Path, found: Shapes, shapes: Shapes) -> None:
     if found != shapes:
         key = min(set(found.items()) ^ set(shapes.items()), key=lambda item: item[0])[0]
         theirs, ours = (f"{list(s[0])} {s[1]}" if s else "missing" for s in (found.get(key), shapes.get(key)))
-        raise Damaged(f"{path}: {key} is {theirs} there and {ours} here: delete it to use the checkpoint before it")
+        raise ValueError(f"{path}: {key} is {theirs} there and {ours} here: delete it to use the checkpoint before it")
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Wait until a file's content, or the names in a folder, are on the disk."""
     handle = os.open(path, os.O_RDONLY)
     os.fsync(handle)
     os.close(handle)

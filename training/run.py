@@ -15,14 +15,14 @@ from typing import Annotated, Any
 import yaml
 from hydra.core.hydra_config import HydraConfig
 
-from configs.files import FolderLock, json_text, read_json_lines, sweep, write_atomic
+from configs.files import FolderLock, json_text, read_json_lines, read_run_config, sweep, write_atomic
 from configs.provenance import machine, version
 from data.config import DataConfig
 from data.tokenizer import Tokenizer, load_tokenizer
 from model.config import DecoderConfig
 from model.decoder import Decoder, matched
 from training import checkpoint
-from training.checkpoint import CheckpointConfig
+from training.checkpoint import CheckpointConfig, flatten
 from training.distributed import World, restarts
 from training.guard import Guard
 from training.monitor import MonitorConfig
@@ -39,7 +39,7 @@ class TrainConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
-    steps: Annotated[int, "[0, 99999999]"] = 1000  # optimizer steps in all
+    steps: Annotated[int, "[1, 99999999]"] = 1000  # optimizer steps in all
     batch_tokens: Annotated[int, "[1, inf)"] = 16384  # per optimizer step, over all processes
     micro_batch: Annotated[int | None, "[1, inf)"] = (
         None  # sequences per process and pass; None: all, on a GPU as many as fit
@@ -68,7 +68,7 @@ class TrainConfig:
     wandb: str = "off"  # off | online | offline: mirror metrics.jsonl to Weights & Biases
 
 
-# What decides the losses: a resumed run must have been started with the same values.
+# What a resume may not change. (It may change dtype and compile, as it may change the machine.)
 DECIDES = ("model", "data", "optim", "steps", "batch_tokens", "seed", "outlier_z")
 
 
@@ -157,8 +157,8 @@ def start_or_resume(
 ) -> tuple[int, FolderLock | None]:
     """Make the run directory, or load its newest whole checkpoint; returns the step to go on from, and the main process's lock.
 
-    A new run takes its weights from `init_from`, or its first steps (weights, optimizer state, metrics) from `branch_from`,
-    if one of them is given.
+    A new run takes its weights from `init_from`, or its first steps (weights, state of optimizers and guard, metrics) from
+    `branch_from`, if one of them is given.
     """
     config, lock = asdict(cfg), None
     if world.main and run_dir.is_dir():
@@ -182,7 +182,9 @@ def start_or_resume(
         refuse_other_tokenizer(Path(cfg.init_from), tokenizer, cfg.data.dir)
         checkpoint.newest(Path(cfg.init_from), lambda f: checkpoint.load(f, model), world.main)
     if cfg.branch_from:
-        first = checkpoint.load(trunk_checkpoint(cfg), model, optimizers)
+        folder = trunk_checkpoint(cfg)
+        first = checkpoint.load(folder, model, optimizers)
+        guard.load(checkpoint.read_state(folder).get("guard", {}))
     if world.main:
         run_dir.mkdir(parents=True, exist_ok=True)
         lock = lock or lock_run(run_dir)
@@ -226,7 +228,7 @@ def trunk_checkpoint(cfg: TrainConfig) -> Path:
     if not (trunk / "config.yaml").is_file():
         raise ValueError(f"branch_from={trunk} is no run: give the folder of a longer run with optim.schedule=wsd")
     refuse_other_config(trunk, asdict(cfg), but=("steps",), advice="a branch may differ from its run in steps alone")
-    theirs = yaml.safe_load((trunk / "config.yaml").read_text())["steps"]
+    theirs = read_run_config(trunk)["steps"]
     if step > decay_start(theirs, cfg.optim):
         raise ValueError(f"branch_from={trunk} decays before step {step}: branch off a run of more than {theirs} steps")
     found = {folder.name: folder for folder in checkpoint.checkpoints(trunk)}
@@ -249,7 +251,7 @@ def refuse_other_config(
     run_dir: Path, ours: dict[str, Any], but: tuple[str, ...] = (), advice: str | None = None
 ) -> None:
     """ValueError if a run was started with other values of the fields DECIDES; the fields `but` may differ."""
-    theirs = yaml.safe_load((run_dir / "config.yaml").read_text())
+    theirs = read_run_config(run_dir)
     decides = [key for key in DECIDES if key not in but]
     flat_theirs, flat_ours = (flatten({key: config.get(key) for key in decides}) for config in (theirs, ours))
     default = flatten(asdict(TrainConfig()))  # an older run lacks the options added since: they had their defaults
@@ -258,14 +260,6 @@ def refuse_other_config(
         what = ", ".join(f"{key}={flat_theirs.get(key)} (now {flat_ours[key]})" for key in differ[:4])
         advice = advice or f"repeat its overrides, or start a new run with init_from={run_dir}"
         raise ValueError(f"{run_dir} was started with {what}: {advice}")
-
-
-def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"a.b": 1}."""
-    flat = {}
-    for key, value in tree.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
 
 
 def facts(cfg: TrainConfig, model: Decoder) -> dict[str, Any]:

@@ -88,4 +88,5 @@ class Saver:
             for path in partial.iterdir():
                 os.replace(path, whole / path.name)
         partial.rmdir()
-        checkpoint.prune(self.run_dir, self.cfg.keep, self.cfg.at)
+        checkpoint.flush(self.folder.parent)  # before other checkpoints are deleted
+        checkpoint.prune(self.run_dir, state["step"], self.cfg.keep, self.cfg.at)

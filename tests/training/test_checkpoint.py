@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from model.decoder import Decoder
 from tests.training.test_parts import stepped
 from tests.variants import config
-from training import checkpoint
+from training import checkpoint, sharded
 from training.optim import OptimConfig, build_optimizers
 
 
@@ -38,7 +38,7 @@ def signed(folder: Path, **changes: object) -> None:
     """Change state.json so that its checksum fits again."""
     state = json.loads((folder / "state.json").read_text())
     state.pop("checksum")
-    state |= {"sha256": {name: checkpoint._sha256(folder / name) for name in state["sha256"]}} | changes
+    state |= {"sha256": sharded.checksums(folder / name for name in state["sha256"])} | changes
     (folder / "state.json").write_text(json.dumps(state | {"checksum": checkpoint._checksum(state)}))
 
 
@@ -125,6 +125,20 @@ def test_what_is_not_finite_is_never_written(run: Path) -> None:
     with pytest.raises(ValueError, match="embedding.weight/exp_avg is not finite at step 3"):
         checkpoint.save(run, 3, model, optimizers, keep=1)
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_00000001", "step_00000002"]
+
+
+def test_a_later_damaged_checkpoint_does_not_displace_the_one_just_written(run: Path) -> None:
+    """The run resumed from step 2, because step 4 is damaged."""
+    model = Decoder(config("baseline"))
+    checkpoint.save(run, 4, model, stepped(model, OptimConfig()), keep=0)
+    truncate(run / "checkpoints" / "step_00000004")
+    for step, kept in (
+        (3, ["step_00000001", "step_00000003", "step_00000004"]),
+        (4, ["step_00000001", "step_00000004"]),
+    ):
+        checkpoint.save(run, step, model, stepped(model, OptimConfig()), keep=1, staying=[1])
+        assert [folder.name for folder in checkpoint.checkpoints(run)] == kept
+    assert newest(run) == "step_00000004"
 
 
 def test_a_full_disk_keeps_the_checkpoint_before_and_leaves_no_litter(

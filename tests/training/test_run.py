@@ -1,6 +1,7 @@
 """A run's folder: its name, and branches, which end as runs of their length that were trained alone."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,13 +15,15 @@ from safetensors.torch import load_file
 import train  # noqa: F401  # registers its schema
 from configs import CONFIG_DIR
 from tests.conftest import Typed, assert_one_line_error, run_command, train_arguments
-from training.checkpoint import checkpoints
+from training.checkpoint import checkpoints, read_state
 from training.distributed import World
 from training.optim import OptimConfig
 from training.run import TrainConfig, compiles, cpu_can_compile, default_run_dir
 from training.schedule import decay_start, lr_factor
 
-WSD = ("optim.schedule=wsd", "optim.decay=0.2", "optim=muon", "model=diff", "monitor.every=5", "eval_every=4")
+WSD = (
+    "optim.schedule=wsd", "optim.decay=0.2", "optim=muon", "model=diff", "monitor.every=5", "eval_every=4", "outlier_z=7",
+)  # fmt: skip
 
 
 def lines(run_dir: Path) -> list[dict]:
@@ -50,6 +53,8 @@ def test_a_branch_is_the_run_of_its_length_trained_alone(trunk: Path, shards: Pa
     assert lines(branch) == lines(alone)
     ours, theirs = (load_file(checkpoints(run)[-1] / "model.safetensors") for run in (branch, alone))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    guards = [read_state(checkpoints(run)[-1])["guard"] for run in (branch, alone)]
+    assert guards[0] == guards[1] and guards[1]["seen"] == [10, 10]
     again = run_command(*train_arguments(shards, branch, *WSD, "steps=10", f"branch_from={trunk}", "resume=true"))
     assert "already done" in again.stdout
 
@@ -72,6 +77,18 @@ def test_a_branch_that_cannot_be_is_refused(
     arguments = train_arguments(shards, tmp_path / "run", *WSD, f"branch_from={trunk}", *more)
     assert_one_line_error(typed(*arguments), says)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("content", ("steps: [1\n", "", "model: {}\n"))
+def test_a_damaged_configuration_is_named(
+    content: str, trunk: Path, shards: Path, tmp_path: Path, typed: Typed
+) -> None:
+    shutil.copytree(trunk, tmp_path / "run")
+    (tmp_path / "run" / "config.yaml").write_text(content)
+    resumed = typed(*train_arguments(shards, tmp_path / "run", *WSD, "steps=20", "resume=true"))
+    branched = typed(*train_arguments(shards, tmp_path / "new", *WSD, "steps=10", f"branch_from={tmp_path / 'run'}"))
+    for done in (resumed, branched):
+        assert_one_line_error(done, f"{tmp_path / 'run' / 'config.yaml'} is damaged")
 
 
 @pytest.mark.parametrize("steps", (10, 13, 640, 1280, 2560))
