@@ -3,6 +3,7 @@
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 
 from data.loader import UNSCORED, Mixture, Windows, inputs_and_targets
@@ -49,6 +50,8 @@ def losses_apart(
         F.cross_entropy(model(own).float().transpose(1, 2), wanted, reduction="none").double()
         for own, wanted in zip(inputs.split(rows), targets.split(rows), strict=True)
     ]
+    if isinstance(model, FSDPModule):
+        model.reshard()  # else the root keeps its whole weights, and the next training step uses them without the update
     losses = torch.cat(parts)  # (b, T)
     scored = targets != UNSCORED
     kinds = torch.tensor([source.which(i) for i in samples[:MOST_ROWS]], device=inputs.device)

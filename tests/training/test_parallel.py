@@ -33,6 +33,8 @@ WATCHED = (
     "needle_every=10",
     "needle_samples=4",
 )
+# Text and retrieval documents: a further forward pass gives their losses, between a step's backward pass and its update.
+MIXED = ("data.retrieval.weight=50", "model.context=192", "batch_tokens=768")
 # parallel, shard_processes, optimizer, micro batches
 MEASURED = (
     ("ddp", None, "adamw", 1),
@@ -73,10 +75,12 @@ def group(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
             **{kind: ["train", run(kind, *WATCHED, f"parallel={kind}")] for kind in ("ddp", "fsdp")},
             **{f"muon {kind}": ["train", run(f"muon_{kind}", *muon, f"parallel={kind}")] for kind in ("ddp", "fsdp")},
             **{f"measure {i}": ["measure", list(case)] for i, case in enumerate(MEASURED)},
+            **{f"{kind} mixed": ["train", run(f"{kind}_mixed", *MIXED, f"parallel={kind}")] for kind in ("ddp", "fsdp")},
             "chain 2": ["train_until", [10, *chain("parallel=fsdp")]],
         }],
         [4, {
             "fsdp of 4": ["train", run("fsdp4", "parallel=fsdp")],
+            "hsdp mixed": ["train", run("hsdp_mixed", *MIXED, "parallel=hsdp", "shard_processes=2")],
             "muon hsdp": ["train", run("muon_hsdp", *muon, "parallel=hsdp", "shard_processes=2")],
             "chain 4": ["train_until", [15, *chain(*hybrid)]],
             "write": ["write_both", ["fsdp", None, "muon", str(folder)]],
@@ -113,6 +117,7 @@ def test_a_split_model_trains_as_a_whole_one(group: tuple) -> None:
     folder, _ = group
     assert apart(folder, "ddp", "fsdp") < 1e-5 and apart(folder, "one", "fsdp4") < 1e-5
     assert apart(folder, "muon_ddp", "muon_fsdp") < 1e-3 and apart(folder, "muon_ddp", "muon_hsdp") < 1e-3
+    assert apart(folder, "ddp_mixed", "fsdp_mixed") < 1e-5 and apart(folder, "ddp_mixed", "hsdp_mixed") < 1e-5
     assert losses(folder / "muon_ddp")[20] < losses(folder / "muon_ddp")[1] - 0.5  # Muon moved something
 
 
@@ -196,11 +201,20 @@ def test_one_process_writes_parts_and_says_when_it_cannot(tmp_path: Path, monkey
         tmp_path, CheckpointConfig(sharded=True, keep=1), model, build_optimizers(model, OptimConfig()), alone
     )
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    flush, there = checkpoint.flush, []
+
+    def seen(path: Path) -> None:
+        there.append((path, len(checkpoints(tmp_path))))
+        flush(path)
+
+    monkeypatch.setattr(checkpoint, "flush", seen)
     for step in (1, 2):
         saver.save(step)
         for p in model.parameters():
             p.data.add_(1)  # training goes on while the files are written
     saver.finish()
+    counts = [count for path, count in there if path == tmp_path / "checkpoints"]
+    assert counts == [1, 2]  # the second is on the disk before the first is deleted
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [checkpoint.folder_name(2)]
     other = Decoder(SMALL)
     assert checkpoint.load(newest(tmp_path, 2), other) == 2
