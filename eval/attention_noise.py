@@ -41,7 +41,6 @@ from eval.common import (
     pad_right,
     progress,
     run_name,
-    window_length,
 )
 from eval.needles import NeedleGridConfig, Query, check_grid, needle_contexts
 from eval.scoring import floats_per_token
@@ -62,7 +61,7 @@ class AttentionNoiseConfig(NeedleGridConfig):
     """length: tokens of prompt and answer, by default the trained context. windows: text windows for attention sinks."""
 
     length: Annotated[int | None, "[1, inf)"] = None
-    windows: int = 100
+    windows: Annotated[int, "[1, inf)"] = 100
 
 
 def bucket_sums(row: Tensor, query: Query) -> Tensor:
@@ -144,7 +143,7 @@ def evaluate(run: LoadedRun, hay: np.ndarray, cfg: AttentionNoiseConfig) -> dict
     `sink` has the result of `sinks` for each length.
     """
     model = run.model
-    length = window_length(run, cfg.length)
+    length = cfg.length or model.cfg.context
     shares, layers, shapes = {}, {}, []
     with progress("attention noise", len(cfg.depths) + 2) as bar:
         for depth in cfg.depths:
@@ -286,8 +285,6 @@ def draw_heads(path: Path, results: dict[str, Any], title: str) -> None:
 @command("attention_noise", AttentionNoiseConfig)
 def main(cfg: AttentionNoiseConfig) -> None:
     check_grid(cfg)
-    if cfg.windows < 1:
-        raise ValueError(f"windows={cfg.windows} must be at least 1, to measure attention sinks: use windows=100")
     run = open_run(cfg)
     results = evaluate(run, haystack(run, cfg), cfg)
     said = keep(run, cfg, "attention_noise", results, lambda path, results, title, _: draw(path, results, title))

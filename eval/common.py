@@ -45,6 +45,12 @@ class EvalConfig:
     run: str = MISSING
     device: str = "auto"  # auto | cpu | cuda
     batch: Annotated[int, "[1, inf)"] = 32
+
+
+@dataclass
+class TextEvalConfig(EvalConfig):
+    """The settings of an evaluation that reads text."""
+
     text: str | None = None  # use this text instead of the run's validation shards: a file, a folder or a 'glob'
     shards: str | None = None  # use the validation shards of this folder instead of the run's
 
@@ -53,13 +59,6 @@ def open_run(cfg: EvalConfig) -> LoadedRun:
     """The run's model (evaluation mode, float32, on the device asked for), tokenizer and configuration."""
     device = pick_device(cfg.device)
     return load_run(cfg.run, device=device)
-
-
-def window_length(run: LoadedRun, length: int | None) -> int:
-    """Tokens per window: `length`, or the trained context where it is None."""
-    if length is not None and length < 1:
-        raise ValueError(f"length={length} must be at least 1: leave it out for the trained context")
-    return run.model.cfg.context if length is None else length
 
 
 class TextTokens:
@@ -75,7 +74,7 @@ class TextTokens:
         return self.tokens[start:stop].astype(np.int64)
 
 
-def evaluation_tokens(run: LoadedRun, cfg: EvalConfig) -> list[Shard | TextTokens]:
+def evaluation_tokens(run: LoadedRun, cfg: TextEvalConfig) -> list[Shard | TextTokens]:
     """The tokens to test on: of the text `text`, else of the validation shards in `shards` or in the run's own data."""
     if cfg.text and cfg.shards:
         raise ValueError("text= and shards= are both given: give one of them")
@@ -90,7 +89,7 @@ def evaluation_tokens(run: LoadedRun, cfg: EvalConfig) -> list[Shard | TextToken
     return open_split(folder, "val", vocab_size=run.tokenizer.vocab_size, fingerprint=run.tokenizer.fingerprint)
 
 
-def text_name(run: LoadedRun, cfg: EvalConfig, parts: int = 1) -> str:
+def text_name(run: LoadedRun, cfg: TextEvalConfig, parts: int = 1) -> str:
     """The name of the test text: the last `parts` components of the path of its file or folder."""
     return "/".join(Path(os.path.abspath(cfg.text or cfg.shards or run.config["data"]["dir"])).parts[-parts:])
 
@@ -122,7 +121,7 @@ def read_documents(text: str) -> list[str]:
     return documents
 
 
-def haystack(run: LoadedRun, cfg: EvalConfig) -> np.ndarray:
+def haystack(run: LoadedRun, cfg: TextEvalConfig) -> np.ndarray:
     """(n,) token ids of real text, to hide needles in."""
     return np.concatenate([part.read(0, HAYSTACK_TOKENS) for part in evaluation_tokens(run, cfg)])[:HAYSTACK_TOKENS]
 

@@ -23,15 +23,7 @@ from omegaconf import MISSING
 from torch import nn
 
 from configs import command
-from eval.common import (
-    COLOURS,
-    GREY,
-    figure,
-    open_run,
-    progress,
-    run_name,
-    write_result,
-)
+from eval.common import COLOURS, GREY, EvalConfig, figure, open_run, progress, run_name, write_result
 from eval.scoring import continue_greedily, score
 from training.checkpoint import LoadedRun
 
@@ -52,16 +44,13 @@ BOOTSTRAP = 1000  # resamples for standard errors of metrics that are not means,
 
 
 @dataclass
-class HarnessConfig:
+class HarnessConfig(EvalConfig):
     """tasks: names of lm-eval's tasks, or of tasks under include_path. limit: documents per task, by default all."""
 
-    run: str = MISSING  # folder of the run
     tasks: list[str] = MISSING
-    device: str = "auto"  # auto | cpu | cuda
-    batch: Annotated[int, "[1, inf)"] = 32  # sequences per forward pass
     include_path: str | None = None  # folder with more task files
     num_fewshot: Annotated[int | None, "[0, inf)"] = None  # examples in the prompt; None: the task's own number
-    limit: int | None = None
+    limit: Annotated[int | None, "[1, inf)"] = None
     length: int | None = None  # tokens of context and continuation; None: the trained context
 
 
@@ -276,8 +265,6 @@ def main(cfg: HarnessConfig) -> None:
         raise ValueError("harness needs the package 'lm-eval': pip install lm-eval")
     if not cfg.tasks:
         raise ValueError("tasks is empty: give tasks=[NAME,...]; `lm-eval ls tasks` lists the names")
-    if cfg.limit is not None and cfg.limit < 1:
-        raise ValueError(f"limit={cfg.limit} must be at least 1: leave it out for all documents")
     run = open_run(cfg)
     results = evaluate(RunLM(run, cfg.batch, cfg.length), cfg)
     write_result(run, cfg, "harness", results)

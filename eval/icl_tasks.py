@@ -35,8 +35,8 @@ class IclConfig(EvalConfig):
     test: str | None = None
     format: str = "auto"  # auto | trec | trec_fine | banking77 | clinc150
     shots: list[int] | None = None
-    episodes: int | None = None
-    queries: int = 50
+    episodes: Annotated[int | None, "[1, inf)"] = None
+    queries: Annotated[int, "[1, inf)"] = 50
     orders: int = 10
     order_shots: int | None = None
     classes: int = 4
@@ -199,8 +199,6 @@ def check(cfg: IclConfig) -> None:
         raise ValueError("test= and format= need a file of demonstrations: give examples=FILE, too")
     if cfg.shots is not None and (not cfg.shots or min(cfg.shots) < 1 or len(set(cfg.shots)) < len(cfg.shots)):
         raise ValueError(f"shots={cfg.shots} must be different numbers, each 1 or more: use shots=[1,2,4,8]")
-    if (cfg.episodes is not None and cfg.episodes < 1) or cfg.queries < 1:
-        raise ValueError("episodes or queries is less than 1: use episodes=10 and queries=50, or leave them out")
     if cfg.orders < 0 or cfg.orders == 1 or (cfg.order_shots is not None and cfg.order_shots < 2):
         raise ValueError(
             "order robustness compares two or more orders of two or more demonstrations: use orders=10 and order_shots=8, "

@@ -42,7 +42,7 @@ BUCKETS = ("distractors", "key", "value", "first", "elsewhere")
 class MqarEvalConfig(EvalConfig):
     """shares: shares of distractors, each below 1. kind: kind of distractors (data.mqar.kind), by default the run's own.
 
-    samples: contexts for each share. text and shards do not apply.
+    samples: contexts for each share.
     """
 
     shares: list[float] = field(default_factory=lambda: [0.0, 0.5, 0.8, 0.9, 0.95])
@@ -224,8 +224,6 @@ def task_of(run: LoadedRun, cfg: MqarEvalConfig) -> MqarConfig:
     """The run's task with the kind of distractors in `cfg`. ValueError for a run or settings that cannot be evaluated."""
     if run.config["data"]["source"] != "mqar":
         raise ValueError(f"{cfg.run} was not trained on associative recall: train one with data=mqar")
-    if cfg.text or cfg.shards:
-        raise ValueError("text= and shards= do not apply to data=mqar, which has no text: leave them out")
     if cfg.samples < 1 or not cfg.shares or len({round(100 * share) for share in cfg.shares}) < len(cfg.shares):
         raise ValueError("samples is below 1, or shares are empty or repeated: use samples=256 shares=[0,0.5,0.9]")
     trained = MqarConfig(**run.config["data"]["mqar"])

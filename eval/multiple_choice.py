@@ -20,7 +20,7 @@ import re
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from omegaconf import MISSING
@@ -39,7 +39,7 @@ class MultipleChoiceConfig(EvalConfig):
     """file: the file with the questions. limit: number of questions, taken at even distances; None: all questions."""
 
     file: str = MISSING
-    limit: int | None = None
+    limit: Annotated[int | None, "[1, inf)"] = None
 
 
 @dataclass(frozen=True)
@@ -160,10 +160,6 @@ def draw(path: Path, results: dict[str, Any], title: str, shade: str) -> None:
 
 @command("multiple_choice", MultipleChoiceConfig)
 def main(cfg: MultipleChoiceConfig) -> None:
-    if cfg.text or cfg.shards:
-        raise ValueError("text= and shards= do not apply to multiple choice: give the questions as file=FILE.jsonl")
-    if cfg.limit is not None and cfg.limit < 1:
-        raise ValueError(f"limit={cfg.limit} must be at least 1: use limit=1000, or leave it out")
     questions = read_questions(Path(cfg.file))
     if cfg.limit is not None and cfg.limit < len(questions):
         questions = [questions[i] for i in np.linspace(0, len(questions) - 1, cfg.limit).round().astype(int)]

@@ -14,27 +14,24 @@ import numpy as np
 
 from data.retrieval import Fact, cities, draw_numbers, hide, sentence_ends, spell
 from data.tokenizer import Tokenizer
-from eval.common import EvalConfig
+from eval.common import TextEvalConfig
 from eval.needle_styles import LWM_CITIES, NOISE, STYLES, WORDS, NeedleStyle
 from training.checkpoint import LoadedRun
 
 
 @dataclass
-class NeedleGridConfig(EvalConfig):
+class NeedleGridConfig(TextEvalConfig):
     """depths: positions of the asked needle, as fractions of the context. samples: contexts per cell."""
 
-    depths: list[float] = field(default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0])
-    samples: int = 50
+    depths: Annotated[list[float], "[0, 1]"] = field(default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0])
+    samples: Annotated[int, "[1, inf)"] = 50
     seed: Annotated[int, "[0, 4294967295]"] = 0  # seed of the contexts
 
 
 def check_grid(cfg: NeedleGridConfig) -> None:
-    """Raise ValueError unless the depths are fractions and there is at least one sample."""
-    for depth in cfg.depths:
-        if not 0 <= depth <= 1:
-            raise ValueError(f"depth {depth:g} is not a fraction of the context: use depths=[0,0.5,1], from 0 to 1")
-    if cfg.samples < 1 or not cfg.depths:
-        raise ValueError("samples is below 1, or depths is empty: use samples=50 depths=[0,0.5,1], or leave them out")
+    """Raise ValueError for a grid without a depth."""
+    if not cfg.depths:
+        raise ValueError("depths is empty: use depths=[0,0.5,1], or leave it out")
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from eval.common import (
     GREY,
     LOGITS_IN_MEMORY,
     Axes,
-    EvalConfig,
+    TextEvalConfig,
     batches,
     device_of,
     evaluation_tokens,
@@ -33,7 +33,6 @@ from eval.common import (
     keep,
     open_run,
     progress,
-    window_length,
 )
 from eval.perplexity import cut_windows
 from model.attention.probe import visit_logits
@@ -44,10 +43,10 @@ KEPT_BITS = 18  # of a float32: 8 bits of exponent, 10 bits of mantissa
 
 
 @dataclass
-class OutliersConfig(EvalConfig):
+class OutliersConfig(TextEvalConfig):
     """length: tokens per window, by default the trained context. tokens: read at most this many (the paper: 0.4M)."""
 
-    length: int | None = None
+    length: Annotated[int | None, "[1, inf)"] = None
     tokens: Annotated[int, "[1, inf)"] = 400_000
 
 
@@ -176,7 +175,7 @@ def _layers(ax: Axes, layers: list[dict[str, Any]], line_colour: str) -> None:
 @command("outliers", OutliersConfig)
 def main(cfg: OutliersConfig) -> None:
     run = open_run(cfg)
-    length = window_length(run, cfg.length)
+    length = cfg.length or run.model.cfg.context
     results = evaluate(run.model, cut_windows(evaluation_tokens(run, cfg), length, cfg.tokens), cfg.batch)
     said = keep(run, cfg, "outliers", results, draw)
     for kind in KINDS:

@@ -35,7 +35,7 @@ from configs import command
 from data.loader import Windows
 from data.shards import Shard, open_split
 from eval.common import (
-    EvalConfig,
+    TextEvalConfig,
     batches,
     device_of,
     evaluation_tokens,
@@ -46,7 +46,6 @@ from eval.common import (
     open_run,
     progress,
     text_name,
-    window_length,
 )
 from eval.recall import ends_one_of, frequent_ngrams, recall_hits
 from training.checkpoint import LoadedRun
@@ -55,7 +54,7 @@ ZOOLOGY = 1250  # occurrences in training beyond which arXiv 2312.04927 counts a
 
 
 @dataclass
-class PerplexityConfig(EvalConfig):
+class PerplexityConfig(TextEvalConfig):
     """name: name of the result, instead of the text's name. length: tokens per window, the trained context by default.
     tokens: largest number of tokens to test on. ngram: tokens per n-gram of recall. frequent: most occurrences in the
     training shards for the n-gram of a rare hit; None: 1250, and frequent hits stay in `hit`. training_counts: split the
@@ -246,7 +245,7 @@ def check_ngram(cfg: PerplexityConfig, vocab_size: int, length: int) -> None:
 def main(cfg: PerplexityConfig) -> None:
     named, run = result_name(cfg), open_run(cfg)
     file = named if cfg.name else apart(cfg.run, named, cfg.text or cfg.shards)
-    length = window_length(run, cfg.length)
+    length = cfg.length or run.model.cfg.context
     check_ngram(cfg, run.tokenizer.vocab_size, length)
     windows = cut_windows(evaluation_tokens(run, cfg), length, cfg.tokens)
     frequent = frequent_in_training(run, windows, cfg) if cfg.training_counts else None

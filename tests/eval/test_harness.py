@@ -319,7 +319,7 @@ def test_wrong_input_is_one_line(make_run, refused, monkeypatch, tmp_path):
     assert "tasks is empty" in refused(harness, f"run={run}", "tasks=[]")
     assert "add tasks=" in refused(harness, f"run={run}")
     assert "not a folder" in refused(harness, f"run={run}", "tasks=[x]", "include_path=nowhere")
-    assert "limit=0" in refused(harness, f"run={run}", "tasks=[x]", "limit=0")
+    assert "limit=0 is out of range" in refused(harness, f"run={run}", "tasks=[x]", "limit=0")
     assert not (run / "eval").exists()
 
 

@@ -253,5 +253,6 @@ def test_wrong_input_is_one_line(make_run, refused, files, tmp_path):
     assert "shots=[1,2,4,8]" in refused(icl, f"run={run}", "shots=[0]")
     assert "orders=0" in refused(icl, f"run={run}", "orders=1")
     assert "classes=4" in refused(icl, f"run={run}", "classes=1")
-    assert "episodes=10" in refused(icl, f"run={run}", "episodes=0")
+    assert "episodes=0 is out of range" in refused(icl, f"run={run}", "episodes=0")
+    assert "key 'text'" in refused(icl, f"run={run}", "text=x")  # it reads no text of the run
     assert not (run / "eval").exists()

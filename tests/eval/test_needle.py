@@ -218,14 +218,15 @@ def test_another_style_has_its_own_file(make_run, call, capsys):
 
 def test_wrong_input_is_one_line(make_run, refused):
     run = make_run("a")
-    assert "depths=[0,0.5,1]" in refused(needle, f"run={run}", "depths=[0,25]")
+    assert "out of range: use 0 to 1" in refused(needle, f"run={run}", "depths=[0,25]")
+    assert "depths=[0,0.5,1]" in refused(needle, f"run={run}", "depths=[]")
     assert "asked <= needles" in refused(needle, f"run={run}", "pairs=[[1,2]]")
     assert "pairs=[[1,1]]" in refused(needle, f"run={run}", "pairs=[]")
     assert "lengths=[128,256]" in refused(needle, f"run={run}", "lengths=[]")
     assert "niah_single_1" in refused(needle, f"run={run}", "style=ruler")
     assert "leave out pairs=" in refused(needle, f"run={run}", "style=passkey", "pairs=[[2,1]]")
     assert "one of them" in refused(needle, f"run={run}", "paper=true", "pairs=[[2,1]]")
-    assert "samples=50" in refused(needle, f"run={run}", "samples=0")
+    assert "samples=0 is out of range" in refused(needle, f"run={run}", "samples=0")
     assert "longer length" in refused(needle, f"run={run}", "lengths=[40]", "samples=1")
     assert "longer haystack" in refused(needle, f"run={run}", "lengths=[9000]", "samples=1")
     assert not (run / "eval").exists()

@@ -108,7 +108,7 @@ def test_without_retrieval_documents_there_are_no_needles(make_run, call, capsys
 
 def test_wrong_input_is_one_line(make_run, refused):
     run = make_run("a")
-    assert "bits=[8,6,4]" in refused(qu, f"run={run}", "bits=[1]")
+    assert "out of range: use 2 to 16" in refused(qu, f"run={run}", "bits=[1]")
     assert "bits=[8,6,4]" in refused(qu, f"run={run}", "bits=[8,8]")
     assert "scale=row" in refused(qu, f"run={run}", "scale=tensor")
     assert "length=0" in refused(qu, f"run={run}", "length=0")

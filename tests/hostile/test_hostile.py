@@ -20,7 +20,7 @@ from data.config import DataConfig
 from data.shards import META, PROGRESS, Shard, open_split
 from data.sources import open_corpus
 from data.tokenizer import FILE, Tokenizer, load_tokenizer, read_tokenizer
-from eval.common import EvalConfig, evaluation_tokens, open_run
+from eval.common import TextEvalConfig, evaluation_tokens, open_run
 from eval.report.runs import read_run
 from eval.report.viewer import ViewerConfig, viewer_of
 from model.config import DecoderConfig
@@ -317,7 +317,7 @@ def test_run_config(make_run, text):
     run = make_run("a")
     (run / "config.yaml").write_text(text)
     refused(lambda: read_run(run), "is damaged")
-    cfg = EvalConfig(run=str(run), device="cpu")
+    cfg = TextEvalConfig(run=str(run), device="cpu")
     refused(lambda: evaluation_tokens(open_run(cfg), cfg), "is damaged")
 
 
