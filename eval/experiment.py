@@ -8,7 +8,7 @@ from omegaconf import MISSING
 
 from configs.composing import merged, quoted
 from eval.report.runs import Arm, SpikeConfig
-from eval.study import evaluation_command, result_file
+from eval.study import evaluation_command, evaluation_config, result_file
 from eval.tuning import TuneConfig
 
 
@@ -117,6 +117,7 @@ def evaluation_commands(cfg: AblateConfig) -> list[list[str]]:
 def refuse_metrics(cfg: AblateConfig, evaluations: list[list[str]]) -> None:
     """Refuse metrics that no evaluation writes, and metrics on the text that the learning rates are chosen on."""
     files = {result_file(name, overrides) for name, *overrides in evaluations} | {"train"}
+    own = {result_file(name, overrides) for name, *overrides in evaluations if _reads_own_text(name, overrides)}
     for name, path in cfg.metrics.items():
         evaluation = path.split(".")[0]
         if evaluation not in files:
@@ -125,9 +126,16 @@ def refuse_metrics(cfg: AblateConfig, evaluations: list[list[str]]) -> None:
             raise ValueError(
                 f"metric {name} is read from {evaluation}.json, which no evaluation of this study writes: {fix}"
             )
-        if cfg.tune.keys and (evaluation == "perplexity" or path in ("train.val_loss", "train.loss", cfg.tune.metric)):
+        loss = evaluation in own and (evaluation != "quantization" or path.endswith(".loss"))
+        if cfg.tune.keys and (loss or path in ("train.val_loss", "train.loss", cfg.tune.metric)):
             wrong = f"metric {name} ({path}) reads the text that the learning rates are chosen on"
             raise ValueError(f"{wrong}: test on another text, as measure=test texts.test=FILE")
+
+
+def _reads_own_text(name: str, overrides: list[str]) -> bool:
+    """Whether the evaluation measures losses on the run's own validation text."""
+    settings = evaluation_config(name, tuple(overrides)) if name in ("perplexity", "quantization") else {}
+    return bool(settings) and not (settings["text"] or settings["shards"])
 
 
 def compare_parameters(arms: list[Arm], claimed: bool) -> None:

@@ -166,6 +166,8 @@ def test_shorter_horizons_branch_off_the_longest_run(shards: Path, tmp_path: Pat
     (
         (("+metrics.other=train.val_loss",), "reads the text that the learning rates are chosen on"),
         (("+metrics.other=perplexity_books.loss",), "give texts.books=FILE"),
+        (("evaluations=['perplexity name=own']", "+metrics.other=perplexity_own.ppl"), "learning rates are chosen on"),
+        (("evaluations=[quantization]", "+metrics.other=quantization.bits.4.loss"), "learning rates are chosen on"),
         (("+metrics.other=needle.accuracy",), "add needle to evaluations"),
         (("tune.seeds=[1]",), "seeds of the comparison"),
         (("tune.values=[[1e-3]]",), "two or more values"),
