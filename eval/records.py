@@ -16,7 +16,8 @@ from eval.report.runs import Run, SpikeConfig, settings_of
 from training.run import DECIDES, TrainConfig, flatten
 
 LONGEST = 32  # a record leaves out longer lists of numbers
-POINTS = 64  # points of the training loss's curve
+TRIAL = "tune-"  # begins the name of a trial of learning rates
+POINTS, TRIAL_POINTS = 32, 4  # points of the training loss's curve; no figure shows a trial's curve
 APART = ("loss_text", "loss_retrieval")  # parts of the training loss, which only some runs log
 LOGGED = ("step", "tokens", "loss", "val_loss", "tokens_per_s", "time_s", "needle_acc")
 WHERE = ("data.dir", "data.path", "data.workers")  # where and how a machine reads the data: not part of what a run is
@@ -28,13 +29,12 @@ Record = dict[str, Any]
 
 def record_of(run: Run) -> Record:
     """The record of a run that is trained and evaluated, or that diverged."""
-    thinned = [*run.train[: -1 : max(1, math.ceil(len(run.train) / POINTS))], *run.train[-1:]]
     return {
         "run": run.folder.name,
         "variant": run.variant,
         "config": differing(run.config),
         "facts": {key: value for key, value in run.facts.items() if key not in ("step", "tokens")},
-        "train": [logged(line) for line in thinned],
+        "train": [logged(line) for line in thinned(run.train, run.folder.name)],
         "val": [logged(line) for line in run.val],
         "needle": [logged(line) for line in run.needle],
         "loss": run.last_tenth(),
@@ -52,6 +52,12 @@ def run_of(record: Record, spike: SpikeConfig | None = None) -> Run:
     config = nested({**flatten(asdict(TrainConfig())), **record["config"]})
     counted = {key: record[key] for key in ("loss", "spikes", *APART) if key in record}
     return Run(Path(record["run"]), record["run"], config=config, spike=spike or SpikeConfig(), counted=counted, **same)
+
+
+def thinned(lines: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    """Lines of training at even distances and the last one, for the record of the run `name`."""
+    points = TRIAL_POINTS if name.startswith(TRIAL) else POINTS
+    return [*lines[: -1 : max(1, math.ceil((len(lines) - 1) / points))], *lines[-1:]]
 
 
 def logged(line: dict[str, Any]) -> dict[str, Any]:
@@ -107,5 +113,6 @@ def records_of(folder: Path, kept: Path) -> dict[str, Record]:
 
 def write_records(path: Path, records: Iterable[Record]) -> None:
     """One line per run, sorted by name."""
-    lines = (json_text(record, separators=(",", ":")) for record in sorted(records, key=lambda r: r["run"]))
+    kept = (record | {"train": thinned(record["train"], record["run"])} for record in records)
+    lines = (json_text(record, separators=(",", ":")) for record in sorted(kept, key=lambda r: r["run"]))
     write_atomic(path, "".join(f"{line}\n" for line in lines).encode())

@@ -32,7 +32,7 @@ from eval import tuning  # noqa: E402
 from eval.common import variant  # noqa: E402
 from eval.experiment import AblateConfig, arm_list, compare_parameters, evaluation_commands, refuse_metrics, seed_list  # noqa: E402
 from eval.overlap import overlaps, refuse_overlap  # noqa: E402
-from eval.records import differing, records_of  # noqa: E402
+from eval.records import TRIAL, differing, records_of  # noqa: E402
 from eval.report import mixed  # noqa: E402
 from eval.report.figures import slug  # noqa: E402
 from eval.report.grid import Comparison, draw_ablation, fit_rows  # noqa: E402
@@ -181,7 +181,7 @@ class Study:
         rates = [f"{key}={value:g}" for key, value in pairs]
         short = "-".join(f"{key.rsplit('.', 1)[-1]}{value:g}" for key, value in pairs)
         more = merged(self.cfg.tune.train, rates)
-        return self._run(arm, seed, f"tune-{arm.arm}-{short}-s{seed}", more, [])
+        return self._run(arm, seed, f"{TRIAL}{arm.arm}-{short}-s{seed}", more, [])
 
     def find_rates(self, title: str, task: list[str]) -> None:
         """Carry out the trials, round after round, until every search is over."""

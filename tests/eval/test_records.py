@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from eval.records import record_of, run_of
+from eval.records import POINTS, TRIAL_POINTS, record_of, run_of, thinned
 from eval.report.runs import read_run, refuse_other_settings
 from eval.study import evaluation_command, result_file
 
@@ -62,3 +62,12 @@ def test_a_record_has_every_number_that_may_judge_a_trial(make_run: Callable[...
 def test_the_file_of_an_evaluation_is_known_before_it_runs(text: str, file: str) -> None:
     name, *overrides = evaluation_command(text)
     assert result_file(name, overrides) == file
+
+
+def test_a_curve_is_thinned_once_and_keeps_its_ends() -> None:
+    lines = [{"step": step} for step in range(1, 121)]
+    for name, most in (("baseline-s1", POINTS), ("tune-baseline-lr0.01-s101", TRIAL_POINTS)):
+        kept = thinned(lines, name)
+        assert kept[0]["step"] == 1 and kept[-1]["step"] == 120 and most // 2 < len(kept) <= most + 1
+        assert thinned(kept, name) == kept
+    assert thinned(lines[:1], "a") == lines[:1] and thinned([], "a") == []
