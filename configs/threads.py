@@ -3,7 +3,7 @@
 libgomp, the OpenMP of torch on Linux, lets a thread that waits spin 300,000 times by default, some milliseconds, before it
 sleeps. Beside another process the thread that it waits for is often not running, and the spinning takes that thread's core.
 2,000 turns outlast the gaps within a step on a quiet machine, and end soon on a busy machine (docs/PERFORMANCE.md,
-"Beside other processes"). If the user sets GOMP_SPINCOUNT or OMP_WAIT_POLICY, that setting stays.
+"Training while other processes run"). If the user sets GOMP_SPINCOUNT or OMP_WAIT_POLICY, that setting stays.
 """
 
 import os
