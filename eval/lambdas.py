@@ -1,0 +1,124 @@
+"""The lambda that training left in each differential layer: what a layer subtracts, or adds.
+
+    python -m eval.lambdas ablation=runs/ablate/noise [out=runs/lambdas/noise]
+
+A differential head multiplies its values with (first map - lambda * second map). With lambda between 0 and 1 the head
+subtracts a part of the second map, as arXiv 2410.05258 describes. With a negative lambda it adds the second map. With
+|lambda| above 1 the second map is the larger part, and V1's norm per head removes the common scale. Reads the last
+reading of the monitor from every run's metrics.jsonl; the runs must have been trained with monitor.every=N. V2 has a
+lambda for every token and head, and the reading is its mean.
+Writes lambdas.json, lambdas.md and figures/lambdas.png.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from omegaconf import MISSING
+
+from configs import command
+from configs.files import read_json_lines, write_atomic, write_json
+from configs.provenance import result_record
+from eval.common import figure
+from eval.survival import colours
+
+LAYER = re.compile(r"monitor/layer_(\d+)/lambda")
+
+
+@dataclass
+class LambdasConfig:
+    """ablation: the folder of an ablation's results. out: folder for the results; None: the ablation's folder."""
+
+    ablation: str = MISSING
+    out: str | None = None
+
+
+def last_lambdas(metrics: Path) -> dict[int, float]:
+    """Layer, counted from 0 -> lambda at the last reading in a run's metrics.jsonl; empty without a reading."""
+    found = {}
+    for line in read_json_lines(metrics):
+        found |= {int(key[1]): value for name, value in line.items() if (key := LAYER.fullmatch(name))}
+    return found
+
+
+def rows_of(arms: list[dict[str, Any]], folder: Path) -> Iterator[dict[str, Any]]:
+    """For each differential arm and layer: lambda of every run, and in how many runs it is below 0 or above 1.
+
+    arms: as in an ablation's results.json.
+    """
+    for arm in arms:
+        read = {run["run"]: last_lambdas(folder / run["run"] / "metrics.jsonl") for run in arm["runs"]}
+        for layer in sorted({layer for layers in read.values() for layer in layers}):
+            values = {run: layers[layer] for run, layers in read.items() if layer in layers}
+            numbers = list(values.values())
+            yield {
+                "arm": arm["name"],
+                "layer": layer,
+                "n": len(numbers),
+                "median": float(np.median(numbers)),
+                "below_0": sum(value < 0 for value in numbers),
+                "above_1": sum(value > 1 for value in numbers),
+                "lambda": values,
+            }
+
+
+def table(name: str, rows: list[dict[str, Any]]) -> str:
+    """The rows as Markdown."""
+    text = f"**{name}: lambda at the end of training**\n\n"
+    text += f"| arm | layer | n | median | smallest | largest | below 0 | above 1 |\n| --- |{' ---: |' * 7}\n"
+    for row in rows:
+        ends = (f"{end(row['lambda'].values()):.3g}" for end in (min, max))
+        counts = f"{row['below_0']} of {row['n']} | {row['above_1']} of {row['n']}"
+        text += (
+            f"| {row['arm']} | {row['layer']} | {row['n']} | {row['median']:.3g} | {' | '.join(ends)} | {counts} |\n"
+        )
+    return text
+
+
+def squashed(values: float | np.ndarray) -> float | np.ndarray:
+    """lambda -> its share of the two maps' weights, lambda / (1 + |lambda|), between -1 and 1."""
+    return values / (1 + np.abs(values))
+
+
+def draw(path: Path, rows: list[dict[str, Any]], shades: dict[str, str]) -> None:
+    """A dot for every run's lambda at each layer, one panel per arm. The axis is squashed, since lambda has no bound."""
+    arms = list(dict.fromkeys(row["arm"] for row in rows))
+    ticks = np.array([-100, -2, -1, -0.5, 0, 0.5, 1, 2, 100])
+    with figure(path, 1 + 1.9 * len(arms), 3.6, columns=len(arms)) as axes:
+        for ax, arm in zip(axes[0], arms, strict=True):
+            own = [row for row in rows if row["arm"] == arm]
+            for row in own:
+                values = squashed(np.array(list(row["lambda"].values())))
+                x = row["layer"] + np.linspace(-0.25, 0.25, len(values) + 2)[1:-1]
+                ax.plot(x, values, "o", color=shades[arm], markersize=4, alpha=0.8)
+            ax.axhline(0, color="#888888", linewidth=0.8)
+            ax.set_title(arm, fontsize=8)
+            ax.set(xlabel="layer", xticks=[row["layer"] for row in own], ylim=(-1.05, 1.05))
+            ax.set_yticks(squashed(ticks), [f"{tick:g}" for tick in ticks] if ax is axes[0, 0] else [""] * len(ticks))
+        axes[0, 0].set(ylabel="lambda (below 0: added)")
+
+
+@command("lambdas", LambdasConfig)
+def main(cfg: LambdasConfig) -> None:
+    folder = Path(cfg.ablation)
+    if not (folder / "results.json").is_file():
+        raise ValueError(f"{folder} has no results.json: run scripts/ablate.py experiment=noise first")
+    arms = json.loads((folder / "results.json").read_text())["results"]["arms"]
+    rows = list(rows_of(arms, folder))
+    if not rows:
+        wrong = f"{folder} has no run folder with a reading of lambda"
+        raise ValueError(f"{wrong}: train a differential arm with train=[monitor.every=100]")
+    out = Path(cfg.out or cfg.ablation)
+    write_json(out / "lambdas.json", result_record("lambdas", folder.name, cfg, {"rows": rows}))
+    text = table(folder.name, rows)
+    write_atomic(out / "lambdas.md", text.encode())
+    draw(out / "figures" / "lambdas.png", rows, colours(arms))
+    print(f"{text}\nlambdas  {out / 'lambdas.md'}")
+
+
+if __name__ == "__main__":
+    main()

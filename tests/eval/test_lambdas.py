@@ -1,0 +1,58 @@
+"""Lambda at the end of training: the last reading of each layer and run, and what the table counts."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from eval import lambdas
+from eval.lambdas import last_lambdas, rows_of, table
+
+
+def write(folder: Path, *readings: dict[str, float]) -> None:
+    folder.mkdir(parents=True)
+    lines = [{"step": 0, "loss": 5.0}, *({"step": 100 * i, **reading} for i, reading in enumerate(readings, 1))]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def of(first: float, second: float) -> dict[str, float]:
+    """A reading of the monitor; names that only begin with lambda and the means over layers are not lambda of a layer."""
+    other = {"monitor/layer_0/lambda_init": 0.2, "monitor/layer_0/lambda_std": 9.0, "monitor/mean/lambda": 9.0}
+    return other | {"monitor/layer_0/lambda": first, "monitor/layer_10/lambda": second}
+
+
+def test_the_last_reading_counts_and_layers_are_numbers(tmp_path: Path) -> None:
+    write(tmp_path / "run", of(0.1, 0.2), of(-0.3, 1.4))
+    assert last_lambdas(tmp_path / "run" / "metrics.jsonl") == {0: -0.3, 10: 1.4}
+    assert last_lambdas(tmp_path / "none" / "metrics.jsonl") == {}
+
+
+def test_rows_count_what_adds_and_what_outweighs(tmp_path: Path) -> None:
+    for seed, reading in enumerate([of(-0.3, 1.4), of(0.5, 0.2), of(-4e8, 1.0)], 1):
+        write(tmp_path / f"diff-s{seed}", reading)
+    write(tmp_path / "baseline-s1", {"monitor/layer_0/entropy": 2.0})
+    arms = [
+        {"name": arm, "runs": [{"run": f"{arm}-s{s}"} for s in seeds]}
+        for arm, seeds in [("baseline", [1]), ("diff", [1, 2, 3, 4])]
+    ]
+    first, last = rows_of(arms, tmp_path)  # none of the baseline; the missing folder of seed 4 is no value
+    assert (first["arm"], first["layer"], first["n"], first["median"]) == ("diff", 0, 3, -0.3)
+    assert (first["below_0"], first["above_1"]) == (2, 0) and (last["layer"], last["below_0"], last["above_1"]) == (
+        10,
+        0,
+        1,
+    )
+    assert first["lambda"] == {"diff-s1": -0.3, "diff-s2": 0.5, "diff-s3": -4e8}
+    assert "| diff | 0 | 3 | -0.3 | -4e+08 | 0.5 | 2 of 3 | 0 of 3 |" in table("noise", [first, last])
+
+
+def test_the_command(tmp_path: Path, call: Callable[..., None], refused: Callable[..., str]) -> None:
+    assert "has no results.json" in refused(lambdas, f"ablation={tmp_path}")
+    arms = [{"name": "diff", "arm": "diff", "point": "", "variant": "diff", "runs": [{"run": "diff-s1"}]}]
+    (tmp_path / "results.json").write_text(json.dumps({"results": {"arms": arms}}))
+    assert "monitor.every=100" in refused(lambdas, f"ablation={tmp_path}")
+    write(tmp_path / "diff-s1", of(0.3, -0.2))
+    call(lambdas, f"ablation={tmp_path}", f"out={tmp_path / 'out'}")
+    found = json.loads((tmp_path / "out" / "lambdas.json").read_text())
+    assert [row["lambda"] for row in found["results"]["rows"]] == [{"diff-s1": 0.3}, {"diff-s1": -0.2}]
+    assert found["eval"] == "lambdas" and found["machine"]
+    assert (tmp_path / "out" / "figures" / "lambdas.png").is_file() and (tmp_path / "out" / "lambdas.md").is_file()
