@@ -6,7 +6,7 @@ Two kinds of documents, in the shape of the multi-needle test of LWM and of the 
 - needle: text with N sentences "The magic number of Paris is 4817." at random depths, then a question for each.
 - dense: only such sentences, about a few cities, so that every repetition is a retrieval.
 
-Training and evaluation share no city and no number; `cities` and `draw_number` give those of one split. A small model
+Training and evaluation share no city and no number; `cities` and `draw_numbers` give those of one split. A small model
 does not learn to retrieve without such documents.
 """
 
@@ -43,24 +43,20 @@ def cities(split: str) -> list[str]:
     return [city for i, city in enumerate(CITIES) if (i % EVAL_EVERY == 0) == (split == "eval")]
 
 
-def draw_number(rng: np.random.Generator, split: str, digits: int) -> int:
-    """A number of `digits` digits from the split's own set; the two sets are disjoint."""
-    while True:
-        number = int(rng.integers(10 ** (digits - 1), 10**digits))
-        if _in_split(number, split):
-            return number
-
-
 def draw_numbers(rng: np.random.Generator, split: str, digits: int, count: int) -> list[int]:
-    """`count` different numbers as of `draw_number`. ValueError where the split has fewer."""
+    """`count` different numbers of `digits` digits from the split's own set; the two sets are disjoint.
+
+    ValueError where the set has fewer.
+    """
     numbers = range(10 ** (digits - 1), 10**digits)
     if count > numbers.start and count > sum(_in_split(number, split) for number in numbers):
         wrong = f"there are too few numbers of {digits} digits for {count} needles"
         raise ValueError(f"{wrong}: use fewer needles, or use more digits in training (data.retrieval.digits)")
     drawn: list[int] = []
     while len(drawn) < count:
-        number = draw_number(rng, split, digits)
-        drawn += [number] if number not in drawn else []
+        number = int(rng.integers(numbers.start, numbers.stop))
+        if _in_split(number, split) and number not in drawn:
+            drawn.append(number)
     return drawn
 
 

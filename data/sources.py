@@ -86,17 +86,18 @@ def stdlib(cfg: DataConfig) -> Corpus:
 def shakespeare(cfg: DataConfig) -> Corpus:
     """char-rnn's tinyshakespeare (1,115,394 characters, one document), from `cfg.path` or downloaded."""
     if cfg.path is None:
-        return Corpus(_shakespeare_identity(SHAKESPEARE_SHA256), lambda corpus: iter([_download_shakespeare()]), None)
-    path = Path(cfg.path)
-    if not path.is_file():
-        raise FileNotFoundError(f"no file {path}: give path=FILE, or leave path= out to download it")
-    content = path.read_bytes()
-    text = _decode(content, path)
-    return Corpus(_shakespeare_identity(hashlib.sha256(content).hexdigest()), lambda corpus: iter([text]), None)
-
-
-def _shakespeare_identity(sha256: str) -> dict:
-    return {"source": "shakespeare", "sha256": sha256}
+        sha256, read = SHAKESPEARE_SHA256, _download_shakespeare
+    else:
+        path = Path(cfg.path)
+        if not path.is_file():
+            raise FileNotFoundError(f"no file {path}: give path=FILE, or leave path= out to download it")
+        content = path.read_bytes()
+        with _readable(path):
+            text = content.decode("utf-8-sig")
+        if not text.strip():
+            raise ValueError(f"{path} is empty: give path= a file with text in it")
+        sha256, read = hashlib.sha256(content).hexdigest(), lambda: text
+    return Corpus({"source": "shakespeare", "sha256": sha256}, lambda corpus: iter([read()]), None)
 
 
 def _download_shakespeare() -> str:
@@ -405,14 +406,6 @@ def need(module: str, what: str):
     except ImportError:
         package = module.split(".")[0]
         raise ValueError(f"{what} needs the package '{package}': pip install {package}") from None
-
-
-def _decode(content: bytes, path: Path) -> str:
-    with _readable(path):
-        text = content.decode("utf-8-sig")
-    if not text.strip():
-        raise ValueError(f"{path} is empty: give path= a file with text in it")
-    return text
 
 
 def _brief(error: BaseException) -> str:

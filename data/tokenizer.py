@@ -227,12 +227,9 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _eot(folder: Path, definition: dict[str, Any]) -> int:
     """The id of the bos token, else of the eos token; tokenizer_config.json names it, or else config.json."""
-    ids = {token["content"]: token["id"] for token in definition.get("added_tokens") or ()}
-    ids = (
-        {**(definition["model"].get("vocab") or {}), **ids}
-        if isinstance(definition["model"].get("vocab"), dict)
-        else ids
-    )
+    vocab = definition["model"].get("vocab")
+    ids = dict(vocab) if isinstance(vocab, dict) else {}
+    ids |= {token["content"]: token["id"] for token in definition.get("added_tokens") or ()}
     named = _read_json(folder / "special_tokens_map.json") | _read_json(folder / "tokenizer_config.json")
     numbered = _read_json(folder / "config.json")
     for kind in ("bos", "eos"):

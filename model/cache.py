@@ -25,6 +25,18 @@ class KVCache:
         self.tokens = tokens if self.tokens is None else torch.cat((self.tokens, tokens), dim=1)
         return self.tokens
 
+    def append(self, k: Tensor, v: Tensor, layer: int, slot: int) -> tuple[Tensor, Tensor]:
+        """Add k and v to the call `slot` of layer `layer`; returns all of that call's keys and values so far."""
+        stop, key = self.length + k.shape[2], (layer, slot)
+        if stop > self.max_length:
+            raise ValueError(f"{stop} tokens do not fit the KV cache: make it with max_length={stop} or more")
+        if key not in self.slots:
+            self.slots[key] = tuple(x.new_zeros(*x.shape[:2], self.max_length, x.shape[3]) for x in (k, v))
+        for buffer, new in zip(self.slots[key], (k, v), strict=True):
+            buffer[:, :, self.length : stop] = new
+        keys, values = self.slots[key]
+        return keys[:, :, :stop], values[:, :, :stop]
+
 
 class LayerCache:
     """One layer's view of a `KVCache`."""
@@ -39,13 +51,4 @@ class LayerCache:
 
     def append(self, k: Tensor, v: Tensor, slot: int = 0) -> tuple[Tensor, Tensor]:
         """Add k (B, H, T, d) and v (B, H', T, d') and return all of the slot's keys and values so far."""
-        cache, key = self.cache, (self.index, slot)
-        stop = cache.length + k.shape[2]
-        if stop > cache.max_length:
-            raise ValueError(f"{stop} tokens do not fit the KV cache: make it with max_length={stop} or more")
-        if key not in cache.slots:
-            cache.slots[key] = tuple(x.new_zeros(*x.shape[:2], cache.max_length, x.shape[3]) for x in (k, v))
-        for buffer, new in zip(cache.slots[key], (k, v), strict=True):
-            buffer[:, :, cache.length : stop] = new
-        keys, values = cache.slots[key]
-        return keys[:, :, :stop], values[:, :, :stop]
+        return self.cache.append(k, v, self.index, slot)

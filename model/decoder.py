@@ -195,9 +195,8 @@ class Decoder(nn.Module):
 
     def num_params(self, non_embedding: bool = True) -> int:
         """Number of parameters; without token and position embeddings and the output head by default."""
-        total = sum(p.numel() for p in self.parameters())
-        outside = {id(p): p.numel() for m in (self.embedding, self.positions, self.head) if m for p in m.parameters()}
-        return total - sum(outside.values()) if non_embedding else total
+        parts = (self.blocks, self.norm) if non_embedding else (self,)
+        return sum(p.numel() for part in parts for p in part.parameters())
 
     def flops_per_token(self) -> dict[str, int]:
         """Training FLOPs (forward and backward) per token: 6 per matrix parameter, plus those of the T x T maps.

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -52,12 +53,11 @@ class SwiGLU(nn.Module):
 
 
 class GeluMLP(nn.Module):
-    """down(gelu(up x)), nanoGPT's feed-forward network."""
+    """down(gelu(up x)), nanoGPT's feed-forward network. approximate: tanh is the GELU of GPT-2 (openai/gpt-2, model.py)."""
 
-    approximate = "none"
-
-    def __init__(self, width: int, hidden: int, bias: bool) -> None:
+    def __init__(self, width: int, hidden: int, bias: bool, approximate: str = "none") -> None:
         super().__init__()
+        self.approximate = approximate
         self.up = nn.Linear(width, hidden, bias=bias)
         self.down = nn.Linear(hidden, width, bias=bias)
 
@@ -65,20 +65,16 @@ class GeluMLP(nn.Module):
         return self.down(F.gelu(self.up(x), approximate=self.approximate))
 
 
-class GeluTanhMLP(GeluMLP):
-    """GeluMLP with the tanh approximation of GELU that GPT-2's weights were trained with (openai/gpt-2, model.py)."""
-
-    approximate = "tanh"
-
-
-MLPS = {"swiglu": SwiGLU, "gelu": GeluMLP, "gelu_tanh": GeluTanhMLP}
+MLPS = {"swiglu": SwiGLU, "gelu": GeluMLP, "gelu_tanh": partial(GeluMLP, approximate="tanh")}
 
 
 def make_norm(kind: str | Callable[[int], nn.Module], width: int, bias: bool, eps: float) -> nn.Module:
-    """The norm that `DecoderConfig.norm` names, or the module that a factory `kind` makes for `width`."""
+    """RMSNorm with weight (rmsnorm, affine) or without (plain), LayerNorm (layernorm), none, or a factory's module."""
     if callable(kind):
         return kind(width)
-    return RMSNorm(width, eps) if kind == "rmsnorm" else LayerNorm(width, bias, eps)
+    if kind == "layernorm":
+        return LayerNorm(width, bias, eps)
+    return nn.Identity() if kind == "none" else RMSNorm(width, eps, affine=kind != "plain")
 
 
 def initialize(module: nn.Module, seed: int, residual: tuple[str, ...] = (), depth: int = 1) -> None:

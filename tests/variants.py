@@ -1,5 +1,7 @@
 """Small decoder configurations by name, which every model test runs over: each variant as it is, and options worth a test."""
 
+from typing import Any
+
 import torch
 
 from model.attention import VARIANTS as CLASSES
@@ -52,11 +54,15 @@ def config(name: str, **changes: object) -> DecoderConfig:
     return DecoderConfig(**{**shape, **VARIANTS[name], **changes})
 
 
-def randomized(name: str, seed: int = 0, **changes: object) -> Decoder:
-    """A float64 decoder in which no parameter has its initial value: nothing is hidden by a zero or a one."""
-    model = Decoder(config(name, **changes), seed=seed).double()
+def stirred(module: Any, scale: float, seed: int) -> Any:
+    """The module, in which no parameter has its initial value any more: nothing is hidden by a zero or a one."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.randn(p.shape, generator=generator, dtype=p.dtype) * 0.2)
-    return model
+        for p in module.parameters():
+            p.add_(torch.randn(p.shape, generator=generator, dtype=p.dtype) * scale)
+    return module
+
+
+def randomized(name: str, seed: int = 0, **changes: object) -> Decoder:
+    """A float64 decoder in which no parameter has its initial value."""
+    return stirred(Decoder(config(name, **changes), seed=seed).double(), 0.2, seed)

@@ -104,7 +104,7 @@ def all_tensors(model: Decoder, optimizers: list[torch.optim.Optimizer]) -> Tens
 
 def write(folder: Path, weights: Tensors, optimizer: Tensors, state: dict[str, Any]) -> Path:
     """Write a checkpoint of these tensors as `folder`; a checkpoint that has this name (a damaged one) is replaced."""
-    if bad := not_finite(weights | optimizer):
+    if bad := sharded.not_finite(weights | optimizer, anywhere=False):
         raise Diverged(f"{bad} is not finite at step {state['step']}, so no checkpoint is written: lower optim.lr")
     try:
         with whole_folder(folder) as partial:
@@ -131,14 +131,6 @@ def not_written(folder: Path, reason: object) -> ValueError:
     return ValueError(f"{folder} could not be written ({reason}); {kept}: free space, then use resume=true")
 
 
-def not_finite(tensors: Tensors) -> str | None:
-    """The name of a tensor with a NaN or an infinity in it; None where all are finite."""
-    if not tensors:
-        return None
-    finite = torch.stack([tensor.isfinite().all() for tensor in tensors.values()])  # the host waits for the device once
-    return None if finite.all() else list(tensors)[int((~finite).nonzero()[0])]
-
-
 def checkpoints(run_dir: Path) -> list[Path]:
     """The run's checkpoint folders, oldest first."""
     found = (run_dir / "checkpoints").glob("step_*")
@@ -161,10 +153,8 @@ def load(folder: Path, model: Decoder, optimizers: list[torch.optim.Optimizer] |
     if optimizers is not None:
         remembered = _read(folder, OPTIMIZER, state, state_shapes(optimizers))
         load_state(optimizers, remembered)
-    weights = {name: split_as(tensor, own[name]) for name, tensor in weights.items()}
-    if model.cfg.tie:
-        weights["head.weight"] = weights["embedding.weight"]
-    model.load_state_dict(weights)
+    # strict=False: a tied head is not in the checkpoint
+    model.load_state_dict({name: split_as(tensor, own[name]) for name, tensor in weights.items()}, strict=False)
     return state["step"]
 
 
@@ -322,7 +312,7 @@ def _read(folder: Path, name: str, state: dict[str, Any], shapes: Shapes) -> Ten
     # An optimizer that never stepped remembers nothing.
     if not (name == OPTIMIZER and not found):
         _refuse_other_shapes(path, found, shapes)
-    if bad := not_finite(tensors):
+    if bad := sharded.not_finite(tensors, anywhere=False):
         raise NotFinite(f"{path}: {bad} is not finite")
     return tensors
 

@@ -78,24 +78,17 @@ def states(model: Decoder, layout: Layout, optim: str = "adamw") -> dict[str, in
     return {"parameters": total, "gradients": total, "optimizer": remembered}
 
 
-def working(model: Decoder, layout: Layout, accumulating: bool = False) -> int:
+def working(model: Decoder, layout: Layout) -> int:
     """Bytes, beside the states, of tensors that are unsharded for a while: an upper estimate, which no test measures.
 
-    ddp: none, because the gradients are views of DDP's buckets. fsdp and hsdp: the root's parameters and gradients, those of
-    two blocks (one computes, the next arrives), and with fsdp and several micro batches the gradients of the whole model.
+    ddp: none, because the gradients are views of DDP's buckets. fsdp and hsdp, with one micro batch: parameters and gradients
+    of two blocks (one computes, the next arrives) and of the part of the model outside of the blocks.
     """
-    total, root, block = _elements(model)
     if layout.kind == "ddp":
         return 0
-    gradients = total if accumulating and layout.kind == "fsdp" else root + 2 * block
-    return BYTES * (root + 2 * block + gradients)
-
-
-def _elements(model: Decoder) -> tuple[int, int, int]:
-    """Numbers of parameters: of the model, of its part outside of the blocks, and of the largest block."""
     blocks = [sum(p.numel() for p in block.parameters()) for block in model.blocks]
-    total = sum(p.numel() for p in model.parameters())
-    return total, total - sum(blocks), max(blocks)
+    root = sum(p.numel() for p in model.parameters()) - sum(blocks)
+    return BYTES * 2 * (root + 2 * max(blocks))
 
 
 def messages(model: Decoder, layout: Layout, micros: int = 1, optim: str = "adamw") -> dict[str, int]:
@@ -158,22 +151,17 @@ def muon_messages(model: Decoder) -> dict[str, int]:
     return found
 
 
-def sent(model: Decoder, layout: Layout, micros: int = 1, optim: str = "adamw") -> float:
-    """Bytes that each process sends per optimizer step, if every collective runs on a ring.
+def sent(model: Decoder, layout: Layout) -> float:
+    """Bytes that each process sends per step of AdamW with one micro batch, if every collective runs on a ring.
 
     For a tensor of B bytes on N processes: B (N - 1) / N for an all-gather or a reduce-scatter, twice as much for an
     all-reduce (Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms, 2009). The all-reduces of hsdp run over the copies.
     """
-    found = messages(model, layout, micros, optim)
+    found = messages(model, layout)
     inner = layout.processes if layout.kind != "hsdp" else layout.shard
     outer = layout.processes if layout.kind != "hsdp" else layout.processes // layout.shard
     within = (found["all_gather"] + found["reduce_scatter"]) * (inner - 1) / inner
     return within + found["all_reduce"] * 2 * (outer - 1) / outer
-
-
-def kept_inputs(cfg: DecoderConfig, tokens: int) -> int:
-    """Bytes of activations that all blocks keep for the backward pass of `tokens` tokens with activation checkpointing."""
-    return BYTES * tokens * cfg.d_model * cfg.n_layer
 
 
 def table() -> str:

@@ -64,7 +64,8 @@ class Metrics:
         self.seconds_before = 0.0  # of training, before a resume
         self.wandb = start_wandb(wandb, run_dir, config)  # before lines are dropped: if it fails, they stay
         if self.path.exists():
-            kept = _keep_until(self.path, first)
+            kept = [line for line in read_json_lines(self.path) if 0 < first >= line["step"]]
+            write_atomic(self.path, "".join(f"{json_text(line)}\n" for line in kept).encode())
             self.seconds_before = max((line.get("time_s", 0.0) for line in kept), default=0.0)
         self.file = self.path.open("ab", buffering=0)  # unbuffered: close() does not write a failed line again
 
@@ -93,12 +94,6 @@ def last_val_loss(run_dir: Path) -> float:
     """The validation loss at the end of a finished run; NaN where none was written."""
     losses = [line["val_loss"] for line in read_json_lines(run_dir / "metrics.jsonl") if "val_loss" in line]
     return losses[-1] if losses else float("nan")
-
-
-def _keep_until(path: Path, step: int) -> list[dict[str, Any]]:
-    kept = [line for line in read_json_lines(path) if 0 < step >= line["step"]]
-    write_atomic(path, "".join(f"{json_text(line)}\n" for line in kept).encode())
-    return kept
 
 
 class Stopwatch:

@@ -9,8 +9,8 @@ docs/METHODS.md defines the names.
 
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean, pstdev
 from typing import Annotated
 
@@ -52,7 +52,9 @@ class Monitor:
         start = time.perf_counter()
         training = self.model.training
         found: dict[int, dict[str, Tensor]] = {i: {} for i in self.layers}
-        hooks = [self.model.blocks[i].attention.register_forward_pre_hook(_reader(found[i])) for i in self.layers]
+        hooks = [
+            self.model.blocks[i].attention.register_forward_pre_hook(partial(_note, found[i])) for i in self.layers
+        ]
         self.model.eval()
         try:
             with (
@@ -108,15 +110,9 @@ def of_pair(maps: tuple[Tensor, Tensor] | None) -> dict[str, Tensor]:
     return found
 
 
-def _reader(found: dict[str, Tensor]) -> Callable[[Attention, tuple], None]:
-    """A hook that stores the readings of its layer in `found`."""
-
-    def hook(layer: Attention, inputs: tuple) -> None:
-        found.update(
-            {name: value.clone() for name, value in layer.readings(inputs[0]).items()}
-        )  # copies, because FSDP frees parameters
-
-    return hook
+def _note(found: dict[str, Tensor], layer: Attention, inputs: tuple) -> None:
+    """Store copies of the layer's readings in `found`; copies, because FSDP frees parameters."""
+    found.update({name: value.clone() for name, value in layer.readings(inputs[0]).items()})
 
 
 def _summary(numbers: dict[tuple[int, str], float]) -> dict[str, float]:

@@ -99,7 +99,7 @@ def make_mesh(world: World, kind: str, shard: int | None) -> DeviceMesh:
 
 
 def _ddp(net: nn.Module) -> DistributedDataParallel:
-    """DDP that does not send buffers at every step: all processes make equal buffers, and RoPE tables may grow on one alone.
+    """DDP that does not send buffers at every step, because all processes make equal buffers.
 
     Gradients lie in the communication buckets, from which they are sent, not in a second copy.
     """

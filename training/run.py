@@ -7,8 +7,7 @@ import shutil
 import socket
 import sys
 import sysconfig
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -132,21 +131,12 @@ def default_run_dir(cfg: TrainConfig) -> Path:
 
 
 def _shortest(key: str, cfg: Any) -> str:
-    parts, known = key.split("."), list(_keys(type(cfg)))
+    parts, known = key.split("."), flatten(asdict(cfg))
     for count in range(1, len(parts)):
         short = ".".join(parts[-count:])
         if sum(other == short or other.endswith(f".{short}") for other in known) == 1:
             return short
     return key
-
-
-def _keys(schema: type, prefix: str = "") -> Iterator[str]:
-    for option in fields(schema):
-        group = option.default_factory
-        if is_dataclass(group):
-            yield from _keys(group, f"{prefix}{option.name}.")
-        else:
-            yield f"{prefix}{option.name}"
 
 
 # How a run begins

@@ -73,11 +73,13 @@ def refuse_damaged(folder: Path, expected: dict[str, str]) -> None:
         raise ValueError(f"{path} is damaged (its checksum differs): delete {folder} to use the checkpoint before it")
 
 
-def not_finite(tensors: dict[str, Tensor]) -> str | None:
-    """The name of a tensor with a NaN or an infinity in it on any process; else None. All processes must call it."""
-    local = {name: t.to_local() if isinstance(t, DTensor) else t for name, t in tensors.items()}
-    finite = torch.stack([t.isfinite().all() for t in local.values()]).int()
-    if dist.is_initialized():
+def not_finite(tensors: dict[str, Tensor], anywhere: bool = True) -> str | None:
+    """The name of a tensor with a NaN or an infinity in it, or None. anywhere: on any process; all must then call it."""
+    if not tensors:
+        return None
+    local = (t.to_local() if isinstance(t, DTensor) else t for t in tensors.values())
+    finite = torch.stack([t.isfinite().all() for t in local]).int()  # the host waits for the device once
+    if anywhere and dist.is_initialized():
         dist.all_reduce(finite, dist.ReduceOp.MIN)
     return None if finite.all() else list(tensors)[int((finite == 0).nonzero()[0])]
 

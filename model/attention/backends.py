@@ -146,24 +146,22 @@ def attend_diff(
         from .kernels.diff import attend_diff as fused
 
         return fused(q, k, v, lam, mask)
-    if backend == "flex":
-        first, second = (_flex(q[:, :, c], k[:, :, c % k.shape[2]], v, mask) for c in (0, 1))
-        return _subtract(first, lam, second)
     if backend == "math":
         k, v = _repeat(k, h).expand(-1, -1, 2, -1, -1), _repeat(v, h)  # (B, h, 2, S, d), (B, h, S, dv)
         return reference.attend_diff(q, k, v, lam, _see(mask, q, k), dropout, _bias(mask, q, k))
-    if T == 1 and k.shape[2] == 1 and not mask.free:
+    if backend == "flex":
+        first, second = (_flex(q[:, :, c], k[:, :, c % k.shape[2]], v, mask) for c in (0, 1))
+    elif T == 1 and k.shape[2] == 1 and not mask.free:
         first, second = _one_query(q, k.squeeze(2), v, mask, dropout).unbind(2)  # (B, h, 1, dv) each
-        return _subtract(first, lam, second)
-    if last:
+    elif last:
         return blocked.last_row(q, k, v, lam)
-    if _in_blocks(backend, q, k, mask, dropout):
+    elif _in_blocks(backend, q, k, mask, dropout):
         return blocked.attend_diff(q, k, v, lam)
-    call = {"two_calls": _sdpa, "four_calls": _halves}.get(backend)
-    if call is None:
+    elif backend in ("two_calls", "four_calls"):
+        call = _sdpa if backend == "two_calls" else _halves
+        first, second = (call(q[:, :, c], k[:, :, c % k.shape[2]], v, mask, dropout=dropout) for c in (0, 1))
+    else:
         first, second = _both_maps(q, k, v, mask, dropout)
-        return _subtract(first, lam, second)
-    first, second = (call(q[:, :, c], k[:, :, c % k.shape[2]], v, mask, dropout=dropout) for c in (0, 1))
     return _subtract(first, lam, second)
 
 
@@ -202,17 +200,18 @@ def attend_union(
     if _in_blocks(backend, q, keys[0], mask, dropout):
         return blocked.attend(q, keys, values)
     keys, values = [_repeat(k, q.shape[1]) for k in keys], [_repeat(v, q.shape[1]) for v in values]
-    if backend == "math":
-        return reference.attend_union(q, keys, values, _see(mask, q, keys[0]), dropout, _bias(mask, q, keys[0]))
     half = q.dtype in (torch.bfloat16, torch.float16)
-    if mask.plain and T == S > 0 and not dropout and (q.device.type == "cpu" or half):
+    if backend != "math" and mask.plain and T == S > 0 and not dropout and (q.device.type == "cpu" or half):
         width = values[0].shape[-1]
         widest = -(-max(q.shape[-1], width) // 8) * 8  # CUDA's flash kernel wants multiples of 8
         padded = [_in_line(_widen(x, widest)) for x in (q, *keys, *values)]
         return _Union.apply(q.shape[-1] ** -0.5, *padded)[0][..., :width]
     see, bias = _see(mask, q, keys[0]).repeat(1, 1, 1, n), _bias(mask, q, keys[0])
     bias = None if bias is None else bias.repeat(1, 1, 1, n)
-    return _sdpa(q, torch.cat(keys, dim=-2), torch.cat(values, dim=-2), mask, see, dropout, bias=bias)
+    k, v = torch.cat(keys, dim=-2), torch.cat(values, dim=-2)  # (B, H, n S, d), (B, H, n S, dv)
+    if backend == "math":
+        return reference.attend(q, k, v, see, dropout, bias)
+    return _sdpa(q, k, v, mask, see, dropout, bias=bias)
 
 
 def _in_blocks(backend: str, q: Tensor, k: Tensor, mask: Mask, dropout: float) -> bool:

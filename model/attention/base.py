@@ -4,7 +4,6 @@ A variant is a subclass of `Attention` in a file of its own. Its class attribute
 steps of `Attention.mix` in which it differs.
 """
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, ClassVar, NamedTuple, NoReturn, Self
@@ -14,12 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..cache import LayerCache
-from ..layers import LayerNorm, RMSNorm, initialize
+from ..layers import initialize
 from ..rotary import Rope, RopeScaling, rope_table, rotate
 from . import probe
 from .backends import BACKENDS, attend, check_backend
 from .mask import CAUSAL, EVERYTHING, Mask, alibi_slopes
 
+HEAD_NORMS = ("affine", "plain", "layernorm", "none")  # of each head's output
 POSITIONS = ("rope", "alibi", "learned", "none")
 ROPE_LAYOUTS = ("half", "interleaved")
 
@@ -302,18 +302,6 @@ class Attention(nn.Module):
 def split(x: Tensor, width: int) -> Tensor:
     """(B, T, heads width) -> (B, heads, T, width)."""
     return x.unflatten(-1, (-1, width)).transpose(1, 2)
-
-
-HEAD_NORMS = ("affine", "plain", "layernorm", "none")
-
-
-def make_head_norm(kind: str | Callable[[int], nn.Module], width: int, eps: float) -> nn.Module:
-    """A norm of each head's output: RMSNorm with weight (affine) or without (plain), LayerNorm, none, or a factory's module."""
-    if callable(kind):
-        return kind(width)
-    if kind == "layernorm":
-        return LayerNorm(width, True, eps)
-    return nn.Identity() if kind == "none" else RMSNorm(width, eps, affine=kind == "affine")
 
 
 def mean_and_spread(name: str, values: Tensor) -> dict[str, Tensor]:

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from ..layers import RMSNorm
-from .base import HEAD_NORMS, Attention, AttentionConfig, Carry, make_head_norm, split
+from ..layers import RMSNorm, make_norm
+from .base import HEAD_NORMS, Attention, AttentionConfig, Carry, split
 
 
 @dataclass
@@ -34,7 +34,7 @@ class BaselineAttention(Attention):
         super().make_parameters(cfg, layer)
         self.q_norm = self.make_qk_norm(self.heads, cfg.norm_eps)
         self.k_norm = self.make_qk_norm(self.kv_heads, cfg.norm_eps)
-        self.head_norm = make_head_norm(self.options.head_norm, self.value_width, cfg.norm_eps)
+        self.head_norm = make_norm(self.options.head_norm, self.value_width, True, cfg.norm_eps)
 
     def make_qk_norm(self, heads: int, eps: float) -> nn.Module:
         """A norm for the queries or keys of `heads` heads."""

@@ -7,9 +7,9 @@ from typing import Annotated
 import torch
 from torch import Tensor, nn
 
-from ..layers import RMSNorm, fill_normal
+from ..layers import RMSNorm, fill_normal, make_norm
 from .backends import attend_diff
-from .base import HEAD_NORMS, Attention, AttentionConfig, Carry, Heads, make_head_norm
+from .base import HEAD_NORMS, Attention, AttentionConfig, Carry, Heads
 from .mask import Mask
 
 
@@ -94,7 +94,7 @@ class DiffAttention(Attention):
         self.register_buffer("lambda_mix", torch.ones(()))
         self.q_norm = RMSNorm(self.width, eps) if opt.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(self.width, eps) if opt.qk_norm else nn.Identity()
-        self.head_norm = make_head_norm(opt.head_norm, self.value_width, eps)
+        self.head_norm = make_norm(opt.head_norm, self.value_width, True, eps)
         self.scale_norm = RMSNorm(self.heads * self.value_width, eps) if opt.scale_norm else nn.Identity()
 
     def init_own(self, generator: torch.Generator) -> None:

@@ -6,6 +6,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from .probe import gather_rows
+
 
 @dataclass(frozen=True, eq=False)
 class Mask:
@@ -123,14 +125,9 @@ class Mask:
 def _rows(x: Tensor, positions: Tensor, S: int) -> Tensor:
     """Rows (1 or B, 1 or H, 1 or R, S) of x, broadcastable to (B, H, T, S), for the queries at `positions` (R,) or (B, R)."""
     x = x[(None,) * (4 - x.dim())].expand(-1, -1, -1, S)
-    T = x.shape[-2]
-    if T == 1:
+    if x.shape[-2] == 1:
         return x
-    index = positions - (S - T)
-    if index.dim() == 1:
-        return x.index_select(-2, index)
-    x = x.expand(index.shape[0], *x.shape[1:])
-    return x.gather(-2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+    return gather_rows(x if positions.dim() == 1 else x.expand(len(positions), -1, -1, -1), positions, S)
 
 
 def alibi_slopes(heads: int) -> tuple[float, ...]:

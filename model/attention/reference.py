@@ -40,20 +40,6 @@ def attend_diff(
     return _times_values(first - lam * second, v)
 
 
-def attend_union(
-    q: Tensor,
-    keys: list[Tensor],
-    values: list[Tensor],
-    see: Tensor,
-    dropout: float = 0.0,
-    bias: Tensor | None = None,
-) -> Tensor:
-    """One softmax over several key sets under one mask: q (B, H, T, d), keys[j] (B, H, S, d) -> (B, H, T, dv)."""
-    n = len(keys)
-    see, bias = see.repeat(1, 1, 1, n), None if bias is None else bias.repeat(1, 1, 1, n)
-    return attend(q, torch.cat(keys, dim=-2), torch.cat(values, dim=-2), see, dropout, bias)
-
-
 def _times_values(maps: Tensor, v: Tensor) -> Tensor:
     with torch.autocast(v.device.type, enabled=False):
         return (maps @ _exact(v)).to(v.dtype)

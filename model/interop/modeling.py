@@ -13,6 +13,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from ..cache import KVCache
 from ..config import decoder_config
 from ..decoder import Decoder
 
@@ -94,8 +95,8 @@ class VariantForCausalLM(PreTrainedModel, GenerationMixin):
         return attention_mask.bool()
 
 
-class _Cache:
-    """transformers' cache, used as the decoder's KVCache. One of its layers holds the keys and values of one call."""
+class _Cache(KVCache):
+    """A KVCache that keeps everything in transformers' cache. One layer there holds the keys and values of one call."""
 
     def __init__(self, past: DynamicCache, n_layer: int) -> None:
         if type(past) is not DynamicCache or past.offloading:
@@ -104,25 +105,15 @@ class _Cache:
             )
         self.past, self.n_layer, self.length = past, n_layer, past.get_seq_length()
 
-    def layer(self, index: int) -> "_LayerCache":
-        return _LayerCache(self, index)
-
     def seen(self, tokens: Tensor) -> Tensor:
         """All token ids so far, (B, S). The cache stores them too, so beam search reorders them with the keys."""
         column = tokens[:, None, :, None]  # (B, 1, T, 1)
         return self.update(column, column, self.n_layer)[0][:, 0, :, 0]
 
+    def append(self, k: Tensor, v: Tensor, layer: int, slot: int) -> tuple[Tensor, Tensor]:
+        return self.update(k, v, slot * (self.n_layer + 1) + layer)
+
     def update(self, k: Tensor, v: Tensor, index: int) -> tuple[Tensor, Tensor]:
         while len(self.past.layers) <= index:  # transformers makes one cache layer per block
             self.past.layers.append(DynamicLayer())
         return self.past.update(k, v, index)
-
-
-class _LayerCache:
-    """One layer's part of `_Cache`, with the interface of model/cache.py."""
-
-    def __init__(self, cache: _Cache, index: int) -> None:
-        self.cache, self.index = cache, index
-
-    def append(self, k: Tensor, v: Tensor, slot: int = 0) -> tuple[Tensor, Tensor]:
-        return self.cache.update(k, v, slot * (self.cache.n_layer + 1) + self.index)

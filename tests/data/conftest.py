@@ -5,8 +5,8 @@ import pytest
 
 from data.config import TokenizerConfig
 from data.tokenizer import Tokenizer, build_tokenizer
+from tests.conftest import ROOT
 
-ROOT = Path(__file__).parents[2]
 TEXTS = [
     "It was the best of times, it was the worst of times,\n\nit's 1859 and they'll say   so.\t\r\n",
     "def f(x):\n    return x**2  # naïve, 你好, 🙂🙃, Ⅷ, ١٢٣\n" * 3,
@@ -14,11 +14,6 @@ TEXTS = [
     " leading and trailing \n \n  ",
     "\x00\x01 control \x7f, e\u0301 combining, \u200b zero width",
 ]
-
-
-@pytest.fixture(scope="session")
-def root() -> Path:
-    return ROOT
 
 
 @pytest.fixture(scope="session")

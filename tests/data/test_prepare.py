@@ -19,6 +19,7 @@ from data.holdout import Document, measure
 from data.prepare import check_folder, prepare
 from data.shards import META, PROGRESS, Shard, open_split
 from data.tokenizer import build_tokenizer, load_tokenizer
+from tests.conftest import ROOT, run_command
 
 RNG = random.Random(0)
 WORDS = "the of and to in is that for it was on are as with his they at be this from have or by one had not".split()
@@ -119,24 +120,24 @@ def test_resume_after_a_kill_at_any_point_is_byte_identical(cfg, tmp_path, monke
     assert writes > 10
 
 
-def test_a_real_kill_and_resume(cfg, tmp_path, root):
+def test_a_real_kill_and_resume(tmp_path):
     """SIGKILL while shards are being written, then SIGINT, then to the end: from the command line."""
     path = tmp_path / "long.jsonl"
     texts = [f"{i} " + " ".join(DOCUMENTS[:40]) for i in range(100)]
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     options = [f"path={path}", "data.tokenizer.name=bytes", "data.shard_tokens=20000", "data.val_fraction=0.1"]
     command = [sys.executable, "-m", "data.prepare", "data=text", *options]
-    subprocess.run([*command, f"data.dir={tmp_path / 'whole'}"], cwd=root, check=True, capture_output=True)
+    subprocess.run([*command, f"data.dir={tmp_path / 'whole'}"], cwd=ROOT, check=True, capture_output=True)
     folder = tmp_path / "killed"
     for number, wanted in ((signal.SIGKILL, 2), (signal.SIGINT, 6)):
-        process = subprocess.Popen([*command, f"data.dir={folder}"], cwd=root, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen([*command, f"data.dir={folder}"], cwd=ROOT, stderr=subprocess.PIPE, text=True)
         while process.poll() is None and len(list(folder.glob("train_*.bin"))) < wanted:
             time.sleep(0.001)
         process.send_signal(number)
         process.wait(60)
         if number == signal.SIGINT and process.returncode:
             assert process.returncode == 130 and "run the same command to continue" in process.stderr.read()
-    subprocess.run([*command, f"data.dir={folder}"], cwd=root, check=True, capture_output=True)
+    subprocess.run([*command, f"data.dir={folder}"], cwd=ROOT, check=True, capture_output=True)
     assert contents(folder) == contents(tmp_path / "whole")
 
 
@@ -413,30 +414,10 @@ def test_an_error_keeps_finished_shards_for_a_resume(cfg, tmp_path, monkeypatch)
     assert contents(Path(cfg.dir)) == contents(tmp_path / "whole")
 
 
-def run(root: Path, *options: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "data.prepare", *options]
-    return subprocess.run(command, check=False, cwd=root, capture_output=True, text=True, timeout=120)
-
-
-def test_the_command(root, tmp_path):
+def test_the_command(tmp_path):
     (tmp_path / "input.txt").write_text("To be, or not to be.\n" * 100)
     options = ["data=shakespeare", f"path={tmp_path / 'input.txt'}", f"data.dir={tmp_path / 'out'}"]
-    first, second = run(root, *options), run(root, *options, "verify=true")
+    first, second = (run_command("-m", "data.prepare", *options, more) for more in ("verify=false", "verify=true"))
     assert first.returncode == second.returncode == 0
     assert "train 1,891 tokens" in first.stdout and "already prepared and verified" in second.stdout
     assert build_tokenizer(TokenizerConfig("bytes")).fingerprint == load_tokenizer(tmp_path / "out").fingerprint
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["data=text", "path=nowhere.txt"], "no file, folder or glob nowhere.txt"),
-        (["data=text", "pth=x"], "pth"),
-        (["data=hf"], "add data.dataset=OWNER/NAME"),
-    ],
-)
-def test_a_wrong_command_says_so_in_one_line(root, tmp_path, options, message):
-    result = run(root, *options, f"data.dir={tmp_path / 'out'}")
-    assert result.returncode != 0 and message in result.stderr
-    assert len(result.stderr.strip().splitlines()) == 1
-    assert not (tmp_path / "out").exists()

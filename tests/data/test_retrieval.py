@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from data.config import RetrievalMixConfig, TokenizerConfig
-from data.retrieval import RetrievalSource, cities, draw_number
+from data.retrieval import RetrievalSource, cities, draw_numbers
 from data.tokenizer import Tokenizer, build_tokenizer
 
 FACT = re.compile(r"The magic number of (\w+) is (\d+)\.")
@@ -37,7 +37,7 @@ def test_cities_and_numbers_of_training_and_evaluation_are_disjoint() -> None:
     train, evaluation = set(cities("train")), set(cities("eval"))
     assert not train & evaluation and len(evaluation) >= 30 and len(train) == len(cities("train"))
     rng = np.random.default_rng(0)
-    numbers = {split: {draw_number(rng, split, 4) for _ in range(4000)} for split in ("train", "eval")}
+    numbers = {split: {draw_numbers(rng, split, 4, 1)[0] for _ in range(4000)} for split in ("train", "eval")}
     assert not numbers["train"] & numbers["eval"]
     for position in range(4):  # no digit tells the split
         share = [sum(str(n)[position] == "7" for n in numbers[split]) / len(numbers[split]) for split in numbers]

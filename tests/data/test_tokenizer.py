@@ -1,6 +1,4 @@
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -17,6 +15,7 @@ from data.tokenizer import (
     load_tokenizer,
     pieces,
 )
+from tests.conftest import run_command
 
 
 @pytest.fixture(params=["bytes", "bpe", "gpt2"])
@@ -79,14 +78,13 @@ def test_bpe_equals_the_tokenizers_library(bpe, corpus, texts):
         assert theirs == [bpe.token_bytes(token) for token in bpe.encode(text)]
 
 
-def test_bpe_is_deterministic_across_processes(bpe, root):
+def test_bpe_is_deterministic_across_processes(bpe):
     program = (
         "from pathlib import Path; from data.config import TokenizerConfig; from data.tokenizer import build_tokenizer;"
         "texts = [p.read_text() for p in sorted(Path('data').glob('*.py'))];"
         "print(build_tokenizer(TokenizerConfig('bpe', 700), texts).fingerprint)"
     )
-    result = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == bpe.fingerprint
+    assert run_command("-c", program).stdout.strip() == bpe.fingerprint
 
 
 def test_bpe_spells_numbers_digit_by_digit(bpe):

@@ -16,10 +16,10 @@ from hypothesis import strategies as st  # noqa: E402
 from configs.ranges import check_ranges  # noqa: E402
 from data.config import RetrievalMixConfig, TokenizerConfig  # noqa: E402
 from data.holdout import measure  # noqa: E402
-from data.loader import Loader, Mixture, Windows, permute  # noqa: E402
-from data.retrieval import RetrievalSource, cities, draw_number  # noqa: E402
+from data.loader import Loader, Windows, permute  # noqa: E402
+from data.retrieval import RetrievalSource, cities, draw_numbers  # noqa: E402
 from data.shards import Shard, write_shard  # noqa: E402
-from data.tokenizer import build_tokenizer, pieces  # noqa: E402
+from data.tokenizer import build_tokenizer  # noqa: E402
 
 settings.register_profile(
     "suite", deadline=None, max_examples=60, suppress_health_check=list(HealthCheck), derandomize=True
@@ -74,17 +74,6 @@ def test_batches_are_the_same_for_every_world(world, micros, micro_batch, step, 
     assert np.array_equal(together, whole) and whole[0, 0] == step * batch
 
 
-@given(
-    st.lists(st.integers(0, 100), min_size=1, max_size=4).map(lambda cuts: np.diff([0, *sorted(cuts), 100]).tolist())
-)
-def test_a_mixture_has_its_weights_exactly(weights):
-    mixture = Mixture([(Numbers(), weight) for weight in weights])
-    seen = [tuple(mixture.sample(index, 1)) for index in range(200)]
-    by_source = {seed: [index for index, own in seen if own == seed] for seed in {own for _, own in seen}}
-    assert sorted(map(len, by_source.values())) == sorted(2 * weight for weight in weights if weight)
-    assert all(numbers == list(range(len(numbers))) for numbers in by_source.values())
-
-
 @given(st.lists(st.integers(2, 60), min_size=1, max_size=5), st.integers(1, 10))
 def test_windows_use_every_target_once(lengths, length):
     class Text(np.ndarray):
@@ -133,11 +122,6 @@ def test_nothing_is_lost_between_training_and_validation(texts, fraction):
     assert sum(document.starts for document in documents) == len(texts)
 
 
-@given(st.text("ab \nC1.", max_size=500), st.integers(1, 50))
-def test_pieces_are_the_whole(text, size):
-    assert "".join(pieces(text, size)) == text
-
-
 @given(st.integers(1, 8), st.integers(0, 100), st.integers(2, 9), st.integers(0, 2**32), st.integers(0, 2**40))
 def test_retrieval_documents_are_whole_and_of_their_split(needles, dense, digits, seed, index):
     class Text:
@@ -156,5 +140,5 @@ def test_retrieval_documents_are_whole_and_of_their_split(needles, dense, digits
 @given(st.integers(2, 18), st.integers(0, 2**32))
 def test_numbers_have_their_digits_and_their_split(digits, seed):
     rng = np.random.default_rng(seed)
-    numbers = {split: draw_number(rng, split, digits) for split in ("train", "eval")}
+    numbers = {split: draw_numbers(rng, split, digits, 1)[0] for split in ("train", "eval")}
     assert all(len(str(number)) == digits for number in numbers.values()) and numbers["train"] != numbers["eval"]

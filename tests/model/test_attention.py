@@ -7,8 +7,7 @@ from model.attention import VARIANTS
 from model.attention.base import AttentionConfig
 from model.attention.diff import DiffAttention, DiffConfig
 from model.cache import KVCache
-from model.decoder import Decoder
-from tests.variants import config, randomized
+from tests.variants import randomized
 
 
 def test_values_are_mixed_with_those_of_the_first_layer() -> None:
@@ -44,11 +43,3 @@ def test_an_attention_takes_its_own_options_without_a_decoder() -> None:
     assert DiffAttention(cfg, options=DiffConfig(heads="double")).heads == 4
     with pytest.raises(ValueError, match="model.diff.heads=all is unknown"):
         DiffAttention(cfg, options=DiffConfig(heads="all"))
-
-
-@pytest.mark.parametrize("name", ("value_residual", "value_residual_later", "temperature", "baseline_normed"))
-def test_a_stack_compiles_to_one_graph(name: str) -> None:
-    torch._dynamo.reset()
-    model, x = Decoder(config(name)), torch.randint(0, 50, (2, 16))
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(x, x.roll(-1, 1)), model(x, x.roll(-1, 1)))

@@ -15,6 +15,7 @@ from model.decoder import Decoder
 from model.interop.axolotl import PLUGIN, read_settings, written_settings
 from model.interop.huggingface import export, read_folder
 from tests.reference import published
+from tests.variants import stirred
 
 DEFAULT = Conversion(init="open", second="random", sublayer_norm=True)
 CONFIGS = {
@@ -92,11 +93,7 @@ MODELS = {
 def model_of(name: str, **changes: object) -> Decoder:
     base = {"layers": "d", "n_layer": 2, "n_head": 8, "n_kv_head": 4, "d_model": 32, "context": 32, "vocab_size": 61}
     model = Decoder(decoder_config(base | {"diff": MODELS[name], "norm_eps": 1e-6} | changes))
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.randn(p.shape, generator=generator) * 0.1)
-    return model.eval()
+    return stirred(model, 0.1, 3).eval()
 
 
 def write(model: Decoder, folder: Path) -> dict[str, torch.Tensor]:

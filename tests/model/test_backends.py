@@ -32,17 +32,18 @@ def test_wide_values_stay_on_the_fast_kernel(monkeypatch: pytest.MonkeyPatch) ->
 LENGTHS, RATIOS, WIDTHS = (1, 63, 500), (1, 2, 4), (32, 48, 64, 128)
 
 
-def masks(B: int, T: int) -> dict[str, Mask]:
+def masks(B: int, T: int, window: int = 17) -> dict[str, Mask]:
+    """Each rule alone and two together."""
     documents = (torch.arange(T)[None] // max(1, T // 3)).repeat(B, 1)
     keys = torch.ones(B, T, dtype=torch.bool)
     keys[0, : T // 2 + 1] = False  # the first sequence's early queries see nothing
     return {
         "causal": Mask(),
         "bidirectional": Mask(causal=False),
-        "window": Mask(window=17),
+        "window": Mask(window=window),
         "documents": Mask(documents=documents),
         "padding": Mask(keys=keys),
-        "padding+window": Mask(keys=keys, window=17),
+        "padding+window": Mask(keys=keys, window=window),
     }
 
 
@@ -69,7 +70,7 @@ def exact(operation: str, inputs: list[torch.Tensor], mask: Mask, T: int) -> tor
     q, h, see = inputs[0], inputs[0].shape[1], mask.dense(T, T, torch.device("cpu"))
     rest = [x.repeat_interleave(h, 1) if x.dim() > 3 and x.shape[1] == 1 else x for x in inputs[1:]]
     if operation == "union":
-        return reference.attend_union(q, rest[:2], rest[2:], see)
+        return reference.attend(q, torch.cat(rest[:2], -2), torch.cat(rest[2:], -2), see.repeat(1, 1, 1, 2))
     return {"attend": reference.attend}.get(operation, reference.attend_diff)(q, *rest, see)
 
 

@@ -11,6 +11,7 @@ from model.attention.diff import VECTORS, lambda_init
 from model.config import DecoderConfig
 from model.conversion import Conversion, change, convert, converted_config
 from model.decoder import Decoder
+from tests.variants import stirred
 
 SHAPES = {
     "mha": {},
@@ -42,12 +43,7 @@ LEARN = EXACT | {
 def baseline(shape: str = "mha", seed: int = 0, **changes: object) -> Decoder:
     """A float32 baseline with the logits of a trained one (order 1 and more) and nothing left at a zero or a one."""
     options = {"n_layer": 3, "n_head": 8, "d_model": 64, "context": 32, "vocab_size": 50} | SHAPES[shape] | changes
-    model = Decoder(DecoderConfig(**options), seed=seed)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.randn(p.shape, generator=generator) * 0.15)
-    return model.eval()
+    return stirred(Decoder(DecoderConfig(**options), seed=seed), 0.15, seed).eval()
 
 
 def text(model: Decoder, rows: int = 3, length: int = 31) -> Tensor:

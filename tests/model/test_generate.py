@@ -100,7 +100,7 @@ def test_the_stream_computes_a_token_when_it_is_asked_for_one(monkeypatch: pytes
 
 def test_what_is_generated_can_be_trained_on() -> None:
     model = Decoder(config("diff"))
-    tokens = model.generate(torch.zeros(1, 3, dtype=torch.long), 40)  # the rotary table grows on the way
+    tokens = model.generate(torch.zeros(1, 3, dtype=torch.long), 40)  # beyond the context
     assert torch.is_grad_enabled()
     model(tokens[:, :-1], tokens[:, 1:]).backward()
     assert model.embedding.weight.grad.abs().max() > 0

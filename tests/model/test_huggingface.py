@@ -15,7 +15,7 @@ from model.config import decoder_config
 from model.decoder import Decoder
 from model.interop import folder as folders
 from model.interop.huggingface import export, read_folder
-from tests.variants import VARIANTS, randomized
+from tests.variants import VARIANTS, randomized, stirred
 
 transformers = pytest.importorskip("transformers", reason="needs the package transformers")
 pytestmark = pytest.mark.usefixtures("remote_code")
@@ -315,11 +315,7 @@ NATIVE: dict[str, tuple[str, dict]] = {
 def ours(changes: dict) -> Decoder:
     """A float32 decoder in which no parameter is a zero or a one."""
     base = {"n_layer": 2, "n_head": 8, "d_model": 32, "context": 32, "vocab_size": V}
-    model = Decoder(decoder_config(base | changes))
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.randn(p.shape, generator=generator) * 0.1)
+    model = stirred(Decoder(decoder_config(base | changes)), 0.1, 3)
     model.set_step(30)
     return model.eval()
 

@@ -70,6 +70,11 @@ def project_out(w: dict, merged: list[np.ndarray]) -> np.ndarray:
     return y @ w["out.weight"].T + w.get("out.bias", 0)
 
 
+def joined(w: dict, x: np.ndarray, heads: int, head_of: Callable) -> np.ndarray:
+    """The projection of all heads, of which head_of(b, i) is the output of head i of sequence b."""
+    return np.stack([project_out(w, [head_of(b, i) for i in range(heads)]) for b in range(len(x))])
+
+
 def rows(see: np.ndarray, b: int) -> np.ndarray:
     """Who sees whom in sequence b: (T, S), or (H, T, S) where the heads differ."""
     return see if see.ndim == 2 else see[b]
@@ -97,18 +102,16 @@ def attention(
     becomes of the output y (T, d) of head i of sequence b.
     """
     d = cfg.head_dim
-    out = []
-    for b in range(len(x)):
-        merged = []
-        for i in range(cfg.n_head):
-            j = i * cfg.n_kv_head // cfg.n_head
-            q, k = (rope(head(w, name, x[b], n, d), **positions(cfg)) for name, n in (("q", i), ("k", j)))
-            v = values(b, j) if values else head(w, "v", x[b], j, d)
-            scores = q @ k.T / np.sqrt(d) / (1 if temperature is None else temperature[i])
-            y = softmax(scores, rows(see, b), b, i) @ v
-            merged.append(output(b, i, y) if output else y)
-        out.append(project_out(w, merged))
-    return np.stack(out)
+
+    def one(b: int, i: int) -> np.ndarray:
+        j = i * cfg.n_kv_head // cfg.n_head
+        q, k = (rope(head(w, name, x[b], n, d), **positions(cfg)) for name, n in (("q", i), ("k", j)))
+        v = values(b, j) if values else head(w, "v", x[b], j, d)
+        scores = q @ k.T / np.sqrt(d) / (1 if temperature is None else temperature[i])
+        y = softmax(scores, rows(see, b), b, i) @ v
+        return output(b, i, y) if output else y
+
+    return joined(w, x, cfg.n_head, one)
 
 
 def layer_norm(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | float) -> np.ndarray:
@@ -167,62 +170,51 @@ def diff(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, layer: int, first: t
     depth = layer + 1  # the paper counts layers from 1
     lam_init = 0.8 - 0.6 * np.exp(-0.3 * (depth - 1)) if opt.lambda_init is None else opt.lambda_init
     lam = diff_lambda(w, lam_init)
-    out = []
-    for b in range(len(x)):
-        merged = []
-        for i in range(h):
-            j = i * kv // h
-            maps = []
-            for c in (0, 1):
-                q, k = head(w, "q", x[b], 2 * i + c, d), head(w, "k", x[b], 2 * j + c, d)
-                if "q_norm.weight" in w:
-                    q, k = rms(q, w["q_norm.weight"]), rms(k, w["k_norm.weight"])
-                scores = rope(q, **positions(cfg)) @ rope(k, **positions(cfg)).T
-                maps.append(softmax(scores / np.sqrt(d), rows(see, b), b, i))
-            y = (maps[0] - lam * maps[1]) @ head(w, "v", x[b], j, dv)
-            merged.append((1 - lam_init) * head_norm(w, opt.head_norm, y))
-        out.append(project_out(w, merged))
-    return np.stack(out)
+
+    def one(b: int, i: int) -> np.ndarray:
+        j, maps = i * kv // h, []
+        for c in (0, 1):
+            q, k = head(w, "q", x[b], 2 * i + c, d), head(w, "k", x[b], 2 * j + c, d)
+            if "q_norm.weight" in w:
+                q, k = rms(q, w["q_norm.weight"]), rms(k, w["k_norm.weight"])
+            scores = rope(q, **positions(cfg)) @ rope(k, **positions(cfg)).T
+            maps.append(softmax(scores / np.sqrt(d), rows(see, b), b, i))
+        y = (maps[0] - lam * maps[1]) @ head(w, "v", x[b], j, dv)
+        return (1 - lam_init) * head_norm(w, opt.head_norm, y)
+
+    return joined(w, x, h, one)
 
 
 def diff_v2(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, layer: int, first: tuple) -> np.ndarray:
     """microsoft/unilm Diff-Transformer-V2: query heads 2i and 2i+1 over the key and value head of output head i."""
     d, turned = cfg.head_dim, positions(cfg)
-    out = []
-    for b in range(len(x)):
-        merged = []
-        for i in range(cfg.n_head):
-            j = i * cfg.n_kv_head // cfg.n_head
-            k, v = rope(head(w, "k", x[b], j, d), **turned), head(w, "v", x[b], j, d)
-            first, second = (
-                softmax(rope(head(w, "q", x[b], 2 * i + c, d), **turned) @ k.T / np.sqrt(d), rows(see, b), b, i) @ v
-                for c in (0, 1)
-            )
-            logit = x[b] @ w["lambda_logits.weight"][i] + (
-                w["lambda_logits.bias"][i] if "lambda_logits.bias" in w else 0
-            )
-            merged.append(first - sigmoid(logit)[:, None] * second)
-        out.append(project_out(w, merged))
-    return np.stack(out)
+
+    def one(b: int, i: int) -> np.ndarray:
+        j = i * cfg.n_kv_head // cfg.n_head
+        k, v = rope(head(w, "k", x[b], j, d), **turned), head(w, "v", x[b], j, d)
+        first, second = (
+            softmax(rope(head(w, "q", x[b], 2 * i + c, d), **turned) @ k.T / np.sqrt(d), rows(see, b), b, i) @ v
+            for c in (0, 1)
+        )
+        return first - sigmoid(head(w, "lambda_logits", x[b], i, 1)) * second
+
+    return joined(w, x, cfg.n_head, one)
 
 
 def integral(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, layer: int, first: tuple) -> np.ndarray:
     """arXiv 2508.18387: logits of `signals` query-key pairs are averaged before one softmax."""
     signals, d, turned = cfg.integral.signals, cfg.head_dim, positions(cfg)
     h, kv = cfg.n_head // signals, cfg.n_kv_head // signals
-    out = []
-    for b in range(len(x)):
-        merged = []
-        for i in range(h):
-            j = i * kv // h
-            logits = []
-            for s in range(signals):
-                q = rope(head(w, "q", x[b], signals * i + s, d), **turned)
-                k = rope(head(w, "k", x[b], signals * j + s, d), **turned)
-                logits.append(q @ k.T / np.sqrt(d))
-            merged.append(softmax(np.mean(logits, 0), rows(see, b), b, i) @ head(w, "v", x[b], j, signals * d))
-        out.append(project_out(w, merged))
-    return np.stack(out)
+
+    def one(b: int, i: int) -> np.ndarray:
+        j, logits = i * kv // h, []
+        for s in range(signals):
+            q = rope(head(w, "q", x[b], signals * i + s, d), **turned)
+            k = rope(head(w, "k", x[b], signals * j + s, d), **turned)
+            logits.append(q @ k.T / np.sqrt(d))
+        return softmax(np.mean(logits, 0), rows(see, b), b, i) @ head(w, "v", x[b], j, signals * d)
+
+    return joined(w, x, h, one)
 
 
 def path_weights(w: dict, x: np.ndarray, kind: str, paths: int) -> np.ndarray:

@@ -6,9 +6,15 @@ system's own `num_heads` and `num_kv_heads`, and its depth counted from 0; all a
 so that x may be complex: derivatives come from an imaginary step, exact to rounding.
 """
 
+from functools import partial
+
 import numpy as np
 
+from tests.reference.formulas import rope
+
 THETA = 10000.0
+rope_half = partial(rope, theta=THETA)  # Llama
+rope_interleaved = partial(rope, theta=THETA, interleaved=True)  # GPT-J
 
 
 def lambda_init(depth: int) -> float:
@@ -46,25 +52,6 @@ def heads(x: np.ndarray, count: int) -> list[np.ndarray]:
 def repeat_kv(xs: list[np.ndarray], times: int) -> list[np.ndarray]:
     """torch.repeat_interleave over heads."""
     return [x for x in xs for _ in range(times)]
-
-
-def rope_interleaved(x: np.ndarray) -> np.ndarray:
-    """GPT-J: neighbours (x_2i, x_2i+1) turn by t theta^(-2i/d)."""
-    T, d = x.shape
-    out = np.zeros_like(x)
-    for i in range(d // 2):
-        cos, sin = np.cos(np.arange(T) * THETA ** (-2 * i / d)), np.sin(np.arange(T) * THETA ** (-2 * i / d))
-        out[:, 2 * i] = x[:, 2 * i] * cos - x[:, 2 * i + 1] * sin
-        out[:, 2 * i + 1] = x[:, 2 * i] * sin + x[:, 2 * i + 1] * cos
-    return out
-
-
-def rope_half(x: np.ndarray) -> np.ndarray:
-    """Llama: x cos + rotate_half(x) sin, rotate_half(x) = (-x_right, x_left)."""
-    T, d = x.shape
-    angle = np.outer(np.arange(T), THETA ** (-np.arange(0, d, 2) / d))
-    cos, sin = np.cos(np.hstack((angle, angle))), np.sin(np.hstack((angle, angle)))
-    return x * cos + np.hstack((-x[:, d // 2 :], x[:, : d // 2])) * sin
 
 
 def vector_lambda(w: dict, init: float) -> float:
@@ -187,16 +174,7 @@ def axolotl(
     return linear(w, "o_proj", np.hstack(out))
 
 
-def axolotl_split(
-    w: dict, x: np.ndarray, num_heads: int, num_kv_heads: int, depth: int, **options: float
-) -> np.ndarray:
-    return axolotl(w, x, num_heads, num_kv_heads, depth, split=True, **options)
-
-
-def axolotl_double(
-    w: dict, x: np.ndarray, num_heads: int, num_kv_heads: int, depth: int, **options: float
-) -> np.ndarray:
-    return axolotl(w, x, num_heads, num_kv_heads, depth, split=False, **options)
+axolotl_split, axolotl_double = partial(axolotl, split=True), partial(axolotl, split=False)
 
 
 def blog(w: dict, x: np.ndarray, num_heads: int, num_kv_heads: int, depth: int) -> np.ndarray:

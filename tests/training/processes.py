@@ -26,6 +26,7 @@ from train import train as run_training
 from training import checkpoint
 from training.checkpoint import CheckpointConfig
 from training.distributed import World, join_world
+from training.memory import local_bytes
 from training.optim import OptimConfig, build_optimizers, state_tensors
 from training.parallel import Parallel
 from training.saver import Saver
@@ -84,11 +85,7 @@ def measure(world: World, kind: str, shard: int | None, optim: str, micros: int)
     params = list(parallel.model.parameters())
     held = {"parameters": params, "gradients": [p.grad for p in params]}
     held["optimizer"] = list(state_tensors(optimizers).values())
-    return {"held": {name: sum(map(bytes_here, tensors)) for name, tensors in held.items()}, "sent": messages.bytes}
-
-
-def bytes_here(tensor: torch.Tensor) -> int:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes
+    return {"held": {name: sum(map(local_bytes, tensors)) for name, tensors in held.items()}, "sent": messages.bytes}
 
 
 class Messages(TorchDispatchMode):

@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from configs import one_line_errors
 from configs.files import FolderLock, json_text, sweep, whole_folder, write_atomic, write_json
-from tests.conftest import assert_one_line_error, run_command
 from training.distributed import World, pick_device
 from training.run import TrainConfig
 
@@ -92,7 +91,3 @@ def test_a_lock_names_its_holder_and_ends_with_it(tmp_path: Path) -> None:
         FolderLock(tmp_path, "trains in it")
     first.release()
     FolderLock(tmp_path, "trains in it").release()
-
-
-def test_a_key_that_is_added_is_refused_and_not_dropped() -> None:
-    assert_one_line_error(run_command("train.py", "+model.other=1"), "there is no configuration key 'model.other'")

@@ -109,7 +109,7 @@ def test_a_crash_while_saving_leaves_the_checkpoint_before(tmp_path: Path, monke
     assert checkpoint.checkpoints(tmp_path) == [second]
 
 
-def test_damaged_and_foreign_checkpoints_are_named(tmp_path: Path) -> None:
+def test_foreign_checkpoints_are_named(tmp_path: Path) -> None:
     model = Decoder(config("baseline"))
     optimizers = stepped(model, OptimConfig())
     folder = checkpoint.save(tmp_path, 1, model, optimizers, keep=1)
@@ -121,15 +121,6 @@ def test_damaged_and_foreign_checkpoints_are_named(tmp_path: Path) -> None:
     assert checkpoint.load(folder, Decoder(longer)) == 1  # what the weights do not depend on may change
     with pytest.raises(ValueError, match="other parameters: use init_from"):
         checkpoint.load(folder, model, stepped(Decoder(config("diff")), OptimConfig()))
-    path = folder / "model.safetensors"
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match="checksum"):
-        checkpoint.load(folder, model)
-    (folder / "state.json").write_text("{")
-    with pytest.raises(ValueError, match="damaged"):
-        checkpoint.load(folder, model)
     with pytest.raises(FileNotFoundError, match="not a run"):
         checkpoint.load_run(tmp_path)
 

@@ -6,7 +6,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -104,22 +103,6 @@ def test_a_killed_run_that_is_resumed_is_the_run_that_was_not_killed(whole: Path
     assert len(checkpoints(run_dir)) == 2  # checkpoint.keep
 
 
-def test_kill_minus_nine_leaves_a_run_that_resumes(whole: Path, shards: Path, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    arguments = train_arguments(
-        shards, run_dir, "model=diff", "steps=20", "eval_every=10", "model.dropout=0.1", "checkpoint.every=1"
-    )
-    process = subprocess.Popen(
-        [sys.executable, *arguments], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL
-    )
-    while not checkpoints(run_dir) and process.poll() is None:
-        time.sleep(0.01)
-    process.kill()
-    process.wait()
-    assert run_command(*arguments, "resume=true").returncode == 0
-    assert losses(run_dir) == losses(whole)
-
-
 def test_two_processes_and_accumulation_give_the_losses_of_one(shards: Path, tmp_path: Path) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     common = ("model=diff", "steps=20")
@@ -172,39 +155,6 @@ def test_warm_up_masks_and_attention_dropout_train_and_are_evaluated_as_trained(
     other = tokens.clone()
     other[0, :9] = (tokens[0, :9] + 1) % 256
     torch.testing.assert_close(model(tokens)[:, 9:], model(other)[:, 9:])
-
-
-@pytest.mark.parametrize(
-    ("overrides", "says"),
-    (
-        (["optim.learning_rate=1"], "there is no configuration key 'optim.learning_rate'"),
-        (["sed=2"], "did you mean 'seed'?"),
-        (["model=difff"], "diff"),
-        (["seed=one"], "seed"),
-        (["model.n_head=3"], "use model.n_head=2"),
-        (["model=diff", "model.n_head=1"], "use model.n_head=2"),
-        (["batch_tokens=500"], "use batch_tokens=512"),
-        (["micro_batch=3"], "micro batch"),
-        (["data.dir=nowhere"], "python -m data.prepare"),
-        (["model.context=100000", "batch_tokens=100000"], "too short"),
-        (["optim.schedule=sine"], "cosine, linear or wsd"),
-        (["optim.name=sgd"], "adamw or muon"),
-        (["dtype=float8"], "float32 or bfloat16"),
-        (["device=cuda"], "device=cpu"),
-        (["init_from=nowhere"], "init_from=nowhere"),
-        (["wandb=maybe"], "off, online or offline"),
-        (["model=introspective", "model.introspective.paths=1"], "path_weight=sigmoid"),
-        (["data.retrieval.weight=50"], "too short for retrieval"),
-    ),
-)
-def test_wrong_input_is_one_line_and_leaves_nothing(
-    shards: Path, tmp_path: Path, typed: Typed, overrides: list, says: str
-) -> None:
-    if overrides == ["device=cuda"] and torch.cuda.is_available():
-        pytest.skip("a GPU is there")
-    run_dir = tmp_path / "run"
-    assert_one_line_error(typed(*train_arguments(shards, run_dir, "steps=2", *overrides)), says)
-    assert not run_dir.exists() or not (run_dir / "checkpoints").exists()
 
 
 def test_a_run_is_never_overwritten_or_mixed_up(whole: Path, shards: Path, tmp_path: Path, typed: Typed) -> None:
