@@ -1,4 +1,4 @@
-"""Commands and their configuration: Hydra composes it, a dataclass checks it, and a user's mistake prints one line.
+"""Commands: Hydra composes a command's configuration, a dataclass checks it, and a user's mistake prints one line.
 
 Every entry point of the project is `@command(name, Schema)` over `main(cfg: Schema)`. A command with configuration
 groups has a primary file `configs/NAME.yaml`; a command without groups (for example an evaluation) has only its

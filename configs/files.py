@@ -17,22 +17,21 @@ except ImportError:  # Windows has no such module
     fcntl = None
 
 
-def write_atomic(path: Path, *parts: bytes | memoryview, durable: bool = True) -> None:
-    """Write `parts` to `path` atomically: after a kill or on a full disk, the old file or the new file is there, whole.
+def write_atomic(path: Path, *parts: bytes | memoryview) -> None:
+    """Write `parts` to `path` atomically: after a kill or on a full disk, the old or the new file is there, complete.
 
-    A missing folder is made. Temporary files of the same file that killed commands left are removed.
-    durable: wait until the file is on the disk (fsync).
+    Makes a missing folder. Removes temporary files that killed commands have left beside `path`. At the end the file is on the
+    disk (fsync).
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    sweep(path.parent, path.name)
+    remove_leftovers(path.parent, path.name)
     temporary = _temporary(path)
     try:
         with temporary.open("wb") as file:
             for part in parts:
                 file.write(part)
             file.flush()
-            if durable:
-                os.fsync(file.fileno())
+            os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
         with suppress(OSError):
@@ -47,7 +46,7 @@ def write_json(path: Path, content: Any) -> None:
 def json_text(content: Any, **how: Any) -> str:
     """`content` as JSON. NaN and infinities, which JSON does not have, become null; other objects become their text.
 
-    how: keywords of json.dumps, as indent=1.
+    how: keywords of json.dumps, for example indent=1.
     """
     return json.dumps(_finite(content), default=str, allow_nan=False, **how)
 
@@ -110,10 +109,11 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
 def whole_folder(path: Path) -> Iterator[Path]:
     """A new folder to write into. At the end of the block it becomes `path`; if the block fails, it is deleted.
 
-    An existing folder `path` is replaced; where a kill comes between the two renames, `sweep` gives it its name back.
+    An existing folder `path` is replaced. If a kill comes between the two renames, `remove_leftovers` gives that folder its
+    name back.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    sweep(path.parent, path.name)
+    remove_leftovers(path.parent, path.name)
     partial, replaced = _temporary(path), _temporary(path.with_name(f"{path.name}{REPLACED}"))
     partial.mkdir()
     try:
@@ -134,7 +134,7 @@ def _temporary(path: Path) -> Path:
     return path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.part")
 
 
-def sweep(folder: Path, name: str = "*") -> None:
+def remove_leftovers(folder: Path, name: str = "*") -> None:
     """Remove temporary files for `name` in `folder` that killed commands of this machine left.
 
     A folder that was about to be replaced gets its name back, unless another folder has taken it.

@@ -3,7 +3,7 @@
     steps: Annotated[int, "[1, inf)"] = 1000  # optimizer steps in all
 
 A square bracket includes the end of the interval, a round bracket does not. The interval of a list or a dictionary
-applies to each of its members. A dataclass needs only `typing.Annotated`, so `model/`, which imports nothing of ours,
+applies to each of its members. A dataclass needs only `typing.Annotated`, so `model/`, which imports no other folder,
 states its ranges in the same way. `@command` (configs/__init__.py) calls `check_ranges` for every command, and --help
 shows each range.
 """

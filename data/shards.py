@@ -150,6 +150,19 @@ class Shard:
             )
 
 
+class TextTokens:
+    """Tokens (n,) in memory, with the methods that read a shard."""
+
+    def __init__(self, tokens: np.ndarray) -> None:
+        self.tokens = tokens
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        return self.tokens[start:stop].astype(np.int64)
+
+
 def read_meta(folder: str | Path) -> dict | None:
     """`meta.json` of a prepared folder, or None for a folder without it (foreign shards). ValueError: it is damaged."""
     path, fix = Path(folder) / META, f"delete {folder} and prepare the data again"

@@ -21,7 +21,7 @@ from configs import CONFIG_DIR
 from configs.files import read_run_config, write_atomic, write_json
 from configs.provenance import result_record
 from data.config import DataConfig
-from data.shards import Shard, open_split
+from data.shards import Shard, TextTokens, open_split
 from data.sources import is_text, open_corpus
 from data.tokenizer import Tokenizer, load_tokenizer
 from model.attention import VARIANTS
@@ -59,19 +59,6 @@ def open_run(cfg: EvalConfig) -> LoadedRun:
     """The run's model (evaluation mode, float32, on the device asked for), tokenizer and configuration."""
     device = pick_device(cfg.device)
     return load_run(cfg.run, device=device)
-
-
-class TextTokens:
-    """The tokens of a text, with the methods that read a shard."""
-
-    def __init__(self, tokens: np.ndarray) -> None:
-        self.tokens = tokens
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def read(self, start: int, stop: int) -> np.ndarray:
-        return self.tokens[start:stop].astype(np.int64)
 
 
 def evaluation_tokens(run: LoadedRun, cfg: TextEvalConfig) -> list[Shard | TextTokens]:

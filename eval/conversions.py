@@ -1,22 +1,34 @@
-"""scripts/convert.py what=compare: conversions of one source as arms of an ablation, and their changes before training."""
+"""The library of scripts/convert.py: convert a run and measure what changes; compare conversions as arms of an ablation."""
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
+import torch
 import yaml
-from omegaconf import MISSING
+from omegaconf import MISSING, OmegaConf
+from torch import Tensor
 
-from configs.composing import quoted
-from configs.files import write_atomic, write_json
-from configs.provenance import result_record
+from configs import CONFIG_DIR
+from configs.composing import compose_job, quoted
+from configs.files import json_text, whole_folder, write_atomic, write_json
+from configs.provenance import machine, result_record, version
+from eval.perplexity import evaluate
 from eval.report.tables import markdown
-from model.conversion import Conversion
-from training.checkpoint import LoadedRun, load_run
+from model.attention import VARIANTS
+from model.conversion import Conversion, change, convert
+from model.decoder import Decoder
+from training import checkpoint
+from training.checkpoint import LoadedRun, flatten, load_run
+from training.distributed import pick_device
+from training.run import TrainConfig, facts
 
 RECORD = "conversion.json"  # in a converted run's folder: what was converted, how, and what changed
+COMPARED = 4096  # tokens whose logits are compared
+LOWER = 0.1  # share of the peak learning rates for further training: at the peak, a short run makes the model worse
+WARMUP = 200  # steps over which a lambda that starts at 0 grows to its value
 EXPERIMENT = """# @package _global_
 # Conversions of one model, trained on. Written by scripts/convert.py what=compare; scripts/ablate.py reads it.
 defaults:
@@ -39,8 +51,8 @@ ARMS = {
 
 
 @dataclass
-class CompareConfig(Conversion):
-    """What is compared, and how each arm is trained."""
+class ConvertConfig(Conversion):
+    """What to convert, what to print of it, and how each arm of what=compare is trained."""
 
     source: str | None = None  # a run, a transformers folder, or a name on the hub
     run_dir: str = MISSING  # folder of the new run, or of the comparison
@@ -54,6 +66,10 @@ class CompareConfig(Conversion):
     jobs: Annotated[int | None, "[1, inf)"] = None  # runs of what=compare at a time, as in scripts/ablate.py
     arms: list[str] = field(default_factory=lambda: list(ARMS))  # the conversions that what=compare tries
     train: list[str] = field(default_factory=list)  # overrides of train.py for all arms of what=compare
+    what: str = "convert"  # convert | compare: one conversion, or several that are trained on
+    axolotl: str | None = None  # axolotl's config.yml, which names the source and says how to convert it
+    debug: bool = False  # also compare loss, perplexity, a greedy sample and every block with the source
+    prompt: str = "The quick brown fox"  # start of the greedy sample
 
     def check(self) -> None:
         """Check the options as `Conversion.check` does, and the arms."""
@@ -64,30 +80,25 @@ class CompareConfig(Conversion):
             raise ValueError("steps or arms is empty: use steps=200, and leave arms out to try all of them")
 
 
-def write_experiment(
-    cfg: CompareConfig, source: LoadedRun, convert_run: Callable[[Conversion, Path], dict[str, Any]],
-    train_overrides: Callable[[LoadedRun, Conversion], list[str]],
-) -> list[str]:  # fmt: skip
+def write_experiment(cfg: ConvertConfig, source: LoadedRun, windows: np.ndarray) -> list[str]:
     """Convert every arm, print what changed, and write the experiment; returns the overrides for scripts/ablate.py.
 
-    convert_run makes and measures a converted run; train_overrides returns the overrides with which train.py
-    continues it. Conversions that an interrupted comparison made are kept. ValueError: the folder has other conversions.
+    Conversions that an interrupted comparison made are kept. ValueError if the folder has other conversions.
     """
-    folder, arms, records = Path(cfg.run_dir), {}, {}
+    folder, arms, records, warmup = Path(cfg.run_dir), {}, {}, max(1, cfg.steps // 10)
     lines = [["arm", "parameters", "largest logit change", "loss before", "loss at step 0", "cost"]]
     for name in dict.fromkeys(cfg.arms):
         how, start = ARMS[name], folder / name
-        record = records[name] = _read_record(start, how, source, cfg) or convert_run(how, start)
+        record = records[name] = _read_record(start, how, source, cfg) or convert_run(how, source, windows, start, cfg)
         (before, after), (_, parameters) = record["loss"], record["parameters"]
         cells = [f"{parameters:,}", f"{record['change']['max_logit']:.1e}", f"{before:.4f}", f"{after:.4f}"]
         lines.append([name, *cells, f"{after - before:+.4f}"])
-        arms[name] = train_overrides(load_run(start), how)
+        arms[name] = train_overrides(load_run(start), how, {"model.diff.lambda_warmup": warmup} if how.waits else {})
     print(table := markdown(lines))
     write_json(folder / "conversions.json", result_record("conversions", folder.name, cfg, records))
     write_atomic(folder / "conversions.md", table.encode())
     where = f"text={cfg.text}" if cfg.text else f"shards={cfg.shards}" if cfg.shards else ""
     on, result = (f"{quoted(where)} name=test", "perplexity_test") if where else ("", "perplexity")
-    warmup = max(1, cfg.steps // 10)
     experiment = {
         "arms": arms,
         "common": [f"steps={cfg.steps}", f"optim.warmup={warmup}", "eval_every=0", f"device={cfg.device}", *cfg.train],
@@ -101,11 +112,11 @@ def write_experiment(
     text = EXPERIMENT + yaml.safe_dump(experiment, sort_keys=False, width=1000)
     write_atomic(folder / "experiment" / "conversions.yaml", text.encode())
     seeds = [cfg.seed + 1000 + i for i in range(cfg.seeds)]  # not the source's seed: another order of samples
-    overrides = [f"--config-dir={folder}", "experiment=conversions", f"runs={folder}", "name=trained"]
-    return [*overrides, f"seeds={seeds}".replace(" ", ""), *([f"jobs={cfg.jobs}"] if cfg.jobs else [])]
+    arguments = [f"--config-dir={folder}", "experiment=conversions", f"runs={folder}", "name=trained"]
+    return [*arguments, f"seeds={seeds}".replace(" ", ""), *([f"jobs={cfg.jobs}"] if cfg.jobs else [])]
 
 
-def _read_record(start: Path, how: Conversion, source: LoadedRun, cfg: CompareConfig) -> dict[str, Any] | None:
+def _read_record(start: Path, how: Conversion, source: LoadedRun, cfg: ConvertConfig) -> dict[str, Any] | None:
     """The record of this arm that an earlier, interrupted comparison wrote; None if the arm has no folder."""
     if not start.exists():
         return None
@@ -114,3 +125,104 @@ def _read_record(start: Path, how: Conversion, source: LoadedRun, cfg: CompareCo
     if any(record.get(key) != value for key, value in wanted.items()):
         raise ValueError(f"{start} holds another conversion: choose another run_dir=..., or delete it")
     return record
+
+
+# ---------------------------------------- one conversion
+
+
+def convert_run(
+    how: Conversion, source: LoadedRun, windows: np.ndarray | None, run_dir: Path, cfg: ConvertConfig
+) -> dict[str, Any]:
+    """Convert `source`, measure what has changed, and write the run directory; returns what conversion.json says."""
+    if windows is not None:
+        tokens = torch.from_numpy(windows[: max(1, COMPARED // windows.shape[1]), :-1])  # (B, T)
+    else:
+        shape = (4, min(source.model.cfg.context, 128))
+        tokens = torch.randint(source.model.cfg.vocab_size, shape, generator=torch.Generator().manual_seed(cfg.seed))
+    model = convert(source.model, how, cfg.seed, tokens)
+    record = {
+        "source": str(source.path),
+        "run": run_dir.name,
+        "conversion": asdict(how),
+        "exact": how.exact,
+        "seed": cfg.seed,
+        "parameters": [m.num_params(non_embedding=False) for m in (source.model, model)],
+        "machine": machine(),
+        "version": version(),
+        "text": "random tokens" if windows is None else "text",
+        **measure(source, model, windows, tokens, cfg, cfg.debug or not how.exact or cfg.what == "compare"),
+    }
+    write_run(run_dir, model, source, record)
+    return record
+
+
+def measure(
+    source: LoadedRun, model: Decoder, windows: np.ndarray | None, tokens: Tensor, cfg: ConvertConfig, losses: bool
+) -> dict[str, Any]:
+    """The change of logits and of hidden states on tokens (B, T); losses before and after if `losses`; samples if cfg.debug."""
+    device = pick_device(cfg.device)
+    both = source.model.to(device), model.to(device)
+    found: dict[str, Any] = {"change": asdict(change(*both, tokens.to(device)))}
+    if windows is not None and losses:
+        found["loss"] = [evaluate(m, windows, source.tokenizer.byte_lengths())["loss"] for m in both]
+    if cfg.debug:
+        prompt = torch.tensor([source.tokenizer.encode(cfg.prompt)], device=device)
+        room = min(40, model.cfg.context - prompt.shape[1])
+        if not prompt.numel() or room < 1:
+            raise ValueError(f"prompt='{cfg.prompt}' leaves no room in {model.cfg.context} tokens: give prompt=A WORD")
+        found["sample"] = [source.tokenizer.decode(m.generate(prompt, room)[0].tolist()) for m in both]
+    model.cpu()
+    return found
+
+
+def write_run(run_dir: Path, model: Decoder, source: LoadedRun, record: dict[str, Any]) -> None:
+    """Write the whole run directory or nothing: configuration, tokenizer, first line of metrics, checkpoint of step 0."""
+    own = {"model": asdict(model.cfg), "run_dir": str(run_dir), "init_from": None, "resume": False}
+    line = {"step": 0, "tokens": 0, **facts(TrainConfig(model=model.cfg), model)}
+    with whole_folder(run_dir) as partial:
+        (partial / "config.yaml").write_text(yaml.safe_dump(source.config | own, sort_keys=False))
+        source.tokenizer.save(partial)
+        (partial / "metrics.jsonl").write_text(json_text(line) + "\n")
+        write_json(partial / RECORD, record)
+        checkpoint.save(partial, 0, model, [], keep=0)
+
+
+# ---------------------------------------- further training
+
+
+def train_overrides(run: LoadedRun, how: Conversion, more: dict[str, Any]) -> list[str]:
+    """Overrides of train.py that start from `run`'s weights with its architecture, data, batch and optimizer, at a tenth of
+    its peak learning rates; `more` overrides these. Only values that differ from train.py's defaults are listed.
+    """
+    config = run.config
+    name, letters = config["data"]["name"], config["model"]["layers"]
+    values = {
+        "init_from": run.path,
+        "model": VARIANTS[letters].name if letters in VARIANTS else "baseline",
+        "data": name if (CONFIG_DIR / "data" / f"{name}.yaml").is_file() else config["data"]["source"],
+        "data.name": name,
+    }
+    default = flatten(asdict(train_config(overrides(values))))
+    read = ("model.", "data.dir", "data.tokenizer.", "data.retrieval.", "optim.", "batch_tokens", "micro_batch")
+    for key, value in flatten(config).items():
+        if key.startswith(read) and key in default and default[key] != value:
+            values[key] = value
+    if config["model"]["vocab_size"] == run.tokenizer.vocab_size:
+        values.pop("model.vocab_size", None)  # train.py takes the size from the tokenizer
+    for rate in ("lr", "muon_lr") if config["optim"]["name"] == "muon" else ("lr",):
+        values[f"optim.{rate}"] = f"{LOWER * config['optim'][rate]:g}"
+    if how.waits:
+        values["model.diff.lambda_warmup"] = WARMUP
+    return overrides(values | more)
+
+
+def overrides(values: dict[str, Any]) -> list[str]:
+    """The values as key=value, in Hydra's syntax."""
+    words = {True: "true", False: "false", None: "null"}
+    texts = {k: words[v] if v is None or isinstance(v, bool) else str(v) for k, v in values.items()}
+    return [quoted(f"{key}={text}") for key, text in texts.items()]
+
+
+def train_config(overrides: list[str]) -> TrainConfig:
+    """train.py's configuration from these overrides."""
+    return OmegaConf.to_object(compose_job("train", overrides))

@@ -23,27 +23,27 @@ from omegaconf import OmegaConf
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-import train  # noqa: E402, F401  # registers its schema
-from configs import USER_ERRORS, command, explain  # noqa: E402
-from configs.composing import merged  # noqa: E402
-from configs.files import write_atomic, write_json  # noqa: E402
-from configs.provenance import result_record  # noqa: E402
-from eval import tuning  # noqa: E402
-from eval.common import variant  # noqa: E402
-from eval.experiment import AblateConfig, arm_list, compare_parameters, evaluation_commands, refuse_metrics, seed_list  # noqa: E402
-from eval.overlap import overlaps, refuse_overlap  # noqa: E402
-from eval.records import TRIAL, differing, records_of  # noqa: E402
-from eval.report import mixed  # noqa: E402
-from eval.report.figures import slug  # noqa: E402
-from eval.report.grid import Comparison, draw_ablation, fit_rows  # noqa: E402
-from eval.report.runs import Arm, evaluations, refuse_other_settings  # noqa: E402
-from eval.report.tables import markdown, si  # noqa: E402
-from eval.study import Run, describe_model, read_epochs, train_config, training_flops  # noqa: E402
-from eval.tuning import Point, Tuned  # noqa: E402
-from training.checkpoint import checkpoints  # noqa: E402
-from training.jobs import Team, environment, run_jobs, visible_gpus  # noqa: E402
-from training.run import TrainConfig, flatten, refuse_other_config  # noqa: E402
-from training.schedule import decay_start  # noqa: E402
+import train  # noqa: F401  # registers its schema
+from configs import USER_ERRORS, command, explain
+from configs.composing import merged
+from configs.files import write_atomic, write_json
+from configs.provenance import result_record
+from eval import tuning
+from eval.common import variant
+from eval.experiment import AblateConfig, arm_list, compare_parameters, evaluation_commands, refuse_metrics, seed_list
+from eval.overlap import overlaps, refuse_overlap
+from eval.records import TRIAL, differing, records_of
+from eval.report import mixed
+from eval.report.figures import slug
+from eval.report.grid import Comparison, draw_ablation, fit_rows
+from eval.report.runs import Arm, refuse_other_settings
+from eval.report.tables import markdown, si
+from eval.study import Run, describe_model, read_epochs, train_config, training_flops
+from eval.tuning import Point, Tuned
+from training.checkpoint import checkpoints
+from training.jobs import Team, environment, run_jobs, visible_gpus
+from training.run import TrainConfig, flatten, refuse_other_config
+from training.schedule import decay_start
 
 OmegaConf.register_new_resolver("times", lambda factor, number: round(factor * number), replace=True)
 
@@ -64,7 +64,7 @@ def main(cfg: AblateConfig) -> None:
     if cfg.run:
         study.find_rates(f"{name}, tuning", task)
     runs = study.runs()
-    study.keep([*study.trials(), *runs])
+    study.write_missing_records([*study.trials(), *runs])
     left = study.describe(runs)
     if left and cfg.run:
         study.carry_out(left, name, len(runs), task)
@@ -146,14 +146,13 @@ class Study:
         """The known trials of all arms: finished trials, and the trials that the search wants next."""
         return [trial for search in self._searches() for trial in search.runs]
 
-    def _tuned_arms(self) -> list[Arm]:
-        """Every arm once, at the point of the grid for tuning: `tune.at`, or the last point."""
-        at = self.cfg.tune.at or list(self.cfg.grid or [""])[-1]
-        return [arm for arm in self.arms if arm.point == at] if self.cfg.tune.keys else []
-
     def _searches(self) -> list[Search]:
-        """The search of every arm. With `tune.exchange`, no search is over before all arms' own searches are over."""
-        searches = [Search(arm) for arm in self._tuned_arms()]
+        """The search of every arm, at the point of the grid for tuning: `tune.at`, or the last point.
+
+        With `tune.exchange`, no search is over before all arms' own searches are over.
+        """
+        at = self.cfg.tune.at or list(self.cfg.grid or [""])[-1]
+        searches = [Search(arm) for arm in self.arms if self.cfg.tune.keys and arm.point == at]
         for search in searches:
             while not search.waits and (points := tuning.wanted(self.cfg.tune, search.losses)):
                 self._try(search, points)
@@ -187,9 +186,8 @@ class Study:
         """Carry out the trials, round after round, until every search is over."""
         while trials := [trial for trial in self.trials() if trial.left()]:
             self.carry_out([[trial] for trial in trials], title, len(trials), task)
-            if failed := [
-                trial for trial in trials if trial.left()
-            ]:  # of a launcher, whose jobs only print their errors
+            # The jobs of a launcher only print their errors.
+            if failed := [trial for trial in trials if trial.left()]:
                 raise ValueError(f"{len(failed)} of {len(trials)} trials are not finished, {failed[0].reason()}")
 
     def _judged(self, trial: Run) -> float:
@@ -197,7 +195,7 @@ class Study:
         found = trial.measured().value(self.cfg.tune.metric)
         if found is None and not trial.diverged:
             wrong = f"{trial.folder} has no {self.cfg.tune.metric}, which judges the trials"
-            raise ValueError(f"{wrong}: repeat the trial, with records=none if only its record is left")
+            raise ValueError(f"{wrong}: repeat the trial (add records=none if the trial's folder no longer exists)")
         return float("inf") if found is None else found
 
     def tuned(self) -> dict[str, Tuned]:
@@ -316,7 +314,7 @@ class Study:
 
     # Results
 
-    def keep(self, runs: list[Run]) -> None:
+    def write_missing_records(self, runs: list[Run]) -> None:
         """Write missing records of finished runs that a user made with train.py by hand, or that older code made."""
         for run in runs:
             if not run.record and not run.left() and not (self.folder / "records" / f"{run.name}.jsonl").is_file():
@@ -353,8 +351,7 @@ class Study:
             by_name[run.arm].runs.append(run.measured(cfg.spikes))
         arms = [arm for arm in self.arms if arm.runs]
         measured = [run for arm in arms for run in arm.runs]
-        for name in evaluations(measured):
-            refuse_other_settings(measured, name)
+        refuse_other_settings(measured)
         found, seeds = Comparison(arms, cfg.metrics, cfg.compared), list(dict.fromkeys(run.seed for run in runs))
         models = {metric: mixed.by_point(arms, found.values(metric)) for metric in found.compared}
         fits = found.fit_sizes(next(iter(cfg.metrics))) if cfg.fit else None
@@ -373,7 +370,9 @@ class Study:
             "arms": found.as_json(),
             "tuning": tuning.as_json(tuned),
             "noise_floor": found.noise_floor(next(iter(cfg.metrics))),
-            "mixed": {metric: mixed.as_json(by_point) for metric, by_point in models.items()},
+            "mixed": {
+                metric: {point: asdict(m) for point, m in by_point.items()} for metric, by_point in models.items()
+            },
             "fits": fits,
             "epochs": epochs,
             "overlap": overlaps,

@@ -15,12 +15,12 @@ from omegaconf import MISSING
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from configs import command  # noqa: E402
-from configs.files import FolderLock, read_run_config, sweep  # noqa: E402
-from model.config import decoder_config  # noqa: E402
-from model.decoder import Decoder  # noqa: E402
-from training import checkpoint, sharded  # noqa: E402
-from training.optim import OptimConfig, build_optimizers, state_tensors  # noqa: E402
+from configs import command
+from configs.files import FolderLock, read_run_config, remove_leftovers
+from model.config import decoder_config
+from model.decoder import Decoder
+from training import checkpoint, sharded
+from training.optim import OptimConfig, build_optimizers, state_tensors
 
 
 @dataclass
@@ -34,7 +34,7 @@ class ConsolidateConfig:
 @command("consolidate", ConsolidateConfig)
 def main(cfg: ConsolidateConfig) -> None:
     run = Path(cfg.run)
-    sweep(run / "checkpoints")  # removes files of this command, killed while it replaced a checkpoint
+    remove_leftovers(run / "checkpoints")  # removes files of this command, killed while it replaced a checkpoint
     found = [f for f in checkpoint.checkpoints(run) if cfg.step is None or f.name == checkpoint.folder_name(cfg.step)]
     if not found:
         raise ValueError(

@@ -5,73 +5,53 @@
     python scripts/convert.py axolotl=config.yml run_dir=runs/NEW                        (base_model and flags from the file)
     python scripts/convert.py what=compare source=runs/NAME run_dir=runs/compare [steps=200] [arms=[baseline,zero,mirror]]
 
-source: a run of ours, or a transformers folder or hub name (GPT-2, Llama and its relatives). init=zero starts lambda at
-0. init=mirror starts lambda at lambda_init; the second maps are copies of the first, and the output projection is
-scaled so that the function stays. init=open second=random starts lambda at lambda_init over fresh second maps, as
-axolotl does by default. heads=double adds a second map to every head, heads=split makes one head of two. second=random
-draws the added maps instead of copying them. sublayer_norm=true adds the norm per head. lambda_bias is for to=diff_v2.
-axolotl=config.yml reads base_model, zero_init, sublayer_norm, split_heads, mirror_weights and diff_attn_* from that
-file and writes run_dir/axolotl_config.yml.
+source: a run of this project, or a transformers folder or hub name (GPT-2, Llama and its relatives).
+init: zero starts lambda at 0. mirror starts lambda at lambda_init; the second maps are copies of the first, and the output
+projection is scaled so that the function stays the same. open (use it with second=random) starts lambda at lambda_init with
+fresh second maps, which is axolotl's default.
+heads: double adds a second map to every head; split makes one head out of two. second=random draws the added maps instead of
+copying them. sublayer_norm=true adds a norm per head. lambda_bias is an option of to=diff_v2.
+axolotl=config.yml: read base_model, zero_init, sublayer_norm, split_heads, mirror_weights and diff_attn_* from that file, and
+write run_dir/axolotl_config.yml.
 
-The command always prints how much the logits change and, if the conversion changes the function, how much the loss
-rises at once; debug=true adds perplexity, a sample and the change of every block's output. The last line printed is the
-command that trains further. what=compare converts in every way, prints what each conversion changes at once, and trains
-the results on as an ablation (scripts/ablate.py): `steps` steps, `seeds` times each, into run_dir/trained.
+The command prints how much the logits change. If the conversion changes the function, it also prints how much the loss rises.
+debug=true adds perplexity, a sample and the change of every block's output. The last line printed is the command that continues
+the training. what=compare makes all conversions in arms=, prints what each of them changes, and then trains them as an ablation
+(scripts/ablate.py): `steps` steps, `seeds` times each, into run_dir/trained.
 """
 
 import math
 import shlex
 import subprocess
 import sys
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import yaml
-from omegaconf import OmegaConf
-from torch import Tensor
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-import train  # noqa: E402, F401  # registers its schema
-from configs import CONFIG_DIR, command  # noqa: E402
-from configs.composing import compose_job, quoted  # noqa: E402
-from configs.files import json_text, whole_folder, write_atomic, write_json  # noqa: E402
-from configs.provenance import machine, version  # noqa: E402
-from data.tokenizer import read_tokenizer  # noqa: E402
-from eval.common import TextEvalConfig, evaluation_tokens  # noqa: E402
-from eval.conversions import RECORD, CompareConfig, write_experiment  # noqa: E402
-from eval.perplexity import cut_windows, evaluate  # noqa: E402
-from model.attention import VARIANTS  # noqa: E402
-from model.conversion import Conversion, change, convert  # noqa: E402
-from model.decoder import Decoder  # noqa: E402
-from model.interop.axolotl import Settings, read_settings, written_settings  # noqa: E402
-from model.interop.folder import local_folder  # noqa: E402
-from model.interop.huggingface import read_folder  # noqa: E402
-from training import checkpoint  # noqa: E402
-from training.checkpoint import LoadedRun, load_run  # noqa: E402
-from training.distributed import pick_device  # noqa: E402
-from training.jobs import environment  # noqa: E402
-from training.run import TrainConfig, facts, flatten  # noqa: E402
+import train  # noqa: F401  # registers its schema
+from configs import command
+from configs.files import write_atomic
+from data.tokenizer import read_tokenizer
+from eval.common import TextEvalConfig, evaluation_tokens
+from eval.conversions import ConvertConfig, convert_run, overrides, train_config, train_overrides, write_experiment
+from eval.perplexity import cut_windows
+from model.conversion import Conversion
+from model.decoder import Decoder
+from model.interop.axolotl import Settings, read_settings, written_settings
+from model.interop.folder import local_folder
+from model.interop.huggingface import read_folder
+from training.checkpoint import LoadedRun, load_run
+from training.distributed import pick_device
+from training.jobs import environment
 
 LONGEST = 1024  # tokens per window of text
-COMPARED = 4096  # tokens whose logits are compared
 LR = 1e-3  # AdamW's peak learning rate for an imported model, whose own is not known
-LOWER = 0.1  # share of the peak learning rates for further training: at the peak, a short run makes the model worse
-WARMUP = 200  # steps over which a lambda that starts at 0 grows to its value
-
-
-@dataclass
-class ConvertConfig(CompareConfig):
-    """What to convert, and what to print of it."""
-
-    what: str = "convert"  # convert | compare: one conversion, or several that are trained on
-    axolotl: str | None = None  # axolotl's config.yml, which names the source and says how to convert it
-    debug: bool = False  # also compare loss, perplexity, a greedy sample and every block with the source
-    prompt: str = "The quick brown fox"  # start of the greedy sample
 
 
 @command("convert", ConvertConfig)
@@ -95,14 +75,7 @@ def main(cfg: ConvertConfig) -> None:
 
 def compare(cfg: ConvertConfig, source: LoadedRun, windows: np.ndarray) -> None:
     """Convert in every way, and train the results on with scripts/ablate.py, whose exit code becomes that of this process."""
-
-    def convert_to(how: Conversion, run_dir: Path) -> dict[str, Any]:
-        return convert_run(how, source, windows, run_dir, cfg)
-
-    def overrides_of(run: LoadedRun, how: Conversion) -> list[str]:
-        return train_overrides(run, how, {"model.diff.lambda_warmup": max(1, cfg.steps // 10)} if how.waits else {})
-
-    arguments = write_experiment(cfg, source, convert_to, overrides_of)
+    arguments = write_experiment(cfg, source, windows)
     print("train on   python scripts/ablate.py " + shlex.join(arguments), flush=True)
     ablate = [sys.executable, str(ROOT / "scripts" / "ablate.py"), *arguments]
     sys.exit(subprocess.run(ablate, env=environment(0, 1, [])).returncode)
@@ -123,7 +96,7 @@ def check(cfg: ConvertConfig) -> None:
 
 
 def open_source(cfg: ConvertConfig) -> LoadedRun:
-    """A run of ours, or a transformers folder (or hub name) as if it were a run that has not been trained here."""
+    """A run of this project, or a transformers folder (or hub name) as if it were a run that has not been trained here."""
     path = Path(cfg.source)
     if (path / "config.yaml").is_file():
         return load_run(path)
@@ -174,7 +147,7 @@ def read_yaml(path: str) -> Any:
 def with_settings(cfg: ConvertConfig, found: Settings) -> ConvertConfig:
     """`cfg` with the settings of the file. ValueError if the command line sets one of them, too."""
     own = {f.name for f in fields(Conversion) if getattr(cfg, f.name) != f.default}
-    own |= {name for name in ("source",) if getattr(cfg, name) is not None}
+    own |= {"source"} if cfg.source is not None else set()
     if cfg.what != "convert" or own:
         raise ValueError(
             f"axolotl={cfg.axolotl} says what to convert and how: leave out {', '.join(sorted(own)) or 'what'}"
@@ -195,63 +168,6 @@ def write_settings(config: dict[str, Any], found: Settings, run_dir: Path) -> li
 
 
 # One conversion
-
-
-def convert_run(
-    how: Conversion, source: LoadedRun, windows: np.ndarray | None, run_dir: Path, cfg: ConvertConfig
-) -> dict[str, Any]:
-    """Convert `source`, measure what has changed, and write the run directory; returns what conversion.json says."""
-    if windows is not None:
-        tokens = torch.from_numpy(windows[: max(1, COMPARED // windows.shape[1]), :-1])  # (B, T)
-    else:
-        shape = (4, min(source.model.cfg.context, 128))
-        tokens = torch.randint(source.model.cfg.vocab_size, shape, generator=torch.Generator().manual_seed(cfg.seed))
-    model = convert(source.model, how, cfg.seed, tokens)
-    record = {
-        "source": str(source.path),
-        "run": run_dir.name,
-        "conversion": asdict(how),
-        "exact": how.exact,
-        "seed": cfg.seed,
-        "parameters": [m.num_params(non_embedding=False) for m in (source.model, model)],
-        "machine": machine(),
-        "version": version(),
-        "text": "random tokens" if windows is None else "text",
-        **measure(source, model, windows, tokens, cfg, cfg.debug or not how.exact or cfg.what == "compare"),
-    }
-    write_run(run_dir, model, source, record)
-    return record
-
-
-def measure(
-    source: LoadedRun, model: Decoder, windows: np.ndarray | None, tokens: Tensor, cfg: ConvertConfig, losses: bool
-) -> dict[str, Any]:
-    """The change of logits and of hidden states on tokens (B, T); losses before and after if `losses`; samples if cfg.debug."""
-    device = pick_device(cfg.device)
-    both = source.model.to(device), model.to(device)
-    found: dict[str, Any] = {"change": asdict(change(*both, tokens.to(device)))}
-    if windows is not None and losses:
-        found["loss"] = [evaluate(m, windows, source.tokenizer.byte_lengths())["loss"] for m in both]
-    if cfg.debug:
-        prompt = torch.tensor([source.tokenizer.encode(cfg.prompt)], device=device)
-        room = min(40, model.cfg.context - prompt.shape[1])
-        if not prompt.numel() or room < 1:
-            raise ValueError(f"prompt='{cfg.prompt}' leaves no room in {model.cfg.context} tokens: give prompt=A WORD")
-        found["sample"] = [source.tokenizer.decode(m.generate(prompt, room)[0].tolist()) for m in both]
-    model.cpu()
-    return found
-
-
-def write_run(run_dir: Path, model: Decoder, source: LoadedRun, record: dict[str, Any]) -> None:
-    """Write the whole run directory or nothing: configuration, tokenizer, first line of metrics, checkpoint of step 0."""
-    own = {"model": asdict(model.cfg), "run_dir": str(run_dir), "init_from": None, "resume": False}
-    line = {"step": 0, "tokens": 0, **facts(TrainConfig(model=model.cfg), model)}
-    with whole_folder(run_dir) as partial:
-        (partial / "config.yaml").write_text(yaml.safe_dump(source.config | own, sort_keys=False))
-        source.tokenizer.save(partial)
-        (partial / "metrics.jsonl").write_text(json_text(line) + "\n")
-        write_json(partial / RECORD, record)
-        checkpoint.save(partial, 0, model, [], keep=0)
 
 
 def describe(record: dict[str, Any]) -> list[str]:
@@ -298,44 +214,6 @@ def next_commands(run: LoadedRun, how: Conversion, source: LoadedRun, more: dict
         )  # fmt: skip
         lines.insert(0, "data first python -m data.prepare " + shlex.join(words))
     return lines
-
-
-def train_overrides(run: LoadedRun, how: Conversion, more: dict[str, Any]) -> list[str]:
-    """Overrides of train.py that start from `run`'s weights with its architecture, data, batch and optimizer, at a tenth of
-    its peak learning rates; `more` overrides these. Only values that differ from train.py's defaults are listed.
-    """
-    config = run.config
-    name, letters = config["data"]["name"], config["model"]["layers"]
-    values = {
-        "init_from": run.path,
-        "model": VARIANTS[letters].name if letters in VARIANTS else "baseline",
-        "data": name if (CONFIG_DIR / "data" / f"{name}.yaml").is_file() else config["data"]["source"],
-        "data.name": name,
-    }
-    default = flatten(asdict(train_config(overrides(values))))
-    read = ("model.", "data.dir", "data.tokenizer.", "data.retrieval.", "optim.", "batch_tokens", "micro_batch")
-    for key, value in flatten(config).items():
-        if key.startswith(read) and key in default and default[key] != value:
-            values[key] = value
-    if config["model"]["vocab_size"] == run.tokenizer.vocab_size:
-        values.pop("model.vocab_size", None)  # train.py takes the size from the tokenizer
-    for rate in ("lr", "muon_lr") if config["optim"]["name"] == "muon" else ("lr",):
-        values[f"optim.{rate}"] = f"{LOWER * config['optim'][rate]:g}"
-    if how.waits:
-        values["model.diff.lambda_warmup"] = WARMUP
-    return overrides(values | more)
-
-
-def overrides(values: dict[str, Any]) -> list[str]:
-    """The values as key=value, in Hydra's syntax."""
-    words = {True: "true", False: "false", None: "null"}
-    texts = {k: words[v] if v is None or isinstance(v, bool) else str(v) for k, v in values.items()}
-    return [quoted(f"{key}={text}") for key, text in texts.items()]
-
-
-def train_config(overrides: list[str]) -> TrainConfig:
-    """train.py's configuration from these overrides."""
-    return OmegaConf.to_object(compose_job("train", overrides))
 
 
 if __name__ == "__main__":

@@ -29,14 +29,14 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from configs import command  # noqa: E402
-from configs.files import whole_folder, write_json  # noqa: E402
-from data.tokenizer import SAMPLE, Tokenizer  # noqa: E402
-from data.tokenizer_export import export_tokenizer  # noqa: E402
-from eval.model_card import model_card  # noqa: E402
-from model.decoder import Decoder  # noqa: E402
-from model.interop.huggingface import Export, export, read_folder  # noqa: E402
-from training.checkpoint import load_run  # noqa: E402
+from configs import command
+from configs.files import whole_folder, write_json
+from data.tokenizer import SAMPLE, Tokenizer
+from data.tokenizer_export import export_tokenizer
+from eval.model_card import model_card
+from model.decoder import Decoder
+from model.interop.huggingface import Export, export, read_folder
+from training.checkpoint import load_run
 
 TOLERANCE = 1e-4  # as a share of the largest logit; float32 sums in another order differ by about 1e-6
 

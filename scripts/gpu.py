@@ -1,18 +1,24 @@
-"""Everything that only a CUDA machine can tell, in one command: python -m scripts.gpu minutes=25 out=runs/gpu
+"""Measure what needs a CUDA machine, in one command: python -m scripts.gpu minutes=25 out=runs/gpu
 
-    environment   the machine, its copy and matrix rates, the kernel that SDPA chooses for each shape
-    kernel        the fused kernel against float64, outputs and gradients     tiles   its tiles, timed
-    attention     every way to compute attention, timed, with peak memory     mfu     training steps at 30M and 124M
-    nccl          sums over all cards, where there are two                    training   30M runs, the most telling first
-    compiled      the fused kernel compiled for cards that are not here (needs no card; only where stages= names it)
+Stages:
+    environment   the machine, its copy and matrix rates, and the kernel that SDPA chooses for each shape
+    kernel        outputs and gradients of the fused kernel against float64
+    attention     time and peak memory of every way to compute attention
+    mfu           training steps at 30M and 124M parameters
+    tiles         time of the fused kernel's tiles
+    nccl          sums over all cards, if there are two or more
+    training      training runs of 30M parameters, the most informative runs first
+    compiled      the fused kernel, compiled for other cards; needs no card, and runs only if stages= names it
 
-    minutes=25    for all stages together; 10 is enough for all but most of the training runs
-    out=runs/gpu  one JSON for each stage; its rows are not measured again, so repeated commands add up
-    stages=A,B    only these stages          data=FOLDER  prepared shards for `training`; without: Python's library, as bytes
-    table=FILE    measures nothing: prints such a JSON as a table
+Options:
+    minutes=25    time for all stages together; 10 minutes are enough for everything except most of the training runs
+    out=runs/gpu  folder for one JSON per stage; a repeated command measures only the rows that are missing
+    stages=A,B    only these stages
+    data=FOLDER   prepared shards for the stage training; without it, the source text of Python's library, as bytes
+    table=FILE    print this JSON as a table, and measure nothing
 
-Needs torch 2.11 or newer and numpy, nothing else: no Hydra, no yaml. A stage runs in a process of its own and writes each row
-when the row is done. A row that fails says why in the JSON, and the next rows run. Without a card all stages run small shapes.
+Needs torch 2.11 or newer and numpy, but neither Hydra nor yaml. Each stage runs in its own process and saves each row when it
+is done. A row that fails says why in the JSON, and the next row runs. Without a card, all stages run with small shapes.
 """
 
 import importlib.util
@@ -29,17 +35,16 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
-if (
-    importlib.util.find_spec("hydra") is None
-):  # configs/__init__.py imports Hydra, but its files.py and provenance.py do not
+# configs/__init__.py imports Hydra, but configs/files.py and configs/provenance.py do not.
+if importlib.util.find_spec("hydra") is None:
     sys.modules["configs"] = types.ModuleType("configs")
     sys.modules["configs"].__path__ = [str(ROOT / "configs")]
 
-import torch  # noqa: E402
+import torch
 
-from configs.files import write_json  # noqa: E402
-from configs.provenance import result_record  # noqa: E402
-from scripts import gpu_stages  # noqa: E402
+from configs.files import write_json
+from configs.provenance import result_record
+from scripts import gpu_stages
 
 DEFAULTS = {"minutes": "25", "out": "runs/gpu", "stages": "", "data": "", "table": ""}
 # Most seconds of each stage at minutes=25, in the order in which stages run; training takes the seconds that are left.
@@ -80,24 +85,24 @@ def parse(arguments: list[str]) -> dict[str, str]:
     for argument in arguments:
         key, equals, value = argument.partition("=")
         if not equals or key not in (*DEFAULTS, *(STAGE if "seconds=" in " ".join(arguments) else ())):
-            raise ValueError(f"'{argument}' is no option: use {', '.join(f'{key}=' for key in DEFAULTS)}")
+            raise ValueError(f"'{argument}' is not an option: use {', '.join(f'{key}=' for key in DEFAULTS)}")
         options[key] = value
     try:
         possible = 0 < float(options["minutes"]) < math.inf
     except ValueError:
         possible = False
     if not possible:
-        raise ValueError(f"minutes={options['minutes']} is no time: use minutes=25")
+        raise ValueError(f"minutes={options['minutes']} is not a positive number: use minutes=25")
     unknown = [name for name in options["stages"].split(",") if name and name not in gpu_stages.STAGES]
     if unknown:
         raise ValueError(f"stages has no '{unknown[0]}': use {', '.join(gpu_stages.STAGES)}")
     if options["table"] and not read(Path(options["table"])).get("results"):
-        raise ValueError(f"table={options['table']} is no JSON of this command: use one that it wrote into out=")
+        raise ValueError(f"table={options['table']} is not a JSON file of this command: use one that it wrote")
     if not options["out"] or Path(options["out"]).is_file():
-        raise ValueError(f"out={options['out']} is no folder: use out=runs/gpu")
+        raise ValueError(f"out={options['out']} is not a folder: use out=runs/gpu")
     if options["data"] and not Path(options["data"]).is_dir():
         raise ValueError(
-            f"data={options['data']} is no folder: use the folder that data.prepare wrote, or leave it out"
+            f"data={options['data']} is not a folder: use the folder that data.prepare wrote, or leave out data="
         )
     return options
 
@@ -113,15 +118,8 @@ def start_stage(stage: str, out: Path, data: str, seconds: float) -> None:
         left = seconds - (time.monotonic() - start)
         if left <= 0:
             break
-        command = [
-            sys.executable,
-            "-m",
-            "scripts.gpu",
-            f"run={stage}",
-            f"out={out.resolve()}",
-            f"data={data}",
-            f"seconds={left}",
-        ]
+        options = (f"run={stage}", f"out={out.resolve()}", f"data={data}", f"seconds={left}")
+        command = [sys.executable, "-m", "scripts.gpu", *options]
         try:
             # The process stops by itself between rows; a row that hangs is ended from here.
             done = subprocess.run(
@@ -130,7 +128,8 @@ def start_stage(stage: str, out: Path, data: str, seconds: float) -> None:
         except subprocess.TimeoutExpired:
             problem = f"a row hung, and was ended after {left + 60:.0f} s"
             break
-        problem = f"exit code {done.returncode}: {last_line(done.stderr)}" if done.returncode else None
+        said = done.stderr.strip().splitlines() or ["no message"]
+        problem = f"exit code {done.returncode}: {said[-1][:500]}" if done.returncode else None
         if problem:
             give_up_row(path, problem)
         if done.returncode != DEVICE_BROKEN:
@@ -145,12 +144,8 @@ def start_stage(stage: str, out: Path, data: str, seconds: float) -> None:
     print(f"{stage}: {len(rows)} rows, {failed} failed{how}{f': {problem}' if problem else ''}", flush=True)
 
 
-def last_line(said: str) -> str:
-    return (said.strip().splitlines() or ["no message"])[-1][:500]
-
-
 def give_up_row(path: Path, problem: str) -> None:
-    """If a stage's process ended within a row, write this as the row's result, so that a later start goes on behind it."""
+    """If a stage's process ended within a row, write that as the row's result, so that a later start continues after it."""
     content = read(path)
     if name := content.pop("running", None):
         content["results"][name] = {"failed": f"the process ended in this row, {problem}"}

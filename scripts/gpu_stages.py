@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from data.loader import Loader, Windows, inputs_and_targets
-from data.shards import open_split, read_meta
+from data.shards import TextTokens, open_split, read_meta
 from model.attention import backends, reference
 from model.attention.diff import DiffConfig
 from model.attention.kernels import unavailable
@@ -325,29 +325,24 @@ def training(data: Path | None) -> Rows:
             yield f"{arm} muon_lr={rate} seed={seed}", partial(train, ARMS[arm], rate, seed, steps, data)
 
 
-class Bytes:
-    """Python's own library, file after file, as tokens: a text that every machine has."""
-
-    def __init__(self, first: float, last: float) -> None:
-        files = sorted(Path(sysconfig.get_path("stdlib")).glob("**/*.py" if ON_CARD else "*.py"))
-        files = [file for file in files if "site-packages" not in file.parts]
-        text = b"\0".join(file.read_bytes() for file in files)
-        self.text = np.frombuffer(text, np.uint8)[int(first * len(text)) : int(last * len(text))]
-
-    def __len__(self) -> int:
-        return len(self.text)
-
-    def read(self, start: int, stop: int) -> np.ndarray:
-        return self.text[start:stop].astype(np.int64)
+def library() -> np.ndarray:
+    """Python's own library, file after file, as bytes (n,): a text that every machine has."""
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("**/*.py" if ON_CARD else "*.py"))
+    text = b"\0".join(file.read_bytes() for file in files if "site-packages" not in file.parts)
+    return np.frombuffer(text, np.uint8)
 
 
 def train(options: Row, rate: float, seed: int, steps: int, data: Path | None) -> Row:
     """One run with tier=gpu's schedule: final validation loss in nats per token, and the losses on the way."""
     batch, micro = (32, 32) if ON_CARD else (4, 4)
     if data:
-        text, held_out, vocabulary = open_split(data, "train"), open_split(data, "val"), vocabulary_of(data)
+        text, held_out = open_split(data, "train"), open_split(data, "val")
+        meta = read_meta(data) or {}  # shards without metadata are taken for GPT-2's
+        vocabulary = meta.get("tokenizer", {}).get("vocab_size", GPT2_VOCABULARY)
     else:
-        text, held_out, vocabulary = [Bytes(0, 0.98)], [Bytes(0.98, 1)], 256
+        tokens, vocabulary = library(), 256
+        cut = int(0.98 * len(tokens))
+        text, held_out = [TextTokens(tokens[:cut])], [TextTokens(tokens[cut:])]
     torch.manual_seed(seed)
     model = model_of("30m", vocabulary, **options)
     model.reset_parameters(seed)
@@ -381,12 +376,6 @@ def train(options: Row, rate: float, seed: int, steps: int, data: Path | None) -
         "text": str(data or "stdlib"),
     }
     return {"val_loss": val, "losses": losses, "tokens_per_s": steps * batch * T / seconds, **about}
-
-
-def vocabulary_of(folder: Path) -> int:
-    """The vocabulary size in the prepared folder's metadata; GPT-2's for shards without it."""
-    meta = read_meta(folder) or {}
-    return meta.get("tokenizer", {}).get("vocab_size", GPT2_VOCABULARY)
 
 
 # ---------------------------------------- several cards

@@ -20,9 +20,9 @@ from omegaconf import MISSING
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from configs import command  # noqa: E402
-from configs.files import write_atomic  # noqa: E402
-from eval.records import records_of, write_records  # noqa: E402
+from configs import command
+from configs.files import write_atomic
+from eval.records import records_of, write_records
 
 # Numbers and table, as the commands name them.
 PAIRS = (("report.json", "report.md"), ("results.json", "table.md"), ("conversions.json", "conversions.md"))

@@ -22,13 +22,13 @@ from omegaconf import MISSING
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from configs import command  # noqa: E402
-from configs.files import write_json  # noqa: E402
-from configs.provenance import result_record  # noqa: E402
-from data.tokenizer import Tokenizer  # noqa: E402
-from eval.common import device_of, open_run, pad_left  # noqa: E402
-from model.decoder import Decoder  # noqa: E402
-from training.checkpoint import LoadedRun  # noqa: E402
+from configs import command
+from configs.files import write_json
+from configs.provenance import result_record
+from data.tokenizer import Tokenizer
+from eval.common import device_of, open_run, pad_left
+from model.decoder import Decoder
+from training.checkpoint import LoadedRun
 
 MAX_TOKENS = 256
 LITERAL = ("prompt", "stop", "file")  # keys whose values are text
@@ -62,9 +62,9 @@ class SampleConfig:
 class Text:
     """The text of one sequence, token by token.
 
-    `text` is certain: it only grows. Incomplete characters, and endings that may become a stop string, are held back.
-    The text is cut before the stop string that is complete first, even if tokens split the stop string. `ended` is the
-    reason why the text has ended: "end of text", "stop" or "length".
+    `text` is final output: characters are appended, never changed. Incomplete characters, and endings that may become a
+    stop string, are held back. The text is cut before the stop string that is complete first, even if tokens split the
+    stop string. `ended` is the reason why the text has ended: "end of text", "stop" or "length".
     """
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
@@ -260,14 +260,10 @@ def heads_of(jobs: Sequence[Job], echo: bool) -> list[str]:
     return [title + job.prompt if echo else title for title, job in zip(titles, jobs, strict=True)]
 
 
-def check(cfg: SampleConfig) -> None:
-    if cfg.temperature == 0 and cfg.samples > 1:
-        raise ValueError("temperature=0 writes the same text every time: use samples=1 or temperature=0.8")
-
-
 @command("sample", SampleConfig)
 def sample(cfg: SampleConfig) -> None:
-    check(cfg)
+    if cfg.temperature == 0 and cfg.samples > 1:
+        raise ValueError("temperature=0 writes the same text every time: use samples=1 or temperature=0.8")
     run = open_run(cfg)
     jobs = jobs_of(cfg, run)
     limit = new_tokens(cfg, run.model, max(len(job.tokens) for job in jobs))

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import yaml
 from hydra.core.hydra_config import HydraConfig
 
-from configs.files import FolderLock, json_text, read_json_lines, read_run_config, sweep, write_atomic
+from configs.files import FolderLock, json_text, read_json_lines, read_run_config, remove_leftovers, write_atomic
 from configs.provenance import machine, version
 from data.config import DataConfig
 from data.tokenizer import Tokenizer, load_tokenizer
@@ -196,7 +196,7 @@ def lock_run(run_dir: Path) -> FolderLock:
     """Lock `run_dir` for training, and remove the half-written files that a killed training run left there."""
     lock = FolderLock(run_dir, "trains in it")
     for folder in (run_dir, run_dir / "checkpoints"):
-        sweep(folder)
+        remove_leftovers(folder)
     return lock
 
 

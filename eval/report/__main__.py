@@ -51,8 +51,9 @@ class ReportConfig:
     wandb: str = "off"
 
 
-def write_report(cfg: ReportConfig) -> list[Row]:
-    """Compare the runs: write the page, its JSON, figures and viewer, print the tables and return the headline one."""
+@command("report", ReportConfig)
+def main(cfg: ReportConfig) -> None:
+    """Compare the runs: write the page, its JSON, figures and viewer, and print the tables."""
     out = Path(cfg.out)
     if out.suffix != ".html":
         raise ValueError(f"out={out} is not an .html file: use out=report.html")
@@ -85,7 +86,6 @@ def write_report(cfg: ReportConfig) -> list[Row]:
     own = [image.path for figure in drawn for image in figure.images if image.path.parent == out.parent / "figures"]
     pictures = {f"figures/{path.stem}": path for path in own}
     log_report(cfg.wandb, out, pictures, {run.label: run.folder for run in runs}, _values(arms, rows))
-    return rows
 
 
 def _values(arms: list[Arm], rows: list[Row]) -> dict[str, Any]:
@@ -129,11 +129,6 @@ def print_report(content: Content) -> None:
         print(f"\ndifference to {arms[0].name}, mean over seeds [95 % interval]\n{columns(lines)}")
     for remark in content.notes:
         print(f"note: {remark}")
-
-
-@command("report", ReportConfig)
-def main(cfg: ReportConfig) -> None:
-    write_report(cfg)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The figures of a report and of an ablation: one function per figure, for arms whose runs have the needed numbers."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -274,7 +274,10 @@ def draw_grid(path: Path, cells: list[tuple[Arm, Cell]], metric: str, fits: dict
     points = list(dict.fromkeys(arm.point for arm, _ in cells))
     with figure(path, 6.6, 4.4) as axes:
         ax = axes[0, 0]
-        for name, mine in _by_arm(cells):
+        for name in dict.fromkeys(arm.arm for arm, _ in cells):
+            mine = [(arm, cell) for arm, cell in cells if arm.arm == name and cell.value is not None]
+            if not mine:
+                continue
             x = [arm.facts["params_non_embedding"] if fits else points.index(arm.point) for arm, _ in mine]
             y, error = [cell.value for _, cell in mine], [cell.sd or 0 for _, cell in mine]
             look = {"color": mine[0][0].colour, "label": name, "capsize": 3}
@@ -292,10 +295,3 @@ def draw_grid(path: Path, cells: list[tuple[Arm, Cell]], metric: str, fits: dict
             ax.set_xticks(range(len(points)), points)
         ax.set(ylabel=metric)
         ax.legend()
-
-
-def _by_arm(cells: list[tuple[Arm, Cell]]) -> Iterator[tuple[str, list[tuple[Arm, Cell]]]]:
-    """(name, the arm's points with a value) of each arm that has a value."""
-    for name in dict.fromkeys(arm.arm for arm, _ in cells):
-        if mine := [(arm, cell) for arm, cell in cells if arm.arm == name and cell.value is not None]:
-            yield name, mine

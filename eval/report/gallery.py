@@ -1,7 +1,7 @@
 """The figures of a report, each with a caption that explains it and says how it was measured."""
 
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,16 +75,9 @@ def averaged(results: list[Any]) -> Any:
     return first
 
 
-def _for_each(
-    arms: list[Arm], stem: Path, alts: list[str], draw: Callable[[Path, Arm], None], heatmap: bool = False
-) -> list[Image]:
-    """One image per arm, drawn to STEM_ARM.png."""
-    images = []
-    for arm, alt in zip(arms, alts, strict=True):
-        path = stem.with_name(f"{stem.name}_{figures.slug(arm.name)}.png")
-        images.append(Image(path, f"{alt}, {arm.name}", heatmap=heatmap))
-        draw(images[-1].path, arm)
-    return images
+def _image(stem: Path, arm: Arm, alt: str, heatmap: bool = False) -> Image:
+    """The image STEM_ARM.png of an arm, which is still to be drawn."""
+    return Image(stem.with_name(f"{stem.name}_{figures.slug(arm.name)}.png"), f"{alt}, {arm.name}", heatmap)
 
 
 def _over_seeds(arms: list[Arm], single: str = "") -> str:
@@ -157,14 +150,17 @@ def _losses(arms: list[Arm], folder: Path) -> Figure:
 def _monitored(arms: list[Arm], folder: Path) -> Iterator[Figure]:
     """lambda (gates, path weights) by layer, and statistics of the maps, over training, for runs with a monitor."""
     if weighing := [arm for arm in arms if figures.weight_curves(arm)[0]]:
-        alts = [f"Curves of {figures.weight_curves(arm)[1]} against tokens" for arm in weighing]
+        images = []
+        for arm in weighing:
+            images.append(_image(folder / "lambda", arm, f"Curves of {figures.weight_curves(arm)[1]} against tokens"))
+            figures.draw_weights(images[-1].path, arm)
         yield Figure(
             "Lambda during training",
             "The weights that each layer gives to its maps, over training: lambda of differential attention, the gates of "
             "gated attention, the path weights of introspective attention. Weights that depend on the token and the head are "
             "averaged over both. Colours go from violet, the first layer or path, to orange, the last; the layers are evenly "
             f"spaced. Measured on a fixed batch of held-out text.{_over_seeds(arms)}",
-            _for_each(weighing, folder / "lambda", alts, figures.draw_weights),
+            images,
             "python train.py",
         )
     if arms:
@@ -184,10 +180,10 @@ def _monitored(arms: list[Arm], folder: Path) -> Iterator[Figure]:
 
 
 def _needle(arms: list[Arm], folder: Path) -> Figure:
-    def draw(path: Path, arm: Arm) -> None:
-        needle.draw(path, _mean_needle(arm.results("needle")), arm.name)
-
-    alts = ["Heatmap of needle accuracy by depth and context length"] * len(arms)
+    images = []
+    for arm in arms:
+        images.append(_image(folder / "needle", arm, "Heatmap of needle accuracy by depth and context length", True))
+        needle.draw(images[-1].path, _mean_needle(arm.results("needle")), arm.name)
     samples = arms[0].results("needle")[0]["cells"][0]["samples"]
     several = " Cells are means over seeds, ± their standard error." if any(arm.several for arm in arms) else ""
     return Figure(
@@ -197,7 +193,7 @@ def _needle(arms: list[Arm], folder: Path) -> Figure:
         "in every panel. Greedy decoding must give the number and its full stop. The needles are hidden in "
         f"{_on(arms, 'needle')}; n = {samples} contexts per cell, so the 95 % interval of a cell near 0.5 is "
         f"± {1.96 * (0.25 / samples) ** 0.5:.2f}.{several}",
-        _for_each(arms, folder / "needle", alts, draw, heatmap=True),
+        images,
         "python -m eval.needle",
     )
 
@@ -218,10 +214,11 @@ READING_CAPTIONS = {
 
 
 def _attention(arms: list[Arm], folder: Path, reading: str) -> Figure:
-    def draw(path: Path, arm: Arm) -> None:
-        attention_noise.draw(path, averaged(arm.results("attention_noise")), arm.name, (reading,))
-
-    alts = [f"Bars of five attention buckets by depth, {reading}"] * len(arms)
+    images = []
+    for arm in arms:
+        alt = f"Bars of five attention buckets by depth, {reading}"
+        images.append(_image(folder / f"attention_{reading}", arm, alt))
+        attention_noise.draw(images[-1].path, averaged(arm.results("attention_noise")), arm.name, (reading,))
     samples = arms[0].results("attention_noise")[0]["samples"]
     several = " Bars are means over seeds." if any(arm.several for arm in arms) else ""
     return Figure(
@@ -229,7 +226,7 @@ def _attention(arms: list[Arm], folder: Path, reading: str) -> Figure:
         f"Blue is the answer (its share above the bar), orange is noise, grey is neither. {READING_CAPTIONS[reading]} "
         f"Maps are averaged over heads and layers, then divided by the row sum; n = {samples} prompts a depth, from "
         f"{_on(arms, 'attention_noise')}.{several}",
-        _for_each(arms, folder / f"attention_{reading}", alts, draw),
+        images,
         "python -m eval.attention_noise",
     )
 

@@ -10,10 +10,9 @@ seed; their standard error is below 0.01 with 4 or more degrees of freedom, and 
 """
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from scipy import stats
@@ -79,15 +78,15 @@ def fit(values: Mapping[str, Mapping[int, float]], reference: str) -> MixedModel
         return None
     se = np.sqrt(np.diag(covariance))[1:]
     correlation = covariance[1:, 1:] / np.outer(se, se)
-    (critical, p_of), own = _all_at_once(correlation, df), t_quantile(1 - LEVEL / 2, df)
-    effects = {}
-    for arm, mean, spread in zip(arms[1:], beta[1:], se, strict=True):
-        p = p_of(abs(mean) / spread)
+    critical, p_values = _all_at_once(np.abs(beta[1:]) / se, correlation, df)
+    own, effects = t_quantile(1 - LEVEL / 2, df), {}
+    for arm, mean, spread, p in zip(arms[1:], beta[1:], se, p_values, strict=True):
         ends = [float(mean + sign * factor * spread) for factor in (critical, own) for sign in (-1, 1)]
         effects[arm] = Effect(float(mean), float(spread), ends[0], ends[1], float(p), ends[2], ends[3])
     sd, n = math.sqrt(error), len(values[reference])
     low, high = (sd * math.sqrt(df / stats.chi2.ppf(p, df)) for p in (1 - LEVEL / 2, LEVEL / 2))
-    least = _detectable(sd * math.sqrt(2 / n), df)
+    # A t test with df degrees of freedom is that of df + 1 pairs, whose mean has sqrt(df + 1) times less spread than one pair.
+    least = sd * math.sqrt(2 / n) * detectable_effect(df + 1) * math.sqrt(df + 1)
     return MixedModel(reference, n, sd, low, high, sd * math.sqrt(ratio), df, critical, least, effects)
 
 
@@ -112,12 +111,12 @@ def _reml_ratio(y: np.ndarray, design: np.ndarray, block: np.ndarray) -> float:
     return float(max(ratios, key=lambda ratio: _gls(y, design, block, ratio)[3]))
 
 
-def _all_at_once(correlation: np.ndarray, df: int) -> tuple[float, Callable[[float], float]]:
-    """The 5 % point of the largest |T| of all arms, and the function from an arm's |T| to its p value."""
-    if len(correlation) == 1:
-        return t_quantile(1 - LEVEL / 2, df), lambda t: 2 * stats.t.sf(t, df)
+def _all_at_once(t: np.ndarray, correlation: np.ndarray, df: int) -> tuple[float, np.ndarray]:
+    """The 5 % point of the largest |T| of all arms, and the p value of each arm's |T|, `t` (arms,)."""
+    if len(t) == 1:
+        return t_quantile(1 - LEVEL / 2, df), 2 * stats.t.sf(t, df)
     largest = _largest_t(correlation, df)  # (DRAWS,) sorted
-    return float(np.quantile(largest, 1 - LEVEL)), lambda t: 1 - np.searchsorted(largest, t) / DRAWS
+    return float(np.quantile(largest, 1 - LEVEL)), 1 - np.searchsorted(largest, t) / DRAWS
 
 
 def _largest_t(correlation: np.ndarray, df: int) -> np.ndarray:
@@ -128,11 +127,6 @@ def _largest_t(correlation: np.ndarray, df: int) -> np.ndarray:
     z = rng.standard_normal((DRAWS, len(correlation))) @ root.T
     scale = np.sqrt(rng.chisquare(df, DRAWS) / df)
     return np.sort(np.abs(z).max(axis=1) / scale)
-
-
-def _detectable(se: float, df: int) -> float:
-    """The difference found with 80 % power by a t test with `df` degrees of freedom and standard error `se`."""
-    return se * detectable_effect(df + 1) * math.sqrt(df + 1)
 
 
 def by_point(arms: list[Arm], values: Mapping[str, Mapping[int, float]]) -> dict[str, MixedModel]:
@@ -166,11 +160,6 @@ def mixed_notes(models: Mapping[str, MixedModel], metric: str) -> list[str]:
         f"80 % power, 5 % level); against {m.reference}."
         for point, m in models.items()
     ]
-
-
-def as_json(models: Mapping[str, MixedModel]) -> dict[str, Any]:
-    """The models as dictionaries, for a result's JSON."""
-    return {point: asdict(model) for point, model in models.items()}
 
 
 def draw_gap(

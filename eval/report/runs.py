@@ -17,9 +17,8 @@ from eval.common import INK, colour, run_name, variant
 from eval.report.statistics import spikes
 
 EVALUATIONS = ("perplexity", "needle", "attention_noise")  # wanted of every run; others are shown where they exist
-DIVERGED = (
-    "diverged.json"  # in a run's folder: its loss or a tensor was not finite, and a repeated run would diverge again
-)
+# In a run's folder: its loss or a tensor was not finite, and a repeated run would diverge again.
+DIVERGED = "diverged.json"
 DATA_KEYS = ("name", "source", "path", "dataset", "subset", "split", "val_fraction")  # another value is another text
 # Okabe and Ito's palette first: it suits the common kinds of colour blindness.
 CYCLE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#1f2328", "#8C564B", "#B8A000")
@@ -90,12 +89,12 @@ class Run:
         return self.evals[name]["results"] if name in self.evals else None
 
     def value(self, path: str) -> float | None:
-        """The number at EVALUATION.KEY.KEY, as `perplexity.recall.hit.loss`, or of training at `train.NAME`.
+        """The number at EVALUATION.KEY.KEY, for example `perplexity.recall.hit.loss`, or of training at `train.NAME`.
 
-        A key may have dots, as a depth 0.5. In a list of rows a key chooses the row whose first value equals it, as
-        `quantization.bits.4.loss_change`. NAME is loss (mean of the last tenth), loss_text or loss_retrieval (where
-        logged), val_loss, spikes, seconds, tokens, or tokens_to_0.5 (tokens until a needle accuracy of 0.5). None if the
-        number was not measured, is not finite, or has no meaning because the run diverged.
+        A key may have dots, for example the depth 0.5. In a list of rows a key chooses the row whose first value equals
+        it, for example `quantization.bits.4.loss_change`. NAME is loss (mean of the last tenth), loss_text or loss_retrieval
+        (where logged), val_loss, spikes, seconds, tokens, or tokens_to_0.5 (tokens until a needle accuracy of 0.5). None if
+        the number was not measured, is not finite, or has no meaning because the run diverged.
         """
         evaluation, _, keys = path.partition(".")
         if evaluation == "train":
@@ -202,19 +201,19 @@ def refuse_incomparable(runs: list[Run]) -> None:
             raise ValueError(
                 f"{pair} have different data (data.{differ[0]}), so their losses cannot be compared: report them apart"
             )
+    refuse_other_settings(runs)
+
+
+def refuse_other_settings(runs: list[Run]) -> None:
+    """Raise ValueError where one evaluation of two runs was on different text or with different settings."""
     for name in evaluations(runs):
-        refuse_other_settings([run for run in runs if name in run.evals], name)
-
-
-def refuse_other_settings(runs: list[Run], name: str) -> None:
-    """Raise ValueError where the evaluation `name` of two runs was on different text or with different settings."""
-    measured = [run for run in runs if name in run.evals]
-    for run in measured[1:]:
-        if _measured(name, run) != _measured(name, measured[0]):
-            raise ValueError(
-                f"{measured[0].folder} and {run.folder} ran eval.{name} on different text or settings: repeat both with "
-                f"the same ones (delete eval/{name}.json of the older one)"
-            )
+        first, *others = [run for run in runs if name in run.evals]
+        for run in others:
+            if _measured(name, run) != _measured(name, first):
+                raise ValueError(
+                    f"{first.folder} and {run.folder} ran eval.{name} on different text or settings: repeat both with "
+                    f"the same ones (delete eval/{name}.json of the older one)"
+                )
 
 
 def _measured(name: str, run: Run) -> Any:
@@ -320,8 +319,7 @@ def arms_of(runs: list[Run]) -> list[Arm]:
     for i, arm in enumerate(arms):
         if earlier := names[:i].count(arm.name):
             arm.name += f" ({earlier + 1})"
-    for arm in arms:
-        arm.arm, arm.reference = arm.name, None if arm is arms[0] else arms[0].name
+        arm.arm, arm.reference = arm.name, arms[0].name if i else None
     give_colours(arms)
     return arms
 

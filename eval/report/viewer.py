@@ -119,7 +119,7 @@ def viewer_of(runs: list[tuple[str, str]], cfg: ViewerConfig | None = None) -> V
                 retrieved.append((example, [_retrieval(example, one) for one in looks]))
             bar.update()
     for i, model in enumerate(models):
-        model["best"] = _best_head([found[i].masses for _, found in retrieved])
+        model["best"] = _best_head([found[i][0] for _, found in retrieved])
     data = {"models": models, "examples": [_described(one, tokenizer) for one in made[: len(packed)]], "maps": packed}
     return _page(data | {"steps": STEPS}, len(made) - len(packed), _question(retrieved, loaded, models))
 
@@ -226,20 +226,16 @@ def _text(content: bytes) -> str:
     return base64.b64encode(content).decode()
 
 
-@dataclass
-class Retrieval:
-    """Each head's mass on the needle in the query's row, (heads,) by layer, and the probability of the needle's answer."""
-
-    masses: list[np.ndarray]
-    likely: float
+Retrieval = tuple[list[np.ndarray], float]
 
 
 def _retrieval(example: Example, seen: Look) -> Retrieval:
+    """Each head's mass on the needle in the query's row, (heads,) by layer, and the probability of the needle's answer."""
     start, stop = example.spans["needle"]
     answer = torch.from_numpy(example.tokens[example.query + 1 :])
     logits = torch.from_numpy(seen.logits[example.query : -1])  # logits of the answer's tokens
     likely = logits.log_softmax(-1).gather(-1, answer[:, None]).sum().exp().item()
-    return Retrieval([maps[:, example.query, start:stop].sum(-1) for maps in seen.maps], likely)
+    return [maps[:, example.query, start:stop].sum(-1) for maps in seen.maps], likely
 
 
 def _best_head(masses: list[list[np.ndarray]]) -> tuple[int, int] | None:
@@ -264,12 +260,12 @@ def _question(
         return runs[0].tokenizer.decode(tokens.tolist()).strip()
 
     replies = []
-    for run, seen, model in zip(runs, found, models, strict=True):
+    for run, (masses, likely), model in zip(runs, found, models, strict=True):
         (said,) = continue_greedily(run.model, [prompt], len(answer), batch=1)
         layer, head = model["best"]
         replies.append({
             "label": model["label"], "colour": model["colour"], "says": words(said), "right": bool((said == answer).all()),
-            "probability": seen.likely, "layer": layer, "head": head, "share": float(seen.masses[layer][head]),
+            "probability": likely, "layer": layer, "head": head, "share": float(masses[layer][head]),
         })  # fmt: skip
     parts = {name: words(example.tokens[slice(*example.spans[name])]) for name in ("needle", "question", "answer")}
     return parts | {"length": len(prompt), "replies": replies}

@@ -1,6 +1,8 @@
 """Tiny runs, as train.py leaves them, and a way to call a command as a user does."""
 
 import json
+import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -89,3 +91,13 @@ def refused(call: Callable[..., None], capsys: pytest.CaptureFixture) -> Callabl
         return error
 
     return type_in
+
+
+@pytest.fixture
+def dom() -> Callable[[str], str]:
+    """dom("file://...") -> the page after its scripts ran. Skips the test if there is no Chromium browser."""
+    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if browser is None:
+        pytest.skip("needs a Chromium browser")
+    options = "--headless --no-sandbox --disable-gpu --hide-scrollbars --virtual-time-budget=5000 --dump-dom".split()
+    return lambda page: subprocess.run([browser, *options, page], capture_output=True, text=True, timeout=60).stdout

@@ -220,7 +220,7 @@ def test_arms_are_told_apart(tmp_path: Path) -> None:
 
 def test_losses_on_different_text_are_refused(tmp_path: Path) -> None:
     folders = [write_run(tmp_path / name, 2.0) for name in ("a-s1", "a-s2")]
-    refuse_other_settings([read_run(folder) for folder in folders], "perplexity")
+    refuse_other_settings([read_run(folder) for folder in folders])
     (folders[1] / "eval" / "perplexity.json").write_text('{"results": {"loss": 2.0, "sha256": "0f"}}')
     with pytest.raises(ValueError, match="on different text or settings: repeat both .*delete eval/perplexity.json"):
-        refuse_other_settings([read_run(folder) for folder in folders], "perplexity")
+        refuse_other_settings([read_run(folder) for folder in folders])

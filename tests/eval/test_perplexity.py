@@ -11,10 +11,9 @@ import torch
 from torch import nn
 
 from data.config import TokenizerConfig
-from data.shards import write_shard
+from data.shards import TextTokens, write_shard
 from data.tokenizer import build_tokenizer
 from eval import common, perplexity
-from eval.common import TextTokens
 from eval.recall import ends_one_of, recall_hits
 from model.config import DecoderConfig
 from model.decoder import Decoder

@@ -25,13 +25,14 @@ def test_recorded_runs_and_runs_with_folders_are_compared(make_run: Callable[...
         evaluated(folder, "mqar", {"shares": []}, samples=4, shards=None)
         evaluated(folder, "perplexity_books", {"loss": 4.0, "sha256": "f00"}, text=books)
     runs = [run_of(record_of(read_run(older))), read_run(newer)]
-    for name in ("mqar", "perplexity_books"):
-        refuse_other_settings(runs, name)
-    evaluated(newer, "mqar", {"shares": []}, samples=5)
+    refuse_other_settings(runs)
     evaluated(newer, "perplexity_books", {"loss": 4.0, "sha256": "bad"}, text="/here/books.txt")
-    for name in ("mqar", "perplexity_books"):
-        with pytest.raises(ValueError, match="different text or settings"):
-            refuse_other_settings([runs[0], read_run(newer)], name)
+    with pytest.raises(ValueError, match=r"ran eval\.perplexity_books on different text or settings"):
+        refuse_other_settings([runs[0], read_run(newer)])
+    evaluated(newer, "perplexity_books", {"loss": 4.0, "sha256": "f00"}, text="/here/books.txt")
+    evaluated(newer, "mqar", {"shares": []}, samples=5)
+    with pytest.raises(ValueError, match=r"ran eval\.mqar on different text or settings"):
+        refuse_other_settings([runs[0], read_run(newer)])
 
 
 def test_a_record_has_every_number_that_may_judge_a_trial(make_run: Callable[..., Path]) -> None:

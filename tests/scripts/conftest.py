@@ -1,33 +1,29 @@
-"""A way to call scripts/ablate.py as a user does, and short timings for scripts/bench.py."""
+"""A way to call a script as a user does, and short timings for scripts/bench.py."""
 
 import subprocess
-import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 
 from eval.speed import data, timing
-from scripts import ablate, bench
+from scripts import bench
+from tests.conftest import Typed, assert_one_line_error
 from tests.processes import Command
 from training import jobs
 
 
 @pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Callable[..., str]:
-    """call("experiment=...") -> what the command printed; the error line where it was refused."""
+def call(request: pytest.FixtureRequest, typed: Typed, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """call("key=value") -> what the test module's SCRIPT printed; the error line where it was refused."""
     monkeypatch.setattr(jobs, "subprocess", SimpleNamespace(Popen=Command, STDOUT=subprocess.STDOUT))
 
     def type_in(*arguments: str) -> str:
-        monkeypatch.setattr(sys, "argv", ["ablate.py", *arguments])
-        try:
-            ablate.main()
-        except SystemExit as stopped:
-            assert stopped.code == 2
-            error = capsys.readouterr().err.strip()
-            assert error.startswith("error: ") and "\n" not in error
-            return error
-        return capsys.readouterr().out
+        done = typed(request.module.SCRIPT, *arguments)
+        if done.returncode:
+            assert done.returncode == 2
+            assert_one_line_error(done, "")
+        return done.stderr.strip() if done.returncode else done.stdout
 
     return type_in
 

@@ -16,6 +16,8 @@ import pytest
 from tests.conftest import ROOT, TINY, WORDS
 from tests.scripts.conftest import quoted
 
+SCRIPT = "scripts/ablate.py"
+
 
 def toy(shards: Path, runs: Path, arms: dict[str, list[str]], *more: str) -> list[str]:
     """Arguments of a toy experiment: 16 steps of two small layers, judged by train.py's own validation loss."""
@@ -84,7 +86,7 @@ def test_interrupted_it_goes_on_and_ends_the_same(shards: Path, tmp_path: Path, 
     while not (log.is_file() and "step  2/16" in log.read_text()) and time.monotonic() < until:
         time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
-    assert "stopped; the same command goes on" in process.communicate()[0] and process.returncode == 143
+    assert "stopped; repeat the command to continue" in process.communicate()[0] and process.returncode == 143
     run = tmp_path / "toy" / "baseline-s1"
     assert list((run / "checkpoints").glob("step_*")) and not (run / "eval").exists()
     call(*arguments)

@@ -2,7 +2,6 @@
 
 import json
 import math
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from eval.speed.timing import Row, paired_ratio, table
 from model.attention import backends, diff
 from scripts import bench
 from scripts.bench import Decoding
-from tests.conftest import assert_one_line_error, run_command
+from tests.conftest import run_command
 from tests.scripts.bench_tools import CPU, row_of, tiny
 
 pytestmark = pytest.mark.usefixtures("one_call_per_timing")
@@ -209,37 +208,8 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path: Path) -> None:
     assert first["labels"]["model"] == "baseline" and len(first["seconds"]["tokens/s"]) == 2
 
 
-@pytest.mark.parametrize(
-    ("typed", "says"),
-    [
-        ("what=atention", "what has no 'atention': use attention, train"),
-        ("what=attention variants=[dif]", "variants has no 'dif': use baseline, diff"),
-        ("what=attention backends=[cudnn]", "backends has no 'cudnn': use auto, math"),
-        ("what=decode lengths=[8,0]", "lengths=[8, 0] is out of range: use 1 or more"),
-        ("what=growth over=depth", "over has no 'depth': use context, parameters"),
-        ("what=busy neighbours=[0,-1]", "neighbours=[0, -1] is out of range: use 0 or more"),
-    ],
-)
-def test_wrong_input_is_refused_with_what_to_type(
-    typed: str, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["bench.py", *typed.split()])
-    with pytest.raises(SystemExit) as stopped:
-        bench.main()
-    assert stopped.value.code == 2 and says in capsys.readouterr().err
-
-
-def test_a_wrong_command_is_one_line() -> None:
-    assert_one_line_error(run_command("scripts/bench.py", "what=speed"), "what has no 'speed': use attention")
-
-
-def test_a_misspelled_key_is_one_line() -> None:
-    assert_one_line_error(run_command("scripts/bench.py", "what=train", "round=3"), "did you mean 'rounds'?")
-
-
-def test_help_helps() -> None:
-    done = run_command("scripts/bench.py", "--help")
-    assert done.returncode == 0 and all(what in done.stdout for what in bench.BENCHES)
+def test_the_page_names_every_bench() -> None:
+    assert all(f"\n    {what} " in f"{bench.__doc__} " for what in bench.BENCHES)
 
 
 def test_probe_has_a_row_per_length_and_variant_with_the_memory_of_its_own_process() -> None:

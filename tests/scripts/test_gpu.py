@@ -112,23 +112,6 @@ def test_time_that_is_over_ends_a_stage_between_rows(tmp_path: Path) -> None:
     assert content["results"] == {} and content["complete"] is False
 
 
-@pytest.mark.parametrize(
-    ("argument", "says"),
-    (
-        ("minutes=0", "use minutes=25"),
-        ("minutes=soon", "use minutes=25"),
-        ("stages=speed", "use environment, kernel"),
-        ("data=/nowhere", "the folder that data.prepare wrote"),
-        ("table=/nowhere", "use one that it wrote"),
-        ("speed", "use minutes="),
-    ),
-)
-def test_a_wrong_option_is_one_line(argument: str, says: str, capsys: pytest.CaptureFixture) -> None:
-    assert gpu.main([argument]) == 2
-    line = capsys.readouterr().err
-    assert line.startswith("error: ") and line.count("\n") == 1 and says in line
-
-
 def test_sizes_and_schedule_are_those_of_the_configuration() -> None:
     sizes = {name: yaml.safe_load((CONFIG_DIR / "size" / f"{name}.yaml").read_text()) for name in ("30m", "124m")}
     for name, wanted in sizes.items():

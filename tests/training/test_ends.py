@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from configs import one_line_errors
-from configs.files import FolderLock, json_text, sweep, whole_folder, write_atomic, write_json
+from configs.files import FolderLock, json_text, remove_leftovers, whole_folder, write_atomic, write_json
 from training.distributed import World, pick_device
 from training.run import TrainConfig
 
@@ -80,7 +80,7 @@ def test_a_folder_is_not_lost_while_another_takes_its_place(tmp_path: Path) -> N
             pass
     os.waitpid(killed, 0)
     assert not folder.exists()
-    sweep(tmp_path)
+    remove_leftovers(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["folder"] and (folder / "a").read_text() == "before"
 
 
