@@ -1,17 +1,17 @@
 """Train a decoder: python train.py model=diff size=micro data=stdlib, or torchrun --nproc_per_node=8 train.py ...
 
-The loop is below, flat, in running order: data, model, optimizers, run folder, then step by step.
+The code below reads from top to bottom in the order in which it runs: data, model, optimizers, run folder, training loop.
 """
 
 import signal
 from dataclasses import asdict
 from pathlib import Path
 
-from configs import command  # isort: skip  # before torch, which reads the thread settings it makes
+from configs import command  # isort: skip  # must come before torch, which reads the thread variables that configs sets
 import torch
 from hydra.core.hydra_config import HydraConfig
 
-from data.loader import Loader, Mixture, Prefetcher, inputs_and_targets, mix
+from data.loader import Loader, Mixture, Prefetcher, hash_seed, inputs_and_targets
 from data.stream import open_sources, open_tokenizer
 from model.decoder import Decoder
 from training import checkpoint
@@ -47,9 +47,9 @@ def main(cfg: TrainConfig) -> float:
 
 
 def train(cfg: TrainConfig, world: World) -> float:
-    """Train as `cfg` says until its last step or the first signal to end; all that it writes is in the run directory.
+    """Train as `cfg` says, until the last step or until a signal asks the process to end. All output is in the run folder.
 
-    Returns the validation loss at the end, which a search over the configuration minimises.
+    Returns the validation loss at the end, which a hyperparameter search minimises.
     """
     # ---------------------------------------- data
     signals = Signals(world)
@@ -69,7 +69,9 @@ def train(cfg: TrainConfig, world: World) -> float:
     parallel = Parallel(model, world, cfg.parallel, cfg.shard_processes, compiled)
     micro_batch = cfg.micro_batch or micro_batch_that_fits(model, batch // world.size, autocast, world)
     loader = Prefetcher(Loader(source, batch, T, cfg.seed, world.rank, world.size, micro_batch))
-    looks = world.main or parallel.sharded  # which processes read monitor and needles: all, if the model is split
+    probing = (
+        world.main or parallel.sharded
+    )  # does this process run monitor and needle checks? a sharded model needs all
     monitor = monitor_of(cfg.monitor, model, val_windows, world.device)
     needles = None
     if cfg.needle_every:
@@ -77,14 +79,15 @@ def train(cfg: TrainConfig, world: World) -> float:
 
     # ---------------------------------------- optimizers
     optimizers = build_optimizers(model, cfg.optim, world)
-    # The guard steps the optimizers, unless a loss or a gradient is not finite.
+    # The guard calls optimizer.step(). It skips the call if the loss or the gradient norm is not finite or an outlier.
     guard = Guard(optimizers, world, cfg.nonfinite, cfg.outlier_z)
 
     # ---------------------------------------- run folder: new, continued, or branched off another run
     run_dir = Path(cfg.run_dir or default_run_dir(cfg))
     first, lock = start_or_resume(cfg, run_dir, model, optimizers, guard, tokenizer, world)
-    if world.most(first) != first:
-        raise ValueError(f"{run_dir}: this process finds step {first}, another one a later one: is the folder shared?")
+    if world.largest(first) != first:
+        wrong = f"{run_dir}: this process resumes at step {first}, but another process resumes at a later step"
+        raise ValueError(f"{wrong}: put run_dir on a file system that all processes share")
     saver = Saver(run_dir, cfg.checkpoint, model, optimizers, world)
     if first == cfg.steps:
         if world.main:
@@ -109,7 +112,9 @@ def train(cfg: TrainConfig, world: World) -> float:
     pace = Pace(world.device)
     step, logged, seconds = first, first, watch.seconds
     if first == 0:
-        model.set_step(0)  # so that the first readings see a lambda that warms up at its start
+        model.set_step(
+            0
+        )  # puts a lambda with a warm-up at its first value, so that the reading at step 0 shows that value
 
     while True:
         last, (stopping, saving) = step == cfg.steps, signals.agreed(step, cfg.log_every)
@@ -124,7 +129,7 @@ def train(cfg: TrainConfig, world: World) -> float:
                     log.write(**skipped.line(batch), tokens=skipped.step * cfg.batch_tokens)
                     signals.say(skipped.text(cfg.steps, batch))
 
-        # now and then: loss on the validation set (all processes take part)
+        # every eval_every steps: loss on the validation set (all processes take part)
         if last or (step and fresh and due(step, cfg.eval_every)):
             with watch.paused(), autocast:
                 val_loss = validation_loss(model, val_windows, cfg.eval_tokens, micro_batch, world)
@@ -134,31 +139,33 @@ def train(cfg: TrainConfig, world: World) -> float:
                 log.write(step=step, tokens=step * cfg.batch_tokens, val_loss=val_loss, time_s=round(watch.seconds, 2))
                 signals.say(f"step {step}/{cfg.steps} | val loss {val_loss:.4f}")
 
-        # now and then: lambda, gates and entropies of a few layers
-        if looks and monitor and fresh and (last or due(step, cfg.monitor.every)):
+        # every monitor.every steps: lambda, gates and entropies of a few layers
+        if probing and monitor and fresh and (last or due(step, cfg.monitor.every)):
             with watch.paused():
                 readings = monitor.read()
             if log:
                 log.write(step=step, tokens=step * cfg.batch_tokens, **readings)
 
-        # now and then: has retrieval appeared?
-        if looks and needles and fresh and (last or due(step, cfg.needle_every)):
+        # every needle_every steps: share of needle questions that the model answers
+        if probing and needles and fresh and (last or due(step, cfg.needle_every)):
             with watch.paused():
                 found = needles.read()
             if log:
                 log.write(step=step, tokens=step * cfg.batch_tokens, needle_acc=found)
 
-        # now and then: a checkpoint
+        # every checkpoint.every steps, and when a signal asks for it: a checkpoint
         if saving and (fresh or not checkpoint.of_step(run_dir, step).exists()):
             with watch.paused():
                 saver.save(step, guard.state())
         if last or stopping:
             break
 
-        # one step: micro batches, clipping, optimizers
+        # one training step: micro batches, gradient clipping, optimizers
         lr = set_lr(optimizers, lr_factor(step, cfg.steps, cfg.optim))
         model.set_step(step)
-        torch.manual_seed(mix(cfg.seed, step, world.rank) >> 1)  # dropout is a function of the step: nothing to save
+        torch.manual_seed(
+            hash_seed(cfg.seed, step, world.rank) >> 1
+        )  # dropout depends on the step: no RNG state to save
         loss = torch.zeros((), device=world.device)
         try:
             for micro in range(loader.micros):
@@ -180,7 +187,7 @@ def train(cfg: TrainConfig, world: World) -> float:
         loss = world.mean(loss)
         guard.update(step, loss, norm)
 
-        # one line
+        # every log_every steps: one line in metrics.jsonl and in the terminal
         if logging:
             speed = (step - logged) * cfg.batch_tokens / (watch.seconds - seconds)
             logged, seconds = step, watch.seconds

@@ -37,9 +37,9 @@ class MqarConfig:
 
     keys, values, noise: sizes of three vocabularies that share no token.
 
-    pairs: key-value pairs that each row tells and then asks. distractors: share of distractors among the tokens before
-    the questions. kind: noise (distractors are tokens of the noise vocabulary) or pairs (distractors are key-value pairs
-    whose keys the row does not ask).
+    pairs: key-value pairs that each row states first and asks for afterwards. distractors: share of distractors among the
+    tokens before the questions. kind: what distractors are: noise (tokens of the noise vocabulary) or pairs (key-value pairs
+    for which the row does not ask).
     """
 
     keys: Annotated[int, "[2, 1048576]"] = 64
@@ -58,13 +58,13 @@ class DataConfig:
     source: str = MISSING  # stdlib | shakespeare | text | hf | nanogpt | mqar
     path: str | None = None  # text: file, folder or glob; shakespeare: a local copy; nanogpt: folder of its .bin files
     dataset: str | None = None  # hf: name on the hub, a folder of the package datasets, or a builder (json, parquet)
-    data_files: str | None = None  # hf: files that the builder reads, as a path or a 'glob'
+    data_files: str | None = None  # hf: files for the builder to read, a path or a 'glob'
     subset: str | None = None  # hf: configuration of the data set
     split: str = "train"  # hf: which split to read
-    column: str = "text"  # column of hf and parquet, key of jsonl
-    longest_line: Annotated[int, "[1, inf)"] = 67_108_864  # jsonl, parquet: a text of more bytes is refused
+    column: str = "text"  # column (hf, parquet) or key (jsonl) that holds the text
+    longest_line: Annotated[int, "[1, inf)"] = 67_108_864  # jsonl: most bytes of a line; parquet: most characters
     expansion: Annotated[int, "[1, inf)"] = (
-        100  # compressed files: a file may unpack to this many times its size (64 MiB are always allowed)
+        100  # compressed files: largest ratio of unpacked to packed size (64 MiB are always allowed)
     )
     streaming: bool = False  # hf: read over the network instead of downloading first
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)

@@ -21,10 +21,11 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True)
 class HoldOut:
-    """A document is validation if its hash, a number in [0, 1), is less than `below`; so equal documents share a split.
+    """Splits documents by a hash in [0, 1): validation gets those with a hash less than `below`, training all others.
 
-    share: the document whose hash equals `below` is cut; validation gets this part of it, from its end. uncut: the
-    split of that document if it is too short to be cut; None if it is the only document.
+    Equal documents have equal hashes, so they get the same split. share: the document whose hash equals `below` is cut in two,
+    and validation gets this share of it, from its end. uncut: the split of that document if it is too short to be cut; None
+    means that there is no other document.
     """
 
     below: float

@@ -1,8 +1,8 @@
-"""Batches are a pure function of (seed, step): the loader has no state to save or to lose.
+"""Batches are a pure function of (seed, step), so checkpoints do not need to save the state of a loader.
 
-Global sample number g is `step * batch + row`, whatever the world size or micro batch. A `Source` turns a sample number
-into tokens; epochs, shuffling and mixing are arithmetic on that number. A source may mark tokens as unscored by their
-bitwise not; `inputs_and_targets` removes the marks.
+Sample numbers are global: row r of step s has the number `s * batch + r`, whatever the world size or micro batch. A `Source`
+turns a sample number into tokens; epochs, shuffling and mixing are arithmetic on that number. A source marks a token x that
+the loss must leave out as ~x, a negative number; `inputs_and_targets` removes the marks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ UNSCORED = -100  # the target that torch's cross-entropy leaves out
 
 
 class Source(Protocol):
-    """Gives a window of tokens for every sample number `index`; the numbers have no end."""
+    """An endless stream of samples: gives the window of tokens that belongs to a sample number `index` and a seed."""
 
     def sample(self, index: int, seed: int) -> np.ndarray: ...  # (length+1,) int64, unscored tokens marked
 
@@ -41,8 +41,8 @@ def inputs_and_targets(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return tokens[..., :-1], scored[..., 1:]
 
 
-def mix(*values: int) -> int:
-    """A 64-bit hash of integers (splitmix64 chained), for seeds that must not be related."""
+def hash_seed(*values: int) -> int:
+    """A 64-bit hash of integers (splitmix64, chained). It makes independent seeds out of related numbers."""
     state = 0
     for value in values:
         state = (state + 0x9E3779B97F4A7C15 + value) & 0xFFFFFFFFFFFFFFFF
@@ -54,7 +54,7 @@ def mix(*values: int) -> int:
 
 @lru_cache(maxsize=64)
 def _round_keys(seed: int) -> tuple[int, ...]:
-    return tuple(mix(seed, i) & MASK32 for i in range(ROUNDS))
+    return tuple(hash_seed(seed, i) & MASK32 for i in range(ROUNDS))
 
 
 def _feistel(x: int, half: int, keys: tuple[int, ...]) -> int:
@@ -71,7 +71,7 @@ def _feistel(x: int, half: int, keys: tuple[int, ...]) -> int:
 
 
 def permute(index: int, n: int, seed: int) -> int:
-    """Where position `index` of [0, n) goes in the shuffle `seed`: a bijection, in O(1) memory, for n up to 2**62.
+    """The number at position `index` of a shuffled range(n). Each seed is one shuffle. Needs O(1) memory; n may be up to 2**62.
 
     A Feistel network on the smallest power of four that is n or more, repeated until the value is below n (Black and
     Rogaway 2002, "Ciphers with arbitrary finite domains").
@@ -114,14 +114,14 @@ class Windows:
     def sample(self, index: int, seed: int) -> np.ndarray:
         """Sample `index` of an endless shuffled stream, (length+1,) int64."""
         epoch, position = divmod(index, len(self))
-        return self.window(permute(position, len(self), mix(seed, epoch)))
+        return self.window(permute(position, len(self), hash_seed(seed, epoch)))
 
 
 class Mixture:
-    """Several sources in exact proportion: of any 100 consecutive samples, `weight` come from each.
+    """A source that mixes several sources. Of any 100 consecutive samples, exactly `weight` come from each source.
 
-    `parts` are (source, weight); weights are whole percents that sum to 100. The sources take turns in a fixed pattern,
-    in which the turns of each are spread evenly; each source numbers its own samples without gaps.
+    `parts` are (source, weight); weights are whole percents that sum to 100. A fixed pattern of 100 turns spreads the turns of
+    each source evenly. Each source counts its own samples without gaps.
     """
 
     def __init__(self, parts: Sequence[tuple[Source, int]]) -> None:
@@ -132,7 +132,7 @@ class Mixture:
         self.weights = [int(weight) for weight in weights]
         self._turn, self._before = _pattern(self.weights)
 
-    def which(self, index: int) -> int:
+    def source_of(self, index: int) -> int:
         """The number of the source that sample `index` comes from."""
         return self._turn[index % 100]
 
@@ -140,7 +140,7 @@ class Mixture:
         block, slot = divmod(index, 100)
         which = self._turn[slot]
         own = block * self.weights[which] + self._before[slot]
-        return self.sources[which].sample(own, mix(seed, which))  # own seed: equal sources differ in order
+        return self.sources[which].sample(own, hash_seed(seed, which))  # own seed: equal sources differ in order
 
 
 def _pattern(weights: list[int]) -> tuple[list[int], list[int]]:
@@ -198,9 +198,9 @@ class Loader:
 
 
 class Prefetcher:
-    """A loader that reads the next batch on a thread while the current batch is used. Its batches are the loader's.
+    """Wraps a loader: a thread reads the next batch while the current batch is used. The batches are the same.
 
-    Only that thread reads. So a file system that does not answer delays neither a signal nor the end of the process.
+    No other thread reads files. So even if the file system hangs, the main thread can handle signals and end the process.
     """
 
     def __init__(self, loader: Loader) -> None:

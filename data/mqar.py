@@ -100,7 +100,7 @@ class Mqar:
 
 
 def shortest_row(cfg: MqarConfig) -> int:
-    """Tokens of the shortest row, less the end-of-text token that begins it."""
+    """Tokens of the shortest row, without the end-of-text token that begins it."""
     return 2 * (told_slots(cfg) + cfg.pairs)
 
 

@@ -68,7 +68,7 @@ class Item(NamedTuple):
 
     number: int  # of the document
     split: str
-    ids: np.ndarray | Future | None  # None: lies wholly in shards already written
+    ids: np.ndarray | Future | None  # None: all its tokens are in finished shards
     documents: int
     bytes: int
     first: bool = True  # whether it is the first piece of its document
@@ -88,7 +88,7 @@ class Split:
     room: int = 0  # tokens the next shard still takes
     passed: int = 0  # tokens in the pieces of the current document so far
 
-    def behind(self, shards: list[dict]) -> None:
+    def resume_after(self, shards: list[dict]) -> None:
         """Continue after the last of these finished shards."""
         self.shards = shards
         self.tokens = sum(shard["tokens"] for shard in shards)
@@ -114,7 +114,7 @@ def prepare(cfg: DataConfig, *, verify: bool = False, quiet: bool = False) -> di
     folder = Path(cfg.dir)
     meta = read_meta(folder)
     if meta is not None:
-        _same_request(folder, meta.get("request"), request)
+        _refuse_other_request(folder, meta.get("request"), request)
         check_folder(folder, verify=verify)
         if not quiet:
             print(f"{folder} is already prepared{' and verified' if verify else ''}: {_describe(meta)}")
@@ -159,7 +159,7 @@ class Preparation:
                 return self._finish()
             except BaseException:
                 pool.shutdown(cancel_futures=True)
-                self._withdraw()
+                self._remove_if_empty()
                 raise
 
     # from text to items
@@ -279,14 +279,14 @@ class Preparation:
             return
         fix = f"delete {self.folder} and prepare the data again"
         progress = read_json_object(path, fix)
-        _same_request(self.folder, progress.get("request"), self.request)
+        _refuse_other_request(self.folder, progress.get("request"), self.request)
         for leftover in self.folder.glob(".*.part"):
             leftover.unlink()
         try:
             for name in SPLITS:
                 check_listed(progress["splits"][name])
                 there = itertools.takewhile(lambda s: (self.folder / s["file"]).is_file(), progress["splits"][name])
-                self.splits[name].behind(list(there))
+                self.splits[name].resume_after(list(there))
         except (ValueError, KeyError, TypeError):
             raise ValueError(f"{path} is damaged: {fix}") from None
         count = sum(len(split.shards) for split in self.splits.values())
@@ -327,7 +327,7 @@ class Preparation:
         (self.folder / PROGRESS).unlink()
         return meta
 
-    def _withdraw(self) -> None:
+    def _remove_if_empty(self) -> None:
         """After an error, remove the folder if it has no finished shard."""
         if (self.folder / PROGRESS).is_file() and not any(split.shards for split in self.splits.values()):
             for name in (PROGRESS, TOKENIZER):
@@ -367,7 +367,7 @@ def _request(cfg: DataConfig, identity: dict) -> dict:
     return {**identity, **tokenizer, **sizes}
 
 
-def _same_request(folder: Path, before: dict | None, now: dict) -> None:
+def _refuse_other_request(folder: Path, before: dict | None, now: dict) -> None:
     before = before if isinstance(before, dict) else {}
     for key in now | before:
         if before.get(key) != now.get(key):

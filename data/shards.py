@@ -1,4 +1,4 @@
-"""Token shards: the headed binary layout of llm.c and modded-nanogpt, read as it is, and extended where we write it.
+"""Token shards in the format of llm.c and modded-nanogpt; those that this project writes have more in their header.
 
 A shard is 256 little-endian int32 of header, then the tokens. Header: [0] magic, [1] version, [2] token count. Magic
 20240520 version 1 holds uint16 (llm.c's gpt-2 files); 20240801 version 7 holds uint32 (llm.c's llama-3 files).
@@ -57,8 +57,8 @@ def write_shard(path: str | Path, *parts: np.ndarray, vocab_size: int, fingerpri
 class Shard:
     """One shard, memory-mapped: `tokens` is (count,) uint16 or uint32, nothing is read before it is used.
 
-    `vocab_size` and `fingerprint` (hex) are those of the caller's tokenizer; a shard of ours with other ones is
-    refused. Foreign shards have neither in their header, so only their ids are checked. `verify` forces the checksum.
+    `vocab_size` and `fingerprint` (hex) are those of the caller's tokenizer. A shard that this project wrote is refused if it
+    has others. Shards of other projects record neither, so only their ids are checked. `verify` forces the checksum.
     Raises FileNotFoundError or ValueError.
     """
 

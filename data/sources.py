@@ -207,7 +207,7 @@ def _decompressed(path: Path, raw: BinaryIO, most: int) -> BinaryIO:
     if suffix not in COMPRESSIONS:
         return raw
     if suffix == ".zst":
-        zstandard = need("zstandard", f"reading {path.name}")
+        zstandard = import_optional("zstandard", f"reading {path.name}")
         stream = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
     else:
         stream = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}[suffix](raw, "rb")
@@ -281,7 +281,7 @@ def _too_long(where: str, cfg: DataConfig) -> ValueError:
 
 
 def _parquet(path: Path, raw: BinaryIO, cfg: DataConfig, most: int) -> Iterator[str]:
-    parquet = need("pyarrow.parquet", f"reading {path.name}")
+    parquet = import_optional("pyarrow.parquet", f"reading {path.name}")
     try:
         file = parquet.ParquetFile(raw)
     except Exception as error:  # pyarrow's exceptions share no base class of Python's
@@ -329,7 +329,9 @@ def hugging_face(cfg: DataConfig) -> Corpus:
                 corpus.done = number
                 yield row[cfg.column] or ""
         except Exception as error:  # the libraries have no common class, see _load
-            raise ValueError(f"{cfg.dataset} broke off ({_brief(error)}): run this command again to resume") from error
+            raise ValueError(
+                f"reading {cfg.dataset} failed ({_brief(error)}): repeat this command to resume"
+            ) from error
 
     identity = {"source": "hf", "dataset": cfg.dataset, "subset": cfg.subset, "split": cfg.split, "column": cfg.column}
     local = cfg.data_files or (cfg.dataset if Path(cfg.dataset).is_dir() else None)
@@ -341,7 +343,7 @@ def hugging_face(cfg: DataConfig) -> Corpus:
 
 
 def _load(cfg: DataConfig) -> Any:
-    datasets = need("datasets", f"data.dataset={cfg.dataset}")
+    datasets = import_optional("datasets", f"data.dataset={cfg.dataset}")
     offline = os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on")
     local = Path(cfg.dataset).is_dir() or cfg.data_files is not None
     if not offline and not local:
@@ -399,7 +401,7 @@ def nanogpt_identity(cfg: DataConfig) -> dict:
 # --- shared ---------------------------------------------------------------------------------------------------------
 
 
-def need(module: str, what: str):
+def import_optional(module: str, what: str):
     """Import an optional package where it is used; ValueError with the command that installs it."""
     try:
         return importlib.import_module(module)

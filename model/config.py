@@ -18,28 +18,29 @@ VariantOptions.__doc__ = "The options of every attention, and one group for each
 class DecoderConfig(VariantOptions):
     """Shape and parts of a decoder stack.
 
-    `layers` has one letter per layer and is tiled over the depth: "d" is differential throughout, "bbdd" with
-    n_layer=4 has a baseline lower half (letters: model/attention/__init__.py). `match` derives the width of the FFN so
-    that the stack meets the baseline's non-embedding parameters, or its FLOPs per token, at the same n_layer, n_head,
-    d_model and context; "none" keeps the baseline's own FFN width. d_ff, where given, wins over `match`; baseline_d_ff
-    only changes the baseline that is matched.
+    `layers` has one letter per layer and repeats over the depth: "d" is differential attention in every layer, "bbdd" with
+    n_layer=4 has baseline attention in the lower half (letters: model/attention/__init__.py). Stacks of different attention
+    are compared at one budget: `match` picks the width of the feed-forward networks (FFN) such that the stack has as many
+    parameters without embeddings, or FLOPs per token, as a baseline with the same n_layer, n_head, d_model and context; with
+    "none" the FFN has the baseline's width. A given d_ff replaces the matched width. baseline_d_ff changes the FFN of that
+    baseline, and so the budget.
     """
 
-    layers: str = "b"  # a letter per layer, tiled over the depth: bd alternates
+    layers: str = "b"  # a letter per layer, repeated over the depth: bd alternates
     n_layer: Annotated[int, "[1, 100000]"] = 4  # blocks
-    d_ff: Annotated[int | None, "[1, inf)"] = None  # width of the feed-forward networks; None: derived by `match`
-    baseline_d_ff: Annotated[int | None, "[1, inf)"] = None  # of the matched baseline; None: 8/3 or (gelu) 4 d_model
-    match: str = "params"  # params | flops | none: the quantity in which the stack equals the baseline
+    d_ff: Annotated[int | None, "[1, inf)"] = None  # FFN width; None: derived by `match`
+    baseline_d_ff: Annotated[int | None, "[1, inf)"] = None  # FFN width of the baseline; None: 8/3 or (gelu) 4 d_model
+    match: str = "params"  # params | flops | none: the quantity that is made equal to the baseline's
     context: Annotated[int, "[1, 100000000]"] = 256  # tokens of a training window
-    vocab_size: Annotated[int, "[0, 100000000]"] = 0  # 0: the tokenizer's, filled in by train.py
+    vocab_size: Annotated[int, "[0, 100000000]"] = 0  # vocabulary size; 0: the tokenizer's, filled in by train.py
     document_mask: bool = False  # a token sees only its own document; documents begin with the token `eot`
-    eot: Annotated[int | None, "[0, inf)"] = None  # end-of-text token, the tokenizer's, filled in by train.py
+    eot: Annotated[int | None, "[0, inf)"] = None  # id of the end-of-text token; train.py fills in the tokenizer's
     norm: str = "rmsnorm"  # rmsnorm | layernorm
     norm_place: str = "before"  # before | after (OLMo 2): each sub-layer's norm is on its input or on its output
     mlp: str = "swiglu"  # swiglu | gelu | gelu_tanh (GPT-2's own approximation)
     window: Annotated[int | None, "[1, inf)"] = None  # keys that a query sees, itself included; None: all
-    tie: bool = True  # output head = token embedding
-    dropout: Annotated[float, "[0, 1)"] = 0.0  # of the embedding and of each sub-layer's output
+    tie: bool = True  # use the token embedding as the output head
+    dropout: Annotated[float, "[0, 1)"] = 0.0  # dropout probability of the embedding and of each sub-layer's output
 
     def filled(self) -> Self:
         """A checked copy with heads and biases filled in, not d_ff. ValueError names the override that corrects the error."""
@@ -52,7 +53,7 @@ class DecoderConfig(VariantOptions):
             raise ValueError("model.document_mask=true needs the token that begins a document: give model.eot=TOKEN_ID")
         check_probability("model.dropout", self.dropout)
         if self.window is not None and self.window < 1:
-            raise ValueError(f"model.window={self.window} shows a query nothing: use 1 or more, or null for no window")
+            raise ValueError(f"model.window={self.window} hides all keys: use 1 or more, or null for no window")
         return filled
 
 

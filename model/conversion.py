@@ -35,23 +35,24 @@ LARGEST_LAMBDA = 0.95  # init=mirror divides the output projection by 1 - lambda
 
 @dataclass
 class Conversion:
-    """How to convert.
+    """How a baseline becomes a differential model.
 
-    init: zero (lambda starts at 0), mirror (lambda starts at lambda_init, and the output projection compensates for it) or
-    open (lambda starts at lambda_init, and nothing compensates for it).
-    heads: double (every head gets a second map) or split (pairs of heads become one, without new queries or keys).
-    second: what the added maps start from, the first maps (copy) or fresh weights (random).
-    sublayer_norm: a norm per head after the difference, as the paper has it; the norm changes the function. Use second=random
-    with it: with second=copy the norm undoes the subtraction, and lambda gets almost no gradient until the two maps differ.
-    lambda_bias: for to=diff_v2, whose lambda starts at sigmoid(lambda_bias).
+    init: zero (lambda starts at 0), mirror (lambda starts at lambda_init, and the output projection is scaled to compensate for
+    it) or open (lambda starts at lambda_init without compensation, so the function changes; this is axolotl's default).
+    heads: double (every head gets a second map) or split (two heads become the two maps of one head; no queries or keys are
+    added).
+    second: start of the added maps: copy (of the first maps) or random (fresh weights).
+    sublayer_norm: add a norm per head after the difference, as the paper has it; the norm changes the function. With it, use
+    second=random: with second=copy the norm undoes the subtraction, and lambda gets almost no gradient until the maps differ.
+    lambda_bias: only for to=diff_v2: lambda starts at sigmoid(lambda_bias).
     """
 
-    to: str = "diff"  # diff | diff_v2 | same: the attention of the new model; same changes nothing
-    init: str = "zero"  # zero | mirror | open; open changes the function
+    to: str = "diff"  # diff | diff_v2 | same: attention of the new model; same copies the model without a change
+    init: str = "zero"  # zero | mirror | open
     heads: str = "double"  # double | split
     second: str = "copy"  # copy | random
     sublayer_norm: bool = False
-    lambda_init: float | None = None  # init=mirror and init=open: where lambda starts; None: the schedule of the paper
+    lambda_init: float | None = None  # start of lambda with init=mirror and init=open; None: the schedule of the paper
     lambda_bias: float = -4.0
 
     def check(self) -> None:

@@ -68,7 +68,10 @@ class Decoder(nn.Module):
             self.reset_parameters(seed)
 
     def reset_parameters(self, seed: int = 0) -> None:
-        """Set matrices normal, std 0.02, into the residual stream 0.02/sqrt(2 n_layer), as in GPT-2; norms 1, biases 0."""
+        """Initial weights as in GPT-2: matrices are normal with std 0.02, norm weights are 1, biases are 0.
+
+        Matrices that write into the residual stream have the std 0.02 / sqrt(2 n_layer).
+        """
         initialize(self, seed, residual=("attention.out.weight", "mlp.down.weight"), depth=self.cfg.n_layer)
 
     def forward(
@@ -80,11 +83,12 @@ class Decoder(nn.Module):
         keys: Tensor | None = None,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """tokens (B, T) -> logits (B, T, V), or the mean cross-entropy in nats where `targets` (B, T) are given.
+        """tokens (B, T) -> logits (B, T, V), or the mean cross-entropy in nats if `targets` (B, T) are given.
 
-        documents (B, S) and keys (B, S) are those of `Mask`; S counts the cached tokens too. A target of -100 is not scored.
-        With `cfg.document_mask`, documents=None means that they are derived from the tokens. rows: positions (R,) or (B, R)
-        out of S, as for a probe; the output head computes only these, so logits are (B, R, V) and targets (B, R), whatever T.
+        documents (B, S): document number of each token; a token sees its own document only. With `cfg.document_mask` and
+        documents=None, the numbers are derived from the tokens. keys (B, S): False marks padding. S counts cached tokens, too.
+        rows (R,) or (B, R): the only positions, out of S, for which the output head computes logits: then logits are (B, R, V)
+        and targets (B, R). A target of -100 is not scored.
         """
         hidden = self.hidden(tokens, cache, documents, keys, rows)  # (B, T or R, D)
         if targets is None:
@@ -151,11 +155,11 @@ class Decoder(nn.Module):
     ) -> Iterator[Tensor]:
         """Continue tokens (B, T) with a KV cache: yields the next ids (B,), at most `max_new_tokens` times.
 
-        temperature 0 is greedy. Otherwise ids are drawn from softmax(logits / temperature) over the top_k likeliest ids, of
-        which only the fewest that together hold top_p of the probability stay (Holtzman et al., arXiv 1904.09751). generator:
-        one for all rows, or one per row, so that no row depends on the other rows. A row that drew an id of `stop` has ended
-        and repeats this id; the stream ends when all rows have ended. Prompts of different lengths are padded on the left,
-        with keys (B, T) False at the padding; learned positions allow no padding, which would shift them. ValueError for
+        temperature=0 is greedy. Otherwise ids are drawn from softmax(logits / temperature). top_k keeps the most probable ids;
+        top_p keeps the smallest set of these whose probabilities sum to top_p (Holtzman et al., arXiv 1904.09751). generator:
+        one for all rows, or one per row, so that rows do not depend on each other. stop: an id that ends its row; an ended row
+        repeats this id, and the stream ends when all rows have ended. Pad shorter prompts on the left and give keys (B, T),
+        False at the padding; with learned positions, padding is an error, because it would shift them. ValueError for
         impossible settings, too many tokens for learned positions, and logits that are not finite.
         """
         _check_sampling(temperature, top_k, top_p)
@@ -242,7 +246,7 @@ def layer_letter(cfg: DecoderConfig, layer: int) -> str:
 
 
 def matched(cfg: DecoderConfig) -> DecoderConfig:
-    """`cfg` checked, with heads filled in and a d_ff by which the stack meets the baseline's budget (`cfg.match`)."""
+    """`cfg` checked and completed: heads, biases, and the d_ff that gives the stack the baseline's budget (`cfg.match`)."""
     cfg = cfg.filled()
     if cfg.d_ff is not None:
         return cfg
@@ -263,9 +267,9 @@ def matched(cfg: DecoderConfig) -> DecoderConfig:
     widths = [hidden, *(max(1, round(target / step) * step) for step in (64, 32, 16, 8, 4, 2, 1))]
     width = next((w for w in widths if abs(w - target) * per_unit <= 0.004 * budget), widths[-1])
     if abs(width - target) * per_unit > 0.005 * budget:
-        wrong = f"no model.d_ff meets the baseline's {cfg.match} within 0.5 % at d_model={cfg.d_model}"
+        wrong = f"no model.d_ff brings the {cfg.match} within 0.5 % of the baseline's at d_model={cfg.d_model}"
         raise ValueError(
-            f"{wrong}, where one unit of it is {per_unit / budget:.1%}: use a wider model or model.match=none"
+            f"{wrong}, because each unit of d_ff adds {per_unit / budget:.1%}: use a wider model or model.match=none"
         )
     return replace(cfg, d_ff=width)
 

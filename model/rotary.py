@@ -40,7 +40,7 @@ class RopeScaling:
         if self.kind not in ("none", "linear", "llama3"):
             raise ValueError(f"model.rope_scaling.kind={self.kind} is unknown: use one of none, linear, llama3")
         if not (self.factor > 0 and self.high_freq_factor > self.low_freq_factor and self.original_context > 0):
-            raise ValueError(f"{self} scales nothing: use a factor above 0, and high_freq_factor above low_freq_factor")
+            raise ValueError(f"{self} is no scaling: use a factor above 0, and high_freq_factor above low_freq_factor")
 
     def applied(self, frequency: Tensor) -> Tensor:
         """`frequency` (radians per token) after scaling."""

@@ -81,9 +81,10 @@ def save(
 
 
 def prune(run_dir: Path, step: int, keep: int, staying: Sequence[int]) -> None:
-    """Of the checkpoints up to that of `step`, delete all but the newest `keep` (0: delete none) and those of `staying`.
+    """Among the checkpoints up to `step`, delete all but the newest `keep` (0: delete none) and those of the steps `staying`.
 
-    A later one is damaged, because the run has gone on from one before it. It counts for nothing, and will be replaced.
+    Checkpoints of later steps are damaged, because the run was resumed from an earlier step. They do not count as newest, and
+    the run replaces them when it reaches their steps.
     """
     written = [folder for folder in checkpoints(run_dir) if folder.name <= folder_name(step)]
     for old in written[:-keep] if keep else []:
@@ -195,10 +196,10 @@ def newest(run_dir: Path, use: Callable[[Path], Any], say: bool = True) -> Path 
             first = first or error
             continue
         if first and say:
-            print(f"warning: {first}; {folder} is used instead", file=sys.stderr, flush=True)
+            print(f"warning: {first}; the older checkpoint {folder} is used instead", file=sys.stderr, flush=True)
         return folder
     if first:
-        raise ValueError(f"{first}; no checkpoint before it is whole: delete {run_dir / 'checkpoints'} to start again")
+        raise ValueError(f"{first}; no older checkpoint can be used: delete {run_dir / 'checkpoints'} to start again")
     return None
 
 
@@ -250,7 +251,7 @@ def load_run(run: str | Path, device: str | torch.device = "cpu", step: int | No
 
 def read_state(folder: Path) -> dict[str, Any]:
     """A checkpoint's state.json: step, the model's configuration, checksums. ValueError if invalid or edited."""
-    wrong = f"{folder} is not a checkpoint of this project, or damaged: delete it to use the one before"
+    wrong = f"{folder} is not a checkpoint of this project, or damaged: delete it to use the checkpoint before it"
     try:
         state = json.loads((folder / STATE).read_text())
         checksum = state.pop("checksum", None)  # checkpoints before 0.2 have none
@@ -302,12 +303,13 @@ def _read(folder: Path, name: str, state: dict[str, Any], shapes: Shapes) -> Ten
     try:
         tensors = load_file(path)
     except (SafetensorError, OSError, ValueError) as error:
-        raise ValueError(f"{path} is no safetensors file ({error}): delete {folder} to use the one before") from None
+        wrong = f"{path} is not a safetensors file ({error})"
+        raise ValueError(f"{wrong}: delete {folder} to use the checkpoint before it") from None
     found = {key: (tensor.shape, tensor.dtype) for key, tensor in tensors.items()}
     owners, own = ({key.rpartition("/")[0] for key in keys} for keys in (found, shapes))
     if name == OPTIMIZER and found and owners != own:
         raise ValueError(
-            f"{folder}: its optimizer state is of other parameters: use init_from=RUN to take weights only"
+            f"{folder}: its optimizer state belongs to other parameters: use init_from=RUN to take only the weights"
         )
     # An optimizer that never stepped remembers nothing.
     if not (name == OPTIMIZER and not found):
@@ -321,7 +323,8 @@ def _refuse_other_shapes(path: Path, found: Shapes, shapes: Shapes) -> None:
     if found != shapes:
         key = min(set(found.items()) ^ set(shapes.items()), key=lambda item: item[0])[0]
         theirs, ours = (f"{list(s[0])} {s[1]}" if s else "missing" for s in (found.get(key), shapes.get(key)))
-        raise ValueError(f"{path}: {key} is {theirs} there and {ours} here: delete it to use the checkpoint before it")
+        wrong = f"{path}: {key} is {theirs} in the checkpoint, but {ours} in this model"
+        raise ValueError(f"{wrong}: delete this checkpoint to use the one before it")
 
 
 def flush(path: Path) -> None:

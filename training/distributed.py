@@ -45,7 +45,7 @@ class World:
             x /= self.size
         return x
 
-    def most(self, number: float) -> float:
+    def largest(self, number: float) -> float:
         """The largest `number` of all processes; all processes must call it together."""
         if self.size == 1:
             return float(number)
@@ -63,9 +63,9 @@ class World:
 
     @contextlib.contextmanager
     def errors(self) -> Iterator[None]:
-        """A context that marks an error as `said` on every process but the main one, if the main one has the same error.
+        """A context for the work of all processes. If several processes fail with the same error, only the main one prints it.
 
-        ConnectionError if another process is lost.
+        This sets `error.said` on the other processes; configs/__init__.py reads it. ConnectionError if a process is lost.
         """
         try:
             yield

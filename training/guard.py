@@ -40,11 +40,11 @@ class Skipped(NamedTuple):
 
 
 class Guard:
-    """Steps the optimizers, unless loss or gradient norm is not finite or an outlier.
+    """Calls the optimizers' step(), and skips the call if the loss or the gradient norm is not finite or an outlier.
 
-    After `nonfinite` non-finite updates in a row the run ends (Diverged). outlier_z: also skip an update whose loss or norm
-    lies more than `outlier_z` standard deviations above its mean over the last `WINDOW` updates, this update included (None:
-    never). The first two outliers in a row stay out of that window; the third and later ones enter it.
+    nonfinite: after so many non-finite updates in a row, the run ends (Diverged). outlier_z: a loss or norm is an outlier if it
+    lies more than `outlier_z` standard deviations above its mean over the last `WINDOW` updates, this update included; None: no
+    outliers. The first two outliers in a row do not enter that window; the third and later ones do, and become the new normal.
     The rule is llm.c's (llmc/outlier_detector.h, karpathy/llm.c at 19c83f9); non-finite values never enter the window.
     """
 

@@ -100,7 +100,7 @@ def run_jobs(chains: Sequence[Sequence[Job]], jobs: int | None, name: str, total
     gpus = visible_gpus()
     jobs = jobs if jobs is not None else max(1, len(gpus))
     if jobs < 1:
-        raise ValueError(f"jobs={jobs} runs nothing: use jobs=1 or more")
+        raise ValueError(f"jobs={jobs} is too small: use jobs=1 or more")
     slots: queue.SimpleQueue[int] = queue.SimpleQueue()
     for slot in range(jobs):
         slots.put(slot)
@@ -119,7 +119,7 @@ def run_jobs(chains: Sequence[Sequence[Job]], jobs: int | None, name: str, total
 
         _wait([pool.submit(task, chain) for chain in chains], team, progress.tick)
         if team.stopping:
-            print(f"{name}: stopped; the same command goes on", flush=True)
+            print(f"{name}: stopped; repeat the command to continue", flush=True)
             raise SystemExit(128 + team.stopping)
 
 

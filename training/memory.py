@@ -27,7 +27,7 @@ def micro_batch_that_fits(model: Decoder, sequences: int, autocast: torch.autoca
         return sequences
     room = SHARE * torch.cuda.mem_get_info(world.device)[0] - STATES * sum(map(local_bytes, model.parameters()))
     fits = largest_divisor(sequences, int(room / pass_bytes(model.cfg, model.recompute, autocast, world.device)))
-    return -int(world.most(-fits))
+    return -int(world.largest(-fits))
 
 
 def largest_divisor(number: int, most: int) -> int:

@@ -97,7 +97,7 @@ def last_val_loss(run_dir: Path) -> float:
 
 
 class Stopwatch:
-    """Seconds spent since `before`, less those inside `with watch.paused()`."""
+    """Seconds spent since `before`, without those inside `with watch.paused()`."""
 
     def __init__(self, before: float = 0.0) -> None:
         self._start, self._away = time.perf_counter() - before, 0.0
@@ -133,7 +133,7 @@ class Pace:
         threads, cores = torch.get_num_threads(), os.cpu_count() or 1
         load = f"load {os.getloadavg()[0]:.1f}, " if hasattr(os, "getloadavg") else ""
         return (
-            f"warning: {speed:,.0f} tok/s is {speed / self.best:.0%} of this run's best: other processes use its cores "
+            f"warning: {speed:,.0f} tok/s is {speed / self.best:.0%} of this run's best, because other processes use its cores "
             f"({load}{cores} cores, {threads} threads): {_advice(threads)}"
         )
 
@@ -143,10 +143,10 @@ def _advice(threads: int) -> str:
     turns = os.environ.get("GOMP_SPINCOUNT", "")
     spinning = os.environ.get("OMP_WAIT_POLICY", "").upper() == "ACTIVE" or (turns.isdecimal() and int(turns) > TURNS)
     if spinning and threads > 1:
-        return "its threads spin while they wait: leave out OMP_WAIT_POLICY and GOMP_SPINCOUNT, and use resume=true"
+        return "its threads spin while they wait; leave out OMP_WAIT_POLICY and GOMP_SPINCOUNT, and use resume=true"
     if threads > 1:
-        return "end those, or set OMP_NUM_THREADS to the number of free cores and use resume=true"
-    return "end those, or wait"
+        return "end the other processes, or set OMP_NUM_THREADS to the number of free cores and use resume=true"
+    return "end the other processes, or wait"
 
 
 def log_line(step: int, steps: int, m: dict[str, Any], eta_s: float) -> str:

@@ -1,10 +1,10 @@
-"""What the attention layers do while they train: lambda, gates, path weights, and statistics of their maps.
+"""The monitor: logs lambda, gates, path weights and statistics of attention maps while a model trains.
 
-Now and then the main process (every process, if the model is split over processes) runs a small batch of validation
-text, always the same one, through the model and reads a few layers. This changes nothing in training: no gradient, no
-random number, no change to a compiled graph. The line in metrics.jsonl has `monitor/layer_I/NAME` of each chosen layer,
-`monitor/mean/NAME` and `monitor/std/NAME` over those layers that have NAME, and `monitor_s`, the seconds it took.
-docs/METHODS.md defines the names.
+Every `monitor.every` steps, the main process (or every process, if the model is split over processes) runs a small batch of
+validation text through the model and reads a few layers. The batch is always the same. Training is not affected: there is no
+gradient, no random number and no change to a compiled graph. A line of metrics.jsonl then has `monitor/layer_I/NAME` for each
+chosen layer, `monitor/mean/NAME` and `monitor/std/NAME` over the layers with a value for NAME, and `monitor_s`, the seconds
+that the reading took. docs/METHODS.md defines the names.
 """
 
 import math

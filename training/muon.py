@@ -1,4 +1,4 @@
-"""Muon (Jordan et al., 2024, kellerjordan.github.io/posts/muon), iterating on stacks of matrices of one shape."""
+"""Muon (Jordan et al., 2024, kellerjordan.github.io/posts/muon), with one iteration for all matrices of a shape."""
 
 from collections.abc import Callable, Iterable
 from itertools import groupby

@@ -23,9 +23,9 @@ class NeedleProbe:
 
     def __init__(self, model: Decoder, windows: Windows, tokenizer: Tokenizer, samples: int, digits: int) -> None:
         if samples < 1:
-            raise ValueError(f"needle_samples={samples} asks nothing: use needle_samples=64")
+            raise ValueError(f"needle_samples={samples} leaves no question to ask: use needle_samples=64")
         if not isinstance(windows, Windows):
-            raise ValueError("needles are hidden in text, and these data are none: use needle_every=0")
+            raise ValueError("a needle check hides needles in text, and these data have no text: use needle_every=0")
         self.model, device = model, model.embedding.weight.device
         rng, length = np.random.default_rng(0), windows.length
         source = Facts(tokenizer, "eval", digits)

@@ -17,24 +17,24 @@ from training.parallel import split_as
 class OptimConfig:
     """Optimizer, learning rates and their schedule.
 
-    name: adamw for everything, or muon for the matrices of the blocks and adamw for the rest. schedule: cosine and linear
-    fall to min_lr * peak over the whole run; wsd (warmup-stable-decay) falls linearly to it over the last share `decay` of
-    the steps.
+    name: adamw for all parameters, or muon for the matrices of the blocks and adamw for the rest. schedule: cosine and linear
+    fall from the peak to min_lr * peak over the whole run; wsd (warmup-stable-decay) stays at the peak and falls linearly to
+    min_lr * peak over the last share `decay` of the steps.
     """
 
     name: str = "adamw"  # adamw | muon
     lr: Annotated[float, "[0, inf)"] = 1e-3  # peak learning rate of AdamW
     muon_lr: Annotated[float, "[0, inf)"] = 0.02  # peak learning rate of Muon
-    beta1: Annotated[float, "[0, 1)"] = 0.9  # of AdamW
-    beta2: Annotated[float, "[0, 1)"] = 0.95  # of AdamW
-    momentum: Annotated[float, "[0, 1)"] = 0.95  # of Muon
-    eps: Annotated[float, "[0, inf)"] = 1e-8  # of AdamW
-    weight_decay: Annotated[float, "[0, inf)"] = 0.1  # decoupled, times the learning rate
+    beta1: Annotated[float, "[0, 1)"] = 0.9  # AdamW: decay rate of the mean gradient
+    beta2: Annotated[float, "[0, 1)"] = 0.95  # AdamW: decay rate of the mean squared gradient
+    momentum: Annotated[float, "[0, 1)"] = 0.95  # Muon: momentum
+    eps: Annotated[float, "[0, inf)"] = 1e-8  # AdamW: added to the denominator
+    weight_decay: Annotated[float, "[0, inf)"] = 0.1  # decoupled weight decay, multiplied by the learning rate
     clip: Annotated[float, "[0, inf)"] = 1.0  # largest global gradient norm; 0: no limit
     schedule: str = "cosine"  # cosine | linear | wsd
     warmup: Annotated[int, "[0, inf)"] = 100  # steps over which learning rates rise to their peaks
-    decay: Annotated[float, "[0, 1]"] = 0.2  # wsd: last share of the steps, in which rates fall
-    min_lr: Annotated[float, "[0, 1]"] = 0.1  # rate at the end, as a share of the peak
+    decay: Annotated[float, "[0, 1]"] = 0.2  # wsd: last share of the steps, over which learning rates fall
+    min_lr: Annotated[float, "[0, 1]"] = 0.1  # learning rate at the end, as a share of the peak
 
 
 def build_optimizers(model: nn.Module, cfg: OptimConfig, world: World | None = None) -> list[torch.optim.Optimizer]:

@@ -87,7 +87,7 @@ def make_mesh(world: World, kind: str, shard: int | None) -> DeviceMesh:
     """The device mesh: (processes,) named `shard` for fsdp; (copies, shard) named `replicate` and `shard` for hsdp."""
     if kind == "fsdp":
         if shard not in (None, world.size):
-            raise ValueError(f"shard_processes={shard} is of parallel=hsdp: leave it out, or use parallel=hsdp")
+            raise ValueError(f"shard_processes={shard} is for parallel=hsdp only: leave it out, or use parallel=hsdp")
         return init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("shard",))
     shard = shard or int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
     if shard < 1 or world.size % shard:

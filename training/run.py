@@ -39,35 +39,35 @@ class TrainConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
     steps: Annotated[int, "[1, 99999999]"] = 1000  # optimizer steps in all
-    batch_tokens: Annotated[int, "[1, inf)"] = 16384  # per optimizer step, over all processes
+    batch_tokens: Annotated[int, "[1, inf)"] = 16384  # tokens per optimizer step, over all processes
     micro_batch: Annotated[int | None, "[1, inf)"] = (
-        None  # sequences per process and pass; None: all, on a GPU as many as fit
+        None  # sequences per process and forward pass; None: all on a CPU, as many as fit on a GPU
     )
-    seed: Annotated[int, "[0, 4294967295]"] = 1  # of the initial weights, the order of the data and dropout
+    seed: Annotated[int, "[0, 4294967295]"] = 1  # seed of the initial weights, of the order of the data and of dropout
     eval_every: Annotated[int, "[0, inf)"] = 250  # steps between validations; 0: none
-    eval_tokens: Annotated[int, "[1, inf)"] = 262144  # validation tokens per validation
-    nonfinite: Annotated[int, "[1, inf)"] = 10  # updates in a row with a non-finite loss or gradient that end the run
+    eval_tokens: Annotated[int, "[1, inf)"] = 262144  # tokens that each validation reads
+    nonfinite: Annotated[int, "[1, inf)"] = 10  # end the run after so many non-finite losses or gradients in a row
     outlier_z: Annotated[float | None, "(0, 7.8]"] = (
-        None  # skip updates whose loss or gradient norm is this many standard deviations above the last; None: never
+        None  # skip updates whose loss or gradient norm is this many standard deviations above its recent mean; None: never
     )
     log_every: Annotated[int, "[1, inf)"] = 10  # steps between lines of metrics.jsonl
-    needle_every: Annotated[int, "[0, inf)"] = 0  # steps between checks with `needle_samples` questions; 0: none
-    needle_samples: Annotated[int, "[1, inf)"] = 64  # questions of each check
-    runs: str = "runs"  # where run directories are made
-    run_dir: str | None = None  # None: a name made of the overrides, in `runs`
-    resume: bool = False  # continue the run in its directory from its newest checkpoint
-    init_from: str | None = None  # a run from whose weights this run starts
-    branch_from: str | None = None  # a longer wsd run, continued from the step at which this run's decay begins
+    needle_every: Annotated[int, "[0, inf)"] = 0  # steps between needle-in-a-haystack checks of retrieval; 0: none
+    needle_samples: Annotated[int, "[1, inf)"] = 64  # questions in each needle check
+    runs: str = "runs"  # parent folder of run folders
+    run_dir: str | None = None  # folder of this run; None: a folder in `runs` whose name lists the overrides
+    resume: bool = False  # continue the run in its folder from its newest checkpoint
+    init_from: str | None = None  # folder of a run; its weights become the initial weights of this run
+    branch_from: str | None = None  # folder of a longer wsd run; continue it from where this run's decay begins
     device: str = "auto"  # auto | cpu | cuda
     dtype: str = "auto"  # auto | float32 | bfloat16 (autocast)
-    compile: bool | None = None  # None: on CUDA, and on a CPU where the run is long enough to repay it
-    parallel: str = "ddp"  # ddp | fsdp | hsdp: model whole, split over all processes, split over `shard_processes`
+    compile: bool | None = None  # use torch.compile; None: on CUDA, and on a CPU if the run is long enough to gain time
+    parallel: str = "ddp"  # ddp | fsdp | hsdp: one copy of the model per process, per run, or per `shard_processes`
     shard_processes: Annotated[int | None, "[1, inf)"] = None  # hsdp: processes per copy; None: those of one machine
     activation_checkpointing: bool = False  # compute each block again in the backward pass: less memory, more time
     wandb: str = "off"  # off | online | offline: mirror metrics.jsonl to Weights & Biases
 
 
-# What a resume may not change. (It may change dtype and compile, as it may change the machine.)
+# The groups and fields that a resume may not change. (It may change dtype and compile, because the machine may change.)
 DECIDES = ("model", "data", "optim", "steps", "batch_tokens", "seed", "outlier_z")
 
 
@@ -145,16 +145,16 @@ def _shortest(key: str, cfg: Any) -> str:
 def start_or_resume(
     cfg: TrainConfig, run_dir: Path, model: Decoder, optimizers: list, guard: Guard, tokenizer: Tokenizer, world: World
 ) -> tuple[int, FolderLock | None]:
-    """Make the run directory, or load its newest whole checkpoint; returns the step to go on from, and the main process's lock.
+    """Begin, resume or branch this run. Returns the next step to train, and the lock of the run folder (main process only).
 
-    A new run takes its weights from `init_from`, or its first steps (weights, state of optimizers and guard, metrics) from
-    `branch_from`, if one of them is given.
+    A run is resumed from its newest undamaged checkpoint. A new run takes its weights from `init_from`, or its first steps
+    (weights, state of optimizers and guard, metrics) from `branch_from`, if one of them is given.
     """
     config, lock = asdict(cfg), None
     if world.main and run_dir.is_dir():
         lock = lock_run(run_dir)
     own = world.main and lock is not None and restarts() > 0 and lock.holder == launcher()
-    if (cfg.resume or world.most(own)) and (run_dir / "config.yaml").exists():
+    if (cfg.resume or world.largest(own)) and (run_dir / "config.yaml").exists():
         refuse_other_config(run_dir, config)
         if checkpoint.checkpoints(run_dir):
             refuse_other_tokenizer(run_dir, tokenizer, cfg.data.dir)
@@ -210,14 +210,15 @@ def launcher() -> str:
 def trunk_checkpoint(cfg: TrainConfig) -> Path:
     """The checkpoint of `branch_from` at the step where this run's own decay begins.
 
-    Up to that step a shorter run of schedule wsd is the same run, so the branch ends as if it had been trained alone.
+    With schedule=wsd, a shorter run equals a longer run up to that step, so the branch ends as if it had been trained alone.
     """
     trunk, step = Path(cfg.branch_from or ""), decay_start(cfg.steps, cfg.optim)
     if cfg.optim.schedule != "wsd":
         raise ValueError("branch_from= needs a schedule with a stable phase: use optim.schedule=wsd for both runs")
     if not (trunk / "config.yaml").is_file():
-        raise ValueError(f"branch_from={trunk} is no run: give the folder of a longer run with optim.schedule=wsd")
-    refuse_other_config(trunk, asdict(cfg), but=("steps",), advice="a branch may differ from its run in steps alone")
+        raise ValueError(f"branch_from={trunk} is not a run: give the folder of a longer run with optim.schedule=wsd")
+    advice = "this run must have the configuration of branch_from=, except steps"
+    refuse_other_config(trunk, asdict(cfg), but=("steps",), advice=advice)
     theirs = read_run_config(trunk)["steps"]
     if step > decay_start(theirs, cfg.optim):
         raise ValueError(f"branch_from={trunk} decays before step {step}: branch off a run of more than {theirs} steps")

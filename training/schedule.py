@@ -20,5 +20,5 @@ def lr_factor(step: int, steps: int, cfg: OptimConfig) -> float:
 
 
 def decay_start(steps: int, cfg: OptimConfig) -> int:
-    """A step (from 0) of a wsd run of `steps` before which every learning rate is that of any longer run."""
+    """The step (from 0) where the decay of a wsd run of `steps` begins. Up to it, a longer run has the same learning rates."""
     return int(steps - max(1.0, cfg.decay * steps))

@@ -1,10 +1,10 @@
-"""Signals that ask a training run to end or to write a checkpoint; a blocked terminal prevents neither.
+"""Signals to a training run: to end, or to write a checkpoint. They work even if the terminal blocks the output.
 
-SIGTERM, SIGINT: a checkpoint at the next step at which all processes exchange their signals, then exit code 143 or 130.
-SIGHUP: a checkpoint, and the run goes on (a lost terminal does not end training; an ignored SIGHUP, as under nohup, stays
-ignored). SIGUSR1, SIGUSR2: if a launcher handles them, as submitit does to queue a job again, a checkpoint, then the
-launcher's handler. A second signal to end, or a step that does not end within `PATIENCE` seconds, ends the process at once,
-without a new checkpoint.
+SIGTERM and SIGINT: at the next step at which all processes exchange their signals, the run writes a checkpoint and exits with
+code 143 or 130. SIGHUP: the run writes a checkpoint and continues, so a lost terminal does not end training (if SIGHUP is
+ignored, as under nohup, it stays ignored). SIGUSR1 and SIGUSR2: if a launcher handles them (submitit does, to queue the job
+again), the run writes a checkpoint and then calls the launcher's handler. The process ends at once, without a new checkpoint,
+if a second signal asks it to end, or if the step does not end within `PATIENCE` seconds.
 """
 
 import contextlib
@@ -66,7 +66,8 @@ class Signals:
 
     def _give_up(self) -> None:
         name = signal.Signals(self.ending).name
-        os.write(2, f"error: {name}, and no step has ended in {PATIENCE:.0f} s: ended without a checkpoint\n".encode())
+        wrong = f"{name} came, but the current step did not end within {PATIENCE:.0f} s"
+        os.write(2, f"error: {wrong}: this process ends without a new checkpoint\n".encode())
         os._exit(128 + self.ending)
 
     @contextlib.contextmanager
@@ -96,7 +97,7 @@ class Signals:
         """
         if self.world.size > 1 and step % every:
             return 0, False
-        ending, saving = int(self.world.most(self.ending)), bool(self.world.most(self.saving))
+        ending, saving = int(self.world.largest(self.ending)), bool(self.world.largest(self.saving))
         self.saving = False
         if ending and self._watchdog:
             self._watchdog.cancel()  # the step has ended, and a checkpoint may take longer

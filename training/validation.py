@@ -54,7 +54,7 @@ def losses_apart(
         model.reshard()  # else the root keeps its whole weights, and the next training step uses them without the update
     losses = torch.cat(parts)  # (b, T)
     scored = targets != UNSCORED
-    kinds = torch.tensor([source.which(i) for i in samples[:MOST_ROWS]], device=inputs.device)
+    kinds = torch.tensor([source.source_of(i) for i in samples[:MOST_ROWS]], device=inputs.device)
     sums = [torch.stack((losses[kinds == k].sum(), scored[kinds == k].sum().double())) for k in range(len(KINDS))]
     totals = world.mean(torch.stack(sums)).tolist()
     return {

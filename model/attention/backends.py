@@ -1,21 +1,21 @@
-"""The facade: variants hand over queries, keys, values and a mask; a named backend computes.
+"""Three attention operations, each of which a chosen backend computes. Variants call this file and never a kernel.
 
-Three operations, each with every backend: `attend` (softmax attention), `attend_diff` (the difference of two maps), and
-`attend_union` (one softmax over several key sets). Heads come before time: q is (B, H, T, d), k (B, Hkv, S, d),
-v (B, Hkv, S, dv) with H a multiple of Hkv and dv free. Backends:
+Operations: `attend` (softmax attention), `attend_diff` (the difference of two maps), `attend_union` (one softmax over several
+key sets). Shapes: q (B, H, T, d), k (B, Hkv, S, d), v (B, Hkv, S, dv), H a multiple of Hkv, dv free. Backends:
 
-- math: the N x N formulas of reference.py, any shape and device.
-- sdpa: torch's fused scaled_dot_product_attention, by whichever of the three routes below suits the device.
-- one_call: for `attend_diff`, both maps as 2h heads of one SDPA call, queries and keys zero-padded to the width of the values.
-- two_calls: one SDPA call for each map, widths as they are. four_calls: for each map and each half of the values, as the
-  differential paper's own flash code where a kernel takes one width only (microsoft/unilm, Diff-Transformer).
+- math: the N x N formulas of reference.py, for any shape and device.
+- sdpa: torch's fused scaled_dot_product_attention (SDPA). A difference of maps takes one of the next three routes, by device.
+- one_call: both maps as 2h heads of one SDPA call; queries and keys are zero-padded to the width of the values.
+- two_calls: one SDPA call for each map, without padding.
+- four_calls: one SDPA call for each map and each half of the values, as the differential paper's own flash code does where a
+  kernel takes one width only (microsoft/unilm, Diff-Transformer).
 - blocked: the formulas over blocks of query rows, for the causal mask on CPUs (blocked.py).
-- flex: torch's FlexAttention, which skips blocks that windows and documents hide. CUDA; on a CPU forward only.
-- fused: our Triton kernel for `attend_diff`, both maps in one pass (kernels/diff.py). CUDA.
-- auto: what `choose` says for the device, the widths and the mask.
+- flex: torch's FlexAttention, which skips blocks that windows and documents hide. On CUDA; on a CPU without gradients.
+- fused: our Triton kernel for `attend_diff`, both maps in one pass (kernels/diff.py). On CUDA.
+- auto: the backend that `choose` picks for the device, the widths and the mask.
 
-Where a backend does not know an operation (fused and the three routes know only differences of maps), sdpa computes it. flex
-and fused refuse masks with `see`, `bias` or slopes.
+If a backend lacks an operation (fused and the three routes compute only differences of maps), sdpa computes it. flex and fused
+refuse masks with `see`, `bias` or slopes.
 """
 
 from functools import lru_cache
@@ -221,7 +221,8 @@ def _in_blocks(backend: str, q: Tensor, k: Tensor, mask: Mask, dropout: float) -
 
 
 def _refuse_free_masks(backend: str) -> None:
-    raise ValueError(f"backend={backend} has no masks of any shape and no bias (ALiBi): use model.backend=sdpa")
+    wrong = f"backend={backend} takes causal, window, document and padding masks, and no other masks or bias (ALiBi)"
+    raise ValueError(f"{wrong}: use model.backend=sdpa")
 
 
 def _sdpa(

@@ -24,9 +24,9 @@ POSITIONS = ("rope", "alibi", "learned", "none")
 ROPE_LAYOUTS = ("half", "interleaved")
 
 Carry = dict[str, Tensor]
-"""What the layers of one forward pass hand to later layers, by name. The decoder makes an empty one for every pass."""
+"""Tensors, by name, that a layer leaves for later layers of the same forward pass. Every pass begins with an empty one."""
 Ropes = tuple[Rope | None, Rope | None]
-"""The rotations of the queries and of the keys."""
+"""The rotations of the queries, and those of the keys."""
 
 
 @dataclass
@@ -38,12 +38,12 @@ class AttentionConfig:
     n_kv_head: Annotated[int | None, "[1, inf)"] = None  # key and value heads of the baseline; None: n_head
     head_dim: Annotated[int | None, "[1, inf)"] = None  # width of a head; None: d_model / n_head
     bias: bool = False  # biases in linear layers and LayerNorms
-    qkv_bias: bool | None = None  # biases of the queries, keys and values; None: bias
-    projection_bias: bool | None = None  # bias of the attention's output projection; None: bias
+    qkv_bias: bool | None = None  # biases of the query, key and value projections; None: as `bias`
+    projection_bias: bool | None = None  # bias of the attention's output projection; None: as `bias`
     norm_eps: Annotated[float, "[0, 1)"] = 1e-5  # added under the square root of every norm
-    attention_dropout: Annotated[float, "[0, 1)"] = 0.0  # of the attention maps
-    projection_dropout: Annotated[float, "[0, 1)"] = 0.0  # of the output of the attention's projection
-    position: str = "rope"  # rope | alibi | learned (the decoder's, added to the embedding) | none
+    attention_dropout: Annotated[float, "[0, 1)"] = 0.0  # dropout probability of the attention weights
+    projection_dropout: Annotated[float, "[0, 1)"] = 0.0  # dropout probability after the attention's output projection
+    position: str = "rope"  # rope | alibi | learned (position embeddings that the decoder adds to the tokens') | none
     rope_theta: Annotated[float, "(0, inf)"] = 10000.0  # base of the rotary frequencies
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)  # slower rotations, for a longer context
     rope_layout: str = "half"  # half (Llama, GPT-NeoX) | interleaved (GPT-J, the published differential code)
@@ -77,33 +77,37 @@ class AttentionConfig:
 
 
 class Heads(NamedTuple):
-    """How many heads an attention has, and what one head is made of."""
+    """Number and shape of an attention's heads. A differential head has two queries, two keys and two maps."""
 
     heads: int
     kv_heads: int
-    width: int  # of one query and one key
+    width: int  # width of a query and of a key
     value_width: int
-    queries: int = 1  # of one head
-    keys: int = 1  # of one key/value head
-    maps: int = 1  # softmax maps of one head
+    queries: int = 1  # queries per head
+    keys: int = 1  # keys per key/value head
+    maps: int = 1  # softmax maps per head
 
 
 class Attention(nn.Module):
     """Multi-head softmax attention (Vaswani et al., arXiv 1706.03762) with grouped key/value heads.
 
-    `DiffAttention(d_model=512, n_head=16, layer=3)`: keywords are fields of AttentionConfig and of the variant's `Options`.
-    cfg: a configuration; keywords override its fields. A DecoderConfig has the variant's own options in the group `name`.
-    layer: counted from 0. options: the variant's own options, as an object. seed: of the initial weights; with None, and on
-    the meta device, the caller sets the weights (`to_empty`, then `reset_parameters`). ValueError for impossible options; it
-    names the override that corrects them.
+    `DiffAttention(d_model=512, n_head=16, layer=3)` builds one module: keywords set fields of AttentionConfig and of the
+    variant's `Options`. A decoder passes `cfg` instead, whose fields keywords override; a DecoderConfig holds the variant's
+    own options in the field `name`. options: the variant's own options as an object, instead of those in `cfg`. layer: index
+    of the layer, from 0. seed: seed of the initial weights; if seed is None or the device is meta, the caller sets the weights
+    (`to_empty`, then `reset_parameters`). Raises ValueError for impossible options and names the override that corrects them.
     """
 
-    name: ClassVar[str]  # of configs/model/NAME.yaml, and of the option group in DecoderConfig
+    name: ClassVar[str]  # NAME of configs/model/NAME.yaml, and name of the variant's option group in DecoderConfig
     Options: ClassVar[type | None] = None  # dataclass of the variant's own options
-    choices: ClassVar[dict[str, tuple[str, ...]]] = {}  # option -> its allowed values; a norm may also be a factory
-    free_options: ClassVar[tuple[str, ...]] = ()  # options that trained weights do not depend on
-    undecayed: ClassVar[tuple[str, ...]] = ()  # submodules without weight decay; vectors and scalars never have it
-    colours: ClassVar[dict[str, str]] = {}  # name of a configs/model file -> colour in figures
+    choices: ClassVar[
+        dict[str, tuple[str, ...]]
+    ] = {}  # option -> its allowed values; options named *norm also take a factory
+    free_options: ClassVar[tuple[str, ...]] = ()  # options that may change when training starts from trained weights
+    undecayed: ClassVar[
+        tuple[str, ...]
+    ] = ()  # submodules without weight decay; vectors and scalars never have weight decay
+    colours: ClassVar[dict[str, str]] = {}  # name of a file in configs/model -> its colour in figures
 
     def __init__(
         self,
@@ -152,17 +156,17 @@ class Attention(nn.Module):
         return replace(cfg, **{key: keywords[key] for key in keywords.keys() - own}).filled(), options
 
     def reset_parameters(self, seed: int = 0) -> None:
-        """Set the initial weights of `seed`, and all other state. They depend on the seed, their names and shapes alone."""
+        """Set the initial weights of `seed`, and all other state. A weight depends only on the seed, its name and its shape."""
         initialize(self, seed)
 
     # ---------------------------------------- what it is made of
 
     def head_shape(self, cfg: AttentionConfig) -> Heads:
-        """The heads, from a filled `cfg`. ValueError for options that do not fit it."""
+        """Number and widths of the heads for a `cfg` made by `filled`. ValueError if the variant's options exclude it."""
         return Heads(cfg.n_head, cfg.n_kv_head, cfg.head_dim, cfg.head_dim)
 
     def make_parameters(self, cfg: AttentionConfig, layer: int) -> None:
-        """Make parameters and submodules. Their order here is the order of sums over parameters, such as the gradient norm."""
+        """Make parameters and submodules. Sums over parameters, such as the gradient norm, run in this order."""
         self.make_projections(cfg)
         self.make_out(cfg)
 
@@ -191,13 +195,13 @@ class Attention(nn.Module):
         carry: Carry | None = None,
         context: Tensor | None = None,
     ) -> Tensor:
-        """x (B, T, D) -> (B, T, D).
+        """Attention of x (B, T, D) to itself, or to `context`; returns (B, T, D).
 
-        rope: rotations of the T positions; None: the module makes them, and counts positions on from the cached ones. mask: a
-        Mask, or a tensor broadcastable to (B, H, T, S), bool (True is seen) or numbers added to the scores; None: the causal
-        mask, or with a context no mask. cache: earlier keys and values; x then has the last T of S positions. carry: tensors
-        from earlier layers of this pass. context (B, S, D): the source of keys and values in place of x (cross attention), at
-        positions from 0 on. A probe refuses it.
+        rope: rotations of the T positions; with None the module computes them, and positions continue after the cached ones.
+        mask: a Mask, or a tensor that broadcasts to (B, H, T, S): bool, True where a key is visible, or numbers to add to the
+        scores; with None the mask is causal, and with a context there is no mask. cache: keys and values of earlier tokens; x
+        then holds the last T of S positions. carry: tensors that earlier layers of this pass hand on. context (B, S, D): cross
+        attention: keys and values come from it instead of x, at positions from 0 on. A probe cannot read cross attention.
         """
         source, mask = x if context is None else context, self._mask(mask, context, cache)
         ropes = self._ropes(x, source, rope, cache)
@@ -207,7 +211,7 @@ class Attention(nn.Module):
     def mix(
         self, x: Tensor, source: Tensor, ropes: Ropes, mask: Mask, cache: LayerCache | None, carry: Carry
     ) -> Tensor:
-        """The output projection's input: merged heads (B, T, h value_width); queries are of x, keys of source (B, S, D)."""
+        """Merged heads (B, T, h value_width), before the output projection; queries from x, keys and values from `source`."""
         q, k, v = self.before(*self.project(x, source), carry)
         q, k = self.turn(q, ropes[0]), self.turn(k, ropes[1])
         if cache is not None:
@@ -247,20 +251,21 @@ class Attention(nn.Module):
         if context is None:
             return mask if self.slopes is None else replace(mask, slopes=self.slopes)
         if cache is not None or self.slopes is not None:
-            raise ValueError("attention to a context has no cache and no ALiBi: leave out cache=, use position='none'")
-        if probe.active is not None:
             raise ValueError(
-                "a probe reads queries by their positions among the keys: leave out context= while probing"
+                "cross attention (context=) has no cache and no ALiBi: leave out cache=, use position='none'"
             )
+        if probe.active is not None:
+            raise ValueError("a probe cannot read cross attention: leave out context= while probing")
         if mask.causal or mask.window is not None or mask.documents is not None:
-            raise ValueError("a context has no order and no documents: use mask=Mask(causal=False, keys=...)")
+            wrong = "cross attention (context=) has no causal order, no window and no documents"
+            raise ValueError(f"{wrong}: use mask=Mask(causal=False, keys=...)")
         return mask
 
     def _ropes(self, x: Tensor, source: Tensor, rope: Rope | None, cache: LayerCache | None) -> Ropes:
         if self.position != "rope" or (rope is not None and source is x):
             return rope, rope
         if rope is not None:
-            raise ValueError("queries and keys of a context have rotations of their own: leave out rope=")
+            raise ValueError("in cross attention (context=), the module itself makes the rotations: leave out rope=")
         start = 0 if cache is None else cache.length
         q, k = (
             Rope(
@@ -286,16 +291,16 @@ class Attention(nn.Module):
     # ---------------------------------------- how it is trained and watched
 
     def optimizer_group(self, name: str, p: Tensor) -> str:
-        """The optimizer group of this module's parameter `name`: undecayed, decayed, or muon (decayed without Muon)."""
+        """The optimizer group of the parameter `name`: undecayed, decayed, or muon (which is decayed if optim.name=adamw)."""
         if p.dim() < 2 or name.split(".")[0] in self.undecayed:
             return "undecayed"
         return "muon" if p.dim() == 2 else "decayed"
 
     def set_step(self, step: int) -> None:
-        """Training calls this before optimizer step `step`, counted from 0; a warm-up follows the step."""
+        """Called before optimizer step `step`, counted from 0. Override it for values that follow the step (a warm-up)."""
 
     def readings(self, x: Tensor) -> dict[str, Tensor]:
-        """Scalars by name that the monitor may read besides the maps, at the input x (B, T, D)."""
+        """Scalars that the monitor logs, by name, for the layer's input x (B, T, D): for example lambda or a gate's mean."""
         return {}
 
 

@@ -69,9 +69,7 @@ class DiffAttention(Attention):
             raise ValueError(f"{wrong}: use model.diff.lambda_init=0.8")
         for name in ("qk_norm", "scale_norm"):
             if not isinstance(getattr(self.options, name), bool):
-                wrong = (
-                    f"model.diff.{name}={getattr(self.options, name)} is no switch, and only head_norm takes a factory"
-                )
+                wrong = f"model.diff.{name}={getattr(self.options, name)} is no switch (only head_norm takes a factory)"
                 raise ValueError(f"{wrong}: use true or false")
         pairs = 2 if self.options.heads == "half" else 1  # baseline heads that make one differential head
         for name, count in (("n_head", cfg.n_head), ("n_kv_head", cfg.n_kv_head)):

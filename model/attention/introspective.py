@@ -20,17 +20,18 @@ from .mask import Mask
 
 @dataclass
 class IntrospectiveConfig:
-    """Options of `introspective`.
+    """Options of `introspective`: several attention paths per layer, of which path i reads the earlier paths (docs/METHODS.md).
 
-    mode: `feature` (path i's keys and values are corrected by what earlier paths computed for the same token) or
-    `sequence` (path i attends over the keys of all paths j <= i). heads: heads per path; None: n_head / 2; 0: n_head,
-    as in the published code. The value width is d_model / heads, so that a path's output has the width of X, which the
-    formula's sum needs. memory: which parts of earlier paths the feature mode concatenates: k (keys), v (values), a
-    (output). own_path: whether path i > 0 also has keys and values of its own (the published code) or only what comes
-    from the paths before it (the published text). repeated: whether path i of the sequence mode sees what each earlier
-    path saw, so that path j < i counts 2^(i-1-j) times (the published naive and flash 1 code), or each path once (flash
-    2). path_weight: how lambda is computed, see `IntrospectiveAttention.weights`. path_norm: the norm over each path's
-    output and over their sum. alpha: whether alpha X is added, with a learned alpha.
+    mode: `feature` (to the keys and values of path i, a projection of what earlier paths computed for the same token is
+    added) or `sequence` (path i attends over the keys of all paths j <= i). heads: heads per path; None: n_head / 2; 0:
+    n_head, as in the published code. The value width is d_model / heads, so that the output of a path is as wide as the
+    layer's input X and can be added to it. memory: what the feature mode reads of an earlier path: k (its keys), v (its
+    values), a (its output). own_path: whether path i > 0 also has keys and values of its own (the published code), or only
+    those made from earlier paths (the published text). repeated: whether path i of the sequence mode reads all that each
+    earlier path has read, so that path j < i counts 2^(i-1-j) times (the published naive and flash 1 code), or reads each
+    path once (flash 2). path_weight: how the weights lambda of the paths are computed, see `IntrospectiveAttention.weights`.
+    path_norm: the norm over each path's output and over their sum. alpha: whether alpha X is added to the sum of the paths,
+    with a learned scalar alpha.
     """
 
     mode: str = "feature"  # feature | sequence

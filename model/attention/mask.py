@@ -11,13 +11,13 @@ from .probe import gather_rows
 
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """Visibility of S keys to the queries at their last T positions (T < S when earlier keys come from a cache).
+    """Which of S keys the queries at their last T positions see (T < S if earlier keys come from a cache).
 
-    A query sees a key if all given rules allow it. causal: query t sees keys s <= t. window: only keys with |s - t| <
-    window. documents (B, S): only keys of the query's own document. keys (B, S) bool: False marks padding, which no
-    query sees. see: any further rule, bool and broadcastable to (B, H, T, S), True where a query may see a key. bias:
-    numbers of the same shape that are added to the scaled scores; -inf hides a key. slopes: one per head, for ALiBi's
-    bias -slope |t - s|. A query that sees no key gets zeros, forward and backward. All maps of one head share the mask.
+    A query sees a key if every rule allows it. causal: query t sees keys s <= t. window: only keys with |s - t| < window.
+    documents (B, S): only keys of the query's own document. keys (B, S) bool: False marks padding, which no query sees. see:
+    another rule, bool, broadcastable to (B, H, T, S), True where a query may see a key. bias: numbers of that shape, which
+    are added to the scaled scores; -inf hides a key. slopes: one number per head, for ALiBi's bias -slope |t - s|. A query
+    that sees no key has a zero output and a zero gradient. All maps of one head share the mask.
     """
 
     causal: bool = True
@@ -82,8 +82,7 @@ class Mask:
 
     @property
     def free(self) -> bool:
-        """Whether it has `see`, `bias` or `slopes`, beyond the rules for positions, documents and keys."""
-        return self.see is not None or self.bias is not None or self.slopes is not None
+        """Whether the mask has `see`, `bias` or `slopes`, rules of arbitrary form that some kernels cannot take."""
 
     def allowed(self, positions: Tensor, S: int) -> Tensor:
         """Which of S keys the queries at `positions` (R,) or (B, R) see: bool (1 or B, 1 or H, R, S)."""

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 
 class Maps:
-    """What a probe has seen: `layers[i]` is the signed attention map of layer i, (B, heads, R, S) float32.
+    """What a probe records: `layers[i]` is the signed attention map of layer i, (B, heads, R, S) float32.
 
-    A softmax head's rows sum to 1, a differential head's to 1 - lambda. A layer with several attention calls
-    (introspective paths) has all their heads, in order. With `apart`, `pairs[i]` holds the two maps of a differential
-    layer as (first, second), each of that shape; without `apart` and for other layers it is None.
+    A row of a softmax head sums to 1, a row of a differential head to 1 - lambda. If a layer calls attention several times
+    (introspective paths), the heads of all calls are joined in order. With apart=True, `pairs[i]` holds the two maps of a
+    differential layer as (first, second), each of that shape; otherwise, and for all other layers, `pairs[i]` is None.
     """
 
     def __init__(self, rows: Tensor, apart: bool = False) -> None:

@@ -3,7 +3,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from data.loader import Loader, Mixture, Prefetcher, Windows, mix, permute
+from data.loader import Loader, Mixture, Prefetcher, Windows, hash_seed, permute
 from data.shards import Shard, write_shard
 
 LENGTH = 8
@@ -118,4 +118,4 @@ def test_mixture_weights_are_checked():
 
 
 def test_mix_depends_on_every_value_and_their_order():
-    assert len({mix(0, 0), mix(0, 1), mix(1, 0), mix(0), mix(1), mix(0, 0, 0)}) == 6
+    assert len({hash_seed(0, 0), hash_seed(0, 1), hash_seed(1, 0), hash_seed(0), hash_seed(1), hash_seed(0, 0, 0)}) == 6

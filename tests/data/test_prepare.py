@@ -92,7 +92,7 @@ def kill_after(monkeypatch, writes: int) -> None:
 
     monkeypatch.setattr(module, "write_atomic", write)
     monkeypatch.setattr("data.shards.write_atomic", write)
-    monkeypatch.setattr(module.Preparation, "_withdraw", lambda self: None)  # a killed process tidies nothing
+    monkeypatch.setattr(module.Preparation, "_remove_if_empty", lambda self: None)  # a killed process tidies nothing
 
 
 @pytest.mark.parametrize("max_tokens", [None, 15_001])

@@ -115,7 +115,7 @@ def test_a_foreign_newest_checkpoint_gives_way_and_all_damaged_is_one_line(run: 
     checkpoint.save(tmp_path, 2, other, stepped(other, OptimConfig()), keep=0)
     assert newest(run) == "step_00000001"
     truncate(run / "checkpoints" / "step_00000001")
-    with pytest.raises(ValueError, match="no checkpoint before it is whole: delete"):
+    with pytest.raises(ValueError, match="no older checkpoint can be used: delete"):
         newest(run)
 
 

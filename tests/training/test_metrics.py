@@ -45,7 +45,7 @@ def test_a_collapse_of_the_speed_is_said_once_with_the_setting_that_helps(monkey
     monkeypatch.setenv("GOMP_SPINCOUNT", "300000")
     assert "leave out OMP_WAIT_POLICY and GOMP_SPINCOUNT" in warnings_of([9.0, 1.0, 1.0])[2]
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    assert "end those, or wait" in warnings_of([9.0, 1.0, 1.0])[2]
+    assert "end the other processes, or wait" in warnings_of([9.0, 1.0, 1.0])[2]
     assert not any(warnings_of([9.0, 1.0, 1.0], "cuda"))
 
 

@@ -151,7 +151,7 @@ def test_losses_apart_are_those_of_the_rows_of_each_source(at_once: int, monkeyp
     inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
     targets[0, :5] = -100  # not scored
     source, alone = Mixture([(None, 60), (None, 40)]), World(0, 1, torch.device("cpu"))
-    kinds = torch.tensor([source.which(i) for i in range(10, 16)])
+    kinds = torch.tensor([source.source_of(i) for i in range(10, 16)])
     assert 0 < kinds.sum() < 6
     hook = model.head.register_forward_hook(lambda module, given, out: sizes.append(out.numel()))
     found = losses_apart(model, inputs, targets, source, range(10, 16), alone)

@@ -54,12 +54,12 @@ def test_a_branch_is_the_run_of_its_length_trained_alone(trunk: Path, shards: Pa
     ("more", "says"),
     (
         (("steps=10", "optim.schedule=linear"), "optim.schedule=wsd"),
-        (("steps=10", "seed=2"), "in steps alone"),
-        (("steps=10", "model=baseline"), "in steps alone"),
+        (("steps=10", "seed=2"), "except steps"),
+        (("steps=10", "model=baseline"), "except steps"),
         (("steps=40",), "branch off a run of more than 20 steps"),
         (("steps=15",), "checkpoint.at=[12]"),
         (("steps=10", "init_from=x"), "give one of them"),
-        (("steps=10", "branch_from=nowhere"), "branch_from=nowhere is no run"),
+        (("steps=10", "branch_from=nowhere"), "branch_from=nowhere is not a run"),
     ),
 )
 def test_a_branch_that_cannot_be_is_refused(
