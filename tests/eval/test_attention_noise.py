@@ -176,11 +176,3 @@ def test_the_command_writes_json_and_figure(make_run, call, capsys):
     assert capsys.readouterr().out.count("attention_noise  a: ") == 3
     assert (run / "figures" / "attention_heads.png").stat().st_size > 10_000
     assert (run / "figures" / "attention_noise.png").stat().st_size > 10_000
-
-
-def test_wrong_input_is_one_line(make_run, refused):
-    run = make_run("a")
-    assert "out of range: use 0 to 1" in refused(an, f"run={run}", "depths=[50]")
-    assert "longer length" in refused(an, f"run={run}", "length=20")
-    assert "windows=0 is out of range" in refused(an, f"run={run}", "windows=0")
-    assert not (run / "eval").exists()

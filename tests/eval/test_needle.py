@@ -15,7 +15,6 @@ from eval.common import wilson
 from eval.needle_styles import STYLES
 from model.config import DecoderConfig
 from model.decoder import Decoder
-from tests.conftest import assert_one_line_error, run_command
 
 HAY = "Once there was a king. He lived in a small house. His dog was old, and it slept all day.\n" * 30
 
@@ -214,23 +213,3 @@ def test_another_style_has_its_own_file(make_run, call, capsys):
     assert content["config"]["style"] == "niah_multiquery" and not (run / "eval" / "needle.json").exists()
     assert capsys.readouterr().out.startswith("needle_niah_multiquery  a: N=4 R=4 accuracy 0.000")
     assert (run / "figures" / "needle_niah_multiquery.png").stat().st_size > 10_000
-
-
-def test_wrong_input_is_one_line(make_run, refused):
-    run = make_run("a")
-    assert "out of range: use 0 to 1" in refused(needle, f"run={run}", "depths=[0,25]")
-    assert "depths=[0,0.5,1]" in refused(needle, f"run={run}", "depths=[]")
-    assert "asked <= needles" in refused(needle, f"run={run}", "pairs=[[1,2]]")
-    assert "pairs=[[1,1]]" in refused(needle, f"run={run}", "pairs=[]")
-    assert "lengths=[128,256]" in refused(needle, f"run={run}", "lengths=[]")
-    assert "niah_single_1" in refused(needle, f"run={run}", "style=ruler")
-    assert "leave out pairs=" in refused(needle, f"run={run}", "style=passkey", "pairs=[[2,1]]")
-    assert "one of them" in refused(needle, f"run={run}", "paper=true", "pairs=[[2,1]]")
-    assert "samples=0 is out of range" in refused(needle, f"run={run}", "samples=0")
-    assert "longer length" in refused(needle, f"run={run}", "lengths=[40]", "samples=1")
-    assert "longer haystack" in refused(needle, f"run={run}", "lengths=[9000]", "samples=1")
-    assert not (run / "eval").exists()
-
-
-def test_a_misspelled_key_beside_lists_is_one_line() -> None:
-    assert_one_line_error(run_command("-m", "eval.needle", "sample=3"), "did you mean 'samples'?")

@@ -109,11 +109,3 @@ def test_the_command_writes_json_and_figure(make_run, call, capsys):
         assert results[kind]["top1"] == max(layer[kind]["top1"] for layer in results["per_layer"])
     assert capsys.readouterr().out.count("outliers  a: ") == 2
     assert (run / "figures" / "outliers.png").stat().st_size > 10_000
-
-
-def test_wrong_input_is_one_line(make_run, refused):
-    run = make_run("a")
-    assert "length=0" in refused(outliers, f"run={run}", "length=0")
-    assert "tokens=160" in refused(outliers, f"run={run}", "tokens=5")
-    assert "give more text" in refused(outliers, f"run={run}", "length=5000")
-    assert not (run / "eval").exists()

@@ -261,31 +261,6 @@ def test_two_texts_of_one_name_keep_two_results(make_run, call, tmp_path):
     assert results_of(run, first.stem)["sha256"] != results_of(run, second.stem)["sha256"]
 
 
-def test_wrong_input_is_one_line(make_run, refused, tmp_path, shards):
-    run = make_run("a")
-    short, empty, binary = tmp_path / "short.txt", tmp_path / "empty.txt", tmp_path / "binary.txt"
-    short.write_text("too short")
-    empty.write_text(" \n")
-    binary.write_bytes(b"\xff\xfe\x00")
-    assert "python train.py" in refused(perplexity, f"run={tmp_path / 'nothing'}")
-    assert "length=9" in refused(perplexity, f"run={run}", f"text={short}")
-    assert "is empty" in refused(perplexity, f"run={run}", f"text={empty}")
-    assert "UTF-8" in refused(perplexity, f"run={run}", f"text={binary}")
-    assert "no text file" in refused(perplexity, f"run={run}", "text=missing.txt")
-    assert "one of them" in refused(perplexity, f"run={run}", f"text={short}", f"shards={shards}")
-    assert "python -m data.prepare" in refused(perplexity, f"run={run}", f"shards={tmp_path / 'none'}")
-    assert "length=0" in refused(perplexity, f"run={run}", "length=0")
-    assert "batch=0 is out of range" in refused(perplexity, f"run={run}", "batch=0")
-    assert "name=books" in refused(perplexity, f"run={run}", "name=a/b")
-    assert "text= takes .txt" in refused(perplexity, f"run={run}", f"text={shards}")
-    assert "under 'text'" in refused(perplexity, f"run={run}", f"text={run / 'metrics.jsonl'}")
-    assert "ngram=1 is out of range" in refused(perplexity, f"run={run}", "ngram=1")
-    assert "ngram=2" in refused(perplexity, f"run={run}", "ngram=8")  # 257^8 > 2^63
-    assert "frequent=-1 is out of range" in refused(perplexity, f"run={run}", "frequent=-1")
-    assert "run=" in refused(perplexity)
-    assert not (run / "eval").exists()
-
-
 def test_another_tokenizer_is_refused(make_run, refused, tmp_path):
     run, folder = make_run("a"), tmp_path / "other"
     folder.mkdir()

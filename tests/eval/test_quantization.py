@@ -104,12 +104,3 @@ def test_without_retrieval_documents_there_are_no_needles(make_run, call, capsys
     results = json.loads((run / "eval" / "quantization.json").read_text())["results"]
     assert results["accuracy"] is None and "accuracy" not in results["bits"][0]
     assert "needle" not in capsys.readouterr().out
-
-
-def test_wrong_input_is_one_line(make_run, refused):
-    run = make_run("a")
-    assert "out of range: use 2 to 16" in refused(qu, f"run={run}", "bits=[1]")
-    assert "bits=[8,6,4]" in refused(qu, f"run={run}", "bits=[8,8]")
-    assert "scale=row" in refused(qu, f"run={run}", "scale=tensor")
-    assert "length=0" in refused(qu, f"run={run}", "length=0")
-    assert not (run / "eval").exists()

@@ -39,7 +39,7 @@ def module_of(command: str) -> str:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a prepared text, `shards`, a run on it, `run`, a text and a file that is nothing of the kind."""
+    """A folder with a prepared text, `shards`, a run on it, `run`, texts, and files that are nothing of the kind."""
     folder = tmp_path_factory.mktemp("world")
     tokenizer = build_tokenizer(TokenizerConfig("bytes"))
     tokens = np.array([tokenizer.eot, *tokenizer.encode("A text of some length, about the sea. " * 100)])
@@ -59,6 +59,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "text.txt").write_text("Some text, about the sea. " * 200)
     (folder / "list.json").write_text("[1]")
     (folder / "binary.txt").write_bytes(b"\xff\xfe\x00")
+    (folder / "empty.txt").write_text(" \n")
     return folder
 
 
