@@ -1,21 +1,21 @@
 """Measure speed: python scripts/bench.py what=NAME [out=runs/bench/NAME.json], where NAME is one of
 
-    attention   a variant's attention on a backend: facade calls alone ("op") and with projections ("module"); the op's memory
+    attention   a variant's attention on a backend: the attention product alone ("op", with its memory) and the whole module
     train       whole training steps of configs/model at size=micro; with peer=FOLDER the gpt2 stack against a nanoGPT checkout
-    shares      the same steps by torch's profiler: how much of them is attention, products, the loss, ...
+    shares      the share of attention, of matrix products, of the loss, ... in these steps, by torch's profiler
     choices     matrices of a layer joined into one or separate, and the dtype of the residual stream
-    growth      time and memory of a step against context, or over=parameters, with the exponents of fits
-    busy        training steps beside other processes, by the way in which threads wait for each other
+    growth      time and memory of a step against its context (over=parameters: against its parameters), with fitted exponents
+    busy        training steps beside other processes, for each way in which threads wait for each other
     decode      decoding of one token, with and without a cache
-    loader      batches from shards in the page cache, and how long a training step waits for the next one
-    tokenizer   text to ids on one thread, by tiktoken alone, by our tokenizer and by the whole of data.prepare
-    probe       one query's attention rows in a long context: time and peak memory, in a process of its own (rounds=1)
-    monitor     a reading of training/monitor.py after a training step, and its share of the steps at the default frequency
-    checkpoint  a checkpoint beside a training step, and its share of the steps at checkpoint.every=100
+    loader      batches from shards in the page cache, and how long a training step waits for the next batch
+    tokenizer   text to ids on one thread: tiktoken alone, our tokenizer, and the whole of data.prepare
+    probe       one query's attention rows in a long context: time and peak memory, in a process of its own; use rounds=1
+    monitor     a reading of training/monitor.py after a training step, and its share of the time at the default frequency
+    checkpoint  training steps, a checkpoint of the same model, and the checkpoint's share of the time at checkpoint.every=100
 
-After a warm-up, rows are timed in turn within every round (A B C A B C ...), so that a slow period of the machine affects all
-of them alike. A cell is the median over rounds, (least-most), and the median of the rounds' ratios to the first row measured
-at that length. Forward alone runs without gradients. A row that cannot run here says why. Options: --cfg job.
+After a warm-up, every round times all rows in turn (A B C A B C ...), so that a slow period of the machine affects all rows
+alike. A cell of the table has the median over rounds, the least and the most in brackets, and the median of the rounds' ratios
+to the first row of that length. "Forward" runs without gradients. A row that cannot run on this machine says why.
 """
 
 import itertools
@@ -30,16 +30,16 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from configs import command  # noqa: E402, I001  # before torch, which reads the variables that it sets for threads
-import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
+from configs import command  # noqa: I001  # before torch, which reads the variables that it sets for threads
+import torch
+from torch import Tensor
 
-from configs.files import write_atomic, write_json  # noqa: E402
-from configs.provenance import machine, version  # noqa: E402
-from eval.common import progress  # noqa: E402
-from eval.speed.attention import AttentionArm, op_memory  # noqa: E402
-from eval.speed.data import loader, tokenizer  # noqa: E402
-from eval.speed.models import (  # noqa: E402
+from configs.files import write_atomic, write_json
+from configs.provenance import machine, version
+from eval.common import progress
+from eval.speed.attention import AttentionArm, op_memory
+from eval.speed.data import loader, tokenizer
+from eval.speed.models import (
     VOCABULARY,
     BenchConfig,
     autocast,
@@ -50,9 +50,9 @@ from eval.speed.models import (  # noqa: E402
     random_tokens,
     variants,
 )
-from eval.speed.processes import in_own_process  # noqa: E402
-from eval.speed.shares import choices, shares  # noqa: E402
-from eval.speed.timing import (  # noqa: E402
+from eval.speed.processes import in_own_process
+from eval.speed.shares import choices, shares
+from eval.speed.timing import (
     Row,
     Work,
     attempt,
@@ -62,15 +62,15 @@ from eval.speed.timing import (  # noqa: E402
     table,
     time_in_turn,
 )
-from eval.speed.training import TrainingStep, busy, growth, train  # noqa: E402
-from model.attention.backends import BACKENDS, ROUTES  # noqa: E402
-from model.attention.probe import probe as attention_rows  # noqa: E402
-from model.cache import KVCache  # noqa: E402
-from model.decoder import Decoder  # noqa: E402
-from training.checkpoint import CheckpointConfig  # noqa: E402
-from training.distributed import World, join_world, pick_dtype  # noqa: E402
-from training.monitor import Monitor, MonitorConfig  # noqa: E402
-from training.saver import Saver  # noqa: E402
+from eval.speed.training import TrainingStep, busy, growth, train
+from model.attention.backends import BACKENDS, ROUTES
+from model.attention.probe import probe as attention_rows
+from model.cache import KVCache
+from model.decoder import Decoder
+from training.checkpoint import CheckpointConfig
+from training.distributed import World, join_world, pick_dtype
+from training.monitor import Monitor, MonitorConfig
+from training.saver import Saver
 
 PROBE_VOCABULARY = 50_257  # gpt2's: whole logits of 32,768 tokens would be 6.6 GB
 

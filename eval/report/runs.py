@@ -345,9 +345,8 @@ def _kind(run: Run) -> str:
     config = {key: run.config.get(key) for key in ("model", "optim", "steps", "batch_tokens", "data")}
     for part, keys in {"model": ("backend",), "data": ("dir", "workers", "shard_tokens")}.items():
         config[part] = {key: value for key, value in config[part].items() if key not in keys}
-    config["init_from"] = re.sub(
-        r"(?<![A-Za-z])s(eed)?=?\d+", "", run.config.get("init_from") or ""
-    )  # one run per seed
+    # Each seed may begin with another seed's run: "s1", "seed=1" are left out of its name.
+    config["init_from"] = re.sub(r"(?<![A-Za-z])s(eed)?=?\d+", "", run.config.get("init_from") or "")
     return json.dumps(_without_null(config), sort_keys=True, default=str)
 
 

@@ -41,11 +41,11 @@ def _section(arms: list[Arm], name: str) -> Section:
     flat = {id(run): dict(scalars(run.results(name) or {})) for arm in arms for run in arm.runs}
     measured = [values for values in flat.values() if values]
     keys = list(dict.fromkeys(key for values in measured for key in values))
-    settings = {
+    settings = {  # whole numbers that are equal in all runs are counts and lengths
         key: measured[0][key]
         for key in keys
         if isinstance(measured[0].get(key), int) and all(values.get(key) == measured[0][key] for values in measured)
-    }  # whole numbers that are equal in all runs are counts and lengths
+    }
     errors = {key: error for key in keys for error in _errors(key) if error in keys}
     shown = [key for key in keys if key not in settings and key not in errors.values()]
 
@@ -82,7 +82,7 @@ def scalars(results: Any, path: str = "") -> Iterator[tuple[str, float]]:
 
 
 def _labelled(items: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(label, rest) of each item, as ("bits=8", ...). The label has as many first values as all labels need to differ."""
+    """(label, rest) of each item, e.g. ("bits=8", ...). A label has as many first values as all labels need to differ."""
     for count in range(1, len(items[0]) + 1):
         named = [", ".join(f"{key}={value}" for key, value in list(item.items())[:count]) for item in items]
         if len(set(named)) == len(items):

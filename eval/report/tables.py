@@ -66,7 +66,7 @@ class Contrast(Difference):
 
     @property
     def clear(self) -> bool:
-        """Whether the interval is without zero."""
+        """Whether zero lies outside of the interval."""
         return self.low is not None and not self.low <= 0 <= self.high
 
 
