@@ -69,9 +69,7 @@ def train(cfg: TrainConfig, world: World) -> float:
     parallel = Parallel(model, world, cfg.parallel, cfg.shard_processes, compiled)
     micro_batch = cfg.micro_batch or micro_batch_that_fits(model, batch // world.size, autocast, world)
     loader = Prefetcher(Loader(source, batch, T, cfg.seed, world.rank, world.size, micro_batch))
-    probing = (
-        world.main or parallel.sharded
-    )  # does this process run monitor and needle checks? a sharded model needs all
+    probing = world.main or parallel.sharded  # a sharded model needs all processes to read monitor and needles
     monitor = monitor_of(cfg.monitor, model, val_windows, world.device)
     needles = None
     if cfg.needle_every:
@@ -112,9 +110,7 @@ def train(cfg: TrainConfig, world: World) -> float:
     pace = Pace(world.device)
     step, logged, seconds = first, first, watch.seconds
     if first == 0:
-        model.set_step(
-            0
-        )  # puts a lambda with a warm-up at its first value, so that the reading at step 0 shows that value
+        model.set_step(0)  # so that the reading at step 0 shows the first value of a lambda with a warm-up
 
     while True:
         last, (stopping, saving) = step == cfg.steps, signals.agreed(step, cfg.log_every)
@@ -163,9 +159,7 @@ def train(cfg: TrainConfig, world: World) -> float:
         # one training step: micro batches, gradient clipping, optimizers
         lr = set_lr(optimizers, lr_factor(step, cfg.steps, cfg.optim))
         model.set_step(step)
-        torch.manual_seed(
-            hash_seed(cfg.seed, step, world.rank) >> 1
-        )  # dropout depends on the step: no RNG state to save
+        torch.manual_seed(hash_seed(cfg.seed, step, world.rank) >> 1)  # for dropout; so no RNG state is saved
         loss = torch.zeros((), device=world.device)
         try:
             for micro in range(loader.micros):

@@ -38,9 +38,8 @@ class Parallel:
     ):
         check_choice("parallel", kind, KINDS)
         self.model, self.world, self.kind = model, world, kind
-        self.sharded = (
-            kind != "ddp" and world.size > 1
-        )  # then all processes must take part in every forward pass and every gathering
+        # If sharded, all processes must take part in every forward pass and every gathering.
+        self.sharded = kind != "ddp" and world.size > 1
         if self.sharded:
             self.mesh = make_mesh(world, kind, shard)
             scalars = {p for p in model.parameters() if not p.dim()}  # they have no dimension to split

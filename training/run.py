@@ -40,9 +40,7 @@ class TrainConfig:
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
     steps: Annotated[int, "[1, 99999999]"] = 1000  # optimizer steps in all
     batch_tokens: Annotated[int, "[1, inf)"] = 16384  # tokens per optimizer step, over all processes
-    micro_batch: Annotated[int | None, "[1, inf)"] = (
-        None  # sequences per process and forward pass; None: all on a CPU, as many as fit on a GPU
-    )
+    micro_batch: Annotated[int | None, "[1, inf)"] = None  # sequences per process and pass; None: as many as fit
     seed: Annotated[int, "[0, 4294967295]"] = 1  # seed of the initial weights, of the order of the data and of dropout
     eval_every: Annotated[int, "[0, inf)"] = 250  # steps between validations; 0: none
     eval_tokens: Annotated[int, "[1, inf)"] = 262144  # tokens that each validation reads

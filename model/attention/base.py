@@ -100,13 +100,9 @@ class Attention(nn.Module):
 
     name: ClassVar[str]  # NAME of configs/model/NAME.yaml, and name of the variant's option group in DecoderConfig
     Options: ClassVar[type | None] = None  # dataclass of the variant's own options
-    choices: ClassVar[
-        dict[str, tuple[str, ...]]
-    ] = {}  # option -> its allowed values; options named *norm also take a factory
+    choices: ClassVar[dict[str, tuple[str, ...]]] = {}  # option -> allowed values; *norm options take factories, too
     free_options: ClassVar[tuple[str, ...]] = ()  # options that may change when training starts from trained weights
-    undecayed: ClassVar[
-        tuple[str, ...]
-    ] = ()  # submodules without weight decay; vectors and scalars never have weight decay
+    undecayed: ClassVar[tuple[str, ...]] = ()  # submodules without weight decay; vectors and scalars never have it
     colours: ClassVar[dict[str, str]] = {}  # name of a file in configs/model -> its colour in figures
 
     def __init__(
