@@ -35,12 +35,12 @@ from eval.common import (
     device_of,
     figure,
     haystack,
-    keep,
     mean_se,
     open_run,
     pad_right,
     progress,
     run_name,
+    write_result,
 )
 from eval.needles import NeedleGridConfig, Query, check_grid, needle_contexts
 from eval.scoring import floats_per_token
@@ -177,11 +177,10 @@ def summarise(shares: dict[str, np.ndarray], layers: dict[str, list[np.ndarray]]
         results["noise"][reading] = {depth: sum(values[bucket] for bucket in NOISE) for depth, values in depths.items()}
         results["se"][reading] = errors
         # Mass before normalisation: a softmax head's buckets sum to 1, a differential head's to about 1 - lambda.
-        heads = {depth: [layer[:, r].mean(axis=0).T.tolist() for layer in parts] for depth, parts in layers.items()}
-        results["per_layer_head"][reading] = {  # heads: depth -> layers -> buckets -> heads
-            depth: dict(zip(BUCKETS, map(list, zip(*parts, strict=True)), strict=True))
-            for depth, parts in heads.items()
-        }
+        results["per_layer_head"][reading] = masses = {}  # depth -> bucket -> layers -> heads
+        for depth, parts in layers.items():
+            means = [layer[:, r].mean(axis=0) for layer in parts]  # (heads, 5) each
+            masses[depth] = {bucket: [mean[:, b].tolist() for mean in means] for b, bucket in enumerate(BUCKETS)}
     signed = {depth: normalised_per_layer(parts)[:, READINGS.index("signed")] for depth, parts in layers.items()}
     results["signed_per_layer"], _ = over_samples(signed)
     return results
@@ -221,15 +220,8 @@ def _bars(ax: Axes, depths: dict[str, dict[str, float]]) -> None:
     for bucket in BUCKETS:
         values = np.array([shares[bucket] for shares in depths.values()])
         bottom = np.where(values >= 0, above, below)
-        ax.bar(
-            x,
-            values,
-            0.74,
-            bottom=bottom,
-            color=BUCKET_COLOURS[bucket],
-            label=BUCKET_LABELS.get(bucket, bucket),
-            linewidth=0,
-        )
+        label = BUCKET_LABELS.get(bucket, bucket)
+        ax.bar(x, values, 0.74, bottom=bottom, color=BUCKET_COLOURS[bucket], label=label, linewidth=0)
         above, below = above + values.clip(min=0), below + values.clip(max=0)
     for position, top, shares in zip(x, above, depths.values(), strict=True):
         number = {"color": BUCKET_COLOURS["answer"], "weight": "bold", "ha": "center", "textcoords": "offset points"}
@@ -287,7 +279,9 @@ def main(cfg: AttentionNoiseConfig) -> None:
     check_grid(cfg)
     run = open_run(cfg)
     results = evaluate(run, haystack(run, cfg), cfg)
-    said = keep(run, cfg, "attention_noise", results, lambda path, results, title, _: draw(path, results, title))
+    said = write_result(
+        run, cfg, "attention_noise", results, lambda path, results, title, _: draw(path, results, title)
+    )
     draw_heads(Path(cfg.run) / "figures" / "attention_heads.png", results, run_name(cfg.run))
     for reading in READINGS:
         mean = results[reading]["mean"]

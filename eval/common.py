@@ -4,7 +4,6 @@ import glob
 import io
 import logging
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import numpy as np
 import torch
 import yaml
 from omegaconf import MISSING
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from configs import CONFIG_DIR
@@ -76,11 +76,6 @@ def evaluation_tokens(run: LoadedRun, cfg: TextEvalConfig) -> list[Shard | TextT
     return open_split(folder, "val", vocab_size=run.tokenizer.vocab_size, fingerprint=run.tokenizer.fingerprint)
 
 
-def text_name(run: LoadedRun, cfg: TextEvalConfig, parts: int = 1) -> str:
-    """The name of the test text: the last `parts` components of the path of its file or folder."""
-    return "/".join(Path(os.path.abspath(cfg.text or cfg.shards or run.config["data"]["dir"])).parts[-parts:])
-
-
 def _tokenize(text: str, tokenizer: Tokenizer) -> np.ndarray:
     """(n,) token ids of a text. Each document follows an end-of-text token, as in shards of data.prepare."""
     return np.array(
@@ -134,19 +129,15 @@ def logits_in_parts(
 
 def pad_right(sequences: Sequence[np.ndarray], device: torch.device | str) -> torch.Tensor:
     """Stack sequences as (B, longest), with zeros after their ends, which a causal model does not see."""
-    tokens = np.zeros((len(sequences), max(map(len, sequences))), dtype=np.int64)
-    for row, sequence in zip(tokens, sequences, strict=True):
-        row[: len(sequence)] = sequence
-    return torch.from_numpy(tokens).to(device)
+    return pad_sequence([torch.as_tensor(row, dtype=torch.long) for row in sequences], batch_first=True).to(device)
 
 
 def pad_left(prompts: Sequence[Sequence[int]], device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Prompts as tokens (B, longest), with zeros before them, and a key mask (B, longest), or None without padding."""
-    longest = max(map(len, prompts))
-    tokens, keys = np.zeros((len(prompts), longest), dtype=np.int64), np.zeros((len(prompts), longest), dtype=bool)
-    for row, (prompt, own) in enumerate(zip(prompts, tokens, strict=True)):
-        own[longest - len(prompt) :], keys[row, longest - len(prompt) :] = prompt, True
-    return torch.from_numpy(tokens).to(device), None if keys.all() else torch.from_numpy(keys).to(device)
+    rows = [torch.as_tensor(prompt, dtype=torch.long) for prompt in prompts]
+    tokens = pad_sequence(rows, batch_first=True, padding_side="left")
+    keys = pad_sequence([torch.ones_like(row, dtype=torch.bool) for row in rows], batch_first=True, padding_side="left")
+    return tokens.to(device), None if keys.all() else keys.to(device)
 
 
 def device_of(model: torch.nn.Module) -> torch.device:
@@ -181,24 +172,19 @@ def run_name(run: str | Path) -> str:
     return Path(run).resolve().name
 
 
-def keep(
+def write_result(
     run: LoadedRun, cfg: EvalConfig, name: str, results: dict[str, Any], draw: Callable[[Path, dict, str, str], None]
 ) -> str:
-    """Write eval/NAME.json into the run's folder, and figures/NAME.png with draw(path, results, title, colour).
+    """Write an evaluation's results to eval/NAME.json in the run's folder, and its figure to figures/NAME.png.
 
-    Returns the beginning of the lines that the evaluation prints.
+    The JSON also has the configurations of the evaluation and of the run. The figure is drawn by
+    draw(path, results, title, colour). Returns "NAME  RUN", with which every printed line begins.
     """
-    write_result(run, cfg, name, results)
-    title = run_name(cfg.run)
-    draw(Path(cfg.run) / "figures" / f"{name}.png", results, title, colour(variant(run.config)))
+    folder, title = Path(cfg.run), run_name(cfg.run)
+    record = result_record(name, title, cfg, results, step=run.step, run_config=run.config)
+    write_json(folder / "eval" / f"{name}.json", record)
+    draw(folder / "figures" / f"{name}.png", results, title, colour(variant(run.config)))
     return f"{name}  {title}"
-
-
-def write_result(run: LoadedRun, cfg: EvalConfig, name: str, results: dict[str, Any]) -> Path:
-    """Write the results, with the configurations of evaluation and run, to eval/NAME.json in the run's folder."""
-    path = Path(cfg.run) / "eval" / f"{name}.json"
-    write_json(path, result_record(name, run_name(cfg.run), cfg, results, step=run.step, run_config=run.config))
-    return path
 
 
 # Figures

@@ -65,12 +65,12 @@ class AblateConfig:
     seeds: Any = 3  # a number N, for the seeds 1 to N, or a list of seeds
     fewer_seeds: dict[str, int] = field(default_factory=dict)  # arm -> number of seeds, for arms that get fewer
     train: list[str] = field(default_factory=list)  # more overrides for all runs; an arm's own overrides win
-    name: str | None = None  # None: the experiment's name, with the tier's name unless that begins with cpu
-    runs: str = "runs/ablate"  # folder for the folders of experiments
-    records: str = "docs/results"  # runs with a record in NAME/records.jsonl of this folder are not run again
+    name: str | None = None  # None: EXPERIMENT, or EXPERIMENT_TIER if the tier's name does not begin with cpu
+    runs: str = "runs/ablate"  # folder with one subfolder per experiment
+    records: str = "docs/results"  # folder of earlier results; a run that NAME/records.jsonl lists is not trained again
     jobs: Annotated[int | None, "[1, inf)"] = None  # runs at a time; None: one per GPU, or one on a CPU
-    only: str | None = None  # train and evaluate this run (ARM-sSEED) alone, without a table
-    run: bool = True  # false: do not train; print which runs are left and write the table of the finished runs
+    only: str | None = None  # train and evaluate only the run of this name (ARM-sSEED), and write no table
+    run: bool = True  # false: do not train; print the runs that are left, and write the table of the finished runs
 
 
 def seed_list(seeds: Any) -> list[int]:
@@ -108,7 +108,7 @@ def evaluation_commands(cfg: AblateConfig) -> list[list[str]]:
     for name, path in cfg.texts.items():
         text = quoted(f"text={path}")
         commands.append(evaluation_command(f"perplexity {text} name={name} tokens={cfg.text_tokens}"))
-    files = [result_file(name, overrides) for name, *overrides in commands]
+    files = [result_file(*command) for command in commands]
     if len(set(files)) < len(files):
         raise ValueError("an evaluation is listed twice, and both would write the same file: list each one once")
     return commands
@@ -116,25 +116,24 @@ def evaluation_commands(cfg: AblateConfig) -> list[list[str]]:
 
 def refuse_metrics(cfg: AblateConfig, evaluations: list[list[str]]) -> None:
     """Refuse metrics that no evaluation writes, and metrics on the text that the learning rates are chosen on."""
-    files = {result_file(name, overrides) for name, *overrides in evaluations} | {"train"}
-    own = {result_file(name, overrides) for name, *overrides in evaluations if _reads_own_text(name, overrides)}
+    reads_own = {result_file(*command): _reads_own_text(*command) for command in evaluations} | {"train": False}
     for name, path in cfg.metrics.items():
         evaluation = path.split(".")[0]
-        if evaluation not in files:
+        if evaluation not in reads_own:
             text = evaluation.removeprefix("perplexity_")
             fix = f"give texts.{text}=FILE" if text != evaluation else f"add {evaluation} to evaluations"
             raise ValueError(
                 f"metric {name} is read from {evaluation}.json, which no evaluation of this study writes: {fix}"
             )
-        loss = evaluation in own and (evaluation != "quantization" or path.endswith(".loss"))
+        loss = reads_own[evaluation] and (evaluation != "quantization" or path.endswith(".loss"))
         if cfg.tune.keys and (loss or path in ("train.val_loss", "train.loss", cfg.tune.metric)):
             wrong = f"metric {name} ({path}) reads the text that the learning rates are chosen on"
-            raise ValueError(f"{wrong}: test on another text, as measure=test texts.test=FILE")
+            raise ValueError(f"{wrong}: test on another text, for example measure=test texts.test=FILE")
 
 
-def _reads_own_text(name: str, overrides: list[str]) -> bool:
+def _reads_own_text(name: str, *overrides: str) -> bool:
     """Whether the evaluation measures losses on the run's own validation text."""
-    settings = evaluation_config(name, tuple(overrides)) if name in ("perplexity", "quantization") else {}
+    settings = evaluation_config(name, *overrides) if name in ("perplexity", "quantization") else {}
     return bool(settings) and not (settings["text"] or settings["shards"])
 
 

@@ -23,12 +23,13 @@ from omegaconf import MISSING
 from torch import nn
 
 from configs import command
-from eval.common import COLOURS, GREY, EvalConfig, figure, open_run, progress, run_name, write_result
+from eval.common import COLOURS, GREY, EvalConfig, figure, open_run, progress, write_result
 from eval.scoring import continue_greedily, score
 from training.checkpoint import LoadedRun
 
 try:
     from lm_eval.api.model import TemplateLM
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 except ModuleNotFoundError:  # an optional package: `main` says what to install
     TemplateLM = object
 
@@ -71,17 +72,6 @@ def log_likelihoods(model: nn.Module, rows: Sequence[Row], batch: int) -> list[t
         for i, logprob, hit in zip(members, *columns, strict=True):
             found[i] = float(logprob), bool(hit)
     return found
-
-
-def rolling_windows(tokens: list[int], prefix: int, length: int) -> list[Row]:
-    """Rows whose continuations together are `tokens`, each token once. A row feeds at most `length` tokens to the model.
-
-    `prefix` stands before the first token. The last row is filled up to `length` tokens with earlier tokens as context.
-    """
-    text = [prefix, *tokens]
-    starts = range(0, len(tokens), length)
-    stops = [min(start + length, len(tokens)) for start in starts]
-    return [(text[max(0, b - length) : a + 1], tokens[a:b]) for a, b in zip(starts, stops, strict=True)]
 
 
 # ---------------------------------------- the adapter
@@ -134,7 +124,8 @@ class RunLM(TemplateLM):
     def loglikelihood_rolling(self, requests: list["Instance"], disable_tqdm: bool = True) -> list[float]:
         """For each (text,): the log-probability of the whole text, where every token is predicted once."""
         texts = [self.run.tokenizer.encode(request.args[0]) for request in requests]
-        windows = [rolling_windows(text, self.eot_token_id, self.length) for text in texts]
+        rolled = [get_rolling_token_windows(text, self.eot_token_id, self.length, context_len=1) for text in texts]
+        windows = [list(map(make_disjoint_window, rows)) for rows in rolled]
         scores = iter(log_likelihoods(self.run.model, [row for rows in windows for row in rows], self.batch))
         return [sum(next(scores)[0] for _ in rows) for rows in windows]
 
@@ -243,9 +234,11 @@ def shares(results: dict[str, Any]) -> list[tuple[str, float, float]]:
     ]
 
 
-def draw(path: Path, results: dict[str, Any], title: str) -> None:
-    """Bars of the metrics that are shares, with 95 % intervals."""
+def draw(path: Path, results: dict[str, Any], title: str, _: str) -> None:
+    """Bars of the metrics that are shares, with 95 % intervals; no figure without such a metric."""
     bars = shares(results)
+    if not bars:
+        return
     with figure(path, 6.2, 1.3 + 0.42 * len(bars), grid="x") as axes:
         ax = axes[0, 0]
         names, values, errors = zip(*bars, strict=True)
@@ -267,16 +260,13 @@ def main(cfg: HarnessConfig) -> None:
         raise ValueError("tasks is empty: give tasks=[NAME,...]; `lm-eval ls tasks` lists the names")
     run = open_run(cfg)
     results = evaluate(RunLM(run, cfg.batch, cfg.length), cfg)
-    write_result(run, cfg, "harness", results)
-    name = run_name(cfg.run)
-    if shares(results):
-        draw(Path(cfg.run) / "figures" / "harness.png", results, name)
+    said = write_result(run, cfg, "harness", results, draw)
     for task, metrics in results["tasks"].items():
-        said = [f"{key} {value:.4g}" for key, value in metrics.items() if value is not None and "stderr" not in key]
-        print(f"harness  {name}: {task}: {', '.join(said)}")
+        values = [f"{key} {value:.4g}" for key, value in metrics.items() if value is not None and "stderr" not in key]
+        print(f"{said}: {task}: {', '.join(values)}")
     if results["truncated"] or results["shortened"]:
         print(
-            f"harness  {name}: {results['truncated']} contexts cut to {results['length']} tokens, "
+            f"{said}: {results['truncated']} contexts cut to {results['length']} tokens, "
             f"{results['shortened']} answers limited to {results['length'] // 2}"
         )
 

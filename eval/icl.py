@@ -17,6 +17,7 @@ class.
 Writes runs/NAME/eval/icl.json and runs/NAME/figures/icl.png.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from scipy import stats
 
 from configs import command
 from data.tokenizer import Tokenizer
-from eval.common import GREY, Axes, figure, keep, mean_se, open_run, progress
+from eval.common import GREY, Axes, figure, mean_se, open_run, progress, write_result
 from eval.icl_tasks import ARRANGEMENTS, Episode, Example, IclConfig, Task, arrange, check, draw_episode, load_task
 from eval.scoring import Job, score_jobs
 from training.checkpoint import LoadedRun
@@ -39,12 +40,7 @@ class Writer:
 
     def __init__(self, task: Task, tokenizer: Tokenizer) -> None:
         self.task, self.tokenizer = task, tokenizer
-        self._ids: dict[str, list[int]] = {}
-
-    def _encode(self, text: str) -> list[int]:
-        if text not in self._ids:
-            self._ids[text] = self.tokenizer.encode(text)
-        return self._ids[text]
+        self._encode = functools.cache(tokenizer.encode)
 
     def question(self, text: str) -> list[int]:
         return self._encode(self.task.question.format(text))
@@ -237,7 +233,7 @@ def main(cfg: IclConfig) -> None:
     task = load_task(cfg)
     run = open_run(cfg)
     results = evaluate(run, task, cfg)
-    said = keep(run, cfg, "icl", results, draw)
+    said = write_result(run, cfg, "icl", results, draw)
     chance = f"chance {results['chance']:.3f}"
     for row in results["shots"]:
         print(f"{said}: {task.name}, {row['shots']} shots: accuracy {row['accuracy']:.3f} ± {row['se']:.3f} ({chance})")

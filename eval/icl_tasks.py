@@ -85,13 +85,13 @@ WORDS = {
 
 CLASSES = "abbreviation description entity human location number".split()  # TREC's coarse classes, Li and Roth 2002
 READABLE = dict(zip("ABBR DESC ENTY HUM LOC NUM".split(), CLASSES, strict=True))
-KINDS = {
-    "trec": "Question Type",
-    "trec_fine": "Question Type",
-    "banking77": "Query Intent",
-    "clinc150": "Utterance Intent",
+_TYPE = ("Question: {}\nType:", " {}\n")
+TEMPLATES = {  # of a question and of its label
+    "trec": _TYPE,
+    "trec_fine": _TYPE,
+    "banking77": ("Query: {}\nIntent:", " {}\n"),
+    "clinc150": ("Utterance: {}\nIntent:", " {}\n"),
 }
-TEMPLATES = {name: ("{}: {{}}\n{}:".format(*words.split()), " {}\n") for name, words in KINDS.items()}
 SYNTHETIC = ("\nThe magic number of {} is", " {}.")
 
 

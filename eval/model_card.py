@@ -2,7 +2,6 @@
 
 import json
 import shlex
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -10,6 +9,7 @@ import yaml
 from configs.files import read_json_lines
 from eval.common import run_name, variant
 from eval.records import differing
+from eval.report.runs import read_json
 from training.checkpoint import LoadedRun
 
 SHOWN = {"perplexity": ("loss", "ppl", "bits_per_byte"), "needle": ("accuracy",)}  # evaluation: results in the card
@@ -53,7 +53,7 @@ def rows(run: LoadedRun, kind: str, form: str) -> dict[str, Any]:
         if (value := last(lines, key)) is not None:
             found[said] = f"{value:.4f} nats per token"
     found |= evaluations(run)
-    if converted := content_of(run.path / "conversion.json"):
+    if converted := read_json(run.path / "conversion.json"):
         options = " ".join(f"{key}={value}" for key, value in converted["conversion"].items())
         found["converted from"] = f"{run_name(converted['source'])}: {options}"
     if "seed" in config:
@@ -67,7 +67,7 @@ def evaluations(run: LoadedRun) -> dict[str, str]:
     """Results by evaluation, of the evaluations that were made at the run's step."""
     found = {}
     for name, keys in SHOWN.items():
-        content = content_of(run.path / "eval" / f"{name}.json")
+        content = read_json(run.path / "eval" / f"{name}.json")
         if content and content.get("step") == run.step:
             found[f"eval.{name}"] = ", ".join(f"{key} {content['results'][key]:.4g}" for key in keys)
     return found
@@ -85,8 +85,3 @@ def training_command(config: dict[str, Any]) -> str:
 def last(lines: list[dict[str, Any]], key: str) -> Any:
     """The newest value of `key`; None if no line has it."""
     return next((line[key] for line in reversed(lines) if key in line), None)
-
-
-def content_of(path: Path) -> dict[str, Any] | None:
-    """The content of a JSON file; None where there is no file."""
-    return json.loads(path.read_text()) if path.is_file() else None

@@ -1,4 +1,4 @@
-"""Associative recall among distractors: accuracy and attention at every share of distractors, and what each map adds.
+"""Associative recall among distractors: accuracy and attention at every share of them, and what a second map contributes.
 
     python -m eval.mqar run=runs/NAME [shares=[0,0.5,0.8,0.9,0.95]] [kind=pairs] [samples=256]
 
@@ -11,7 +11,7 @@ make contexts longer: at a higher share than in training, contexts may be longer
 of the asked pair where the context states them, on the first token, and elsewhere; mean over questions, heads and
 layers. `map` is the map that multiplies the values (first - lambda second in a differential head). Differential heads
 also have `map_1`, `map_2` and `correlation`: Pearson's correlation, over the distractors of a context, of the two maps'
-masses. `altered`: for differential heads, accuracy with lambda set to 0, with the sign of lambda turned, and with a
+masses. `altered`: for differential heads, accuracy with lambda set to 0, with the sign of lambda flipped, and with a
 second map that is uniform over the keys that a query sees, each without further training.
 Writes runs/NAME/eval/mqar.json and runs/NAME/figures/mqar.png.
 """
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from configs import command
 from data.mqar import Mqar, MqarConfig, Sample, shortest_row
-from eval.common import GREY, Axes, EvalConfig, batches, device_of, figure, keep, mean_se, open_run, progress
+from eval.common import GREY, Axes, EvalConfig, batches, device_of, figure, mean_se, open_run, progress, write_result
 from eval.outliers import maps_that_fit
 from eval.scoring import floats_per_token
 from model.attention.probe import probe, visit_logits
@@ -80,13 +80,9 @@ def lambda_layers(model: nn.Module) -> list[nn.Module]:
 @contextmanager
 def lambda_times(model: nn.Module, factor: float) -> Iterator[None]:
     """A context in which every lambda of the model is multiplied by `factor`."""
-
-    def scaled(lam: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        return factor * lam(*inputs)
-
     layers = lambda_layers(model)
-    for layer in layers:
-        layer.lam = partial(scaled, layer.lam)  # an attribute of the object hides the method of its class
+    for layer in layers:  # an attribute of the object hides the method of its class
+        layer.lam = lambda *inputs, lam=layer.lam: factor * lam(*inputs)
     try:
         yield
     finally:
@@ -255,7 +251,7 @@ def _line(ax: Axes, rows: list[dict[str, Any]], look: str, line: str, label: str
 def main(cfg: MqarEvalConfig) -> None:
     run = open_run(cfg)
     results = evaluate(run, cfg)
-    said = keep(run, cfg, "mqar", results, draw)
+    said = write_result(run, cfg, "mqar", results, draw)
     for what, rows in {"as trained": results["shares"], **results.get("altered", {})}.items():
         found = ", ".join(f"{row['percent']} % {row['accuracy']:.3f} ± {row['se']:.3f}" for row in rows)
         print(f"{said}: {what}: {found}")

@@ -26,12 +26,11 @@ import numpy as np
 from omegaconf import MISSING
 
 from configs import command
-from eval.common import GREY, EvalConfig, figure, keep, mean_se, open_run, progress
+from eval.common import GREY, EvalConfig, figure, mean_se, open_run, progress, write_result
 from eval.scoring import score
 from training.checkpoint import LoadedRun
 
 METRICS = {"acc": "log-probability", "acc_norm": "per token", "acc_norm_bytes": "per byte"}
-PART = 256  # questions scored between two steps of the progress bar
 
 
 @dataclass
@@ -88,7 +87,7 @@ def clean(text: str) -> str:
     return text.replace("  ", " ").strip()
 
 
-def evaluate(run: LoadedRun, questions: list[Question], batch: int = 32) -> dict[str, Any]:
+def evaluate(run: LoadedRun, questions: list[Question], batch: int) -> dict[str, Any]:
     """Each accuracy with its standard error, chance, losses of right and wrong endings, and counts.
 
     Questions with an ending as long as the trained context are left out.
@@ -105,12 +104,8 @@ def evaluate(run: LoadedRun, questions: list[Question], batch: int = 32) -> dict
     queries = [np.array([run.tokenizer.eot, *encode(question.query)]) for question in questions]
     rooms = [context + 1 - max(map(len, row)) for row in endings]  # the model does not read an ending's last token
     prompts = [query[-room:] for query, room in zip(queries, rooms, strict=True)]
-    logprobs = []
     with progress("multiple choice", len(questions)) as bar:
-        for start in range(0, len(questions), PART):
-            part = slice(start, start + PART)
-            logprobs += score(run.model, prompts[part], endings[part], batch)[1]
-            bar.update(len(prompts[part]))
+        _, logprobs = score(run.model, prompts, endings, batch, done=bar.update)
     results = summarise(questions, endings, logprobs)
     text = json.dumps([[question.query, question.endings, question.label] for question in questions])
     return results | {
@@ -165,7 +160,7 @@ def main(cfg: MultipleChoiceConfig) -> None:
         questions = [questions[i] for i in np.linspace(0, len(questions) - 1, cfg.limit).round().astype(int)]
     run = open_run(cfg)
     results = evaluate(run, questions, cfg.batch)
-    said = keep(run, cfg, "multiple_choice", results, draw)
+    said = write_result(run, cfg, "multiple_choice", results, draw)
     accuracies = ", ".join(f"{metric} {results[metric]:.4f} ± {results[f'{metric}_se']:.4f}" for metric in METRICS)
     print(
         f"{said}: {accuracies}, loss {results['loss']:.4f} ± {results['loss_se']:.4f} "

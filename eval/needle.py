@@ -5,8 +5,8 @@
 
 A pair is (N, R): N needles lie in one context and R of them are asked for. paper=true takes the pairs of arXiv
 2410.05258: (1,1), (2,2), (4,2), (6,2), (8,1). The asked needle lies at the cell's depth, the other needles at random
-depths. With several needles the N numbers of the context are also ranked by log-probability. This measures small models
-that cannot answer yet.
+depths. With several needles the N numbers of the context are also ranked by log-probability. This rank measures models that are
+too small to answer.
 
 Styles (eval/needle_styles.py): magic (the sentences of our retrieval documents), lwm, passkey, and RULER's
 niah_single_1 to 3, niah_multikey_1 to 3, niah_multivalue, niah_multiquery. Styles magic and passkey ask for each number
@@ -26,7 +26,7 @@ from typing import Annotated, Any
 import numpy as np
 
 from configs import command
-from eval.common import INK, Axes, figure, haystack, keep, mean_se, open_run, progress, wilson
+from eval.common import INK, Axes, figure, haystack, mean_se, open_run, progress, wilson, write_result
 from eval.needle_styles import STYLES
 from eval.needles import NeedleGridConfig, Query, check_grid, needle_contexts
 from eval.scoring import continue_greedily, score
@@ -143,7 +143,7 @@ def draw(path: Path, results: dict[str, Any], title: str) -> None:
             ax.set_title(f"{title} · N={needles}" + (f", R={asked}" if needles > 1 else ""))
 
 
-def heatmap(ax: Axes, cells: list[dict[str, Any]], context: int | None = None) -> None:
+def heatmap(ax: Axes, cells: list[dict[str, Any]], context: int | None) -> None:
     """Accuracy and its standard error by length and depth, for one (N, R); a line marks the trained context."""
     lengths, depths = sorted({cell["length"] for cell in cells}), sorted({cell["depth"] for cell in cells})
     at = {(cell["depth"], cell["length"]): cell for cell in cells}
@@ -196,7 +196,7 @@ def main(cfg: NeedleConfig) -> None:
     run = open_run(cfg)
     results = evaluate(run, haystack(run, cfg), cfg)
     file = "needle" if cfg.style == "magic" else f"needle_{cfg.style}"
-    said = keep(run, cfg, file, results, lambda path, results, title, _: draw(path, results, title))
+    said = write_result(run, cfg, file, results, lambda path, results, title, _: draw(path, results, title))
     for pair in results["pairs"]:
         rank = f", ranked first {pair['rank_accuracy']:.3f}" if pair["rank_accuracy"] is not None else ""
         print(

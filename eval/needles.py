@@ -104,70 +104,54 @@ def needle_queries(
     queries = []
     for i in range(1 if wording.string else asked):
         order = [facts[i], *facts[:i], *facts[i + 1 :]]  # the asked fact takes the place at `depth`
-        wanted = order[: asked if wording.string else 1]
-        ask = _Ask.of(wording, tokenizer, wanted)
-        room = length - 1 - len(ask.intro) - sum(len(f.tokens) for f in facts) - len(ask.question) - ask.reserve
+        fact, wanted = order[0], order[: asked if wording.string else 1]
+        several, keys = len(wanted) > 1, _listed(list(dict.fromkeys(other.name for other in wanted)))
+        intro = _encode(tokenizer, wording.intro[several])
+        # A space before the value that is a token of its own belongs to the question.
+        question = (*_encode(tokenizer, wording.question[several].format(key=keys)), *fact.lead)
+        values = tuple(other.text for other in wanted) if wording.string else ()
+        # One token per byte of a plain answer is enough for every tokenizer, and the same number in all contexts of a cell.
+        reserve = len(f" {_listed(values)}.".encode()) if wording.string else len(fact.value)
+        room = length - 1 - len(intro) - sum(len(f.tokens) for f in facts) - len(question) - reserve
         hay = haystack[start:] if wording.haystack == "text" else _own_haystack(rng, wording, tokenizer, room, facts)
         if room < 0 or (len(hay) < room and wording.haystack == "text"):
             wrong = f"{needles} needles and their text need more than length={length} or the {len(haystack)} haystack tokens"
             raise ValueError(f"{wrong}: use a longer length, fewer needles or a longer haystack")
-        queries.append(_query(tokenizer, ask, hay[:room], order, depths, len(wanted)))
+        text, starts = hide(hay[:room], order, depths, sentence_ends(tokenizer))
+        first = 1 + len(intro) + starts[0]
+        value = first + len(fact.key)
+        queries.append(
+            Query(
+                prompt=np.array([tokenizer.eot, *intro, *text, *question], dtype=np.int64),
+                answer=np.array(fact.answer, dtype=np.int64),
+                needle=(first, first + len(fact.tokens)),
+                value=(value, value + len(fact.value)),
+                question=1 + len(intro) + len(text),
+                candidates=[np.array(other.answer, dtype=np.int64) for other in order],
+                right=len(wanted),
+                values=values,
+                new_tokens=reserve,
+            )
+        )
     return queries
 
 
 @dataclass(frozen=True)
 class _Needle(Fact):
-    """A fact in a style's wording: `head` is its text before the value, `answer` the tokens of the right answer."""
+    """A fact in a style's wording. `lead`: the space before the value, where it is a token of its own, else empty.
+
+    `answer`: the tokens of the right answer.
+    """
 
     rest: list[int]
     name: str
     text: str
-    head: str
+    lead: list[int]
     answer: list[int]
 
     @property
     def tokens(self) -> list[int]:
         return self.key + self.value + self.rest
-
-
-@dataclass(frozen=True)
-class _Ask:
-    """The tokens around a context, the answers as strings, and the tokens kept free for an answer."""
-
-    intro: tuple[int, ...]
-    question: tuple[int, ...]
-    values: tuple[str, ...]
-    reserve: int
-
-    @classmethod
-    def of(cls, wording: NeedleStyle, tokenizer: Tokenizer, wanted: list[_Needle]) -> "_Ask":
-        several = len(wanted) > 1
-        question = wording.question[several].format(key=_listed(list(dict.fromkeys(fact.name for fact in wanted))))
-        # A space before the value that is a token of its own belongs to the question.
-        lead = wanted[0].key[len(_encode(tokenizer, wanted[0].head)) :]
-        values = tuple(fact.text for fact in wanted) if wording.string else ()
-        # One token per byte of a plain answer is enough for every tokenizer, and the same number in all contexts of a cell.
-        reserve = len(f" {_listed(values)}.".encode()) if wording.string else len(wanted[0].value)
-        return cls(_encode(tokenizer, wording.intro[several]), (*_encode(tokenizer, question), *lead), values, reserve)
-
-
-def _query(
-    tokenizer: Tokenizer, ask: _Ask, text: np.ndarray, order: list[_Needle], depths: np.ndarray, right: int
-) -> Query:
-    context, starts = hide(text, order, depths, sentence_ends(tokenizer))
-    first = 1 + len(ask.intro) + starts[0]
-    value = first + len(order[0].key)
-    return Query(
-        prompt=np.array([tokenizer.eot, *ask.intro, *context, *ask.question], dtype=np.int64),
-        answer=np.array(order[0].answer, dtype=np.int64),
-        needle=(first, first + len(order[0].tokens)),
-        value=(value, value + len(order[0].value)),
-        question=1 + len(ask.intro) + len(context),
-        candidates=[np.array(fact.answer, dtype=np.int64) for fact in order],
-        right=right,
-        values=ask.values,
-        new_tokens=ask.reserve,
-    )
 
 
 def _draw(
@@ -204,9 +188,8 @@ def _needle(wording: NeedleStyle, tokenizer: Tokenizer, name: str, value: str) -
     stop, rest = tail[0], tail[1:].replace("{value}", value)
     lead, spelled = spell(tokenizer, value + stop)
     answer = spell(tokenizer, value)[1] if wording.string else spelled
-    return _Needle(
-        [*_encode(tokenizer, head), *lead], spelled, list(_encode(tokenizer, rest)), name, value, head, answer
-    )
+    key = [*_encode(tokenizer, head), *lead]
+    return _Needle(key, spelled, list(_encode(tokenizer, rest)), name, value, lead, answer)
 
 
 @lru_cache(maxsize=10_000)

@@ -30,9 +30,9 @@ from eval.common import (
     device_of,
     evaluation_tokens,
     figure,
-    keep,
     open_run,
     progress,
+    write_result,
 )
 from eval.perplexity import cut_windows
 from model.attention.probe import visit_logits
@@ -177,7 +177,7 @@ def main(cfg: OutliersConfig) -> None:
     run = open_run(cfg)
     length = cfg.length or run.model.cfg.context
     results = evaluate(run.model, cut_windows(evaluation_tokens(run, cfg), length, cfg.tokens), cfg.batch)
-    said = keep(run, cfg, "outliers", results, draw)
+    said = write_result(run, cfg, "outliers", results, draw)
     for kind in KINDS:
         tops = ", ".join(f"top-{k} {results[kind][f'top{k}']:.4g}" for k in RANKS if results[kind][f"top{k}"])
         print(

@@ -3,13 +3,14 @@
     python -m eval.perplexity run=runs/NAME [text=FILE | shards=DIR] [name=NAME] [length=256] [tokens=1000000]
         [ngram=2] [frequent=1250] [training_counts=false]
 
-Windows of `length` tokens (default: the trained context) do not overlap; where the data have more than `tokens`,
-windows are taken at even distances over all of it. `cumulative` is the mean loss up to each position (arXiv 2410.05258,
-Figure 4). `recall` splits the loss as Zoology does (arXiv 2312.04927; AR-Hit in Table 6 of 2410.05258): on the last token
-of an n-gram that has occurred before in the same window (`hit`), and on all others (`other`). A model may know a
-hit from training if its n-gram occurs more than `frequent` times (1250, as in Zoology) in the run's training shards. If
-these shards still exist, the hits are split into `frequent_hit` and `rare_hit`. An explicitly given `frequent` also
-moves the frequent hits from `hit` to `other`.
+Windows of `length` tokens (default: the trained context) do not overlap. If the data have more than `tokens` tokens, windows
+are taken at even distances over all of the data. `cumulative` is the mean loss up to each position (arXiv 2410.05258, Fig. 4).
+
+`recall` splits the loss as Zoology does (arXiv 2312.04927; AR-Hit in Table 6 of 2410.05258). A token is a `hit` if it completes
+an n-gram that has occurred before in the same window; all other tokens are `other`. But a model may know a hit from training.
+So if the run's training shards still exist, hits are split by the count of their n-gram in these shards: more than `frequent`
+times (1250, as in Zoology) is a `frequent_hit`, else a `rare_hit`. If frequent= is given, frequent hits count as `other`.
+
 text= is a file, a folder or a 'glob' of .txt, .jsonl and .parquet files, plain or compressed, or any one text file.
 Writes runs/NAME/eval/perplexity.json and runs/NAME/figures/perplexity.png. Results on a given text= or shards= have
 files of their own, perplexity_STEM. STEM is name= if given, else the name of the file without its suffixes, or of the
@@ -40,12 +41,11 @@ from eval.common import (
     device_of,
     evaluation_tokens,
     figure,
-    keep,
     logits_in_parts,
     mean_se,
     open_run,
     progress,
-    text_name,
+    write_result,
 )
 from eval.recall import ends_one_of, frequent_ngrams, recall_hits
 from training.checkpoint import LoadedRun
@@ -55,10 +55,10 @@ ZOOLOGY = 1250  # occurrences in training beyond which arXiv 2312.04927 counts a
 
 @dataclass
 class PerplexityConfig(TextEvalConfig):
-    """name: name of the result, instead of the text's name. length: tokens per window, the trained context by default.
-    tokens: largest number of tokens to test on. ngram: tokens per n-gram of recall. frequent: most occurrences in the
-    training shards for the n-gram of a rare hit; None: 1250, and frequent hits stay in `hit`. training_counts: split the
-    hits into rare and frequent ones.
+    """name: name of the result, in place of the text's name. length: tokens per window, by default the trained context.
+    tokens: largest number of tokens to test on. ngram: tokens of the n-grams that `recall` looks for. frequent: an n-gram is
+    frequent if the training shards have it more than this many times; None: 1250, and frequent hits also count in `hit`.
+    training_counts: count n-grams in the training shards and split the hits into rare and frequent ones.
     """
 
     name: str | None = None
@@ -168,10 +168,10 @@ def ratio_se(sums: np.ndarray, counts: np.ndarray) -> dict[str, float | int | No
     return {"loss": mean, "se": math.sqrt(spread * n / max(1, n - 1)) / tokens, "tokens": tokens}
 
 
-def position_buckets(by_position: list[float], per_octave: int = 2) -> tuple[np.ndarray, np.ndarray]:
-    """Positions (counted from 1) and mean losses of log-spaced buckets."""
+def position_buckets(by_position: list[float]) -> tuple[np.ndarray, np.ndarray]:
+    """Positions (counted from 1) and mean losses of log-spaced buckets, two per octave."""
     length = len(by_position)
-    edges = np.unique(np.round(2 ** np.arange(0, math.log2(length) + 1, 1 / per_octave)).astype(int))
+    edges = np.unique(np.round(2 ** np.arange(0, math.log2(length) + 1, 0.5)).astype(int))
     edges = np.union1d([1], np.append(edges[edges < length], length + 1))
     spans = list(zip(edges[:-1], edges[1:], strict=True))
     middles = np.array([math.sqrt(start * (stop - 1)) for start, stop in spans])
@@ -219,14 +219,13 @@ def result_name(cfg: PerplexityConfig) -> str:
     return f"perplexity_{next(filter(None, named), 'text')}"  # the folder's name for books/*.txt
 
 
-def apart(run: str, file: str, given: str | None) -> str:
+def distinct_name(run: str, file: str, given: str | None) -> str:
     """`file`; with a digest of the path `given` appended if the existing result `file` is of another text."""
-    path = Path(run) / "eval" / f"{file}.json"
     try:
-        before = json.loads(path.read_text())["config"] if given else {}
-    except (OSError, ValueError, KeyError, TypeError):  # no result, or the file cannot be read
-        before = {}
-    other = before.get("text") or before.get("shards")
+        before = json.loads((Path(run) / "eval" / f"{file}.json").read_text())["config"]
+        other = before.get("text") or before.get("shards")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # no result, or the file cannot be read
+        return file
     if not given or not other or os.path.abspath(other) == os.path.abspath(given):
         return file
     return f"{file}-{hashlib.sha256(os.path.abspath(given).encode()).hexdigest()[:6]}"
@@ -235,7 +234,7 @@ def apart(run: str, file: str, given: str | None) -> str:
 def check_ngram(cfg: PerplexityConfig, vocab_size: int, length: int) -> None:
     """Raise ValueError for n-grams longer than a window, or too large for a code in one int64."""
     most = min(length, int(63 / math.log2(vocab_size)))
-    if not 2 <= cfg.ngram <= most:
+    if cfg.ngram > most:
         raise ValueError(f"ngram={cfg.ngram} is not from 2 to {most}: use ngram=2")
     if cfg.frequent is not None and not cfg.training_counts:
         raise ValueError("frequent= needs the counts that training_counts=false leaves out: give one of them")
@@ -243,8 +242,8 @@ def check_ngram(cfg: PerplexityConfig, vocab_size: int, length: int) -> None:
 
 @command("perplexity", PerplexityConfig)
 def main(cfg: PerplexityConfig) -> None:
-    named, run = result_name(cfg), open_run(cfg)
-    file = named if cfg.name else apart(cfg.run, named, cfg.text or cfg.shards)
+    named, run, given = result_name(cfg), open_run(cfg), cfg.text or cfg.shards
+    file = named if cfg.name else distinct_name(cfg.run, named, given)
     length = cfg.length or run.model.cfg.context
     check_ngram(cfg, run.tokenizer.vocab_size, length)
     windows = cut_windows(evaluation_tokens(run, cfg), length, cfg.tokens)
@@ -253,8 +252,9 @@ def main(cfg: PerplexityConfig) -> None:
     results = evaluate(run.model, windows, lengths, cfg.batch, cfg.ngram, frequent, only_rare)
     results["recall"]["frequent"] = cfg.frequent
     results["recall"]["rare_at_most"] = None if frequent is None else ZOOLOGY if cfg.frequent is None else cfg.frequent
-    results["text"] = text_name(run, cfg, parts=1 if file == named else 2)
-    said = keep(run, cfg, file, results, draw)
+    where = Path(os.path.abspath(given or run.config["data"]["dir"])).parts
+    results["text"] = "/".join(where[-1 if file == named else -2 :])
+    said = write_result(run, cfg, file, results, draw)
     print(
         f"{said}: loss {results['loss']:.4f} ± {results['se']:.4f}, ppl {results['ppl']:.2f}, "
         f"{results['bits_per_byte']:.4f} bits/byte ({results['tokens']:,} tokens, windows of {length})"

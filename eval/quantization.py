@@ -29,10 +29,10 @@ from eval.common import (
     evaluation_tokens,
     figure,
     haystack,
-    keep,
     mean_se,
     open_run,
     progress,
+    write_result,
 )
 from eval.needles import NeedleGridConfig, Query, check_grid, needle_contexts
 from eval.outliers import maps_that_fit
@@ -163,7 +163,7 @@ def main(cfg: QuantizationConfig) -> None:
     length = cfg.length or run.model.cfg.context
     windows = cut_windows(evaluation_tokens(run, cfg), length, cfg.tokens)
     results = evaluate(run, windows, needles(run, cfg, length), cfg)
-    said = keep(run, cfg, "quantization", results, draw)
+    said = write_result(run, cfg, "quantization", results, draw)
     for row in results["bits"]:
         changes = [f"loss {row['loss_change']:+.4f} ± {row['loss_change_se']:.4f}"]
         if "accuracy" in row:

@@ -18,7 +18,7 @@ from training.run import DECIDES, TrainConfig, flatten
 LONGEST = 32  # a record leaves out longer lists of numbers
 TRIAL = "tune-"  # begins the name of a trial of learning rates
 POINTS, TRIAL_POINTS = 32, 4  # points of the training loss's curve; no figure shows a trial's curve
-APART = ("loss_text", "loss_retrieval")  # parts of the training loss, which only some runs log
+OPTIONAL_LOSSES = ("loss_text", "loss_retrieval")  # parts of the training loss, which only some runs log
 LOGGED = ("step", "tokens", "loss", "val_loss", "tokens_per_s", "time_s", "needle_acc")
 WHERE = ("data.dir", "data.path", "data.workers")  # where and how a machine reads the data: not part of what a run is
 
@@ -38,7 +38,7 @@ def record_of(run: Run) -> Record:
         "val": [logged(line) for line in run.val],
         "needle": [logged(line) for line in run.needle],
         "loss": run.last_tenth(),
-        **{key: value for key in APART if (value := run.last_tenth(key)) is not None},
+        **{key: value for key in OPTIONAL_LOSSES if (value := run.last_tenth(key)) is not None},
         "spikes": run.spikes,
         "tokenizer": run.tokenizer,
         "diverged": run.diverged,
@@ -50,7 +50,7 @@ def run_of(record: Record, spike: SpikeConfig | None = None) -> Run:
     """The run that a record describes, without what the record leaves out."""
     same = {key: record[key] for key in AS_IN_A_RUN}
     config = nested({**flatten(asdict(TrainConfig())), **record["config"]})
-    counted = {key: record[key] for key in ("loss", "spikes", *APART) if key in record}
+    counted = {key: record[key] for key in ("loss", "spikes", *OPTIONAL_LOSSES) if key in record}
     return Run(Path(record["run"]), record["run"], config=config, spike=spike or SpikeConfig(), counted=counted, **same)
 
 

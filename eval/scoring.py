@@ -1,4 +1,4 @@
-"""The one scorer: log-probabilities of given continuations, and greedy decoding, for many prompts at once.
+"""The scorer of all evaluations: log-probabilities of given continuations, and greedy decoding, for many prompts at once.
 
 Tokens that several texts begin with are read once. A batch's prompts are read together into a KV cache up to where the
 shortest one ends, so prompts of several lengths share a batch without padding before them, and any position encoding is
@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.nn import functional as F
 
 from eval.common import batches, device_of, logits_in_parts, pad_left, pad_right
 from model.cache import KVCache
@@ -77,10 +78,13 @@ def score_jobs(
     # prefix would read the rest of that prefix again.
     kinds = [(len(job.continuations), len(job.prefix) if len(job.questions) > 1 else 0) for job in jobs]
     for part in _by_length(model, [job.prefix for job in jobs], question + answer, batch, kinds):
-        shared = kinds[part[0]][0] > 1 or min(len(jobs[i].prefix) for i in part) > 1
-        start = Reading.of(model, [jobs[i].prefix for i in part], question + answer, cached and shared)
+        texts = [jobs[i].prefix for i in part]
+        count = kinds[part[0]][0]  # continuations of each question
+        shared = count > 1 or min(map(len, texts)) > 1  # else no token is read ahead
+        cache = KVCache(max(map(len, texts)) + question + answer) if cached and shared else None
+        start = Reading(model, cache, 0, texts)
         for asked, reading in _branches(start, [jobs[i].questions for i in part], answer, batch):
-            for j in range(kinds[part[0]][0]):
+            for j in range(count):
                 found = reading.score([jobs[part[row]].continuations[j] for row, _ in asked])
                 for (row, q), hit, logprob in zip(asked, *found, strict=True):
                     hits[part[row]][q, j], logprobs[part[row]][q, j] = hit, logprob
@@ -126,11 +130,6 @@ class Reading:
             model(tokens, rows=torch.zeros(0, dtype=torch.long), cache=cache)
             self.read, self.rest = read + ahead, [row[ahead:] for row in rest]
 
-    @classmethod
-    def of(cls, model: nn.Module, texts: list[np.ndarray], room: int, cached: bool = True) -> "Reading":
-        """The reading of `texts`, with room in the cache for `room` more tokens; cached=False reads nothing yet."""
-        return cls(model, KVCache(max(map(len, texts)) + room) if cached else None, 0, texts)
-
     def branch(self, rows: list[int], more: list[np.ndarray], room: int) -> "Reading":
         """The reading of this one's texts `rows` (a text may occur several times), each followed by its tokens in `more`."""
         rest = [np.concatenate((self.rest[row], new)) for row, new in zip(rows, more, strict=True)]
@@ -171,17 +170,10 @@ def _copied(cache: KVCache, rows: list[int], max_length: int) -> KVCache:
     copy = KVCache(max_length)
     copy.length = cache.length
     for slot, buffers in cache.slots.items():
-        copy.slots[slot] = tuple(_grown(buffer[:, :, : cache.length], rows, max_length) for buffer in buffers)
+        read = (buffer[rows, :, : cache.length] for buffer in buffers)  # (len(rows), H, S, d) each
+        copy.slots[slot] = tuple(F.pad(part, (0, 0, 0, max_length - cache.length)) for part in read)
     copy.tokens = None if cache.tokens is None else cache.tokens[rows]
     return copy
-
-
-def _grown(buffer: Tensor, rows: list[int], max_length: int) -> Tensor:
-    """(B, H, S, d) -> (len(rows), H, max_length, d), zeros after S."""
-    _, H, S, d = buffer.shape
-    grown = buffer.new_zeros(len(rows), H, max_length, d)
-    grown[:, :, :S] = buffer[torch.tensor(rows, device=buffer.device)]
-    return grown
 
 
 @torch.inference_mode()

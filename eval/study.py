@@ -81,17 +81,17 @@ class Run:
         return commands + [
             ["-m", f"eval.{name}", f"run={self.folder}", *overrides]
             for name, *overrides in self.evaluations
-            if not (self.trained and self.evaluated(name, overrides))
+            if not (self.trained and self.evaluated(name, *overrides))
         ]
 
-    def evaluated(self, name: str, overrides: list[str]) -> bool:
+    def evaluated(self, name: str, *overrides: str) -> bool:
         """Whether the result of this evaluation exists, from the finished training and with the same settings."""
-        path = self.folder / "eval" / f"{result_file(name, overrides)}.json"
+        path = self.folder / "eval" / f"{result_file(name, *overrides)}.json"
         try:
             content = json.loads(path.read_text())
         except (OSError, ValueError):
             return False
-        wanted = evaluation_config(name, tuple(overrides))
+        wanted = evaluation_config(name, *overrides)
         # A result of older code may lack a setting that was added later. The setting then had its default value.
         same = all(content["config"].get(key, value) == value for key, value in wanted.items() if key != "run")
         return same and content.get("step") == self.config.steps
@@ -137,16 +137,16 @@ def evaluation_command(text: str) -> list[str]:
     if name not in known:
         raise ValueError(f"evaluations has '{name}', but there is no such evaluation: use {', '.join(known)}")
     try:
-        evaluation_config(name, tuple(overrides))
+        evaluation_config(name, *overrides)
     except USER_ERRORS as error:
         schema = OmegaConf.get_type(ConfigStore.instance().load(f"{name}_schema.yaml").node)
         raise ValueError(f"evaluation '{text}': {explain(error, schema)}") from None
     return [name, *overrides]
 
 
-def result_file(name: str, overrides: Sequence[str]) -> str:
+def result_file(name: str, *overrides: str) -> str:
     """The name, without .json, of the file that an evaluation writes into a run's eval/."""
-    config = evaluation_config(name, tuple(overrides))
+    config = evaluation_config(name, *overrides)
     if name == "perplexity":
         return result_name(PerplexityConfig(**config))
     style = config.get("style", "magic")
@@ -154,7 +154,7 @@ def result_file(name: str, overrides: Sequence[str]) -> str:
 
 
 @functools.cache
-def evaluation_config(name: str, overrides: tuple[str, ...]) -> dict[str, Any]:
+def evaluation_config(name: str, *overrides: str) -> dict[str, Any]:
     """An evaluation's resolved configuration as in its JSON, except for the run."""
     importlib.import_module(f"eval.{name}")  # registers the schema
     return OmegaConf.to_container(compose_job(name, ["run=none", *overrides]), resolve=True)

@@ -2,12 +2,11 @@
 
     python -m eval.survival ablation=runs/ablate/emergence [levels=[0.5,0.9]]
 
-Reads the runs of an ablation that were trained with needle_every=N, from their folders, or from their records where the
-folders are gone. docs/results/NAME has such records, and ablation=docs/results/NAME works, too. A run arrives at a
-level at its first check whose needle accuracy is at least the level. A run that does not arrive is censored at the end
-of its training: it counts as "not by then". Each arm gets the Kaplan-Meier estimate of the share of runs that have not
-arrived, with 95 % intervals, the median with its interval, and the log-rank test against the first arm of the same
-point of the grid, with Holm's correction.
+Reads the runs of an ablation that was trained with needle_every=N: from their folders, or from their records if the folders no
+longer exist. (docs/results/NAME has such records, so ablation=docs/results/NAME works, too.) A run arrives at a level at its
+first needle check whose accuracy is at least the level. A run that never arrives is censored at the end of its training. For
+each arm, the command computes the Kaplan-Meier estimate of the share of runs that have not arrived, with 95 % intervals; the
+median with its interval; and the log-rank test against the first arm of the same point of the grid, with Holm's correction.
 Writes survival.json and figures/survival.png into the ablation's folder.
 """
 
@@ -30,8 +29,6 @@ from eval.records import records_of
 from eval.report.runs import Arm, give_colours
 from eval.report.statistics import holm
 
-LEVELS = (0.5, 0.9)
-
 
 @dataclass
 class SurvivalConfig:
@@ -39,7 +36,7 @@ class SurvivalConfig:
 
     ablation: str = MISSING
     records: str = "docs/results"  # runs whose folders are gone are read from NAME/records.jsonl in this folder
-    levels: list[float] = field(default_factory=lambda: list(LEVELS))
+    levels: list[float] = field(default_factory=lambda: [0.5, 0.9])
 
 
 @dataclass
@@ -65,15 +62,10 @@ Checks = list[dict[str, float]]  # the lines of a metrics.jsonl that have a need
 Arrivals = list[tuple[int, bool]]  # (tokens, arrived) of each run
 
 
-def tokens_to(checks: Checks, level: float) -> int | None:
-    """Training tokens at the first needle check with accuracy `level` or more; None where no check has it."""
-    return next((line["tokens"] for line in checks if line["needle_acc"] >= level), None)
-
-
 def arrival(checks: Checks, level: float) -> tuple[int, bool]:
-    """(tokens, arrived): the tokens at which the run with these needle checks arrived, or the tokens of its last check."""
-    found = tokens_to(checks, level)
-    return (checks[-1]["tokens"], False) if found is None else (found, True)
+    """(tokens, arrived): tokens at the first of a run's needle checks with accuracy `level` or more, else at the last check."""
+    tokens = next((line["tokens"] for line in checks if line["needle_acc"] >= level), None)
+    return (checks[-1]["tokens"], False) if tokens is None else (tokens, True)
 
 
 def kaplan_meier(runs: Arrivals) -> Curve:

@@ -61,11 +61,13 @@ def check(cfg: TuneConfig, seeds: list[int]) -> None:
     """Raise ValueError for a wrong grid, or for trials with seeds of the comparison."""
     if len(cfg.keys) != len(cfg.values):
         wrong = f"tune.keys has {len(cfg.keys)} keys, but tune.values has {len(cfg.values)} lists of values"
-        raise ValueError(f"{wrong}: give one list for each key, as tune.keys=[optim.lr] tune.values=[[0.001,0.01]]")
+        fix = "give one list for each key, for example tune.keys=[optim.lr] tune.values=[[0.001,0.01]]"
+        raise ValueError(f"{wrong}: {fix}")
     for key, values in cfg.grid.items():
         if len(values) < 2 or sorted(values) != list(values) or min(values, default=0) <= 0:
             wrong = f"tune.values={list(values)} of {key} is not a grid"
-            raise ValueError(f"{wrong}: give two or more values above 0 in rising order, as tune.values=[[0.01,0.02]]")
+            fix = "give two or more values above 0 in rising order, for example tune.values=[[0.01,0.02]]"
+            raise ValueError(f"{wrong}: {fix}")
         if any(b / a < LOWEST_STEP for a, b in zip(values, values[1:], strict=False)):
             raise ValueError(f"tune.values of {key} are closer than a factor of {LOWEST_STEP}: leave some of them out")
     if not cfg.metric.startswith("train."):
@@ -76,7 +78,7 @@ def check(cfg: TuneConfig, seeds: list[int]) -> None:
         raise ValueError(f"tune.refine has {unknown[0]}, which is not in tune.keys: use {', '.join(cfg.grid)}")
     if cfg.grid and (not cfg.seeds or set(cfg.seeds) & set(seeds)):
         wrong = f"tune.seeds={cfg.seeds} is empty or has seeds of the comparison"
-        raise ValueError(f"{wrong}: choose other seeds, as tune.seeds=[101]")
+        raise ValueError(f"{wrong}: choose other seeds, for example tune.seeds=[101]")
 
 
 def wanted(cfg: TuneConfig, found: Mapping[Point, float]) -> list[Point]:

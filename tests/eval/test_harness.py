@@ -3,13 +3,12 @@
 import json
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
+import yaml
 
 from eval import harness
-from eval.harness import RunLM, before_any, log_likelihoods, rolling_windows
-from eval.scoring import continue_greedily
+from eval.harness import RunLM, before_any, log_likelihoods
 from model.config import DecoderConfig
 from model.decoder import Decoder
 
@@ -69,33 +68,16 @@ def test_scores_are_those_of_each_row_alone(layers):
     assert log_likelihoods(model, [([256, 1], [])], 1) == [(0.0, True)] and log_likelihoods(model, [], 1) == []
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 5, 6, 7, 12, 13, 29])
-def test_rolling_windows_predict_each_token_once_with_the_fullest_context(tokens):
-    text, length = list(range(100, 100 + tokens)), 6
-    windows = rolling_windows(text, prefix=9, length=length)
-    assert [token for _, continuation in windows for token in continuation] == text
-    whole = [9, *text]
-    for context, continuation in windows:
-        stop = whole.index(continuation[-1])  # the last token is predicted, but not fed
-        assert [*context, *continuation[:-1]] == whole[max(0, stop - length) : stop] and context
-
-
-def test_rolling_windows_are_lm_evals():
+@pytest.mark.parametrize("layers", ["b", "d"])
+def test_rolling_log_likelihood_is_the_sum_over_windows(tokenizer, layers):
     needs_lm_eval()
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-    for tokens in range(1, 40):
-        theirs = get_rolling_token_windows(list(range(tokens)), prefix_token=99, max_seq_len=7, context_len=1)
-        assert rolling_windows(list(range(tokens)), 99, 7) == list(map(make_disjoint_window, theirs))
-
-
-@pytest.mark.parametrize("layers", ["b", "d"])
-def test_rolling_log_likelihood_is_the_sum_over_windows(tokenizer, layers):
     model = lm(tokenizer, layers)
     texts = ["A long text, longer than the twenty-four tokens of context.", "short", ""]
     for text, found in zip(texts, model.loglikelihood_rolling(requests(*((text,) for text in texts))), strict=True):
-        windows = rolling_windows(tokenizer.encode(text), tokenizer.eot, 24)
-        assert found == pytest.approx(sum(directly(model.run.model, *row)[0] for row in windows), abs=EXACT)
+        rows = map(make_disjoint_window, get_rolling_token_windows(tokenizer.encode(text), tokenizer.eot, 24, 1))
+        assert found == pytest.approx(sum(directly(model.run.model, *row)[0] for row in rows), abs=EXACT)
 
 
 def test_loglikelihood_of_texts(tokenizer):
@@ -168,13 +150,6 @@ def test_decoding_stops_before_the_first_stop_string(tokenizer):
     assert before_any("one two three", ["three", "two", ""]) == "one " and before_any("one", []) == "one"
 
 
-def test_generation_ends_with_the_last_prompt(tokenizer):
-    model = Speller()
-    prompts = [np.array([1, 2]), np.array([3])]
-    written = continue_greedily(model, prompts, 20, batch=2, stopped=lambda new: new[-1] == ord("."))
-    assert [len(new) for new in written] == [4, 4]
-
-
 def test_sampling_and_lengths_that_cannot_be_are_refused(tokenizer):
     with pytest.raises(ValueError, match="do_sample: false"):
         lm(tokenizer).generate_until(requests(("a", {"do_sample": True, "temperature": 0.7})))
@@ -186,39 +161,21 @@ def test_sampling_and_lengths_that_cannot_be_are_refused(tokenizer):
 
 # ---------------------------------------- lm-eval itself, on local tasks
 
-CHOICE = """
-task: {name}
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {path}}}}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{{{question}}}}"
-doc_to_choice: "{{{{choices}}}}"
-doc_to_target: "{{{{answer}}}}"
-target_delimiter: " "
-metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
-"""
-ROLLING = """
-task: {name}
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {path}}}}}
-test_split: test
-output_type: loglikelihood_rolling
-doc_to_text: ""
-doc_to_target: "{{{{question}}}}"
-metric_list: [{{metric: bits_per_byte}}, {{metric: byte_perplexity}}]
-"""
-DECODING = """
-task: {name}
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {path}}}}}
-test_split: test
-output_type: generate_until
-doc_to_text: "{{{{question}}}}"
-doc_to_target: "{{{{said}}}}"
-generation_kwargs: {{until: ["\\n"], max_gen_toks: 8, do_sample: false}}
-metric_list: [{{metric: exact_match}}]
-"""
+TASKS = {
+    "choice": {
+        "output_type": "multiple_choice", "doc_to_text": "{{question}}", "doc_to_choice": "{{choices}}",
+        "doc_to_target": "{{answer}}", "target_delimiter": " ", "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+    },
+    "rolling": {
+        "output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{question}}",
+        "metric_list": [{"metric": "bits_per_byte"}, {"metric": "byte_perplexity"}],
+    },
+    "decoding": {
+        "output_type": "generate_until", "doc_to_text": "{{question}}", "doc_to_target": "{{said}}",
+        "generation_kwargs": {"until": ["\n"], "max_gen_toks": 8, "do_sample": False},
+        "metric_list": [{"metric": "exact_match"}],
+    },
+}  # fmt: skip
 DOCUMENTS = [
     {"question": "The river was", "choices": ["brown", "made of stone", "loud"], "answer": 0},
     {"question": "Nobody knew where", "choices": ["it began", "x"], "answer": 0},
@@ -243,8 +200,9 @@ def tasks(make_run, tmp_path, monkeypatch):
     documents = [{**document, "said": said if i == 0 else "?!?"} for i, document in enumerate(DOCUMENTS)]
     path = folder / "documents.jsonl"
     path.write_text("".join(json.dumps(document) + "\n" for document in documents))
-    for name, task in (("choice", CHOICE), ("rolling", ROLLING), ("decoding", DECODING)):
-        (folder / f"{name}.yaml").write_text(task.format(name=f"local_{name}", path=path))
+    data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(path)}}, "test_split": "test"}
+    for name, task in TASKS.items():
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump({"task": f"local_{name}", **data, **task}))
     return run, folder, loaded
 
 
@@ -284,26 +242,9 @@ def test_lm_evals_own_command_runs_our_model(tasks, monkeypatch, tmp_path, call)
     whole = lm_eval.tasks.TaskManager.__init__
     own = lambda self, *a, **o: whole(self, *a, **o | {"include_defaults": False})  # noqa: E731  # thousands of files
     monkeypatch.setattr(lm_eval.tasks.TaskManager, "__init__", own)
-    arguments = [
-        "run",
-        "--model",
-        "attention_noise",
-        "--model_args",
-        f"run={run}",
-        "--batch_size",
-        "2",
-        "--device",
-        "cpu",
-    ]
-    arguments += [
-        "--tasks",
-        "local_choice,local_decoding",
-        "--include_path",
-        str(folder),
-        "--output_path",
-        str(tmp_path / "o"),
-    ]
-    monkeypatch.setattr("sys.argv", ["lm_eval", *arguments])
+    words = f"run --model attention_noise --model_args run={run} --batch_size 2 --device cpu"
+    words += f" --tasks local_choice,local_decoding --include_path {folder} --output_path {tmp_path / 'o'}"
+    monkeypatch.setattr("sys.argv", ["lm_eval", *words.split()])
     cli_evaluate()
     (written,) = (tmp_path / "o").rglob("results_*.json")
     theirs = json.loads(written.read_text())["results"]

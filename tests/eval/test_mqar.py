@@ -178,15 +178,7 @@ def test_from_training_to_the_json(tmp_path: Path, call: Callable[..., None], re
     run = tmp_path / "run"
     task = ("data=mqar", "data.mqar.keys=16", "data.mqar.values=8", "data.mqar.noise=8", "data.mqar.pairs=2")
     shape = ("size=nano", "model.n_layer=2", "model.n_head=4", "model.d_model=32", "model.context=88")
-    rest = (
-        "steps=3",
-        "batch_tokens=880",
-        "eval_tokens=880",
-        "optim=muon",
-        "device=cpu",
-        "dtype=float32",
-        "monitor.every=2",
-    )
+    rest = "steps=3 batch_tokens=880 eval_tokens=880 optim=muon device=cpu dtype=float32 monitor.every=2".split()
     done = run_command("train.py", "model=diff", *task, *shape, *rest, f"run_dir={run}")
     assert done.returncode == 0, done.stderr
     call(mqar, f"run={run}", "samples=8")

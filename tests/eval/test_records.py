@@ -61,8 +61,7 @@ def test_a_record_has_every_number_that_may_judge_a_trial(make_run: Callable[...
     ),
 )
 def test_the_file_of_an_evaluation_is_known_before_it_runs(text: str, file: str) -> None:
-    name, *overrides = evaluation_command(text)
-    assert result_file(name, overrides) == file
+    assert result_file(*evaluation_command(text)) == file
 
 
 def test_a_curve_is_thinned_once_and_keeps_its_ends() -> None:

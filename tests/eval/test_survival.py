@@ -10,7 +10,7 @@ import pytest
 from configs.files import read_json_lines
 from eval import survival
 from eval.common import colour
-from eval.survival import arrival, kaplan_meier, log_rank, tokens_to
+from eval.survival import arrival, kaplan_meier, log_rank
 
 # Freireich et al. 1963, weeks of remission under 6-MP and placebo; + is censored. The textbook example of both methods.
 MP_TIMES = [6, 6, 6, 6, 7, 9, 10, 10, 11, 13, 16, 17, 19, 20, 22, 23, 25, 32, 32, 34, 35]
@@ -73,11 +73,10 @@ def write(folder: Path, accuracies: list[float]) -> Path:
     return path
 
 
-def test_tokens_to(tmp_path: Path) -> None:
+def test_arrival(tmp_path: Path) -> None:
     lines = list(read_json_lines(write(tmp_path / "run", [0, 0.2, 0.5, 0.4, 0.95])))[1:]
-    assert tokens_to(lines, 0.5) == 200 and tokens_to(lines, 0.9) == 400
-    assert tokens_to(lines, 0.99) is None and arrival(lines, 0.99) == (400, False)
-    assert tokens_to([], 0.5) is None
+    assert arrival(lines, 0.5) == (200, True) and arrival(lines, 0.9) == (400, True)
+    assert arrival(lines, 0.99) == (400, False)
 
 
 def test_the_command(tmp_path: Path, call: Callable[..., None], refused: Callable[..., str]) -> None:
