@@ -52,16 +52,7 @@ from eval.speed.models import (
 )
 from eval.speed.processes import in_own_process
 from eval.speed.shares import choices, shares
-from eval.speed.timing import (
-    Row,
-    Work,
-    attempt,
-    paired_ratio,
-    peak_of_process,
-    seconds_of,
-    table,
-    time_in_turn,
-)
+from eval.speed.timing import Row, Work, attempt, paired_ratios, peak_of_process, seconds_of, table, time_in_turn
 from eval.speed.training import TrainingStep, busy, growth, train
 from model.attention.backends import BACKENDS, ROUTES
 from model.attention.probe import probe as attention_rows
@@ -175,7 +166,7 @@ def decode(cfg: BenchConfig, world: World) -> list[Row]:
         time_in_turn("token", group, [work for pair in pairs for work in pair], cfg.rounds, world.device)
         for cached, uncached in zip(group[::2], group[1::2], strict=True):
             if cached.seconds and uncached.seconds:
-                cached.facts["faster than without"] = paired_ratio(uncached, cached, "token")
+                cached.facts["faster than without"] = median(paired_ratios(uncached, cached, "token"))
         rows += group
     return rows
 
@@ -226,7 +217,7 @@ def probe(cfg: BenchConfig, world: World) -> list[Row]:
                     bar.update()
             measured = [row for row in group if row.seconds]
             for row in measured:
-                row.ratio["rows"] = paired_ratio(row, measured[0], "rows")
+                row.ratio["rows"] = median(paired_ratios(row, measured[0], "rows"))
             rows += group
     return rows
 
@@ -257,7 +248,7 @@ def check(cfg: BenchConfig) -> None:
     """Raise ValueError, with what to type, for names that do not exist."""
     known = {
         "what": ([cfg.what], list(BENCHES)),
-        "variants": (cfg.variants or [], names("model")),
+        "variants": (cfg.variants or [], names()),
         "backends": (cfg.backends or [], list(BACKENDS)),
         "over": ([cfg.over], ["context", "parameters"]),
     }

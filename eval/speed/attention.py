@@ -4,8 +4,6 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -126,21 +124,16 @@ def _op_memory(cfg: BenchConfig, variant: str, backend: str, length: int, world:
 @contextmanager
 def facade(replace: Callable[[str, Callable], Callable]) -> Iterator[None]:
     """A context in which a variant that calls facade function `name` calls `replace(name, function)` instead."""
+    functions = {name: getattr(backends, name) for name in ("attend", "attend_diff", "attend_union")}
+    files = [m for name, m in sys.modules.items() if name.startswith("model.attention.") and m is not backends]
+    uses = [(m, name, f) for m in files for name, f in functions.items() if getattr(m, name, None) is f]
     try:
-        for file, name, function in facade_uses():
+        for file, name, function in uses:
             setattr(file, name, replace(name, function))
         yield
     finally:
-        for file, name, function in facade_uses():
+        for file, name, function in uses:
             setattr(file, name, function)
-
-
-@cache
-def facade_uses() -> list[tuple[ModuleType, str, Callable]]:
-    """(variant's file, name, function) wherever a variant has imported a function of the facade."""
-    functions = {name: getattr(backends, name) for name in ("attend", "attend_diff", "attend_union")}
-    files = [m for name, m in sys.modules.items() if name.startswith("model.attention.") and m is not backends]
-    return [(m, name, f) for m in files for name, f in functions.items() if getattr(m, name, None) is f]
 
 
 def leaf(value: Any) -> Any:

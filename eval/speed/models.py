@@ -25,30 +25,30 @@ class BenchConfig:
     rounds: Annotated[int, "[1, inf)"] = 10  # timings of each row
     device: str = "auto"  # auto | cpu | cuda
     dtype: str = "auto"  # auto (decode: float32, as scripts/sample.py) | float32 | bfloat16 (autocast)
-    variants: list[str] | None = None  # names in configs/model (not loader, tokenizer); None: all, baseline first
-    lengths: Annotated[list[int] | None, "[1, inf)"] = None  # attention, decode, probe, growth: tokens
-    batch: Annotated[int | None, "[1, inf)"] = None  # sequences
-    backends: list[str] | None = None  # attention; None: all
-    heads: Annotated[int | None, "[1, inf)"] = None  # attention: heads of the baseline; variants derive theirs
-    width: Annotated[int | None, "[1, inf)"] = None  # attention: width of a baseline head
+    variants: list[str] | None = None  # names in configs/model (unused by loader, tokenizer); None: all, baseline first
+    lengths: Annotated[list[int] | None, "[1, inf)"] = None  # context lengths (what=attention, decode, probe, growth)
+    batch: Annotated[int | None, "[1, inf)"] = None  # sequences per call
+    backends: list[str] | None = None  # backends of what=attention; None: all
+    heads: Annotated[int | None, "[1, inf)"] = None  # what=attention: heads of the baseline; variants derive theirs
+    width: Annotated[int | None, "[1, inf)"] = None  # what=attention: width of a baseline head
     model: DecoderConfig = field(default_factory=DecoderConfig)  # set by size=; the options of a variant override it
-    optim: OptimConfig = field(default_factory=OptimConfig)  # train
-    compile: bool | None = None  # train; None: on CUDA only, and with peer= both ways
-    peer: str | None = None  # train: the folder of a nanoGPT checkout, against which the stack gpt2 is timed
-    over: str = "context"  # growth: context | parameters
+    optim: OptimConfig = field(default_factory=OptimConfig)  # optimizer of the training steps
+    compile: bool | None = None  # torch.compile for training steps; None: on CUDA only, and with peer= both ways
+    peer: str | None = None  # what=train: folder of a nanoGPT checkout that the model gpt2 is compared with
+    over: str = "context"  # what=growth: the quantity that grows, context | parameters
     neighbours: Annotated[list[int], "[0, inf)"] = field(
-        default_factory=lambda: [0, 1, 3]  # busy: processes that compute beside the training
+        default_factory=lambda: [0, 1, 3]  # what=busy: numbers of processes that compute beside the training
     )
 
 
 def variants(cfg: BenchConfig) -> list[str]:
     """The names asked for, or all of configs/model, the baseline first."""
-    return cfg.variants or sorted(names("model"), key=lambda name: (name != "baseline", name))
+    return cfg.variants or sorted(names(), key=lambda name: (name != "baseline", name))
 
 
-def names(group: str) -> list[str]:
-    """The files of a folder of configs/, without their suffix."""
-    return sorted(path.stem for path in (CONFIG_DIR / group).glob("*.yaml"))
+def names() -> list[str]:
+    """The names in configs/model."""
+    return sorted(path.stem for path in (CONFIG_DIR / "model").glob("*.yaml"))
 
 
 def model_config(cfg: BenchConfig, variant: str, **changes: Any) -> DecoderConfig:

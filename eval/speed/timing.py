@@ -64,16 +64,11 @@ def time_in_turn(measure: str, rows: list[Row], works: list[Work | str], rounds:
                 row.seconds[measure].append(seconds_of(work, repeats, device))
             bar.update()
     for row, _, _ in ready:
-        row.ratio[measure] = paired_ratio(row, ready[0][0], measure)
-
-
-def paired_ratio(row: Row, first: Row, measure: str) -> float:
-    """Median over rounds of the ratio of this row's time to the first's; of the speeds, for equal work, if rows show speed."""
-    return median(paired_ratios(row, first, measure))
+        row.ratio[measure] = median(paired_ratios(row, ready[0][0], measure))
 
 
 def paired_ratios(row: Row, first: Row, measure: str) -> list[float]:
-    """The ratio of every round."""
+    """For every round this row's time divided by the first's; if rows show speed, this speed divided by the first's."""
     pairs = zip(row.seconds[measure], first.seconds[measure], strict=True)
     return [mine / its if row.amount is None else its / mine for mine, its in pairs]
 

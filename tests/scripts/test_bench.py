@@ -9,7 +9,7 @@ import torch
 
 from eval.speed import attention, data, models, timing
 from eval.speed.attention import AttentionArm
-from eval.speed.timing import Row, paired_ratio, table
+from eval.speed.timing import Row, paired_ratios, table
 from model.attention import backends, diff
 from scripts import bench
 from scripts.bench import Decoding
@@ -68,7 +68,7 @@ def test_a_missing_backward_leaves_the_forward(monkeypatch: pytest.MonkeyPatch) 
     assert "op forward+backward, module forward+backward not measured: no backward here" in table(rows)
 
 
-@pytest.mark.parametrize("variant", models.names("model"))
+@pytest.mark.parametrize("variant", models.names())
 def test_the_op_is_what_the_module_hands_to_the_facade(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cfg = tiny("attention", heads=8)
     if models.mixed(cfg, variant):
@@ -111,9 +111,9 @@ def test_the_error_is_seen_in_every_row(row: int, monkeypatch: pytest.MonkeyPatc
 def test_ratios_are_medians_of_paired_rounds() -> None:
     # The machine slows down threefold after the first round; the ratio of medians would be 2.
     first, second = (Row({}, seconds={"m": s}) for s in ([1.0, 3.0, 3.0], [2.0, 6.0, 9.0]))
-    assert paired_ratio(second, first, "m") == 2.0
+    assert bench.median(paired_ratios(second, first, "m")) == 2.0
     first.amount = second.amount = 10.0
-    assert paired_ratio(second, first, "m") == 0.5  # of speeds
+    assert bench.median(paired_ratios(second, first, "m")) == 0.5  # of speeds
 
 
 def test_rows_are_timed_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +138,7 @@ def test_train_takes_optimizer_steps_and_counts_their_tokens() -> None:
     assert all((p != before[name]).any() for name, p in step.model.named_parameters())
 
 
-@pytest.mark.parametrize("variant", models.names("model"))
+@pytest.mark.parametrize("variant", models.names())
 def test_decoding_gives_the_same_token_with_and_without_cache(variant: str) -> None:
     decoding = Decoding(tiny("decode"), variant, 40, CPU)
     for p in decoding.model.parameters():  # far from the initial values, at which a token predicts itself
@@ -159,7 +159,7 @@ def test_decode_compares_with_and_without_cache() -> None:
     ]
     assert "nothing to cache" in rows[0].not_measured["token"] and not rows[0].facts
     for cached, uncached in zip(rows[4::2], rows[5::2], strict=True):
-        assert cached.facts == {"faster than without": paired_ratio(uncached, cached, "token")}
+        assert cached.facts == {"faster than without": bench.median(paired_ratios(uncached, cached, "token"))}
         assert not uncached.facts
     assert "token (ms)" in table(rows) and rows[4].ratio["token"] == 1
 
