@@ -83,6 +83,7 @@ class Mask:
     @property
     def free(self) -> bool:
         """Whether the mask has `see`, `bias` or `slopes`, rules of arbitrary form that some kernels cannot take."""
+        return self.see is not None or self.bias is not None or self.slopes is not None
 
     def allowed(self, positions: Tensor, S: int) -> Tensor:
         """Which of S keys the queries at `positions` (R,) or (B, R) see: bool (1 or B, 1 or H, R, S)."""
