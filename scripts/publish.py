@@ -1,8 +1,9 @@
-"""Publish the numbers and tables of a report, an ablation, conversions or a bench.
+"""Publish the numbers and tables of a report, an ablation, conversions, lambdas or a bench.
 
     python scripts/publish.py of=runs/quickstart            # report.{json,md} beside report.html
     python scripts/publish.py of=runs/ablate/main           # results.json and table.md; name=OTHER: under another name
     python scripts/publish.py of=runs/compare               # conversions.{json,md}; the ablation is in its folder trained
+    python scripts/publish.py of=runs/noise_lambdas         # lambdas.{json,md}: python -m eval.lambdas out=runs/noise_lambdas
     python scripts/publish.py of=runs/bench/train.json      # to docs/results/bench/, with the table beside it
 
 No table is typed by hand: this command writes the table between `<!-- NAME table -->` and `<!-- end -->` in README.md
@@ -25,7 +26,12 @@ from configs.files import write_atomic
 from eval.records import records_of, write_records
 
 # Numbers and table, as the commands name them.
-PAIRS = (("report.json", "report.md"), ("results.json", "table.md"), ("conversions.json", "conversions.md"))
+PAIRS = (
+    ("report.json", "report.md"),
+    ("results.json", "table.md"),
+    ("conversions.json", "conversions.md"),
+    ("lambdas.json", "lambdas.md"),
+)
 
 
 @dataclass
