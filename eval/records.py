@@ -17,7 +17,7 @@ from training.run import DECIDES, TrainConfig, flatten
 
 LONGEST = 32  # a record leaves out longer lists of numbers
 TRIAL = "tune-"  # begins the name of a trial of learning rates
-POINTS, TRIAL_POINTS = 32, 4  # points of the training loss's curve; no figure shows a trial's curve
+POINTS, TRIAL_POINTS = 16, 4  # points of the training loss's curve; no figure shows a trial's curve
 OPTIONAL_LOSSES = ("loss_text", "loss_retrieval")  # parts of the training loss, which only some runs log
 LOGGED = ("step", "tokens", "loss", "val_loss", "tokens_per_s", "time_s", "needle_acc")
 WHERE = ("data.dir", "data.path", "data.workers")  # where and how a machine reads the data: not part of what a run is
@@ -73,14 +73,24 @@ def shortened_evaluation(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def shortened(results: Any) -> Any:
-    """`results` without lists of many numbers."""
+    """`results` without lists of many numbers and without values by layer."""
     if isinstance(results, dict):
-        kept = {key: shortened(value) for key, value in results.items()}
+        kept = {key: shortened(value) for key, value in results.items() if key != "layers"}
         return {key: value for key, value in kept.items() if value is not None}
     if isinstance(results, list):
         long = len(results) > LONGEST and all(isinstance(value, (int, float)) for value in results)
         return None if long else [shortened(value) for value in results]
     return results
+
+
+def rounded(content: Any) -> Any:
+    """`content` with seven digits of every number that has more than ten: tables have four, and records stay small."""
+    if isinstance(content, dict):
+        return {key: rounded(value) for key, value in content.items()}
+    if isinstance(content, list):
+        return [rounded(value) for value in content]
+    long = isinstance(content, float) and float(f"{content:.10g}") != content
+    return float(f"{content:.7g}") if long else content
 
 
 def differing(config: dict[str, Any]) -> dict[str, Any]:
@@ -112,7 +122,12 @@ def records_of(folder: Path, kept: Path) -> dict[str, Record]:
 
 
 def write_records(path: Path, records: Iterable[Record]) -> None:
-    """One line per run, sorted by name."""
-    kept = (record | {"train": thinned(record["train"], record["run"])} for record in records)
-    lines = (json_text(record, separators=(",", ":")) for record in sorted(kept, key=lambda r: r["run"]))
+    """One line per run, sorted by name; also records of earlier versions are made as small as those of today."""
+    lines = (json_text(smaller(record), separators=(",", ":")) for record in sorted(records, key=lambda r: r["run"]))
     write_atomic(path, "".join(f"{line}\n" for line in lines).encode())
+
+
+def smaller(record: Record) -> Record:
+    """`record` with a thinned curve, without values by layer, and with rounded numbers."""
+    evals = {name: file | {"results": shortened(file["results"])} for name, file in record.get("evals", {}).items()}
+    return rounded(record | {"train": thinned(record["train"], record["run"]), "evals": evals})

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from eval.records import POINTS, TRIAL_POINTS, record_of, run_of, thinned
+from eval.records import POINTS, TRIAL_POINTS, record_of, rounded, run_of, thinned
 from eval.report.runs import read_run, refuse_other_settings
 from eval.study import evaluation_command, result_file
 
@@ -62,6 +62,15 @@ def test_a_record_has_every_number_that_may_judge_a_trial(make_run: Callable[...
 )
 def test_the_file_of_an_evaluation_is_known_before_it_runs(text: str, file: str) -> None:
     assert result_file(*evaluation_command(text)) == file
+
+
+def test_rounding_keeps_short_and_whole_numbers_and_seven_digits_of_the_others() -> None:
+    numbers = {"a": [1.2345678901234e-9, {"b": 0.12345678901234}], "accuracy": 0.2763671875, "tokens": 123456789012}
+    found = rounded(numbers | {"text": "0.12345678901234", "none": None})
+    assert (
+        found["a"] == [1.234568e-9, {"b": 0.1234568}] and found["text"] == "0.12345678901234" and found["none"] is None
+    )
+    assert (found["accuracy"], found["tokens"]) == (0.2763671875, 123456789012) and rounded(found) == found
 
 
 def test_a_curve_is_thinned_once_and_keeps_its_ends() -> None:
