@@ -122,12 +122,13 @@ def records_of(folder: Path, kept: Path) -> dict[str, Record]:
 
 
 def write_records(path: Path, records: Iterable[Record]) -> None:
-    """One line per run, sorted by name; also records of earlier versions are made as small as those of today."""
-    lines = (json_text(smaller(record), separators=(",", ":")) for record in sorted(records, key=lambda r: r["run"]))
+    """One line per run, sorted by name."""
+    kept = (record | {"train": thinned(record["train"], record["run"])} for record in records)
+    lines = (json_text(record, separators=(",", ":")) for record in sorted(kept, key=lambda r: r["run"]))
     write_atomic(path, "".join(f"{line}\n" for line in lines).encode())
 
 
 def smaller(record: Record) -> Record:
-    """`record` with a thinned curve, without values by layer, and with rounded numbers."""
+    """`record` as it is published: without values by layer, and with rounded numbers."""
     evals = {name: file | {"results": shortened(file["results"])} for name, file in record.get("evals", {}).items()}
-    return rounded(record | {"train": thinned(record["train"], record["run"]), "evals": evals})
+    return rounded(record | {"evals": evals})
