@@ -7,6 +7,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 
 class RMSNorm(nn.Module):
@@ -39,7 +40,29 @@ class LayerNorm(nn.Module):
         return F.layer_norm(x.to(self.weight.dtype), self.weight.shape, self.weight, self.bias, self.eps).to(x.dtype)
 
 
-class SwiGLU(nn.Module):
+class FeedForward(nn.Module):
+    """What feed-forward networks share: in training, the backward pass computes the input of `down` again.
+
+    So this widest activation of a block is not stored between the passes. The product with `down` is not computed again.
+    """
+
+    down: nn.Linear
+
+    def hidden(self, *parts: Tensor) -> Tensor:
+        """The input of `down`, element by element from the other projections of the block's input."""
+        raise NotImplementedError
+
+    def _down_lean(self, *parts: Tensor) -> Tensor:
+        # torch.func's gradients refuse the hooks that checkpoint sets.
+        if not (self.training and torch.is_grad_enabled()) or torch._C._are_functorch_transforms_active():
+            return self._down(*parts)
+        return checkpoint(self._down, *parts, use_reentrant=False, preserve_rng_state=False)
+
+    def _down(self, *parts: Tensor) -> Tensor:
+        return self.down(self.hidden(*parts))
+
+
+class SwiGLU(FeedForward):
     """down(silu(gate x) * up x) (Shazeer, arXiv 2002.05202, equation 6)."""
 
     def __init__(self, width: int, hidden: int, bias: bool) -> None:
@@ -49,10 +72,13 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(hidden, width, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        return self._down_lean(self.gate(x), self.up(x))
+
+    def hidden(self, gate: Tensor, up: Tensor) -> Tensor:
+        return F.silu(gate) * up
 
 
-class GeluMLP(nn.Module):
+class GeluMLP(FeedForward):
     """down(gelu(up x)), nanoGPT's feed-forward network. approximate: tanh is the GELU of GPT-2 (openai/gpt-2, model.py)."""
 
     def __init__(self, width: int, hidden: int, bias: bool, approximate: str = "none") -> None:
@@ -62,7 +88,10 @@ class GeluMLP(nn.Module):
         self.down = nn.Linear(hidden, width, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x), approximate=self.approximate))
+        return self._down_lean(self.up(x))
+
+    def hidden(self, up: Tensor) -> Tensor:
+        return F.gelu(up, approximate=self.approximate)
 
 
 MLPS = {"swiglu": SwiGLU, "gelu": GeluMLP, "gelu_tanh": partial(GeluMLP, approximate="tanh")}

@@ -225,9 +225,9 @@ def compiled_rows(arch: int, case: Row) -> Row:
 
 
 def attention(data: Path | None) -> Rows:
-    """32k tokens in all, 8 heads of two maps, by each backend except auto and blocked; plain attention with as many maps."""
+    """32k tokens in all, 8 heads of two maps, by each backend except auto and cpu; plain attention with as many maps."""
     lengths = (2048, 8192, 16384, 4096, 1024) if ON_CARD else (128,)
-    names = [name for name in backends.BACKENDS if name not in ("auto", "blocked")] + ["plain"]
+    names = [name for name in backends.BACKENDS if name not in ("auto", "cpu")] + ["plain"]
     for (version, d), T in itertools.product((("V1", 64), ("V2", 64), ("V2", 128), ("V1", 128)), lengths):
         for name, masked in itertools.product(names, ("causal", "documents")):
             if name != "math" or T <= 2048:  # longer T x T scores do not fit in memory

@@ -13,16 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from model import conversion
-from model.attention import backends, base, blocked, diff, introspective, mask, reference
+from model.attention import backends, base, diff, introspective, mask, reference
 from model.attention.base import Attention, Heads
 from model.attention.diff import DiffAttention
 from model.attention.diff_v2 import DiffV2Attention
 from model.attention.introspective import IntrospectiveAttention
+from model.attention.kernels import cpu
 from model.attention.mask import Mask
 from model.attention.temperature import TemperatureAttention
 from model.attention.value_residual import ValueResidualAttention
 from model.cache import LayerCache
 from model.decoder import Decoder
+from tests.variants import NATIVE
 
 VARIANTS, OPERATIONS = "tests/model/test_variants.py", "tests/model/test_backends.py"
 KERNELS, CONVERTED = "tests/model/test_kernels.py", "tests/model/test_conversion.py"
@@ -173,20 +175,12 @@ def one_set_log_sum_exp(right: Callable) -> Callable:
     return staticmethod(wrong)
 
 
-def block_sees_ahead(right: Callable) -> Callable:
-    def wrong(part: blocked._Part, rows: slice) -> list[Tensor]:
-        part.future = part.future.triu(1 + part.n)
-        return right(part, rows)
-
-    return wrong
+def kernel_sees_ahead(right: Callable) -> Callable:
+    return lambda q, k, v, lam: right(q, k.roll(-1, 3), v.roll(-1, 2), lam)  # row t sees the keys from 1 to t + 1
 
 
 def first_rows_lambda(right: Callable) -> Callable:
-    def wrong(part: blocked._Part, maps: list[Tensor], rows: slice) -> Tensor:
-        part.lam = None if part.lam is None else part.lam.roll(rows.start, -2)
-        return right(part, maps, rows)
-
-    return wrong
+    return lambda q, k, v, lam: right(q, k, v, lam if lam is None else lam[..., :1, :].expand(lam.shape))
 
 
 def delta_without_lambda(right: Any) -> Any:
@@ -362,10 +356,10 @@ MUTANTS = (
     Mutant("a temperature multiplies the scores", TemperatureAttention, "before",
            lambda right: lambda self, q, k, v, carry: (q * self.log_temperature.exp()[:, None, None], k, v),
            f"{FORMULA}[temperature-1-math]"),
-    # blocks and kernels
-    Mutant("a block sees its own future", blocked._Part, "maps", block_sees_ahead, f"{FORMULA}[diff-1-blocked]"),
-    Mutant("a block takes the lambda of the first rows", blocked._Part, "joined", first_rows_lambda,
-           f"{OPERATIONS}::test_backends_agree_with_the_float64_reference[diff_v2-500-1-32]"),
+    # kernels
+    *[Mutant("the C++ kernel sees the next key", cpu, "FORWARD", kernel_sees_ahead, f"{FORMULA}[diff-1-cpu]"),
+      Mutant("the C++ kernel takes the lambda of the first row", cpu, "FORWARD", first_rows_lambda,
+             f"{OPERATIONS}::test_backends_agree_with_the_float64_reference[diff_v2-500-1-32]")][:2 * len(NATIVE)],
     Mutant("the first map's delta leaves lambda out", triton_diff, "delta_kernel", delta_without_lambda,
            f"{KERNELS}::test_lambda_of_any_shape"),
     Mutant("the gradient of lambda has the wrong sign", triton_diff, "_backward", negated_lambda_gradient,

@@ -10,8 +10,12 @@ from model.attention.diff import DiffConfig
 from model.attention.diff_v2 import DiffV2Config
 from model.attention.gated import GatedConfig
 from model.attention.introspective import IntrospectiveConfig
+from model.attention.kernels import cpu
 from model.config import DecoderConfig
 from model.decoder import Decoder
+
+NATIVE = () if cpu.missing() else ("cpu",)
+"""The C++ kernel's backend, where a compiler can make it."""
 
 
 def _introspective(**options: object) -> dict:

@@ -20,7 +20,7 @@ from training.distributed import World, pick_dtype
 
 # Part of a step -> operations that belong to it, with all operations that they call. The first part that matches wins.
 PARTS = {
-    "attention": ("scaled_dot_product", "blocked", "flex_attention"),
+    "attention": ("scaled_dot_product", "kernels_cpu", "flex_attention"),
     "head and loss": ("LinearCrossEntropy",),
     "optimizer": ("Optimizer.step", "clip_grad", "_fused_adamw"),
     "products": ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"),

@@ -9,7 +9,7 @@ key sets). Shapes: q (B, H, T, d), k (B, Hkv, S, d), v (B, Hkv, S, dv), H a mult
 - two_calls: one SDPA call for each map, without padding.
 - four_calls: one SDPA call for each map and each half of the values, as the differential paper's own flash code does where a
   kernel takes one width only (microsoft/unilm, Diff-Transformer).
-- blocked: the formulas over blocks of query rows, for the causal mask on CPUs (blocked.py).
+- cpu: our C++ kernel for the causal mask on CPUs (kernels/cpu.py).
 - flex: torch's FlexAttention, which skips blocks that windows and documents hide. On CUDA; on a CPU without gradients.
 - fused: our Triton kernel for `attend_diff`, both maps in one pass (kernels/diff.py). On CUDA.
 - auto: the backend that `choose` picks for the device, the widths and the mask.
@@ -24,16 +24,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import blocked, probe, reference
-from .kernels import unavailable
+from . import probe, reference
+from .kernels import cpu, unavailable
 from .mask import EVERYTHING, Mask
 
-BACKENDS = ("auto", "math", "sdpa", "one_call", "two_calls", "four_calls", "blocked", "flex", "fused")
+BACKENDS = ("auto", "math", "sdpa", "one_call", "two_calls", "four_calls", "cpu", "flex", "fused")
 ROUTES = ("one_call", "two_calls", "four_calls")
 # SHORT: number of keys up to which a CPU's float32 flash kernel is faster than its bfloat16 kernel, in spite of the conversion
-# (docs/LOG.md, 2026-11-20). blocked.py is faster than both kernels at lengths from BLOCKED_FROM to BLOCKED_TO in half
-# precision, and for several maps or key sets up to BLOCKED_TO_MAPS in every precision (docs/PERFORMANCE.md).
-SHORT, BLOCKED_FROM, BLOCKED_TO, BLOCKED_TO_MAPS = 512, 512, 1024, 2048
+# (docs/LOG.md, 2026-11-20).
+SHORT = 512
 WIDEST_CUDNN = 128  # head width up to which cuDNN takes values of another width than the keys
 FLEX_BLOCK = 128  # FlexAttention skips blocks of this many queries and keys
 
@@ -52,8 +51,7 @@ def choose(
     """
     half = dtype in (torch.bfloat16, torch.float16)
     if card is None:
-        worth = S <= BLOCKED_TO_MAPS if maps > 1 else half and BLOCKED_FROM <= S <= BLOCKED_TO
-        return "blocked" if mask.plain and T == S and worth else "one_call"
+        return "cpu" if mask.plain and T == S and dtype in cpu.KINDS and not cpu.missing() else "one_call"
     if not (mask.plain or mask.sees_everything or mask.free) and T == S and T % FLEX_BLOCK == 0:
         return "flex"
     takes_both = dv <= d or not half or (card[0] in (9, 10) and dv <= WIDEST_CUDNN)
@@ -75,9 +73,9 @@ def _chosen(backend: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: 
     if probe.logits_visitor is not None:
         return "math"
     on_cpu = q.device.type == "cpu"
-    if backend not in ("auto", "sdpa", "blocked") or (backend == "blocked" and on_cpu):
+    if backend not in ("auto", "sdpa", "cpu") or (backend == "cpu" and on_cpu):
         return backend
-    # With dropout, halves of the values and blocks would drop other weights.
+    # With dropout, halves of the values would drop other weights, and the cpu kernel drops none.
     if dropout or (backend == "sdpa" and on_cpu):
         return "one_call"
     # Some masks ask for flex. A named sdpa never becomes flex, so it is chosen as if there were no mask.
@@ -99,6 +97,8 @@ def check_backend(backend: str, d: int, dv: int, dropout: float, maps: int = 1, 
         )
     if backend == "fused" and maps == 2 and (why := unavailable(d, dv)):
         raise ValueError(why)
+    if backend == "cpu" and (why := cpu.missing()):
+        raise ValueError(why)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, backend: str = "auto", dropout: float = 0.0) -> Tensor:
@@ -115,8 +115,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, backend: str = "auto", d
         return _flex(q, k, v, mask)
     if q.shape[-2] == 1 and not mask.free:
         return _one_query(q, k, v, mask, dropout)
-    if _in_blocks(backend, q, k, mask, dropout):
-        return blocked.attend(q, [k], [v])
+    if _in_kernel(backend, q, k, mask, dropout):
+        return cpu.attend(q, [k], [v])
     return _halves(q, k, v, mask, dropout) if backend == "four_calls" else _sdpa(q, k, v, mask, dropout=dropout)
 
 
@@ -132,7 +132,7 @@ def attend_diff(
     h, T = q.shape[1], q.shape[-2]
     mask.check(q, k)
     on_cpu = q.device.type == "cpu" and mask.plain and not dropout
-    last = backend in ("auto", "blocked") and on_cpu and T == 1
+    last = backend in ("auto", "cpu") and on_cpu and T == 1
     backend = _chosen(backend, q, k, v, mask, dropout, 2)
     if probe.active is not None:
         first, second = _probe_rows(q, _repeat(k, h).expand(-1, -1, 2, -1, -1), mask).unbind(2)  # (B, h, R, S) each
@@ -154,9 +154,9 @@ def attend_diff(
     elif T == 1 and k.shape[2] == 1 and not mask.free:
         first, second = _one_query(q, k.squeeze(2), v, mask, dropout).unbind(2)  # (B, h, 1, dv) each
     elif last:
-        return blocked.last_row(q, k, v, lam)
-    elif _in_blocks(backend, q, k, mask, dropout):
-        return blocked.attend_diff(q, k, v, lam)
+        return _last_row(q, k, v, lam)
+    elif _in_kernel(backend, q, k, mask, dropout):
+        return cpu.attend_diff(q, k, v, lam)
     elif backend in ("two_calls", "four_calls"):
         call = _sdpa if backend == "two_calls" else _halves
         first, second = (call(q[:, :, c], k[:, :, c % k.shape[2]], v, mask, dropout=dropout) for c in (0, 1))
@@ -197,8 +197,8 @@ def attend_union(
         probe.active.record(rows.unflatten(-1, (n, S)).sum(-2))
     if backend == "flex":
         return _flex(q, torch.cat(keys, dim=-2), torch.cat(values, dim=-2), mask, sets=n)
-    if _in_blocks(backend, q, keys[0], mask, dropout):
-        return blocked.attend(q, keys, values)
+    if _in_kernel(backend, q, keys[0], mask, dropout):
+        return cpu.attend(q, keys, values)
     keys, values = [_repeat(k, q.shape[1]) for k in keys], [_repeat(v, q.shape[1]) for v in values]
     half = q.dtype in (torch.bfloat16, torch.float16)
     if backend != "math" and mask.plain and T == S > 0 and not dropout and (q.device.type == "cpu" or half):
@@ -214,10 +214,10 @@ def attend_union(
     return _sdpa(q, k, v, mask, see, dropout, bias=bias)
 
 
-def _in_blocks(backend: str, q: Tensor, k: Tensor, mask: Mask, dropout: float) -> bool:
-    """Whether `backend` is blocked, and blocked.py can compute this call."""
+def _in_kernel(backend: str, q: Tensor, k: Tensor, mask: Mask, dropout: float) -> bool:
+    """Whether `backend` is cpu, and the C++ kernel computes this call."""
     plain = mask.plain and not dropout and q.shape[-2] == k.shape[-2] > 0
-    return backend == "blocked" and q.device.type == "cpu" and plain
+    return backend == "cpu" and q.device.type == "cpu" and plain and q.dtype in cpu.KINDS
 
 
 def _refuse_free_masks(backend: str) -> None:
@@ -282,6 +282,20 @@ def _one_query(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> T
     rows = q.reshape(q.shape[0], k.shape[1], -1, q.shape[-1])  # (B, Hkv, rows, d)
     see = None if mask.plain else _see(mask, q, k)  # (1 or B, 1, 1, S)
     return _sdpa(rows, k, v, EVERYTHING, see, dropout).reshape(*q.shape[:-1], -1)
+
+
+def _last_row(q: Tensor, k: Tensor, v: Tensor, lam: Tensor) -> Tensor:
+    """`attend_diff` for T = 1 and maps with keys of their own: q (B, h, 2, 1, d), k (B, hkv, 2, S, d), v (B, hkv, S, dv).
+
+    Returns (B, h, 1, dv), computed in float32 or better. As in `_one_query`, query heads that share keys are rows of one call.
+    """
+    (B, h), (hkv, d), dtype = q.shape[:2], (k.shape[1], k.shape[-1]), v.dtype
+    with torch.autocast(q.device.type, enabled=False):
+        q, k, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, v))
+        rows = q.reshape(B, hkv, h // hkv, 2, d).transpose(2, 3)  # (B, hkv, 2, h / hkv, d)
+        first, second = (rows * d**-0.5 @ k.mT).softmax(-1).unbind(2)  # (B, hkv, h / hkv, S) each
+        lam = lam.expand(B, h, 1, 1).reshape(B, hkv, -1, 1) if lam.dim() else lam
+        return ((first - lam * second) @ v).reshape(B, h, 1, -1).to(dtype)
 
 
 def _subtract(first: Tensor, lam: Tensor, second: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ class AttentionConfig:
     rope_theta: Annotated[float, "(0, inf)"] = 10000.0  # base of the rotary frequencies
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)  # slower rotations, for a longer context
     rope_layout: str = "half"  # half (Llama, GPT-NeoX) | interleaved (GPT-J, the published differential code)
-    backend: str = "auto"  # auto, math, sdpa, one_call, two_calls, four_calls, blocked, flex, fused: see backends.py
+    backend: str = "auto"  # auto, math, sdpa, one_call, two_calls, four_calls, cpu, flex, fused: see backends.py
 
     def filled(self) -> Self:
         """A checked copy with the heads and biases filled in. ValueError names the override that corrects the error."""

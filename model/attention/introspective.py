@@ -165,8 +165,7 @@ class IntrospectiveAttention(Attention):
             if i < len(self.k):
                 kept = k, v = split(self.k[i](source), self.width), split(self.v[i](source), self.value_width)
             if memory:
-                m = torch.cat(memory, dim=-1)  # (B, hkv, T, m_i)
-                from_k, from_v = m @ self.memory_k[i - 1], m @ self.memory_v[i - 1]
+                from_k, from_v = self._from_memory(memory, i)
                 if self.own_path:
                     k, v = k + from_k, v + from_v
                 else:
@@ -177,6 +176,12 @@ class IntrospectiveAttention(Attention):
             outputs.append(self._path_output(attend(q, k, v, mask, self.backend, self.dropout_now), i))
             memory += self.remembered(*kept, outputs[-1])
         return outputs
+
+    def _from_memory(self, memory: list[Tensor], i: int) -> tuple[Tensor, Tensor]:
+        """M_i U_i and M_i W_i, (B, hkv, T, width) and (B, hkv, T, value_width), by one product per key/value head."""
+        m = torch.cat(memory, dim=-1).transpose(0, 1)  # (hkv, B, T, m_i)
+        both = m.flatten(1, 2) @ torch.cat((self.memory_k[i - 1], self.memory_v[i - 1]), dim=-1)
+        return both.view(*m.shape[:-1], -1).transpose(0, 1).split((self.width, self.value_width), -1)
 
     def remembered(self, k: Tensor, v: Tensor, a: Tensor) -> list[Tensor]:
         """What later paths see of a path, each (B, hkv, T, m): keys, values (before RoPE), output a (B, T, D)."""

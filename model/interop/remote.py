@@ -16,15 +16,19 @@ from ..decoder import Decoder
 from .format import Format
 
 MODEL = Path(__file__).parents[1]  # the package `model`
-KERNELS = '''"""The fused kernels of the project are not part of an exported folder."""
+KERNELS = '''"""The kernels of the project are not part of an exported folder."""
 
 
-def unavailable(d, dv):
-    return "the fused backend is not part of an exported folder: use backend=sdpa"
+def unavailable(d=0, dv=0):
+    return "the fused and the cpu backend are not part of an exported folder: use backend=sdpa"
+
+
+class cpu:
+    KINDS, missing = (), unavailable
 
 
 def attend_diff(*_):
-    raise ValueError(unavailable(0, 0))
+    raise ValueError(unavailable())
 '''
 
 

@@ -126,7 +126,7 @@ def wanted(name: str, backend: str, mask: str, card: tuple[int, int]) -> dict[st
     """The kernels that the graph of one layer shall have; None: whatever, in one graph."""
     if name in ("diff", "diff_v2"):
         auto = "four_calls" if name == "diff" and card < (9, 0) else "two_calls"  # V1: heads of 64, values of 128
-        chosen = auto if backend in ("auto", "sdpa", "blocked") else backend
+        chosen = auto if backend in ("auto", "sdpa", "cpu") else backend
         calls = {"one_call": 1, "two_calls": 2, "four_calls": 4}
         if mask == "causal":
             return {"sdpa": calls[chosen]} if chosen in calls else {chosen: 2 if chosen == "flex" else 1}

@@ -124,3 +124,32 @@ def test_the_reference_computes_in_float32_in_half_precision(maps: int) -> None:
     assert out.dtype == torch.bfloat16
     assert torch.equal(out, call(q.float(), k.float(), v.float()).bfloat16())
     torch.testing.assert_close(out.double(), exact, rtol=2**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize("mlp", ("swiglu", "gelu"))
+def test_training_does_not_store_the_feed_forward_networks_hidden_layer(mlp: str) -> None:
+    """The same gradients as in evaluation, where it is stored."""
+    model = randomized("baseline", mlp=mlp)
+    width, tokens = model.blocks[0].mlp.down.in_features, torch.arange(20).reshape(2, 10)
+    kept, grads, calls = {True: [], False: []}, {}, []
+    model.blocks[0].mlp.down.register_forward_hook(lambda *_: calls.append(None))
+    for training in (True, False):
+        with torch.autograd.graph.saved_tensors_hooks(lambda x, at=kept[training]: at.append(x) or x, lambda x: x):
+            loss = model.train(training)(tokens, tokens)
+        grads[training] = torch.autograd.grad(loss, list(model.parameters()))
+    assert all(map(torch.equal, grads[True], grads[False]))
+    stored = {training: sum(x.numel() == 20 * width for x in kept[training]) for training in kept}
+    inputs = 2 if mlp == "swiglu" else 1  # gate and up, of 2 layers
+    assert stored[True] == 2 * inputs < stored[False]
+    assert len(calls) == 2  # one a forward pass: the product with `down` is not computed again
+
+
+def test_torch_func_takes_a_decoder_in_training() -> None:
+    model, tokens = randomized("baseline").train(), torch.arange(20).reshape(2, 10)
+    parameters = dict(model.named_parameters())
+
+    def loss(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.func.functional_call(model, parameters, (tokens, tokens))
+
+    found, want = torch.func.grad(loss)(parameters), torch.autograd.grad(loss(parameters), list(parameters.values()))
+    torch.testing.assert_close(list(found.values()), list(want), rtol=1e-10, atol=1e-12)  # float64

@@ -8,7 +8,7 @@ from model import decoder
 from model.attention.backends import attend, attend_diff
 from model.attention.mask import Mask
 from model.decoder import Decoder, _choose
-from tests.variants import config, randomized
+from tests.variants import NATIVE, config, randomized
 
 LOGITS = torch.tensor([2.0, -1.0, 0.5, 2.5, 0.0, 1.9, -3.0])
 
@@ -149,7 +149,7 @@ MASKS = {
 
 
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("backend", ("auto", "sdpa", "blocked"))
+@pytest.mark.parametrize("backend", ("auto", "sdpa", *NATIVE))
 @pytest.mark.parametrize("groups", (1, 3))
 def test_one_query_is_the_formula(mask: str, backend: str, groups: int) -> None:
     """Softmax attention and both kinds of difference, in outputs and gradients, and with a cache's strides."""

@@ -18,8 +18,8 @@ from model.config import DecoderConfig
 from model.decoder import Decoder
 from model.rotary import rope_table, rotate
 from tests.reference import formulas, published
+from tests.variants import NATIVE, config, randomized, stirred
 from tests.variants import VARIANTS as STACKS
-from tests.variants import config, randomized, stirred
 
 D, H, LAYER = 64, 8, 3
 MODULES = {cls.name: (cls, {}) for cls in VARIANTS.values()}
@@ -229,7 +229,7 @@ def test_alibi_slopes_are_the_papers(heads: int) -> None:
     np.testing.assert_allclose(alibi_slopes(heads), once + twice[0::2][: heads - power])
 
 
-@pytest.mark.parametrize("backend", ("math", "sdpa", "blocked"))
+@pytest.mark.parametrize("backend", ("math", "sdpa", *NATIVE))
 @pytest.mark.parametrize("name", MODULES)
 def test_alibi_is_the_formula(name: str, backend: str) -> None:
     made, T = module(name, position="alibi", backend=backend), 7

@@ -20,11 +20,11 @@ from model.decoder import Decoder, layer_letter
 from model.rotary import Rope, rope_table, rotate
 from tests.model.test_backends import masks
 from tests.reference import formulas
-from tests.variants import VARIANTS, config, randomized
+from tests.variants import NATIVE, VARIANTS, config, randomized
 
 ATTENTIONS = [name for name, options in VARIANTS.items() if name != "gpt2" and len(options["layers"]) == 1]
 PAIRING = ("diff", "diff_biased", "diff_plain", "integral")
-BACKENDS = ("math", "sdpa", "blocked")
+BACKENDS = ("math", "sdpa", *NATIVE)
 
 
 def see_of(mask: Mask, T: int) -> np.ndarray:
@@ -348,7 +348,7 @@ def test_letters_tile_over_the_depth() -> None:
         ({"dropout": 1.0}, "model.dropout=0.1"),
         ({"document_mask": True}, "model.eot=TOKEN_ID"),
         ({"rope_layout": "neox"}, "use one of half, interleaved"),
-        ({"backend": "flash"}, "use one of auto, math, sdpa, one_call, two_calls, four_calls, blocked, flex, fused"),
+        ({"backend": "flash"}, "use one of auto, math, sdpa, one_call, two_calls, four_calls, cpu, flex, fused"),
         ({"backend": "flex", "attention_dropout": 0.1}, "use model.backend=sdpa"),
         ({"backend": "fused", "attention_dropout": 0.1, "layers": "d"}, "use model.backend=sdpa"),
         ({"backend": "fused", "layers": "d", "head_dim": 256}, "model.backend=sdpa"),

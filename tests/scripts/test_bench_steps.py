@@ -181,7 +181,7 @@ def test_an_operation_belongs_to_the_part_of_its_outermost_caller() -> None:
     cases = {
         "head and loss": Event("aten::mm", loss),
         "optimizer": Event("aten::bmm", Event("aten::matmul", step)),
-        "attention": Event("aten::bmm", Event("model_attention_blocked::blocked", Event("block"))),
+        "attention": Event("aten::bmm", Event("model_attention_kernels_cpu::attend", Event("block"))),
         "products": Event("aten::mm", Event("MmBackward0")),
         "casts and copies": Event("aten::copy_", Event("aten::to")),
         shares.REST: Event("aten::mul", Event("MulBackward0")),

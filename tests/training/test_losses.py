@@ -1,7 +1,8 @@
 """Losses of 50 training steps on the fast path, against a plain one: a guard for whoever changes either.
 
-Fast: attention in blocks, the output head's loss in pieces with its gradients, Muon over stacks of matrices. Plain: the N x N
-formulas, whole logits, torch's Muon. Both compute in float64, but Muon's iterations, which are in bfloat16 by definition.
+Fast: the C++ attention kernel, the output head's loss in pieces with its gradients, Muon over stacks of matrices. Plain:
+the N x N formulas, whole logits, torch's Muon. Both compute in float64, but Muon's iterations, which are in bfloat16 by
+definition.
 """
 
 from collections.abc import Callable
@@ -11,8 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from model import loss as head_loss
-from model.attention import blocked
-from tests.variants import randomized
+from model.attention.kernels import cpu
+from tests.variants import NATIVE, randomized
 from training import muon
 from training.optim import OptimConfig, build_optimizers
 
@@ -26,7 +27,7 @@ def losses(name: str, optim: str, plain: bool, monkeypatch: pytest.MonkeyPatch) 
     tokens = torch.randint(0, 50, (4, 2, 81), generator=generator)
     targets = tokens[:, :, 1:].clone()
     targets[:, :, ::9] = head_loss.IGNORED
-    model = randomized(name, backend="math" if plain else "blocked", context=80).train()
+    model = randomized(name, backend="math" if plain else "auto", context=80).train()
     with monkeypatch.context() as patch:
         if plain:
             patch.setattr("training.optim.Muon", lambda groups, world, **options: torch.optim.Muon(groups, **options))
@@ -45,7 +46,6 @@ def losses(name: str, optim: str, plain: bool, monkeypatch: pytest.MonkeyPatch) 
 
 def apart(name: str, optim: str, monkeypatch: pytest.MonkeyPatch) -> float:
     monkeypatch.setattr(head_loss, "LOGITS", 50 * 20)  # several pieces of 20 tokens
-    monkeypatch.setattr(blocked, "_height", lambda T: 32)  # several blocks
     fast, plain = (losses(name, optim, which, monkeypatch) for which in (False, True))
     assert plain[-1] < plain[0] - 0.2  # it trains
     return (fast - plain).abs().max().item()
@@ -72,7 +72,7 @@ def larger_logits(right: Callable) -> Callable:
 @pytest.mark.parametrize(
     ("where", "what", "error", "name", "optim"),
     (
-        (blocked, "BACKWARD", lambda_stands_still, "diff", "adamw"),
+        *[(cpu, "BACKWARD", lambda_stands_still, "diff", "adamw") for _ in NATIVE],
         (muon, "orthogonalized", one_iteration_less, "baseline", "muon"),
         (head_loss, "_pieces", larger_logits, "baseline", "adamw"),
     ),

@@ -1,0 +1,343 @@
+// Causal softmax attention and the difference of two maps, forward and backward, on a CPU. cpu.py compiles and calls it.
+//
+// One job is one key/value head of one sequence. Its queries are taken HEIGHT rows at a time. The maps of these rows are held
+// whole, so that no softmax has to be corrected and a difference of maps multiplies the values once. Keys that the causal
+// mask hides from all rows of a block are skipped. Everything is computed in F: float, or double for inputs in double.
+//
+// Letters, as in cpu.py: B sequences, M maps (2: their difference), C maps with keys of their own, K key/value heads, G query
+// heads of each, T positions with n keys each, widths d and dv. A row of `width` numbers lies in a line of whole vectors: the
+// numbers behind its end are zero.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+using std::int64_t;
+
+// ---------------------------------------- vectors of numbers
+
+#if defined(__AVX512F__)
+constexpr int BYTES = 64, COLUMNS = 4;  // COLUMNS: vectors side by side in a tile of a product; they fit the registers
+#elif defined(__AVX__)
+constexpr int BYTES = 32, COLUMNS = 2;
+#else
+constexpr int BYTES = 16, COLUMNS = 4;
+#endif
+constexpr int TILE = 6;      // rows of a tile
+constexpr int HEIGHT = 36;   // query rows of a block
+
+template <class F> struct Lanes;
+template <> struct Lanes<float> {
+  typedef float Vec __attribute__((vector_size(BYTES)));
+  typedef int32_t Int __attribute__((vector_size(BYTES)));
+  typedef float Unaligned __attribute__((vector_size(BYTES), aligned(4)));
+};
+template <> struct Lanes<double> {
+  typedef double Vec __attribute__((vector_size(BYTES)));
+  typedef double Unaligned __attribute__((vector_size(BYTES), aligned(8)));
+};
+template <class F> using Vec = typename Lanes<F>::Vec;
+template <class F> constexpr int WIDTH = BYTES / sizeof(F);
+
+template <class F> static inline Vec<F> load(const F* p) {
+  return *reinterpret_cast<const typename Lanes<F>::Unaligned*>(p);
+}
+template <class F> static inline void store(F* p, Vec<F> x) { *reinterpret_cast<typename Lanes<F>::Unaligned*>(p) = x; }
+
+template <class F> static int64_t whole(int64_t n) { return (n + WIDTH<F> - 1) / WIDTH<F> * WIDTH<F>; }
+
+template <class F> static F total(Vec<F> x) {
+  F sum = 0;
+  for (int i = 0; i < WIDTH<F>; i++) sum += x[i];
+  return sum;
+}
+
+// exp(x) for x <= 0, to the last bits of a float: the polynomial of Cephes' expf (netlib.org/cephes, single/expf.c).
+static inline Vec<float> exponential(Vec<float> x) {
+  typedef Lanes<float>::Int Int;
+  const float magic = 12582912;  // 1.5 x 2^23: adding it rounds to an integer, which the low bits then hold
+  Int tiny = x < Vec<float>{} - 87;
+  Vec<float> rounded = x * 1.44269504f + magic, n = rounded - magic;
+  Vec<float> f = x - n * 0.693359375f + n * 2.12194440e-4f;  // x - n log 2
+  Vec<float> p = 1.9875691500e-4f * f + 1.3981999507e-3f;
+  p = p * f + 8.3334519073e-3f;
+  p = p * f + 4.1665795894e-2f;
+  p = p * f + 1.6666665459e-1f;
+  p = p * f + 5.0000001201e-1f;
+  p = p * f * f + f + 1;
+  return reinterpret_cast<Vec<float>>((reinterpret_cast<Int>(p) + (reinterpret_cast<Int>(rounded) << 23)) & ~tiny);
+}
+
+static inline Vec<double> exponential(Vec<double> x) {
+  for (int i = 0; i < WIDTH<double>; i++) x[i] = std::exp(x[i]);
+  return x;
+}
+
+// ---------------------------------------- products of matrices
+
+// A matrix whose entry (i, j) is data[i * row + j * column].
+template <class F> struct Matrix {
+  const F* data;
+  int64_t row, column;
+};
+
+// to (R, N vectors) = left (R, inner) right (inner, N vectors), plus what is there if `add`.
+template <int R, int N, class F>
+static inline void tile(int64_t inner, Matrix<F> left, const F* right, int64_t right_row, F* to, int64_t to_row, bool add) {
+  constexpr int W = WIDTH<F>;
+  Vec<F> sums[R][N];
+  for (int i = 0; i < R; i++)
+    for (int j = 0; j < N; j++) sums[i][j] = add ? load(to + i * to_row + j * W) : Vec<F>{};
+  for (int64_t k = 0; k < inner; k++) {
+    Vec<F> row[N];
+    for (int j = 0; j < N; j++) row[j] = load(right + k * right_row + j * W);
+    for (int i = 0; i < R; i++) {
+      F factor = left.data[i * left.row + k * left.column];
+      for (int j = 0; j < N; j++) sums[i][j] += factor * row[j];
+    }
+  }
+  for (int i = 0; i < R; i++)
+    for (int j = 0; j < N; j++) store(to + i * to_row + j * W, sums[i][j]);
+}
+
+template <int R, int N, class F>
+static void rest(int64_t rows, int64_t inner, Matrix<F> left, const F* right, int64_t right_row, F* to, int64_t to_row,
+                 bool add) {
+  if constexpr (R > 0) {
+    if (rows == R) return tile<R, N>(inner, left, right, right_row, to, to_row, add);
+    rest<R - 1, N>(rows, inner, left, right, right_row, to, to_row, add);
+  }
+}
+
+template <int N, class F>
+static void strip(int64_t rows, int64_t inner, Matrix<F> left, const F* right, int64_t right_row, F* to, int64_t to_row,
+                  bool add) {
+  for (; rows >= TILE; rows -= TILE, left.data += TILE * left.row, to += TILE * to_row)
+    tile<TILE, N>(inner, left, right, right_row, to, to_row, add);
+  rest<TILE - 1, N>(rows, inner, left, right, right_row, to, to_row, add);
+}
+
+// to (rows, columns) = left (rows, inner) right (inner, columns), plus what is there if `add`; columns: whole vectors.
+template <class F>
+static void product(int64_t rows, int64_t columns, int64_t inner, Matrix<F> left, const F* right, int64_t right_row, F* to,
+                    int64_t to_row, bool add = false) {
+  constexpr int W = WIDTH<F>;
+  int64_t j = 0;
+  for (; j + COLUMNS * W <= columns; j += COLUMNS * W)
+    strip<COLUMNS>(rows, inner, left, right + j, right_row, to + j, to_row, add);
+  for (; j + 2 * W <= columns; j += 2 * W) strip<2>(rows, inner, left, right + j, right_row, to + j, to_row, add);
+  if (j < columns) strip<1>(rows, inner, left, right + j, right_row, to + j, to_row, add);
+}
+
+// The first `seen` numbers of a row become exp(x - maximum), the others up to `width` zero. Returns the sum.
+template <class F> static F exponentials(F* row, int64_t seen, int64_t width) {
+  constexpr int W = WIDTH<F>;
+  const int64_t used = whole<F>(seen);
+  std::fill(row + seen, row + used, -__builtin_inf());
+  Vec<F> top = load(row), sums{};
+  for (int64_t j = W; j < used; j += W) {
+    Vec<F> x = load(row + j);
+    top = x > top ? x : top;
+  }
+  F maximum = top[0];
+  for (int i = 1; i < W; i++) maximum = std::max<F>(maximum, top[i]);
+  for (int64_t j = 0; j < used; j += W) {
+    Vec<F> x = exponential(load(row + j) - maximum);
+    store(row + j, x);
+    sums += x;
+  }
+  std::fill(row + used, row + width, F(0));
+  return total<F>(sums);
+}
+
+template <class F> static void scale(F* row, int64_t width, F factor) {
+  for (int64_t j = 0; j < width; j += WIDTH<F>) store(row + j, load(row + j) * factor);
+}
+
+// ---------------------------------------- tensors
+
+// A tensor and the strides of all its dimensions but the last, whose numbers lie side by side.
+struct View {
+  void* data;
+  int64_t strides[5];
+  template <class E> E* at(int64_t a, int64_t b = 0, int64_t c = 0, int64_t d = 0, int64_t e = 0) const {
+    return static_cast<E*>(data) + a * strides[0] + b * strides[1] + c * strides[2] + d * strides[3] + e * strides[4];
+  }
+};
+
+// q (B, M, K, G, T, d), k (B, C, K, T, n, d), v (B, K, T, n, dv), lam (B, K, G, T, 1) in F, out (B, K, G, T, dv); gradients.
+struct Call {
+  int64_t B, M, C, K, G, T, n, d, dv, threads;
+  View q, k, v, lam, out, grad, dq, dk, dv_, dlam;
+};
+
+struct BFloat16 {
+  uint16_t bits;
+};
+static inline float widened(BFloat16 x) {
+  uint32_t bits = uint32_t(x.bits) << 16;
+  float y;
+  std::memcpy(&y, &bits, 4);
+  return y;
+}
+template <class F> static inline F widened(F x) { return x; }
+
+// Rounded to the nearest, ties to even.
+static inline void narrow(BFloat16& to, float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  to.bits = x != x ? 0x7fc0 : uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+template <class F> static inline void narrow(F& to, F x) { to = x; }
+
+template <class F> struct Memory {
+  std::vector<std::vector<F>> pieces;
+  size_t used = 0;
+  F* take(int64_t size) {  // begins at a multiple of 64 bytes
+    if (used == pieces.size()) pieces.emplace_back(size + 64 / sizeof(F));
+    auto start = reinterpret_cast<uintptr_t>(pieces[used++].data());
+    return reinterpret_cast<F*>((start + 63) / 64 * 64);
+  }
+};
+
+// ---------------------------------------- attention of one key/value head
+
+template <class E, class F> struct Head {
+  const Call& c;
+  const int64_t b, h;
+  Memory<F>& memory;
+  const int64_t S = c.T * c.n, line = whole<F>(S), d = whole<F>(c.d), dv = whole<F>(c.dv);
+  const F factor = 1 / std::sqrt(F(c.d));
+
+  // `rows` rows of `width` numbers, `stride` apart, into lines of whole vectors.
+  void read(const E* from, int64_t stride, int64_t rows, int64_t width, F* to, F times = 1) const {
+    const int64_t row = whole<F>(width);
+    for (int64_t i = 0; i < rows; i++, from += stride, to += row) {
+      for (int64_t j = 0; j < width; j++) to[j] = widened(from[j]) * times;
+      std::fill(to + width, to + row, F(0));
+    }
+  }
+  void write(E* to, int64_t stride, int64_t rows, int64_t width, const F* from) const {
+    for (int64_t i = 0; i < rows; i++, from += whole<F>(width), to += stride)
+      for (int64_t j = 0; j < width; j++) narrow(to[j], from[j]);
+  }
+
+  F* keys(int64_t m) const {  // (S, d)
+    F* to = memory.take(S * d);
+    for (int64_t t = 0; t < c.T; t++) read(c.k.at<E>(b, m, h, t), c.k.strides[4], c.n, c.d, to + t * c.n * d);
+    return to;
+  }
+  F* values() const {  // (S, dv)
+    F* to = memory.take(S * dv);
+    for (int64_t t = 0; t < c.T; t++) read(c.v.at<E>(b, h, t), c.v.strides[3], c.n, c.dv, to + t * c.n * dv);
+    return to;
+  }
+  F* turned(const F* from, int64_t width) const {  // (S, width) -> (width, line)
+    F* to = memory.take(width * line);
+    for (int64_t first = 0; first < width; first += 16)  // a cache line of `from` at a time
+      for (int64_t i = 0; i < S; i++)
+        for (int64_t j = first; j < std::min(first + 16, width); j++) to[j * line + i] = from[i * whole<F>(width) + j];
+    for (int64_t j = 0; j < width; j++) std::fill(to + j * line + S, to + (j + 1) * line, F(0));
+    return to;
+  }
+  F* zeros(int64_t size) const {
+    F* to = memory.take(size);
+    std::fill(to, to + size, F(0));
+    return to;
+  }
+
+  // Numerators of map m in the rows of a block, and in `sums` their denominators. q (R, d) receives the scaled queries.
+  void maps(int64_t m, int64_t g, int64_t start, int64_t R, const F* turned_keys, F* q, F* to, F* sums) const {
+    const int64_t width = whole<F>((start + R) * c.n);
+    read(c.q.at<E>(b, m, h, g, start), c.q.strides[4], R, c.d, q, factor);
+    product<F>(R, width, c.d, {q, d, 1}, turned_keys, line, to, line);
+    for (int64_t i = 0; i < R; i++) sums[i] = exponentials(to + i * line, (start + i + 1) * c.n, width);
+  }
+  F lam(int64_t g, int64_t t) const { return *c.lam.at<F>(b, h, g, t); }
+
+  void forward() const {
+    F *turned_keys[2], *map[2], sums[2][HEIGHT];
+    for (int64_t m = 0; m < c.C; m++) turned_keys[m] = turned(keys(m), c.d);
+    for (int64_t m = 0; m < c.M; m++) map[m] = memory.take(HEIGHT * line);
+    F *v = values(), *q = memory.take(HEIGHT * d), *out = memory.take(HEIGHT * dv);
+    for (int64_t g = 0; g < c.G; g++)
+      for (int64_t start = 0; start < c.T; start += HEIGHT) {
+        const int64_t R = std::min<int64_t>(HEIGHT, c.T - start), seen = (start + R) * c.n;
+        for (int64_t m = 0; m < c.M; m++) maps(m, g, start, R, turned_keys[m % c.C], q, map[m], sums[m]);
+        if (c.M == 2)
+          for (int64_t i = 0; i < R; i++) {
+            F *one = map[0] + i * line, *two = map[1] + i * line, over = lam(g, start + i) * sums[0][i] / sums[1][i];
+            for (int64_t j = 0; j < whole<F>(seen); j += WIDTH<F>) store(one + j, load(one + j) - over * load(two + j));
+          }
+        product<F>(R, dv, seen, {map[0], line, 1}, v, dv, out, dv);
+        for (int64_t i = 0; i < R; i++) scale(out + i * dv, dv, 1 / sums[0][i]);
+        write(c.out.at<E>(b, h, g, start), c.out.strides[3], R, c.dv, out);
+      }
+  }
+
+  // P is a map and W the matrix that multiplies the values. dW = dO V', dV = W' dO, dS = P (dW - rowsum(P dW)), dQ = dS K and
+  // dK = dS' Q; dS of the second map is multiplied by -lam, and dlam = -rowsum(P2 dW).
+  void backward() const {
+    F *k[2], *turned_keys[2], *dk[2], *q[2], *map[2], sums[HEIGHT];
+    for (int64_t m = 0; m < c.C; m++) k[m] = keys(m), turned_keys[m] = turned(k[m], c.d), dk[m] = zeros(S * d);
+    for (int64_t m = 0; m < c.M; m++) q[m] = memory.take(HEIGHT * d), map[m] = memory.take(HEIGHT * line);
+    F *turned_values = turned(values(), c.dv), *dv_sum = zeros(S * dv), *w = c.M == 2 ? memory.take(HEIGHT * line) : map[0];
+    F *dw = memory.take(HEIGHT * line), *grad = memory.take(HEIGHT * dv), *dq = memory.take(HEIGHT * d);
+    for (int64_t g = 0; g < c.G; g++)
+      for (int64_t start = 0; start < c.T; start += HEIGHT) {
+        const int64_t R = std::min<int64_t>(HEIGHT, c.T - start), seen = (start + R) * c.n, width = whole<F>(seen);
+        read(c.grad.at<E>(b, h, g, start), c.grad.strides[3], R, c.dv, grad);
+        product<F>(R, width, c.dv, {grad, dv, 1}, turned_values, line, dw, line);
+        for (int64_t m = 0; m < c.M; m++) {
+          maps(m, g, start, R, turned_keys[m % c.C], q[m], map[m], sums);
+          for (int64_t i = 0; i < R; i++) scale(map[m] + i * line, width, 1 / sums[i]);
+        }
+        if (c.M == 2)
+          for (int64_t i = 0; i < R; i++)
+            for (int64_t at = i * line; at < i * line + width; at += WIDTH<F>)
+              store(w + at, load(map[0] + at) - lam(g, start + i) * load(map[1] + at));
+        product<F>(seen, dv, R, {w, 1, line}, grad, dv, dv_sum, dv, true);
+        for (int64_t m = 0; m < c.M; m++) {
+          for (int64_t i = 0; i < R; i++) scores(m, g, start + i, map[m] + i * line, dw + i * line, width);
+          product<F>(R, d, seen, {map[m], line, 1}, k[m % c.C], d, dq, d);
+          scale(dq, R * d, factor);
+          write(c.dq.at<E>(b, m, h, g, start), c.dq.strides[4], R, c.d, dq);
+          product<F>(seen, d, R, {map[m], 1, line}, q[m], d, dk[m % c.C], d, true);
+        }
+      }
+    for (int64_t t = 0; t < c.T; t++) {
+      for (int64_t m = 0; m < c.C; m++) write(c.dk.at<E>(b, m, h, t), c.dk.strides[4], c.n, c.d, dk[m] + t * c.n * d);
+      write(c.dv_.at<E>(b, h, t), c.dv_.strides[3], c.n, c.dv, dv_sum + t * c.n * dv);
+    }
+  }
+
+  // A row of map m becomes the gradient of its scores.
+  void scores(int64_t m, int64_t g, int64_t t, F* p, const F* dw, int64_t width) const {
+    Vec<F> sums{};
+    for (int64_t j = 0; j < width; j += WIDTH<F>) sums += load(p + j) * load(dw + j);
+    const F mean = total<F>(sums), times = m ? -lam(g, t) : 1;
+    if (m) *c.dlam.at<F>(b, h, g, t) = -mean;
+    for (int64_t j = 0; j < width; j += WIDTH<F>) store(p + j, load(p + j) * (load(dw + j) - mean) * times);
+  }
+};
+
+template <class E, class F> static void run(const Call& c, bool backward) {
+#pragma omp parallel num_threads(c.threads)
+  {
+    Memory<F> memory;
+#pragma omp for schedule(dynamic)
+    for (int64_t job = 0; job < c.B * c.K; job++) {
+      memory.used = 0;
+      Head<E, F> head{c, job / c.K, job % c.K, memory};
+      backward ? head.backward() : head.forward();
+    }
+  }
+}
+
+extern "C" {
+void attend_bfloat16(const Call* c, int backward) { run<BFloat16, float>(*c, backward); }
+void attend_float32(const Call* c, int backward) { run<float, float>(*c, backward); }
+void attend_float64(const Call* c, int backward) { run<double, double>(*c, backward); }
+}

@@ -1,0 +1,254 @@
+"""Causal attention on CPUs by one C++ kernel (cpu.cpp): softmax attention, unions of key sets, differences of two maps.
+
+The kernel is compiled for the machine's processor at its first use, which takes some seconds, and kept in the user's cache
+folder. It computes in float32 or better, also for bfloat16, and stores no maps: its backward computes them again. Its results
+do not depend on the number of threads. It is a torch operator, so that torch.compile and torch.export call it as a whole.
+
+Letters: B sequences, M maps (2: their difference), C maps with keys of their own (M or 1), K key/value heads, G query heads of
+each, T positions with n keys each, widths d and dv.
+"""
+
+import ctypes
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+KINDS = {torch.bfloat16: "attend_bfloat16", torch.float32: "attend_float32", torch.float64: "attend_float64"}
+OPTIONS = ("-O3", "-std=c++17", "-shared", "-fPIC")
+TUNED = (
+    ["-march=native", "-fopenmp"],
+    ["-mcpu=native", "-fopenmp"],
+    ["-fopenmp"],
+)  # the first that the compiler accepts
+PACKAGE = __name__.replace(".", "_")  # operator namespace: this file may be imported under two names (pip, a checkout)
+
+
+def attend(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
+    """One softmax over the union of n key sets: q (B, H, T, d), each of keys (B, Hkv, T, d), of values (B, Hkv, T, dv).
+
+    Returns (B, H, T, dv).
+    """
+    q = _grouped(q, keys[0].shape[1]).unsqueeze(1)  # (B, 1, Hkv, G, T, d)
+    k, v = (x[0].unsqueeze(3) if len(x) == 1 else torch.stack(x, 3) for x in (keys, values))  # (B, Hkv, T, n, d)
+    return _Kernel.apply(q, k.unsqueeze(1), v, None).flatten(1, 2)
+
+
+def attend_diff(q: Tensor, k: Tensor, v: Tensor, lam: Tensor) -> Tensor:
+    """Difference of two maps: q (B, h, 2, T, d), k (B, hkv, 2 or 1, T, d), v (B, hkv, T, dv), lam (..., T or 1, 1) or ().
+
+    Returns (B, h, T, dv).
+    """
+    B, h, _, T, _ = q.shape
+    q = _grouped(q, k.shape[1]).movedim(3, 1)  # (B, 2, hkv, G, T, d)
+    k = k.movedim(2, 1).unsqueeze(4)  # (B, 2 or 1, hkv, T, 1, d)
+    lam = lam.to(torch.promote_types(q.dtype, torch.float32)).expand(B, h, T, 1).reshape(B, v.shape[1], -1, T, 1)
+    return _Kernel.apply(q, k, v.unsqueeze(3), lam).flatten(1, 2)
+
+
+def _grouped(q: Tensor, kv_heads: int) -> Tensor:
+    """(B, H, ...) -> (B, Hkv, G, ...): the G query heads of each key/value head."""
+    return q.unflatten(1, (kv_heads, -1))
+
+
+# ---------------------------------------- the compiled library
+
+
+def missing() -> str | None:
+    """Why the kernel cannot be used here, in one line; None if it can. The first call on a machine compiles it."""
+    return _failure()
+
+
+# A constant for torch.compile, as torch.compiler.assume_constant_result makes it (backends.card has the reason).
+missing._dynamo_marked_constant = True
+
+
+@cache
+def _failure() -> str | None:
+    try:
+        _library()
+    except (OSError, subprocess.SubprocessError) as error:
+        reason = (getattr(error, "stderr", None) or str(error)).strip().split("\n")[-1]
+        return f"the cpu backend needs a C++ compiler with OpenMP ({reason}): install g++, or use model.backend=sdpa"
+    return None
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    """The compiled kernel. OSError or subprocess.SubprocessError without a compiler that can make it."""
+    if sys.platform == "win32":
+        raise OSError("not on Windows")
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    if not compiler:
+        raise OSError("found none")
+    kept = _folder() / f"attention-{_fingerprint(compiler)}.so"
+    with suppress(OSError):
+        return ctypes.CDLL(str(kept))
+    with tempfile.TemporaryDirectory() as folder:
+        made = Path(folder) / "attention.so"
+        _compile(compiler, made)
+        with suppress(OSError):  # a folder that cannot be written: the next process compiles again
+            kept.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            part = kept.with_suffix(f".{os.getpid()}")
+            shutil.copyfile(made, part)
+            part.replace(kept)
+        return ctypes.CDLL(str(made))
+
+
+def _compile(compiler: str, to: Path) -> None:
+    for tuned in TUNED:
+        command = [*shlex.split(compiler), *OPTIONS, *tuned, str(SOURCE), "-o", str(to)]
+        try:
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
+            return
+        except subprocess.CalledProcessError as error:
+            failed = error
+    raise failed
+
+
+def _folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "attention-noise")
+
+
+def _fingerprint(compiler: str) -> str:
+    """What the library depends on: the source, the compiler and its options, and the processor that it was compiled for."""
+    processor = platform.processor()
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n")
+        processor = next((line for line in lines if line.lower().startswith(("flags", "features"))), processor)
+    text = f"{SOURCE.read_text(encoding='utf-8')} {compiler} {OPTIONS} {TUNED} {platform.machine()} {processor}"
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+class _View(ctypes.Structure):
+    _fields_ = [("data", ctypes.c_void_p), ("strides", ctypes.c_int64 * 5)]
+
+
+class _Call(ctypes.Structure):
+    SIZES = ("B", "M", "C", "K", "G", "T", "n", "d", "dv", "threads")
+    TENSORS = ("q", "k", "v", "lam", "out", "grad", "dq", "dk", "dv_", "dlam")
+    _fields_ = [(name, ctypes.c_int64) for name in SIZES] + [(name, _View) for name in TENSORS]
+
+
+def _call(q: Tensor, k: Tensor, v: Tensor, lam: Tensor | None, **others: Tensor | None) -> None:
+    """Run the kernel: forward if `others` has out; backward if it has grad, dq, dk, dv_ and dlam."""
+    B, M, K, G, T, d = q.shape
+    call = _Call(B, M, k.shape[1], K, G, T, k.shape[4], d, v.shape[-1], torch.get_num_threads())
+    tensors = {"q": _in_line(q), "k": _in_line(k), "v": _in_line(v), "lam": lam, **others}
+    for name, x in tensors.items():
+        if x is not None:
+            view = getattr(call, name)
+            view.data, view.strides[: x.dim() - 1] = x.data_ptr(), x.stride()[:-1]
+    getattr(_library(), KINDS[q.dtype])(ctypes.byref(call), "grad" in others)
+
+
+def _in_line(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+# ---------------------------------------- the operator
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, lam: Tensor | None) -> Tensor:
+    """q (B, M, K, G, T, d), k (B, C, K, T, n, d), v (B, K, T, n, dv), lam (B, K, G, T, 1) for M = 2 -> (B, K, G, T, dv)."""
+    out = _output(q, k, v, lam)
+    _call(q, k, v, lam, out=out)
+    return out
+
+
+def _output(q: Tensor, k: Tensor, v: Tensor, lam: Tensor | None) -> Tensor:
+    """An empty output with the memory layout (B, T, K, G, dv), so that merging the heads copies nothing."""
+    B, _, K, G, T, _ = q.shape
+    return v.new_empty(B, T, K, G, v.shape[-1]).permute(0, 2, 3, 1, 4)
+
+
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, lam: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v and lam (empty if lam is None), from the gradient of the output."""
+    dq, dk, dv, dlam = found = _gradients(grad, q, k, v, lam)
+    _call(q, k, v, lam, grad=_in_line(grad), dq=dq, dk=dk, dv_=dv, dlam=None if lam is None else dlam)
+    return found
+
+
+def _gradients(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, lam: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Empty gradients with positions before heads in memory, as in the projections that make q, k and v."""
+    B, M, K, G, T, d = q.shape
+    C, n, dv = k.shape[1], k.shape[4], v.shape[-1]
+    return (
+        q.new_empty(B, T, K, G, M, d).permute(0, 4, 2, 3, 1, 5),
+        k.new_empty(B, T, n, K, C, d).permute(0, 4, 3, 1, 2, 5),
+        v.new_empty(B, T, n, K, dv).permute(0, 3, 1, 2, 4),
+        q.new_empty(0) if lam is None else lam.new_empty(lam.shape),
+    )
+
+
+def _over_samples(operator: Callable) -> Callable:
+    """For torch.vmap: the samples become sequences of the batch."""
+
+    def run(info, dims: tuple, *inputs: Tensor | None) -> tuple:  # noqa: ANN001
+        size = info.batch_size
+        merged = [
+            x if x is None else (x.expand(size, *x.shape) if at is None else x.movedim(at, 0)).flatten(0, 1)
+            for x, at in zip(inputs, dims, strict=True)
+        ]
+        found = operator(*merged)
+        if isinstance(found, Tensor):
+            return found.unflatten(0, (size, -1)), 0
+        return tuple(x.reshape(size, -1, *x.shape[1:]) if x.numel() else x.expand(size, 0) for x in found), (0,) * 4
+
+    return run
+
+
+def _operator(name: str, signature: str, run: Callable, empty: Callable) -> Callable:
+    """Define a torch operator, which torch.compile and torch.export call without looking inside."""
+    full = f"{PACKAGE}::{name}"
+    torch.library.define(full, signature)
+    torch.library.impl(full, "cpu", run)
+    torch.library.register_fake(full, empty)
+    found = getattr(getattr(torch.ops, PACKAGE), name).default
+    torch.library.register_vmap(full, _over_samples(found))
+    return found
+
+
+FORWARD = _operator("attend", "(Tensor q, Tensor k, Tensor v, Tensor? lam) -> Tensor", _forward, _output)
+BACKWARD = _operator(
+    "attend_backward",
+    "(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? lam) -> (Tensor, Tensor, Tensor, Tensor)",
+    _backward,
+    _gradients,
+)
+
+
+class _Kernel(torch.autograd.Function):
+    """The operator and its gradients, for torch.func too."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(q: Tensor, k: Tensor, v: Tensor, lam: Tensor | None) -> Tensor:
+        return FORWARD(q, k, v, lam)
+
+    @staticmethod
+    def setup_context(ctx, inputs: tuple, output: Tensor) -> None:  # noqa: ANN001
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN001
+        inputs = ctx.saved_tensors  # read once: activation checkpointing refuses to make them for a second read
+        *grads, dlam = BACKWARD(grad, *inputs)
+        return *grads, None if inputs[3] is None else dlam

@@ -1,0 +1,183 @@
+"""The C++ kernel: exact on awkward shapes, in every dtype; how it is compiled, kept and refused."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from model.attention import reference
+from model.attention.baseline import BaselineAttention
+from model.attention.kernels import cpu
+
+needs_compiler = pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing()))
+
+# B, key/value heads, query heads of each, T, d, dv, key sets; blocks have 36 rows, vectors 4, 8 or 16 numbers
+UNIONS = [
+    (1, 1, 1, 1, 1, 1, 1), (2, 3, 1, 2, 7, 5, 1), (1, 2, 3, 35, 16, 32, 1), (2, 1, 2, 36, 20, 40, 2), (1, 1, 1, 37, 64, 3, 3),
+    (1, 2, 1, 72, 33, 65, 1), (3, 1, 1, 73, 32, 32, 1), (1, 1, 2, 145, 128, 256, 2),
+]  # fmt: skip
+# B, key/value heads, query heads of each, T, d, dv, keys per key/value head
+DIFFERENCES = [
+    (1, 1, 1, 1, 2, 4, 2), (2, 3, 1, 2, 7, 5, 1), (1, 2, 3, 35, 16, 32, 2), (2, 1, 2, 37, 20, 40, 1), (1, 2, 2, 72, 33, 65, 2),
+    (2, 1, 1, 73, 64, 128, 2), (1, 1, 2, 145, 128, 256, 1),
+]  # fmt: skip
+
+
+def union(shape: tuple[int, ...], dtype: torch.dtype = torch.float64, scale: float = 1.0) -> list[Tensor]:
+    """q, keys, values, and the gradient of the output. Positions lie before heads in memory, as in a model."""
+    B, K, G, T, d, dv, n = shape
+    generator = torch.Generator().manual_seed(sum(shape))
+    sizes = [(K * G, d), *[(K, d)] * n, *[(K, dv)] * n, (K * G, dv)]
+    made = [torch.randn(B, T, H, width, generator=generator, dtype=torch.float64) * scale for H, width in sizes]
+    return [x.to(dtype).transpose(1, 2).requires_grad_() for x in made]
+
+
+def difference(shape: tuple[int, ...], dtype: torch.dtype = torch.float64, scale: float = 1.0) -> list[Tensor]:
+    """q, k, v, lam, and the gradient of the output."""
+    B, K, G, T, d, dv, keys = shape
+    generator = torch.Generator().manual_seed(sum(shape))
+    sizes = [(B, K * G, 2, T, d), (B, K, keys, T, d), (B, K, T, dv), (B, K * G, T, 1), (B, K * G, T, dv)]
+    made = [torch.randn(size, generator=generator, dtype=torch.float64) * scale for size in sizes]
+    return [
+        x.to(dtype if i != 3 or dtype == torch.float64 else torch.float32).requires_grad_() for i, x in enumerate(made)
+    ]
+
+
+def run(inputs: list[Tensor]) -> list[Tensor]:
+    """The kernel's output and gradients."""
+    *inputs, grad = inputs
+    if inputs[0].dim() == 5:
+        out = cpu.attend_diff(*inputs)
+    else:
+        n = len(inputs) // 2
+        out = cpu.attend(inputs[0], inputs[1 : 1 + n], inputs[1 + n :])
+    return [out, *torch.autograd.grad(out, inputs, grad)]
+
+
+def exact(inputs: list[Tensor]) -> list[Tensor]:
+    """The N x N formulas in float64 for the same numbers."""
+    *inputs, grad = [x.detach().double().requires_grad_() for x in inputs]
+    T, n, h = inputs[0].shape[-2], len(inputs) // 2, inputs[0].shape[1]
+    see, whole = (
+        torch.ones(1, 1, T, T, dtype=torch.bool).tril(),
+        [x.repeat_interleave(h // x.shape[1], 1) for x in inputs],
+    )
+    if inputs[0].dim() == 5:
+        out = reference.attend_diff(whole[0], whole[1].expand(-1, -1, 2, -1, -1), *whole[2:], see)
+    else:
+        keys, values = torch.cat(whole[1 : 1 + n], -2), torch.cat(whole[1 + n :], -2)
+        out = reference.attend(whole[0], keys, values, see.repeat(1, 1, 1, n))
+    return [out, *torch.autograd.grad(out, inputs, grad)]
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "inputs", [*map(union, UNIONS), *map(difference, DIFFERENCES)], ids=lambda x: str(list(x[0].shape))
+)
+def test_in_float64_it_is_the_formula(inputs: list[Tensor]) -> None:
+    for got, want in zip(run(inputs), exact(inputs), strict=True):
+        assert got.shape == want.shape
+        torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
+
+
+@needs_compiler
+@pytest.mark.parametrize("scale", (0.1, 1.0, 6.0))
+@pytest.mark.parametrize(("dtype", "tolerance"), ((torch.float32, 1e-6), (torch.bfloat16, 2**-9)))
+def test_other_dtypes_are_rounded_once(dtype: torch.dtype, tolerance: float, scale: float) -> None:
+    """In relative norm: bfloat16 costs what rounding an exact result costs, at most half of its last digit's 2^-8.
+
+    The scores of scale 6 are of the order of 400: maps with one visible key.
+    """
+    for inputs in (union((2, 2, 2, 75, 32, 48, 2), dtype, scale), difference((2, 2, 2, 75, 32, 48, 2), dtype, scale)):
+        for got, want in zip(run(inputs), exact(inputs), strict=True):
+            error = (got.double() - want).norm() / want.norm()
+            # The error of an exponential grows with its argument.
+            assert error < tolerance * max(1, scale), (dtype, scale, list(got.shape))
+
+
+@needs_compiler
+def test_threads_change_no_bit() -> None:
+    inputs, found, threads = difference((3, 2, 1, 75, 16, 32, 2), torch.float32), [], torch.get_num_threads()
+    try:
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            found.append(run(inputs))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(one, other) for each in found for one, other in zip(each, found[0], strict=True))
+
+
+@needs_compiler
+@pytest.mark.parametrize("wrong", (float("nan"), float("inf")))
+def test_what_is_not_a_number_reaches_the_rows_that_see_it(wrong: float) -> None:
+    q, k, v, _ = (x.detach() for x in union((1, 1, 1, 40, 16, 16, 1), torch.float32))
+    k[0, 0, 37] = wrong
+    out = cpu.attend(q.abs(), [k], [v])[0, 0]
+    assert out[:37].isfinite().all() and out[37:].isnan().all()
+
+
+@needs_compiler
+def test_a_large_lambda_and_equal_maps() -> None:
+    q, k, v, lam, grad = difference((1, 1, 1, 40, 16, 16, 2), torch.float32)
+    q, k = (x.detach()[:, :, :1].repeat(1, 1, 2, 1, 1).requires_grad_() for x in (q, k))
+    huge = torch.full_like(lam, 4e8).requires_grad_()  # as in runs whose lambda ran away (docs/RESULTS.md)
+    for got, want in zip(run([q, k, v, huge, grad]), exact([q, k, v, huge, grad]), strict=True):
+        assert (got.double() - want).norm() <= 1e-6 * want.norm()
+
+
+# ---------------------------------------- how it is made
+
+
+@pytest.fixture
+def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache folder and nothing loaded, as at the first use."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    forget()
+    yield tmp_path / "attention-noise"
+    monkeypatch.undo()
+    forget()
+
+
+def forget() -> None:
+    cpu._failure.cache_clear()
+    cpu._library.cache_clear()
+
+
+@needs_compiler
+def test_it_is_compiled_once_and_kept(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cpu.missing() is None
+    (kept,) = fresh.iterdir()
+    forget()
+    monkeypatch.setattr(cpu, "_compile", lambda *given: pytest.fail("compiled again"))
+    assert cpu.missing() is None and list(fresh.iterdir()) == [kept]
+
+
+@needs_compiler
+def test_a_broken_library_is_compiled_again(fresh: Path) -> None:
+    assert cpu.missing() is None
+    (kept,) = fresh.iterdir()
+    kept.unlink()  # not written over: this process has mapped the file
+    kept.write_bytes(b"cut off")
+    forget()
+    assert cpu.missing() is None and kept.stat().st_size > 1000
+
+
+@needs_compiler
+def test_a_cache_folder_that_cannot_be_written_costs_only_the_time(fresh: Path) -> None:
+    fresh.write_text("a file where the folder should be", encoding="utf-8")
+    assert cpu.missing() is None
+
+
+@pytest.mark.parametrize(
+    ("compiler", "says"), (("/nowhere/g++", "No such file"), ("false", "returned non-zero exit status 1"))
+)
+def test_without_a_compiler_auto_takes_torchs_kernel_and_the_name_is_refused(
+    compiler: str, says: str, fresh: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", compiler)
+    module, x = BaselineAttention(d_model=32, n_head=4), torch.randn(2, 9, 32)
+    torch.testing.assert_close(module(x), BaselineAttention(d_model=32, n_head=4, backend="math")(x))
+    with pytest.raises(ValueError, match=f"{says}.*install g.., or use model.backend=sdpa$"):
+        BaselineAttention(d_model=32, n_head=4, backend="cpu")
+    assert not fresh.exists()
