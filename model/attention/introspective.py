@@ -181,7 +181,8 @@ class IntrospectiveAttention(Attention):
         """M_i U_i and M_i W_i, (B, hkv, T, width) and (B, hkv, T, value_width), by one product per key/value head."""
         m = torch.cat(memory, dim=-1).transpose(0, 1)  # (hkv, B, T, m_i)
         both = m.flatten(1, 2) @ torch.cat((self.memory_k[i - 1], self.memory_v[i - 1]), dim=-1)
-        return both.view(*m.shape[:-1], -1).transpose(0, 1).split((self.width, self.value_width), -1)
+        both = both.view(*m.shape[:-1], self.width + self.value_width).transpose(0, 1)  # (B, hkv, T, both widths)
+        return both.split((self.width, self.value_width), -1)
 
     def remembered(self, k: Tensor, v: Tensor, a: Tensor) -> list[Tensor]:
         """What later paths see of a path, each (B, hkv, T, m): keys, values (before RoPE), output a (B, T, D)."""

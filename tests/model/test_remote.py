@@ -39,7 +39,7 @@ def test_every_variant_generates_in_transformers_with_its_cache(name: str) -> No
 
 @pytest.mark.parametrize("name", ("diff_v2", "introspective_sequence", "gpt2"))
 def test_a_folder_with_its_own_code(name: str, tmp_path: Path) -> None:
-    model = randomized(name).float().eval()
+    model = randomized(name, backend="sdpa").float().eval()  # what the folder's `auto` is: our own kernels stay here
     assert write(model, tmp_path / name, "remote") == "remote"
     load = transformers.AutoModelForCausalLM.from_pretrained
     exported, report = load(tmp_path / name, trust_remote_code=True, output_loading_info=True)
@@ -51,7 +51,7 @@ def test_a_folder_with_its_own_code(name: str, tmp_path: Path) -> None:
     exported.save_pretrained(tmp_path / "again")
     again = load(tmp_path / "again", trust_remote_code=True).eval()
     assert apart(again, model, vocab=50) == 0
-    assert apart(exported, loaded(tmp_path / "again"), vocab=50) == 0
+    assert apart(exported, loaded(tmp_path / "again"), vocab=50) < EXACT
     half = load(tmp_path / name, trust_remote_code=True, dtype=torch.bfloat16).eval()
     assert half(x).logits.dtype == torch.bfloat16 and generated(half, x).shape == (2, 17)
 
