@@ -6,7 +6,7 @@
 //
 // Letters, as in cpu.py: B sequences, M maps (2: their difference), C maps with keys of their own, K key/value heads, G query
 // heads of each, T positions with n keys each, widths d and dv. A row of `width` numbers lies in a line of whole vectors: the
-// numbers behind its end are zero.
+// numbers behind its end are zero (key_line, value_line, map_line: lengths of such lines).
 
 #include <algorithm>
 #include <cmath>
@@ -170,7 +170,7 @@ struct View {
 // q (B, M, K, G, T, d), k (B, C, K, T, n, d), v (B, K, T, n, dv), lam (B, K, G, T, 1) in F, out (B, K, G, T, dv); gradients.
 struct Call {
   int64_t B, M, C, K, G, T, n, d, dv, threads;
-  View q, k, v, lam, out, grad, dq, dk, dv_, dlam;
+  View q, k, v, lam, out, grad_out, grad_q, grad_k, grad_v, grad_lam;
 };
 
 struct BFloat16 {
@@ -208,7 +208,7 @@ template <class E, class F> struct Head {
   const Call& c;
   const int64_t b, h;
   Memory<F>& memory;
-  const int64_t S = c.T * c.n, line = whole<F>(S), d = whole<F>(c.d), dv = whole<F>(c.dv);
+  const int64_t S = c.T * c.n, map_line = whole<F>(S), key_line = whole<F>(c.d), value_line = whole<F>(c.dv);
   const F factor = 1 / std::sqrt(F(c.d));
 
   // `rows` rows of `width` numbers, `stride` apart, into lines of whole vectors.
@@ -224,22 +224,22 @@ template <class E, class F> struct Head {
       for (int64_t j = 0; j < width; j++) narrow(to[j], from[j]);
   }
 
-  F* keys(int64_t m) const {  // (S, d)
-    F* to = memory.take(S * d);
-    for (int64_t t = 0; t < c.T; t++) read(c.k.at<E>(b, m, h, t), c.k.strides[4], c.n, c.d, to + t * c.n * d);
+  F* keys(int64_t m) const {  // (S, key_line)
+    F* to = memory.take(S * key_line);
+    for (int64_t t = 0; t < c.T; t++) read(c.k.at<E>(b, m, h, t), c.k.strides[4], c.n, c.d, to + t * c.n * key_line);
     return to;
   }
-  F* values() const {  // (S, dv)
-    F* to = memory.take(S * dv);
-    for (int64_t t = 0; t < c.T; t++) read(c.v.at<E>(b, h, t), c.v.strides[3], c.n, c.dv, to + t * c.n * dv);
+  F* values() const {  // (S, value_line)
+    F* to = memory.take(S * value_line);
+    for (int64_t t = 0; t < c.T; t++) read(c.v.at<E>(b, h, t), c.v.strides[3], c.n, c.dv, to + t * c.n * value_line);
     return to;
   }
-  F* turned(const F* from, int64_t width) const {  // (S, width) -> (width, line)
-    F* to = memory.take(width * line);
+  F* turned(const F* from, int64_t width) const {  // (S, width) -> (width, map_line)
+    F* to = memory.take(width * map_line);
     for (int64_t first = 0; first < width; first += 16)  // a cache line of `from` at a time
       for (int64_t i = 0; i < S; i++)
-        for (int64_t j = first; j < std::min(first + 16, width); j++) to[j * line + i] = from[i * whole<F>(width) + j];
-    for (int64_t j = 0; j < width; j++) std::fill(to + j * line + S, to + (j + 1) * line, F(0));
+        for (int64_t j = first; j < std::min(first + 16, width); j++) to[j * map_line + i] = from[i * whole<F>(width) + j];
+    for (int64_t j = 0; j < width; j++) std::fill(to + j * map_line + S, to + (j + 1) * map_line, F(0));
     return to;
   }
   F* zeros(int64_t size) const {
@@ -248,31 +248,32 @@ template <class E, class F> struct Head {
     return to;
   }
 
-  // Numerators of map m in the rows of a block, and in `sums` their denominators. q (R, d) receives the scaled queries.
+  // Numerators of map m in the rows of a block, and in `sums` their denominators. q (R, key_line) receives the scaled queries.
   void maps(int64_t m, int64_t g, int64_t start, int64_t R, const F* turned_keys, F* q, F* to, F* sums) const {
     const int64_t width = whole<F>((start + R) * c.n);
     read(c.q.at<E>(b, m, h, g, start), c.q.strides[4], R, c.d, q, factor);
-    product<F>(R, width, c.d, {q, d, 1}, turned_keys, line, to, line);
-    for (int64_t i = 0; i < R; i++) sums[i] = exponentials(to + i * line, (start + i + 1) * c.n, width);
+    product<F>(R, width, c.d, {q, key_line, 1}, turned_keys, map_line, to, map_line);
+    for (int64_t i = 0; i < R; i++) sums[i] = exponentials(to + i * map_line, (start + i + 1) * c.n, width);
   }
   F lam(int64_t g, int64_t t) const { return *c.lam.at<F>(b, h, g, t); }
 
   void forward() const {
     F *turned_keys[2], *map[2], sums[2][HEIGHT];
     for (int64_t m = 0; m < c.C; m++) turned_keys[m] = turned(keys(m), c.d);
-    for (int64_t m = 0; m < c.M; m++) map[m] = memory.take(HEIGHT * line);
-    F *v = values(), *q = memory.take(HEIGHT * d), *out = memory.take(HEIGHT * dv);
+    for (int64_t m = 0; m < c.M; m++) map[m] = memory.take(HEIGHT * map_line);
+    F *v = values(), *q = memory.take(HEIGHT * key_line), *out = memory.take(HEIGHT * value_line);
     for (int64_t g = 0; g < c.G; g++)
       for (int64_t start = 0; start < c.T; start += HEIGHT) {
         const int64_t R = std::min<int64_t>(HEIGHT, c.T - start), seen = (start + R) * c.n;
         for (int64_t m = 0; m < c.M; m++) maps(m, g, start, R, turned_keys[m % c.C], q, map[m], sums[m]);
         if (c.M == 2)
           for (int64_t i = 0; i < R; i++) {
-            F *one = map[0] + i * line, *two = map[1] + i * line, over = lam(g, start + i) * sums[0][i] / sums[1][i];
+            F *one = map[0] + i * map_line, *two = map[1] + i * map_line;
+            const F over = lam(g, start + i) * sums[0][i] / sums[1][i];
             for (int64_t j = 0; j < whole<F>(seen); j += WIDTH<F>) store(one + j, load(one + j) - over * load(two + j));
           }
-        product<F>(R, dv, seen, {map[0], line, 1}, v, dv, out, dv);
-        for (int64_t i = 0; i < R; i++) scale(out + i * dv, dv, 1 / sums[0][i]);
+        product<F>(R, value_line, seen, {map[0], map_line, 1}, v, value_line, out, value_line);
+        for (int64_t i = 0; i < R; i++) scale(out + i * value_line, value_line, 1 / sums[0][i]);
         write(c.out.at<E>(b, h, g, start), c.out.strides[3], R, c.dv, out);
       }
   }
@@ -281,35 +282,37 @@ template <class E, class F> struct Head {
   // dK = dS' Q; dS of the second map is multiplied by -lam, and dlam = -rowsum(P2 dW).
   void backward() const {
     F *k[2], *turned_keys[2], *dk[2], *q[2], *map[2], sums[HEIGHT];
-    for (int64_t m = 0; m < c.C; m++) k[m] = keys(m), turned_keys[m] = turned(k[m], c.d), dk[m] = zeros(S * d);
-    for (int64_t m = 0; m < c.M; m++) q[m] = memory.take(HEIGHT * d), map[m] = memory.take(HEIGHT * line);
-    F *turned_values = turned(values(), c.dv), *dv_sum = zeros(S * dv), *w = c.M == 2 ? memory.take(HEIGHT * line) : map[0];
-    F *dw = memory.take(HEIGHT * line), *grad = memory.take(HEIGHT * dv), *dq = memory.take(HEIGHT * d);
+    for (int64_t m = 0; m < c.C; m++) k[m] = keys(m), turned_keys[m] = turned(k[m], c.d), dk[m] = zeros(S * key_line);
+    for (int64_t m = 0; m < c.M; m++) q[m] = memory.take(HEIGHT * key_line), map[m] = memory.take(HEIGHT * map_line);
+    F *turned_values = turned(values(), c.dv), *dv_sum = zeros(S * value_line);
+    F* w = c.M == 2 ? memory.take(HEIGHT * map_line) : map[0];
+    F *dw = memory.take(HEIGHT * map_line), *grad = memory.take(HEIGHT * value_line), *dq = memory.take(HEIGHT * key_line);
     for (int64_t g = 0; g < c.G; g++)
       for (int64_t start = 0; start < c.T; start += HEIGHT) {
         const int64_t R = std::min<int64_t>(HEIGHT, c.T - start), seen = (start + R) * c.n, width = whole<F>(seen);
-        read(c.grad.at<E>(b, h, g, start), c.grad.strides[3], R, c.dv, grad);
-        product<F>(R, width, c.dv, {grad, dv, 1}, turned_values, line, dw, line);
+        read(c.grad_out.at<E>(b, h, g, start), c.grad_out.strides[3], R, c.dv, grad);
+        product<F>(R, width, c.dv, {grad, value_line, 1}, turned_values, map_line, dw, map_line);
         for (int64_t m = 0; m < c.M; m++) {
           maps(m, g, start, R, turned_keys[m % c.C], q[m], map[m], sums);
-          for (int64_t i = 0; i < R; i++) scale(map[m] + i * line, width, 1 / sums[i]);
+          for (int64_t i = 0; i < R; i++) scale(map[m] + i * map_line, width, 1 / sums[i]);
         }
         if (c.M == 2)
           for (int64_t i = 0; i < R; i++)
-            for (int64_t at = i * line; at < i * line + width; at += WIDTH<F>)
+            for (int64_t at = i * map_line; at < i * map_line + width; at += WIDTH<F>)
               store(w + at, load(map[0] + at) - lam(g, start + i) * load(map[1] + at));
-        product<F>(seen, dv, R, {w, 1, line}, grad, dv, dv_sum, dv, true);
+        product<F>(seen, value_line, R, {w, 1, map_line}, grad, value_line, dv_sum, value_line, true);
         for (int64_t m = 0; m < c.M; m++) {
-          for (int64_t i = 0; i < R; i++) scores(m, g, start + i, map[m] + i * line, dw + i * line, width);
-          product<F>(R, d, seen, {map[m], line, 1}, k[m % c.C], d, dq, d);
-          scale(dq, R * d, factor);
-          write(c.dq.at<E>(b, m, h, g, start), c.dq.strides[4], R, c.d, dq);
-          product<F>(seen, d, R, {map[m], 1, line}, q[m], d, dk[m % c.C], d, true);
+          for (int64_t i = 0; i < R; i++) scores(m, g, start + i, map[m] + i * map_line, dw + i * map_line, width);
+          product<F>(R, key_line, seen, {map[m], map_line, 1}, k[m % c.C], key_line, dq, key_line);
+          scale(dq, R * key_line, factor);
+          write(c.grad_q.at<E>(b, m, h, g, start), c.grad_q.strides[4], R, c.d, dq);
+          product<F>(seen, key_line, R, {map[m], 1, map_line}, q[m], key_line, dk[m % c.C], key_line, true);
         }
       }
     for (int64_t t = 0; t < c.T; t++) {
-      for (int64_t m = 0; m < c.C; m++) write(c.dk.at<E>(b, m, h, t), c.dk.strides[4], c.n, c.d, dk[m] + t * c.n * d);
-      write(c.dv_.at<E>(b, h, t), c.dv_.strides[3], c.n, c.dv, dv_sum + t * c.n * dv);
+      for (int64_t m = 0; m < c.C; m++)
+        write(c.grad_k.at<E>(b, m, h, t), c.grad_k.strides[4], c.n, c.d, dk[m] + t * c.n * key_line);
+      write(c.grad_v.at<E>(b, h, t), c.grad_v.strides[3], c.n, c.dv, dv_sum + t * c.n * value_line);
     }
   }
 
@@ -318,7 +321,7 @@ template <class E, class F> struct Head {
     Vec<F> sums{};
     for (int64_t j = 0; j < width; j += WIDTH<F>) sums += load(p + j) * load(dw + j);
     const F mean = total<F>(sums), times = m ? -lam(g, t) : 1;
-    if (m) *c.dlam.at<F>(b, h, g, t) = -mean;
+    if (m) *c.grad_lam.at<F>(b, h, g, t) = -mean;
     for (int64_t j = 0; j < width; j += WIDTH<F>) store(p + j, load(p + j) * (load(dw + j) - mean) * times);
   }
 };

@@ -138,12 +138,12 @@ class _View(ctypes.Structure):
 
 class _Call(ctypes.Structure):
     SIZES = ("B", "M", "C", "K", "G", "T", "n", "d", "dv", "threads")
-    TENSORS = ("q", "k", "v", "lam", "out", "grad", "dq", "dk", "dv_", "dlam")
+    TENSORS = ("q", "k", "v", "lam", "out", "grad_out", "grad_q", "grad_k", "grad_v", "grad_lam")
     _fields_ = [(name, ctypes.c_int64) for name in SIZES] + [(name, _View) for name in TENSORS]
 
 
 def _call(q: Tensor, k: Tensor, v: Tensor, lam: Tensor | None, **others: Tensor | None) -> None:
-    """Run the kernel: forward if `others` has out; backward if it has grad, dq, dk, dv_ and dlam."""
+    """Run the kernel: forward if `others` has out; backward if it has grad_out and the gradients to fill."""
     B, M, K, G, T, d = q.shape
     call = _Call(B, M, k.shape[1], K, G, T, k.shape[4], d, v.shape[-1], torch.get_num_threads())
     tensors = {"q": _in_line(q), "k": _in_line(k), "v": _in_line(v), "lam": lam, **others}
@@ -151,7 +151,7 @@ def _call(q: Tensor, k: Tensor, v: Tensor, lam: Tensor | None, **others: Tensor 
         if x is not None:
             view = getattr(call, name)
             view.data, view.strides[: x.dim() - 1] = x.data_ptr(), x.stride()[:-1]
-    getattr(_library(), KINDS[q.dtype])(ctypes.byref(call), "grad" in others)
+    getattr(_library(), KINDS[q.dtype])(ctypes.byref(call), "grad_out" in others)
 
 
 def _in_line(x: Tensor) -> Tensor:
@@ -179,7 +179,8 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and lam (empty if lam is None), from the gradient of the output."""
     dq, dk, dv, dlam = found = _gradients(grad, q, k, v, lam)
-    _call(q, k, v, lam, grad=_in_line(grad), dq=dq, dk=dk, dv_=dv, dlam=None if lam is None else dlam)
+    filled = {"grad_q": dq, "grad_k": dk, "grad_v": dv, "grad_lam": None if lam is None else dlam}
+    _call(q, k, v, lam, grad_out=_in_line(grad), **filled)
     return found
 
 
