@@ -13,6 +13,7 @@ from typing import Any
 
 from configs.files import json_text, read_json_lines, write_atomic
 from eval.report.runs import Run, SpikeConfig, settings_of
+from model.config import decoder_config
 from training.run import DECIDES, TrainConfig, flatten
 
 LONGEST = 32  # a record leaves out longer lists of numbers
@@ -48,10 +49,23 @@ def record_of(run: Run) -> Record:
 
 def run_of(record: Record, spike: SpikeConfig | None = None) -> Run:
     """The run that a record describes, without what the record leaves out."""
-    same = {key: record[key] for key in AS_IN_A_RUN}
-    config = nested({**flatten(asdict(TrainConfig())), **record["config"]})
+    same, config = {key: record[key] for key in AS_IN_A_RUN}, recorded_config(record)
     counted = {key: record[key] for key in ("loss", "spikes", *OPTIONAL_LOSSES) if key in record}
     return Run(Path(record["run"]), record["run"], config=config, spike=spike or SpikeConfig(), counted=counted, **same)
+
+
+def recorded_config(record: Record) -> dict[str, Any]:
+    """The configuration of the run that a record describes: what the record leaves out has its default.
+
+    A record from before an option lacks the value that train.py fills in for this option, so it is filled in here.
+    """
+    config = nested({**flatten(asdict(TrainConfig())), **record["config"]})
+    return config | {"model": asdict(decoder_config(config["model"]).filled())}
+
+
+def describes(record: Record, config: TrainConfig) -> bool:
+    """Whether a run with this configuration has the record's losses."""
+    return differing(recorded_config(record)) == differing(asdict(config))
 
 
 def thinned(lines: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:

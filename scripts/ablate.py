@@ -32,7 +32,7 @@ from eval import tuning
 from eval.common import variant
 from eval.experiment import AblateConfig, arm_list, compare_parameters, evaluation_commands, refuse_metrics, seed_list
 from eval.overlap import overlaps, refuse_overlap
-from eval.records import TRIAL, differing, records_of
+from eval.records import TRIAL, describes, records_of
 from eval.report import mixed
 from eval.report.figures import slug
 from eval.report.grid import Comparison, draw_ablation, fit_rows
@@ -128,7 +128,7 @@ class Study:
         config, flops = self._config(arm, own), arm.facts["flops_per_token"]
         run = Run(arm.name, seed, folder, merged(arm.overrides, own), config, evaluations, flops)
         record = self.records.get(name)
-        if record and record["config"] == differing(asdict(config)) and not checkpoints(folder):
+        if record and describes(record, config) and not checkpoints(folder):
             run.record = record
         elif (folder / "config.yaml").is_file():
             refuse_other_config(folder, asdict(config), advice="repeat its overrides, or start anew with name=OTHER")

@@ -2,13 +2,15 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from eval.records import POINTS, TRIAL_POINTS, record_of, rounded, run_of, thinned
+import train  # noqa: F401  # registers its schema
+from eval.records import POINTS, TRIAL_POINTS, describes, differing, record_of, rounded, run_of, thinned
 from eval.report.runs import read_run, refuse_other_settings
-from eval.study import evaluation_command, result_file
+from eval.study import evaluation_command, result_file, train_config
 
 
 def evaluated(folder: Path, name: str, results: dict, **settings: object) -> None:
@@ -46,6 +48,17 @@ def test_a_record_has_every_number_that_may_judge_a_trial(make_run: Callable[...
     for name in ("loss", "loss_text", "loss_retrieval", "val_loss", "spikes", "seconds", "tokens"):
         assert record.value(f"train.{name}") == run.value(f"train.{name}") is not None
     assert "loss_text" not in record_of(read_run(make_run("b-s1")))
+
+
+def test_a_record_from_before_an_option_describes_the_same_run() -> None:
+    """Such a record lacks what train.py fills in for the option; a record of another value is of another run."""
+    config = train_config(["model=diff", "data=stdlib", "model.qkv_bias=null", "seed=3"])
+    own = differing(asdict(config))
+    assert own["model.qkv_bias"] is False
+    older = {"config": {key: value for key, value in own.items() if key != "model.qkv_bias"}}
+    assert describes(older, config)
+    assert not describes({"config": own | {"model.qkv_bias": True}}, config)
+    assert not describes({"config": own | {"seed": 4}}, config)
 
 
 @pytest.mark.parametrize(
