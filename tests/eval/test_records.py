@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-import train  # noqa: F401  # registers its schema
 from eval.records import POINTS, TRIAL_POINTS, describes, differing, record_of, rounded, run_of, thinned
 from eval.report.runs import read_run, refuse_other_settings
-from eval.study import evaluation_command, result_file, train_config
+from eval.study import evaluation_command, result_file
+from model.config import DecoderConfig
+from training.run import TrainConfig
 
 
 def evaluated(folder: Path, name: str, results: dict, **settings: object) -> None:
@@ -52,7 +53,7 @@ def test_a_record_has_every_number_that_may_judge_a_trial(make_run: Callable[...
 
 def test_a_record_from_before_an_option_describes_the_same_run() -> None:
     """Such a record lacks what train.py fills in for the option; a record of another value is of another run."""
-    config = train_config(["model=diff", "data=stdlib", "model.qkv_bias=null", "seed=3"])
+    config = TrainConfig(model=DecoderConfig(layers="d", vocab_size=7).filled(), seed=3)
     own = differing(asdict(config))
     assert own["model.qkv_bias"] is False
     older = {"config": {key: value for key, value in own.items() if key != "model.qkv_bias"}}
