@@ -25,8 +25,9 @@ constexpr int BYTES = 32, COLUMNS = 2;
 #else
 constexpr int BYTES = 16, COLUMNS = 4;
 #endif
-constexpr int TILE = 6;      // rows of a tile
-constexpr int HEIGHT = 36;   // query rows of a block
+constexpr int TILE = 6;     // rows of a tile
+constexpr int HEIGHT = 24;  // query rows of a block
+constexpr int AHEAD = 8;    // rows that are fetched ahead: the rows of one head lie far apart
 
 template <class F> struct Lanes;
 template <> struct Lanes<float> {
@@ -48,10 +49,22 @@ template <class F> static inline void store(F* p, Vec<F> x) { *reinterpret_cast<
 
 template <class F> static int64_t whole(int64_t n) { return (n + WIDTH<F> - 1) / WIDTH<F> * WIDTH<F>; }
 
-template <class F> static F total(Vec<F> x) {
-  F sum = 0;
-  for (int i = 0; i < WIDTH<F>; i++) sum += x[i];
-  return sum;
+// All lanes of x joined by `join`, half with half.
+template <int SIZE, class F, class X, class Join> static inline F joined(X x, Join join) {
+  if constexpr (SIZE == sizeof(F)) {
+    return x[0];
+  } else {
+    typedef F Half __attribute__((vector_size(SIZE / 2)));
+    Half halves[2];
+    std::memcpy(halves, &x, SIZE);
+    return joined<SIZE / 2, F>(join(halves[0], halves[1]), join);
+  }
+}
+template <class F> static inline F total(Vec<F> x) {
+  return joined<BYTES, F>(x, [](auto a, auto b) { return a + b; });
+}
+template <class F> static inline F largest(Vec<F> x) {
+  return joined<BYTES, F>(x, [](auto a, auto b) { return a > b ? a : b; });
 }
 
 // exp(x) for x <= 0, to the last bits of a float: the polynomial of Cephes' expf (netlib.org/cephes, single/expf.c).
@@ -141,8 +154,7 @@ template <class F> static F exponentials(F* row, int64_t seen, int64_t width) {
     Vec<F> x = load(row + j);
     top = x > top ? x : top;
   }
-  F maximum = top[0];
-  for (int i = 1; i < W; i++) maximum = std::max<F>(maximum, top[i]);
+  const F maximum = largest<F>(top);
   for (int64_t j = 0; j < used; j += W) {
     Vec<F> x = exponential(load(row + j) - maximum);
     store(row + j, x);
@@ -211,35 +223,44 @@ template <class E, class F> struct Head {
   const int64_t S = c.T * c.n, map_line = whole<F>(S), key_line = whole<F>(c.d), value_line = whole<F>(c.dv);
   const F factor = 1 / std::sqrt(F(c.d));
 
-  // `rows` rows of `width` numbers, `stride` apart, into lines of whole vectors.
-  void read(const E* from, int64_t stride, int64_t rows, int64_t width, F* to, F times = 1) const {
-    const int64_t row = whole<F>(width);
-    for (int64_t i = 0; i < rows; i++, from += stride, to += row) {
+  // `rows` rows of `width` numbers, `stride` apart, into lines of whole vectors, `line` apart.
+  void read(const E* from, int64_t stride, int64_t rows, int64_t width, F* to, int64_t line, F times = 1) const {
+    for (int64_t i = 0; i < rows; i++, from += stride, to += line) {
+      for (int64_t j = 0; j < width; j += 64 / sizeof(E)) __builtin_prefetch(from + AHEAD * stride + j);
       for (int64_t j = 0; j < width; j++) to[j] = widened(from[j]) * times;
-      std::fill(to + width, to + row, F(0));
+      std::fill(to + width, to + whole<F>(width), F(0));
     }
   }
-  void write(E* to, int64_t stride, int64_t rows, int64_t width, const F* from) const {
-    for (int64_t i = 0; i < rows; i++, from += whole<F>(width), to += stride)
+  void write(E* to, int64_t stride, int64_t rows, int64_t width, const F* from, int64_t line) const {
+    for (int64_t i = 0; i < rows; i++, from += line, to += stride) {
+      for (int64_t j = 0; j < width; j += 64 / sizeof(E)) __builtin_prefetch(to + AHEAD * stride + j, 1);
       for (int64_t j = 0; j < width; j++) narrow(to[j], from[j]);
+    }
   }
 
-  F* keys(int64_t m) const {  // (S, key_line)
-    F* to = memory.take(S * key_line);
-    for (int64_t t = 0; t < c.T; t++) read(c.k.at<E>(b, m, h, t), c.k.strides[4], c.n, c.d, to + t * c.n * key_line);
+  F* keys(int64_t m) const {  // (map_line, key_line); the lines behind the S keys are zero
+    F* to = memory.take(map_line * key_line);
+    for (int64_t i = 0; i < c.n; i++)
+      read(c.k.at<E>(b, m, h, 0, i), c.k.strides[3], c.T, c.d, to + i * key_line, c.n * key_line);
+    std::fill(to + S * key_line, to + map_line * key_line, F(0));
     return to;
   }
-  F* values() const {  // (S, value_line)
-    F* to = memory.take(S * value_line);
-    for (int64_t t = 0; t < c.T; t++) read(c.v.at<E>(b, h, t), c.v.strides[3], c.n, c.dv, to + t * c.n * value_line);
+  F* values() const {  // (map_line, value_line); the lines behind the S values are zero
+    F* to = memory.take(map_line * value_line);
+    for (int64_t i = 0; i < c.n; i++)
+      read(c.v.at<E>(b, h, 0, i), c.v.strides[2], c.T, c.dv, to + i * value_line, c.n * value_line);
+    std::fill(to + S * value_line, to + map_line * value_line, F(0));
     return to;
   }
-  F* turned(const F* from, int64_t width) const {  // (S, width) -> (width, map_line)
+  F* turned(const F* from, int64_t width) const {  // map_line lines of `width` numbers -> (width, map_line)
     F* to = memory.take(width * map_line);
-    for (int64_t first = 0; first < width; first += 16)  // a cache line of `from` at a time
-      for (int64_t i = 0; i < S; i++)
-        for (int64_t j = first; j < std::min(first + 16, width); j++) to[j * map_line + i] = from[i * whole<F>(width) + j];
-    for (int64_t j = 0; j < width; j++) std::fill(to + j * map_line + S, to + (j + 1) * map_line, F(0));
+    const int64_t line = whole<F>(width);
+    for (int64_t i = 0; i < map_line; i += WIDTH<F>)
+      for (int64_t j = 0; j < width; j++) {
+        Vec<F> column;
+        for (int64_t lane = 0; lane < WIDTH<F>; lane++) column[lane] = from[(i + lane) * line + j];
+        store(to + j * map_line + i, column);
+      }
     return to;
   }
   F* zeros(int64_t size) const {
@@ -251,7 +272,7 @@ template <class E, class F> struct Head {
   // Numerators of map m in the rows of a block, and in `sums` their denominators. q (R, key_line) receives the scaled queries.
   void maps(int64_t m, int64_t g, int64_t start, int64_t R, const F* turned_keys, F* q, F* to, F* sums) const {
     const int64_t width = whole<F>((start + R) * c.n);
-    read(c.q.at<E>(b, m, h, g, start), c.q.strides[4], R, c.d, q, factor);
+    read(c.q.at<E>(b, m, h, g, start), c.q.strides[4], R, c.d, q, key_line, factor);
     product<F>(R, width, c.d, {q, key_line, 1}, turned_keys, map_line, to, map_line);
     for (int64_t i = 0; i < R; i++) sums[i] = exponentials(to + i * map_line, (start + i + 1) * c.n, width);
   }
@@ -274,7 +295,7 @@ template <class E, class F> struct Head {
           }
         product<F>(R, value_line, seen, {map[0], map_line, 1}, v, value_line, out, value_line);
         for (int64_t i = 0; i < R; i++) scale(out + i * value_line, value_line, 1 / sums[0][i]);
-        write(c.out.at<E>(b, h, g, start), c.out.strides[3], R, c.dv, out);
+        write(c.out.at<E>(b, h, g, start), c.out.strides[3], R, c.dv, out, value_line);
       }
   }
 
@@ -290,7 +311,7 @@ template <class E, class F> struct Head {
     for (int64_t g = 0; g < c.G; g++)
       for (int64_t start = 0; start < c.T; start += HEIGHT) {
         const int64_t R = std::min<int64_t>(HEIGHT, c.T - start), seen = (start + R) * c.n, width = whole<F>(seen);
-        read(c.grad_out.at<E>(b, h, g, start), c.grad_out.strides[3], R, c.dv, grad);
+        read(c.grad_out.at<E>(b, h, g, start), c.grad_out.strides[3], R, c.dv, grad, value_line);
         product<F>(R, width, c.dv, {grad, value_line, 1}, turned_values, map_line, dw, map_line);
         for (int64_t m = 0; m < c.M; m++) {
           maps(m, g, start, R, turned_keys[m % c.C], q[m], map[m], sums);
@@ -305,14 +326,14 @@ template <class E, class F> struct Head {
           for (int64_t i = 0; i < R; i++) scores(m, g, start + i, map[m] + i * map_line, dw + i * map_line, width);
           product<F>(R, key_line, seen, {map[m], map_line, 1}, k[m % c.C], key_line, dq, key_line);
           scale(dq, R * key_line, factor);
-          write(c.grad_q.at<E>(b, m, h, g, start), c.grad_q.strides[4], R, c.d, dq);
+          write(c.grad_q.at<E>(b, m, h, g, start), c.grad_q.strides[4], R, c.d, dq, key_line);
           product<F>(seen, key_line, R, {map[m], 1, map_line}, q[m], key_line, dk[m % c.C], key_line, true);
         }
       }
-    for (int64_t t = 0; t < c.T; t++) {
+    for (int64_t i = 0; i < c.n; i++) {
       for (int64_t m = 0; m < c.C; m++)
-        write(c.grad_k.at<E>(b, m, h, t), c.grad_k.strides[4], c.n, c.d, dk[m] + t * c.n * key_line);
-      write(c.grad_v.at<E>(b, h, t), c.grad_v.strides[3], c.n, c.dv, dv_sum + t * c.n * value_line);
+        write(c.grad_k.at<E>(b, m, h, 0, i), c.grad_k.strides[3], c.T, c.d, dk[m] + i * key_line, c.n * key_line);
+      write(c.grad_v.at<E>(b, h, 0, i), c.grad_v.strides[2], c.T, c.dv, dv_sum + i * value_line, c.n * value_line);
     }
   }
 
