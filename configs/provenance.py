@@ -16,7 +16,7 @@ def machine() -> dict[str, str | int]:
     import torch
 
     info: dict[str, str | int] = {
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "cores": os.cpu_count() or 1,
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
@@ -33,7 +33,8 @@ def machine() -> dict[str, str | int]:
     return info
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """The processor's name as the system gives it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from configs.provenance import cpu_name
+
 TIMEOUT = timedelta(minutes=10)  # until a process that does not answer counts as lost
 PATIENCE = 3.0  # seconds that a process with an error waits for the main process to report the same error
 
@@ -144,7 +146,11 @@ def _keep_freed_memory() -> None:
 
 
 def pick_dtype(wish: str, device: torch.device) -> torch.dtype:
-    """`auto`: bfloat16 autocast where the device multiplies it natively (CUDA, AVX512-BF16, AMX), else float32."""
+    """`auto`: bfloat16 autocast where the device multiplies bfloat16 faster than float32, else float32.
+
+    On CPUs this needs AMX or an AMD processor with AVX512-BF16. Intel's AVX512-BF16 is slower than its float32 (measured on an
+    Emerald Rapids whose virtual machine hides AMX: docs/PERFORMANCE.md).
+    """
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
     if wish != "auto":
         if wish not in dtypes:
@@ -152,5 +158,5 @@ def pick_dtype(wish: str, device: torch.device) -> torch.dtype:
         return dtypes[wish]
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
-    native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return torch.bfloat16 if native else torch.float32
+    fast = torch.cpu._is_amx_tile_supported() or (torch.cpu._is_avx512_bf16_supported() and "AMD" in cpu_name())
+    return torch.bfloat16 if fast else torch.float32

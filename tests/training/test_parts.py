@@ -11,8 +11,8 @@ from model.attention.gated import GatedConfig
 from model.config import DecoderConfig
 from model.decoder import Decoder
 from tests.variants import VARIANTS, config
-from training import checkpoint, validation
-from training.distributed import World
+from training import checkpoint, distributed, validation
+from training.distributed import World, pick_dtype
 from training.metrics import Metrics, peak_flops
 from training.optim import OptimConfig, build_optimizers, set_lr, state_tensors
 from training.schedule import lr_factor
@@ -135,6 +135,24 @@ def test_metrics_forget_what_a_resume_runs_again(tmp_path: Path) -> None:
     log.close()
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["loss"] for line in lines] == [1.0, 2.0, 30.0] and "mfu" not in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "amx", "avx512", "dtype"),
+    (
+        ("AMD EPYC 9R14", False, True, torch.bfloat16),
+        ("Intel(R) Xeon(R) Processor", True, True, torch.bfloat16),
+        ("Intel(R) Xeon(R) Processor", False, True, torch.float32),
+        ("AMD EPYC 7763", False, False, torch.float32),
+    ),
+)
+def test_the_dtype_of_a_cpu_is_the_one_that_it_multiplies_faster(
+    name: str, amx: bool, avx512: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distributed, "cpu_name", lambda: name)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512)
+    assert pick_dtype("auto", torch.device("cpu")) is dtype
 
 
 def test_a_cpu_has_no_peak_in_the_table() -> None:
