@@ -4,6 +4,7 @@ import glob
 import json
 import math
 import os
+import re
 import shutil
 import socket
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,9 @@ try:
     import fcntl
 except ImportError:  # Windows has no such module
     fcntl = None
+
+# A list of numbers in indented JSON. A string cannot match, because it has no line break.
+NUMBERS = re.compile(r"\[\n\s*((?:(?:-?\d[\d.e+-]*|null),\s+)*(?:-?\d[\d.e+-]*|null))\s+\]")
 
 
 def write_atomic(path: Path, *parts: bytes | memoryview) -> None:
@@ -39,8 +43,9 @@ def write_atomic(path: Path, *parts: bytes | memoryview) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write the `json_text` of `content`, indented, atomically."""
-    write_atomic(path, json_text(content, indent=1).encode())
+    """Write the `json_text` of `content` atomically, indented, but with a list of numbers on one line."""
+    text = json_text(content, indent=1)
+    write_atomic(path, NUMBERS.sub(lambda found: f"[{' '.join(found[1].split())}]", text).encode())
 
 
 def json_text(content: Any, **how: Any) -> str:

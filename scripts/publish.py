@@ -10,6 +10,7 @@ No table is typed by hand: this command writes the table between `<!-- NAME tabl
 and docs/ (a bench's NAME is bench/train), and tests/test_readme.py compares the documents with docs/results/.
 """
 
+import json
 import re
 import shutil
 import sys
@@ -22,7 +23,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from configs import command
-from configs.files import write_atomic
+from configs.files import write_atomic, write_json
 from eval.records import records_of, smaller, write_records
 
 # Numbers and table, as the commands name them.
@@ -83,7 +84,18 @@ def publish_folder(source: Path, name: str) -> None:
     target.mkdir(parents=True, exist_ok=True)
     for path in (*(source / file for file in pair), *(source / "figures").glob("*.png")):
         shutil.copy(path, target)
+    if records:
+        leave_out_curves(target / pair[0])
     print(f"{target}: {len(list(target.iterdir()))} files; {put_into_documents(name, target / pair[1])}")
+
+
+def leave_out_curves(path: Path) -> None:
+    """Take the curves of training, which the records have, out of an ablation's results.json."""
+    content = json.loads(path.read_text())
+    for arm in content["results"].get("arms", []):
+        for run in arm["runs"]:
+            run.pop("curve"), run.pop("losses")
+    write_json(path, content)
 
 
 def put_into_documents(name: str, table: Path) -> str:

@@ -1,5 +1,6 @@
 """scripts/publish.py: numbers, tables and figures go under docs/results/, and the table into the documents."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,6 +26,25 @@ def test_what_was_written_is_published(tmp_path: Path, monkeypatch: pytest.Monke
     assert published == {"results.json", "table.md", "loss.png"}
     assert (root / "README.md").read_text() == "before\n<!-- study table -->\n| new |\n<!-- end -->\nafter\n"
     assert "no document has a line <!-- other table -->" in call(f"of={source}", "name=other")
+
+
+def test_curves_that_are_in_the_records_are_not_published_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable
+) -> None:
+    source = tmp_path / "study"
+    (source / "records").mkdir(parents=True)
+    monkeypatch.setattr(publish, "ROOT", tmp_path)
+    (tmp_path / "docs").mkdir()
+    record = {"run": "a-s1", "train": [{"step": 1, "loss": 2.0}], "evals": {}}
+    (source / "records" / "a-s1.jsonl").write_text(json.dumps(record) + "\n")
+    run = {"seed": 1, "values": {"loss": 2.0}, "curve": [[1, 2.0]], "losses": [[1, 2.0]]}
+    (source / "results.json").write_text(json.dumps({"results": {"arms": [{"name": "a", "runs": [run]}]}}))
+    (source / "table.md").write_text("| new |\n")
+    call(f"of={source}")
+    published = tmp_path / "docs" / "results" / "study"
+    assert json.loads((published / "records.jsonl").read_text()) == record
+    found = json.loads((published / "results.json").read_text())["results"]["arms"][0]["runs"]
+    assert found == [{"seed": 1, "values": {"loss": 2.0}}]
 
 
 def test_a_bench_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable) -> None:

@@ -52,6 +52,14 @@ def test_json_never_holds_what_json_does_not_know(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "x.json").read_text()) == json.loads(json_text(content)) == wanted
 
 
+def test_json_has_a_list_of_numbers_on_one_line(tmp_path: Path) -> None:
+    content = {"a": [1, -2.5, 1e-7, None], "b": [[1.5, 2], [3, 4]], "c": ["[\n 1,\n 2\n]", 1], "d": [], "e": [True, 1]}
+    write_json(tmp_path / "x.json", content)
+    text = (tmp_path / "x.json").read_text()
+    assert json.loads(text) == content
+    assert '"a": [1, -2.5, 1e-07, null],\n' in text and "\n  [1.5, 2],\n  [3, 4]\n" in text
+
+
 def test_litter_of_the_dead_is_swept_and_that_of_the_living_is_not(tmp_path: Path) -> None:
     host = socket.gethostname()
     dead = os.fork()
