@@ -94,14 +94,18 @@ def _gls(
     y: np.ndarray, design: np.ndarray, block: np.ndarray, ratio: float
 ) -> tuple[np.ndarray, np.ndarray, float, float]:
     """Estimates, their covariance, the error's variance and the log likelihood, given ratio = s_b^2 / s_e^2."""
-    variance = np.eye(len(y)) + ratio * block @ block.T
-    weight = np.linalg.inv(variance)
-    precision = design.T @ weight @ design
+    runs = block.sum(axis=0)  # of each seed
+
+    def weighted(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        """a' (I + ratio block block')^-1 b, by Woodbury's formula; block' block is diagonal."""
+        return a.T @ b - (a.T @ block * (ratio / (1 + ratio * runs))) @ (block.T @ b)
+
+    precision = weighted(design, design)
     inverse = np.linalg.inv(precision)
-    beta = inverse @ design.T @ weight @ y
+    beta = inverse @ weighted(design, y)
     rest, df = y - design @ beta, len(y) - design.shape[1]
-    error = float(rest @ weight @ rest) / df
-    logs = np.linalg.slogdet(variance)[1] + np.linalg.slogdet(precision)[1]
+    error = float(weighted(rest, rest)) / df
+    logs = np.log1p(ratio * runs).sum() + np.linalg.slogdet(precision)[1]
     return beta, error * inverse, error, -0.5 * (logs + df * math.log(max(error, 1e-300)))
 
 
@@ -122,8 +126,7 @@ def _all_at_once(t: np.ndarray, correlation: np.ndarray, df: int) -> tuple[float
 def _largest_t(correlation: np.ndarray, df: int) -> np.ndarray:
     """Draws of the largest |T| of a multivariate t, sorted."""
     rng = np.random.default_rng(20240607)
-    values, vectors = np.linalg.eigh(correlation)
-    root = vectors * np.sqrt(values.clip(min=0))
+    root = np.linalg.cholesky(correlation)  # unique, unlike eigenvectors, so that every machine makes the same draws
     z = rng.standard_normal((DRAWS, len(correlation))) @ root.T
     scale = np.sqrt(rng.chisquare(df, DRAWS) / df)
     return np.sort(np.abs(z).max(axis=1) / scale)
