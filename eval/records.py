@@ -18,7 +18,7 @@ from training.run import DECIDES, TrainConfig, flatten
 
 LONGEST = 32  # a record leaves out longer lists of numbers
 TRIAL = "tune-"  # begins the name of a trial of learning rates
-POINTS, TRIAL_POINTS = 16, 4  # points of the training loss's curve; no figure shows a trial's curve
+POINTS, TRIAL_POINTS = 12, 4  # points of the training loss's curve; no figure shows a trial's curve
 OPTIONAL_LOSSES = ("loss_text", "loss_retrieval")  # parts of the training loss, which only some runs log
 LOGGED = ("step", "tokens", "loss", "val_loss", "tokens_per_s", "time_s", "needle_acc")
 WHERE = ("data.dir", "data.path", "data.workers")  # where and how a machine reads the data: not part of what a run is
