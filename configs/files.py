@@ -1,13 +1,15 @@
 """Writing and reading files for the whole project: atomic writes, JSON, JSON lines, and one writer per folder."""
 
 import glob
+import gzip
 import json
 import math
 import os
 import re
 import shutil
 import socket
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -91,15 +93,15 @@ def read_run_config(run: Path, groups: Sequence[str] = ("model", "data")) -> dic
 
 
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a file with one JSON object per line; no objects if the file does not exist.
+    """The objects of a file with one JSON object per line, by gzip compressed or not; no objects if there is no file.
 
     Lines that do not end in "}", such as a last line cut by a kill, are left out. ValueError for a line that ends in
-    "}" and is not a JSON object.
+    "}" and is not a JSON object, and for a damaged compressed file.
     """
     if not path.is_file():
         return
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        for number, line in enumerate(_lines(file, path), 1):
             if line.rstrip().endswith(b"}"):
                 try:
                     content = json.loads(line)
@@ -108,6 +110,13 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
                 if not isinstance(content, dict):
                     raise ValueError(f"{path} line {number} is not a JSON object: delete that line")
                 yield content
+
+
+def _lines(file: Iterable[bytes], path: Path) -> Iterator[bytes]:
+    try:
+        yield from file
+    except (gzip.BadGzipFile, EOFError, zlib.error):
+        raise ValueError(f"{path} is damaged: copy it again") from None
 
 
 @contextmanager

@@ -1,10 +1,11 @@
 """A finished run as one small JSON object, so that a comparison no longer needs the run's folder.
 
-A study over several sessions or machines keeps one line per run in `records.jsonl`. A line has the values of the run's
-configuration that differ from the defaults, what training logged, and the results of every evaluation without their
-long lists.
+A study over several sessions or machines keeps one line per run in `records.jsonl.gz` (`zcat` shows it). A line has the
+values of the run's configuration that differ from the defaults, what training logged, and the results of every
+evaluation without their long lists.
 """
 
+import gzip
 import math
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -16,6 +17,7 @@ from eval.report.runs import Run, SpikeConfig, settings_of
 from model.config import decoder_config
 from training.run import DECIDES, TrainConfig, flatten
 
+PUBLISHED = "records.jsonl.gz"  # the finished runs of one study, in docs/results/STUDY
 LONGEST = 32  # a record leaves out longer lists of numbers
 TRIAL = "tune-"  # begins the name of a trial of learning rates
 POINTS, TRIAL_POINTS = 12, 4  # points of the training loss's curve; no figure shows a trial's curve
@@ -129,17 +131,17 @@ def nested(flat: dict[str, Any]) -> dict[str, Any]:
 def records_of(folder: Path, kept: Path) -> dict[str, Record]:
     """Run's name -> record, from an ablation's folder and then the folder `kept`; the first record of a run counts."""
     found: dict[str, Record] = {}
-    for path in (*sorted(folder.glob("records/*.jsonl")), folder / "records.jsonl", kept / "records.jsonl"):
+    for path in (*sorted(folder.glob("records/*.jsonl")), folder / PUBLISHED, kept / PUBLISHED):
         for record in read_json_lines(path):
             found.setdefault(record["run"], record)
     return found
 
 
 def write_records(path: Path, records: Iterable[Record]) -> None:
-    """One line per run, sorted by name."""
+    """One line per run, sorted by name, compressed without a date: publishing twice changes nothing."""
     kept = (record | {"train": thinned(record["train"], record["run"])} for record in records)
     lines = (json_text(record, separators=(",", ":")) for record in sorted(kept, key=lambda r: r["run"]))
-    write_atomic(path, "".join(f"{line}\n" for line in lines).encode())
+    write_atomic(path, gzip.compress("".join(f"{line}\n" for line in lines).encode(), mtime=0))
 
 
 def smaller(record: Record) -> Record:

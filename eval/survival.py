@@ -35,7 +35,7 @@ class SurvivalConfig:
     """ablation: the folder of an ablation's results. levels: needle accuracies at which a run arrives."""
 
     ablation: str = MISSING
-    records: str = "docs/results"  # runs whose folders are gone are read from NAME/records.jsonl in this folder
+    records: str = "docs/results"  # runs whose folders are gone are read from NAME/records.jsonl.gz in this folder
     levels: list[float] = field(default_factory=lambda: [0.5, 0.9])
 
 

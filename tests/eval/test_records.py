@@ -7,7 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from eval.records import POINTS, TRIAL_POINTS, describes, differing, record_of, rounded, run_of, thinned
+from eval.records import (
+    POINTS,
+    PUBLISHED,
+    TRIAL_POINTS,
+    describes,
+    differing,
+    record_of,
+    records_of,
+    rounded,
+    run_of,
+    thinned,
+    write_records,
+)
 from eval.report.runs import read_run, refuse_other_settings
 from eval.study import evaluation_command, result_file
 from model.config import DecoderConfig
@@ -94,3 +106,17 @@ def test_a_curve_is_thinned_once_and_keeps_its_ends() -> None:
         assert kept[0]["step"] == 1 and kept[-1]["step"] == 120 and most // 2 < len(kept) <= most + 1
         assert thinned(kept, name) == kept
     assert thinned(lines[:1], "a") == lines[:1] and thinned([], "a") == []
+
+
+def test_published_records_are_compressed_and_a_damaged_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / PUBLISHED
+    records = [{"run": f"a-s{seed}", "train": [{"step": seed, "loss": seed / 7}]} for seed in range(1, 40)]
+    write_records(path, reversed(records))
+    whole = path.read_bytes()
+    assert list(records_of(tmp_path / "none", tmp_path).values()) == sorted(records, key=lambda record: record["run"])
+    write_records(path, records)
+    assert path.read_bytes() == whole
+    for damaged in (whole[:-9], b"\0" + whole[1:], whole[:40] + b"\xff\0\xff" + whole[43:]):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"records\.jsonl\.gz is damaged: copy it again"):
+            records_of(tmp_path / "none", tmp_path)

@@ -1,5 +1,6 @@
 """Survival of "has not arrived yet": against examples worked by hand and published ones."""
 
+import gzip
 import json
 import math
 from collections.abc import Callable
@@ -10,6 +11,7 @@ import pytest
 from configs.files import read_json_lines
 from eval import survival
 from eval.common import colour
+from eval.records import PUBLISHED
 from eval.survival import arrival, kaplan_meier, log_rank
 
 # Freireich et al. 1963, weeks of remission under 6-MP and placebo; + is censored. The textbook example of both methods.
@@ -108,6 +110,7 @@ def test_the_command(tmp_path: Path, call: Callable[..., None], refused: Callabl
     assert "has no needle checks" in refused(survival, f"ablation={tmp_path}")
     kept = tmp_path / "kept" / tmp_path.name
     kept.mkdir(parents=True)
-    (kept / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    (kept / PUBLISHED).write_bytes(gzip.compress(lines.encode()))
     call(survival, f"ablation={tmp_path}", "levels=[0.5]", f"records={kept.parent}")
     assert json.loads((tmp_path / "survival.json").read_text())["results"] == found["results"]

@@ -1,5 +1,6 @@
 """The ablation engine: toy experiments trained, compared, repeated, interrupted and broken."""
 
+import gzip
 import json
 import os
 import random
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from eval.records import PUBLISHED
 from tests.conftest import ROOT, TINY, WORDS
 from tests.scripts.conftest import quoted
 
@@ -137,7 +139,7 @@ def test_tuning_makes_equal_arms_equal(
     records = "".join(path.read_text() for path in sorted((tmp_path / "toy" / "records").glob("*.jsonl")))
     shutil.rmtree(tmp_path / "toy")
     (tmp_path / "toy").mkdir()
-    (tmp_path / "toy" / "records.jsonl").write_text(records)
+    (tmp_path / "toy" / PUBLISHED).write_bytes(gzip.compress(records.encode()))
     assert "3 runs, 3 of them finished" in call(*arguments)
     again = json.loads((tmp_path / "toy" / "results.json").read_text())["results"]
     assert [arm["metrics"] for arm in again["arms"]] == [arm["metrics"] for arm in content["arms"]]

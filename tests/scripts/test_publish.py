@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from configs.files import read_json_lines
+from eval.records import PUBLISHED
 from scripts import publish
 
 SCRIPT = "scripts/publish.py"
@@ -42,7 +44,7 @@ def test_curves_that_are_in_the_records_are_not_published_twice(
     (source / "table.md").write_text("| new |\n")
     call(f"of={source}")
     published = tmp_path / "docs" / "results" / "study"
-    assert json.loads((published / "records.jsonl").read_text()) == record
+    assert list(read_json_lines(published / PUBLISHED)) == [record]
     found = json.loads((published / "results.json").read_text())["results"]["arms"][0]["runs"]
     assert found == [{"seed": 1, "values": {"loss": 2.0}}]
 
