@@ -1,14 +1,17 @@
 """scripts/publish.py: numbers, tables and figures go under docs/results/, and the table into the documents."""
 
 import json
-from collections.abc import Callable
+import shlex
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from configs.files import read_json_lines
 from eval.records import PUBLISHED
 from scripts import publish
+from tests.conftest import ROOT, Typed
 
 SCRIPT = "scripts/publish.py"
 
@@ -60,3 +63,28 @@ def test_a_bench_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     assert "its table is in docs/PERFORMANCE.md" in call(f"of={source}", "name=steps")
     assert page.read_text() == "before\n<!-- bench/steps table -->\n| new |\n<!-- end -->\nafter\n"
     assert {path.name for path in (tmp_path / "docs" / "results" / "bench").iterdir()} == {"steps.json", "steps.md"}
+
+
+def numbers(content: Any) -> Iterator[float]:
+    """All numbers in a JSON object, in their order."""
+    if isinstance(content, (dict, list)):
+        for value in content.values() if isinstance(content, dict) else content:
+            yield from numbers(value)
+    elif isinstance(content, (int, float)):
+        yield content
+
+
+def test_published_numbers_follow_from_published_records(tmp_path: Path, typed: Typed) -> None:
+    """The command of docs/RESULTS.md that trains nothing gives the published differences and intervals of `noise`."""
+    lines = (ROOT / "docs" / "RESULTS.md").read_text().replace("\\\n", " ").splitlines()
+    (command,) = (line for line in lines if "experiment=noise" in line and "run=false" in line)
+    typed("scripts/ablate.py", *shlex.split(command)[2:], f"runs={tmp_path}")
+    again, published = (
+        json.loads((folder / "noise" / "results.json").read_text())["results"]
+        for folder in (tmp_path, ROOT / "docs" / "results")
+    )
+    assert [arm["name"] for arm in again["arms"]] == [arm["name"] for arm in published["arms"]]
+    for found, expected in zip(again["arms"], published["arms"], strict=True):
+        assert list(numbers(found["metrics"])) == pytest.approx(list(numbers(expected["metrics"])), abs=5e-5)
+    mixed = list(numbers(published["mixed"]))
+    assert len(mixed) > 400 and list(numbers(again["mixed"])) == pytest.approx(mixed, rel=1e-3, abs=1e-3)
