@@ -138,10 +138,11 @@ def records_of(folder: Path, kept: Path) -> dict[str, Record]:
 
 
 def write_records(path: Path, records: Iterable[Record]) -> None:
-    """One line per run, sorted by name, compressed without a date: publishing twice changes nothing."""
+    """One line per run, sorted by name. A .gz file is compressed without a date, so that publishing twice changes nothing."""
     kept = (record | {"train": thinned(record["train"], record["run"])} for record in records)
     lines = (json_text(record, separators=(",", ":")) for record in sorted(kept, key=lambda r: r["run"]))
-    write_atomic(path, gzip.compress("".join(f"{line}\n" for line in lines).encode(), mtime=0))
+    text = "".join(f"{line}\n" for line in lines).encode()
+    write_atomic(path, gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
 
 
 def smaller(record: Record) -> Record:
