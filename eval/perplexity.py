@@ -88,8 +88,7 @@ def token_losses(model: nn.Module, windows: Tensor, vocab_size: int) -> Tensor:
     """(B, T) cross-entropy in nats of each next token, for windows (B, T + 1), without holding all logits at once."""
     hidden = model.hidden(windows[:, :-1])  # (B, T, D)
     parts = logits_in_parts(model.head, hidden, windows[:, 1:], vocab_size)
-    # Transposed logits have the layout, and so the losses have the bits, of all rows at once.
-    losses = [F.cross_entropy(logits.T[None], wanted[None], reduction="none")[0] for logits, wanted in parts]
+    losses = [F.cross_entropy(logits, wanted, reduction="none") for logits, wanted in parts]
     return torch.cat(losses).view(len(windows), -1)
 
 

@@ -73,7 +73,7 @@ def test_scores_keep_their_bits_where_logits_are_made_in_parts(model: Decoder, m
     prompts = [rng.integers(0, V, 7) for _ in answers]
     whole = scoring.score(model, prompts, answers, 9)
     hook = model.head.register_forward_hook(lambda module, given, out: sizes.append(out.numel()))
-    monkeypatch.setattr(common, "LOGITS_AT_ONCE", 64 * V)
+    monkeypatch.setattr(common, "LOGITS_IN_CACHE", 64 * V)
     parts = scoring.score(model, prompts, answers, 9)
     hook.remove()
     assert sorted({*sizes} - {0}) == [26 * V, 64 * V]  # of 9 x 10 rows
