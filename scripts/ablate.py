@@ -36,7 +36,7 @@ from eval.records import TRIAL, describes, records_of
 from eval.report import mixed
 from eval.report.figures import slug
 from eval.report.grid import Comparison, draw_ablation, fit_rows
-from eval.report.runs import Arm, refuse_other_settings
+from eval.report.runs import Arm, give_colours, refuse_other_settings
 from eval.report.tables import markdown, si
 from eval.study import Run, describe_model, read_epochs, train_config, training_flops
 from eval.tuning import Point, Tuned
@@ -110,6 +110,7 @@ class Study:
             config = self._config(arm, [])
             arm.variant = variant({"model": asdict(config.model)})
             arm.facts = describe_model(config)
+        give_colours(self.arms)  # of all arms: an arm keeps its colour while others have no finished run
         compare_parameters(self.arms, cfg.matched)
 
     def _config(self, arm: Arm, own: list[str]) -> TrainConfig:
@@ -357,7 +358,7 @@ class Study:
         fits = found.fit_sizes(next(iter(cfg.metrics))) if cfg.fit else None
         longest = max((run.config for run in runs), key=lambda config: config.steps * config.batch_tokens)
         epochs, missing = read_epochs(longest), len(self.runs()) - len(runs)
-        partial = f", partial: {missing} runs are missing" if missing else ""
+        partial = f", partial: {missing} {'runs are' if missing > 1 else 'run is'} missing" if missing else ""
         title = f"{self.name}{'' if tuned else ', untuned'}{partial}"
         remarks = tuning.tuning_notes(tuned, cfg.tune.metric, cfg.tune.exchange) + found.notes(seeds, epochs)
         overlaps = self.overlaps()
@@ -390,7 +391,7 @@ class Study:
                 mixed.draw_gap(figures[-1], arms, by_point, tokens, metric)
         if tuned:
             figures.append(self.folder / "figures" / "tuning.png")
-            tuning.draw_tuning(figures[-1], tuned, {arm.arm: arm.colour for arm in arms}, cfg.tune.metric)
+            tuning.draw_tuning(figures[-1], tuned, {arm.arm: arm.colour for arm in self.arms}, cfg.tune.metric)
         print(f"ablation  {self.folder / 'table.md'} ({len(runs)} runs, {len(figures)} figures)", flush=True)
 
 

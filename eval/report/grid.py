@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from eval.report.figures import draw_differences, draw_grid, draw_validation
-from eval.report.runs import Arm, Run, give_colours, read_json
+from eval.report.runs import Arm, Run, read_json
 from eval.report.statistics import Difference, detectable, interval, power_law, size_ratio
 from eval.report.tables import Cell, Contrast, at, contrasts, row_of, si
 
@@ -222,7 +222,6 @@ def fit_rows(fits: dict[str, Any]) -> list[list[str]]:
 def draw_ablation(folder: Path, found: Comparison, fits: dict[str, Any] | None) -> list[Path]:
     """Draw the losses, the differences of the compared metrics and, for an ablation with a grid, the metrics over it."""
     paths = [folder / "loss.png", folder / "difference.png"]
-    give_colours(found.arms)
     draw_validation(paths[0], found.arms)
     draw_differences(paths[1], found.arms, {name: found.of_metric(name) for name in found.compared})
     if any(arm.point for arm in found.arms):

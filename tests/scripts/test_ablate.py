@@ -145,6 +145,15 @@ def test_tuning_makes_equal_arms_equal(
     assert [arm["metrics"] for arm in again["arms"]] == [arm["metrics"] for arm in content["arms"]]
     assert again["tuning"] == found and not list((tmp_path / "toy").rglob("checkpoints"))
 
+    # An arm whose trials are finished and whose run is not: the table is partial, and the figure of the tuning has the arm.
+    lines = [line for line in records.splitlines(keepends=True) if '"run":"gated-s1"' not in line]
+    shutil.rmtree(tmp_path / "toy")
+    (tmp_path / "toy").mkdir()
+    (tmp_path / "toy" / PUBLISHED).write_bytes(gzip.compress("".join(lines).encode()))
+    assert "partial: 1 run is missing" in call(*arguments, "run=false")
+    assert (tmp_path / "toy" / "figures" / "tuning.png").is_file()
+    (tmp_path / "toy" / PUBLISHED).write_bytes(gzip.compress(records.encode()))
+
     # Nothing of another study is there: run=false says so, and trains nothing.
     nothing = call(*arguments, "name=nothing", "run=false")
     assert "under way: 0 trials" in nothing and not list((tmp_path / "nothing").rglob("checkpoints"))
