@@ -181,18 +181,20 @@ def tuning_notes(found: Mapping[str, Tuned], metric: str = "train.val_loss", exc
 
 
 def draw_tuning(path: Path, found: Mapping[str, Tuned], palette: Mapping[str, str], metric: str) -> None:
-    """The metric against each learning rate, one line per arm; a ring marks the arm's choice."""
+    """The lowest metric among the trials with each learning rate, one line per arm; a ring marks the arm's choice."""
     keys = next(iter(found.values())).keys
     with figure(path, 4.8 * len(keys) + 1.5, 4.4, columns=len(keys)) as axes:
         for axis, (ax, key) in enumerate(zip(axes[0], keys, strict=True)):
             for arm, t in found.items():
-                best = tuple(t.best.values())
-                line = sorted((p[axis], loss) for p, loss in t.losses if _moved(list(best), axis, p[axis]) == p)
-                x, y = zip(*((value, loss) for value, loss in line if math.isfinite(loss)), strict=True)
-                ax.plot(x, y, "o-", color=palette[arm], label=arm, markersize=4)
-                ring = {"color": palette[arm], "markersize": 11, "fillstyle": "none"}
-                ax.plot([best[axis]], [dict(line)[best[axis]]], "o", **ring)
+                finite = sorted(((p[axis], loss) for p, loss in t.losses if math.isfinite(loss)), reverse=True)
+                lowest = dict(finite)  # rate -> metric: of equal rates, the lowest metric comes last
+                ax.plot(*zip(*lowest.items(), strict=True), "o-", color=palette[arm], label=arm, markersize=4)
+                chosen, ring = t.best[key], {"markersize": 11, "fillstyle": "none"}
+                ax.plot([chosen], [lowest[chosen]], "o", color=palette[arm], **ring)
+            tried = sorted({p[axis] for t in found.values() for p, _ in t.losses})
             ax.set_xscale("log")
+            ax.set_xticks(tried, [f"{rate:.3g}" for rate in tried], rotation=45, fontsize=8.5)
+            ax.minorticks_off()
             ax.set(xlabel=key, ylabel=f"{metric} of the trials (nats per token)" if axis == 0 else "")
         axes[0, 0].legend(fontsize=8.5)
 
