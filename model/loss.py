@@ -27,8 +27,13 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
             total = _LinearCrossEntropy.apply(x, weight, targets, narrow, wide)[0]
         else:
-            pieces = _pieces(x, weight, targets, narrow, wide)
-            total = sum(F.cross_entropy(*piece[2:], reduction="sum", ignore_index=IGNORED) for piece in pieces)
+            head = _head(weight, narrow)
+            total = sum(
+                F.cross_entropy(
+                    _logits(rows.to(narrow), head, weight, wide), part, reduction="sum", ignore_index=IGNORED
+                )
+                for rows, part in _pieces(x, weight, targets)
+            )
         return total / count
 
 
@@ -41,17 +46,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(
         x: Tensor, weight: Tensor, targets: Tensor, narrow: torch.dtype, wide: torch.dtype
     ) -> tuple[Tensor, Tensor, Tensor]:
-        total, dx, dw = 0.0, [], None
-        for rows, head, logits, part in _pieces(x, weight, targets, narrow, wide):
-            losses, maps = _losses(logits, part)
-            scored = (part != IGNORED).unsqueeze(-1)  # (n, 1)
-            total = total + losses.sum()
-            at = part.clamp(min=0).unsqueeze(-1)
-            below = (maps.gather(-1, at) - 1).to(narrow)
-            grad = maps.to(narrow).scatter_(-1, at, below)  # (n, V)
-            dx.append((grad @ head * scored).to(x.dtype))
-            product = (grad.mT @ (rows * scored))[: len(weight)]  # (V, D)
-            dw = product.to(weight.dtype) if dw is None else dw.add_(product)
+        total, dx, dw, head = 0.0, [], None, _head(weight, narrow)
+        for rows, part in _pieces(x, weight, targets):
+            loss, dx_part, dw_part = _piece(rows.to(narrow), part, head, weight, wide)
+            total = total + loss
+            dx.append(dx_part.to(x.dtype))
+            dw = dw_part.to(weight.dtype) if dw is None else dw.add_(dw_part)
         return total, torch.cat(dx), dw
 
     @staticmethod
@@ -65,26 +65,42 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return dx * grad.to(dx.dtype), dw * grad.to(dw.dtype), None, None, None
 
 
-def _pieces(
-    x: Tensor, weight: Tensor, targets: Tensor, narrow: torch.dtype, wide: torch.dtype
-) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """For each piece: rows (n, D) of x and the weight (V, D), both in `narrow`, logits (n, V) in `wide`, and targets (n,).
+def _piece(
+    rows: Tensor, targets: Tensor, head: Tensor, weight: Tensor, wide: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The summed loss of rows (n, D), and its gradients with respect to the rows and to the weight (V, D).
 
-    In half precision V is padded to a multiple of 64 with logits of -inf.
+    One call per piece, so that the logits of a piece are freed before the next ones are made.
     """
-    V, head = len(weight), weight.to(narrow)
-    if narrow.itemsize == 2 and V % ALIGNED:
-        head = F.pad(head, (0, 0, 0, -V % ALIGNED))
-    for rows, part in zip(x.split(_rows(len(x), V)), targets.split(_rows(len(x), V)), strict=True):
-        rows = rows.to(narrow)
-        logits = (rows @ head.mT).to(wide)
-        logits[:, V:] = float("-inf")
-        yield rows, head, logits, part
+    losses, maps = _losses(_logits(rows, head, weight, wide), targets)
+    scored = (targets != IGNORED).unsqueeze(-1)  # (n, 1)
+    at = targets.clamp(min=0).unsqueeze(-1)
+    grad = maps.scatter_(-1, at, maps.gather(-1, at) - 1).to(rows.dtype)  # (n, V)
+    return losses.sum(), grad @ head * scored, (grad.mT @ (rows * scored))[: len(weight)]
+
+
+def _pieces(x: Tensor, weight: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Rows (n, D) of x with their targets (n,)."""
+    n = _rows(len(x), len(weight))
+    return zip(x.split(n), targets.split(n), strict=True)
 
 
 def _rows(N: int, V: int) -> int:
-    """Tokens of a piece."""
+    """Number of rows in a piece, for N rows and a vocabulary V."""
     return max(-(-N // PIECES), -(-LOGITS // V))
+
+
+def _head(weight: Tensor, narrow: torch.dtype) -> Tensor:
+    """The weight (V, D) in `narrow`. In half precision, zeros pad V to a multiple of 64."""
+    head = weight.to(narrow)
+    return F.pad(head, (0, 0, 0, -len(weight) % ALIGNED)) if narrow.itemsize == 2 and len(weight) % ALIGNED else head
+
+
+def _logits(rows: Tensor, head: Tensor, weight: Tensor, wide: torch.dtype) -> Tensor:
+    """Logits (n, V) in `wide`; those that the padding of `head` adds are -inf."""
+    logits = (rows @ head.mT).to(wide)
+    logits[:, len(weight) :] = float("-inf")
+    return logits
 
 
 def _losses(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

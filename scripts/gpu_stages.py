@@ -27,6 +27,7 @@ from model.config import DecoderConfig
 from model.decoder import Decoder
 from training.metrics import memory_gb, peak_flops
 from training.optim import OptimConfig, build_optimizers, set_lr
+from training.parallel import compile_steps
 from training.schedule import lr_factor
 
 Row = dict[str, Any]
@@ -302,7 +303,7 @@ def training_speed(size: str, options: Row, optimizer: str, micro: int) -> Row:
     vocabulary = GPT2_VOCABULARY if ON_CARD else 64
     micro = micro if ON_CARD else 2
     model = model_of(size, vocabulary, **options)
-    net = torch.compile(model, dynamic=False) if ON_CARD else model
+    net = compile_steps(model) if ON_CARD else model
     optimizers = build_optimizers(model, OptimConfig(name=optimizer))
     tokens = torch.randint(vocabulary, (micro, model.cfg.context), device=DEVICE)
     work = partial(update, net, model, optimizers, tokens, tokens.roll(-1, 1), micro)
@@ -350,7 +351,7 @@ def train(options: Row, rate: float, seed: int, steps: int, data: Path | None) -
         name="muon", lr=3e-3, muon_lr=rate, schedule="wsd", decay=0.2, min_lr=0.0, warmup=min(100, steps // 3)
     )
     optimizers, T = build_optimizers(model, cfg), model.cfg.context
-    net = torch.compile(model, dynamic=False) if ON_CARD else model
+    net = compile_steps(model) if ON_CARD else model
     loader, losses, start = Loader(Windows(text, T), batch, T, seed), {}, time.perf_counter()
     for step in range(steps):
         set_lr(optimizers, lr_factor(step, steps, cfg))

@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping
 
 import torch
+import torch._functorch.config as partitioner
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -22,6 +23,18 @@ from model.decoder import Decoder
 from training.distributed import World
 
 KINDS = ("ddp", "fsdp", "hsdp")
+KEEP_INPUTS = "ban_recompute_materialized_backward"  # torch's option to keep all inputs of matrix products, private
+
+
+def compile_steps(model: nn.Module) -> nn.Module:
+    """`model`, on its device, compiled for training steps whose inputs have one shape.
+
+    On a CPU the compiled backward pass computes the norms' outputs again instead of keeping them, which saves memory at about
+    the same speed (docs/PERFORMANCE.md). torch keeps them by default, because they are inputs of matrix products.
+    """
+    if next(model.parameters()).device.type == "cpu" and hasattr(partitioner, KEEP_INPUTS):
+        setattr(partitioner, KEEP_INPUTS, False)
+    return torch.compile(model, dynamic=False)
 
 
 class Parallel:
@@ -46,7 +59,7 @@ class Parallel:
             for part in (*model.blocks, model):
                 fully_shard(part, mesh=self.mesh, ignored_params=scalars)
         model.to(world.device)
-        self.net: nn.Module = torch.compile(model, dynamic=False) if compiled else model
+        self.net: nn.Module = compile_steps(model) if compiled else model
         if world.size > 1 and not self.sharded:
             self.net = _ddp(self.net)
 

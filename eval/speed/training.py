@@ -20,6 +20,7 @@ from model.decoder import Decoder
 from training.distributed import World, join_world, pick_dtype
 from training.metrics import peak_flops
 from training.optim import build_optimizers
+from training.parallel import compile_steps
 
 MEASURE = "tokens/s"
 NANOGPT = "nanoGPT"
@@ -50,7 +51,7 @@ class TrainingStep:
         self.rows, self.autocast, self.clip = rows, autocast(cfg, world), cfg.optim.clip or float("inf")
         self.inputs, self.targets = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
         compiled = cfg.compile if cfg.compile is not None else world.device.type == "cuda"
-        self.net = torch.compile(self.model, dynamic=False) if compiled else self.model
+        self.net = compile_steps(self.model) if compiled else self.model
 
     def loss(self) -> Tensor:
         """The mean cross-entropy of the batch."""

@@ -1,5 +1,7 @@
 """The loss of the output head: equal to that of whole logits, which it never makes."""
 
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,14 +13,19 @@ from model.loss import linear_cross_entropy
 
 
 class Largest(TorchDispatchMode):
-    """The elements of the largest tensor that any operation made."""
+    """The elements of the largest tensor that any operation made, and how many of that size were in memory at once."""
 
-    elements = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements, self.at_once, self.made = 0, 0, []
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
         found = operation(*args, **(kwargs or {}))
-        made = found if isinstance(found, (tuple, list)) else (found,)
-        self.elements = max(self.elements, *(x.numel() for x in made if isinstance(x, Tensor)), 0)
+        made = [x for x in (found if isinstance(found, (tuple, list)) else (found,)) if isinstance(x, Tensor)]
+        self.elements = max(self.elements, *(x.numel() for x in made), 0)
+        self.made = [x for x in self.made if x() is not None] + [weakref.ref(x) for x in made]
+        alive = {x().data_ptr() for x in self.made if x().numel() == self.elements}
+        self.at_once = max(self.at_once, len(alive))
         return found
 
 
@@ -57,4 +64,5 @@ def test_no_tensor_is_as_large_as_the_logits(inputs: tuple[Tensor, Tensor, Tenso
     x, weight = (each[:, :4].detach().requires_grad_() for each in inputs[:2])  # smaller than a piece's logits
     with Largest() as largest:
         linear_cross_entropy(x, weight, inputs[2]).backward()
+    assert largest.at_once == 2  # the logits and the probabilities of one piece
     assert largest.elements == loss._rows(203, 100) * 100 < 203 * 100 / 7

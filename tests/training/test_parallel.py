@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._functorch.config as partitioner
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import CheckpointException
 
@@ -21,6 +22,7 @@ from training.checkpoint import CheckpointConfig, checkpoints, load_run
 from training.distributed import World
 from training.estimates import MACHINE, MODELS, Layout, messages, skeleton, states, table
 from training.optim import OptimConfig, build_optimizers
+from training.parallel import KEEP_INPUTS, compile_steps
 from training.saver import Saver
 
 WATCHED = (
@@ -48,6 +50,21 @@ WRONG = {
     "parallel=hsdp shard_processes=3": "use a divisor of 4",
     "parallel=fsdp shard_processes=2": "or use parallel=hsdp",
 }
+
+
+def test_a_compiled_step_on_a_cpu_keeps_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """compile_steps sets torch's option, and the option has its effect; this backend divides the passes as inductor does."""
+    plain, kept = torch.compile, []
+    monkeypatch.setattr(partitioner, KEEP_INPUTS, True)
+    monkeypatch.setattr(
+        torch, "compile", lambda *model, **how: plain(*model, backend="aot_eager_decomp_partition", **how)
+    )
+    for compiled in (torch.compile, compile_steps):
+        torch._dynamo.reset()
+        model = Decoder(config("baseline", vocab_size=32, n_layer=2))
+        loss = compiled(model)(*torch.zeros(2, 2, 8, dtype=torch.long))
+        kept.append(sum(x.nbytes for x in loss.grad_fn.saved_tensors))
+    assert kept[1] < kept[0]
 
 
 @pytest.fixture(scope="module")
