@@ -51,7 +51,11 @@ class TrainingStep:
         self.rows, self.autocast, self.clip = rows, autocast(cfg, world), cfg.optim.clip or float("inf")
         self.inputs, self.targets = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
         compiled = cfg.compile if cfg.compile is not None else world.device.type == "cuda"
-        self.net = compile_steps(self.model) if compiled else self.model
+        self.net = self.compiled() if compiled else self.model
+
+    def compiled(self) -> nn.Module:
+        """The model as its trainer compiles it."""
+        return compile_steps(self.model)
 
     def loss(self) -> Tensor:
         """The mean cross-entropy of the batch."""
@@ -91,6 +95,9 @@ class NanoGPTStep(TrainingStep):
             optim = self.model.configure_optimizers(cfg.optim.weight_decay, cfg.optim.lr, betas, world.device.type)
         self.optimizers = [optim]
         self._prepare(cfg, random_tokens(batch, own.context + 1, vocabulary, world), world)
+
+    def compiled(self) -> nn.Module:
+        return torch.compile(self.model)
 
     def loss(self) -> Tensor:
         return self.net(self.inputs, self.targets)[1]
