@@ -11,7 +11,9 @@ import os
 import runpy
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
+from multiprocessing import connection
 from pathlib import Path
 from typing import IO
 
@@ -21,6 +23,8 @@ ROOT = Path(__file__).parent.parent
 PRELOADED = ["torch._dynamo", "torch.distributed.checkpoint", "numpy", "hydra", "tiktoken", "matplotlib", "jinja2"]
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(PRELOADED)
+# A child's exit status can be read once. `start` and `exitcode` read it, of any child that has ended: one thread at a time.
+READING = threading.Lock()
 
 
 class Command:
@@ -31,15 +35,16 @@ class Command:
     ) -> None:
         paths = [stdout.name, stdout.name if stderr == subprocess.STDOUT else stderr.name]
         self.process = SERVER.Process(target=_child, args=(list(arguments[1:]), dict(env), paths))
-        self.process.start()
+        with READING:
+            self.process.start()
 
     def wait(self, timeout: float | None = None) -> int:
         """The exit status; negative for a signal."""
-        self.process.join(timeout)
-        if self.process.exitcode is None:
+        if not connection.wait([self.process.sentinel], timeout):
             self.process.kill()
             raise subprocess.TimeoutExpired("a command of a test", timeout)
-        return self.process.exitcode
+        with READING:
+            return self.process.exitcode
 
     def terminate(self) -> None:
         self.process.terminate()
