@@ -58,6 +58,9 @@ class AblateConfig:
     text_tokens: Annotated[int, "[1, inf)"] = 1_000_000  # tokens of each of `texts`, at most
     metrics: dict[str, str] = field(default_factory=dict)
     compared: list[str] = field(default_factory=list)  # metrics whose differences are tested; empty: the first metric
+    pairs: dict[str, list[str]] = field(
+        default_factory=dict
+    )  # part -> [ARM, OTHER ARM], which differ in this part alone
     spikes: SpikeConfig = field(default_factory=SpikeConfig)
     tier: TierConfig = field(default_factory=TierConfig)
     tune: TuneConfig = field(default_factory=TuneConfig)
@@ -91,6 +94,10 @@ def arm_list(cfg: AblateConfig) -> list[Arm]:
         raise ValueError(
             "the experiment has no arms: list them under arms:, as configs/ablations/experiment/main.yaml does"
         )
+    for part, names in cfg.pairs.items():
+        if len(set(names)) != 2 or not set(names) <= cfg.arms.keys():
+            wrong = f"pairs.{part}=[{','.join(names)}] does not name two arms of this experiment"
+            raise ValueError(f"{wrong} ({', '.join(cfg.arms)}): correct it, or leave it out with '~pairs.{part}'")
     found, first = [], next(iter(cfg.arms))
     for point, at in (cfg.grid or {"": []}).items():
         for name, overrides in cfg.arms.items():

@@ -33,9 +33,10 @@ from eval.common import variant
 from eval.experiment import AblateConfig, arm_list, compare_parameters, evaluation_commands, refuse_metrics, seed_list
 from eval.overlap import overlaps, refuse_overlap
 from eval.records import TRIAL, describes, records_of
-from eval.report import mixed
-from eval.report.figures import slug
+from eval.report.figures import draw_gap, slug
 from eval.report.grid import Comparison, draw_ablation, fit_rows
+from eval.report.mixed import MixedModel, by_point, gaps, mixed_lines, mixed_notes
+from eval.report.pairs import PAIR_NOTE, Pair, compare_pairs, pair_gaps, pair_lines
 from eval.report.runs import Arm, give_colours, refuse_other_settings
 from eval.report.tables import markdown, si
 from eval.study import Run, describe_model, read_epochs, train_config, training_flops
@@ -354,7 +355,8 @@ class Study:
         measured = [run for arm in arms for run in arm.runs]
         refuse_other_settings(measured)
         found, seeds = Comparison(arms, cfg.metrics, cfg.compared), list(dict.fromkeys(run.seed for run in runs))
-        models = {metric: mixed.by_point(arms, found.values(metric)) for metric in found.compared}
+        models = {metric: by_point(arms, found.values(metric)) for metric in found.compared}
+        pairs = {metric: compare_pairs(arms, found.values(metric), cfg.pairs) for metric in found.compared}
         fits = found.fit_sizes(next(iter(cfg.metrics))) if cfg.fit else None
         longest = max((run.config for run in runs), key=lambda config: config.steps * config.batch_tokens)
         epochs, missing = read_epochs(longest), len(self.runs()) - len(runs)
@@ -371,28 +373,39 @@ class Study:
             "arms": found.as_json(),
             "tuning": tuning.as_json(tuned),
             "noise_floor": found.noise_floor(next(iter(cfg.metrics))),
-            "mixed": {
-                metric: {point: asdict(m) for point, m in by_point.items()} for metric, by_point in models.items()
-            },
+            "mixed": {metric: {point: asdict(m) for point, m in at.items()} for metric, at in models.items()},
+            "pairs": {metric: [asdict(pair) for pair in of_metric] for metric, of_metric in pairs.items()},
             "fits": fits,
             "epochs": epochs,
             "overlap": overlaps,
             "notes": remarks,
         }
         text = markdown(found.table()) + ("\n" + markdown(fit_rows(fits)) if fits else "")
-        pooled = [markdown(mixed.mixed_lines(m, metric)).rstrip() for metric, m in models.items() if m]
-        more = [note for metric, by_point in models.items() for note in mixed.mixed_notes(by_point, metric)]
+        pooled = [markdown(pair_lines(of_metric, metric)).rstrip() for metric, of_metric in pairs.items() if of_metric]
+        pooled += [markdown(mixed_lines(m, metric)).rstrip() for metric, m in models.items() if m]
+        more = [PAIR_NOTE] if any(pairs.values()) else []
+        more += [note for metric, at in models.items() for note in mixed_notes(at, metric)]
         self._write(results, seeds, [f"**{title}**", text.rstrip("\n"), *pooled, *remarks, *more])
         figures = draw_ablation(self.folder / "figures", found, fits)
-        tokens = {arm.point: arm.runs[0].value("train.tokens") or 0 for arm in arms}
-        for metric, by_point in models.items() if cfg.branch else ():
-            if by_point:
-                figures.append(self.folder / "figures" / f"gap_{slug(metric)}.png")
-                mixed.draw_gap(figures[-1], arms, by_point, tokens, metric)
+        for metric in found.compared if cfg.branch else ():
+            figures += self._draw_gaps(arms, metric, models[metric], pairs[metric])
         if tuned:
             figures.append(self.folder / "figures" / "tuning.png")
             tuning.draw_tuning(figures[-1], tuned, {arm.arm: arm.colour for arm in self.arms}, cfg.tune.metric)
         print(f"ablation  {self.folder / 'table.md'} ({len(runs)} runs, {len(figures)} figures)", flush=True)
+
+    def _draw_gaps(self, arms: list[Arm], metric: str, models: dict[str, MixedModel], pairs: list[Pair]) -> list[Path]:
+        """Draw the differences to the reference, and those of the pairs, against training tokens."""
+        tokens, paths = {arm.point: arm.runs[0].value("train.tokens") or 0 for arm in arms}, []
+        drawn = {
+            "gap": (gaps(arms, models, tokens), "the reference"),
+            "pairs": (pair_gaps(pairs, tokens), "the other arm"),
+        }
+        for kind, (lines, other) in drawn.items():
+            if lines:
+                paths.append(self.folder / "figures" / f"{kind}_{slug(metric)}.png")
+                draw_gap(paths[-1], lines, f"{metric}: difference to {other}")
+        return paths
 
 
 def run_by_launcher(cfg: AblateConfig, folder: Path, left: list[Run], task: list[str]) -> None:

@@ -12,12 +12,11 @@ seed; their standard error is below 0.01 with 4 or more degrees of freedom, and 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from scipy import stats
 
-from eval.common import INK, figure
+from eval.report.figures import Gap
 from eval.report.runs import Arm
 from eval.report.statistics import LEVEL, detectable_effect, t_quantile
 
@@ -59,7 +58,19 @@ class MixedModel:
     effects: dict[str, Effect]
 
 
-def fit(values: Mapping[str, Mapping[int, float]], reference: str) -> MixedModel | None:
+@dataclass
+class Estimate:
+    """Generalised least squares: beta[0] is the reference's mean, beta[i] is arms[i] minus the reference; error: variance."""
+
+    arms: list[str]
+    beta: np.ndarray
+    covariance: np.ndarray
+    error: float
+    ratio: float
+    df: int
+
+
+def estimate(values: Mapping[str, Mapping[int, float]], reference: str) -> Estimate | None:
     """Fit arm -> seed -> value. None for fewer than two arms, or for too few seeds to estimate the error."""
     arms = [reference, *(arm for arm in values if arm != reference and values[arm])]
     seeds = sorted({seed for arm in arms for seed in values[arm]})
@@ -74,20 +85,27 @@ def fit(values: Mapping[str, Mapping[int, float]], reference: str) -> MixedModel
         design[row, 0] = design[row, arm] = block[row, seed] = 1
     ratio = _reml_ratio(y, design, block)
     beta, covariance, error, _ = _gls(y, design, block, ratio)
-    if error == 0:
+    return Estimate(arms, beta, covariance, error, ratio, df) if error else None
+
+
+def fit(values: Mapping[str, Mapping[int, float]], reference: str) -> MixedModel | None:
+    """The model of arm -> seed -> value with its intervals, or None as `estimate`."""
+    found = estimate(values, reference)
+    if not found:
         return None
-    se = np.sqrt(np.diag(covariance))[1:]
-    correlation = covariance[1:, 1:] / np.outer(se, se)
+    beta, df, n = found.beta, found.df, len(values[reference])
+    se = np.sqrt(np.diag(found.covariance))[1:]
+    correlation = found.covariance[1:, 1:] / np.outer(se, se)
     critical, p_values = _all_at_once(np.abs(beta[1:]) / se, correlation, df)
     own, effects = t_quantile(1 - LEVEL / 2, df), {}
-    for arm, mean, spread, p in zip(arms[1:], beta[1:], se, p_values, strict=True):
+    for arm, mean, spread, p in zip(found.arms[1:], beta[1:], se, p_values, strict=True):
         ends = [float(mean + sign * factor * spread) for factor in (critical, own) for sign in (-1, 1)]
         effects[arm] = Effect(float(mean), float(spread), ends[0], ends[1], float(p), ends[2], ends[3])
-    sd, n = math.sqrt(error), len(values[reference])
+    sd, sd_seed = math.sqrt(found.error), math.sqrt(found.error * found.ratio)
     low, high = (sd * math.sqrt(df / stats.chi2.ppf(p, df)) for p in (1 - LEVEL / 2, LEVEL / 2))
     # A t test with df degrees of freedom is that of df + 1 pairs, whose mean has sqrt(df + 1) times less spread than one pair.
     least = sd * math.sqrt(2 / n) * detectable_effect(df + 1) * math.sqrt(df + 1)
-    return MixedModel(reference, n, sd, low, high, sd * math.sqrt(ratio), df, critical, least, effects)
+    return MixedModel(reference, n, sd, low, high, sd_seed, df, critical, least, effects)
 
 
 def _gls(
@@ -165,30 +183,13 @@ def mixed_notes(models: Mapping[str, MixedModel], metric: str) -> list[str]:
     ]
 
 
-def draw_gap(
-    path: Path, arms: list[Arm], models: Mapping[str, MixedModel], tokens: Mapping[str, float], metric: str
-) -> None:
-    """The difference to the reference against training tokens: one line per arm, with intervals for all arms at once."""
-    by_arm = {arm.name: arm for arm in arms}
-    with figure(path, 7.6, 4.6) as axes:
-        ax, names = axes[0, 0], list(dict.fromkeys(arm.arm for arm in arms))
-        for k, name in enumerate(names):
-            found = [
-                (tokens[point] / 1e6 * (1 + 0.012 * (k - len(names) / 2)), effect)
-                for point, model in models.items()
-                for arm, effect in model.effects.items()
-                if by_arm[arm].arm == name
-            ]
-            if found:
-                x, means = [x for x, _ in found], [e.mean for _, e in found]
-                bars = np.array([(e.mean - e.low, e.high - e.mean) for _, e in found]).T
-                colour = next(arm.colour for arm in arms if arm.arm == name)
-                ax.errorbar(
-                    x, means, bars, fmt="o-", color=colour, label=name, capsize=3, markersize=4.5, linewidth=1.4
-                )
-        ax.axhline(0, color=INK, linewidth=0.9)
-        ax.set_xscale("log", base=2)
-        ax.set_xticks([tokens[point] / 1e6 for point in models], [f"{tokens[point] / 1e6:.3g}" for point in models])
-        ax.minorticks_off()
-        ax.set(xlabel="training tokens (millions)", ylabel=f"{metric}: difference to the reference")
-        ax.figure.legend(*ax.get_legend_handles_labels(), loc="outside right center")
+def gaps(arms: list[Arm], models: Mapping[str, MixedModel], tokens: Mapping[str, float]) -> dict[str, tuple[str, Gap]]:
+    """Arm -> its colour, and its difference to the reference at each point with the interval for all arms at once."""
+    lines: dict[str, tuple[str, Gap]] = {}
+    for arm in arms:
+        effect = models[arm.point].effects.get(arm.name) if arm.point in models else None
+        if effect:
+            lines.setdefault(arm.arm, (arm.colour, []))[1].append(
+                (tokens[arm.point], effect.mean, effect.low, effect.high)
+            )
+    return lines

@@ -50,7 +50,7 @@ def test_a_crippled_arm_is_found_a_twin_is_not_a_diverged_one_is_counted(
         "diverging": ["model=baseline", "optim.lr=1e30", "optim.clip=0"],
         "twin": ["model=baseline", "model.diff.lambda_init=0.3"],  # an option that a baseline does not read
     }
-    arguments = toy(shards, tmp_path, arms, "seeds=2", "jobs=2")
+    arguments = toy(shards, tmp_path, arms, "seeds=2", "jobs=2", "+pairs.training=[twin,crippled]")
     printed = call(*arguments)
     assert "toy: 8 of 8 runs" in printed and "eta" in printed
     content = json.loads((tmp_path / "toy" / "results.json").read_text())
@@ -59,6 +59,10 @@ def test_a_crippled_arm_is_found_a_twin_is_not_a_diverged_one_is_counted(
     found = crippled["metrics"]["valid"]
     assert found["difference"]["n"] == 2 and found["difference"]["low"] > 0.2 and found["p_holm"] < 0.05
     assert twin["metrics"]["valid"]["difference"] | {"mean": 0.0, "p": 1.0} == twin["metrics"]["valid"]["difference"]
+    (pair,) = content["results"]["pairs"][
+        "valid"
+    ]  # the twin is the baseline: the pair's difference is the crippled arm's
+    assert pair["mean"] == pytest.approx(-found["difference"]["mean"]) and "| valid: part |" in printed
     assert "diverging-s2 diverged" in printed and diverging["metrics"]["valid"]["n"] == 0
     assert "the loss is " in diverging["runs"][0]["diverged"]
     assert len(baseline["runs"][0]["losses"]) == 16 and len(baseline["runs"][0]["curve"]) == 2

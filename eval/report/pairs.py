@@ -1,0 +1,91 @@
+"""Pairs of arms that differ in one part: what the part gives, at every point of the grid.
+
+The error is pooled over all arms of the point (eval/report/mixed.py), so that two or three seeds already give an interval.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from scipy import stats
+
+from eval.report.figures import Gap
+from eval.report.mixed import estimate
+from eval.report.runs import CYCLE, Arm, paired_by_seed
+from eval.report.statistics import LEVEL, holm, t_quantile
+
+PAIR_NOTE = (
+    "A part is an arm less the arm that lacks it. The interval uses the error pooled over all arms at that point (Student's "
+    "t); p, Holm is corrected for the parts at that point."
+)
+
+
+@dataclass
+class Pair:
+    """`arm` minus `other` at a point of the grid.
+
+    differences: seed -> difference, for the seeds that both arms have. mean: the model's estimate, or the mean of the
+    differences where the seeds are too few for a model; low, high, p (Student's t with the pooled error) are then None.
+    p_holm: p corrected for the pairs of this point (Holm 1979).
+    """
+
+    name: str
+    point: str
+    arm: str
+    other: str
+    differences: dict[int, float]
+    mean: float
+    low: float | None = None
+    high: float | None = None
+    p: float | None = None
+    p_holm: float | None = None
+
+
+def compare_pairs(
+    arms: list[Arm], values: Mapping[str, Mapping[int, float]], pairs: Mapping[str, Sequence[str]]
+) -> list[Pair]:
+    """The pairs at every point at which both arms have a seed in common. values: arm's name -> seed -> value."""
+    found = []
+    for point in dict.fromkeys(arm.point for arm in arms):
+        here = {arm.arm: arm.name for arm in arms if arm.point == point}
+        of_point = [
+            _pair(name, point, {n: values[n] for n in here.values()}, here[arm], here[other])
+            for name, (arm, other) in pairs.items()
+            if arm in here and other in here and paired_by_seed(values[here[arm]], values[here[other]])
+        ]
+        tested = [pair for pair in of_point if pair.p is not None]
+        for pair, p in zip(tested, holm([pair.p for pair in tested]), strict=True):
+            pair.p_holm = p
+        found += of_point
+    return found
+
+
+def _pair(name: str, point: str, values: Mapping[str, Mapping[int, float]], arm: str, other: str) -> Pair:
+    differences = paired_by_seed(values[arm], values[other])
+    model = estimate(values, other)
+    if not model:
+        return Pair(name, point, arm, other, differences, math.fsum(differences.values()) / len(differences))
+    i = model.arms.index(arm)
+    mean, se = float(model.beta[i]), math.sqrt(model.covariance[i, i])
+    half, p = t_quantile(1 - LEVEL / 2, model.df) * se, 2 * float(stats.t.sf(abs(mean) / se, model.df))
+    return Pair(name, point, arm, other, differences, mean, mean - half, mean + half, p)
+
+
+def pair_lines(found: list[Pair], metric: str) -> list[list[str]]:
+    """The table of one metric's pairs."""
+    lines = [[f"{metric}: part", "arms", "n", "difference", "95 %, pooled error", "p, Holm"]]
+    for pair in found:
+        spread = "" if pair.low is None else f"{pair.low:+.4f} to {pair.high:+.4f}"
+        p = "" if pair.p_holm is None else "< 0.001" if pair.p_holm < 0.001 else f"{pair.p_holm:.3f}"
+        arms = f"{pair.arm} - {pair.other}"
+        lines.append([pair.name, arms, str(len(pair.differences)), f"{pair.mean:+.4f}", spread, p])
+    return lines
+
+
+def pair_gaps(found: list[Pair], tokens: Mapping[str, float]) -> dict[str, tuple[str, Gap]]:
+    """Pair -> a colour and its difference at each point, for `draw_gap`. tokens: point -> training tokens."""
+    lines: dict[str, tuple[str, Gap]] = {}
+    for pair in found:
+        shade = CYCLE[len(lines) % len(CYCLE)]
+        lines.setdefault(pair.name, (shade, []))[1].append((tokens[pair.point], pair.mean, pair.low, pair.high))
+    return lines

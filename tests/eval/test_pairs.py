@@ -1,0 +1,64 @@
+"""Pairs of arms that differ in one part: against the paired test, and on made-up studies whose truth is known."""
+
+from pathlib import Path
+
+import pytest
+
+from eval.report.figures import draw_gap
+from eval.report.pairs import compare_pairs, pair_gaps, pair_lines
+from eval.report.runs import Arm
+from eval.report.statistics import holm, paired
+from tests.eval.test_mixed import study
+
+PAIRS = {"subtraction": ["diff", "lambda0"], "norm": ["diff", "no_norm"]}
+
+
+def arms_at(*points: str) -> list[Arm]:
+    names = ("baseline", "diff", "lambda0", "no_norm")
+    return [Arm(f"{name}-{point}", name, point, None, "", []) for point in points for name in names]
+
+
+def made_up(seeds: int) -> dict[str, dict[int, float]]:
+    truth = {"baseline-a": 4.0, "diff-a": 3.9, "lambda0-a": 3.9, "no_norm-a": 4.05}
+    return study(truth, seeds, 0.01, 0.2, 3)
+
+
+def test_a_pair_has_the_mean_of_its_differences_and_the_pooled_error() -> None:
+    values = made_up(5)
+    subtraction, norm = compare_pairs(arms_at("a"), values, PAIRS)
+    for pair, other in ((subtraction, "lambda0-a"), (norm, "no_norm-a")):
+        differences = {seed: values["diff-a"][seed] - values[other][seed] for seed in range(5)}
+        assert (pair.arm, pair.other, pair.point) == ("diff-a", other, "a") and pair.differences == differences
+        assert pair.mean == pytest.approx(paired(list(differences.values())).mean, abs=1e-9)  # all seeds: balanced
+        assert 0.01 < pair.high - pair.low < 0.05  # 2 x 2.18 x 0.01 x sqrt(2 / 5) = 0.028; seeds spread by 0.2
+    assert subtraction.low < 0 < subtraction.high and norm.high < -0.1
+    assert [subtraction.p_holm, norm.p_holm] == holm([subtraction.p, norm.p]) and norm.p_holm < 0.001
+
+
+def test_two_arms_alone_have_the_paired_t_test() -> None:
+    values = {
+        "diff-a": {1: 3.9, 2: 4.05, 3: 4.18},
+        "lambda0-a": {1: 4.0, 2: 4.1, 3: 4.3},
+        "baseline-a": {},
+        "no_norm-a": {},
+    }
+    (pair,) = compare_pairs(arms_at("a"), values, PAIRS)
+    alone = paired([-0.1, -0.05, -0.12])
+    assert (pair.mean, pair.p) == (pytest.approx(alone.mean), pytest.approx(alone.p, rel=1e-2))
+    assert (pair.low, pair.high) == (pytest.approx(alone.low, abs=1e-3), pytest.approx(alone.high, abs=1e-3))
+
+
+def test_one_seed_gives_a_difference_without_a_claim(tmp_path: Path) -> None:
+    values = made_up(1) | {f"{name}-b": {} for name in ("baseline", "diff", "lambda0", "no_norm")}
+    found = compare_pairs(arms_at("a", "b"), values, PAIRS)
+    assert [(pair.name, pair.point, pair.p, pair.p_holm) for pair in found] == [
+        ("subtraction", "a", None, None), ("norm", "a", None, None),
+    ]  # fmt: skip
+    header, *rows = pair_lines(found, "books")
+    assert header[0] == "books: part" and [row[4:] for row in rows] == [["", ""]] * 2
+    lines = pair_gaps(found, {"a": 1e6, "b": 2e6})
+    assert {name: gap for name, (_, gap) in lines.items()} == {p.name: [(1e6, p.mean, None, None)] for p in found}
+    draw_gap(
+        tmp_path / "pairs.png", lines | pair_gaps(compare_pairs(arms_at("a"), made_up(3), PAIRS), {"a": 1e6}), "books"
+    )
+    assert (tmp_path / "pairs.png").read_bytes().startswith(b"\x89PNG")
