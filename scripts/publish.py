@@ -16,6 +16,7 @@ import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from omegaconf import MISSING
 
@@ -55,14 +56,15 @@ def main(cfg: PublishConfig) -> None:
 
 
 def publish_bench(source: Path, name: str) -> None:
-    """Copy a bench's JSON and table."""
+    """Copy a bench's JSON, without this machine's folders, and its table."""
     table = source.with_suffix(".md")
     if source.suffix != ".json" or not table.is_file():
         raise ValueError(f"{source} is not a JSON file with its table beside it: give one that scripts/bench.py wrote")
     target = ROOT / "docs" / "results" / "bench" / f"{name}.json"
     target.parent.mkdir(parents=True, exist_ok=True)
-    for path, end in ((source, ".json"), (table, ".md")):
-        shutil.copy(path, target.with_suffix(end))
+    shutil.copy(table, target.with_suffix(".md"))
+    content = json.loads(source.read_text())
+    write_json(target, {**content, "config": without_folders(content.get("config"))})
     print(f"{target}: {put_into_documents(f'bench/{name}', table)}")
 
 
@@ -96,6 +98,15 @@ def leave_out_curves(path: Path) -> None:
         for run in arm["runs"]:
             run.pop("curve"), run.pop("losses")
     write_json(path, content)
+
+
+def without_folders(config: Any) -> Any:
+    """The configuration with the last part alone of every absolute path: the folders say more of a machine than of a result."""
+    if isinstance(config, dict):
+        return {key: without_folders(value) for key, value in config.items()}
+    if isinstance(config, list):
+        return [without_folders(value) for value in config]
+    return Path(config).name if isinstance(config, str) and config.startswith("/") else config
 
 
 def put_into_documents(name: str, table: Path) -> str:

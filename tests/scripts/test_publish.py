@@ -57,12 +57,14 @@ def test_a_bench_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     page.parent.mkdir()
     monkeypatch.setattr(publish, "ROOT", tmp_path)
     page.write_text("before\n<!-- bench/steps table -->\n<!-- end -->\nafter\n")
-    source.write_text("{}")
+    source.write_text(json.dumps({"config": {"peer": "/home/me/nanoGPT", "rounds": 2, "model": {"layers": "b"}}}))
     assert "give one that scripts/bench.py wrote" in call(f"of={source}")
     source.with_suffix(".md").write_text("| new |\n")
     assert "its table is in docs/PERFORMANCE.md" in call(f"of={source}", "name=steps")
     assert page.read_text() == "before\n<!-- bench/steps table -->\n| new |\n<!-- end -->\nafter\n"
     assert {path.name for path in (tmp_path / "docs" / "results" / "bench").iterdir()} == {"steps.json", "steps.md"}
+    published = json.loads((tmp_path / "docs" / "results" / "bench" / "steps.json").read_text())
+    assert published == {"config": {"peer": "nanoGPT", "rounds": 2, "model": {"layers": "b"}}}
 
 
 def numbers(content: Any) -> Iterator[float]:
