@@ -36,7 +36,7 @@ from eval.records import TRIAL, describes, records_of
 from eval.report.figures import draw_gap, slug
 from eval.report.grid import Comparison, draw_ablation, fit_rows
 from eval.report.mixed import MixedModel, by_point, gaps, mixed_lines, mixed_notes
-from eval.report.pairs import PAIR_NOTE, Pair, compare_pairs, pair_gaps, pair_lines
+from eval.report.pairs import Pair, compare_pairs, pair_gaps, pair_lines, pair_notes
 from eval.report.runs import Arm, give_colours, refuse_other_settings
 from eval.report.tables import markdown, si
 from eval.study import Run, describe_model, read_epochs, train_config, training_flops
@@ -383,7 +383,7 @@ class Study:
         text = markdown(found.table()) + ("\n" + markdown(fit_rows(fits)) if fits else "")
         pooled = [markdown(pair_lines(of_metric, metric)).rstrip() for metric, of_metric in pairs.items() if of_metric]
         pooled += [markdown(mixed_lines(m, metric)).rstrip() for metric, m in models.items() if m]
-        more = [PAIR_NOTE] if any(pairs.values()) else []
+        more = pair_notes([pair for of_metric in pairs.values() for pair in of_metric], cfg.pairs)
         more += [note for metric, at in models.items() for note in mixed_notes(at, metric)]
         self._write(results, seeds, [f"**{title}**", text.rstrip("\n"), *pooled, *remarks, *more])
         figures = draw_ablation(self.folder / "figures", found, fits)

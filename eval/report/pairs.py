@@ -60,6 +60,15 @@ def compare_pairs(
     return found
 
 
+def pair_notes(found: Sequence[Pair], pairs: Mapping[str, Sequence[str]]) -> list[str]:
+    """What the tables of pairs say, and the parts that are in none of them."""
+    absent = [
+        f"{name} ({' - '.join(arms)})" for name, arms in pairs.items() if name not in {pair.name for pair in found}
+    ]
+    missing = f"Without a row, because an arm is missing or has no run: {', '.join(absent)}."
+    return [PAIR_NOTE] * bool(found) + [missing] * bool(absent)
+
+
 def _pair(name: str, point: str, values: Mapping[str, Mapping[int, float]], arm: str, other: str) -> Pair:
     differences = paired_by_seed(values[arm], values[other])
     model = estimate(values, other)

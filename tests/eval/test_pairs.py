@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from eval.report.figures import draw_gap
-from eval.report.pairs import compare_pairs, pair_gaps, pair_lines
+from eval.report.pairs import PAIR_NOTE, compare_pairs, pair_gaps, pair_lines, pair_notes
 from eval.report.runs import Arm
 from eval.report.statistics import holm, paired
 from tests.eval.test_mixed import study
@@ -46,6 +46,14 @@ def test_two_arms_alone_have_the_paired_t_test() -> None:
     alone = paired([-0.1, -0.05, -0.12])
     assert (pair.mean, pair.p) == (pytest.approx(alone.mean), pytest.approx(alone.p, rel=1e-2))
     assert (pair.low, pair.high) == (pytest.approx(alone.low, abs=1e-3), pytest.approx(alone.high, abs=1e-3))
+
+
+def test_a_pair_without_both_arms_is_named() -> None:
+    found = compare_pairs(arms_at("a"), made_up(2), PAIRS | {"gate": ["gated", "baseline"]})
+    assert {pair.name for pair in found} == {"subtraction", "norm"}
+    assert pair_notes(found, PAIRS) == [PAIR_NOTE] and pair_notes([], {}) == []
+    (_, missing) = pair_notes(found, PAIRS | {"gate": ["gated", "baseline"]})
+    assert missing == "Without a row, because an arm is missing or has no run: gate (gated - baseline)."
 
 
 def test_one_seed_gives_a_difference_without_a_claim(tmp_path: Path) -> None:
