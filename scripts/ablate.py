@@ -34,7 +34,7 @@ from eval.experiment import AblateConfig, arm_list, compare_parameters, evaluati
 from eval.overlap import overlaps, refuse_overlap
 from eval.records import TRIAL, describes, records_of
 from eval.report.figures import draw_gap, slug
-from eval.report.grid import Comparison, draw_ablation, fit_rows
+from eval.report.grid import EQUAL_COMPUTE, Comparison, draw_ablation, fit_rows, trained_tokens
 from eval.report.mixed import MixedModel, by_point, gaps, mixed_lines, mixed_notes
 from eval.report.pairs import Pair, compare_pairs, pair_gaps, pair_lines, pair_notes
 from eval.report.runs import Arm, give_colours, refuse_other_settings
@@ -356,6 +356,7 @@ class Study:
         refuse_other_settings(measured)
         found, seeds = Comparison(arms, cfg.metrics, cfg.compared), list(dict.fromkeys(run.seed for run in runs))
         models = {metric: by_point(arms, found.values(metric)) for metric in found.compared}
+        equal = by_point(arms, found.at_equal_compute(next(iter(cfg.metrics)))) if cfg.branch else {}
         pairs = {metric: compare_pairs(arms, found.values(metric), cfg.pairs) for metric in found.compared}
         fits = found.fit_sizes(next(iter(cfg.metrics))) if cfg.fit else None
         longest = max((run.config for run in runs), key=lambda config: config.steps * config.batch_tokens)
@@ -372,8 +373,8 @@ class Study:
             "title": title,
             "arms": found.as_json(),
             "tuning": tuning.as_json(tuned),
-            "noise_floor": found.noise_floor(next(iter(cfg.metrics))),
             "mixed": {metric: {point: asdict(m) for point, m in at.items()} for metric, at in models.items()},
+            "equal_compute": {point: asdict(model) for point, model in equal.items()},
             "pairs": {metric: [asdict(pair) for pair in of_metric] for metric, of_metric in pairs.items()},
             "fits": fits,
             "epochs": epochs,
@@ -383,6 +384,9 @@ class Study:
         text = markdown(found.table()) + ("\n" + markdown(fit_rows(fits)) if fits else "")
         pooled = [markdown(pair_lines(of_metric, metric)).rstrip() for metric, of_metric in pairs.items() if of_metric]
         pooled += [markdown(mixed_lines(m, metric)).rstrip() for metric, m in models.items() if m]
+        if equal:
+            pooled.append(markdown(mixed_lines(equal, f"{next(iter(cfg.metrics))}, equal compute")).rstrip())
+            remarks.append(EQUAL_COMPUTE.format(reference=self.arms[0].arm))
         more = pair_notes([pair for of_metric in pairs.values() for pair in of_metric], cfg.pairs)
         more += [note for metric, at in models.items() for note in mixed_notes(at, metric)]
         self._write(results, seeds, [f"**{title}**", text.rstrip("\n"), *pooled, *remarks, *more])
@@ -396,7 +400,7 @@ class Study:
 
     def _draw_gaps(self, arms: list[Arm], metric: str, models: dict[str, MixedModel], pairs: list[Pair]) -> list[Path]:
         """Draw the differences to the reference, and those of the pairs, against training tokens."""
-        tokens, paths = {arm.point: arm.runs[0].value("train.tokens") or 0 for arm in arms}, []
+        tokens, paths = {arm.point: trained_tokens(arm) for arm in arms}, []
         drawn = {
             "gap": (gaps(arms, models, tokens), "the reference"),
             "pairs": (pair_gaps(pairs, tokens), "the other arm"),

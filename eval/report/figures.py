@@ -13,9 +13,8 @@ from eval.report.runs import Arm, Run
 from eval.report.tables import Cell, Contrast, minus, si
 
 Curve = tuple[np.ndarray, np.ndarray]  # x, y
-Gap = list[
-    tuple[float, float, float | None, float | None]
-]  # training tokens, difference, its interval (None: one seed)
+# Training tokens, difference, the ends of its interval (None where there is none), seeds.
+Gap = list[tuple[float, float, float | None, float | None, int]]
 
 
 def smooth(values: np.ndarray, window: int) -> np.ndarray:
@@ -301,15 +300,21 @@ def draw_grid(path: Path, cells: list[tuple[Arm, Cell]], metric: str, fits: dict
 
 
 def draw_gap(path: Path, lines: Mapping[str, tuple[str, Gap]], label: str) -> None:
-    """Differences against training tokens, with their intervals. lines: name -> colour and points."""
+    """Differences against training tokens, with their intervals; one seed is a hollow dot. lines: name -> colour, points."""
     with figure(path, 7.6, 4.6) as axes:
         ax, ticks = axes[0, 0], sorted({x / 1e6 for _, gap in lines.values() for x, *_ in gap})
         for k, (name, (shade, gap)) in enumerate(lines.items()):
             x = [tokens / 1e6 * (1 + 0.012 * (k - len(lines) / 2)) for tokens, *_ in gap]
             mean = np.array([mean for _, mean, *_ in gap])
-            ends = np.array([(mean, mean) if low is None else (low, high) for _, mean, low, high in gap], dtype=float).T
+            ends = np.array(
+                [(mean, mean) if low is None else (low, high) for _, mean, low, high, _ in gap], dtype=float
+            ).T
             look = {"color": shade, "label": name, "capsize": 3, "markersize": 4.5, "linewidth": 1.4}
             ax.errorbar(x, mean, (mean - ends[0], ends[1] - mean), fmt="o-", **look)
+            alone = [i for i, point in enumerate(gap) if point[-1] == 1]
+            ax.plot(
+                [x[i] for i in alone], mean[alone], "o", color="white", markeredgecolor=shade, markersize=4.5, zorder=3
+            )
         ax.axhline(0, color=INK, linewidth=0.9)
         ax.set_xscale("log", base=2)
         ax.set_xticks(ticks, [f"{tick:.3g}" for tick in ticks])

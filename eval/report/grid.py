@@ -1,9 +1,10 @@
-"""The comparison of an ablation's arms: points of a grid, fits over sizes, the pooled noise, and the table.
+"""The comparison of an ablation's arms: points of a grid, fits over sizes, equal compute, and the table.
 
 scripts/ablate.py trains the runs, fills each arm's `runs` and writes the results of `Comparison`. docs/METHODS.md
 defines every column.
 """
 
+import itertools
 import math
 import re
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ import numpy as np
 
 from eval.report.figures import draw_differences, draw_grid, draw_validation
 from eval.report.runs import Arm, Run, read_json
-from eval.report.statistics import Difference, detectable, interval, power_law, size_ratio
+from eval.report.statistics import Difference, geometric_interval, interval, p_text, power_law, size_ratio
 from eval.report.tables import Cell, Contrast, at, contrasts, row_of, si
 
 DIFFERENCE_HEADS = ("95 % interval", "p", "p, Holm", "p, sign flips", "detectable")
@@ -47,18 +48,6 @@ class Comparison:
         """The metric's differences, in the order of the arms."""
         return [one for (name, _), one in self.differences.items() if name == metric]
 
-    def noise_floor(self, metric: str) -> dict[str, float | None]:
-        """Standard deviations over seeds of an arm's values and of paired differences, both pooled over arms.
-
-        smallest_detectable: the difference that a comparison with the pooled deviation of differences finds with 80 %
-        power (5 % level, before Holm's correction).
-        """
-        found = self.of_metric(metric)
-        own = _pooled([(cell.sd, cell.n) for _, cell in self.cells(metric)])
-        between, n = _pooled([(one.sd, one.n) for one in found]), max((one.n for one in found), default=0)
-        smallest = detectable(between, n) if between is not None and n > 1 else None
-        return {"n": n, "sd": own, "sd_of_differences": between, "smallest_detectable": smallest}
-
     def fit_sizes(self, metric: str) -> dict[str, Any]:
         """loss = a N^-b for each arm, one fit per seed, with N parameters without embeddings; means and intervals.
 
@@ -78,9 +67,30 @@ class Comparison:
                 "b": {seed: b for seed, (_, b) in by_seed.items()},
                 "exponent": interval([b for _, b in by_seed.values()]) if by_seed else None,
                 "at_size": middle,
-                "size_ratio": interval(ratios) if ratios and all(map(math.isfinite, ratios)) else None,
+                "size_ratio": geometric_interval(ratios) if ratios and all(map(math.isfinite, ratios)) else None,
             }
         return results
+
+    def at_equal_compute(self, metric: str) -> dict[str, dict[int, float]]:
+        """Arm -> seed -> value after as many training FLOPs as the arm's reference has used at the same point.
+
+        A value lies between the arm's own two nearest numbers of tokens, on a straight line in their logarithm. An arm
+        that would have to be taken beyond its own points has no value there.
+        """
+        by_name, own = {arm.name: arm for arm in self.arms}, self.values(metric)
+        return {
+            arm.name: self._taken_at(by_name[arm.reference], arm, own) if arm.reference in by_name else own[arm.name]
+            for arm in self.arms
+        }
+
+    def _taken_at(self, reference: Arm, arm: Arm, own: dict[str, dict[int, float]]) -> dict[int, float]:
+        tokens = trained_tokens(arm) * reference.facts["flops_per_token"] / arm.facts["flops_per_token"]
+        points = {trained_tokens(other): own[other.name] for other in self.arms if other.arm == arm.arm}
+        for (less, before), (more, after) in itertools.pairwise(sorted(points.items(), key=lambda point: point[0])):
+            if less <= tokens <= more:
+                share = math.log(tokens / less) / math.log(more / less)
+                return {s: before[s] + share * (after[s] - before[s]) for s in before if s in after}
+        return {}
 
     def _fits(self, points: list[Arm], metric: str) -> dict[int, tuple[float, float]]:
         values = [self.values(metric)[arm.name] for arm in points]
@@ -126,7 +136,7 @@ class Comparison:
         """Rows of text, the header first. A metric without a single value has no column."""
         shown = [name for name, row in self.rows.items() if any(cell.n for cell in row.cells)]
         first, *others = self.compared
-        header = ["arm", "heads", "d", "head norm", "parameters", "FLOPs/token", "n", *shown]
+        header = ["arm", "heads", "head width", "head norm", "parameters", "FLOPs/token", "n", *shown]
         header += [f"difference ({first})", *DIFFERENCE_HEADS]
         header += [head for name in others for head in (f"difference ({name})", f"95 % ({name})", f"p, Holm ({name})")]
         diverged = any(run.diverged for arm in self.arms for run in arm.runs)
@@ -149,7 +159,7 @@ class Comparison:
 
     def notes(self, seeds: Sequence[int], epochs: float) -> list[str]:
         """Sentences that a reader of the table needs. epochs: how often training read the prepared text."""
-        arms, floor = self.arms, self.noise_floor(self.compared[0])
+        arms = self.arms
         tokens = {run.val[-1]["tokens"] for arm in arms for run in arm.runs if run.val}
         most = ("up to " if len(tokens) > 1 else "") + si(max(tokens, default=0))
         tested = [sum(one.p is not None for one in self.of_metric(metric)) for metric in self.compared]
@@ -164,12 +174,6 @@ class Comparison:
             "below 2^(1-n). Detectable: the true difference that would be found in 80 % of such experiments, given this "
             "comparison's spread.",
         ]
-        if floor["smallest_detectable"] is not None:
-            lines.append(
-                f"Noise floor, pooled over arms: standard deviation over seeds {floor['sd']:.4f}, of paired differences "
-                f"{floor['sd_of_differences']:.4f}; smallest detectable difference {floor['smallest_detectable']:.4f} "
-                f"(n = {floor['n']}, 80 % power, 5 % level)."
-            )
         off = {arm.name: arm.facts.get("params_off") or 0 for arm in arms}
         if unmatched := [f"{name} ({share:+.1%})" for name, share in off.items() if abs(share) > 0.005]:
             lines.append(f"Not matched to the reference's parameters within 0.5 %: {', '.join(unmatched)}.")
@@ -178,9 +182,15 @@ class Comparison:
         return lines
 
 
-def _pooled(deviations: Sequence[tuple[float | None, int]]) -> float | None:
-    known = [(sd, n - 1) for sd, n in deviations if sd is not None]
-    return math.sqrt(sum(sd * sd * df for sd, df in known) / sum(df for _, df in known)) if known else None
+def trained_tokens(arm: Arm) -> float:
+    """Training tokens of the arm's runs at its point of the grid."""
+    return float(arm.runs[0].value("train.tokens") or 0)
+
+
+EQUAL_COMPUTE = (
+    "Equal compute: every arm after as many training FLOPs (the column FLOPs/token times tokens) as {reference} has used "
+    "there, between the arm's own two numbers of tokens, on a straight line in their logarithm."
+)
 
 
 def _mean_text(cell: Cell) -> str:
@@ -195,13 +205,7 @@ def _difference_text(found: Contrast | None) -> list[str]:
         return [""] * 6
     spread = f"{found.low:+.4f} to {found.high:+.4f}" if found.low is not None else ""
     least = f"{found.detectable:.4f}" if found.detectable is not None else ""
-    return [f"{found.mean:+.4f}", spread, *map(_p_text, (found.p, found.p_holm, found.p_permutation)), least]
-
-
-def _p_text(p: float | None) -> str:
-    if p is None:
-        return ""
-    return f"{p:.3f}" if p >= 0.001 else "< 0.001"
+    return [f"{found.mean:+.4f}", spread, *map(p_text, (found.p, found.p_holm, found.p_permutation)), least]
 
 
 def fit_rows(fits: dict[str, Any]) -> list[list[str]]:

@@ -18,7 +18,7 @@ from scipy import stats
 
 from eval.report.figures import Gap
 from eval.report.runs import Arm
-from eval.report.statistics import LEVEL, detectable_effect, t_quantile
+from eval.report.statistics import LEVEL, detectable_effect, p_text, t_quantile
 
 DRAWS = 2**18  # samples of the multivariate t
 
@@ -43,7 +43,8 @@ class Effect:
 class MixedModel:
     """sd: the error's standard deviation, with its 95 % interval. sd_seed: the standard deviation of the blocks. df:
     the error's degrees of freedom. effects: arm -> Effect. detectable: the true difference between two arms with all
-    seeds that a test at the 5 % level finds with 80 % power.
+    seeds that a test at the 5 % level finds with 80 % power. p_spread: p of the hypothesis that all arms have one
+    error, as the model assumes (Bartlett 1937), None where fewer than two arms have two seeds.
     """
 
     reference: str
@@ -56,6 +57,7 @@ class MixedModel:
     critical: float
     detectable: float
     effects: dict[str, Effect]
+    p_spread: float | None = None
 
 
 @dataclass
@@ -105,7 +107,12 @@ def fit(values: Mapping[str, Mapping[int, float]], reference: str) -> MixedModel
     low, high = (sd * math.sqrt(df / stats.chi2.ppf(p, df)) for p in (1 - LEVEL / 2, LEVEL / 2))
     # A t test with df degrees of freedom is that of df + 1 pairs, whose mean has sqrt(df + 1) times less spread than one pair.
     least = sd * math.sqrt(2 / n) * detectable_effect(df + 1) * math.sqrt(df + 1)
-    return MixedModel(reference, n, sd, low, high, sd_seed, df, critical, least, effects)
+    return MixedModel(reference, n, sd, low, high, sd_seed, df, critical, least, effects, _p_spread(values))
+
+
+def _p_spread(values: Mapping[str, Mapping[int, float]]) -> float | None:
+    spread = [list(arm.values()) for arm in values.values() if len(set(arm.values())) > 1]
+    return float(stats.bartlett(*spread).pvalue) if len(spread) > 1 else None
 
 
 def _gls(
@@ -155,8 +162,8 @@ def by_point(arms: list[Arm], values: Mapping[str, Mapping[int, float]]) -> dict
     models = {}
     for point in dict.fromkeys(arm.point for arm in arms):
         here = [arm for arm in arms if arm.point == point]
-        reference = next((arm.name for arm in here if arm.reference is None), here[0].name)
-        model = fit({arm.name: values[arm.name] for arm in here}, reference)
+        reference = next((arm.name for arm in here if arm.reference is None), None)  # None: it has no run yet
+        model = reference and fit({arm.name: values[arm.name] for arm in here}, reference)
         if model:
             models[point] = model
     return models
@@ -167,20 +174,28 @@ def mixed_lines(models: Mapping[str, MixedModel], metric: str) -> list[list[str]
     lines = [[f"{metric}: arm", "difference", "95 %, all arms at once", "95 %, this arm alone", "p, all arms at once"]]
     for model in models.values():
         for arm, e in model.effects.items():
-            p = f"{e.p:.4f}" if e.p >= 1e-4 else "< 0.0001"
             ends = (f"{e.low:+.4f} to {e.high:+.4f}", f"{e.own_low:+.4f} to {e.own_high:+.4f}")
-            lines.append([arm, f"{e.mean:+.4f}", *ends, p])
+            lines.append([arm, f"{e.mean:+.4f}", *ends, p_text(e.p)])
     return lines
 
 
 def mixed_notes(models: Mapping[str, MixedModel], metric: str) -> list[str]:
-    """A sentence about the pooled noise at each point of the grid."""
-    return [
-        f"{metric}{f', {point}' if point else ''}: error {m.sd:.4f} (95 % {m.sd_low:.4f} to {m.sd_high:.4f}, {m.df} degrees "
-        f"of freedom), seeds {m.sd_seed:.4f}, smallest detectable difference {m.detectable:.4f} (n = {m.n}, pooled error, "
-        f"80 % power, 5 % level); against {m.reference}."
-        for point, m in models.items()
-    ]
+    """A sentence about the pooled noise at each point of the grid, and a warning where arms differ in it."""
+    notes = []
+    for point, m in models.items():
+        where = f"{metric}{f', {point}' if point else ''}"
+        notes.append(
+            f"{where}: error {m.sd:.4f} (95 % {m.sd_low:.4f} to {m.sd_high:.4f}, {m.df} degrees of freedom), seeds "
+            f"{m.sd_seed:.4f}, smallest detectable difference {m.detectable:.4f} (n = {m.n}, pooled error, 80 % power, "
+            f"5 % level); against {m.reference}."
+        )
+        if m.p_spread is not None and m.p_spread < LEVEL:
+            notes.append(
+                f"{where}: the arms differ in their spread over seeds (Bartlett's test, p {p_text(m.p_spread)}), which the "
+                "pooled error ignores: its intervals are too narrow for the arms with a large spread, and too wide for "
+                "the others. Compare with the paired intervals."
+            )
+    return notes
 
 
 def gaps(arms: list[Arm], models: Mapping[str, MixedModel], tokens: Mapping[str, float]) -> dict[str, tuple[str, Gap]]:
@@ -189,7 +204,6 @@ def gaps(arms: list[Arm], models: Mapping[str, MixedModel], tokens: Mapping[str,
     for arm in arms:
         effect = models[arm.point].effects.get(arm.name) if arm.point in models else None
         if effect:
-            lines.setdefault(arm.arm, (arm.colour, []))[1].append(
-                (tokens[arm.point], effect.mean, effect.low, effect.high)
-            )
+            point = (tokens[arm.point], effect.mean, effect.low, effect.high, len(arm.runs))
+            lines.setdefault(arm.arm, (arm.colour, []))[1].append(point)
     return lines

@@ -12,7 +12,7 @@ from scipy import stats
 from eval.report.figures import Gap
 from eval.report.mixed import estimate
 from eval.report.runs import CYCLE, Arm, paired_by_seed
-from eval.report.statistics import LEVEL, holm, t_quantile
+from eval.report.statistics import LEVEL, holm, p_text, t_quantile
 
 PAIR_NOTE = (
     "A part is an arm less the arm that lacks it. The interval uses the error pooled over all arms at that point (Student's "
@@ -85,9 +85,8 @@ def pair_lines(found: list[Pair], metric: str) -> list[list[str]]:
     lines = [[f"{metric}: part", "arms", "n", "difference", "95 %, pooled error", "p, Holm"]]
     for pair in found:
         spread = "" if pair.low is None else f"{pair.low:+.4f} to {pair.high:+.4f}"
-        p = "" if pair.p_holm is None else "< 0.001" if pair.p_holm < 0.001 else f"{pair.p_holm:.3f}"
         arms = f"{pair.arm} - {pair.other}"
-        lines.append([pair.name, arms, str(len(pair.differences)), f"{pair.mean:+.4f}", spread, p])
+        lines.append([pair.name, arms, str(len(pair.differences)), f"{pair.mean:+.4f}", spread, p_text(pair.p_holm)])
     return lines
 
 
@@ -96,5 +95,6 @@ def pair_gaps(found: list[Pair], tokens: Mapping[str, float]) -> dict[str, tuple
     lines: dict[str, tuple[str, Gap]] = {}
     for pair in found:
         shade = CYCLE[len(lines) % len(CYCLE)]
-        lines.setdefault(pair.name, (shade, []))[1].append((tokens[pair.point], pair.mean, pair.low, pair.high))
+        point = (tokens[pair.point], pair.mean, pair.low, pair.high, len(pair.differences))
+        lines.setdefault(pair.name, (shade, []))[1].append(point)
     return lines

@@ -114,6 +114,17 @@ def interval(values: Sequence[float]) -> dict[str, float | None]:
     return {"n": found.n, "mean": found.mean, "low": found.low, "high": found.high}
 
 
+def geometric_interval(ratios: Sequence[float]) -> dict[str, float | None]:
+    """`interval` of the logarithms, as ratios: the inverse ratios have the inverse interval. ratios: above 0."""
+    found = interval([math.log(ratio) for ratio in ratios])
+    return {key: value if key == "n" or value is None else math.exp(value) for key, value in found.items()}
+
+
+def p_text(p: float | None) -> str:
+    """A p value for a table, "" for None."""
+    return "" if p is None else f"{p:.3f}" if p >= 0.001 else "< 0.001"
+
+
 def power_law(sizes: Sequence[float], losses: Sequence[float]) -> tuple[float, float]:
     """(a, b) of loss = a size^-b, by least squares in the logarithms. ValueError for fewer than two sizes."""
     if len(set(sizes)) < 2:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Any
 
-from eval.attention_noise import NOISE, READINGS
+from eval.attention_noise import READINGS
 from eval.report.runs import Arm, Run, paired_by_seed, text_of
 from eval.report.statistics import Difference, holm, mean_sd, paired
 
@@ -182,30 +182,11 @@ def _attention() -> Iterator[tuple[str, Read, str, str]]:
             yield f"{name}, {reading}", at(path, f"{path}_se"), better, hint
     for key, name, better in kinds:
         hint = "each layer divided by its own row sum, then averaged over layers"
-        yield f"{name}, signed per layer", lambda run, key=key: per_layer(run, key), better, hint
+        path = f"attention_noise.signed_per_layer.mean.{key}"
+        yield f"{name}, signed per layer", at(path, f"{path}_se"), better, hint
     for key, name in (("entropy", "entropy of an attention row (nats)"), ("negative", NEGATIVE)):
         yield name, at(f"attention_noise.{key}.mean", f"attention_noise.{key}.se"), "", ""
     yield "share of heads that are sinks", _sinks, "", ""
-
-
-def per_layer(run: Run, what: str) -> float | None:
-    """Signed attention to the answer, or noise, with each layer divided by its own row sum before the layers are averaged.
-
-    Older evaluations lack this number. It is then computed from the masses by layer and head, which are means over
-    prompts. The result is the same where a layer's row sums do not depend on the prompt, as in `diff`, and similar
-    elsewhere.
-    """
-    given = run.value(f"attention_noise.signed_per_layer.mean.{what}")
-    masses = (run.results("attention_noise") or {}).get("per_layer_head", {}).get("signed")
-    if given is not None or not masses:
-        return given
-    wanted = NOISE if what == "noise" else (what,)
-    shares = []
-    for buckets in masses.values():  # of one depth: bucket -> layers -> heads
-        for layer in range(len(buckets["answer"])):
-            whole = sum(sum(heads[layer]) for heads in buckets.values())
-            shares.append(sum(sum(buckets[bucket][layer]) for bucket in wanted) / whole)
-    return mean_sd(shares)[0]
 
 
 def _sinks(run: Run) -> Any:
@@ -254,7 +235,8 @@ def contrasts(arms: list[Arm], rows: Iterable[Row]) -> list[Contrast]:
         values = {arm.name: arm.by_seed(cell.values) for arm, cell in zip(arms, row.cells, strict=True)}
         of_row = []
         for arm in arms:
-            if arm.reference and (shared := paired_by_seed(values[arm.name], values[arm.reference])):
+            # In an unfinished ablation, the reference may have no run yet.
+            if arm.reference in values and (shared := paired_by_seed(values[arm.name], values[arm.reference])):
                 where = (row.group, row.name, row.better, arm.name, arm.reference, list(shared), list(shared.values()))
                 of_row.append(Contrast(*astuple(paired(list(shared.values()))), *where))
         tested = [contrast for contrast in of_row if contrast.p is not None]

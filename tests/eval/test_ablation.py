@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from eval.report.grid import Comparison, draw_ablation, fit_rows
+from eval.report.mixed import by_point
 from eval.report.runs import DIVERGED, Arm, give_colours, read_run, refuse_other_settings
 from eval.report.tables import markdown
 
@@ -117,8 +118,6 @@ def test_a_planted_difference_is_found_and_an_absent_one_is_not(tmp_path: Path) 
     assert better["difference"]["mean"] == pytest.approx(-0.02, abs=0.003) and better["p_holm"] < 0.01
     assert same["difference"]["low"] < 0 < same["difference"]["high"] and same["p_holm"] > 0.05
     assert better["p_holm"] == pytest.approx(2 * better["difference"]["p"])
-    floor = found.noise_floor("valid")
-    assert floor["sd"] > 10 * floor["sd_of_differences"] and 0.0005 < floor["smallest_detectable"] < 0.01
 
 
 def test_only_seeds_that_both_arms_have_are_compared(tmp_path: Path) -> None:
@@ -143,7 +142,7 @@ def test_the_table(tmp_path: Path) -> None:
     assert dict(zip(header, rows[0], strict=True))["p"] == ""
     assert markdown([header, *rows]).count("\n") == 4 and all(len(row) == len(header) for row in rows)
     text = " ".join(found.notes([1, 2, 3, 4], epochs=1.5))
-    assert "smallest detectable difference" in text and "read more than once" in text and "Not matched" not in text
+    assert "read more than once" in text and "Not matched" not in text
     arms[1].facts["params_off"] = 0.02
     assert "diff (+2.0%)" in " ".join(Comparison(arms, METRICS).notes([1], epochs=0.5))
 
@@ -205,6 +204,33 @@ def test_notes_name_the_longest_training_and_the_tested_comparisons(tmp_path: Pa
     found = Comparison(arms, METRICS | {"hit": "perplexity.recall.hit.loss"}, compared=("valid", "hit"))
     assert "the comparisons of each metric (0 to 2)." in found.notes([1], epochs=0.5)[1]
     assert "; 2.56k training tokens" in Comparison(arms[:3], METRICS).notes([1], epochs=0.5)[0]
+
+
+def test_arms_are_compared_at_equal_compute(tmp_path: Path) -> None:
+    """An arm that costs sqrt(2) times as much lies half way, in logarithms, between n and 2n tokens."""
+    arms = make_arms(tmp_path, {"baseline": 0.0, "costly": -0.1}, points=("short", "long"))
+    for arm in arms:
+        arm.facts["flops_per_token"] = 2**0.5 if arm.arm == "costly" else 1.0
+        for run in arm.runs if arm.point == "long" else ():
+            run.train[-1]["tokens"] *= 2
+    found = Comparison(arms, METRICS)
+    equal, own = found.at_equal_compute("valid"), found.values("valid")
+    assert equal["costly-short"] == {}  # before its first point: no extrapolation
+    assert equal["baseline-long"] == own["baseline-long"]
+    for seed in (1, 2, 3, 4):
+        half_way = (own["costly-short"][seed] + own["costly-long"][seed]) / 2
+        assert equal["costly-long"][seed] == pytest.approx(half_way, abs=1e-9)
+    models = by_point(arms, equal)
+    differences = [equal["costly-long"][seed] - own["baseline-long"][seed] for seed in (1, 2, 3, 4)]
+    assert list(models) == ["long"]
+    assert models["long"].effects["costly-long"].mean == pytest.approx(sum(differences) / 4, abs=1e-9)
+
+
+def test_arms_without_a_finished_reference_have_no_difference(tmp_path: Path) -> None:
+    arms = make_arms(tmp_path, {"baseline": 0.0, "diff": -0.02, "gated": 0.0})[1:]
+    found = Comparison(arms, METRICS)
+    assert not found.of_metric("valid") and found.table()[1][0] == "diff"
+    assert by_point(arms, found.values("valid")) == {}
 
 
 def test_arms_are_told_apart(tmp_path: Path) -> None:

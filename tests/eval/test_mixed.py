@@ -69,6 +69,14 @@ def test_a_single_arm_has_students_t() -> None:
     assert effect.p == pytest.approx(alone.p, rel=1e-2)  # the ratio of variances lies on a grid
 
 
+def test_arms_with_different_spreads_are_named_in_a_warning() -> None:
+    values = study({"a": 4.0, "b": 3.9, "c": 4.0, "d": 4.1}, 5, 0.01, 0.0, 2)
+    assert len(mixed.mixed_notes({"": mixed.fit(values, "a")}, "loss")) == 1
+    values["d"] = {seed: 4.1 + 20 * (value - 4.1) for seed, value in values["d"].items()}
+    _, warning = mixed.mixed_notes({"": mixed.fit(values, "a")}, "loss")
+    assert "Bartlett" in warning and "too narrow for the arms with a large spread" in warning
+
+
 def test_what_cannot_be_fitted_is_none() -> None:
     assert mixed.fit({"a": {1: 4.0}, "b": {1: 3.9}}, "a") is None
     assert mixed.fit({"a": {1: 4.0, 2: 4.1}}, "a") is None

@@ -65,7 +65,7 @@ def test_one_seed_gives_a_difference_without_a_claim(tmp_path: Path) -> None:
     header, *rows = pair_lines(found, "books")
     assert header[0] == "books: part" and [row[4:] for row in rows] == [["", ""]] * 2
     lines = pair_gaps(found, {"a": 1e6, "b": 2e6})
-    assert {name: gap for name, (_, gap) in lines.items()} == {p.name: [(1e6, p.mean, None, None)] for p in found}
+    assert {name: gap for name, (_, gap) in lines.items()} == {p.name: [(1e6, p.mean, None, None, 1)] for p in found}
     draw_gap(
         tmp_path / "pairs.png", lines | pair_gaps(compare_pairs(arms_at("a"), made_up(3), PAIRS), {"a": 1e6}), "books"
     )

@@ -10,6 +10,7 @@ from scipy import stats
 
 from eval.report.statistics import (
     detectable,
+    geometric_interval,
     holm,
     mean_sd,
     paired,
@@ -131,6 +132,13 @@ def test_what_a_few_seeds_cannot_say() -> None:
     for wrong in ([], [0.1, math.nan], [math.inf]):
         with pytest.raises(ValueError, match="leave out the seeds that diverged"):
             paired(wrong)
+
+
+def test_inverse_ratios_have_the_inverse_interval() -> None:
+    found, inverse = geometric_interval([1.6, 1.7, 2.2]), geometric_interval([1 / 1.6, 1 / 1.7, 1 / 2.2])
+    assert found["n"] == 3 and found["mean"] == pytest.approx((1.6 * 1.7 * 2.2) ** (1 / 3))
+    assert (1 / found["low"], 1 / found["high"]) == pytest.approx((inverse["high"], inverse["low"]))
+    assert geometric_interval([2.0]) == {"n": 1, "mean": pytest.approx(2.0), "low": None, "high": None}
 
 
 def test_power_laws_are_recovered() -> None:

@@ -30,17 +30,11 @@ def test_what_a_training_loss_is_of(make_run, tmp_path):
 
 def test_both_orders_of_normalisation_are_reported(make_run):
     run = read_run(make_run("one"))
-    # Two layers of two heads; the first layer's rows sum to 1, the second's to 0.2.
-    masses = {"first": [[0.5, 0.5], [0.1, 0.1]], "before": [[0.2, 0.2], [0.0, 0.0]], "answer": [[0.1, 0.1], [0.1, 0.1]],
-              "after": [[0.2, 0.2], [0.0, 0.0]], "query": [[0.0, 0.0], [0.0, 0.0]]}  # fmt: skip
-    results = {"per_layer_head": {"signed": {"0.5": masses}}, "signed": {"mean": {"noise": 0.33}}}
+    results = {"signed": {"mean": {"noise": 0.33}}, "signed_per_layer": {"mean": {"noise": 0.21, "noise_se": 0.02}}}
     run.evals["attention_noise"] = {"results": results, "config": {}}
-    rows = {row.name: row.cells[0].value for row in headline_table([Arm("one", runs=[run])])}
-    assert rows["attention to the answer, signed per layer"] == pytest.approx((0.1 + 0.5) / 2)
-    assert rows["attention noise, signed per layer"] == pytest.approx((0.4 + 0.0) / 2)
-    results["signed_per_layer"] = {"mean": {"noise": 0.21}}  # the evaluation's own number is preferred
-    rows = {row.name: row.cells[0].value for row in headline_table([Arm("one", runs=[run])])}
-    assert rows["attention noise, signed per layer"] == 0.21
+    cells = {row.name: row.cells[0] for row in headline_table([Arm("one", runs=[run])])}
+    assert cells["attention noise, signed"].value == 0.33
+    assert cells["attention noise, signed per layer"].text == "0.210 ± 0.020"
 
 
 def test_bands_reach_from_the_lowest_to_the_highest_seed(tmp_path):
