@@ -44,7 +44,8 @@ class MixedModel:
     """sd: the error's standard deviation, with its 95 % interval. sd_seed: the standard deviation of the blocks. df:
     the error's degrees of freedom. effects: arm -> Effect. detectable: the true difference between two arms with all
     seeds that a test at the 5 % level finds with 80 % power. p_spread: p of the hypothesis that all arms have one
-    error, as the model assumes (Bartlett 1937), None where fewer than two arms have two seeds.
+    error, as the model assumes (Bartlett 1937). It is None for two arms, whose difference does not need that assumption,
+    and where fewer than two arms have two seeds.
     """
 
     reference: str
@@ -112,7 +113,7 @@ def fit(values: Mapping[str, Mapping[int, float]], reference: str) -> MixedModel
 
 def _p_spread(values: Mapping[str, Mapping[int, float]]) -> float | None:
     spread = [list(arm.values()) for arm in values.values() if len(set(arm.values())) > 1]
-    return float(stats.bartlett(*spread).pvalue) if len(spread) > 1 else None
+    return float(stats.bartlett(*spread).pvalue) if len(values) > 2 and len(spread) > 1 else None
 
 
 def _gls(
