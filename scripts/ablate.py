@@ -402,13 +402,14 @@ class Study:
         """Draw the differences to the reference, and those of the pairs, against training tokens."""
         tokens, paths = {arm.point: trained_tokens(arm) for arm in arms}, []
         drawn = {
-            "gap": (gaps(arms, models, tokens), "the reference"),
-            "pairs": (pair_gaps(pairs, tokens), "the other arm"),
+            "gap": (gaps(arms, models, tokens), self.arms[0].arm),
+            "pairs": (pair_gaps(pairs, tokens), "the arm without this part"),
         }
+        unit = " (nats)" if self.cfg.metrics[metric].endswith("loss") else ""
         for kind, (lines, other) in drawn.items():
             if lines:
                 paths.append(self.folder / "figures" / f"{kind}_{slug(metric)}.png")
-                draw_gap(paths[-1], lines, f"{metric}: difference to {other}")
+                draw_gap(paths[-1], lines, f"{metric}: arm less {other}{unit}")
         return paths
 
 

@@ -257,7 +257,8 @@ def draw_differences(path: Path, arms: list[Arm], panels: dict[str, list[Contras
             ax.locator_params(axis="x", nbins=5)
             ax.xaxis.set_major_formatter(lambda x, _: minus(f"{x:g}"))
         first = next((arm for arm in arms if not arm.reference), arms[0])
-        axes[-1, 0].set_xlabel(f"difference to {first.arm if first.point else first.name}")
+        reference = first.arm if first.point else first.name
+        axes[-1, 0].set_xlabel(f"arm less {reference} (dots: seeds; diamond and line: mean, 95 %)")
 
 
 def _readable_limits(found: list[Contrast]) -> tuple[float, float]:
@@ -295,7 +296,7 @@ def draw_grid(path: Path, cells: list[tuple[Arm, Cell]], metric: str, fits: dict
             ax.minorticks_off()
         else:
             ax.set_xticks(range(len(points)), points)
-        ax.set(ylabel=metric)
+        ax.set(ylabel=f"{metric} (± standard deviation over seeds)")
         ax.legend()
 
 
@@ -319,5 +320,5 @@ def draw_gap(path: Path, lines: Mapping[str, tuple[str, Gap]], label: str) -> No
         ax.set_xscale("log", base=2)
         ax.set_xticks(ticks, [f"{tick:.3g}" for tick in ticks])
         ax.minorticks_off()
-        ax.set(xlabel="training tokens (millions)", ylabel=label)
+        ax.set(xlabel="training tokens (millions); hollow dots: one seed", ylabel=label)
         ax.figure.legend(*ax.get_legend_handles_labels(), loc="outside right center")
