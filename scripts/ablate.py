@@ -5,8 +5,9 @@
 
 experiment: a file of configs/ablations/experiment/. seeds: a number N, for the seeds 1 to N, or a list. tune=rates
 first finds every arm's own learning rates. Every arm and seed is a run of train.py in runs/ablate/NAME/ARM-sSEED, which
-is then evaluated. The command writes runs/ablate/NAME/results.json, table.md and figures/. With run=false it does not
-train: it prints the runs that are left and their cost, and writes the table of the finished runs.
+is then evaluated. The command writes results.json, table.md, differences.md (the differences at the last point of the
+grid) and figures/ to runs/ablate/NAME/. With run=false it does not train: it prints the runs that are left and their cost,
+and writes the tables of the finished runs.
 """
 
 import importlib
@@ -33,10 +34,8 @@ from eval.common import variant
 from eval.experiment import AblateConfig, arm_list, compare_parameters, evaluation_commands, refuse_metrics, seed_list
 from eval.overlap import overlaps, refuse_overlap
 from eval.records import TRIAL, describes, records_of
-from eval.report.figures import draw_gap, slug
-from eval.report.grid import EQUAL_COMPUTE, Comparison, draw_ablation, fit_rows, trained_tokens
-from eval.report.mixed import MixedModel, by_point, gaps, mixed_lines, mixed_notes
-from eval.report.pairs import Pair, compare_pairs, pair_gaps, pair_lines, pair_notes
+from eval.report.grid import Comparison, draw_ablation, fit_rows
+from eval.report.pooled import Pooled
 from eval.report.runs import Arm, give_colours, refuse_other_settings
 from eval.report.tables import markdown, si
 from eval.study import Run, describe_model, read_epochs, train_config, training_flops
@@ -355,9 +354,7 @@ class Study:
         measured = [run for arm in arms for run in arm.runs]
         refuse_other_settings(measured)
         found, seeds = Comparison(arms, cfg.metrics, cfg.compared), list(dict.fromkeys(run.seed for run in runs))
-        models = {metric: by_point(arms, found.values(metric)) for metric in found.compared}
-        equal = by_point(arms, found.at_equal_compute(next(iter(cfg.metrics)))) if cfg.branch else {}
-        pairs = {metric: compare_pairs(arms, found.values(metric), cfg.pairs) for metric in found.compared}
+        pooled = Pooled(found, cfg.pairs, cfg.branch)
         fits = found.fit_sizes(next(iter(cfg.metrics))) if cfg.fit else None
         longest = max((run.config for run in runs), key=lambda config: config.steps * config.batch_tokens)
         epochs, missing = read_epochs(longest), len(self.runs()) - len(runs)
@@ -373,44 +370,27 @@ class Study:
             "title": title,
             "arms": found.as_json(),
             "tuning": tuning.as_json(tuned),
-            "mixed": {metric: {point: asdict(m) for point, m in at.items()} for metric, at in models.items()},
-            "equal_compute": {point: asdict(model) for point, model in equal.items()},
-            "pairs": {metric: [asdict(pair) for pair in of_metric] for metric, of_metric in pairs.items()},
+            **pooled.as_json(),
             "fits": fits,
             "epochs": epochs,
             "overlap": overlaps,
             "notes": remarks,
         }
-        text = markdown(found.table()) + ("\n" + markdown(fit_rows(fits)) if fits else "")
-        pooled = [markdown(pair_lines(of_metric, metric)).rstrip() for metric, of_metric in pairs.items() if of_metric]
-        pooled += [markdown(mixed_lines(m, metric)).rstrip() for metric, m in models.items() if m]
-        if equal:
-            pooled.append(markdown(mixed_lines(equal, f"{next(iter(cfg.metrics))}, equal compute")).rstrip())
-            remarks.append(EQUAL_COMPUTE.format(reference=self.arms[0].arm))
-        more = pair_notes([pair for of_metric in pairs.values() for pair in of_metric], cfg.pairs)
-        more += [note for metric, at in models.items() for note in mixed_notes(at, metric)]
-        self._write(results, seeds, [f"**{title}**", text.rstrip("\n"), *pooled, *remarks, *more])
+        tables = [markdown(found.table()).rstrip(), *([markdown(fit_rows(fits)).rstrip()] if fits else [])]
+        differences = [table for point in pooled.points for table in pooled.tables(point)]
+        page = [f"**{title}**", *differences, *pooled.remarks(), *tables, *remarks, *pooled.notes()]
+        self._write(results, seeds, page)
+        if last := pooled.tables(pooled.points[-1]):
+            text = "\n\n".join([f"**{title}**", *last, *pooled.remarks()]) + "\n"
+            write_atomic(self.folder / "differences.md", text.encode())
         figures = draw_ablation(self.folder / "figures", found, fits)
         for metric in found.compared if cfg.branch else ():
-            figures += self._draw_gaps(arms, metric, models[metric], pairs[metric])
+            unit = " (nats)" if cfg.metrics[metric].endswith("loss") else ""
+            figures += pooled.draw(self.folder / "figures", metric, unit)
         if tuned:
             figures.append(self.folder / "figures" / "tuning.png")
             tuning.draw_tuning(figures[-1], tuned, {arm.arm: arm.colour for arm in self.arms}, cfg.tune.metric)
         print(f"ablation  {self.folder / 'table.md'} ({len(runs)} runs, {len(figures)} figures)", flush=True)
-
-    def _draw_gaps(self, arms: list[Arm], metric: str, models: dict[str, MixedModel], pairs: list[Pair]) -> list[Path]:
-        """Draw the differences to the reference, and those of the pairs, against training tokens."""
-        tokens, paths = {arm.point: trained_tokens(arm) for arm in arms}, []
-        drawn = {
-            "gap": (gaps(arms, models, tokens), self.arms[0].arm),
-            "pairs": (pair_gaps(pairs, tokens), "the arm without this part"),
-        }
-        unit = " (nats)" if self.cfg.metrics[metric].endswith("loss") else ""
-        for kind, (lines, other) in drawn.items():
-            if lines:
-                paths.append(self.folder / "figures" / f"{kind}_{slug(metric)}.png")
-                draw_gap(paths[-1], lines, f"{metric}: arm less {other}{unit}")
-        return paths
 
 
 def run_by_launcher(cfg: AblateConfig, folder: Path, left: list[Run], task: list[str]) -> None:

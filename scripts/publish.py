@@ -34,6 +34,7 @@ PAIRS = (
     ("conversions.json", "conversions.md"),
     ("lambdas.json", "lambdas.md"),
 )
+DIFFERENCES = "differences.md"  # an ablation's, with a mark of its own in the documents: NAME/differences
 
 
 @dataclass
@@ -88,6 +89,9 @@ def publish_folder(source: Path, name: str) -> None:
         shutil.copy(path, target)
     if records:
         leave_out_curves(target / pair[0])
+    if (source / DIFFERENCES).is_file():
+        shutil.copy(source / DIFFERENCES, target)
+        print(f"{target / DIFFERENCES}: {put_into_documents(f'{name}/differences', target / DIFFERENCES)}")
     print(f"{target}: {len(list(target.iterdir()))} files; {put_into_documents(name, target / pair[1])}")
 
 

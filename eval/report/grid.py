@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from eval.report.figures import draw_differences, draw_grid, draw_validation
-from eval.report.runs import Arm, Run, read_json
+from eval.report.runs import Arm, Run, read_json, trained_tokens
 from eval.report.statistics import Difference, geometric_interval, interval, p_text, power_law, size_ratio
 from eval.report.tables import Cell, Contrast, at, contrasts, row_of, si
 
@@ -180,17 +180,6 @@ class Comparison:
         if epochs > 1:
             lines.append("The training text was read more than once, so losses on it and on unseen text differ.")
         return lines
-
-
-def trained_tokens(arm: Arm) -> float:
-    """Training tokens of the arm's runs at its point of the grid."""
-    return float(arm.runs[0].value("train.tokens") or 0)
-
-
-EQUAL_COMPUTE = (
-    "Equal compute: every arm after as many training FLOPs (the column FLOPs/token times tokens) as {reference} has used "
-    "there, between the arm's own two numbers of tokens, on a straight line in their logarithm."
-)
 
 
 def _mean_text(cell: Cell) -> str:

@@ -17,15 +17,15 @@ import numpy as np
 from scipy import stats
 
 from eval.report.figures import Gap
-from eval.report.runs import Arm
-from eval.report.statistics import LEVEL, detectable_effect, p_text, t_quantile
+from eval.report.runs import Arm, trained_tokens
+from eval.report.statistics import LEVEL, detectable_effect, difference_text, p_text, t_quantile
 
 DRAWS = 2**18  # samples of the multivariate t
 
 
 @dataclass
 class Effect:
-    """An arm minus the reference.
+    """An arm minus the reference. n: seeds of the arm.
 
     low, high: 95 % interval for all arms at once. p: p value for all arms at once. own_*: interval for this arm alone.
     """
@@ -37,6 +37,7 @@ class Effect:
     p: float
     own_low: float
     own_high: float
+    n: int
 
 
 @dataclass
@@ -103,7 +104,9 @@ def fit(values: Mapping[str, Mapping[int, float]], reference: str) -> MixedModel
     own, effects = t_quantile(1 - LEVEL / 2, df), {}
     for arm, mean, spread, p in zip(found.arms[1:], beta[1:], se, p_values, strict=True):
         ends = [float(mean + sign * factor * spread) for factor in (critical, own) for sign in (-1, 1)]
-        effects[arm] = Effect(float(mean), float(spread), ends[0], ends[1], float(p), ends[2], ends[3])
+        effects[arm] = Effect(
+            float(mean), float(spread), ends[0], ends[1], float(p), ends[2], ends[3], len(values[arm])
+        )
     sd, sd_seed = math.sqrt(found.error), math.sqrt(found.error * found.ratio)
     low, high = (sd * math.sqrt(df / stats.chi2.ppf(p, df)) for p in (1 - LEVEL / 2, LEVEL / 2))
     # A t test with df degrees of freedom is that of df + 1 pairs, whose mean has sqrt(df + 1) times less spread than one pair.
@@ -170,13 +173,15 @@ def by_point(arms: list[Arm], values: Mapping[str, Mapping[int, float]]) -> dict
     return models
 
 
-def mixed_lines(models: Mapping[str, MixedModel], metric: str) -> list[list[str]]:
-    """The table of the mixed models of one metric."""
-    lines = [[f"{metric}: arm", "difference", "95 %, all arms at once", "95 %, this arm alone", "p, all arms at once"]]
-    for model in models.values():
-        for arm, e in model.effects.items():
-            ends = (f"{e.low:+.4f} to {e.high:+.4f}", f"{e.own_low:+.4f} to {e.own_high:+.4f}")
-            lines.append([arm, f"{e.mean:+.4f}", *ends, p_text(e.p)])
+def mixed_lines(models: Mapping[str, Mapping[str, MixedModel]], point: str) -> list[list[str]]:
+    """The differences at one point of the grid: a row per arm, a column per metric. models: metric -> point -> model."""
+    here = {metric: at[point] for metric, at in models.items() if point in at}
+    arms = {arm: effect.n for model in here.values() for arm, effect in model.effects.items()}
+    reference = next(iter(here.values())).reference
+    lines = [[f"arm less {reference}", "n", *here]]
+    for arm, n in arms.items():
+        found = [model.effects.get(arm) for model in here.values()]
+        lines.append([arm, str(n), *(difference_text(e.mean, e.low, e.high) if e else "" for e in found)])
     return lines
 
 
@@ -199,12 +204,11 @@ def mixed_notes(models: Mapping[str, MixedModel], metric: str) -> list[str]:
     return notes
 
 
-def gaps(arms: list[Arm], models: Mapping[str, MixedModel], tokens: Mapping[str, float]) -> dict[str, tuple[str, Gap]]:
+def gaps(arms: list[Arm], models: Mapping[str, MixedModel]) -> dict[str, tuple[str, Gap]]:
     """Arm -> its colour, and its difference to the reference at each point with the interval for all arms at once."""
     lines: dict[str, tuple[str, Gap]] = {}
     for arm in arms:
-        effect = models[arm.point].effects.get(arm.name) if arm.point in models else None
-        if effect:
-            point = (tokens[arm.point], effect.mean, effect.low, effect.high, len(arm.runs))
-            lines.setdefault(arm.arm, (arm.colour, []))[1].append(point)
+        e = models[arm.point].effects.get(arm.name) if arm.point in models else None
+        if e:
+            lines.setdefault(arm.arm, (arm.colour, []))[1].append((trained_tokens(arm), e.mean, e.low, e.high, e.n))
     return lines

@@ -12,11 +12,11 @@ from scipy import stats
 from eval.report.figures import Gap
 from eval.report.mixed import estimate
 from eval.report.runs import CYCLE, Arm, paired_by_seed
-from eval.report.statistics import LEVEL, holm, p_text, t_quantile
+from eval.report.statistics import LEVEL, difference_text, holm, t_quantile
 
 PAIR_NOTE = (
     "A part is an arm less the arm that lacks it. The interval uses the error pooled over all arms at that point (Student's "
-    "t); p, Holm is corrected for the parts at that point."
+    "t) and is not corrected for the number of parts; the JSON has p after Holm's correction."
 )
 
 
@@ -80,17 +80,17 @@ def _pair(name: str, point: str, values: Mapping[str, Mapping[int, float]], arm:
     return Pair(name, point, arm, other, differences, mean, mean - half, mean + half, p)
 
 
-def pair_lines(found: list[Pair], metric: str) -> list[list[str]]:
-    """The table of one metric's pairs."""
-    lines = [[f"{metric}: part", "arms", "n", "difference", "95 %, pooled error", "p, Holm"]]
-    for pair in found:
-        spread = "" if pair.low is None else f"{pair.low:+.4f} to {pair.high:+.4f}"
-        arms = f"{pair.arm} - {pair.other}"
-        lines.append([pair.name, arms, str(len(pair.differences)), f"{pair.mean:+.4f}", spread, p_text(pair.p_holm)])
+def pair_lines(found: Mapping[str, Sequence[Pair]], point: str) -> list[list[str]]:
+    """The pairs at one point of the grid: a row per part, a column per metric. found: metric -> pairs."""
+    lines = [["part", "arms", "n", *found]]
+    for first in (pair for pair in next(iter(found.values())) if pair.point == point):
+        same = [next((p for p in pairs if (p.name, p.point) == (first.name, point)), None) for pairs in found.values()]
+        texts = [difference_text(pair.mean, pair.low, pair.high) if pair else "" for pair in same]
+        lines.append([first.name, f"{first.arm} - {first.other}", str(len(first.differences)), *texts])
     return lines
 
 
-def pair_gaps(found: list[Pair], tokens: Mapping[str, float]) -> dict[str, tuple[str, Gap]]:
+def pair_gaps(found: Sequence[Pair], tokens: Mapping[str, float]) -> dict[str, tuple[str, Gap]]:
     """Pair -> a colour and its difference at each point, for `draw_gap`. tokens: point -> training tokens."""
     lines: dict[str, tuple[str, Gap]] = {}
     for pair in found:

@@ -293,6 +293,11 @@ class Arm:
         return {run.seed: value for run, value in pairs if isinstance(value, (int, float)) and math.isfinite(value)}
 
 
+def trained_tokens(arm: Arm) -> float:
+    """Training tokens of the arm's runs."""
+    return float(arm.runs[0].value("train.tokens") or 0)
+
+
 def paired_by_seed(arm: dict[int, float], reference: dict[int, float]) -> dict[int, float]:
     """Seed -> value of the arm minus value of the reference, over the seeds that both have."""
     return {seed: arm[seed] - reference[seed] for seed in sorted(arm.keys() & reference.keys())}

@@ -125,6 +125,14 @@ def p_text(p: float | None) -> str:
     return "" if p is None else f"{p:.3f}" if p >= 0.001 else "< 0.001"
 
 
+def difference_text(mean: float, low: float | None, high: float | None) -> str:
+    """A difference and its interval for a table, in bold where the interval excludes zero."""
+    if low is None or high is None:
+        return f"{mean:+.4f}"
+    text = f"{mean:+.4f} ({low:+.4f} to {high:+.4f})"
+    return text if low <= 0 <= high else f"**{text}**"
+
+
 def power_law(sizes: Sequence[float], losses: Sequence[float]) -> tuple[float, float]:
     """(a, b) of loss = a size^-b, by least squares in the logarithms. ValueError for fewer than two sizes."""
     if len(set(sizes)) < 2:

@@ -69,6 +69,16 @@ def test_a_single_arm_has_students_t() -> None:
     assert effect.p == pytest.approx(alone.p, rel=1e-2)  # the ratio of variances lies on a grid
 
 
+def test_the_table_has_a_column_per_metric() -> None:
+    values = study({"a": 4.0, "b": 3.9, "c": 4.0}, 5, 0.01, 0.0, 2)
+    model = mixed.fit(values, "a")
+    header, b, c = mixed.mixed_lines({"loss": {"": model}, "later": {"end": model}}, "")
+    assert header == ["arm less a", "n", "loss"] and b[:2] == ["b", "5"] and c[:2] == ["c", "5"]
+    effect = model.effects["b"]
+    assert b[2] == f"**{effect.mean:+.4f} ({effect.low:+.4f} to {effect.high:+.4f})**"
+    assert "*" not in c[2]  # its interval includes zero
+
+
 def test_arms_with_different_spreads_are_named_in_a_warning() -> None:
     values = study({"a": 4.0, "b": 3.9, "c": 4.0, "d": 4.1}, 5, 0.01, 0.0, 2)
     assert len(mixed.mixed_notes({"": mixed.fit(values, "a")}, "loss")) == 1

@@ -62,8 +62,13 @@ def test_one_seed_gives_a_difference_without_a_claim(tmp_path: Path) -> None:
     assert [(pair.name, pair.point, pair.p, pair.p_holm) for pair in found] == [
         ("subtraction", "a", None, None), ("norm", "a", None, None),
     ]  # fmt: skip
-    header, *rows = pair_lines(found, "books")
-    assert header[0] == "books: part" and [row[4:] for row in rows] == [["", ""]] * 2
+    header, *rows = pair_lines({"books": found, "hit": found[1:]}, "a")
+    assert header == ["part", "arms", "n", "books", "hit"]
+    assert [row[:3] for row in rows] == [
+        ["subtraction", "diff-a - lambda0-a", "1"],
+        ["norm", "diff-a - no_norm-a", "1"],
+    ]
+    assert rows[0][3:] == [f"{found[0].mean:+.4f}", ""] and rows[1][3:] == [f"{found[1].mean:+.4f}"] * 2
     lines = pair_gaps(found, {"a": 1e6, "b": 2e6})
     assert {name: gap for name, (_, gap) in lines.items()} == {p.name: [(1e6, p.mean, None, None, 1)] for p in found}
     draw_gap(

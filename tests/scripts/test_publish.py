@@ -31,6 +31,10 @@ def test_what_was_written_is_published(tmp_path: Path, monkeypatch: pytest.Monke
     assert published == {"results.json", "table.md", "loss.png"}
     assert (root / "README.md").read_text() == "before\n<!-- study table -->\n| new |\n<!-- end -->\nafter\n"
     assert "no document has a line <!-- other table -->" in call(f"of={source}", "name=other")
+    (source / "differences.md").write_text("| less |\n")
+    (root / "README.md").write_text("<!-- study/differences table -->\n<!-- end -->\n")
+    assert "its table is in README.md" in call(f"of={source}")
+    assert (root / "README.md").read_text() == "<!-- study/differences table -->\n| less |\n<!-- end -->\n"
 
 
 def test_curves_that_are_in_the_records_are_not_published_twice(
