@@ -1,4 +1,4 @@
-"""The comparison of an ablation's arms: points of a grid, fits over sizes, equal compute, and the table.
+"""The comparison of an ablation's arms: points of a grid, fits over sizes, equal FLOPs, and the table.
 
 scripts/ablate.py trains the runs, fills each arm's `runs` and writes the results of `Comparison`. docs/METHODS.md
 defines every column.
@@ -71,7 +71,7 @@ class Comparison:
             }
         return results
 
-    def at_equal_compute(self, metric: str) -> dict[str, dict[int, float]]:
+    def at_equal_flops(self, metric: str) -> dict[str, dict[int, float]]:
         """Arm -> seed -> value after as many training FLOPs as the arm's reference has used at the same point.
 
         A value lies between the arm's own two nearest numbers of tokens, on a straight line in their logarithm. An arm

@@ -1,4 +1,4 @@
-"""What an ablation says with the error pooled over its arms: differences to the reference, at equal compute, and of pairs."""
+"""What an ablation says with the error pooled over its arms: differences to the reference, at equal FLOPs, and of pairs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -16,9 +16,10 @@ BOLD = (
     "In brackets: 95 % intervals of the mixed model, for all arms at once; bold where zero lies outside. The JSON has p and "
     "the interval of each arm alone."
 )
-EQUAL_COMPUTE = (
-    "Equal compute: every arm after as many training FLOPs (FLOPs/token times tokens) as {reference} has used there, between "
-    "the arm's own two numbers of tokens, on a straight line in their logarithm."
+EQUAL_FLOPS = (
+    "Equal FLOPs: every arm after as many training FLOPs (FLOPs/token times tokens) as {reference} has used there, between the "
+    "arm's own two numbers of tokens, on a straight line in their logarithm. FLOPs/token counts a product with the values for "
+    "every map, as calls of a standard kernel compute them; a kernel that subtracts maps first needs fewer."
 )
 
 
@@ -26,7 +27,7 @@ class Pooled:
     """Mixed models and pairs of the compared metrics at every point of a grid.
 
     pairs: part -> (arm, arm without the part). horizons: the grid's points are lengths of training; then the first metric
-    is also compared at equal compute.
+    is also compared at equal FLOPs.
     """
 
     def __init__(self, found: Comparison, pairs: Mapping[str, Sequence[str]], horizons: bool) -> None:
@@ -36,8 +37,10 @@ class Pooled:
         self.pairs = {metric: compare_pairs(found.arms, of, pairs) for metric, of in values.items()}
         if horizons:
             first = found.compared[0]
-            values[f"{first}, equal compute"] = found.at_equal_compute(first)
+            values[f"{first}, equal FLOPs"] = found.at_equal_flops(first)
         self.models = {metric: by_point(found.arms, of) for metric, of in values.items()}
+        if horizons:  # at the first point, only arms with the reference's FLOPs per token have a value
+            self.models[f"{first}, equal FLOPs"].pop(self.points[0], None)
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -55,7 +58,7 @@ class Pooled:
     def remarks(self) -> list[str]:
         """What a reader of the tables must know."""
         fitted = any(self.models.values())
-        equal = [EQUAL_COMPUTE.format(reference=self.found.arms[0].arm)] if self.horizons and fitted else []
+        equal = [EQUAL_FLOPS.format(reference=self.found.arms[0].arm)] if self.horizons and fitted else []
         pairs = [pair for of_metric in self.pairs.values() for pair in of_metric]
         return [BOLD] * fitted + equal + pair_notes(pairs, self.asked)
 

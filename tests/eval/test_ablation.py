@@ -206,7 +206,7 @@ def test_notes_name_the_longest_training_and_the_tested_comparisons(tmp_path: Pa
     assert "; 2.56k training tokens" in Comparison(arms[:3], METRICS).notes([1], epochs=0.5)[0]
 
 
-def test_arms_are_compared_at_equal_compute(tmp_path: Path) -> None:
+def test_arms_are_compared_at_equal_flops(tmp_path: Path) -> None:
     """An arm that costs sqrt(2) times as much lies half way, in logarithms, between n and 2n tokens."""
     arms = make_arms(tmp_path, {"baseline": 0.0, "costly": -0.1}, points=("short", "long"))
     for arm in arms:
@@ -214,7 +214,7 @@ def test_arms_are_compared_at_equal_compute(tmp_path: Path) -> None:
         for run in arm.runs if arm.point == "long" else ():
             run.train[-1]["tokens"] *= 2
     found = Comparison(arms, METRICS)
-    equal, own = found.at_equal_compute("valid"), found.values("valid")
+    equal, own = found.at_equal_flops("valid"), found.values("valid")
     assert equal["costly-short"] == {}  # before its first point: no extrapolation
     assert equal["baseline-long"] == own["baseline-long"]
     for seed in (1, 2, 3, 4):
