@@ -320,5 +320,6 @@ def draw_gap(path: Path, lines: Mapping[str, tuple[str, Gap]], label: str) -> No
         ax.set_xscale("log", base=2)
         ax.set_xticks(ticks, [f"{tick:.3g}" for tick in ticks])
         ax.minorticks_off()
-        ax.set(xlabel="training tokens (millions); hollow dots: one seed", ylabel=label)
+        hollow = "; hollow dots: one seed" if any(n == 1 for _, gap in lines.values() for *_, n in gap) else ""
+        ax.set(xlabel=f"training tokens (millions){hollow}", ylabel=label)
         ax.figure.legend(*ax.get_legend_handles_labels(), loc="outside right center")
