@@ -19,6 +19,7 @@ Writes runs/NAME/eval/needle.json and runs/NAME/figures/needle.png; other styles
 import contextlib
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -128,8 +129,22 @@ def summary(cells: list[dict[str, Any]]) -> dict[str, float | None]:
     }
 
 
-def draw(path: Path, results: dict[str, Any], title: str) -> None:
-    """Heatmaps of accuracy, one for each (N, R): context length to the right, depth downwards, mean over depths below."""
+def over_seeds(cells: Sequence[Sequence[dict[str, Any]]]) -> dict[str, float]:
+    """Mean accuracy of the same cells of each seed, and its standard error: over seeds, or over contexts for one seed.
+
+    Cells of one seed share its model, so they are averaged before the error over seeds is computed.
+    """
+    means = [summary(own) for own in cells]
+    accuracy, se = mean_se([mean["accuracy"] for mean in means])
+    return {"accuracy": accuracy, "se": se if len(means) > 1 else means[0]["se"]}
+
+
+def draw(path: Path, seeds: Sequence[dict[str, Any]], title: str) -> None:
+    """Heatmaps of accuracy, one for each (N, R): context length to the right, depth downwards, mean over depths below.
+
+    seeds: the results of one run, or of the runs of one arm.
+    """
+    results = seeds[0]
     pairs = [(pair["needles"], pair["asked"]) for pair in results["pairs"]]
     lengths = len({cell["length"] for cell in results["cells"]})
     depths = len({cell["depth"] for cell in results["cells"]})
@@ -138,17 +153,21 @@ def draw(path: Path, results: dict[str, Any], title: str) -> None:
     height = 1.7 + 0.5 * (depths + 1)
     with figure(path, max(4.2, 1.9 + 0.8 * lengths), height * len(pairs), rows=len(pairs), grid="") as axes:
         for ax, (needles, asked) in zip(axes[:, 0], pairs, strict=True):
-            cells = [cell for cell in results["cells"] if (cell["needles"], cell["asked"]) == (needles, asked)]
+            cells = [
+                [cell for cell in one["cells"] if (cell["needles"], cell["asked"]) == (needles, asked)] for one in seeds
+            ]
             heatmap(ax, cells, results.get("context"))
             ax.set_title(f"{title} · N={needles}" + (f", R={asked}" if needles > 1 else ""))
 
 
-def heatmap(ax: Axes, cells: list[dict[str, Any]], context: int | None) -> None:
-    """Accuracy and its standard error by length and depth, for one (N, R); a line marks the trained context."""
-    lengths, depths = sorted({cell["length"] for cell in cells}), sorted({cell["depth"] for cell in cells})
-    at = {(cell["depth"], cell["length"]): cell for cell in cells}
-    rows = [[at[depth, length] for length in lengths] for depth in depths]
-    rows.append([summary([row[column] for row in rows]) for column in range(len(lengths))])
+def heatmap(ax: Axes, seeds: list[list[dict[str, Any]]], context: int | None) -> None:
+    """Accuracy and its standard error by length and depth, for the cells of one (N, R); a line marks the trained context."""
+    lengths, depths = (sorted({cell[key] for cell in seeds[0]}) for key in ("length", "depth"))
+
+    def mean(length: int, chosen: list[float]) -> dict[str, float]:
+        return over_seeds([[c for c in own if c["length"] == length and c["depth"] in chosen] for own in seeds])
+
+    rows = [[mean(length, of) for length in lengths] for of in (*([depth] for depth in depths), depths)]
     y = [*range(len(depths)), len(depths) + 0.25]  # a gap before the mean
     for position, row in zip(y, rows, strict=True):
         extent = (-0.5, len(lengths) - 0.5, position + 0.5, position - 0.5)
@@ -160,7 +179,7 @@ def heatmap(ax: Axes, cells: list[dict[str, Any]], context: int | None) -> None:
             ax.text(column, position + 0.02, f"{cell['accuracy']:.2f}", va="bottom", weight=weight, **look)
             ax.text(column, position + 0.08, f"± {cell['se']:.2f}", va="top", fontsize=8, **look)
     trained = sum(length <= (context or max(lengths)) for length in lengths)
-    label = f"context (tokens); n = {cells[0]['samples']} a cell, ± standard error"
+    label = f"context (tokens); n = {seeds[0][0]['samples']} a cell, ± standard error"
     if trained < len(lengths):
         ax.axvline(trained - 0.5, color="white", linewidth=3)
         label += "\n* longer than in training"
@@ -196,7 +215,7 @@ def main(cfg: NeedleConfig) -> None:
     run = open_run(cfg)
     results = evaluate(run, haystack(run, cfg), cfg)
     file = "needle" if cfg.style == "magic" else f"needle_{cfg.style}"
-    said = write_result(run, cfg, file, results, lambda path, results, title, _: draw(path, results, title))
+    said = write_result(run, cfg, file, results, lambda path, results, title, _: draw(path, [results], title))
     for pair in results["pairs"]:
         rank = f", ranked first {pair['rank_accuracy']:.3f}" if pair["rank_accuracy"] is not None else ""
         print(

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from eval import attention_noise, needle
-from eval.common import mean_se
 from eval.report import figures
 from eval.report.runs import EVALUATIONS, Arm, text_of
 from eval.report.tables import HEADLINES, Contrast, trained_on
@@ -183,7 +182,7 @@ def _needle(arms: list[Arm], folder: Path) -> Figure:
     images = []
     for arm in arms:
         images.append(_image(folder / "needle", arm, "Heatmap of needle accuracy by depth and context length", True))
-        needle.draw(images[-1].path, _mean_needle(arm.results("needle")), arm.name)
+        needle.draw(images[-1].path, arm.results("needle"), arm.name)
     samples = arms[0].results("needle")[0]["cells"][0]["samples"]
     several = " Cells are means over seeds, ± their standard error." if any(arm.several for arm in arms) else ""
     return Figure(
@@ -196,15 +195,6 @@ def _needle(arms: list[Arm], folder: Path) -> Figure:
         images,
         "python -m eval.needle",
     )
-
-
-def _mean_needle(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Means over seeds. With several seeds, a cell's standard error is over seeds instead of over samples."""
-    mean = averaged(results)
-    if len(results) > 1:
-        for i, cell in enumerate(mean["cells"]):
-            cell["se"] = mean_se([one["cells"][i]["accuracy"] for one in results])[1]
-    return mean
 
 
 READING_CAPTIONS = {

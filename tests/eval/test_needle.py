@@ -169,9 +169,15 @@ def test_the_figure_draws_old_results_and_lengths_beyond_training(tmp_path):
         for depth in (0.0, 1.0)
     ]
     old = {"cells": cells, "pairs": [{"needles": 1, "asked": 1}]}
-    needle.draw(tmp_path / "old.png", old, "run")
-    needle.draw(tmp_path / "new.png", old | {"context": 128, "style": "lwm"}, "run")
+    needle.draw(tmp_path / "old.png", [old], "run")
+    needle.draw(tmp_path / "new.png", [old | {"context": 128, "style": "lwm"}], "run")
     assert (tmp_path / "old.png").read_bytes() != (tmp_path / "new.png").read_bytes()
+
+
+def test_the_error_of_a_mean_over_cells_takes_the_cells_of_a_seed_together():
+    seeds = [[{"accuracy": a, "se": 0.1}, {"accuracy": b, "se": 0.1}] for a, b in ((0.2, 0.4), (0.6, 0.8))]
+    assert needle.over_seeds(seeds) == pytest.approx({"accuracy": 0.5, "se": 0.2})  # of 0.3 and 0.7
+    assert needle.over_seeds(seeds[:1]) == pytest.approx({"accuracy": 0.3, "se": 0.1 / 2**0.5})  # over contexts
 
 
 def test_cells_do_not_depend_on_the_other_cells(tokenizer, hay):
