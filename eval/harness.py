@@ -11,6 +11,7 @@ Writes runs/NAME/eval/harness.json and runs/NAME/figures/harness.png.
 """
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -225,13 +226,19 @@ def plain(metrics: dict[str, Any]) -> dict[str, float | None]:
 
 
 def shares(results: dict[str, Any]) -> list[tuple[str, float, float]]:
-    """(task and metric, value, standard error) of the metrics that are shares of the documents."""
+    """(task and metric, value, standard error or nan) of the metrics that are shares of the documents."""
     return [
-        (f"{task} · {metric}", metrics[metric], metrics.get(f"{metric}_stderr") or 0.0)
+        (f"{task} · {metric}", metrics[metric], error if (error := metrics.get(_stderr(metric))) else math.nan)
         for task, metrics in results["tasks"].items()
         for metric in metrics
         if metric.split(",")[0] in ("acc", "acc_norm", "exact_match", "em", "f1") and metrics[metric] is not None
     ]
+
+
+def _stderr(metric: str) -> str:
+    """The name of a metric's standard error: exact_match,strict-match -> exact_match_stderr,strict-match."""
+    name, comma, chosen = metric.partition(",")
+    return f"{name}_stderr{comma}{chosen}"
 
 
 def draw(path: Path, results: dict[str, Any], title: str, _: str) -> None:

@@ -60,7 +60,8 @@ def _section(arms: list[Arm], name: str) -> Section:
 def _errors(key: str) -> tuple[str, ...]:
     """The possible names of the standard error of `key`."""
     beside = re.sub(r"(^|· )(accuracy|loss|mean)$", r"\1se", key)
-    return f"{key}_se", f"{key}_stderr", *([beside] if beside != key else [])
+    filtered = re.sub(r"(,[^,·]*)$", r"_stderr\1", key)  # lm-eval's metric,filter
+    return f"{key}_se", f"{key}_stderr", *(name for name in (beside, filtered) if name != key)
 
 
 def scalars(results: Any, path: str = "") -> Iterator[tuple[str, float]]:

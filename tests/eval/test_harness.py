@@ -1,6 +1,7 @@
 """eval/harness.py: the adapter's three methods against the model computed directly, and lm-eval on tasks made here."""
 
 import json
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -252,6 +253,13 @@ def test_lm_evals_own_command_runs_our_model(tasks, monkeypatch, tmp_path, call)
     ours = json.loads((run / "eval" / "harness.json").read_text())["results"]["tasks"]
     assert theirs["local_choice"]["acc,none"] == ours["local_choice"]["acc"]
     assert theirs["local_decoding"]["exact_match,none"] == ours["local_decoding"]["exact_match"] == pytest.approx(1 / 3)
+
+
+def test_bars_have_the_error_of_their_filter_or_none():
+    metrics = {"exact_match,strict": 0.4, "exact_match_stderr,strict": 0.1, "acc": 0.5, "acc_stderr": None}
+    filtered, plain = harness.shares({"tasks": {"a": metrics}})
+    assert filtered == ("a · exact_match,strict", 0.4, 0.1)
+    assert plain[:2] == ("a · acc", 0.5) and math.isnan(plain[2])  # nan is drawn as no bar
 
 
 def test_wrong_input_is_one_line(make_run, refused, monkeypatch, tmp_path):

@@ -267,7 +267,8 @@ def test_further_evaluations_have_a_section_each(seeded, call, tmp_path):
     for i, folder in enumerate(folders):
         bits = [{"bits": 8, "loss_change": 0.1 * i, "loss_change_se": 0.01}, {"bits": 4, "loss_change": 1.0 + i}]
         further(folder, "quantization", {"bits": bits, "windows": 7, "per_layer": [{"layer": 0, "x": 1.0}]}, samples=5)
-    further(folders[0], "harness", {"tasks": {"copa": {"acc": 0.5, "acc_stderr": 0.05}}})
+    filtered = {"exact_match,strict-match": 0.4, "exact_match_stderr,strict-match": 0.05}
+    further(folders[0], "harness", {"tasks": {"copa": {"acc": 0.5, "acc_stderr": 0.05}, "gsm8k": filtered}})
     arms = arms_of(read_runs([str(f) for f in folders]))
     harness, quantization = sorted(sections(arms), key=lambda s: s.name)
     assert [image.path.name for image in section_images(arms, quantization)] == ["quantization.png"] * 2
@@ -275,7 +276,8 @@ def test_further_evaluations_have_a_section_each(seeded, call, tmp_path):
     names = {row.name: row for row in quantization.rows}
     assert list(names) == ["bits=8 · loss_change", "bits=4 · loss_change"]
     assert names["bits=8 · loss_change"].cells[1].value == pytest.approx(0.25)
-    (row,) = harness.rows
+    row, other = harness.rows
+    assert other.name == "tasks · gsm8k · exact_match,strict-match"  # and no row of its standard error
     assert row.name == "tasks · copa · acc" and row.cells[0].text == "0.500 (n = 1)" and row.cells[1].value is None
     perplexity_elsewhere = {"loss": 3.5, "text": "essays<1>.txt"}
     for folder in folders:
