@@ -169,7 +169,7 @@ def order_summary(orders: Sequence[Order], scores: Sequence[np.ndarray], cfg: Ic
     for how, by_episode in table.items():
         margin, se = mean_se([max(values) - min(values) for values in by_episode.values()])
         named = {name: float(np.mean([f(v) for v in by_episode.values()])) for name, f in EXTREMES.items()}
-        results[how] = {"margin": margin, "se": se} | named
+        results[how] = {"margin": margin, "margin_se": se} | named
     return results
 
 
@@ -215,7 +215,7 @@ def _accuracies(ax: Axes, results: dict[str, Any], line_colour: str) -> None:
 
 
 def _margins(ax: Axes, order: dict[str, Any], line_colour: str) -> None:
-    values, errors = ([order[how][key] for how in ARRANGEMENTS] for key in ("margin", "se"))
+    values, errors = ([order[how][key] for how in ARRANGEMENTS] for key in ("margin", "margin_se"))
     ax.bar(range(len(values)), values, yerr=errors, color=line_colour, ecolor=GREY, capsize=3, width=0.6)
     ax.axhline(order["guessing"], color=GREY, linestyle="--", linewidth=1.2, label="guessing anew each time")
     ax.set_xticks(range(len(values)), ARRANGEMENTS)
@@ -238,7 +238,7 @@ def main(cfg: IclConfig) -> None:
     for row in results["shots"]:
         print(f"{said}: {task.name}, {row['shots']} shots: accuracy {row['accuracy']:.3f} ± {row['se']:.3f} ({chance})")
     if order := results["order"]:
-        margins = ", ".join(f"{how} {order[how]['margin']:.3f} ± {order[how]['se']:.3f}" for how in ARRANGEMENTS)
+        margins = ", ".join(f"{how} {order[how]['margin']:.3f} ± {order[how]['margin_se']:.3f}" for how in ARRANGEMENTS)
         print(
             f"{said}: best minus worst of {order['orders']} orders of {order['shots']} demonstrations: {margins} "
             f"(guessing {order['guessing']:.3f})"
