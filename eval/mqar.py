@@ -127,7 +127,7 @@ def read_attention(model: nn.Module, samples: list[Sample], batch: int) -> dict[
     means = [{name: torch.cat(parts).mean(0).cpu() for name, parts in found.items()} for found in layers]
     names = {name for mean in means for name in mean}
     overall = {name: torch.stack([mean[name] for mean in means if name in mean]).mean(0) for name in names}
-    return {**_named(overall), "layers": [_named(mean) for mean in means]}
+    return {**_named(overall), "layers": [{"layer": i, **_named(mean)} for i, mean in enumerate(means)]}
 
 
 def _named(values: dict[str, Tensor]) -> dict[str, Any]:
@@ -196,7 +196,7 @@ def evaluate(run: LoadedRun, cfg: MqarEvalConfig) -> dict[str, Any]:
             shared = replace(task, distractors=share)
             source = Mqar(shared, shortest_row(shared))
             samples = [source.draw("eval", i, cfg.seed) for i in range(cfg.samples)]
-            where = {"percent": round(100 * share), "share": share}
+            where = {"percent": round(100 * share)}
             shares.append(where | accuracy(model, samples, cfg.batch))
             attention.append(where | read_attention(model, samples, cfg.batch))
             few = maps_that_fit(model, len(samples[0].tokens), cfg.batch)  # a change may make whole maps

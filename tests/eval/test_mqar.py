@@ -22,6 +22,7 @@ from eval.mqar import (
     read_attention,
     uniform_second_map,
 )
+from eval.report.sections import scalars
 from model.attention import probe as attention
 from model.config import DecoderConfig
 from model.decoder import Decoder
@@ -162,6 +163,9 @@ def test_absent_keys_of_plain_models() -> None:
     results = evaluate(run, MqarEvalConfig(run="none", samples=4, shares=[0.0, 0.95]))
     assert "altered" not in results and "map_2" not in results["attention"][1]
     assert [row["percent"] for row in results["shares"]] == [0, 95] and results["chance"] == 1 / 8
+    names = set(dict(scalars(results)))
+    assert {"percent=95 · accuracy", "percent=95 · layers · layer=1 · map · first"} <= names
+    assert not any("share" in name or "{" in name for name in names)
 
 
 def test_whole_maps_are_made_of_few_contexts_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
