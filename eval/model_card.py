@@ -67,7 +67,7 @@ def evaluations(run: LoadedRun) -> dict[str, str]:
     """Results by evaluation, of the evaluations that were made at the run's step."""
     found = {}
     for name, keys in SHOWN.items():
-        content = read_json(run.path / "eval" / f"{name}.json")
+        content = read_json(run.path / "eval" / f"{name}.json", "delete it and repeat the evaluation")
         if content and content.get("step") == run.step:
             found[f"eval.{name}"] = ", ".join(f"{key} {content['results'][key]:.4g}" for key in keys)
     return found

@@ -125,16 +125,19 @@ def read_run(folder: Path, spike: SpikeConfig | None = None) -> Run:
             f"{folder} is not the folder of a run: give runs=[runs/A,runs/B], folders that python train.py has made"
         )
     config = read_run_config(folder)
-    lines, failure = list(read_json_lines(folder / "metrics.jsonl")), read_json(folder / DIVERGED)
+    lines = list(read_json_lines(folder / "metrics.jsonl"))
+    failure = read_json(folder / DIVERGED, "delete it and train the run again")
+    tokenizer = read_json(folder / "tokenizer.json", "copy it from the folder of the run's data")
     if not failure and not any("loss" in line for line in lines):
         raise ValueError(f"{folder} has no training metrics: train the run first, or continue it with resume=true")
     files = {path.stem: path for path in sorted((folder / "eval").glob("*.json"))}
-    evals = {name: read_json(files[name]) for name in dict.fromkeys((*EVALUATIONS, *files)) if name in files}
+    again = "delete it and repeat the evaluation"
+    evals = {name: read_json(files[name], again) for name in dict.fromkeys((*EVALUATIONS, *files)) if name in files}
     for name, content in evals.items():
         keys = {"needle": ("cells",), "attention_noise": ("signed", "absolute")}.get(name, ())
         results = content.get("results")
         if not (isinstance(results, dict) and all(key in results for key in keys)):
-            raise ValueError(f"{files[name]} has no results: delete it and repeat the evaluation")
+            raise ValueError(f"{files[name]} has no results: {again}")
     return Run(
         folder=folder,
         label=run_name(folder),
@@ -146,17 +149,15 @@ def read_run(folder: Path, spike: SpikeConfig | None = None) -> Run:
         evals=evals,
         monitor=[line for line in lines if "monitor_s" in line],
         needle=[line for line in lines if "needle_acc" in line],
-        tokenizer=(read_json(folder / "tokenizer.json") or {}).get("fingerprint", "none"),
+        tokenizer=(tokenizer or {}).get("fingerprint", "none"),
         diverged=failure["error"] if failure else None,
         spike=spike or SpikeConfig(),
     )
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
-    """The content of a JSON file; None if the file does not exist. ValueError if the file is damaged."""
-    if not path.is_file():
-        return None
-    return read_json_object(path, "delete it and repeat the evaluation")
+def read_json(path: Path, fix: str = "repeat the command that writes it") -> dict[str, Any] | None:
+    """The content of a JSON file; None if the file does not exist. ValueError with `fix` if the file is damaged."""
+    return read_json_object(path, fix) if path.is_file() else None
 
 
 def _found(tree: Any, path: str) -> Any:

@@ -421,7 +421,9 @@ def test_runs_that_cannot_be_compared_are_refused(evaluated, make_run, refused, 
     edit(two / "eval" / "needle.json", "config.samples", 7)
     assert "eval.needle on different" in reason()
     (two / "eval" / "needle.json").write_text("{")
-    assert "damaged" in reason()
+    assert "damaged: delete it and repeat the evaluation" in reason()
+    (two / "tokenizer.json").write_text("{")
+    assert "damaged: copy it from" in reason()
     assert not out.exists() and not (tmp_path / "figures").exists()
 
 
