@@ -251,8 +251,9 @@ def main(cfg: PerplexityConfig) -> None:
     results = evaluate(run.model, windows, lengths, cfg.batch, cfg.ngram, frequent, only_rare)
     results["recall"]["frequent"] = cfg.frequent
     results["recall"]["rare_at_most"] = None if frequent is None else ZOOLOGY if cfg.frequent is None else cfg.frequent
-    where = Path(os.path.abspath(given or run.config["data"]["dir"])).parts
-    results["text"] = "/".join(where[-1 if file == named else -2 :])
+    if given:
+        where = Path(os.path.abspath(given)).parts
+        results["text"] = "/".join(where[-1 if file == named else -2 :])
     said = write_result(run, cfg, file, results, draw)
     print(
         f"{said}: loss {results['loss']:.4f} ± {results['se']:.4f}, ppl {results['ppl']:.2f}, "

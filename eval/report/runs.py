@@ -245,8 +245,9 @@ def evaluations(runs: list[Run]) -> list[str]:
 
 def text_named(run: Run, name: str) -> str | None:
     """The text that the run's evaluation `name` was given; None for the run's own validation documents."""
-    settings = run.evals[name].get("config", {})
-    return run.evals[name]["results"].get("text") or settings.get("text") or settings.get("shards")
+    settings, results = run.evals[name].get("config", {}), run.evals[name]["results"]
+    given = settings.get("text") or settings.get("shards")
+    return given and results.get("text", given)  # an older result has a `text` of the run's own shards, too
 
 
 def text_of(run: Run, name: str) -> str:

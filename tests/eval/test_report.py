@@ -280,8 +280,9 @@ def test_further_evaluations_have_a_section_each(seeded, call, tmp_path):
     assert other.name == "tasks · gsm8k · exact_match,strict-match"  # and no row of its standard error
     assert row.name == "tasks · copa · acc" and row.cells[0].text == "0.500 (n = 1)" and row.cells[1].value is None
     perplexity_elsewhere = {"loss": 3.5, "text": "essays<1>.txt"}
+    given = {"text": "/there/essays<1>.txt"}
     for folder in folders:
-        further(folder, "perplexity_essays", perplexity_elsewhere)
+        further(folder, "perplexity_essays", perplexity_elsewhere, **given)
     call(report, listed(folders), f"out={tmp_path / 'r.html'}", "viewer=false")
     page = (tmp_path / "r.html").read_text()
     assert "On essays&lt;1&gt;.txt." in page and "(<code>python -m eval.perplexity</code>)</p>" in page

@@ -9,7 +9,7 @@ from eval.common import figure
 from eval.report import figures
 from eval.report.figures import band, smooth
 from eval.report.gallery import averaged
-from eval.report.runs import Arm, Run, read_run
+from eval.report.runs import Arm, Run, read_run, text_of
 from eval.report.sections import scalars
 from eval.report.tables import headline_table, si
 
@@ -70,3 +70,14 @@ def test_small_helpers():
     assert [si(x) for x in (1_234_567, 999, 2.5e9, 17_000)] == ["1.23M", "999", "2.5G", "17k"]
     assert [si(x) for x in (999_499, 999_600, 999.7)] == ["999k", "1M", "1k"]  # rounded up to the next letter
     assert smooth([0.0, 3.0, 6.0, 9.0], 3).tolist() == pytest.approx([1.5, 3.0, 6.0, 7.5])
+
+
+def test_the_text_of_an_evaluation_in_words(make_run):
+    run = read_run(make_run("one"))
+    for config, results, said in (
+        ({}, {"loss": 3.5}, "the validation documents of made-up"),
+        ({"text": None}, {"text": "shards"}, "the validation documents of made-up"),  # of an older version
+        ({"text": "/there/essays.txt"}, {"text": "essays.txt"}, "essays.txt"),
+    ):
+        run.evals["perplexity"] = {"results": results, "config": config}
+        assert text_of(run, "perplexity") == said
