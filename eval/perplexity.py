@@ -14,9 +14,10 @@ times (1250, as in Zoology) is a `frequent_hit`, else a `rare_hit`. If frequent=
 text= is a file, a folder or a 'glob' of .txt, .jsonl and .parquet files, plain or compressed, or any one text file.
 Writes runs/NAME/eval/perplexity.json and runs/NAME/figures/perplexity.png. Results on a given text= or shards= have
 files of their own, perplexity_STEM. STEM is name= if given, else the name of the file without its suffixes, or of the
-folder. If another text already has the STEM of its file, a digest of the path is appended.
+folder. A different text with the STEM of an earlier one is refused unless name= is given.
 """
 
+import contextlib
 import hashlib
 import json
 import math
@@ -136,7 +137,7 @@ def evaluate(
         "bytes": n_bytes,
         "windows": n,
         "length": length,
-        "sha256": hashlib.sha256(windows.tobytes()).hexdigest(),  # equal: same text and windows, losses can be compared
+        "sha256": digest(windows),
         "by_position": by_position.tolist(),
         "cumulative": (by_position.cumsum() / np.arange(1, length + 1)).tolist(),
         "recall": {"ngram": ngram} | recall,
@@ -218,16 +219,29 @@ def result_name(cfg: PerplexityConfig) -> str:
     return f"perplexity_{next(filter(None, named), 'text')}"  # the folder's name for books/*.txt
 
 
-def distinct_name(run: str, file: str, given: str | None) -> str:
-    """`file`; with a digest of the path `given` appended if the existing result `file` is of another text."""
+def refuse_other_text(cfg: PerplexityConfig, file: str, parts: Sequence[Shard]) -> None:
+    """ValueError if the result `file` is of another text than the one given, `parts`, and the name was not chosen.
+
+    The same text at another place, such as after a move, replaces its result.
+    """
+    given = cfg.text or cfg.shards
     try:
-        before = json.loads((Path(run) / "eval" / f"{file}.json").read_text())["config"]
-        other = before.get("text") or before.get("shards")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # no result, or the file cannot be read
-        return file
-    if not given or not other or os.path.abspath(other) == os.path.abspath(given):
-        return file
-    return f"{file}-{hashlib.sha256(os.path.abspath(given).encode()).hexdigest()[:6]}"
+        before = json.loads((Path(cfg.run) / "eval" / f"{file}.json").read_text())
+        other = before["config"]["text"] or before["config"]["shards"]
+        length, tokens, sha256 = before["results"]["length"], before["config"]["tokens"], before["results"]["sha256"]
+    except (OSError, ValueError, KeyError, TypeError):  # no result, or the file cannot be read
+        return
+    if cfg.name or not given or not other or os.path.abspath(other) == os.path.abspath(given):
+        return
+    with contextlib.suppress(ValueError):  # the text is shorter than the other text's windows
+        if digest(cut_windows(parts, length, tokens)) == sha256:
+            return
+    raise ValueError(f"eval/{file}.json is of another text, {other}: give this text a name of its own with name=NAME")
+
+
+def digest(windows: np.ndarray) -> str:
+    """Equal for the same text and windows, whose losses can be compared."""
+    return hashlib.sha256(windows.tobytes()).hexdigest()
 
 
 def check_ngram(cfg: PerplexityConfig, vocab_size: int, length: int) -> None:
@@ -241,19 +255,19 @@ def check_ngram(cfg: PerplexityConfig, vocab_size: int, length: int) -> None:
 
 @command("perplexity", PerplexityConfig)
 def main(cfg: PerplexityConfig) -> None:
-    named, run, given = result_name(cfg), open_run(cfg), cfg.text or cfg.shards
-    file = named if cfg.name else distinct_name(cfg.run, named, given)
+    file, run, given = result_name(cfg), open_run(cfg), cfg.text or cfg.shards
     length = cfg.length or run.model.cfg.context
     check_ngram(cfg, run.tokenizer.vocab_size, length)
-    windows = cut_windows(evaluation_tokens(run, cfg), length, cfg.tokens)
+    parts = evaluation_tokens(run, cfg)
+    refuse_other_text(cfg, file, parts)
+    windows = cut_windows(parts, length, cfg.tokens)
     frequent = frequent_in_training(run, windows, cfg) if cfg.training_counts else None
     only_rare, lengths = cfg.frequent is not None, run.tokenizer.byte_lengths()
     results = evaluate(run.model, windows, lengths, cfg.batch, cfg.ngram, frequent, only_rare)
     results["recall"]["frequent"] = cfg.frequent
     results["recall"]["rare_at_most"] = None if frequent is None else ZOOLOGY if cfg.frequent is None else cfg.frequent
     if given:
-        where = Path(os.path.abspath(given)).parts
-        results["text"] = "/".join(where[-1 if file == named else -2 :])
+        results["text"] = Path(os.path.abspath(given)).name
     said = write_result(run, cfg, file, results, draw)
     print(
         f"{said}: loss {results['loss']:.4f} ± {results['se']:.4f}, ppl {results['ppl']:.2f}, "
