@@ -9,7 +9,7 @@ are taken at even distances over all of the data. `cumulative` is the mean loss 
 `recall` splits the loss as Zoology does (arXiv 2312.04927; AR-Hit in Table 6 of 2410.05258). A token is a `hit` if it completes
 an n-gram that has occurred before in the same window; all other tokens are `other`. But a model may know a hit from training.
 So if the run's training shards still exist, hits are split by the count of their n-gram in these shards: more than `frequent`
-times (1250, as in Zoology) is a `frequent_hit`, else a `rare_hit`. If frequent= is given, frequent hits count as `other`.
+times (1250, as in Zoology) is a `frequent_hit`, else a `rare_hit`.
 
 text= is a file, a folder or a 'glob' of .txt, .jsonl and .parquet files, plain or compressed, or any one text file.
 Writes runs/NAME/eval/perplexity.json and runs/NAME/figures/perplexity.png. Results on a given text= or shards= have
@@ -58,7 +58,7 @@ ZOOLOGY = 1250  # occurrences in training beyond which arXiv 2312.04927 counts a
 class PerplexityConfig(TextEvalConfig):
     """name: name of the result, in place of the text's name. length: tokens per window, by default the trained context.
     tokens: largest number of tokens to test on. ngram: tokens of the n-grams that `recall` looks for. frequent: an n-gram is
-    frequent if the training shards have it more than this many times; None: 1250, and frequent hits also count in `hit`.
+    frequent if the training shards have it more than this many times; None: 1250, if the shards still exist.
     training_counts: count n-grams in the training shards and split the hits into rare and frequent ones.
     """
 
@@ -101,13 +101,12 @@ def evaluate(
     batch: int = 32,
     ngram: int = 2,
     frequent: np.ndarray | None = None,
-    only_rare: bool = False,
 ) -> dict[str, Any]:
     """Test on windows (n, T + 1). byte_lengths (V,): UTF-8 bytes of each token, 0 for the end of a text.
 
     Returns loss (nats per token), se (over windows), ppl, bits_per_byte, by_position and cumulative (T losses), recall and
     counts. frequent: codes of n-grams that are frequent in training, which split recall's hits into rare_hit and
-    frequent_hit. only_rare: frequent hits do not count as hits.
+    frequent_hit.
     """
     n, length = windows.shape[0], windows.shape[1] - 1
     by_position, totals = np.zeros(length), []
@@ -118,7 +117,7 @@ def evaluate(
             tokens = torch.from_numpy(part).to(device_of(model))
             losses = token_losses(model, tokens, len(byte_lengths)).double().cpu().numpy()  # (B, T)
             totals += losses.sum(axis=1).tolist()
-            for kind, hits in split_hits(part, ngram, len(byte_lengths), frequent, only_rare).items():
+            for kind, hits in split_hits(part, ngram, len(byte_lengths), frequent).items():
                 sums.setdefault(kind, []).extend((losses * hits).sum(axis=1).tolist())
                 counts.setdefault(kind, []).extend(hits.sum(axis=1).tolist())
             by_position += losses.sum(axis=0)
@@ -144,16 +143,13 @@ def evaluate(
     }
 
 
-def split_hits(
-    windows: np.ndarray, n: int, vocab_size: int, frequent: np.ndarray | None, only_rare: bool
-) -> dict[str, np.ndarray]:
+def split_hits(windows: np.ndarray, n: int, vocab_size: int, frequent: np.ndarray | None) -> dict[str, np.ndarray]:
     """`hit`, and where the frequent n-grams are known `rare_hit` and `frequent_hit`: (B, T) bool for windows (B, T + 1)."""
     hits = recall_hits(windows, n, vocab_size)
     if frequent is None:
         return {"hit": hits}
     known = ends_one_of(frequent, windows, n, vocab_size)
-    rare = hits & ~known
-    return {"hit": rare if only_rare else hits, "rare_hit": rare, "frequent_hit": hits & known}
+    return {"hit": hits, "rare_hit": hits & ~known, "frequent_hit": hits & known}
 
 
 def ratio_se(sums: np.ndarray, counts: np.ndarray) -> dict[str, float | int | None]:
@@ -195,13 +191,17 @@ def frequent_in_training(run: LoadedRun, windows: np.ndarray, cfg: PerplexityCon
     folder, size, fingerprint = Path(run.config["data"]["dir"]), run.tokenizer.vocab_size, run.tokenizer.fingerprint
     try:
         shards = open_split(folder, "train", vocab_size=size, fingerprint=fingerprint)
-        most = ZOOLOGY if cfg.frequent is None else cfg.frequent
-        return frequent_ngrams(folder, shards, windows, cfg.ngram, size, most)
+        return frequent_ngrams(folder, shards, windows, cfg.ngram, size, rare_at_most(cfg))
     except (FileNotFoundError, ValueError) as error:  # shards are gone, or of another tokenizer
         if cfg.frequent is None:
             return None
         wrong = f"frequent={cfg.frequent} counts n-grams in the run's training shards ({error})"
         raise ValueError(f"{wrong}, or leave out frequent=") from None
+
+
+def rare_at_most(cfg: PerplexityConfig) -> int:
+    """The largest count in training of an n-gram that is not frequent."""
+    return ZOOLOGY if cfg.frequent is None else cfg.frequent
 
 
 def result_name(cfg: PerplexityConfig) -> str:
@@ -262,10 +262,8 @@ def main(cfg: PerplexityConfig) -> None:
     refuse_other_text(cfg, file, parts)
     windows = cut_windows(parts, length, cfg.tokens)
     frequent = frequent_in_training(run, windows, cfg) if cfg.training_counts else None
-    only_rare, lengths = cfg.frequent is not None, run.tokenizer.byte_lengths()
-    results = evaluate(run.model, windows, lengths, cfg.batch, cfg.ngram, frequent, only_rare)
-    results["recall"]["frequent"] = cfg.frequent
-    results["recall"]["rare_at_most"] = None if frequent is None else ZOOLOGY if cfg.frequent is None else cfg.frequent
+    results = evaluate(run.model, windows, run.tokenizer.byte_lengths(), cfg.batch, cfg.ngram, frequent)
+    results["recall"]["rare_at_most"] = None if frequent is None else rare_at_most(cfg)
     if given:
         results["text"] = Path(os.path.abspath(given)).name
     said = write_result(run, cfg, file, results, draw)
