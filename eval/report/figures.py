@@ -1,5 +1,6 @@
 """The figures of a report and of an ablation: one function per figure, for arms whose runs have the needed numbers."""
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -150,19 +151,19 @@ def draw_positions(path: Path, arms: list[Arm], cumulative: bool = False) -> Non
 def draw_shares(path: Path, arms: list[Arm], what: str, title: str) -> None:
     """`what` (answer or noise) of the attention, mean over depths: one bar per arm and reading.
 
-    Thin lines: from the lowest to the highest seed; with one seed, the 95 % interval over prompts.
+    Thin lines: from the lowest to the highest seed; where no arm has several seeds, the 95 % interval over prompts.
     """
-    readings = attention_noise.READINGS
+    readings, seeds = attention_noise.READINGS, any(arm.several for arm in arms)
     with figure(path, 4.4, 3.6) as axes:
         ax = axes[0, 0]
         for i, arm in enumerate(arms):
             x = np.arange(len(readings)) + (i - (len(arms) - 1) / 2) * 0.8 / len(arms)
-            values, low, high = zip(*(_share(arm, reading, what) for reading in readings), strict=True)
+            values, low, high = zip(*(_share(arm, reading, what, seeds) for reading in readings), strict=True)
             errors = {"yerr": (low, high), "error_kw": {"elinewidth": 1, "ecolor": INK}}
             ax.bar(x, values, 0.72 / len(arms), color=arm.colour, label=arm.name, linewidth=0, **errors)
             for position, value, error in zip(x, values, high, strict=True):
                 look = {"textcoords": "offset points", "ha": "center", "fontsize": 9 if len(arms) <= 4 else 6.5}
-                ax.annotate(f"{value:.2f}", (position, max(0, value + error)), (0, 2), **look)
+                ax.annotate(f"{value:.2f}", (position, max(0, value + np.nan_to_num(error))), (0, 2), **look)
         ax.axhline(0, color=INK, linewidth=0.8)
         ax.set_xticks(range(len(readings)), readings)
         ax.tick_params(axis="x", length=0)
@@ -171,12 +172,16 @@ def draw_shares(path: Path, arms: list[Arm], what: str, title: str) -> None:
         _legend_below(ax, 3)
 
 
-def _share(arm: Arm, reading: str, what: str) -> tuple[float, float, float]:
-    """Mean over seeds, and the lengths of the error bar below and above the mean."""
+def _share(arm: Arm, reading: str, what: str, seeds: bool) -> tuple[float, float, float]:
+    """Mean over seeds, and the lengths of the error bar below and above the mean; nan draws no bar.
+
+    seeds: bars are over seeds, of which a single one has no range.
+    """
     means = [results[reading]["mean"] for results in arm.results("attention_noise")]
     values = [mean[what] for mean in means]
     if len(values) == 1:
-        return values[0], 1.96 * means[0][f"{what}_se"], 1.96 * means[0][f"{what}_se"]
+        half = math.nan if seeds else 1.96 * means[0][f"{what}_se"]
+        return values[0], half, half
     mean = float(np.mean(values))
     return mean, mean - min(values), max(values) - mean
 

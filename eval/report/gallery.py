@@ -85,7 +85,8 @@ def _over_seeds(arms: list[Arm], single: str = "") -> str:
         return single
     counts = {len(arm.runs) for arm in arms}
     n = f"n = {min(counts)}" + (f" to {max(counts)}" if len(counts) > 1 else "")
-    return f" Means over seeds ({n} training runs an arm), with the range from the lowest to the highest seed."
+    alone = " An arm with one seed has no range." if 1 in counts else ""
+    return f" Means over seeds ({n} training runs an arm), with the range from the lowest to the highest seed.{alone}"
 
 
 def _on(arms: list[Arm], name: str) -> str:

@@ -48,6 +48,18 @@ def test_bands_reach_from_the_lowest_to_the_highest_seed(tmp_path):
         assert {tuple(corner) for corner in corners} >= {(0, 1), (1, 2), (2, 3), (0, 3), (1, 4), (2, 5)}
 
 
+def test_bars_of_shares_are_of_one_kind():
+    """Beside an arm with a range over seeds, an interval over prompts would mean another thing."""
+    values = {"answer": 0.4, "answer_se": 0.1}, {"answer": 0.6, "answer_se": 0.1}
+    evals = [{"attention_noise": {"results": {"signed": {"mean": mean}}}} for mean in values]
+    one, two = (Run(Path("x"), "x", "baseline", {}, {}, [], [], own) for own in evals)
+    assert figures._share(Arm("a", runs=[one]), "signed", "answer", False) == pytest.approx((0.4, 0.196, 0.196))
+    assert figures._share(Arm("a", runs=[one]), "signed", "answer", True) == pytest.approx(
+        (0.4, np.nan, np.nan), nan_ok=True
+    )
+    assert figures._share(Arm("a", runs=[one, two]), "signed", "answer", True) == pytest.approx((0.5, 0.1, 0.1))
+
+
 def test_results_are_averaged_number_by_number():
     one, two = {"a": [1.0, 2.0], "n": 3, "s": "x", "only": 1.0}, {"a": [3.0, 6.0], "n": 3, "s": "x"}
     assert averaged([one, two]) == {"a": [2.0, 4.0], "n": 3, "s": "x", "only": 1.0}
