@@ -102,13 +102,10 @@ def about(arms: list[Arm], section: Section) -> dict[str, Any]:
 
 
 def section_images(arms: list[Arm], section: Section) -> list[Image]:
-    """The figures that the evaluation drew for the first run of each arm."""
-    return [
-        Image(path, f"{section.title}, {arm.name}")
-        for arm in arms
-        if section.name in arm.runs[0].evals
-        for path in sorted((arm.runs[0].folder / "figures").glob(f"{section.name}*.png"))
-    ]
+    """The figure that the evaluation drew for the first run of each arm."""
+    measured = [arm for arm in arms if section.name in arm.runs[0].evals]
+    drawn = [(arm.name, arm.runs[0].folder / "figures" / f"{section.name}.png") for arm in measured]
+    return [Image(path, f"{section.title}, {name}") for name, path in drawn if path.is_file()]
 
 
 def ablation_parts(name: str, text: str, images: list[Path]) -> dict[str, Any]:

@@ -267,10 +267,11 @@ def test_further_evaluations_have_a_section_each(seeded, call, tmp_path):
     for i, folder in enumerate(folders):
         bits = [{"bits": 8, "loss_change": 0.1 * i, "loss_change_se": 0.01}, {"bits": 4, "loss_change": 1.0 + i}]
         further(folder, "quantization", {"bits": bits, "windows": 7, "per_layer": [{"layer": 0, "x": 1.0}]}, samples=5)
+        further(folder, "quantization_of", {"loss": 1.0})  # its figure stands in its own section
     filtered = {"exact_match,strict-match": 0.4, "exact_match_stderr,strict-match": 0.05}
     further(folders[0], "harness", {"tasks": {"copa": {"acc": 0.5, "acc_stderr": 0.05}, "gsm8k": filtered}})
     arms = arms_of(read_runs([str(f) for f in folders]))
-    harness, quantization = sorted(sections(arms), key=lambda s: s.name)
+    harness, quantization, _ = sorted(sections(arms), key=lambda s: s.name)
     assert [image.path.name for image in section_images(arms, quantization)] == ["quantization.png"] * 2
     assert quantization.settings == {"windows": 7}
     names = {row.name: row for row in quantization.rows}
