@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from eval.speed import processes, shares, timing, training
 from eval.speed.timing import table
@@ -170,6 +171,14 @@ def test_shares_of_a_step_are_of_its_parts_and_make_up_the_whole() -> None:
     for row in rows:
         assert list(row.facts) == [f"{part} (%)" for part in (*shares.PARTS, shares.REST)]
         assert sum(row.facts.values()) == pytest.approx(100) and min(row.facts.values()) > 0
+
+
+def test_clipping_is_a_part_of_the_optimizer() -> None:
+    step = training.TrainingStep(tiny("shares"), "baseline", 1, CPU)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
+        step()
+    norms = [event for event in found.events() if event.name in ("aten::_foreach_norm", "aten::linalg_vector_norm")]
+    assert norms and {shares.part_of(event) for event in norms} == {"optimizer"}
 
 
 def test_an_operation_belongs_to_the_part_of_its_outermost_caller() -> None:
