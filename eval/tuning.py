@@ -88,17 +88,29 @@ def wanted(cfg: TuneConfig, found: Mapping[Point, float]) -> list[Point]:
 
 
 def exchanged(found: Mapping[str, Mapping[Point, float]]) -> dict[str, list[Point]]:
-    """Arm -> the best points of the other arms that the arm has not tried. found: arm -> point -> mean loss."""
-    best = dict.fromkeys(min(losses, key=lambda point: losses[point]) for losses in found.values())
+    """Arm -> the best points of the other arms that the arm has not tried. found: arm -> point -> mean loss.
+
+    An arm whose trials all diverged has no best point.
+    """
+    bests = [
+        min(losses, key=lambda point: losses[point]) for losses in found.values() if min(losses.values()) < math.inf
+    ]
+    best = dict.fromkeys(bests)
     return {arm: [point for point in best if point not in losses] for arm, losses in found.items()}
 
 
 def tuned(cfg: TuneConfig, found: Mapping[Point, float]) -> Tuned:
-    """The result of a search that is over. found: the mean losses of all trials, those of an exchange included."""
+    """The result of a search that is over. found: the mean losses of all trials, those of an exchange included.
+
+    ValueError if all trials diverged.
+    """
     points, widened = _search(cfg, found)
     assert all(point in found for point in points)
-    best = min(found, key=lambda point: found[point])
-    keys = list(cfg.grid)
+    best, keys = min(found, key=lambda point: found[point]), list(cfg.grid)
+    if not math.isfinite(found[best]):
+        tried = ", ".join("/".join(f"{rate:g}" for rate in point) for point in found)
+        fix = "give lower tune.values, or leave the arm out"
+        raise ValueError(f"all trials of an arm diverged ({'/'.join(keys)}: {tried}): {fix}")
     edge = []
     for axis, key in enumerate(keys):
         line = [point[axis] for point in found]

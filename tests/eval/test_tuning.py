@@ -55,6 +55,13 @@ def test_two_equal_arms_get_the_same_answer_and_diverged_points_are_never_chosen
     assert first == second and first.best["optim.muon_lr"] == 0.02
 
 
+def test_an_arm_whose_trials_all_diverged_is_refused_unless_an_exchange_helps() -> None:
+    bad, good = search(CFG, lambda m, lr: math.inf)[0], search(CFG, bowl(0.02, 0.006))[0]
+    with pytest.raises(ValueError, match="all trials of an arm diverged .*lower tune.values"):
+        tuned(CFG, bad)
+    assert exchanged({"bad": bad, "good": good}) == {"bad": [tuple(tuned(CFG, good).best.values())], "good": []}
+
+
 def test_an_exchange_finds_what_the_own_search_of_an_arm_has_missed() -> None:
     """An arm with two valleys: its search goes into the near, shallow one; another arm's best value lies in the deep one."""
 
