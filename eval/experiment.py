@@ -95,7 +95,7 @@ def arm_list(cfg: AblateConfig) -> list[Arm]:
             "the experiment has no arms: list them under arms:, as configs/ablations/experiment/main.yaml does"
         )
     for part, names in cfg.pairs.items():
-        if len(set(names)) != 2:
+        if len(names) != 2 or names[0] == names[1]:
             raise ValueError(f"pairs.{part}=[{','.join(names)}] is not a pair: name two different arms")
     found, first = [], next(iter(cfg.arms))
     for point, at in (cfg.grid or {"": []}).items():
