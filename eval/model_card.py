@@ -69,7 +69,8 @@ def evaluations(run: LoadedRun) -> dict[str, str]:
     for name, keys in SHOWN.items():
         content = read_json(run.path / "eval" / f"{name}.json", "delete it and repeat the evaluation")
         if content and content.get("step") == run.step:
-            found[f"eval.{name}"] = ", ".join(f"{key} {content['results'][key]:.4g}" for key in keys)
+            finite = {key: value for key in keys if (value := content["results"][key]) is not None}
+            found[f"eval.{name}"] = ", ".join(f"{key} {value:.4g}" for key, value in finite.items())
     return found
 
 

@@ -51,6 +51,7 @@ from eval.common import (
 from eval.recall import ends_one_of, frequent_ngrams, recall_hits
 from training.checkpoint import LoadedRun
 
+LARGEST = 709.0  # nats: beyond, exp(loss) is no float64
 ZOOLOGY = 1250  # occurrences in training beyond which arXiv 2312.04927 counts an n-gram as frequent
 
 
@@ -130,7 +131,7 @@ def evaluate(
     return {
         "loss": loss,
         "se": se,
-        "ppl": math.exp(loss),
+        "ppl": math.inf if loss > LARGEST else math.exp(loss),
         "bits_per_byte": loss * n * length / math.log(2) / n_bytes,
         "tokens": n * length,
         "bytes": n_bytes,

@@ -60,6 +60,13 @@ def test_loss_by_position_and_standard_error_are_exact():
     assert results["se"] == pytest.approx(np.std(losses, ddof=1) / math.sqrt(2))
 
 
+def test_a_perplexity_beyond_floats_is_infinite(monkeypatch):
+    monkeypatch.setattr(
+        perplexity, "token_losses", lambda model, windows, size: torch.full(windows[:, 1:].shape, 800.0)
+    )
+    assert perplexity.evaluate(Counting(), np.ones((2, 9), dtype=np.int64), BYTES)["ppl"] == math.inf
+
+
 def test_cumulative_loss_is_the_mean_up_to_each_position():
     windows = np.random.default_rng(0).integers(0, V, (3, 9))
     results = perplexity.evaluate(Counting(), windows, BYTES)
