@@ -104,13 +104,15 @@ def log_rank(runs: Arrivals, others: Arrivals) -> tuple[float, float]:
 def compare(arms: list[dict[str, Any]], checks: dict[str, Checks], level: float) -> list[dict[str, Any]]:
     """Each arm's curve and its test against the reference. arms: as in an ablation's results.json.
 
-    checks: run's name -> its needle checks. A diverged run is censored at its last check.
+    checks: run's name -> its needle checks. A diverged run is censored at its last check. `until`: tokens of the arm's
+    last check, beyond which its curve is unknown.
     """
     found = {arm["name"]: [arrival(checks[run["run"]], level) for run in arm["runs"]] for arm in arms}
     rows = []
     for arm in arms:
         about = {"arm": arm["name"], "point": arm["point"], "reference": arm["reference"]}
-        rows.append(about | asdict(kaplan_meier(found[arm["name"]])))
+        until = max((checks[run["run"]][-1]["tokens"] for run in arm["runs"]), default=0)
+        rows.append(about | {"until": until} | asdict(kaplan_meier(found[arm["name"]])))
         if arm["reference"] in found:
             rows[-1]["chi_square"], rows[-1]["p"] = log_rank(found[arm["name"]], found[arm["reference"]])
     tested = [row for row in rows if "p" in row]
@@ -126,7 +128,7 @@ def colours(arms: list[dict[str, Any]]) -> dict[str, str]:
     return {arm.name: arm.colour for arm in found}
 
 
-def draw(path: Path, levels: dict[str, list[dict[str, Any]]], shades: dict[str, str], end: float) -> None:
+def draw(path: Path, levels: dict[str, list[dict[str, Any]]], shades: dict[str, str]) -> None:
     """The share of runs that have arrived against training tokens: one row per point of the grid, one column per level."""
     points = list(dict.fromkeys(row["point"] for rows in levels.values() for row in rows))
     with figure(path, 5.2 * len(levels), 3.6 * len(points), columns=len(levels), rows=len(points)) as axes:
@@ -134,7 +136,7 @@ def draw(path: Path, levels: dict[str, list[dict[str, Any]]], shades: dict[str, 
             for ax, point in zip(axes[:, column], points, strict=True):
                 for row in [row for row in rows if row["point"] == point]:
                     line = shades[row["arm"]]
-                    x = np.array([0, *row["times"], end]) / 1e6
+                    x = np.array([0, *row["times"], row["until"]]) / 1e6
                     low, high, y = (
                         1 - np.array([1, *row[name], row[name][-1] if row[name] else 1])
                         for name in ("share_high", "share_low", "share")
@@ -158,14 +160,12 @@ def main(cfg: SurvivalConfig) -> None:
     if not any(arm["runs"] for arm in arms):
         raise ValueError(f"{folder} has no finished runs yet: finish the study with scripts/ablate.py first")
     records = records_of(folder, Path(cfg.records) / folder.name)
-    lines = {run["run"]: _lines(folder / run["run"], records) for arm in arms for run in arm["runs"]}
-    checks = {name: [line for line in own if "needle_acc" in line] for name, own in lines.items()}
+    checks = {run["run"]: _checks(folder / run["run"], records) for arm in arms for run in arm["runs"]}
     if missing := [name for name, own in checks.items() if not own]:
         raise ValueError(f"{missing[0]} has no needle checks: train with needle_every=10, or give records= of the runs")
     levels = {f"{level:g}": compare(arms, checks, level) for level in cfg.levels}
     write_json(folder / "survival.json", result_record("survival", folder.name, cfg, {"levels": levels}))
-    end = max(line["tokens"] for own in lines.values() for line in own)
-    draw(folder / "figures" / "survival.png", levels, colours(arms), end)
+    draw(folder / "figures" / "survival.png", levels, colours(arms))
     for level, rows in levels.items():
         for row in rows:
             test = f", log-rank p {row['p']:.3f} (Holm {row['p_holm']:.3f})" if "p" in row else ""
@@ -173,11 +173,10 @@ def main(cfg: SurvivalConfig) -> None:
             print(f"survival  {row['arm']}: accuracy {level}: {row['arrived']} of {row['n']} runs, median {half}{test}")
 
 
-def _lines(folder: Path, records: dict[str, dict[str, Any]]) -> list[dict[str, float]]:
-    """The lines that training logged: from the run's folder, or from its record where the folder has none."""
-    record = records.get(folder.name, {})
-    kept = [line for part in ("train", "val", "needle") for line in record.get(part, [])]
-    return list(read_json_lines(folder / "metrics.jsonl")) or kept
+def _checks(folder: Path, records: dict[str, dict[str, Any]]) -> Checks:
+    """The needle checks that training logged: from the run's folder, or from its record where the folder has none."""
+    found = [line for line in read_json_lines(folder / "metrics.jsonl") if "needle_acc" in line]
+    return found or records.get(folder.name, {}).get("needle", [])
 
 
 if __name__ == "__main__":

@@ -98,6 +98,7 @@ def test_the_command(tmp_path: Path, call: Callable[..., None], refused: Callabl
     found = json.loads((tmp_path / "survival.json").read_text())
     first, second = found["results"]["levels"]["0.5"]
     assert (first["median"], second["median"]) == (500, 300) and 0 < second["p"] == second["p_holm"] < 0.2
+    assert (first["until"], second["until"]) == (900, 700)  # each curve ends at its own arm's last check
     assert (tmp_path / "figures" / "survival.png").is_file() and found["eval"] == "survival" and found["machine"]
 
     # The same from records alone, as docs/results keeps them
