@@ -10,7 +10,6 @@ lambda for every token and head, and the reading is its mean.
 Writes lambdas.json, lambdas.md and figures/lambdas.png.
 """
 
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,7 +23,8 @@ from configs import command
 from configs.files import read_json_lines, write_atomic, write_json
 from configs.provenance import result_record
 from eval.common import figure
-from eval.survival import colours
+from eval.report.runs import arms_in, colours_of
+from eval.report.tables import markdown
 
 LAYER = re.compile(r"monitor/layer_(\d+)/lambda")
 
@@ -68,15 +68,12 @@ def rows_of(arms: list[dict[str, Any]], folder: Path) -> Iterator[dict[str, Any]
 
 def table(name: str, rows: list[dict[str, Any]]) -> str:
     """The rows as Markdown."""
-    text = f"**{name}: lambda at the end of training**\n\n"
-    text += f"| arm | layer | n | median | smallest | largest | below 0 | above 1 |\n| --- |{' ---: |' * 7}\n"
+    lines = [["arm", "layer", "n", "median", "smallest", "largest", "below 0", "above 1"]]
     for row in rows:
-        ends = (f"{end(row['lambda'].values()):.3g}" for end in (min, max))
-        counts = f"{row['below_0']} of {row['n']} | {row['above_1']} of {row['n']}"
-        text += (
-            f"| {row['arm']} | {row['layer']} | {row['n']} | {row['median']:.3g} | {' | '.join(ends)} | {counts} |\n"
-        )
-    return text
+        values = [row["median"], *(end(row["lambda"].values()) for end in (min, max))]
+        counts = [f"{row[key]} of {row['n']}" for key in ("below_0", "above_1")]
+        lines.append([row["arm"], str(row["layer"]), str(row["n"]), *(f"{value:.3g}" for value in values), *counts])
+    return f"**{name}: lambda at the end of training**\n\n{markdown(lines)}"
 
 
 def squashed(values: float | np.ndarray) -> float | np.ndarray:
@@ -105,9 +102,7 @@ def draw(path: Path, rows: list[dict[str, Any]], shades: dict[str, str]) -> None
 @command("lambdas", LambdasConfig)
 def main(cfg: LambdasConfig) -> None:
     folder = Path(cfg.ablation)
-    if not (folder / "results.json").is_file():
-        raise ValueError(f"{folder} has no results.json: run scripts/ablate.py experiment=noise first")
-    arms = json.loads((folder / "results.json").read_text())["results"]["arms"]
+    arms = arms_in(folder, "noise")
     rows = list(rows_of(arms, folder))
     if not rows:
         wrong = f"{folder} has no run folder with a reading of lambda"
@@ -116,7 +111,7 @@ def main(cfg: LambdasConfig) -> None:
     write_json(out / "lambdas.json", result_record("lambdas", folder.name, cfg, {"rows": rows}))
     text = table(folder.name, rows)
     write_atomic(out / "lambdas.md", text.encode())
-    draw(out / "figures" / "lambdas.png", rows, colours(arms))
+    draw(out / "figures" / "lambdas.png", rows, colours_of(arms))
     print(f"{text}\nlambdas  {out / 'lambdas.md'}")
 
 

@@ -10,7 +10,6 @@ median with its interval; and the log-rank test against the first arm of the sam
 Writes survival.json and figures/survival.png into the ablation's folder.
 """
 
-import json
 import math
 import warnings
 from dataclasses import asdict, dataclass, field
@@ -26,7 +25,7 @@ from configs.files import read_json_lines, write_json
 from configs.provenance import result_record
 from eval.common import figure
 from eval.records import records_of
-from eval.report.runs import Arm, give_colours
+from eval.report.runs import arms_in, colours_of
 from eval.report.statistics import holm
 
 
@@ -121,13 +120,6 @@ def compare(arms: list[dict[str, Any]], checks: dict[str, Checks], level: float)
     return rows
 
 
-def colours(arms: list[dict[str, Any]]) -> dict[str, str]:
-    """Arm's name -> its colour, the same as in the ablation's other figures."""
-    found = [Arm(arm["name"], arm["arm"], arm["point"], variant=arm["variant"]) for arm in arms]
-    give_colours(found)
-    return {arm.name: arm.colour for arm in found}
-
-
 def draw(path: Path, levels: dict[str, list[dict[str, Any]]], shades: dict[str, str]) -> None:
     """The share of runs that have arrived against training tokens: one row per point of the grid, one column per level."""
     points = list(dict.fromkeys(row["point"] for rows in levels.values() for row in rows))
@@ -152,11 +144,9 @@ def draw(path: Path, levels: dict[str, list[dict[str, Any]]], shades: dict[str, 
 @command("survival", SurvivalConfig)
 def main(cfg: SurvivalConfig) -> None:
     folder = Path(cfg.ablation)
-    if not (folder / "results.json").is_file():
-        raise ValueError(f"{folder} has no results.json: run scripts/ablate.py experiment=emergence first")
+    arms = arms_in(folder, "emergence")
     if not cfg.levels or not all(0 < level <= 1 for level in cfg.levels):
         raise ValueError(f"levels={cfg.levels} must be accuracies above 0 and at most 1: use levels=[0.5,0.9]")
-    arms = json.loads((folder / "results.json").read_text())["results"]["arms"]
     if not any(arm["runs"] for arm in arms):
         raise ValueError(f"{folder} has no finished runs yet: finish the study with scripts/ablate.py first")
     records = records_of(folder, Path(cfg.records) / folder.name)
@@ -165,7 +155,7 @@ def main(cfg: SurvivalConfig) -> None:
         raise ValueError(f"{missing[0]} has no needle checks: train with needle_every=10, or give records= of the runs")
     levels = {f"{level:g}": compare(arms, checks, level) for level in cfg.levels}
     write_json(folder / "survival.json", result_record("survival", folder.name, cfg, {"levels": levels}))
-    draw(folder / "figures" / "survival.png", levels, colours(arms))
+    draw(folder / "figures" / "survival.png", levels, colours_of(arms))
     for level, rows in levels.items():
         for row in rows:
             test = f", log-rank p {row['p']:.3f} (Holm {row['p_holm']:.3f})" if "p" in row else ""

@@ -347,6 +347,21 @@ def give_colours(arms: list[Arm]) -> None:
         arm.colour, arm.line = palette[arm.arm], LINES[points.index(arm.point) % len(LINES)]
 
 
+def arms_in(folder: Path, experiment: str) -> list[dict[str, Any]]:
+    """The arms in the results.json of an ablation. ValueError, with an experiment to run, if the folder has none."""
+    content = read_json(folder / "results.json")
+    if content is None:
+        raise ValueError(f"{folder} has no results.json: run scripts/ablate.py experiment={experiment} first")
+    return content["results"]["arms"]
+
+
+def colours_of(arms: list[dict[str, Any]]) -> dict[str, str]:
+    """Name -> colour of the arms in a results.json, the same as in the ablation's own figures."""
+    found = [Arm(arm["name"], arm["arm"], arm["point"], variant=arm["variant"]) for arm in arms]
+    give_colours(found)
+    return {arm.name: arm.colour for arm in found}
+
+
 def _kind(run: Run) -> str:
     """A text that is equal for runs that differ only in the seed, the machine's folders and the speed."""
     config = {key: run.config.get(key) for key in ("model", "optim", "steps", "batch_tokens", "data")}

@@ -12,6 +12,7 @@ from configs.files import read_json_lines
 from eval import survival
 from eval.common import colour
 from eval.records import PUBLISHED
+from eval.report.runs import colours_of
 from eval.survival import arrival, kaplan_meier, log_rank
 
 # Freireich et al. 1963, weeks of remission under 6-MP and placebo; + is censored. The textbook example of both methods.
@@ -63,7 +64,7 @@ def test_nobody_arrived() -> None:
 
 def test_a_variant_has_its_colour_whatever_its_place() -> None:
     arms = [{"name": f"{name}-at80", "arm": name, "point": "at80", "variant": name} for name in ("baseline", "diff")]
-    assert survival.colours(arms) == {"baseline-at80": colour("baseline"), "diff-at80": colour("diff")}
+    assert colours_of(arms) == {"baseline-at80": colour("baseline"), "diff-at80": colour("diff")}
 
 
 def write(folder: Path, accuracies: list[float]) -> Path:
