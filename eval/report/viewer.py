@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from markupsafe import Markup
 from omegaconf import MISSING
-from torch import Tensor, nn
+from torch import nn
 
 from configs import command
 from configs.files import json_text, write_atomic
@@ -29,7 +29,7 @@ from eval.needles import needle_queries
 from eval.report.page import render
 from eval.report.runs import labels
 from eval.scoring import continue_greedily
-from model.attention.probe import probe, visit_logits
+from model.attention.probe import probe
 from training.checkpoint import LoadedRun
 
 MAX_BYTES = 12_000_000  # of packed maps: later examples that exceed the limit are left out
@@ -71,13 +71,13 @@ class Example:
 class Look:
     """A model's logits (T, V) for tokens (T,) and, layer by layer, its maps (heads, T, T).
 
-    seconds: the second maps of a layer of differential heads, which lambda multiplies; None for another layer. A first
+    second_maps: the second maps of a layer of differential heads, which lambda multiplies; None for another layer. A first
     map is the map plus lambda times the second map. A row's lambda is 1 minus the sum of the map's row.
     """
 
     logits: np.ndarray
     maps: list[np.ndarray]
-    seconds: list[np.ndarray | None]
+    second_maps: list[np.ndarray | None]
 
 
 @dataclass
@@ -111,7 +111,7 @@ def viewer_of(runs: list[tuple[str, str]], cfg: ViewerConfig | None = None) -> V
                     "label": label,
                     "colour": colour(variant(run.config)),
                     "heads": list(map(len, one.maps)),
-                    "differential": [second is not None for second in one.seconds],
+                    "differential": [second is not None for second in one.second_maps],
                 }
                 for (label, _), run, one in zip(runs, loaded, looks, strict=True)
             ]
@@ -180,19 +180,13 @@ def _needle(run: LoadedRun, hay: np.ndarray, length: int, depth: float, seed: in
 @torch.inference_mode()
 def look(model: nn.Module, tokens: np.ndarray) -> Look:
     """Logits and all maps of tokens (T,). ValueError if they are not finite."""
-    given, seconds = torch.from_numpy(tokens)[None].to(device_of(model)), {}
-    with probe(model, torch.arange(len(tokens), device=given.device)) as maps:
+    given = torch.from_numpy(tokens)[None].to(device_of(model))
+    with probe(model, torch.arange(len(tokens), device=given.device), apart=True) as maps:
         logits = model(given)[0].float().cpu().numpy()  # (T, V)
     if not all(layer.isfinite().all() for layer in maps.layers):
         raise ValueError("a model's attention is not finite: its training diverged, so leave its run out of runs=")
-
-    def keep(layer: int, logits: Tensor, see: Tensor) -> None:
-        if logits.dim() == 5:  # (1, h, 2, T, T): the two maps of a differential head
-            seconds[layer] = logits.masked_fill(~see, -torch.inf).softmax(-1)[0, :, 1].float().cpu().numpy()
-
-    with visit_logits(model, keep):
-        model(given)
-    return Look(logits, [layer[0].cpu().numpy() for layer in maps.layers], [*map(seconds.get, range(len(maps.layers)))])
+    second_maps = [None if pair is None else pair[1][0].cpu().numpy() for pair in maps.pairs]
+    return Look(logits, [layer[0].cpu().numpy() for layer in maps.layers], second_maps)
 
 
 def pack(maps: np.ndarray) -> tuple[bytes, bytes]:
@@ -213,7 +207,7 @@ def _packed(seen: Look, tokenizer: Tokenizer) -> dict[str, Any]:
     """A model's maps of an example as text: the maps of all heads, and second maps and lambda of differential heads."""
     maps, scales = pack(np.concatenate(seen.maps))
     packed = {"maps": _text(maps), "scales": _text(scales), "next": _guesses(seen.logits, tokenizer)}
-    pairs = [(maps, second) for maps, second in zip(seen.maps, seen.seconds, strict=True) if second is not None]
+    pairs = [(maps, second) for maps, second in zip(seen.maps, seen.second_maps, strict=True) if second is not None]
     if pairs:
         second, second_scales = pack(np.concatenate([second for _, second in pairs]))
         lam = 1 - np.concatenate([maps.sum(-1) for maps, _ in pairs])  # (heads, T)

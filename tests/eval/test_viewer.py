@@ -67,9 +67,12 @@ def test_packed_maps_are_the_models_to_the_stated_precision(layers):
 @pytest.mark.parametrize("layers", ["d", "v", "bd", "i"])
 def test_a_differential_head_is_its_first_map_less_lambda_times_its_second(layers):
     model = Decoder(DecoderConfig(layers=layers, n_layer=2, n_head=4, d_model=32, context=40, vocab_size=50)).eval()
+    read = []
+    model.register_forward_pre_hook(lambda *_: read.append(1))
     seen = viewer.look(model, np.arange(33) * 7 % 50)
-    assert [second is not None for second in seen.seconds] == [letter in "dv" for letter in (layers * 2)[:2]]
-    for maps, second in zip(seen.maps, seen.seconds, strict=True):
+    assert len(read) == 1  # one pass gives the maps and the two maps of each
+    assert [second is not None for second in seen.second_maps] == [letter in "dv" for letter in (layers * 2)[:2]]
+    for maps, second in zip(seen.maps, seen.second_maps, strict=True):
         if second is not None:
             lam = 1 - maps.sum(-1, keepdims=True)
             first = maps + lam * second  # a softmax, as the second map is
