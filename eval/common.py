@@ -157,14 +157,6 @@ def mean_se(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
     return float(values.mean()), float(values.std(ddof=1) / math.sqrt(len(values))) if len(values) > 1 else 0.0
 
 
-def wilson(share: float, n: int) -> tuple[float, float]:
-    """95 % interval of a share over n trials (Wilson 1927). Unlike the standard error it has a width at 0 and 1, too."""
-    z = 1.959964
-    middle = (share + z * z / (2 * n)) / (1 + z * z / n)
-    half = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n)) / (1 + z * z / n)
-    return max(0.0, middle - half), min(1.0, middle + half)
-
-
 # Results
 
 

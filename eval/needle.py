@@ -27,7 +27,7 @@ from typing import Annotated, Any
 import numpy as np
 
 from configs import command
-from eval.common import INK, Axes, figure, haystack, mean_se, open_run, progress, wilson, write_result
+from eval.common import INK, Axes, figure, haystack, mean_se, open_run, progress, write_result
 from eval.needle_styles import STYLES
 from eval.needles import NeedleGridConfig, Query, check_grid, needle_contexts
 from eval.scoring import continue_greedily, score
@@ -65,7 +65,6 @@ def evaluate_cell(run: LoadedRun, contexts: list[list[Query]], batch: int) -> di
         "samples": len(contexts),
         "accuracy": accuracy,
         "se": se,
-        "interval": wilson(accuracy, len(contexts)),
         "answer_logprob": float(np.mean([logprob[0] for logprob in logprobs])),
         "rank_accuracy": float(np.mean(ranked)) if ranked else None,
     }

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from eval import needle
-from eval.common import wilson
 from eval.needle_styles import STYLES
 from model.config import DecoderConfig
 from model.decoder import Decoder
@@ -193,11 +192,6 @@ def test_default_lengths_leave_out_what_needles_do_not_fit(tokenizer, hay):
     assert needle.default_lengths(run, hay, needle.NeedleConfig()) == [128, 256]  # 64 bytes do not hold two sentences
     run.model.cfg.context = 300  # 75 bytes hold the first context, but not the sentences about the longest city
     assert needle.default_lengths(run, hay, needle.NeedleConfig()) == [150, 300]
-
-
-def test_wilson_interval():
-    assert wilson(1.0, 50) == pytest.approx((0.92865, 1.0), abs=1e-4)  # Wilson 1927, equation in Newcombe 1998
-    assert wilson(0.5, 100) == pytest.approx((0.40383, 0.59617), abs=1e-4)
 
 
 def test_the_command_writes_json_and_figure(make_run, call, capsys):
