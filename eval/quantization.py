@@ -1,14 +1,13 @@
 """Low-bit attention: how much loss does rounding the attention logits to a few bits cost?
 
-    python -m eval.quantization run=runs/NAME [bits=[8,6,4]] [scale=head|row] [text=FILE | shards=DIR] [tokens=100000]
+    python -m eval.quantization run=runs/NAME [bits=[8,6,4]] [text=FILE | shards=DIR] [tokens=100000]
 
 The logits of every attention softmax are rounded to a b-bit integer times a scale: x -> round(x / s) s, with the scale
-s = max|x| / (2^(b-1) - 1) over visible logits (absmax), computed for every input (dynamic). scale=head (the default)
-has one scale for each head's map of one window, as absmax is defined for a whole tensor; heads, windows and the two
-maps of a differential head have separate scales. scale=row has one scale per query row of a map, which a decoder could
-compute, too. Weights, values and everything else stay in float32. This is Figure 8 of arXiv 2410.05258, with another
-metric than HellaSwag: the change of the validation loss and, for runs trained on retrieval documents, the change of
-needle accuracy. Both changes are paired: the same windows with and without rounding.
+s = max|x| / (2^(b-1) - 1) over visible logits (absmax), computed for every input (dynamic). Each head's map of one
+window has one scale, as absmax is defined for a whole tensor; heads, windows and the two maps of a differential head
+have separate scales. Weights, values and everything else stay in float32. This is Figure 8 of arXiv 2410.05258, with
+another metric than HellaSwag: the change of the validation loss and, for runs trained on retrieval documents, the
+change of needle accuracy. Both changes are paired: the same windows with and without rounding.
 Writes runs/NAME/eval/quantization.json and runs/NAME/figures/quantization.png.
 """
 
@@ -41,35 +40,33 @@ from eval.scoring import score
 from model.attention.probe import visit_logits
 from training.checkpoint import LoadedRun
 
-SCALES = {"head": (-2, -1), "row": (-1,)}  # the dimensions of (..., T, S) that share a scale
-
 
 @dataclass
 class QuantizationConfig(NeedleGridConfig):
     """length: tokens per window and needle context; None: the trained context. tokens: most tokens used for the loss."""
 
     bits: Annotated[list[int], "[2, 16]"] = field(default_factory=lambda: [8, 6, 4])  # bits of the rounded logits
-    scale: str = "head"  # head | row: the logits that share one scale
     length: Annotated[int | None, "[1, inf)"] = None
     tokens: Annotated[int, "[1, inf)"] = 100_000
 
 
-def absmax(logits: Tensor, see: Tensor, bits: int, scale: str = "head") -> Tensor:
+def absmax(logits: Tensor, see: Tensor, bits: int) -> Tensor:
     """Attention logits (..., T, S) rounded to `bits` bits, symmetric: 2^(bits-1) - 1 steps on either side of 0.
 
-    The scale depends only on the logits that the mask `see` shows (Dettmers et al., arXiv 2208.07339, section 2.1).
+    Each map (T, S) has one scale, which depends only on the logits that the mask `see` shows (Dettmers et al., arXiv
+    2208.07339, section 2.1).
     """
     steps = 2 ** (bits - 1) - 1
-    largest = logits.masked_fill(~see, 0.0).abs().amax(SCALES[scale], keepdim=True)
+    largest = logits.masked_fill(~see, 0.0).abs().amax((-2, -1), keepdim=True)
     step = (largest / steps).clamp_min(torch.finfo(logits.dtype).tiny)  # all zeros stay zeros
     return (logits / step).round().clamp(-steps, steps) * step
 
 
-def quantized(model: nn.Module, bits: int | None, scale: str) -> contextlib.AbstractContextManager[None]:
+def quantized(model: nn.Module, bits: int | None) -> contextlib.AbstractContextManager[None]:
     """A context in which the model's attention logits are rounded; with `bits` None they are not."""
     if bits is None:
         return contextlib.nullcontext()
-    return visit_logits(model, lambda layer, logits, see: absmax(logits, see, bits, scale))
+    return visit_logits(model, lambda layer, logits, see: absmax(logits, see, bits))
 
 
 @torch.inference_mode()
@@ -96,7 +93,7 @@ def evaluate(run: LoadedRun, windows: np.ndarray, queries: list[Query], cfg: Qua
     losses, hits = {}, {}
     with progress("quantization", len(widths)) as bar:
         for bits in widths:
-            with quantized(run.model, bits, cfg.scale):
+            with quantized(run.model, bits):
                 losses[bits] = window_losses(run.model, windows, cfg.batch)
                 hits[bits] = needle_hits(run.model, queries, cfg.batch) if queries else None
             bar.update()
@@ -110,7 +107,7 @@ def evaluate(run: LoadedRun, windows: np.ndarray, queries: list[Query], cfg: Qua
         for bits in cfg.bits
     ]
     counts = {"windows": len(windows), "length": windows.shape[1] - 1, "needles": len(queries)}
-    return results | {"scale": cfg.scale} | counts
+    return results | counts
 
 
 def _change(what: str, values: np.ndarray, reference: np.ndarray) -> dict[str, float]:
@@ -152,8 +149,6 @@ def check(cfg: QuantizationConfig) -> None:
     check_grid(cfg)
     if not cfg.bits or len(set(cfg.bits)) < len(cfg.bits):
         raise ValueError(f"bits={cfg.bits} must be different numbers: use bits=[8,6,4]")
-    if cfg.scale not in SCALES:
-        raise ValueError(f"scale={cfg.scale} is unknown: use scale=head or scale=row")
 
 
 @command("quantization", QuantizationConfig)
@@ -168,8 +163,7 @@ def main(cfg: QuantizationConfig) -> None:
         changes = [f"loss {row['loss_change']:+.4f} ± {row['loss_change_se']:.4f}"]
         if "accuracy" in row:
             changes.append(f"needle {row['accuracy_change']:+.3f} ± {row['accuracy_change_se']:.3f}")
-        rounded = f"{row['bits']} bits, one scale per {cfg.scale}"
-        print(f"{said}: {rounded}: {', '.join(changes)} ({len(windows)} windows)")
+        print(f"{said}: {row['bits']} bits: {', '.join(changes)} ({len(windows)} windows)")
 
 
 if __name__ == "__main__":

@@ -17,8 +17,6 @@ def test_absmax_by_hand():
     see = torch.tensor([[True, False], [True, True]])
     rounded = qu.absmax(logits, see, bits=4)[0, 0]  # 7 steps on either side; the hidden 99 has no say
     assert rounded[0, 0] == 7.0 and rounded[1].tolist() == [-3.0, 2.0]
-    by_row = qu.absmax(logits, see, bits=4, scale="row")[0, 0]
-    assert by_row[1].tolist() == pytest.approx([-3.4, 3 * 3.4 / 7])
     assert qu.absmax(logits, see, bits=2)[0, 0][1].tolist() == [0.0, 0.0]  # -7, 0 or 7
 
 
@@ -31,15 +29,14 @@ def test_a_scale_is_of_one_head_of_one_window():
     assert torch.equal(qu.absmax(larger, see, 6)[:1, 1:2, :1], alone)
 
 
-@pytest.mark.parametrize("scale", qu.SCALES)
-def test_error_is_at_most_half_a_step_and_zeros_stay_zeros(scale):
+def test_error_is_at_most_half_a_step_and_zeros_stay_zeros():
     logits, see = torch.randn(1, 2, 8, 8, dtype=torch.float64), torch.ones(8, 8, dtype=torch.bool).tril()
-    largest = logits.masked_fill(~see, 0).abs().amax(qu.SCALES[scale], keepdim=True)
+    largest = logits.masked_fill(~see, 0).abs().amax((-2, -1), keepdim=True)
     for bits in (8, 6, 4):
-        error = (qu.absmax(logits, see, bits, scale) - logits).abs()[see.expand_as(logits)]
+        error = (qu.absmax(logits, see, bits) - logits).abs()[see.expand_as(logits)]
         half = (largest / (2 ** (bits - 1) - 1) / 2).expand_as(logits)[see.expand_as(logits)]
         assert (error <= half * (1 + 1e-9)).all() and error.max() > 0
-    assert torch.equal(qu.absmax(torch.zeros(1, 1, 4, 4), see[:4, :4], 4, scale), torch.zeros(1, 1, 4, 4))
+    assert torch.equal(qu.absmax(torch.zeros(1, 1, 4, 4), see[:4, :4], 4), torch.zeros(1, 1, 4, 4))
 
 
 @pytest.mark.parametrize("layers", ["b", "d", "v", "g", "n", "i"])
@@ -51,11 +48,11 @@ def test_fewer_bits_change_the_loss_more_and_a_float_not_at_all(layers):
             p.mul_(8 if p.dim() > 1 else 1)  # sharper maps
     windows = np.random.default_rng(0).integers(0, 30, (8, 25))
     plain = qu.window_losses(model, windows, batch=8)
-    with qu.quantized(model, None, "head"):
+    with qu.quantized(model, None):
         assert np.array_equal(qu.window_losses(model, windows, batch=8), plain)
     changes = {}
     for bits in (16, 8, 3):
-        with qu.quantized(model, bits, "head"):
+        with qu.quantized(model, bits):
             changes[bits] = np.abs(qu.window_losses(model, windows, batch=8) - plain).mean()
             again = qu.window_losses(model, windows, batch=3)  # a window does not depend on its batch
         assert again == pytest.approx(qu_losses(model, windows, bits), abs=1e-6)
@@ -63,7 +60,7 @@ def test_fewer_bits_change_the_loss_more_and_a_float_not_at_all(layers):
 
 
 def qu_losses(model: Decoder, windows: np.ndarray, bits: int) -> np.ndarray:
-    with qu.quantized(model, bits, "head"):
+    with qu.quantized(model, bits):
         return np.concatenate([qu.window_losses(model, window[None], batch=1) for window in windows])
 
 
@@ -100,7 +97,7 @@ def test_the_command_writes_json_and_figure(make_run, call, capsys):
 
 def test_without_retrieval_documents_there_are_no_needles(make_run, call, capsys):
     run = make_run("a", retrieval={"weight": 0})
-    call(qu, f"run={run}", "tokens=640", "bits=[4]", "scale=row", "length=64")
+    call(qu, f"run={run}", "tokens=640", "bits=[4]", "length=64")
     results = json.loads((run / "eval" / "quantization.json").read_text())["results"]
     assert results["accuracy"] is None and "accuracy" not in results["bits"][0]
     assert "needle" not in capsys.readouterr().out
