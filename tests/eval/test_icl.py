@@ -119,7 +119,7 @@ def test_margins_are_best_minus_worst_within_an_episode():
     summary = icl.order_summary(orders, scores, IclConfig(orders=2))
     assert [summary[how]["margin"] for how in icl_tasks.ARRANGEMENTS] == [0.5, 0.0, 0.25]
     assert summary["random"] == {"margin": 0.5, "margin_se": 0.0, "best": 0.75, "worst": 0.25, "mean": 0.5}
-    assert summary["grouped"]["se"] == pytest.approx(0.25)
+    assert summary["grouped"]["margin_se"] == pytest.approx(0.25)
 
 
 def test_guessing_margin_is_that_of_a_simulation():
