@@ -53,7 +53,7 @@ from eval.speed.models import (
 from eval.speed.processes import in_own_process
 from eval.speed.shares import choices, shares
 from eval.speed.timing import Row, Work, attempt, paired_ratios, peak_of_process, seconds_of, table, time_in_turn
-from eval.speed.training import TrainingStep, busy, growth, train
+from eval.speed.training import TrainingStep, busy, growth, train, training_steps
 from model.attention.backends import BACKENDS, ROUTES
 from model.attention.probe import probe as attention_rows
 from model.cache import KVCache
@@ -97,16 +97,14 @@ def attention(cfg: BenchConfig, world: World) -> list[Row]:
 # ---------------------------------------- monitor and decode
 
 
-def training_steps(cfg: BenchConfig, world: World) -> tuple[list[Row], list[TrainingStep | str]]:
-    """A row and a training step of each variant; instead of a step that is not available, the reason why."""
-    batch, shape = batch_size(cfg, world), {"layers": cfg.model.n_layer, "width": cfg.model.d_model}
-    rows = [Row({"model": variant, **shape, "sequences": batch}) for variant in variants(cfg)]
-    return rows, [attempt(partial(TrainingStep, cfg, variant, batch, world)) for variant in variants(cfg)]
+def shape(cfg: BenchConfig, world: World) -> dict[str, int]:
+    """The labels of a training step's shape."""
+    return {"layers": cfg.model.n_layer, "width": cfg.model.d_model, "sequences": batch_size(cfg, world)}
 
 
 def monitor(cfg: BenchConfig, world: World) -> list[Row]:
     """Training steps as in `train`, and with a reading of the monitor after each; `look (ms)` is the time of a reading."""
-    settings, (rows, steps) = MonitorConfig(), training_steps(cfg, world)
+    settings, (rows, steps) = MonitorConfig(), training_steps(cfg, world, **shape(cfg, world))
     looks = [step if isinstance(step, str) else StepAndLook(step, settings, world) for step in steps]
     time_in_turn("step", rows, steps, cfg.rounds, world.device)
     time_in_turn("step and look", rows, looks, cfg.rounds, world.device)
@@ -134,7 +132,7 @@ class StepAndLook:
 
 def checkpoint(cfg: BenchConfig, world: World) -> list[Row]:
     """Training steps as in `train`, checkpoints of the same model, and the share of time of one checkpoint in 100 steps."""
-    rows, steps = training_steps(cfg, world)
+    rows, steps = training_steps(cfg, world, **shape(cfg, world))
     time_in_turn("step", rows, steps, cfg.rounds, world.device)
     with tempfile.TemporaryDirectory(dir=".") as folder:  # /tmp may be in memory
         runs = [Path(folder) / str(row.labels["model"]) for row in rows]

@@ -10,9 +10,9 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
-from eval.speed.models import VOCABULARY, BenchConfig, autocast, batch_size, model_config, variants
-from eval.speed.timing import Row, attempt, time_in_turn
-from eval.speed.training import MEASURE, TrainingStep
+from eval.speed.models import VOCABULARY, BenchConfig, autocast, batch_size, model_config
+from eval.speed.timing import Row, time_in_turn
+from eval.speed.training import MEASURE, TrainingStep, training_steps
 from model.config import DecoderConfig
 from model.decoder import matched
 from model.layers import make_norm
@@ -34,9 +34,7 @@ def shares(cfg: BenchConfig, world: World) -> list[Row]:
 
     Shares are of the time that the profiler attributes to operations. The profiler slows many small operations down most.
     """
-    batch = batch_size(cfg, world)
-    rows = [Row({"model": name}, batch * cfg.model.context) for name in variants(cfg)]
-    steps = [attempt(partial(TrainingStep, cfg, name, batch, world)) for name in variants(cfg)]
+    rows, steps = training_steps(cfg, world, batch_size(cfg, world) * cfg.model.context)
     time_in_turn(MEASURE, rows, steps, cfg.rounds, world.device)
     for row, step in zip(rows, steps, strict=True):
         if row.seconds:

@@ -138,6 +138,18 @@ def nanogpt_step(cfg: BenchConfig, batch: int) -> NanoGPTStep:
 # ---------------------------------------- the benches
 
 
+def training_steps(
+    cfg: BenchConfig, world: World, tokens: int | None = None, **about: str | int
+) -> tuple[list[Row], list[TrainingStep | str]]:
+    """A row and a training step of each variant; instead of a step that is not available, the reason why.
+
+    tokens: of a step, for speeds instead of seconds. about: more labels of every row.
+    """
+    names, batch = variants(cfg), batch_size(cfg, world)
+    rows = [Row({"model": name, **about}, tokens) for name in names]
+    return rows, [attempt(partial(TrainingStep, cfg, name, batch, world)) for name in names]
+
+
 def train(cfg: BenchConfig, world: World) -> list[Row]:
     """Training steps on random tokens: 8 sequences on a CPU, 64 on CUDA, with the context of size=.
 
@@ -147,11 +159,7 @@ def train(cfg: BenchConfig, world: World) -> list[Row]:
     if cfg.peer is not None:
         return against_nanogpt(replace(cfg, device=str(world.device)), batch, world)
     tokens, peak = batch * cfg.model.context, peak_flops(world.device)
-    rows = [
-        Row({"model": variant, "layers": cfg.model.n_layer, "width": cfg.model.d_model}, tokens)
-        for variant in variants(cfg)
-    ]
-    steps = [attempt(partial(TrainingStep, cfg, variant, batch, world)) for variant in variants(cfg)]
+    rows, steps = training_steps(cfg, world, tokens, layers=cfg.model.n_layer, width=cfg.model.d_model)
     time_in_turn(MEASURE, rows, steps, cfg.rounds, world.device)
     for row, step in zip(rows, steps, strict=True):
         if seconds := row.seconds.get(MEASURE):
