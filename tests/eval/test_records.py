@@ -21,7 +21,7 @@ from eval.records import (
     write_records,
 )
 from eval.report.runs import read_run, refuse_other_settings
-from eval.study import evaluation_command, result_file
+from eval.study import OF_A_RUN, ROOT, evaluation_command, result_file
 from model.config import DecoderConfig
 from training.run import TrainConfig
 
@@ -97,6 +97,11 @@ def test_rounding_keeps_short_and_whole_numbers_and_seven_digits_of_the_others()
         found["a"] == [1.234568e-9, {"b": 0.1234568}] and found["text"] == "0.12345678901234" and found["none"] is None
     )
     assert (found["accuracy"], found["tokens"]) == (0.2763671875, 123456789012) and rounded(found) == found
+
+
+def test_every_evaluation_of_a_run_can_be_named() -> None:
+    written = {path.stem for path in (ROOT / "eval").glob("*.py") if " = write_result(" in path.read_text()}
+    assert set(OF_A_RUN) == written
 
 
 def test_a_curve_is_thinned_once_and_keeps_its_ends() -> None:
