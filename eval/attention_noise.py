@@ -79,7 +79,8 @@ def head_rows(model: nn.Module, queries: list[Query], batch: int) -> tuple[list[
     """
     masses: list[list[np.ndarray]] = []  # [sample][layer]
     shapes: list[list[np.ndarray]] = []
-    for part in batches(queries, batch, max(len(query.prompt) for query in queries), floats_per_token(model.cfg)):
+    longest = max(len(query.prompt) for query in queries)
+    for part in batches(queries, batch, longest * floats_per_token(model.cfg)):
         rows = torch.tensor([[len(query.prompt) - 1] for query in part], device=device_of(model))  # (B, 1)
         with probe(model, rows) as maps:
             model(pad_right([query.prompt for query in part], device_of(model)), rows=rows)
@@ -108,7 +109,7 @@ def sinks(model: nn.Module, hay: np.ndarray, length: int, windows: int, batch: i
     rows = rows.long().to(device_of(model))
     masses = []  # (B, heads of all layers)
     per_token = max(floats_per_token(model.cfg), n_rows * model.cfg.n_layer * model.cfg.n_head)
-    for part in batches(starts, batch, length, per_token):
+    for part in batches(starts, batch, length * per_token):
         with probe(model, rows) as maps:
             model(pad_right([hay[start : start + length] for start in part], rows.device), rows=rows[-1:])
         first = [first_share(layer).mean(-1) for layer in maps.layers]  # (B, heads) each

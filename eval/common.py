@@ -109,9 +109,9 @@ def haystack(run: LoadedRun, cfg: TextEvalConfig) -> np.ndarray:
     return np.concatenate([part.read(0, HAYSTACK_TOKENS) for part in evaluation_tokens(run, cfg)])[:HAYSTACK_TOKENS]
 
 
-def batches(rows: Sequence[Any], size: int, length: int, vocab_size: int) -> Iterator[Sequence[Any]]:
-    """Cut `rows` into parts of at most `size` rows, or fewer where logits of `length` tokens a row exceed the memory."""
-    size = max(1, min(size, LOGITS_IN_MEMORY // (length * vocab_size)))
+def batches(rows: Sequence[Any], size: int, floats: int) -> Iterator[Sequence[Any]]:
+    """Cut `rows` into parts of at most `size` rows, or fewer where `floats` numbers per row exceed the memory."""
+    size = max(1, min(size, LOGITS_IN_MEMORY // floats))
     return (rows[start : start + size] for start in range(0, len(rows), size))
 
 

@@ -55,7 +55,7 @@ class MqarEvalConfig(EvalConfig):
 def hits(model: nn.Module, samples: list[Sample], batch: int) -> np.ndarray:
     """Whether each answer is the most probable token: (samples, pairs) bool."""
     found = []
-    for part in batches(samples, batch, len(samples[0].tokens), floats_per_token(model.cfg)):
+    for part in batches(samples, batch, len(samples[0].tokens) * floats_per_token(model.cfg)):
         tokens, asked = _tensors(part, device_of(model))
         answers = tokens.gather(1, asked + 1)
         found.append((model(tokens[:, :-1], rows=asked).argmax(-1) == answers).cpu().numpy())
@@ -115,7 +115,7 @@ ALTERED: dict[str, Callable[[nn.Module], AbstractContextManager[None]]] = {
 def read_attention(model: nn.Module, samples: list[Sample], batch: int) -> dict[str, Any]:
     """`map`, and for two maps also `map_1`, `map_2` and `correlation`: means over layers, and by layer in `layers`."""
     layers: list[dict[str, list[Tensor]]] = [{} for _ in model.blocks]
-    for part in batches(samples, batch, len(samples[0].tokens), floats_per_token(model.cfg)):
+    for part in batches(samples, batch, len(samples[0].tokens) * floats_per_token(model.cfg)):
         tokens, asked = _tensors(part, device_of(model))
         buckets = bucket_of_positions(part).to(tokens.device)  # (B, R, T, buckets)
         distractors = torch.from_numpy(np.stack([sample.distractors for sample in part])).to(tokens.device)

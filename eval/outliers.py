@@ -124,7 +124,7 @@ def evaluate(model: nn.Module, windows: np.ndarray, batch: int = 32) -> dict[str
     """Outliers over windows (n, T + 1) of tokens: `logits` and `hidden` of the model, and both `per_layer`."""
     n, length = windows.shape[0], windows.shape[1] - 1
     with progress("outliers", n) as bar, watch(model) as seen:
-        for part in batches(windows, maps_that_fit(model, length, batch), length, model.cfg.vocab_size):
+        for part in batches(windows, maps_that_fit(model, length, batch), length * model.cfg.vocab_size):
             model.hidden(torch.from_numpy(part[:, :-1]).to(device_of(model)))
             bar.update(len(part))
     total = {kind: Magnitudes() for kind in KINDS}

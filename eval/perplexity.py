@@ -114,7 +114,7 @@ def evaluate(
     sums: dict[str, list[float]] = {}  # kind of hit -> summed loss of the hits in each window
     counts: dict[str, list[int]] = {}  # kind of hit -> hits in each window
     with progress("perplexity", n) as bar:
-        for part in batches(windows, batch, length, len(byte_lengths)):
+        for part in batches(windows, batch, length * len(byte_lengths)):
             tokens = torch.from_numpy(part).to(device_of(model))
             losses = token_losses(model, tokens, len(byte_lengths)).double().cpu().numpy()  # (B, T)
             totals += losses.sum(axis=1).tolist()

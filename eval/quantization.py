@@ -73,7 +73,7 @@ def quantized(model: nn.Module, bits: int | None) -> contextlib.AbstractContextM
 def window_losses(model: nn.Module, windows: np.ndarray, batch: int) -> np.ndarray:
     """(n,) mean loss in nats per token of each window (n, T + 1)."""
     length, losses = windows.shape[1] - 1, []
-    for part in batches(windows, maps_that_fit(model, length, batch), length, model.cfg.vocab_size):
+    for part in batches(windows, maps_that_fit(model, length, batch), length * model.cfg.vocab_size):
         tokens = torch.from_numpy(part).to(device_of(model))
         losses.append(token_losses(model, tokens, model.cfg.vocab_size).double().mean(1).cpu().numpy())
     return np.concatenate(losses)

@@ -111,7 +111,7 @@ def _branches(
 
     for long, alike in groupby(sorted(asked, key=length), key=length):
         floats = max((prefix + long + answer) * floats_per_token(cfg), answer * cfg.vocab_size)
-        for part in batches(list(alike), max(1, batch * cfg.context // (prefix + long)), 1, floats):
+        for part in batches(list(alike), max(1, batch * cfg.context // (prefix + long)), floats):
             yield part, start.branch([row for row, _ in part], [questions[row][q] for row, q in part], answer)
 
 
@@ -220,7 +220,7 @@ def _by_length(
     floats = max(longest * floats_per_token(model.cfg), new_tokens * model.cfg.vocab_size)
     order = sorted(range(len(prompts)), key=lambda i: (kinds[i], len(prompts[i])))
     for _, alike in groupby(order, key=lambda i: kinds[i]):
-        yield from batches(list(alike), batch, 1, floats)
+        yield from batches(list(alike), batch, floats)
 
 
 def floats_per_token(cfg: DecoderConfig) -> int:
