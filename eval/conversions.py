@@ -77,7 +77,7 @@ class ConvertConfig(Conversion):
         if unknown := [name for name in self.arms if name not in ARMS]:
             raise ValueError(f"arms has no '{unknown[0]}': use {', '.join(ARMS)}")
         if min(self.steps, len(self.arms)) < 1:
-            raise ValueError("steps or arms is empty: use steps=200, and leave arms out to try all of them")
+            raise ValueError("steps is below 1, or arms is empty: use steps=200, and leave arms out to try all of them")
 
 
 def write_experiment(cfg: ConvertConfig, source: LoadedRun, windows: np.ndarray) -> list[str]:

@@ -4,9 +4,9 @@
 
 Needs the package lm-eval (tested with 0.4.13). The adapter answers the three kinds of request of its `LM` interface:
 the log-likelihood of a continuation, the log-likelihood of a whole text in windows, and greedy decoding up to a stop
-string. Every context starts with the end-of-text token, as every training document does. The model reads at most
-`length` tokens at once (by default the trained context); older tokens are cut off, and the result counts the cut
-contexts.
+string. Every context starts with the end-of-text token, as every training document does; of a text in windows only the
+first window does. The model reads at most `length` tokens at once (by default the trained context); older tokens are
+cut off, and the result counts the cut contexts.
 Writes runs/NAME/eval/harness.json and runs/NAME/figures/harness.png.
 """
 

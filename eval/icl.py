@@ -217,7 +217,7 @@ def _accuracies(ax: Axes, results: dict[str, Any], line_colour: str) -> None:
 def _margins(ax: Axes, order: dict[str, Any], line_colour: str) -> None:
     values, errors = ([order[how][key] for how in ARRANGEMENTS] for key in ("margin", "margin_se"))
     ax.bar(range(len(values)), values, yerr=errors, color=line_colour, ecolor=GREY, capsize=3, width=0.6)
-    ax.axhline(order["guessing"], color=GREY, linestyle="--", linewidth=1.2, label="guessing anew each time")
+    ax.axhline(order["guessing"], color=GREY, linestyle="--", linewidth=1.2, label="best minus worst of random guesses")
     ax.set_xticks(range(len(values)), ARRANGEMENTS)
     ax.set_ylabel(f"best minus worst accuracy of {order['orders']} orders")
     ax.set_ylim(0, None)

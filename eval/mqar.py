@@ -47,7 +47,7 @@ class MqarEvalConfig(EvalConfig):
 
     shares: list[float] = field(default_factory=lambda: [0.0, 0.5, 0.8, 0.9, 0.95])
     kind: str | None = None
-    samples: int = 256
+    samples: Annotated[int, "[1, inf)"] = 256
     seed: Annotated[int, "[0, 4294967295]"] = 0  # seed of the contexts
 
 
@@ -220,8 +220,8 @@ def task_of(run: LoadedRun, cfg: MqarEvalConfig) -> MqarConfig:
     """The run's task with the kind of distractors in `cfg`. ValueError for a run or settings that cannot be evaluated."""
     if run.config["data"]["source"] != "mqar":
         raise ValueError(f"{cfg.run} was not trained on associative recall: train one with data=mqar")
-    if cfg.samples < 1 or not cfg.shares or len({round(100 * share) for share in cfg.shares}) < len(cfg.shares):
-        raise ValueError("samples is below 1, or shares are empty or repeated: use samples=256 shares=[0,0.5,0.9]")
+    if not cfg.shares or len({round(100 * share) for share in cfg.shares}) < len(cfg.shares):
+        raise ValueError("shares= must be different numbers: use shares=[0,0.5,0.9]")
     trained = MqarConfig(**run.config["data"]["mqar"])
     return replace(trained, kind=cfg.kind or trained.kind)
 
@@ -238,7 +238,8 @@ def draw(path: Path, results: dict[str, Any], title: str, line: str) -> None:
             _line(ax, rows, LOOKS[name], GREY, name.replace("_", " "))
         ax.axhline(results["chance"], color=GREY, linewidth=0.8)
         ax.set_xticks(range(len(results["shares"])), [f"{row['percent']} %" for row in results["shares"]])
-        ax.set(ylim=(-0.02, 1.04), xlabel="share of distractors in what was told", ylabel="accuracy", title=title)
+        ax.set(ylim=(-0.02, 1.04), ylabel="accuracy", title=title)
+        ax.set_xlabel("share of distractors among the slots before the questions")
         ax.legend()
 
 

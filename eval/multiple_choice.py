@@ -8,8 +8,8 @@ ending follows a space. Where query and ending exceed the trained context, the q
 an ending as long as the trained context are left out.
 
 Share of questions where the right ending has the highest log-probability: `acc` in sum, `acc_norm` per token
-(build-nanogpt, llm.c), `acc_norm_bytes` per byte (the acc_norm of lm-evaluation-harness). `loss`: of the right endings,
-nats per token.
+(build-nanogpt, llm.c), `acc_norm_bytes` per byte (the acc_norm of lm-evaluation-harness divides by characters). `loss`:
+of the right endings, nats per token.
 Writes runs/NAME/eval/multiple_choice.json and runs/NAME/figures/multiple_choice.png.
 """
 

@@ -155,7 +155,7 @@ def _monitored(arms: list[Arm], folder: Path) -> Iterator[Figure]:
             images.append(_image(folder / "lambda", arm, f"Curves of {figures.weight_curves(arm)[1]} against tokens"))
             figures.draw_weights(images[-1].path, arm)
         yield Figure(
-            "Lambda during training",
+            "Weights of the maps during training",
             "The weights that each layer gives to its maps, over training: lambda of differential attention, the gates of "
             "gated attention, the path weights of introspective attention. Weights that depend on the token and the head are "
             "averaged over both. Colours go from violet, the first layer or path, to orange, the last; the layers are evenly "

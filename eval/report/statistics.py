@@ -154,6 +154,9 @@ def size_ratio(reference: tuple[float, float], other: tuple[float, float], size:
 
 
 def spikes(losses: Sequence[float], window: int = 50, over: float = 0.5) -> int:
-    """Number of losses more than `over` nats above the median of the `window` (at least 10) losses before them."""
+    """Number of losses more than `over` nats above the median of the losses before them, at most `window` of them.
+
+    The first 10 losses have too few before them to count.
+    """
     before = ((loss, losses[max(0, i - window) : i]) for i, loss in enumerate(losses) if i >= 10)
     return sum(loss > statistics.median(earlier) + over for loss, earlier in before)

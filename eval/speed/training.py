@@ -202,11 +202,11 @@ def against_nanogpt(cfg: BenchConfig, batch: int, world: World) -> list[Row]:
 def compare(ours: Row, its: Row, fastest: Row) -> None:
     """Add to our row's facts its speed over nanoGPT's in the same mode (`its`) and in the `fastest` mode; also for memory."""
     ratios = paired_ratios(ours, its, MEASURE)
-    ours.facts["of nanoGPT's"] = median(ratios)
+    ours.facts["speed / nanoGPT, same mode"] = median(ratios)
     ours.facts["low"], ours.facts["high"] = median_interval(ratios)
-    ours.facts["of its best"] = median(paired_ratios(ours, fastest, MEASURE))
+    ours.facts["speed / nanoGPT, fastest mode"] = median(paired_ratios(ours, fastest, MEASURE))
     if (mine := ours.facts["memory (MB)"]) and (theirs := its.facts["memory (MB)"]):
-        ours.facts["memory of its"] = mine / theirs
+        ours.facts["memory / nanoGPT"] = mine / theirs
 
 
 def step_memory(step: TrainingStep, device: torch.device) -> dict[str, float | None]:
@@ -218,7 +218,7 @@ def step_memory(step: TrainingStep, device: torch.device) -> dict[str, float | N
 def busy(cfg: BenchConfig, world: World) -> list[Row]:
     """Training steps beside 0, 1 and 3 processes that compute without a pause, by how the step's threads wait.
 
-    `of quiet` is the speed beside them divided by the fastest speed beside 0 processes.
+    `speed / fastest without neighbours` is the speed beside them divided by the fastest speed beside 0 processes.
     """
     batch, variant = cfg.batch or 8, (cfg.variants or ["baseline"])[0]
     cfg, rows = replace(cfg, device=str(world.device)), []
@@ -233,7 +233,7 @@ def busy(cfg: BenchConfig, world: World) -> list[Row]:
     quiet = [median(row.seconds[MEASURE]) for row in rows if row.seconds and row.labels["busy"] == 0]
     for row in rows:
         if row.seconds and quiet:
-            row.facts["of quiet"] = min(quiet) / median(row.seconds[MEASURE])
+            row.facts["speed / fastest without neighbours"] = min(quiet) / median(row.seconds[MEASURE])
     return rows
 
 

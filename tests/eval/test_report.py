@@ -357,7 +357,8 @@ def test_lambda_is_drawn_over_training_where_it_was_monitored(seeded, call, tmp_
         ("introspective", "path 1"): pytest.approx([0.4] * 3),
     }
     page = out.read_text()
-    assert page.count("Lambda during training") == page.count("Attention during training") == 2  # contents and heading
+    headings = ("Weights of the maps during training", "Attention during training")
+    assert [page.count(heading) for heading in headings] == [2, 2]  # contents and heading
     assert 'alt="Curves of lambda against tokens, diff"' in page and "path weight, mean over layers" in page
     names = {path.name for path in (tmp_path / "figures").glob("*.png")}
     assert {"lambda_diff.png", "lambda_introspective.png", "during_entropy.png"} <= names
