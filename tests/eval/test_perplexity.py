@@ -180,7 +180,7 @@ def test_the_command_writes_json_and_figure(make_run, call, capsys, tokenizer):
     assert (content["run"], content["step"], results["length"], len(results["by_position"])) == ("diff", 4, 160, 160)
     assert results["loss"] == pytest.approx(math.log(tokenizer.vocab_size), rel=0.05)  # untrained
     assert results["bits_per_byte"] == pytest.approx(results["loss"] / math.log(2), rel=1e-3)  # a byte a token
-    assert results["recall"]["frequent"] is None and results["recall"]["hit"]["tokens"] > 1000
+    assert results["recall"]["rare_at_most"] is None and results["recall"]["hit"]["tokens"] > 1000
     assert (run / "figures" / "perplexity.png").stat().st_size > 10_000
 
 
