@@ -4,6 +4,7 @@ The code below reads from top to bottom in the order in which it runs: data, mod
 """
 
 import signal
+from contextlib import ExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
 
@@ -35,8 +36,8 @@ from training.validation import losses_apart, validation_loss
 def main(cfg: TrainConfig) -> float:
     world = join_world(cfg.device)
     try:
-        with world.errors():
-            return train(cfg, world)
+        with world.errors(), ExitStack() as ends:
+            return train(cfg, world, ends)
     except Diverged as error:
         if "direction" not in HydraConfig.get().sweeper:  # only a search continues after a diverged trial
             raise
@@ -46,13 +47,14 @@ def main(cfg: TrainConfig) -> float:
         world.close()
 
 
-def train(cfg: TrainConfig, world: World) -> float:
+def train(cfg: TrainConfig, world: World, ends: ExitStack) -> float:
     """Train as `cfg` says, until the last step or until a signal asks the process to end. All output is in the run folder.
 
+    What must end with the run, whatever ends it, is entered into `ends`: a sweep trains the next run in this process.
     Returns the validation loss at the end, which a hyperparameter search minimises.
     """
     # ---------------------------------------- data
-    signals = Signals(world)
+    signals = ends.enter_context(Signals(world))
     import_wandb(cfg.wandb)  # raises errors of wandb before anything is written
     tokenizer = open_tokenizer(cfg.data)
     T = cfg.model.context
@@ -69,6 +71,7 @@ def train(cfg: TrainConfig, world: World) -> float:
     parallel = Parallel(model, world, cfg.parallel, cfg.shard_processes, compiled)
     micro_batch = cfg.micro_batch or micro_batch_that_fits(model, batch // world.size, autocast, world)
     loader = Prefetcher(Loader(source, batch, T, cfg.seed, world.rank, world.size, micro_batch))
+    ends.enter_context(closing(loader))
     probing = world.main or parallel.sharded  # a sharded model needs all processes to read monitor and needles
     monitor = monitor_of(cfg.monitor, model, val_windows, world.device)
     needles = None
@@ -127,7 +130,7 @@ def train(cfg: TrainConfig, world: World) -> float:
 
         # every eval_every steps: loss on the validation set (all processes take part)
         if last or (step and fresh and due(step, cfg.eval_every)):
-            with watch.paused(), autocast:
+            with watch.paused(), signals.paused(), autocast:
                 val_loss = validation_loss(model, val_windows, cfg.eval_tokens, micro_batch, world)
             if last:
                 guard.refuse_bad_end(step, val_loss)
@@ -137,21 +140,21 @@ def train(cfg: TrainConfig, world: World) -> float:
 
         # every monitor.every steps: lambda, gates and entropies of a few layers
         if probing and monitor and fresh and (last or due(step, cfg.monitor.every)):
-            with watch.paused():
+            with watch.paused(), signals.paused():
                 readings = monitor.read()
             if log:
                 log.write(step=step, tokens=step * cfg.batch_tokens, **readings)
 
         # every needle_every steps: share of needle questions that the model answers
         if probing and needles and fresh and (last or due(step, cfg.needle_every)):
-            with watch.paused():
+            with watch.paused(), signals.paused():
                 found = needles.read()
             if log:
                 log.write(step=step, tokens=step * cfg.batch_tokens, needle_acc=found)
 
         # every checkpoint.every steps, and when a signal asks for it: a checkpoint
         if saving and (fresh or not checkpoint.of_step(run_dir, step).exists()):
-            with watch.paused():
+            with watch.paused(), signals.paused():
                 saver.save(step, guard.state())
         if last or stopping:
             break
@@ -201,7 +204,6 @@ def train(cfg: TrainConfig, world: World) -> float:
                 if collapsed := pace.warning(speed):
                     signals.say(collapsed)
 
-    loader.close()
     saver.finish()
     if log:
         log.close()

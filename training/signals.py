@@ -4,10 +4,11 @@ SIGTERM and SIGINT: at the next step at which all processes exchange their signa
 code 143 or 130. SIGHUP: the run writes a checkpoint and continues, so a lost terminal does not end training (if SIGHUP is
 ignored, as under nohup, it stays ignored). SIGUSR1 and SIGUSR2: if a launcher handles them (submitit does, to queue the job
 again), the run writes a checkpoint and then calls the launcher's handler. The process ends at once, without a new checkpoint,
-if a second signal asks it to end, or if the step does not end within `PATIENCE` seconds.
+if a second signal asks it to end, or if training makes no progress for `PATIENCE` seconds after a signal.
 """
 
 import contextlib
+import math
 import os
 import select
 import signal
@@ -20,8 +21,11 @@ from typing import Any, NoReturn, TypeVar
 from training.distributed import World
 
 ENDING = (signal.SIGINT, signal.SIGTERM)
+# Windows has none of these.
 REQUEUING = tuple(getattr(signal, name) for name in ("SIGUSR1", "SIGUSR2") if hasattr(signal, name))
-PATIENCE = 60.0  # seconds from a signal to the end of the step
+HANGUP = (signal.SIGHUP,) if hasattr(signal, "SIGHUP") else ()
+PATIENCE = 60.0  # seconds that a step may take after a signal
+AGREE_EVERY = 5.0  # seconds between steps at which several processes exchange their signals: launchers kill after 30
 ECHO = 1.0  # seconds within which one request may arrive twice: from a terminal, and forwarded by a launcher
 
 Result = TypeVar("Result")
@@ -32,7 +36,7 @@ class Interrupted(Exception):
 
 
 class Signals:
-    """Records signals; the training loop calls `agreed` once per step to learn what all processes must do."""
+    """Records signals until it is left; the training loop calls `agreed` once per step to learn what all processes must do."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -40,12 +44,28 @@ class Signals:
         self.saving = False  # whether a checkpoint was asked for
         self._waiting = False  # whether the main thread is in a call that may block for ever
         self._since = 0.0
-        self._watchdog: threading.Timer | None = None
-        self._before = {number: signal.getsignal(number) for number in REQUEUING}
-        for number in (*ENDING, *(number for number, handler in self._before.items() if callable(handler))):
-            signal.signal(number, self._end)
-        if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-            signal.signal(signal.SIGHUP, self._save)
+        self._progress = 0.0  # when training last made progress; infinity: it may take as long as it needs
+        self._agreement = 0, 0.0  # step and time of the last exchange of signals
+        self._next = 0  # step of the next one
+        self._left = threading.Event()
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "Signals":
+        self._before = {number: signal.getsignal(number) for number in (*ENDING, *REQUEUING, *HANGUP)}
+        for number, handler in self._before.items():
+            if number in ENDING or (number in REQUEUING and callable(handler)):
+                signal.signal(number, self._end)
+            elif number in HANGUP and handler != signal.SIG_IGN:
+                signal.signal(number, self._save)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._left.set()
+        for number, handler in self._before.items():
+            # None: a handler that Python did not install, and cannot install again. After a signal the process ends, and an
+            # echo of this signal may still come.
+            if handler is not None and not self.ending:
+                signal.signal(number, handler)
 
     def _save(self, *_: Any) -> None:
         self.saving = True
@@ -58,17 +78,30 @@ class Signals:
                 os._exit(128 + number)
             return
         self.ending, self._since = number, time.monotonic()
-        self._watchdog = threading.Timer(PATIENCE, self._give_up)
-        self._watchdog.daemon = True
-        self._watchdog.start()
+        self._progress = max(self._progress, self._since)
+        threading.Thread(target=self._watch, daemon=True).start()
         if self._waiting:
             raise Interrupted
 
-    def _give_up(self) -> None:
+    def _watch(self) -> None:
+        """End the process as soon as training has made no progress for `PATIENCE` seconds."""
+        while (left := self._progress + PATIENCE - time.monotonic()) > 0:
+            if self._left.wait(min(left, 1.0)):
+                return
         name = signal.Signals(self.ending).name
-        wrong = f"{name} came, but the current step did not end within {PATIENCE:.0f} s"
-        os.write(2, f"error: {wrong}: this process ends without a new checkpoint\n".encode())
+        wrong = f"{name} came, and then for {PATIENCE:.0f} s no step ended at which all processes could stop"
+        advice = "exit without a new checkpoint; resume=true continues from the last one"
+        os.write(2, f"error: {wrong}: {advice}\n".encode())
         os._exit(128 + self.ending)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """A context for work that may take longer than a step: no limit of time ends the process."""
+        before, self._progress = self._progress, math.inf
+        try:
+            yield
+        finally:
+            self._progress = time.monotonic() if before < math.inf else before
 
     @contextlib.contextmanager
     def _wait(self) -> Iterator[None]:
@@ -85,6 +118,7 @@ class Signals:
 
         With several processes the call is not interrupted, because the other processes are already in this step.
         """
+        self._progress = max(self._progress, time.monotonic())
         if self.world.size > 1:
             return call(*arguments)
         with self._wait():
@@ -93,19 +127,26 @@ class Signals:
     def agreed(self, step: int, every: int) -> tuple[int, bool]:
         """Number of the signal to end with (0: go on), and whether to save a checkpoint, the same on all processes.
 
-        Several processes agree only at every `every`-th step, because the reduction waits for the device.
+        Several processes agree only at every `every`-th step, because the reduction waits for the device, or earlier where
+        `every` steps take longer than `AGREE_EVERY` seconds.
         """
-        if self.world.size > 1 and step % every:
-            return 0, False
+        now = time.monotonic()
+        self._progress = max(self._progress, now)
+        if self.world.size > 1:
+            if step < self._next:
+                return 0, False
+            steps, seconds = step - self._agreement[0], now - self._agreement[1]
+            pace = self.world.largest(seconds / steps if steps > 0 else math.inf)
+            self._agreement, self._next = (step, now), step + max(1, min(every - step % every, int(AGREE_EVERY / pace)))
         ending, saving = int(self.world.largest(self.ending)), bool(self.world.largest(self.saving))
         self.saving = False
-        if ending and self._watchdog:
-            self._watchdog.cancel()  # the step has ended, and a checkpoint may take longer
+        if ending:
+            self._progress = math.inf  # the step has ended, and a checkpoint may take longer
         return ending, saving or bool(ending)
 
     def leave(self, number: int) -> NoReturn:
         """End the process after signal `number`: call the launcher's handler if there is one, then exit with 128 + `number`."""
-        if callable(handler := self._before.get(number)):
+        if number in REQUEUING and callable(handler := self._before[number]):
             handler(number, None)
         raise SystemExit(128 + number)  # ends a sweep too
 

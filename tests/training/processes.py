@@ -9,6 +9,7 @@ import os
 import socket
 import sys
 import traceback
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,8 @@ SMALL = DecoderConfig(layers="ib", n_layer=2, n_head=4, d_model=32, context=16, 
 
 def train(world: World, *overrides: str) -> float:
     """A training run in this group; the value is the last validation loss."""
-    return run_training(OmegaConf.to_object(compose_job("train", list(overrides))), world)
+    with ExitStack() as ends:
+        return run_training(OmegaConf.to_object(compose_job("train", list(overrides))), world, ends)
 
 
 def train_until(world: World, step: int, *overrides: str) -> None:

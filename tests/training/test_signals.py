@@ -1,0 +1,86 @@
+"""Signals to a training run: when a run may end without a checkpoint, and what a run leaves behind."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from training.distributed import World
+from training.signals import ENDING, HANGUP, PATIENCE, REQUEUING, Signals
+
+CPU = torch.device("cpu")
+NUMBERS = (*ENDING, *REQUEUING, *HANGUP)
+
+
+class Two(World):
+    """One of two processes; the other one has no signals and the same speed."""
+
+    def largest(self, number: float) -> float:
+        return float(number)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    clock = SimpleNamespace(now=0.0, exits=[])
+    monkeypatch.setattr("training.signals.time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(os, "_exit", clock.exits.append)
+    before = {number: signal.getsignal(number) for number in NUMBERS}
+    yield clock
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_processes_with_slow_steps_agree_before_they_are_killed(clock: SimpleNamespace) -> None:
+    with Signals(Two(0, 2, CPU)) as signals:
+        for step in range(5):
+            clock.now += 40.0
+            assert signals.agreed(step, 1000) == (0, False)
+        os.kill(os.getpid(), signal.SIGTERM)
+        clock.now += 40.0
+        assert signals.agreed(5, 1000) == (signal.SIGTERM, True)
+
+
+def test_processes_with_fast_steps_agree_rarely(clock: SimpleNamespace) -> None:
+    with Signals(Two(0, 2, CPU)) as signals:
+        agreed = []
+        for step in range(100):
+            clock.now += 0.01
+            signals.saving = True
+            agreed += [step] if signals.agreed(step, 10)[1] else []
+        assert agreed[-4:] == [60, 70, 80, 90]
+
+
+def test_only_a_step_without_progress_ends_the_process(clock: SimpleNamespace) -> None:
+    with Signals(Two(0, 2, CPU)) as signals:
+        signals.agreed(0, 10**6)
+        with signals.paused():
+            os.kill(os.getpid(), signal.SIGTERM)
+            clock.now += 10 * PATIENCE
+            time.sleep(1.5)  # the watching thread looks every second
+        for _ in range(3):
+            clock.now += 0.9 * PATIENCE
+            signals.wait_for(lambda: None)
+        time.sleep(1.5)
+        assert not clock.exits
+        clock.now += 1.1 * PATIENCE
+        time.sleep(1.5)
+        assert clock.exits == [128 + signal.SIGTERM]
+
+
+def test_a_run_gives_the_handlers_back() -> None:
+    before = {number: signal.getsignal(number) for number in NUMBERS}
+    with pytest.raises(ValueError), Signals(World(0, 1, CPU)):
+        assert signal.getsignal(signal.SIGTERM) != before[signal.SIGTERM]
+        raise ValueError
+    assert before == {number: signal.getsignal(number) for number in before}
+
+
+def test_the_exit_code_names_the_signal() -> None:
+    for number in ENDING:
+        with pytest.raises(SystemExit) as ended, Signals(World(0, 1, CPU)) as signals:
+            signals.leave(number)
+        assert ended.value.code == 128 + number
