@@ -186,10 +186,11 @@ def train(cfg: TrainConfig, world: World, ends: ExitStack) -> float:
 
         # every log_every steps: one line in metrics.jsonl and in the terminal
         if logging:
+            mean_loss = loss.item()  # waits for the device, so the time before it is that of finished steps
             speed = (step - logged) * cfg.batch_tokens / (watch.seconds - seconds)
             logged, seconds = step, watch.seconds
             line = {
-                "loss": loss.item(),
+                "loss": mean_loss,
                 **apart,
                 "lr": lr,
                 "grad_norm": norm.item(),
