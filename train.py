@@ -1,7 +1,5 @@
-"""Train a decoder: python train.py model=diff size=micro data=stdlib, or torchrun --nproc_per_node=8 train.py ...
-
-The code below reads from top to bottom in the order in which it runs: data, model, optimizers, run folder, training loop.
-"""
+"""Train a decoder: python train.py model=diff size=micro data=stdlib, or torchrun --nproc_per_node=8 train.py ..."""
+# The code below reads from top to bottom in the order in which it runs: data, model, optimizers, run folder, training loop.
 
 import signal
 from contextlib import ExitStack, closing
@@ -100,8 +98,11 @@ def train(cfg: TrainConfig, world: World, ends: ExitStack) -> float:
         log = Metrics(run_dir, cfg.wandb, asdict(cfg), first)
         if first == 0:
             log.write(step=0, tokens=0, **about)
+            if cfg.resume:
+                signals.say(f"note: no checkpoint in {run_dir}, so a new run starts")
+        begins = f"continues at step {first}" if first else "new run"
         signals.say(
-            f"{run_dir}: {about['params_non_embedding'] / 1e6:.2f}M parameters without embeddings "
+            f"{run_dir}: {begins}, {about['params_non_embedding'] / 1e6:.2f}M parameters without embeddings "
             f"({about['params'] / 1e6:.2f}M with), d_ff {cfg.model.d_ff}, {about['flops_per_token'] / 1e6:.1f} MFLOPs per "
             f"token ({about['attention_flops_per_token'] / 1e6:.1f} attention), {world.device.type} x {world.size}, "
             f"{str(dtype).removeprefix('torch.')}{', compiled' if compiled else ''}, micro batch {micro_batch}"
