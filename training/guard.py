@@ -134,10 +134,10 @@ ADVICE = "lower optim.lr, or lengthen optim.warmup"
 def step_unless(skip: Tensor, optimizer: torch.optim.Optimizer) -> None:
     """`optimizer.step()` if the flag `skip` (), a tensor on the device, is false; else neither weights nor state change.
 
-    Fused AdamW takes the flag itself, as it does from torch.amp.GradScaler. Any other optimizer steps,
-    and where `skip` is true its weights and state are put back.
+    Fused AdamW and Muon over whole matrices take the flag themselves, as from torch.amp.GradScaler. Any other optimizer (Muon
+    over split matrices) steps, and where `skip` is true its weights and state are put back, from copies.
     """
-    if optimizer.defaults.get("fused"):
+    if getattr(optimizer, "_step_supports_amp_scaling", False):
         optimizer.found_inf = skip.float()
         optimizer.step()
         return

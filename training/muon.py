@@ -19,16 +19,23 @@ class Muon(torch.optim.Muon):
     State, groups and learning rates are those of torch.optim.Muon. Under DDP, where all processes hold the same matrices, each
     process iterates on its share of a stack, and then all processes gather the updates. Split matrices (FSDP) use the step of
     torch.optim.Muon. world: the processes; None: this process alone.
+
+    If all matrices are whole, a step obeys `found_inf` (), which training.guard.step_unless sets as torch.amp.GradScaler does:
+    where it is 1, neither weights nor state change.
     """
 
     def __init__(self, params: Iterable[dict], world: World | None = None, **options: Any) -> None:
         super().__init__(params, **options)
         self.rank, self.processes = (world.rank, world.size) if world else (0, 1)
+        self.found_inf: Tensor | None = None
+        self._step_supports_amp_scaling = not self._split()
+
+    def _split(self) -> bool:
+        return any(isinstance(p, DTensor) for group in self.param_groups for p in group["params"])
 
     @torch.no_grad()
     def step(self, closure: Callable | None = None) -> None:
-        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        if closure or any(isinstance(p, DTensor) for p in params):
+        if closure or self._split():
             return super().step(closure)
         for group in self.param_groups:
             shaped = sorted((p for p in group["params"] if p.grad is not None), key=lambda p: p.shape)
@@ -41,13 +48,21 @@ class Muon(torch.optim.Muon):
         for p in params:
             self.state[p].setdefault("momentum_buffer", torch.zeros_like(p.grad))
         grads, sums = [p.grad for p in params], [self.state[p]["momentum_buffer"] for p in params]
+        decay = 1 - group["lr"] * group["weight_decay"]
+        if self.found_inf is not None:
+            skip = self.found_inf.bool()
+            for grad, mean in zip(grads, sums, strict=True):
+                torch.where(skip, mean, grad, out=grad)  # such a gradient leaves the mean as it is
+            decay = torch.where(skip, 1.0, decay)
         torch._foreach_lerp_(sums, grads, 1 - group["momentum"])
         steps = torch._foreach_lerp(grads, sums, group["momentum"]) if group["nesterov"] else sums
         turned = params[0].shape[0] > params[0].shape[1]
         stack = torch.stack([(step.mT if turned else step).bfloat16() for step in steps])  # (matrices, m, n), m <= n
-        updates = self._shared_out(stack, group["ns_coefficients"], group["ns_steps"], group["eps"]).unbind()
-        torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-        updates = [(update.mT if turned else update).to(p.dtype) for update, p in zip(updates, params, strict=True)]
+        updates = self._shared_out(stack, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        if self.found_inf is not None:
+            updates = updates * (1 - self.found_inf).to(updates.dtype)
+        updates = [(x.mT if turned else x).to(p.dtype) for x, p in zip(updates.unbind(), params, strict=True)]
+        torch._foreach_mul_(params, decay)
         torch._foreach_add_(params, updates, alpha=-group["lr"] * scale)
 
     def _shared_out(self, stack: Tensor, *options: Any) -> Tensor:
