@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -20,17 +21,28 @@ try:
 except ImportError:  # Windows has no such module
     resource = None
 
-# Dense bfloat16 peak (V100: float16), FLOP/s, from the makers' data sheets. The first name within the device's name counts.
+STATUS = Path("/proc/self/status")  # of Linux
+
+# Dense bfloat16 peak (V100: float16), FLOP/s, from the makers' data sheets. The first name whose words are in the device's name
+# counts.
 PEAK_FLOPS = {
     "B200": 2250e12,
+    "H200 NVL": 835e12,
+    "GH200": 989e12,
     "H200": 989e12,
+    "H100 NVL": 835e12,
     "H100 PCIe": 756e12,
     "H100": 989e12,
     "A100": 312e12,
+    "A40": 149.7e12,
+    "A10": 125e12,
+    "A10G": 70e12,
     "L40S": 362e12,
+    "L40": 181e12,
+    "L4": 121e12,
+    "RTX 5090": 209.5e12,
     "RTX 4090": 165e12,
     "RTX 3090": 71e12,
-    "A10G": 70e12,
     "V100": 125e12,
 }
 
@@ -40,17 +52,24 @@ def peak_flops(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((peak for key, peak in PEAK_FLOPS.items() if key in name), None)
+    return next((peak for key, peak in PEAK_FLOPS.items() if re.search(rf"\b{key}\b(?! (Ti|D|Laptop)\b)", name)), None)
 
 
 def memory_gb(device: torch.device) -> float | None:
     """Peak memory so far in GB, to the MB: allocated on the GPU, or resident in this process (None on Windows)."""
     if device.type == "cuda":
         return round(torch.cuda.max_memory_allocated(device) / 1e9, 3)
+    if STATUS.is_file():  # ru_maxrss includes the peak of the process that started this one
+        return round(status_gb("VmHWM"), 3)
     if resource is None:
         return None
     unit = 1 if sys.platform == "darwin" else 1024
     return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9, 3)
+
+
+def status_gb(key: str) -> float:
+    """A size that Linux reports of this process: VmRSS, resident now, or VmHWM, the peak."""
+    return int(re.search(rf"{key}:\s+(\d+) kB", STATUS.read_text())[1]) * 1.024e-6
 
 
 class Metrics:

@@ -3,7 +3,6 @@
 import ctypes
 import gc
 import math
-import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,10 +16,9 @@ from omegaconf.errors import OmegaConfBaseException
 from scipy.stats import binom
 
 from eval.common import progress
-from training.metrics import memory_gb
+from training.metrics import STATUS, memory_gb, status_gb
 
 LEAST_SECONDS = 0.02  # of one timing; a shorter work is repeated within the timing
-STATUS = Path("/proc/self/status")  # of Linux
 # Errors that make a row "not measured", with the error as its reason
 UNAVAILABLE = (ValueError, RuntimeError, ImportError, OSError, OmegaConfBaseException)
 
@@ -104,9 +102,7 @@ def seconds_of(work: Work, repeats: int, device: torch.device) -> float:
 
 
 def peak_of_process(device: torch.device) -> float:
-    """Peak memory in MB. On Linux not `memory_gb` of the process, which inherits that peak from the process that started it."""
-    if device.type == "cpu" and STATUS.is_file():
-        return _status_mb("VmHWM")
+    """Peak memory in MB; NaN on a system that does not report it."""
     peak = memory_gb(device)
     return float("nan") if peak is None else 1e3 * peak
 
@@ -129,13 +125,9 @@ def peak_growth(work: Work, device: torch.device) -> float | None:
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # else work could use memory that was freed but kept, uncounted
     Path("/proc/self/clear_refs").write_text("5")  # sets the peak to the memory resident now (man 5 proc)
-    before = _status_mb("VmRSS")
+    before = status_gb("VmRSS")
     work()
-    return max(0.0, _status_mb("VmHWM") - before)
-
-
-def _status_mb(key: str) -> float:
-    return int(re.search(rf"{key}:\s+(\d+) kB", STATUS.read_text())[1]) * 1.024e-3
+    return max(0.0, 1e3 * (status_gb("VmHWM") - before))
 
 
 # ---------------------------------------- table

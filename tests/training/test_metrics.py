@@ -4,6 +4,7 @@ import importlib
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,11 +24,38 @@ def test_windows_without_the_resource_module_trains_without_a_memory_figure(monk
     monkeypatch.setitem(sys.modules, "resource", None)  # importing it raises ImportError, as on Windows
     try:
         importlib.reload(metrics)
+        monkeypatch.setattr(metrics, "STATUS", Path("no such file"))
         assert metrics.memory_gb(torch.device("cpu")) is None
         assert "mem n/a" in metrics.log_line(1, 10, LINE | {"mem_gb": None}, 5.0)
     finally:
         monkeypatch.undo()
         importlib.reload(metrics)
+
+
+def test_memory_is_that_of_this_process_and_not_of_its_parent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "status").write_text("VmHWM:\t 2000000 kB\nVmRSS:\t 1000000 kB\n")
+    monkeypatch.setattr(metrics, "STATUS", tmp_path / "status")
+    assert (
+        metrics.memory_gb(torch.device("cpu")) == 2.048
+    )  # getrusage would tell the peak of the process that started this one
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    (
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 NVL", 835e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA A10G", 70e12),
+        ("NVIDIA GeForce RTX 4090", 165e12),
+        ("NVIDIA A1000", None),
+        ("NVIDIA GB200", None),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+    ),
+)
+def test_a_peak_belongs_to_one_card(name: str, peak: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert metrics.peak_flops(torch.device("cuda")) == peak
 
 
 def warnings_of(speeds: list[float], device: str = "cpu") -> list[str | None]:
