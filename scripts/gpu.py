@@ -12,7 +12,8 @@ Stages:
 
 Options:
     minutes=25    time for all stages together; 10 minutes are enough for everything except most of the training runs
-    out=runs/gpu  folder for one JSON per stage; a repeated command measures only the rows that are missing
+    out=runs/gpu  folder for one JSON per stage; a repeated command measures only the rows that are missing, or
+                  all rows again for another version of the code, card or data (the old JSON gets another name)
     stages=A,B    only these stages
     data=FOLDER   prepared shards for the stage training; without it, the source text of Python's library, as bytes
     table=FILE    print this JSON as a table, and measure nothing
@@ -22,6 +23,7 @@ is done. A row that fails says why in the JSON, and the next row runs. Without a
 """
 
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -110,6 +112,7 @@ def parse(arguments: list[str]) -> dict[str, str]:
 def start_stage(stage: str, out: Path, data: str, seconds: float) -> None:
     """Run a stage in processes of its own, at most `seconds` in all; what went wrong is added to its JSON."""
     path, start = out / f"{stage}.json", time.monotonic()
+    set_aside(stage, path, data)
     if read(path).get("complete"):
         print(f"{stage}: done before, {path}", flush=True)
         return
@@ -144,6 +147,31 @@ def start_stage(stage: str, out: Path, data: str, seconds: float) -> None:
     print(f"{stage}: {len(rows)} rows, {failed} failed{how}{f': {problem}' if problem else ''}", flush=True)
 
 
+def set_aside(stage: str, path: Path, data: str) -> None:
+    """Rename the stage's JSON if its rows have another origin than new rows would have: one file has one origin."""
+    before, now = read(path), record_of(stage, data, {})
+    if not before.get("results"):
+        return
+    origins = [
+        {
+            "version": record.get("version"),
+            "card": record.get("machine", {}).get("gpu"),
+            "device": record.get("config", {}).get("device"),
+            "data": record.get("config", {}).get("data") if stage == "training" else None,
+        }
+        for record in (before, now)
+    ]
+    if differing := [key for key, value in origins[0].items() if value != origins[1][key]]:
+        old = next(name for i in itertools.count(1) if not (name := path.with_name(f"{stage}_{i}.json")).exists())
+        path.rename(old)
+        print(f"{stage}: measured again, because the rows in {old} have another {' and '.join(differing)}", flush=True)
+
+
+def record_of(stage: str, data: str, rows: dict[str, Any]) -> dict[str, Any]:
+    """The content of a stage's JSON, with its origin."""
+    return result_record("gpu", stage, {"data": data, "device": gpu_stages.DEVICE.type}, rows)
+
+
 def give_up_row(path: Path, problem: str) -> None:
     """If a stage's process ended within a row, write that as the row's result, so that a later start continues after it."""
     content = read(path)
@@ -165,7 +193,7 @@ def run_stage(stage: str, out: Path, data: str, seconds: float) -> int:
     path, end = out / f"{stage}.json", time.monotonic() + seconds
     content = read(path)
     rows: dict[str, Any] = dict(content.get("results", {}))
-    record = result_record("gpu", stage, {"data": data, "device": gpu_stages.DEVICE.type}, rows)
+    record = record_of(stage, data, rows)
     for name, measure in gpu_stages.rows_of(stage, Path(data) if data else None):
         if name in rows:
             continue

@@ -106,6 +106,28 @@ def test_a_row_that_kills_its_process_is_said_and_not_repeated(
     assert "3 rows, 1 failed\n" in capsys.readouterr().out
 
 
+def test_rows_of_another_version_are_measured_again_and_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    path, measured = tmp_path / "mfu.json", []
+    monkeypatch.setattr(gpu_stages, "rows_of", lambda stage, data: [("row", lambda: measured.append(1) or {"ms": 1.0})])
+    process = SimpleNamespace(returncode=0, stderr="")
+    run = SimpleNamespace(
+        run=lambda *_, **__: (gpu.run_stage("mfu", tmp_path, "", 60), process)[1], PIPE=0, TimeoutExpired=OSError
+    )
+    monkeypatch.setattr(gpu, "subprocess", run)
+    gpu.start_stage("mfu", tmp_path, "", 5)
+    gpu.start_stage("mfu", tmp_path, "", 5)
+    assert len(measured) == 1 and "done before" in capsys.readouterr().out
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"version": "older"}))
+    gpu.start_stage("mfu", tmp_path, "", 5)
+    assert len(measured) == 2 and "mfu_1.json have another version" in capsys.readouterr().out
+    assert [json.loads(file.read_text())["version"] == "older" for file in (path, tmp_path / "mfu_1.json")] == [
+        False,
+        True,
+    ]
+
+
 def test_time_that_is_over_ends_a_stage_between_rows(tmp_path: Path) -> None:
     assert gpu.run_stage("mfu", tmp_path, "", -1) == 0
     content = json.loads((tmp_path / "mfu.json").read_text())
