@@ -15,7 +15,7 @@ from typing import Any
 from configs.files import json_text, read_json_lines, write_atomic
 from eval.report.runs import Run, SpikeConfig, settings_of
 from model.config import decoder_config
-from training.run import DECIDES, TrainConfig, flatten
+from training.run import DECIDES, WHERE, TrainConfig, flatten
 
 PUBLISHED = "records.jsonl.gz"  # the finished runs of one study, in docs/results/STUDY
 LONGEST = 32  # a record leaves out longer lists of numbers
@@ -23,7 +23,6 @@ TRIAL = "tune-"  # begins the name of a trial of learning rates
 POINTS, TRIAL_POINTS = 12, 4  # points of the training loss's curve; no figure shows a trial's curve
 OPTIONAL_LOSSES = ("loss_text", "loss_retrieval")  # parts of the training loss, which only some runs log
 LOGGED = ("step", "tokens", "loss", "val_loss", "tokens_per_s", "time_s", "needle_acc")
-WHERE = ("data.dir", "data.path", "data.workers")  # where and how a machine reads the data: not part of what a run is
 
 AS_IN_A_RUN = ("variant", "facts", "train", "val", "needle", "evals", "tokenizer", "diverged")
 

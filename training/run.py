@@ -67,6 +67,10 @@ class TrainConfig:
 
 # The groups and fields that a resume may not change. (It may change dtype and compile, because the machine may change.)
 DECIDES = ("model", "data", "optim", "steps", "batch_tokens", "seed", "outlier_z")
+# Fields within these groups that only say where and how a machine reads the data and computes: not part of what a run is.
+WHERE = (
+    "data.dir", "data.path", "data.workers", "data.longest_line", "data.expansion", "data.streaming", "model.backend",
+)  # fmt: skip
 
 
 # Measured on two CPU cores (docs/PERFORMANCE.md): seconds that compiling takes, share of a step's time that it saves, and
@@ -239,12 +243,13 @@ def refuse_other_tokenizer(run: Path, tokenizer: Tokenizer, shards: str) -> None
 def refuse_other_config(
     run_dir: Path, ours: dict[str, Any], but: tuple[str, ...] = (), advice: str | None = None
 ) -> None:
-    """ValueError if a run was started with other values of the fields DECIDES; the fields `but` may differ."""
+    """ValueError if a run was started with other values of the fields DECIDES; the fields `but` and WHERE may differ."""
     theirs = read_run_config(run_dir)
     decides = [key for key in DECIDES if key not in but]
     flat_theirs, flat_ours = (flatten({key: config.get(key) for key in decides}) for config in (theirs, ours))
     default = flatten(asdict(TrainConfig()))  # an older run lacks the options added since: they had their defaults
-    differ = [key for key in flat_ours if flat_theirs.get(key, default.get(key)) != flat_ours[key]]
+    compared = (key for key in flat_ours if key not in WHERE)
+    differ = [key for key in compared if flat_theirs.get(key, default.get(key)) != flat_ours[key]]
     if differ:
         what = ", ".join(f"{key}={flat_theirs.get(key)} (now {flat_ours[key]})" for key in differ[:4])
         advice = advice or f"repeat its overrides, or start a new run with init_from={run_dir}"

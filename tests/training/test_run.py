@@ -12,12 +12,13 @@ from omegaconf import OmegaConf, open_dict
 
 import train  # noqa: F401  # registers its schema
 from configs import CONFIG_DIR
+from configs.files import read_run_config
 from tests.conftest import Typed, assert_one_line_error, run_command, train_arguments
 from tests.faults.runs import ending
 from training.checkpoint import checkpoints, read_state
 from training.distributed import World
 from training.optim import OptimConfig
-from training.run import TrainConfig, compiles, cpu_can_compile, default_run_dir
+from training.run import TrainConfig, compiles, cpu_can_compile, default_run_dir, refuse_other_config
 from training.schedule import decay_start, lr_factor
 
 WSD = (
@@ -68,6 +69,14 @@ def test_a_branch_that_cannot_be_is_refused(
     arguments = train_arguments(shards, tmp_path / "run", *WSD, f"branch_from={trunk}", *more)
     assert_one_line_error(typed(*arguments), says)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_resume_may_change_where_a_machine_reads_and_computes(trunk: Path) -> None:
+    ours = read_run_config(trunk)
+    other = {"dir": "elsewhere", "path": "books", "workers": 3, "longest_line": 5}
+    refuse_other_config(trunk, ours | {"data": ours["data"] | other, "model": ours["model"] | {"backend": "math"}})
+    with pytest.raises(ValueError, match="was started with data.val_fraction="):
+        refuse_other_config(trunk, ours | {"data": ours["data"] | other | {"val_fraction": 0.3}})
 
 
 @pytest.mark.parametrize("content", ("steps: [1\n", "", "model: {}\n"))
