@@ -140,6 +140,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(replaced, ignore_errors=True)
 
 
+LOCK = ".lock"  # the file of a FolderLock
 REPLACED = ".replaced"  # ends the name of a folder whose place another one takes
 
 
@@ -183,7 +184,7 @@ class FolderLock:
     """
 
     def __init__(self, folder: Path, what: str) -> None:
-        self._file = (folder / ".lock").open("a+")
+        self._file = (folder / LOCK).open("a+")
         self._file.seek(0)
         self.holder = self._file.read().strip()  # the note of the last holder
         try:

@@ -28,7 +28,7 @@ import numpy as np
 from omegaconf import MISSING
 
 from configs import command
-from configs.files import json_text, read_json_object, write_atomic
+from configs.files import LOCK, FolderLock, json_text, read_json_object, remove_leftovers, write_atomic
 from configs.ranges import check_ranges
 from data.config import DataConfig
 from data.holdout import Document, HoldOut, measure
@@ -144,6 +144,7 @@ class Preparation:
         self.workers = cfg.workers or os.cpu_count() or 1
         self.splits = {name: Split(name, room=cfg.shard_tokens) for name in SPLITS}
         self.tokenizer: Tokenizer | None = None
+        self.lock: FolderLock | None = None
         self._resume()
 
     def run(self, corpus: Corpus | None) -> dict:
@@ -161,6 +162,9 @@ class Preparation:
                 pool.shutdown(cancel_futures=True)
                 self._remove_if_empty()
                 raise
+            finally:
+                if self.lock:
+                    self.lock.release()
 
     # from text to items
 
@@ -280,8 +284,6 @@ class Preparation:
         fix = f"delete {self.folder} and prepare the data again"
         progress = read_json_object(path, fix)
         _refuse_other_request(self.folder, progress.get("request"), self.request)
-        for leftover in self.folder.glob(".*.part"):
-            leftover.unlink()
         try:
             for name in SPLITS:
                 check_listed(progress["splits"][name])
@@ -294,7 +296,16 @@ class Preparation:
             self.tokenizer = load_tokenizer(self.folder)
             for shard in self.splits["train"].shards + self.splits["val"].shards:
                 Shard(self.folder / shard["file"], fingerprint=self.tokenizer.fingerprint)
+        self._take_lock(META)
+        remove_leftovers(self.folder)
         self._say(f"continuing {self.folder} after {count} finished shard{'s' if count != 1 else ''}")
+
+    def _take_lock(self, *files: str) -> None:
+        """Keep other processes out of the folder. ValueError if one prepares it, or has meanwhile written one of `files`."""
+        lock = FolderLock(self.folder, "prepares it")
+        if any((self.folder / name).exists() for name in files):
+            raise ValueError(f"another process has prepared {self.folder} meanwhile: run the same command again")
+        self.lock = lock
 
     def _say(self, line: str) -> None:
         if not self.quiet:
@@ -302,8 +313,10 @@ class Preparation:
 
     def _start(self) -> None:
         """Write progress.json and the tokenizer, once there is a tokenizer and a first text."""
-        if not any(split.shards for split in self.splits.values()):
+        if not self.lock:
             self.folder.mkdir(parents=True, exist_ok=True)
+            self._take_lock(META, PROGRESS)
+        if not any(split.shards for split in self.splits.values()):
             self._save_progress()
             self.tokenizer.save(self.folder)
 
@@ -325,18 +338,16 @@ class Preparation:
         }
         write_atomic(self.folder / META, _json(meta))
         (self.folder / PROGRESS).unlink()
+        (self.folder / LOCK).unlink()
         return meta
 
     def _remove_if_empty(self) -> None:
         """After an error, remove the folder if it has no finished shard."""
-        if (self.folder / PROGRESS).is_file() and not any(split.shards for split in self.splits.values()):
-            for name in (PROGRESS, TOKENIZER):
+        if self.lock and not any(split.shards for split in self.splits.values()):
+            for name in (PROGRESS, TOKENIZER, LOCK):
                 (self.folder / name).unlink(missing_ok=True)
             with contextlib.suppress(OSError):
                 self.folder.rmdir()
-
-
-# --- documents ------------------------------------------------------------------------------------------------------
 
 
 def _collect(item: Item) -> Item:
@@ -355,9 +366,6 @@ def _sample(documents: Iterable[Document]) -> Iterator[str]:
             yield document.text
 
 
-# --- the request ----------------------------------------------------------------------------------------------------
-
-
 def _request(cfg: DataConfig, identity: dict) -> dict:
     """Everything the shards depend on. Two preparations with equal requests write equal bytes."""
     tokenizer = {"tokenizer.name": cfg.tokenizer.name, "tokenizer.vocab_size": cfg.tokenizer.vocab_size}
@@ -371,10 +379,10 @@ def _refuse_other_request(folder: Path, before: dict | None, now: dict) -> None:
     before = before if isinstance(before, dict) else {}
     for key in now | before:
         if before.get(key) != now.get(key):
-            raise ValueError(
-                f"{folder} was prepared with {key}={before.get(key)}, not {now.get(key)}: "
-                f"use another data.name=NAME, or delete {folder}"
-            )
+            wrong = f"{folder} was prepared with {key}={before.get(key)}, not {now.get(key)}"
+            if key.split(".")[0] not in DataConfig.__dataclass_fields__:  # no option, but a fact about the source
+                wrong = f"the source has changed since {folder} was prepared ({key} {before.get(key)} then, {now.get(key)} now)"
+            raise ValueError(f"{wrong}: use another data.name=NAME, or delete {folder}")
 
 
 # --- the command ----------------------------------------------------------------------------------------------------

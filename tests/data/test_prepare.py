@@ -1,5 +1,6 @@
 import hashlib
 import json
+import os
 import random
 import signal
 import subprocess
@@ -167,6 +168,31 @@ def test_a_finished_set_is_left_alone(cfg, capsys):
             prepare(replace(cfg, **change), quiet=True)
         assert "\n" not in str(caught.value)
     assert contents(Path(cfg.dir)) == before
+
+
+def test_a_changed_source_is_said(cfg):
+    prepare(cfg, quiet=True)
+    with Path(cfg.path).open("a") as file:
+        file.write(json.dumps({"text": "more"}) + "\n")
+    with pytest.raises(
+        ValueError, match=r"^the source has changed since .* was prepared \(bytes \d+ then, \d+ now\): use"
+    ):
+        prepare(cfg, quiet=True)
+
+
+def test_a_second_preparation_is_refused_and_disturbs_nothing(cfg, tmp_path, monkeypatch):
+    prepare(replace(cfg, dir=str(tmp_path / "whole")), quiet=True)
+    real: Callable = os.replace
+
+    def replaced(old, new):
+        if Path(new).name == "train_000001.bin":
+            with pytest.raises(ValueError, match="is in use: another process prepares it"):
+                prepare(cfg, quiet=True)
+        real(old, new)
+
+    monkeypatch.setattr(os, "replace", replaced)
+    prepare(cfg, quiet=True)
+    assert contents(Path(cfg.dir)) == contents(tmp_path / "whole")
 
 
 def test_an_interrupted_set_is_not_continued_differently(cfg, monkeypatch):
