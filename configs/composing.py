@@ -32,7 +32,23 @@ def merged(*parts: list[str]) -> list[str]:
 
 
 def quoted(override: str) -> str:
-    """The override, its value in quotes if the value has characters that Hydra accepts only in quotes."""
+    """The override, whose value is a text: in quotes if Hydra would read something else."""
     key, value = override.split("=", 1)
-    plain = re.fullmatch(r"[\w./:@%+-]*", value)
-    return override if plain else f"{key}='" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    plain = re.fullmatch(r"[\w./:@%+-]*", value, re.ASCII) and not _number(value)
+    return override if plain and value.lower() not in ("null", "true", "false") else f"{key}={quote(value)}"
+
+
+def quote(text: str) -> str:
+    """`text` in Hydra's quotes, because commas, quotes and braces have a meaning outside of them."""
+    text = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)  # OmegaConf reads a name in ${} as another key
+    # In Hydra's quotes \' is a quote, and only backslashes before a quote are doubled.
+    text = re.sub(r"(\\*)('|\Z)", lambda end: 2 * end[1] + ("\\'" if end[2] else ""), text)
+    return f"'{text}'"
+
+
+def _number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

@@ -219,8 +219,8 @@ def train_overrides(run: LoadedRun, how: Conversion, more: dict[str, Any]) -> li
 def overrides(values: dict[str, Any]) -> list[str]:
     """The values as key=value, in Hydra's syntax."""
     words = {True: "true", False: "false", None: "null"}
-    texts = {k: words[v] if v is None or isinstance(v, bool) else str(v) for k, v in values.items()}
-    return [quoted(f"{key}={text}") for key, text in texts.items()]
+    plain = {k: words[v] if v is None or isinstance(v, bool) else v for k, v in values.items()}
+    return [quoted(f"{k}={v}") if isinstance(values[k], str) else f"{k}={v}" for k, v in plain.items()]
 
 
 def train_config(overrides: list[str]) -> TrainConfig:

@@ -8,7 +8,6 @@ to standard error.
 
 import codecs
 import os
-import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -18,11 +17,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from omegaconf import MISSING
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from configs import command
+from configs.composing import quote
 from configs.files import write_json
 from configs.provenance import result_record
 from data.tokenizer import Tokenizer
@@ -289,17 +291,18 @@ def content(cfg: SampleConfig, run: LoadedRun, jobs: Sequence[Job], speed: Speed
 
 
 def as_typed(argument: str) -> str:
-    """An argument such as `prompt=Yes, "we" can` in Hydra's quotes, because commas, quotes and braces have a meaning there.
-
-    A value in brackets stays as it is: Hydra reads it as a list.
-    """
+    """An argument such as `prompt=Yes, "we" can` in Hydra's quotes. A list stays as it is."""
     key, equals, value = argument.partition("=")
-    if key not in LITERAL or not equals or value in ("", "null") or (value.startswith("[") and value.endswith("]")):
+    if key not in LITERAL or not equals or value in ("", "null") or _is_list(argument):
         return argument
-    value = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)  # OmegaConf reads a name in ${} as another key
-    # In Hydra's quotes \' is a quote, and only backslashes before a quote are doubled.
-    value = re.sub(r"(\\*)('|\Z)", lambda end: 2 * end[1] + ("\\'" if end[2] else ""), value)
-    return f"{key}='{value}'"
+    return f"{key}={quote(value)}"
+
+
+def _is_list(argument: str) -> bool:
+    try:
+        return isinstance(OverridesParser.create().parse_override(argument).value(), list)
+    except HydraException:
+        return False
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ import torch
 import yaml
 from omegaconf import OmegaConf
 
+from configs.composing import quoted
 from data.config import TokenizerConfig
 from data.tokenizer import Tokenizer, build_tokenizer
 from model.config import DecoderConfig
@@ -178,6 +179,10 @@ def test_texts_arrive_as_typed() -> None:
         "null?",
         "12",
         "true",
+        "False",
+        "1e3",
+        "nan",
+        "C:\\x, y",
         "it\\'s",
         "x\ny",
         "日本, é",
@@ -186,11 +191,13 @@ def test_texts_arrive_as_typed() -> None:
     for text in texts:
         if text == "???":
             continue
-        cfg = OmegaConf.structured(SampleConfig)
-        OmegaConf.update(cfg, "prompt", parser.parse_override(as_typed(f"prompt={text}")).value())
-        assert cfg.prompt == text
+        for argument in (as_typed(f"prompt={text}"), quoted(f"prompt={text}")):
+            cfg = OmegaConf.structured(SampleConfig)
+            OmegaConf.update(cfg, "prompt", parser.parse_override(argument).value())
+            assert cfg.prompt == text
     for argument in ("run=a,b", "prompt=null", "prompt=[a,b]", "--help", "prompt", "temperature=1"):
         assert as_typed(argument) == argument
+    assert as_typed("prompt=[x] and [y]") == "prompt='[x] and [y]'"
 
 
 def test_prompts_stops_and_files(tmp_path: Path, make_run: Callable[..., Path], call: Callable) -> None:
