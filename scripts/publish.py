@@ -87,21 +87,24 @@ def publish_folder(source: Path, name: str) -> None:
     target.mkdir(parents=True, exist_ok=True)
     for path in (*(source / file for file in pair), *(source / "figures").glob("*.png")):
         shutil.copy(path, target)
-    if records:
-        leave_out_curves(target / pair[0])
+    shorten(target / pair[0], leave_out_curves=bool(records))
     if (source / DIFFERENCES).is_file():
         shutil.copy(source / DIFFERENCES, target)
         print(f"{target / DIFFERENCES}: {put_into_documents(f'{name}/differences', target / DIFFERENCES)}")
     print(f"{target}: {len(list(target.iterdir()))} files; {put_into_documents(name, target / pair[1])}")
 
 
-def leave_out_curves(path: Path) -> None:
-    """Take the curves of training, which the records have, out of an ablation's results.json."""
+def shorten(path: Path, leave_out_curves: bool) -> None:
+    """Take this machine's folders out of a JSON's configuration, and the curves of training, which the records have."""
     content = json.loads(path.read_text())
-    for arm in content["results"].get("arms", []):
+    before = json.dumps(content)
+    if "config" in content:
+        content["config"] = without_folders(content["config"])
+    for arm in content["results"].get("arms", []) if leave_out_curves else ():
         for run in arm["runs"]:
             run.pop("curve"), run.pop("losses")
-    write_json(path, content)
+    if json.dumps(content) != before:
+        write_json(path, content)
 
 
 def without_folders(config: Any) -> Any:

@@ -47,13 +47,15 @@ def test_curves_that_are_in_the_records_are_not_published_twice(
     record = {"run": "a-s1", "train": [{"step": 1, "loss": 2.0}], "evals": {}}
     (source / "records" / "a-s1.jsonl").write_text(json.dumps(record) + "\n")
     run = {"seed": 1, "values": {"loss": 2.0}, "curve": [[1, 2.0]], "losses": [[1, 2.0]]}
-    (source / "results.json").write_text(json.dumps({"results": {"arms": [{"name": "a", "runs": [run]}]}}))
+    content = {"config": {"texts": {"books": "/home/me/b.jsonl"}}, "results": {"arms": [{"name": "a", "runs": [run]}]}}
+    (source / "results.json").write_text(json.dumps(content))
     (source / "table.md").write_text("| new |\n")
     call(f"of={source}")
     published = tmp_path / "docs" / "results" / "study"
     assert list(read_json_lines(published / PUBLISHED)) == [record]
-    found = json.loads((published / "results.json").read_text())["results"]["arms"][0]["runs"]
-    assert found == [{"seed": 1, "values": {"loss": 2.0}}]
+    content = json.loads((published / "results.json").read_text())
+    assert content["results"]["arms"][0]["runs"] == [{"seed": 1, "values": {"loss": 2.0}}]
+    assert content["config"] == {"texts": {"books": "b.jsonl"}}
 
 
 def test_a_bench_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable) -> None:
