@@ -76,7 +76,9 @@ class World:
             raise
         except RuntimeError as error:
             if self.size > 1 and (isinstance(error, dist.DistError) or "gloo" in str(error)):
-                raise ConnectionError("another process has ended, or does not answer: see its own error") from None
+                raise ConnectionError(
+                    "another process has ended: see its own error (printed above by its rank), or a timeout of 10 minutes"
+                ) from None
             raise
 
     def _main_says(self, text: str) -> bool:
@@ -96,6 +98,7 @@ def join_world(device: str = "auto") -> World:
     """Join torchrun's process group (nccl on GPUs, gloo on CPUs); without torchrun, a world of one process."""
     where = pick_device(device)
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    _refuse_shared_gpus(where)
     if where.type == "cpu":
         _keep_freed_memory()
     if where.type == "cuda":
@@ -111,6 +114,19 @@ def join_world(device: str = "auto") -> World:
     backend = "nccl" if where.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
     return World(rank, size, where, store)
+
+
+def _refuse_shared_gpus(device: torch.device) -> None:
+    """ValueError if several processes of this machine would use one GPU, which nccl cannot."""
+    processes, count = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+    if device.type != "cuda" or processes == 1:
+        return
+    if device.index is not None:
+        raise ValueError(f"device={device} is one GPU for {processes} processes: use device=cuda")
+    if int(os.environ.get("LOCAL_RANK", 0)) >= count:
+        raise ValueError(
+            f"{processes} processes, but torch sees {count} CUDA GPUs: use torchrun --nproc_per_node={count}"
+        )
 
 
 def restarts() -> int:

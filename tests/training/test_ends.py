@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from configs import one_line_errors
 from configs.files import FolderLock, json_text, remove_leftovers, whole_folder, write_atomic, write_json
-from training.distributed import World, pick_device
+from training.distributed import World, join_world, pick_device
 from training.run import TrainConfig
 
 CPU = torch.device("cpu")
@@ -43,6 +43,15 @@ def test_a_lost_process_is_one_line_and_a_bug_keeps_its_traceback() -> None:
 def test_only_devices_that_train_are_known(device: str) -> None:
     with pytest.raises(ValueError, match="use auto, cpu or cuda"):
         pick_device(device)
+
+
+def test_processes_do_not_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for device, rank, says in (("cuda:0", 0, "use device=cuda$"), ("cuda", 2, "--nproc_per_node=2")):
+        for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("LOCAL_WORLD_SIZE", 3), ("WORLD_SIZE", 3)):
+            monkeypatch.setenv(name, str(value))
+        with pytest.raises(ValueError, match=says):
+            join_world(device)
 
 
 def test_json_never_holds_what_json_does_not_know(tmp_path: Path) -> None:
