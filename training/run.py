@@ -42,7 +42,7 @@ class TrainConfig:
     batch_tokens: Annotated[int, "[1, inf)"] = 16384  # tokens per optimizer step, over all processes
     micro_batch: Annotated[int | None, "[1, inf)"] = None  # sequences per process and pass; None: as many as fit
     seed: Annotated[int, "[0, 4294967295]"] = 1  # seed of the initial weights, of the order of the data and of dropout
-    eval_every: Annotated[int, "[0, inf)"] = 250  # steps between validations; 0: none
+    eval_every: Annotated[int, "[0, inf)"] = 250  # steps between validations; 0: only at the end
     eval_tokens: Annotated[int, "[1, inf)"] = 262144  # tokens that each validation reads
     nonfinite: Annotated[int, "[1, inf)"] = 10  # end the run after so many non-finite losses or gradients in a row
     outlier_z: Annotated[float | None, "(0, 7.8]"] = (
@@ -55,11 +55,16 @@ class TrainConfig:
     run_dir: str | None = None  # folder of this run; None: a folder in `runs` whose name lists the overrides
     resume: bool = False  # continue the run in its folder from its newest checkpoint
     init_from: str | None = None  # folder of a run; its weights become the initial weights of this run
-    branch_from: str | None = None  # folder of a longer wsd run; continue it from where this run's decay begins
+    branch_from: str | None = (
+        None  # folder of a longer run with optim.schedule=wsd; take over its steps up to where this run's decay begins
+    )
     device: str = "auto"  # auto | cpu | cuda
     dtype: str = "auto"  # auto | float32 | bfloat16 (autocast)
     compile: bool | None = None  # use torch.compile; None: on CUDA, and on a CPU if the run is long enough to gain time
-    parallel: str = "ddp"  # ddp | fsdp | hsdp: one copy of the model per process, per run, or per `shard_processes`
+    parallel: str = (
+        "ddp"  # ddp: every process holds the whole model; fsdp: split over all processes;
+        # hsdp: split over each group of `shard_processes`
+    )
     shard_processes: Annotated[int | None, "[1, inf)"] = None  # hsdp: processes per copy; None: those of one machine
     activation_checkpointing: bool = False  # compute each block again in the backward pass: less memory, more time
     wandb: str = "off"  # off | online | offline: mirror metrics.jsonl to Weights & Biases
