@@ -64,7 +64,7 @@ def main(cfg: ConvertConfig) -> None:
     source = open_source(cfg)
     windows = text_windows(source, cfg)
     if cfg.what == "compare":
-        compare(cfg, source, windows)
+        sys.exit(compare(cfg, source, windows))
     how = Conversion(**{f.name: getattr(cfg, f.name) for f in fields(Conversion)})
     record = convert_run(how, source, windows, Path(cfg.run_dir), cfg)
     print("\n".join(describe(record)))
@@ -73,12 +73,12 @@ def main(cfg: ConvertConfig) -> None:
     print("\n".join(next_commands(load_run(cfg.run_dir), how, source, settings.training if settings else {})))
 
 
-def compare(cfg: ConvertConfig, source: LoadedRun, windows: np.ndarray) -> None:
-    """Convert in every way, and train the results on with scripts/ablate.py, whose exit code becomes that of this process."""
+def compare(cfg: ConvertConfig, source: LoadedRun, windows: np.ndarray) -> int:
+    """Convert in every way, and train the results on with scripts/ablate.py; returns its exit code."""
     arguments = write_experiment(cfg, source, windows)
     print("train on   python scripts/ablate.py " + shlex.join(arguments), flush=True)
     ablate = [sys.executable, str(ROOT / "scripts" / "ablate.py"), *arguments]
-    sys.exit(subprocess.run(ablate, env=environment(0, 1, [])).returncode)
+    return subprocess.run(ablate, env=environment(0, 1, [])).returncode
 
 
 def check(cfg: ConvertConfig) -> None:
