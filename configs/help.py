@@ -43,6 +43,7 @@ def help_text(name: str, schema: type, about: str, config_dir: Path, overrides: 
     defaults = OmegaConf.to_container(cfg, throw_on_missing=False)
     groups = "".join(f"  {line}\n" for line in _groups(config_dir, name))
     parts = [about.strip(), f"Configuration groups (GROUP=OPTION):\n\n{groups}".rstrip()] if groups else [about.strip()]
+    parts += filter(None, ["\n".join(textwrap.wrap(summary(schema), WIDTH, break_on_hyphens=False))])
     fields = "\n".join(_field_lines(schema, defaults))
     return "\n\n".join([*parts, f"Fields, with their defaults:\n\n{fields}", FOOTER])
 

@@ -43,12 +43,13 @@ TOLERANCE = 1e-4  # as a share of the largest logit; float32 sums in another ord
 
 @dataclass
 class ExportConfig:
-    """The run to export, and the format. to=None: a model of transformers if one computes the same, else remote."""
+    """The run to export, and the format."""
 
     run: str = MISSING  # folder of the run
     out: str = MISSING  # a folder that does not exist yet
     to: str | None = (
-        None  # diffllama | llama | gpt2 | mistral | qwen2 | qwen3 | olmo2 | phi3 | remote | safetensors | axolotl
+        None  # diffllama | llama | gpt2 | mistral | qwen2 | qwen3 | olmo2 | phi3 | remote | safetensors | axolotl;
+        # None: a model of transformers if one computes the same, else remote
     )
     step: Annotated[int | None, "[0, inf)"] = None  # step of the checkpoint; None: the newest
     tokenizer: bool = True  # write the tokenizer's files, too

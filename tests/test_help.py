@@ -62,6 +62,7 @@ def test_every_field_has_a_meaning(module: str, name: str, schema: str) -> None:
     assert not list(unexplained(cls)), "add a comment beside the field, or 'name: meaning.' to the docstring"
     text = help_text(name, cls, loaded.__doc__ or "", CONFIG_DIR)
     assert text.startswith((loaded.__doc__ or "").strip().splitlines()[0])
+    assert summary(cls) in " ".join(text.split())
     assert all(f"  {entry.name}=" in text or f"\n{entry.name}: " in text for entry in dataclasses.fields(cls))
 
 
