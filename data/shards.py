@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from configs.files import read_json_object, write_atomic
+from configs.provenance import ROOT
 
 HEADER_BYTES = 256 * 4
 FORMATS = {np.dtype("<u2"): (20240520, 1), np.dtype("<u4"): (20240801, 7)}
@@ -198,11 +199,13 @@ def open_split(
     Raises FileNotFoundError or ValueError, in one line, for a missing folder, split or shard and as `Shard` does.
     """
     folder = Path(folder)
-    command = f"python -m data.prepare data={folder.name}"
+    known = (ROOT / "configs" / "data" / f"{folder.name}.yaml").is_file()
+    source = f"data={folder.name}" if known else "data=text path=... data.name=NAME (docs/data.md)"
+    command = f"python -m data.prepare {source}"
     meta = read_meta(folder)
     if meta is None:
         if not folder.is_dir():
-            raise FileNotFoundError(f"no prepared data in {folder}: run {command}")
+            raise FileNotFoundError(f"no prepared data in {folder}: prepare it: {command}")
         if (folder / PROGRESS).is_file():
             again = "run python -m data.prepare again, with the same overrides, to resume it"
             raise ValueError(f"the preparation of {folder} is not finished: {again}")
@@ -211,7 +214,7 @@ def open_split(
         paths = [folder / shard["file"] for shard in meta["splits"].get(split, {}).get("shards", [])]
         fingerprint = fingerprint or meta["tokenizer"]["fingerprint"]
     if not paths:
-        raise FileNotFoundError(f"no {split} shards in {folder}: run {command}")
+        raise FileNotFoundError(f"no {split} shards in {folder}: prepare it: {command}")
     return [Shard(path, vocab_size=vocab_size, fingerprint=fingerprint, verify=verify) for path in paths]
 
 

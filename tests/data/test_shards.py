@@ -113,8 +113,9 @@ def test_a_failed_write_leaves_nothing(tmp_path, monkeypatch):
 
 def test_open_split(tmp_path):
     folder = tmp_path / "mine"
-    with pytest.raises(FileNotFoundError, match="run python -m data.prepare data=mine"):
-        open_split(folder, "train")
+    for name, source in (("mine", "data=text path=... data.name=NAME "), ("stdlib", "data=stdlib$")):
+        with pytest.raises(FileNotFoundError, match=f"prepare it: python -m data.prepare {source}"):
+            open_split(tmp_path / name, "train")
     folder.mkdir()
     with pytest.raises(FileNotFoundError, match="no train shards"):
         open_split(folder, "train")
