@@ -279,10 +279,9 @@ class Study:
         ]
         hours = (sum(run.work for run in known) + sum(later)) / peak / 3600
         waiting = f" (with {len(later)} runs that wait for the tuning of their arm)" if later else ""
-        print(
-            f"{len(known) + len(later)} runs left{waiting}: {hours / 0.2:.1f} h at 20 % MFU, {hours / 0.4:.1f} h at 40 %",
-            flush=True,
-        )
+        card = f"of {peak / 1e12:.0f} TFLOP/s (for another card set tier.peak_flops=)"
+        needed = f"{hours / 0.2:.1f} h at 20 % MFU, {hours / 0.4:.1f} h at 40 %, {card}"
+        print(f"{len(known) + len(later)} runs left{waiting}: {needed}", flush=True)
 
     def carry_out(self, chains: list[list[Run]], title: str, total: int, task: list[str]) -> None:
         """Start the runs on this machine or with a launcher."""

@@ -157,6 +157,7 @@ def test_a_card_is_told_what_every_run_costs(shards: Path, tmp_path: Path, capsy
     *trials, total = capsys.readouterr().out.splitlines()
     assert len(trials) == 2 * 4 and "s at 20 % MFU" in trials[0]
     assert total.startswith("20 runs left (with 12 runs that wait for the tuning of their arm): ")
+    assert total.endswith("of 989 TFLOP/s (for another card set tier.peak_flops=)")
     cfg.tune = TuneConfig()
     Study(cfg, "study").print_costs()
     *runs, total = capsys.readouterr().out.splitlines()
