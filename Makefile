@@ -26,7 +26,7 @@ help:
 	@echo "make quickstart   install, prepare data, train three stacks, evaluate, write $(RUNS)/report.html"
 	@echo "make test         install and run the whole CPU test suite"
 	@echo "make gpu          on a CUDA machine, with its own torch: kernel check, benches, MFU, short trainings, in MINUTES=25, into $(GPU)"
-	@echo "make test-faults  kills, damage, full disks, numbers that are none: a table; FAULTS='kills=10 restarts=2' changes its size"
+	@echo "make test-faults  kills, damage, full disks, NaN and infinity: a table; FAULTS='kills=10 restarts=2' changes its size"
 	@echo "make lint         ruff check and format check"
 	@echo "make clean        remove the virtual environment and caches"
 	@echo "TORCH_INDEX=https://download.pytorch.org/whl/cpu installs torch without CUDA; VENV=, RUNS=, MODELS= are paths and variants"

@@ -35,16 +35,14 @@ class RetrievalMixConfig:
 class MqarConfig:
     """Associative recall among distractors (data/mqar.py).
 
-    keys, values, noise: sizes of three vocabularies that share no token.
-
     pairs: key-value pairs that each row states first and asks for afterwards. distractors: share of distractors among the
     tokens before the questions. kind: what distractors are: noise (tokens of the noise vocabulary) or pairs (key-value pairs
     for which the row does not ask).
     """
 
-    keys: Annotated[int, "[2, 1048576]"] = 64
-    values: Annotated[int, "[1, 1048576]"] = 64
-    noise: Annotated[int, "[1, 1048576]"] = 64
+    keys: Annotated[int, "[2, 1048576]"] = 64  # number of different keys
+    values: Annotated[int, "[1, 1048576]"] = 64  # number of different values, none of which is a key
+    noise: Annotated[int, "[1, 1048576]"] = 64  # number of different noise tokens, none of which is a key or a value
     pairs: Annotated[int, "[1, 1048576]"] = 4
     distractors: Annotated[float, "[0, 1)"] = 0.8
     kind: str = "noise"  # noise | pairs

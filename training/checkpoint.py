@@ -254,7 +254,7 @@ def read_state(folder: Path) -> dict[str, Any]:
     wrong = f"{folder} is not a checkpoint of this project, or damaged: delete it to use the checkpoint before it"
     try:
         state = json.loads((folder / STATE).read_text())
-        checksum = state.pop("checksum", None)  # checkpoints before 0.2 have none
+        checksum = state.pop("checksum", None)  # older checkpoints have none
         typed = (
             isinstance(state["step"], int) and isinstance(state["model"], dict) and isinstance(state["sha256"], dict)
         )

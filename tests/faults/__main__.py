@@ -1,4 +1,4 @@
-"""Faults on purpose, and what was survived: kills, numbers that are none, damaged checkpoints, restarts by torchrun.
+"""Faults on purpose, and what was survived: kills, NaN and infinity, damaged checkpoints, restarts by torchrun.
 
   python -m tests.faults kills=100 parts=10 injections=40 damages=20 restarts=10 ends=1 seed=1
 
