@@ -6,7 +6,6 @@ that an optimizer remembers have 4 bytes.
 """
 
 import math
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -17,7 +16,6 @@ from model.decoder import Decoder
 from training.optim import OptimConfig, build_optimizers
 
 BYTES = 4  # of a float32
-MUON_STEPS = 5  # Newton-Schulz iterations of torch.optim.Muon
 
 # Depth, width and heads of the Differential Transformer's scaling runs (arXiv 2410.05258, table 10), and of size=124m.
 MODELS = {
@@ -91,64 +89,27 @@ def working(model: Decoder, layout: Layout) -> int:
     return BYTES * 2 * (root + 2 * max(blocks))
 
 
-def messages(model: Decoder, layout: Layout, micros: int = 1, optim: str = "adamw") -> dict[str, int]:
-    """Bytes of the unsharded tensors that the collectives of one optimizer step transfer: collective -> bytes.
+def messages(model: Decoder, layout: Layout, micros: int = 1) -> dict[str, int]:
+    """Bytes of the unsharded tensors that the collectives of one step of AdamW transfer: collective -> bytes.
 
     fsdp and hsdp gather all parameters for the forward pass of each of the `micros` micro batches, and the blocks' parameters
     again for its backward pass. Gradients are averaged in the last micro batch; hsdp also reduces them over the processes of a
-    copy in every micro batch. The gradient norm is one number. Muon: see `muon_messages` and `updates_shared_out`; ValueError
-    for Muon with hsdp, which is not counted.
+    copy in every micro batch. The gradient norm is one number.
     """
     shapes = shapes_of(model)
     scalars = sum(not shape for shape in shapes.values())
     if layout.processes == 1:
         return {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0}
     if layout.kind == "ddp":
-        gathered = updates_shared_out(model, layout.processes) if optim == "muon" else 0
-        return {"all_gather": gathered, "reduce_scatter": 0, "all_reduce": BYTES * sum(map(math.prod, shapes.values()))}
+        return {"all_gather": 0, "reduce_scatter": 0, "all_reduce": BYTES * sum(map(math.prod, shapes.values()))}
     every = BYTES * layout.padded(shapes)
     blocks = BYTES * layout.padded({name: shape for name, shape in shapes.items() if name.startswith("blocks.")})
     own = every // layout.shard if layout.kind == "hsdp" else 0  # a process's gradients, averaged over the copies
-    found = {
+    return {
         "all_gather": micros * (every + blocks),
         "reduce_scatter": every * (micros if layout.kind == "hsdp" else 1),
         "all_reduce": own + BYTES * (scalars + 1),
     }
-    if optim == "muon":
-        if layout.kind == "hsdp":
-            raise ValueError("what Muon sends under hsdp is not counted: use fsdp")
-        for name, size in muon_messages(model).items():
-            found[name] += size
-    return found
-
-
-def muon_shapes(model: Decoder) -> list[torch.Size]:
-    """Shapes of the matrices that Muon updates."""
-    optimizers = build_optimizers(model, OptimConfig(name="muon"))
-    return [p.shape for o in optimizers if isinstance(o, torch.optim.Muon) for p in o.param_groups[0]["params"]]
-
-
-def updates_shared_out(model: Decoder, processes: int) -> int:
-    """Bytes of the bfloat16 updates that Muon gathers under ddp: per shape, an equal number from each process."""
-    counts = Counter(muon_shapes(model))
-    return sum(2 * processes * -(-count // processes) * math.prod(shape) for shape, count in counts.items())
-
-
-def muon_messages(model: Decoder) -> dict[str, int]:
-    """What torch's Muon adds under fsdp: its Newton-Schulz products of split bfloat16 matrices, by collective.
-
-    A matrix (m, n) with m <= n is gathered twice in each of 5 iterations, and its (m, m) Gram matrix once. A matrix with
-    m > n is transposed; its (n, n) Gram matrix and the square of the Gram matrix are all-reduced. The norm of each matrix is
-    one more number to all-reduce.
-    """
-    found = {"all_gather": 0, "all_reduce": 0}
-    for m, n in muon_shapes(model):
-        found["all_reduce"] += 2
-        if m <= n:
-            found["all_gather"] += 2 * MUON_STEPS * (2 * m * n + m * m)
-        else:
-            found["all_reduce"] += 2 * MUON_STEPS * 2 * n * n
-    return found
 
 
 def sent(model: Decoder, layout: Layout) -> float:
