@@ -1,6 +1,7 @@
 """A run's folder: its name, and branches, which end as runs of their length that were trained alone."""
 
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from configs import CONFIG_DIR
 from configs.files import read_run_config
 from tests.conftest import Typed, assert_one_line_error, run_command, train_arguments
 from tests.faults.runs import ending
+from tests.training import processes
 from training.checkpoint import checkpoints, read_state
 from training.distributed import World
 from training.optim import OptimConfig
@@ -69,6 +71,16 @@ def test_a_branch_that_cannot_be_is_refused(
     arguments = train_arguments(shards, tmp_path / "run", *WSD, f"branch_from={trunk}", *more)
     assert_one_line_error(typed(*arguments), says)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_is_already_done_leaves_no_thread(shards: Path, tmp_path: Path) -> None:
+    overrides = train_arguments(shards, tmp_path / "run", "steps=1", "resume=true")[1:]
+    for _ in range(2):
+        processes.train(World(0, 1, torch.device("cpu")), *overrides)
+    for thread in threading.enumerate():
+        if thread.name == "prefetch":
+            thread.join(10)
+            assert not thread.is_alive()
 
 
 def test_a_resume_may_change_where_a_machine_reads_and_computes(trunk: Path) -> None:
