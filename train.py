@@ -5,6 +5,7 @@ import signal
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from configs import command  # isort: skip  # must come before torch, which reads the thread variables that configs sets
 import torch
@@ -89,8 +90,7 @@ def train(cfg: TrainConfig, world: World, ends: ExitStack) -> float:
         raise ValueError(f"{wrong}: put run_dir on a file system that all processes share")
     saver = Saver(run_dir, cfg.checkpoint, model, optimizers, world)
     if first == cfg.steps:
-        if world.main:
-            signals.say(f"{run_dir}: already done, {first} steps")
+        signals.say(f"{run_dir}: already done, {first} steps")
         return last_val_loss(run_dir)
     about, log = facts(cfg, model), None
     if world.main:
@@ -98,8 +98,8 @@ def train(cfg: TrainConfig, world: World, ends: ExitStack) -> float:
         log = Metrics(run_dir, cfg.wandb, asdict(cfg), first)
         if first == 0:
             log.write(step=0, tokens=0, **about)
-            if cfg.resume:
-                signals.say(f"note: no checkpoint in {run_dir}, so a new run starts")
+        if first == 0 and cfg.resume:
+            signals.say(f"note: no checkpoint in {run_dir}, so a new run starts")
         begins = f"continues at step {first}" if first else "new run"
         signals.say(
             f"{run_dir}: {begins}, {about['params_non_embedding'] / 1e6:.2f}M parameters without embeddings "
@@ -108,26 +108,30 @@ def train(cfg: TrainConfig, world: World, ends: ExitStack) -> float:
             f"{str(dtype).removeprefix('torch.')}{', compiled' if compiled else ''}, micro batch {micro_batch}"
         )
 
+    def record(step: int, **values: Any) -> None:
+        """The main process writes a line of metrics.jsonl."""
+        if log:
+            log.write(step=step, tokens=step * cfg.batch_tokens, **values)
+
     # ---------------------------------------- loop
     peak = peak_flops(world.device)
     watch = Stopwatch(log.seconds_before if log else 0.0)  # training time only: paused in evaluation and saving
     pace = Pace(world.device)
     step, logged, seconds = first, first, watch.seconds
+    done = first or None  # the last step that was evaluated and saved, as a resumed run has its first step
     if first == 0:
         model.set_step(0)  # so that the reading at step 0 shows the first value of a lambda with a warm-up
 
     while True:
         last, (stopping, saving) = step == cfg.steps, signals.agreed(step, cfg.log_every)
-        fresh = step > first or step == 0  # a resumed run has already evaluated and saved its first step
-
+        fresh = step != done
         saving |= last or (step > 0 and fresh and (due(step, cfg.checkpoint.every) or step in cfg.checkpoint.at))
 
         # skipped updates are read at steps where the loop waits for the device anyway
         if guard.ask_host or saving or due(step, cfg.log_every):
             for skipped in guard.read():
-                if log:
-                    log.write(**skipped.line(batch), tokens=skipped.step * cfg.batch_tokens)
-                    signals.say(skipped.text(cfg.steps, batch))
+                record(**skipped.line(batch))
+                signals.say(skipped.text(cfg.steps, batch))
 
         # every eval_every steps: loss on the validation set (all processes take part)
         if last or (step and fresh and due(step, cfg.eval_every)):
@@ -135,28 +139,26 @@ def train(cfg: TrainConfig, world: World, ends: ExitStack) -> float:
                 val_loss = validation_loss(model, val_windows, cfg.eval_tokens, micro_batch, world)
             if last:
                 guard.refuse_bad_end(step, val_loss)
-            if log:
-                log.write(step=step, tokens=step * cfg.batch_tokens, val_loss=val_loss, time_s=round(watch.seconds, 2))
-                signals.say(f"step {step}/{cfg.steps} | val loss {val_loss:.4f}")
+            record(step, val_loss=val_loss, time_s=round(watch.seconds, 2))
+            signals.say(f"step {step}/{cfg.steps} | val loss {val_loss:.4f}")
 
         # every monitor.every steps: lambda, gates and entropies of a few layers
         if probing and monitor and fresh and (last or due(step, cfg.monitor.every)):
             with watch.paused(), signals.paused():
                 readings = monitor.read()
-            if log:
-                log.write(step=step, tokens=step * cfg.batch_tokens, **readings)
+            record(step, **readings)
 
         # every needle_every steps: share of needle questions that the model answers
         if probing and needles and fresh and (last or due(step, cfg.needle_every)):
             with watch.paused(), signals.paused():
                 found = needles.read()
-            if log:
-                log.write(step=step, tokens=step * cfg.batch_tokens, needle_acc=found)
+            record(step, needle_acc=found)
 
         # every checkpoint.every steps, and when a signal asks for it: a checkpoint
         if saving and (fresh or not checkpoint.of_step(run_dir, step).exists()):
             with watch.paused(), signals.paused():
                 saver.save(step, guard.state())
+        done = step
         if last or stopping:
             break
 
@@ -200,21 +202,17 @@ def train(cfg: TrainConfig, world: World, ends: ExitStack) -> float:
                 "mem_gb": memory_gb(world.device),
                 "time_s": round(seconds, 2),
             }
-            if log:
-                log.write(step=step, tokens=step * cfg.batch_tokens, **line)
-                signals.say(log_line(step, cfg.steps, line, (cfg.steps - step) * cfg.batch_tokens / speed))
-                if collapsed := pace.warning(speed):
-                    signals.say(collapsed)
+            record(step, **line)
+            signals.say(log_line(step, cfg.steps, line, (cfg.steps - step) * cfg.batch_tokens / speed))
+            if collapsed := pace.warning(speed):
+                signals.say(collapsed)
 
     saver.finish()
     if log:
         log.close()
-        how = (
-            "done"
-            if last
-            else f"stopped by {signal.Signals(stopping).name}; continue with the same command and resume=true"
-        )
-        signals.say(f"{run_dir}: {how} after step {step} and {clock(watch.seconds)} of training")
+    name = signal.Signals(stopping).name if stopping else ""
+    how = "done" if last else f"stopped by {name}; continue with the same command and resume=true"
+    signals.say(f"{run_dir}: {how} after step {step} and {clock(watch.seconds)} of training")
     if not last:
         signals.leave(stopping)
     return val_loss

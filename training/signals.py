@@ -151,7 +151,9 @@ class Signals:
         raise SystemExit(128 + number)  # ends a sweep too
 
     def say(self, text: str) -> None:
-        """Print a line; if no process reads the output any more (a closed or full pipe), the run goes on without output."""
+        """The main process prints a line. If nobody reads the output any more (a closed or full pipe), the run goes on."""
+        if not self.world.main:
+            return
         try:
             if not self.ending:
                 with contextlib.suppress(Interrupted), self._wait():

@@ -4,11 +4,18 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+import train
+from configs.files import read_json_lines
+from tests.conftest import train_arguments
+from tests.training import processes
+from training.checkpoint import checkpoints
 from training.distributed import World
 from training.signals import ENDING, HANGUP, PATIENCE, REQUEUING, Signals
 
@@ -84,3 +91,22 @@ def test_the_exit_code_names_the_signal() -> None:
         with pytest.raises(SystemExit) as ended, Signals(World(0, 1, CPU)) as signals:
             signals.leave(number)
         assert ended.value.code == 128 + number
+
+
+def test_a_signal_during_validation_validates_no_second_time(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    validate, signals = train.validation_loss, [signal.SIGTERM]
+
+    def signalled(*arguments: Any) -> float:
+        if signals:
+            os.kill(os.getpid(), signals.pop())
+        return validate(*arguments)
+
+    monkeypatch.setattr(train, "validation_loss", signalled)
+    overrides = train_arguments(shards, tmp_path / "run", "steps=6", "eval_every=2")[1:]
+    with pytest.raises(SystemExit):
+        processes.train(World(0, 1, CPU), *overrides)
+    lines = list(read_json_lines(tmp_path / "run" / "metrics.jsonl"))
+    assert [line["step"] for line in lines if "val_loss" in line] == [2]
+    assert [path.name for path in checkpoints(tmp_path / "run")] == ["step_00000002"]
