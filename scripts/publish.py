@@ -87,8 +87,8 @@ def publish_folder(source: Path, name: str) -> None:
     target.mkdir(parents=True, exist_ok=True)
     for path in (*(source / file for file in pair), *(source / "figures").glob("*.png")):
         shutil.copy(path, target)
-    shorten(target / pair[0], leave_out_curves=bool(records))
-    if (source / DIFFERENCES).is_file():
+    shorten(target / pair[0], leave_out_curves=(target / PUBLISHED).is_file())
+    if (source / DIFFERENCES).is_file() and documents_with(f"{name}/differences"):
         shutil.copy(source / DIFFERENCES, target)
         print(f"{target / DIFFERENCES}: {put_into_documents(f'{name}/differences', target / DIFFERENCES)}")
     print(f"{target}: {len(list(target.iterdir()))} files; {put_into_documents(name, target / pair[1])}")
@@ -116,17 +116,21 @@ def without_folders(config: Any) -> Any:
     return Path(config).name if isinstance(config, str) and config.startswith("/") else config
 
 
+def documents_with(name: str) -> list[Path]:
+    """The documents that have a place for the table `name`."""
+    paths = (*ROOT.glob("*.md"), *sorted((ROOT / "docs").glob("*.md")))
+    return [path for path in paths if f"<!-- {name} table -->" in path.read_text()]
+
+
 def put_into_documents(name: str, table: Path) -> str:
     """Replace the table `name` in all documents that have it; returns a text that names them."""
     block = f"<!-- {name} table -->\n{table.read_text()}<!-- end -->"
     marked = re.compile(rf"<!-- {re.escape(name)} table -->\n.*?<!-- end -->", flags=re.DOTALL)
-    changed = []
-    for path in (*ROOT.glob("*.md"), *sorted((ROOT / "docs").glob("*.md"))):
-        text, count = marked.subn(lambda _: block, path.read_text())
-        if count:
-            write_atomic(path, text.encode())
-            changed.append(path.relative_to(ROOT).as_posix())
-    return f"its table is in {' and '.join(changed)}" if changed else f"no document has a line <!-- {name} table -->"
+    changed = documents_with(name)
+    for path in changed:
+        write_atomic(path, marked.sub(lambda _: block, path.read_text()).encode())
+    names = " and ".join(path.relative_to(ROOT).as_posix() for path in changed)
+    return f"its table is in {names}" if names else f"no document has a line <!-- {name} table -->"
 
 
 if __name__ == "__main__":

@@ -242,7 +242,7 @@ def draw_differences(path: Path, arms: list[Arm], panels: dict[str, list[Contras
     A dot is a seed, the diamond is the mean over seeds, and the line is the mean's 95 % interval.
     """
     by_name = {arm.name: arm for arm in arms}
-    height = 0.6 + sum(0.75 + 0.3 * max(1, len(found)) for found in panels.values())
+    height = 0.8 + sum(0.75 + 0.3 * max(1, len(found)) for found in panels.values())
     with figure(path, 5.2, height, rows=len(panels), grid="x") as axes:
         for ax, (title, found) in zip(axes[:, 0], panels.items(), strict=True):
             for y, contrast in enumerate(found):
@@ -263,7 +263,7 @@ def draw_differences(path: Path, arms: list[Arm], panels: dict[str, list[Contras
             ax.xaxis.set_major_formatter(lambda x, _: minus(f"{x:g}"))
         first = next((arm for arm in arms if not arm.reference), arms[0])
         reference = first.arm if first.point else first.name
-        axes[-1, 0].set_xlabel(f"arm less {reference} (dots: seeds; diamond and line: mean, 95 %)")
+        axes[-1, 0].set_xlabel(f"arm less {reference}\n(dot: seed; diamond: mean; line: 95 %)")
 
 
 def _readable_limits(found: list[Contrast]) -> tuple[float, float]:
