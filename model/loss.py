@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .once import once
+
 IGNORED = -100  # a target that is not scored, as torch has it
 PIECES = 8  # maximum number of pieces of the tokens
 LOGITS = 2**21  # minimum in a piece: smaller products are slow
@@ -57,12 +59,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx, inputs: tuple, output: tuple) -> None:  # noqa: ANN001
         ctx.mark_non_differentiable(*output[1:])
-        ctx.save_for_backward(*output[1:])
+        ctx.save_for_backward(*output)
 
     @staticmethod
     def backward(ctx, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN001
-        dx, dw = ctx.saved_tensors
-        return dx * grad.to(dx.dtype), dw * grad.to(dw.dtype), None, None, None
+        total, dx, dw = ctx.saved_tensors
+        return *once((total,), (dx * grad.to(dx.dtype), dw * grad.to(dw.dtype))), None, None, None
 
 
 def _piece(

@@ -126,6 +126,22 @@ def test_a_large_lambda_and_equal_maps() -> None:
         assert (got.double() - want).norm() <= 1e-6 * want.norm()
 
 
+@needs_compiler
+@pytest.mark.parametrize(
+    "inputs", (union((1, 2, 1, 5, 8, 8, 1)), difference((1, 2, 1, 5, 8, 8, 2))), ids=("union", "diff")
+)
+def test_a_second_derivative_is_refused(inputs: list[Tensor]) -> None:
+    """The backward is an operator without a derivative: autograd would take its result for a constant."""
+    *inputs, grad = inputs
+    call = cpu.attend_diff if inputs[0].dim() == 5 else lambda q, k, v: cpu.attend(q, [k], [v])
+    (dq,) = torch.autograd.grad(call(*inputs), inputs[0], grad, create_graph=True)
+    with pytest.raises(ValueError, match="use model.backend=math"):
+        dq.sum().backward()
+    of_q = lambda q: call(q, *(x.detach() for x in inputs[1:])).square().sum()  # noqa: E731
+    with pytest.raises(ValueError, match="use model.backend=math"):
+        torch.func.jacrev(torch.func.grad(of_q))(inputs[0].detach())
+
+
 # ---------------------------------------- how it is made
 
 

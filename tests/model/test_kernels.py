@@ -310,6 +310,10 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="not d=160, dv=320: use model.backend=sdpa$"):
         attend_diff(*draw(4, 4, 1, 160, "V1")[:4], CAUSAL)
     assert unavailable(128, 256) is None
+    inputs = leaves(case)
+    (dq,) = torch.autograd.grad(attend_diff(*inputs, CAUSAL), inputs[0], case.grad, create_graph=True)
+    with pytest.raises(ValueError, match="cannot be differentiated again: use model.backend=math"):
+        dq.sum().backward()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert unavailable(64, 64).endswith("use model.backend=sdpa")

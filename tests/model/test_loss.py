@@ -66,3 +66,17 @@ def test_no_tensor_is_as_large_as_the_logits(inputs: tuple[Tensor, Tensor, Tenso
         linear_cross_entropy(x, weight, inputs[2]).backward()
     assert largest.at_once == 2  # the logits and the probabilities of one piece
     assert largest.elements == loss._rows(203, 100) * 100 < 203 * 100 / 7
+
+
+def test_a_second_derivative_is_refused_and_compiling_keeps_one_graph(inputs: tuple[Tensor, Tensor, Tensor]) -> None:
+    """The gradients are made in the forward pass: for autograd they would be constants, and their derivatives zero."""
+    x, weight, targets = inputs
+    of_x = lambda x: linear_cross_entropy(x, weight.detach(), targets)  # noqa: E731
+    (grad,) = torch.autograd.grad(of_x(x), x, create_graph=True)
+    torch.testing.assert_close(torch.func.grad(of_x)(x.detach()), grad)
+    with pytest.raises(ValueError, match="differentiated again: use model.backend=math"):
+        grad.sum().backward()
+    with pytest.raises(ValueError, match="differentiated again"):
+        torch.func.jacrev(torch.func.grad(of_x))(x.detach())
+    compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")
+    assert torch.equal(torch.autograd.grad(compiled(*inputs), x)[0], grad)

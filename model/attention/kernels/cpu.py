@@ -25,6 +25,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ...once import once
+
 SOURCE = Path(__file__).with_suffix(".cpp")
 KINDS = {torch.bfloat16: "attend_bfloat16", torch.float32: "attend_float32", torch.float64: "attend_float64"}
 OPTIONS = ("-O3", "-std=c++17", "-shared", "-fPIC")
@@ -251,5 +253,5 @@ class _Kernel(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN001
         inputs = ctx.saved_tensors  # read once: activation checkpointing refuses to make them for a second read
-        *grads, dlam = BACKWARD(grad, *inputs)
+        *grads, dlam = once((grad, *inputs), BACKWARD(grad, *inputs))
         return *grads, None if inputs[3] is None else dlam

@@ -23,6 +23,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ...once import once
 from ..mask import Mask
 from . import interpreted, unavailable
 from .diff_triton import backward_kernel, delta_kernel, forward_kernel
@@ -283,8 +284,9 @@ def _setup_context(ctx, inputs: tuple, output: tuple) -> None:  # noqa: ANN001
 
 
 def _autograd(ctx, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: ANN001
-    dq, dk, dv, dlam = _backward(grad, *ctx.saved_tensors, ctx.causal, ctx.window)
-    return dq, dk, dv, dlam, None, None, None, None
+    inputs = ctx.saved_tensors
+    found = _backward(grad, *inputs, ctx.causal, ctx.window)
+    return *once((grad, *inputs[:4]), found), None, None, None, None
 
 
 _forward.register_autograd(_autograd, setup_context=_setup_context)
