@@ -76,7 +76,7 @@ def _piece(
     """
     losses, maps = _losses(_logits(rows, head, weight, wide), targets)
     scored = (targets != IGNORED).unsqueeze(-1)  # (n, 1)
-    at = targets.clamp(min=0).unsqueeze(-1)
+    at = _index(targets)
     grad = maps.scatter_(-1, at, maps.gather(-1, at) - 1).to(rows.dtype)  # (n, V)
     return losses.sum(), grad @ head * scored, (grad.mT @ (rows * scored))[: len(weight)]
 
@@ -113,5 +113,10 @@ def _losses(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """
     maps = logits.softmax(-1)
     log_sum = logits.amax(-1) - maps.amax(-1).log()  # (n,)
-    losses = log_sum - logits.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    losses = log_sum - logits.gather(-1, _index(targets)).squeeze(-1)
     return losses * (targets != IGNORED), maps
+
+
+def _index(targets: Tensor) -> Tensor:
+    """The targets (n, 1) as an index, in which 0 stands for those that are not scored; other negative ones fail."""
+    return targets.masked_fill(targets == IGNORED, 0).unsqueeze(-1)

@@ -60,6 +60,15 @@ def test_certain_and_hopeless_predictions_have_finite_losses() -> None:
     assert linear_cross_entropy(x, weight, torch.tensor([1])).item() == 2000
 
 
+@pytest.mark.parametrize("wrong", (-1, 100))
+def test_a_target_outside_of_the_vocabulary_fails(wrong: int, inputs: tuple[Tensor, Tensor, Tensor]) -> None:
+    x, weight, targets = inputs
+    targets[3] = wrong
+    for leaf in (x, x.detach()):  # with and without gradients
+        with pytest.raises((RuntimeError, IndexError), match="out of bounds"):
+            linear_cross_entropy(leaf, weight.detach(), targets)
+
+
 def test_no_tensor_is_as_large_as_the_logits(inputs: tuple[Tensor, Tensor, Tensor]) -> None:
     x, weight = (each[:, :4].detach().requires_grad_() for each in inputs[:2])  # smaller than a piece's logits
     with Largest() as largest:
