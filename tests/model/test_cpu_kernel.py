@@ -197,3 +197,10 @@ def test_without_a_compiler_auto_takes_torchs_kernel_and_the_name_is_refused(
     with pytest.raises(ValueError, match=f"{says}.*install g.., or use model.backend=sdpa$"):
         BaselineAttention(d_model=32, n_head=4, backend="cpu")
     assert not fresh.exists()
+
+
+def test_a_compiler_that_hangs_is_a_reason(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = cpu.subprocess.run
+    monkeypatch.setenv("CXX", "sh -c 'echo stuck >&2; exec sleep 60'")
+    monkeypatch.setattr(cpu.subprocess, "run", lambda command, **options: run(command, **(options | {"timeout": 1})))
+    assert "(stuck)" in cpu.missing()
