@@ -59,12 +59,12 @@ class AttentionConfig:
         if self.head_dim is None and self.d_model % self.n_head:
             wrong = f"model.n_head={self.n_head} does not divide model.d_model={self.d_model}"
             raise ValueError(
-                f"{wrong}: use model.n_head={_nearest_divisor(self.d_model, self.n_head)} or give model.head_dim"
+                f"{wrong}: use model.n_head={nearest_divisor(self.d_model, self.n_head)} or give model.head_dim"
             )
         n_kv_head, head_dim = self.n_kv_head or self.n_head, self.head_dim or self.d_model // self.n_head
         if self.n_head % n_kv_head:
             wrong = f"model.n_kv_head={n_kv_head} does not divide model.n_head={self.n_head}"
-            raise ValueError(f"{wrong}: use model.n_kv_head={_nearest_divisor(self.n_head, n_kv_head)}")
+            raise ValueError(f"{wrong}: use model.n_kv_head={nearest_divisor(self.n_head, n_kv_head)}")
         if self.position == "rope" and head_dim % 2:
             wrong = f"RoPE needs an even head width, not {head_dim}"
             raise ValueError(f"{wrong}: change model.n_head or model.head_dim")
@@ -322,5 +322,6 @@ def check_probability(key: str, value: float) -> None:
         raise ValueError(f"{key}={value} is not a probability below 1: use {key}=0.1")
 
 
-def _nearest_divisor(number: int, wish: int) -> int:
+def nearest_divisor(number: int, wish: int) -> int:
+    """The divisor of `number` that is nearest to `wish`."""
     return min((n for n in range(1, number + 1) if number % n == 0), key=lambda n: abs(n - wish))

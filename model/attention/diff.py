@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..layers import RMSNorm, fill_normal, make_norm
 from .backends import attend_diff
-from .base import HEAD_NORMS, Attention, AttentionConfig, Carry, Heads
+from .base import HEAD_NORMS, Attention, AttentionConfig, Carry, Heads, nearest_divisor
 from .mask import Mask
 
 
@@ -72,10 +72,11 @@ class DiffAttention(Attention):
                 wrong = f"model.diff.{name}={getattr(self.options, name)} is no switch (only head_norm takes a factory)"
                 raise ValueError(f"{wrong}: use true or false")
         pairs = 2 if self.options.heads == "half" else 1  # baseline heads that make one differential head
-        for name, count in (("n_head", cfg.n_head), ("n_kv_head", cfg.n_kv_head)):
+        for name, count, whole in (("n_head", cfg.n_head, cfg.d_model), ("n_kv_head", cfg.n_kv_head, cfg.n_head)):
             if count % pairs:
                 wrong = f"diff pairs heads, so model.{name}={count} must be even"
-                raise ValueError(f"{wrong}: use model.{name}={count + 1}")
+                even = 2 * nearest_divisor(whole // 2, (count + 1) // 2)  # which divides `whole`
+                raise ValueError(f"{wrong}: use model.{name}={even}, or model.diff.heads=double")
         d = cfg.head_dim
         return Heads(cfg.n_head // pairs, cfg.n_kv_head // pairs, d, pairs * d, queries=2, keys=2, maps=2)
 

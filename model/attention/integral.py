@@ -1,5 +1,6 @@
 """Integral attention: one softmax over the mean of several logits, denoising without negative weights."""
 
+import math
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -7,7 +8,7 @@ from torch import Tensor
 
 from ..rotary import Rope, rotate
 from .backends import attend
-from .base import Attention, AttentionConfig, Heads
+from .base import Attention, AttentionConfig, Heads, nearest_divisor
 from .mask import Mask
 
 
@@ -33,7 +34,8 @@ class IntegralAttention(Attention):
         for name, count in (("n_head", cfg.n_head), ("n_kv_head", cfg.n_kv_head)):
             if S < 1 or count % S:
                 wrong = f"model.integral.signals={S} does not divide model.{name}={count}"
-                raise ValueError(f"{wrong}: use model.integral.signals=2 and an even number of heads")
+                fitting = nearest_divisor(math.gcd(cfg.n_head, cfg.n_kv_head), S)
+                raise ValueError(f"{wrong}: use model.integral.signals={fitting}, or other numbers of heads")
         return Heads(cfg.n_head // S, cfg.n_kv_head // S, d, S * d, queries=S, keys=S)
 
     def turn(self, x: Tensor, rope: Rope | None) -> Tensor:

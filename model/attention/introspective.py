@@ -14,7 +14,7 @@ from ..cache import LayerCache
 from ..layers import fill_normal, make_norm
 from ..rotary import rotate
 from .backends import attend, attend_union
-from .base import Attention, AttentionConfig, Carry, Heads, Ropes, split
+from .base import Attention, AttentionConfig, Carry, Heads, Ropes, nearest_divisor, split
 from .mask import Mask
 
 
@@ -231,13 +231,16 @@ def _check(opt: IntrospectiveConfig, cfg: AttentionConfig, heads: int) -> None:
         raise ValueError(f"{wrong}: use model.introspective.path_weight=sigmoid or more paths")
     if opt.path_weight == "literal" and opt.paths < 3:
         wrong = "LayerNorm without a gain over one path weight is always zero, over two always +1 and -1"
-        raise ValueError(f"{wrong}: use model.introspective.path_weight=affine or three paths")
+        raise ValueError(f"{wrong}: use model.introspective.path_weight=sigmoid or three paths")
     if opt.repeated and (opt.mode != "sequence" or not opt.own_path):
         wrong = "model.introspective.repeated=true is for paths that see their own and all earlier keys"
         raise ValueError(f"{wrong}: use model.introspective.mode=sequence and own_path=true")
-    if cfg.d_model % heads:
+    group = cfg.n_head // cfg.n_kv_head if cfg.n_kv_head > 1 else 1  # query heads that share keys
+    if cfg.d_model % heads or heads % group:
         wrong = f"{heads} heads per path do not divide d_model={cfg.d_model}"
-        raise ValueError(f"{wrong}: use model.introspective.heads={max(1, cfg.n_head // 2)} or another divisor")
-    if heads * cfg.n_kv_head % cfg.n_head and cfg.n_kv_head > 1:
-        wrong = f"{heads} heads per path cannot share keys in the ratio {cfg.n_head}:{cfg.n_kv_head}"
-        raise ValueError(f"{wrong}: use model.n_kv_head=null or model.introspective.heads={cfg.n_head}")
+        if heads % group:
+            wrong = f"{heads} heads per path cannot share keys in the ratio {cfg.n_head}:{cfg.n_kv_head}"
+        if cfg.d_model % group:
+            raise ValueError(f"{wrong}: use model.n_kv_head=1 model.introspective.heads=1")
+        fitting = group * nearest_divisor(cfg.d_model // group, heads // group)
+        raise ValueError(f"{wrong}: use model.introspective.heads={fitting}")

@@ -337,6 +337,7 @@ def test_letters_tile_over_the_depth() -> None:
         ({"n_head": 3, "d_model": 48, "layers": "d"}, "use model.n_head=4"),
         ({"n_kv_head": 3}, "use model.n_kv_head="),
         ({"n_kv_head": 1, "layers": "d"}, "use model.n_kv_head=2"),
+        ({"n_head": 6, "n_kv_head": 3, "d_model": 48, "layers": "d"}, "use model.n_kv_head=2"),  # 4 does not divide 6
         ({"layers": "bx"}, "unknown letters x"),
         ({"layers": ""}, "unknown letters"),
         ({"norm": "batchnorm"}, "use one of rmsnorm, layernorm"),
@@ -364,7 +365,8 @@ def test_letters_tile_over_the_depth() -> None:
         ({"layers": "d", "diff": DiffConfig(qk_norm=nn.LayerNorm)}, "qk_norm=.* use true or false"),
         ({"layers": "d", "diff": DiffConfig(scale_norm=nn.LayerNorm)}, "scale_norm=.* use true or false"),
         ({"layers": "g", "gated": GatedConfig(gate="scalar")}, "use one of headwise, elementwise"),
-        ({"layers": "n", "integral": IntegralConfig(signals=3)}, "does not divide"),
+        ({"layers": "n", "integral": IntegralConfig(signals=3)}, "does not divide.*use model.integral.signals=2"),
+        ({"layers": "n", "n_kv_head": 1}, "use model.integral.signals=1"),
     ),
 )
 def test_wrong_input_is_refused_with_the_fix(changes: dict, says: str) -> None:
@@ -376,12 +378,12 @@ def test_wrong_input_is_refused_with_the_fix(changes: dict, says: str) -> None:
     ("options", "says"),
     (
         ({"paths": 1}, "path_weight=sigmoid"),
-        ({"paths": 1, "path_weight": "literal"}, "always zero"),
+        ({"paths": 1, "path_weight": "literal"}, "always zero.*path_weight=sigmoid"),
         ({"paths": 2, "path_weight": "literal"}, "always .1 and -1"),
         ({"paths": 0}, "paths=3"),
         ({"mode": "parallel"}, "use one of feature, sequence"),
         ({"memory": "q"}, "use one of ka, kv, kva"),
-        ({"heads": 3}, "another divisor"),
+        ({"heads": 3}, "use model.introspective.heads=2$"),
         ({"heads": 8, "paths": 5}, "exceeds the baseline's budget"),
     ),
 )
