@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, is_dataclass, make_dataclass
 from typing import Annotated, Any, Self, get_type_hints
 
 from .attention import VARIANTS
-from .attention.base import AttentionConfig, check_choice, check_probability
+from .attention.base import AttentionConfig, check_choice
 
 VariantOptions = make_dataclass(
     "VariantOptions",
@@ -46,14 +46,9 @@ class DecoderConfig(VariantOptions):
         """A checked copy with heads and biases filled in, not d_ff. ValueError names the override that corrects the error."""
         for name, allowed in CHOICES.items():
             check_choice(f"model.{name}", getattr(self, name), allowed)
-        if min(self.n_layer, self.context) < 1:
-            raise ValueError("a model size is not positive: n_layer and context must be at least 1")
         filled = super().filled()
         if self.document_mask and self.eot is None:
             raise ValueError("model.document_mask=true needs the token that begins a document: give model.eot=TOKEN_ID")
-        check_probability("model.dropout", self.dropout)
-        if self.window is not None and self.window < 1:
-            raise ValueError(f"model.window={self.window} hides all keys: use 1 or more, or null for no window")
         return filled
 
 

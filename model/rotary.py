@@ -36,11 +36,11 @@ class RopeScaling:
     original_context: Annotated[int, "[1, inf)"] = 8192  # llama3: context of the first training, in tokens
 
     def check(self) -> None:
-        """ValueError for an unknown kind, and for impossible numbers."""
+        """ValueError for an unknown kind, and for numbers that exclude each other."""
         if self.kind not in ("none", "linear", "llama3"):
             raise ValueError(f"model.rope_scaling.kind={self.kind} is unknown: use one of none, linear, llama3")
-        if not (self.factor > 0 and self.high_freq_factor > self.low_freq_factor and self.original_context > 0):
-            raise ValueError(f"{self} is no scaling: use a factor above 0, and high_freq_factor above low_freq_factor")
+        if not self.high_freq_factor > self.low_freq_factor:
+            raise ValueError(f"{self} is no scaling: use a high_freq_factor above low_freq_factor")
 
     def applied(self, frequency: Tensor) -> Tensor:
         """`frequency` (radians per token) after scaling."""

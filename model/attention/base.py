@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..cache import LayerCache
 from ..layers import initialize
+from ..ranges import check_ranges
 from ..rotary import Rope, RopeScaling, rope_table, rotate
 from . import probe
 from .backends import BACKENDS, attend, check_backend
@@ -51,11 +52,10 @@ class AttentionConfig:
 
     def filled(self) -> Self:
         """A checked copy with the heads and biases filled in. ValueError names the override that corrects the error."""
+        check_ranges(self, "model")
         check_choice("model.backend", self.backend, BACKENDS)
         check_choice("model.position", self.position, POSITIONS)
         check_choice("model.rope_layout", self.rope_layout, ROPE_LAYOUTS)
-        if min(self.n_head, self.d_model) < 1:
-            raise ValueError("a model size is not positive: n_head and d_model must be at least 1")
         if self.head_dim is None and self.d_model % self.n_head:
             wrong = f"model.n_head={self.n_head} does not divide model.d_model={self.d_model}"
             raise ValueError(
@@ -69,8 +69,6 @@ class AttentionConfig:
             wrong = f"RoPE needs an even head width, not {head_dim}"
             raise ValueError(f"{wrong}: change model.n_head or model.head_dim")
         self.rope_scaling.check()
-        check_probability("model.attention_dropout", self.attention_dropout)
-        check_probability("model.projection_dropout", self.projection_dropout)
         qkv_bias = self.bias if self.qkv_bias is None else self.qkv_bias
         projection_bias = self.bias if self.projection_bias is None else self.projection_bias
         return replace(self, n_kv_head=n_kv_head, head_dim=head_dim, qkv_bias=qkv_bias, projection_bias=projection_bias)
@@ -149,6 +147,8 @@ class Attention(nn.Module):
             raise ValueError(f"{wrong}: use {', '.join(sorted(shared | own))}")
         if changed := {key: keywords[key] for key in keywords.keys() & own}:
             options = replace(options, **changed)
+        if options is not None:
+            check_ranges(options, f"model.{cls.name}")
         return replace(cfg, **{key: keywords[key] for key in keywords.keys() - own}).filled(), options
 
     def reset_parameters(self, seed: int = 0) -> None:
@@ -314,12 +314,6 @@ def check_choice(key: str, value: str, allowed: tuple[str, ...]) -> None:
     """ValueError unless `value` of the configuration's `key` is one of `allowed`."""
     if value not in allowed:
         raise ValueError(f"{key}={value} is unknown: use one of {', '.join(allowed)}")
-
-
-def check_probability(key: str, value: float) -> None:
-    """ValueError unless 0 <= value < 1."""
-    if not 0 <= value < 1:
-        raise ValueError(f"{key}={value} is not a probability below 1: use {key}=0.1")
 
 
 def nearest_divisor(number: int, wish: int) -> int:

@@ -62,8 +62,6 @@ class DiffAttention(Attention):
     colours = {"diff": "#D55E00"}
 
     def head_shape(self, cfg: AttentionConfig) -> Heads:
-        if self.options.lambda_warmup < 0:
-            raise ValueError(f"model.diff.lambda_warmup={self.options.lambda_warmup} is negative: use 0 for no warm-up")
         if self.options.lambda_init is not None and not self.options.lambda_init < 1:
             wrong = f"heads are scaled by 1 - lambda_init, and model.diff.lambda_init={self.options.lambda_init} is not below 1"
             raise ValueError(f"{wrong}: use model.diff.lambda_init=0.8")

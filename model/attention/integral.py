@@ -32,7 +32,7 @@ class IntegralAttention(Attention):
     def head_shape(self, cfg: AttentionConfig) -> Heads:
         S, d = self.options.signals, cfg.head_dim
         for name, count in (("n_head", cfg.n_head), ("n_kv_head", cfg.n_kv_head)):
-            if S < 1 or count % S:
+            if count % S:
                 wrong = f"model.integral.signals={S} does not divide model.{name}={count}"
                 fitting = nearest_divisor(math.gcd(cfg.n_head, cfg.n_kv_head), S)
                 raise ValueError(f"{wrong}: use model.integral.signals={fitting}, or other numbers of heads")

@@ -222,10 +222,6 @@ class IntrospectiveAttention(Attention):
 
 
 def _check(opt: IntrospectiveConfig, cfg: AttentionConfig, heads: int) -> None:
-    if opt.paths < 1:
-        raise ValueError(
-            f"introspective attention needs at least one path, not {opt.paths}: use model.introspective.paths=3"
-        )
     if opt.path_weight == "affine" and opt.paths == 1:
         wrong = "LayerNorm over a single path weight is always zero"
         raise ValueError(f"{wrong}: use model.introspective.path_weight=sigmoid or more paths")

@@ -16,7 +16,7 @@ from model.attention.probe import probe
 from model.cache import KVCache
 from model.config import DecoderConfig
 from model.decoder import Decoder
-from model.rotary import rope_table, rotate
+from model.rotary import RopeScaling, rope_table, rotate
 from tests.reference import formulas, published
 from tests.variants import NATIVE, config, randomized, stirred
 from tests.variants import VARIANTS as STACKS
@@ -190,6 +190,10 @@ def test_keywords_change_a_configuration_and_unknown_ones_are_refused() -> None:
     assert cls(cfg, head_norm="none", n_head=4).heads == 2 and cls(cfg).heads == 4
     with pytest.raises(ValueError, match="no option heads_norm: use .*head_norm"):
         cls(d_model=64, heads_norm="none")
+    with pytest.raises(ValueError, match="model.diff.lambda_warmup=-1 is out of range"):
+        cls(lambda_warmup=-1)
+    with pytest.raises(ValueError, match="model.rope_scaling.factor=0.0 is out of range"):
+        cls(rope_scaling=RopeScaling(factor=0.0))
     with pytest.raises(ValueError, match="use DiffAttention.d_model="):
         cls(512, 16)
 
