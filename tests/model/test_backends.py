@@ -179,7 +179,10 @@ def test_the_block_mask_is_made_once_for_all_layers(monkeypatch: pytest.MonkeyPa
     model = randomized("hybrid", backend="flex", n_layer=4)
     with torch.no_grad():
         model(torch.randint(0, 50, (2, 12)), documents=torch.zeros(2, 12, dtype=torch.long))
-    assert len(made) == 1
+        assert len(made) == 1
+        for T in (5, 6, 7):  # without a mask, modules share one
+            model.blocks[0].attention(torch.zeros(1, T, 64, dtype=torch.float64))
+    assert len(CAUSAL.made) == 1
 
 
 def test_the_fused_kernel_refuses_more_queries_than_keys() -> None:
