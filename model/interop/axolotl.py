@@ -136,7 +136,7 @@ class Axolotl(Llama):
         return "whose heads have a width of their own, which axolotl ignores" if wide else None
 
     def read(self, config: dict[str, Any], weights: Weights) -> tuple[DecoderConfig, dict[str, Tensor]]:
-        layers = range(int(self.our_config(config).n_layer))
+        layers = range(self.our_config(config).filled().n_layer)
         stored = [weights.take(f"model.layers.{layer}.self_attn.lambda_init") for layer in layers]
         cfg, state = super().read(config, weights)
         for layer in layers:

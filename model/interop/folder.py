@@ -59,14 +59,16 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def number(config: dict[str, Any], key: str, defaults: dict[str, float | None]) -> Any:
-    """The number that config.json has for `key`, or else its default. ValueError if there is neither."""
+def number(config: dict[str, Any], key: str, defaults: dict[str, float | None], whole: bool = False) -> Any:
+    """The number that config.json has for `key`, or else its default. ValueError if there is neither, or it must be whole."""
     value = config.get(key)
     if value is None and key in defaults:
         return defaults[key]
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(f"config.json lacks a number for {key}: copy the model's own config.json into the folder")
-    return value
+    if whole and value != value // 1:
+        raise ValueError(f"config.json says {key}={value}, not a whole number: copy the model's own config.json")
+    return int(value) if whole else value
 
 
 def allow_only(config: dict[str, Any], **allowed: tuple) -> None:

@@ -3,6 +3,7 @@
 Each class states its differences from Llama. UNLIKE lists similar architectures that our decoder cannot compute, and why.
 """
 
+import math
 from typing import Any
 
 from ..config import DecoderConfig
@@ -47,11 +48,9 @@ class Qwen2(Llama):
     def our_config(self, config: dict[str, Any]) -> DecoderConfig:
         """ValueError where some layers have a window and others do not."""
         sliding = bool(config.get("use_sliding_window")) and config.get("sliding_window", 4096) is not None
-        first, count = (
-            number(config, "max_window_layers", {"max_window_layers": 28}),
-            number(config, "num_hidden_layers", {}),
-        )
-        own = ["full_attention" if not sliding or i < first else "sliding_attention" for i in range(int(count))]
+        first = number(config, "max_window_layers", {"max_window_layers": 28}) if sliding else math.inf
+        own = {"full_attention"} if first > 0 else set()
+        own |= {"sliding_attention"} if first < number(config, "num_hidden_layers", {}) else set()
         kinds = set(map(str, config.get("layer_types") or own))
         if len(kinds) > 1:
             raise ValueError(

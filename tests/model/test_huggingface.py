@@ -206,7 +206,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: edit(folder, rope_parameters=None, rope_scaling={"type": "yarn", "factor": 2}), "yarn RoPE",
     ),
     "a rope that scales nothing": (
-        lambda folder: edit(folder, rope_parameters={"rope_type": "linear", "factor": 0}), "use a factor above 0",
+        lambda folder: edit(folder, rope_parameters={"rope_type": "linear", "factor": 0}), "factor=0 is out of range",
     ),
     "a rope without a number": (lambda folder: edit(folder, rope_parameters={"rope_theta": "x"}), "number for rope_theta"),
     "a rope that is a list": (lambda folder: edit(folder, rope_parameters=[1]), "says rope_parameters=[1]"),
@@ -231,7 +231,10 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "another vocabulary": (lambda folder: edit(folder, vocab_size=99), "embedding.weight is (61, 32), not (99, 32)"),
     "heads that do not divide": (lambda folder: edit(folder, num_key_value_heads=3), "does not divide"),
     "no number": (lambda folder: edit(folder, hidden_size="wide"), "a number for hidden_size"),
-    "half a unit": (lambda folder: edit(folder, intermediate_size=56.5), "does not describe a model"),
+    "half a unit": (lambda folder: edit(folder, intermediate_size=56.5), "intermediate_size=56.5, not a whole number"),
+    "a billion layers": (
+        lambda folder: edit(folder, architectures=["Qwen2ForCausalLM"], num_hidden_layers=10**9), "n_layer=1000000000 is out",
+    ),
 }  # fmt: skip
 
 
