@@ -160,10 +160,12 @@ class Decoder(nn.Module):
         one for all rows, or one per row, so that rows do not depend on each other. stop: an id that ends its row; an ended row
         repeats this id, and the stream ends when all rows have ended. Pad shorter prompts on the left and give keys (B, T),
         False at the padding; with learned positions, padding is an error, because it would shift them. ValueError for
-        impossible settings, too many tokens for learned positions, and logits that are not finite.
+        impossible settings, an empty prompt, too many tokens for learned positions, and logits that are not finite.
         """
         _check_sampling(temperature, top_k, top_p)
         T = tokens.shape[1]
+        if not T:
+            raise ValueError("the prompt is empty: give at least one token, such as the end-of-text token")
         if self.positions is not None:
             if keys is not None:
                 raise ValueError("left padding shifts learned positions: generate from prompts of one length")

@@ -130,6 +130,11 @@ def test_settings_that_cannot_be_are_refused(options: dict, says: str) -> None:
         next(Decoder(config("baseline")).stream(torch.zeros(1, 3, dtype=torch.long), 2, **options))
 
 
+def test_an_empty_prompt_is_refused() -> None:
+    with pytest.raises(ValueError, match="the prompt is empty: give at least one token"):
+        Decoder(config("baseline")).generate(torch.zeros(2, 0, dtype=torch.long), 1)
+
+
 def test_a_diverged_model_is_refused() -> None:
     model = Decoder(config("baseline"))
     model.norm.weight.data[3] = float("nan")
