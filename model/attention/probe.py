@@ -112,13 +112,12 @@ SINK = 0.3  # a head with a larger share of its mass on the first token is a sin
 
 def entropy(row: Tensor) -> Tensor:
     """Entropy in nats of |row| / sum |row|: (..., S) -> (...)."""
-    share = row.abs() / row.abs().sum(-1, keepdim=True)
-    return torch.special.entr(share).sum(-1)
+    return torch.special.entr(row.abs() / _mass(row)[..., None]).sum(-1)
 
 
 def negative_share(row: Tensor) -> Tensor:
     """Share of the absolute mass that is negative: (..., S) -> (...)."""
-    return row.clamp(max=0).abs().sum(-1) / row.abs().sum(-1)
+    return row.clamp(max=0).abs().sum(-1) / _mass(row)
 
 
 def overlap(first: Tensor, second: Tensor) -> Tensor:
@@ -128,7 +127,12 @@ def overlap(first: Tensor, second: Tensor) -> Tensor:
 
 def first_share(row: Tensor) -> Tensor:
     """Share of the absolute mass that lies on the first token: (..., S) -> (...)."""
-    return row[..., 0].abs() / row.abs().sum(-1)
+    return row[..., 0].abs() / _mass(row)
+
+
+def _mass(row: Tensor) -> Tensor:
+    """The absolute mass, above 0: a row that sees nothing has shares of 0."""
+    return row.abs().sum(-1).clamp(min=torch.finfo(row.dtype).tiny)
 
 
 def gather_rows(q: Tensor, rows: Tensor, S: int) -> Tensor:

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from model.attention import backends, reference
 from model.attention.mask import CAUSAL, Mask
-from model.attention.probe import probe, visit_logits
+from model.attention.probe import entropy, first_share, negative_share, probe, visit_logits
 from model.cache import KVCache
 from tests.conftest import run_command
 from tests.variants import NATIVE, VARIANTS, randomized
@@ -286,6 +286,15 @@ def test_a_probe_sees_the_map_that_was_used(name: str) -> None:
             continue
         total = 1 - attention.lam() if hasattr(attention, "lam") else torch.ones(())
         torch.testing.assert_close(both.sum(-1), total.expand(both.shape[:-1]), atol=1e-5, rtol=1e-5)
+
+
+def test_a_row_that_sees_nothing_has_shares_of_zero() -> None:
+    model, rows = randomized("baseline"), torch.tensor([0, 3])
+    keys = torch.tensor([[False, True, True, True]])  # the first query sees itself alone, which is padding
+    with probe(model, rows) as maps:
+        model(torch.zeros(1, 4, dtype=torch.long), keys=keys)
+    for share in (entropy, negative_share, first_share):
+        assert share(maps.layers[0])[..., 0].tolist() == [[0.0] * 8]
 
 
 def test_a_probe_reads_the_baselines_own_softmax() -> None:
