@@ -131,8 +131,7 @@ def attend_diff(
     """
     h, T = q.shape[1], q.shape[-2]
     mask.check(q, k)
-    on_cpu = q.device.type == "cpu" and mask.plain and not dropout
-    last = backend in ("auto", "cpu") and on_cpu and T == 1
+    last = backend in ("auto", "cpu") and q.device.type == "cpu" and T == 1 and not (dropout or mask.free)
     backend = _chosen(backend, q, k, v, mask, dropout, 2)
     if probe.active is not None:
         first, second = _probe_rows(q, _repeat(k, h).expand(-1, -1, 2, -1, -1), mask).unbind(2)  # (B, h, R, S) each
@@ -154,7 +153,7 @@ def attend_diff(
     elif T == 1 and k.shape[2] == 1 and not mask.free:
         first, second = _one_query(q, k.squeeze(2), v, mask, dropout).unbind(2)  # (B, h, 1, dv) each
     elif last:
-        return _last_row(q, k, v, lam)
+        return _last_row(q, k, v, lam, None if mask.plain else _see(mask, q, k))
     elif _in_kernel(backend, q, k, mask, dropout):
         return cpu.attend_diff(q, k, v, lam)
     elif backend in ("two_calls", "four_calls"):
@@ -284,18 +283,24 @@ def _one_query(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> T
     return _sdpa(rows, k, v, EVERYTHING, see, dropout).reshape(*q.shape[:-1], -1)
 
 
-def _last_row(q: Tensor, k: Tensor, v: Tensor, lam: Tensor) -> Tensor:
+def _last_row(q: Tensor, k: Tensor, v: Tensor, lam: Tensor, see: Tensor | None) -> Tensor:
     """`attend_diff` for T = 1 and maps with keys of their own: q (B, h, 2, 1, d), k (B, hkv, 2, S, d), v (B, hkv, S, dv).
 
-    Returns (B, h, 1, dv), computed in float32 or better. As in `_one_query`, query heads that share keys are rows of one call.
+    see (1 or B, 1, 1, S): None if the query sees every key. Returns (B, h, 1, dv), computed in float32 or better. As in
+    `_one_query`, query heads that share keys are rows of one call.
     """
     (B, h), (hkv, d), dtype = q.shape[:2], (k.shape[1], k.shape[-1]), v.dtype
     with torch.autocast(q.device.type, enabled=False):
         q, k, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, v))
         rows = q.reshape(B, hkv, h // hkv, 2, d).transpose(2, 3)  # (B, hkv, 2, h / hkv, d)
-        first, second = (rows * d**-0.5 @ k.mT).softmax(-1).unbind(2)  # (B, hkv, h / hkv, S) each
+        scores = rows * d**-0.5 @ k.mT  # (B, hkv, 2, h / hkv, S)
+        if see is not None:
+            blind = ~see.any(-1, keepdim=True)  # as in reference.weights
+            scores = scores.masked_fill(~(see | blind).unsqueeze(2), float("-inf"))
+        first, second = scores.softmax(-1).unbind(2)  # (B, hkv, h / hkv, S) each
         lam = lam.expand(B, h, 1, 1).reshape(B, hkv, -1, 1) if lam.dim() else lam
-        return ((first - lam * second) @ v).reshape(B, h, 1, -1).to(dtype)
+        out = (first - lam * second) @ v  # (B, hkv, h / hkv, dv)
+        return (out if see is None else out.masked_fill(blind, 0.0)).reshape(B, h, 1, -1).to(dtype)
 
 
 def _subtract(first: Tensor, lam: Tensor, second: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from model import decoder
+from model.attention import backends
 from model.attention.backends import attend, attend_diff
 from model.attention.mask import Mask
 from model.decoder import Decoder, _choose
@@ -180,6 +181,13 @@ def test_one_query_is_the_formula(mask: str, backend: str, groups: int) -> None:
         assert results[0][0].shape == (2, heads, 1, 12)
         for wanted, found in zip(*results, strict=True):
             torch.testing.assert_close(found, wanted, atol=1e-12, rtol=1e-9)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_one_query_of_two_maps_copies_no_cache(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "_both_maps", lambda *given: pytest.fail("keys of both maps were put side by side"))
+    q, k, v = torch.randn(2, 2, 2, 1, 8), torch.randn(2, 2, 2, 37, 8), torch.randn(2, 2, 37, 16)
+    assert attend_diff(q, k, v, torch.tensor(0.3), MASKS[mask]).shape == (2, 2, 1, 16)
 
 
 @pytest.mark.parametrize("backend", ("auto", "sdpa"))
