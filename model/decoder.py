@@ -209,10 +209,7 @@ class Decoder(nn.Module):
 
         PaLM's convention (arXiv 2204.02311, appendix B): no discount for causality, embeddings free, the head counted.
         """
-        context = min(self.cfg.context, self.cfg.window or self.cfg.context)
-        attention = 3 * sum(block.attention.flops(context) for block in self.blocks)
-        matrices = sum(p.numel() for p in self.blocks.parameters() if p.dim() >= 2) + self.head.weight.numel()
-        return {"total": 6 * matrices + attention, "attention": attention}
+        return _flops(self.cfg, [*self.blocks, self.head], [block.attention for block in self.blocks])
 
 
 def _block_and_carry(block: Block, x: Tensor, rope: Rope | None, mask: Mask, carry: Carry) -> tuple[Tensor, Carry]:
@@ -282,8 +279,15 @@ def _budget(cfg: DecoderConfig) -> int:
         parts = [VARIANTS[layer_letter(cfg, layer)](cfg, layer, seed=None) for layer in range(cfg.n_layer)]
     if cfg.match == "params":
         return sum(p.numel() for part in parts for p in part.parameters())
+    return _flops(cfg, parts, parts)["total"]
+
+
+def _flops(cfg: DecoderConfig, parts: list[nn.Module], attentions: list[nn.Module]) -> dict[str, int]:
+    """Training FLOPs per token of the matrices in `parts` and of the T x T maps of `attentions`."""
+    context = min(cfg.context, cfg.window or cfg.context)
+    attention = 3 * sum(part.flops(context) for part in attentions)
     matrices = sum(p.numel() for part in parts for p in part.parameters() if p.dim() >= 2)
-    return 6 * matrices + 3 * sum(part.flops(min(cfg.context, cfg.window or cfg.context)) for part in parts)
+    return {"total": 6 * matrices + attention, "attention": attention}
 
 
 def _check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:
