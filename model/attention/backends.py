@@ -103,21 +103,7 @@ def check_backend(backend: str, d: int, dv: int, dropout: float, maps: int = 1, 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, backend: str = "auto", dropout: float = 0.0) -> Tensor:
     """softmax(q k' / sqrt(d)) v: (B, H, T, d) -> (B, H, T, dv). dropout: of the map's weights."""
-    mask.check(q, k)
-    backend = _chosen(backend, q, k, v, mask, dropout, 1)
-    if probe.active is not None:
-        probe.active.record(_probe_rows(q, _repeat(k, q.shape[1]), mask))
-    if backend == "math":
-        return reference.attend(
-            q, _repeat(k, q.shape[1]), _repeat(v, q.shape[1]), _see(mask, q, k), dropout, _bias(mask, q, k)
-        )
-    if backend == "flex":
-        return _flex(q, k, v, mask)
-    if q.shape[-2] == 1 and not mask.free:
-        return _one_query(q, k, v, mask, dropout)
-    if _in_kernel(backend, q, k, mask, dropout):
-        return cpu.attend(q, [k], [v])
-    return _halves(q, k, v, mask, dropout) if backend == "four_calls" else _sdpa(q, k, v, mask, dropout=dropout)
+    return attend_union(q, [k], [v], mask, backend, dropout)
 
 
 def attend_diff(
@@ -187,17 +173,19 @@ def attend_union(
     the same mask. A probe sees the mass summed over the sets.
     """
     n, T, S = len(keys), q.shape[-2], keys[0].shape[-2]
-    if n == 1:
-        return attend(q, keys[0], values[0], mask, backend, dropout)
     mask.check(q, keys[0])
     backend = _chosen(backend, q, keys[0], values[0], mask, dropout, n)
     if probe.active is not None:
-        rows = _probe_rows(q, _repeat(torch.cat(keys, dim=-2), q.shape[1]), mask, sets=n)  # (B, H, R, n S)
+        rows = _probe_rows(q, _repeat(_joined(keys), q.shape[1]), mask, sets=n)  # (B, H, R, n S)
         probe.active.record(rows.unflatten(-1, (n, S)).sum(-2))
     if backend == "flex":
-        return _flex(q, torch.cat(keys, dim=-2), torch.cat(values, dim=-2), mask, sets=n)
+        return _flex(q, _joined(keys), _joined(values), mask, sets=n)
+    if backend != "math" and n == 1 and T == 1 and not mask.free:
+        return _one_query(q, keys[0], values[0], mask, dropout)
     if _in_kernel(backend, q, keys[0], mask, dropout):
         return cpu.attend(q, keys, values)
+    if backend != "math" and n == 1:
+        return (_halves if backend == "four_calls" else _sdpa)(q, keys[0], values[0], mask, dropout=dropout)
     keys, values = [_repeat(k, q.shape[1]) for k in keys], [_repeat(v, q.shape[1]) for v in values]
     half = q.dtype in (torch.bfloat16, torch.float16)
     if backend != "math" and mask.plain and T == S > 0 and not dropout and (q.device.type == "cpu" or half):
@@ -207,10 +195,15 @@ def attend_union(
         return _Union.apply(q.shape[-1] ** -0.5, *padded)[0][..., :width]
     see, bias = _see(mask, q, keys[0]).repeat(1, 1, 1, n), _bias(mask, q, keys[0])
     bias = None if bias is None else bias.repeat(1, 1, 1, n)
-    k, v = torch.cat(keys, dim=-2), torch.cat(values, dim=-2)  # (B, H, n S, d), (B, H, n S, dv)
+    k, v = _joined(keys), _joined(values)  # (B, H, n S, d), (B, H, n S, dv)
     if backend == "math":
         return reference.attend(q, k, v, see, dropout, bias)
     return _sdpa(q, k, v, mask, see, dropout, bias=bias)
+
+
+def _joined(sets: list[Tensor]) -> Tensor:
+    """Keys or values (B, H, S, d) of n sets side by side: (B, H, n S, d)."""
+    return sets[0] if len(sets) == 1 else torch.cat(sets, dim=-2)
 
 
 def _in_kernel(backend: str, q: Tensor, k: Tensor, mask: Mask, dropout: float) -> bool:
