@@ -10,34 +10,20 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 
-class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension, computed in float32 or better (Zhang & Sennrich, arXiv 1910.07467).
-
-    affine False leaves the weight out.
-    """
-
-    def __init__(self, width: int, eps: float = 1e-5, affine: bool = True) -> None:
-        super().__init__()
-        self.width, self.eps = width, eps
-        self.weight = nn.Parameter(torch.ones(width)) if affine else None
+class RMSNorm(nn.RMSNorm):
+    """x / rms(x) * weight over the last dimension, computed in float32 or better (Zhang & Sennrich, arXiv 1910.07467)."""
 
     def forward(self, x: Tensor) -> Tensor:
         dtype = torch.promote_types(x.dtype, torch.float32)
         weight = None if self.weight is None else self.weight.to(dtype)
-        return F.rms_norm(x.to(dtype), (self.width,), weight, self.eps).to(x.dtype)
+        return F.rms_norm(x.to(dtype), self.normalized_shape, weight, self.eps).to(x.dtype)
 
 
-class LayerNorm(nn.Module):
-    """LayerNorm with an optional bias, as GPT-2 has it."""
-
-    def __init__(self, width: int, bias: bool, eps: float = 1e-5) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.bias = nn.Parameter(torch.zeros(width)) if bias else None
-        self.eps = eps
+class LayerNorm(nn.LayerNorm):
+    """LayerNorm, computed in the precision of its weight."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x.to(self.weight.dtype), self.weight.shape, self.weight, self.bias, self.eps).to(x.dtype)
+        return super().forward(x.to(self.weight.dtype)).to(x.dtype)
 
 
 class FeedForward(nn.Module):
@@ -102,8 +88,8 @@ def make_norm(kind: str | Callable[[int], nn.Module], width: int, bias: bool, ep
     if callable(kind):
         return kind(width)
     if kind == "layernorm":
-        return LayerNorm(width, bias, eps)
-    return nn.Identity() if kind == "none" else RMSNorm(width, eps, affine=kind != "plain")
+        return LayerNorm(width, eps, bias=bias)
+    return nn.Identity() if kind == "none" else RMSNorm(width, eps, kind != "plain")
 
 
 def initialize(module: nn.Module, seed: int, residual: tuple[str, ...] = (), depth: int = 1) -> None:
