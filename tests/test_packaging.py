@@ -51,7 +51,7 @@ def test_the_license_and_the_name_are_the_same_everywhere() -> None:
 USE = """
 import sys, torch, attention_noise
 from attention_noise import BaselineAttention, Decoder, DecoderConfig, DiffAttention, IntrospectiveAttention, Mask
-from attention_noise.interop import layouts
+from attention_noise.interop import huggingface
 from attention_noise.conversion import Conversion
 assert attention_noise.__file__.startswith(sys.argv[1]), attention_noise.__file__
 m = DiffAttention(d_model=64, n_head=8, n_kv_head=4, layer=3)

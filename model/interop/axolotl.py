@@ -17,8 +17,8 @@ from ..conversion import Conversion
 from ..decoder import Decoder
 from .diffllama import vectors_of
 from .folder import Weights
-from .layouts import change_rows, heads_in_halves, heads_in_pairs, keep_lambda
 from .llama import Llama
+from .rows import change_rows, heads_in_halves, heads_in_pairs, keep_lambda
 
 PLUGIN = "axolotl_diff_transformer.plugin.DifferentialTransformerPlugin"
 FLAGS = {"zero_init": False, "sublayer_norm": True, "split_heads": False, "mirror_weights": False}  # axolotl's defaults

@@ -15,8 +15,8 @@ from ..attention.diff import lambda_init as scheduled
 from ..config import DecoderConfig
 from ..decoder import Decoder
 from .format import Format
-from .layouts import change_rows, heads_in_halves, heads_in_pairs
 from .llama import Llama
+from .rows import change_rows, heads_in_halves, heads_in_pairs
 
 
 class DiffLlama(Llama):

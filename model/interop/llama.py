@@ -11,7 +11,9 @@ from ..decoder import Decoder
 from ..rotary import RopeScaling
 from .folder import Weights, allow_only, number
 from .format import Format
-from .layouts import LLAMA, change_rows, half_from_interleaved
+from .rows import change_rows, half_from_interleaved
+
+LLAMA = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "out"}
 
 
 class Llama(Format):

@@ -1,5 +1,5 @@
-"""The importer of published attention modules: folded factors, layouts, and what it refuses. That it is right is shown in
-tests/parity/."""
+"""The importer of published attention modules (tests/parity/layouts.py): folded factors, layouts, and what it refuses. That
+it is right is shown by the other files of tests/parity/."""
 
 from collections.abc import Callable
 from functools import partial
@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from model.attention.mask import Mask
-from model.interop.layouts import half_from_interleaved, import_attention
+from model.interop.rows import half_from_interleaved
 from tests.parity.comparing import assert_equals_formula, imported, random_weights, rope_of
+from tests.parity.layouts import import_attention
 from tests.reference import published
 
 T = 7

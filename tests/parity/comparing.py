@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from model.attention import VARIANTS
 from model.attention.mask import Mask
 from model.config import DecoderConfig
-from model.interop.layouts import import_attention
 from model.rotary import Rope
+from tests.parity.layouts import import_attention
 from tests.reference import published
 
 # Both sides compute in float32: sums of up to 64 products of order 1, in different orders, differ by a few 1e-6.

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from model.attention.mask import Mask
-from model.interop.layouts import import_attention
 from model.rotary import Rope
 from tests.parity.comparing import CLOSE, assert_same_function, imported, randomize, rope_of
 from tests.parity.drawing import DRAWS, choices
+from tests.parity.layouts import import_attention
 
 
 @pytest.mark.parametrize("draw", DRAWS)

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from model.interop.layouts import LAYOUTS
 from tests.parity.comparing import assert_equals_formula, imported, random_weights, rope_of
 from tests.parity.drawing import DRAWS, choices
+from tests.parity.layouts import LAYOUTS
 from tests.reference import published
 
 FORMULAS = {  # the formula: its layout

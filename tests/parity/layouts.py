@@ -2,7 +2,8 @@
 
 The published systems differ in which query heads are the two maps of one head, in where the head's value lies, in what
 `num_heads` counts, in whether grouped keys are paired before or after they are repeated, and in whether heads are scaled by
-1 - lambda_init. LAYOUTS says what each system does; tests/reference/published.py has each as a formula.
+1 - lambda_init. LAYOUTS says what each system does; tests/reference/published.py has each as a formula. The comparison of
+our modules with the published ones needs their weights; formats of whole models are in model/interop/.
 
 Sources: microsoft/unilm, Diff-Transformer and Diff-Transformer-V2; vasqu/multihead-sdpadiff (the package); timm's
 DiffAttention; transformers' DiffLlamaAttention; axolotl-ai-cloud/diff-transformer (its two modes); the companion code of
@@ -10,15 +11,17 @@ DiffAttention; transformers' DiffLlamaAttention; axolotl-ai-cloud/diff-transform
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..attention.base import check_choice
-from ..attention.diff import VECTORS, DiffConfig, lambda_init
-from ..attention.diff_v2 import DiffV2Config
+from model.attention.base import check_choice
+from model.attention.diff import VECTORS, DiffConfig, lambda_init
+from model.attention.diff_v2 import DiffV2Config
+from model.interop.llama import LLAMA
+from model.interop.rows import change_rows, heads_in_pairs, keep_lambda
 
 SCALARS = ("lambda_a", "lambda_b")
 TIMM_EPS = 1e-6  # of timm's q_norm, k_norm and norm; its sub_norm has 1e-5
@@ -44,7 +47,6 @@ def _linears(kind: str, **holds: str) -> dict[str, str]:
 
 
 MICROSOFT = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "out_proj": "out"}
-LLAMA = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "out"}
 BLOG = {"wq": "q", "wk": "k", "wv": "v", "out_proj": "out"}
 LAMBDAS = {name: name for name in VECTORS}
 SUBLN = {"subln.weight": "head_norm.weight"}
@@ -131,20 +133,6 @@ def import_attention(
     return overrides, state
 
 
-def half_from_interleaved(weight: Tensor, width: int) -> Tensor:
-    """Query or key rows (heads * width, ...) for RoPE in the half-split layout, from rows for the interleaved one.
-
-    The rows of each head are permuted (dimensions 0, 2, 4, .. then 1, 3, 5, ..), of queries and keys alike, so every
-    q k' is what it was. A bias, or with one head the weight of a query or key norm, is permuted the same way.
-    """
-    if width % 2 or weight.shape[0] % width:
-        raise ValueError(
-            f"{weight.shape[0]} rows are not heads of even width {width}: give the model's head_dim as width"
-        )
-    rows = weight.unflatten(0, (-1, width))  # (H, d, ...)
-    return torch.cat((rows[:, 0::2], rows[:, 1::2]), dim=1).flatten(0, 1)
-
-
 def _form(source: Mapping[str, Tensor], layout: str, gqa_pairing: str | None) -> Layout:
     check_choice("layout", layout, tuple(LAYOUTS))
     form = LAYOUTS[layout]
@@ -211,23 +199,6 @@ def _checked_width(state: dict[str, Tensor], form: Layout, heads: int, kv_heads:
     return d
 
 
-def change_rows(state: dict[str, Tensor], name: str, change: Callable[[Tensor], Tensor]) -> None:
-    """Change in `state` the rows of the projection `name`: of its weight, and of its bias where it has one."""
-    for key in (f"{name}.weight", f"{name}.bias"):
-        if key in state:
-            state[key] = change(state[key])
-
-
-def heads_in_pairs(rows: Tensor, width: int) -> Tensor:
-    """Heads 0..h-1, h..2h-1 in the order 0, h, 1, h + 1, ..: the two heads of a pair become neighbours."""
-    return rows.unflatten(0, (2, -1, width)).transpose(0, 1).flatten(0, 2)
-
-
-def heads_in_halves(rows: Tensor, width: int) -> Tensor:
-    """Heads 0, 1, 2, 3, .. in the order 0, 2, .., 1, 3, ..: the inverse of `heads_in_pairs`."""
-    return rows.unflatten(0, (-1, 2, width)).transpose(0, 1).flatten(0, 2)
-
-
 def _repeat(rows: Tensor, width: int, times: int) -> Tensor:
     """Repeat every head of `width` rows `times` times, copies side by side."""
     return rows.unflatten(0, (-1, width)).repeat_interleave(times, 0).flatten(0, 1)
@@ -249,26 +220,6 @@ def _fold_timm_eps(state: dict[str, Tensor], eps: float) -> None:
         change_rows(state, "k", lambda rows: _scaled(rows, s))
     if "scale_norm.weight" in state:
         state["head_norm.weight"] = _scaled(state["head_norm.weight"], s)
-
-
-def keep_lambda(state: dict[str, Tensor], ours: float) -> None:
-    """Replace a stored lambda_init by ours; one vector moves, so that exp(q1.k1) - exp(q2.k2) + lambda_init stays.
-
-    One of the two exponentials can always take up the difference and remain positive.
-    """
-    change = state.pop("lambda_init").double().item() - ours  # by which exp(q1.k1) - exp(q2.k2) must grow
-    if not math.isfinite(change):
-        raise ValueError("lambda_init is not finite, so the source's checkpoint is damaged: give an undamaged one")
-    if abs(change) < 1e-7:  # the schedule's value, rounded to float32
-        return
-    first, second = ((state[f"lambda_q{c}"].double() @ state[f"lambda_k{c}"].double()).exp().item() for c in (1, 2))
-    c, exponential = (1, first + change) if first + change > second - change else (2, second - change)
-    q, k = state[f"lambda_q{c}"].double(), state[f"lambda_k{c}"].double()
-    if not k.any():
-        k[0] = 1.0
-    q = q + (math.log(exponential) - q @ k) * k / (k @ k)  # the nearest q with this q.k
-    dtype = torch.promote_types(state[f"lambda_q{c}"].dtype, torch.float32)
-    state |= {f"lambda_q{c}": q.to(dtype), f"lambda_k{c}": k.to(dtype)}
 
 
 def _overrides(state: dict[str, Tensor], form: Layout, layout: str) -> dict[str, Any]:
