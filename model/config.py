@@ -65,7 +65,8 @@ def _from_dict(kind: type, values: Any, where: str) -> Any:
         raise ValueError(f"{where}={values} is not a group of options: use a checkpoint of this version")
     known = get_type_hints(kind)
     if unknown := sorted(map(str, values.keys() - known.keys())):
-        raise ValueError(f"{where} has no option {', '.join(unknown)}: use the version of the code that wrote the file")
+        fix = "the file is from another version of this code: check that version out, or remove the option"
+        raise ValueError(f"{where} has no option {', '.join(unknown)}: {fix}")
     return kind(**{key: _checked(known[key], value, f"{where}.{key}") for key, value in values.items()})
 
 

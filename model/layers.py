@@ -96,7 +96,8 @@ def initialize(module: nn.Module, seed: int, residual: tuple[str, ...] = (), dep
     """Set all weights: matrices normal with std 0.02, norms 1, biases 0; then call each submodule's `init_own(generator)`.
 
     Matrices whose names end in one of `residual` project into the residual stream of `depth` blocks: their std is
-    0.02 / sqrt(2 depth), as in GPT-2. A weight depends only on the seed, its name and its shape, not on its device.
+    0.02 / sqrt(2 depth), as in GPT-2. A weight depends only on the seed, its name and its shape (weights set by `init_own`
+    also on their order there), not on its device.
     Submodules from elsewhere, such as norms from a factory, set their weights by their own `reset_parameters()`.
     """
     owners = {id(p): m for m in module.modules() for p in m.parameters(recurse=False)}

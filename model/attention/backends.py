@@ -84,12 +84,9 @@ def _chosen(backend: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: 
     return choose(where, q.dtype, q.shape[-1], v.shape[-1], seen, q.shape[-2], k.shape[-2], maps)
 
 
-def check_backend(backend: str, d: int, dv: int, dropout: float, maps: int = 1, bias: bool = False) -> None:
-    """ValueError unless `backend` can serve heads of width d with values of width dv; maps: 2 for a difference of maps.
-
-    bias: whether numbers are added to the scores, as ALiBi does.
-    """
-    if bias and (backend == "flex" or (backend == "fused" and maps == 2)):
+def check_backend(backend: str, d: int, dv: int, dropout: float, maps: int = 1, alibi: bool = False) -> None:
+    """ValueError unless `backend` can serve heads of width d with values of width dv; maps: 2 for a difference of maps."""
+    if alibi and (backend == "flex" or (backend == "fused" and maps == 2)):
         _refuse_free_masks(backend)
     if dropout and backend in ("flex", "fused", "four_calls"):
         raise ValueError(
@@ -214,7 +211,7 @@ def _in_kernel(backend: str, q: Tensor, k: Tensor, mask: Mask, dropout: float) -
 
 def _refuse_free_masks(backend: str) -> None:
     wrong = f"backend={backend} takes causal, window, document and padding masks, and no other masks or bias (ALiBi)"
-    raise ValueError(f"{wrong}: use model.backend=sdpa")
+    raise ValueError(f"{wrong}: use model.backend=sdpa (in Python: backend='sdpa')")
 
 
 def _sdpa(

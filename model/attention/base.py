@@ -98,7 +98,8 @@ class Attention(nn.Module):
 
     name: ClassVar[str]  # NAME of configs/model/NAME.yaml, and name of the variant's option group in DecoderConfig
     Options: ClassVar[type | None] = None  # dataclass of the variant's own options
-    choices: ClassVar[dict[str, tuple[str, ...]]] = {}  # option -> allowed values; *norm options take factories, too
+    choices: ClassVar[dict[str, tuple[str, ...]]] = {}  # option -> allowed values
+    # Options whose name ends in norm also take a callable: width -> module.
     free_options: ClassVar[tuple[str, ...]] = ()  # options that may change when training starts from trained weights
     undecayed: ClassVar[tuple[str, ...]] = ()  # submodules without weight decay; vectors and scalars never have it
     colours: ClassVar[dict[str, str]] = {}  # name of a file in configs/model -> its colour in figures

@@ -23,15 +23,15 @@ class IntrospectiveConfig:
     """Options of `introspective`: several attention paths per layer, of which path i reads the earlier paths (docs/METHODS.md).
 
     mode: `feature` (to the keys and values of path i, a projection of what earlier paths computed for the same token is
-    added) or `sequence` (path i attends over the keys of all paths j <= i). heads: heads per path; None: n_head / 2; 0:
-    n_head, as in the published code. The value width is d_model / heads, so that the output of a path is as wide as the
-    layer's input X and can be added to it. memory: what the feature mode reads of an earlier path: k (its keys), v (its
-    values), a (its output). own_path: whether path i > 0 also has keys and values of its own (the published code), or only
-    those made from earlier paths (the published text). repeated: whether path i of the sequence mode reads all that each
-    earlier path has read, so that path j < i counts 2^(i-1-j) times (the published naive and flash 1 code), or reads each
-    path once (flash 2). path_weight: how the weights lambda of the paths are computed, see `IntrospectiveAttention.weights`.
-    path_norm: the norm over each path's output and over their sum. alpha: whether alpha X is added to the sum of the paths,
-    with a learned scalar alpha.
+    added) or `sequence` (path i attends over the keys of all paths j <= i). heads: heads per path. null: n_head / 2. 0
+    stands for n_head, as in the published code. The value width is d_model / heads, so that the output of a path is as
+    wide as the layer's input X and can be added to it. memory: what the feature mode reads of an earlier path: k (its
+    keys), v (its values), a (its output). own_path: whether path i > 0 also has keys and values of its own (the
+    published code), or only those made from earlier paths (the published text). repeated: whether path i of the
+    sequence mode reads all that each earlier path has read, so that path j < i counts 2^(i-1-j) times (the published
+    naive and flash 1 code), or reads each path once (flash 2). path_weight: how the weights lambda of the paths are
+    computed, see `IntrospectiveAttention.weights`. path_norm: the norm over each path's output and over their sum.
+    alpha: whether alpha X is added to the sum of the paths, with a learned scalar alpha.
     """
 
     mode: str = "feature"  # feature | sequence
@@ -229,8 +229,8 @@ def _check(opt: IntrospectiveConfig, cfg: AttentionConfig, heads: int) -> None:
         wrong = "LayerNorm without a gain over one path weight is always zero, over two always +1 and -1"
         raise ValueError(f"{wrong}: use model.introspective.path_weight=sigmoid or three paths")
     if opt.repeated and (opt.mode != "sequence" or not opt.own_path):
-        wrong = "model.introspective.repeated=true is for paths that see their own and all earlier keys"
-        raise ValueError(f"{wrong}: use model.introspective.mode=sequence and own_path=true")
+        wrong = "model.introspective.repeated=true counts keys of earlier paths several times"
+        raise ValueError(f"{wrong}, which needs mode=sequence and own_path=true")
     group = cfg.n_head // cfg.n_kv_head if cfg.n_kv_head > 1 else 1  # query heads that share keys
     if cfg.d_model % heads or heads % group:
         wrong = f"{heads} heads per path do not divide d_model={cfg.d_model}"

@@ -82,7 +82,7 @@ class Mask:
 
     @property
     def free(self) -> bool:
-        """Whether the mask has `see`, `bias` or `slopes`, rules of arbitrary form that some kernels cannot take."""
+        """Whether scores need a dense T x S rule (see, bias, slopes), which flex and fused refuse."""
         return self.see is not None or self.bias is not None or self.slopes is not None
 
     def allowed(self, positions: Tensor, S: int) -> Tensor:

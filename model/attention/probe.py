@@ -66,11 +66,11 @@ logits_visitor: Callable[[Tensor, Tensor], Tensor] | None = None  # reference.we
 def visit_logits(model: nn.Module, visit: Visit) -> Iterator[None]:
     """`with visit_logits(model, visit): model(tokens)` calls `visit(layer, logits, see)` before every softmax.
 
-    logits: q.k / sqrt(d) of all heads of one attention call, (B, H, T, S), or (B, h, 2, T, S) for the two maps of a
-    differential head; several key sets are concatenated in S. float32 or better, before hidden keys are masked. see:
-    bool, broadcastable to the logits, True where the query sees the key. A tensor that `visit` returns replaces the
-    logits. Until the context ends, all attention runs as the N x N formulas, whatever its backend: memory grows as T x
-    S. Uncompiled models only; not inside a probe.
+    logits: q.k / sqrt(d) plus the mask's bias (ALiBi), of all heads of one attention call, (B, H, T, S), or (B, h, 2, T, S)
+    for the two maps of a differential head; several key sets are concatenated in S. float32 or better, before hidden keys
+    are masked. see: bool, broadcastable to the logits, True where the query sees the key. A tensor that `visit` returns
+    replaces the logits. Until the context ends, all attention runs as the N x N formulas, whatever its backend: memory
+    grows as T x S. Uncompiled models only; not inside a probe.
     """
     global logits_visitor
     _refuse_nesting()

@@ -133,7 +133,7 @@ class Axolotl(Llama):
         if (why := super().refusal(model)) is not None:
             return why
         wide = cfg.head_dim * cfg.n_head != cfg.d_model
-        return "whose heads have a width of their own, which axolotl ignores" if wide else None
+        return "its heads have a width of their own, which axolotl ignores" if wide else None
 
     def read(self, config: dict[str, Any], weights: Weights) -> tuple[DecoderConfig, dict[str, Tensor]]:
         layers = range(self.our_config(config).filled().n_layer)

@@ -55,20 +55,20 @@ class Format:
         """Why this format cannot hold the function of `model`; None if it can."""
         cfg = model.cfg
         if {layer_letter(cfg, layer) for layer in range(cfg.n_layer)} != {self.letter}:
-            return f"whose layers={cfg.layers} are not {self.letter} throughout"
+            return f"its layers={cfg.layers} are not {self.letter} throughout"
         if cfg.window is not None and "window" not in self.settings.values():
-            return f"whose queries see a window of {cfg.window} keys"
+            return f"its queries see a window of {cfg.window} keys"
         if cfg.document_mask:
-            return "whose tokens see their own document only"
+            return "its tokens see their own document only"
         group = VARIANTS[self.letter].name
         allowed = self.parts | {f"{group}.{name}": values for name, values in self.options.items()}
         for field, values in allowed.items():
             if (value := attrgetter(field)(cfg)) not in values:
-                return f"which has {field}={value} and not {' or '.join(map(str, values))}"
+                return f"it has {field}={value}; the format allows {' or '.join(map(str, values))}"
         state = model.state_dict()
         for shapes, theirs in self._table(cfg, self.their_config(cfg)):
             if theirs is None and any(state[name].any() for name in shapes):
-                return f"which has {', '.join(shapes)}, for which this format has no place"
+                return f"it has {', '.join(shapes)}, for which this format has no place"
         return None
 
     def biased(self, config: dict[str, Any]) -> tuple[str, ...]:

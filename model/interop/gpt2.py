@@ -59,7 +59,7 @@ class GPT2(Format):
     def refusal(self, model: Decoder) -> str | None:
         cfg = model.cfg
         fits = cfg.n_kv_head == cfg.n_head and cfg.head_dim * cfg.n_head == cfg.d_model
-        why = None if fits else "whose keys are grouped or whose heads have a width of their own"
+        why = None if fits else "its keys are grouped or its heads have a width of their own"
         return super().refusal(model) or why
 
     def biased(self, config: dict[str, Any]) -> tuple[str, ...]:

@@ -77,7 +77,7 @@ def export(model: Decoder, to: str | None = None, eot: int | None = None) -> Exp
         to = next(name for name, form in FORMATS.items() if form.refusal(model) is None)
     check_choice("to", to, tuple(FORMATS))
     if (why := FORMATS[to].refusal(model)) is not None:
-        raise ValueError(f"to={to} cannot hold this model, {why}: use to=remote")
+        raise ValueError(f"to={to} cannot express this model ({why}): use to=remote")
     config, tensors = FORMATS[to].write(model)
     config |= {"bos_token_id": eot, "eos_token_id": eot, "dtype": "float32"}
     tensors = {name: tensor.detach().float().contiguous() for name, tensor in tensors.items()}

@@ -69,8 +69,8 @@ class Llama(Format):
         if (why := super().refusal(model)) is not None:
             return why
         if cfg.rope_scaling.kind not in self.scalings:
-            return f"which has rope_scaling.kind={cfg.rope_scaling.kind} and not {' or '.join(self.scalings)}"
-        why = f"whose {cfg.n_head} heads do not divide its width {cfg.d_model}, which transformers refuses"
+            return f"it has rope_scaling.kind={cfg.rope_scaling.kind}; the format allows {' or '.join(self.scalings)}"
+        why = f"its {cfg.n_head} heads do not divide its width {cfg.d_model}, which transformers refuses"
         return why if cfg.d_model % cfg.n_head else None
 
     def biased(self, config: dict[str, Any]) -> tuple[str, ...]:

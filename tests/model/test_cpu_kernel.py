@@ -194,7 +194,9 @@ def test_without_a_compiler_auto_takes_torchs_kernel_and_the_name_is_refused(
     monkeypatch.setenv("CXX", compiler)
     module, x = BaselineAttention(d_model=32, n_head=4), torch.randn(2, 9, 32)
     torch.testing.assert_close(module(x), BaselineAttention(d_model=32, n_head=4, backend="math")(x))
-    with pytest.raises(ValueError, match=f"{says}.*install g.., or use model.backend=sdpa$"):
+    with pytest.raises(
+        ValueError, match=f"{says}.*install g.., or use model.backend=sdpa .in Python: backend='sdpa'.$"
+    ):
         BaselineAttention(d_model=32, n_head=4, backend="cpu")
     assert not fresh.exists()
 

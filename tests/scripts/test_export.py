@@ -142,7 +142,7 @@ def test_a_folder_is_pushed_and_the_token_is_not_shown(call, tmp_path: Path, mon
 def test_a_variant_that_the_format_cannot_hold_is_refused(call, tmp_path: Path) -> None:
     make_run(tmp_path / "run", "diff_v2")
     refused = call(f"run={tmp_path}/run", f"out={tmp_path}/out", "to=diffllama")
-    assert "layers=v are not d throughout: use to=remote" in refused and not (tmp_path / "out").exists()
+    assert "layers=v are not d throughout): use to=remote" in refused and not (tmp_path / "out").exists()
 
 
 def test_a_folder_that_computes_something_else_is_not_left_behind(

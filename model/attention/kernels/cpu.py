@@ -83,11 +83,11 @@ def _failure() -> str | None:
         _library()
     except (OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or str(error)
-        said = (
-            said.decode(errors="replace") if isinstance(said, bytes) else said
-        )  # a timeout's are bytes, despite text=True
+        if isinstance(said, bytes):  # a timeout's, despite text=True
+            said = said.decode(errors="replace")
         reason = said.strip().split("\n")[-1]
-        return f"the cpu backend needs a C++ compiler with OpenMP ({reason}): install g++, or use model.backend=sdpa"
+        fix = "install g++, or use model.backend=sdpa (in Python: backend='sdpa')"
+        return f"the cpu backend needs a C++ compiler with OpenMP ({reason}): {fix}"
     return None
 
 
