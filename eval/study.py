@@ -21,8 +21,7 @@ from data.shards import open_split
 from data.stream import is_task, open_tokenizer
 from eval.perplexity import PerplexityConfig, result_name
 from eval.records import Record, record_of, run_of, write_records
-from eval.report.runs import DIVERGED, SpikeConfig, read_run
-from eval.report.runs import Run as Measured
+from eval.report.runs import DIVERGED, Run, SpikeConfig, read_run
 from model.config import DecoderConfig
 from model.decoder import Decoder
 from training.checkpoint import checkpoints, folder_name
@@ -36,7 +35,7 @@ OF_A_RUN = ("attention_noise", "harness", "icl", "mqar", "multiple_choice", "nee
 
 
 @dataclass
-class Run:
+class PlannedRun:
     """One arm at one seed: arguments of train.py and of the evaluations. record: given if the run was finished elsewhere."""
 
     arm: str
@@ -115,7 +114,7 @@ class Run:
             write_records(self.folder.parent / "records" / f"{self.name}.jsonl", [record_of(self.measured())])
         return "diverged" if self.diverged else "done"
 
-    def measured(self, spike: SpikeConfig | None = None) -> Measured:
+    def measured(self, spike: SpikeConfig | None = None) -> Run:
         """The finished run's configuration, metrics and evaluations."""
         return run_of(self.record, spike) if self.record else read_run(self.folder, spike)
 

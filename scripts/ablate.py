@@ -38,7 +38,7 @@ from eval.report.grid import Comparison, draw_ablation, fit_rows
 from eval.report.pooled import Pooled
 from eval.report.runs import Arm, give_colours, refuse_other_settings
 from eval.report.tables import markdown, si
-from eval.study import Run, describe_model, read_epochs, train_config, training_flops
+from eval.study import PlannedRun, describe_model, read_epochs, train_config, training_flops
 from eval.tuning import Point, Tuned
 from training.checkpoint import checkpoints
 from training.jobs import Team, environment, run_jobs, visible_gpus
@@ -83,7 +83,7 @@ class Search:
     """An arm's search for its learning rates. losses: mean loss at each finished point. waits: trials are not finished."""
 
     arm: Arm
-    runs: list[Run] = field(default_factory=list)
+    runs: list[PlannedRun] = field(default_factory=list)
     losses: dict[Point, float] = field(default_factory=dict)
     waits: bool = False
 
@@ -94,7 +94,7 @@ class Study:
     def __init__(self, cfg: AblateConfig, name: str) -> None:
         self.cfg, self.name, self.folder = cfg, name, Path(cfg.runs) / name
         self.seeds = seed_list(cfg.seeds)
-        self._known: dict[str, Run] = {}
+        self._known: dict[str, PlannedRun] = {}
         tuning.check(cfg.tune, self.seeds)
         if cfg.tune.at is not None and cfg.tune.at not in cfg.grid:
             raise ValueError(
@@ -120,14 +120,14 @@ class Study:
         except USER_ERRORS as error:
             raise ValueError(f"arm {arm.name}: {explain(error, TrainConfig)}") from None
 
-    def _run(self, arm: Arm, seed: int, name: str, more: list[str], evaluations: list[list[str]]) -> Run:
+    def _run(self, arm: Arm, seed: int, name: str, more: list[str], evaluations: list[list[str]]) -> PlannedRun:
         """The run `name`, made once because composing a configuration takes tenths of a second."""
         if name in self._known:
             return self._known[name]
         folder = self.folder / name
         own = merged(more, [f"seed={seed}", f"run_dir={folder}", "resume=true"])
         config, flops = self._config(arm, own), arm.facts["flops_per_token"]
-        run = Run(arm.name, seed, folder, merged(arm.overrides, own), config, evaluations, flops)
+        run = PlannedRun(arm.name, seed, folder, merged(arm.overrides, own), config, evaluations, flops)
         record = self.records.get(name)
         if record and describes(record, config) and not checkpoints(folder):
             run.record = record
@@ -143,7 +143,7 @@ class Study:
 
     # Tuning
 
-    def trials(self) -> list[Run]:
+    def trials(self) -> list[PlannedRun]:
         """The known trials of all arms: finished trials, and the trials that the search wants next."""
         return [trial for search in self._searches() for trial in search.runs]
 
@@ -176,7 +176,7 @@ class Study:
             else:
                 search.losses[point] = sum(self._judged(trial) for trial in mine) / len(mine)
 
-    def _trial(self, arm: Arm, point: Point, seed: int) -> Run:
+    def _trial(self, arm: Arm, point: Point, seed: int) -> PlannedRun:
         pairs = list(zip(self.cfg.tune.keys, point, strict=True))
         rates = [f"{key}={value:g}" for key, value in pairs]
         short = "-".join(f"{key.rsplit('.', 1)[-1]}{value:g}" for key, value in pairs)
@@ -191,7 +191,7 @@ class Study:
             if failed := [trial for trial in trials if trial.left()]:
                 raise ValueError(f"{len(failed)} of {len(trials)} trials are not finished, {failed[0].reason()}")
 
-    def _judged(self, trial: Run) -> float:
+    def _judged(self, trial: PlannedRun) -> float:
         """The number that judges a finished trial; infinity if the trial diverged."""
         found = trial.measured().value(self.cfg.tune.metric)
         if found is None and not trial.diverged:
@@ -212,7 +212,7 @@ class Study:
 
     # The runs that are compared
 
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[PlannedRun]:
         """Every arm at every seed, seed by seed, so that an interrupted ablation has complete comparisons.
 
         Arms with fewer seeds come last. A study with tuning leaves out arms whose tuning is not finished.
@@ -243,7 +243,7 @@ class Study:
         recorded = folder.name in self.records and not checkpoints(folder)  # then the run is trained as a whole
         return [] if recorded else [f"branch_from={folder}"]
 
-    def describe(self, runs: list[Run]) -> list[list[Run]]:
+    def describe(self, runs: list[PlannedRun]) -> list[list[PlannedRun]]:
         """Print the arms and the number of finished runs. Returns the chains of unfinished runs, longest run first."""
         width = max(len(arm.name) for arm in self.arms)
         for arm in self.arms:
@@ -256,7 +256,7 @@ class Study:
         left = [run for run in runs if run.left()]
         print(f"{self.name}: {len(runs)} runs, {len(runs) - len(left)} of them finished", flush=True)
         arm_of = {arm.name: arm.arm for arm in self.arms}
-        chains: dict[Any, list[Run]] = {}
+        chains: dict[Any, list[PlannedRun]] = {}
         for run in left:
             chains.setdefault((arm_of[run.arm], run.seed) if self.cfg.branch else run.name, []).append(run)
         return [sorted(chain, key=lambda run: -run.config.steps) for chain in chains.values()]
@@ -283,7 +283,7 @@ class Study:
         needed = f"{hours / 0.2:.1f} h at 20 % MFU, {hours / 0.4:.1f} h at 40 %, {card}"
         print(f"{len(known) + len(later)} runs left{waiting}: {needed}", flush=True)
 
-    def carry_out(self, chains: list[list[Run]], title: str, total: int, task: list[str]) -> None:
+    def carry_out(self, chains: list[list[PlannedRun]], title: str, total: int, task: list[str]) -> None:
         """Start the runs on this machine or with a launcher."""
         if self.cfg.launcher.plugin:
             first, later = [chain[0] for chain in chains], [run for chain in chains for run in chain[1:]]
@@ -314,7 +314,7 @@ class Study:
 
     # Results
 
-    def write_missing_records(self, runs: list[Run]) -> None:
+    def write_missing_records(self, runs: list[PlannedRun]) -> None:
         """Write missing records of finished runs that a user made with train.py by hand, or that older code made."""
         for run in runs:
             if not run.record and not run.left() and not (self.folder / "records" / f"{run.name}.jsonl").is_file():
@@ -343,7 +343,7 @@ class Study:
         write_atomic(self.folder / "table.md", text.encode())
         print(text)
 
-    def write_results(self, runs: list[Run]) -> None:
+    def write_results(self, runs: list[PlannedRun]) -> None:
         """Compare all runs, and write results.json, table.md, records and figures; print the table."""
         cfg, tuned = self.cfg, self.tuned()
         by_name = {arm.name: arm for arm in self.arms}
@@ -392,7 +392,7 @@ class Study:
         print(f"ablation  {self.folder / 'table.md'} ({len(runs)} runs, {len(figures)} figures)", flush=True)
 
 
-def run_by_launcher(cfg: AblateConfig, folder: Path, left: list[Run], task: list[str]) -> None:
+def run_by_launcher(cfg: AblateConfig, folder: Path, left: list[PlannedRun], task: list[str]) -> None:
     """Start each run with a Hydra launcher, which calls this script in a sweep over only=."""
     launcher = cfg.launcher
     try:

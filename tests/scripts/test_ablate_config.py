@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from configs import CONFIG_DIR
 from configs.composing import merged
 from eval.experiment import AblateConfig
-from eval.study import Run
+from eval.study import PlannedRun
 from eval.tuning import TuneConfig
 from model.decoder import Decoder
 from scripts import ablate
@@ -70,7 +70,7 @@ def test_every_experiment_loads_and_its_arms_match(experiment: str, tier: str, s
         assert (arms[0].facts["heads"], arms[0].facts["d"]) == (heads, width)
 
 
-def plan(cfg: AblateConfig, folder: Path) -> tuple[list, list[Run]]:
+def plan(cfg: AblateConfig, folder: Path) -> tuple[list, list[PlannedRun]]:
     """Arms and runs of a study as if nothing were to be tuned."""
     cfg.runs, cfg.tune = str(folder), TuneConfig()
     study = Study(cfg, "study")
@@ -100,13 +100,13 @@ def test_with_an_exchange_every_arm_tries_the_best_of_every_other(
     study = Study(composed(shards, "experiment=noise", "seeds=1", f"runs={tmp_path}"), "noise")
     likes = {"baseline-at80": 0.04, "diff-at80": 0.005}  # of Muon's rates; the other arms like 0.02
     finished: set[str] = set()
-    monkeypatch.setattr(Run, "left", lambda run: [] if run.name in finished else [["train.py"]])
+    monkeypatch.setattr(PlannedRun, "left", lambda run: [] if run.name in finished else [["train.py"]])
 
-    def judged(trial: Run) -> float:
+    def judged(trial: PlannedRun) -> float:
         return abs(math.log(trial.config.optim.muon_lr / likes.get(trial.arm, 0.02)))
 
     monkeypatch.setattr(study, "_judged", judged)
-    monkeypatch.setattr(Run, "measured", lambda run: SimpleNamespace(value=lambda name: 1.0))
+    monkeypatch.setattr(PlannedRun, "measured", lambda run: SimpleNamespace(value=lambda name: 1.0))
     rounds = 0
     while wanted := [trial for trial in study.trials() if trial.left()]:
         rounds += 1
@@ -166,7 +166,7 @@ def test_a_card_is_told_what_every_run_costs(shards: Path, tmp_path: Path, capsy
     assert seconds["baseline-30M-s1"] == pytest.approx(0.2 * 916 / 3664 * seconds["baseline-120M-s1"], abs=1)
 
 
-def named(runs: list[Run], name: str) -> Run:
+def named(runs: list[PlannedRun], name: str) -> PlannedRun:
     return next(run for run in runs if run.name == name)
 
 
