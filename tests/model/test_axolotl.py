@@ -127,7 +127,7 @@ def test_what_axolotl_cannot_hold_is_refused(tmp_path: Path) -> None:
     for changes, says in (
         ({"layers": "v"}, "layers=v are not d throughout"),
         ({"head_dim": 6}, "heads have a width of their own"),
-        ({"diff": {"qk_norm": True}}, "diff.qk_norm=True and not False"),
+        ({"diff": {"qk_norm": True}}, "diff.qk_norm=True; the format allows False"),
     ):
         with pytest.raises(ValueError, match=says):
             export(model_of("double, norm", **changes), "axolotl")
