@@ -93,7 +93,9 @@ def write_experiment(cfg: ConvertConfig, source: LoadedRun, windows: np.ndarray)
         (before, after), (_, parameters) = record["loss"], record["parameters"]
         cells = [f"{parameters:,}", f"{record['change']['max_logit']:.1e}", f"{before:.4f}", f"{after:.4f}"]
         lines.append([name, *cells, f"{after - before:+.4f}"])
-        arms[name] = train_overrides(load_run(start), how, {"model.diff.lambda_warmup": warmup} if how.waits else {})
+        arms[name] = train_overrides(
+            load_run(start), how, {"model.diff.lambda_warmup": warmup} if how.second_maps_learn_later else {}
+        )
     print(table := markdown(lines))
     write_json(folder / "conversions.json", result_record("conversions", folder.name, cfg, records))
     write_atomic(folder / "conversions.md", table.encode())
@@ -211,7 +213,7 @@ def train_overrides(run: LoadedRun, how: Conversion, more: dict[str, Any]) -> li
         values.pop("model.vocab_size", None)  # train.py takes the size from the tokenizer
     for rate in ("lr", "muon_lr") if config["optim"]["name"] == "muon" else ("lr",):
         values[f"optim.{rate}"] = f"{LOWER * config['optim'][rate]:g}"
-    if how.waits:
+    if how.second_maps_learn_later:
         values["model.diff.lambda_warmup"] = WARMUP
     return overrides(values | more)
 

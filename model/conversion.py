@@ -90,7 +90,7 @@ class Conversion:
         return copied if self.to == "diff_v2" else kept
 
     @property
-    def waits(self) -> bool:
+    def second_maps_learn_later(self) -> bool:
         """Whether second maps get their first gradient one step after lambda does: at lambda 0 they have no effect."""
         return self.to == "diff" and self.init == "zero"
 

@@ -183,7 +183,9 @@ def describe(record: dict[str, Any]) -> list[str]:
         "this conversion changes the function: init=zero and init=mirror with heads=double and without sublayer_norm, and "
         "diff_v2 with second=copy, do not": not record["exact"],
         "its cost in loss is not known: give text=FILE or shards=DIR": not record["exact"] and "loss" not in record,
-        "the second maps' queries and keys get their first gradient in the second step, all else in the first": how.waits,
+        "the second maps' queries and keys get their first gradient in the second step, all else in the first": (
+            how.second_maps_learn_later
+        ),
         "train without model.diff.lambda_warmup: the output projection compensates for all of lambda": (
             how.to == "diff" and how.init == "mirror"
         ),
