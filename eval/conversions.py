@@ -212,7 +212,7 @@ def train_overrides(run: LoadedRun, how: Conversion, more: dict[str, Any]) -> li
     if config["model"]["vocab_size"] == run.tokenizer.vocab_size:
         values.pop("model.vocab_size", None)  # train.py takes the size from the tokenizer
     for rate in ("lr", "muon_lr") if config["optim"]["name"] == "muon" else ("lr",):
-        values[f"optim.{rate}"] = f"{LOWER * config['optim'][rate]:g}"
+        values[f"optim.{rate}"] = float(f"{LOWER * config['optim'][rate]:g}")
     if how.second_maps_learn_later:
         values["model.diff.lambda_warmup"] = WARMUP
     return overrides(values | more)

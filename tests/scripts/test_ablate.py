@@ -62,7 +62,7 @@ def test_a_crippled_arm_is_found_a_twin_is_not_a_diverged_one_is_counted(
     (pair,) = content["results"]["pairs"][
         "valid"
     ]  # the twin is the baseline: the pair's difference is the crippled arm's
-    assert pair["mean"] == pytest.approx(-found["difference"]["mean"]) and "| valid: part |" in printed
+    assert pair["mean"] == pytest.approx(-found["difference"]["mean"]) and "| part | arms | n | valid |" in printed
     assert "diverging-s2 diverged" in printed and diverging["metrics"]["valid"]["n"] == 0
     assert "the loss is " in diverging["runs"][0]["diverged"]
     assert len(baseline["runs"][0]["losses"]) == 16 and len(baseline["runs"][0]["curve"]) == 2
