@@ -43,7 +43,8 @@ class AblateConfig:
 
     grid: point -> overrides; every arm runs at each point and is compared with the first arm at the same point.
     evaluations: commands of eval/ with their overrides. metrics: column -> EVALUATION.KEY in the evaluation's JSON, or
-    train.NAME. matched: refuse arms that differ by more than 0.5 % from the first arm's parameters. fit: fit a power
+    train.NAME. profiles: name -> EVALUATION.KEY under which there are several numbers, such as losses by position; one
+    table for each. matched: refuse arms that differ by more than 0.5 % from the first arm's parameters. fit: fit a power
     law over the grid's sizes.
     """
 
@@ -58,6 +59,7 @@ class AblateConfig:
     text_tokens: Annotated[int, "[1, inf)"] = 1_000_000  # tokens of each of `texts`, at most
     metrics: dict[str, str] = field(default_factory=dict)
     compared: list[str] = field(default_factory=list)  # metrics whose differences are tested; empty: the first metric
+    profiles: dict[str, str] = field(default_factory=dict)  # name -> EVALUATION.KEY with several numbers to compare
     pairs: dict[str, list[str]] = field(
         default_factory=dict
     )  # part -> [ARM, OTHER ARM], which differ in this part alone
@@ -123,7 +125,7 @@ def evaluation_commands(cfg: AblateConfig) -> list[list[str]]:
 def refuse_metrics(cfg: AblateConfig, evaluations: list[list[str]]) -> None:
     """Refuse metrics that no evaluation writes, and metrics on the text that the learning rates are chosen on."""
     reads_own = {result_file(*command): _reads_own_text(*command) for command in evaluations} | {"train": False}
-    for name, path in cfg.metrics.items():
+    for name, path in (cfg.metrics | cfg.profiles).items():
         evaluation = path.split(".")[0]
         if evaluation not in reads_own:
             text = evaluation.removeprefix("perplexity_")

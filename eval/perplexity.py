@@ -105,9 +105,9 @@ def evaluate(
 ) -> dict[str, Any]:
     """Test on windows (n, T + 1). byte_lengths (V,): UTF-8 bytes of each token, 0 for the end of a text.
 
-    Returns loss (nats per token), se (over windows), ppl, bits_per_byte, by_position and cumulative (T losses), recall and
-    counts. frequent: codes of n-grams that are frequent in training, which split recall's hits into rare_hit and
-    frequent_hit.
+    Returns loss (nats per token), se (over windows), ppl, bits_per_byte, by_position and cumulative (T losses), by_octave,
+    recall and counts. frequent: codes of n-grams that are frequent in training, which split recall's hits into rare_hit
+    and frequent_hit.
     """
     n, length = windows.shape[0], windows.shape[1] - 1
     by_position, totals = np.zeros(length), []
@@ -139,6 +139,7 @@ def evaluate(
         "length": length,
         "sha256": digest(windows),
         "by_position": by_position.tolist(),
+        "by_octave": by_octave(by_position),
         "cumulative": (by_position.cumsum() / np.arange(1, length + 1)).tolist(),
         "recall": {"ngram": ngram} | recall,
     }
@@ -163,6 +164,17 @@ def ratio_se(sums: np.ndarray, counts: np.ndarray) -> dict[str, float | int | No
     mean = float(sums.sum() / tokens)
     spread = float(((sums - mean * counts) ** 2).sum())
     return {"loss": mean, "se": math.sqrt(spread * n / max(1, n - 1)) / tokens, "tokens": tokens}
+
+
+def by_octave(by_position: Sequence[float]) -> dict[str, float]:
+    """Mean loss at the positions 1 to 3, 4 to 7, 8 to 15 and so on. Less than half an octave at the end joins the last one."""
+    T = len(by_position)
+    starts = [1, *(2**k for k in range(2, T.bit_length()) if 3 * 2**k <= 2 * (T + 1))]
+    spans = zip(starts, [*(start - 1 for start in starts[1:]), T], strict=True)
+    return {
+        str(first) if first == last else f"{first}-{last}": float(np.mean(by_position[first - 1 : last]))
+        for first, last in spans
+    }
 
 
 def position_buckets(by_position: list[float]) -> tuple[np.ndarray, np.ndarray]:

@@ -35,7 +35,7 @@ from eval.experiment import AblateConfig, arm_list, compare_parameters, evaluati
 from eval.overlap import overlaps, refuse_overlap
 from eval.records import TRIAL, describes, records_of
 from eval.report.grid import Comparison, draw_ablation, fit_rows
-from eval.report.pooled import Pooled
+from eval.report.pooled import Pooled, profile
 from eval.report.runs import Arm, give_colours, refuse_other_settings
 from eval.report.tables import markdown, si
 from eval.study import PlannedRun, describe_model, read_epochs, train_config, training_flops
@@ -354,6 +354,7 @@ class Study:
         refuse_other_settings(measured)
         found, seeds = Comparison(arms, cfg.metrics, cfg.compared), list(dict.fromkeys(run.seed for run in runs))
         pooled = Pooled(found, cfg.pairs, cfg.branch)
+        profiles = {n: one for n, path in cfg.profiles.items() if (one := profile(arms, path, cfg.pairs))}
         fits = found.fit_sizes(next(iter(cfg.metrics))) if cfg.fit else None
         longest = max((run.config for run in runs), key=lambda config: config.steps * config.batch_tokens)
         epochs, missing = read_epochs(longest), len(self.runs()) - len(runs)
@@ -365,31 +366,42 @@ class Study:
             shares = ", ".join(f"{text} {share:.2%}" for text, share in overlaps.items())
             wording = "Share of the 13-word sequences of each test text that occur in the training text"
             remarks.append(f"{wording}: {shares}.")
+        if absent := [f"{name} ({path})" for name, path in cfg.profiles.items() if name not in profiles]:
+            remarks.append(f"Without a table, because no run has several numbers there: {', '.join(absent)}.")
         results = {
             "title": title,
             "arms": found.as_json(),
             "tuning": tuning.as_json(tuned),
             **pooled.as_json(),
+            "profiles": {name: one.as_json() for name, one in profiles.items()},
             "fits": fits,
             "epochs": epochs,
             "overlap": overlaps,
             "notes": remarks,
         }
         tables = [markdown(found.table()).rstrip(), *([markdown(fit_rows(fits)).rstrip()] if fits else [])]
-        differences = [table for point in pooled.points for table in pooled.tables(point)]
+        end, differences = pooled.points[-1], [table for point in pooled.points for table in pooled.tables(point)]
+        for name, one in profiles.items():
+            differences += [f"{name}:", *of_profile] if (of_profile := one.tables(end)) else []
         page = [f"**{title}**", *differences, *pooled.remarks(), *tables, *remarks, *pooled.notes()]
         self._write(results, seeds, page)
-        if last := pooled.tables(pooled.points[-1]):
+        if last := pooled.tables(end):
             text = "\n\n".join([f"**{title}**", *last, *pooled.remarks()]) + "\n"
             write_atomic(self.folder / "differences.md", text.encode())
         figures = draw_ablation(self.folder / "figures", found, fits)
         for metric in found.compared if cfg.branch else ():
-            unit = " (nats)" if cfg.metrics[metric].endswith("loss") else ""
-            figures += pooled.draw(self.folder / "figures", metric, unit)
+            figures += pooled.draw(self.folder / "figures", metric, unit(cfg.metrics[metric]))
+        for name, one in profiles.items():
+            figures += one.draw_profile(self.folder / "figures", name, end, unit(cfg.profiles[name]))
         if tuned:
             figures.append(self.folder / "figures" / "tuning.png")
             tuning.draw_tuning(figures[-1], tuned, {arm.arm: arm.colour for arm in self.arms}, cfg.tune.metric)
         print(f"ablation  {self.folder / 'table.md'} ({len(runs)} runs, {len(figures)} figures)", flush=True)
+
+
+def unit(path: str) -> str:
+    """The unit of a metric's numbers, for the label of an axis."""
+    return " (nats)" if path.endswith(("loss", "by_octave")) else ""
 
 
 def run_by_launcher(cfg: AblateConfig, folder: Path, left: list[PlannedRun], task: list[str]) -> None:

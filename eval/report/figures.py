@@ -14,7 +14,7 @@ from eval.report.runs import Arm, Run
 from eval.report.tables import Cell, Contrast, minus, si
 
 Curve = tuple[np.ndarray, np.ndarray]  # x, y
-# Training tokens, difference, the ends of its interval (None where there is none), seeds.
+# Place on the axis, difference, the ends of its interval (None where there is none), seeds.
 Gap = list[tuple[float, float, float | None, float | None, int]]
 
 
@@ -305,12 +305,14 @@ def draw_grid(path: Path, cells: list[tuple[Arm, Cell]], metric: str, fits: dict
         ax.legend()
 
 
-def draw_gap(path: Path, lines: Mapping[str, tuple[str, Gap]], label: str) -> None:
-    """Differences against training tokens, with their intervals; one seed is a hollow dot. lines: name -> colour, points."""
+def draw_gap(
+    path: Path, lines: Mapping[str, tuple[str, Gap]], ticks: Mapping[float, str], xlabel: str, ylabel: str
+) -> None:
+    """Differences with their intervals; one seed is a hollow dot. lines: name -> colour, points. ticks: place -> label."""
     with figure(path, 7.6, 4.6) as axes:
-        ax, ticks = axes[0, 0], sorted({x / 1e6 for _, gap in lines.values() for x, *_ in gap})
+        ax, apart = axes[0, 0], 0.008 * (max(ticks) - min(ticks))  # so that intervals do not hide each other
         for k, (name, (shade, gap)) in enumerate(lines.items()):
-            x = [tokens / 1e6 * (1 + 0.012 * (k - len(lines) / 2)) for tokens, *_ in gap]
+            x = [place + apart * (k - len(lines) / 2) for place, *_ in gap]
             mean = np.array([mean for _, mean, *_ in gap])
             ends = np.array(
                 [(mean, mean) if low is None else (low, high) for _, mean, low, high, _ in gap], dtype=float
@@ -322,9 +324,7 @@ def draw_gap(path: Path, lines: Mapping[str, tuple[str, Gap]], label: str) -> No
                 [x[i] for i in alone], mean[alone], "o", color="white", markeredgecolor=shade, markersize=4.5, zorder=3
             )
         ax.axhline(0, color=INK, linewidth=0.9)
-        ax.set_xscale("log", base=2)
-        ax.set_xticks(ticks, [f"{tick:.3g}" for tick in ticks])
-        ax.minorticks_off()
+        ax.set_xticks(list(ticks), list(ticks.values()))
         hollow = "; hollow dots: one seed" if any(n == 1 for _, gap in lines.values() for *_, n in gap) else ""
-        ax.set(xlabel=f"training tokens (millions){hollow}", ylabel=label)
+        ax.set(xlabel=f"{xlabel}{hollow}", ylabel=ylabel)
         ax.figure.legend(*ax.get_legend_handles_labels(), loc="outside right center")

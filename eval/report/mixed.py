@@ -16,8 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import stats
 
-from eval.report.figures import Gap
-from eval.report.runs import Arm, trained_tokens
+from eval.report.runs import Arm
 from eval.report.statistics import LEVEL, detectable_effect, difference_text, p_text, t_quantile
 
 DRAWS = 2**18  # samples of the multivariate t
@@ -173,12 +172,15 @@ def by_point(arms: list[Arm], values: Mapping[str, Mapping[int, float]]) -> dict
     return models
 
 
-def mixed_lines(models: Mapping[str, Mapping[str, MixedModel]], point: str) -> list[list[str]]:
-    """The differences at one point of the grid: a row per arm, a column per metric. models: metric -> point -> model."""
+def mixed_lines(models: Mapping[str, Mapping[str, MixedModel]], point: str, after: str = "") -> list[list[str]]:
+    """The differences at one point of the grid: a row per arm, a column per metric. models: metric -> point -> model.
+
+    after: more words of the first column's head.
+    """
     here = {metric: at[point] for metric, at in models.items() if point in at}
     arms = {arm: effect.n for model in here.values() for arm, effect in model.effects.items()}
     reference = next(iter(here.values())).reference
-    lines = [[f"arm less {reference}", "n", *here]]
+    lines = [[f"arm less {reference}{after}", "n", *here]]
     for arm, n in arms.items():
         found = [model.effects.get(arm) for model in here.values()]
         lines.append([arm, str(n), *(difference_text(e.mean, e.low, e.high) if e else "" for e in found)])
@@ -202,13 +204,3 @@ def mixed_notes(models: Mapping[str, MixedModel], metric: str) -> list[str]:
                 "the others. Compare with the paired intervals."
             )
     return notes
-
-
-def gaps(arms: list[Arm], models: Mapping[str, MixedModel]) -> dict[str, tuple[str, Gap]]:
-    """Arm -> its colour, and its difference to the reference at each point with the interval for all arms at once."""
-    lines: dict[str, tuple[str, Gap]] = {}
-    for arm in arms:
-        e = models[arm.point].effects.get(arm.name) if arm.point in models else None
-        if e:
-            lines.setdefault(arm.arm, (arm.colour, []))[1].append((trained_tokens(arm), e.mean, e.low, e.high, e.n))
-    return lines

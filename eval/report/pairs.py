@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 from scipy import stats
 
-from eval.report.figures import Gap
 from eval.report.mixed import estimate
-from eval.report.runs import CYCLE, Arm, paired_by_seed
+from eval.report.runs import Arm, paired_by_seed
 from eval.report.statistics import LEVEL, difference_text, holm, t_quantile
 
 PAIR_NOTE = (
@@ -39,6 +38,10 @@ class Pair:
     high: float | None = None
     p: float | None = None
     p_holm: float | None = None
+
+    @property
+    def n(self) -> int:
+        return len(self.differences)
 
 
 def compare_pairs(
@@ -86,15 +89,5 @@ def pair_lines(found: Mapping[str, Sequence[Pair]], point: str) -> list[list[str
     for first in (pair for pair in next(iter(found.values())) if pair.point == point):
         same = [next((p for p in pairs if (p.name, p.point) == (first.name, point)), None) for pairs in found.values()]
         texts = [difference_text(pair.mean, pair.low, pair.high) if pair else "" for pair in same]
-        lines.append([first.name, f"{first.arm} - {first.other}", str(len(first.differences)), *texts])
-    return lines
-
-
-def pair_gaps(found: Sequence[Pair], tokens: Mapping[str, float]) -> dict[str, tuple[str, Gap]]:
-    """Pair -> a colour and its difference at each point, for `draw_gap`. tokens: point -> training tokens."""
-    lines: dict[str, tuple[str, Gap]] = {}
-    for pair in found:
-        shade = CYCLE[len(lines) % len(CYCLE)]
-        point = (tokens[pair.point], pair.mean, pair.low, pair.high, len(pair.differences))
-        lines.setdefault(pair.name, (shade, []))[1].append(point)
+        lines.append([first.name, f"{first.arm} - {first.other}", str(first.n), *texts])
     return lines

@@ -1,15 +1,16 @@
 """What an ablation says with the error pooled over its arms: differences to the reference, at equal FLOPs, and of pairs."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from eval.report.figures import draw_gap, slug
+from eval.report.figures import Gap, draw_gap, slug
 from eval.report.grid import Comparison
-from eval.report.mixed import by_point, gaps, mixed_lines, mixed_notes
-from eval.report.pairs import compare_pairs, pair_gaps, pair_lines, pair_notes
-from eval.report.runs import trained_tokens
+from eval.report.mixed import Effect, MixedModel, by_point, mixed_lines, mixed_notes
+from eval.report.pairs import Pair, compare_pairs, pair_lines, pair_notes
+from eval.report.runs import CYCLE, Arm, trained_tokens
 from eval.report.tables import markdown
 
 BOLD = (
@@ -21,44 +22,49 @@ EQUAL_FLOPS = (
     "arm's own two numbers of tokens, on a straight line in their logarithm. FLOPs/token counts a product with the values for "
     "every map, as calls of a standard kernel compute them; a kernel that subtracts maps first needs fewer."
 )
+LESS = "arm less the arm without this part"
+Models = dict[str, dict[str, MixedModel]]  # metric -> point of the grid -> model
 
 
 class Pooled:
     """Mixed models and pairs of the compared metrics at every point of a grid.
 
-    pairs: part -> (arm, arm without the part). horizons: the grid's points are lengths of training; then the first metric
-    is also compared at equal FLOPs.
+    pairs: part -> (arm, arm without the part). horizons: the grid's points are lengths of training, so arms are also
+    compared at equal FLOPs.
     """
 
     def __init__(self, found: Comparison, pairs: Mapping[str, Sequence[str]], horizons: bool) -> None:
-        self.found, self.asked, self.horizons = found, pairs, horizons
+        self.found, self.asked = found, pairs
         self.points = list(dict.fromkeys(arm.point for arm in found.arms))
         values = {metric: found.values(metric) for metric in found.compared}
+        self.models: Models = {metric: by_point(found.arms, of) for metric, of in values.items()}
         self.pairs = {metric: compare_pairs(found.arms, of, pairs) for metric, of in values.items()}
-        if horizons:
-            first = found.compared[0]
-            values[f"{first}, equal FLOPs"] = found.at_equal_flops(first)
-        self.models = {metric: by_point(found.arms, of) for metric, of in values.items()}
-        if horizons:  # at the first point, only arms with the reference's FLOPs per token have a value
-            self.models[f"{first}, equal FLOPs"].pop(self.points[0], None)
+        self.equal: Models = {}
+        for metric in found.compared if horizons else ():
+            self.equal[metric] = by_point(found.arms, found.at_equal_flops(metric))
+            self.equal[metric].pop(self.points[0], None)  # there, only arms with the reference's FLOPs have a value
 
     def as_json(self) -> dict[str, Any]:
+        mixed = self.models | {f"{metric}, equal FLOPs": at for metric, at in self.equal.items()}
         return {
-            "mixed": {metric: {point: asdict(m) for point, m in at.items()} for metric, at in self.models.items()},
+            "mixed": {metric: {point: asdict(m) for point, m in at.items()} for metric, at in mixed.items()},
             "pairs": {metric: [asdict(pair) for pair in of_metric] for metric, of_metric in self.pairs.items()},
         }
 
     def tables(self, point: str) -> list[str]:
-        """The tables at one point: arms against the reference, and pairs."""
-        fitted = any(point in at for at in self.models.values())
-        arms = [markdown(mixed_lines(self.models, point)).rstrip()] if fitted else []
+        """The tables at one point: arms against the reference, at equal tokens and at equal FLOPs, and pairs."""
+        arms = [
+            markdown(mixed_lines(models, point, after)).rstrip()
+            for models, after in ((self.models, ""), (self.equal, ", equal FLOPs"))
+            if any(point in at for at in models.values())
+        ]
         paired = any(pair.point == point for pair in next(iter(self.pairs.values())))
         return arms + ([markdown(pair_lines(self.pairs, point)).rstrip()] if paired else [])
 
     def remarks(self) -> list[str]:
         """What a reader of the tables must know."""
         fitted = any(self.models.values())
-        equal = [EQUAL_FLOPS.format(reference=self.found.arms[0].arm)] if self.horizons and fitted else []
+        equal = [EQUAL_FLOPS.format(reference=self.found.arms[0].arm)] if any(self.equal.values()) else []
         pairs = [pair for of_metric in self.pairs.values() for pair in of_metric]
         return [BOLD] * fitted + equal + pair_notes(pairs, self.asked)
 
@@ -68,14 +74,58 @@ class Pooled:
 
     def draw(self, folder: Path, metric: str, unit: str) -> list[Path]:
         """Draw the differences to the reference, and those of the pairs, against training tokens."""
-        arms, paths = self.found.arms, []
-        tokens = {arm.point: trained_tokens(arm) for arm in arms}
-        drawn = {
-            "gap": (gaps(arms, self.models[metric]), arms[0].arm),
-            "pairs": (pair_gaps(self.pairs[metric], tokens), "the arm without this part"),
-        }
-        for kind, (lines, other) in drawn.items():
-            if lines:
-                paths.append(folder / f"{kind}_{slug(metric)}.png")
-                draw_gap(paths[-1], lines, f"{metric}: arm less {other}{unit}")
-        return paths
+        tokens = {arm.point: trained_tokens(arm) for arm in self.found.arms}
+        places = {point: math.log2(count) for point, count in tokens.items()}
+        ticks = {places[point]: f"{count / 1e6:.3g}" for point, count in tokens.items()}
+        arms = lines_of((arm.arm, arm.colour, places[arm.point], effect) for arm, effect in self._effects(metric))
+        parts = lines_of((pair.name, None, places[pair.point], pair) for pair in self.pairs[metric])
+        labels = (ticks, "training tokens (millions)")
+        return [
+            *drawn(folder / f"gap_{slug(metric)}.png", arms, *labels, f"{metric}: {self._less()}{unit}"),
+            *drawn(folder / f"pairs_{slug(metric)}.png", parts, *labels, f"{metric}: {LESS}{unit}"),
+        ]
+
+    def draw_profile(self, folder: Path, name: str, point: str, unit: str) -> list[Path]:
+        """Draw the differences at one point of the grid, with the metrics beside each other in their order."""
+        place = {metric: i for i, metric in enumerate(self.models)}
+        effects = [(metric, *found) for metric in self.models for found in self._effects(metric)]
+        pairs = [(metric, pair) for metric, of_metric in self.pairs.items() for pair in of_metric]
+        arms = lines_of((arm.arm, arm.colour, place[m], effect) for m, arm, effect in effects if arm.point == point)
+        parts = lines_of((pair.name, None, place[m], pair) for m, pair in pairs if pair.point == point)
+        labels = ({i: metric for metric, i in place.items()}, f"{name}{point and f', {point}'}")
+        return [
+            *drawn(folder / f"profile_{slug(name)}.png", arms, *labels, f"{self._less()}{unit}"),
+            *drawn(folder / f"profile_pairs_{slug(name)}.png", parts, *labels, f"{LESS}{unit}"),
+        ]
+
+    def _effects(self, metric: str) -> list[tuple[Arm, Effect]]:
+        found = ((arm, self.models[metric].get(arm.point)) for arm in self.found.arms)
+        return [(arm, model.effects[arm.name]) for arm, model in found if model and arm.name in model.effects]
+
+    def _less(self) -> str:
+        return f"arm less {self.found.arms[0].arm}"
+
+
+def drawn(path: Path, lines: dict[str, tuple[str, Gap]], *labels: Any) -> list[Path]:
+    """The path of the figure of these lines; none without lines."""
+    if lines:
+        draw_gap(path, lines, *labels)
+    return [path] if lines else []
+
+
+def lines_of(found: Iterable[tuple[str, str | None, float, Effect | Pair]]) -> dict[str, tuple[str, Gap]]:
+    """Name -> colour and points, for `draw_gap`. found: name, colour or None, place on the axis, difference."""
+    lines: dict[str, tuple[str, Gap]] = {}
+    for name, colour, place, one in found:
+        shade = colour or CYCLE[len(lines) % len(CYCLE)]
+        lines.setdefault(name, (shade, []))[1].append((place, one.mean, one.low, one.high, one.n))
+    return lines
+
+
+def profile(arms: list[Arm], path: str, pairs: Mapping[str, Sequence[str]]) -> Pooled | None:
+    """The comparison of the numbers under `path`, which are the metrics. None if no run has more than one number there."""
+    runs = [run for arm in arms for run in arm.runs]
+    keys = next((found for run in runs if len(found := run.keys(path)) > 1), None)
+    if keys is None:
+        return None
+    return Pooled(Comparison(arms, {key: f"{path}.{key}" for key in keys}, keys), pairs, horizons=False)

@@ -102,6 +102,12 @@ class Run:
         found = None if self.diverged else _found(self.results(evaluation), keys)
         return float(found) if isinstance(found, (int, float)) and math.isfinite(found) else None
 
+    def keys(self, path: str) -> list[str]:
+        """The keys at EVALUATION.KEY.KEY that have numbers, for example those of `perplexity.by_octave`."""
+        evaluation, _, keys = path.partition(".")
+        found = _found(self.results(evaluation), keys)
+        return [key for key in found if self.value(f"{path}.{key}") is not None] if isinstance(found, dict) else []
+
     def _of_training(self, name: str) -> float | None:
         last = self.train[-1] if self.train else {}
         if name == "spikes":

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from eval.report.figures import draw_gap
-from eval.report.pairs import PAIR_NOTE, compare_pairs, pair_gaps, pair_lines, pair_notes
+from eval.report.pairs import PAIR_NOTE, compare_pairs, pair_lines, pair_notes
+from eval.report.pooled import lines_of
 from eval.report.runs import Arm
 from eval.report.statistics import holm, paired
 from tests.eval.test_mixed import study
@@ -69,9 +70,9 @@ def test_one_seed_gives_a_difference_without_a_claim(tmp_path: Path) -> None:
         ["norm", "diff-a - no_norm-a", "1"],
     ]
     assert rows[0][3:] == [f"{found[0].mean:+.4f}", ""] and rows[1][3:] == [f"{found[1].mean:+.4f}"] * 2
-    lines = pair_gaps(found, {"a": 1e6, "b": 2e6})
-    assert {name: gap for name, (_, gap) in lines.items()} == {p.name: [(1e6, p.mean, None, None, 1)] for p in found}
-    draw_gap(
-        tmp_path / "pairs.png", lines | pair_gaps(compare_pairs(arms_at("a"), made_up(3), PAIRS), {"a": 1e6}), "books"
-    )
+    lines = lines_of((pair.name, None, 0, pair) for pair in found)
+    assert {name: gap for name, (_, gap) in lines.items()} == {p.name: [(0, p.mean, None, None, 1)] for p in found}
+    three = compare_pairs(arms_at("a"), made_up(3), PAIRS)
+    lines |= lines_of((f"{pair.name} of three seeds", None, 1, pair) for pair in three)
+    draw_gap(tmp_path / "pairs.png", lines, {0: "2.6", 1: "5.2"}, "tokens", "books")
     assert (tmp_path / "pairs.png").read_bytes().startswith(b"\x89PNG")

@@ -170,6 +170,19 @@ def test_position_buckets_are_a_partition():
     assert perplexity.position_buckets([2.5])[1].tolist() == [2.5]
 
 
+@pytest.mark.parametrize(
+    ("length", "names"),
+    [(1, ["1"]), (2, ["1-2"]), (4, ["1-4"]), (5, ["1-3", "4-5"]), (16, ["1-3", "4-7", "8-16"]), (191, ["64-127", "128-191"]),
+     (190, ["32-63", "64-190"]), (256, ["64-127", "128-256"])],
+)  # fmt: skip
+def test_octaves_are_a_partition(length: int, names: list[str]) -> None:
+    found = perplexity.by_octave(range(1, length + 1))
+    assert list(found)[-len(names) :] == names
+    spans = [[int(end) for end in name.split("-")] for name in found]
+    assert [first for first, *_ in spans] == [1, *(span[-1] + 1 for span in spans[:-1])] and spans[-1][-1] == length
+    assert list(found.values()) == [(span[0] + span[-1]) / 2 for span in spans]
+
+
 def test_the_command_writes_json_and_figure(make_run, call, capsys, tokenizer):
     run = make_run("diff", "d")
     call(perplexity, f"run={run}")
@@ -179,6 +192,7 @@ def test_the_command_writes_json_and_figure(make_run, call, capsys, tokenizer):
     results = content["results"]
     assert (content["run"], content["step"], results["length"], len(results["by_position"])) == ("diff", 4, 160, 160)
     assert results["loss"] == pytest.approx(math.log(tokenizer.vocab_size), rel=0.05)  # untrained
+    assert results["by_octave"] == perplexity.by_octave(results["by_position"]) and len(results["by_octave"]) == 6
     assert results["bits_per_byte"] == pytest.approx(results["loss"] / math.log(2), rel=1e-3)  # a byte a token
     assert results["recall"]["rare_at_most"] is None and results["recall"]["hit"]["tokens"] > 1000
     assert (run / "figures" / "perplexity.png").stat().st_size > 10_000
