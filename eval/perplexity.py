@@ -106,11 +106,14 @@ def evaluate(
     """Test on windows (n, T + 1). byte_lengths (V,): UTF-8 bytes of each token, 0 for the end of a text.
 
     Returns loss (nats per token), se (over windows), ppl, bits_per_byte, by_position and cumulative (T losses), by_octave,
-    recall and counts. frequent: codes of n-grams that are frequent in training, which split recall's hits into rare_hit
-    and frequent_hit.
+    recall, whose `other` has a by_octave of its own, and counts. frequent: codes of n-grams that are frequent in training,
+    which split recall's hits into rare_hit and frequent_hit.
     """
     n, length = windows.shape[0], windows.shape[1] - 1
-    by_position, totals = np.zeros(length), []
+    at, at_others, counts_others, totals = (
+        *np.zeros((3, length)),
+        [],
+    )  # by position: summed losses, and numbers of targets
     sums: dict[str, list[float]] = {}  # kind of hit -> summed loss of the hits in each window
     counts: dict[str, list[int]] = {}  # kind of hit -> hits in each window
     with progress("perplexity", n) as bar:
@@ -118,16 +121,20 @@ def evaluate(
             tokens = torch.from_numpy(part).to(device_of(model))
             losses = token_losses(model, tokens, len(byte_lengths)).double().cpu().numpy()  # (B, T)
             totals += losses.sum(axis=1).tolist()
-            for kind, hits in split_hits(part, ngram, len(byte_lengths), frequent).items():
+            kinds = split_hits(part, ngram, len(byte_lengths), frequent)
+            for kind, hits in kinds.items():
                 sums.setdefault(kind, []).extend((losses * hits).sum(axis=1).tolist())
                 counts.setdefault(kind, []).extend(hits.sum(axis=1).tolist())
-            by_position += losses.sum(axis=0)
+            at += losses.sum(axis=0)
+            at_others += (losses * ~kinds["hit"]).sum(axis=0)
+            counts_others += (~kinds["hit"]).sum(axis=0)
             bar.update(len(part))
     loss, se = mean_se(np.array(totals) / length)
     n_bytes = int(byte_lengths[windows[:, 1:]].sum())
-    by_position /= n
+    by_position = at / n
     recall = {kind: ratio_se(np.array(sums[kind]), np.array(counts[kind])) for kind in sums}
     recall["other"] = ratio_se(np.array(totals) - sums["hit"], length - np.array(counts["hit"]))
+    recall["other"]["by_octave"] = by_octave(at_others, counts_others)
     return {
         "loss": loss,
         "se": se,
@@ -139,7 +146,7 @@ def evaluate(
         "length": length,
         "sha256": digest(windows),
         "by_position": by_position.tolist(),
-        "by_octave": by_octave(by_position),
+        "by_octave": by_octave(at, np.full(length, n)),
         "cumulative": (by_position.cumsum() / np.arange(1, length + 1)).tolist(),
         "recall": {"ngram": ngram} | recall,
     }
@@ -166,14 +173,18 @@ def ratio_se(sums: np.ndarray, counts: np.ndarray) -> dict[str, float | int | No
     return {"loss": mean, "se": math.sqrt(spread * n / max(1, n - 1)) / tokens, "tokens": tokens}
 
 
-def by_octave(by_position: Sequence[float]) -> dict[str, float]:
-    """Mean loss at the positions 1 to 3, 4 to 7, 8 to 15 and so on. Less than half an octave at the end joins the last one."""
-    T = len(by_position)
+def by_octave(sums: np.ndarray, counts: np.ndarray) -> dict[str, float | None]:
+    """Mean loss at the positions 1 to 3, 4 to 7, 8 to 15 and so on, from summed losses (T,) and numbers of targets (T,).
+
+    Less than half an octave at the end joins the one before. None where there are no targets.
+    """
+    T = len(sums)
     starts = [1, *(2**k for k in range(2, T.bit_length()) if 3 * 2**k <= 2 * (T + 1))]
     spans = zip(starts, [*(start - 1 for start in starts[1:]), T], strict=True)
+    totals = {span: (sums[span[0] - 1 : span[1]].sum(), counts[span[0] - 1 : span[1]].sum()) for span in spans}
     return {
-        str(first) if first == last else f"{first}-{last}": float(np.mean(by_position[first - 1 : last]))
-        for first, last in spans
+        str(first) if first == last else f"{first}-{last}": float(total / count) if count else None
+        for (first, last), (total, count) in totals.items()
     }
 
 

@@ -87,6 +87,15 @@ def test_recall_splits_the_loss():
     parts = [part["loss"] * part["tokens"] for part in (recall["hit"], recall["other"])]
     assert sum(parts) / results["tokens"] == pytest.approx(results["loss"])
     assert recall.keys() == {"ngram", "hit", "other"}
+    spans = {"1-3": slice(0, 3), "4-7": slice(3, 7), "8-19": slice(7, 19)}
+    others = {name: losses[:, span][~hits[:, span]].mean() for name, span in spans.items()}
+    assert recall["other"]["by_octave"] == pytest.approx(others, rel=1e-6)
+
+
+def test_an_octave_of_recalled_tokens_alone_has_no_others():
+    windows = np.array([[1, 2, 1, 2, 1, 2, 1, 2, 1, 2]])
+    found = perplexity.evaluate(Counting(), windows, BYTES)["recall"]["other"]
+    assert found["tokens"] == 2 and list(found["by_octave"].values()) == [found["loss"], None]
 
 
 def test_hits_are_split_by_what_is_frequent_in_training():
@@ -176,7 +185,7 @@ def test_position_buckets_are_a_partition():
      (190, ["32-63", "64-190"]), (256, ["64-127", "128-256"])],
 )  # fmt: skip
 def test_octaves_are_a_partition(length: int, names: list[str]) -> None:
-    found = perplexity.by_octave(range(1, length + 1))
+    found = perplexity.by_octave(3 * np.arange(1, length + 1), np.full(length, 3))
     assert list(found)[-len(names) :] == names
     spans = [[int(end) for end in name.split("-")] for name in found]
     assert [first for first, *_ in spans] == [1, *(span[-1] + 1 for span in spans[:-1])] and spans[-1][-1] == length
@@ -192,7 +201,8 @@ def test_the_command_writes_json_and_figure(make_run, call, capsys, tokenizer):
     results = content["results"]
     assert (content["run"], content["step"], results["length"], len(results["by_position"])) == ("diff", 4, 160, 160)
     assert results["loss"] == pytest.approx(math.log(tokenizer.vocab_size), rel=0.05)  # untrained
-    assert results["by_octave"] == perplexity.by_octave(results["by_position"]) and len(results["by_octave"]) == 6
+    octaves = perplexity.by_octave(np.array(results["by_position"]), np.ones(160))
+    assert results["by_octave"] == pytest.approx(octaves) and len(octaves) == 6
     assert results["bits_per_byte"] == pytest.approx(results["loss"] / math.log(2), rel=1e-3)  # a byte a token
     assert results["recall"]["rare_at_most"] is None and results["recall"]["hit"]["tokens"] > 1000
     assert (run / "figures" / "perplexity.png").stat().st_size > 10_000
