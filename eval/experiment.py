@@ -59,6 +59,7 @@ class AblateConfig:
     text_tokens: Annotated[int, "[1, inf)"] = 1_000_000  # tokens of each of `texts`, at most
     metrics: dict[str, str] = field(default_factory=dict)
     compared: list[str] = field(default_factory=list)  # metrics whose differences are tested; empty: the first metric
+    covariate: str | None = None  # one of `compared`: the others are also compared at equal values of it
     profiles: dict[str, str] = field(default_factory=dict)  # name -> EVALUATION.KEY with several numbers to compare
     pairs: dict[str, list[str]] = field(
         default_factory=dict
@@ -95,6 +96,10 @@ def arm_list(cfg: AblateConfig) -> list[Arm]:
     if not cfg.arms:
         raise ValueError(
             "the experiment has no arms: list them under arms:, as configs/ablations/experiment/main.yaml does"
+        )
+    if cfg.covariate is not None and cfg.covariate not in cfg.compared:
+        raise ValueError(
+            f"covariate={cfg.covariate} is not one of compared: use {', '.join(cfg.compared) or 'compared='}"
         )
     for part, names in cfg.pairs.items():
         if len(names) != 2 or names[0] == names[1]:

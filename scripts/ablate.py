@@ -353,7 +353,7 @@ class Study:
         measured = [run for arm in arms for run in arm.runs]
         refuse_other_settings(measured)
         found, seeds = Comparison(arms, cfg.metrics, cfg.compared), list(dict.fromkeys(run.seed for run in runs))
-        pooled = Pooled(found, cfg.pairs, cfg.branch)
+        pooled = Pooled(found, cfg.pairs, cfg.branch, cfg.covariate)
         profiles = {n: one for n, path in cfg.profiles.items() if (one := profile(arms, path, cfg.pairs))}
         fits = found.fit_sizes(next(iter(cfg.metrics))) if cfg.fit else None
         longest = max((run.config for run in runs), key=lambda config: config.steps * config.batch_tokens)

@@ -7,6 +7,9 @@ seeds, one arm's standard deviation is a poor estimate of the noise; the standar
 estimate. Intervals and p values are simultaneous over the arms that are compared with one reference (Dunnett 1955).
 For a single arm they are Student's t. For several arms, quantiles of the multivariate t come from samples with a fixed
 seed; their standard error is below 0.01 with 4 or more degrees of freedom, and 0.03 with 2.
+
+With a covariate x[arm, seed], slope * x is added to the model, so arms are compared at equal x (analysis of covariance,
+Fisher 1932). If the arms change x, this is the part of their effect that does not go through x.
 """
 
 import math
@@ -20,6 +23,7 @@ from eval.report.runs import Arm
 from eval.report.statistics import LEVEL, detectable_effect, difference_text, p_text, t_quantile
 
 DRAWS = 2**18  # samples of the multivariate t
+Values = Mapping[str, Mapping[int, float]]  # arm -> seed -> value
 
 
 @dataclass
@@ -45,7 +49,7 @@ class MixedModel:
     the error's degrees of freedom. effects: arm -> Effect. detectable: the true difference between two arms with all
     seeds that a test at the 5 % level finds with 80 % power. p_spread: p of the hypothesis that all arms have one
     error, as the model assumes (Bartlett 1937). It is None for two arms, whose difference does not need that assumption,
-    and where fewer than two arms have two seeds.
+    and where fewer than two arms have two seeds, and with a covariate, whose `slope` is given.
     """
 
     reference: str
@@ -59,11 +63,15 @@ class MixedModel:
     detectable: float
     effects: dict[str, Effect]
     p_spread: float | None = None
+    slope: float | None = None
 
 
 @dataclass
 class Estimate:
-    """Generalised least squares: beta[0] is the reference's mean, beta[i] is arms[i] minus the reference; error: variance."""
+    """Generalised least squares: beta[0] is the reference's mean, beta[i] is arms[i] minus the reference; error: variance.
+
+    slope: the covariate's, if there is one; beta and covariance are then at equal covariate.
+    """
 
     arms: list[str]
     beta: np.ndarray
@@ -71,14 +79,16 @@ class Estimate:
     error: float
     ratio: float
     df: int
+    slope: float | None = None
 
 
-def estimate(values: Mapping[str, Mapping[int, float]], reference: str) -> Estimate | None:
+def estimate(values: Values, reference: str, covariate: Values | None = None) -> Estimate | None:
     """Fit arm -> seed -> value. None for fewer than two arms, or for too few seeds to estimate the error."""
+    values = _with_covariate(values, covariate)
     arms = [reference, *(arm for arm in values if arm != reference and values[arm])]
     seeds = sorted({seed for arm in arms for seed in values[arm]})
     cells = [(i, seeds.index(seed), value) for i, arm in enumerate(arms) for seed, value in values[arm].items()]
-    df = len(cells) - len(arms) - len(seeds) + 1
+    df = len(cells) - len(arms) - len(seeds) + 1 - (covariate is not None)
     if len(arms) < 2 or len(seeds) < 2 or df < 1 or not values[reference]:
         return None
     y = np.array([value for _, _, value in cells])
@@ -86,14 +96,19 @@ def estimate(values: Mapping[str, Mapping[int, float]], reference: str) -> Estim
     block = np.zeros((len(cells), len(seeds)))
     for row, (arm, seed, _) in enumerate(cells):
         design[row, 0] = design[row, arm] = block[row, seed] = 1
-    ratio = _reml_ratio(y, design, block)
+    if covariate is not None:
+        x = np.array([covariate[arm][seed] for arm in arms for seed in values[arm]])
+        design = np.column_stack((design, x - x.mean()))
+    ratio, n = _reml_ratio(y, design, block), len(arms)
     beta, covariance, error, _ = _gls(y, design, block, ratio)
-    return Estimate(arms, beta, covariance, error, ratio, df) if error else None
+    slope = None if covariate is None else float(beta[n])
+    return Estimate(arms, beta[:n], covariance[:n, :n], error, ratio, df, slope) if error else None
 
 
-def fit(values: Mapping[str, Mapping[int, float]], reference: str) -> MixedModel | None:
+def fit(values: Values, reference: str, covariate: Values | None = None) -> MixedModel | None:
     """The model of arm -> seed -> value with its intervals, or None as `estimate`."""
-    found = estimate(values, reference)
+    values = _with_covariate(values, covariate)
+    found = estimate(values, reference, covariate)
     if not found:
         return None
     beta, df, n = found.beta, found.df, len(values[reference])
@@ -110,7 +125,15 @@ def fit(values: Mapping[str, Mapping[int, float]], reference: str) -> MixedModel
     low, high = (sd * math.sqrt(df / stats.chi2.ppf(p, df)) for p in (1 - LEVEL / 2, LEVEL / 2))
     # A t test with df degrees of freedom is that of df + 1 pairs, whose mean has sqrt(df + 1) times less spread than one pair.
     least = sd * math.sqrt(2 / n) * detectable_effect(df + 1) * math.sqrt(df + 1)
-    return MixedModel(reference, n, sd, low, high, sd_seed, df, critical, least, effects, _p_spread(values))
+    p_spread = _p_spread(values) if covariate is None else None
+    return MixedModel(reference, n, sd, low, high, sd_seed, df, critical, least, effects, p_spread, found.slope)
+
+
+def _with_covariate(values: Values, covariate: Values | None) -> Values:
+    """The values of runs that have the covariate, too."""
+    if covariate is None:
+        return values
+    return {arm: {s: value for s, value in of.items() if s in covariate[arm]} for arm, of in values.items()}
 
 
 def _p_spread(values: Mapping[str, Mapping[int, float]]) -> float | None:
@@ -160,13 +183,13 @@ def _largest_t(correlation: np.ndarray, df: int) -> np.ndarray:
     return np.sort(np.abs(z).max(axis=1) / scale)
 
 
-def by_point(arms: list[Arm], values: Mapping[str, Mapping[int, float]]) -> dict[str, MixedModel]:
+def by_point(arms: list[Arm], values: Values, covariate: Values | None = None) -> dict[str, MixedModel]:
     """Point of the grid -> the model of its arms, if a model can be fitted. values: arm's name -> seed -> value."""
     models = {}
     for point in dict.fromkeys(arm.point for arm in arms):
         here = [arm for arm in arms if arm.point == point]
         reference = next((arm.name for arm in here if arm.reference is None), None)  # None: it has no run yet
-        model = reference and fit({arm.name: values[arm.name] for arm in here}, reference)
+        model = reference and fit({arm.name: values[arm.name] for arm in here}, reference, covariate)
         if model:
             models[point] = model
     return models

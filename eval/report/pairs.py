@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from scipy import stats
 
-from eval.report.mixed import estimate
+from eval.report.mixed import Values, estimate
 from eval.report.runs import Arm, paired_by_seed
 from eval.report.statistics import LEVEL, difference_text, holm, t_quantile
 
@@ -45,18 +45,22 @@ class Pair:
 
 
 def compare_pairs(
-    arms: list[Arm], values: Mapping[str, Mapping[int, float]], pairs: Mapping[str, Sequence[str]]
+    arms: list[Arm], values: Values, pairs: Mapping[str, Sequence[str]], covariate: Values | None = None
 ) -> list[Pair]:
-    """The pairs at every point at which both arms have a seed in common. values: arm's name -> seed -> value."""
+    """The pairs at every point at which both arms have a seed in common. values: arm's name -> seed -> value.
+
+    With a covariate the differences are those at equal covariate, and pairs without enough seeds for a model are left out.
+    """
     found = []
     for point in dict.fromkeys(arm.point for arm in arms):
         here = {arm.arm: arm.name for arm in arms if arm.point == point}
         of_point = [
-            _pair(name, point, {n: values[n] for n in here.values()}, here[arm], here[other])
+            _pair(name, point, {n: values[n] for n in here.values()}, here[arm], here[other], covariate)
             for name, (arm, other) in pairs.items()
             if arm in here and other in here and paired_by_seed(values[here[arm]], values[here[other]])
         ]
         tested = [pair for pair in of_point if pair.p is not None]
+        of_point = of_point if covariate is None else tested
         for pair, p in zip(tested, holm([pair.p for pair in tested]), strict=True):
             pair.p_holm = p
         found += of_point
@@ -72,9 +76,9 @@ def pair_notes(found: Sequence[Pair], pairs: Mapping[str, Sequence[str]]) -> lis
     return [PAIR_NOTE] * bool(found) + [missing] * bool(absent)
 
 
-def _pair(name: str, point: str, values: Mapping[str, Mapping[int, float]], arm: str, other: str) -> Pair:
+def _pair(name: str, point: str, values: Values, arm: str, other: str, covariate: Values | None) -> Pair:
     differences = paired_by_seed(values[arm], values[other])
-    model = estimate(values, other)
+    model = estimate(values, other, covariate)
     if not model:
         return Pair(name, point, arm, other, differences, math.fsum(differences.values()) / len(differences))
     i = model.arms.index(arm)
@@ -83,9 +87,12 @@ def _pair(name: str, point: str, values: Mapping[str, Mapping[int, float]], arm:
     return Pair(name, point, arm, other, differences, mean, mean - half, mean + half, p)
 
 
-def pair_lines(found: Mapping[str, Sequence[Pair]], point: str) -> list[list[str]]:
-    """The pairs at one point of the grid: a row per part, a column per metric. found: metric -> pairs."""
-    lines = [["part", "arms", "n", *found]]
+def pair_lines(found: Mapping[str, Sequence[Pair]], point: str, after: str = "") -> list[list[str]]:
+    """The pairs at one point of the grid: a row per part, a column per metric. found: metric -> pairs.
+
+    after: more words of the first column's head.
+    """
+    lines = [[f"part{after}", "arms", "n", *found]]
     for first in (pair for pair in next(iter(found.values())) if pair.point == point):
         same = [next((p for p in pairs if (p.name, p.point) == (first.name, point)), None) for pairs in found.values()]
         texts = [difference_text(pair.mean, pair.low, pair.high) if pair else "" for pair in same]

@@ -23,6 +23,10 @@ EQUAL_FLOPS = (
     "every map, as calls of a standard kernel compute them; a kernel that subtracts maps first needs fewer."
 )
 LESS = "arm less the arm without this part"
+AT_EQUAL = (
+    "Equal {metric}: {metric} is a covariate of the model, so what is left does not come from a difference in {metric}. Where "
+    "an arm changes {metric} itself, this leaves out a part of what the arm does."
+)
 Models = dict[str, dict[str, MixedModel]]  # metric -> point of the grid -> model
 
 
@@ -30,11 +34,13 @@ class Pooled:
     """Mixed models and pairs of the compared metrics at every point of a grid.
 
     pairs: part -> (arm, arm without the part). horizons: the grid's points are lengths of training, so arms are also
-    compared at equal FLOPs.
+    compared at equal FLOPs. covariate: a compared metric; arms are also compared in the other metrics at equal values of it.
     """
 
-    def __init__(self, found: Comparison, pairs: Mapping[str, Sequence[str]], horizons: bool) -> None:
-        self.found, self.asked = found, pairs
+    def __init__(
+        self, found: Comparison, pairs: Mapping[str, Sequence[str]], horizons: bool, covariate: str | None = None
+    ) -> None:
+        self.found, self.asked, self.covariate = found, pairs, covariate
         self.points = list(dict.fromkeys(arm.point for arm in found.arms))
         values = {metric: found.values(metric) for metric in found.compared}
         self.models: Models = {metric: by_point(found.arms, of) for metric, of in values.items()}
@@ -43,34 +49,47 @@ class Pooled:
         for metric in found.compared if horizons else ():
             self.equal[metric] = by_point(found.arms, found.at_equal_flops(metric))
             self.equal[metric].pop(self.points[0], None)  # there, only arms with the reference's FLOPs have a value
+        others = {metric: of for metric, of in values.items() if covariate not in (None, metric)}
+        x = values[covariate] if others else None
+        self.at_equal: Models = {metric: by_point(found.arms, of, x) for metric, of in others.items()}
+        self.pairs_at_equal = {metric: compare_pairs(found.arms, of, pairs, x) for metric, of in others.items()}
 
     def as_json(self) -> dict[str, Any]:
         mixed = self.models | {f"{metric}, equal FLOPs": at for metric, at in self.equal.items()}
+        mixed |= {f"{metric}, equal {self.covariate}": at for metric, at in self.at_equal.items()}
+        pairs = self.pairs | {f"{metric}, equal {self.covariate}": of for metric, of in self.pairs_at_equal.items()}
         return {
             "mixed": {metric: {point: asdict(m) for point, m in at.items()} for metric, at in mixed.items()},
-            "pairs": {metric: [asdict(pair) for pair in of_metric] for metric, of_metric in self.pairs.items()},
+            "pairs": {metric: [asdict(pair) for pair in of_metric] for metric, of_metric in pairs.items()},
         }
 
     def tables(self, point: str) -> list[str]:
-        """The tables at one point: arms against the reference, at equal tokens and at equal FLOPs, and pairs."""
+        """The tables at one point: arms against the reference and pairs, each also at equal FLOPs or at equal covariate."""
+        alike = f", equal {self.covariate}"
         arms = [
             markdown(mixed_lines(models, point, after)).rstrip()
-            for models, after in ((self.models, ""), (self.equal, ", equal FLOPs"))
+            for models, after in ((self.models, ""), (self.equal, ", equal FLOPs"), (self.at_equal, alike))
             if any(point in at for at in models.values())
         ]
-        paired = any(pair.point == point for pair in next(iter(self.pairs.values())))
-        return arms + ([markdown(pair_lines(self.pairs, point)).rstrip()] if paired else [])
+        pairs = [
+            markdown(pair_lines(found, point, after)).rstrip()
+            for found, after in ((self.pairs, ""), (self.pairs_at_equal, alike))
+            if any(pair.point == point for pair in next(iter(found.values()), []))
+        ]
+        return arms + pairs
 
     def remarks(self) -> list[str]:
         """What a reader of the tables must know."""
         fitted = any(self.models.values())
         equal = [EQUAL_FLOPS.format(reference=self.found.arms[0].arm)] if any(self.equal.values()) else []
+        equal += [AT_EQUAL.format(metric=self.covariate)] if any(self.at_equal.values()) else []
         pairs = [pair for of_metric in self.pairs.values() for pair in of_metric]
         return [BOLD] * fitted + equal + pair_notes(pairs, self.asked)
 
     def notes(self) -> list[str]:
         """The error of every metric at every point."""
-        return [note for metric, at in self.models.items() for note in mixed_notes(at, metric)]
+        models = self.models | {f"{metric}, equal {self.covariate}": at for metric, at in self.at_equal.items()}
+        return [note for metric, at in models.items() for note in mixed_notes(at, metric)]
 
     def draw(self, folder: Path, metric: str, unit: str) -> list[Path]:
         """Draw the differences to the reference, and those of the pairs, against training tokens."""

@@ -87,6 +87,49 @@ def test_arms_with_different_spreads_are_named_in_a_warning() -> None:
     assert "Bartlett" in warning and "too narrow for the arms with a large spread" in warning
 
 
+def with_covariate(seeds: int) -> tuple[dict[str, dict[int, float]], dict[str, dict[int, float]]]:
+    """Values that are the arm's mean, a block, half of x and noise of 0.01; x differs by arm and, by much more, by run."""
+    means, rng = {"a": 4.0, "b": 3.9, "c": 4.0, "d": 4.1}, np.random.default_rng(5)
+    block = rng.normal(0, 0.05, seeds)
+    x = {arm: {s: 0.2 * i + rng.normal(0, 0.3) for s in range(seeds)} for i, arm in enumerate(means)}
+    return {
+        arm: {s: m + block[s] + 0.5 * x[arm][s] + rng.normal(0, 0.01) for s in x[arm]} for arm, m in means.items()
+    }, x
+
+
+def test_a_covariate_takes_its_share_out_of_the_differences_and_of_the_error() -> None:
+    values, x = with_covariate(5)
+    alone, model = mixed.fit(values, "a"), mixed.fit(values, "a", x)
+    assert alone.sd > 0.05 > 0.02 > model.sd and model.df == alone.df - 1
+    assert model.slope == pytest.approx(0.5, abs=0.05) and alone.slope is None
+    for arm, truth in (("b", -0.1), ("c", 0.0), ("d", 0.1)):
+        effect = model.effects[arm]
+        assert effect.mean == pytest.approx(truth, abs=0.03) and effect.low < truth < effect.high
+    assert model.effects["b"].high < 0 < model.effects["d"].low and alone.effects["b"].low < 0 < alone.effects["b"].high
+
+
+def test_a_covariate_is_least_squares_with_one_more_column() -> None:
+    """Seeds as fixed blocks, by numpy: in a study without missing runs, random blocks give nearly the same."""
+    values, x = with_covariate(8)
+    arms, rows, y = list(values), [], []
+    for i, arm in enumerate(arms):
+        for s in range(8):
+            rows.append([float(i == j) for j in range(4)] + [float(s == k) for k in range(1, 8)] + [x[arm][s]])
+            y.append(values[arm][s])
+    beta, rest, *_ = np.linalg.lstsq(np.array(rows), np.array(y), rcond=None)
+    model = mixed.fit(values, "a", x)
+    assert model.slope == pytest.approx(beta[-1], abs=2e-3)
+    assert model.sd == pytest.approx(math.sqrt(rest[0] / (32 - 12)), rel=0.02) and model.df == 20
+    assert [model.effects[arm].mean for arm in "bcd"] == pytest.approx(list(beta[1:4] - beta[0]), abs=2e-3)
+
+
+def test_runs_without_the_covariate_are_left_out() -> None:
+    values, x = with_covariate(5)
+    del x["b"][0], x["b"][1]
+    assert mixed.fit(values, "a", x).effects["b"].n == 5 - 2
+    assert mixed.fit(values, "a", x | {"a": {}}) is None
+
+
 def test_what_cannot_be_fitted_is_none() -> None:
     assert mixed.fit({"a": {1: 4.0}, "b": {1: 3.9}}, "a") is None
     assert mixed.fit({"a": {1: 4.0, 2: 4.1}}, "a") is None

@@ -57,6 +57,24 @@ def test_every_compared_metric_has_a_column_at_equal_tokens_and_at_equal_flops(a
     assert [path.name for path in drawn] == ["gap_half.png", "pairs_half.png"] and all(path.is_file() for path in drawn)
 
 
+def test_arms_and_pairs_are_compared_at_equal_covariate(arms: list[Arm]) -> None:
+    """Early losses are the loss of the reference plus half of the difference: at equal early losses nothing is left."""
+    metrics = METRICS | {"early": "perplexity.by_octave.1-3"}
+    pooled = Pooled(Comparison(arms, metrics, ("valid", "early")), PAIRS, horizons=False, covariate="early")
+    tokens, alike, parts, parts_alike = pooled.tables("long")
+    assert columns(alike) == ["arm less baseline-long, equal early", "n", "valid"]
+    assert columns(parts_alike) == ["part, equal early", "arms", "n", "valid"]
+    found = pooled.as_json()
+    assert list(found["mixed"]) == ["valid", "early", "valid, equal early"] and "valid, equal early" in found["pairs"]
+    model = pooled.at_equal["valid"]["long"]
+    assert model.slope is not None and model.p_spread is None
+    assert "Equal early" in " ".join(pooled.remarks()) and any("valid, equal early" in note for note in pooled.notes())
+    for arm in arms:
+        del arm.runs[1:]
+    alone = Pooled(Comparison(arms, metrics, ("valid", "early")), PAIRS, horizons=False, covariate="early")
+    assert alone.pairs_at_equal == {"valid": []} and len(alone.tables("long")) == 1
+
+
 def test_without_horizons_nothing_is_said_of_equal_flops(arms: list[Arm]) -> None:
     pooled = Pooled(Comparison(arms, METRICS), PAIRS, horizons=False)
     assert len(pooled.tables("long")) == 2 and "FLOPs" not in " ".join(pooled.remarks())
