@@ -157,16 +157,19 @@ def evaluate(run: LoadedRun, hay: np.ndarray, cfg: AttentionNoiseConfig) -> dict
         for size in sorted({min(SINK_LENGTH, model.cfg.context), model.cfg.context}):
             sink[str(size)] = sinks(model, hay, size, cfg.windows, cfg.batch)
             bar.update()
-    joined = [np.concatenate(parts) for parts in zip(*shapes, strict=True)]  # per layer (depths * samples, 2, heads)
     about = {"samples": cfg.samples, "length": length, "sink": sink, "windows": cfg.windows}
     results = summarise(shares, layers) | about
-    return results | {name: over_heads([x[:, i] for x in joined]) for i, name in enumerate(("entropy", "negative"))}
+    return results | {
+        name: over_heads([[layer[:, i] for layer in shape] for shape in shapes])
+        for i, name in enumerate(("entropy", "negative"))
+    }
 
 
-def over_heads(layers: list[np.ndarray]) -> dict[str, Any]:
-    """Mean of per-layer values (prompts, heads) over prompts and heads, with its standard error over prompts."""
-    mean, se = mean_se(np.concatenate(layers, axis=1).mean(axis=1))
-    return {"mean": mean, "se": se, "per_layer_head": [layer.mean(axis=0).tolist() for layer in layers]}
+def over_heads(depths: list[list[np.ndarray]]) -> dict[str, Any]:
+    """Mean of each depth's per-layer values (samples, heads) over all, with its standard error over samples."""
+    mean, se = over_depths([np.concatenate(layers, axis=1).mean(axis=1) for layers in depths])
+    joined = [np.concatenate(parts) for parts in zip(*depths, strict=True)]  # per layer (depths * samples, heads)
+    return {"mean": mean, "se": se, "per_layer_head": [layer.mean(axis=0).tolist() for layer in joined]}
 
 
 def summarise(shares: dict[str, np.ndarray], layers: dict[str, list[np.ndarray]]) -> dict[str, Any]:
@@ -192,11 +195,18 @@ def over_samples(shares: dict[str, np.ndarray]) -> tuple[dict[str, Any], dict[st
     stats = {depth: zip(*map(mean_se, share.T), strict=True) for depth, share in shares.items()}  # (means, errors)
     named = {depth: [dict(zip(BUCKETS, values, strict=True)) for values in pair] for depth, pair in stats.items()}
     depths, errors = ({depth: pair[i] for depth, pair in named.items()} for i in (0, 1))
-    overall = np.concatenate(list(shares.values()))  # (depths * samples, 5)
-    answer, answer_se = mean_se(overall[:, BUCKETS.index("answer")])
-    noise, noise_se = mean_se(overall[:, [BUCKETS.index(bucket) for bucket in NOISE]].sum(axis=1))
+    answer, answer_se = over_depths([share[:, BUCKETS.index("answer")] for share in shares.values()])
+    noise, noise_se = over_depths(
+        [share[:, [BUCKETS.index(b) for b in NOISE]].sum(axis=1) for share in shares.values()]
+    )
     mean = {"answer": answer, "answer_se": answer_se, "noise": noise, "noise_se": noise_se}
     return {"depths": depths, "mean": mean}, errors
+
+
+def over_depths(values: list[np.ndarray]) -> tuple[float, float]:
+    """Mean over depths of each depth's values (samples,), and its standard error over samples: the depths are fixed."""
+    means, errors = zip(*map(mean_se, values), strict=True)
+    return float(np.mean(means)), float(np.sqrt(np.sum(np.square(errors)))) / len(values)
 
 
 # Noise has one hue, the answer another; the other buckets are grey.

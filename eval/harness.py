@@ -24,7 +24,7 @@ from omegaconf import MISSING
 from torch import nn
 
 from configs import command
-from eval.common import COLOURS, GREY, EvalConfig, figure, open_run, progress, write_result
+from eval.common import GREY, EvalConfig, figure, open_run, progress, write_result
 from eval.scoring import continue_greedily, score
 from training.checkpoint import LoadedRun
 
@@ -241,7 +241,7 @@ def _stderr(metric: str) -> str:
     return f"{name}_stderr{comma}{chosen}"
 
 
-def draw(path: Path, results: dict[str, Any], title: str, _: str) -> None:
+def draw(path: Path, results: dict[str, Any], title: str, shade: str) -> None:
     """Bars of the metrics that are shares, with 95 % intervals; no figure without such a metric."""
     bars = shares(results)
     if not bars:
@@ -249,7 +249,7 @@ def draw(path: Path, results: dict[str, Any], title: str, _: str) -> None:
     with figure(path, 6.2, 1.3 + 0.42 * len(bars), grid="x") as axes:
         ax = axes[0, 0]
         names, values, errors = zip(*bars, strict=True)
-        look = {"color": COLOURS["baseline"], "error_kw": {"elinewidth": 1, "ecolor": GREY}}
+        look = {"color": shade, "error_kw": {"elinewidth": 1, "ecolor": GREY}}
         ax.barh(range(len(bars)), values, 0.6, xerr=[1.96 * error for error in errors], **look)
         for y, value in enumerate(values):
             ax.text(1.02, y, f"{value:.3f}", va="center", ha="left")

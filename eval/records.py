@@ -15,7 +15,7 @@ from typing import Any
 from configs.files import json_text, read_json_lines, write_atomic
 from eval.report.runs import Run, SpikeConfig, settings_of
 from model.config import decoder_config
-from training.run import DECIDES, WHERE, TrainConfig, flatten
+from training.run import DECIDES, WHERE, TrainConfig, Vocabulary, flatten
 
 PUBLISHED = "records.jsonl.gz"  # the finished runs of one study, in docs/results/STUDY
 LONGEST = 32  # a record leaves out longer lists of numbers
@@ -42,6 +42,7 @@ def record_of(run: Run) -> Record:
         "loss": run.last_tenth(),
         **{key: value for key in OPTIONAL_LOSSES if (value := run.last_tenth(key)) is not None},
         "spikes": run.spikes,
+        "spike": asdict(run.spike),
         "tokenizer": run.tokenizer,
         "diverged": run.diverged,
         "evals": {name: shortened_evaluation(content) for name, content in run.evals.items()},
@@ -49,7 +50,15 @@ def record_of(run: Run) -> Record:
 
 
 def run_of(record: Record, spike: SpikeConfig | None = None) -> Run:
-    """The run that a record describes, without what the record leaves out."""
+    """The run that a record describes, without what the record leaves out.
+
+    ValueError if spikes were counted in another way: the record lacks the losses to count them again. A record of older code
+    counted them with the defaults.
+    """
+    counted_with = record.get("spike", asdict(SpikeConfig()))
+    if counted_with != asdict(spike or SpikeConfig()):
+        had = " ".join(f"spikes.{key}={value}" for key, value in counted_with.items())
+        raise ValueError(f"the record of {record['run']} has its spikes counted with {had}: use these, or records=none")
     same, config = {key: record[key] for key in AS_IN_A_RUN}, recorded_config(record)
     counted = {key: record[key] for key in ("loss", "spikes", *OPTIONAL_LOSSES) if key in record}
     return Run(Path(record["run"]), record["run"], config=config, spike=spike or SpikeConfig(), counted=counted, **same)
@@ -67,6 +76,12 @@ def recorded_config(record: Record) -> dict[str, Any]:
 def describes(record: Record, config: TrainConfig) -> bool:
     """Whether a run with this configuration has the record's losses."""
     return differing(recorded_config(record)) == differing(asdict(config))
+
+
+def recorded_vocabulary(records: Iterable[Record]) -> Vocabulary | None:
+    """The vocabulary of the first record's model; None without records."""
+    models = (recorded_config(record)["model"] for record in records)
+    return next((Vocabulary(model["vocab_size"], model["eot"]) for model in models), None)
 
 
 def thinned(lines: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:

@@ -4,8 +4,8 @@ import functools
 import importlib
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,16 @@ from omegaconf import DictConfig, OmegaConf
 from configs import USER_ERRORS, explain
 from configs.composing import compose_job
 from configs.files import write_json
+from data.config import DataConfig
 from data.shards import open_split
 from data.stream import is_task, open_tokenizer
 from eval.perplexity import PerplexityConfig, result_name
 from eval.records import Record, record_of, run_of, write_records
-from eval.report.runs import DIVERGED, Run, SpikeConfig, read_run
+from eval.report.runs import DIVERGED, Run, SpikeConfig, read_run, settings_of
 from model.config import DecoderConfig
 from model.decoder import Decoder
 from training.checkpoint import checkpoints, folder_name
-from training.run import TrainConfig, fill_model
+from training.run import TrainConfig, Vocabulary, fill_model
 from training.schedule import decay_start
 
 ROOT = Path(__file__).parent.parent
@@ -36,7 +37,10 @@ OF_A_RUN = ("attention_noise", "harness", "icl", "mqar", "multiple_choice", "nee
 
 @dataclass
 class PlannedRun:
-    """One arm at one seed: arguments of train.py and of the evaluations. record: given if the run was finished elsewhere."""
+    """One arm at one seed: arguments of train.py and of the evaluations. spike: what counts as a spike of its loss.
+
+    record: given if the run was finished elsewhere.
+    """
 
     arm: str
     seed: int
@@ -45,6 +49,7 @@ class PlannedRun:
     config: TrainConfig
     evaluations: list[list[str]]
     flops_per_token: int
+    spike: SpikeConfig = field(default_factory=SpikeConfig)
     record: Record | None = None
 
     @property
@@ -93,10 +98,7 @@ class PlannedRun:
             content = json.loads(path.read_text())
         except (OSError, ValueError):
             return False
-        wanted = evaluation_config(name, *overrides)
-        # A result of older code may lack a setting that was added later. The setting then had its default value.
-        same = all(content["config"].get(key, value) == value for key, value in wanted.items() if key != "run")
-        return same and content.get("step") == self.config.steps
+        return other_setting(content["config"], name, *overrides) is None and content.get("step") == self.config.steps
 
     def check(self, arguments: list[str], code: int, said: str) -> bool:
         training = arguments[0] != "-m"
@@ -114,9 +116,9 @@ class PlannedRun:
             write_records(self.folder.parent / "records" / f"{self.name}.jsonl", [record_of(self.measured())])
         return "diverged" if self.diverged else "done"
 
-    def measured(self, spike: SpikeConfig | None = None) -> Run:
+    def measured(self) -> Run:
         """The finished run's configuration, metrics and evaluations."""
-        return run_of(self.record, spike) if self.record else read_run(self.folder, spike)
+        return run_of(self.record, self.spike) if self.record else read_run(self.folder, self.spike)
 
     def reason(self) -> str:
         """The last error in the run's log, and the log's path."""
@@ -154,6 +156,36 @@ def result_file(name: str, *overrides: str) -> str:
     return name if style == "magic" else f"{name}_{style}"
 
 
+def other_setting(found: Mapping[str, Any], name: str, *overrides: str) -> str | None:
+    """The first setting of the evaluation that `found`, the configuration of a result, has otherwise; None if all agree.
+
+    Machine and batch change no result, and of a path only the last part counts. A result of older code may lack a setting
+    that was added later. The setting then had its default value.
+    """
+    default, wanted = evaluation_config(name), evaluation_config(name, *overrides)
+    had, asked = (settings_of({"config": config}) for config in ({**default, **found}, wanted))
+    keys = [key for key in (had | asked) if key not in ("device", "batch")]
+    return next((key for key in keys if had.get(key) != asked.get(key)), None)
+
+
+def refuse_other_results(record: Record, evaluations: Sequence[Sequence[str]]) -> None:
+    """Raise ValueError if the record of a finished run lacks an evaluation, or has it with other settings."""
+    for name, *overrides in evaluations if not record["diverged"] else ():
+        file = result_file(name, *overrides)
+        result = record["evals"].get(file)
+        if result is None:
+            wrong = f"lacks {file}"
+        elif key := other_setting(result.get("config", {}), name, *overrides):
+            had, asked = (settings.get(key) for settings in (result["config"], evaluation_config(name, *overrides)))
+            wrong = f"has {file} with {key}={had} instead of {key}={asked}"
+        else:
+            continue
+        raise ValueError(
+            f"the record of the finished run {record['run']} {wrong}: ask for the evaluations of the records, or train "
+            "and evaluate all runs again with name=OTHER records=none"
+        )
+
+
 @functools.cache
 def evaluation_config(name: str, *overrides: str) -> dict[str, Any]:
     """An evaluation's resolved configuration as in its JSON, except for the run."""
@@ -161,20 +193,27 @@ def evaluation_config(name: str, *overrides: str) -> dict[str, Any]:
     return OmegaConf.to_container(compose_job(name, ["run=none", *overrides]), resolve=True)
 
 
+def prepared(data: DataConfig) -> bool:
+    """Whether the data are on this machine. A task's rows always are."""
+    return is_task(data) or (Path(data.dir) / "tokenizer.json").is_file()
+
+
 @functools.cache
-def composed(overrides: tuple[str, ...]) -> tuple[DictConfig, DecoderConfig]:
+def composed(overrides: tuple[str, ...], recorded: Vocabulary | None = None) -> tuple[DictConfig, DecoderConfig]:
     """train.py's configuration, and its model configuration with the values that come from the data.
 
-    Composing takes tenths of a second. The caller must have imported train.py, which registers the schema.
+    recorded: the vocabulary of earlier runs, for data that are not on this machine. Composing takes tenths of a second. The
+    caller must have imported train.py, which registers the schema.
     """
     cfg = compose_job("train", list(overrides))
     plain: TrainConfig = OmegaConf.to_object(cfg)
-    return cfg, fill_model(plain.model, open_tokenizer(plain.data))
+    known = recorded and not prepared(plain.data)
+    return cfg, fill_model(plain.model, recorded if known else open_tokenizer(plain.data))
 
 
-def train_config(overrides: Sequence[str], own: Sequence[str] = ()) -> TrainConfig:
+def train_config(overrides: Sequence[str], own: Sequence[str] = (), recorded: Vocabulary | None = None) -> TrainConfig:
     """The configuration of a run as in its config.yaml. own: overrides of single values outside of the model."""
-    composed_cfg, model = composed(tuple(overrides))
+    composed_cfg, model = composed(tuple(overrides), recorded)
     cfg = composed_cfg.copy()
     for override in own:
         key, value = override.split("=", 1)

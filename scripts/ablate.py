@@ -29,18 +29,27 @@ from configs import USER_ERRORS, command, explain
 from configs.composing import merged
 from configs.files import write_atomic, write_json
 from configs.provenance import result_record
+from data.config import DataConfig
 from eval import tuning
 from eval.common import variant
 from eval.experiment import AblateConfig, arm_list, compare_parameters, evaluation_commands, refuse_metrics, seed_list
 from eval.overlap import overlaps, refuse_overlap
-from eval.records import TRIAL, describes, records_of
+from eval.records import TRIAL, describes, recorded_vocabulary, records_of
 from eval.report.grid import Comparison, draw_ablation, fit_rows
-from eval.report.pooled import Pooled, profile
-from eval.report.runs import Arm, give_colours, refuse_other_settings
+from eval.report.pooled import Pooled, profile, unit
+from eval.report.runs import DIVERGED, Arm, give_colours, refuse_other_settings
 from eval.report.tables import markdown, si
-from eval.study import PlannedRun, describe_model, read_epochs, train_config, training_flops
+from eval.study import (
+    PlannedRun,
+    describe_model,
+    prepared,
+    read_epochs,
+    refuse_other_results,
+    train_config,
+    training_flops,
+)
 from eval.tuning import Point, Tuned
-from training.checkpoint import checkpoints
+from training.checkpoint import checkpoints, folder_name
 from training.jobs import Team, environment, run_jobs, visible_gpus
 from training.run import TrainConfig, flatten, refuse_other_config
 from training.schedule import decay_start
@@ -95,6 +104,7 @@ class Study:
         self.cfg, self.name, self.folder = cfg, name, Path(cfg.runs) / name
         self.seeds = seed_list(cfg.seeds)
         self._known: dict[str, PlannedRun] = {}
+        self._configs: dict[str, TrainConfig] = {}  # an arm's own; making one takes tenths of a second
         tuning.check(cfg.tune, self.seeds)
         if cfg.tune.at is not None and cfg.tune.at not in cfg.grid:
             raise ValueError(
@@ -104,10 +114,11 @@ class Study:
         self.evaluations = evaluation_commands(cfg)
         refuse_metrics(cfg, self.evaluations)
         self.records = records_of(self.folder, Path(cfg.records) / name)
+        self.recorded = None if cfg.run else recorded_vocabulary(self.records.values())
         self.arms = arm_list(cfg)
         for arm in self.arms:
             arm.overrides = merged(cfg.tier.train, cfg.common, cfg.train, arm.overrides)
-            config = self._config(arm, [])
+            config = self._configs[arm.name] = self._config(arm, [])
             arm.variant = variant({"model": asdict(config.model)})
             arm.facts = describe_model(config)
         give_colours(self.arms)  # of all arms: an arm keeps its colour while others have no finished run
@@ -116,7 +127,7 @@ class Study:
     def _config(self, arm: Arm, own: list[str]) -> TrainConfig:
         """An arm's configuration. own: overrides of values outside of the model, applied without composing again."""
         try:
-            return train_config(arm.overrides, own)
+            return train_config(arm.overrides, own, self.recorded)
         except USER_ERRORS as error:
             raise ValueError(f"arm {arm.name}: {explain(error, TrainConfig)}") from None
 
@@ -127,19 +138,27 @@ class Study:
         folder = self.folder / name
         own = merged(more, [f"seed={seed}", f"run_dir={folder}", "resume=true"])
         config, flops = self._config(arm, own), arm.facts["flops_per_token"]
-        run = PlannedRun(arm.name, seed, folder, merged(arm.overrides, own), config, evaluations, flops)
+        run = PlannedRun(
+            arm.name, seed, folder, merged(arm.overrides, own), config, evaluations, flops, self.cfg.spikes
+        )
         record = self.records.get(name)
         if record and describes(record, config) and not checkpoints(folder):
+            refuse_other_results(record, evaluations)
             run.record = record
         elif (folder / "config.yaml").is_file():
             refuse_other_config(folder, asdict(config), advice="repeat its overrides, or start anew with name=OTHER")
         self._known[name] = run
         return run
 
+    @property
+    def data(self) -> DataConfig | None:
+        """The data of the first arm. None if they are not on this machine, so that the table comes from records alone."""
+        data = self._configs[self.arms[0].name].data
+        return data if prepared(data) else None
+
     def overlaps(self) -> dict[str, float]:
         """Test text -> the share of the text that occurs in the training text of the first arm."""
-        texts = self.cfg.texts
-        return overlaps(self._config(self.arms[0], []).data, texts, self.folder / "overlap.json") if texts else {}
+        return overlaps(self.data, self.cfg.texts, self.folder / "overlap.json") if self.cfg.texts and self.data else {}
 
     # Tuning
 
@@ -234,14 +253,16 @@ class Study:
         """The overrides with which an arm's shorter runs branch off the longest run before its decay."""
         if not self.cfg.branch:
             return []
-        points = {other.name: self._config(other, []) for other in self.arms if other.arm == arm.arm}
+        points = {other.name: self._configs[other.name] for other in self.arms if other.arm == arm.arm}
         trunk = max(points, key=lambda name: points[name].steps)
         if arm.name == trunk:
             at = {decay_start(config.steps, config.optim) for name, config in points.items() if name != trunk}
             return [f"checkpoint.at={sorted(at)}"]
-        folder = self.folder / f"{trunk}-s{seed}"
-        recorded = folder.name in self.records and not checkpoints(folder)  # then the run is trained as a whole
-        return [] if recorded else [f"branch_from={folder}"]
+        folder, own = self.folder / f"{trunk}-s{seed}", points[arm.name]
+        kept = [path.name for path in checkpoints(folder)]
+        recorded = folder.name in self.records and not kept
+        stopped = (folder / DIVERGED).is_file() and folder_name(decay_start(own.steps, own.optim)) not in kept
+        return [] if recorded or stopped else [f"branch_from={folder}"]  # without a trunk the run is trained as a whole
 
     def describe(self, runs: list[PlannedRun]) -> list[list[PlannedRun]]:
         """Print the arms and the number of finished runs. Returns the chains of unfinished runs, longest run first."""
@@ -348,7 +369,7 @@ class Study:
         cfg, tuned = self.cfg, self.tuned()
         by_name = {arm.name: arm for arm in self.arms}
         for run in runs:
-            by_name[run.arm].runs.append(run.measured(cfg.spikes))
+            by_name[run.arm].runs.append(run.measured())
         arms = [arm for arm in self.arms if arm.runs]
         measured = [run for arm in arms for run in arm.runs]
         refuse_other_settings(measured)
@@ -357,7 +378,7 @@ class Study:
         profiles = {n: one for n, path in cfg.profiles.items() if (one := profile(arms, path, cfg.pairs))}
         fits = found.fit_sizes(next(iter(cfg.metrics))) if cfg.fit else None
         longest = max((run.config for run in runs), key=lambda config: config.steps * config.batch_tokens)
-        epochs, missing = read_epochs(longest), len(self.runs()) - len(runs)
+        epochs, missing = read_epochs(longest) if self.data else None, len(self.runs()) - len(runs)
         partial = f", partial: {missing} {'runs are' if missing > 1 else 'run is'} missing" if missing else ""
         title = f"{self.name}{'' if tuned else ', untuned'}{partial}"
         remarks = tuning.tuning_notes(tuned, cfg.tune.metric, cfg.tune.exchange) + found.notes(seeds, epochs)
@@ -366,6 +387,10 @@ class Study:
             shares = ", ".join(f"{text} {share:.2%}" for text, share in overlaps.items())
             wording = "Share of the 13-word sequences of each test text that occur in the training text"
             remarks.append(f"{wording}: {shares}.")
+        elif cfg.texts:
+            remarks.append(
+                "Made from records alone: whether the test texts occur in the training text was not checked."
+            )
         if absent := [f"{name} ({path})" for name, path in cfg.profiles.items() if name not in profiles]:
             remarks.append(f"Without a table, because no run has several numbers there: {', '.join(absent)}.")
         results = {
@@ -397,11 +422,6 @@ class Study:
             figures.append(self.folder / "figures" / "tuning.png")
             tuning.draw_tuning(figures[-1], tuned, {arm.arm: arm.colour for arm in self.arms}, cfg.tune.metric)
         print(f"ablation  {self.folder / 'table.md'} ({len(runs)} runs, {len(figures)} figures)", flush=True)
-
-
-def unit(path: str) -> str:
-    """The unit of a metric's numbers, for the label of an axis."""
-    return " (nats)" if path.endswith(("loss", "by_octave")) else ""
 
 
 def run_by_launcher(cfg: AblateConfig, folder: Path, left: list[PlannedRun], task: list[str]) -> None:

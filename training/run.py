@@ -100,7 +100,15 @@ def cpu_can_compile() -> bool:
     return sys.platform == "linux" and bool(compiler) and Path(sysconfig.get_path("include"), "Python.h").is_file()
 
 
-def fill_model(cfg: DecoderConfig, tokenizer: Tokenizer) -> DecoderConfig:
+@dataclass(frozen=True)
+class Vocabulary:
+    """What a model's configuration takes from a tokenizer. eot: id of the end-of-text token, None if no model needs it."""
+
+    vocab_size: int
+    eot: int | None = None
+
+
+def fill_model(cfg: DecoderConfig, tokenizer: Tokenizer | Vocabulary) -> DecoderConfig:
     """`cfg` with the tokenizer's vocabulary and end-of-text token, its heads and its matched FFN width.
 
     ValueError where the configuration gives a vocabulary that is smaller than the tokenizer's.

@@ -271,10 +271,11 @@ def _readable_limits(found: list[Contrast]) -> tuple[float, float]:
     means = [contrast.mean for contrast in found]
     widest = max(3 * (contrast.sd or 0) for contrast in found)
     reach = max(1.6 * max(map(abs, means)), widest) or 1e-3
-    low = min([0.0, *means, *(contrast.low for contrast in found if contrast.low is not None)])
-    high = max([0.0, *means, *(contrast.high for contrast in found if contrast.high is not None)])
+    dots = [0.0, *(value for contrast in found for value in contrast.differences)]
+    low = min([*dots, *(max(contrast.low, -2 * reach) for contrast in found if contrast.low is not None)])
+    high = max([*dots, *(min(contrast.high, 2 * reach) for contrast in found if contrast.high is not None)])
     pad = 0.06 * (high - low) or 1e-3  # for equal arms
-    return max(low - pad, -2 * reach), min(high + pad, 2 * reach)
+    return low - pad, high + pad
 
 
 def draw_grid(path: Path, cells: list[tuple[Arm, Cell]], metric: str, fits: dict[str, Any] | None) -> None:

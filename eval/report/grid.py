@@ -157,17 +157,21 @@ class Comparison:
             lines.append(line)
         return lines
 
-    def notes(self, seeds: Sequence[int], epochs: float) -> list[str]:
-        """Sentences that a reader of the table needs. epochs: how often training read the prepared text."""
+    def notes(self, seeds: Sequence[int], epochs: float | None) -> list[str]:
+        """Sentences that a reader of the table needs.
+
+        epochs: how often training read the prepared text; 0 for data generated during training, None if it is not known.
+        """
         arms = self.arms
         tokens = {run.val[-1]["tokens"] for arm in arms for run in arm.runs if run.val}
         most = ("up to " if len(tokens) > 1 else "") + si(max(tokens, default=0))
         tested = [sum(one.p is not None for one in self.of_metric(metric)) for metric in self.compared]
         counts = " to ".join(dict.fromkeys((str(min(tested)), str(max(tested)))))
         at_point = f"{arms[0].arm} at the same point of the grid" if any(arm.point for arm in arms) else arms[0].name
-        read = f"{epochs:.2f} epochs of the prepared text" if epochs else "generated during training"
+        read = f", {epochs:.2f} epochs of the prepared text" if epochs else ", generated during training"
+        read = "" if epochs is None else read
         lines = [
-            f"Seeds {', '.join(map(str, seeds))}; {most} training tokens, {read}. "
+            f"Seeds {', '.join(map(str, seeds))}; {most} training tokens{read}. "
             f"± is the standard deviation over seeds. A difference is the arm less {at_point}, paired by seed "
             "(same data order, shared initial weights); negative is better for a loss, positive for an accuracy.",
             f"p, Holm is corrected for the comparisons of each metric ({counts}). With n seeds p, sign flips cannot fall "
@@ -177,7 +181,7 @@ class Comparison:
         off = {arm.name: arm.facts.get("params_off") or 0 for arm in arms}
         if unmatched := [f"{name} ({share:+.1%})" for name, share in off.items() if abs(share) > 0.005]:
             lines.append(f"Not matched to the reference's parameters within 0.5 %: {', '.join(unmatched)}.")
-        if epochs > 1:
+        if epochs and epochs > 1:
             lines.append("The training text was read more than once, so losses on it and on unseen text differ.")
         return lines
 

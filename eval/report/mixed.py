@@ -12,6 +12,7 @@ With a covariate x[arm, seed], slope * x is added to the model, so arms are comp
 Fisher 1932). If the arms change x, this is the part of their effect that does not go through x.
 """
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from eval.report.runs import Arm
 from eval.report.statistics import LEVEL, detectable_effect, difference_text, p_text, t_quantile
 
 DRAWS = 2**18  # samples of the multivariate t
+NULL_DRAWS = 2**12  # samples of a study whose arms have one error
 Values = Mapping[str, Mapping[int, float]]  # arm -> seed -> value
 
 
@@ -46,10 +48,11 @@ class Effect:
 @dataclass
 class MixedModel:
     """sd: the error's standard deviation, with its 95 % interval. sd_seed: the standard deviation of the blocks. df:
-    the error's degrees of freedom. effects: arm -> Effect. detectable: the true difference between two arms with all
-    seeds that a test at the 5 % level finds with 80 % power. p_spread: p of the hypothesis that all arms have one
-    error, as the model assumes (Bartlett 1937). It is None for two arms, whose difference does not need that assumption,
-    and where fewer than two arms have two seeds, and with a covariate, whose `slope` is given.
+    the error's degrees of freedom. effects: arm -> Effect. detectable: the true difference between the reference and an
+    arm with all seeds that a test at the 5 % level finds with 80 % power; with a covariate the largest of the arms'.
+    p_spread: p of the hypothesis that all arms have one error, as the model assumes (`spread_p`). It is None for two arms,
+    whose difference does not need that assumption, and where fewer than two arms have two seeds, and with a covariate,
+    whose `slope` is given.
     """
 
     reference: str
@@ -83,7 +86,9 @@ class Estimate:
 
 
 def estimate(values: Values, reference: str, covariate: Values | None = None) -> Estimate | None:
-    """Fit arm -> seed -> value. None for fewer than two arms, or for too few seeds to estimate the error."""
+    """Fit arm -> seed -> value. None for fewer than two arms, too few seeds to estimate the error, or a covariate that does
+    not differ between the seeds of any arm.
+    """
     values = _with_covariate(values, covariate)
     arms = [reference, *(arm for arm in values if arm != reference and values[arm])]
     seeds = sorted({seed for arm in arms for seed in values[arm]})
@@ -99,6 +104,8 @@ def estimate(values: Values, reference: str, covariate: Values | None = None) ->
     if covariate is not None:
         x = np.array([covariate[arm][seed] for arm in arms for seed in values[arm]])
         design = np.column_stack((design, x - x.mean()))
+    if np.linalg.matrix_rank(design) < design.shape[1]:  # the covariate is equal in all runs of every arm
+        return None
     ratio, n = _reml_ratio(y, design, block), len(arms)
     beta, covariance, error, _ = _gls(y, design, block, ratio)
     slope = None if covariate is None else float(beta[n])
@@ -124,8 +131,9 @@ def fit(values: Values, reference: str, covariate: Values | None = None) -> Mixe
     sd, sd_seed = math.sqrt(found.error), math.sqrt(found.error * found.ratio)
     low, high = (sd * math.sqrt(df / stats.chi2.ppf(p, df)) for p in (1 - LEVEL / 2, LEVEL / 2))
     # A t test with df degrees of freedom is that of df + 1 pairs, whose mean has sqrt(df + 1) times less spread than one pair.
-    least = sd * math.sqrt(2 / n) * detectable_effect(df + 1) * math.sqrt(df + 1)
-    p_spread = _p_spread(values) if covariate is None else None
+    whole = [effect.se for effect in effects.values() if effect.n == n] or list(se)
+    least = float(max(whole)) * detectable_effect(df + 1) * math.sqrt(df + 1)
+    p_spread = spread_p(values) if covariate is None else None
     return MixedModel(reference, n, sd, low, high, sd_seed, df, critical, least, effects, p_spread, found.slope)
 
 
@@ -136,9 +144,32 @@ def _with_covariate(values: Values, covariate: Values | None) -> Values:
     return {arm: {s: value for s, value in of.items() if s in covariate[arm]} for arm, of in values.items()}
 
 
-def _p_spread(values: Mapping[str, Mapping[int, float]]) -> float | None:
-    spread = [list(arm.values()) for arm in values.values() if len(set(arm.values())) > 1]
-    return float(stats.bartlett(*spread).pvalue) if len(values) > 2 and len(spread) > 1 else None
+def spread_p(values: Values) -> float | None:
+    """p of the hypothesis that all arms have one error; None for fewer than three arms or two arms with two seeds.
+
+    The statistic is Bartlett's (1937), of what is left without the means of arms and seeds: with the seeds' blocks in them,
+    all arms would spread alike. Its distribution comes from draws, because what is left of three arms is not independent.
+    """
+    arms = [arm for arm in values.values() if len(arm) > 1]
+    seeds = sorted({seed for arm in arms for seed in arm})
+    if len(arms) < 3:
+        return None
+    group = np.array([i for i, arm in enumerate(arms) for _ in arm])
+    block = np.array([seeds.index(seed) for arm in arms for seed in arm])
+    design = np.hstack((np.eye(len(arms))[group], np.eye(len(seeds))[block]))
+    rest = np.eye(len(group)) - design @ np.linalg.pinv(design)  # takes the means of arms and seeds away
+    y = np.array([value for arm in arms for value in arm.values()])
+    z = np.random.default_rng(20240607).standard_normal((NULL_DRAWS, len(y)))
+    found, null = (_bartlett(sample @ rest, group) for sample in (y[None] - y.mean(), z))
+    return float((1 + np.sum(null >= found[0])) / (1 + NULL_DRAWS))
+
+
+def _bartlett(left: np.ndarray, group: np.ndarray) -> np.ndarray:
+    """Bartlett's statistic (n,) up to a factor, of deviations from the arms' means (n, cells). group: each cell's arm."""
+    members = np.eye(group.max() + 1)[group]  # (cells, arms)
+    free = members.sum(axis=0) - 1
+    squares = left**2 @ members
+    return free.sum() * np.log(squares.sum(axis=1)) - np.log(np.maximum(squares / free, 1e-300)) @ free
 
 
 def _gls(
@@ -176,11 +207,16 @@ def _all_at_once(t: np.ndarray, correlation: np.ndarray, df: int) -> tuple[float
 
 def _largest_t(correlation: np.ndarray, df: int) -> np.ndarray:
     """Draws of the largest |T| of a multivariate t, sorted."""
-    rng = np.random.default_rng(20240607)
     root = np.linalg.cholesky(correlation)  # unique, unlike eigenvectors, so that every machine makes the same draws
-    z = rng.standard_normal((DRAWS, len(correlation))) @ root.T
-    scale = np.sqrt(rng.chisquare(df, DRAWS) / df)
-    return np.sort(np.abs(z).max(axis=1) / scale)
+    normal, scale = _draws(len(correlation), df)
+    return np.sort(np.abs(normal @ root.T).max(axis=1) / scale)
+
+
+@functools.lru_cache(maxsize=2)  # the metrics of a study mostly have the same arms and degrees of freedom
+def _draws(k: int, df: int) -> tuple[np.ndarray, np.ndarray]:
+    """Independent normal draws (DRAWS, k), and the draws' estimates of their standard deviation (DRAWS,)."""
+    rng = np.random.default_rng(20240607)
+    return rng.standard_normal((DRAWS, k)), np.sqrt(rng.chisquare(df, DRAWS) / df)
 
 
 def by_point(arms: list[Arm], values: Values, covariate: Values | None = None) -> dict[str, MixedModel]:
@@ -206,7 +242,7 @@ def mixed_lines(models: Mapping[str, Mapping[str, MixedModel]], point: str, afte
     lines = [[f"arm less {reference}{after}", "n", *here]]
     for arm, n in arms.items():
         found = [model.effects.get(arm) for model in here.values()]
-        lines.append([arm, str(n), *(difference_text(e.mean, e.low, e.high) if e else "" for e in found)])
+        lines.append([arm, str(n), *(difference_text(e.mean, e.low, e.high, e.p) if e else "" for e in found)])
     return lines
 
 

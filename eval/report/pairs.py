@@ -7,15 +7,16 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from scipy import stats
 
-from eval.report.mixed import Values, estimate
+from eval.report.mixed import Estimate, Values, estimate
 from eval.report.runs import Arm, paired_by_seed
 from eval.report.statistics import LEVEL, difference_text, holm, t_quantile
 
 PAIR_NOTE = (
     "A part is an arm less the arm that lacks it. The interval uses the error pooled over all arms at that point (Student's "
-    "t) and is not corrected for the number of parts; the JSON has p after Holm's correction."
+    "t) and is not corrected for the number of parts; bold where p after Holm's correction for the parts is below 5 %."
 )
 
 
@@ -54,8 +55,10 @@ def compare_pairs(
     found = []
     for point in dict.fromkeys(arm.point for arm in arms):
         here = {arm.arm: arm.name for arm in arms if arm.point == point}
+        measured = {name: values[name] for name in here.values() if values[name]}
+        model = estimate(measured, next(iter(measured)), covariate) if measured else None
         of_point = [
-            _pair(name, point, {n: values[n] for n in here.values()}, here[arm], here[other], covariate)
+            _pair(name, point, here[arm], here[other], values, model)
             for name, (arm, other) in pairs.items()
             if arm in here and other in here and paired_by_seed(values[here[arm]], values[here[other]])
         ]
@@ -76,13 +79,13 @@ def pair_notes(found: Sequence[Pair], pairs: Mapping[str, Sequence[str]]) -> lis
     return [PAIR_NOTE] * bool(found) + [missing] * bool(absent)
 
 
-def _pair(name: str, point: str, values: Values, arm: str, other: str, covariate: Values | None) -> Pair:
+def _pair(name: str, point: str, arm: str, other: str, values: Values, model: Estimate | None) -> Pair:
     differences = paired_by_seed(values[arm], values[other])
-    model = estimate(values, other, covariate)
-    if not model:
+    if not model or arm not in model.arms or other not in model.arms:
         return Pair(name, point, arm, other, differences, math.fsum(differences.values()) / len(differences))
-    i = model.arms.index(arm)
-    mean, se = float(model.beta[i]), math.sqrt(model.covariance[i, i])
+    less = np.array([(a == arm) - (a == other) for a in model.arms], dtype=float)
+    less[0] = 0  # beta[0] is the first arm's mean, and the others are differences to it
+    mean, se = float(less @ model.beta), math.sqrt(less @ model.covariance @ less)
     half, p = t_quantile(1 - LEVEL / 2, model.df) * se, 2 * float(stats.t.sf(abs(mean) / se, model.df))
     return Pair(name, point, arm, other, differences, mean, mean - half, mean + half, p)
 
@@ -95,6 +98,6 @@ def pair_lines(found: Mapping[str, Sequence[Pair]], point: str, after: str = "")
     lines = [[f"part{after}", "arms", "n", *found]]
     for first in (pair for pair in next(iter(found.values())) if pair.point == point):
         same = [next((p for p in pairs if (p.name, p.point) == (first.name, point)), None) for pairs in found.values()]
-        texts = [difference_text(pair.mean, pair.low, pair.high) if pair else "" for pair in same]
+        texts = [difference_text(pair.mean, pair.low, pair.high, pair.p_holm) if pair else "" for pair in same]
         lines.append([first.name, f"{first.arm} - {first.other}", str(first.n), *texts])
     return lines

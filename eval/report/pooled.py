@@ -14,8 +14,8 @@ from eval.report.runs import CYCLE, Arm, trained_tokens
 from eval.report.tables import markdown
 
 BOLD = (
-    "In brackets: 95 % intervals of the mixed model, for all arms at once; bold where zero lies outside. The JSON has p and "
-    "the interval of each arm alone."
+    "In brackets: 95 % intervals of the mixed model, for all arms at once; bold where p, for all arms of this table at once, "
+    "is below 5 %. The JSON has p and the interval of each arm alone."
 )
 EQUAL_FLOPS = (
     "Equal FLOPs: every arm after as many training FLOPs (FLOPs/token times tokens) as {reference} has used there, between the "
@@ -30,11 +30,18 @@ AT_EQUAL = (
 Models = dict[str, dict[str, MixedModel]]  # metric -> point of the grid -> model
 
 
+def metric_of_parts(path: str) -> str | None:
+    """The path of the loss of which the loss at `path` is a part: EVALUATION.loss of EVALUATION.recall.hit.loss."""
+    evaluation, recall, _ = path.partition(".recall.")
+    return f"{evaluation}.loss" if recall else None
+
+
 class Pooled:
     """Mixed models and pairs of the compared metrics at every point of a grid.
 
     pairs: part -> (arm, arm without the part). horizons: the grid's points are lengths of training, so arms are also
-    compared at equal FLOPs. covariate: a compared metric; arms are also compared in the other metrics at equal values of it.
+    compared at equal FLOPs. covariate: a compared metric; arms are also compared in the other metrics at equal values of it,
+    but for the loss that is the mean of the covariate and another metric, where the difference is the other metric's again.
     """
 
     def __init__(
@@ -49,7 +56,8 @@ class Pooled:
         for metric in found.compared if horizons else ():
             self.equal[metric] = by_point(found.arms, found.at_equal_flops(metric))
             self.equal[metric].pop(self.points[0], None)  # there, only arms with the reference's FLOPs have a value
-        others = {metric: of for metric, of in values.items() if covariate not in (None, metric)}
+        parts = (None, metric_of_parts(found.metrics[covariate])) if covariate else ()
+        others = {m: of for m, of in values.items() if parts and m != covariate and found.metrics[m] not in parts}
         x = values[covariate] if others else None
         self.at_equal: Models = {metric: by_point(found.arms, of, x) for metric, of in others.items()}
         self.pairs_at_equal = {metric: compare_pairs(found.arms, of, pairs, x) for metric, of in others.items()}
@@ -139,6 +147,11 @@ def lines_of(found: Iterable[tuple[str, str | None, float, Effect | Pair]]) -> d
         shade = colour or CYCLE[len(lines) % len(CYCLE)]
         lines.setdefault(name, (shade, []))[1].append((place, one.mean, one.low, one.high, one.n))
     return lines
+
+
+def unit(path: str) -> str:
+    """The unit of a metric's numbers, for the label of an axis."""
+    return " (nats)" if path.endswith(("loss", "by_octave")) else ""
 
 
 def profile(arms: list[Arm], path: str, pairs: Mapping[str, Sequence[str]]) -> Pooled | None:

@@ -227,15 +227,16 @@ def _measured(name: str, run: Run) -> Any:
     """The settings and text of an evaluation, as a value that is equal for results that can be compared."""
     results, settings = run.results(name), settings_of(run.evals[name])
     if name == "perplexity":
-        return results.get("sha256", "")
+        return results.get("sha256", ""), settings.get("ngram", 2), settings.get("frequent")
     if name not in EVALUATIONS:
         if settings.get("scale") == "head":  # of older results of quantization; there is no other scale now
             del settings["scale"]
         same = {key: value for key, value in settings.items() if key not in ("device", "batch")}
         return same, results.get("sha256")
     given = {key: settings.get(key) for key in ("seed", "text", "shards", "samples", "style")}
+    given["digits"] = run.config["data"].get("retrieval", {}).get("digits", 4)  # of the numbers to find
     if name == "attention_noise":
-        return given, results.get("length"), list(results["signed"]["depths"])
+        return given, settings.get("windows"), results.get("length"), list(results["signed"]["depths"])
     return given, [[cell[key] for key in ("length", "depth", "needles", "asked")] for cell in results["cells"]]
 
 
@@ -304,8 +305,8 @@ class Arm:
 
 
 def trained_tokens(arm: Arm) -> float:
-    """Training tokens of the arm's runs."""
-    return float(arm.runs[0].value("train.tokens") or 0)
+    """Training tokens of the arm's runs; a run that diverged stopped before."""
+    return float(max(run.value("train.tokens") or 0 for run in arm.runs))
 
 
 def paired_by_seed(arm: dict[int, float], reference: dict[int, float]) -> dict[int, float]:
@@ -371,8 +372,11 @@ def colours_of(arms: list[dict[str, Any]]) -> dict[str, str]:
 
 
 def _kind(run: Run) -> str:
-    """A text that is equal for runs that differ only in the seed, the machine's folders and the speed."""
-    config = {key: run.config.get(key) for key in ("model", "optim", "steps", "batch_tokens", "data")}
+    """A text that is equal for runs that differ only in the seed, the machine's folders and the speed.
+
+    `dtype` is left out: `auto` means another one on another processor, and seeds may come from several machines.
+    """
+    config = {key: run.config.get(key) for key in ("model", "optim", "steps", "batch_tokens", "data", "outlier_z")}
     for part, keys in {"model": ("backend",), "data": ("dir", "workers", "shard_tokens")}.items():
         config[part] = {key: value for key, value in config[part].items() if key not in keys}
     # Each seed may begin with another seed's run: "s1", "seed=1" are left out of its name.

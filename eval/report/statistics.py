@@ -125,12 +125,12 @@ def p_text(p: float | None) -> str:
     return "" if p is None else f"{p:.3f}" if p >= 0.001 else "< 0.001"
 
 
-def difference_text(mean: float, low: float | None, high: float | None) -> str:
-    """A difference and its interval for a table, in bold where the interval excludes zero."""
+def difference_text(mean: float, low: float | None, high: float | None, p: float | None) -> str:
+    """A difference and its interval for a table, in bold where p, after its correction, is below 5 %."""
     if low is None or high is None:
         return f"{mean:+.4f}"
     text = f"{mean:+.4f} ({low:+.4f} to {high:+.4f})"
-    return text if low <= 0 <= high else f"**{text}**"
+    return f"**{text}**" if p is not None and p < LEVEL else text
 
 
 def power_law(sizes: Sequence[float], losses: Sequence[float]) -> tuple[float, float]:

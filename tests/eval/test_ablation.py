@@ -2,15 +2,18 @@
 
 import json
 import random
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import yaml
 
+from eval.report.figures import _readable_limits
 from eval.report.grid import Comparison, draw_ablation, fit_rows
 from eval.report.mixed import by_point
-from eval.report.runs import DIVERGED, Arm, give_colours, read_run, refuse_other_settings
-from eval.report.tables import markdown
+from eval.report.runs import DIVERGED, Arm, give_colours, read_run, refuse_other_settings, trained_tokens
+from eval.report.statistics import paired
+from eval.report.tables import Contrast, markdown
 
 METRICS = {"valid": "perplexity.loss", "AR-Hit": "perplexity.recall.hit.loss", "spikes": "train.spikes"}
 PNG = b"\x89PNG"
@@ -224,6 +227,26 @@ def test_arms_are_compared_at_equal_flops(tmp_path: Path) -> None:
     differences = [equal["costly-long"][seed] - own["baseline-long"][seed] for seed in (1, 2, 3, 4)]
     assert list(models) == ["long"]
     assert models["long"].effects["costly-long"].mean == pytest.approx(sum(differences) / 4, abs=1e-9)
+
+
+def test_a_seed_that_diverged_early_says_nothing_of_an_arms_tokens(tmp_path: Path) -> None:
+    arm = make_arms(tmp_path, {"baseline": 0.0})[0]
+    whole = trained_tokens(arm)
+    arm.runs[0].train[-1]["tokens"] = 64
+    assert trained_tokens(arm) == whole > 64
+
+
+def test_no_dot_is_outside_the_figure() -> None:
+    paired_with_outlier = contrast_of([0.0, 0.0, 0.0, 0.0, 1.0])
+    low, high = _readable_limits([paired_with_outlier])
+    assert low < 0 and high > 1
+    wide = _readable_limits([contrast_of([0.1, 0.3])])  # the interval of two seeds is far wider than the dots
+    assert wide[0] < 0 and 0.3 < wide[1] < contrast_of([0.1, 0.3]).high
+
+
+def contrast_of(differences: list[float]) -> Contrast:
+    found = asdict(paired(differences))
+    return Contrast(**found, name="loss", differences=differences)
 
 
 def test_arms_without_a_finished_reference_have_no_difference(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from eval.report import mixed
-from eval.report.statistics import paired
+from eval.report.statistics import detectable_effect, paired
 
 # Two-sided 5 % points for equal groups (Dunnett 1964, to three digits by scipy's multivariate_t):
 # (comparisons, degrees of freedom) -> critical value.
@@ -67,6 +67,39 @@ def test_a_single_arm_has_students_t() -> None:
     assert model.critical == pytest.approx(4.302653, abs=1e-6)  # of printed tables, 2 degrees of freedom
     assert (effect.low, effect.high) == (effect.own_low, effect.own_high)
     assert effect.p == pytest.approx(alone.p, rel=1e-2)  # the ratio of variances lies on a grid
+
+
+@pytest.mark.parametrize("sd_seed", (0.0, 0.3))
+def test_unequal_errors_are_seen_beside_the_seeds_blocks(sd_seed: float) -> None:
+    equal = {arm: 0.0 for arm in "abcdefgh"}
+    found = {"equal": [], "unequal": []}
+    for draw in range(30):
+        values = study(equal, 5, 0.1, sd_seed, draw)
+        found["equal"].append(mixed.spread_p(values))
+        middle = {seed: float(np.mean([values[arm][seed] for arm in equal])) for seed in range(5)}
+        wide = {
+            arm: {s: v + 4 * (arm in "abcd") * (v - middle[s]) for s, v in of.items()} for arm, of in values.items()
+        }
+        found["unequal"].append(mixed.spread_p(wide))
+    assert sum(p < 0.05 for p in found["equal"]) <= 5 and sum(p < 0.05 for p in found["unequal"]) >= 25
+    assert mixed.spread_p({"a": {1: 0.0, 2: 1.0}, "b": {1: 0.5, 2: 3.0}}) is None
+
+
+def test_an_arm_that_recalls_at_once_needs_a_larger_difference_at_equal_covariate() -> None:
+    values, x = (
+        study({"a": 4.0, "b": 3.9, "c": 4.0}, 5, 0.01, 0.0, 3),
+        study({"a": 3.0, "b": 2.0, "c": 3.0}, 5, 0.1, 0.0, 4),
+    )
+    alone, beside = mixed.fit(values, "a"), mixed.fit(values, "a", x)
+    of_pairs = detectable_effect(alone.df + 1) * math.sqrt(alone.df + 1)
+    assert alone.detectable == pytest.approx(alone.sd * math.sqrt(2 / 5) * of_pairs, rel=1e-6)
+    assert beside.detectable / beside.sd > 1.5 * alone.detectable / alone.sd
+
+
+def test_a_covariate_that_no_seed_moves_gives_no_model() -> None:
+    values = study({"a": 4.0, "b": 3.9, "c": 4.0}, 5, 0.01, 0.0, 3)
+    for fixed in ({"a": 0.0, "b": 0.0, "c": 0.0}, {"a": 0.0, "b": 1.0, "c": 0.5}):
+        assert mixed.fit(values, "a", {arm: dict.fromkeys(range(5), x) for arm, x in fixed.items()}) is None
 
 
 def test_the_table_has_a_column_per_metric() -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from eval.report.grid import Comparison
+from eval.report.pairs import Pair, pair_lines
 from eval.report.pooled import Pooled, lines_of, profile
 from eval.report.runs import Arm
 from tests.eval.test_ablation import METRICS, make_arms
@@ -73,6 +74,27 @@ def test_arms_and_pairs_are_compared_at_equal_covariate(arms: list[Arm]) -> None
         del arm.runs[1:]
     alone = Pooled(Comparison(arms, metrics, ("valid", "early")), PAIRS, horizons=False, covariate="early")
     assert alone.pairs_at_equal == {"valid": []} and len(alone.tables("long")) == 1
+
+
+def test_the_whole_of_which_the_covariate_is_a_part_is_not_compared_twice(arms: list[Arm]) -> None:
+    """A text's loss is the mean of its recalled and its other tokens: at equal recall its difference is that of the others."""
+    for arm in arms:
+        for seed, run in enumerate(arm.runs):
+            results = run.evals["perplexity"]["results"]
+            results["recall"] = {"hit": {"loss": 3 + 0.1 * seed}, "other": {"loss": results["loss"] + 0.01 * seed}}
+    metrics = {
+        "valid": "perplexity.loss",
+        "AR-Hit": "perplexity.recall.hit.loss",
+        "Others": "perplexity.recall.other.loss",
+    }
+    pooled = Pooled(Comparison(arms, metrics, tuple(metrics)), PAIRS, horizons=False, covariate="AR-Hit")
+    assert list(pooled.at_equal) == list(pooled.pairs_at_equal) == ["Others"] and list(pooled.models) == list(metrics)
+
+
+def test_a_pair_is_bold_where_its_corrected_p_is_small() -> None:
+    found = {"loss": [Pair("part", "", "a", "b", {1: -0.1}, -0.1, -0.19, -0.01, 0.04, p) for p in (0.04, 0.08)]}
+    texts = [pair_lines({"loss": [pair]}, "")[1][-1] for pair in found["loss"]]
+    assert texts == ["**-0.1000 (-0.1900 to -0.0100)**", "-0.1000 (-0.1900 to -0.0100)"]
 
 
 def test_without_horizons_nothing_is_said_of_equal_flops(arms: list[Arm]) -> None:

@@ -203,8 +203,9 @@ def test_differences_are_over_the_seeds_that_both_have(seeded):
 
 def test_arms_are_what_differs_in_more_than_the_seed(seeded):
     folders = seeded("b", {1: 2.0, 2: 2.1}) + seeded("b", {1: 2.2, 2: 2.3}, "slow") + seeded("b", {1: 3.0}, "again")
-    for folder in folders[2:4]:
-        edit(folder / "config.yaml", "optim", {"lr": 0.1})
+    edit(folders[2] / "config.yaml", "optim", {"lr": 0.1})
+    edit(folders[3] / "config.yaml", "optim", {"lr": 0.1})
+    edit(folders[1] / "config.yaml", "dtype", "float32")  # auto means another one on another processor
     arms = arms_of(read_runs([str(folder) for folder in folders]))
     # The last has the seed and the settings of the first: a repetition is no further seed.
     assert [(arm.name, len(arm.runs)) for arm in arms] == [("baseline", 2), ("slow", 2), ("again-s1", 1)]
@@ -423,7 +424,14 @@ def test_runs_that_cannot_be_compared_are_refused(evaluated, make_run, refused, 
     edit(two / "config.yaml", "data.name", "made-up")
     edit(two / "eval" / "perplexity.json", "results.sha256", "0")
     assert "eval.perplexity on different text" in reason()
+    text = json.loads((one / "eval" / "perplexity.json").read_text())["results"]["sha256"]
+    edit(two / "eval" / "perplexity.json", "results.sha256", text)
+    edit(two / "eval" / "perplexity.json", "config.ngram", 4)  # another meaning of "recalled"
+    assert "eval.perplexity on different text or settings" in reason()
     (two / "eval" / "perplexity.json").unlink()
+    edit(two / "config.yaml", "data.retrieval", {"digits": 6})
+    assert "eval.needle on different" in reason()
+    edit(two / "config.yaml", "data.retrieval", {"digits": 4})
     edit(two / "eval" / "needle.json", "config.samples", 7)
     assert "eval.needle on different" in reason()
     (two / "eval" / "needle.json").write_text("{")

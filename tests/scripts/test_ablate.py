@@ -158,6 +158,17 @@ def test_tuning_makes_equal_arms_equal(
     assert (tmp_path / "toy" / "figures" / "tuning.png").is_file()
     (tmp_path / "toy" / PUBLISHED).write_bytes(gzip.compress(records.encode()))
 
+    # On a machine without the data the table comes from the records alone, but not with other evaluations than theirs.
+    alone = [a.replace(str(shards), "nowhere").replace(str(other_text), "gone/other.txt") for a in arguments]
+    assert "3 runs, 3 of them finished" in (printed := call(*alone, "run=false"))
+    assert "Made from records alone" in printed and "epochs" not in printed
+    again = json.loads((tmp_path / "toy" / "results.json").read_text())["results"]
+    assert [arm["metrics"] for arm in again["arms"]] == [arm["metrics"] for arm in content["arms"]]
+    refused = call(*alone, "run=false", "text_tokens=512")
+    assert "has perplexity_other with tokens=1000000 instead of tokens=512" in refused and "records=none" in refused
+    assert "lacks needle" in call(*alone, "run=false", "evaluations=[needle]")
+    assert "spikes counted with spikes.window=50 spikes.over=0.5" in call(*alone, "run=false", "spikes.over=0.2")
+
     # Nothing of another study is there: run=false says so, and trains nothing.
     nothing = call(*arguments, "name=nothing", "run=false")
     assert "under way: 0 trials" in nothing and not list((tmp_path / "nothing").rglob("checkpoints"))

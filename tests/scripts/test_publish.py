@@ -82,15 +82,17 @@ def numbers(content: Any) -> Iterator[float]:
         yield content
 
 
-def test_published_numbers_follow_from_published_records(tmp_path: Path, typed: Typed) -> None:
-    """The command of docs/RESULTS.md that trains nothing gives the published differences and intervals of `noise`."""
+@pytest.mark.parametrize("study", ("main", "noise"))
+def test_published_numbers_follow_from_published_records(study: str, tmp_path: Path, typed: Typed) -> None:
+    """The command of docs/RESULTS.md that trains nothing gives the study's published differences and intervals."""
     lines = (ROOT / "docs" / "RESULTS.md").read_text().replace("\\\n", " ").splitlines()
-    (command,) = (line for line in lines if "experiment=noise" in line and "run=false" in line)
+    (command,) = (line for line in lines if f"experiment={study}" in line and "run=false" in line)
     typed("scripts/ablate.py", *shlex.split(command)[2:], f"runs={tmp_path}")
     again, published = (
-        json.loads((folder / "noise" / "results.json").read_text())["results"]
+        json.loads((folder / study / "results.json").read_text())["results"]
         for folder in (tmp_path, ROOT / "docs" / "results")
     )
+    assert again["title"] == published["title"]
     assert [arm["name"] for arm in again["arms"]] == [arm["name"] for arm in published["arms"]]
     for found, expected in zip(again["arms"], published["arms"], strict=True):
         assert list(numbers(found["metrics"])) == pytest.approx(list(numbers(expected["metrics"])), abs=5e-5)
