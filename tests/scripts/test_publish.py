@@ -95,6 +95,7 @@ def test_published_numbers_follow_from_published_records(study: str, tmp_path: P
     assert again["title"] == published["title"]
     assert [arm["name"] for arm in again["arms"]] == [arm["name"] for arm in published["arms"]]
     for found, expected in zip(again["arms"], published["arms"], strict=True):
-        assert list(numbers(found["metrics"])) == pytest.approx(list(numbers(expected["metrics"])), abs=5e-5)
+        # Records have seven digits of a loss; p values of small differences magnify the rest.
+        assert list(numbers(found["metrics"])) == pytest.approx(list(numbers(expected["metrics"])), rel=1e-3, abs=5e-5)
     mixed = list(numbers(published["mixed"]))
     assert len(mixed) > 400 and list(numbers(again["mixed"])) == pytest.approx(mixed, rel=1e-3, abs=1e-3)
