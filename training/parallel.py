@@ -34,6 +34,9 @@ def compile_steps(model: nn.Module) -> nn.Module:
     """
     if next(model.parameters()).device.type == "cpu" and hasattr(partitioner, KEEP_INPUTS):
         setattr(partitioner, KEEP_INPUTS, False)
+    # All models share the code of their layers, and torch compiles a piece of code at most 8 times per process. Without the
+    # reset, the runs of a sweep after the eighth would not be compiled.
+    torch.compiler.reset()
     return torch.compile(model, dynamic=False)
 
 

@@ -1,6 +1,7 @@
 """Several processes that train one model: DDP, FSDP2 and hybrid sharding on gloo, and the checkpoints that they exchange."""
 
 import json
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,21 @@ def test_a_compiled_step_on_a_cpu_keeps_less(monkeypatch: pytest.MonkeyPatch) ->
         loss = compiled(model)(*torch.zeros(2, 2, 8, dtype=torch.long))
         kept.append(sum(x.nbytes for x in loss.grad_fn.saved_tensors))
     assert kept[1] < kept[0]
+
+
+def test_every_run_of_a_long_sweep_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, _: list) -> Callable:
+        graphs.append(run)
+        return graph.forward
+
+    plain = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda *model, **how: plain(*model, backend=backend, **how))
+    for run in range(10):
+        model = Decoder(config("baseline", vocab_size=32, n_layer=1, d_model=32 + 16 * run))
+        compile_steps(model)(*torch.zeros(2, 1, 4, dtype=torch.long))
+    assert set(graphs) == set(range(10))
 
 
 @pytest.fixture(scope="module")
