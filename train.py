@@ -25,7 +25,7 @@ from training.optim import build_optimizers, set_lr
 from training.parallel import Parallel
 from training.run import TrainConfig, compiles, default_run_dir, facts, fill_model, launcher, start_or_resume
 from training.saver import Saver
-from training.schedule import lr_factor
+from training.schedule import check_warmup, lr_factor
 from training.signals import Interrupted, Signals
 from training.tracking import import_wandb
 from training.validation import losses_apart, validation_loss
@@ -78,6 +78,7 @@ def train(cfg: TrainConfig, world: World, ends: ExitStack) -> float:
         needles = NeedleProbe(model, val_windows, tokenizer, cfg.needle_samples, cfg.data.retrieval.digits)
 
     # ---------------------------------------- optimizers
+    check_warmup(cfg.steps, cfg.optim)
     optimizers = build_optimizers(model, cfg.optim, world)
     # The guard calls optimizer.step(). It skips the call if the loss or the gradient norm is not finite or an outlier.
     guard = Guard(optimizers, world, cfg.nonfinite, cfg.outlier_z)

@@ -46,13 +46,16 @@ class Parallel:
     kind: ddp (every process holds a whole copy), fsdp (parameters, gradients and optimizer state are split over all
     processes) or hsdp (each group of `shard` processes holds one copy, split over the group; None: the processes of one
     machine). A single process holds the whole model for every kind. Optimizers must be built afterwards: splitting replaces
-    the parameters. compiled: compile `net`, not `model`. ValueError for an unknown kind or an impossible number of processes.
+    the parameters. compiled: compile `net`, not `model`. ValueError for an unknown kind, an impossible number of processes, or
+    a `shard` without hsdp.
     """
 
     def __init__(
         self, model: Decoder, world: World, kind: str = "ddp", shard: int | None = None, compiled: bool = False
     ):
         check_choice("parallel", kind, KINDS)
+        if shard is not None and kind != "hsdp":
+            raise ValueError(f"shard_processes={shard} is for parallel=hsdp only: leave it out, or use parallel=hsdp")
         self.model, self.world, self.kind = model, world, kind
         # If sharded, all processes must take part in every forward pass and every gathering.
         self.sharded = kind != "ddp" and world.size > 1
@@ -101,11 +104,9 @@ class Parallel:
 def make_mesh(world: World, kind: str, shard: int | None) -> DeviceMesh:
     """The device mesh: (processes,) named `shard` for fsdp; (copies, shard) named `replicate` and `shard` for hsdp."""
     if kind == "fsdp":
-        if shard not in (None, world.size):
-            raise ValueError(f"shard_processes={shard} is for parallel=hsdp only: leave it out, or use parallel=hsdp")
         return init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("shard",))
     shard = shard or int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
-    if shard < 1 or world.size % shard:
+    if world.size % shard:
         raise ValueError(
             f"shard_processes={shard} does not divide {world.size} processes: use a divisor of {world.size}"
         )

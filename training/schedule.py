@@ -19,6 +19,13 @@ def lr_factor(step: int, steps: int, cfg: OptimConfig) -> float:
     return cfg.min_lr + (1 - cfg.min_lr) * falling
 
 
+def check_warmup(steps: int, cfg: OptimConfig) -> None:
+    """ValueError if a wsd run of `steps` begins its decay within its warm-up: the rate would jump at the end of the warm-up."""
+    if cfg.schedule == "wsd" and cfg.warmup > decay_start(steps, cfg):
+        wrong = f"the warm-up of {cfg.warmup} steps ends after step {decay_start(steps, cfg)}, where the decay begins"
+        raise ValueError(f"{wrong}: lower optim.warmup or optim.decay, or train for more steps")
+
+
 def decay_start(steps: int, cfg: OptimConfig) -> int:
     """The step (from 0) where the decay of a wsd run of `steps` begins. Up to it, a longer run has the same learning rates."""
     return int(steps - max(1.0, cfg.decay * steps))

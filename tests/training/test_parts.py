@@ -1,6 +1,7 @@
 """Optimizer groups, schedules, checkpoints, metrics: each on its own."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from training import checkpoint, distributed, validation
 from training.distributed import World, pick_dtype
 from training.metrics import Metrics, peak_flops
 from training.optim import OptimConfig, build_optimizers, set_lr, state_tensors
-from training.schedule import lr_factor
+from training.schedule import check_warmup, decay_start, lr_factor
 from training.validation import losses_apart
 
 
@@ -71,6 +72,16 @@ def test_schedules_at_known_points(schedule: str, values: dict[int, float]) -> N
     cfg = OptimConfig(schedule=schedule, warmup=10, min_lr=0.1, decay=0.2)
     for step, value in values.items():
         assert lr_factor(step, 110, cfg) == pytest.approx(value), step
+
+
+def test_a_warm_up_that_reaches_into_the_decay_of_wsd_is_refused() -> None:
+    cfg = OptimConfig(schedule="wsd", warmup=16, decay=0.2)
+    assert decay_start(20, cfg) == 16
+    check_warmup(20, cfg)
+    check_warmup(2, replace(cfg, schedule="cosine"))
+    for wrong in (replace(cfg, warmup=17), replace(cfg, decay=0.25)):
+        with pytest.raises(ValueError, match=r"lower optim\.warmup or optim\.decay"):
+            check_warmup(20, wrong)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
