@@ -168,7 +168,8 @@ def _load_sharded(
     wanted = {f"model/{name}": torch.empty_like(p, requires_grad=False) for name, p in weights.items()}
     shapes = {key: (p.shape, p.dtype) for key, p in wanted.items()}
     params = dict(model.named_parameters())
-    for name, (size, dtype) in (state_shapes(optimizers) if optimizers is not None else {}).items():
+    stepped = any(key.startswith("optimizer/") for key in there)  # an optimizer that never stepped remembers nothing
+    for name, (size, dtype) in (state_shapes(optimizers) if optimizers is not None and stepped else {}).items():
         shapes[f"optimizer/{name}"] = (size, dtype)
         wanted[f"optimizer/{name}"] = sharded.empty_as(params[name.rsplit("/", 1)[0]], size, dtype)
     found = {key: (about.size, about.properties.dtype) for key, about in there.items() if key in shapes}

@@ -228,6 +228,18 @@ def test_memory_and_messages_are_what_the_formulas_say(group: tuple, case: int) 
         assert found["sent"] == messages(model, layout, micros)
 
 
+def test_a_sharded_checkpoint_from_before_the_first_step_is_resumed(tmp_path: Path) -> None:
+    model, alone = Decoder(SMALL, seed=2), World(0, 1, torch.device("cpu"))
+    saver = Saver(tmp_path, CheckpointConfig(sharded=True), model, build_optimizers(model, OptimConfig()), alone)
+    saver.save(0)
+    saver.finish()
+    other = Decoder(SMALL, seed=3)
+    optimizers = build_optimizers(other, OptimConfig())
+    assert checkpoint.load(checkpoints(tmp_path)[0], other, optimizers) == 0
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+    assert not any(optimizers[0].state.values())
+
+
 def test_one_process_writes_parts_and_says_when_it_cannot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, alone = Decoder(SMALL, seed=2), World(0, 1, torch.device("cpu"))
     (tmp_path / "checkpoints" / ".partial_step_00000007").mkdir(parents=True)  # of a killed run
