@@ -92,6 +92,7 @@ def train(cfg: TrainConfig, world: World, ends: ExitStack) -> float:
     saver = Saver(run_dir, cfg.checkpoint, model, optimizers, world)
     if first == cfg.steps:
         signals.say(f"{run_dir}: already done, {first} steps")
+        signals.end_sweep()
         return last_val_loss(run_dir)
     about, log = facts(cfg, model), None
     if world.main:
@@ -216,6 +217,7 @@ def train(cfg: TrainConfig, world: World, ends: ExitStack) -> float:
     signals.say(f"{run_dir}: {how} after step {step} and {clock(watch.seconds)} of training")
     if not last:
         signals.leave(stopping)
+    signals.end_sweep()
     return val_loss
 
 

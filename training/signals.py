@@ -18,6 +18,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, TypeVar
 
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+
 from training.distributed import World
 
 ENDING = (signal.SIGINT, signal.SIGTERM)
@@ -149,6 +152,15 @@ class Signals:
         if number in REQUEUING and callable(handler := self._before[number]):
             handler(number, None)
         raise SystemExit(128 + number)  # ends a sweep too
+
+    def end_sweep(self) -> None:
+        """After a run that is done: leave if a signal asked to end, and a sweep would train its next run in this process.
+
+        All processes must call it together. A launcher's signal to queue the job again does not count, because the run is done.
+        """
+        number = int(self.world.largest(self.ending if self.ending in ENDING else 0))
+        if number and HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
+            self.leave(number)
 
     def say(self, text: str) -> None:
         """The main process prints a line. If nobody reads the output any more (a closed or full pipe), the run goes on."""

@@ -14,6 +14,7 @@ import torch
 import train
 from configs.files import read_json_lines
 from tests.conftest import train_arguments
+from tests.faults.runs import call
 from tests.training import processes
 from training.checkpoint import checkpoints
 from training.distributed import World
@@ -91,6 +92,26 @@ def test_the_exit_code_names_the_signal() -> None:
         with pytest.raises(SystemExit) as ended, Signals(World(0, 1, CPU)) as signals:
             signals.leave(number)
         assert ended.value.code == 128 + number
+
+
+@pytest.mark.parametrize(
+    ("during", "sweep"), (("validation_loss", True), ("open_sources", True), ("validation_loss", False))
+)
+def test_a_signal_at_the_end_of_a_run_ends_the_sweep(during: str, sweep: bool, shards: Path, tmp_path: Path) -> None:
+    """validation_loss: at the last step; a single run then ends as if no signal had come. open_sources: of a finished run."""
+
+    def signalled() -> None:
+        real, signals = getattr(train, during), [signal.SIGTERM]
+        setattr(train, during, lambda *a: signals and os.kill(os.getpid(), signals.pop()) or real(*a))
+
+    log, run_dir = tmp_path / "log.txt", tmp_path / "runs" / "${seed}"
+    overrides = train_arguments(shards, run_dir, "steps=2", "monitor.every=0", "resume=true")[1:]
+    if during == "open_sources":
+        assert call("train", [*overrides, "seed=1"], log) == 0
+    code = call("train", [*(["-m"] if sweep else []), *overrides, "seed=1,2" if sweep else "seed=1"], log, signalled)
+    assert code == (128 + signal.SIGTERM if sweep else 0)
+    assert [path.name for path in checkpoints(tmp_path / "runs" / "1")] == ["step_00000002"]
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["1"]
 
 
 def test_a_signal_during_validation_validates_no_second_time(
