@@ -56,7 +56,7 @@ quickstart: $(VENV)/.installed
 train-%: SHELL := bash
 train-%: .SHELLFLAGS := -o pipefail -c
 train-%:
-	OMP_NUM_THREADS=$(THREADS) $(BIN)/python train.py experiment=quickstart model=$* runs=$(RUNS) resume=true $(TRAIN) 2>&1 | sed -u 's/^/$*: /'
+	OMP_NUM_THREADS=$(THREADS) $(BIN)/python train.py experiment=quickstart model=$* run_dir=$(RUNS)/$* resume=true $(TRAIN) 2>&1 | sed -u 's/^/$*: /'
 
 test: $(VENV)/.tested
 	$(BIN)/ruff check .

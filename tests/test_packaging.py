@@ -115,3 +115,9 @@ def test_an_index_for_torch_is_used_for_torch_alone(index: str, fetched: int, tm
     ]
     assert len(installs) == 1 + fetched and "--index-url" not in installs[-1]
     assert not fetched or "--index-url https://example.org/cpu" in installs[0] and "^torch==" in installs[0]
+
+
+def test_the_quickstart_names_its_folders_by_model(tmp_path: Path) -> None:
+    command = ["make", "-n", "quickstart", f"VENV={tmp_path / 'venv'}", "RUNS=x/y", "MODELS=diff,gated"]
+    planned = subprocess.check_output(command, cwd=ROOT, text=True)
+    assert all(f"experiment=quickstart model={model} run_dir=x/y/{model} " in planned for model in ("diff", "gated"))

@@ -131,6 +131,11 @@ def test_names_say_what_was_overridden_and_no_two_runs_share_one() -> None:
     assert len(long) < 160 and long.endswith("-s1")
 
 
+def test_no_experiment_gives_all_of_its_runs_one_folder() -> None:
+    for path in (CONFIG_DIR / "experiment").glob("*.yaml"):
+        assert "run_dir" not in yaml.safe_load(path.read_text()), path
+
+
 def test_the_configuration_is_written_whole(trunk: Path) -> None:
     assert yaml.safe_load((trunk / "config.yaml").read_text())["checkpoint"]["at"] == [8]
     assert not list(trunk.glob(".*part"))
