@@ -12,7 +12,7 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 
 from data.loader import Loader, Mixture, Prefetcher, hash_seed, inputs_and_targets
-from data.stream import open_sources, open_tokenizer
+from data.stream import open_sources, open_tokenizer, text_digest
 from model.decoder import Decoder
 from training import checkpoint
 from training.distributed import World, join_world, pick_dtype
@@ -27,6 +27,7 @@ from training.run import TrainConfig, compiles, default_run_dir, facts, fill_mod
 from training.saver import Saver
 from training.schedule import check_warmup, lr_factor
 from training.signals import Interrupted, Signals
+from training.text import refuse_ignored_options
 from training.tracking import import_wandb
 from training.validation import losses_apart, validation_loss
 
@@ -36,6 +37,7 @@ def main(cfg: TrainConfig) -> float:
     world = join_world(cfg.device)
     try:
         with world.errors(), ExitStack() as ends:
+            refuse_ignored_options(cfg.data, HydraConfig.get().overrides.task)
             return train(cfg, world, ends)
     except Diverged as error:
         if "direction" not in HydraConfig.get().sweeper:  # only a search continues after a diverged trial
@@ -99,7 +101,7 @@ def train(cfg: TrainConfig, world: World, ends: ExitStack) -> float:
         lock.note(launcher())
         log = Metrics(run_dir, cfg.wandb, asdict(cfg), first)
         if first == 0:
-            log.write(step=0, tokens=0, **about)
+            log.write(step=0, tokens=0, **about, text_digest=text_digest(cfg.data))
         if first == 0 and cfg.resume:
             signals.say(f"note: no checkpoint in {run_dir}, so a new run starts")
         begins = f"continues at step {first}" if first else "new run"

@@ -1,5 +1,7 @@
 """What training and validation read: prepared text, or a task whose rows are generated when they are read."""
 
+import hashlib
+import json
 from pathlib import Path
 
 from data.config import DataConfig
@@ -37,3 +39,15 @@ def open_sources(cfg: DataConfig, tokenizer: Tokenizer, context: int) -> tuple[S
         return text, val
     retrieval = RetrievalSource(cfg.retrieval, text, tokenizer, context)
     return Mixture([(text, 100 - weight), (retrieval, weight)]), val
+
+
+def text_digest(cfg: DataConfig) -> str | None:
+    """A digest of the shards: their numbers of tokens and checksums, in order. None for a task, which has no shards.
+
+    Shards of other projects have no checksums, so for them only the numbers of tokens count.
+    """
+    if is_task(cfg):
+        return None
+    splits = {split: open_split(Path(cfg.dir), split) for split in ("train", "val")}
+    content = {split: [(len(shard), shard.crc32) for shard in shards] for split, shards in splits.items()}
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]

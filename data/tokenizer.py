@@ -32,6 +32,7 @@ BPE_PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+| ?\p{N}{1,2}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 BYTES_PATTERN = r"[\s\S]"
+BPE_TOKENS = 4096  # the vocabulary of a bpe without data.tokenizer.vocab_size
 PIECE = 2**20  # characters; longer documents are tokenized in pieces, so that all threads work on one book
 LONE_NEWLINE, LONE_SPACE = re.compile(r"(?<=\S)\n(?=[^\s/])"), re.compile(r"(?<=[a-z])(?= [a-z])")
 # SHA-256 of GPT-2's tokens, and text on which tokenizers that split or merge differently disagree.
@@ -306,7 +307,7 @@ def build_tokenizer(cfg: TokenizerConfig, texts: Iterable[str] | None = None) ->
         return read_tokenizer(cfg.path) if cfg.path else Tokenizer(_encoding(cfg.name))
     if texts is None:
         raise ValueError("a bpe tokenizer is trained on text: run python -m data.prepare with data.tokenizer.name=bpe")
-    size = cfg.vocab_size or 4096
+    size = cfg.vocab_size or BPE_TOKENS
     if size < 258:
         raise ValueError(f"vocab_size {size} is too small for bpe: use data.tokenizer.vocab_size=258 or more")
     return Tokenizer(_bpe_encoding(_train_bpe(texts, size), BPE_PATTERN))

@@ -27,6 +27,7 @@ from training.guard import Guard
 from training.monitor import MonitorConfig
 from training.optim import OptimConfig
 from training.schedule import decay_start
+from training.text import refuse_other_text
 
 
 @dataclass
@@ -173,6 +174,7 @@ def start_or_resume(
         refuse_other_config(run_dir, config)
         if checkpoint.checkpoints(run_dir):
             refuse_other_tokenizer(run_dir, tokenizer, cfg.data.dir)
+            refuse_other_text(run_dir, cfg.data)
         if folder := checkpoint.newest(run_dir, lambda f: checkpoint.load(f, model, optimizers), world.main):
             guard.load(checkpoint.read_state(folder).get("guard", {}))
             return checkpoint.read_state(folder)["step"], lock
@@ -188,6 +190,8 @@ def start_or_resume(
         checkpoint.newest(Path(cfg.init_from), lambda f: checkpoint.load(f, model), world.main)
     if cfg.branch_from:
         folder = trunk_checkpoint(cfg)
+        refuse_other_tokenizer(Path(cfg.branch_from), tokenizer, cfg.data.dir)
+        refuse_other_text(Path(cfg.branch_from), cfg.data)
         first = checkpoint.load(folder, model, optimizers)
         guard.load(checkpoint.read_state(folder).get("guard", {}))
     if world.main:

@@ -26,7 +26,10 @@ from tests.faults import ends
 from tests.faults.runs import STEPS, World, all_finite, call, ending, evaluated, launch, launch_two, prepared, wait
 from training.checkpoint import checkpoints
 
-STUDY = ("model.head_dim=8", "steps=6", "checkpoint.every=1", "optim=adamw", "optim.lr=1e-2", "eval_tokens=1024")
+STUDY = (
+    "data.tokenizer.name=bytes", "model.head_dim=8", "steps=6", "checkpoint.every=1", "optim=adamw", "optim.lr=1e-2",
+    "eval_tokens=1024",
+)  # fmt: skip
 Trial = Callable[[World, random.Random], str]  # "" where it ended as it must, else what is wrong
 
 

@@ -26,6 +26,7 @@ def toy(shards: Path, runs: Path, arms: dict[str, list[str]], *more: str) -> lis
     train = (
         *TINY,
         f"data.dir={shards}",
+        "data.tokenizer.name=bytes",  # the tier's is bpe
         "model.head_dim=8",
         "steps=16",
         "eval_every=8",

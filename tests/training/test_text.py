@@ -1,0 +1,99 @@
+"""A run's text: options that training would ignore, and shards or tokenizers that are not those of the run, are refused."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from configs.files import read_json_lines
+from data.config import DataConfig, MqarConfig, TokenizerConfig
+from data.prepare import prepare
+from data.stream import text_digest
+from data.tokenizer import build_tokenizer
+from tests.conftest import Typed, assert_one_line_error, train_arguments
+from training.text import refuse_ignored_options
+
+STEPS = ("steps=10", "checkpoint.at=[4]", "checkpoint.every=0", "monitor.every=0", "optim.schedule=wsd")
+
+
+@pytest.fixture(scope="module")
+def other(text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Shards as those of `shards`, from the same text but for one document."""
+    folder = tmp_path_factory.mktemp("other")
+    first, *lines = text_file.read_text().splitlines(keepends=True)
+    (folder / "text.jsonl").write_text("".join(lines))
+    how = {"tokenizer": TokenizerConfig("bytes"), "val_fraction": 0.1}
+    prepare(DataConfig("tiny", "text", path=str(folder / "text.jsonl"), dir=str(folder / "shards"), **how), quiet=True)
+    return folder / "shards"
+
+
+@pytest.mark.parametrize(
+    ("typed_in", "says"),
+    (
+        ("data.val_fraction=0.2", "data.val_fraction=0.1, not 0.2"),
+        ("data.max_tokens=5", "data.max_tokens=None, not 5"),
+        ("++data.shard_tokens=9000", "data.shard_tokens=100000000, not 9000"),
+        ("data.tokenizer.name=bpe", "set data.tokenizer.name=bytes, or prepare as another"),
+        ("data.tokenizer={name: bpe}", "set data.tokenizer.name=bytes, or prepare as another"),
+        ("data.tokenizer.vocab_size=300", "data.tokenizer.vocab_size=4096, not 300"),
+    ),
+)
+def test_an_option_that_training_would_ignore_is_refused(
+    typed_in: str, says: str, shards: Path, tmp_path: Path, typed: Typed
+) -> None:
+    assert_one_line_error(typed(*train_arguments(shards, tmp_path / "run", "steps=1", typed_in)), says)
+    assert not (tmp_path / "run").exists()
+
+
+def test_only_what_was_typed_and_differs_is_refused(shards: Path, tmp_path: Path) -> None:
+    def cfg(**changes: object) -> DataConfig:
+        return DataConfig("tiny", "text", dir=str(shards), tokenizer=TokenizerConfig("bytes"), **changes)
+
+    assert cfg().val_fraction != 0.1
+    refuse_ignored_options(cfg(), ["data=text", "steps=3", "optim.lr=1e-3"])
+    refuse_ignored_options(cfg(val_fraction=0.1), ["data.val_fraction=0.1", "data.tokenizer={name: bytes}"])
+    with pytest.raises(ValueError, match="val_fraction=0.1, not 0.005"):
+        refuse_ignored_options(cfg(), ["data.val_fraction=0.005"])
+    default = TokenizerConfig("bytes", vocab_size=4096)  # what null means
+    refuse_ignored_options(
+        DataConfig("tiny", "text", dir=str(shards), tokenizer=default), ["data.tokenizer.vocab_size=4096"]
+    )
+    (tmp_path / "val.bin").touch()  # a folder of another project has no meta.json
+    refuse_ignored_options(DataConfig("x", "text", dir=str(tmp_path)), ["data.val_fraction=0.005"])
+    refuse_ignored_options(DataConfig("mqar", "mqar", dir=str(shards)), ["data.val_fraction=0.005"])
+
+
+def test_a_digest_tells_texts_apart_and_not_folders(shards: Path, other: Path, tmp_path: Path) -> None:
+    shutil.copytree(shards, tmp_path / "moved")
+    here, moved, theirs = (
+        text_digest(DataConfig("tiny", "text", dir=str(folder))) for folder in (shards, tmp_path / "moved", other)
+    )
+    assert here == moved != theirs
+    assert text_digest(DataConfig("mqar", "mqar", mqar=MqarConfig())) is None
+
+
+def test_a_run_goes_on_with_its_own_text(shards: Path, other: Path, tmp_path: Path, typed: Typed) -> None:
+    run, branch = tmp_path / "run", tmp_path / "branch"
+    assert typed(*train_arguments(shards, run, *STEPS)).returncode == 0
+    resume = train_arguments(other, run, *STEPS, "resume=true")
+    branching = [*train_arguments(other, branch, *STEPS, f"branch_from={run}"), "steps=5"]
+    for arguments in (resume, branching):
+        assert_one_line_error(typed(*arguments), f"{run} was trained on other shards than those in {other}")
+    assert not branch.exists()
+
+    metrics = run / "metrics.jsonl"
+    first, *lines = read_json_lines(metrics)
+    assert first.pop("text_digest")
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in (first, *lines)))  # as of an older run
+    assert "already done" in typed(*resume).stdout
+    assert typed(*branching).returncode == 0
+
+    build_tokenizer(TokenizerConfig("bpe", 260), ["a text about the sea"]).save(run)
+    shutil.rmtree(branch)
+    assert_one_line_error(typed(*branching), f"{run} was trained with another tokenizer")
+    assert not branch.exists()
+    assert "text_digest" not in yaml.safe_load(
+        (run / "config.yaml").read_text()
+    )  # recorded configurations stay comparable
