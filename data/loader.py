@@ -88,18 +88,21 @@ def permute(index: int, n: int, seed: int) -> int:
 class Windows:
     """Fixed windows of `length`+1 tokens, `length` apart (so every target is used once), never across two shards.
 
-    `sample(index, seed)` visits all of them once per epoch, in an order reshuffled by (seed, epoch).
+    `sample(index, seed)` visits all of them once per epoch, in an order reshuffled by (seed, epoch). The error message names
+    `split`, train or val.
     """
 
-    def __init__(self, shards: Sequence[Shard], length: int) -> None:
+    def __init__(self, shards: Sequence[Shard], length: int, split: str | None = None) -> None:
         self.shards = list(shards)
         self.length = length
         self._starts = [0, *itertools.accumulate(max(0, (len(shard) - 1) // length) for shard in self.shards)]
         if not len(self):
             longest = max((len(shard) for shard in self.shards), default=0)
+            text = {None: "text", "train": "training text", "val": "validation text"}[split]
+            more = "with a larger data.val_fraction" if split == "val" else "more text"
             raise ValueError(
-                f"the text is too short: its longest shard has {longest} tokens, one window needs {length + 1}: "
-                f"use model.context={max(longest - 1, 1)} or less, or prepare more text"
+                f"the {text} is too short: its longest shard has {longest} tokens, one window needs {length + 1}: "
+                f"use model.context={max(longest - 1, 1)} or less, or prepare {more}"
             )
 
     def __len__(self) -> int:

@@ -213,6 +213,9 @@ def open_split(
     else:
         paths = [folder / shard["file"] for shard in meta["splits"].get(split, {}).get("shards", [])]
         fingerprint = fingerprint or meta["tokenizer"]["fingerprint"]
+    if not paths and meta is not None and split == "val":
+        fix = "prepare as another data.name=NAME with a larger data.val_fraction"
+        raise ValueError(f"{folder} was prepared without validation text: {fix}")
     if not paths:
         raise FileNotFoundError(f"no {split} shards in {folder}: prepare it: {command}")
     return [Shard(path, vocab_size=vocab_size, fingerprint=fingerprint, verify=verify) for path in paths]

@@ -34,7 +34,7 @@ def open_sources(cfg: DataConfig, tokenizer: Tokenizer, context: int) -> tuple[S
         task = Mqar(cfg.mqar, context)
         return task, task
     same = {"vocab_size": tokenizer.vocab_size, "fingerprint": tokenizer.fingerprint}
-    text, val = (Windows(open_split(Path(cfg.dir), split, **same), context) for split in ("train", "val"))
+    text, val = (Windows(open_split(Path(cfg.dir), split, **same), context, split) for split in ("train", "val"))
     if not weight:
         return text, val
     retrieval = RetrievalSource(cfg.retrieval, text, tokenizer, context)
