@@ -152,8 +152,8 @@ class Pace:
         threads, cores = torch.get_num_threads(), os.cpu_count() or 1
         load = f"load {os.getloadavg()[0]:.1f}, " if hasattr(os, "getloadavg") else ""
         return (
-            f"warning: {speed:,.0f} tok/s is {speed / self.best:.0%} of this run's best, because other processes use its cores "
-            f"({load}{cores} cores, {threads} threads): {_advice(threads)}"
+            f"warning: {speed:,.0f} tok/s is {speed / self.best:.0%} of this run's best, probably because other processes use "
+            f"its cores ({load}{cores} cores, {threads} threads): {_advice(threads)}"
         )
 
 

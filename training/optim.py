@@ -17,9 +17,9 @@ from training.parallel import split_as
 class OptimConfig:
     """Optimizer, learning rates and their schedule.
 
-    name: adamw for all parameters, or muon for the matrices of the blocks and adamw for the rest. schedule: cosine and linear
-    fall from the peak to min_lr * peak over the whole run; wsd (warmup-stable-decay) stays at the peak and falls linearly to
-    min_lr * peak over the last share `decay` of the steps.
+    name: adamw for all parameters, or muon for the matrices of the blocks and adamw for the rest. schedule, after the warm-up:
+    cosine and linear fall from the peak to min_lr * peak at the end; wsd (warmup-stable-decay) stays at the peak and falls
+    linearly to min_lr * peak over the last share `decay` of the steps.
     """
 
     name: str = "adamw"  # adamw | muon

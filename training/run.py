@@ -127,9 +127,10 @@ def fill_model(cfg: DecoderConfig, tokenizer: Tokenizer | Vocabulary) -> Decoder
 
 
 def default_run_dir(cfg: TrainConfig) -> Path:
-    """runs/NAME, the same on every rank: the experiment, the model, every override as KEYVALUE, and the seed.
+    """runs/NAME, the same on every rank: the experiment, the model, the overrides as KEYVALUE, and the seed.
 
-    A key is shortened to its shortest ending that no other key of the configuration has.
+    size= and data= give their values alone; sweep, resume, wandb, device, runs and run_dir are left out. A key is shortened to
+    its shortest ending that no other key of the configuration has, and a hash stands for the end of a long name.
     """
     hydra = HydraConfig.get()
     choices = hydra.runtime.choices

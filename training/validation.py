@@ -39,10 +39,11 @@ KINDS = ("text", "retrieval")  # the sources of the mixture that data/stream.py 
 def losses_apart(
     model: Decoder, inputs: Tensor, targets: Tensor, source: Mixture, samples: range, world: World
 ) -> dict[str, float]:
-    """loss_text and loss_retrieval in nats per token, each over the rows (b, T) of this step of that kind; None: no such row.
+    """loss_text and loss_retrieval in nats per token, each over the rows (b, T) of that kind; None: no such row.
 
-    samples: the rows' global sample numbers. All processes must call it. It runs a separate forward pass of at most 32 rows
-    without gradients, because the step's mean loss cannot be split by row, and its bits must not change.
+    The rows are those of the step's last micro batch, at most 32 of them; samples: their global sample numbers. All processes
+    must call it. It runs a separate forward pass without gradients, because the step's mean loss cannot be split by row, and
+    its bits must not change.
     """
     inputs, targets = inputs[:MOST_ROWS], targets[:MOST_ROWS]
     rows = max(1, LOGITS_AT_ONCE // (inputs.shape[1] * model.cfg.vocab_size))  # the same on every process
