@@ -37,13 +37,9 @@ WIDEST_CUDNN = 128  # head width up to which cuDNN takes values of another width
 FLEX_BLOCK = 128  # FlexAttention skips blocks of this many queries and keys
 
 
-def choose(
-    card: tuple[int, int] | None, dtype: torch.dtype, d: int, dv: int, mask: Mask, T: int, S: int, maps: int = 2
-) -> str:
+def choose(card: tuple[int, int] | None, dtype: torch.dtype, d: int, dv: int, mask: Mask, T: int, S: int) -> str:
     """The backend that `auto` takes on CUDA compute capability `card` (None: a CPU), without dropout.
 
-    maps: 1 for `attend`, else the maps of `attend_diff` or the key sets of `attend_union`. For one map one_call and two_calls
-    are sdpa, and four_calls is two calls, each with half of the values.
     All kernels are exact, and the choice follows their known limits, not yet a measurement on a GPU: the cuDNN kernel, which
     torch tries first on 9.x and 10.x (pytorch, transformers/cuda/sdp_utils.cpp: where cuDNN is above 9.15.0), takes dv != d
     up to a width of 128; flash attention needs dv = d; a dense mask costs T x S memory and skips no blocks, so windows,
@@ -68,7 +64,7 @@ def card() -> tuple[int, int]:
 card._dynamo_marked_constant = True
 
 
-def _chosen(backend: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float, maps: int) -> str:
+def _chosen(backend: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> str:
     """`backend`, or the choice in place of auto and sdpa; math if an evaluation visits the logits, which only math computes."""
     if probe.logits_visitor is not None:
         return "math"
@@ -81,7 +77,7 @@ def _chosen(backend: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: 
     # Some masks ask for flex. A named sdpa never becomes flex, so it is chosen as if there were no mask.
     seen = mask if backend == "auto" else EVERYTHING
     where = None if on_cpu else card()
-    return choose(where, q.dtype, q.shape[-1], v.shape[-1], seen, q.shape[-2], k.shape[-2], maps)
+    return choose(where, q.dtype, q.shape[-1], v.shape[-1], seen, q.shape[-2], k.shape[-2])
 
 
 def check_backend(backend: str, d: int, dv: int, dropout: float, maps: int = 1, alibi: bool = False) -> None:
@@ -115,7 +111,7 @@ def attend_diff(
     h, T = q.shape[1], q.shape[-2]
     mask.check(q, k)
     last = backend in ("auto", "cpu") and q.device.type == "cpu" and T == 1 and not (dropout or mask.free)
-    backend = _chosen(backend, q, k, v, mask, dropout, 2)
+    backend = _chosen(backend, q, k, v, mask, dropout)
     if probe.active is not None:
         first, second = _probe_rows(q, _repeat(k, h).expand(-1, -1, 2, -1, -1), mask).unbind(2)  # (B, h, R, S) each
         probe.active.record(first - _lambda_rows(lam, k.shape[-2]) * second)
@@ -171,7 +167,7 @@ def attend_union(
     """
     n, T, S = len(keys), q.shape[-2], keys[0].shape[-2]
     mask.check(q, keys[0])
-    backend = _chosen(backend, q, keys[0], values[0], mask, dropout, n)
+    backend = _chosen(backend, q, keys[0], values[0], mask, dropout)
     if probe.active is not None:
         rows = _probe_rows(q, _repeat(_joined(keys), q.shape[1]), mask, sets=n)  # (B, H, R, n S)
         probe.active.record(rows.unflatten(-1, (n, S)).sum(-2))

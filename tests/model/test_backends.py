@@ -154,22 +154,22 @@ def test_the_route_that_auto_takes_on_a_card(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "maps", "T", "mask", "want"),
+    ("dtype", "T", "mask", "want"),
     (
-        (torch.float32, 2, 2048, CAUSAL, "cpu"),
-        (torch.float32, 2, 1024, Mask(window=9), "one_call"),
-        (torch.float64, 1, 512, CAUSAL, "cpu"),
-        (torch.bfloat16, 1, 256, CAUSAL, "cpu"),
-        (torch.float16, 1, 512, CAUSAL, "one_call"),
+        (torch.float32, 2048, CAUSAL, "cpu"),
+        (torch.float32, 1024, Mask(window=9), "one_call"),
+        (torch.float64, 512, CAUSAL, "cpu"),
+        (torch.bfloat16, 256, CAUSAL, "cpu"),
+        (torch.float16, 512, CAUSAL, "one_call"),
     ),
 )
 def test_what_auto_takes_on_a_cpu(
-    dtype: torch.dtype, maps: int, T: int, mask: Mask, want: str, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, T: int, mask: Mask, want: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert backends.choose(None, dtype, 64, 128, mask, T, T, maps) == (want if NATIVE else "one_call")
+    assert backends.choose(None, dtype, 64, 128, mask, T, T) == (want if NATIVE else "one_call")
     monkeypatch.setattr(backends.cpu, "missing", lambda: "no compiler")
-    assert backends.choose(None, dtype, 64, 128, mask, T, T, maps) == "one_call"
-    assert backends.choose(None, dtype, 64, 128, mask, 1, T, maps) == "one_call"  # cached keys
+    assert backends.choose(None, dtype, 64, 128, mask, T, T) == "one_call"
+    assert backends.choose(None, dtype, 64, 128, mask, 1, T) == "one_call"  # cached keys
 
 
 def test_the_block_mask_is_made_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
