@@ -5,7 +5,7 @@ key sets). Shapes: q (B, H, T, d), k (B, Hkv, S, d), v (B, Hkv, S, dv), H a mult
 
 - math: the N x N formulas of reference.py, for any shape and device.
 - sdpa: torch's fused scaled_dot_product_attention (SDPA). A difference of maps takes one of the next three routes, by device.
-- one_call: both maps as 2h heads of one SDPA call; queries and keys are zero-padded to the width of the values.
+- one_call: both maps as 2h heads of one SDPA call; all widths are zero-padded to the widest.
 - two_calls: one SDPA call for each map, without padding.
 - four_calls: one SDPA call for each map and each half of the values, as the differential paper's own flash code does where a
   kernel takes one width only (microsoft/unilm, Diff-Transformer).
@@ -14,8 +14,9 @@ key sets). Shapes: q (B, H, T, d), k (B, Hkv, S, d), v (B, Hkv, S, dv), H a mult
 - fused: our Triton kernel for `attend_diff`, both maps in one pass (kernels/diff.py). On CUDA.
 - auto: the backend that `choose` picks for the device, the widths and the mask.
 
-If a backend lacks an operation (fused and the three routes compute only differences of maps), sdpa computes it. flex and fused
-refuse masks with `see`, `bias` or slopes.
+For one map, one_call is one call with padded widths, two_calls one call without padding, four_calls one call for each half of
+the values. fused computes only differences of maps, sdpa everything else. flex and fused refuse masks with `see`, `bias` or
+slopes.
 """
 
 from functools import lru_cache
@@ -42,16 +43,18 @@ def choose(card: tuple[int, int] | None, dtype: torch.dtype, d: int, dv: int, ma
 
     All kernels are exact, and the choice follows their known limits, not yet a measurement on a GPU: the cuDNN kernel, which
     torch tries first on 9.x and 10.x (pytorch, transformers/cuda/sdp_utils.cpp: where cuDNN is above 9.15.0), takes dv != d
-    up to a width of 128; flash attention needs dv = d; a dense mask costs T x S memory and skips no blocks, so windows,
-    documents and padding go to FlexAttention.
+    up to a width of 128 if both are multiples of 8; flash attention needs dv = d and pads both to a multiple of 8 itself; a
+    dense mask costs T x S memory and skips no blocks, so windows, documents and padding go to FlexAttention.
     """
     half = dtype in (torch.bfloat16, torch.float16)
     if card is None:
         return "cpu" if mask.plain and T == S and dtype in cpu.KINDS and not cpu.missing() else "one_call"
     if not (mask.plain or mask.sees_everything or mask.free) and T == S and T % FLEX_BLOCK == 0:
         return "flex"
-    takes_both = dv <= d or not half or (card[0] in (9, 10) and dv <= WIDEST_CUDNN)
-    return "two_calls" if takes_both else "four_calls"
+    cudnn = card[0] in (9, 10) and max(d, dv) <= WIDEST_CUDNN and d % 8 == 0 and dv % 8 == 0
+    if dv == d or not half or cudnn:
+        return "two_calls"
+    return "four_calls" if dv == 2 * d else "one_call"  # halves of 2d need no padding
 
 
 def card() -> tuple[int, int]:
@@ -148,13 +151,10 @@ def _both_maps(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> t
 
     On a CPU two calls with dv > d would not use SDPA's fast kernel.
     """
-    h, widest = q.shape[1], max(q.shape[-1], v.shape[-1])
+    h = q.shape[1]
     k, v = _repeat(k, h).expand(-1, -1, 2, -1, -1), _repeat(v, h)  # (B, h, 2, S, d), (B, h, S, dv)
-    k, v = k.flatten(1, 2), v.repeat_interleave(2, dim=1)
-    scale, width = q.shape[-1] ** -0.5, v.shape[-1]
-    q, k, v = (_widen(x, widest) for x in (q.flatten(1, 2), k, v))
-    both = _sdpa(q, k, v, mask, dropout=dropout, scale=scale)  # (B, 2h, T, dv)
-    return both[..., :width].unflatten(1, (h, 2)).unbind(2)
+    both = _padded(q.flatten(1, 2), k.flatten(1, 2), v.repeat_interleave(2, dim=1), mask, dropout)  # (B, 2h, T, dv)
+    return both.unflatten(1, (h, 2)).unbind(2)
 
 
 def attend_union(
@@ -178,7 +178,8 @@ def attend_union(
     if _in_kernel(backend, q, keys[0], mask, dropout):
         return cpu.attend(q, keys, values)
     if backend != "math" and n == 1:
-        return (_halves if backend == "four_calls" else _sdpa)(q, keys[0], values[0], mask, dropout=dropout)
+        call = {"one_call": _padded, "four_calls": _halves}.get(backend, _sdpa)
+        return call(q, keys[0], values[0], mask, dropout=dropout)
     keys, values = [_repeat(k, q.shape[1]) for k in keys], [_repeat(v, q.shape[1]) for v in values]
     half = q.dtype in (torch.bfloat16, torch.float16)
     if backend != "math" and mask.plain and T == S > 0 and not dropout and (q.device.type == "cpu" or half):
@@ -251,6 +252,13 @@ def _sdpa(
         shown = _spread(bias, q).to(q.dtype).masked_fill(~shown, float("-inf"))
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=shown, **options)[..., :width]
     return out.masked_fill(blind, 0.0)
+
+
+def _padded(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float = 0.0) -> Tensor:
+    """`_sdpa` with all widths zero-padded to the widest: CUDA's flash kernel takes one width only."""
+    scale, width, widest = q.shape[-1] ** -0.5, v.shape[-1], max(q.shape[-1], v.shape[-1])
+    q, k, v = (_widen(x, widest) for x in (q, k, v))
+    return _sdpa(q, k, v, mask, dropout=dropout, scale=scale)[..., :width]
 
 
 def _halves(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float = 0.0) -> Tensor:

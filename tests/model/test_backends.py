@@ -139,6 +139,11 @@ H100, A100, ADA = (9, 0), (8, 0), (8, 9)
         (A100, torch.bfloat16, 64, 128, "four_calls"),  # flash takes one width
         (ADA, torch.float16, 64, 64, "two_calls"),
         ((12, 0), torch.bfloat16, 64, 128, "four_calls"),  # torch does not put cuDNN first there
+        (H100, torch.bfloat16, 36, 72, "four_calls"),  # cuDNN and the memory-efficient kernel need multiples of 8
+        (H100, torch.bfloat16, 72, 96, "two_calls"),
+        (H100, torch.bfloat16, 36, 48, "one_call"),
+        (A100, torch.bfloat16, 72, 96, "one_call"),  # halves of 48 are no width of 72 either
+        (A100, torch.float16, 64, 32, "one_call"),  # flash takes no narrower values either
         (A100, torch.float32, 64, 128, "two_calls"),  # the memory-efficient kernel takes both
     ),
 )
@@ -151,6 +156,29 @@ def test_the_route_that_auto_takes_on_a_card(
             assert backends.choose(card, dtype, d, dv, mask, 1024, 1024) == "flex", label
             assert backends.choose(card, dtype, d, dv, mask, 1000, 1000) == want, label  # no block is whole
             assert backends.choose(card, dtype, d, dv, mask, 128, 1024) == want, label  # cached keys
+
+
+@pytest.mark.parametrize(
+    ("d", "dv", "want"),
+    ((64, 64, [(64, 64)]), (64, 128, [(64, 64)] * 2), (36, 48, [(48, 48)]), (48, 32, [(48, 48)])),
+)
+def test_every_call_of_auto_has_the_one_width_that_flash_takes(
+    d: int, dv: int, want: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Meta tensors take the routes of a card; zeros at the end of queries and keys leave the scale of the true width."""
+    calls, options = [], []
+    real = F.scaled_dot_product_attention
+
+    def record(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **given: object) -> torch.Tensor:
+        calls.append((k.shape[-1], v.shape[-1]))
+        options.append(given)
+        return real(q, k, v, **given)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", record)
+    monkeypatch.setattr(backends, "card", lambda: A100)
+    q, k, v = (torch.empty(1, h, 256, w, device="meta", dtype=torch.bfloat16) for h, w in ((4, d), (2, d), (2, dv)))
+    assert backends.attend(q, k, v, CAUSAL).shape == (1, 4, 256, dv)
+    assert calls == want and all(each["scale"] == d**-0.5 and each["enable_gqa"] for each in options)
 
 
 @pytest.mark.parametrize(
