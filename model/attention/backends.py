@@ -36,6 +36,7 @@ ROUTES = ("one_call", "two_calls", "four_calls")
 SHORT = 512
 WIDEST_CUDNN = 128  # head width up to which cuDNN takes values of another width than the keys
 FLEX_BLOCK = 128  # FlexAttention skips blocks of this many queries and keys
+FLEX_NARROWEST = 16  # narrowest heads for which torch compiles FlexAttention for CUDA
 
 
 def choose(card: tuple[int, int] | None, dtype: torch.dtype, d: int, dv: int, mask: Mask, T: int, S: int) -> str:
@@ -49,7 +50,8 @@ def choose(card: tuple[int, int] | None, dtype: torch.dtype, d: int, dv: int, ma
     half = dtype in (torch.bfloat16, torch.float16)
     if card is None:
         return "cpu" if mask.plain and T == S and dtype in cpu.KINDS and not cpu.missing() else "one_call"
-    if not (mask.plain or mask.sees_everything or mask.free) and T == S and T % FLEX_BLOCK == 0:
+    masked = not (mask.plain or mask.sees_everything or mask.free)
+    if masked and T == S and T % FLEX_BLOCK == 0 and min(d, dv) >= FLEX_NARROWEST:
         return "flex"
     cudnn = card[0] in (9, 10) and max(d, dv) <= WIDEST_CUDNN and d % 8 == 0 and dv % 8 == 0
     if dv == d or not half or cudnn:

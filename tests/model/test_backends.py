@@ -156,6 +156,7 @@ def test_the_route_that_auto_takes_on_a_card(
             assert backends.choose(card, dtype, d, dv, mask, 1024, 1024) == "flex", label
             assert backends.choose(card, dtype, d, dv, mask, 1000, 1000) == want, label  # no block is whole
             assert backends.choose(card, dtype, d, dv, mask, 128, 1024) == want, label  # cached keys
+            assert backends.choose(card, dtype, 8, 16, mask, 1024, 1024) != "flex", label  # too narrow for it
 
 
 @pytest.mark.parametrize(
