@@ -24,7 +24,7 @@ class TemperatureAttention(Attention):
 
     def before(self, q: Tensor, k: Tensor, v: Tensor, carry: Carry) -> tuple[Tensor, Tensor, Tensor]:
         sharpness = (-self.log_temperature).exp()[:, None, None]  # (H, 1, 1)
-        return q * sharpness.to(q.dtype), k, v
+        return (q * sharpness).to(q.dtype), k, v
 
     def readings(self, x: Tensor) -> dict[str, Tensor]:
         return mean_and_spread("temperature", self.log_temperature.exp())

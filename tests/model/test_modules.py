@@ -1,5 +1,6 @@
 """Attention modules that stand alone: made from keywords, with positions, masks, devices and weights of their own."""
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -317,6 +318,15 @@ def test_the_published_introspective_code_repaired(name: str) -> None:
         weights = {key: value.numpy() for key, value in made.state_dict().items()}
         want = published.introspective(weights, x[0].numpy(), heads, kv_heads, cumulative=name != "flash_2")
         close(made(x)[0], want)
+
+
+def test_a_temperature_is_not_rounded_to_the_queries_precision() -> None:
+    """Under autocast the queries are bfloat16: only their product with the float32 factor is rounded."""
+    made = VARIANTS["t"](d_model=32, n_head=4)
+    nn.init.constant_(made.log_temperature, 0.3)
+    q = torch.linspace(1, 2, 129).bfloat16().expand(1, 4, 1, -1)  # every bfloat16 between 1 and 2
+    turned, _, _ = made.before(q, *torch.zeros(2, 1), {})
+    assert torch.equal(turned, (q.double() * math.exp(-0.3)).bfloat16())
 
 
 # ---------------------------------------- torch's own tools
