@@ -317,7 +317,7 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sets: int = 1) -> Tensor:
     T, S = q.shape[-2], k.shape[-2] // sets
     made = (T, S, sets, q.device)
     if made not in mask.made:  # once for all layers of a pass
-        # CAUSAL lives as long as the process, and every decoded token has another S.
+        # A mask may be kept for many passes, and every decoded token has another S.
         for other in [other for other in mask.made if other[:2] != (T, S)]:
             del mask.made[other]
         mask.made[made] = _blocks(mask, q.shape[0], T, S, sets, q.device)

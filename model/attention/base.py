@@ -18,7 +18,7 @@ from ..ranges import check_ranges
 from ..rotary import Rope, RopeScaling, rope_table, rotate
 from . import probe
 from .backends import BACKENDS, attend, check_backend
-from .mask import CAUSAL, EVERYTHING, Mask, alibi_slopes
+from .mask import Mask, alibi_slopes
 
 HEAD_NORMS = ("affine", "plain", "layernorm", "none")  # of each head's output
 POSITIONS = ("rope", "alibi", "learned", "none")
@@ -75,7 +75,7 @@ class AttentionConfig:
 
 
 class Heads(NamedTuple):
-    """Number and shape of an attention's heads. A differential head has two queries, two keys and two maps."""
+    """Number and shape of an attention's heads. A differential head has two queries and two maps, in V1 also two keys."""
 
     heads: int
     kv_heads: int
@@ -242,7 +242,8 @@ class Attention(nn.Module):
 
     def _mask(self, mask: Mask | Tensor | None, context: Tensor | None, cache: LayerCache | None) -> Mask:
         if mask is None:
-            mask = CAUSAL if context is None else EVERYTHING
+            # Anew in every pass, as what a mask keeps belongs to one: torch.export would leave tensors without content in it.
+            mask = Mask(causal=context is None)
         elif isinstance(mask, Tensor):
             mask = Mask.of(mask)
         if context is None:

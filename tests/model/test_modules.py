@@ -354,6 +354,16 @@ def test_export_grad_and_vmap_take_a_module(name: str) -> None:
         torch.jit.script(made)
 
 
+def test_a_module_with_flex_still_computes_after_its_export() -> None:
+    """The export's block mask has no content, and no later call may get it."""
+    made, x = VARIANTS["b"](d_model=32, n_head=4, backend="flex").eval().requires_grad_(False), torch.randn(1, 7, 32)
+    torch.export.export(made, (x,))
+    got = made(x)
+    assert type(got) is Tensor
+    made.backend = "sdpa"
+    torch.testing.assert_close(got, made(x))
+
+
 @pytest.mark.parametrize("name", ("baseline_normed", "introspective_sequence", "value_residual_later", "temperature"))
 def test_one_graph_serves_a_second_length(name: str) -> None:
     torch._dynamo.reset()
