@@ -35,6 +35,7 @@ ROUTES = ("one_call", "two_calls", "four_calls")
 # (docs/LOG.md, 2026-11-20).
 SHORT = 512
 WIDEST_CUDNN = 128  # head width up to which cuDNN takes values of another width than the keys
+WIDEST_FLASH = 256  # head width up to which CUDA's flash kernel takes a call, on cards from 8.0 on
 FLEX_BLOCK = 128  # FlexAttention skips blocks of this many queries and keys
 FLEX_NARROWEST = 16  # narrowest heads for which torch compiles FlexAttention for CUDA
 
@@ -183,10 +184,9 @@ def attend_union(
         call = {"one_call": _padded, "four_calls": _halves}.get(backend, _sdpa)
         return call(q, keys[0], values[0], mask, dropout=dropout)
     keys, values = [_repeat(k, q.shape[1]) for k in keys], [_repeat(v, q.shape[1]) for v in values]
-    half = q.dtype in (torch.bfloat16, torch.float16)
-    if backend != "math" and mask.plain and T == S > 0 and not dropout and (q.device.type == "cpu" or half):
-        width = values[0].shape[-1]
-        widest = -(-max(q.shape[-1], width) // 8) * 8  # CUDA's flash kernel wants multiples of 8
+    width = values[0].shape[-1]
+    widest = -(-max(q.shape[-1], width) // 8) * 8  # CUDA's flash kernel wants multiples of 8
+    if backend != "math" and mask.plain and T == S > 0 and not dropout and _flash_takes(q, widest):
         padded = [_in_line(_widen(x, widest)) for x in (q, *keys, *values)]
         return _Union.apply(q.shape[-1] ** -0.5, *padded)[0][..., :width]
     see, bias = _see(mask, q, keys[0]).repeat(1, 1, 1, n), _bias(mask, q, keys[0])
@@ -428,6 +428,13 @@ class _Union(torch.autograd.Function):
         grads = [_flash_backward(grad, q, k, v, out, lse, ctx.scale) for k, v in zip(keys, values, strict=True)]
         dq, dk, dv = zip(*grads, strict=True)
         return None, sum(dq), *dk, *dv
+
+
+def _flash_takes(q: Tensor, width: int) -> bool:
+    """Whether `_flash` takes q at this width; on CUDA it has none of the checks that SDPA makes before it calls flash."""
+    if q.device.type == "cpu":
+        return True
+    return q.dtype in (torch.bfloat16, torch.float16) and width <= WIDEST_FLASH and card() >= (8, 0)
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:

@@ -215,6 +215,27 @@ def test_the_block_mask_is_made_once_for_all_layers(monkeypatch: pytest.MonkeyPa
     assert len(kept.made) == 1
 
 
+@pytest.mark.parametrize(
+    ("card", "dtype", "width", "merged"),
+    (
+        (A100, torch.bfloat16, 256, True),
+        (A100, torch.bfloat16, 264, False),
+        (A100, torch.float32, 64, False),
+        ((7, 5), torch.float16, 64, False),
+    ),
+)
+def test_a_union_calls_flash_itself_only_where_sdpa_would(
+    card: tuple[int, int], dtype: torch.dtype, width: int, merged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Meta tensors take the routes of a card."""
+    calls = []
+    monkeypatch.setattr(backends, "card", lambda: card)
+    monkeypatch.setattr(backends, "_flash", lambda q, *rest: calls.append(1) or (q, q[..., 0].float()))
+    q, *sets = (torch.empty(1, 2, 128, width, device="meta", dtype=dtype) for _ in range(5))
+    assert backends.attend_union(q, sets[:2], sets[2:], CAUSAL).shape == q.shape
+    assert len(calls) == 2 * merged
+
+
 def test_the_fused_kernel_refuses_more_queries_than_keys() -> None:
     q, k, v, lam = tensors("diff", 1, 8, 1, 32)
     with pytest.raises(ValueError, match="at least as many keys as queries: use model.backend=sdpa$"):
