@@ -22,6 +22,6 @@ def test_the_blocks_of_the_page_run_one_after_another(monkeypatch: pytest.Monkey
     names: dict = {}
     for block in blocks:
         exec(block, names)
-    assert len(blocks) == 6 and names["patches"].shape == (2, 197, 192) and names["y"].shape == (2, 10, 512)
+    assert len(blocks) == 7 and names["patches"].shape == (2, 197, 192) and names["y"].shape == (2, 10, 512)
     for name in [name for name in sys.modules if name.startswith("attention_noise.")]:
         monkeypatch.delitem(sys.modules, name)
