@@ -133,12 +133,14 @@ def attend_diff(
     if backend == "math":
         k, v = _repeat(k, h).expand(-1, -1, 2, -1, -1), _repeat(v, h)  # (B, h, 2, S, d), (B, h, S, dv)
         return reference.attend_diff(q, k, v, lam, _see(mask, q, k), dropout, _bias(mask, q, k))
-    if backend == "flex":
-        first, second = (_flex(q[:, :, c], k[:, :, c % k.shape[2]], v, mask) for c in (0, 1))
-    elif T == 1 and k.shape[2] == 1 and not mask.free:
+    if T == 1 and k.shape[2] == 1 and not mask.free:
         first, second = _one_query(q, k.squeeze(2), v, mask, dropout).unbind(2)  # (B, h, 1, dv) each
     elif last:
         return _last_row(q, k, v, lam, None if mask.plain else _see(mask, q, k))
+    elif T == 1 and not mask.free and q.device.type != "cpu":
+        first, second = (_one_query(q[:, :, c], k[:, :, c], v, mask, dropout) for c in (0, 1))
+    elif backend == "flex":
+        first, second = (_flex(q[:, :, c], k[:, :, c % k.shape[2]], v, mask) for c in (0, 1))
     elif _in_kernel(backend, q, k, mask, dropout):
         return cpu.attend_diff(q, k, v, lam)
     elif backend in ("two_calls", "four_calls"):
@@ -174,10 +176,10 @@ def attend_union(
     if probe.active is not None:
         rows = _probe_rows(q, _repeat(_joined(keys), q.shape[1]), mask, sets=n)  # (B, H, R, n S)
         probe.active.record(rows.unflatten(-1, (n, S)).sum(-2))
+    if backend != "math" and T == 1 and not mask.free and (n == 1 or q.device.type != "cpu"):
+        return _one_query(q, _joined(keys), _joined(values), mask, dropout, sets=n)
     if backend == "flex":
         return _flex(q, _joined(keys), _joined(values), mask, sets=n)
-    if backend != "math" and n == 1 and T == 1 and not mask.free:
-        return _one_query(q, keys[0], values[0], mask, dropout)
     if _in_kernel(backend, q, keys[0], mask, dropout):
         return cpu.attend(q, keys, values)
     if backend != "math" and n == 1:
@@ -268,14 +270,16 @@ def _halves(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float = 0.0) -
     return torch.cat([_sdpa(q, k, part, mask, dropout=dropout) for part in v.chunk(2, -1)], -1)
 
 
-def _one_query(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> Tensor:
+def _one_query(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float, sets: int = 1) -> Tensor:
     """`attend` for T = 1, as in decoding: q (B, ..., 1, d), keys and values shared by the query heads of a group.
 
-    These query heads see the same keys, so they are rows of one call, which reads keys and values in place: repeating them
-    for every query head would copy the whole cache at each token.
+    `sets` key sets stand side by side in k and v. These query heads see the same keys, so they are rows of one call, which
+    reads keys and values in place: repeating them for every query head would copy the whole cache at each token.
     """
     rows = q.reshape(q.shape[0], k.shape[1], -1, q.shape[-1])  # (B, Hkv, rows, d)
-    see = None if mask.plain else _see(mask, q, k)  # (1 or B, 1, 1, S)
+    see = (
+        None if mask.plain else mask.dense(1, k.shape[-2] // sets, q.device).repeat(1, 1, 1, sets)
+    )  # (1 or B, 1, 1, S)
     return _sdpa(rows, k, v, EVERYTHING, see, dropout).reshape(*q.shape[:-1], -1)
 
 

@@ -272,6 +272,32 @@ def test_cached_queries_see_what_the_mask_says(operation: str) -> None:
                 close(run(operation, last, mask, backend), whole[..., -5:, :].double(), f"{backend}, {label}")
 
 
+@pytest.mark.parametrize("backend", ("auto", "sdpa", "flex"))
+@pytest.mark.parametrize("operation", ("attend", "diff", "diff_v2", "union"))
+def test_a_decoding_step_on_a_card_repeats_no_keys(
+    operation: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Meta tensors take the routes of a card. flex would be compiled again for every length of the cache."""
+    heads, real = [], F.scaled_dot_product_attention
+    record = lambda q, k, v, **given: heads.append((q.shape[1], k.shape[1])) or real(q, k, v, **given)  # noqa: E731
+    monkeypatch.setattr(F, "scaled_dot_product_attention", record)
+    monkeypatch.setattr(backends, "card", lambda: A100)
+    inputs = [x.detach().to("meta") for x in tensors(operation, 2, 256, 4, 32)]
+    inputs[0] = inputs[0][..., -1:, :]
+    inputs[-1] = inputs[-1][:, :, -1:] if operation == "diff_v2" else inputs[-1]
+    for mask in (CAUSAL, Mask(window=9)):
+        run(operation, inputs, mask, backend)
+    assert heads == [(1, 1)] * (4 if operation == "diff" else 2)
+
+
+def test_one_query_sees_every_set_by_the_same_mask() -> None:
+    inputs = tensors("union", 2, 40, 4, 32)
+    for label, mask in masks(2, 40).items():
+        want = run("union", inputs, mask, "math")[..., -1:, :]
+        keys, values = torch.cat(inputs[1:3], -2), torch.cat(inputs[3:], -2)
+        close(backends._one_query(inputs[0][..., -1:, :], keys, values, mask, 0.0, sets=2), want.double(), label)
+
+
 def test_flex_has_no_backward_on_a_cpu_and_says_so() -> None:
     with pytest.raises(ValueError, match="model.backend=sdpa"):
         run("attend", tensors("attend", 1, 8, 1, 32), CAUSAL, "flex")
