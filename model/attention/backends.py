@@ -19,7 +19,9 @@ the values. fused computes only differences of maps, sdpa everything else. flex 
 slopes.
 """
 
+from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +39,7 @@ SHORT = 512
 WIDEST_CUDNN = 128  # head width up to which cuDNN takes values of another width than the keys
 WIDEST_FLASH = 256  # head width up to which CUDA's flash kernel takes a call, on cards from 8.0 on
 FLEX_BLOCK = 128  # FlexAttention skips blocks of this many queries and keys
+FLEX_SHAPES = 4096  # shapes for which an eager FlexAttention is compiled
 FLEX_NARROWEST = 16  # narrowest heads for which torch compiles FlexAttention for CUDA
 
 
@@ -326,7 +329,8 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sets: int = 1) -> Tensor:
             del mask.made[other]
         mask.made[made] = _blocks(mask, q.shape[0], T, S, sets, q.device)
     blocks = mask.made[made]
-    kernel = flex_attention if q.device.type == "cpu" else _compiled_flex()
+    eager = q.device.type != "cpu" and not torch.compiler.is_compiling()
+    kernel = _compiled_flex() if eager else flex_attention
     out = kernel(q, k, v, block_mask=blocks, scale=q.shape[-1] ** -0.5, enable_gqa=q.shape[1] != k.shape[1])
     if mask.keys is None:
         return out
@@ -353,10 +357,21 @@ def _blocks(mask: Mask, B: int, T: int, S: int, sets: int, device: torch.device)
 
 
 @lru_cache(maxsize=1)
-def _compiled_flex() -> object:
+def _compiled_flex() -> Callable[..., Tensor]:
+    """FlexAttention compiled for each shape that an eager model calls it with.
+
+    At torch's own limit of 8 shapes it would silently compute T x S maps instead, in the memory that these need.
+    """
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=False)
+    compiled = torch.compile(flex_attention, dynamic=False)
+
+    def call(*tensors: Tensor, **options: Any) -> Tensor:
+        limits = {"recompile_limit": FLEX_SHAPES, "accumulated_recompile_limit": FLEX_SHAPES}
+        with torch._dynamo.config.patch(limits):
+            return compiled(*tensors, **options)
+
+    return call
 
 
 def _see(mask: Mask, q: Tensor, k: Tensor) -> Tensor:

@@ -236,6 +236,25 @@ def test_a_union_calls_flash_itself_only_where_sdpa_would(
     assert len(calls) == 2 * merged
 
 
+def test_an_eager_flex_is_compiled_for_more_shapes_than_torch_compiles_by_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shapes, real = [], torch.compile
+
+    def compiler(graph: torch.fx.GraphModule, inputs: list) -> torch.fx.GraphModule:
+        shapes.append(inputs[0].shape)
+        return graph
+
+    monkeypatch.setattr(torch, "compile", lambda *args, **options: real(*args, **options, backend=compiler))
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)  # instead of 8, to save time
+    torch._dynamo.reset()
+    flex, mask = backends._compiled_flex.__wrapped__(), Mask(window=9)
+    for T in (5, 6, 7):
+        q = torch.zeros(1, 1, T, 16)
+        flex(q, q, q, block_mask=backends._blocks(mask, 1, T, T, 1, q.device))
+    assert len(shapes) == 3
+
+
 def test_the_fused_kernel_refuses_more_queries_than_keys() -> None:
     q, k, v, lam = tensors("diff", 1, 8, 1, 32)
     with pytest.raises(ValueError, match="at least as many keys as queries: use model.backend=sdpa$"):
