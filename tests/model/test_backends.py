@@ -246,12 +246,12 @@ def test_an_eager_flex_is_compiled_for_more_shapes_than_torch_compiles_by_itself
         return graph
 
     monkeypatch.setattr(torch, "compile", lambda *args, **options: real(*args, **options, backend=compiler))
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)  # instead of 8, to save time
     torch._dynamo.reset()
     flex, mask = backends._compiled_flex.__wrapped__(), Mask(window=9)
-    for T in (5, 6, 7):
-        q = torch.zeros(1, 1, T, 16)
-        flex(q, q, q, block_mask=backends._blocks(mask, 1, T, T, 1, q.device))
+    with torch._dynamo.config.patch(recompile_limit=1):  # instead of 8, to save time
+        for T in (5, 6, 7):
+            q = torch.zeros(1, 1, T, 16)
+            flex(q, q, q, block_mask=backends._blocks(mask, 1, T, T, 1, q.device))
     assert len(shapes) == 3
 
 
