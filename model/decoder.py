@@ -117,6 +117,9 @@ class Decoder(nn.Module):
         rope = self._rope(start, T)
         carry: Carry = {}
         again = self.recompute and self.training and torch.is_grad_enabled()
+        if again:
+            for block in self.blocks:
+                block.attention.prepare(x, mask)
         for layer, block in enumerate(self.blocks):
             if again:
                 x, carry = checkpoint(_block_and_carry, block, x, rope, mask, carry, use_reentrant=False)

@@ -73,11 +73,14 @@ def card() -> tuple[int, int]:
 card._dynamo_marked_constant = True
 
 
-def _chosen(backend: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> str:
-    """`backend`, or the choice in place of auto and sdpa; math if an evaluation visits the logits, which only math computes."""
+def _chosen(backend: str, x: Tensor, d: int, dv: int, mask: Mask, T: int, S: int, dropout: float) -> str:
+    """`backend`, or the choice in place of auto and sdpa; math if an evaluation visits the logits, which only math computes.
+
+    x: any tensor of the call, for device and dtype.
+    """
     if probe.logits_visitor is not None:
         return "math"
-    on_cpu = q.device.type == "cpu"
+    on_cpu = x.device.type == "cpu"
     if backend not in ("auto", "sdpa", "cpu") or (backend == "cpu" and on_cpu):
         return backend
     # With dropout, halves of the values would drop other weights, and the cpu kernel drops none.
@@ -86,7 +89,17 @@ def _chosen(backend: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: 
     # Some masks ask for flex. A named sdpa never becomes flex, so it is chosen as if there were no mask.
     seen = mask if backend == "auto" else EVERYTHING
     where = None if on_cpu else card()
-    return choose(where, q.dtype, q.shape[-1], v.shape[-1], seen, q.shape[-2], k.shape[-2])
+    return choose(where, x.dtype, d, dv, seen, T, S)
+
+
+def prepare(x: Tensor, d: int, dv: int, mask: Mask, backend: str, dropout: float = 0.0, sets: int = 1) -> None:
+    """Make what `mask` keeps for all layers, for self-attention of x (B, T, D) by these heads and `sets` key sets.
+
+    Without this call the first layer makes it, which torch.compile does not allow inside of activation checkpointing.
+    """
+    B, T = x.shape[:2]
+    if T > 1 and _chosen(backend, x, d, dv, mask, T, T, dropout) == "flex":
+        _block_mask(mask, B, T, T, sets, x.device)
 
 
 def check_backend(backend: str, d: int, dv: int, dropout: float, maps: int = 1, alibi: bool = False) -> None:
@@ -120,7 +133,7 @@ def attend_diff(
     h, T = q.shape[1], q.shape[-2]
     mask.check(q, k)
     last = backend in ("auto", "cpu") and q.device.type == "cpu" and T == 1 and not (dropout or mask.free)
-    backend = _chosen(backend, q, k, v, mask, dropout)
+    backend = _chosen(backend, q, q.shape[-1], v.shape[-1], mask, T, k.shape[-2], dropout)
     if probe.active is not None:
         first, second = _probe_rows(q, _repeat(k, h).expand(-1, -1, 2, -1, -1), mask).unbind(2)  # (B, h, R, S) each
         probe.active.record(first - _lambda_rows(lam, k.shape[-2]) * second)
@@ -175,7 +188,7 @@ def attend_union(
     """
     n, T, S = len(keys), q.shape[-2], keys[0].shape[-2]
     mask.check(q, keys[0])
-    backend = _chosen(backend, q, keys[0], values[0], mask, dropout)
+    backend = _chosen(backend, q, q.shape[-1], values[0].shape[-1], mask, T, S, dropout)
     if probe.active is not None:
         rows = _probe_rows(q, _repeat(_joined(keys), q.shape[1]), mask, sets=n)  # (B, H, R, n S)
         probe.active.record(rows.unflatten(-1, (n, S)).sum(-2))
@@ -322,19 +335,24 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sets: int = 1) -> Tensor:
             raise ValueError("backend=flex has no backward on a CPU: use model.backend=sdpa")
         q, k, v = q.detach(), k.detach(), v.detach()  # flex_attention refuses requires_grad even under no_grad
     T, S = q.shape[-2], k.shape[-2] // sets
-    made = (T, S, sets, q.device)
-    if made not in mask.made:  # once for all layers of a pass
-        # A mask may be kept for many passes, and every decoded token has another S.
-        for other in [other for other in mask.made if other[:2] != (T, S)]:
-            del mask.made[other]
-        mask.made[made] = _blocks(mask, q.shape[0], T, S, sets, q.device)
-    blocks = mask.made[made]
+    blocks = _block_mask(mask, q.shape[0], T, S, sets, q.device)
     eager = q.device.type != "cpu" and not torch.compiler.is_compiling()
     kernel = _compiled_flex() if eager else flex_attention
     out = kernel(q, k, v, block_mask=blocks, scale=q.shape[-1] ** -0.5, enable_gqa=q.shape[1] != k.shape[1])
     if mask.keys is None:
         return out
     return out.masked_fill(~_see(mask, q, k[..., :S, :]).any(-1, keepdim=True), 0.0)  # rows that see nothing
+
+
+def _block_mask(mask: Mask, B: int, T: int, S: int, sets: int, device: torch.device) -> object:
+    """The block mask that `mask` keeps, made once for all layers of a pass."""
+    made = (T, S, sets, device)
+    if made not in mask.made:
+        # A mask may be kept for many passes, and every decoded token has another S.
+        for other in [other for other in mask.made if other[:2] != (T, S)]:
+            del mask.made[other]
+        mask.made[made] = _blocks(mask, B, T, S, sets, device)
+    return mask.made[made]
 
 
 def _blocks(mask: Mask, B: int, T: int, S: int, sets: int, device: torch.device) -> object:

@@ -17,7 +17,7 @@ from ..layers import initialize
 from ..ranges import check_ranges
 from ..rotary import Rope, RopeScaling, rope_table, rotate
 from . import probe
-from .backends import BACKENDS, attend, check_backend
+from .backends import BACKENDS, attend, check_backend, prepare
 from .mask import Mask, alibi_slopes
 
 HEAD_NORMS = ("affine", "plain", "layernorm", "none")  # of each head's output
@@ -204,6 +204,17 @@ class Attention(nn.Module):
         ropes = self._ropes(x, source, rope, cache)
         y = self.out(self.mix(x, source, ropes, mask, cache, {} if carry is None else carry))
         return F.dropout(y, self.projection_dropout, self.training) if self.projection_dropout else y
+
+    def prepare(self, x: Tensor, mask: Mask) -> None:
+        """Make what `mask` keeps for all layers, before activation checkpointing; x (B, T, D) is any layer's input."""
+        if self.slopes is None:
+            for sets in self.key_sets:
+                prepare(x, self.width, self.value_width, mask, self.backend, self.dropout_now, sets)
+
+    @property
+    def key_sets(self) -> tuple[int, ...]:
+        """The number of key sets in each softmax."""
+        return (1,)
 
     def mix(
         self, x: Tensor, source: Tensor, ropes: Ropes, mask: Mask, cache: LayerCache | None, carry: Carry

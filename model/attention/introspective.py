@@ -211,6 +211,10 @@ class IntrospectiveAttention(Attention):
             return [j for earlier in range(i) for j in self._seen(earlier)] + [i]
         return list(range(i + 1 if self.own_path or i == 0 else i))
 
+    @property
+    def key_sets(self) -> tuple[int, ...]:
+        return (1,) if self.mode == "feature" else tuple(len(self._seen(i)) for i in range(self.paths))
+
     def flops(self, context: int) -> int:
         """Forward FLOPs per token of the products with the T x T maps; the sequence mode has one per key set."""
         maps = self.paths if self.mode == "feature" else sum(len(self._seen(i)) for i in range(self.paths))

@@ -31,6 +31,7 @@ SIZE = {"n_head": 2, "d_model": 128, "context": 512, "match": "none"}  # heads o
 KERNELS = {"scaled_dot_product_attention": "sdpa", "flex_attention": "flex", "forward": "fused", "softmax": "math"}
 NAMES = [variant.name for variant in CLASSES.values()] + ["introspective_sequence"]
 MASKS = ("causal", "window", "documents", "padding")
+CHECKPOINTED = ", checkpointed"  # after a mask's name: with activation checkpointing
 
 
 def cases() -> list[tuple[str, str, str, tuple[int, int]]]:
@@ -46,7 +47,8 @@ def cases() -> list[tuple[str, str, str, tuple[int, int]]]:
         *(("baseline", "auto", mask, (9, 0)) for mask in ("window", "padding")),
     ]
     masked += [("diff_v2", "fused", "causal", (9, 0))]
-    return every + diffs + masked + [("introspective_sequence", "auto", "documents", (9, 0))]
+    masked += [("introspective_sequence", "auto", mask, (9, 0)) for mask in ("documents", "documents" + CHECKPOINTED)]
+    return every + diffs + masked
 
 
 def trace(name: str, backend: str, mask: str, card: tuple[int, int]) -> list[dict[str, int]]:
@@ -58,13 +60,17 @@ def trace(name: str, backend: str, mask: str, card: tuple[int, int]) -> list[dic
     backends.card = torch.compiler.assume_constant_result(lambda: card)
     torch._dynamo.reset()
     graphs: list[torch.fx.GraphModule] = []
+    again, mask = mask.endswith(CHECKPOINTED), mask.removesuffix(CHECKPOINTED)
     window = 100 if mask == "window" else None
+    # FlexAttention traces without gradients only: there is no autograd engine for CUDA here. Checkpointing is asked for by the
+    # gradient mode alone, so it traces with frozen weights.
+    grad = again or (backend != "flex" and mask == "causal")
     with torch.device("meta"):
         model = Decoder(config(name, **SIZE, n_layer=2 if name == "hybrid" else 1, window=window, backend=backend))
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.set_grad_enabled(backend != "flex" and mask == "causal"):
-        model.to_empty(
-            device="cuda"
-        )  # FlexAttention traces without gradients only: there is no autograd engine for CUDA here
+    model.recompute = again
+    model.requires_grad_(not again)
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.set_grad_enabled(grad):
+        model.to_empty(device="cuda")
         compiled = torch.compile(model, fullgraph=True, backend=lambda graph, inputs: graphs.append(graph) or graph)
         for T in LENGTHS:
             tokens = torch.zeros(2, T, dtype=torch.long, device="cuda")
@@ -72,7 +78,11 @@ def trace(name: str, backend: str, mask: str, card: tuple[int, int]) -> list[dic
             with torch.autocast("cuda", torch.bfloat16):
                 assert compiled(tokens, tokens, **given).device.type == "cuda"
     assert len(graphs) == len(LENGTHS), f"{len(graphs)} graphs for {len(LENGTHS)} lengths"
-    return [dict(Counter(filter(None, map(kernel, graph.graph.nodes)))) for graph in graphs]
+    found = []
+    for graph in graphs:  # checkpointed layers are graphs inside the graph
+        parts = [part for part in graph.modules() if isinstance(part, torch.fx.GraphModule)] if again else [graph]
+        found.append(dict(Counter(filter(None, (kernel(node) for part in parts for node in part.graph.nodes)))))
+    return found
 
 
 def kernel(node: torch.fx.Node) -> str | None:
