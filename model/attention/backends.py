@@ -10,7 +10,8 @@ key sets). Shapes: q (B, H, T, d), k (B, Hkv, S, d), v (B, Hkv, S, dv), H a mult
 - four_calls: one SDPA call for each map and each half of the values, as the differential paper's own flash code does where a
   kernel takes one width only (microsoft/unilm, Diff-Transformer).
 - cpu: our C++ kernel for the causal mask on CPUs (kernels/cpu.py).
-- flex: torch's FlexAttention, which skips blocks that windows and documents hide. On CUDA; on a CPU without gradients.
+- flex: torch's FlexAttention, which skips blocks that windows and documents hide (kernels/flex.py). On CUDA; on a CPU without
+  gradients.
 - fused: our Triton kernel for `attend_diff`, both maps in one pass (kernels/diff.py). On CUDA.
 - auto: the backend that `choose` picks for the device, the widths and the mask.
 
@@ -19,16 +20,12 @@ the values. fused computes only differences of maps, sdpa everything else. flex 
 slopes.
 """
 
-from collections.abc import Callable
-from functools import lru_cache
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from . import probe, reference
-from .kernels import cpu, unavailable
+from .kernels import cpu, flex, unavailable
 from .mask import EVERYTHING, Mask
 
 BACKENDS = ("auto", "math", "sdpa", "one_call", "two_calls", "four_calls", "cpu", "flex", "fused")
@@ -38,9 +35,6 @@ ROUTES = ("one_call", "two_calls", "four_calls")
 SHORT = 512
 WIDEST_CUDNN = 128  # head width up to which cuDNN takes values of another width than the keys
 WIDEST_FLASH = 256  # head width up to which CUDA's flash kernel takes a call, on cards from 8.0 on
-FLEX_BLOCK = 128  # FlexAttention skips blocks of this many queries and keys
-FLEX_SHAPES = 4096  # shapes for which an eager FlexAttention is compiled
-FLEX_NARROWEST = 16  # narrowest heads for which torch compiles FlexAttention for CUDA
 
 
 def choose(card: tuple[int, int] | None, dtype: torch.dtype, d: int, dv: int, mask: Mask, T: int, S: int) -> str:
@@ -55,7 +49,7 @@ def choose(card: tuple[int, int] | None, dtype: torch.dtype, d: int, dv: int, ma
     if card is None:
         return "cpu" if mask.plain and T == S and dtype in cpu.KINDS and not cpu.missing() else "one_call"
     masked = not (mask.plain or mask.sees_everything or mask.free)
-    if masked and T == S and T % FLEX_BLOCK == 0 and min(d, dv) >= FLEX_NARROWEST:
+    if masked and T == S and T % flex.BLOCK == 0 and min(d, dv) >= flex.NARROWEST:
         return "flex"
     cudnn = card[0] in (9, 10) and max(d, dv) <= WIDEST_CUDNN and d % 8 == 0 and dv % 8 == 0
     if dv == d or not half or cudnn:
@@ -99,7 +93,7 @@ def prepare(x: Tensor, d: int, dv: int, mask: Mask, backend: str, dropout: float
     """
     B, T = x.shape[:2]
     if T > 1 and _chosen(backend, x, d, dv, mask, T, T, dropout) == "flex":
-        _block_mask(mask, B, T, T, sets, x.device)
+        flex.block_mask(mask, B, T, T, sets, x.device)
 
 
 def check_backend(backend: str, d: int, dv: int, dropout: float, maps: int = 1, alibi: bool = False) -> None:
@@ -325,71 +319,9 @@ def _subtract(first: Tensor, lam: Tensor, second: Tensor) -> Tensor:
 
 
 def _flex(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sets: int = 1) -> Tensor:
-    """FlexAttention, key and value heads shared inside the kernel; `sets` key sets stand side by side in k and v."""
-    from torch.nn.attention.flex_attention import flex_attention
-
     if mask.free:
         _refuse_free_masks("flex")
-    if q.device.type == "cpu":
-        if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-            raise ValueError("backend=flex has no backward on a CPU: use model.backend=sdpa")
-        q, k, v = q.detach(), k.detach(), v.detach()  # flex_attention refuses requires_grad even under no_grad
-    T, S = q.shape[-2], k.shape[-2] // sets
-    blocks = _block_mask(mask, q.shape[0], T, S, sets, q.device)
-    eager = q.device.type != "cpu" and not torch.compiler.is_compiling()
-    kernel = _compiled_flex() if eager else flex_attention
-    out = kernel(q, k, v, block_mask=blocks, scale=q.shape[-1] ** -0.5, enable_gqa=q.shape[1] != k.shape[1])
-    if mask.keys is None:
-        return out
-    return out.masked_fill(~_see(mask, q, k[..., :S, :]).any(-1, keepdim=True), 0.0)  # rows that see nothing
-
-
-def _block_mask(mask: Mask, B: int, T: int, S: int, sets: int, device: torch.device) -> object:
-    """The block mask that `mask` keeps, made once for all layers of a pass."""
-    made = (T, S, sets, device)
-    if made not in mask.made:
-        # A mask may be kept for many passes, and every decoded token has another S.
-        for other in [other for other in mask.made if other[:2] != (T, S)]:
-            del mask.made[other]
-        mask.made[made] = _blocks(mask, B, T, S, sets, device)
-    return mask.made[made]
-
-
-def _blocks(mask: Mask, B: int, T: int, S: int, sets: int, device: torch.device) -> object:
-    """FlexAttention's BlockMask for the last T of S positions: a set's position s is key index j S + s."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        t, s = i + (S - T), j % S
-        see = s <= t if mask.causal else s == s
-        if mask.window is not None:
-            see = see & ((s - t).abs() < mask.window)
-        if mask.documents is not None:
-            see = see & (mask.documents[b, t] == mask.documents[b, s])
-        if mask.keys is not None:
-            see = see & mask.keys[b, s]
-        return see
-
-    B = None if mask.documents is None and mask.keys is None else B
-    return create_block_mask(visible, B, None, T, S * sets, device=device)
-
-
-@lru_cache(maxsize=1)
-def _compiled_flex() -> Callable[..., Tensor]:
-    """FlexAttention compiled for each shape that an eager model calls it with.
-
-    At torch's own limit of 8 shapes it would silently compute T x S maps instead, in the memory that these need.
-    """
-    from torch.nn.attention.flex_attention import flex_attention
-
-    compiled = torch.compile(flex_attention, dynamic=False)
-
-    def call(*tensors: Tensor, **options: Any) -> Tensor:
-        limits = {"recompile_limit": FLEX_SHAPES, "accumulated_recompile_limit": FLEX_SHAPES}
-        with torch._dynamo.config.patch(limits):
-            return compiled(*tensors, **options)
-
-    return call
+    return flex.attend(q, k, v, mask, sets)
 
 
 def _see(mask: Mask, q: Tensor, k: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from model.attention import backends, reference
+from model.attention.kernels import flex
 from model.attention.mask import CAUSAL, Mask
 from model.attention.probe import entropy, first_share, negative_share, probe, visit_logits
 from model.cache import KVCache
@@ -203,8 +204,8 @@ def test_what_auto_takes_on_a_cpu(
 
 def test_the_block_mask_is_made_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
-    real = backends._blocks
-    monkeypatch.setattr(backends, "_blocks", lambda *args: made.append(args) or real(*args))
+    real = flex._blocks
+    monkeypatch.setattr(flex, "_blocks", lambda *args: made.append(args) or real(*args))
     model = randomized("hybrid", backend="flex", n_layer=4)
     with torch.no_grad():
         model(torch.randint(0, 50, (2, 12)), documents=torch.zeros(2, 12, dtype=torch.long))
@@ -247,11 +248,11 @@ def test_an_eager_flex_is_compiled_for_more_shapes_than_torch_compiles_by_itself
 
     monkeypatch.setattr(torch, "compile", lambda *args, **options: real(*args, **options, backend=compiler))
     torch._dynamo.reset()
-    flex, mask = backends._compiled_flex.__wrapped__(), Mask(window=9)
+    compiled, mask = flex._compiled.__wrapped__(), Mask(window=9)
     with torch._dynamo.config.patch(recompile_limit=1):  # instead of 8, to save time
         for T in (5, 6, 7):
             q = torch.zeros(1, 1, T, 16)
-            flex(q, q, q, block_mask=backends._blocks(mask, 1, T, T, 1, q.device))
+            compiled(q, q, q, block_mask=flex._blocks(mask, 1, T, T, 1, q.device))
     assert len(shapes) == 3
 
 

@@ -1,0 +1,83 @@
+"""torch's FlexAttention with block masks that a mask keeps for all layers; torch imports it slowly, so it is imported late."""
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..mask import Mask
+
+BLOCK = 128  # FlexAttention skips blocks of this many queries and keys
+SHAPES = 4096  # shapes for which an eager FlexAttention is compiled
+NARROWEST = 16  # narrowest heads for which torch compiles FlexAttention for CUDA
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sets: int = 1) -> Tensor:
+    """softmax(q k' / sqrt(d)) v, key and value heads shared inside the kernel; `sets` key sets stand side by side in k and v.
+
+    q (B, H, T, d), k (B, Hkv, sets S, d), v (B, Hkv, sets S, dv) -> (B, H, T, dv). The mask has no `see`, bias or slopes.
+    """
+    from torch.nn.attention.flex_attention import flex_attention
+
+    if q.device.type == "cpu":
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+            raise ValueError("backend=flex has no backward on a CPU: use model.backend=sdpa")
+        q, k, v = q.detach(), k.detach(), v.detach()  # flex_attention refuses requires_grad even under no_grad
+    T, S = q.shape[-2], k.shape[-2] // sets
+    blocks = block_mask(mask, q.shape[0], T, S, sets, q.device)
+    eager = q.device.type != "cpu" and not torch.compiler.is_compiling()
+    kernel = _compiled() if eager else flex_attention
+    out = kernel(q, k, v, block_mask=blocks, scale=q.shape[-1] ** -0.5, enable_gqa=q.shape[1] != k.shape[1])
+    if mask.keys is None:
+        return out
+    return out.masked_fill(~mask.dense(T, S, q.device).any(-1, keepdim=True), 0.0)  # rows that see nothing
+
+
+def block_mask(mask: Mask, B: int, T: int, S: int, sets: int, device: torch.device) -> object:
+    """The block mask that `mask` keeps, made once for all layers of a pass."""
+    made = (T, S, sets, device)
+    if made not in mask.made:
+        # A mask may be kept for many passes, and every decoded token has another S.
+        for other in [other for other in mask.made if other[:2] != (T, S)]:
+            del mask.made[other]
+        mask.made[made] = _blocks(mask, B, T, S, sets, device)
+    return mask.made[made]
+
+
+def _blocks(mask: Mask, B: int, T: int, S: int, sets: int, device: torch.device) -> object:
+    """FlexAttention's BlockMask for the last T of S positions: a set's position s is key index j S + s."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        t, s = i + (S - T), j % S
+        see = s <= t if mask.causal else s == s
+        if mask.window is not None:
+            see = see & ((s - t).abs() < mask.window)
+        if mask.documents is not None:
+            see = see & (mask.documents[b, t] == mask.documents[b, s])
+        if mask.keys is not None:
+            see = see & mask.keys[b, s]
+        return see
+
+    B = None if mask.documents is None and mask.keys is None else B
+    return create_block_mask(visible, B, None, T, S * sets, device=device)
+
+
+@lru_cache(maxsize=1)
+def _compiled() -> Callable[..., Tensor]:
+    """FlexAttention compiled for each shape that an eager model calls it with.
+
+    At torch's own limit of 8 shapes it would silently compute T x S maps instead, in the memory that these need.
+    """
+    from torch.nn.attention.flex_attention import flex_attention
+
+    compiled = torch.compile(flex_attention, dynamic=False)
+
+    def call(*tensors: Tensor, **options: Any) -> Tensor:
+        limits = {"recompile_limit": SHAPES, "accumulated_recompile_limit": SHAPES}
+        with torch._dynamo.config.patch(limits):
+            return compiled(*tensors, **options)
+
+    return call
