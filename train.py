@@ -127,8 +127,8 @@ def train(cfg: TrainConfig, world: World, ends: ExitStack) -> float:
         model.set_step(0)  # so that the reading at step 0 shows the first value of a lambda with a warm-up
 
     while True:
-        last, (stopping, saving) = step == cfg.steps, signals.agreed(step, cfg.log_every)
-        fresh = step != done
+        stopping, saving = signals.agreed(step, cfg.log_every)
+        last, fresh = step == cfg.steps, step != done  # fresh: not evaluated and saved at this step before
         saving |= last or (step > 0 and fresh and (due(step, cfg.checkpoint.every) or step in cfg.checkpoint.at))
 
         # skipped updates are read at steps where the loop waits for the device anyway
@@ -218,7 +218,7 @@ def train(cfg: TrainConfig, world: World, ends: ExitStack) -> float:
     how = "done" if last else f"stopped by {name}; continue with the same command and resume=true"
     signals.say(f"{run_dir}: {how} after step {step} and {clock(watch.seconds)} of training")
     if not last:
-        signals.leave(stopping)
+        signals.leave(stopping)  # ends the process
     signals.end_sweep()
     return val_loss
 

@@ -63,7 +63,7 @@ class AblateConfig:
     profiles: dict[str, str] = field(default_factory=dict)  # name -> EVALUATION.KEY with several numbers to compare
     pairs: dict[str, list[str]] = field(
         default_factory=dict
-    )  # part -> [ARM, OTHER ARM], which differ in this part alone
+    )  # part -> [ARM, OTHER ARM]: what the part gives
     spikes: SpikeConfig = field(default_factory=SpikeConfig)
     tier: TierConfig = field(default_factory=TierConfig)
     tune: TuneConfig = field(default_factory=TuneConfig)
