@@ -319,7 +319,3 @@ def main(cfg: ViewerConfig) -> None:
     viewer = viewer_of(list(zip(labels(cfg.runs), cfg.runs, strict=True)), cfg)
     write_atomic(out, viewer.html.encode())
     print(f"viewer  {out} ({viewer.says})")
-
-
-if __name__ == "__main__":
-    main()
