@@ -1,5 +1,7 @@
 """The facade: which kernel it calls, what a probe sees, what a cache holds."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -30,7 +32,15 @@ def test_wide_values_stay_on_the_fast_kernel(monkeypatch: pytest.MonkeyPatch) ->
     assert options == {"is_causal": True, "scale": 8**-0.5, "dropout_p": 0.0}
 
 
-LENGTHS, RATIOS, WIDTHS = (1, 63, 500), (1, 2, 4), (32, 48, 64, 128)
+OPERATIONS, LENGTHS, RATIOS, WIDTHS = ("attend", "diff", "diff_v2", "union"), (1, 63, 500), (1, 2, 4), (32, 48, 64, 128)
+# Every pair of values of two factors for each operation: a third of the product.
+PAIRWISE = [
+    (operation, T, ratio, d)
+    for operation, (i, T), (j, ratio), (n, d) in itertools.product(
+        OPERATIONS, enumerate(LENGTHS), enumerate(RATIOS), enumerate(WIDTHS)
+    )
+    if (i + j + n) % 3 == 2
+]
 
 
 def masks(B: int, T: int, window: int = 17) -> dict[str, Mask]:
@@ -75,10 +85,7 @@ def exact(operation: str, inputs: list[torch.Tensor], mask: Mask, T: int) -> tor
     return {"attend": reference.attend}.get(operation, reference.attend_diff)(q, *rest, see)
 
 
-@pytest.mark.parametrize("d", WIDTHS)
-@pytest.mark.parametrize("ratio", RATIOS)
-@pytest.mark.parametrize("T", LENGTHS)
-@pytest.mark.parametrize("operation", ("attend", "diff", "diff_v2", "union"))
+@pytest.mark.parametrize(("operation", "T", "ratio", "d"), PAIRWISE)
 def test_backends_agree_with_the_float64_reference(operation: str, T: int, ratio: int, d: int) -> None:
     """Outputs and all gradients (lambda's too), every mask; the fused kernel has its own file. flex is forward here."""
     B = 1 if T == 500 else 2
