@@ -27,17 +27,16 @@ def test_the_two_pairings_are_two_functions_and_repeating_first_loses_the_sharin
     assert (out["pair_first"] - out["repeat_first"]).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("layout", ("axolotl_split", "axolotl_double"))
-@pytest.mark.parametrize("stored", (0.0, 0.5, -0.7, 1.0, 3.0))
-@pytest.mark.parametrize("vectors", ("random", "zero", "large"))
-def test_a_stored_lambda_init_keeps_its_lambda(layout: str, stored: float, vectors: str) -> None:
+@pytest.mark.parametrize("stored", (0.0, -0.7))
+@pytest.mark.parametrize("size", (0.0, 3.0))
+def test_a_stored_lambda_init_keeps_its_lambda(stored: float, size: float) -> None:
     """Whatever was stored (axolotl's zero-init stores zeros), and however much the vectors have to make up for."""
     for depth in (0, 3):
-        w = random_weights(published.shapes(layout, 4, 2, 4), depth) | {"lambda_init": torch.tensor(stored)}
+        w = random_weights(published.shapes("axolotl_double", 4, 2, 4), depth) | {"lambda_init": torch.tensor(stored)}
         for key in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
-            w[key] *= {"random": 1.0, "zero": 0.0, "large": 3.0}[vectors]
-        module, overrides = imported(w, layout, depth, n_head=4, n_kv_head=2)
-        formula = partial(getattr(published, layout), num_heads=4, num_kv_heads=2, depth=depth)
+            w[key] *= size
+        module, overrides = imported(w, "axolotl_double", depth, n_head=4, n_kv_head=2)
+        formula = partial(published.axolotl_double, num_heads=4, num_kv_heads=2, depth=depth)
         assert_equals_formula(w, module, rope_of(overrides), formula)
 
 
