@@ -31,6 +31,13 @@ def merged(*parts: list[str]) -> list[str]:
     return list(last.values())
 
 
+def overrides_of(values: dict[str, Any]) -> list[str]:
+    """The values as key=value, in Hydra's syntax."""
+    words = {True: "true", False: "false", None: "null"}
+    plain = {k: words[v] if v is None or isinstance(v, bool) else v for k, v in values.items()}
+    return [quoted(f"{k}={v}") if isinstance(values[k], str) else f"{k}={v}" for k, v in plain.items()]
+
+
 def quoted(override: str) -> str:
     """The override, whose value is a text: in quotes if Hydra would read something else."""
     key, value = override.split("=", 1)

@@ -12,7 +12,7 @@ from omegaconf import MISSING, OmegaConf
 from torch import Tensor
 
 from configs import CONFIG_DIR
-from configs.composing import compose_job, quoted
+from configs.composing import compose_job, overrides_of, quoted
 from configs.files import json_text, whole_folder, write_atomic, write_json
 from configs.provenance import machine, result_record, version
 from eval.perplexity import evaluate
@@ -204,7 +204,7 @@ def train_overrides(run: LoadedRun, how: Conversion, more: dict[str, Any]) -> li
         "data": name if (CONFIG_DIR / "data" / f"{name}.yaml").is_file() else config["data"]["source"],
         "data.name": name,
     }
-    default = flatten(asdict(train_config(overrides(values))))
+    default = flatten(asdict(train_config(overrides_of(values))))
     read = ("model.", "data.dir", "data.tokenizer.", "data.retrieval.", "optim.", "batch_tokens", "micro_batch")
     for key, value in flatten(config).items():
         if key.startswith(read) and key in default and default[key] != value:
@@ -215,14 +215,7 @@ def train_overrides(run: LoadedRun, how: Conversion, more: dict[str, Any]) -> li
         values[f"optim.{rate}"] = float(f"{LOWER * config['optim'][rate]:g}")
     if how.second_maps_learn_later:
         values["model.diff.lambda_warmup"] = WARMUP
-    return overrides(values | more)
-
-
-def overrides(values: dict[str, Any]) -> list[str]:
-    """The values as key=value, in Hydra's syntax."""
-    words = {True: "true", False: "false", None: "null"}
-    plain = {k: words[v] if v is None or isinstance(v, bool) else v for k, v in values.items()}
-    return [quoted(f"{k}={v}") if isinstance(values[k], str) else f"{k}={v}" for k, v in plain.items()]
+    return overrides_of(values | more)
 
 
 def train_config(overrides: list[str]) -> TrainConfig:

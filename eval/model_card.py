@@ -1,11 +1,11 @@
 """README.md of an exported folder: the model, its training data, its results, and how to load it."""
 
-import json
 import shlex
 from typing import Any
 
 import yaml
 
+from configs.composing import overrides_of
 from configs.files import read_json_lines
 from eval.common import run_name, variant
 from eval.records import differing
@@ -79,8 +79,7 @@ def training_command(config: dict[str, Any]) -> str:
     if "model" not in config:
         return ""
     own = {key: value for key, value in differing(config).items() if not key.endswith(("path", ".dir"))}
-    texts = [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in own.items()]
-    return "python train.py " + shlex.join(texts)
+    return "python train.py " + shlex.join(overrides_of(own))
 
 
 def last(lines: list[dict[str, Any]], key: str) -> Any:

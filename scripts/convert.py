@@ -36,10 +36,11 @@ sys.path.insert(0, str(ROOT))
 
 import train  # noqa: F401  # registers its schema
 from configs import command
+from configs.composing import overrides_of
 from configs.files import write_atomic
 from data.tokenizer import read_tokenizer
 from eval.common import TextEvalConfig, evaluation_tokens
-from eval.conversions import ConvertConfig, convert_run, overrides, train_config, train_overrides, write_experiment
+from eval.conversions import ConvertConfig, convert_run, train_config, train_overrides, write_experiment
 from eval.perplexity import cut_windows
 from model.conversion import Conversion
 from model.decoder import Decoder
@@ -115,7 +116,7 @@ def open_source(cfg: ConvertConfig) -> LoadedRun:
     values = {"data": "text", "data.name": name, "data.dir": cfg.shards or f"shards/{name}", "optim.lr": LR}
     if tokenizer.name == "hf":
         values |= {"data.tokenizer.name": "hf", "data.tokenizer.path": path}
-    return LoadedRun(model.eval(), tokenizer, asdict(train_config(overrides(values))), 0, path)
+    return LoadedRun(model.eval(), tokenizer, asdict(train_config(overrides_of(values))), 0, path)
 
 
 def text_windows(source: LoadedRun, cfg: ConvertConfig) -> np.ndarray | None:

@@ -1,19 +1,25 @@
 """scripts/export.py as a user calls it, on runs made here."""
 
 import json
+import shlex
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
 
+import train  # noqa: F401  # registers its schema
+from configs.composing import compose_job
 from data.config import TokenizerConfig
 from data.tokenizer import SAMPLE, build_tokenizer
+from eval.model_card import training_command
 from model.decoder import Decoder
 from model.interop.huggingface import read_folder
 from scripts import export
 from tests.variants import config
 from training import checkpoint
+from training.run import TrainConfig
 
 transformers = pytest.importorskip("transformers", reason="needs the package transformers")
 pytestmark = pytest.mark.usefixtures("remote_code")
@@ -105,6 +111,17 @@ def test_the_card_says_what_the_model_is(call, tmp_path: Path) -> None:
     ):  # fmt: skip
         assert said in card, (said, card)
     assert "/home/me" not in card and str(tmp_path) not in card and "needle" not in card and "9,999" not in card
+
+
+def test_the_cards_command_trains_what_was_trained() -> None:
+    """Commas, quotes and braces are texts to the shell and to Hydra."""
+    given = {"seed": 3, "data": {"source": "text", "name": "sea, wind", "column": "it's {x}", "split": "null"}}
+    config = asdict(TrainConfig())
+    config |= given | {"data": config["data"] | given["data"]}
+    program, script, *overrides = shlex.split(training_command(config))
+    assert (program, script) == ("python", "train.py")
+    found = compose_job("train", overrides)
+    assert {"seed": found.seed, "data": {key: found.data[key] for key in given["data"]}} == given
 
 
 def test_a_folder_is_pushed_and_the_token_is_not_shown(call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
