@@ -229,8 +229,6 @@ def _measured(name: str, run: Run) -> Any:
     if name == "perplexity":
         return results.get("sha256", ""), settings.get("ngram", 2), settings.get("frequent")
     if name not in EVALUATIONS:
-        if settings.get("scale") == "head":  # of older results of quantization; there is no other scale now
-            del settings["scale"]
         same = {key: value for key, value in settings.items() if key not in ("device", "batch")}
         return same, results.get("sha256")
     given = {key: settings.get(key) for key in ("seed", "text", "shards", "samples", "style")}

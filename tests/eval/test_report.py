@@ -300,9 +300,6 @@ def test_further_evaluations_on_other_settings_are_refused(seeded, refused, tmp_
     further(folders[0], "icl", {"accuracy": 0.5}, shots=4, batch=2)
     further(folders[1], "icl", {"accuracy": 0.5}, shots=4, batch=8)
     read_runs([str(folder) for folder in folders])  # another batch size is no other measurement
-    further(folders[0], "quantization", {"loss": 1.0}, scale="head")  # a setting that there was once
-    further(folders[1], "quantization", {"loss": 1.0})
-    read_runs([str(folder) for folder in folders])
     further(folders[1], "icl", {"accuracy": 0.5}, shots=8)
     assert "eval.icl on different" in refused(report, listed(folders), f"out={tmp_path / 'r.html'}")
     assert not (tmp_path / "r.html").exists()
