@@ -85,14 +85,14 @@ def evaluate(run: LoadedRun, task: Task, cfg: IclConfig) -> dict[str, Any]:
     digits = max(2, run.config["data"].get("retrieval", {}).get("digits", 4))  # there are too few numbers of one digit
     count = cfg.episodes or (EPISODES_SYNTHETIC if task.name == "synthetic" else EPISODES)
     context = run.model.cfg.context
-    most = max(*(cfg.shots or [0]), cfg.order_shots or 0)
+    most = max(cfg.shots or [0])
     if cfg.shots is None:
         most = max(most, context // 4 if task.name == "synthetic" else min(context // 4, len(task.demonstrations)))
     episodes = [draw_episode(task, cfg, i, max(1, most), digits) for i in range(count)]
     writer = Writer(task, run.tokenizer)
     shots = sorted(cfg.shots) if cfg.shots else fitting_shots(writer, episodes, context)
     jobs = [(n, episode) for n in shots for episode in episodes]
-    orders = [] if cfg.orders == 0 else order_jobs(episodes[:ORDER_EPISODES], cfg, cfg.order_shots or shots[-1])
+    orders = [] if cfg.orders == 0 else order_jobs(episodes[:ORDER_EPISODES], cfg, shots[-1])
     with progress("icl", len(jobs) + len(orders)) as bar:
         made = [writer.job(episode.demonstrations[:n], episode) for n, episode in jobs]
         made += [writer.job(shown, episode) for _, _, shown, episode in orders]

@@ -26,9 +26,8 @@ class IclConfig(EvalConfig):
     default the test split of `examples`, or a fifth of `examples`. shots: numbers of demonstrations, by default the
     powers of two that fit in the trained context, and the largest number that fits. episodes: how many, by default 100
     of the synthetic task or 10 of a file. queries: questions per episode, at most. orders: orders to try in each
-    arrangement of the demonstrations (in at most 20 episodes); 0 leaves order robustness out. order_shots:
-    demonstrations that are put in these orders, by default the largest of `shots`. classes: classes of the synthetic
-    task. words: words per class of the synthetic task.
+    arrangement of the demonstrations (in at most 20 episodes); 0 leaves order robustness out. classes:
+    classes of the synthetic task. words: words per class of the synthetic task.
     """
 
     examples: str | None = None
@@ -38,7 +37,6 @@ class IclConfig(EvalConfig):
     episodes: Annotated[int | None, "[1, inf)"] = None
     queries: Annotated[int, "[1, inf)"] = 50
     orders: int = 10
-    order_shots: int | None = None
     classes: int = 4
     words: int = 2
     seed: Annotated[int, "[0, 4294967295]"] = 0  # seed of the episodes
@@ -199,11 +197,8 @@ def check(cfg: IclConfig) -> None:
         raise ValueError("test= and format= need a file of demonstrations: give examples=FILE, too")
     if cfg.shots is not None and (not cfg.shots or min(cfg.shots) < 1 or len(set(cfg.shots)) < len(cfg.shots)):
         raise ValueError(f"shots={cfg.shots} must be different numbers, each 1 or more: use shots=[1,2,4,8]")
-    if cfg.orders < 0 or cfg.orders == 1 or (cfg.order_shots is not None and cfg.order_shots < 2):
-        raise ValueError(
-            "order robustness compares two or more orders of two or more demonstrations: use orders=10 and order_shots=8, "
-            "or orders=0 to leave it out"
-        )
+    if cfg.orders < 0 or cfg.orders == 1:
+        raise ValueError("order robustness compares two or more orders: use orders=10, or orders=0 to leave it out")
     longest = min(len(words.split()) for words in WORDS.values())
     if not (2 <= cfg.classes <= len(WORDS) and 1 <= cfg.words <= longest):
         raise ValueError(
