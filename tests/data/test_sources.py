@@ -143,24 +143,6 @@ def test_identity_follows_the_content_not_the_place(tmp_path):
     assert open_corpus(DataConfig("m", "text", str(tmp_path / "a.jsonl"))).identity != identities[0]
 
 
-def test_wrong_files_are_refused_in_one_line(tmp_path):
-    refused("no file, folder or glob", tmp_path / "none.txt", FileNotFoundError)
-    (tmp_path / "a.md").write_text("x")
-    refused("path= takes .txt", tmp_path / "a.md")
-    (tmp_path / "a.txt").write_bytes(b"")
-    refused("is empty", tmp_path / "a.txt")
-    (tmp_path / "a.txt").write_bytes(b"\xff\xfe\x00")
-    refused("not UTF-8", tmp_path / "a.txt")
-    refused("'body' .it has text, id.: use data.column", jsonl(tmp_path / "a.jsonl"), column="body")
-    refused("no text under 'id'", tmp_path / "a.jsonl", column="id")
-    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n{"text": ')
-    refused("line 2 is not JSON", tmp_path / "a.jsonl")
-    with pytest.raises(ValueError, match="add path=FILE"):
-        open_corpus(DataConfig("mine", "text"))
-    with pytest.raises(ValueError, match=r"unknown data\.source"):
-        open_corpus(DataConfig("mine", "txt"))
-
-
 def test_missing_packages_name_the_command(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "zstandard", None)
     (tmp_path / "a.txt.zst").write_bytes(b"x")

@@ -1,5 +1,3 @@
-import json
-
 import numpy as np
 import pytest
 import tiktoken
@@ -92,19 +90,9 @@ def test_bpe_spells_numbers_digit_by_digit(bpe):
     assert bpe.vocab_size == 700 and bpe.eot == 699
 
 
-@pytest.mark.parametrize(
-    ("cfg", "texts", "message"),
-    [
-        (TokenizerConfig("gpt3"), None, "unknown tokenizer"),
-        (TokenizerConfig("bytes", 300), None, "vocab_size=null"),
-        (TokenizerConfig("bpe", 100), ["text"], "vocab_size=258"),
-        (TokenizerConfig("bpe", 5000), ["too little"], "too small for 5000"),
-        (TokenizerConfig("bpe"), None, "trained on text"),
-    ],
-)
-def test_wrong_configuration_is_one_line(cfg, texts, message):
-    with pytest.raises(ValueError, match=message) as caught:
-        build_tokenizer(cfg, texts)
+def test_a_bpe_without_text_is_refused_in_one_line():
+    with pytest.raises(ValueError, match="trained on text") as caught:
+        build_tokenizer(TokenizerConfig("bpe"), None)
     assert "\n" not in str(caught.value)
 
 
@@ -118,20 +106,6 @@ def test_an_unreachable_vocabulary_is_one_line(monkeypatch, tmp_path):
     monkeypatch.setattr(tiktoken, "get_encoding", refuse)
     with pytest.raises(ValueError, match="TIKTOKEN_CACHE_DIR"):
         build_tokenizer(TokenizerConfig("cl100k_base"))
-
-
-def test_a_damaged_or_missing_file_is_refused(bpe, tmp_path):
-    with pytest.raises(FileNotFoundError, match="data.prepare"):
-        load_tokenizer(tmp_path)
-    bpe.save(tmp_path)
-    content = json.loads((tmp_path / FILE).read_text())
-    content["tokens"][300], content["tokens"][301] = content["tokens"][301], content["tokens"][300]
-    (tmp_path / FILE).write_text(json.dumps(content))
-    with pytest.raises(ValueError, match="fingerprint"):
-        load_tokenizer(tmp_path)
-    (tmp_path / FILE).write_text("{")
-    with pytest.raises(ValueError, match="is damaged"):
-        load_tokenizer(tmp_path)
 
 
 def test_foreign_shards_take_the_configured_tokenizer(tmp_path):

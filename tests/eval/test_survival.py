@@ -35,25 +35,9 @@ def test_kaplan_meier_by_hand() -> None:
     assert all(low <= s <= high for low, s, high in zip(curve.share_low, curve.share, curve.share_high, strict=True))
 
 
-def test_kaplan_meier_of_the_textbook() -> None:
-    curve = kaplan_meier(MP)
-    assert curve.times == [6, 7, 10, 13, 16, 22, 23]
-    assert curve.share == pytest.approx([0.857, 0.807, 0.753, 0.690, 0.627, 0.538, 0.448], abs=5e-4)
-    assert curve.median == 23
-    placebo = kaplan_meier(PLACEBO)
-    assert placebo.median == 8 and placebo.share[-1] == 0
-
-
 def test_log_rank_of_the_textbook() -> None:
     chi, p = log_rank(MP, PLACEBO)
     assert chi == pytest.approx(16.79, abs=0.005) and p == pytest.approx(4.17e-5, rel=0.01)
-
-
-def test_log_rank_by_hand() -> None:
-    """Groups {1, 3} and {2, 4}: expected 1/2, 1/3, 1/2 and 0; excess 2 - 4/3; variance 1/4 + 2/9 + 1/4."""
-    chi, p = log_rank([(1, True), (3, True)], [(2, True), (4, True)])
-    assert chi == pytest.approx((2 - 4 / 3) ** 2 / (1 / 4 + 2 / 9 + 1 / 4))
-    assert p == pytest.approx(math.erfc(math.sqrt(chi / 2)))
 
 
 def test_nobody_arrived() -> None:

@@ -215,22 +215,6 @@ def requeued(world: World) -> str:
     return "" if not code and ending(run)[WEIGHTS] == ending(world.whole)[WEIGHTS] else f"again: exit code {code}"
 
 
-def litter(world: World) -> str:
-    """What a killed process left half written is swept by the next."""
-    import socket
-
-    run = world.fresh("end")
-    (run / "checkpoints").mkdir(parents=True)
-    gone = launch("train", ["steps=-1"], world.log)
-    wait(gone)
-    for name in (
-        f"checkpoints/.step_00000003.{socket.gethostname()}.{gone}.part",
-        f".config.yaml.{socket.gethostname()}.{gone}.part",
-    ):
-        (run / name).write_text("half")
-    return compared_end(run, world, call("train", world.train(run), world.log))
-
-
 ENDS: dict[str, Callable[[World], str]] = {
     "SIGTERM": by_signal(signal.SIGTERM),
     "SIGINT": by_signal(signal.SIGINT),
@@ -243,5 +227,4 @@ ENDS: dict[str, Callable[[World], str]] = {
     "full disk, metrics": full_disk(400_000, long_metrics=True),
     "short shard": short_shard,
     "requeued job": requeued,
-    "litter": litter,
 }

@@ -23,8 +23,6 @@ from data.tokenizer import FILE, Tokenizer, load_tokenizer, read_tokenizer
 from eval.common import TextEvalConfig, evaluation_tokens, open_run
 from eval.report.runs import read_run
 from eval.report.viewer import ViewerConfig, viewer_of
-from model.config import DecoderConfig
-from model.decoder import Decoder
 from model.interop.folder import Weights, read_config
 from training.checkpoint import load_run
 
@@ -360,12 +358,15 @@ BAD_WEIGHTS = {
 
 
 @pytest.mark.parametrize("name", BAD_WEIGHTS)
-def test_weights(make_run, tmp_path, name):
+def test_weights(tmp_path, name):
     (tmp_path / "model.safetensors").write_bytes(BAD_WEIGHTS[name])
     refused(lambda: Weights(tmp_path), "copy the folder again")
+
+
+def test_weights_of_a_run(make_run):
     run = make_run("a")
     (file,) = run.glob("checkpoints/*/model.safetensors")
-    file.write_bytes(BAD_WEIGHTS[name])
+    file.write_bytes(BAD_WEIGHTS["offsets past the end"])
     refused(lambda: load_run(run))
 
 
@@ -392,13 +393,3 @@ def test_model_config(tmp_path, text):
 def test_pickled_weights_are_not_read(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps({"a": 1}))
     refused(lambda: Weights(tmp_path), "which can run code")
-
-
-@pytest.mark.parametrize(
-    "size", [{"d_model": 10**8, "n_head": 10**6}, {"vocab_size": 10**8, "d_model": 4096}, {"d_ff": 10**12}]
-)
-def test_a_model_that_no_machine_holds(size):
-    refused(
-        lambda: Decoder(DecoderConfig(**{"n_layer": 1, "n_head": 2, "d_model": 16, "vocab_size": 257} | size)),
-        "does not fit",
-    )

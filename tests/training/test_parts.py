@@ -101,25 +101,6 @@ def test_a_checkpoint_brings_back_weights_and_optimizer_exactly(variant: str, na
     assert (other.head.weight is other.embedding.weight) == other.cfg.tie
 
 
-def test_a_crash_while_saving_leaves_the_checkpoint_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Decoder(config("baseline"))
-    optimizers = stepped(model, OptimConfig())
-    first = checkpoint.save(tmp_path, 1, model, optimizers, keep=1)
-    real = checkpoint.save_file
-
-    def crash(tensors: dict, path: Path) -> None:
-        real(tensors, path)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(checkpoint, "save_file", crash)
-    with pytest.raises(KeyboardInterrupt):
-        checkpoint.save(tmp_path, 2, model, optimizers, keep=1)
-    monkeypatch.undo()
-    assert checkpoint.checkpoints(tmp_path) == [first]
-    second = checkpoint.save(tmp_path, 2, model, optimizers, keep=1)
-    assert checkpoint.checkpoints(tmp_path) == [second]
-
-
 def test_foreign_checkpoints_are_named(tmp_path: Path) -> None:
     model = Decoder(config("baseline"))
     optimizers = stepped(model, OptimConfig())

@@ -87,13 +87,6 @@ def test_a_run_gives_the_handlers_back() -> None:
     assert before == {number: signal.getsignal(number) for number in before}
 
 
-def test_the_exit_code_names_the_signal() -> None:
-    for number in ENDING:
-        with pytest.raises(SystemExit) as ended, Signals(World(0, 1, CPU)) as signals:
-            signals.leave(number)
-        assert ended.value.code == 128 + number
-
-
 @pytest.mark.parametrize(
     ("during", "sweep"), (("validation_loss", True), ("open_sources", True), ("validation_loss", False))
 )
