@@ -61,9 +61,7 @@ class AblateConfig:
     compared: list[str] = field(default_factory=list)  # metrics whose differences are tested; empty: the first metric
     covariate: str | None = None  # one of `compared`: the others are also compared at equal values of it
     profiles: dict[str, str] = field(default_factory=dict)  # name -> EVALUATION.KEY with several numbers to compare
-    pairs: dict[str, list[str]] = field(
-        default_factory=dict
-    )  # part -> [ARM, OTHER ARM]: what the part gives
+    pairs: dict[str, list[str]] = field(default_factory=dict)  # part -> [ARM, OTHER ARM]: what the part gives
     spikes: SpikeConfig = field(default_factory=SpikeConfig)
     tier: TierConfig = field(default_factory=TierConfig)
     tune: TuneConfig = field(default_factory=TuneConfig)
