@@ -10,7 +10,7 @@ key sets). Shapes: q (B, H, T, d), k (B, Hkv, S, d), v (B, Hkv, S, dv), H a mult
 - four_calls: one SDPA call for each map and each half of the values, as the differential paper's own flash code does where a
   kernel takes one width only (microsoft/unilm, Diff-Transformer).
 - cpu: our C++ kernel for the causal mask on CPUs (kernels/cpu.py).
-- flex: torch's FlexAttention, which skips blocks that windows and documents hide (kernels/flex.py). On CUDA; on a CPU without
+- flex: torch's FlexAttention, which skips blocks that windows and documents hide (flex.py). On CUDA; on a CPU without
   gradients.
 - fused: our Triton kernel for `attend_diff`, both maps in one pass (kernels/diff.py). On CUDA.
 - auto: the backend that `choose` picks for the device, the widths and the mask.
@@ -24,8 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import probe, reference
-from .kernels import cpu, flex, unavailable
+from . import flex, probe, reference
+from .kernels import cpu, unavailable
 from .mask import EVERYTHING, Mask
 
 BACKENDS = ("auto", "math", "sdpa", "one_call", "two_calls", "four_calls", "cpu", "flex", "fused")

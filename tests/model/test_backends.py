@@ -6,8 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from model.attention import backends, reference
-from model.attention.kernels import flex
+from model.attention import backends, flex, reference
 from model.attention.mask import CAUSAL, Mask
 from model.attention.probe import entropy, first_share, negative_share, probe, visit_logits
 from model.cache import KVCache

@@ -1,6 +1,4 @@
-"""Our kernels, diff.py (Triton, CUDA) and cpu.py (C++), and torch's FlexAttention (flex.py). diff.py imports Triton: ask
-`unavailable` first.
-"""
+"""Our kernels: diff.py (Triton, CUDA) and cpu.py (C++). diff.py imports Triton: ask `unavailable` first."""
 
 import importlib.util
 import os

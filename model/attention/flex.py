@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..mask import Mask
+from .mask import Mask
 
 BLOCK = 128  # FlexAttention skips blocks of this many queries and keys
 SHAPES = 4096  # shapes for which an eager FlexAttention is compiled
