@@ -60,7 +60,7 @@ def train(cfg: TrainConfig, world: World, ends: ExitStack) -> float:
     tokenizer = open_tokenizer(cfg.data)
     T = cfg.model.context
     batch = sequences_per_step(cfg, world)
-    source, val_windows = open_sources(cfg.data, tokenizer, T)
+    source, val_windows = open_sources(cfg.data, tokenizer, T, cfg.model.document_mask)
 
     # ---------------------------------------- model
     cfg.model = fill_model(cfg.model, tokenizer)

@@ -35,6 +35,7 @@ Quebec Quito Rabat Riga Rome Rotterdam Salzburg Santiago Sarajevo Seattle Seoul 
 Strasbourg Sydney Taipei Tallinn Tampa Tampere Tangier Tbilisi Tehran Tokyo Toledo Toronto Trieste Tripoli Tunis Turin
 Utrecht Valencia Vancouver Venice Verona Vienna Vilnius Warsaw Wellington York Zagreb Zurich
 """.split()
+ENDS = tuple(end.encode() for end in (".", "\n", "。", "！", "？", "।", "؟"))  # of sentences, in several languages
 EVAL_EVERY = 5  # one city, and one number, in five is kept for evaluation
 
 
@@ -108,9 +109,12 @@ class Facts:
 class RetrievalSource:
     """Training documents of exactly one window each; sample i is a pure function of (seed, i)."""
 
-    def __init__(self, cfg: RetrievalMixConfig, haystack: Source, tokenizer: Tokenizer, length: int) -> None:
+    def __init__(
+        self, cfg: RetrievalMixConfig, haystack: Source, tokenizer: Tokenizer, length: int, document_mask: bool = False
+    ) -> None:
         check_ranges(cfg, "data.retrieval.")
         self.cfg, self.haystack, self.tokenizer, self.length = cfg, haystack, tokenizer, length
+        self.document_mask = document_mask  # of the model that reads the documents
         self.facts = Facts(tokenizer, "train", cfg.digits)
         self.facts.draw(np.random.default_rng(0), cfg.needles)  # raise now what a later document would raise
         self.sentence_ends = sentence_ends(tokenizer)
@@ -139,6 +143,7 @@ class RetrievalSource:
         # Texts of all lengths, long ones more often: if the questions were always at the window's end, a model would
         # learn to answer only there.
         text = self.haystack.sample(index, seed)[: int(room * rng.random() ** 0.5)]
+        text = as_one_document(text, self.tokenizer) if self.document_mask else text
         context, _ = hide(text, facts, rng.random(len(facts)), self.sentence_ends)
         tokens = [self.tokenizer.eot, *context]
         while len(tokens) < self.length + 1:
@@ -146,24 +151,30 @@ class RetrievalSource:
         return np.array(tokens[: self.length + 1], dtype=np.int64)
 
 
+def as_one_document(text: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
+    """The tokens (n,) with a line break for every end-of-text token, after which a document mask would hide a needle."""
+    return np.where(text == tokenizer.eot, tokenizer.encode("\n")[-1], text)
+
+
 @lru_cache(maxsize=4)
 def sentence_ends(tokenizer: Tokenizer) -> np.ndarray:
     """Which tokens may end a sentence: (vocab,) bool."""
     ends = np.zeros(tokenizer.vocab_size, dtype=bool)
     for token in np.flatnonzero(tokenizer.byte_lengths()):  # some encodings have ids that no token uses
-        ends[token] = tokenizer.token_bytes(token).endswith((b".", b"\n"))
+        ends[token] = tokenizer.token_bytes(token).endswith(ENDS)
     return ends
 
 
 def hide(
-    text: np.ndarray, facts: Sequence[Fact], depths: Sequence[float], ends: np.ndarray
+    text: np.ndarray, facts: Sequence[Fact], depths: Sequence[float], ends: np.ndarray, reach: float = np.inf
 ) -> tuple[list[int], list[int]]:
     """Put each fact into `text` at its depth (0 first, 1 last), after the nearest sentence end.
 
-    Returns the new tokens and the position at which each fact starts.
+    A fact stands exactly at its depth if no sentence ends within `reach` tokens of it. Returns the new tokens and the
+    position at which each fact starts.
     """
     places = np.concatenate(([0], np.flatnonzero(ends[text]) + 1, [len(text)]))
-    cuts = [int(places[np.abs(places - depth * len(text)).argmin()]) for depth in depths]
+    cuts = [_cut(places, depth * len(text), reach) for depth in depths]
     context: list[int] = []
     starts = [0] * len(facts)
     done = 0
@@ -172,3 +183,9 @@ def hide(
         starts[i], done = len(context), cuts[i]
         context += facts[i].tokens
     return context + text[done:].tolist(), starts
+
+
+def _cut(places: np.ndarray, wish: float, reach: float) -> int:
+    """The one of `places` that is nearest to `wish`, or `wish` if none is within `reach`."""
+    nearest = int(places[np.abs(places - wish).argmin()])
+    return nearest if abs(nearest - wish) <= reach else round(wish)

@@ -22,10 +22,13 @@ def open_tokenizer(cfg: DataConfig) -> Tokenizer:
     return mqar_tokenizer(cfg.mqar) if is_task(cfg) else load_tokenizer(Path(cfg.dir), cfg.tokenizer)
 
 
-def open_sources(cfg: DataConfig, tokenizer: Tokenizer, context: int) -> tuple[Source, Windows | Mqar]:
+def open_sources(
+    cfg: DataConfig, tokenizer: Tokenizer, context: int, document_mask: bool = False
+) -> tuple[Source, Windows | Mqar]:
     """What training reads and the windows of validation, both rows of `context` + 1 tokens.
 
-    Training reads the text alone, or mixed with retrieval documents made from it.
+    Training reads the text alone, or mixed with retrieval documents made from it. document_mask: whether the model's tokens
+    see only their own document; then a retrieval document has no end-of-text token between a fact and its question.
     """
     weight = cfg.retrieval.weight
     if is_task(cfg):
@@ -37,7 +40,7 @@ def open_sources(cfg: DataConfig, tokenizer: Tokenizer, context: int) -> tuple[S
     text, val = (Windows(open_split(Path(cfg.dir), split, **same), context, split) for split in ("train", "val"))
     if not weight:
         return text, val
-    retrieval = RetrievalSource(cfg.retrieval, text, tokenizer, context)
+    retrieval = RetrievalSource(cfg.retrieval, text, tokenizer, context, document_mask)
     return Mixture([(text, 100 - weight), (retrieval, weight)]), val
 
 

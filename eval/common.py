@@ -21,6 +21,7 @@ from configs import CONFIG_DIR
 from configs.files import read_run_config, write_atomic, write_json
 from configs.provenance import result_record
 from data.config import DataConfig
+from data.retrieval import as_one_document
 from data.shards import Shard, TextTokens, open_split
 from data.sources import is_text, open_corpus
 from data.tokenizer import Tokenizer, load_tokenizer
@@ -68,7 +69,10 @@ def evaluation_tokens(run: LoadedRun, cfg: TextEvalConfig) -> list[Shard | TextT
         raise ValueError("text= and shards= are both given: give one of them")
     if cfg.text:
         return [TextTokens(_tokenize(cfg.text, run.tokenizer))]
-    folder = Path(cfg.shards or read_run_config(run.path)["data"]["dir"])
+    data = read_run_config(run.path)["data"]
+    if not cfg.shards and data["source"] == "mqar":
+        raise ValueError(f"{cfg.run} was trained on data=mqar, which has no text: use eval.mqar, or give text=FILE")
+    folder = Path(cfg.shards or data["dir"])
     if (folder / "tokenizer.json").is_file() and load_tokenizer(folder).fingerprint != run.tokenizer.fingerprint:
         raise ValueError(
             f"{folder} has another tokenizer than {cfg.run} ('{run.tokenizer.name}'): use text=FILE, "
@@ -105,8 +109,9 @@ def read_documents(text: str) -> list[str]:
 
 
 def haystack(run: LoadedRun, cfg: TextEvalConfig) -> np.ndarray:
-    """(n,) token ids of real text, to hide needles in."""
-    return np.concatenate([part.read(0, HAYSTACK_TOKENS) for part in evaluation_tokens(run, cfg)])[:HAYSTACK_TOKENS]
+    """(n,) token ids of real text, to hide needles in; one document for a model with a document mask."""
+    text = np.concatenate([part.read(0, HAYSTACK_TOKENS) for part in evaluation_tokens(run, cfg)])[:HAYSTACK_TOKENS]
+    return as_one_document(text, run.tokenizer) if run.model.cfg.document_mask else text
 
 
 def batches(rows: Sequence[Any], size: int, floats: int) -> Iterator[Sequence[Any]]:
@@ -126,6 +131,12 @@ def logits_in_parts(
     rows = max(1, floats // (64 * vocab_size)) * 64
     parts = zip(hidden.flatten(0, 1).split(rows), wanted.flatten().split(rows), strict=True)
     return ((head(states).float(), tokens) for states, tokens in parts)
+
+
+def check_finite(found: torch.Tensor) -> None:
+    """ValueError if numbers that a model computed are not finite: the index of the largest NaN would pass as an answer."""
+    if not found.isfinite().all():
+        raise ValueError("the model's activations are not finite: its training diverged, so evaluate another run")
 
 
 def pad_right(sequences: Sequence[np.ndarray], device: torch.device | str) -> torch.Tensor:

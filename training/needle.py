@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from data.loader import Windows
-from data.retrieval import Facts, hide, sentence_ends
+from data.retrieval import Facts, as_one_document, hide, sentence_ends
 from data.tokenizer import Tokenizer
 from model.decoder import Decoder
 from training.monitor import evenly
@@ -36,6 +36,7 @@ class NeedleProbe:
             if room < 0:
                 raise ValueError(f"a context of {length} tokens has no room for a needle: use needle_every=0")
             text = windows.window(chosen[i % len(chosen)])[:room]
+            text = as_one_document(text, tokenizer) if model.cfg.document_mask else text
             context, _ = hide(text, [fact], rng.random(1).tolist(), sentence_ends(tokenizer))
             rows.append([tokenizer.eot, *context, *fact.tokens])
         self.rows = torch.tensor(rows, device=device)  # (samples, T + 1): each row ends with its answer

@@ -61,6 +61,16 @@ def test_every_question_repeats_a_fact_of_its_document(tokenizer: Tokenizer, den
     assert repeats > 60
 
 
+def test_a_document_mask_hides_no_fact(tokenizer: Tokenizer) -> None:
+    text = Text(tokenizer)
+    text.tokens[::25] = tokenizer.eot
+    ends = []
+    for masked in (False, True):
+        mixed = RetrievalSource(RetrievalMixConfig(weight=50, dense=0), text, tokenizer, LENGTH, masked)
+        ends.append([int((mixed.sample(i, 0) == tokenizer.eot).sum()) for i in range(20)])
+    assert max(ends[0]) > 1 and max(ends[1]) == 1  # one at the start of every document
+
+
 def test_a_sample_is_a_pure_function_of_seed_and_index(tokenizer: Tokenizer) -> None:
     one, other = source(tokenizer), source(tokenizer)
     first = [one.sample(i, 1) for i in range(5)]

@@ -1,6 +1,7 @@
 """Needles asked during training: known readers, no effect on training, tokens to an accuracy."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -43,6 +44,7 @@ class Reader(nn.Module):
     def __init__(self, vocabulary: int, wrong: int = 0) -> None:
         super().__init__()
         self.embedding, self.vocabulary, self.wrong = nn.Embedding(1, 1), vocabulary, wrong
+        self.cfg = SimpleNamespace(document_mask=False)
 
     def forward(self, tokens: Tensor, rows: Tensor) -> Tensor:
         logits = torch.zeros(len(tokens), len(rows), self.vocabulary)
@@ -66,6 +68,15 @@ def test_known_readers(tokenizer: Tokenizer) -> None:
         assert len(said) == 2 and said[0].split(".")[0] == said[1].split(".")[0] and said[0].split()[0] in held_out
     again = NeedleProbe(Reader(tokenizer.vocab_size), windows, tokenizer, 16, 4)
     assert torch.equal(again.rows, probe.rows)
+
+
+def test_a_document_mask_hides_no_needle(tokenizer: Tokenizer) -> None:
+    windows = Windows([Text([tokenizer.eot, *tokenizer.encode(TEXT[:30])] * 40)], 160)
+    reader = Reader(tokenizer.vocab_size)
+    ends = {}
+    for reader.cfg.document_mask in (False, True):
+        ends[reader.cfg.document_mask] = NeedleProbe(reader, windows, tokenizer, 16, 4).rows.eq(tokenizer.eot).sum(1)
+    assert (ends[False] > 1).all() and (ends[True] == 1).all()
 
 
 def test_what_cannot_be_asked(tokenizer: Tokenizer) -> None:
