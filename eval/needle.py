@@ -206,6 +206,9 @@ def check(cfg: NeedleConfig) -> None:
             raise ValueError(f"pair {pair} is not (needles, asked) with 1 <= asked <= needles: use pairs=[[1,1],[4,2]]")
     if cfg.pairs == [] or cfg.lengths == []:
         raise ValueError("pairs or lengths is an empty list: leave it out, or use pairs=[[1,1]] lengths=[128,256]")
+    for name, given in (("pairs", cfg.pairs), ("lengths", cfg.lengths)):
+        if given and len({str(one) for one in given}) < len(given):
+            raise ValueError(f"{name}={given} has the same cells twice: give each once")
 
 
 @command("needle", NeedleConfig)

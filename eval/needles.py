@@ -29,9 +29,9 @@ class NeedleGridConfig(TextEvalConfig):
 
 
 def check_grid(cfg: NeedleGridConfig) -> None:
-    """Raise ValueError for a grid without a depth."""
-    if not cfg.depths:
-        raise ValueError("depths is empty: use depths=[0,0.5,1], or leave it out")
+    """Raise ValueError for a grid without a depth, or with a depth twice, whose contexts are the same."""
+    if not cfg.depths or len({round(1000 * depth) for depth in cfg.depths}) < len(cfg.depths):
+        raise ValueError(f"depths={cfg.depths} must be different numbers: use depths=[0,0.5,1], or leave it out")
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def needle_queries(
         if room < 0 or (len(hay) < room and wording.haystack == "text"):
             wrong = f"{needles} needles and their text need more than length={length} or the {len(haystack)} haystack tokens"
             raise ValueError(f"{wrong}: use a longer length, fewer needles or a longer haystack")
-        text, starts = hide(hay[:room], order, depths, sentence_ends(tokenizer))
+        text, starts = hide(hay[:room], order, depths, sentence_ends(tokenizer), max(32, room / 10))
         first = 1 + len(intro) + starts[0]
         value = first + len(fact.key)
         queries.append(

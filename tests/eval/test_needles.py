@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from data.config import TokenizerConfig
-from data.retrieval import cities
+from data.retrieval import cities, sentence_ends
 from data.tokenizer import Tokenizer, build_tokenizer
 from eval.needle_styles import LWM_CITIES, STYLES, WORDS
 from eval.needles import needle_queries
@@ -46,6 +46,21 @@ def test_a_query_knows_where_everything_is(tokenizer: Tokenizer, depth: float, n
             assert abs(place - depth * (1 - len(needle) / len(TEXT))) < 0.25
             if depth in (0.0, 1.0):
                 assert (query.needle[0] == 1) if depth == 0 else (query.needle[1] == query.question)
+
+
+@pytest.mark.parametrize("depth", (0.25, 0.5, 0.75))
+def test_depths_are_right_in_text_without_full_stops(tokenizer: Tokenizer, depth: float) -> None:
+    hay = np.array(tokenizer.encode("a word and " * 300), dtype=np.int64)
+    (query,) = needle_queries(np.random.default_rng(1), hay, tokenizer, LENGTH, depth)
+    text = query.question - 1 - (query.needle[1] - query.needle[0])
+    assert (query.needle[0] - 1) / text == pytest.approx(depth, abs=0.01)
+
+
+def test_sentences_end_in_other_scripts_too() -> None:
+    chinese = build_tokenizer(TokenizerConfig("bpe", 284), ["天地玄黄。宇宙洪荒！" * 50])
+    spelled = {token: chinese.token_bytes(token) for token in range(284) if token != chinese.eot}
+    ends = [token for token, word in spelled.items() if word.endswith(("。".encode(), "！".encode()))]
+    assert ends and sentence_ends(chinese)[ends].all() and sentence_ends(chinese).sum() == len(ends) + 2  # "." and newline
 
 
 VALUE = r"(\d{4,7}|[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})"
