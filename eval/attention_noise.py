@@ -32,6 +32,7 @@ from eval.common import (
     INK,
     Axes,
     batches,
+    check_finite,
     device_of,
     figure,
     haystack,
@@ -86,6 +87,7 @@ def head_rows(model: nn.Module, queries: list[Query], batch: int) -> tuple[list[
             model(pad_right([query.prompt for query in part], device_of(model)), rows=rows)
         for i, query in enumerate(part):
             signed = [layer[i, :, 0, : len(query.prompt)].double() for layer in maps.layers]  # each (heads, P)
+            check_finite(torch.cat([row.flatten() for row in signed]))
             sums = [torch.stack((bucket_sums(row, query), bucket_sums(row.abs(), query))) for row in signed]
             masses.append([mass.cpu().numpy() for mass in sums])
             shapes.append([torch.stack((entropy(row), negative_share(row))).cpu().numpy() for row in signed])
@@ -99,10 +101,11 @@ def sinks(model: nn.Module, hay: np.ndarray, length: int, windows: int, batch: i
     A head's mass is the mean of |first weight| / sum |weights| over the query rows, or over 64 rows at even distances
     in longer windows. `share`: the share of all (window, layer, head) with a mass over 0.3, as the authors' code
     counts; `se` is its standard error over windows. `heads`: the share of all (layer, head) whose mean mass over
-    windows is over 0.3. `mass`: the mean of all masses.
+    windows is over 0.3. `mass`: the mean of all masses. A short text has fewer windows, so that they do not overlap.
     """
     if len(hay) < length:
         raise ValueError(f"the text has {len(hay)} tokens, but a window needs {length}: give a longer text=FILE")
+    windows = min(windows, len(hay) // length)
     starts = np.linspace(0, len(hay) - length, windows).round().astype(int)
     n_rows = min(SINK_ROWS, length)
     rows = (torch.arange(n_rows) + 0.5) * length / n_rows  # middles of equal parts of the window
@@ -119,7 +122,8 @@ def sinks(model: nn.Module, hay: np.ndarray, length: int, windows: int, batch: i
     share, se = mean_se((mass > SINK).mean(axis=1))
     by_layer = [part.tolist() for part in np.split(mass.mean(axis=0), np.cumsum(heads)[:-1])]
     heads_over = float((mass.mean(axis=0) > SINK).mean())
-    return {"share": share, "se": se, "heads": heads_over, "mass": float(mass.mean()), "per_layer_head": by_layer}
+    found = {"share": share, "se": se, "heads": heads_over, "mass": float(mass.mean()), "windows": windows}
+    return found | {"per_layer_head": by_layer}
 
 
 def normalised(layers: list[np.ndarray]) -> np.ndarray:

@@ -27,6 +27,7 @@ from eval.common import (
     Axes,
     TextEvalConfig,
     batches,
+    check_finite,
     device_of,
     evaluation_tokens,
     figure,
@@ -88,8 +89,7 @@ class Magnitudes:
 
     def summary(self) -> dict[str, float | int | None]:
         """top1 to top100 (None where there are fewer values), the median, and the number of values."""
-        if not self.top.isfinite().all():
-            raise ValueError("the model's activations are not finite: its training diverged, so evaluate another run")
+        check_finite(self.top)
         tops = {f"top{k}": float(self.top[k - 1]) if len(self.top) >= k else None for k in RANKS}
         return tops | {"median": self.median(), "count": int(self.counts.sum())}
 

@@ -39,6 +39,7 @@ from data.shards import Shard, open_split
 from eval.common import (
     TextEvalConfig,
     batches,
+    check_finite,
     device_of,
     evaluation_tokens,
     figure,
@@ -87,11 +88,16 @@ def cut_windows(parts: Sequence[Shard], length: int, limit: int) -> np.ndarray:
 
 
 def token_losses(model: nn.Module, windows: Tensor, vocab_size: int) -> Tensor:
-    """(B, T) cross-entropy in nats of each next token, for windows (B, T + 1), without holding all logits at once."""
+    """(B, T) cross-entropy in nats of each next token, for windows (B, T + 1), without holding all logits at once.
+
+    ValueError if one is not finite.
+    """
     hidden = model.hidden(windows[:, :-1])  # (B, T, D)
     parts = logits_in_parts(model.head, hidden, windows[:, 1:], vocab_size)
     losses = [F.cross_entropy(logits, wanted, reduction="none") for logits, wanted in parts]
-    return torch.cat(losses).view(len(windows), -1)
+    found = torch.cat(losses).view(len(windows), -1)
+    check_finite(found)
+    return found
 
 
 @torch.inference_mode()

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from eval.common import batches, device_of, logits_in_parts, pad_left, pad_right
+from eval.common import batches, check_finite, device_of, logits_in_parts, pad_left, pad_right
 from model.cache import KVCache
 from model.config import DecoderConfig
 
@@ -155,6 +155,7 @@ class Reading:
             found.append((predicted.argmax(-1) == token, predicted.gather(-1, token[:, None])[:, 0]))
         hit, logprob = (torch.cat(parts).view(answers.shape) for parts in zip(*found, strict=True))
         asked = steps < lengths[:, None]  # (B, A)
+        check_finite(logprob[asked])
         return (hit | ~asked).all(-1).tolist(), logprob.double().masked_fill(~asked, 0.0).sum(-1).tolist()
 
     def _rewind(self) -> None:

@@ -141,12 +141,18 @@ def test_sinks_of_long_windows_take_rows_at_even_distances():
     assert found["mass"] == pytest.approx(head_maps[:, :, 0].mean(), abs=0.01)
 
 
+def test_windows_of_a_short_text_do_not_overlap():
+    model = Decoder(DecoderConfig(n_layer=1, n_head=1, d_model=8, context=64, vocab_size=9)).eval()
+    hay = np.random.default_rng(0).integers(0, 9, 130)
+    assert an.sinks(model, hay, 64, windows=100, batch=8) == an.sinks(model, hay, 64, windows=2, batch=8)
+
+
 def test_no_logits_but_of_one_row_and_no_map_but_of_the_rows_asked():
     model = Decoder(DecoderConfig(n_layer=2, n_head=2, d_model=16, context=64, vocab_size=9)).eval()
     seen = []
     model.head.register_forward_hook(lambda module, given, out: seen.append(tuple(out.shape)))
     an.head_rows(model, [query((5, 9), 20, 26), query((2, 6), 12, 17)], batch=2)
-    an.sinks(model, np.zeros(100, dtype=np.int64), 64, windows=2, batch=2)
+    an.sinks(model, np.zeros(128, dtype=np.int64), 64, windows=2, batch=2)
     assert seen == [(2, 1, 9), (2, 1, 9)]
 
 
