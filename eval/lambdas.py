@@ -38,10 +38,14 @@ class LambdasConfig:
 
 
 def last_lambdas(metrics: Path) -> dict[int, float]:
-    """Layer, counted from 0 -> lambda at the last reading in a run's metrics.jsonl; empty without a reading."""
+    """Layer, counted from 0 -> lambda at the last reading in a run's metrics.jsonl; empty without a reading.
+
+    A layer whose lambda was not finite at that reading is left out.
+    """
     found = {}
     for line in read_json_lines(metrics):
-        found |= {int(key[1]): value for name, value in line.items() if (key := LAYER.fullmatch(name))}
+        if "monitor_s" in line:  # a reading
+            found = {int(key[1]): value for name, value in line.items() if (key := LAYER.fullmatch(name))}
     return found
 
 

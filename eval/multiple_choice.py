@@ -68,8 +68,9 @@ def _question(where: str, line: str) -> Question:
     try:
         item = json.loads(line)
         query = item["query"] if "query" in item else _hellaswag(item)
-        endings, label = tuple(clean(ending) for ending in item["endings"]), int(item["label"])
-        if not (clean(query) and len(endings) > 1 and all(endings) and 0 <= label < len(endings)):
+        endings, label = tuple(clean(ending) for ending in item["endings"]), int(str(item["label"]))  # no bool, no 1.5
+        several = isinstance(item["endings"], list) and len(endings) > 1
+        if not (clean(query) and several and all(endings) and 0 <= label < len(endings)):
             raise ValueError
     except (ValueError, KeyError, TypeError, AttributeError):
         wanted = '{"query": "...", "endings": ["...", "..."], "label": 0}'
@@ -123,7 +124,7 @@ def summarise(questions: list[Question], endings: list[list[np.ndarray]], logpro
         lengths = np.array([len(ending) for ending in tokens])
         sizes = np.array([len(ending.encode()) for ending in question.endings])
         for name, scores in zip(METRICS, (sums, sums / lengths, sums / sizes), strict=True):
-            right[name].append(int(scores.argmax()) == question.label)
+            right[name].append(bool((scores >= scores[question.label]).sum() == 1))  # a tie is no answer
         per_token = -sums / lengths
         losses.append(per_token[question.label])
         wrong.append(np.delete(per_token, question.label).mean())

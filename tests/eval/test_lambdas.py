@@ -16,13 +16,20 @@ def write(folder: Path, *readings: dict[str, float]) -> None:
 
 def of(first: float, second: float) -> dict[str, float]:
     """A reading of the monitor; names that only begin with lambda and the means over layers are not lambda of a layer."""
-    other = {"monitor/layer_0/lambda_init": 0.2, "monitor/layer_0/lambda_std": 9.0, "monitor/mean/lambda": 9.0}
+    other = {
+        "monitor_s": 0.1,
+        "monitor/layer_0/lambda_init": 0.2,
+        "monitor/layer_0/lambda_std": 9.0,
+        "monitor/mean/lambda": 9.0,
+    }
     return other | {"monitor/layer_0/lambda": first, "monitor/layer_10/lambda": second}
 
 
 def test_the_last_reading_counts_and_layers_are_numbers(tmp_path: Path) -> None:
     write(tmp_path / "run", of(0.1, 0.2), of(-0.3, 1.4))
     assert last_lambdas(tmp_path / "run" / "metrics.jsonl") == {0: -0.3, 10: 1.4}
+    write(tmp_path / "diverged", of(0.1, 0.2), {"monitor_s": 0.1, "monitor/layer_10/lambda": 0.4})
+    assert last_lambdas(tmp_path / "diverged" / "metrics.jsonl") == {10: 0.4}
     assert last_lambdas(tmp_path / "none" / "metrics.jsonl") == {}
 
 

@@ -61,6 +61,12 @@ def test_metrics_by_hand():
     assert (results["loss"], results["margin"]) == (1.0, 1.0)
 
 
+def test_a_tie_is_no_answer():
+    question = mc.Question("q", ("x", "x"), 0)
+    results = mc.summarise([question], [[np.zeros(1), np.zeros(1)]], [np.array([-2.0, -2.0])])
+    assert results["acc"] == 0
+
+
 def test_hellaswags_own_file_and_wikihows_marks(tmp_path):
     item = {"activity_label": "Roof", "ctx_a": "A man sits.", "ctx_b": "he", "endings": ["[step] a", "b"], "label": 1}
     path = tmp_path / "h.jsonl.gz"
@@ -88,7 +94,17 @@ def test_wrong_input_is_one_line(make_run, refused, tmp_path):
         return refused(mc, f"run={run}", f"file={write(tmp_path / 'wrong.jsonl', list(items))}")
 
     good = ITEMS[0]
-    for wrong in ({"query": "q"}, good | {"label": 3}, good | {"endings": ["one"]}, good | {"label": None}, [1], 7):
+    for wrong in (
+        {"query": "q"},
+        good | {"label": 3},
+        good | {"endings": ["one"]},
+        good | {"label": None},
+        [1],
+        7,
+        good | {"label": True},
+        good | {"label": 1.0},
+        good | {"endings": "yes"},
+    ):
         assert "line 2" in reason(good, wrong)
     assert "is empty" in reason()
     assert "shorter endings" in reason(good | {"endings": ["a" * 200, "b" * 200]})

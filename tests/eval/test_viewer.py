@@ -222,6 +222,19 @@ def test_lambda_can_be_moved_and_the_first_view_is_the_best_head(dom, make_run, 
     assert f"a=0.{layer}.{head}" in texts["address"]
 
 
+@pytest.mark.parametrize("learned", (-0.14, 1.93))
+def test_the_slider_reaches_every_lambda_that_a_model_may_learn(dom, make_run, call, tmp_path, learned):
+    out = tmp_path / "v.html"
+    call(viewer, f"runs=[{make_run('two', 'd')}]", f"out={out}")
+    learn = f"<script>DATA.maps[0][0].lambdas.fill({learned}); draw(); document.body.append(Object.assign("
+    learn += (
+        "document.createElement('p'), {id: 'at', textContent: document.getElementById('lambdaA').value}));</script>"
+    )
+    out.write_text(out.read_text().replace("</body>", f"{learn}</body>"))
+    texts = Texts(dom(f"file://{out}")).texts
+    assert float(texts["at"]) == learned and texts["lambdaSaysA"].startswith(f"{learned}".replace("-", "−"))
+
+
 def test_examples_that_do_not_fit_are_refused(make_run, refused, tmp_path):
     run, out = make_run("a"), tmp_path / "v.html"
     assert "longer length" in refused(viewer, f"runs=[{run}]", f"out={out}", "length=20")

@@ -159,7 +159,7 @@ function buildLambda(p, side) {
   p.showSelect = element("select", { id: `show${side}` });
   options(p.showSelect, [["both", "map 1 − λ map 2"], ["first", "map 1"], ["second", "map 2"]], p.show);
   p.showSelect.onchange = () => { p.show = p.showSelect.value; draw(); };
-  p.slider = element("input", { type: "range", min: 0, max: 1.5, step: 0.01, id: `lambda${side}` });
+  p.slider = element("input", { type: "range", step: 0.01, id: `lambda${side}` });
   p.slider.oninput = () => { Object.assign(p, { show: "both", lambda: +p.slider.value }); draw(); };
   p.lambdaSays = element("output", { id: `lambdaSays${side}` });
   p.reset = element("button", { textContent: "as trained" });
@@ -174,6 +174,9 @@ function drawLambda(p, t) {
   if (!heads.length) return;
   const learned = heads.reduce((sum, h) => sum + trained(state.example, p.model, h, t), 0) / heads.length;
   p.showSelect.value = p.show;
+  const reach = Math.min(10, Math.max(1.5, 1.25 * Math.abs(learned))); // learned λ may be negative, or above 1.5
+  p.slider.max = reach;
+  p.slider.min = learned < 0 ? -reach : -0.5;
   p.slider.value = p.lambda === null ? learned : p.lambda;
   p.slider.disabled = p.show !== "both";
   p.reset.disabled = p.lambda === null && p.show === "both";
