@@ -174,7 +174,7 @@ function drawLambda(p, t) {
   if (!heads.length) return;
   const learned = heads.reduce((sum, h) => sum + trained(state.example, p.model, h, t), 0) / heads.length;
   p.showSelect.value = p.show;
-  const reach = Math.min(10, Math.max(1.5, 1.25 * Math.abs(learned))); // learned λ may be negative, or above 1.5
+  const reach = Math.min(10, Math.max(1.5, Math.ceil(1.25 * Math.abs(learned)))); // learned λ may be negative, or above 1.5
   p.slider.max = reach;
   p.slider.min = learned < 0 ? -reach : -0.5;
   p.slider.value = p.lambda === null ? learned : p.lambda;
