@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from data.config import DataConfig
+from data.identity import CONTENT, content_of
 from data.stdlib import stdlib_texts
 from data.tokenizer import EOT
 
@@ -144,7 +145,7 @@ def text_files(cfg: DataConfig) -> Corpus:
             before += size
 
     identity = {"source": "text", "column": cfg.column, "files": len(files), "bytes": sum(sizes), "sha256": digest}
-    return Corpus(identity, documents, sum(sizes))
+    return Corpus(identity | {CONTENT: content_of(paths)}, documents, sum(sizes))
 
 
 def _find(path: str) -> list[Path]:
@@ -174,7 +175,7 @@ def _kind(path: Path) -> str:
 
 
 def _head(path: Path) -> str:
-    """Digest of the first MiB: tells apart two files with the same name and size."""
+    """Digest of the first MiB. Sets that earlier versions prepared are compared by it."""
     with path.open("rb") as file:
         return hashlib.sha256(file.read(2**20)).hexdigest()
 
@@ -338,7 +339,8 @@ def hugging_face(cfg: DataConfig) -> Corpus:
     if local:
         paths = sorted(path for path in _matching(local) if not path.name.startswith("cache-"))
         listed = json.dumps([(path.name, path.stat().st_size) for path in paths])
-        identity |= {"data_files": cfg.data_files, "sha256": hashlib.sha256(listed.encode()).hexdigest()}
+        digest = hashlib.sha256(listed.encode()).hexdigest()
+        identity |= {"data_files": cfg.data_files, "sha256": digest, CONTENT: content_of(paths)}
     return Corpus(identity, documents, None, "document")
 
 
@@ -386,7 +388,7 @@ def _reach_hub() -> None:
 
 
 def nanogpt_identity(cfg: DataConfig) -> dict:
-    """The names and sizes of a nanoGPT folder's files. FileNotFoundError, ValueError: it cannot be imported."""
+    """The names, sizes and content of a nanoGPT folder's files. FileNotFoundError, ValueError: it cannot be imported."""
     folder = Path(cfg.path or "")
     if cfg.path is None or not folder.is_dir():
         raise FileNotFoundError("data=nanogpt needs the folder with train.bin and val.bin: add path=FOLDER")
@@ -395,7 +397,8 @@ def nanogpt_identity(cfg: DataConfig) -> dict:
             f"{folder} has a character table of its own (meta.pkl): prepare its text instead with data=text path=FILE"
         )
     files = [folder / f"{name}.bin" for name in ("train", "val")]
-    return {"source": "nanogpt"} | {file.name: file.stat().st_size if file.is_file() else None for file in files}
+    sizes = {file.name: file.stat().st_size if file.is_file() else None for file in files}
+    return {"source": "nanogpt", **sizes, CONTENT: content_of([file for file in files if file.is_file()])}
 
 
 # --- shared ---------------------------------------------------------------------------------------------------------
