@@ -65,6 +65,9 @@ def open_corpus(cfg: DataConfig) -> Corpus:
         raise ValueError("data=mqar is generated in training: there is nothing to prepare, run train.py data=mqar")
     if cfg.source not in sources:
         raise ValueError(f"unknown data.source '{cfg.source}': use one of {', '.join(sources)}, nanogpt")
+    if cfg.path is not None and cfg.source in ("stdlib", "hf"):
+        fix = f"use data=text path={cfg.path or 'FILE'}, or leave path= out"
+        raise ValueError(f"data.source={cfg.source} reads no path: {fix}")
     return sources[cfg.source](cfg)
 
 
