@@ -161,10 +161,20 @@ def _find(path: str) -> list[Path]:
     return known
 
 
-def _matching(path: str) -> list[Path]:
-    """The file `path`, or all files below the folder `path`, or all files that match the glob `path`."""
+def _matching(path: str, hidden: bool = False) -> list[Path]:
+    """The file `path`, or all files below the folder `path`, or all files that match the glob `path`.
+
+    Below a folder, names that begin with a dot are left out without `hidden`: editors and systems keep copies and notes
+    there (.ipynb_checkpoints, ._text.txt).
+    """
     found = [Path(path)] if Path(path).exists() else [Path(name) for name in glob.glob(path, recursive=True)]
-    return [file for item in found for file in (sorted(item.rglob("*")) if item.is_dir() else [item]) if file.is_file()]
+    files = [file for item in found for file in (_below(item, hidden) if item.is_dir() else [item])]
+    return [file for file in files if file.is_file()]
+
+
+def _below(folder: Path, hidden: bool) -> list[Path]:
+    found = sorted(folder.rglob("*"))
+    return [item for item in found if hidden or not any(p.startswith(".") for p in item.relative_to(folder).parts)]
 
 
 def is_text(path: Path) -> bool:
@@ -340,10 +350,11 @@ def hugging_face(cfg: DataConfig) -> Corpus:
     identity = {"source": "hf", "dataset": cfg.dataset, "subset": cfg.subset, "split": cfg.split, "column": cfg.column}
     local = cfg.data_files or (cfg.dataset if Path(cfg.dataset).is_dir() else None)
     if local:
-        paths = sorted(path for path in _matching(local) if not path.name.startswith("cache-"))
+        paths = sorted(path for path in _matching(local, hidden=True) if not path.name.startswith("cache-"))
         listed = json.dumps([(path.name, path.stat().st_size) for path in paths])
-        digest = hashlib.sha256(listed.encode()).hexdigest()
-        identity |= {"data_files": cfg.data_files, "sha256": digest, CONTENT: content_of(paths)}
+        digest, shown = hashlib.sha256(listed.encode()).hexdigest(), set(_matching(local))
+        content = content_of([path for path in paths if path in shown])
+        identity |= {"data_files": cfg.data_files, "sha256": digest, CONTENT: content}
     return Corpus(identity, documents, None, "document")
 
 

@@ -131,6 +131,17 @@ def test_folders_and_globs_are_read_in_order_of_name(tmp_path):
     assert read(f"{tmp_path}/**/c.jsonl") == ["c"]
 
 
+def test_hidden_files_below_a_folder_are_not_text(tmp_path):
+    folder = tmp_path / ".kept" / "fold"
+    for name in ("a.txt", ".ipynb_checkpoints/a-checkpoint.txt", ".hidden.txt", "deep/.git/b.txt"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+    (folder / "._a.txt").write_bytes(b"\x00\x05\x16\x07\xff")
+    assert read(folder) == read(f"{tmp_path}/.kept/*") == ["a.txt"]
+    assert read(folder / ".hidden.txt") == [".hidden.txt"]
+    assert read(folder / ".ipynb_checkpoints") == [".ipynb_checkpoints/a-checkpoint.txt"]
+
+
 def test_identity_follows_the_content_not_the_place(tmp_path):
     jsonl(tmp_path / "a.jsonl")
     (tmp_path / "other").mkdir()
