@@ -199,7 +199,9 @@ def _readable(path: Path) -> Iterator[None]:
     try:
         yield
     except UnicodeDecodeError:
-        raise ValueError(f"{path} is not UTF-8 text: convert it first, e.g. with iconv -t utf-8") from None
+        raise ValueError(
+            f"{path} is not UTF-8 text: convert it first, e.g. iconv -f latin1 -t utf-8 FILE > NEW"
+        ) from None
     except Exception as error:
         broken = isinstance(error, OSError) and error.errno is None  # only errors of gzip and bz2 have no number
         foreign = type(error).__module__.split(".")[0] in ("zstandard", "pyarrow")

@@ -2,6 +2,8 @@ import bz2
 import gzip
 import json
 import lzma
+import shutil
+import subprocess
 import sys
 import urllib.error
 import urllib.request
@@ -80,6 +82,18 @@ def test_plain_text(tmp_path):
     assert read(path) == ["one\r\ntwo\n\n"]
     path.write_text("one\n<|endoftext|>\ntwo\n\n<|endoftext|>\n \n<|endoftext|>three")
     assert read(path) == ["one", "two", "three"]
+
+
+def test_the_command_that_converts_a_text_works(tmp_path):
+    if not shutil.which("iconv"):
+        pytest.skip("no iconv on this machine")
+    path, new = tmp_path / "a.txt", tmp_path / "new.txt"
+    path.write_bytes("naïve".encode("latin1"))
+    with pytest.raises(ValueError, match="not UTF-8 text: convert it first, e.g. iconv") as caught:
+        read(path)
+    command = str(caught.value).partition("e.g. ")[2].replace("FILE", str(path)).replace("NEW", str(new))
+    subprocess.run(command, shell=True, check=True)
+    assert read(new) == ["naïve"]
 
 
 def test_a_long_text_is_cut_at_line_ends(tmp_path, monkeypatch):
