@@ -9,6 +9,7 @@ import contextlib
 import difflib
 import functools
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,11 +17,12 @@ from typing import Any
 
 import hydra
 from hydra.core.config_store import ConfigStore
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 import configs.threads  # noqa: F401  # for the environment variables that it sets
+from configs.quoting import retyped
 from configs.ranges import check_ranges
 
 CONFIG_DIR = Path(__file__).parent
@@ -126,11 +128,21 @@ def explain(error: BaseException, schema: type) -> str:
         return f"there is no configuration key '{key}'; {hint}"
     if isinstance(cause, MissingMandatoryValue):
         return f"'{key}' is required: add {key}=..."
+    if (typed := _retyped(error)) is not None:
+        return typed
     text = str(error).split("Config search path")[0]
     if "'hydra/sweeper/optuna'" in text:
         return "sweep=optuna needs the package 'hydra-optuna-sweeper': pip install hydra-optuna-sweeper"
     text = text.split("full_key:")[0] if key is None else f"{key}: {str(cause).split('full_key:')[0]}"
     return " ".join(text.split())
+
+
+def _retyped(error: BaseException) -> str | None:
+    """What to type instead of an override that Hydra cannot read; None for other errors."""
+    if isinstance(error, OverrideParseException):
+        return retyped(error.override)
+    comma = re.match(r"Ambiguous value for argument '(.*)'$", str(error), re.MULTILINE)
+    return retyped(comma[1], ambiguous=True) if comma and isinstance(error, HydraException) else None
 
 
 def _keys(cfg: Any, prefix: str = "") -> list[str]:

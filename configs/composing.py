@@ -8,6 +8,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
 from configs import CONFIG_DIR
+from configs.quoting import quote
 
 _LOCK = threading.Lock()  # Hydra's state is global
 
@@ -43,14 +44,6 @@ def quoted(override: str) -> str:
     key, value = override.split("=", 1)
     plain = re.fullmatch(r"[\w./:@%+-]*", value, re.ASCII) and not _number(value)
     return override if plain and value.lower() not in ("null", "true", "false") else f"{key}={quote(value)}"
-
-
-def quote(text: str) -> str:
-    """`text` in Hydra's quotes, because commas, quotes and braces have a meaning outside of them."""
-    text = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)  # OmegaConf reads a name in ${} as another key
-    # In Hydra's quotes \' is a quote, and only backslashes before a quote are doubled.
-    text = re.sub(r"(\\*)('|\Z)", lambda end: 2 * end[1] + ("\\'" if end[2] else ""), text)
-    return f"'{text}'"
 
 
 def _number(text: str) -> bool:

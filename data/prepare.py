@@ -32,6 +32,7 @@ from configs.files import LOCK, FolderLock, json_text, read_json_object, remove_
 from configs.ranges import check_ranges
 from data.config import DataConfig
 from data.holdout import Document, HoldOut, measure
+from data.identity import refuse_other_request, request_of
 from data.shards import (
     META,
     PROGRESS,
@@ -110,11 +111,11 @@ def prepare(cfg: DataConfig, *, verify: bool = False, quiet: bool = False) -> di
     check_ranges(cfg, "data.")
     corpus = None if cfg.source == "nanogpt" else open_corpus(cfg)
     identity = corpus.identity if corpus else nanogpt_identity(cfg)
-    request = _request(cfg, identity)
+    request = request_of(cfg, identity)
     folder = Path(cfg.dir)
     meta = read_meta(folder)
     if meta is not None:
-        _refuse_other_request(folder, meta.get("request"), request)
+        refuse_other_request(folder, meta.get("request"), request)
         check_folder(folder, verify=verify)
         if not quiet:
             print(f"{folder} is already prepared{' and verified' if verify else ''}: {_describe(meta)}")
@@ -283,7 +284,7 @@ class Preparation:
             return
         fix = f"delete {self.folder} and prepare the data again"
         progress = read_json_object(path, fix)
-        _refuse_other_request(self.folder, progress.get("request"), self.request)
+        refuse_other_request(self.folder, progress.get("request"), self.request)
         try:
             for name in SPLITS:
                 check_listed(progress["splits"][name])
@@ -364,25 +365,6 @@ def _sample(documents: Iterable[Document]) -> Iterator[str]:
         if document.split == "train":
             characters += len(document.text)
             yield document.text
-
-
-def _request(cfg: DataConfig, identity: dict) -> dict:
-    """Everything the shards depend on. Two preparations with equal requests write equal bytes."""
-    tokenizer = {"tokenizer.name": cfg.tokenizer.name, "tokenizer.vocab_size": cfg.tokenizer.vocab_size}
-    if cfg.tokenizer.path:
-        tokenizer["tokenizer.path"] = cfg.tokenizer.path
-    sizes = {key: getattr(cfg, key) for key in ("val_fraction", "shard_tokens", "max_tokens")}
-    return {**identity, **tokenizer, **sizes}
-
-
-def _refuse_other_request(folder: Path, before: dict | None, now: dict) -> None:
-    before = before if isinstance(before, dict) else {}
-    for key in now | before:
-        if before.get(key) != now.get(key):
-            wrong = f"{folder} was prepared with {key}={before.get(key)}, not {now.get(key)}"
-            if key.split(".")[0] not in DataConfig.__dataclass_fields__:  # no option, but a fact about the source
-                wrong = f"the source has changed since {folder} was prepared ({key} {before.get(key)} then, {now.get(key)} now)"
-            raise ValueError(f"{wrong}: use another data.name=NAME, or delete {folder}")
 
 
 # --- the command ----------------------------------------------------------------------------------------------------

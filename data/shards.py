@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import zlib
 from pathlib import Path
 
@@ -23,6 +24,7 @@ FORMATS = {np.dtype("<u2"): (20240520, 1), np.dtype("<u4"): (20240801, 7)}
 EXTENDED = 0x44494646  # "DIFF"
 META = "meta.json"
 PROGRESS = "progress.json"
+WORDS = {"train": "train", "val": "val|valid|validation"}  # what names a split in the file names of foreign shards
 CHECK_BELOW = 64 * 2**20  # bytes; smaller files have their checksum verified whenever they are opened
 MAX_TOKENS = 2**31 - 1  # the count is one int32
 
@@ -194,7 +196,7 @@ def open_split(
     fingerprint: str | None = None,
     verify: bool = False,
 ) -> list[Shard]:
-    """The shards of one split of a prepared folder, in order; without meta.json, every `*{split}*.bin` by name.
+    """The shards of one split of a prepared folder, in order; without meta.json, the .bin files whose names say the split.
 
     Raises FileNotFoundError or ValueError, in one line, for a missing folder, split or shard and as `Shard` does.
     """
@@ -209,7 +211,7 @@ def open_split(
         if (folder / PROGRESS).is_file():
             again = "run python -m data.prepare again, with the same overrides, to resume it"
             raise ValueError(f"the preparation of {folder} is not finished: {again}")
-        paths = sorted(folder.glob(f"*{split}*.bin"))
+        paths = _foreign(folder, split)
     else:
         paths = [folder / shard["file"] for shard in meta["splits"].get(split, {}).get("shards", [])]
         fingerprint = fingerprint or meta["tokenizer"]["fingerprint"]
@@ -219,6 +221,28 @@ def open_split(
     if not paths:
         raise FileNotFoundError(f"no {split} shards in {folder}: prepare it: {command}")
     return [Shard(path, vocab_size=vocab_size, fingerprint=fingerprint, verify=verify) for path in paths]
+
+
+def _foreign(folder: Path, split: str) -> list[Path]:
+    """Shards of another project: those with the split as a word of their name, as in pretrain_val_000.bin.
+
+    If no name has the word, names that have its letters within a longer word count (trainset.bin), but not those with the
+    word of the other split (retrieval_train_000.bin is not validation). ValueError: a name has the words of both splits.
+    """
+    files = sorted(folder.glob("*.bin"))
+    named = {name: [file for file in files if _has_word(file.stem, words)] for name, words in WORDS.items()}
+    both = sorted(set(named["train"]) & set(named["val"]))
+    if both:
+        fix = "rename it so that its name says one split"
+        raise ValueError(f"the name of {both[0]} says train and val, so its split is not known: {fix}")
+    if named[split]:
+        return named[split]
+    taken = {file for others in named.values() for file in others}
+    return [file for file in files if split in file.stem and file not in taken]
+
+
+def _has_word(name: str, words: str) -> bool:
+    return re.search(rf"(?<![A-Za-z])({words})(?![A-Za-z])", name) is not None
 
 
 def open_nanogpt(path: str | Path, vocab_size: int) -> np.ndarray:

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from data.config import DataConfig
+from data.identity import CONTENT, content_of
 from data.stdlib import stdlib_texts
 from data.tokenizer import EOT
 
@@ -64,6 +65,9 @@ def open_corpus(cfg: DataConfig) -> Corpus:
         raise ValueError("data=mqar is generated in training: there is nothing to prepare, run train.py data=mqar")
     if cfg.source not in sources:
         raise ValueError(f"unknown data.source '{cfg.source}': use one of {', '.join(sources)}, nanogpt")
+    if cfg.path is not None and cfg.source in ("stdlib", "hf"):
+        fix = f"use data=text path={cfg.path or 'FILE'}, or leave path= out"
+        raise ValueError(f"data.source={cfg.source} reads no path: {fix}")
     return sources[cfg.source](cfg)
 
 
@@ -144,7 +148,7 @@ def text_files(cfg: DataConfig) -> Corpus:
             before += size
 
     identity = {"source": "text", "column": cfg.column, "files": len(files), "bytes": sum(sizes), "sha256": digest}
-    return Corpus(identity, documents, sum(sizes))
+    return Corpus(identity | {CONTENT: content_of(paths)}, documents, sum(sizes))
 
 
 def _find(path: str) -> list[Path]:
@@ -157,10 +161,20 @@ def _find(path: str) -> list[Path]:
     return known
 
 
-def _matching(path: str) -> list[Path]:
-    """The file `path`, or all files below the folder `path`, or all files that match the glob `path`."""
+def _matching(path: str, hidden: bool = False) -> list[Path]:
+    """The file `path`, or all files below the folder `path`, or all files that match the glob `path`.
+
+    Below a folder, names that begin with a dot are left out without `hidden`: editors and systems keep copies and notes
+    there (.ipynb_checkpoints, ._text.txt).
+    """
     found = [Path(path)] if Path(path).exists() else [Path(name) for name in glob.glob(path, recursive=True)]
-    return [file for item in found for file in (sorted(item.rglob("*")) if item.is_dir() else [item]) if file.is_file()]
+    files = [file for item in found for file in (_below(item, hidden) if item.is_dir() else [item])]
+    return [file for file in files if file.is_file()]
+
+
+def _below(folder: Path, hidden: bool) -> list[Path]:
+    found = sorted(folder.rglob("*"))
+    return [item for item in found if hidden or not any(p.startswith(".") for p in item.relative_to(folder).parts)]
 
 
 def is_text(path: Path) -> bool:
@@ -174,7 +188,7 @@ def _kind(path: Path) -> str:
 
 
 def _head(path: Path) -> str:
-    """Digest of the first MiB: tells apart two files with the same name and size."""
+    """Digest of the first MiB. Sets that earlier versions prepared are compared by it."""
     with path.open("rb") as file:
         return hashlib.sha256(file.read(2**20)).hexdigest()
 
@@ -185,7 +199,9 @@ def _readable(path: Path) -> Iterator[None]:
     try:
         yield
     except UnicodeDecodeError:
-        raise ValueError(f"{path} is not UTF-8 text: convert it first, e.g. with iconv -t utf-8") from None
+        raise ValueError(
+            f"{path} is not UTF-8 text: convert it first, e.g. iconv -f latin1 -t utf-8 FILE > NEW"
+        ) from None
     except Exception as error:
         broken = isinstance(error, OSError) and error.errno is None  # only errors of gzip and bz2 have no number
         foreign = type(error).__module__.split(".")[0] in ("zstandard", "pyarrow")
@@ -336,9 +352,11 @@ def hugging_face(cfg: DataConfig) -> Corpus:
     identity = {"source": "hf", "dataset": cfg.dataset, "subset": cfg.subset, "split": cfg.split, "column": cfg.column}
     local = cfg.data_files or (cfg.dataset if Path(cfg.dataset).is_dir() else None)
     if local:
-        paths = sorted(path for path in _matching(local) if not path.name.startswith("cache-"))
+        paths = sorted(path for path in _matching(local, hidden=True) if not path.name.startswith("cache-"))
         listed = json.dumps([(path.name, path.stat().st_size) for path in paths])
-        identity |= {"data_files": cfg.data_files, "sha256": hashlib.sha256(listed.encode()).hexdigest()}
+        digest, shown = hashlib.sha256(listed.encode()).hexdigest(), set(_matching(local))
+        content = content_of([path for path in paths if path in shown])
+        identity |= {"data_files": cfg.data_files, "sha256": digest, CONTENT: content}
     return Corpus(identity, documents, None, "document")
 
 
@@ -386,7 +404,7 @@ def _reach_hub() -> None:
 
 
 def nanogpt_identity(cfg: DataConfig) -> dict:
-    """The names and sizes of a nanoGPT folder's files. FileNotFoundError, ValueError: it cannot be imported."""
+    """The names, sizes and content of a nanoGPT folder's files. FileNotFoundError, ValueError: it cannot be imported."""
     folder = Path(cfg.path or "")
     if cfg.path is None or not folder.is_dir():
         raise FileNotFoundError("data=nanogpt needs the folder with train.bin and val.bin: add path=FOLDER")
@@ -395,7 +413,8 @@ def nanogpt_identity(cfg: DataConfig) -> dict:
             f"{folder} has a character table of its own (meta.pkl): prepare its text instead with data=text path=FILE"
         )
     files = [folder / f"{name}.bin" for name in ("train", "val")]
-    return {"source": "nanogpt"} | {file.name: file.stat().st_size if file.is_file() else None for file in files}
+    sizes = {file.name: file.stat().st_size if file.is_file() else None for file in files}
+    return {"source": "nanogpt", **sizes, CONTENT: content_of([file for file in files if file.is_file()])}
 
 
 # --- shared ---------------------------------------------------------------------------------------------------------

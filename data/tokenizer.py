@@ -33,6 +33,7 @@ BPE_PATTERN = (
 )
 BYTES_PATTERN = r"[\s\S]"
 BPE_TOKENS = 4096  # the vocabulary of a bpe without data.tokenizer.vocab_size
+WITH_NUMBERS = 1024  # the smallest vocabulary of a bpe that is sure to have all pairs of digits
 PIECE = 2**20  # characters; longer documents are tokenized in pieces, so that all threads work on one book
 LONE_NEWLINE, LONE_SPACE = re.compile(r"(?<=\S)\n(?=[^\s/])"), re.compile(r"(?<=[a-z])(?= [a-z])")
 # SHA-256 of GPT-2's tokens, and text on which tokenizers that split or merge differently disagree.
@@ -375,15 +376,21 @@ def _train_bpe(texts: Iterable[str], vocab_size: int) -> list[bytes]:
     )
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=vocab_size - 1, initial_alphabet=alphabet, show_progress=False)
-    hf.train_from_iterator(itertools.chain(texts, _numbers() if vocab_size >= 1024 else ()), trainer)
+    hf.train_from_iterator(itertools.chain(texts, _numbers() if vocab_size >= WITH_NUMBERS else ()), trainer)
     vocab = hf.get_vocab()
     if len(vocab) < vocab_size - 1:
-        raise ValueError(
-            f"the text is too small for {vocab_size} bpe tokens: use data.tokenizer.vocab_size={len(vocab) + 1} or less"
-        )
+        raise ValueError(f"the text is too small for {vocab_size} bpe tokens: {_smaller(vocab, vocab_size)}")
     to_byte = byte_level_alphabet()
     merged = [bytes(to_byte[c] for c in piece) for piece in sorted(vocab, key=vocab.__getitem__)]
     return [bytes([i]) for i in range(256)] + [piece for piece in merged if len(piece) > 1]
+
+
+def _smaller(vocab: dict[str, int], asked: int) -> str:
+    """What to use instead of `asked` tokens: `vocab` is all that the text gives, with `_numbers` if they were added."""
+    possible = len(vocab) + 1
+    if possible < WITH_NUMBERS <= asked:  # then the text alone must give it: numbers share no merge with other words
+        possible -= sum(re.fullmatch("\u0120?[0-9]{1,2}", token) is not None and len(token) > 1 for token in vocab)
+    return "use data.tokenizer.name=bytes" if possible < 258 else f"use data.tokenizer.vocab_size={possible} or less"
 
 
 def byte_level_alphabet() -> dict[str, int]:

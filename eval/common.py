@@ -98,7 +98,9 @@ def read_documents(text: str) -> list[str]:
         corpus = DataConfig(name="text", source="text", path=text)
         documents = [path.read_text(encoding="utf-8")] if plain else list(open_corpus(corpus))
     except UnicodeDecodeError:
-        raise ValueError(f"{path} is not UTF-8 text: convert it first, e.g. with iconv -t utf-8") from None
+        raise ValueError(
+            f"{path} is not UTF-8 text: convert it first, e.g. iconv -f latin1 -t utf-8 FILE > NEW"
+        ) from None
     except ValueError as error:
         wrong, column, _ = str(error).partition(": use data.column=")
         fix = ": give text= a file that has its texts under 'text'" if column else ""

@@ -235,7 +235,9 @@ def prompts_of(cfg: SampleConfig) -> list[str]:
     try:
         return [content.decode("utf-8").removesuffix("\n")]
     except UnicodeDecodeError:
-        raise ValueError(f"file={cfg.file} is not UTF-8 text: convert it first, e.g. with iconv -t utf-8") from None
+        raise ValueError(
+            f"file={cfg.file} is not UTF-8 text: convert it first, e.g. iconv -f latin1 -t utf-8 FILE > NEW"
+        ) from None
 
 
 def stops_of(cfg: SampleConfig) -> list[str]:

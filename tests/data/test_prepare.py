@@ -161,7 +161,7 @@ def test_a_finished_set_is_left_alone(cfg, capsys):
         {"tokenizer": TokenizerConfig("bpe", 300)},
         {"column": "body"},
         {"val_fraction": 0.3},
-        {"source": "stdlib"},
+        {"source": "stdlib", "path": None},
     ]
     for change in changes:
         with pytest.raises(ValueError, match=r"was prepared with .* not .*: use another data\.name") as caught:

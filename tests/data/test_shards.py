@@ -129,6 +129,39 @@ def test_open_split(tmp_path):
         open_split(folder, "train")
 
 
+SPLITS_OF_NAMES = [
+    ("pretrain_train_000 pretrain_val_000", ["pretrain_train_000"], ["pretrain_val_000"]),
+    ("retrieval_train_000 retrieval_val_000", ["retrieval_train_000"], ["retrieval_val_000"]),
+    ("fineweb_train_000001 fineweb_val_000000", ["fineweb_train_000001"], ["fineweb_val_000000"]),
+    ("tiny_shakespeare_train tiny_shakespeare_val", ["tiny_shakespeare_train"], ["tiny_shakespeare_val"]),
+    ("train1 train2 val", ["train1", "train2"], ["val"]),
+    ("openwebtext-train-00 validation-00", ["openwebtext-train-00"], ["validation-00"]),
+    ("trainset valset", ["trainset"], ["valset"]),
+    ("pretrain_0 pretrain_val_0", ["pretrain_0"], ["pretrain_val_0"]),
+    ("train retrieval_train", ["retrieval_train", "train"], []),
+]
+
+
+@pytest.mark.parametrize(("names", "train", "val"), SPLITS_OF_NAMES)
+def test_foreign_shards_are_of_the_split_that_their_name_says(tmp_path, names, train, val):
+    for name in names.split():
+        write(tmp_path / f"{name}.bin", [1])
+    for split, expected in (("train", train), ("val", val)):
+        if expected:
+            assert [shard.path.stem for shard in open_split(tmp_path, split)] == expected
+        else:
+            with pytest.raises(FileNotFoundError, match=f"no {split} shards"):
+                open_split(tmp_path, split)
+
+
+def test_a_foreign_shard_that_says_both_splits_is_refused(tmp_path):
+    for name in ("train_0.bin", "val_0.bin", "train_val_0.bin"):
+        write(tmp_path / name, [1])
+    for split in ("train", "val"):
+        with pytest.raises(ValueError, match="train_val_0.bin says train and val, .*: rename it"):
+            open_split(tmp_path, split)
+
+
 def test_meta_decides_what_belongs_to_a_split(tmp_path):
     write(tmp_path / "train_000000.bin", [1, 2])
     write(tmp_path / "train_000001.bin", [3])

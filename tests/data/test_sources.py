@@ -2,6 +2,8 @@ import bz2
 import gzip
 import json
 import lzma
+import shutil
+import subprocess
 import sys
 import urllib.error
 import urllib.request
@@ -82,6 +84,18 @@ def test_plain_text(tmp_path):
     assert read(path) == ["one", "two", "three"]
 
 
+def test_the_command_that_converts_a_text_works(tmp_path):
+    if not shutil.which("iconv"):
+        pytest.skip("no iconv on this machine")
+    path, new = tmp_path / "a.txt", tmp_path / "new.txt"
+    path.write_bytes("naïve".encode("latin1"))
+    with pytest.raises(ValueError, match="not UTF-8 text: convert it first, e.g. iconv") as caught:
+        read(path)
+    command = str(caught.value).partition("e.g. ")[2].replace("FILE", str(path)).replace("NEW", str(new))
+    subprocess.run(command, shell=True, check=True)
+    assert read(new) == ["naïve"]
+
+
 def test_a_long_text_is_cut_at_line_ends(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "TEXT_LIMIT", 2**22)
     path = tmp_path / "a.txt"
@@ -129,6 +143,17 @@ def test_folders_and_globs_are_read_in_order_of_name(tmp_path):
     assert read(tmp_path) == ["a", "b", "c"]
     assert read(tmp_path / "*.jsonl") == ["a", "b"]
     assert read(f"{tmp_path}/**/c.jsonl") == ["c"]
+
+
+def test_hidden_files_below_a_folder_are_not_text(tmp_path):
+    folder = tmp_path / ".kept" / "fold"
+    for name in ("a.txt", ".ipynb_checkpoints/a-checkpoint.txt", ".hidden.txt", "deep/.git/b.txt"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+    (folder / "._a.txt").write_bytes(b"\x00\x05\x16\x07\xff")
+    assert read(folder) == read(f"{tmp_path}/.kept/*") == ["a.txt"]
+    assert read(folder / ".hidden.txt") == [".hidden.txt"]
+    assert read(folder / ".ipynb_checkpoints") == [".ipynb_checkpoints/a-checkpoint.txt"]
 
 
 def test_identity_follows_the_content_not_the_place(tmp_path):

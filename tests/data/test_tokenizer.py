@@ -96,6 +96,18 @@ def test_a_bpe_without_text_is_refused_in_one_line():
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "text", ["the quick brown fox jumps over a lazy dog", "In 1859 and 1860, 77 of 1234 were 5.", "x"]
+)
+@pytest.mark.parametrize("size", [4096, 1000])
+def test_the_vocabulary_that_is_suggested_for_a_small_text_works(text, size):
+    with pytest.raises(ValueError, match=f"the text is too small for {size} bpe tokens: use ") as caught:
+        build_tokenizer(TokenizerConfig("bpe", size), [text])
+    name, _, value = str(caught.value).partition("use data.tokenizer.")[2].removesuffix(" or less").partition("=")
+    cfg = TokenizerConfig("bpe", int(value)) if name == "vocab_size" else TokenizerConfig(value)
+    assert build_tokenizer(cfg, [text]).vocab_size == (cfg.vocab_size or 257)
+
+
 def test_an_unreachable_vocabulary_is_one_line(monkeypatch, tmp_path):
     import requests
     import tiktoken
