@@ -34,24 +34,17 @@ from eval import tuning
 from eval.common import variant
 from eval.experiment import AblateConfig, arm_list, compare_parameters, evaluation_commands, refuse_metrics, seed_list
 from eval.overlap import overlaps, refuse_overlap
-from eval.records import TRIAL, describes, recorded_vocabulary, records_of
+from eval.records import TRIAL, recorded_vocabulary, records_of
 from eval.report.grid import Comparison, draw_ablation, fit_rows
 from eval.report.pooled import Pooled, profile, unit
 from eval.report.runs import DIVERGED, Arm, give_colours, refuse_other_settings
 from eval.report.tables import markdown, si
-from eval.study import (
-    PlannedRun,
-    describe_model,
-    prepared,
-    read_epochs,
-    refuse_other_results,
-    train_config,
-    training_flops,
-)
+from eval.study import PlannedRun, describe_model, read_epochs, train_config, training_flops
+from eval.texts import Texts, prepared
 from eval.tuning import Point, Tuned
 from training.checkpoint import checkpoints, folder_name
 from training.jobs import Team, environment, run_jobs, visible_gpus
-from training.run import TrainConfig, flatten, refuse_other_config
+from training.run import TrainConfig, flatten
 from training.schedule import decay_start
 
 OmegaConf.register_new_resolver("times", lambda factor, number: round(factor * number), replace=True)
@@ -103,6 +96,7 @@ class Study:
     def __init__(self, cfg: AblateConfig, name: str) -> None:
         self.cfg, self.name, self.folder = cfg, name, Path(cfg.runs) / name
         self.seeds = seed_list(cfg.seeds)
+        self.texts = Texts()
         self._known: dict[str, PlannedRun] = {}
         self._configs: dict[str, TrainConfig] = {}  # an arm's own; making one takes tenths of a second
         tuning.check(cfg.tune, self.seeds)
@@ -138,15 +132,9 @@ class Study:
         folder = self.folder / name
         own = merged(more, [f"seed={seed}", f"run_dir={folder}", "resume=true"])
         config, flops = self._config(arm, own), arm.facts["flops_per_token"]
-        run = PlannedRun(
-            arm.name, seed, folder, merged(arm.overrides, own), config, evaluations, flops, self.cfg.spikes
-        )
-        record = self.records.get(name)
-        if record and describes(record, config) and not checkpoints(folder):
-            refuse_other_results(record, evaluations)
-            run.record = record
-        elif (folder / "config.yaml").is_file():
-            refuse_other_config(folder, asdict(config), advice="repeat its overrides, or start anew with name=OTHER")
+        overrides, cfg = merged(arm.overrides, own), self.cfg
+        run = PlannedRun(arm.name, seed, folder, overrides, config, evaluations, flops, cfg.spikes, self.texts)
+        run.take_over(self.records.get(name))
         self._known[name] = run
         return run
 
