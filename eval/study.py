@@ -28,6 +28,7 @@ from model.decoder import Decoder
 from training.checkpoint import checkpoints, folder_name
 from training.run import TrainConfig, Vocabulary, fill_model, refuse_other_config
 from training.schedule import decay_start
+from training.text import trained_on
 
 ROOT = Path(__file__).parent.parent
 # The modules of eval/ that evaluate one run: python -m eval.NAME run=runs/NAME
@@ -56,14 +57,18 @@ class PlannedRun:
     def take_over(self, record: Record | None) -> None:
         """Go on from what is there of this run: its record, if it fits and the run has no checkpoint here, or its folder.
 
-        ValueError if the run in the folder has another configuration, or the record other evaluations.
+        ValueError if the run in the folder has another configuration, if the record has other evaluations, or if the run was
+        trained on other shards.
         """
+        data = self.config.data
         if record and describes(record, self.config) and not checkpoints(self.folder):
             self.record = record
+            self.texts.refuse_other_shards(self.name, record["facts"].get("text_digest"), data)
             refuse_other_results(self)
         elif (self.folder / "config.yaml").is_file():
             advice = "repeat its overrides, or start anew with name=OTHER"
             refuse_other_config(self.folder, asdict(self.config), advice=advice)
+            self.texts.refuse_other_shards(str(self.folder), trained_on(self.folder), data)
 
     @property
     def name(self) -> str:

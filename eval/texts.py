@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from data.config import DataConfig
-from data.stream import is_task, open_tokenizer
+from data.stream import is_task, open_tokenizer, text_digest
 from data.tokenizer import Tokenizer
 from eval.common import TextEvalConfig, evaluation_tokens
 from eval.perplexity import cut_windows, digest
@@ -27,6 +27,18 @@ class Texts:
         self._tokenizers: dict[str, Tokenizer] = {}  # by folder of the data
         self._tokens: dict[tuple[str | None, ...], Any] = {}
         self._digests: dict[tuple[Any, ...], str] = {}
+        self._shards: dict[str, str | None] = {}  # folder of the data -> digest
+
+    def refuse_other_shards(self, run: str, theirs: str | None, data: DataConfig) -> None:
+        """ValueError if a run was trained on other shards than those in data.dir; `theirs` is None for an older run."""
+        if theirs is None or is_task(data) or not prepared(data):
+            return
+        if data.dir not in self._shards:
+            self._shards[data.dir] = text_digest(data)
+        if theirs != self._shards[data.dir]:
+            wrong = f"{run} was trained on other shards than those in {data.dir} (other numbers of tokens or checksums)"
+            fix = "set data.dir= to the folder that it was trained on, or train all runs again with name=OTHER records=none"
+            raise ValueError(f"{wrong}: {fix}")
 
     def tested(self, data: DataConfig, fingerprint: str, context: int, settings: Mapping[str, Any]) -> str | None:
         """`sha256` in a result of eval.perplexity with these settings, by a run with this tokenizer and context.

@@ -37,7 +37,7 @@ from eval.overlap import overlaps, refuse_overlap
 from eval.records import TRIAL, recorded_vocabulary, records_of
 from eval.report.grid import Comparison, draw_ablation, fit_rows
 from eval.report.pooled import Pooled, profile, unit
-from eval.report.runs import DIVERGED, Arm, give_colours, refuse_other_settings
+from eval.report.runs import DIVERGED, Arm, give_colours, refuse_other_settings, refuse_other_shards
 from eval.report.tables import markdown, si
 from eval.study import PlannedRun, describe_model, read_epochs, train_config, training_flops
 from eval.texts import Texts, prepared
@@ -361,6 +361,8 @@ class Study:
         arms = [arm for arm in self.arms if arm.runs]
         measured = [run for arm in arms for run in arm.runs]
         refuse_other_settings(measured)
+        if not self.data:
+            refuse_other_shards(measured)
         found, seeds = Comparison(arms, cfg.metrics, cfg.compared), list(dict.fromkeys(run.seed for run in runs))
         pooled = Pooled(found, cfg.pairs, cfg.branch, cfg.covariate)
         profiles = {n: one for n, path in cfg.profiles.items() if (one := profile(arms, path, cfg.pairs))}

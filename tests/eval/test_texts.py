@@ -1,14 +1,17 @@
 """A study's texts: a result or a run of another text than the one that is now there is not taken for it."""
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from data.config import DataConfig, TokenizerConfig
-from eval import perplexity, texts
+from data.stream import text_digest
+from eval import perplexity, study, texts
 from eval.records import record_of
-from eval.report.runs import read_run
+from eval.report.runs import read_run, read_runs
 from eval.study import PlannedRun, evaluation_command, refuse_other_results
 from eval.texts import Texts
 from model.config import DecoderConfig
@@ -66,3 +69,42 @@ def test_a_study_tokenizes_a_text_once(
         settings = {"text": str(read[0]), "shards": None, "length": length, "tokens": 2000}
         assert found.tested(run.config.data, run.tokenizer, 160, settings)
     assert len(calls) == 1
+
+
+def said(folder: Path, digest: str | None) -> Path:
+    """The run in `folder`, whose metrics now give this digest of its shards."""
+    path = folder / "metrics.jsonl"
+    first, *lines = path.read_text().splitlines()
+    path.write_text("\n".join([json.dumps(json.loads(first) | {"text_digest": digest}), *lines]) + "\n")
+    return folder
+
+
+def test_a_study_refuses_a_run_or_a_record_of_other_shards(
+    make_run: Callable[..., Path], shards: Path, read: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copy(shards / "val_000000.bin", shards / "train_000000.bin")
+    folder = make_run("a-s1")
+    monkeypatch.setattr(study, "describes", lambda *_: True)
+    monkeypatch.setattr(study, "refuse_other_config", lambda *_, **__: None)
+    run = planned(folder, shards, read[0])
+    own = text_digest(run.config.data)
+    for digest in (None, own):
+        run.take_over(record_of(read_run(said(folder, digest))))
+    record = record_of(read_run(said(folder, "f00")))
+    with pytest.raises(ValueError, match=rf"{folder} was trained on other shards than those in {shards} .*name=OTHER"):
+        run.take_over(record)
+    planned(folder, Path("nowhere"), read[0]).take_over(record)  # the shards are not on this machine
+    shutil.rmtree(folder / "checkpoints")
+    with pytest.raises(ValueError, match="a-s1 was trained on other shards .*records=none"):
+        run.take_over(record)
+
+
+def test_runs_of_different_shards_are_not_reported_together(make_run: Callable[..., Path]) -> None:
+    folders = [str(make_run(f"a-s{seed}", seed=seed)) for seed in (1, 2, 3)]
+    assert len(read_runs(folders)) == 3
+    for folder, digest in zip(folders, (None, "f00", "f00"), strict=True):
+        said(Path(folder), digest)
+    assert len(read_runs(folders)) == 3
+    said(Path(folders[2]), "bad")
+    with pytest.raises(ValueError, match=r"a-s2 and .*a-s3 were trained on different shards .*: report them apart"):
+        read_runs(folders)
