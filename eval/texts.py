@@ -13,8 +13,9 @@ from eval.perplexity import cut_windows, digest
 
 
 def prepared(data: DataConfig) -> bool:
-    """Whether the data are on this machine. A task's rows always are."""
-    return is_task(data) or (Path(data.dir) / "tokenizer.json").is_file()
+    """Whether the data are on this machine. A task's rows always are; shards of another project have no tokenizer.json."""
+    folder = Path(data.dir)
+    return is_task(data) or (folder / "tokenizer.json").is_file() or any(folder.glob("*.bin"))
 
 
 class Texts:

@@ -10,10 +10,11 @@ import pytest
 from data.config import DataConfig, TokenizerConfig
 from data.stream import text_digest
 from eval import perplexity, study, texts
+from eval.overlap import overlaps
 from eval.records import record_of
 from eval.report.runs import read_run, read_runs
 from eval.study import PlannedRun, evaluation_command, refuse_other_results
-from eval.texts import Texts
+from eval.texts import Texts, prepared
 from model.config import DecoderConfig
 from tests.eval.conftest import TEXT
 from training.run import TrainConfig
@@ -108,3 +109,16 @@ def test_runs_of_different_shards_are_not_reported_together(make_run: Callable[.
     said(Path(folders[2]), "bad")
     with pytest.raises(ValueError, match=r"a-s2 and .*a-s3 were trained on different shards .*: report them apart"):
         read_runs(folders)
+
+
+def test_shards_of_another_project_are_data_of_this_machine(shards: Path, tmp_path: Path) -> None:
+    """They have no tokenizer.json. A study looks for its test texts in them as in its own."""
+    data = DataConfig("foreign", "nanogpt", dir=str(tmp_path / "foreign"), tokenizer=TokenizerConfig("bytes"))
+    assert not prepared(data)
+    (tmp_path / "foreign").mkdir()
+    assert not prepared(data)
+    (shards / "val_000000.bin").rename(tmp_path / "foreign" / "val.bin")
+    assert prepared(data)
+    (tmp_path / "foreign" / "val.bin").rename(tmp_path / "foreign" / "x_train_0.bin")
+    (tmp_path / "test.txt").write_text(TEXT * 20)
+    assert overlaps(data, {"test": str(tmp_path / "test.txt")}, tmp_path / "kept.json") == {"test": 1.0}
