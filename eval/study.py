@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from configs import USER_ERRORS, explain
-from configs.composing import compose_job
+from configs.composing import compose_job, quoted
 from configs.files import write_json
 from data.shards import open_split
 from data.stream import is_task, open_tokenizer
@@ -104,7 +104,7 @@ class PlannedRun:
             return []
         commands = [] if self.trained else [[str(ROOT / "train.py"), *self.overrides]]
         return commands + [
-            ["-m", f"eval.{name}", f"run={self.folder}", *overrides]
+            ["-m", f"eval.{name}", quoted(f"run={self.folder}"), *overrides]
             for name, *overrides in self.evaluations
             if not (self.trained and self.evaluated(name, *overrides))
         ]
@@ -246,9 +246,8 @@ def train_config(overrides: Sequence[str], own: Sequence[str] = (), recorded: Vo
     """The configuration of a run as in its config.yaml. own: overrides of single values outside of the model."""
     composed_cfg, model = composed(tuple(overrides), recorded)
     cfg = composed_cfg.copy()
-    for override in own:
-        key, value = override.split("=", 1)
-        OmegaConf.update(cfg, key, yaml.safe_load(value))
+    for override in OverridesParser.create().parse_overrides(list(own)):
+        OmegaConf.update(cfg, override.key_or_group, override.value())
     plain: TrainConfig = OmegaConf.to_object(cfg)
     plain.model = replace(model)
     return plain

@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 
 import train  # noqa: F401  # registers its schema
 from configs import USER_ERRORS, command, explain
-from configs.composing import merged
+from configs.composing import merged, quoted
 from configs.files import write_atomic, write_json
 from configs.provenance import result_record
 from data.config import DataConfig
@@ -130,7 +130,7 @@ class Study:
         if name in self._known:
             return self._known[name]
         folder = self.folder / name
-        own = merged(more, [f"seed={seed}", f"run_dir={folder}", "resume=true"])
+        own = merged(more, [f"seed={seed}", quoted(f"run_dir={folder}"), "resume=true"])
         config, flops = self._config(arm, own), arm.facts["flops_per_token"]
         overrides, cfg = merged(arm.overrides, own), self.cfg
         run = PlannedRun(arm.name, seed, folder, overrides, config, evaluations, flops, cfg.spikes, self.texts)
@@ -250,7 +250,9 @@ class Study:
         kept = [path.name for path in checkpoints(folder)]
         recorded = folder.name in self.records and not kept
         stopped = (folder / DIVERGED).is_file() and folder_name(decay_start(own.steps, own.optim)) not in kept
-        return [] if recorded or stopped else [f"branch_from={folder}"]  # without a trunk the run is trained as a whole
+        return (
+            [] if recorded or stopped else [quoted(f"branch_from={folder}")]
+        )  # without a trunk the run is trained as a whole
 
     def describe(self, runs: list[PlannedRun]) -> list[list[PlannedRun]]:
         """Print the arms and the number of finished runs. Returns the chains of unfinished runs, longest run first."""
@@ -424,7 +426,7 @@ def run_by_launcher(cfg: AblateConfig, folder: Path, left: list[PlannedRun], tas
         raise ValueError(f"{needs}: pip install {launcher.package}") from None
     overrides = [o for o in task if not o.startswith(("launcher", "only="))]
     options = [f"hydra.launcher.{key}={value}" for key, value in launcher.options.items()]
-    sweep = [f"hydra/launcher={launcher.plugin}", *options, f"hydra.sweep.dir={folder}"]
+    sweep = [f"hydra/launcher={launcher.plugin}", *options, quoted(f"hydra.sweep.dir={folder}")]
     names = "only=" + ",".join(run.name for run in left)
     arguments = [sys.executable, str(ROOT / "scripts" / "ablate.py"), "-m", *overrides, *sweep, names]
     done = subprocess.run(arguments, env=environment(0, launcher.options.get("n_jobs", 1), []))

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from configs import CONFIG_DIR
@@ -183,6 +184,20 @@ def test_a_card_is_told_what_every_run_costs(shards: Path, tmp_path: Path, capsy
     seconds = {line.split()[0]: int(line.split()[1]) for line in runs}
     assert len(runs) == 12 and total.startswith("12 runs left: ")
     assert seconds["baseline-30M-s1"] == pytest.approx(0.2 * 916 / 3664 * seconds["baseline-120M-s1"], abs=1)
+
+
+@pytest.mark.parametrize("folder", ("a,b", "my runs", "lr=1", "it's (1)", "{x}", "$y", "a#b"))
+def test_every_command_of_a_run_reads_the_folder_as_it_is_spelled(folder: str, shards: Path, tmp_path: Path) -> None:
+    cfg = composed(shards, "experiment=main", "seeds=1")
+    cfg.arms, cfg.fewer_seeds, cfg.evaluations = {"baseline": cfg.arms["baseline"]}, {}, ["needle"]
+    _, runs = plan(cfg, tmp_path / folder)
+    trunk, parser = named(runs, "baseline-10.5M-s1"), OverridesParser.create()
+    for run in runs:
+        training, *evaluations = run.left()
+        given = {one.key_or_group: one.value() for one in parser.parse_overrides(training[1:])}
+        assert given["run_dir"] == run.config.run_dir == str(run.folder) and given["resume"] is True
+        assert given.get("branch_from") == run.config.branch_from == (None if run is trunk else str(trunk.folder))
+        assert {parser.parse_override(command[2]).value() for command in evaluations} == {str(run.folder)}
 
 
 def named(runs: list[PlannedRun], name: str) -> PlannedRun:
