@@ -99,6 +99,7 @@ def arm_list(cfg: AblateConfig) -> list[Arm]:
         raise ValueError(
             f"covariate={cfg.covariate} is not one of compared: use {', '.join(cfg.compared) or 'compared='}"
         )
+    refuse_grid(cfg)
     for part, names in cfg.pairs.items():
         if len(names) != 2 or names[0] == names[1]:
             raise ValueError(f"pairs.{part}=[{','.join(names)}] is not a pair: name two different arms")
@@ -111,6 +112,13 @@ def arm_list(cfg: AblateConfig) -> list[Arm]:
             full, reference = (f"{part}-{point}" if point else part for part in (name, first))
             found.append(Arm(full, name, point, None if name == first else reference, "", merged(overrides, at)))
     return found
+
+
+def refuse_grid(cfg: AblateConfig) -> None:
+    """Refuse a fit over fewer than two points."""
+    if cfg.fit and len(cfg.grid) < 2:
+        wrong = f"fit: true fits a power law over the points of the grid, but the grid has {len(cfg.grid)}"
+        raise ValueError(f"{wrong}: use a tier that has sizes, tier=cpu or tier=gpu")
 
 
 def evaluation_commands(cfg: AblateConfig) -> list[list[str]]:

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 from configs import CONFIG_DIR
 from configs.composing import merged
-from eval.experiment import AblateConfig
+from eval.experiment import AblateConfig, arm_list
 from eval.study import PlannedRun
 from eval.tuning import TuneConfig
 from model.decoder import Decoder
@@ -44,8 +44,10 @@ def test_the_experiments_promised_are_there() -> None:
     assert sorted(promised) == EXPERIMENTS and TIERS == ["cpu", "cpu_long", "gpu", "gpu_12m"]
 
 
-@pytest.mark.parametrize("tier", TIERS)
-@pytest.mark.parametrize("experiment", EXPERIMENTS)
+@pytest.mark.parametrize(
+    ("experiment", "tier"),
+    [(name, tier) for name in EXPERIMENTS for tier in TIERS if name != "scaling" or tier in ("cpu", "gpu")],
+)
 def test_every_experiment_loads_and_its_arms_match(experiment: str, tier: str, shards: Path, tmp_path: Path) -> None:
     cfg = composed(shards, f"experiment={experiment}", f"tier={tier}", "seeds=1")
     if experiment in ("main", "noise"):  # the points of their grids differ in training alone, not in the models
@@ -220,6 +222,12 @@ def test_table_6_has_its_shapes(shards: Path, tmp_path: Path) -> None:
     assert shapes["diff"] == ("8", "16", "yes") and shapes["no_head_norm"] == ("8", "16", "no")
 
 
+@pytest.mark.parametrize("tier", ("cpu_long", "gpu_12m"))
+def test_a_fit_needs_a_tier_with_sizes(tier: str, shards: Path) -> None:
+    with pytest.raises(ValueError, match="the grid has 0: use a tier that has sizes, tier=cpu or tier=gpu"):
+        arm_list(composed(shards, "experiment=scaling", f"tier={tier}"))
+
+
 def test_the_last_of_several_overrides_stands() -> None:
     assert merged(["steps=5", "+a.b=1"], ["a.b=2"], ["steps=7", "seed=1"]) == ["a.b=2", "steps=7", "seed=1"]
 
@@ -243,6 +251,7 @@ def test_jobs_share_cores_and_take_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -
         (('+arms.odd=["model.n_hed=3"]',), "did you mean 'model.n_head'"),
         (('+arms.odd=["model.d_ff=999"]',), "matched=false"),
         (('+grid={lr/3:["steps=1"]}',), "letters, digits"),
+        (("fit=true", '+grid={one:["steps=1"]}'), "the grid has 1: use a tier that has sizes, tier=cpu or tier=gpu"),
         (("only=nobody-s1",), "use one of baseline-s1, gated-s1"),
         (("launcher=joblib",), "needs the package 'hydra-joblib-launcher': pip install hydra-joblib-launcher"),
         (("seed=3",), "seed"),
