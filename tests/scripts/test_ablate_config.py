@@ -228,6 +228,17 @@ def test_a_fit_needs_a_tier_with_sizes(tier: str, shards: Path) -> None:
         arm_list(composed(shards, "experiment=scaling", f"tier={tier}"))
 
 
+def test_an_override_that_every_point_of_the_grid_has_is_refused(shards: Path) -> None:
+    cfg = composed(shards, "experiment=main")
+    cfg.train = ["data.name=other", "steps=300"]
+    with pytest.raises(ValueError, match=r"""every point of the grid sets steps .*'\+grid=\{NAME:\["steps=300"\]\}'"""):
+        arm_list(cfg)
+    cfg.grid["as_given"] = []  # a point that has the value of `train`
+    assert arm_list(cfg)
+    cfg = composed(shards, "experiment=main", "~grid", '+grid={NAME:["steps=300"]}')  # as the message says
+    assert cfg.grid == {"NAME": ["steps=300"]} and arm_list(cfg)
+
+
 def test_the_last_of_several_overrides_stands() -> None:
     assert merged(["steps=5", "+a.b=1"], ["a.b=2"], ["steps=7", "seed=1"]) == ["a.b=2", "steps=7", "seed=1"]
 
