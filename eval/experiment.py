@@ -1,6 +1,7 @@
 """An experiment of scripts/ablate.py: its configuration, its arms, and the checks before training."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -110,6 +111,10 @@ def arm_list(cfg: AblateConfig) -> list[Arm]:
                 if re.search(r"[^\w.-]", part):
                     raise ValueError(f"'{part}' cannot be part of a folder's name: use letters, digits, '.', '_', '-'")
             full, reference = (f"{part}-{point}" if point else part for part in (name, first))
+            if any(full == other.name for other in found):
+                raise ValueError(
+                    f"two arms have the name ARM-POINT {full} and one folder: rename an arm or a point of the grid"
+                )
             found.append(Arm(full, name, point, None if name == first else reference, "", merged(overrides, at)))
     return found
 
@@ -124,6 +129,13 @@ def refuse_grid(cfg: AblateConfig) -> None:
         if all(key_of(override) in point for point in points):
             wrong = f"train has {override}, but every point of the grid sets {key_of(override)} itself"
             raise ValueError(f"{wrong}: give points of your own with '~grid' '+grid={{NAME:[\"{override}\"]}}'")
+
+
+def refuse_unknown_arms(cfg: AblateConfig, typed: Sequence[str]) -> None:
+    """Refuse an arm of fewer_seeds that is none of the arms, unless it was dropped by one of the overrides `typed`."""
+    for arm in cfg.fewer_seeds:
+        if arm not in cfg.arms and not {"~arms", f"~arms.{arm}"} & set(typed):
+            raise ValueError(f"fewer_seeds.{arm} is not an arm of this experiment: use one of {', '.join(cfg.arms)}")
 
 
 def evaluation_commands(cfg: AblateConfig) -> list[list[str]]:

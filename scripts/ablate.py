@@ -32,7 +32,15 @@ from configs.provenance import result_record
 from data.config import DataConfig
 from eval import tuning
 from eval.common import variant
-from eval.experiment import AblateConfig, arm_list, compare_parameters, evaluation_commands, refuse_metrics, seed_list
+from eval.experiment import (
+    AblateConfig,
+    arm_list,
+    compare_parameters,
+    evaluation_commands,
+    refuse_metrics,
+    refuse_unknown_arms,
+    seed_list,
+)
 from eval.overlap import overlaps, refuse_overlap
 from eval.records import TRIAL, recorded_vocabulary, records_of
 from eval.report.grid import Comparison, draw_ablation, fit_rows
@@ -55,13 +63,14 @@ def main(cfg: AblateConfig) -> None:
     hydra = HydraConfig.get()
     choices = hydra.runtime.choices
     name = cfg.name or choices["experiment"] + ("" if choices["tier"].startswith("cpu") else f"_{choices['tier']}")
+    task = list(hydra.overrides.task)
+    refuse_unknown_arms(cfg, task)
     study = Study(cfg, name)
     for text, share in study.overlaps().items():
         refuse_overlap(text, share)
     if cfg.only:
         study.carry_out_alone(cfg.only, hydra.job.num if hydra.mode == RunMode.MULTIRUN else None)
         return
-    task = list(hydra.overrides.task)
     study.print_costs()
     if cfg.run:
         study.find_rates(f"{name}, tuning", task)

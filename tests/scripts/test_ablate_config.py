@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 from configs import CONFIG_DIR
 from configs.composing import merged
-from eval.experiment import AblateConfig, arm_list
+from eval.experiment import AblateConfig, arm_list, refuse_unknown_arms
 from eval.study import PlannedRun
 from eval.tuning import TuneConfig
 from model.decoder import Decoder
@@ -239,6 +239,17 @@ def test_an_override_that_every_point_of_the_grid_has_is_refused(shards: Path) -
     assert cfg.grid == {"NAME": ["steps=300"]} and arm_list(cfg)
 
 
+def test_only_arms_that_were_dropped_may_remain_in_fewer_seeds(shards: Path) -> None:
+    cfg = composed(shards, "experiment=main", "~arms.integral")
+    assert "integral" in cfg.fewer_seeds
+    refuse_unknown_arms(cfg, ["seeds=3", "~arms.integral"])
+    refuse_unknown_arms(cfg, ["~arms"])
+    with pytest.raises(
+        ValueError, match=r"fewer_seeds\.integral is not an arm of this experiment: use one of baseline, "
+    ):
+        refuse_unknown_arms(cfg, ["seeds=3"])
+
+
 def test_the_last_of_several_overrides_stands() -> None:
     assert merged(["steps=5", "+a.b=1"], ["a.b=2"], ["steps=7", "seed=1"]) == ["a.b=2", "steps=7", "seed=1"]
 
@@ -263,6 +274,11 @@ def test_jobs_share_cores_and_take_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -
         (('+arms.odd=["model.d_ff=999"]',), "matched=false"),
         (('+grid={lr/3:["steps=1"]}',), "letters, digits"),
         (("fit=true", '+grid={one:["steps=1"]}'), "the grid has 1: use a tier that has sizes, tier=cpu or tier=gpu"),
+        (('+grid={a-b:["steps=1"],b:["steps=2"]}', "+arms.gated-a=[]"), "gated-a-b and one folder: rename an arm"),
+        (
+            ("+fewer_seeds.typo=1",),
+            "fewer_seeds.typo is not an arm of this experiment: use one of baseline, gated, diff",
+        ),
         (("only=nobody-s1",), "use one of baseline-s1, gated-s1"),
         (("launcher=joblib",), "needs the package 'hydra-joblib-launcher': pip install hydra-joblib-launcher"),
         (("seed=3",), "seed"),
