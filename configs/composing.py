@@ -26,10 +26,15 @@ def merged(*parts: list[str]) -> list[str]:
     """The overrides in order; among several overrides of one key, the last is kept."""
     last: dict[str, str] = {}
     for override in (o for part in parts for o in part):
-        key = override.split("=")[0].lstrip("+~")
+        key = key_of(override)
         last.pop(key, None)
         last[key] = override
     return list(last.values())
+
+
+def key_of(override: str) -> str:
+    """ "+model.window=64" -> "model.window"."""
+    return override.split("=")[0].lstrip("+~")
 
 
 def overrides_of(values: dict[str, Any]) -> list[str]:

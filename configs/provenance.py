@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
+CODE = ("train.py", "configs", "data", "eval", "model", "scripts", "training")
 
 
 def machine() -> dict[str, str | int]:
@@ -43,12 +44,24 @@ def cpu_name() -> str:
 
 
 def version() -> str:
-    """Git commit of the code, with `-dirty` if the files differ from the commit; `unknown` outside a checkout."""
+    """Git commit of the code, with `-dirty` if the code differs from the commit; `unknown` outside of the project's checkout.
+
+    Files that git does not know count where the project has its code: a new configuration or module there takes effect.
+    """
     try:
-        command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        if Path(_git("rev-parse", "--show-toplevel")).resolve() != ROOT.resolve():  # inside of another repository
+            return "unknown"
+        commit = _git("describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
+        new = _git("ls-files", "--others", "--exclude-standard", "--", *CODE).splitlines()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+    dirty = any(name.strip('"').endswith((".py", ".yaml", ".cpp")) for name in new)
+    return f"{commit.removesuffix('-dirty')}-dirty" if dirty else commit
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
 
 
 def result_record(kind: str, name: str, config: Any, results: Any, **more: Any) -> dict[str, Any]:

@@ -1,12 +1,13 @@
 """An experiment of scripts/ablate.py: its configuration, its arms, and the checks before training."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from omegaconf import MISSING
 
-from configs.composing import merged, quoted
+from configs.composing import key_of, merged, quoted
 from eval.report.runs import Arm, SpikeConfig
 from eval.study import evaluation_command, evaluation_config, result_file
 from eval.tuning import TuneConfig
@@ -68,7 +69,7 @@ class AblateConfig:
     launcher: LauncherConfig = field(default_factory=LauncherConfig)
     seeds: Any = 3  # a number N, for the seeds 1 to N, or a list of seeds
     fewer_seeds: dict[str, int] = field(default_factory=dict)  # arm -> number of seeds, for arms that get fewer
-    train: list[str] = field(default_factory=list)  # more overrides for all runs; an arm's own overrides win
+    train: list[str] = field(default_factory=list)  # more overrides for all runs; those of an arm or a point win
     name: str | None = None  # None: EXPERIMENT, or EXPERIMENT_TIER if the tier's name does not begin with cpu
     runs: str = "runs/ablate"  # folder with one subfolder per experiment
     records: str = "docs/results"  # earlier results; a run listed in its NAME/records.jsonl.gz is not trained again
@@ -99,6 +100,7 @@ def arm_list(cfg: AblateConfig) -> list[Arm]:
         raise ValueError(
             f"covariate={cfg.covariate} is not one of compared: use {', '.join(cfg.compared) or 'compared='}"
         )
+    refuse_grid(cfg)
     for part, names in cfg.pairs.items():
         if len(names) != 2 or names[0] == names[1]:
             raise ValueError(f"pairs.{part}=[{','.join(names)}] is not a pair: name two different arms")
@@ -109,8 +111,31 @@ def arm_list(cfg: AblateConfig) -> list[Arm]:
                 if re.search(r"[^\w.-]", part):
                     raise ValueError(f"'{part}' cannot be part of a folder's name: use letters, digits, '.', '_', '-'")
             full, reference = (f"{part}-{point}" if point else part for part in (name, first))
+            if any(full == other.name for other in found):
+                raise ValueError(
+                    f"two arms have the name ARM-POINT {full} and one folder: rename an arm or a point of the grid"
+                )
             found.append(Arm(full, name, point, None if name == first else reference, "", merged(overrides, at)))
     return found
+
+
+def refuse_grid(cfg: AblateConfig) -> None:
+    """Refuse a fit over fewer than two points, and overrides of `train` that no run would have."""
+    if cfg.fit and len(cfg.grid) < 2:
+        wrong = f"fit: true fits a power law over the points of the grid, but the grid has {len(cfg.grid)}"
+        raise ValueError(f"{wrong}: use a tier that has sizes, tier=cpu or tier=gpu")
+    points = [{key_of(override) for override in at} for at in cfg.grid.values()]
+    for override in cfg.train if points else ():
+        if all(key_of(override) in point for point in points):
+            wrong = f"train has {override}, but every point of the grid sets {key_of(override)} itself"
+            raise ValueError(f"{wrong}: give points of your own with '~grid' '+grid={{NAME:[\"{override}\"]}}'")
+
+
+def refuse_unknown_arms(cfg: AblateConfig, typed: Sequence[str]) -> None:
+    """Refuse an arm of fewer_seeds that is none of the arms, unless it was dropped by one of the overrides `typed`."""
+    for arm in cfg.fewer_seeds:
+        if arm not in cfg.arms and not {"~arms", f"~arms.{arm}"} & set(typed):
+            raise ValueError(f"fewer_seeds.{arm} is not an arm of this experiment: use one of {', '.join(cfg.arms)}")
 
 
 def evaluation_commands(cfg: AblateConfig) -> list[list[str]]:

@@ -15,7 +15,7 @@ from typing import Any
 from configs.files import json_text, read_json_lines, write_atomic
 from eval.report.runs import Run, SpikeConfig, settings_of
 from model.config import decoder_config
-from training.run import DECIDES, WHERE, TrainConfig, Vocabulary, flatten
+from training.run import TrainConfig, Vocabulary, deciding, flatten
 
 PUBLISHED = "records.jsonl.gz"  # the finished runs of one study, in docs/results/STUDY
 LONGEST = 32  # a record leaves out longer lists of numbers
@@ -125,9 +125,8 @@ def rounded(content: Any) -> Any:
 
 def differing(config: dict[str, Any]) -> dict[str, Any]:
     """The values that decide a run's losses and differ from the defaults, under dotted keys."""
-    default = flatten({key: value for key, value in asdict(TrainConfig()).items() if key in DECIDES})
-    given = flatten({key: config.get(key) for key in DECIDES})
-    return {key: value for key, value in given.items() if key not in WHERE and default.get(key) != value}
+    default = deciding(asdict(TrainConfig()))
+    return {key: value for key, value in deciding(config).items() if default.get(key) != value}
 
 
 def nested(flat: dict[str, Any]) -> dict[str, Any]:

@@ -5,29 +5,30 @@ import importlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from configs import USER_ERRORS, explain
-from configs.composing import compose_job
+from configs.composing import compose_job, quoted
 from configs.files import write_json
-from data.config import DataConfig
 from data.shards import open_split
 from data.stream import is_task, open_tokenizer
 from eval.perplexity import PerplexityConfig, result_name
-from eval.records import Record, record_of, run_of, write_records
-from eval.report.runs import DIVERGED, Run, SpikeConfig, read_run, settings_of
+from eval.records import Record, describes, record_of, run_of, write_records
+from eval.report.runs import DIVERGED, Run, SpikeConfig, read_json, read_run, settings_of
+from eval.texts import Texts, prepared
 from model.config import DecoderConfig
 from model.decoder import Decoder
 from training.checkpoint import checkpoints, folder_name
-from training.run import TrainConfig, Vocabulary, fill_model
+from training.run import TrainConfig, Vocabulary, fill_model, refuse_other_config
 from training.schedule import decay_start
+from training.text import trained_on
 
 ROOT = Path(__file__).parent.parent
 # The modules of eval/ that evaluate one run: python -m eval.NAME run=runs/NAME
@@ -39,7 +40,7 @@ OF_A_RUN = ("attention_noise", "harness", "icl", "mqar", "multiple_choice", "nee
 class PlannedRun:
     """One arm at one seed: arguments of train.py and of the evaluations. spike: what counts as a spike of its loss.
 
-    record: given if the run was finished elsewhere.
+    record: given if the run was finished elsewhere. texts: the digests that the runs of a study share.
     """
 
     arm: str
@@ -50,7 +51,24 @@ class PlannedRun:
     evaluations: list[list[str]]
     flops_per_token: int
     spike: SpikeConfig = field(default_factory=SpikeConfig)
+    texts: Texts = field(default_factory=Texts)
     record: Record | None = None
+
+    def take_over(self, record: Record | None) -> None:
+        """Go on from what is there of this run: its record, if it fits and the run has no checkpoint here, or its folder.
+
+        ValueError if the run in the folder has another configuration, if the record has other evaluations, or if the run was
+        trained on other shards.
+        """
+        data = self.config.data
+        if record and describes(record, self.config) and not checkpoints(self.folder):
+            self.record = record
+            self.texts.refuse_other_shards(self.name, record["facts"].get("text_digest"), data)
+            refuse_other_results(self)
+        elif (self.folder / "config.yaml").is_file():
+            advice = "repeat its overrides, or start anew with name=OTHER"
+            refuse_other_config(self.folder, asdict(self.config), advice=advice)
+            self.texts.refuse_other_shards(str(self.folder), trained_on(self.folder), data)
 
     @property
     def name(self) -> str:
@@ -86,19 +104,35 @@ class PlannedRun:
             return []
         commands = [] if self.trained else [[str(ROOT / "train.py"), *self.overrides]]
         return commands + [
-            ["-m", f"eval.{name}", f"run={self.folder}", *overrides]
+            ["-m", f"eval.{name}", quoted(f"run={self.folder}"), *overrides]
             for name, *overrides in self.evaluations
             if not (self.trained and self.evaluated(name, *overrides))
         ]
 
     def evaluated(self, name: str, *overrides: str) -> bool:
-        """Whether the result of this evaluation exists, from the finished training and with the same settings."""
+        """Whether the result of this evaluation exists: from the finished training, with the same settings and text."""
         path = self.folder / "eval" / f"{result_file(name, *overrides)}.json"
         try:
             content = json.loads(path.read_text())
         except (OSError, ValueError):
             return False
-        return other_setting(content["config"], name, *overrides) is None and content.get("step") == self.config.steps
+        if other_setting(content["config"], name, *overrides) or content.get("step") != self.config.steps:
+            return False
+        return not self.other_text(content, name, *overrides)
+
+    def other_text(self, found: Mapping[str, Any], name: str, *overrides: str) -> bool:
+        """Whether the result `found` is of another text than the one that is now where the evaluation's text is read."""
+        theirs = found.get("results", {}).get("sha256")
+        if name != "perplexity" or theirs is None:
+            return False
+        settings, model = evaluation_config(name, *overrides), self.config.model
+        return self.texts.tested(self.config.data, self.tokenizer, model.context, settings) not in (None, theirs)
+
+    @functools.cached_property
+    def tokenizer(self) -> str | None:
+        """The fingerprint of the finished run's tokenizer."""
+        found = self.record["tokenizer"] if self.record else read_json(self.folder / "tokenizer.json")
+        return found["fingerprint"] if isinstance(found, dict) else found
 
     def check(self, arguments: list[str], code: int, said: str) -> bool:
         training = arguments[0] != "-m"
@@ -168,16 +202,18 @@ def other_setting(found: Mapping[str, Any], name: str, *overrides: str) -> str |
     return next((key for key in keys if had.get(key) != asked.get(key)), None)
 
 
-def refuse_other_results(record: Record, evaluations: Sequence[Sequence[str]]) -> None:
-    """Raise ValueError if the record of a finished run lacks an evaluation, or has it with other settings."""
-    for name, *overrides in evaluations if not record["diverged"] else ():
+def refuse_other_results(run: PlannedRun) -> None:
+    """Raise ValueError if the run's record lacks an evaluation, or has it with other settings or of another text."""
+    record = run.record
+    for name, *overrides in run.evaluations if not record["diverged"] else ():
         file = result_file(name, *overrides)
-        result = record["evals"].get(file)
+        result, wanted = record["evals"].get(file), evaluation_config(name, *overrides)
         if result is None:
             wrong = f"lacks {file}"
         elif key := other_setting(result.get("config", {}), name, *overrides):
-            had, asked = (settings.get(key) for settings in (result["config"], evaluation_config(name, *overrides)))
-            wrong = f"has {file} with {key}={had} instead of {key}={asked}"
+            wrong = f"has {file} with {key}={result['config'].get(key)} instead of {key}={wanted.get(key)}"
+        elif run.other_text(result, name, *overrides):
+            wrong = f"has {file} of another text than {wanted['text'] or wanted['shards']}"
         else:
             continue
         raise ValueError(
@@ -191,11 +227,6 @@ def evaluation_config(name: str, *overrides: str) -> dict[str, Any]:
     """An evaluation's resolved configuration as in its JSON, except for the run."""
     importlib.import_module(f"eval.{name}")  # registers the schema
     return OmegaConf.to_container(compose_job(name, ["run=none", *overrides]), resolve=True)
-
-
-def prepared(data: DataConfig) -> bool:
-    """Whether the data are on this machine. A task's rows always are."""
-    return is_task(data) or (Path(data.dir) / "tokenizer.json").is_file()
 
 
 @functools.cache
@@ -215,9 +246,8 @@ def train_config(overrides: Sequence[str], own: Sequence[str] = (), recorded: Vo
     """The configuration of a run as in its config.yaml. own: overrides of single values outside of the model."""
     composed_cfg, model = composed(tuple(overrides), recorded)
     cfg = composed_cfg.copy()
-    for override in own:
-        key, value = override.split("=", 1)
-        OmegaConf.update(cfg, key, yaml.safe_load(value))
+    for override in OverridesParser.create().parse_overrides(list(own)):
+        OmegaConf.update(cfg, override.key_or_group, override.value())
     plain: TrainConfig = OmegaConf.to_object(cfg)
     plain.model = replace(model)
     return plain

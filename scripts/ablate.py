@@ -26,32 +26,33 @@ sys.path.insert(0, str(ROOT))
 
 import train  # noqa: F401  # registers its schema
 from configs import USER_ERRORS, command, explain
-from configs.composing import merged
+from configs.composing import merged, quoted
 from configs.files import write_atomic, write_json
 from configs.provenance import result_record
 from data.config import DataConfig
 from eval import tuning
 from eval.common import variant
-from eval.experiment import AblateConfig, arm_list, compare_parameters, evaluation_commands, refuse_metrics, seed_list
+from eval.experiment import (
+    AblateConfig,
+    arm_list,
+    compare_parameters,
+    evaluation_commands,
+    refuse_metrics,
+    refuse_unknown_arms,
+    seed_list,
+)
 from eval.overlap import overlaps, refuse_overlap
-from eval.records import TRIAL, describes, recorded_vocabulary, records_of
+from eval.records import TRIAL, recorded_vocabulary, records_of
 from eval.report.grid import Comparison, draw_ablation, fit_rows
 from eval.report.pooled import Pooled, profile, unit
-from eval.report.runs import DIVERGED, Arm, give_colours, refuse_other_settings
+from eval.report.runs import DIVERGED, Arm, give_colours, refuse_other_settings, refuse_other_shards
 from eval.report.tables import markdown, si
-from eval.study import (
-    PlannedRun,
-    describe_model,
-    prepared,
-    read_epochs,
-    refuse_other_results,
-    train_config,
-    training_flops,
-)
+from eval.study import PlannedRun, describe_model, read_epochs, train_config, training_flops
+from eval.texts import Texts, prepared
 from eval.tuning import Point, Tuned
 from training.checkpoint import checkpoints, folder_name
 from training.jobs import Team, environment, run_jobs, visible_gpus
-from training.run import TrainConfig, flatten, refuse_other_config
+from training.run import TrainConfig, flatten
 from training.schedule import decay_start
 
 OmegaConf.register_new_resolver("times", lambda factor, number: round(factor * number), replace=True)
@@ -62,13 +63,14 @@ def main(cfg: AblateConfig) -> None:
     hydra = HydraConfig.get()
     choices = hydra.runtime.choices
     name = cfg.name or choices["experiment"] + ("" if choices["tier"].startswith("cpu") else f"_{choices['tier']}")
+    task = list(hydra.overrides.task)
+    refuse_unknown_arms(cfg, task)
     study = Study(cfg, name)
     for text, share in study.overlaps().items():
         refuse_overlap(text, share)
     if cfg.only:
         study.carry_out_alone(cfg.only, hydra.job.num if hydra.mode == RunMode.MULTIRUN else None)
         return
-    task = list(hydra.overrides.task)
     study.print_costs()
     if cfg.run:
         study.find_rates(f"{name}, tuning", task)
@@ -103,6 +105,7 @@ class Study:
     def __init__(self, cfg: AblateConfig, name: str) -> None:
         self.cfg, self.name, self.folder = cfg, name, Path(cfg.runs) / name
         self.seeds = seed_list(cfg.seeds)
+        self.texts = Texts()
         self._known: dict[str, PlannedRun] = {}
         self._configs: dict[str, TrainConfig] = {}  # an arm's own; making one takes tenths of a second
         tuning.check(cfg.tune, self.seeds)
@@ -136,17 +139,11 @@ class Study:
         if name in self._known:
             return self._known[name]
         folder = self.folder / name
-        own = merged(more, [f"seed={seed}", f"run_dir={folder}", "resume=true"])
+        own = merged(more, [f"seed={seed}", quoted(f"run_dir={folder}"), "resume=true"])
         config, flops = self._config(arm, own), arm.facts["flops_per_token"]
-        run = PlannedRun(
-            arm.name, seed, folder, merged(arm.overrides, own), config, evaluations, flops, self.cfg.spikes
-        )
-        record = self.records.get(name)
-        if record and describes(record, config) and not checkpoints(folder):
-            refuse_other_results(record, evaluations)
-            run.record = record
-        elif (folder / "config.yaml").is_file():
-            refuse_other_config(folder, asdict(config), advice="repeat its overrides, or start anew with name=OTHER")
+        overrides, cfg = merged(arm.overrides, own), self.cfg
+        run = PlannedRun(arm.name, seed, folder, overrides, config, evaluations, flops, cfg.spikes, self.texts)
+        run.take_over(self.records.get(name))
         self._known[name] = run
         return run
 
@@ -262,7 +259,9 @@ class Study:
         kept = [path.name for path in checkpoints(folder)]
         recorded = folder.name in self.records and not kept
         stopped = (folder / DIVERGED).is_file() and folder_name(decay_start(own.steps, own.optim)) not in kept
-        return [] if recorded or stopped else [f"branch_from={folder}"]  # without a trunk the run is trained as a whole
+        return (
+            [] if recorded or stopped else [quoted(f"branch_from={folder}")]
+        )  # without a trunk the run is trained as a whole
 
     def describe(self, runs: list[PlannedRun]) -> list[list[PlannedRun]]:
         """Print the arms and the number of finished runs. Returns the chains of unfinished runs, longest run first."""
@@ -373,6 +372,8 @@ class Study:
         arms = [arm for arm in self.arms if arm.runs]
         measured = [run for arm in arms for run in arm.runs]
         refuse_other_settings(measured)
+        if not self.data:
+            refuse_other_shards(measured)
         found, seeds = Comparison(arms, cfg.metrics, cfg.compared), list(dict.fromkeys(run.seed for run in runs))
         pooled = Pooled(found, cfg.pairs, cfg.branch, cfg.covariate)
         profiles = {n: one for n, path in cfg.profiles.items() if (one := profile(arms, path, cfg.pairs))}
@@ -434,7 +435,7 @@ def run_by_launcher(cfg: AblateConfig, folder: Path, left: list[PlannedRun], tas
         raise ValueError(f"{needs}: pip install {launcher.package}") from None
     overrides = [o for o in task if not o.startswith(("launcher", "only="))]
     options = [f"hydra.launcher.{key}={value}" for key, value in launcher.options.items()]
-    sweep = [f"hydra/launcher={launcher.plugin}", *options, f"hydra.sweep.dir={folder}"]
+    sweep = [f"hydra/launcher={launcher.plugin}", *options, quoted(f"hydra.sweep.dir={folder}")]
     names = "only=" + ",".join(run.name for run in left)
     arguments = [sys.executable, str(ROOT / "scripts" / "ablate.py"), "-m", *overrides, *sweep, names]
     done = subprocess.run(arguments, env=environment(0, launcher.options.get("n_jobs", 1), []))

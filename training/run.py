@@ -72,7 +72,7 @@ class TrainConfig:
 
 
 # The groups and fields that a resume may not change. (It may change dtype and compile, because the machine may change.)
-DECIDES = ("model", "data", "optim", "steps", "batch_tokens", "seed", "outlier_z")
+DECIDES = ("model", "data", "optim", "steps", "batch_tokens", "seed", "outlier_z", "init_from")
 # Fields within these groups that only say where and how a machine reads the data and computes: not part of what a run is.
 WHERE = (
     "data.dir", "data.path", "data.workers", "data.longest_line", "data.expansion", "data.streaming", "model.backend",
@@ -238,7 +238,7 @@ def trunk_checkpoint(cfg: TrainConfig) -> Path:
     if not (trunk / "config.yaml").is_file():
         raise ValueError(f"branch_from={trunk} is not a run: give the folder of a longer run with optim.schedule=wsd")
     advice = "this run must have the configuration of branch_from=, except steps"
-    refuse_other_config(trunk, asdict(cfg), but=("steps",), advice=advice)
+    refuse_other_config(trunk, asdict(cfg), but=("steps", "init_from"), advice=advice)
     theirs = read_run_config(trunk)["steps"]
     if step > decay_start(theirs, cfg.optim):
         raise ValueError(f"branch_from={trunk} decays before step {step}: branch off a run of more than {theirs} steps")
@@ -258,16 +258,21 @@ def refuse_other_tokenizer(run: Path, tokenizer: Tokenizer, shards: str) -> None
         )
 
 
+def deciding(config: dict[str, Any], but: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The values of DECIDES under dotted keys, without `but` and WHERE. Of init_from, PARENT/NAME: machines differ above it."""
+    flat = flatten({key: config.get(key) for key in DECIDES if key not in but})
+    if flat.get("init_from"):
+        flat["init_from"] = "/".join(Path(flat["init_from"]).parts[-2:])
+    return {key: value for key, value in flat.items() if key not in WHERE}
+
+
 def refuse_other_config(
     run_dir: Path, ours: dict[str, Any], but: tuple[str, ...] = (), advice: str | None = None
 ) -> None:
     """ValueError if a run was started with other values of the fields DECIDES; the fields `but` and WHERE may differ."""
-    theirs = read_run_config(run_dir)
-    decides = [key for key in DECIDES if key not in but]
-    flat_theirs, flat_ours = (flatten({key: config.get(key) for key in decides}) for config in (theirs, ours))
+    flat_theirs, flat_ours = deciding(read_run_config(run_dir), but), deciding(ours, but)
     default = flatten(asdict(TrainConfig()))  # an older run lacks the options added since: they had their defaults
-    compared = (key for key in flat_ours if key not in WHERE)
-    differ = [key for key in compared if flat_theirs.get(key, default.get(key)) != flat_ours[key]]
+    differ = [key for key in flat_ours if flat_theirs.get(key, default.get(key)) != flat_ours[key]]
     if differ:
         what = ", ".join(f"{key}={flat_theirs.get(key)} (now {flat_ours[key]})" for key in differ[:4])
         advice = advice or f"repeat its overrides, or start a new run with init_from={run_dir}"

@@ -39,7 +39,11 @@ def refuse_ignored_options(cfg: DataConfig, overrides: Sequence[str]) -> None:
 
 def refuse_other_text(run: Path, cfg: DataConfig) -> None:
     """ValueError if `run` was trained on other shards than those of `cfg`. An older run does not say what it was trained on."""
-    theirs = next(read_json_lines(run / "metrics.jsonl"), {}).get("text_digest")
-    if theirs not in (None, text_digest(cfg)):
+    if trained_on(run) not in (None, text_digest(cfg)):
         wrong = f"{run} was trained on other shards than those in {cfg.dir} (other numbers of tokens or checksums)"
         raise ValueError(f"{wrong}: set data.dir= to the folder that it was trained on, or start a new run")
+
+
+def trained_on(run: Path) -> str | None:
+    """The digest of the shards that `run` was trained on; None if the run does not say it."""
+    return next(read_json_lines(run / "metrics.jsonl"), {}).get("text_digest")

@@ -208,7 +208,23 @@ def refuse_incomparable(runs: list[Run]) -> None:
             raise ValueError(
                 f"{pair} have different data (data.{differ[0]}), so their losses cannot be compared: report them apart"
             )
+    refuse_other_shards(runs)
     refuse_other_settings(runs)
+
+
+def refuse_other_shards(runs: list[Run]) -> None:
+    """Raise ValueError where two runs were trained on different shards of one text. An older run does not name its shards."""
+    found: dict[tuple[str, ...], Run] = {}
+    for run in runs:
+        text = (run.tokenizer, *(str(run.config["data"].get(key)) for key in DATA_KEYS))
+        if (theirs := run.facts.get("text_digest")) is None:
+            continue
+        first = found.setdefault(text, run)
+        if first.facts["text_digest"] != theirs:
+            raise ValueError(
+                f"{first.folder} and {run.folder} were trained on different shards (other numbers of tokens or checksums), "
+                "so their losses cannot be compared: report them apart"
+            )
 
 
 def refuse_other_settings(runs: list[Run]) -> None:

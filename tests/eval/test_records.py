@@ -72,6 +72,12 @@ def test_a_record_from_before_an_option_describes_the_same_run() -> None:
     assert describes(older, config)
     assert not describes({"config": own | {"model.qkv_bias": True}}, config)
     assert not describes({"config": own | {"seed": 4}}, config)
+    config.init_from = "/here/runs/study/a-s1"
+    warm = differing(asdict(config))
+    assert warm["init_from"] == "study/a-s1" and describes({"config": warm}, config)
+    assert not describes({"config": own}, config)
+    config.init_from = "/here/runs/others/a-s1"
+    assert not describes({"config": warm}, config)
 
 
 @pytest.mark.parametrize(

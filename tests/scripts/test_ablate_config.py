@@ -10,11 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from configs import CONFIG_DIR
 from configs.composing import merged
-from eval.experiment import AblateConfig
+from eval.experiment import AblateConfig, arm_list, refuse_unknown_arms
 from eval.study import PlannedRun
 from eval.tuning import TuneConfig
 from model.decoder import Decoder
@@ -43,8 +44,10 @@ def test_the_experiments_promised_are_there() -> None:
     assert sorted(promised) == EXPERIMENTS and TIERS == ["cpu", "cpu_long", "gpu", "gpu_12m"]
 
 
-@pytest.mark.parametrize("tier", TIERS)
-@pytest.mark.parametrize("experiment", EXPERIMENTS)
+@pytest.mark.parametrize(
+    ("experiment", "tier"),
+    [(name, tier) for name in EXPERIMENTS for tier in TIERS if name != "scaling" or tier in ("cpu", "gpu")],
+)
 def test_every_experiment_loads_and_its_arms_match(experiment: str, tier: str, shards: Path, tmp_path: Path) -> None:
     cfg = composed(shards, f"experiment={experiment}", f"tier={tier}", "seeds=1")
     if experiment in ("main", "noise"):  # the points of their grids differ in training alone, not in the models
@@ -185,6 +188,20 @@ def test_a_card_is_told_what_every_run_costs(shards: Path, tmp_path: Path, capsy
     assert seconds["baseline-30M-s1"] == pytest.approx(0.2 * 916 / 3664 * seconds["baseline-120M-s1"], abs=1)
 
 
+@pytest.mark.parametrize("folder", ("a,b", "my runs", "lr=1", "it's (1)", "{x}", "$y", "a#b"))
+def test_every_command_of_a_run_reads_the_folder_as_it_is_spelled(folder: str, shards: Path, tmp_path: Path) -> None:
+    cfg = composed(shards, "experiment=main", "seeds=1")
+    cfg.arms, cfg.fewer_seeds, cfg.evaluations = {"baseline": cfg.arms["baseline"]}, {}, ["needle"]
+    _, runs = plan(cfg, tmp_path / folder)
+    trunk, parser = named(runs, "baseline-10.5M-s1"), OverridesParser.create()
+    for run in runs:
+        training, *evaluations = run.left()
+        given = {one.key_or_group: one.value() for one in parser.parse_overrides(training[1:])}
+        assert given["run_dir"] == run.config.run_dir == str(run.folder) and given["resume"] is True
+        assert given.get("branch_from") == run.config.branch_from == (None if run is trunk else str(trunk.folder))
+        assert {parser.parse_override(command[2]).value() for command in evaluations} == {str(run.folder)}
+
+
 def named(runs: list[PlannedRun], name: str) -> PlannedRun:
     return next(run for run in runs if run.name == name)
 
@@ -203,6 +220,34 @@ def test_table_6_has_its_shapes(shards: Path, tmp_path: Path) -> None:
     shapes = {name: (arm.facts["heads"], arm.facts["d"], arm.facts["head_norm"]) for name, arm in arms.items()}
     assert shapes["baseline"] == ("16", "16", "no") and shapes["half_heads"] == ("8", "32", "no")
     assert shapes["diff"] == ("8", "16", "yes") and shapes["no_head_norm"] == ("8", "16", "no")
+
+
+@pytest.mark.parametrize("tier", ("cpu_long", "gpu_12m"))
+def test_a_fit_needs_a_tier_with_sizes(tier: str, shards: Path) -> None:
+    with pytest.raises(ValueError, match="the grid has 0: use a tier that has sizes, tier=cpu or tier=gpu"):
+        arm_list(composed(shards, "experiment=scaling", f"tier={tier}"))
+
+
+def test_an_override_that_every_point_of_the_grid_has_is_refused(shards: Path) -> None:
+    cfg = composed(shards, "experiment=main")
+    cfg.train = ["data.name=other", "steps=300"]
+    with pytest.raises(ValueError, match=r"""every point of the grid sets steps .*'\+grid=\{NAME:\["steps=300"\]\}'"""):
+        arm_list(cfg)
+    cfg.grid["as_given"] = []  # a point that has the value of `train`
+    assert arm_list(cfg)
+    cfg = composed(shards, "experiment=main", "~grid", '+grid={NAME:["steps=300"]}')  # as the message says
+    assert cfg.grid == {"NAME": ["steps=300"]} and arm_list(cfg)
+
+
+def test_only_arms_that_were_dropped_may_remain_in_fewer_seeds(shards: Path) -> None:
+    cfg = composed(shards, "experiment=main", "~arms.integral")
+    assert "integral" in cfg.fewer_seeds
+    refuse_unknown_arms(cfg, ["seeds=3", "~arms.integral"])
+    refuse_unknown_arms(cfg, ["~arms"])
+    with pytest.raises(
+        ValueError, match=r"fewer_seeds\.integral is not an arm of this experiment: use one of baseline, "
+    ):
+        refuse_unknown_arms(cfg, ["seeds=3"])
 
 
 def test_the_last_of_several_overrides_stands() -> None:
@@ -228,6 +273,12 @@ def test_jobs_share_cores_and_take_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -
         (('+arms.odd=["model.n_hed=3"]',), "did you mean 'model.n_head'"),
         (('+arms.odd=["model.d_ff=999"]',), "matched=false"),
         (('+grid={lr/3:["steps=1"]}',), "letters, digits"),
+        (("fit=true", '+grid={one:["steps=1"]}'), "the grid has 1: use a tier that has sizes, tier=cpu or tier=gpu"),
+        (('+grid={a-b:["steps=1"],b:["steps=2"]}', "+arms.gated-a=[]"), "gated-a-b and one folder: rename an arm"),
+        (
+            ("+fewer_seeds.typo=1",),
+            "fewer_seeds.typo is not an arm of this experiment: use one of baseline, gated, diff",
+        ),
         (("only=nobody-s1",), "use one of baseline-s1, gated-s1"),
         (("launcher=joblib",), "needs the package 'hydra-joblib-launcher': pip install hydra-joblib-launcher"),
         (("seed=3",), "seed"),

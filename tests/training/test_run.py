@@ -91,6 +91,23 @@ def test_a_resume_may_change_where_a_machine_reads_and_computes(trunk: Path) -> 
         refuse_other_config(trunk, ours | {"data": ours["data"] | other | {"val_fraction": 0.3}})
 
 
+def test_a_resume_may_not_change_the_run_whose_weights_the_run_began_with(trunk: Path, tmp_path: Path) -> None:
+    ours = read_run_config(trunk)
+    with pytest.raises(ValueError, match=r"was started with init_from=None \(now study/a-s1\)"):
+        refuse_other_config(trunk, ours | {"init_from": "runs/study/a-s1"})
+    warm, older = tmp_path / "warm", tmp_path / "older"
+    for run, more in ((warm, {"init_from": "runs/study/a-s1"}), (older, {})):
+        run.mkdir()
+        config = {key: value for key, value in ours.items() if key != "init_from"} | more
+        (run / "config.yaml").write_text(yaml.safe_dump(config))
+    refuse_other_config(warm, ours | {"init_from": "/elsewhere/study/a-s1/"})
+    refuse_other_config(older, ours)
+    for other in (None, "runs/study/a-s2", "runs/others/a-s1"):
+        with pytest.raises(ValueError, match=r"was started with init_from=study/a-s1"):
+            refuse_other_config(warm, ours | {"init_from": other})
+    refuse_other_config(warm, ours, but=("init_from",))  # a branch takes its weights from the trunk
+
+
 @pytest.mark.parametrize("content", ("steps: [1\n", "", "model: {}\n"))
 def test_a_damaged_configuration_is_named(
     content: str, trunk: Path, shards: Path, tmp_path: Path, typed: Typed
