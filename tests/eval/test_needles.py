@@ -60,7 +60,9 @@ def test_sentences_end_in_other_scripts_too() -> None:
     chinese = build_tokenizer(TokenizerConfig("bpe", 284), ["天地玄黄。宇宙洪荒！" * 50])
     spelled = {token: chinese.token_bytes(token) for token in range(284) if token != chinese.eot}
     ends = [token for token, word in spelled.items() if word.endswith(("。".encode(), "！".encode()))]
-    assert ends and sentence_ends(chinese)[ends].all() and sentence_ends(chinese).sum() == len(ends) + 2  # "." and newline
+    assert (
+        ends and sentence_ends(chinese)[ends].all() and sentence_ends(chinese).sum() == len(ends) + 2
+    )  # "." and newline
 
 
 VALUE = r"(\d{4,7}|[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})"
