@@ -20,6 +20,8 @@ Options:
 
 Needs torch 2.11 or newer and numpy, but neither Hydra nor yaml. Each stage runs in its own process and saves each row when it
 is done. A row that fails says why in the JSON, and the next row runs. Without a card, all stages run with small shapes.
+Exit status: 0; 1 if a kernel's result is wrong, if the stage kernel has a row that failed, or if a stage's process died;
+2 for a wrong option. A stage that had no time left is not an error.
 """
 
 import importlib.util
@@ -52,6 +54,7 @@ DEFAULTS = {"minutes": "25", "out": "runs/gpu", "stages": "", "data": "", "table
 # Most seconds of each stage at minutes=25, in the order in which stages run; training takes the seconds that are left.
 LIMITS = {"environment": 60, "kernel": 150, "attention": 240, "mfu": 240, "tiles": 120, "nccl": 60, "training": None}
 STAGE = ("run", "seconds")  # options that this command adds for the process of a stage
+UNSOUND = 1  # exit code
 DEVICE_BROKEN = 3  # exit code after an error that breaks the process's CUDA context; a new process continues
 RETRIES = 3
 NAMED = ("architecture", "width", "version", "group", "dtype", "mask")  # keys in the row name of a compiled kernel
@@ -73,12 +76,12 @@ def main(arguments: list[str]) -> int:
         return 0
     if "run" in options:
         return run_stage(options["run"], out, options["data"], float(options["seconds"]))
-    share = float(options["minutes"]) / 25
+    share, sound = float(options["minutes"]) / 25, True
     for stage in options["stages"].split(",") if options["stages"] else LIMITS:
         left = end - time.monotonic()
         limit = LIMITS.get(stage)
-        start_stage(stage, out, options["data"], min(left, limit * share if limit else left))
-    return 0
+        sound &= start_stage(stage, out, options["data"], min(left, limit * share if limit else left))
+    return 0 if sound else UNSOUND
 
 
 def parse(arguments: list[str]) -> dict[str, str]:
@@ -109,14 +112,16 @@ def parse(arguments: list[str]) -> dict[str, str]:
     return options
 
 
-def start_stage(stage: str, out: Path, data: str, seconds: float) -> None:
-    """Run a stage in processes of its own, at most `seconds` in all; what went wrong is added to its JSON."""
+def start_stage(stage: str, out: Path, data: str, seconds: float) -> bool:
+    """Run a stage in processes of its own, at most `seconds` in all; what went wrong is added to its JSON.
+
+    Returns False if a kernel's result is wrong or unknown, or if the stage's process died.
+    """
     path, start = out / f"{stage}.json", time.monotonic()
     set_aside(stage, path, data)
     if read(path).get("complete"):
-        print(f"{stage}: done before, {path}", flush=True)
-        return
-    problem = "no time was left"
+        return report(stage, path, f"done before, {path}")
+    problem, died = "no time was left", False
     for _ in range(RETRIES):
         left = seconds - (time.monotonic() - start)
         if left <= 0:
@@ -133,6 +138,7 @@ def start_stage(stage: str, out: Path, data: str, seconds: float) -> None:
             break
         said = done.stderr.strip().splitlines() or ["no message"]
         problem = f"exit code {done.returncode}: {said[-1][:500]}" if done.returncode else None
+        died = done.returncode != 0
         if problem:
             give_up_row(path, problem)
         if done.returncode != DEVICE_BROKEN:
@@ -141,10 +147,23 @@ def start_stage(stage: str, out: Path, data: str, seconds: float) -> None:
     content.pop("running", None)  # of a row that was ended because the time was over: a later start repeats it
     if problem:
         write_json(path, {**(content or {"stage": stage, "results": {}}), "problem": problem})
+    return report(stage, path, problem) and not died
+
+
+def report(stage: str, path: Path, note: str | None) -> bool:
+    """Print how the rows of a stage ended. Returns whether no result is wrong, and every check of the kernel ran."""
+    content = read(path)
     rows = content.get("results", {})
-    failed = sum("failed" in row for row in rows.values())
+    failed = [name for name, row in rows.items() if "failed" in row]
+    wrong = [name for name, row in rows.items() if row.get("right") is False]
+    said = [
+        f"{len(rows)} rows",
+        f"{len(failed)} failed",
+        *([f"{len(wrong)} WRONG (first: {wrong[0]})"] if wrong else []),
+    ]
     how = "" if content.get("complete") else " (not all: run the command again)"
-    print(f"{stage}: {len(rows)} rows, {failed} failed{how}{f': {problem}' if problem else ''}", flush=True)
+    print(f"{stage}: {', '.join(said)}{how}{f': {note}' if note else ''}", flush=True)
+    return not wrong and not (stage == "kernel" and failed)
 
 
 def set_aside(stage: str, path: Path, data: str) -> None:

@@ -1,7 +1,9 @@
 """`make gpu` on a machine without a card: every stage's stand-in, what a second visit repeats, and what goes wrong."""
 
 import json
+import math
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,6 +25,19 @@ def rows(path: Path) -> dict[str, dict]:
     content = json.loads(path.read_text())
     assert {"eval", "machine", "version", "results"} <= set(content)
     return content["results"]
+
+
+def in_this_process(monkeypatch: pytest.MonkeyPatch, out: Path) -> list[SimpleNamespace]:
+    """Run stages without a process of their own. A stage ends at once as the first of the returned list, if it has any."""
+    ends: list[SimpleNamespace] = []
+
+    def run(command: list[str], **_: object) -> SimpleNamespace:
+        stage = next(option.removeprefix("run=") for option in command if option.startswith("run="))
+        return ends[0] if ends else SimpleNamespace(returncode=gpu.run_stage(stage, out, "", 60), stderr="")
+
+    named = SimpleNamespace(run=run, PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr(gpu, "subprocess", named)
+    return ends
 
 
 @pytest.mark.parametrize("stage", [name for name in gpu_stages.STAGES if name not in ("compiled", "environment")])
@@ -104,6 +119,26 @@ def test_a_row_that_kills_its_process_is_said_and_not_repeated(
     assert list(found) == list(parts) and len(started) == 2
     assert found["deadly"]["failed"] == "the process ended in this row, exit code -9: no message"
     assert "3 rows, 1 failed\n" in capsys.readouterr().out
+
+
+def test_a_wrong_kernel_and_a_dead_stage_are_said_and_give_exit_status_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    parts: dict[str, Callable] = {"good": lambda: {"right": True}, "wrong": lambda: {"out": math.nan, "right": False}}
+    monkeypatch.setattr(gpu_stages, "rows_of", lambda stage, data: list(parts.items()))
+    ends = in_this_process(monkeypatch, tmp_path)
+    for _ in ("measured", "done before"):
+        assert gpu.main(["stages=kernel", f"out={tmp_path}"]) == 1
+        assert "kernel: 2 rows, 0 failed, 1 WRONG (first: wrong)" in capsys.readouterr().out
+    parts = {"good": dict, "bad": lambda: 1 / 0}
+    assert gpu.main(["stages=mfu", f"out={tmp_path}"]) == 0  # a row that does not fit the card is no defect
+    (tmp_path / "kernel.json").unlink()
+    assert gpu.main(["stages=kernel", f"out={tmp_path}"]) == 1  # but a check that did not run is
+    ends[:] = [SimpleNamespace(returncode=1, stderr="ImportError: no")]
+    assert gpu.main(["stages=nccl,mfu", f"out={tmp_path}"]) == 1  # though the stage after it is done
+    assert "exit code 1: ImportError: no" in capsys.readouterr().out
+    assert gpu.main(["stages=attention", "minutes=1e-9", f"out={tmp_path}"]) == 0
+    assert "no time was left" in capsys.readouterr().out
 
 
 def test_rows_of_another_version_are_measured_again_and_kept(
