@@ -13,7 +13,7 @@ Stages:
 Options:
     minutes=25    time for all stages together; 10 minutes are enough for everything except most of the training runs
     out=runs/gpu  folder for one JSON per stage; a repeated command measures only the rows that are missing, or
-                  all rows again for another version of the code, card or data (the old JSON gets another name)
+                  all rows again for other source files, card, torch or text (the old JSON gets another name)
     stages=A,B    only these stages
     data=FOLDER   prepared shards for the stage training; without it, the source text of Python's library, as bytes
     table=FILE    print this JSON as a table, and measure nothing
@@ -24,6 +24,7 @@ Exit status: 0; 1 if a kernel's result is wrong, if the stage kernel has a row t
 2 for a wrong option. A stage that had no time left is not an error.
 """
 
+import hashlib
 import importlib.util
 import itertools
 import json
@@ -33,7 +34,7 @@ import subprocess
 import sys
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -168,27 +169,52 @@ def report(stage: str, path: Path, note: str | None) -> bool:
 
 def set_aside(stage: str, path: Path, data: str) -> None:
     """Rename the stage's JSON if its rows have another origin than new rows would have: one file has one origin."""
-    before, now = read(path), record_of(stage, data, {})
+    before = read(path)
     if not before.get("results"):
         return
-    origins = [
-        {
-            "version": record.get("version"),
-            "card": record.get("machine", {}).get("gpu"),
-            "device": record.get("config", {}).get("device"),
-            "data": record.get("config", {}).get("data") if stage == "training" else None,
-        }
-        for record in (before, now)
-    ]
-    if differing := [key for key, value in origins[0].items() if value != origins[1][key]]:
-        old = next(name for i in itertools.count(1) if not (name := path.with_name(f"{stage}_{i}.json")).exists())
-        path.rename(old)
-        print(f"{stage}: measured again, because the rows in {old} have another {' and '.join(differing)}", flush=True)
+    old, new = origin(before), origin(record_of(stage, data, {}))
+    if differing := [key for key, value in old.items() if value != new[key]]:
+        kept = next(name for i in itertools.count(1) if not (name := path.with_name(f"{stage}_{i}.json")).exists())
+        path.rename(kept)
+        print(f"{stage}: measured again, because the rows in {kept} have another {' and '.join(differing)}", flush=True)
+
+
+def origin(record: dict[str, Any]) -> dict[str, Any]:
+    """What the numbers of a stage depend on. The version of the checkout is not part: a commit of notes changes it, too."""
+    machine, config = record.get("machine", {}), record.get("config", {})
+    about = {"code": record.get("code"), "card": machine.get("gpu"), "torch": machine.get("torch")}
+    return about | {"device": config.get("device"), "text": record.get("text")}
 
 
 def record_of(stage: str, data: str, rows: dict[str, Any]) -> dict[str, Any]:
     """The content of a stage's JSON, with its origin."""
-    return result_record("gpu", stage, {"data": data, "device": gpu_stages.DEVICE.type}, rows)
+    more = {"text": text_digest(data)} if stage == "training" else {}
+    config = {"data": data, "device": gpu_stages.DEVICE.type}
+    return result_record("gpu", stage, config, rows, code=code_digest(), **more)
+
+
+def code_digest() -> str:
+    """A digest of the source files that the numbers depend on, by path and content: it needs no git."""
+    folders = ("model", "training", "data", "configs")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".cpp")]
+    files += (ROOT / "scripts").glob("gpu*.py")
+    return digest((path.relative_to(ROOT).as_posix(), path.read_bytes()) for path in files)
+
+
+def text_digest(data: str) -> str:
+    """A digest of the text of the stage training: of Python's library, or of every shard's name, size and header."""
+    if not data:
+        return digest([("", gpu_stages.library().tobytes())])
+    files = [path for path in Path(data).iterdir() if path.is_file()]
+    return digest((f"{path.name} {path.stat().st_size}", path.open("rb").read(1024)) for path in files)
+
+
+def digest(parts: Iterable[tuple[str, bytes]]) -> str:
+    """A digest of names and their contents, in whatever order they come."""
+    found = hashlib.sha256()
+    for name, content in sorted(parts):
+        found.update(f"{name}\0{len(content)}\0".encode() + content)
+    return found.hexdigest()[:16]
 
 
 def give_up_row(path: Path, problem: str) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -141,26 +142,41 @@ def test_a_wrong_kernel_and_a_dead_stage_are_said_and_give_exit_status_1(
     assert "no time was left" in capsys.readouterr().out
 
 
-def test_rows_of_another_version_are_measured_again_and_kept(
+def test_rows_of_other_sources_are_measured_again_and_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    path, measured = tmp_path / "mfu.json", []
+    path, measured, tree = tmp_path / "out" / "mfu.json", [], tmp_path / "tree"
     monkeypatch.setattr(gpu_stages, "rows_of", lambda stage, data: [("row", lambda: measured.append(1) or {"ms": 1.0})])
-    process = SimpleNamespace(returncode=0, stderr="")
-    run = SimpleNamespace(
-        run=lambda *_, **__: (gpu.run_stage("mfu", tmp_path, "", 60), process)[1], PIPE=0, TimeoutExpired=OSError
-    )
-    monkeypatch.setattr(gpu, "subprocess", run)
-    gpu.start_stage("mfu", tmp_path, "", 5)
-    gpu.start_stage("mfu", tmp_path, "", 5)
+    monkeypatch.setattr(gpu, "ROOT", tree)
+    in_this_process(monkeypatch, path.parent)
+    (tree / "model" / "kernels").mkdir(parents=True)
+    source = tree / "model" / "kernels" / "diff.py"
+    source.write_text("a = 1\n")
+    gpu.start_stage("mfu", path.parent, "", 5)
+    (tree / "model" / "NOTES.md").write_text("numbers of the first visit\n")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"version": "of another commit"}))
+    gpu.start_stage("mfu", path.parent, "", 5)
     assert len(measured) == 1 and "done before" in capsys.readouterr().out
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"version": "older"}))
-    gpu.start_stage("mfu", tmp_path, "", 5)
-    assert len(measured) == 2 and "mfu_1.json have another version" in capsys.readouterr().out
-    assert [json.loads(file.read_text())["version"] == "older" for file in (path, tmp_path / "mfu_1.json")] == [
-        False,
-        True,
-    ]
+    source.write_text("a = 2\n")
+    gpu.start_stage("mfu", path.parent, "", 5)
+    assert len(measured) == 2 and "mfu_1.json have another code\n" in capsys.readouterr().out
+    assert json.loads(path.with_name("mfu_1.json").read_text())["version"] == "of another commit"
+    assert gpu.read(path)["code"] != gpu.read(path.with_name("mfu_1.json"))["code"]
+
+
+def test_a_training_run_on_another_text_has_another_origin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = [np.zeros(8, np.uint8), np.ones(8, np.uint8)]
+    monkeypatch.setattr(gpu_stages, "library", lambda: texts[0])
+    first = gpu.origin(gpu.record_of("training", "", {}))
+    assert first == gpu.origin(gpu.record_of("training", "", {}))
+    texts.reverse()
+    other = gpu.origin(gpu.record_of("training", "", {}))
+    assert [key for key in first if first[key] != other[key]] == ["text"]
+    (tmp_path / "train_0.bin").write_bytes(b"a" * 2000)
+    shards = gpu.text_digest(str(tmp_path))
+    (tmp_path / "train_0.bin").write_bytes(b"a" * 2001)
+    assert gpu.text_digest(str(tmp_path)) != shards
+    assert gpu.origin(gpu.record_of("mfu", "", {}))["text"] is None
 
 
 def test_time_that_is_over_ends_a_stage_between_rows(tmp_path: Path) -> None:
