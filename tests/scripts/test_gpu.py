@@ -1,5 +1,6 @@
 """`make gpu` on a machine without a card: every stage's stand-in, what a second visit repeats, and what goes wrong."""
 
+import itertools
 import json
 import math
 import subprocess
@@ -13,7 +14,7 @@ import torch
 import yaml
 
 from configs import CONFIG_DIR
-from scripts import gpu, gpu_stages
+from scripts import gpu, gpu_stages, gpu_tiles, gpu_tools
 from tests.conftest import run_command
 
 MISSING = ("hydra", "omegaconf", "yaml", "wandb", "datasets", "tiktoken", "tokenizers", "transformers")
@@ -198,3 +199,84 @@ def test_sizes_and_schedule_are_those_of_the_configuration() -> None:
     assert tier["horizons"]["75M"] == ["steps=2288"]
     arms = yaml.safe_load((CONFIG_DIR / "ablations" / "experiment" / "main.yaml").read_text())["arms"]
     assert set(gpu_stages.ARMS) <= set(arms)
+
+
+def test_tiles_in_use_come_first_and_those_that_cannot_fit_never(monkeypatch: pytest.MonkeyPatch) -> None:
+    diff = pytest.importorskip("model.attention.kernels.diff", reason="the fused kernel needs the package triton")
+    monkeypatch.setattr(gpu_tiles, "ON_CARD", True)
+    for capability, shared in (((9, 0), 232448), ((8, 9), 101376)):
+        found = list(gpu_tiles.in_order(capability, shared))
+        assert len(set(found)) == len(found) > 100
+        own = {
+            (version, d, back): tuple(diff.table(d, 2 * d if version == "V1" else d, torch.bfloat16, back, capability))
+            for (version, d), back in itertools.product(gpu_tiles.SHAPES, (True, False))
+        }
+        assert {(*shape, tile) for shape, tile in own.items()} == set(found[: len(own)])
+        distances = [gpu_tiles.steps(own[tuple(shape)], tile) for *shape, tile in found]
+        assert distances == sorted(distances) and distances[len(own)] == 1
+        assert len({tuple(shape) for *shape, _ in found[8:16]}) == 8  # the shapes in turn
+        assert all(gpu_tiles.operand_bytes(*row) <= shared for row in found)
+
+
+def test_no_kernel_needs_less_shared_memory_than_its_operands() -> None:
+    content = json.loads((gpu.ROOT / "docs" / "results" / "gpu" / "compiled.json").read_text())
+    kernels = [kernel for row in content["results"].values() for kernel in row.get("kernels", ()) if kernel.get("tile")]
+    for kernel in kernels:
+        shape = (kernel["version"], kernel["width"], kernel["kernel"] == "backward", kernel["tile"])
+        assert gpu_tiles.operand_bytes(*shape) <= kernel["shared"], kernel
+    assert len(kernels) > 50
+
+
+def test_a_fast_wrong_tile_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    diff = pytest.importorskip("model.attention.kernels.diff", reason="the fused kernel needs the package triton")
+    own, used = gpu_tiles.backends.attend_diff, []
+
+    def wrong(*call: object) -> torch.Tensor:
+        used.append(diff.blocks(torch.device("cpu"), 64, 128, torch.float32, backward=False))
+        return own(*call) * (2 if used[-1] == (32, 64, 4, 1, True) else 1)
+
+    monkeypatch.setattr(gpu_tiles.backends, "attend_diff", wrong)
+    row = gpu_tiles.time_tile("V2", 64, (32, 64, 4, 1, True), False)
+    assert row["error"] == pytest.approx(1) and row["right"] is False
+
+
+def test_a_measurement_queues_calls_and_waits_once_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(gpu_tools, "ON_CARD", True)
+    monkeypatch.setattr(gpu_tools, "synchronize", lambda: calls.append("wait"))
+    monkeypatch.setattr(gpu_tools.time, "perf_counter", lambda: 0.01 * calls.count("work"))  # 10 ms a call
+    assert gpu_tools.milliseconds(lambda: calls.append("work"), least=1.0) == pytest.approx(10)
+    assert calls.count("work") == 2 + 100 and calls.count("wait") == 2 * (2 + 5)
+
+
+def test_speed_of_training_leaves_out_compiling_and_validation(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, update = [0.0], gpu_stages.update
+
+    def step(*parts: object) -> torch.Tensor:
+        now[0] += 30.5 if not now[0] else 0.5
+        return update(*parts)
+
+    def validation(*_: object) -> float:
+        now[0] += 1000
+        return 1.0
+
+    monkeypatch.setattr(gpu_stages, "update", step)
+    monkeypatch.setattr(gpu_stages, "validation_loss", validation)
+    monkeypatch.setattr(gpu_stages, "library", lambda: np.arange(40000, dtype=np.int64).astype(np.uint8))
+    monkeypatch.setattr(gpu_stages.time, "perf_counter", lambda: now[0])
+    for steps in (3, 25):
+        now[0] = 0.0
+        row = gpu_stages.train(gpu_stages.ARMS["baseline"], 0.02, 1, steps, None)
+        assert row["tokens_per_s"] == pytest.approx(4 * 32 / 0.5) and row["compile_s"] == pytest.approx(30)
+
+
+def test_clocks_are_read_and_a_machine_without_nvidia_smi_is_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert list(gpu_stages.nvidia_smi()) == ["nvidia_smi"]
+    script = tmp_path / "nvidia-smi"
+    script.write_text("#!/bin/sh\necho '550.1, 1755 MHz, 1980 MHz, 2619 MHz, 700.00 W'\n")
+    script.chmod(0o755)
+    found = gpu_stages.nvidia_smi()
+    assert (found["clocks.sm"], found["clocks.max.sm"]) == ("1755 MHz", "1980 MHz")
