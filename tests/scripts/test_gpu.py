@@ -3,10 +3,9 @@
 import itertools
 import json
 import math
-import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -29,16 +28,15 @@ def rows(path: Path) -> dict[str, dict]:
     return content["results"]
 
 
-def in_this_process(monkeypatch: pytest.MonkeyPatch, out: Path) -> list[SimpleNamespace]:
+def in_this_process(monkeypatch: pytest.MonkeyPatch, out: Path) -> list[gpu.Ended]:
     """Run stages without a process of their own. A stage ends at once as the first of the returned list, if it has any."""
-    ends: list[SimpleNamespace] = []
+    ends: list[gpu.Ended] = []
 
-    def run(command: list[str], **_: object) -> SimpleNamespace:
+    def run(command: list[str], *_: object) -> gpu.Ended:
         stage = next(option.removeprefix("run=") for option in command if option.startswith("run="))
-        return ends[0] if ends else SimpleNamespace(returncode=gpu.run_stage(stage, out, "", 60), stderr="")
+        return ends[0] if ends else gpu.Ended(gpu.run_stage(stage, out, "", 60), 1.0, "")
 
-    named = SimpleNamespace(run=run, PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired)
-    monkeypatch.setattr(gpu, "subprocess", named)
+    monkeypatch.setattr(gpu, "in_process", run)
     return ends
 
 
@@ -97,30 +95,87 @@ def test_a_row_that_kills_its_process_is_said_and_not_repeated(
         started.append("killed")
         raise SystemExit  # like a signal, it ends the process within the row
 
-    def process(*command: object, **options: object) -> SimpleNamespace:
+    def process(*_: object) -> gpu.Ended:
         try:
-            return SimpleNamespace(returncode=gpu.run_stage("mfu", tmp_path, "", 60), stderr="")
+            return gpu.Ended(gpu.run_stage("mfu", tmp_path, "", 60), 1.0, "")
         except SystemExit:
-            return SimpleNamespace(returncode=-9, stderr="")
-
-    def hung(*command: object, **options: object) -> None:
-        process()
-        raise subprocess.TimeoutExpired("mfu", 60)
+            return gpu.Ended(-9, 1.0, "")
 
     parts = {"good": dict, "deadly": killed, "last": dict}
     monkeypatch.setattr(gpu_stages, "rows_of", lambda stage, data: list(parts.items()))
-    replaced = SimpleNamespace(run=hung, PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired)
-    monkeypatch.setattr(gpu, "subprocess", replaced)
-    gpu.start_stage("mfu", tmp_path, "", 5)
-    assert list(rows(tmp_path / "mfu.json")) == ["good"]  # a row that took too long is repeated
-    replaced.run = process
+    monkeypatch.setattr(gpu, "in_process", process)
     gpu.start_stage("mfu", tmp_path, "", 5)
     assert "2 rows, 1 failed (not all: run the command again): exit code -9: no message" in capsys.readouterr().out
     gpu.start_stage("mfu", tmp_path, "", 5)
     found = rows(tmp_path / "mfu.json")
-    assert list(found) == list(parts) and len(started) == 2
+    assert list(found) == list(parts) and len(started) == 1
     assert found["deadly"]["failed"] == "the process ended in this row, exit code -9: no message"
     assert "3 rows, 1 failed\n" in capsys.readouterr().out
+
+
+def test_a_row_that_hangs_is_given_up_and_the_next_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    path = tmp_path / "mfu.json"
+
+    def process(*_: object) -> gpu.Ended:
+        try:
+            return gpu.Ended(gpu.run_stage("mfu", tmp_path, "", 60), 1.0, "")
+        except SystemExit:
+            return gpu.Ended(None, 0.6 * gpu.PATIENCE, "")
+
+    def hangs() -> dict:
+        raise SystemExit  # in_process ends a process that hangs
+
+    parts = {"good": dict, "hangs": hangs, "last": dict}
+    monkeypatch.setattr(gpu_stages, "rows_of", lambda stage, data: list(parts.items()))
+    monkeypatch.setattr(gpu, "in_process", process)
+    monkeypatch.setattr(gpu, "RETRIES", 1)
+    assert gpu.start_stage("mfu", tmp_path, "", 5)
+    assert list(rows(path)) == ["good"] and gpu.read(path)["unfinished"] == {
+        "hangs": 180.0
+    }  # it may only need more time
+    assert "hangs was not done after 180 s" in capsys.readouterr().out
+    gpu.start_stage("mfu", tmp_path, "", 5)
+    assert rows(path)["hangs"]["failed"] == "not done after 360 s: delete this row to try it again"
+    gpu.start_stage("mfu", tmp_path, "", 5)
+    assert set(rows(path)) == set(parts) and gpu.read(path)["complete"]
+
+
+def test_a_process_whose_row_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "PATIENCE", 0.1)
+    hung = gpu.in_process([sys.executable, "-c", "import time; time.sleep(600)"], tmp_path / "mfu.json", "mfu", 600)
+    assert hung.returncode is None and 0.1 < hung.seconds < 300
+    monkeypatch.setattr(gpu, "PATIENCE", 300)
+    died = gpu.in_process([sys.executable, "-c", "raise SystemExit('no card')"], tmp_path / "mfu.json", "mfu", 600)
+    assert died.returncode == 1 and died.said == "no card\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "broken"),
+    [
+        ("CUDA error: an illegal memory access was encountered", True),
+        ("Triton Error [CUDA]: an illegal memory access was encountered", True),
+        ("Triton Error [CUDA]: out of memory", False),
+        ("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasGemmEx`", False),
+        ("out of resource: shared memory, Required: 300000", False),
+    ],
+)
+def test_only_errors_that_break_the_card_end_the_process(error: str, broken: bool) -> None:
+    def fails() -> dict:
+        raise RuntimeError(error)
+
+    assert gpu.attempt(fails) == ({"failed": f"RuntimeError: {error}"}, broken)
+
+
+def test_a_named_stage_has_all_the_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, float] = {}
+    monkeypatch.setattr(gpu, "start_stage", lambda stage, out, data, seconds: given.setdefault(stage, seconds) > 0)
+    assert gpu.main(["minutes=25", "stages=tiles", f"out={tmp_path}"]) == 0 and 1490 < given.pop("tiles") <= 1500
+    gpu.main(["minutes=25", "stages=tiles,mfu", f"out={tmp_path}"])
+    assert 740 < given.pop("tiles") <= 750 and 1490 < given.pop("mfu") <= 1500
+    gpu.main(["minutes=25", f"out={tmp_path}"])
+    assert given["tiles"] == 120
 
 
 def test_a_wrong_kernel_and_a_dead_stage_are_said_and_give_exit_status_1(
@@ -136,7 +191,7 @@ def test_a_wrong_kernel_and_a_dead_stage_are_said_and_give_exit_status_1(
     assert gpu.main(["stages=mfu", f"out={tmp_path}"]) == 0  # a row that does not fit the card is no defect
     (tmp_path / "kernel.json").unlink()
     assert gpu.main(["stages=kernel", f"out={tmp_path}"]) == 1  # but a check that did not run is
-    ends[:] = [SimpleNamespace(returncode=1, stderr="ImportError: no")]
+    ends[:] = [gpu.Ended(1, 1.0, "ImportError: no")]
     assert gpu.main(["stages=nccl,mfu", f"out={tmp_path}"]) == 1  # though the stage after it is done
     assert "exit code 1: ImportError: no" in capsys.readouterr().out
     assert gpu.main(["stages=attention", "minutes=1e-9", f"out={tmp_path}"]) == 0
