@@ -5,23 +5,28 @@ Stages:
     kernel        outputs and gradients of the fused kernel against float64
     attention     time and peak memory of every way to compute attention
     mfu           training steps at 30M and 124M parameters
-    tiles         time of the fused kernel's tiles
+    tiles         time of the fused kernel's tiles, those in use and their neighbours first
     nccl          sums over all cards, if there are two or more
     training      training runs of 30M parameters, the most informative runs first
     compiled      the fused kernel, compiled for other cards; needs no card, and runs only if stages= names it
 
 Options:
-    minutes=25    time for all stages together; 10 minutes are enough for everything except most of the training runs
+    minutes=25    time for all stages together, of which each stage has a share. tiles, mfu and training have more rows than
+                  fit: repeat the command, or name the stage
     out=runs/gpu  folder for one JSON per stage; a repeated command measures only the rows that are missing, or
-                  all rows again for another version of the code, card or data (the old JSON gets another name)
-    stages=A,B    only these stages
+                  all rows again for other source files, card, torch or text (the old JSON gets another name)
+    stages=A,B    only these stages, which then have all minutes: A half, and B what is left
     data=FOLDER   prepared shards for the stage training; without it, the source text of Python's library, as bytes
     table=FILE    print this JSON as a table, and measure nothing
 
 Needs torch 2.11 or newer and numpy, but neither Hydra nor yaml. Each stage runs in its own process and saves each row when it
-is done. A row that fails says why in the JSON, and the next row runs. Without a card, all stages run with small shapes.
+is done. A row that fails, or is not done in 5 minutes (training: 20), says so in the JSON, and the next row runs. Without a
+card, all stages run with small shapes.
+Exit status: 0; 1 if a kernel's result is wrong, if the stage kernel has a row that failed, or if a stage's process died;
+2 for a wrong option. A stage that had no time left is not an error.
 """
 
+import hashlib
 import importlib.util
 import itertools
 import json
@@ -29,11 +34,12 @@ import math
 import os
 import subprocess
 import sys
+import tempfile
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
@@ -52,9 +58,20 @@ DEFAULTS = {"minutes": "25", "out": "runs/gpu", "stages": "", "data": "", "table
 # Most seconds of each stage at minutes=25, in the order in which stages run; training takes the seconds that are left.
 LIMITS = {"environment": 60, "kernel": 150, "attention": 240, "mfu": 240, "tiles": 120, "nccl": 60, "training": None}
 STAGE = ("run", "seconds")  # options that this command adds for the process of a stage
+UNSOUND = 1  # exit code
 DEVICE_BROKEN = 3  # exit code after an error that breaks the process's CUDA context; a new process continues
 RETRIES = 3
+GRACE = 60.0  # seconds for the row that runs when the time of its stage is over
+PATIENCE, PATIENCE_TRAINING = 300.0, 1200.0  # seconds that a row may last
 NAMED = ("architecture", "width", "version", "group", "dtype", "mask")  # keys in the row name of a compiled kernel
+
+
+class Ended(NamedTuple):
+    """How a stage's process ended."""
+
+    returncode: int | None  # None: it was ended because a row was not done in time
+    seconds: float  # of its last row
+    said: str  # its standard error
 
 
 def main(arguments: list[str]) -> int:
@@ -73,12 +90,13 @@ def main(arguments: list[str]) -> int:
         return 0
     if "run" in options:
         return run_stage(options["run"], out, options["data"], float(options["seconds"]))
-    share = float(options["minutes"]) / 25
-    for stage in options["stages"].split(",") if options["stages"] else LIMITS:
+    share, sound = float(options["minutes"]) / 25, True
+    named = [name for name in options["stages"].split(",") if name]
+    for done, stage in enumerate(named or LIMITS):
         left = end - time.monotonic()
-        limit = LIMITS.get(stage)
-        start_stage(stage, out, options["data"], min(left, limit * share if limit else left))
-    return 0
+        most = left / (len(named) - done) if named else LIMITS[stage] * share if LIMITS[stage] else left
+        sound &= start_stage(stage, out, options["data"], min(left, most))
+    return 0 if sound else UNSOUND
 
 
 def parse(arguments: list[str]) -> dict[str, str]:
@@ -109,67 +127,144 @@ def parse(arguments: list[str]) -> dict[str, str]:
     return options
 
 
-def start_stage(stage: str, out: Path, data: str, seconds: float) -> None:
-    """Run a stage in processes of its own, at most `seconds` in all; what went wrong is added to its JSON."""
+def start_stage(stage: str, out: Path, data: str, seconds: float) -> bool:
+    """Run a stage in processes of its own, at most `seconds` in all; what went wrong is added to its JSON.
+
+    Returns False if a kernel's result is wrong or unknown, or if the stage's process died.
+    """
     path, start = out / f"{stage}.json", time.monotonic()
     set_aside(stage, path, data)
     if read(path).get("complete"):
-        print(f"{stage}: done before, {path}", flush=True)
-        return
-    problem = "no time was left"
+        return report(stage, path, f"done before, {path}")
+    if (content := read(path)).pop("running", None):  # of a visit that was interrupted
+        write_json(path, content)
+    problem, died = "no time was left", False
     for _ in range(RETRIES):
         left = seconds - (time.monotonic() - start)
         if left <= 0:
             break
         options = (f"run={stage}", f"out={out.resolve()}", f"data={data}", f"seconds={left}")
         command = [sys.executable, "-m", "scripts.gpu", *options]
-        try:
-            # The process stops by itself between rows; a row that hangs is ended from here.
-            done = subprocess.run(
-                command, cwd=ROOT, env=environment(stage), stderr=subprocess.PIPE, text=True, timeout=left + 60
-            )
-        except subprocess.TimeoutExpired:
-            problem = f"a row hung, and was ended after {left + 60:.0f} s"
-            break
-        said = done.stderr.strip().splitlines() or ["no message"]
+        done = in_process(command, path, stage, left + GRACE)
+        if done.returncode is None:
+            problem, died = give_up_slow(path, stage, done.seconds), False
+            continue
+        said = done.said.strip().splitlines() or ["no message"]
         problem = f"exit code {done.returncode}: {said[-1][:500]}" if done.returncode else None
+        died = done.returncode != 0
         if problem:
             give_up_row(path, problem)
         if done.returncode != DEVICE_BROKEN:
             break
     content = read(path)
-    content.pop("running", None)  # of a row that was ended because the time was over: a later start repeats it
     if problem:
         write_json(path, {**(content or {"stage": stage, "results": {}}), "problem": problem})
+    return report(stage, path, problem) and not died
+
+
+def in_process(command: list[str], path: Path, stage: str, seconds: float) -> Ended:
+    """Run a stage's process. It stops by itself between rows; a row that hangs is ended from here, with the process."""
+    with tempfile.TemporaryFile("w+") as said:
+        start = begun = time.time()
+        process = subprocess.Popen(command, cwd=ROOT, env=environment(stage), stderr=said)
+        try:
+            while (code := process.poll()) is None:
+                if path.exists():
+                    begun = max(start, path.stat().st_mtime)  # each row begins with writing the JSON
+                if time.time() > min(start + seconds, begun + patience(stage)):
+                    return Ended(None, time.time() - begun, "")
+                time.sleep(0.2)
+        finally:
+            process.kill()
+            process.wait()
+        said.seek(0)
+        return Ended(code, time.time() - begun, said.read())
+
+
+def patience(stage: str) -> float:
+    """Seconds after which a row that is not done is given up: those of all visits together."""
+    return PATIENCE_TRAINING if stage == "training" else PATIENCE
+
+
+def give_up_slow(path: Path, stage: str, seconds: float) -> str:
+    """Count the time of a row that was ended; the row fails if it has had enough in all visits. Returns what happened."""
+    content = read(path)
+    name = content.pop("running", None)
+    if name is None:
+        return f"the process was ended after {seconds:.0f} s, before a row"
+    slow = content.setdefault("unfinished", {})
+    slow[name] = round(slow.get(name, 0) + seconds, 1)
+    if slow[name] >= patience(stage):
+        spent = slow.pop(name)
+        content["results"][name] = {"failed": f"not done after {spent:.0f} s: delete this row to try it again"}
+    write_json(path, content)
+    return f"{name} was not done after {seconds:.0f} s, and was ended"
+
+
+def report(stage: str, path: Path, note: str | None) -> bool:
+    """Print how the rows of a stage ended. Returns whether no result is wrong, and every check of the kernel ran."""
+    content = read(path)
     rows = content.get("results", {})
-    failed = sum("failed" in row for row in rows.values())
+    failed = [name for name, row in rows.items() if "failed" in row]
+    wrong = [name for name, row in rows.items() if row.get("right") is False]
+    said = [
+        f"{len(rows)} rows",
+        f"{len(failed)} failed",
+        *([f"{len(wrong)} WRONG (first: {wrong[0]})"] if wrong else []),
+    ]
     how = "" if content.get("complete") else " (not all: run the command again)"
-    print(f"{stage}: {len(rows)} rows, {failed} failed{how}{f': {problem}' if problem else ''}", flush=True)
+    print(f"{stage}: {', '.join(said)}{how}{f': {note}' if note else ''}", flush=True)
+    return not wrong and not (stage == "kernel" and failed)
 
 
 def set_aside(stage: str, path: Path, data: str) -> None:
     """Rename the stage's JSON if its rows have another origin than new rows would have: one file has one origin."""
-    before, now = read(path), record_of(stage, data, {})
+    before = read(path)
     if not before.get("results"):
         return
-    origins = [
-        {
-            "version": record.get("version"),
-            "card": record.get("machine", {}).get("gpu"),
-            "device": record.get("config", {}).get("device"),
-            "data": record.get("config", {}).get("data") if stage == "training" else None,
-        }
-        for record in (before, now)
-    ]
-    if differing := [key for key, value in origins[0].items() if value != origins[1][key]]:
-        old = next(name for i in itertools.count(1) if not (name := path.with_name(f"{stage}_{i}.json")).exists())
-        path.rename(old)
-        print(f"{stage}: measured again, because the rows in {old} have another {' and '.join(differing)}", flush=True)
+    old, new = origin(before), origin(record_of(stage, data, {}))
+    if differing := [key for key, value in old.items() if value != new[key]]:
+        kept = next(name for i in itertools.count(1) if not (name := path.with_name(f"{stage}_{i}.json")).exists())
+        path.rename(kept)
+        print(f"{stage}: measured again, because the rows in {kept} have another {' and '.join(differing)}", flush=True)
+
+
+def origin(record: dict[str, Any]) -> dict[str, Any]:
+    """What the numbers of a stage depend on. The version of the checkout is not part: a commit of notes changes it, too."""
+    machine, config = record.get("machine", {}), record.get("config", {})
+    about = {"code": record.get("code"), "card": machine.get("gpu"), "torch": machine.get("torch")}
+    return about | {"device": config.get("device"), "text": record.get("text")}
 
 
 def record_of(stage: str, data: str, rows: dict[str, Any]) -> dict[str, Any]:
     """The content of a stage's JSON, with its origin."""
-    return result_record("gpu", stage, {"data": data, "device": gpu_stages.DEVICE.type}, rows)
+    more = {"text": text_digest(data)} if stage == "training" else {}
+    config = {"data": data, "device": gpu_stages.DEVICE.type}
+    return result_record("gpu", stage, config, rows, code=code_digest(), **more)
+
+
+def code_digest() -> str:
+    """A digest of the source files that the numbers depend on, by path and content: it needs no git."""
+    folders = ("model", "training", "data", "configs")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".cpp")]
+    files += (ROOT / "scripts").glob("gpu*.py")
+    return digest((path.relative_to(ROOT).as_posix(), path.read_bytes()) for path in files)
+
+
+def text_digest(data: str) -> str:
+    """A digest of the text of the stage training: of Python's library, or of every shard's name, size and header."""
+    if not data:
+        return digest([("", gpu_stages.library().tobytes())])
+    files = [path for path in Path(data).iterdir() if path.is_file()]
+    return digest((f"{path.name} {path.stat().st_size}", path.open("rb").read(1024)) for path in files)
+
+
+def digest(parts: Iterable[tuple[str, bytes]]) -> str:
+    """A digest of names and their contents, in whatever order they come."""
+    found = hashlib.sha256()
+    for name, content in sorted(parts):
+        found.update(f"{name}\0{len(content)}\0".encode() + content)
+    return found.hexdigest()[:16]
 
 
 def give_up_row(path: Path, problem: str) -> None:
@@ -193,7 +288,7 @@ def run_stage(stage: str, out: Path, data: str, seconds: float) -> int:
     path, end = out / f"{stage}.json", time.monotonic() + seconds
     content = read(path)
     rows: dict[str, Any] = dict(content.get("results", {}))
-    record = record_of(stage, data, rows)
+    record = record_of(stage, data, rows) | {"unfinished": content.get("unfinished", {})}
     for name, measure in gpu_stages.rows_of(stage, Path(data) if data else None):
         if name in rows:
             continue
@@ -204,6 +299,7 @@ def run_stage(stage: str, out: Path, data: str, seconds: float) -> int:
         start = time.monotonic()
         rows[name], broken = attempt(measure)
         rows[name]["seconds"] = round(time.monotonic() - start, 2)
+        record["unfinished"].pop(name, None)
         write_json(path, {**record, "complete": False})
         if broken:
             return DEVICE_BROKEN
@@ -217,8 +313,13 @@ def attempt(measure: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], bool
         return measure(), False
     except Exception as error:  # no error of a row may stop the other rows
         text = " ".join(str(error).split())[:500]
-        memory = isinstance(error, torch.OutOfMemoryError)
-        return {"failed": f"{type(error).__name__}: {text}"}, "CUDA error" in text and not memory
+        return {"failed": f"{type(error).__name__}: {text}"}, breaks_device(error, text)
+
+
+def breaks_device(error: Exception, text: str) -> bool:
+    """Whether an error leaves the process without a usable CUDA context: not if memory lacks or cuBLAS refuses a call."""
+    harmless = isinstance(error, torch.OutOfMemoryError) or "out of memory" in text or "CUBLAS_STATUS" in text
+    return not harmless and any(words in text for words in ("CUDA error", "Triton Error [CUDA]"))
 
 
 def table(content: dict[str, Any]) -> str:

@@ -6,10 +6,9 @@ import os
 import subprocess
 import sysconfig
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -22,84 +21,31 @@ from data.shards import TextTokens, open_split, read_meta
 from model.attention import backends, reference
 from model.attention.diff import DiffConfig
 from model.attention.kernels import unavailable
-from model.attention.mask import CAUSAL, Mask
+from model.attention.mask import CAUSAL
 from model.config import DecoderConfig
 from model.decoder import Decoder
+from scripts.gpu_tiles import tiles
+from scripts.gpu_tools import (
+    DEVICE,
+    HALF,
+    ON_CARD,
+    Row,
+    Rows,
+    draw,
+    forward_backward,
+    mask_of,
+    milliseconds,
+    relative_errors,
+    synchronize,
+    tolerance,
+)
 from training.metrics import memory_gb, peak_flops
 from training.optim import OptimConfig, build_optimizers, set_lr
 from training.parallel import compile_steps
 from training.schedule import lr_factor
 
-Row = dict[str, Any]
-Rows = Iterator[tuple[str, Callable[[], Row]]]
-ON_CARD = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if ON_CARD else "cpu")
-HALF = torch.bfloat16 if ON_CARD else torch.float32
 GPT2_VOCABULARY = 50257
-DOCUMENTS = 8  # in a sequence
-
-
-# ---------------------------------------- helpers
-
-
-def milliseconds(work: Callable[[], Any]) -> float:
-    """Median time of one call, after a warm-up."""
-    work()
-    start = time.perf_counter()
-    work()
-    synchronize()
-    once = time.perf_counter() - start
-    times = []
-    for _ in range(max(3, min(50, int(0.2 / max(once, 1e-6)))) if ON_CARD else 1):
-        start = time.perf_counter()
-        work()
-        synchronize()
-        times.append(time.perf_counter() - start)
-    return 1e3 * median(times)
-
-
-def synchronize() -> None:
-    if ON_CARD:
-        torch.cuda.synchronize()
-
-
-def draw(version: str, B: int, h: int, T: int, d: int, group: int = 1, dtype: torch.dtype = HALF) -> list[Tensor]:
-    """Random q, k, v, lam for a version of differential or plain attention with the same maps; in memory time before heads."""
-    generator = torch.Generator(DEVICE).manual_seed(T + d + group)
-    keys, dv, hkv = (2 if version == "V1" else 1), (2 * d if version == "V1" else d), h // group
-
-    def normal(*shape: int) -> Tensor:
-        x = torch.randn(B, T, *shape, generator=generator, device=DEVICE).to(dtype)
-        return x.movedim(1, -2).requires_grad_()
-
-    lam = torch.rand(B, h, T, 1, generator=generator, device=DEVICE)
-    return [normal(h, 2, d), normal(hkv, keys, d), normal(hkv, dv), lam.requires_grad_()]
-
-
-def mask_of(name: str, B: int, T: int) -> Mask:
-    """The mask `name`: causal, window (an eighth of the text) or documents."""
-    positions = torch.arange(T, device=DEVICE).expand(B, T)
-    window = max(1, T // 8) if name == "window" else None
-    return Mask(window=window, documents=positions * DOCUMENTS // T if name == "documents" else None)
-
-
-def forward_backward(call: Callable[[], Tensor], inputs: list[Tensor]) -> Row:
-    """Milliseconds of forward alone and with backward, and the peak memory (MB) of both without the inputs."""
-    with torch.no_grad():
-        forward = milliseconds(call)
-    grad = torch.randn_like(call())
-
-    def both() -> None:
-        torch.autograd.grad(call(), inputs, grad)
-
-    row = {"forward_ms": forward, "forward_backward_ms": milliseconds(both)}
-    if ON_CARD:
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        both()
-        row["memory_mb"] = (torch.cuda.max_memory_allocated() - before) / 1e6
-    return row
-
+SMI = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit")  # fields of nvidia-smi
 
 # ---------------------------------------- environment
 
@@ -118,10 +64,23 @@ def versions() -> Row:
         properties = torch.cuda.get_device_properties(0)
         row |= {"card": properties.name, "capability": backends.card(), "memory_gb": properties.total_memory / 1e9}
         row |= {"multiprocessors": properties.multi_processor_count, "cudnn": torch.backends.cudnn.version()}
-        query = ["nvidia-smi", "--query-gpu=driver_version,clocks.sm,clocks.mem,power.limit", "--format=csv,noheader"]
-        row["nvidia_smi"] = subprocess.run(query, capture_output=True, text=True, timeout=30).stdout.strip()
+        a = torch.randn(8192, 8192, device=DEVICE, dtype=HALF)
+        for _ in range(math.ceil(2000 / milliseconds(lambda: a @ a))):  # 2 s of work: an idle card lowers its clock
+            a @ a
+        row |= nvidia_smi()
+        synchronize()
     row["fused"] = unavailable(64, 128) or "available"
     return row
+
+
+def nvidia_smi() -> Row:
+    """Driver, clocks now and at most, and power limit of the first card, in the words of nvidia-smi; or why it does not say."""
+    query = ["nvidia-smi", f"--query-gpu={','.join(SMI)}", "--format=csv,noheader", "--id=0"]
+    try:
+        said = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
+        return dict(zip(SMI, (part.strip() for part in said.splitlines()[0].split(",")), strict=True))
+    except (OSError, subprocess.SubprocessError, IndexError, ValueError) as error:
+        return {"nvidia_smi": f"not read: {error}"}
 
 
 def rates() -> Row:
@@ -169,38 +128,9 @@ def kernel_error(version: str, d: int, group: int, name: str, dtype: torch.dtype
     k, v = (x.repeat_interleave(h // x.shape[1], 1) for x in (k, v))
     want = reference.attend_diff(q, k.expand(-1, -1, 2, -1, -1), v, lam, mask.dense(T, T, DEVICE))
     wants = (want, *torch.autograd.grad(want, exact, grad.double()))
-    error = [((a.double() - b).norm() / b.norm()).item() for a, b in zip(got, wants, strict=True)]
-    most = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
-    return dict(zip(("out", "dq", "dk", "dv", "dlam"), error, strict=True)) | {"right": all(e < most for e in error)}
-
-
-def tiles(data: Path | None) -> Rows:
-    """Every tile that may fit, timed at one shape; a tile that does not fit fails and says so."""
-    sides = itertools.product((16, 32, 64, 128), (16, 32, 64, 128), (4, 8), (1, 2, 3), (False, True))
-    candidates = [tile for tile in sides if tile[0] * tile[1] >= 1024] if ON_CARD else [(32, 64, 4, 1, True)]
-    shapes = (("V1", 64), ("V2", 64), ("V2", 128), ("V1", 128))
-    for (version, d), tile, backward in itertools.product(shapes, candidates, (True, False)):
-        name = f"{version} d={d} {'backward' if backward else 'forward'} {','.join(str(int(x)) for x in tile)}"
-        yield name, partial(time_tile, version, d, tile, backward)
-
-
-def time_tile(version: str, d: int, tile: tuple, timed: bool) -> Row:
-    """Milliseconds of the backward pass if `timed`, else of the forward, with this tile; the other pass keeps its own tile."""
-    from model.attention.kernels import diff
-
-    own = diff.blocks
-    diff.blocks = lambda *shape, backward: diff.Blocks(*tile) if backward == timed else own(*shape, backward=backward)
-    try:
-        inputs = draw(version, 4 if ON_CARD else 1, 8 if ON_CARD else 1, 4096 if ON_CARD else 64, d)
-        call = partial(backends.attend_diff, *inputs, CAUSAL, "fused")
-        if not timed:
-            with torch.no_grad():
-                return {"ms": milliseconds(call)}
-        out = call()
-        grad = torch.randn_like(out)
-        return {"ms": milliseconds(lambda: torch.autograd.grad(out, inputs, grad, retain_graph=True))}
-    finally:
-        diff.blocks = own
+    errors = relative_errors(got, wants)
+    right = all(error < tolerance(dtype) for error in errors)
+    return dict(zip(("out", "dq", "dk", "dv", "dlam"), errors, strict=True)) | {"right": right}
 
 
 def compiled(data: Path | None) -> Rows:
@@ -309,7 +239,7 @@ def training_speed(size: str, options: Row, optimizer: str, micro: int) -> Row:
     work = partial(update, net, model, optimizers, tokens, tokens.roll(-1, 1), micro)
     if ON_CARD:
         torch.cuda.reset_peak_memory_stats()
-    speed = 1e3 * tokens.numel() / milliseconds(work)
+    speed = 1e3 * tokens.numel() / milliseconds(work, least=3.0)
     flops, peak = model.flops_per_token()["total"], peak_flops(DEVICE)
     return {"tokens_per_s": speed, "mfu": speed * flops / peak if peak else None, "mem_gb": memory_gb(DEVICE)}
 
@@ -334,16 +264,13 @@ def library() -> np.ndarray:
 
 
 def train(options: Row, rate: float, seed: int, steps: int, data: Path | None) -> Row:
-    """One run with tier=gpu's schedule: final validation loss in nats per token, and the losses on the way."""
+    """One run with tier=gpu's schedule: final validation loss in nats per token, and the losses on the way.
+
+    tokens_per_s is the speed of the steps after step 20 (1 in a short run). compile_s is the time that the steps before needed
+    more: compiling and other warm-up. Neither has the validation.
+    """
     batch, micro = (32, 32) if ON_CARD else (4, 4)
-    if data:
-        text, held_out = open_split(data, "train"), open_split(data, "val")
-        meta = read_meta(data) or {}  # shards without metadata are taken for GPT-2's
-        vocabulary = meta.get("tokenizer", {}).get("vocab_size", GPT2_VOCABULARY)
-    else:
-        tokens, vocabulary = library(), 256
-        cut = int(0.98 * len(tokens))
-        text, held_out = [TextTokens(tokens[:cut])], [TextTokens(tokens[cut:])]
+    text, held_out, vocabulary = splits(data)
     torch.manual_seed(seed)
     model = model_of("30m", vocabulary, **options)
     model.reset_parameters(seed)
@@ -352,8 +279,12 @@ def train(options: Row, rate: float, seed: int, steps: int, data: Path | None) -
     )
     optimizers, T = build_optimizers(model, cfg), model.cfg.context
     net = compile_steps(model) if ON_CARD else model
-    loader, losses, start = Loader(Windows(text, T), batch, T, seed), {}, time.perf_counter()
+    loader, losses, first = Loader(Windows(text, T), batch, T, seed), {}, 20 if steps > 20 else 1
+    begin = start = time.perf_counter()
     for step in range(steps):
+        if step == first:
+            synchronize()
+            start = time.perf_counter()
         set_lr(optimizers, lr_factor(step, steps, cfg))
         model.set_step(step)
         tokens, targets = (torch.from_numpy(x).to(DEVICE) for x in inputs_and_targets(loader(step)))
@@ -362,21 +293,37 @@ def train(options: Row, rate: float, seed: int, steps: int, data: Path | None) -
             losses[step] = loss.item()
             if not math.isfinite(losses[step]):
                 return {"losses": losses, "val_loss": None, "diverged": step}
-    windows = Windows(held_out, T)
-    rows = [windows.window(i) for i in range(min(len(windows), 1024 if ON_CARD else 4))]
-    with torch.no_grad(), torch.autocast(DEVICE.type, torch.bfloat16, enabled=ON_CARD):
-        parts = [
-            torch.from_numpy(np.stack(rows[i : i + micro])).to(DEVICE) for i in range(0, len(rows) - micro + 1, micro)
-        ]
-        val = torch.stack([net(part[:, :-1], part[:, 1:]) for part in parts]).mean().item()
-    seconds = time.perf_counter() - start
-    about = {
+    synchronize()
+    of_step = (time.perf_counter() - start) / (steps - first)
+    return {
+        "val_loss": validation_loss(net, Windows(held_out, T), micro),
+        "losses": losses,
+        "tokens_per_s": batch * T / of_step,
+        "compile_s": max(0.0, start - begin - first * of_step),
         "params": model.num_params(),
         "vocabulary": vocabulary,
         "tokens": steps * batch * T,
         "text": str(data or "stdlib"),
     }
-    return {"val_loss": val, "losses": losses, "tokens_per_s": steps * batch * T / seconds, **about}
+
+
+def splits(data: Path | None) -> tuple[list, list, int]:
+    """Training text, validation text and vocabulary: of prepared shards, or of Python's library."""
+    if data:
+        meta = read_meta(data) or {}  # shards without metadata are taken for GPT-2's
+        vocabulary = meta.get("tokenizer", {}).get("vocab_size", GPT2_VOCABULARY)
+        return open_split(data, "train"), open_split(data, "val"), vocabulary
+    tokens = library()
+    cut = int(0.98 * len(tokens))
+    return [TextTokens(tokens[:cut])], [TextTokens(tokens[cut:])], 256
+
+
+def validation_loss(net: Callable, windows: Windows, micro: int) -> float:
+    """Mean loss of the first windows."""
+    rows = [windows.window(i) for i in range(min(len(windows), 1024 if ON_CARD else 4))]
+    parts = [torch.from_numpy(np.stack(rows[i : i + micro])).to(DEVICE) for i in range(0, len(rows) - micro + 1, micro)]
+    with torch.no_grad(), torch.autocast(DEVICE.type, torch.bfloat16, enabled=ON_CARD):
+        return torch.stack([net(part[:, :-1], part[:, 1:]) for part in parts]).mean().item()
 
 
 # ---------------------------------------- several cards
