@@ -26,6 +26,7 @@ from configs.quoting import retyped
 from configs.ranges import check_ranges
 
 CONFIG_DIR = Path(__file__).parent
+OUT_OF_MEMORY = "OutOfMemoryError"  # the name of torch's class; torch is not imported here
 USER_ERRORS = (ValueError, OSError, HydraException, OmegaConfBaseException)
 # Hydra must not write its own folder and log: their time-stamped names would differ between the ranks of a run.
 HYDRA_SETTINGS = {
@@ -43,9 +44,9 @@ def command(name: str, schema: type) -> Callable[[Callable[[Any], Any]], Callabl
 
     The types of all fields are checked, and the ranges in `steps: Annotated[int, "[1, inf)"]` (configs/ranges.py).
 
-    A user's mistake (`ValueError`, `OSError`, a wrong override) prints `error: ...` on one line and exits with 2;
-    HYDRA_FULL_ERROR=1 shows the traceback instead. A primary file `configs/NAME.yaml` must begin its defaults with
-    `NAME_schema` and `NAME_hydra`.
+    A user's mistake (`ValueError`, `OSError`, a wrong override) prints `error: ...` on one line and exits with 2, and so does a
+    GPU without free memory; HYDRA_FULL_ERROR=1 shows the traceback instead. A primary file `configs/NAME.yaml` must begin its
+    defaults with `NAME_schema` and `NAME_hydra`.
     """
 
     def decorate(main: Callable[[Any], Any]) -> Callable[[], None]:
@@ -59,7 +60,7 @@ def command(name: str, schema: type) -> Callable[[Callable[[Any], Any]], Callabl
             with one_line_errors(schema):
                 config = OmegaConf.to_object(cfg)
                 check_ranges(config)
-            with one_line_errors(schema, every_rank=True):
+            with one_line_errors(schema, every_rank=True, config=config):
                 return main(config)
 
         @functools.wraps(main)
@@ -100,22 +101,39 @@ def print_help(name: str, schema: type, about: str) -> None:
 
 
 @contextlib.contextmanager
-def one_line_errors(schema: type, every_rank: bool = False) -> Iterator[None]:
+def one_line_errors(schema: type, every_rank: bool = False, config: Any = None) -> Iterator[None]:
     """Print a user's error as one line and exit with 2; a bug keeps its traceback.
 
     every_rank: each process of torchrun prints its own error with its rank, unless the error's attribute `said` is
-    true, which means that rank 0 has printed it.
+    true, which means that rank 0 has printed it. config: what the command runs with; it tells what needs less memory.
     """
     try:
         yield
-    except USER_ERRORS as error:
-        if ASKED_FOR_TRACEBACK:
+    except Exception as error:
+        out_of_memory = type(error).__name__ == OUT_OF_MEMORY
+        if ASKED_FOR_TRACEBACK or not (out_of_memory or isinstance(error, USER_ERRORS)):
             raise
         rank = os.environ.get("RANK", "0")
         if rank == "0" or (every_rank and not getattr(error, "said", False)):
             where = "" if rank == "0" else f" on rank {rank}"
-            print(f"error{where}: {explain(error, schema)}", file=sys.stderr, flush=True)
+            said = needs_less_memory(config) if out_of_memory else explain(error, schema)
+            print(f"error{where}: {said}", file=sys.stderr, flush=True)
         sys.exit(2)
+
+
+def needs_less_memory(config: Any) -> str:
+    """One line for a GPU whose memory is full: the fields of `config` that take less of it."""
+    fixes = []
+    for name in ("micro_batch", "batch"):
+        if hasattr(config, name) and (now := getattr(config, name)) != 1:
+            half = now and next(
+                n for n in range(now // 2, 0, -1) if now % n == 0
+            )  # a divisor fits the batch of a step, too
+            fixes.append(f"use {name}={half}" if half else f"set {name}= to half of what it is now, or less")
+    if getattr(config, "activation_checkpointing", True) is False:
+        fixes.append("use activation_checkpointing=true")
+    fix = ", or ".join(fixes) or "use a smaller model or context"
+    return f"the GPU has too little free memory: {fix}, or end other processes that use the GPU"
 
 
 def explain(error: BaseException, schema: type) -> str:

@@ -2,7 +2,7 @@
 
     attention   a variant's attention on a backend: the attention product alone ("op", with its memory) and the whole module
     train       whole training steps of configs/model at size=micro; with peer=FOLDER the gpt2 stack against a nanoGPT checkout
-    shares      the share of attention, of matrix products, of the loss, ... in these steps, by torch's profiler
+    shares      the share of attention, of matrix products, of the loss, ... in these steps, uncompiled, by torch's profiler
     choices     matrices of a layer joined into one or separate, and the dtype of the residual stream
     growth      time and memory of a step against its context (over=parameters: against its parameters), with fitted exponents
     busy        training steps beside other processes, for each way in which threads wait for each other

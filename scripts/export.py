@@ -93,10 +93,15 @@ def difference(folder: Path, model: Decoder, tokenizer: Tokenizer | None) -> flo
     return apart
 
 
+def checked_tokens(model: Decoder) -> int:
+    """Tokens of a sequence of the check: enough to see past a window."""
+    return min(model.cfg.context, max(64, 2 * (model.cfg.window or 0)))
+
+
 @torch.no_grad()
 def logits_apart(theirs: Callable[[Tensor], Tensor], model: Decoder) -> float:
     """The largest difference of a logit on random tokens (B, T). ValueError if float32 cannot explain the difference."""
-    length = min(64, model.cfg.context)
+    length = checked_tokens(model)
     tokens = torch.randint(model.cfg.vocab_size, (2, length), generator=torch.Generator().manual_seed(0))
     ours = model(tokens)
     apart = (theirs(tokens) - ours).abs().max().item()
@@ -149,7 +154,7 @@ def check(found: Export, folder: Path, model: Decoder, tokenizer: Tokenizer | No
         apart = difference(folder, model, tokenizer)
     except ModuleNotFoundError:
         return "not compared: transformers is not installed (pip install transformers)"
-    return f"logits differ from the run's by at most {apart:.1e} (float32, 128 random tokens)"
+    return f"logits differ from the run's by at most {apart:.1e} (float32, {2 * checked_tokens(model)} random tokens)"
 
 
 @command("export", ExportConfig)

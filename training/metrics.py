@@ -48,10 +48,12 @@ PEAK_FLOPS = {
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """The device's dense bfloat16 peak in FLOP/s; None where it is not in the table (CPUs are not)."""
+    """The device's dense bfloat16 peak in FLOP/s; None where it is not in the table (CPUs and MIG slices of a card are not)."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
+    if re.search(r"\bMIG\b", name):  # a part of the card's processors, under the card's name
+        return None
     return next((peak for key, peak in PEAK_FLOPS.items() if re.search(rf"\b{key}\b(?! (Ti|D|Laptop)\b)", name)), None)
 
 

@@ -24,6 +24,7 @@ from training.distributed import World
 
 KINDS = ("ddp", "fsdp", "hsdp")
 KEEP_INPUTS = "ban_recompute_materialized_backward"  # torch's option to keep all inputs of matrix products, private
+GRAPHS = 128  # for one piece of code: the models of a bench, or the layers of a split model
 
 
 def compile_steps(model: nn.Module) -> nn.Module:
@@ -34,9 +35,11 @@ def compile_steps(model: nn.Module) -> nn.Module:
     """
     if next(model.parameters()).device.type == "cpu" and hasattr(partitioner, KEEP_INPUTS):
         setattr(partitioner, KEEP_INPUTS, False)
-    # All models share the code of their layers, and torch compiles a piece of code at most 8 times per process. Without the
-    # reset, the runs of a sweep after the eighth would not be compiled.
+    # All models share the code of their layers, and torch by itself compiles a piece of code at most 8 times per process, then
+    # runs it uncompiled. A bench builds its models before it calls the first; a sweep's runs need the reset, however many.
     torch.compiler.reset()
+    torch._dynamo.config.recompile_limit = GRAPHS
+    torch._dynamo.config.accumulated_recompile_limit = 8 * GRAPHS
     return torch.compile(model, dynamic=False)
 
 

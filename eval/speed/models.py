@@ -33,7 +33,7 @@ class BenchConfig:
     width: Annotated[int | None, "[1, inf)"] = None  # what=attention: width of a baseline head
     model: DecoderConfig = field(default_factory=DecoderConfig)  # set by size=; the options of a variant override it
     optim: OptimConfig = field(default_factory=OptimConfig)  # optimizer of the training steps
-    compile: bool | None = None  # torch.compile for training steps; None: on CUDA only, and with peer= both ways
+    compile: bool | None = None  # torch.compile for steps; None: on CUDA (not in shares), with peer= both ways
     peer: str | None = None  # what=train: folder of a nanoGPT checkout that the model gpt2 is compared with
     over: str = "context"  # what=growth: the quantity that grows, context | parameters
     neighbours: Annotated[list[int], "[0, inf)"] = field(

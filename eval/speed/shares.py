@@ -1,6 +1,7 @@
 """Where the time of a training step goes, and choices that could make the step faster."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -18,9 +19,9 @@ from model.decoder import matched
 from model.layers import make_norm
 from training.distributed import World, pick_dtype
 
-# Part of a step -> operations that belong to it, with all operations that they call. The first part that matches wins.
+# Part of an uncompiled step -> operations that belong to it, with all operations that they call. The first match wins.
 PARTS = {
-    "attention": ("scaled_dot_product", "kernels_cpu", "flex_attention"),
+    "attention": ("scaled_dot_product", "kernels_cpu", "flex_attention", "diffattn"),
     "head and loss": ("LinearCrossEntropy",),
     "optimizer": ("Optimizer.step", "clip_grad", "_fused_adamw"),
     "products": ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"),
@@ -30,10 +31,13 @@ REST = "element by element"
 
 
 def shares(cfg: BenchConfig, world: World) -> list[Row]:
-    """Training steps, and the share of each part (%) by torch's profiler, over `rounds` steps.
+    """Training steps, and the share of each part (%) by torch's profiler, over `rounds` steps. They are not compiled
+    unless compile=true is given.
 
+    A compiled step joins operations of several parts, for example those of the loss, and they count as the rest.
     Shares are of the time that the profiler attributes to operations. The profiler slows many small operations down most.
     """
+    cfg = replace(cfg, compile=bool(cfg.compile))
     rows, steps = training_steps(cfg, world, batch_size(cfg, world) * cfg.model.context)
     time_in_turn(MEASURE, rows, steps, cfg.rounds, world.device)
     for row, step in zip(rows, steps, strict=True):

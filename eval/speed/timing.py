@@ -19,7 +19,8 @@ from eval.common import progress
 from training.metrics import STATUS, memory_gb, status_gb
 
 LEAST_SECONDS = 0.02  # of one timing; a shorter work is repeated within the timing
-# Errors that make a row "not measured", with the error as its reason
+# Errors that make a row "not measured", with the error as its reason. Triton's own, such as OutOfResources, do so too; they are
+# known by their module, because Triton is not imported here.
 UNAVAILABLE = (ValueError, RuntimeError, ImportError, OSError, OmegaConfBaseException)
 
 
@@ -42,7 +43,9 @@ def attempt(build: Callable[[], Any]) -> Any:
     """The result of `build()`, or a string with the reason why it is not available on this machine."""
     try:
         return build()
-    except UNAVAILABLE as error:
+    except Exception as error:
+        if not isinstance(error, UNAVAILABLE) and type(error).__module__.partition(".")[0] != "triton":
+            raise
         return " ".join(str(error).split()) or type(error).__name__
 
 

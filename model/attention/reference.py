@@ -1,7 +1,7 @@
 """The N x N formulas, plain and slow: what the `math` backend runs and every other backend must agree with.
 
 Shapes as in backends.py, key/value heads already repeated to the number of query heads. Computed in float32 or better,
-whatever the precision of the inputs.
+whatever the precision of the inputs; where train.py or a bench allows TF32 on a GPU, the products round their inputs to it.
 """
 
 import torch
@@ -46,5 +46,5 @@ def _times_values(maps: Tensor, v: Tensor) -> Tensor:
 
 
 def _exact(x: Tensor) -> Tensor:
-    """In float32 or better: only inputs and outputs are rounded to half precision."""
+    """In float32 or better: half precision rounds only inputs and outputs; TF32, where allowed, products."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

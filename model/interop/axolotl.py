@@ -111,7 +111,7 @@ class Axolotl(Llama):
     """LlamaDifferentialForCausalLM. It is read and written by axolotl's plugin, not by transformers alone."""
 
     architecture, model_type, letter = "LlamaDifferentialForCausalLM", "llama-differential", "d"
-    options = {"qk_norm": (False,), "scale_norm": (False,)}
+    options = {"qk_norm": (False,), "scale_norm": (False,), "head_norm": ("affine", "plain", "none")}
     also = ("LlamaDifferentialModel",)  # what axolotl's converter writes for the same class
     block_names = Llama.block_names | {f"attention.{name}": f"self_attn.{name}" for name in VECTORS} | {
         "attention.head_norm": "self_attn.subln"

@@ -109,6 +109,13 @@ class Weights:
         """Remove the tensors whose whole name matches the regular expression `pattern`."""
         self.tensors = {name: tensor for name, tensor in self.tensors.items() if not re.fullmatch(pattern, name)}
 
+    def drop_copies(self, pattern: str, embedding: Tensor) -> None:
+        """Remove output heads, by the regular expression of their names. ValueError for one that is not the embedding."""
+        for name in [name for name in self.tensors if re.fullmatch(pattern, name)]:
+            if not self.tensors.pop(name).equal(embedding):
+                wrong = f"{self.path} holds {name}, which differs from the embedding, but its config.json ties the two"
+                raise ValueError(f'{wrong}: write "tie_word_embeddings": false into config.json')
+
     def refuse_leftovers(self) -> None:
         """ValueError if a tensor was not taken."""
         if self.tensors:

@@ -98,8 +98,8 @@ class Format:
         for shapes, theirs in self._table(cfg, config):
             state |= _rows(shapes, weights, theirs, theirs.endswith(self.transposed)) if theirs else _zeros(shapes)
         if cfg.tie:
-            weights.drop(r"(lm_|decoder\.)head\.weight")  # a copy of the embedding
             state["head.weight"] = state["embedding.weight"]
+            weights.drop_copies(r"(lm_|decoder\.)head\.weight", state["head.weight"])
         weights.refuse_leftovers()
         return cfg, self.to_ours(state, cfg)
 

@@ -106,11 +106,15 @@ SCALING_KEYS = {
 
 
 def _rope(config: dict[str, Any], kinds: tuple[str, ...]) -> tuple[float, RopeScaling]:
-    """The base of RoPE and its scaling; `rope_parameters` holds both since transformers 5. ValueError for other kinds."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    """The base of RoPE and its scaling; `rope_parameters` holds both since transformers 5. ValueError for other kinds.
+
+    If `rope_scaling` is there too, transformers 5 reads it alone.
+    """
+    key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    rope = config.get(key) or {}
     if not isinstance(rope, dict):
         raise ValueError(
-            f"config.json says rope_parameters={rope}, not a mapping: copy the model's own config.json into the folder"
+            f"config.json says {key}={rope}, not a mapping: copy the model's own config.json into the folder"
         )
     kind = rope.get("rope_type", rope.get("type", "default"))
     kind = "none" if kind == "default" else kind

@@ -128,6 +128,7 @@ def test_what_axolotl_cannot_hold_is_refused(tmp_path: Path) -> None:
         ({"layers": "v"}, "layers=v are not d throughout"),
         ({"head_dim": 6}, "heads have a width of their own"),
         ({"diff": {"qk_norm": True}}, "diff.qk_norm=True; the format allows False"),
+        ({"diff": {"head_norm": "layernorm"}}, "diff.head_norm=layernorm; the format allows affine or plain or none"),
     ):
         with pytest.raises(ValueError, match=says):
             export(model_of("double, norm", **changes), "axolotl")

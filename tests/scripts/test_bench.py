@@ -125,6 +125,20 @@ def test_rows_are_timed_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows[2].not_measured == {"m": "out of order"} and "m" not in rows[2].seconds
 
 
+def test_an_error_of_triton_makes_its_row_unavailable_and_a_bug_ends_the_bench() -> None:
+    """Triton's OutOfResources is no RuntimeError."""
+    own = type("OutOfResources", (Exception,), {"__module__": "triton.runtime.errors"})
+
+    def fail(error: Exception) -> None:
+        raise error
+
+    row = Row({})
+    timing.time_in_turn("m", [row], [lambda: fail(own("out of resource: shared memory"))], 1, CPU.device)
+    assert row.not_measured == {"m": "out of resource: shared memory"}
+    with pytest.raises(KeyError):
+        timing.attempt(lambda: fail(KeyError("a bug")))
+
+
 def test_train_takes_optimizer_steps_and_counts_their_tokens() -> None:
     cfg = tiny("train", variants=["baseline", "diff"])
     rows = bench.train(cfg, CPU)

@@ -175,6 +175,17 @@ def test_shares_of_a_step_are_of_its_parts_and_make_up_the_whole() -> None:
         assert sum(row.facts.values()) == pytest.approx(100) and min(row.facts.values()) > 0
 
 
+@pytest.mark.parametrize(("given", "whether"), [(None, False), (False, False), (True, True)])
+def test_shares_are_those_of_an_uncompiled_step_by_default(
+    given: bool | None, whether: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None means compiled on CUDA elsewhere; a compiled step has no operation named after the loss."""
+    seen = []
+    monkeypatch.setattr(shares, "training_steps", lambda cfg, *rest: seen.append(cfg.compile) or ([], []))
+    bench.shares(tiny("shares", compile=given), CPU)
+    assert seen == [whether]
+
+
 def test_clipping_is_a_part_of_the_optimizer() -> None:
     step = training.TrainingStep(tiny("shares"), "baseline", 1, CPU)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
@@ -198,6 +209,7 @@ def test_an_operation_belongs_to_the_part_of_its_outermost_caller() -> None:
         shares.REST: Event("aten::mul", Event("MulBackward0")),
     }
     assert {part: shares.part_of(event) for part, event in cases.items()} == {part: part for part in cases}
+    assert shares.part_of(Event("diffattn::forward")) == "attention"  # our operator of the fused kernel
 
 
 def test_choices_are_two_ways_of_the_same_work(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -180,6 +180,15 @@ def test_a_folder_that_computes_something_else_is_not_left_behind(
     assert "not compared" in call(run, out, "check=false")
 
 
+def test_the_check_sees_past_the_window(tmp_path: Path) -> None:
+    """A folder without the window of 70 keys agrees with the run on 64 tokens."""
+    model, plain = (Decoder(config("baseline", vocab_size=257, context=256, window=w)).eval() for w in (70, None))
+    plain.load_state_dict(model.state_dict())
+    assert export.checked_tokens(model) == 140 and export.checked_tokens(plain) == 64
+    with pytest.raises(ValueError, match="the exported model's logits differ from the run's"):
+        export.logits_apart(plain, model)
+
+
 def test_without_transformers_the_folder_is_written_unchecked(
     call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

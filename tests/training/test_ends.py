@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from configs import one_line_errors
 from configs.files import FolderLock, json_text, remove_leftovers, whole_folder, write_atomic, write_json
+from eval.common import EvalConfig
 from training.distributed import World, join_world, pick_device
 from training.run import TrainConfig
 
@@ -37,6 +38,34 @@ def test_a_lost_process_is_one_line_and_a_bug_keeps_its_traceback() -> None:
         raise RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer")
     with pytest.raises(RuntimeError, match="shapes"), World(0, 2, CPU, dist.HashStore()).errors():
         raise RuntimeError("shapes differ")
+
+
+FULL = "error: the GPU has too little free memory: "
+
+
+@pytest.mark.parametrize(
+    ("config", "fix"),
+    (
+        (TrainConfig(micro_batch=12), "use micro_batch=6, or use activation_checkpointing=true, or end other"),
+        (TrainConfig(micro_batch=9), "use micro_batch=3, or use activation_checkpointing=true, or end other"),
+        (
+            TrainConfig(),
+            "set micro_batch= to half of what it is now, or less, or use activation_checkpointing=true, or",
+        ),
+        (TrainConfig(micro_batch=1, activation_checkpointing=True), "use a smaller model or context, or end other"),
+        (EvalConfig(run="runs/a", batch=32), "use batch=16, or end other processes that use the GPU"),
+    ),
+)
+def test_a_full_gpu_is_one_line_that_names_what_needs_less(
+    config: object, fix: str, capsys: pytest.CaptureFixture
+) -> None:
+    lines = one_line_errors(type(config), every_rank=True, config=config)
+    with pytest.raises(SystemExit) as end, lines, World(0, 1, CPU).errors():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and said.startswith(FULL + fix) and said.count("\n") == 1
+    with pytest.raises(RuntimeError, match="^shapes$"), one_line_errors(type(config), config=config):
+        raise RuntimeError("shapes")
 
 
 @pytest.mark.parametrize("device", ("tpu", "xpu", "meta", "", "cuda:x", "cpu:3"))

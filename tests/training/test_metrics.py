@@ -48,6 +48,7 @@ def test_memory_is_that_of_this_process_and_not_of_its_parent(monkeypatch: pytes
         ("NVIDIA A100-SXM4-80GB", 312e12),
         ("NVIDIA A10G", 70e12),
         ("NVIDIA GeForce RTX 4090", 165e12),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
         ("NVIDIA A1000", None),
         ("NVIDIA GB200", None),
         ("NVIDIA GeForce RTX 3090 Ti", None),
