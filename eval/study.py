@@ -20,7 +20,7 @@ from configs.files import write_json
 from data.config import DataConfig
 from data.shards import open_split
 from data.stream import is_task, open_tokenizer
-from eval.perplexity import PerplexityConfig, result_name
+from eval.common import OF_A_RUN, result_name
 from eval.records import Record, record_of, run_of, write_records
 from eval.report.runs import DIVERGED, Run, SpikeConfig, read_run, settings_of
 from model.config import DecoderConfig
@@ -30,9 +30,6 @@ from training.run import TrainConfig, Vocabulary, fill_model
 from training.schedule import decay_start
 
 ROOT = Path(__file__).parent.parent
-# The modules of eval/ that evaluate one run: python -m eval.NAME run=runs/NAME
-OF_A_RUN = ("attention_noise", "harness", "icl", "mqar", "multiple_choice", "needle", "outliers", "perplexity",
-            "quantization")  # fmt: skip
 
 
 @dataclass
@@ -149,11 +146,7 @@ def evaluation_command(text: str) -> list[str]:
 
 def result_file(name: str, *overrides: str) -> str:
     """The name, without .json, of the file that an evaluation writes into a run's eval/."""
-    config = evaluation_config(name, *overrides)
-    if name == "perplexity":
-        return result_name(PerplexityConfig(**config))
-    style = config.get("style", "magic")
-    return name if style == "magic" else f"{name}_{style}"
+    return result_name(name, evaluation_config(name, *overrides))
 
 
 def other_setting(found: Mapping[str, Any], name: str, *overrides: str) -> str | None:

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import numpy as np
 
 from configs.files import read_json_lines, read_json_object, read_run_config
-from eval.common import INK, colour, run_name, variant
+from eval.common import INK, colour, given_input, run_name, variant
 from eval.report.statistics import spikes
 
 EVALUATIONS = ("perplexity", "needle", "attention_noise")  # wanted of every run; others are shown where they exist
@@ -253,8 +253,8 @@ def evaluations(runs: list[Run]) -> list[str]:
 def text_named(run: Run, name: str) -> str | None:
     """The text that the run's evaluation `name` was given; None for the run's own validation documents."""
     settings, results = run.evals[name].get("config", {}), run.evals[name]["results"]
-    given = settings.get("text") or settings.get("shards")
-    return given and results.get("text", given)  # an older result has a `text` of the run's own shards, too
+    given = given_input(settings)
+    return given and results.get("text", Path(given).name)  # an older result has a `text` of the run's own shards, too
 
 
 def text_of(run: Run, name: str) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from eval.common import command_of
 from eval.report.runs import EVALUATIONS, Arm, Run, evaluations
 from eval.report.tables import Row, row_of
 
@@ -28,7 +29,10 @@ class Section:
 
     @property
     def title(self) -> str:
-        return TITLES.get(self.name, self.name.replace("_", " ").capitalize())
+        command = command_of(self.name)
+        if command not in TITLES:
+            return self.name.replace("_", " ").capitalize()
+        return TITLES[command] + self.name.removeprefix(command).replace("_", ": ", 1)
 
 
 def sections(arms: list[Arm]) -> list[Section]:
