@@ -19,6 +19,7 @@ name= if given, else the name of the file without its suffixes.
 """
 
 import functools
+import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,10 @@ def evaluate(run: LoadedRun, task: Task, cfg: IclConfig) -> dict[str, Any]:
     results = {"task": task.name, "classes": classes, "chance": 1 / classes, "episodes": count}
     results |= {key: rows[-1][key] for key in ("accuracy", "se")}
     order = order_summary(orders, scores[len(jobs) :], cfg) if orders else None
+    digest = hashlib.sha256()
+    for episode in episodes:
+        digest.update(spelled_out(episode))
+    results["sha256"] = digest.hexdigest()
     return results | {"queries": len(episodes[0].questions), "shots": rows, "order": order}
 
 

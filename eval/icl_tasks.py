@@ -191,9 +191,9 @@ def load_task(cfg: IclConfig) -> Task:
     return Task(form, *TEMPLATES[form], demonstrations, questions)
 
 
-def spelled_out(task: Task) -> bytes:
-    """The task's demonstrations and questions as bytes, for a digest."""
-    return json.dumps(asdict(task)).encode()
+def spelled_out(part: Task | Episode) -> bytes:
+    """Demonstrations and questions of a task or an episode as bytes, for a digest."""
+    return json.dumps(asdict(part)).encode()
 
 
 def check(cfg: IclConfig) -> None:

@@ -37,7 +37,7 @@ from eval.common import (
     progress,
     write_result,
 )
-from eval.perplexity import cut_windows
+from eval.perplexity import cut_windows, digest
 from model.attention.probe import visit_logits
 
 RANKS = (1, 2, 3, 10, 100)
@@ -138,7 +138,13 @@ def evaluate(model: nn.Module, windows: np.ndarray, batch: int = 32) -> dict[str
         {"layer": layer} | {kind: seen[kind][layer].summary() for kind in KINDS} for layer in range(len(model.blocks))
     ]
     results = {kind: total[kind].summary() for kind in KINDS}
-    return results | {"per_layer": per_layer, "tokens": n * length, "windows": n, "length": length}
+    return results | {
+        "per_layer": per_layer,
+        "tokens": n * length,
+        "windows": n,
+        "length": length,
+        "sha256": digest(windows),
+    }
 
 
 LABELS = {"logits": "|attention logits|", "hidden": "|hidden states|"}

@@ -227,7 +227,7 @@ def rare_at_most(cfg: PerplexityConfig) -> int:
 
 def digest(windows: np.ndarray) -> str:
     """Equal for the same text and windows, whose losses can be compared."""
-    return hashlib.sha256(windows.tobytes()).hexdigest()
+    return hashlib.sha256(np.ascontiguousarray(windows)).hexdigest()
 
 
 def check_ngram(cfg: PerplexityConfig, vocab_size: int, length: int) -> None:

@@ -38,7 +38,7 @@ from eval.common import (
 )
 from eval.needles import NeedleGridConfig, Query, check_grid, needle_contexts
 from eval.outliers import maps_that_fit
-from eval.perplexity import cut_windows, token_losses
+from eval.perplexity import cut_windows, digest, token_losses
 from eval.scoring import score
 from model.attention.probe import visit_logits
 from training.checkpoint import LoadedRun
@@ -110,7 +110,7 @@ def evaluate(run: LoadedRun, windows: np.ndarray, queries: list[Query], cfg: Qua
         for bits in cfg.bits
     ]
     counts = {"windows": len(windows), "length": windows.shape[1] - 1, "needles": len(queries)}
-    return results | counts
+    return results | counts | {"sha256": digest(windows)}
 
 
 def _change(what: str, values: np.ndarray, reference: np.ndarray) -> dict[str, float]:

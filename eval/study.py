@@ -22,7 +22,8 @@ from data.shards import open_split
 from data.stream import is_task, open_tokenizer
 from eval.common import OF_A_RUN, result_name
 from eval.records import Record, record_of, run_of, write_records
-from eval.report.runs import DIVERGED, Run, SpikeConfig, read_run, settings_of
+from eval.report.measured import settings_of
+from eval.report.runs import DIVERGED, Run, SpikeConfig, read_run
 from model.config import DecoderConfig
 from model.decoder import Decoder
 from training.checkpoint import checkpoints, folder_name

@@ -10,7 +10,8 @@ import numpy as np
 
 from eval import attention_noise, needle
 from eval.report import figures
-from eval.report.runs import EVALUATIONS, Arm, text_of
+from eval.report.measured import EVALUATIONS
+from eval.report.runs import Arm, text_of
 from eval.report.tables import HEADLINES, Contrast, trained_on
 
 DOTS_PER_INCH = 160  # of eval.common.figure

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from eval.common import command_of
-from eval.report.runs import EVALUATIONS, Arm, Run, evaluations
+from eval.report.measured import EVALUATIONS
+from eval.report.runs import Arm, Run, evaluations
 from eval.report.tables import Row, row_of
 
 ROWS_SHOWN = 40  # rows of one evaluation; the JSON has all

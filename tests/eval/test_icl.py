@@ -230,7 +230,11 @@ def test_the_command_on_a_file(make_run, call, files):
 
 def test_each_file_keeps_its_result(make_run, call, refused, files, tmp_path):
     run, few = make_run("a"), ("shots=[2]", "episodes=2", "orders=0")
-    call(icl, f"run={run}", *few)
+    digests = set()
+    for more in ((), ("seed=1",), ("classes=3",)):
+        call(icl, f"run={run}", *few, *more)
+        digests.add(json.loads((run / "eval" / "icl.json").read_text())["results"]["sha256"])
+    assert len(digests) == 3  # of the episodes
     bank, clinc = f"examples={files['bank.csv']}", f"examples={files['clinc.json']}"
     for given in (bank, clinc):
         call(icl, f"run={run}", given, *few)

@@ -305,6 +305,43 @@ def test_further_evaluations_on_other_settings_are_refused(seeded, refused, tmp_
     assert not (tmp_path / "r.html").exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "first", "second", "differ"),
+    [
+        ("outliers", {"length": 128, "windows": 7}, {"length": 256, "windows": 7}, "length"),
+        ("quantization", {"windows": 7, "needles": 0}, {"windows": 7, "needles": 4}, "needles"),
+        ("quantization", {"sha256": "a"}, {"sha256": "b"}, "the text"),
+        ("icl", {"shots": [{"shots": 1}, {"shots": 8}]}, {"shots": [{"shots": 1}, {"shots": 4}]}, "shots"),
+        ("icl", {"task": "trec", "episodes": 10}, {"task": "trec", "episodes": 4}, "episodes"),
+        ("needle_passkey", {"cells": [{"length": 128, "depth": 0}]}, {"cells": [{"length": 256, "depth": 0}]}, "cells"),
+    ],
+)
+def test_what_was_measured_is_compared_and_not_only_the_settings(seeded, name, first, second, differ):
+    folders = seeded("b", {1: 2.0, 2: 2.1, 3: 2.2})
+    for folder, results in zip(folders, ({}, first, first), strict=True):  # an older result does not say it
+        further(folder, name, results)
+    read_runs([str(folder) for folder in folders])
+    further(folders[2], name, second)
+    with pytest.raises(ValueError, match=f"s2 and .*s3 ran eval.{name} on different text.*; they differ in {differ}$"):
+        read_runs([str(folder) for folder in folders])
+
+
+def test_a_file_under_two_spellings_is_one_file(seeded):
+    folders = seeded("b", {1: 2.0, 2: 2.1})
+    spellings = {
+        "multiple_choice_q": ({"file": "/there/q.jsonl"}, {"file": "q.jsonl"}),
+        "icl_t": ({"examples": "/there/t.label", "test": "x/e.label"}, {"examples": "t.label", "test": "e.label"}),
+        "harness": ({"include_path": "tasks/", "tasks": ["a", "b"]}, {"include_path": "/x/tasks", "tasks": ["b", "a"]}),
+    }
+    for name, settings in spellings.items():
+        for folder, given in zip(folders, settings, strict=True):
+            further(folder, name, {"loss": 1.0, "sha256": "a"}, **given)
+    read_runs([str(folder) for folder in folders])
+    further(folders[1], "icl_t", {"loss": 1.0, "sha256": "b"}, **spellings["icl_t"][1])
+    with pytest.raises(ValueError, match=r"ran eval\.icl_t on different text"):
+        read_runs([str(folder) for folder in folders])
+
+
 def test_an_ablation_is_shown(evaluated, call, refused, tmp_path):
     run, folder, out = evaluated("one"), tmp_path / "ablate", tmp_path / "r.html"
     (folder / "figures").mkdir(parents=True)
