@@ -105,7 +105,7 @@ def read_documents(text: str) -> list[str]:
         documents = [path.read_text(encoding="utf-8")] if plain else list(open_corpus(corpus))
     except UnicodeDecodeError:
         raise ValueError(f"{path} is not UTF-8 text: convert it first, e.g. with iconv -t utf-8") from None
-    except ValueError as error:
+    except (FileNotFoundError, ValueError) as error:
         wrong, column, _ = str(error).partition(": use data.column=")
         fix = ": give text= a file that has its texts under 'text'" if column else ""
         raise ValueError(wrong.replace("path=", "text=") + fix) from None
