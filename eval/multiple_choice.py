@@ -157,7 +157,8 @@ def draw(path: Path, results: dict[str, Any], title: str, shade: str) -> None:
         ax.set_xticks(range(len(METRICS)), METRICS.values())
         ax.tick_params(axis="x", length=0)
         ax.set(title=title, ylabel=f"accuracy, n = {results['samples']:,}")
-        ax.set_ylim(0, min(1.05, 1.25 * max(map(sum, zip(values, errors, strict=True)))))
+        tallest = max(results["chance"], *map(sum, zip(values, errors, strict=True)))  # above 0 without a right answer
+        ax.set_ylim(0, min(1.05, 1.25 * tallest))
         ax.figure.legend(loc="outside lower right")
 
 

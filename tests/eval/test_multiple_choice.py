@@ -81,6 +81,12 @@ def test_the_command_writes_json_and_figure(make_run, call, capsys, tmp_path):
     assert (run / "figures" / "multiple_choice_q.png").stat().st_size > 10_000
 
 
+def test_a_run_without_a_right_answer_has_a_figure_without_a_warning(tmp_path, recwarn):
+    results = dict.fromkeys([*mc.METRICS, *(f"{name}_se" for name in mc.METRICS)], 0.0)
+    mc.draw(tmp_path / "f.png", results | {"chance": 0.25, "samples": 3}, "a", "#000000")
+    assert not [str(one.message) for one in recwarn if "ylim" in str(one.message)]
+
+
 def test_each_file_keeps_its_result(make_run, call, refused, tmp_path):
     run, folder = make_run("a"), tmp_path / "other"
     folder.mkdir()
