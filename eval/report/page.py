@@ -105,7 +105,7 @@ def about(arms: list[Arm], section: Section) -> dict[str, Any]:
 
 def section_images(arms: list[Arm], section: Section) -> list[Image]:
     """The figure that the evaluation drew for the first run of each arm."""
-    measured = [arm for arm in arms if section.name in arm.runs[0].evals]
+    measured = [arm for arm in arms if arm.runs[0].results(section.name) is not None]
     drawn = [(arm.name, arm.runs[0].folder / "figures" / f"{section.name}.png") for arm in measured]
     return [Image(path, f"{section.title}, {name}") for name, path in drawn if path.is_file()]
 

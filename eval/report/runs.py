@@ -85,8 +85,8 @@ class Run:
         return float(np.mean(losses[-max(1, len(losses) // 10) :])) if losses else None
 
     def results(self, name: str) -> dict[str, Any] | None:
-        """The results of the evaluation; None if the run does not have it."""
-        return self.evals[name]["results"] if name in self.evals else None
+        """The results of the evaluation; None if the run lacks it, or if they have no meaning because the run diverged."""
+        return None if self.diverged or name not in self.evals else self.evals[name]["results"]
 
     def value(self, path: str) -> float | None:
         """The number at EVALUATION.KEY.KEY, for example `perplexity.recall.hit.loss`, or of training at `train.NAME`.
@@ -99,7 +99,7 @@ class Run:
         evaluation, _, keys = path.partition(".")
         if evaluation == "train":
             return self._of_training(keys)
-        found = None if self.diverged else _found(self.results(evaluation), keys)
+        found = _found(self.results(evaluation), keys)
         return float(found) if isinstance(found, (int, float)) and math.isfinite(found) else None
 
     def keys(self, path: str) -> list[str]:
@@ -283,8 +283,8 @@ class Arm:
         return f"{self.name} (n = {len(self.runs)})" if self.several else self.name
 
     def results(self, name: str) -> list[dict[str, Any]]:
-        """The results of the evaluation, one per run that has the evaluation."""
-        return [run.evals[name]["results"] for run in self.runs if name in run.evals]
+        """The results of the evaluation, one per run that has the evaluation and did not diverge."""
+        return [found for run in self.runs if (found := run.results(name)) is not None]
 
     def by_seed(self, values: Iterable[Any]) -> dict[int, float]:
         """Seed -> number. values: one per run; values that are missing or not finite are left out."""

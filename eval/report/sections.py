@@ -42,8 +42,8 @@ class Section:
 
 def sections(arms: list[Arm]) -> list[Section]:
     """One section for each evaluation that is not in the headline table."""
-    names = [name for name in evaluations([run for arm in arms for run in arm.runs]) if name not in EVALUATIONS]
-    return [_section(arms, name) for name in names]
+    runs = [run for arm in arms for run in arm.runs if not run.diverged]
+    return [_section(arms, name) for name in evaluations(runs) if name not in EVALUATIONS]
 
 
 def _section(arms: list[Arm], name: str) -> Section:

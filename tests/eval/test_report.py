@@ -305,6 +305,30 @@ def test_further_evaluations_on_other_settings_are_refused(seeded, refused, tmp_
     assert not (tmp_path / "r.html").exists()
 
 
+def test_no_number_of_a_diverged_run_is_shown_or_compared(seeded, call, tmp_path):
+    folders = seeded("b", {1: 2.0, 2: 2.1}) + seeded("d", {1: 1.9, 2: 2.0})
+    cells = [{"length": 160, "depth": 0.5, "needles": 1, "asked": 1, "samples": 2, "accuracy": 0.5, "se": 0.1}]
+    for i, folder in enumerate(folders):
+        pairs = [{"needles": 1, "asked": 1, "accuracy": 0.5 + i / 10, "se": 0.1, "rank_accuracy": None}]
+        further(folder, "needle", {"accuracy": 0.5, "pairs": pairs, "cells": cells})
+        further(folder, "quantization", {"bits": [{"bits": 8, "loss_change": 0.1 * i}]})
+    for folder in folders[2:]:  # the whole arm
+        further(folder, "icl", {"accuracy": 0.5})
+        (folder / "diverged.json").write_text('{"error": "the loss is nan at step 5"}')
+    runs = read_runs([str(folder) for folder in folders])
+    arms = arms_of(runs)
+    rows = [*headline_table(arms), *(row for part in sections(arms) for row in part.rows)]
+    shown = [row for row in rows if row.group not in ("Model", "Training") and row.cells[1].n]
+    assert not shown and not contrasts(arms, rows)
+    assert [part.name for part in sections(arms)] == ["quantization"]  # icl has no number left
+    assert runs[2].evals["needle"] and not arms[1].results("needle")
+    call(report, listed(folders), f"out={tmp_path / 'r.html'}", "viewer=false")
+    page = (tmp_path / "r.html").read_text()
+    assert "diverged: its training loss is not finite" in page and "Heatmap of needle accuracy" in page
+    assert 'length, baseline"' in page and 'length, diff"' not in page
+    assert 'alt="Quantized attention logits, diff"' not in page
+
+
 def test_settings_are_named_once_and_are_no_rows(seeded, call, tmp_path):
     folders = seeded("b", {1: 2.0, 2: 2.1}) + seeded("d", {1: 1.9, 2: 2.0})
     for i, folder in enumerate(folders):
