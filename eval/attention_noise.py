@@ -1,6 +1,7 @@
 """Attention noise: how much attention goes to the answer, and how much to context that does not matter?
 
-    python -m eval.attention_noise run=runs/NAME [length=256] [depths=[0,0.25,0.5,0.75,1]] [samples=50]
+    python -m eval.attention_noise run=runs/NAME [text=FILE | shards=DIR] [name=NAME] [length=256]
+        [depths=[0,0.25,0.5,0.75,1]] [samples=50]
 
 One needle is hidden in real text of the trained length. The attention row of the last prompt token, which has to
 produce the answer, is split into five buckets: the first token (the sink), the context before the needle, the needle's
@@ -16,7 +17,8 @@ averaged row is divided by its own sum, and then the layers are averaged.
 For every layer and head it also measures the row's entropy and its share of negative mass, and, on windows of real
 text, the share of attention sinks (arXiv 2410.10781). Only the needed attention rows are formed, never T x T maps or
 the logits, so memory grows with the context as the memory of one forward pass does.
-Writes runs/NAME/eval/attention_noise.json and runs/NAME/figures/attention_noise.png, attention_heads.png.
+Writes runs/NAME/eval/attention_noise.json and runs/NAME/figures/attention_noise.png, attention_heads.png. A given text= or
+shards= adds its name to all three, as in eval.perplexity.
 """
 
 from dataclasses import dataclass
@@ -33,6 +35,7 @@ from eval.common import (
     Axes,
     batches,
     check_finite,
+    claim_result,
     device_of,
     figure,
     haystack,
@@ -293,11 +296,12 @@ def draw_heads(path: Path, results: dict[str, Any], title: str) -> None:
 def main(cfg: AttentionNoiseConfig) -> None:
     check_grid(cfg)
     run = open_run(cfg)
-    results = evaluate(run, haystack(run, cfg), cfg)
-    said = write_result(
-        run, cfg, "attention_noise", results, lambda path, results, title, _: draw(path, results, title)
-    )
-    draw_heads(Path(cfg.run) / "figures" / "attention_heads.png", results, run_name(cfg.run))
+    hay = haystack(run, cfg)
+    file, about = claim_result("attention_noise", cfg, lambda: [hay])
+    results = evaluate(run, hay, cfg) | about
+    said = write_result(run, cfg, file, results, lambda path, results, title, _: draw(path, results, title))
+    heads = file.replace("attention_noise", "attention_heads", 1)
+    draw_heads(Path(cfg.run) / "figures" / f"{heads}.png", results, run_name(cfg.run))
     for reading in READINGS:
         mean = results[reading]["mean"]
         print(

@@ -1,10 +1,14 @@
 """What all evaluations share: opening a run, the tokens to test on, the result file and the style of the figures."""
 
 import glob
+import hashlib
 import io
+import json
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +42,11 @@ LOGITS_IN_MEMORY = 2**28  # most floats that one forward pass may hold: 1 GB
 LOGITS_AT_ONCE = 2**24  # floats that the output head makes at a time: 64 MB
 LOGITS_IN_CACHE = 2**20  # the same on a CPU: 4 MB stay in its cache, and the next operations take half the time
 HAYSTACK_TOKENS = 20_000_000  # enough text for needle contexts, and small in memory
+DIGESTED_AT_ONCE = 2**22  # tokens of a text whose digest is computed: 32 MB
+# The modules of eval/ that evaluate one run: python -m eval.NAME run=runs/NAME
+OF_A_RUN = ("attention_noise", "harness", "icl", "mqar", "multiple_choice", "needle", "outliers", "perplexity",
+            "quantization")  # fmt: skip
+INPUTS = ("text", "shards", "examples", "test", "file")  # settings that name something else to measure on
 
 
 @dataclass
@@ -55,6 +64,7 @@ class TextEvalConfig(EvalConfig):
 
     text: str | None = None  # use this text instead of the run's validation shards: a file, a folder or a 'glob'
     shards: str | None = None  # use the validation shards of this folder instead of the run's
+    name: str | None = None  # name of the result, in place of the text's name
 
 
 def open_run(cfg: EvalConfig) -> LoadedRun:
@@ -101,7 +111,7 @@ def read_documents(text: str) -> list[str]:
         raise ValueError(
             f"{path} is not UTF-8 text: convert it first, e.g. iconv -f latin1 -t utf-8 FILE > NEW"
         ) from None
-    except ValueError as error:
+    except (FileNotFoundError, ValueError) as error:
         wrong, column, _ = str(error).partition(": use data.column=")
         fix = ": give text= a file that has its texts under 'text'" if column else ""
         raise ValueError(wrong.replace("path=", "text=") + fix) from None
@@ -176,6 +186,82 @@ def mean_se(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
 def run_name(run: str | Path) -> str:
     """The run's name, which is the name of its folder."""
     return Path(run).resolve().name
+
+
+def given_input(settings: Mapping[str, Any]) -> str | None:
+    """The text, folder or file that an evaluation was given to measure on; None for the run's own text."""
+    return next((settings[key] for key in INPUTS if settings.get(key)), None)
+
+
+def result_name(evaluation: str, settings: Mapping[str, Any]) -> str:
+    """The name of the result's files, without suffix: EVALUATION, for a given input EVALUATION_STEM, or EVALUATION_NAME.
+
+    STEM is the name of the input's file without suffixes, or of its folder. A style of needles stands before the STEM.
+    """
+    style, name, given = settings.get("style", "magic"), settings.get("name"), given_input(settings)
+    evaluation = evaluation if style == "magic" else f"{evaluation}_{style}"
+    if name is not None:
+        if not re.fullmatch(r"[A-Za-z0-9._-]+", name):
+            raise ValueError(f"name={name} names a file: use letters, digits, '.', '_' and '-', as in name=books")
+        return f"{evaluation}_{name}"
+    if not given:
+        return evaluation
+    path = Path(os.path.abspath(given))
+    last = path.name if path.is_dir() else path.name.removesuffix("".join(path.suffixes))
+    named = (re.sub(r"[^A-Za-z0-9._-]+", "-", part).strip("-") for part in (last, *reversed(path.parts[:-1])))
+    return f"{evaluation}_{next(filter(None, named), 'text')}"  # the folder's name for books/*.txt
+
+
+def command_of(result: str) -> str:
+    """The evaluation that writes this result: perplexity of perplexity_books."""
+    return next((name for name in OF_A_RUN if result == name or result.startswith(f"{name}_")), result)
+
+
+def claim_result(
+    evaluation: str, cfg: EvalConfig, content: Callable[[], Iterable[bytes | np.ndarray]]
+) -> tuple[str, dict[str, str]]:
+    """The name of the result's files, and what its results say of a given input: its name and the digest of its content.
+
+    ValueError if that file has the result of another input and the name was not chosen with name=. The same content at
+    another place, such as after a move, replaces its result. `content` is read for a given input alone.
+    """
+    settings = vars(cfg)
+    file, given = result_name(evaluation, settings), given_input(settings)
+    about: dict[str, str] = {}
+    if given:
+        digest = hashlib.sha256()
+        for part in content():
+            digest.update(part)
+        about = {"text": Path(os.path.abspath(given)).name, "input_sha256": digest.hexdigest()}
+    if settings.get("name") is None and file != evaluation:
+        refuse_other_input(Path(cfg.run) / "eval" / f"{file}.json", settings, about.get("input_sha256"))
+    return file, about
+
+
+def refuse_other_input(path: Path, settings: Mapping[str, Any], digest: str | None) -> None:
+    """ValueError if the result in the file `path` was measured on another input than that of `settings`."""
+    try:
+        before = json.loads(path.read_text())
+        had, known = before["config"], before["results"].get("input_sha256")
+        others = [had.get(key) for key in INPUTS]
+        same = all(_place(other) == _place(settings.get(key)) for key, other in zip(INPUTS, others, strict=True))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # no result, or the file cannot be read
+        return
+    if not same and (known is None or known != digest):
+        other = given_input(had) or "the run's own text"
+        fix = "give this one a name of its own with name=NAME"
+        raise ValueError(f"eval/{path.name} is of another text or file, {other}: {fix}")
+
+
+def _place(given: str | None) -> str | None:
+    return os.path.abspath(given) if given else None
+
+
+def content_of(parts: Iterable[Shard | TextTokens]) -> Iterator[np.ndarray]:
+    """The tokens of texts as int64, a part at a time, for their digest."""
+    for part in parts:
+        for start in range(0, len(part), DIGESTED_AT_ONCE):
+            yield part.read(start, start + DIGESTED_AT_ONCE)
 
 
 def write_result(

@@ -7,13 +7,17 @@ the log-likelihood of a continuation, the log-likelihood of a whole text in wind
 string. Every context starts with the end-of-text token, as every training document does; of a text in windows only the
 first window does. The model reads at most `length` tokens at once (by default the trained context); older tokens are
 cut off, and the result counts the cut contexts.
-Writes runs/NAME/eval/harness.json and runs/NAME/figures/harness.png.
+Writes runs/NAME/eval/harness.json and runs/NAME/figures/harness.png. Tasks that an earlier command measured stay in the
+result if step, length, limit, num_fewshot and lm-eval's version are the same; else the new tasks replace them.
 """
 
+import hashlib
+import json
 import logging
 import math
+from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -82,7 +86,8 @@ class RunLM(TemplateLM):
     """A run with the methods of an lm-eval model: `loglikelihood`, `loglikelihood_rolling` and `generate_until`.
 
     `truncated` counts contexts that lost their beginning. `shortened` counts decodings that were limited to fewer
-    tokens than the task asks for, because the prompt needs part of the context, too.
+    tokens than the task asks for, because the prompt needs part of the context, too. `per_task` has both for each task,
+    and a digest of its requests.
     """
 
     def __init__(self, run: LoadedRun, batch: int = 32, length: int | None = None) -> None:
@@ -93,7 +98,31 @@ class RunLM(TemplateLM):
             raise ValueError(f"length={length} has no room for a context: use length=2 or more")
         if self.length > context and run.model.positions is not None:
             raise ValueError(f"length={length} exceeds the {context} learned positions: use length={context} or less")
-        self.truncated = self.shortened = 0
+        self._cut, self._limited = Counter(), Counter()  # task -> contexts, decodings
+        self._digests = defaultdict(hashlib.sha256)  # task -> of its requests
+        self._tasks: list[str] = []  # of the requests for log-likelihoods
+
+    @property
+    def truncated(self) -> int:
+        return self._cut.total()
+
+    @property
+    def shortened(self) -> int:
+        return self._limited.total()
+
+    def per_task(self) -> dict[str, dict[str, Any]]:
+        """Task -> its cut contexts, its limited decodings and the digest of its requests."""
+        return {
+            task: {"truncated": self._cut[task], "shortened": self._limited[task], "sha256": digest.hexdigest()}
+            for task, digest in sorted(self._digests.items())
+        }
+
+    def _tasks_of(self, requests: list["Instance"]) -> list[str]:
+        """The task of each request, whose digest takes the request in."""
+        names = [getattr(request, "task_name", None) or "" for request in requests]
+        for name, request in zip(names, requests, strict=True):
+            self._digests[name].update(repr(request.args).encode())
+        return names
 
     @property
     def eot_token_id(self) -> int:
@@ -108,22 +137,24 @@ class RunLM(TemplateLM):
 
     def loglikelihood(self, requests: list["Instance"], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         """For each (context, continuation): its log-probability, and whether greedy decoding gives the continuation."""
+        self._tasks = self._tasks_of(requests)
         return super().loglikelihood(requests, disable_tqdm=disable_tqdm)  # lm-eval splits the texts into tokens
 
     def _loglikelihood_tokens(self, requests: list[Any], **_: object) -> list[tuple[float, bool]]:
         rows = []
-        for _, context, continuation in requests:
+        for task, (_, context, continuation) in zip(self._tasks, requests, strict=True):
             if len(continuation) > self.length:
                 wrong = f"a continuation of {len(continuation)} tokens exceeds length={self.length}"
                 raise ValueError(f"{wrong}: leave its task out, or use length={len(continuation)} (rotary positions)")
             # The model does not read the last token of the continuation.
             context, room = self._started(context), self.length + 1 - len(continuation)
-            self.truncated += len(context) > room
+            self._cut[task] += len(context) > room
             rows.append((context[-room:], continuation))
         return log_likelihoods(self.run.model, rows, self.batch)
 
     def loglikelihood_rolling(self, requests: list["Instance"], disable_tqdm: bool = True) -> list[float]:
         """For each (text,): the log-probability of the whole text, where every token is predicted once."""
+        self._tasks_of(requests)
         texts = [self.run.tokenizer.encode(request.args[0]) for request in requests]
         rolled = [get_rolling_token_windows(text, self.eot_token_id, self.length, context_len=1) for text in texts]
         windows = [list(map(make_disjoint_window, rows)) for rows in rolled]
@@ -132,7 +163,8 @@ class RunLM(TemplateLM):
 
     def generate_until(self, requests: list["Instance"], disable_tqdm: bool = True) -> list[str]:
         """For each (context, settings): the greedy continuation up to the first `until` string of the settings."""
-        jobs = [self._job(*request.args) for request in requests]
+        tasks = self._tasks_of(requests)
+        jobs = [self._job(task, *request.args) for task, request in zip(tasks, requests, strict=True)]
         texts = [""] * len(jobs)
         with progress("decoding", len(jobs)) as bar:
             order = sorted(range(len(jobs)), key=lambda i: jobs[i][1:])
@@ -148,15 +180,15 @@ class RunLM(TemplateLM):
                     texts[i] = before_any(self.run.tokenizer.decode(new), until)
         return texts
 
-    def _job(self, context: str, settings: dict[str, Any]) -> tuple[np.ndarray, int, tuple[str, ...]]:
+    def _job(self, task: str, context: str, settings: dict[str, Any]) -> tuple[np.ndarray, int, tuple[str, ...]]:
         """The prompt's tokens, the number of new tokens, and the stop strings."""
         if settings.get("do_sample") and settings.get("temperature") != 0:
             raise ValueError("a task asks for sampling, but decoding is greedy: set do_sample: false in its YAML file")
         asked = next((settings[name] for name in LIMITS if settings.get(name) is not None), MAX_NEW)
         limit = min(int(asked), self.length // 2)
-        self.shortened += limit < asked
+        self._limited[task] += limit < asked
         prompt = self._started(self.tok_encode(context))
-        self.truncated += len(prompt) > self.length - limit
+        self._cut[task] += len(prompt) > self.length - limit
         until = settings.get("until") or []
         prompt = np.array(prompt[-(self.length - limit) :])
         return prompt, limit, tuple([until] if isinstance(until, str) else until)
@@ -215,8 +247,30 @@ def evaluate(lm: RunLM, cfg: HarnessConfig) -> dict[str, Any]:
         "length": lm.length,
         "truncated": lm.truncated,
         "shortened": lm.shortened,
+        "per_task": lm.per_task(),
         "lm_eval": lm_eval.__version__,
     }
+
+
+def joined(new: dict[str, Any], cfg: HarnessConfig, step: int) -> tuple[dict[str, Any], HarnessConfig]:
+    """The results and their settings with the tasks of the run's earlier result, if both were measured in the same way."""
+    try:
+        before = json.loads((Path(cfg.run) / "eval" / "harness.json").read_text())
+        old, had = before["results"], before["config"]
+        same = before["step"] == step and all(had[key] == getattr(cfg, key) for key in ("limit", "num_fewshot"))
+        same &= all(old[key] == new[key] for key in ("length", "lm_eval"))
+        tasks = old["tasks"] | new["tasks"]
+        counts = {"truncated": old["truncated"], "shortened": old["shortened"]}
+        per_task = (
+            old.get("per_task", {"earlier tasks": counts}) | new["per_task"]
+        )  # older results count all tasks together
+        names, path = list(dict.fromkeys([*had["tasks"], *cfg.tasks])), cfg.include_path or had["include_path"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # no result, or the file cannot be read
+        return new, cfg
+    if not same or old["tasks"].keys() <= new["tasks"].keys():
+        return new, cfg
+    totals = {key: sum(part[key] for part in per_task.values()) for key in counts}
+    return new | {"tasks": tasks} | totals | {"per_task": per_task}, replace(cfg, tasks=names, include_path=path)
 
 
 def plain(metrics: dict[str, Any]) -> dict[str, float | None]:
@@ -267,7 +321,8 @@ def main(cfg: HarnessConfig) -> None:
         raise ValueError("tasks is empty: give tasks=[NAME,...]; `lm-eval ls tasks` lists the names")
     run = open_run(cfg)
     results = evaluate(RunLM(run, cfg.batch, cfg.length), cfg)
-    said = write_result(run, cfg, "harness", results, draw)
+    whole, settings = joined(results, cfg, run.step)
+    said = write_result(run, settings, "harness", whole, draw)
     for task, metrics in results["tasks"].items():
         values = [f"{key} {value:.4g}" for key, value in metrics.items() if value is not None and "stderr" not in key]
         print(f"{said}: {task}: {', '.join(values)}")

@@ -1,7 +1,7 @@
 """In-context learning: accuracy of many-shot classification, and its dependence on the order of the demonstrations.
 
     python -m eval.icl run=runs/NAME [shots=[1,2,4,8]] [episodes=100] [orders=10]
-    python -m eval.icl run=runs/NAME examples=FILE [format=trec|trec_fine|banking77|clinc150] [test=FILE]
+    python -m eval.icl run=runs/NAME examples=FILE [format=trec|trec_fine|banking77|clinc150] [test=FILE] [name=NAME]
 
 A prompt is a number of demonstrations (text and label) and one more text. Decoding is constrained to the labels: the
 answer is the label whose tokens have the highest summed log-probability after the prompt. An episode is one random
@@ -14,10 +14,12 @@ Without examples= the task is synthetic: words of a few classes (animals, tools,
 number for each class, in the sentences of data.retrieval ("The magic number of horse is 4817."), which small models can
 be trained on. A word that a demonstration has shown tests recall; another word tests whether the model has learned the
 class.
-Writes runs/NAME/eval/icl.json and runs/NAME/figures/icl.png.
+Writes runs/NAME/eval/icl.json and runs/NAME/figures/icl.png; for given examples icl_STEM.json and icl_STEM.png, where STEM is
+name= if given, else the name of the file without its suffixes.
 """
 
 import functools
+import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,8 +29,19 @@ from scipy import stats
 
 from configs import command
 from data.tokenizer import Tokenizer
-from eval.common import GREY, Axes, figure, mean_se, open_run, progress, write_result
-from eval.icl_tasks import ARRANGEMENTS, Episode, Example, IclConfig, Task, arrange, check, draw_episode, load_task
+from eval.common import GREY, Axes, claim_result, figure, mean_se, open_run, progress, write_result
+from eval.icl_tasks import (
+    ARRANGEMENTS,
+    Episode,
+    Example,
+    IclConfig,
+    Task,
+    arrange,
+    check,
+    draw_episode,
+    load_task,
+    spelled_out,
+)
 from eval.scoring import Job, score_jobs
 from training.checkpoint import LoadedRun
 
@@ -102,6 +115,10 @@ def evaluate(run: LoadedRun, task: Task, cfg: IclConfig) -> dict[str, Any]:
     results = {"task": task.name, "classes": classes, "chance": 1 / classes, "episodes": count}
     results |= {key: rows[-1][key] for key in ("accuracy", "se")}
     order = order_summary(orders, scores[len(jobs) :], cfg) if orders else None
+    digest = hashlib.sha256()
+    for episode in episodes:
+        digest.update(spelled_out(episode))
+    results["sha256"] = digest.hexdigest()
     return results | {"queries": len(episodes[0].questions), "shots": rows, "order": order}
 
 
@@ -232,8 +249,9 @@ def main(cfg: IclConfig) -> None:
     check(cfg)
     task = load_task(cfg)
     run = open_run(cfg)
-    results = evaluate(run, task, cfg)
-    said = write_result(run, cfg, "icl", results, draw)
+    file, about = claim_result("icl", cfg, lambda: [spelled_out(task)])
+    results = evaluate(run, task, cfg) | about
+    said = write_result(run, cfg, file, results, draw)
     chance = f"chance {results['chance']:.3f}"
     for row in results["shots"]:
         print(f"{said}: {task.name}, {row['shots']} shots: accuracy {row['accuracy']:.3f} ± {row['se']:.3f} ({chance})")

@@ -6,7 +6,7 @@ import itertools
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -23,7 +23,8 @@ class IclConfig(EvalConfig):
     """The task, and how many prompts of it.
 
     examples: a file to draw demonstrations from; None: the synthetic task. test: a file to draw questions from, by
-    default the test split of `examples`, or a fifth of `examples`. shots: numbers of demonstrations, by default the
+    default the test split of `examples`, or a fifth of `examples`. name: name of the result, in place of the name of
+    `examples`. shots: numbers of demonstrations, by default the
     powers of two that fit in the trained context, and the largest number that fits. episodes: how many, by default 100
     of the synthetic task or 10 of a file. queries: questions per episode, at most. orders: orders to try in each
     arrangement of the demonstrations (in at most 20 episodes); 0 leaves order robustness out. classes:
@@ -32,6 +33,7 @@ class IclConfig(EvalConfig):
 
     examples: str | None = None
     test: str | None = None
+    name: str | None = None
     format: str = "auto"  # auto | trec | trec_fine | banking77 | clinc150
     shots: list[int] | None = None
     episodes: Annotated[int | None, "[1, inf)"] = None
@@ -187,6 +189,11 @@ def load_task(cfg: IclConfig) -> Task:
         questions = [example for i, example in enumerate(demonstrations) if i in held]
         demonstrations = [example for i, example in enumerate(demonstrations) if i not in held]
     return Task(form, *TEMPLATES[form], demonstrations, questions)
+
+
+def spelled_out(part: Task | Episode) -> bytes:
+    """Demonstrations and questions of a task or an episode as bytes, for a digest."""
+    return json.dumps(asdict(part)).encode()
 
 
 def check(cfg: IclConfig) -> None:

@@ -1,6 +1,6 @@
 """Multiple choice by loss, as HellaSwag is scored: the model's answer is the ending that it finds most probable.
 
-    python -m eval.multiple_choice run=runs/NAME file=hellaswag_val.jsonl [limit=1000]
+    python -m eval.multiple_choice run=runs/NAME file=hellaswag_val.jsonl [name=NAME] [limit=1000]
 
 file: JSON lines (.jsonl or .jsonl.gz) with "query", "endings" and "label", the right ending's number from 0;
 HellaSwag's own "activity_label", "ctx_a" and "ctx_b" may replace "query". A query follows an end-of-text token, an
@@ -10,7 +10,8 @@ an ending as long as the trained context are left out.
 Share of questions where the right ending has the highest log-probability: `acc` in sum, `acc_norm` per token
 (build-nanogpt, llm.c), `acc_norm_bytes` per byte (the acc_norm of lm-evaluation-harness divides by characters). `loss`:
 of the right endings, nats per token.
-Writes runs/NAME/eval/multiple_choice.json and runs/NAME/figures/multiple_choice.png.
+Writes runs/NAME/eval/multiple_choice_STEM.json and runs/NAME/figures/multiple_choice_STEM.png. STEM is name= if given, else the
+name of the file without its suffixes.
 """
 
 import gzip
@@ -26,7 +27,7 @@ import numpy as np
 from omegaconf import MISSING
 
 from configs import command
-from eval.common import GREY, EvalConfig, figure, mean_se, open_run, progress, write_result
+from eval.common import GREY, EvalConfig, claim_result, figure, mean_se, open_run, progress, write_result
 from eval.scoring import score
 from training.checkpoint import LoadedRun
 
@@ -35,9 +36,12 @@ METRICS = {"acc": "log-probability", "acc_norm": "per token", "acc_norm_bytes": 
 
 @dataclass
 class MultipleChoiceConfig(EvalConfig):
-    """file: the file with the questions. limit: number of questions, taken at even distances; None: all questions."""
+    """file: the file with the questions. name: name of the result, in place of the file's name. limit: number of questions,
+    taken at even distances; None: all questions.
+    """
 
     file: str = MISSING
+    name: str | None = None
     limit: Annotated[int | None, "[1, inf)"] = None
 
 
@@ -108,12 +112,16 @@ def evaluate(run: LoadedRun, questions: list[Question], batch: int) -> dict[str,
     with progress("multiple choice", len(questions)) as bar:
         _, logprobs = score(run.model, prompts, endings, batch, done=bar.update)
     results = summarise(questions, endings, logprobs)
-    text = json.dumps([[question.query, question.endings, question.label] for question in questions])
     return results | {
         "truncated": sum(len(query) > room for query, room in zip(queries, rooms, strict=True)),
         "skipped": skipped,
-        "sha256": hashlib.sha256(text.encode()).hexdigest(),
+        "sha256": hashlib.sha256(spelled_out(questions)).hexdigest(),
     }
+
+
+def spelled_out(questions: list[Question]) -> bytes:
+    """The questions as bytes, for a digest."""
+    return json.dumps([[question.query, question.endings, question.label] for question in questions]).encode()
 
 
 def summarise(questions: list[Question], endings: list[list[np.ndarray]], logprobs: list[np.ndarray]) -> dict[str, Any]:
@@ -150,18 +158,20 @@ def draw(path: Path, results: dict[str, Any], title: str, shade: str) -> None:
         ax.set_xticks(range(len(METRICS)), METRICS.values())
         ax.tick_params(axis="x", length=0)
         ax.set(title=title, ylabel=f"accuracy, n = {results['samples']:,}")
-        ax.set_ylim(0, min(1.05, 1.25 * max(map(sum, zip(values, errors, strict=True)))))
+        tallest = max(results["chance"], *map(sum, zip(values, errors, strict=True)))  # above 0 without a right answer
+        ax.set_ylim(0, min(1.05, 1.25 * tallest))
         ax.figure.legend(loc="outside lower right")
 
 
 @command("multiple_choice", MultipleChoiceConfig)
 def main(cfg: MultipleChoiceConfig) -> None:
-    questions = read_questions(Path(cfg.file))
+    questions = whole = read_questions(Path(cfg.file))
     if cfg.limit is not None and cfg.limit < len(questions):
         questions = [questions[i] for i in np.linspace(0, len(questions) - 1, cfg.limit).round().astype(int)]
     run = open_run(cfg)
-    results = evaluate(run, questions, cfg.batch)
-    said = write_result(run, cfg, "multiple_choice", results, draw)
+    file, about = claim_result("multiple_choice", cfg, lambda: [spelled_out(whole)])
+    results = evaluate(run, questions, cfg.batch) | about
+    said = write_result(run, cfg, file, results, draw)
     accuracies = ", ".join(f"{metric} {results[metric]:.4f} ± {results[f'{metric}_se']:.4f}" for metric in METRICS)
     print(
         f"{said}: {accuracies}, loss {results['loss']:.4f} ± {results['loss_se']:.4f} "

@@ -1,7 +1,7 @@
 """Needle in a haystack: does the model give back a number that is hidden in real text, by depth and context length?
 
     python -m eval.needle run=runs/NAME [lengths=[128,256]] [depths=[0,0.5,1]] [pairs=[[1,1],[4,2]] | paper=true]
-        [style=magic] [text=FILE] [samples=50]
+        [style=magic] [text=FILE | shards=DIR] [name=NAME] [samples=50]
 
 A pair is (N, R): N needles lie in one context and R of them are asked for. paper=true takes the pairs of arXiv
 2410.05258: (1,1), (2,2), (4,2), (6,2), (8,1). The asked needle lies at the cell's depth, the other needles at random
@@ -13,7 +13,8 @@ niah_single_1 to 3, niah_multikey_1 to 3, niah_multivalue, niah_multiquery. Styl
 with a separate question, and the greedy continuation must be the number and its full stop, token by token. The other
 styles ask for all R numbers at once, and a value counts if it occurs in the greedy continuation, as in the papers they
 come from.
-Writes runs/NAME/eval/needle.json and runs/NAME/figures/needle.png; other styles write needle_STYLE.json and .png.
+Writes runs/NAME/eval/needle.json and runs/NAME/figures/needle.png; other styles write needle_STYLE.json and .png, and a given
+text= or shards= adds its name, as in eval.perplexity.
 """
 
 import contextlib
@@ -27,7 +28,7 @@ from typing import Annotated, Any
 import numpy as np
 
 from configs import command
-from eval.common import INK, Axes, figure, haystack, mean_se, open_run, progress, write_result
+from eval.common import INK, Axes, claim_result, figure, haystack, mean_se, open_run, progress, write_result
 from eval.needle_styles import STYLES
 from eval.needles import NeedleGridConfig, Query, check_grid, needle_contexts
 from eval.scoring import continue_greedily, score
@@ -215,8 +216,9 @@ def check(cfg: NeedleConfig) -> None:
 def main(cfg: NeedleConfig) -> None:
     check(cfg)
     run = open_run(cfg)
-    results = evaluate(run, haystack(run, cfg), cfg)
-    file = "needle" if cfg.style == "magic" else f"needle_{cfg.style}"
+    hay = haystack(run, cfg)
+    file, about = claim_result("needle", cfg, lambda: [hay])
+    results = evaluate(run, hay, cfg) | about
     said = write_result(run, cfg, file, results, lambda path, results, title, _: draw(path, [results], title))
     for pair in results["pairs"]:
         rank = f", ranked first {pair['rank_accuracy']:.3f}" if pair["rank_accuracy"] is not None else ""

@@ -1,13 +1,14 @@
 """Activation outliers: the largest attention logits and hidden states, and the medians of both.
 
-    python -m eval.outliers run=runs/NAME [text=FILE | shards=DIR] [length=256] [tokens=400000]
+    python -m eval.outliers run=runs/NAME [text=FILE | shards=DIR] [name=NAME] [length=256] [tokens=400000]
 
 Attention logits are |q.k| / sqrt(d), the inputs of every softmax: all maps of all heads and layers (both maps of a
 differential head, every path and key set of an introspective layer), without the pairs that the mask hides. Hidden
 states are the absolute values of every layer's output, after the residuals of attention and FFN. top-k is the exact
 k-th largest value. The median comes from a histogram and is exact to 0.05 % of its value. This is Table 5 of arXiv
 2410.05258, with an author's definitions in microsoft/unilm issue 1666.
-Writes runs/NAME/eval/outliers.json and runs/NAME/figures/outliers.png.
+Writes runs/NAME/eval/outliers.json and runs/NAME/figures/outliers.png; a given text= or shards= adds its name, as in
+eval.perplexity.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,6 +29,8 @@ from eval.common import (
     TextEvalConfig,
     batches,
     check_finite,
+    claim_result,
+    content_of,
     device_of,
     evaluation_tokens,
     figure,
@@ -35,7 +38,7 @@ from eval.common import (
     progress,
     write_result,
 )
-from eval.perplexity import cut_windows
+from eval.perplexity import cut_windows, digest
 from model.attention.probe import visit_logits
 
 RANKS = (1, 2, 3, 10, 100)
@@ -135,7 +138,13 @@ def evaluate(model: nn.Module, windows: np.ndarray, batch: int = 32) -> dict[str
         {"layer": layer} | {kind: seen[kind][layer].summary() for kind in KINDS} for layer in range(len(model.blocks))
     ]
     results = {kind: total[kind].summary() for kind in KINDS}
-    return results | {"per_layer": per_layer, "tokens": n * length, "windows": n, "length": length}
+    return results | {
+        "per_layer": per_layer,
+        "tokens": n * length,
+        "windows": n,
+        "length": length,
+        "sha256": digest(windows),
+    }
 
 
 LABELS = {"logits": "|attention logits|", "hidden": "|hidden states|"}
@@ -176,8 +185,10 @@ def _layers(ax: Axes, layers: list[dict[str, Any]], line_colour: str) -> None:
 def main(cfg: OutliersConfig) -> None:
     run = open_run(cfg)
     length = cfg.length or run.model.cfg.context
-    results = evaluate(run.model, cut_windows(evaluation_tokens(run, cfg), length, cfg.tokens), cfg.batch)
-    said = write_result(run, cfg, "outliers", results, draw)
+    parts = evaluation_tokens(run, cfg)
+    file, about = claim_result("outliers", cfg, lambda: content_of(parts))
+    results = evaluate(run.model, cut_windows(parts, length, cfg.tokens), cfg.batch) | about
+    said = write_result(run, cfg, file, results, draw)
     for kind in KINDS:
         tops = ", ".join(f"top-{k} {results[kind][f'top{k}']:.4g}" for k in RANKS if results[kind][f"top{k}"])
         print(

@@ -17,12 +17,8 @@ files of their own, perplexity_STEM. STEM is name= if given, else the name of th
 folder. A different text with the STEM of an earlier one is refused unless name= is given.
 """
 
-import contextlib
 import hashlib
-import json
 import math
-import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +36,8 @@ from eval.common import (
     TextEvalConfig,
     batches,
     check_finite,
+    claim_result,
+    content_of,
     device_of,
     evaluation_tokens,
     figure,
@@ -58,13 +56,12 @@ ZOOLOGY = 1250  # occurrences in training beyond which arXiv 2312.04927 counts a
 
 @dataclass
 class PerplexityConfig(TextEvalConfig):
-    """name: name of the result, in place of the text's name. length: tokens per window, by default the trained context.
-    tokens: largest number of tokens to test on. ngram: tokens of the n-grams that `recall` looks for. frequent: an n-gram is
-    frequent if the training shards have it more than this many times; None: 1250, if the shards still exist.
-    training_counts: count n-grams in the training shards and split the hits into rare and frequent ones.
+    """length: tokens per window, by default the trained context. tokens: largest number of tokens to test on. ngram: tokens of
+    the n-grams that `recall` looks for. frequent: an n-gram is frequent if the training shards have it more than this many
+    times; None: 1250, if the shards still exist. training_counts: count n-grams in the training shards and split the hits
+    into rare and frequent ones.
     """
 
-    name: str | None = None
     length: Annotated[int | None, "[1, inf)"] = None
     tokens: Annotated[int, "[1, inf)"] = 1_000_000
     ngram: Annotated[int, "[2, inf)"] = 2
@@ -234,44 +231,9 @@ def rare_at_most(cfg: PerplexityConfig) -> int:
     return ZOOLOGY if cfg.frequent is None else cfg.frequent
 
 
-def result_name(cfg: PerplexityConfig) -> str:
-    """The name of the result's files, without suffix. A text other than the run's own has a name of its own."""
-    if cfg.name is not None:
-        if not re.fullmatch(r"[A-Za-z0-9._-]+", cfg.name):
-            raise ValueError(f"name={cfg.name} names a file: use letters, digits, '.', '_' and '-', as in name=books")
-        return f"perplexity_{cfg.name}"
-    given = cfg.text or cfg.shards
-    if not given:
-        return "perplexity"
-    path = Path(os.path.abspath(given))
-    last = path.name if path.is_dir() else path.name.removesuffix("".join(path.suffixes))
-    named = (re.sub(r"[^A-Za-z0-9._-]+", "-", part).strip("-") for part in (last, *reversed(path.parts[:-1])))
-    return f"perplexity_{next(filter(None, named), 'text')}"  # the folder's name for books/*.txt
-
-
-def refuse_other_text(cfg: PerplexityConfig, file: str, parts: Sequence[Shard]) -> None:
-    """ValueError if the result `file` is of another text than the one given, `parts`, and the name was not chosen.
-
-    The same text at another place, such as after a move, replaces its result.
-    """
-    given = cfg.text or cfg.shards
-    try:
-        before = json.loads((Path(cfg.run) / "eval" / f"{file}.json").read_text())
-        other = before["config"]["text"] or before["config"]["shards"]
-        length, tokens, sha256 = before["results"]["length"], before["config"]["tokens"], before["results"]["sha256"]
-    except (OSError, ValueError, KeyError, TypeError):  # no result, or the file cannot be read
-        return
-    if cfg.name or not given or not other or os.path.abspath(other) == os.path.abspath(given):
-        return
-    with contextlib.suppress(ValueError):  # the text is shorter than the other text's windows
-        if digest(cut_windows(parts, length, tokens)) == sha256:
-            return
-    raise ValueError(f"eval/{file}.json is of another text, {other}: give this text a name of its own with name=NAME")
-
-
 def digest(windows: np.ndarray) -> str:
     """Equal for the same text and windows, whose losses can be compared."""
-    return hashlib.sha256(windows.tobytes()).hexdigest()
+    return hashlib.sha256(np.ascontiguousarray(windows)).hexdigest()
 
 
 def check_ngram(cfg: PerplexityConfig, vocab_size: int, length: int) -> None:
@@ -285,18 +247,16 @@ def check_ngram(cfg: PerplexityConfig, vocab_size: int, length: int) -> None:
 
 @command("perplexity", PerplexityConfig)
 def main(cfg: PerplexityConfig) -> None:
-    file, run, given = result_name(cfg), open_run(cfg), cfg.text or cfg.shards
+    run = open_run(cfg)
     length = cfg.length or run.model.cfg.context
     check_ngram(cfg, run.tokenizer.vocab_size, length)
     parts = evaluation_tokens(run, cfg)
-    refuse_other_text(cfg, file, parts)
+    file, about = claim_result("perplexity", cfg, lambda: content_of(parts))
     windows = cut_windows(parts, length, cfg.tokens)
     frequent = frequent_in_training(run, windows, cfg) if cfg.training_counts else None
     results = evaluate(run.model, windows, run.tokenizer.byte_lengths(), cfg.batch, cfg.ngram, frequent)
     results["recall"]["rare_at_most"] = None if frequent is None else rare_at_most(cfg)
-    if given:
-        results["text"] = Path(os.path.abspath(given)).name
-    said = write_result(run, cfg, file, results, draw)
+    said = write_result(run, cfg, file, results | about, draw)
     print(
         f"{said}: loss {results['loss']:.4f} ± {results['se']:.4f}, ppl {results['ppl']:.2f}, "
         f"{results['bits_per_byte']:.4f} bits/byte ({results['tokens']:,} tokens, windows of {length})"

@@ -1,6 +1,6 @@
 """Low-bit attention: how much loss does rounding the attention logits to a few bits cost?
 
-    python -m eval.quantization run=runs/NAME [bits=[8,6,4]] [text=FILE | shards=DIR] [tokens=100000]
+    python -m eval.quantization run=runs/NAME [bits=[8,6,4]] [text=FILE | shards=DIR] [name=NAME] [tokens=100000]
 
 The logits of every attention softmax are rounded to a b-bit integer times a scale: x -> round(x / s) s, with the scale
 s = max|x| / (2^(b-1) - 1) over visible logits (absmax), computed for every input (dynamic). Each head's map of one
@@ -8,7 +8,8 @@ window has one scale, as absmax is defined for a whole tensor; heads, windows an
 have separate scales. Weights, values and everything else stay in float32. This is Figure 8 of arXiv 2410.05258, with
 another metric than HellaSwag: the change of the validation loss and, for runs trained on retrieval documents, the
 change of needle accuracy. Both changes are paired: the same windows with and without rounding.
-Writes runs/NAME/eval/quantization.json and runs/NAME/figures/quantization.png.
+Writes runs/NAME/eval/quantization.json and runs/NAME/figures/quantization.png; a given text= or shards= adds its name, as in
+eval.perplexity.
 """
 
 import contextlib
@@ -24,6 +25,8 @@ from configs import command
 from eval.common import (
     Axes,
     batches,
+    claim_result,
+    content_of,
     device_of,
     evaluation_tokens,
     figure,
@@ -35,7 +38,7 @@ from eval.common import (
 )
 from eval.needles import NeedleGridConfig, Query, check_grid, needle_contexts
 from eval.outliers import maps_that_fit
-from eval.perplexity import cut_windows, token_losses
+from eval.perplexity import cut_windows, digest, token_losses
 from eval.scoring import score
 from model.attention.probe import visit_logits
 from training.checkpoint import LoadedRun
@@ -107,7 +110,7 @@ def evaluate(run: LoadedRun, windows: np.ndarray, queries: list[Query], cfg: Qua
         for bits in cfg.bits
     ]
     counts = {"windows": len(windows), "length": windows.shape[1] - 1, "needles": len(queries)}
-    return results | counts
+    return results | counts | {"sha256": digest(windows)}
 
 
 def _change(what: str, values: np.ndarray, reference: np.ndarray) -> dict[str, float]:
@@ -156,9 +159,11 @@ def main(cfg: QuantizationConfig) -> None:
     check(cfg)
     run = open_run(cfg)
     length = cfg.length or run.model.cfg.context
-    windows = cut_windows(evaluation_tokens(run, cfg), length, cfg.tokens)
-    results = evaluate(run, windows, needles(run, cfg, length), cfg)
-    said = write_result(run, cfg, "quantization", results, draw)
+    parts = evaluation_tokens(run, cfg)
+    file, about = claim_result("quantization", cfg, lambda: content_of(parts))
+    windows = cut_windows(parts, length, cfg.tokens)
+    results = evaluate(run, windows, needles(run, cfg, length), cfg) | about
+    said = write_result(run, cfg, file, results, draw)
     for row in results["bits"]:
         changes = [f"loss {row['loss_change']:+.4f} ± {row['loss_change_se']:.4f}"]
         if "accuracy" in row:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from configs.files import json_text, read_json_lines, write_atomic
-from eval.report.runs import Run, SpikeConfig, settings_of
+from eval.report.measured import settings_of
+from eval.report.runs import Run, SpikeConfig
 from model.config import decoder_config
 from training.run import TrainConfig, Vocabulary, deciding, flatten
 

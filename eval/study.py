@@ -19,9 +19,10 @@ from configs.composing import compose_job, quoted
 from configs.files import write_json
 from data.shards import open_split
 from data.stream import is_task, open_tokenizer
-from eval.perplexity import PerplexityConfig, result_name
+from eval.common import OF_A_RUN, result_name
 from eval.records import Record, describes, record_of, run_of, write_records
-from eval.report.runs import DIVERGED, Run, SpikeConfig, read_json, read_run, settings_of
+from eval.report.measured import settings_of
+from eval.report.runs import DIVERGED, Run, SpikeConfig, read_json, read_run
 from eval.texts import Texts, prepared
 from model.config import DecoderConfig
 from model.decoder import Decoder
@@ -31,9 +32,6 @@ from training.schedule import decay_start
 from training.text import trained_on
 
 ROOT = Path(__file__).parent.parent
-# The modules of eval/ that evaluate one run: python -m eval.NAME run=runs/NAME
-OF_A_RUN = ("attention_noise", "harness", "icl", "mqar", "multiple_choice", "needle", "outliers", "perplexity",
-            "quantization")  # fmt: skip
 
 
 @dataclass
@@ -183,11 +181,7 @@ def evaluation_command(text: str) -> list[str]:
 
 def result_file(name: str, *overrides: str) -> str:
     """The name, without .json, of the file that an evaluation writes into a run's eval/."""
-    config = evaluation_config(name, *overrides)
-    if name == "perplexity":
-        return result_name(PerplexityConfig(**config))
-    style = config.get("style", "magic")
-    return name if style == "magic" else f"{name}_{style}"
+    return result_name(name, evaluation_config(name, *overrides))
 
 
 def other_setting(found: Mapping[str, Any], name: str, *overrides: str) -> str | None:
@@ -198,6 +192,8 @@ def other_setting(found: Mapping[str, Any], name: str, *overrides: str) -> str |
     """
     default, wanted = evaluation_config(name), evaluation_config(name, *overrides)
     had, asked = (settings_of({"config": config}) for config in ({**default, **found}, wanted))
+    if name == "harness" and set(asked.get("tasks", ())) <= set(had.get("tasks", ())):
+        had["tasks"] = asked.get("tasks")  # its result may have the tasks of another command, too
     keys = [key for key in (had | asked) if key not in ("device", "batch")]
     return next((key for key in keys if had.get(key) != asked.get(key)), None)
 

@@ -10,7 +10,8 @@ import numpy as np
 
 from eval import attention_noise, needle
 from eval.report import figures
-from eval.report.runs import EVALUATIONS, Arm, text_of
+from eval.report.measured import EVALUATIONS
+from eval.report.runs import Arm, text_of
 from eval.report.tables import HEADLINES, Contrast, trained_on
 
 DOTS_PER_INCH = 160  # of eval.common.figure
@@ -224,7 +225,8 @@ def _attention(arms: list[Arm], folder: Path, reading: str) -> Figure:
 
 def _heads(arms: list[Arm]) -> list[Figure]:
     """The heatmaps over layers and heads that the evaluation drew, if they exist."""
-    found = [(arm.name, arm.runs[0].folder / "figures" / "attention_heads.png") for arm in arms]
+    first = [(arm.name, arm.runs[0]) for arm in arms if arm.runs[0].results("attention_noise")]
+    found = [(name, run.folder / "figures" / "attention_heads.png") for name, run in first]
     images = [
         Image(path, f"Heatmaps over layers and heads, {name}", heatmap=True) for name, path in found if path.is_file()
     ]

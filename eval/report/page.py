@@ -11,6 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from configs.provenance import ROOT, version
+from eval.common import command_of
 from eval.report.gallery import Figure, Image
 from eval.report.runs import Arm, Run, same_in_all, text_named
 from eval.report.sections import Section
@@ -94,16 +95,17 @@ def _machine(info: dict[str, Any]) -> str:
 
 def about(arms: list[Arm], section: Section) -> dict[str, Any]:
     """A further evaluation's command, texts and figures."""
-    command = section.name  # perplexity_NAME is a result of eval.perplexity on another text
-    while "_" in command and not (ROOT / "eval" / f"{command}.py").is_file():
-        command = command.rsplit("_", 1)[0]
     texts = {text_named(run, section.name) for arm in arms for run in arm.runs if section.name in run.evals}
-    return {"command": command, "texts": sorted(filter(None, texts)), "images": section_images(arms, section)}
+    return {
+        "command": command_of(section.name),
+        "texts": sorted(filter(None, texts)),
+        "images": section_images(arms, section),
+    }
 
 
 def section_images(arms: list[Arm], section: Section) -> list[Image]:
     """The figure that the evaluation drew for the first run of each arm."""
-    measured = [arm for arm in arms if section.name in arm.runs[0].evals]
+    measured = [arm for arm in arms if arm.runs[0].results(section.name) is not None]
     drawn = [(arm.name, arm.runs[0].folder / "figures" / f"{section.name}.png") for arm in measured]
     return [Image(path, f"{section.title}, {name}") for name, path in drawn if path.is_file()]
 

@@ -13,10 +13,10 @@ from typing import Annotated, Any
 import numpy as np
 
 from configs.files import read_json_lines, read_json_object, read_run_config
-from eval.common import INK, colour, run_name, variant
+from eval.common import INK, colour, given_input, run_name, variant
+from eval.report.measured import EVALUATIONS, measured
 from eval.report.statistics import spikes
 
-EVALUATIONS = ("perplexity", "needle", "attention_noise")  # wanted of every run; others are shown where they exist
 # In a run's folder: its loss or a tensor was not finite, and a repeated run would diverge again.
 DIVERGED = "diverged.json"
 DATA_KEYS = ("name", "source", "path", "dataset", "subset", "split", "val_fraction")  # another value is another text
@@ -85,8 +85,8 @@ class Run:
         return float(np.mean(losses[-max(1, len(losses) // 10) :])) if losses else None
 
     def results(self, name: str) -> dict[str, Any] | None:
-        """The results of the evaluation; None if the run does not have it."""
-        return self.evals[name]["results"] if name in self.evals else None
+        """The results of the evaluation; None if the run lacks it, or if they have no meaning because the run diverged."""
+        return None if self.diverged or name not in self.evals else self.evals[name]["results"]
 
     def value(self, path: str) -> float | None:
         """The number at EVALUATION.KEY.KEY, for example `perplexity.recall.hit.loss`, or of training at `train.NAME`.
@@ -99,7 +99,7 @@ class Run:
         evaluation, _, keys = path.partition(".")
         if evaluation == "train":
             return self._of_training(keys)
-        found = None if self.diverged else _found(self.results(evaluation), keys)
+        found = _found(self.results(evaluation), keys)
         return float(found) if isinstance(found, (int, float)) and math.isfinite(found) else None
 
     def keys(self, path: str) -> list[str]:
@@ -230,34 +230,24 @@ def refuse_other_shards(runs: list[Run]) -> None:
 def refuse_other_settings(runs: list[Run]) -> None:
     """Raise ValueError where one evaluation of two runs was on different text or with different settings."""
     for name in evaluations(runs):
-        first, *others = [run for run in runs if name in run.evals]
-        for run in others:
-            if _measured(name, run) != _measured(name, first):
-                raise ValueError(
-                    f"{first.folder} and {run.folder} ran eval.{name} on different text or settings: repeat both with "
-                    f"the same ones (delete eval/{name}.json of the older one)"
-                )
+        known: dict[str, tuple[Any, Run]] = {}  # what was measured -> its value in the first run that recorded it
+        for run in runs:
+            facts = measured(name, run.evals[name], run.config) if name in run.evals else {}
+            for key, value in facts.items():
+                first, of = known.setdefault(key, (value, run)) if value is not None else (None, run)
+                if value is not None and value != first:
+                    differ = f"they differ in {_difference(key, first, value)}"
+                    raise ValueError(
+                        f"{of.folder} and {run.folder} ran eval.{name} on different text or settings: repeat both with "
+                        f"the same ones (delete eval/{name}.json of the older one); {differ}"
+                    )
 
 
-def _measured(name: str, run: Run) -> Any:
-    """The settings and text of an evaluation, as a value that is equal for results that can be compared."""
-    results, settings = run.results(name), settings_of(run.evals[name])
-    if name == "perplexity":
-        return results.get("sha256", ""), settings.get("ngram", 2), settings.get("frequent")
-    if name not in EVALUATIONS:
-        same = {key: value for key, value in settings.items() if key not in ("device", "batch")}
-        return same, results.get("sha256")
-    given = {key: settings.get(key) for key in ("seed", "text", "shards", "samples", "style")}
-    given["digits"] = run.config["data"].get("retrieval", {}).get("digits", 4)  # of the numbers to find
-    if name == "attention_noise":
-        return given, settings.get("windows"), results.get("length"), list(results["signed"]["depths"])
-    return given, [[cell[key] for key in ("length", "depth", "needles", "asked")] for cell in results["cells"]]
-
-
-def settings_of(evaluation: dict[str, Any]) -> dict[str, Any]:
-    """The settings in an evaluation's JSON that were given, the same on every machine: of a path, only its last part."""
-    given = {key: value for key, value in evaluation.get("config", {}).items() if key != "run" and value is not None}
-    return given | {key: Path(given[key]).name for key in ("text", "shards") if key in given}
+def _difference(key: str, first: Any, value: Any) -> str:
+    """The name of what differs, in words."""
+    if key != "settings":
+        return "the text" if key.endswith("sha256") else key
+    return next(name for name in (first | value) if first.get(name) != value.get(name))
 
 
 def evaluations(runs: list[Run]) -> list[str]:
@@ -269,8 +259,8 @@ def evaluations(runs: list[Run]) -> list[str]:
 def text_named(run: Run, name: str) -> str | None:
     """The text that the run's evaluation `name` was given; None for the run's own validation documents."""
     settings, results = run.evals[name].get("config", {}), run.evals[name]["results"]
-    given = settings.get("text") or settings.get("shards")
-    return given and results.get("text", given)  # an older result has a `text` of the run's own shards, too
+    given = given_input(settings)
+    return given and results.get("text", Path(given).name)  # an older result has a `text` of the run's own shards, too
 
 
 def text_of(run: Run, name: str) -> str:
@@ -309,8 +299,8 @@ class Arm:
         return f"{self.name} (n = {len(self.runs)})" if self.several else self.name
 
     def results(self, name: str) -> list[dict[str, Any]]:
-        """The results of the evaluation, one per run that has the evaluation."""
-        return [run.evals[name]["results"] for run in self.runs if name in run.evals]
+        """The results of the evaluation, one per run that has the evaluation and did not diverge."""
+        return [found for run in self.runs if (found := run.results(name)) is not None]
 
     def by_seed(self, values: Iterable[Any]) -> dict[int, float]:
         """Seed -> number. values: one per run; values that are missing or not finite are left out."""

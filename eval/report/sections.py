@@ -1,14 +1,20 @@
 """Sections of the page for further evaluations, each with a table of all numbers of one evaluation."""
 
+import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from eval.report.runs import EVALUATIONS, Arm, Run, evaluations
+from eval.common import command_of
+from eval.report.measured import EVALUATIONS
+from eval.report.runs import Arm, Run, evaluations
 from eval.report.tables import Row, row_of
 
 ROWS_SHOWN = 40  # rows of one evaluation; the JSON has all
+# Numbers that say how something was measured: never rows of results.
+LABELS = ("depth", "needles", "asked", "length")  # of cells
+SETTINGS = (*LABELS, "samples", "windows")
 TITLES = {
     "icl": "In-context learning",
     "outliers": "Activation outliers",
@@ -28,26 +34,25 @@ class Section:
 
     @property
     def title(self) -> str:
-        return TITLES.get(self.name, self.name.replace("_", " ").capitalize())
+        command = command_of(self.name)
+        if command not in TITLES:
+            return self.name.replace("_", " ").capitalize()
+        return TITLES[command] + self.name.removeprefix(command).replace("_", ": ", 1)
 
 
 def sections(arms: list[Arm]) -> list[Section]:
     """One section for each evaluation that is not in the headline table."""
-    names = [name for name in evaluations([run for arm in arms for run in arm.runs]) if name not in EVALUATIONS]
-    return [_section(arms, name) for name in names]
+    runs = [run for arm in arms for run in arm.runs if not run.diverged]
+    return [_section(arms, name) for name in evaluations(runs) if name not in EVALUATIONS]
 
 
 def _section(arms: list[Arm], name: str) -> Section:
     flat = {id(run): dict(scalars(run.results(name) or {})) for arm in arms for run in arm.runs}
     measured = [values for values in flat.values() if values]
     keys = list(dict.fromkeys(key for values in measured for key in values))
-    settings = {  # whole numbers that are equal in all runs are counts and lengths
-        key: measured[0][key]
-        for key in keys
-        if isinstance(measured[0].get(key), int) and all(values.get(key) == measured[0][key] for values in measured)
-    }
+    settings = _settings(measured, keys)
     errors = {key: error for key in keys for error in _errors(key) if error in keys}
-    shown = [key for key in keys if key not in settings and key not in errors.values()]
+    shown = [key for key in keys if key not in (*settings, *errors.values()) and _last(key) not in SETTINGS]
 
     def read(run: Run, key: str) -> Any:
         value, error = flat[id(run)].get(key), flat[id(run)].get(errors.get(key, ""))
@@ -55,6 +60,29 @@ def _section(arms: list[Arm], name: str) -> Section:
 
     rows = [row_of(arms, name, key, lambda run, key=key: read(run, key), _short) for key in shown[:ROWS_SHOWN]]
     return Section(name, rows, settings, max(0, len(shown) - ROWS_SHOWN))
+
+
+def _settings(measured: list[dict[str, float]], keys: list[str]) -> dict[str, float]:
+    """Whole numbers that are equal in all runs, which are counts and lengths, and SETTINGS.
+
+    One of SETTINGS that is the same in all cells stands there once, under its last name; LABELS that differ between the
+    cells are left out.
+    """
+    found: dict[str, float] = {}
+    everywhere: dict[str, set[float]] = {name: set() for name in SETTINGS}  # name -> its values in all cells and runs
+    for key, value in itertools.chain.from_iterable(values.items() for values in measured):
+        everywhere.get(_last(key), set()).add(value)
+    for key in keys:
+        own = {values.get(key) for values in measured}
+        if len(everywhere.get(_last(key), ())) == 1:
+            (found[_last(key)],) = everywhere[_last(key)]
+        elif len(own) == 1 and isinstance(measured[0].get(key), int) and not (" · " in key and _last(key) in LABELS):
+            found[key] = own.pop()
+    return found
+
+
+def _last(key: str) -> str:
+    return key.rpartition(" · ")[2]
 
 
 def _errors(key: str) -> tuple[str, ...]:

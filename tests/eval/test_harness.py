@@ -2,14 +2,17 @@
 
 import json
 import math
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
 
+from configs.files import write_json
 from eval import harness
 from eval.harness import RunLM, before_any, log_likelihoods
+from eval.study import other_setting
 from model.config import DecoderConfig
 from model.decoder import Decoder
 
@@ -229,6 +232,53 @@ def test_the_command_runs_task_files(tasks, call, capsys):
     assert results["lm_eval"] and results["length"] == 160 and results["truncated"] == 0
     assert capsys.readouterr().out.count("harness  a: local_") == 3
     assert (run / "figures" / "harness.png").stat().st_size > 5_000
+
+
+def test_tasks_are_joined_where_they_were_measured_in_the_same_way(make_run):
+    run = make_run("a")
+
+    def measured(*names: str, step: int = 4, cut: int = 1, **settings: object) -> dict:
+        per_task = {name: {"truncated": cut, "shortened": 0, "sha256": name} for name in names}
+        new = {"tasks": {name: {"acc": 0.5} for name in names}, "length": 24, "lm_eval": "1", "per_task": per_task}
+        new |= {"truncated": cut * len(names), "shortened": 0}
+        cfg = harness.HarnessConfig(run=str(run), tasks=list(names), **settings)
+        results, settled = harness.joined(new, cfg, step)
+        write_json(run / "eval" / "harness.json", {"config": asdict(settled), "step": step, "results": results})
+        assert settled.tasks == list(results["tasks"])
+        return results
+
+    measured("a", "b", include_path="own")
+    both = measured("c", "b", cut=2)
+    assert list(both["tasks"]) == ["a", "b", "c"] and both["truncated"] == 1 + 2 + 2  # b is counted once
+    had = json.loads((run / "eval" / "harness.json").read_text())["config"]
+    assert had["include_path"] == "own"
+    assert other_setting(had, "harness", "tasks=[b]", "include_path=own") is None
+    assert other_setting(had, "harness", "tasks=[b,d]", "include_path=own") == "tasks"
+    assert other_setting(had, "harness", "tasks=[b]", "include_path=own", "limit=1") == "limit"
+    for other in ({"limit": 5}, {"num_fewshot": 1}, {"step": 8}):
+        assert list(measured("d", **other)["tasks"]) == ["d"]
+
+
+def test_tasks_of_an_earlier_command_stay(tasks, call):
+    run, folder, _ = tasks
+    path, given = run / "eval" / "harness.json", (f"run={run}", f"include_path={folder}", "length=24")
+    call(harness, *given, "tasks=[local_choice]")
+    first = json.loads(path.read_text())["results"]
+    call(harness, *given, "tasks=[local_decoding]")
+    both = json.loads(path.read_text())
+    assert list(both["results"]["tasks"]) == both["config"]["tasks"] == ["local_choice", "local_decoding"]
+    assert both["results"]["tasks"]["local_choice"] == first["tasks"]["local_choice"]
+    parts = both["results"]["per_task"]
+    assert parts["local_choice"] == first["per_task"]["local_choice"] and len(parts["local_decoding"]["sha256"]) == 64
+    for count in ("truncated", "shortened"):
+        assert both["results"][count] == sum(part[count] for part in parts.values())
+    assert parts["local_choice"]["truncated"] == first["truncated"] > 0
+    one = ["harness", "tasks=[local_choice]", f"include_path={folder}", "length=24"]
+    assert other_setting(both["config"], *one) is None and other_setting(both["config"], *one, "limit=1") == "limit"
+    call(harness, *given, "tasks=[local_choice]")
+    assert json.loads(path.read_text())["results"] == both["results"]  # measured again, counted once
+    call(harness, *given, "tasks=[local_choice]", "limit=2")
+    assert list(json.loads(path.read_text())["results"]["tasks"]) == ["local_choice"]
 
 
 def test_lm_evals_own_command_runs_our_model(tasks, monkeypatch, tmp_path, call):

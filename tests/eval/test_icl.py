@@ -221,10 +221,28 @@ def test_the_command_on_a_file(make_run, call, files):
     run = make_run("a")
     bank = f"examples={files['bank.csv']}", f"test={files['bank.csv']}"
     call(icl, f"run={run}", *bank, "shots=[2]", "episodes=2", "orders=0")
-    content = json.loads((run / "eval" / "icl.json").read_text())
+    content = json.loads((run / "eval" / "icl_bank.json").read_text())
     assert content["results"]["task"] == "banking77" and content["results"]["classes"] == 3
     assert content["results"]["order"] is None and content["results"]["queries"] == 3
     assert content["config"]["examples"] == str(files["bank.csv"])
+    assert content["results"]["text"] == "bank.csv" and not (run / "eval" / "icl.json").exists()
+
+
+def test_each_file_keeps_its_result(make_run, call, refused, files, tmp_path):
+    run, few = make_run("a"), ("shots=[2]", "episodes=2", "orders=0")
+    digests = set()
+    for more in ((), ("seed=1",), ("classes=3",)):
+        call(icl, f"run={run}", *few, *more)
+        digests.add(json.loads((run / "eval" / "icl.json").read_text())["results"]["sha256"])
+    assert len(digests) == 3  # of the episodes
+    bank, clinc = f"examples={files['bank.csv']}", f"examples={files['clinc.json']}"
+    for given in (bank, clinc):
+        call(icl, f"run={run}", given, *few)
+    (tmp_path / "test.csv").write_text(BANKING.replace("One more", "Another"))
+    other = f"test={tmp_path / 'test.csv'}"  # other questions
+    assert "icl_bank.json is of another text or file" in refused(icl, f"run={run}", bank, other, *few)
+    call(icl, f"run={run}", bank, other, "name=other", *few)
+    assert {path.stem for path in (run / "eval").iterdir()} == {"icl", "icl_bank", "icl_clinc", "icl_other"}
 
 
 def test_wrong_input_is_one_line(make_run, refused, files, tmp_path):

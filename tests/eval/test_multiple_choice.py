@@ -81,10 +81,32 @@ def test_hellaswags_own_file_and_wikihows_marks(tmp_path):
 def test_the_command_writes_json_and_figure(make_run, call, capsys, tmp_path):
     run = make_run("a", "i")
     call(mc, f"run={run}", f"file={write(tmp_path / 'q.jsonl', ITEMS)}", "limit=2")
-    results = json.loads((run / "eval" / "multiple_choice.json").read_text())["results"]
+    results = json.loads((run / "eval" / "multiple_choice_q.json").read_text())["results"]
     assert results["samples"] == 2 and len(results["sha256"]) == 64
-    assert capsys.readouterr().out.startswith("multiple_choice  a: acc ")
-    assert (run / "figures" / "multiple_choice.png").stat().st_size > 10_000
+    assert capsys.readouterr().out.startswith("multiple_choice_q  a: acc ")
+    assert (run / "figures" / "multiple_choice_q.png").stat().st_size > 10_000
+
+
+def test_a_run_without_a_right_answer_has_a_figure_without_a_warning(tmp_path, recwarn):
+    results = dict.fromkeys([*mc.METRICS, *(f"{name}_se" for name in mc.METRICS)], 0.0)
+    mc.draw(tmp_path / "f.png", results | {"chance": 0.25, "samples": 3}, "a", "#000000")
+    assert not [str(one.message) for one in recwarn if "ylim" in str(one.message)]
+
+
+def test_each_file_keeps_its_result(make_run, call, refused, tmp_path):
+    run, folder = make_run("a"), tmp_path / "other"
+    folder.mkdir()
+    first, second = write(tmp_path / "q.jsonl", ITEMS), write(tmp_path / "r.v2.jsonl", ITEMS[:1])
+    for file in (first, second):
+        call(mc, f"run={run}", f"file={file}")
+    assert {path.stem for path in (run / "eval").iterdir()} == {"multiple_choice_q", "multiple_choice_r"}
+    (folder / "q.jsonl").write_bytes(second.read_bytes())
+    assert "name of its own with name=" in refused(mc, f"run={run}", f"file={folder / 'q.jsonl'}")
+    call(mc, f"run={run}", f"file={folder / 'q.jsonl'}", "name=own")
+    assert (run / "eval" / "multiple_choice_own.json").is_file()
+    (folder / "q.jsonl").write_bytes(first.read_bytes())
+    call(mc, f"run={run}", f"file={folder / 'q.jsonl'}", "limit=1")  # a moved file replaces its result
+    assert json.loads((run / "eval" / "multiple_choice_q.json").read_text())["results"]["samples"] == 1
 
 
 def test_wrong_input_is_one_line(make_run, refused, tmp_path):

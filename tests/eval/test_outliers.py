@@ -103,6 +103,7 @@ def test_the_command_writes_json_and_figure(make_run, call, capsys):
     call(outliers, f"run={run}", "tokens=800", "length=40")
     results = json.loads((run / "eval" / "outliers.json").read_text())["results"]
     assert (results["tokens"], results["windows"], len(results["per_layer"])) == (800, 20, 2)
+    assert len(results["sha256"]) == 64
     for kind in ("logits", "hidden"):
         values = [results[kind][key] for key in ("top1", "top2", "top3", "top10", "top100", "median")]
         assert values == sorted(values, reverse=True) and values[-1] > 0

@@ -14,6 +14,7 @@ from data.config import TokenizerConfig
 from data.shards import TextTokens, write_shard
 from data.tokenizer import build_tokenizer
 from eval import common, perplexity
+from eval.common import result_name
 from eval.recall import ends_one_of, recall_hits
 from model.config import DecoderConfig
 from model.decoder import Decoder
@@ -268,8 +269,9 @@ def test_each_text_keeps_its_result(make_run, call, tmp_path, shards):
     assert "text" not in results_of(run) and results_of(run)["sha256"] == found["shards"]["sha256"]
     assert found["two"]["sha256"] == found["a-book"]["sha256"] != found["one"]["sha256"]
     assert found["two-books"]["tokens"] >= found["one"]["tokens"] + found["two"]["tokens"]
-    cfg = perplexity.PerplexityConfig(text=texts[4])
-    assert perplexity.result_name(cfg) == "perplexity_two-books"  # a pattern without a name of its own
+    assert (
+        result_name("perplexity", {"text": texts[4]}) == "perplexity_two-books"
+    )  # a pattern without a name of its own
 
 
 def test_a_second_text_of_one_name_needs_a_name_and_a_moved_text_does_not(make_run, call, refused, tmp_path):
@@ -284,6 +286,11 @@ def test_a_second_text_of_one_name_needs_a_name_and_a_moved_text_does_not(make_r
     assert results_of(run, "perplexity_book")["length"] == 40 and before["length"] == 50
     call(perplexity, f"run={run}", f"text={books['cats']}", "length=40", "name=cats")
     assert {path.stem for path in (run / "eval").iterdir()} == {"perplexity_book", "perplexity_cats"}
+
+
+def test_a_text_that_is_no_file_names_its_own_option(make_run, refused):
+    wrong = refused(perplexity, f"run={make_run('a')}", "text=/dev/null")
+    assert wrong.endswith("correct text=") and "path=" not in wrong
 
 
 def test_another_tokenizer_is_refused(make_run, refused, tmp_path):

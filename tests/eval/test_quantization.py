@@ -99,5 +99,5 @@ def test_without_retrieval_documents_there_are_no_needles(make_run, call, capsys
     run = make_run("a", retrieval={"weight": 0})
     call(qu, f"run={run}", "tokens=640", "bits=[4]", "length=64")
     results = json.loads((run / "eval" / "quantization.json").read_text())["results"]
-    assert results["accuracy"] is None and "accuracy" not in results["bits"][0]
+    assert results["accuracy"] is None and "accuracy" not in results["bits"][0] and len(results["sha256"]) == 64
     assert "needle" not in capsys.readouterr().out

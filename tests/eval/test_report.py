@@ -305,6 +305,91 @@ def test_further_evaluations_on_other_settings_are_refused(seeded, refused, tmp_
     assert not (tmp_path / "r.html").exists()
 
 
+def test_no_number_of_a_diverged_run_is_shown_or_compared(seeded, call, tmp_path):
+    folders = seeded("b", {1: 2.0, 2: 2.1}) + seeded("d", {1: 1.9, 2: 2.0})
+    cells = [{"length": 160, "depth": 0.5, "needles": 1, "asked": 1, "samples": 2, "accuracy": 0.5, "se": 0.1}]
+    for i, folder in enumerate(folders):
+        pairs = [{"needles": 1, "asked": 1, "accuracy": 0.5 + i / 10, "se": 0.1, "rank_accuracy": None}]
+        further(folder, "needle", {"accuracy": 0.5, "pairs": pairs, "cells": cells})
+        further(folder, "quantization", {"bits": [{"bits": 8, "loss_change": 0.1 * i}]})
+    for folder in folders[2:]:  # the whole arm
+        further(folder, "icl", {"accuracy": 0.5})
+        (folder / "diverged.json").write_text('{"error": "the loss is nan at step 5"}')
+    runs = read_runs([str(folder) for folder in folders])
+    arms = arms_of(runs)
+    rows = [*headline_table(arms), *(row for part in sections(arms) for row in part.rows)]
+    shown = [row for row in rows if row.group not in ("Model", "Training") and row.cells[1].n]
+    assert not shown and not contrasts(arms, rows)
+    assert [part.name for part in sections(arms)] == ["quantization"]  # icl has no number left
+    assert runs[2].evals["needle"] and not arms[1].results("needle")
+    call(report, listed(folders), f"out={tmp_path / 'r.html'}", "viewer=false")
+    page = (tmp_path / "r.html").read_text()
+    assert "diverged: its training loss is not finite" in page and "Heatmap of needle accuracy" in page
+    assert 'length, baseline"' in page and 'length, diff"' not in page
+    assert 'alt="Quantized attention logits, diff"' not in page
+
+
+def test_settings_are_named_once_and_are_no_rows(seeded, call, tmp_path):
+    folders = seeded("b", {1: 2.0, 2: 2.1}) + seeded("d", {1: 1.9, 2: 2.0})
+    for i, folder in enumerate(folders):
+        cells = [
+            {"length": 160, "depth": depth, "needles": n, "asked": n, "samples": 2, "accuracy": 0.1 * i, "se": 0.01}
+            for n in (1, 2)
+            for depth in (0.0, 0.5)
+        ]
+        one = [cell for cell in cells if (cell["depth"], cell["asked"]) == (0.5, 1)]
+        further(folder, "needle_passkey", {"accuracy": 0.5, "cells": cells, "context": 160}, seed=0)
+        further(folder, "needle_lwm", {"accuracy": 0.5, "cells": one}, seed=0)
+        further(folder, "outliers", {"logits": {"top1": 9.5 + i}, "windows": 8, "length": 160, "tokens": 1280})
+    parts = {part.name: part for part in sections(arms_of(read_runs([str(folder) for folder in folders])))}
+    assert parts["needle_passkey"].settings == {"samples": 2, "context": 160}
+    rows = [row.name for row in parts["needle_passkey"].rows]
+    assert len(rows) == 5 and all(name.endswith("accuracy") for name in rows)
+    assert parts["needle_lwm"].settings == {"depth": 0.5, "needles": 1, "asked": 1, "samples": 2}
+    assert [row.name for row in parts["outliers"].rows] == ["logits · top1"]
+    call(report, listed(folders), f"out={tmp_path / 'r.html'}", "viewer=false")
+    page = (tmp_path / "r.html").read_text()
+    caption = "windows 8, length 160, tokens 1,280. Figures: the first seed of each arm. (<code>python -m eval.outliers</code>)"
+    assert caption in page
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "second", "differ"),
+    [
+        ("outliers", {"length": 128, "windows": 7}, {"length": 256, "windows": 7}, "length"),
+        ("quantization", {"windows": 7, "needles": 0}, {"windows": 7, "needles": 4}, "needles"),
+        ("quantization", {"sha256": "a"}, {"sha256": "b"}, "the text"),
+        ("icl", {"shots": [{"shots": 1}, {"shots": 8}]}, {"shots": [{"shots": 1}, {"shots": 4}]}, "shots"),
+        ("icl", {"task": "trec", "episodes": 10}, {"task": "trec", "episodes": 4}, "episodes"),
+        ("needle_passkey", {"cells": [{"length": 128, "depth": 0}]}, {"cells": [{"length": 256, "depth": 0}]}, "cells"),
+    ],
+)
+def test_what_was_measured_is_compared_and_not_only_the_settings(seeded, name, first, second, differ):
+    folders = seeded("b", {1: 2.0, 2: 2.1, 3: 2.2})
+    for folder, results in zip(folders, ({}, first, first), strict=True):  # an older result does not say it
+        further(folder, name, results)
+    read_runs([str(folder) for folder in folders])
+    further(folders[2], name, second)
+    with pytest.raises(ValueError, match=f"s2 and .*s3 ran eval.{name} on different text.*; they differ in {differ}$"):
+        read_runs([str(folder) for folder in folders])
+
+
+def test_a_file_under_two_spellings_is_one_file(seeded):
+    folders = seeded("b", {1: 2.0, 2: 2.1})
+    spellings = {
+        "multiple_choice_q": ({"file": "/there/q.jsonl"}, {"file": "q.jsonl"}),
+        "icl_t": ({"examples": "/there/t.label", "test": "x/e.label"}, {"examples": "t.label", "test": "e.label"}),
+        "harness": ({"include_path": "tasks/", "tasks": ["a", "b"]}, {"include_path": "/x/tasks", "tasks": ["b", "a"]}),
+    }
+    for name, settings in spellings.items():
+        for folder, given in zip(folders, settings, strict=True):
+            further(folder, name, {"loss": 1.0, "sha256": "a"}, **given)
+    read_runs([str(folder) for folder in folders])
+    further(folders[1], "icl_t", {"loss": 1.0, "sha256": "b"}, **spellings["icl_t"][1])
+    with pytest.raises(ValueError, match=r"ran eval\.icl_t on different text"):
+        read_runs([str(folder) for folder in folders])
+
+
 def test_an_ablation_is_shown(evaluated, call, refused, tmp_path):
     run, folder, out = evaluated("one"), tmp_path / "ablate", tmp_path / "r.html"
     (folder / "figures").mkdir(parents=True)

@@ -1,0 +1,52 @@
+"""What makes results of one evaluation comparable: the settings that were given, and what was measured with them."""
+
+from pathlib import Path
+from typing import Any
+
+EVALUATIONS = ("perplexity", "needle", "attention_noise")  # wanted of every run; others are shown where they exist
+PATHS = ("text", "shards", "examples", "test", "file", "include_path")  # settings that differ between machines
+NO_MATTER = ("device", "batch", "name")  # settings that change no number
+# Counts and digests in the results of further evaluations. What older code did not record is not compared.
+RECORDED = ("sha256", "input_sha256", "length", "windows", "tokens", "task", "episodes", "queries", "needles")
+
+
+def settings_of(evaluation: dict[str, Any]) -> dict[str, Any]:
+    """The settings in an evaluation's JSON that were given, the same on every machine: of a path, only its last part."""
+    given = {key: value for key, value in evaluation.get("config", {}).items() if key != "run" and value is not None}
+    return given | {key: Path(given[key]).name for key in PATHS if key in given}
+
+
+def measured(name: str, evaluation: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    """The settings, text and shape of a result, equal in results that can be compared; a value None is not known.
+
+    name: of the result. evaluation: its JSON. config: the configuration of its run.
+    """
+    results, settings = evaluation["results"], settings_of(evaluation)
+    found = {key: results.get(key) for key in RECORDED}
+    if name == "perplexity":
+        about = (settings.get("ngram", 2), settings.get("frequent"))
+        return {"text": results.get("sha256", ""), "ngram and frequent": about}
+    if name in EVALUATIONS:
+        given = {key: settings.get(key) for key in ("seed", "text", "shards", "samples", "style")}
+        given["digits"] = config["data"].get("retrieval", {}).get("digits", 4)  # of the numbers to find
+        found |= {"settings": given, "windows": settings.get("windows")}
+    else:
+        given = {key: value for key, value in settings.items() if key not in NO_MATTER}
+        found["settings"] = given | {key: sorted(given[key]) for key in ("tasks",) if key in given}
+    return found | shape_of(results)
+
+
+def shape_of(results: dict[str, Any]) -> dict[str, Any]:
+    """Cells, depths, shots and tasks of a result, where it has them."""
+    found: dict[str, Any] = {}
+    if "cells" in results:
+        found["cells"] = [
+            [cell.get(key) for key in ("length", "depth", "needles", "asked")] for cell in results["cells"]
+        ]
+    if isinstance(signed := results.get("signed"), dict):
+        found["depths"] = list(signed.get("depths", ()))
+    if isinstance(shots := results.get("shots"), list):
+        found["shots"] = [row.get("shots") for row in shots]
+    for task, about in results.get("per_task", {}).items():
+        found[f"documents of {task}"] = about.get("sha256")
+    return found
