@@ -79,16 +79,20 @@ def evaluation_tokens(run: LoadedRun, cfg: TextEvalConfig) -> list[Shard | TextT
         raise ValueError("text= and shards= are both given: give one of them")
     if cfg.text:
         return [TextTokens(_tokenize(cfg.text, run.tokenizer))]
-    data = read_run_config(run.path)["data"]
-    if not cfg.shards and data["source"] == "mqar":
-        raise ValueError(f"{cfg.run} was trained on data=mqar, which has no text: use eval.mqar, or give text=FILE")
-    folder = Path(cfg.shards or data["dir"])
+    folder = Path(cfg.shards or _own_shards(run))
     if (folder / "tokenizer.json").is_file() and load_tokenizer(folder).fingerprint != run.tokenizer.fingerprint:
         raise ValueError(
             f"{folder} has another tokenizer than {cfg.run} ('{run.tokenizer.name}'): use text=FILE, "
             "or shards= prepared with the run's tokenizer"
         )
     return open_split(folder, "val", vocab_size=run.tokenizer.vocab_size, fingerprint=run.tokenizer.fingerprint)
+
+
+def _own_shards(run: LoadedRun) -> str:
+    data = read_run_config(run.path)["data"]
+    if data["source"] == "mqar":
+        raise ValueError(f"{run.path} was trained on data=mqar, which has no text: use eval.mqar, or give text=FILE")
+    return data["dir"]
 
 
 def _tokenize(text: str, tokenizer: Tokenizer) -> np.ndarray:

@@ -196,6 +196,7 @@ def test_from_training_to_the_json(tmp_path: Path, call: Callable[..., None], re
     call(mqar, f"run={run}", "samples=2", "kind=pairs", "shares=[0.5]")
     assert "key 'text'" in refused(mqar, f"run={run}", "text=x")
     assert "shares= must be different numbers" in refused(mqar, f"run={run}", "shares=[0.5,0.501]")
+    assert "has no text: use eval.mqar" in refused(perplexity, f"run={run}")
     again = run_command("train.py", "model=diff", *task, *shape, *rest, f"run_dir={tmp_path / 'n'}", "needle_every=1")
     assert again.returncode == 2 and "use needle_every=0" in again.stderr
 
