@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from data.config import DataConfig
 from data.mqar import Mqar, MqarConfig, Sample, mqar_tokenizer
 from data.stream import open_tokenizer
-from eval import mqar, outliers
+from eval import mqar, outliers, perplexity
 from eval.mqar import (
     BUCKETS,
     MqarEvalConfig,
