@@ -325,7 +325,8 @@ def draw_gap(
                 [x[i] for i in alone], mean[alone], "o", color="white", markeredgecolor=shade, markersize=4.5, zorder=3
             )
         ax.axhline(0, color=INK, linewidth=0.9)
-        ax.set_xticks(list(ticks), list(ticks.values()))
+        small = 9 if len("".join(ticks.values())) > 30 else None  # so that labels do not touch
+        ax.set_xticks(list(ticks), list(ticks.values()), fontsize=small)
         hollow = "; hollow dots: one seed" if any(n == 1 for _, gap in lines.values() for *_, n in gap) else ""
         ax.set(xlabel=f"{xlabel}{hollow}", ylabel=ylabel)
         ax.figure.legend(*ax.get_legend_handles_labels(), loc="outside right center")
