@@ -23,7 +23,7 @@ from configs import command
 from configs.files import read_json_lines, write_atomic, write_json
 from configs.provenance import result_record
 from eval.common import figure
-from eval.report.runs import arms_in, colours_of
+from eval.report.runs import ablation_in, colours_of
 from eval.report.tables import markdown
 
 LAYER = re.compile(r"monitor/layer_(\d+)/lambda")
@@ -106,7 +106,7 @@ def draw(path: Path, rows: list[dict[str, Any]], shades: dict[str, str]) -> None
 @command("lambdas", LambdasConfig)
 def main(cfg: LambdasConfig) -> None:
     folder = Path(cfg.ablation)
-    arms = arms_in(folder, "noise")
+    arms = ablation_in(folder, "noise")["results"]["arms"]
     rows = list(rows_of(arms, folder))
     if not rows:
         wrong = f"{folder} has no run folder with a reading of lambda"

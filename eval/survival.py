@@ -6,12 +6,14 @@ Reads the runs of an ablation that was trained with needle_every=N: from their f
 longer exist. (docs/results/NAME has such records, so ablation=docs/results/NAME works, too.) A run arrives at a level at its
 first needle check whose accuracy is at least the level. A run that never arrives is censored at the end of its training. For
 each arm, the command computes the Kaplan-Meier estimate of the share of runs that have not arrived, with 95 % intervals; the
-median with its interval; and the log-rank test against the first arm of the same point of the grid, with Holm's correction.
+median with its interval; and the log-rank test against the first arm of the same point of the grid, with Holm's correction. It
+tests the experiment's `pairs` in the same way.
 Writes survival.json and figures/survival.png into the ablation's folder.
 """
 
 import math
 import warnings
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ from configs.files import read_json_lines, write_json
 from configs.provenance import result_record
 from eval.common import figure
 from eval.records import records_of
-from eval.report.runs import arms_in, colours_of
+from eval.report.runs import ablation_in, colours_of
 from eval.report.statistics import holm
 
 
@@ -114,10 +116,31 @@ def compare(arms: list[dict[str, Any]], checks: dict[str, Checks], level: float)
         rows.append(about | {"until": until} | asdict(kaplan_meier(found[arm["name"]])))
         if arm["reference"] in found:
             rows[-1]["chi_square"], rows[-1]["p"] = log_rank(found[arm["name"]], found[arm["reference"]])
-    tested = [row for row in rows if "p" in row]
-    for row, p in zip(tested, holm([row["p"] for row in tested]), strict=True):
-        row["p_holm"] = p
+    _correct(row for row in rows if "p" in row)
     return rows
+
+
+def compare_pairs(
+    arms: list[dict[str, Any]], checks: dict[str, Checks], level: float, pairs: dict[str, list[str]]
+) -> list[dict[str, Any]]:
+    """The log-rank test of every pair at every point where both of its arms have runs. pairs: part -> (arm, other arm)."""
+    found = {
+        (a["arm"], a["point"]): [arrival(checks[run["run"]], level) for run in a["runs"]] for a in arms if a["runs"]
+    }
+    rows = []
+    for part, (arm, other) in pairs.items():
+        for point in [point for name, point in found if name == arm and (other, point) in found]:
+            chi_square, p = log_rank(found[arm, point], found[other, point])
+            rows.append({"part": part, "arm": arm, "other": other, "point": point, "chi_square": chi_square, "p": p})
+    _correct(rows)
+    return rows
+
+
+def _correct(rows: Iterable[dict[str, Any]]) -> None:
+    """Add Holm's correction of all rows' p as `p_holm`."""
+    rows = list(rows)
+    for row, p in zip(rows, holm([row["p"] for row in rows]), strict=True):
+        row["p_holm"] = p
 
 
 def draw(path: Path, levels: dict[str, list[dict[str, Any]]], shades: dict[str, str]) -> None:
@@ -144,7 +167,8 @@ def draw(path: Path, levels: dict[str, list[dict[str, Any]]], shades: dict[str, 
 @command("survival", SurvivalConfig)
 def main(cfg: SurvivalConfig) -> None:
     folder = Path(cfg.ablation)
-    arms = arms_in(folder, "emergence")
+    study = ablation_in(folder, "emergence")
+    arms, asked = study["results"]["arms"], study["config"].get("pairs", {})
     if not cfg.levels or not all(0 < level <= 1 for level in cfg.levels):
         raise ValueError(f"levels={cfg.levels} must be accuracies above 0 and at most 1: use levels=[0.5,0.9]")
     if not any(arm["runs"] for arm in arms):
@@ -154,13 +178,22 @@ def main(cfg: SurvivalConfig) -> None:
     if missing := [name for name, own in checks.items() if not own]:
         raise ValueError(f"{missing[0]} has no needle checks: train with needle_every=10, or give records= of the runs")
     levels = {f"{level:g}": compare(arms, checks, level) for level in cfg.levels}
-    write_json(folder / "survival.json", result_record("survival", folder.name, cfg, {"levels": levels}))
+    pairs = {f"{level:g}": compare_pairs(arms, checks, level, asked) for level in cfg.levels}
+    results = {"levels": levels, "pairs": pairs}
+    write_json(folder / "survival.json", result_record("survival", folder.name, cfg, results))
     draw(folder / "figures" / "survival.png", levels, colours_of(arms))
     for level, rows in levels.items():
         for row in rows:
-            test = f", log-rank p {row['p']:.3f} (Holm {row['p_holm']:.3f})" if "p" in row else ""
+            test = f", {_test(row)}" if "p" in row else ""
             half = "not reached" if row["median"] is None else f"{row['median'] / 1e6:.2f}M tokens"
             print(f"survival  {row['arm']}: accuracy {level}: {row['arrived']} of {row['n']} runs, median {half}{test}")
+        for row in pairs[level]:
+            at = f" at {row['point']}" if row["point"] else ""
+            print(f"survival  {row['part']}{at}: accuracy {level}: {row['arm']} and {row['other']}, {_test(row)}")
+
+
+def _test(row: dict[str, Any]) -> str:
+    return f"log-rank p {row['p']:.3f} (Holm {row['p_holm']:.3f})"
 
 
 def _checks(folder: Path, records: dict[str, dict[str, Any]]) -> Checks:

@@ -360,12 +360,12 @@ def give_colours(arms: list[Arm]) -> None:
         arm.colour, arm.line = palette[arm.arm], LINES[points.index(arm.point) % len(LINES)]
 
 
-def arms_in(folder: Path, experiment: str) -> list[dict[str, Any]]:
-    """The arms in the results.json of an ablation. ValueError, with an experiment to run, if the folder has none."""
+def ablation_in(folder: Path, experiment: str) -> dict[str, Any]:
+    """The results.json of an ablation. ValueError, with an experiment to run, if the folder has none."""
     content = read_json(folder / "results.json")
     if content is None:
         raise ValueError(f"{folder} has no results.json: run scripts/ablate.py experiment={experiment} first")
-    return content["results"]["arms"]
+    return content
 
 
 def colours_of(arms: list[dict[str, Any]]) -> dict[str, str]:

@@ -68,7 +68,9 @@ def test_arrival(tmp_path: Path) -> None:
 
 def test_the_command(tmp_path: Path, call: Callable[..., None], refused: Callable[..., str]) -> None:
     assert "has no results.json" in refused(survival, f"ablation={tmp_path}")
-    (tmp_path / "results.json").write_text(json.dumps({"results": {"arms": []}}))  # of a study that still tunes
+    (tmp_path / "results.json").write_text(
+        json.dumps({"config": {}, "results": {"arms": []}})
+    )  # of a study that still tunes
     assert "has no finished runs yet" in refused(survival, f"ablation={tmp_path}")
     assert not (tmp_path / "survival.json").exists()
     arms = []
@@ -78,11 +80,14 @@ def test_the_command(tmp_path: Path, call: Callable[..., None], refused: Callabl
             write(tmp_path / run, [0.0] * (at + seed) + [0.9] + [0.9] * 3)
         about = {"name": arm, "arm": arm, "point": "", "variant": "diff" if reference else "baseline"}
         arms.append(about | {"reference": reference, "runs": [{"run": run} for run in runs]})
-    (tmp_path / "results.json").write_text(json.dumps({"results": {"arms": arms}}))
+    pairs = {"subtraction": ["sooner", "baseline"], "of an arm that was left out": ["sooner", "absent"]}
+    (tmp_path / "results.json").write_text(json.dumps({"config": {"pairs": pairs}, "results": {"arms": arms}}))
     call(survival, f"ablation={tmp_path}", "levels=[0.5]")
     found = json.loads((tmp_path / "survival.json").read_text())
     first, second = found["results"]["levels"]["0.5"]
     assert (first["median"], second["median"]) == (500, 300) and 0 < second["p"] == second["p_holm"] < 0.2
+    (pair,) = found["results"]["pairs"]["0.5"]
+    assert (pair["part"], pair["p"], pair["p_holm"]) == ("subtraction", second["p"], second["p"])
     assert (first["until"], second["until"]) == (900, 700)  # each curve ends at its own arm's last check
     assert (tmp_path / "figures" / "survival.png").is_file() and found["eval"] == "survival" and found["machine"]
 
