@@ -8,7 +8,7 @@ first needle check whose accuracy is at least the level. A run that never arrive
 each arm, the command computes the Kaplan-Meier estimate of the share of runs that have not arrived, with 95 % intervals; the
 median with its interval; and the log-rank test against the first arm of the same point of the grid, with Holm's correction. It
 tests the experiment's `pairs` in the same way.
-Writes survival.json and figures/survival.png into the ablation's folder.
+Writes survival.json, survival.md and figures/survival.png.
 """
 
 import math
@@ -23,12 +23,18 @@ from omegaconf import MISSING
 from scipy import stats
 
 from configs import command
-from configs.files import read_json_lines, write_json
+from configs.files import read_json_lines, write_atomic, write_json
 from configs.provenance import result_record
 from eval.common import figure
 from eval.records import records_of
 from eval.report.runs import ablation_in, colours_of
 from eval.report.statistics import holm
+from eval.report.tables import markdown
+
+ABOUT = (
+    "Tokens: median over runs (95 % interval); a dash is a share that the curve does not reach. p: log-rank test, in brackets "
+    "with Holm's correction; arms against the first arm of their point."
+)
 
 
 @dataclass
@@ -36,6 +42,7 @@ class SurvivalConfig:
     """ablation: the folder of an ablation's results. levels: needle accuracies at which a run arrives."""
 
     ablation: str = MISSING
+    out: str | None = None  # folder for the results; null: the ablation's own
     records: str = "docs/results"  # runs whose folders are gone are read from NAME/records.jsonl.gz in this folder
     levels: list[float] = field(default_factory=lambda: [0.5, 0.9])
 
@@ -143,6 +150,30 @@ def _correct(rows: Iterable[dict[str, Any]]) -> None:
         row["p_holm"] = p
 
 
+def table(name: str, levels: dict[str, list[dict[str, Any]]], pairs: dict[str, list[dict[str, Any]]]) -> str:
+    """The arms, and below them the pairs, as Markdown: one row per arm and point of the grid, three columns per level."""
+    heads = [f"{head} {level}" for level in levels for head in ("arrived at", "million tokens to", "p at")]
+    arms = [["arm", "n", *heads]]
+    for rows in zip(*levels.values(), strict=True):
+        cells = [cell for row in rows for cell in (f"{row['arrived']} of {row['n']}", _half(row), _p(row))]
+        arms.append([rows[0]["arm"], str(rows[0]["n"]), *cells])
+    tests = [["pair", "point", *(f"p at {level}" for level in pairs)]]
+    for rows in zip(*pairs.values(), strict=True):
+        tests.append([f"{rows[0]['arm']}, {rows[0]['other']}", rows[0]["point"], *map(_p, rows)])
+    tables = markdown(arms) + ("\n" + markdown(tests) if len(tests) > 1 else "")
+    return f"**{name}: training tokens to a needle accuracy**\n\n{tables}\n{ABOUT}\n"
+
+
+def _half(row: dict[str, Any]) -> str:
+    """The median with its interval; an end that the curve does not reach is a dash."""
+    half, low, high = ("-" if row[key] is None else f"{row[key] / 1e6:.2f}" for key in ("median", "low", "high"))
+    return f"{half} ({low} to {high})"
+
+
+def _p(row: dict[str, Any]) -> str:
+    return f"{row['p']:.3g} ({row['p_holm']:.3g})" if "p" in row else ""
+
+
 def draw(path: Path, levels: dict[str, list[dict[str, Any]]], shades: dict[str, str]) -> None:
     """The share of runs that have arrived against training tokens: one row per point of the grid, one column per level."""
     points = list(dict.fromkeys(row["point"] for rows in levels.values() for row in rows))
@@ -179,21 +210,13 @@ def main(cfg: SurvivalConfig) -> None:
         raise ValueError(f"{missing[0]} has no needle checks: train with needle_every=10, or give records= of the runs")
     levels = {f"{level:g}": compare(arms, checks, level) for level in cfg.levels}
     pairs = {f"{level:g}": compare_pairs(arms, checks, level, asked) for level in cfg.levels}
+    out = Path(cfg.out or cfg.ablation)
     results = {"levels": levels, "pairs": pairs}
-    write_json(folder / "survival.json", result_record("survival", folder.name, cfg, results))
-    draw(folder / "figures" / "survival.png", levels, colours_of(arms))
-    for level, rows in levels.items():
-        for row in rows:
-            test = f", {_test(row)}" if "p" in row else ""
-            half = "not reached" if row["median"] is None else f"{row['median'] / 1e6:.2f}M tokens"
-            print(f"survival  {row['arm']}: accuracy {level}: {row['arrived']} of {row['n']} runs, median {half}{test}")
-        for row in pairs[level]:
-            at = f" at {row['point']}" if row["point"] else ""
-            print(f"survival  {row['part']}{at}: accuracy {level}: {row['arm']} and {row['other']}, {_test(row)}")
-
-
-def _test(row: dict[str, Any]) -> str:
-    return f"log-rank p {row['p']:.3f} (Holm {row['p_holm']:.3f})"
+    write_json(out / "survival.json", result_record("survival", folder.name, cfg, results))
+    text = table(folder.name, levels, pairs)
+    write_atomic(out / "survival.md", text.encode())
+    draw(out / "figures" / "survival.png", levels, colours_of(arms))
+    print(f"{text}\nsurvival  {out / 'survival.md'}")
 
 
 def _checks(folder: Path, records: dict[str, dict[str, Any]]) -> Checks:

@@ -1,9 +1,10 @@
-"""Publish the numbers and tables of a report, an ablation, conversions, lambdas or a bench.
+"""Publish the numbers and tables of a report, an ablation, conversions, lambdas, survival curves or a bench.
 
     python scripts/publish.py of=runs/quickstart            # report.{json,md} beside report.html
     python scripts/publish.py of=runs/ablate/main           # results.json and table.md; name=OTHER: under another name
     python scripts/publish.py of=runs/compare               # conversions.{json,md}; the ablation is in its folder trained
     python scripts/publish.py of=runs/noise_lambdas         # lambdas.{json,md}: python -m eval.lambdas out=runs/noise_lambdas
+    python scripts/publish.py of=runs/emergence_survival    # survival.{json,md}, in the same way
     python scripts/publish.py of=runs/bench/train.json      # to docs/results/bench/, with the table beside it
 
 No table is typed by hand: this command writes the table between `<!-- NAME table -->` and `<!-- end -->` in README.md
@@ -33,6 +34,7 @@ PAIRS = (
     ("results.json", "table.md"),
     ("conversions.json", "conversions.md"),
     ("lambdas.json", "lambdas.md"),
+    ("survival.json", "survival.md"),
 )
 DIFFERENCES = "differences.md"  # an ablation's, with a mark of its own in the documents: NAME/differences
 

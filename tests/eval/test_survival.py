@@ -89,6 +89,8 @@ def test_the_command(tmp_path: Path, call: Callable[..., None], refused: Callabl
     (pair,) = found["results"]["pairs"]["0.5"]
     assert (pair["part"], pair["p"], pair["p_holm"]) == ("subtraction", second["p"], second["p"])
     assert (first["until"], second["until"]) == (900, 700)  # each curve ends at its own arm's last check
+    shown = (tmp_path / "survival.md").read_text()
+    assert "| baseline | 3 | 3 of 3 | 0.00 (0.00 to -) |" in shown and "| sooner, baseline |" in shown
     assert (tmp_path / "figures" / "survival.png").is_file() and found["eval"] == "survival" and found["machine"]
 
     # The same from records alone, as docs/results keeps them
@@ -103,5 +105,6 @@ def test_the_command(tmp_path: Path, call: Callable[..., None], refused: Callabl
     kept.mkdir(parents=True)
     lines = "".join(json.dumps(record) + "\n" for record in records)
     (kept / PUBLISHED).write_bytes(gzip.compress(lines.encode()))
-    call(survival, f"ablation={tmp_path}", "levels=[0.5]", f"records={kept.parent}")
-    assert json.loads((tmp_path / "survival.json").read_text())["results"] == found["results"]
+    elsewhere = tmp_path / "out"
+    call(survival, f"ablation={tmp_path}", "levels=[0.5]", f"records={kept.parent}", f"out={elsewhere}")
+    assert json.loads((elsewhere / "survival.json").read_text())["results"] == found["results"]
