@@ -11,7 +11,6 @@ import contextlib
 import glob
 import gzip
 import hashlib
-import importlib
 import io
 import itertools
 import json
@@ -29,7 +28,7 @@ from typing import Any, BinaryIO
 from data.config import DataConfig
 from data.identity import CONTENT, content_of
 from data.stdlib import stdlib_texts
-from data.tokenizer import EOT
+from data.tokenizer import EOT, import_optional
 
 TEXT_LIMIT = 16 * 2**20  # characters; a longer .txt is cut into several documents so that memory stays bounded
 ALWAYS_ALLOWED = 2**26  # bytes that any compressed file may unpack to
@@ -418,15 +417,6 @@ def nanogpt_identity(cfg: DataConfig) -> dict:
 
 
 # --- shared ---------------------------------------------------------------------------------------------------------
-
-
-def import_optional(module: str, what: str):
-    """Import an optional package where it is used; ValueError with the command that installs it."""
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        package = module.split(".")[0]
-        raise ValueError(f"{what} needs the package '{package}': pip install {package}") from None
 
 
 def _brief(error: BaseException) -> str:

@@ -10,17 +10,19 @@ import base64
 import binascii
 import contextlib
 import hashlib
+import importlib
 import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import tiktoken
 
-from configs.files import read_json_object, write_atomic
+from configs.files import read_json_object, write_json
 from data.config import TokenizerConfig
 
 EOT = "<|endoftext|>"
@@ -102,8 +104,7 @@ class Tokenizer:
     def save(self, folder: str | Path) -> None:
         """Write `tokenizer.json` into `folder`: names for published encodings, all tokens for a trained one."""
         content = {"name": self.name, "vocab_size": self.vocab_size, "eot": self.eot, "fingerprint": self.fingerprint}
-        text = json.dumps(content | self._definition(), indent=1) + "\n"
-        write_atomic(Path(folder) / FILE, text.encode())
+        write_json(Path(folder) / FILE, content | self._definition())
 
     def _definition(self) -> dict[str, Any]:
         """What `load_tokenizer` needs beside the name."""
@@ -122,14 +123,11 @@ class FolderTokenizer(Tokenizer):
     """
 
     def __init__(self, definition: dict[str, Any], eot: int, source: str | Path = FILE) -> None:
-        try:
-            from tokenizers import Tokenizer as HFTokenizer
-        except ImportError:
-            raise ValueError(f"{source} needs the package 'tokenizers': pip install tokenizers") from None
+        tokenizers = import_optional("tokenizers", str(source))
         self.definition = definition
         decides = {**definition, "truncation": None, "padding": None, "post_processor": None}
         try:
-            self.hf = HFTokenizer.from_str(json.dumps(decides))
+            self.hf = tokenizers.Tokenizer.from_str(json.dumps(decides))
         except Exception as error:  # the package raises plain Exception
             raise ValueError(
                 f"{source} is not a tokenizer that 'tokenizers' can run ({error}): save it again"
@@ -294,7 +292,7 @@ def load_tokenizer(folder: str | Path, foreign: TokenizerConfig | None = None) -
             raise
         raise ValueError(f"{path} has a split pattern or tokens that cannot be used: {fix}") from None
     if tokenizer.fingerprint != fingerprint:
-        raise ValueError(f"{path} does not match its fingerprint: delete {folder} and prepare the data again")
+        raise ValueError(f"{path} does not match its fingerprint: {fix}")
     return tokenizer
 
 
@@ -362,20 +360,13 @@ def _numbers() -> Iterator[str]:
 
 def _train_bpe(texts: Iterable[str], vocab_size: int) -> list[bytes]:
     """Token bytes in rank order, without the end-of-text token: ids 0..255 are the bytes themselves."""
-    try:
-        from tokenizers import Regex, models, pre_tokenizers, trainers
-        from tokenizers import Tokenizer as HFTokenizer
-    except ImportError:
-        raise ValueError("training bpe needs the package 'tokenizers': pip install tokenizers") from None
-    hf = HFTokenizer(models.BPE())
-    hf.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(BPE_PATTERN), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size - 1, initial_alphabet=alphabet, show_progress=False)
+    tokenizers = import_optional("tokenizers", "training bpe")
+    hf = tokenizers.Tokenizer(tokenizers.models.BPE())
+    split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(BPE_PATTERN), behavior="isolated")
+    byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    hf.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([split, byte_level])
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=vocab_size - 1, initial_alphabet=alphabet, show_progress=False)
     hf.train_from_iterator(itertools.chain(texts, _numbers() if vocab_size >= WITH_NUMBERS else ()), trainer)
     vocab = hf.get_vocab()
     if len(vocab) < vocab_size - 1:
@@ -391,6 +382,15 @@ def _smaller(vocab: dict[str, int], asked: int) -> str:
     if possible < WITH_NUMBERS <= asked:  # then the text alone must give it: numbers share no merge with other words
         possible -= sum(re.fullmatch("\u0120?[0-9]{1,2}", token) is not None and len(token) > 1 for token in vocab)
     return "use data.tokenizer.name=bytes" if possible < 258 else f"use data.tokenizer.vocab_size={possible} or less"
+
+
+def import_optional(module: str, what: str) -> ModuleType:
+    """Import an optional package where it is used; ValueError with the command that installs it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        package = module.split(".")[0]
+        raise ValueError(f"{what} needs the package '{package}': pip install {package}") from None
 
 
 def byte_level_alphabet() -> dict[str, int]:

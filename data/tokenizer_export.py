@@ -9,7 +9,7 @@ import json
 import re
 from pathlib import Path
 
-from data.tokenizer import FILE, SAMPLE, FolderTokenizer, Tokenizer, byte_level_alphabet
+from data.tokenizer import FILE, SAMPLE, FolderTokenizer, Tokenizer, byte_level_alphabet, import_optional
 
 CONFIG = "tokenizer_config.json"
 
@@ -42,11 +42,7 @@ def export_tokenizer(tokenizer: Tokenizer, folder: str | Path, context: int) -> 
 
 def _definition(tokenizer: Tokenizer) -> dict:
     """The content of tokenizer.json for a tiktoken encoding."""
-    try:
-        from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
-        from tokenizers import Tokenizer as HFTokenizer
-    except ImportError:
-        raise ValueError("exporting a tokenizer needs the package 'tokenizers': pip install tokenizers") from None
+    tokenizers = import_optional("tokenizers", "exporting a tokenizer")
     ranks, special = tokenizer.encoding._mergeable_ranks, tokenizer.encoding._special_tokens
     letter = {byte: character for character, byte in byte_level_alphabet().items()}
     text = {piece: "".join(letter[byte] for byte in piece) for piece in ranks}
@@ -57,13 +53,13 @@ def _definition(tokenizer: Tokenizer) -> dict:
         if piece[:cut] in ranks and piece[cut:] in ranks
     ]
     vocabulary = {text[piece]: rank for piece, rank in ranks.items()}
-    hf = HFTokenizer(models.BPE(vocabulary | special, splits, ignore_merges=True))
-    split = pre_tokenizers.Split(Regex(_pattern(tokenizer.encoding._pat_str)), behavior="isolated")
-    hf.pre_tokenizer = pre_tokenizers.Sequence(
-        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
-    hf.decoder = decoders.ByteLevel()
-    hf.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in special])
+    hf = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary | special, splits, ignore_merges=True))
+    pattern = tokenizers.Regex(_pattern(tokenizer.encoding._pat_str))
+    split = tokenizers.pre_tokenizers.Split(pattern, behavior="isolated")
+    byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    hf.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([split, byte_level])
+    hf.decoder = tokenizers.decoders.ByteLevel()
+    hf.add_special_tokens([tokenizers.AddedToken(name, normalized=False, special=True) for name in special])
     return json.loads(hf.to_str())
 
 
