@@ -28,7 +28,7 @@ import numpy as np
 from omegaconf import MISSING
 
 from configs import command
-from configs.files import LOCK, FolderLock, json_text, read_json_object, remove_leftovers, write_atomic
+from configs.files import LOCK, FolderLock, read_json_object, remove_leftovers, write_json
 from configs.ranges import check_ranges
 from data.config import DataConfig
 from data.holdout import Document, HoldOut, measure
@@ -113,16 +113,15 @@ def prepare(cfg: DataConfig, *, verify: bool = False, quiet: bool = False) -> di
     identity = corpus.identity if corpus else nanogpt_identity(cfg)
     request = request_of(cfg, identity)
     folder = Path(cfg.dir)
-    meta = read_meta(folder)
-    if meta is not None:
+    meta, before = read_meta(folder), ""
+    if meta is None:
+        meta = Preparation(cfg, folder, request, quiet).run(corpus)
+    else:
         refuse_other_request(folder, meta.get("request"), request)
         check_folder(folder, verify=verify)
-        if not quiet:
-            print(f"{folder} is already prepared{' and verified' if verify else ''}: {_describe(meta)}")
-        return meta
-    meta = Preparation(cfg, folder, request, quiet).run(corpus)
+        before = " is already prepared and verified" if verify else " is already prepared"
     if not quiet:
-        print(f"{folder}: {_describe(meta)}")
+        print(f"{folder}{before}: {_describe(meta)}")
     return meta
 
 
@@ -253,15 +252,12 @@ class Preparation:
         while len(ids):
             part, ids = ids[: split.room], ids[split.room :]
             taken += len(part)
-            self._append(split, part, (number, taken))
-
-    def _append(self, split: Split, ids: np.ndarray, last: tuple[int, int]) -> None:
-        split.waiting.append(ids.astype(token_dtype(self.tokenizer.vocab_size)))
-        split.tokens += len(ids)
-        split.room -= len(ids)
-        split.last = last
-        if split.room == 0:
-            self._close_shard(split)
+            split.waiting.append(part.astype(token_dtype(self.tokenizer.vocab_size)))
+            split.tokens += len(part)
+            split.room -= len(part)
+            split.last = number, taken
+            if split.room == 0:
+                self._close_shard(split)
 
     def _close_shard(self, split: Split) -> None:
         name = f"{split.name}_{len(split.shards):06d}.bin"
@@ -323,7 +319,7 @@ class Preparation:
 
     def _save_progress(self) -> None:
         content = {"request": self.request, "splits": {name: split.shards for name, split in self.splits.items()}}
-        write_atomic(self.folder / PROGRESS, _json(content))
+        write_json(self.folder / PROGRESS, content)
 
     def _finish(self) -> dict:
         for split in self.splits.values():
@@ -337,7 +333,7 @@ class Preparation:
             "splits": {name: split.summary() for name, split in self.splits.items()},
             "request": self.request,
         }
-        write_atomic(self.folder / META, _json(meta))
+        write_json(self.folder / META, meta)
         (self.folder / PROGRESS).unlink()
         (self.folder / LOCK).unlink()
         return meta
@@ -368,10 +364,6 @@ def _sample(documents: Iterable[Document]) -> Iterator[str]:
 
 
 # --- the command ----------------------------------------------------------------------------------------------------
-
-
-def _json(content: dict) -> bytes:
-    return f"{json_text(content, indent=1)}\n".encode()
 
 
 def _describe(meta: dict) -> str:

@@ -9,7 +9,6 @@ Our writer also fills ints those readers ignore: [3] `EXTENDED`, [4] vocabulary 
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import zlib
 from pathlib import Path
@@ -41,9 +40,8 @@ def write_shard(path: str | Path, *parts: np.ndarray, vocab_size: int, fingerpri
     if count > MAX_TOKENS:
         raise ValueError(f"a shard holds at most {MAX_TOKENS} tokens, not {count}: use a smaller data.shard_tokens")
     if largest >= vocab_size:
-        raise ValueError(
-            f"token {largest} for {path.name} is outside the vocabulary of {vocab_size}: use its tokenizer"
-        )
+        wrong = f"token {largest} for {path.name} is outside the vocabulary of {vocab_size}"
+        raise ValueError(f"{wrong}: use its tokenizer")
     dtype, crc = token_dtype(vocab_size), 0
     parts = [np.ascontiguousarray(part, dtype=dtype) for part in parts]
     for part in parts:
@@ -77,11 +75,13 @@ class Shard:
         self.fingerprint: str | None = header[6:10].tobytes().hex() if self.extended else None
         self.crc32: int | None = int(header[5:6].view("<u4")[0]) if self.extended else None
         self._check_tokenizer(vocab_size, fingerprint)
-        offset = HEADER_BYTES
-        mapped = np.memmap(self.path, dtype=dtype, mode="r", offset=offset, shape=(count,)) if count else ()
+        mapped = np.memmap(self.path, dtype, "r", offset=HEADER_BYTES, shape=(count,)) if count else ()
         self.tokens = np.asarray(mapped, dtype)  # a plain view of the map, whose slices are made twice as fast
         if verify or self.tokens.nbytes < CHECK_BELOW:
-            self._check_content()
+            if self.crc32 is not None and zlib.crc32(self.tokens) != self.crc32:
+                wrong = f"{self.path} is corrupted (checksum differs)"
+                raise ValueError(f"{wrong}: delete its folder and prepare the data again")
+            self._check_ids(self.tokens)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -95,58 +95,43 @@ class Shard:
         with contextlib.suppress(FileNotFoundError):  # the content of a deleted file stays mapped
             self._check_size(len(self), self.tokens.dtype)
         tokens = self.tokens[start:stop].astype(np.int64)
-        if self.vocab_size is not None and len(tokens):
-            self._check_ids(int(tokens.max()))
+        self._check_ids(tokens)
         return tokens
 
     def _read_header(self) -> tuple[np.ndarray, np.dtype]:
         if not self.path.is_file():
             raise FileNotFoundError(f"shard {self.path} is missing: prepare the data again with python -m data.prepare")
         with self.path.open("rb") as file:
-            header = np.frombuffer(file.read(HEADER_BYTES), dtype="<i4") if self._bytes() >= HEADER_BYTES else None
+            start = file.read(HEADER_BYTES)
+        header = np.frombuffer(start, dtype="<i4") if len(start) == HEADER_BYTES else None
         for dtype, (magic, version) in FORMATS.items():
             if header is not None and header[0] == magic:
                 if header[1] != version:
-                    raise ValueError(
-                        f"{self.path} has shard version {header[1]}, not {version}: prepare the data again"
-                    )
+                    wrong = f"{self.path} has shard version {header[1]}, not {version}"
+                    raise ValueError(f"{wrong}: prepare the data again")
                 return header, dtype
         raise ValueError(
             f"{self.path} is not a token shard (no llm.c header): for nanoGPT's .bin use "
             "python -m data.prepare data=nanogpt path=FOLDER"
         )
 
-    def _bytes(self) -> int:
-        return os.stat(self.path).st_size
-
     def _check_size(self, count: int, dtype: np.dtype) -> None:
         expected = HEADER_BYTES + count * dtype.itemsize
-        if (found := self._bytes()) != expected:
+        if (found := self.path.stat().st_size) != expected:
             what = "truncated" if found < expected else "longer than its header says"
-            raise ValueError(
-                f"{self.path} is {what} ({found} bytes, not {expected}): delete its folder and prepare again"
-            )
+            wrong = f"{self.path} is {what} ({found} bytes, not {expected})"
+            raise ValueError(f"{wrong}: delete its folder and prepare again")
 
     def _check_tokenizer(self, vocab_size: int | None, fingerprint: str | None) -> None:
-        if not self.extended:
-            return
         differs = fingerprint is not None and fingerprint[:32] != self.fingerprint
-        if differs or (vocab_size is not None and vocab_size != self.vocab_size):
+        if self.extended and (differs or vocab_size not in (None, self.vocab_size)):
             raise ValueError(
                 f"{self.path} was written with another tokenizer (vocabulary {self.vocab_size}): "
                 "use the tokenizer.json beside it, or prepare as another data.name=NAME"
             )
 
-    def _check_content(self) -> None:
-        if self.crc32 is not None and zlib.crc32(self.tokens) != self.crc32:
-            raise ValueError(
-                f"{self.path} is corrupted (checksum differs): delete its folder and prepare the data again"
-            )
-        if self.vocab_size is not None and len(self.tokens):
-            self._check_ids(int(self.tokens.max()))
-
-    def _check_ids(self, largest: int) -> None:
-        if largest >= self.vocab_size:
+    def _check_ids(self, tokens: np.ndarray) -> None:
+        if self.vocab_size is not None and len(tokens) and (largest := int(tokens.max())) >= self.vocab_size:
             raise ValueError(
                 f"{self.path} holds token {largest}, outside the vocabulary of {self.vocab_size}: "
                 "use the tokenizer it was written with"
@@ -230,7 +215,10 @@ def _foreign(folder: Path, split: str) -> list[Path]:
     word of the other split (retrieval_train_000.bin is not validation). ValueError: a name has the words of both splits.
     """
     files = sorted(folder.glob("*.bin"))
-    named = {name: [file for file in files if _has_word(file.stem, words)] for name, words in WORDS.items()}
+    named = {
+        name: [file for file in files if re.search(rf"(?<![A-Za-z])({words})(?![A-Za-z])", file.stem)]
+        for name, words in WORDS.items()
+    }
     both = sorted(set(named["train"]) & set(named["val"]))
     if both:
         fix = "rename it so that its name says one split"
@@ -239,10 +227,6 @@ def _foreign(folder: Path, split: str) -> list[Path]:
         return named[split]
     taken = {file for others in named.values() for file in others}
     return [file for file in files if split in file.stem and file not in taken]
-
-
-def _has_word(name: str, words: str) -> bool:
-    return re.search(rf"(?<![A-Za-z])({words})(?![A-Za-z])", name) is not None
 
 
 def open_nanogpt(path: str | Path, vocab_size: int) -> np.ndarray:

@@ -103,7 +103,7 @@ def all_tensors(model: Decoder, optimizers: list[torch.optim.Optimizer]) -> Tens
     return weights | {f"optimizer/{name}": t for name, t in state_tensors(optimizers).items()}
 
 
-def write(folder: Path, weights: Tensors, optimizer: Tensors, state: dict[str, Any]) -> Path:
+def write(folder: Path, weights: Tensors, optimizer: Tensors, state: dict[str, Any]) -> None:
     """Write a checkpoint of these tensors as `folder`; a checkpoint that has this name (a damaged one) is replaced."""
     if bad := sharded.not_finite(weights | optimizer, anywhere=False):
         raise Diverged(f"{bad} is not finite at step {state['step']}, so no checkpoint is written: lower optim.lr")
@@ -115,7 +115,6 @@ def write(folder: Path, weights: Tensors, optimizer: Tensors, state: dict[str, A
     except (OSError, SafetensorError) as error:
         raise not_written(folder, error) from None
     flush(folder.parent)
-    return folder
 
 
 def complete(partial: Path, state: dict[str, Any], files: Sequence[Path]) -> None:
@@ -146,42 +145,39 @@ def load(folder: Path, model: Decoder, optimizers: list[torch.optim.Optimizer] |
     """
     state = read_state(folder)
     _refuse_other_model(folder, state["model"], asdict(model.cfg))
+    own, remembered = own_weights(model), {}
     if sharded.shards(folder):
-        _load_sharded(folder, state, model, optimizers)
-        return state["step"]
-    own = own_weights(model)
-    weights = _read(folder, WEIGHTS, state, {name: (p.shape, p.dtype) for name, p in own.items()})
-    if optimizers is not None:
-        remembered = _read(folder, OPTIMIZER, state, state_shapes(optimizers))
-        load_state(optimizers, remembered)
+        weights, remembered = _read_shards(folder, state, own, state_shapes(optimizers or []))
+    else:
+        weights = _read(folder, WEIGHTS, state, {name: (p.shape, p.dtype) for name, p in own.items()})
+        if optimizers is not None:
+            remembered = _read(folder, OPTIMIZER, state, state_shapes(optimizers))
+    load_state(optimizers or [], remembered)
     # strict=False: a tied head is not in the checkpoint
     model.load_state_dict({name: split_as(tensor, own[name]) for name, tensor in weights.items()}, strict=False)
     return state["step"]
 
 
-def _load_sharded(
-    folder: Path, state: dict[str, Any], model: Decoder, optimizers: list[torch.optim.Optimizer] | None
-) -> None:
-    """Fill model and optimizers from shards that any number of processes wrote; each process reads its own part."""
+def _read_shards(folder: Path, state: dict[str, Any], own: Tensors, remembered: Shapes) -> tuple[Tensors, Tensors]:
+    """Weights like `own` and optimizer state of the shapes `remembered`, from shards that any number of processes wrote.
+
+    Each process reads its own part.
+    """
     sharded.refuse_damaged(folder, state["sha256"])
-    weights, there = own_weights(model), sharded.sizes(folder)
-    wanted = {f"model/{name}": torch.empty_like(p, requires_grad=False) for name, p in weights.items()}
-    shapes = {key: (p.shape, p.dtype) for key, p in wanted.items()}
-    params = dict(model.named_parameters())
-    stepped = any(key.startswith("optimizer/") for key in there)  # an optimizer that never stepped remembers nothing
-    for name, (size, dtype) in (state_shapes(optimizers) if optimizers is not None and stepped else {}).items():
-        shapes[f"optimizer/{name}"] = (size, dtype)
-        wanted[f"optimizer/{name}"] = sharded.empty_as(params[name.rsplit("/", 1)[0]], size, dtype)
+    there = sharded.sizes(folder)
+    if not any(key.startswith("optimizer/") for key in there):
+        remembered = {}  # an optimizer that never stepped remembers nothing
+    wanted = {f"model/{name}": torch.empty_like(p, requires_grad=False) for name, p in own.items()}
+    for name, (size, dtype) in remembered.items():
+        wanted[f"optimizer/{name}"] = sharded.empty_as(own[name.rsplit("/", 1)[0]], size, dtype)
+    shapes = {key: (tensor.shape, tensor.dtype) for key, tensor in wanted.items()}
     found = {key: (about.size, about.properties.dtype) for key, about in there.items() if key in shapes}
     _refuse_other_shapes(folder, found, shapes)
     sharded.fill(folder, wanted)
     if bad := sharded.not_finite(wanted):
         raise NotFinite(f"{folder}: {bad} is not finite")
-    # strict=False: a tied head is not in the checkpoint
-    model.load_state_dict({name: wanted[f"model/{name}"] for name in weights}, strict=False)
-    if optimizers is not None:
-        prefix = "optimizer/"
-        load_state(optimizers, {key.removeprefix(prefix): t for key, t in wanted.items() if key.startswith(prefix)})
+    weights = {name: wanted[f"model/{name}"] for name in own}
+    return weights, {name: wanted[f"optimizer/{name}"] for name in remembered}
 
 
 def newest(run_dir: Path, use: Callable[[Path], Any], say: bool = True) -> Path | None:
@@ -226,8 +222,7 @@ def load_run(run: str | Path, device: str | torch.device = "cpu", step: int | No
         raise FileNotFoundError(
             f"{path} is not a run: give run=runs/NAME of a training run (python train.py makes one)"
         )
-    found = {folder.name: folder for folder in checkpoints(path)}
-    if not found or (step is not None and folder_name(step) not in found):
+    if not checkpoints(path) or (step is not None and not of_step(path, step).is_dir()):
         what = "no checkpoint" if step is None else f"no checkpoint of step {step}"
         raise FileNotFoundError(f"{path} has {what}: let the training finish, or continue it with resume=true")
     config = read_run_config(path, groups=())
@@ -244,7 +239,7 @@ def load_run(run: str | Path, device: str | torch.device = "cpu", step: int | No
         if step is None:
             step = read_state(newest(path, use))["step"]
         else:
-            use(found[folder_name(step)])
+            use(of_step(path, step))
     except RuntimeError as error:
         raise ValueError(f"{error}: evaluate an earlier step, or train again with a lower optim.lr") from None
     return LoadedRun(models[0].to(device).eval(), load_tokenizer(path), config, step, path)
@@ -256,9 +251,7 @@ def read_state(folder: Path) -> dict[str, Any]:
     try:
         state = json.loads((folder / STATE).read_text())
         checksum = state.pop("checksum", None)  # older checkpoints have none
-        typed = (
-            isinstance(state["step"], int) and isinstance(state["model"], dict) and isinstance(state["sha256"], dict)
-        )
+        typed = [type(state[key]) for key in ("step", "model", "sha256")] == [int, dict, dict]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ValueError(wrong) from None
     if not typed or folder_name(state["step"]) != folder.name or checksum not in (None, _checksum(state)):
@@ -298,22 +291,20 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _read(folder: Path, name: str, state: dict[str, Any], shapes: Shapes) -> Tensors:
     """The tensors of a checkpoint's file, which must have these names, shapes and types and be finite."""
-    path = folder / name
+    path, fix = folder / name, f"delete {folder} to use the checkpoint before it"
     if not path.is_file() or sharded.checksums([path])[name] != state["sha256"].get(name):
-        raise ValueError(f"{path} is damaged (its checksum differs): delete {folder} to use the checkpoint before it")
+        raise ValueError(f"{path} is damaged (its checksum differs): {fix}")
     try:
         tensors = load_file(path)
     except (SafetensorError, OSError, ValueError) as error:
-        wrong = f"{path} is not a safetensors file ({error})"
-        raise ValueError(f"{wrong}: delete {folder} to use the checkpoint before it") from None
+        raise ValueError(f"{path} is not a safetensors file ({error}): {fix}") from None
     found = {key: (tensor.shape, tensor.dtype) for key, tensor in tensors.items()}
     owners, own = ({key.rpartition("/")[0] for key in keys} for keys in (found, shapes))
     if name == OPTIMIZER and found and owners != own:
         raise ValueError(
             f"{folder}: its optimizer state belongs to other parameters: use init_from=RUN to take only the weights"
         )
-    # An optimizer that never stepped remembers nothing.
-    if not (name == OPTIMIZER and not found):
+    if found or name != OPTIMIZER:  # an optimizer that never stepped remembers nothing
         _refuse_other_shapes(path, found, shapes)
     if bad := sharded.not_finite(tensors, anywhere=False):
         raise NotFinite(f"{path}: {bad} is not finite")

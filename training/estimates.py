@@ -127,15 +127,8 @@ def sent(model: Decoder, layout: Layout) -> float:
 
 def table() -> str:
     """The Markdown table of docs/SCALE.md: GB on each GPU, and GB that each sends per step, for 8, 64 and 512 GPUs."""
-    head = [
-        "model",
-        "parameters",
-        "parallel",
-        *(f"states, {n}" for n in GPUS),
-        "working",
-        *(f"sent, {n}" for n in GPUS),
-    ]
-    lines = [head, ["---"] * len(head)]
+    columns = [*(f"states, {n}" for n in GPUS), "working", *(f"sent, {n}" for n in GPUS)]
+    lines = [["model", "parameters", "parallel", *columns], ["---"] * (3 + len(columns))]
     for name, cfg in MODELS.items():
         model = skeleton(cfg)
         for kind in ("ddp", "fsdp", "hsdp"):

@@ -12,9 +12,7 @@ from training.distributed import World
 
 SHARE = 0.8  # of the free memory; the rest is for memory that the allocator cannot use, and for collectives
 STATES = 3  # times the size of the parameters: gradients and AdamW's two averages, which are allocated later
-LOGIT_BYTES = (
-    12  # per logit of a piece: the logit in the autocast dtype, its probability and its gradient, with one copy of each
-)
+LOGIT_BYTES = 12  # per logit of a piece: itself in the autocast dtype, its probability, its gradient, a copy of each
 
 
 def micro_batch_that_fits(model: Decoder, sequences: int, autocast: torch.autocast, world: World) -> int:

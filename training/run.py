@@ -56,16 +56,11 @@ class TrainConfig:
     run_dir: str | None = None  # folder of this run; None: a folder in `runs` whose name lists the overrides
     resume: bool = False  # continue the run in its folder from its newest checkpoint
     init_from: str | None = None  # folder of a run; its weights become the initial weights of this run
-    branch_from: str | None = (
-        None  # folder of a longer run with optim.schedule=wsd; take over its steps up to where this run's decay begins
-    )
+    branch_from: str | None = None  # folder of a longer wsd run, whose steps before this run's decay are taken over
     device: str = "auto"  # auto | cpu | cuda
     dtype: str = "auto"  # auto | float32 | bfloat16 (autocast)
     compile: bool | None = None  # use torch.compile; None: on CUDA, and on a CPU if the run is long enough to gain time
-    parallel: str = (
-        "ddp"  # ddp: every process holds the whole model; fsdp: split over all processes;
-        # hsdp: split over each group of `shard_processes`
-    )
+    parallel: str = "ddp"  # ddp: a copy per process; fsdp: split over all processes; hsdp: a copy per `shard_processes`
     shard_processes: Annotated[int | None, "[1, inf)"] = None  # hsdp: processes per copy; None: those of one machine
     activation_checkpointing: bool = False  # compute each block again in the backward pass: less memory, more time
     wandb: str = "off"  # off | online | offline: mirror metrics.jsonl to Weights & Biases
@@ -167,12 +162,10 @@ def start_or_resume(
     A run is resumed from its newest undamaged checkpoint. A new run takes its weights from `init_from`, or its first steps
     (weights, state of optimizers and guard, metrics) from `branch_from`, if one of them is given.
     """
-    config, lock = asdict(cfg), None
-    if world.main and run_dir.is_dir():
-        lock = lock_run(run_dir)
+    lock = lock_run(run_dir) if world.main and run_dir.is_dir() else None
     own = world.main and lock is not None and restarts() > 0 and lock.holder == launcher()
     if (cfg.resume or world.largest(own)) and (run_dir / "config.yaml").exists():
-        refuse_other_config(run_dir, config)
+        refuse_other_config(run_dir, asdict(cfg))
         if checkpoint.checkpoints(run_dir):
             refuse_other_tokenizer(run_dir, tokenizer, cfg.data.dir)
             refuse_other_text(run_dir, cfg.data)
@@ -242,10 +235,10 @@ def trunk_checkpoint(cfg: TrainConfig) -> Path:
     theirs = read_run_config(trunk)["steps"]
     if step > decay_start(theirs, cfg.optim):
         raise ValueError(f"branch_from={trunk} decays before step {step}: branch off a run of more than {theirs} steps")
-    found = {folder.name: folder for folder in checkpoint.checkpoints(trunk)}
-    if (name := checkpoint.folder_name(step)) not in found:
+    folder = checkpoint.of_step(trunk, step)
+    if not folder.is_dir():
         raise ValueError(f"branch_from={trunk} has no checkpoint of step {step}: train it with checkpoint.at=[{step}]")
-    return found[name]
+    return folder
 
 
 def refuse_other_tokenizer(run: Path, tokenizer: Tokenizer, shards: str) -> None:

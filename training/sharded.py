@@ -64,9 +64,8 @@ def refuse_damaged(folder: Path, expected: dict[str, str]) -> None:
     mine = sorted(expected)[rank::size]
     there = checksums(folder / name for name in mine if (folder / name).is_file())
     damaged = [name for name in mine if there.get(name) != expected[name]]
-    everybody: list[list[str]] = [damaged]
+    everybody = [damaged] * size
     if size > 1:
-        everybody = [[] for _ in range(size)]
         dist.all_gather_object(everybody, damaged)
     if wrong := sorted(name for names in everybody for name in names):
         path = folder / wrong[0]
