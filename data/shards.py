@@ -40,8 +40,7 @@ def write_shard(path: str | Path, *parts: np.ndarray, vocab_size: int, fingerpri
     if count > MAX_TOKENS:
         raise ValueError(f"a shard holds at most {MAX_TOKENS} tokens, not {count}: use a smaller data.shard_tokens")
     if largest >= vocab_size:
-        wrong = f"token {largest} for {path.name} is outside the vocabulary of {vocab_size}"
-        raise ValueError(f"{wrong}: use its tokenizer")
+        raise ValueError(f"{path.name}: token {largest} is outside the vocabulary of {vocab_size}: use its tokenizer")
     dtype, crc = token_dtype(vocab_size), 0
     parts = [np.ascontiguousarray(part, dtype=dtype) for part in parts]
     for part in parts:
@@ -79,8 +78,7 @@ class Shard:
         self.tokens = np.asarray(mapped, dtype)  # a plain view of the map, whose slices are made twice as fast
         if verify or self.tokens.nbytes < CHECK_BELOW:
             if self.crc32 is not None and zlib.crc32(self.tokens) != self.crc32:
-                wrong = f"{self.path} is corrupted (checksum differs)"
-                raise ValueError(f"{wrong}: delete its folder and prepare the data again")
+                raise ValueError(f"{self.path} is corrupted (checksum differs): delete its folder and prepare again")
             self._check_ids(self.tokens)
 
     def __len__(self) -> int:
@@ -107,8 +105,7 @@ class Shard:
         for dtype, (magic, version) in FORMATS.items():
             if header is not None and header[0] == magic:
                 if header[1] != version:
-                    wrong = f"{self.path} has shard version {header[1]}, not {version}"
-                    raise ValueError(f"{wrong}: prepare the data again")
+                    raise ValueError(f"{self.path} has shard version {header[1]}, not {version}: prepare it again")
                 return header, dtype
         raise ValueError(
             f"{self.path} is not a token shard (no llm.c header): for nanoGPT's .bin use "

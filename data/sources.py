@@ -108,9 +108,7 @@ def _download_shakespeare() -> str:
         with urllib.request.urlopen(SHAKESPEARE_URL, timeout=NETWORK_TIMEOUT) as response:
             content = response.read()
     except OSError as error:
-        raise ValueError(
-            f"cannot download tinyshakespeare ({_brief(error)}): give a local copy with path=FILE"
-        ) from None
+        raise ValueError(f"cannot download tinyshakespeare ({_brief(error)}): give a copy with path=FILE") from None
     if hashlib.sha256(content).hexdigest() != SHAKESPEARE_SHA256:
         raise ValueError(f"{SHAKESPEARE_URL} no longer has tinyshakespeare's content: give a local copy with path=FILE")
     return content.decode()

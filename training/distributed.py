@@ -124,9 +124,7 @@ def _refuse_shared_gpus(device: torch.device) -> None:
     if device.index is not None:
         raise ValueError(f"device={device} is one GPU for {processes} processes: use device=cuda")
     if int(os.environ.get("LOCAL_RANK", 0)) >= count:
-        raise ValueError(
-            f"{processes} processes, but torch sees {count} CUDA GPUs: use torchrun --nproc_per_node={count}"
-        )
+        raise ValueError(f"{processes} processes, but torch sees {count} GPUs: use torchrun --nproc_per_node={count}")
 
 
 def restarts() -> int:
@@ -167,11 +165,10 @@ def pick_dtype(wish: str, device: torch.device) -> torch.dtype:
     On CPUs this needs AMX or an AMD processor with AVX512-BF16. Intel's AVX512-BF16 is slower than its float32 (measured on an
     Emerald Rapids whose virtual machine hides AMX: docs/PERFORMANCE.md).
     """
-    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    if wish in ("float32", "bfloat16"):
+        return getattr(torch, wish)
     if wish != "auto":
-        if wish not in dtypes:
-            raise ValueError(f"dtype={wish} is unknown: use auto, float32 or bfloat16")
-        return dtypes[wish]
+        raise ValueError(f"dtype={wish} is unknown: use auto, float32 or bfloat16")
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
     fast = torch.cpu._is_amx_tile_supported() or (torch.cpu._is_avx512_bf16_supported() and "AMD" in cpu_name())

@@ -56,17 +56,12 @@ def skeleton(cfg: DecoderConfig) -> Decoder:
         return Decoder(cfg)
 
 
-def shapes_of(model: Decoder) -> dict[str, torch.Size]:
-    """Parameter name -> shape."""
-    return {name: p.shape for name, p in model.named_parameters()}
-
-
 def states(model: Decoder, layout: Layout, optim: str = "adamw") -> dict[str, int]:
     """Bytes of `parameters`, `gradients` and `optimizer` that the process with the largest shard keeps during a step.
 
     AdamW keeps two numbers per parameter and a step count per tensor, Muon one number per parameter.
     """
-    held = {name: BYTES * layout.held(shape) for name, shape in shapes_of(model).items()}
+    held = {name: BYTES * layout.held(p.shape) for name, p in model.named_parameters()}
     remembered = 0
     for optimizer in build_optimizers(model, OptimConfig(name=optim)):
         muon = isinstance(optimizer, torch.optim.Muon)
@@ -96,7 +91,7 @@ def messages(model: Decoder, layout: Layout, micros: int = 1) -> dict[str, int]:
     again for its backward pass. Gradients are averaged in the last micro batch; hsdp also reduces them over the processes of a
     copy in every micro batch. The gradient norm is one number.
     """
-    shapes = shapes_of(model)
+    shapes = {name: p.shape for name, p in model.named_parameters()}
     scalars = sum(not shape for shape in shapes.values())
     if layout.processes == 1:
         return {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0}

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from configs import files
 from data import prepare as module
 from data.config import DataConfig, TokenizerConfig
 from data.holdout import Document, measure
@@ -84,14 +85,14 @@ def test_workers_do_not_change_the_bytes(cfg, tmp_path, tokenizer):
 
 def kill_after(monkeypatch, writes: int) -> None:
     """Let the process end when it is about to write a file, `writes` files after the start."""
-    real, count = module.write_atomic, iter(range(10**6))
+    real, count = files.write_atomic, iter(range(10**6))
 
     def write(*args):
         if next(count) >= writes:
             raise Killed
         real(*args)
 
-    monkeypatch.setattr(module, "write_atomic", write)
+    monkeypatch.setattr(files, "write_atomic", write)
     monkeypatch.setattr("data.shards.write_atomic", write)
     monkeypatch.setattr(module.Preparation, "_remove_if_empty", lambda self: None)  # a killed process tidies nothing
 
