@@ -110,7 +110,7 @@ def make_mesh(world: World, kind: str, shard: int | None) -> DeviceMesh:
         return init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("shard",))
     shard = shard or int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
     if world.size % shard:
-        raise ValueError(f"shard_processes={shard} does not divide the {world.size} processes: use a divisor")
+        raise ValueError(f"shard_processes={shard} cannot divide {world.size} processes: use a divisor of {world.size}")
     shape = (world.size // shard, shard)
     return init_device_mesh(world.device.type, shape, mesh_dim_names=("replicate", "shard"))
 
