@@ -65,7 +65,8 @@ def command(name: str, schema: type) -> Callable[[Callable[[Any], Any]], Callabl
 
         @functools.wraps(main)
         def entry() -> None:
-            with one_line_errors(schema), _hydra_raises():
+            # Hydra then raises errors instead of printing several lines.
+            with one_line_errors(schema), environment_variables(HYDRA_FULL_ERROR="1"):
                 if {"--help", "-h"} & set(sys.argv[1:]):
                     return print_help(name, schema, sys.modules[main.__module__].__doc__ or "")
                 hydra.main(version_base=None, config_path=str(CONFIG_DIR), config_name=name)(task)()
@@ -76,17 +77,15 @@ def command(name: str, schema: type) -> Callable[[Callable[[Any], Any]], Callabl
 
 
 @contextlib.contextmanager
-def _hydra_raises() -> Iterator[None]:
-    """A context in which Hydra raises errors instead of printing several lines."""
-    before = os.environ.get("HYDRA_FULL_ERROR")
-    os.environ["HYDRA_FULL_ERROR"] = "1"
+def environment_variables(**values: str) -> Iterator[None]:
+    """A context in which the environment of this process, and of new processes, has these variables."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ["HYDRA_FULL_ERROR"]
-        else:
-            os.environ["HYDRA_FULL_ERROR"] = before
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 def print_help(name: str, schema: type, about: str) -> None:
@@ -126,9 +125,8 @@ def needs_less_memory(config: Any) -> str:
     fixes = []
     for name in ("micro_batch", "batch"):
         if hasattr(config, name) and (now := getattr(config, name)) != 1:
-            half = now and next(
-                n for n in range(now // 2, 0, -1) if now % n == 0
-            )  # a divisor fits the batch of a step, too
+            # a divisor fits the batch of a step, too
+            half = now and next(n for n in range(now // 2, 0, -1) if now % n == 0)
             fixes.append(f"use {name}={half}" if half else f"set {name}= to half of what it is now, or less")
     if getattr(config, "activation_checkpointing", True) is False:
         fixes.append("use activation_checkpointing=true")

@@ -26,11 +26,8 @@ def machine() -> dict[str, str | int]:
         "gpu": "none",
     }
     if torch.cuda.is_available():
-        info |= {
-            "gpu": torch.cuda.get_device_name(),
-            "gpus": torch.cuda.device_count(),
-            "cuda": torch.version.cuda or "",
-        }
+        name, count = torch.cuda.get_device_name(), torch.cuda.device_count()
+        info |= {"gpu": name, "gpus": count, "cuda": torch.version.cuda or ""}
     return info
 
 

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
@@ -31,7 +32,8 @@ def retyped(override: str, ambiguous: bool = False) -> str:
         text = _text(key, value[1:-1].split(","), "[]")
     elif value[:1] + value[-1:] in ("[]", "{}") or not value.isprintable():
         text = None
-    return f"{wrong}: type {text}" if text and _parses(text) else f"{wrong}: put each text of it in double quotes"
+    readable = text and read_value(*shlex.split(text)) is not None
+    return f"{wrong}: type {text}" if readable else f"{wrong}: put each text of it in double quotes"
 
 
 def _text(key: str, texts: list[str], brackets: str = "") -> str:
@@ -39,9 +41,9 @@ def _text(key: str, texts: list[str], brackets: str = "") -> str:
     return shlex.quote(f"{key}={brackets[:1]}{values}{brackets[1:]}")
 
 
-def _parses(typed: str) -> bool:
+def read_value(override: str) -> Any:
+    """The value that Hydra reads in KEY=VALUE; None if Hydra cannot read it."""
     try:
-        OverridesParser.create().parse_override(*shlex.split(typed))
+        return OverridesParser.create().parse_override(override).value()
     except HydraException:
-        return False
-    return True
+        return None

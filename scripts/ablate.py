@@ -82,7 +82,7 @@ def main(cfg: AblateConfig) -> None:
     if not cfg.run:
         runs = [run for run in runs if not run.left()]
     elif failed := [run for run in runs if run.left()]:
-        raise ValueError(f"{len(failed)} of {len(study.runs())} runs are not finished, {failed[0].reason()}")
+        raise ValueError(f"{len(failed)} of {len(runs)} runs are not finished, {failed[0].reason()}")
     if runs:
         study.write_results(runs)
     else:
@@ -233,18 +233,18 @@ class Study:
 
         Arms with fewer seeds come last. A study with tuning leaves out arms whose tuning is not finished.
         """
-        tuned, fewer, runs = self.tuned(), self.cfg.fewer_seeds, []
-        pairs = [
-            (i, arm) for i in range(len(self.seeds)) for arm in self.arms if i < fewer.get(arm.arm, len(self.seeds))
-        ]
-        for i, arm in sorted(pairs, key=lambda pair: pair[1].arm in fewer):
+        tuned, runs = self.tuned(), []
+        pairs = [(seed, arm) for seed in self.seeds for arm in self.arms if seed in self._seeds_of(arm)]
+        for seed, arm in sorted(pairs, key=lambda pair: pair[1].arm in self.cfg.fewer_seeds):
             if self.cfg.tune.keys and arm.arm not in tuned:
                 continue
-            seed = self.seeds[i]
             rates = [f"{key}={value:g}" for key, value in tuned[arm.arm].best.items()] if arm.arm in tuned else []
             more = [*rates, *self._branching(arm, seed)]
             runs.append(self._run(arm, seed, f"{arm.name}-s{seed}", more, self.evaluations))
         return runs
+
+    def _seeds_of(self, arm: Arm) -> list[int]:
+        return self.seeds[: self.cfg.fewer_seeds.get(arm.arm)]
 
     def _branching(self, arm: Arm, seed: int) -> list[str]:
         """The overrides with which an arm's shorter runs branch off the longest run before its decay."""
@@ -259,9 +259,9 @@ class Study:
         kept = [path.name for path in checkpoints(folder)]
         recorded = folder.name in self.records and not kept
         stopped = (folder / DIVERGED).is_file() and folder_name(decay_start(own.steps, own.optim)) not in kept
-        return (
-            [] if recorded or stopped else [quoted(f"branch_from={folder}")]
-        )  # without a trunk the run is trained as a whole
+        if recorded or stopped:
+            return []  # without a trunk the run is trained as a whole
+        return [quoted(f"branch_from={folder}")]
 
     def describe(self, runs: list[PlannedRun]) -> list[list[PlannedRun]]:
         """Print the arms and the number of finished runs. Returns the chains of unfinished runs, longest run first."""
@@ -295,7 +295,7 @@ class Study:
             training_flops(self._config(arm, self._branching(arm, seed)), arm.facts["flops_per_token"])
             for arm in self.arms
             if arm.name not in planned  # its learning rates are not known yet, but its cost does not depend on them
-            for seed in self.seeds[: self.cfg.fewer_seeds.get(arm.arm, len(self.seeds))]
+            for seed in self._seeds_of(arm)
         ]
         hours = (sum(run.work for run in known) + sum(later)) / peak / 3600
         waiting = f" (with {len(later)} runs that wait for the tuning of their arm)" if later else ""

@@ -54,9 +54,7 @@ class ExportConfig:
     step: Annotated[int | None, "[0, inf)"] = None  # step of the checkpoint; None: the newest
     tokenizer: bool = True  # write the tokenizer's files, too
     check: bool = True  # load the folder with transformers and compare
-    push: str | None = (
-        None  # user/name: upload the folder to this repository of the hub; a missing repository is made, private
-    )
+    push: str | None = None  # user/name: upload to this repository of the hub; a missing repository is made, private
 
 
 def write_folder(found: Export, folder: Path, tokenizer: Tokenizer | None, context: int) -> None:

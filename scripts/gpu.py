@@ -207,13 +207,9 @@ def report(stage: str, path: Path, note: str | None) -> bool:
     rows = content.get("results", {})
     failed = [name for name, row in rows.items() if "failed" in row]
     wrong = [name for name, row in rows.items() if row.get("right") is False]
-    said = [
-        f"{len(rows)} rows",
-        f"{len(failed)} failed",
-        *([f"{len(wrong)} WRONG (first: {wrong[0]})"] if wrong else []),
-    ]
+    said = f"{len(rows)} rows, {len(failed)} failed" + (f", {len(wrong)} WRONG (first: {wrong[0]})" if wrong else "")
     how = "" if content.get("complete") else " (not all: run the command again)"
-    print(f"{stage}: {', '.join(said)}{how}{f': {note}' if note else ''}", flush=True)
+    print(f"{stage}: {said}{how}{f': {note}' if note else ''}", flush=True)
     return not wrong and not (stage == "kernel" and failed)
 
 

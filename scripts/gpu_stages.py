@@ -36,6 +36,7 @@ from scripts.gpu_tools import (
     mask_of,
     milliseconds,
     relative_errors,
+    seconds_of,
     synchronize,
     tolerance,
 )
@@ -352,30 +353,17 @@ def _reduce(rank: int, processes: int, size: int, queue: Any) -> None:
     if ON_CARD:
         torch.cuda.set_device(rank)
     dist.init_process_group("nccl" if ON_CARD else "gloo", rank=rank, world_size=processes)
-    x = torch.ones(size, device=DEVICE)
-    for _ in range(3):
-        dist.all_reduce(x)
-    synchronize()
-    start = time.perf_counter()
-    for _ in range(10):
-        dist.all_reduce(x)
-    synchronize()
+    work = partial(dist.all_reduce, torch.ones(size, device=DEVICE))
+    seconds_of(work, 3)  # to warm up
+    seconds = seconds_of(work, 10)
     if rank == 0:
-        queue.put((time.perf_counter() - start) * 100)
+        queue.put(1e3 * seconds)
     dist.barrier()
     dist.destroy_process_group()
 
 
-STAGES: dict[str, Callable[[Path | None], Rows]] = {
-    "environment": environment,
-    "kernel": kernel,
-    "attention": attention,
-    "mfu": mfu,
-    "tiles": tiles,
-    "nccl": nccl,
-    "training": training,
-    "compiled": compiled,
-}
+WORKS = (environment, kernel, attention, mfu, tiles, nccl, training, compiled)
+STAGES: dict[str, Callable[[Path | None], Rows]] = {work.__name__: work for work in WORKS}
 
 
 def rows_of(stage: str, data: Path | None) -> list[tuple[str, Callable[[], Row]]]:

@@ -17,16 +17,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
 from omegaconf import MISSING
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from configs import command
-from configs.composing import quote
 from configs.files import write_json
 from configs.provenance import result_record
+from configs.quoting import quote, read_value
 from data.tokenizer import Tokenizer
 from eval.common import device_of, open_run, pad_left
 from model.decoder import Decoder
@@ -295,16 +293,9 @@ def content(cfg: SampleConfig, run: LoadedRun, jobs: Sequence[Job], speed: Speed
 def as_typed(argument: str) -> str:
     """An argument such as `prompt=Yes, "we" can` in Hydra's quotes. A list stays as it is."""
     key, equals, value = argument.partition("=")
-    if key not in LITERAL or not equals or value in ("", "null") or _is_list(argument):
+    if key not in LITERAL or not equals or value in ("", "null") or isinstance(read_value(argument), list):
         return argument
     return f"{key}={quote(value)}"
-
-
-def _is_list(argument: str) -> bool:
-    try:
-        return isinstance(OverridesParser.create().parse_override(argument).value(), list)
-    except HydraException:
-        return False
 
 
 def main() -> None:

@@ -22,16 +22,7 @@ from eval.report.grid import read_ablation
 from eval.report.page import Content, page
 from eval.report.runs import Arm, arms_of, notes, read_runs
 from eval.report.sections import sections
-from eval.report.tables import (
-    Row,
-    columns,
-    contrasts,
-    difference_lines,
-    headline_table,
-    markdown,
-    report_lines,
-    verdicts,
-)
+from eval.report.tables import columns, contrasts, difference_lines, headline_table, markdown, report_lines, verdicts
 from eval.report.viewer import Viewer, viewer_of
 from training.tracking import import_wandb, log_report
 
@@ -75,23 +66,17 @@ def main(cfg: ReportConfig) -> None:
         first = " The first seed of each arm." if any(arm.several for arm in arms) else ""
         content.viewer = {"file": beside.name, "says": seen.says + first, "question": seen.question}
     write_json(out.with_suffix(".json"), as_json(content))
-    tables = [
-        report_lines(arms, rows),
-        difference_lines(arms, rows, found, f"difference to {arms[0].name} [95 % interval]"),
-    ]
-    write_atomic(out.with_suffix(".md"), "\n".join(markdown(table) for table in tables if table).encode())
+    differences = difference_lines(arms, rows, found, f"difference to {arms[0].name} [95 % interval]")
+    tables = [markdown(lines) for lines in (report_lines(arms, rows), differences) if lines]
+    write_atomic(out.with_suffix(".md"), "\n".join(tables).encode())
     write_atomic(out, page(content, out).encode())
     print_report(content)
     print(f"report  {out} ({len(runs)} runs, {len(arms)} arms, {len(drawn)} figures)")
     own = [image.path for figure in drawn for image in figure.images if image.path.parent == out.parent / "figures"]
     pictures = {f"figures/{path.stem}": path for path in own}
-    log_report(cfg.wandb, out, pictures, {run.label: run.folder for run in runs}, _values(arms, rows))
-
-
-def _values(arms: list[Arm], rows: list[Row]) -> dict[str, Any]:
-    """The headline table as ARM/ROW -> number."""
-    cells = ((arm, row, cell) for row in rows for arm, cell in zip(arms, row.cells, strict=True))
-    return {f"{arm.name}/{row.name}": cell.value for arm, row, cell in cells if cell.value is not None}
+    values = {f"{arm.name}/{row.name}": cell.value for row in rows for arm, cell in zip(arms, row.cells, strict=True)}
+    known = {name: value for name, value in values.items() if value is not None}
+    log_report(cfg.wandb, out, pictures, {run.label: run.folder for run in runs}, known)
 
 
 def _look(arms: list[Arm], remarks: list[str]) -> Viewer | None:

@@ -313,17 +313,13 @@ def draw_gap(
     with figure(path, 7.6, 4.6) as axes:
         ax, apart = axes[0, 0], 0.008 * (max(ticks) - min(ticks))  # so that intervals do not hide each other
         for k, (name, (shade, gap)) in enumerate(lines.items()):
-            x = [place + apart * (k - len(lines) / 2) for place, *_ in gap]
+            x = np.array([place for place, *_ in gap]) + apart * (k - len(lines) / 2)
             mean = np.array([mean for _, mean, *_ in gap])
-            ends = np.array(
-                [(mean, mean) if low is None else (low, high) for _, mean, low, high, _ in gap], dtype=float
-            ).T
+            low, high = np.array([(mean, mean) if low is None else (low, high) for _, mean, low, high, _ in gap]).T
             look = {"color": shade, "label": name, "capsize": 3, "markersize": 4.5, "linewidth": 1.4}
-            ax.errorbar(x, mean, (mean - ends[0], ends[1] - mean), fmt="o-", **look)
-            alone = [i for i, point in enumerate(gap) if point[-1] == 1]
-            ax.plot(
-                [x[i] for i in alone], mean[alone], "o", color="white", markeredgecolor=shade, markersize=4.5, zorder=3
-            )
+            ax.errorbar(x, mean, (mean - low, high - mean), fmt="o-", **look)
+            alone = [n == 1 for *_, n in gap]
+            ax.plot(x[alone], mean[alone], "o", color="white", markeredgecolor=shade, markersize=4.5, zorder=3)
         ax.axhline(0, color=INK, linewidth=0.9)
         small = 9 if len("".join(ticks.values())) > 30 else None  # so that labels do not touch
         ax.set_xticks(list(ticks), list(ticks.values()), fontsize=small)

@@ -80,6 +80,13 @@ def _image(stem: Path, arm: Arm, alt: str, heatmap: bool = False) -> Image:
     return Image(stem.with_name(f"{stem.name}_{figures.slug(arm.name)}.png"), f"{alt}, {arm.name}", heatmap)
 
 
+def drawn_by(arms: list[Arm], evaluation: str, figure: str, alt: str, heatmap: bool = False) -> list[Image]:
+    """The images FIGURE.png that the evaluation drew for the first run of each arm, if they exist."""
+    first = {arm.name: arm.runs[0] for arm in arms if arm.runs[0].results(evaluation) is not None}
+    paths = {name: run.folder / "figures" / f"{figure}.png" for name, run in first.items()}
+    return [Image(path, f"{alt}, {name}", heatmap) for name, path in paths.items() if path.is_file()]
+
+
 def _over_seeds(arms: list[Arm], single: str = "") -> str:
     """A sentence about lines and bands for arms with several seeds, else `single`."""
     if not any(arm.several for arm in arms):
@@ -224,12 +231,8 @@ def _attention(arms: list[Arm], folder: Path, reading: str) -> Figure:
 
 
 def _heads(arms: list[Arm]) -> list[Figure]:
-    """The heatmaps over layers and heads that the evaluation drew, if they exist."""
-    first = [(arm.name, arm.runs[0]) for arm in arms if arm.runs[0].results("attention_noise")]
-    found = [(name, run.folder / "figures" / "attention_heads.png") for name, run in first]
-    images = [
-        Image(path, f"Heatmaps over layers and heads, {name}", heatmap=True) for name, path in found if path.is_file()
-    ]
+    """The heatmaps over layers and heads, if they exist."""
+    images = drawn_by(arms, "attention_noise", "attention_heads", "Heatmaps over layers and heads", heatmap=True)
     several = " The first seed of each arm." if any(arm.several for arm in arms) else ""
     caption = f"The attention of each head. A mean over heads hides heads that do the opposite of others.{several}"
     return [Figure("Each layer and head", caption, images, "python -m eval.attention_noise")] if images else []

@@ -40,9 +40,8 @@ def shape_of(results: dict[str, Any]) -> dict[str, Any]:
     """Cells, depths, shots and tasks of a result, where it has them."""
     found: dict[str, Any] = {}
     if "cells" in results:
-        found["cells"] = [
-            [cell.get(key) for key in ("length", "depth", "needles", "asked")] for cell in results["cells"]
-        ]
+        keys = ("length", "depth", "needles", "asked")
+        found["cells"] = [[cell.get(key) for key in keys] for cell in results["cells"]]
     if isinstance(signed := results.get("signed"), dict):
         found["depths"] = list(signed.get("depths", ()))
     if isinstance(shots := results.get("shots"), list):

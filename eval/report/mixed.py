@@ -123,11 +123,10 @@ def fit(values: Values, reference: str, covariate: Values | None = None) -> Mixe
     correlation = found.covariance[1:, 1:] / np.outer(se, se)
     critical, p_values = _all_at_once(np.abs(beta[1:]) / se, correlation, df)
     own, effects = t_quantile(1 - LEVEL / 2, df), {}
-    for arm, mean, spread, p in zip(found.arms[1:], beta[1:], se, p_values, strict=True):
-        ends = [float(mean + sign * factor * spread) for factor in (critical, own) for sign in (-1, 1)]
-        effects[arm] = Effect(
-            float(mean), float(spread), ends[0], ends[1], float(p), ends[2], ends[3], len(values[arm])
-        )
+    columns = (column.tolist() for column in (beta[1:], se, p_values))
+    for arm, mean, spread, p in zip(found.arms[1:], *columns, strict=True):
+        half, alone = critical * spread, own * spread  # of the intervals for all arms at once, and for this arm alone
+        effects[arm] = Effect(mean, spread, mean - half, mean + half, p, mean - alone, mean + alone, len(values[arm]))
     sd, sd_seed = math.sqrt(found.error), math.sqrt(found.error * found.ratio)
     low, high = (sd * math.sqrt(df / stats.chi2.ppf(p, df)) for p in (1 - LEVEL / 2, LEVEL / 2))
     # A t test with df degrees of freedom is that of df + 1 pairs, whose mean has sqrt(df + 1) times less spread than one pair.

@@ -3,6 +3,7 @@
 import base64
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,8 @@ from markupsafe import Markup
 
 from configs.provenance import ROOT, version
 from eval.common import command_of
-from eval.report.gallery import Figure, Image
-from eval.report.runs import Arm, Run, same_in_all, text_named
+from eval.report.gallery import Figure, Image, drawn_by
+from eval.report.runs import Arm, Run, text_named
 from eval.report.sections import Section
 from eval.report.tables import Contrast, Row, minus, si
 
@@ -78,13 +79,17 @@ def page(content: Content, out: Path) -> str:
 
 def compared(runs: list[Run]) -> str:
     """One sentence about the runs: data, tokens, context, seeds, machine and code."""
+
+    def same(read: Callable[[Run], Any]) -> str:
+        """The value that all runs share, or the different values with slashes between them."""
+        return " / ".join(dict.fromkeys(str(read(run)) for run in runs))
+
     return (
-        f"{len(runs)} {'run' if len(runs) == 1 else 'runs'} on {same_in_all(runs, lambda run: run.config['data']['name'])}, "
-        f"{same_in_all(runs, lambda run: si(run.value('train.tokens')))} training tokens, "
-        f"context {same_in_all(runs, lambda run: run.config['model']['context'])}, "
-        f"seed {same_in_all(runs, lambda run: run.seed)}; "
-        f"{same_in_all(runs, lambda run: _machine(run.facts.get('machine') or {}))}; "
-        f"code {same_in_all(runs, lambda run: run.facts.get('version', 'unknown'))}."
+        f"{len(runs)} {'run' if len(runs) == 1 else 'runs'} on {same(lambda run: run.config['data']['name'])}, "
+        f"{same(lambda run: si(run.value('train.tokens')))} training tokens, "
+        f"context {same(lambda run: run.config['model']['context'])}, seed {same(lambda run: run.seed)}; "
+        f"{same(lambda run: _machine(run.facts.get('machine') or {}))}; "
+        f"code {same(lambda run: run.facts.get('version', 'unknown'))}."
     )
 
 
@@ -99,15 +104,8 @@ def about(arms: list[Arm], section: Section) -> dict[str, Any]:
     return {
         "command": command_of(section.name),
         "texts": sorted(filter(None, texts)),
-        "images": section_images(arms, section),
+        "images": drawn_by(arms, section.name, section.name, section.title),
     }
-
-
-def section_images(arms: list[Arm], section: Section) -> list[Image]:
-    """The figure that the evaluation drew for the first run of each arm."""
-    measured = [arm for arm in arms if arm.runs[0].results(section.name) is not None]
-    drawn = [(arm.name, arm.runs[0].folder / "figures" / f"{section.name}.png") for arm in measured]
-    return [Image(path, f"{section.title}, {name}") for name, path in drawn if path.is_file()]
 
 
 def ablation_parts(name: str, text: str, images: list[Path]) -> dict[str, Any]:

@@ -72,9 +72,8 @@ def compare_pairs(
 
 def pair_notes(found: Sequence[Pair], pairs: Mapping[str, Sequence[str]]) -> list[str]:
     """What the tables of pairs say, and the parts that are in none of them."""
-    absent = [
-        f"{name} ({' - '.join(arms)})" for name, arms in pairs.items() if name not in {pair.name for pair in found}
-    ]
+    shown = {pair.name for pair in found}
+    absent = [f"{name} ({' - '.join(arms)})" for name, arms in pairs.items() if name not in shown]
     missing = f"Without a row, because an arm is missing or has no run: {', '.join(absent)}."
     return [PAIR_NOTE] * bool(found) + [missing] * bool(absent)
 

@@ -5,7 +5,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,6 +20,7 @@ from eval.report.statistics import spikes
 # In a run's folder: its loss or a tensor was not finite, and a repeated run would diverge again.
 DIVERGED = "diverged.json"
 DATA_KEYS = ("name", "source", "path", "dataset", "subset", "split", "val_fraction")  # another value is another text
+NOT_COMPARED = "so their losses cannot be compared: report them apart"
 # Okabe and Ito's palette first: it suits the common kinds of colour blindness.
 CYCLE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#1f2328", "#8C564B", "#B8A000")
 LINES = ("-", "--", ":", "-.")  # one style per point of a grid
@@ -203,11 +204,9 @@ def refuse_incomparable(runs: list[Run]) -> None:
     for run in runs[1:]:
         pair = f"{first.folder} and {run.folder}"
         if run.tokenizer != first.tokenizer:
-            raise ValueError(f"{pair} have different tokenizers, so their losses cannot be compared: report them apart")
+            raise ValueError(f"{pair} have different tokenizers, {NOT_COMPARED}")
         if differ := [key for key in DATA_KEYS if run.config["data"].get(key) != first.config["data"].get(key)]:
-            raise ValueError(
-                f"{pair} have different data (data.{differ[0]}), so their losses cannot be compared: report them apart"
-            )
+            raise ValueError(f"{pair} have different data (data.{differ[0]}), {NOT_COMPARED}")
     refuse_other_shards(runs)
     refuse_other_settings(runs)
 
@@ -221,21 +220,20 @@ def refuse_other_shards(runs: list[Run]) -> None:
             continue
         first = found.setdefault(text, run)
         if first.facts["text_digest"] != theirs:
-            raise ValueError(
-                f"{first.folder} and {run.folder} were trained on different shards (other numbers of tokens or checksums), "
-                "so their losses cannot be compared: report them apart"
-            )
+            wrong = "were trained on different shards (other numbers of tokens or checksums)"
+            raise ValueError(f"{first.folder} and {run.folder} {wrong}, {NOT_COMPARED}")
 
 
 def refuse_other_settings(runs: list[Run]) -> None:
     """Raise ValueError where one evaluation of two runs was on different text or with different settings."""
     for name in evaluations(runs):
         known: dict[str, tuple[Any, Run]] = {}  # what was measured -> its value in the first run that recorded it
-        for run in runs:
-            facts = measured(name, run.evals[name], run.config) if name in run.evals else {}
-            for key, value in facts.items():
-                first, of = known.setdefault(key, (value, run)) if value is not None else (None, run)
-                if value is not None and value != first:
+        for run in (run for run in runs if name in run.evals):
+            for key, value in measured(name, run.evals[name], run.config).items():
+                if value is None:
+                    continue
+                first, of = known.setdefault(key, (value, run))
+                if value != first:
                     differ = f"they differ in {_difference(key, first, value)}"
                     raise ValueError(
                         f"{of.folder} and {run.folder} ran eval.{name} on different text or settings: repeat both with "
@@ -429,8 +427,3 @@ def _notes_of(run: Run, kept: bool) -> list[str]:
         again = f"run python -m eval.{old[0]} run={run.folder} again"
         lines.append(f"{run.label} was trained further after {', '.join(old)}: {again}")
     return lines
-
-
-def same_in_all(runs: list[Run], read: Callable[[Run], Any]) -> str:
-    """The value that all runs share, or the different values with slashes between them."""
-    return " / ".join(dict.fromkeys(str(read(run)) for run in runs))

@@ -1,5 +1,6 @@
 """Tables of the arms' numbers and of their paired differences, as data and as text."""
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Any
@@ -175,15 +176,13 @@ def _losses(run: Run) -> Iterator[tuple[str, Read, str, str]]:
 
 def _attention() -> Iterator[tuple[str, Read, str, str]]:
     kinds = (("answer", "attention to the answer", "higher"), ("noise", "attention noise", "lower"))
-    for reading in READINGS:
-        hint = "masses summed over layers, then divided by the summed row sums" if reading == "signed" else ""
-        for key, name, better in kinds:
-            path = f"attention_noise.{reading}.mean.{key}"
-            yield f"{name}, {reading}", at(path, f"{path}_se"), better, hint
-    for key, name, better in kinds:
-        hint = "each layer divided by its own row sum, then averaged over layers"
-        path = f"attention_noise.signed_per_layer.mean.{key}"
-        yield f"{name}, signed per layer", at(path, f"{path}_se"), better, hint
+    hints = {
+        "signed": "masses summed over layers, then divided by the summed row sums",
+        "signed_per_layer": "each layer divided by its own row sum, then averaged over layers",
+    }
+    for reading, (key, name, better) in itertools.product((*READINGS, "signed_per_layer"), kinds):
+        path = f"attention_noise.{reading}.mean.{key}"
+        yield f"{name}, {reading.replace('_', ' ')}", at(path, f"{path}_se"), better, hints.get(reading, "")
     for key, name in (("entropy", "entropy of an attention row (nats)"), ("negative", NEGATIVE)):
         yield name, at(f"attention_noise.{key}.mean", f"attention_noise.{key}.se"), "", ""
     yield "share of heads that are sinks", _sinks, "", ""

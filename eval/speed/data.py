@@ -99,12 +99,9 @@ def tokenizer(cfg: BenchConfig, world: World) -> list[Row]:
             group = [Row({"tokenizer": wanted.name, "by": name}, len(text.encode()) * COPIES / 1e6) for name in ways]
             time_in_turn("MB/s", group, list(ways.values()), cfg.rounds, world.device)
             if not isinstance(made, str):
-                facts = {
-                    "vocabulary": made.vocab_size,
-                    "bytes/token": len(text.encode()) / len(made.encode_array(text)),
-                }
+                per_token = len(text.encode()) / len(made.encode_array(text))
                 for row in group:
-                    row.facts = facts
+                    row.facts = {"vocabulary": made.vocab_size, "bytes/token": per_token}
             rows += group
     return rows
 

@@ -1,6 +1,5 @@
 """Works of a benchmark in separate processes, each with its own environment and memory; and processes that only compute."""
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -9,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from multiprocessing import get_context
 from typing import Any
 
+from configs import environment_variables
 from eval.speed.timing import attempt
 
 BUSY = "x = 3\nwhile True:\n    x = x * x % 1000003"
@@ -23,13 +23,13 @@ def in_own_process(work: Callable, *arguments: Any) -> Any:
 class Elsewhere:
     """A work that `build(*arguments)` makes in a separate process. A call runs the work there once.
 
-    variables: added to the environment of that process from its start, because libraries read them when they are loaded.
+    environment: added to that of the process from its start, because libraries read it when they are loaded.
     """
 
-    def __init__(self, build: Callable, *arguments: Any, variables: dict[str, str] | None = None) -> None:
+    def __init__(self, environment: dict[str, str], build: Callable, *arguments: Any) -> None:
         self._pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
         try:
-            with _environment(variables or {}):
+            with environment_variables(**environment):
                 self._pool.submit(_begin, build, arguments).result()
         except BaseException:
             self.close()
@@ -48,12 +48,12 @@ class Elsewhere:
 
 
 @contextmanager
-def elsewhere(builds: list[tuple[Any, ...]], variables: list[dict[str, str]] | None = None) -> Iterator[list[Any]]:
+def elsewhere(builds: list[tuple[Any, ...]], environments: list[dict[str, str]] | None = None) -> Iterator[list[Any]]:
     """A context with an `Elsewhere` for each (build, *arguments), or a string with the reason if that failed."""
     with ExitStack() as stack:
         works = []
-        for build, own in zip(builds, variables or [{}] * len(builds), strict=True):
-            work = attempt(lambda build=build, own=own: Elsewhere(*build, variables=own))
+        for build, own in zip(builds, environments or [{}] * len(builds), strict=True):
+            work = attempt(lambda build=build, own=own: Elsewhere(own, *build))
             if isinstance(work, Elsewhere):
                 stack.callback(work.close)
             works.append(work)
@@ -70,18 +70,6 @@ def busy_processes(count: int) -> Iterator[None]:
         for other in others:
             other.kill()
             other.wait()
-
-
-@contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """A context in which new processes inherit these variables in their environment."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 # ---------------------------------------- in the other process

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from omegaconf.errors import OmegaConfBaseException
-from scipy.stats import binom
+from scipy.stats import quantile_test
 
 from eval.common import progress
 from training.metrics import STATUS, memory_gb, status_gb
@@ -78,10 +78,8 @@ def median_interval(values: Sequence[float]) -> tuple[float | None, float | None
     """95 % interval of the median, of any distribution: two order statistics (Conover, Practical Nonparametric Statistics,
     section 3.2). None for fewer than 6 values: even the whole range of 5 values has less than 95 %.
     """
-    n = len(values)
-    below = int(binom.ppf(0.025, n, 0.5))  # `below` - 1 values lie below the interval, and as many above
-    ordered = sorted(values)
-    return (ordered[below - 1], ordered[n - below]) if below else (None, None)
+    found = quantile_test(values, p=0.5).confidence_interval(0.95)
+    return (None, None) if math.isnan(found.low) else (float(found.low), float(found.high))
 
 
 def warm_up(work: Work, device: torch.device) -> int:
@@ -107,7 +105,7 @@ def seconds_of(work: Work, repeats: int, device: torch.device) -> float:
 def peak_of_process(device: torch.device) -> float:
     """Peak memory in MB; NaN on a system that does not report it."""
     peak = memory_gb(device)
-    return float("nan") if peak is None else 1e3 * peak
+    return math.nan if peak is None else 1e3 * peak
 
 
 def peak_growth(work: Work, device: torch.device) -> float | None:

@@ -221,12 +221,10 @@ def busy(cfg: BenchConfig, world: World) -> list[Row]:
     `speed / fastest without neighbours` is the speed beside them divided by the fastest speed beside 0 processes.
     """
     batch, variant = cfg.batch or 8, (cfg.variants or ["baseline"])[0]
-    cfg, rows = replace(cfg, device=str(world.device)), []
+    cfg, tokens, rows = replace(cfg, device=str(world.device)), batch * cfg.model.context, []
     with elsewhere([(our_step, cfg, variant, batch)] * len(WAITS), list(WAITS.values())) as works:
         for count in cfg.neighbours:
-            group = [
-                Row({"busy": count, "model": variant, "threads": name}, batch * cfg.model.context) for name in WAITS
-            ]
+            group = [Row({"busy": count, "model": variant, "threads": name}, tokens) for name in WAITS]
             with busy_processes(count):
                 time_in_turn(MEASURE, group, works, cfg.rounds, world.device)
             rows += group

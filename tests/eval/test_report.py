@@ -13,7 +13,7 @@ import yaml
 from eval import attention_noise, needle, perplexity
 from eval.report import __main__ as report
 from eval.report import figures
-from eval.report.page import section_images
+from eval.report.gallery import drawn_by
 from eval.report.runs import Arm, Run, arms_of, read_run, read_runs
 from eval.report.sections import sections
 from eval.report.tables import at, contrasts, headline_table, row_of, verdicts
@@ -273,7 +273,7 @@ def test_further_evaluations_have_a_section_each(seeded, call, tmp_path):
     further(folders[0], "harness", {"tasks": {"copa": {"acc": 0.5, "acc_stderr": 0.05}, "gsm8k": filtered}})
     arms = arms_of(read_runs([str(f) for f in folders]))
     harness, quantization, _ = sorted(sections(arms), key=lambda s: s.name)
-    assert [image.path.name for image in section_images(arms, quantization)] == ["quantization.png"] * 2
+    assert [image.path.name for image in drawn_by(arms, "quantization", "quantization", "")] == ["quantization.png"] * 2
     assert quantization.settings == {"windows": 7}
     names = {row.name: row for row in quantization.rows}
     assert list(names) == ["bits=8 · loss_change", "bits=4 · loss_change"]

@@ -45,9 +45,9 @@ class Here:
 
     made: list[tuple] = []
 
-    def __init__(self, build: object, *arguments: object, variables: dict[str, str]) -> None:
+    def __init__(self, environment: dict[str, str], build: object, *arguments: object) -> None:
         self.work = build(*arguments)
-        Here.made.append((arguments, variables))
+        Here.made.append((arguments, environment))
 
     def __call__(self) -> None:
         self.work()
