@@ -129,7 +129,7 @@ class FolderTokenizer(Tokenizer):
         try:
             self.hf = tokenizers.Tokenizer.from_str(json.dumps(decides))
         except Exception as error:  # the package raises plain Exception
-            raise ValueError(f"{source} is no tokenizer that 'tokenizers' can run ({error}): save it again") from None
+            raise ValueError(f"{source} is not a tokenizer that 'tokenizers' runs ({error}): save it again") from None
         self.hf.encode_special_tokens = True  # special tokens that are written out in a text are text
         self.name, self.eot = "hf", eot
         self.tokens: dict[int, str] = {token: text for text, token in self.hf.get_vocab(with_added_tokens=True).items()}
