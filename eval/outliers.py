@@ -130,21 +130,16 @@ def evaluate(model: nn.Module, windows: np.ndarray, batch: int = 32) -> dict[str
         for part in batches(windows, maps_that_fit(model, length, batch), length * model.cfg.vocab_size):
             model.hidden(torch.from_numpy(part[:, :-1]).to(device_of(model)))
             bar.update(len(part))
-    total = {kind: Magnitudes() for kind in KINDS}
-    for kind in KINDS:
-        for magnitudes in seen[kind]:
-            total[kind].join(magnitudes)
-    per_layer = [
-        {"layer": layer} | {kind: seen[kind][layer].summary() for kind in KINDS} for layer in range(len(model.blocks))
+    results: dict[str, Any] = {}
+    for kind, layers in seen.items():
+        total = Magnitudes()
+        for magnitudes in layers:
+            total.join(magnitudes)
+        results[kind] = total.summary()
+    results["per_layer"] = [
+        {"layer": i} | {kind: layers[i].summary() for kind, layers in seen.items()} for i in range(len(model.blocks))
     ]
-    results = {kind: total[kind].summary() for kind in KINDS}
-    return results | {
-        "per_layer": per_layer,
-        "tokens": n * length,
-        "windows": n,
-        "length": length,
-        "sha256": digest(windows),
-    }
+    return results | {"tokens": n * length, "windows": n, "length": length, "sha256": digest(windows)}
 
 
 LABELS = {"logits": "|attention logits|", "hidden": "|hidden states|"}

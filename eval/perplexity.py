@@ -113,10 +113,8 @@ def evaluate(
     which split recall's hits into rare_hit and frequent_hit.
     """
     n, length = windows.shape[0], windows.shape[1] - 1
-    at, at_others, counts_others, totals = (
-        *np.zeros((3, length)),
-        [],
-    )  # by position: summed losses, and numbers of targets
+    at, at_others, counts_others = np.zeros((3, length))  # by position: summed losses, and numbers of targets
+    totals: list[float] = []  # summed loss of each window
     sums: dict[str, list[float]] = {}  # kind of hit -> summed loss of the hits in each window
     counts: dict[str, list[int]] = {}  # kind of hit -> hits in each window
     with progress("perplexity", n) as bar:
@@ -183,12 +181,11 @@ def by_octave(sums: np.ndarray, counts: np.ndarray) -> dict[str, float | None]:
     """
     T = len(sums)
     starts = [1, *(2**k for k in range(2, T.bit_length()) if 3 * 2**k <= 2 * (T + 1))]
-    spans = zip(starts, [*(start - 1 for start in starts[1:]), T], strict=True)
-    totals = {span: (sums[span[0] - 1 : span[1]].sum(), counts[span[0] - 1 : span[1]].sum()) for span in spans}
-    return {
-        str(first) if first == last else f"{first}-{last}": float(total / count) if count else None
-        for (first, last), (total, count) in totals.items()
-    }
+    found = {}
+    for first, last in zip(starts, [*(start - 1 for start in starts[1:]), T], strict=True):
+        total, count = (values[first - 1 : last].sum() for values in (sums, counts))
+        found[str(first) if first == last else f"{first}-{last}"] = float(total / count) if count else None
+    return found
 
 
 def position_buckets(by_position: list[float]) -> tuple[np.ndarray, np.ndarray]:

@@ -100,15 +100,12 @@ def evaluate(run: LoadedRun, windows: np.ndarray, queries: list[Query], cfg: Qua
                 losses[bits] = window_losses(run.model, windows, cfg.batch)
                 hits[bits] = needle_hits(run.model, queries, cfg.batch) if queries else None
             bar.update()
-    results: dict[str, Any] = {"loss": float(losses[None].mean()), "accuracy": None}
-    if queries:
-        results["accuracy"] = float(hits[None].mean())
-    results["bits"] = [
-        {"bits": bits}
-        | _change("loss", losses[bits], losses[None])
-        | (_change("accuracy", hits[bits], hits[None]) if queries else {})
-        for bits in cfg.bits
-    ]
+    rows = []
+    for bits in cfg.bits:
+        found = _change("accuracy", hits[bits], hits[None]) if queries else {}
+        rows.append({"bits": bits} | _change("loss", losses[bits], losses[None]) | found)
+    accuracy = float(hits[None].mean()) if queries else None
+    results = {"loss": float(losses[None].mean()), "accuracy": accuracy, "bits": rows}
     counts = {"windows": len(windows), "length": windows.shape[1] - 1, "needles": len(queries)}
     return results | counts | {"sha256": digest(windows)}
 
