@@ -29,16 +29,13 @@ from eval.common import (
     TextEvalConfig,
     batches,
     check_finite,
-    claim_result,
-    content_of,
     device_of,
-    evaluation_tokens,
     figure,
     open_run,
     progress,
     write_result,
 )
-from eval.perplexity import cut_windows, digest
+from eval.perplexity import claim_windows, digest
 from model.attention.probe import visit_logits
 
 RANKS = (1, 2, 3, 10, 100)
@@ -179,10 +176,8 @@ def _layers(ax: Axes, layers: list[dict[str, Any]], line_colour: str) -> None:
 @command("outliers", OutliersConfig)
 def main(cfg: OutliersConfig) -> None:
     run = open_run(cfg)
-    length = cfg.length or run.model.cfg.context
-    parts = evaluation_tokens(run, cfg)
-    file, about = claim_result("outliers", cfg, lambda: content_of(parts))
-    results = evaluate(run.model, cut_windows(parts, length, cfg.tokens), cfg.batch) | about
+    windows, file, about = claim_windows("outliers", run, cfg)
+    results = evaluate(run.model, windows, cfg.batch) | about
     said = write_result(run, cfg, file, results, draw)
     for kind in KINDS:
         tops = ", ".join(f"top-{k} {results[kind][f'top{k}']:.4g}" for k in RANKS if results[kind][f"top{k}"])

@@ -84,6 +84,13 @@ def cut_windows(parts: Sequence[Shard], length: int, limit: int) -> np.ndarray:
     return np.stack([windows.window(int(index)) for index in chosen])
 
 
+def claim_windows(evaluation: str, run: LoadedRun, cfg: TextEvalConfig) -> tuple[np.ndarray, str, dict[str, str]]:
+    """Windows (n, T + 1) of the text to test on, as `cfg.length` and `cfg.tokens` say, and what `claim_result` gives."""
+    parts = evaluation_tokens(run, cfg)
+    file, about = claim_result(evaluation, cfg, lambda: content_of(parts))
+    return cut_windows(parts, cfg.length or run.model.cfg.context, cfg.tokens), file, about
+
+
 def token_losses(model: nn.Module, windows: Tensor, vocab_size: int) -> Tensor:
     """(B, T) cross-entropy in nats of each next token, for windows (B, T + 1), without holding all logits at once.
 
@@ -247,9 +254,7 @@ def main(cfg: PerplexityConfig) -> None:
     run = open_run(cfg)
     length = cfg.length or run.model.cfg.context
     check_ngram(cfg, run.tokenizer.vocab_size, length)
-    parts = evaluation_tokens(run, cfg)
-    file, about = claim_result("perplexity", cfg, lambda: content_of(parts))
-    windows = cut_windows(parts, length, cfg.tokens)
+    windows, file, about = claim_windows("perplexity", run, cfg)
     frequent = frequent_in_training(run, windows, cfg) if cfg.training_counts else None
     results = evaluate(run.model, windows, run.tokenizer.byte_lengths(), cfg.batch, cfg.ngram, frequent)
     results["recall"]["rare_at_most"] = None if frequent is None else rare_at_most(cfg)
