@@ -30,9 +30,11 @@ def test_kaplan_meier_by_hand() -> None:
     assert curve["median"] == 3
     # Greenwood by hand at time 2: 1/(5*4) + 1/(4*3) = 2/15; on the log-log scale
     reach = 1.959964 * math.sqrt(2 / 15) / -math.log(3 / 5)
-    assert curve.share_low[1] == pytest.approx((3 / 5) ** math.exp(reach))
-    assert curve.share_high[1] == pytest.approx((3 / 5) ** math.exp(-reach))
-    assert all(low <= s <= high for low, s, high in zip(curve.share_low, curve.share, curve.share_high, strict=True))
+    assert curve["share_low"][1] == pytest.approx((3 / 5) ** math.exp(reach))
+    assert curve["share_high"][1] == pytest.approx((3 / 5) ** math.exp(-reach))
+    assert all(
+        low <= s <= high for low, s, high in zip(curve["share_low"], curve["share"], curve["share_high"], strict=True)
+    )
 
 
 def test_log_rank_of_the_textbook() -> None:
