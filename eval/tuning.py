@@ -107,8 +107,8 @@ def tuned(cfg: TuneConfig, found: Mapping[Point, float]) -> Tuned:
         tried = ", ".join("/".join(f"{rate:g}" for rate in point) for point in found)
         fix = "give lower tune.values, or leave the arm out"
         raise ValueError(f"all trials of an arm diverged ({'/'.join(keys)}: {tried}): {fix}")
-    tried = zip(*found, strict=True)  # for each key, its value at every point
-    edge = [key for key, own, line in zip(keys, best, tried, strict=True) if own in (min(line), max(line))]
+    lines = zip(*found, strict=True)  # for each key, its value at every point
+    edge = [key for key, own, line in zip(keys, best, lines, strict=True) if own in (min(line), max(line))]
     return Tuned(list(found.items()), dict(zip(keys, best, strict=True)), widened, edge)
 
 
