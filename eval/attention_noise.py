@@ -54,8 +54,6 @@ from training.checkpoint import LoadedRun
 BUCKETS = ("first", "before", "answer", "after", "query")
 NOISE = ("before", "after")
 READINGS = ("signed", "absolute")
-
-
 SINK_LENGTH = 64  # T of arXiv 2410.10781
 SINK_ROWS = 64  # at most this many query rows are read per window
 
@@ -152,24 +150,21 @@ def evaluate(run: LoadedRun, hay: np.ndarray, cfg: AttentionNoiseConfig) -> dict
     """
     model = run.model
     length = cfg.length or model.cfg.context
-    shares, layers, shapes = {}, {}, []
+    layers, shapes, sink = {}, [], {}
     with progress("attention noise", len(cfg.depths) + 2) as bar:
         for depth in cfg.depths:
             contexts = needle_contexts(run, hay, cfg, length, depth)
-            masses, shape = head_rows(model, [context[0] for context in contexts], cfg.batch)
-            layers[str(depth)], shares[str(depth)] = masses, normalised(masses)
+            layers[str(depth)], shape = head_rows(model, [context[0] for context in contexts], cfg.batch)
             shapes.append(shape)
             bar.update()
-        sink = {}
         for size in sorted({min(SINK_LENGTH, model.cfg.context), model.cfg.context}):
             sink[str(size)] = sinks(model, hay, size, cfg.windows, cfg.batch)
             bar.update()
     about = {"samples": cfg.samples, "length": length, "sink": sink, "windows": cfg.windows}
-    results = summarise(shares, layers) | about
-    return results | {
-        name: over_heads([[layer[:, i] for layer in shape] for shape in shapes])
-        for i, name in enumerate(("entropy", "negative"))
-    }
+    results = summarise(layers) | about
+    for i, name in enumerate(("entropy", "negative")):
+        results[name] = over_heads([[layer[:, i] for layer in shape] for shape in shapes])
+    return results
 
 
 def over_heads(depths: list[list[np.ndarray]]) -> dict[str, Any]:
@@ -179,9 +174,10 @@ def over_heads(depths: list[list[np.ndarray]]) -> dict[str, Any]:
     return {"mean": mean, "se": se, "per_layer_head": [layer.mean(axis=0).tolist() for layer in joined]}
 
 
-def summarise(shares: dict[str, np.ndarray], layers: dict[str, list[np.ndarray]]) -> dict[str, Any]:
-    """Results from each depth's shares (samples, readings, 5) and masses by layer (samples, readings, heads, 5)."""
+def summarise(layers: dict[str, list[np.ndarray]]) -> dict[str, Any]:
+    """Results from each depth's masses by layer (samples, readings, heads, 5)."""
     results: dict[str, Any] = {"noise": {}, "se": {}, "per_layer_head": {}}
+    shares = {depth: normalised(parts) for depth, parts in layers.items()}
     for r, reading in enumerate(READINGS):
         results[reading], errors = over_samples({depth: share[:, r] for depth, share in shares.items()})
         depths = results[reading]["depths"]
@@ -203,9 +199,8 @@ def over_samples(shares: dict[str, np.ndarray]) -> tuple[dict[str, Any], dict[st
     named = {depth: [dict(zip(BUCKETS, values, strict=True)) for values in pair] for depth, pair in stats.items()}
     depths, errors = ({depth: pair[i] for depth, pair in named.items()} for i in (0, 1))
     answer, answer_se = over_depths([share[:, BUCKETS.index("answer")] for share in shares.values()])
-    noise, noise_se = over_depths(
-        [share[:, [BUCKETS.index(b) for b in NOISE]].sum(axis=1) for share in shares.values()]
-    )
+    noisy = [BUCKETS.index(bucket) for bucket in NOISE]
+    noise, noise_se = over_depths([share[:, noisy].sum(axis=1) for share in shares.values()])
     mean = {"answer": answer, "answer_se": answer_se, "noise": noise, "noise_se": noise_se}
     return {"depths": depths, "mean": mean}, errors
 

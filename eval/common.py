@@ -28,7 +28,7 @@ from data.config import DataConfig
 from data.retrieval import as_one_document
 from data.shards import Shard, TextTokens, open_split
 from data.sources import is_text, open_corpus
-from data.tokenizer import Tokenizer, load_tokenizer
+from data.tokenizer import load_tokenizer
 from model.attention import VARIANTS
 from training.checkpoint import LoadedRun, load_run
 from training.distributed import pick_device
@@ -69,8 +69,7 @@ class TextEvalConfig(EvalConfig):
 
 def open_run(cfg: EvalConfig) -> LoadedRun:
     """The run's model (evaluation mode, float32, on the device asked for), tokenizer and configuration."""
-    device = pick_device(cfg.device)
-    return load_run(cfg.run, device=device)
+    return load_run(cfg.run, device=pick_device(cfg.device))
 
 
 def evaluation_tokens(run: LoadedRun, cfg: TextEvalConfig) -> list[Shard | TextTokens]:
@@ -78,7 +77,8 @@ def evaluation_tokens(run: LoadedRun, cfg: TextEvalConfig) -> list[Shard | TextT
     if cfg.text and cfg.shards:
         raise ValueError("text= and shards= are both given: give one of them")
     if cfg.text:
-        return [TextTokens(_tokenize(cfg.text, run.tokenizer))]
+        encode, eot = run.tokenizer.encode, run.tokenizer.eot  # before each document, as in shards of data.prepare
+        return [TextTokens(np.array([token for text in read_documents(cfg.text) for token in (eot, *encode(text))]))]
     folder = Path(cfg.shards or _own_shards(run))
     if (folder / "tokenizer.json").is_file() and load_tokenizer(folder).fingerprint != run.tokenizer.fingerprint:
         raise ValueError(
@@ -93,13 +93,6 @@ def _own_shards(run: LoadedRun) -> str:
     if data["source"] == "mqar":
         raise ValueError(f"{run.path} was trained on data=mqar, which has no text: use eval.mqar, or give text=FILE")
     return data["dir"]
-
-
-def _tokenize(text: str, tokenizer: Tokenizer) -> np.ndarray:
-    """(n,) token ids of a text. Each document follows an end-of-text token, as in shards of data.prepare."""
-    return np.array(
-        [token for document in read_documents(text) for token in (tokenizer.eot, *tokenizer.encode(document))]
-    )
 
 
 def read_documents(text: str) -> list[str]:
@@ -247,8 +240,7 @@ def refuse_other_input(path: Path, settings: Mapping[str, Any], digest: str | No
     try:
         before = json.loads(path.read_text())
         had, known = before["config"], before["results"].get("input_sha256")
-        others = [had.get(key) for key in INPUTS]
-        same = all(_place(other) == _place(settings.get(key)) for key, other in zip(INPUTS, others, strict=True))
+        same = _places(had) == _places(settings)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # no result, or the file cannot be read
         return
     if not same and (known is None or known != digest):
@@ -257,8 +249,8 @@ def refuse_other_input(path: Path, settings: Mapping[str, Any], digest: str | No
         raise ValueError(f"eval/{path.name} is of another text or file, {other}: {fix}")
 
 
-def _place(given: str | None) -> str | None:
-    return os.path.abspath(given) if given else None
+def _places(settings: Mapping[str, Any]) -> dict[str, str]:
+    return {key: os.path.abspath(settings[key]) for key in INPUTS if settings.get(key)}
 
 
 def content_of(parts: Iterable[Shard | TextTokens]) -> Iterator[np.ndarray]:

@@ -93,9 +93,8 @@ def write_experiment(cfg: ConvertConfig, source: LoadedRun, windows: np.ndarray)
         (before, after), (_, parameters) = record["loss"], record["parameters"]
         cells = [f"{parameters:,}", f"{record['change']['max_logit']:.1e}", f"{before:.4f}", f"{after:.4f}"]
         lines.append([name, *cells, f"{after - before:+.4f}"])
-        arms[name] = train_overrides(
-            load_run(start), how, {"model.diff.lambda_warmup": warmup} if how.second_maps_learn_later else {}
-        )
+        more = {"model.diff.lambda_warmup": warmup} if how.second_maps_learn_later else {}
+        arms[name] = train_overrides(load_run(start), how, more)
     print(table := markdown(lines))
     write_json(folder / "conversions.json", result_record("conversions", folder.name, cfg, records))
     write_atomic(folder / "conversions.md", table.encode())

@@ -212,9 +212,9 @@ def task_manager(tasks: list[str], include_path: str | None) -> "TaskManager":
     """The index of tasks. If `include_path` has all of `tasks`, lm-eval's own index is not read, which would take seconds."""
     from lm_eval.tasks import TaskManager
 
-    if include_path is not None and not Path(include_path).is_dir():
-        raise ValueError(f"include_path={include_path} is not a folder: give a folder with task YAML files")
     if include_path is not None:
+        if not Path(include_path).is_dir():
+            raise ValueError(f"include_path={include_path} is not a folder: give a folder with task YAML files")
         own = TaskManager(include_path=include_path, include_defaults=False)
         if set(tasks) <= set(own.all_tasks):
             return own
@@ -261,9 +261,8 @@ def joined(new: dict[str, Any], cfg: HarnessConfig, step: int) -> tuple[dict[str
         same &= all(old[key] == new[key] for key in ("length", "lm_eval"))
         tasks = old["tasks"] | new["tasks"]
         counts = {"truncated": old["truncated"], "shortened": old["shortened"]}
-        per_task = (
-            old.get("per_task", {"earlier tasks": counts}) | new["per_task"]
-        )  # older results count all tasks together
+        earlier = old.get("per_task", {"earlier tasks": counts})  # older results count all tasks together
+        per_task = earlier | new["per_task"]
         names, path = list(dict.fromkeys([*had["tasks"], *cfg.tasks])), cfg.include_path or had["include_path"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # no result, or the file cannot be read
         return new, cfg
@@ -281,18 +280,13 @@ def plain(metrics: dict[str, Any]) -> dict[str, float | None]:
 
 def shares(results: dict[str, Any]) -> list[tuple[str, float, float]]:
     """(task and metric, value, standard error or nan) of the metrics that are shares of the documents."""
-    return [
-        (f"{task} · {metric}", metrics[metric], error if (error := metrics.get(_stderr(metric))) else math.nan)
-        for task, metrics in results["tasks"].items()
-        for metric in metrics
-        if metric.split(",")[0] in ("acc", "acc_norm", "exact_match", "em", "f1") and metrics[metric] is not None
-    ]
-
-
-def _stderr(metric: str) -> str:
-    """The name of a metric's standard error: exact_match,strict-match -> exact_match_stderr,strict-match."""
-    name, comma, chosen = metric.partition(",")
-    return f"{name}_stderr{comma}{chosen}"
+    found = []
+    for task, metrics in results["tasks"].items():
+        for metric, value in metrics.items():
+            name, comma, chosen = metric.partition(",")  # the error of exact_match,strict is exact_match_stderr,strict
+            if name in ("acc", "acc_norm", "exact_match", "em", "f1") and value is not None:
+                found.append((f"{task} · {metric}", value, metrics.get(f"{name}_stderr{comma}{chosen}") or math.nan))
+    return found
 
 
 def draw(path: Path, results: dict[str, Any], title: str, shade: str) -> None:

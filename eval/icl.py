@@ -98,28 +98,23 @@ def evaluate(run: LoadedRun, task: Task, cfg: IclConfig) -> dict[str, Any]:
     digits = max(2, run.config["data"].get("retrieval", {}).get("digits", 4))  # there are too few numbers of one digit
     count = cfg.episodes or (EPISODES_SYNTHETIC if task.name == "synthetic" else EPISODES)
     context = run.model.cfg.context
-    most = max(cfg.shots or [0])
-    if cfg.shots is None:
-        most = max(most, context // 4 if task.name == "synthetic" else min(context // 4, len(task.demonstrations)))
-    episodes = [draw_episode(task, cfg, i, max(1, most), digits) for i in range(count)]
+    most = context // 4 if task.name == "synthetic" else min(context // 4, len(task.demonstrations))
+    episodes = [draw_episode(task, cfg, i, max(cfg.shots or [1, most]), digits) for i in range(count)]
     writer = Writer(task, run.tokenizer)
     shots = sorted(cfg.shots) if cfg.shots else fitting_shots(writer, episodes, context)
     jobs = [(n, episode) for n in shots for episode in episodes]
-    orders = [] if cfg.orders == 0 else order_jobs(episodes[:ORDER_EPISODES], cfg, shots[-1])
+    orders = order_jobs(episodes[:ORDER_EPISODES], cfg, shots[-1])
     with progress("icl", len(jobs) + len(orders)) as bar:
         made = [writer.job(episode.demonstrations[:n], episode) for n, episode in jobs]
         made += [writer.job(shown, episode) for _, _, shown, episode in orders]
         _, scores = score_jobs(run.model, made, cfg.batch, done=bar.update)  # for each job (Q, C)
     rows = [summary(n, episodes, scores[i * count : (i + 1) * count]) for i, n in enumerate(shots)]
-    classes = len(episodes[0].labels)
+    classes, queries = len(episodes[0].labels), len(episodes[0].questions)
     results = {"task": task.name, "classes": classes, "chance": 1 / classes, "episodes": count}
     results |= {key: rows[-1][key] for key in ("accuracy", "se")}
+    digest = hashlib.sha256(b"".join(map(spelled_out, episodes))).hexdigest()
     order = order_summary(orders, scores[len(jobs) :], cfg) if orders else None
-    digest = hashlib.sha256()
-    for episode in episodes:
-        digest.update(spelled_out(episode))
-    results["sha256"] = digest.hexdigest()
-    return results | {"queries": len(episodes[0].questions), "shots": rows, "order": order}
+    return results | {"sha256": digest, "queries": queries, "shots": rows, "order": order}
 
 
 def summary(shots: int, episodes: Sequence[Episode], scores: Sequence[np.ndarray]) -> dict[str, Any]:

@@ -24,11 +24,10 @@ class IclConfig(EvalConfig):
 
     examples: a file to draw demonstrations from; None: the synthetic task. test: a file to draw questions from, by
     default the test split of `examples`, or a fifth of `examples`. name: name of the result, in place of the name of
-    `examples`. shots: numbers of demonstrations, by default the
-    powers of two that fit in the trained context, and the largest number that fits. episodes: how many, by default 100
-    of the synthetic task or 10 of a file. queries: questions per episode, at most. orders: orders to try in each
-    arrangement of the demonstrations (in at most 20 episodes); 0 leaves order robustness out. classes:
-    classes of the synthetic task. words: words per class of the synthetic task.
+    `examples`. shots: numbers of demonstrations, by default the powers of two that fit in the trained context, and the
+    largest number that fits. episodes: how many, by default 100 of the synthetic task or 10 of a file. queries: questions
+    per episode, at most. orders: orders to try in each arrangement of the demonstrations (in at most 20 episodes); 0
+    leaves order robustness out. classes: classes of the synthetic task. words: words per class of the synthetic task.
     """
 
     examples: str | None = None
@@ -129,12 +128,12 @@ def _wrong_format(path: Path, form: str, found: str, wanted: str) -> ValueError:
 
 def _trec(path: Path, text: str, fine: bool) -> list[Example]:
     examples = []
-    for number, line in enumerate(text.splitlines(), 1):
-        match = re.fullmatch(r"([A-Z]+):(\w+) (.+)", line.strip())
+    for number, line in enumerate(map(str.strip, text.splitlines()), 1):
+        if not line:
+            continue
+        match = re.fullmatch(r"([A-Z]+):(\w+) (.+)", line)
         if match is None or match[1] not in READABLE:
-            if not line.strip():
-                continue
-            raise _wrong_format(path, "trec", f"line {number} ({line.strip()[:20]!r})", "'LABEL:fine text'")
+            raise _wrong_format(path, "trec", f"line {number} ({line[:20]!r})", "'LABEL:fine text'")
         label = f"{READABLE[match[1]]} {match[2]}" if fine else READABLE[match[1]]
         examples.append(Example(match[3], label))
     return examples

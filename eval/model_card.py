@@ -22,9 +22,8 @@ def model_card(run: LoadedRun, form: str, load: str) -> str:
     """
     name, cfg = run_name(run.path), run.model.cfg
     kind = variant(run.config) if "model" in run.config else f"layers={cfg.layers}"
-    native = form not in ("remote", "safetensors", "axolotl")
     head = {"tags": ["attention-noise", kind], "pipeline_tag": "text-generation"}
-    head |= {"library_name": "transformers"} if native or form == "remote" else {}
+    head |= {"library_name": "transformers"} if form not in ("safetensors", "axolotl") else {}
     lines = [f"---\n{yaml.safe_dump(head, sort_keys=False)}---", f"# {name}", "", "| | |", "| --- | --- |"]
     lines += [f"| {key} | {value} |" for key, value in rows(run, kind, form).items()]
     lines += ["", "## Load", "", "```python", load, "```"]

@@ -56,17 +56,15 @@ def hits(model: nn.Module, samples: list[Sample], batch: int) -> np.ndarray:
     """Whether each answer is the most probable token: (samples, pairs) bool."""
     found = []
     for part in batches(samples, batch, len(samples[0].tokens) * floats_per_token(model.cfg)):
-        tokens, asked = _tensors(part, device_of(model))
+        tokens, asked = _tensors(part, device_of(model), "tokens", "asked")
         answers = tokens.gather(1, asked + 1)
         found.append((model(tokens[:, :-1], rows=asked).argmax(-1) == answers).cpu().numpy())
     return np.concatenate(found)
 
 
-def _tensors(samples: list[Sample], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Tokens (B, T + 1) and asked positions (B, R)."""
-    stacked = (np.stack([getattr(sample, name) for sample in samples]) for name in ("tokens", "asked"))
-    tokens, asked = (torch.from_numpy(part).to(device) for part in stacked)
-    return tokens, asked
+def _tensors(samples: list[Sample], device: torch.device, *names: str) -> list[Tensor]:
+    """Fields of all samples, stacked: `tokens` (B, T + 1), positions `asked` (B, R) or `distractors` (B, n)."""
+    return [torch.from_numpy(np.stack([getattr(sample, name) for sample in samples])).to(device) for name in names]
 
 
 # Changes to a trained model
@@ -116,9 +114,8 @@ def read_attention(model: nn.Module, samples: list[Sample], batch: int) -> dict[
     """`map`, and for two maps also `map_1`, `map_2` and `correlation`: means over layers, and by layer in `layers`."""
     layers: list[dict[str, list[Tensor]]] = [{} for _ in model.blocks]
     for part in batches(samples, batch, len(samples[0].tokens) * floats_per_token(model.cfg)):
-        tokens, asked = _tensors(part, device_of(model))
+        tokens, asked, distractors = _tensors(part, device_of(model), "tokens", "asked", "distractors")
         buckets = bucket_of_positions(part).to(tokens.device)  # (B, R, T, buckets)
-        distractors = torch.from_numpy(np.stack([sample.distractors for sample in part])).to(tokens.device)
         for found, maps in zip(layers, maps_of_layers(model, tokens[:, :-1], asked), strict=True):
             for name, rows in maps.items():
                 found.setdefault(name, []).append(bucket_shares(rows, buckets))

@@ -92,12 +92,14 @@ def evaluate(run: LoadedRun, hay: np.ndarray, cfg: NeedleConfig) -> dict[str, An
             where = {"length": length, "depth": depth, "needles": needles, "asked": asked}
             cells.append(where | evaluate_cell(run, contexts, cfg.batch))
             bar.update()
-    by_pair = [
-        {"needles": n, "asked": r} | summary([cell for cell in cells if (cell["needles"], cell["asked"]) == (n, r)])
-        for n, r in pairs
-    ]
+    by_pair = [{"needles": n, "asked": r} | summary(cells_of(cells, n, r)) for n, r in pairs]
     about = {"style": cfg.style, "score": "string" if STYLES[cfg.style].string else "exact"}
     return summary(cells) | {"pairs": by_pair, "cells": cells, "context": run.model.cfg.context} | about
+
+
+def cells_of(cells: list[dict[str, Any]], needles: int, asked: int) -> list[dict[str, Any]]:
+    """The cells of the pair (needles, asked)."""
+    return [cell for cell in cells if (cell["needles"], cell["asked"]) == (needles, asked)]
 
 
 def chosen_pairs(cfg: NeedleConfig) -> list[list[int]]:
@@ -153,10 +155,7 @@ def draw(path: Path, seeds: Sequence[dict[str, Any]], title: str) -> None:
     height = 1.7 + 0.5 * (depths + 1)
     with figure(path, max(4.2, 1.9 + 0.8 * lengths), height * len(pairs), rows=len(pairs), grid="") as axes:
         for ax, (needles, asked) in zip(axes[:, 0], pairs, strict=True):
-            cells = [
-                [cell for cell in one["cells"] if (cell["needles"], cell["asked"]) == (needles, asked)] for one in seeds
-            ]
-            heatmap(ax, cells, results.get("context"))
+            heatmap(ax, [cells_of(one["cells"], needles, asked) for one in seeds], results.get("context"))
             ax.set_title(f"{title} · N={needles}" + (f", R={asked}" if needles > 1 else ""))
 
 

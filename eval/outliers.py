@@ -29,16 +29,13 @@ from eval.common import (
     TextEvalConfig,
     batches,
     check_finite,
-    claim_result,
-    content_of,
     device_of,
-    evaluation_tokens,
     figure,
     open_run,
     progress,
     write_result,
 )
-from eval.perplexity import cut_windows, digest
+from eval.perplexity import claim_windows, digest
 from model.attention.probe import visit_logits
 
 RANKS = (1, 2, 3, 10, 100)
@@ -130,21 +127,16 @@ def evaluate(model: nn.Module, windows: np.ndarray, batch: int = 32) -> dict[str
         for part in batches(windows, maps_that_fit(model, length, batch), length * model.cfg.vocab_size):
             model.hidden(torch.from_numpy(part[:, :-1]).to(device_of(model)))
             bar.update(len(part))
-    total = {kind: Magnitudes() for kind in KINDS}
-    for kind in KINDS:
-        for magnitudes in seen[kind]:
-            total[kind].join(magnitudes)
-    per_layer = [
-        {"layer": layer} | {kind: seen[kind][layer].summary() for kind in KINDS} for layer in range(len(model.blocks))
+    results: dict[str, Any] = {}
+    for kind, layers in seen.items():
+        total = Magnitudes()
+        for magnitudes in layers:
+            total.join(magnitudes)
+        results[kind] = total.summary()
+    results["per_layer"] = [
+        {"layer": i} | {kind: layers[i].summary() for kind, layers in seen.items()} for i in range(len(model.blocks))
     ]
-    results = {kind: total[kind].summary() for kind in KINDS}
-    return results | {
-        "per_layer": per_layer,
-        "tokens": n * length,
-        "windows": n,
-        "length": length,
-        "sha256": digest(windows),
-    }
+    return results | {"tokens": n * length, "windows": n, "length": length, "sha256": digest(windows)}
 
 
 LABELS = {"logits": "|attention logits|", "hidden": "|hidden states|"}
@@ -184,10 +176,8 @@ def _layers(ax: Axes, layers: list[dict[str, Any]], line_colour: str) -> None:
 @command("outliers", OutliersConfig)
 def main(cfg: OutliersConfig) -> None:
     run = open_run(cfg)
-    length = cfg.length or run.model.cfg.context
-    parts = evaluation_tokens(run, cfg)
-    file, about = claim_result("outliers", cfg, lambda: content_of(parts))
-    results = evaluate(run.model, cut_windows(parts, length, cfg.tokens), cfg.batch) | about
+    windows, file, about = claim_windows("outliers", run, cfg)
+    results = evaluate(run.model, windows, cfg.batch) | about
     said = write_result(run, cfg, file, results, draw)
     for kind in KINDS:
         tops = ", ".join(f"top-{k} {results[kind][f'top{k}']:.4g}" for k in RANKS if results[kind][f"top{k}"])

@@ -84,6 +84,13 @@ def cut_windows(parts: Sequence[Shard], length: int, limit: int) -> np.ndarray:
     return np.stack([windows.window(int(index)) for index in chosen])
 
 
+def claim_windows(evaluation: str, run: LoadedRun, cfg: TextEvalConfig) -> tuple[np.ndarray, str, dict[str, str]]:
+    """Windows (n, T + 1) of the text to test on, as `cfg.length` and `cfg.tokens` say, and what `claim_result` gives."""
+    parts = evaluation_tokens(run, cfg)
+    file, about = claim_result(evaluation, cfg, lambda: content_of(parts))
+    return cut_windows(parts, cfg.length or run.model.cfg.context, cfg.tokens), file, about
+
+
 def token_losses(model: nn.Module, windows: Tensor, vocab_size: int) -> Tensor:
     """(B, T) cross-entropy in nats of each next token, for windows (B, T + 1), without holding all logits at once.
 
@@ -113,10 +120,8 @@ def evaluate(
     which split recall's hits into rare_hit and frequent_hit.
     """
     n, length = windows.shape[0], windows.shape[1] - 1
-    at, at_others, counts_others, totals = (
-        *np.zeros((3, length)),
-        [],
-    )  # by position: summed losses, and numbers of targets
+    at, at_others, counts_others = np.zeros((3, length))  # by position: summed losses, and numbers of targets
+    totals: list[float] = []  # summed loss of each window
     sums: dict[str, list[float]] = {}  # kind of hit -> summed loss of the hits in each window
     counts: dict[str, list[int]] = {}  # kind of hit -> hits in each window
     with progress("perplexity", n) as bar:
@@ -183,12 +188,11 @@ def by_octave(sums: np.ndarray, counts: np.ndarray) -> dict[str, float | None]:
     """
     T = len(sums)
     starts = [1, *(2**k for k in range(2, T.bit_length()) if 3 * 2**k <= 2 * (T + 1))]
-    spans = zip(starts, [*(start - 1 for start in starts[1:]), T], strict=True)
-    totals = {span: (sums[span[0] - 1 : span[1]].sum(), counts[span[0] - 1 : span[1]].sum()) for span in spans}
-    return {
-        str(first) if first == last else f"{first}-{last}": float(total / count) if count else None
-        for (first, last), (total, count) in totals.items()
-    }
+    found = {}
+    for first, last in zip(starts, [*(start - 1 for start in starts[1:]), T], strict=True):
+        total, count = (values[first - 1 : last].sum() for values in (sums, counts))
+        found[str(first) if first == last else f"{first}-{last}"] = float(total / count) if count else None
+    return found
 
 
 def position_buckets(by_position: list[float]) -> tuple[np.ndarray, np.ndarray]:
@@ -250,9 +254,7 @@ def main(cfg: PerplexityConfig) -> None:
     run = open_run(cfg)
     length = cfg.length or run.model.cfg.context
     check_ngram(cfg, run.tokenizer.vocab_size, length)
-    parts = evaluation_tokens(run, cfg)
-    file, about = claim_result("perplexity", cfg, lambda: content_of(parts))
-    windows = cut_windows(parts, length, cfg.tokens)
+    windows, file, about = claim_windows("perplexity", run, cfg)
     frequent = frequent_in_training(run, windows, cfg) if cfg.training_counts else None
     results = evaluate(run.model, windows, run.tokenizer.byte_lengths(), cfg.batch, cfg.ngram, frequent)
     results["recall"]["rare_at_most"] = None if frequent is None else rare_at_most(cfg)

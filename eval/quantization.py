@@ -22,23 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from configs import command
-from eval.common import (
-    Axes,
-    batches,
-    claim_result,
-    content_of,
-    device_of,
-    evaluation_tokens,
-    figure,
-    haystack,
-    mean_se,
-    open_run,
-    progress,
-    write_result,
-)
+from eval.common import Axes, batches, device_of, figure, haystack, mean_se, open_run, progress, write_result
 from eval.needles import NeedleGridConfig, Query, check_grid, needle_contexts
 from eval.outliers import maps_that_fit
-from eval.perplexity import cut_windows, digest, token_losses
+from eval.perplexity import claim_windows, digest, token_losses
 from eval.scoring import score
 from model.attention.probe import visit_logits
 from training.checkpoint import LoadedRun
@@ -100,15 +87,12 @@ def evaluate(run: LoadedRun, windows: np.ndarray, queries: list[Query], cfg: Qua
                 losses[bits] = window_losses(run.model, windows, cfg.batch)
                 hits[bits] = needle_hits(run.model, queries, cfg.batch) if queries else None
             bar.update()
-    results: dict[str, Any] = {"loss": float(losses[None].mean()), "accuracy": None}
-    if queries:
-        results["accuracy"] = float(hits[None].mean())
-    results["bits"] = [
-        {"bits": bits}
-        | _change("loss", losses[bits], losses[None])
-        | (_change("accuracy", hits[bits], hits[None]) if queries else {})
-        for bits in cfg.bits
-    ]
+    rows = []
+    for bits in cfg.bits:
+        found = _change("accuracy", hits[bits], hits[None]) if queries else {}
+        rows.append({"bits": bits} | _change("loss", losses[bits], losses[None]) | found)
+    accuracy = float(hits[None].mean()) if queries else None
+    results = {"loss": float(losses[None].mean()), "accuracy": accuracy, "bits": rows}
     counts = {"windows": len(windows), "length": windows.shape[1] - 1, "needles": len(queries)}
     return results | counts | {"sha256": digest(windows)}
 
@@ -118,11 +102,11 @@ def _change(what: str, values: np.ndarray, reference: np.ndarray) -> dict[str, f
     return {what: float(values.mean()), f"{what}_change": change, f"{what}_change_se": se}
 
 
-def needles(run: LoadedRun, cfg: QuantizationConfig, length: int) -> list[Query]:
+def needles(run: LoadedRun, cfg: QuantizationConfig) -> list[Query]:
     """Single needles, `cfg.samples` at every depth; [] for a run that was not trained on retrieval documents."""
     if not run.config["data"].get("retrieval", {}).get("weight", 0):
         return []
-    hay = haystack(run, cfg)
+    hay, length = haystack(run, cfg), cfg.length or run.model.cfg.context
     return [query for depth in cfg.depths for (query,) in needle_contexts(run, hay, cfg, length, depth)]
 
 
@@ -158,11 +142,8 @@ def check(cfg: QuantizationConfig) -> None:
 def main(cfg: QuantizationConfig) -> None:
     check(cfg)
     run = open_run(cfg)
-    length = cfg.length or run.model.cfg.context
-    parts = evaluation_tokens(run, cfg)
-    file, about = claim_result("quantization", cfg, lambda: content_of(parts))
-    windows = cut_windows(parts, length, cfg.tokens)
-    results = evaluate(run, windows, needles(run, cfg, length), cfg) | about
+    windows, file, about = claim_windows("quantization", run, cfg)
+    results = evaluate(run, windows, needles(run, cfg), cfg) | about
     said = write_result(run, cfg, file, results, draw)
     for row in results["bits"]:
         changes = [f"loss {row['loss_change']:+.4f} ± {row['loss_change_se']:.4f}"]

@@ -114,9 +114,8 @@ class PlannedRun:
             content = json.loads(path.read_text())
         except (OSError, ValueError):
             return False
-        if other_setting(content["config"], name, *overrides) or content.get("step") != self.config.steps:
-            return False
-        return not self.other_text(content, name, *overrides)
+        same = content.get("step") == self.config.steps and not other_setting(content["config"], name, *overrides)
+        return same and not self.other_text(content, name, *overrides)
 
     def other_text(self, found: Mapping[str, Any], name: str, *overrides: str) -> bool:
         """Whether the result `found` is of another text than the one that is now where the evaluation's text is read."""

@@ -14,7 +14,7 @@ Writes survival.json, survival.md and figures/survival.png.
 import math
 import warnings
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -47,25 +47,6 @@ class SurvivalConfig:
     levels: list[float] = field(default_factory=lambda: [0.5, 0.9])
 
 
-@dataclass
-class Curve:
-    """The share of runs that have not arrived, from each of `times` on, with its 95 % interval.
-
-    median: the first time at which half of the runs have arrived. low, high: the interval of the median. A value is
-    None where its curve does not fall to one half.
-    """
-
-    n: int
-    arrived: int
-    times: list[float]
-    share: list[float]
-    share_low: list[float]
-    share_high: list[float]
-    median: float | None
-    low: float | None
-    high: float | None
-
-
 Checks = list[dict[str, float]]  # the lines of a metrics.jsonl that have a needle_acc
 Arrivals = list[tuple[int, bool]]  # (tokens, arrived) of each run
 
@@ -76,16 +57,21 @@ def arrival(checks: Checks, level: float) -> tuple[int, bool]:
     return (checks[-1]["tokens"], False) if tokens is None else (tokens, True)
 
 
-def kaplan_meier(runs: Arrivals) -> Curve:
+def kaplan_meier(runs: Arrivals) -> dict[str, Any]:
     """The Kaplan-Meier estimate (1958). A censored run is at risk until the time of its censoring, that time included.
+
+    n, arrived: numbers of runs. share: of the runs that have not arrived, from each of `times` on, with its 95 % interval
+    share_low to share_high. median: the first time at which half of the runs have arrived, with its interval low to high;
+    None where the curve does not fall to one half.
 
     Intervals are Greenwood's on the scale log(-log S), which stays inside 0 to 1 (Kalbfleisch and Prentice 1980). The
     median's interval ends at the times at which the curve's interval crosses one half (Brookmeyer and Crowley 1982).
     Where the last run arrives, this scale has no interval; the upper bound then stays as at the time before.
     """
     arrived = [time for time, seen in runs if seen]
+    found = {"n": len(runs), "arrived": len(arrived), "times": [], "share": [], "share_low": [], "share_high": []}
     if not arrived:
-        return Curve(len(runs), 0, [], [], [], [], None, None, None)
+        return found | {"median": None, "low": None, "high": None}
     survival = stats.ecdf(_censored(runs)).sf
     with warnings.catch_warnings(action="ignore"):  # scipy warns that the interval is undefined where no run is left
         interval = survival.confidence_interval(0.95, method="log-log")
@@ -94,8 +80,11 @@ def kaplan_meier(runs: Arrivals) -> Curve:
     lows, highs = (np.asarray(side.probabilities)[at] for side in (interval.low, interval.high))
     if shares[-1] == 0:
         lows[-1], highs[-1] = 0.0, highs[-2] if len(highs) > 1 else 1.0
-    crossing = [next((t for t, s in zip(times, side, strict=True) if s <= 0.5), None) for side in (shares, lows, highs)]
-    return Curve(len(runs), len(arrived), times, *(side.tolist() for side in (shares, lows, highs)), *crossing)
+    found["times"] = times
+    for name, end, side in (("share", "median", shares), ("share_low", "low", lows), ("share_high", "high", highs)):
+        found[name] = side.tolist()
+        found[end] = next((t for t, s in zip(times, side, strict=True) if s <= 0.5), None)
+    return found
 
 
 def _censored(runs: Arrivals) -> stats.CensoredData:
@@ -120,7 +109,7 @@ def compare(arms: list[dict[str, Any]], checks: dict[str, Checks], level: float)
     for arm in arms:
         about = {"arm": arm["name"], "point": arm["point"], "reference": arm["reference"]}
         until = max((checks[run["run"]][-1]["tokens"] for run in arm["runs"]), default=0)
-        rows.append(about | {"until": until} | asdict(kaplan_meier(found[arm["name"]])))
+        rows.append(about | {"until": until} | kaplan_meier(found[arm["name"]]))
         if arm["reference"] in found:
             rows[-1]["chi_square"], rows[-1]["p"] = log_rank(found[arm["name"]], found[arm["reference"]])
     _correct(row for row in rows if "p" in row)
@@ -131,9 +120,8 @@ def compare_pairs(
     arms: list[dict[str, Any]], checks: dict[str, Checks], level: float, pairs: dict[str, list[str]]
 ) -> list[dict[str, Any]]:
     """The log-rank test of every pair at every point where both of its arms have runs. pairs: part -> (arm, other arm)."""
-    found = {
-        (a["arm"], a["point"]): [arrival(checks[run["run"]], level) for run in a["runs"]] for a in arms if a["runs"]
-    }
+    arms = [arm for arm in arms if arm["runs"]]
+    found = {(arm["arm"], arm["point"]): [arrival(checks[run["run"]], level) for run in arm["runs"]] for arm in arms}
     rows = []
     for part, (arm, other) in pairs.items():
         for point in [point for name, point in found if name == arm and (other, point) in found]:

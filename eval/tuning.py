@@ -44,11 +44,10 @@ class TuneConfig:
 class Tuned:
     """The results of an arm's trials. losses: (point, mean of the metric over the trials' seeds), in order of trial.
 
-    best: key -> value. widened: how often a grid was widened. edge: keys whose best value is the lowest or highest
-    tried.
+    best: key -> value, in the order of a point's values. widened: how often a grid was widened. edge: keys whose best
+    value is the lowest or highest tried.
     """
 
-    keys: list[str]
     losses: list[tuple[Point, float]]
     best: dict[str, float]
     widened: int
@@ -92,10 +91,7 @@ def exchanged(found: Mapping[str, Mapping[Point, float]]) -> dict[str, list[Poin
 
     An arm whose trials all diverged has no best point.
     """
-    bests = [
-        min(losses, key=lambda point: losses[point]) for losses in found.values() if min(losses.values()) < math.inf
-    ]
-    best = dict.fromkeys(bests)
+    best = dict.fromkeys(min(own, key=own.get) for own in found.values() if min(own.values()) < math.inf)
     return {arm: [point for point in best if point not in losses] for arm, losses in found.items()}
 
 
@@ -111,12 +107,9 @@ def tuned(cfg: TuneConfig, found: Mapping[Point, float]) -> Tuned:
         tried = ", ".join("/".join(f"{rate:g}" for rate in point) for point in found)
         fix = "give lower tune.values, or leave the arm out"
         raise ValueError(f"all trials of an arm diverged ({'/'.join(keys)}: {tried}): {fix}")
-    edge = []
-    for axis, key in enumerate(keys):
-        line = [point[axis] for point in found]
-        if best[axis] in (min(line), max(line)):
-            edge.append(key)
-    return Tuned(keys, list(found.items()), dict(zip(keys, best, strict=True)), widened, edge)
+    lines = zip(*found, strict=True)  # for each key, its value at every point
+    edge = [key for key, own, line in zip(keys, best, lines, strict=True) if own in (min(line), max(line))]
+    return Tuned(list(found.items()), dict(zip(keys, best, strict=True)), widened, edge)
 
 
 def _search(cfg: TuneConfig, found: Mapping[Point, float]) -> tuple[list[Point], int]:
@@ -194,7 +187,7 @@ def tuning_notes(found: Mapping[str, Tuned], metric: str = "train.val_loss", exc
 
 def draw_tuning(path: Path, found: Mapping[str, Tuned], palette: Mapping[str, str], metric: str) -> None:
     """The lowest metric among the trials with each learning rate, one line per arm; a ring marks the arm's choice."""
-    keys = next(iter(found.values())).keys
+    keys = list(next(iter(found.values())).best)
     with figure(path, 4.8 * len(keys) + 1.5, 4.4, columns=len(keys)) as axes:
         for axis, (ax, key) in enumerate(zip(axes[0], keys, strict=True)):
             for arm, t in found.items():
@@ -215,7 +208,7 @@ def as_json(found: Mapping[str, Tuned]) -> dict[str, Any]:
     """arm -> the results of its trials, for a result's JSON."""
     results = {}
     for arm, t in found.items():
-        trials = [{**dict(zip(t.keys, point, strict=True)), "loss": loss} for point, loss in t.losses]
+        trials = [{**dict(zip(t.best, point, strict=True)), "loss": loss} for point, loss in t.losses]
         spent = {"tokens": t.tokens, "seconds": round(t.seconds, 1)}
         results[arm] = {"best": t.best, "trials": trials, "widened": t.widened, "edge": t.edge, **spent}
     return results

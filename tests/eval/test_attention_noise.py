@@ -41,7 +41,7 @@ def test_maps_are_averaged_before_they_are_normalised():
     shares = an.normalised(layers)
     assert shares[0, 0] == pytest.approx(np.array([0.6, 0.3, 0.4, 0.0, -0.1]) / 1.2)
     assert shares[0, 1] == pytest.approx(np.array([0.6, 0.5, 0.4, 0.2, 0.3]) / 2.0)
-    results = an.summarise({"0.5": shares}, {"0.5": layers})
+    results = an.summarise({"0.5": layers})
     assert results["signed"]["depths"]["0.5"]["answer"] == pytest.approx(1 / 3)
     assert results["noise"]["signed"]["0.5"] == pytest.approx(0.25)
     assert results["absolute"]["mean"]["noise"] == pytest.approx(0.35)

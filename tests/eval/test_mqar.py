@@ -97,7 +97,7 @@ def test_attention_of_uniform_maps(layers: str) -> None:
 def test_maps_are_those_of_the_formula() -> None:
     """map = map_1 - lambda map_2, each of the two a softmax."""
     model, sample = decoder("d"), drawn(0.8)[:3]
-    tokens, asked = mqar._tensors(sample, torch.device("cpu"))
+    tokens, asked = mqar._tensors(sample, torch.device("cpu"), "tokens", "asked")
     with torch.inference_mode():
         for layer, block in zip(mqar.maps_of_layers(model, tokens[:, :-1], asked), model.blocks, strict=True):
             expected = layer["map_1"] - block.attention.lam() * layer["map_2"]

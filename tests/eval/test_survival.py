@@ -25,14 +25,16 @@ MP, PLACEBO = list(zip(MP_TIMES, map(bool, MP_SEEN), strict=True)), [(time, True
 def test_kaplan_meier_by_hand() -> None:
     """Times 1, 2, 2+, 3, 4+: at risk 5, 4, 2, so 4/5, 4/5 * 3/4, 3/5 * 1/2."""
     curve = kaplan_meier([(1, True), (2, True), (2, False), (3, True), (4, False)])
-    assert (curve.n, curve.arrived, curve.times) == (5, 3, [1, 2, 3])
-    assert curve.share == pytest.approx([4 / 5, 3 / 5, 3 / 10])
-    assert curve.median == 3
+    assert (curve["n"], curve["arrived"], curve["times"]) == (5, 3, [1, 2, 3])
+    assert curve["share"] == pytest.approx([4 / 5, 3 / 5, 3 / 10])
+    assert curve["median"] == 3
     # Greenwood by hand at time 2: 1/(5*4) + 1/(4*3) = 2/15; on the log-log scale
     reach = 1.959964 * math.sqrt(2 / 15) / -math.log(3 / 5)
-    assert curve.share_low[1] == pytest.approx((3 / 5) ** math.exp(reach))
-    assert curve.share_high[1] == pytest.approx((3 / 5) ** math.exp(-reach))
-    assert all(low <= s <= high for low, s, high in zip(curve.share_low, curve.share, curve.share_high, strict=True))
+    assert curve["share_low"][1] == pytest.approx((3 / 5) ** math.exp(reach))
+    assert curve["share_high"][1] == pytest.approx((3 / 5) ** math.exp(-reach))
+    assert all(
+        low <= s <= high for low, s, high in zip(curve["share_low"], curve["share"], curve["share_high"], strict=True)
+    )
 
 
 def test_log_rank_of_the_textbook() -> None:
@@ -42,7 +44,7 @@ def test_log_rank_of_the_textbook() -> None:
 
 def test_nobody_arrived() -> None:
     curve = kaplan_meier([(5, False), (5, False)])
-    assert curve.median is None and curve.times == []
+    assert curve["median"] is None and curve["times"] == []
     assert log_rank([(5, False)], [(6, False)]) == (0.0, 1.0)
 
 
