@@ -99,7 +99,7 @@ def evaluate(run: LoadedRun, task: Task, cfg: IclConfig) -> dict[str, Any]:
     count = cfg.episodes or (EPISODES_SYNTHETIC if task.name == "synthetic" else EPISODES)
     context = run.model.cfg.context
     most = context // 4 if task.name == "synthetic" else min(context // 4, len(task.demonstrations))
-    episodes = [draw_episode(task, cfg, i, max(cfg.shots or [1, most]), digits) for i in range(count)]
+    episodes = [draw_episode(task, cfg, i, max(1, *(cfg.shots or [most])), digits) for i in range(count)]
     writer = Writer(task, run.tokenizer)
     shots = sorted(cfg.shots) if cfg.shots else fitting_shots(writer, episodes, context)
     jobs = [(n, episode) for n in shots for episode in episodes]
