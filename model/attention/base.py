@@ -213,7 +213,7 @@ class Attention(nn.Module):
 
     @property
     def key_sets(self) -> tuple[int, ...]:
-        """The number of key sets in each softmax."""
+        """One entry for each softmax of a head: its number of key sets."""
         return (1,)
 
     def mix(
@@ -256,7 +256,8 @@ class Attention(nn.Module):
             # Anew in every pass, as what a mask keeps belongs to one: torch.export would leave tensors without content in it.
             mask = Mask(causal=context is None)
         elif isinstance(mask, Tensor):
-            mask = Mask.of(mask)
+            # As in torch's SDPA: without the causal rule.
+            mask = Mask(causal=False, see=mask) if mask.dtype == torch.bool else Mask(causal=False, bias=mask)
         if context is None:
             return mask if self.slopes is None else replace(mask, slopes=self.slopes)
         if cache is not None or self.slopes is not None:
@@ -295,7 +296,8 @@ class Attention(nn.Module):
 
     def flops(self, context: int) -> int:
         """Forward FLOPs per token of the products with the T x T maps: queries with keys, maps with values."""
-        return 2 * context * self.heads * (self.shape.queries * self.width + self.shape.maps * self.value_width)
+        keys = context * sum(self.key_sets)
+        return 2 * keys * self.heads * (self.shape.queries * self.width + self.shape.maps * self.value_width)
 
     # ---------------------------------------- how it is trained and watched
 

@@ -134,17 +134,12 @@ BACKWARD_32 = {
 }
 
 
-def family(card: tuple[int, int]) -> str | None:
-    """The family of cards whose tiles serve compute capability `card`; None for cards older than 8.0."""
-    return None if card < (8, 0) else "sm_90" if card[0] in (9, 10) else "sm_80"
-
-
 def table(d: int, dv: int, dtype: torch.dtype, backward: bool, card: tuple[int, int]) -> Blocks | None:
     """The tile for keys of width d and values of width dv on a card of compute capability `card`; None where none fits."""
-    if (name := family(card)) is None:
+    if card < (8, 0):
         return None
     whole, half = (BACKWARD_32, BACKWARD_16) if backward else (FORWARD_32, FORWARD_16)
-    rows = whole if dtype == torch.float32 else half[name]
+    rows = whole if dtype == torch.float32 else half["sm_90" if card[0] in (9, 10) else "sm_80"]
     return next((tile for (widest, widest_v), tile in rows.items() if d <= widest and dv <= widest_v), None)
 
 
