@@ -37,11 +37,8 @@ class DiffLlama(Llama):
         return Format.refusal(self, model)
 
     def to_ours(self, state: dict[str, Tensor], cfg: DecoderConfig) -> dict[str, Tensor]:
-        for layer in range(cfg.n_layer):
-            for part in "qkv":
-                change_rows(state, f"blocks.{layer}.attention.{part}", lambda rows: heads_in_pairs(rows, cfg.head_dim))
-            state[f"blocks.{layer}.attention.lambda_mix"] = torch.ones(())
-        return state
+        change_rows(state, ("q", "k", "v"), lambda rows: heads_in_pairs(rows, cfg.head_dim))
+        return state | {f"blocks.{layer}.attention.lambda_mix": torch.ones(()) for layer in range(cfg.n_layer)}
 
     def to_theirs(self, model: Decoder) -> dict[str, Tensor]:
         """Our tensors in DiffLlama's order. `out` and the vectors of lambda take up what DiffLlama has no place for.
@@ -50,12 +47,10 @@ class DiffLlama(Llama):
         1 - lambda_init, which is 1 where our lambda_init is the schedule's. Where our lambda has another form than
         vectors, another start than the schedule, or an unfinished warm-up, new vectors give the same lambda.
         """
-        state = super().to_theirs(model)
-        width = model.cfg.head_dim
+        state, width = super().to_theirs(model), model.cfg.head_dim
+        change_rows(state, ("q", "k", "v"), lambda rows: heads_in_halves(rows, width))
         for layer, block in enumerate(model.blocks):
             attention, prefix = block.attention, f"blocks.{layer}.attention."
-            for part in "qkv":
-                change_rows(state, prefix + part, lambda rows: heads_in_halves(rows, width))
             factor = (1 - attention.lambda_init) / (1 - scheduled(layer))
             gain = state.get(f"{prefix}head_norm.weight", torch.ones(2 * width))
             state[f"{prefix}out.weight"] = state[f"{prefix}out.weight"] * (gain * factor).repeat(attention.heads)
