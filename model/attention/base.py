@@ -21,8 +21,6 @@ from .backends import BACKENDS, attend, check_backend, prepare
 from .mask import Mask, alibi_slopes
 
 HEAD_NORMS = ("affine", "plain", "layernorm", "none")  # of each head's output
-POSITIONS = ("rope", "alibi", "learned", "none")
-ROPE_LAYOUTS = ("half", "interleaved")
 
 Carry = dict[str, Tensor]
 """Tensors, by name, that a layer leaves for later layers of the same forward pass. Every pass begins with an empty one."""
@@ -54,8 +52,8 @@ class AttentionConfig:
         """A checked copy with the heads and biases filled in. ValueError names the override that corrects the error."""
         check_ranges(self, "model")
         check_choice("model.backend", self.backend, BACKENDS)
-        check_choice("model.position", self.position, POSITIONS)
-        check_choice("model.rope_layout", self.rope_layout, ROPE_LAYOUTS)
+        check_choice("model.position", self.position, ("rope", "alibi", "learned", "none"))
+        check_choice("model.rope_layout", self.rope_layout, ("half", "interleaved"))
         if self.head_dim is None and self.d_model % self.n_head:
             wrong = f"model.n_head={self.n_head} does not divide model.d_model={self.d_model}"
             raise ValueError(

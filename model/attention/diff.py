@@ -53,11 +53,7 @@ class DiffAttention(Attention):
 
     name = "diff"
     Options = DiffConfig
-    choices = {
-        "heads": ("half", "double"),
-        "lambda_form": ("vectors", "dual_scalar", "fixed"),
-        "head_norm": HEAD_NORMS,
-    }
+    choices = {"heads": ("half", "double"), "lambda_form": ("vectors", "dual_scalar", "fixed"), "head_norm": HEAD_NORMS}
     free_options = ("lambda_warmup",)
     colours = {"diff": "#D55E00"}
 

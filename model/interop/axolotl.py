@@ -15,7 +15,7 @@ from ..attention.diff import lambda_init as scheduled
 from ..config import DecoderConfig
 from ..conversion import Conversion
 from ..decoder import Decoder
-from .diffllama import vectors_of
+from .diffllama import new_vectors
 from .folder import Weights
 from .llama import Llama
 from .rows import change_rows, heads_in_halves, heads_in_pairs, keep_lambda
@@ -162,9 +162,8 @@ class Axolotl(Llama):
             attention, prefix = block.attention, f"blocks.{layer}.attention."
             state[f"{prefix}out.weight"] = state[f"{prefix}out.weight"] * (1 - attention.lambda_init)
             state.setdefault(f"{prefix}head_norm.weight", torch.ones(attention.value_width))
-            if attention.lambda_form != "vectors" or attention.lambda_mix != 1:
-                vectors = vectors_of(attention.lam().item() - attention.lambda_init, model.cfg.head_dim)
-                state |= {prefix + name: vector for name, vector in vectors.items()}
+            vectors = new_vectors(attention, attention.lambda_init)
+            state |= {prefix + name: vector for name, vector in vectors.items()}
         return state
 
     def write(self, model: Decoder) -> tuple[dict[str, Any], dict[str, Tensor]]:

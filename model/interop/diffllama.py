@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention.diff import VECTORS
+from ..attention.diff import VECTORS, DiffAttention
 from ..attention.diff import lambda_init as scheduled
 from ..config import DecoderConfig
 from ..decoder import Decoder
@@ -54,16 +54,18 @@ class DiffLlama(Llama):
             factor = (1 - attention.lambda_init) / (1 - scheduled(layer))
             gain = state.get(f"{prefix}head_norm.weight", torch.ones(2 * width))
             state[f"{prefix}out.weight"] = state[f"{prefix}out.weight"] * (gain * factor).repeat(attention.heads)
-            own = attention.lambda_form == "vectors" and attention.lambda_mix == 1
-            if not own or abs(attention.lambda_init - scheduled(layer)) >= 1e-9:
-                vectors = vectors_of(attention.lam().item() - scheduled(layer), width)
-                state |= {prefix + name: vector for name, vector in vectors.items()}
+            vectors = new_vectors(attention, scheduled(layer))
+            state |= {prefix + name: vector for name, vector in vectors.items()}
         return state
 
 
-def vectors_of(difference: float, width: int) -> dict[str, Tensor]:
-    """Vectors with exp(q1.k1) - exp(q2.k2) = difference: one exponential is 1, the other larger."""
-    vectors = {name: torch.zeros(width) for name in VECTORS}
+def new_vectors(attention: DiffAttention, start: float) -> dict[str, Tensor]:
+    """Vectors with exp(q1.k1) - exp(q2.k2) + start = lambda, one exponential being 1; none if the attention's own fit."""
+    own = attention.lambda_form == "vectors" and attention.lambda_mix == 1
+    if own and abs(attention.lambda_init - start) < 1e-9:
+        return {}
+    difference = attention.lam().item() - start
+    vectors = {name: torch.zeros(attention.width) for name in VECTORS}
     vectors["lambda_k1"][0] = vectors["lambda_k2"][0] = 1.0
     vectors["lambda_q1" if difference > 0 else "lambda_q2"][0] = math.log(1 + abs(difference))
     return vectors
