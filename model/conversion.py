@@ -17,8 +17,8 @@ that neither the vectors nor the second maps ever get a gradient. Its split-head
 """
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -160,9 +160,7 @@ def convert(source: Decoder, how: Conversion, seed: int = 0, tokens: Tensor | No
 
 def _double(old: dict[str, Tensor], new: dict[str, Tensor], target: DiffAttention, how: Conversion) -> None:
     """A second map beside every head: query and key rows of component c of head i are head 2i + c."""
-    for name in ("q.weight", "q.bias", "k.weight", "k.bias"):
-        if name in old:
-            new[name] = _beside(old[name], new[name], target.width, how.second)
+    _add_second(old, new, ("q.weight", "q.bias", "k.weight", "k.bias"), target.width, how.second)
     new |= {name: value for name, value in old.items() if name[0] in "vo" or "_norm." in name}
     _start_lambda(new)
     # lam is lambda_init. The head norm undoes the factor 1 - lam. Random second maps have no such factor.
@@ -190,9 +188,7 @@ def _split(old: dict[str, Tensor], new: dict[str, Tensor], target: DiffAttention
 
 def _to_diff_v2(old: dict[str, Tensor], new: dict[str, Tensor], target: DiffV2Attention, how: Conversion) -> None:
     """A second query head beside every one, over the same keys and values; lambda is sigmoid(lambda_bias) for all tokens."""
-    for name in ("q.weight", "q.bias"):
-        if name in old:
-            new[name] = _beside(old[name], new[name], target.width, how.second)
+    _add_second(old, new, ("q.weight", "q.bias"), target.width, how.second)
     new |= {name: value for name, value in old.items() if name[0] in "kvo"}
     new["lambda_logits.weight"] = torch.zeros_like(new["lambda_logits.weight"])
     lam = new["lambda_logits.bias"][0].double().sigmoid().item()
@@ -221,11 +217,14 @@ def _restore_sizes(normed: Decoder, plain: Decoder, tokens: Tensor) -> None:
         after.attention.out.weight.copy_(columns.flatten(1))
 
 
-def _beside(rows: Tensor, fresh: Tensor, width: int, second: str) -> Tensor:
-    """Heads 0, 1, .. of `rows` as 0, 0', 1, 1', ..: copies, or the odd heads of `fresh`."""
-    first = rows.unflatten(0, (-1, width))
-    added = first if second == "copy" else fresh.unflatten(0, (-1, 2, width))[:, 1]
-    return torch.stack((first, added), dim=1).flatten(0, 2)
+def _add_second(
+    old: dict[str, Tensor], new: dict[str, Tensor], names: tuple[str, ...], width: int, second: str
+) -> None:
+    """Heads 0, 1, .. of the old rows become 0, 0', 1, 1', ..: copies, or the odd heads of the new rows."""
+    for name in old.keys() & set(names):
+        first = old[name].unflatten(0, (-1, width))
+        added = first if second == "copy" else new[name].unflatten(0, (-1, 2, width))[:, 1]
+        new[name] = torch.stack((first, added), dim=1).flatten(0, 2)
 
 
 def _start_lambda(new: dict[str, Tensor]) -> None:
@@ -276,10 +275,7 @@ def change(before: Decoder, after: Decoder, tokens: Tensor) -> Change:
 def _hidden(model: Decoder) -> Iterator[list[Tensor]]:
     """The output of every block (B, T, D) of the next forward pass, in order."""
     seen: list[Tensor] = []
-    note: Callable[..., None] = lambda module, inputs, output: seen.append(output)  # noqa: E731
-    hooks = [block.register_forward_hook(note) for block in model.blocks]
-    try:
+    with ExitStack() as hooks:
+        for block in model.blocks:
+            hooks.enter_context(block.register_forward_hook(lambda module, inputs, output: seen.append(output)))
         yield seen
-    finally:
-        for hook in hooks:
-            hook.remove()

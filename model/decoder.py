@@ -17,7 +17,7 @@ from .attention.mask import Mask
 from .attention.probe import gather_rows
 from .cache import KVCache, LayerCache
 from .config import DecoderConfig
-from .layers import MLPS, initialize, make_norm
+from .layers import FeedForward, initialize, make_norm
 from .loss import linear_cross_entropy
 from .rotary import Rope, rope_table
 
@@ -30,7 +30,7 @@ class Block(nn.Module):
         self.attention_norm = make_norm(cfg.norm, cfg.d_model, cfg.bias, cfg.norm_eps)
         self.attention = VARIANTS[layer_letter(cfg, layer)](cfg, layer, seed=None)
         self.mlp_norm = make_norm(cfg.norm, cfg.d_model, cfg.bias, cfg.norm_eps)
-        self.mlp = MLPS[cfg.mlp](cfg.d_model, cfg.d_ff, cfg.bias)
+        self.mlp = FeedForward(cfg.mlp, cfg.d_model, cfg.d_ff, cfg.bias)
         self.dropout = nn.Dropout(cfg.dropout)
         self.norm_after = cfg.norm_place == "after"
 

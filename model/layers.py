@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Callable
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -27,60 +26,33 @@ class LayerNorm(nn.LayerNorm):
 
 
 class FeedForward(nn.Module):
-    """What feed-forward networks share: in training, the backward pass computes the input of `down` again.
+    """swiglu: down(silu(gate x) * up x) (Shazeer, arXiv 2002.05202, equation 6). gelu: down(gelu(up x)), as in nanoGPT.
 
-    So this widest activation of a block is not stored between the passes. The product with `down` is not computed again.
+    gelu_tanh: the same with the approximate GELU of GPT-2 (openai/gpt-2, model.py). In training, the backward pass computes
+    the input of `down` again, so this widest activation of a block is not stored between the passes. The product with `down`
+    is not computed again.
     """
 
-    down: nn.Linear
+    def __init__(self, kind: str, width: int, hidden: int, bias: bool) -> None:
+        super().__init__()
+        self.kind = kind
+        self.gate = nn.Linear(width, hidden, bias=bias) if kind == "swiglu" else None
+        self.up = nn.Linear(width, hidden, bias=bias)
+        self.down = nn.Linear(hidden, width, bias=bias)
 
-    def hidden(self, *parts: Tensor) -> Tensor:
-        """The input of `down`, element by element from the other projections of the block's input."""
-        raise NotImplementedError
-
-    def _down_lean(self, *parts: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
+        parts = (self.up(x),) if self.gate is None else (self.gate(x), self.up(x))
         # torch.func's gradients refuse the hooks that checkpoint sets.
         if not (self.training and torch.is_grad_enabled()) or torch._C._are_functorch_transforms_active():
             return self._down(*parts)
         return checkpoint(self._down, *parts, use_reentrant=False, preserve_rng_state=False)
 
     def _down(self, *parts: Tensor) -> Tensor:
-        return self.down(self.hidden(*parts))
-
-
-class SwiGLU(FeedForward):
-    """down(silu(gate x) * up x) (Shazeer, arXiv 2002.05202, equation 6)."""
-
-    def __init__(self, width: int, hidden: int, bias: bool) -> None:
-        super().__init__()
-        self.gate = nn.Linear(width, hidden, bias=bias)
-        self.up = nn.Linear(width, hidden, bias=bias)
-        self.down = nn.Linear(hidden, width, bias=bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self._down_lean(self.gate(x), self.up(x))
-
-    def hidden(self, gate: Tensor, up: Tensor) -> Tensor:
-        return F.silu(gate) * up
-
-
-class GeluMLP(FeedForward):
-    """down(gelu(up x)), nanoGPT's feed-forward network. approximate: tanh is the GELU of GPT-2 (openai/gpt-2, model.py)."""
-
-    def __init__(self, width: int, hidden: int, bias: bool, approximate: str = "none") -> None:
-        super().__init__()
-        self.approximate = approximate
-        self.up = nn.Linear(width, hidden, bias=bias)
-        self.down = nn.Linear(hidden, width, bias=bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self._down_lean(self.up(x))
-
-    def hidden(self, up: Tensor) -> Tensor:
-        return F.gelu(up, approximate=self.approximate)
-
-
-MLPS = {"swiglu": SwiGLU, "gelu": GeluMLP, "gelu_tanh": partial(GeluMLP, approximate="tanh")}
+        """The output, from `up` or from `gate` and `up` of the input."""
+        if self.kind == "swiglu":
+            gate, up = parts
+            return self.down(F.silu(gate) * up)
+        return self.down(F.gelu(parts[0], approximate="tanh" if self.kind == "gelu_tanh" else "none"))
 
 
 def make_norm(kind: str | Callable[[int], nn.Module], width: int, bias: bool, eps: float) -> nn.Module:

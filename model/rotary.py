@@ -49,8 +49,7 @@ class RopeScaling:
         if self.kind == "linear":
             return frequency / self.factor
         turns = self.original_context * frequency / (2 * math.pi)
-        kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-        kept = kept.clamp(0, 1)
+        kept = ((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0, 1)
         return frequency * (kept + (1 - kept) / self.factor)
 
 

@@ -76,6 +76,8 @@ def _chosen(backend: str, x: Tensor, d: int, dv: int, mask: Mask, T: int, S: int
         return "math"
     on_cpu = x.device.type == "cpu"
     if backend not in ("auto", "sdpa", "cpu") or (backend == "cpu" and on_cpu):
+        if backend == "flex" and mask.free:
+            _refuse_free_masks(backend)
         return backend
     # With dropout, halves of the values would drop other weights, and the cpu kernel drops none.
     if dropout or (backend == "sdpa" and on_cpu):
@@ -130,8 +132,9 @@ def attend_diff(
     backend = _chosen(backend, q, q.shape[-1], v.shape[-1], mask, T, k.shape[-2], dropout)
     if probe.active is not None:
         first, second = _probe_rows(q, _repeat(k, h).expand(-1, -1, 2, -1, -1), mask).unbind(2)  # (B, h, R, S) each
-        probe.active.record(first - _lambda_rows(lam, k.shape[-2]) * second)
-        probe.active.record_pair(first, second)
+        by_row = lam.dim() > 1 and lam.shape[-2] > 1  # lam depends on the token
+        lam_rows = probe.gather_rows(lam, probe.active.rows, k.shape[-2]) if by_row else lam
+        probe.active.record(first - lam_rows * second, (first, second))
     if backend == "fused":
         if mask.free:
             _refuse_free_masks(backend)
@@ -142,15 +145,16 @@ def attend_diff(
         return fused(q, k, v, lam, mask)
     if backend == "math":
         k, v = _repeat(k, h).expand(-1, -1, 2, -1, -1), _repeat(v, h)  # (B, h, 2, S, d), (B, h, S, dv)
-        return reference.attend_diff(q, k, v, lam, _see(mask, q, k), dropout, _bias(mask, q, k))
+        see, bias = _dense(mask, q, k)
+        return reference.attend_diff(q, k, v, lam, see, dropout, bias)
     if T == 1 and k.shape[2] == 1 and not mask.free:
         first, second = _one_query(q, k.squeeze(2), v, mask, dropout).unbind(2)  # (B, h, 1, dv) each
     elif last:
-        return _last_row(q, k, v, lam, None if mask.plain else _see(mask, q, k))
+        return _last_row(q, k, v, lam, None if mask.plain else mask.dense(T, k.shape[-2], q.device))
     elif T == 1 and not mask.free and q.device.type != "cpu":
         first, second = (_one_query(q[:, :, c], k[:, :, c], v, mask, dropout) for c in (0, 1))
     elif backend == "flex":
-        first, second = (_flex(q[:, :, c], k[:, :, c % k.shape[2]], v, mask) for c in (0, 1))
+        first, second = (flex.attend(q[:, :, c], k[:, :, c % k.shape[2]], v, mask) for c in (0, 1))
     elif _in_kernel(backend, q, k, mask, dropout):
         return cpu.attend_diff(q, k, v, lam)
     elif backend in ("two_calls", "four_calls"):
@@ -189,7 +193,7 @@ def attend_union(
     if backend != "math" and T == 1 and not mask.free and (n == 1 or q.device.type != "cpu"):
         return _one_query(q, _joined(keys), _joined(values), mask, dropout, sets=n)
     if backend == "flex":
-        return _flex(q, _joined(keys), _joined(values), mask, sets=n)
+        return flex.attend(q, _joined(keys), _joined(values), mask, sets=n)
     if _in_kernel(backend, q, keys[0], mask, dropout):
         return cpu.attend(q, keys, values)
     if backend != "math" and n == 1:
@@ -201,8 +205,7 @@ def attend_union(
     if backend != "math" and mask.plain and T == S > 0 and not dropout and _flash_takes(q, widest):
         padded = [_in_line(_widen(x, widest)) for x in (q, *keys, *values)]
         return _Union.apply(q.shape[-1] ** -0.5, *padded)[0][..., :width]
-    see, bias = _see(mask, q, keys[0]).repeat(1, 1, 1, n), _bias(mask, q, keys[0])
-    bias = None if bias is None else bias.repeat(1, 1, 1, n)
+    see, bias = _dense(mask, q, keys[0], sets=n)
     k, v = _joined(keys), _joined(values)  # (B, H, n S, d), (B, H, n S, dv)
     if backend == "math":
         return reference.attend(q, k, v, see, dropout, bias)
@@ -258,7 +261,7 @@ def _sdpa(
             options["is_causal"] = True
         return F.scaled_dot_product_attention(q, k, v, **options)[..., :width]
     if see is None:
-        see, bias = _see(mask, q, k), _bias(mask, q, k)  # (1 or B, 1 or heads, T, S)
+        see, bias = _dense(mask, q, k)
     see = _spread(see, q)
     blind = ~see.any(-1, keepdim=True)  # as in reference.weights
     shown = see | blind
@@ -287,9 +290,8 @@ def _one_query(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float, sets
     reads keys and values in place: repeating them for every query head would copy the whole cache at each token.
     """
     rows = q.reshape(q.shape[0], k.shape[1], -1, q.shape[-1])  # (B, Hkv, rows, d)
-    see = (
-        None if mask.plain else mask.dense(1, k.shape[-2] // sets, q.device).repeat(1, 1, 1, sets)
-    )  # (1 or B, 1, 1, S)
+    # see: (1 or B, 1, 1, S)
+    see = None if mask.plain else mask.dense(1, k.shape[-2] // sets, q.device).repeat(1, 1, 1, sets)
     return _sdpa(rows, k, v, EVERYTHING, see, dropout).reshape(*q.shape[:-1], -1)
 
 
@@ -318,19 +320,13 @@ def _subtract(first: Tensor, lam: Tensor, second: Tensor) -> Tensor:
     return (first - (lam if lam.dim() else lam.view(1, 1)) * second).to(first.dtype)
 
 
-def _flex(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sets: int = 1) -> Tensor:
-    if mask.free:
-        _refuse_free_masks("flex")
-    return flex.attend(q, k, v, mask, sets)
-
-
-def _see(mask: Mask, q: Tensor, k: Tensor) -> Tensor:
-    return mask.dense(q.shape[-2], k.shape[-2], q.device)
-
-
-def _bias(mask: Mask, q: Tensor, k: Tensor) -> Tensor | None:
+def _dense(mask: Mask, q: Tensor, k: Tensor, sets: int = 1) -> tuple[Tensor, Tensor | None]:
+    """What q sees of `sets` key sets like k side by side, and the bias to add: (1 or B, 1 or heads, T, sets S) each."""
     T, S = q.shape[-2], k.shape[-2]
-    return mask.added(torch.arange(S - T, S, device=q.device), S) if mask.free else None
+    see, bias = mask.dense(T, S, q.device), mask.added(torch.arange(S - T, S, device=q.device), S)
+    if sets > 1:
+        see, bias = see.repeat(1, 1, 1, sets), None if bias is None else bias.repeat(1, 1, 1, sets)
+    return see, bias
 
 
 def _spread(x: Tensor, q: Tensor) -> Tensor:
@@ -344,11 +340,6 @@ def _probe_rows(q: Tensor, k: Tensor, mask: Mask, sets: int = 1) -> Tensor:
     see, bias = (x if x is None else x.repeat(1, 1, 1, sets) for x in (mask.allowed(rows, S), mask.added(rows, S)))
     see, bias = (x if x is None or q.dim() == 4 else x.unsqueeze(2) for x in (see, bias))
     return reference.weights(probe.gather_rows(q, rows, S).float(), k.float(), see, bias)
-
-
-def _lambda_rows(lam: Tensor, S: int) -> Tensor:
-    """lam at the probe's rows; lam itself if it does not depend on the token."""
-    return lam if lam.dim() < 2 or lam.shape[-2] == 1 else probe.gather_rows(lam, probe.active.rows, S)
 
 
 def _repeat(x: Tensor, heads: int) -> Tensor:

@@ -21,8 +21,6 @@ from .backends import BACKENDS, attend, check_backend, prepare
 from .mask import Mask, alibi_slopes
 
 HEAD_NORMS = ("affine", "plain", "layernorm", "none")  # of each head's output
-POSITIONS = ("rope", "alibi", "learned", "none")
-ROPE_LAYOUTS = ("half", "interleaved")
 
 Carry = dict[str, Tensor]
 """Tensors, by name, that a layer leaves for later layers of the same forward pass. Every pass begins with an empty one."""
@@ -54,8 +52,8 @@ class AttentionConfig:
         """A checked copy with the heads and biases filled in. ValueError names the override that corrects the error."""
         check_ranges(self, "model")
         check_choice("model.backend", self.backend, BACKENDS)
-        check_choice("model.position", self.position, POSITIONS)
-        check_choice("model.rope_layout", self.rope_layout, ROPE_LAYOUTS)
+        check_choice("model.position", self.position, ("rope", "alibi", "learned", "none"))
+        check_choice("model.rope_layout", self.rope_layout, ("half", "interleaved"))
         if self.head_dim is None and self.d_model % self.n_head:
             wrong = f"model.n_head={self.n_head} does not divide model.d_model={self.d_model}"
             raise ValueError(
@@ -213,7 +211,7 @@ class Attention(nn.Module):
 
     @property
     def key_sets(self) -> tuple[int, ...]:
-        """The number of key sets in each softmax."""
+        """One entry for each softmax of a head: its number of key sets."""
         return (1,)
 
     def mix(
@@ -256,7 +254,8 @@ class Attention(nn.Module):
             # Anew in every pass, as what a mask keeps belongs to one: torch.export would leave tensors without content in it.
             mask = Mask(causal=context is None)
         elif isinstance(mask, Tensor):
-            mask = Mask.of(mask)
+            # As in torch's SDPA: without the causal rule.
+            mask = Mask(causal=False, see=mask) if mask.dtype == torch.bool else Mask(causal=False, bias=mask)
         if context is None:
             return mask if self.slopes is None else replace(mask, slopes=self.slopes)
         if cache is not None or self.slopes is not None:
@@ -295,7 +294,8 @@ class Attention(nn.Module):
 
     def flops(self, context: int) -> int:
         """Forward FLOPs per token of the products with the T x T maps: queries with keys, maps with values."""
-        return 2 * context * self.heads * (self.shape.queries * self.width + self.shape.maps * self.value_width)
+        keys = context * sum(self.key_sets)
+        return 2 * keys * self.heads * (self.shape.queries * self.width + self.shape.maps * self.value_width)
 
     # ---------------------------------------- how it is trained and watched
 

@@ -53,11 +53,7 @@ class DiffAttention(Attention):
 
     name = "diff"
     Options = DiffConfig
-    choices = {
-        "heads": ("half", "double"),
-        "lambda_form": ("vectors", "dual_scalar", "fixed"),
-        "head_norm": HEAD_NORMS,
-    }
+    choices = {"heads": ("half", "double"), "lambda_form": ("vectors", "dual_scalar", "fixed"), "head_norm": HEAD_NORMS}
     free_options = ("lambda_warmup",)
     colours = {"diff": "#D55E00"}
 
@@ -114,12 +110,15 @@ class DiffAttention(Attention):
         mix = self.lambda_mix.to(dtype)
         if self.lambda_form == "fixed":
             return mix * self.lambda_init
-        if self.lambda_form == "dual_scalar":
-            first, second = self.lambda_a.to(dtype).exp(), self.lambda_b.to(dtype).exp()
-        else:
-            q1, k1, q2, k2 = (getattr(self, name).to(dtype) for name in VECTORS)
-            first, second = (q1 * k1).sum().exp(), (q2 * k2).sum().exp()
+        first, second = self.exponentials(dtype)
         return mix * (first - second + self.lambda_init)
+
+    def exponentials(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The two terms of lambda, exp(lq1.lk1) and exp(lq2.lk2), or exp(a) and exp(b)."""
+        if self.lambda_form == "dual_scalar":
+            return self.lambda_a.to(dtype).exp(), self.lambda_b.to(dtype).exp()
+        q1, k1, q2, k2 = (getattr(self, name).to(dtype) for name in VECTORS)
+        return (q1 * k1).sum().exp(), (q2 * k2).sum().exp()
 
     def before(self, q: Tensor, k: Tensor, v: Tensor, carry: Carry) -> tuple[Tensor, Tensor, Tensor]:
         return self.q_norm(q), self.k_norm(k), v
@@ -138,10 +137,8 @@ class DiffAttention(Attention):
         found = {"lambda": self.lam(), "lambda_init": torch.full_like(self.lambda_mix, self.lambda_init)}
         if self.lambda_warmup:
             found["lambda_mix"] = self.lambda_mix
+        if self.lambda_form != "fixed":
+            found["lambda_first"], found["lambda_second"] = self.exponentials(self.lambda_mix.dtype)
         if self.lambda_form == "vectors":
-            q1, k1, q2, k2 = (getattr(self, name) for name in VECTORS)
-            found |= {"lambda_first": (q1 * k1).sum().exp(), "lambda_second": (q2 * k2).sum().exp()}
             found |= {f"{name}_norm": getattr(self, name).norm() for name in VECTORS}
-        if self.lambda_form == "dual_scalar":
-            found |= {"lambda_first": self.lambda_a.exp(), "lambda_second": self.lambda_b.exp()}
         return found

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,11 +72,5 @@ def _compiled() -> Callable[..., Tensor]:
     """
     from torch.nn.attention.flex_attention import flex_attention
 
-    compiled = torch.compile(flex_attention, dynamic=False)
-
-    def call(*tensors: Tensor, **options: Any) -> Tensor:
-        limits = {"recompile_limit": SHAPES, "accumulated_recompile_limit": SHAPES}
-        with torch._dynamo.config.patch(limits):
-            return compiled(*tensors, **options)
-
-    return call
+    many_shapes = torch._dynamo.config.patch(recompile_limit=SHAPES, accumulated_recompile_limit=SHAPES)
+    return many_shapes(torch.compile(flex_attention, dynamic=False))

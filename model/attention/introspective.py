@@ -84,7 +84,12 @@ class IntrospectiveAttention(Attention):
         if self.mode == "feature":
             self.memory_k = self._memory_projections(self.width)
             self.memory_v = self._memory_projections(self.value_width)
-        self._make_path_weight(D)
+        if self.path_weight == "softmax_input":
+            self.path_logits = nn.Linear(D, self.paths, bias=False)
+        else:
+            self.w = nn.Parameter(torch.empty(self.paths))
+        if self.path_weight == "affine":
+            self.path_gain, self.path_bias = (nn.Parameter(torch.empty(self.paths)) for _ in range(2))
         self.alpha = nn.Parameter(torch.ones(())) if opt.alpha else None
         self.norm = make_norm(opt.path_norm, D, cfg.bias, cfg.norm_eps)
         self.out = nn.Linear(D, D, bias=cfg.projection_bias)
@@ -98,15 +103,6 @@ class IntrospectiveAttention(Attention):
         widths = {"k": self.width, "v": self.value_width, "a": group * self.value_width}
         per_path = sum(widths[part] for part in self.memory)
         return nn.ParameterList(torch.empty(self.kv_heads, i * per_path, width) for i in range(1, self.paths))
-
-    def _make_path_weight(self, d_model: int) -> None:
-        if self.path_weight == "softmax_input":
-            self.path_logits = nn.Linear(d_model, self.paths, bias=False)
-            return
-        self.w = nn.Parameter(torch.empty(self.paths))
-        if self.path_weight == "affine":
-            self.path_gain = nn.Parameter(torch.empty(self.paths))
-            self.path_bias = nn.Parameter(torch.empty(self.paths))
 
     def init_own(self, generator: torch.Generator) -> None:
         for name, p in self.named_parameters(recurse=True):
@@ -213,12 +209,7 @@ class IntrospectiveAttention(Attention):
 
     @property
     def key_sets(self) -> tuple[int, ...]:
-        return (1,) if self.mode == "feature" else tuple(len(self._seen(i)) for i in range(self.paths))
-
-    def flops(self, context: int) -> int:
-        """Forward FLOPs per token of the products with the T x T maps; the sequence mode has one per key set."""
-        maps = self.paths if self.mode == "feature" else sum(len(self._seen(i)) for i in range(self.paths))
-        return 2 * context * maps * self.heads * (self.width + self.value_width)
+        return tuple(1 if self.mode == "feature" else len(self._seen(i)) for i in range(self.paths))
 
     def readings(self, x: Tensor) -> dict[str, Tensor]:
         found = {f"path_{i}": weight.mean() for i, weight in enumerate(self.weights(x).unbind(-1))}

@@ -1,7 +1,6 @@
 """Which keys a query sees: one small object that every backend reads."""
 
 from dataclasses import dataclass, field
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -44,11 +43,6 @@ class Mask:
             raise ValueError(
                 f"a mask's `bias` must be floating point, not {self.bias.dtype}: give a bool rule as `see`"
             )
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> Self:
-        """The mask of one tensor, as in torch's SDPA: `see` if it is bool, else `bias`; without the causal rule."""
-        return cls(causal=False, see=tensor) if tensor.dtype == torch.bool else cls(causal=False, bias=tensor)
 
     def check(self, q: Tensor, k: Tensor) -> None:
         """ValueError unless the mask fits queries (B, H, ..., T, d) and keys (B, ..., S, d)."""

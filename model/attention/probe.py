@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +24,10 @@ class Maps:
         self._calls: list[Tensor] = []
         self._pair: tuple[Tensor, Tensor] | None = None
 
-    def record(self, rows: Tensor) -> None:
+    def record(self, rows: Tensor, pair: tuple[Tensor, ...] | None = None) -> None:
         self._calls.append(rows.detach().float())
-
-    def record_pair(self, first: Tensor, second: Tensor) -> None:
-        if self.apart:
-            self._pair = first.detach().float(), second.detach().float()
+        if self.apart and pair is not None:
+            self._pair = tuple(x.detach().float() for x in pair)
 
     def _close_layer(self, *_: object) -> None:
         self.layers.append(torch.cat(self._calls, dim=1))
@@ -76,18 +75,15 @@ def visit_logits(model: nn.Module, visit: Visit) -> Iterator[None]:
     _refuse_nesting()
     layer = 0
 
-    def enter(index: int) -> Callable[..., None]:
-        def hook(*_: object) -> None:
-            nonlocal layer
-            layer = index
-
-        return hook
+    def enter(index: int, *_: object) -> None:
+        nonlocal layer
+        layer = index
 
     def hand(logits: Tensor, see: Tensor) -> Tensor:
         changed = visit(layer, logits, see)
         return logits if changed is None else changed
 
-    hooks = [attention.register_forward_pre_hook(enter(i)) for i, attention in enumerate(_attentions(model))]
+    hooks = [attention.register_forward_pre_hook(partial(enter, i)) for i, attention in enumerate(_attentions(model))]
     logits_visitor = hand
     try:
         yield

@@ -15,7 +15,7 @@ from ..attention.diff import lambda_init as scheduled
 from ..config import DecoderConfig
 from ..conversion import Conversion
 from ..decoder import Decoder
-from .diffllama import vectors_of
+from .diffllama import new_vectors
 from .folder import Weights
 from .llama import Llama
 from .rows import change_rows, heads_in_halves, heads_in_pairs, keep_lambda
@@ -147,10 +147,9 @@ class Axolotl(Llama):
         return cfg, state
 
     def to_ours(self, state: dict[str, Tensor], cfg: DecoderConfig) -> dict[str, Tensor]:
+        change_rows(state, _paired(cfg), lambda rows: heads_in_pairs(rows, cfg.head_dim))
         for layer in range(cfg.n_layer):
             prefix = f"blocks.{layer}.attention."
-            for part in _paired(cfg):
-                change_rows(state, prefix + part, lambda rows: heads_in_pairs(rows, cfg.head_dim))
             state[f"{prefix}out.weight"] = state[f"{prefix}out.weight"] / (1 - scheduled(layer))
             state[f"{prefix}lambda_mix"] = torch.ones(())
         return state
@@ -158,25 +157,22 @@ class Axolotl(Llama):
     def to_theirs(self, model: Decoder) -> dict[str, Tensor]:
         """Our tensors in axolotl's order. If lambda has no vectors or is in a warm-up, new vectors give its value."""
         state = super().to_theirs(model)
+        change_rows(state, _paired(model.cfg), lambda rows: heads_in_halves(rows, model.cfg.head_dim))
         for layer, block in enumerate(model.blocks):
             attention, prefix = block.attention, f"blocks.{layer}.attention."
-            for part in _paired(model.cfg):
-                change_rows(state, prefix + part, lambda rows: heads_in_halves(rows, model.cfg.head_dim))
             state[f"{prefix}out.weight"] = state[f"{prefix}out.weight"] * (1 - attention.lambda_init)
             state.setdefault(f"{prefix}head_norm.weight", torch.ones(attention.value_width))
-            if attention.lambda_form != "vectors" or attention.lambda_mix != 1:
-                vectors = vectors_of(attention.lam().item() - attention.lambda_init, model.cfg.head_dim)
-                state |= {prefix + name: vector for name, vector in vectors.items()}
+            vectors = new_vectors(attention, attention.lambda_init)
+            state |= {prefix + name: vector for name, vector in vectors.items()}
         return state
 
     def write(self, model: Decoder) -> tuple[dict[str, Any], dict[str, Tensor]]:
         config, tensors = super().write(model)
         for layer, block in enumerate(model.blocks):
-            start = torch.tensor(float(block.attention.lambda_init))
-            tensors[f"model.layers.{layer}.self_attn.lambda_init"] = start
+            tensors[f"model.layers.{layer}.self_attn.lambda_init"] = torch.tensor(float(block.attention.lambda_init))
         return config, tensors
 
 
-def _paired(cfg: DecoderConfig) -> str:
+def _paired(cfg: DecoderConfig) -> tuple[str, ...]:
     """The projections whose heads axolotl has in another order."""
-    return "qkv" if cfg.diff.heads == "half" else "qk"
+    return ("q", "k", "v") if cfg.diff.heads == "half" else ("q", "k")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention.diff import VECTORS
+from ..attention.diff import VECTORS, DiffAttention
 from ..attention.diff import lambda_init as scheduled
 from ..config import DecoderConfig
 from ..decoder import Decoder
@@ -37,11 +37,8 @@ class DiffLlama(Llama):
         return Format.refusal(self, model)
 
     def to_ours(self, state: dict[str, Tensor], cfg: DecoderConfig) -> dict[str, Tensor]:
-        for layer in range(cfg.n_layer):
-            for part in "qkv":
-                change_rows(state, f"blocks.{layer}.attention.{part}", lambda rows: heads_in_pairs(rows, cfg.head_dim))
-            state[f"blocks.{layer}.attention.lambda_mix"] = torch.ones(())
-        return state
+        change_rows(state, ("q", "k", "v"), lambda rows: heads_in_pairs(rows, cfg.head_dim))
+        return state | {f"blocks.{layer}.attention.lambda_mix": torch.ones(()) for layer in range(cfg.n_layer)}
 
     def to_theirs(self, model: Decoder) -> dict[str, Tensor]:
         """Our tensors in DiffLlama's order. `out` and the vectors of lambda take up what DiffLlama has no place for.
@@ -50,25 +47,25 @@ class DiffLlama(Llama):
         1 - lambda_init, which is 1 where our lambda_init is the schedule's. Where our lambda has another form than
         vectors, another start than the schedule, or an unfinished warm-up, new vectors give the same lambda.
         """
-        state = super().to_theirs(model)
-        width = model.cfg.head_dim
+        state, width = super().to_theirs(model), model.cfg.head_dim
+        change_rows(state, ("q", "k", "v"), lambda rows: heads_in_halves(rows, width))
         for layer, block in enumerate(model.blocks):
             attention, prefix = block.attention, f"blocks.{layer}.attention."
-            for part in "qkv":
-                change_rows(state, prefix + part, lambda rows: heads_in_halves(rows, width))
             factor = (1 - attention.lambda_init) / (1 - scheduled(layer))
             gain = state.get(f"{prefix}head_norm.weight", torch.ones(2 * width))
             state[f"{prefix}out.weight"] = state[f"{prefix}out.weight"] * (gain * factor).repeat(attention.heads)
-            own = attention.lambda_form == "vectors" and attention.lambda_mix == 1
-            if not own or abs(attention.lambda_init - scheduled(layer)) >= 1e-9:
-                vectors = vectors_of(attention.lam().item() - scheduled(layer), width)
-                state |= {prefix + name: vector for name, vector in vectors.items()}
+            vectors = new_vectors(attention, scheduled(layer))
+            state |= {prefix + name: vector for name, vector in vectors.items()}
         return state
 
 
-def vectors_of(difference: float, width: int) -> dict[str, Tensor]:
-    """Vectors with exp(q1.k1) - exp(q2.k2) = difference: one exponential is 1, the other larger."""
-    vectors = {name: torch.zeros(width) for name in VECTORS}
+def new_vectors(attention: DiffAttention, start: float) -> dict[str, Tensor]:
+    """Vectors with exp(q1.k1) - exp(q2.k2) + start = lambda, one exponential being 1; none if the attention's own fit."""
+    own = attention.lambda_form == "vectors" and attention.lambda_mix == 1
+    if own and abs(attention.lambda_init - start) < 1e-9:
+        return {}
+    difference = attention.lam().item() - start
+    vectors = {name: torch.zeros(attention.width) for name in VECTORS}
     vectors["lambda_k1"][0] = vectors["lambda_k2"][0] = 1.0
     vectors["lambda_q1" if difference > 0 else "lambda_q2"][0] = math.log(1 + abs(difference))
     return vectors

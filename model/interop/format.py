@@ -124,7 +124,7 @@ class Format:
 
     def _table(self, cfg: DecoderConfig, config: dict[str, Any]) -> Iterator[tuple[dict[str, torch.Size], str | None]]:
         """Our tensors with their shapes, and the architecture's tensor that holds their rows; None: it has no such tensor."""
-        ours, biased = _shapes(cfg), self.biased(config)
+        ours, biased = tensor_shapes(cfg), self.biased(config)
         for modules, theirs in self.modules(cfg):
             for kind in ("", ".weight", ".bias"):  # "" is for the name of a parameter
                 shapes = {module + kind: ours[module + kind] for module in modules if module + kind in ours}
@@ -133,7 +133,7 @@ class Format:
                     yield shapes, None if absent else theirs + kind
 
 
-def _shapes(cfg: DecoderConfig) -> dict[str, torch.Size]:
+def tensor_shapes(cfg: DecoderConfig) -> dict[str, torch.Size]:
     """The shapes of our decoder's tensors. ValueError: the configuration has impossible sizes."""
     try:
         with torch.device("meta"):

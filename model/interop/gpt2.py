@@ -9,7 +9,6 @@ from .folder import Weights, allow_only
 from .format import Format
 
 ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
-PREFIX = "transformer."
 
 
 class GPT2(Format):
@@ -67,7 +66,7 @@ class GPT2(Format):
 
     def clean(self, weights: Weights) -> None:
         weights.tensors = {
-            name if name.startswith((PREFIX, "lm_head.")) else PREFIX + name: tensor
+            name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}": tensor
             for name, tensor in weights.tensors.items()
         }
         weights.drop(r"transformer\.h\.\d+\.attn\.(masked_)?bias")  # the causal mask, which older versions saved

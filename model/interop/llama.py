@@ -89,10 +89,8 @@ class Llama(Format):
     def to_theirs(self, model: Decoder) -> dict[str, Tensor]:
         state = dict(model.state_dict())
         if model.cfg.rope_layout == "interleaved":
-            for layer in range(model.cfg.n_layer):
-                for part in ("q", "k", "q_norm", "k_norm"):
-                    name = f"blocks.{layer}.attention.{part}"
-                    change_rows(state, name, lambda rows: half_from_interleaved(rows, model.cfg.head_dim))
+            parts = ("q", "k", "q_norm", "k_norm")
+            change_rows(state, parts, lambda rows: half_from_interleaved(rows, model.cfg.head_dim))
         return state
 
 

@@ -9,11 +9,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..config import DecoderConfig, decoder_config
 from ..decoder import Decoder
-from .format import Format
+from .format import Format, tensor_shapes
 
 MODEL = Path(__file__).parents[1]  # the package `model`
 KERNELS = '''"""The kernels of the project are not part of an exported folder."""
@@ -51,8 +49,8 @@ class Safetensors(Format):
         return None
 
     def modules(self, cfg: DecoderConfig) -> Iterator[tuple[list[str], str]]:
-        with torch.device("meta"):
-            return iter([([name], f"decoder.{name}") for name in Decoder(cfg).state_dict()])
+        for name in tensor_shapes(cfg):
+            yield [name], f"decoder.{name}"
 
 
 class Remote(Safetensors):

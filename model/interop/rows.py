@@ -1,17 +1,17 @@
 """Rows of published attention modules in our order: the two maps of a head, the layout of RoPE, a stored lambda_init."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor
 
 
-def change_rows(state: dict[str, Tensor], name: str, change: Callable[[Tensor], Tensor]) -> None:
-    """Change in `state` the rows of the projection `name`: of its weight, and of its bias where it has one."""
-    for key in (f"{name}.weight", f"{name}.bias"):
-        if key in state:
-            state[key] = change(state[key])
+def change_rows(state: dict[str, Tensor], parts: Collection[str], change: Callable[[Tensor], Tensor]) -> None:
+    """Change in `state`, of one attention or of all, the rows of the modules named in `parts`: of weights and biases."""
+    for name in state:
+        if name.endswith((".weight", ".bias")) and name.split(".")[-2] in parts:
+            state[name] = change(state[name])
 
 
 def heads_in_pairs(rows: Tensor, width: int) -> Tensor:

@@ -15,19 +15,12 @@ def interpreted() -> bool:
 
 def unavailable(d: int, dv: int) -> str | None:
     """Why the fused kernels cannot run here with keys of width d and values of width dv, in one line; None if they can."""
+    fix = "use model.backend=sdpa (in Python: backend='sdpa')"
     if importlib.util.find_spec("triton") is None:
-        return (
-            "the fused backend needs the package 'triton': pip install triton, or "
-            "use model.backend=sdpa (in Python: backend='sdpa')"
-        )
+        return f"the fused backend needs the package 'triton': pip install triton, or {fix}"
     if not (torch.cuda.is_available() or interpreted()):
-        return (
-            "the fused backend needs a CUDA GPU (or TRITON_INTERPRET=1, slow, for tests on a CPU): "
-            "use model.backend=sdpa (in Python: backend='sdpa')"
-        )
+        return f"the fused backend needs a CUDA GPU (or TRITON_INTERPRET=1, slow, for tests on a CPU): {fix}"
     if d > WIDEST_KEY or dv > WIDEST_VALUE:
-        return (
-            f"the fused backend takes heads up to d={WIDEST_KEY}, dv={WIDEST_VALUE}, not d={d}, dv={dv}: "
-            "use model.backend=sdpa (in Python: backend='sdpa')"
-        )
+        widest = f"d={WIDEST_KEY}, dv={WIDEST_VALUE}"
+        return f"the fused backend takes heads up to {widest}, not d={d}, dv={dv}: {fix}"
     return None

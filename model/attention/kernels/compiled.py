@@ -5,7 +5,6 @@ no kernel runs. Needs the package triton, and neither a GPU nor its driver. Use 
 TRITON_INTERPRET: it replaces Triton's driver.
 """
 
-import os
 import re
 import subprocess
 import tempfile
@@ -48,9 +47,9 @@ def rows(arch: int, case: dict[str, Any]) -> list[dict[str, Any]]:
     """
     import triton
 
-    from . import diff
+    from . import diff, interpreted
 
-    assert os.environ.get("TRITON_INTERPRET") != "1", "unset TRITON_INTERPRET: the interpreter compiles nothing"
+    assert not interpreted(), "unset TRITON_INTERPRET: the interpreter compiles nothing"
     function, kept, card = triton.runtime.jit.JITFunction, [], divmod(arch, 10)
     launch, check, ask = function.run, diff._check, diff.capability
 

@@ -30,11 +30,8 @@ from ...once import once
 SOURCE = Path(__file__).with_suffix(".cpp")
 KINDS = {torch.bfloat16: "attend_bfloat16", torch.float32: "attend_float32", torch.float64: "attend_float64"}
 OPTIONS = ("-O3", "-std=c++17", "-shared", "-fPIC")
-TUNED = (
-    ["-march=native", "-fopenmp"],
-    ["-mcpu=native", "-fopenmp"],
-    ["-fopenmp"],
-)  # the first that the compiler accepts
+# The first of these that the compiler accepts is used.
+TUNED = (["-march=native", "-fopenmp"], ["-mcpu=native", "-fopenmp"], ["-fopenmp"])
 PACKAGE = __name__.replace(".", "_")  # operator namespace: this file may be imported under two names (pip, a checkout)
 
 
@@ -43,7 +40,7 @@ def attend(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
 
     Returns (B, H, T, dv).
     """
-    q = _grouped(q, keys[0].shape[1]).unsqueeze(1)  # (B, 1, Hkv, G, T, d)
+    q = q.unflatten(1, (keys[0].shape[1], -1)).unsqueeze(1)  # (B, 1, Hkv, G, T, d)
     k, v = (x[0].unsqueeze(3) if len(x) == 1 else torch.stack(x, 3) for x in (keys, values))  # (B, Hkv, T, n, d)
     return _Kernel.apply(q, k.unsqueeze(1), v, None).flatten(1, 2)
 
@@ -54,15 +51,10 @@ def attend_diff(q: Tensor, k: Tensor, v: Tensor, lam: Tensor) -> Tensor:
     Returns (B, h, T, dv).
     """
     B, h, _, T, _ = q.shape
-    q = _grouped(q, k.shape[1]).movedim(3, 1)  # (B, 2, hkv, G, T, d)
+    q = q.unflatten(1, (k.shape[1], -1)).movedim(3, 1)  # (B, 2, hkv, G, T, d)
     k = k.movedim(2, 1).unsqueeze(4)  # (B, 2 or 1, hkv, T, 1, d)
     lam = lam.to(torch.promote_types(q.dtype, torch.float32)).expand(B, h, T, 1).reshape(B, v.shape[1], -1, T, 1)
     return _Kernel.apply(q, k, v.unsqueeze(3), lam).flatten(1, 2)
-
-
-def _grouped(q: Tensor, kv_heads: int) -> Tensor:
-    """(B, H, ...) -> (B, Hkv, G, ...): the G query heads of each key/value head."""
-    return q.unflatten(1, (kv_heads, -1))
 
 
 # ---------------------------------------- the compiled library
@@ -99,7 +91,8 @@ def _library() -> ctypes.CDLL:
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     if not compiler:
         raise OSError("found none")
-    kept = _folder() / f"attention-{_fingerprint(compiler)}.so"
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    kept = Path(caches, "attention-noise", f"attention-{_fingerprint(compiler)}.so")
     with suppress(OSError):
         return ctypes.CDLL(str(kept))
     with tempfile.TemporaryDirectory() as folder:
@@ -122,10 +115,6 @@ def _compile(compiler: str, to: Path) -> None:
         except subprocess.CalledProcessError as error:
             failed = error
     raise failed
-
-
-def _folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "attention-noise")
 
 
 def _fingerprint(compiler: str) -> str:

@@ -71,8 +71,7 @@ def _ids(mask: Mask, B: int, T: int, S: int) -> tuple[Tensor | None, Tensor | No
     """Documents and padding as int32 ids of the queries (B, T) and keys (B, S): a query sees the keys with its own id."""
     if mask.documents is None and mask.keys is None:
         return None, None
-    ids = torch.zeros_like(mask.keys) if mask.documents is None else mask.documents
-    ids = ids.to(torch.int32)
+    ids = (torch.zeros_like(mask.keys) if mask.documents is None else mask.documents).to(torch.int32)
     assert ids.shape == (B, S), (ids.shape, (B, S))
     key_ids = ids if mask.keys is None else ids.masked_fill(~mask.keys, HIDDEN)
     return ids[:, S - T :].contiguous(), key_ids.contiguous()
@@ -124,27 +123,16 @@ BACKWARD_16 = {
     },
 }
 # Float32 products run without tensor cores and keep their operands in registers: the largest tiles that do not spill.
-FORWARD_32 = {
-    (64, 128): Blocks(32, 32, 8, 1, False),
-    (128, 256): Blocks(16, 32, 8, 1, False),
-}
-BACKWARD_32 = {
-    (64, 64): Blocks(32, 32, 8, 1, False),
-    (128, 256): Blocks(16, 32, 8, 1, False),
-}
-
-
-def family(card: tuple[int, int]) -> str | None:
-    """The family of cards whose tiles serve compute capability `card`; None for cards older than 8.0."""
-    return None if card < (8, 0) else "sm_90" if card[0] in (9, 10) else "sm_80"
+FORWARD_32 = {(64, 128): Blocks(32, 32, 8, 1, False), (128, 256): Blocks(16, 32, 8, 1, False)}
+BACKWARD_32 = {(64, 64): Blocks(32, 32, 8, 1, False), (128, 256): Blocks(16, 32, 8, 1, False)}
 
 
 def table(d: int, dv: int, dtype: torch.dtype, backward: bool, card: tuple[int, int]) -> Blocks | None:
     """The tile for keys of width d and values of width dv on a card of compute capability `card`; None where none fits."""
-    if (name := family(card)) is None:
+    if card < (8, 0):
         return None
     whole, half = (BACKWARD_32, BACKWARD_16) if backward else (FORWARD_32, FORWARD_16)
-    rows = whole if dtype == torch.float32 else half[name]
+    rows = whole if dtype == torch.float32 else half["sm_90" if card[0] in (9, 10) else "sm_80"]
     return next((tile for (widest, widest_v), tile in rows.items() if d <= widest and dv <= widest_v), None)
 
 
