@@ -378,9 +378,7 @@ def _describe(meta: dict) -> str:
 
 
 @contextlib.contextmanager
-def _progress(
-    corpus: Corpus | None, cfg: DataConfig, splits: dict[str, Split], quiet: bool
-) -> Iterator[Callable[[], None]]:
+def _progress(corpus: Corpus | None, cfg: DataConfig, splits: dict[str, Split], quiet: bool) -> Iterator[Callable[[], None]]:
     """A progress bar over max_tokens, or else over the source's unit; lines of text if the output is not a terminal.
 
     Yields the function that updates it.
@@ -413,9 +411,7 @@ def main(cfg: PrepareConfig) -> None:
     try:
         prepare(cfg.data, verify=cfg.verify)
     except KeyboardInterrupt:
-        print(
-            f"\ninterrupted; finished shards stay in {cfg.data.dir}: run the same command to continue", file=sys.stderr
-        )
+        print(f"\ninterrupted; finished shards stay in {cfg.data.dir}: run the same command to continue", file=sys.stderr)
         sys.exit(130)
 
 

@@ -231,9 +231,7 @@ def open_nanogpt(path: str | Path, vocab_size: int) -> np.ndarray:
     path = Path(path)
     size = path.stat().st_size if path.is_file() else 0
     if size == 0 or size % 2:
-        raise ValueError(
-            f"{path} is missing, empty or truncated: give path= the folder with nanoGPT's train.bin and val.bin"
-        )
+        raise ValueError(f"{path} is missing, empty or truncated: give path= the folder with nanoGPT's train.bin and val.bin")
     tokens = np.memmap(path, dtype="<u2", mode="r")
     if size >= 4 and tokens[:2].tobytes() in [np.array([magic], "<i4").tobytes() for magic, _ in FORMATS.values()]:
         raise ValueError(f"{path} already has an llm.c header: train on it as it is with data.dir={path.parent}")

@@ -196,9 +196,7 @@ def _readable(path: Path) -> Iterator[None]:
     try:
         yield
     except UnicodeDecodeError:
-        raise ValueError(
-            f"{path} is not UTF-8 text: convert it first, e.g. iconv -f latin1 -t utf-8 FILE > NEW"
-        ) from None
+        raise ValueError(f"{path} is not UTF-8 text: convert it first, e.g. iconv -f latin1 -t utf-8 FILE > NEW") from None
     except Exception as error:
         broken = isinstance(error, OSError) and error.errno is None  # only errors of gzip and bz2 have no number
         foreign = type(error).__module__.split(".")[0] in ("zstandard", "pyarrow")
@@ -342,9 +340,7 @@ def hugging_face(cfg: DataConfig) -> Corpus:
                 corpus.done = number
                 yield row[cfg.column] or ""
         except Exception as error:  # the libraries have no common class, see _load
-            raise ValueError(
-                f"reading {cfg.dataset} failed ({_brief(error)}): repeat this command to resume"
-            ) from error
+            raise ValueError(f"reading {cfg.dataset} failed ({_brief(error)}): repeat this command to resume") from error
 
     identity = {"source": "hf", "dataset": cfg.dataset, "subset": cfg.subset, "split": cfg.split, "column": cfg.column}
     local = cfg.data_files or (cfg.dataset if Path(cfg.dataset).is_dir() else None)

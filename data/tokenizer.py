@@ -30,9 +30,7 @@ FILE = "tokenizer.json"
 
 # GPT-4's split pattern (cl100k_base), except that numbers are split into pairs of digits. A single digit recurs too
 # often within one number for a small model to copy digits in order; longer groups are too many to learn.
-BPE_PATTERN = (
-    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+| ?\p{N}{1,2}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+BPE_PATTERN = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+| ?\p{N}{1,2}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 BYTES_PATTERN = r"[\s\S]"
 BPE_TOKENS = 4096  # the vocabulary of a bpe without data.tokenizer.vocab_size
 WITH_NUMBERS = 1024  # the smallest vocabulary of a bpe that is sure to have all pairs of digits
@@ -316,9 +314,7 @@ def _encoding(name: str) -> tiktoken.Encoding:
         return tiktoken.Encoding("bytes", pat_str=BYTES_PATTERN, mergeable_ranks=ranks, special_tokens={EOT: 256})
     known = tiktoken.list_encoding_names()
     if name not in known:
-        raise ValueError(
-            f"unknown tokenizer '{name}': use data.tokenizer.name= one of bpe, bytes, hf, {', '.join(known)}"
-        )
+        raise ValueError(f"unknown tokenizer '{name}': use data.tokenizer.name= one of bpe, bytes, hf, {', '.join(known)}")
     try:
         return tiktoken.get_encoding(name)
     except OSError:  # requests' errors are OSErrors

@@ -305,8 +305,7 @@ def main(cfg: AttentionNoiseConfig) -> None:
         )
     sink = ", ".join(f"{part['share']:.3f} ± {part['se']:.3f} (T={size})" for size, part in results["sink"].items())
     print(
-        f"{said}: entropy {results['entropy']['mean']:.3f} nats, negative mass "
-        f"{results['negative']['mean']:.3f}, sinks {sink}"
+        f"{said}: entropy {results['entropy']['mean']:.3f} nats, negative mass {results['negative']['mean']:.3f}, sinks {sink}"
     )
 
 

@@ -105,9 +105,7 @@ def read_documents(text: str) -> list[str]:
         corpus = DataConfig(name="text", source="text", path=text)
         documents = [path.read_text(encoding="utf-8")] if plain else list(open_corpus(corpus))
     except UnicodeDecodeError:
-        raise ValueError(
-            f"{path} is not UTF-8 text: convert it first, e.g. iconv -f latin1 -t utf-8 FILE > NEW"
-        ) from None
+        raise ValueError(f"{path} is not UTF-8 text: convert it first, e.g. iconv -f latin1 -t utf-8 FILE > NEW") from None
     except (FileNotFoundError, ValueError) as error:
         wrong, column, _ = str(error).partition(": use data.column=")
         fix = ": give text= a file that has its texts under 'text'" if column else ""
@@ -305,9 +303,7 @@ def _fits(values: dict[str, Any], wanted: dict[str, Any]) -> bool:
 
 
 @contextmanager
-def figure(
-    path: Path, width: float, height: float, columns: int = 1, rows: int = 1, grid: str = "y"
-) -> Iterator[np.ndarray]:
+def figure(path: Path, width: float, height: float, columns: int = 1, rows: int = 1, grid: str = "y") -> Iterator[np.ndarray]:
     """`with figure(path, ...) as axes:` gives axes (rows, columns) in the project's style and then writes the PNG.
 
     grid: the axis whose ticks have grid lines, x or y, or "" for no grid.

@@ -93,13 +93,9 @@ def arm_list(cfg: AblateConfig) -> list[Arm]:
     if not cfg.metrics:
         raise ValueError("metrics is empty, but a comparison needs a metric: use '+metrics.valid=perplexity.loss'")
     if not cfg.arms:
-        raise ValueError(
-            "the experiment has no arms: list them under arms:, as configs/ablations/experiment/main.yaml does"
-        )
+        raise ValueError("the experiment has no arms: list them under arms:, as configs/ablations/experiment/main.yaml does")
     if cfg.covariate is not None and cfg.covariate not in cfg.compared:
-        raise ValueError(
-            f"covariate={cfg.covariate} is not one of compared: use {', '.join(cfg.compared) or 'compared='}"
-        )
+        raise ValueError(f"covariate={cfg.covariate} is not one of compared: use {', '.join(cfg.compared) or 'compared='}")
     refuse_grid(cfg)
     for part, names in cfg.pairs.items():
         if len(names) != 2 or names[0] == names[1]:
@@ -158,9 +154,7 @@ def refuse_metrics(cfg: AblateConfig, evaluations: list[list[str]]) -> None:
         if evaluation not in reads_own:
             text = evaluation.removeprefix("perplexity_")
             fix = f"give texts.{text}=FILE" if text != evaluation else f"add {evaluation} to evaluations"
-            raise ValueError(
-                f"metric {name} is read from {evaluation}.json, which no evaluation of this study writes: {fix}"
-            )
+            raise ValueError(f"metric {name} is read from {evaluation}.json, which no evaluation of this study writes: {fix}")
         loss = reads_own[evaluation] and (evaluation != "quantization" or path.endswith(".loss"))
         if cfg.tune.keys and (loss or path in ("train.val_loss", "train.loss", cfg.tune.metric)):
             wrong = f"metric {name} ({path}) reads the text that the learning rates are chosen on"

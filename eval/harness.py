@@ -172,9 +172,7 @@ class RunLM(TemplateLM):
                 members = list(group)
                 stopped = partial(self._stopped, until)
                 prompts = [jobs[i][0] for i in members]
-                written = continue_greedily(
-                    self.run.model, prompts, limit, self.batch, stopped=stopped, done=bar.update
-                )
+                written = continue_greedily(self.run.model, prompts, limit, self.batch, stopped=stopped, done=bar.update)
                 for i, new in zip(members, written, strict=True):
                     new = new[:-1] if new[-1] == self.eot_token_id else new
                     texts[i] = before_any(self.run.tokenizer.decode(new), until)

@@ -213,9 +213,7 @@ def _accuracies(ax: Axes, results: dict[str, Any], line_colour: str) -> None:
     x = [row["shots"] for row in rows]
     errors = [row["se"] for row in rows]
     ax.axhline(results["chance"], color=GREY, linestyle="--", linewidth=1.2, label="chance")
-    ax.errorbar(
-        x, [row["accuracy"] for row in rows], errors, color=line_colour, marker="o", capsize=3, label="all questions"
-    )
+    ax.errorbar(x, [row["accuracy"] for row in rows], errors, color=line_colour, marker="o", capsize=3, label="all questions")
     for key, style, label in (("recall", "--", "shown words"), ("new", ":", "new words")):
         points = [(row["shots"], row[key]) for row in rows if row[key] is not None]
         if results["task"] == "synthetic" and points:

@@ -179,9 +179,7 @@ def load_task(cfg: IclConfig) -> Task:
         )
     if unknown := {example.label for example in questions} - labels:
         few = ", ".join(sorted(unknown)[:3])
-        raise ValueError(
-            f"questions have labels that no demonstration has ({few}): give test= and examples= from the same set"
-        )
+        raise ValueError(f"questions have labels that no demonstration has ({few}): give test= and examples= from the same set")
     if not questions:
         order = np.random.default_rng(cfg.seed).permutation(len(demonstrations))
         held = set(order[: max(1, len(order) // 5)].tolist())
@@ -207,9 +205,7 @@ def check(cfg: IclConfig) -> None:
         raise ValueError("order robustness compares two or more orders: use orders=10, or orders=0 to leave it out")
     longest = min(len(words.split()) for words in WORDS.values())
     if not (2 <= cfg.classes <= len(WORDS) and 1 <= cfg.words <= longest):
-        raise ValueError(
-            f"the synthetic task has 2 to {len(WORDS)} classes and 1 to {longest} words: use classes=4 words=2"
-        )
+        raise ValueError(f"the synthetic task has 2 to {len(WORDS)} classes and 1 to {longest} words: use classes=4 words=2")
 
 
 def draw_episode(task: Task, cfg: IclConfig, number: int, shots: int, digits: int) -> Episode:

@@ -72,10 +72,7 @@ def needle_contexts(
     """
     rng = np.random.default_rng([cfg.seed, length, round(1000 * depth), needles, asked])
     digits = run.config["data"].get("retrieval", {}).get("digits", 4)
-    return [
-        needle_queries(rng, hay, run.tokenizer, length, depth, needles, asked, digits, style)
-        for _ in range(cfg.samples)
-    ]
+    return [needle_queries(rng, hay, run.tokenizer, length, depth, needles, asked, digits, style) for _ in range(cfg.samples)]
 
 
 def needle_queries(
@@ -154,9 +151,7 @@ class _Needle(Fact):
         return self.key + self.value + self.rest
 
 
-def _draw(
-    rng: np.random.Generator, wording: NeedleStyle, tokenizer: Tokenizer, count: int, digits: int
-) -> list[_Needle]:
+def _draw(rng: np.random.Generator, wording: NeedleStyle, tokenizer: Tokenizer, count: int, digits: int) -> list[_Needle]:
     """`count` facts with different values and different keys (with one shared key where the wording has `one_key`)."""
     names = _names(rng, wording.keys, 1 if wording.one_key else count)
     drawn = draw_numbers(rng, "eval", digits, count) if digits else [_uuid(rng) for _ in range(count)]

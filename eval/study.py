@@ -134,9 +134,7 @@ class PlannedRun:
     def check(self, arguments: list[str], code: int, said: str) -> bool:
         training = arguments[0] != "-m"
         if code or (training and not self.trained):
-            infinite = re.search(
-                r"error: ((?:the loss is \S+|\S+ is not finite) at step \d+(?: \(gradient norm \S+\))?)", said
-            )
+            infinite = re.search(r"error: ((?:the loss is \S+|\S+ is not finite) at step \d+(?: \(gradient norm \S+\))?)", said)
             if not (training and infinite):
                 raise ValueError(f"{self.folder}, {self.reason()}")
             write_json(self.folder / DIVERGED, {"error": infinite.group(1)})

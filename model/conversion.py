@@ -109,9 +109,7 @@ def converted_config(cfg: DecoderConfig, how: Conversion) -> DecoderConfig:
     if how.to == "same":
         return cfg
     if set(cfg.layers) != {"b"}:
-        raise ValueError(
-            f"model.layers={cfg.layers} is not a baseline: convert a model with model.layers=b, or use to=same"
-        )
+        raise ValueError(f"model.layers={cfg.layers} is not a baseline: convert a model with model.layers=b, or use to=same")
     cfg = cfg.filled()
     for name in ("n_head", "n_kv_head"):
         if how.heads == "split" and getattr(cfg, name) % 2:
@@ -217,9 +215,7 @@ def _restore_sizes(normed: Decoder, plain: Decoder, tokens: Tensor) -> None:
         after.attention.out.weight.copy_(columns.flatten(1))
 
 
-def _add_second(
-    old: dict[str, Tensor], new: dict[str, Tensor], names: tuple[str, ...], width: int, second: str
-) -> None:
+def _add_second(old: dict[str, Tensor], new: dict[str, Tensor], names: tuple[str, ...], width: int, second: str) -> None:
     """Heads 0, 1, .. of the old rows become 0, 0', 1, 1', ..: copies, or the odd heads of the new rows."""
     for name in old.keys() & set(names):
         first = old[name].unflatten(0, (-1, width))

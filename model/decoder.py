@@ -232,9 +232,7 @@ def _refuse_beyond_memory(cfg: DecoderConfig) -> None:
     least = cfg.d_model * (cfg.vocab_size + cfg.n_layer * cfg.d_ff)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else math.inf
     if 4 * least > memory and torch.get_default_device().type != "meta":
-        wrong = (
-            f"a model of more than {least / 1e9:.0f}B parameters does not fit the {memory / 1e9:.0f} GB of this machine"
-        )
+        wrong = f"a model of more than {least / 1e9:.0f}B parameters does not fit the {memory / 1e9:.0f} GB of this machine"
         raise ValueError(f"{wrong}: use a smaller model.d_model, model.n_layer, model.d_ff or model.vocab_size")
 
 

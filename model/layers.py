@@ -84,9 +84,7 @@ def initialize(module: nn.Module, seed: int, residual: tuple[str, ...] = (), dep
     for name, part in module.named_modules():
         if hasattr(part, "init_own"):
             part.init_own(_generator(seed, name))
-        elif (
-            hasattr(part, "reset_parameters") and not isinstance(part, (nn.Linear, nn.Embedding)) and part is not module
-        ):
+        elif hasattr(part, "reset_parameters") and not isinstance(part, (nn.Linear, nn.Embedding)) and part is not module:
             part.reset_parameters()
 
 

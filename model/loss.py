@@ -31,9 +31,7 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         else:
             head = _head(weight, narrow)
             total = sum(
-                F.cross_entropy(
-                    _logits(rows.to(narrow), head, weight, wide), part, reduction="sum", ignore_index=IGNORED
-                )
+                F.cross_entropy(_logits(rows.to(narrow), head, weight, wide), part, reduction="sum", ignore_index=IGNORED)
                 for rows, part in _pieces(x, weight, targets)
             )
         return total / count
@@ -67,9 +65,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return *once((total,), (dx * grad.to(dx.dtype), dw * grad.to(dw.dtype))), None, None, None
 
 
-def _piece(
-    rows: Tensor, targets: Tensor, head: Tensor, weight: Tensor, wide: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
+def _piece(rows: Tensor, targets: Tensor, head: Tensor, weight: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """The summed loss of rows (n, D), and its gradients with respect to the rows and to the weight (V, D).
 
     One call per piece, so that the logits of a piece are freed before the next ones are made.

@@ -389,9 +389,7 @@ class Study:
             wording = "Share of the 13-word sequences of each test text that occur in the training text"
             remarks.append(f"{wording}: {shares}.")
         elif cfg.texts:
-            remarks.append(
-                "Made from records alone: whether the test texts occur in the training text was not checked."
-            )
+            remarks.append("Made from records alone: whether the test texts occur in the training text was not checked.")
         if absent := [f"{name} ({path})" for name, path in cfg.profiles.items() if name not in profiles]:
             remarks.append(f"Without a table, because no run has several numbers there: {', '.join(absent)}.")
         results = {

@@ -136,9 +136,7 @@ def checkpoint(cfg: BenchConfig, world: World) -> list[Row]:
     time_in_turn("step", rows, steps, cfg.rounds, world.device)
     with tempfile.TemporaryDirectory(dir=".") as folder:  # /tmp may be in memory
         runs = [Path(folder) / str(row.labels["model"]) for row in rows]
-        saves = [
-            step if isinstance(step, str) else writing(step, run, world) for step, run in zip(steps, runs, strict=True)
-        ]
+        saves = [step if isinstance(step, str) else writing(step, run, world) for step, run in zip(steps, runs, strict=True)]
         time_in_turn("checkpoint", rows, saves, cfg.rounds, world.device)
         for row, run in zip(rows, runs, strict=True):
             if seconds := row.seconds.get("checkpoint"):

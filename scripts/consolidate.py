@@ -37,9 +37,7 @@ def main(cfg: ConsolidateConfig) -> None:
     remove_leftovers(run / "checkpoints")  # removes files of this command, killed while it replaced a checkpoint
     found = [f for f in checkpoint.checkpoints(run) if cfg.step is None or f.name == checkpoint.folder_name(cfg.step)]
     if not found:
-        raise ValueError(
-            f"{run} has no such checkpoint: give run=runs/NAME, and a step= that is in the run's checkpoints/"
-        )
+        raise ValueError(f"{run} has no such checkpoint: give run=runs/NAME, and a step= that is in the run's checkpoints/")
     folder = found[-1]
     if not sharded.shards(folder):
         print(f"{folder}: is already one checkpoint")

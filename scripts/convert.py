@@ -124,9 +124,7 @@ def text_windows(source: LoadedRun, cfg: ConvertConfig) -> np.ndarray | None:
     folder = cfg.shards or source.config["data"]["dir"]
     if not cfg.text and not Path(folder).is_dir():
         if cfg.shards or cfg.what == "compare":
-            raise ValueError(
-                f"there is no folder {folder} to test on: give shards=, prepared with the source's tokenizer"
-            )
+            raise ValueError(f"there is no folder {folder} to test on: give shards=, prepared with the source's tokenizer")
         return None
     parts = evaluation_tokens(source, TextEvalConfig(run=str(source.path), text=cfg.text, shards=cfg.shards))
     length = min(source.model.cfg.context, LONGEST, max(map(len, parts)) - 1)
@@ -150,9 +148,7 @@ def with_settings(cfg: ConvertConfig, found: Settings) -> ConvertConfig:
     own = {f.name for f in fields(Conversion) if getattr(cfg, f.name) != f.default}
     own |= {"source"} if cfg.source is not None else set()
     if cfg.what != "convert" or own:
-        raise ValueError(
-            f"axolotl={cfg.axolotl} says what to convert and how: leave out {', '.join(sorted(own)) or 'what'}"
-        )
+        raise ValueError(f"axolotl={cfg.axolotl} says what to convert and how: leave out {', '.join(sorted(own)) or 'what'}")
     return replace(cfg, source=found.source, **asdict(found.how))
 
 

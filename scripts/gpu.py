@@ -121,9 +121,7 @@ def parse(arguments: list[str]) -> dict[str, str]:
     if not options["out"] or Path(options["out"]).is_file():
         raise ValueError(f"out={options['out']} is not a folder: use out=runs/gpu")
     if options["data"] and not Path(options["data"]).is_dir():
-        raise ValueError(
-            f"data={options['data']} is not a folder: use the folder that data.prepare wrote, or leave out data="
-        )
+        raise ValueError(f"data={options['data']} is not a folder: use the folder that data.prepare wrote, or leave out data=")
     return options
 
 

@@ -275,9 +275,7 @@ def train(options: Row, rate: float, seed: int, steps: int, data: Path | None) -
     torch.manual_seed(seed)
     model = model_of("30m", vocabulary, **options)
     model.reset_parameters(seed)
-    cfg = OptimConfig(
-        name="muon", lr=3e-3, muon_lr=rate, schedule="wsd", decay=0.2, min_lr=0.0, warmup=min(100, steps // 3)
-    )
+    cfg = OptimConfig(name="muon", lr=3e-3, muon_lr=rate, schedule="wsd", decay=0.2, min_lr=0.0, warmup=min(100, steps // 3))
     optimizers, T = build_optimizers(model, cfg), model.cfg.context
     net = compile_steps(model) if ON_CARD else model
     loader, losses, first = Loader(Windows(text, T), batch, T, seed), {}, 20 if steps > 20 else 1

@@ -35,11 +35,7 @@ def module_of(node: ast.ImportFrom, path: Path) -> str:
     assert node.level or not inside or node.module.split(".")[0] != "model", f"{path}: import model relatively"
     assert not node.level or inside, f"{path}: relative import"
     package = path.relative_to(ROOT).parent.parts
-    return (
-        ".".join([*package[: len(package) + 1 - node.level], *filter(None, [node.module])])
-        if node.level
-        else node.module
-    )
+    return ".".join([*package[: len(package) + 1 - node.level], *filter(None, [node.module])]) if node.level else node.module
 
 
 @pytest.mark.parametrize("package", MAY_IMPORT)

@@ -186,9 +186,7 @@ def first_rows_lambda(right: Callable) -> Callable:
 def delta_without_lambda(right: Any) -> Any:
     class Wrong:
         def __getitem__(self, grid: Any) -> Callable:
-            return lambda grad, out, second, lam, *rest, **o: right[grid](
-                grad, out, second, torch.zeros_like(lam), *rest, **o
-            )
+            return lambda grad, out, second, lam, *rest, **o: right[grid](grad, out, second, torch.zeros_like(lam), *rest, **o)
 
     return Wrong()
 

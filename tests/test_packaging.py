@@ -29,9 +29,7 @@ def test_every_pin_lies_in_its_range() -> None:
     for pin in requirements("requirements.txt"):
         assert str(pin.specifier).startswith("=="), f"requirements.txt does not pin {pin.name}"
         version = str(pin.specifier).removeprefix("==")
-        assert allowed[pin.name.lower()].specifier.contains(version), (
-            f"pyproject.toml's range of {pin.name} lacks {version}"
-        )
+        assert allowed[pin.name.lower()].specifier.contains(version), f"pyproject.toml's range of {pin.name} lacks {version}"
 
 
 def test_the_test_extra_has_what_the_tests_need() -> None:
@@ -110,9 +108,7 @@ def test_an_editable_install_is_the_checkout_under_the_packages_name(source: Pat
 @pytest.mark.parametrize(("index", "fetched"), (("", 0), ("https://example.org/cpu", 1)))
 def test_an_index_for_torch_is_used_for_torch_alone(index: str, fetched: int, tmp_path: Path) -> None:
     command = ["make", "-n", "quickstart", f"VENV={tmp_path / 'venv'}", f"TORCH_INDEX={index}"]
-    installs = [
-        line for line in subprocess.check_output(command, cwd=ROOT, text=True).splitlines() if " install " in line
-    ]
+    installs = [line for line in subprocess.check_output(command, cwd=ROOT, text=True).splitlines() if " install " in line]
     assert len(installs) == 1 + fetched and "--index-url" not in installs[-1]
     assert not fetched or "--index-url https://example.org/cpu" in installs[0] and "^torch==" in installs[0]
 

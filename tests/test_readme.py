@@ -15,9 +15,7 @@ from configs.help import help_text
 from tests.test_help import COMMANDS
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = {
-    path.relative_to(ROOT).as_posix(): path.read_text() for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"))
-}
+DOCUMENTS = {path.relative_to(ROOT).as_posix(): path.read_text() for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"))}
 CI_BLOCK = r"<!-- ci -->\n```bash\n(.*?)```"
 
 
@@ -84,9 +82,7 @@ def test_every_experiment_is_named() -> None:
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_every_link_leads_somewhere(document: str) -> None:
     folder = (ROOT / document).parent
-    for link in re.findall(
-        r"(?:\]\(|src=\")([^)\"]+?)[)\"]", re.sub(r"```.*?```", "", DOCUMENTS[document], flags=re.DOTALL)
-    ):
+    for link in re.findall(r"(?:\]\(|src=\")([^)\"]+?)[)\"]", re.sub(r"```.*?```", "", DOCUMENTS[document], flags=re.DOTALL)):
         file, _, anchor = link.partition("#")
         if not link.startswith("http"):
             target = (folder / file).resolve() if file else ROOT / document

@@ -48,9 +48,7 @@ class Guard:
     The rule is llm.c's (llmc/outlier_detector.h, karpathy/llm.c at 19c83f9); non-finite values never enter the window.
     """
 
-    def __init__(
-        self, optimizers: list[torch.optim.Optimizer], world: World, nonfinite: int, outlier_z: float | None
-    ) -> None:
+    def __init__(self, optimizers: list[torch.optim.Optimizer], world: World, nonfinite: int, outlier_z: float | None) -> None:
         self.optimizers, self.world, self.limit, self.outlier_z = optimizers, world, nonfinite, outlier_z
         self.ask_host = world.device.type == "cpu"  # where reading a flag costs nothing
         self.row = 0  # non-finite updates in a row, as far as they have been read

@@ -184,6 +184,4 @@ class Progress:
         elapsed, spent = self.last - self.began, self._spent()
         gained, missing = spent - self.before, sum(job.work for job in self.left) - spent
         eta = clock(elapsed * missing / gained) if gained > 0 else "?"
-        print(
-            f"{self.name}: {self.done} of {self.total} runs | {what} | elapsed {clock(elapsed)}, eta {eta}", flush=True
-        )
+        print(f"{self.name}: {self.done} of {self.total} runs | {what} | elapsed {clock(elapsed)}, eta {eta}", flush=True)

@@ -52,9 +52,7 @@ class Monitor:
         start = time.perf_counter()
         training = self.model.training
         found: dict[int, dict[str, Tensor]] = {i: {} for i in self.layers}
-        hooks = [
-            self.model.blocks[i].attention.register_forward_pre_hook(partial(_note, found[i])) for i in self.layers
-        ]
+        hooks = [self.model.blocks[i].attention.register_forward_pre_hook(partial(_note, found[i])) for i in self.layers]
         self.model.eval()
         try:
             with (

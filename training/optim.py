@@ -100,9 +100,7 @@ def _owned(optimizers: list[torch.optim.Optimizer]) -> Iterator[tuple[torch.opti
 
 def state_tensors(optimizers: list[torch.optim.Optimizer]) -> dict[str, Tensor]:
     """All optimizer state as named tensors, independent of the order of groups and parameters."""
-    return {
-        f"{name}/{key}": value for optimizer, name, p in _owned(optimizers) for key, value in optimizer.state[p].items()
-    }
+    return {f"{name}/{key}": value for optimizer, name, p in _owned(optimizers) for key, value in optimizer.state[p].items()}
 
 
 # The state that each optimizer keeps per parameter: True if shaped like the parameter, False for a single number.

@@ -53,9 +53,7 @@ class Parallel:
     a `shard` without hsdp.
     """
 
-    def __init__(
-        self, model: Decoder, world: World, kind: str = "ddp", shard: int | None = None, compiled: bool = False
-    ):
+    def __init__(self, model: Decoder, world: World, kind: str = "ddp", shard: int | None = None, compiled: bool = False):
         check_choice("parallel", kind, KINDS)
         if shard is not None and kind != "hsdp":
             raise ValueError(f"shard_processes={shard} is for parallel=hsdp only: leave it out, or use parallel=hsdp")

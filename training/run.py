@@ -259,9 +259,7 @@ def deciding(config: dict[str, Any], but: tuple[str, ...] = ()) -> dict[str, Any
     return {key: value for key, value in flat.items() if key not in WHERE}
 
 
-def refuse_other_config(
-    run_dir: Path, ours: dict[str, Any], but: tuple[str, ...] = (), advice: str | None = None
-) -> None:
+def refuse_other_config(run_dir: Path, ours: dict[str, Any], but: tuple[str, ...] = (), advice: str | None = None) -> None:
     """ValueError if a run was started with other values of the fields DECIDES; the fields `but` and WHERE may differ."""
     flat_theirs, flat_ours = deciding(read_run_config(run_dir), but), deciding(ours, but)
     default = flatten(asdict(TrainConfig()))  # an older run lacks the options added since: they had their defaults

@@ -71,9 +71,7 @@ def mirror(run: Any, line: dict[str, Any]) -> None:
         run.config.update(facts, allow_val_change=True)
 
 
-def log_report(
-    mode: str, page: Path, figures: dict[str, Path], folders: dict[str, Path], summary: dict[str, Any]
-) -> None:
+def log_report(mode: str, page: Path, figures: dict[str, Path], folders: dict[str, Path], summary: dict[str, Any]) -> None:
     """Log a report as a run: page, figures (name -> PNG), summary, and all of its files as one artifact.
 
     folders: label -> run folder, whose own figures and evaluations go into the artifact as well. A repeated call

@@ -58,6 +58,4 @@ def losses_apart(
     kinds = torch.tensor([source.source_of(i) for i in samples[:MOST_ROWS]], device=inputs.device)
     sums = [torch.stack((losses[kinds == k].sum(), scored[kinds == k].sum().double())) for k in range(len(KINDS))]
     totals = world.mean(torch.stack(sums)).tolist()
-    return {
-        f"loss_{name}": loss / tokens if tokens else None for name, (loss, tokens) in zip(KINDS, totals, strict=True)
-    }
+    return {f"loss_{name}": loss / tokens if tokens else None for name, (loss, tokens) in zip(KINDS, totals, strict=True)}

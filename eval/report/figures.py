@@ -306,9 +306,7 @@ def draw_grid(path: Path, cells: list[tuple[Arm, Cell]], metric: str, fits: dict
         ax.legend()
 
 
-def draw_gap(
-    path: Path, lines: Mapping[str, tuple[str, Gap]], ticks: Mapping[float, str], xlabel: str, ylabel: str
-) -> None:
+def draw_gap(path: Path, lines: Mapping[str, tuple[str, Gap]], ticks: Mapping[float, str], xlabel: str, ylabel: str) -> None:
     """Differences with their intervals; one seed is a hollow dot. lines: name -> colour, points. ticks: place -> label."""
     with figure(path, 7.6, 4.6) as axes:
         ax, apart = axes[0, 0], 0.008 * (max(ticks) - min(ticks))  # so that intervals do not hide each other

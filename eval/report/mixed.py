@@ -171,9 +171,7 @@ def _bartlett(left: np.ndarray, group: np.ndarray) -> np.ndarray:
     return free.sum() * np.log(squares.sum(axis=1)) - np.log(np.maximum(squares / free, 1e-300)) @ free
 
 
-def _gls(
-    y: np.ndarray, design: np.ndarray, block: np.ndarray, ratio: float
-) -> tuple[np.ndarray, np.ndarray, float, float]:
+def _gls(y: np.ndarray, design: np.ndarray, block: np.ndarray, ratio: float) -> tuple[np.ndarray, np.ndarray, float, float]:
     """Estimates, their covariance, the error's variance and the log likelihood, given ratio = s_b^2 / s_e^2."""
     runs = block.sum(axis=0)  # of each seed
 

@@ -117,9 +117,7 @@ def nanogpt(folder: str | None) -> ModuleType:
         assert hasattr(module, "GPTConfig")
     except Exception as error:  # the file is not ours and may raise anything
         why = f" ({type(error).__name__}: {error})".split("\n")[0] if path.is_file() and str(error) else ""
-        raise ValueError(
-            f"peer={folder} is not a nanoGPT checkout, whose model.py has GPT and GPTConfig{why}: {fix}"
-        ) from None
+        raise ValueError(f"peer={folder} is not a nanoGPT checkout, whose model.py has GPT and GPTConfig{why}: {fix}") from None
     return module
 
 

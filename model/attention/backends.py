@@ -103,9 +103,7 @@ def check_backend(backend: str, d: int, dv: int, dropout: float, maps: int = 1, 
     if alibi and (backend == "flex" or (backend == "fused" and maps == 2)):
         _refuse_free_masks(backend)
     if dropout and backend in ("flex", "fused", "four_calls"):
-        raise ValueError(
-            f"backend={backend} has no attention dropout: use model.backend=sdpa or model.attention_dropout=0"
-        )
+        raise ValueError(f"backend={backend} has no attention dropout: use model.backend=sdpa or model.attention_dropout=0")
     if backend == "fused" and maps == 2 and (why := unavailable(d, dv)):
         raise ValueError(why)
     if backend == "cpu" and (why := cpu.missing()):
@@ -411,9 +409,7 @@ def _flash_backward(
     aten = torch.ops.aten
     if q.device.type == "cpu":
         lse = lse.transpose(1, 2).contiguous().transpose(1, 2)  # the layout the forward op returns
-        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, lse, 0.0, True, scale=scale
-        )
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, True, scale=scale)
     seed = torch.zeros((), dtype=torch.uint64, device=q.device)  # the seed of a dropout of 0
     return aten._scaled_dot_product_flash_attention_backward(
         grad, q, k, v, out, lse, None, None, q.shape[-2], k.shape[-2], 0.0, True, seed, seed, scale=scale

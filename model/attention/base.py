@@ -56,9 +56,7 @@ class AttentionConfig:
         check_choice("model.rope_layout", self.rope_layout, ("half", "interleaved"))
         if self.head_dim is None and self.d_model % self.n_head:
             wrong = f"model.n_head={self.n_head} does not divide model.d_model={self.d_model}"
-            raise ValueError(
-                f"{wrong}: use model.n_head={nearest_divisor(self.d_model, self.n_head)} or give model.head_dim"
-            )
+            raise ValueError(f"{wrong}: use model.n_head={nearest_divisor(self.d_model, self.n_head)} or give model.head_dim")
         n_kv_head, head_dim = self.n_kv_head or self.n_head, self.head_dim or self.d_model // self.n_head
         if self.n_head % n_kv_head:
             wrong = f"model.n_kv_head={n_kv_head} does not divide model.n_head={self.n_head}"
@@ -214,9 +212,7 @@ class Attention(nn.Module):
         """One entry for each softmax of a head: its number of key sets."""
         return (1,)
 
-    def mix(
-        self, x: Tensor, source: Tensor, ropes: Ropes, mask: Mask, cache: LayerCache | None, carry: Carry
-    ) -> Tensor:
+    def mix(self, x: Tensor, source: Tensor, ropes: Ropes, mask: Mask, cache: LayerCache | None, carry: Carry) -> Tensor:
         """Merged heads (B, T, h value_width), before the output projection; queries from x, keys and values from `source`."""
         q, k, v = self.before(*self.project(x, source), carry)
         q, k = self.turn(q, ropes[0]), self.turn(k, ropes[1])
@@ -259,9 +255,7 @@ class Attention(nn.Module):
         if context is None:
             return mask if self.slopes is None else replace(mask, slopes=self.slopes)
         if cache is not None or self.slopes is not None:
-            raise ValueError(
-                "cross attention (context=) has no cache and no ALiBi: leave out cache=, use position='none'"
-            )
+            raise ValueError("cross attention (context=) has no cache and no ALiBi: leave out cache=, use position='none'")
         if probe.active is not None:
             raise ValueError("a probe cannot read cross attention: leave out context= while probing")
         if mask.causal or mask.window is not None or mask.documents is not None:

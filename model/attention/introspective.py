@@ -135,14 +135,10 @@ class IntrospectiveAttention(Attention):
         # eps bounds the slope of LayerNorm at equal weights to 10; with the usual 1e-5 it is 316.
         return F.layer_norm(self.w.sigmoid(), self.w.shape, self.path_gain, self.path_bias, eps=1e-2)
 
-    def mix(
-        self, x: Tensor, source: Tensor, ropes: Ropes, mask: Mask, cache: LayerCache | None, carry: Carry
-    ) -> Tensor:
+    def mix(self, x: Tensor, source: Tensor, ropes: Ropes, mask: Mask, cache: LayerCache | None, carry: Carry) -> Tensor:
         """The normed sum (B, T, D) of all paths, as in the class's formula."""
         if self.mode == "feature" and source is not x:
-            wrong = (
-                "the feature mode corrects keys by what earlier paths gave for the same token, so it takes no context"
-            )
+            wrong = "the feature mode corrects keys by what earlier paths gave for the same token, so it takes no context"
             raise ValueError(f"{wrong}: use model.introspective.mode=sequence")
         outputs = (self._feature if self.mode == "feature" else self._sequence)(x, source, ropes, mask, cache)
         lam = self.weights(x)  # (P,) or (B, T, P)

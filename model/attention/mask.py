@@ -40,9 +40,7 @@ class Mask:
         if self.see is not None and self.see.dtype != torch.bool:
             raise ValueError(f"a mask's `see` must be bool, not {self.see.dtype}: give numbers to be added as `bias`")
         if self.bias is not None and not self.bias.is_floating_point():
-            raise ValueError(
-                f"a mask's `bias` must be floating point, not {self.bias.dtype}: give a bool rule as `see`"
-            )
+            raise ValueError(f"a mask's `bias` must be floating point, not {self.bias.dtype}: give a bool rule as `see`")
 
     def check(self, q: Tensor, k: Tensor) -> None:
         """ValueError unless the mask fits queries (B, H, ..., T, d) and keys (B, ..., S, d)."""

@@ -21,9 +21,7 @@ def local_folder(name: str | Path) -> Path:
     if path.is_dir():
         return path
     if path.exists() or not HUB_NAME.fullmatch(str(name)):
-        raise ValueError(
-            f"{name} is not a folder: give a folder with config.json and model.safetensors, or a name of the hub"
-        )
+        raise ValueError(f"{name} is not a folder: give a folder with config.json and model.safetensors, or a name of the hub")
     try:
         from huggingface_hub import snapshot_download
     except ModuleNotFoundError:
@@ -53,9 +51,7 @@ def read_config(path: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ValueError(f"{file} is not JSON, or not a JSON object: {SAVE_AGAIN}")
     if config.get("quantization_config"):
-        raise ValueError(
-            f"{path} holds quantized weights: give the folder of the model in float32, bfloat16 or float16"
-        )
+        raise ValueError(f"{path} holds quantized weights: give the folder of the model in float32, bfloat16 or float16")
     return config
 
 
@@ -76,9 +72,7 @@ def allow_only(config: dict[str, Any], **allowed: tuple) -> None:
     for key, values in allowed.items():
         if key in config and config[key] not in values:
             known = " or ".join(map(str, values))
-            raise ValueError(
-                f"config.json says {key}={config[key]}, but our decoder has only {known}: use another model"
-            )
+            raise ValueError(f"config.json says {key}={config[key]}, but our decoder has only {known}: use another model")
 
 
 class Weights:
@@ -90,9 +84,7 @@ class Weights:
             try:
                 self.tensors |= {name: tensor.float() for name, tensor in load_file(file).items()}
             except FileNotFoundError:
-                raise ValueError(
-                    f"{path} lacks {file.name}, which its index lists: copy the whole folder again"
-                ) from None
+                raise ValueError(f"{path} lacks {file.name}, which its index lists: copy the whole folder again") from None
             except (SafetensorError, OSError) as error:
                 raise ValueError(f"{file} cannot be read ({error}): copy the folder again") from None
         for name, tensor in self.tensors.items():

@@ -37,8 +37,7 @@ class Format:
     def our_config(self, config: dict[str, Any]) -> DecoderConfig:
         """Our configuration for a config.json. ValueError for a function that our decoder cannot compute."""
         fields = {
-            ours: number(config, theirs, self.defaults, whole=ours != "norm_eps")
-            for theirs, ours in self.settings.items()
+            ours: number(config, theirs, self.defaults, whole=ours != "norm_eps") for theirs, ours in self.settings.items()
         }
         fields |= {field: allowed[0] for field, allowed in self.parts.items()}
         if self.options:

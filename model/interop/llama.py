@@ -111,9 +111,7 @@ def _rope(config: dict[str, Any], kinds: tuple[str, ...]) -> tuple[float, RopeSc
     key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     rope = config.get(key) or {}
     if not isinstance(rope, dict):
-        raise ValueError(
-            f"config.json says {key}={rope}, not a mapping: copy the model's own config.json into the folder"
-        )
+        raise ValueError(f"config.json says {key}={rope}, not a mapping: copy the model's own config.json into the folder")
     kind = rope.get("rope_type", rope.get("type", "default"))
     kind = "none" if kind == "default" else kind
     if kind not in kinds or rope.get("partial_rotary_factor", 1) != 1:

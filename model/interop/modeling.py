@@ -89,9 +89,7 @@ class VariantForCausalLM(PreTrainedModel, GenerationMixin):
         if attention_mask.dim() != 2:
             raise ValueError("this model takes an attention_mask (B, S) of zeros and ones: leave out 4-D masks")
         if self.decoder.positions is not None and not attention_mask[:, 0].all():
-            raise ValueError(
-                "padding on the left shifts learned positions: give prompts of one length, or one at a time"
-            )
+            raise ValueError("padding on the left shifts learned positions: give prompts of one length, or one at a time")
         return attention_mask.bool()
 
 
@@ -100,9 +98,7 @@ class _Cache(KVCache):
 
     def __init__(self, past: DynamicCache, n_layer: int) -> None:
         if type(past) is not DynamicCache or past.offloading:
-            raise ValueError(
-                f"this model cannot use a {type(past).__name__} as its cache: leave out cache_implementation"
-            )
+            raise ValueError(f"this model cannot use a {type(past).__name__} as its cache: leave out cache_implementation")
         self.past, self.n_layer, self.length = past, n_layer, past.get_seq_length()
 
     def seen(self, tokens: Tensor) -> Tensor:

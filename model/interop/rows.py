@@ -31,9 +31,7 @@ def half_from_interleaved(weight: Tensor, width: int) -> Tensor:
     q k' is what it was. A bias, or with one head the weight of a query or key norm, is permuted the same way.
     """
     if width % 2 or weight.shape[0] % width:
-        raise ValueError(
-            f"{weight.shape[0]} rows are not heads of even width {width}: give the model's head_dim as width"
-        )
+        raise ValueError(f"{weight.shape[0]} rows are not heads of even width {width}: give the model's head_dim as width")
     rows = weight.unflatten(0, (-1, width))  # (H, d, ...)
     return torch.cat((rows[:, 0::2], rows[:, 1::2]), dim=1).flatten(0, 1)
 

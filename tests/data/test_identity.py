@@ -15,9 +15,7 @@ LINES = "".join(json.dumps({"text": f"Document {i}. " + "word " * 2000}) + "\n" 
 
 @pytest.fixture
 def cfg(tmp_path: Path) -> DataConfig:
-    return DataConfig(
-        "mine", "text", tokenizer=TokenizerConfig("bytes"), dir=str(tmp_path / "shards"), val_fraction=0.2
-    )
+    return DataConfig("mine", "text", tokenizer=TokenizerConfig("bytes"), dir=str(tmp_path / "shards"), val_fraction=0.2)
 
 
 def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[dict, Path]:

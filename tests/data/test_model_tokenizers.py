@@ -42,9 +42,7 @@ def sentencepiece(corpus: list[str]) -> HFTokenizer:
     parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     hf.decoder = decoders.Sequence(parts)
     special = ["<unk>", "<s>", "</s>"]
-    hf.train_from_iterator(
-        corpus, trainers.BpeTrainer(vocab_size=600, special_tokens=special + BYTES, show_progress=False)
-    )
+    hf.train_from_iterator(corpus, trainers.BpeTrainer(vocab_size=600, special_tokens=special + BYTES, show_progress=False))
     content = json.loads(hf.to_str())
     content["added_tokens"] = content["added_tokens"][:3]  # the bytes are ordinary tokens there
     hf = HFTokenizer.from_str(json.dumps(content))
@@ -61,9 +59,7 @@ def byte_level(corpus: list[str]) -> HFTokenizer:
     hf.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     special = ["<|endoftext|>", "<|im_start|>"]
-    trainer = trainers.BpeTrainer(
-        vocab_size=600, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
+    trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
     hf.train_from_iterator(corpus, trainer)
     hf.add_tokens([AddedToken("naïve", special=False)])
     return hf
@@ -189,9 +185,7 @@ def test_a_folders_tokenizer_is_exported_again(folder: Path, texts: list[str], t
 
 def test_a_split_that_cannot_be_repeated_is_refused(bpe: Tokenizer, tmp_path: Path) -> None:
     ranks = bpe.encoding._mergeable_ranks
-    odd = tiktoken.Encoding(
-        "odd", pat_str=r"(?i)they|\S+|\s++", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 710}
-    )
+    odd = tiktoken.Encoding("odd", pat_str=r"(?i)they|\S+|\s++", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 710})
     tokenizer = Tokenizer(odd)
     export_tokenizer(tokenizer, tmp_path, 10)  # this one can be
     tokenizer.encode = lambda text: [1, 2]

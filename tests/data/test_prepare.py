@@ -175,9 +175,7 @@ def test_a_changed_source_is_said(cfg):
     prepare(cfg, quiet=True)
     with Path(cfg.path).open("a") as file:
         file.write(json.dumps({"text": "more"}) + "\n")
-    with pytest.raises(
-        ValueError, match=r"^the source has changed since .* was prepared \(bytes \d+ then, \d+ now\): use"
-    ):
+    with pytest.raises(ValueError, match=r"^the source has changed since .* was prepared \(bytes \d+ then, \d+ now\): use"):
         prepare(cfg, quiet=True)
 
 
@@ -404,9 +402,7 @@ def test_nanogpt_import(cfg, tmp_path, gpt2):
 def test_errors_leave_no_folder_behind(cfg, tmp_path):
     (tmp_path / "blank.txt").write_text(" \n\n")
     (tmp_path / "tiny.txt").write_text("x")
-    (tmp_path / "broken.jsonl").write_text(
-        json.dumps({"text": "fine"}) + "\n" * 3 + json.dumps({"text": "too"}) + "\n{"
-    )
+    (tmp_path / "broken.jsonl").write_text(json.dumps({"text": "fine"}) + "\n" * 3 + json.dumps({"text": "too"}) + "\n{")
     cases: list[tuple[dict, str]] = [
         ({"path": str(tmp_path / "blank.txt")}, "there is no text in"),
         ({"path": str(tmp_path / "tiny.txt")}, "too few to hold some out"),

@@ -170,9 +170,7 @@ def test_meta_decides_what_belongs_to_a_split(tmp_path):
     assert [len(shard) for shard in open_split(tmp_path, "train")] == [1]
     meta["splits"]["val"] = {"shards": []}
     (tmp_path / META).write_text(json.dumps(meta))
-    with pytest.raises(
-        ValueError, match=r"without validation text: .*data\.name=NAME with a larger data\.val_fraction"
-    ):
+    with pytest.raises(ValueError, match=r"without validation text: .*data\.name=NAME with a larger data\.val_fraction"):
         open_split(tmp_path, "val")
     meta["tokenizer"]["fingerprint"] = "f" * 64
     (tmp_path / META).write_text(json.dumps(meta))

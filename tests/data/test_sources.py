@@ -64,10 +64,7 @@ def test_docstrings_are_parsed_not_imported_and_not_repeated(tmp_path):
     )
     seen = set()
     text = stdlib._docstrings(source, tmp_path, module, seen)
-    assert (
-        text
-        == "package.module\n\nTitle.\n\nText.\n\npackage.module.A\n\nTitle two.\n\npackage.module.A.f(self, x=1)\n\nF."
-    )
+    assert text == "package.module\n\nTitle.\n\nText.\n\npackage.module.A\n\nTitle two.\n\npackage.module.A.f(self, x=1)\n\nF."
     assert stdlib._docstrings(source, tmp_path, module, seen) == ""
     assert stdlib._docstrings(b"def broken(:", tmp_path, module, seen) == ""
 
@@ -160,9 +157,7 @@ def test_identity_follows_the_content_not_the_place(tmp_path):
     jsonl(tmp_path / "a.jsonl")
     (tmp_path / "other").mkdir()
     jsonl(tmp_path / "other" / "a.jsonl")
-    identities = [
-        open_corpus(DataConfig("m", "text", str(tmp_path / p))).identity for p in ("a.jsonl", "other/a.jsonl")
-    ]
+    identities = [open_corpus(DataConfig("m", "text", str(tmp_path / p))).identity for p in ("a.jsonl", "other/a.jsonl")]
     assert identities[0] == identities[1]
     jsonl(tmp_path / "a.jsonl", [DOCUMENTS[0].replace("one", "ONE"), *DOCUMENTS[1:]])
     assert open_corpus(DataConfig("m", "text", str(tmp_path / "a.jsonl"))).identity != identities[0]

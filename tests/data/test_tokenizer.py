@@ -65,9 +65,7 @@ def test_bpe_equals_the_tokenizers_library(bpe, corpus, texts):
 
     hf = HFTokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(BPE_PATTERN), behavior="isolated")
-    hf.pre_tokenizer = pre_tokenizers.Sequence(
-        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
+    hf.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     hf.train_from_iterator(corpus, trainers.BpeTrainer(vocab_size=699, initial_alphabet=alphabet, show_progress=False))
     to_byte = byte_level_alphabet()
@@ -96,9 +94,7 @@ def test_a_bpe_without_text_is_refused_in_one_line():
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "text", ["the quick brown fox jumps over a lazy dog", "In 1859 and 1860, 77 of 1234 were 5.", "x"]
-)
+@pytest.mark.parametrize("text", ["the quick brown fox jumps over a lazy dog", "In 1859 and 1860, 77 of 1234 were 5.", "x"])
 @pytest.mark.parametrize("size", [4096, 1000])
 def test_the_vocabulary_that_is_suggested_for_a_small_text_works(text, size):
     with pytest.raises(ValueError, match=f"the text is too small for {size} bpe tokens: use ") as caught:

@@ -46,9 +46,7 @@ def make_run(tmp_path: Path, tokenizer: Tokenizer, shards: Path) -> Callable[...
     def make(name: str, layers: str = "b", seed: int = 1, **data: object) -> Path:
         folder = tmp_path / "runs" / name
         folder.mkdir(parents=True)
-        cfg = DecoderConfig(
-            layers=layers, n_layer=2, n_head=4, d_model=32, context=160, vocab_size=tokenizer.vocab_size
-        )
+        cfg = DecoderConfig(layers=layers, n_layer=2, n_head=4, d_model=32, context=160, vocab_size=tokenizer.vocab_size)
         model = Decoder(cfg, seed=seed)
         checkpoint.save(folder, 4, model, [], keep=2)
         described = {"name": "made-up", "source": "text", "dir": str(shards), "retrieval": {"weight": 50, "digits": 4}}
@@ -56,8 +54,7 @@ def make_run(tmp_path: Path, tokenizer: Tokenizer, shards: Path) -> Callable[...
         (folder / "config.yaml").write_text(yaml.safe_dump(config))
         lines = [{"step": 0, "tokens": 0, "params": 20_000, "params_non_embedding": 12_000, "flops_per_token": 1e5}]
         lines += [
-            {"step": s, "tokens": 640 * s, "loss": 5.6 - s / 10, "tokens_per_s": 900.0, "time_s": 0.7 * s}
-            for s in range(1, 5)
+            {"step": s, "tokens": 640 * s, "loss": 5.6 - s / 10, "tokens_per_s": 900.0, "time_s": 0.7 * s} for s in range(1, 5)
         ]
         lines += [{"step": 4, "tokens": 2560, "val_loss": 5.3}]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -51,9 +51,7 @@ def write_run(folder: Path, loss: float, diverged: bool = False) -> Path:
     return folder
 
 
-def make_arms(
-    tmp_path: Path, differences: dict[str, float], points: tuple[str, ...] = ("",), seeds: int = 4
-) -> list[Arm]:
+def make_arms(tmp_path: Path, differences: dict[str, float], points: tuple[str, ...] = ("",), seeds: int = 4) -> list[Arm]:
     """Arms whose loss is the first one's plus the difference, with noise that seeds share (0.1) and do not (0.001)."""
     draw, arms = random.Random(0), []
     for i, point in enumerate(points):

@@ -124,9 +124,7 @@ def test_sinks_are_those_of_the_authors_definition(layers):
     assert 0 < share.mean() < 1
     assert found["share"] == pytest.approx(share.mean()) and found["heads"] == (mass.mean(axis=0) > 0.3).mean()
     assert found["se"] == pytest.approx(share.std(ddof=1) / math.sqrt(5))
-    assert [x for layer in found["per_layer_head"] for x in layer] == pytest.approx(
-        mass.mean(axis=0).tolist(), abs=1e-5
-    )
+    assert [x for layer in found["per_layer_head"] for x in layer] == pytest.approx(mass.mean(axis=0).tolist(), abs=1e-5)
 
 
 def test_sinks_of_long_windows_take_rows_at_even_distances():

@@ -46,9 +46,7 @@ def test_synthetic_episodes():
     for episode in episodes:
         assert len(set(episode.labels)) == 3
         assert all((int(n) * 2654435761 % 2**32 >> 16) % EVAL_EVERY == 0 for n in episode.labels)  # not in training
-        assert (
-            len({e.text for e in episode.questions}) == 12 and Counter(e.label for e in episode.questions).total() == 12
-        )
+        assert len({e.text for e in episode.questions}) == 12 and Counter(e.label for e in episode.questions).total() == 12
         assert {e.text for e in episode.demonstrations[:12]} == {e.text for e in episode.questions}
         assert set(Counter(e.text for e in episode.demonstrations).values()) == {2, 3}
         kinds = {label: {e.text for e in episode.questions if e.label == label} for label in episode.labels}
@@ -88,18 +86,14 @@ def test_a_model_that_recalls(run, monkeypatch):
     monkeypatch.setattr(icl, "score_jobs", oracle(run.tokenizer))
     cfg = IclConfig(shots=[2, 8, 16], episodes=6, orders=4)
     results = icl.evaluate(run, icl_tasks.load_task(cfg), cfg)
-    assert [row["accuracy"] for row in results["shots"]] == pytest.approx(
-        [0.25, 1.0, 1.0]
-    )  # 2 of 8 words; a tie is wrong
+    assert [row["accuracy"] for row in results["shots"]] == pytest.approx([0.25, 1.0, 1.0])  # 2 of 8 words; a tie is wrong
     assert [row["text_shown"] for row in results["shots"]] == pytest.approx([0.25, 1.0, 1.0])
     assert [row["recall"] for row in results["shots"]] == [1.0] * 3
     assert [row["new"] for row in results["shots"]] == [0.0, None, None]
     assert results["chance"] == 0.25 and results["accuracy"] == 1.0
     assert results["shots"][2]["label_loss"] == pytest.approx(math.log(math.e + 3) - 1)
     assert results["order"]["shots"] == 16
-    assert all(
-        results["order"][how]["margin"] == 0 and results["order"][how]["best"] == 1 for how in icl_tasks.ARRANGEMENTS
-    )
+    assert all(results["order"][how]["margin"] == 0 and results["order"][how]["best"] == 1 for how in icl_tasks.ARRANGEMENTS)
 
 
 def test_its_opposite(run, monkeypatch):

@@ -32,8 +32,7 @@ def test_a_given_text_never_replaces_another_result(
 ) -> None:
     name, run = module.__name__.removeprefix("eval."), make_run("a")
     dogs, cats, moved = (
-        book(tmp_path / place / "book.txt", about)
-        for place, about in (("here", "dogs"), ("there", "cats"), ("moved", "dogs"))
+        book(tmp_path / place / "book.txt", about) for place, about in (("here", "dogs"), ("there", "cats"), ("moved", "dogs"))
     )
     call(module, f"run={run}", *few)
     own = (run / "eval" / f"{name}.json").read_bytes()

@@ -77,9 +77,7 @@ def test_unequal_errors_are_seen_beside_the_seeds_blocks(sd_seed: float) -> None
         values = study(equal, 5, 0.1, sd_seed, draw)
         found["equal"].append(mixed.spread_p(values))
         middle = {seed: float(np.mean([values[arm][seed] for arm in equal])) for seed in range(5)}
-        wide = {
-            arm: {s: v + 4 * (arm in "abcd") * (v - middle[s]) for s, v in of.items()} for arm, of in values.items()
-        }
+        wide = {arm: {s: v + 4 * (arm in "abcd") * (v - middle[s]) for s, v in of.items()} for arm, of in values.items()}
         found["unequal"].append(mixed.spread_p(wide))
     assert sum(p < 0.05 for p in found["equal"]) <= 5 and sum(p < 0.05 for p in found["unequal"]) >= 25
     assert mixed.spread_p({"a": {1: 0.0, 2: 1.0}, "b": {1: 0.5, 2: 3.0}}) is None
@@ -125,9 +123,7 @@ def with_covariate(seeds: int) -> tuple[dict[str, dict[int, float]], dict[str, d
     means, rng = {"a": 4.0, "b": 3.9, "c": 4.0, "d": 4.1}, np.random.default_rng(5)
     block = rng.normal(0, 0.05, seeds)
     x = {arm: {s: 0.2 * i + rng.normal(0, 0.3) for s in range(seeds)} for i, arm in enumerate(means)}
-    return {
-        arm: {s: m + block[s] + 0.5 * x[arm][s] + rng.normal(0, 0.01) for s in x[arm]} for arm, m in means.items()
-    }, x
+    return {arm: {s: m + block[s] + 0.5 * x[arm][s] + rng.normal(0, 0.01) for s in x[arm]} for arm, m in means.items()}, x
 
 
 def test_a_covariate_takes_its_share_out_of_the_differences_and_of_the_error() -> None:

@@ -144,9 +144,7 @@ def test_each_of_several_values_counts(tokenizer, hay):
         cfg = needle.NeedleConfig(samples=2, lengths=[1100], depths=[0.4], style=style, pairs=pairs)
         results = needle.evaluate(stand_in(Reader(tokenizer, share=0.5), tokenizer), hay, cfg)
         assert results["accuracy"] == 0.5
-        assert results["rank_accuracy"] == (
-            1.0 if style == "lwm" else None
-        )  # its first value is one of those asked for
+        assert results["rank_accuracy"] == (1.0 if style == "lwm" else None)  # its first value is one of those asked for
 
 
 def test_passkey_is_exact_and_shares_its_haystack(tokenizer, hay):

@@ -60,9 +60,7 @@ def test_sentences_end_in_other_scripts_too() -> None:
     chinese = build_tokenizer(TokenizerConfig("bpe", 284), ["天地玄黄。宇宙洪荒！" * 50])
     spelled = {token: chinese.token_bytes(token) for token in range(284) if token != chinese.eot}
     ends = [token for token, word in spelled.items() if word.endswith(("。".encode(), "！".encode()))]
-    assert (
-        ends and sentence_ends(chinese)[ends].all() and sentence_ends(chinese).sum() == len(ends) + 2
-    )  # "." and newline
+    assert ends and sentence_ends(chinese)[ends].all() and sentence_ends(chinese).sum() == len(ends) + 2  # "." and newline
 
 
 VALUE = r"(\d{4,7}|[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})"
@@ -113,8 +111,7 @@ def test_keys_are_unique_and_uuids_are_uuids(tokenizer: Tokenizer) -> None:
     assert len(set(LWM_CITIES)) == len(LWM_CITIES) == 69 and len(set(WORDS)) == len(WORDS)
     hay = np.array(tokenizer.encode(TEXT * 3), dtype=np.int64)
     one, other = (
-        needle_queries(np.random.default_rng(3), hay, tokenizer, 1400, 0.5, 4, 1, style="niah_multikey_3")[0]
-        for _ in (0, 1)
+        needle_queries(np.random.default_rng(3), hay, tokenizer, 1400, 0.5, 4, 1, style="niah_multikey_3")[0] for _ in (0, 1)
     )
     assert np.array_equal(one.prompt, other.prompt)  # from the generator alone
     found = re.findall(r"[-0-9a-f]{36}", tokenizer.decode(one.prompt))

@@ -16,9 +16,7 @@ def words(start: int, count: int) -> str:
 
 
 def test_sequences_are_of_words_whatever_stands_between_them() -> None:
-    first, second = (
-        sequence_codes(text.encode())[0] for text in (words(0, 30), words(0, 30).upper().replace(" ", ",\n"))
-    )
+    first, second = (sequence_codes(text.encode())[0] for text in (words(0, 30), words(0, 30).upper().replace(" ", ",\n")))
     assert len(first) == 18 and (first == second).all() and len(set(first.tolist())) == 18
     assert not len(sequence_codes(b"too short")[0])
 

@@ -62,9 +62,7 @@ def test_loss_by_position_and_standard_error_are_exact():
 
 
 def test_a_perplexity_beyond_floats_is_infinite(monkeypatch):
-    monkeypatch.setattr(
-        perplexity, "token_losses", lambda model, windows, size: torch.full(windows[:, 1:].shape, 800.0)
-    )
+    monkeypatch.setattr(perplexity, "token_losses", lambda model, windows, size: torch.full(windows[:, 1:].shape, 800.0))
     assert perplexity.evaluate(Counting(), np.ones((2, 9), dtype=np.int64), BYTES)["ppl"] == math.inf
 
 
@@ -269,9 +267,7 @@ def test_each_text_keeps_its_result(make_run, call, tmp_path, shards):
     assert "text" not in results_of(run) and results_of(run)["sha256"] == found["shards"]["sha256"]
     assert found["two"]["sha256"] == found["a-book"]["sha256"] != found["one"]["sha256"]
     assert found["two-books"]["tokens"] >= found["one"]["tokens"] + found["two"]["tokens"]
-    assert (
-        result_name("perplexity", {"text": texts[4]}) == "perplexity_two-books"
-    )  # a pattern without a name of its own
+    assert result_name("perplexity", {"text": texts[4]}) == "perplexity_two-books"  # a pattern without a name of its own
 
 
 def test_a_second_text_of_one_name_needs_a_name_and_a_moved_text_does_not(make_run, call, refused, tmp_path):

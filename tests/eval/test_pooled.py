@@ -45,13 +45,9 @@ def test_every_compared_metric_has_a_column_at_equal_tokens_and_at_equal_flops(a
     assert len(pooled.tables("short")) == 2  # nothing is taken beyond an arm's first point
     mixed = pooled.as_json()["mixed"]
     assert list(mixed) == ["valid", "half", "valid, equal FLOPs", "half, equal FLOPs"]
-    equal = {
-        metric: mixed[f"{metric}, equal FLOPs"]["long"]["effects"]["diff-long"]["mean"] for metric in ("valid", "half")
-    }
+    equal = {metric: mixed[f"{metric}, equal FLOPs"]["long"]["effects"]["diff-long"]["mean"] for metric in ("valid", "half")}
     # Half way between the baseline's loss plus the difference at both points, which lie 0.3 apart.
-    assert equal["valid"] == pytest.approx(-0.1 + 0.15, abs=0.1) and equal["half"] == pytest.approx(
-        -0.05 + 0.15, abs=0.1
-    )
+    assert equal["valid"] == pytest.approx(-0.1 + 0.15, abs=0.1) and equal["half"] == pytest.approx(-0.05 + 0.15, abs=0.1)
     assert equal["half"] - equal["valid"] == pytest.approx(0.05, abs=2e-3)
     assert sum("equal" in remark.lower() for remark in pooled.remarks()) == 1
     drawn = pooled.draw(tmp_path, "half", " (nats)")

@@ -65,9 +65,7 @@ def qu_losses(model: Decoder, windows: np.ndarray, bits: int) -> np.ndarray:
 
 
 def test_a_hit_is_what_greedy_decoding_gives():
-    model = Decoder(
-        DecoderConfig(layers="bd", n_layer=2, n_head=4, d_model=32, context=40, vocab_size=50), seed=3
-    ).eval()
+    model = Decoder(DecoderConfig(layers="bd", n_layer=2, n_head=4, d_model=32, context=40, vocab_size=50), seed=3).eval()
     rng, queries = np.random.default_rng(0), []
     for i, length in enumerate((9, 20, 14)):
         prompt = rng.integers(0, 50, length)

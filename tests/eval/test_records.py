@@ -99,9 +99,7 @@ def test_the_file_of_an_evaluation_is_known_before_it_runs(text: str, file: str)
 def test_rounding_keeps_short_and_whole_numbers_and_seven_digits_of_the_others() -> None:
     numbers = {"a": [1.2345678901234e-9, {"b": 0.12345678901234}], "accuracy": 0.2763671875, "tokens": 123456789012}
     found = rounded(numbers | {"text": "0.12345678901234", "none": None})
-    assert (
-        found["a"] == [1.234568e-9, {"b": 0.1234568}] and found["text"] == "0.12345678901234" and found["none"] is None
-    )
+    assert found["a"] == [1.234568e-9, {"b": 0.1234568}] and found["text"] == "0.12345678901234" and found["none"] is None
     assert (found["accuracy"], found["tokens"]) == (0.2763671875, 123456789012) and rounded(found) == found
 
 

@@ -83,9 +83,7 @@ def test_the_page_is_whole_and_self_contained(evaluated, call, capsys, tmp_path)
     assert "<h1>Baseline and diff: loss" in page and "<table>" in page
     sources = re.findall(r'src="([^"]{1,30})', page)
     heads = sum((run / "figures" / "attention_heads.png").is_file() for run in runs)
-    assert len(sources) == 2 + 1 + 2 + 2 + 2 + 2 + heads and all(
-        s.startswith("data:image/png;base64,") for s in sources
-    )
+    assert len(sources) == 2 + 1 + 2 + 2 + 2 + 2 + heads and all(s.startswith("data:image/png;base64,") for s in sources)
     assert not re.search(r'(src|href)="(https?:)?//|@import|<script|url\(', page)
     verdict, question, table = (page.index(text) for text in ('class="verdict"', "One question", "<table>"))
     assert verdict < question < page.index('href="report_viewer.html"') < table
@@ -214,9 +212,7 @@ def test_arms_are_what_differs_in_more_than_the_seed(seeded):
 
 def test_arms_of_one_label_have_names_and_differences_of_their_own():
     losses = {1e-3: 3.0, 2e-3: 3.1, 3e-3: 3.5}
-    runs = [
-        made_up(f"diff/s{seed}", seed, loss, {"optim": {"lr": lr}}) for lr, loss in losses.items() for seed in (1, 2)
-    ]
+    runs = [made_up(f"diff/s{seed}", seed, loss, {"optim": {"lr": lr}}) for lr, loss in losses.items() for seed in (1, 2)]
     arms = arms_of(runs)
     assert [arm.name for arm in arms] == ["diff", "diff (2)", "diff (3)"]
     found = contrasts(arms, [row_of(arms, "Loss", "training loss", at("train.loss"), "{:.3f}", "lower")])

@@ -56,9 +56,7 @@ def test_log_probabilities_are_those_of_each_text_alone(model: Decoder, prompts:
 
 
 @pytest.mark.parametrize("batch", (1, 3))
-def test_greedy_continuations_and_hits_are_those_of_generate(
-    model: Decoder, prompts: list[np.ndarray], batch: int
-) -> None:
+def test_greedy_continuations_and_hits_are_those_of_generate(model: Decoder, prompts: list[np.ndarray], batch: int) -> None:
     decoded = [model.generate(torch.from_numpy(p)[None], 4)[0, len(p) :].numpy() for p in prompts]
     written = scoring.continue_greedily(model, prompts, 4, batch)
     assert all(map(np.array_equal, written, decoded))

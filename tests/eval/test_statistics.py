@@ -84,9 +84,7 @@ def test_pairing_is_what_finds_it() -> None:
     """The same difference between unpaired seeds would drown in what a seed does to both arms."""
     planted, hits = detectable(SPREAD, 5), 0
     for d in experiments(5, planted, 200, seed=1):
-        hits += (
-            paired([x + s for x, s in zip(d, random.Random(d[0]).choices((-0.07, 0.07), k=5), strict=True)]).p < 0.05
-        )
+        hits += paired([x + s for x, s in zip(d, random.Random(d[0]).choices((-0.07, 0.07), k=5), strict=True)]).p < 0.05
     assert hits < 40  # of 200; paired it is 160
 
 

@@ -32,9 +32,7 @@ def test_kaplan_meier_by_hand() -> None:
     reach = 1.959964 * math.sqrt(2 / 15) / -math.log(3 / 5)
     assert curve["share_low"][1] == pytest.approx((3 / 5) ** math.exp(reach))
     assert curve["share_high"][1] == pytest.approx((3 / 5) ** math.exp(-reach))
-    assert all(
-        low <= s <= high for low, s, high in zip(curve["share_low"], curve["share"], curve["share_high"], strict=True)
-    )
+    assert all(low <= s <= high for low, s, high in zip(curve["share_low"], curve["share"], curve["share_high"], strict=True))
 
 
 def test_log_rank_of_the_textbook() -> None:
@@ -70,9 +68,7 @@ def test_arrival(tmp_path: Path) -> None:
 
 def test_the_command(tmp_path: Path, call: Callable[..., None], refused: Callable[..., str]) -> None:
     assert "has no results.json" in refused(survival, f"ablation={tmp_path}")
-    (tmp_path / "results.json").write_text(
-        json.dumps({"config": {}, "results": {"arms": []}})
-    )  # of a study that still tunes
+    (tmp_path / "results.json").write_text(json.dumps({"config": {}, "results": {"arms": []}}))  # of a study that still tunes
     assert "has no finished runs yet" in refused(survival, f"ablation={tmp_path}")
     assert not (tmp_path / "survival.json").exists()
     arms = []

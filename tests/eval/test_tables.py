@@ -54,9 +54,7 @@ def test_bars_of_shares_are_of_one_kind():
     evals = [{"attention_noise": {"results": {"signed": {"mean": mean}}}} for mean in values]
     one, two = (Run(Path("x"), "x", "baseline", {}, {}, [], [], own) for own in evals)
     assert figures._share(Arm("a", runs=[one]), "signed", "answer", False) == pytest.approx((0.4, 0.196, 0.196))
-    assert figures._share(Arm("a", runs=[one]), "signed", "answer", True) == pytest.approx(
-        (0.4, np.nan, np.nan), nan_ok=True
-    )
+    assert figures._share(Arm("a", runs=[one]), "signed", "answer", True) == pytest.approx((0.4, np.nan, np.nan), nan_ok=True)
     assert figures._share(Arm("a", runs=[one, two]), "signed", "answer", True) == pytest.approx((0.5, 0.1, 0.1))
 
 

@@ -42,9 +42,7 @@ def test_after_two_widenings_the_edge_is_said() -> None:
     result = tuned(CFG, search(CFG, bowl(10.0, 0.003))[0])
     assert result.widened == 2 and result.edge == ["optim.muon_lr"]
     notes = "\n".join(tuning_notes({"baseline": result, "twin": tuned(CFG, search(CFG, bowl(0.01, 0.003))[0])}))
-    assert (
-        "baseline is at an end of the tried values" in notes and "baseline (10)" in notes and "8 trials an arm" in notes
-    )
+    assert "baseline is at an end of the tried values" in notes and "baseline (10)" in notes and "8 trials an arm" in notes
 
 
 def test_two_equal_arms_get_the_same_answer_and_diverged_points_are_never_chosen() -> None:

@@ -101,9 +101,7 @@ def test_nothing_is_still_nothing_and_sums_survive():
     maps[0, 39] = np.where(np.arange(40) == 0, 0.61, 0.01)  # a sink, and noise of 0.01 everywhere
     found = unpack(*viewer.pack(maps), 40)
     assert not found[0, :39].any()
-    assert found[0, 39, 1:].sum() == pytest.approx(
-        0.39, rel=0.05
-    )  # whole steps of 1/127 of 0.61 would give 0.19 or 0.37
+    assert found[0, 39, 1:].sum() == pytest.approx(0.39, rel=0.05)  # whole steps of 1/127 of 0.61 would give 0.19 or 0.37
 
 
 def test_tokens_are_shown_as_what_they_are(tokenizer):
@@ -209,9 +207,7 @@ def test_lambda_can_be_moved_and_the_first_view_is_the_best_head(dom, make_run, 
     data = data_of(out)
     layer, head = data["models"][0]["best"]
     move = "<script>const s = document.getElementById('lambdaA'); s.value = '0.5'; s.oninput(); "
-    move += (
-        "document.body.append(Object.assign(document.createElement('p'), {id: 'address', textContent: location.hash}));"
-    )
+    move += "document.body.append(Object.assign(document.createElement('p'), {id: 'address', textContent: location.hash}));"
     move += "</script></body>"
     out.write_text(out.read_text().replace("</body>", move))
     texts = Texts(dom(f"file://{out}")).texts
@@ -227,9 +223,7 @@ def test_the_slider_reaches_every_lambda_that_a_model_may_learn(dom, make_run, c
     out = tmp_path / "v.html"
     call(viewer, f"runs=[{make_run('two', 'd')}]", f"out={out}")
     learn = f"<script>DATA.maps[0][0].lambdas.fill({learned}); draw(); document.body.append(Object.assign("
-    learn += (
-        "document.createElement('p'), {id: 'at', textContent: document.getElementById('lambdaA').value}));</script>"
-    )
+    learn += "document.createElement('p'), {id: 'at', textContent: document.getElementById('lambdaA').value}));</script>"
     out.write_text(out.read_text().replace("</body>", f"{learn}</body>"))
     texts = Texts(dom(f"file://{out}")).texts
     assert float(texts["at"]) == learned and texts["lambdaSaysA"].startswith(f"{learned}".replace("-", "−"))

@@ -83,9 +83,7 @@ def blocked_loader(world: World) -> str:
         from data import loader
 
         real = loader.Loader.__call__
-        loader.Loader.__call__ = lambda self, step, micro=0: (
-            real(self, step, micro) if step < 5 else threading.Event().wait()
-        )
+        loader.Loader.__call__ = lambda self, step, micro=0: real(self, step, micro) if step < 5 else threading.Event().wait()
 
     run = world.fresh("end")
     process = launch("train", world.train(run, *LONG), world.log, block)

@@ -147,9 +147,7 @@ def ending(run: Path) -> dict[str, str]:
 
 def _joined(folder: Path) -> dict[str, str]:
     """The bits of a sharded checkpoint's tensors: which process holds which, and where in its file, is torch's choice."""
-    tensors = {
-        key: torch.empty(about.size, dtype=about.properties.dtype) for key, about in sharded.sizes(folder).items()
-    }
+    tensors = {key: torch.empty(about.size, dtype=about.properties.dtype) for key, about in sharded.sizes(folder).items()}
     sharded.fill(folder, tensors)
     return {key: hashlib.sha256(tensor.numpy().tobytes()).hexdigest() for key, tensor in tensors.items()}
 

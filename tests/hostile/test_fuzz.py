@@ -31,9 +31,7 @@ def mutated(content: bytes, draw: random.Random) -> bytes:
         stop = min(len(content), start + draw.choice((1, 2, 8, 64, 1000)))
         kind = draw.randrange(5)
         if kind == 0:
-            content = (
-                content[:start] + bytes(byte ^ 1 << draw.randrange(8) for byte in content[start:stop]) + content[stop:]
-            )
+            content = content[:start] + bytes(byte ^ 1 << draw.randrange(8) for byte in content[start:stop]) + content[stop:]
         elif kind == 1:
             content = content[:start] + content[stop:]
         elif kind == 2:
@@ -66,9 +64,7 @@ def loaders(tmp_path: Path, shards: Path, make_run: Callable[[str], Path]) -> di
     texts = {"a.jsonl": lines, "b.jsonl.gz": gzip.compress(lines), "c.txt": lines}
     for name, content in texts.items():
         (tmp_path / name).write_bytes(content)
-    loaders: dict[Path, Callable[[], Any]] = {
-        tmp_path / name: (lambda path=tmp_path / name: read_text(path)) for name in texts
-    }
+    loaders: dict[Path, Callable[[], Any]] = {tmp_path / name: (lambda path=tmp_path / name: read_text(path)) for name in texts}
     if parquet := pytest.importorskip("pyarrow.parquet"):
         import pyarrow
 

@@ -272,9 +272,7 @@ def test_progress(tmp_path, text):
     (tmp_path / "text.txt").write_text("some text")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / PROGRESS).write_text(text)
-    refused(
-        lambda: prepare(DataConfig("mine", "text", str(tmp_path / "text.txt"), dir=str(tmp_path / "out")), quiet=True)
-    )
+    refused(lambda: prepare(DataConfig("mine", "text", str(tmp_path / "text.txt"), dir=str(tmp_path / "out")), quiet=True))
 
 
 # ---------------------------------------- runs
@@ -345,13 +343,9 @@ BAD_WEIGHTS = {
     "header past the end": safetensors_header(5000),
     "header of garbage": safetensors_header(4, b"\xff\x00\xff\x00"),
     "deep header": safetensors_header(len(DEEP), DEEP.encode()),
-    "offsets past the end": safetensors_header(
-        72, b'{"a":{"dtype":"F32","shape":[9999,9999],"data_offsets":[0,399920004]}}  '
-    ),
-    "negative shape": safetensors_header(63, b'{"a":{"dtype":"F32","shape":[-1],"data_offsets":[0,4]}}        ')
-    + bytes(4),
-    "unknown type": safetensors_header(63, b'{"a":{"dtype":"X99","shape":[1],"data_offsets":[0,4]}}         ')
-    + bytes(4),
+    "offsets past the end": safetensors_header(72, b'{"a":{"dtype":"F32","shape":[9999,9999],"data_offsets":[0,399920004]}}  '),
+    "negative shape": safetensors_header(63, b'{"a":{"dtype":"F32","shape":[-1],"data_offsets":[0,4]}}        ') + bytes(4),
+    "unknown type": safetensors_header(63, b'{"a":{"dtype":"X99","shape":[1],"data_offsets":[0,4]}}         ') + bytes(4),
     "pickle": pickle.dumps({"a": 1}),
     "empty": b"",
 }

@@ -21,9 +21,7 @@ from data.retrieval import RetrievalSource, cities, draw_numbers  # noqa: E402
 from data.shards import Shard, write_shard  # noqa: E402
 from data.tokenizer import build_tokenizer  # noqa: E402
 
-settings.register_profile(
-    "suite", deadline=None, max_examples=60, suppress_health_check=list(HealthCheck), derandomize=True
-)
+settings.register_profile("suite", deadline=None, max_examples=60, suppress_health_check=list(HealthCheck), derandomize=True)
 settings.load_profile("suite")
 BYTES = build_tokenizer(TokenizerConfig("bytes"))
 FINGERPRINT = "0123456789abcdef" * 4

@@ -154,9 +154,7 @@ H100, A100, ADA = (9, 0), (8, 0), (8, 9)
         (A100, torch.float32, 64, 128, "two_calls"),  # the memory-efficient kernel takes both
     ),
 )
-def test_the_route_that_auto_takes_on_a_card(
-    card: tuple[int, int], dtype: torch.dtype, d: int, dv: int, want: str
-) -> None:
+def test_the_route_that_auto_takes_on_a_card(card: tuple[int, int], dtype: torch.dtype, d: int, dv: int, want: str) -> None:
     assert backends.choose(card, dtype, d, dv, CAUSAL, 1024, 1024) == want
     for label, mask in masks(2, 1024).items():
         if label not in ("causal", "bidirectional"):
@@ -199,9 +197,7 @@ def test_every_call_of_auto_has_the_one_width_that_flash_takes(
         (torch.float16, 512, CAUSAL, "one_call"),
     ),
 )
-def test_what_auto_takes_on_a_cpu(
-    dtype: torch.dtype, T: int, mask: Mask, want: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_auto_takes_on_a_cpu(dtype: torch.dtype, T: int, mask: Mask, want: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert backends.choose(None, dtype, 64, 128, mask, T, T) == (want if NATIVE else "one_call")
     monkeypatch.setattr(backends.cpu, "missing", lambda: "no compiler")
     assert backends.choose(None, dtype, 64, 128, mask, T, T) == "one_call"
@@ -300,9 +296,7 @@ def test_cached_queries_see_what_the_mask_says(operation: str) -> None:
 
 @pytest.mark.parametrize("backend", ("auto", "sdpa", "flex"))
 @pytest.mark.parametrize("operation", ("attend", "diff", "diff_v2", "union"))
-def test_a_decoding_step_on_a_card_repeats_no_keys(
-    operation: str, backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_decoding_step_on_a_card_repeats_no_keys(operation: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Meta tensors take the routes of a card. flex would be compiled again for every length of the cache."""
     heads, real = [], F.scaled_dot_product_attention
     record = lambda q, k, v, **given: heads.append((q.shape[1], k.shape[1])) or real(q, k, v, **given)  # noqa: E731

@@ -50,9 +50,7 @@ def text(model: Decoder, rows: int = 3, length: int = 31) -> Tensor:
     return torch.randint(model.cfg.vocab_size, (rows, length), generator=torch.Generator().manual_seed(5))
 
 
-@pytest.mark.parametrize(
-    ("name", "shape"), [(n, s) for n in EXACT for s in SHAPES if s != "norms" or EXACT[n].to == "diff"]
-)
+@pytest.mark.parametrize(("name", "shape"), [(n, s) for n in EXACT for s in SHAPES if s != "norms" or EXACT[n].to == "diff"])
 def test_exact_conversions_leave_the_logits_alone(name: str, shape: str) -> None:
     source = baseline(shape)
     found = change(source, convert(source, EXACT[name]), text(source))
@@ -148,9 +146,7 @@ def test_with_a_head_norm_the_output_projection_restores_the_heads_sizes(shape: 
     for how in (LEARN["zero, norm"], Conversion(init="mirror", sublayer_norm=True)):
         blind, measured = (change(source, convert(source, how, 0, t), tokens) for t in (None, tokens))
         assert measured.hidden[0] < 0.9 * blind.hidden[0]
-        assert (
-            change(source, convert(source, how, 0, tokens[:1, :1]), tokens[:1, :1]).max_logit < 1e-2
-        )  # the norm's eps
+        assert change(source, convert(source, how, 0, tokens[:1, :1]), tokens[:1, :1]).max_logit < 1e-2  # the norm's eps
         assert change(source, convert(source, how), tokens[:1, :1]).max_logit > 0.1
     zero, mirror = (convert(source, Conversion(init=init, sublayer_norm=True)) for init in ("zero", "mirror"))
     assert change(zero, mirror, tokens).max_logit < 1e-2  # the norm takes 1 - lambda itself, but for its eps
@@ -251,9 +247,7 @@ def test_what_is_not_attention_is_kept_to_the_bit_and_the_source_is_not_touched(
 
 def test_a_seed_decides_what_is_random() -> None:
     source = baseline()
-    one, again, other = (
-        convert(source, EXACT["zero, random"], seed).blocks[0].attention.state_dict() for seed in (1, 1, 2)
-    )
+    one, again, other = (convert(source, EXACT["zero, random"], seed).blocks[0].attention.state_dict() for seed in (1, 1, 2))
     assert all(torch.equal(one[name], again[name]) for name in one)
     assert not torch.equal(one["q.weight"], other["q.weight"]) and not torch.equal(one["lambda_q1"], other["lambda_q1"])
 

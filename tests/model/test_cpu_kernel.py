@@ -39,9 +39,7 @@ def difference(shape: tuple[int, ...], dtype: torch.dtype = torch.float64, scale
     generator = torch.Generator().manual_seed(sum(shape))
     sizes = [(B, K * G, 2, T, d), (B, K, keys, T, d), (B, K, T, dv), (B, K * G, T, 1), (B, K * G, T, dv)]
     made = [torch.randn(size, generator=generator, dtype=torch.float64) * scale for size in sizes]
-    return [
-        x.to(dtype if i != 3 or dtype == torch.float64 else torch.float32).requires_grad_() for i, x in enumerate(made)
-    ]
+    return [x.to(dtype if i != 3 or dtype == torch.float64 else torch.float32).requires_grad_() for i, x in enumerate(made)]
 
 
 def run(inputs: list[Tensor]) -> list[Tensor]:
@@ -72,9 +70,7 @@ def exact(inputs: list[Tensor]) -> list[Tensor]:
 
 
 @needs_compiler
-@pytest.mark.parametrize(
-    "inputs", [*map(union, UNIONS), *map(difference, DIFFERENCES)], ids=lambda x: str(list(x[0].shape))
-)
+@pytest.mark.parametrize("inputs", [*map(union, UNIONS), *map(difference, DIFFERENCES)], ids=lambda x: str(list(x[0].shape)))
 def test_in_float64_it_is_the_formula(inputs: list[Tensor]) -> None:
     for got, want in zip(run(inputs), exact(inputs), strict=True):
         assert got.shape == want.shape
@@ -127,9 +123,7 @@ def test_a_large_lambda_and_equal_maps() -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize(
-    "inputs", (union((1, 2, 1, 5, 8, 8, 1)), difference((1, 2, 1, 5, 8, 8, 2))), ids=("union", "diff")
-)
+@pytest.mark.parametrize("inputs", (union((1, 2, 1, 5, 8, 8, 1)), difference((1, 2, 1, 5, 8, 8, 2))), ids=("union", "diff"))
 def test_a_second_derivative_is_refused(inputs: list[Tensor]) -> None:
     """The backward is an operator without a derivative: autograd would take its result for a constant."""
     *inputs, grad = inputs
@@ -185,18 +179,14 @@ def test_a_cache_folder_that_cannot_be_written_costs_only_the_time(fresh: Path) 
     assert cpu.missing() is None
 
 
-@pytest.mark.parametrize(
-    ("compiler", "says"), (("/nowhere/g++", "No such file"), ("false", "returned non-zero exit status 1"))
-)
+@pytest.mark.parametrize(("compiler", "says"), (("/nowhere/g++", "No such file"), ("false", "returned non-zero exit status 1")))
 def test_without_a_compiler_auto_takes_torchs_kernel_and_the_name_is_refused(
     compiler: str, says: str, fresh: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", compiler)
     module, x = BaselineAttention(d_model=32, n_head=4), torch.randn(2, 9, 32)
     torch.testing.assert_close(module(x), BaselineAttention(d_model=32, n_head=4, backend="math")(x))
-    with pytest.raises(
-        ValueError, match=f"{says}.*install g.., or use model.backend=sdpa .in Python: backend='sdpa'.$"
-    ):
+    with pytest.raises(ValueError, match=f"{says}.*install g.., or use model.backend=sdpa .in Python: backend='sdpa'.$"):
         BaselineAttention(d_model=32, n_head=4, backend="cpu")
     assert not fresh.exists()
 

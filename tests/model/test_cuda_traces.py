@@ -39,9 +39,7 @@ def cases() -> list[tuple[str, str, str, tuple[int, int]]]:
     if os.environ.get("TRACE_ALL"):
         return list(itertools.product(NAMES, backends.BACKENDS, MASKS, ((9, 0), (8, 0))))
     every = [(name, "auto", "causal", (9, 0)) for name in NAMES]
-    diffs = [("diff", backend, "causal", (9, 0)) for backend in backends.BACKENDS[1:]] + [
-        ("diff", "auto", "causal", (8, 0))
-    ]
+    diffs = [("diff", backend, "causal", (9, 0)) for backend in backends.BACKENDS[1:]] + [("diff", "auto", "causal", (8, 0))]
     masked = [
         ("hybrid", "auto", "documents", (9, 0)),
         *(("baseline", "auto", mask, (9, 0)) for mask in ("window", "padding")),

@@ -33,9 +33,7 @@ def test_a_head_beside_a_tied_embedding_is_read_only_if_it_is_a_copy(name: str, 
     assert apart(model, loaded(tmp_path)) < EXACT
     for head in (weights[embedding].flip(0), torch.ones(70, 32)):
         save_file(weights | {"lm_head.weight": head}, file)
-        with pytest.raises(
-            ValueError, match='differs from the embedding.*: write "tie_word_embeddings": false'
-        ) as error:
+        with pytest.raises(ValueError, match='differs from the embedding.*: write "tie_word_embeddings": false') as error:
             read_folder(tmp_path)
         assert "\n" not in str(error.value)
     save_file(weights | {"lm_head.weight": weights[embedding].flip(0)}, file)

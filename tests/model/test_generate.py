@@ -194,8 +194,7 @@ def test_one_query_of_two_maps_copies_no_cache(mask: str, monkeypatch: pytest.Mo
 def test_one_query_in_bfloat16_is_as_exact_as_its_inputs(backend: str) -> None:
     generator = torch.Generator().manual_seed(4)
     q, k, v = (
-        torch.randn(*shape, generator=generator).bfloat16()
-        for shape in ((1, 4, 2, 1, 8), (1, 2, 2, 40, 8), (1, 2, 40, 16))
+        torch.randn(*shape, generator=generator).bfloat16() for shape in ((1, 4, 2, 1, 8), (1, 2, 2, 40, 8), (1, 2, 40, 16))
     )
     out = attend_diff(q, k, v, torch.tensor(0.5), Mask(), backend)
     assert out.dtype == torch.bfloat16

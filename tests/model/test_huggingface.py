@@ -146,9 +146,7 @@ def test_gpt2_as_it_lies_on_the_hub(tmp_path: Path) -> None:
     """Names without a prefix, and the causal mask among the weights."""
     model = theirs("gpt2")
     model.save_pretrained(tmp_path)
-    weights = {
-        key.removeprefix("transformer."): value for key, value in load_file(tmp_path / "model.safetensors").items()
-    }
+    weights = {key.removeprefix("transformer."): value for key, value in load_file(tmp_path / "model.safetensors").items()}
     weights |= {f"h.{layer}.attn.bias": torch.ones(1, 1, 32, 32) for layer in range(2)}
     save_file(weights, tmp_path / "model.safetensors")
     assert apart(model, loaded(tmp_path)) < EXACT

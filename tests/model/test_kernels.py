@@ -52,9 +52,7 @@ def draw(
         return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
 
     lam = torch.tensor(0.63) if version == "V1" else torch.rand(B, h, T, 1, generator=generator)
-    return Case(
-        normal(B, h, 2, T, d), normal(B, hkv, C, S, d), normal(B, hkv, S, dv), lam.to(DEVICE), normal(B, h, T, dv)
-    )
+    return Case(normal(B, h, 2, T, d), normal(B, hkv, C, S, d), normal(B, hkv, S, dv), lam.to(DEVICE), normal(B, h, T, dv))
 
 
 def view(name: str, B: int, T: int, S: int) -> tuple[Mask, Tensor]:
@@ -225,9 +223,7 @@ def test_layouts() -> None:
 @pytest.mark.parametrize("shape", ((), (1,), (2, 1, 1), (2, 1, 9, 1), (2, 2, 9, 1)))
 def test_lambda_of_any_shape(shape: tuple[int, ...]) -> None:
     case, (mask, see) = draw(9, 9, 2, 16, "V1"), view("causal", 2, 9, 9)
-    compare(
-        case._replace(lam=torch.linspace(-0.5, 1.5, math.prod(shape), device=DEVICE).view(shape)), mask, see, FLOAT32
-    )
+    compare(case._replace(lam=torch.linspace(-0.5, 1.5, math.prod(shape), device=DEVICE).view(shape)), mask, see, FLOAT32)
     low = torch.full(shape, 0.5, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
     attend_diff(*case[:3], low, mask).sum().backward()
     assert low.grad.shape == shape and low.grad.dtype == torch.bfloat16

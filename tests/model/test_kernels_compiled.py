@@ -24,9 +24,7 @@ SPILLED_WIDE = {(90, "V1", 128, "backward"): 1024}
 INSTRUCTION = {80: "mma.sync", 89: "mma.sync", 90: "wgmma"}
 ALL = [
     {"architecture": arch, "version": version, "width": d, "group": group, "dtype": "bfloat16", "mask": mask}
-    for arch, version, d, group, mask in itertools.product(
-        SHARED, ("V1", "V2"), (64, 128), (1, 4), ("causal", "window", "ids")
-    )
+    for arch, version, d, group, mask in itertools.product(SHARED, ("V1", "V2"), (64, 128), (1, 4), ("causal", "window", "ids"))
 ]
 SHORT = {(90, "V1", 64, 4), (90, "V2", 128, 1), (80, "V1", 64, 1), (89, "V1", 128, 4), (89, "V2", 128, 4)}
 CODE = """

@@ -51,9 +51,7 @@ def formula(name: str, made: Attention, x: Tensor, see: np.ndarray, bias: Any = 
     weights = {key: value.detach().numpy() for key, value in made.state_dict().items()}
     first = (weights, x.numpy())
     with formulas.added(bias):
-        return getattr(formulas, cls.name)(
-            weights, x.numpy(), see, cfg, 0 if cls.name == "value_residual" else LAYER, first
-        )
+        return getattr(formulas, cls.name)(weights, x.numpy(), see, cfg, 0 if cls.name == "value_residual" else LAYER, first)
 
 
 def inputs(T: int, B: int = 2, seed: int = 0) -> Tensor:
@@ -71,9 +69,7 @@ def test_a_module_made_from_keywords_is_the_formula_with_rope(name: str) -> None
         x, see = inputs(T), np.tril(np.ones((T, T), dtype=bool))
         close(made(x), formula(name, made, x, see), f"causal, {T}")
     interleaved = module(name, rope_layout="interleaved", rope_theta=100.0)
-    close(
-        interleaved(x), formula(name, interleaved, x, see, rope_layout="interleaved", rope_theta=100.0), "interleaved"
-    )
+    close(interleaved(x), formula(name, interleaved, x, see, rope_layout="interleaved", rope_theta=100.0), "interleaved")
     apart = module(name, position="none")
     assert (apart(x) - made(x)).abs().max() > 1e-3
 
@@ -296,9 +292,7 @@ def test_rope_is_exact_in_half_precision() -> None:
     exact = [table.double() for table in rope_table(300, 8, 10000.0)]
     want = rotate(q.double(), rope._replace(cos=exact[0], sin=exact[1]))
     assert turned.dtype == torch.bfloat16
-    assert (
-        (turned - want).abs() <= want.abs() * 2**-8 + 1e-6
-    ).all()  # half a unit in the last place, and float32's error
+    assert ((turned - want).abs() <= want.abs() * 2**-8 + 1e-6).all()  # half a unit in the last place, and float32's error
 
 
 @pytest.mark.parametrize("name", ("naive", "flash_1", "flash_2"))

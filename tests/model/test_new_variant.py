@@ -135,8 +135,6 @@ def test_every_variant_has_the_promised_files_and_is_named_nowhere_else(name: st
     assert yaml.safe_load((ROOT / f"configs/model/{name}.yaml").read_text()) == {"layers": letters[name]}
     assert VARIANTS[letters[name]].__module__ == f"model.attention.{name}"
     own = ROOT / f"model/attention/{name}.py"
-    users = [
-        path for folder in ("model", "training") for path in (ROOT / folder).rglob("*.py") if own in file_imports(path)
-    ]
+    users = [path for folder in ("model", "training") for path in (ROOT / folder).rglob("*.py") if own in file_imports(path)]
     conversions = {path for path in users if path.parent.name == "interop" or path.name == "conversion.py"}
     assert set(users) - conversions == {ROOT / "model/attention/__init__.py"}

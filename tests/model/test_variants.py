@@ -95,9 +95,7 @@ def test_backends_agree_in_outputs_and_gradients(name: str) -> None:
             assert abs(loss - other_loss) < 1e-9
             for key, grad in grads.items():
                 assert grad is not None, f"{key} got no gradient"
-                torch.testing.assert_close(
-                    grad, other_grads[key], atol=1e-9, rtol=1e-6, msg=lambda m, key=key: f"{key}: {m}"
-                )
+                torch.testing.assert_close(grad, other_grads[key], atol=1e-9, rtol=1e-6, msg=lambda m, key=key: f"{key}: {m}")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -275,9 +273,7 @@ def test_every_variant_meets_the_baselines_budget(name: str, shape: tuple, match
         "match": match,
     }
     if name in ("introspective_all_heads", "introspective_narrow_values"):
-        pytest.skip(
-            "attention alone exceeds the baseline's budget: refused, see test_degenerate_introspection_is_refused"
-        )
+        pytest.skip("attention alone exceeds the baseline's budget: refused, see test_degenerate_introspection_is_refused")
     with torch.device("meta"):
         ours = Decoder(config(name, **changes))
         baseline = Decoder(config("baseline", bias=ours.cfg.bias, **changes))
@@ -317,9 +313,7 @@ def test_greedy_generation_does_not_need_the_cache() -> None:
     for _ in range(6):
         tokens = torch.cat((tokens, model(tokens)[:, -1].argmax(-1, keepdim=True)), 1)
     assert torch.equal(model.generate(prompt, 6), tokens)
-    sampled = [
-        model.generate(prompt, 6, temperature=1.0, top_k=5, generator=torch.Generator().manual_seed(7)) for _ in "ab"
-    ]
+    sampled = [model.generate(prompt, 6, temperature=1.0, top_k=5, generator=torch.Generator().manual_seed(7)) for _ in "ab"]
     assert torch.equal(*sampled)
 
 

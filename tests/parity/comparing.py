@@ -22,9 +22,7 @@ def random_weights(shapes: dict[str, tuple], depth: int = 2, seed: int = 0) -> d
     """A float64 state dict in which nothing is a zero or a one; a stored lambda_init has the schedule's value."""
     generator = torch.Generator().manual_seed(seed)
     w = {key: 0.5 * torch.randn(shape, generator=generator, dtype=torch.float64) for key, shape in shapes.items()}
-    return w | (
-        {"lambda_init": torch.tensor(published.lambda_init(depth), dtype=torch.float64)} if "lambda_init" in w else {}
-    )
+    return w | ({"lambda_init": torch.tensor(published.lambda_init(depth), dtype=torch.float64)} if "lambda_init" in w else {})
 
 
 def rope_of(overrides: dict, length: int = 7) -> Rope | None:
@@ -36,9 +34,7 @@ def rope_of(overrides: dict, length: int = 7) -> Rope | None:
     return Rope(angle.cos(), angle.sin(), overrides["rope_layout"] == "interleaved")
 
 
-def imported(
-    source: dict[str, Tensor], layout: str, layer: int, backend: str = "math", **options
-) -> tuple[nn.Module, dict]:
+def imported(source: dict[str, Tensor], layout: str, layer: int, backend: str = "math", **options) -> tuple[nn.Module, dict]:
     """Our module with the source's weights, in the source's dtype."""
     overrides, state = import_attention(source, layout, layer=layer, **options)
     cfg = DecoderConfig(**overrides, backend=backend).filled()
@@ -47,9 +43,7 @@ def imported(
     return module, overrides
 
 
-def assert_equals_formula(
-    w: dict[str, Tensor], module: nn.Module, rope: Rope | None, formula: Callable, T: int = 7
-) -> None:
+def assert_equals_formula(w: dict[str, Tensor], module: nn.Module, rope: Rope | None, formula: Callable, T: int = 7) -> None:
     """Output, and its gradient with respect to x along a direction, which the formula gives by an imaginary step."""
     generator = torch.Generator().manual_seed(1)
     D = module.q.in_features
@@ -64,9 +58,7 @@ def assert_equals_formula(
     np.testing.assert_allclose(y.detach().numpy(), want, rtol=1e-9, atol=1e-11)
     for direction in torch.randn(1, 1, T, D, generator=generator, dtype=torch.float64):
         step = x.detach().numpy() + 1e-30j * direction.numpy()
-        slope = (
-            sum((formula(arrays, each) * g).sum().imag for each, g in zip(step, weight.numpy(), strict=True)) / 1e-30
-        )
+        slope = sum((formula(arrays, each) * g).sum().imag for each, g in zip(step, weight.numpy(), strict=True)) / 1e-30
         assert (grad * direction).sum().item() == pytest.approx(slope, rel=1e-9, abs=1e-9)
 
 

@@ -47,13 +47,9 @@ def test_imported_weights_compute_what_the_source_computes(name: str, draw: str)
         w["lambda_init"] = torch.tensor(pick(-0.7, 0.0, 0.5, 3.0), dtype=torch.float64)
     if layout in NO_GROUPS:
         counts.pop("n_kv_head")
-    module, overrides = imported(
-        w, layout, layer, pick("math", "sdpa", "auto"), **counts, **of_import, **BAKED.get(name, {})
-    )
+    module, overrides = imported(w, layout, layer, pick("math", "sdpa", "auto"), **counts, **of_import, **BAKED.get(name, {}))
     rope = rope_of(overrides, T) if of_formula.get("rope", True) else None
-    formula = partial(
-        getattr(published, name), num_heads=unit * heads, num_kv_heads=unit * kv_heads, depth=layer, **of_formula
-    )
+    formula = partial(getattr(published, name), num_heads=unit * heads, num_kv_heads=unit * kv_heads, depth=layer, **of_formula)
     assert_equals_formula(w, module, rope, formula, T)
 
 

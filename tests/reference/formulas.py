@@ -193,8 +193,7 @@ def diff_v2(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, layer: int, first
         j = i * cfg.n_kv_head // cfg.n_head
         k, v = rope(head(w, "k", x[b], j, d), **turned), head(w, "v", x[b], j, d)
         first, second = (
-            softmax(rope(head(w, "q", x[b], 2 * i + c, d), **turned) @ k.T / np.sqrt(d), rows(see, b), b, i) @ v
-            for c in (0, 1)
+            softmax(rope(head(w, "q", x[b], 2 * i + c, d), **turned) @ k.T / np.sqrt(d), rows(see, b), b, i) @ v for c in (0, 1)
         )
         return first - sigmoid(head(w, "lambda_logits", x[b], i, 1)) * second
 

@@ -136,9 +136,7 @@ def timm(w: dict, x: np.ndarray, num_heads: int, num_kv_heads: int, depth: int) 
     return linear(w, "proj", rms_norm(y, w["norm.weight"], 1e-6) if "norm.weight" in w else y)
 
 
-def diffllama(
-    w: dict, x: np.ndarray, num_heads: int, num_kv_heads: int, depth: int, *, eps: float = 1e-5
-) -> np.ndarray:
+def diffllama(w: dict, x: np.ndarray, num_heads: int, num_kv_heads: int, depth: int, *, eps: float = 1e-5) -> np.ndarray:
     """DiffLlamaAttention: the values of the first and of the second half of the heads, each repeated twice over the heads
     and then n times; two calls of all heads; heads i and i + h are subtracted."""
     n_rep = num_heads // num_kv_heads
@@ -245,9 +243,7 @@ def shapes(
     return made | {name: (d,) for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")}
 
 
-def introspective(
-    w: dict, x: np.ndarray, num_heads: int, num_kv_heads: int, cumulative: bool, paths: int = 3
-) -> np.ndarray:
+def introspective(w: dict, x: np.ndarray, num_heads: int, num_kv_heads: int, cumulative: bool, paths: int = 3) -> np.ndarray:
     """introspective_attn.py and introspective_flashdiff_1.py (cumulative), or introspective_flashdiff_2.py, repaired.
 
     Weights by our names, one sequence x (T, D). Kept: path i's keys are concatenated along the sequence with what earlier

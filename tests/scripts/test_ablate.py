@@ -60,9 +60,7 @@ def test_a_crippled_arm_is_found_a_twin_is_not_a_diverged_one_is_counted(
     found = crippled["metrics"]["valid"]
     assert found["difference"]["n"] == 2 and found["difference"]["low"] > 0.2 and found["p_holm"] < 0.05
     assert twin["metrics"]["valid"]["difference"] | {"mean": 0.0, "p": 1.0} == twin["metrics"]["valid"]["difference"]
-    (pair,) = content["results"]["pairs"][
-        "valid"
-    ]  # the twin is the baseline: the pair's difference is the crippled arm's
+    (pair,) = content["results"]["pairs"]["valid"]  # the twin is the baseline: the pair's difference is the crippled arm's
     assert pair["mean"] == pytest.approx(-found["difference"]["mean"]) and "| part | arms | n | valid |" in printed
     assert "diverging-s2 diverged" in printed and diverging["metrics"]["valid"]["n"] == 0
     assert "the loss is " in diverging["runs"][0]["diverged"]
@@ -75,15 +73,11 @@ def test_a_crippled_arm_is_found_a_twin_is_not_a_diverged_one_is_counted(
     assert "8 of them finished" in call(*arguments)
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "toy").rglob("state.json")} == stamps
     wrong = call(*[a.replace("optim.lr=1e-2", "optim.lr=2e-2") for a in arguments])
-    assert "baseline-s1 was started with optim.lr=0.01 (now 0.02)" in wrong and wrong.endswith(
-        "start anew with name=OTHER"
-    )
+    assert "baseline-s1 was started with optim.lr=0.01 (now 0.02)" in wrong and wrong.endswith("start anew with name=OTHER")
 
 
 def test_interrupted_it_goes_on_and_ends_the_same(shards: Path, tmp_path: Path, call: Callable[..., str]) -> None:
-    arguments = toy(
-        shards, tmp_path, {"baseline": ["model=baseline"]}, "seeds=1", 'evaluations=["perplexity tokens=512"]'
-    )
+    arguments = toy(shards, tmp_path, {"baseline": ["model=baseline"]}, "seeds=1", 'evaluations=["perplexity tokens=512"]')
     log = tmp_path / "toy" / "logs" / "baseline-s1.log"
     process = subprocess.Popen(
         [sys.executable, "scripts/ablate.py", *arguments],
@@ -123,9 +117,7 @@ def other_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_tuning_makes_equal_arms_equal(
-    shards: Path, other_text: Path, tmp_path: Path, call: Callable[..., str]
-) -> None:
+def test_tuning_makes_equal_arms_equal(shards: Path, other_text: Path, tmp_path: Path, call: Callable[..., str]) -> None:
     """An arm that is crippled at its default rate, and equal at its best one, is not called worse; a twin is a twin."""
     arms = {"baseline": ["model=baseline"], "slow": ["model=baseline", "optim.lr=1e-7"], "gated": ["model=gated"]}
     arguments = tuned(shards, tmp_path, other_text, arms, "seeds=1")
@@ -212,9 +204,7 @@ def test_studies_that_would_not_say_the_truth_are_refused(
     assert not list(tmp_path.rglob("checkpoints"))
 
 
-def test_a_text_that_was_trained_on_is_no_test(
-    shards: Path, text_file: Path, tmp_path: Path, call: Callable[..., str]
-) -> None:
+def test_a_text_that_was_trained_on_is_no_test(shards: Path, text_file: Path, tmp_path: Path, call: Callable[..., str]) -> None:
     refused = call(*tuned(shards, tmp_path, text_file, {"baseline": ["model=baseline"]}, "seeds=1"))
     assert "texts.other" in refused and "give a text that is not part of the training text" in refused
 

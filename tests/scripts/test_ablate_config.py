@@ -59,9 +59,7 @@ def test_every_experiment_loads_and_its_arms_match(experiment: str, tier: str, s
         if arm.reference:
             (reference,) = (other for other in arms if other.name == arm.reference)
             assert reference.point == arm.point and reference.arm == next(iter(cfg.arms))
-            assert arm.facts["params_non_embedding"] == pytest.approx(
-                reference.facts["params_non_embedding"], rel=0.005
-            )
+            assert arm.facts["params_non_embedding"] == pytest.approx(reference.facts["params_non_embedding"], rel=0.005)
             ours, theirs = (named(runs, f"{name}-s1").config.model for name in (arm.name, reference.name))
             assert asdict(ours) != asdict(theirs)
     if experiment in ("main", "ablation_v1"):
@@ -126,9 +124,7 @@ def test_with_an_exchange_every_arm_tries_the_best_of_every_other(
 
 
 @pytest.mark.parametrize("experiment", ("ablation_v1", "introspective"))
-def test_a_study_of_the_validation_text_is_tuned_with_a_text_to_test_on(
-    experiment: str, shards: Path, tmp_path: Path
-) -> None:
+def test_a_study_of_the_validation_text_is_tuned_with_a_text_to_test_on(experiment: str, shards: Path, tmp_path: Path) -> None:
     """Any study that measures the loss can be tuned; without another text the tuning would be tested on its own."""
     asked = (f"experiment={experiment}", "tune=rates", "seeds=1", f"runs={tmp_path}")
     study = Study(composed(shards, *asked, "measure=test", "texts.test=none.txt"), "study")
@@ -141,9 +137,7 @@ def test_a_launcher_starts_trunks_before_branches_and_its_failed_trials_end_the_
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[list[str]] = []
-    monkeypatch.setattr(
-        ablate, "run_by_launcher", lambda cfg, folder, runs, task: started.append([r.name for r in runs])
-    )
+    monkeypatch.setattr(ablate, "run_by_launcher", lambda cfg, folder, runs, task: started.append([r.name for r in runs]))
     cfg = composed(shards, "experiment=main", "seeds=1", f"runs={tmp_path}", "launcher=joblib")
     cfg.arms, cfg.fewer_seeds, cfg.tune = {name: cfg.arms[name] for name in ("baseline", "gated")}, {}, TuneConfig()
     study = Study(cfg, "study")
@@ -244,9 +238,7 @@ def test_only_arms_that_were_dropped_may_remain_in_fewer_seeds(shards: Path) -> 
     assert "integral" in cfg.fewer_seeds
     refuse_unknown_arms(cfg, ["seeds=3", "~arms.integral"])
     refuse_unknown_arms(cfg, ["~arms"])
-    with pytest.raises(
-        ValueError, match=r"fewer_seeds\.integral is not an arm of this experiment: use one of baseline, "
-    ):
+    with pytest.raises(ValueError, match=r"fewer_seeds\.integral is not an arm of this experiment: use one of baseline, "):
         refuse_unknown_arms(cfg, ["seeds=3"])
 
 

@@ -196,9 +196,7 @@ def test_tokenizer_says_which_vocabulary_is_missing(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(data, "VOCABULARY", 400)
     rows = bench.tokenizer(tiny("tokenizer"), CPU)
     ways = ("tiktoken alone", "our tokenizer", "data.prepare")
-    assert [tuple(row.labels.values()) for row in rows[:-1]] == [
-        (name, way) for name in ("bytes", "bpe") for way in ways
-    ]
+    assert [tuple(row.labels.values()) for row in rows[:-1]] == [(name, way) for name in ("bytes", "bpe") for way in ways]
     assert all(len(row.seconds["MB/s"]) == 2 for row in rows[:-1]) and rows[0].facts["bytes/token"] == 1
     assert rows[0].ratio["MB/s"] == rows[3].ratio["MB/s"] == 1  # of each tokenizer, to tiktoken alone
     assert "TIKTOKEN_CACHE_DIR" in row_of(rows, tokenizer="gpt2").not_measured["MB/s"]

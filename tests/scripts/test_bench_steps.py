@@ -98,9 +98,7 @@ def test_nanogpt_and_the_gpt2_stack_are_timed_in_every_mode(
 def test_a_peer_that_is_no_nanogpt_is_refused_with_what_to_type(tmp_path: Path, text: str | None) -> None:
     if text is not None:
         (tmp_path / "model.py").write_text(text)
-    with pytest.raises(
-        ValueError, match="is not a nanoGPT checkout.*git clone https://github.com/karpathy/nanoGPT"
-    ) as info:
+    with pytest.raises(ValueError, match="is not a nanoGPT checkout.*git clone https://github.com/karpathy/nanoGPT") as info:
         bench.train(tiny("train", peer=str(tmp_path)), CPU)
     assert "\n" not in str(info.value)
 
@@ -157,13 +155,9 @@ def test_growth_fits_exponents_over_context_and_over_parameters(
     rows = bench.growth(tiny("growth", lengths=[16, 48], variants=["baseline"]), CPU)
     assert [row.amount for row in rows] == [48, 48, None]  # the longest context counts where it is longer
     rows = bench.growth(tiny("growth", lengths=[16, 32], over="parameters"), CPU)
-    assert [tuple(row.labels.values()) for row in rows] == [
-        ("parameters", v, T) for T in (16, 16, "fit") for v in names
-    ]
+    assert [tuple(row.labels.values()) for row in rows] == [("parameters", v, T) for T in (16, 16, "fit") for v in names]
     small, large = rows[0].facts, rows[2].facts
-    expected = math.log(large["memory (MB)"] / small["memory (MB)"]) / math.log(
-        large["parameters"] / small["parameters"]
-    )
+    expected = math.log(large["memory (MB)"] / small["memory (MB)"]) / math.log(large["parameters"] / small["parameters"])
     assert rows[4].facts["memory exponent"] == pytest.approx(expected) and "time exponent" in table(rows)
 
 

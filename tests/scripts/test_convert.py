@@ -84,9 +84,7 @@ def test_the_converted_run_is_a_run_and_its_last_line_trains_on(
         "device=cpu",
         "log_every=5",
     ]
-    done = run_command(
-        *[a for a in command if not a.startswith(("steps=", "model.diff.lambda_w", "optim.warm"))], *more
-    )
+    done = run_command(*[a for a in command if not a.startswith(("steps=", "model.diff.lambda_w", "optim.warm"))], *more)
     assert done.returncode == 0, done.stderr
     assert loss(trained, shards) < loss(source, shards) - 0.05
     for block in load_run(trained).model.blocks:
@@ -109,9 +107,7 @@ def test_a_converted_run_is_not_trained_in_place(source: Path, shards: Path, tmp
     [["to=diff_v2"], ["heads=split"], ["to=same"], ["sublayer_norm=true", "second=random"]],
     ids=lambda options: options[0],
 )
-def test_every_mode_is_written_and_its_overrides_rebuild_it(
-    options: list[str], source: Path, tmp_path: Path, call
-) -> None:
+def test_every_mode_is_written_and_its_overrides_rebuild_it(options: list[str], source: Path, tmp_path: Path, call) -> None:
     out = tmp_path / "run"
     printed = call(f"source={source}", f"run_dir={out}", *options)
     run, record = load_run(out), json.loads((out / "conversion.json").read_text())
@@ -240,9 +236,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("options", [["init=zero"], ["init=mirror"], ["to=diff_v2"], ["to=same"]], ids=lambda o: o[0])
-def test_a_transformers_folder_keeps_its_logits(
-    options: list[str], folder: Path, tmp_path: Path, call: Callable
-) -> None:
+def test_a_transformers_folder_keeps_its_logits(options: list[str], folder: Path, tmp_path: Path, call: Callable) -> None:
     import transformers
 
     out = tmp_path / "llama"

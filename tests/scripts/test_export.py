@@ -60,9 +60,7 @@ def test_a_run_becomes_a_folder_of_transformers(variant: str, asked: tuple, form
     assert f"at step 10 as {form}; logits differ from the run's by at most " in said
     assert ("trust_remote_code=True" in said) == (form == "remote")
     assert [path.name for path in out.parent.iterdir()] == ["folder"]  # and nothing half written beside it
-    assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} <= {
-        p.name for p in out.iterdir()
-    }
+    assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} <= {p.name for p in out.iterdir()}
     x = torch.arange(30)[None]
     torch.testing.assert_close(logits(out, x), model(x).detach(), rtol=0, atol=1e-5)
     tokenizer = transformers.AutoTokenizer.from_pretrained(out, trust_remote_code=True)
@@ -189,9 +187,7 @@ def test_the_check_sees_past_the_window(tmp_path: Path) -> None:
         export.logits_apart(plain, model)
 
 
-def test_without_transformers_the_folder_is_written_unchecked(
-    call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_transformers_the_folder_is_written_unchecked(call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_run(tmp_path / "run", "baseline")
     monkeypatch.setitem(sys.modules, "transformers", None)
     said = call(f"run={tmp_path}/run", f"out={tmp_path}/out")

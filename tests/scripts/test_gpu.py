@@ -17,9 +17,7 @@ from scripts import gpu, gpu_stages, gpu_tiles, gpu_tools
 from tests.conftest import run_command
 
 MISSING = ("hydra", "omegaconf", "yaml", "wandb", "datasets", "tiktoken", "tokenizers", "transformers")
-pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="the stages' stand-ins are for machines without a card"
-)
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the stages' stand-ins are for machines without a card")
 
 
 def rows(path: Path) -> dict[str, dict]:
@@ -132,9 +130,7 @@ def test_a_row_that_hangs_is_given_up_and_the_next_is_measured(
     monkeypatch.setattr(gpu, "in_process", process)
     monkeypatch.setattr(gpu, "RETRIES", 1)
     assert gpu.start_stage("mfu", tmp_path, "", 5)
-    assert list(rows(path)) == ["good"] and gpu.read(path)["unfinished"] == {
-        "hangs": 180.0
-    }  # it may only need more time
+    assert list(rows(path)) == ["good"] and gpu.read(path)["unfinished"] == {"hangs": 180.0}  # it may only need more time
     assert "hangs was not done after 180 s" in capsys.readouterr().out
     gpu.start_stage("mfu", tmp_path, "", 5)
     assert rows(path)["hangs"]["failed"] == "not done after 360 s: delete this row to try it again"

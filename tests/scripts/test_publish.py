@@ -93,8 +93,7 @@ def test_published_numbers_follow_from_published_records(study: str, tmp_path: P
     (command,) = (line for line in lines if f"experiment={study}" in line and "run=false" in line)
     typed("scripts/ablate.py", *shlex.split(command)[2:], f"runs={tmp_path}")
     again, published = (
-        json.loads((folder / study / "results.json").read_text())["results"]
-        for folder in (tmp_path, ROOT / "docs" / "results")
+        json.loads((folder / study / "results.json").read_text())["results"] for folder in (tmp_path, ROOT / "docs" / "results")
     )
     assert again["title"] == published["title"]
     assert [arm["name"] for arm in again["arms"]] == [arm["name"] for arm in published["arms"]]

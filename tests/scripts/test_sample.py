@@ -221,9 +221,7 @@ def test_prompts_stops_and_files(tmp_path: Path, make_run: Callable[..., Path], 
     "model",
     [{"layers": "d"}, {"layers": "i"}, {"position": "learned", "norm": "layernorm"}, {"layers": "v", "window": 8}],
 )
-def test_a_text_depends_on_its_prompt_and_seed_alone(
-    model: dict, make_run: Callable[..., Path], call: Callable
-) -> None:
+def test_a_text_depends_on_its_prompt_and_seed_alone(model: dict, make_run: Callable[..., Path], call: Callable) -> None:
     """Batches, padding and neighbours change nothing; the text is what the model generates."""
     run, out = make_run(**model), None
     options = {"run": run, "prompt": '["Hello","It was a long, long road"]', "samples": 3, "max_tokens": 12, "seed": 5}

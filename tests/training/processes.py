@@ -120,9 +120,7 @@ def write_both(world: World, kind: str, shard: int | None, optim: str, folder: s
     parallel, optimizers = small(world, kind, shard, optim)
     steps(parallel, optimizers, 2)
     for form in ("gathered", "sharded"):
-        saver = Saver(
-            Path(folder) / form, CheckpointConfig(sharded=form == "sharded"), parallel.model, optimizers, world
-        )
+        saver = Saver(Path(folder) / form, CheckpointConfig(sharded=form == "sharded"), parallel.model, optimizers, world)
         saver.save(2)
     steps(parallel, optimizers, 1)
     saver.finish()

@@ -28,9 +28,7 @@ def run(tmp_path: Path) -> Path:
 
 def newest(run: Path) -> str:
     model = Decoder(config("baseline"), seed=5)
-    found = checkpoint.newest(
-        run, lambda folder: checkpoint.load(folder, model, build_optimizers(model, OptimConfig()))
-    )
+    found = checkpoint.newest(run, lambda folder: checkpoint.load(folder, model, build_optimizers(model, OptimConfig())))
     return found.name
 
 
@@ -96,9 +94,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
-def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(
-    kind: str, run: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(kind: str, run: Path, capsys: pytest.CaptureFixture) -> None:
     (run / "checkpoints" / "step_notes.txt").write_text("a stray")
     (run / "checkpoints" / "step_00000009.txt").mkdir()
     assert newest(run) == "step_00000002" and not capsys.readouterr().err
@@ -142,9 +138,7 @@ def test_a_later_damaged_checkpoint_does_not_displace_the_one_just_written(run: 
     assert newest(run) == "step_00000004"
 
 
-def test_a_full_disk_keeps_the_checkpoint_before_and_leaves_no_litter(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_keeps_the_checkpoint_before_and_leaves_no_litter(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(tensors: dict, path: Path) -> None:
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")

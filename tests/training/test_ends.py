@@ -56,9 +56,7 @@ FULL = "error: the GPU has too little free memory: "
         (EvalConfig(run="runs/a", batch=32), "use batch=16, or end other processes that use the GPU"),
     ),
 )
-def test_a_full_gpu_is_one_line_that_names_what_needs_less(
-    config: object, fix: str, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_full_gpu_is_one_line_that_names_what_needs_less(config: object, fix: str, capsys: pytest.CaptureFixture) -> None:
     lines = one_line_errors(type(config), every_rank=True, config=config)
     with pytest.raises(SystemExit) as end, lines, World(0, 1, CPU).errors():
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")

@@ -15,9 +15,7 @@ SLEEPS = ["-c", "import time; time.sleep(60)"]
 
 
 @pytest.mark.parametrize("on_thread", (True, False))
-def test_a_signal_stops_a_job_that_is_just_starting(
-    on_thread: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_stops_a_job_that_is_just_starting(on_thread: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start, started, stopped = subprocess.Popen, threading.Event(), threading.Event()
 
     def slow(*arguments: Any, **options: Any) -> subprocess.Popen:

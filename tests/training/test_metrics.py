@@ -35,9 +35,7 @@ def test_windows_without_the_resource_module_trains_without_a_memory_figure(monk
 def test_memory_is_that_of_this_process_and_not_of_its_parent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "status").write_text("VmHWM:\t 2000000 kB\nVmRSS:\t 1000000 kB\n")
     monkeypatch.setattr(metrics, "STATUS", tmp_path / "status")
-    assert (
-        metrics.memory_gb(torch.device("cpu")) == 2.048
-    )  # getrusage would tell the peak of the process that started this one
+    assert metrics.memory_gb(torch.device("cpu")) == 2.048  # getrusage would tell the peak of the process that started this one
 
 
 @pytest.mark.parametrize(

@@ -119,9 +119,7 @@ def test_the_two_maps_apart_are_those_of_a_softmax_each() -> None:
     for c in (0, 1):
         p = maps[:, c::2]
         assert found[f"first_{c + 1}"] == pytest.approx(p[..., 0].mean().item(), rel=1e-4)
-        assert found[f"entropy_{c + 1}"] == pytest.approx(
-            -(p * p.clamp_min(1e-30).log()).sum(-1).mean().item(), rel=1e-4
-        )
+        assert found[f"entropy_{c + 1}"] == pytest.approx(-(p * p.clamp_min(1e-30).log()).sum(-1).mean().item(), rel=1e-4)
     shared = torch.minimum(maps[:, 0::2], maps[:, 1::2]).sum(-1).mean().item()
     assert found["overlap"] == pytest.approx(shared, rel=1e-4) and 0 < shared < 0.95
     assert abs(found["entropy_1"] - found["entropy_2"]) > 1e-3

@@ -57,9 +57,7 @@ def test_a_compiled_step_on_a_cpu_keeps_less(monkeypatch: pytest.MonkeyPatch) ->
     """compile_steps sets torch's option, and the option has its effect; this backend divides the passes as inductor does."""
     plain, kept = torch.compile, []
     monkeypatch.setattr(partitioner, KEEP_INPUTS, True)
-    monkeypatch.setattr(
-        torch, "compile", lambda *model, **how: plain(*model, backend="aot_eager_decomp_partition", **how)
-    )
+    monkeypatch.setattr(torch, "compile", lambda *model, **how: plain(*model, backend="aot_eager_decomp_partition", **how))
     for compiled in (torch.compile, compile_steps):
         torch._dynamo.reset()
         model = Decoder(config("baseline", vocab_size=32, n_layer=2))
@@ -249,9 +247,7 @@ def test_a_sharded_checkpoint_from_before_the_first_step_is_resumed(tmp_path: Pa
 def test_one_process_writes_parts_and_says_when_it_cannot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, alone = Decoder(SMALL, seed=2), World(0, 1, torch.device("cpu"))
     (tmp_path / "checkpoints" / ".partial_step_00000007").mkdir(parents=True)  # of a killed run
-    saver = Saver(
-        tmp_path, CheckpointConfig(sharded=True, keep=1), model, build_optimizers(model, OptimConfig()), alone
-    )
+    saver = Saver(tmp_path, CheckpointConfig(sharded=True, keep=1), model, build_optimizers(model, OptimConfig()), alone)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     flush, there = checkpoint.flush, []
 

@@ -32,9 +32,7 @@ WSD = (
 def trunk(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("trunk") / "run"
     done = run_command(
-        *train_arguments(
-            shards, run_dir, *WSD, "steps=20", "checkpoint.at=[8]", "checkpoint.every=5", "checkpoint.keep=1"
-        )
+        *train_arguments(shards, run_dir, *WSD, "steps=20", "checkpoint.at=[8]", "checkpoint.every=5", "checkpoint.keep=1")
     )
     assert done.returncode == 0, done.stderr
     assert [folder.name for folder in checkpoints(run_dir)] == ["step_00000008", "step_00000020"]
@@ -109,9 +107,7 @@ def test_a_resume_may_not_change_the_run_whose_weights_the_run_began_with(trunk:
 
 
 @pytest.mark.parametrize("content", ("steps: [1\n", "", "model: {}\n"))
-def test_a_damaged_configuration_is_named(
-    content: str, trunk: Path, shards: Path, tmp_path: Path, typed: Typed
-) -> None:
+def test_a_damaged_configuration_is_named(content: str, trunk: Path, shards: Path, tmp_path: Path, typed: Typed) -> None:
     shutil.copytree(trunk, tmp_path / "run")
     (tmp_path / "run" / "config.yaml").write_text(content)
     resumed = typed(*train_arguments(shards, tmp_path / "run", *WSD, "steps=20", "resume=true"))

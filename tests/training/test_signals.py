@@ -87,9 +87,7 @@ def test_a_run_gives_the_handlers_back() -> None:
     assert before == {number: signal.getsignal(number) for number in before}
 
 
-@pytest.mark.parametrize(
-    ("during", "sweep"), (("validation_loss", True), ("open_sources", True), ("validation_loss", False))
-)
+@pytest.mark.parametrize(("during", "sweep"), (("validation_loss", True), ("open_sources", True), ("validation_loss", False)))
 def test_a_signal_at_the_end_of_a_run_ends_the_sweep(during: str, sweep: bool, shards: Path, tmp_path: Path) -> None:
     """validation_loss: at the last step; a single run then ends as if no signal had come. open_sources: of a finished run."""
 

@@ -57,9 +57,7 @@ def test_only_what_was_typed_and_differs_is_refused(shards: Path, tmp_path: Path
     with pytest.raises(ValueError, match="val_fraction=0.1, not 0.005"):
         refuse_ignored_options(cfg(), ["data.val_fraction=0.005"])
     default = TokenizerConfig("bytes", vocab_size=4096)  # what null means
-    refuse_ignored_options(
-        DataConfig("tiny", "text", dir=str(shards), tokenizer=default), ["data.tokenizer.vocab_size=4096"]
-    )
+    refuse_ignored_options(DataConfig("tiny", "text", dir=str(shards), tokenizer=default), ["data.tokenizer.vocab_size=4096"])
     (tmp_path / "val.bin").touch()  # a folder of another project has no meta.json
     refuse_ignored_options(DataConfig("x", "text", dir=str(tmp_path)), ["data.val_fraction=0.005"])
     refuse_ignored_options(DataConfig("mqar", "mqar", dir=str(shards)), ["data.val_fraction=0.005"])
@@ -94,6 +92,4 @@ def test_a_run_goes_on_with_its_own_text(shards: Path, other: Path, tmp_path: Pa
     shutil.rmtree(branch)
     assert_one_line_error(typed(*branching), f"{run} was trained with another tokenizer")
     assert not branch.exists()
-    assert "text_digest" not in yaml.safe_load(
-        (run / "config.yaml").read_text()
-    )  # recorded configurations stay comparable
+    assert "text_digest" not in yaml.safe_load((run / "config.yaml").read_text())  # recorded configurations stay comparable

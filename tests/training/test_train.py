@@ -38,9 +38,7 @@ def whole(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """20 uninterrupted steps of diff with dropout and retrieval, one process, float32."""
     run_dir = tmp_path_factory.mktemp("whole") / "run"
     done = run_command(
-        *train_arguments(
-            shards, run_dir, "model=diff", "steps=20", "eval_every=10", "model.dropout=0.1", "monitor.every=5"
-        )
+        *train_arguments(shards, run_dir, "model=diff", "steps=20", "eval_every=10", "model.dropout=0.1", "monitor.every=5")
     )
     assert done.returncode == 0, done.stderr
     return run_dir
@@ -142,9 +140,7 @@ def test_init_from_starts_with_the_weights_of_another_run(whole: Path, shards: P
 
 def test_warm_up_masks_and_attention_dropout_train_and_are_evaluated_as_trained(shards: Path, tmp_path: Path) -> None:
     options = ("model.diff.lambda_warmup=10", "model.document_mask=true", "model.window=16")
-    arguments = train_arguments(
-        shards, tmp_path / "run", "model=diff", "steps=3", "model.attention_dropout=0.1", *options
-    )
+    arguments = train_arguments(shards, tmp_path / "run", "model=diff", "steps=3", "model.attention_dropout=0.1", *options)
     done = run_command(*arguments)
     assert done.returncode == 0, done.stderr
     model = load_run(tmp_path / "run").model
@@ -194,7 +190,4 @@ def test_an_indivisible_world_is_refused_once(shards: Path, tmp_path: Path) -> N
         *train_arguments(shards, tmp_path / "run", "batch_tokens=64", "steps=2"),
     )  # fmt: skip
     assert done.returncode != 0
-    assert (
-        done.stderr.count("error: batch_tokens=64 is not a multiple of context 64 x 2 processes: use batch_tokens=128")
-        == 1
-    )
+    assert done.stderr.count("error: batch_tokens=64 is not a multiple of context 64 x 2 processes: use batch_tokens=128") == 1

@@ -53,9 +53,7 @@ def parts(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
         assert done.returncode == 0, done.stderr
         if not more:
             shutil.rmtree(checkpoints(run_dir)[-1])
-    folders = sorted(
-        (run_dir / "wandb").glob("offline-run-*"), key=lambda path: next(path.glob("*.wandb")).stat().st_mtime_ns
-    )
+    folders = sorted((run_dir / "wandb").glob("offline-run-*"), key=lambda path: next(path.glob("*.wandb")).stat().st_mtime_ns)
     return run_dir, [list(records(folder)) for folder in folders]
 
 

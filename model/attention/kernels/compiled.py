@@ -68,9 +68,7 @@ def rows(arch: int, case: dict[str, Any]) -> list[dict[str, Any]]:
         diff._backward._init_fn(out, q, k, v, lam, ids, ids, out, second, lse, causal, window)
     finally:
         function.run, diff._check, diff.capability = launch, check, ask
-    return [
-        {"architecture": arch, **case, "kernel": name, **describe(name, kernel, arch, case)} for name, kernel in kept
-    ]
+    return [{"architecture": arch, **case, "kernel": name, **describe(name, kernel, arch, case)} for name, kernel in kept]
 
 
 def inputs(case: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, bool, int | None]:

@@ -169,9 +169,7 @@ def _output(q: Tensor, k: Tensor, v: Tensor, lam: Tensor | None) -> Tensor:
     return v.new_empty(B, T, K, G, v.shape[-1]).permute(0, 2, 3, 1, 4)
 
 
-def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, lam: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, lam: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and lam (empty if lam is None), from the gradient of the output."""
     dq, dk, dv, dlam = found = _gradients(grad, q, k, v, lam)
     filled = {"grad_q": dq, "grad_k": dk, "grad_v": dv, "grad_lam": None if lam is None else dlam}
@@ -179,9 +177,7 @@ def _backward(
     return found
 
 
-def _gradients(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, lam: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, lam: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Empty gradients with positions before heads in memory, as in the projections that make q, k and v."""
     B, M, K, G, T, d = q.shape
     C, n, dv = k.shape[1], k.shape[4], v.shape[-1]

@@ -54,9 +54,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"the fused backend needs q, k and v of one dtype, not {names}: cast them, e.g. q.to(v.dtype)")
     if q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         name = str(q.dtype).removeprefix("torch.")
-        raise ValueError(
-            f"the fused backend computes in bfloat16, float16 or float32, not {name}: use model.backend=math"
-        )
+        raise ValueError(f"the fused backend computes in bfloat16, float16 or float32, not {name}: use model.backend=math")
     if reason := unavailable(q.shape[-1], v.shape[-1]):
         raise ValueError(reason)
     if interpreted():

@@ -20,9 +20,7 @@ def _tile(ptr, start, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     64-bit only for the first: one sequence of one head can span more than 2^31 elements when heads are interleaved with time,
     a tile cannot (diff.py sees to it), and its offsets then take half the registers.
     """
-    return (
-        ptr + tl.cast(start, tl.int64) * stride + (tl.arange(0, ROWS)[:, None] * stride + tl.arange(0, BLOCK)[None, :])
-    )
+    return ptr + tl.cast(start, tl.int64) * stride + (tl.arange(0, ROWS)[:, None] * stride + tl.arange(0, BLOCK)[None, :])
 
 
 @triton.jit
