@@ -219,7 +219,7 @@ def load_run(run: str | Path, device: str | torch.device = "cpu", step: int | No
     """
     path = Path(run)
     if not (path / "config.yaml").exists():
-        raise FileNotFoundError(f"{path} is not a run: give run=runs/NAME of a training run (train.py makes one)")
+        raise FileNotFoundError(f"{path} is not a run: give run=runs/NAME of a training run (python train.py makes one)")
     if not checkpoints(path) or (step is not None and not of_step(path, step).is_dir()):
         what = "no checkpoint" if step is None else f"no checkpoint of step {step}"
         raise FileNotFoundError(f"{path} has {what}: let the training finish, or continue it with resume=true")
