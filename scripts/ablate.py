@@ -371,7 +371,8 @@ class Study:
             by_name[run.arm].runs.append(run.measured())
         arms = [arm for arm in self.arms if arm.runs]
         measured = [run for arm in arms for run in arm.runs]
-        refuse_other_settings(measured)
+        for context in {run.config["model"]["context"] for run in measured}:  # another context is tested at other lengths
+            refuse_other_settings([run for run in measured if run.config["model"]["context"] == context])
         if not self.data:
             refuse_other_shards(measured)
         found, seeds = Comparison(arms, cfg.metrics, cfg.compared), list(dict.fromkeys(run.seed for run in runs))
