@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from model import native
 from model.attention import reference
 from model.attention.baseline import BaselineAttention
 from model.attention.kernels import cpu
@@ -150,8 +151,8 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def forget() -> None:
-    cpu._failure.cache_clear()
-    cpu._library.cache_clear()
+    native.failure.cache_clear()
+    native.library.cache_clear()
 
 
 @needs_compiler
@@ -159,7 +160,7 @@ def test_it_is_compiled_once_and_kept(fresh: Path, monkeypatch: pytest.MonkeyPat
     assert cpu.missing() is None
     (kept,) = fresh.iterdir()
     forget()
-    monkeypatch.setattr(cpu, "_compile", lambda *given: pytest.fail("compiled again"))
+    monkeypatch.setattr(native, "_compile", lambda *given: pytest.fail("compiled again"))
     assert cpu.missing() is None and list(fresh.iterdir()) == [kept]
 
 
@@ -192,7 +193,7 @@ def test_without_a_compiler_auto_takes_torchs_kernel_and_the_name_is_refused(
 
 
 def test_a_compiler_that_hangs_is_a_reason(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = cpu.subprocess.run
+    run = native.subprocess.run
     monkeypatch.setenv("CXX", "sh -c 'echo stuck >&2; exec sleep 60'")
-    monkeypatch.setattr(cpu.subprocess, "run", lambda command, **options: run(command, **(options | {"timeout": 1})))
+    monkeypatch.setattr(native.subprocess, "run", lambda command, **options: run(command, **(options | {"timeout": 1})))
     assert "(stuck)" in cpu.missing()

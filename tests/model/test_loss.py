@@ -11,6 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from model import loss
 from model.loss import linear_cross_entropy
 
+needs_compiler = pytest.mark.skipif(loss._missing(), reason="no C++ compiler with OpenMP")
+
 
 class Largest(TorchDispatchMode):
     """The elements of the largest tensor that any operation made, and how many of that size were in memory at once."""
@@ -29,9 +31,12 @@ class Largest(TorchDispatchMode):
         return found
 
 
-@pytest.fixture
-def inputs(monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, Tensor, Tensor]:
+@pytest.fixture(params=("torch", pytest.param("kernel", marks=needs_compiler)))
+def inputs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, Tensor, Tensor]:
+    """For torch's operations, which a GPU and a machine without a compiler use, and for the C++ kernel."""
     monkeypatch.setattr(loss, "LOGITS", 1000)
+    if request.param == "torch":
+        monkeypatch.setattr(loss, "KERNELS", {})
     generator = torch.Generator().manual_seed(0)
     x, weight = torch.randn(203, 32, generator=generator), 0.3 * torch.randn(100, 32, generator=generator)
     targets = torch.randint(100, (203,), generator=generator)
@@ -89,3 +94,41 @@ def test_a_second_derivative_is_refused_and_compiling_keeps_one_graph(inputs: tu
         torch.func.jacrev(torch.func.grad(of_x))(x.detach())
     compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")
     assert torch.equal(torch.autograd.grad(compiled(*inputs), x)[0], grad)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), ((torch.float64, 1e-13), (torch.float32, 1e-6), (torch.bfloat16, 4e-3)), ids=("64", "32", "16")
+)
+@pytest.mark.parametrize("width", (1, 2, 15, 16, 17, 100, 4097))
+def test_the_kernel_equals_the_formula(width: int, dtype: torch.dtype, tolerance: float) -> None:
+    """Against float64, with columns behind the vocabulary, which count for nothing, and for any number of threads."""
+    generator = torch.Generator().manual_seed(width)
+    logits = (4 * torch.randn(37, width + 7, generator=generator)).to(dtype)
+    targets = torch.randint(width, (37,), generator=generator)
+    targets[::4] = loss.IGNORED
+    exact = logits[:, :width].double().requires_grad_()
+    want = F.cross_entropy(exact, targets, reduction="none")
+    want.sum().backward()
+    found = []
+    for threads in (1, 3):
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        found.append(loss.CROSS_ENTROPY(logits, targets, width))
+        torch.set_num_threads(before)
+    (losses, grad), again = found
+    assert torch.equal(losses, again[0]) and torch.equal(grad, again[1])
+    assert losses.dtype == loss.KERNELS[dtype] and grad.dtype == dtype
+    torch.testing.assert_close(losses.double(), want, rtol=2e-6 if dtype != torch.float64 else 1e-13, atol=2e-6)
+    assert (grad[:, :width].double() - exact.grad).abs().max() < tolerance
+    assert not grad[:, width:].any() and not grad[::4].any() and not losses[::4].any()
+
+
+@needs_compiler
+@pytest.mark.parametrize("bad", (float("nan"), float("inf")))
+def test_the_kernel_passes_on_what_is_not_finite(bad: float) -> None:
+    """So that training sees a model that has diverged."""
+    logits = torch.zeros(2, 40)
+    logits[1, 33] = bad
+    losses, grad = loss.CROSS_ENTROPY(logits, torch.tensor([3, 3]), 40)
+    assert losses[0].isfinite() and losses[1].isnan() and grad[1].isnan().any() and grad[0].isfinite().all()

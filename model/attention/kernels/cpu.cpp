@@ -8,85 +8,12 @@
 // heads of each, T positions with n keys each, widths d and dv. A row of `width` numbers lies in a line of whole vectors: the
 // numbers behind its end are zero (key_line, value_line, map_line: lengths of such lines).
 
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <vector>
+#include "../../native.h"
 
-using std::int64_t;
-
-// ---------------------------------------- vectors of numbers
-
-#if defined(__AVX512F__)
-constexpr int BYTES = 64, COLUMNS = 4;  // COLUMNS: vectors side by side in a tile of a product; they fit the registers
-#elif defined(__AVX__)
-constexpr int BYTES = 32, COLUMNS = 2;
-#else
-constexpr int BYTES = 16, COLUMNS = 4;
-#endif
-constexpr int TILE = 6;     // rows of a tile
-constexpr int HEIGHT = 24;  // query rows of a block
-constexpr int AHEAD = 8;    // rows that are fetched ahead: the rows of one head lie far apart
-
-template <class F> struct Lanes;
-template <> struct Lanes<float> {
-  typedef float Vec __attribute__((vector_size(BYTES)));
-  typedef int32_t Int __attribute__((vector_size(BYTES)));
-  typedef float Unaligned __attribute__((vector_size(BYTES), aligned(4)));
-};
-template <> struct Lanes<double> {
-  typedef double Vec __attribute__((vector_size(BYTES)));
-  typedef double Unaligned __attribute__((vector_size(BYTES), aligned(8)));
-};
-template <class F> using Vec = typename Lanes<F>::Vec;
-template <class F> constexpr int WIDTH = BYTES / sizeof(F);
-
-template <class F> static inline Vec<F> load(const F* p) {
-  return *reinterpret_cast<const typename Lanes<F>::Unaligned*>(p);
-}
-template <class F> static inline void store(F* p, Vec<F> x) { *reinterpret_cast<typename Lanes<F>::Unaligned*>(p) = x; }
-
-template <class F> static int64_t whole(int64_t n) { return (n + WIDTH<F> - 1) / WIDTH<F> * WIDTH<F>; }
-
-// All lanes of x joined by `join`, half with half.
-template <int SIZE, class F, class X, class Join> static inline F joined(X x, Join join) {
-  if constexpr (SIZE == sizeof(F)) {
-    return x[0];
-  } else {
-    typedef F Half __attribute__((vector_size(SIZE / 2)));
-    Half halves[2];
-    std::memcpy(halves, &x, SIZE);
-    return joined<SIZE / 2, F>(join(halves[0], halves[1]), join);
-  }
-}
-template <class F> static inline F total(Vec<F> x) {
-  return joined<BYTES, F>(x, [](auto a, auto b) { return a + b; });
-}
-template <class F> static inline F largest(Vec<F> x) {
-  return joined<BYTES, F>(x, [](auto a, auto b) { return a > b ? a : b; });
-}
-
-// exp(x) for x <= 0, to the last bits of a float: the polynomial of Cephes' expf (netlib.org/cephes, single/expf.c).
-static inline Vec<float> exponential(Vec<float> x) {
-  typedef Lanes<float>::Int Int;
-  const float magic = 12582912;  // 1.5 x 2^23: adding it rounds to an integer, which the low bits then hold
-  Int tiny = x < Vec<float>{} - 87;
-  Vec<float> rounded = x * 1.44269504f + magic, n = rounded - magic;
-  Vec<float> f = x - n * 0.693359375f + n * 2.12194440e-4f;  // x - n log 2
-  Vec<float> p = 1.9875691500e-4f * f + 1.3981999507e-3f;
-  p = p * f + 8.3334519073e-3f;
-  p = p * f + 4.1665795894e-2f;
-  p = p * f + 1.6666665459e-1f;
-  p = p * f + 5.0000001201e-1f;
-  p = p * f * f + f + 1;
-  return reinterpret_cast<Vec<float>>((reinterpret_cast<Int>(p) + (reinterpret_cast<Int>(rounded) << 23)) & ~tiny);
-}
-
-static inline Vec<double> exponential(Vec<double> x) {
-  for (int i = 0; i < WIDTH<double>; i++) x[i] = std::exp(x[i]);
-  return x;
-}
+constexpr int TILE = 6;                        // rows of a tile
+constexpr int COLUMNS = BYTES == 32 ? 2 : 4;  // vectors side by side in a tile of a product; they fit the registers
+constexpr int HEIGHT = 24;                      // query rows of a block
+constexpr int AHEAD = 8;                        // rows that are fetched ahead: the rows of one head lie far apart
 
 // ---------------------------------------- products of matrices
 
@@ -144,30 +71,6 @@ static void product(int64_t rows, int64_t columns, int64_t inner, Matrix<F> left
   if (j < columns) strip<1>(rows, inner, left, right + j, right_row, to + j, to_row, add);
 }
 
-// The first `seen` numbers of a row become exp(x - maximum), the others up to `width` zero. Returns the sum.
-template <class F> static F exponentials(F* row, int64_t seen, int64_t width) {
-  constexpr int W = WIDTH<F>;
-  const int64_t used = whole<F>(seen);
-  std::fill(row + seen, row + used, -__builtin_inf());
-  Vec<F> top = load(row), sums{};
-  for (int64_t j = W; j < used; j += W) {
-    Vec<F> x = load(row + j);
-    top = x > top ? x : top;
-  }
-  const F maximum = largest<F>(top);
-  for (int64_t j = 0; j < used; j += W) {
-    Vec<F> x = exponential(load(row + j) - maximum);
-    store(row + j, x);
-    sums += x;
-  }
-  std::fill(row + used, row + width, F(0));
-  return total<F>(sums);
-}
-
-template <class F> static void scale(F* row, int64_t width, F factor) {
-  for (int64_t j = 0; j < width; j += WIDTH<F>) store(row + j, load(row + j) * factor);
-}
-
 // ---------------------------------------- tensors
 
 // A tensor and the strides of all its dimensions but the last, whose numbers lie side by side.
@@ -183,35 +86,6 @@ struct View {
 struct Call {
   int64_t B, M, C, K, G, T, n, d, dv, threads;
   View q, k, v, lam, out, grad_out, grad_q, grad_k, grad_v, grad_lam;
-};
-
-struct BFloat16 {
-  uint16_t bits;
-};
-static inline float widened(BFloat16 x) {
-  uint32_t bits = uint32_t(x.bits) << 16;
-  float y;
-  std::memcpy(&y, &bits, 4);
-  return y;
-}
-template <class F> static inline F widened(F x) { return x; }
-
-// Rounded to the nearest, ties to even.
-static inline void narrow(BFloat16& to, float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  to.bits = x != x ? 0x7fc0 : uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
-template <class F> static inline void narrow(F& to, F x) { to = x; }
-
-template <class F> struct Memory {
-  std::vector<std::vector<F>> pieces;
-  size_t used = 0;
-  F* take(int64_t size) {  // begins at a multiple of 64 bytes
-    if (used == pieces.size()) pieces.emplace_back(size + 64 / sizeof(F));
-    auto start = reinterpret_cast<uintptr_t>(pieces[used++].data());
-    return reinterpret_cast<F*>((start + 63) / 64 * 64);
-  }
 };
 
 // ---------------------------------------- attention of one key/value head
@@ -274,7 +148,8 @@ template <class E, class F> struct Head {
     const int64_t width = whole<F>((start + R) * c.n);
     read(c.q.at<E>(b, m, h, g, start), c.q.strides[4], R, c.d, q, key_line, factor);
     product<F>(R, width, c.d, {q, key_line, 1}, turned_keys, map_line, to, map_line);
-    for (int64_t i = 0; i < R; i++) sums[i] = exponentials(to + i * map_line, (start + i + 1) * c.n, width);
+    F maximum;
+    for (int64_t i = 0; i < R; i++) sums[i] = exponentials(to + i * map_line, (start + i + 1) * c.n, width, maximum);
   }
   F lam(int64_t g, int64_t t) const { return *c.lam.at<F>(b, h, g, t); }
 

@@ -1,7 +1,6 @@
 """Causal attention on CPUs by one C++ kernel (cpu.cpp): softmax attention, unions of key sets, differences of two maps.
 
-The kernel is compiled for the machine's processor at its first use, which takes some seconds, and kept in the user's cache
-folder. It computes in float32 or better, also for bfloat16, and stores no maps: its backward computes them again. Its results
+The kernel computes in float32 or better, also for bfloat16, and stores no maps: its backward computes them again. Its results
 do not depend on the number of threads. It is a torch operator, so that torch.compile and torch.export call it as a whole.
 
 Letters: B sequences, M maps (2: their difference), C maps with keys of their own (M or 1), K key/value heads, G query heads of
@@ -9,29 +8,16 @@ each, T positions with n keys each, widths d and dv.
 """
 
 import ctypes
-import hashlib
-import os
-import platform
-import shlex
-import shutil
-import subprocess
-import sys
-import tempfile
-from collections.abc import Callable
-from contextlib import suppress
-from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from ... import native
 from ...once import once
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 KINDS = {torch.bfloat16: "attend_bfloat16", torch.float32: "attend_float32", torch.float64: "attend_float64"}
-OPTIONS = ("-O3", "-std=c++17", "-shared", "-fPIC")
-# The first of these that the compiler accepts is used.
-TUNED = (["-march=native", "-fopenmp"], ["-mcpu=native", "-fopenmp"], ["-fopenmp"])
 PACKAGE = __name__.replace(".", "_")  # operator namespace: this file may be imported under two names (pip, a checkout)
 
 
@@ -62,69 +48,14 @@ def attend_diff(q: Tensor, k: Tensor, v: Tensor, lam: Tensor) -> Tensor:
 
 def missing() -> str | None:
     """Why the kernel cannot be used here, in one line; None if it can. The first call on a machine compiles it."""
-    return _failure()
-
-
-# A constant for torch.compile, as torch.compiler.assume_constant_result makes it (backends.card has the reason).
-missing._dynamo_marked_constant = True
-
-
-@cache
-def _failure() -> str | None:
-    try:
-        _library()
-    except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None) or str(error)
-        if isinstance(said, bytes):  # a timeout's, despite text=True
-            said = said.decode(errors="replace")
-        reason = said.strip().split("\n")[-1]
+    if reason := native.failure(SOURCE):
         fix = "install g++, or use model.backend=sdpa (in Python: backend='sdpa')"
         return f"the cpu backend needs a C++ compiler with OpenMP ({reason}): {fix}"
     return None
 
 
-@cache
-def _library() -> ctypes.CDLL:
-    """The compiled kernel. OSError or subprocess.SubprocessError without a compiler that can make it."""
-    if sys.platform == "win32":
-        raise OSError("not on Windows")
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-    if not compiler:
-        raise OSError("found none")
-    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    kept = Path(caches, "attention-noise", f"attention-{_fingerprint(compiler)}.so")
-    with suppress(OSError):
-        return ctypes.CDLL(str(kept))
-    with tempfile.TemporaryDirectory() as folder:
-        made = Path(folder) / "attention.so"
-        _compile(compiler, made)
-        with suppress(OSError):  # a folder that cannot be written: the next process compiles again
-            kept.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            part = kept.with_suffix(f".{os.getpid()}")
-            shutil.copyfile(made, part)
-            part.replace(kept)
-        return ctypes.CDLL(str(made))
-
-
-def _compile(compiler: str, to: Path) -> None:
-    for tuned in TUNED:
-        command = [*shlex.split(compiler), *OPTIONS, *tuned, str(SOURCE), "-o", str(to)]
-        try:
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
-            return
-        except subprocess.CalledProcessError as error:
-            failed = error
-    raise failed
-
-
-def _fingerprint(compiler: str) -> str:
-    """What the library depends on: the source, the compiler and its options, and the processor that it was compiled for."""
-    processor = platform.processor()
-    with suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n")
-        processor = next((line for line in lines if line.lower().startswith(("flags", "features"))), processor)
-    text = f"{SOURCE.read_text(encoding='utf-8')} {compiler} {OPTIONS} {TUNED} {platform.machine()} {processor}"
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+# A constant for torch.compile, as torch.compiler.assume_constant_result makes it (backends.card has the reason).
+missing._dynamo_marked_constant = True
 
 
 class _View(ctypes.Structure):
@@ -146,7 +77,7 @@ def _call(q: Tensor, k: Tensor, v: Tensor, lam: Tensor | None, **others: Tensor 
         if x is not None:
             view = getattr(call, name)
             view.data, view.strides[: x.dim() - 1] = x.data_ptr(), x.stride()[:-1]
-    getattr(_library(), KINDS[q.dtype])(ctypes.byref(call), "grad_out" in others)
+    getattr(native.library(SOURCE), KINDS[q.dtype])(ctypes.byref(call), "grad_out" in others)
 
 
 def _in_line(x: Tensor) -> Tensor:
@@ -189,37 +120,9 @@ def _gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, lam: Tensor | None
     )
 
 
-def _over_samples(operator: Callable) -> Callable:
-    """For torch.vmap: the samples become sequences of the batch."""
-
-    def run(info, dims: tuple, *inputs: Tensor | None) -> tuple:  # noqa: ANN001
-        size = info.batch_size
-        merged = [
-            x if x is None else (x.expand(size, *x.shape) if at is None else x.movedim(at, 0)).flatten(0, 1)
-            for x, at in zip(inputs, dims, strict=True)
-        ]
-        found = operator(*merged)
-        if isinstance(found, Tensor):
-            return found.unflatten(0, (size, -1)), 0
-        return tuple(x.reshape(size, -1, *x.shape[1:]) if x.numel() else x.expand(size, 0) for x in found), (0,) * 4
-
-    return run
-
-
-def _operator(name: str, signature: str, run: Callable, empty: Callable) -> Callable:
-    """Define a torch operator, which torch.compile and torch.export call without looking inside."""
-    full = f"{PACKAGE}::{name}"
-    torch.library.define(full, signature)
-    torch.library.impl(full, "cpu", run)
-    torch.library.register_fake(full, empty)
-    found = getattr(getattr(torch.ops, PACKAGE), name).default
-    torch.library.register_vmap(full, _over_samples(found))
-    return found
-
-
-FORWARD = _operator("attend", "(Tensor q, Tensor k, Tensor v, Tensor? lam) -> Tensor", _forward, _output)
-BACKWARD = _operator(
-    "attend_backward",
+FORWARD = native.operator(f"{PACKAGE}::attend", "(Tensor q, Tensor k, Tensor v, Tensor? lam) -> Tensor", _forward, _output)
+BACKWARD = native.operator(
+    f"{PACKAGE}::attend_backward",
     "(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? lam) -> (Tensor, Tensor, Tensor, Tensor)",
     _backward,
     _gradients,

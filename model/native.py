@@ -1,0 +1,116 @@
+"""C++ kernels for CPUs, as torch operators: compiled for the machine's processor at their first use, which takes some seconds.
+
+The libraries are kept in the user's cache folder. native.h has what the kernels share.
+"""
+
+import ctypes
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+SHARED = Path(__file__).with_suffix(".h")
+OPTIONS = ("-O3", "-std=c++17", "-shared", "-fPIC")
+# The first of these that the compiler accepts is used.
+TUNED = (["-march=native", "-fopenmp"], ["-mcpu=native", "-fopenmp"], ["-fopenmp"])
+
+
+@cache
+def failure(source: Path) -> str | None:
+    """Why the kernel cannot be used here, in a few words; None if it can. The first call on a machine compiles it."""
+    try:
+        library(source)
+    except (OSError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", None) or str(error)
+        if isinstance(said, bytes):  # a timeout's, despite text=True
+            said = said.decode(errors="replace")
+        return said.strip().split("\n")[-1]
+    return None
+
+
+@cache
+def library(source: Path) -> ctypes.CDLL:
+    """The compiled kernel. OSError or subprocess.SubprocessError without a compiler that can make it."""
+    if sys.platform == "win32":
+        raise OSError("not on Windows")
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    if not compiler:
+        raise OSError("found none")
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    kept = Path(caches, "attention-noise", f"{source.stem}-{_fingerprint(source, compiler)}.so")
+    with suppress(OSError):
+        return ctypes.CDLL(str(kept))
+    with tempfile.TemporaryDirectory() as folder:
+        made = Path(folder) / "kernel.so"
+        _compile(source, compiler, made)
+        with suppress(OSError):  # a folder that cannot be written: the next process compiles again
+            kept.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            part = kept.with_suffix(f".{os.getpid()}")
+            shutil.copyfile(made, part)
+            part.replace(kept)
+        return ctypes.CDLL(str(made))
+
+
+def _compile(source: Path, compiler: str, to: Path) -> None:
+    for tuned in TUNED:
+        command = [*shlex.split(compiler), *OPTIONS, *tuned, str(source), "-o", str(to)]
+        try:
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
+            return
+        except subprocess.CalledProcessError as error:
+            failed = error
+    raise failed
+
+
+def _fingerprint(source: Path, compiler: str) -> str:
+    """What the library depends on: the source, the compiler and its options, and the processor that it was compiled for."""
+    processor = platform.processor()
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n")
+        processor = next((line for line in lines if line.lower().startswith(("flags", "features"))), processor)
+    code = source.read_text(encoding="utf-8") + SHARED.read_text(encoding="utf-8")
+    text = f"{code} {compiler} {OPTIONS} {TUNED} {platform.machine()} {processor}"
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def operator(name: str, signature: str, run: Callable, empty: Callable) -> Callable:
+    """Define a torch operator, which torch.compile and torch.export call without looking inside.
+
+    name: NAMESPACE::NAME. run: computes it on a CPU. empty: makes its outputs without computing them.
+    """
+    torch.library.define(name, signature)
+    torch.library.impl(name, "cpu", run)
+    torch.library.register_fake(name, empty)
+    namespace, _, short = name.partition("::")
+    found = getattr(getattr(torch.ops, namespace), short).default
+    torch.library.register_vmap(name, _over_samples(found))
+    return found
+
+
+def _over_samples(run: Callable) -> Callable:
+    """For torch.vmap: the samples are joined with the first dimension of every tensor."""
+
+    def vmapped(info, dims: tuple, *inputs: Tensor | int | None) -> tuple:  # noqa: ANN001
+        size = info.batch_size
+        merged = [
+            (x.expand(size, *x.shape) if at is None else x.movedim(at, 0)).flatten(0, 1) if isinstance(x, Tensor) else x
+            for x, at in zip(inputs, dims, strict=True)
+        ]
+        found = run(*merged)
+        if isinstance(found, Tensor):
+            return found.unflatten(0, (size, -1)), 0
+        apart = tuple(x.reshape(size, -1, *x.shape[1:]) if x.numel() else x.expand(size, 0) for x in found)
+        return apart, (0,) * len(apart)
+
+    return vmapped
