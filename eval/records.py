@@ -21,6 +21,7 @@ from training.run import TrainConfig, Vocabulary, deciding, flatten
 PUBLISHED = "records.jsonl.gz"  # the finished runs of one study, in docs/results/STUDY
 LONGEST = 32  # a record leaves out longer lists of numbers
 TRIAL = "tune-"  # begins the name of a trial of learning rates
+BY_LAYER = ("layers", "per_layer_head")  # the parts of an evaluation's results that it leaves out
 POINTS, TRIAL_POINTS = 12, 4  # points of the training loss's curve; no figure shows a trial's curve
 OPTIONAL_LOSSES = ("loss_text", "loss_retrieval")  # parts of the training loss, which only some runs log
 LOGGED = ("step", "tokens", "loss", "val_loss", "tokens_per_s", "time_s", "needle_acc")
@@ -106,7 +107,7 @@ def shortened_evaluation(content: dict[str, Any]) -> dict[str, Any]:
 def shortened(results: Any) -> Any:
     """`results` without lists of many numbers and without values by layer."""
     if isinstance(results, dict):
-        kept = {key: shortened(value) for key, value in results.items() if key != "layers"}
+        kept = {key: shortened(value) for key, value in results.items() if key not in BY_LAYER}
         return {key: value for key, value in kept.items() if value is not None}
     if isinstance(results, list):
         long = len(results) > LONGEST and all(isinstance(value, (int, float)) for value in results)
