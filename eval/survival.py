@@ -176,7 +176,8 @@ def draw(path: Path, levels: dict[str, list[dict[str, Any]]], shades: dict[str, 
                         for name in ("share_high", "share_low", "share")
                     )
                     ax.step(x, y, where="post", color=line, label=row["arm"].removesuffix(f"-{point}"), linewidth=1.6)
-                    ax.fill_between(x, low, high, step="post", color=line, alpha=0.08, linewidth=0)
+                    known = slice(-1 if y[-1] == 1 else None)  # where all runs have arrived, there is no interval
+                    ax.fill_between(x[known], low[known], high[known], step="post", color=line, alpha=0.08, linewidth=0)
                 title = f"accuracy {level}" + (f" · {point}" if point else "")
                 ax.set(title=title, ylim=(-0.02, 1.02), xlabel="training tokens (millions)", ylabel="runs that arrived")
         handles, labels = axes[0, 0].get_legend_handles_labels()

@@ -86,7 +86,7 @@ def numbers(content: Any) -> Iterator[float]:
         yield content
 
 
-@pytest.mark.parametrize("study", ("main", "noise"))
+@pytest.mark.parametrize("study", ("main", "noise", "emergence"))
 def test_published_numbers_follow_from_published_records(study: str, tmp_path: Path, typed: Typed) -> None:
     """The command of docs/RESULTS.md that trains nothing gives the study's published differences and intervals."""
     lines = (ROOT / "docs" / "RESULTS.md").read_text().replace("\\\n", " ").splitlines()
