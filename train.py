@@ -7,10 +7,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from configs import command  # isort: skip  # must come before torch, which reads the thread variables that configs sets
 import torch
 from hydra.core.hydra_config import HydraConfig
 
+from configs import command
 from data.loader import Loader, Mixture, Prefetcher, hash_seed, inputs_and_targets
 from data.stream import open_sources, open_tokenizer, text_digest
 from model.decoder import Decoder

@@ -21,7 +21,6 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-import configs.threads  # noqa: F401  # for the environment variables that it sets
 from configs.quoting import retyped
 from configs.ranges import check_ranges
 

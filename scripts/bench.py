@@ -30,10 +30,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from configs import command  # noqa: I001  # before torch, which reads the variables that it sets for threads
 import torch
 from torch import Tensor
 
+from configs import command
 from configs.files import write_atomic, write_json
 from configs.provenance import machine, version
 from eval.common import progress

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from configs.provenance import cpu_name
+from training.cores import share_cores
 
 TIMEOUT = timedelta(minutes=10)  # until a process that does not answer counts as lost
 PATIENCE = 3.0  # seconds that a process with an error waits for the main process to report the same error
@@ -101,6 +102,7 @@ def join_world(device: str = "auto") -> World:
     _refuse_shared_gpus(where)
     if where.type == "cpu":
         _keep_freed_memory()
+        share_cores()
     if where.type == "cuda":
         where = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if where.index is None else where
         torch.cuda.set_device(where)

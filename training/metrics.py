@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from configs.files import json_text, read_json_lines, write_atomic
-from configs.threads import TURNS
+from training.cores import CHOSEN
 from training.tracking import mirror, start_wandb
 
 try:
@@ -161,10 +161,9 @@ class Pace:
 
 def _advice(threads: int) -> str:
     """The advice for a run that shares its cores with other processes."""
-    turns = os.environ.get("GOMP_SPINCOUNT", "")
-    spinning = os.environ.get("OMP_WAIT_POLICY", "").upper() == "ACTIVE" or (turns.isdecimal() and int(turns) > TURNS)
-    if spinning and threads > 1:
-        return "its threads spin while they wait; leave out OMP_WAIT_POLICY and GOMP_SPINCOUNT, and use resume=true"
+    chosen = [name for name in CHOSEN if os.environ.get(name)]
+    if chosen and threads > 1:
+        return f"leave out {' and '.join(chosen)}, so that its threads wait as train.py chooses, and use resume=true"
     if threads > 1:
         return "end the other processes, or set OMP_NUM_THREADS to the number of free cores and use resume=true"
     return "end the other processes, or wait"

@@ -30,9 +30,10 @@ SIZES = ((5, 128), (4, 256), (6, 384), (10, 512))
 CONTEXTS = (256, 512, 1024, 2048, 4096)
 GROWN = ("baseline", "diff")
 GROWTH_TOKENS = 4096  # tokens of a step, or one sequence of a longer context
-# How the threads of libgomp, torch's OpenMP on Linux, wait for each other (what="busy").
+# How the threads of libgomp, torch's OpenMP on Linux, wait for each other (what="busy"). GOMP_SPINCOUNT in the environment of a
+# bench would change the first row.
 WAITS = {
-    "as train.py sets it": {},
+    "as train.py": {},  # training/cores.py
     "libgomp's own": {"GOMP_SPINCOUNT": "300000"},  # its default, libgomp/env.c
     "no spinning": {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"},
     "one thread": {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
@@ -179,13 +180,12 @@ def against_nanogpt(cfg: BenchConfig, batch: int, world: World) -> list[Row]:
     dtypes = dict.fromkeys(("float32", auto)) if cfg.dtype == "auto" else (cfg.dtype,)
     compiled = (False, True) if cfg.compile is None else (cfg.compile,)
     modes = [replace(cfg, dtype=dtype, compile=whether) for whether in compiled for dtype in dtypes]
-    rows, builds, variables = [], [], []
+    rows, builds = [], []
     for mode in modes:
         how = {"mode": "compiled" if mode.compile else "eager", "dtype": mode.dtype}
         rows += [Row({"code": code} | how, batch * cfg.model.context) for code in (NANOGPT, "gpt2")]
         builds += [(nanogpt_step, mode, batch), (our_step, mode, "gpt2", batch)]
-        variables += [WAITS["libgomp's own"], {}]
-    with elsewhere(builds, variables) as works:
+    with elsewhere(builds) as works:
         time_in_turn(MEASURE, rows, works, cfg.rounds, world.device)
         for row, work in zip(rows, works, strict=True):
             if row.seconds:

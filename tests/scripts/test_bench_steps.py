@@ -78,7 +78,7 @@ def test_nanogpt_and_the_gpt2_stack_are_timed_in_every_mode(
     assert [tuple(row.labels.values()) for row in rows] == [
         (code, "eager", dtype) for dtype in dtypes for code in ("nanoGPT", "gpt2")
     ]
-    assert [variables.get("GOMP_SPINCOUNT") for _, variables in in_this_process] == ["300000", None] * len(dtypes)
+    assert not any(variables for _, variables in in_this_process)
     assert not capsys.readouterr().out  # the peer's own lines do not stand in our table
     for its, ours in zip(rows[::2], rows[1::2], strict=True):
         ratios = sorted(a / b for a, b in zip(its.seconds["tokens/s"], ours.seconds["tokens/s"], strict=True))
