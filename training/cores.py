@@ -8,6 +8,7 @@ threads than the process may use cores (`gomp_throttled_spin_count_var` of libgo
 bits, because the number of threads that compute stays the same. Speeds: docs/PERFORMANCE.md.
 """
 
+import ctypes
 import os
 import threading
 import time
@@ -17,7 +18,8 @@ from pathlib import Path
 
 import torch
 
-TASKS = Path("/proc/self/task")  # Linux: one folder for each thread of this process
+TASKS = Path("/proc/self/task")  # of Linux: one folder for each thread of this process
+MAPS = Path("/proc/self/maps")  # of Linux: the files that are loaded
 CHOSEN = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")  # if the user sets one of these variables, it stays in force
 INTERVAL = 0.5  # seconds between two looks
 # Of the time for which the threads want a core, the share of a thread that waits for it. Measured with 2 threads on 2 cores:
@@ -25,7 +27,6 @@ INTERVAL = 0.5  # seconds between two looks
 CROWDED = 0.3
 ENOUGH = 0.1  # seconds for which all threads must have wanted a core before a look counts
 CALM = 5.0  # seconds without other processes before the long waits return
-GRAIN = 2**16  # elements per thread that make torch use all of its threads
 
 
 @cache
@@ -74,27 +75,36 @@ class Crowd:
 
 
 class Sleepers:
-    """OpenMP threads that sleep: with them, libgomp has more threads than the process may use cores."""
+    """OpenMP threads that sleep. With them, libgomp has one thread more than the process may use cores."""
 
     def __init__(self, threads: int) -> None:
-        cores = len(os.sched_getaffinity(0))
-        self._teams = max(1, -(-(cores - threads + 1) // (threads - 1)))  # each adds threads - 1 threads to libgomp's
-        self._elements = threads * GRAIN
+        self._count = max(1, len(os.sched_getaffinity(0)) + 1 - threads)
         self._over: threading.Event | None = None
 
     def keep(self, wanted: bool) -> None:
         """Start them if `wanted`, else end them; nothing where that is done already."""
         if wanted and self._over is None:
             self._over = threading.Event()
-            for _ in range(self._teams):
-                threading.Thread(target=self._sleep, args=(self._over,), daemon=True).start()
+            threading.Thread(target=self._sleep, args=(self._over,), name="sleepers", daemon=True).start()
         elif not wanted and self._over is not None:
-            self._over.set()  # libgomp ends a thread's team when that thread ends
+            self._over.set()
             self._over = None
 
     def _sleep(self, over: threading.Event) -> None:
-        torch.zeros(self._elements)  # libgomp gives each thread of the program that calls it a team of its own
+        """libgomp gives every thread that calls it a team of its own, and ends the team when that thread ends.
+
+        No operation of torch may run here: if the program ended meanwhile, Python would end this thread inside C++ code, which
+        stops the process with an error.
+        """
+        for openmp in loaded_openmp():
+            openmp.GOMP_parallel(ctypes.CDLL(None).free, None, self._count + 1, 0)  # each thread of the team calls free(NULL)
         over.wait()
+
+
+def loaded_openmp() -> list[ctypes.CDLL]:
+    """The libgomp that torch and our kernels use, as loaded in this process; more than one if their files differ."""
+    mapped = {line.split()[-1] for line in MAPS.read_text(encoding="utf-8").splitlines()}
+    return [ctypes.CDLL(path) for path in sorted(mapped) if Path(path).name.startswith("libgomp")]
 
 
 def _watch(threads: int) -> None:

@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ import torch
 from configs.provenance import ROOT
 from training import cores
 
+linux = pytest.mark.skipif(sys.platform != "linux" or (os.cpu_count() or 1) < 2, reason="needs Linux and two cores")
 QUIET, BUSY = (0.25, 0.0), (0.13, 0.12)  # seconds for each thread between two looks: used, without a core
 
 
@@ -44,19 +47,25 @@ def test_short_tasks_of_others_are_no_crowd() -> None:
     assert not any(looks(*[(0.24, 0.03)] * 100))
 
 
-@pytest.mark.parametrize(("threads", "count", "teams"), [(2, 2, 1), (2, 1, 1), (4, 4, 1), (32, 64, 2), (3, 8, 3)])
-def test_sleepers_are_more_threads_than_cores(threads: int, count: int, teams: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(count)), raising=False)
-    sleepers = cores.Sleepers(threads)
-    assert sleepers._teams == teams and threads + teams * (threads - 1) > count
-    before = set(threading.enumerate())
-    sleepers.keep(True)
-    sleepers.keep(True)
-    assert len(started := set(threading.enumerate()) - before) == teams
-    sleepers.keep(False)
-    for thread in started:
-        thread.join(10)
-    assert not any(thread.is_alive() for thread in started)
+@linux
+@pytest.mark.parametrize(("threads", "count", "more"), [(2, 2, 1), (2, 1, 1), (4, 4, 1), (32, 64, 33), (3, 8, 6)])
+def test_sleepers_are_one_thread_more_than_cores(threads: int, count: int, more: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(count)))
+    sleepers, before = cores.Sleepers(threads), tasks()
+    for wanted in (True, True, False, False):  # a repeated call changes nothing
+        sleepers.keep(wanted)
+        assert wait_for(lambda wanted=wanted: tasks() == before + wanted * (more + 1))  # the team's first thread is ours
+
+
+def tasks() -> int:
+    return len(list(cores.TASKS.iterdir()))
+
+
+def wait_for(event: Callable[[], bool]) -> bool:
+    end = time.monotonic() + 10
+    while not event() and time.monotonic() < end:
+        time.sleep(0.01)
+    return event()
 
 
 @pytest.mark.parametrize("variable", ["none", *cores.CHOSEN])
@@ -84,9 +93,6 @@ def in_two_threads(code: str) -> list:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
-
-
-linux = pytest.mark.skipif(sys.platform != "linux" or (os.cpu_count() or 1) < 2, reason="needs Linux and two cores")
 
 
 @linux
