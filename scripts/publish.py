@@ -5,6 +5,7 @@
     python scripts/publish.py of=runs/compare               # conversions.{json,md}; the ablation is in its folder trained
     python scripts/publish.py of=runs/noise_lambdas         # lambdas.{json,md}: python -m eval.lambdas out=runs/noise_lambdas
     python scripts/publish.py of=runs/emergence_survival    # survival.{json,md}, in the same way
+    python scripts/publish.py of=runs/noise_two_maps        # two_maps.{json,md}, in the same way
     python scripts/publish.py of=runs/bench/train.json      # to docs/results/bench/, with the table beside it
 
 No table is typed by hand: this command writes the table between `<!-- NAME table -->` and `<!-- end -->` in README.md
@@ -35,6 +36,7 @@ PAIRS = (
     ("conversions.json", "conversions.md"),
     ("lambdas.json", "lambdas.md"),
     ("survival.json", "survival.md"),
+    ("two_maps.json", "two_maps.md"),
 )
 DIFFERENCES = "differences.md"  # an ablation's, with a mark of its own in the documents: NAME/differences
 

@@ -1,0 +1,139 @@
+"""What the two maps of differential heads do while a model learns associative recall: a reading at every kept checkpoint.
+
+    python -m eval.two_maps ablation=runs/ablate/NAME [share=0.8] [samples=64] [out=runs/two_maps]
+
+If the second map cancelled noise that the first map has, the masses of the two maps on the distractors would be correlated.
+For each arm and checkpoint: accuracy, each map's share of mass on the distractors and that correlation, as eval.mqar measures
+them at one share of distractors, over the arm's runs. Arms without a second map have the mass of their one map. The runs must
+be of an ablation on data=mqar whose checkpoints were kept: train=[checkpoint.every=100,checkpoint.keep=0].
+Writes two_maps.json, two_maps.md and figures/two_maps.png.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+from omegaconf import MISSING
+
+from configs import command
+from configs.files import write_atomic, write_json
+from configs.provenance import result_record
+from data.mqar import Mqar, shortest_row
+from eval.common import figure, progress
+from eval.mqar import MqarEvalConfig, accuracy, read_attention, task_of
+from eval.report.runs import ablation_in, colours_of
+from eval.report.tables import markdown
+from training.checkpoint import checkpoints, load_run
+from training.distributed import pick_device
+
+FIX = "train differential arms with train=[checkpoint.every=100,checkpoint.keep=0]"
+READ = {"map": "mass of the map", "map_1": "mass of map 1", "map_2": "mass of map 2", "correlation": "correlation"}
+
+
+@dataclass
+class TwoMapsConfig:
+    """ablation: the folder of an ablation's results. out: folder for the results; None: the ablation's folder."""
+
+    ablation: str = MISSING
+    out: str | None = None
+    share: Annotated[float, "[0, 1)"] = 0.8  # of distractors
+    samples: Annotated[int, "[1, inf)"] = 64  # contexts for each checkpoint
+    batch: Annotated[int, "[1, inf)"] = 32
+    device: str = "auto"  # auto | cpu | cuda
+
+
+def read_run(folder: Path, cfg: TwoMapsConfig) -> Iterator[dict[str, Any]]:
+    """A reading of each kept checkpoint of the run in `folder`, oldest first."""
+    own = MqarEvalConfig(run=str(folder), batch=cfg.batch, samples=cfg.samples)
+    for path in checkpoints(folder):
+        run = load_run(folder, pick_device(cfg.device), int(path.name.removeprefix("step_")))
+        task = replace(task_of(run, own), distractors=cfg.share)
+        source = Mqar(task, shortest_row(task))
+        samples = [source.draw("eval", i, own.seed) for i in range(cfg.samples)]
+        attention = read_attention(run.model, samples, cfg.batch)
+        masses = {name: attention[name]["distractors"] for name in ("map", "map_1", "map_2") if name in attention}
+        by_layer = [layer["correlation"] for layer in attention["layers"] if "correlation" in layer]
+        found = {"step": run.step, "accuracy": accuracy(run.model, samples, cfg.batch)["accuracy"], **masses}
+        yield found | ({"correlation": attention["correlation"], "correlation_by_layer": by_layer} if by_layer else {})
+
+
+def refuse_other_steps(folder: Path, runs: dict[str, list[dict[str, Any]]]) -> None:
+    """ValueError if the runs of an arm have no checkpoints, or have checkpoints of other steps than the first run."""
+    steps = {name: [reading["step"] for reading in found] for name, found in runs.items()}
+    first = next(iter(steps.values()))
+    for name, own in steps.items():
+        if not own or own != first:
+            found = f"checkpoints of the steps {own}, the arm's first run of {first}" if own else "no checkpoints"
+            raise ValueError(f"{folder / name} has {found}: {FIX}")
+
+
+def over_runs(readings: list[dict[str, Any]]) -> dict[str, Any]:
+    """Mean and standard deviation over runs (None for a single run) of every number of the readings at one step."""
+    found: dict[str, Any] = {"step": readings[0]["step"], "n": len(readings)}
+    for name in (name for name, value in readings[0].items() if isinstance(value, float)):
+        values = [reading[name] for reading in readings]
+        found[name] = {"mean": float(np.mean(values)), "sd": float(np.std(values, ddof=1)) if len(values) > 1 else None}
+    return found
+
+
+def table(name: str, cfg: TwoMapsConfig, arms: list[dict[str, Any]]) -> str:
+    """A row for each arm and step, as Markdown."""
+    lines = [["arm", "step", "n", "accuracy", *READ.values()]]
+    for arm in arms:
+        for row in arm["steps"]:
+            numbers = (_number(row.get(key)) for key in ("accuracy", *READ))
+            lines.append([arm["arm"], str(row["step"]), str(row["n"]), *numbers])
+    about = f"Means ± standard deviations over runs, at {round(100 * cfg.share)} % of distractors; masses on the distractors."
+    return f"**{name}: the two maps during training**\n\n{markdown(lines)}\n{about}\n"
+
+
+def _number(found: dict[str, Any] | None) -> str:
+    if found is None:
+        return "n/a"
+    return f"{found['mean']:.3f}" + ("" if found["sd"] is None else f" ± {found['sd']:.3f}")
+
+
+def draw(path: Path, arms: list[dict[str, Any]], shades: dict[str, str]) -> None:
+    """Accuracy, the second map's mass on the distractors and the correlation against steps: a thin line for every run."""
+    panels = {"accuracy": "accuracy", "map_2": "mass of map 2 on distractors", "correlation": "correlation on distractors"}
+    with figure(path, 4.2 * len(panels), 3.6, columns=len(panels)) as axes:
+        for ax, (key, title) in zip(axes[0], panels.items(), strict=True):
+            for arm in [arm for arm in arms if key in arm["steps"][0]]:
+                for run in arm["runs"].values():
+                    x, y = [reading["step"] for reading in run], [reading[key] for reading in run]
+                    ax.plot(x, y, color=shades[arm["arm"]], linewidth=0.7, alpha=0.5)
+                x, y = [row["step"] for row in arm["steps"]], [row[key]["mean"] for row in arm["steps"]]
+                ax.plot(x, y, color=shades[arm["arm"]], label=arm["arm"])
+            ax.set_ylim(*((-1.02, 1.02) if key == "correlation" else (-0.02, 1.02)))
+            ax.set(title=title, xlabel="step")
+        axes[0, 0].legend()
+
+
+@command("two_maps", TwoMapsConfig)
+def main(cfg: TwoMapsConfig) -> None:
+    folder = Path(cfg.ablation)
+    study = [arm for arm in ablation_in(folder, "noise")["results"]["arms"] if arm["runs"]]
+    arms = []
+    with progress("two_maps", sum(len(arm["runs"]) for arm in study)) as bar:
+        for arm in study:
+            runs = {}
+            for run in arm["runs"]:
+                runs[run["run"]] = list(read_run(folder / run["run"], cfg))
+                bar.update()
+            refuse_other_steps(folder, runs)
+            steps = [over_runs(list(found)) for found in zip(*runs.values(), strict=True)]
+            arms.append({"arm": arm["name"], "runs": runs, "steps": steps})
+    if not any("map_2" in row for arm in arms for row in arm["steps"]):
+        raise ValueError(f"{folder} has no differential arm: {FIX}")
+    out = Path(cfg.out or cfg.ablation)
+    write_json(out / "two_maps.json", result_record("two_maps", folder.name, cfg, {"arms": arms}))
+    text = table(folder.name, cfg, arms)
+    write_atomic(out / "two_maps.md", text.encode())
+    draw(out / "figures" / "two_maps.png", arms, colours_of(study))
+    print(f"{text}\ntwo_maps  {out / 'two_maps.md'}")
+
+
+if __name__ == "__main__":
+    main()
