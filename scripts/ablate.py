@@ -350,7 +350,8 @@ class Study:
                 arm = next(arm.arm for arm in self.arms if arm.name == trial.arm)
                 rates = [f"{flat[key]:g}" for key in keys]
                 lines.append([arm, *rates, f"{self._judged(trial):.4f}", si(run.value("train.tokens") or 0)])
-        title = f"{self.name}, under way: {len(lines) - 1} trials of the tuning, no run of the comparison yet"
+        tuning = f"{len(lines) - 1} trials of the tuning, " if keys else ""
+        title = f"{self.name}, under way: {tuning}no run of the comparison yet"
         note = f"Seeds {', '.join(map(str, self.cfg.tune.seeds))}; one run per line; training logs the `train.` column."
         trials = [dict(zip(lines[0], line, strict=True)) for line in lines[1:]]
         results = {"title": title, "arms": [], "trials": trials}
