@@ -40,7 +40,7 @@ class TwoMapsConfig:
     out: str | None = None
     share: Annotated[float, "[0, 1)"] = 0.8  # of distractors
     samples: Annotated[int, "[1, inf)"] = 64  # contexts for each checkpoint
-    batch: Annotated[int, "[1, inf)"] = 32
+    batch: Annotated[int, "[1, inf)"] = 32  # contexts per forward pass
     device: str = "auto"  # auto | cpu | cuda
 
 
