@@ -86,8 +86,8 @@ def recorded_vocabulary(records: Iterable[Record]) -> Vocabulary | None:
     return next((Vocabulary(model["vocab_size"], model["eot"]) for model in models), None)
 
 
-def thinned(lines: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
-    """Lines of training at even distances and the last one, for the record of the run `name`."""
+def thinned(lines: list[Any], name: str) -> list[Any]:
+    """What the run `name` logged of its training, at even distances, and the last of it."""
     points = TRIAL_POINTS if name.startswith(TRIAL) else POINTS
     return [*lines[: -1 : max(1, math.ceil((len(lines) - 1) / points))], *lines[-1:]]
 

@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT))
 
 from configs import command
 from configs.files import write_atomic, write_json
-from eval.records import PUBLISHED, records_of, smaller, write_records
+from eval.records import PUBLISHED, records_of, smaller, thinned, write_records
 
 # Numbers and table, as the commands name them.
 PAIRS = (
@@ -99,14 +99,19 @@ def publish_folder(source: Path, name: str) -> None:
 
 
 def shorten(path: Path, leave_out_curves: bool) -> None:
-    """Take this machine's folders out of a JSON's configuration, and the curves of training, which the records have."""
+    """Take this machine's folders out of a JSON's configuration, and shorten what it says of the course of training.
+
+    Records have the curves already; without records a run keeps as many points of its training loss as a record has.
+    """
     content = json.loads(path.read_text())
     before = json.dumps(content)
     if "config" in content:
         content["config"] = without_folders(content["config"])
-    for arm in content["results"].get("arms", []) if leave_out_curves else ():
-        for run in arm["runs"]:
+    for run in (run for arm in content.get("results", {}).get("arms", []) for run in arm["runs"]):
+        if leave_out_curves:
             run.pop("curve"), run.pop("losses")
+        elif "losses" in run:
+            run["losses"] = thinned(run["losses"], run["run"])
     if json.dumps(content) != before:
         write_json(path, content)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from configs.files import read_json_lines
-from eval.records import PUBLISHED
+from eval.records import POINTS, PUBLISHED
 from scripts import publish
 from tests.conftest import ROOT, Typed
 
@@ -56,6 +56,25 @@ def test_curves_that_are_in_the_records_are_not_published_twice(
     content = json.loads((published / "results.json").read_text())
     assert content["results"]["arms"][0]["runs"] == [{"seed": 1, "values": {"loss": 2.0}}]
     assert content["config"] == {"texts": {"books": "b.jsonl"}}
+
+
+def test_without_records_some_points_of_the_curves_are_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable
+) -> None:
+    source = tmp_path / "study"
+    source.mkdir()
+    monkeypatch.setattr(publish, "ROOT", tmp_path)
+    (tmp_path / "docs").mkdir()
+    losses = [[step, 9 - step / 100] for step in range(1, 401)]
+    run = {"seed": 1, "run": "a-s1", "curve": [[1, 2.0]], "losses": losses}
+    (source / "results.json").write_text(json.dumps({"results": {"arms": [{"name": "a", "runs": [run]}]}}))
+    (source / "table.md").write_text("| new |\n")
+    call(f"of={source}")
+    content = json.loads((tmp_path / "docs" / "results" / "study" / "results.json").read_text())
+    (published,) = content["results"]["arms"][0]["runs"]
+    assert published["curve"] == run["curve"]
+    assert [published["losses"][0], published["losses"][-1]] == [losses[0], losses[-1]]
+    assert len(published["losses"]) <= POINTS + 1 and all(point in losses for point in published["losses"])
 
 
 def test_a_bench_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable) -> None:
