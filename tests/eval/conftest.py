@@ -1,4 +1,4 @@
-"""Tiny runs, as train.py leaves them, and a way to call a command as a user does."""
+"""Tiny runs, as train.py and the evaluations leave them, and a way to call a command as a user does."""
 
 import json
 import shutil
@@ -16,6 +16,7 @@ import yaml
 from data.config import TokenizerConfig
 from data.shards import write_shard
 from data.tokenizer import Tokenizer, build_tokenizer
+from eval import attention_noise, needle, perplexity
 from model.config import DecoderConfig
 from model.decoder import Decoder
 from training import checkpoint
@@ -98,3 +99,57 @@ def dom() -> Callable[[str], str]:
         pytest.skip("needs a Chromium browser")
     options = "--headless --no-sandbox --disable-gpu --hide-scrollbars --virtual-time-budget=5000 --dump-dom".split()
     return lambda page: subprocess.run([browser, *options, page], capture_output=True, text=True, timeout=60).stdout
+
+
+@pytest.fixture
+def evaluated(make_run, call):
+    """evaluated(name, layers) -> a run with all three evaluations."""
+
+    def make(name: str, layers: str = "b", **more: object) -> Path:
+        run = make_run(name, layers, **more)
+        call(perplexity, f"run={run}", "tokens=640")
+        call(needle, f"run={run}", "samples=2", "depths=[0,1]", "lengths=[160]")
+        call(attention_noise, f"run={run}", "samples=2", "depths=[0,0.5]")
+        return run
+
+    return make
+
+
+def edit(path: Path, key: str, value: object) -> None:
+    """Change `a.b` of a YAML or JSON file."""
+    content = yaml.safe_load(path.read_text())
+    *parents, last = key.split(".")
+    inner = content
+    for parent in parents:
+        inner = inner[parent]
+    inner[last] = value
+    path.write_text(json.dumps(content))  # JSON is YAML
+
+
+@pytest.fixture
+def seeded(make_run, call):
+    """seeded("b", {1: 2.0, 2: 2.1}) -> runs that differ in seed and, by this much, in their test loss."""
+
+    def make(layers: str, losses: dict[int, float], name: str = "") -> list[Path]:
+        name = name or {"b": "baseline", "d": "diff", "i": "introspective"}[layers]
+        first = make_run(f"{name}-s{min(losses)}", layers)
+        call(perplexity, f"run={first}", "tokens=640")
+        folders = []
+        for seed, loss in losses.items():
+            folder = first.with_name(f"{name}-s{seed}")
+            if folder != first:
+                shutil.copytree(first, folder)
+            edit(folder / "config.yaml", "seed", seed)
+            edit(folder / "eval" / "perplexity.json", "results.loss", loss)
+            folders.append(folder)
+        return folders
+
+    return make
+
+
+def further(run: Path, name: str, results: dict, **config: object) -> None:
+    """Write eval/NAME.json as write_result does, and a figure."""
+    content = {"eval": name, "run": run.name, "config": {"run": str(run), **config}, "step": 4, "results": results}
+    (run / "eval" / f"{name}.json").write_text(json.dumps(content))
+    (run / "figures").mkdir(exist_ok=True)
+    shutil.copy(run / "figures" / "perplexity.png", run / "figures" / f"{name}.png")

@@ -64,7 +64,7 @@ def scaled(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, layer: int, first:
 """
 IMPORT, LINE = "from .scaled import ScaledAttention\n", '    "s": ScaledAttention,\n'
 TESTS = (
-    "tests/model/test_variants.py", "tests/model/test_backends.py", "tests/model/test_decoder.py",
+    "tests/model/test_variants.py", "tests/model/test_probe.py", "tests/model/test_decoder.py",
     "tests/training/test_monitor.py", "tests/training/test_parts.py",
 )  # fmt: skip
 

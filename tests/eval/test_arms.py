@@ -1,0 +1,142 @@
+"""Which runs are one arm, which differences a report takes between arms, and which runs it refuses to compare."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from eval.report import __main__ as report
+from eval.report.runs import Run, arms_of, read_runs
+from eval.report.tables import at, contrasts, headline_table, row_of
+from tests.eval.conftest import edit, further
+
+
+def made_up(label: str, seed: int, loss: float, config: dict) -> Run:
+    config = {"seed": seed, "steps": 1, "model": {}, "data": {}, "optim": {}} | config
+    return Run(Path(label), label, "diff", config, {}, [{"step": 1, "loss": loss, "tokens": 1}], [], {})
+
+
+def test_differences_are_over_the_seeds_that_both_have(seeded):
+    folders = seeded("b", {1: 2.0, 2: 2.5}) + seeded("d", {2: 2.4, 5: 9.0}) + seeded("i", {7: 1.0})
+    arms = arms_of(read_runs([str(folder) for folder in folders]))
+    found = {c.arm: c for c in contrasts(arms, headline_table(arms)) if c.name.startswith("test loss")}
+    assert list(found) == ["diff"] and found["diff"].differences == pytest.approx([-0.1])
+    assert found["diff"].low is None and found["diff"].text == "-0.1000 (n = 1)" and not found["diff"].clear
+    single = {row.name: row.cells[2] for row in headline_table(arms)}["test loss (nats per token)"]
+    assert single.text == "1.000" and single.se  # beside arms of several seeds ± would mean two things
+
+
+def test_arms_are_what_differs_in_more_than_the_seed(seeded):
+    folders = seeded("b", {1: 2.0, 2: 2.1}) + seeded("b", {1: 2.2, 2: 2.3}, "slow") + seeded("b", {1: 3.0}, "again")
+    edit(folders[2] / "config.yaml", "optim", {"lr": 0.1})
+    edit(folders[3] / "config.yaml", "optim", {"lr": 0.1})
+    edit(folders[1] / "config.yaml", "dtype", "float32")  # auto means another one on another processor
+    arms = arms_of(read_runs([str(folder) for folder in folders]))
+    # The last has the seed and the settings of the first: a repetition is no further seed.
+    assert [(arm.name, len(arm.runs)) for arm in arms] == [("baseline", 2), ("slow", 2), ("again-s1", 1)]
+    assert len({arm.colour for arm in arms}) == 3 and arms[0].colour == "#0072B2"  # the first has its variant's own
+
+
+def test_arms_of_one_label_have_names_and_differences_of_their_own():
+    losses = {1e-3: 3.0, 2e-3: 3.1, 3e-3: 3.5}
+    runs = [made_up(f"diff/s{seed}", seed, loss, {"optim": {"lr": lr}}) for lr, loss in losses.items() for seed in (1, 2)]
+    arms = arms_of(runs)
+    assert [arm.name for arm in arms] == ["diff", "diff (2)", "diff (3)"]
+    found = contrasts(arms, [row_of(arms, "Loss", "training loss", at("train.loss"), "{:.3f}", "lower")])
+    assert [(one.arm, round(one.mean, 3)) for one in found] == [("diff (2)", 0.1), ("diff (3)", 0.5)]
+
+
+@pytest.mark.parametrize(
+    ("starts", "arms"),
+    [
+        (("runs/pretrain-steps500", "runs/pretrain-steps1000"), 2),
+        (("runs/pretrain-s1", "runs/pretrain-s2"), 1),
+        (("runs/a/seed=1", "runs/a/seed=2"), 1),
+    ],
+)
+def test_seeds_may_start_from_one_run_each_but_not_from_different_training(starts, arms):
+    runs = [made_up(f"x-s{seed}", seed, 3.0, {"init_from": start}) for seed, start in enumerate(starts, 1)]
+    assert len(arms_of(runs)) == arms
+
+
+def test_a_key_that_an_older_version_lacks_is_null(seeded):
+    folders = seeded("b", {1: 2.0, 2: 2.1})
+    edit(folders[0] / "config.yaml", "optim", {"lr": 0.1, "newer": {"option": None}})
+    edit(folders[1] / "config.yaml", "optim", {"lr": 0.1, "newer": {}})
+    assert [len(arm.runs) for arm in arms_of(read_runs([str(folder) for folder in folders]))] == [2]
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "second", "differ"),
+    [
+        ("outliers", {"length": 128, "windows": 7}, {"length": 256, "windows": 7}, "length"),
+        ("quantization", {"windows": 7, "needles": 0}, {"windows": 7, "needles": 4}, "needles"),
+        ("quantization", {"sha256": "a"}, {"sha256": "b"}, "the text"),
+        ("icl", {"shots": [{"shots": 1}, {"shots": 8}]}, {"shots": [{"shots": 1}, {"shots": 4}]}, "shots"),
+        ("icl", {"task": "trec", "episodes": 10}, {"task": "trec", "episodes": 4}, "episodes"),
+        ("needle_passkey", {"cells": [{"length": 128, "depth": 0}]}, {"cells": [{"length": 256, "depth": 0}]}, "cells"),
+    ],
+)
+def test_what_was_measured_is_compared_and_not_only_the_settings(seeded, name, first, second, differ):
+    folders = seeded("b", {1: 2.0, 2: 2.1, 3: 2.2})
+    for folder, results in zip(folders, ({}, first, first), strict=True):  # an older result does not say it
+        further(folder, name, results)
+    read_runs([str(folder) for folder in folders])
+    further(folders[2], name, second)
+    with pytest.raises(ValueError, match=f"s2 and .*s3 ran eval.{name} on different text.*; they differ in {differ}$"):
+        read_runs([str(folder) for folder in folders])
+
+
+def test_a_file_under_two_spellings_is_one_file(seeded):
+    folders = seeded("b", {1: 2.0, 2: 2.1})
+    spellings = {
+        "multiple_choice_q": ({"file": "/there/q.jsonl"}, {"file": "q.jsonl"}),
+        "icl_t": ({"examples": "/there/t.label", "test": "x/e.label"}, {"examples": "t.label", "test": "e.label"}),
+        "harness": ({"include_path": "tasks/", "tasks": ["a", "b"]}, {"include_path": "/x/tasks", "tasks": ["b", "a"]}),
+    }
+    for name, settings in spellings.items():
+        for folder, given in zip(folders, settings, strict=True):
+            further(folder, name, {"loss": 1.0, "sha256": "a"}, **given)
+    read_runs([str(folder) for folder in folders])
+    further(folders[1], "icl_t", {"loss": 1.0, "sha256": "b"}, **spellings["icl_t"][1])
+    with pytest.raises(ValueError, match=r"ran eval\.icl_t on different text"):
+        read_runs([str(folder) for folder in folders])
+
+
+def test_runs_that_cannot_be_compared_are_refused(evaluated, make_run, refused, tmp_path):
+    one, two = evaluated("one"), evaluated("two", "d")
+    both, out = f"runs=[{one},{two}]", tmp_path / "r.html"
+
+    def reason() -> str:
+        return refused(report, both, f"out={out}")
+
+    original = (two / "tokenizer.json").read_text()
+    edit(two / "tokenizer.json", "fingerprint", "f" * 64)
+    assert "different tokenizers" in reason()
+    (two / "tokenizer.json").write_text(original)
+    edit(two / "config.yaml", "data.name", "another")
+    assert "different data" in reason()
+    edit(two / "config.yaml", "data.name", "made-up")
+    edit(two / "eval" / "perplexity.json", "results.sha256", "0")
+    assert "eval.perplexity on different text" in reason()
+    text = json.loads((one / "eval" / "perplexity.json").read_text())["results"]["sha256"]
+    edit(two / "eval" / "perplexity.json", "results.sha256", text)
+    edit(two / "eval" / "perplexity.json", "config.ngram", 4)  # another meaning of "recalled"
+    assert "eval.perplexity on different text or settings" in reason()
+    (two / "eval" / "perplexity.json").unlink()
+    edit(two / "config.yaml", "data.retrieval", {"digits": 6})
+    assert "eval.needle on different" in reason()
+    edit(two / "config.yaml", "data.retrieval", {"digits": 4})
+    edit(two / "eval" / "needle.json", "config.samples", 7)
+    assert "eval.needle on different" in reason()
+    (two / "eval" / "needle.json").write_text("{")
+    assert "damaged: delete it and repeat the evaluation" in reason()
+    (two / "tokenizer.json").write_text("{")
+    assert "damaged: copy it from" in reason()
+    assert not out.exists() and not (tmp_path / "figures").exists()
+
+
+def test_a_run_without_training_metrics_is_refused(make_run, refused):
+    run = make_run("fresh")
+    (run / "metrics.jsonl").write_text('{"step": 0, "params": 1}\n{"step": 1, "lo')
+    assert "no training metrics" in refused(report, f"runs=[{run}]")

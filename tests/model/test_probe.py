@@ -1,0 +1,114 @@
+"""Probes and visitors: a forward pass shows the maps and logits that it used, and a visitor changes them."""
+
+import pytest
+import torch
+
+from model.attention import reference
+from model.attention.probe import entropy, first_share, negative_share, probe, visit_logits
+from tests.variants import VARIANTS, randomized
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_probe_sees_the_map_that_was_used(name: str) -> None:
+    """Row sums, causality, and the same rows whether asked alone, together or per sequence."""
+    model = randomized(name).float()
+    tokens = torch.randint(0, 50, (2, 12))
+    plain = model(tokens)
+    with probe(model, torch.tensor([3, 11])) as maps:
+        assert torch.equal(model(tokens), plain)
+    with probe(model, torch.tensor([[3], [11]])) as each:
+        model(tokens)
+    assert len(maps.layers) == len(model.blocks)
+    for layer, (both, single) in enumerate(zip(maps.layers, each.layers, strict=True)):
+        assert both.shape[-2:] == (2, 12) and (both[..., 0, 4:] == 0).all()
+        torch.testing.assert_close(both[0, :, 0], single[0, :, 0])
+        torch.testing.assert_close(both[1, :, 1], single[1, :, 0])
+        attention = model.blocks[layer].attention
+        if type(attention).__name__ == "DiffV2Attention":  # rows sum to 1 - lambda(token, head), between 0 and 1
+            assert (both.sum(-1) > 0).all() and (both.sum(-1) < 1).all()
+            continue
+        total = 1 - attention.lam() if hasattr(attention, "lam") else torch.ones(())
+        torch.testing.assert_close(both.sum(-1), total.expand(both.shape[:-1]), atol=1e-5, rtol=1e-5)
+
+
+def test_a_row_that_sees_nothing_has_shares_of_zero() -> None:
+    model, rows = randomized("baseline"), torch.tensor([0, 3])
+    keys = torch.tensor([[False, True, True, True]])  # the first query sees itself alone, which is padding
+    with probe(model, rows) as maps:
+        model(torch.zeros(1, 4, dtype=torch.long), keys=keys)
+    for share in (entropy, negative_share, first_share):
+        assert share(maps.layers[0])[..., 0].tolist() == [[0.0] * 8]
+
+
+def test_a_probe_reads_the_baselines_own_softmax() -> None:
+    model = randomized("baseline", position="learned").float()
+    tokens = torch.randint(0, 50, (1, 10))
+    seen: dict[str, torch.Tensor] = {}
+    block = model.blocks[0]
+    block.attention.register_forward_pre_hook(lambda module, inputs: seen.update(x=inputs[0]))
+    with probe(model, torch.tensor([9])) as maps:
+        model(tokens)
+    q, k = (p(seen["x"]).unflatten(-1, (8, -1)).transpose(1, 2) for p in (block.attention.q, block.attention.k))
+    torch.testing.assert_close(maps.layers[0], reference.weights(q[:, :, -1:], k, torch.ones(1, 10, dtype=torch.bool)))
+
+
+def test_probes_do_not_nest_and_end_with_their_block() -> None:
+    model = randomized("baseline")
+    with (
+        probe(model, torch.tensor([0])),
+        pytest.raises(ValueError, match="already active"),
+        probe(model, torch.tensor([0])),
+    ):
+        pass
+    model(torch.zeros(1, 4, dtype=torch.long))  # nothing is active any more
+
+
+MAPS = {"baseline": 8, "gpt2": 8, "diff": 8, "diff_v2": 16, "gated": 8, "integral": 4, "introspective": 12}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_visitor_sees_the_logits_that_were_used_and_changes_them(name: str) -> None:
+    """The softmax of what it sees is what a probe sees; what it returns is what the model uses; others look as before."""
+    model, tokens = randomized(name), torch.randint(0, 50, (2, 12))
+    plain, seen = model(tokens), []
+
+    def see_all(layer: int, logits: torch.Tensor, see: torch.Tensor) -> None:
+        assert logits.shape[-2] == 12 and see.expand_as(logits).any(-1).all()
+        assert not see.expand_as(logits).unflatten(-1, (-1, 12)).movedim(-2, 0).triu(1).any()  # nor any set's future
+        seen.append((layer, logits.shape))
+
+    with visit_logits(model, see_all):
+        torch.testing.assert_close(model(tokens), plain)
+    assert sorted({layer for layer, _ in seen}) == list(range(model.cfg.n_layer))
+    if name in MAPS:
+        assert sum(shape[1:-2].numel() for layer, shape in seen if layer == 1) == MAPS[name]
+    with visit_logits(model, lambda layer, logits, see: 2 * logits if layer == 1 else None):
+        changed = model(tokens)
+    assert (changed - plain).abs().max() > 1e-3
+    torch.testing.assert_close(model(tokens), plain)
+
+
+@pytest.mark.parametrize("backend", ("math", "sdpa", "flex"))
+def test_a_visitors_logits_are_the_products_of_queries_and_keys(backend: str) -> None:
+    model = randomized("baseline", position="learned", backend=backend)
+    tokens, inputs, seen = torch.randint(0, 50, (1, 10)), {}, {}
+    block = model.blocks[0]
+    block.attention.register_forward_pre_hook(lambda module, args: inputs.update(x=args[0]))
+    with torch.no_grad(), visit_logits(model, lambda layer, logits, see: seen.update({layer: logits})):
+        model(tokens)
+    q, k = (p(inputs["x"]).unflatten(-1, (8, -1)).transpose(1, 2) for p in (block.attention.q, block.attention.k))
+    torch.testing.assert_close(seen[0], q @ k.mT / 8**0.5)
+
+
+def test_visitors_and_probes_do_not_nest() -> None:
+    model = randomized("baseline")
+    with (
+        visit_logits(model, lambda layer, logits, see: None),
+        pytest.raises(ValueError, match="already active"),
+        probe(model, torch.tensor([0])),
+    ):
+        pass
+    with pytest.raises(RuntimeError), visit_logits(model, lambda layer, logits, see: None):
+        raise RuntimeError
+    with probe(model, torch.tensor([0])):  # it ended, although its block failed
+        model(torch.zeros(1, 4, dtype=torch.long))
