@@ -5,12 +5,11 @@
 A differential head multiplies its values with (first map - lambda * second map). With lambda between 0 and 1 the head
 subtracts a part of the second map, as arXiv 2410.05258 describes. With a negative lambda it adds the second map. With
 |lambda| above 1 the second map is the larger part, and V1's norm per head removes the common scale. Reads the last
-reading of the monitor from every run's metrics.jsonl; the runs must have been trained with monitor.every=N. V2 has a
-lambda for every token and head, and the reading is its mean.
+reading of the monitor from every run's metrics.jsonl, or from the run's record where its folder no longer exists; the runs
+must have been trained with monitor.every=N. V2 has a lambda for every token and head, and the reading is its mean.
 Writes lambdas.json, lambdas.md and figures/lambdas.png.
 """
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,10 +22,10 @@ from configs import command
 from configs.files import read_json_lines, write_atomic, write_json
 from configs.provenance import result_record
 from eval.common import figure
+from eval.records import Record, records_of
 from eval.report.runs import ablation_in, colours_of
 from eval.report.tables import markdown
-
-LAYER = re.compile(r"monitor/layer_(\d+)/lambda")
+from training.monitor import last_lambdas
 
 
 @dataclass
@@ -35,27 +34,22 @@ class LambdasConfig:
 
     ablation: str = MISSING
     out: str | None = None
+    records: str = "docs/results"  # runs whose folders are gone are read from NAME/records.jsonl.gz in this folder
 
 
-def last_lambdas(metrics: Path) -> dict[int, float]:
-    """Layer, counted from 0 -> lambda at the last reading in a run's metrics.jsonl; empty without a reading.
-
-    A layer whose lambda was not finite at that reading is left out.
-    """
-    found = {}
-    for line in read_json_lines(metrics):
-        if "monitor_s" in line:  # a reading
-            found = {int(key[1]): value for name, value in line.items() if (key := LAYER.fullmatch(name))}
-    return found
+def read_lambdas(folder: Path, record: Record) -> dict[int, float]:
+    """Layer -> lambda at the end of the run in `folder`; of its record where the folder no longer exists."""
+    lines = read_json_lines(folder / "metrics.jsonl")
+    return last_lambdas(lines) or {int(layer): value for layer, value in record.get("lambda", {}).items()}
 
 
-def rows_of(arms: list[dict[str, Any]], folder: Path) -> Iterator[dict[str, Any]]:
+def rows_of(arms: list[dict[str, Any]], folder: Path, records: dict[str, Record]) -> Iterator[dict[str, Any]]:
     """For each differential arm and layer: lambda of every run, and in how many runs it is below 0 or above 1.
 
-    arms: as in an ablation's results.json.
+    arms: as in an ablation's results.json. records: by the names of the runs.
     """
     for arm in arms:
-        read = {run["run"]: last_lambdas(folder / run["run"] / "metrics.jsonl") for run in arm["runs"]}
+        read = {run["run"]: read_lambdas(folder / run["run"], records.get(run["run"], {})) for run in arm["runs"]}
         for layer in sorted({layer for layers in read.values() for layer in layers}):
             values = {run: layers[layer] for run, layers in read.items() if layer in layers}
             numbers = list(values.values())
@@ -107,9 +101,9 @@ def draw(path: Path, rows: list[dict[str, Any]], shades: dict[str, str]) -> None
 def main(cfg: LambdasConfig) -> None:
     folder = Path(cfg.ablation)
     arms = ablation_in(folder, "noise")["results"]["arms"]
-    rows = list(rows_of(arms, folder))
+    rows = list(rows_of(arms, folder, records_of(folder, Path(cfg.records) / folder.name)))
     if not rows:
-        wrong = f"{folder} has no run folder with a reading of lambda"
+        wrong = f"{folder} has no run folder and no record with a reading of lambda"
         raise ValueError(f"{wrong}: train a differential arm with train=[monitor.every=100]")
     out = Path(cfg.out or cfg.ablation)
     write_json(out / "lambdas.json", result_record("lambdas", folder.name, cfg, {"rows": rows}))

@@ -2,7 +2,7 @@
 
 A study over several sessions or machines keeps one line per run in `records.jsonl.gz` (`zcat` shows it). A line has the
 values of the run's configuration that differ from the defaults, what training logged, and the results of every
-evaluation without their long lists.
+evaluation without their long lists, and lambda by layer at the end of training.
 """
 
 import gzip
@@ -16,6 +16,7 @@ from configs.files import json_text, read_json_lines, write_atomic
 from eval.report.measured import settings_of
 from eval.report.runs import Run, SpikeConfig
 from model.config import decoder_config
+from training.monitor import last_lambdas
 from training.run import TrainConfig, Vocabulary, deciding, flatten
 
 PUBLISHED = "records.jsonl.gz"  # the finished runs of one study, in docs/results/STUDY
@@ -41,6 +42,7 @@ def record_of(run: Run) -> Record:
         "train": [logged(line) for line in thinned(run.train, run.folder.name)],
         "val": [logged(line) for line in run.val],
         "needle": [logged(line) for line in run.needle],
+        **({"lambda": lambdas} if (lambdas := last_lambdas(run.monitor)) else {}),
         "loss": run.last_tenth(),
         **{key: value for key in OPTIONAL_LOSSES if (value := run.last_tenth(key)) is not None},
         "spikes": run.spikes,

@@ -8,11 +8,13 @@ that the reading took. docs/METHODS.md defines the names.
 """
 
 import math
+import re
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean, pstdev
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -22,6 +24,7 @@ from model.attention.base import Attention
 from model.attention.probe import SINK, entropy, first_share, negative_share, overlap, probe
 from model.decoder import Decoder
 
+LAMBDA = re.compile(r"monitor/layer_(\d+)/lambda")  # lambda of a layer; names that only begin so are other readings
 ROWS = 16  # query rows of a window whose maps are read
 
 
@@ -77,6 +80,18 @@ def monitor_of(cfg: MonitorConfig, model: Decoder, windows: Windows, device: tor
         return None
     chosen = [inputs_and_targets(windows.window(i))[0] for i in evenly(len(windows), cfg.windows)]
     return Monitor(model, torch.stack([torch.from_numpy(window) for window in chosen]).to(device), cfg.layers)
+
+
+def last_lambdas(lines: Iterable[dict[str, Any]]) -> dict[int, float]:
+    """Layer, counted from 0 -> lambda at the last reading in the lines of a metrics.jsonl; empty without a reading.
+
+    A layer whose lambda was not finite at that reading is left out.
+    """
+    found = {}
+    for line in lines:
+        if "monitor_s" in line:  # a reading
+            found = {int(key[1]): value for name, value in line.items() if (key := LAMBDA.fullmatch(name))}
+    return found
 
 
 def evenly(n: int, count: int) -> list[int]:

@@ -4,8 +4,10 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+from configs.files import read_json_lines
 from eval import lambdas
-from eval.lambdas import last_lambdas, rows_of, table
+from eval.lambdas import rows_of, table
+from training.monitor import last_lambdas
 
 
 def write(folder: Path, *readings: dict[str, float]) -> None:
@@ -25,12 +27,16 @@ def of(first: float, second: float) -> dict[str, float]:
     return other | {"monitor/layer_0/lambda": first, "monitor/layer_10/lambda": second}
 
 
+def last(folder: Path) -> dict[int, float]:
+    return last_lambdas(read_json_lines(folder / "metrics.jsonl"))
+
+
 def test_the_last_reading_counts_and_layers_are_numbers(tmp_path: Path) -> None:
     write(tmp_path / "run", of(0.1, 0.2), of(-0.3, 1.4))
-    assert last_lambdas(tmp_path / "run" / "metrics.jsonl") == {0: -0.3, 10: 1.4}
+    assert last(tmp_path / "run") == {0: -0.3, 10: 1.4}
     write(tmp_path / "diverged", of(0.1, 0.2), {"monitor_s": 0.1, "monitor/layer_10/lambda": 0.4})
-    assert last_lambdas(tmp_path / "diverged" / "metrics.jsonl") == {10: 0.4}
-    assert last_lambdas(tmp_path / "none" / "metrics.jsonl") == {}
+    assert last(tmp_path / "diverged") == {10: 0.4}
+    assert last(tmp_path / "none") == {}
 
 
 def test_rows_count_what_adds_and_what_outweighs(tmp_path: Path) -> None:
@@ -41,15 +47,14 @@ def test_rows_count_what_adds_and_what_outweighs(tmp_path: Path) -> None:
         {"name": arm, "runs": [{"run": f"{arm}-s{s}"} for s in seeds]}
         for arm, seeds in [("baseline", [1]), ("diff", [1, 2, 3, 4])]
     ]
-    first, last = rows_of(arms, tmp_path)  # none of the baseline; the missing folder of seed 4 is no value
-    assert (first["arm"], first["layer"], first["n"], first["median"]) == ("diff", 0, 3, -0.3)
-    assert (first["below_0"], first["above_1"]) == (2, 0) and (last["layer"], last["below_0"], last["above_1"]) == (
-        10,
-        0,
-        1,
-    )
-    assert first["lambda"] == {"diff-s1": -0.3, "diff-s2": 0.5, "diff-s3": -4e8}
-    assert "| diff | 0 | 3 | -0.3 | -4e+08 | 0.5 | 2 of 3 | 0 of 3 |" in table("noise", [first, last])
+    low, high = rows_of(arms, tmp_path, {})  # none of the baseline; the missing folder of seed 4 is no value
+    assert (low["arm"], low["layer"], low["n"], low["median"]) == ("diff", 0, 3, -0.3)
+    assert (low["below_0"], low["above_1"]) == (2, 0)
+    assert (high["layer"], high["below_0"], high["above_1"]) == (10, 0, 1)
+    assert low["lambda"] == {"diff-s1": -0.3, "diff-s2": 0.5, "diff-s3": -4e8}
+    assert "| diff | 0 | 3 | -0.3 | -4e+08 | 0.5 | 2 of 3 | 0 of 3 |" in table("noise", [low, high])
+    low, _ = rows_of(arms, tmp_path, {f"diff-s{seed}": {"lambda": {"0": 0.25}} for seed in (1, 4)})
+    assert low["lambda"] == {"diff-s1": -0.3, "diff-s2": 0.5, "diff-s3": -4e8, "diff-s4": 0.25}
 
 
 def test_the_command(tmp_path: Path, call: Callable[..., None], refused: Callable[..., str]) -> None:

@@ -64,6 +64,15 @@ def test_a_record_has_every_number_that_may_judge_a_trial(make_run: Callable[...
     assert "loss_text" not in record_of(read_run(make_run("b-s1")))
 
 
+def test_a_record_has_lambda_at_the_end(make_run: Callable[..., Path]) -> None:
+    folder = make_run("a-s1")
+    assert "lambda" not in record_of(read_run(folder))
+    with (folder / "metrics.jsonl").open("a") as file:
+        for step, value in ((2, 0.5), (4, -0.25)):
+            file.write(json.dumps({"step": step, "tokens": 9, "monitor_s": 0.1, "monitor/layer_1/lambda": value}) + "\n")
+    assert record_of(read_run(folder))["lambda"] == {1: -0.25}
+
+
 def test_a_record_from_before_an_option_describes_the_same_run() -> None:
     """Such a record lacks what train.py fills in for the option; a record of another value is of another run."""
     config = TrainConfig(model=DecoderConfig(layers="d", vocab_size=7).filled(), seed=3)

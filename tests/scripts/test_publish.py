@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from configs.files import read_json_lines
-from eval.records import POINTS, PUBLISHED
+from eval.lambdas import rows_of
+from eval.records import POINTS, PUBLISHED, records_of
 from scripts import publish
 from tests.conftest import ROOT, Typed
 
@@ -120,3 +121,16 @@ def test_published_numbers_follow_from_published_records(study: str, tmp_path: P
         assert list(numbers(found["metrics"])) == pytest.approx(list(numbers(expected["metrics"])), abs=5e-5)
     mixed = list(numbers(published["mixed"]))
     assert len(mixed) > 400 and list(numbers(again["mixed"])) == pytest.approx(mixed, rel=1e-3, abs=1e-3)
+
+
+@pytest.mark.parametrize("study", ("main", "noise", "scaling"))
+def test_published_lambdas_follow_from_published_records(study: str, tmp_path: Path) -> None:
+    results = ROOT / "docs" / "results"
+    arms = json.loads((results / study / "results.json").read_text())["results"]["arms"]
+    published = json.loads((results / f"{study}_lambdas" / "lambdas.json").read_text())["results"]["rows"]
+    again = {(row["arm"], row["layer"]): row for row in rows_of(arms, tmp_path, records_of(tmp_path, results / study))}
+    assert again.keys() == {(row["arm"], row["layer"]) for row in published}
+    for row in published:
+        found = again[row["arm"], row["layer"]]
+        assert list(found["lambda"]) == list(row["lambda"])
+        assert list(numbers(found)) == pytest.approx(list(numbers(row)), rel=1e-5)
