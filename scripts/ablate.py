@@ -409,7 +409,7 @@ class Study:
         end, differences = pooled.points[-1], [table for point in pooled.points for table in pooled.tables(point)]
         for name, one in profiles.items():
             differences += [f"{name}:", *of_profile] if (of_profile := one.tables(end)) else []
-        page = [f"**{title}**", *differences, *pooled.remarks(), *tables, *remarks, *pooled.notes()]
+        page = [f"**{title}**", *differences, *pooled.remarks(), *pooled.by_seed(), *tables, *remarks, *pooled.notes()]
         self._write(results, seeds, page)
         if last := pooled.tables(end):
             text = "\n\n".join([f"**{title}**", *last, *pooled.remarks()]) + "\n"

@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT))
 
 from configs import command
 from configs.files import write_atomic, write_json
-from eval.records import PUBLISHED, records_of, smaller, thinned, write_records
+from eval.records import PUBLISHED, records_of, rounded, smaller, thinned, write_records
 
 # Numbers and table, as the commands name them.
 PAIRS = (
@@ -101,7 +101,8 @@ def publish_folder(source: Path, name: str) -> None:
 def shorten(path: Path, leave_out_curves: bool) -> None:
     """Take this machine's folders out of a JSON's configuration, and shorten what it says of the course of training.
 
-    Records have the curves already; without records a run keeps as many points of its training loss as a record has.
+    Records have the curves already, and seven digits of every number; without records a run keeps as many points of its
+    training loss as a record has.
     """
     content = json.loads(path.read_text())
     before = json.dumps(content)
@@ -112,6 +113,8 @@ def shorten(path: Path, leave_out_curves: bool) -> None:
             run.pop("curve"), run.pop("losses")
         elif "losses" in run:
             run["losses"] = thinned(run["losses"], run["run"])
+    if leave_out_curves:
+        content = rounded(content)
     if json.dumps(content) != before:
         write_json(path, content)
 

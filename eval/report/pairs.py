@@ -12,7 +12,7 @@ from scipy import stats
 
 from eval.report.mixed import Estimate, Values, estimate
 from eval.report.runs import Arm, paired_by_seed
-from eval.report.statistics import LEVEL, difference_text, holm, t_quantile
+from eval.report.statistics import LEVEL, difference_text, holm, p_text, paired, t_quantile
 
 PAIR_NOTE = (
     "A part is an arm less the arm that lacks it. The interval uses the error pooled over all arms at that point (Student's "
@@ -26,7 +26,8 @@ class Pair:
 
     differences: seed -> difference, for the seeds that both arms have. mean: the model's estimate, or the mean of the
     differences where the seeds are too few for a model; low, high, p (Student's t with the pooled error) are then None.
-    p_holm: p corrected for the pairs of this point (Holm 1979).
+    p_holm: p corrected for the pairs of this point (Holm 1979). p_alone: uncorrected p of the paired t test of these
+    differences alone, which takes nothing from other arms: compare it with p where the arms differ in their spread.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Pair:
     high: float | None = None
     p: float | None = None
     p_holm: float | None = None
+    p_alone: float | None = None
 
     @property
     def n(self) -> int:
@@ -80,13 +82,14 @@ def pair_notes(found: Sequence[Pair], pairs: Mapping[str, Sequence[str]]) -> lis
 
 def _pair(name: str, point: str, arm: str, other: str, values: Values, model: Estimate | None) -> Pair:
     differences = paired_by_seed(values[arm], values[other])
+    alone = paired(list(differences.values()))
     if not model or arm not in model.arms or other not in model.arms:
-        return Pair(name, point, arm, other, differences, math.fsum(differences.values()) / len(differences))
+        return Pair(name, point, arm, other, differences, alone.mean, p_alone=alone.p)
     less = np.array([(a == arm) - (a == other) for a in model.arms], dtype=float)
     less[0] = 0  # beta[0] is the first arm's mean, and the others are differences to it
     mean, se = float(less @ model.beta), math.sqrt(less @ model.covariance @ less)
     half, p = t_quantile(1 - LEVEL / 2, model.df) * se, 2 * float(stats.t.sf(abs(mean) / se, model.df))
-    return Pair(name, point, arm, other, differences, mean, mean - half, mean + half, p)
+    return Pair(name, point, arm, other, differences, mean, mean - half, mean + half, p, p_alone=alone.p)
 
 
 def pair_lines(found: Mapping[str, Sequence[Pair]], point: str, after: str = "") -> list[list[str]]:
@@ -99,4 +102,18 @@ def pair_lines(found: Mapping[str, Sequence[Pair]], point: str, after: str = "")
         same = [next((p for p in pairs if (p.name, p.point) == (first.name, point)), None) for pairs in found.values()]
         texts = [difference_text(pair.mean, pair.low, pair.high, pair.p_holm) if pair else "" for pair in same]
         lines.append([first.name, f"{first.arm} - {first.other}", str(first.n), *texts])
+    return lines
+
+
+def seed_lines(found: Mapping[str, Sequence[Pair]], point: str) -> list[list[str]]:
+    """The difference of every seed at one point of the grid: a row per part and metric. found: metric -> pairs."""
+    here = [(pair, metric) for metric, pairs in found.items() for pair in pairs if pair.point == point]
+    seeds = list(dict.fromkeys(seed for pair, _ in here for seed in pair.differences))
+    lines = [["part by seed", "arms", "metric", *(f"seed {seed}" for seed in seeds), "p, pooled", "p, Holm", "p, alone"]]
+    for name in dict.fromkeys(pair.name for pair, _ in here):
+        for pair, metric in here:
+            if pair.name == name:
+                values = [f"{pair.differences[seed]:+.4f}" if seed in pair.differences else "" for seed in seeds]
+                ps = map(p_text, (pair.p, pair.p_holm, pair.p_alone))
+                lines.append([name, f"{pair.arm} - {pair.other}", metric, *values, *ps])
     return lines

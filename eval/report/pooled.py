@@ -9,7 +9,7 @@ from typing import Any
 from eval.report.figures import Gap, draw_gap, slug
 from eval.report.grid import Comparison
 from eval.report.mixed import Effect, MixedModel, by_point, mixed_lines, mixed_notes
-from eval.report.pairs import Pair, compare_pairs, pair_lines, pair_notes
+from eval.report.pairs import Pair, compare_pairs, pair_lines, pair_notes, seed_lines
 from eval.report.runs import CYCLE, Arm, trained_tokens
 from eval.report.tables import markdown
 
@@ -26,6 +26,11 @@ LESS = "arm less the arm without this part"
 AT_EQUAL = (
     "Equal {metric}: {metric} is a covariate of the model, so what is left does not come from a difference in {metric}. Where "
     "an arm changes {metric} itself, this leaves out a part of what the arm does."
+)
+BY_SEED = (
+    "Part by seed: p, pooled has the error pooled over all arms; p, Holm is the same after Holm's correction for the parts; p, "
+    "alone is the paired t test of the row's differences, uncorrected. Where the arms differ in their spread (notes below), "
+    "the pooled error can be too small or too large for a row; p, alone does not rest on it."
 )
 Models = dict[str, dict[str, MixedModel]]  # metric -> point of the grid -> model
 
@@ -85,6 +90,13 @@ class Pooled:
             if any(pair.point == point for pair in next(iter(found.values()), []))
         ]
         return arms + pairs
+
+    def by_seed(self) -> list[str]:
+        """For every point a table of the pairs' differences seed by seed, and what its p values are."""
+        pairs = [pair for of_metric in self.pairs.values() for pair in of_metric]
+        several = [point for point in self.points if any(pair.n > 1 for pair in pairs if pair.point == point)]
+        tables = [markdown(seed_lines(self.pairs, point)).rstrip() for point in several]
+        return [*tables, BY_SEED] if tables else []
 
     def remarks(self) -> list[str]:
         """What a reader of the tables must know."""

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from eval.report.figures import draw_gap
-from eval.report.pairs import PAIR_NOTE, compare_pairs, pair_lines, pair_notes
+from eval.report.pairs import PAIR_NOTE, compare_pairs, pair_lines, pair_notes, seed_lines
 from eval.report.pooled import lines_of
 from eval.report.runs import Arm
-from eval.report.statistics import holm, paired
+from eval.report.statistics import holm, p_text, paired
 from tests.eval.test_mixed import study
 
 PAIRS = {"subtraction": ["diff", "lambda0"], "norm": ["diff", "no_norm"]}
@@ -49,6 +49,41 @@ def test_two_arms_alone_have_the_paired_t_test() -> None:
     assert (pair.low, pair.high) == (pytest.approx(alone.low, abs=1e-3), pytest.approx(alone.high, abs=1e-3))
 
 
+def test_the_p_of_the_differences_alone_takes_nothing_from_other_arms() -> None:
+    """One arm spreads a hundred times as much as the others: the pooled error grows, the others' differences do not."""
+    values = made_up(4)
+    values["no_norm-a"] = {seed: 4 + (seed - 1.5) for seed in range(4)}
+    subtraction, norm = compare_pairs(arms_at("a"), values, PAIRS)
+    for pair in (subtraction, norm):
+        assert pair.p_alone == paired(list(pair.differences.values())).p
+    values["diff-a"] = {seed: values["lambda0-a"][seed] - 0.02 - seed / 1000 for seed in range(4)}
+    (subtraction, _) = compare_pairs(arms_at("a"), values, PAIRS)
+    assert subtraction.p_alone < 0.001 and subtraction.p > 0.5
+
+
+def test_a_row_shows_a_part_seed_by_seed() -> None:
+    values = made_up(3) | {"no_norm-a": {1: 4.0, 7: 5.0}, "diff-a": {0: 3.9, 1: 3.9, 2: 3.8, 7: 4.75}}
+    found = compare_pairs(arms_at("a"), values, PAIRS)
+    header, first, second, third = seed_lines({"books": found, "hit": found[:1]}, "a")
+    assert header == [
+        "part by seed",
+        "arms",
+        "metric",
+        *(f"seed {n}" for n in (0, 1, 2, 7)),
+        "p, pooled",
+        "p, Holm",
+        "p, alone",
+    ]
+    assert [row[:3] for row in (first, second, third)] == [
+        ["subtraction", "diff-a - lambda0-a", "books"],
+        ["subtraction", "diff-a - lambda0-a", "hit"],
+        ["norm", "diff-a - no_norm-a", "books"],
+    ]
+    differences = [f"{values['diff-a'][seed] - values['lambda0-a'][seed]:+.4f}" for seed in range(3)]
+    assert first[3:7] == [*differences, ""] and third[3:7] == ["", "-0.1000", "", "-0.2500"]
+    assert third[7:] == [p_text(found[1].p), p_text(found[1].p_holm), p_text(paired([-0.1, -0.25]).p)]
+
+
 def test_a_pair_without_both_arms_is_named() -> None:
     found = compare_pairs(arms_at("a"), made_up(2), PAIRS | {"gate": ["gated", "baseline"]})
     assert {pair.name for pair in found} == {"subtraction", "norm"}
@@ -60,8 +95,8 @@ def test_a_pair_without_both_arms_is_named() -> None:
 def test_one_seed_gives_a_difference_without_a_claim(tmp_path: Path) -> None:
     values = made_up(1) | {f"{name}-b": {} for name in ("baseline", "diff", "lambda0", "no_norm")}
     found = compare_pairs(arms_at("a", "b"), values, PAIRS)
-    assert [(pair.name, pair.point, pair.p, pair.p_holm) for pair in found] == [
-        ("subtraction", "a", None, None), ("norm", "a", None, None),
+    assert [(pair.name, pair.point, pair.p, pair.p_holm, pair.p_alone) for pair in found] == [
+        ("subtraction", "a", None, None, None), ("norm", "a", None, None, None),
     ]  # fmt: skip
     header, *rows = pair_lines({"books": found, "hit": found[1:]}, "a")
     assert header == ["part", "arms", "n", "books", "hit"]

@@ -43,6 +43,9 @@ def test_every_compared_metric_has_a_column_at_equal_tokens_and_at_equal_flops(a
     assert columns(flops) == ["arm less baseline-long, equal FLOPs", "n", "valid", "half"]
     assert columns(parts) == ["part", "arms", "n", "valid", "half"]
     assert len(pooled.tables("short")) == 2  # nothing is taken beyond an arm's first point
+    *by_seed, note = pooled.by_seed()
+    assert [columns(table)[:4] for table in by_seed] == [["part by seed", "arms", "metric", "seed 1"]] * 2
+    assert by_seed[1].count("diff-long - lambda0-long") == len(("valid", "half")) and "p, alone" in note
     mixed = pooled.as_json()["mixed"]
     assert list(mixed) == ["valid", "half", "valid, equal FLOPs", "half, equal FLOPs"]
     equal = {metric: mixed[f"{metric}, equal FLOPs"]["long"]["effects"]["diff-long"]["mean"] for metric in ("valid", "half")}

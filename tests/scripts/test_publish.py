@@ -38,7 +38,7 @@ def test_what_was_written_is_published(tmp_path: Path, monkeypatch: pytest.Monke
     assert (root / "README.md").read_text() == "<!-- study/differences table -->\n| less |\n<!-- end -->\n"
 
 
-def test_curves_that_are_in_the_records_are_not_published_twice(
+def test_curves_and_digits_that_are_in_the_records_are_not_published_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable
 ) -> None:
     source = tmp_path / "study"
@@ -47,7 +47,7 @@ def test_curves_that_are_in_the_records_are_not_published_twice(
     (tmp_path / "docs").mkdir()
     record = {"run": "a-s1", "train": [{"step": 1, "loss": 2.0}], "evals": {}}
     (source / "records" / "a-s1.jsonl").write_text(json.dumps(record) + "\n")
-    run = {"seed": 1, "values": {"loss": 2.0}, "curve": [[1, 2.0]], "losses": [[1, 2.0]]}
+    run = {"seed": 1, "values": {"loss": 2.00000012345678}, "curve": [[1, 2.0]], "losses": [[1, 2.0]]}
     content = {"config": {"texts": {"books": "/home/me/b.jsonl"}}, "results": {"arms": [{"name": "a", "runs": [run]}]}}
     (source / "results.json").write_text(json.dumps(content))
     (source / "table.md").write_text("| new |\n")
