@@ -77,11 +77,29 @@ class Muon(torch.optim.Muon):
 
 
 def orthogonalized(x: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """Newton-Schulz: each matrix of x (matrices, m, n) with the same singular vectors, but singular values of about 1."""
+    """Newton-Schulz: each matrix of x (matrices, m, n) with the same singular vectors, but singular values of about 1.
+
+    Every product is rounded to the dtype of x, bfloat16, also where a processor computes it in float32 (`products_in`).
+    """
     a, b, c = coefficients
-    x = x / x.flatten(1).norm(dim=1).clamp(min=eps).view(-1, 1, 1)
+    rounded_to, x = x.dtype, x / x.flatten(1).norm(dim=1).clamp(min=eps).view(-1, 1, 1)
+    x = x.to(products_in(x))
     for _ in range(steps):
-        gram = x @ x.mT
-        gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.baddbmm(x, gram, x, beta=a)
-    return x
+        gram = (x @ x.mT).to(rounded_to).to(x.dtype)
+        gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c).to(rounded_to).to(x.dtype)
+        x = torch.baddbmm(x, gram, x, beta=a).to(rounded_to).to(x.dtype)
+    return x.to(rounded_to)
+
+
+def products_in(x: Tensor) -> torch.dtype:
+    """The dtype in which matrix products of x are fast: float32 for bfloat16 on a processor that cannot multiply bfloat16.
+
+    There (x86 without AVX512, for example) torch multiplies bfloat16 number by number. oneDNN says whether the processor can.
+    """
+    slow = x.dtype == torch.bfloat16 and x.device.type == "cpu" and not native_bfloat16()
+    return torch.float32 if slow else x.dtype
+
+
+def native_bfloat16() -> bool:
+    """Whether torch has a fast product of bfloat16 matrices on this processor."""
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()

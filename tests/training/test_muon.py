@@ -1,0 +1,49 @@
+"""Muon's iteration: the same rounding on every processor, whether or not it can multiply bfloat16."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from training import muon
+
+OPTIONS = ((3.4445, -4.7750, 2.0315), 5, 1e-7)
+
+
+def rounded(x: Tensor) -> Tensor:
+    return x.bfloat16().double()
+
+
+def independent(x: Tensor) -> Tensor:
+    """Newton-Schulz in float64 on one matrix after the other, every product rounded to bfloat16 and nothing else."""
+    (a, b, c), steps, eps = OPTIONS
+    found = []
+    for matrix in x:
+        y = (matrix / matrix.norm().clamp(min=eps)).double()  # the iteration begins with the bfloat16 quotient
+        for _ in range(steps):
+            gram = rounded(y @ y.T)
+            y = rounded(a * y + rounded(b * gram + c * gram @ gram) @ y)
+        found.append(y)
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("native", (True, False))
+def test_every_product_is_rounded_to_bfloat16(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(muon, "native_bfloat16", lambda: native)
+    x = torch.randn(3, 7, 19, generator=torch.Generator().manual_seed(0)).bfloat16()
+    found, expected = muon.orthogonalized(x, *OPTIONS), independent(x)
+    assert found.dtype == torch.bfloat16
+    assert (found.double() - expected).norm() / expected.norm() < 2e-3  # unrounded products are 0.02 away
+
+
+def test_products_are_in_float32_only_where_bfloat16_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.zeros(1, 2, 3)
+    for native, dtype, expected in (
+        (True, torch.bfloat16, torch.bfloat16),
+        (False, torch.bfloat16, torch.float32),
+        (False, torch.float64, torch.float64),
+    ):
+        monkeypatch.setattr(muon, "native_bfloat16", lambda native=native: native)
+        assert muon.products_in(x.to(dtype)) == expected
+    monkeypatch.setattr(muon, "native_bfloat16", lambda: False)
+    on_another_device = torch.zeros(1, 2, 3, dtype=torch.bfloat16, device="meta")
+    assert muon.products_in(on_another_device) == torch.bfloat16
