@@ -15,7 +15,7 @@ from data.loader import Loader, Mixture, Prefetcher, hash_seed, inputs_and_targe
 from data.stream import open_sources, open_tokenizer, text_digest
 from model.decoder import Decoder
 from training import checkpoint
-from training.distributed import World, join_world, pick_dtype
+from training.distributed import World, join_world, pick_dtype, slow_bfloat16
 from training.guard import Diverged, Guard
 from training.memory import micro_batch_that_fits
 from training.metrics import Metrics, Pace, Stopwatch, clock, last_val_loss, log_line, memory_gb, peak_flops
@@ -104,6 +104,10 @@ def train(cfg: TrainConfig, world: World, ends: ExitStack) -> float:
             log.write(step=0, tokens=0, **about, text_digest=text_digest(cfg.data))
         if first == 0 and cfg.resume:
             signals.say(f"note: no checkpoint in {run_dir}, so a new run starts")
+        if dtype == torch.bfloat16 and slow_bfloat16(world.device):
+            signals.say(
+                "note: this processor cannot multiply bfloat16, which makes training about ten times slower: use dtype=auto"
+            )
         begins = f"continues at step {first}" if first else "new run"
         signals.say(
             f"{run_dir}: {begins}, {about['params_non_embedding'] / 1e6:.2f}M parameters without embeddings "

@@ -175,3 +175,13 @@ def pick_dtype(wish: str, device: torch.device) -> torch.dtype:
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
     fast = torch.cpu._is_amx_tile_supported() or (torch.cpu._is_avx512_bf16_supported() and "AMD" in cpu_name())
     return torch.bfloat16 if fast else torch.float32
+
+
+def slow_bfloat16(device: torch.device) -> bool:
+    """Whether torch multiplies bfloat16 number by number there, as on processors without AVX512: dozens of times slower.
+
+    oneDNN says whether it has a product of bfloat16 matrices for this processor.
+    """
+    if device.type != "cpu":
+        return False
+    return not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())

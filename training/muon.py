@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from training.distributed import World
+from training.distributed import World, slow_bfloat16
 
 
 class Muon(torch.optim.Muon):
@@ -92,14 +92,5 @@ def orthogonalized(x: Tensor, coefficients: tuple[float, float, float], steps: i
 
 
 def products_in(x: Tensor) -> torch.dtype:
-    """The dtype in which matrix products of x are fast: float32 for bfloat16 on a processor that cannot multiply bfloat16.
-
-    There (x86 without AVX512, for example) torch multiplies bfloat16 number by number. oneDNN says whether the processor can.
-    """
-    slow = x.dtype == torch.bfloat16 and x.device.type == "cpu" and not native_bfloat16()
-    return torch.float32 if slow else x.dtype
-
-
-def native_bfloat16() -> bool:
-    """Whether torch has a fast product of bfloat16 matrices on this processor."""
-    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    """The dtype in which matrix products of x are fast: float32 for bfloat16 on a processor that cannot multiply bfloat16."""
+    return torch.float32 if x.dtype == torch.bfloat16 and slow_bfloat16(x.device) else x.dtype

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from training import muon
+from training.distributed import slow_bfloat16
 
 OPTIONS = ((3.4445, -4.7750, 2.0315), 5, 1e-7)
 
@@ -26,9 +27,9 @@ def independent(x: Tensor) -> Tensor:
     return torch.stack(found)
 
 
-@pytest.mark.parametrize("native", (True, False))
-def test_every_product_is_rounded_to_bfloat16(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(muon, "native_bfloat16", lambda: native)
+@pytest.mark.parametrize("slow", (False, True))
+def test_every_product_is_rounded_to_bfloat16(slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(muon, "slow_bfloat16", lambda device: slow)
     x = torch.randn(3, 7, 19, generator=torch.Generator().manual_seed(0)).bfloat16()
     found, expected = muon.orthogonalized(x, *OPTIONS), independent(x)
     assert found.dtype == torch.bfloat16
@@ -37,13 +38,18 @@ def test_every_product_is_rounded_to_bfloat16(native: bool, monkeypatch: pytest.
 
 def test_products_are_in_float32_only_where_bfloat16_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.zeros(1, 2, 3)
-    for native, dtype, expected in (
-        (True, torch.bfloat16, torch.bfloat16),
-        (False, torch.bfloat16, torch.float32),
-        (False, torch.float64, torch.float64),
+    for slow, dtype, expected in (
+        (False, torch.bfloat16, torch.bfloat16),
+        (True, torch.bfloat16, torch.float32),
+        (True, torch.float64, torch.float64),
     ):
-        monkeypatch.setattr(muon, "native_bfloat16", lambda native=native: native)
+        monkeypatch.setattr(muon, "slow_bfloat16", lambda device, slow=slow: slow)
         assert muon.products_in(x.to(dtype)) == expected
-    monkeypatch.setattr(muon, "native_bfloat16", lambda: False)
-    on_another_device = torch.zeros(1, 2, 3, dtype=torch.bfloat16, device="meta")
-    assert muon.products_in(on_another_device) == torch.bfloat16
+
+
+@pytest.mark.parametrize("supported", (False, True))
+def test_bfloat16_is_slow_where_onednn_cannot_multiply_it(supported: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: supported)
+    assert slow_bfloat16(torch.device("cpu")) == (not supported)
+    assert not slow_bfloat16(torch.device("cuda"))  # a card decides for itself

@@ -191,3 +191,13 @@ def test_an_indivisible_world_is_refused_once(shards: Path, tmp_path: Path) -> N
     )  # fmt: skip
     assert done.returncode != 0
     assert done.stderr.count("error: batch_tokens=64 is not a multiple of context 64 x 2 processes: use batch_tokens=128") == 1
+
+
+@pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
+def test_training_in_bfloat16_on_a_processor_without_it_is_named(
+    dtype: str, shards: Path, tmp_path: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("train.slow_bfloat16", lambda device: True)
+    done = typed(*train_arguments(shards, tmp_path / "run", "steps=1", f"dtype={dtype}"))
+    assert done.returncode == 0, done.stderr
+    assert ("use dtype=auto" in done.stdout) == (dtype == "bfloat16")
