@@ -96,7 +96,8 @@ def train(cfg: TrainConfig, world: World, ends: ExitStack) -> float:
         signals.say(f"{run_dir}: already done, {first} steps")
         signals.end_sweep()
         return last_val_loss(run_dir)
-    about, log = facts(cfg, model), None
+    about = facts(cfg, model) | {"dtype": str(dtype).removeprefix("torch.")}  # dtype=auto depends on the processor
+    log = None
     if world.main:
         lock.note(launcher())
         log = Metrics(run_dir, cfg.wandb, asdict(cfg), first)
@@ -113,7 +114,7 @@ def train(cfg: TrainConfig, world: World, ends: ExitStack) -> float:
             f"{run_dir}: {begins}, {about['params_non_embedding'] / 1e6:.2f}M parameters without embeddings "
             f"({about['params'] / 1e6:.2f}M with), d_ff {cfg.model.d_ff}, {about['flops_per_token'] / 1e6:.1f} MFLOPs per "
             f"token ({about['attention_flops_per_token'] / 1e6:.1f} attention), {world.device.type} x {world.size}, "
-            f"{str(dtype).removeprefix('torch.')}{', compiled' if compiled else ''}, micro batch {micro_batch}"
+            f"{about['dtype']}{', compiled' if compiled else ''}, micro batch {micro_batch}"
         )
 
     def record(step: int, **values: Any) -> None:

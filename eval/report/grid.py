@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from eval.report.figures import draw_differences, draw_grid, draw_validation
-from eval.report.runs import Arm, Run, read_json, trained_tokens
+from eval.report.runs import Arm, Run, mixed_precision, read_json, trained_tokens
 from eval.report.statistics import Difference, geometric_interval, interval, p_text, power_law, size_ratio
 from eval.report.tables import Cell, Contrast, at, contrasts, row_of, si
 
@@ -183,6 +183,8 @@ class Comparison:
             lines.append(f"Not matched to the reference's parameters within 0.5 %: {', '.join(unmatched)}.")
         if epochs and epochs > 1:
             lines.append("The training text was read more than once, so losses on it and on unseen text differ.")
+        if mixed := mixed_precision([run for arm in arms for run in arm.runs]):
+            lines.append(f"{mixed[0].upper()}{mixed[1:]}.")
         return lines
 
 

@@ -88,14 +88,17 @@ def compared(runs: list[Run]) -> str:
         f"{len(runs)} {'run' if len(runs) == 1 else 'runs'} on {same(lambda run: run.config['data']['name'])}, "
         f"{same(lambda run: si(run.value('train.tokens')))} training tokens, "
         f"context {same(lambda run: run.config['model']['context'])}, seed {same(lambda run: run.seed)}; "
-        f"{same(lambda run: _machine(run.facts.get('machine') or {}))}; "
+        f"{same(lambda run: _machine(run.facts))}; "
         f"code {same(lambda run: run.facts.get('version', 'unknown'))}."
     )
 
 
-def _machine(info: dict[str, Any]) -> str:
+def _machine(facts: dict[str, Any]) -> str:
+    """The processor or card, torch and the dtype of training, as far as the first line of metrics.jsonl names them."""
+    info = facts.get("machine") or {}
     where = info.get("gpu") if info.get("gpu") not in (None, "none") else info.get("cpu", "unknown machine")
-    return f"{where}, torch {info['torch']}" if "torch" in info else str(where)
+    more = [f"torch {info['torch']}"] if "torch" in info else []
+    return ", ".join([str(where), *more, *filter(None, [facts.get("dtype")])])
 
 
 def about(arms: list[Arm], section: Section) -> dict[str, Any]:

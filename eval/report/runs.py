@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -407,10 +408,21 @@ def notes(runs: list[Run], arms: list[Arm]) -> list[str]:
     lines = [line for run in runs for line in _notes_of(run, any(run is other for other in kept))]
     if len({run.train[-1]["tokens"] for run in kept if run.train}) > 1:
         lines.append("the runs were trained on different numbers of tokens, so comparing their losses is not fair")
+    if mixed := mixed_precision(kept):
+        lines.append(mixed)
     seeds = [{run.seed for run in arm.runs} for arm in arms]
     if any(arm.several for arm in arms) and any(one != seeds[0] for one in seeds):
         lines.append("the arms have different seeds: a difference is over the seeds that both of its arms have")
     return lines
+
+
+def mixed_precision(runs: list[Run]) -> str | None:
+    """A note where `dtype=auto` meant different dtypes on the machines of the runs. An older run does not name its dtype."""
+    found = Counter(run.facts["dtype"] for run in runs if "dtype" in run.facts)
+    if len(found) < 2:
+        return None
+    counts = " and ".join(f"{dtype} ({count})" for dtype, count in sorted(found.items()))
+    return f"runs were trained in {counts}, so their differences include those of rounding: set dtype to train all alike"
 
 
 def _notes_of(run: Run, kept: bool) -> list[str]:

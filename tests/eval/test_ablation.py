@@ -148,6 +148,16 @@ def test_the_table(tmp_path: Path) -> None:
     assert "diff (+2.0%)" in " ".join(Comparison(arms, METRICS).notes([1], epochs=0.5))
 
 
+def test_runs_in_different_dtypes_are_named(tmp_path: Path) -> None:
+    arms = make_arms(tmp_path, {"baseline": 0.0, "diff": -0.02})
+    for arm, dtype in zip(arms, ("float32", "bfloat16"), strict=True):
+        assert "Runs were trained" not in " ".join(Comparison(arms, METRICS).notes([1], epochs=0.5))
+        for run in arm.runs:
+            run.facts["dtype"] = dtype
+    text = " ".join(Comparison(arms, METRICS).notes([1], epochs=0.5))
+    assert "Runs were trained in bfloat16 (4) and float32 (4), so" in text
+
+
 def test_several_metrics_can_be_compared(tmp_path: Path) -> None:
     arms = make_arms(tmp_path, {"baseline": 0.0, "diff": -0.02})
     found = Comparison(arms, METRICS | {"last": "train.val_loss"}, compared=("valid", "last"))

@@ -13,7 +13,8 @@ from eval import perplexity
 from eval.report import __main__ as report
 from eval.report import figures
 from eval.report.gallery import drawn_by
-from eval.report.runs import Arm, arms_of, read_run, read_runs
+from eval.report.page import compared
+from eval.report.runs import Arm, arms_of, notes, read_run, read_runs
 from eval.report.sections import sections
 from eval.report.tables import contrasts, headline_table, verdicts
 from tests.eval.conftest import edit, further
@@ -46,6 +47,14 @@ def test_the_page_is_whole_and_self_contained(evaluated, call, capsys, tmp_path)
     assert {"machine", "version", "results", "verdicts"} <= content.keys()
     printed = capsys.readouterr().out
     assert "needle accuracy, N=1" in printed and str(out) in printed and "note" not in printed
+
+
+def test_the_sentence_about_the_runs_names_processors_and_dtypes(make_run):
+    runs = [read_run(make_run("one")), read_run(make_run("two"))]
+    runs[0].facts |= {"machine": {"cpu": "A", "gpu": "none", "torch": "2.13.0"}, "dtype": "float32"}
+    runs[1].facts |= {"machine": {"cpu": "B", "gpu": "none", "torch": "2.13.0"}, "dtype": "bfloat16"}
+    assert "; A, torch 2.13.0, float32 / B, torch 2.13.0, bfloat16; code " in compared(runs)
+    assert any("trained in bfloat16 (1) and float32 (1)" in note for note in notes(runs, [Arm("both", runs=runs)]))
 
 
 def test_table_holds_the_numbers(evaluated):

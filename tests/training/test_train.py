@@ -201,3 +201,4 @@ def test_training_in_bfloat16_on_a_processor_without_it_is_named(
     done = typed(*train_arguments(shards, tmp_path / "run", "steps=1", f"dtype={dtype}"))
     assert done.returncode == 0, done.stderr
     assert ("use dtype=auto" in done.stdout) == (dtype == "bfloat16")
+    assert metrics(tmp_path / "run")[0]["dtype"] == dtype
