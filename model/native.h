@@ -81,7 +81,8 @@ static inline Vec<double> exponential(Vec<double> x) {
   return x;
 }
 
-// The first `seen` numbers of a row become exp(x - maximum), the others up to `width` zero. Returns the sum.
+// The first `seen` numbers of a row become exp(x - maximum), the others up to `width` zero. Returns the sum, which is made of
+// sums of 16 vectors, because the rounding errors of one sum over a long row add up.
 template <class F> static F exponentials(F* row, int64_t seen, int64_t width, F& maximum) {
   constexpr int W = WIDTH<F>;
   const int64_t used = whole<F>(seen);
@@ -92,10 +93,14 @@ template <class F> static F exponentials(F* row, int64_t seen, int64_t width, F&
     top = x > top ? x : top;
   }
   maximum = largest<F>(top);
-  for (int64_t j = 0; j < used; j += W) {
-    Vec<F> x = exponential(load(row + j) - maximum);
-    store(row + j, x);
-    sums += x;
+  for (int64_t start = 0; start < used; start += 16 * W) {
+    Vec<F> part{};
+    for (int64_t j = start; j < std::min(start + 16 * W, used); j += W) {
+      Vec<F> x = exponential(load(row + j) - maximum);
+      store(row + j, x);
+      part += x;
+    }
+    sums += part;
   }
   std::fill(row + used, row + width, F(0));
   return total<F>(sums);

@@ -100,7 +100,7 @@ def test_a_second_derivative_is_refused_and_compiling_keeps_one_graph(inputs: tu
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), ((torch.float64, 1e-13), (torch.float32, 1e-6), (torch.bfloat16, 4e-3)), ids=("64", "32", "16")
 )
-@pytest.mark.parametrize("width", (1, 2, 15, 16, 17, 100, 4097))
+@pytest.mark.parametrize("width", (1, 2, 15, 16, 17, 100, 4097, 50304))
 def test_the_kernel_equals_the_formula(width: int, dtype: torch.dtype, tolerance: float) -> None:
     """Against float64, with columns behind the vocabulary, which count for nothing, and for any number of threads."""
     generator = torch.Generator().manual_seed(width)
