@@ -8,7 +8,8 @@ class KVCache:
     """The keys and values of every attention call of a decoder, one slot per (layer, call).
 
     A slot's buffers are made at its first use, so a variant with several key sets per layer (introspective paths) needs
-    no special case. `length` is the number of tokens cached; the decoder advances it once per forward pass.
+    no special case. `length` is the number of tokens cached. The decoder adds to it once per forward pass; code that calls
+    attention modules directly adds to it after the last of them.
     """
 
     def __init__(self, max_length: int) -> None:

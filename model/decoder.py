@@ -45,7 +45,7 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """A GPT-style decoder; `cfg.layers` names the attention variant of each layer.
 
-    Initial weights depend only on (seed, parameter name, shape), so two variants agree in the parameters that both have.
+    Initial weights depend only on (seed, parameter name, shape), so two variants agree in the matrices that both have.
     """
 
     def __init__(self, cfg: DecoderConfig, seed: int = 0) -> None:
@@ -104,6 +104,8 @@ class Decoder(nn.Module):
         rows: Tensor | None = None,
     ) -> Tensor:
         """The output head's input for tokens (B, T): (B, T or R, D). The arguments are those of `forward`."""
+        if tokens.dim() != 2:
+            raise ValueError(f"the tokens are {tuple(tokens.shape)}, not (B, T): give tokens[None] for a single sequence")
         T, start = tokens.shape[1], cache.length if cache else 0
         x = self.embedding(tokens)  # (B, T, D)
         if self.positions is not None:
@@ -116,7 +118,7 @@ class Decoder(nn.Module):
         mask = Mask(window=self.cfg.window, documents=documents, keys=keys)
         rope = self._rope(start, T)
         carry: Carry = {}
-        again = self.recompute and self.training and torch.is_grad_enabled()
+        again = self.recompute and self.training and cache is None and torch.is_grad_enabled()
         if again:
             for block in self.blocks:
                 block.attention.prepare(x, mask)
@@ -328,4 +330,6 @@ def _uniform(generator: torch.Generator | Sequence[torch.Generator] | None, rows
     if generator is None or isinstance(generator, torch.Generator):
         device = None if generator is None else generator.device
         return torch.rand(rows, 1, dtype=torch.float64, generator=generator, device=device)
+    if len(generator) != rows:
+        raise ValueError(f"{len(generator)} generators for {rows} rows: give one for all rows, or one for each")
     return torch.stack([torch.rand(1, dtype=torch.float64, generator=g, device=g.device) for g in generator])

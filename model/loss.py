@@ -25,8 +25,11 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     Under autocast the products have autocast's precision, the softmax is in float32, and the weight's gradient is summed up in
     the weight's own type. A target of -100 is not scored; without scored targets the result is NaN. Logits are made for a
     part of the tokens at a time. If gradients are wanted, they are computed together with the logits, so no product is
-    computed twice (Hsu et al., Liger Kernel, arXiv 2410.10989, section 3.2).
+    computed twice (Hsu et al., Liger Kernel, arXiv 2410.10989, section 3.2). ValueError unless there is one int64 target a row.
     """
+    if targets.dtype != torch.long or targets.shape != x.shape[:1]:
+        wrong = f"the targets are {targets.dtype} {tuple(targets.shape)}"
+        raise ValueError(f"{wrong}: give int64 numbers, one for each of the {len(x)} rows")
     wide = torch.promote_types(x.dtype, torch.float32)
     narrow = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
     count = (targets != IGNORED).sum()
@@ -37,7 +40,7 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
             head = _head(weight, narrow)
             total = sum(
                 F.cross_entropy(
-                    _widened(_logits(rows.to(narrow), head), weight, wide), part, reduction="sum", ignore_index=IGNORED
+                    (rows.to(narrow) @ head.mT)[:, : len(weight)].to(wide), part, reduction="sum", ignore_index=IGNORED
                 )
                 for rows, part in _pieces(x, weight, targets)
             )
@@ -77,7 +80,7 @@ def _piece(rows: Tensor, targets: Tensor, head: Tensor, weight: Tensor, wide: to
 
     One call per piece, so that the logits of a piece are freed before the next ones are made.
     """
-    logits = _logits(rows, head)  # (n, V), and the padding of `head`
+    logits = rows @ head.mT  # (n, V), and the padding of `head`
     if logits.device.type == "cpu" and KERNELS.get(logits.dtype) == wide and not _missing():
         losses, grad = CROSS_ENTROPY(logits, targets, len(weight))
     else:
@@ -103,10 +106,6 @@ def _head(weight: Tensor, narrow: torch.dtype) -> Tensor:
     """The weight (V, D) in `narrow`. In half precision, zeros pad V to a multiple of 64."""
     head = weight.to(narrow)
     return F.pad(head, (0, 0, 0, -len(weight) % ALIGNED)) if narrow.itemsize == 2 and len(weight) % ALIGNED else head
-
-
-def _logits(rows: Tensor, head: Tensor) -> Tensor:
-    return rows @ head.mT
 
 
 def _widened(logits: Tensor, weight: Tensor, wide: torch.dtype) -> Tensor:

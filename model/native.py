@@ -56,9 +56,10 @@ def library(source: Path) -> ctypes.CDLL:
         _compile(source, compiler, made)
         with suppress(OSError):  # a folder that cannot be written: the next process compiles again
             kept.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            part = kept.with_suffix(f".{os.getpid()}")
+            part = kept.with_suffix(f".{Path(folder).name}")  # a name of this call alone, even if machines share the cache
             shutil.copyfile(made, part)
             part.replace(kept)
+            made = kept  # a folder for temporary files may forbid to load libraries
         return ctypes.CDLL(str(made))
 
 

@@ -11,8 +11,8 @@ def check_ranges(options: Any, key: str) -> None:
         value = getattr(options, name)
         if is_dataclass(value):
             check_ranges(value, f"{key}.{name}")
-        elif text and value is not None and not _holds(text, value):
-            raise ValueError(f"{key}.{name}={value} is out of range: use a number in {text}")
+        elif text and value is not None and not (isinstance(value, int | float) and _holds(text, value)):
+            raise ValueError(f"{key}.{name}={value!r} is out of range: use a number in {text}")
 
 
 @cache

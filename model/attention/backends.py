@@ -9,7 +9,8 @@ key sets). Shapes: q (B, H, T, d), k (B, Hkv, S, d), v (B, Hkv, S, dv), H a mult
 - two_calls: one SDPA call for each map, without padding.
 - four_calls: one SDPA call for each map and each half of the values, as the differential paper's own flash code does where a
   kernel takes one width only (microsoft/unilm, Diff-Transformer).
-- cpu: our C++ kernel for the causal mask on CPUs (kernels/cpu.py).
+- cpu: our C++ kernel on CPUs (kernels/cpu.py), for the causal mask over as many keys as queries, without dropout, not in
+  float16. torch's SDPA or, for one query, a few matrix products compute all other calls.
 - flex: torch's FlexAttention, which skips blocks that windows and documents hide (flex.py). On CUDA; on a CPU without
   gradients.
 - fused: our Triton kernel for `attend_diff`, both maps in one pass (kernels/diff.py). On CUDA.
@@ -24,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..once import once
 from . import flex, probe, reference
 from .kernels import cpu, unavailable
 from .mask import EVERYTHING, Mask
@@ -41,9 +43,10 @@ def choose(card: tuple[int, int] | None, dtype: torch.dtype, d: int, dv: int, ma
     """The backend that `auto` takes on CUDA compute capability `card` (None: a CPU), without dropout.
 
     All kernels are exact, and the choice follows their known limits, not yet a measurement on a GPU: the cuDNN kernel, which
-    torch tries first on 9.x and 10.x (pytorch, transformers/cuda/sdp_utils.cpp: where cuDNN is above 9.15.0), takes dv != d
-    up to a width of 128 if both are multiples of 8; flash attention needs dv = d and pads both to a multiple of 8 itself; a
-    dense mask costs T x S memory and skips no blocks, so windows, documents and padding go to FlexAttention.
+    torch tries first on 9.x and 10.x if cuDNN is newer than 9.15.0 (PyTorch's aten/src/ATen/native/transformers/cuda/
+    sdp_utils.cpp), takes dv != d up to a width of 128 if both are multiples of 8; flash attention needs dv = d and pads both
+    to a multiple of 8 itself; a dense mask costs T x S memory and skips no blocks, so windows, documents and padding go to
+    FlexAttention.
     """
     half = dtype in (torch.bfloat16, torch.float16)
     if card is None:
@@ -57,9 +60,9 @@ def choose(card: tuple[int, int] | None, dtype: torch.dtype, d: int, dv: int, ma
     return "four_calls" if dv == 2 * d else "one_call"  # halves of 2d need no padding
 
 
-def card() -> tuple[int, int]:
-    """The CUDA compute capability of this machine's card; a constant for torch.compile."""
-    return torch.cuda.get_device_capability()
+def card() -> tuple[int, int] | None:
+    """The CUDA compute capability of this machine's card, None without one; a constant for torch.compile."""
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
 
 
 # As torch.compiler.assume_constant_result does; a call of that function would import torch._dynamo, which would add a second
@@ -153,7 +156,7 @@ def attend_diff(
         first, second = (_one_query(q[:, :, c], k[:, :, c], v, mask, dropout) for c in (0, 1))
     elif backend == "flex":
         first, second = (flex.attend(q[:, :, c], k[:, :, c % k.shape[2]], v, mask) for c in (0, 1))
-    elif _in_kernel(backend, q, k, mask, dropout):
+    elif _in_kernel(backend, q, k, v, mask, dropout):
         return cpu.attend_diff(q, k, v, lam)
     elif backend in ("two_calls", "four_calls"):
         call = _sdpa if backend == "two_calls" else _halves
@@ -192,7 +195,7 @@ def attend_union(
         return _one_query(q, _joined(keys), _joined(values), mask, dropout, sets=n)
     if backend == "flex":
         return flex.attend(q, _joined(keys), _joined(values), mask, sets=n)
-    if _in_kernel(backend, q, keys[0], mask, dropout):
+    if _in_kernel(backend, q, keys[0], values[0], mask, dropout):
         return cpu.attend(q, keys, values)
     if backend != "math" and n == 1:
         call = {"one_call": _padded, "four_calls": _halves}.get(backend, _sdpa)
@@ -215,10 +218,11 @@ def _joined(sets: list[Tensor]) -> Tensor:
     return sets[0] if len(sets) == 1 else torch.cat(sets, dim=-2)
 
 
-def _in_kernel(backend: str, q: Tensor, k: Tensor, mask: Mask, dropout: float) -> bool:
-    """Whether `backend` is cpu, and the C++ kernel computes this call."""
+def _in_kernel(backend: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> bool:
+    """Whether `backend` is cpu, and the C++ kernel computes this call. Of tensors of several dtypes SDPA takes care."""
     plain = mask.plain and not dropout and q.shape[-2] == k.shape[-2] > 0
-    return backend == "cpu" and q.device.type == "cpu" and plain and q.dtype in cpu.KINDS
+    typed = q.dtype == k.dtype == v.dtype and q.dtype in cpu.KINDS
+    return backend == "cpu" and q.device.type == "cpu" and plain and typed
 
 
 def _refuse_free_masks(backend: str) -> None:
@@ -287,10 +291,10 @@ def _one_query(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float, sets
     `sets` key sets stand side by side in k and v. These query heads see the same keys, so they are rows of one call, which
     reads keys and values in place: repeating them for every query head would copy the whole cache at each token.
     """
-    rows = q.reshape(q.shape[0], k.shape[1], -1, q.shape[-1])  # (B, Hkv, rows, d)
+    rows = q.flatten(1, -2).unflatten(1, (k.shape[1], -1))  # (B, Hkv, rows, d)
     # see: (1 or B, 1, 1, S)
     see = None if mask.plain else mask.dense(1, k.shape[-2] // sets, q.device).repeat(1, 1, 1, sets)
-    return _sdpa(rows, k, v, EVERYTHING, see, dropout).reshape(*q.shape[:-1], -1)
+    return _sdpa(rows, k, v, EVERYTHING, see, dropout).reshape(*q.shape[:-1], v.shape[-1])
 
 
 def _last_row(q: Tensor, k: Tensor, v: Tensor, lam: Tensor, see: Tensor | None) -> Tensor:
@@ -308,9 +312,9 @@ def _last_row(q: Tensor, k: Tensor, v: Tensor, lam: Tensor, see: Tensor | None) 
             blind = ~see.any(-1, keepdim=True)  # as in reference.weights
             scores = scores.masked_fill(~(see | blind).unsqueeze(2), float("-inf"))
         first, second = scores.softmax(-1).unbind(2)  # (B, hkv, h / hkv, S) each
-        lam = lam.expand(B, h, 1, 1).reshape(B, hkv, -1, 1) if lam.dim() else lam
+        lam = lam.expand(B, h, 1, 1).reshape(B, hkv, h // hkv, 1) if lam.dim() else lam
         out = (first - lam * second) @ v  # (B, hkv, h / hkv, dv)
-        return (out if see is None else out.masked_fill(blind, 0.0)).reshape(B, h, 1, -1).to(dtype)
+        return (out if see is None else out.masked_fill(blind, 0.0)).reshape(B, h, 1, v.shape[-1]).to(dtype)
 
 
 def _subtract(first: Tensor, lam: Tensor, second: Tensor) -> Tensor:
@@ -385,14 +389,14 @@ class _Union(torch.autograd.Function):
         keys, values = sets[: len(sets) // 2], sets[len(sets) // 2 :]
         grads = [_flash_backward(grad, q, k, v, out, lse, ctx.scale) for k, v in zip(keys, values, strict=True)]
         dq, dk, dv = zip(*grads, strict=True)
-        return None, sum(dq), *dk, *dv
+        return None, *once((grad, q, *sets), (sum(dq), *dk, *dv))
 
 
 def _flash_takes(q: Tensor, width: int) -> bool:
     """Whether `_flash` takes q at this width; on CUDA it has none of the checks that SDPA makes before it calls flash."""
     if q.device.type == "cpu":
         return True
-    return q.dtype in (torch.bfloat16, torch.float16) and width <= WIDEST_FLASH and card() >= (8, 0)
+    return q.dtype in (torch.bfloat16, torch.float16) and width <= WIDEST_FLASH and (card() or (0, 0)) >= (8, 0)
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:

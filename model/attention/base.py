@@ -64,6 +64,9 @@ class AttentionConfig:
         if self.position == "rope" and head_dim % 2:
             wrong = f"RoPE needs an even head width, not {head_dim}"
             raise ValueError(f"{wrong}: change model.n_head or model.head_dim")
+        if not isinstance(self.rope_scaling, RopeScaling):
+            wrong = f"model.rope_scaling={self.rope_scaling} is no RopeScaling"
+            raise ValueError(f"{wrong}: use RopeScaling('linear', factor=4.0), from the module rotary")
         self.rope_scaling.check()
         qkv_bias = self.bias if self.qkv_bias is None else self.qkv_bias
         projection_bias = self.bias if self.projection_bias is None else self.projection_bias
@@ -94,8 +97,8 @@ class Attention(nn.Module):
 
     name: ClassVar[str]  # NAME of configs/model/NAME.yaml, and name of the variant's option group in DecoderConfig
     Options: ClassVar[type | None] = None  # dataclass of the variant's own options
-    choices: ClassVar[dict[str, tuple[str, ...]]] = {}  # option -> allowed values
-    # Options whose name ends in norm also take a callable: width -> module.
+    # option -> allowed values. An option whose name ends in norm also takes a callable: width -> module.
+    choices: ClassVar[dict[str, tuple[str, ...]]] = {}
     free_options: ClassVar[tuple[str, ...]] = ()  # options that may change when training starts from trained weights
     undecayed: ClassVar[tuple[str, ...]] = ()  # submodules without weight decay; vectors and scalars never have it
     colours: ClassVar[dict[str, str]] = {}  # name of a file in configs/model -> its colour in figures
@@ -149,7 +152,9 @@ class Attention(nn.Module):
         return replace(cfg, **{key: keywords[key] for key in keywords.keys() - own}).filled(), options
 
     def reset_parameters(self, seed: int = 0) -> None:
-        """Set the initial weights of `seed`, and all other state. A weight depends only on the seed, its name and its shape."""
+        """Set the initial weights of `seed`, and all other state: a weight depends only on the seed, its name and its shape
+        (one that `init_own` sets also on their order there).
+        """
         initialize(self, seed)
 
     # ---------------------------------------- what it is made of
@@ -196,6 +201,8 @@ class Attention(nn.Module):
         then holds the last T of S positions. carry: tensors that earlier layers of this pass hand on. context (B, S, D): cross
         attention: keys and values come from it instead of x, at positions from 0 on. A probe cannot read cross attention.
         """
+        if x.dim() != 3:
+            raise ValueError(f"the input is {tuple(x.shape)}, not (B, T, D): give x[None] for a single sequence")
         source, mask = x if context is None else context, self._mask(mask, context, cache)
         ropes = self._ropes(x, source, rope, cache)
         y = self.out(self.mix(x, source, ropes, mask, cache, {} if carry is None else carry))
@@ -203,9 +210,10 @@ class Attention(nn.Module):
 
     def prepare(self, x: Tensor, mask: Mask) -> None:
         """Make what `mask` keeps for all layers, before activation checkpointing; x (B, T, D) is any layer's input."""
+        width = self.width * self.shape.queries // self.shape.maps  # that of a map's product of queries and keys
         if self.slopes is None:
             for sets in self.key_sets:
-                prepare(x, self.width, self.value_width, mask, self.backend, self.dropout_now, sets)
+                prepare(x, width, self.value_width, mask, self.backend, self.dropout_now, sets)
 
     @property
     def key_sets(self) -> tuple[int, ...]:

@@ -69,8 +69,8 @@ class DiffAttention(Attention):
         for name, count, whole in (("n_head", cfg.n_head, cfg.d_model), ("n_kv_head", cfg.n_kv_head, cfg.n_head)):
             if count % pairs:
                 wrong = f"diff pairs heads, so model.{name}={count} must be even"
-                even = 2 * nearest_divisor(whole // 2, (count + 1) // 2)  # which divides `whole`
-                raise ValueError(f"{wrong}: use model.{name}={even}, or model.diff.heads=double")
+                even = f"model.{name}={2 * nearest_divisor(whole // 2, (count + 1) // 2)}, or " if whole % 2 == 0 else ""
+                raise ValueError(f"{wrong}: use {even}model.diff.heads=double")
         d = cfg.head_dim
         return Heads(cfg.n_head // pairs, cfg.n_kv_head // pairs, d, pairs * d, queries=2, keys=2, maps=2)
 

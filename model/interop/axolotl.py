@@ -51,6 +51,8 @@ def read_settings(config: Any) -> Settings:
     """
     if not isinstance(config, dict) or not isinstance(config.get("base_model"), str):
         raise ValueError("axolotl's config names no base_model: add base_model: FOLDER, or a name of the hub")
+    if not isinstance(config.get("plugins"), list | None):
+        raise ValueError(f"axolotl's config says plugins: {config['plugins']}: use a list")
     for name in ("diff_attention", *FLAGS):
         if config.get(name) not in (None, True, False):
             raise ValueError(f"axolotl's config says {name}: {config[name]}: use true or false")
@@ -62,7 +64,7 @@ def read_settings(config: Any) -> Settings:
         how, notes = Conversion(to="same"), ["diff_attention: true says that the base model is converted already"]
     else:
         how, notes = _conversion(flags)
-    unread = sorted(set(config) - {*FLAGS, *TRAINING, *ABOUT})
+    unread = sorted(map(str, set(config) - {*FLAGS, *TRAINING, *ABOUT}))  # YAML reads a key `on` as a boolean
     return Settings(config["base_model"], how, _training(config, how), notes, unread)
 
 

@@ -57,7 +57,8 @@ def read_folder(folder: str | Path) -> tuple[DecoderConfig, dict[str, Tensor]]:
     path = local_folder(folder)
     config = read_config(path)
     readers = {name: form for form in FORMATS.values() for name in (form.architecture, *form.also)}
-    architecture = (config.get("architectures") or ["(none)"])[0]
+    names = config.get("architectures")
+    architecture = str(names[0]) if isinstance(names, list) and names else "(none)"
     if architecture in UNLIKE:
         raise ValueError(f"{path} is a {architecture}, and {UNLIKE[architecture]}: use another model")
     if architecture not in readers:

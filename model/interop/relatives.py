@@ -51,7 +51,11 @@ class Qwen2(Llama):
         first = number(config, "max_window_layers", {"max_window_layers": 28}) if sliding else math.inf
         own = {"full_attention"} if first > 0 else set()
         own |= {"sliding_attention"} if first < number(config, "num_hidden_layers", {}) else set()
-        kinds = set(map(str, config.get("layer_types") or own))
+        named = config.get("layer_types") or own
+        kinds = set(map(str, named if isinstance(named, list | set) else [named]))
+        if unknown := kinds - {"full_attention", "sliding_attention"}:
+            wrong = f"config.json has layer_types {', '.join(sorted(unknown))}"
+            raise ValueError(f"{wrong}, and our decoder has only full_attention and sliding_attention: use another model")
         if len(kinds) > 1:
             raise ValueError(
                 "config.json gives some layers a window and others none, and our decoder has one window for all: use a "

@@ -53,6 +53,7 @@ def test_numbers_of_the_file_are_fields_of_training() -> None:
     warmup = {"model.diff.lambda_warmup": 50}
     others = {"monitor.every": 20, "monitor.layers": 3, "optim.lr": 1e-4, "seed": 7}
     assert read_settings(config).training == warmup | others
+    assert read_settings(config | {True: 1, "axes": 1}).unread == ["True", "axes"]  # YAML reads a key `on` as a boolean
     assert read_settings(config | {"mirror_weights": True}).training == others  # W makes up for all of lambda
 
 
@@ -68,6 +69,7 @@ def test_the_file_that_is_written_back_is_axolotls() -> None:
     ("config", "says"),
     [
         ([], "names no base_model: add base_model"),
+        ({"base_model": "m", "plugins": "abc.Plugin"}, "plugins: abc.Plugin: use a list"),
         ({"base_model": 3}, "names no base_model"),
         ({"base_model": "m", "zero_init": "yes"}, "zero_init: yes: use true or false"),
         ({"base_model": "m", "zero_init": True, "split_heads": True}, "zero_init and split_heads"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from model.attention import backends, flex, reference
+from model.attention import backends, base, flex, reference
 from model.attention.mask import CAUSAL, Mask
 from model.cache import KVCache
 from tests.conftest import run_command
@@ -217,6 +217,16 @@ def test_the_block_mask_is_made_once_for_all_layers(monkeypatch: pytest.MonkeyPa
     assert len(kept.made) == 1
 
 
+def test_a_layer_makes_what_its_mask_keeps_at_the_width_of_its_own_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlexAttention takes widths from 16 on: two signals of width 8 are one product of width 16."""
+    asked = []
+    monkeypatch.setattr(base, "prepare", lambda x, d, *others: asked.append(d))
+    for name, want in (("integral", 16), ("baseline", 8), ("diff", 8), ("diff_v2", 8)):
+        model = randomized(name, head_dim=8, n_layer=1)
+        model.blocks[0].attention.prepare(torch.zeros(1, 8, 64), CAUSAL)
+        assert asked.pop() == want, name
+
+
 @pytest.mark.parametrize(
     ("card", "dtype", "width", "merged"),
     (
@@ -359,6 +369,14 @@ def test_a_union_is_one_softmax_with_exact_gradients(widths: tuple[int, int]) ->
     torch.testing.assert_close(*outputs, atol=1e-12, rtol=1e-9)
     for one, other in zip(*gradients, strict=True):
         torch.testing.assert_close(one, other, atol=1e-10, rtol=1e-7)
+
+
+def test_a_second_derivative_of_a_union_is_refused() -> None:
+    q, k, v = (torch.randn(1, 2, 5, 8, requires_grad=True) for _ in range(3))
+    out = backends.attend_union(q, [k, k], [v, v], CAUSAL, "sdpa")
+    (dq,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    with pytest.raises(ValueError, match="differentiated again: use model.backend=math"):
+        dq.sum().backward()
 
 
 def test_a_cache_that_is_too_short_says_how_long_it_must_be() -> None:

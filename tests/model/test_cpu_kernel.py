@@ -1,5 +1,6 @@
 """The C++ kernel: exact on awkward shapes, in every dtype; how it is compiled, kept and refused."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -137,6 +138,28 @@ def test_a_second_derivative_is_refused(inputs: list[Tensor]) -> None:
         torch.func.jacrev(torch.func.grad(of_q))(inputs[0].detach())
 
 
+@needs_compiler
+def test_tensors_of_several_dtypes_or_shapes_are_not_read_as_if_they_fitted() -> None:
+    q = torch.randn(2, 4, 8, 16)
+    for keys, values in ((q[:1], q[:1]), (q[:, :2], q[:, :1]), (q, q[:, :, :3]), (q[..., :8], q), (q, q.bfloat16())):
+        with pytest.raises(ValueError, match="do not fit each other in shape or dtype .q torch.float32"):
+            cpu.attend(q, [keys], [values])
+    # A norm in float32 makes such tensors under autocast. SDPA casts them.
+    outputs = []
+    for backend in ("auto", "math"):
+        module = BaselineAttention(d_model=32, n_head=4, qk_norm=lambda width: Widening(), backend=backend)
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs.append(module(torch.linspace(-1, 1, 2 * 9 * 32).view(2, 9, 32)))
+    torch.testing.assert_close(*outputs, atol=1e-2, rtol=0)
+
+
+class Widening(torch.nn.Module):
+    """As the norm of transformers' Llama: a weight in float32 makes the product float32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.ones(x.shape[-1])
+
+
 # ---------------------------------------- how it is made
 
 
@@ -165,13 +188,32 @@ def test_it_is_compiled_once_and_kept(fresh: Path, monkeypatch: pytest.MonkeyPat
 
 
 @needs_compiler
-def test_a_broken_library_is_compiled_again(fresh: Path) -> None:
+def test_a_broken_library_is_compiled_again(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert cpu.missing() is None
     (kept,) = fresh.iterdir()
-    kept.unlink()  # not written over: this process has mapped the file
-    kept.write_bytes(b"cut off")
+    broken = fresh / "other" / "attention-noise" / kept.name  # in a new folder: this process has loaded the first one
+    broken.parent.mkdir(parents=True)
+    broken.write_bytes(b"cut off")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(fresh / "other"))
     forget()
-    assert cpu.missing() is None and kept.stat().st_size > 1000
+    assert cpu.missing() is None and broken.stat().st_size > 1000
+
+
+@needs_compiler
+def test_two_calls_write_to_two_files_before_they_publish_one(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads, or processes on machines that share the folder, may have one process number."""
+    copy, parts = shutil.copyfile, []
+    monkeypatch.setattr(native.shutil, "copyfile", lambda made, part: parts.append(part.name) or copy(made, part))
+    for folder in ("one", "two"):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(fresh / folder))
+        native.library.__wrapped__(cpu.SOURCE)
+    assert len(set(parts)) == 2
+
+
+@needs_compiler
+def test_a_library_in_the_cache_folder_is_the_one_that_is_used(fresh: Path) -> None:
+    """The folder for temporary files may be mounted noexec."""
+    assert native.library(cpu.SOURCE)._name == str(next(fresh.iterdir()))
 
 
 @needs_compiler

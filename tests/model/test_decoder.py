@@ -64,6 +64,34 @@ def test_no_tokens_have_no_logits(name: str) -> None:
     assert done.stdout.strip() == "(2, 0, 50)", done.returncode
 
 
+@pytest.mark.parametrize("T", (1, 5))
+@pytest.mark.parametrize("name", VARIANTS)
+def test_no_sequences_have_no_logits(name: str, T: int) -> None:
+    for backend in ("auto", "sdpa", "math"):
+        assert Decoder(config(name, backend=backend))(torch.zeros(0, T, dtype=torch.long)).shape == (0, T, 50)
+
+
+def test_inputs_without_a_batch_are_refused() -> None:
+    model = Decoder(config("baseline"))
+    with pytest.raises(ValueError, match=r"the tokens are \(5,\), not \(B, T\): give tokens\[None\]"):
+        model(torch.zeros(5, dtype=torch.long))
+    with pytest.raises(ValueError, match=r"the input is \(5, 64\), not \(B, T, D\): give x\[None\]"):
+        model.blocks[0].attention(torch.zeros(5, 64))
+
+
+def test_a_model_with_activation_checkpointing_still_fills_a_cache() -> None:
+    model, tokens = randomized("baseline"), torch.randint(0, 50, (2, 12))
+    want = model(tokens)
+    model.recompute, cache = True, KVCache(12)
+    torch.testing.assert_close(torch.cat([model.train()(part, cache=cache) for part in tokens.split(6, 1)], 1), want)
+
+
+def test_a_model_on_the_meta_device_has_shapes() -> None:
+    """Its tensors are neither on a CPU nor on a card."""
+    with torch.device("meta"):
+        assert Decoder(config("diff"))(torch.zeros(2, 5, dtype=torch.long)).shape == (2, 5, 50)
+
+
 def test_tensors_that_are_assigned_stay_tied() -> None:
     model, other = Decoder(config("baseline"), seed=1), Decoder(config("baseline"), seed=2)
     state = {name: value.clone() for name, value in other.state_dict().items()}

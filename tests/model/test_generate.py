@@ -124,6 +124,7 @@ def test_learned_positions_are_used_to_the_last() -> None:
         ({"temperature": 1.0, "top_k": 0}, "top_k=0 leaves no token: use top_k=50"),
         ({"temperature": 1.0, "top_p": 0.0}, "top_p=0.0 is not a share"),
         ({"top_p": 1.5}, "top_p=1.5 is not a share"),
+        ({"temperature": 1.0, "generator": generators(1, 2)}, "2 generators for 1 rows: give one for all rows"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(options: dict, says: str) -> None:

@@ -196,6 +196,15 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "pickled weights": (pickled, "only pickled weights (pytorch_model.bin)"),
     "half a file": (cut, "cannot be read"),
     "another architecture": (lambda folder: edit(folder, architectures=["BertForMaskedLM"]), "is a BertForMaskedLM"),
+    "architectures that are no list": (lambda folder: edit(folder, architectures={"a": 1}), "is a (none): only"),
+    "an architecture that is no name": (lambda folder: edit(folder, architectures=[["x"]]), "is a ['x']: only"),
+    "layers of another kind": (
+        lambda folder: edit(folder, architectures=["Qwen2ForCausalLM"], layer_types=["chunked_attention"]),
+        "layer_types chunked_attention",
+    ),
+    "layers without a list": (
+        lambda folder: edit(folder, architectures=["Qwen2ForCausalLM"], layer_types=5), "layer_types 5",
+    ),
     "quantized": (lambda folder: edit(folder, quantization_config={"bits": 4}), "quantized"),
     "half a scaled rope": (
         lambda folder: edit(folder, rope_parameters={"rope_type": "llama3", "factor": 8.0}), "number for low_freq_factor",

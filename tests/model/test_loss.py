@@ -74,6 +74,21 @@ def test_a_target_outside_of_the_vocabulary_fails(wrong: int, inputs: tuple[Tens
             linear_cross_entropy(leaf, weight.detach(), targets)
 
 
+def test_a_target_in_the_padding_of_the_head_fails() -> None:
+    """In half precision the head is padded to 64 logits, which are no tokens."""
+    x, weight, targets = torch.randn(4, 8), torch.randn(50, 8), torch.full((4,), 55)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(IndexError, match="out of bounds"):
+        linear_cross_entropy(x, weight, targets)
+
+
+@pytest.mark.parametrize(
+    ("targets", "says"), ((torch.zeros(4, dtype=torch.int32), "torch.int32 .4,."), (torch.zeros(2).long(), "torch.int64 .2,."))
+)
+def test_targets_of_another_type_or_number_are_refused(targets: Tensor, says: str) -> None:
+    with pytest.raises(ValueError, match=f"the targets are {says}: give int64 numbers, one for each of the 4 rows"):
+        linear_cross_entropy(torch.randn(4, 8, requires_grad=True), torch.randn(50, 8), targets)
+
+
 def test_no_tensor_is_as_large_as_the_logits(inputs: tuple[Tensor, Tensor, Tensor]) -> None:
     x, weight = (each[:, :4].detach().requires_grad_() for each in inputs[:2])  # smaller than a piece's logits
     with Largest() as largest:

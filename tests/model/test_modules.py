@@ -191,6 +191,12 @@ def test_keywords_change_a_configuration_and_unknown_ones_are_refused() -> None:
         cls(lambda_warmup=-1)
     with pytest.raises(ValueError, match="model.rope_scaling.factor=0.0 is out of range"):
         cls(rope_scaling=RopeScaling(factor=0.0))
+    with pytest.raises(ValueError, match="model.rope_scaling={'kind': 'linear'} is no RopeScaling: use RopeScaling"):
+        cls(rope_scaling={"kind": "linear"})
+    with pytest.raises(ValueError, match="model.d_model='64' is out of range: use a number"):
+        cls(d_model="64")
+    with pytest.raises(ValueError, match="model.n_head=3 must be even: use model.diff.heads=double"):
+        cls(d_model=15, n_head=3, position="none")  # no even number divides 15
     with pytest.raises(ValueError, match="use DiffAttention.d_model="):
         cls(512, 16)
 

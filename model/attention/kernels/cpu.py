@@ -39,7 +39,8 @@ def attend_diff(q: Tensor, k: Tensor, v: Tensor, lam: Tensor) -> Tensor:
     B, h, _, T, _ = q.shape
     q = q.unflatten(1, (k.shape[1], -1)).movedim(3, 1)  # (B, 2, hkv, G, T, d)
     k = k.movedim(2, 1).unsqueeze(4)  # (B, 2 or 1, hkv, T, 1, d)
-    lam = lam.to(torch.promote_types(q.dtype, torch.float32)).expand(B, h, T, 1).reshape(B, v.shape[1], -1, T, 1)
+    hkv = v.shape[1]
+    lam = lam.to(torch.promote_types(q.dtype, torch.float32)).expand(B, h, T, 1).reshape(B, hkv, h // hkv, T, 1)
     return _Kernel.apply(q, k, v.unsqueeze(3), lam).flatten(1, 2)
 
 
@@ -71,7 +72,11 @@ class _Call(ctypes.Structure):
 def _call(q: Tensor, k: Tensor, v: Tensor, lam: Tensor | None, **others: Tensor | None) -> None:
     """Run the kernel: forward if `others` has out; backward if it has grad_out and the gradients to fill."""
     B, M, K, G, T, d = q.shape
-    call = _Call(B, M, k.shape[1], K, G, T, k.shape[4], d, v.shape[-1], torch.get_num_threads())
+    C, n = k.shape[1], k.shape[4]
+    if k.shape != (B, C, K, T, n, d) or v.shape[:-1] != (B, K, T, n) or C not in (1, M) or not q.dtype == k.dtype == v.dtype:
+        shapes = ", ".join(f"{name} {x.dtype} {tuple(x.shape)}" for name, x in (("q", q), ("k", k), ("v", v)))
+        raise ValueError(f"queries, keys and values do not fit each other in shape or dtype ({shapes})")
+    call = _Call(B, M, C, K, G, T, n, d, v.shape[-1], torch.get_num_threads())
     tensors = {"q": _in_line(q), "k": _in_line(k), "v": _in_line(v), "lam": lam, **others}
     for name, x in tensors.items():
         if x is not None:
