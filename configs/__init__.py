@@ -26,7 +26,7 @@ from configs.ranges import check_ranges
 
 CONFIG_DIR = Path(__file__).parent
 OUT_OF_MEMORY = "OutOfMemoryError"  # the name of torch's class; torch is not imported here
-USER_ERRORS = (ValueError, OSError, HydraException, OmegaConfBaseException)
+USER_ERRORS = (ValueError, OSError, MemoryError, HydraException, OmegaConfBaseException)
 # Hydra must not write its own folder and log: their time-stamped names would differ between the ranks of a run.
 HYDRA_SETTINGS = {
     "run": {"dir": "."},

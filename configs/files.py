@@ -123,8 +123,8 @@ def _lines(file: Iterable[bytes], path: Path) -> Iterator[bytes]:
 def whole_folder(path: Path) -> Iterator[Path]:
     """A new folder to write into. At the end of the block it becomes `path`; if the block fails, it is deleted.
 
-    An existing folder `path` is replaced. If a kill comes between the two renames, `remove_leftovers` gives that folder its
-    name back.
+    An existing folder `path` is replaced. If the second of the two renames fails, that folder gets its name back; if a kill
+    comes between them, `remove_leftovers` gives it back.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(path.parent, path.name)
@@ -136,6 +136,8 @@ def whole_folder(path: Path) -> Iterator[Path]:
             os.replace(path, replaced)
         os.replace(partial, path)
     finally:
+        if replaced.is_dir() and not path.exists():
+            os.replace(replaced, path)
         shutil.rmtree(partial, ignore_errors=True)
         shutil.rmtree(replaced, ignore_errors=True)
 

@@ -203,7 +203,8 @@ class Loader:
 class Prefetcher:
     """Wraps a loader: a thread reads the next batch while the current batch is used. The batches are the same.
 
-    No other thread reads files. So even if the file system hangs, the main thread can handle signals and end the process.
+    The main thread reads no training text itself. So even if the file system hangs in a training step, it can handle signals
+    and end the process. (Validation reads its windows in the main thread.)
     """
 
     def __init__(self, loader: Loader) -> None:

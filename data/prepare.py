@@ -95,7 +95,8 @@ class Split:
         self.tokens = sum(shard["tokens"] for shard in shards)
         if shards:
             self.documents, self.bytes = shards[-1]["documents"], shards[-1]["bytes"]
-            self.last = tuple(shards[-1]["end"])
+            number, taken = shards[-1]["end"]
+            self.last = int(number), int(taken)
 
     def summary(self) -> dict:
         shards = [{key: shard[key] for key in ("file", "tokens", "crc32")} for shard in self.shards]
@@ -173,14 +174,14 @@ class Preparation:
         # A token of English has about four bytes; a long text is measured no further than max_tokens tokens reach.
         limit = max(MEASURED, 4 * self.cfg.max_tokens) if self.cfg.max_tokens else math.inf
         split: HoldOut = measure(corpus, self.cfg.val_fraction, limit)
-        if self.tokenizer is None:
-            if self.cfg.tokenizer.name == "bpe":
-                self._say("training a bpe vocabulary on the text")
-            self.tokenizer = build_tokenizer(self.cfg.tokenizer, _sample(split.documents(corpus)))
         documents = split.documents(corpus)
         first = next(documents, None)
         if first is None:
             raise ValueError(f"there is no text in {self.cfg.path or self.cfg.name}: give a source with text in it")
+        if self.tokenizer is None:
+            if self.cfg.tokenizer.name == "bpe":
+                self._say("training a bpe vocabulary on the text")
+            self.tokenizer = build_tokenizer(self.cfg.tokenizer, _sample(split.documents(corpus)))
         self._start()
         queue: deque[tuple[int, Item]] = deque()  # the threads tokenize these; `ahead` bounds their characters
         ahead = 0

@@ -270,7 +270,7 @@ def _jsonl(path: Path, stream: BinaryIO, cfg: DataConfig) -> Iterator[str]:
         if not line:
             return
         if len(line) > cfg.longest_line:
-            raise _too_long(where, cfg)
+            raise _too_long(where, cfg, "bytes")
         if not line.strip():
             continue
         try:
@@ -281,14 +281,16 @@ def _jsonl(path: Path, stream: BinaryIO, cfg: DataConfig) -> Iterator[str]:
             raise ValueError(f"{where} is not JSON: correct the line, or give another path=") from None
         keys = record if isinstance(record, dict) else {}
         text = keys.get(cfg.column)
+        if text is None and cfg.column in keys:  # no document, as in a column
+            continue
         if not isinstance(text, str):
-            names = _brief(", ".join(keys) or "no keys")
-            raise ValueError(f"{where} has no text under '{cfg.column}' (it has {names}): use data.column=KEY")
+            has = f"a value of type {type(text).__name__}" if cfg.column in keys else _brief(", ".join(keys) or "no keys")
+            raise ValueError(f"{where} has no text under '{cfg.column}' (it has {has}): use data.column=KEY")
         yield text
 
 
-def _too_long(where: str, cfg: DataConfig) -> ValueError:
-    return ValueError(f"{where} is longer than {cfg.longest_line:,} bytes: split it, or raise data.longest_line=")
+def _too_long(where: str, cfg: DataConfig, unit: str) -> ValueError:
+    return ValueError(f"{where} is longer than {cfg.longest_line:,} {unit}: split it, or raise data.longest_line=")
 
 
 def _parquet(path: Path, raw: BinaryIO, cfg: DataConfig, most: int) -> Iterator[str]:
@@ -311,7 +313,7 @@ def _parquet(path: Path, raw: BinaryIO, cfg: DataConfig, most: int) -> Iterator[
             if most < 0:
                 raise _bomb(path)
             if len(text) > cfg.longest_line:
-                raise _too_long(f"a row of {path}", cfg)
+                raise _too_long(f"a row of {path}", cfg, "characters")
             yield text
 
 

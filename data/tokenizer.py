@@ -302,10 +302,7 @@ def build_tokenizer(cfg: TokenizerConfig, texts: Iterable[str] | None = None) ->
         return read_tokenizer(cfg.path) if cfg.path else Tokenizer(_encoding(cfg.name))
     if texts is None:
         raise ValueError("a bpe tokenizer is trained on text: run python -m data.prepare with data.tokenizer.name=bpe")
-    size = cfg.vocab_size or BPE_TOKENS
-    if size < 258:
-        raise ValueError(f"vocab_size {size} is too small for bpe: use data.tokenizer.vocab_size=258 or more")
-    return Tokenizer(_bpe_encoding(_train_bpe(texts, size), BPE_PATTERN))
+    return Tokenizer(_bpe_encoding(_train_bpe(texts, cfg.vocab_size or BPE_TOKENS), BPE_PATTERN))
 
 
 def _encoding(name: str) -> tiktoken.Encoding:

@@ -7,6 +7,9 @@ from typing import Any
 class WandbStub:
     """Stands in for the package: `monkeypatch.setitem(sys.modules, "wandb", WandbStub())`."""
 
+    class Error(Exception):
+        """The base class of wandb's errors."""
+
     def __init__(self) -> None:
         self.started: list[dict[str, Any]] = []  # options of every init
         self.logged: list[Any] = []  # what was logged, and "finished"

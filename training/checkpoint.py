@@ -43,7 +43,7 @@ class CheckpointConfig:
     every: Annotated[int, "[0, inf)"] = 500  # steps between checkpoints; 0: only at the end
     keep: Annotated[int, "[0, inf)"] = 2  # number of newest checkpoints that stay; 0: all
     sharded: bool = False  # each process writes its own part, while training goes on; scripts/consolidate.py joins them
-    at: Annotated[list[int], "[0, inf)"] = field(default_factory=list)  # steps of extra checkpoints, kept to branch off
+    at: Annotated[list[int], "[1, inf)"] = field(default_factory=list)  # steps of extra checkpoints, kept to branch off
 
 
 def folder_name(step: int) -> str:
@@ -105,7 +105,7 @@ def all_tensors(model: Decoder, optimizers: list[torch.optim.Optimizer]) -> Tens
 
 
 def write(folder: Path, weights: Tensors, optimizer: Tensors, state: dict[str, Any]) -> None:
-    """Write a checkpoint of these tensors as `folder`; a checkpoint that has this name (a damaged one) is replaced."""
+    """Write a checkpoint of these tensors as `folder`; a damaged or sharded one that has this name is replaced."""
     if bad := sharded.not_finite(weights | optimizer, anywhere=False):
         raise Diverged(f"{bad} is not finite at step {state['step']}, so no checkpoint is written: lower optim.lr")
     try:

@@ -52,7 +52,7 @@ class World:
         """The largest `number` of all processes; all processes must call it together."""
         if self.size == 1:
             return float(number)
-        x = torch.tensor(float(number), device=self.device)
+        x = torch.tensor(float(number), dtype=torch.float64, device=self.device)  # exact for any step
         dist.all_reduce(x, dist.ReduceOp.MAX)
         return x.item()
 

@@ -99,8 +99,6 @@ def run_jobs(chains: Sequence[Sequence[Job]], jobs: int | None, name: str, total
     """
     gpus = visible_gpus()
     jobs = jobs if jobs is not None else max(1, len(gpus))
-    if jobs < 1:
-        raise ValueError(f"jobs={jobs} is too small: use jobs=1 or more")
     slots: queue.SimpleQueue[int] = queue.SimpleQueue()
     for slot in range(jobs):
         slots.put(slot)

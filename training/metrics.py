@@ -1,6 +1,7 @@
 """What a run reports: metrics.jsonl is the record; the terminal lines and wandb repeat it."""
 
 import json
+import math
 import os
 import re
 import sys
@@ -61,17 +62,18 @@ def memory_gb(device: torch.device) -> float | None:
     """Peak memory so far in GB, to the MB: allocated on the GPU, or resident in this process (None on Windows)."""
     if device.type == "cuda":
         return round(torch.cuda.max_memory_allocated(device) / 1e9, 3)
-    if STATUS.is_file():  # ru_maxrss includes the peak of the process that started this one
-        return round(status_gb("VmHWM"), 3)
+    if (peak := status_gb("VmHWM")) is not None:  # ru_maxrss includes the peak of the process that started this one
+        return round(peak, 3)
     if resource is None:
         return None
     unit = 1 if sys.platform == "darwin" else 1024
     return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9, 3)
 
 
-def status_gb(key: str) -> float:
-    """A size that Linux reports of this process: VmRSS, resident now, or VmHWM, the peak."""
-    return int(re.search(rf"{key}:\s+(\d+) kB", STATUS.read_text())[1]) * 1.024e-6
+def status_gb(key: str) -> float | None:
+    """A size that Linux reports of this process: VmRSS, resident now, or VmHWM, the peak. None where it does not (gVisor)."""
+    found = re.search(rf"{key}:\s+(\d+) kB", STATUS.read_text()) if STATUS.is_file() else None
+    return None if found is None else int(found[1]) * 1.024e-6
 
 
 class Metrics:
@@ -85,7 +87,7 @@ class Metrics:
         self.seconds_before = 0.0  # of training, before a resume
         self.wandb = start_wandb(wandb, run_dir, config)  # before lines are dropped: if it fails, they stay
         if self.path.exists():
-            kept = [line for line in read_json_lines(self.path) if 0 < first >= line["step"]]
+            kept = [line for line in read_json_lines(self.path) if 0 < first >= line.get("step", math.inf)]
             write_atomic(self.path, "".join(f"{json_text(line)}\n" for line in kept).encode())
             self.seconds_before = max((line.get("time_s", 0.0) for line in kept), default=0.0)
         self.file = self.path.open("ab", buffering=0)  # unbuffered: close() does not write a failed line again
@@ -106,15 +108,19 @@ class Metrics:
     def close(self) -> None:
         self.file.close()
         if self.wandb:
-            losses = [line["val_loss"] for line in read_json_lines(self.path) if "val_loss" in line]
+            losses = val_losses(self.path.parent)
             self.wandb.summary.update({"best_val_loss": min(losses)} if losses else {})
             self.wandb.finish()
 
 
+def val_losses(run_dir: Path) -> list[float]:
+    """The run's validation losses so far, in the order of their steps."""
+    return [line["val_loss"] for line in read_json_lines(run_dir / "metrics.jsonl") if "val_loss" in line]
+
+
 def last_val_loss(run_dir: Path) -> float:
     """The validation loss at the end of a finished run; NaN where none was written."""
-    losses = [line["val_loss"] for line in read_json_lines(run_dir / "metrics.jsonl") if "val_loss" in line]
-    return losses[-1] if losses else float("nan")
+    return (val_losses(run_dir) or [math.nan])[-1]
 
 
 class Stopwatch:

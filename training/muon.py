@@ -46,7 +46,8 @@ class Muon(torch.optim.Muon):
     def _update(self, params: list[Tensor], group: dict, scale: float) -> None:
         """One step of `params`, matrices of one shape (as torch.optim.Muon with adjust_lr_fn=original)."""
         for p in params:
-            self.state[p].setdefault("momentum_buffer", torch.zeros_like(p.grad))
+            if not self.state[p]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p.grad)
         grads, sums = [p.grad for p in params], [self.state[p]["momentum_buffer"] for p in params]
         decay = 1 - group["lr"] * group["weight_decay"]
         if self.found_inf is not None:

@@ -22,8 +22,6 @@ class NeedleProbe:
     """
 
     def __init__(self, model: Decoder, windows: Windows, tokenizer: Tokenizer, samples: int, digits: int) -> None:
-        if samples < 1:
-            raise ValueError(f"needle_samples={samples} leaves no question to ask: use needle_samples=64")
         if not isinstance(windows, Windows):
             raise ValueError("a needle check hides needles in text, and these data have no text: use needle_every=0")
         self.model, device = model, model.embedding.weight.device

@@ -7,7 +7,7 @@ from typing import Annotated
 import torch
 from torch import Tensor, nn
 
-from model.attention.base import Attention
+from model.attention.base import Attention, check_choice
 from training.distributed import World
 from training.muon import Muon
 from training.parallel import split_as
@@ -17,7 +17,7 @@ from training.parallel import split_as
 class OptimConfig:
     """Optimizer, learning rates and their schedule.
 
-    name: adamw for all parameters, or muon for the matrices of the blocks and adamw for the rest. schedule, after the warm-up:
+    name: adamw for all parameters, or muon for the matrices of the blocks and adamw for the rest. schedule: after the warm-up,
     cosine and linear fall from the peak to min_lr * peak at the end; wsd (warmup-stable-decay) stays at the peak and falls
     linearly to min_lr * peak over the last share `decay` of the steps.
     """
@@ -39,10 +39,8 @@ class OptimConfig:
 
 def build_optimizers(model: nn.Module, cfg: OptimConfig, world: World | None = None) -> list[torch.optim.Optimizer]:
     """The optimizers of `model`; each group carries its parameters' names and its `peak_lr`. world: shares Muon's work."""
-    if cfg.name not in ("adamw", "muon"):
-        raise ValueError(f"optim.name={cfg.name} is unknown: use adamw or muon")
-    if cfg.schedule not in ("cosine", "linear", "wsd"):
-        raise ValueError(f"optim.schedule={cfg.schedule} is unknown: use cosine, linear or wsd")
+    check_choice("optim.name", cfg.name, ("adamw", "muon"))
+    check_choice("optim.schedule", cfg.schedule, ("cosine", "linear", "wsd"))
     split: dict[str, list[tuple[str, Tensor]]] = {"muon": [], "decayed": [], "undecayed": [], "scalars": []}
     own = _groups_of_attention(model)
     for name, p in model.named_parameters():

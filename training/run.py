@@ -1,6 +1,7 @@
 """A training run as a folder: its configuration, its name, and how it begins, continues or branches off another run."""
 
 import hashlib
+import math
 import os
 import re
 import shutil
@@ -45,7 +46,7 @@ class TrainConfig:
     seed: Annotated[int, "[0, 4294967295]"] = 1  # seed of the initial weights, of the order of the data and of dropout
     eval_every: Annotated[int, "[0, inf)"] = 250  # steps between validations; 0: only at the end
     eval_tokens: Annotated[int, "[1, inf)"] = 262144  # tokens that each validation reads
-    nonfinite: Annotated[int, "[1, inf)"] = 10  # end the run after so many non-finite losses or gradients in a row
+    nonfinite: Annotated[int, "[1, inf)"] = 10  # end the run after this many updates in a row that are not finite
     outlier_z: Annotated[float | None, "(0, 7.8]"] = (
         None  # skip updates whose loss or gradient norm is this many standard deviations above its recent mean; None: never
     )
@@ -173,7 +174,8 @@ def start_or_resume(
             guard.load(checkpoint.read_state(folder).get("guard", {}))
             return checkpoint.read_state(folder)["step"], lock
     elif (run_dir / "metrics.jsonl").exists() and world.main:
-        raise ValueError(f"{run_dir} already holds a run: continue it with resume=true, or choose another run_dir=...")
+        how = "its config.yaml is missing, copy it back" if cfg.resume else "continue it with resume=true"
+        raise ValueError(f"{run_dir} already holds a run: {how}, or choose another run_dir=...")
     if cfg.init_from and cfg.branch_from:
         raise ValueError("init_from= and branch_from= are both given: give one of them")
     first = 0
@@ -201,7 +203,7 @@ def begin(cfg: TrainConfig, run_dir: Path, tokenizer: Tokenizer, first: int) -> 
     write_atomic(run_dir / "config.yaml", yaml.safe_dump(asdict(cfg), sort_keys=False).encode())
     if cfg.branch_from:
         lines = read_json_lines(Path(cfg.branch_from) / "metrics.jsonl")
-        shared = [json_text(line) for line in lines if line["step"] <= first]
+        shared = [json_text(line) for line in lines if line.get("step", math.inf) <= first]
         write_atomic(run_dir / "metrics.jsonl", "".join(f"{line}\n" for line in shared).encode())
 
 
@@ -228,11 +230,14 @@ def trunk_checkpoint(cfg: TrainConfig) -> Path:
     trunk, step = Path(cfg.branch_from or ""), decay_start(cfg.steps, cfg.optim)
     if cfg.optim.schedule != "wsd":
         raise ValueError("branch_from= needs a schedule with a stable phase: use optim.schedule=wsd for both runs")
+    if step == 0:
+        wrong = "this run decays from its first step, so it shares no step with branch_from="
+        raise ValueError(f"{wrong}: leave branch_from= out, or lower optim.decay")
     if not (trunk / "config.yaml").is_file():
         raise ValueError(f"branch_from={trunk} is not a run: give the folder of a longer run with optim.schedule=wsd")
     advice = "this run must have the configuration of branch_from=, except steps"
     refuse_other_config(trunk, asdict(cfg), but=("steps", "init_from"), advice=advice)
-    theirs = read_run_config(trunk)["steps"]
+    theirs = read_run_config(trunk).get("steps", 0)
     if step > decay_start(theirs, cfg.optim):
         raise ValueError(f"branch_from={trunk} decays before step {step}: branch off a run of more than {theirs} steps")
     folder = checkpoint.of_step(trunk, step)
@@ -255,7 +260,7 @@ def deciding(config: dict[str, Any], but: tuple[str, ...] = ()) -> dict[str, Any
     """The values of DECIDES under dotted keys, without `but` and WHERE. Of init_from, PARENT/NAME: machines differ above it."""
     flat = flatten({key: config.get(key) for key in DECIDES if key not in but})
     if flat.get("init_from"):
-        flat["init_from"] = "/".join(Path(flat["init_from"]).parts[-2:])
+        flat["init_from"] = "/".join(Path(str(flat["init_from"])).parts[-2:])
     return {key: value for key, value in flat.items() if key not in WHERE}
 
 

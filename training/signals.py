@@ -22,6 +22,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
 from training.distributed import World
+from training.guard import Diverged
 
 ENDING = (signal.SIGINT, signal.SIGTERM)
 # Windows has none of these.
@@ -36,6 +37,11 @@ Result = TypeVar("Result")
 
 class Interrupted(Exception):
     """A signal has ended a wait."""
+
+
+def in_sweep() -> bool:
+    """Whether this process trains several runs one after the other (Hydra's -m)."""
+    return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
 
 
 class Signals:
@@ -62,13 +68,16 @@ class Signals:
                 signal.signal(number, self._save)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type | None, error: BaseException | None, *_: object) -> None:
         self._left.set()
         for number, handler in self._before.items():
             # None: a handler that Python did not install, and cannot install again. After a signal the process ends, and an
             # echo of this signal may still come.
             if handler is not None and not self.ending:
                 signal.signal(number, handler)
+        if isinstance(error, Diverged) and self.ending in ENDING and in_sweep():  # the sweep would go on with its next run
+            self.say(f"error: {error}")
+            self.leave(self.ending)
 
     def _save(self, *_: Any) -> None:
         self.saving = True
@@ -141,8 +150,8 @@ class Signals:
             steps, seconds = step - self._agreement[0], now - self._agreement[1]
             pace = self.world.largest(seconds / steps if steps > 0 else math.inf)
             self._agreement, self._next = (step, now), step + max(1, min(every - step % every, int(AGREE_EVERY / pace)))
-        ending, saving = int(self.world.largest(self.ending)), bool(self.world.largest(self.saving))
-        self.saving = False
+        asked, self.saving = self.saving, False  # before the reduction: a signal may come while it waits
+        ending, saving = int(self.world.largest(self.ending)), bool(self.world.largest(asked))
         if ending:
             self._progress = math.inf  # the step has ended, and a checkpoint may take longer
         return ending, saving or bool(ending)
@@ -159,7 +168,7 @@ class Signals:
         All processes must call it together. A launcher's signal to queue the job again does not count, because the run is done.
         """
         number = int(self.world.largest(self.ending if self.ending in ENDING else 0))
-        if number and HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
+        if number and in_sweep():
             self.leave(number)
 
     def say(self, text: str) -> None:

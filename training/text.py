@@ -14,7 +14,7 @@ from data.tokenizer import BPE_TOKENS
 from training.checkpoint import flatten
 
 # Options that only data.prepare reads, as meta.json names them.
-PREPARING = ("tokenizer.name", "tokenizer.vocab_size", "val_fraction", "max_tokens", "shard_tokens")
+PREPARING = ("tokenizer.name", "tokenizer.path", "tokenizer.vocab_size", "val_fraction", "max_tokens", "shard_tokens")
 
 
 def refuse_ignored_options(cfg: DataConfig, overrides: Sequence[str]) -> None:
@@ -32,7 +32,8 @@ def refuse_ignored_options(cfg: DataConfig, overrides: Sequence[str]) -> None:
         theirs, ours = made.get(option), values[option]
         if option == "tokenizer.vocab_size":
             theirs, ours = theirs or BPE_TOKENS, ours or BPE_TOKENS
-        if f"data.{option}" in typed and option in made and theirs != ours:
+        known = option in made or option == "tokenizer.path"  # a request without this option was made without a path
+        if f"data.{option}" in typed and known and theirs != ours:
             wrong = f"{cfg.dir} was prepared with data.{option}={theirs}, not {ours}, and training does not prepare it again"
             raise ValueError(f"{wrong}: set data.{option}={theirs}, or prepare as another data.name=NAME")
 

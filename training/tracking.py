@@ -11,6 +11,8 @@ import secrets
 from pathlib import Path
 from typing import Any
 
+from configs.files import write_atomic
+
 MODES = ("off", "online", "offline")
 PROJECT = "attention-noise"
 
@@ -24,7 +26,8 @@ def start_wandb(mode: str, run_dir: Path, config: dict[str, Any]) -> Any | None:
     """
     if (wandb := import_wandb(mode)) is None:
         return None
-    run = wandb.init(
+    run = _started(
+        wandb,
         id=_kept_id(run_dir),
         resume="allow" if mode == "online" else None,  # offline, `wandb sync` joins the parts of one id
         name=run_dir.name,
@@ -51,6 +54,14 @@ def import_wandb(mode: str) -> Any | None:
     return wandb
 
 
+def _started(wandb: Any, **options: Any) -> Any:
+    try:
+        return wandb.init(**options)
+    except wandb.Error as error:  # no key, or no network
+        why = str(error).strip().split("\n")[0]
+        raise ValueError(f"wandb does not start ({why}): run `wandb login`, or use wandb=offline or wandb=off") from None
+
+
 def common(wandb: Any, mode: str, folder: Path, run_dir: Path) -> dict[str, Any]:
     """Arguments of wandb.init for every run: `folder` is for wandb's own files, the group is the parent of `run_dir`."""
     return {
@@ -64,11 +75,11 @@ def common(wandb: Any, mode: str, folder: Path, run_dir: Path) -> dict[str, Any]
 
 
 def mirror(run: Any, line: dict[str, Any]) -> None:
-    """Send a line of metrics.jsonl: numbers to the history, other values (machine, version) to the configuration."""
+    """Send a line of metrics.jsonl: numbers to the history, other values of the first line (machine) to the configuration."""
     numbers = {key: value for key, value in line.items() if isinstance(value, (int, float))}
     run.log(numbers)
-    if facts := {key: value for key, value in line.items() if key not in numbers}:
-        run.config.update(facts, allow_val_change=True)
+    if line["step"] == 0:
+        run.config.update({key: value for key, value in line.items() if key not in numbers}, allow_val_change=True)
 
 
 def log_report(mode: str, page: Path, figures: dict[str, Path], folders: dict[str, Path], summary: dict[str, Any]) -> None:
@@ -86,7 +97,7 @@ def log_report(mode: str, page: Path, figures: dict[str, Path], folders: dict[st
         found = [*folder.glob("figures/*.png"), *folder.glob("eval/*.json"), folder / "config.yaml"]
         files |= {f"runs/{label}/{path.relative_to(folder)}": path for path in found}
     options = common(wandb, mode, page.parent, next(iter(folders.values())))
-    run = wandb.init(name=page.stem, job_type="report", config={"runs": list(folders)}, **options)
+    run = _started(wandb, name=page.stem, job_type="report", config={"runs": list(folders)}, **options)
     group = re.sub(r"[^\w.-]+", "-", run.group)
     artifact = wandb.Artifact(f"report-{group}", type="report")
     for name, path in files.items():
@@ -104,6 +115,6 @@ def arm_of(name: str, seed: int | None) -> str:
 
 def _kept_id(run_dir: Path) -> str:
     path = run_dir / "wandb_id.txt"
-    if not path.is_file():
-        path.write_text(secrets.token_hex(4))
+    if not (path.is_file() and path.read_text().strip()):
+        write_atomic(path, secrets.token_hex(4).encode())
     return path.read_text().strip()

@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from scipy.stats import quantile_test
 
 from eval.common import progress
-from training.metrics import STATUS, memory_gb, status_gb
+from training.metrics import memory_gb, status_gb
 
 LEAST_SECONDS = 0.02  # of one timing; a shorter work is repeated within the timing
 # Errors that make a row "not measured", with the error as its reason. Triton's own, such as OutOfResources, do so too; they are
@@ -121,7 +121,7 @@ def peak_growth(work: Work, device: torch.device) -> float | None:
         before = torch.cuda.memory_allocated()
         work()
         return (torch.cuda.max_memory_allocated() - before) / 1e6
-    if not STATUS.is_file():
+    if status_gb("VmHWM") is None:
         return None
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # else work could use memory that was freed but kept, uncounted

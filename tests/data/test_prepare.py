@@ -405,6 +405,7 @@ def test_errors_leave_no_folder_behind(cfg, tmp_path):
     (tmp_path / "broken.jsonl").write_text(json.dumps({"text": "fine"}) + "\n" * 3 + json.dumps({"text": "too"}) + "\n{")
     cases: list[tuple[dict, str]] = [
         ({"path": str(tmp_path / "blank.txt")}, "there is no text in"),
+        ({"path": str(tmp_path / "blank.txt"), "tokenizer": TokenizerConfig("bpe", 300)}, "there is no text in"),
         ({"path": str(tmp_path / "tiny.txt")}, "too few to hold some out"),
         ({"path": str(tmp_path / "broken.jsonl")}, "line 5 is not JSON"),
         ({"tokenizer": TokenizerConfig("bpe", 60_000)}, "too small for 60000"),

@@ -93,6 +93,16 @@ def test_the_command_that_converts_a_text_works(tmp_path):
     assert read(new) == ["naïve"]
 
 
+def test_a_row_of_null_is_no_document(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": null}\n{"text": "one"}\n')
+    assert read(path) == ["one"]
+    path.write_text('{"text": 5, "id": 1}\n')
+    refused("line 1 has no text under 'text' .it has a value of type int.: use data.column=KEY", path)
+    path.write_text('{"id": 1}\n')
+    refused("line 1 has no text under 'text' .it has id.: use data.column=KEY", path)
+
+
 def test_a_long_text_is_cut_at_line_ends(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "TEXT_LIMIT", 2**22)
     path = tmp_path / "a.txt"

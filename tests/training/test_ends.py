@@ -128,6 +128,25 @@ def test_a_folder_is_not_lost_while_another_takes_its_place(tmp_path: Path) -> N
     assert [path.name for path in tmp_path.iterdir()] == ["folder"] and (folder / "a").read_text() == "before"
 
 
+@pytest.mark.parametrize("error", (OSError("no space left on device"), KeyboardInterrupt()))
+def test_a_folder_is_not_lost_if_the_next_one_cannot_take_its_place(
+    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, real = tmp_path / "folder", os.replace
+    folder.mkdir()
+    (folder / "a").write_text("before")
+
+    def replace(old: Path, new: Path) -> None:
+        if new == folder and "replaced" not in old.name:
+            raise error
+        real(old, new)
+
+    monkeypatch.setattr(os, "replace", replace)
+    with pytest.raises(type(error)), whole_folder(folder):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"] and (folder / "a").read_text() == "before"
+
+
 def test_a_lock_names_its_holder_and_ends_with_it(tmp_path: Path) -> None:
     first = FolderLock(tmp_path, "trains in it")
     first.note("started by process 7")

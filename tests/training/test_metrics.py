@@ -33,6 +33,14 @@ def test_memory_is_that_of_this_process_and_not_of_its_parent(monkeypatch: pytes
     (tmp_path / "status").write_text("VmHWM:\t 2000000 kB\nVmRSS:\t 1000000 kB\n")
     monkeypatch.setattr(metrics, "STATUS", tmp_path / "status")
     assert metrics.memory_gb(torch.device("cpu")) == 2.048  # getrusage would tell the peak of the process that started this one
+    (tmp_path / "status").write_text("VmSize:\t 9 kB\nVmRSS:\t 1000000 kB\n")  # as gVisor's
+    assert metrics.memory_gb(torch.device("cpu")) > 0.1
+
+
+def test_lines_without_a_step_are_dropped_on_a_resume(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"loss": 1.0}\n')
+    metrics.Metrics(tmp_path, "off", {}, 1).close()
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "loss": 2.0}\n'
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,7 @@ def test_a_branch_is_the_run_of_its_length_trained_alone(trunk: Path, shards: Pa
         (("steps=40",), "branch off a run of more than 20 steps"),
         (("steps=15",), "checkpoint.at=[12]"),
         (("steps=10", "init_from=x"), "give one of them"),
+        (("steps=10", "optim.warmup=0", "optim.decay=1"), "decays from its first step, so it shares no step"),
         (("steps=10", "branch_from=nowhere"), "branch_from=nowhere is not a run"),
     ),
 )
@@ -104,6 +105,22 @@ def test_a_resume_may_not_change_the_run_whose_weights_the_run_began_with(trunk:
         with pytest.raises(ValueError, match=r"was started with init_from=study/a-s1"):
             refuse_other_config(warm, ours | {"init_from": other})
     refuse_other_config(warm, ours, but=("init_from",))  # a branch takes its weights from the trunk
+
+
+def test_values_of_no_sense_in_a_configuration_are_named(trunk: Path, tmp_path: Path) -> None:
+    ours = read_run_config(trunk)
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text(yaml.safe_dump(ours | {"init_from": [1]}))
+    with pytest.raises(ValueError, match="was started with init_from="):
+        refuse_other_config(run, ours)
+
+
+def test_a_run_without_its_configuration_is_not_continued(trunk: Path, shards: Path, tmp_path: Path, typed: Typed) -> None:
+    shutil.copytree(trunk, tmp_path / "run")
+    (tmp_path / "run" / "config.yaml").unlink()
+    done = typed(*train_arguments(shards, tmp_path / "run", *WSD, "steps=20", "resume=true"))
+    assert_one_line_error(done, "already holds a run: its config.yaml is missing, copy it back")
 
 
 @pytest.mark.parametrize("content", ("steps: [1\n", "", "model: {}\n"))

@@ -18,6 +18,7 @@ from tests.faults.runs import call
 from tests.training import processes
 from training.checkpoint import checkpoints
 from training.distributed import World
+from training.guard import Diverged
 from training.signals import ENDING, HANGUP, PATIENCE, REQUEUING, Signals
 
 CPU = torch.device("cpu")
@@ -60,6 +61,45 @@ def test_processes_with_fast_steps_agree_rarely(clock: SimpleNamespace) -> None:
             signals.saving = True
             agreed += [step] if signals.agreed(step, 10)[1] else []
         assert agreed[-4:] == [60, 70, 80, 90]
+
+
+def test_a_request_to_save_that_comes_while_processes_agree_is_kept(clock: SimpleNamespace) -> None:
+    """The reduction waits for the slowest process."""
+
+    class Slow(Two):
+        calls = 0
+
+        def largest(self, number: float) -> float:
+            self.calls += 1
+            if self.calls == 3:  # pace, ending, saving
+                os.kill(os.getpid(), signal.SIGHUP)
+            return float(number)
+
+    with Signals(Slow(0, 2, CPU)) as signals:
+        agreed = []
+        for step in range(3):
+            clock.now += 1.0
+            agreed.append(signals.agreed(step, 1))
+        assert agreed == [(0, False), (0, True), (0, False)]
+
+
+def test_steps_are_compared_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda *given: None)
+    assert World(0, 2, CPU).largest(16_777_217) == 16_777_217
+
+
+@pytest.mark.parametrize("sweep", (True, False))
+def test_a_signal_before_a_run_diverges_ends_the_sweep(
+    sweep: bool, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    """A search goes on with its next trial after a run that diverged."""
+    monkeypatch.setattr("training.signals.in_sweep", lambda: sweep)
+    with pytest.raises(SystemExit if sweep else Diverged) as caught, Signals(World(0, 1, CPU)):
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise Diverged("the loss is nan at step 3")
+    if sweep:
+        assert caught.value.code == 128 + signal.SIGTERM
+        assert "error: the loss is nan at step 3" in capfd.readouterr().out
 
 
 def test_only_a_step_without_progress_ends_the_process(clock: SimpleNamespace) -> None:

@@ -116,6 +116,31 @@ def test_an_online_run_is_resumed_by_its_id(tmp_path: Path, monkeypatch: pytest.
     assert stub.config == {"machine": {"cpu": "x"}} and stub.summary == {"best_val_loss": 1.0}
 
 
+def test_a_wandb_that_does_not_start_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stub = WandbStub()
+    monkeypatch.setitem(sys.modules, "wandb", stub)
+
+    def no_key(**options: object) -> None:
+        raise stub.Error("No API key configured.\nUse `wandb login` to log in.")
+
+    monkeypatch.setattr(stub, "init", no_key)
+    with pytest.raises(ValueError, match="wandb does not start .No API key configured..: run `wandb login`, or use wandb=off"):
+        Metrics(tmp_path, "online", {}, 0)
+
+
+def test_an_empty_id_is_made_again_and_a_skipped_update_changes_no_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stub = WandbStub()
+    monkeypatch.setitem(sys.modules, "wandb", stub)
+    (tmp_path / "wandb_id.txt").write_text("")
+    log = Metrics(tmp_path, "online", {}, 0)
+    log.write(step=0, machine="x")
+    log.write(step=1, skipped="loss is nan", samples=[1, 2])
+    log.close()
+    assert len(stub.started[0]["id"]) == 8 and stub.config == {"machine": "x"}
+
+
 def test_without_the_package_or_with_a_wrong_mode_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
     monkeypatch.setitem(sys.modules, "wandb", None)
