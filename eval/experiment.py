@@ -94,6 +94,8 @@ def arm_list(cfg: AblateConfig) -> list[Arm]:
         raise ValueError("metrics is empty, but a comparison needs a metric: use '+metrics.valid=perplexity.loss'")
     if not cfg.arms:
         raise ValueError("the experiment has no arms: list them under arms:, as configs/ablations/experiment/main.yaml does")
+    if unknown := [name for name in cfg.compared if name not in cfg.metrics]:
+        raise ValueError(f"compared has '{unknown[0]}', which is not in metrics: use {', '.join(cfg.metrics)}")
     if cfg.covariate is not None and cfg.covariate not in cfg.compared:
         raise ValueError(f"covariate={cfg.covariate} is not one of compared: use {', '.join(cfg.compared) or 'compared='}")
     refuse_grid(cfg)

@@ -172,6 +172,8 @@ def load_task(cfg: IclConfig) -> Task:
     if cfg.test:
         first, second = read_examples(Path(cfg.test), form)
         questions = second or first
+        if not questions:
+            raise ValueError(f"{cfg.test} has no questions: give test= another file, or leave it out")
     labels = {example.label for example in demonstrations}
     if len(labels) < 2:
         raise ValueError(

@@ -100,7 +100,7 @@ def draw(path: Path, rows: list[dict[str, Any]], shades: dict[str, str]) -> None
 @command("lambdas", LambdasConfig)
 def main(cfg: LambdasConfig) -> None:
     folder = Path(cfg.ablation)
-    arms = ablation_in(folder, "noise")["results"]["arms"]
+    arms = ablation_in(folder)["results"]["arms"]
     rows = list(rows_of(arms, folder, records_of(folder, Path(cfg.records) / folder.name)))
     if not rows:
         wrong = f"{folder} has no run folder and no record with a reading of lambda"

@@ -6,7 +6,6 @@ words, so each of their characters counts as a word.
 """
 
 import hashlib
-import json
 import re
 import zlib
 from collections.abc import Mapping, Sequence
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from configs.files import write_json
+from configs.files import read_json_object, write_json
 from data.config import DataConfig
 from data.shards import Shard, open_split
 from data.stream import open_tokenizer
@@ -72,7 +71,7 @@ def _bytes(tokenizer: Tokenizer, token: int) -> bytes:
 def overlaps(data: DataConfig, texts: Mapping[str, str], kept: Path) -> dict[str, float]:
     """Name -> share, for each of `texts` (name -> file, folder or glob). Each is computed once and saved in the file `kept`."""
     train, tokenizer = open_split(Path(data.dir), "train"), open_tokenizer(data)
-    known = json.loads(kept.read_text()) if kept.is_file() else {}
+    known = read_json_object(kept, "delete it") if kept.is_file() else {}
     found = {}
     for name, text in texts.items():
         documents = read_documents(text)

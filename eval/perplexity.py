@@ -225,6 +225,8 @@ def frequent_in_training(run: LoadedRun, windows: np.ndarray, cfg: PerplexityCon
         return frequent_ngrams(folder, shards, windows, cfg.ngram, size, rare_at_most(cfg))
     except (FileNotFoundError, ValueError) as error:  # shards are gone, or of another tokenizer
         if cfg.frequent is None:
+            if not isinstance(error, FileNotFoundError):
+                print(f"note: recalled tokens are not split into rare and frequent ones: {error}", flush=True)
             return None
         wrong = f"frequent={cfg.frequent} counts n-grams in the run's training shards ({error})"
         raise ValueError(f"{wrong}, or leave out frequent=") from None
@@ -242,6 +244,8 @@ def digest(windows: np.ndarray) -> str:
 
 def check_ngram(cfg: PerplexityConfig, vocab_size: int, length: int) -> None:
     """Raise ValueError for n-grams longer than a window, or too large for a code in one int64."""
+    if length < 2:
+        raise ValueError(f"length={length} has no n-gram of two tokens: use length=2 or more")
     most = min(length, int(63 / math.log2(vocab_size)))
     if cfg.ngram > most:
         raise ValueError(f"ngram={cfg.ngram} is not from 2 to {most}: use ngram=2")

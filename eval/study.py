@@ -190,7 +190,7 @@ def other_setting(found: Mapping[str, Any], name: str, *overrides: str) -> str |
     default, wanted = evaluation_config(name), evaluation_config(name, *overrides)
     had, asked = (settings_of({"config": config}) for config in ({**default, **found}, wanted))
     if name == "harness" and set(asked.get("tasks", ())) <= set(had.get("tasks", ())):
-        had["tasks"] = asked.get("tasks")  # its result may have the tasks of another command, too
+        had |= {key: asked.get(key) for key in ("tasks", "include_path")}  # it may have the tasks of another command, too
     keys = [key for key in (had | asked) if key not in ("device", "batch")]
     return next((key for key in keys if had.get(key) != asked.get(key)), None)
 

@@ -32,8 +32,8 @@ from eval.report.statistics import holm
 from eval.report.tables import markdown
 
 ABOUT = (
-    "Tokens: median over runs (95 % interval); a dash is a share that the curve does not reach. p: log-rank test, in brackets "
-    "with Holm's correction; arms against the first arm of their point."
+    "Tokens: median over runs (95 % interval); a dash: the curve, or this end of its interval, does not fall to one half. p: "
+    "log-rank test, in brackets with Holm's correction; arms against the first arm of their point."
 )
 
 
@@ -187,7 +187,7 @@ def draw(path: Path, levels: dict[str, list[dict[str, Any]]], shades: dict[str, 
 @command("survival", SurvivalConfig)
 def main(cfg: SurvivalConfig) -> None:
     folder = Path(cfg.ablation)
-    study = ablation_in(folder, "emergence")
+    study = ablation_in(folder)
     arms, asked = study["results"]["arms"], study["config"].get("pairs", {})
     if not cfg.levels or not all(0 < level <= 1 for level in cfg.levels):
         raise ValueError(f"levels={cfg.levels} must be accuracies above 0 and at most 1: use levels=[0.5,0.9]")

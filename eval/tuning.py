@@ -171,10 +171,13 @@ def tuning_notes(found: Mapping[str, Tuned], metric: str = "train.val_loss", exc
         return ["Untuned: all arms were trained at one shared learning rate, which was not tuned for any of them."]
     counts = {arm: len(t.losses) for arm, t in found.items()}
     fewest = min(counts.values())
-    judge = "on validation data" if metric == "train.val_loss" else f"by {metric},"
-    lines = [f"Tuned: {fewest} trials an arm {judge} that this table does not read, with seeds of their own."]
+    judge = "the loss on validation data" if metric == "train.val_loss" else metric
+    lines = [
+        f"Tuned: {fewest} trials an arm, judged by {judge}, which this table does not read. The trials have seeds of their own."
+    ]
     if more := [f"{arm} ({count})" for arm, count in counts.items() if count > fewest]:
-        lines.append(f"More trials, because the grid was widened or its best value lay elsewhere: {', '.join(more)}.")
+        why = "the best value was at an end of the tried values, or the search continued around another value"
+        lines.append(f"Arms with more trials ({why}): {', '.join(more)}.")
     if exchange:
         lines.append("Every arm also tried the best learning rates of all other arms.")
     for arm, t in found.items():

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 from omegaconf import MISSING
 
 from configs import command
@@ -24,6 +23,7 @@ from data.mqar import Mqar, shortest_row
 from eval.common import figure, progress
 from eval.mqar import MqarEvalConfig, accuracy, read_attention, task_of
 from eval.report.runs import ablation_in, colours_of
+from eval.report.statistics import mean_sd
 from eval.report.tables import markdown
 from training.checkpoint import checkpoints, load_run
 from training.distributed import pick_device
@@ -74,7 +74,7 @@ def over_runs(readings: list[dict[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {"step": readings[0]["step"], "n": len(readings)}
     for name in (name for name, value in readings[0].items() if isinstance(value, float)):
         values = [reading[name] for reading in readings]
-        found[name] = {"mean": float(np.mean(values)), "sd": float(np.std(values, ddof=1)) if len(values) > 1 else None}
+        found[name] = dict(zip(("mean", "sd"), mean_sd(values), strict=True))
     return found
 
 
@@ -114,7 +114,7 @@ def draw(path: Path, arms: list[dict[str, Any]], shades: dict[str, str]) -> None
 @command("two_maps", TwoMapsConfig)
 def main(cfg: TwoMapsConfig) -> None:
     folder = Path(cfg.ablation)
-    study = [arm for arm in ablation_in(folder, "noise")["results"]["arms"] if arm["runs"]]
+    study = [arm for arm in ablation_in(folder)["results"]["arms"] if arm["runs"]]
     arms = []
     with progress("two_maps", sum(len(arm["runs"]) for arm in study)) as bar:
         for arm in study:

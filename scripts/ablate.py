@@ -243,6 +243,10 @@ class Study:
             runs.append(self._run(arm, seed, f"{arm.name}-s{seed}", more, self.evaluations))
         return runs
 
+    def planned(self) -> int:
+        """The number of runs of the whole study, with those of arms whose tuning is not finished."""
+        return sum(len(self._seeds_of(arm)) for arm in self.arms)
+
     def _seeds_of(self, arm: Arm) -> list[int]:
         return self.seeds[: self.cfg.fewer_seeds.get(arm.arm)]
 
@@ -274,7 +278,9 @@ class Study:
                 f"{arm.facts['flops_per_token'] / 1e6:.2f} MFLOPs per token"
             )
         left = [run for run in runs if run.left()]
-        print(f"{self.name}: {len(runs)} runs, {len(runs) - len(left)} of them finished", flush=True)
+        waiting = self.planned() - len(runs)
+        untuned = f" (not counted: {waiting} of arms that are not tuned yet)" if waiting else ""
+        print(f"{self.name}: {len(runs)} runs, {len(runs) - len(left)} of them finished{untuned}", flush=True)
         arm_of = {arm.name: arm.arm for arm in self.arms}
         chains: dict[Any, list[PlannedRun]] = {}
         for run in left:
@@ -381,7 +387,7 @@ class Study:
         profiles = {n: one for n, path in cfg.profiles.items() if (one := profile(arms, path, cfg.pairs))}
         fits = found.fit_sizes(next(iter(cfg.metrics))) if cfg.fit else None
         longest = max((run.config for run in runs), key=lambda config: config.steps * config.batch_tokens)
-        epochs, missing = read_epochs(longest) if self.data else None, len(self.runs()) - len(runs)
+        epochs, missing = read_epochs(longest) if self.data else None, self.planned() - len(runs)
         partial = f", partial: {missing} {'runs are' if missing > 1 else 'run is'} missing" if missing else ""
         title = f"{self.name}{'' if tuned else ', untuned'}{partial}"
         remarks = tuning.tuning_notes(tuned, cfg.tune.metric, cfg.tune.exchange) + found.notes(seeds, epochs)

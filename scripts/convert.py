@@ -174,7 +174,7 @@ def describe(record: dict[str, Any]) -> list[str]:
         f"converted  {record['source']}: " + " ".join(f"{key}={value}" for key, value in asdict(how).items()),
         f"parameters {before:,} -> {after:,}",
         f"logits     change by at most {found['max_logit']:.2g}, {found['mean_logit']:.2g} on average, over "
-        f"{found['tokens']:,} tokens of {record['text'].removesuffix(' tokens')}",
+        f"{found['tokens']:,} {'random tokens' if record['text'] == 'random tokens' else 'tokens of ' + record['text']}",
     ]
     notes = {
         "this conversion changes the function: init=zero and init=mirror with heads=double and without sublayer_norm, and "

@@ -108,7 +108,8 @@ def shorten(path: Path, leave_out_curves: bool) -> None:
     before = json.dumps(content)
     if "config" in content:
         content["config"] = without_folders(content["config"])
-    for run in (run for arm in content.get("results", {}).get("arms", []) for run in arm["runs"]):
+    arms = content["results"]["arms"] if content.get("eval") == "ablation" else []
+    for run in (run for arm in arms for run in arm["runs"]):
         if leave_out_curves:
             run.pop("curve"), run.pop("losses")
         elif "losses" in run:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from eval.report.figures import draw_differences, draw_grid, draw_validation
-from eval.report.runs import Arm, Run, mixed_precision, read_json, trained_tokens
+from eval.report.runs import NO_ABLATION, Arm, Run, ablation_in, mixed_precision, trained_tokens
 from eval.report.statistics import Difference, geometric_interval, interval, p_text, power_law, size_ratio
 from eval.report.tables import Cell, Contrast, at, contrasts, row_of, si
 
@@ -31,8 +31,6 @@ class Comparison:
     def __init__(self, arms: list[Arm], metrics: dict[str, str], compared: Sequence[str] = ()) -> None:
         self.arms, self.metrics = arms, metrics
         self.compared = tuple(compared) or (next(iter(metrics)),)
-        if unknown := [name for name in self.compared if name not in metrics]:
-            raise ValueError(f"compared has '{unknown[0]}', which is not in metrics: use {', '.join(metrics)}")
         self.rows = {name: row_of(arms, "", name, at(path), "{:.4f}") for name, path in metrics.items()}
         found = contrasts(arms, self.rows.values())
         self.differences: dict[tuple[str, str], Contrast] = {(one.name, one.arm): one for one in found}
@@ -237,8 +235,7 @@ def read_ablation(path: Path) -> tuple[str, str, list[Path]]:
     ValueError if `path` is not an ablation, or if the ablation is not finished.
     """
     folder = path.parent if path.name == "results.json" else path
-    content = read_json(folder / "results.json")
-    if not content or content.get("eval") != "ablation" or not (folder / "table.md").is_file():
-        again = "give ablation= a folder that python scripts/ablate.py has written"
-        raise ValueError(f"{path} has no results.json and table.md of an ablation: {again}")
+    content = ablation_in(folder)
+    if not (folder / "table.md").is_file():
+        raise ValueError(f"{folder} has no table.md: {NO_ABLATION}")
     return content["run"], (folder / "table.md").read_text(), sorted((folder / "figures").glob("*.png"))

@@ -50,9 +50,9 @@ class MixedModel:
     """sd: the error's standard deviation, with its 95 % interval. sd_seed: the standard deviation of the blocks. df:
     the error's degrees of freedom. effects: arm -> Effect. detectable: the true difference between the reference and an
     arm with all seeds that a test at the 5 % level finds with 80 % power; with a covariate the largest of the arms'.
-    p_spread: p of the hypothesis that all arms have one error, as the model assumes (`spread_p`). It is None for two arms,
-    whose difference does not need that assumption, and where fewer than two arms have two seeds, and with a covariate,
-    whose `slope` is given.
+    p_spread: p of the hypothesis that all arms have one error, as the model assumes (`spread_p`). It is None where fewer than
+    three arms have two or more seeds (a difference of two arms does not need that assumption), and with a covariate, whose
+    `slope` is then given.
     """
 
     reference: str
@@ -144,7 +144,7 @@ def _with_covariate(values: Values, covariate: Values | None) -> Values:
 
 
 def spread_p(values: Values) -> float | None:
-    """p of the hypothesis that all arms have one error; None for fewer than three arms or two arms with two seeds.
+    """p of the hypothesis that all arms have one error; None where fewer than three arms have two or more seeds.
 
     The statistic is Bartlett's (1937), of what is left without the means of arms and seeds: with the seeds' blocks in them,
     all arms would spread alike. Its distribution comes from draws, because what is left of three arms is not independent.
@@ -234,12 +234,15 @@ def mixed_lines(models: Mapping[str, Mapping[str, MixedModel]], point: str, afte
     after: more words of the first column's head.
     """
     here = {metric: at[point] for metric, at in models.items() if point in at}
-    arms = {arm: effect.n for model in here.values() for arm, effect in model.effects.items()}
+    counts: dict[str, dict[str, None]] = {}  # arm -> the numbers of its runs that have the metrics
+    for model in here.values():
+        for arm, effect in model.effects.items():
+            counts.setdefault(arm, {})[str(effect.n)] = None
     reference = next(iter(here.values())).reference
     lines = [[f"arm less {reference}{after}", "n", *here]]
-    for arm, n in arms.items():
+    for arm, of_arm in counts.items():
         found = [model.effects.get(arm) for model in here.values()]
-        lines.append([arm, str(n), *(difference_text(e.mean, e.low, e.high, e.p) if e else "" for e in found)])
+        lines.append([arm, " / ".join(of_arm), *(difference_text(e.mean, e.low, e.high, e.p) if e else "" for e in found)])
     return lines
 
 

@@ -101,7 +101,8 @@ def pair_lines(found: Mapping[str, Sequence[Pair]], point: str, after: str = "")
     for first in (pair for pair in next(iter(found.values())) if pair.point == point):
         same = [next((p for p in pairs if (p.name, p.point) == (first.name, point)), None) for pairs in found.values()]
         texts = [difference_text(pair.mean, pair.low, pair.high, pair.p_holm) if pair else "" for pair in same]
-        lines.append([first.name, f"{first.arm} - {first.other}", str(first.n), *texts])
+        n = " / ".join(dict.fromkeys(str(pair.n) for pair in same if pair))
+        lines.append([first.name, f"{first.arm} - {first.other}", n, *texts])
     return lines
 
 

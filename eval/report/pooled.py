@@ -60,7 +60,7 @@ class Pooled:
         self.equal: Models = {}
         for metric in found.compared if horizons else ():
             self.equal[metric] = by_point(found.arms, found.at_equal_flops(metric))
-            self.equal[metric].pop(self.points[0], None)  # there, only arms with the reference's FLOPs have a value
+            self.equal[metric].pop(self.points[0], None)  # no value there for more FLOPs per token
         parts = (None, metric_of_parts(found.metrics[covariate])) if covariate else ()
         others = {m: of for m, of in values.items() if parts and m != covariate and found.metrics[m] not in parts}
         x = values[covariate] if others else None
@@ -113,7 +113,9 @@ class Pooled:
 
     def draw(self, folder: Path, metric: str, unit: str) -> list[Path]:
         """Draw the differences to the reference, and those of the pairs, against training tokens."""
-        tokens = {arm.point: trained_tokens(arm) for arm in self.found.arms}
+        tokens: dict[str, int] = {}
+        for arm in self.found.arms:  # an arm that diverged stopped before
+            tokens[arm.point] = max(tokens.get(arm.point, 1), trained_tokens(arm))
         places = {point: math.log2(count) for point, count in tokens.items()}
         ticks = {places[point]: f"{count / 1e6:.3g}" for point, count in tokens.items()}
         arms = lines_of((arm.arm, arm.colour, places[arm.point], effect) for arm, effect in self._effects(metric))

@@ -17,13 +17,17 @@ from configs.files import read_json_lines, read_json_object, read_run_config
 from eval.common import INK, colour, given_input, run_name, variant
 from eval.report.measured import EVALUATIONS, measured
 from eval.report.statistics import spikes
+from training.run import deciding
 
 # In a run's folder: its loss or a tensor was not finite, and a repeated run would diverge again.
 DIVERGED = "diverged.json"
 DATA_KEYS = ("name", "source", "path", "dataset", "subset", "split", "val_fraction")  # another value is another text
+NO_ABLATION = "give ablation= a folder that python scripts/ablate.py has written"
 NOT_COMPARED = "so their losses cannot be compared: report them apart"
 # Okabe and Ito's palette first: it suits the common kinds of colour blindness.
 CYCLE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#1f2328", "#8C564B", "#B8A000")
+# Parts of an evaluation's results without which its file is damaged.
+NEEDED = {"perplexity": ("loss",), "needle": ("cells",), "attention_noise": ("signed", "absolute")}
 LINES = ("-", "--", ":", "-.")  # one style per point of a grid
 
 
@@ -142,7 +146,7 @@ def read_run(folder: Path, spike: SpikeConfig | None = None) -> Run:
     again = "delete it and repeat the evaluation"
     evals = {name: read_json(files[name], again) for name in dict.fromkeys((*EVALUATIONS, *files)) if name in files}
     for name, content in evals.items():
-        keys = {"needle": ("cells",), "attention_noise": ("signed", "absolute")}.get(name, ())
+        keys = NEEDED.get(name, ())
         results = content.get("results")
         if not (isinstance(results, dict) and all(key in results for key in keys)):
             raise ValueError(f"{files[name]} has no results: {again}")
@@ -206,7 +210,9 @@ def refuse_incomparable(runs: list[Run]) -> None:
         pair = f"{first.folder} and {run.folder}"
         if run.tokenizer != first.tokenizer:
             raise ValueError(f"{pair} have different tokenizers, {NOT_COMPARED}")
-        if differ := [key for key in DATA_KEYS if run.config["data"].get(key) != first.config["data"].get(key)]:
+        same = run.facts.get("text_digest") is not None and run.facts["text_digest"] == first.facts.get("text_digest")
+        differ = [key for key in DATA_KEYS if run.config["data"].get(key) != first.config["data"].get(key)]
+        if differ and not same:
             raise ValueError(f"{pair} have different data (data.{differ[0]}), {NOT_COMPARED}")
     refuse_other_shards(runs)
     refuse_other_settings(runs)
@@ -359,11 +365,11 @@ def give_colours(arms: list[Arm]) -> None:
         arm.colour, arm.line = palette[arm.arm], LINES[points.index(arm.point) % len(LINES)]
 
 
-def ablation_in(folder: Path, experiment: str) -> dict[str, Any]:
-    """The results.json of an ablation. ValueError, with an experiment to run, if the folder has none."""
+def ablation_in(folder: Path) -> dict[str, Any]:
+    """The results.json of an ablation. ValueError if the folder has none."""
     content = read_json(folder / "results.json")
-    if content is None:
-        raise ValueError(f"{folder} has no results.json: run scripts/ablate.py experiment={experiment} first")
+    if not content or content.get("eval") != "ablation":
+        raise ValueError(f"{folder} has no results.json of an ablation: {NO_ABLATION}")
     return content
 
 
@@ -379,19 +385,12 @@ def _kind(run: Run) -> str:
 
     `dtype` is left out: `auto` means another one on another processor, and seeds may come from several machines.
     """
-    config = {key: run.config.get(key) for key in ("model", "optim", "steps", "batch_tokens", "data", "outlier_z")}
-    for part, keys in {"model": ("backend",), "data": ("dir", "workers", "shard_tokens")}.items():
-        config[part] = {key: value for key, value in config[part].items() if key not in keys}
+    # A run of an older version lacks keys that are null in newer runs.
+    config = {key: value for key, value in deciding(run.config, but=("seed",)).items() if value is not None}
+    config.pop("data.shard_tokens", None)
     # Each seed may begin with another seed's run: "s1", "seed=1" are left out of its name.
-    config["init_from"] = re.sub(r"(?<![A-Za-z])s(eed)?=?\d+", "", run.config.get("init_from") or "")
-    return json.dumps(_without_null(config), sort_keys=True, default=str)
-
-
-def _without_null(tree: Any) -> Any:
-    """`tree` without null values: runs of an older version lack keys that are null in newer runs."""
-    if not isinstance(tree, dict):
-        return tree
-    return {key: _without_null(value) for key, value in tree.items() if value is not None}
+    config["init_from"] = re.sub(r"(?<![A-Za-z])s(eed)?=?\d+", "", config.get("init_from", ""))
+    return json.dumps(config, sort_keys=True, default=str)
 
 
 def _common_label(runs: list[Run]) -> str:
@@ -399,7 +398,7 @@ def _common_label(runs: list[Run]) -> str:
     if len(runs) == 1:
         return runs[0].label
     common = os.path.commonprefix([run.label for run in runs])
-    return re.sub(r"[-_./ ]*(s|seed)?[-_=]?$", "", common) or runs[0].variant
+    return re.sub(r"[-_./ ]*(s|seed)?[-_=]?$|[-_./ ]+(s|seed)[-_=]?\d+$", "", common) or runs[0].variant
 
 
 def notes(runs: list[Run], arms: list[Arm]) -> list[str]:
@@ -431,7 +430,8 @@ def _notes_of(run: Run, kept: bool) -> list[str]:
         left_out = "" if kept else " and left out of its arm"
         steps = f"at step {done:,} of {run.config['steps']:,}"
         lines.append(f"{run.label} is not finished, {steps},{left_out}: continue it with resume=true")
-    if absent := [name for name in EVALUATIONS if name not in run.evals]:
+    wanted = ("mqar",) if run.config["data"]["source"] == "mqar" else EVALUATIONS
+    if absent := [name for name in wanted if name not in run.evals]:
         lines.append(f"{run.label} has no {', '.join(absent)}: run python -m eval.{absent[0]} run={run.folder}")
     if run.diverged or not math.isfinite(run.last_tenth()):
         lines.append(f"{run.label} diverged: its training loss is not finite; lower optim.lr and train it again")

@@ -16,6 +16,7 @@ ROWS_SHOWN = 40  # rows of one evaluation; the JSON has all
 LABELS = ("depth", "needles", "asked", "length")  # of cells
 SETTINGS = (*LABELS, "samples", "windows")
 TITLES = {
+    "mqar": "Associative recall among distractors",
     "icl": "In-context learning",
     "outliers": "Activation outliers",
     "quantization": "Quantized attention logits",

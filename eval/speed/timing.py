@@ -71,7 +71,9 @@ def time_in_turn(measure: str, rows: list[Row], works: list[Work | str], rounds:
 def paired_ratios(row: Row, first: Row, measure: str) -> list[float]:
     """For every round this row's time divided by the first's; if rows show speed, this speed divided by the first's."""
     pairs = zip(row.seconds[measure], first.seconds[measure], strict=True)
-    return [mine / its if row.amount is None else its / mine for mine, its in pairs]
+    if row.amount is None:
+        return [mine / its for mine, its in pairs]
+    return [row.amount / first.amount * its / mine for mine, its in pairs]
 
 
 def median_interval(values: Sequence[float]) -> tuple[float | None, float | None]:

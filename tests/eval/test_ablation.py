@@ -166,8 +166,6 @@ def test_several_metrics_can_be_compared(tmp_path: Path) -> None:
     assert float(cells["difference (last)"]) == pytest.approx(float(cells["difference (valid)"]), abs=1e-4)
     assert " to -" in cells["95 % (last)"] and cells["p, Holm (last)"] == cells["p, Holm"]
     assert {path.name for path in draw_ablation(tmp_path / "figures", found, None)} == {"loss.png", "difference.png"}
-    with pytest.raises(ValueError, match="use valid, AR-Hit, spikes"):
-        Comparison(arms, METRICS, compared=("nothing",))
 
 
 def test_one_seed_gives_a_table_without_claims(tmp_path: Path) -> None:

@@ -37,6 +37,13 @@ def test_arms_are_what_differs_in_more_than_the_seed(seeded):
     assert len({arm.colour for arm in arms}) == 3 and arms[0].colour == "#0072B2"  # the first has its variant's own
 
 
+def test_seeds_may_be_read_from_elsewhere_and_a_name_has_no_part_of_a_seed():
+    places = [{"path": "a/books", "streaming": True}, {"path": "b/books", "streaming": False}]
+    runs = [made_up(f"diff-s1{i}", i, 3.0, {"data": place}) for i, place in enumerate(places)]
+    (arm,) = arms_of(runs)
+    assert arm.name == "diff" and len(arm.runs) == 2
+
+
 def test_arms_of_one_label_have_names_and_differences_of_their_own():
     losses = {1e-3: 3.0, 2e-3: 3.1, 3e-3: 3.5}
     runs = [made_up(f"diff/s{seed}", seed, loss, {"optim": {"lr": lr}}) for lr, loss in losses.items() for seed in (1, 2)]

@@ -165,6 +165,14 @@ def test_formats_are_found_and_read(files):
     assert len(clinc.demonstrations) == 3 and clinc.questions == [Example("ring the bank", "call bank")]
 
 
+def test_a_file_without_questions_is_refused(tmp_path):
+    examples, empty = tmp_path / "train.csv", tmp_path / "test.csv"
+    examples.write_text("text,category\nwhere is my card,lost card\nit is late,late card\n")
+    empty.write_text("text,category\n")
+    with pytest.raises(ValueError, match="test.csv has no questions: give test= another file, or leave it out"):
+        icl_tasks.load_task(IclConfig(examples=str(examples), test=str(empty)))
+
+
 def test_latin1_is_read(tmp_path):
     (tmp_path / "t.label").write_bytes("LOC:city Where is Malmö ?\nHUM:ind Who is Zoë ?\n".encode("latin-1"))
     assert icl_tasks.read_examples(tmp_path / "t.label", "trec")[0][0].text == "Where is Malmö ?"

@@ -108,6 +108,8 @@ def test_the_table_has_a_column_per_metric() -> None:
     effect = model.effects["b"]
     assert b[2] == f"**{effect.mean:+.4f} ({effect.low:+.4f} to {effect.high:+.4f})**"
     assert "*" not in c[2]  # its interval includes zero
+    fewer = mixed.fit(study({"a": 4.0, "b": 3.9, "c": 4.0}, 3, 0.01, 0.0, 2), "a")
+    assert mixed.mixed_lines({"loss": {"": model}, "other": {"": fewer}}, "")[1][:2] == ["b", "5 / 3"]
 
 
 def test_arms_with_different_spreads_are_named_in_a_warning() -> None:

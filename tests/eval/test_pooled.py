@@ -57,6 +57,20 @@ def test_every_compared_metric_has_a_column_at_equal_tokens_and_at_equal_flops(a
     assert [path.name for path in drawn] == ["gap_half.png", "pairs_half.png"] and all(path.is_file() for path in drawn)
 
 
+def test_an_arm_that_diverged_moves_no_point_of_the_figure(
+    arms: list[Arm], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticks = []
+    monkeypatch.setattr("eval.report.pooled.drawn", lambda path, lines, places, *labels: ticks.append(places) or [])
+    for stopped in (0, 1):
+        for arm in arms[2::3] * stopped:  # the last of each point, before its first logged loss
+            for run in arm.runs:
+                run.train.clear()
+                run.diverged = "the loss is nan at step 1"
+        Pooled(Comparison(arms, METRICS), PAIRS, horizons=True).draw(tmp_path, "valid", "")
+    assert ticks[0] == ticks[2] and len(ticks[0]) == 2
+
+
 def test_arms_and_pairs_are_compared_at_equal_covariate(arms: list[Arm]) -> None:
     """Early losses are the loss of the reference plus half of the difference: at equal early losses nothing is left."""
     metrics = METRICS | {"early": "perplexity.by_octave.1-3"}

@@ -254,13 +254,15 @@ def test_an_ablation_is_shown(evaluated, call, refused, tmp_path):
     (folder / "figures").mkdir(parents=True)
     assert "python scripts/ablate.py" in refused(report, f"runs=[{run}]", f"out={out}", f"ablation={folder}")
     (folder / "results.json").write_text(json.dumps({"eval": "ablation", "run": "main", "results": {}}))
-    table_text = "| arm | n | valid | p |\n| --- | ---: | ---: | ---: |\n| base | 3 | 4.1 |  |\n| a<b | 3 |  | 0.01 |\n"
+    rows = ("base | 3 | 4.1 | ", "a<b | 3 |  | 0.01", "bold | 3 | **+0.04 (+0.01 to +0.08)** | 0.01")
+    table_text = "| arm | n | valid | p |\n| --- | ---: | ---: | ---: |\n" + "".join(f"| {row} |\n" for row in rows)
     (folder / "table.md").write_text(f"**main, untuned**\n\n{table_text}\nSeeds 1, 2, 3.\n")
     shutil.copy(run / "figures" / "perplexity.png", folder / "figures" / "loss.png")
     call(report, f"runs=[{run}]", f"out={out}", f"ablation={folder}", "viewer=false")
     page = out.read_text()
     assert "Ablation: main</h2>" in page and "Seeds 1, 2, 3." in page and 'alt="loss of the ablation main"' in page
     assert '<p class="caption">main, untuned</p>' in page
+    assert "<td><b>+0.04 (+0.01 to +0.08)</b></td>" in page and "**" not in page.split("Ablation: main</h2>")[1]
     assert '<tr><th scope="row">a&lt;b</th><td>3</td><td></td><td>0.01</td></tr>' in page
 
 

@@ -68,7 +68,9 @@ def test_arrival(tmp_path: Path) -> None:
 
 def test_the_command(tmp_path: Path, call: Callable[..., None], refused: Callable[..., str]) -> None:
     assert "has no results.json" in refused(survival, f"ablation={tmp_path}")
-    (tmp_path / "results.json").write_text(json.dumps({"config": {}, "results": {"arms": []}}))  # of a study that still tunes
+    (tmp_path / "results.json").write_text(
+        json.dumps({"eval": "ablation", "config": {}, "results": {"arms": []}})
+    )  # of a study that still tunes
     assert "has no finished runs yet" in refused(survival, f"ablation={tmp_path}")
     assert not (tmp_path / "survival.json").exists()
     arms = []
@@ -79,7 +81,9 @@ def test_the_command(tmp_path: Path, call: Callable[..., None], refused: Callabl
         about = {"name": arm, "arm": arm, "point": "", "variant": "diff" if reference else "baseline"}
         arms.append(about | {"reference": reference, "runs": [{"run": run} for run in runs]})
     pairs = {"subtraction": ["sooner", "baseline"], "of an arm that was left out": ["sooner", "absent"]}
-    (tmp_path / "results.json").write_text(json.dumps({"config": {"pairs": pairs}, "results": {"arms": arms}}))
+    (tmp_path / "results.json").write_text(
+        json.dumps({"eval": "ablation", "config": {"pairs": pairs}, "results": {"arms": arms}})
+    )
     call(survival, f"ablation={tmp_path}", "levels=[0.5]")
     found = json.loads((tmp_path / "survival.json").read_text())
     first, second = found["results"]["levels"]["0.5"]

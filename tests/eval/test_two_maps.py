@@ -35,7 +35,9 @@ def test_every_kept_checkpoint_is_read(tmp_path: Path, call: Callable[..., None]
         keep = ("checkpoint.every=2", "checkpoint.keep=0", f"seed={seed}", f"run_dir={tmp_path / f'diff-s{seed}'}")
         done = run_command("train.py", "model=diff", *TASK, *SHAPE, *REST, *keep)
         assert done.returncode == 0, done.stderr
-    (tmp_path / "results.json").write_text(json.dumps({"results": {"arms": [arm("diff", "diff-s1", "diff-s2")]}}))
+    (tmp_path / "results.json").write_text(
+        json.dumps({"eval": "ablation", "results": {"arms": [arm("diff", "diff-s1", "diff-s2")]}})
+    )
     call(two_maps, f"ablation={tmp_path}", f"out={tmp_path / 'out'}", "samples=4", "share=0.5")
     content = json.loads((tmp_path / "out" / "two_maps.json").read_text())
     (found,) = content["results"]["arms"]
@@ -53,11 +55,13 @@ def test_every_kept_checkpoint_is_read(tmp_path: Path, call: Callable[..., None]
     # runs whose checkpoints differ, and runs that are gone
     (tmp_path / "diff-s1" / "checkpoints" / "step_00000002").rename(tmp_path / "elsewhere")
     assert "checkpoints of the steps [2, 4]" in refused(two_maps, f"ablation={tmp_path}", "samples=1")
-    (tmp_path / "results.json").write_text(json.dumps({"results": {"arms": [arm("diff", "diff-s3")]}}))
+    (tmp_path / "results.json").write_text(json.dumps({"eval": "ablation", "results": {"arms": [arm("diff", "diff-s3")]}}))
     assert "no checkpoints: train differential arms" in refused(two_maps, f"ablation={tmp_path}")
 
 
 def test_an_ablation_without_two_maps_is_refused(tmp_path: Path, refused: Callable[..., str]) -> None:
     assert "has no results.json" in refused(two_maps, f"ablation={tmp_path}")
-    (tmp_path / "results.json").write_text(json.dumps({"results": {"arms": [arm("baseline")]}}))
+    (tmp_path / "results.json").write_text(json.dumps({"eval": "report", "results": [1]}))
+    assert "has no results.json of an ablation: give" in refused(two_maps, f"ablation={tmp_path}")
+    (tmp_path / "results.json").write_text(json.dumps({"eval": "ablation", "results": {"arms": [arm("baseline")]}}))
     assert "has no differential arm" in refused(two_maps, f"ablation={tmp_path}")

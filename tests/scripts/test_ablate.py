@@ -162,6 +162,11 @@ def test_tuning_makes_equal_arms_equal(shards: Path, other_text: Path, tmp_path:
     assert "lacks needle" in call(*alone, "run=false", "evaluations=[needle]")
     assert "spikes counted with spikes.window=50 spikes.over=0.5" in call(*alone, "run=false", "spikes.over=0.2")
 
+    # An arm without trials: its run is missing, too.
+    untuned = call(*arguments, "run=false", "+arms.extra=[model=diff]")
+    assert "3 runs, 3 of them finished (not counted: 1 of arms that are not tuned yet)" in untuned
+    assert "partial: 1 run is missing" in untuned
+
     # Nothing of another study is there: run=false says so, and trains nothing.
     nothing = call(*arguments, "name=nothing", "run=false")
     assert "under way: 0 trials" in nothing and not list((tmp_path / "nothing").rglob("checkpoints"))

@@ -271,6 +271,7 @@ def test_jobs_share_cores_and_take_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -
             ("+fewer_seeds.typo=1",),
             "fewer_seeds.typo is not an arm of this experiment: use one of baseline, gated, diff",
         ),
+        (("compared=[nedle]",), "compared has 'nedle', which is not in metrics: use needle"),
         (("only=nobody-s1",), "use one of baseline-s1, gated-s1"),
         (("launcher=joblib",), "needs the package 'hydra-joblib-launcher': pip install hydra-joblib-launcher"),
         (("seed=3",), "seed"),

@@ -114,6 +114,8 @@ def test_ratios_are_medians_of_paired_rounds() -> None:
     assert bench.median(paired_ratios(second, first, "m")) == 2.0
     first.amount = second.amount = 10.0
     assert bench.median(paired_ratios(second, first, "m")) == 0.5  # of speeds
+    second.amount = 20.0
+    assert bench.median(paired_ratios(second, first, "m")) == 1.0
 
 
 def test_rows_are_timed_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:

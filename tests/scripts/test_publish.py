@@ -48,7 +48,11 @@ def test_curves_and_digits_that_are_in_the_records_are_not_published_twice(
     record = {"run": "a-s1", "train": [{"step": 1, "loss": 2.0}], "evals": {}}
     (source / "records" / "a-s1.jsonl").write_text(json.dumps(record) + "\n")
     run = {"seed": 1, "values": {"loss": 2.00000012345678}, "curve": [[1, 2.0]], "losses": [[1, 2.0]]}
-    content = {"config": {"texts": {"books": "/home/me/b.jsonl"}}, "results": {"arms": [{"name": "a", "runs": [run]}]}}
+    content = {
+        "eval": "ablation",
+        "config": {"texts": {"books": "/home/me/b.jsonl"}},
+        "results": {"arms": [{"name": "a", "runs": [run]}]},
+    }
     (source / "results.json").write_text(json.dumps(content))
     (source / "table.md").write_text("| new |\n")
     call(f"of={source}")
@@ -68,7 +72,7 @@ def test_without_records_some_points_of_the_curves_are_published(
     (tmp_path / "docs").mkdir()
     losses = [[step, 9 - step / 100] for step in range(1, 401)]
     run = {"seed": 1, "run": "a-s1", "curve": [[1, 2.0]], "losses": losses}
-    (source / "results.json").write_text(json.dumps({"results": {"arms": [{"name": "a", "runs": [run]}]}}))
+    (source / "results.json").write_text(json.dumps({"eval": "ablation", "results": {"arms": [{"name": "a", "runs": [run]}]}}))
     (source / "table.md").write_text("| new |\n")
     call(f"of={source}")
     content = json.loads((tmp_path / "docs" / "results" / "study" / "results.json").read_text())
@@ -76,6 +80,20 @@ def test_without_records_some_points_of_the_curves_are_published(
     assert published["curve"] == run["curve"]
     assert [published["losses"][0], published["losses"][-1]] == [losses[0], losses[-1]]
     assert len(published["losses"]) <= POINTS + 1 and all(point in losses for point in published["losses"])
+
+
+def test_a_report_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable) -> None:
+    """The results of a report are a list."""
+    source = tmp_path / "quick"
+    source.mkdir()
+    monkeypatch.setattr(publish, "ROOT", tmp_path)
+    (tmp_path / "docs").mkdir()
+    content = {"eval": "report", "config": {"out": "/home/me/report.html"}, "results": [{"name": "loss", "cells": [1.0]}]}
+    (source / "report.json").write_text(json.dumps(content))
+    (source / "report.md").write_text("| new |\n")
+    assert "no document has a line" in call(f"of={source}")
+    published = json.loads((tmp_path / "docs" / "results" / "quick" / "report.json").read_text())
+    assert published == content | {"config": {"out": "report.html"}}
 
 
 def test_a_bench_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable) -> None:
