@@ -163,7 +163,7 @@ def test_tuning_makes_equal_arms_equal(shards: Path, other_text: Path, tmp_path:
     assert "spikes counted with spikes.window=50 spikes.over=0.5" in call(*alone, "run=false", "spikes.over=0.2")
 
     # An arm without trials: its run is missing, too.
-    untuned = call(*arguments, "run=false", "+arms.extra=[model=diff]")
+    untuned = call(*arguments, "run=false", '+arms.extra=["model=diff"]')
     assert "3 runs, 3 of them finished (not counted: 1 of arms that are not tuned yet)" in untuned
     assert "partial: 1 run is missing" in untuned
 
