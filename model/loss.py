@@ -84,7 +84,7 @@ def _piece(rows: Tensor, targets: Tensor, head: Tensor, weight: Tensor, wide: to
     if logits.device.type == "cpu" and KERNELS.get(logits.dtype) == wide and not _missing():
         losses, grad = CROSS_ENTROPY(logits, targets, len(weight))
     else:
-        losses, maps = _losses(_widened(logits, weight, wide), targets)
+        losses, maps = _losses(_widened(logits, weight, wide), targets, len(weight))
         at = _index(targets)
         grad = maps.scatter_(-1, at, maps.gather(-1, at) - 1).to(rows.dtype)  # (n, V)
     scored = (targets != IGNORED).unsqueeze(-1)  # (n, 1)
@@ -119,15 +119,15 @@ def _widened(logits: Tensor, weight: Tensor, wide: torch.dtype) -> Tensor:
     return logits
 
 
-def _losses(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross-entropies (n,), 0 for targets that are not scored, and the softmax (n, V).
+def _losses(logits: Tensor, targets: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Cross-entropies (n,), 0 for targets that are not scored, and the softmax (n, V). A target of `width` or more fails.
 
     The log-sum-exp is the largest logit minus the log of the largest probability, which is exact because this probability is
     at least 1 / V. One softmax pass is cheaper than two passes, log_softmax and its exponential.
     """
     maps = logits.softmax(-1)
     log_sum = logits.amax(-1) - maps.amax(-1).log()  # (n,)
-    losses = log_sum - logits.gather(-1, _index(targets)).squeeze(-1)
+    losses = log_sum - logits[:, :width].gather(-1, _index(targets)).squeeze(-1)
     return losses * (targets != IGNORED), maps
 
 

@@ -27,8 +27,6 @@ sys.path.insert(0, str(ROOT))
 import train  # noqa: F401  # registers its schema
 from configs import USER_ERRORS, command, explain
 from configs.composing import merged, quoted
-from configs.files import write_atomic, write_json
-from configs.provenance import result_record
 from data.config import DataConfig
 from eval import tuning
 from eval.common import variant
@@ -43,8 +41,7 @@ from eval.experiment import (
 )
 from eval.overlap import overlaps, refuse_overlap
 from eval.records import TRIAL, recorded_vocabulary, records_of
-from eval.report.grid import Comparison, draw_ablation, fit_rows
-from eval.report.pooled import Pooled, profile, unit
+from eval.report.ablation import Results, write_page
 from eval.report.runs import DIVERGED, Arm, give_colours, refuse_other_settings, refuse_other_shards
 from eval.report.tables import markdown, si
 from eval.study import PlannedRun, describe_model, read_epochs, train_config, training_flops
@@ -361,73 +358,23 @@ class Study:
         note = f"Seeds {', '.join(map(str, self.cfg.tune.seeds))}; one run per line; training logs the `train.` column."
         trials = [dict(zip(lines[0], line, strict=True)) for line in lines[1:]]
         results = {"title": title, "arms": [], "trials": trials}
-        self._write(results, self.seeds, [f"**{title}**", markdown(lines).rstrip(), note])
-
-    def _write(self, results: dict[str, Any], seeds: list[int], page: list[str]) -> None:
-        """Write results.json, and table.md with the paragraphs of `page`; print the paragraphs."""
-        write_json(self.folder / "results.json", result_record("ablation", self.name, self.cfg, results, seeds=seeds))
-        text = "\n\n".join(page) + "\n"
-        write_atomic(self.folder / "table.md", text.encode())
-        print(text)
+        write_page(self.folder, self.cfg, results, self.seeds, [markdown(lines).rstrip(), note])
 
     def write_results(self, runs: list[PlannedRun]) -> None:
         """Compare all runs, and write results.json, table.md, records and figures; print the table."""
-        cfg, tuned = self.cfg, self.tuned()
         by_name = {arm.name: arm for arm in self.arms}
         for run in runs:
             by_name[run.arm].runs.append(run.measured())
-        arms = [arm for arm in self.arms if arm.runs]
-        measured = [run for arm in arms for run in arm.runs]
+        measured = [run for arm in self.arms for run in arm.runs]
         for context in {run.config["model"]["context"] for run in measured}:  # another context is tested at other lengths
             refuse_other_settings([run for run in measured if run.config["model"]["context"] == context])
         if not self.data:
             refuse_other_shards(measured)
-        found, seeds = Comparison(arms, cfg.metrics, cfg.compared), list(dict.fromkeys(run.seed for run in runs))
-        pooled = Pooled(found, cfg.pairs, cfg.branch, cfg.covariate)
-        profiles = {n: one for n, path in cfg.profiles.items() if (one := profile(arms, path, cfg.pairs))}
-        fits = found.fit_sizes(next(iter(cfg.metrics))) if cfg.fit else None
         longest = max((run.config for run in runs), key=lambda config: config.steps * config.batch_tokens)
-        epochs, missing = read_epochs(longest) if self.data else None, self.planned() - len(runs)
-        partial = f", partial: {missing} {'runs are' if missing > 1 else 'run is'} missing" if missing else ""
-        title = f"{self.name}{'' if tuned else ', untuned'}{partial}"
-        remarks = tuning.tuning_notes(tuned, cfg.tune.metric, cfg.tune.exchange) + found.notes(seeds, epochs)
-        overlaps = self.overlaps()
-        if overlaps:
-            shares = ", ".join(f"{text} {share:.2%}" for text, share in overlaps.items())
-            wording = "Share of the 13-word sequences of each test text that occur in the training text"
-            remarks.append(f"{wording}: {shares}.")
-        elif cfg.texts:
-            remarks.append("Made from records alone: whether the test texts occur in the training text was not checked.")
-        if absent := [f"{name} ({path})" for name, path in cfg.profiles.items() if name not in profiles]:
-            remarks.append(f"Without a table, because no run has several numbers there: {', '.join(absent)}.")
-        results = {
-            "title": title,
-            "arms": found.as_json(),
-            "tuning": tuning.as_json(tuned),
-            **pooled.as_json(),
-            "profiles": {name: one.as_json() for name, one in profiles.items()},
-            "fits": fits,
-            "epochs": epochs,
-            "overlap": overlaps,
-            "notes": remarks,
-        }
-        tables = [markdown(found.table()).rstrip(), *([markdown(fit_rows(fits)).rstrip()] if fits else [])]
-        end, differences = pooled.points[-1], [table for point in pooled.points for table in pooled.tables(point)]
-        for name, one in profiles.items():
-            differences += [f"{name}:", *of_profile] if (of_profile := one.tables(end)) else []
-        page = [f"**{title}**", *differences, *pooled.remarks(), *pooled.by_seed(), *tables, *remarks, *pooled.notes()]
-        self._write(results, seeds, page)
-        if last := pooled.tables(end):
-            text = "\n\n".join([f"**{title}**", *last, *pooled.remarks()]) + "\n"
-            write_atomic(self.folder / "differences.md", text.encode())
-        figures = draw_ablation(self.folder / "figures", found, fits)
-        for metric in found.compared if cfg.branch else ():
-            figures += pooled.draw(self.folder / "figures", metric, unit(cfg.metrics[metric]))
-        for name, one in profiles.items():
-            figures += one.draw_profile(self.folder / "figures", name, end, unit(cfg.profiles[name]))
-        if tuned:
-            figures.append(self.folder / "figures" / "tuning.png")
-            tuning.draw_tuning(figures[-1], tuned, {arm.arm: arm.colour for arm in self.arms}, cfg.tune.metric)
+        results = Results(self.cfg, self.arms, self.tuned())
+        epochs = read_epochs(longest) if self.data else None
+        results.write(self.folder, self.planned() - len(runs), epochs, self.overlaps())
+        figures = results.draw(self.folder / "figures")
         print(f"ablation  {self.folder / 'table.md'} ({len(runs)} runs, {len(figures)} figures)", flush=True)
 
 

@@ -1,4 +1,4 @@
-"""Who may import whom: the layers of the house (configs is under all of them)."""
+"""Who may import whom: the layers of the house (configs is under all of them). And how long a file or a function may be."""
 
 import ast
 from pathlib import Path
@@ -8,6 +8,7 @@ import pytest
 from model.attention import VARIANTS
 
 ROOT = Path(__file__).parent.parent
+LINES, FUNCTION_LINES = 450, 60
 OURS = {"model", "data", "training", "eval", "scripts", "configs", "train", "tests"}
 MAY_IMPORT = {
     "configs": {"configs"},
@@ -90,3 +91,19 @@ def test_no_file_imports_itself_by_way_of_others(package: str) -> None:
 
     for path in graph:
         visit(path, [])
+
+
+def test_no_file_and_no_function_is_long() -> None:
+    files = [path for end in ("py", "yaml", "cpp", "h") for path in ROOT.rglob(f"*.{end}") if is_ours(path)]
+    assert files
+    assert {str(path.relative_to(ROOT)) for path in files if len(path.read_text().splitlines()) > LINES} == set()
+    long = set()
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text())) if path.suffix == ".py" else ():
+            if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno >= FUNCTION_LINES:
+                long.add(f"{path.relative_to(ROOT)}: {node.name}")
+    assert long == {"train.py: train"}  # the training loop, which is read from top to bottom
+
+
+def is_ours(path: Path) -> bool:
+    return path.relative_to(ROOT).parts[0].removesuffix(".py") in OURS

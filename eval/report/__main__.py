@@ -17,8 +17,8 @@ from omegaconf import MISSING
 from configs import command
 from configs.files import write_atomic, write_json
 from configs.provenance import machine, version
+from eval.report.ablation import read_ablation
 from eval.report.gallery import draw_report
-from eval.report.grid import read_ablation
 from eval.report.page import Content, page
 from eval.report.runs import Arm, arms_of, notes, read_runs
 from eval.report.sections import sections

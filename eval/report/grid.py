@@ -1,20 +1,16 @@
 """The comparison of an ablation's arms: points of a grid, fits over sizes, equal FLOPs, and the table.
 
-scripts/ablate.py trains the runs, fills each arm's `runs` and writes the results of `Comparison`. docs/METHODS.md
-defines every column.
+scripts/ablate.py trains the runs and fills each arm's `runs`. docs/METHODS.md defines every column.
 """
 
 import itertools
 import math
-import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from eval.report.figures import draw_differences, draw_grid, draw_validation
-from eval.report.runs import NO_ABLATION, Arm, Run, ablation_in, mixed_precision, trained_tokens
+from eval.report.runs import Arm, Run, mixed_precision, trained_tokens
 from eval.report.statistics import Difference, geometric_interval, interval, p_text, power_law, size_ratio
 from eval.report.tables import Cell, Contrast, at, contrasts, row_of, si
 
@@ -214,28 +210,3 @@ def fit_rows(fits: dict[str, Any]) -> list[list[str]]:
             cells += [f"{found['mean']:.4f}", f"{found['low']:.4f} to {found['high']:.4f}" if known else ""]
         rows.append(cells)
     return rows
-
-
-def draw_ablation(folder: Path, found: Comparison, fits: dict[str, Any] | None) -> list[Path]:
-    """Draw the losses, the differences of the compared metrics and, for an ablation with a grid, the metrics over it."""
-    paths = [folder / "loss.png", folder / "difference.png"]
-    draw_validation(paths[0], found.arms)
-    draw_differences(paths[1], found.arms, {name: found.of_metric(name) for name in found.compared})
-    if any(arm.point for arm in found.arms):
-        for metric, row in found.rows.items():
-            if any(cell.n for cell in row.cells):
-                paths.append(folder / "grid_{}.png".format(re.sub(r"\W", "_", metric)))
-                draw_grid(paths[-1], found.cells(metric), metric, fits if metric == found.compared[0] else None)
-    return paths
-
-
-def read_ablation(path: Path) -> tuple[str, str, list[Path]]:
-    """Name, tables and remarks (Markdown) and figures of an ablation. path: its folder, or the results.json in it.
-
-    ValueError if `path` is not an ablation, or if the ablation is not finished.
-    """
-    folder = path.parent if path.name == "results.json" else path
-    content = ablation_in(folder)
-    if not (folder / "table.md").is_file():
-        raise ValueError(f"{folder} has no table.md: {NO_ABLATION}")
-    return content["run"], (folder / "table.md").read_text(), sorted((folder / "figures").glob("*.png"))

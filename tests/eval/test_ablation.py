@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from eval.report.ablation import draw_ablation
 from eval.report.figures import _readable_limits
-from eval.report.grid import Comparison, draw_ablation, fit_rows
+from eval.report.grid import Comparison, fit_rows
 from eval.report.mixed import by_point
 from eval.report.runs import DIVERGED, Arm, give_colours, read_run, refuse_other_settings, trained_tokens
 from eval.report.statistics import paired

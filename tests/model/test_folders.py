@@ -1,13 +1,142 @@
-"""Folders whose config.json contradicts itself or the weights: read as transformers reads them, or refused."""
+"""Folders that are damaged or contradict themselves: read as transformers reads them, or refused."""
 
+import re
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from model.interop import folder as folders
 from model.interop.huggingface import read_folder
-from tests.model.test_huggingface import EXACT, apart, edit, loaded, theirs, transformers
+from tests.model.test_huggingface import EXACT, SLIDING, apart, edit, loaded, theirs, transformers
+
+
+def drop(key: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        weights = load_file(folder / "model.safetensors")
+        del weights[key]
+        save_file(weights, folder / "model.safetensors")
+
+    return change
+
+
+def pickled(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def cut(folder: Path) -> None:
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content[: len(content) // 2])
+
+
+WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no config": (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
+    "an adapter": (
+        lambda folder: (folder / "config.json").rename(folder / "adapter_config.json"), "merge the adapter",
+    ),
+    "damaged config": (lambda folder: (folder / "config.json").write_text("{"), "is not JSON"),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "has no model.safetensors: load it with"),
+    "pickled weights": (pickled, "only pickled weights (pytorch_model.bin)"),
+    "half a file": (cut, "cannot be read"),
+    "another architecture": (lambda folder: edit(folder, architectures=["BertForMaskedLM"]), "is a BertForMaskedLM"),
+    "architectures that are no list": (lambda folder: edit(folder, architectures={"a": 1}), "is a (none): only"),
+    "an architecture that is no name": (lambda folder: edit(folder, architectures=[["x"]]), "is a ['x']: only"),
+    "layers of another kind": (
+        lambda folder: edit(folder, architectures=["Qwen2ForCausalLM"], layer_types=["chunked_attention"]),
+        "layer_types chunked_attention",
+    ),
+    "layers without a list": (
+        lambda folder: edit(folder, architectures=["Qwen2ForCausalLM"], layer_types=5), "layer_types 5",
+    ),
+    "quantized": (lambda folder: edit(folder, quantization_config={"bits": 4}), "quantized"),
+    "half a scaled rope": (
+        lambda folder: edit(folder, rope_parameters={"rope_type": "llama3", "factor": 8.0}), "number for low_freq_factor",
+    ),
+    "another scaled rope": (
+        lambda folder: edit(folder, rope_parameters=None, rope_scaling={"type": "yarn", "factor": 2}), "yarn RoPE",
+    ),
+    "a rope that scales nothing": (
+        lambda folder: edit(folder, rope_parameters={"rope_type": "linear", "factor": 0}), "factor=0 is out of range",
+    ),
+    "a rope without a number": (lambda folder: edit(folder, rope_parameters={"rope_theta": "x"}), "number for rope_theta"),
+    "a rope that is a list": (lambda folder: edit(folder, rope_parameters=[1]), "says rope_parameters=[1]"),
+    "windows without a number": (
+        lambda folder: edit(folder, architectures=["Qwen2ForCausalLM"], num_hidden_layers="x"), "number for num_hidden",
+    ),
+    "gemma": (lambda folder: edit(folder, architectures=["Gemma3ForCausalLM"]), "each with a RoPE of its own"),
+    "experts": (lambda folder: edit(folder, architectures=["MixtralForCausalLM"]), "mixtures of experts"),
+    "some layers with a window": (
+        lambda folder: edit(folder, architectures=["Qwen2ForCausalLM"], **SLIDING | {"max_window_layers": 1}),
+        "some layers a window",
+    ),
+    "phi with long rope": (
+        lambda folder: edit(folder, architectures=["Phi3ForCausalLM"], rope_scaling={"type": "longrope"}, rope_parameters=None),
+        "longrope RoPE",
+    ),
+    "part of the width rotated": (lambda folder: edit(folder, partial_rotary_factor=0.5), "partial_rotary_factor=0.5"),
+    "another activation": (lambda folder: edit(folder, hidden_act="gelu"), "hidden_act=gelu"),
+    "a tensor too few": (drop("model.layers.1.mlp.up_proj.weight"), "lacks the tensor model.layers.1.mlp.up_proj.weight"),
+    "no head": (drop("lm_head.weight"), "lacks the tensor lm_head.weight"),
+    "a tensor too many": (lambda folder: edit(folder, num_hidden_layers=2), "does not ask for (model.layers.2"),
+    "another vocabulary": (lambda folder: edit(folder, vocab_size=99), "embedding.weight is (61, 32), not (99, 32)"),
+    "heads that do not divide": (lambda folder: edit(folder, num_key_value_heads=3), "does not divide"),
+    "no number": (lambda folder: edit(folder, hidden_size="wide"), "a number for hidden_size"),
+    "half a unit": (lambda folder: edit(folder, intermediate_size=56.5), "intermediate_size=56.5, not a whole number"),
+    "a billion layers": (
+        lambda folder: edit(folder, architectures=["Qwen2ForCausalLM"], num_hidden_layers=10**9), "n_layer=1000000000 is out",
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    theirs("llama").save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_folders_are_refused_in_one_line(name: str, llama_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    shutil.copytree(llama_folder, folder)
+    change, message = WRONG[name]
+    change(folder)
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        read_folder(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    theirs("gpt2").save_pretrained(tmp_path, max_shard_size="15KB")
+    gone = sorted(tmp_path.glob("*.safetensors"))[1]
+    gone.unlink()
+    with pytest.raises(ValueError, match=f"lacks {gone.name}"):
+        read_folder(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text("[]")
+    with pytest.raises(ValueError, match="index.json is damaged"):
+        read_folder(tmp_path)
+
+
+def test_names_of_the_hub(llama_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import huggingface_hub
+
+    asked = []
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **o: asked.append((a, o)) or str(llama_folder))
+    cfg, _ = read_folder("somebody/small-model")
+    assert cfg.n_layer == 3 and asked == [(("somebody/small-model",), {"allow_patterns": folders.HUB_FILES})]
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError("no network\nat all")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    with pytest.raises(ValueError, match="the hub did not give it .OSError: no network at all"):
+        read_folder("somebody/small-model")
+    for name in (tmp_path / "none", "./none", "a/b/c", llama_folder / "config.json"):
+        with pytest.raises(ValueError, match="is not a folder"):
+            read_folder(name)
 
 
 def test_a_scaling_beside_rope_parameters_is_read_as_transformers_reads_it(tmp_path: Path) -> None:

@@ -1,0 +1,127 @@
+"""The files of an ablation, runs/ablate/NAME/: scripts/ablate.py has them written, and the report reads them."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from configs.files import write_atomic, write_json
+from configs.provenance import result_record
+from eval import tuning
+from eval.experiment import AblateConfig
+from eval.report.figures import draw_differences, draw_grid, draw_validation
+from eval.report.grid import Comparison, fit_rows
+from eval.report.pooled import Pooled, profile, unit
+from eval.report.runs import NO_ABLATION, Arm, ablation_in
+from eval.report.tables import markdown
+
+
+class Results:
+    """The comparison of those arms of an ablation that have finished runs. tuned: arm -> its learning rates."""
+
+    def __init__(self, cfg: AblateConfig, arms: list[Arm], tuned: Mapping[str, tuning.Tuned]) -> None:
+        self.cfg, self.tuned = cfg, tuned
+        self.palette = {arm.arm: arm.colour for arm in arms}
+        arms = [arm for arm in arms if arm.runs]
+        self.found = Comparison(arms, cfg.metrics, cfg.compared)
+        self.pooled = Pooled(self.found, cfg.pairs, cfg.branch, cfg.covariate)
+        self.profiles = {name: one for name, path in cfg.profiles.items() if (one := profile(arms, path, cfg.pairs))}
+        self.fits = self.found.fit_sizes(next(iter(cfg.metrics))) if cfg.fit else None
+
+    def write(self, folder: Path, missing: int, epochs: float | None, overlap: Mapping[str, float]) -> None:
+        """Write results.json, table.md and differences.md to `folder`; print the table.
+
+        missing: the number of runs that are not finished. epochs: how often training read the prepared text; None if it is
+        not known. overlap: test text -> the share of it that occurs in the training text; empty if it is not known.
+        """
+        partial = f", partial: {missing} {'runs are' if missing > 1 else 'run is'} missing" if missing else ""
+        title = f"{folder.name}{'' if self.tuned else ', untuned'}{partial}"
+        seeds = list(dict.fromkeys(run.seed for arm in self.found.arms for run in arm.runs))
+        remarks = [*self._tuning_notes(), *self.found.notes(seeds, epochs), *self._text_notes(overlap)]
+        results = {
+            "title": title,
+            "arms": self.found.as_json(),
+            "tuning": tuning.as_json(self.tuned),
+            **self.pooled.as_json(),
+            "profiles": {name: one.as_json() for name, one in self.profiles.items()},
+            "fits": self.fits,
+            "epochs": epochs,
+            "overlap": overlap,
+            "notes": remarks,
+        }
+        write_page(folder, self.cfg, results, seeds, [*self._differences(), *self._tables(), *remarks, *self.pooled.notes()])
+        if last := self.pooled.tables(self.pooled.points[-1]):
+            text = "\n\n".join([f"**{title}**", *last, *self.pooled.remarks()]) + "\n"
+            write_atomic(folder / "differences.md", text.encode())
+
+    def _tuning_notes(self) -> list[str]:
+        return tuning.tuning_notes(self.tuned, self.cfg.tune.metric, self.cfg.tune.exchange)
+
+    def _text_notes(self, overlap: Mapping[str, float]) -> list[str]:
+        """Whether the test texts occur in the training text, and which profiles have no table."""
+        notes = []
+        if overlap:
+            shares = ", ".join(f"{text} {share:.2%}" for text, share in overlap.items())
+            wording = "Share of the 13-word sequences of each test text that occur in the training text"
+            notes.append(f"{wording}: {shares}.")
+        elif self.cfg.texts:
+            notes.append("Made from records alone: whether the test texts occur in the training text was not checked.")
+        if absent := [f"{name} ({path})" for name, path in self.cfg.profiles.items() if name not in self.profiles]:
+            notes.append(f"Without a table, because no run has several numbers there: {', '.join(absent)}.")
+        return notes
+
+    def _differences(self) -> list[str]:
+        """The tables of differences at every point, of the profiles at the last point, and of pairs seed by seed."""
+        found = [table for point in self.pooled.points for table in self.pooled.tables(point)]
+        for name, one in self.profiles.items():
+            found += [f"{name}:", *tables] if (tables := one.tables(self.pooled.points[-1])) else []
+        return [*found, *self.pooled.remarks(), *self.pooled.by_seed()]
+
+    def _tables(self) -> list[str]:
+        """The table of the arms, and of the power laws."""
+        return [markdown(lines).rstrip() for lines in (self.found.table(), fit_rows(self.fits) if self.fits else None) if lines]
+
+    def draw(self, folder: Path) -> list[Path]:
+        """Draw the figures into `folder`. Returns their paths."""
+        cfg, paths = self.cfg, draw_ablation(folder, self.found, self.fits)
+        for metric in self.found.compared if cfg.branch else ():
+            paths += self.pooled.draw(folder, metric, unit(cfg.metrics[metric]))
+        for name, one in self.profiles.items():
+            paths += one.draw_profile(folder, name, self.pooled.points[-1], unit(cfg.profiles[name]))
+        if self.tuned:
+            paths.append(folder / "tuning.png")
+            tuning.draw_tuning(paths[-1], self.tuned, self.palette, cfg.tune.metric)
+        return paths
+
+
+def write_page(folder: Path, cfg: AblateConfig, results: dict[str, Any], seeds: list[int], page: list[str]) -> None:
+    """Write results.json, and table.md with the title of `results` and the paragraphs of `page`; print table.md."""
+    write_json(folder / "results.json", result_record("ablation", folder.name, cfg, results, seeds=seeds))
+    text = "\n\n".join([f"**{results['title']}**", *page]) + "\n"
+    write_atomic(folder / "table.md", text.encode())
+    print(text)
+
+
+def draw_ablation(folder: Path, found: Comparison, fits: dict[str, Any] | None) -> list[Path]:
+    """Draw the losses, the differences of the compared metrics and, for an ablation with a grid, the metrics over it."""
+    paths = [folder / "loss.png", folder / "difference.png"]
+    draw_validation(paths[0], found.arms)
+    draw_differences(paths[1], found.arms, {name: found.of_metric(name) for name in found.compared})
+    if any(arm.point for arm in found.arms):
+        for metric, row in found.rows.items():
+            if any(cell.n for cell in row.cells):
+                paths.append(folder / "grid_{}.png".format(re.sub(r"\W", "_", metric)))
+                draw_grid(paths[-1], found.cells(metric), metric, fits if metric == found.compared[0] else None)
+    return paths
+
+
+def read_ablation(path: Path) -> tuple[str, str, list[Path]]:
+    """Name, tables and remarks (Markdown) and figures of an ablation. path: its folder, or the results.json in it.
+
+    ValueError if `path` is not an ablation, or if the ablation is not finished.
+    """
+    folder = path.parent if path.name == "results.json" else path
+    content = ablation_in(folder)
+    if not (folder / "table.md").is_file():
+        raise ValueError(f"{folder} has no table.md: {NO_ABLATION}")
+    return content["run"], (folder / "table.md").read_text(), sorted((folder / "figures").glob("*.png"))
