@@ -44,9 +44,9 @@ def write_atomic(path: Path, *parts: bytes | memoryview) -> None:
             temporary.unlink(missing_ok=True)
 
 
-def write_json(path: Path, content: Any) -> None:
+def write_json(path: Path, content: Any, indent: int = 1) -> None:
     """Write the `json_text` of `content` atomically, indented, but with a list of numbers on one line."""
-    text = json_text(content, indent=1)
+    text = json_text(content, indent=indent)
     write_atomic(path, NUMBERS.sub(lambda found: f"[{' '.join(found[1].split())}]", text).encode())
 
 

@@ -24,7 +24,7 @@ from omegaconf import MISSING, OmegaConf
 from configs.ranges import interval_of
 
 WIDTH, COLUMN = 120, 40  # width of a line, and column where the meanings begin
-FOOTER = "Override any field as key=value. --cfg job prints the resolved configuration; -m key=a,b runs once per value."
+FOOTER = "Override any field as key=value. --cfg job --resolve prints the configuration; -m key=a,b runs once per value."
 
 
 def help_text(name: str, schema: type, about: str, config_dir: Path, overrides: Sequence[str] = ()) -> str:

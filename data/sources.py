@@ -121,8 +121,8 @@ COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 
 
 def text_files(cfg: DataConfig) -> Corpus:
-    """Local .txt, .jsonl and .parquet files, plain or .gz, .bz2, .xz, .zst, in order of name. `cfg.path` is a file, a
-    folder (with everything below it) or a glob; `cfg.column` is the key or column that holds the text.
+    """Local .txt and .jsonl files, plain or .gz, .bz2, .xz, .zst, and .parquet files, in order of name. `cfg.path` is a
+    file, a folder (with everything below it) or a glob; `cfg.column` is the key or column that holds the text.
 
     A .txt file is one document, or several that <|endoftext|> separates; a document of over 16M characters is cut.
     """

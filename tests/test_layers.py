@@ -77,7 +77,7 @@ def is_file(module: str) -> bool:
     return (ROOT / module.replace(".", "/")).with_suffix(".py").is_file()
 
 
-@pytest.mark.parametrize("package", ("configs", "model", "training", "eval", "scripts"))
+@pytest.mark.parametrize("package", ("configs", "model", "data", "training", "eval", "scripts"))
 def test_no_file_imports_itself_by_way_of_others(package: str) -> None:
     graph = {path: file_imports(path) for path in (ROOT / package).rglob("*.py")}
     done: set[Path] = set()
