@@ -96,7 +96,7 @@ def train(cfg: TrainConfig, world: World, ends: ExitStack) -> float:
         signals.say(f"{run_dir}: already done, {first} steps")
         signals.end_sweep()
         return last_val_loss(run_dir)
-    about = facts(cfg, model) | {"dtype": str(dtype).removeprefix("torch.")}  # dtype=auto depends on the processor
+    about = facts(model) | {"dtype": str(dtype).removeprefix("torch.")}  # dtype=auto depends on the processor
     log = None
     if world.main:
         lock.note(launcher())

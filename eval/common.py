@@ -59,6 +59,14 @@ class EvalConfig:
 
 
 @dataclass
+class AblationEvalConfig:
+    """ablation: the folder of an ablation's results. out: folder for the results; None: the ablation's folder."""
+
+    ablation: str = MISSING
+    out: str | None = None
+
+
+@dataclass
 class TextEvalConfig(EvalConfig):
     """The settings of an evaluation that reads text."""
 
@@ -278,6 +286,17 @@ def write_result(
 INK, GREY, FAINT = "#1f2328", "#6b7280", "#d9dde3"
 # Mostly Okabe and Ito's palette, which suits the common kinds of colour blindness. A variant has one colour everywhere.
 COLOURS = {name: colour for cls in VARIANTS.values() for name, colour in cls.colours.items()}
+
+
+def write_findings(
+    kind: str, cfg: AblationEvalConfig, results: dict[str, Any], table: str, draw: Callable[[Path], None]
+) -> None:
+    """Write what was read off an ablation: KIND.json, KIND.md with the table, and figures/KIND.png; print the table."""
+    out = Path(cfg.out or cfg.ablation)
+    write_json(out / f"{kind}.json", result_record(kind, Path(cfg.ablation).name, cfg, results))
+    write_atomic(out / f"{kind}.md", table.encode())
+    draw(out / "figures" / f"{kind}.png")
+    print(f"{table}\n{kind}  {out / f'{kind}.md'}")
 
 
 def colour(variant: str) -> str:

@@ -179,7 +179,7 @@ def measure(
 def write_run(run_dir: Path, model: Decoder, source: LoadedRun, record: dict[str, Any]) -> None:
     """Write the whole run directory or nothing: configuration, tokenizer, first line of metrics, checkpoint of step 0."""
     own = {"model": asdict(model.cfg), "run_dir": str(run_dir), "init_from": None, "resume": False}
-    line = {"step": 0, "tokens": 0, **facts(TrainConfig(model=model.cfg), model)}
+    line = {"step": 0, "tokens": 0, **facts(model)}
     with whole_folder(run_dir) as partial:
         (partial / "config.yaml").write_text(yaml.safe_dump(source.config | own, sort_keys=False))
         source.tokenizer.save(partial)

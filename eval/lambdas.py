@@ -16,12 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from omegaconf import MISSING
 
 from configs import command
-from configs.files import read_json_lines, write_atomic, write_json
-from configs.provenance import result_record
-from eval.common import figure
+from configs.files import read_json_lines
+from eval.common import AblationEvalConfig, figure, write_findings
 from eval.records import Record, records_of
 from eval.report.runs import ablation_in, colours_of
 from eval.report.tables import markdown
@@ -29,11 +27,7 @@ from training.monitor import last_lambdas
 
 
 @dataclass
-class LambdasConfig:
-    """ablation: the folder of an ablation's results. out: folder for the results; None: the ablation's folder."""
-
-    ablation: str = MISSING
-    out: str | None = None
+class LambdasConfig(AblationEvalConfig):
     records: str = "docs/results"  # runs whose folders are gone are read from NAME/records.jsonl.gz in this folder
 
 
@@ -105,12 +99,8 @@ def main(cfg: LambdasConfig) -> None:
     if not rows:
         wrong = f"{folder} has no run folder and no record with a reading of lambda"
         raise ValueError(f"{wrong}: train a differential arm with train=[monitor.every=100]")
-    out = Path(cfg.out or cfg.ablation)
-    write_json(out / "lambdas.json", result_record("lambdas", folder.name, cfg, {"rows": rows}))
-    text = table(folder.name, rows)
-    write_atomic(out / "lambdas.md", text.encode())
-    draw(out / "figures" / "lambdas.png", rows, colours_of(arms))
-    print(f"{text}\nlambdas  {out / 'lambdas.md'}")
+    shades = colours_of(arms)
+    write_findings("lambdas", cfg, {"rows": rows}, table(folder.name, rows), lambda path: draw(path, rows, shades))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from configs import USER_ERRORS, explain
 from configs.composing import compose_job, quoted
 from configs.files import write_json
+from configs.provenance import ROOT
 from data.shards import open_split
 from data.stream import is_task, open_tokenizer
 from eval.common import OF_A_RUN, result_name
@@ -27,11 +28,9 @@ from eval.texts import Texts, prepared
 from model.config import DecoderConfig
 from model.decoder import Decoder
 from training.checkpoint import checkpoints, folder_name
-from training.run import TrainConfig, Vocabulary, fill_model, refuse_other_config
+from training.run import TrainConfig, Vocabulary, fill_model, refuse_other_config, sizes
 from training.schedule import decay_start
 from training.text import trained_on
-
-ROOT = Path(__file__).parent.parent
 
 
 @dataclass
@@ -259,17 +258,12 @@ def describe_model(cfg: TrainConfig) -> dict[str, Any]:
     with torch.device("meta"):
         model = Decoder(cfg.model)
     attentions, none = [block.attention for block in model.blocks], torch.nn.Identity()
-    flops = model.flops_per_token()
     norms = ["no" if isinstance(getattr(a, "head_norm", none), torch.nn.Identity) else "yes" for a in attentions]
     return {
-        "heads": _joined(str(getattr(a, "heads", cfg.model.n_head)) for a in attentions),
+        "heads": _joined(str(a.heads) for a in attentions),
         "d": _joined(str(a.width) for a in attentions),
         "head_norm": _joined(norms),
-        "params": model.num_params(non_embedding=False),
-        "params_non_embedding": model.num_params(),
-        "flops_per_token": flops["total"],
-        "attention_flops_per_token": flops["attention"],
-        "d_ff": cfg.model.d_ff,
+        **sizes(model),
     }
 
 

@@ -19,13 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from omegaconf import MISSING
 from scipy import stats
 
 from configs import command
-from configs.files import read_json_lines, write_atomic, write_json
-from configs.provenance import result_record
-from eval.common import figure
+from configs.files import read_json_lines
+from eval.common import AblationEvalConfig, figure, write_findings
 from eval.records import records_of
 from eval.report.runs import ablation_in, colours_of
 from eval.report.statistics import holm
@@ -38,11 +36,9 @@ ABOUT = (
 
 
 @dataclass
-class SurvivalConfig:
-    """ablation: the folder of an ablation's results. levels: needle accuracies at which a run arrives."""
+class SurvivalConfig(AblationEvalConfig):
+    """levels: needle accuracies at which a run arrives."""
 
-    ablation: str = MISSING
-    out: str | None = None  # folder for the results; null: the ablation's own
     records: str = "docs/results"  # runs whose folders are gone are read from NAME/records.jsonl.gz in this folder
     levels: list[float] = field(default_factory=lambda: [0.5, 0.9])
 
@@ -199,13 +195,8 @@ def main(cfg: SurvivalConfig) -> None:
         raise ValueError(f"{missing[0]} has no needle checks: train with needle_every=10, or give records= of the runs")
     levels = {f"{level:g}": compare(arms, checks, level) for level in cfg.levels}
     pairs = {f"{level:g}": compare_pairs(arms, checks, level, asked) for level in cfg.levels}
-    out = Path(cfg.out or cfg.ablation)
-    results = {"levels": levels, "pairs": pairs}
-    write_json(out / "survival.json", result_record("survival", folder.name, cfg, results))
-    text = table(folder.name, levels, pairs)
-    write_atomic(out / "survival.md", text.encode())
-    draw(out / "figures" / "survival.png", levels, colours_of(arms))
-    print(f"{text}\nsurvival  {out / 'survival.md'}")
+    text, shades = table(folder.name, levels, pairs), colours_of(arms)
+    write_findings("survival", cfg, {"levels": levels, "pairs": pairs}, text, lambda path: draw(path, levels, shades))
 
 
 def _checks(folder: Path, records: dict[str, dict[str, Any]]) -> Checks:

@@ -14,13 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from omegaconf import MISSING
-
 from configs import command
-from configs.files import write_atomic, write_json
-from configs.provenance import result_record
 from data.mqar import Mqar, shortest_row
-from eval.common import figure, progress
+from eval.common import AblationEvalConfig, figure, progress, write_findings
 from eval.mqar import MqarEvalConfig, accuracy, read_attention, task_of
 from eval.report.runs import ablation_in, colours_of
 from eval.report.statistics import mean_sd
@@ -33,11 +29,7 @@ READ = {"map": "mass of the map", "map_1": "mass of map 1", "map_2": "mass of ma
 
 
 @dataclass
-class TwoMapsConfig:
-    """ablation: the folder of an ablation's results. out: folder for the results; None: the ablation's folder."""
-
-    ablation: str = MISSING
-    out: str | None = None
+class TwoMapsConfig(AblationEvalConfig):
     share: Annotated[float, "[0, 1)"] = 0.8  # of distractors
     samples: Annotated[int, "[1, inf)"] = 64  # contexts for each checkpoint
     batch: Annotated[int, "[1, inf)"] = 32  # contexts per forward pass
@@ -127,12 +119,8 @@ def main(cfg: TwoMapsConfig) -> None:
             arms.append({"arm": arm["name"], "runs": runs, "steps": steps})
     if not any("map_2" in row for arm in arms for row in arm["steps"]):
         raise ValueError(f"{folder} has no differential arm: {FIX}")
-    out = Path(cfg.out or cfg.ablation)
-    write_json(out / "two_maps.json", result_record("two_maps", folder.name, cfg, {"arms": arms}))
-    text = table(folder.name, cfg, arms)
-    write_atomic(out / "two_maps.md", text.encode())
-    draw(out / "figures" / "two_maps.png", arms, colours_of(study))
-    print(f"{text}\ntwo_maps  {out / 'two_maps.md'}")
+    text, shades = table(folder.name, cfg, arms), colours_of(study)
+    write_findings("two_maps", cfg, {"arms": arms}, text, lambda path: draw(path, arms, shades))
 
 
 if __name__ == "__main__":

@@ -61,8 +61,7 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(Block(cfg, layer) for layer in range(cfg.n_layer))
         self.norm = make_norm(cfg.norm, cfg.d_model, cfg.bias, cfg.norm_eps)
         self.head = nn.Linear(cfg.d_model, cfg.vocab_size, bias=False)
-        if cfg.tie:
-            self.head.weight = self.embedding.weight
+        _tie(self, None)
         self.register_load_state_dict_post_hook(_tie)
         if not self.embedding.weight.is_meta:
             self.reset_parameters(seed)

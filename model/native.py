@@ -39,21 +39,26 @@ def failure(source: Path) -> str | None:
     return None
 
 
+def compiler() -> str | None:
+    """The C++ compiler of this machine."""
+    return os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+
+
 @cache
 def library(source: Path) -> ctypes.CDLL:
     """The compiled kernel. OSError or subprocess.SubprocessError without a compiler that can make it."""
     if sys.platform == "win32":
         raise OSError("not on Windows")
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-    if not compiler:
+    program = compiler()
+    if not program:
         raise OSError("found none")
     caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    kept = Path(caches, "attention-noise", f"{source.stem}-{_fingerprint(source, compiler)}.so")
+    kept = Path(caches, "attention-noise", f"{source.stem}-{_fingerprint(source, program)}.so")
     with suppress(OSError):
         return ctypes.CDLL(str(kept))
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder) / "kernel.so"
-        _compile(source, compiler, made)
+        _compile(source, program, made)
         with suppress(OSError):  # a folder that cannot be written: the next process compiles again
             kept.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             part = kept.with_suffix(f".{Path(folder).name}")  # a name of this call alone, even if machines share the cache

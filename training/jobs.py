@@ -14,9 +14,9 @@ from typing import Any, Protocol
 
 import torch
 
+from configs.provenance import ROOT
 from training.metrics import clock
 
-ROOT = Path(__file__).parent.parent
 REPORT_EVERY = 60  # seconds between two lines of progress
 
 

@@ -4,7 +4,6 @@ import hashlib
 import math
 import os
 import re
-import shutil
 import socket
 import sys
 import sysconfig
@@ -19,6 +18,7 @@ from configs.files import FolderLock, json_text, read_json_lines, read_run_confi
 from configs.provenance import machine, version
 from data.config import DataConfig
 from data.tokenizer import Tokenizer, load_tokenizer
+from model import native
 from model.config import DecoderConfig
 from model.decoder import Decoder, matched
 from training import checkpoint
@@ -93,8 +93,7 @@ def compiles(cfg: TrainConfig, flops_per_token: int, world: World) -> bool:
 
 def cpu_can_compile() -> bool:
     """Whether torch.compile finds what it needs on a CPU: Linux, a C++ compiler and Python's headers."""
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-    return sys.platform == "linux" and bool(compiler) and Path(sysconfig.get_path("include"), "Python.h").is_file()
+    return sys.platform == "linux" and bool(native.compiler()) and Path(sysconfig.get_path("include"), "Python.h").is_file()
 
 
 @dataclass(frozen=True)
@@ -275,15 +274,17 @@ def refuse_other_config(run_dir: Path, ours: dict[str, Any], but: tuple[str, ...
         raise ValueError(f"{run_dir} was started with {what}: {advice}")
 
 
-def facts(cfg: TrainConfig, model: Decoder) -> dict[str, Any]:
+def facts(model: Decoder) -> dict[str, Any]:
     """What the first line of metrics.jsonl states."""
+    return sizes(model) | {"machine": machine(), "version": version()}
+
+
+def sizes(model: Decoder) -> dict[str, int]:
     flops = model.flops_per_token()
     return {
         "params": model.num_params(non_embedding=False),
         "params_non_embedding": model.num_params(),
         "flops_per_token": flops["total"],
         "attention_flops_per_token": flops["attention"],
-        "d_ff": cfg.model.d_ff,
-        "machine": machine(),
-        "version": version(),
+        "d_ff": model.cfg.d_ff,
     }

@@ -37,7 +37,8 @@ class Results:
         partial = f", partial: {missing} {'runs are' if missing > 1 else 'run is'} missing" if missing else ""
         title = f"{folder.name}{'' if self.tuned else ', untuned'}{partial}"
         seeds = list(dict.fromkeys(run.seed for arm in self.found.arms for run in arm.runs))
-        remarks = [*self._tuning_notes(), *self.found.notes(seeds, epochs), *self._text_notes(overlap)]
+        tuned = tuning.tuning_notes(self.tuned, self.cfg.tune.metric, self.cfg.tune.exchange)
+        remarks = [*tuned, *self.found.notes(seeds, epochs), *self._text_notes(overlap)]
         results = {
             "title": title,
             "arms": self.found.as_json(),
@@ -53,9 +54,6 @@ class Results:
         if last := self.pooled.tables(self.pooled.points[-1]):
             text = "\n\n".join([f"**{title}**", *last, *self.pooled.remarks()]) + "\n"
             write_atomic(folder / "differences.md", text.encode())
-
-    def _tuning_notes(self) -> list[str]:
-        return tuning.tuning_notes(self.tuned, self.cfg.tune.metric, self.cfg.tune.exchange)
 
     def _text_notes(self, overlap: Mapping[str, float]) -> list[str]:
         """Whether the test texts occur in the training text, and which profiles have no table."""

@@ -15,7 +15,7 @@ from ..attention.diff import lambda_init as scheduled
 from ..config import DecoderConfig
 from ..conversion import Conversion
 from ..decoder import Decoder
-from .diffllama import new_vectors
+from .diffllama import DiffLlama, new_vectors
 from .folder import Weights
 from .llama import Llama
 from .rows import change_rows, heads_in_halves, heads_in_pairs, keep_lambda
@@ -115,9 +115,7 @@ class Axolotl(Llama):
     architecture, model_type, letter = "LlamaDifferentialForCausalLM", "llama-differential", "d"
     options = {"qk_norm": (False,), "scale_norm": (False,), "head_norm": ("affine", "plain", "none")}
     also = ("LlamaDifferentialModel",)  # what axolotl's converter writes for the same class
-    block_names = Llama.block_names | {f"attention.{name}": f"self_attn.{name}" for name in VECTORS} | {
-        "attention.head_norm": "self_attn.subln"
-    }  # fmt: skip
+    block_names = DiffLlama.block_names | {"attention.head_norm": "self_attn.subln"}
 
     def our_config(self, config: dict[str, Any]) -> DecoderConfig:
         options = DiffConfig(
