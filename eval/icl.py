@@ -42,6 +42,7 @@ from eval.icl_tasks import (
     load_task,
     spelled_out,
 )
+from eval.needles import trained_digits
 from eval.scoring import Job, score_jobs
 from training.checkpoint import LoadedRun
 
@@ -95,7 +96,7 @@ def fitting_shots(writer: Writer, episodes: Sequence[Episode], context: int) -> 
 
 def evaluate(run: LoadedRun, task: Task, cfg: IclConfig) -> dict[str, Any]:
     """Accuracy for each number of shots, `order` robustness, and what chance would give for both."""
-    digits = max(2, run.config["data"].get("retrieval", {}).get("digits", 4))  # there are too few numbers of one digit
+    digits = max(2, trained_digits(run.config))  # there are too few numbers of one digit
     count = cfg.episodes or (EPISODES_SYNTHETIC if task.name == "synthetic" else EPISODES)
     context = run.model.cfg.context
     most = context // 4 if task.name == "synthetic" else min(context // 4, len(task.demonstrations))

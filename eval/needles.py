@@ -5,10 +5,10 @@ styles were never trained on.
 """
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 
@@ -71,8 +71,13 @@ def needle_contexts(
     Numbers have as many digits as the numbers of the run's training, unless the style fixes the digits.
     """
     rng = np.random.default_rng([cfg.seed, length, round(1000 * depth), needles, asked])
-    digits = run.config["data"].get("retrieval", {}).get("digits", 4)
+    digits = trained_digits(run.config)
     return [needle_queries(rng, hay, run.tokenizer, length, depth, needles, asked, digits, style) for _ in range(cfg.samples)]
+
+
+def trained_digits(config: Mapping[str, Any]) -> int:
+    """Digits of the numbers in a run's retrieval documents. config: the run's."""
+    return (config["data"].get("retrieval") or {}).get("digits", 4)
 
 
 def needle_queries(

@@ -3,8 +3,11 @@
 from pathlib import Path
 from typing import Any
 
+from eval.common import INPUTS
+from eval.needles import trained_digits
+
 EVALUATIONS = ("perplexity", "needle", "attention_noise")  # wanted of every run; others are shown where they exist
-PATHS = ("text", "shards", "examples", "test", "file", "include_path")  # settings that differ between machines
+PATHS = (*INPUTS, "include_path")  # settings that differ between machines
 NO_MATTER = ("device", "batch", "name")  # settings that change no number
 # Counts and digests in the results of further evaluations. What older code did not record is not compared.
 RECORDED = ("sha256", "input_sha256", "length", "windows", "tokens", "task", "episodes", "queries", "needles")
@@ -28,7 +31,7 @@ def measured(name: str, evaluation: dict[str, Any], config: dict[str, Any]) -> d
         return {"text": results.get("sha256", ""), "ngram and frequent": about}
     if name in EVALUATIONS:
         given = {key: settings.get(key) for key in ("seed", "text", "shards", "samples", "style")}
-        given["digits"] = config["data"].get("retrieval", {}).get("digits", 4)  # of the numbers to find
+        given["digits"] = trained_digits(config)  # of the numbers to find
         found |= {"settings": given, "windows": settings.get("windows")}
     else:
         given = {key: value for key, value in settings.items() if key not in NO_MATTER}
