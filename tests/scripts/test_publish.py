@@ -11,6 +11,7 @@ import pytest
 from configs.files import read_json_lines
 from eval.lambdas import rows_of
 from eval.records import POINTS, PUBLISHED, records_of
+from eval.report.ablation import Results
 from scripts import publish
 from tests.conftest import ROOT, Typed
 
@@ -124,15 +125,19 @@ def numbers(content: Any) -> Iterator[float]:
         yield content
 
 
-@pytest.mark.parametrize("study", ("main", "noise", "emergence"))
-def test_published_numbers_follow_from_published_records(study: str, tmp_path: Path, typed: Typed) -> None:
+@pytest.mark.parametrize("study", ("main", "main_controls", "noise", "emergence"))
+def test_published_numbers_follow_from_published_records(
+    study: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: Typed
+) -> None:
     """The command of docs/RESULTS.md that trains nothing gives the study's published differences and intervals."""
+    monkeypatch.setattr(Results, "draw", lambda self, folder: [])  # no figure is compared
+    experiment, controls = study.removesuffix("_controls"), study.endswith("_controls")
     lines = (ROOT / "docs" / "RESULTS.md").read_text().replace("\\\n", " ").splitlines()
-    (command,) = (line for line in lines if f"experiment={study}" in line and "run=false" in line)
+    commands = [line for line in lines if f"experiment={experiment} " in line and "run=false" in line]
+    (command,) = (line for line in commands if ("runs=runs/controls" in line) == controls)
     typed("scripts/ablate.py", *shlex.split(command)[2:], f"runs={tmp_path}")
-    again, published = (
-        json.loads((folder / study / "results.json").read_text())["results"] for folder in (tmp_path, ROOT / "docs" / "results")
-    )
+    made, kept = tmp_path / experiment, ROOT / "docs" / "results" / study
+    again, published = (json.loads((folder / "results.json").read_text())["results"] for folder in (made, kept))
     assert again["title"] == published["title"]
     assert [arm["name"] for arm in again["arms"]] == [arm["name"] for arm in published["arms"]]
     for found, expected in zip(again["arms"], published["arms"], strict=True):
