@@ -110,11 +110,12 @@ def told_slots(cfg: MqarConfig) -> int:
         raise ValueError(f"data.mqar.kind={cfg.kind} is unknown: use one of {', '.join(KINDS)}")
     if not 0 <= cfg.distractors < 1:
         raise ValueError(f"data.mqar.distractors={cfg.distractors:g} is not a share below 1: use 0.8")
-    slots = cfg.pairs / (1 - cfg.distractors)
-    if abs(slots - round(slots)) > 1e-3:  # a share written with six digits counts as exact
-        wrong = f"{cfg.pairs} pairs cannot have a share of exactly {cfg.distractors:g} distractors"
-        raise ValueError(f"{wrong}: use data.mqar.distractors={1 - cfg.pairs / round(slots):.6g}, or other pairs")
     if not 1 <= cfg.pairs <= cfg.values or cfg.pairs >= cfg.keys or cfg.noise < 1:
         wrong = f"{cfg.pairs} pairs need that many values, more keys than that, and one noise token at least"
         raise ValueError(f"{wrong}: raise data.mqar.keys, data.mqar.values or data.mqar.noise")
-    return round(slots)
+    slots = round(cfg.pairs / (1 - cfg.distractors))
+    possible = 1 - cfg.pairs / slots
+    if abs(cfg.distractors - possible) > 1e-6:  # a share written with six digits counts as exact
+        wrong = f"{cfg.pairs} pairs cannot have a share of exactly {cfg.distractors:g} distractors"
+        raise ValueError(f"{wrong}: use data.mqar.distractors={possible:.6g}, or other pairs")
+    return slots

@@ -373,8 +373,9 @@ def _describe(meta: dict) -> str:
         f"{name} {split['tokens']:,} tokens, {split['bytes']:,} bytes, {split['documents']:,} documents"
         for name, split in splits.items()
     ]
-    asked, given = meta["request"]["val_fraction"], splits["val"]["bytes"] / max(1, total)
-    held = f"held out {given:.2%} of the bytes (data.val_fraction={asked:g})"
+    request, given = meta["request"], splits["val"]["bytes"] / max(1, total)
+    asked = "val.bin" if request["source"] == "nanogpt" else f"data.val_fraction={request['val_fraction']:g}"
+    held = f"held out {given:.2%} of the bytes ({asked})"
     return f"{'; '.join(parts)}; {held} ({meta['tokenizer']['name']}, vocabulary {meta['tokenizer']['vocab_size']:,})"
 
 

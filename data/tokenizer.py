@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import contextlib
+import functools
 import hashlib
 import importlib
 import itertools
@@ -85,8 +86,15 @@ class Tokenizer:
         return self.encoding.encode_to_numpy(_valid(text), disallowed_special=())
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of `ids`; bytes that are not UTF-8 become U+FFFD."""
-        return self.encoding.decode([int(i) for i in ids])
+        """Text of `ids`; bytes that are not UTF-8 become U+FFFD.
+
+        Ids that no token has are left out: a model's output may be wider than the vocabulary.
+        """
+        return self.encoding.decode([int(i) for i in ids if int(i) in self._ids])
+
+    @functools.cached_property
+    def _ids(self) -> frozenset[int]:
+        return frozenset((*self.encoding._mergeable_ranks.values(), *self.encoding._special_tokens.values()))
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes of one token (of `eot`: its own name). KeyError: no token has this id."""
@@ -149,7 +157,6 @@ class FolderTokenizer(Tokenizer):
         return np.array(found.ids, dtype=np.uint32)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """As `Tokenizer.decode`. Ids that no token has (a model's output may be wider than the vocabulary) are left out."""
         known = [int(i) for i in ids if int(i) in self.tokens]
         if self.byte_level:  # the package's own decoder takes an added token's letters for bytes
             return b"".join(map(self.token_bytes, known)).decode("utf-8", "replace")
@@ -201,7 +208,10 @@ def read_tokenizer(folder: str | Path) -> Tokenizer:
     definition = _read_json(path)
     if "model" not in definition or "version" not in definition:
         raise ValueError(f"{path} is not a file of the package 'tokenizers': give the folder of a transformers model")
-    tokenizer = FolderTokenizer(definition, _eot(Path(folder), definition), path)
+    try:
+        tokenizer = FolderTokenizer(definition, _eot(Path(folder), definition), path)
+    except (KeyError, TypeError, AttributeError):
+        raise ValueError(f"{folder} has a damaged tokenizer: copy its JSON files again") from None
     with contextlib.suppress(ValueError):  # without tiktoken's file, use the folder's own tokenizer
         if _is_gpt2(tokenizer):
             return Tokenizer(_encoding("gpt2"))

@@ -75,9 +75,15 @@ class TextEvalConfig(EvalConfig):
     name: str | None = None  # name of the result, in place of the text's name
 
 
-def open_run(cfg: EvalConfig) -> LoadedRun:
-    """The run's model (evaluation mode, float32, on the device asked for), tokenizer and configuration."""
-    return load_run(cfg.run, device=pick_device(cfg.device))
+def open_run(cfg: EvalConfig, task: bool = False) -> LoadedRun:
+    """The run's model (evaluation mode, float32, on the device asked for), tokenizer and configuration.
+
+    task: also runs of data=mqar, whose tokens are no text. ValueError for such a run where text is read.
+    """
+    run = load_run(cfg.run, device=pick_device(cfg.device))
+    if not task and run.config.get("data", {}).get("source") == "mqar":
+        raise ValueError(f"{run.path} was trained on data=mqar, which has no text: use eval.mqar")
+    return run
 
 
 def evaluation_tokens(run: LoadedRun, cfg: TextEvalConfig) -> list[Shard | TextTokens]:
@@ -87,20 +93,13 @@ def evaluation_tokens(run: LoadedRun, cfg: TextEvalConfig) -> list[Shard | TextT
     if cfg.text:
         encode, eot = run.tokenizer.encode, run.tokenizer.eot  # before each document, as in shards of data.prepare
         return [TextTokens(np.array([token for text in read_documents(cfg.text) for token in (eot, *encode(text))]))]
-    folder = Path(cfg.shards or _own_shards(run))
+    folder = Path(cfg.shards or read_run_config(run.path)["data"]["dir"])
     if (folder / "tokenizer.json").is_file() and load_tokenizer(folder).fingerprint != run.tokenizer.fingerprint:
         raise ValueError(
             f"{folder} has another tokenizer than {cfg.run} ('{run.tokenizer.name}'): use text=FILE, "
             "or shards= prepared with the run's tokenizer"
         )
     return open_split(folder, "val", vocab_size=run.tokenizer.vocab_size, fingerprint=run.tokenizer.fingerprint)
-
-
-def _own_shards(run: LoadedRun) -> str:
-    data = read_run_config(run.path)["data"]
-    if data["source"] == "mqar":
-        raise ValueError(f"{run.path} was trained on data=mqar, which has no text: use eval.mqar, or give text=FILE")
-    return data["dir"]
 
 
 def read_documents(text: str) -> list[str]:

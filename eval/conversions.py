@@ -122,10 +122,17 @@ def _read_record(start: Path, how: Conversion, source: LoadedRun, cfg: ConvertCo
     if not start.exists():
         return None
     record = json.loads((start / RECORD).read_text()) if (start / RECORD).is_file() else {}
-    wanted = {"source": str(source.path), "conversion": asdict(how), "seed": cfg.seed}
+    wanted = {"source": str(source.path), "conversion": asdict(how), "seed": cfg.seed, "tested": tested(cfg)}
     if any(record.get(key) != value for key, value in wanted.items()):
-        raise ValueError(f"{start} holds another conversion: choose another run_dir=..., or delete it")
+        raise ValueError(
+            f"{start} holds another conversion, or one tested on another text: choose another run_dir=, or delete it"
+        )
     return record
+
+
+def tested(cfg: ConvertConfig) -> dict[str, Any]:
+    """The options that say on which text the losses before and after are measured."""
+    return {"text": cfg.text, "shards": cfg.shards, "tokens": cfg.tokens}
 
 
 # ---------------------------------------- one conversion
@@ -151,6 +158,7 @@ def convert_run(
         "machine": machine(),
         "version": version(),
         "text": "random tokens" if windows is None else "text",
+        **({"tested": tested(cfg)} if cfg.what == "compare" else {}),
         **measure(source, model, windows, tokens, cfg, cfg.debug or not how.exact or cfg.what == "compare"),
     }
     write_run(run_dir, model, source, record)

@@ -105,7 +105,7 @@ def read_examples(path: Path, form: str) -> tuple[list[Example], list[Example]]:
         return _banking77(path, text), []
     if form == "clinc150":
         return _clinc150(path, text)
-    return _trec(path, text, fine=form == "trec_fine"), []
+    return _trec(path, text, form), []
 
 
 def _text(path: Path) -> str:
@@ -126,21 +126,24 @@ def _wrong_format(path: Path, form: str, found: str, wanted: str) -> ValueError:
     )
 
 
-def _trec(path: Path, text: str, fine: bool) -> list[Example]:
+def _trec(path: Path, text: str, form: str) -> list[Example]:
     examples = []
     for number, line in enumerate(map(str.strip, text.splitlines()), 1):
         if not line:
             continue
         match = re.fullmatch(r"([A-Z]+):(\w+) (.+)", line)
         if match is None or match[1] not in READABLE:
-            raise _wrong_format(path, "trec", f"line {number} ({line[:20]!r})", "'LABEL:fine text'")
-        label = f"{READABLE[match[1]]} {match[2]}" if fine else READABLE[match[1]]
+            raise _wrong_format(path, form, f"line {number} ({line[:20]!r})", "'LABEL:fine text'")
+        label = f"{READABLE[match[1]]} {match[2]}" if form == "trec_fine" else READABLE[match[1]]
         examples.append(Example(match[3], label))
     return examples
 
 
 def _banking77(path: Path, text: str) -> list[Example]:
-    header, *rows = list(csv.reader(io.StringIO(text, newline=""))) or [[]]
+    try:
+        header, *rows = list(csv.reader(io.StringIO(text, newline=""))) or [[]]
+    except csv.Error as error:  # such as a quotation mark that is never closed
+        raise _wrong_format(path, "banking77", f"its text ({error})", "comma-separated lines") from None
     if header[:2] != ["text", "category"]:
         raise _wrong_format(path, "banking77", f"line 1 ({','.join(header)[:20]!r})", "'text,category'")
     for number, row in enumerate(rows, 2):
@@ -153,7 +156,7 @@ def _clinc150(path: Path, text: str) -> tuple[list[Example], list[Example]]:
     try:
         content = json.loads(text)
         parts = [[Example(x, label.replace("_", " ")) for x, label in content[split]] for split in ("train", "test")]
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise _wrong_format(path, "clinc150", "it", "JSON with train and test lists of [text, intent]") from None
     return parts[0], parts[1]
 

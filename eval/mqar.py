@@ -247,7 +247,7 @@ def _line(ax: Axes, rows: list[dict[str, Any]], look: str, line: str, label: str
 
 @command("mqar", MqarEvalConfig)
 def main(cfg: MqarEvalConfig) -> None:
-    run = open_run(cfg)
+    run = open_run(cfg, task=True)
     results = evaluate(run, cfg)
     said = write_result(run, cfg, "mqar", results, draw)
     for what, rows in {"as trained": results["shares"], **results.get("altered", {})}.items():

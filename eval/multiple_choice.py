@@ -76,7 +76,7 @@ def _question(where: str, line: str) -> Question:
         several = isinstance(item["endings"], list) and len(endings) > 1
         if not (clean(query) and several and all(endings) and 0 <= label < len(endings)):
             raise ValueError
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         wanted = '{"query": "...", "endings": ["...", "..."], "label": 0}'
         raise ValueError(f"{where} is not a question with two or more endings: write each line like {wanted}") from None
     return Question(clean(query), endings, label)

@@ -38,8 +38,8 @@ def check_grid(cfg: NeedleGridConfig) -> None:
 class Query:
     """One question about one context, as token ids. Spans are [start, stop) positions in `prompt`.
 
-    `prompt` (P,) ends where `answer` (A,), the number and its full stop, begins. `needle` is the span of the asked
-    sentence, `value` the span of its number, `question` the position of the first token of the closing question.
+    `prompt` (P,) ends where `answer` (A,) begins: the number, and its full stop where the style has one. `needle` is the span
+    of the asked sentence, `value` the span of its number, `question` the position of the first token of the closing question.
     `candidates` are the answers of all needles of this context. The first `right` candidates are correct: several where
     one question asks for several. Each of `values`, where given, counts as found if it occurs in the text of a greedy
     continuation of at most `new_tokens`.

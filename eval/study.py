@@ -15,7 +15,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from configs import USER_ERRORS, explain
-from configs.composing import compose_job, quoted
+from configs.composing import compose_job, key_of, quoted
 from configs.files import write_json
 from configs.provenance import ROOT
 from data.shards import open_split
@@ -99,7 +99,10 @@ class PlannedRun:
         """The commands still to run: training unless it is finished, and evaluations without a result of this training."""
         if self.diverged or self.record:
             return []
-        commands = [] if self.trained else [[str(ROOT / "train.py"), *self.overrides]]
+        overrides, trunk = self.overrides, self.config.branch_from
+        if trunk and trunk_ended_early(Path(trunk), self.config):  # it has diverged since this run was planned
+            overrides = [override for override in overrides if key_of(override) != "branch_from"]
+        commands = [] if self.trained else [[str(ROOT / "train.py"), *overrides]]
         return commands + [
             ["-m", f"eval.{name}", quoted(f"run={self.folder}"), *overrides]
             for name, *overrides in self.evaluations
@@ -154,6 +157,12 @@ class PlannedRun:
         said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
         last = said[-1] if said else (lines[-1] if lines else "the run has not begun")
         return f"{self.name}: {last} (see {self.log}); correct that and repeat this command: finished runs are kept"
+
+
+def trunk_ended_early(trunk: Path, cfg: TrainConfig) -> bool:
+    """Whether the run in the folder `trunk` diverged before it wrote the checkpoint off which `cfg` would branch."""
+    at = folder_name(decay_start(cfg.steps, cfg.optim))
+    return (trunk / DIVERGED).is_file() and at not in [path.name for path in checkpoints(trunk)]
 
 
 def training_flops(cfg: TrainConfig, per_token: int) -> float:

@@ -57,10 +57,11 @@ def decoder_config(values: dict[str, Any]) -> DecoderConfig:
 
     ValueError for an unknown key or a value of the wrong type, as in files of another version.
     """
-    return _from_dict(DecoderConfig, values, "model")
+    return from_dict(DecoderConfig, values, "model")
 
 
-def _from_dict(kind: type, values: Any, where: str) -> Any:
+def from_dict(kind: type, values: Any, where: str) -> Any:
+    """As `decoder_config`, for any dataclass `kind`; the errors name its options where.KEY."""
     if not isinstance(values, dict):
         raise ValueError(f"{where}={values} is not a group of options: use a checkpoint of this version")
     known = get_type_hints(kind)
@@ -72,7 +73,7 @@ def _from_dict(kind: type, values: Any, where: str) -> Any:
 
 def _checked(kind: Any, value: Any, where: str) -> Any:
     if is_dataclass(kind):
-        return _from_dict(kind, value, where)
+        return from_dict(kind, value, where)
     if isinstance(value, int) and not isinstance(value, kind) and isinstance(0.0, kind):
         return float(value)
     if not isinstance(value, kind):

@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 
 import train  # noqa: F401  # registers its schema
 from configs import USER_ERRORS, command, explain
-from configs.composing import merged, quoted
+from configs.composing import merged, overrides_of, quoted
 from data.config import DataConfig
 from eval import tuning
 from eval.common import variant
@@ -42,12 +42,12 @@ from eval.experiment import (
 from eval.overlap import overlaps, refuse_overlap
 from eval.records import TRIAL, recorded_vocabulary, records_of
 from eval.report.ablation import Results, write_page
-from eval.report.runs import DIVERGED, Arm, give_colours, refuse_other_settings, refuse_other_shards
+from eval.report.runs import Arm, give_colours, refuse_other_settings, refuse_other_shards
 from eval.report.tables import markdown, si
-from eval.study import PlannedRun, describe_model, read_epochs, train_config, training_flops
+from eval.study import PlannedRun, describe_model, read_epochs, train_config, training_flops, trunk_ended_early
 from eval.texts import Texts, prepared
 from eval.tuning import Point, Tuned
-from training.checkpoint import checkpoints, folder_name
+from training.checkpoint import checkpoints
 from training.jobs import Team, environment, run_jobs, visible_gpus
 from training.run import TrainConfig, flatten
 from training.schedule import decay_start
@@ -257,10 +257,8 @@ class Study:
             at = {decay_start(config.steps, config.optim) for name, config in points.items() if name != trunk}
             return [f"checkpoint.at={sorted(at)}"]
         folder, own = self.folder / f"{trunk}-s{seed}", points[arm.name]
-        kept = [path.name for path in checkpoints(folder)]
-        recorded = folder.name in self.records and not kept
-        stopped = (folder / DIVERGED).is_file() and folder_name(decay_start(own.steps, own.optim)) not in kept
-        if recorded or stopped:
+        recorded = folder.name in self.records and not checkpoints(folder)
+        if recorded or trunk_ended_early(folder, own):
             return []  # without a trunk the run is trained as a whole
         return [quoted(f"branch_from={folder}")]
 
@@ -387,7 +385,7 @@ def run_by_launcher(cfg: AblateConfig, folder: Path, left: list[PlannedRun], tas
         needs = f"launcher={launcher.plugin} needs the package '{launcher.package}'"
         raise ValueError(f"{needs}: pip install {launcher.package}") from None
     overrides = [o for o in task if not o.startswith(("launcher", "only="))]
-    options = [f"hydra.launcher.{key}={value}" for key, value in launcher.options.items()]
+    options = overrides_of({f"hydra.launcher.{key}": value for key, value in launcher.options.items()})
     sweep = [f"hydra/launcher={launcher.plugin}", *options, quoted(f"hydra.sweep.dir={folder}")]
     names = "only=" + ",".join(run.name for run in left)
     arguments = [sys.executable, str(ROOT / "scripts" / "ablate.py"), "-m", *overrides, *sweep, names]

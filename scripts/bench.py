@@ -261,7 +261,8 @@ def main(cfg: BenchConfig) -> None:
     world, load = join_world(cfg.device), os.getloadavg()[0]
     rows = BENCHES[cfg.what](cfg, world)
     if not any(row.seconds for row in rows):
-        raise ValueError(f"nothing could be measured: {next(iter(rows[0].not_measured.values()))}")
+        reasons = [reason for row in rows for reason in row.not_measured.values()]
+        raise ValueError(f"nothing could be measured: {[*reasons, 'none of variants= can use one of backends='][0]}")
     where = machine() | {"load": round(load, 2), "dtype": str(pick_dtype(cfg.dtype, world.device))}
     content = {"bench": cfg.what, "config": asdict(cfg), "machine": where, "version": version()}
     path = Path(cfg.out or f"runs/bench/{cfg.what}.json")

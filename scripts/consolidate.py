@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from configs import command
 from configs.files import FolderLock, read_run_config, remove_leftovers
-from model.config import decoder_config
+from model.config import decoder_config, from_dict
 from model.decoder import Decoder
 from training import checkpoint, sharded
 from training.optim import OptimConfig, build_optimizers, state_tensors
@@ -45,7 +45,7 @@ def main(cfg: ConsolidateConfig) -> None:
     lock = FolderLock(run, "trains in it")  # a training could delete the checkpoint meanwhile
     state = checkpoint.read_state(folder)
     model = Decoder(decoder_config(state["model"]))
-    optimizers = build_optimizers(model, OptimConfig(**read_run_config(run, groups=("optim",))["optim"]))
+    optimizers = build_optimizers(model, from_dict(OptimConfig, read_run_config(run, groups=("optim",))["optim"], "optim"))
     checkpoint.load(folder, model, optimizers)
     checkpoint.write(folder, checkpoint.own_weights(model), state_tensors(optimizers), state)
     lock.release()

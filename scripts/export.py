@@ -110,14 +110,14 @@ def logits_apart(theirs: Callable[[Tensor], Tensor], model: Decoder) -> float:
     return apart
 
 
-def load_lines(found: Export, place: str) -> str:
-    """Python lines that load the folder or repository `place`."""
+def load_lines(found: Export, place: str, tokenizer: bool) -> str:
+    """Python lines that load the folder or repository `place`, and its tokenizer if it has one."""
     if found.format in ("safetensors", "axolotl"):
         return f"from model.interop.huggingface import read_folder\n\nconfig, state = read_folder({place!r})"
     trust = ", trust_remote_code=True" if found.format == "remote" else ""
-    names = ("model", "AutoModelForCausalLM"), ("tokenizer", "AutoTokenizer")
-    lines = [f"{name} = {kind}.from_pretrained({place!r}{trust})" for name, kind in names]
-    return "\n".join(["from transformers import AutoModelForCausalLM, AutoTokenizer", "", *lines])
+    names = {"model": "AutoModelForCausalLM"} | ({"tokenizer": "AutoTokenizer"} if tokenizer else {})
+    lines = [f"{name} = {kind}.from_pretrained({place!r}{trust})" for name, kind in names.items()]
+    return "\n".join([f"from transformers import {', '.join(names.values())}", "", *lines])
 
 
 def upload(folder: Path, repository: str) -> str:
@@ -168,10 +168,10 @@ def main(cfg: ExportConfig) -> None:
     with whole_folder(out) as partial:
         write_folder(found, partial, tokenizer, run.model.cfg.context)
         said = check(found, partial, run.model, tokenizer) if cfg.check else "not compared"
-        card = model_card(run, found.format, load_lines(found, cfg.push or out.name))
+        card = model_card(run, found.format, load_lines(found, cfg.push or out.name, cfg.tokenizer))
         (partial / "README.md").write_text(card, encoding="utf-8")
     print(f"{out}: {cfg.run} at step {run.step} as {found.format}; {said}")
-    print(load_lines(found, cfg.out))
+    print(load_lines(found, cfg.out, cfg.tokenizer))
     if cfg.push:
         print(f"uploaded to {upload(out, cfg.push)}")
 

@@ -116,7 +116,8 @@ def parse(arguments: list[str]) -> dict[str, str]:
     unknown = [name for name in options["stages"].split(",") if name and name not in gpu_stages.STAGES]
     if unknown:
         raise ValueError(f"stages has no '{unknown[0]}': use {', '.join(gpu_stages.STAGES)}")
-    if options["table"] and not read(Path(options["table"])).get("results"):
+    rows = read(Path(options["table"])).get("results") if options["table"] else None
+    if options["table"] and not (isinstance(rows, dict) and all(isinstance(row, dict) for row in rows.values())):
         raise ValueError(f"table={options['table']} is not a JSON file of this command: use one that it wrote")
     if not options["out"] or Path(options["out"]).is_file():
         raise ValueError(f"out={options['out']} is not a folder: use out=runs/gpu")
@@ -141,7 +142,7 @@ def start_stage(stage: str, out: Path, data: str, seconds: float) -> bool:
         left = seconds - (time.monotonic() - start)
         if left <= 0:
             break
-        options = (f"run={stage}", f"out={out.resolve()}", f"data={data}", f"seconds={left}")
+        options = (f"run={stage}", f"out={out.resolve()}", f"data={data and os.path.relpath(data, ROOT)}", f"seconds={left}")
         command = [sys.executable, "-m", "scripts.gpu", *options]
         done = in_process(command, path, stage, left + GRACE)
         if done.returncode is None:
@@ -194,7 +195,7 @@ def give_up_slow(path: Path, stage: str, seconds: float) -> str:
     slow[name] = round(slow.get(name, 0) + seconds, 1)
     if slow[name] >= patience(stage):
         spent = slow.pop(name)
-        content["results"][name] = {"failed": f"not done after {spent:.0f} s: delete this row to try it again"}
+        content["results"][name] = {"failed": f'not done after {spent:.0f} s: delete this row and "complete" to try it again'}
     write_json(path, content)
     return f"{name} was not done after {seconds:.0f} s, and was ended"
 

@@ -40,10 +40,12 @@ from scripts.gpu_tools import (
     synchronize,
     tolerance,
 )
+from training.distributed import World
 from training.metrics import memory_gb, peak_flops
 from training.optim import OptimConfig, build_optimizers, set_lr
 from training.parallel import compile_steps
 from training.schedule import lr_factor
+from training.validation import validation_loss
 
 GPT2_VOCABULARY = 50257
 SMI = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit")  # fields of nvidia-smi
@@ -295,7 +297,7 @@ def train(options: Row, rate: float, seed: int, steps: int, data: Path | None) -
     synchronize()
     of_step = (time.perf_counter() - start) / (steps - first)
     return {
-        "val_loss": validation_loss(net, Windows(held_out, T), micro),
+        "val_loss": held_out_loss(model, Windows(held_out, T), micro),
         "losses": losses,
         "tokens_per_s": batch * T / of_step,
         "compile_s": max(0.0, start - begin - first * of_step),
@@ -317,12 +319,10 @@ def splits(data: Path | None) -> tuple[list, list, int]:
     return [TextTokens(tokens[:cut])], [TextTokens(tokens[cut:])], 256
 
 
-def validation_loss(net: Callable, windows: Windows, micro: int) -> float:
-    """Mean loss of the first windows."""
-    rows = [windows.window(i) for i in range(min(len(windows), 1024 if ON_CARD else 4))]
-    parts = [torch.from_numpy(np.stack(rows[i : i + micro])).to(DEVICE) for i in range(0, len(rows) - micro + 1, micro)]
-    with torch.no_grad(), torch.autocast(DEVICE.type, torch.bfloat16, enabled=ON_CARD):
-        return torch.stack([net(part[:, :-1], part[:, 1:]) for part in parts]).mean().item()
+def held_out_loss(model: Decoder, windows: Windows, micro: int) -> float:
+    """Loss on at most 1,024 windows, as train.py measures it."""
+    with torch.autocast(DEVICE.type, torch.bfloat16, enabled=ON_CARD):
+        return validation_loss(model, windows, (1024 if ON_CARD else 4) * windows.length, micro, World(0, 1, DEVICE))
 
 
 # ---------------------------------------- several cards

@@ -32,8 +32,10 @@ from training.checkpoint import LoadedRun
 
 MAX_TOKENS = 256
 LITERAL = ("prompt", "stop", "file")  # keys whose values are text
-# All control characters except tab and newline, which a terminal would obey, are shown as Unicode's signs for them.
+# All control characters except tab and newline, which a terminal would obey, are shown as Unicode's signs for them. U+0080 to
+# U+009F have no sign.
 CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"} | {127: 0x2421}
+CONTROLS |= dict.fromkeys(range(128, 160), 0xFFFD)
 
 
 @dataclass
@@ -266,7 +268,7 @@ def heads_of(jobs: Sequence[Job], echo: bool) -> list[str]:
 def sample(cfg: SampleConfig) -> None:
     if cfg.temperature == 0 and cfg.samples > 1:
         raise ValueError("temperature=0 writes the same text every time: use samples=1 or temperature=0.8")
-    run = open_run(cfg)
+    run = open_run(cfg, task=True)
     jobs = jobs_of(cfg, run)
     limit = new_tokens(cfg, run.model, max(len(job.tokens) for job in jobs))
     sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character

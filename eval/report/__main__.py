@@ -48,6 +48,9 @@ def main(cfg: ReportConfig) -> None:
     out = Path(cfg.out)
     if out.suffix != ".html":
         raise ValueError(f"out={out} is not an .html file: use out=report.html")
+    if any((out.parent / name).is_file() for name in ("config.yaml", "results.json")):
+        wrong = f"{out.parent} is the folder of a run or of an ablation, whose figures the report's would replace"
+        raise ValueError(f"{wrong}: use out={out.parent}/report/{out.name}")
     import_wandb(cfg.wandb)  # a wrong value must fail before the work
     ablation = read_ablation(Path(cfg.ablation)) if cfg.ablation else None
     runs = read_runs(cfg.runs)

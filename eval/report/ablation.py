@@ -26,7 +26,7 @@ class Results:
         self.found = Comparison(arms, cfg.metrics, cfg.compared)
         self.pooled = Pooled(self.found, cfg.pairs, cfg.branch, cfg.covariate)
         self.profiles = {name: one for name, path in cfg.profiles.items() if (one := profile(arms, path, cfg.pairs))}
-        self.fits = self.found.fit_sizes(next(iter(cfg.metrics))) if cfg.fit else None
+        self.fits = self.found.fit_sizes(self.found.compared[0]) if cfg.fit else None
 
     def write(self, folder: Path, missing: int, epochs: float | None, overlap: Mapping[str, float]) -> None:
         """Write results.json, table.md and differences.md to `folder`; print the table.
@@ -116,7 +116,7 @@ def draw_ablation(folder: Path, found: Comparison, fits: dict[str, Any] | None) 
 def read_ablation(path: Path) -> tuple[str, str, list[Path]]:
     """Name, tables and remarks (Markdown) and figures of an ablation. path: its folder, or the results.json in it.
 
-    ValueError if `path` is not an ablation, or if the ablation is not finished.
+    ValueError if `path` is not an ablation, or has no table yet.
     """
     folder = path.parent if path.name == "results.json" else path
     content = ablation_in(folder)

@@ -98,7 +98,8 @@ def pair_lines(found: Mapping[str, Sequence[Pair]], point: str, after: str = "")
     after: more words of the first column's head.
     """
     lines = [[f"part{after}", "arms", "n", *found]]
-    for first in (pair for pair in next(iter(found.values())) if pair.point == point):
+    here = {pair.name: pair for pairs in found.values() for pair in reversed(pairs) if pair.point == point}
+    for first in here.values():
         same = [next((p for p in pairs if (p.name, p.point) == (first.name, point)), None) for pairs in found.values()]
         texts = [difference_text(pair.mean, pair.low, pair.high, pair.p_holm) if pair else "" for pair in same]
         n = " / ".join(dict.fromkeys(str(pair.n) for pair in same if pair))

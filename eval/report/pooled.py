@@ -87,7 +87,7 @@ class Pooled:
         pairs = [
             markdown(pair_lines(found, point, after)).rstrip()
             for found, after in ((self.pairs, ""), (self.pairs_at_equal, alike))
-            if any(pair.point == point for pair in next(iter(found.values()), []))
+            if any(pair.point == point for of_metric in found.values() for pair in of_metric)
         ]
         return arms + pairs
 

@@ -197,10 +197,15 @@ def read_runs(folders: list[str]) -> list[Run]:
 
 
 def labels(folders: Iterable[str | Path]) -> list[str]:
-    """A label for each run folder: its name, or PARENT/NAME where several folders have the same name."""
+    """A label for each run folder: its name, or where several folders have the same name, as many parents as they differ in."""
     paths = [Path(folder).resolve() for folder in folders]
-    names = [path.name for path in paths]
-    return [path.name if names.count(path.name) == 1 else "/".join(path.parts[-2:]) for path in paths]
+
+    def label(path: Path) -> str:
+        ends = (path.parts[-count:] for count in range(1, len(path.parts) + 1))
+        alone = next(end for end in ends if sum(other.parts[-len(end) :] == end for other in paths) == 1)
+        return "/".join(alone)
+
+    return list(map(label, paths))
 
 
 def refuse_incomparable(runs: list[Run]) -> None:

@@ -96,11 +96,12 @@ def _errors(key: str) -> tuple[str, ...]:
 def scalars(results: Any, path: str = "") -> Iterator[tuple[str, float]]:
     """("a · b", number) of all numbers in nested dicts. Items of a list of dicts are named by their first value ("bits=8").
 
-    Keys that begin with per_ or by_ are left out: they split up a number that stands under another key.
+    Left out are the dict of standard errors, `se`, and what splits up a number that stands under another key: `layers`, and
+    keys that begin with per_ or by_.
     """
     for key, value in results.items():
         name = f"{path} · {key}" if path else str(key)
-        if str(key).startswith(("per_", "by_")):
+        if str(key).startswith(("per_", "by_")) or key == "layers" or (key == "se" and isinstance(value, dict)):
             continue
         if isinstance(value, dict):
             yield from scalars(value, name)

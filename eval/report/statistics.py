@@ -145,12 +145,13 @@ def size_ratio(reference: tuple[float, float], other: tuple[float, float], size:
     """Parameters that `other` needs for the loss that `reference` has at `size`, divided by `size`.
 
     Below 1, `other` needs fewer parameters. Both are fits (a, b) of `power_law`; nan if `other` does not fall with
-    size.
+    size, inf if it falls so slowly that no size in reach has that loss.
     """
     (a, b), (a2, b2) = reference, other
     if b2 <= 0:
         return math.nan
-    return math.exp((math.log(a2 / a) + b * math.log(size)) / b2) / size
+    logarithm = (math.log(a2 / a) + b * math.log(size)) / b2
+    return math.exp(logarithm) / size if logarithm < 700 else math.inf
 
 
 def spikes(losses: Sequence[float], window: int = 50, over: float = 0.5) -> int:

@@ -1,5 +1,6 @@
 """Associative recall: the share of distractors is exact, splits are disjoint, questions have answers, marks are right."""
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ import torch
 
 from data.config import DataConfig
 from data.loader import UNSCORED, Loader, inputs_and_targets
-from data.mqar import Mqar, MqarConfig, mqar_tokenizer
+from data.mqar import Mqar, MqarConfig, mqar_tokenizer, told_slots
 from data.sources import open_corpus
 from data.stream import open_sources, open_tokenizer
 from data.tokenizer import load_tokenizer
@@ -139,6 +140,12 @@ def test_wrong_tasks_are_refused(wrong: dict, says: str) -> None:
 def test_the_share_that_is_advised_is_taken() -> None:
     sample = Mqar(MqarConfig(distractors=0.851852), LENGTH).draw("train", 0, 1)
     assert len(sample.distractors) == 2 * 23  # 27 slots, 4 of them pairs
+    for pairs, share in ((100, 0.857), (32, 0.905), (64, 0.87)):
+        cfg = MqarConfig(keys=256, values=256, pairs=pairs, distractors=share)
+        with pytest.raises(ValueError, match="cannot have a share") as error:
+            told_slots(cfg)
+        advised = re.search(r"distractors=(\S+),", str(error.value))[1]
+        assert told_slots(replace(cfg, distractors=float(advised))) >= pairs
 
 
 def test_it_is_a_source_of_training_and_needs_no_files() -> None:

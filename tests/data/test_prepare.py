@@ -390,6 +390,7 @@ def test_nanogpt_import(cfg, tmp_path, gpt2):
     assert tokens(Path(cfg.dir), "train") == ids[1000:].tolist() and tokens(Path(cfg.dir), "val") == ids[:1000].tolist()
     documents = sum(split["documents"] for split in meta["splits"].values())
     assert documents == len(DOCUMENTS)
+    assert "of the bytes (val.bin)" in module._describe(meta)  # data.val_fraction decides nothing here
     assert sum(split["bytes"] for split in meta["splits"].values()) == sum(len(text) for text in DOCUMENTS)
     (folder / "meta.pkl").write_bytes(b"")
     with pytest.raises(ValueError, match="character table of its own"):

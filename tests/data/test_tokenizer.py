@@ -40,6 +40,11 @@ def test_special_tokens(tokenizer):
     assert np.count_nonzero(lengths == 0) == 1
 
 
+def test_ids_that_no_token_has_are_left_out(tokenizer):
+    """A model may have more outputs than the tokenizer has tokens."""
+    assert tokenizer.decode([*tokenizer.encode("ab"), tokenizer.vocab_size, 10**6]) == "ab"
+
+
 def test_lone_surrogates_do_not_stop_a_preparation(tokenizer):
     assert tokenizer.decode(tokenizer.encode_array("a\ud800b")) == "a?b"
 

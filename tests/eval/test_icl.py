@@ -173,6 +173,21 @@ def test_a_file_without_questions_is_refused(tmp_path):
         icl_tasks.load_task(IclConfig(examples=str(examples), test=str(empty)))
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "form"),
+    (
+        ("a.txt", "no label here\n", "trec_fine"),
+        ("a.csv", 'text,category\n"' + "never closed " * 12_000, "banking77"),
+        ("a.json", "[" * 100_000, "clinc150"),
+    ),
+)
+def test_a_file_of_another_format_is_refused(name, text, form, tmp_path):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=f"is not in the format {form}: ") as error:
+        icl_tasks.read_examples(tmp_path / name, form)
+    assert form not in str(error.value).partition("format= one of")[2]
+
+
 def test_latin1_is_read(tmp_path):
     (tmp_path / "t.label").write_bytes("LOC:city Where is Malmö ?\nHUM:ind Who is Zoë ?\n".encode("latin-1"))
     assert icl_tasks.read_examples(tmp_path / "t.label", "trec")[0][0].text == "Where is Malmö ?"

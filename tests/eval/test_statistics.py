@@ -142,6 +142,7 @@ def test_power_laws_are_recovered() -> None:
     assert fits[0] == (pytest.approx(12.0), pytest.approx(0.08))
     assert size_ratio(*fits, size=5e5) == pytest.approx(0.62)
     assert math.isnan(size_ratio(fits[0], (3.0, -0.01), size=5e5))
+    assert size_ratio((3.0, 0.05), (4.0, 1e-5), size=5e5) == math.inf  # no float has so many parameters
     with pytest.raises(ValueError, match="two or more sizes"):
         power_law([1e5, 1e5], [3.0, 3.1])
 

@@ -64,6 +64,11 @@ def test_results_are_averaged_number_by_number():
     assert averaged([[1, 2], [1, 2, 3]]) == [1, 2]
 
 
+def test_scalars_leave_out_errors_and_what_splits_up_a_number():
+    results = {"noise": {"signed": 0.1}, "se": {"signed": 0.01}, "layers": [{"layer": 1, "noise": 0.3}], "sink": {"se": 0.2}}
+    assert dict(scalars(results)) == {"noise · signed": 0.1, "sink · se": 0.2}
+
+
 def test_scalars_of_nested_results():
     results = {"loss": 1.5, "by_position": [1.0], "ok": True, "tasks": {"a": {"acc": 1}}, "list": [1.0], "none": None}
     assert dict(scalars(results)) == {"loss": 1.5, "tasks · a · acc": 1}

@@ -161,8 +161,11 @@ def test_a_trunk_that_diverged_before_a_branch_stops_no_study(shards: Path, tmp_
         return [any("branch_from" in o for o in run.overrides) for run in Study(cfg, "study").runs()]
 
     assert branches() == [True, True, False]
+    planned = Study(cfg, "study").runs()
     (trunk / "diverged.json").write_text('{"error": "the loss is nan at step 600"}')
     assert branches() == [True, False, False]
+    commands = [run.left()[0] for run in planned[:2]]  # of a study that goes on after its trunk has diverged
+    assert [any("branch_from" in o for o in command) for command in commands] == [True, False]
 
 
 def test_a_card_is_told_what_every_run_costs(shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -159,6 +159,7 @@ def test_compare_is_an_ablation_of_conversions(source: Path, tmp_path: Path) -> 
     assert again.returncode == 0 and at_once in again.stdout
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("state.json")} == stamps
     assert_one_line_error(run_command(*arguments, "seed=1"), "holds another conversion")
+    assert_one_line_error(run_command(*arguments, "tokens=320"), "or one tested on another text")
 
 
 def test_wrong_input_is_one_line_that_names_the_fix(source: Path, tmp_path: Path, call: Callable) -> None:
