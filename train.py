@@ -186,6 +186,7 @@ def train(cfg: TrainConfig, world: World, ends: ExitStack) -> float:
                     part.backward()
                 loss += part.detach()
         except Interrupted:  # a signal came while the loop waited for the loader: skip this step
+            model.set_step(max(step - 1, 0))  # a checkpoint has the values of the last step that was taken
             continue
         norm = parallel.clip_grad_norm(cfg.optim.clip)
         logging, apart = due(step + 1, cfg.log_every) or step + 1 in (1, cfg.steps), {}

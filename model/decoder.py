@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from .attention import VARIANTS
-from .attention.base import Carry
+from .attention.base import Carry, rope_of
 from .attention.mask import Mask
 from .attention.probe import gather_rows
 from .cache import KVCache, LayerCache
 from .config import DecoderConfig
 from .layers import FeedForward, initialize, make_norm
 from .loss import linear_cross_entropy
-from .rotary import Rope, rope_table
+from .rotary import Rope
 
 
 class Block(nn.Module):
@@ -136,9 +136,7 @@ class Decoder(nn.Module):
         if self.cfg.position != "rope":
             return None
         # Made anew in every pass, because a buffer would depend on device, dtype, input length and process.
-        cfg, device = self.cfg, self.embedding.weight.device
-        table = rope_table(T, cfg.head_dim, cfg.rope_theta, device, start, cfg.rope_scaling)
-        return Rope(*table, interleaved=cfg.rope_layout == "interleaved")
+        return rope_of(self.cfg, T, self.embedding.weight.device, start)
 
     def _refuse_beyond_context(self, length: int) -> None:
         if length > self.cfg.context:

@@ -93,13 +93,8 @@ def _piece(rows: Tensor, targets: Tensor, head: Tensor, weight: Tensor, wide: to
 
 def _pieces(x: Tensor, weight: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Rows (n, D) of x with their targets (n,)."""
-    n = _rows(len(x), len(weight))
+    n = max(-(-len(x) // PIECES), -(-LOGITS // len(weight)))
     return zip(x.split(n), targets.split(n), strict=True)
-
-
-def _rows(N: int, V: int) -> int:
-    """Number of rows in a piece, for N rows and a vocabulary V."""
-    return max(-(-N // PIECES), -(-LOGITS // V))
 
 
 def _head(weight: Tensor, narrow: torch.dtype) -> Tensor:

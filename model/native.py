@@ -39,9 +39,10 @@ def failure(source: Path) -> str | None:
     return None
 
 
-def compiler() -> str | None:
-    """The C++ compiler of this machine."""
-    return os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+def compiler(language: str = "c++") -> str | None:
+    """This machine's compiler for c++ or c."""
+    variable, *names = {"c++": ("CXX", "g++", "clang++"), "c": ("CC", "gcc", "clang")}[language]
+    return os.environ.get(variable) or next(filter(None, map(shutil.which, names)), None)
 
 
 @cache

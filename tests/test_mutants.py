@@ -25,6 +25,7 @@ from model.attention.value_residual import ValueResidualAttention
 from model.cache import LayerCache
 from model.decoder import Decoder
 from tests.variants import NATIVE
+from training import optim
 
 VARIANTS, OPERATIONS = "tests/model/test_variants.py", "tests/model/test_backends.py"
 KERNELS, CONVERTED = "tests/model/test_kernels.py", "tests/model/test_conversion.py"
@@ -265,8 +266,8 @@ MUTANTS = (
     Mutant("the warm-up is not in lambda (axolotl's log)", DiffAttention, "lam",
            lambda right: lambda self: right(self) / self.lambda_mix,
            f"{VARIANTS}::test_lambda_warms_up_and_the_warm_up_is_saved"),
-    Mutant("lambda vectors decay", Attention, "optimizer_group",
-           lambda right: lambda self, name, p: "decayed" if name.startswith("lambda") else right(self, name, p), OPTIMIZERS),
+    Mutant("lambda vectors decay", optim, "_group_of",
+           lambda right: lambda name, *rest: "decayed" if ".lambda_" in name else right(name, *rest), OPTIMIZERS),
     Mutant("lambda's projection decays", DiffV2Attention, "undecayed", lambda right: (), OPTIMIZERS),
     Mutant("lambda is rounded to bfloat16 (unilm)", backends, "_subtract",
            lambda right: lambda first, lam, second: right(first, lam.to(first.dtype), second),

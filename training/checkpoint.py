@@ -7,7 +7,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,6 +20,7 @@ from data.tokenizer import Tokenizer, load_tokenizer
 from model.attention import VARIANTS
 from model.config import decoder_config
 from model.decoder import Decoder
+from model.rotary import RopeScaling
 from training import sharded
 from training.cores import share_cores
 from training.guard import Diverged
@@ -267,8 +268,9 @@ def _checksum(state: dict[str, Any]) -> str:
 # Options that the weights do not depend on: a run with init_from may change them, to lengthen the context or to warm
 # lambda up again.
 FREE = (
-    "backend", "dropout", "attention_dropout", "match", "baseline_d_ff", "context", "rope_theta", "window",
-    "document_mask", "eot", *(f"{v.name}.{option}" for v in VARIANTS.values() for option in v.free_options),
+    "backend", "dropout", "attention_dropout", "projection_dropout", "match", "baseline_d_ff", "context", "rope_theta",
+    "window", "document_mask", "eot", *(f"rope_scaling.{one.name}" for one in fields(RopeScaling)),
+    *(f"{v.name}.{option}" for v in VARIANTS.values() for option in v.free_options),
 )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import itertools
 import os
 import re
 import sys
@@ -19,6 +20,7 @@ from training.cores import share_cores
 
 TIMEOUT = timedelta(minutes=10)  # until a process that does not answer counts as lost
 PATIENCE = 3.0  # seconds that a process with an error waits for the main process to report the same error
+_runs = itertools.count()  # numbers the runs of this process: a sweep has several
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,8 @@ class World:
         tensors = map(torch.from_numpy, arrays)
         if self.device.type != "cuda":
             return [x.to(self.device) for x in tensors]
-        return [x.pin_memory().to(self.device, non_blocking=True) for x in tensors]
+        # From a tensor with gaps, such as a view of longer rows, torch would copy without pinned memory.
+        return [x.contiguous().pin_memory().to(self.device, non_blocking=True) for x in tensors]
 
     def mean(self, x: Tensor) -> Tensor:
         """Average of `x` over all processes (x itself when alone)."""
@@ -106,13 +109,15 @@ def join_world(device: str = "auto") -> World:
     if where.type == "cuda":
         where = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if where.index is None else where
         torch.cuda.set_device(where)
+        torch.cuda.empty_cache()  # of an earlier run of a sweep, like the peak
+        torch.cuda.reset_peak_memory_stats(where)
         torch.set_float32_matmul_precision("high")  # TF32 for what stays float32
     if size == 1:
         return World(rank, size, where)
-    # torchrun keeps one store over its restarts. Each attempt has its own prefix in the store, so that a restarted process
-    # cannot read what the processes of an earlier attempt have written.
+    # torchrun keeps one store over its restarts, and over the runs of a sweep. Each attempt and each run has its own prefix in
+    # the store, so that no process can read what the processes of an earlier attempt or run have written.
     store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
-    store = dist.PrefixStore(f"attempt_{restarts()}", store)
+    store = dist.PrefixStore(f"attempt_{restarts()}_run_{next(_runs)}", store)
     backend = "nccl" if where.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
     return World(rank, size, where, store)

@@ -74,7 +74,7 @@ def states(model: Decoder, layout: Layout, optim: str = "adamw") -> dict[str, in
 def working(model: Decoder, layout: Layout) -> int:
     """Bytes, beside the states, of tensors that are unsharded for a while: an upper estimate, which no test measures.
 
-    ddp: none, because the gradients are views of DDP's buckets. fsdp and hsdp, with one micro batch: parameters and gradients
+    With one micro batch. ddp: none, because the gradients are views of DDP's buckets. fsdp and hsdp: parameters and gradients
     of two blocks (one computes, the next arrives) and of the part of the model outside of the blocks.
     """
     if layout.kind == "ddp":

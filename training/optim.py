@@ -7,7 +7,7 @@ from typing import Annotated
 import torch
 from torch import Tensor, nn
 
-from model.attention.base import Attention, check_choice
+from model.attention.base import check_choice
 from training.distributed import World
 from training.muon import Muon
 from training.parallel import split_as
@@ -42,11 +42,9 @@ def build_optimizers(model: nn.Module, cfg: OptimConfig, world: World | None = N
     check_choice("optim.name", cfg.name, ("adamw", "muon"))
     check_choice("optim.schedule", cfg.schedule, ("cosine", "linear", "wsd"))
     split: dict[str, list[tuple[str, Tensor]]] = {"muon": [], "decayed": [], "undecayed": [], "scalars": []}
-    own = _groups_of_attention(model)
+    undecayed = tuple(f"{path}.{part}." for path, module in model.named_modules() for part in getattr(module, "undecayed", ()))
     for name, p in model.named_parameters():
-        group = own.get(name) or _group_elsewhere(name, p)
-        group = "decayed" if group == "muon" and cfg.name != "muon" else group
-        split[group if p.dim() else "scalars"].append((name, p))  # no kernel takes split tensors and scalars together
+        split[_group_of(name, p, undecayed, cfg.name == "muon")].append((name, p))
     optimizers: list[torch.optim.Optimizer] = []
     if split["muon"]:
         group = _group(split["muon"], cfg.muon_lr, cfg.weight_decay)
@@ -58,21 +56,15 @@ def build_optimizers(model: nn.Module, cfg: OptimConfig, world: World | None = N
     return optimizers
 
 
-def _groups_of_attention(model: nn.Module) -> dict[str, str]:
-    """Parameter name -> group, for the parameters of attention layers: each variant chooses the groups of its own."""
-    return {
-        f"{path}.{name}".lstrip("."): module.optimizer_group(name, p)
-        for path, module in model.named_modules()
-        if isinstance(module, Attention)
-        for name, p in module.named_parameters()
-    }
-
-
-def _group_elsewhere(name: str, p: Tensor) -> str:
-    """Vectors are not decayed; matrices of the blocks go to Muon, those of the embedding and the output head do not."""
-    if p.dim() < 2:
+def _group_of(name: str, p: Tensor, undecayed: tuple[str, ...], muon: bool) -> str:
+    """Vectors, and what a variant calls undecayed, are not decayed. Matrices of the blocks go to Muon where it is used; those
+    of the embedding and the output head do not.
+    """
+    if not p.dim():
+        return "scalars"  # a group of their own, because no kernel takes split tensors and scalars together
+    if p.dim() == 1 or f"{name}.".startswith(undecayed):
         return "undecayed"
-    return "muon" if p.dim() == 2 and name.startswith("blocks.") else "decayed"
+    return "muon" if muon and p.dim() == 2 and name.startswith("blocks.") else "decayed"
 
 
 def _group(members: list[tuple[str, Tensor]], lr: float, weight_decay: float) -> dict:

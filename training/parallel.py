@@ -116,7 +116,8 @@ def make_mesh(world: World, kind: str, shard: int | None) -> DeviceMesh:
 def _ddp(net: nn.Module) -> DistributedDataParallel:
     """DDP that does not send buffers at every step, because all processes make equal buffers.
 
-    Gradients lie in the communication buckets, from which they are sent, not in a second copy.
+    Gradients lie in the communication buckets, from which they are sent, not in a second copy. With several micro batches per
+    step they have a copy of their own until the last one.
     """
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters:  # torch 2.13
         return DistributedDataParallel(net, forward_sync_buffers=False, gradient_as_bucket_view=True)
@@ -124,12 +125,12 @@ def _ddp(net: nn.Module) -> DistributedDataParallel:
 
 
 def gathered(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
-    """The unsharded tensors (split ones are gathered to main memory); {} if `keep` is false. All processes must call it."""
-    found = {}
+    """The unsharded tensors, in main memory if some are split; {} if `keep` is false. All processes must call it."""
+    found, some_split = {}, any(isinstance(tensor, DTensor) for tensor in tensors.values())
     for name, tensor in tensors.items():
-        whole = tensor.full_tensor().cpu() if isinstance(tensor, DTensor) else tensor
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if keep:
-            found[name] = whole
+            found[name] = whole.cpu() if some_split else whole
     return found
 
 

@@ -83,17 +83,24 @@ COMPILE_SECONDS, COMPILE_SAVES, CPU_FLOPS = 60, 0.2, 1.3e11
 def compiles(cfg: TrainConfig, flops_per_token: int, world: World) -> bool:
     """Whether to compile: as `cfg` says; else on CUDA, and on a CPU that can compile if the run is long enough to repay it.
 
-    The length of the whole run decides, so that a run that is resumed goes on as it began.
+    The length of the whole run decides, so that a run that is resumed goes on as it began. ValueError: it is to be compiled,
+    but this machine cannot compile.
     """
-    if cfg.compile is not None or world.device.type == "cuda":
-        return cfg.compile is not False
-    seconds = flops_per_token * cfg.steps * cfg.batch_tokens / world.size / CPU_FLOPS
-    return seconds * COMPILE_SAVES > COMPILE_SECONDS and cpu_can_compile()
+    on_card = world.device.type == "cuda"
+    if cfg.compile is None and not on_card:
+        seconds = flops_per_token * cfg.steps * cfg.batch_tokens / world.size / CPU_FLOPS
+        return seconds * COMPILE_SAVES > COMPILE_SECONDS and can_compile("c++")
+    language = "c" if on_card else "c++"
+    if cfg.compile is not False and sys.platform == "linux" and not can_compile(language):
+        wrong = f"torch.compile needs a compiler for {language.upper()} and Python's headers, which this machine lacks"
+        raise ValueError(f"{wrong}: install them (Debian: g++ and python3-dev), or train with compile=false")
+    return cfg.compile is not False
 
 
-def cpu_can_compile() -> bool:
-    """Whether torch.compile finds what it needs on a CPU: Linux, a C++ compiler and Python's headers."""
-    return sys.platform == "linux" and bool(native.compiler()) and Path(sysconfig.get_path("include"), "Python.h").is_file()
+def can_compile(language: str) -> bool:
+    """Whether torch.compile finds what it needs: Linux, a compiler (c++, or c for Triton on a GPU) and Python's headers."""
+    headers = Path(sysconfig.get_path("include"), "Python.h")
+    return sys.platform == "linux" and bool(native.compiler(language)) and headers.is_file()
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ ROUTES = ("one_call", "two_calls", "four_calls")
 # (docs/LOG.md, 2026-11-20).
 SHORT = 512
 WIDEST_CUDNN = 128  # head width up to which cuDNN takes values of another width than the keys
+NEW_CUDNN = 91501  # 9.15.1
 WIDEST_FLASH = 256  # head width up to which CUDA's flash kernel takes a call, on cards from 8.0 on
 
 
@@ -54,7 +55,7 @@ def choose(card: tuple[int, int] | None, dtype: torch.dtype, d: int, dv: int, ma
     masked = not (mask.plain or mask.sees_everything or mask.free)
     if masked and T == S and T % flex.BLOCK == 0 and min(d, dv) >= flex.NARROWEST:
         return "flex"
-    cudnn = card[0] in (9, 10) and max(d, dv) <= WIDEST_CUDNN and d % 8 == 0 and dv % 8 == 0
+    cudnn = card[0] in (9, 10) and max(d, dv) <= WIDEST_CUDNN and d % 8 == 0 and dv % 8 == 0 and not old_cudnn()
     if dv == d or not half or cudnn:
         return "two_calls"
     return "four_calls" if dv == 2 * d else "one_call"  # halves of 2d need no padding
@@ -65,9 +66,14 @@ def card() -> tuple[int, int] | None:
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
 
 
+def old_cudnn() -> bool:
+    """Whether this machine's cuDNN is one whose attention torch does not try first; a constant for torch.compile."""
+    return (torch.backends.cudnn.version() or NEW_CUDNN) < NEW_CUDNN
+
+
 # As torch.compiler.assume_constant_result does; a call of that function would import torch._dynamo, which would add a second
 # to the start of every command.
-card._dynamo_marked_constant = True
+card._dynamo_marked_constant = old_cudnn._dynamo_marked_constant = True
 
 
 def _chosen(backend: str, x: Tensor, d: int, dv: int, mask: Mask, T: int, S: int, dropout: float) -> str:

@@ -122,8 +122,7 @@ class Attention(nn.Module):
         self.shape = self.head_shape(cfg)
         self.heads, self.kv_heads, self.width, self.value_width = self.shape[:4]
         self.backend, self.dropout, self.projection_dropout = cfg.backend, cfg.attention_dropout, cfg.projection_dropout
-        self.position, self.rope_theta, self.rope_layout = cfg.position, cfg.rope_theta, cfg.rope_layout
-        self.rope_scaling = cfg.rope_scaling
+        self.cfg = cfg
         alibi = cfg.position == "alibi"
         self.slopes = alibi_slopes(self.heads) if alibi else None
         check_backend(cfg.backend, self.width, self.value_width, cfg.attention_dropout, self.shape.maps, alibi)
@@ -272,19 +271,12 @@ class Attention(nn.Module):
         return mask
 
     def _ropes(self, x: Tensor, source: Tensor, rope: Rope | None, cache: LayerCache | None) -> Ropes:
-        if self.position != "rope" or (rope is not None and source is x):
+        if self.cfg.position != "rope" or (rope is not None and source is x):
             return rope, rope
         if rope is not None:
             raise ValueError("in cross attention (context=), the module itself makes the rotations: leave out rope=")
         start = 0 if cache is None else cache.length
-        q, k = (
-            Rope(
-                *rope_table(each.shape[1], self.width, self.rope_theta, each.device, start, self.rope_scaling),
-                interleaved=self.rope_layout == "interleaved",
-            )
-            for each in (x, source)
-        )
-        return q, k
+        return tuple(rope_of(self.cfg, each.shape[1], each.device, start) for each in (x, source))
 
     def __prepare_scriptable__(self) -> NoReturn:
         raise ValueError("TorchScript is not supported: use torch.export.export(module, (x,)) or torch.compile(module)")
@@ -301,18 +293,18 @@ class Attention(nn.Module):
 
     # ---------------------------------------- how it is trained and watched
 
-    def optimizer_group(self, name: str, p: Tensor) -> str:
-        """The optimizer group of the parameter `name`: undecayed, decayed, or muon (which is decayed if optim.name=adamw)."""
-        if p.dim() < 2 or name.split(".")[0] in self.undecayed:
-            return "undecayed"
-        return "muon" if p.dim() == 2 else "decayed"
-
     def set_step(self, step: int) -> None:
         """Called before optimizer step `step`, counted from 0. Override it for values that follow the step (a warm-up)."""
 
     def readings(self, x: Tensor) -> dict[str, Tensor]:
         """Scalars that the monitor logs, by name, for the layer's input x (B, T, D): for example lambda or a gate's mean."""
         return {}
+
+
+def rope_of(cfg: AttentionConfig, length: int, device: torch.device, start: int) -> Rope:
+    """The rotations of `length` positions from `start` on."""
+    table = rope_table(length, cfg.head_dim, cfg.rope_theta, device, start, cfg.rope_scaling)
+    return Rope(*table, interleaved=cfg.rope_layout == "interleaved")
 
 
 def split(x: Tensor, width: int) -> Tensor:

@@ -163,6 +163,12 @@ def test_the_route_that_auto_takes_on_a_card(card: tuple[int, int], dtype: torch
             assert backends.choose(card, dtype, 8, 16, mask, 1024, 1024) != "flex", label  # too narrow for it
 
 
+def test_a_card_with_an_old_cudnn_gets_halves_of_the_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    for version, want in ((91002, "four_calls"), (91500, "four_calls"), (91501, "two_calls"), (91900, "two_calls")):
+        monkeypatch.setattr(torch.backends.cudnn, "version", lambda version=version: version)
+        assert backends.choose(H100, torch.bfloat16, 64, 128, CAUSAL, 1024, 1024) == want, version
+
+
 @pytest.mark.parametrize(
     ("d", "dv", "want"),
     ((64, 64, [(64, 64)]), (64, 128, [(64, 64)] * 2), (36, 48, [(48, 48)]), (48, 32, [(48, 48)])),

@@ -4,16 +4,23 @@ import json
 import math
 import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from configs import one_line_errors
 from configs.files import FolderLock, json_text, remove_leftovers, whole_folder, write_atomic, write_json
+from data.loader import inputs_and_targets
 from eval.common import EvalConfig
+from tests.conftest import ROOT
 from training.distributed import World, join_world, pick_device
+from training.parallel import gathered
 from training.run import TrainConfig
 
 CPU = torch.device("cpu")
@@ -64,6 +71,45 @@ def test_a_full_gpu_is_one_line_that_names_what_needs_less(config: object, fix: 
     assert end.value.code == 2 and said.startswith(FULL + fix) and said.count("\n") == 1
     with pytest.raises(RuntimeError, match="^shapes$"), one_line_errors(type(config), config=config):
         raise RuntimeError("shapes")
+
+
+def test_processes_of_torchrun_join_again_for_every_run_of_a_sweep(tmp_path: Path) -> None:
+    (tmp_path / "sweep.py").write_text("""
+import torch
+from training.distributed import join_world
+
+for _ in range(4):
+    world = join_world("cpu")
+    print(world.mean(torch.tensor(float(world.rank))).item(), flush=True)
+    world.close()
+""")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(tmp_path / "sweep.py")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(torchrun, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("0.5") == 8  # the two processes print at once
+
+
+def test_what_is_gathered_from_gpus_lies_in_main_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scalar, which is whole on every process, too: it is written beside the tensors that were split."""
+
+    class Split:
+        def full_tensor(self) -> torch.Tensor:
+            return torch.zeros(3, device="cuda")
+
+    monkeypatch.setattr("training.parallel.DTensor", Split)
+    with FakeTensorMode():
+        found = gathered({"weight": Split(), "step": torch.zeros((), device="cuda")}, keep=True)
+    assert {tensor.device.type for tensor in found.values()} == {"cpu"}
+
+
+def test_a_gpu_copies_rows_without_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs and targets are views of longer rows; torch would copy such a tensor through memory that is not pinned."""
+    pinned = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: pinned.append(x.is_contiguous()) or x)
+    monkeypatch.setattr(torch.Tensor, "to", lambda x, *where, **how: x)
+    World(0, 1, torch.device("cuda")).tensors(*inputs_and_targets(np.zeros((4, 9), dtype=np.int64)))
+    assert pinned == [True, True]
 
 
 @pytest.mark.parametrize("device", ("tpu", "xpu", "meta", "", "cuda:x", "cpu:3"))

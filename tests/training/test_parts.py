@@ -11,6 +11,7 @@ from data.loader import Mixture
 from model.attention.gated import GatedConfig
 from model.config import DecoderConfig
 from model.decoder import Decoder
+from model.rotary import RopeScaling
 from tests.variants import VARIANTS, config
 from training import checkpoint, distributed, validation
 from training.distributed import World, pick_dtype
@@ -110,6 +111,7 @@ def test_foreign_checkpoints_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="gated.gate"):
         checkpoint.load(folder, Decoder(config("baseline", gated=GatedConfig("elementwise"))))
     longer = config("baseline", context=64, window=8, rope_theta=5e4, attention_dropout=0.1, backend="math")
+    longer = replace(longer, projection_dropout=0.1, rope_scaling=RopeScaling("linear", 2.0))
     assert checkpoint.load(folder, Decoder(longer)) == 1  # what the weights do not depend on may change
     with pytest.raises(ValueError, match="other parameters: use init_from"):
         checkpoint.load(folder, model, stepped(Decoder(config("diff")), OptimConfig()))

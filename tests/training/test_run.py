@@ -20,7 +20,7 @@ from tests.training import processes
 from training.checkpoint import checkpoints, read_state
 from training.distributed import World
 from training.optim import OptimConfig
-from training.run import TrainConfig, compiles, cpu_can_compile, default_run_dir, refuse_other_config
+from training.run import TrainConfig, can_compile, compiles, default_run_dir, refuse_other_config
 from training.schedule import decay_start, lr_factor
 
 WSD = (
@@ -178,25 +178,35 @@ def test_the_configuration_is_written_whole(trunk: Path) -> None:
         (None, 50_000, "cpu", True, True),
         (None, 50_000, "cpu", False, False),
         (False, 50_000, "cpu", True, False),
-        (True, 1, "cpu", False, True),
-        (None, 1, "cuda", False, True),
+        (True, 1, "cpu", True, True),
+        (True, 1, "cpu", False, "a compiler for C.. and"),
+        (None, 1, "cuda", True, True),
+        (None, 1, "cuda", False, "a compiler for C and"),
+        (False, 1, "cuda", False, False),
     ),
 )
-def test_a_cpu_compiles_where_the_run_repays_it(
-    wish: bool | None, steps: int, device: str, able: bool, want: bool, monkeypatch: pytest.MonkeyPatch
+def test_a_run_compiles_where_it_pays_and_is_refused_where_it_cannot(
+    wish: bool | None, steps: int, device: str, able: bool, want: bool | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("training.run.cpu_can_compile", lambda: able)
-    cfg = TrainConfig(compile=wish, steps=steps)
-    assert compiles(cfg, 28_000_000, World(0, 1, torch.device(device))) == want
+    monkeypatch.setattr("sys.platform", "linux")
+    monkeypatch.setattr("training.run.can_compile", lambda language: able)
+    cfg, world = TrainConfig(compile=wish, steps=steps), World(0, 1, torch.device(device))
+    if isinstance(want, str):
+        with pytest.raises(ValueError, match=f"{want}.*or train with compile=false"):
+            compiles(cfg, 28_000_000, world)
+    else:
+        assert compiles(cfg, 28_000_000, world) == want
 
 
-def test_compiling_on_a_cpu_wants_a_compiler_and_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiling_wants_a_compiler_and_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
-    monkeypatch.setenv("CXX", "g++")
-    assert not cpu_can_compile()
-    (tmp_path / "Python.h").touch()
-    assert cpu_can_compile()
-    monkeypatch.delenv("CXX")
-    monkeypatch.setattr("shutil.which", lambda name: None)
-    assert not cpu_can_compile()
+    for language, variable in (("c++", "CXX"), ("c", "CC")):
+        (tmp_path / "Python.h").unlink(missing_ok=True)
+        monkeypatch.setenv(variable, "a-compiler")
+        assert not can_compile(language)
+        (tmp_path / "Python.h").touch()
+        assert can_compile(language)
+        monkeypatch.delenv(variable)
+        monkeypatch.setattr("shutil.which", lambda name: None)
+        assert not can_compile(language)
