@@ -29,6 +29,7 @@ ENDING = (signal.SIGINT, signal.SIGTERM)
 REQUEUING = tuple(getattr(signal, name) for name in ("SIGUSR1", "SIGUSR2") if hasattr(signal, name))
 HANGUP = (signal.SIGHUP,) if hasattr(signal, "SIGHUP") else ()
 PATIENCE = 60.0  # seconds that a step may take after a signal
+LOOK_EVERY = 1.0  # seconds between two looks at the progress
 AGREE_EVERY = 5.0  # seconds between steps at which several processes exchange their signals: launchers kill after 30
 ECHO = 1.0  # seconds within which one request may arrive twice: from a terminal, and forwarded by a launcher
 
@@ -98,7 +99,7 @@ class Signals:
     def _watch(self) -> None:
         """End the process as soon as training has made no progress for `PATIENCE` seconds."""
         while (left := self._progress + PATIENCE - time.monotonic()) > 0:
-            if self._left.wait(min(left, 1.0)):
+            if self._left.wait(min(left, LOOK_EVERY)):
                 return
         name = signal.Signals(self.ending).name
         wrong = f"{name} came, and then for {PATIENCE:.0f} s no step ended at which all processes could stop"

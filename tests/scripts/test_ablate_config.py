@@ -206,7 +206,9 @@ def named(runs: list[PlannedRun], name: str) -> PlannedRun:
 @pytest.mark.parametrize("experiment", ("main", "ablation_v1", "ablation_v2", "introspective", "hybrid", "retrieval"))
 def test_every_arm_computes_a_loss_and_gradients(experiment: str, shards: Path, tmp_path: Path) -> None:
     tokens = torch.randint(0, 257, (1, 9), generator=torch.Generator().manual_seed(0))
-    for run in plan(composed(shards, f"experiment={experiment}", "seeds=1"), tmp_path)[1]:
+    cfg = composed(shards, f"experiment={experiment}", "seeds=1")
+    cfg.grid = dict([*cfg.grid.items()][-1:])
+    for run in plan(cfg, tmp_path)[1]:
         loss = Decoder(run.config.model, seed=1)(tokens[:, :-1], tokens[:, 1:])
         loss.backward()
         assert loss.item() == pytest.approx(5.55, abs=0.3), run.name  # ln 257

@@ -102,20 +102,21 @@ def test_a_signal_before_a_run_diverges_ends_the_sweep(
         assert "error: the loss is nan at step 3" in capfd.readouterr().out
 
 
-def test_only_a_step_without_progress_ends_the_process(clock: SimpleNamespace) -> None:
+def test_only_a_step_without_progress_ends_the_process(clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("training.signals.LOOK_EVERY", 0.05)
     with Signals(Two(0, 2, CPU)) as signals:
         signals.agreed(0, 10**6)
         with signals.paused():
             os.kill(os.getpid(), signal.SIGTERM)
             clock.now += 10 * PATIENCE
-            time.sleep(1.5)  # the watching thread looks every second
+            time.sleep(0.3)
         for _ in range(3):
             clock.now += 0.9 * PATIENCE
             signals.wait_for(lambda: None)
-        time.sleep(1.5)
+        time.sleep(0.3)
         assert not clock.exits
         clock.now += 1.1 * PATIENCE
-        time.sleep(1.5)
+        time.sleep(0.3)
         assert clock.exits == [128 + signal.SIGTERM]
 
 
