@@ -16,10 +16,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from model.attention import VARIANTS as CLASSES
 from model.attention import backends
 from model.attention.kernels import unavailable
+from model.attention.mask import CAUSAL
 from tests.conftest import run_command
 from tests.variants import config
 
@@ -39,7 +41,9 @@ def cases() -> list[tuple[str, str, str, tuple[int, int]]]:
     if os.environ.get("TRACE_ALL"):
         return list(itertools.product(NAMES, backends.BACKENDS, MASKS, ((9, 0), (8, 0))))
     every = [(name, "auto", "causal", (9, 0)) for name in NAMES]
-    diffs = [("diff", backend, "causal", (9, 0)) for backend in backends.BACKENDS[1:]] + [("diff", "auto", "causal", (8, 0))]
+    # "auto" takes two_calls on the first card and four_calls on the second.
+    diffs = [("diff", backend, "causal", (9, 0)) for backend in ("math", "one_call", "flex", "fused")]
+    diffs += [("diff", "auto", "causal", (8, 0))]
     masked = [
         ("hybrid", "auto", "documents", (9, 0)),
         *(("baseline", "auto", mask, (9, 0)) for mask in ("window", "padding")),
@@ -51,8 +55,6 @@ def cases() -> list[tuple[str, str, str, tuple[int, int]]]:
 
 def trace(name: str, backend: str, mask: str, card: tuple[int, int]) -> list[dict[str, int]]:
     """How often each kernel stands in the graph of `name`, for each of two lengths."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     from model.decoder import Decoder
 
     backends.card = torch.compiler.assume_constant_result(lambda: card)
@@ -155,6 +157,16 @@ def test_one_graph_at_two_lengths(case: tuple, traced: dict[str, list[dict[str, 
     assert want is None or found[0] == want
     if backend == "auto" and mask != "causal":
         assert set(found[0]) == {"flex"}
+
+
+def test_names_of_routes_stand_for_what_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The choices of these names are those of auto, or the routes that auto takes, so they are traced with TRACE_ALL alone."""
+    with FakeTensorMode():
+        x = torch.empty(2, device="cuda", dtype=torch.bfloat16)
+    for card, auto in (((9, 0), "two_calls"), ((8, 0), "four_calls")):
+        monkeypatch.setattr(backends, "card", lambda card=card: card)
+        chosen = {name: backends._chosen(name, x, 64, 128, CAUSAL, 256, 256, 0.0) for name in backends.BACKENDS}
+        assert chosen == {name: name for name in backends.BACKENDS} | dict.fromkeys(("auto", "sdpa", "cpu"), auto)
 
 
 if __name__ == "__main__":

@@ -48,6 +48,12 @@ def formula_of(cfg: DecoderConfig, layer: int) -> Callable[..., np.ndarray]:
     return getattr(formulas, name)
 
 
+def test_a_variant_without_a_formula_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(formulas, "temperature")
+    with pytest.raises(AssertionError, match="has no formula of temperature: write the function temperature"):
+        formula_of(config("temperature"), 0)
+
+
 def weights_of(module: nn.Module) -> dict[str, np.ndarray]:
     return {key: value.detach().numpy() for key, value in module.state_dict().items()}
 
