@@ -114,3 +114,15 @@ def test_a_run_from_before_it_can_be_continued(house: Path, shards: Path, tmp_pa
     assert run_command(*arguments).returncode == 0
     done = python(house, *arguments, "resume=true")
     assert done.returncode == 0 and "already done, 2 steps" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("name", [variant.name for variant in VARIANTS.values()])
+def test_every_variant_has_the_promised_files_and_is_named_nowhere_else(name: str) -> None:
+    """A file of its own, a config; the rest of model/ and training/ imports it from nowhere but its line."""
+    letters = {variant.name: letter for letter, variant in VARIANTS.items()}
+    assert yaml.safe_load((ROOT / f"configs/model/{name}.yaml").read_text()) == {"layers": letters[name]}
+    assert VARIANTS[letters[name]].__module__ == f"model.attention.{name}"
+    own = ROOT / f"model/attention/{name}.py"
+    users = [path for folder in ("model", "training") for path in (ROOT / folder).rglob("*.py") if own in file_imports(path)]
+    conversions = {path for path in users if path.parent.name == "interop" or path.name == "conversion.py"}
+    assert set(users) - conversions == {ROOT / "model/attention/__init__.py"}
