@@ -53,6 +53,7 @@ import torch
 from configs.files import write_json
 from configs.provenance import result_record
 from scripts import gpu_stages
+from scripts.gpu_tools import kernel_compiler
 
 DEFAULTS = {"minutes": "25", "out": "runs/gpu", "stages": "", "data": "", "table": ""}
 # Most seconds of each stage at minutes=25, in the order in which stages run; training takes the seconds that are left.
@@ -60,7 +61,9 @@ LIMITS = {"environment": 60, "kernel": 150, "attention": 240, "mfu": 240, "tiles
 STAGE = ("run", "seconds")  # options that this command adds for the process of a stage
 UNSOUND = 1  # exit code
 DEVICE_BROKEN = 3  # exit code after an error that breaks the process's CUDA context; a new process continues
-RETRIES = 3
+RETRIES = 3  # processes of a stage that may hang, or end without a new row
+# ptxas before 13.3 may reuse registers that a wgmma still reads (triton-lang/triton#9433), and Triton 3.6 brings 12.8.
+PTXAS = "the ptxas of CUDA 13.3 or newer"
 GRACE = 60.0  # seconds for the row that runs when the time of its stage is over
 PATIENCE, PATIENCE_TRAINING = 300.0, 1200.0  # seconds that a row may last
 NAMED = ("architecture", "width", "version", "group", "dtype", "mask")  # keys in the row name of a compiled kernel
@@ -137,25 +140,24 @@ def start_stage(stage: str, out: Path, data: str, seconds: float) -> bool:
         return report(stage, path, f"done before, {path}")
     if (content := read(path)).pop("running", None):  # of a visit that was interrupted
         write_json(path, content)
-    problem, died = "no time was left", False
-    for _ in range(RETRIES):
-        left = seconds - (time.monotonic() - start)
-        if left <= 0:
-            break
+    problem, died, idle = "no time was left", False, 0
+    while idle < RETRIES and (left := seconds - (time.monotonic() - start)) > 0:
+        before = len(content.get("results", {}))
         options = (f"run={stage}", f"out={out.resolve()}", f"data={data and os.path.relpath(data, ROOT)}", f"seconds={left}")
         command = [sys.executable, "-m", "scripts.gpu", *options]
         done = in_process(command, path, stage, left + GRACE)
         if done.returncode is None:
             problem, died = give_up_slow(path, stage, done.seconds), False
-            continue
-        said = done.said.strip().splitlines() or ["no message"]
-        problem = f"exit code {done.returncode}: {said[-1][:500]}" if done.returncode else None
-        died = done.returncode != 0
-        if problem:
-            give_up_row(path, problem)
-        if done.returncode != DEVICE_BROKEN:
+        else:
+            said = done.said.strip().splitlines() or ["no message"]
+            problem = f"exit code {done.returncode}: {said[-1][:500]}" if done.returncode else None
+            died = done.returncode != 0
+            if problem:
+                give_up_row(path, problem)
+        content = read(path)
+        idle += done.returncode is None or len(content.get("results", {})) == before
+        if done.returncode not in (None, DEVICE_BROKEN):
             break
-    content = read(path)
     if problem:
         write_json(path, {**(content or {"stage": stage, "results": {}}), "problem": problem})
     return report(stage, path, problem) and not died
@@ -209,6 +211,8 @@ def report(stage: str, path: Path, note: str | None) -> bool:
     said = f"{len(rows)} rows, {len(failed)} failed" + (f", {len(wrong)} WRONG (first: {wrong[0]})" if wrong else "")
     how = "" if content.get("complete") else " (not all: run the command again)"
     print(f"{stage}: {said}{how}{f': {note}' if note else ''}", flush=True)
+    if wrong and stage == "kernel":
+        print(f"{stage}: before you distrust the kernel, repeat with TRITON_PTXAS_PATH={PTXAS}", flush=True)
     return not wrong and not (stage == "kernel" and failed)
 
 
@@ -228,6 +232,7 @@ def origin(record: dict[str, Any]) -> dict[str, Any]:
     """What the numbers of a stage depend on. The version of the checkout is not part: a commit of notes changes it, too."""
     machine, config = record.get("machine", {}), record.get("config", {})
     about = {"code": record.get("code"), "card": machine.get("gpu"), "torch": machine.get("torch")}
+    about["compiler"] = record.get("compiler")
     return about | {"device": config.get("device"), "text": record.get("text")}
 
 
@@ -235,7 +240,7 @@ def record_of(stage: str, data: str, rows: dict[str, Any]) -> dict[str, Any]:
     """The content of a stage's JSON, with its origin."""
     more = {"text": text_digest(data)} if stage == "training" else {}
     config = {"data": data, "device": gpu_stages.DEVICE.type}
-    return result_record("gpu", stage, config, rows, code=code_digest(), **more)
+    return result_record("gpu", stage, config, rows, code=code_digest(), compiler=kernel_compiler(), **more)
 
 
 def code_digest() -> str:

@@ -1,5 +1,6 @@
 """The stages of gpu.py: each yields (name of a row, function that measures it). Without a card the shapes are small."""
 
+import gc
 import itertools
 import math
 import os
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional as F
 
 from data.loader import Loader, Windows, inputs_and_targets
 from data.shards import TextTokens, open_split, read_meta
@@ -48,6 +50,7 @@ from training.schedule import lr_factor
 from training.validation import validation_loss
 
 GPT2_VOCABULARY = 50257
+WORLD = World(0, 1, DEVICE)
 SMI = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit")  # fields of nvidia-smi
 
 # ---------------------------------------- environment
@@ -56,7 +59,7 @@ SMI = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limi
 def environment(data: Path | None) -> Rows:
     yield "versions", versions
     yield "rates", rates
-    for d, dv in ((64, 64), (64, 128), (128, 128), (128, 256)):
+    for d, dv in ((64, 64), (64, 128), (48, 48), (48, 96), (128, 128), (128, 256)):
         for dtype, group in itertools.product((torch.bfloat16, torch.float32), (1, 4)):
             yield f"sdpa d={d} dv={dv} {str(dtype)[6:]} group={group}", partial(sdpa_choice, d, dv, dtype, group)
 
@@ -97,12 +100,15 @@ def rates() -> Row:
 
 
 def sdpa_choice(d: int, dv: int, dtype: torch.dtype, group: int) -> Row:
-    """The kernel that torch's SDPA takes for this shape, and the backend that our `auto` chooses."""
+    """The kernel that torch's SDPA takes for this shape, forward and backward, and the backend that our `auto` chooses."""
     q, k, v = (torch.randn(1, heads, 256, width, device=DEVICE, dtype=dtype, requires_grad=True)
                for heads, width in ((8, d), (8 // group, d), (8 // group, dv)))  # fmt: skip
     choice = torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=group > 1)
     names = {int(value): name for name, value in torch.nn.attention.SDPBackend.__members__.items()}
     card = backends.card() if ON_CARD else None
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=group > 1)
+    if not all(grad.isfinite().all() for grad in torch.autograd.grad(out.float().square().sum(), (q, k, v))):
+        raise FloatingPointError(f"gradients of {names.get(int(choice), choice)} are not finite")
     return {"sdpa": names.get(int(choice), str(choice)), "auto": backends.choose(card, dtype, d, dv, CAUSAL, 256, 256)}
 
 
@@ -110,19 +116,28 @@ def sdpa_choice(d: int, dv: int, dtype: torch.dtype, group: int) -> Row:
 
 
 def kernel(data: Path | None) -> Rows:
-    lengths = (63, 500, 1024) if ON_CARD else (20,)
-    wanted = [(torch.bfloat16, (64, 128, 48)), (torch.float32, (64,))] if ON_CARD else [(torch.float32, (64, 48))]
-    for dtype, widths in wanted:
-        for d, version, name, group, T in itertools.product(
-            widths, ("V1", "V2"), ("causal", "window", "documents"), (1, 4), lengths
-        ):
+    """Every shape at one length first, then at the others; first of all with lambda as it comes from V1 and V2."""
+    lengths = (500, 63, 1024) if ON_CARD else (20,)
+    kinds = [(torch.bfloat16, d) for d in (64, 128, 48)] + [(torch.float32, 64)]
+    kinds = kinds if ON_CARD else [(torch.float32, 64), (torch.float32, 48)]
+    for version in ("V1", "V2"):
+        own = partial(kernel_error, version, 64, 1, "causal", HALF, lengths[0], own_lambda=True)
+        yield f"{version} with its own lambda", own
+    for T, (dtype, d) in itertools.product(lengths, kinds):
+        for version, name, group in itertools.product(("V1", "V2"), ("causal", "window", "documents"), (1, 4)):
             label = f"{version} d={d} group={group} {name} {str(dtype)[6:]} T={T}"
             yield label, partial(kernel_error, version, d, group, name, dtype, T)
 
 
-def kernel_error(version: str, d: int, group: int, name: str, dtype: torch.dtype, T: int) -> Row:
-    """||fused - exact|| / ||exact|| of the output and of every gradient; exact is the N x N formula in float64."""
+def kernel_error(version: str, d: int, group: int, name: str, dtype: torch.dtype, T: int, own_lambda: bool = False) -> Row:
+    """||fused - exact|| / ||exact|| of the output and of every gradient; exact is the N x N formula in float64.
+
+    own_lambda: lambda as the version makes it, one number (V1) or heads inside time (V2).
+    """
     inputs, mask, h = draw(version, 2, 4, T, d, group, dtype), mask_of(name, 2, T), 4
+    if own_lambda:
+        lam = torch.rand(2, T, h, device=DEVICE).mT[..., None] if version == "V2" else torch.rand((), device=DEVICE)
+        inputs[3] = lam.requires_grad_()
     out = backends.attend_diff(*inputs, mask, "fused")
     grad = torch.randn_like(out)
     got = (out, *torch.autograd.grad(out, inputs, grad))
@@ -159,11 +174,17 @@ def compiled_rows(arch: int, case: Row) -> Row:
 
 
 def attention(data: Path | None) -> Rows:
-    """32k tokens in all, 8 heads of two maps, by each backend except auto and cpu; plain attention with as many maps."""
+    """32k tokens in all, 8 heads of two maps, by each backend except auto and cpu; plain attention with as many maps.
+
+    Of documents, FlexAttention keeps its block mask between calls, and the SDPA routes make their dense mask in each call.
+    """
     lengths = (2048, 8192, 16384, 4096, 1024) if ON_CARD else (128,)
-    names = [name for name in backends.BACKENDS if name not in ("auto", "cpu")] + ["plain"]
-    for (version, d), T in itertools.product((("V1", 64), ("V2", 64), ("V2", 128), ("V1", 128)), lengths):
-        for name, masked in itertools.product(names, ("causal", "documents")):
+    names = [name for name in backends.BACKENDS if name not in ("auto", "cpu", "flex")] + ["plain"]
+    # flex is last, because each of its rows compiles two graphs
+    passes = [("causal", names), ("documents", names), ("causal", ["flex"]), ("documents", ["flex"])]
+    shapes = (("V1", 64), ("V1", 128), ("V2", 64), ("V2", 128))
+    for (masked, of_pass), (version, d), T in itertools.product(passes, shapes, lengths):
+        for name in of_pass:
             if name != "math" or T <= 2048:  # longer T x T scores do not fit in memory
                 yield f"{version} d={d} T={T} {masked} {name}", partial(time_attention, version, d, T, masked, name)
 
@@ -233,6 +254,8 @@ def mfu(data: Path | None) -> Rows:
 
 def training_speed(size: str, options: Row, optimizer: str, micro: int) -> Row:
     """Tokens a second, model FLOPs utilization and peak memory of compiled training steps on random tokens."""
+    gc.collect()  # the model of the row before may wait in a cycle of references
+    torch.cuda.empty_cache()
     vocabulary = GPT2_VOCABULARY if ON_CARD else 64
     micro = micro if ON_CARD else 2
     model = model_of(size, vocabulary, **options)
@@ -288,7 +311,7 @@ def train(options: Row, rate: float, seed: int, steps: int, data: Path | None) -
             start = time.perf_counter()
         set_lr(optimizers, lr_factor(step, steps, cfg))
         model.set_step(step)
-        tokens, targets = (torch.from_numpy(x).to(DEVICE) for x in inputs_and_targets(loader(step)))
+        tokens, targets = WORLD.tensors(*inputs_and_targets(loader(step)))
         loss = update(net, model, optimizers, tokens, targets, micro)
         if step % 50 == 0 or step == steps - 1:
             losses[step] = loss.item()
@@ -322,7 +345,7 @@ def splits(data: Path | None) -> tuple[list, list, int]:
 def held_out_loss(model: Decoder, windows: Windows, micro: int) -> float:
     """Loss on at most 1,024 windows, as train.py measures it."""
     with torch.autocast(DEVICE.type, torch.bfloat16, enabled=ON_CARD):
-        return validation_loss(model, windows, (1024 if ON_CARD else 4) * windows.length, micro, World(0, 1, DEVICE))
+        return validation_loss(model, windows, (1024 if ON_CARD else 4) * windows.length, micro, WORLD)
 
 
 # ---------------------------------------- several cards

@@ -1,8 +1,12 @@
 """What the stages of gpu.py share: random inputs, and the time and memory of a call."""
 
+import importlib.util
 import math
+import os
+import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -45,6 +49,22 @@ def seconds_of(work: Callable[[], Any], repeats: int) -> float:
 def synchronize() -> None:
     if ON_CARD:
         torch.cuda.synchronize()
+
+
+def kernel_compiler() -> str | None:
+    """Versions of Triton and of the ptxas that it calls, on which a kernel's code depends; None without Triton."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    import triton
+
+    own = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    try:
+        ask = [os.environ.get("TRITON_PTXAS_PATH") or str(own), "--version"]
+        said = subprocess.run(ask, capture_output=True, text=True, timeout=30, check=True).stdout
+        ptxas = said.split()[-1]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        ptxas = "not found"
+    return f"triton {triton.__version__}, ptxas {ptxas}"
 
 
 def relative_errors(got: Sequence[Tensor], wanted: Sequence[Tensor]) -> list[float]:

@@ -53,7 +53,7 @@ def choose(card: tuple[int, int] | None, dtype: torch.dtype, d: int, dv: int, ma
     if card is None:
         return "cpu" if mask.plain and T == S and dtype in cpu.KINDS and not cpu.missing() else "one_call"
     masked = not (mask.plain or mask.sees_everything or mask.free)
-    if masked and T == S and T % flex.BLOCK == 0 and min(d, dv) >= flex.NARROWEST:
+    if masked and T == S and T % flex.BLOCK == 0 and min(d, dv) >= flex.NARROWEST and max(d, dv) <= flex.WIDEST:
         return "flex"
     cudnn = card[0] in (9, 10) and max(d, dv) <= WIDEST_CUDNN and d % 8 == 0 and dv % 8 == 0 and not old_cudnn()
     if dv == d or not half or cudnn:

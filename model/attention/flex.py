@@ -11,6 +11,8 @@ from .mask import Mask
 BLOCK = 128  # FlexAttention skips blocks of this many queries and keys
 SHAPES = 4096  # shapes for which an eager FlexAttention is compiled
 NARROWEST = 16  # narrowest heads for which torch compiles FlexAttention for CUDA
+# torch chooses the tiles by the keys' width alone, and those of wider values may not fit in shared memory (read, not run).
+WIDEST = 128
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sets: int = 1) -> Tensor:

@@ -70,4 +70,5 @@ def test_a_launch_fits_its_card_and_does_no_product_twice(number: int, compiled:
 def test_a_card_on_which_nothing_fits_is_refused_with_the_backend_to_use() -> None:
     says = diff.unfit(64, 128, diff.torch.bfloat16, (7, 5))
     assert "compute capability 7.5" in says and says.endswith("use model.backend=sdpa") and "\n" not in says
+    assert "compute capability 10.0" in diff.unfit(64, 64, diff.torch.bfloat16, (10, 0))
     assert diff.unfit(64, 128, diff.torch.bfloat16, (8, 9)) is None

@@ -58,7 +58,7 @@ def test_the_command_needs_only_torch_and_skips_what_is_done(tmp_path: Path, cap
     (without / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({MISSING!r}))\n")
     options = ("minutes=5", f"out={tmp_path}", "stages=environment")
     done = run_command("-m", "scripts.gpu", *options, env={"PYTHONPATH": str(without)})
-    assert done.returncode == 0 and "environment: 6 rows, 0 failed" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "environment: 9 rows, 0 failed" in done.stdout, done.stdout + done.stderr
     assert rows(tmp_path / "environment.json")["versions"]["torch"] == torch.__version__
     assert gpu.main(list(options)) == 0 and "done before" in capsys.readouterr().out
 
@@ -133,7 +133,7 @@ def test_a_row_that_hangs_is_given_up_and_the_next_is_measured(
     assert list(rows(path)) == ["good"] and gpu.read(path)["unfinished"] == {"hangs": 180.0}  # it may only need more time
     assert "hangs was not done after 180 s" in capsys.readouterr().out
     gpu.start_stage("mfu", tmp_path, "", 5)
-    assert rows(path)["hangs"]["failed"] == "not done after 360 s: delete this row to try it again"
+    assert rows(path)["hangs"]["failed"] == 'not done after 360 s: delete this row and "complete" to try it again'
     gpu.start_stage("mfu", tmp_path, "", 5)
     assert set(rows(path)) == set(parts) and gpu.read(path)["complete"]
 

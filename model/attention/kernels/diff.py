@@ -92,7 +92,7 @@ class Blocks(NamedTuple):
 # NOT TIMED ON A GPU yet. Chosen from what Triton and ptxas report (`python -m scripts.gpu stages=compiled out=DIR`; the table
 # in docs/PERFORMANCE.md): these tiles fit the card's shared memory, compute no product twice and spill few registers. Forward
 # keeps two accumulators BM x dv, backward keeps BN x (2 d + dv), both float32. Rows serve widths up to (d, dv), padded to
-# powers of two. sm_90: wgmma and 227 KiB of shared memory (9.0, 10.x). sm_80: mma.sync and at most 99 KiB, the shared memory
+# powers of two. sm_90: wgmma and 227 KiB of shared memory (9.0). sm_80: mma.sync and at most 99 KiB, the shared memory
 # of the smallest of these cards (8.x, 12.x).
 FORWARD_16 = {
     "sm_90": {
@@ -127,10 +127,10 @@ BACKWARD_32 = {(64, 64): Blocks(32, 32, 8, 1, False), (128, 256): Blocks(16, 32,
 
 def table(d: int, dv: int, dtype: torch.dtype, backward: bool, card: tuple[int, int]) -> Blocks | None:
     """The tile for keys of width d and values of width dv on a card of compute capability `card`; None where none fits."""
-    if card < (8, 0):
+    if card < (8, 0) or card[0] == 10:  # on 10.x Triton miscompiles two products into one sum (triton-lang/triton#10821)
         return None
     whole, half = (BACKWARD_32, BACKWARD_16) if backward else (FORWARD_32, FORWARD_16)
-    rows = whole if dtype == torch.float32 else half["sm_90" if card[0] in (9, 10) else "sm_80"]
+    rows = whole if dtype == torch.float32 else half["sm_90" if card[0] == 9 else "sm_80"]
     return next((tile for (widest, widest_v), tile in rows.items() if d <= widest and dv <= widest_v), None)
 
 
@@ -267,6 +267,7 @@ def _setup_context(ctx, inputs: tuple, output: tuple) -> None:  # noqa: ANN001
     *tensors, ctx.causal, ctx.window = inputs
     ctx.save_for_backward(*tensors, *output)
     ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)  # else torch fills gradients of these outputs with zeros in every backward pass
 
 
 def _autograd(ctx, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: ANN001

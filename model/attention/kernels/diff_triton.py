@@ -124,7 +124,7 @@ def _finish(o, top, total):
     return o / total[:, None], tl.where(blind, float("inf"), top + tl.log2(total))
 
 
-@triton.jit(do_not_specialize=["T", "S", "window"])
+@triton.jit(do_not_specialize=["T", "S", "window", "lam_b", "lam_h"])
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, lam_ptr, query_ids_ptr, key_ids_ptr, out_ptr, second_ptr, lse_ptr,
     q_b, q_h, q_c, q_t, k_b, k_h, k_c, k_s, v_b, v_h, v_s, lam_b, lam_h, lam_t, out_b, out_h, out_t,
@@ -179,7 +179,7 @@ def forward_kernel(
     tl.store(lse_ptr + T + rows, lse2, mask=rows < T)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "lam_b", "lam_h"])
 def delta_kernel(
     grad_ptr, out_ptr, second_ptr, lam_ptr, delta_ptr,
     grad_b, grad_h, grad_t, out_b, out_h, out_t, lam_b, lam_h, lam_t,
@@ -246,7 +246,7 @@ def _backward_blocks(
     return dk1, dk2, dv
 
 
-@triton.jit(do_not_specialize=["T", "S", "window"])
+@triton.jit(do_not_specialize=["T", "S", "window", "lam_b", "lam_h"])
 def backward_kernel(
     q_ptr, k_ptr, v_ptr, lam_ptr, query_ids_ptr, key_ids_ptr, grad_ptr, lse_ptr, delta_ptr, dq_ptr, dk_ptr, dv_ptr,
     q_b, q_h, q_c, q_t, k_b, k_h, k_c, k_s, v_b, v_h, v_s, lam_b, lam_h, lam_t, grad_b, grad_h, grad_t,
