@@ -3,6 +3,7 @@
 import importlib.util
 import math
 import os
+import re
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -61,8 +62,8 @@ def kernel_compiler() -> str | None:
     try:
         ask = [os.environ.get("TRITON_PTXAS_PATH") or str(own), "--version"]
         said = subprocess.run(ask, capture_output=True, text=True, timeout=30, check=True).stdout
-        ptxas = said.split()[-1]
-    except (OSError, subprocess.SubprocessError, IndexError):
+        ptxas = re.search(r"V(\d[\d.]*)", said)[1]
+    except (OSError, subprocess.SubprocessError, TypeError):
         ptxas = "not found"
     return f"triton {triton.__version__}, ptxas {ptxas}"
 
