@@ -3,6 +3,7 @@
 The error is pooled over all arms of the point (eval/report/mixed.py), so that two or three seeds already give an interval.
 """
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -98,7 +99,10 @@ def pair_lines(found: Mapping[str, Sequence[Pair]], point: str, after: str = "")
     after: more words of the first column's head.
     """
     lines = [[f"part{after}", "arms", "n", *found]]
-    here = {pair.name: pair for pairs in found.values() for pair in reversed(pairs) if pair.point == point}
+    here: dict[str, Pair] = {}
+    for pair in itertools.chain.from_iterable(found.values()):
+        if pair.point == point:
+            here.setdefault(pair.name, pair)  # the first metric that has the part
     for first in here.values():
         same = [next((p for p in pairs if (p.name, p.point) == (first.name, point)), None) for pairs in found.values()]
         texts = [difference_text(pair.mean, pair.low, pair.high, pair.p_holm) if pair else "" for pair in same]
