@@ -125,3 +125,10 @@ def test_mixture_weights_are_checked():
 
 def test_mix_depends_on_every_value_and_their_order():
     assert len({hash_seed(0, 0), hash_seed(0, 1), hash_seed(1, 0), hash_seed(0), hash_seed(1), hash_seed(0, 0, 0)}) == 6
+
+
+def test_a_sample_of_a_mixture_depends_on_its_number_alone():
+    """Not on the samples that were drawn before it: a resumed run and every process draw the same ones."""
+    one, other = (Mixture([(Counting(), 70), (Counting(), 30)]) for _ in range(2))
+    forward = [one.sample(i, 0)[0] for i in range(250)]
+    assert [other.sample(i, 0)[0] for i in reversed(range(250))] == forward[::-1]

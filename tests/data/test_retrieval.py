@@ -1,12 +1,15 @@
 """Retrieval documents: what is hidden is what is asked, and evaluation never meets training."""
 
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from data.config import RetrievalMixConfig, TokenizerConfig
-from data.retrieval import RetrievalSource, cities, draw_numbers
+from data.config import DataConfig, RetrievalMixConfig, TokenizerConfig
+from data.retrieval import RetrievalSource, _in_split, cities, draw_numbers
+from data.shards import write_shard
+from data.stream import open_sources
 from data.tokenizer import Tokenizer, build_tokenizer
 
 FACT = re.compile(r"The magic number of (\w+) is (\d+)\.")
@@ -89,3 +92,21 @@ def test_more_needles_than_there_are_numbers_are_refused(tokenizer: Tokenizer) -
     """Drawing different numbers would never end."""
     with pytest.raises(ValueError, match="use more digits"):
         source(tokenizer, needles=9, digits=1)
+
+
+def test_a_mixture_has_its_share_of_documents_and_nothing_held_out(tmp_path: Path) -> None:
+    """The training text is all "a", the validation text all "z": no sample of training may hold the second."""
+    tokenizer = build_tokenizer(TokenizerConfig("bytes"))
+    for split, letter in (("train", "a"), ("val", "z")):
+        tokens = np.array(tokenizer.encode(letter * 4000))
+        path = tmp_path / f"{split}_0.bin"
+        write_shard(path, tokens, vocab_size=tokenizer.vocab_size, fingerprint=tokenizer.fingerprint)
+    retrieval = RetrievalMixConfig(weight=20, dense=0)
+    cfg = DataConfig("x", "text", dir=str(tmp_path), tokenizer=TokenizerConfig("bytes"), retrieval=retrieval)
+    train, val = open_sources(cfg, tokenizer, 400)
+    rows = [train.sample(i, 1) for i in range(100)]
+    documents = [row for row in rows if row[0] == tokenizer.eot]
+    assert len(documents) == 20 and set(val.window(0).tolist()) == {ord("z")}
+    assert not any((row == ord("z")).sum() > 40 for row in rows)  # some letters of the needles' words are z
+    numbers = [int(n) for row in documents for n in re.findall(r"is (\d{4})\.", tokenizer.decode(row[1:]))]
+    assert numbers and all(_in_split(number, "train") for number in numbers)

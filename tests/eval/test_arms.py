@@ -147,3 +147,9 @@ def test_a_run_without_training_metrics_is_refused(make_run, refused):
     run = make_run("fresh")
     (run / "metrics.jsonl").write_text('{"step": 0, "params": 1}\n{"step": 1, "lo')
     assert "no training metrics" in refused(report, f"runs=[{run}]")
+
+
+def test_the_training_loss_is_the_mean_of_the_last_tenth():
+    run = made_up("x", 1, 9.0, {})
+    run.train[:] = [{"step": i, "loss": float(i), "tokens": i} for i in range(1, 41)]
+    assert run.value("train.loss") == 38.5

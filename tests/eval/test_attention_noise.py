@@ -1,7 +1,9 @@
 """eval/attention_noise.py on attention written by hand, and on real models."""
 
+import itertools
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from eval.needles import Query
 from model.attention.probe import probe
 from model.config import DecoderConfig
 from model.decoder import Decoder
+from tests.eval.conftest import TEXT
 
 
 def query(needle: tuple[int, int], question: int, length: int) -> Query:
@@ -180,3 +183,13 @@ def test_the_command_writes_json_and_figure(make_run, call, capsys):
     assert capsys.readouterr().out.count("attention_noise  a: ") == 3
     assert (run / "figures" / "attention_heads.png").stat().st_size > 10_000
     assert (run / "figures" / "attention_noise.png").stat().st_size > 10_000
+
+
+def test_with_equal_weights_the_text_before_the_needle_grows_with_the_depth(tokenizer):
+    model = Decoder(DecoderConfig(n_layer=1, n_head=2, d_model=16, context=320, vocab_size=257)).eval()
+    torch.nn.init.zeros_(model.blocks[0].attention.q.weight)
+    hay = np.array(tokenizer.encode(TEXT * 40))
+    run = SimpleNamespace(model=model, tokenizer=tokenizer, config={"data": {"retrieval": {"digits": 4}}})
+    depths = an.evaluate(run, hay, an.AttentionNoiseConfig(samples=3))["absolute"]["depths"]
+    before = [depths[depth]["before"] for depth in ("0.0", "0.25", "0.5", "0.75", "1.0")]
+    assert all(later - sooner > 0.05 for sooner, later in itertools.pairwise(before))

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -276,3 +277,19 @@ def test_wrong_input_is_one_line(make_run, refused, files, tmp_path):
     (tmp_path / "short.csv").write_text("text,category\nhello\n")
     assert "row 2" in refused(icl, f"run={run}", f"examples={tmp_path / 'short.csv'}")
     assert not (run / "eval").exists()
+
+
+def test_a_model_that_repeats_its_first_demonstration_depends_on_their_order(run, monkeypatch):
+    def first(model, jobs, batch, done):
+        tables = []
+        for job in jobs:
+            label = re.search(r"is (\d+)\.", run.tokenizer.decode(job.prefix[1:]))[1]
+            hits = [float(run.tokenizer.decode(answer) == f" {label}.") for answer in job.continuations]
+            tables.append(np.array([hits for _ in job.questions]))
+            done(1)
+        return [], tables
+
+    monkeypatch.setattr(icl, "score_jobs", first)
+    cfg = IclConfig(shots=[8], episodes=3, orders=6, words=3, queries=7)
+    order = icl.evaluate(run, icl_tasks.load_task(cfg), cfg)["order"]
+    assert all(order[how]["margin"] > 0 for how in icl_tasks.ARRANGEMENTS)

@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from eval.report import mixed
 from eval.report.statistics import detectable_effect, paired
@@ -164,3 +165,12 @@ def test_runs_without_the_covariate_are_left_out() -> None:
 def test_what_cannot_be_fitted_is_none() -> None:
     assert mixed.fit({"a": {1: 4.0}, "b": {1: 3.9}}, "a") is None
     assert mixed.fit({"a": {1: 4.0, 2: 4.1}}, "a") is None
+
+
+def test_p_values_are_those_of_the_simultaneous_intervals() -> None:
+    """An interval of all arms at once without 0 has p below 5 %, and such a p is larger than that of the arm alone."""
+    model = mixed.fit(study({"a": 4.0, "b": 3.99, "c": 4.0, "d": 4.01, "e": 4.0}, 5, 0.01, 0.05, 0), "a")
+    for effect in model.effects.values():
+        alone = 2 * stats.t.sf(abs(effect.mean) / effect.se, model.df)
+        assert (effect.p < 0.05) == (not effect.low <= 0 <= effect.high)
+        assert effect.p > 1.3 * alone or effect.p > 0.9

@@ -13,6 +13,7 @@ from data.mqar import Mqar, MqarConfig, Sample, mqar_tokenizer
 from data.stream import open_tokenizer
 from eval import icl, mqar, outliers, perplexity
 from eval.mqar import (
+    ALTERED,
     BUCKETS,
     MqarEvalConfig,
     correlation,
@@ -210,3 +211,16 @@ def test_a_text_run_is_refused(make_run: Callable[..., Path], refused: Callable[
 def test_the_configuration_names_the_task() -> None:
     cfg = DataConfig(name="mqar", source="mqar", mqar=TASK)
     assert open_tokenizer(cfg).vocab_size == 33
+
+
+def test_lambda_is_set_to_zero_and_turned() -> None:
+    model = decoder("d")
+    before = [lam.item() for lam in lambdas_of(model)]
+    for name, factor in (("lambda_zero", 0.0), ("lambda_turned", -1.0)):
+        with ALTERED[name](model):
+            assert [lam.item() for lam in lambdas_of(model)] == pytest.approx([factor * lam for lam in before])
+    assert [lam.item() for lam in lambdas_of(model)] == before and all(before)
+
+
+def lambdas_of(model: Decoder) -> list[Tensor]:
+    return [block.attention.lam() for block in model.blocks]

@@ -110,3 +110,9 @@ def test_the_command(tmp_path: Path, call: Callable[..., None], refused: Callabl
     elsewhere = tmp_path / "out"
     call(survival, f"ablation={tmp_path}", "levels=[0.5]", f"records={kept.parent}", f"out={elsewhere}")
     assert json.loads((elsewhere / "survival.json").read_text())["results"] == found["results"]
+
+
+def test_p_values_are_corrected_by_holms_method() -> None:
+    rows = [{"p": 0.01}, {"p": 0.04}, {"p": 0.03}]
+    survival._correct(rows)
+    assert [row["p_holm"] for row in rows] == pytest.approx([0.03, 0.06, 0.06])

@@ -16,7 +16,7 @@ from eval.report.runs import read_run, read_runs
 from eval.study import PlannedRun, evaluation_command, refuse_other_results
 from eval.texts import Texts, prepared
 from model.config import DecoderConfig
-from tests.eval.conftest import TEXT
+from tests.eval.conftest import TEXT, edit
 from training.run import TrainConfig
 
 
@@ -122,3 +122,12 @@ def test_shards_of_another_project_are_data_of_this_machine(shards: Path, tmp_pa
     (tmp_path / "foreign" / "val.bin").rename(tmp_path / "foreign" / "x_train_0.bin")
     (tmp_path / "test.txt").write_text(TEXT * 20)
     assert overlaps(data, {"test": str(tmp_path / "test.txt")}, tmp_path / "kept.json") == {"test": 1.0}
+
+
+def test_a_result_of_an_earlier_checkpoint_is_made_again(make_run, shards: Path, call: Callable, tmp_path: Path) -> None:
+    folder, text = make_run("a-s1"), tmp_path / "text.txt"
+    text.write_text(TEXT * 20)
+    call(perplexity, f"run={folder}", f"text={text}", "name=other", "tokens=2000")
+    assert not planned(folder, shards, text).left()
+    edit(folder / "eval" / "perplexity_other.json", "step", 2)
+    assert planned(folder, shards, text).left()

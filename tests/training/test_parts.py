@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -64,8 +65,8 @@ def test_set_lr_scales_every_group_from_its_own_peak() -> None:
 @pytest.mark.parametrize(
     ("schedule", "values"),
     (
-        ("cosine", {0: 1 / 11, 9: 10 / 11, 10: 1.0, 60: 0.55, 110: 0.1}),
-        ("linear", {0: 1 / 11, 10: 1.0, 60: 0.55, 110: 0.1}),
+        ("cosine", {0: 1 / 11, 9: 10 / 11, 10: 1.0, 35: 0.55 + 0.45 / 2**0.5, 60: 0.55, 85: 0.55 - 0.45 / 2**0.5, 110: 0.1}),
+        ("linear", {0: 1 / 11, 10: 1.0, 35: 0.775, 60: 0.55, 85: 0.325, 110: 0.1}),
         ("wsd", {0: 1 / 11, 10: 1.0, 60: 1.0, 88: 1.0, 99: 0.55, 110: 0.1}),
     ),
 )
@@ -174,3 +175,18 @@ def test_losses_apart_are_those_of_the_rows_of_each_source(at_once: int, monkeyp
         assert found[name] == pytest.approx(own, rel=1e-5)  # another order of summation
     only = losses_apart(model, inputs[:1], targets[:1], source, range(10, 11), alone)
     assert [value is None for value in only.values()] == [kinds[0] == 1, kinds[0] == 0]
+
+
+def test_the_validation_loss_is_without_dropout() -> None:
+    class Counted:
+        length = 8
+
+        def __len__(self) -> int:
+            return 9
+
+        def window(self, index: int) -> np.ndarray:
+            return (np.arange(9) + index) % 11
+
+    model = Decoder(config("baseline", context=8, vocab_size=11, dropout=0.5)).train()
+    found = [validation.validation_loss(model, Counted(), 32, 2, World(0, 1, torch.device("cpu"))) for _ in range(2)]
+    assert found[0] == found[1] and model.training

@@ -88,6 +88,9 @@ def test_a_resume_may_change_where_a_machine_reads_and_computes(trunk: Path) -> 
     refuse_other_config(trunk, ours | {"data": ours["data"] | other, "model": ours["model"] | {"backend": "math"}})
     with pytest.raises(ValueError, match="was started with data.val_fraction="):
         refuse_other_config(trunk, ours | {"data": ours["data"] | other | {"val_fraction": 0.3}})
+    for decisive in ({"steps": 9}, {"batch_tokens": 1024}, {"outlier_z": 5.0}, {"seed": 5}):
+        with pytest.raises(ValueError, match=f"was started with {next(iter(decisive))}="):
+            refuse_other_config(trunk, ours | decisive)
 
 
 def test_a_resume_may_not_change_the_run_whose_weights_the_run_began_with(trunk: Path, tmp_path: Path) -> None:
@@ -210,3 +213,46 @@ def test_compiling_wants_a_compiler_and_headers(tmp_path: Path, monkeypatch: pyt
         monkeypatch.delenv(variable)
         monkeypatch.setattr("shutil.which", lambda name: None)
         assert not can_compile(language)
+
+
+def test_a_resumed_run_remembers_the_window_of_its_guard(shards: Path, tmp_path: Path) -> None:
+    def of(name: str, *more: str) -> list[str]:
+        return train_arguments(shards, tmp_path / name, "steps=6", "outlier_z=7", "checkpoint.every=3", *more)[1:]
+
+    alone = World(0, 1, torch.device("cpu"))
+    processes.train(alone, *of("whole"))
+    with pytest.raises(SystemExit):
+        processes.train_until(alone, 3, *of("cut"))
+    processes.train(alone, *of("cut", "resume=true"))
+    whole, cut = (read_state(checkpoints(tmp_path / name)[-1])["guard"] for name in ("whole", "cut"))
+    assert whole == cut and whole["seen"] == [6, 6]
+
+
+def test_every_step_and_every_seed_has_dropout_of_its_own(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[int] = []
+    monkeypatch.setattr(train.torch, "manual_seed", drawn.append)
+    for seed in (1, 2):
+        arguments = train_arguments(shards, tmp_path / str(seed), "steps=3", f"seed={seed}")[1:]
+        processes.train(World(0, 1, torch.device("cpu")), *arguments)
+    assert len(set(drawn)) == 6
+
+
+def test_losses_by_kind_are_of_the_rows_that_were_trained(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last micro batch of a step, and not its first one."""
+    right, seen = train.losses_apart, []
+
+    def recorded(model, inputs, targets, source, samples, world):  # noqa: ANN001, ANN202
+        seen.append((inputs, source, samples))
+        return right(model, inputs, targets, source, samples, world)
+
+    monkeypatch.setattr(train, "losses_apart", recorded)
+    more = ("steps=2", "data.retrieval.weight=30", "model.context=192", "batch_tokens=1536", "micro_batch=2")
+    processes.train(World(0, 1, torch.device("cpu")), *train_arguments(shards, tmp_path / "run", *more)[1:])
+    assert len(seen) == 2
+    for inputs, source, samples in seen:
+        for row, number in zip(inputs.numpy(), samples, strict=True):
+            assert (row == source.sample(number, 1)[:-1]).all()

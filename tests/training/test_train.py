@@ -33,13 +33,15 @@ def weights(run_dir: Path) -> dict[str, torch.Tensor]:
     return load_file(checkpoints(run_dir)[-1] / "model.safetensors")
 
 
+MIXED = ("data.retrieval.weight=30", "model.context=192", "batch_tokens=768")
+WHOLE = ("model=diff", "steps=20", "model.dropout=0.1", *MIXED)
+
+
 @pytest.fixture(scope="module")
 def whole(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """20 uninterrupted steps of diff with dropout and retrieval, one process, float32."""
     run_dir = tmp_path_factory.mktemp("whole") / "run"
-    done = run_command(
-        *train_arguments(shards, run_dir, "model=diff", "steps=20", "eval_every=10", "model.dropout=0.1", "monitor.every=5")
-    )
+    done = run_command(*train_arguments(shards, run_dir, *WHOLE, "eval_every=10", "monitor.every=5"))
     assert done.returncode == 0, done.stderr
     return run_dir
 
@@ -49,7 +51,7 @@ def test_a_run_leaves_what_was_promised(whole: Path) -> None:
     assert {"params", "params_non_embedding", "flops_per_token", "machine", "version"} <= lines[0].keys()
     last = [line for line in lines if "loss" in line][-1]
     assert {"step", "tokens", "loss", "lr", "grad_norm", "tokens_per_s", "mem_gb", "time_s"} <= last.keys()
-    assert last["step"] == 20 and last["tokens"] == 20 * 512
+    assert last["step"] == 20 and last["tokens"] == 20 * 768
     assert [line["step"] for line in lines if "val_loss" in line] == [10, 20]
     assert losses(whole)[20] < losses(whole)[1] - 0.2
     run = load_run(whole)
@@ -60,17 +62,14 @@ def test_a_run_leaves_what_was_promised(whole: Path) -> None:
 def test_the_same_seed_gives_the_same_losses(whole: Path, shards: Path, tmp_path: Path) -> None:
     for seed, same in ((1, True), (2, False)):
         run_dir = tmp_path / str(seed)
-        arguments = train_arguments(shards, run_dir, "model=diff", "steps=20", "model.dropout=0.1", f"seed={seed}")
+        arguments = train_arguments(shards, run_dir, *WHOLE, f"seed={seed}")
         assert run_command(*arguments).returncode == 0
         assert (losses(run_dir) == losses(whole)) is same
 
 
 def test_a_killed_run_that_is_resumed_is_the_run_that_was_not_killed(whole: Path, shards: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    arguments = train_arguments(
-        shards, run_dir, "model=diff", "steps=20", "eval_every=10", "model.dropout=0.1", "monitor.every=5",
-        "checkpoint.every=5",
-    )  # fmt: skip
+    arguments = train_arguments(shards, run_dir, *WHOLE, "eval_every=10", "monitor.every=5", "checkpoint.every=5")
     process = subprocess.Popen(
         [sys.executable, *arguments],
         cwd=ROOT,
@@ -103,7 +102,7 @@ def test_a_killed_run_that_is_resumed_is_the_run_that_was_not_killed(whole: Path
 
 def test_two_processes_and_accumulation_give_the_losses_of_one(shards: Path, tmp_path: Path) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    common = ("model=diff", "steps=20")
+    common = ("model=diff", "steps=20", "eval_tokens=192")  # three windows: the processes have two and one
     runs = {
         "one": [*train_arguments(shards, tmp_path / "one", *common)],
         "two": [*torchrun, *train_arguments(shards, tmp_path / "two", *common)],
@@ -121,6 +120,9 @@ def test_two_processes_and_accumulation_give_the_losses_of_one(shards: Path, tmp
         assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two", "two_accumulating"]
         other = losses(tmp_path / name)
         assert max(abs(one[step] - other[step]) for step in range(1, 21)) < 1e-4
+        for key, apart in (("grad_norm", 1e-3), ("val_loss", 1e-5)):
+            found, wanted = ([line[key] for line in metrics(tmp_path / run) if key in line] for run in (name, "one"))
+            assert found == pytest.approx(wanted, rel=apart), key
 
 
 def test_a_sweep_makes_one_run_directory_per_arm(shards: Path, tmp_path: Path) -> None:
