@@ -1,6 +1,7 @@
 """Our modules with the weights of published ones, and how two functions are held against each other."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -49,7 +50,7 @@ def assert_equals_formula(w: dict[str, Tensor], module: nn.Module, rope: Rope | 
     D = module.q.in_features
     x = torch.randn(1, T, D, generator=generator, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(1, T, D, generator=generator, dtype=torch.float64)
-    module.position = "rope" if rope else "none"  # where no rotations are given, a module has its own
+    module.cfg = replace(module.cfg, position="rope" if rope else "none")  # where no rotations are given, a module has its own
     y = module(x, rope, Mask())
     (grad,) = torch.autograd.grad((y * weight).sum(), x)
     arrays = {key: value.numpy() for key, value in w.items()}

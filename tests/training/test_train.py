@@ -157,7 +157,7 @@ def test_warm_up_masks_and_attention_dropout_train_and_are_evaluated_as_trained(
 
 def test_a_run_is_never_overwritten_or_mixed_up(whole: Path, shards: Path, tmp_path: Path, typed: Typed) -> None:
     before = {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()}
-    same = ("model=diff", "steps=20", "eval_every=10", "model.dropout=0.1")
+    same = (*WHOLE, "eval_every=10")
     cases = (
         (same, "resume=true"),
         ((*same, "resume=true", "model.n_layer=3"), "model.n_layer=2 (now 3)"),
