@@ -1,5 +1,6 @@
 """The library of scripts/convert.py: convert a run and measure what changes; compare conversions as arms of an ablation."""
 
+import hashlib
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -89,7 +90,8 @@ def write_experiment(cfg: ConvertConfig, source: LoadedRun, windows: np.ndarray)
     lines = [["arm", "parameters", "largest logit change", "loss before", "loss at step 0", "cost"]]
     for name in dict.fromkeys(cfg.arms):
         how, start = ARMS[name], folder / name
-        record = records[name] = _read_record(start, how, source, cfg) or convert_run(how, source, windows, start, cfg)
+        earlier = _read_record(start, how, source, digest_of(windows), cfg)
+        record = records[name] = earlier or convert_run(how, source, windows, start, cfg)
         (before, after), (_, parameters) = record["loss"], record["parameters"]
         cells = [f"{parameters:,}", f"{record['change']['max_logit']:.1e}", f"{before:.4f}", f"{after:.4f}"]
         lines.append([name, *cells, f"{after - before:+.4f}"])
@@ -117,22 +119,23 @@ def write_experiment(cfg: ConvertConfig, source: LoadedRun, windows: np.ndarray)
     return [*arguments, f"seeds={seeds}".replace(" ", ""), *([f"jobs={cfg.jobs}"] if cfg.jobs else [])]
 
 
-def _read_record(start: Path, how: Conversion, source: LoadedRun, cfg: ConvertConfig) -> dict[str, Any] | None:
+def _read_record(start: Path, how: Conversion, source: LoadedRun, on: str, cfg: ConvertConfig) -> dict[str, Any] | None:
     """The record of this arm that an earlier, interrupted comparison wrote; None if the arm has no folder."""
     if not start.exists():
         return None
     record = json.loads((start / RECORD).read_text()) if (start / RECORD).is_file() else {}
-    wanted = {"source": str(source.path), "conversion": asdict(how), "seed": cfg.seed, "tested": tested(cfg)}
-    if any(record.get(key) != value for key, value in wanted.items()):
+    wanted = {"source": str(source.path), "conversion": asdict(how), "seed": cfg.seed}
+    # Records of older versions do not say on which text the losses were measured.
+    if any(record.get(key) != value for key, value in wanted.items()) or record.get("tested", on) != on:
         raise ValueError(
             f"{start} holds another conversion, or one tested on another text: choose another run_dir=, or delete it"
         )
     return record
 
 
-def tested(cfg: ConvertConfig) -> dict[str, Any]:
-    """The options that say on which text the losses before and after are measured."""
-    return {"text": cfg.text, "shards": cfg.shards, "tokens": cfg.tokens}
+def digest_of(windows: np.ndarray) -> str:
+    """A digest of the tokens on which the losses before and after are measured."""
+    return hashlib.sha256(np.ascontiguousarray(windows).tobytes()).hexdigest()[:16]
 
 
 # ---------------------------------------- one conversion
@@ -158,7 +161,7 @@ def convert_run(
         "machine": machine(),
         "version": version(),
         "text": "random tokens" if windows is None else "text",
-        **({"tested": tested(cfg)} if cfg.what == "compare" else {}),
+        **({"tested": digest_of(windows)} if cfg.what == "compare" else {}),
         **measure(source, model, windows, tokens, cfg, cfg.debug or not how.exact or cfg.what == "compare"),
     }
     write_run(run_dir, model, source, record)

@@ -13,7 +13,8 @@ from eval.study import evaluation_command, evaluation_config, result_file
 from eval.tuning import TuneConfig
 
 # NAME of the metrics train.NAME, as Run.value reads them
-OF_TRAINING = r"loss|loss_text|loss_retrieval|val_loss|spikes|seconds|tokens|tokens_to_(0?\.\d+|[01])"
+OF_TRAINING = r"""(?x) loss|loss_text|loss_retrieval|val_loss|spikes|seconds|tokens|tokens_to_(\d*\.)?\d+
+    |lr|grad_norm|tokens_per_s|mfu|mem_gb"""
 
 
 @dataclass
@@ -148,22 +149,22 @@ def evaluation_commands(cfg: AblateConfig) -> list[list[str]]:
     files = [result_file(*command) for command in commands]
     if len(set(files)) < len(files):
         raise ValueError("an evaluation is listed twice, and both would write the same file: list each one once")
-    if dotted := [file for file in files if "." in file]:
-        wrong = f"an evaluation writes {dotted[0]}.json, but metrics name an evaluation up to the first dot"
-        raise ValueError(f"{wrong}: use name=NAME without dots")
     return commands
 
 
 def refuse_metrics(cfg: AblateConfig, evaluations: list[list[str]]) -> None:
     """Refuse metrics that no evaluation writes, and metrics on the text that the learning rates are chosen on."""
     reads_own = {result_file(*command): _reads_own_text(*command) for command in evaluations} | {"train": False}
+    for name, path in (cfg.metrics | cfg.profiles | {"tune.metric": cfg.tune.metric}).items():
+        if path.startswith("train.") and not re.fullmatch(OF_TRAINING, path.removeprefix("train.")):
+            raise ValueError(f"metric {name}={path} is not a metric of training: use train.val_loss or train.tokens_to_0.5")
     for name, path in (cfg.metrics | cfg.profiles).items():
-        evaluation, _, key = path.partition(".")
-        if evaluation == "train" and not re.fullmatch(OF_TRAINING, key):
-            raise ValueError(f"metric {name} is {path}, which no training logs: use train.val_loss or train.tokens_to_0.5")
+        evaluation = path.split(".")[0]
         if evaluation not in reads_own:
             text = evaluation.removeprefix("perplexity_")
             fix = f"give texts.{text}=FILE" if text != evaluation else f"add {evaluation} to evaluations"
+            if dotted := [file for file in reads_own if file.startswith(f"{evaluation}.")]:  # a metric's evaluation ends there
+                fix = f"name {dotted[0]} without dots, with name=NAME or another key of texts"
             raise ValueError(f"metric {name} is read from {evaluation}.json, which no evaluation of this study writes: {fix}")
         loss = reads_own[evaluation] and (evaluation != "quantization" or path.endswith(".loss"))
         if cfg.tune.keys and (loss or path in ("train.val_loss", "train.loss", cfg.tune.metric)):

@@ -11,10 +11,10 @@ Stages:
     compiled      the fused kernel, compiled for other cards; needs no card, and runs only if stages= names it
 
 Options:
-    minutes=25    time for all stages together, of which each stage has a share. tiles, mfu and training have more rows than
-                  fit: repeat the command, or name the stage
+    minutes=25    time for all stages together, of which each stage has a share. kernel, attention, mfu, tiles and training
+                  have more rows than fit: repeat the command, or name the stage
     out=runs/gpu  folder for one JSON per stage; a repeated command measures only the rows that are missing, or
-                  all rows again for other source files, card, torch or text (the old JSON gets another name)
+                  all rows again for other source files, card, torch, Triton, ptxas or text (the old JSON gets another name)
     stages=A,B    only these stages, which then have all minutes: A half, and B what is left
     data=FOLDER   prepared shards for the stage training; without it, the source text of Python's library, as bytes
     table=FILE    print this JSON as a table, and measure nothing
@@ -143,7 +143,8 @@ def start_stage(stage: str, out: Path, data: str, seconds: float) -> bool:
     problem, died, idle = "no time was left", False, 0
     while idle < RETRIES and (left := seconds - (time.monotonic() - start)) > 0:
         before = len(content.get("results", {}))
-        options = (f"run={stage}", f"out={out.resolve()}", f"data={data and os.path.relpath(data, ROOT)}", f"seconds={left}")
+        from_root = data and os.path.relpath(Path(data).resolve(), ROOT.resolve())
+        options = (f"run={stage}", f"out={out.resolve()}", f"data={from_root}", f"seconds={left}")
         command = [sys.executable, "-m", "scripts.gpu", *options]
         done = in_process(command, path, stage, left + GRACE)
         if done.returncode is None:
@@ -211,8 +212,8 @@ def report(stage: str, path: Path, note: str | None) -> bool:
     said = f"{len(rows)} rows, {len(failed)} failed" + (f", {len(wrong)} WRONG (first: {wrong[0]})" if wrong else "")
     how = "" if content.get("complete") else " (not all: run the command again)"
     print(f"{stage}: {said}{how}{f': {note}' if note else ''}", flush=True)
-    if wrong and stage == "kernel":
-        print(f"{stage}: before you distrust the kernel, repeat with TRITON_PTXAS_PATH={PTXAS}", flush=True)
+    if wrong and stage == "kernel" and gpu_stages.on_hopper():
+        print(f"{stage}: before you distrust the kernel, repeat with TRITON_PTXAS_PATH=FILE, where FILE is {PTXAS}", flush=True)
     return not wrong and not (stage == "kernel" and failed)
 
 

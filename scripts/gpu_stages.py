@@ -99,6 +99,11 @@ def rates() -> Row:
     return {"matrix_flops": 2 * side**3 / milliseconds(lambda: a @ b) * 1e3, "copy_bytes": copied}
 
 
+def on_hopper() -> bool:
+    """Whether the card has compute capability 9.x."""
+    return ON_CARD and backends.card()[0] == 9
+
+
 def sdpa_choice(d: int, dv: int, dtype: torch.dtype, group: int) -> Row:
     """The kernel that torch's SDPA takes for this shape, forward and backward, and the backend that our `auto` chooses."""
     q, k, v = (torch.randn(1, heads, 256, width, device=DEVICE, dtype=dtype, requires_grad=True)
@@ -117,6 +122,9 @@ def sdpa_choice(d: int, dv: int, dtype: torch.dtype, group: int) -> Row:
 
 def kernel(data: Path | None) -> Rows:
     """Every shape at one length first, then at the others; first of all with lambda as it comes from V1 and V2."""
+    if reason := unavailable(64, 128):
+        yield "kernel", lambda: {"skipped": reason}
+        return
     lengths = (500, 63, 1024) if ON_CARD else (20,)
     kinds = [(torch.bfloat16, d) for d in (64, 128, 48)] + [(torch.float32, 64)]
     kinds = kinds if ON_CARD else [(torch.float32, 64), (torch.float32, 48)]

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import gc
 import itertools
 import os
 import re
@@ -109,7 +110,8 @@ def join_world(device: str = "auto") -> World:
     if where.type == "cuda":
         where = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if where.index is None else where
         torch.cuda.set_device(where)
-        torch.cuda.empty_cache()  # of an earlier run of a sweep, like the peak
+        gc.collect()  # an earlier run of a sweep may have left its model, its cache and its peak
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(where)
         torch.set_float32_matmul_precision("high")  # TF32 for what stays float32
     if size == 1:

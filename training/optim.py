@@ -42,7 +42,8 @@ def build_optimizers(model: nn.Module, cfg: OptimConfig, world: World | None = N
     check_choice("optim.name", cfg.name, ("adamw", "muon"))
     check_choice("optim.schedule", cfg.schedule, ("cosine", "linear", "wsd"))
     split: dict[str, list[tuple[str, Tensor]]] = {"muon": [], "decayed": [], "undecayed": [], "scalars": []}
-    undecayed = tuple(f"{path}.{part}." for path, module in model.named_modules() for part in getattr(module, "undecayed", ()))
+    modules = model.named_modules()
+    undecayed = tuple(f"{path}.{part}.".lstrip(".") for path, m in modules for part in getattr(m, "undecayed", ()))
     for name, p in model.named_parameters():
         split[_group_of(name, p, undecayed, cfg.name == "muon")].append((name, p))
     optimizers: list[torch.optim.Optimizer] = []

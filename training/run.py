@@ -99,8 +99,11 @@ def compiles(cfg: TrainConfig, flops_per_token: int, world: World) -> bool:
 
 def can_compile(language: str) -> bool:
     """Whether torch.compile finds what it needs: Linux, a compiler (c++, or c for Triton on a GPU) and Python's headers."""
-    headers = Path(sysconfig.get_path("include"), "Python.h")
-    return sys.platform == "linux" and bool(native.compiler(language)) and headers.is_file()
+    # The folders in which torch and Triton look for the headers, and those in which the compiler does.
+    folders = [sysconfig.get_path("include"), sysconfig.get_path("include", scheme="posix_prefix")]
+    folders += filter(None, os.environ.get("CPATH", "").split(os.pathsep))
+    headers = any(Path(folder, "Python.h").is_file() for folder in folders)
+    return sys.platform == "linux" and bool(native.compiler(language)) and headers
 
 
 @dataclass(frozen=True)

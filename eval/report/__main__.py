@@ -20,7 +20,7 @@ from configs.provenance import machine, version
 from eval.report.ablation import read_ablation
 from eval.report.gallery import draw_report
 from eval.report.page import Content, page
-from eval.report.runs import Arm, arms_of, notes, read_runs
+from eval.report.runs import Arm, arms_of, notes, read_json, read_runs
 from eval.report.sections import sections
 from eval.report.tables import columns, contrasts, difference_lines, headline_table, markdown, report_lines, verdicts
 from eval.report.viewer import Viewer, viewer_of
@@ -48,7 +48,8 @@ def main(cfg: ReportConfig) -> None:
     out = Path(cfg.out)
     if out.suffix != ".html":
         raise ValueError(f"out={out} is not an .html file: use out=report.html")
-    if any((out.parent / name).is_file() for name in ("config.yaml", "results.json")):
+    results = read_json(out.parent / "results.json")
+    if (out.parent / "config.yaml").is_file() or (isinstance(results, dict) and results.get("eval") == "ablation"):
         wrong = f"{out.parent} is the folder of a run or of an ablation, whose figures the report's would replace"
         raise ValueError(f"{wrong}: use out={out.parent}/report/{out.name}")
     import_wandb(cfg.wandb)  # a wrong value must fail before the work

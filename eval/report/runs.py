@@ -202,7 +202,7 @@ def labels(folders: Iterable[str | Path]) -> list[str]:
 
     def label(path: Path) -> str:
         ends = (path.parts[-count:] for count in range(1, len(path.parts) + 1))
-        alone = next(end for end in ends if sum(other.parts[-len(end) :] == end for other in paths) == 1)
+        alone = next((end for end in ends if sum(other.parts[-len(end) :] == end for other in paths) == 1), path.parts)
         return "/".join(alone)
 
     return list(map(label, paths))

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from eval.report import __main__ as report
-from eval.report.runs import Run, arms_of, read_runs
+from eval.report.runs import Run, arms_of, labels, read_runs
 from eval.report.tables import at, contrasts, headline_table, row_of
 from tests.eval.conftest import edit, further
 
@@ -147,6 +147,11 @@ def test_a_run_without_training_metrics_is_refused(make_run, refused):
     run = make_run("fresh")
     (run / "metrics.jsonl").write_text('{"step": 0, "params": 1}\n{"step": 1, "lo')
     assert "no training metrics" in refused(report, f"runs=[{run}]")
+
+
+def test_labels_are_as_long_as_folders_of_one_name_need():
+    assert labels(["/a/x/n", "/b/x/n", "/b/y/n", "/b/y/m"]) == ["a/x/n", "b/x/n", "y/n", "m"]
+    assert len(labels(["/a/n", "/a/n"])) == 2
 
 
 def test_the_training_loss_is_the_mean_of_the_last_tenth():

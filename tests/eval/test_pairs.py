@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from eval.report.figures import draw_gap
-from eval.report.pairs import PAIR_NOTE, compare_pairs, pair_lines, pair_notes, seed_lines
+from eval.report.pairs import PAIR_NOTE, Pair, compare_pairs, pair_lines, pair_notes, seed_lines
 from eval.report.pooled import lines_of
 from eval.report.runs import Arm
 from eval.report.statistics import holm, p_text, paired
@@ -90,6 +90,13 @@ def test_a_pair_without_both_arms_is_named() -> None:
     assert pair_notes(found, PAIRS) == [PAIR_NOTE] and pair_notes([], {}) == []
     (_, missing) = pair_notes(found, PAIRS | {"gate": ["gated", "baseline"]})
     assert missing == "Without a row, because an arm is missing or has no run: gate (gated - baseline)."
+
+
+def test_a_part_that_the_first_metric_lacks_is_in_the_table() -> None:
+    """An arm may lack one metric, such as the tokens until a level that it never reaches."""
+    pair = Pair("part", "", "b", "a", {1: 0.1, 2: 0.2}, 0.15)
+    lines = pair_lines({"lacking": [], "loss": [pair]}, "")
+    assert [line[0] for line in lines[1:]] == ["part"] and lines[1][-2] == "" and lines[1][-1].startswith("+0.15")
 
 
 def test_one_seed_gives_a_difference_without_a_claim(tmp_path: Path) -> None:

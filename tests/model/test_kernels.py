@@ -255,6 +255,23 @@ def test_torch_knows_the_operators() -> None:
     torch.library.opcheck(diff._backward, (case.grad, *case[:4], *rules[:2], *saved, *rules[2:]))
 
 
+def test_an_output_without_a_gradient_gives_none() -> None:
+    class Nothing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):  # noqa: ANN001, ANN205
+            return x.sum()
+
+        @staticmethod
+        def backward(ctx, grad):  # noqa: ANN001, ANN205
+            return None
+
+    inputs = [torch.randn(1, 2, 2, 7, 16), torch.randn(1, 2, 2, 7, 16), torch.randn(1, 2, 7, 32), torch.rand(1, 2, 7, 1)]
+    for x in inputs:
+        x.requires_grad_()
+    Nothing.apply(attend_diff(*inputs, CAUSAL)).backward()
+    assert all(x.grad is None or not x.grad.any() for x in inputs)
+
+
 def test_compile_keeps_one_graph() -> None:
     mask, _ = view("padding", 2, 9, 9)
 

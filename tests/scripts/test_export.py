@@ -5,6 +5,7 @@ import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from eval.model_card import training_command
 from model.decoder import Decoder
 from model.interop.huggingface import read_folder
 from scripts import export
+from scripts.export import load_lines
 from tests.variants import config
 from training import checkpoint
 from training.run import TrainConfig
@@ -66,6 +68,12 @@ def test_a_run_becomes_a_folder_of_transformers(variant: str, asked: tuple, form
     tokenizer = transformers.AutoTokenizer.from_pretrained(out, trust_remote_code=True)
     assert tokenizer(SAMPLE)["input_ids"] == list(SAMPLE.encode()) and tokenizer.eos_token_id == 256
     assert json.loads((out / "config.json").read_text())["eos_token_id"] == 256
+
+
+def test_lines_that_load_a_folder_name_its_tokenizer_where_it_has_one() -> None:
+    found = SimpleNamespace(format="remote")
+    assert "AutoTokenizer" in load_lines(found, "out", tokenizer=True)
+    assert "okenizer" not in load_lines(found, "out", tokenizer=False)
 
 
 def test_weights_and_configuration_alone(call, tmp_path: Path) -> None:

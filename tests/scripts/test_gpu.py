@@ -138,6 +138,22 @@ def test_a_row_that_hangs_is_given_up_and_the_next_is_measured(
     assert set(rows(path)) == set(parts) and gpu.read(path)["complete"]
 
 
+def test_a_card_that_breaks_again_and_again_is_given_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every process ends after its first row; only processes without a new row count as tries."""
+
+    def process(*_: object) -> gpu.Ended:
+        content = gpu.read(tmp_path / "mfu.json") or {"results": {}}
+        if len(content["results"]) == 7:
+            return gpu.Ended(gpu.DEVICE_BROKEN, 1.0, "")
+        content["results"][f"row {len(content['results'])}"] = {"failed": "CUDA error"}
+        (tmp_path / "mfu.json").write_text(json.dumps(content))
+        return gpu.Ended(gpu.DEVICE_BROKEN, 1.0, "")
+
+    monkeypatch.setattr(gpu, "in_process", process)
+    gpu.start_stage("mfu", tmp_path, "", 60)
+    assert len(gpu.read(tmp_path / "mfu.json")["results"]) == 7
+
+
 def test_a_process_whose_row_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "PATIENCE", 0.1)
     hung = gpu.in_process([sys.executable, "-c", "import time; time.sleep(600)"], tmp_path / "mfu.json", "mfu", 600)

@@ -203,7 +203,7 @@ def test_a_run_compiles_where_it_pays_and_is_refused_where_it_cannot(
 
 def test_compiling_wants_a_compiler_and_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.platform", "linux")
-    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr("sysconfig.get_path", lambda name, **scheme: str(tmp_path))
     for language, variable in (("c++", "CXX"), ("c", "CC")):
         (tmp_path / "Python.h").unlink(missing_ok=True)
         monkeypatch.setenv(variable, "a-compiler")

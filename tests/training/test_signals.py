@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import train
 from configs.files import read_json_lines
@@ -144,6 +145,26 @@ def test_a_signal_at_the_end_of_a_run_ends_the_sweep(during: str, sweep: bool, s
     assert code == (128 + signal.SIGTERM if sweep else 0)
     assert [path.name for path in checkpoints(tmp_path / "runs" / "1")] == ["step_00000002"]
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["1"]
+
+
+def test_after_a_signal_during_the_wait_for_data_lambda_is_that_of_the_last_step(shards: Path, tmp_path: Path) -> None:
+    def signalled() -> None:
+        real = train.Prefetcher.__call__
+
+        def wait(self: object, step: int, micro: int) -> object:
+            if step == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return real(self, step, micro)
+
+        train.Prefetcher.__call__ = wait
+
+    warm = ("model=diff", "model.diff.lambda_warmup=10", "steps=20", "monitor.every=0")
+    code = call("train", train_arguments(shards, tmp_path / "run", *warm)[1:], tmp_path / "log.txt", signalled)
+    assert code == 128 + signal.SIGTERM
+    (last,) = checkpoints(tmp_path / "run")
+    assert last.name == "step_00000003"
+    weights = load_file(last / "model.safetensors")
+    assert weights["blocks.0.attention.lambda_mix"].item() == pytest.approx(0.3)
 
 
 def test_a_signal_during_validation_validates_no_second_time(
