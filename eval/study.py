@@ -93,7 +93,7 @@ class PlannedRun:
         path = self.folder / "metrics.jsonl"
         lines = path.read_text().splitlines() if path.is_file() else []
         done = max((json.loads(line).get("step", 0) for line in lines[-3:] if line.endswith("}")), default=0)
-        return self.config.steps if self.record else done, self.config.steps
+        return self.config.steps if self.record or self.diverged else done, self.config.steps
 
     def left(self) -> list[list[str]]:
         """The commands still to run: training unless it is finished, and evaluations without a result of this training."""

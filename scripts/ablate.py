@@ -65,6 +65,8 @@ def main(cfg: AblateConfig) -> None:
     study = Study(cfg, name)
     for text, share in study.overlaps().items():
         refuse_overlap(text, share)
+    if cfg.only and not cfg.run:
+        raise ValueError(f"only={cfg.only} trains one run and run=false trains none: leave out one of them")
     if cfg.only:
         study.carry_out_alone(cfg.only, hydra.job.num if hydra.mode == RunMode.MULTIRUN else None)
         return
@@ -332,6 +334,8 @@ class Study:
             print(f"error: {error}", file=sys.stderr, flush=True)
             return
         print(f"{run.folder}: {ending}", flush=True)
+        if team.stopping:
+            raise SystemExit(128 + team.stopping)
 
     # Results
 

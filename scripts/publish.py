@@ -30,14 +30,8 @@ from configs.files import write_atomic, write_json
 from eval.records import PUBLISHED, records_of, rounded, smaller, thinned, write_records
 
 # Numbers and table, as the commands name them.
-PAIRS = (
-    ("report.json", "report.md"),
-    ("results.json", "table.md"),
-    ("conversions.json", "conversions.md"),
-    ("lambdas.json", "lambdas.md"),
-    ("survival.json", "survival.md"),
-    ("two_maps.json", "two_maps.md"),
-)
+NAMES = ("report", "conversions", "lambdas", "survival", "two_maps")
+PAIRS = (("results.json", "table.md"), *((f"{name}.json", f"{name}.md") for name in NAMES))
 DIFFERENCES = "differences.md"  # an ablation's, with a mark of its own in the documents: NAME/differences
 
 
@@ -106,8 +100,9 @@ def shorten(path: Path, leave_out_curves: bool) -> None:
     """
     content = json.loads(path.read_text())
     before = json.dumps(content)
-    if "config" in content:
-        content["config"] = without_folders(content["config"])
+    for key in ("config", "runs"):  # a report has the configurations of its runs
+        if key in content:
+            content[key] = without_folders(content[key])
     arms = content["results"]["arms"] if content.get("eval") == "ablation" else []
     for run in (run for arm in arms for run in arm["runs"]):
         if leave_out_curves:
@@ -143,7 +138,8 @@ def put_into_documents(name: str, table: Path) -> str:
     for path in changed:
         write_atomic(path, marked.sub(lambda _: block, path.read_text()).encode())
     names = " and ".join(path.relative_to(ROOT).as_posix() for path in changed)
-    return f"its table is in {names}" if names else f"no document has a line <!-- {name} table -->"
+    add = f"no document shows its table: add the lines <!-- {name} table --> and <!-- end --> to one of them"
+    return f"its table is in {names}" if names else add
 
 
 if __name__ == "__main__":

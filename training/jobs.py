@@ -7,8 +7,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -103,36 +103,30 @@ def run_jobs(chains: Sequence[Sequence[Job]], jobs: int | None, name: str, total
     for slot in range(jobs):
         slots.put(slot)
     progress = Progress(name, [job for chain in chains for job in chain], total)
+    failures: list[Exception] = []
     with Team() as team, ThreadPoolExecutor(jobs) as pool:
 
         def task(chain: Sequence[Job]) -> None:
             slot = slots.get()
             try:
-                for job in chain:
+                for job in () if failures else chain:
                     team.carry_out(job, environment(slot, jobs, gpus))
                     if not team.stopping:
                         progress.finished(job)
+            except Exception as failure:
+                failures.append(failure)
             finally:
                 slots.put(slot)
 
-        _wait([pool.submit(task, chain) for chain in chains], team, progress.tick)
-        if team.stopping:
-            print(f"{name}: stopped; repeat the command to continue", flush=True)
-            raise SystemExit(128 + team.stopping)
-
-
-def _wait(futures: list[Future], team: Team, tick: Callable[[], None]) -> None:
-    waiting, failure = set(futures), None
-    while waiting:
-        done, waiting = wait(waiting, timeout=1, return_when=FIRST_COMPLETED)
-        for future in done:
-            if not future.cancelled() and future.exception():
-                failure = failure or future.exception()
-                for other in waiting:
-                    other.cancel()
-        tick()
-    if failure and not team.stopping:
-        raise failure
+        waiting = {pool.submit(task, chain) for chain in chains}
+        while waiting:
+            waiting = wait(waiting, timeout=1).not_done
+            progress.tick()
+    if team.stopping:
+        print(f"{name}: stopped; repeat the command to continue", flush=True)
+        raise SystemExit(128 + team.stopping)
+    if failures:
+        raise failures[0]
 
 
 def visible_gpus() -> list[str]:

@@ -20,7 +20,7 @@ from configs.provenance import machine, version
 from eval.report.ablation import read_ablation
 from eval.report.gallery import draw_report
 from eval.report.page import Content, page
-from eval.report.runs import Arm, arms_of, notes, read_json, read_runs
+from eval.report.runs import Arm, arms_of, notes, read_runs
 from eval.report.sections import sections
 from eval.report.tables import columns, contrasts, difference_lines, headline_table, markdown, report_lines, verdicts
 from eval.report.viewer import Viewer, viewer_of
@@ -48,8 +48,7 @@ def main(cfg: ReportConfig) -> None:
     out = Path(cfg.out)
     if out.suffix != ".html":
         raise ValueError(f"out={out} is not an .html file: use out=report.html")
-    results = read_json(out.parent / "results.json")
-    if (out.parent / "config.yaml").is_file() or (isinstance(results, dict) and results.get("eval") == "ablation"):
+    if any((out.parent / name).is_file() for name in ("config.yaml", "table.md")):
         wrong = f"{out.parent} is the folder of a run or of an ablation, whose figures the report's would replace"
         raise ValueError(f"{wrong}: use out={out.parent}/report/{out.name}")
     import_wandb(cfg.wandb)  # a wrong value must fail before the work
@@ -75,7 +74,9 @@ def main(cfg: ReportConfig) -> None:
     write_atomic(out.with_suffix(".md"), "\n".join(tables).encode())
     write_atomic(out, page(content, out).encode())
     print_report(content)
-    print(f"report  {out} ({len(runs)} runs, {len(arms)} arms, {len(drawn)} figures)")
+    made = {"run": len(runs), "arm": len(arms), "figure": len(drawn)}
+    counts = ", ".join(f"{count} {what}" if count == 1 else f"{count} {what}s" for what, count in made.items())
+    print(f"report  {out} ({counts})")
     own = [image.path for figure in drawn for image in figure.images if image.path.parent == out.parent / "figures"]
     pictures = {f"figures/{path.stem}": path for path in own}
     values = {f"{arm.name}/{row.name}": cell.value for row in rows for arm, cell in zip(arms, row.cells, strict=True)}
@@ -86,7 +87,7 @@ def main(cfg: ReportConfig) -> None:
 def _look(arms: list[Arm], remarks: list[str]) -> Viewer | None:
     """The attention viewer of the first run of each arm; None, and a note with the reason, if a run cannot be loaded."""
     try:
-        return viewer_of([(arm.name, str(arm.runs[0].folder)) for arm in arms])
+        return viewer_of([(arm.name, str(arm.runs[0].folder)) for arm in arms], colours=[arm.colour for arm in arms])
     except (ValueError, OSError, RuntimeError) as error:
         remarks.append(f"no attention viewer: {' '.join(str(error).split())[:200]}")
         return None

@@ -29,13 +29,14 @@ def smooth(values: np.ndarray, window: int) -> np.ndarray:
 def band(ax: Axes, arm: Arm, curves: list[Curve], **look: Any) -> np.ndarray:
     """Draw the mean of an arm's curves and the band from the lowest to the highest curve; returns the mean.
 
-    look: options of the line; colour, style and label are the arm's own by default. All curves are interpolated to the
-    x of the first curve, as far as all of them reach.
+    look: options of the line; colour, style and label (with the number of curves) are the arm's own by default. All
+    curves are interpolated to the x of the first curve, as far as all of them reach.
     """
     x = curves[0][0]
     x = x[(x >= max(c[0].min() for c in curves)) & (x <= min(c[0].max() for c in curves))]
     y = np.stack([np.interp(x, *curve) for curve in curves])  # (seeds, points)
-    look = {"color": arm.colour, "linestyle": arm.line, "label": arm.title, **look}
+    label = f"{arm.name} (n = {len(curves)})" if arm.several else arm.name
+    look = {"color": arm.colour, "linestyle": arm.line, "label": label, **look}
     ax.plot(x, y.mean(0), **look)
     if len(curves) > 1:
         ax.fill_between(x, y.min(0), y.max(0), color=look["color"], alpha=0.22, linewidth=0)

@@ -12,7 +12,7 @@ from eval import attention_noise, needle
 from eval.report import figures
 from eval.report.measured import EVALUATIONS
 from eval.report.runs import Arm, text_of
-from eval.report.tables import HEADLINES, Contrast, trained_on
+from eval.report.tables import HEADLINES, Contrast, held_out, trained_on
 
 DOTS_PER_INCH = 160  # of eval.common.figure
 CSS_PER_INCH = 96
@@ -87,11 +87,11 @@ def drawn_by(arms: list[Arm], evaluation: str, figure: str, alt: str, heatmap: b
     return [Image(path, f"{alt}, {name}", heatmap) for name, path in paths.items() if path.is_file()]
 
 
-def _over_seeds(arms: list[Arm], single: str = "") -> str:
-    """A sentence about lines and bands for arms with several seeds, else `single`."""
+def _over_seeds(arms: list[Arm], evaluation: str = "", single: str = "") -> str:
+    """A sentence about lines and bands for arms with several seeds that have the evaluation, else `single`."""
     if not any(arm.several for arm in arms):
         return single
-    counts = {len(arm.runs) for arm in arms}
+    counts = {len(arm.results(evaluation) if evaluation else arm.runs) for arm in arms}
     n = f"n = {min(counts)}" + (f" to {max(counts)}" if len(counts) > 1 else "")
     alone = " An arm with one seed has no range." if 1 in counts else ""
     return f" Means over seeds ({n} training runs an arm), with the range from the lowest to the highest seed.{alone}"
@@ -111,8 +111,8 @@ def _differences(arms: list[Arm], found: list[Contrast], folder: Path) -> Iterat
             "Differences, paired by seed",
             f"Every arm minus {arms[0].name}, seed by seed: runs of one seed read the same samples in the same order and "
             "share initial weights. Pale dots: one seed each; diamond and line: mean and 95 % interval (paired t over the "
-            "seeds that both have). An interval without 0 is evidence of a difference. Of twenty intervals of equal arms, one "
-            "is without 0 by chance.",
+            "seeds that both have). An interval that excludes 0 is evidence of a difference. Of twenty intervals of "
+            "equal arms, one excludes 0 by chance.",
             [Image(path, "Paired differences to the first arm with 95 % intervals")],
         )
 
@@ -124,6 +124,7 @@ def _shares(arms: list[Arm], folder: Path) -> Figure:
         figures.draw_shares(images[-1].path, arms, what, title)
     results = arms[0].results("attention_noise")[0]
     depths = len(results["signed"]["depths"])
+    spread = _over_seeds(arms, "attention_noise", " The thin lines are 95 % intervals over prompts.")
     return Figure(
         "Attention to the answer, and attention noise",
         "The share of attention that the last token before the answer gives to the needle's sentence (more is better), and "
@@ -133,7 +134,7 @@ def _shares(arms: list[Arm], folder: Path) -> Figure:
         "large row sums counts for more. The table also has the other order (signed per layer): each layer is divided by its "
         "own row sum, then the layers are averaged. "
         f"Mean over {depths} depths, n = {results['samples'] * depths} prompts of {results['length']} tokens from "
-        f"{_on(arms, 'attention_noise')}.{_over_seeds(arms, ' The thin lines are 95 % intervals over prompts.')}",
+        f"{_on(arms, 'attention_noise')}.{spread}",
         images,
         "python -m eval.attention_noise",
     )
@@ -143,12 +144,12 @@ def _losses(arms: list[Arm], folder: Path) -> Figure:
     path = folder / "loss.png"
     figures.draw_losses(path, arms)
     text_only = figures.training_loss(arms) == "loss_text"
-    lines = "the text among the training samples" if text_only else trained_on(arms[0].runs[0])
+    lines = "the text among the training samples" if text_only else trained_on(arms)
     easier = " Retrieval documents are easier than text, which lowers the lines beside the dots."
     return Figure(
         "Loss during training",
-        f"Lower is better. Lines: loss on {lines}, a running mean over a fortieth of the run. Dots: loss on held-out "
-        f"documents of {arms[0].runs[0].config['data']['name']}, text alone.{easier if 'retrieval' in lines else ''}"
+        f"Lower is better. Lines: loss on {lines}, a running mean over a fortieth of the run. Dots: loss on "
+        f"{held_out(arms[0].runs[0])}.{easier if 'retrieval' in lines else ''}"
         f"{_over_seeds(arms)} Runs of one seed see the same samples in the same order.",
         [Image(path, "Curves of training and validation loss against tokens for each arm")],
         "python train.py",
@@ -251,7 +252,7 @@ def _positions(arms: list[Arm], folder: Path) -> Figure:
         "Loss of the token at each position of the window, and the mean over all positions up to it, in ranges of positions "
         "of equal ratio. Where the curve still falls far to the right, the model uses a long context. "
         f"n = {results['windows']:,} windows of {results['length']} tokens from {_on(arms, 'perplexity')}."
-        f"{_over_seeds(arms)}",
+        f"{_over_seeds(arms, 'perplexity')}",
         images,
         "python -m eval.perplexity",
     )

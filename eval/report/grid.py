@@ -185,16 +185,18 @@ class Comparison:
 def _mean_text(cell: Cell) -> str:
     if cell.value is None:
         return "not measured"
-    return f"{cell.value:.4f}" + (f" ± {cell.sd:.4f}" if cell.sd is not None else "")
+    digits = 4 if abs(cell.value) < 1e4 else 0  # tokens
+    n = f" (n = {cell.n})" if cell.n < len(cell.values) else ""
+    return f"{cell.value:.{digits}f}" + (f" ± {cell.sd:.{digits}f}" if cell.sd is not None else "") + n
 
 
 def _difference_text(found: Contrast | None) -> list[str]:
     """Mean, 95 % interval, p, p after Holm, p of sign flips, smallest detectable difference; "" for unknown values."""
     if found is None:
         return [""] * 6
-    spread = f"{found.low:+.4f} to {found.high:+.4f}" if found.low is not None else ""
+    spread = f"{found.low:+z.4f} to {found.high:+z.4f}" if found.low is not None else ""
     least = f"{found.detectable:.4f}" if found.detectable is not None else ""
-    return [f"{found.mean:+.4f}", spread, *map(p_text, (found.p, found.p_holm, found.p_permutation)), least]
+    return [f"{found.mean:+z.4f}", spread, *map(p_text, (found.p, found.p_holm, found.p_permutation)), least]
 
 
 def fit_rows(fits: dict[str, Any]) -> list[list[str]]:

@@ -234,15 +234,12 @@ def mixed_lines(models: Mapping[str, Mapping[str, MixedModel]], point: str, afte
     after: more words of the first column's head.
     """
     here = {metric: at[point] for metric, at in models.items() if point in at}
-    counts: dict[str, dict[str, None]] = {}  # arm -> the numbers of its runs that have the metrics
-    for model in here.values():
-        for arm, effect in model.effects.items():
-            counts.setdefault(arm, {})[str(effect.n)] = None
     reference = next(iter(here.values())).reference
     lines = [[f"arm less {reference}{after}", "n", *here]]
-    for arm, of_arm in counts.items():
+    for arm in dict.fromkeys(arm for model in here.values() for arm in model.effects):
         found = [model.effects.get(arm) for model in here.values()]
-        lines.append([arm, " / ".join(of_arm), *(difference_text(e.mean, e.low, e.high, e.p) if e else "" for e in found)])
+        n = " / ".join(dict.fromkeys(str(e.n) for e in found if e))
+        lines.append([arm, n, *(difference_text(e.mean, e.low, e.high, e.p) if e else "" for e in found)])
     return lines
 
 

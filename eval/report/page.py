@@ -84,10 +84,12 @@ def compared(runs: list[Run]) -> str:
         """The value that all runs share, or the different values with slashes between them."""
         return " / ".join(dict.fromkeys(str(read(run)) for run in runs))
 
+    several = list(dict.fromkeys(str(run.seed) for run in runs))
+    seeds = f"seed{'s' if len(several) > 1 else ''} {', '.join(several)}"
     return (
         f"{len(runs)} {'run' if len(runs) == 1 else 'runs'} on {same(lambda run: run.config['data']['name'])}, "
         f"{same(lambda run: si(run.value('train.tokens')))} training tokens, "
-        f"context {same(lambda run: run.config['model']['context'])}, seed {same(lambda run: run.seed)}; "
+        f"context {same(lambda run: run.config['model']['context'])}, {seeds}; "
         f"{same(lambda run: _machine(run.facts))}; "
         f"code {same(lambda run: run.facts.get('version', 'unknown'))}."
     )

@@ -77,7 +77,7 @@ def pair_notes(found: Sequence[Pair], pairs: Mapping[str, Sequence[str]]) -> lis
     """What the tables of pairs say, and the parts that are in none of them."""
     shown = {pair.name for pair in found}
     absent = [f"{name} ({' - '.join(arms)})" for name, arms in pairs.items() if name not in shown]
-    missing = f"Without a row, because an arm is missing or has no run: {', '.join(absent)}."
+    missing = f"Without a row, because an arm is missing or has no number for a common seed: {', '.join(absent)}."
     return [PAIR_NOTE] * bool(found) + [missing] * bool(absent)
 
 
@@ -98,16 +98,14 @@ def pair_lines(found: Mapping[str, Sequence[Pair]], point: str, after: str = "")
 
     after: more words of the first column's head.
     """
+    here = [{pair.name: pair for pair in pairs if pair.point == point} for pairs in found.values()]
     lines = [[f"part{after}", "arms", "n", *found]]
-    here: dict[str, Pair] = {}
-    for pair in itertools.chain.from_iterable(found.values()):
-        if pair.point == point:
-            here.setdefault(pair.name, pair)  # the first metric that has the part
-    for first in here.values():
-        same = [next((p for p in pairs if (p.name, p.point) == (first.name, point)), None) for pairs in found.values()]
+    for name in dict.fromkeys(itertools.chain(*here)):
+        same = [of_metric.get(name) for of_metric in here]
+        first = next(filter(None, same))
         texts = [difference_text(pair.mean, pair.low, pair.high, pair.p_holm) if pair else "" for pair in same]
         n = " / ".join(dict.fromkeys(str(pair.n) for pair in same if pair))
-        lines.append([first.name, f"{first.arm} - {first.other}", n, *texts])
+        lines.append([name, f"{first.arm} - {first.other}", n, *texts])
     return lines
 
 
@@ -119,7 +117,7 @@ def seed_lines(found: Mapping[str, Sequence[Pair]], point: str) -> list[list[str
     for name in dict.fromkeys(pair.name for pair, _ in here):
         for pair, metric in here:
             if pair.name == name:
-                values = [f"{pair.differences[seed]:+.4f}" if seed in pair.differences else "" for seed in seeds]
+                values = [f"{pair.differences[seed]:+z.4f}" if seed in pair.differences else "" for seed in seeds]
                 ps = map(p_text, (pair.p, pair.p_holm, pair.p_alone))
                 lines.append([name, f"{pair.arm} - {pair.other}", metric, *values, *ps])
     return lines

@@ -22,7 +22,8 @@ EQUAL_FLOPS = (
     "arm's own two numbers of tokens, on a straight line in their logarithm. FLOPs/token counts a product with the values for "
     "every map, as calls of a standard kernel compute them; a kernel that subtracts maps first needs fewer."
 )
-LESS = "arm less the arm without this part"
+AT_ONCE, ALONE = "bars: 95 %, all arms at once", "bars: 95 %, each part alone"
+LESS = "arm with the part minus arm without it"
 AT_EQUAL = (
     "Equal {metric}: {metric} is a covariate of the model, so what is left does not come from a difference in {metric}. Where "
     "an arm changes {metric} itself, this leaves out a part of what the arm does."
@@ -30,7 +31,7 @@ AT_EQUAL = (
 BY_SEED = (
     "Part by seed: p, pooled has the error pooled over all arms; p, Holm is the same after Holm's correction for the parts; p, "
     "alone is the paired t test of the row's differences, uncorrected. Where the arms differ in their spread (notes below), "
-    "the pooled error can be too small or too large for a row; p, alone does not rest on it."
+    "the pooled error can be too small or too large for a row; p, alone does not use the pooled error."
 )
 Models = dict[str, dict[str, MixedModel]]  # metric -> point of the grid -> model
 
@@ -46,7 +47,7 @@ class Pooled:
 
     pairs: part -> (arm, arm without the part). horizons: the grid's points are lengths of training, so arms are also
     compared at equal FLOPs. covariate: a compared metric; arms are also compared in the other metrics at equal values of it,
-    but for the loss that is the mean of the covariate and another metric, where the difference is the other metric's again.
+    The loss of which the covariate is a part is left out: its difference would repeat another metric's.
     """
 
     def __init__(
@@ -66,11 +67,16 @@ class Pooled:
         x = values[covariate] if others else None
         self.at_equal: Models = {metric: by_point(found.arms, of, x) for metric, of in others.items()}
         self.pairs_at_equal = {metric: compare_pairs(found.arms, of, pairs, x) for metric, of in others.items()}
+        # What is added to a metric's name -> models and pairs.
+        self.kinds: dict[str, tuple[Models, dict[str, list[Pair]]]] = {
+            "": (self.models, self.pairs),
+            ", equal FLOPs": (self.equal, {}),
+            f", equal {covariate}": (self.at_equal, self.pairs_at_equal),
+        }
 
     def as_json(self) -> dict[str, Any]:
-        mixed = self.models | {f"{metric}, equal FLOPs": at for metric, at in self.equal.items()}
-        mixed |= {f"{metric}, equal {self.covariate}": at for metric, at in self.at_equal.items()}
-        pairs = self.pairs | {f"{metric}, equal {self.covariate}": of for metric, of in self.pairs_at_equal.items()}
+        mixed = {f"{metric}{kind}": at for kind, (models, _) in self.kinds.items() for metric, at in models.items()}
+        pairs = {f"{metric}{kind}": of for kind, (_, found) in self.kinds.items() for metric, of in found.items()}
         return {
             "mixed": {metric: {point: asdict(m) for point, m in at.items()} for metric, at in mixed.items()},
             "pairs": {metric: [asdict(pair) for pair in of_metric] for metric, of_metric in pairs.items()},
@@ -78,18 +84,13 @@ class Pooled:
 
     def tables(self, point: str) -> list[str]:
         """The tables at one point: arms against the reference and pairs, each also at equal FLOPs or at equal covariate."""
-        alike = f", equal {self.covariate}"
         arms = [
-            markdown(mixed_lines(models, point, after)).rstrip()
-            for models, after in ((self.models, ""), (self.equal, ", equal FLOPs"), (self.at_equal, alike))
+            mixed_lines(models, point, kind)
+            for kind, (models, _) in self.kinds.items()
             if any(point in at for at in models.values())
         ]
-        pairs = [
-            markdown(pair_lines(found, point, after)).rstrip()
-            for found, after in ((self.pairs, ""), (self.pairs_at_equal, alike))
-            if any(pair.point == point for of_metric in found.values() for pair in of_metric)
-        ]
-        return arms + pairs
+        pairs = [pair_lines(found, point, kind) for kind, (_, found) in self.kinds.items()]
+        return [markdown(lines).rstrip() for lines in (*arms, *pairs) if len(lines) > 1]
 
     def by_seed(self) -> list[str]:
         """For every point a table of the pairs' differences seed by seed, and what its p values are."""
@@ -120,10 +121,10 @@ class Pooled:
         ticks = {places[point]: f"{count / 1e6:.3g}" for point, count in tokens.items()}
         arms = lines_of((arm.arm, arm.colour, places[arm.point], effect) for arm, effect in self._effects(metric))
         parts = lines_of((pair.name, None, places[pair.point], pair) for pair in self.pairs[metric])
-        labels = (ticks, "training tokens (millions)")
+        x = "training tokens (millions)"
         return [
-            *drawn(folder / f"gap_{slug(metric)}.png", arms, *labels, f"{metric}: {self._less()}{unit}"),
-            *drawn(folder / f"pairs_{slug(metric)}.png", parts, *labels, f"{metric}: {LESS}{unit}"),
+            *drawn(folder / f"gap_{slug(metric)}.png", arms, ticks, f"{x}; {AT_ONCE}", f"{metric}: {self._less()}{unit}"),
+            *drawn(folder / f"pairs_{slug(metric)}.png", parts, ticks, f"{x}; {ALONE}", f"{metric}: {LESS}{unit}"),
         ]
 
     def draw_profile(self, folder: Path, name: str, point: str, unit: str) -> list[Path]:
@@ -133,10 +134,10 @@ class Pooled:
         pairs = [(metric, pair) for metric, of_metric in self.pairs.items() for pair in of_metric]
         arms = lines_of((arm.arm, arm.colour, place[m], effect) for m, arm, effect in effects if arm.point == point)
         parts = lines_of((pair.name, None, place[m], pair) for m, pair in pairs if pair.point == point)
-        labels = ({i: metric for metric, i in place.items()}, f"{name}{point and f', {point}'}")
+        ticks, x = {i: metric for metric, i in place.items()}, f"{name}{point and f', {point}'}"
         return [
-            *drawn(folder / f"profile_{slug(name)}.png", arms, *labels, f"{self._less()}{unit}"),
-            *drawn(folder / f"profile_pairs_{slug(name)}.png", parts, *labels, f"{LESS}{unit}"),
+            *drawn(folder / f"profile_{slug(name)}.png", arms, ticks, f"{x}; {AT_ONCE}", f"{self._less()}{unit}"),
+            *drawn(folder / f"profile_pairs_{slug(name)}.png", parts, ticks, f"{x}; {ALONE}", f"{LESS}{unit}"),
         ]
 
     def _effects(self, metric: str) -> list[tuple[Arm, Effect]]:
@@ -147,10 +148,10 @@ class Pooled:
         return f"arm less {self.found.arms[0].arm}"
 
 
-def drawn(path: Path, lines: dict[str, tuple[str, Gap]], *labels: Any) -> list[Path]:
+def drawn(path: Path, lines: dict[str, tuple[str, Gap]], ticks: dict[float, str], xlabel: str, ylabel: str) -> list[Path]:
     """The path of the figure of these lines; none without lines."""
     if lines:
-        draw_gap(path, lines, *labels)
+        draw_gap(path, lines, ticks, xlabel, ylabel)
     return [path] if lines else []
 
 

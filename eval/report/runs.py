@@ -45,7 +45,7 @@ class Run:
 
     facts: the first line of metrics.jsonl. train, val, monitor, needle: the lines with a training loss, with a
     validation loss, of training/monitor.py, and with a needle accuracy. diverged: the error that stopped training, if
-    the loss became infinite.
+    the loss became infinite. skipped: the last step whose update was skipped.
     """
 
     folder: Path
@@ -60,6 +60,7 @@ class Run:
     needle: list[dict[str, float]] = field(default_factory=list)
     tokenizer: str = "none"  # fingerprint of the tokenizer
     diverged: str | None = None
+    skipped: int = 0
     spike: SpikeConfig = field(default_factory=SpikeConfig)
     counted: dict[str, Any] = field(default_factory=dict)  # last loss and spikes, if `train` is thinned
 
@@ -118,8 +119,10 @@ class Run:
         last = self.train[-1] if self.train else {}
         if name == "spikes":
             return self.spikes
-        if name in ("seconds", "tokens"):
-            return last.get({"seconds": "time_s"}.get(name, name), 0)
+        if name == "tokens":
+            return last.get("tokens", 0)
+        if name == "seconds":
+            return last.get("time_s")
         if name.startswith("tokens_to_"):  # None if the run did not reach this needle accuracy
             level = float(name.removeprefix("tokens_to_"))
             return next((line["tokens"] for line in self.needle if line["needle_acc"] >= level), None)
@@ -163,6 +166,7 @@ def read_run(folder: Path, spike: SpikeConfig | None = None) -> Run:
         needle=[line for line in lines if "needle_acc" in line],
         tokenizer=(tokenizer or {}).get("fingerprint", "none"),
         diverged=failure["error"] if failure else None,
+        skipped=max((line["step"] for line in lines if "skipped" in line), default=0),
         spike=spike or SpikeConfig(),
     )
 
@@ -403,7 +407,8 @@ def _common_label(runs: list[Run]) -> str:
     if len(runs) == 1:
         return runs[0].label
     common = os.path.commonprefix([run.label for run in runs])
-    return re.sub(r"[-_./ ]*(s|seed)?[-_=]?$|[-_./ ]+(s|seed)[-_=]?\d+$", "", common) or runs[0].variant
+    ends = "-_=./ "
+    return re.sub(r"(?<![A-Za-z])(s|seed)[-_=]?\d*$", "", common.rstrip(ends)).rstrip(ends) or runs[0].variant
 
 
 def notes(runs: list[Run], arms: list[Arm]) -> list[str]:
@@ -431,15 +436,16 @@ def mixed_precision(runs: list[Run]) -> str | None:
 
 def _notes_of(run: Run, kept: bool) -> list[str]:
     lines, done = [], run.train[-1]["step"] if run.train else 0
-    if done < run.config.get("steps", 0) and not run.diverged:
-        left_out = "" if kept else " and left out of its arm"
+    left_out = "" if kept else ", and left out of its arm"
+    ended = not run.finished and run.skipped > done  # no loss was finite after the last logged one
+    if not (run.finished or run.diverged or ended):
         steps = f"at step {done:,} of {run.config['steps']:,}"
-        lines.append(f"{run.label} is not finished, {steps},{left_out}: continue it with resume=true")
+        lines.append(f"{run.label} is not finished, {steps}{left_out}: continue it with resume=true")
     wanted = ("mqar",) if run.config["data"]["source"] == "mqar" else EVALUATIONS
     if absent := [name for name in wanted if name not in run.evals]:
         lines.append(f"{run.label} has no {', '.join(absent)}: run python -m eval.{absent[0]} run={run.folder}")
-    if run.diverged or not math.isfinite(run.last_tenth()):
-        lines.append(f"{run.label} diverged: its training loss is not finite; lower optim.lr and train it again")
+    if run.diverged or ended:
+        lines.append(f"{run.label} diverged{left_out}: its training loss is not finite; lower optim.lr and train it again")
     if old := [name for name, content in run.evals.items() if content.get("step", done) < done]:
         again = f"run python -m eval.{old[0]} run={run.folder} again"
         lines.append(f"{run.label} was trained further after {', '.join(old)}: {again}")

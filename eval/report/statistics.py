@@ -128,8 +128,8 @@ def p_text(p: float | None) -> str:
 def difference_text(mean: float, low: float | None, high: float | None, p: float | None) -> str:
     """A difference and its interval for a table, in bold where p, after its correction, is below 5 %."""
     if low is None or high is None:
-        return f"{mean:+.4f}"
-    text = f"{mean:+.4f} ({low:+.4f} to {high:+.4f})"
+        return f"{mean:+z.4f}"
+    text = f"{mean:+z.4f} ({low:+z.4f} to {high:+z.4f})"
     return f"**{text}**" if p is not None and p < LEVEL else text
 
 

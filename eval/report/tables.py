@@ -61,8 +61,9 @@ class Contrast(Difference):
 
     @property
     def text(self) -> str:
-        digits = 4 if abs(self.mean) < 1 else 2
-        mean, *ends = (None if x is None else f"{x:+.{digits}f}" for x in (self.mean, self.low, self.high))
+        size = abs(self.mean)
+        shown = "+.3g" if 0 < size < 1e-3 else "+z.4f" if size < 1 else "+.2f"
+        mean, *ends = (None if x is None else f"{x:{shown}}" for x in (self.mean, self.low, self.high))
         return f"{mean} (n = 1)" if self.low is None else f"{mean} [{', '.join(ends)}]"
 
     @property
@@ -92,7 +93,7 @@ def _cell(found: list[Any], shown: Shown, seeds: bool) -> Cell:
     if len(values) == 1:
         se = found[0][1] if isinstance(found[0], tuple) else None
         text = show(measured[0])
-        return Cell(measured[0], se, f"{text} ± {se:.3f}" if se is not None and not seeds else text, None, values)
+        return Cell(measured[0], se, f"{text} ± {show(se)}" if se is not None and not seeds else text, None, values)
     mean, sd = mean_sd(measured)
     text = show(measured[0]) if len(set(measured)) == 1 else f"{show(mean)} ± {show(sd)}"
     return Cell(mean, None, text if len(measured) == len(values) else f"{text} (n = {len(measured)})", sd, values)
@@ -125,7 +126,7 @@ def headline_table(arms: list[Arm]) -> list[Row]:
         row_of(arms, "Training", "tokens/s, median over the run", lambda run: run.tokens_per_s, si),
         row_of(arms, "Training", "training time, seconds", at("train.seconds"), "{:.0f}"),
     ]
-    for name, read, shown, hint in _losses(arms[0].runs[0]):
+    for name, read, shown, hint in _losses(arms):
         rows.append(row_of(arms, "Loss", name, read, shown, "lower", hint))
     rows += [row for pair in _needle_pairs(arms) for row in _needle_rows(arms, *pair)]
     for name, read, better, hint in _attention():
@@ -152,19 +153,31 @@ OPTIONAL = {
 }
 
 
-def trained_on(run: Run) -> str:
+def trained_on(arms: list[Arm]) -> str:
     """The text of the training loss, in words."""
-    weight = (run.config["data"].get("retrieval") or {}).get("weight", 0)
-    return f"text mixed with {weight} % synthetic retrieval documents" if weight else "the training text"
+
+    def of(data: dict[str, Any]) -> str:
+        weight = (data.get("retrieval") or {}).get("weight", 0)
+        text = "generated questions" if data["source"] == "mqar" else "the training text"
+        return f"text mixed with {weight} % synthetic retrieval documents" if weight else text
+
+    return " or ".join(dict.fromkeys(of(arm.runs[0].config["data"]) for arm in arms))
 
 
-def _losses(run: Run) -> Iterator[tuple[str, Read, str, str]]:
+def held_out(run: Run) -> str:
+    """The text of the validation loss, in words."""
+    data = run.config["data"]
+    return "held-out questions" if data["source"] == "mqar" else f"held-out documents of {data['name']}, text alone"
+
+
+def _losses(arms: list[Arm]) -> Iterator[tuple[str, Read, str, str]]:
+    run, trained = arms[0].runs[0], trained_on(arms)
     easier = ", which are easier than text: a higher validation loss does not mean overfitting by itself"
-    hint = f"on {trained_on(run)}{easier if 'retrieval' in trained_on(run) else ''}"
+    hint = f"on {trained}{easier if 'retrieval' in trained else ''}"
     yield "training loss, last tenth", at("train.loss"), "{:.3f}", hint
     yield "training loss on text, last tenth", at("train.loss_text"), "{:.3f}", ""
     yield "training loss on retrieval documents, last tenth", at("train.loss_retrieval"), "{:.3f}", ""
-    yield "validation loss, end of training", at("train.val_loss"), "{:.3f}", "on held-out documents, text alone"
+    yield "validation loss, end of training", at("train.val_loss"), "{:.3f}", f"on {held_out(run)}"
     tested = f"on {text_of(run, 'perplexity')}" if "perplexity" in run.evals else ""
     yield "test loss (nats per token)", at("perplexity.loss", "perplexity.se"), "{:.3f}", tested
     yield "perplexity", at("perplexity.ppl"), "{:.2f}", ""
@@ -276,22 +289,24 @@ def _verdict(found: list[Contrast]) -> str:
         numbers = ", ".join(f"{HEADLINES[contrast.name]} {minus(f'{contrast.mean:+.3f}')}" for contrast in found)
         return f" (n = 1 seed): {numbers}. One seed cannot tell a difference from chance: train with seed=1,2,3."
     if clear := [contrast for contrast in found if contrast.clear]:
-        parts.append("; ".join(_finding(contrast) for contrast in clear) + ".")
+        parts.append("; ".join(_finding(contrast, n) for contrast in clear) + ".")
     if unclear := [contrast for contrast in found if not contrast.clear]:
-        numbers = ", ".join(f"{HEADLINES[contrast.name]} {_smallest(contrast)}" for contrast in unclear)
+        numbers = ", ".join(f"{HEADLINES[contrast.name]} {_smallest(contrast, n)}" for contrast in unclear)
         parts.append(f"No difference detected (smallest detectable difference in brackets): {numbers}.")
     return f" (n = {n} seeds): {' '.join(parts)}"
 
 
-def _finding(contrast: Contrast) -> str:
+def _finding(contrast: Contrast, n: int) -> str:
     worse = (contrast.mean > 0) == (contrast.better == "lower")
-    return f"{HEADLINES[contrast.name]} {minus(contrast.text)}, {'worse' if worse else 'better'}"
+    fewer = f" (n = {contrast.n})" if contrast.n < n else ""
+    return f"{HEADLINES[contrast.name]} {minus(contrast.text)}, {'worse' if worse else 'better'}{fewer}"
 
 
-def _smallest(contrast: Contrast) -> str:
+def _smallest(contrast: Contrast, n: int) -> str:
     if contrast.detectable is None:
         return "(n = 1)"
-    return f"({contrast.detectable:.3g})" if contrast.sd else "(the same in every seed)"
+    fewer = f", n = {contrast.n}" if contrast.n < n else ""
+    return f"({contrast.detectable:.3g}{fewer})" if contrast.sd else f"(the difference is the same in every seed{fewer})"
 
 
 def minus(text: str) -> str:

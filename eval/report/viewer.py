@@ -11,6 +11,7 @@ network.
 
 import base64
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -89,14 +90,18 @@ class Viewer:
     question: dict[str, Any] | None = None
 
 
-def viewer_of(runs: list[tuple[str, str]], cfg: ViewerConfig | None = None) -> Viewer:
-    """The viewer of (label, folder) runs. ValueError if their tokenizers differ or an example cannot be made."""
+def viewer_of(runs: list[tuple[str, str]], cfg: ViewerConfig | None = None, colours: Sequence[str] = ()) -> Viewer:
+    """The viewer of (label, folder) runs, each in its colour of `colours`, or in its variant's.
+
+    ValueError if their tokenizers differ or an example cannot be made.
+    """
     cfg = cfg or ViewerConfig(runs=[folder for _, folder in runs])
     loaded = [open_run(EvalConfig(run=folder, device=cfg.device)) for _, folder in runs]
     for (_, folder), run in zip(runs[1:], loaded[1:], strict=True):
         if run.tokenizer.fingerprint != loaded[0].tokenizer.fingerprint:
             raise ValueError(f"{runs[0][1]} and {folder} have different tokenizers: make one viewer file for each")
     made, tokenizer = examples(loaded, cfg), loaded[0].tokenizer
+    colours = colours or [colour(variant(run.config)) for run in loaded]
     packed, retrieved, models, size = [], [], [], 0
     with progress("attention maps", len(made)) as bar:
         for example in made:
@@ -109,11 +114,11 @@ def viewer_of(runs: list[tuple[str, str]], cfg: ViewerConfig | None = None) -> V
             models = models or [
                 {
                     "label": label,
-                    "colour": colour(variant(run.config)),
+                    "colour": shade,
                     "heads": list(map(len, one.maps)),
                     "differential": [second is not None for second in one.second_maps],
                 }
-                for (label, _), run, one in zip(runs, loaded, looks, strict=True)
+                for (label, _), shade, one in zip(runs, colours, looks, strict=True)
             ]
             if example.depth is not None:
                 retrieved.append((example, [_retrieval(example, one) for one in looks]))

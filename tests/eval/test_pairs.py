@@ -89,7 +89,7 @@ def test_a_pair_without_both_arms_is_named() -> None:
     assert {pair.name for pair in found} == {"subtraction", "norm"}
     assert pair_notes(found, PAIRS) == [PAIR_NOTE] and pair_notes([], {}) == []
     (_, missing) = pair_notes(found, PAIRS | {"gate": ["gated", "baseline"]})
-    assert missing == "Without a row, because an arm is missing or has no run: gate (gated - baseline)."
+    assert missing == "Without a row, because an arm is missing or has no number for a common seed: gate (gated - baseline)."
 
 
 def test_a_part_that_the_first_metric_lacks_is_in_the_table() -> None:

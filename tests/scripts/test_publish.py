@@ -32,7 +32,7 @@ def test_what_was_written_is_published(tmp_path: Path, monkeypatch: pytest.Monke
     published = {path.name for path in (root / "docs" / "results" / "study").iterdir()}
     assert published == {"results.json", "table.md", "loss.png"}
     assert (root / "README.md").read_text() == "before\n<!-- study table -->\n| new |\n<!-- end -->\nafter\n"
-    assert "no document has a line <!-- other table -->" in call(f"of={source}", "name=other")
+    assert "add the lines <!-- other table --> and <!-- end -->" in call(f"of={source}", "name=other")
     (source / "differences.md").write_text("| less |\n")
     (root / "README.md").write_text("<!-- study/differences table -->\n<!-- end -->\n")
     assert "its table is in README.md" in call(f"of={source}")
@@ -89,12 +89,12 @@ def test_a_report_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     source.mkdir()
     monkeypatch.setattr(publish, "ROOT", tmp_path)
     (tmp_path / "docs").mkdir()
-    content = {"eval": "report", "config": {"out": "/home/me/report.html"}, "results": [{"name": "loss", "cells": [1.0]}]}
+    content = {"eval": "report", "runs": [{"config": {"run_dir": "/home/me/a"}}], "results": [{"name": "loss", "cells": [1.0]}]}
     (source / "report.json").write_text(json.dumps(content))
     (source / "report.md").write_text("| new |\n")
-    assert "no document has a line" in call(f"of={source}")
+    assert "no document shows its table" in call(f"of={source}")
     published = json.loads((tmp_path / "docs" / "results" / "quick" / "report.json").read_text())
-    assert published == content | {"config": {"out": "report.html"}}
+    assert published == content | {"runs": [{"config": {"run_dir": "a"}}]}
 
 
 def test_a_bench_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable) -> None:

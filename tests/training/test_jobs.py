@@ -1,4 +1,4 @@
-"""Jobs side by side: a signal stops all of them."""
+"""Jobs side by side: a signal stops all of them, and a failure lets no other job start."""
 
 import os
 import signal
@@ -40,3 +40,36 @@ def test_a_signal_stops_a_job_that_is_just_starting(on_thread: bool, tmp_path: P
         else:
             thread.run()
     assert team.stopping == signal.SIGTERM and codes == [-signal.SIGTERM]
+
+
+class Step:
+    """A job that only notes that it ran; `fails` raises instead."""
+
+    work = 1.0
+
+    def __init__(self, name: str, folder: Path, ran: list[str], fails: bool = False) -> None:
+        self.name, self.log, self.ran, self.fails = name, folder / f"{name}.log", ran, fails
+
+    def left(self) -> list[list[str]]:
+        return [] if self.name in self.ran else [["-c", ""]]
+
+    def progress(self) -> tuple[int, int]:
+        return int(self.name in self.ran), 1
+
+    def check(self, arguments: list[str], code: int, said: str) -> bool:
+        if self.fails:
+            raise ValueError(f"{self.name} failed")
+        self.ran.append(self.name)
+        return True
+
+    def finished(self) -> str:
+        return "done"
+
+
+def test_after_a_failure_no_further_chain_starts(tmp_path: Path) -> None:
+    ran: list[str] = []
+    chains = [[Step("a", tmp_path, ran)], [Step("b", tmp_path, ran, fails=True), Step("c", tmp_path, ran)]]
+    chains += [[Step("d", tmp_path, ran)], [Step("e", tmp_path, ran)]]
+    with pytest.raises(ValueError, match="b failed"):
+        jobs.run_jobs(chains, 1, "study", 5)
+    assert ran == ["a"]

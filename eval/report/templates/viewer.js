@@ -81,17 +81,26 @@ function readAddress() {
   const example = DATA.examples[state.example];
   state.pinned = whole(given.get("query"), example.tokens.length, example.query);
   state.panels = DATA.models.slice(0, 2).map((_, i) => {
-    const [m, l, h] = (given.get("ab"[i]) || "").split(".");
+    const [place, shown] = (given.get("ab"[i]) || "").split(":"), [m, l, h] = place.split(".");
     const model = whole(m, DATA.models.length, i), [bestLayer, bestHead] = DATA.models[model].best || [ALL, ALL];
     if (l === undefined) return { model, layer: bestLayer, head: bestHead, ...TRAINED };
     const layer = whole(l, DATA.models[model].heads.length, ALL);
-    return { model, layer, head: layer === ALL ? ALL : whole(h, DATA.models[model].heads[layer], ALL), ...TRAINED };
+    return { model, layer, head: layer === ALL ? ALL : whole(h, DATA.models[model].heads[layer], ALL), ...viewOf(shown) };
   });
+}
+
+// "first" or "second" map, or the number of a lambda.
+function viewOf(text) {
+  if (text === "first" || text === "second") return { show: text, lambda: null };
+  return text && Number.isFinite(+text) ? { show: "both", lambda: +text } : TRAINED;
 }
 
 function writeAddress() {
   const parts = [`example=${state.example}`, `query=${state.pinned}`];
-  state.panels.forEach((p, i) => parts.push(`${"ab"[i]}=${p.model}.${p.layer}.${p.head}`));
+  state.panels.forEach((p, i) => {
+    const shown = p.show !== "both" ? `:${p.show}` : p.lambda === null ? "" : `:${p.lambda}`;
+    parts.push(`${"ab"[i]}=${p.model}.${p.layer}.${p.head}${shown}`);
+  });
   history.replaceState(null, "", `#${parts.join("&")}`);
 }
 
@@ -323,6 +332,7 @@ function draw() {
 
 const dark = matchMedia("(prefers-color-scheme: dark)");
 dark.onchange = draw;
+addEventListener("hashchange", () => location.reload()); // another view's address; writeAddress does not cause this event
 readAddress();
 byId("panels").append(...state.panels.map(buildPanel));
 options(byId("example"), DATA.examples.map((example, i) => [i, example.title]), state.example);
