@@ -67,7 +67,7 @@ class DataConfig:
     dir: str = "shards/${.name}"  # folder of the prepared set
     val_fraction: Annotated[float, "[0, 1)"] = 0.005  # share of the text kept for validation
     shard_tokens: Annotated[int, "[1, 2147483647]"] = 100_000_000  # tokens per shard file
-    max_tokens: Annotated[int | None, "[1, inf)"] = None  # stop when training has this many tokens and validation a document
+    max_tokens: Annotated[int | None, "[1, inf)"] = None  # stop once training has so many tokens and validation some text
     workers: Annotated[int | None, "[1, 4096]"] = None  # threads that tokenize; None: one per core
     retrieval: RetrievalMixConfig = field(default_factory=RetrievalMixConfig)
     mqar: MqarConfig = field(default_factory=MqarConfig)

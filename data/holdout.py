@@ -1,4 +1,4 @@
-"""Choose the validation documents: whole documents by their hash; if they miss the requested share, one document is cut."""
+"""Choose the validation documents by their hash; if whole documents miss the requested share, one of them is cut in two."""
 
 import hashlib
 import math
@@ -15,7 +15,6 @@ SURE = 3.0  # measuring ends early once the tolerance is this many standard devi
 class Document(NamedTuple):
     text: str
     split: str
-    bytes: int
     starts: bool = True  # False: continues the document before it, so no end-of-text token goes in front
 
 
@@ -25,7 +24,7 @@ class HoldOut:
 
     Equal documents have equal hashes, so they get the same split. share: the document whose hash equals `below` is cut in two,
     and validation gets this share of it, from its end. uncut: the split of that document if it is too short to be cut; None
-    means that there is no other document.
+    means that there is no other document, so a document too short to be cut is an error.
     """
 
     below: float
@@ -35,22 +34,21 @@ class HoldOut:
     def documents(self, texts: Iterable[str]) -> Iterator[Document]:
         """The documents of `texts`, in order, each with its split; the document that is cut comes as two."""
         for text in texts:
-            number, size = _hashed(text)
+            number, _ = _hashed(text)
             if number == self.below and self.share:
-                yield from self._cut(text, size)
+                yield from self._cut(text)
             else:
-                yield Document(text, "val" if number < self.below else "train", size)
+                yield Document(text, "val" if number < self.below else "train")
 
-    def _cut(self, text: str, size: int) -> Iterator[Document]:
+    def _cut(self, text: str) -> Iterator[Document]:
         first = int((1 - float(self.share)) * len(text))  # as nanoGPT cuts tinyshakespeare, a single document
         if text[:first].strip() and text[first:].strip():
-            before = len(_utf8(text[:first]))
-            yield Document(text[:first], "train", before)
-            yield Document(text[first:], "val", size - before, starts=False)
+            yield Document(text[:first], "train")
+            yield Document(text[first:], "val", starts=False)
         elif self.uncut is None:
             raise ValueError(f"the only document has {len(text)} characters, too few to hold some out: give more text")
         else:
-            yield Document(text, self.uncut, size)
+            yield Document(text, self.uncut)
 
 
 def measure(texts: Iterable[str], fraction: float, limit: float = math.inf) -> HoldOut:
@@ -94,9 +92,5 @@ def _filled(sizes: Counter[float], wanted: Fraction) -> HoldOut:
 
 def _hashed(text: str) -> tuple[float, int]:
     """A number in [0, 1) that depends on the document alone, and the document's length in bytes."""
-    content = _utf8(text)
+    content = text.encode("utf-8", "replace")
     return int.from_bytes(hashlib.sha256(content).digest()[:8]) / 2**64, len(content)
-
-
-def _utf8(text: str) -> bytes:
-    return text.encode("utf-8", "replace")

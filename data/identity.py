@@ -5,11 +5,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from data.config import DataConfig
+from data.tokenizer import BPE_TOKENS
 
 WHOLE = 64 * 2**20  # bytes; files that together are no larger are read whole
 BLOCK = 2**16  # bytes
 BLOCKS = 18  # of a file in a larger source: its head, its tail and 16 between them
-CONTENT = "content"  # the key of `content_of` in an identity; sets that earlier versions prepared lack it
+# The keys of `content_of` of the source and of a tokenizer's folder; sets that earlier versions prepared lack them.
+CONTENT, OF_TOKENIZER = "content", "tokenizer_content"
 
 
 def content_of(paths: Sequence[Path]) -> str:
@@ -36,10 +38,11 @@ def _starts(size: int, whole: bool) -> Sequence[int]:
 
 
 def request_of(cfg: DataConfig, identity: dict) -> dict:
-    """Everything the shards depend on. Two preparations with equal requests write equal bytes."""
+    """Everything the shards depend on, as far as it can be seen here: a revision of a data set on the hub cannot."""
     tokenizer = {"tokenizer.name": cfg.tokenizer.name, "tokenizer.vocab_size": cfg.tokenizer.vocab_size}
     if cfg.tokenizer.path:
-        tokenizer["tokenizer.path"] = cfg.tokenizer.path
+        files = sorted(Path(cfg.tokenizer.path).glob("tokenizer*.json"))
+        tokenizer |= {"tokenizer.path": cfg.tokenizer.path} | ({OF_TOKENIZER: content_of(files)} if files else {})
     sizes = {key: getattr(cfg, key) for key in ("val_fraction", "shard_tokens", "max_tokens")}
     return {**identity, **tokenizer, **sizes}
 
@@ -51,10 +54,13 @@ def refuse_other_request(folder: Path, before: dict | None, now: dict) -> None:
     """
     before = before if isinstance(before, dict) else {}
     for key in now | before:
-        if key == CONTENT and key not in before:
+        if key in (CONTENT, OF_TOKENIZER) and not (key in before and key in now):
             continue
-        if before.get(key) != now.get(key):
-            wrong = f"{folder} was prepared with {key}={before.get(key)}, not {now.get(key)}"
+        theirs, ours = before.get(key), now.get(key)
+        if key == "tokenizer.vocab_size" and now.get("tokenizer.name") == "bpe":
+            theirs, ours = theirs or BPE_TOKENS, ours or BPE_TOKENS
+        if theirs != ours:
+            wrong = f"{folder} was prepared with data.{key}={theirs}, not {ours}"
             if key.split(".")[0] not in DataConfig.__dataclass_fields__:  # no option, but a fact about the source
-                wrong = f"the source has changed since {folder} was prepared ({key} {before.get(key)} then, {now.get(key)} now)"
+                wrong = f"the source has changed since {folder} was prepared ({key} {theirs} then, {ours} now)"
             raise ValueError(f"{wrong}: use another data.name=NAME, or delete {folder}")

@@ -188,7 +188,7 @@ class Loader:
         self.micros = self.per_rank // self.micro_batch
 
     def samples(self, step: int, micro: int = 0) -> range:
-        """The global numbers of the samples that a call gives."""
+        """The global numbers of the samples that `self(step, micro)` returns."""
         assert 0 <= micro < self.micros
         first = step * self.batch + self.rank * self.per_rank + micro * self.micro_batch
         return range(first, first + self.micro_batch)

@@ -69,10 +69,9 @@ class Item(NamedTuple):
 
     number: int  # of the document
     split: str
-    ids: np.ndarray | Future | None  # None: all its tokens are in finished shards
+    ids: np.ndarray | Future | None  # None: its tokens are in finished shards, or training has max_tokens
     documents: int
     bytes: int
-    first: bool = True  # whether it is the first piece of its document
 
 
 @dataclass
@@ -87,7 +86,7 @@ class Split:
     last: tuple[int, int] = (-1, 0)  # number of the last item, and how many of its tokens are taken
     waiting: list[np.ndarray] = field(default_factory=list)
     room: int = 0  # tokens the next shard still takes
-    passed: int = 0  # tokens in the pieces of the current document so far
+    held: int = 0  # tokens of the last item's document that a resumed preparation meets again, and leaves out
 
     def resume_after(self, shards: list[dict]) -> None:
         """Continue after the last of these finished shards."""
@@ -96,7 +95,7 @@ class Split:
         if shards:
             self.documents, self.bytes = shards[-1]["documents"], shards[-1]["bytes"]
             number, taken = shards[-1]["end"]
-            self.last = int(number), int(taken)
+            self.last, self.held = (int(number), int(taken)), int(taken)
 
     def summary(self) -> dict:
         shards = [{key: shard[key] for key in ("file", "tokens", "crc32")} for shard in self.shards]
@@ -130,6 +129,8 @@ def check_folder(folder: str | Path, *, verify: bool = False) -> None:
     """Open every shard that meta.json lists and compare it with its entry; `verify` reads every shard whole."""
     meta = read_meta(folder)
     for split, content in meta["splits"].items():
+        if not {"tokens", "documents", "bytes"} <= content.keys():
+            raise ValueError(f"{Path(folder) / META} is damaged: delete {folder} and prepare the data again")
         if not content["shards"]:
             continue
         for shard, listed in zip(open_split(folder, split, verify=verify), content["shards"], strict=True):
@@ -205,7 +206,7 @@ class Preparation:
             for piece in pieces(document.text):
                 size = len(piece) if piece.isascii() else len(piece.encode("utf-8", "replace"))
                 yield item._replace(bytes=size), piece
-                item = item._replace(documents=0, first=False)
+                item = item._replace(documents=0)
 
     def _tokenize(self, item: Item, text: str) -> np.ndarray:
         try:
@@ -234,29 +235,29 @@ class Preparation:
     def _enough(self, item: Item) -> bool:
         """Whether training has max_tokens and validation has a document."""
         train, val = self.splits["train"], self.splits["val"]
-        return self._full(train) and item.number >= train.last[0] and bool(val.tokens or not self.cfg.val_fraction)
+        known = item.number >= max(train.last[0], val.last[0])  # the finished shards hold nothing of later documents
+        return self._full(train) and known and bool(val.tokens or not self.cfg.val_fraction)
 
     def _add(self, item: Item) -> None:
         """Append an item to its split, without tokens that a resumed split already holds or that exceed max_tokens."""
         split = self.splits[item.split]
-        number, taken = split.last if item.number == split.last[0] else (item.number, 0)
         if item.number < split.last[0] or self._full(split):
             return
-        begin = 0 if item.first else split.passed
-        split.passed = begin + len(item.ids)
+        held = min(split.held, len(item.ids))
+        split.held -= held
         limit = self.cfg.max_tokens if split.name == "train" and self.cfg.max_tokens else sys.maxsize
-        ids, cut = np.split(item.ids[max(0, taken - begin) :], [limit - split.tokens])
-        if begin >= taken:  # a piece's documents and bytes count with its first token
+        ids, cut = np.split(item.ids[held:], [limit - split.tokens])
+        if not held:  # a piece's documents and bytes count with its first token
             split.documents += item.documents
             split.bytes += item.bytes - (int(self.tokenizer.byte_lengths()[cut].sum()) if len(cut) else 0)
-        taken = max(taken, begin)
+        taken = split.last[1] if item.number == split.last[0] else 0
         while len(ids):
             part, ids = ids[: split.room], ids[split.room :]
             taken += len(part)
             split.waiting.append(part.astype(token_dtype(self.tokenizer.vocab_size)))
             split.tokens += len(part)
             split.room -= len(part)
-            split.last = number, taken
+            split.last = item.number, taken
             if split.room == 0:
                 self._close_shard(split)
 

@@ -11,6 +11,7 @@ import contextlib
 import glob
 import gzip
 import hashlib
+import http.client
 import io
 import itertools
 import json
@@ -87,27 +88,18 @@ def stdlib(cfg: DataConfig) -> Corpus:
 
 
 def shakespeare(cfg: DataConfig) -> Corpus:
-    """char-rnn's tinyshakespeare (1,115,394 characters, one document), from `cfg.path` or downloaded."""
-    if cfg.path is None:
-        sha256, read = SHAKESPEARE_SHA256, _download_shakespeare
-    else:
-        path = Path(cfg.path)
-        if not path.is_file():
-            raise FileNotFoundError(f"no file {path}: give path=FILE, or leave path= out to download it")
-        content = path.read_bytes()
-        with _readable(path):
-            text = content.decode("utf-8-sig")
-        if not text.strip():
-            raise ValueError(f"{path} is empty: give path= a file with text in it")
-        sha256, read = hashlib.sha256(content).hexdigest(), lambda: text
-    return Corpus({"source": "shakespeare", "sha256": sha256}, lambda corpus: iter([read()]), None)
+    """char-rnn's tinyshakespeare (1,115,394 characters, one document), downloaded, or a text file `cfg.path`."""
+    if cfg.path is not None:
+        return text_files(cfg)
+    identity = {"source": "shakespeare", "sha256": SHAKESPEARE_SHA256}
+    return Corpus(identity, lambda corpus: iter([_download_shakespeare()]), None)
 
 
 def _download_shakespeare() -> str:
     try:
         with urllib.request.urlopen(SHAKESPEARE_URL, timeout=NETWORK_TIMEOUT) as response:
             content = response.read()
-    except OSError as error:
+    except (OSError, http.client.HTTPException) as error:
         raise ValueError(f"cannot download tinyshakespeare ({_brief(error)}): give a copy with path=FILE") from None
     if hashlib.sha256(content).hexdigest() != SHAKESPEARE_SHA256:
         raise ValueError(f"{SHAKESPEARE_URL} no longer has tinyshakespeare's content: give a local copy with path=FILE")
@@ -164,19 +156,26 @@ def _matching(path: str, hidden: bool = False) -> list[Path]:
     Below a folder, names that begin with a dot are left out without `hidden`: editors and systems keep copies and notes
     there (.ipynb_checkpoints, ._text.txt).
     """
-    found = [Path(path)] if Path(path).exists() else [Path(name) for name in glob.glob(path, recursive=True)]
-    files = [file for item in found for file in (_below(item, hidden) if item.is_dir() else [item])]
-    return [file for file in files if file.is_file()]
+    found = [path] if os.path.exists(path) else glob.glob(path, recursive=True)
+    known: set[str] = set()
+    files = [file for item in found for file in (_below(item, hidden, known) if os.path.isdir(item) else [item])]
+    return [Path(file) for file in files if os.path.isfile(file)]
 
 
-def _below(folder: Path, hidden: bool) -> list[Path]:
-    found = sorted(folder.rglob("*"))
-    return [item for item in found if hidden or not any(p.startswith(".") for p in item.relative_to(folder).parts)]
+def _below(folder: str, hidden: bool, known: set[str]) -> Iterator[str]:
+    """All files below a folder, also behind symbolic links. known: the folders that are already read, which grows."""
+    for root, folders, names in os.walk(folder, followlinks=True):
+        if os.path.realpath(root) in known:  # a link to a folder above would be followed for ever
+            folders.clear()
+            continue
+        known.add(os.path.realpath(root))
+        folders[:] = sorted(name for name in folders if hidden or not name.startswith("."))
+        yield from (os.path.join(root, name) for name in names if hidden or not name.startswith("."))
 
 
 def is_text(path: Path) -> bool:
-    """Whether the name of a file ends in .txt, .jsonl or .parquet, with or without the suffix of a compression."""
-    return _kind(path) in KINDS
+    """Whether the name of a file ends in .txt or .jsonl, with or without the suffix of a compression, or in .parquet."""
+    return _kind(path) in KINDS and not (_kind(path) == ".parquet" != path.suffix.lower())
 
 
 def _kind(path: Path) -> str:
@@ -185,7 +184,7 @@ def _kind(path: Path) -> str:
 
 
 def _head(path: Path) -> str:
-    """Digest of the first MiB. Sets that earlier versions prepared are compared by it."""
+    """Digest of the first MiB. Only sets prepared before CONTENT existed need it."""
     with path.open("rb") as file:
         return hashlib.sha256(file.read(2**20)).hexdigest()
 
@@ -199,7 +198,7 @@ def _readable(path: Path) -> Iterator[None]:
         raise ValueError(f"{path} is not UTF-8 text: convert it first, e.g. iconv -f latin1 -t utf-8 FILE > NEW") from None
     except Exception as error:
         broken = isinstance(error, OSError) and error.errno is None  # only errors of gzip and bz2 have no number
-        foreign = type(error).__module__.split(".")[0] in ("zstandard", "pyarrow")
+        foreign = type(error).__module__.split(".")[0] == "pyarrow"
         if not (broken or foreign or isinstance(error, (EOFError, zlib.error, lzma.LZMAError))):
             raise
         raise ValueError(f"{path} is truncated or not of the format that its suffix names: copy it again") from None
@@ -218,8 +217,7 @@ def _decompressed(path: Path, raw: BinaryIO, most: int) -> BinaryIO:
     if suffix not in COMPRESSIONS:
         return raw
     if suffix == ".zst":
-        zstandard = import_optional("zstandard", f"reading {path.name}")
-        stream = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
+        stream = import_optional("pyarrow", f"reading {path.name}").CompressedInputStream(raw, "zstd")
     else:
         stream = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}[suffix](raw, "rb")
     return io.BufferedReader(_Bounded(stream, path, most), 2**20)
@@ -345,8 +343,8 @@ def hugging_face(cfg: DataConfig) -> Corpus:
             raise ValueError(f"reading {cfg.dataset} failed ({_brief(error)}): repeat this command to resume") from error
 
     identity = {"source": "hf", "dataset": cfg.dataset, "subset": cfg.subset, "split": cfg.split, "column": cfg.column}
-    local = cfg.data_files or (cfg.dataset if Path(cfg.dataset).is_dir() else None)
-    if local:
+    folder = cfg.dataset if Path(cfg.dataset).is_dir() else ""
+    if local := os.path.join(folder, cfg.data_files or ""):
         paths = sorted(path for path in _matching(local, hidden=True) if not path.name.startswith("cache-"))
         listed = json.dumps([(path.name, path.stat().st_size) for path in paths])
         digest, shown = hashlib.sha256(listed.encode()).hexdigest(), set(_matching(local))
@@ -364,7 +362,11 @@ def _load(cfg: DataConfig) -> Any:
     instead = "or use local files: data=text path=FILE"
     try:
         if any(Path(cfg.dataset, name).is_file() for name in ("dataset_dict.json", "state.json")):
+            if cfg.subset or cfg.data_files:
+                raise ValueError("a folder of save_to_disk has neither subsets nor data_files")
             saved = datasets.load_from_disk(cfg.dataset)
+            if cfg.split != "train" and not isinstance(saved, dict):
+                raise ValueError("it was saved without splits")
             rows = saved[cfg.split] if isinstance(saved, dict) else saved
         else:
             files = {"data_files": {cfg.split: cfg.data_files}} if cfg.data_files else {}
@@ -388,7 +390,7 @@ def _reach_hub() -> None:
         urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=NETWORK_TIMEOUT).close()
     except urllib.error.HTTPError:
         pass  # the hub answered
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         raise ValueError(
             f"cannot reach {endpoint} ({_brief(error)}): use local files with data=text path=FILE, "
             "or set HF_HUB_OFFLINE=1 if the data set is already downloaded"

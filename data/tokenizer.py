@@ -37,8 +37,7 @@ BPE_TOKENS = 4096  # the vocabulary of a bpe without data.tokenizer.vocab_size
 WITH_NUMBERS = 1024  # the smallest vocabulary of a bpe that is sure to have all pairs of digits
 PIECE = 2**20  # characters; longer documents are tokenized in pieces, so that all threads work on one book
 LONE_NEWLINE, LONE_SPACE = re.compile(r"(?<=\S)\n(?=[^\s/])"), re.compile(r"(?<=[a-z])(?= [a-z])")
-# SHA-256 of GPT-2's tokens, and text on which tokenizers that split or merge differently disagree.
-GPT2_TOKENS = "22f185846c3da6972451b865f7a74e12f84c19a13b961e0eeae8468a17aa78fa"
+# Text on which tokenizers that split or merge differently disagree.
 SAMPLE = (
     "It's 1859;\tthey'LL say   so.\r\n\n  if x12345 >= 0.5:\n\n\n"
     "na\u00efve \u4f60\u597d \U0001f642 \u0661\u0662 \u216b _a_b \u00a0\u200b e\u0301\n \n "
@@ -46,11 +45,12 @@ SAMPLE = (
 
 
 def pieces(text: str, size: int = PIECE) -> Iterator[str]:
-    """Cut a long document where the split patterns of tokenizers split as well: after a lone newline within text, or,
-    where no such newline is near, before the space between two words.
+    """Cut a long document only where the split pattern of every tokenizer splits, too: after a lone newline within text,
+    or, where no such newline is near, before the space between two words.
 
     The concatenated tokens of the pieces are then the tokens of the whole document. (No cut is before a slash: o200k_base
-    does not split there.) Sentencepiece tokenizers are the exception: they put a space before each piece.
+    does not split there.) The exceptions are tokenizers that put a space before each piece: sentencepiece, and byte-level
+    tokenizers with add_prefix_space.
     """
     start = 0
     while len(text) - start > size:
@@ -79,7 +79,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`. Special tokens written out in the text are encoded as ordinary text."""
-        return self.encoding.encode_ordinary(text)
+        return self.encoding.encode_ordinary(_valid(text))
 
     def encode_array(self, text: str) -> np.ndarray:
         """As `encode`, returned as (tokens,) uint32. Keeps the GIL free, so threads scale."""
@@ -125,7 +125,8 @@ class FolderTokenizer(Tokenizer):
     """The tokenizer.json of a model folder, run by the package `tokenizers`; its kind is byte-level or sentencepiece.
 
     `eot` is the token that begins a document: the folder's bos token, or its eos token if it has no bos token. A
-    sentencepiece tokenizer puts a space before a text; `decode` removes this space, `byte_lengths` counts its byte.
+    sentencepiece tokenizer puts a space before a text; `decode` removes this space, `byte_lengths` counts its byte. So does a
+    byte-level tokenizer with add_prefix_space, whose space `decode` keeps.
     """
 
     def __init__(self, definition: dict[str, Any], eot: int, source: str | Path = FILE) -> None:
@@ -148,8 +149,7 @@ class FolderTokenizer(Tokenizer):
         self.fingerprint = hashlib.sha256(written.encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        with _panics():
-            return self.hf.encode(_valid(text), add_special_tokens=False).ids
+        return self.encode_array(text).tolist()
 
     def encode_array(self, text: str) -> np.ndarray:
         with _panics():
@@ -212,19 +212,13 @@ def read_tokenizer(folder: str | Path) -> Tokenizer:
         tokenizer = FolderTokenizer(definition, _eot(Path(folder), definition), path)
     except (KeyError, TypeError, AttributeError):
         raise ValueError(f"{folder} has a damaged tokenizer: copy its JSON files again") from None
-    with contextlib.suppress(ValueError):  # without tiktoken's file, use the folder's own tokenizer
-        if _is_gpt2(tokenizer):
-            return Tokenizer(_encoding("gpt2"))
+    if (tokenizer.vocab_size, tokenizer.eot) == (50257, 50256):
+        with contextlib.suppress(ValueError):  # without tiktoken's file, use the folder's own tokenizer
+            gpt2 = Tokenizer(_encoding("gpt2"))
+            ranks = {tokenizer.token_bytes(token): token for token in tokenizer.tokens if token != gpt2.eot}
+            if ranks == gpt2.encoding._mergeable_ranks and tokenizer.encode(SAMPLE) == gpt2.encode(SAMPLE):
+                return gpt2
     return tokenizer
-
-
-def _is_gpt2(tokenizer: FolderTokenizer) -> bool:
-    if (tokenizer.vocab_size, tokenizer.eot) != (50257, 50256):
-        return False
-    ranks = {tokenizer.token_bytes(token): token for token in range(50256)}
-    if hashlib.sha256(_listed(ranks)).hexdigest() != GPT2_TOKENS:
-        return False
-    return tokenizer.encode(SAMPLE) == Tokenizer(_encoding("gpt2")).encode(SAMPLE)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -311,7 +305,7 @@ def build_tokenizer(cfg: TokenizerConfig, texts: Iterable[str] | None = None) ->
             raise ValueError(f"tokenizer {cfg.name} has a fixed vocabulary: leave data.tokenizer.vocab_size=null")
         return read_tokenizer(cfg.path) if cfg.path else Tokenizer(_encoding(cfg.name))
     if texts is None:
-        raise ValueError("a bpe tokenizer is trained on text: run python -m data.prepare with data.tokenizer.name=bpe")
+        raise ValueError("a bpe tokenizer is trained on text: give data=text path=FILE, or another data.tokenizer.name")
     return Tokenizer(_bpe_encoding(_train_bpe(texts, cfg.vocab_size or BPE_TOKENS), BPE_PATTERN))
 
 
@@ -344,14 +338,10 @@ def tokenizer_of_words(words: Sequence[str]) -> Tokenizer:
 
 def _fingerprint(encoding: tiktoken.Encoding) -> str:
     digest = hashlib.sha256(encoding._pat_str.encode())
-    digest.update(_listed(encoding._mergeable_ranks))
+    for piece, rank in sorted(encoding._mergeable_ranks.items(), key=lambda item: item[1]):
+        digest.update(b"%d %s\n" % (rank, piece.hex().encode()))
     digest.update(json.dumps(encoding._special_tokens, sort_keys=True).encode())
     return digest.hexdigest()
-
-
-def _listed(ranks: dict[bytes, int]) -> bytes:
-    pieces = sorted(ranks.items(), key=lambda item: item[1])
-    return b"".join(b"%d %s\n" % (rank, piece.hex().encode()) for piece, rank in pieces)
 
 
 def _numbers() -> Iterator[str]:
@@ -378,9 +368,9 @@ def _train_bpe(texts: Iterable[str], vocab_size: int) -> list[bytes]:
 
 
 def _smaller(vocab: dict[str, int], asked: int) -> str:
-    """What to use instead of `asked` tokens: `vocab` is all that the text gives, with `_numbers` if they were added."""
+    """What to use instead of `asked` tokens. vocab: the largest vocabulary of the text, with `_numbers` if they were added."""
     possible = len(vocab) + 1
-    if possible < WITH_NUMBERS <= asked:  # then the text alone must give it: numbers share no merge with other words
+    if possible < WITH_NUMBERS <= asked:  # a smaller vocabulary is trained without `_numbers`, so their tokens do not count
         possible -= sum(re.fullmatch("\u0120?[0-9]{1,2}", token) is not None and len(token) > 1 for token in vocab)
     return "use data.tokenizer.name=bytes" if possible < 258 else f"use data.tokenizer.vocab_size={possible} or less"
 

@@ -124,10 +124,23 @@ def test_compressed(tmp_path, suffix, compress):
 
 
 def test_zstandard(tmp_path):
-    path = tmp_path / "a.jsonl.zst"
-    zstandard = pytest.importorskip("zstandard", reason="optional package zstandard is not installed")
-    path.write_bytes(zstandard.compress(jsonl(tmp_path / "a.jsonl").read_bytes()))
+    pyarrow = pytest.importorskip("pyarrow", reason="optional package pyarrow is not installed")
+    path, content = tmp_path / "a.jsonl.zst", jsonl(tmp_path / "a.jsonl").read_bytes()
+    frames = [pyarrow.compress(part, codec="zstd", asbytes=True) for part in (content[:50], content[50:])]
+    path.write_bytes(b"".join(frames))
     assert read(path) == DOCUMENTS
+    path.write_bytes(b"".join(frames)[:-12])
+    refused("truncated", path)
+
+
+def test_folders_behind_symbolic_links_are_read_once(tmp_path):
+    (tmp_path / "tree" / "own").mkdir(parents=True)
+    (tmp_path / "tree" / "own" / "a.txt").write_text("own")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "b.txt").write_text("linked")
+    (tmp_path / "tree" / "linked").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "tree" / "own" / "back").symlink_to(tmp_path / "tree")
+    assert sorted(read(tmp_path / "tree")) == sorted(read(str(tmp_path / "tree" / "*"))) == ["linked", "own"]
 
 
 def test_parquet(tmp_path):
@@ -174,9 +187,10 @@ def test_identity_follows_the_content_not_the_place(tmp_path):
 
 
 def test_missing_packages_name_the_command(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "zstandard", None)
-    (tmp_path / "a.txt.zst").write_bytes(b"x")
-    refused("pip install zstandard", tmp_path / "a.txt.zst")
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "pyarrow", None)
+        (tmp_path / "a.txt.zst").write_bytes(b"x")
+        refused("pip install pyarrow", tmp_path / "a.txt.zst")
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ValueError, match="pip install datasets"):
         list(open_corpus(DataConfig("mine", "hf", dataset="a/b")))
@@ -219,7 +233,7 @@ def test_shakespeare_takes_a_local_copy(tmp_path):
     path = tmp_path / "input.txt"
     path.write_text("First Citizen:\nBefore we proceed any further, hear me speak.\n")
     assert list(open_corpus(DataConfig("shakespeare", "shakespeare", str(path)))) == [path.read_text()]
-    with pytest.raises(FileNotFoundError, match="path=FILE"):
+    with pytest.raises(FileNotFoundError, match="correct path="):
         open_corpus(DataConfig("shakespeare", "shakespeare", str(tmp_path / "no.txt")))
 
 
