@@ -37,7 +37,7 @@ $(VENV)/.installed: requirements.txt
 	$(PIP) -r requirements.txt
 	touch $@
 
-# Without its dependencies: timm wants torchvision, of which the pinned torch has no CPU build. The tests load timm's layers alone.
+# Without its dependencies: timm requires torchvision, which has no CPU build for the pinned torch. The tests load timm's layers alone.
 $(VENV)/.tested: $(VENV)/.installed requirements-test.txt
 	$(PIP) -r requirements-test.txt
 	$(PIP) --no-deps timm==1.0.31

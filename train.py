@@ -23,7 +23,7 @@ from training.monitor import monitor_of
 from training.needle import NeedleProbe
 from training.optim import build_optimizers, set_lr
 from training.parallel import Parallel
-from training.run import TrainConfig, compiles, default_run_dir, facts, fill_model, launcher, start_or_resume
+from training.run import TrainConfig, compiles, default_run_dir, facts, fill_model, launcher, origin, start_or_resume
 from training.saver import Saver
 from training.schedule import check_warmup, lr_factor
 from training.signals import Interrupted, Signals
@@ -103,7 +103,9 @@ def train(cfg: TrainConfig, world: World, ends: ExitStack) -> float:
         log = Metrics(run_dir, cfg.wandb, asdict(cfg), first)
         if first == 0:
             log.write(step=0, tokens=0, **about, text_digest=text_digest(cfg.data))
-        if first == 0 and cfg.resume:
+        else:
+            log.write(step=first, tokens=first * cfg.batch_tokens, continued={**origin(), "dtype": about["dtype"]})
+        if first == 0 and cfg.resume and not checkpoint.checkpoints(run_dir):
             signals.say(f"note: no checkpoint in {run_dir}, so a new run starts")
         if dtype == torch.bfloat16 and slow_bfloat16(world.device):
             signals.say(
@@ -138,9 +140,10 @@ def train(cfg: TrainConfig, world: World, ends: ExitStack) -> float:
 
         # skipped updates are read at steps where the loop waits for the device anyway
         if guard.ask_host or saving or due(step, cfg.log_every):
-            for skipped in guard.read():
-                record(**skipped.line(batch))
-                signals.say(skipped.text(cfg.steps, batch))
+            for at, why in guard.read():
+                samples = [(at - 1) * batch, at * batch - 1]
+                record(at, skipped=why, samples=samples)
+                signals.say(f"step {at}/{cfg.steps} | update skipped: {why} | samples {samples[0]} to {samples[1]}")
 
         # every eval_every steps: loss on the validation set (all processes take part)
         if last or (step and fresh and due(step, cfg.eval_every)):
@@ -217,12 +220,13 @@ def train(cfg: TrainConfig, world: World, ends: ExitStack) -> float:
             if collapsed := pace.warning(speed):
                 signals.say(collapsed)
 
-    saver.finish()
-    if log:
-        log.close()
+    with signals.paused():
+        saver.finish()
+        if log:
+            log.close()
     name = signal.Signals(stopping).name if stopping else ""
-    how = "done" if last else f"stopped by {name}; continue with the same command and resume=true"
-    signals.say(f"{run_dir}: {how} after step {step} and {clock(watch.seconds)} of training")
+    how, then = ("done", "") if last else (f"stopped by {name}", "; to continue, repeat the command with resume=true")
+    signals.say(f"{run_dir}: {how} after step {step} and {clock(watch.seconds)} of training{then}")
     if not last:
         signals.leave(stopping)  # ends the process
     signals.end_sweep()

@@ -8,7 +8,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
 from configs import CONFIG_DIR
-from configs.quoting import quote
+from configs.quoting import quote, read_value
 
 _LOCK = threading.Lock()  # Hydra's state is global
 
@@ -47,13 +47,5 @@ def overrides_of(values: dict[str, Any]) -> list[str]:
 def quoted(override: str) -> str:
     """The override, whose value is a text: in quotes if Hydra would read something else."""
     key, value = override.split("=", 1)
-    plain = re.fullmatch(r"[\w./:@%+-]*", value, re.ASCII) and not _number(value)
-    return override if plain and value.lower() not in ("null", "true", "false") else f"{key}={quote(value)}"
-
-
-def _number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
+    plain = not re.search(r"[$\s]", value) and read_value(override) == value
+    return override if plain else f"{key}={quote(value)}"

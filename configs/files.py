@@ -129,6 +129,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(path.parent, path.name)
     partial, replaced = _temporary(path), _temporary(path.with_name(f"{path.name}{REPLACED}"))
+    shutil.rmtree(partial, ignore_errors=True)  # of a killed process with this number: a new container repeats numbers
     partial.mkdir()
     try:
         yield partial

@@ -41,19 +41,19 @@ def cpu_name() -> str:
 
 
 def version() -> str:
-    """Git commit of the code, with `-dirty` if the code differs from the commit; `unknown` outside of the project's checkout.
+    """Git commit, with `-dirty` if the code (not documents) differs from it; `unknown` outside of the project's checkout.
 
     Files that git does not know count where the project has its code: a new configuration or module there takes effect.
     """
     try:
         if Path(_git("rev-parse", "--show-toplevel")).resolve() != ROOT.resolve():  # inside of another repository
             return "unknown"
-        commit = _git("describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
-        new = _git("ls-files", "--others", "--exclude-standard", "--", *CODE).splitlines()
+        commit = _git("rev-parse", "--short=12", "HEAD")
+        changed = _git("--no-optional-locks", "status", "--porcelain", "--untracked-files=all", "--", *CODE).splitlines()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-    dirty = any(name.strip('"').endswith((".py", ".yaml", ".cpp")) for name in new)
-    return f"{commit.removesuffix('-dirty')}-dirty" if dirty else commit
+    dirty = any(not line.startswith("??") or line.strip('"').endswith((".py", ".yaml", ".cpp")) for line in changed)
+    return f"{commit}-dirty" if dirty else commit
 
 
 def _git(*arguments: str) -> str:

@@ -1,5 +1,6 @@
 """Checkpoints: written whole or not at all, checked when read, never unpickled; the newest whole one is found."""
 
+import errno
 import hashlib
 import json
 import os
@@ -9,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -23,7 +24,7 @@ from model.decoder import Decoder
 from model.rotary import RopeScaling
 from training import sharded
 from training.cores import share_cores
-from training.guard import Diverged
+from training.guard import Diverged, Guard
 from training.optim import load_state, state_shapes, state_tensors
 from training.parallel import gathered, split_as
 
@@ -31,10 +32,15 @@ WEIGHTS, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state
 
 Tensors = dict[str, torch.Tensor]
 Shapes = dict[str, tuple[torch.Size, torch.dtype]]
+Found = TypeVar("Found")
 
 
 class NotFinite(ValueError):
     """A checkpoint with a NaN or an infinity in a tensor."""
+
+
+class OtherModel(ValueError):
+    """A checkpoint of another architecture."""
 
 
 @dataclass
@@ -129,8 +135,10 @@ def complete(partial: Path, state: dict[str, Any], files: Sequence[Path]) -> Non
 
 def not_written(folder: Path, reason: object) -> ValueError:
     """The error to raise if a checkpoint could not be written."""
-    kept = "the checkpoint before it is kept"
-    return ValueError(f"{folder} could not be written ({reason}); {kept}: free space, then use resume=true")
+    full = getattr(reason, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or "os error" in str(reason)
+    kept = "; the checkpoint before it is kept" if checkpoints(folder.parent.parent) else ""
+    fix = "free space" if full else "remove this cause"
+    return ValueError(f"{folder} could not be written ({reason}){kept}: {fix}, then use resume=true")
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
@@ -139,8 +147,10 @@ def checkpoints(run_dir: Path) -> list[Path]:
     return sorted(path for path in found if re.fullmatch(r"step_\d{8}", path.name) and path.is_dir())
 
 
-def load(folder: Path, model: Decoder, optimizers: list[torch.optim.Optimizer] | None = None) -> int:
-    """Fill `model`, and the optimizers where given, from a checkpoint folder; returns its step.
+def load(
+    folder: Path, model: Decoder, optimizers: list[torch.optim.Optimizer] | None = None, guard: Guard | None = None
+) -> int:
+    """Fill `model`, and the optimizers and the guard where given, from a checkpoint folder; returns its step.
 
     Nothing is filled before all files are checked. ValueError for a folder that is not a whole checkpoint, and for a
     checkpoint of another architecture, whose differences it names.
@@ -157,6 +167,8 @@ def load(folder: Path, model: Decoder, optimizers: list[torch.optim.Optimizer] |
     load_state(optimizers or [], remembered)
     # strict=False: a tied head is not in the checkpoint
     model.load_state_dict({name: split_as(tensor, own[name]) for name, tensor in weights.items()}, strict=False)
+    if guard:
+        guard.load(state.get("guard", {}))
     return state["step"]
 
 
@@ -182,23 +194,30 @@ def _read_shards(folder: Path, state: dict[str, Any], own: Tensors, remembered: 
     return weights, {name: wanted[f"optimizer/{name}"] for name in remembered}
 
 
-def newest(run_dir: Path, use: Callable[[Path], Any], say: bool = True) -> Path | None:
-    """Call `use(folder)`, newest checkpoint first, until no ValueError comes; return that folder (None: no checkpoints).
+def newest(
+    run_dir: Path, use: Callable[[Path], Found], say: bool = True, fatal: tuple[type[ValueError], ...] = ()
+) -> Found | None:
+    """Call `use(folder)`, newest checkpoint first, until no ValueError comes; return its value (None: no checkpoints).
 
-    say: print one warning if an older checkpoint is used. ValueError if `use` raises one for every checkpoint.
+    say: print one warning if an older checkpoint is used. ValueError if `use` raises one for every checkpoint, or a `fatal`
+    one.
     """
-    first: ValueError | None = None
+    errors: list[ValueError] = []
     for folder in reversed(checkpoints(run_dir)):
         try:
-            use(folder)
+            found = use(folder)
+        except fatal:
+            raise
         except ValueError as error:
-            first = first or error
+            errors.append(error)
             continue
-        if first and say:
-            print(f"warning: {first}; the older checkpoint {folder} is used instead", file=sys.stderr, flush=True)
-        return folder
-    if first:
-        raise ValueError(f"{first}; no older checkpoint can be used: delete {run_dir / 'checkpoints'} to start again")
+        if errors and say:
+            print(f"warning: {errors[0]}; the older checkpoint {folder} is used instead", file=sys.stderr, flush=True)
+        return found
+    if errors and all(isinstance(error, OtherModel) for error in errors):
+        raise errors[0]  # the checkpoints are sound
+    if errors:
+        raise ValueError(f"{errors[0]}; no older checkpoint can be used: delete {run_dir / 'checkpoints'} to start again")
     return None
 
 
@@ -228,23 +247,16 @@ def load_run(run: str | Path, device: str | torch.device = "cpu", step: int | No
     if torch.device(device).type == "cpu":
         share_cores()
     config = read_run_config(path, groups=())
-    models: list[Decoder] = []
 
-    def use(folder: Path) -> None:
-        models[:] = [Decoder(decoder_config(read_state(folder)["model"]))]
-        try:
-            load(folder, models[0])
-        except NotFinite as error:
-            raise RuntimeError(error) from None  # no ValueError: `newest` must not try an older checkpoint
+    def use(folder: Path) -> tuple[Decoder, int]:
+        model = Decoder(decoder_config(read_state(folder)["model"]))
+        return model, load(folder, model)
 
     try:
-        if step is None:
-            step = read_state(newest(path, use))["step"]
-        else:
-            use(of_step(path, step))
-    except RuntimeError as error:
+        model, step = newest(path, use, fatal=(NotFinite,)) if step is None else use(of_step(path, step))
+    except NotFinite as error:
         raise ValueError(f"{error}: evaluate an earlier step, or train again with a lower optim.lr") from None
-    return LoadedRun(models[0].to(device).eval(), load_tokenizer(path), config, step, path)
+    return LoadedRun(model.to(device).eval(), load_tokenizer(path), config, step, path)
 
 
 def read_state(folder: Path) -> dict[str, Any]:
@@ -281,7 +293,7 @@ def _refuse_other_model(folder: Path, theirs: dict[str, Any], ours: dict[str, An
     differ.sort(key=lambda key: "." in key)  # the options of single variants last
     if differ:
         what = ", ".join(f"{key} ({theirs[key]} there, {ours[key]} here)" for key in differ[:4])
-        raise ValueError(f"{folder} holds another architecture: {what}: use the same model= and size= overrides")
+        raise OtherModel(f"{folder} holds another architecture: {what}: use the same model= and size= overrides")
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -5,7 +5,7 @@ A skipped update is logged. On a GPU the device skips it without waiting for the
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,25 +18,6 @@ STUCK = 3  # this many outliers in a row are the new normal: the last one and al
 
 class Diverged(ValueError):
     """The loss, a gradient or a weight is not finite any more."""
-
-
-class Skipped(NamedTuple):
-    """An update that was skipped: of which step (from 1), and the loss and gradient norm that it had."""
-
-    step: int
-    loss: float
-    norm: float
-
-    def line(self, batch: int) -> dict[str, Any]:
-        """The line of metrics.jsonl: why, and the first and last sample number of the step, which has `batch` samples."""
-        why = f"loss {self.loss:.6g}, gradient norm {self.norm:.6g}"
-        return {"step": self.step, "skipped": why, "samples": [(self.step - 1) * batch, self.step * batch - 1]}
-
-    def text(self, steps: int, batch: int) -> str:
-        """The line for the terminal."""
-        line = self.line(batch)
-        first, last = line["samples"]
-        return f"step {self.step}/{steps} | update skipped: {line['skipped']} | samples {first} to {last}"
 
 
 class Guard:
@@ -89,8 +70,10 @@ class Guard:
         self.seen = self.seen + keep
         return outlier.any()
 
-    def read(self) -> Iterator[Skipped]:
-        """The updates skipped since the last call. Raises Diverged after the last of `nonfinite` non-finite ones in a row."""
+    def read(self) -> Iterator[tuple[int, str]]:
+        """The updates skipped since the last call: step (from 1), and why. Raises Diverged after `nonfinite` non-finite ones in
+        a row.
+        """
         if not self.unread:
             return
         steps, rows = zip(*self.unread, strict=True)
@@ -99,7 +82,7 @@ class Guard:
             self.row = 0 if math.isfinite(loss) and math.isfinite(norm) else self.row + 1
             self.last = loss, norm
             if skip:
-                yield Skipped(step, loss, norm)
+                yield step, f"loss {loss:.6g}, gradient norm {norm:.6g}"
             if self.row >= self.limit:
                 what = f"the loss is {loss} at step {step} (gradient norm {norm})"
                 raise Diverged(f"{what}, and {self.row} updates in a row were skipped: {ADVICE}")

@@ -37,7 +37,7 @@ class Job(Protocol):
         """After a command: whether to go on with the next one. Raises ValueError where the job has failed."""
 
     def finished(self) -> str:
-        """After the last command, or a command that ended the job: store the results; returns the outcome in a word."""
+        """After the last command that ran: store the results; returns the outcome in a word."""
 
 
 class Team:

@@ -24,8 +24,8 @@ except ImportError:  # Windows has no such module
 
 STATUS = Path("/proc/self/status")  # of Linux
 
-# Dense bfloat16 peak (V100: float16), FLOP/s, from the makers' data sheets. The first name whose words are in the device's name
-# counts.
+# Dense bfloat16 peak (V100: float16), FLOP/s, from the makers' data sheets. The first key found in the device's
+# name counts.
 PEAK_FLOPS = {
     "B200": 2250e12,
     "H200 NVL": 835e12,

@@ -61,7 +61,7 @@ class TrainConfig:
     device: str = "auto"  # auto | cpu | cuda
     dtype: str = "auto"  # auto | float32 | bfloat16 (autocast)
     compile: bool | None = None  # use torch.compile; None: on CUDA, and on a CPU if the run is long enough to gain time
-    parallel: str = "ddp"  # ddp: a copy per process; fsdp: split over all processes; hsdp: a copy per `shard_processes`
+    parallel: str = "ddp"  # ddp: a copy per process; fsdp: split over all processes; hsdp: a copy per `shard_processes` of them
     shard_processes: Annotated[int | None, "[1, inf)"] = None  # hsdp: processes per copy; None: those of one machine
     activation_checkpointing: bool = False  # compute each block again in the backward pass: less memory, more time
     wandb: str = "off"  # off | online | offline: mirror metrics.jsonl to Weights & Biases
@@ -179,10 +179,12 @@ def start_or_resume(
         if checkpoint.checkpoints(run_dir):
             refuse_other_tokenizer(run_dir, tokenizer, cfg.data.dir)
             refuse_other_text(run_dir, cfg.data)
-        if folder := checkpoint.newest(run_dir, lambda f: checkpoint.load(f, model, optimizers), world.main):
-            guard.load(checkpoint.read_state(folder).get("guard", {}))
-            return checkpoint.read_state(folder)["step"], lock
-    elif (run_dir / "metrics.jsonl").exists() and world.main:
+        step = checkpoint.newest(run_dir, lambda f: checkpoint.load(f, model, optimizers, guard), world.main)
+        if step is not None:
+            if world.main and step < cfg.steps:
+                write_config(cfg, run_dir)  # options that decide nothing may have changed, as data.dir
+            return step, lock
+    elif world.main and ((run_dir / "metrics.jsonl").exists() or checkpoint.checkpoints(run_dir)):
         how = "its config.yaml is missing, copy it back" if cfg.resume else "continue it with resume=true"
         raise ValueError(f"{run_dir} already holds a run: {how}, or choose another run_dir=...")
     if cfg.init_from and cfg.branch_from:
@@ -197,8 +199,7 @@ def start_or_resume(
         folder = trunk_checkpoint(cfg)
         refuse_other_tokenizer(Path(cfg.branch_from), tokenizer, cfg.data.dir)
         refuse_other_text(Path(cfg.branch_from), cfg.data)
-        first = checkpoint.load(folder, model, optimizers)
-        guard.load(checkpoint.read_state(folder).get("guard", {}))
+        first = checkpoint.load(folder, model, optimizers, guard)
     if world.main:
         run_dir.mkdir(parents=True, exist_ok=True)
         lock = lock or lock_run(run_dir)
@@ -209,11 +210,15 @@ def start_or_resume(
 def begin(cfg: TrainConfig, run_dir: Path, tokenizer: Tokenizer, first: int) -> None:
     """Write tokenizer and configuration of a new run, and for a branch the trunk's metrics up to step `first`."""
     tokenizer.save(run_dir)
-    write_atomic(run_dir / "config.yaml", yaml.safe_dump(asdict(cfg), sort_keys=False).encode())
+    write_config(cfg, run_dir)
     if cfg.branch_from:
         lines = read_json_lines(Path(cfg.branch_from) / "metrics.jsonl")
         shared = [json_text(line) for line in lines if line.get("step", math.inf) <= first]
         write_atomic(run_dir / "metrics.jsonl", "".join(f"{line}\n" for line in shared).encode())
+
+
+def write_config(cfg: TrainConfig, run_dir: Path) -> None:
+    write_atomic(run_dir / "config.yaml", yaml.safe_dump(asdict(cfg), sort_keys=False).encode())
 
 
 def lock_run(run_dir: Path) -> FolderLock:
@@ -266,7 +271,10 @@ def refuse_other_tokenizer(run: Path, tokenizer: Tokenizer, shards: str) -> None
 
 
 def deciding(config: dict[str, Any], but: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The values of DECIDES under dotted keys, without `but` and WHERE. Of init_from, PARENT/NAME: machines differ above it."""
+    """The values of DECIDES under dotted keys, without `but` and WHERE.
+
+    Of init_from only PARENT/NAME counts, because the folders above it differ between machines.
+    """
     flat = flatten({key: config.get(key) for key in DECIDES if key not in but})
     if flat.get("init_from"):
         flat["init_from"] = "/".join(Path(str(flat["init_from"])).parts[-2:])
@@ -279,14 +287,19 @@ def refuse_other_config(run_dir: Path, ours: dict[str, Any], but: tuple[str, ...
     default = flatten(asdict(TrainConfig()))  # an older run lacks the options added since: they had their defaults
     differ = [key for key in flat_ours if flat_theirs.get(key, default.get(key)) != flat_ours[key]]
     if differ:
-        what = ", ".join(f"{key}={flat_theirs.get(key)} (now {flat_ours[key]})" for key in differ[:4])
+        what = ", ".join(f"{key}={flat_theirs.get(key, default.get(key))} (now {flat_ours[key]})" for key in differ[:4])
         advice = advice or f"repeat its overrides, or start a new run with init_from={run_dir}"
         raise ValueError(f"{run_dir} was started with {what}: {advice}")
 
 
 def facts(model: Decoder) -> dict[str, Any]:
     """What the first line of metrics.jsonl states."""
-    return sizes(model) | {"machine": machine(), "version": version()}
+    return sizes(model) | origin()
+
+
+def origin() -> dict[str, Any]:
+    """The machine and the version of the code."""
+    return {"machine": machine(), "version": version()}
 
 
 def sizes(model: Decoder) -> dict[str, int]:

@@ -30,7 +30,7 @@ REQUEUING = tuple(getattr(signal, name) for name in ("SIGUSR1", "SIGUSR2") if ha
 HANGUP = (signal.SIGHUP,) if hasattr(signal, "SIGHUP") else ()
 PATIENCE = 60.0  # seconds that a step may take after a signal
 LOOK_EVERY = 1.0  # seconds between two looks at the progress
-AGREE_EVERY = 5.0  # seconds between steps at which several processes exchange their signals: launchers kill after 30
+AGREE_EVERY = 5.0  # seconds between steps at which several processes exchange their signals: launchers kill 30 s after one
 ECHO = 1.0  # seconds within which one request may arrive twice: from a terminal, and forwarded by a launcher
 
 Result = TypeVar("Result")
@@ -55,7 +55,7 @@ class Signals:
         self._waiting = False  # whether the main thread is in a call that may block for ever
         self._since = 0.0
         self._progress = 0.0  # when training last made progress; infinity: it may take as long as it needs
-        self._agreement = 0, 0.0  # step and time of the last exchange of signals
+        self._agreement = math.inf, 0.0  # step and time of the last exchange of signals
         self._next = 0  # step of the next one
         self._left = threading.Event()
         self._before: dict[int, Any] = {}

@@ -75,10 +75,13 @@ def common(wandb: Any, mode: str, folder: Path, run_dir: Path) -> dict[str, Any]
 
 
 def mirror(run: Any, line: dict[str, Any]) -> None:
-    """Send a line of metrics.jsonl: numbers to the history, other values of the first line (machine) to the configuration."""
+    """Send a line of metrics.jsonl: numbers to the history; the machine, of the first line or of a continued run, to the
+    configuration.
+    """
     numbers = {key: value for key, value in line.items() if isinstance(value, (int, float))}
-    run.log(numbers)
-    if line["step"] == 0:
+    if "continued" not in line:
+        run.log(numbers)
+    if line["step"] == 0 or "continued" in line:
         run.config.update({key: value for key, value in line.items() if key not in numbers}, allow_val_change=True)
 
 

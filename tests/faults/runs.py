@@ -132,9 +132,10 @@ class World:
 
 
 def ending(run: Path) -> dict[str, str]:
-    """What a finished run ends with, without times: losses, and the bits of weights and optimizer."""
+    """What a finished run ends with, without times and resumptions: losses, and the bits of weights and optimizer."""
     timed = {"tokens_per_s", "mem_gb", "time_s", "machine", "version", "monitor_s"}
-    lines = [{k: v for k, v in line.items() if k not in timed} for line in read_json_lines(run / "metrics.jsonl")]
+    found = [line for line in read_json_lines(run / "metrics.jsonl") if "continued" not in line]
+    lines = [{k: v for k, v in line.items() if k not in timed} for line in found]
     last = checkpoints(run)[-1]
     return {
         "metrics": json.dumps(lines),

@@ -29,7 +29,7 @@ def run(tmp_path: Path) -> Path:
 def newest(run: Path) -> str:
     model = Decoder(config("baseline"), seed=5)
     found = checkpoint.newest(run, lambda folder: checkpoint.load(folder, model, build_optimizers(model, OptimConfig())))
-    return found.name
+    return checkpoint.folder_name(found)
 
 
 def signed(folder: Path, **changes: object) -> None:
@@ -110,6 +110,8 @@ def test_a_foreign_newest_checkpoint_gives_way_and_all_damaged_is_one_line(run: 
     other = Decoder(config("diff"))
     checkpoint.save(tmp_path, 2, other, stepped(other, OptimConfig()), keep=0)
     assert newest(run) == "step_00000001"
+    with pytest.raises(checkpoint.OtherModel, match="use the same model= and size= overrides$"):
+        checkpoint.newest(tmp_path, lambda folder: checkpoint.load(folder, Decoder(config("gated"))))
     truncate(run / "checkpoints" / "step_00000001")
     with pytest.raises(ValueError, match="no older checkpoint can be used: delete"):
         newest(run)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 from tests.conftest import ROOT, Typed, assert_one_line_error, run_command, train_arguments
@@ -90,6 +91,9 @@ def test_a_killed_run_that_is_resumed_is_the_run_that_was_not_killed(whole: Path
         file.write(json.dumps({"step": stopped_at + 1, "loss": 0.0}) + '\n{"step": ')
     resumed = run_command(*arguments, "resume=true")
     assert resumed.returncode == 0, resumed.stderr
+    (continued,) = (line for line in metrics(run_dir) if "continued" in line)
+    assert continued["step"] == stopped_at and set(continued["continued"]) == {"machine", "version", "dtype"}
+    assert yaml.safe_load((run_dir / "config.yaml").read_text())["resume"]  # the configuration of the newest part
     assert losses(run_dir) == losses(whole)
     assert [line["val_loss"] for line in metrics(run_dir) if "val_loss" in line] == [
         line["val_loss"] for line in metrics(whole) if "val_loss" in line
