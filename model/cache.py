@@ -27,12 +27,15 @@ class KVCache:
         return self.tokens
 
     def append(self, k: Tensor, v: Tensor, layer: int, slot: int) -> tuple[Tensor, Tensor]:
-        """Add k and v to the call `slot` of layer `layer`; returns all of that call's keys and values so far."""
+        """Append k and v to the slot `slot` of layer `layer`; returns everything in that slot."""
         stop, key = self.length + k.shape[2], (layer, slot)
         if stop > self.max_length:
             raise ValueError(f"{stop} tokens do not fit the KV cache: make it with max_length={stop} or more")
         if key not in self.slots:
             self.slots[key] = tuple(x.new_zeros(*x.shape[:2], self.max_length, x.shape[3]) for x in (k, v))
+        if self.slots[key][0].shape[0] != k.shape[0]:
+            wrong = f"the cache holds {self.slots[key][0].shape[0]} sequences, and {k.shape[0]} come"
+            raise ValueError(f"{wrong}: make a new KVCache for another batch")
         for buffer, new in zip(self.slots[key], (k, v), strict=True):
             buffer[:, :, self.length : stop] = new
         keys, values = self.slots[key]

@@ -22,8 +22,8 @@ class DecoderConfig(VariantOptions):
     n_layer=4 has baseline attention in the lower half (letters: model/attention/__init__.py). Stacks of different attention
     are compared at one budget: `match` picks the width of the feed-forward networks (FFN) such that the stack has as many
     parameters without embeddings, or FLOPs per token, as a baseline with the same n_layer, n_head, d_model and context; with
-    "none" the FFN has the baseline's width. A given d_ff replaces the matched width. baseline_d_ff changes the FFN of that
-    baseline, and so the budget.
+    "none" the FFN keeps the baseline's width, at any cost. A given d_ff replaces the matched width. baseline_d_ff changes the
+    FFN of that baseline, and so the budget.
     """
 
     layers: str = "b"  # a letter per layer, repeated over the depth: bd alternates

@@ -19,7 +19,7 @@ that neither the vectors nor the second maps ever get a gradient. Its split-head
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor, nn
@@ -77,6 +77,14 @@ class Conversion:
             raise ValueError(f"lambda_init={self.lambda_init} is not above 0 and at most {LARGEST_LAMBDA}: use 0.2")
         if self.to == "diff_v2" and (self.heads == "split" or self.sublayer_norm):
             raise ValueError("diff_v2 keeps all heads and has no head norm: use heads=double sublayer_norm=false")
+        if self.second == "random" and self.heads == "split":
+            raise ValueError("heads=split pairs trained heads and adds no maps: leave second out")
+        if self.init == "mirror" and self.to == "diff_v2":
+            raise ValueError("lambda of diff_v2 starts at sigmoid(lambda_bias): leave init out")
+        if self.lambda_bias != Conversion.lambda_bias and self.to != "diff_v2":
+            raise ValueError("lambda_bias is an option of to=diff_v2: leave lambda_bias out")
+        if self.to == "same" and any(getattr(self, one.name) != one.default for one in fields(Conversion)[1:]):
+            raise ValueError("to=same copies the model without a change: leave the other options out")
         if not -20 <= self.lambda_bias <= 0:
             raise ValueError(f"lambda_bias={self.lambda_bias} is not from -20 (closed) to 0 (half open): use -4")
 

@@ -103,8 +103,7 @@ class Decoder(nn.Module):
         rows: Tensor | None = None,
     ) -> Tensor:
         """The output head's input for tokens (B, T): (B, T or R, D). The arguments are those of `forward`."""
-        if tokens.dim() != 2:
-            raise ValueError(f"the tokens are {tuple(tokens.shape)}, not (B, T): give tokens[None] for a single sequence")
+        _check_shape(tokens)
         T, start = tokens.shape[1], cache.length if cache else 0
         x = self.embedding(tokens)  # (B, T, D)
         if self.positions is not None:
@@ -162,9 +161,11 @@ class Decoder(nn.Module):
         one for all rows, or one per row, so that rows do not depend on each other. stop: an id that ends its row; an ended row
         repeats this id, and the stream ends when all rows have ended. Pad shorter prompts on the left and give keys (B, T),
         False at the padding; with learned positions, padding is an error, because it would shift them. ValueError for
-        impossible settings, an empty prompt, too many tokens for learned positions, and logits that are not finite.
+        impossible settings, an empty prompt, too many tokens for learned positions, and logits of the prompt that are not
+        finite.
         """
         _check_sampling(temperature, top_k, top_p)
+        _check_shape(tokens)
         T = tokens.shape[1]
         if not T:
             raise ValueError("the prompt is empty: give at least one token, such as the end-of-text token")
@@ -288,6 +289,11 @@ def _flops(cfg: DecoderConfig, parts: list[nn.Module], attentions: list[nn.Modul
     attention = 3 * sum(part.flops(context) for part in attentions)
     matrices = sum(p.numel() for part in parts for p in part.parameters() if p.dim() >= 2)
     return {"total": 6 * matrices + attention, "attention": attention}
+
+
+def _check_shape(tokens: Tensor) -> None:
+    if tokens.dim() != 2:
+        raise ValueError(f"the tokens are {tuple(tokens.shape)}, not (B, T): give tokens[None] for a single sequence")
 
 
 def _check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:

@@ -18,7 +18,6 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 SHARED = Path(__file__).with_suffix(".h")
 OPTIONS = ("-O3", "-std=c++17", "-shared", "-fPIC")
@@ -100,24 +99,4 @@ def operator(name: str, signature: str, run: Callable, empty: Callable) -> Calla
     torch.library.impl(name, "cpu", run)
     torch.library.register_fake(name, empty)
     namespace, _, short = name.partition("::")
-    found = getattr(getattr(torch.ops, namespace), short).default
-    torch.library.register_vmap(name, _over_samples(found))
-    return found
-
-
-def _over_samples(run: Callable) -> Callable:
-    """For torch.vmap: the samples are joined with the first dimension of every tensor."""
-
-    def vmapped(info, dims: tuple, *inputs: Tensor | int | None) -> tuple:  # noqa: ANN001
-        size = info.batch_size
-        merged = [
-            (x.expand(size, *x.shape) if at is None else x.movedim(at, 0)).flatten(0, 1) if isinstance(x, Tensor) else x
-            for x, at in zip(inputs, dims, strict=True)
-        ]
-        found = run(*merged)
-        if isinstance(found, Tensor):
-            return found.unflatten(0, (size, -1)), 0
-        apart = tuple(x.reshape(size, -1, *x.shape[1:]) if x.numel() else x.expand(size, 0) for x in found)
-        return apart, (0,) * len(apart)
-
-    return vmapped
+    return getattr(getattr(torch.ops, namespace), short).default

@@ -1,4 +1,4 @@
-"""Gradients that a formula gives once: their own derivative is refused, where autograd would take them for constants."""
+"""First derivatives from a formula. A second derivative is refused: autograd would silently take the first for constants."""
 
 import torch
 from torch import Tensor

@@ -151,8 +151,9 @@ class Attention(nn.Module):
         return replace(cfg, **{key: keywords[key] for key in keywords.keys() - own}).filled(), options
 
     def reset_parameters(self, seed: int = 0) -> None:
-        """Set the initial weights of `seed`, and all other state: a weight depends only on the seed, its name and its shape
-        (one that `init_own` sets also on their order there).
+        """Set the initial weights of `seed`, and all other state: a weight depends only on the seed, its name and its shape.
+
+        Weights that `init_own` sets share one generator per module, so they depend on the order in which it draws them, too.
         """
         initialize(self, seed)
 
@@ -163,7 +164,7 @@ class Attention(nn.Module):
         return Heads(cfg.n_head, cfg.n_kv_head, cfg.head_dim, cfg.head_dim)
 
     def make_parameters(self, cfg: AttentionConfig, layer: int) -> None:
-        """Make parameters and submodules. Sums over parameters, such as the gradient norm, run in this order."""
+        """Make parameters and submodules. Another order changes the last bits of sums over them, as of the gradient norm."""
         self.make_projections(cfg)
         self.make_out(cfg)
 

@@ -12,7 +12,7 @@ from .mask import Mask
 
 @dataclass
 class DiffV2Config:
-    """Options of `diff_v2`. lambda_bias: None: no bias, as published; a number: the bias of lambda's logits starts there.
+    """Options of `diff_v2`. lambda_bias: first value of a learned bias of lambda's logits; None, as published: no bias.
 
     With a negative number the subtraction is small at the start: sigmoid(-4) = 0.018.
     """

@@ -1,4 +1,4 @@
-"""torch's FlexAttention with block masks that a mask keeps for all layers; torch imports it slowly, so it is imported late."""
+"""torch's FlexAttention with block masks kept in the `Mask` for all layers. It is imported late, because the import is slow."""
 
 from collections.abc import Callable
 from functools import lru_cache
@@ -10,6 +10,7 @@ from .mask import Mask
 
 BLOCK = 128  # FlexAttention skips blocks of this many queries and keys
 SHAPES = 4096  # shapes for which an eager FlexAttention is compiled
+LARGE = 2**26  # query-key pairs from which a block mask is compiled, too: eager, it takes about 10 bytes a pair
 NARROWEST = 16  # narrowest heads for which torch compiles FlexAttention for CUDA
 # torch chooses the tiles by the keys' width alone, and those of wider values may not fit in shared memory (read, not run).
 WIDEST = 128
@@ -29,11 +30,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sets: int = 1) -> Tensor
     T, S = q.shape[-2], k.shape[-2] // sets
     blocks = block_mask(mask, q.shape[0], T, S, sets, q.device)
     eager = q.device.type != "cpu" and not torch.compiler.is_compiling()
-    kernel = _compiled() if eager else flex_attention
-    out = kernel(q, k, v, block_mask=blocks, scale=q.shape[-1] ** -0.5, enable_gqa=q.shape[1] != k.shape[1])
-    if mask.keys is None:
-        return out
-    return out.masked_fill(~mask.dense(T, S, q.device).any(-1, keepdim=True), 0.0)  # rows that see nothing
+    kernel = _compiled(flex_attention) if eager else flex_attention
+    return kernel(q, k, v, block_mask=blocks, scale=q.shape[-1] ** -0.5, enable_gqa=q.shape[1] != k.shape[1])
 
 
 def block_mask(mask: Mask, B: int, T: int, S: int, sets: int, device: torch.device) -> object:
@@ -63,16 +61,16 @@ def _blocks(mask: Mask, B: int, T: int, S: int, sets: int, device: torch.device)
         return see
 
     B = None if mask.documents is None and mask.keys is None else B
-    return create_block_mask(visible, B, None, T, S * sets, device=device)
+    large = (B or 1) * T * S * sets >= LARGE and not torch.compiler.is_compiling()
+    make = _compiled(create_block_mask) if large else create_block_mask
+    return make(visible, B, None, T, S * sets, device=device)
 
 
-@lru_cache(maxsize=1)
-def _compiled() -> Callable[..., Tensor]:
-    """FlexAttention compiled for each shape that an eager model calls it with.
+@lru_cache
+def _compiled(function: Callable) -> Callable:
+    """A function of FlexAttention compiled for each shape that an eager model calls it with.
 
     At torch's own limit of 8 shapes it would silently compute T x S maps instead, in the memory that these need.
     """
-    from torch.nn.attention.flex_attention import flex_attention
-
     many_shapes = torch._dynamo.config.patch(recompile_limit=SHAPES, accumulated_recompile_limit=SHAPES)
-    return many_shapes(torch.compile(flex_attention, dynamic=False))
+    return many_shapes(torch.compile(function, dynamic=False))

@@ -69,7 +69,8 @@ class IntrospectiveAttention(Attention):
     def head_shape(self, cfg: AttentionConfig) -> Heads:
         heads = max(1, cfg.n_head // 2) if self.options.heads is None else self.options.heads or cfg.n_head
         _check(self.options, cfg, heads)
-        return Heads(heads, max(1, heads * cfg.n_kv_head // cfg.n_head), cfg.head_dim, cfg.d_model // heads)
+        kv_heads = 1 if cfg.n_kv_head == 1 else heads * cfg.n_kv_head // cfg.n_head
+        return Heads(heads, kv_heads, cfg.head_dim, cfg.d_model // heads)
 
     def make_parameters(self, cfg: AttentionConfig, layer: int) -> None:
         opt, D = self.options, cfg.d_model

@@ -13,10 +13,10 @@ class Mask:
     """Which of S keys the queries at their last T positions see (T < S if earlier keys come from a cache).
 
     A query sees a key if every rule allows it. causal: query t sees keys s <= t. window: only keys with |s - t| < window.
-    documents (B, S): only keys of the query's own document. keys (B, S) bool: False marks padding, which no query sees. see:
-    another rule, bool, broadcastable to (B, H, T, S), True where a query may see a key. bias: numbers of that shape, which
-    are added to the scaled scores; -inf hides a key. slopes: one number per head, for ALiBi's bias -slope |t - s|. A query
-    that sees no key has a zero output and a zero gradient. All maps of one head share the mask.
+    documents (B, S): only keys of the query's own document; its numbers fit 32 bits. keys (B, S) bool: False marks padding,
+    which no query sees. see: another rule, bool, broadcastable to (B, H, T, S), True where a query may see a key. bias: numbers
+    of that shape, which are added to the scaled scores; -inf hides a key. slopes: one number per head, for ALiBi's bias
+    -slope |t - s|. A query that sees no key has a zero output and a zero gradient. All maps of one head share the mask.
     """
 
     causal: bool = True

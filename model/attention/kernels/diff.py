@@ -78,8 +78,8 @@ def _ids(mask: Mask, B: int, T: int, S: int) -> tuple[Tensor | None, Tensor | No
 class Blocks(NamedTuple):
     """One program's tile, BM queries by BN keys, and how Triton runs it.
 
-    TURNED: scores are computed as K Q' and transposed, which lays the warps out along the keys. A backward then has its maps
-    as left operands, in registers, and no two warps compute the same product.
+    TURNED: scores are computed as K Q' and transposed, which lays the warps out along the keys. A backward's maps are then
+    left operands, which stay in registers, and no two warps compute the same product.
     """
 
     BM: int
