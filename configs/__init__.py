@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import OmegaConf
@@ -68,6 +69,10 @@ def command(name: str, schema: type) -> Callable[[Callable[[Any], Any]], Callabl
             with one_line_errors(schema), environment_variables(HYDRA_FULL_ERROR="1"):
                 if {"--help", "-h"} & set(sys.argv[1:]):
                     return print_help(name, schema, sys.modules[main.__module__].__doc__ or "")
+                if unknown := get_args_parser().parse_known_args()[1]:
+                    dashes = "type KEY=VALUE without dashes, as in steps=20"
+                    fix = dashes if unknown[0].startswith("-") else "put -m before all overrides"
+                    raise ValueError(f"cannot read {unknown[0]}: {fix}")
                 hydra.main(version_base=None, config_path=str(CONFIG_DIR), config_name=name)(task)()
 
         return entry
@@ -141,11 +146,15 @@ def explain(error: BaseException, schema: type) -> str:
         close = difflib.get_close_matches(key, _keys(OmegaConf.structured(schema)), n=1, cutoff=0.5)
         hint = f"did you mean '{close[0]}'?" if close else "`--cfg job` lists the keys"
         return f"there is no configuration key '{key}'; {hint}"
+    if key and "is not a ListConfig" in str(cause):
+        return f"{key} takes a list, even of one entry: put its value in brackets, {key}=[...]"
     if isinstance(cause, MissingMandatoryValue):
         return f"'{key}' is required: add {key}=..."
     if (typed := _retyped(error)) is not None:
         return typed
     text = str(error).split("Config search path")[0]
+    if "Config group override must be a string" in text:
+        return "a group (model=, size=, data=, optim=) takes a name, not a number, as in size=124m: --help lists the names"
     if "'hydra/sweeper/optuna'" in text:
         return "sweep=optuna needs the package 'hydra-optuna-sweeper': pip install hydra-optuna-sweeper"
     text = text.split("full_key:")[0] if key is None else f"{key}: {str(cause).split('full_key:')[0]}"

@@ -106,7 +106,7 @@ def read_documents(text: str) -> list[str]:
     """The documents of a file, folder or glob, as data.prepare reads them; other file types are one plain document."""
     path = Path(text)
     if not path.exists() and not glob.glob(text, recursive=True):
-        raise FileNotFoundError(f"there is no text file, folder or glob {text}: correct text=")
+        raise FileNotFoundError(f"there is no text file, folder or glob {text}: correct its path")
     try:
         plain = path.is_file() and not is_text(path)
         corpus = DataConfig(name="text", source="text", path=text)

@@ -1,6 +1,5 @@
 """The library of scripts/convert.py: convert a run and measure what changes; compare conversions as arms of an ablation."""
 
-import hashlib
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,7 +15,7 @@ from configs import CONFIG_DIR
 from configs.composing import compose_job, overrides_of, quoted
 from configs.files import json_text, whole_folder, write_atomic, write_json
 from configs.provenance import machine, result_record, version
-from eval.perplexity import evaluate
+from eval.perplexity import digest, evaluate
 from eval.report.tables import markdown
 from model.attention import VARIANTS
 from model.conversion import Conversion, change, convert
@@ -90,7 +89,7 @@ def write_experiment(cfg: ConvertConfig, source: LoadedRun, windows: np.ndarray)
     lines = [["arm", "parameters", "largest logit change", "loss before", "loss at step 0", "cost"]]
     for name in dict.fromkeys(cfg.arms):
         how, start = ARMS[name], folder / name
-        earlier = _read_record(start, how, source, digest_of(windows), cfg)
+        earlier = _read_record(start, how, source, digest(windows)[:16], cfg)
         record = records[name] = earlier or convert_run(how, source, windows, start, cfg)
         (before, after), (_, parameters) = record["loss"], record["parameters"]
         cells = [f"{parameters:,}", f"{record['change']['max_logit']:.1e}", f"{before:.4f}", f"{after:.4f}"]
@@ -133,11 +132,6 @@ def _read_record(start: Path, how: Conversion, source: LoadedRun, on: str, cfg: 
     return record
 
 
-def digest_of(windows: np.ndarray) -> str:
-    """A digest of the tokens on which the losses before and after are measured."""
-    return hashlib.sha256(np.ascontiguousarray(windows).tobytes()).hexdigest()[:16]
-
-
 # ---------------------------------------- one conversion
 
 
@@ -161,7 +155,7 @@ def convert_run(
         "machine": machine(),
         "version": version(),
         "text": "random tokens" if windows is None else "text",
-        **({"tested": digest_of(windows)} if cfg.what == "compare" else {}),
+        **({"tested": digest(windows)[:16]} if cfg.what == "compare" else {}),
         **measure(source, model, windows, tokens, cfg, cfg.debug or not how.exact or cfg.what == "compare"),
     }
     write_run(run_dir, model, source, record)

@@ -29,7 +29,19 @@ from torch import Tensor, nn
 
 from configs import command
 from data.mqar import Mqar, MqarConfig, Sample, shortest_row
-from eval.common import GREY, Axes, EvalConfig, batches, device_of, figure, mean_se, open_run, progress, write_result
+from eval.common import (
+    GREY,
+    Axes,
+    EvalConfig,
+    batches,
+    check_finite,
+    device_of,
+    figure,
+    mean_se,
+    open_run,
+    progress,
+    write_result,
+)
 from eval.outliers import maps_that_fit
 from eval.scoring import floats_per_token
 from model.attention.probe import probe, visit_logits
@@ -58,7 +70,9 @@ def hits(model: nn.Module, samples: list[Sample], batch: int) -> np.ndarray:
     for part in batches(samples, batch, len(samples[0].tokens) * floats_per_token(model.cfg)):
         tokens, asked = _tensors(part, device_of(model), "tokens", "asked")
         answers = tokens.gather(1, asked + 1)
-        found.append((model(tokens[:, :-1], rows=asked).argmax(-1) == answers).cpu().numpy())
+        logits = model(tokens[:, :-1], rows=asked)
+        check_finite(logits)
+        found.append((logits.argmax(-1) == answers).cpu().numpy())
     return np.concatenate(found)
 
 
@@ -116,11 +130,13 @@ def read_attention(model: nn.Module, samples: list[Sample], batch: int) -> dict[
     for part in batches(samples, batch, len(samples[0].tokens) * floats_per_token(model.cfg)):
         tokens, asked, distractors = _tensors(part, device_of(model), "tokens", "asked", "distractors")
         buckets = bucket_of_positions(part).to(tokens.device)  # (B, R, T, buckets)
-        for found, maps in zip(layers, maps_of_layers(model, tokens[:, :-1], asked), strict=True):
-            for name, rows in maps.items():
+        with probe(model, asked, apart=True) as seen:
+            model(tokens[:, :-1], rows=asked)
+        for found, whole, pair in zip(layers, seen.layers, seen.pairs, strict=True):
+            for name, rows in zip(("map", "map_1", "map_2"), (whole, *(pair or ())), strict=False):
                 found.setdefault(name, []).append(bucket_shares(rows, buckets))
-            if "map_2" in maps and distractors.shape[1] > 2:
-                found.setdefault("correlation", []).append(correlation(maps["map_1"], maps["map_2"], distractors))
+            if pair and distractors.shape[1] > 2:
+                found.setdefault("correlation", []).append(correlation(*pair, distractors))
     means = [{name: torch.cat(parts).mean(0).cpu() for name, parts in found.items()} for found in layers]
     names = {name for mean in means for name in mean}
     overall = {name: torch.stack([mean[name] for mean in means if name in mean]).mean(0) for name in names}
@@ -132,17 +148,6 @@ def _named(values: dict[str, Tensor]) -> dict[str, Any]:
         name: dict(zip(BUCKETS, value.tolist(), strict=True)) if value.dim() else value.item()
         for name, value in sorted(values.items())
     }
-
-
-def maps_of_layers(model: nn.Module, tokens: Tensor, rows: Tensor) -> list[dict[str, Tensor]]:
-    """For each layer the maps (B, heads, R, S) of the query rows (B, R): `map`, and for two maps also `map_1`, `map_2`."""
-    with probe(model, rows, apart=True) as seen:
-        model(tokens, rows=rows)
-    layers = [{"map": layer} for layer in seen.layers]
-    for found, pair in zip(layers, seen.pairs, strict=True):
-        if pair is not None:
-            found["map_1"], found["map_2"] = pair
-    return layers
 
 
 def bucket_of_positions(samples: list[Sample]) -> Tensor:
@@ -184,14 +189,13 @@ def correlation(first: Tensor, second: Tensor, positions: Tensor) -> Tensor:
 
 def evaluate(run: LoadedRun, cfg: MqarEvalConfig) -> dict[str, Any]:
     """Accuracy and attention at each share, and for a model with second maps the accuracy of the altered model."""
-    model, task = run.model, task_of(run, cfg)
+    model, sources = run.model, sources_of(run, cfg)
+    task = sources[0].cfg
     altered = ALTERED if lambda_layers(model) else {}
     shares, attention = [], []
     changed: dict[str, list[dict[str, Any]]] = {name: [] for name in altered}
     with progress("mqar", len(cfg.shares)) as bar:
-        for share in cfg.shares:
-            shared = replace(task, distractors=share)
-            source = Mqar(shared, shortest_row(shared))
+        for share, source in zip(cfg.shares, sources, strict=True):
             samples = [source.draw("eval", i, cfg.seed) for i in range(cfg.samples)]
             where = {"percent": round(100 * share)}
             shares.append(where | accuracy(model, samples, cfg.batch))
@@ -213,14 +217,22 @@ def accuracy(model: nn.Module, samples: list[Sample], batch: int) -> dict[str, f
     return {"accuracy": mean, "se": se}
 
 
-def task_of(run: LoadedRun, cfg: MqarEvalConfig) -> MqarConfig:
-    """The run's task with the kind of distractors in `cfg`. ValueError for a run or settings that cannot be evaluated."""
+def sources_of(run: LoadedRun, cfg: MqarEvalConfig) -> list[Mqar]:
+    """The run's task at each of the shares and with the kind of distractors in `cfg`.
+
+    ValueError for a run or settings that cannot be evaluated.
+    """
     if run.config["data"]["source"] != "mqar":
         raise ValueError(f"{cfg.run} was not trained on associative recall: train one with data=mqar")
     if not cfg.shares or len({round(100 * share) for share in cfg.shares}) < len(cfg.shares):
         raise ValueError("shares= must be different numbers: use shares=[0,0.5,0.9]")
     trained = MqarConfig(**run.config["data"]["mqar"])
-    return replace(trained, kind=cfg.kind or trained.kind)
+    tasks = [replace(trained, kind=cfg.kind or trained.kind, distractors=share) for share in cfg.shares]
+    try:
+        return [Mqar(task, shortest_row(task)) for task in tasks]
+    except ValueError as error:  # names the options of the training
+        wrong = str(error).replace("data.mqar.distractors=", "a share of ").replace("data.mqar.kind=", "kind=")
+        raise ValueError(f"shares={cfg.shares}: {wrong}") from None
 
 
 LOOKS = {"lambda_zero": ":", "lambda_turned": "-.", "map_2_uniform": "--"}

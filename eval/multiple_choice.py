@@ -3,9 +3,9 @@
     python -m eval.multiple_choice run=runs/NAME file=hellaswag_val.jsonl [name=NAME] [limit=1000]
 
 file: JSON lines (.jsonl or .jsonl.gz) with "query", "endings" and "label", the right ending's number from 0;
-HellaSwag's own "activity_label", "ctx_a" and "ctx_b" may replace "query". A query follows an end-of-text token, an
-ending follows a space. Where query and ending exceed the trained context, the query loses its beginning. Questions with
-an ending as long as the trained context are left out.
+HellaSwag's own "activity_label", "ctx_a" and "ctx_b" may replace "query", and then WikiHow's marks are removed. A query
+follows an end-of-text token, an ending follows a space. Where query and ending exceed the trained context, the query loses
+its beginning. Questions with an ending as long as the trained context are left out.
 
 Share of questions where the right ending has the highest log-probability: `acc` in sum, `acc_norm` per token
 (build-nanogpt, llm.c), `acc_norm_bytes` per byte (the acc_norm of lm-evaluation-harness divides by characters). `loss`:
@@ -71,15 +71,16 @@ def read_questions(path: Path) -> list[Question]:
 def _question(where: str, line: str) -> Question:
     try:
         item = json.loads(line)
-        query = item["query"] if "query" in item else _hellaswag(item)
-        endings, label = tuple(clean(ending) for ending in item["endings"]), int(str(item["label"]))  # no bool, no 1.5
+        tidy, query = (str.strip, item["query"]) if "query" in item else (clean, _hellaswag(item))
+        query, endings = tidy(query), tuple(tidy(ending) for ending in item["endings"])
+        label = int(str(item["label"]))  # no bool, no 1.5
         several = isinstance(item["endings"], list) and len(endings) > 1
-        if not (clean(query) and several and all(endings) and 0 <= label < len(endings)):
+        if not (query and several and all(endings) and 0 <= label < len(endings)):
             raise ValueError
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         wanted = '{"query": "...", "endings": ["...", "..."], "label": 0}'
         raise ValueError(f"{where} is not a question with two or more endings: write each line like {wanted}") from None
-    return Question(clean(query), endings, label)
+    return Question(query, endings, label)
 
 
 def _hellaswag(item: dict[str, Any]) -> str:
@@ -130,9 +131,9 @@ def summarise(questions: list[Question], endings: list[list[np.ndarray]], logpro
     losses, wrong = [], []
     for question, tokens, sums in zip(questions, endings, logprobs, strict=True):
         lengths = np.array([len(ending) for ending in tokens])
-        sizes = np.array([len(ending.encode()) for ending in question.endings])
+        sizes = np.array([len(ending.encode(errors="replace")) for ending in question.endings])
         for name, scores in zip(METRICS, (sums, sums / lengths, sums / sizes), strict=True):
-            right[name].append(bool((scores >= scores[question.label]).sum() == 1))  # a tie is no answer
+            right[name].append(bool((scores >= scores[question.label]).sum() == 1))  # a tie counts as wrong
         per_token = -sums / lengths
         losses.append(per_token[question.label])
         wrong.append(np.delete(per_token, question.label).mean())

@@ -21,7 +21,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -85,6 +85,8 @@ def evaluate(run: LoadedRun, hay: np.ndarray, cfg: NeedleConfig) -> dict[str, An
     pairs = chosen_pairs(cfg)
     lengths = cfg.lengths or default_lengths(run, hay, cfg)
     grid = [(n, r, length, depth) for n, r in pairs for length in lengths for depth in cfg.depths]
+    for needles, asked, length, depth in grid:  # an impossible cell is refused before the others are measured
+        needle_contexts(run, hay, replace(cfg, samples=1), length, depth, needles, asked, cfg.style)
     cells = []
     with progress("needle", len(grid)) as bar:
         for needles, asked, length, depth in grid:

@@ -1,4 +1,5 @@
-"""Overlap of a test text with the training text: the share of the test text's 13-word sequences that occur in training.
+"""Overlap of a test text with the training text: the share of the test text's different 13-word sequences that occur in
+training.
 
 GPT-3's contamination study uses this measure (Brown et al., arXiv 2005.14165, appendix C): words are runs of letters
 and digits in lower case, and 13 words in a row are seldom equal by chance. Chinese and Japanese have no spaces between
@@ -43,8 +44,8 @@ def sequence_codes(text: bytes, before: np.ndarray | None = None) -> tuple[np.nd
 
 
 def overlap(train: Sequence[Shard], tokenizer: Tokenizer, documents: Sequence[str]) -> float:
-    """Share of the documents' 13-word sequences that occur in the training shards; 0 for documents without a sequence."""
-    wanted = np.unique(np.concatenate([sequence_codes(document.encode())[0] for document in documents]))
+    """Share of the documents' different 13-word sequences that occur in the training shards; 0 for documents without one."""
+    wanted = np.unique(np.concatenate([sequence_codes(document.encode(errors="replace"))[0] for document in documents]))
     if not len(wanted):
         return 0.0
     pieces = np.array([_bytes(tokenizer, token) for token in range(tokenizer.vocab_size)], dtype=object)
@@ -84,7 +85,7 @@ def overlaps(data: DataConfig, texts: Mapping[str, str], kept: Path) -> dict[str
 
 
 def _key(train: Sequence[Shard], documents: Sequence[str]) -> str:
-    digest = hashlib.sha256("\0".join([str(_RULES), *documents]).encode())
+    digest = hashlib.sha256("\0".join([str(_RULES), *documents]).encode(errors="replace"))
     for shard in train:
         digest.update(f"{shard.path.name} {len(shard)} {shard.crc32}".encode())
     return digest.hexdigest()[:16]
@@ -94,6 +95,6 @@ def refuse_overlap(name: str, share: float) -> None:
     """Raise ValueError for a test text of which more than 1 % was trained on."""
     if share > MOST:
         raise ValueError(
-            f"texts.{name}: {share:.1%} of its {WORDS}-word sequences occur in the training text, more than {MOST:.0%}: "
-            "give a text that is not part of the training text"
+            f"texts.{name}: {share:.1%} of its different {WORDS}-word sequences occur in the training text, more than "
+            f"{MOST:.0%}: give a text that is not part of the training text"
         )

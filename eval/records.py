@@ -22,7 +22,7 @@ from training.run import TrainConfig, Vocabulary, deciding, flatten
 PUBLISHED = "records.jsonl.gz"  # the finished runs of one study, in docs/results/STUDY
 LONGEST = 32  # a record leaves out longer lists of numbers
 TRIAL = "tune-"  # begins the name of a trial of learning rates
-BY_LAYER = ("layers", "per_layer_head")  # the parts of an evaluation's results that it leaves out
+BY_LAYER = ("layers", "per_layer", "per_layer_head")  # the parts of an evaluation's results that it leaves out
 POINTS, TRIAL_POINTS = 12, 4  # points of the training loss's curve; no figure shows a trial's curve
 OPTIONAL_LOSSES = ("loss_text", "loss_retrieval")  # parts of the training loss, which only some runs log
 LOGGED = ("step", "tokens", "loss", "val_loss", "tokens_per_s", "time_s", "needle_acc")

@@ -110,7 +110,9 @@ class PlannedRun:
         ]
 
     def evaluated(self, name: str, *overrides: str) -> bool:
-        """Whether the result of this evaluation exists: from the finished training, with the same settings and text."""
+        """Whether the result of this evaluation exists: from the finished training, with the same settings, and of perplexity
+        with the same text.
+        """
         path = self.folder / "eval" / f"{result_file(name, *overrides)}.json"
         try:
             content = json.loads(path.read_text())
@@ -120,7 +122,10 @@ class PlannedRun:
         return same and not self.other_text(content, name, *overrides)
 
     def other_text(self, found: Mapping[str, Any], name: str, *overrides: str) -> bool:
-        """Whether the result `found` is of another text than the one that is now where the evaluation's text is read."""
+        """Whether the result `found` of perplexity is of another text than the one that it would read now.
+
+        Texts and questions of other evaluations are not compared: delete their results after a change.
+        """
         theirs = found.get("results", {}).get("sha256")
         if name != "perplexity" or theirs is None:
             return False

@@ -79,7 +79,7 @@ def kaplan_meier(runs: Arrivals) -> dict[str, Any]:
     found["times"] = times
     for name, end, side in (("share", "median", shares), ("share_low", "low", lows), ("share_high", "high", highs)):
         found[name] = side.tolist()
-        found[end] = next((t for t, s in zip(times, side, strict=True) if s <= 0.5), None)
+        found[end] = next((t for t, s in zip(times, side, strict=True) if s <= 0.5 + 1e-9), None)
     return found
 
 
@@ -88,7 +88,7 @@ def _censored(runs: Arrivals) -> stats.CensoredData:
 
 
 def log_rank(runs: Arrivals, others: Arrivals) -> tuple[float, float]:
-    """(chi square, p) of the log-rank test of two groups (Mantel 1966), 1 degree of freedom; (0, 1) if no run arrived."""
+    """(chi square, p) of the log-rank test of two groups (Mantel 1966), 1 degree of freedom; (0, 1) where it is undefined."""
     with np.errstate(divide="ignore", invalid="ignore"):
         found = stats.logrank(_censored(runs), _censored(others))
     return (0.0, 1.0) if math.isnan(found.statistic) else (float(found.statistic**2), float(found.pvalue))

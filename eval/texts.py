@@ -1,4 +1,4 @@
-"""The texts of a study that are on this machine, as digests: runs and results of other texts are not those that it asks for."""
+"""Digests of a study's texts on this machine, by which runs and results of other texts are recognised."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -4,8 +4,8 @@ The search changes one key after the other. It tries all values of the first key
 their grids, then all values of the next key, with the first key at its best value, and so on. Then, for the keys of
 `refine`, it tries the values halfway (in the logarithm) from the best value to both of its neighbours. Every arm gets
 the same number of trials, except where its best value lies at an end of the grid: then the grid is widened at that end,
-up to `widen` times, and the result says so. With `exchange`, every arm finally tries the best values of all other arms,
-so no arm is worse for the only reason that its own search did not go where another arm's search went.
+up to `widen` times, and the result says so. With `exchange`, every arm finally tries those best values of all other arms
+that it has not tried, so no arm is worse for the only reason that its own search did not go where another arm's search went.
 """
 
 import math
@@ -176,7 +176,7 @@ def tuning_notes(found: Mapping[str, Tuned], metric: str = "train.val_loss", exc
         f"Tuned: {fewest} trials an arm, judged by {judge}, which this table does not read. The trials have seeds of their own."
     ]
     if more := [f"{arm} ({count})" for arm, count in counts.items() if count > fewest]:
-        why = "the best value was at an end of the tried values, or the search continued around another value"
+        why = "a grid was widened at an end" + (", or other arms' best values were new to the arm" if exchange else "")
         lines.append(f"Arms with more trials ({why}): {', '.join(more)}.")
     if exchange:
         lines.append("Every arm also tried the best learning rates of all other arms.")

@@ -107,6 +107,8 @@ def draw(path: Path, arms: list[dict[str, Any]], shades: dict[str, str]) -> None
 def main(cfg: TwoMapsConfig) -> None:
     folder = Path(cfg.ablation)
     study = [arm for arm in ablation_in(folder)["results"]["arms"] if arm["runs"]]
+    if not study:
+        raise ValueError(f"{folder} has no finished runs yet: finish the study with scripts/ablate.py first")
     arms = []
     with progress("two_maps", sum(len(arm["runs"]) for arm in study)) as bar:
         for arm in study:

@@ -32,6 +32,7 @@ import itertools
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -63,7 +64,7 @@ UNSOUND = 1  # exit code
 DEVICE_BROKEN = 3  # exit code after an error that breaks the process's CUDA context; a new process continues
 RETRIES = 3  # processes of a stage that may hang, or end without a new row
 # ptxas before 13.3 may reuse registers that a wgmma still reads (triton-lang/triton#9433), and Triton 3.6 brings 12.8.
-PTXAS = "the ptxas of CUDA 13.3 or newer"
+PTXAS = "TRITON_PTXAS_PATH=FILE (Triton 3.9: TRITON_PTXAS_BLACKWELL_PATH=FILE), where FILE is the ptxas of CUDA 13.3 or newer"
 GRACE = 60.0  # seconds for the row that runs when the time of its stage is over
 PATIENCE, PATIENCE_TRAINING = 300.0, 1200.0  # seconds that a row may last
 NAMED = ("architecture", "width", "version", "group", "dtype", "mask")  # keys in the row name of a compiled kernel
@@ -213,7 +214,7 @@ def report(stage: str, path: Path, note: str | None) -> bool:
     how = "" if content.get("complete") else " (not all: run the command again)"
     print(f"{stage}: {said}{how}{f': {note}' if note else ''}", flush=True)
     if wrong and stage == "kernel" and gpu_stages.on_hopper():
-        print(f"{stage}: before you distrust the kernel, repeat with TRITON_PTXAS_PATH=FILE, where FILE is {PTXAS}", flush=True)
+        print(f"{stage}: before you distrust the kernel, repeat with {PTXAS}", flush=True)
     return not wrong and not (stage == "kernel" and failed)
 
 
@@ -232,8 +233,8 @@ def set_aside(stage: str, path: Path, data: str) -> None:
 def origin(record: dict[str, Any]) -> dict[str, Any]:
     """What the numbers of a stage depend on. The version of the checkout is not part: a commit of notes changes it, too."""
     machine, config = record.get("machine", {}), record.get("config", {})
-    about = {"code": record.get("code"), "card": machine.get("gpu"), "torch": machine.get("torch")}
-    about["compiler"] = record.get("compiler")
+    about = {"card": machine.get("gpu"), "cards": machine.get("gpus"), "torch": machine.get("torch")}
+    about |= {"code": record.get("code"), "compiler": record.get("compiler")}
     return about | {"device": config.get("device"), "text": record.get("text")}
 
 
@@ -351,4 +352,9 @@ def read(path: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # and so ends the process of a stage
+    try:
+        code = main(sys.argv[1:])
+    except KeyboardInterrupt:
+        code = 130
+    sys.exit(code)

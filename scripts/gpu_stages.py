@@ -75,13 +75,23 @@ def versions() -> Row:
             a @ a
         row |= nvidia_smi()
         synchronize()
-    row["fused"] = unavailable(64, 128) or "available"
+    row["fused"] = refused() or "available"
     return row
+
+
+def refused() -> str | None:
+    """Why the fused kernel is not run here; None if it is."""
+    if ON_CARD and not unavailable(64, 128):
+        from model.attention.kernels import diff  # needs Triton
+
+        return diff.unfit(64, 128, torch.bfloat16, backends.card())
+    return unavailable(64, 128)
 
 
 def nvidia_smi() -> Row:
     """Driver, clocks now and at most, and power limit of the first card, in the words of nvidia-smi; or why it does not say."""
-    query = ["nvidia-smi", f"--query-gpu={','.join(SMI)}", "--format=csv,noheader", "--id=0"]
+    query = ["nvidia-smi", f"--query-gpu={','.join(SMI)}", "--format=csv,noheader"]
+    query += [f"--id=GPU-{torch.cuda.get_device_properties(0).uuid}"] if ON_CARD else []  # torch's first, not the machine's
     try:
         said = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
         return dict(zip(SMI, (part.strip() for part in said.splitlines()[0].split(",")), strict=True))
@@ -122,7 +132,7 @@ def sdpa_choice(d: int, dv: int, dtype: torch.dtype, group: int) -> Row:
 
 def kernel(data: Path | None) -> Rows:
     """Every shape at one length first, then at the others; first of all with lambda as it comes from V1 and V2."""
-    if reason := unavailable(64, 128):
+    if reason := refused():
         yield "kernel", lambda: {"skipped": reason}
         return
     lengths = (500, 63, 1024) if ON_CARD else (20,)
@@ -327,8 +337,10 @@ def train(options: Row, rate: float, seed: int, steps: int, data: Path | None) -
                 return {"losses": losses, "val_loss": None, "diverged": step}
     synchronize()
     of_step = (time.perf_counter() - start) / (steps - first)
+    with torch.autocast(DEVICE.type, torch.bfloat16, enabled=ON_CARD):  # at most 1,024 windows, as train.py measures it
+        val_loss = validation_loss(model, Windows(held_out, T), (1024 if ON_CARD else 4) * T, micro, WORLD)
     return {
-        "val_loss": held_out_loss(model, Windows(held_out, T), micro),
+        "val_loss": val_loss,
         "losses": losses,
         "tokens_per_s": batch * T / of_step,
         "compile_s": max(0.0, start - begin - first * of_step),
@@ -348,12 +360,6 @@ def splits(data: Path | None) -> tuple[list, list, int]:
     tokens = library()
     cut = int(0.98 * len(tokens))
     return [TextTokens(tokens[:cut])], [TextTokens(tokens[cut:])], 256
-
-
-def held_out_loss(model: Decoder, windows: Windows, micro: int) -> float:
-    """Loss on at most 1,024 windows, as train.py measures it."""
-    with torch.autocast(DEVICE.type, torch.bfloat16, enabled=ON_CARD):
-        return validation_loss(model, windows, (1024 if ON_CARD else 4) * windows.length, micro, WORLD)
 
 
 # ---------------------------------------- several cards

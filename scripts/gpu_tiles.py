@@ -25,14 +25,10 @@ def tiles(data: Path | None) -> Rows:
     if reason := unavailable(64, 128):
         yield "tiles", lambda: {"skipped": reason}
         return
-    for version, d, backward, tile in in_order(*(card() if ON_CARD else SM_90)):
+    card = (backends.card(), torch.cuda.get_device_properties(DEVICE).shared_memory_per_block_optin) if ON_CARD else SM_90
+    for version, d, backward, tile in in_order(*card):
         name = f"{version} d={d} {'backward' if backward else 'forward'} {','.join(str(int(x)) for x in tile)}"
         yield name, partial(time_tile, version, d, tile, backward)
-
-
-def card() -> tuple[tuple[int, int], int]:
-    """Compute capability, and most bytes of shared memory that a block can have."""
-    return backends.card(), torch.cuda.get_device_properties(DEVICE).shared_memory_per_block_optin
 
 
 def in_order(capability: tuple[int, int], shared: int) -> Iterator[tuple[str, int, bool, Tile]]:

@@ -2,12 +2,8 @@
 
 import importlib.util
 import math
-import os
-import re
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -53,19 +49,14 @@ def synchronize() -> None:
 
 
 def kernel_compiler() -> str | None:
-    """Versions of Triton and of the ptxas that it calls, on which a kernel's code depends; None without Triton."""
+    """Triton's version and that of the ptxas which it calls for this card: a kernel's code depends on both. None: no Triton."""
     if importlib.util.find_spec("triton") is None:
         return None
     import triton
+    from triton.backends.nvidia.compiler import get_ptxas
 
-    own = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
-    try:
-        ask = [os.environ.get("TRITON_PTXAS_PATH") or str(own), "--version"]
-        said = subprocess.run(ask, capture_output=True, text=True, timeout=30, check=True).stdout
-        ptxas = re.search(r"V(\d[\d.]*)", said)[1]
-    except (OSError, subprocess.SubprocessError, TypeError):
-        ptxas = "not found"
-    return f"triton {triton.__version__}, ptxas {ptxas}"
+    major, minor = torch.cuda.get_device_capability() if ON_CARD else (9, 0)
+    return f"triton {triton.__version__}, ptxas {get_ptxas(10 * major + minor).version}"
 
 
 def relative_errors(got: Sequence[Tensor], wanted: Sequence[Tensor]) -> list[float]:

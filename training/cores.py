@@ -103,8 +103,9 @@ class Sleepers:
 
 def loaded_openmp() -> list[ctypes.CDLL]:
     """The libgomp that torch and our kernels use, as loaded in this process; more than one if their files differ."""
-    mapped = {line.split()[-1] for line in MAPS.read_text(encoding="utf-8").splitlines()}
-    return [ctypes.CDLL(path) for path in sorted(mapped) if Path(path).name.startswith("libgomp")]
+    mapped = {line.split(maxsplit=5)[-1] for line in MAPS.read_text(encoding="utf-8").splitlines()}  # a path may have blanks
+    names = (path for path in sorted(mapped) if Path(path).name.startswith("libgomp"))
+    return [ctypes.CDLL(path) for path in names if not path.endswith(" (deleted)")]
 
 
 def _watch(threads: int) -> None:

@@ -172,6 +172,8 @@ def start_or_resume(
     A run is resumed from its newest undamaged checkpoint. A new run takes its weights from `init_from`, or its first steps
     (weights, state of optimizers and guard, metrics) from `branch_from`, if one of them is given.
     """
+    if run_dir.exists() and not run_dir.is_dir():
+        raise ValueError(f"run_dir={run_dir} is a file: give a folder")
     lock = lock_run(run_dir) if world.main and run_dir.is_dir() else None
     own = world.main and lock is not None and restarts() > 0 and lock.holder == launcher()
     if (cfg.resume or world.largest(own)) and (run_dir / "config.yaml").exists():
@@ -288,7 +290,7 @@ def refuse_other_config(run_dir: Path, ours: dict[str, Any], but: tuple[str, ...
     differ = [key for key in flat_ours if flat_theirs.get(key, default.get(key)) != flat_ours[key]]
     if differ:
         what = ", ".join(f"{key}={flat_theirs.get(key, default.get(key))} (now {flat_ours[key]})" for key in differ[:4])
-        advice = advice or f"repeat its overrides, or start a new run with init_from={run_dir}"
+        advice = advice or "repeat its overrides, or choose another run_dir= for a new run"
         raise ValueError(f"{run_dir} was started with {what}: {advice}")
 
 

@@ -443,7 +443,8 @@ def _notes_of(run: Run, kept: bool) -> list[str]:
         lines.append(f"{run.label} is not finished, {steps}{left_out}: continue it with resume=true")
     wanted = ("mqar",) if run.config["data"]["source"] == "mqar" else EVALUATIONS
     if absent := [name for name in wanted if name not in run.evals]:
-        lines.append(f"{run.label} has no {', '.join(absent)}: run python -m eval.{absent[0]} run={run.folder}")
+        commands = ", ".join(f"python -m eval.{name} run={run.folder}" for name in absent)
+        lines.append(f"{run.label} has no {', '.join(absent)}: run {commands}")
     if run.diverged or ended:
         lines.append(f"{run.label} diverged{left_out}: its training loss is not finite; lower optim.lr and train it again")
     if old := [name for name, content in run.evals.items() if content.get("step", done) < done]:

@@ -111,12 +111,16 @@ class AttentionArm:
 def op_memory(cfg: BenchConfig, variant: str, backend: str, length: int, world: World) -> float | None:
     """Peak memory in MB of the op's forward and backward pass, without the inputs; on a CPU measured in a separate process."""
     if world.device.type == "cpu":
-        return in_own_process(_op_memory, cfg, variant, backend, length, world)
+        return in_own_process(_op_memory_of_one_thread, cfg, variant, backend, length, world)
     return _op_memory(cfg, variant, backend, length, world)
 
 
-def _op_memory(cfg: BenchConfig, variant: str, backend: str, length: int, world: World) -> float | None:
+def _op_memory_of_one_thread(*arguments: Any) -> float | None:
     torch.set_num_threads(1)  # the buffers of other threads would be counted
+    return _op_memory(*arguments)
+
+
+def _op_memory(cfg: BenchConfig, variant: str, backend: str, length: int, world: World) -> float | None:
     arm = AttentionArm(cfg, variant, backend, length, world)
     return peak_growth(lambda: arm.run("op forward+backward"), world.device)
 

@@ -99,14 +99,14 @@ def test_maps_are_those_of_the_formula() -> None:
     """map = map_1 - lambda map_2, each of the two a softmax."""
     model, sample = decoder("d"), drawn(0.8)[:3]
     tokens, asked = mqar._tensors(sample, torch.device("cpu"), "tokens", "asked")
-    with torch.inference_mode():
-        for layer, block in zip(mqar.maps_of_layers(model, tokens[:, :-1], asked), model.blocks, strict=True):
-            expected = layer["map_1"] - block.attention.lam() * layer["map_2"]
-            torch.testing.assert_close(layer["map"], expected, rtol=1e-4, atol=1e-6)
-            torch.testing.assert_close(layer["map_2"].sum(-1), torch.ones(layer["map_2"].shape[:-1]))
+    with torch.inference_mode(), attention.probe(model, asked, apart=True) as seen:
+        model(tokens[:, :-1], rows=asked)
+        for whole, (first, second), block in zip(seen.layers, seen.pairs, model.blocks, strict=True):
+            torch.testing.assert_close(whole, first - block.attention.lam() * second, rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(second.sum(-1), torch.ones(second.shape[:-1]))
             for b, row in enumerate(asked):
                 for r, t in enumerate(row):
-                    assert not layer["map_1"][b, :, r, t + 1 :].any()  # causal
+                    assert not first[b, :, r, t + 1 :].any()  # causal
 
 
 def test_correlation() -> None:

@@ -13,7 +13,13 @@ from eval.common import open_run
 
 ITEMS = [
     {"query": "A man sat on a roof. He", "endings": ["fell.", "was very old and tired.", "sang"], "label": 1},
-    {"query": "It rains [title] today", "endings": ["Wörter", "[step] words are  here"], "label": "0"},
+    {
+        "activity_label": "It",
+        "ctx_a": "rains [title]",
+        "ctx_b": "today",
+        "endings": ["Wörter", "[step] words are  here"],
+        "label": "0",
+    },
     {"query": "long " * 60, "endings": ["a much longer ending than that", "short", "x y z", "ok"], "label": 3},
 ]
 

@@ -9,6 +9,7 @@ import re
 import subprocess
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,24 +18,6 @@ from torch import Tensor
 WGMMA = re.compile(r"wgmma\.mma_async\.sync\.aligned\.m(\d+)n(\d+)k(\d+)")
 MMA = re.compile(r"mma\.sync\.aligned\.m(\d+)n(\d+)k(\d+)")
 USAGE = re.compile(r"REG:(\d+) STACK:(\d+)")
-
-
-class Card:
-    """A stand-in for Triton's driver: answers what Triton asks before it compiles, for compute capability `arch` (90: 9.0)."""
-
-    def __init__(self, arch: int) -> None:
-        self.arch = arch
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", self.arch, 32)
-
-    def get_current_device(self) -> int:
-        return self.arch  # the key of Triton's cache of kernels
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
 
 
 def rows(arch: int, case: dict[str, Any]) -> list[dict[str, Any]]:
@@ -46,6 +29,7 @@ def rows(arch: int, case: dict[str, Any]) -> list[dict[str, Any]]:
     tensor cores). ValueError if no tile fits the card.
     """
     import triton
+    from triton.backends.compiler import GPUTarget
 
     from . import diff, interpreted
 
@@ -61,7 +45,13 @@ def rows(arch: int, case: dict[str, Any]) -> list[dict[str, Any]]:
     q, k, v, lam, ids, causal, window = inputs(case)
     if reason := diff.unfit(q.shape[-1], v.shape[-1], q.dtype, card):
         raise ValueError(reason)
-    triton.runtime.driver.set_active(Card(arch))
+    # What Triton asks its driver before it compiles. The device is the key of its cache of kernels.
+    card_here = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", arch, 32),
+        get_current_device=lambda: arch,
+        get_current_stream=lambda device: 0,
+    )
+    triton.runtime.driver.set_active(card_here)
     function.run, diff._check, diff.capability = keep, lambda *tensors: None, lambda device: card
     try:
         out, second, lse = diff._forward._init_fn(q, k, v, lam, ids, ids, causal, window)
