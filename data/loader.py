@@ -166,14 +166,7 @@ class Loader:
     """
 
     def __init__(
-        self,
-        source: Source,
-        batch: int,
-        length: int,
-        seed: int,
-        rank: int = 0,
-        world: int = 1,
-        micro_batch: int | None = None,
+        self, source: Source, batch: int, length: int, seed: int, rank: int = 0, world: int = 1, micro_batch: int | None = None
     ) -> None:
         if batch < 1 or batch % world:
             raise ValueError(f"a batch of {batch} samples does not divide over {world} processes: change either number")

@@ -33,17 +33,7 @@ from configs.ranges import check_ranges
 from data.config import DataConfig
 from data.holdout import Document, HoldOut, measure
 from data.identity import refuse_other_request, request_of
-from data.shards import (
-    META,
-    PROGRESS,
-    Shard,
-    check_listed,
-    open_nanogpt,
-    open_split,
-    read_meta,
-    token_dtype,
-    write_shard,
-)
+from data.shards import META, PROGRESS, Shard, check_listed, open_nanogpt, open_split, read_meta, token_dtype, write_shard
 from data.sources import Corpus, nanogpt_identity, open_corpus
 from data.tokenizer import FILE as TOKENIZER
 from data.tokenizer import PIECE, Tokenizer, build_tokenizer, load_tokenizer, pieces

@@ -171,12 +171,7 @@ def check_listed(shards: list[dict]) -> None:
 
 
 def open_split(
-    folder: str | Path,
-    split: str,
-    *,
-    vocab_size: int | None = None,
-    fingerprint: str | None = None,
-    verify: bool = False,
+    folder: str | Path, split: str, *, vocab_size: int | None = None, fingerprint: str | None = None, verify: bool = False
 ) -> list[Shard]:
     """The shards of one split of a prepared folder, in order; without meta.json, the .bin files whose names say the split.
 

@@ -105,11 +105,7 @@ def write_experiment(cfg: ConvertConfig, source: LoadedRun, windows: np.ndarray)
         "arms": arms,
         "common": [f"steps={cfg.steps}", f"optim.warmup={warmup}", "eval_every=0", f"device={cfg.device}", *cfg.train],
         "evaluations": [f"perplexity tokens={cfg.tokens} device={cfg.device} {on}".strip()],
-        "metrics": {
-            "valid": f"{result}.loss",
-            "AR-Hit": f"{result}.recall.hit.loss",
-            "Others": f"{result}.recall.other.loss",
-        },
+        "metrics": {"valid": f"{result}.loss", "AR-Hit": f"{result}.recall.hit.loss", "Others": f"{result}.recall.other.loss"},
     }
     text = EXPERIMENT + yaml.safe_dump(experiment, sort_keys=False, width=1000)
     write_atomic(folder / "experiment" / "conversions.yaml", text.encode())

@@ -59,12 +59,7 @@ def score(
 
 @torch.inference_mode()
 def score_jobs(
-    model: nn.Module,
-    jobs: Sequence[Job],
-    batch: int,
-    *,
-    cached: bool = True,
-    done: Callable[[int], object] | None = None,
+    model: nn.Module, jobs: Sequence[Job], batch: int, *, cached: bool = True, done: Callable[[int], object] | None = None
 ) -> Scores:
     """As `score`, for prompts that share prefixes: (questions, continuations) hits and log-probabilities of each job.
 

@@ -39,17 +39,7 @@ from configs.provenance import machine, version
 from eval.common import progress
 from eval.speed.attention import AttentionArm, op_memory
 from eval.speed.data import loader, tokenizer
-from eval.speed.models import (
-    VOCABULARY,
-    BenchConfig,
-    autocast,
-    batch_size,
-    mixed,
-    model_config,
-    names,
-    random_tokens,
-    variants,
-)
+from eval.speed.models import VOCABULARY, BenchConfig, autocast, batch_size, mixed, model_config, names, random_tokens, variants
 from eval.speed.processes import in_own_process
 from eval.speed.shares import choices, shares
 from eval.speed.timing import Row, Work, attempt, paired_ratios, peak_of_process, seconds_of, table, time_in_turn

@@ -12,17 +12,7 @@ from configs.composing import compose_job
 from configs.quoting import quote
 from data.prepare import PrepareConfig
 
-NAMES = [
-    "a=b.txt",
-    "it's.txt",
-    "a b (1).txt",
-    "x{1}.txt",
-    "[1].txt",
-    "pre#1.txt",
-    "é.txt",
-    'say "yes"!=.txt',
-    "a=\\.txt",
-]
+NAMES = ["a=b.txt", "it's.txt", "a b (1).txt", "x{1}.txt", "[1].txt", "pre#1.txt", "é.txt", 'say "yes"!=.txt', "a=\\.txt"]
 
 
 def said(*overrides: str) -> str:

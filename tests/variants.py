@@ -41,10 +41,7 @@ VARIANTS: dict[str, dict] = {
     "value_residual_later": {"layers": "br", "n_layer": 4},
     "introspective_kva": _introspective(memory="kva", path_weight="softmax_input"),
     "introspective_all_heads": _introspective(heads=8, memory="kv", path_weight="sigmoid"),
-    "introspective_narrow_values": {
-        "match": "none",
-        **_introspective(mode="sequence", heads=16, path_weight="sigmoid"),
-    },
+    "introspective_narrow_values": {"match": "none", **_introspective(mode="sequence", heads=16, path_weight="sigmoid")},
     "introspective_sequence": _introspective(mode="sequence", path_weight="literal"),
     "introspective_earlier_paths": _introspective(mode="sequence", own_path=False, alpha=False, path_weight="sigmoid"),
     "introspective_two_paths": _introspective(paths=2, alpha=False, memory="kva", path_weight="softmax_input"),

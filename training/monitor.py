@@ -58,10 +58,7 @@ class Monitor:
         hooks = [self.model.blocks[i].attention.register_forward_pre_hook(partial(_note, found[i])) for i in self.layers]
         self.model.eval()
         try:
-            with (
-                torch.autocast(self.tokens.device.type, enabled=False),
-                probe(self.model, self.rows, apart=True) as maps,
-            ):
+            with torch.autocast(self.tokens.device.type, enabled=False), probe(self.model, self.rows, apart=True) as maps:
                 self.model(self.tokens, rows=self.rows[-1:])
         finally:
             self.model.train(training)

@@ -29,12 +29,7 @@ class Saver:
     """
 
     def __init__(
-        self,
-        run_dir: Path,
-        cfg: CheckpointConfig,
-        model: Decoder,
-        optimizers: list[torch.optim.Optimizer],
-        world: World,
+        self, run_dir: Path, cfg: CheckpointConfig, model: Decoder, optimizers: list[torch.optim.Optimizer], world: World
     ) -> None:
         self.run_dir, self.cfg, self.model, self.optimizers, self.world = run_dir, cfg, model, optimizers, world
         self.group = dist.new_group(backend="gloo") if cfg.sharded and world.size > 1 else None

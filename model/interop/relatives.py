@@ -89,10 +89,7 @@ class Olmo2(Llama):
     parts = Llama.parts | {"norm_place": ("after",)}
     options = Llama.options | {"qk_norm": ("all",)}
     defaults = Llama.defaults | {"rms_norm_eps": 1e-5}
-    block_names = Qwen3.block_names | {
-        "attention_norm": "post_attention_layernorm",
-        "mlp_norm": "post_feedforward_layernorm",
-    }
+    block_names = Qwen3.block_names | {"attention_norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm"}
     bias_keys = {"attention_bias": (".self_attn.",)}
 
 

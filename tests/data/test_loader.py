@@ -63,10 +63,7 @@ def test_a_text_too_short_for_one_window(tmp_path):
     with pytest.raises(ValueError, match=r"too short.*8 tokens.*needs 9.*model\.context=7") as caught:
         Windows([Shard(tmp_path / "a.bin")], 8)
     assert "\n" not in str(caught.value)
-    for split, says in (
-        ("train", "training text .* or prepare more text$"),
-        ("val", "validation text .* a larger data.val_"),
-    ):
+    for split, says in (("train", "training text .* or prepare more text$"), ("val", "validation text .* a larger data.val_")):
         with pytest.raises(ValueError, match=f"the {says}"):
             Windows([Shard(tmp_path / "a.bin")], 8, split)
 

@@ -338,11 +338,7 @@ def test_max_tokens_is_exact(cfg, tmp_path):
 
 
 def test_a_long_document_takes_the_memory_of_a_chunk(cfg, tmp_path, monkeypatch):
-    for name, value in {
-        "data.tokenizer.PIECE": 2**15,
-        "data.prepare.PIECE": 2**15,
-        "data.sources.TEXT_LIMIT": 2**18,
-    }.items():
+    for name, value in {"data.tokenizer.PIECE": 2**15, "data.prepare.PIECE": 2**15, "data.sources.TEXT_LIMIT": 2**18}.items():
         monkeypatch.setattr(name, value)
     monkeypatch.setattr(module.pieces, "__defaults__", (2**15,))
     book = tmp_path / "book.txt"
@@ -368,10 +364,7 @@ def test_large_vocabularies_are_uint32(cfg, monkeypatch, gpt2):
 
     base = gpt2.encoding
     wide = tiktoken.Encoding(
-        "gpt2",
-        pat_str=base._pat_str,
-        mergeable_ranks=base._mergeable_ranks,
-        special_tokens={"<|endoftext|>": 100_000},
+        "gpt2", pat_str=base._pat_str, mergeable_ranks=base._mergeable_ranks, special_tokens={"<|endoftext|>": 100_000}
     )
     monkeypatch.setattr(tiktoken, "get_encoding", lambda name: wide)
     prepare(replace(cfg, tokenizer=TokenizerConfig("gpt2")), quiet=True)

@@ -4,15 +4,7 @@ import tiktoken
 from tiktoken_ext import openai_public
 
 from data.config import TokenizerConfig
-from data.tokenizer import (
-    BPE_PATTERN,
-    FILE,
-    Tokenizer,
-    build_tokenizer,
-    byte_level_alphabet,
-    load_tokenizer,
-    pieces,
-)
+from data.tokenizer import BPE_PATTERN, FILE, Tokenizer, build_tokenizer, byte_level_alphabet, load_tokenizer, pieces
 from tests.conftest import run_command
 
 

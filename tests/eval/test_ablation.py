@@ -23,24 +23,13 @@ PNG = b"\x89PNG"
 def write_run(folder: Path, loss: float, diverged: bool = False) -> Path:
     """What train.py and eval.perplexity leave of a run of 40 steps."""
     (folder / "eval").mkdir(parents=True)
-    config = {
-        "model": {"layers": "b"},
-        "seed": int(folder.name.rsplit("-s", 1)[1]),
-        "steps": 40,
-        "data": {"name": "made-up"},
-    }
+    config = {"model": {"layers": "b"}, "seed": int(folder.name.rsplit("-s", 1)[1]), "steps": 40, "data": {"name": "made-up"}}
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     lines = [{"step": 0, "tokens": 0, "machine": {"cpu": "made-up"}, "version": "abc"}]
     for step in range(1, 41):
         spike = 3.0 if step == 30 else 0.0
         lines.append(
-            {
-                "step": step,
-                "tokens": 64 * step,
-                "loss": loss + 4 / step + spike,
-                "time_s": 0.5 * step,
-                "tokens_per_s": 128.0,
-            }
+            {"step": step, "tokens": 64 * step, "loss": loss + 4 / step + spike, "time_s": 0.5 * step, "tokens_per_s": 128.0}
         )
         if step % 10 == 0:
             lines.append({"step": step, "tokens": 64 * step, "val_loss": loss + 4 / step, "time_s": 0.5 * step})

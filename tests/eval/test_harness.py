@@ -87,12 +87,7 @@ def test_rolling_log_likelihood_is_the_sum_over_windows(tokenizer, layers):
 def test_loglikelihood_of_texts(tokenizer):
     needs_lm_eval()
     model = lm(tokenizer)
-    pairs = [
-        ("The sea", " is blue"),
-        ("", "Once"),
-        ("A context that is too long for this model", " indeed"),
-        ("a ", "b"),
-    ]
+    pairs = [("The sea", " is blue"), ("", "Once"), ("A context that is too long for this model", " indeed"), ("a ", "b")]
     found = model.loglikelihood(requests(*pairs))
     for (context, continuation), (logprob, greedy) in zip(pairs, found, strict=True):
         # A space that ends the context belongs to the continuation: lm-eval's rule.
@@ -143,11 +138,7 @@ class Speller(torch.nn.Module):
 
 def test_decoding_stops_before_the_first_stop_string(tokenizer):
     model = RunLM(SimpleNamespace(model=Speller(), tokenizer=tokenizer), batch=4)
-    jobs = [
-        ("Q", {"until": ["!", "."]}),
-        ("a longer Q", {"until": "maybe"}),
-        ("x", {"until": ["\n"], "max_gen_toks": 5}),
-    ]
+    jobs = [("Q", {"until": ["!", "."]}), ("a longer Q", {"until": "maybe"}), ("x", {"until": ["\n"], "max_gen_toks": 5})]
     assert model.generate_until(requests(*jobs)) == ["yes", "yes. no! ", "yes. "]
     assert model.generate_until(requests(("Q", {"until": ["so on", "and"]}))) == ["yes. no! maybe\n"]
     assert model.shortened == 3  # 256 tokens by default, and half the context is 20

@@ -85,10 +85,7 @@ def test_unequal_errors_are_seen_beside_the_seeds_blocks(sd_seed: float) -> None
 
 
 def test_an_arm_that_recalls_at_once_needs_a_larger_difference_at_equal_covariate() -> None:
-    values, x = (
-        study({"a": 4.0, "b": 3.9, "c": 4.0}, 5, 0.01, 0.0, 3),
-        study({"a": 3.0, "b": 2.0, "c": 3.0}, 5, 0.1, 0.0, 4),
-    )
+    values, x = (study({"a": 4.0, "b": 3.9, "c": 4.0}, 5, 0.01, 0.0, 3), study({"a": 3.0, "b": 2.0, "c": 3.0}, 5, 0.1, 0.0, 4))
     alone, beside = mixed.fit(values, "a"), mixed.fit(values, "a", x)
     of_pairs = detectable_effect(alone.df + 1) * math.sqrt(alone.df + 1)
     assert alone.detectable == pytest.approx(alone.sd * math.sqrt(2 / 5) * of_pairs, rel=1e-6)

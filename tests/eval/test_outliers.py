@@ -79,10 +79,7 @@ def test_a_real_model_by_layer_and_in_all(layers):
     results = outliers.evaluate(model, windows, batch=3)
     logits, hidden = recorded(model, torch.from_numpy(windows[:, :-1]))
     for kind, values in (("logits", logits), ("hidden", hidden)):
-        for part, want in [
-            *((results["per_layer"][i][kind], values[i]) for i in (0, 1)),
-            (results[kind], torch.cat(values)),
-        ]:
+        for part, want in [*((results["per_layer"][i][kind], values[i]) for i in (0, 1)), (results[kind], torch.cat(values))]:
             ordered = want.sort(descending=True).values
             assert part["count"] == len(want)
             # float32 products in another order: 1e-5

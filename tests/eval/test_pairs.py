@@ -37,12 +37,7 @@ def test_a_pair_has_the_mean_of_its_differences_and_the_pooled_error() -> None:
 
 
 def test_two_arms_alone_have_the_paired_t_test() -> None:
-    values = {
-        "diff-a": {1: 3.9, 2: 4.05, 3: 4.18},
-        "lambda0-a": {1: 4.0, 2: 4.1, 3: 4.3},
-        "baseline-a": {},
-        "no_norm-a": {},
-    }
+    values = {"diff-a": {1: 3.9, 2: 4.05, 3: 4.18}, "lambda0-a": {1: 4.0, 2: 4.1, 3: 4.3}, "baseline-a": {}, "no_norm-a": {}}
     (pair,) = compare_pairs(arms_at("a"), values, PAIRS)
     alone = paired([-0.1, -0.05, -0.12])
     assert (pair.mean, pair.p) == (pytest.approx(alone.mean), pytest.approx(alone.p, rel=1e-2))
@@ -107,10 +102,7 @@ def test_one_seed_gives_a_difference_without_a_claim(tmp_path: Path) -> None:
     ]  # fmt: skip
     header, *rows = pair_lines({"books": found, "hit": found[1:]}, "a")
     assert header == ["part", "arms", "n", "books", "hit"]
-    assert [row[:3] for row in rows] == [
-        ["subtraction", "diff-a - lambda0-a", "1"],
-        ["norm", "diff-a - no_norm-a", "1"],
-    ]
+    assert [row[:3] for row in rows] == [["subtraction", "diff-a - lambda0-a", "1"], ["norm", "diff-a - no_norm-a", "1"]]
     assert rows[0][3:] == [f"{found[0].mean:+.4f}", ""] and rows[1][3:] == [f"{found[1].mean:+.4f}"] * 2
     lines = lines_of((pair.name, None, 0, pair) for pair in found)
     assert {name: gap for name, (_, gap) in lines.items()} == {p.name: [(0, p.mean, None, None, 1)] for p in found}

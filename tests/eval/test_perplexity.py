@@ -254,13 +254,7 @@ def test_each_text_keeps_its_result(make_run, call, tmp_path, shards):
     call(perplexity, f"run={run}", f"shards={shards}")
     call(perplexity, f"run={run}")
     files = {path.stem for path in (run / "eval").iterdir()}
-    names = {
-        "one": "one.v2.jsonl.gz",
-        "two": "two.txt",
-        "two-books": "two books",
-        "a-book": "*.txt",
-        "shards": "shards",
-    }
+    names = {"one": "one.v2.jsonl.gz", "two": "two.txt", "two-books": "two books", "a-book": "*.txt", "shards": "shards"}
     assert files == {"perplexity", *(f"perplexity_{name}" for name in names)}
     found = {name: results_of(run, f"perplexity_{name}") for name in names}
     assert {name: results["text"] for name, results in found.items()} == names

@@ -95,11 +95,7 @@ def test_the_whole_of_which_the_covariate_is_a_part_is_not_compared_twice(arms: 
         for seed, run in enumerate(arm.runs):
             results = run.evals["perplexity"]["results"]
             results["recall"] = {"hit": {"loss": 3 + 0.1 * seed}, "other": {"loss": results["loss"] + 0.01 * seed}}
-    metrics = {
-        "valid": "perplexity.loss",
-        "AR-Hit": "perplexity.recall.hit.loss",
-        "Others": "perplexity.recall.other.loss",
-    }
+    metrics = {"valid": "perplexity.loss", "AR-Hit": "perplexity.recall.hit.loss", "Others": "perplexity.recall.other.loss"}
     pooled = Pooled(Comparison(arms, metrics, tuple(metrics)), PAIRS, horizons=False, covariate="AR-Hit")
     assert list(pooled.at_equal) == list(pooled.pairs_at_equal) == ["Others"] and list(pooled.models) == list(metrics)
 

@@ -118,10 +118,7 @@ def test_seeds_are_one_arm_with_means_and_paired_differences(seeded, call, capsy
     folders = seeded("b", {1: 2.00, 2: 2.10, 3: 2.30}) + seeded("d", {3: 2.25, 1: 1.90, 2: 2.06})
     out = tmp_path / "r.html"
     arms = arms_of(read_runs([str(folder) for folder in folders]))
-    assert [(arm.name, [run.seed for run in arm.runs]) for arm in arms] == [
-        ("baseline", [1, 2, 3]),
-        ("diff", [3, 1, 2]),
-    ]
+    assert [(arm.name, [run.seed for run in arm.runs]) for arm in arms] == [("baseline", [1, 2, 3]), ("diff", [3, 1, 2])]
     rows = {row.name: row for row in headline_table(arms)}
     cell = rows["test loss (nats per token)"].cells[0]
     sd = (sum((x - 32 / 15) ** 2 for x in (2.0, 2.1, 2.3)) / 2) ** 0.5

@@ -105,13 +105,7 @@ def test_nothing_is_still_nothing_and_sums_survive():
 
 
 def test_tokens_are_shown_as_what_they_are(tokenizer):
-    assert [viewer.shown(tokenizer, token) for token in (65, 10, 0xC3, 9, 256)] == [
-        "A",
-        "↵",
-        "⟨c3⟩",
-        "⇥",
-        "⟨end of text⟩",
-    ]
+    assert [viewer.shown(tokenizer, token) for token in (65, 10, 0xC3, 9, 256)] == ["A", "↵", "⟨c3⟩", "⇥", "⟨end of text⟩"]
 
 
 def test_the_command_writes_a_self_contained_page(make_run, call, capsys, tmp_path):

@@ -129,10 +129,7 @@ def test_parquet_bombs(tmp_path):
     refused(lambda: read(path), "data.expansion")
     refused(lambda: read(path, longest_line=50_000), "data.longest_line")
     path = parquet_file(
-        tmp_path / "page.parquet",
-        [f"{i}" + "a" * 1_000_000 for i in range(70)],
-        compression="zstd",
-        use_dictionary=False,
+        tmp_path / "page.parquet", [f"{i}" + "a" * 1_000_000 for i in range(70)], compression="zstd", use_dictionary=False
     )
     refused(lambda: read(path), "data.expansion")
 

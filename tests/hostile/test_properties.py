@@ -104,10 +104,7 @@ def test_a_range_admits_what_lies_in_it(one, two, has_low, has_high, value):
             check_ranges(config)
 
 
-@given(
-    st.lists(st.text("abc \n", min_size=1, max_size=400).filter(str.strip), min_size=1, max_size=30),
-    st.floats(0.01, 0.9),
-)
+@given(st.lists(st.text("abc \n", min_size=1, max_size=400).filter(str.strip), min_size=1, max_size=30), st.floats(0.01, 0.9))
 def test_nothing_is_lost_between_training_and_validation(texts, fraction):
     try:
         documents = list(measure(texts, fraction).documents(texts))

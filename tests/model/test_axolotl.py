@@ -42,13 +42,7 @@ def test_flags_of_the_file_are_options_of_the_conversion(name: str) -> None:
 
 
 def test_numbers_of_the_file_are_fields_of_training() -> None:
-    config = {
-        "base_model": "m",
-        "learning_rate": "1e-4",
-        "seed": 7,
-        "diff_attn_warmup_steps": 50,
-        "diff_attn_log_every": 20,
-    }
+    config = {"base_model": "m", "learning_rate": "1e-4", "seed": 7, "diff_attn_warmup_steps": 50, "diff_attn_log_every": 20}
     config |= {"diff_attn_num_monitor_layers": 3}
     warmup = {"model.diff.lambda_warmup": 50}
     others = {"monitor.every": 20, "monitor.layers": 3, "optim.lr": 1e-4, "seed": 7}

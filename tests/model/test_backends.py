@@ -170,8 +170,7 @@ def test_a_card_with_an_old_cudnn_gets_halves_of_the_values(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    ("d", "dv", "want"),
-    ((64, 64, [(64, 64)]), (64, 128, [(64, 64)] * 2), (36, 48, [(48, 48)]), (48, 32, [(48, 48)])),
+    ("d", "dv", "want"), ((64, 64, [(64, 64)]), (64, 128, [(64, 64)] * 2), (36, 48, [(48, 48)]), (48, 32, [(48, 48)]))
 )
 def test_every_call_of_auto_has_the_one_width_that_flash_takes(
     d: int, dv: int, want: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
@@ -254,9 +253,7 @@ def test_a_union_calls_flash_itself_only_where_sdpa_would(
     assert len(calls) == 2 * merged
 
 
-def test_an_eager_flex_is_compiled_for_more_shapes_than_torch_compiles_by_itself(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_eager_flex_is_compiled_for_more_shapes_than_torch_compiles_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes, real = [], torch.compile
 
     def compiler(graph: torch.fx.GraphModule, inputs: list) -> torch.fx.GraphModule:

@@ -288,11 +288,7 @@ def test_options_that_exclude_each_other_are_refused(how: Conversion, says: str)
     [
         ({"layers": "bd"}, Conversion(), "model.layers=bd is not a baseline"),
         ({"n_head": 5, "d_model": 40}, Conversion(heads="split"), "n_head=5 is odd: use heads=double"),
-        (
-            {"n_head": 6, "d_model": 48, "n_kv_head": 3},
-            Conversion(heads="split"),
-            "n_kv_head=3 is odd: use heads=double",
-        ),
+        ({"n_head": 6, "d_model": 48, "n_kv_head": 3}, Conversion(heads="split"), "n_kv_head=3 is odd: use heads=double"),
         ({"n_head": 8, "n_kv_head": 1}, Conversion(heads="split"), "n_kv_head=1 is odd: use heads=double"),
         ({"baseline": BaselineConfig(head_norm="affine")}, Conversion(), "convert a baseline with head_norm=none"),
         ({"baseline": BaselineConfig(qk_norm="all")}, Conversion(), "qk_norm=none or head"),

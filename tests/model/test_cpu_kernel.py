@@ -59,10 +59,7 @@ def exact(inputs: list[Tensor]) -> list[Tensor]:
     """The N x N formulas in float64 for the same numbers."""
     *inputs, grad = [x.detach().double().requires_grad_() for x in inputs]
     T, n, h = inputs[0].shape[-2], len(inputs) // 2, inputs[0].shape[1]
-    see, whole = (
-        torch.ones(1, 1, T, T, dtype=torch.bool).tril(),
-        [x.repeat_interleave(h // x.shape[1], 1) for x in inputs],
-    )
+    see, whole = (torch.ones(1, 1, T, T, dtype=torch.bool).tril(), [x.repeat_interleave(h // x.shape[1], 1) for x in inputs])
     if inputs[0].dim() == 5:
         out = reference.attend_diff(whole[0], whole[1].expand(-1, -1, 2, -1, -1), *whole[2:], see)
     else:

@@ -44,10 +44,7 @@ def cases() -> list[tuple[str, str, str, tuple[int, int]]]:
     # "auto" takes two_calls on the first card and four_calls on the second.
     diffs = [("diff", backend, "causal", (9, 0)) for backend in ("math", "one_call", "flex", "fused")]
     diffs += [("diff", "auto", "causal", (8, 0))]
-    masked = [
-        ("hybrid", "auto", "documents", (9, 0)),
-        *(("baseline", "auto", mask, (9, 0)) for mask in ("window", "padding")),
-    ]
+    masked = [("hybrid", "auto", "documents", (9, 0)), *(("baseline", "auto", mask, (9, 0)) for mask in ("window", "padding"))]
     masked += [("diff_v2", "fused", "causal", (9, 0))]
     masked += [("introspective_sequence", "auto", mask, (9, 0)) for mask in ("documents", "documents" + CHECKPOINTED)]
     return every + diffs + masked
@@ -111,18 +108,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str,
     if not torch.backends.cuda.is_built():
         source, home = guard.with_suffix(".cpp"), Path(torch.__file__).parent
         source.write_text(GUARD)
-        command = [
-            "g++",
-            "-std=c++20",
-            "-shared",
-            "-fPIC",
-            source,
-            f"-I{home}/include",
-            f"-L{home}/lib",
-            "-lc10",
-            "-o",
-            guard,
-        ]
+        command = ["g++", "-std=c++20", "-shared", "-fPIC", source, f"-I{home}/include", f"-L{home}/lib", "-lc10", "-o", guard]
         try:
             subprocess.run(command, check=True, capture_output=True)
         except OSError:

@@ -35,15 +35,7 @@ def expected(logits: Tensor, temperature: float, top_k: int | None, top_p: float
 
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p"),
-    [
-        (1.0, None, None),
-        (0.7, 3, None),
-        (1.3, None, 0.8),
-        (1.0, None, 1.0),
-        (0.5, 4, 0.6),
-        (2.0, 99, 0.95),
-        (1.0, 2, 1e-9),
-    ],
+    [(1.0, None, None), (0.7, 3, None), (1.3, None, 0.8), (1.0, None, 1.0), (0.5, 4, 0.6), (2.0, 99, 0.95), (1.0, 2, 1e-9)],
 )
 def test_draws_have_the_probabilities_they_should(temperature: float, top_k: int | None, top_p: float | None) -> None:
     n = 20_000

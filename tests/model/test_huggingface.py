@@ -55,19 +55,13 @@ LLAMA3 = {
 SLIDING = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}
 SOURCES |= {
     "llama, scaled as Llama 3": ("Llama", GROUPED | {"rope_parameters": LLAMA3, "head_dim": 16}),
-    "llama, linear rope": (
-        "Llama",
-        LLAMA | {"rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 1e4}},
-    ),
+    "llama, linear rope": ("Llama", LLAMA | {"rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 1e4}}),
     "mistral": ("Mistral", GROUPED | {"sliding_window": None}),
     "mistral, window": ("Mistral", GROUPED | {"sliding_window": 7, "head_dim": 12}),
     "qwen2": ("Qwen2", GROUPED | {"tie_word_embeddings": True}),
     "qwen2, window": ("Qwen2", GROUPED | SLIDING),
     "qwen3": ("Qwen3", GROUPED | {"head_dim": 12}),
-    "qwen3, biases, scaled": (
-        "Qwen3",
-        GROUPED | SLIDING | {"head_dim": 16, "attention_bias": True, "rope_parameters": LLAMA3},
-    ),
+    "qwen3, biases, scaled": ("Qwen3", GROUPED | SLIDING | {"head_dim": 16, "attention_bias": True, "rope_parameters": LLAMA3}),
     "olmo2": ("Olmo2", GROUPED | {"rms_norm_eps": 1e-3}),
     "phi3": ("Phi3", GROUPED),
     "phi3, window": ("Phi3", GROUPED | {"sliding_window": 7, "num_key_value_heads": 1}),
@@ -294,12 +288,7 @@ def test_an_imported_folder_is_exported_to_the_bit(name: str, tmp_path: Path) ->
     config = json.loads((tmp_path / "config.json").read_text())
     may_differ = {"bos_token_id", "eos_token_id", "n_inner"}  # the run's tokens; a width that was left to its default
     may_differ |= {"embd_pdrop", "resid_pdrop", "attn_pdrop"}
-    may_differ |= {
-        "max_window_layers",
-        "rope_parameters",
-        "sliding_window",
-        "original_max_position_embeddings",
-    }  # defaults
+    may_differ |= {"max_window_layers", "rope_parameters", "sliding_window", "original_max_position_embeddings"}  # defaults
     assert {key for key in found.config.keys() & config.keys() if found.config[key] != config[key]} <= may_differ
 
 

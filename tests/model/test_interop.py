@@ -92,25 +92,10 @@ WRONG = {
     "unknown layout": (MICROSOFT, None, {"layout": "flash"}, "layout=flash is unknown: use one of microsoft, vasqu"),
     "missing key": (MICROSOFT, _without("lambda_k2"), {}, "lacks lambda_k2: give one module's state dict"),
     "surplus key": (MICROSOFT, lambda w: w | {"q_norm.weight": torch.ones(4)}, {}, "also has q_norm.weight"),
-    "another's keys": (
-        ("vasqu", 8, 4),
-        None,
-        {"layout": "diffllama", "n_head": 8},
-        "lacks o_proj.weight and also has out",
-    ),
+    "another's keys": (("vasqu", 8, 4), None, {"layout": "diffllama", "n_head": 8}, "lacks o_proj.weight and also has out"),
     "half a group": (("diffllama", 4, 4), lambda w: w | {"q_proj.bias": torch.ones(16)}, {}, "lacks k_proj.bias"),
-    "both lambdas": (
-        ("timm", 4, 4),
-        lambda w: w | {"lambda_a": torch.ones(())},
-        {},
-        "lacks lambda_b and also has lambda_k1",
-    ),
-    "wrong shape": (
-        MICROSOFT,
-        lambda w: w | {"k_proj.weight": torch.ones(8, 32)},
-        {},
-        "k.weight .16, 32., but it is .8, 32.",
-    ),
+    "both lambdas": (("timm", 4, 4), lambda w: w | {"lambda_a": torch.ones(())}, {}, "lacks lambda_b and also has lambda_k1"),
+    "wrong shape": (MICROSOFT, lambda w: w | {"k_proj.weight": torch.ones(8, 32)}, {}, "k.weight .16, 32., but it is .8, 32."),
     "wrong rank": (MICROSOFT, lambda w: w | {"q_proj.weight": torch.ones(32)}, {}, "does not divide query rows"),
     "fused rows": (("timm", 4, 4), lambda w: w | {"qkv.weight": torch.ones(95, 32)}, {}, "needs v.weight"),
     "a scalar": (("timm", 4, 4), lambda w: w | {"qkv.weight": torch.ones(())}, {}, "does not divide query rows"),
@@ -121,22 +106,12 @@ WRONG = {
     "odd heads, vasqu": (("vasqu", 7, 7), None, {}, "n_head=7 and n_kv_head=7 must be even"),
     "groups that do not share": (MICROSOFT, None, {"n_kv_head": 3}, "n_kv_head=3 does not divide n_head=4"),
     "no heads": (MICROSOFT, None, {"n_head": 0}, "give both as the source counts them"),
-    "no groups": (
-        ("blog", 4, 4),
-        None,
-        {"n_kv_head": 2},
-        "no grouped keys, so n_kv_head=2 is wrong: leave n_kv_head out",
-    ),
+    "no groups": (("blog", 4, 4), None, {"n_kv_head": 2}, "no grouped keys, so n_kv_head=2 is wrong: leave n_kv_head out"),
     "no pairing": (("vasqu", 8, 4), None, {"gqa_pairing": "repeat_first"}, "leave gqa_pairing out"),
     "unknown pairing": (MICROSOFT, None, {"gqa_pairing": "naive"}, "use one of pair_first, repeat_first"),
     "no layer": (MICROSOFT, None, {"layer": -1}, "count layers from 0"),
     "no eps": (("timm", 4, 4), None, {"norm_eps": 0.0}, "give eps as 1e-5"),
-    "not finite": (
-        ("axolotl_double", 4, 4),
-        lambda w: w | {"lambda_init": torch.tensor(float("nan"))},
-        {},
-        "not finite",
-    ),
+    "not finite": (("axolotl_double", 4, 4), lambda w: w | {"lambda_init": torch.tensor(float("nan"))}, {}, "not finite"),
 }
 
 

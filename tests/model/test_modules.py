@@ -26,10 +26,7 @@ D, H, LAYER = 64, 8, 3
 MODULES = {cls.name: (cls, {}) for cls in VARIANTS.values()}
 MODULES |= {
     "introspective_sequence": (VARIANTS["i"], {"mode": "sequence"}),
-    "introspective_published": (
-        VARIANTS["i"],
-        {"mode": "sequence", "heads": 0, "repeated": True, "path_weight": "literal"},
-    ),
+    "introspective_published": (VARIANTS["i"], {"mode": "sequence", "heads": 0, "repeated": True, "path_weight": "literal"}),
     "introspective_text": (VARIANTS["i"], {"own_path": False, "memory": "kva", "path_norm": "layernorm", "bias": True}),
     "diff_normed": (VARIANTS["d"], {"head_norm": "layernorm", "qkv_bias": True, "lambda_form": "dual_scalar"}),
 }

@@ -54,11 +54,7 @@ def test_a_probe_reads_the_baselines_own_softmax() -> None:
 
 def test_probes_do_not_nest_and_end_with_their_block() -> None:
     model = randomized("baseline")
-    with (
-        probe(model, torch.tensor([0])),
-        pytest.raises(ValueError, match="already active"),
-        probe(model, torch.tensor([0])),
-    ):
+    with probe(model, torch.tensor([0])), pytest.raises(ValueError, match="already active"), probe(model, torch.tensor([0])):
         pass
     model(torch.zeros(1, 4, dtype=torch.long))  # nothing is active any more
 

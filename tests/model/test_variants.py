@@ -270,14 +270,7 @@ def test_the_last_of_paths_that_see_only_earlier_ones_has_no_keys() -> None:
 @pytest.mark.parametrize("shape", ((4, 8, 128), (4, 8, 256), (8, 16, 512), (12, 16, 768)))
 def test_every_variant_meets_the_baselines_budget(name: str, shape: tuple, match: str) -> None:
     n_layer, n_head, d_model = shape
-    changes = {
-        "n_layer": n_layer,
-        "n_head": n_head,
-        "d_model": d_model,
-        "context": 64,
-        "vocab_size": 512,
-        "match": match,
-    }
+    changes = {"n_layer": n_layer, "n_head": n_head, "d_model": d_model, "context": 64, "vocab_size": 512, "match": match}
     if name in ("introspective_all_heads", "introspective_narrow_values"):
         pytest.skip("attention alone exceeds the baseline's budget: refused, see test_degenerate_introspection_is_refused")
     with torch.device("meta"):
@@ -357,10 +350,7 @@ def test_letters_tile_over_the_depth() -> None:
         ({"backend": "flex", "attention_dropout": 0.1}, "use model.backend=sdpa"),
         ({"backend": "fused", "attention_dropout": 0.1, "layers": "d"}, "use model.backend=sdpa"),
         ({"backend": "fused", "layers": "d", "head_dim": 256}, "model.backend=sdpa"),
-        (
-            {"baseline": BaselineConfig(head_norm="layer")},
-            "model.baseline.head_norm=layer is unknown: use one of affine",
-        ),
+        ({"baseline": BaselineConfig(head_norm="layer")}, "model.baseline.head_norm=layer is unknown: use one of affine"),
         ({"layers": "d", "diff": DiffConfig(lambda_form="exp")}, "use one of vectors, dual_scalar, fixed"),
         ({"layers": "d", "diff": DiffConfig(head_norm="layer")}, "use one of affine, plain, layernorm, none"),
         ({"layers": "d", "diff": DiffConfig(heads="all")}, "use one of half, double"),

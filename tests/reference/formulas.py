@@ -86,10 +86,7 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
 
 def positions(cfg: Any) -> dict:
     """The arguments of `rope`."""
-    return {
-        "theta": cfg.rope_theta if cfg.position == "rope" else None,
-        "interleaved": cfg.rope_layout == "interleaved",
-    }
+    return {"theta": cfg.rope_theta if cfg.position == "rope" else None, "interleaved": cfg.rope_layout == "interleaved"}
 
 
 def attention(

@@ -272,10 +272,7 @@ def test_jobs_share_cores_and_take_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -
         (('+grid={lr/3:["steps=1"]}',), "letters, digits"),
         (("fit=true", '+grid={one:["steps=1"]}'), "the grid has 1: use a tier that has sizes, tier=cpu or tier=gpu"),
         (('+grid={a-b:["steps=1"],b:["steps=2"]}', "+arms.gated-a=[]"), "gated-a-b and one folder: rename an arm"),
-        (
-            ("+fewer_seeds.typo=1",),
-            "fewer_seeds.typo is not an arm of this experiment: use one of baseline, gated, diff",
-        ),
+        (("+fewer_seeds.typo=1",), "fewer_seeds.typo is not an arm of this experiment: use one of baseline, gated, diff"),
         (("compared=[nedle]",), "compared has 'nedle', which is not in metrics: use needle"),
         (("only=nobody-s1",), "use one of baseline-s1, gated-s1"),
         (("launcher=joblib",), "needs the package 'hydra-joblib-launcher': pip install hydra-joblib-launcher"),

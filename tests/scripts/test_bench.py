@@ -77,10 +77,7 @@ def test_the_op_is_what_the_module_hands_to_the_facade(variant: str, monkeypatch
         return
     arm = AttentionArm(cfg, variant, "auto", 12, CPU)
     seen = []
-    with (
-        torch.no_grad(),
-        attention.facade(lambda name, f: lambda *a, **o: seen.append(f(*a, **o)) or seen[-1]),
-    ):
+    with torch.no_grad(), attention.facade(lambda name, f: lambda *a, **o: seen.append(f(*a, **o)) or seen[-1]):
         arm.module(arm.x, *arm.rest)
     outputs = arm.op()
     assert len(outputs) == len(seen) > 0

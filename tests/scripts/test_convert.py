@@ -76,14 +76,7 @@ def test_the_converted_run_is_a_run_and_its_last_line_trains_on(
     assert command[0] == "train.py" and "model.diff.lambda_warmup=200" in command and "optim.beta2=0.9" in command
     assert "optim.lr=0.001" in command  # a tenth
     trained = tmp_path / "trained"
-    more = [
-        f"run_dir={trained}",
-        "steps=30",
-        "model.diff.lambda_warmup=10",
-        "optim.warmup=1",
-        "device=cpu",
-        "log_every=5",
-    ]
+    more = [f"run_dir={trained}", "steps=30", "model.diff.lambda_warmup=10", "optim.warmup=1", "device=cpu", "log_every=5"]
     done = run_command(*[a for a in command if not a.startswith(("steps=", "model.diff.lambda_w", "optim.warm"))], *more)
     assert done.returncode == 0, done.stderr
     assert loss(trained, shards) < loss(source, shards) - 0.05

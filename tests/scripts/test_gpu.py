@@ -68,12 +68,7 @@ def test_a_row_that_fails_stops_nothing_and_says_why(tmp_path: Path, monkeypatch
         raise RuntimeError("CUDA error: an illegal memory access")
 
     measured = []
-    parts = {
-        "bad": lambda: 1 / 0,
-        "good": lambda: measured.append(1) or {"ms": 1.0},
-        "sick": broken,
-        "last": lambda: {},
-    }
+    parts = {"bad": lambda: 1 / 0, "good": lambda: measured.append(1) or {"ms": 1.0}, "sick": broken, "last": lambda: {}}
     monkeypatch.setattr(gpu_stages, "rows_of", lambda stage, data: list(parts.items()))
     assert gpu.run_stage("mfu", tmp_path, "", 60) == gpu.DEVICE_BROKEN
     assert list(rows(tmp_path / "mfu.json")) == ["bad", "good", "sick"]

@@ -219,8 +219,7 @@ def test_prompts_stops_and_files(tmp_path: Path, make_run: Callable[..., Path], 
 
 
 @pytest.mark.parametrize(
-    "model",
-    [{"layers": "d"}, {"layers": "i"}, {"position": "learned", "norm": "layernorm"}, {"layers": "v", "window": 8}],
+    "model", [{"layers": "d"}, {"layers": "i"}, {"position": "learned", "norm": "layernorm"}, {"layers": "v", "window": 8}]
 )
 def test_a_text_depends_on_its_prompt_and_seed_alone(model: dict, make_run: Callable[..., Path], call: Callable) -> None:
     """Batches, padding and neighbours change nothing; the text is what the model generates."""

@@ -131,10 +131,7 @@ def test_a_later_damaged_checkpoint_does_not_displace_the_one_just_written(run: 
     model = Decoder(config("baseline"))
     checkpoint.save(run, 4, model, stepped(model, OptimConfig()), keep=0)
     truncate(run / "checkpoints" / "step_00000004")
-    for step, kept in (
-        (3, ["step_00000001", "step_00000003", "step_00000004"]),
-        (4, ["step_00000001", "step_00000004"]),
-    ):
+    for step, kept in ((3, ["step_00000001", "step_00000003", "step_00000004"]), (4, ["step_00000001", "step_00000004"])):
         checkpoint.save(run, step, model, stepped(model, OptimConfig()), keep=1, staying=[1])
         assert [folder.name for folder in checkpoint.checkpoints(run)] == kept
     assert newest(run) == "step_00000004"

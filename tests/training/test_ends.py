@@ -55,10 +55,7 @@ FULL = "error: the GPU has too little free memory: "
     (
         (TrainConfig(micro_batch=12), "use micro_batch=6, or use activation_checkpointing=true, or end other"),
         (TrainConfig(micro_batch=9), "use micro_batch=3, or use activation_checkpointing=true, or end other"),
-        (
-            TrainConfig(),
-            "set micro_batch= to half of what it is now, or less, or use activation_checkpointing=true, or",
-        ),
+        (TrainConfig(), "set micro_batch= to half of what it is now, or less, or use activation_checkpointing=true, or"),
         (TrainConfig(micro_batch=1, activation_checkpointing=True), "use a smaller model or context, or end other"),
         (EvalConfig(run="runs/a", batch=32), "use batch=16, or end other processes that use the GPU"),
     ),

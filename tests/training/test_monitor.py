@@ -132,12 +132,7 @@ def test_layers_are_evenly_chosen_and_every_variant_of_a_stack_is_seen() -> None
     assert Monitor(Decoder(config("hybrid", layers="bbbd", n_layer=8)), tokens(), layers=None).layers == list(range(8))
     hybrid = Monitor(Decoder(config("hybrid", layers="bbbd", n_layer=8)), tokens(), layers=2)
     assert hybrid.layers == [0, 3, 6, 7]
-    assert {key.split("/")[1] for key in hybrid.read() if key.endswith("/lambda")} == {
-        "layer_3",
-        "layer_7",
-        "mean",
-        "std",
-    }
+    assert {key.split("/")[1] for key in hybrid.read() if key.endswith("/lambda")} == {"layer_3", "layer_7", "mean", "std"}
 
 
 def test_training_does_not_notice() -> None:

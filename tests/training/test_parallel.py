@@ -99,13 +99,7 @@ def group(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
         return run("chain", "checkpoint.every=5", "resume=true", *overrides)
 
     muon = ("model=baseline", "optim=muon")
-    hybrid = (
-        "parallel=hsdp",
-        "shard_processes=2",
-        "micro_batch=1",
-        "checkpoint.sharded=true",
-        "activation_checkpointing=true",
-    )
+    hybrid = ("parallel=hsdp", "shard_processes=2", "micro_batch=1", "checkpoint.sharded=true", "activation_checkpointing=true")
     plan = [
         [1, {"one": ["train", run("one")], "chain 1": ["train_until", [5, *chain()]]}],
         [2, {

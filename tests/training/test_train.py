@@ -72,11 +72,7 @@ def test_a_killed_run_that_is_resumed_is_the_run_that_was_not_killed(whole: Path
     run_dir = tmp_path / "run"
     arguments = train_arguments(shards, run_dir, *WHOLE, "eval_every=10", "monitor.every=5", "checkpoint.every=5")
     process = subprocess.Popen(
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        text=True,
+        [sys.executable, *arguments], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True
     )
     wait_for = random.randrange(2, 16)
     for line in process.stdout:
@@ -110,10 +106,7 @@ def test_two_processes_and_accumulation_give_the_losses_of_one(shards: Path, tmp
     runs = {
         "one": [*train_arguments(shards, tmp_path / "one", *common)],
         "two": [*torchrun, *train_arguments(shards, tmp_path / "two", *common)],
-        "two_accumulating": [
-            *torchrun,
-            *train_arguments(shards, tmp_path / "two_accumulating", *common, "micro_batch=2"),
-        ],
+        "two_accumulating": [*torchrun, *train_arguments(shards, tmp_path / "two_accumulating", *common, "micro_batch=2")],
     }
     for name, arguments in runs.items():
         done = run_command(*arguments)

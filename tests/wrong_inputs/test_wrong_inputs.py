@@ -24,11 +24,7 @@ ROOT = Path(__file__).parents[2]
 FILES = sorted(Path(__file__).parent.glob("*.yaml"))
 TABLE = {command: cases for file in FILES for command, cases in yaml.safe_load(file.read_text()).items()}
 CASES = [(command, typed, says) for command, cases in TABLE.items() for typed, says in cases.items()]
-MODULES = {
-    "train": "train",
-    "prepare": "data.prepare",
-    "report": "eval.report.__main__",
-}
+MODULES = {"train": "train", "prepare": "data.prepare", "report": "eval.report.__main__"}
 SCRIPTS = ("ablate", "bench", "consolidate", "convert", "export", "gpu", "publish", "sample")
 # One case of a command of each folder is typed in a shell, too: a process takes seconds to import torch.
 SHELL = [next(case for case in CASES if case[0] == command) for command in ("train", "prepare", "perplexity", "sample")]
