@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from eval.report.runs import Arm, Run, mixed_precision, trained_tokens
+from eval.report.notes import mixed_precision
+from eval.report.runs import Arm, Run, trained_tokens
 from eval.report.statistics import Difference, geometric_interval, interval, p_text, power_law, size_ratio
 from eval.report.tables import Cell, Contrast, at, contrasts, row_of, si
 

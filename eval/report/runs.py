@@ -5,7 +5,6 @@ import json
 import math
 import os
 import re
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -409,45 +408,3 @@ def _common_label(runs: list[Run]) -> str:
     common = os.path.commonprefix([run.label for run in runs])
     ends = "-_=./ "
     return re.sub(r"(?<![A-Za-z])(s|seed)[-_=]?\d*$", "", common.rstrip(ends)).rstrip(ends) or runs[0].variant
-
-
-def notes(runs: list[Run], arms: list[Arm]) -> list[str]:
-    """Warnings for the reader, one line each: unfinished runs, missing evaluations, unequal training."""
-    kept = [run for arm in arms for run in arm.runs]
-    lines = [line for run in runs for line in _notes_of(run, any(run is other for other in kept))]
-    if len({run.train[-1]["tokens"] for run in kept if run.train}) > 1:
-        lines.append("the runs were trained on different numbers of tokens, so comparing their losses is not fair")
-    if mixed := mixed_precision(kept):
-        lines.append(mixed)
-    seeds = [{run.seed for run in arm.runs} for arm in arms]
-    if any(arm.several for arm in arms) and any(one != seeds[0] for one in seeds):
-        lines.append("the arms have different seeds: a difference is over the seeds that both of its arms have")
-    return lines
-
-
-def mixed_precision(runs: list[Run]) -> str | None:
-    """A note where `dtype=auto` meant different dtypes on the machines of the runs. An older run does not name its dtype."""
-    found = Counter(run.facts["dtype"] for run in runs if "dtype" in run.facts)
-    if len(found) < 2:
-        return None
-    counts = " and ".join(f"{dtype} ({count})" for dtype, count in sorted(found.items()))
-    return f"runs were trained in {counts}, so their differences include those of rounding: set dtype to train all alike"
-
-
-def _notes_of(run: Run, kept: bool) -> list[str]:
-    lines, done = [], run.train[-1]["step"] if run.train else 0
-    left_out = "" if kept else ", and left out of its arm"
-    ended = not run.finished and run.skipped > done  # no loss was finite after the last logged one
-    if not (run.finished or run.diverged or ended):
-        steps = f"at step {done:,} of {run.config['steps']:,}"
-        lines.append(f"{run.label} is not finished, {steps}{left_out}: continue it with resume=true")
-    wanted = ("mqar",) if run.config["data"]["source"] == "mqar" else EVALUATIONS
-    if absent := [name for name in wanted if name not in run.evals]:
-        commands = ", ".join(f"python -m eval.{name} run={run.folder}" for name in absent)
-        lines.append(f"{run.label} has no {', '.join(absent)}: run {commands}")
-    if run.diverged or ended:
-        lines.append(f"{run.label} diverged{left_out}: its training loss is not finite; lower optim.lr and train it again")
-    if old := [name for name, content in run.evals.items() if content.get("step", done) < done]:
-        again = f"run python -m eval.{old[0]} run={run.folder} again"
-        lines.append(f"{run.label} was trained further after {', '.join(old)}: {again}")
-    return lines

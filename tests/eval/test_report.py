@@ -13,8 +13,9 @@ from eval import perplexity
 from eval.report import __main__ as report
 from eval.report import figures
 from eval.report.gallery import drawn_by
+from eval.report.notes import notes
 from eval.report.page import compared
-from eval.report.runs import Arm, arms_of, notes, read_run, read_runs
+from eval.report.runs import Arm, arms_of, read_run, read_runs
 from eval.report.sections import sections
 from eval.report.tables import contrasts, headline_table, verdicts
 from tests.eval.conftest import edit, further
