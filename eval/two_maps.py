@@ -10,14 +10,13 @@ Writes two_maps.json, two_maps.md and figures/two_maps.png.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 from configs import command
-from data.mqar import Mqar, shortest_row
 from eval.common import AblationEvalConfig, figure, progress, write_findings
-from eval.mqar import MqarEvalConfig, accuracy, read_attention, task_of
+from eval.mqar import MqarEvalConfig, accuracy, read_attention, sources_of
 from eval.report.runs import ablation_in, colours_of
 from eval.report.statistics import mean_sd
 from eval.report.tables import markdown
@@ -38,11 +37,10 @@ class TwoMapsConfig(AblationEvalConfig):
 
 def read_run(folder: Path, cfg: TwoMapsConfig) -> Iterator[dict[str, Any]]:
     """A reading of each kept checkpoint of the run in `folder`, oldest first."""
-    own = MqarEvalConfig(run=str(folder), batch=cfg.batch, samples=cfg.samples)
+    own = MqarEvalConfig(run=str(folder), batch=cfg.batch, samples=cfg.samples, shares=[cfg.share])
     for path in checkpoints(folder):
         run = load_run(folder, pick_device(cfg.device), int(path.name.removeprefix("step_")))
-        task = replace(task_of(run, own), distractors=cfg.share)
-        source = Mqar(task, shortest_row(task))
+        (source,) = sources_of(run, own)
         samples = [source.draw("eval", i, own.seed) for i in range(cfg.samples)]
         attention = read_attention(run.model, samples, cfg.batch)
         masses = {name: attention[name]["distractors"] for name in ("map", "map_1", "map_2") if name in attention}

@@ -210,7 +210,7 @@ def attend_union(
     width = values[0].shape[-1]
     widest = -(-max(q.shape[-1], width) // 8) * 8  # CUDA's flash kernel wants multiples of 8
     if backend != "math" and mask.plain and T == S > 0 and not dropout and _flash_takes(q, widest):
-        padded = [cpu.in_line(_widen(x, widest)) for x in (q, *keys, *values)]
+        padded = [_in_line(_widen(x, widest)) for x in (q, *keys, *values)]
         return _Union.apply(q.shape[-1] ** -0.5, *padded)[0][..., :width]
     see, bias = _dense(mask, q, keys[0], sets=n)
     k, v = _joined(keys), _joined(values)  # (B, H, n S, d), (B, H, n S, dv)
@@ -359,6 +359,11 @@ def _widen(x: Tensor, width: int) -> Tensor:
     return x if x.shape[-1] >= width else F.pad(x, (0, width - x.shape[-1]))
 
 
+def _in_line(x: Tensor) -> Tensor:
+    """The flash operators assume a last stride of 1: on a CPU another stride gives wrong results without an error."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 class _Union(torch.autograd.Function):
     """Causal attention over several key sets as a log-sum-exp merge of one flash call per set.
 
@@ -385,7 +390,7 @@ class _Union(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN001
-        grad = cpu.in_line(grad)
+        grad = _in_line(grad)
         q, *sets, out, lse = ctx.saved_tensors
         keys, values = sets[: len(sets) // 2], sets[len(sets) // 2 :]
         grads = [_flash_backward(grad, q, k, v, out, lse, ctx.scale) for k, v in zip(keys, values, strict=True)]

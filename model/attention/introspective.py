@@ -69,7 +69,10 @@ class IntrospectiveAttention(Attention):
     def head_shape(self, cfg: AttentionConfig) -> Heads:
         heads = max(1, cfg.n_head // 2) if self.options.heads is None else self.options.heads or cfg.n_head
         _check(self.options, cfg, heads)
-        kv_heads = 1 if cfg.n_kv_head == 1 else heads * cfg.n_kv_head // cfg.n_head
+        kv_heads = max(1, heads * cfg.n_kv_head // cfg.n_head)
+        if heads % kv_heads:
+            wrong = f"{heads} heads per path cannot share {kv_heads} key heads equally"
+            raise ValueError(f"{wrong}: use model.introspective.heads={kv_heads}")
         return Heads(heads, kv_heads, cfg.head_dim, cfg.d_model // heads)
 
     def make_parameters(self, cfg: AttentionConfig, layer: int) -> None:

@@ -280,7 +280,7 @@ def test_a_second_text_of_one_name_needs_a_name_and_a_moved_text_does_not(make_r
 
 def test_a_text_that_is_no_file_names_its_own_option(make_run, refused):
     wrong = refused(perplexity, f"run={make_run('a')}", "text=/dev/null")
-    assert wrong.endswith("correct its path")
+    assert wrong.endswith("correct text=") and "path=" not in wrong
 
 
 def test_another_tokenizer_is_refused(make_run, refused, tmp_path):

@@ -254,6 +254,8 @@ def test_a_union_calls_flash_itself_only_where_sdpa_would(
 
 
 def test_an_eager_flex_is_compiled_for_more_shapes_than_torch_compiles_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.nn.attention.flex_attention import flex_attention
+
     shapes, real = [], torch.compile
 
     def compiler(graph: torch.fx.GraphModule, inputs: list) -> torch.fx.GraphModule:
@@ -262,7 +264,7 @@ def test_an_eager_flex_is_compiled_for_more_shapes_than_torch_compiles_by_itself
 
     monkeypatch.setattr(torch, "compile", lambda *args, **options: real(*args, **options, backend=compiler))
     torch._dynamo.reset()
-    compiled, mask = flex._compiled.__wrapped__(), Mask(window=9)
+    compiled, mask = flex._compiled.__wrapped__(flex_attention), Mask(window=9)
     with torch._dynamo.config.patch(recompile_limit=1):  # instead of 8, to save time
         for T in (5, 6, 7):
             q = torch.zeros(1, 1, T, 16)

@@ -77,7 +77,7 @@ def _call(q: Tensor, k: Tensor, v: Tensor, lam: Tensor | None, **others: Tensor 
         shapes = ", ".join(f"{name} {x.dtype} {tuple(x.shape)}" for name, x in (("q", q), ("k", k), ("v", v)))
         raise ValueError(f"queries, keys and values do not fit each other in shape or dtype ({shapes})")
     call = _Call(B, M, C, K, G, T, n, d, v.shape[-1], torch.get_num_threads())
-    tensors = {"q": in_line(q), "k": in_line(k), "v": in_line(v), "lam": lam, **others}
+    tensors = {"q": _in_line(q), "k": _in_line(k), "v": _in_line(v), "lam": lam, **others}
     for name, x in tensors.items():
         if x is not None:
             view = getattr(call, name)
@@ -85,8 +85,7 @@ def _call(q: Tensor, k: Tensor, v: Tensor, lam: Tensor | None, **others: Tensor 
     getattr(native.library(SOURCE), KINDS[q.dtype])(ctypes.byref(call), "grad_out" in others)
 
 
-def in_line(x: Tensor) -> Tensor:
-    """A last stride of 1, which these kernels and torch's flash operators assume without a check."""
+def _in_line(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -110,7 +109,7 @@ def _backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, lam: Tensor | None)
     """Gradients of q, k, v and lam (empty if lam is None), from the gradient of the output."""
     dq, dk, dv, dlam = found = _gradients(grad, q, k, v, lam)
     filled = {"grad_q": dq, "grad_k": dk, "grad_v": dv, "grad_lam": None if lam is None else dlam}
-    _call(q, k, v, lam, grad_out=in_line(grad), **filled)
+    _call(q, k, v, lam, grad_out=_in_line(grad), **filled)
     return found
 
 
