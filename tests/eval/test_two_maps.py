@@ -64,4 +64,4 @@ def test_an_ablation_without_two_maps_is_refused(tmp_path: Path, refused: Callab
     (tmp_path / "results.json").write_text(json.dumps({"eval": "report", "results": [1]}))
     assert "has no results.json of an ablation: give" in refused(two_maps, f"ablation={tmp_path}")
     (tmp_path / "results.json").write_text(json.dumps({"eval": "ablation", "results": {"arms": [arm("baseline")]}}))
-    assert "has no differential arm" in refused(two_maps, f"ablation={tmp_path}")
+    assert "has no finished runs yet" in refused(two_maps, f"ablation={tmp_path}")
