@@ -2,6 +2,7 @@
 
 import re
 import threading
+from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
@@ -41,7 +42,7 @@ def overrides_of(values: dict[str, Any]) -> list[str]:
     """The values as key=value, in Hydra's syntax."""
     words = {True: "true", False: "false", None: "null"}
     plain = {k: words[v] if v is None or isinstance(v, bool) else v for k, v in values.items()}
-    return [quoted(f"{k}={v}") if isinstance(values[k], str) else f"{k}={v}" for k, v in plain.items()]
+    return [quoted(f"{k}={v}") if isinstance(values[k], (str, Path)) else f"{k}={v}" for k, v in plain.items()]
 
 
 def quoted(override: str) -> str:

@@ -33,6 +33,7 @@ def export_tokenizer(tokenizer: Tokenizer, folder: str | Path, context: int) -> 
         "bos_token": eot,
         "eos_token": eot,
         "model_max_length": context,
+        "model_input_names": ["input_ids", "attention_mask"],
         "clean_up_tokenization_spaces": False,
         "split_special_tokens": True,
     }

@@ -86,7 +86,7 @@ def write_experiment(cfg: ConvertConfig, source: LoadedRun, windows: np.ndarray)
     Conversions that an interrupted comparison made are kept. ValueError if the folder has other conversions.
     """
     folder, arms, records, warmup = Path(cfg.run_dir), {}, {}, max(1, cfg.steps // 10)
-    lines = [["arm", "parameters", "largest logit change", "loss before", "loss at step 0", "cost"]]
+    lines = [["arm", "parameters", "largest logit change", "loss before", "loss at step 0", "change of loss"]]
     for name in dict.fromkeys(cfg.arms):
         how, start = ARMS[name], folder / name
         earlier = _read_record(start, how, source, digest(windows)[:16], cfg)
@@ -110,7 +110,7 @@ def write_experiment(cfg: ConvertConfig, source: LoadedRun, windows: np.ndarray)
     text = EXPERIMENT + yaml.safe_dump(experiment, sort_keys=False, width=1000)
     write_atomic(folder / "experiment" / "conversions.yaml", text.encode())
     seeds = [cfg.seed + 1000 + i for i in range(cfg.seeds)]  # not the source's seed: another order of samples
-    arguments = [f"--config-dir={folder}", "experiment=conversions", f"runs={folder}", "name=trained"]
+    arguments = [f"--config-dir={folder}", "experiment=conversions", quoted(f"runs={folder}"), "name=trained"]
     return [*arguments, f"seeds={seeds}".replace(" ", ""), *([f"jobs={cfg.jobs}"] if cfg.jobs else [])]
 
 
@@ -205,7 +205,7 @@ def train_overrides(run: LoadedRun, how: Conversion, more: dict[str, Any]) -> li
         "data.name": name,
     }
     default = flatten(asdict(train_config(overrides_of(values))))
-    read = ("model.", "data.dir", "data.tokenizer.", "data.retrieval.", "optim.", "batch_tokens", "micro_batch")
+    read = ("model.", "data.dir", "data.tokenizer.", "data.retrieval.", "data.mqar.", "optim.", "batch_tokens", "micro_batch")
     for key, value in flatten(config).items():
         if key.startswith(read) and key in default and default[key] != value:
             values[key] = value

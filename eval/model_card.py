@@ -1,6 +1,7 @@
 """README.md of an exported folder: the model, its training data, its results, and how to load it."""
 
 import shlex
+from dataclasses import asdict
 from typing import Any
 
 import yaml
@@ -8,9 +9,10 @@ import yaml
 from configs.composing import overrides_of
 from configs.files import read_json_lines
 from eval.common import run_name, variant
-from eval.records import differing
+from eval.conversions import train_config
 from eval.report.runs import read_json
 from training.checkpoint import LoadedRun
+from training.run import deciding
 
 SHOWN = {"perplexity": ("loss", "ppl", "bits_per_byte"), "needle": ("accuracy",)}  # evaluation: results in the card
 
@@ -27,7 +29,7 @@ def model_card(run: LoadedRun, form: str, load: str) -> str:
     lines = [f"---\n{yaml.safe_dump(head, sort_keys=False)}---", f"# {name}", "", "| | |", "| --- | --- |"]
     lines += [f"| {key} | {value} |" for key, value in rows(run, kind, form).items()]
     lines += ["", "## Load", "", "```python", load, "```"]
-    if command := training_command(run.config):
+    if run.step and (command := training_command(run.config)):
         lines += ["", "## Training", "", "Overrides of the command; paths are left out.", "", "```bash", command, "```"]
     return "\n".join(lines) + "\n"
 
@@ -46,13 +48,14 @@ def rows(run: LoadedRun, kind: str, form: str) -> dict[str, Any]:
     }
     if tokens := last(lines, "tokens"):
         found["tokens"] = f"{tokens:,}"
-    if data := config.get("data"):
+    if run.step and (data := config.get("data")):
         found["data"] = f"{data['name']} (source {data['source']}), tokenizer {run.tokenizer.name}"
     for key, said in (("loss", "training loss"), ("val_loss", "validation loss")):
         if (value := last(lines, key)) is not None:
             found[said] = f"{value:.4f} nats per token"
     found |= evaluations(run)
-    if converted := read_json(run.path / "conversion.json"):
+    converted = read_json(run.path / "conversion.json", "delete it and convert the source again")
+    if converted and {"source", "conversion"} <= converted.keys():
         options = " ".join(f"{key}={value}" for key, value in converted["conversion"].items())
         found["converted from"] = f"{run_name(converted['source'])}: {options}"
     if "seed" in config:
@@ -68,16 +71,18 @@ def evaluations(run: LoadedRun) -> dict[str, str]:
     for name, keys in SHOWN.items():
         content = read_json(run.path / "eval" / f"{name}.json", "delete it and repeat the evaluation")
         if content and content.get("step") == run.step:
-            finite = {key: value for key in keys if (value := content["results"][key]) is not None}
-            found[f"eval.{name}"] = ", ".join(f"{key} {value:.4g}" for key, value in finite.items())
+            results = content.get("results") or {}
+            finite = {key: value for key in keys if (value := results.get(key)) is not None}
+            found |= {f"eval.{name}": ", ".join(f"{key} {value:.4g}" for key, value in finite.items())} if finite else {}
     return found
 
 
 def training_command(config: dict[str, Any]) -> str:
-    """The train.py command with the values that differ from the defaults; "" where the run has no training config."""
+    """The train.py command with the values that differ from train.py's own; "" where the run has no training config."""
     if "model" not in config:
         return ""
-    own = {key: value for key, value in differing(config).items() if not key.endswith(("path", ".dir"))}
+    own, default = deciding(config), deciding(asdict(train_config([])))
+    own = {key: value for key, value in own.items() if default.get(key) != value and not key.endswith("path")}
     return "python train.py " + shlex.join(overrides_of(own))
 
 

@@ -138,7 +138,7 @@ def read_yaml(path: str) -> Any:
     """The content of a YAML file. ValueError if it is missing or damaged."""
     try:
         return yaml.safe_load(Path(path).read_text())
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         said = " ".join(str(error).split())[:100]
         raise ValueError(f"axolotl={path} cannot be read as YAML ({said}): give axolotl's config.yml") from None
 
@@ -160,7 +160,7 @@ def write_settings(config: dict[str, Any], found: Settings, run_dir: Path) -> li
     lines = [f"axolotl    {note}" for note in found.notes]
     if found.unread:
         lines.append(f"axolotl    kept in {path}, not used here: {', '.join(found.unread)}")
-    command = shlex.join([f"run={run_dir}", "to=axolotl", f"out={folder}"])
+    command = shlex.join(overrides_of({"run": run_dir, "to": "axolotl", "out": folder}))
     return [*lines, f"axolotl    python scripts/export.py {command}, then axolotl train {path}"]
 
 
@@ -206,13 +206,13 @@ def next_commands(run: LoadedRun, how: Conversion, source: LoadedRun, more: dict
     """The command that trains further, with the overrides `more`; before it, if needed, the one that prepares data."""
     lines = ["train on   python train.py " + shlex.join(train_overrides(run, how, {"steps": 500} | more))]
     data = run.config["data"]
-    if not Path(data["dir"]).is_dir():
-        words = (
-            "data=text", "path=TEXT", f"data.name={data['name']}", f"data.dir={Path(data['dir'])}",
-            "data.tokenizer.name=hf", f"data.tokenizer.path={source.path}",
-        )  # fmt: skip
-        lines.insert(0, "data first python -m data.prepare " + shlex.join(words))
-    return lines
+    if data["source"] == "mqar" or Path(data["dir"]).is_dir():  # mqar: train.py makes its sequences itself
+        return lines
+    if (source.path / "config.yaml").is_file():
+        return [f"data first prepare the data of {source.path} in {data['dir']} again, or copy its shards there", *lines]
+    tokenizer = {"data.tokenizer.name": "hf", "data.tokenizer.path": source.path}
+    words = ["data=text", "path=TEXT", *overrides_of({"data.name": data["name"], "data.dir": Path(data["dir"])} | tokenizer)]
+    return ["data first python -m data.prepare " + shlex.join(words), *lines]
 
 
 if __name__ == "__main__":

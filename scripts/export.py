@@ -29,9 +29,10 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import train  # noqa: F401  # registers its schema, with which the card compares the run
 from configs import command
 from configs.files import whole_folder, write_json
-from data.tokenizer import SAMPLE, Tokenizer
+from data.tokenizer import SAMPLE, Tokenizer, import_optional
 from data.tokenizer_export import export_tokenizer
 from eval.model_card import model_card
 from model.decoder import Decoder
@@ -122,12 +123,9 @@ def load_lines(found: Export, place: str, tokenizer: bool) -> str:
 
 def upload(folder: Path, repository: str) -> str:
     """Upload the folder to the hub; returns the address. ValueError without package, token, permission or network."""
+    hub = import_optional("huggingface_hub", "push")
     try:
-        from huggingface_hub import HfApi
-    except ModuleNotFoundError:
-        raise ValueError("push needs the package 'huggingface_hub': pip install huggingface_hub") from None
-    try:
-        api = HfApi()
+        api = hub.HfApi()
         api.create_repo(repository, private=True, exist_ok=True)
         api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Export")
     except Exception as error:  # the errors of the hub and of the http library have no common class

@@ -52,7 +52,7 @@ class SampleConfig:
     seed: Annotated[int, "[0, 4294967295]"] = 0  # seed of the first text; text i has seed + i
     samples: Annotated[int, "[1, inf)"] = 1  # texts per prompt
     batch: Annotated[int, "[1, inf)"] = 16  # texts decoded at a time
-    max_tokens: Annotated[int | None, "[1, inf)"] = None  # new tokens at most; None: 256, or what fits into the context
+    max_tokens: Annotated[int | None, "[1, inf)"] = None  # new tokens a text; None: 256, or what fits into the context
     echo: bool = True  # show the prompt, too
     device: str = "auto"  # auto | cpu | cuda
     out: str | None = None  # a JSON file for texts, settings and speed
@@ -154,20 +154,22 @@ class Job:
 
     prompt: str
     tokens: list[int]
+    limit: int  # new tokens at most
     seed: int
     text: Text = field(repr=False)
 
 
-def decode(model: Decoder, jobs: Sequence[Job], limit: int, cfg: SampleConfig) -> Iterator[Speed]:
-    """Write the jobs' texts, up to `limit` tokens each. Yields the speed so far after every new token of the texts."""
+def decode(model: Decoder, jobs: Sequence[Job], cfg: SampleConfig) -> Iterator[Speed]:
+    """Write the jobs' texts. Yields the speed so far after every new token of the texts."""
     speed = Speed()
     for part in batches(jobs, cfg.batch, padding=model.positions is None):
         tokens, keys = pad_left([job.tokens for job in part], device_of(model))
         draws = [torch.Generator().manual_seed(job.seed) for job in part]
+        limit = max(job.limit for job in part)
         steps = model.stream(tokens, limit, cfg.temperature, cfg.top_k, cfg.top_p, draws, keys)
         speed.prompt_tokens += sum(len(job.tokens) for job in part)
         for step in range(limit):
-            growing = [(row, job.text) for row, job in enumerate(part) if job.text.ended is None]
+            growing = [(row, job) for row, job in enumerate(part) if job.text.ended is None]
             if not growing:
                 break
             start = time.perf_counter()
@@ -177,12 +179,11 @@ def decode(model: Decoder, jobs: Sequence[Job], limit: int, cfg: SampleConfig) -
                 speed.new_tokens, speed.seconds = speed.new_tokens + len(growing), speed.seconds + elapsed
             else:
                 speed.prompt_seconds += elapsed
-            for row, text in growing:
-                text.add(new[row])
+            for row, job in growing:
+                job.text.add(new[row])
+                if step + 1 == job.limit:
+                    job.text.end("length")
             yield speed
-        for job in part:
-            job.text.end("length")
-        yield speed
 
 
 def batches(jobs: Sequence[Job], size: int, padding: bool) -> Iterator[Sequence[Job]]:
@@ -192,23 +193,22 @@ def batches(jobs: Sequence[Job], size: int, padding: bool) -> Iterator[Sequence[
         yield from (alike[start : start + size] for start in range(0, len(alike), size))
 
 
-def new_tokens(cfg: SampleConfig, model: Decoder, longest: int) -> int:
-    """The number of tokens to write after prompts of up to `longest` tokens (with the end-of-text token)."""
+def new_tokens(cfg: SampleConfig, model: Decoder, length: int) -> int:
+    """The number of tokens to write after a prompt of `length` tokens (with the end-of-text token)."""
     context = model.cfg.context
-    left = context - longest
+    left = context - length
     if cfg.max_tokens is None:
         if left < 1:
             beyond = "" if model.positions is not None else ", or set max_tokens=N to exceed the context"
             raise ValueError(
-                f"the prompt has {longest} tokens, but the trained context has {context}: shorten the prompt{beyond}"
+                f"the prompt has {length} tokens, but the trained context has {context}: shorten the prompt{beyond}"
             )
         return min(MAX_TOKENS, left)
     if cfg.max_tokens > left:
-        says = f"a prompt of {longest} and {cfg.max_tokens} new tokens exceed the trained context of {context}"
+        says = f"a prompt of {length} and {cfg.max_tokens} new tokens exceed the trained context of {context}"
         if model.positions is not None:
             fix = f"use max_tokens={left}" if left > 0 else "shorten the prompt"
             raise ValueError(f"{says}, and the model has no learned positions after that: {fix}")
-        print(f"note: {says}", file=sys.stderr)
     return cfg.max_tokens
 
 
@@ -250,12 +250,12 @@ def stops_of(cfg: SampleConfig) -> list[str]:
 
 def jobs_of(cfg: SampleConfig, run: LoadedRun) -> list[Job]:
     """One job for each prompt and seed. Every prompt follows an end-of-text token, as a training document does."""
-    stops, eot = stops_of(cfg), run.tokenizer.eot
-    return [
-        Job(prompt, [eot, *run.tokenizer.encode(prompt)], cfg.seed + i, Text(run.tokenizer, stops))
-        for prompt in prompts_of(cfg)
-        for i in range(cfg.samples)
-    ]
+    stops, jobs = stops_of(cfg), []
+    for prompt in prompts_of(cfg):
+        tokens = [run.tokenizer.eot, *run.tokenizer.encode(prompt)]
+        limit = new_tokens(cfg, run.model, len(tokens))
+        jobs += [Job(prompt, tokens, limit, cfg.seed + i, Text(run.tokenizer, stops)) for i in range(cfg.samples)]
+    return jobs
 
 
 def heads_of(jobs: Sequence[Job], echo: bool) -> list[str]:
@@ -270,11 +270,14 @@ def sample(cfg: SampleConfig) -> None:
         raise ValueError("temperature=0 writes the same text every time: use samples=1 or temperature=0.8")
     run = open_run(cfg, task=True)
     jobs = jobs_of(cfg, run)
-    limit = new_tokens(cfg, run.model, max(len(job.tokens) for job in jobs))
+    (read, new), context = max((len(job.tokens), job.limit) for job in jobs), run.model.cfg.context
+    if read + new > context:
+        says = f"a prompt of {read} and {new} new tokens exceed the trained context of {context}"
+        print(f"note: {says}", file=sys.stderr)
     sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character
     screen, speed = Screen(heads_of(jobs, cfg.echo), [job.text for job in jobs]), Speed()
     try:
-        for speed in decode(run.model, jobs, limit, cfg):  # noqa: B007
+        for speed in decode(run.model, jobs, cfg):  # noqa: B007
             screen.update()
     except KeyboardInterrupt:
         print()

@@ -101,7 +101,7 @@ def _training(config: dict[str, Any], how: Conversion) -> dict[str, float]:
             continue
         try:
             value = float(config[theirs])  # YAML reads 1e-4 as a text
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise ValueError(f"axolotl's config says {theirs}: {config[theirs]}: use a number") from None
         found[ours] = int(value) if value.is_integer() else value
     if how.init == "mirror":  # the output projection compensates for the full lambda: no warm-up

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
-HUB_FILES = ["*.json", "*.safetensors"]  # nothing pickled, no code
+HUB_FILES = ["*.json", "model*.safetensors"]  # nothing pickled, no code
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 SAVE_AGAIN = "load it with transformers and save it again with save_pretrained(FOLDER)"
 
@@ -60,8 +60,8 @@ def number(config: dict[str, Any], key: str, defaults: dict[str, float | None], 
     value = config.get(key)
     if value is None and key in defaults:
         return defaults[key]
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"config.json lacks a number for {key}: copy the model's own config.json into the folder")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e300:
+        raise ValueError(f"config.json lacks a finite number for {key}: copy the model's own config.json into the folder")
     if whole and value != value // 1:
         raise ValueError(f"config.json says {key}={value}, not a whole number: copy the model's own config.json")
     return int(value) if whole else value
@@ -117,14 +117,14 @@ class Weights:
 
 
 def _weight_files(path: Path) -> list[Path]:
+    if (path / WEIGHTS).is_file():  # beside an index that a save in parts left, transformers reads this file, too
+        return [path / WEIGHTS]
     if (path / INDEX).is_file():
         try:
             names = set(json.loads((path / INDEX).read_text())["weight_map"].values())
             return [path / Path(name).name for name in sorted(names)]
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise ValueError(f"{path / INDEX} is damaged: {SAVE_AGAIN}") from None
-    if not (path / WEIGHTS).is_file():
-        pickled = [file.name for file in (*path.glob("*.bin"), *path.glob("*.pt"), *path.glob("*.pth"))]
-        wrong = f"only pickled weights ({pickled[0]}), which can run code when loaded" if pickled else f"no {WEIGHTS}"
-        raise ValueError(f"{path} has {wrong}: {SAVE_AGAIN}")
-    return [path / WEIGHTS]
+    pickled = [file.name for file in (*path.glob("*.bin"), *path.glob("*.pt"), *path.glob("*.pth"))]
+    wrong = f"only pickled weights ({pickled[0]}), which can run code when loaded" if pickled else f"no {WEIGHTS}"
+    raise ValueError(f"{path} has {wrong}: {SAVE_AGAIN}")

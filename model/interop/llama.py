@@ -115,7 +115,8 @@ def _rope(config: dict[str, Any], kinds: tuple[str, ...]) -> tuple[float, RopeSc
     kind = rope.get("rope_type", rope.get("type", "default"))
     kind = "none" if kind == "default" else kind
     if kind not in kinds or rope.get("partial_rotary_factor", 1) != 1:
-        plain = " or ".join(k.replace("none", "default") for k in kinds)
+        kind, *known = (k.replace("none", "default") for k in (kind, *kinds))
+        plain = " or ".join(known)
         raise ValueError(
             f"config.json asks for {kind} RoPE ({json.dumps(rope)}), but our decoder has only {plain} RoPE, over the "
             "whole width of a head, for this model: use another model"

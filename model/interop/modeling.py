@@ -75,7 +75,8 @@ class VariantForCausalLM(PreTrainedModel, GenerationMixin):
             past_key_values = DynamicCache()
         cache = None if past_key_values is None else _Cache(past_key_values, self.config.num_hidden_layers)
         S = input_ids.shape[1] + (cache.length if cache else 0)
-        rows = torch.arange(S - logits_to_keep, S, device=input_ids.device) if logits_to_keep else None
+        first = max(S - logits_to_keep, S - input_ids.shape[1])
+        rows = torch.arange(first, S, device=input_ids.device) if logits_to_keep else None
         logits = self.decoder(input_ids, cache=cache, keys=self._keys(attention_mask), rows=rows)
         loss = None
         if labels is not None:

@@ -23,10 +23,6 @@ def unavailable(d=0, dv=0):
 
 class cpu:
     KINDS, missing = (), unavailable
-
-
-def attend_diff(*_):
-    raise ValueError(unavailable())
 '''
 
 

@@ -62,6 +62,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: edit(folder, rope_parameters={"rope_type": "linear", "factor": 0}), "factor=0 is out of range",
     ),
     "a rope without a number": (lambda folder: edit(folder, rope_parameters={"rope_theta": "x"}), "number for rope_theta"),
+    "a rope beyond numbers": (lambda folder: edit(folder, rope_parameters={"rope_theta": 10**400}), "finite number for rope"),
     "a rope that is a list": (lambda folder: edit(folder, rope_parameters=[1]), "says rope_parameters=[1]"),
     "windows without a number": (
         lambda folder: edit(folder, architectures=["Qwen2ForCausalLM"], num_hidden_layers="x"), "number for num_hidden",
@@ -83,7 +84,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "a tensor too many": (lambda folder: edit(folder, num_hidden_layers=2), "does not ask for (model.layers.2"),
     "another vocabulary": (lambda folder: edit(folder, vocab_size=99), "embedding.weight is (61, 32), not (99, 32)"),
     "heads that do not divide": (lambda folder: edit(folder, num_key_value_heads=3), "does not divide"),
-    "no number": (lambda folder: edit(folder, hidden_size="wide"), "a number for hidden_size"),
+    "no number": (lambda folder: edit(folder, hidden_size="wide"), "a finite number for hidden_size"),
     "half a unit": (lambda folder: edit(folder, intermediate_size=56.5), "intermediate_size=56.5, not a whole number"),
     "a billion layers": (
         lambda folder: edit(folder, architectures=["Qwen2ForCausalLM"], num_hidden_layers=10**9), "n_layer=1000000000 is out",
@@ -118,6 +119,9 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text("[]")
     with pytest.raises(ValueError, match="index.json is damaged"):
         read_folder(tmp_path)
+    theirs("gpt2").save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text("[]")  # left by an earlier save in parts
+    assert read_folder(tmp_path)[0].n_layer == 2
 
 
 def test_names_of_the_hub(llama_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

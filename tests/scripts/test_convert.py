@@ -121,7 +121,7 @@ def test_without_its_text_a_run_is_compared_on_random_tokens(source: Path, tmp_p
     printed = call(f"source={alone}", f"run_dir={tmp_path / 'out'}", "debug=true", "prompt=the quick")
     record = json.loads((tmp_path / "out" / "conversion.json").read_text())
     assert record["text"] == "random tokens" and "loss" not in record and record["change"]["max_logit"] < 1e-4
-    assert "python -m data.prepare" in printed and str(tmp_path / "gone") in printed
+    assert f"data first prepare the data of {alone} in {tmp_path / 'gone'} again" in printed
     assert "no folder" in call(f"source={alone}", f"run_dir={tmp_path / 'c'}", "what=compare")
 
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 import train  # noqa: F401  # registers its schema
 from configs.composing import compose_job
@@ -21,7 +22,7 @@ from scripts import export
 from scripts.export import load_lines
 from tests.variants import config
 from training import checkpoint
-from training.run import TrainConfig
+from training.run import TrainConfig, deciding
 
 transformers = pytest.importorskip("transformers", reason="needs the package transformers")
 pytestmark = pytest.mark.usefixtures("remote_code")
@@ -66,6 +67,7 @@ def test_a_run_becomes_a_folder_of_transformers(variant: str, asked: tuple, form
     x = torch.arange(30)[None]
     torch.testing.assert_close(logits(out, x), model(x).detach(), rtol=0, atol=1e-5)
     tokenizer = transformers.AutoTokenizer.from_pretrained(out, trust_remote_code=True)
+    assert set(tokenizer("a")) == {"input_ids", "attention_mask"}  # generate() refuses what the model does not take
     assert tokenizer(SAMPLE)["input_ids"] == list(SAMPLE.encode()) and tokenizer.eos_token_id == 256
     assert json.loads((out / "config.json").read_text())["eos_token_id"] == 256
 
@@ -120,14 +122,16 @@ def test_the_card_says_what_the_model_is(call, tmp_path: Path) -> None:
 
 
 def test_the_cards_command_trains_what_was_trained() -> None:
-    """Commas, quotes and braces are texts to the shell and to Hydra."""
+    """Commas, quotes and braces are texts to the shell and to Hydra; train.py's own groups change some defaults."""
     given = {"seed": 3, "data": {"source": "text", "name": "sea, wind", "column": "it's {x}", "split": "null"}}
     config = asdict(TrainConfig())
+    config["data"]["tokenizer"]["name"] = "gpt2"
     config |= given | {"data": config["data"] | given["data"]}
     program, script, *overrides = shlex.split(training_command(config))
     assert (program, script) == ("python", "train.py")
     found = compose_job("train", overrides)
     assert {"seed": found.seed, "data": {key: found.data[key] for key in given["data"]}} == given
+    assert deciding(OmegaConf.to_container(found)) == deciding(config)
 
 
 def test_a_folder_is_pushed_and_the_token_is_not_shown(call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -258,7 +258,7 @@ def test_out_holds_texts_settings_and_speed(tmp_path: Path, make_run: Callable[.
     assert all(part in done.stderr for part in (f"{speed['new_tokens']} tokens after", "tokens/s", "step 4, cpu"))
 
 
-def test_the_trained_context_is_the_limit(make_run: Callable[..., Path], call: Callable) -> None:
+def test_the_trained_context_is_the_limit(tmp_path: Path, make_run: Callable[..., Path], call: Callable) -> None:
     rope, learned = make_run("rope"), make_run("learned", position="learned", norm="layernorm")
     for run in (rope, learned):
         model = checkpoint.load_run(run).model
@@ -266,6 +266,9 @@ def test_the_trained_context_is_the_limit(make_run: Callable[..., Path], call: C
         assert sample.new_tokens(SampleConfig(run="", max_tokens=54), model, 10) == 54
         refused = call(run=run, prompt="x" * 64)
         assert "the prompt has 65 tokens, but the trained context has 64: shorten" in refused.stderr
+    both = call(run=rope, prompt=[">" * 60, ">"], temperature=0, out=tmp_path / "both.json")
+    assert both.returncode == 0
+    assert [len(s["tokens"]) for s in json.loads((tmp_path / "both.json").read_text())["results"]["samples"]] == [3, 62]
     beyond = call(run=rope, prompt="123456789", max_tokens=80)
     assert beyond.returncode == 0
     assert "note: a prompt of 10 and 80 new tokens exceed the trained context of 64" in beyond.stderr
