@@ -157,6 +157,8 @@ def explain(error: BaseException, schema: type) -> str:
         return "a group (model=, size=, data=, optim=) takes a name, not a number, as in size=124m: --help lists the names"
     if "'hydra/sweeper/optuna'" in text:
         return "sweep=optuna needs the package 'hydra-optuna-sweeper': pip install hydra-optuna-sweeper"
+    if other := re.match(r"In 'experiment/(.*?)': Could not override '(.*?)'", text):
+        return f"experiment={other[1]} sets {other[2]}=, which this command does not have: give it to train.py"
     text = text.split("full_key:")[0] if key is None else f"{key}: {str(cause).split('full_key:')[0]}"
     return " ".join(text.split())
 

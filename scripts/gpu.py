@@ -51,7 +51,7 @@ if importlib.util.find_spec("hydra") is None:
 
 import torch
 
-from configs.files import write_json
+from configs.files import FolderLock, write_json
 from configs.provenance import result_record
 from scripts import gpu_stages
 from scripts.gpu_tools import kernel_compiler
@@ -94,6 +94,13 @@ def main(arguments: list[str]) -> int:
         return 0
     if "run" in options:
         return run_stage(options["run"], out, options["data"], float(options["seconds"]))
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        lock = FolderLock(out, "measures for it")  # two commands on one card time each other
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    lock.note(f"process {os.getpid()}")
     share, sound = float(options["minutes"]) / 25, True
     named = [name for name in options["stages"].split(",") if name]
     for done, stage in enumerate(named or LIMITS):

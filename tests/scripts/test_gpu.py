@@ -13,6 +13,7 @@ import torch
 import yaml
 
 from configs import CONFIG_DIR
+from configs.files import FolderLock
 from scripts import gpu, gpu_stages, gpu_tiles, gpu_tools
 from tests.conftest import run_command
 
@@ -61,6 +62,13 @@ def test_the_command_needs_only_torch_and_skips_what_is_done(tmp_path: Path, cap
     assert done.returncode == 0 and "environment: 9 rows, 0 failed" in done.stdout, done.stdout + done.stderr
     assert rows(tmp_path / "environment.json")["versions"]["torch"] == torch.__version__
     assert gpu.main(list(options)) == 0 and "done before" in capsys.readouterr().out
+
+
+def test_two_commands_do_not_measure_at_once(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    lock = FolderLock(tmp_path, "measures for it")
+    assert gpu.main([f"out={tmp_path}", "stages=environment"]) == 2
+    assert f"{tmp_path} is in use" in capsys.readouterr().err and not list(tmp_path.glob("*.json"))
+    lock.release()
 
 
 def test_a_row_that_fails_stops_nothing_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
