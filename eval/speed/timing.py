@@ -19,6 +19,7 @@ from eval.common import progress
 from training.metrics import memory_gb, status_gb
 
 LEAST_SECONDS = 0.02  # of one timing; a shorter work is repeated within the timing
+GROWTHS = 5  # calls whose memory is measured
 # Errors that make a row "not measured", with the error as its reason. Triton's own, such as OutOfResources, do so too; they are
 # known by their module, because Triton is not imported here.
 UNAVAILABLE = (ValueError, RuntimeError, ImportError, OSError, OmegaConfBaseException)
@@ -114,7 +115,8 @@ def peak_growth(work: Work, device: torch.device) -> float | None:
     """Peak memory in MB that a call of `work` adds to the memory in use; None on a system that does not report it.
 
     On a CPU this is the resident memory of the process, in whole pages, and other threads count: call it in a process that
-    does nothing else. A first call is not measured, because it allocates memory that stays.
+    does nothing else. The allocator's part of it changes from call to call by several percent, so it is the median of
+    GROWTHS calls. A first call is not measured, because it allocates memory that stays.
     """
     work()
     if device.type == "cuda":
@@ -125,12 +127,15 @@ def peak_growth(work: Work, device: torch.device) -> float | None:
         return (torch.cuda.max_memory_allocated() - before) / 1e6
     if status_gb("VmHWM") is None:
         return None
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # else work could use memory that was freed but kept, uncounted
-    Path("/proc/self/clear_refs").write_text("5")  # sets the peak to the memory resident now (man 5 proc)
-    before = status_gb("VmRSS")
-    work()
-    return max(0.0, 1e3 * (status_gb("VmHWM") - before))
+    growths = []
+    for _ in range(GROWTHS):
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # else work could use memory that was freed but kept, uncounted
+        Path("/proc/self/clear_refs").write_text("5")  # sets the peak to the memory resident now (man 5 proc)
+        before = status_gb("VmRSS")
+        work()
+        growths.append(max(0.0, 1e3 * (status_gb("VmHWM") - before)))
+    return median(growths)
 
 
 # ---------------------------------------- table
