@@ -125,16 +125,16 @@ def numbers(content: Any) -> Iterator[float]:
         yield content
 
 
-@pytest.mark.parametrize("study", ("main", "main_controls", "noise", "emergence"))
+@pytest.mark.parametrize("study", ("main", "main_controls", "main_paths", "noise", "emergence"))
 def test_published_numbers_follow_from_published_records(
     study: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: Typed
 ) -> None:
     """The command of docs/RESULTS.md that trains nothing gives the study's published differences and intervals."""
     monkeypatch.setattr(Results, "draw", lambda self, folder: [])  # no figure is compared
-    experiment, controls = study.removesuffix("_controls"), study.endswith("_controls")
+    experiment, _, part = study.partition("_")
+    asked = f"experiment={experiment} " + (f"runs=runs/{part} " if part else "seeds=")
     lines = (ROOT / "docs" / "RESULTS.md").read_text().replace("\\\n", " ").splitlines()
-    commands = [line for line in lines if f"experiment={experiment} " in line and "run=false" in line]
-    (command,) = (line for line in commands if ("runs=runs/controls" in line) == controls)
+    (command,) = (line for line in lines if asked in line and "run=false" in line)
     typed("scripts/ablate.py", *shlex.split(command)[2:], f"runs={tmp_path}")
     made, kept = tmp_path / experiment, ROOT / "docs" / "results" / study
     again, published = (json.loads((folder / "results.json").read_text())["results"] for folder in (made, kept))
