@@ -1,20 +1,22 @@
 """A run of a study as the commands that make it, train.py and then evaluations, with the configurations of both."""
 
+import copy
 import functools
 import importlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
-from configs import USER_ERRORS, explain
+from configs import CONFIG_DIR, USER_ERRORS, explain
 from configs.composing import compose_job, key_of, quoted
 from configs.files import write_json
 from configs.provenance import ROOT
@@ -235,28 +237,50 @@ def evaluation_config(name: str, *overrides: str) -> dict[str, Any]:
     return OmegaConf.to_container(compose_job(name, ["run=none", *overrides]), resolve=True)
 
 
-@functools.cache
-def composed(overrides: tuple[str, ...], recorded: Vocabulary | None = None) -> tuple[DictConfig, DecoderConfig]:
-    """train.py's configuration, and its model configuration with the values that come from the data.
+def train_config(overrides: Sequence[str], own: Sequence[str] = (), recorded: Vocabulary | None = None) -> TrainConfig:
+    """The configuration of a run as in its config.yaml. own: overrides of single values outside of the model.
 
-    recorded: the vocabulary of earlier runs, for data that are not on this machine. Composing takes tenths of a second. The
-    caller must have imported train.py, which registers the schema.
+    recorded: the vocabulary of earlier runs, for data that are not on this machine. The caller must have imported train.py,
+    which registers the schema.
     """
-    cfg = compose_job("train", list(overrides))
+    return copy.deepcopy(_train_config(tuple(overrides), tuple(own), recorded))
+
+
+@functools.cache
+def _train_config(overrides: tuple[str, ...], own: tuple[str, ...], recorded: Vocabulary | None) -> TrainConfig:
+    cfg, model = _composed(overrides, recorded)
+    plain: TrainConfig = OmegaConf.to_object(_with_values(cfg, own))
+    plain.model = model
+    return plain
+
+
+@functools.cache
+def _composed(overrides: tuple[str, ...], recorded: Vocabulary | None) -> tuple[DictConfig, DecoderConfig]:
+    """train.py's configuration, and its model configuration with the values that come from the data."""
+    groups = tuple(override for override in overrides if _chooses_group(override))
+    cfg = _with_values(_chosen(groups), [override for override in overrides if override not in groups])
     plain: TrainConfig = OmegaConf.to_object(cfg)
     known = recorded and not prepared(plain.data)
     return cfg, fill_model(plain.model, recorded if known else open_tokenizer(plain.data))
 
 
-def train_config(overrides: Sequence[str], own: Sequence[str] = (), recorded: Vocabulary | None = None) -> TrainConfig:
-    """The configuration of a run as in its config.yaml. own: overrides of single values outside of the model."""
-    composed_cfg, model = composed(tuple(overrides), recorded)
-    cfg = composed_cfg.copy()
-    for override in OverridesParser.create().parse_overrides(list(own)):
-        OmegaConf.update(cfg, override.key_or_group, override.value())
-    plain: TrainConfig = OmegaConf.to_object(cfg)
-    plain.model = replace(model)
-    return plain
+@functools.cache
+def _chosen(groups: tuple[str, ...]) -> DictConfig:
+    """train.py's configuration with these choices, for which Hydra takes tenths of a second."""
+    return compose_job("train", list(groups))
+
+
+def _chooses_group(override: str) -> bool:
+    """Whether the override names a file of a group (model=diff) or may do so, rather than set a value."""
+    key = key_of(override)
+    return "/" in key or "@" in key or ("." not in key and (override[0] in "+~" or (CONFIG_DIR / key).is_dir()))
+
+
+def _with_values(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
+    """A copy of `cfg` with the values of the overrides, set as Hydra sets them."""
+    cfg = cfg.copy()
+    ConfigLoaderImpl._apply_overrides_to_config(OverridesParser.create().parse_overrides(list(overrides)), cfg)
+    return cfg
 
 
 def read_epochs(cfg: TrainConfig) -> float:

@@ -106,7 +106,7 @@ class Study:
         self.seeds = seed_list(cfg.seeds)
         self.texts = Texts()
         self._known: dict[str, PlannedRun] = {}
-        self._configs: dict[str, TrainConfig] = {}  # an arm's own; making one takes tenths of a second
+        self._configs: dict[str, TrainConfig] = {}  # an arm's own
         tuning.check(cfg.tune, self.seeds)
         if cfg.tune.at is not None and cfg.tune.at not in cfg.grid:
             raise ValueError(
@@ -134,13 +134,13 @@ class Study:
             raise ValueError(f"arm {arm.name}: {explain(error, TrainConfig)}") from None
 
     def _run(self, arm: Arm, seed: int, name: str, more: list[str], evaluations: list[list[str]]) -> PlannedRun:
-        """The run `name`, made once because composing a configuration takes tenths of a second."""
+        """The run `name`, made once."""
         if name in self._known:
             return self._known[name]
         folder = self.folder / name
-        own = merged(more, [f"seed={seed}", quoted(f"run_dir={folder}"), "resume=true"])
-        config, flops = self._config(arm, own), arm.facts["flops_per_token"]
-        overrides, cfg = merged(arm.overrides, own), self.cfg
+        config = replace(self._config(arm, merged(more, ["resume=true"])), seed=seed, run_dir=str(folder))
+        overrides = merged(arm.overrides, more, [f"seed={seed}", quoted(f"run_dir={folder}"), "resume=true"])
+        flops, cfg = arm.facts["flops_per_token"], self.cfg
         run = PlannedRun(arm.name, seed, folder, overrides, config, evaluations, flops, cfg.spikes, self.texts)
         run.take_over(self.records.get(name))
         self._known[name] = run
