@@ -171,7 +171,8 @@ def measure(
         prompt = torch.tensor([source.tokenizer.encode(cfg.prompt)], device=device)
         room = min(40, model.cfg.context - prompt.shape[1])
         if not prompt.numel() or room < 1:
-            raise ValueError(f"prompt='{cfg.prompt}' leaves no room in {model.cfg.context} tokens: give prompt=A WORD")
+            wrong = f"leaves no room in {model.cfg.context} tokens" if prompt.numel() else "has no token that the model knows"
+            raise ValueError(f"prompt='{cfg.prompt}' {wrong}: give another prompt")
         found["sample"] = [source.tokenizer.decode(m.generate(prompt, room)[0].tolist()) for m in both]
     model.cpu()
     return found
