@@ -42,6 +42,7 @@ from eval.common import (
     mean_se,
     open_run,
     pad_right,
+    plus_minus,
     progress,
     run_name,
     write_result,
@@ -300,10 +301,10 @@ def main(cfg: AttentionNoiseConfig) -> None:
     for reading in READINGS:
         mean = results[reading]["mean"]
         print(
-            f"{said}: {reading:8} answer {mean['answer']:.3f} ± {mean['answer_se']:.3f}, "
-            f"noise {mean['noise']:.3f} ± {mean['noise_se']:.3f} ({len(cfg.depths)} depths of {cfg.samples} samples)"
+            f"{said}: {reading:8} answer {plus_minus(mean['answer'], mean['answer_se'])}, "
+            f"noise {plus_minus(mean['noise'], mean['noise_se'])} ({len(cfg.depths)} depths of {cfg.samples} samples)"
         )
-    sink = ", ".join(f"{part['share']:.3f} ± {part['se']:.3f} (T={size})" for size, part in results["sink"].items())
+    sink = ", ".join(f"{plus_minus(part['share'], part['se'])} (T={size})" for size, part in results["sink"].items())
     print(
         f"{said}: entropy {results['entropy']['mean']:.3f} nats, negative mass {results['negative']['mean']:.3f}, sinks {sink}"
     )

@@ -177,9 +177,14 @@ def progress(what: str, total: int) -> tqdm:
 
 
 def mean_se(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
-    """Mean and its standard error (0 for a single value)."""
+    """Mean and its standard error (nan, which is null in JSON, for a single value)."""
     values = np.asarray(values, dtype=np.float64)
-    return float(values.mean()), float(values.std(ddof=1) / math.sqrt(len(values))) if len(values) > 1 else 0.0
+    return float(values.mean()), float(values.std(ddof=1) / math.sqrt(len(values))) if len(values) > 1 else math.nan
+
+
+def plus_minus(value: float, se: float, form: str = ".3f") -> str:
+    """`value` ± `se` in the format `form`, or the value alone where its error is not known (nan)."""
+    return f"{value:{form}}" if math.isnan(se) else f"{value:{form}} ± {se:{form.removeprefix('+')}}"
 
 
 # Results

@@ -29,7 +29,7 @@ from scipy import stats
 
 from configs import command
 from data.tokenizer import Tokenizer
-from eval.common import GREY, Axes, claim_result, figure, mean_se, open_run, progress, write_result
+from eval.common import GREY, Axes, claim_result, figure, mean_se, open_run, plus_minus, progress, write_result
 from eval.icl_tasks import ARRANGEMENTS, Episode, Example, IclConfig, Task, arrange, check, draw_episode, load_task, spelled_out
 from eval.needles import trained_digits
 from eval.scoring import Job, score_jobs
@@ -237,9 +237,9 @@ def main(cfg: IclConfig) -> None:
     said = write_result(run, cfg, file, results, draw)
     chance = f"chance {results['chance']:.3f}"
     for row in results["shots"]:
-        print(f"{said}: {task.name}, {row['shots']} shots: accuracy {row['accuracy']:.3f} ± {row['se']:.3f} ({chance})")
+        print(f"{said}: {task.name}, {row['shots']} shots: accuracy {plus_minus(row['accuracy'], row['se'])} ({chance})")
     if order := results["order"]:
-        margins = ", ".join(f"{how} {order[how]['margin']:.3f} ± {order[how]['margin_se']:.3f}" for how in ARRANGEMENTS)
+        margins = ", ".join(f"{how} {plus_minus(order[how]['margin'], order[how]['margin_se'])}" for how in ARRANGEMENTS)
         print(
             f"{said}: best minus worst of {order['orders']} orders of {order['shots']} demonstrations: {margins} "
             f"(guessing {order['guessing']:.3f})"

@@ -39,6 +39,7 @@ from eval.common import (
     figure,
     mean_se,
     open_run,
+    plus_minus,
     progress,
     write_result,
 )
@@ -263,7 +264,7 @@ def main(cfg: MqarEvalConfig) -> None:
     results = evaluate(run, cfg)
     said = write_result(run, cfg, "mqar", results, draw)
     for what, rows in {"as trained": results["shares"], **results.get("altered", {})}.items():
-        found = ", ".join(f"{row['percent']} % {row['accuracy']:.3f} ± {row['se']:.3f}" for row in rows)
+        found = ", ".join(f"{row['percent']} % {plus_minus(row['accuracy'], row['se'])}" for row in rows)
         print(f"{said}: {what}: {found}")
     for row in results["attention"]:
         maps = [name for name in ("map", "map_1", "map_2") if name in row]

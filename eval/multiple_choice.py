@@ -27,7 +27,7 @@ import numpy as np
 from omegaconf import MISSING
 
 from configs import command
-from eval.common import GREY, EvalConfig, claim_result, figure, mean_se, open_run, progress, write_result
+from eval.common import GREY, EvalConfig, claim_result, figure, mean_se, open_run, plus_minus, progress, write_result
 from eval.scoring import score
 from training.checkpoint import LoadedRun
 
@@ -173,9 +173,9 @@ def main(cfg: MultipleChoiceConfig) -> None:
     file, about = claim_result("multiple_choice", cfg, lambda: [spelled_out(whole)])
     results = evaluate(run, questions, cfg.batch) | about
     said = write_result(run, cfg, file, results, draw)
-    accuracies = ", ".join(f"{metric} {results[metric]:.4f} ± {results[f'{metric}_se']:.4f}" for metric in METRICS)
+    accuracies = ", ".join(f"{metric} {plus_minus(results[metric], results[f'{metric}_se'], '.4f')}" for metric in METRICS)
     print(
-        f"{said}: {accuracies}, loss {results['loss']:.4f} ± {results['loss_se']:.4f} "
+        f"{said}: {accuracies}, loss {plus_minus(results['loss'], results['loss_se'], '.4f')} "
         f"({results['samples']:,} questions, chance {results['chance']:.3f}, {results['truncated']:,} cut, "
         f"{results['skipped']:,} left out)"
     )

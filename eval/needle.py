@@ -28,7 +28,7 @@ from typing import Annotated, Any
 import numpy as np
 
 from configs import command
-from eval.common import INK, Axes, claim_result, figure, haystack, mean_se, open_run, progress, write_result
+from eval.common import INK, Axes, claim_result, figure, haystack, mean_se, open_run, plus_minus, progress, write_result
 from eval.needle_styles import STYLES
 from eval.needles import NeedleGridConfig, Query, check_grid, needle_contexts
 from eval.scoring import continue_greedily, score
@@ -124,11 +124,15 @@ def default_lengths(run: LoadedRun, hay: np.ndarray, cfg: NeedleConfig) -> list[
 
 
 def summary(cells: list[dict[str, Any]]) -> dict[str, float | None]:
-    """Mean accuracy of cells, its standard error, and the mean rank accuracy where it is measured."""
+    """Mean accuracy of cells, its standard error, and the mean rank accuracy where it is measured.
+
+    The error is nan where a cell has a single context (null in JSON).
+    """
+    errors = [math.nan if cell["se"] is None else cell["se"] for cell in cells]
     ranks = [cell["rank_accuracy"] for cell in cells if cell.get("rank_accuracy") is not None]
     return {
         "accuracy": float(np.mean([cell["accuracy"] for cell in cells])),
-        "se": math.sqrt(sum(cell["se"] ** 2 for cell in cells)) / len(cells),
+        "se": math.sqrt(sum(error**2 for error in errors)) / len(cells),
         "rank_accuracy": float(np.mean(ranks)) if ranks else None,
     }
 
@@ -178,7 +182,8 @@ def heatmap(ax: Axes, seeds: list[list[dict[str, Any]]], context: int | None) ->
             look = {"ha": "center", "color": "white" if cell["accuracy"] < 0.6 else INK}
             weight = "bold" if position == y[-1] else "normal"
             ax.text(column, position + 0.02, f"{cell['accuracy']:.2f}", va="bottom", weight=weight, **look)
-            ax.text(column, position + 0.08, f"± {cell['se']:.2f}", va="top", fontsize=8, **look)
+            if not math.isnan(cell["se"]):
+                ax.text(column, position + 0.08, f"± {cell['se']:.2f}", va="top", fontsize=8, **look)
     trained = sum(length <= (context or max(lengths)) for length in lengths)
     label = f"context (tokens); n = {seeds[0][0]['samples']} a cell, ± standard error"
     if trained < len(lengths):
@@ -224,7 +229,7 @@ def main(cfg: NeedleConfig) -> None:
     for pair in results["pairs"]:
         rank = f", ranked first {pair['rank_accuracy']:.3f}" if pair["rank_accuracy"] is not None else ""
         print(
-            f"{said}: N={pair['needles']} R={pair['asked']} accuracy {pair['accuracy']:.3f} ± {pair['se']:.3f}"
+            f"{said}: N={pair['needles']} R={pair['asked']} accuracy {plus_minus(pair['accuracy'], pair['se'])}"
             f"{rank} ({len(results['cells']) // len(results['pairs'])} cells of {cfg.samples} samples)"
         )
 

@@ -44,6 +44,7 @@ from eval.common import (
     logits_in_parts,
     mean_se,
     open_run,
+    plus_minus,
     progress,
     write_result,
 )
@@ -171,14 +172,15 @@ def split_hits(windows: np.ndarray, n: int, vocab_size: int, frequent: np.ndarra
 
 def ratio_se(sums: np.ndarray, counts: np.ndarray) -> dict[str, float | int | None]:
     """Mean loss per token, its standard error over windows (of a ratio, linearised: Cochran 1977, equation 2.45), and the
-    number of tokens, from each window's summed loss (n,) and count of tokens (n,). Loss and error are None for 0 tokens.
+    number of tokens, from each window's summed loss (n,) and count of tokens (n,). Loss and error are None for 0 tokens;
+    the error of a single window is nan.
     """
     tokens, n = int(counts.sum()), len(sums)
     if not tokens:
         return {"loss": None, "se": None, "tokens": 0}
     mean = float(sums.sum() / tokens)
     spread = float(((sums - mean * counts) ** 2).sum())
-    return {"loss": mean, "se": math.sqrt(spread * n / max(1, n - 1)) / tokens, "tokens": tokens}
+    return {"loss": mean, "se": math.sqrt(spread * n / (n - 1)) / tokens if n > 1 else math.nan, "tokens": tokens}
 
 
 def by_octave(sums: np.ndarray, counts: np.ndarray) -> dict[str, float | None]:
@@ -264,12 +266,12 @@ def main(cfg: PerplexityConfig) -> None:
     results["recall"]["rare_at_most"] = None if frequent is None else rare_at_most(cfg)
     said = write_result(run, cfg, file, results | about, draw)
     print(
-        f"{said}: loss {results['loss']:.4f} ± {results['se']:.4f}, ppl {results['ppl']:.2f}, "
+        f"{said}: loss {plus_minus(results['loss'], results['se'], '.4f')}, ppl {results['ppl']:.2f}, "
         f"{results['bits_per_byte']:.4f} bits/byte ({results['tokens']:,} tokens, windows of {length})"
     )
     recall = results["recall"]
     parts = [
-        f"{part} {recall[part]['loss']:.4f} ± {recall[part]['se']:.4f} ({recall[part]['tokens']:,} tokens)"
+        f"{part} {plus_minus(recall[part]['loss'], recall[part]['se'], '.4f')} ({recall[part]['tokens']:,} tokens)"
         for part in ("hit", "other", "rare_hit", "frequent_hit")
         if part in recall and recall[part]["tokens"]
     ]

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from configs import command
-from eval.common import Axes, batches, device_of, figure, haystack, mean_se, open_run, progress, write_result
+from eval.common import Axes, batches, device_of, figure, haystack, mean_se, open_run, plus_minus, progress, write_result
 from eval.needles import NeedleGridConfig, Query, check_grid, needle_contexts
 from eval.outliers import maps_that_fit
 from eval.perplexity import claim_windows, digest, token_losses
@@ -146,9 +146,9 @@ def main(cfg: QuantizationConfig) -> None:
     results = evaluate(run, windows, needles(run, cfg), cfg) | about
     said = write_result(run, cfg, file, results, draw)
     for row in results["bits"]:
-        changes = [f"loss {row['loss_change']:+.4f} ± {row['loss_change_se']:.4f}"]
+        changes = [f"loss {plus_minus(row['loss_change'], row['loss_change_se'], '+.4f')}"]
         if "accuracy" in row:
-            changes.append(f"needle {row['accuracy_change']:+.3f} ± {row['accuracy_change_se']:.3f}")
+            changes.append(f"needle {plus_minus(row['accuracy_change'], row['accuracy_change_se'], '+.3f')}")
         print(f"{said}: {row['bits']} bits: {', '.join(changes)} ({len(windows)} windows)")
 
 

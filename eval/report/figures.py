@@ -181,7 +181,8 @@ def _share(arm: Arm, reading: str, what: str, seeds: bool) -> tuple[float, float
     means = [results[reading]["mean"] for results in arm.results("attention_noise")]
     values = [mean[what] for mean in means]
     if len(values) == 1:
-        half = math.nan if seeds else 1.96 * means[0][f"{what}_se"]
+        se = means[0][f"{what}_se"]  # None for a single sample
+        half = math.nan if seeds or se is None else 1.96 * se
         return values[0], half, half
     mean = float(np.mean(values))
     return mean, mean - min(values), max(values) - mean

@@ -70,6 +70,8 @@ def averaged(results: list[Any]) -> Any:
                 for key in first}  # fmt: skip
     if isinstance(first, list) and len({len(r) for r in results}) == 1:
         return [averaged(list(items)) for items in zip(*results, strict=True)]
+    if None in results:  # the standard error of a single sample
+        return None
     if isinstance(first, float) or (isinstance(first, int) and len(set(results)) > 1):
         return float(np.mean(results))
     return first
