@@ -51,7 +51,10 @@ def attempt(build: Callable[[], Any]) -> Any:
 
 
 def time_in_turn(measure: str, rows: list[Row], works: list[Work | str], rounds: int, device: torch.device) -> None:
-    """Time the works in turn, and fill in `measure` of every row. A string in `works` says why its row has no work."""
+    """Time the works in turn, and fill in `measure` of every row. A string in `works` says why its row has no work.
+
+    A work that fails in a later round, for example for lack of memory, leaves its row without times; the others go on.
+    """
     ready = []
     for row, work in zip(rows, works, strict=True):
         repeats = work if isinstance(work, str) else attempt(partial(warm_up, work, device))
@@ -62,8 +65,15 @@ def time_in_turn(measure: str, rows: list[Row], works: list[Work | str], rounds:
             row.seconds[measure] = []
     with progress(measure, rounds) as bar:
         for _ in range(rounds):
-            for row, work, repeats in ready:
-                row.seconds[measure].append(seconds_of(work, repeats, device))
+            for one in list(ready):
+                row, work, repeats = one
+                taken = attempt(partial(seconds_of, work, repeats, device))
+                if isinstance(taken, str):
+                    row.not_measured[measure] = taken
+                    del row.seconds[measure]
+                    ready.remove(one)
+                else:
+                    row.seconds[measure].append(taken)
             bar.update()
     for row, _, _ in ready:
         row.ratio[measure] = median(paired_ratios(row, ready[0][0], measure))

@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from pathlib import Path
 
 import pytest
@@ -122,6 +123,20 @@ def test_rows_are_timed_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     timing.time_in_turn("m", rows, works, 3, CPU.device)
     assert "".join(calls) == "AA" + "BB" + "AB" * 3  # warm-up, then the rounds
     assert rows[2].not_measured == {"m": "out of order"} and "m" not in rows[2].seconds
+
+
+def test_a_work_that_fails_in_a_later_round_leaves_the_others_their_times() -> None:
+    calls = iter(range(100))
+
+    def fails() -> None:
+        time.sleep(0.03)  # one call a round
+        if next(calls) >= 3:  # after two calls to warm up and one round
+            raise RuntimeError("out of memory")
+
+    rows = [Row({"name": name}) for name in "AB"]
+    timing.time_in_turn("m", rows, [fails, lambda: time.sleep(0.03)], 3, CPU.device)
+    assert rows[0].not_measured == {"m": "out of memory"} and not rows[0].seconds and not rows[0].ratio
+    assert len(rows[1].seconds["m"]) == 3 and rows[1].ratio == {"m": 1.0}
 
 
 def test_an_error_of_triton_makes_its_row_unavailable_and_a_bug_ends_the_bench() -> None:
