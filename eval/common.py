@@ -1,5 +1,6 @@
 """What all evaluations share: opening a run, the tokens to test on, the result file and the style of the figures."""
 
+import functools
 import glob
 import hashlib
 import io
@@ -310,12 +311,16 @@ def colour(variant: str) -> str:
 
 def variant(config: dict[str, Any]) -> str:
     """A model's name: the most specific file of configs/model that fits it, or its layer pattern where no file fits."""
-    files = sorted((CONFIG_DIR / "model").glob("*.yaml"))
-    groups = {path.stem: yaml.safe_load(path.read_text()) or {} for path in files}
-    fitting = {name: group for name, group in groups.items() if _fits(config["model"], group)}
+    fitting = {name: group for name, group in _model_files().items() if _fits(config["model"], group)}
     if not fitting:
         return f"layers={config['model'].get('layers')}"
     return max(fitting, key=lambda name: len(str(fitting[name])))
+
+
+@functools.cache
+def _model_files() -> dict[str, Any]:
+    files = sorted((CONFIG_DIR / "model").glob("*.yaml"))
+    return {path.stem: yaml.safe_load(path.read_text()) or {} for path in files}
 
 
 def _fits(values: dict[str, Any], wanted: dict[str, Any]) -> bool:

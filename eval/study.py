@@ -249,7 +249,7 @@ def train_config(overrides: Sequence[str], own: Sequence[str] = (), recorded: Vo
 @functools.cache
 def _train_config(overrides: tuple[str, ...], own: tuple[str, ...], recorded: Vocabulary | None) -> TrainConfig:
     cfg, model = _composed(overrides, recorded)
-    plain: TrainConfig = OmegaConf.to_object(_with_values(cfg, own))
+    plain: TrainConfig = OmegaConf.to_object(_with_values(cfg, own) if own else cfg)
     plain.model = model
     return plain
 

@@ -138,7 +138,7 @@ class Study:
         if name in self._known:
             return self._known[name]
         folder = self.folder / name
-        config = replace(self._config(arm, merged(more, ["resume=true"])), seed=seed, run_dir=str(folder))
+        config = replace(self._config(arm, more), seed=seed, run_dir=str(folder), resume=True)
         overrides = merged(arm.overrides, more, [f"seed={seed}", quoted(f"run_dir={folder}"), "resume=true"])
         flops, cfg = arm.facts["flops_per_token"], self.cfg
         run = PlannedRun(arm.name, seed, folder, overrides, config, evaluations, flops, cfg.spikes, self.texts)
