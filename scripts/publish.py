@@ -96,10 +96,9 @@ def shorten(path: Path, leave_out_curves: bool) -> None:
     """Take this machine's folders out of a JSON's configuration, and shorten what it says of the course of training.
 
     Records have the curves already, and seven digits of every number; without records a run keeps as many points of its
-    training loss as a record has. Beside records the JSON is written without indentation, which would be a third of it.
+    training loss as a record has. The JSON is written without indentation, which would be up to a third of it.
     """
     content = json.loads(path.read_text())
-    before = json.dumps(content)
     for key in ("config", "runs"):  # a report has the configurations of its runs
         if key in content:
             content[key] = without_folders(content[key])
@@ -111,8 +110,7 @@ def shorten(path: Path, leave_out_curves: bool) -> None:
             run["losses"] = thinned(run["losses"], run["run"])
     if leave_out_curves:
         content = rounded(content)
-    if json.dumps(content) != before:
-        write_json(path, content, indent=0 if leave_out_curves else 1)
+    write_json(path, content, indent=0)
 
 
 def without_folders(config: Any) -> Any:
