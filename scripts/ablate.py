@@ -335,7 +335,7 @@ class Study:
             return
         print(f"{run.folder}: {ending}", flush=True)
         if team.stopping:
-            raise SystemExit(128 + team.stopping)
+            team.leave()
 
     # Results
 

@@ -10,12 +10,13 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 
 from configs.provenance import ROOT
 from training.metrics import clock
+from training.signals import ENDING, REQUEUING, leave
 
 REPORT_EVERY = 60  # seconds between two lines of progress
 
@@ -41,7 +42,10 @@ class Job(Protocol):
 
 
 class Team:
-    """The processes that run now; a signal to this process stops them, and train.py then leaves a checkpoint."""
+    """The processes that run now; a signal to this process stops them, and train.py then leaves a checkpoint.
+
+    SIGINT and SIGTERM do so, and SIGUSR1 and SIGUSR2 if a launcher handles them.
+    """
 
     def __init__(self) -> None:
         self.stopping = 0  # number of the signal that stopped the team; 0: none
@@ -78,7 +82,10 @@ class Team:
                 return
 
     def __enter__(self) -> "Team":
-        self._before = {number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._before = {number: signal.getsignal(number) for number in (*ENDING, *REQUEUING)}
+        for number, handler in self._before.items():
+            if number in ENDING or callable(handler):
+                signal.signal(number, self._stop)
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -90,12 +97,16 @@ class Team:
         for process in list(self._running):
             process.terminate()
 
+    def leave(self) -> NoReturn:
+        """End this process after a signal, when all others have ended; a launcher's handler queues the job again first."""
+        leave(self.stopping, self._before[self.stopping])
+
 
 def run_jobs(chains: Sequence[Sequence[Job]], jobs: int | None, name: str, total: int) -> None:
     """Run chains of jobs, `jobs` chains at a time (None: one per GPU, one on a CPU); the jobs of a chain one by one.
 
     After a failure no further chain starts; the chains that run finish, and then the first failure is raised. A signal
-    stops all jobs and raises SystemExit.
+    stops all jobs, and then ends this process.
     """
     gpus = visible_gpus()
     jobs = jobs if jobs is not None else max(1, len(gpus))
@@ -124,7 +135,7 @@ def run_jobs(chains: Sequence[Sequence[Job]], jobs: int | None, name: str, total
             progress.tick()
     if team.stopping:
         print(f"{name}: stopped; repeat the command to continue", flush=True)
-        raise SystemExit(128 + team.stopping)
+        team.leave()
     if failures:
         raise failures[0]
 

@@ -2,9 +2,10 @@
 
 SIGTERM and SIGINT: at the next step at which all processes exchange their signals, the run writes a checkpoint and exits with
 code 143 or 130. SIGHUP: the run writes a checkpoint and continues, so a lost terminal does not end training (if SIGHUP is
-ignored, as under nohup, it stays ignored). SIGUSR1 and SIGUSR2: if a launcher handles them (submitit does, to queue the job
-again), the run writes a checkpoint and then calls the launcher's handler. The process ends at once, without a new checkpoint,
-if a second signal asks it to end, or if training makes no progress for `PATIENCE` seconds after a signal.
+ignored, as under nohup, it stays ignored). SIGUSR1 and SIGUSR2, of which Slurm can send one before it takes the machine away:
+as SIGTERM, with codes 138 and 140; if a launcher handles them (submitit does, to queue the job again), its handler is called
+after the checkpoint. The process ends at once, without a new checkpoint, if a second signal asks it to end, or if training
+makes no progress for `PATIENCE` seconds after a signal.
 """
 
 import contextlib
@@ -30,7 +31,7 @@ REQUEUING = tuple(getattr(signal, name) for name in ("SIGUSR1", "SIGUSR2") if ha
 HANGUP = (signal.SIGHUP,) if hasattr(signal, "SIGHUP") else ()
 PATIENCE = 60.0  # seconds that a step may take after a signal
 LOOK_EVERY = 1.0  # seconds between two looks at the progress
-AGREE_EVERY = 5.0  # seconds between steps at which several processes exchange their signals: launchers kill 30 s after one
+AGREE_EVERY = 5.0  # seconds between two exchanges of signals by several processes: launchers kill 30 s after a signal
 ECHO = 1.0  # seconds within which one request may arrive twice: from a terminal, and forwarded by a launcher
 
 Result = TypeVar("Result")
@@ -43,6 +44,13 @@ class Interrupted(Exception):
 def in_sweep() -> bool:
     """Whether this process trains several runs one after the other (Hydra's -m)."""
     return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
+
+
+def leave(number: int, handler: Any) -> NoReturn:
+    """End the process after signal `number`: call the launcher's handler if it has one, then exit with 128 + `number`."""
+    if number in REQUEUING and callable(handler):
+        handler(number, None)
+    raise SystemExit(128 + number)  # ends a sweep too
 
 
 class Signals:
@@ -63,7 +71,7 @@ class Signals:
     def __enter__(self) -> "Signals":
         self._before = {number: signal.getsignal(number) for number in (*ENDING, *REQUEUING, *HANGUP)}
         for number, handler in self._before.items():
-            if number in ENDING or (number in REQUEUING and callable(handler)):
+            if number in ENDING or (number in REQUEUING and handler != signal.SIG_IGN):
                 signal.signal(number, self._end)
             elif number in HANGUP and handler != signal.SIG_IGN:
                 signal.signal(number, self._save)
@@ -158,10 +166,8 @@ class Signals:
         return ending, saving or bool(ending)
 
     def leave(self, number: int) -> NoReturn:
-        """End the process after signal `number`: call the launcher's handler if there is one, then exit with 128 + `number`."""
-        if number in REQUEUING and callable(handler := self._before[number]):
-            handler(number, None)
-        raise SystemExit(128 + number)  # ends a sweep too
+        """End the process after signal `number`."""
+        leave(number, self._before[number])
 
     def end_sweep(self) -> None:
         """After a run that is done: leave if a signal asked to end, and a sweep would train its next run in this process.

@@ -11,44 +11,72 @@ import pytest
 from tests.conftest import ROOT, Typed, train_arguments
 from tests.faults.ends import slow, started, until
 from tests.faults.runs import ending
+from tests.scripts.test_ablate import SCRIPT, toy
 
 submitit = pytest.importorskip("submitit")
 
 
-class Training:
+class Command:
     """What hydra-submitit-launcher queues: a command line that is queued again as it is."""
 
     def __call__(self, arguments: list[str]) -> None:
         import train
+        from scripts import ablate
 
         slow()
         sys.argv = arguments
-        train.main()
+        (train if arguments[0] == "train.py" else ablate).main()
 
     def checkpoint(self, arguments: list[str]) -> Any:
         return submitit.helpers.DelayedSubmission(self, arguments)
 
 
-def test_a_preempted_job_is_queued_again_and_goes_on(
-    shards: Path, tmp_path: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture(autouse=True)
+def _preempted_by_usr1(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("PYTHONPATH", ":".join(path for path in (str(ROOT), *sys.path) if path))
     monkeypatch.setenv("SUBMITIT_PREEMPT_SIGNAL", "USR1")
+
+
+def queued(folder: Path, arguments: list[str]) -> Any:
+    executor = submitit.LocalExecutor(folder)
+    executor.update_parameters(timeout_min=5)
+    return executor.submit(Command(), arguments)
+
+
+def children(process: int) -> list[int]:
+    return [int(number) for number in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+
+
+def test_a_preempted_job_is_queued_again_and_goes_on(shards: Path, tmp_path: Path, typed: Typed) -> None:
 
     def command(name: str) -> list[str]:
         return train_arguments(shards, tmp_path / name, "steps=16", "checkpoint.every=0", "resume=true")
 
     assert typed(*command("whole")).returncode == 0
-    executor = submitit.LocalExecutor(tmp_path / "jobs")
-    executor.update_parameters(timeout_min=2)
-    job = executor.submit(Training(), command("queued"))
-    until(started(tmp_path / "queued"))
-    controller = job._process.pid
-    task = Path(f"/proc/{controller}/task/{controller}/children").read_text()
-    os.kill(int(task), signal.SIGUSR1)  # as Slurm does before it takes the machine away
+    job = queued(tmp_path / "jobs", command("queued"))
+    until(started(tmp_path / "queued"), limit=150)
+    (task,) = children(job._process.pid)
+    os.kill(task, signal.SIGUSR1)  # as Slurm does before it takes the machine away
     job.result()
     assert "Requeued job" in job.stdout()
     left = [path.name for path in sorted((tmp_path / "queued" / "checkpoints").iterdir())]
     assert len(left) == 2 and left[0] < left[1] == "step_00000016"  # the first is that of the signal
     assert ending(tmp_path / "queued") == ending(tmp_path / "whole")
+
+
+def test_a_preempted_job_of_an_ablation_stops_its_training_first(shards: Path, tmp_path: Path) -> None:
+    """Slurm signals all processes of a job: the ablation's own, which queues the job again, and that of its train.py."""
+    arms = {"baseline": ["model=baseline"]}
+    job = queued(tmp_path / "jobs", [SCRIPT, *toy(shards, tmp_path, arms, "seeds=1", "only=baseline-s1")])
+    log = tmp_path / "toy" / "logs" / "baseline-s1.log"
+    until(lambda: log.is_file() and "step  2/16" in log.read_text(), limit=150)
+    (task,) = children(job._process.pid)
+    (training,) = children(task)
+    for process in (task, training):
+        os.kill(process, signal.SIGUSR1)
+    job.result()
+    assert "Requeued job" in job.stdout()
+    stopped, again = log.read_text().split("$ python")[1:]
+    assert "stopped by SIGUSR1" in stopped and "step  1/16" not in again and "done after step 16" in again
+    assert (tmp_path / "toy" / "records" / "baseline-s1.jsonl").is_file()
