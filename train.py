@@ -129,7 +129,7 @@ def train(cfg: TrainConfig, world: World, ends: ExitStack) -> float:
     watch = Stopwatch(log.seconds_before if log else 0.0)  # training time only: paused in evaluation and saving
     pace = Pace(world.device)
     step, logged, seconds = first, first, watch.seconds
-    done = first or None  # the last step that was evaluated and saved, as a resumed run has its first step
+    done = first or None  # last step that was evaluated and saved: in a resumed run its first step
     if first == 0:
         model.set_step(0)  # so that the reading at step 0 shows the first value of a lambda with a warm-up
 

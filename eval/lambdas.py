@@ -98,7 +98,8 @@ def main(cfg: LambdasConfig) -> None:
     rows = list(rows_of(arms, folder, records_of(folder, Path(cfg.records) / folder.name)))
     if not rows:
         wrong = f"{folder} has no run folder and no record with a reading of lambda"
-        raise ValueError(f"{wrong}: train a differential arm with train=[monitor.every=100]")
+        fix = "repeat the ablation with a differential arm and name=OTHER records=none 'train=[\"monitor.every=100\"]'"
+        raise ValueError(f"{wrong}: {fix}")
     shades = colours_of(arms)
     write_findings("lambdas", cfg, {"rows": rows}, table(folder.name, rows), lambda path: draw(path, rows, shades))
 

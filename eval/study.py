@@ -102,7 +102,7 @@ class PlannedRun:
         if self.diverged or self.record:
             return []
         overrides, trunk = self.overrides, self.config.branch_from
-        if trunk and trunk_ended_early(Path(trunk), self.config):  # it has diverged since this run was planned
+        if trunk and trunk_ended_early(Path(trunk), self.config):  # the trunk has diverged since this run was planned
             overrides = [override for override in overrides if key_of(override) != "branch_from"]
         commands = [] if self.trained else [[str(ROOT / "train.py"), *overrides]]
         return commands + [
@@ -205,7 +205,7 @@ def other_setting(found: Mapping[str, Any], name: str, *overrides: str) -> str |
     default, wanted = evaluation_config(name), evaluation_config(name, *overrides)
     had, asked = (settings_of({"config": config}) for config in ({**default, **found}, wanted))
     if name == "harness" and set(asked.get("tasks", ())) <= set(had.get("tasks", ())):
-        had |= {key: asked.get(key) for key in ("tasks", "include_path")}  # it may have the tasks of another command, too
+        had |= {key: asked.get(key) for key in ("tasks", "include_path")}  # the result may have other commands' tasks, too
     keys = [key for key in (had | asked) if key not in ("device", "batch")]
     return next((key for key in keys if had.get(key) != asked.get(key)), None)
 

@@ -5,17 +5,18 @@
 If the second map cancelled noise that the first map has, the masses of the two maps on the distractors would be correlated.
 For each arm and checkpoint: accuracy, each map's share of mass on the distractors and that correlation, as eval.mqar measures
 them at one share of distractors, over the arm's runs. Arms without a second map have the mass of their one map. The runs must
-be of an ablation on data=mqar whose checkpoints were kept: train=[checkpoint.every=100,checkpoint.keep=0].
+be of an ablation on data=mqar whose checkpoints were kept: 'train=["checkpoint.every=100","checkpoint.keep=0"]'.
 Writes two_maps.json, two_maps.md and figures/two_maps.png.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 from configs import command
-from eval.common import AblationEvalConfig, figure, progress, write_findings
+from eval.common import AblationEvalConfig, figure, plus_minus, progress, write_findings
 from eval.mqar import MqarEvalConfig, accuracy, read_attention, sources_of
 from eval.report.runs import ablation_in, colours_of
 from eval.report.statistics import mean_sd
@@ -23,7 +24,7 @@ from eval.report.tables import markdown
 from training.checkpoint import checkpoints, load_run
 from training.distributed import pick_device
 
-FIX = "train differential arms with train=[checkpoint.every=100,checkpoint.keep=0]"
+FIX = """repeat the ablation with name=OTHER records=none 'train=["checkpoint.every=100","checkpoint.keep=0"]'"""
 READ = {"map": "mass of the map", "map_1": "mass of map 1", "map_2": "mass of map 2", "correlation": "correlation"}
 
 
@@ -80,9 +81,7 @@ def table(name: str, cfg: TwoMapsConfig, arms: list[dict[str, Any]]) -> str:
 
 
 def _number(found: dict[str, Any] | None) -> str:
-    if found is None:
-        return "n/a"
-    return f"{found['mean']:.3f}" + ("" if found["sd"] is None else f" ± {found['sd']:.3f}")
+    return "n/a" if found is None else plus_minus(found["mean"], math.nan if found["sd"] is None else found["sd"])
 
 
 def draw(path: Path, arms: list[dict[str, Any]], shades: dict[str, str]) -> None:
@@ -118,7 +117,7 @@ def main(cfg: TwoMapsConfig) -> None:
             steps = [over_runs(list(found)) for found in zip(*runs.values(), strict=True)]
             arms.append({"arm": arm["name"], "runs": runs, "steps": steps})
     if not any("map_2" in row for arm in arms for row in arm["steps"]):
-        raise ValueError(f"{folder} has no differential arm: {FIX}")
+        raise ValueError(f"{folder} has no differential arm: use model=diff for one of its arms")
     text, shades = table(folder.name, cfg, arms), colours_of(study)
     write_findings("two_maps", cfg, {"arms": arms}, text, lambda path: draw(path, arms, shades))
 

@@ -180,7 +180,7 @@ class Decoder(nn.Module):
         for step in range(max_new_tokens):
             logits = self(new, cache=cache, keys=keys, rows=None if step else last)[:, -1].float()  # (B, V)
             if not step and not logits.isfinite().all():
-                raise ValueError("the model's logits are not finite: its training diverged, use an earlier checkpoint")
+                raise ValueError("the model's logits are not finite: its training diverged, so use another model")
             drawn = _choose(logits, temperature, top_k, top_p, generator)  # (B,)
             if stop:
                 drawn = torch.where(ended, new[:, -1], drawn)

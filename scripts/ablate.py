@@ -276,7 +276,7 @@ class Study:
             )
         left = [run for run in runs if run.left()]
         waiting = self.planned() - len(runs)
-        untuned = f" (not counted: {waiting} of arms that are not tuned yet)" if waiting else ""
+        untuned = f" (not counted: {waiting} run{'s' * (waiting > 1)} of arms that are not tuned yet)" if waiting else ""
         print(f"{self.name}: {len(runs)} runs, {len(runs) - len(left)} of them finished{untuned}", flush=True)
         arm_of = {arm.name: arm.arm for arm in self.arms}
         chains: dict[Any, list[PlannedRun]] = {}

@@ -137,7 +137,7 @@ def not_written(folder: Path, reason: object) -> ValueError:
     """The error to raise if a checkpoint could not be written."""
     full = getattr(reason, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or "os error" in str(reason)
     kept = "; the checkpoint before it is kept" if checkpoints(folder.parent.parent) else ""
-    fix = "free space" if full else "remove this cause"
+    fix = "free space" if full else "correct that"
     return ValueError(f"{folder} could not be written ({reason}){kept}: {fix}, then use resume=true")
 
 
@@ -255,7 +255,8 @@ def load_run(run: str | Path, device: str | torch.device = "cpu", step: int | No
     try:
         model, step = newest(path, use, fatal=(NotFinite,)) if step is None else use(of_step(path, step))
     except NotFinite as error:
-        raise ValueError(f"{error}: evaluate an earlier step, or train again with a lower optim.lr") from None
+        fix = "train again with a lower optim.lr, or delete that checkpoint to evaluate the one before it"
+        raise ValueError(f"{error}: {fix}") from None
     return LoadedRun(model.to(device).eval(), load_tokenizer(path), config, step, path)
 
 

@@ -24,7 +24,7 @@ from training.distributed import World
 
 KINDS = ("ddp", "fsdp", "hsdp")
 KEEP_INPUTS = "ban_recompute_materialized_backward"  # torch's option to keep all inputs of matrix products, private
-GRAPHS = 128  # for one piece of code: the models of a bench, or the layers of a split model
+GRAPHS = 128  # most compiled versions of one piece of code: one for each model of a bench, or layer of a split model
 
 
 def compile_steps(model: nn.Module) -> nn.Module:

@@ -35,7 +35,7 @@ class Saver:
         self.group = dist.new_group(backend="gloo") if cfg.sharded and world.size > 1 else None
         self.thread = ThreadPoolExecutor(1, "checkpoint")
         self.writing: Future | None = None
-        self.folder = run_dir  # of the checkpoint that was begun last
+        self.folder = run_dir  # folder of the checkpoint begun last; before the first one the run's
         for left in run_dir.glob(f"checkpoints/{PARTIAL}*") if world.main else ():  # by processes that were killed
             shutil.rmtree(left)
 

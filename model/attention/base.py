@@ -164,7 +164,7 @@ class Attention(nn.Module):
         return Heads(cfg.n_head, cfg.n_kv_head, cfg.head_dim, cfg.head_dim)
 
     def make_parameters(self, cfg: AttentionConfig, layer: int) -> None:
-        """Make parameters and submodules. Another order changes the last bits of sums over them, as of the gradient norm."""
+        """Make parameters and submodules. Sums over them (gradient norm) run in this order: another one changes last bits."""
         self.make_projections(cfg)
         self.make_out(cfg)
 
@@ -255,7 +255,7 @@ class Attention(nn.Module):
 
     def _mask(self, mask: Mask | Tensor | None, context: Tensor | None, cache: LayerCache | None) -> Mask:
         if mask is None:
-            # Anew in every pass, as what a mask keeps belongs to one: torch.export would leave tensors without content in it.
+            # A new Mask in every pass: it keeps that pass's tensors, and torch.export would leave empty ones in a shared Mask.
             mask = Mask(causal=context is None)
         elif isinstance(mask, Tensor):
             # As in torch's SDPA: without the causal rule.

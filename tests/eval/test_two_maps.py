@@ -56,7 +56,7 @@ def test_every_kept_checkpoint_is_read(tmp_path: Path, call: Callable[..., None]
     (tmp_path / "diff-s1" / "checkpoints" / "step_00000002").rename(tmp_path / "elsewhere")
     assert "checkpoints of the steps [2, 4]" in refused(two_maps, f"ablation={tmp_path}", "samples=1")
     (tmp_path / "results.json").write_text(json.dumps({"eval": "ablation", "results": {"arms": [arm("diff", "diff-s3")]}}))
-    assert "no checkpoints: train differential arms" in refused(two_maps, f"ablation={tmp_path}")
+    assert "no checkpoints: repeat the ablation with name=OTHER records=none" in refused(two_maps, f"ablation={tmp_path}")
 
 
 def test_an_ablation_without_two_maps_is_refused(tmp_path: Path, refused: Callable[..., str]) -> None:

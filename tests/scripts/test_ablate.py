@@ -164,7 +164,7 @@ def test_tuning_makes_equal_arms_equal(shards: Path, other_text: Path, tmp_path:
 
     # An arm without trials: its run is missing, too.
     untuned = call(*arguments, "run=false", '+arms.extra=["model=diff"]')
-    assert "3 runs, 3 of them finished (not counted: 1 of arms that are not tuned yet)" in untuned
+    assert "3 runs, 3 of them finished (not counted: 1 run of arms that are not tuned yet)" in untuned
     assert "partial: 1 run is missing" in untuned
 
     # Nothing of another study is there: run=false says so, and trains nothing.
