@@ -72,7 +72,7 @@ class AblateConfig:
     tune: TuneConfig = field(default_factory=TuneConfig)
     launcher: LauncherConfig = field(default_factory=LauncherConfig)
     seeds: Any = 3  # a number N, for the seeds 1 to N, or a list of seeds
-    fewer_seeds: dict[str, int] = field(default_factory=dict)  # arm -> number of seeds, for arms that get fewer
+    fewer_seeds: Annotated[dict[str, int], "[1, inf)"] = field(default_factory=dict)  # arm -> its number of seeds
     train: list[str] = field(default_factory=list)  # more overrides for all runs; those of an arm or a point win
     name: str | None = None  # None: EXPERIMENT, or EXPERIMENT_TIER if the tier's name does not begin with cpu
     runs: str = "runs/ablate"  # folder with one subfolder per experiment
