@@ -174,10 +174,9 @@ class Loader:
         self.per_rank = batch // world
         self.micro_batch = micro_batch or self.per_rank
         if self.per_rank % self.micro_batch:
-            raise ValueError(
-                f"{self.per_rank} samples per process do not divide into micro batches of {self.micro_batch}: "
-                f"use a micro batch that divides {self.per_rank}"
-            )
+            wrong = f"{self.per_rank} samples per process do not divide into micro batches of {self.micro_batch}"
+            fitting = next(n for n in range(min(self.micro_batch, self.per_rank), 0, -1) if self.per_rank % n == 0)
+            raise ValueError(f"{wrong}: use micro_batch={fitting}")
         self.micros = self.per_rank // self.micro_batch
 
     def samples(self, step: int, micro: int = 0) -> range:

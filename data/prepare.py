@@ -92,7 +92,7 @@ class Split:
         return {"tokens": self.tokens, "documents": self.documents, "bytes": self.bytes, "shards": shards}
 
 
-def prepare(cfg: DataConfig, *, verify: bool = False, quiet: bool = False) -> dict:
+def prepare(cfg: DataConfig, *, verify: bool = False) -> dict:
     """Tokenize what `cfg` names into `cfg.dir` and return its meta.json; a finished set is checked and left as it is.
 
     Raises ValueError or FileNotFoundError in one line. Shards finished before an error or an interruption are kept, and
@@ -105,13 +105,12 @@ def prepare(cfg: DataConfig, *, verify: bool = False, quiet: bool = False) -> di
     folder = Path(cfg.dir)
     meta, before = read_meta(folder), ""
     if meta is None:
-        meta = Preparation(cfg, folder, request, quiet).run(corpus)
+        meta = Preparation(cfg, folder, request).run(corpus)
     else:
         refuse_other_request(folder, meta.get("request"), request)
         check_folder(folder, verify=verify)
         before = " is already prepared and verified" if verify else " is already prepared"
-    if not quiet:
-        print(f"{folder}{before}: {_describe(meta)}")
+    print(f"{folder}{before}: {_describe(meta)}")
     return meta
 
 
@@ -131,8 +130,8 @@ def check_folder(folder: str | Path, *, verify: bool = False) -> None:
 class Preparation:
     """Fills one folder. progress.json lists the finished shards; meta.json replaces it at the end."""
 
-    def __init__(self, cfg: DataConfig, folder: Path, request: dict, quiet: bool) -> None:
-        self.cfg, self.folder, self.request, self.quiet = cfg, folder, request, quiet
+    def __init__(self, cfg: DataConfig, folder: Path, request: dict) -> None:
+        self.cfg, self.folder, self.request = cfg, folder, request
         self.workers = cfg.workers or os.cpu_count() or 1
         self.splits = {name: Split(name, room=cfg.shard_tokens) for name in SPLITS}
         self.tokenizer: Tokenizer | None = None
@@ -143,7 +142,7 @@ class Preparation:
         with ThreadPoolExecutor(self.workers) as pool:
             try:
                 items = self._corpus_items(corpus, pool) if corpus else self._nanogpt_items()
-                with _progress(corpus, self.cfg, self.splits, self.quiet) as tick:
+                with _progress(corpus, self.cfg, self.splits) as tick:
                     for item in items:
                         self._add(item)
                         tick()
@@ -161,7 +160,7 @@ class Preparation:
     # from text to items
 
     def _corpus_items(self, corpus: Corpus, pool: ThreadPoolExecutor) -> Iterator[Item]:
-        self._say("reading the text to choose the validation documents")
+        print("reading the text to choose the validation documents", flush=True)
         # A token of English has about four bytes; a long text is measured no further than max_tokens tokens reach.
         limit = max(MEASURED, 4 * self.cfg.max_tokens) if self.cfg.max_tokens else math.inf
         split: HoldOut = measure(corpus, self.cfg.val_fraction, limit)
@@ -171,7 +170,7 @@ class Preparation:
             raise ValueError(f"there is no text in {self.cfg.path or self.cfg.name}: give a source with text in it")
         if self.tokenizer is None:
             if self.cfg.tokenizer.name == "bpe":
-                self._say("training a bpe vocabulary on the text")
+                print("training a bpe vocabulary on the text", flush=True)
             self.tokenizer = build_tokenizer(self.cfg.tokenizer, _sample(split.documents(corpus)))
         self._start()
         queue: deque[tuple[int, Item]] = deque()  # the threads tokenize these; `ahead` bounds their characters
@@ -287,7 +286,7 @@ class Preparation:
                 Shard(self.folder / shard["file"], fingerprint=self.tokenizer.fingerprint)
         self._take_lock(META)
         remove_leftovers(self.folder)
-        self._say(f"continuing {self.folder} after {count} finished shard{'s' if count != 1 else ''}")
+        print(f"continuing {self.folder} after {count} finished shard{'s' if count != 1 else ''}", flush=True)
 
     def _take_lock(self, *files: str) -> None:
         """Keep other processes out of the folder. ValueError if one prepares it, or has meanwhile written one of `files`."""
@@ -295,10 +294,6 @@ class Preparation:
         if any((self.folder / name).exists() for name in files):
             raise ValueError(f"another process has prepared {self.folder} meanwhile: run the same command again")
         self.lock = lock
-
-    def _say(self, line: str) -> None:
-        if not self.quiet:
-            print(line, flush=True)
 
     def _start(self) -> None:
         """Write progress.json and the tokenizer, once there is a tokenizer and a first text."""
@@ -371,7 +366,7 @@ def _describe(meta: dict) -> str:
 
 
 @contextlib.contextmanager
-def _progress(corpus: Corpus | None, cfg: DataConfig, splits: dict[str, Split], quiet: bool) -> Iterator[Callable[[], None]]:
+def _progress(corpus: Corpus | None, cfg: DataConfig, splits: dict[str, Split]) -> Iterator[Callable[[], None]]:
     """A progress bar over max_tokens, or else over the source's unit; lines of text if the output is not a terminal.
 
     Yields the function that updates it.
@@ -381,7 +376,7 @@ def _progress(corpus: Corpus | None, cfg: DataConfig, splits: dict[str, Split], 
     by_tokens = corpus is None or cfg.max_tokens is not None
     unit = "token" if by_tokens else corpus.unit
     said = time.monotonic()
-    with tqdm(total=0, unit=unit, unit_scale=True, desc=cfg.name, disable=quiet or None) as bar:
+    with tqdm(total=0, unit=unit, unit_scale=True, desc=cfg.name, disable=None) as bar:
 
         def tick() -> None:
             nonlocal said
@@ -392,7 +387,7 @@ def _progress(corpus: Corpus | None, cfg: DataConfig, splits: dict[str, Split], 
                 bar.total = total
                 bar.set_postfix_str(f"{tokens / 1e6:.1f}M tokens", refresh=False)
                 bar.update(done - bar.n)
-            elif not quiet and time.monotonic() - said >= LINE_EVERY:
+            elif time.monotonic() - said >= LINE_EVERY:
                 said = time.monotonic()
                 print(f"{cfg.name}: {tokens:,} tokens" + (f", {done / total:.0%} done" if total else ""), flush=True)
 
@@ -404,7 +399,8 @@ def main(cfg: PrepareConfig) -> None:
     try:
         prepare(cfg.data, verify=cfg.verify)
     except KeyboardInterrupt:
-        print(f"\ninterrupted; finished shards stay in {cfg.data.dir}: run the same command to continue", file=sys.stderr)
+        kept = f"finished shards stay in {cfg.data.dir}" if Path(cfg.data.dir).is_dir() else "no shard was finished"
+        print(f"\ninterrupted; {kept}: run the same command to continue", file=sys.stderr)
         sys.exit(130)
 
 

@@ -417,8 +417,8 @@ def nanogpt_identity(cfg: DataConfig) -> dict:
 # --- shared ---------------------------------------------------------------------------------------------------------
 
 
-def _brief(error: BaseException) -> str:
-    """First line of an error, for quoting inside another."""
+def _brief(error: BaseException | str) -> str:
+    """First line of an error or text, for quoting inside another."""
     reason = getattr(error, "reason", None) or error
     lines = str(reason).strip().splitlines()
     return lines[0][:160] if lines else type(error).__name__

@@ -268,7 +268,8 @@ def refuse_other_tokenizer(run: Path, tokenizer: Tokenizer, shards: str) -> None
     if theirs.fingerprint != tokenizer.fingerprint:
         raise ValueError(
             f"{run} was trained with another tokenizer ({theirs.name}, {theirs.vocab_size} tokens) than that of {shards} "
-            f"({tokenizer.name}, {tokenizer.vocab_size}): use data prepared with the run's tokenizer"
+            f"({tokenizer.name}, {tokenizer.vocab_size}): use data prepared with the run's tokenizer (of data=mqar: its "
+            "keys, values and noise)"
         )
 
 

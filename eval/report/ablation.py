@@ -54,6 +54,8 @@ class Results:
         if last := self.pooled.tables(self.pooled.points[-1]):
             text = "\n\n".join([f"**{title}**", *last, *self.pooled.remarks()]) + "\n"
             write_atomic(folder / "differences.md", text.encode())
+        else:
+            (folder / "differences.md").unlink(missing_ok=True)
 
     def _text_notes(self, overlap: Mapping[str, float]) -> list[str]:
         """Whether the test texts occur in the training text, and which profiles have no table."""

@@ -112,7 +112,7 @@ def ways_to_tokenize(tokenizer: Tokenizer, text: str, folder: Path) -> dict[str,
 
     def prepared() -> None:
         cfg = DataConfig(name="text", source="text", path=str(folder / "text.txt"), workers=1)
-        preparation = Preparation(cfg, folder / f"{tokenizer.name}_{next(made)}", request={}, quiet=True)
+        preparation = Preparation(cfg, folder / f"{tokenizer.name}_{next(made)}", request={})
         preparation.tokenizer = tokenizer  # else a bpe would be trained in every call
         preparation.run(open_corpus(cfg))
 

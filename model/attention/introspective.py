@@ -70,9 +70,10 @@ class IntrospectiveAttention(Attention):
         heads = max(1, cfg.n_head // 2) if self.options.heads is None else self.options.heads or cfg.n_head
         _check(self.options, cfg, heads)
         kv_heads = max(1, heads * cfg.n_kv_head // cfg.n_head)
-        if heads % kv_heads:
+        if heads % kv_heads:  # only with one key head and more heads per path than n_head
+            fitting = next(n for n in range(cfg.n_head, 0, -1) if cfg.d_model % n == 0)
             wrong = f"{heads} heads per path cannot share {kv_heads} key heads equally"
-            raise ValueError(f"{wrong}: use model.introspective.heads={kv_heads}")
+            raise ValueError(f"{wrong}: use model.introspective.heads={fitting}")
         return Heads(heads, kv_heads, cfg.head_dim, cfg.d_model // heads)
 
     def make_parameters(self, cfg: AttentionConfig, layer: int) -> None:

@@ -47,14 +47,14 @@ def patch(path: Path, position: int, content: bytes) -> None:
 def test_another_text_of_the_same_size_is_not_already_prepared(cfg, tmp_path, source, monkeypatch):
     options, path = source(tmp_path, monkeypatch)
     cfg = replace(cfg, **options)
-    meta = prepare(cfg, quiet=True)
-    assert prepare(cfg, quiet=True) == meta
+    meta = prepare(cfg)
+    assert prepare(cfg) == meta
     changed = path.read_bytes()
     patch(path, len(changed) - 10, b"B")  # in the last text; nanoGPT: another token
     with pytest.raises(ValueError, match=r"the source has changed since .* \(content \w{32} then, \w{32} now\)"):
-        prepare(cfg, quiet=True)
+        prepare(cfg)
     path.write_bytes(changed)
-    assert prepare(cfg, quiet=True) == meta
+    assert prepare(cfg) == meta
 
 
 @pytest.mark.parametrize("source", [text, hugging_face, nanogpt])
@@ -62,14 +62,14 @@ def test_sets_of_earlier_versions_stay_prepared(cfg, tmp_path, source, monkeypat
     """Their meta.json does not say the content; what it says must agree, as before."""
     options, path = source(tmp_path, monkeypatch)
     cfg = replace(cfg, **options)
-    meta = prepare(cfg, quiet=True)
+    meta = prepare(cfg)
     del meta["request"]["content"]
     (Path(cfg.dir) / META).write_text(json.dumps(meta))
-    assert prepare(cfg, quiet=True) == meta
+    assert prepare(cfg) == meta
     with path.open("ab") as file:
         file.write(path.read_bytes()[:100])
     with pytest.raises(ValueError, match="the source has changed since"):
-        prepare(cfg, quiet=True)
+        prepare(cfg)
 
 
 def test_of_a_large_source_blocks_are_read(tmp_path, monkeypatch):

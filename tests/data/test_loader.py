@@ -77,7 +77,7 @@ def test_steps_walk_through_the_samples():
 def test_batches_that_do_not_divide_are_refused(windows):
     with pytest.raises(ValueError, match="12 samples does not divide over 5 processes"):
         Loader(windows, 12, LENGTH, 0, world=5)
-    with pytest.raises(ValueError, match="micro batches of 5"):
+    with pytest.raises(ValueError, match="micro batches of 5: use micro_batch=4"):
         Loader(windows, 12, LENGTH, 0, micro_batch=5)
 
 

@@ -134,13 +134,13 @@ def test_data_is_prepared_with_a_folders_tokenizer(folder: Path, texts: list[str
     cfg = DataConfig(name="mine", source="text", path=str(tmp_path / "text.txt"), dir=str(tmp_path / "shards"))
     cfg.tokenizer = TokenizerConfig("hf", path=str(folder))
     cfg.val_fraction = 0.1
-    meta = prepare(cfg, quiet=True)
+    meta = prepare(cfg)
     tokenizer = read_tokenizer(folder)
     assert meta["tokenizer"]["fingerprint"] == tokenizer.fingerprint == load_tokenizer(cfg.dir).fingerprint
-    assert prepare(cfg, quiet=True) == meta
+    assert prepare(cfg) == meta
     cfg.tokenizer.path = "another"
     with pytest.raises(ValueError, match="tokenizer.path"):
-        prepare(cfg, quiet=True)
+        prepare(cfg)
 
 
 def test_gpt2s_own_tokenizer_is_recognised(gpt2: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

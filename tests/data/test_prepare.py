@@ -57,7 +57,7 @@ def cfg(tmp_path) -> DataConfig:
 
 
 def test_what_is_written(cfg):
-    meta = prepare(cfg, quiet=True)
+    meta = prepare(cfg)
     folder = Path(cfg.dir)
     assert meta == json.loads((folder / META).read_text())
     files = [shard["file"] for split in meta["splits"].values() for shard in split["shards"]]
@@ -78,8 +78,8 @@ def test_what_is_written(cfg):
 @pytest.mark.parametrize("tokenizer", [TokenizerConfig("bytes"), TokenizerConfig("bpe", 300)])
 def test_workers_do_not_change_the_bytes(cfg, tmp_path, tokenizer):
     one, many = (replace(cfg, workers=w, dir=str(tmp_path / f"w{w}"), tokenizer=tokenizer) for w in (1, 5))
-    prepare(one, quiet=True)
-    prepare(many, quiet=True)
+    prepare(one)
+    prepare(many)
     assert contents(Path(one.dir)) == contents(Path(many.dir))
 
 
@@ -101,20 +101,20 @@ def kill_after(monkeypatch, writes: int) -> None:
 def test_resume_after_a_kill_at_any_point_is_byte_identical(cfg, tmp_path, monkeypatch, max_tokens):
     cfg = replace(cfg, max_tokens=max_tokens, tokenizer=TokenizerConfig("bpe", 280))
     whole = replace(cfg, dir=str(tmp_path / "whole"))
-    prepare(whole, quiet=True)
+    prepare(whole)
     for writes in range(100):
         killed = replace(cfg, dir=str(tmp_path / f"killed{writes}"))
         with monkeypatch.context() as patched:
             kill_after(patched, writes)
             try:
-                prepare(killed, quiet=True)
+                prepare(killed)
                 break
             except Killed:
                 pass
         folder = Path(killed.dir)
         before = {path: path.stat().st_mtime_ns for path in folder.glob("*.bin")}
         finished = json.loads((folder / PROGRESS).read_text())["splits"] if (folder / PROGRESS).exists() else {}
-        prepare(killed, quiet=True)
+        prepare(killed)
         assert contents(folder) == contents(Path(whole.dir))
         for shard in [*finished.get("train", []), *finished.get("val", [])]:
             path = folder / shard["file"]
@@ -144,12 +144,12 @@ def test_a_real_kill_and_resume(tmp_path):
 
 
 def test_a_lost_shard_is_made_again(cfg, tmp_path, monkeypatch):
-    prepare(replace(cfg, dir=str(tmp_path / "whole")), quiet=True)
+    prepare(replace(cfg, dir=str(tmp_path / "whole")))
     with monkeypatch.context() as patched, pytest.raises(Killed):
         kill_after(patched, 12)
-        prepare(cfg, quiet=True)
+        prepare(cfg)
     (Path(cfg.dir) / "train_000001.bin").unlink()
-    prepare(cfg, quiet=True)
+    prepare(cfg)
     assert contents(Path(cfg.dir)) == contents(tmp_path / "whole")
 
 
@@ -166,41 +166,41 @@ def test_a_finished_set_is_left_alone(cfg, capsys):
     ]
     for change in changes:
         with pytest.raises(ValueError, match=r"was prepared with .* not .*: use another data\.name") as caught:
-            prepare(replace(cfg, **change), quiet=True)
+            prepare(replace(cfg, **change))
         assert "\n" not in str(caught.value)
     assert contents(Path(cfg.dir)) == before
 
 
 def test_a_changed_source_is_said(cfg):
-    prepare(cfg, quiet=True)
+    prepare(cfg)
     with Path(cfg.path).open("a") as file:
         file.write(json.dumps({"text": "more"}) + "\n")
     with pytest.raises(ValueError, match=r"^the source has changed since .* was prepared \(bytes \d+ then, \d+ now\): use"):
-        prepare(cfg, quiet=True)
+        prepare(cfg)
 
 
 def test_a_second_preparation_is_refused_and_disturbs_nothing(cfg, tmp_path, monkeypatch):
-    prepare(replace(cfg, dir=str(tmp_path / "whole")), quiet=True)
+    prepare(replace(cfg, dir=str(tmp_path / "whole")))
     real: Callable = os.replace
 
     def replaced(old, new):
         if Path(new).name == "train_000001.bin":
             with pytest.raises(ValueError, match="is in use: another process prepares it"):
-                prepare(cfg, quiet=True)
+                prepare(cfg)
         real(old, new)
 
     monkeypatch.setattr(os, "replace", replaced)
-    prepare(cfg, quiet=True)
+    prepare(cfg)
     assert contents(Path(cfg.dir)) == contents(tmp_path / "whole")
 
 
 def test_an_interrupted_set_is_not_continued_differently(cfg, monkeypatch):
     with monkeypatch.context() as patched, pytest.raises(Killed):
         kill_after(patched, 8)
-        prepare(cfg, quiet=True)
+        prepare(cfg)
     before = contents(Path(cfg.dir))
     with pytest.raises(ValueError, match=r"tokenizer\.name=bytes, not bpe"):
-        prepare(replace(cfg, tokenizer=TokenizerConfig("bpe", 300)), quiet=True)
+        prepare(replace(cfg, tokenizer=TokenizerConfig("bpe", 300)))
     assert contents(Path(cfg.dir)) == before
     with pytest.raises(ValueError, match="not finished"):
         open_split(cfg.dir, "train")
@@ -211,22 +211,22 @@ def test_shards_of_another_origin_are_not_overwritten(cfg):
     folder.mkdir()
     (folder / "fineweb_train_000001.bin").write_bytes(b"precious")
     with pytest.raises(ValueError, match="another origin"):
-        prepare(cfg, quiet=True)
+        prepare(cfg)
     assert contents(folder) == {"fineweb_train_000001.bin": b"precious"}
 
 
 def test_verify_finds_a_changed_byte(cfg, monkeypatch):
-    prepare(cfg, quiet=True)
+    prepare(cfg)
     path = Path(cfg.dir) / "train_000002.bin"
     content = bytearray(path.read_bytes())
     content[3000] ^= 1
     path.write_bytes(content)
     with pytest.raises(ValueError, match=r"train_000002\.bin is corrupted"):
-        prepare(cfg, quiet=True)
+        prepare(cfg)
     monkeypatch.setattr("data.shards.CHECK_BELOW", 0)
-    prepare(cfg, quiet=True)
+    prepare(cfg)
     with pytest.raises(ValueError, match=r"train_000002\.bin is corrupted"):
-        prepare(cfg, quiet=True, verify=True)
+        prepare(cfg, verify=True)
     path.write_bytes((path.with_name("train_000001.bin")).read_bytes())
     with pytest.raises(ValueError, match="not the shard that"):
         check_folder(cfg.dir)
@@ -308,7 +308,7 @@ def test_a_single_document_is_cut_as_nanogpt_cuts():
 def test_a_single_text_file(cfg, tmp_path):
     path = tmp_path / "input.txt"
     path.write_text("To be, or not to be.\n" * 100)
-    meta = prepare(replace(cfg, path=str(path), val_fraction=0.1), quiet=True)
+    meta = prepare(replace(cfg, path=str(path), val_fraction=0.1))
     assert (meta["splits"]["train"]["tokens"], meta["splits"]["val"]["tokens"]) == (1 + 1890, 210)
     assert bytes(tokens(Path(cfg.dir), "val")) == path.read_bytes()[1890:]
 
@@ -322,19 +322,19 @@ def test_long_documents_are_tokenized_whole(cfg, tmp_path, monkeypatch):
     texts = ["\n".join(DOCUMENTS[:60]), "\n".join(DOCUMENTS[60:])]
     (tmp_path / "a.txt").write_text(texts[0])
     (tmp_path / "b.txt").write_text(texts[1])
-    prepare(replace(cfg, path=f"{tmp_path}/?.txt", val_fraction=0), quiet=True)
+    prepare(replace(cfg, path=f"{tmp_path}/?.txt", val_fraction=0))
     assert tokens(Path(cfg.dir), "train") == [256, *texts[0].encode(), 256, *texts[1].encode()]
 
 
 def test_max_tokens_is_exact(cfg, tmp_path):
-    everything = prepare(cfg, quiet=True)
+    everything = prepare(cfg)
     some = replace(cfg, dir=str(tmp_path / "some"), max_tokens=12_345)
-    meta = prepare(some, quiet=True)
+    meta = prepare(some)
     assert meta["splits"]["train"]["tokens"] == 12_345 < everything["splits"]["train"]["tokens"]
     assert tokens(Path(some.dir), "train") == tokens(Path(cfg.dir), "train")[:12_345]
     assert meta["splits"]["train"]["bytes"] == 12_345 - meta["splits"]["train"]["documents"]
     few = replace(cfg, dir=str(tmp_path / "few"), max_tokens=10)  # reads on until validation has a document
-    assert prepare(few, quiet=True)["splits"]["val"]["documents"] == 1
+    assert prepare(few)["splits"]["val"]["documents"] == 1
 
 
 def test_a_long_document_takes_the_memory_of_a_chunk(cfg, tmp_path, monkeypatch):
@@ -344,7 +344,7 @@ def test_a_long_document_takes_the_memory_of_a_chunk(cfg, tmp_path, monkeypatch)
     book = tmp_path / "book.txt"
     book.write_text("To be, or not to be, that is the question.\n" * 300_000)  # 13 MB
     tracemalloc.start()
-    meta = prepare(replace(cfg, path=str(book), shard_tokens=10**6), quiet=True)
+    meta = prepare(replace(cfg, path=str(book), shard_tokens=10**6))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert meta["splits"]["val"]["bytes"] / book.stat().st_size == pytest.approx(0.2, rel=0.2)
@@ -367,7 +367,7 @@ def test_large_vocabularies_are_uint32(cfg, monkeypatch, gpt2):
         "gpt2", pat_str=base._pat_str, mergeable_ranks=base._mergeable_ranks, special_tokens={"<|endoftext|>": 100_000}
     )
     monkeypatch.setattr(tiktoken, "get_encoding", lambda name: wide)
-    prepare(replace(cfg, tokenizer=TokenizerConfig("gpt2")), quiet=True)
+    prepare(replace(cfg, tokenizer=TokenizerConfig("gpt2")))
     [shard, *_] = open_split(cfg.dir, "train")
     assert shard.tokens.dtype == np.uint32 and shard.tokens[0] == 100_000
 
@@ -379,7 +379,7 @@ def test_nanogpt_import(cfg, tmp_path, gpt2):
     ids[1000:].tofile(folder / "train.bin")
     ids[:1000].tofile(folder / "val.bin")
     cfg = replace(cfg, source="nanogpt", path=str(folder), tokenizer=TokenizerConfig("gpt2"))
-    meta = prepare(cfg, quiet=True)
+    meta = prepare(cfg)
     assert tokens(Path(cfg.dir), "train") == ids[1000:].tolist() and tokens(Path(cfg.dir), "val") == ids[:1000].tolist()
     documents = sum(split["documents"] for split in meta["splits"].values())
     assert documents == len(DOCUMENTS)
@@ -387,7 +387,7 @@ def test_nanogpt_import(cfg, tmp_path, gpt2):
     assert sum(split["bytes"] for split in meta["splits"].values()) == sum(len(text) for text in DOCUMENTS)
     (folder / "meta.pkl").write_bytes(b"")
     with pytest.raises(ValueError, match="character table of its own"):
-        prepare(replace(cfg, dir=str(tmp_path / "other")), quiet=True)
+        prepare(replace(cfg, dir=str(tmp_path / "other")))
 
 
 # --- wrong input ----------------------------------------------------------------------------------------------------
@@ -410,13 +410,13 @@ def test_errors_leave_no_folder_behind(cfg, tmp_path):
     ]
     for change, match in cases:
         with pytest.raises((ValueError, FileNotFoundError), match=match) as caught:
-            prepare(replace(cfg, **change), quiet=True)
+            prepare(replace(cfg, **change))
         assert "\n" not in str(caught.value)
         assert not Path(cfg.dir).exists()
 
 
 def test_an_error_keeps_finished_shards_for_a_resume(cfg, tmp_path, monkeypatch):
-    prepare(replace(cfg, dir=str(tmp_path / "whole")), quiet=True)
+    prepare(replace(cfg, dir=str(tmp_path / "whole")))
     real: Callable = module.write_shard
 
     def fail_at_third(path, *args, **options):
@@ -426,9 +426,9 @@ def test_an_error_keeps_finished_shards_for_a_resume(cfg, tmp_path, monkeypatch)
 
     with monkeypatch.context() as patched, pytest.raises(OSError, match="no space"):
         patched.setattr(module, "write_shard", fail_at_third)
-        prepare(cfg, quiet=True)
+        prepare(cfg)
     assert len(Shard(Path(cfg.dir) / "train_000001.bin")) == 5000
-    prepare(cfg, quiet=True)
+    prepare(cfg)
     assert contents(Path(cfg.dir)) == contents(tmp_path / "whole")
 
 

@@ -273,7 +273,7 @@ def test_progress(tmp_path, text):
     (tmp_path / "text.txt").write_text("some text")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / PROGRESS).write_text(text)
-    refused(lambda: prepare(DataConfig("mine", "text", str(tmp_path / "text.txt"), dir=str(tmp_path / "out")), quiet=True))
+    refused(lambda: prepare(DataConfig("mine", "text", str(tmp_path / "text.txt"), dir=str(tmp_path / "out"))))
 
 
 # ---------------------------------------- runs

@@ -25,7 +25,7 @@ def other(text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     first, *lines = text_file.read_text().splitlines(keepends=True)
     (folder / "text.jsonl").write_text("".join(lines))
     how = {"tokenizer": TokenizerConfig("bytes"), "val_fraction": 0.1}
-    prepare(DataConfig("tiny", "text", path=str(folder / "text.jsonl"), dir=str(folder / "shards"), **how), quiet=True)
+    prepare(DataConfig("tiny", "text", path=str(folder / "text.jsonl"), dir=str(folder / "shards"), **how))
     return folder / "shards"
 
 
