@@ -111,6 +111,8 @@ def train(cfg: TrainConfig, world: World, ends: ExitStack) -> float:
             signals.say(
                 "note: this processor cannot multiply bfloat16, which makes training about ten times slower: use dtype=auto"
             )
+        if cfg.optim.warmup >= cfg.steps:
+            signals.say(f"note: the run ends within its {cfg.optim.warmup} steps of warm-up: to reach lr, lower optim.warmup")
         begins = f"continues at step {first}" if first else "new run"
         signals.say(
             f"{run_dir}: {begins}, {about['params_non_embedding'] / 1e6:.2f}M parameters without embeddings "

@@ -200,11 +200,21 @@ class Study:
 
     def find_rates(self, title: str, task: list[str]) -> None:
         """Carry out the trials, round after round, until every search is over."""
+        self._refuse_untuned_runs()
         while trials := [trial for trial in self.trials() if trial.left()]:
             self.carry_out([[trial] for trial in trials], title, len(trials), task)
             # The jobs of a launcher only print their errors.
             if failed := [trial for trial in trials if trial.left()]:
                 raise ValueError(f"{len(failed)} of {len(trials)} trials are not finished, {failed[0].reason()}")
+
+    def _refuse_untuned_runs(self) -> None:
+        """ValueError if the folder has a run of an arm without a finished trial: the tuning would end with this refusal."""
+        for search in self._searches():
+            folders = [self.folder / f"{search.arm.name}-s{seed}" for seed in self.seeds]
+            begun = [folder for folder in folders if (folder / "config.yaml").is_file()]
+            if begun and not search.losses:
+                wrong = f"{begun[0]} was trained before its learning rates were tuned"
+                raise ValueError(f"{wrong}: start anew with name=OTHER, or leave out tune=")
 
     def _judged(self, trial: PlannedRun) -> float:
         """The number that judges a finished trial; infinity if the trial diverged."""

@@ -131,6 +131,8 @@ def test_tuning_makes_equal_arms_equal(shards: Path, other_text: Path, tmp_path:
     assert found["baseline"]["edge"] == ["optim.lr"] and "is at an end of the tried values" in printed
     assert content["title"] == "toy" and (tmp_path / "toy" / "figures" / "tuning.png").is_file()
     assert "untuned" in call(*toy(shards, tmp_path, {"baseline": ["model=baseline"]}, "name=other", "seeds=1"))
+    assert "was trained before its learning rates were tuned" in call(*arguments, "name=other")  # refused before any trial
+    assert not list((tmp_path / "other").glob("tune-*"))
 
     # The runs' folders are gone, their records are published: nothing is trained again, the numbers are the same.
     records = "".join(path.read_text() for path in sorted((tmp_path / "toy" / "records").glob("*.jsonl")))
