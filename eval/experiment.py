@@ -1,8 +1,9 @@
 """An experiment of scripts/ablate.py: its configuration, its arms, and the checks before training."""
 
+import os
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
 from omegaconf import MISSING
@@ -11,6 +12,7 @@ from configs.composing import key_of, merged, quoted
 from eval.report.runs import Arm, SpikeConfig
 from eval.study import evaluation_command, evaluation_config, result_file
 from eval.tuning import TuneConfig
+from training.run import TrainConfig, deciding
 
 # NAME of the metrics train.NAME, as Run.value reads them
 OF_TRAINING = r"""(?x) loss|loss_text|loss_retrieval|val_loss|spikes|seconds|tokens|tokens_to_(\d*\.)?\d+
@@ -134,16 +136,35 @@ def refuse_grid(cfg: AblateConfig) -> None:
 
 
 def refuse_unknown_arms(cfg: AblateConfig, typed: Sequence[str]) -> None:
-    """Refuse an arm of fewer_seeds that is none of the arms, unless it was dropped by one of the overrides `typed`."""
-    for arm in cfg.fewer_seeds:
+    """Refuse an arm of fewer_seeds or pairs that is none of the arms, unless one of the overrides `typed` dropped it."""
+    named = [(f"fewer_seeds.{arm}", arm) for arm in cfg.fewer_seeds]
+    named += [(f"pairs.{part} has {arm}, which", arm) for part, arms in cfg.pairs.items() for arm in arms]
+    for where, arm in named:
         if arm not in cfg.arms and not {"~arms", f"~arms.{arm}"} & set(typed):
-            raise ValueError(f"fewer_seeds.{arm} is not an arm of this experiment: use one of {', '.join(cfg.arms)}")
+            raise ValueError(f"{where} is not an arm of this experiment: use one of {', '.join(cfg.arms)}")
+
+
+def refuse_branches(arms: Sequence[Arm], configs: Mapping[str, TrainConfig]) -> None:
+    """Refuse points of the grid whose runs cannot branch off the longest one. configs: an arm's name -> its configuration."""
+    for arm in arms:
+        ours, (first, *others) = configs[arm.name], [configs[other.name] for other in arms if other.arm == arm.arm]
+        if not others:  # one point: nothing branches off
+            continue
+        if ours.optim.schedule != "wsd":
+            wrong = f"branch is true, but {arm.name} has optim.schedule={ours.optim.schedule}"
+            raise ValueError(f"{wrong}: use optim.schedule=wsd, or branch=false")
+        flat, theirs = (deciding(asdict(config), but=("steps",)) for config in (ours, first))
+        if differ := [key for key, value in flat.items() if theirs[key] != value]:
+            wrong = f"branch is true, but point {arm.point} has another {differ[0]} than the grid's first point"
+            raise ValueError(f"{wrong}: give points that differ in steps alone, or branch=false")
 
 
 def evaluation_commands(cfg: AblateConfig) -> list[list[str]]:
     """The commands that evaluate every run: `evaluations`, and perplexity on each of `texts`."""
     commands = [evaluation_command(text) for text in cfg.evaluations]
     for name, path in cfg.texts.items():
+        if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+            raise ValueError(f"texts.{name} becomes a part of a file's name: use letters, digits, '_' and '-' for the key")
         text = quoted(f"text={path}")
         commands.append(evaluation_command(f"perplexity {text} name={name} tokens={cfg.text_tokens}"))
     files = [result_file(*command) for command in commands]
@@ -170,6 +191,23 @@ def refuse_metrics(cfg: AblateConfig, evaluations: list[list[str]]) -> None:
         if cfg.tune.keys and (loss or path in ("train.val_loss", "train.loss", cfg.tune.metric)):
             wrong = f"metric {name} ({path}) reads the text that the learning rates are chosen on"
             raise ValueError(f"{wrong}: test on another text, for example measure=test texts.test=FILE")
+
+
+def texts_of(cfg: AblateConfig) -> dict[str, str]:
+    """Name -> text, of `texts` and of the evaluations of perplexity on a text, which have the names of their results."""
+    commands = [command for command in map(evaluation_command, cfg.evaluations) if command[0] == "perplexity"]
+    read = {result_file(*command): evaluation_config(*command)["text"] for command in commands}
+    return cfg.texts | {name: text for name, text in read.items() if text}
+
+
+def refuse_own_shards(cfg: AblateConfig, evaluations: list[list[str]], configs: Mapping[str, TrainConfig]) -> None:
+    """Refuse, in a tuned study, an evaluation whose `shards` are those that the trials are judged on."""
+    judged = {os.path.realpath(config.data.dir) for config in configs.values()} if cfg.tune.keys else set()
+    for name, *overrides in evaluations:
+        shards = evaluation_config(name, *overrides).get("shards")
+        if shards and os.path.realpath(shards) in judged:
+            wrong = f"evaluation {name} reads shards={shards}, the text that the learning rates are chosen on"
+            raise ValueError(f"{wrong}: give it the shards of another text, or text=FILE")
 
 
 def _reads_own_text(name: str, *overrides: str) -> bool:

@@ -77,7 +77,7 @@ def overlaps(data: DataConfig, texts: Mapping[str, str], kept: Path) -> dict[str
     for name, text in texts.items():
         documents = read_documents(text)
         key = _key(train, documents)
-        if key not in known:
+        if not isinstance(known.get(key), float):
             known[key] = overlap(train, tokenizer, documents)
             write_json(kept, known)
         found[name] = known[key]
@@ -95,6 +95,6 @@ def refuse_overlap(name: str, share: float) -> None:
     """Raise ValueError for a test text of which more than 1 % was trained on."""
     if share > MOST:
         raise ValueError(
-            f"texts.{name}: {share:.1%} of its different {WORDS}-word sequences occur in the training text, more than "
+            f"{name}: {share:.1%} of its different {WORDS}-word sequences occur in the training text, more than "
             f"{MOST:.0%}: give a text that is not part of the training text"
         )

@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from configs import CONFIG_DIR, USER_ERRORS, explain
 from configs.composing import compose_job, key_of, quoted
-from configs.files import write_json
+from configs.files import read_run_config, write_json
 from configs.provenance import ROOT
 from data.shards import open_split
 from data.stream import is_task, open_tokenizer
@@ -33,6 +33,9 @@ from training.checkpoint import checkpoints, folder_name
 from training.run import TrainConfig, Vocabulary, fill_model, refuse_other_config, sizes
 from training.schedule import decay_start
 from training.text import trained_on
+
+# Settings of train.py that decide what a run logs, and not what it learns.
+MEASURES = ("eval_tokens", "log_every", "needle_every", "needle_samples")
 
 
 @dataclass
@@ -59,14 +62,16 @@ class PlannedRun:
         ValueError if the run in the folder has another configuration, if the record has other evaluations, or if the run was
         trained on other shards.
         """
-        data = self.config.data
-        if record and describes(record, self.config) and not checkpoints(self.folder):
+        data, begun = self.config.data, (self.folder / "config.yaml").is_file()
+        again = begun and not self.diverged  # a user deleted the file that says that the run diverged
+        if record and describes(record, self.config) and not checkpoints(self.folder) and not (record["diverged"] and again):
             self.record = record
             self.texts.refuse_other_shards(self.name, record["facts"].get("text_digest"), data)
             refuse_other_results(self)
-        elif (self.folder / "config.yaml").is_file():
+        elif begun:
             advice = "repeat its overrides, or start anew with name=OTHER"
             refuse_other_config(self.folder, asdict(self.config), advice=advice)
+            refuse_other_measures(self.folder, asdict(self.config), advice)
             self.texts.refuse_other_shards(str(self.folder), trained_on(self.folder), data)
 
     @property
@@ -120,6 +125,8 @@ class PlannedRun:
             content = json.loads(path.read_text())
         except (OSError, ValueError):
             return False
+        if not (isinstance(content, dict) and all(isinstance(content.get(key), dict) for key in ("config", "results"))):
+            return False  # damaged
         same = content.get("step") == self.config.steps and not other_setting(content["config"], name, *overrides)
         return same and not self.other_text(content, name, *overrides)
 
@@ -164,6 +171,14 @@ class PlannedRun:
         said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
         last = said[-1] if said else (lines[-1] if lines else "the run has not begun")
         return f"{self.name}: {last} (see {self.log}); correct that and repeat this command: finished runs are kept"
+
+
+def refuse_other_measures(folder: Path, ours: Mapping[str, Any], advice: str) -> None:
+    """ValueError if the run in `folder` has other MEASURES: a resume may change them, but a study compares what runs log."""
+    theirs = read_run_config(folder)
+    for key in MEASURES:
+        if (had := theirs.get(key, getattr(TrainConfig, key))) != ours[key]:
+            raise ValueError(f"{folder} measures itself with {key}={had} (now {ours[key]}): {advice}")
 
 
 def trunk_ended_early(trunk: Path, cfg: TrainConfig) -> bool:

@@ -165,20 +165,20 @@ def _rounded(value: float) -> float:
     return float(f"{value:.3g}")
 
 
-def tuning_notes(found: Mapping[str, Tuned], metric: str = "train.val_loss", exchange: bool = False) -> list[str]:
+def tuning_notes(found: Mapping[str, Tuned], cfg: TuneConfig) -> list[str]:
     """Sentences that a reader of the table needs: unequal budgets, and best values at an end of the tried values."""
     if not found:
-        return ["Untuned: all arms were trained at one shared learning rate, which was not tuned for any of them."]
-    counts = {arm: len(t.losses) for arm, t in found.items()}
+        return ["Untuned: the learning rates were not tuned for any arm."]
+    counts = {arm: len(t.losses) * len(cfg.seeds) for arm, t in found.items()}
     fewest = min(counts.values())
-    judge = "the loss on validation data" if metric == "train.val_loss" else metric
+    judge = "the loss on validation data" if cfg.metric == "train.val_loss" else cfg.metric
     lines = [
         f"Tuned: {fewest} trials an arm, judged by {judge}, which this table does not read. The trials have seeds of their own."
     ]
     if more := [f"{arm} ({count})" for arm, count in counts.items() if count > fewest]:
-        why = "a grid was widened at an end" + (", or other arms' best values were new to the arm" if exchange else "")
+        why = "a grid was widened at an end" + (", or other arms' best values were new to the arm" if cfg.exchange else "")
         lines.append(f"Arms with more trials ({why}): {', '.join(more)}.")
-    if exchange:
+    if cfg.exchange:
         lines.append("Every arm also tried the best learning rates of all other arms.")
     for arm, t in found.items():
         if t.edge:

@@ -35,9 +35,12 @@ from eval.experiment import (
     arm_list,
     compare_parameters,
     evaluation_commands,
+    refuse_branches,
     refuse_metrics,
+    refuse_own_shards,
     refuse_unknown_arms,
     seed_list,
+    texts_of,
 )
 from eval.overlap import overlaps, refuse_overlap
 from eval.records import TRIAL, recorded_vocabulary, records_of
@@ -64,7 +67,7 @@ def main(cfg: AblateConfig) -> None:
     refuse_unknown_arms(cfg, task)
     study = Study(cfg, name)
     for text, share in study.overlaps().items():
-        refuse_overlap(text, share)
+        refuse_overlap(f"texts.{text}" if text in cfg.texts else f"the text of {text}", share)
     if cfg.only and not cfg.run:
         raise ValueError(f"only={cfg.only} trains one run and run=false trains none: leave out one of them")
     if cfg.only:
@@ -74,7 +77,7 @@ def main(cfg: AblateConfig) -> None:
     if cfg.run:
         study.find_rates(f"{name}, tuning", task)
     runs = study.runs()
-    study.write_missing_records([*study.trials(), *runs])
+    study.write_own_records([*study.trials(), *runs])
     left = study.describe(runs)
     if left and cfg.run:
         study.carry_out(left, name, len(runs), task)
@@ -123,6 +126,9 @@ class Study:
             config = self._configs[arm.name] = self._config(arm, [])
             arm.variant = variant({"model": asdict(config.model)})
             arm.facts = describe_model(config)
+        refuse_own_shards(cfg, self.evaluations, self._configs)
+        if cfg.branch:
+            refuse_branches(self.arms, self._configs)
         give_colours(self.arms)  # of all arms: an arm keeps its colour while others have no finished run
         compare_parameters(self.arms, cfg.matched)
 
@@ -154,7 +160,8 @@ class Study:
 
     def overlaps(self) -> dict[str, float]:
         """Test text -> the share of the text that occurs in the training text of the first arm."""
-        return overlaps(self.data, self.cfg.texts, self.folder / "overlap.json") if self.cfg.texts and self.data else {}
+        texts = texts_of(self.cfg)
+        return overlaps(self.data, texts, self.folder / "overlap.json") if texts and self.data else {}
 
     # Tuning
 
@@ -349,10 +356,10 @@ class Study:
 
     # Results
 
-    def write_missing_records(self, runs: list[PlannedRun]) -> None:
-        """Write missing records of finished runs that a user made with train.py by hand, or that older code made."""
+    def write_own_records(self, runs: list[PlannedRun]) -> None:
+        """Write the records of the folder's finished runs anew: a run may have been made, or evaluated again, by hand."""
         for run in runs:
-            if not run.record and not run.left() and not (self.folder / "records" / f"{run.name}.jsonl").is_file():
+            if not run.record and not run.left():
                 run.finished()
 
     def write_trials(self) -> None:

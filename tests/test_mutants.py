@@ -200,6 +200,16 @@ def negated_lambda_gradient(right: Callable) -> Callable:
     return wrong
 
 
+def weak_temperature_gradient(right: Callable) -> Callable:
+    """The outputs and the gradient of the input are right."""
+
+    def wrong(self: TemperatureAttention, q: Tensor, k: Tensor, v: Tensor, carry: dict) -> tuple[Tensor, ...]:
+        tenth = self.log_temperature * 0.1 + (self.log_temperature * 0.9).detach()
+        return (q * (-tenth).exp()[:, None, None]).to(q.dtype), k, v
+
+    return wrong
+
+
 def first_maps_value_gradient(right: Callable) -> Callable:
     def wrong(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, lam: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         dq, dk, _, dlam = right(grad, q, k, v, lam, *rest)
@@ -355,6 +365,8 @@ MUTANTS = (
     Mutant("a temperature multiplies the scores", TemperatureAttention, "before",
            lambda right: lambda self, q, k, v, carry: (q * self.log_temperature.exp()[:, None, None], k, v),
            f"{FORMULA}[temperature-1-math]"),
+    Mutant("a parameter gets a tenth of its gradient", TemperatureAttention, "before", weak_temperature_gradient,
+           f"{MODULES}::test_gradients_under_a_mask_of_any_shape_are_those_of_the_formulas[temperature]"),
     # kernels
     *[Mutant("the C++ kernel sees the next key", cpu, "FORWARD", kernel_sees_ahead, f"{FORMULA}[diff-1-cpu]"),
       Mutant("the C++ kernel takes the lambda of the first row", cpu, "FORWARD", first_rows_lambda,

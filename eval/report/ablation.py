@@ -15,6 +15,8 @@ from eval.report.pooled import Pooled, profile, unit
 from eval.report.runs import NO_ABLATION, Arm, ablation_in
 from eval.report.tables import markdown
 
+FAMILIES = ("gap", "grid", "pairs", "profile")  # figures of single metrics, parts and profiles begin so
+
 
 class Results:
     """The comparison of those arms of an ablation that have finished runs. tuned: arm -> its learning rates."""
@@ -37,7 +39,7 @@ class Results:
         partial = f", partial: {missing} {'runs are' if missing > 1 else 'run is'} missing" if missing else ""
         title = f"{folder.name}{'' if self.tuned else ', untuned'}{partial}"
         seeds = list(dict.fromkeys(run.seed for arm in self.found.arms for run in arm.runs))
-        tuned = tuning.tuning_notes(self.tuned, self.cfg.tune.metric, self.cfg.tune.exchange)
+        tuned = tuning.tuning_notes(self.tuned, self.cfg.tune)
         remarks = [*tuned, *self.found.notes(seeds, epochs), *self._text_notes(overlap)]
         results = {
             "title": title,
@@ -58,7 +60,7 @@ class Results:
             (folder / "differences.md").unlink(missing_ok=True)
 
     def _text_notes(self, overlap: Mapping[str, float]) -> list[str]:
-        """Whether the test texts occur in the training text, and which profiles have no table."""
+        """Whether the test texts occur in the training text, and which metrics and profiles are not shown."""
         notes = []
         if overlap:
             shares = ", ".join(f"{text} {share:.2%}" for text, share in overlap.items())
@@ -66,6 +68,9 @@ class Results:
             notes.append(f"{wording}: {shares}.")
         elif self.cfg.texts:
             notes.append("Made from records alone: whether the test texts occur in the training text was not checked.")
+        valueless = [name for name, row in self.found.rows.items() if not any(cell.n for cell in row.cells)]
+        if absent := [f"{name} ({self.cfg.metrics[name]})" for name in valueless]:
+            notes.append(f"Without a column, because no run has a number there: {', '.join(absent)}.")
         if absent := [f"{name} ({path})" for name, path in self.cfg.profiles.items() if name not in self.profiles]:
             notes.append(f"Without a table, because no run has several numbers there: {', '.join(absent)}.")
         return notes
@@ -82,7 +87,9 @@ class Results:
         return [markdown(lines).rstrip() for lines in (self.found.table(), fit_rows(self.fits) if self.fits else None) if lines]
 
     def draw(self, folder: Path) -> list[Path]:
-        """Draw the figures into `folder`. Returns their paths."""
+        """Draw the figures into `folder`, in place of those of an earlier command. Returns their paths."""
+        for path in [path for family in FAMILIES for path in folder.glob(f"{family}_*.png")]:
+            path.unlink()
         cfg, paths = self.cfg, draw_ablation(folder, self.found, self.fits)
         for metric in self.found.compared if cfg.branch else ():
             paths += self.pooled.draw(folder, metric, unit(cfg.metrics[metric]))

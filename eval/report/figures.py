@@ -118,7 +118,7 @@ def draw_validation(path: Path, arms: list[Arm]) -> None:
             scales = (tokens.mean(0) / 1e6, tokens.mean(0) * arm.facts["flops_per_token"], seconds.mean(0))
             for ax, x in zip(axes[0], scales, strict=True):
                 mean = band(ax, arm, [(x, loss) for loss in losses], linewidth=1.6, label=arm.name)
-            shown += [mean.min(), mean[length // 5]]
+            shown += [losses.min(), mean[length // 5]]
         _frame(list(axes[0]), shown)
         labels = ("training tokens (millions)", "training FLOPs", "seconds of training")
         for ax, label in zip(axes[0], labels, strict=True):

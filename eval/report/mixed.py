@@ -189,8 +189,11 @@ def _gls(y: np.ndarray, design: np.ndarray, block: np.ndarray, ratio: float) -> 
 
 
 def _reml_ratio(y: np.ndarray, design: np.ndarray, block: np.ndarray) -> float:
-    """The ratio of variances with the highest restricted likelihood, among 0 and a fine logarithmic grid."""
-    ratios = [0.0, *np.geomspace(1e-4, 1e4, 321)]
+    """The ratio of variances with the highest restricted likelihood, among 0 and a logarithmic grid of steps of 6 %.
+
+    Between two ratios of the grid the error moves by less than 1 % (docs/METHODS.md, section 8.3).
+    """
+    ratios = [0.0, *np.geomspace(1e-4, 1e8, 481)]
     return float(max(ratios, key=lambda ratio: _gls(y, design, block, ratio)[3]))
 
 

@@ -172,7 +172,7 @@ def unit(path: str) -> str:
 def profile(arms: list[Arm], path: str, pairs: Mapping[str, Sequence[str]]) -> Pooled | None:
     """The comparison of the numbers under `path`, which are the metrics. None if no run has more than one number there."""
     runs = [run for arm in arms for run in arm.runs]
-    keys = next((found for run in runs if len(found := run.keys(path)) > 1), None)
-    if keys is None:
+    keys = max((run.keys(path) for run in runs), key=len, default=[])  # a longer context has more positions
+    if len(keys) < 2:
         return None
     return Pooled(Comparison(arms, {key: f"{path}.{key}" for key in keys}, keys), pairs, horizons=False)

@@ -45,6 +45,8 @@ def paired(differences: Sequence[float]) -> Difference:
     if n == 1:
         return Difference(n, mean)
     sd = statistics.stdev(differences)
+    if mean and sd < 1e-12 * abs(mean):  # equal differences, as of counts: the t test has no error to judge the mean by
+        return Difference(n, mean, 0.0, p_permutation=sign_flip_p(differences) if n <= EXACT_UP_TO else None)
     half = t_quantile(1 - LEVEL / 2, n - 1) * sd / math.sqrt(n)
     flips = sign_flip_p(differences) if n <= EXACT_UP_TO else None
     return Difference(n, mean, sd, mean - half, mean + half, t_test_p(mean, sd, n), flips, detectable(sd, n))
@@ -58,7 +60,7 @@ def mean_sd(values: Sequence[float]) -> tuple[float, float | None]:
 def t_test_p(mean: float, sd: float, n: int) -> float:
     """Two-sided p of the one-sample t test of `mean` against 0."""
     if sd == 0:
-        return 1.0 if mean == 0 else 0.0
+        return 1.0
     return 2 * float(stats.t.cdf(-abs(mean) / (sd / math.sqrt(n)), n - 1))
 
 

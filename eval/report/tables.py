@@ -64,7 +64,9 @@ class Contrast(Difference):
         size = abs(self.mean)
         shown = "+.3g" if 0 < size < 1e-3 else "+z.4f" if size < 1 else "+.2f"
         mean, *ends = (None if x is None else f"{x:{shown}}" for x in (self.mean, self.low, self.high))
-        return f"{mean} (n = 1)" if self.low is None else f"{mean} [{', '.join(ends)}]"
+        if self.low is None:
+            return f"{mean} ({'n = 1' if self.n == 1 else 'the same in every seed'})"
+        return f"{mean} [{', '.join(ends)}]"
 
     @property
     def clear(self) -> bool:
@@ -303,7 +305,7 @@ def _finding(contrast: Contrast, n: int) -> str:
 
 
 def _smallest(contrast: Contrast, n: int) -> str:
-    if contrast.detectable is None:
+    if contrast.n == 1:
         return "(n = 1)"
     fewer = f", n = {contrast.n}" if contrast.n < n else ""
     return f"({contrast.detectable:.3g}{fewer})" if contrast.sd else f"(the difference is the same in every seed{fewer})"

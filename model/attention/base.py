@@ -101,6 +101,7 @@ class Attention(nn.Module):
     choices: ClassVar[dict[str, tuple[str, ...]]] = {}
     free_options: ClassVar[tuple[str, ...]] = ()  # options that may change when training starts from trained weights
     undecayed: ClassVar[tuple[str, ...]] = ()  # submodules without weight decay; vectors and scalars never have it
+    no_context: str = ""  # why the attention takes no context=, that is no cross attention; "": it takes one
     colours: ClassVar[dict[str, str]] = {}  # name of a file in configs/model -> its colour in figures
 
     def __init__(
@@ -269,6 +270,8 @@ class Attention(nn.Module):
         if mask.causal or mask.window is not None or mask.documents is not None:
             wrong = "cross attention (context=) has no causal order, no window and no documents"
             raise ValueError(f"{wrong}: use mask=Mask(causal=False, keys=...)")
+        if self.no_context:
+            raise ValueError(f"{self.no_context}: leave out context=")
         return mask
 
     def _ropes(self, x: Tensor, source: Tensor, rope: Rope | None, cache: LayerCache | None) -> Ropes:

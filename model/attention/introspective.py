@@ -142,9 +142,6 @@ class IntrospectiveAttention(Attention):
 
     def mix(self, x: Tensor, source: Tensor, ropes: Ropes, mask: Mask, cache: LayerCache | None, carry: Carry) -> Tensor:
         """The normed sum (B, T, D) of all paths, as in the class's formula."""
-        if self.mode == "feature" and source is not x:
-            wrong = "the feature mode corrects keys by what earlier paths gave for the same token, so it takes no context"
-            raise ValueError(f"{wrong}: use model.introspective.mode=sequence")
         outputs = (self._feature if self.mode == "feature" else self._sequence)(x, source, ropes, mask, cache)
         lam = self.weights(x)  # (P,) or (B, T, P)
         mixed = sum(lam[..., i, None] * a for i, a in enumerate(outputs))  # (B, T, D)
@@ -207,6 +204,11 @@ class IntrospectiveAttention(Attention):
         if self.repeated:
             return [j for earlier in range(i) for j in self._seen(earlier)] + [i]
         return list(range(i + 1 if self.own_path or i == 0 else i))
+
+    @property
+    def no_context(self) -> str:
+        why = "the feature mode corrects keys by what earlier paths gave for the same token, so it takes no context"
+        return "" if self.mode == "sequence" else f"{why} (model.introspective.mode=sequence does)"
 
     @property
     def key_sets(self) -> tuple[int, ...]:

@@ -29,7 +29,12 @@ class Maps:
         if self.apart and pair is not None:
             self._pair = tuple(x.detach().float() for x in pair)
 
-    def _close_layer(self, *_: object) -> None:
+    def _close_layer(self, attention: nn.Module, given: tuple, named: dict, _: object) -> None:
+        x, cache = given[0], named.get("cache", given[3] if len(given) > 3 else None)
+        tokens = x.shape[1] + (0 if cache is None else cache.length)
+        if self._calls[0].shape[-1] % tokens:
+            wrong = f"{type(attention).__name__} attends to {self._calls[0].shape[-1]} keys of {tokens} tokens"
+            raise ValueError(f"{wrong}, and a probe needs one key for each token: leave it out for this attention")
         self.layers.append(torch.cat(self._calls, dim=1))
         self.pairs.append(self._pair)
         self._calls, self._pair = [], None
@@ -48,7 +53,7 @@ def probe(model: nn.Module, rows: Tensor, apart: bool = False) -> Iterator[Maps]
     global active
     _refuse_nesting()
     active = Maps(rows, apart)
-    hooks = [attention.register_forward_hook(active._close_layer) for attention in _attentions(model)]
+    hooks = [attention.register_forward_hook(active._close_layer, with_kwargs=True) for attention in _attentions(model)]
     try:
         yield active
     finally:

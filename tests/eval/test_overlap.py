@@ -57,6 +57,6 @@ def test_what_was_trained_on_is_found_and_other_text_is_not(tmp_path: Path, monk
 
 
 def test_more_than_one_per_cent_is_no_test() -> None:
-    refuse_overlap("books", 0.005)
+    refuse_overlap("texts.books", 0.005)
     with pytest.raises(ValueError, match="texts.books: 50.0% of its different 13-word sequences occur in the training text"):
-        refuse_overlap("books", 0.5)
+        refuse_overlap("texts.books", 0.5)

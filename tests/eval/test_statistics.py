@@ -122,7 +122,10 @@ def test_what_a_few_seeds_cannot_say() -> None:
     assert mean_sd([2.0]) == (2.0, None)
     same = paired([0.0, 0.0, 0.0])
     assert same.p == 1.0 and same.p_permutation == 1.0 and (same.low, same.high) == (0.0, 0.0)
-    assert paired([0.25, 0.25]).p == 0.0
+    for equal in ([0.25, 0.25], [0.1, 0.3 - 0.2, 0.5 - 0.4]):  # the last two differ by rounding alone
+        found = paired(equal)
+        assert found.sd == 0 and found.p is found.low is found.high is found.detectable is None
+        assert found.p_permutation == 2 / 2 ** len(equal)
     for wrong in ([], [0.1, math.nan], [math.inf]):
         with pytest.raises(ValueError, match="leave out the seeds that diverged"):
             paired(wrong)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -41,7 +42,7 @@ def test_a_best_value_at_the_edge_widens_the_grid(best: float, widened: int, at:
 def test_after_two_widenings_the_edge_is_said() -> None:
     result = tuned(CFG, search(CFG, bowl(10.0, 0.003))[0])
     assert result.widened == 2 and result.edge == ["optim.muon_lr"]
-    notes = "\n".join(tuning_notes({"baseline": result, "twin": tuned(CFG, search(CFG, bowl(0.01, 0.003))[0])}))
+    notes = "\n".join(tuning_notes({"baseline": result, "twin": tuned(CFG, search(CFG, bowl(0.01, 0.003))[0])}, CFG))
     assert "baseline is at an end of the tried values" in notes and "baseline (10)" in notes and "8 trials an arm" in notes
 
 
@@ -75,11 +76,11 @@ def test_an_exchange_finds_what_the_own_search_of_an_arm_has_missed() -> None:
         found[arm] |= {point: losses[arm](*point) for point in points}
     best = tuned(CFG, found["two"]).best
     assert best == tuned(CFG, found["deep"]).best and best["optim.muon_lr"] < 0.005
-    assert "all other arms" in "\n".join(tuning_notes({"two": tuned(CFG, found["two"])}, exchange=True))
+    assert "all other arms" in "\n".join(tuning_notes({"two": tuned(CFG, found["two"])}, replace(CFG, exchange=True)))
 
 
 def test_untuned_is_said() -> None:
-    assert tuning_notes({})[0].startswith("Untuned")
+    assert tuning_notes({}, CFG)[0].startswith("Untuned")
 
 
 @pytest.mark.parametrize(

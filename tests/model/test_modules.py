@@ -106,6 +106,7 @@ def test_a_mask_of_any_shape_is_the_formulas(name: str, backend: str) -> None:
 
 @pytest.mark.parametrize("name", MODULES)
 def test_gradients_under_a_mask_of_any_shape_are_those_of_the_formulas(name: str) -> None:
+    """The module equals its formula (above), so the formula's gradient is the difference that the module makes."""
     results = []
     for backend in ("math", "auto"):
         made, x = module(name, backend=backend), inputs(6).requires_grad_()
@@ -115,10 +116,18 @@ def test_gradients_under_a_mask_of_any_shape_are_those_of_the_formulas(name: str
     for one, other in zip(*results, strict=True):
         assert one.isfinite().all()
         torch.testing.assert_close(one, other, atol=1e-9, rtol=1e-7)
-    step = 1e-6 * torch.ones(())  # and the reference's own gradient, by a difference
-    with torch.no_grad():
-        moved = [made(inputs(6) + sign * step, mask=bias).sin().sum() for sign in (1, -1)]
-    torch.testing.assert_close(results[0][0].sum(), (moved[0] - moved[1]) / (2 * step.double()), atol=1e-4, rtol=1e-5)
+    generator = torch.Generator().manual_seed(3)
+    for key, leaf in (("x", x), ("bias", bias), *made.named_parameters()):
+        if leaf.grad is None:
+            continue
+        way, start, ends = torch.randn(leaf.shape, dtype=leaf.dtype, generator=generator), leaf.detach().clone(), []
+        with torch.no_grad():
+            for step in (1e-6, -1e-6):
+                leaf.copy_(start + step * way)
+                ends.append(made(x, mask=bias).sin().sum())
+            leaf.copy_(start)
+        slope, found = (ends[0] - ends[1]) / 2e-6, (leaf.grad * way).sum()
+        torch.testing.assert_close(found, slope, atol=1e-6, rtol=1e-5, msg=lambda m, key=key: f"{key}: {m}")
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -143,8 +152,8 @@ def test_attention_to_a_context_is_that_to_its_tokens(name: str) -> None:
         x, context = inputs(T), inputs(S, seed=1)
         keys = torch.ones(2, S, dtype=torch.bool)
         keys[0, 2] = False
-        if made.name == "introspective" and made.mode == "feature":
-            with pytest.raises(ValueError, match="mode=sequence"):
+        if made.no_context:
+            with pytest.raises(ValueError, match="takes no context"):
                 made(x, context=context)
             continue
         see = torch.zeros(2, 1, T + S, T + S, dtype=torch.bool)
@@ -343,7 +352,11 @@ def test_export_grad_and_vmap_take_a_module(name: str) -> None:
     def loss(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
         return torch.func.functional_call(made, parameters, (x,)).square().sum()
 
-    grads = torch.vmap(torch.func.grad(loss), (None, 0))(parameters, x)  # of each sample
+    try:
+        grads = torch.vmap(torch.func.grad(loss), (None, 0))(parameters, x)  # of each sample
+    except RuntimeError as error:  # torch's operator for CPUs has no gradient of a learned bias under vmap
+        assert "'attn_mask'" in str(error)
+        pytest.skip("torch cannot: docs/modules.md")
     made(x[2]).square().sum().backward()
     for key, p in parameters.items():
         torch.testing.assert_close(grads[key][2], p.grad, atol=1e-4, rtol=1e-4, msg=lambda m, key=key: f"{key}: {m}")

@@ -1,6 +1,7 @@
 """What README promises of a new attention variant: with a source file, its two lines, a config and a formula, all is there."""
 
 import shutil
+import string
 import subprocess
 import sys
 from pathlib import Path
@@ -62,9 +63,10 @@ def scaled(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, layer: int, first:
 
     return attention(w, x, see, cfg, output=opened)
 """
-IMPORT, LINE = "from .scaled import ScaledAttention\n", '    "s": ScaledAttention,\n'
+LETTER = min(set(string.ascii_lowercase) - VARIANTS.keys())
+IMPORT, LINE = "from .scaled import ScaledAttention\n", f'    "{LETTER}": ScaledAttention,\n'
 TESTS = (
-    "tests/model/test_variants.py", "tests/model/test_probe.py", "tests/model/test_decoder.py",
+    "tests/model/test_variants.py", "tests/model/test_modules.py", "tests/model/test_probe.py", "tests/model/test_decoder.py",
     "tests/training/test_monitor.py", "tests/training/test_parts.py",
 )  # fmt: skip
 
@@ -76,7 +78,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ignore = shutil.ignore_patterns(".*", "__pycache__", "runs", "shards", "docs", "wandb")
     shutil.copytree(ROOT, folder, ignore=ignore)
     (folder / "model/attention/scaled.py").write_text(SOURCE)
-    (folder / "configs/model/scaled.yaml").write_text("layers: s\n")
+    (folder / "configs/model/scaled.yaml").write_text(f"layers: {LETTER}\n")
     with (folder / "tests/reference/formulas.py").open("a") as file:
         file.write(FORMULA)
     names = folder / "model/attention/__init__.py"
@@ -120,7 +122,7 @@ def test_a_run_from_before_it_can_be_continued(house: Path, shards: Path, tmp_pa
 def test_every_variant_has_the_promised_files_and_is_named_nowhere_else(name: str) -> None:
     """A file of its own, a config; the rest of model/ and training/ imports it from nowhere but its line."""
     letters = {variant.name: letter for letter, variant in VARIANTS.items()}
-    assert yaml.safe_load((ROOT / f"configs/model/{name}.yaml").read_text()) == {"layers": letters[name]}
+    assert yaml.safe_load((ROOT / f"configs/model/{name}.yaml").read_text())["layers"] == letters[name]
     assert VARIANTS[letters[name]].__module__ == f"model.attention.{name}"
     own = ROOT / f"model/attention/{name}.py"
     users = [path for folder in ("model", "training") for path in (ROOT / folder).rglob("*.py") if own in file_imports(path)]

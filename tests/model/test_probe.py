@@ -2,8 +2,12 @@
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
 from model.attention import reference
+from model.attention.baseline import BaselineAttention
+from model.attention.mask import Mask
 from model.attention.probe import entropy, first_share, negative_share, probe, visit_logits
 from tests.variants import VARIANTS, randomized
 
@@ -108,3 +112,19 @@ def test_visitors_and_probes_do_not_nest() -> None:
         raise RuntimeError
     with probe(model, torch.tensor([0])):  # it ended, although its block failed
         model(torch.zeros(1, 4, dtype=torch.long))
+
+
+class WithAnExtraKey(BaselineAttention):
+    """Attention with one more key than tokens, which every query sees."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, mask: Mask) -> Tensor:
+        k, v = (F.pad(kv, (0, 0, 1, 0)) for kv in (k, v))
+        return super().attend(q, k, v, x, Mask(causal=False))
+
+
+def test_keys_that_are_no_tokens_are_refused() -> None:
+    """The rows of a map would be those of other queries."""
+    made, x = WithAnExtraKey(d_model=64, n_head=4), torch.randn(1, 5, 64)
+    assert made(x).shape == x.shape
+    with pytest.raises(ValueError, match="attends to 6 keys of 5 tokens"), probe(made, torch.tensor([2])):
+        made(x)

@@ -301,8 +301,9 @@ def test_every_parameter_learns(name: str) -> None:
     model = Decoder(config(name))
     x = torch.randint(0, 50, (4, 32))
     model(x, x.roll(-1, 1)).backward()
+    largest = max(p.grad.abs().max() for p in model.parameters())
     for key, p in model.named_parameters():
-        assert p.grad is not None and p.grad.abs().max() > 0, key
+        assert p.grad.abs().max() > 1e-6 * largest, key  # above what rounding leaves of a gradient of zero
 
 
 def test_greedy_generation_does_not_need_the_cache() -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from eval.records import PUBLISHED
+from eval.report.runs import DIVERGED
 from tests.conftest import ROOT, TINY, WORDS
 from tests.scripts.conftest import quoted
 
@@ -74,6 +75,18 @@ def test_a_crippled_arm_is_found_a_twin_is_not_a_diverged_one_is_counted(
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "toy").rglob("state.json")} == stamps
     wrong = call(*[a.replace("optim.lr=1e-2", "optim.lr=2e-2") for a in arguments])
     assert "baseline-s1 was started with optim.lr=0.01 (now 0.02)" in wrong and wrong.endswith("start anew with name=OTHER")
+    wrong = call(*[a.replace("eval_tokens=2048", "eval_tokens=1024") for a in arguments])
+    assert "measures itself with eval_tokens=2048 (now 1024): repeat its overrides, or start anew with name=OTHER" in wrong
+
+    # A diverged run without its file is trained again; a damaged record is written again; an old figure is not left.
+    (tmp_path / "toy" / "diverging-s1" / DIVERGED).unlink()
+    record, old = tmp_path / "toy" / "records" / "twin-s1.jsonl", tmp_path / "toy" / "figures" / "gap_old.png"
+    whole = record.read_text()
+    record.write_text(whole[:99])
+    old.touch()
+    assert "8 runs, 7 of them finished" in (printed := call(*arguments, "+metrics.odd=train.tokens_to_0.5"))
+    assert "Without a column, because no run has a number there: odd (train.tokens_to_0.5)." in printed
+    assert (tmp_path / "toy" / "diverging-s1" / DIVERGED).is_file() and record.read_text() == whole and not old.exists()
 
 
 def test_interrupted_it_goes_on_and_ends_the_same(shards: Path, tmp_path: Path, call: Callable[..., str]) -> None:
@@ -96,6 +109,10 @@ def test_interrupted_it_goes_on_and_ends_the_same(shards: Path, tmp_path: Path, 
     # The evaluation's settings change: it alone is repeated.
     call(*[a.replace("perplexity tokens=512", "perplexity tokens=256") for a in arguments])
     assert log.read_text().count("$ python") == 4
+    assert json.loads((run / "eval" / "perplexity.json").read_text())["results"]["tokens"] == 256
+    # A damaged result is written again.
+    (run / "eval" / "perplexity.json").write_text('{"step": 16, "config": null}')
+    call(*[a.replace("perplexity tokens=512", "perplexity tokens=256") for a in arguments])
     assert json.loads((run / "eval" / "perplexity.json").read_text())["results"]["tokens"] == 256
 
 

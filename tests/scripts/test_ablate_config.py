@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 from configs import CONFIG_DIR
 from configs.composing import merged
-from eval.experiment import AblateConfig, arm_list, refuse_unknown_arms
+from eval.experiment import AblateConfig, arm_list, refuse_unknown_arms, texts_of
 from eval.study import PlannedRun
 from eval.tuning import TuneConfig
 from model.decoder import Decoder
@@ -247,6 +247,26 @@ def test_only_arms_that_were_dropped_may_remain_in_fewer_seeds(shards: Path) -> 
         refuse_unknown_arms(cfg, ["seeds=3"])
 
 
+def test_points_that_cannot_branch_off_the_longest_run_are_refused(shards: Path, tmp_path: Path) -> None:
+    cfg = composed(shards, "experiment=main", "seeds=1", '+grid.wide=["steps=100","batch_tokens=8192"]')
+    with pytest.raises(ValueError, match="point wide has another batch_tokens than the grid's first point: give points that"):
+        plan(cfg, tmp_path)
+
+
+def test_a_tuned_study_reads_no_shards_that_judge_its_trials(shards: Path, tmp_path: Path) -> None:
+    tuned = ("experiment=ablation_v2", "tune=rates", "measure=test", "texts.test=none.txt", f"runs={tmp_path}")
+    assert Study(composed(shards, *tuned, 'evaluations=["perplexity shards=shards/others"]'), "study").trials()
+    cfg = composed(shards, *tuned, f'evaluations=["perplexity shards={shards.parent}/./{shards.name}"]')
+    with pytest.raises(ValueError, match="the text that the learning rates are chosen on: give it the shards of another text"):
+        Study(cfg, "study")
+
+
+def test_the_texts_of_evaluations_are_searched_for_training_text_too() -> None:
+    listed = ["perplexity tokens=5", "perplexity text=there/mine.txt", "needle text=other.txt"]
+    cfg = AblateConfig(arms={}, evaluations=listed, texts={"books": "books.txt"})
+    assert texts_of(cfg) == {"books": "books.txt", "perplexity_mine": "there/mine.txt"}
+
+
 def test_the_last_of_several_overrides_stands() -> None:
     assert merged(["steps=5", "+a.b=1"], ["a.b=2"], ["steps=7", "seed=1"]) == ["a.b=2", "steps=7", "seed=1"]
 
@@ -273,6 +293,12 @@ def test_jobs_share_cores_and_take_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -
         (("fit=true", '+grid={one:["steps=1"]}'), "the grid has 1: use a tier that has sizes, tier=cpu or tier=gpu"),
         (('+grid={a-b:["steps=1"],b:["steps=2"]}', "+arms.gated-a=[]"), "gated-a-b and one folder: rename an arm"),
         (("+fewer_seeds.typo=1",), "fewer_seeds.typo is not an arm of this experiment: use one of baseline, gated, diff"),
+        (("+pairs.typo=[gated,gatd]",), "pairs.typo has gatd, which is not an arm of this experiment: use one of baseline, "),
+        (("+texts={a.b:FILE}",), "texts.a.b becomes a part of a file's name: use letters, digits"),
+        (
+            ("branch=true", '+grid={a:["steps=1"],b:["steps=2"]}'),
+            "baseline-a has optim.schedule=linear: use optim.schedule=wsd",
+        ),
         (("compared=[nedle]",), "compared has 'nedle', which is not in metrics: use needle"),
         (("only=nobody-s1",), "use one of baseline-s1, gated-s1"),
         (("launcher=joblib",), "needs the package 'hydra-joblib-launcher': pip install hydra-joblib-launcher"),
