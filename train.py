@@ -38,14 +38,18 @@ def main(cfg: TrainConfig) -> float:
     try:
         with world.errors(), ExitStack() as ends:
             refuse_ignored_options(cfg.data, HydraConfig.get().overrides.task)
-            return train(cfg, world, ends)
-    except Diverged as error:
+            loss = train(cfg, world, ends)
+    except SystemExit:  # after a signal, which ends all processes
+        world.close()
+        raise
+    except Diverged as error:  # in all processes
         if "direction" not in HydraConfig.get().sweeper:  # only a search continues after a diverged trial
             raise
         print(f"error: {error}", flush=True)
-        return float("inf")
-    finally:
-        world.close()
+        loss = float("inf")
+    # After another error nothing is closed: nccl would wait for processes that are in a collective, before the error is said.
+    world.close()
+    return loss
 
 
 def train(cfg: TrainConfig, world: World, ends: ExitStack) -> float:

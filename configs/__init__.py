@@ -121,6 +121,9 @@ def one_line_errors(schema: type, every_rank: bool = False, config: Any = None) 
             where = "" if rank == "0" else f" on rank {rank}"
             said = needs_less_memory(config) if out_of_memory else explain(error, schema)
             print(f"error{where}: {said}", file=sys.stderr, flush=True)
+        if every_rank and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            sys.stdout.flush()
+            os._exit(2)  # at a normal end nccl may wait for the other processes, and torchrun would not end them
         sys.exit(2)
 
 

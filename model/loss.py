@@ -86,7 +86,10 @@ def _piece(rows: Tensor, targets: Tensor, head: Tensor, weight: Tensor, wide: to
     else:
         losses, maps = _losses(_widened(logits, weight, wide), targets, len(weight))
         at = _index(targets)
-        grad = maps.scatter_(-1, at, maps.gather(-1, at) - 1).to(rows.dtype)  # (n, V)
+        if torch.compiler.is_compiling():  # one pass with the softmax; after scatter_ another pass would copy from `wide`
+            grad = torch.where(torch.arange(maps.shape[-1], device=maps.device) == at, maps - 1, maps).to(rows.dtype)  # (n, V)
+        else:
+            grad = maps.scatter_(-1, at, maps.gather(-1, at) - 1).to(rows.dtype)
     scored = (targets != IGNORED).unsqueeze(-1)  # (n, 1)
     return losses.sum(), grad @ head * scored, (grad.mT @ (rows * scored))[: len(weight)]
 

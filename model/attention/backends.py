@@ -21,9 +21,12 @@ the values. fused computes only differences of maps, sdpa everything else. flex 
 slopes.
 """
 
+from contextlib import nullcontext
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..once import once
 from . import flex, probe, reference
@@ -37,6 +40,7 @@ ROUTES = ("one_call", "two_calls", "four_calls")
 SHORT = 512
 WIDEST_CUDNN = 128  # head width up to which cuDNN takes values of another width than the keys
 NEW_CUDNN = 91501  # 9.15.1
+WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # SDPA without cuDNN
 WIDEST_FLASH = 256  # head width up to which CUDA's flash kernel takes a call, on cards from 8.0 on
 
 
@@ -300,7 +304,9 @@ def _one_query(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float, sets
     rows = q.flatten(1, -2).unflatten(1, (k.shape[1], -1))  # (B, Hkv, rows, d)
     # see: (1 or B, 1, 1, S)
     see = None if mask.plain else mask.dense(1, k.shape[-2] // sets, q.device).repeat(1, 1, 1, sets)
-    return _sdpa(rows, k, v, EVERYTHING, see, dropout).reshape(*q.shape[:-1], v.shape[-1])
+    # cuDNN would make a plan for every number of keys, that is for every new token.
+    with sdpa_kernel(WITHOUT_PLANS) if q.is_cuda else nullcontext():
+        return _sdpa(rows, k, v, EVERYTHING, see, dropout).reshape(*q.shape[:-1], v.shape[-1])
 
 
 def _last_row(q: Tensor, k: Tensor, v: Tensor, lam: Tensor, see: Tensor | None) -> Tensor:

@@ -114,6 +114,22 @@ def test_a_second_derivative_is_refused_and_compiling_keeps_one_graph(inputs: tu
     assert torch.equal(torch.autograd.grad(compiled(*inputs), x)[0], grad)
 
 
+@pytest.mark.parametrize("dtype", (torch.float64, torch.bfloat16))
+def test_compiled_without_the_kernel_it_has_the_same_bits(
+    dtype: torch.dtype, inputs: tuple[Tensor, Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on CUDA. The gradient of the logits is then made without scatter_, which would cost a pass of its own."""
+    monkeypatch.setattr(loss, "_missing", lambda: "no compiler")
+    x, weight, targets = inputs
+    x, weight = (tensor.detach().to(dtype).requires_grad_() for tensor in (x, weight))
+    found = []
+    for call in (linear_cross_entropy, torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")):
+        total = call(x, weight, targets)
+        found.append([total.detach(), *torch.autograd.grad(total, (x, weight))])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
 @needs_compiler
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), ((torch.float64, 1e-13), (torch.float32, 1e-6), (torch.bfloat16, 4e-3)), ids=("64", "32", "16")

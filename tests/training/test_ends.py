@@ -18,7 +18,7 @@ from configs import one_line_errors
 from configs.files import FolderLock, json_text, remove_leftovers, whole_folder, write_atomic, write_json
 from data.loader import inputs_and_targets
 from eval.common import EvalConfig
-from tests.conftest import ROOT
+from tests.conftest import ROOT, Typed, train_arguments
 from training.distributed import World, join_world, pick_device
 from training.parallel import gathered
 from training.run import TrainConfig
@@ -68,6 +68,18 @@ def test_a_full_gpu_is_one_line_that_names_what_needs_less(config: object, fix: 
     assert end.value.code == 2 and said.startswith(FULL + fix) and said.count("\n") == 1
     with pytest.raises(RuntimeError, match="^shapes$"), one_line_errors(type(config), config=config):
         raise RuntimeError("shapes")
+
+
+def test_after_an_error_no_process_waits_for_the_others_before_it_is_said(
+    shards: Path, tmp_path: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """nccl's end of the group may wait for processes that are in a collective."""
+    closed = []
+    monkeypatch.setattr(World, "close", lambda world: closed.append(world.rank))
+    arguments = train_arguments(shards, tmp_path / "run", "model=baseline", "steps=1")
+    assert typed(*arguments).returncode == 0 and closed == [0]
+    again = typed(*arguments)
+    assert again.returncode == 2 and "resume=true" in again.stderr and closed == [0]
 
 
 def test_processes_of_torchrun_join_again_for_every_run_of_a_sweep(tmp_path: Path) -> None:
