@@ -1,0 +1,64 @@
+"""The tables of README.md and docs/RESULTS.md that say what one change gives, against the JSON that they are taken from."""
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from tests.conftest import ROOT
+
+POINT = "10.5M"
+COLUMNS = {
+    "books": "books", "recalled tokens": "AR-Hit", "other tokens": "Others", "documentation": "docs", "textbooks": "textbooks",
+}  # fmt: skip
+TABLES = ("main", "main_controls", "main_paths")
+RESULTS = {name: json.loads((ROOT / "docs/results" / name / "results.json").read_text())["results"] for name in TABLES}
+
+
+def split(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def rows() -> list[tuple[str, dict[str, str]]]:
+    """(page, cell of each column), of every row of the two tables."""
+    found = []
+    for page in ("README.md", "docs/RESULTS.md"):
+        table = (ROOT / page).read_text().split("<!-- changes -->\n")[1].split("\n<!-- end -->")[0].splitlines()
+        found += [(page, dict(zip(split(table[0]), split(line), strict=True))) for line in table[2:]]
+    return found
+
+
+def difference(arm: str, other: str, metric: str) -> tuple[dict[str, Any], float]:
+    """`arm` less `other`, and its p: for all arms at once against the baseline, else after Holm's correction for the pairs."""
+    names = {"arm": f"{arm}-{POINT}", "other": f"{other}-{POINT}"}
+    for results in RESULTS.values():
+        if other == "baseline":
+            effects = results["mixed"][metric][POINT]["effects"]
+            found = [(effect, effect["p"]) for name, effect in effects.items() if name == names["arm"]]
+        else:
+            found = [(pair, pair["p_holm"]) for pair in results["pairs"][metric] if names.items() <= pair.items()]
+        if found:
+            return found[0]
+    raise AssertionError(f"no table has {arm} less {other}")
+
+
+def seeds(arm: str) -> int:
+    found = (entry for results in RESULTS.values() for entry in results["arms"] if entry["name"] == f"{arm}-{POINT}")
+    return len(next(found)["runs"])
+
+
+def cell(column: str, arm: str, other: str) -> str:
+    if column == "seeds":
+        return str(min(seeds(arm), seeds(other)))
+    value, p = difference(arm, other, COLUMNS[column])
+    mean = f"{value['mean']:+.3f}"
+    interval = f" ({value['low']:+.3f} to {value['high']:+.3f})" if column == "books" else ""
+    return (f"**{mean}**" if p < 0.05 else mean) + interval
+
+
+@pytest.mark.parametrize(("page", "row"), rows(), ids=lambda part: part if isinstance(part, str) else next(iter(part.values())))
+def test_what_one_change_gives_is_in_the_json(page: str, row: dict[str, str]) -> None:
+    other, arm = re.findall(r"`(\w+)`", row["from, to"])
+    values = {column: value for column, value in row.items() if column == "seeds" or column in COLUMNS}
+    assert values == {column: cell(column, arm, other) for column in values}
