@@ -5,6 +5,7 @@ values of the run's configuration that differ from the defaults, what training l
 evaluation without their long lists, and lambda by layer at the end of training.
 """
 
+import functools
 import gzip
 import math
 from collections.abc import Iterable
@@ -73,8 +74,13 @@ def recorded_config(record: Record) -> dict[str, Any]:
 
     A record from before an option lacks the value that train.py fills in for this option, so it is filled in here.
     """
-    config = nested({**flatten(asdict(TrainConfig())), **record["config"]})
+    config = nested({**_defaults(), **record["config"]})
     return config | {"model": asdict(decoder_config(config["model"]).filled())}
+
+
+@functools.cache
+def _defaults() -> dict[str, Any]:
+    return flatten(asdict(TrainConfig()))
 
 
 def describes(record: Record, config: TrainConfig) -> bool:

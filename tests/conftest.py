@@ -5,13 +5,16 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import date
 from pathlib import Path
 
 import pytest
 import torch
+from hydra._internal.hydra import Hydra
+from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.types import RunMode
 
 from tests.processes import Command
 
@@ -38,6 +41,22 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def hydra_composes_once() -> Iterator[None]:
+    """Hydra composes a configuration twice, the first time for `hydra.mode` alone, and copies all dataclasses each time.
+
+    A quarter of a second a command, for hundreds of commands that run in the tests' own process.
+    """
+
+    def mode(hydra: Hydra, config_name: str, overrides: list[str]) -> RunMode:
+        return RunMode.MULTIRUN if {"-m", "--multirun"} & set(sys.argv) else RunMode.RUN
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Hydra, "get_mode", mode)
+        patch.setattr(ConfigStore, "__deepcopy__", lambda store, memo: store, raising=False)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -106,8 +106,8 @@ def estimate(values: Values, reference: str, covariate: Values | None = None) ->
         design = np.column_stack((design, x - x.mean()))
     if np.linalg.matrix_rank(design) < design.shape[1]:  # the covariate is equal in all runs of every arm
         return None
-    ratio, n = _reml_ratio(y, design, block), len(arms)
-    beta, covariance, error, _ = _gls(y, design, block, ratio)
+    beta, covariance, error, ratio = _reml(y, design, block)
+    n = len(arms)
     slope = None if covariate is None else float(beta[n])
     return Estimate(arms, beta[:n], covariance[:n, :n], error, ratio, df, slope) if error else None
 
@@ -171,41 +171,40 @@ def _bartlett(left: np.ndarray, group: np.ndarray) -> np.ndarray:
     return free.sum() * np.log(squares.sum(axis=1)) - np.log(np.maximum(squares / free, 1e-300)) @ free
 
 
-def _gls(y: np.ndarray, design: np.ndarray, block: np.ndarray, ratio: float) -> tuple[np.ndarray, np.ndarray, float, float]:
-    """Estimates, their covariance, the error's variance and the log likelihood, given ratio = s_b^2 / s_e^2."""
-    runs = block.sum(axis=0)  # of each seed
+def _reml(y: np.ndarray, design: np.ndarray, block: np.ndarray) -> tuple[np.ndarray, np.ndarray, float, float]:
+    """Estimates, their covariance, the error's variance s_e^2, and the ratio s_b^2 / s_e^2 of highest restricted likelihood.
+
+    The ratio is 0 or one of a logarithmic grid with steps of 6 %, for all R of which everything is computed at once. Between
+    two of them the error moves by less than 1 % (docs/METHODS.md, section 8.3).
+    """
+    ratios = np.array([0.0, *np.geomspace(1e-4, 1e8, 481)])
+    spread = ratios[:, None] * block.sum(axis=0)  # (R, seeds): the ratio times the seed's runs
+    weights = (ratios[:, None] / (1 + spread))[:, None]  # (R, 1, seeds)
 
     def weighted(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        """a' (I + ratio block block')^-1 b, by Woodbury's formula; block' block is diagonal."""
-        return a.T @ b - (a.T @ block * (ratio / (1 + ratio * runs))) @ (block.T @ b)
+        """a' (I + ratio block block')^-1 b for each ratio, by Woodbury's formula; block' block is diagonal."""
+        return a.mT @ b - (a.mT @ block * weights) @ (block.T @ b)
 
-    precision = weighted(design, design)
+    precision = weighted(design, design)  # (R, columns, columns)
     inverse = np.linalg.inv(precision)
-    beta = inverse @ weighted(design, y)
-    rest, df = y - design @ beta, len(y) - design.shape[1]
-    error = float(weighted(rest, rest)) / df
-    logs = np.log1p(ratio * runs).sum() + np.linalg.slogdet(precision)[1]
-    return beta, error * inverse, error, -0.5 * (logs + df * math.log(max(error, 1e-300)))
-
-
-def _reml_ratio(y: np.ndarray, design: np.ndarray, block: np.ndarray) -> float:
-    """The ratio of variances with the highest restricted likelihood, among 0 and a logarithmic grid of steps of 6 %.
-
-    Between two ratios of the grid the error moves by less than 1 % (docs/METHODS.md, section 8.3).
-    """
-    ratios = [0.0, *np.geomspace(1e-4, 1e8, 481)]
-    return float(max(ratios, key=lambda ratio: _gls(y, design, block, ratio)[3]))
+    beta = inverse @ weighted(design, y[:, None])  # (R, columns, 1)
+    rest, df = y[:, None] - design @ beta, len(y) - design.shape[1]
+    error = weighted(rest, rest)[:, 0, 0] / df
+    logs = np.log1p(spread).sum(axis=1) + np.linalg.slogdet(precision)[1]
+    best = np.argmin(logs + df * np.log(np.maximum(error, 1e-300)))
+    return beta[best, :, 0], error[best] * inverse[best], float(error[best]), float(ratios[best])
 
 
 def _all_at_once(t: np.ndarray, correlation: np.ndarray, df: int) -> tuple[float, np.ndarray]:
     """The 5 % point of the largest |T| of all arms, and the p value of each arm's |T|, `t` (arms,)."""
     if len(t) == 1:
         return t_quantile(1 - LEVEL / 2, df), 2 * stats.t.sf(t, df)
-    largest = _largest_t(correlation, df)  # (DRAWS,) sorted
+    largest = _largest_t(tuple(map(tuple, correlation.round(9).tolist())), df)  # (DRAWS,) sorted
     return float(np.quantile(largest, 1 - LEVEL)), 1 - np.searchsorted(largest, t) / DRAWS
 
 
-def _largest_t(correlation: np.ndarray, df: int) -> np.ndarray:
+@functools.lru_cache(maxsize=16)  # 0.5 between all arms if all have the same seeds, so often asked for
+def _largest_t(correlation: tuple[tuple[float, ...], ...], df: int) -> np.ndarray:
     """Draws of the largest |T| of a multivariate t, sorted."""
     root = np.linalg.cholesky(correlation)  # unique, unlike eigenvectors, so that every machine makes the same draws
     normal, scale = _draws(len(correlation), df)
