@@ -378,7 +378,7 @@ MUTANTS = (
     Mutant("the values' gradient comes from the first map alone", triton_diff, "_backward", first_maps_value_gradient,
            f"{KERNELS}::test_lambda_of_any_shape"),
     Mutant("a window one key too wide", triton_diff, "_forward", wide_window, f"{KERNELS}::test_windows"),
-    Mutant("cached queries start at position 0", triton_diff, "_forward", queries_at_the_start, f"{KERNELS}::test_long"),
+    Mutant("cached queries start at position 0", triton_diff, "_forward", queries_at_the_start, f"{KERNELS}::test_one_query"),
     # conversion of trained models
     Mutant("a converted lambda starts at zero vectors and stays (axolotl)", conversion, "_start_lambda", zero_vectors,
            f"{CONVERTED}::test_every_parameter_learns_at_once_but_second_maps_at_lambda_zero"),

@@ -46,7 +46,7 @@ def cases() -> list[tuple[str, str, str, tuple[int, int]]]:
     diffs += [("diff", "auto", "causal", (8, 0))]
     masked = [("hybrid", "auto", "documents", (9, 0)), *(("baseline", "auto", mask, (9, 0)) for mask in ("window", "padding"))]
     masked += [("diff_v2", "fused", "causal", (9, 0))]
-    masked += [("introspective_sequence", "auto", mask, (9, 0)) for mask in ("documents", "documents" + CHECKPOINTED)]
+    masked += [("introspective_sequence", "auto", "documents" + CHECKPOINTED, (9, 0))]
     return every + diffs + masked
 
 

@@ -203,7 +203,7 @@ def test_a_stack_on_the_fused_backend_equals_the_formulas(name: str) -> None:
     results = []
     for backend in ("math", "fused"):
         model = randomized(name, n_kv_head=4, backend=backend, window=9).float()
-        x = torch.randint(0, 50, (2, 20), generator=torch.Generator().manual_seed(1))
+        x = torch.randint(0, 50, (1, 20), generator=torch.Generator().manual_seed(1))
         loss = model(x, x.roll(-1, 1))
         loss.backward()
         with torch.no_grad():
