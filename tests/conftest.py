@@ -14,7 +14,6 @@ import torch
 from hydra._internal.hydra import Hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
-from hydra.types import RunMode
 
 from tests.processes import Command
 
@@ -47,14 +46,11 @@ def one_thread() -> None:
 def hydra_composes_once() -> Iterator[None]:
     """Hydra composes a configuration twice, the first time for `hydra.mode` alone, and copies all dataclasses each time.
 
-    A quarter of a second a command, for hundreds of commands that run in the tests' own process.
+    A quarter of a second a command, for hundreds of commands that run in the tests' own process. Without a mode, the command
+    line alone decides between one run and several.
     """
-
-    def mode(hydra: Hydra, config_name: str, overrides: list[str]) -> RunMode:
-        return RunMode.MULTIRUN if {"-m", "--multirun"} & set(sys.argv) else RunMode.RUN
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Hydra, "get_mode", mode)
+        patch.setattr(Hydra, "get_mode", lambda hydra, **given: None)
         patch.setattr(ConfigStore, "__deepcopy__", lambda store, memo: store, raising=False)
         yield
 
