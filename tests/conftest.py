@@ -1,5 +1,6 @@
 """A tiny prepared data set and tiny training runs, made once per session."""
 
+import gc
 import importlib
 import os
 import subprocess
@@ -40,6 +41,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)
+    # Garbage is collected less often, and without all that has been imported: a twentieth of the tests' time.
+    gc.freeze()
+    gc.set_threshold(10_000, 10, 50)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -415,7 +415,9 @@ class Patched:
 def test_a_mutant_is_caught(mutant: Mutant) -> None:
     if mutant.owner is triton_diff:
         triton_diff()
-    alone = ("-x", "-q", "-o", "addopts=", "-p", "no:cacheprovider", "-p", "no:xdist")
+    # no:unraisableexception, because it collects garbage twice in every session, which takes longer than the test
+    without = ("cacheprovider", "xdist", "unraisableexception")
+    alone = ("-x", "-q", "-o", "addopts=", *(f"-pno:{plugin}" for plugin in without))
     patched = Patched(mutant)
     status = pytest.main([*alone, mutant.caught_by], plugins=[patched])
     assert patched.misfit is None, f"give the mutant the arguments of {mutant.name}: {patched.misfit}"
