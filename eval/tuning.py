@@ -6,6 +6,7 @@ their grids, then all values of the next key, with the first key at its best val
 the same number of trials, except where its best value lies at an end of the grid: then the grid is widened at that end,
 up to `widen` times, and the result says so. With `exchange`, every arm finally tries those best values of all other arms
 that it has not tried, so no arm is worse for the only reason that its own search did not go where another arm's search went.
+If such a value is an arm's best and the arm has tried none beyond it, the arm tries one step of the grid more at that end.
 """
 
 import math
@@ -95,6 +96,24 @@ def exchanged(found: Mapping[str, Mapping[Point, float]]) -> dict[str, list[Poin
     return {arm: [point for point in best if point not in losses] for arm, losses in found.items()}
 
 
+def beyond(cfg: TuneConfig, found: Mapping[Point, float]) -> list[Point]:
+    """The points to try after an exchange that brought an arm its best point: one step beyond it, for each key at an end.
+
+    found: the mean losses of all trials. [] for an arm whose own search found its best point, which widened the grids.
+    """
+    best = min(found, key=lambda point: found[point])
+    if best in _search(cfg, found)[0]:
+        return []
+    points = []
+    for axis, grid in enumerate(cfg.grid.values()):
+        line = sorted(point[axis] for point in found)
+        if best[axis] == line[0]:
+            points.append(_moved(list(best), axis, _rounded(line[0] * grid[0] / grid[1])))
+        if best[axis] == line[-1]:
+            points.append(_moved(list(best), axis, _rounded(line[-1] * grid[-1] / grid[-2])))
+    return points
+
+
 def tuned(cfg: TuneConfig, found: Mapping[Point, float]) -> Tuned:
     """The result of a search that is over. found: the mean losses of all trials, those of an exchange included.
 
@@ -179,7 +198,7 @@ def tuning_notes(found: Mapping[str, Tuned], cfg: TuneConfig) -> list[str]:
         why = "a grid was widened at an end" + (", or other arms' best values were new to the arm" if cfg.exchange else "")
         lines.append(f"Arms with more trials ({why}): {', '.join(more)}.")
     if cfg.exchange:
-        lines.append("Every arm also tried the best learning rates of all other arms.")
+        lines.append("Every arm also tried the best learning rates that the searches of all other arms found.")
     for arm, t in found.items():
         if t.edge:
             lines.append(

@@ -172,19 +172,24 @@ class Study:
     def _searches(self) -> list[Search]:
         """The search of every arm, at the point of the grid for tuning: `tune.at`, or the last point.
 
-        With `tune.exchange`, no search is over before all arms' own searches are over.
+        With `tune.exchange`, no search is over before all are, because one arm's best point is a trial of the others.
         """
         at = self.cfg.tune.at or list(self.cfg.grid or [""])[-1]
         searches = [Search(arm) for arm in self.arms if self.cfg.tune.keys and arm.point == at]
         for search in searches:
             while not search.waits and (points := tuning.wanted(self.cfg.tune, search.losses)):
                 self._try(search, points)
-        if self.cfg.tune.exchange and any(search.waits for search in searches):
-            return [replace(search, waits=True) for search in searches]
-        if self.cfg.tune.exchange:
+        if not self.cfg.tune.exchange:
+            return searches
+        if not any(search.waits for search in searches):
             more = tuning.exchanged({search.arm.arm: search.losses for search in searches})
             for search in searches:
                 self._try(search, more[search.arm.arm])
+                for _ in range(self.cfg.tune.widen):
+                    if not search.waits:
+                        self._try(search, tuning.beyond(self.cfg.tune, search.losses))
+        if any(search.waits for search in searches):
+            return [replace(search, waits=True) for search in searches]
         return searches
 
     def _try(self, search: Search, points: list[Point]) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from eval.tuning import Point, TuneConfig, check, exchanged, tuned, tuning_notes, wanted
+from eval.tuning import Point, TuneConfig, beyond, check, exchanged, tuned, tuning_notes, wanted
 
 VALUES = [[0.005, 0.01, 0.02, 0.04], [0.0015, 0.003, 0.006]]
 CFG = TuneConfig(["optim.muon_lr", "optim.lr"], VALUES, refine=["optim.muon_lr"])
@@ -77,6 +77,24 @@ def test_an_exchange_finds_what_the_own_search_of_an_arm_has_missed() -> None:
     best = tuned(CFG, found["two"]).best
     assert best == tuned(CFG, found["deep"]).best and best["optim.muon_lr"] < 0.005
     assert "all other arms" in "\n".join(tuning_notes({"two": tuned(CFG, found["two"])}, replace(CFG, exchange=True)))
+
+
+def test_an_arm_whose_best_value_came_from_an_exchange_tries_values_beyond_it() -> None:
+    """Otherwise the best value lies at an end, and nobody knows whether the arm would gain from a value beyond it."""
+
+    def step(best_lr: float) -> Callable[[float, float], float]:
+        """With any other muon_lr, the best lr is 0.003, so the arm's own search never leaves it."""
+        return lambda muon, lr: 5 + bowl(0.01, 0.003)(muon, lr) if muon > 0.004 else 4 + abs(math.log(lr / best_lr))
+
+    own = search(CFG, step(0.03))[0]
+    assert beyond(CFG, own) == []  # the arm's own search found its best point
+    own[0.0025, 0.024] = step(0.03)(0.0025, 0.024)  # the exchange: another arm's best point
+    assert tuned(CFG, own).edge == ["optim.muon_lr", "optim.lr"]
+    assert beyond(CFG, own) == [(0.00125, 0.024), (0.0025, 0.048)]
+    assert beyond(CFG, own | {(0.0025, 0.0005): 0.1}) == [(0.00125, 0.0005), (0.0025, 0.00025)]  # both at the lower end
+    own |= {point: step(0.03)(*point) + (0.1 if point[0] < 0.002 else 0) for point in beyond(CFG, own)}
+    assert beyond(CFG, own) == [] and tuned(CFG, own).edge == []
+    assert tuned(CFG, own).best == {"optim.muon_lr": 0.0025, "optim.lr": 0.024}
 
 
 def test_untuned_is_said() -> None:

@@ -97,16 +97,18 @@ def test_an_experiment_is_tuned_at_the_point_and_by_the_metric_that_it_names(sha
     assert study._judged(trial) == 2.0
 
 
-def test_with_an_exchange_every_arm_tries_the_best_of_every_other(
+def test_with_an_exchange_every_arm_tries_the_best_of_every_other_and_a_value_beyond_it(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The exchange begins when all searches are over, and ends the tuning when its own trials are over."""
     study = Study(composed(shards, "experiment=noise", "seeds=1", f"runs={tmp_path}"), "noise")
-    likes = {"baseline-at80": 0.04, "diff-at80": 0.005}  # of Muon's rates; the other arms like 0.02
+    likes = {"baseline-at80": 0.04, "diff-at80": 0.0025}  # of Muon's rates; the other arms like 0.02
     finished: set[str] = set()
     monkeypatch.setattr(PlannedRun, "left", lambda run: [] if run.name in finished else [["train.py"]])
 
     def judged(trial: PlannedRun) -> float:
+        if trial.arm == "gated-at80" and trial.config.optim.muon_lr == 0.0025:
+            return -1.0  # which its own search does not find
         return abs(math.log(trial.config.optim.muon_lr / likes.get(trial.arm, 0.02)))
 
     monkeypatch.setattr(study, "_judged", judged)
@@ -121,6 +123,8 @@ def test_with_an_exchange_every_arm_tries_the_best_of_every_other(
     assert rounds >= 5 and set(found) == set(study.cfg.arms)
     tried = {arm: {point for point, _ in result.losses} for arm, result in found.items()}
     assert all(tuple(result.best.values()) in points for result in found.values() for points in tried.values())
+    assert found["gated"].best["optim.muon_lr"] == 0.0025 and not found["gated"].edge
+    assert 0.00125 in {muon for muon, _ in tried["gated"]} and 0.00125 not in {muon for muon, _ in tried["diff_v2"]}
 
 
 @pytest.mark.parametrize("experiment", ("ablation_v1", "introspective"))
