@@ -144,6 +144,20 @@ def refuse_unknown_arms(cfg: AblateConfig, typed: Sequence[str]) -> None:
             raise ValueError(f"{where} is not an arm of this experiment: use one of {', '.join(cfg.arms)}")
 
 
+def refuse_tuning_points(cfg: AblateConfig) -> None:
+    """Refuse a point to tune at that the grid lacks, and `tune.each` where the points of the grid share their rates."""
+    tune, choice = cfg.tune, f"use one of {', '.join(cfg.grid)}" if cfg.grid else "leave it out, this experiment has no grid"
+    if tune.at is not None and tune.at not in cfg.grid:
+        raise ValueError(f"tune.at={tune.at} is not a point of the grid: {choice}")
+    if tune.each and not cfg.grid:
+        raise ValueError("tune.each=true tunes at every point of a grid: leave it out, this experiment has no grid")
+    if tune.each and tune.at is not None:
+        raise ValueError(f"tune.each=true tunes at every point, tune.at={tune.at} at one: leave out one of the two")
+    if tune.each and cfg.branch:
+        wrong = "tune.each=true gives every point its own learning rates, but branch=true trains the points as one run"
+        raise ValueError(f"{wrong}: leave out one of the two")
+
+
 def refuse_branches(arms: Sequence[Arm], configs: Mapping[str, TrainConfig]) -> None:
     """Refuse points of the grid whose runs cannot branch off the longest one. configs: an arm's name -> its configuration."""
     for arm in arms:

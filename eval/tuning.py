@@ -18,6 +18,7 @@ from typing import Annotated, Any
 from eval.common import figure
 
 Point = tuple[float, ...]  # one value per key of the grid
+Style = tuple[str, Any]  # colour and line style of an arm in figures
 LOWEST_STEP = 1.2  # smallest factor between neighbouring values of a grid
 
 
@@ -32,6 +33,7 @@ class TuneConfig:
     seeds: list[int] = field(default_factory=lambda: [101])  # seeds of the trials, which no compared run may have
     metric: str = "train.val_loss"  # train.NAME, the metric that judges the trials; lower is better
     at: str | None = None  # point of the experiment's grid to tune at, for all points; None: the last point
+    each: bool = False  # tune at every point of the grid: each has trials and rates of its own
     widen: Annotated[int, "[0, inf)"] = 2  # how often a grid may be widened
     exchange: bool = False  # whether every arm finally tries the best values of all other arms, too
 
@@ -207,7 +209,7 @@ def tuning_notes(found: Mapping[str, Tuned], cfg: TuneConfig) -> list[str]:
     return lines
 
 
-def draw_tuning(path: Path, found: Mapping[str, Tuned], palette: Mapping[str, str], metric: str) -> None:
+def draw_tuning(path: Path, found: Mapping[str, Tuned], styles: Mapping[str, Style], metric: str) -> None:
     """The lowest metric among the trials with each learning rate, one line per arm; a ring marks the arm's choice."""
     keys = list(next(iter(found.values())).best)
     with figure(path, 4.8 * len(keys) + 1.5, 4.4, columns=len(keys)) as axes:
@@ -215,9 +217,10 @@ def draw_tuning(path: Path, found: Mapping[str, Tuned], palette: Mapping[str, st
             for arm, t in found.items():
                 finite = sorted(((p[axis], loss) for p, loss in t.losses if math.isfinite(loss)), reverse=True)
                 lowest = dict(finite)  # rate -> metric: of equal rates, the lowest metric comes last
-                ax.plot(*zip(*lowest.items(), strict=True), "o-", color=palette[arm], label=arm, markersize=4)
+                colour, line = styles[arm]
+                ax.plot(*zip(*lowest.items(), strict=True), marker="o", color=colour, linestyle=line, label=arm, markersize=4)
                 chosen, ring = t.best[key], {"markersize": 11, "fillstyle": "none"}
-                ax.plot([chosen], [lowest[chosen]], "o", color=palette[arm], **ring)
+                ax.plot([chosen], [lowest[chosen]], "o", color=colour, **ring)
             tried = sorted({p[axis] for t in found.values() for p, _ in t.losses})
             ax.set_xscale("log")
             ax.set_xticks(tried, [f"{rate:.3g}" for rate in tried], rotation=45, fontsize=8.5)

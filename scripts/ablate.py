@@ -38,6 +38,7 @@ from eval.experiment import (
     refuse_branches,
     refuse_metrics,
     refuse_own_shards,
+    refuse_tuning_points,
     refuse_unknown_arms,
     seed_list,
     texts_of,
@@ -111,11 +112,7 @@ class Study:
         self._known: dict[str, PlannedRun] = {}
         self._configs: dict[str, TrainConfig] = {}  # an arm's own
         tuning.check(cfg.tune, self.seeds)
-        if cfg.tune.at is not None and cfg.tune.at not in cfg.grid:
-            raise ValueError(
-                f"tune.at={cfg.tune.at} is not a point of the grid: "
-                + (f"use one of {', '.join(cfg.grid)}" if cfg.grid else "leave it out, this experiment has no grid")
-            )
+        refuse_tuning_points(cfg)
         self.evaluations = evaluation_commands(cfg)
         refuse_metrics(cfg, self.evaluations)
         self.records = records_of(self.folder, Path(cfg.records) / name)
@@ -170,12 +167,19 @@ class Study:
         return [trial for search in self._searches() for trial in search.runs]
 
     def _searches(self) -> list[Search]:
-        """The search of every arm, at the point of the grid for tuning: `tune.at`, or the last point.
+        """The search of every arm, at the points of the grid for tuning: `tune.at`, all with `tune.each`, or the last."""
+        if not self.cfg.tune.keys:
+            return []
+        grid = list(self.cfg.grid or [""])
+        points = grid if self.cfg.tune.each else [self.cfg.tune.at or grid[-1]]
+        return [search for point in points for search in self._searches_at(point)]
+
+    def _searches_at(self, point: str) -> list[Search]:
+        """The search of every arm at one point of the grid.
 
         With `tune.exchange`, no search is over before all are, because one arm's best point is a trial of the others.
         """
-        at = self.cfg.tune.at or list(self.cfg.grid or [""])[-1]
-        searches = [Search(arm) for arm in self.arms if self.cfg.tune.keys and arm.point == at]
+        searches = [Search(arm) for arm in self.arms if arm.point == point]
         for search in searches:
             while not search.waits and (points := tuning.wanted(self.cfg.tune, search.losses)):
                 self._try(search, points)
@@ -208,7 +212,11 @@ class Study:
         rates = [f"{key}={value:g}" for key, value in pairs]
         short = "-".join(f"{key.rsplit('.', 1)[-1]}{value:g}" for key, value in pairs)
         more = merged(self.cfg.tune.train, rates)
-        return self._run(arm, seed, f"{TRIAL}{arm.arm}-{short}-s{seed}", more, [])
+        return self._run(arm, seed, f"{TRIAL}{self._tuned_as(arm)}-{short}-s{seed}", more, [])
+
+    def _tuned_as(self, arm: Arm) -> str:
+        """The name of the arm's search: one for all points of the grid, or with `tune.each` one for each."""
+        return arm.name if self.cfg.tune.each else arm.arm
 
     def find_rates(self, title: str, task: list[str]) -> None:
         """Carry out the trials, round after round, until every search is over."""
@@ -237,11 +245,11 @@ class Study:
         return float("inf") if found is None else found
 
     def tuned(self) -> dict[str, Tuned]:
-        """Arm -> the result of its trials; arms whose search is not over are left out."""
+        """Name of a search -> the result of its trials; searches that are not over are left out."""
         found = {}
         for search in self._searches():
             if not search.waits:
-                found[search.arm.arm] = result = tuning.tuned(self.cfg.tune, search.losses)
+                found[self._tuned_as(search.arm)] = result = tuning.tuned(self.cfg.tune, search.losses)
                 measured = [run.measured() for run in search.runs]
                 result.tokens = sum(round(run.value("train.tokens") or 0) for run in measured)
                 result.seconds = sum(run.value("train.seconds") or 0 for run in measured)
@@ -257,9 +265,10 @@ class Study:
         tuned, runs = self.tuned(), []
         pairs = [(seed, arm) for seed in self.seeds for arm in self.arms if seed in self._seeds_of(arm)]
         for seed, arm in sorted(pairs, key=lambda pair: pair[1].arm in self.cfg.fewer_seeds):
-            if self.cfg.tune.keys and arm.arm not in tuned:
+            result = tuned.get(self._tuned_as(arm))
+            if self.cfg.tune.keys and not result:
                 continue
-            rates = [f"{key}={value:g}" for key, value in tuned[arm.arm].best.items()] if arm.arm in tuned else []
+            rates = [f"{key}={value:g}" for key, value in result.best.items()] if result else []
             more = [*rates, *self._branching(arm, seed)]
             runs.append(self._run(arm, seed, f"{arm.name}-s{seed}", more, self.evaluations))
         return runs
@@ -374,7 +383,7 @@ class Study:
         for trial in self.trials():
             if not trial.left():
                 run, flat = trial.measured(), flatten(asdict(trial.config))
-                arm = next(arm.arm for arm in self.arms if arm.name == trial.arm)
+                arm = next(self._tuned_as(arm) for arm in self.arms if arm.name == trial.arm)
                 rates = [f"{flat[key]:g}" for key in keys]
                 lines.append([arm, *rates, f"{self._judged(trial):.4f}", si(run.value("train.tokens") or 0)])
         tuning = f"{len(lines) - 1} trials of the tuning, " if keys else ""

@@ -19,11 +19,15 @@ FAMILIES = ("gap", "grid", "pairs", "profile")  # figures of single metrics, par
 
 
 class Results:
-    """The comparison of those arms of an ablation that have finished runs. tuned: arm -> its learning rates."""
+    """The comparison of those arms of an ablation that have finished runs.
+
+    tuned: arm -> its learning rates; with `tune.each`, the arm's name at every point of the grid -> its rates there.
+    """
 
     def __init__(self, cfg: AblateConfig, arms: list[Arm], tuned: Mapping[str, tuning.Tuned]) -> None:
         self.cfg, self.tuned = cfg, tuned
-        self.palette = {arm.arm: arm.colour for arm in arms}
+        first_point_last = arms[::-1]  # an arm with the same rates at all points has the line of the first
+        self.styles = {name: (arm.colour, arm.line) for arm in first_point_last for name in (arm.name, arm.arm)}
         arms = [arm for arm in arms if arm.runs]
         self.found = Comparison(arms, cfg.metrics, cfg.compared)
         self.pooled = Pooled(self.found, cfg.pairs, cfg.branch, cfg.covariate)
@@ -97,7 +101,7 @@ class Results:
             paths += one.draw_profile(folder, name, self.pooled.points[-1], unit(cfg.profiles[name]))
         if self.tuned:
             paths.append(folder / "tuning.png")
-            tuning.draw_tuning(paths[-1], self.tuned, self.palette, cfg.tune.metric)
+            tuning.draw_tuning(paths[-1], self.tuned, self.styles, cfg.tune.metric)
         return paths
 
 

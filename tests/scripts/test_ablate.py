@@ -218,6 +218,9 @@ def test_shorter_horizons_branch_off_the_longest_run(shards: Path, tmp_path: Pat
         (("tune.seeds=[1]",), "seeds of the comparison"),
         (("tune.values=[[1e-3]]",), "two or more values"),
         (("tune.at=nowhere",), "not a point of the grid"),
+        (("tune.each=true",), "this experiment has no grid"),
+        (("tune.each=true", "+grid={a:[],b:[]}", "tune.at=a"), "leave out one of the two"),
+        (("tune.each=true", "+grid={a:[],b:[]}", "branch=true"), "leave out one of the two"),
         (("tune.metric=train.loss_text", "+metrics.other=train.loss_text"), "that the learning rates are chosen on"),
     ),
 )

@@ -127,6 +127,36 @@ def test_with_an_exchange_every_arm_tries_the_best_of_every_other_and_a_value_be
     assert 0.00125 in {muon for muon, _ in tried["gated"]} and 0.00125 not in {muon for muon, _ in tried["diff_v2"]}
 
 
+def test_with_each_every_point_of_the_grid_has_rates_of_its_own(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study = Study(composed(shards, "experiment=scaling", "seeds=1", f"runs={tmp_path}", "texts.books=none.txt"), "scaling")
+    assert study.cfg.tune.each and study.cfg.tune.exchange
+    likes = {"baseline-0.13M": 0.04, "diff-0.13M": 0.01, "baseline-2.1M": 0.005}  # of Muon's rates; the others like 0.02
+    finished: set[str] = set()
+
+    def judged(trial: PlannedRun) -> float:
+        return abs(math.log(trial.config.optim.muon_lr / likes.get(trial.arm, 0.02))) + abs(
+            math.log(trial.config.optim.lr / 0.012)
+        )
+
+    monkeypatch.setattr(PlannedRun, "left", lambda run: [] if run.name in finished else [["train.py"]])
+    monkeypatch.setattr(study, "_judged", judged)
+    monkeypatch.setattr(PlannedRun, "measured", lambda run: SimpleNamespace(value=lambda name: 1.0))
+    first = study.trials()
+    assert len(first) == 4 * len(study.arms) and len({trial.name for trial in first}) == len(first)
+    assert {trial.config.steps for trial in first} == {run.steps for run in study._configs.values()}  # of the whole length
+    while wanted := [trial for trial in study.trials() if trial.left()]:
+        finished |= {trial.name for trial in wanted if trial.arm != "diff-1.1M"}
+        if {trial.arm for trial in wanted} == {"diff-1.1M"}:
+            break
+    assert set(study.tuned()) == {arm.name for arm in study.arms if arm.point != "1.1M"}  # a point waits for its own arms alone
+    rates = {run.name: run.config.optim.muon_lr for run in study.runs()}
+    assert rates == {f"{arm}-s1": likes.get(arm, 0.02) for arm in study.tuned()}
+    tried = {arm: {muon for (muon, _), _ in result.losses} for arm, result in study.tuned().items()}
+    assert 0.04 in tried["diff-0.13M"] and 0.08 in tried["baseline-0.13M"] and 0.08 not in tried["diff-0.44M"]
+
+
 @pytest.mark.parametrize("experiment", ("ablation_v1", "introspective"))
 def test_a_study_of_the_validation_text_is_tuned_with_a_text_to_test_on(experiment: str, shards: Path, tmp_path: Path) -> None:
     """Any study that measures the loss can be tuned; without another text the tuning would be tested on its own."""

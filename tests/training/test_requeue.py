@@ -73,7 +73,7 @@ def test_a_preempted_job_of_an_ablation_stops_its_training_first(shards: Path, t
     until(lambda: log.is_file() and "step  2/16" in log.read_text(), limit=150)
     (task,) = children(job._process.pid)
     (training,) = children(task)
-    for process in (task, training):
+    for process in (training, task):  # in the other order the ablation's own SIGTERM may reach the training first
         os.kill(process, signal.SIGUSR1)
     job.result()
     assert "Requeued job" in job.stdout()
