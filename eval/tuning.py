@@ -7,14 +7,10 @@ the same number of trials, except where its best value lies at an end of the gri
 up to `widen` times, and the result says so. With `exchange`, every arm finally tries those best values of all other arms
 that it has not tried, so no arm is worse for the only reason that its own search did not go where another arm's search went.
 If such a value is an arm's best and the arm has tried none beyond it, the arm tries one step of the grid more at that end.
-
-Trials are shorter than the runs that are compared, and what is best early may not be best late. With `finalists`, every arm's
-best points are tried once more at the length of the runs, and these trials decide (successive halving, Jamieson and Talwalkar,
-arXiv 1502.07943). Where the best of them lies at an end of the values tried, one step more is tried, up to `widen` times.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -40,7 +36,6 @@ class TuneConfig:
     each: bool = False  # tune at every point of the grid: each has trials and rates of its own
     widen: Annotated[int, "[0, inf)"] = 2  # how often a grid may be widened
     exchange: bool = False  # whether every arm finally tries the best values of all other arms, too
-    finalists: Annotated[int, "[0, inf)"] = 0  # how many of an arm's best points are tried at the runs' length, and decide
 
     @property
     def grid(self) -> dict[str, list[float]]:
@@ -53,7 +48,7 @@ class Tuned:
     """The results of an arm's trials. losses: (point, mean of the metric over the trials' seeds), in order of trial.
 
     best: key -> value, in the order of a point's values. widened: how often a grid was widened. edge: keys whose best
-    value is the lowest or highest tried. finals: the trials at the length of the runs.
+    value is the lowest or highest tried.
     """
 
     losses: list[tuple[Point, float]]
@@ -62,7 +57,6 @@ class Tuned:
     edge: list[str]
     tokens: int = 0  # read by all of the arm's trials
     seconds: float = 0.0
-    finals: list[tuple[Point, float]] = field(default_factory=list)
 
 
 def check(cfg: TuneConfig, seeds: list[int]) -> None:
@@ -110,28 +104,11 @@ def beyond(cfg: TuneConfig, found: Mapping[Point, float]) -> list[Point]:
     found: the mean losses of all trials. [] for an arm whose own search found its best point, which widened the grids.
     """
     best = min(found, key=lambda point: found[point])
-    return [] if best in _search(cfg, found)[0] else _past_the_ends(cfg, best, found)
-
-
-def finals(cfg: TuneConfig, found: Mapping[Point, float], tried: Mapping[Point, float]) -> list[Point]:
-    """The points to try at the length of the runs: the best of the short trials; then a step beyond the best, if at an end.
-
-    found, tried: the mean losses of the short trials and of those at the length of the runs.
-    """
-    ranked = sorted((point for point in found if math.isfinite(found[point])), key=lambda point: found[point])
-    if left := [point for point in ranked[: cfg.finalists] if point not in tried]:
-        return left
-    if not tried:  # all short trials diverged
+    if best in _search(cfg, found)[0]:
         return []
-    best = min(tried, key=lambda point: tried[point])
-    return [point for point in _past_the_ends(cfg, best, [*found, *tried]) if point not in tried]
-
-
-def _past_the_ends(cfg: TuneConfig, best: Point, tried: Iterable[Point]) -> list[Point]:
-    """For each key whose value of `best` is the lowest or highest tried: the point one step of the grid beyond it."""
-    points, tried = [], list(tried)
+    points = []
     for axis, grid in enumerate(cfg.grid.values()):
-        line = sorted(point[axis] for point in tried)
+        line = sorted(point[axis] for point in found)
         if best[axis] == line[0]:
             points.append(_moved(list(best), axis, _rounded(line[0] * grid[0] / grid[1])))
         if best[axis] == line[-1]:
@@ -139,23 +116,21 @@ def _past_the_ends(cfg: TuneConfig, best: Point, tried: Iterable[Point]) -> list
     return points
 
 
-def tuned(cfg: TuneConfig, found: Mapping[Point, float], decided: Mapping[Point, float] | None = None) -> Tuned:
-    """The result of a search that is over. found: the mean losses of all short trials, those of an exchange included.
+def tuned(cfg: TuneConfig, found: Mapping[Point, float]) -> Tuned:
+    """The result of a search that is over. found: the mean losses of all trials, those of an exchange included.
 
-    decided: those of the trials at the length of the runs. ValueError if all trials diverged.
+    ValueError if all trials diverged.
     """
     points, widened = _search(cfg, found)
     assert all(point in found for point in points)
-    judged = decided or found
-    best, keys = min(judged, key=lambda point: judged[point]), list(cfg.grid)
-    if not math.isfinite(judged[best]):
-        tried = ", ".join("/".join(f"{rate:g}" for rate in point) for point in judged)
+    best, keys = min(found, key=lambda point: found[point]), list(cfg.grid)
+    if not math.isfinite(found[best]):
+        tried = ", ".join("/".join(f"{rate:g}" for rate in point) for point in found)
         fix = "give lower tune.values, or leave the arm out"
         raise ValueError(f"all trials of an arm diverged ({'/'.join(keys)}: {tried}): {fix}")
-    lines = zip(*found, *(decided or {}), strict=True)  # for each key, its value at every point
+    lines = zip(*found, strict=True)  # for each key, its value at every point
     edge = [key for key, own, line in zip(keys, best, lines, strict=True) if own in (min(line), max(line))]
-    rates, long = dict(zip(keys, best, strict=True)), list((decided or {}).items())
-    return Tuned(list(found.items()), rates, widened, edge, finals=long)
+    return Tuned(list(found.items()), dict(zip(keys, best, strict=True)), widened, edge)
 
 
 def _search(cfg: TuneConfig, found: Mapping[Point, float]) -> tuple[list[Point], int]:
@@ -224,9 +199,6 @@ def tuning_notes(found: Mapping[str, Tuned], cfg: TuneConfig) -> list[str]:
     if more := [f"{arm} ({count})" for arm, count in counts.items() if count > fewest]:
         why = "a grid was widened at an end" + (", or other arms' best values were new to the arm" if cfg.exchange else "")
         lines.append(f"Arms with more trials ({why}): {', '.join(more)}.")
-    if cfg.finalists:
-        long = "The best of every arm's trials were repeated at the length of the runs, and these trials decide"
-        lines.append(f"{long}: {', '.join(f'{arm} {len(t.finals)}' for arm, t in found.items())}.")
     if cfg.exchange:
         lines.append("Every arm also tried the best learning rates that the searches of all other arms found.")
     for arm, t in found.items():
@@ -248,8 +220,7 @@ def draw_tuning(path: Path, found: Mapping[str, Tuned], styles: Mapping[str, Sty
                 colour, line = styles[arm]
                 ax.plot(*zip(*lowest.items(), strict=True), marker="o", color=colour, linestyle=line, label=arm, markersize=4)
                 chosen, ring = t.best[key], {"markersize": 11, "fillstyle": "none"}
-                if chosen in lowest:
-                    ax.plot([chosen], [lowest[chosen]], "o", color=colour, **ring)
+                ax.plot([chosen], [lowest[chosen]], "o", color=colour, **ring)
             tried = sorted({p[axis] for t in found.values() for p, _ in t.losses})
             ax.set_xscale("log")
             ax.set_xticks(tried, [f"{rate:.3g}" for rate in tried], rotation=45, fontsize=8.5)
@@ -262,9 +233,7 @@ def as_json(found: Mapping[str, Tuned]) -> dict[str, Any]:
     """arm -> the results of its trials, for a result's JSON."""
     results = {}
     for arm, t in found.items():
-        short, long = ([{**dict(zip(t.best, p, strict=True)), "loss": loss} for p, loss in ran] for ran in (t.losses, t.finals))
+        trials = [{**dict(zip(t.best, point, strict=True)), "loss": loss} for point, loss in t.losses]
         spent = {"tokens": t.tokens, "seconds": round(t.seconds, 1)}
-        results[arm] = {"best": t.best, "trials": short, "widened": t.widened, "edge": t.edge, **spent}
-        if long:
-            results[arm]["finals"] = long
+        results[arm] = {"best": t.best, "trials": trials, "widened": t.widened, "edge": t.edge, **spent}
     return results

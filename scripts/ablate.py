@@ -94,15 +94,11 @@ def main(cfg: AblateConfig) -> None:
 
 @dataclass
 class Search:
-    """An arm's search for its learning rates. waits: trials are not finished.
-
-    losses, finals: mean loss at each finished point, of the short trials and of those at the length of the runs.
-    """
+    """An arm's search for its learning rates. losses: mean loss at each finished point. waits: trials are not finished."""
 
     arm: Arm
     runs: list[PlannedRun] = field(default_factory=list)
     losses: dict[Point, float] = field(default_factory=dict)
-    finals: dict[Point, float] = field(default_factory=dict)
     waits: bool = False
 
 
@@ -187,43 +183,36 @@ class Study:
         for search in searches:
             while not search.waits and (points := tuning.wanted(self.cfg.tune, search.losses)):
                 self._try(search, points)
-        if self.cfg.tune.exchange:
-            if not any(search.waits for search in searches):
-                self._exchange(searches)
-            if any(search.waits for search in searches):
-                return [replace(search, waits=True) for search in searches]
-        for search in searches:
-            for _ in range(self.cfg.tune.widen + 1):
-                if self.cfg.tune.finalists and not search.waits:
-                    self._try(search, tuning.finals(self.cfg.tune, search.losses, search.finals), finals=True)
+        if not self.cfg.tune.exchange:
+            return searches
+        if not any(search.waits for search in searches):
+            more = tuning.exchanged({search.arm.arm: search.losses for search in searches})
+            for search in searches:
+                self._try(search, more[search.arm.arm])
+                for _ in range(self.cfg.tune.widen):
+                    if not search.waits:
+                        self._try(search, tuning.beyond(self.cfg.tune, search.losses))
+        if any(search.waits for search in searches):
+            return [replace(search, waits=True) for search in searches]
         return searches
 
-    def _exchange(self, searches: list[Search]) -> None:
-        """Add to each search the best points of the others, and where such a point is best, points beyond it."""
-        more = tuning.exchanged({search.arm.arm: search.losses for search in searches})
-        for search in searches:
-            self._try(search, more[search.arm.arm])
-            for _ in range(self.cfg.tune.widen):
-                if not search.waits:
-                    self._try(search, tuning.beyond(self.cfg.tune, search.losses))
-
-    def _try(self, search: Search, points: list[Point], finals: bool = False) -> None:
-        """Add the trials at the points to the search. finals: trials at the length of the runs."""
-        losses = search.finals if finals else search.losses
+    def _try(self, search: Search, points: list[Point]) -> None:
+        """Add the trials at the points to the search."""
+        seeds = self.cfg.tune.seeds
         for point in points:
-            mine = [self._trial(search.arm, point, seed, finals) for seed in self.cfg.tune.seeds]
+            mine = [self._trial(search.arm, point, seed) for seed in seeds]
             search.runs += mine
             if any(trial.left() for trial in mine):
                 search.waits = True
             else:
-                losses[point] = sum(self._judged(trial) for trial in mine) / len(mine)
+                search.losses[point] = sum(self._judged(trial) for trial in mine) / len(mine)
 
-    def _trial(self, arm: Arm, point: Point, seed: int, final: bool) -> PlannedRun:
+    def _trial(self, arm: Arm, point: Point, seed: int) -> PlannedRun:
         pairs = list(zip(self.cfg.tune.keys, point, strict=True))
         rates = [f"{key}={value:g}" for key, value in pairs]
         short = "-".join(f"{key.rsplit('.', 1)[-1]}{value:g}" for key, value in pairs)
-        more = rates if final else merged(self.cfg.tune.train, rates)
-        return self._run(arm, seed, f"{TRIAL}{self._tuned_as(arm)}-{short}{'-final' * final}-s{seed}", more, [])
+        more = merged(self.cfg.tune.train, rates)
+        return self._run(arm, seed, f"{TRIAL}{self._tuned_as(arm)}-{short}-s{seed}", more, [])
 
     def _tuned_as(self, arm: Arm) -> str:
         """The name of the arm's search: one for all points of the grid, or with `tune.each` one for each."""
@@ -260,7 +249,7 @@ class Study:
         found = {}
         for search in self._searches():
             if not search.waits:
-                found[self._tuned_as(search.arm)] = result = tuning.tuned(self.cfg.tune, search.losses, search.finals)
+                found[self._tuned_as(search.arm)] = result = tuning.tuned(self.cfg.tune, search.losses)
                 measured = [run.measured() for run in search.runs]
                 result.tokens = sum(round(run.value("train.tokens") or 0) for run in measured)
                 result.seconds = sum(run.value("train.seconds") or 0 for run in measured)

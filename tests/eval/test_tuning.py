@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from eval.tuning import Point, TuneConfig, as_json, beyond, check, exchanged, finals, tuned, tuning_notes, wanted
+from eval.tuning import Point, TuneConfig, beyond, check, exchanged, tuned, tuning_notes, wanted
 
 VALUES = [[0.005, 0.01, 0.02, 0.04], [0.0015, 0.003, 0.006]]
 CFG = TuneConfig(["optim.muon_lr", "optim.lr"], VALUES, refine=["optim.muon_lr"])
@@ -95,30 +95,6 @@ def test_an_arm_whose_best_value_came_from_an_exchange_tries_values_beyond_it() 
     own |= {point: step(0.03)(*point) + (0.1 if point[0] < 0.002 else 0) for point in beyond(CFG, own)}
     assert beyond(CFG, own) == [] and tuned(CFG, own).edge == []
     assert tuned(CFG, own).best == {"optim.muon_lr": 0.0025, "optim.lr": 0.024}
-
-
-def test_trials_of_the_whole_length_decide_between_the_best_short_ones_and_go_beyond_an_end() -> None:
-    """Early, the best lr is 0.003; late, 0.012, which the arm's short trials have not tried."""
-    cfg, early, late = replace(CFG, finalists=2), bowl(0.01, 0.0035), bowl(0.01, 0.012)
-    found = search(cfg, early)[0]
-    assert tuned(cfg, found).best["optim.lr"] == 0.003 and (0.01, 0.012) not in found
-    decided: dict[Point, float] = {}
-    rounds = []
-    while points := finals(cfg, found, decided):
-        rounds.append(points)
-        decided |= {point: late(*point) for point in points}
-    assert rounds == [[(0.01, 0.003), (0.01, 0.006)], [(0.01, 0.012)], [(0.01, 0.024)]]
-    result = tuned(cfg, found, decided)
-    assert result.best == {"optim.muon_lr": 0.01, "optim.lr": 0.012} and result.edge == []
-    assert result.losses == list(found.items()) and "baseline 4" in "\n".join(tuning_notes({"baseline": result}, cfg))
-    assert [trial["optim.lr"] for trial in as_json({"baseline": result})["baseline"]["finals"]] == [0.003, 0.006, 0.012, 0.024]
-    assert "finals" not in as_json({"baseline": tuned(cfg, found)})["baseline"]
-    # a diverged trial is never repeated, and an arm of which all diverged is refused as without finals
-    assert finals(cfg, found | {(0.01, 0.003): math.inf}, {})[0] == (0.01, 0.006)
-    bad = search(cfg, lambda muon, lr: math.inf)[0]
-    assert finals(cfg, bad, {}) == []
-    with pytest.raises(ValueError, match="all trials of an arm diverged"):
-        tuned(cfg, bad, {})
 
 
 def test_untuned_is_said() -> None:

@@ -157,32 +157,6 @@ def test_with_each_every_point_of_the_grid_has_rates_of_its_own(
     assert 0.04 in tried["diff-0.13M"] and 0.08 in tried["baseline-0.13M"] and 0.08 not in tried["diff-0.44M"]
 
 
-def test_with_finalists_trials_of_the_whole_length_decide(
-    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cfg = composed(shards, "experiment=main", "seeds=1", f"runs={tmp_path}", "tune.finalists=2", "records=none")
-    cfg.arms, cfg.fewer_seeds, cfg.pairs = {name: cfg.arms[name] for name in ("baseline", "gated")}, {}, {}
-    study = Study(cfg, "study")
-    finished: set[str] = set()
-
-    def judged(trial: PlannedRun) -> float:
-        """Late, the baseline likes twice the lr that it likes early."""
-        optim, late = trial.config.optim, trial.arm.startswith("baseline") and trial.config.steps == 2560
-        return 3 * abs(math.log(optim.muon_lr / 0.01)) + abs(math.log(optim.lr / (0.006 if late else 0.0035)))
-
-    monkeypatch.setattr(PlannedRun, "left", lambda run: [] if run.name in finished else [["train.py"]])
-    monkeypatch.setattr(study, "_judged", judged)
-    monkeypatch.setattr(PlannedRun, "measured", lambda run: SimpleNamespace(value=lambda name: 1.0))
-    while wanted := [trial for trial in study.trials() if trial.left()]:
-        finished |= {trial.name for trial in wanted}
-    rates = {run.name: run.config.optim.lr for run in study.runs() if run.config.steps == 2560}
-    assert rates == {"baseline-10.5M-s1": 0.006, "gated-10.5M-s1": 0.003}
-    lengths = {trial.name: trial.config.steps for trial in study.trials()}
-    assert set(lengths.values()) == {640, 2560}
-    assert all((steps == 2560) == ("-final-" in name) for name, steps in lengths.items())
-    assert "tune-baseline-muon_lr0.01-lr0.012-final-s101" in lengths  # beyond the baseline's best, which was at an end
-
-
 @pytest.mark.parametrize("experiment", ("ablation_v1", "introspective"))
 def test_a_study_of_the_validation_text_is_tuned_with_a_text_to_test_on(experiment: str, shards: Path, tmp_path: Path) -> None:
     """Any study that measures the loss can be tuned; without another text the tuning would be tested on its own."""
