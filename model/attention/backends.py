@@ -4,13 +4,15 @@ Operations: `attend` (softmax attention), `attend_diff` (the difference of two m
 key sets). Shapes: q (B, H, T, d), k (B, Hkv, S, d), v (B, Hkv, S, dv), H a multiple of Hkv, dv free. Backends:
 
 - math: the N x N formulas of reference.py, for any shape and device.
-- sdpa: torch's fused scaled_dot_product_attention (SDPA). A difference of maps takes one of the next three routes, by device.
+- sdpa: torch's fused scaled_dot_product_attention (SDPA). A difference of maps, and on CUDA every call, takes one of the next
+  three routes, by device and widths.
 - one_call: both maps as 2h heads of one SDPA call; all widths are zero-padded to the widest.
 - two_calls: one SDPA call for each map, without padding.
 - four_calls: one SDPA call for each map and each half of the values, as the differential paper's own flash code does where a
   kernel takes one width only (microsoft/unilm, Diff-Transformer).
 - cpu: our C++ kernel on CPUs (kernels/cpu.py), for the causal mask over as many keys as queries, without dropout, not in
-  float16. torch's SDPA or, for one query, a few matrix products compute all other calls.
+  float16. torch's SDPA computes all other calls, but for one query of two maps with keys of their own (V1), for which a few
+  matrix products are faster.
 - flex: torch's FlexAttention, which skips blocks that windows and documents hide (flex.py). On CUDA; on a CPU without
   gradients.
 - fused: our Triton kernel for `attend_diff`, both maps in one pass (kernels/diff.py). On CUDA.
@@ -18,7 +20,8 @@ key sets). Shapes: q (B, H, T, d), k (B, Hkv, S, d), v (B, Hkv, S, dv), H a mult
 
 For one map, one_call is one call with padded widths, two_calls one call without padding, four_calls one call for each half of
 the values. fused computes only differences of maps, sdpa everything else. flex and fused refuse masks with `see`, `bias` or
-slopes.
+slopes. For one query (decoding), every backend but math, and but fused for differences, reads the keys in place by SDPA (on a
+CPU: V1 by a few matrix products), unless the mask has `see`, `bias` or slopes.
 """
 
 from contextlib import nullcontext
@@ -56,7 +59,7 @@ def choose(card: tuple[int, int] | None, dtype: torch.dtype, d: int, dv: int, ma
     half = dtype in (torch.bfloat16, torch.float16)
     if card is None:
         return "cpu" if mask.plain and T == S and dtype in cpu.KINDS and not cpu.missing() else "one_call"
-    masked = not (mask.plain or mask.sees_everything or mask.free)
+    masked = not (mask.plain or mask.sees_everything or mask.needs_dense)
     if masked and T == S and T % flex.BLOCK == 0 and min(d, dv) >= flex.NARROWEST and max(d, dv) <= flex.WIDEST:
         return "flex"
     cudnn = card[0] in (9, 10) and max(d, dv) <= WIDEST_CUDNN and d % 8 == 0 and dv % 8 == 0 and not old_cudnn()
@@ -89,10 +92,10 @@ def _chosen(backend: str, x: Tensor, d: int, dv: int, mask: Mask, T: int, S: int
         return "math"
     on_cpu = x.device.type == "cpu"
     if backend not in ("auto", "sdpa", "cpu") or (backend == "cpu" and on_cpu):
-        if backend == "flex" and mask.free:
-            _refuse_free_masks(backend)
+        if backend == "flex" and mask.needs_dense:
+            _refuse_dense_masks(backend)
         return backend
-    # With dropout, halves of the values would drop other weights, and the cpu kernel drops none.
+    # With dropout, each half of the values would get a dropout mask of its own, and the cpu kernel has no dropout.
     if dropout or (backend == "sdpa" and on_cpu):
         return "one_call"
     # Some masks ask for flex. A named sdpa never becomes flex, so it is chosen as if there were no mask.
@@ -112,9 +115,12 @@ def prepare(x: Tensor, d: int, dv: int, mask: Mask, backend: str, dropout: float
 
 
 def check_backend(backend: str, d: int, dv: int, dropout: float, maps: int = 1, alibi: bool = False) -> None:
-    """ValueError unless `backend` can serve heads of width d with values of width dv; maps: 2 for a difference of maps."""
+    """ValueError unless `backend` can serve heads of width d with values of width dv, as far as this is known without a device.
+
+    maps: 2 for a difference of maps.
+    """
     if alibi and (backend == "flex" or (backend == "fused" and maps == 2)):
-        _refuse_free_masks(backend)
+        _refuse_dense_masks(backend)
     if dropout and backend in ("flex", "fused", "four_calls"):
         raise ValueError(f"backend={backend} has no attention dropout: use model.backend=sdpa or model.attention_dropout=0")
     if backend == "fused" and maps == 2 and (why := unavailable(d, dv)):
@@ -139,7 +145,7 @@ def attend_diff(
     """
     h, T = q.shape[1], q.shape[-2]
     mask.check(q, k)
-    last = backend in ("auto", "cpu") and q.device.type == "cpu" and T == 1 and not (dropout or mask.free)
+    last = backend in ("auto", "cpu") and q.device.type == "cpu" and T == 1 and not (dropout or mask.needs_dense)
     backend = _chosen(backend, q, q.shape[-1], v.shape[-1], mask, T, k.shape[-2], dropout)
     if probe.active is not None:
         first, second = _probe_rows(q, _repeat(k, h).expand(-1, -1, 2, -1, -1), mask).unbind(2)  # (B, h, R, S) each
@@ -147,8 +153,8 @@ def attend_diff(
         lam_rows = probe.gather_rows(lam, probe.active.rows, k.shape[-2]) if by_row else lam
         probe.active.record(first - lam_rows * second, (first, second))
     if backend == "fused":
-        if mask.free:
-            _refuse_free_masks(backend)
+        if mask.needs_dense:
+            _refuse_dense_masks(backend)
         if k.shape[-2] < T:
             raise ValueError("backend=fused needs at least as many keys as queries: use model.backend=sdpa")
         from .kernels.diff import attend_diff as fused
@@ -158,11 +164,11 @@ def attend_diff(
         k, v = _repeat(k, h).expand(-1, -1, 2, -1, -1), _repeat(v, h)  # (B, h, 2, S, d), (B, h, S, dv)
         see, bias = _dense(mask, q, k)
         return reference.attend_diff(q, k, v, lam, see, dropout, bias)
-    if T == 1 and k.shape[2] == 1 and not mask.free:
+    if T == 1 and k.shape[2] == 1 and not mask.needs_dense:
         first, second = _one_query(q, k.squeeze(2), v, mask, dropout).unbind(2)  # (B, h, 1, dv) each
     elif last:
         return _last_row(q, k, v, lam, None if mask.plain else mask.dense(T, k.shape[-2], q.device))
-    elif T == 1 and not mask.free and q.device.type != "cpu":
+    elif T == 1 and not mask.needs_dense and q.device.type != "cpu":
         first, second = (_one_query(q[:, :, c], k[:, :, c], v, mask, dropout) for c in (0, 1))
     elif backend == "flex":
         first, second = (flex.attend(q[:, :, c], k[:, :, c % k.shape[2]], v, mask) for c in (0, 1))
@@ -201,7 +207,7 @@ def attend_union(
     if probe.active is not None:
         rows = _probe_rows(q, _repeat(_joined(keys), q.shape[1]), mask, sets=n)  # (B, H, R, n S)
         probe.active.record(rows.unflatten(-1, (n, S)).sum(-2))
-    if backend != "math" and T == 1 and not mask.free and (n == 1 or q.device.type != "cpu"):
+    if backend != "math" and T == 1 and not mask.needs_dense and (n == 1 or q.device.type != "cpu"):
         return _one_query(q, _joined(keys), _joined(values), mask, dropout, sets=n)
     if backend == "flex":
         return flex.attend(q, _joined(keys), _joined(values), mask, sets=n)
@@ -235,7 +241,7 @@ def _in_kernel(backend: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropou
     return backend == "cpu" and q.device.type == "cpu" and plain and typed
 
 
-def _refuse_free_masks(backend: str) -> None:
+def _refuse_dense_masks(backend: str) -> None:
     wrong = f"backend={backend} takes causal, window, document and padding masks, and no other masks or bias (ALiBi)"
     raise ValueError(f"{wrong}: use model.backend=sdpa (in Python: backend='sdpa')")
 
@@ -351,6 +357,7 @@ def _spread(x: Tensor, q: Tensor) -> Tensor:
 def _probe_rows(q: Tensor, k: Tensor, mask: Mask, sets: int = 1) -> Tensor:
     """The maps of the active probe's rows, (B, H, R, S) or (B, h, 2, R, S); `sets` key sets stand side by side in k."""
     rows, S = probe.active.rows.to(q.device), k.shape[-2] // sets
+    probe.active.check_keys(S)
     see, bias = (x if x is None else x.repeat(1, 1, 1, sets) for x in (mask.allowed(rows, S), mask.added(rows, S)))
     see, bias = (x if x is None or q.dim() == 4 else x.unsqueeze(2) for x in (see, bias))
     return reference.weights(probe.gather_rows(q, rows, S).float(), k.float(), see, bias)
@@ -408,7 +415,11 @@ def _flash_takes(q: Tensor, width: int) -> bool:
     """Whether `_flash` takes q at this width; on CUDA it has none of the checks that SDPA makes before it calls flash."""
     if q.device.type == "cpu":
         return True
-    return q.dtype in (torch.bfloat16, torch.float16) and width <= WIDEST_FLASH and (card() or (0, 0)) >= (8, 0)
+    here = card() or (0, 0)
+    # Flash's backward pass takes widths from 200 to 224 only on cards with the shared memory of an A100 or H100.
+    if 192 < width <= 224 and ((8, 6) <= here <= (8, 9) or here[0] == 12):
+        return False
+    return q.dtype in (torch.bfloat16, torch.float16) and width <= WIDEST_FLASH and here >= (8, 0)
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:

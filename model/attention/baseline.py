@@ -14,8 +14,8 @@ class BaselineConfig:
 
     head_norm: norm over each head's output, an RMSNorm with a weight (affine) or without (plain), a layernorm, or none.
     With a norm it is a control for `diff`, whose heads have one. In Python also a factory: head_norm=lambda width:
-    module. qk_norm: an RMSNorm of queries and keys before RoPE, over each head (Qwen3) or over all heads together (OLMo
-    2, arXiv 2501.00656, section 3.3); or a factory's norm over each head.
+    module. qk_norm: an RMSNorm of queries and keys before RoPE, over each head (head; Qwen3), over all heads together (all;
+    OLMo 2, arXiv 2501.00656, section 3.3), or none; a factory's norm is over each head.
     """
 
     head_norm: str = "none"  # none | affine | plain | layernorm

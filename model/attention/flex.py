@@ -12,7 +12,7 @@ BLOCK = 128  # FlexAttention skips blocks of this many queries and keys
 SHAPES = 4096  # shapes for which an eager FlexAttention is compiled
 LARGE = 2**26  # query-key pairs from which a block mask is compiled, too: eager, it takes about 10 bytes a pair
 NARROWEST = 16  # narrowest heads for which torch compiles FlexAttention for CUDA
-# torch chooses the tiles by the keys' width alone, and those of wider values may not fit in shared memory (read, not run).
+# torch chooses the tiles by the keys' width alone, and those of wider values may not fit in shared memory (read in its source, not tried).
 WIDEST = 128
 
 
@@ -27,6 +27,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sets: int = 1) -> Tensor
         if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
             raise ValueError("backend=flex has no backward on a CPU: use model.backend=sdpa")
         q, k, v = q.detach(), k.detach(), v.detach()  # flex_attention refuses requires_grad even under no_grad
+    elif min(q.shape[-1], v.shape[-1]) < NARROWEST:
+        raise ValueError(f"backend=flex takes heads from width {NARROWEST} on, on CUDA: use model.backend=sdpa")
     T, S = q.shape[-2], k.shape[-2] // sets
     blocks = block_mask(mask, q.shape[0], T, S, sets, q.device)
     eager = q.device.type != "cpu" and not torch.compiler.is_compiling()
@@ -36,13 +38,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sets: int = 1) -> Tensor
 
 def block_mask(mask: Mask, B: int, T: int, S: int, sets: int, device: torch.device) -> object:
     """The block mask that `mask` keeps, made once for all layers of a pass."""
-    made = (T, S, sets, device)
-    if made not in mask.made:
+    key = (T, S, sets, device)
+    if key not in mask.block_masks:
         # A mask may be kept for many passes, and every decoded token has another S.
-        for other in [other for other in mask.made if other[:2] != (T, S)]:
-            del mask.made[other]
-        mask.made[made] = _blocks(mask, B, T, S, sets, device)
-    return mask.made[made]
+        for old in [old for old in mask.block_masks if old[:2] != (T, S)]:
+            del mask.block_masks[old]
+        mask.block_masks[key] = _blocks(mask, B, T, S, sets, device)
+    return mask.block_masks[key]
 
 
 def _blocks(mask: Mask, B: int, T: int, S: int, sets: int, device: torch.device) -> object:
@@ -51,7 +53,7 @@ def _blocks(mask: Mask, B: int, T: int, S: int, sets: int, device: torch.device)
 
     def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         t, s = i + (S - T), j % S
-        see = s <= t if mask.causal else s == s
+        see = s <= t if mask.causal else s == s  # all True
         if mask.window is not None:
             see = see & ((s - t).abs() < mask.window)
         if mask.documents is not None:

@@ -23,7 +23,7 @@ class IntrospectiveConfig:
     """Options of `introspective`: several attention paths per layer, of which path i reads the earlier paths (docs/METHODS.md).
 
     mode: `feature` (to the keys and values of path i, a projection of what earlier paths computed for the same token is
-    added) or `sequence` (path i attends over the keys of all paths j <= i). heads: heads per path. null: n_head / 2. 0
+    added) or `sequence` (path i attends over the keys of all paths j <= i). heads: heads per path. None: n_head / 2. 0
     stands for n_head, as in the published code. The value width is d_model / heads, so that the output of a path is as
     wide as the layer's input X and can be added to it. memory: what the feature mode reads of an earlier path: k (its
     keys), v (its values), a (its output). own_path: whether path i > 0 also has keys and values of its own (the
@@ -229,6 +229,9 @@ def _check(opt: IntrospectiveConfig, cfg: AttentionConfig, heads: int) -> None:
     if opt.repeated and (opt.mode != "sequence" or not opt.own_path):
         wrong = "model.introspective.repeated=true counts keys of earlier paths several times"
         raise ValueError(f"{wrong}, which needs mode=sequence and own_path=true")
+    if opt.repeated and opt.paths > 10:
+        wrong = f"model.introspective.repeated=true reads 2^(paths - 1) key sets, too many for {opt.paths} paths"
+        raise ValueError(f"{wrong}: use model.introspective.paths=10 or fewer")
     group = cfg.n_head // cfg.n_kv_head if cfg.n_kv_head > 1 else 1  # query heads that share keys
     if cfg.d_model % heads or heads % group:
         wrong = f"{heads} heads per path do not divide d_model={cfg.d_model}"

@@ -26,7 +26,7 @@ class Mask:
     see: Tensor | None = None
     bias: Tensor | None = None
     slopes: tuple[float, ...] | None = None
-    made: dict = field(default_factory=dict, init=False, repr=False)  # derived from the mask, shared by all layers
+    block_masks: dict = field(default_factory=dict, init=False, repr=False)  # those of flex.block_mask, shared by all layers
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
@@ -40,7 +40,8 @@ class Mask:
         if self.see is not None and self.see.dtype != torch.bool:
             raise ValueError(f"a mask's `see` must be bool, not {self.see.dtype}: give numbers to be added as `bias`")
         if self.bias is not None and not self.bias.is_floating_point():
-            raise ValueError(f"a mask's `bias` must be floating point, not {self.bias.dtype}: give a bool rule as `see`")
+            wrong = f"a mask of {self.bias.dtype} is neither a rule nor a bias"
+            raise ValueError(f"{wrong}: give bool, True where a key may be seen, or floating-point numbers to be added")
 
     def check(self, q: Tensor, k: Tensor) -> None:
         """ValueError unless the mask fits queries (B, H, ..., T, d) and keys (B, ..., S, d)."""
@@ -73,7 +74,7 @@ class Mask:
         return any(rule is not None for rule in more)
 
     @property
-    def free(self) -> bool:
+    def needs_dense(self) -> bool:
         """Whether scores need a dense T x S rule (see, bias, slopes), which flex and fused refuse."""
         return self.see is not None or self.bias is not None or self.slopes is not None
 

@@ -21,6 +21,7 @@ class Maps:
         self.layers: list[Tensor] = []
         self.pairs: list[tuple[Tensor, Tensor] | None] = []
         self.apart = apart
+        self._layer, self._tokens = "", 0  # the attention that runs now, and the tokens that it sees, cached ones included
         self._calls: list[Tensor] = []
         self._pair: tuple[Tensor, Tensor] | None = None
 
@@ -29,31 +30,47 @@ class Maps:
         if self.apart and pair is not None:
             self._pair = tuple(x.detach().float() for x in pair)
 
-    def _close_layer(self, attention: nn.Module, given: tuple, named: dict, _: object) -> None:
-        x, cache = given[0], named.get("cache", given[3] if len(given) > 3 else None)
-        tokens = x.shape[1] + (0 if cache is None else cache.length)
-        if self._calls[0].shape[-1] % tokens:
-            wrong = f"{type(attention).__name__} attends to {self._calls[0].shape[-1]} keys of {tokens} tokens"
-            raise ValueError(f"{wrong}, and a probe needs one key for each token: leave it out for this attention")
+    def check_keys(self, S: int) -> None:
+        """ValueError unless each of the S keys is that of a token: the rows would be those of other queries."""
+        if S != self._tokens:
+            wrong = f"{self._layer} attends to {S} keys of {self._tokens} tokens"
+            raise ValueError(f"{wrong}, and a probe needs one key for each token: {WITHOUT}")
+
+    def _open_layer(self, attention: nn.Module, given: tuple, named: dict) -> None:
+        x, cache = given[0] if given else named["x"], named.get("cache", given[3] if len(given) > 3 else None)
+        cached = 0 if cache is None else cache.length
+        self._layer, self._tokens = type(attention).__name__, cached + x.shape[1]
+        if self.rows.numel() and (self.rows.min() < cached or self.rows.max() >= self._tokens):
+            wrong = f"a probe of rows {int(self.rows.min())} to {int(self.rows.max())} of this pass"
+            raise ValueError(f"{wrong}, which has the positions {cached} to {self._tokens - 1}: give rows among them")
+
+    def _close_layer(self, *_: object) -> None:
+        if not self._calls:
+            wrong = f"{self._layer} does not attend through model/attention/backends.py, so a probe sees no maps"
+            raise ValueError(f"{wrong}: call attend, attend_diff or attend_union of that file, or {WITHOUT}")
         self.layers.append(torch.cat(self._calls, dim=1))
         self.pairs.append(self._pair)
         self._calls, self._pair = [], None
 
 
+WITHOUT = "do not probe this attention (in training: monitor.every=0)"
 active: Maps | None = None  # backends record into this; None: no probe is active
 
 
 @contextmanager
 def probe(model: nn.Module, rows: Tensor, apart: bool = False) -> Iterator[Maps]:
-    """`with probe(model, rows) as maps: model(tokens)` fills `maps.layers`.
+    """`with probe(model, rows) as maps: model(tokens)` fills `maps.layers`; a second pass appends its own layers.
 
-    model: a Decoder, or one attention module. rows: query positions (R,), or (B, R) if they differ between sequences.
+    model: a Decoder, or one attention module. rows: query positions (R,), or (B, R) if they differ between sequences, among
+    the tokens of the pass, which cached tokens are not.
     apart: fill `maps.pairs`, too. Uncompiled models only: a compiled graph ignores probes. Nested probes are refused.
     """
     global active
     _refuse_nesting()
     active = Maps(rows, apart)
-    hooks = [attention.register_forward_hook(active._close_layer, with_kwargs=True) for attention in _attentions(model)]
+    layers = _attentions(model)
+    hooks = [attention.register_forward_pre_hook(active._open_layer, with_kwargs=True) for attention in layers]
+    hooks += [attention.register_forward_hook(active._close_layer) for attention in layers]
     try:
         yield active
     finally:

@@ -219,7 +219,7 @@ def test_the_block_mask_is_made_once_for_all_layers(monkeypatch: pytest.MonkeyPa
         kept = Mask(window=4)
         for T in (5, 6, 7):  # one that is kept for many passes does not collect what it made for each
             model.blocks[0].attention(torch.zeros(1, T, 64, dtype=torch.float64), mask=kept)
-    assert len(kept.made) == 1
+    assert len(kept.block_masks) == 1
 
 
 def test_a_layer_makes_what_its_mask_keeps_at_the_width_of_its_own_products(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,6 +239,10 @@ def test_a_layer_makes_what_its_mask_keeps_at_the_width_of_its_own_products(monk
         (A100, torch.bfloat16, 264, False),
         (A100, torch.float32, 64, False),
         ((7, 5), torch.float16, 64, False),
+        (A100, torch.bfloat16, 208, True),
+        ((8, 9), torch.bfloat16, 208, False),
+        ((12, 0), torch.bfloat16, 208, False),
+        ((12, 0), torch.bfloat16, 256, True),
     ),
 )
 def test_a_union_calls_flash_itself_only_where_sdpa_would(
@@ -330,6 +334,12 @@ def test_one_query_sees_every_set_by_the_same_mask() -> None:
         want = run("union", inputs, mask, "math")[..., -1:, :]
         keys, values = torch.cat(inputs[1:3], -2), torch.cat(inputs[3:], -2)
         close(backends._one_query(inputs[0][..., -1:, :], keys, values, mask, 0.0, sets=2), want.double(), label)
+
+
+def test_flex_on_a_card_refuses_heads_too_narrow_for_it() -> None:
+    q = torch.empty(1, 2, 128, 8, device="meta")
+    with pytest.raises(ValueError, match="takes heads from width 16 on, on CUDA: use model.backend=sdpa"):
+        flex.attend(q, q, q, Mask(window=9))
 
 
 def test_flex_has_no_backward_on_a_cpu_and_says_so() -> None:

@@ -269,7 +269,7 @@ def test_a_stack_with_alibi_decodes_as_it_reads_and_trains() -> None:
     (
         (torch.ones(2, 5, dtype=torch.bool), "Mask.keys"),
         (torch.ones(2, 3, 6, 6, dtype=torch.bool), "does not broadcast"),
-        (torch.ones(6, 6, dtype=torch.long), "give a bool rule as"),
+        (torch.ones(6, 6, dtype=torch.long), "is neither a rule nor a bias: give bool"),
     ),
 )
 def test_a_tensor_that_is_no_mask_is_refused(mask: Tensor, says: str) -> None:

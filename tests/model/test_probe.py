@@ -9,6 +9,7 @@ from model.attention import reference
 from model.attention.baseline import BaselineAttention
 from model.attention.mask import Mask
 from model.attention.probe import entropy, first_share, negative_share, probe, visit_logits
+from model.cache import KVCache
 from tests.variants import VARIANTS, randomized
 
 
@@ -126,5 +127,34 @@ def test_keys_that_are_no_tokens_are_refused() -> None:
     """The rows of a map would be those of other queries."""
     made, x = WithAnExtraKey(d_model=64, n_head=4), torch.randn(1, 5, 64)
     assert made(x).shape == x.shape
-    with pytest.raises(ValueError, match="attends to 6 keys of 5 tokens"), probe(made, torch.tensor([2])):
+    for row in (0, 2):
+        with pytest.raises(ValueError, match="attends to 6 keys of 5 tokens"), probe(made, torch.tensor([row])):
+            made(x)
+
+
+@pytest.mark.parametrize(("cached", "row"), [(0, 5), (2, 1), (2, 5)])
+def test_rows_outside_of_the_pass_are_refused(cached: int, row: int) -> None:
+    made, cache = BaselineAttention(d_model=64, n_head=4), KVCache(8)
+    if cached:
+        made(torch.randn(1, cached, 64), cache=cache.layer(0))
+        cache.length = cached
+    x = torch.randn(1, 5 - cached, 64)
+    wrong = f"rows {row} to {row} of this pass, which has the positions {cached} to 4: give rows"
+    with pytest.raises(ValueError, match=wrong), probe(made, torch.tensor([row])):
+        made(x, cache=cache.layer(0))
+    with probe(made, torch.tensor([4])) as maps:
+        made(x=x, cache=cache.layer(0))
+    assert maps.layers[0].shape == (1, 4, 1, 5)
+
+
+class OfItsOwn(BaselineAttention):
+    """Attention that no operation of backends.py computes."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, mask: Mask) -> Tensor:
+        return (q @ k.mT).sigmoid() @ v
+
+
+def test_attention_that_a_probe_cannot_see_is_refused() -> None:
+    made, x = OfItsOwn(d_model=64, n_head=4), torch.randn(1, 5, 64)
+    with pytest.raises(ValueError, match="OfItsOwn does not attend through .* monitor.every=0"), probe(made, torch.tensor([0])):
         made(x)

@@ -380,6 +380,7 @@ def test_wrong_input_is_refused_with_the_fix(changes: dict, says: str) -> None:
         ({"memory": "q"}, "use one of ka, kv, kva"),
         ({"heads": 3}, "use model.introspective.heads=2$"),
         ({"heads": 8, "paths": 5}, "exceeds the baseline's budget"),
+        ({"mode": "sequence", "repeated": True, "paths": 11}, "too many for 11 paths: use model.introspective.paths=10"),
     ),
 )
 def test_degenerate_introspection_is_refused(options: dict, says: str) -> None:

@@ -83,6 +83,7 @@ struct View {
 };
 
 // q (B, M, K, G, T, d), k (B, C, K, T, n, d), v (B, K, T, n, dv), lam (B, K, G, T, 1) in F, out (B, K, G, T, dv); gradients.
+// cpu.py has the same fields in the same order.
 struct Call {
   int64_t B, M, C, K, G, T, n, d, dv, threads;
   View q, k, v, lam, out, grad_out, grad_q, grad_k, grad_v, grad_lam;

@@ -60,10 +60,14 @@ missing._dynamo_marked_constant = True
 
 
 class _View(ctypes.Structure):
+    """`struct View` of cpu.cpp."""
+
     _fields_ = [("data", ctypes.c_void_p), ("strides", ctypes.c_int64 * 5)]
 
 
 class _Call(ctypes.Structure):
+    """`struct Call` of cpu.cpp: the same fields in the same order."""
+
     SIZES = ("B", "M", "C", "K", "G", "T", "n", "d", "dv", "threads")
     TENSORS = ("q", "k", "v", "lam", "out", "grad_out", "grad_q", "grad_k", "grad_v", "grad_lam")
     _fields_ = [(name, ctypes.c_int64) for name in SIZES] + [(name, _View) for name in TENSORS]
