@@ -45,7 +45,8 @@ def main(cfg: TrainConfig) -> float:
     except Diverged as error:  # in all processes
         if "direction" not in HydraConfig.get().sweeper:  # only a search continues after a diverged trial
             raise
-        print(f"error: {error}", flush=True)
+        if world.main:
+            print(f"error: {error}", flush=True)
         loss = float("inf")
     # After another error nothing is closed: nccl would wait for processes that are in a collective, before the error is said.
     world.close()

@@ -38,7 +38,7 @@ def _starts(size: int, whole: bool) -> Sequence[int]:
 
 
 def request_of(cfg: DataConfig, identity: dict) -> dict:
-    """Everything the shards depend on, as far as it can be seen here: a revision of a data set on the hub cannot."""
+    """Everything that the shards depend on and that can be seen here, which the revision of a data set on the hub cannot."""
     tokenizer = {"tokenizer.name": cfg.tokenizer.name, "tokenizer.vocab_size": cfg.tokenizer.vocab_size}
     if cfg.tokenizer.path:
         files = sorted(Path(cfg.tokenizer.path).glob("tokenizer*.json"))

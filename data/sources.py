@@ -356,7 +356,8 @@ def hugging_face(cfg: DataConfig) -> Corpus:
 def _load(cfg: DataConfig) -> Any:
     datasets = import_optional("datasets", f"data.dataset={cfg.dataset}")
     offline = os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on")
-    local = Path(cfg.dataset).is_dir() or cfg.data_files is not None
+    # Files beside OWNER/NAME lie on the hub; those beside a builder, such as json or parquet, are local.
+    local = Path(cfg.dataset).is_dir() or (cfg.data_files is not None and "/" not in cfg.dataset)
     if not offline and not local:
         _reach_hub()
     instead = "or use local files: data=text path=FILE"

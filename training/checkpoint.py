@@ -135,7 +135,8 @@ def complete(partial: Path, state: dict[str, Any], files: Sequence[Path]) -> Non
 
 def not_written(folder: Path, reason: object) -> ValueError:
     """The error to raise if a checkpoint could not be written."""
-    full = getattr(reason, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or "os error" in str(reason)
+    # By the text, because safetensors and the errors of other processes keep no number.
+    full = any(os.strerror(code) in str(reason) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
     kept = "; the checkpoint before it is kept" if checkpoints(folder.parent.parent) else ""
     fix = "free space" if full else "correct that"
     return ValueError(f"{folder} could not be written ({reason}){kept}: {fix}, then use resume=true")
@@ -337,6 +338,8 @@ def _refuse_other_shapes(path: Path, found: Shapes, shapes: Shapes) -> None:
 
 def flush(path: Path) -> None:
     """Wait until a file's content, or the names in a folder, are on the disk."""
+    if os.name == "nt" and path.is_dir():  # Windows opens no folders
+        return
     handle = os.open(path, os.O_RDONLY)
     os.fsync(handle)
     os.close(handle)

@@ -22,7 +22,7 @@ TASKS = Path("/proc/self/task")  # of Linux: one folder for each thread of this 
 MAPS = Path("/proc/self/maps")  # of Linux: the files that are loaded
 CHOSEN = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")  # if the user sets one of these variables, it stays in force
 INTERVAL = 0.5  # seconds between two looks
-# Of the time for which the threads want a core, the share of a thread that waits for it. Measured with 2 threads on 2 cores:
+# Number of threads that wait for a core, on average over the time for which the threads want one. With 2 threads on 2 cores:
 # 0.01 on a quiet machine, at most 0.14 beside short tasks, 0.7 and more beside one process that computes without a pause.
 CROWDED = 0.3
 ENOUGH = 0.1  # seconds for which all threads must have wanted a core before a look counts

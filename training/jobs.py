@@ -16,7 +16,7 @@ import torch
 
 from configs.provenance import ROOT
 from training.metrics import clock
-from training.signals import ENDING, REQUEUING, leave
+from training.signals import ENDING, HANGUP, REQUEUING, leave
 
 REPORT_EVERY = 60  # seconds between two lines of progress
 
@@ -44,7 +44,8 @@ class Job(Protocol):
 class Team:
     """The processes that run now; a signal to this process stops them, and train.py then leaves a checkpoint.
 
-    SIGINT and SIGTERM do so, and SIGUSR1 and SIGUSR2 if a launcher handles them.
+    SIGINT and SIGTERM do so, a closed terminal (SIGHUP), if nohup does not ignore it, and SIGUSR1 and SIGUSR2 if a launcher
+    handles them.
     """
 
     def __init__(self) -> None:
@@ -82,9 +83,9 @@ class Team:
                 return
 
     def __enter__(self) -> "Team":
-        self._before = {number: signal.getsignal(number) for number in (*ENDING, *REQUEUING)}
+        self._before = {number: signal.getsignal(number) for number in (*ENDING, *REQUEUING, *HANGUP)}
         for number, handler in self._before.items():
-            if number in ENDING or callable(handler):
+            if number in ENDING or callable(handler) or (number in HANGUP and handler != signal.SIG_IGN):
                 signal.signal(number, self._stop)
         return self
 

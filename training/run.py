@@ -175,8 +175,8 @@ def start_or_resume(
     if run_dir.exists() and not run_dir.is_dir():
         raise ValueError(f"run_dir={run_dir} is a file: give a folder")
     lock = lock_run(run_dir) if world.main and run_dir.is_dir() else None
-    own = world.main and lock is not None and restarts() > 0 and lock.holder == launcher()
-    if (cfg.resume or world.largest(own)) and (run_dir / "config.yaml").exists():
+    restarted = world.main and lock is not None and restarts() > 0 and lock.holder == launcher()
+    if (cfg.resume or world.largest(restarted)) and (run_dir / "config.yaml").exists():
         refuse_other_config(run_dir, asdict(cfg))
         if checkpoint.checkpoints(run_dir):
             refuse_other_tokenizer(run_dir, tokenizer, cfg.data.dir)

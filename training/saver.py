@@ -45,14 +45,14 @@ class Saver:
         guard: state of training.guard.Guard.
         """
         self.finish()
+        tensors = checkpoint.all_tensors(self.model, self.optimizers)
+        if bad := sharded.not_finite(tensors):  # on all processes, before the main process writes alone
+            raise Diverged(f"{bad} is not finite at step {step}, so no checkpoint is written: lower optim.lr")
         if not self.cfg.sharded:
             keep, main = self.cfg.keep, self.world.main
             checkpoint.save(self.run_dir, step, self.model, self.optimizers, keep, self.cfg.at, guard, main)
             self.world.barrier()
             return
-        tensors = checkpoint.all_tensors(self.model, self.optimizers)
-        if bad := sharded.not_finite(tensors):
-            raise Diverged(f"{bad} is not finite at step {step}, so no checkpoint is written: lower optim.lr")
         self.folder = checkpoint.of_step(self.run_dir, step)
         partial = self.folder.with_name(f"{PARTIAL}{self.folder.name}")
         if self.world.main:
@@ -77,11 +77,13 @@ class Saver:
             raise checkpoint.not_written(self.folder, error) from error
 
     def _publish(self, written: Future, partial: Path, state: dict[str, Any]) -> None:
-        written.result()
-        checkpoint.complete(partial, state, sharded.shards(partial))
-        with whole_folder(self.folder) as whole:  # a damaged checkpoint of this name is replaced
-            for path in partial.iterdir():
-                os.replace(path, whole / path.name)
-        partial.rmdir()
+        try:
+            written.result()
+            checkpoint.complete(partial, state, sharded.shards(partial))
+            with whole_folder(self.folder) as whole:  # a damaged checkpoint of this name is replaced
+                for path in partial.iterdir():
+                    os.replace(path, whole / path.name)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)  # empty, or half written on a full disk
         checkpoint.flush(self.folder.parent)  # before other checkpoints are deleted
         checkpoint.prune(self.run_dir, state["step"], self.cfg.keep, self.cfg.at)

@@ -14,7 +14,10 @@ from data.tokenizer import BPE_TOKENS
 from training.checkpoint import flatten
 
 # Options that only data.prepare reads, as meta.json names them.
-PREPARING = ("tokenizer.name", "tokenizer.path", "tokenizer.vocab_size", "val_fraction", "max_tokens", "shard_tokens")
+PREPARING = (
+    *("dataset", "subset", "split", "data_files", "column", "val_fraction", "max_tokens", "shard_tokens"),
+    *("tokenizer.name", "tokenizer.path", "tokenizer.vocab_size"),
+)
 
 
 def refuse_ignored_options(cfg: DataConfig, overrides: Sequence[str]) -> None:

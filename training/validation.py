@@ -38,7 +38,7 @@ KINDS = ("text", "retrieval")  # the sources of the mixture that data/stream.py 
 @torch.no_grad()
 def losses_apart(
     model: Decoder, inputs: Tensor, targets: Tensor, source: Mixture, samples: range, world: World
-) -> dict[str, float]:
+) -> dict[str, float | None]:
     """loss_text and loss_retrieval in nats per token, each over the rows (b, T) of that kind; None: no such row.
 
     The rows are those of the step's last micro batch, at most 32 of them; samples: their global sample numbers. All processes

@@ -42,6 +42,20 @@ def test_a_signal_stops_a_job_that_is_just_starting(on_thread: bool, tmp_path: P
     assert team.stopping == signal.SIGTERM and codes == [-signal.SIGTERM]
 
 
+def test_a_closed_terminal_stops_the_jobs_unless_nohup_ignores_it() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        with jobs.Team() as team:
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert team.stopping == signal.SIGHUP and signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        with jobs.Team() as team:
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert not team.stopping
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 class Step:
     """A job that only notes that it ran; `fails` raises instead."""
 

@@ -1,6 +1,8 @@
 """Several processes that train one model: DDP, FSDP2 and hybrid sharding on gloo, and the checkpoints that they exchange."""
 
+import errno
 import json
+import os
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -261,13 +263,14 @@ def test_one_process_writes_parts_and_says_when_it_cannot(tmp_path: Path, monkey
     other = Decoder(SMALL)
     assert checkpoint.load(newest(tmp_path, 2), other) == 2
     assert all(torch.equal(p, before[name] + 1) for name, p in other.named_parameters())
-    failed: Future = Future()
-    failed.set_exception(CheckpointException("save", {3: (OSError(28, "No space left on device"), None)}))
-    monkeypatch.setattr(sharded, "write", lambda *_: failed)
-    saver.save(3)
-    with pytest.raises(ValueError, match="could not be written .process 3: .*No space left"):
-        saver.finish()
-    assert checkpoints(tmp_path) == [newest(tmp_path, 2)]
+    for code, fix in ((errno.ENOSPC, "free space"), (errno.EFBIG, "free space"), (errno.EIO, "correct that")):
+        failed: Future = Future()
+        failed.set_exception(CheckpointException("save", {3: (OSError(code, os.strerror(code)), None)}))
+        monkeypatch.setattr(sharded, "write", lambda *_, failed=failed: failed)
+        saver.save(3)
+        with pytest.raises(ValueError, match=f"could not be written .process 3: .*{os.strerror(code)}.*kept: {fix}, then use"):
+            saver.finish()
+        assert list((tmp_path / "checkpoints").iterdir()) == [newest(tmp_path, 2)]  # nothing half written is left
 
 
 def forward_and_backward(model: Decoder, recompute: bool) -> tuple[list[torch.Tensor], int]:

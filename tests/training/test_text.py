@@ -37,6 +37,7 @@ def other(text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("++data.shard_tokens=9000", "data.shard_tokens=100000000, not 9000"),
         ("data.tokenizer.name=bpe", "set data.tokenizer.name=bytes, or prepare as another"),
         ("data.tokenizer={name: bpe}", "set data.tokenizer.name=bytes, or prepare as another"),
+        ("data.column=body", "data.column=text, not body"),
         ("data.tokenizer.path=elsewhere", "data.tokenizer.path=None, not elsewhere"),
         ("data.tokenizer.vocab_size=300", "data.tokenizer.vocab_size=4096, not 300"),
     ),
