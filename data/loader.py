@@ -73,8 +73,8 @@ def _feistel(x: int, half: int, keys: tuple[int, ...]) -> int:
 def permute(index: int, n: int, seed: int) -> int:
     """The number at position `index` of a shuffled range(n). Each seed is one shuffle. Needs O(1) memory; n may be up to 2**62.
 
-    A Feistel network on the smallest power of four that is n or more (64 at least), repeated until the value is below n (Black and
-    Rogaway 2002, "Ciphers with arbitrary finite domains").
+    A Feistel network on the smallest power of four that is n or more (64 at least), repeated until the value is below n
+    (Black and Rogaway 2002, "Ciphers with arbitrary finite domains").
     """
     assert 0 < n <= 2**62 and 0 <= index < n
     half = max(3, ((n - 1).bit_length() + 1) // 2)  # smaller networks are visibly biased

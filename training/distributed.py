@@ -185,7 +185,7 @@ def pick_dtype(wish: str, device: torch.device) -> torch.dtype:
 
 
 def slow_bfloat16(device: torch.device) -> bool:
-    """Whether torch multiplies bfloat16 number by number there, as on processors without AVX512: its products take dozens of times as long.
+    """Whether torch multiplies bfloat16 number by number there, as on processors without AVX512: dozens of times the time.
 
     oneDNN says whether it has a product of bfloat16 matrices for this processor.
     """

@@ -32,7 +32,7 @@ class Maps:
 
     def check_keys(self, S: int) -> None:
         """ValueError unless each of the S keys is that of a token: the rows would be those of other queries."""
-        if S != self._tokens:
+        if self._tokens != S:
             wrong = f"{self._layer} attends to {S} keys of {self._tokens} tokens"
             raise ValueError(f"{wrong}, and a probe needs one key for each token: {WITHOUT}")
 

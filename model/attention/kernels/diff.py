@@ -10,8 +10,8 @@ O1 = out + lam O2:
     dQ_c = dS_c K_c    dK_c = dS_c' Q_c    dlam = -delta2 per row
 
 Per head that is 6 d + 2 dv multiplications per query-key pair: 10 N^2 d for V1 (dv = 2d) and 8 N^2 d for V2 (dv = d),
-where the backward passes of two separate calls take 14 and 10. dK and dV are summed in registers; dQ by atomic additions in float32, so the
-gradient of q is not bit-reproducible on a GPU.
+where the backward passes of two separate calls take 14 and 10. dK and dV are summed in registers; dQ by atomic additions in
+float32, so the gradient of q is not bit-reproducible on a GPU.
 
 Importing this module imports Triton: ask `kernels.unavailable` first.
 """
