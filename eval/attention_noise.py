@@ -36,7 +36,9 @@ from eval.common import (
     batches,
     check_finite,
     claim_result,
+    content_of,
     device_of,
+    evaluation_tokens,
     figure,
     haystack,
     mean_se,
@@ -292,8 +294,9 @@ def draw_heads(path: Path, results: dict[str, Any], title: str) -> None:
 def main(cfg: AttentionNoiseConfig) -> None:
     check_grid(cfg)
     run = open_run(cfg)
-    hay = haystack(run, cfg)
-    file, about = claim_result("attention_noise", cfg, lambda: [hay])
+    parts = evaluation_tokens(run, cfg)
+    hay = haystack(run, parts)
+    file, about = claim_result("attention_noise", cfg, lambda: content_of(parts))
     results = evaluate(run, hay, cfg) | about
     said = write_result(run, cfg, file, results, lambda path, results, title, _: draw(path, results, title))
     heads = file.replace("attention_noise", "attention_heads", 1)

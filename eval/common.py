@@ -82,6 +82,7 @@ def open_run(cfg: EvalConfig, task: bool = False) -> LoadedRun:
     task: also runs of data=mqar, whose tokens are no text. ValueError for such a run where text is read.
     """
     run = load_run(cfg.run, device=pick_device(cfg.device))
+    read_run_config(run.path)  # ValueError where a group is missing
     if not task and run.config.get("data", {}).get("source") == "mqar":
         raise ValueError(f"{run.path} was trained on data=mqar, which has no text: use eval.mqar")
     return run
@@ -94,7 +95,7 @@ def evaluation_tokens(run: LoadedRun, cfg: TextEvalConfig) -> list[Shard | TextT
     if cfg.text:
         encode, eot = run.tokenizer.encode, run.tokenizer.eot  # before each document, as in shards of data.prepare
         return [TextTokens(np.array([token for text in read_documents(cfg.text) for token in (eot, *encode(text))]))]
-    folder = Path(cfg.shards or read_run_config(run.path)["data"]["dir"])
+    folder = Path(cfg.shards or run.config["data"]["dir"])
     if (folder / "tokenizer.json").is_file() and load_tokenizer(folder).fingerprint != run.tokenizer.fingerprint:
         raise ValueError(
             f"{folder} has another tokenizer than {cfg.run} ('{run.tokenizer.name}'): use text=FILE, "
@@ -123,9 +124,9 @@ def read_documents(text: str) -> list[str]:
     return documents
 
 
-def haystack(run: LoadedRun, cfg: TextEvalConfig) -> np.ndarray:
-    """(n,) token ids of real text, to hide needles in; one document for a model with a document mask."""
-    text = np.concatenate([part.read(0, HAYSTACK_TOKENS) for part in evaluation_tokens(run, cfg)])[:HAYSTACK_TOKENS]
+def haystack(run: LoadedRun, parts: Sequence[Shard | TextTokens]) -> np.ndarray:
+    """(n,) token ids of the text `parts`, to hide needles in; one document for a model with a document mask."""
+    text = np.concatenate([part.read(0, HAYSTACK_TOKENS) for part in parts])[:HAYSTACK_TOKENS]
     return as_one_document(text, run.tokenizer) if run.model.cfg.document_mask else text
 
 
@@ -138,9 +139,10 @@ def batches(rows: Sequence[Any], size: int, floats: int) -> Iterator[Sequence[An
 def logits_in_parts(
     head: torch.nn.Module, hidden: torch.Tensor, wanted: torch.Tensor, vocab_size: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Parts of at most n rows, in order: float32 logits (n, V) of hidden states (B, T, D), and `wanted` tokens (n,) of (B, T).
+    """Float32 logits (n, V) of the hidden states (B, T, D) with their `wanted` tokens (n,), in order, part by part.
 
-    n is a multiple of 64: then a row's logits have the same bits as those computed for all rows at once.
+    All parts but the last have the same n, a multiple of 64: then a row's logits have the same bits as those computed for all
+    rows at once.
     """
     floats = LOGITS_IN_CACHE if hidden.device.type == "cpu" else LOGITS_AT_ONCE
     rows = max(1, floats // (64 * vocab_size)) * 64
@@ -202,7 +204,8 @@ def given_input(settings: Mapping[str, Any]) -> str | None:
 
 
 def result_name(evaluation: str, settings: Mapping[str, Any]) -> str:
-    """The name of the result's files, without suffix: EVALUATION, for a given input EVALUATION_STEM, or EVALUATION_NAME.
+    """The name of the result's files, without suffix: EVALUATION_NAME with name=, EVALUATION_STEM for a given input, else
+    EVALUATION.
 
     STEM is the name of the input's file without suffixes, or of its folder. A style of needles stands before the STEM.
     """

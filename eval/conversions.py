@@ -101,10 +101,11 @@ def write_experiment(cfg: ConvertConfig, source: LoadedRun, windows: np.ndarray)
     write_atomic(folder / "conversions.md", table.encode())
     where = f"text={cfg.text}" if cfg.text else f"shards={cfg.shards}" if cfg.shards else ""
     on, result = (f"{quoted(where)} name=test", "perplexity_test") if where else ("", "perplexity")
+    length = windows.shape[1] - 1  # as before training
     experiment = {
         "arms": arms,
         "common": [f"steps={cfg.steps}", f"optim.warmup={warmup}", "eval_every=0", f"device={cfg.device}", *cfg.train],
-        "evaluations": [f"perplexity tokens={cfg.tokens} device={cfg.device} {on}".strip()],
+        "evaluations": [f"perplexity length={length} tokens={max(cfg.tokens, length)} device={cfg.device} {on}".strip()],
         "metrics": {"valid": f"{result}.loss", "AR-Hit": f"{result}.recall.hit.loss", "Others": f"{result}.recall.other.loss"},
     }
     text = EXPERIMENT + yaml.safe_dump(experiment, sort_keys=False, width=1000)

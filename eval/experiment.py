@@ -9,14 +9,15 @@ from typing import Annotated, Any
 from omegaconf import MISSING
 
 from configs.composing import key_of, merged, quoted
+from eval.common import command_of
+from eval.records import LAST_TENTHS
 from eval.report.runs import Arm, SpikeConfig
 from eval.study import evaluation_command, evaluation_config, result_file
 from eval.tuning import TuneConfig
 from training.run import TrainConfig, deciding
 
-# NAME of the metrics train.NAME, as Run.value reads them
-OF_TRAINING = r"""(?x) loss|loss_text|loss_retrieval|val_loss|spikes|seconds|tokens|tokens_to_(\d*\.)?\d+
-    |lr|grad_norm|tokens_per_s|mfu|mem_gb"""
+# NAME of the metrics train.NAME, as Run.value reads them, beside tokens_to_0.5 and other levels
+OF_TRAINING = ("loss", *LAST_TENTHS, "val_loss", "spikes", "seconds", "tokens")
 
 
 @dataclass
@@ -191,7 +192,8 @@ def refuse_metrics(cfg: AblateConfig, evaluations: list[list[str]]) -> None:
     """Refuse metrics that no evaluation writes, and metrics on the text that the learning rates are chosen on."""
     reads_own = {result_file(*command): _reads_own_text(*command) for command in evaluations} | {"train": False}
     for name, path in (cfg.metrics | cfg.profiles | {"tune.metric": cfg.tune.metric}).items():
-        if path.startswith("train.") and not re.fullmatch(OF_TRAINING, path.removeprefix("train.")):
+        kind, _, key = path.partition(".")
+        if kind == "train" and key not in OF_TRAINING and not re.fullmatch(r"tokens_to_(\d*\.)?\d+", key):
             raise ValueError(f"metric {name}={path} is not a metric of training: use train.val_loss or train.tokens_to_0.5")
     for name, path in (cfg.metrics | cfg.profiles).items():
         evaluation = path.split(".")[0]
@@ -201,16 +203,17 @@ def refuse_metrics(cfg: AblateConfig, evaluations: list[list[str]]) -> None:
             if dotted := [file for file in reads_own if file.startswith(f"{evaluation}.")]:  # a metric's evaluation ends there
                 fix = f"name {dotted[0]} without dots, with name=NAME or another key of texts"
             raise ValueError(f"metric {name} is read from {evaluation}.json, which no evaluation of this study writes: {fix}")
-        loss = reads_own[evaluation] and (evaluation != "quantization" or path.endswith(".loss"))
+        loss = reads_own[evaluation] and (command_of(evaluation) != "quantization" or path.endswith(".loss"))
         if cfg.tune.keys and (loss or path in ("train.val_loss", "train.loss", cfg.tune.metric)):
             wrong = f"metric {name} ({path}) reads the text that the learning rates are chosen on"
             raise ValueError(f"{wrong}: test on another text, for example measure=test texts.test=FILE")
 
 
 def texts_of(cfg: AblateConfig) -> dict[str, str]:
-    """Name -> text, of `texts` and of the evaluations of perplexity on a text, which have the names of their results."""
-    commands = [command for command in map(evaluation_command, cfg.evaluations) if command[0] == "perplexity"]
-    read = {result_file(*command): evaluation_config(*command)["text"] for command in commands}
+    """Name -> text: those of `texts`, and the text of every evaluation that is given one, under the name of its result."""
+    read = {
+        result_file(*command): evaluation_config(*command).get("text") for command in map(evaluation_command, cfg.evaluations)
+    }
     return cfg.texts | {name: text for name, text in read.items() if text}
 
 
@@ -230,8 +233,8 @@ def _reads_own_text(name: str, *overrides: str) -> bool:
     return bool(settings) and not (settings["text"] or settings["shards"])
 
 
-def compare_parameters(arms: list[Arm], claimed: bool) -> None:
-    """Store how much each arm's parameters differ from its reference's in `facts`; if `claimed`, refuse more than 0.5 %."""
+def compare_parameters(arms: list[Arm], matched: bool) -> None:
+    """Store how much each arm's parameters differ from its reference's in `facts`; if `matched`, refuse more than 0.5 %."""
     by_name = {arm.name: arm for arm in arms}
     for arm in arms:
         if not arm.reference:
@@ -239,7 +242,7 @@ def compare_parameters(arms: list[Arm], claimed: bool) -> None:
             continue
         theirs = by_name[arm.reference].facts["params_non_embedding"]
         off = arm.facts["params_off"] = arm.facts["params_non_embedding"] / theirs - 1
-        if claimed and abs(off) > 0.005:
+        if matched and abs(off) > 0.005:
             raise ValueError(
                 f"arm {arm.name} has {off:+.1%} parameters against {arm.reference}, but the experiment has matched: true: "
                 "give the arm a model.d_ff, or set matched=false"

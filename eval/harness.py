@@ -98,22 +98,14 @@ class RunLM(TemplateLM):
             raise ValueError(f"length={length} has no room for a context: use length=2 or more")
         if self.length > context and run.model.positions is not None:
             raise ValueError(f"length={length} exceeds the {context} learned positions: use length={context} or less")
-        self._cut, self._limited = Counter(), Counter()  # task -> contexts, decodings
+        self.truncated, self.shortened = Counter(), Counter()  # task -> cut contexts, limited decodings
         self._digests = defaultdict(hashlib.sha256)  # task -> of its requests
         self._tasks: list[str] = []  # of the requests for log-likelihoods
-
-    @property
-    def truncated(self) -> int:
-        return self._cut.total()
-
-    @property
-    def shortened(self) -> int:
-        return self._limited.total()
 
     def per_task(self) -> dict[str, dict[str, Any]]:
         """Task -> its cut contexts, its limited decodings and the digest of its requests."""
         return {
-            task: {"truncated": self._cut[task], "shortened": self._limited[task], "sha256": digest.hexdigest()}
+            task: {"truncated": self.truncated[task], "shortened": self.shortened[task], "sha256": digest.hexdigest()}
             for task, digest in sorted(self._digests.items())
         }
 
@@ -148,7 +140,7 @@ class RunLM(TemplateLM):
                 raise ValueError(f"{wrong}: leave its task out, or use length={len(continuation)} (rotary positions)")
             # The model does not read the last token of the continuation.
             context, room = self._started(context), self.length + 1 - len(continuation)
-            self._cut[task] += len(context) > room
+            self.truncated[task] += len(context) > room
             rows.append((context[-room:], continuation))
         return log_likelihoods(self.run.model, rows, self.batch)
 
@@ -184,9 +176,9 @@ class RunLM(TemplateLM):
             raise ValueError("a task asks for sampling, but decoding is greedy: set do_sample: false in its YAML file")
         asked = next((settings[name] for name in LIMITS if settings.get(name) is not None), MAX_NEW)
         limit = min(int(asked), self.length // 2)
-        self._limited[task] += limit < asked
+        self.shortened[task] += limit < asked
         prompt = self._started(self.tok_encode(context))
-        self._cut[task] += len(prompt) > self.length - limit
+        self.truncated[task] += len(prompt) > self.length - limit
         until = settings.get("until") or []
         prompt = np.array(prompt[-(self.length - limit) :])
         return prompt, limit, tuple([until] if isinstance(until, str) else until)
@@ -243,8 +235,8 @@ def evaluate(lm: RunLM, cfg: HarnessConfig) -> dict[str, Any]:
     return {
         "tasks": tasks,
         "length": lm.length,
-        "truncated": lm.truncated,
-        "shortened": lm.shortened,
+        "truncated": lm.truncated.total(),
+        "shortened": lm.shortened.total(),
         "per_task": lm.per_task(),
         "lm_eval": lm_eval.__version__,
     }
@@ -291,6 +283,7 @@ def draw(path: Path, results: dict[str, Any], title: str, shade: str) -> None:
     """Bars of the metrics that are shares, with 95 % intervals; no figure without such a metric."""
     bars = shares(results)
     if not bars:
+        path.unlink(missing_ok=True)  # that of an earlier result
         return
     with figure(path, 6.2, 1.3 + 0.42 * len(bars), grid="x") as axes:
         ax = axes[0, 0]

@@ -147,9 +147,9 @@ def _banking77(path: Path, text: str) -> list[Example]:
     if header[:2] != ["text", "category"]:
         raise _wrong_format(path, "banking77", f"line 1 ({','.join(header)[:20]!r})", "'text,category'")
     for number, row in enumerate(rows, 2):
-        if len(row) < 2:
+        if len(row) == 1:  # [] is an empty line
             raise _wrong_format(path, "banking77", f"row {number}", "a text and a category")
-    return [Example(" ".join(row[0].split()), row[1].replace("_", " ")) for row in rows]
+    return [Example(" ".join(row[0].split()), row[1].replace("_", " ")) for row in rows if row]
 
 
 def _clinc150(path: Path, text: str) -> tuple[list[Example], list[Example]]:

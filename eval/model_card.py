@@ -82,7 +82,7 @@ def training_command(config: dict[str, Any]) -> str:
     if "model" not in config:
         return ""
     own, default = deciding(config), deciding(asdict(train_config([])))
-    own = {key: value for key, value in own.items() if default.get(key) != value and not key.endswith("path")}
+    own = {key: value for key, value in own.items() if default.get(key) != value and not key.endswith(("path", "init_from"))}
     return "python train.py " + shlex.join(overrides_of(own))
 
 

@@ -233,7 +233,7 @@ def sources_of(run: LoadedRun, cfg: MqarEvalConfig) -> list[Mqar]:
         return [Mqar(task, shortest_row(task)) for task in tasks]
     except ValueError as error:  # names the options of the training
         wrong = str(error).replace("data.mqar.distractors=", "a share of ").replace("data.mqar.kind=", "kind=")
-        raise ValueError(f"shares={cfg.shares}: {wrong}") from None
+        raise ValueError(wrong) from None
 
 
 LOOKS = {"lambda_zero": ":", "lambda_turned": "-.", "map_2_uniform": "--"}

@@ -28,7 +28,20 @@ from typing import Annotated, Any
 import numpy as np
 
 from configs import command
-from eval.common import INK, Axes, claim_result, figure, haystack, mean_se, open_run, plus_minus, progress, write_result
+from eval.common import (
+    INK,
+    Axes,
+    claim_result,
+    content_of,
+    evaluation_tokens,
+    figure,
+    haystack,
+    mean_se,
+    open_run,
+    plus_minus,
+    progress,
+    write_result,
+)
 from eval.needle_styles import STYLES
 from eval.needles import NeedleGridConfig, Query, check_grid, needle_contexts
 from eval.scoring import continue_greedily, score
@@ -222,8 +235,9 @@ def check(cfg: NeedleConfig) -> None:
 def main(cfg: NeedleConfig) -> None:
     check(cfg)
     run = open_run(cfg)
-    hay = haystack(run, cfg)
-    file, about = claim_result("needle", cfg, lambda: [hay])
+    parts = evaluation_tokens(run, cfg)
+    hay = haystack(run, parts)
+    file, about = claim_result("needle", cfg, lambda: content_of(parts))
     results = evaluate(run, hay, cfg) | about
     said = write_result(run, cfg, file, results, lambda path, results, title, _: draw(path, [results], title))
     for pair in results["pairs"]:

@@ -39,7 +39,7 @@ class Query:
     """One question about one context, as token ids. Spans are [start, stop) positions in `prompt`.
 
     `prompt` (P,) ends where `answer` (A,) begins: the number, and its full stop where the style has one. `needle` is the span
-    of the asked sentence, `value` the span of its number, `question` the position of the first token of the closing question.
+    of the asked sentence, `question` the position of the first token of the closing question.
     `candidates` are the answers of all needles of this context. The first `right` candidates are correct: several where
     one question asks for several. Each of `values`, where given, counts as found if it occurs in the text of a greedy
     continuation of at most `new_tokens`.
@@ -48,7 +48,6 @@ class Query:
     prompt: np.ndarray
     answer: np.ndarray
     needle: tuple[int, int]
-    value: tuple[int, int]
     question: int
     candidates: list[np.ndarray]
     right: int = 1
@@ -117,17 +116,15 @@ def needle_queries(
         room = length - 1 - len(intro) - sum(len(f.tokens) for f in facts) - len(question) - reserve
         hay = haystack[start:] if wording.haystack == "text" else _own_haystack(rng, wording, tokenizer, room, facts)
         if room < 0 or (len(hay) < room and wording.haystack == "text"):
-            wrong = f"{needles} needles and their text need more than length={length} or the {len(haystack)} haystack tokens"
+            wrong = f"{needles} needles and their question do not fit length={length}, or the text of {len(haystack)} tokens"
             raise ValueError(f"{wrong}: use a longer length, fewer needles or a longer haystack")
         text, starts = hide(hay[:room], order, depths, sentence_ends(tokenizer), max(32, room / 10))
         first = 1 + len(intro) + starts[0]
-        value = first + len(fact.key)
         queries.append(
             Query(
                 prompt=np.array([tokenizer.eot, *intro, *text, *question], dtype=np.int64),
                 answer=np.array(fact.answer, dtype=np.int64),
                 needle=(first, first + len(fact.tokens)),
-                value=(value, value + len(fact.value)),
                 question=1 + len(intro) + len(text),
                 candidates=[np.array(other.answer, dtype=np.int64) for other in order],
                 right=len(wanted),

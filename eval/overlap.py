@@ -71,7 +71,8 @@ def _bytes(tokenizer: Tokenizer, token: int) -> bytes:
 
 def overlaps(data: DataConfig, texts: Mapping[str, str], kept: Path) -> dict[str, float]:
     """Name -> share, for each of `texts` (name -> file, folder or glob). Each is computed once and saved in the file `kept`."""
-    train, tokenizer = open_split(Path(data.dir), "train"), open_tokenizer(data)
+    tokenizer = open_tokenizer(data)
+    train = open_split(Path(data.dir), "train", vocab_size=tokenizer.vocab_size, fingerprint=tokenizer.fingerprint)
     known = read_json_object(kept, "delete it") if kept.is_file() else {}
     found = {}
     for name, text in texts.items():

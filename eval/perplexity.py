@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from configs import command
+from data.config import DataConfig
 from data.loader import Windows
 from data.shards import Shard, open_split
 from eval.common import (
@@ -50,6 +51,7 @@ from eval.common import (
 )
 from eval.recall import ends_one_of, frequent_ngrams, recall_hits
 from training.checkpoint import LoadedRun
+from training.text import refuse_other_text
 
 LARGEST = 709.0  # nats: beyond, exp(loss) is no float64
 ZOOLOGY = 1250  # occurrences in training beyond which arXiv 2312.04927 counts an n-gram as frequent
@@ -220,18 +222,19 @@ def draw(path: Path, results: dict[str, Any], title: str, line_colour: str) -> N
 
 
 def frequent_in_training(run: LoadedRun, windows: np.ndarray, cfg: PerplexityConfig) -> np.ndarray | None:
-    """Codes of n-grams of hits that occur more than `frequent` times in the run's training shards; None without shards."""
+    """Codes of n-grams of hits that occur more than `frequent` times in the run's training shards; None without these."""
     folder, size, fingerprint = Path(run.config["data"]["dir"]), run.tokenizer.vocab_size, run.tokenizer.fingerprint
     try:
         shards = open_split(folder, "train", vocab_size=size, fingerprint=fingerprint)
+        refuse_other_text(run.path, DataConfig(name=folder.name, source="text", dir=str(folder)))
         return frequent_ngrams(folder, shards, windows, cfg.ngram, size, rare_at_most(cfg))
-    except (FileNotFoundError, ValueError) as error:  # shards are gone, or of another tokenizer
+    except (FileNotFoundError, ValueError) as error:  # shards are gone, or of another text or tokenizer
         if cfg.frequent is None:
             if not isinstance(error, FileNotFoundError):
                 print(f"note: recalled tokens are not split into rare and frequent ones: {error}", flush=True)
             return None
-        wrong = f"frequent={cfg.frequent} counts n-grams in the run's training shards ({error})"
-        raise ValueError(f"{wrong}, or leave out frequent=") from None
+        wrong = f"frequent={cfg.frequent} needs the run's training shards, which cannot be used ({error})"
+        raise ValueError(f"{wrong}: put them back, or leave out frequent=") from None
 
 
 def rare_at_most(cfg: PerplexityConfig) -> int:
@@ -245,7 +248,7 @@ def digest(windows: np.ndarray) -> str:
 
 
 def check_ngram(cfg: PerplexityConfig, vocab_size: int, length: int) -> None:
-    """Raise ValueError for n-grams longer than a window, or too large for a code in one int64."""
+    """Raise ValueError for n-grams longer than a window or too large for an int64, and for frequent= without counts."""
     if length < 2:
         raise ValueError(f"length={length} has no n-gram of two tokens: use length=2 or more")
     most = min(length, int(63 / math.log2(vocab_size)))

@@ -22,7 +22,19 @@ import torch
 from torch import Tensor, nn
 
 from configs import command
-from eval.common import Axes, batches, device_of, figure, haystack, mean_se, open_run, plus_minus, progress, write_result
+from eval.common import (
+    Axes,
+    batches,
+    device_of,
+    evaluation_tokens,
+    figure,
+    haystack,
+    mean_se,
+    open_run,
+    plus_minus,
+    progress,
+    write_result,
+)
 from eval.needles import NeedleGridConfig, Query, check_grid, needle_contexts
 from eval.outliers import maps_that_fit
 from eval.perplexity import claim_windows, digest, token_losses
@@ -106,7 +118,7 @@ def needles(run: LoadedRun, cfg: QuantizationConfig) -> list[Query]:
     """Single needles, `cfg.samples` at every depth; [] for a run that was not trained on retrieval documents."""
     if not run.config["data"].get("retrieval", {}).get("weight", 0):
         return []
-    hay, length = haystack(run, cfg), cfg.length or run.model.cfg.context
+    hay, length = haystack(run, evaluation_tokens(run, cfg)), cfg.length or run.model.cfg.context
     return [query for depth in cfg.depths for (query,) in needle_contexts(run, hay, cfg, length, depth)]
 
 

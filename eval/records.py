@@ -1,8 +1,8 @@
 """A finished run as one small JSON object, so that a comparison no longer needs the run's folder.
 
 A study over several sessions or machines keeps one line per run in `records.jsonl.gz` (`zcat` shows it). A line has the
-values of the run's configuration that differ from the defaults, what training logged, and the results of every
-evaluation without their long lists, and lambda by layer at the end of training.
+values of the run's configuration that decide its losses and differ from the defaults, a few of the losses that training
+logged, lambda by layer at the end of training, and the results of every evaluation without long lists and values by layer.
 """
 
 import functools
@@ -25,7 +25,10 @@ LONGEST = 32  # a record leaves out longer lists of numbers
 TRIAL = "tune-"  # begins the name of a trial of learning rates
 BY_LAYER = ("layers", "per_layer", "per_layer_head")  # the parts of an evaluation's results that it leaves out
 POINTS, TRIAL_POINTS = 12, 4  # points of the training loss's curve; no figure shows a trial's curve
-OPTIONAL_LOSSES = ("loss_text", "loss_retrieval")  # parts of the training loss, which only some runs log
+# Means of the last tenth, which a thinned curve cannot give again. Only some runs log all of them.
+LAST_TENTHS = ("loss_text", "loss_retrieval", "lr", "grad_norm", "tokens_per_s", "mfu", "mem_gb")
+# Settings of train.py that decide what a run logs, and not what it learns.
+MEASURES = ("eval_tokens", "log_every", "needle_every", "needle_samples")
 LOGGED = ("step", "tokens", "loss", "val_loss", "tokens_per_s", "time_s", "needle_acc")
 
 AS_IN_A_RUN = ("variant", "facts", "train", "val", "needle", "evals", "tokenizer", "diverged")
@@ -39,13 +42,14 @@ def record_of(run: Run) -> Record:
         "run": run.folder.name,
         "variant": run.variant,
         "config": differing(run.config),
+        "measures": measures_of(run.config),
         "facts": {key: value for key, value in run.facts.items() if key not in ("step", "tokens")},
         "train": [logged(line) for line in thinned(run.train, run.folder.name)],
         "val": [logged(line) for line in run.val],
         "needle": [logged(line) for line in run.needle],
         **({"lambda": lambdas} if (lambdas := last_lambdas(run.monitor)) else {}),
         "loss": run.last_tenth(),
-        **{key: value for key in OPTIONAL_LOSSES if (value := run.last_tenth(key)) is not None},
+        **{key: value for key in LAST_TENTHS if (value := run.last_tenth(key)) is not None},
         "spikes": run.spikes,
         "spike": asdict(run.spike),
         "tokenizer": run.tokenizer,
@@ -65,14 +69,14 @@ def run_of(record: Record, spike: SpikeConfig | None = None) -> Run:
         had = " ".join(f"spikes.{key}={value}" for key, value in counted_with.items())
         raise ValueError(f"the record of {record['run']} has its spikes counted with {had}: use these, or records=none")
     same, config = {key: record[key] for key in AS_IN_A_RUN}, recorded_config(record)
-    counted = {key: record[key] for key in ("loss", "spikes", *OPTIONAL_LOSSES) if key in record}
+    counted = {key: record[key] for key in ("loss", "spikes", *LAST_TENTHS) if key in record}
     return Run(Path(record["run"]), record["run"], config=config, spike=spike or SpikeConfig(), counted=counted, **same)
 
 
 def recorded_config(record: Record) -> dict[str, Any]:
     """The configuration of the run that a record describes: what the record leaves out has its default.
 
-    A record from before an option lacks the value that train.py fills in for this option, so it is filled in here.
+    A record that is older than an option lacks the value that train.py would have filled in; it is filled in here.
     """
     config = nested({**_defaults(), **record["config"]})
     return config | {"model": asdict(decoder_config(config["model"]).filled())}
@@ -133,6 +137,11 @@ def rounded(content: Any) -> Any:
     return float(f"{content:.7g}") if long else content
 
 
+def measures_of(config: dict[str, Any]) -> dict[str, int]:
+    """The MEASURES of a run's configuration; an older one without them had the defaults."""
+    return {key: config.get(key, getattr(TrainConfig, key)) for key in MEASURES}
+
+
 def differing(config: dict[str, Any]) -> dict[str, Any]:
     """The values that decide a run's losses and differ from the defaults, under dotted keys."""
     default = deciding(asdict(TrainConfig()))
@@ -166,9 +175,3 @@ def write_records(path: Path, records: Iterable[Record]) -> None:
     lines = (json_text(record, separators=(",", ":")) for record in sorted(kept, key=lambda r: r["run"]))
     text = "".join(f"{line}\n" for line in lines).encode()
     write_atomic(path, gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
-
-
-def smaller(record: Record) -> Record:
-    """`record` as it is published: without values by layer, and with rounded numbers."""
-    evals = {name: file | {"results": shortened(file["results"])} for name, file in record.get("evals", {}).items()}
-    return rounded(record | {"evals": evals})

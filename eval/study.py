@@ -23,7 +23,7 @@ from configs.provenance import ROOT
 from data.shards import open_split
 from data.stream import is_task, open_tokenizer
 from eval.common import OF_A_RUN, result_name
-from eval.records import Record, describes, record_of, run_of, write_records
+from eval.records import Record, describes, measures_of, record_of, run_of, write_records
 from eval.report.measured import settings_of
 from eval.report.runs import DIVERGED, Run, SpikeConfig, read_json, read_run
 from eval.texts import Texts, prepared
@@ -33,9 +33,6 @@ from training.checkpoint import checkpoints, folder_name
 from training.run import TrainConfig, Vocabulary, fill_model, refuse_other_config, sizes
 from training.schedule import decay_start
 from training.text import trained_on
-
-# Settings of train.py that decide what a run logs, and not what it learns.
-MEASURES = ("eval_tokens", "log_every", "needle_every", "needle_samples")
 
 
 @dataclass
@@ -59,19 +56,20 @@ class PlannedRun:
     def take_over(self, record: Record | None) -> None:
         """Go on from what is there of this run: its record, if it fits and the run has no checkpoint here, or its folder.
 
-        ValueError if the run in the folder has another configuration, if the record has other evaluations, or if the run was
-        trained on other shards.
+        ValueError if the run in the folder has another configuration, if the record has other evaluations, or if the run
+        measured itself in another way or was trained on other shards.
         """
         data, begun = self.config.data, (self.folder / "config.yaml").is_file()
         again = begun and not self.diverged  # a user deleted the file that says that the run diverged
+        advice = "repeat its overrides, or start anew with name=OTHER"
         if record and describes(record, self.config) and not checkpoints(self.folder) and not (record["diverged"] and again):
             self.record = record
+            refuse_other_measures(self.name, record.get("measures", {}), asdict(self.config), advice)
             self.texts.refuse_other_shards(self.name, record["facts"].get("text_digest"), data)
             refuse_other_results(self)
         elif begun:
-            advice = "repeat its overrides, or start anew with name=OTHER"
             refuse_other_config(self.folder, asdict(self.config), advice=advice)
-            refuse_other_measures(self.folder, asdict(self.config), advice)
+            refuse_other_measures(str(self.folder), measures_of(read_run_config(self.folder)), asdict(self.config), advice)
             self.texts.refuse_other_shards(str(self.folder), trained_on(self.folder), data)
 
     @property
@@ -173,12 +171,11 @@ class PlannedRun:
         return f"{self.name}: {last} (see {self.log}); correct that and repeat this command: finished runs are kept"
 
 
-def refuse_other_measures(folder: Path, ours: Mapping[str, Any], advice: str) -> None:
-    """ValueError if the run in `folder` has other MEASURES: a resume may change them, but a study compares what runs log."""
-    theirs = read_run_config(folder)
-    for key in MEASURES:
-        if (had := theirs.get(key, getattr(TrainConfig, key))) != ours[key]:
-            raise ValueError(f"{folder} measures itself with {key}={had} (now {ours[key]}): {advice}")
+def refuse_other_measures(run: str, theirs: Mapping[str, Any], ours: Mapping[str, Any], advice: str) -> None:
+    """ValueError if `run` has other measures: a resume may change them, but a study compares what runs log."""
+    for key, had in theirs.items():
+        if had != ours[key]:
+            raise ValueError(f"{run} measures itself with {key}={had} (now {ours[key]}): {advice}")
 
 
 def trunk_ended_early(trunk: Path, cfg: TrainConfig) -> bool:

@@ -5,7 +5,7 @@ their grids, then all values of the next key, with the first key at its best val
 `refine`, it tries the values halfway (in the logarithm) from the best value to both of its neighbours. Every arm gets
 the same number of trials, except where its best value lies at an end of the grid: then the grid is widened at that end,
 up to `widen` times, and the result says so. With `exchange`, every arm finally tries those best values of all other arms
-that it has not tried, so no arm is worse for the only reason that its own search did not go where another arm's search went.
+that it has not tried, so that no arm is worse only because its own search never tried the values that suit it.
 If such a value is an arm's best and the arm has tried none beyond it, the arm tries one step of the grid more at that end.
 """
 
@@ -106,14 +106,9 @@ def beyond(cfg: TuneConfig, found: Mapping[Point, float]) -> list[Point]:
     best = min(found, key=lambda point: found[point])
     if best in _search(cfg, found)[0]:
         return []
-    points = []
-    for axis, grid in enumerate(cfg.grid.values()):
-        line = sorted(point[axis] for point in found)
-        if best[axis] == line[0]:
-            points.append(_moved(list(best), axis, _rounded(line[0] * grid[0] / grid[1])))
-        if best[axis] == line[-1]:
-            points.append(_moved(list(best), axis, _rounded(line[-1] * grid[-1] / grid[-2])))
-    return points
+    axes = enumerate(cfg.grid.values())
+    more = [(axis, value) for axis, grid in axes for value in _beyond(grid, best[axis], [point[axis] for point in found])]
+    return [_moved(list(best), axis, value) for axis, value in more]
 
 
 def tuned(cfg: TuneConfig, found: Mapping[Point, float]) -> Tuned:
@@ -147,10 +142,10 @@ def _search(cfg: TuneConfig, found: Mapping[Point, float]) -> tuple[list[Point],
                 return points, widened
             best = min(line, key=lambda point: found[point])
             at = list(best)
-            beyond = _beyond(grid, best[axis])
-            if beyond is None or widening == cfg.widen:
+            more = _beyond(grid, best[axis], grid)
+            if not more or widening == cfg.widen:
                 break
-            grid.append(beyond)
+            grid += more
             grid.sort()
             widened += 1
     for axis, key in enumerate(cfg.grid):
@@ -167,11 +162,10 @@ def _moved(at: list[float], axis: int, value: float) -> Point:
     return tuple(value if i == axis else old for i, old in enumerate(at))
 
 
-def _beyond(grid: list[float], best: float) -> float | None:
-    """The value that widens a grid whose best value is at an end; None for another best value."""
-    if best == grid[0]:
-        return _rounded(grid[0] ** 2 / grid[1])
-    return _rounded(grid[-1] ** 2 / grid[-2]) if best == grid[-1] else None
+def _beyond(grid: list[float], best: float, tried: list[float]) -> list[float]:
+    """The values one step of `grid` beyond `best`, where `best` is at an end of the values `tried`."""
+    down = [_rounded(best * grid[0] / grid[1])] if best == min(tried) else []
+    return down + ([_rounded(best * grid[-1] / grid[-2])] if best == max(tried) else [])
 
 
 def _halfway(grid: list[float], best: float) -> list[float]:

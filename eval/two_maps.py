@@ -103,7 +103,12 @@ def draw(path: Path, arms: list[dict[str, Any]], shades: dict[str, str]) -> None
 @command("two_maps", TwoMapsConfig)
 def main(cfg: TwoMapsConfig) -> None:
     folder = Path(cfg.ablation)
-    study = [arm for arm in ablation_in(folder)["results"]["arms"] if arm["runs"]]
+    # The checkpoints of a diverged run end early.
+    study = [
+        arm | {"runs": [run for run in arm["runs"] if not run.get("diverged")]}
+        for arm in ablation_in(folder)["results"]["arms"]
+    ]
+    study = [arm for arm in study if arm["runs"]]
     if not study:
         raise ValueError(f"{folder} has no finished runs yet: finish the study with scripts/ablate.py first")
     arms = []

@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT))
 
 from configs import command
 from configs.files import write_atomic, write_json
-from eval.records import PUBLISHED, records_of, rounded, smaller, thinned, write_records
+from eval.records import PUBLISHED, records_of, rounded, thinned, write_records
 
 # Numbers and table, as the commands name them.
 NAMES = ("report", "conversions", "lambdas", "survival", "two_maps")
@@ -73,7 +73,7 @@ def publish_folder(source: Path, name: str) -> None:
     records = list((source / "records").glob("*.jsonl"))
     if records:
         known = records_of(source, target)
-        write_records(target / PUBLISHED, map(smaller, known.values()))
+        write_records(target / PUBLISHED, map(rounded, known.values()))
         print(f"{target / PUBLISHED}: {len(known)} finished runs")
     pair = next((pair for pair in PAIRS if all((source / file).is_file() for file in pair)), None)
     if pair is None and records:

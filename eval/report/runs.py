@@ -98,9 +98,10 @@ class Run:
         """The number at EVALUATION.KEY.KEY, for example `perplexity.recall.hit.loss`, or of training at `train.NAME`.
 
         A key may have dots, for example the depth 0.5. In a list of rows a key chooses the row whose first value equals
-        it, for example `quantization.bits.4.loss_change`. NAME is loss (mean of the last tenth), loss_text or loss_retrieval
-        (where logged), val_loss, spikes, seconds, tokens, or tokens_to_0.5 (tokens until a needle accuracy of 0.5). None if
-        the number was not measured, is not finite, or has no meaning because the run diverged.
+        it, for example `quantization.bits.4.loss_change`. NAME is val_loss, spikes, seconds, tokens, tokens_to_0.5 (tokens
+        until a needle accuracy of 0.5), or a number of the lines with a training loss, such as loss, loss_text, lr or
+        tokens_per_s (mean of the last tenth). None if the number was not measured or is not finite, and for a diverged run,
+        except spikes, seconds, tokens and tokens_to_X.
         """
         evaluation, _, keys = path.partition(".")
         if evaluation == "train":

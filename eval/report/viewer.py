@@ -25,7 +25,7 @@ from torch import nn
 from configs import command
 from configs.files import json_text, write_atomic
 from data.tokenizer import Tokenizer
-from eval.common import EvalConfig, TextEvalConfig, colour, device_of, haystack, open_run, progress, variant
+from eval.common import EvalConfig, TextEvalConfig, colour, device_of, evaluation_tokens, haystack, open_run, progress, variant
 from eval.needles import needle_queries, trained_digits
 from eval.report.page import render
 from eval.report.runs import labels
@@ -135,7 +135,8 @@ def examples(runs: list[LoadedRun], cfg: ViewerConfig) -> list[Example]:
     length = min(cfg.length, context)
     if length < 2:
         raise ValueError(f"length={cfg.length} is too short for an example: use length=96")
-    hay = prose(haystack(run, TextEvalConfig(run=str(run.path), text=cfg.text)), run.tokenizer, length, cfg.seed)
+    parts = evaluation_tokens(run, TextEvalConfig(run=str(run.path), text=cfg.text))
+    hay = prose(haystack(run, parts), run.tokenizer, length, cfg.seed)
     found = [_needle(run, hay, length, depth, cfg.seed) for depth in cfg.depths]
     passage = np.concatenate(([run.tokenizer.eot], hay[: length - 1]))
     found.append(Example("text", passage, {"first token": (0, 1)}, len(passage) - 1))

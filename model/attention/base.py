@@ -91,8 +91,9 @@ class Attention(nn.Module):
     `DiffAttention(d_model=512, n_head=16, layer=3)` builds one module: keywords set fields of AttentionConfig and of the
     variant's `Options`. A decoder passes `cfg` instead, whose fields keywords override; a DecoderConfig holds the variant's
     own options in the field that is called like the variant (cfg.diff). options: the variant's own options as an object,
-    instead of those in `cfg`. layer: index of the layer, from 0. seed: seed of the initial weights; if seed is None or the device is meta, the caller sets the weights
-    (`to_empty`, then `reset_parameters`). Raises ValueError for impossible options and names the override that corrects them.
+    instead of those in `cfg`. layer: index of the layer, from 0. seed: seed of the initial weights; if seed is None or the
+    device is meta, the caller sets the weights (`to_empty`, then `reset_parameters`). Raises ValueError for impossible options
+    and names the override that corrects them.
     """
 
     name: ClassVar[str]  # NAME of configs/model/NAME.yaml, and name of the variant's option group in DecoderConfig

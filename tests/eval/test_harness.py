@@ -94,7 +94,7 @@ def test_loglikelihood_of_texts(tokenizer):
         targets = tokenizer.encode(" b" if context == "a " else continuation)
         read = [tokenizer.eot, *tokenizer.encode(context + continuation)][-25 : -len(targets)]
         assert (logprob, greedy) == (pytest.approx(directly(model.run.model, read, targets)[0], abs=EXACT), False)
-    assert model.truncated == 1
+    assert model.truncated.total() == 1
     with pytest.raises(ValueError, match="exceeds length=24: "):
         model.loglikelihood(requests(("x", "a continuation of more than 24 bytes")))
 
@@ -141,7 +141,7 @@ def test_decoding_stops_before_the_first_stop_string(tokenizer):
     jobs = [("Q", {"until": ["!", "."]}), ("a longer Q", {"until": "maybe"}), ("x", {"until": ["\n"], "max_gen_toks": 5})]
     assert model.generate_until(requests(*jobs)) == ["yes", "yes. no! ", "yes. "]
     assert model.generate_until(requests(("Q", {"until": ["so on", "and"]}))) == ["yes. no! maybe\n"]
-    assert model.shortened == 3  # 256 tokens by default, and half the context is 20
+    assert model.shortened.total() == 3  # 256 tokens by default, and half the context is 20
     assert before_any("one two three", ["three", "two", ""]) == "one " and before_any("one", []) == "one"
 
 

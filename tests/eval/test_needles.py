@@ -35,7 +35,6 @@ def test_a_query_knows_where_everything_is(tokenizer: Tokenizer, depth: float, n
         needle = tokenizer.decode(query.prompt[slice(*query.needle)])
         city, number = FACT.fullmatch(needle.strip()).groups()
         assert city in cities("eval")
-        assert tokenizer.decode(query.prompt[slice(*query.value)]).strip() == f"{number}."
         assert tokenizer.decode(query.answer).strip() == f"{number}."
         assert tokenizer.decode(query.prompt[query.question :]).strip() == f"The magic number of {city} is"
         assert len(query.candidates) == needles and np.array_equal(query.candidates[0], query.answer)
@@ -87,7 +86,6 @@ def test_every_style_hides_what_it_asks_for(tokenizer: Tokenizer, style: str) ->
             assert (style == "passkey" or key in question) and (key, value) in facts
             answer = tokenizer.decode(query.answer).strip()
             assert answer == (value if query.values else f"{value}.")
-            assert tokenizer.decode(query.prompt[slice(*query.value)]).strip().rstrip(".") == value
             candidates = [tokenizer.decode(row).strip(" .") for row in query.candidates]
             assert len(set(candidates)) == n and set(candidates) <= {v for _, v in facts}
             assert len(facts) == n or (STYLES[style].haystack == "needles" and len(facts) > 8)

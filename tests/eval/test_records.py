@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from eval.experiment import OF_TRAINING
 from eval.records import (
     POINTS,
     PUBLISHED,
@@ -55,12 +56,12 @@ def test_a_record_has_every_number_that_may_judge_a_trial(make_run: Callable[...
     folder = make_run("a-s1")
     path = folder / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    apart = {"loss_text": 4.0, "loss_retrieval": 2.0}
+    apart = {"loss_text": 4.0, "loss_retrieval": 2.0, "lr": 0.1, "grad_norm": 1.5, "mfu": 0.4, "mem_gb": 2.0}
     path.write_text("".join(json.dumps(line | apart if "loss" in line else line) + "\n" for line in lines))
     run = read_run(folder)
     record = run_of(json.loads(json.dumps(record_of(run))))
-    for name in ("loss", "loss_text", "loss_retrieval", "val_loss", "spikes", "seconds", "tokens"):
-        assert record.value(f"train.{name}") == run.value(f"train.{name}") is not None
+    for name in OF_TRAINING:
+        assert record.value(f"train.{name}") == run.value(f"train.{name}") is not None, name
     assert "loss_text" not in record_of(read_run(make_run("b-s1")))
 
 
