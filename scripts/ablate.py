@@ -230,7 +230,8 @@ class Study:
     def _refuse_untuned_runs(self) -> None:
         """ValueError if the folder has a run of an arm without a finished trial: the tuning would end with this refusal."""
         for search in self._searches():
-            folders = [self.folder / f"{search.arm.name}-s{seed}" for seed in self.seeds]
+            mine = [arm for arm in self.arms if self._tuned_as(arm) == self._tuned_as(search.arm)]
+            folders = [self.folder / f"{arm.name}-s{seed}" for arm in mine for seed in self.seeds]
             begun = [folder for folder in folders if (folder / "config.yaml").is_file()]
             if begun and not search.losses:
                 wrong = f"{begun[0]} was trained before its learning rates were tuned"
@@ -316,7 +317,7 @@ class Study:
         return [sorted(chain, key=lambda run: -run.config.steps) for chain in chains.values()]
 
     def print_costs(self) -> None:
-        """Print the estimated seconds of every known run and the hours of all unfinished runs, if the tier names a GPU."""
+        """Print the estimated seconds of every known run that is left and the hours of all, if the tier names a GPU."""
         if not (peak := self.cfg.tier.peak_flops):
             return
         runs = self.runs()
@@ -391,7 +392,7 @@ class Study:
         note = f"Seeds {', '.join(map(str, self.cfg.tune.seeds))}; one run per line; training logs the `train.` column."
         trials = [dict(zip(lines[0], line, strict=True)) for line in lines[1:]]
         results = {"title": title, "arms": [], "trials": trials}
-        write_page(self.folder, self.cfg, results, self.seeds, [markdown(lines).rstrip(), note])
+        write_page(self.folder, self.cfg, results, self.seeds, [markdown(lines).rstrip(), note] if keys else [])
 
     def write_results(self, runs: list[PlannedRun]) -> None:
         """Compare all runs, and write results.json, table.md, records and figures; print the table."""

@@ -15,7 +15,8 @@
 
 After a warm-up, every round times all rows in turn (A B C A B C ...), so that a slow period of the machine affects all rows
 alike. A cell of the table has the median over rounds, the least and the most in brackets, and the median of the rounds' ratios
-to the first row of that length. "Forward" runs without gradients. A row that cannot run on this machine says why.
+to the first row of the same group that could be measured (a group: one length, tokenizer, choice or number of busy processes,
+else the whole table). "Forward" runs without gradients. A row that cannot run on this machine says why.
 """
 
 import itertools
@@ -99,8 +100,8 @@ def monitor(cfg: BenchConfig, world: World) -> list[Row]:
     time_in_turn("step", rows, steps, cfg.rounds, world.device)
     time_in_turn("step and look", rows, looks, cfg.rounds, world.device)
     for row, look in zip(rows, looks, strict=True):
-        if seconds := row.seconds.get("step and look"):
-            own = median(look.seconds[-len(seconds) :])
+        if row.seconds.keys() >= {"step", "step and look"}:
+            own = median(look.seconds[-len(row.seconds["step and look"]) :])
             share = own / settings.every / median(row.seconds["step"])
             row.facts = {"look (ms)": 1e3 * own, f"share at every={settings.every} (%)": 100 * share}
     return rows
@@ -129,10 +130,10 @@ def checkpoint(cfg: BenchConfig, world: World) -> list[Row]:
         saves = [step if isinstance(step, str) else writing(step, run, world) for step, run in zip(steps, runs, strict=True)]
         time_in_turn("checkpoint", rows, saves, cfg.rounds, world.device)
         for row, run in zip(rows, runs, strict=True):
-            if seconds := row.seconds.get("checkpoint"):
+            if row.seconds.keys() >= {"step", "checkpoint"}:
                 files = next((run / "checkpoints").iterdir()).iterdir()
                 row.facts["checkpoint (MB)"] = sum(file.stat().st_size for file in files) / 1e6
-                row.facts["share at every=100 (%)"] = median(seconds) / median(row.seconds["step"])
+                row.facts["share at every=100 (%)"] = median(row.seconds["checkpoint"]) / median(row.seconds["step"])
     return rows
 
 
@@ -193,10 +194,11 @@ def probe(cfg: BenchConfig, world: World) -> list[Row]:
         for length in lengths:
             group = [Row({"length": length, "variant": variant}) for variant in variants(cfg)]
             for _ in range(cfg.rounds):
-                for row in group:
+                for row in [row for row in group if not row.not_measured]:
                     done = attempt(partial(in_own_process, probe_once, cfg, row.labels["variant"], length, world))
                     if isinstance(done, str):
                         row.not_measured["rows"] = done
+                        row.seconds.pop("rows", None)
                     else:
                         row.seconds.setdefault("rows", []).append(done[0])
                         row.facts["peak memory (MB)"] = max(done[1], row.facts.get("peak memory (MB)", 0))
@@ -241,6 +243,8 @@ def check(cfg: BenchConfig) -> None:
     for key, (given, allowed) in known.items():
         if unknown := [name for name in given if name not in allowed]:
             raise ValueError(f"{key} has no '{unknown[0]}': use {', '.join(allowed)}")
+    if cfg.out and Path(cfg.out).suffix != ".json":
+        raise ValueError(f"out={cfg.out} is not a .json file: use out=runs/bench/{cfg.what}.json")
 
 
 @command("bench", BenchConfig)

@@ -37,8 +37,9 @@ DIFFERENCES = "differences.md"  # an ablation's, with a mark of its own in the d
 
 @dataclass
 class PublishConfig:
-    """of: a folder that eval.report, scripts/ablate.py or scripts/convert.py wrote, or a file of scripts/bench.py. name: its
-    name under docs/results/ (of a bench under docs/results/bench/), by default its own name.
+    """of: a folder that eval.report, eval.lambdas, eval.survival, eval.two_maps, scripts/ablate.py or scripts/convert.py wrote,
+    or a file of scripts/bench.py. name: its name under docs/results/ (of a bench under docs/results/bench/), by default its own
+    name.
     """
 
     of: str = MISSING
@@ -79,9 +80,8 @@ def publish_folder(source: Path, name: str) -> None:
     if pair is None and records:
         return  # a study without a table yet
     if pair is None:
-        raise ValueError(
-            f"{source} has neither report.json nor results.json with its table: run eval.report or scripts/ablate.py"
-        )
+        known = ", ".join(file for file, _ in PAIRS)
+        raise ValueError(f"{source} has none of {known} with its table: run eval.report or scripts/ablate.py")
     target.mkdir(parents=True, exist_ok=True)
     for path in (*(source / file for file in pair), *(source / "figures").glob("*.png")):
         shutil.copy(path, target)
@@ -131,10 +131,13 @@ def documents_with(name: str) -> list[Path]:
 def put_into_documents(name: str, table: Path) -> str:
     """Replace the table `name` in all documents that have it; returns a text that names them."""
     block = f"<!-- {name} table -->\n{table.read_text()}<!-- end -->"
-    marked = re.compile(rf"<!-- {re.escape(name)} table -->\n.*?<!-- end -->", flags=re.DOTALL)
+    marked = re.compile(rf"<!-- {re.escape(name)} table -->\n(?:(?!<!-- \S+ table -->).)*?<!-- end -->", flags=re.DOTALL)
     changed = documents_with(name)
     for path in changed:
-        write_atomic(path, marked.sub(lambda _: block, path.read_text()).encode())
+        text, places = marked.subn(lambda _: block, path.read_text())
+        if not places:
+            raise ValueError(f"{path}: the place of the table {name} has no end: add a line <!-- end --> after it")
+        write_atomic(path, text.encode())
     names = " and ".join(path.relative_to(ROOT).as_posix() for path in changed)
     add = f"no document shows its table: add the lines <!-- {name} table --> and <!-- end --> to one of them"
     return f"its table is in {names}" if names else add

@@ -8,7 +8,7 @@ from typing import Any
 from configs.files import write_atomic, write_json
 from configs.provenance import result_record
 from eval import tuning
-from eval.experiment import AblateConfig
+from eval.experiment import AblateConfig, texts_of
 from eval.report.figures import draw_differences, draw_grid, draw_validation
 from eval.report.grid import Comparison, fit_rows
 from eval.report.pooled import Pooled, profile, unit
@@ -70,7 +70,7 @@ class Results:
             shares = ", ".join(f"{text} {share:.2%}" for text, share in overlap.items())
             wording = "Share of the 13-word sequences of each test text that occur in the training text"
             notes.append(f"{wording}: {shares}.")
-        elif self.cfg.texts:
+        elif texts_of(self.cfg):
             notes.append("Made from records alone: whether the test texts occur in the training text was not checked.")
         valueless = [name for name, row in self.found.rows.items() if not any(cell.n for cell in row.cells)]
         if absent := [f"{name} ({self.cfg.metrics[name]})" for name in valueless]:
@@ -94,6 +94,7 @@ class Results:
         """Draw the figures into `folder`, in place of those of an earlier command. Returns their paths."""
         for path in [path for family in FAMILIES for path in folder.glob(f"{family}_*.png")]:
             path.unlink()
+        (folder / "tuning.png").unlink(missing_ok=True)
         cfg, paths = self.cfg, draw_ablation(folder, self.found, self.fits)
         for metric in self.found.compared if cfg.branch else ():
             paths += self.pooled.draw(folder, metric, unit(cfg.metrics[metric]))

@@ -79,8 +79,8 @@ class Comparison:
         }
 
     def _taken_at(self, reference: Arm, arm: Arm, own: dict[str, dict[int, float]]) -> dict[int, float]:
-        tokens = trained_tokens(arm) * reference.facts["flops_per_token"] / arm.facts["flops_per_token"]
-        points = {trained_tokens(other): own[other.name] for other in self.arms if other.arm == arm.arm}
+        tokens = trained_tokens(reference) * reference.facts["flops_per_token"] / arm.facts["flops_per_token"]
+        points = {trained_tokens(other): own[other.name] for other in self.arms if other.arm == arm.arm and own[other.name]}
         for (less, before), (more, after) in itertools.pairwise(sorted(points.items(), key=lambda point: point[0])):
             if less <= tokens <= more:
                 share = math.log(tokens / less) / math.log(more / less)

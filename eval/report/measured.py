@@ -27,8 +27,8 @@ def measured(name: str, evaluation: dict[str, Any], config: dict[str, Any]) -> d
     results, settings = evaluation["results"], settings_of(evaluation)
     found = {key: results.get(key) for key in RECORDED}
     if name == "perplexity":
-        about = (settings.get("ngram", 2), settings.get("frequent"))
-        return {"text": results.get("sha256", ""), "ngram and frequent": about}
+        frequent = (results.get("recall") or {}).get("rare_at_most")
+        return {"text": results.get("sha256", ""), "ngram": settings.get("ngram", 2), "frequent": frequent}
     if name in EVALUATIONS:
         given = {key: settings.get(key) for key in ("seed", "text", "shards", "samples", "style")}
         given["digits"] = trained_digits(config)  # of the numbers to find

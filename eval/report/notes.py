@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+from eval.common import command_of
 from eval.report.measured import EVALUATIONS
 from eval.report.runs import Arm, Run
 
@@ -43,6 +44,6 @@ def _notes_of(run: Run, kept: bool) -> list[str]:
     if run.diverged or ended:
         lines.append(f"{run.label} diverged{left_out}: its training loss is not finite; lower optim.lr and train it again")
     if old := [name for name, content in run.evals.items() if content.get("step", done) < done]:
-        again = f"run python -m eval.{old[0]} run={run.folder} again"
+        again = f"run python -m eval.{command_of(old[0])} run={run.folder} again, with the settings in eval/{old[0]}.json"
         lines.append(f"{run.label} was trained further after {', '.join(old)}: {again}")
     return lines

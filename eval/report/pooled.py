@@ -46,8 +46,8 @@ class Pooled:
     """Mixed models and pairs of the compared metrics at every point of a grid.
 
     pairs: part -> (arm, arm without the part). horizons: the grid's points are lengths of training, so arms are also
-    compared at equal FLOPs. covariate: a compared metric; arms are also compared in the other metrics at equal values of it,
-    The loss of which the covariate is a part is left out: its difference would repeat another metric's.
+    compared at equal FLOPs. covariate: a compared metric; arms are also compared in the other metrics at equal values of it.
+    Left out is the loss of which the covariate is a part, because its difference would repeat another metric's.
     """
 
     def __init__(

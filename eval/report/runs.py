@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import numpy as np
 
 from configs.files import read_json_lines, read_json_object, read_run_config
-from eval.common import INK, colour, given_input, run_name, variant
+from eval.common import INK, colour, command_of, given_input, run_name, variant
 from eval.report.measured import EVALUATIONS, measured
 from eval.report.statistics import spikes
 from training.run import deciding
@@ -251,10 +251,9 @@ def refuse_other_settings(runs: list[Run]) -> None:
                 first, of = known.setdefault(key, (value, run))
                 if value != first:
                     differ = f"they differ in {_difference(key, first, value)}"
-                    raise ValueError(
-                        f"{of.folder} and {run.folder} ran eval.{name} on different text or settings: repeat both with "
-                        f"the same ones (delete eval/{name}.json of the older one); {differ}"
-                    )
+                    wrong = f"{of.folder} and {run.folder} ran eval.{command_of(name)} on different text or settings"
+                    fix = f"repeat both with the same ones (delete eval/{name}.json of the older one); {differ}"
+                    raise ValueError(f"{wrong}: {fix}")
 
 
 def _difference(key: str, first: Any, value: Any) -> str:

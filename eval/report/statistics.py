@@ -44,24 +44,17 @@ def paired(differences: Sequence[float]) -> Difference:
     mean = math.fsum(differences) / n
     if n == 1:
         return Difference(n, mean)
-    sd = statistics.stdev(differences)
+    sd, flips = statistics.stdev(differences), sign_flip_p(differences) if n <= EXACT_UP_TO else None
     if mean and sd < 1e-12 * abs(mean):  # equal differences, as of counts: the t test has no error to judge the mean by
-        return Difference(n, mean, 0.0, p_permutation=sign_flip_p(differences) if n <= EXACT_UP_TO else None)
+        return Difference(n, mean, 0.0, p_permutation=flips)
     half = t_quantile(1 - LEVEL / 2, n - 1) * sd / math.sqrt(n)
-    flips = sign_flip_p(differences) if n <= EXACT_UP_TO else None
-    return Difference(n, mean, sd, mean - half, mean + half, t_test_p(mean, sd, n), flips, detectable(sd, n))
+    p = 2 * float(stats.t.cdf(-abs(mean) / (sd / math.sqrt(n)), n - 1)) if sd else 1.0
+    return Difference(n, mean, sd, mean - half, mean + half, p, flips, detectable(sd, n))
 
 
 def mean_sd(values: Sequence[float]) -> tuple[float, float | None]:
     """Mean and sample standard deviation (None for one value)."""
     return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
-
-
-def t_test_p(mean: float, sd: float, n: int) -> float:
-    """Two-sided p of the one-sample t test of `mean` against 0."""
-    if sd == 0:
-        return 1.0
-    return 2 * float(stats.t.cdf(-abs(mean) / (sd / math.sqrt(n)), n - 1))
 
 
 @functools.cache

@@ -130,7 +130,9 @@ def headline_table(arms: list[Arm]) -> list[Row]:
     ]
     for name, read, shown, hint in _losses(arms):
         rows.append(row_of(arms, "Loss", name, read, shown, "lower", hint))
-    rows += [row for pair in _needle_pairs(arms) for row in _needle_rows(arms, *pair)]
+    pairs = _needle_pairs(arms)
+    for needles, asked in pairs:
+        rows += _needle_rows(arms, needles, asked, several=sum(other == needles for other, _ in pairs) > 1)
     for name, read, better, hint in _attention():
         rows.append(row_of(arms, "Attention", name, read, "{:.3f}", better, hint))
     # Optional numbers, which older runs and some kinds of training lack, have a row only if some run has them.
@@ -215,7 +217,9 @@ def _needle_pairs(arms: list[Arm]) -> list[tuple[int, int]]:
     return list(dict.fromkeys((pair["needles"], pair["asked"]) for pairs in found for pair in pairs)) or [(1, 1)]
 
 
-def _needle_rows(arms: list[Arm], needles: int, asked: int) -> Iterator[Row]:
+def _needle_rows(arms: list[Arm], needles: int, asked: int, several: bool) -> Iterator[Row]:
+    """several: whether other numbers are asked of as many needles."""
+
     def read(run: Run, key: str) -> Any:
         for pair in (run.results("needle") or {}).get("pairs", []):
             if (pair["needles"], pair["asked"]) == (needles, asked):
@@ -225,7 +229,7 @@ def _needle_rows(arms: list[Arm], needles: int, asked: int) -> Iterator[Row]:
     which = f"N={needles}" if needles == 1 else f"N={needles}, R={asked}"
     yield row_of(arms, "Needle", f"needle accuracy, {which}", lambda run: read(run, "accuracy"), "{:.3f}", "higher")
     if needles > 1:
-        name = f"needle ranked first of {needles}"
+        name = f"needle ranked first of {needles}" + (f", R={asked}" if several else "")
         yield row_of(arms, "Needle", name, lambda run: read(run, "rank_accuracy"), "{:.3f}", "higher")
 
 
@@ -289,10 +293,11 @@ def _verdict(found: list[Contrast]) -> str:
     parts = []
     if n == 1:
         numbers = ", ".join(f"{HEADLINES[contrast.name]} {minus(f'{contrast.mean:+.3f}')}" for contrast in found)
-        return f" (n = 1 seed): {numbers}. One seed cannot tell a difference from chance: train with seed=1,2,3."
-    if clear := [contrast for contrast in found if contrast.clear]:
+        return f" (n = 1 seed): {numbers}. One seed cannot tell a difference from chance: train with -m seed=1,2,3."
+    # Equal differences have no spread, so no interval and no p.
+    if clear := [one for one in found if one.clear or (one.n > 1 and one.mean and not one.sd)]:
         parts.append("; ".join(_finding(contrast, n) for contrast in clear) + ".")
-    if unclear := [contrast for contrast in found if not contrast.clear]:
+    if unclear := [contrast for contrast in found if contrast not in clear]:
         numbers = ", ".join(f"{HEADLINES[contrast.name]} {_smallest(contrast, n)}" for contrast in unclear)
         parts.append(f"No difference detected (smallest detectable difference in brackets): {numbers}.")
     return f" (n = {n} seeds): {' '.join(parts)}"

@@ -18,7 +18,7 @@ from data.shards import Shard, write_shard
 from data.sources import open_corpus
 from data.tokenizer import Tokenizer, build_tokenizer, pieces
 from eval.speed.models import VOCABULARY, BenchConfig
-from eval.speed.timing import Row, Work, attempt, time_in_turn
+from eval.speed.timing import Row, attempt, time_in_turn
 from eval.speed.training import TrainingStep
 from training.distributed import World
 
@@ -51,7 +51,8 @@ def loader(cfg: BenchConfig, world: World) -> list[Row]:
             sources[name] = attempt(partial(Windows, [Shard(path)], length))
         mix = partial(RetrievalSource, RetrievalMixConfig(), sources["text, uint16"], ids, length)
         sources["retrieval documents"] = attempt(mix)
-        works = [s if isinstance(s, str) else batches(Loader(s, batch, length, seed=1)) for s in sources.values()]
+        loaders = [s if isinstance(s, str) else Loader(s, batch, length, seed=1) for s in sources.values()]
+        works = [load if isinstance(load, str) else map(load, itertools.count()).__next__ for load in loaders]
         rows = [Row({"source": name, "length": length}, batch * length) for name in sources]
         time_in_turn("tokens/s", rows, works, cfg.rounds, world.device)
         step = TrainingStep(cfg, "baseline", cfg.batch or 8, world)
@@ -59,12 +60,6 @@ def loader(cfg: BenchConfig, world: World) -> list[Row]:
             if row.seconds:
                 row.facts = waits(step, source, length, cfg.rounds)
     return rows
-
-
-def batches(load: Loader) -> Work:
-    """A work that reads the next batch at every call."""
-    steps = itertools.count()
-    return lambda: load(next(steps))
 
 
 def waits(step: TrainingStep, source: Source, length: int, rounds: int) -> dict[str, float]:

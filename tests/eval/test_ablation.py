@@ -225,6 +225,19 @@ def test_arms_are_compared_at_equal_flops(tmp_path: Path) -> None:
     assert models["long"].effects["costly-long"].mean == pytest.approx(sum(differences) / 4, abs=1e-9)
 
 
+def test_an_arm_that_diverged_has_no_value_at_equal_flops(tmp_path: Path) -> None:
+    lengths = {"short": 1.0, "middle": 2.0, "long": 4.0}
+    arms = make_arms(tmp_path, {"baseline": 0.0, "cheap": -0.1}, points=tuple(lengths))
+    for arm in arms:
+        arm.facts["flops_per_token"] = 0.8 if arm.arm == "cheap" else 1.0
+        ended = arm.name == "cheap-long"  # before 2.0, so 1 / 0.8 times as many tokens are between other points
+        for run in arm.runs:
+            run.train[-1]["tokens"] *= 1.5 if ended else lengths[arm.point]
+            run.diverged = "the loss is nan" if ended else None
+    equal = Comparison(arms, METRICS).at_equal_flops("valid")
+    assert equal["cheap-long"] == {} and set(equal["cheap-short"]) == {1, 2, 3, 4}
+
+
 def test_a_seed_that_diverged_early_says_nothing_of_an_arms_tokens(tmp_path: Path) -> None:
     arm = make_arms(tmp_path, {"baseline": 0.0})[0]
     whole = trained_tokens(arm)

@@ -44,7 +44,7 @@ def test_recorded_runs_and_runs_with_folders_are_compared(make_run: Callable[...
     runs = [run_of(record_of(read_run(older))), read_run(newer)]
     refuse_other_settings(runs)
     evaluated(newer, "perplexity_books", {"loss": 4.0, "sha256": "bad"}, text="/here/books.txt")
-    with pytest.raises(ValueError, match=r"ran eval\.perplexity_books on different text or settings"):
+    with pytest.raises(ValueError, match=r"ran eval\.perplexity on different text or settings"):
         refuse_other_settings([runs[0], read_run(newer)])
     evaluated(newer, "perplexity_books", {"loss": 4.0, "sha256": "f00"}, text="/here/books.txt")
     evaluated(newer, "mqar", {"shares": []}, samples=5)

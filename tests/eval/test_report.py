@@ -101,6 +101,20 @@ def test_the_verdict_says_what_differs_and_what_could_have_been_seen(seeded):
     assert "(n = 1 seed): test loss −0.101" in single and "One seed cannot tell" in single
 
 
+def test_an_arm_without_an_evaluation_is_shown_and_equal_differences_are_said(seeded, call, tmp_path):
+    arms = [seeded("b", {1: 2.0, 2: 2.1}), seeded("d", {1: 1.9, 2: 2.0}), seeded("i", {1: 1.9, 2: 2.0})]
+    for folder in (*arms[0], *arms[1]):
+        pairs = [{"needles": 1, "asked": 1, "accuracy": float(folder in arms[1]), "se": 0.1, "rank_accuracy": None}]
+        cell = {"length": 160, "depth": 0.5, "needles": 1, "asked": 1, "samples": 2, "accuracy": 0.5, "se": 0.1}
+        further(folder, "needle", {"accuracy": 0.5, "pairs": pairs, "cells": [cell]})
+    call(report, listed(sum(arms, [])), f"out={tmp_path / 'r.html'}", "viewer=false")
+    differences = (tmp_path / "r.html").read_text().split("<summary>")[1]
+    assert '<td class="missing">not measured</td>' in differences
+    verdict, other = json.loads((tmp_path / "r.json").read_text())["verdicts"]
+    assert "needle accuracy +1.00 (the same in every seed), better" in verdict.replace("−", "-")
+    assert "needle accuracy" not in other
+
+
 def test_what_is_not_measured_or_not_finished_is_said(evaluated, make_run, call, capsys, tmp_path):
     whole, part = evaluated("whole"), make_run("part", "d")
     call(perplexity, f"run={part}", "tokens=640")

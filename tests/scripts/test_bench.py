@@ -249,6 +249,21 @@ def test_probe_has_a_row_per_length_and_variant_with_the_memory_of_its_own_proce
     assert held.sum() > 0
 
 
+def test_a_probe_that_fails_in_a_later_round_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+
+    def once(_: object, cfg: object, variant: str, *others: object) -> tuple[float, float]:
+        tried.append(variant)
+        if tried[-1] == "diff" and tried.count("diff") == 2:
+            raise ValueError("killed")
+        return 1.0, 50.0
+
+    monkeypatch.setattr(bench, "in_own_process", once)
+    rows = bench.probe(tiny("probe", variants=["baseline", "diff"], lengths=[40], rounds=3, batch=1), CPU)
+    assert len(rows[0].seconds["rows"]) == 3 and rows[0].ratio["rows"] == 1
+    assert rows[1].not_measured["rows"] == "killed" and not rows[1].seconds and tried.count("diff") == 2
+
+
 def test_grouped_keys_and_windows_reach_every_arm() -> None:
     cfg = tiny("attention", variants=["diff"], backends=["sdpa"], lengths=[12])
     cfg.model.n_kv_head = 2

@@ -33,6 +33,9 @@ def test_what_was_written_is_published(tmp_path: Path, monkeypatch: pytest.Monke
     assert published == {"results.json", "table.md", "loss.png"}
     assert (root / "README.md").read_text() == "before\n<!-- study table -->\n| new |\n<!-- end -->\nafter\n"
     assert "add the lines <!-- other table --> and <!-- end -->" in call(f"of={source}", "name=other")
+    (root / "README.md").write_text(open_ended := "<!-- study table -->\n| old |\nprose\n<!-- other table -->\n<!-- end -->\n")
+    assert "the place of the table study has no end: add a line <!-- end --> after it" in call(f"of={source}")
+    assert (root / "README.md").read_text() == open_ended
     (source / "differences.md").write_text("| less |\n")
     (root / "README.md").write_text("<!-- study/differences table -->\n<!-- end -->\n")
     assert "its table is in README.md" in call(f"of={source}")

@@ -278,7 +278,7 @@ function drawGrid(p) {
       const a = total(headRow(state.example, p.model, n++, t, p), from, to);
       const button = element("button", { title: `layer ${layer}, head ${head}: ${number(a)}`, tabIndex: -1 });
       button.setAttribute("aria-label", button.title);
-      button.setAttribute("aria-pressed", (p.layer === ALL || p.layer === layer) && (p.head === head) && p.layer !== ALL);
+      button.setAttribute("aria-pressed", p.layer === layer && p.head === head);
       button.style.backgroundImage = `linear-gradient(rgba(${hue(a)}, ${opacity(a, 1)}) 0 0)`;
       button.onclick = () => { Object.assign(p, { layer, head }); draw(); };
       cells.push(button);
