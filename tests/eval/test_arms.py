@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from eval.common import command_of
 from eval.report import __main__ as report
 from eval.report.runs import Run, arms_of, labels, read_runs
 from eval.report.tables import at, contrasts, headline_table, row_of
@@ -90,7 +91,9 @@ def test_what_was_measured_is_compared_and_not_only_the_settings(seeded, name, f
         further(folder, name, results)
     read_runs([str(folder) for folder in folders])
     further(folders[2], name, second)
-    with pytest.raises(ValueError, match=f"s2 and .*s3 ran eval.{name} on different text.*; they differ in {differ}$"):
+    with pytest.raises(
+        ValueError, match=f"s2 and .*s3 ran eval.{command_of(name)} on different text.*; they differ in {differ}$"
+    ):
         read_runs([str(folder) for folder in folders])
 
 
