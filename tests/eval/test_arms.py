@@ -109,7 +109,7 @@ def test_a_file_under_two_spellings_is_one_file(seeded):
             further(folder, name, {"loss": 1.0, "sha256": "a"}, **given)
     read_runs([str(folder) for folder in folders])
     further(folders[1], "icl_t", {"loss": 1.0, "sha256": "b"}, **spellings["icl_t"][1])
-    with pytest.raises(ValueError, match=r"ran eval\.icl_t on different text"):
+    with pytest.raises(ValueError, match=r"ran eval\.icl on different text"):
         read_runs([str(folder) for folder in folders])
 
 
