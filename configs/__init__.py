@@ -1,8 +1,8 @@
 """Commands: Hydra composes a command's configuration, a dataclass checks it, and a user's mistake prints one line.
 
-Every entry point of the project is `@command(name, Schema)` over `main(cfg: Schema)`. A command with configuration
-groups has a primary file `configs/NAME.yaml`; a command without groups (for example an evaluation) has only its
-dataclass.
+Every command but scripts/gpu.py and eval/lm_eval_plugin.py is `@command(name, Schema)` over `main(cfg: Schema)`. A command
+with configuration groups has a primary file `configs/NAME.yaml`; a command without groups (for example an evaluation) has
+only its dataclass.
 """
 
 import contextlib
@@ -163,7 +163,7 @@ def explain(error: BaseException, schema: type) -> str:
     if other := re.match(r"In 'experiment/(.*?)': Could not override '(.*?)'", text):
         return f"experiment={other[1]} sets {other[2]}=, which this command does not have: give it to train.py"
     text = text.split("full_key:")[0] if key is None else f"{key}: {str(cause).split('full_key:')[0]}"
-    return " ".join(text.split())
+    return " ".join(text.split()) or type(error).__name__  # a MemoryError has no text
 
 
 def _retyped(error: BaseException) -> str | None:

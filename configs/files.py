@@ -167,7 +167,8 @@ def remove_leftovers(folder: Path, name: str = "*") -> None:
         if own.endswith(REPLACED) and not (before := folder / own.removesuffix(REPLACED)).exists():
             os.replace(path, before)
         else:
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+            # Another command may delete it at the same time.
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def _runs(process: int) -> bool:

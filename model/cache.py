@@ -23,7 +23,10 @@ class KVCache:
 
     def seen(self, tokens: Tensor) -> Tensor:
         """Add the new `tokens` (B, T) and return all token ids so far (B, length + T), from which document masks are made."""
-        self.tokens = tokens if self.tokens is None else torch.cat((self.tokens, tokens), dim=1)
+        if self.tokens is not None:
+            self._refuse_other_batch(len(self.tokens), len(tokens))
+            tokens = torch.cat((self.tokens[:, : self.length], tokens), dim=1)
+        self.tokens = tokens
         return self.tokens
 
     def append(self, k: Tensor, v: Tensor, layer: int, slot: int) -> tuple[Tensor, Tensor]:
@@ -33,13 +36,16 @@ class KVCache:
             raise ValueError(f"{stop} tokens do not fit the KV cache: make it with max_length={stop} or more")
         if key not in self.slots:
             self.slots[key] = tuple(x.new_zeros(*x.shape[:2], self.max_length, x.shape[3]) for x in (k, v))
-        if self.slots[key][0].shape[0] != k.shape[0]:
-            wrong = f"the cache holds {self.slots[key][0].shape[0]} sequences, and {k.shape[0]} come"
-            raise ValueError(f"{wrong}: make a new KVCache for another batch")
+        self._refuse_other_batch(self.slots[key][0].shape[0], k.shape[0])
         for buffer, new in zip(self.slots[key], (k, v), strict=True):
             buffer[:, :, self.length : stop] = new
         keys, values = self.slots[key]
         return keys[:, :, :stop], values[:, :, :stop]
+
+    def _refuse_other_batch(self, held: int, given: int) -> None:
+        if held != given:
+            wrong = f"the cache holds {held} sequences, and {given} come"
+            raise ValueError(f"{wrong}: make a new KVCache for another batch")
 
 
 class LayerCache:

@@ -1,7 +1,7 @@
 """The decoder's configuration: what `model=` and `size=` fill in."""
 
 from dataclasses import dataclass, field, is_dataclass, make_dataclass
-from typing import Annotated, Any, Self, get_type_hints
+from typing import Annotated, Any, Self, get_args, get_type_hints
 
 from .attention import VARIANTS
 from .attention.base import AttentionConfig, check_choice
@@ -74,9 +74,9 @@ def from_dict(kind: type, values: Any, where: str) -> Any:
 def _checked(kind: Any, value: Any, where: str) -> Any:
     if is_dataclass(kind):
         return from_dict(kind, value, where)
-    if isinstance(value, int) and not isinstance(value, kind) and isinstance(0.0, kind):
+    if type(value) is int and not isinstance(value, kind) and isinstance(0.0, kind):
         return float(value)
-    if not isinstance(value, kind):
+    if not isinstance(value, kind) or (isinstance(value, bool) and bool not in (kind, *get_args(kind))):
         name = getattr(kind, "__name__", kind)
         raise ValueError(f"{where}={value} is not of the type {name}: use a checkpoint of this version")
     return value

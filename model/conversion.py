@@ -30,7 +30,7 @@ from .attention.diff_v2 import DiffV2Attention, DiffV2Config
 from .config import DecoderConfig
 from .decoder import Decoder
 
-LARGEST_LAMBDA = 0.95  # init=mirror divides the output projection by 1 - lambda, and by 1 - lambda_init
+LARGEST_LAMBDA = 0.95  # output projections are divided by 1 - lambda_init, with init=mirror by 1 - lambda, too
 
 
 @dataclass
@@ -86,7 +86,8 @@ class Conversion:
         if self.to == "same" and any(getattr(self, one.name) != one.default for one in fields(Conversion)[1:]):
             raise ValueError("to=same copies the model without a change: leave the other options out")
         if not -20 <= self.lambda_bias <= 0:
-            raise ValueError(f"lambda_bias={self.lambda_bias} is not from -20 (closed) to 0 (half open): use -4")
+            wrong = f"lambda_bias={self.lambda_bias} is out of range"
+            raise ValueError(f"{wrong}: use a number from -20 (lambda starts near 0) to 0 (lambda starts at 0.5), such as -4")
 
     @property
     def exact(self) -> bool:

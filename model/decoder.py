@@ -114,14 +114,15 @@ class Decoder(nn.Module):
             seen = cache.seen(tokens) if cache else tokens  # (B, S)
             documents = (seen == self.cfg.eot).cumsum(1)
         mask = Mask(window=self.cfg.window, documents=documents, keys=keys)
-        rope = self._rope(start, T)
+        # Made anew in every pass, because a buffer would depend on device, dtype, input length and process.
+        rope = rope_of(self.cfg, T, x.device, start) if self.cfg.position == "rope" else None
         carry: Carry = {}
-        again = self.recompute and self.training and cache is None and torch.is_grad_enabled()
-        if again:
+        recomputing = self.recompute and self.training and cache is None and torch.is_grad_enabled()
+        if recomputing:
             for block in self.blocks:
                 block.attention.prepare(x, mask)
         for layer, block in enumerate(self.blocks):
-            if again:
+            if recomputing:
                 x, carry = checkpoint(_block_and_carry, block, x, rope, mask, carry, use_reentrant=False)
             else:
                 x = block(x, rope, mask, cache.layer(layer) if cache else None, carry)
@@ -130,12 +131,6 @@ class Decoder(nn.Module):
         if rows is not None:
             x = gather_rows(x, rows, start + T)  # (B, R, D)
         return self.norm(x)
-
-    def _rope(self, start: int, T: int) -> Rope | None:
-        if self.cfg.position != "rope":
-            return None
-        # Made anew in every pass, because a buffer would depend on device, dtype, input length and process.
-        return rope_of(self.cfg, T, self.embedding.weight.device, start)
 
     def _refuse_beyond_context(self, length: int) -> None:
         if length > self.cfg.context:

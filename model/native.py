@@ -34,7 +34,8 @@ def failure(source: Path) -> str | None:
         said = getattr(error, "stderr", None) or str(error)
         if isinstance(said, bytes):  # a timeout's, despite text=True
             said = said.decode(errors="replace")
-        return said.strip().split("\n")[-1]
+        lines = said.strip().split("\n")  # a compiler's last line is seldom the reason; "cannot find" is the linker's
+        return next((line for line in lines if "error" in line or "cannot find" in line), lines[-1])
     return None
 
 
@@ -51,7 +52,7 @@ def library(source: Path) -> ctypes.CDLL:
         raise OSError("not on Windows")
     program = compiler()
     if not program:
-        raise OSError("found none")
+        raise OSError("there is no compiler")
     caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     kept = Path(caches, "attention-noise", f"{source.stem}-{_fingerprint(source, program)}.so")
     with suppress(OSError):

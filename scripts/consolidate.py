@@ -40,7 +40,7 @@ def main(cfg: ConsolidateConfig) -> None:
         raise ValueError(f"{run} has no such checkpoint: give run=runs/NAME, and a step= that is in the run's checkpoints/")
     folder = found[-1]
     if not sharded.shards(folder):
-        print(f"{folder}: is already one checkpoint")
+        print(f"{folder} is not sharded: there is nothing to join")
         return
     lock = FolderLock(run, "trains in it")  # a training could delete the checkpoint meanwhile
     state = checkpoint.read_state(folder)

@@ -137,7 +137,7 @@ def text_windows(source: LoadedRun, cfg: ConvertConfig) -> np.ndarray | None:
 def read_yaml(path: str) -> Any:
     """The content of a YAML file. ValueError if it is missing or damaged."""
     try:
-        return yaml.safe_load(Path(path).read_text())
+        return yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         said = " ".join(str(error).split())[:100]
         raise ValueError(f"axolotl={path} cannot be read as YAML ({said}): give axolotl's config.yml") from None

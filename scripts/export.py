@@ -10,7 +10,8 @@
 The folder has config.json, model.safetensors (float32), the tokenizer as AutoTokenizer reads it, and README.md, the model's
 card. push=user/name also uploads it to that repository of the Hugging Face hub, with the token that huggingface_hub finds
 (`hf auth login`, or HF_TOKEN); a repository that this command makes is private. Where transformers is
-installed, the command first loads the folder with it and compares logits and token ids with those of the run.
+installed, the command first loads the folder with it and compares logits and token ids with those of the run (to=axolotl:
+our own reader loads it, and logits alone are compared; to=safetensors is not compared).
 """
 
 import os
@@ -24,6 +25,7 @@ from typing import Annotated
 
 import torch
 from omegaconf import MISSING
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -54,13 +56,16 @@ class ExportConfig:
     )
     step: Annotated[int | None, "[0, inf)"] = None  # step of the checkpoint; None: the newest
     tokenizer: bool = True  # write the tokenizer's files, too
-    check: bool = True  # load the folder with transformers and compare
+    check: bool = True  # load the folder and compare it with the run
     push: str | None = None  # user/name: upload to this repository of the hub; a missing repository is made, private
 
 
 def write_folder(found: Export, folder: Path, tokenizer: Tokenizer | None, context: int) -> None:
     """Write all files of the export into an empty folder; no tokenizer files if `tokenizer` is None."""
-    save_file(found.tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    try:
+        save_file(found.tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise ValueError(f"the weights could not be written ({error}): free space, or give another out=") from None
     write_json(folder / "config.json", found.config)
     generation = {key: found.config[key] for key in ("bos_token_id", "eos_token_id")}
     write_json(folder / "generation_config.json", generation)

@@ -45,7 +45,7 @@ def read_config(path: Path) -> dict[str, Any]:
             fix = "merge the adapter into its model first (peft's merge_and_unload) and save that"
         raise ValueError(f"{path} has no config.json: {fix}")
     try:
-        config = json.loads(file.read_text())
+        config = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
         config = None
     if not isinstance(config, dict):
@@ -121,7 +121,7 @@ def _weight_files(path: Path) -> list[Path]:
         return [path / WEIGHTS]
     if (path / INDEX).is_file():
         try:
-            names = set(json.loads((path / INDEX).read_text())["weight_map"].values())
+            names = set(json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
             return [path / Path(name).name for name in sorted(names)]
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise ValueError(f"{path / INDEX} is damaged: {SAVE_AGAIN}") from None

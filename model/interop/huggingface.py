@@ -67,7 +67,7 @@ def read_folder(folder: str | Path) -> tuple[DecoderConfig, dict[str, Tensor]]:
 
 
 def export(model: Decoder, to: str | None = None, eot: int | None = None) -> Export:
-    """`model` in the format `to`; None chooses transformers' own model that computes the same function, else remote.
+    """`model`, on the CPU, in the format `to`. None: a model of transformers that computes the same function, else remote.
 
     diffllama, llama, gpt2, mistral, qwen2, qwen3, olmo2, phi3: transformers' own models. remote: our modeling code in the
     folder, loaded with trust_remote_code=True, for every variant. safetensors: weights and configuration under our own

@@ -112,14 +112,14 @@ def _rope(config: dict[str, Any], kinds: tuple[str, ...]) -> tuple[float, RopeSc
     rope = config.get(key) or {}
     if not isinstance(rope, dict):
         raise ValueError(f"config.json says {key}={rope}, not a mapping: copy the model's own config.json into the folder")
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = str(rope.get("rope_type", rope.get("type", "default")))
     kind = "none" if kind == "default" else kind
     if kind not in kinds or rope.get("partial_rotary_factor", 1) != 1:
         kind, *known = (k.replace("none", "default") for k in (kind, *kinds))
         plain = " or ".join(known)
         raise ValueError(
-            f"config.json asks for {kind} RoPE ({json.dumps(rope)}), but our decoder has only {plain} RoPE, over the "
-            "whole width of a head, for this model: use another model"
+            f"config.json asks for {kind} RoPE ({json.dumps(rope)}), but for this architecture our decoder has only {plain} "
+            "RoPE, over the whole width of a head: use another model"
         )
     theta = number({"rope_theta": config.get("rope_theta")} | rope, "rope_theta", {"rope_theta": 10000.0})
     known = {"original_max_position_embeddings": config.get("max_position_embeddings")} | rope

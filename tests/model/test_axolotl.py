@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from model.attention.base import rope_of
 from model.attention.mask import Mask
 from model.config import decoder_config
 from model.conversion import Conversion
@@ -110,7 +111,7 @@ def test_a_folder_computes_axolotls_formula_and_is_read_back(name: str, tmp_path
     x = torch.randn(7, 32, generator=torch.Generator().manual_seed(1))
     prefix = "model.layers.1.self_attn."
     w = {key.removeprefix(prefix): value.double().numpy() for key, value in tensors.items() if key.startswith(prefix)}
-    ours = model.blocks[1].attention(x[None], model._rope(0, 7), Mask())[0]
+    ours = model.blocks[1].attention(x[None], rope_of(model.cfg, 7, x.device, 0), Mask())[0]
     torch.testing.assert_close(ours.double(), torch.from_numpy(formula(w, x.double().numpy())), rtol=1e-4, atol=1e-5)
     cfg, state = read_folder(tmp_path)
     back = Decoder(cfg)

@@ -274,7 +274,7 @@ def test_a_broken_model_is_an_infinite_change() -> None:
         (Conversion(init="mirror", lambda_init=1.0), "at most 0.95: use 0.2"),
         (Conversion(to="diff_v2", sublayer_norm=True), "heads=double sublayer_norm=false"),
         (Conversion(to="diff_v2", heads="split"), "heads=double sublayer_norm=false"),
-        (Conversion(to="diff_v2", lambda_bias=3.0), "use -4"),
+        (Conversion(to="diff_v2", lambda_bias=3.0), "such as -4"),
     ],
 )
 def test_options_that_exclude_each_other_are_refused(how: Conversion, says: str) -> None:
