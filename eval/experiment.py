@@ -19,6 +19,8 @@ from training.run import TrainConfig, deciding
 # NAME of the metrics train.NAME, as Run.value reads them, beside tokens_to_0.5 and other levels
 OF_TRAINING = ("loss", *LAST_TENTHS, "val_loss", "spikes", "seconds", "tokens")
 
+OF_LOSSES = ("perplexity", "quantization")  # evaluations whose losses are those of a text; others hide needles in it
+
 
 @dataclass
 class TierConfig:
@@ -210,10 +212,9 @@ def refuse_metrics(cfg: AblateConfig, evaluations: list[list[str]]) -> None:
 
 
 def texts_of(cfg: AblateConfig) -> dict[str, str]:
-    """Name -> text: those of `texts`, and the text of every evaluation that is given one, under the name of its result."""
-    read = {
-        result_file(*command): evaluation_config(*command).get("text") for command in map(evaluation_command, cfg.evaluations)
-    }
+    """Name -> text: those of `texts`, and the texts of evaluations OF_LOSSES, under the names of their results."""
+    commands = [command for command in map(evaluation_command, cfg.evaluations) if command[0] in OF_LOSSES]
+    read = {result_file(*command): evaluation_config(*command)["text"] for command in commands}
     return cfg.texts | {name: text for name, text in read.items() if text}
 
 
@@ -229,7 +230,7 @@ def refuse_own_shards(cfg: AblateConfig, evaluations: list[list[str]], configs: 
 
 def _reads_own_text(name: str, *overrides: str) -> bool:
     """Whether the evaluation measures losses on the run's own validation text."""
-    settings = evaluation_config(name, *overrides) if name in ("perplexity", "quantization") else {}
+    settings = evaluation_config(name, *overrides) if name in OF_LOSSES else {}
     return bool(settings) and not (settings["text"] or settings["shards"])
 
 

@@ -71,7 +71,7 @@ def test_a_hit_is_what_greedy_decoding_gives():
         prompt = rng.integers(0, 50, length)
         answer = model.generate(torch.from_numpy(prompt)[None], 4)[0, length:].numpy()
         answer = answer if i != 1 else np.concatenate((answer[:-1], (answer[-1:] + 1) % 50))
-        queries.append(Query(prompt, answer, (0, 1), (0, 1), 1, [answer]))
+        queries.append(Query(prompt, answer, (0, 1), 1, [answer]))
     assert qu.needle_hits(model, queries, batch=2).tolist() == [1.0, 0.0, 1.0]
 
 

@@ -296,9 +296,9 @@ def test_a_tuned_study_reads_no_shards_that_judge_its_trials(shards: Path, tmp_p
 
 
 def test_the_texts_of_evaluations_are_searched_for_training_text_too() -> None:
-    listed = ["perplexity tokens=5", "perplexity text=there/mine.txt", "needle text=other.txt"]
+    listed = ["perplexity tokens=5", "perplexity text=there/mine.txt", "needle text=other.txt", "quantization text=q.txt"]
     cfg = AblateConfig(arms={}, evaluations=listed, texts={"books": "books.txt"})
-    assert texts_of(cfg) == {"books": "books.txt", "perplexity_mine": "there/mine.txt"}
+    assert texts_of(cfg) == {"books": "books.txt", "perplexity_mine": "there/mine.txt", "quantization_q": "q.txt"}
 
 
 def test_the_last_of_several_overrides_stands() -> None:
