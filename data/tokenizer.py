@@ -166,8 +166,8 @@ class FolderTokenizer(Tokenizer):
         text = self.tokens[int(token)]
         if int(token) in self.added:
             return text.encode()
-        if self.byte_level and _BYTES.keys() >= set(text):
-            return bytes(_BYTES[character] for character in text)
+        if self.byte_level and BYTE_OF.keys() >= set(text):
+            return bytes(BYTE_OF[character] for character in text)
         if byte := re.fullmatch(r"<0x([0-9A-F]{2})>", text):
             return bytes.fromhex(byte[1])
         return text.replace("\u2581", " ").encode()  # sentencepiece's sign for a space
@@ -362,8 +362,7 @@ def _train_bpe(texts: Iterable[str], vocab_size: int) -> list[bytes]:
     vocab = hf.get_vocab()
     if len(vocab) < vocab_size - 1:
         raise ValueError(f"the text is too small for {vocab_size} bpe tokens: {_smaller(vocab, vocab_size)}")
-    to_byte = byte_level_alphabet()
-    merged = [bytes(to_byte[c] for c in piece) for piece in sorted(vocab, key=vocab.__getitem__)]
+    merged = [bytes(BYTE_OF[c] for c in piece) for piece in sorted(vocab, key=vocab.__getitem__)]
     return [bytes([i]) for i in range(256)] + [piece for piece in merged if len(piece) > 1]
 
 
@@ -384,11 +383,7 @@ def import_optional(module: str, what: str) -> ModuleType:
         raise ValueError(f"{what} needs the package '{package}': pip install {package}") from None
 
 
-def byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's printable letter for each byte, as {letter: byte} (openai/gpt-2, encoder.py: bytes_to_unicode)."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-_BYTES = byte_level_alphabet()
+# GPT-2's printable letter for each byte, as {letter: byte} (openai/gpt-2, encoder.py: bytes_to_unicode).
+_PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + i): byte for i, byte in enumerate(_OTHERS)}

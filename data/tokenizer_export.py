@@ -9,7 +9,7 @@ import json
 import re
 from pathlib import Path
 
-from data.tokenizer import FILE, SAMPLE, FolderTokenizer, Tokenizer, byte_level_alphabet, import_optional
+from data.tokenizer import BYTE_OF, FILE, SAMPLE, FolderTokenizer, Tokenizer, import_optional
 
 CONFIG = "tokenizer_config.json"
 
@@ -45,7 +45,7 @@ def _definition(tokenizer: Tokenizer) -> dict:
     """The content of tokenizer.json for a tiktoken encoding."""
     tokenizers = import_optional("tokenizers", "exporting a tokenizer")
     ranks, special = tokenizer.encoding._mergeable_ranks, tokenizer.encoding._special_tokens
-    letter = {byte: character for character, byte in byte_level_alphabet().items()}
+    letter = {byte: character for character, byte in BYTE_OF.items()}
     text = {piece: "".join(letter[byte] for byte in piece) for piece in ranks}
     splits = [
         (text[piece[:cut]], text[piece[cut:]])

@@ -4,7 +4,7 @@ import tiktoken
 from tiktoken_ext import openai_public
 
 from data.config import TokenizerConfig
-from data.tokenizer import BPE_PATTERN, FILE, Tokenizer, build_tokenizer, byte_level_alphabet, load_tokenizer, pieces
+from data.tokenizer import BPE_PATTERN, BYTE_OF, FILE, Tokenizer, build_tokenizer, load_tokenizer, pieces
 from tests.conftest import run_command
 
 
@@ -65,9 +65,8 @@ def test_bpe_equals_the_tokenizers_library(bpe, corpus, texts):
     hf.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     hf.train_from_iterator(corpus, trainers.BpeTrainer(vocab_size=699, initial_alphabet=alphabet, show_progress=False))
-    to_byte = byte_level_alphabet()
     for text in [*texts, *corpus]:
-        theirs = [bytes(to_byte[character] for character in piece) for piece in hf.encode(text).tokens]
+        theirs = [bytes(BYTE_OF[character] for character in piece) for piece in hf.encode(text).tokens]
         assert theirs == [bpe.token_bytes(token) for token in bpe.encode(text)]
 
 
