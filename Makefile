@@ -24,7 +24,7 @@ ALL    := $(subst $(space),$(comma),$(PATHS:%=$(RUNS)/%))
 
 help:
 	@echo "make quickstart   install, prepare data, train three stacks, evaluate, write $(RUNS)/report.html"
-	@echo "make test         install and run the whole CPU test suite"
+	@echo "make test         install, lint, and run the whole CPU test suite"
 	@echo "make gpu          on a CUDA machine, with its own torch: kernel check, benches, MFU, short trainings, in MINUTES=25, into $(GPU)"
 	@echo "make test-faults  kills, damage, full disks, NaN and infinity: a table; FAULTS='kills=10 restarts=2' changes its size"
 	@echo "make lint         ruff check and format check"
@@ -58,8 +58,7 @@ train-%: .SHELLFLAGS := -o pipefail -c
 train-%:
 	OMP_NUM_THREADS=$(THREADS) $(BIN)/python train.py experiment=quickstart model=$* run_dir=$(RUNS)/$* resume=true $(TRAIN) 2>&1 | sed -u 's/^/$*: /'
 
-test: $(VENV)/.tested
-	$(BIN)/ruff check .
+test: lint
 	$(BIN)/python -m pytest -n 2
 
 # With the machine's own Python and torch, which fit its driver: nothing is installed.
@@ -74,4 +73,4 @@ lint: $(VENV)/.tested
 	$(BIN)/ruff format --check .
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis

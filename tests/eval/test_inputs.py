@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 
-from eval import attention_noise, needle, outliers, quantization
+from eval import attention_noise, needle, outliers, perplexity, quantization
 from eval.common import command_of, result_name
 from eval.report import __main__ as report
 from eval.report.runs import read_run, text_of
@@ -16,6 +16,7 @@ EVALUATIONS = (
     (needle, (*FEW, "lengths=[160]")),
     (attention_noise, FEW),
     (outliers, ("tokens=320",)),
+    (perplexity, ("tokens=320",)),
     (quantization, (*FEW, "tokens=320", "bits=[4]")),
 )
 
@@ -68,5 +69,5 @@ def test_results_on_further_texts_have_sections(make_run, call, tmp_path) -> Non
     for module, _ in EVALUATIONS:
         name = module.__name__.removeprefix("eval.")
         assert command_of(f"{name}_tasks") == name and f"<code>python -m {module.__name__}</code>" in page
-    assert page.count("On tasks.txt. ") == 4 and "Activation outliers: tasks</h2>" in page
+    assert page.count("On tasks.txt. ") == 5 and "Activation outliers: tasks</h2>" in page
     assert command_of("icl_tasks") == "icl"  # not the module of this name

@@ -1,4 +1,4 @@
-"""A model whose activations overflow is refused by every evaluation, and no result of it is written."""
+"""A model whose activations overflow is refused by every evaluation of text, and no result of it is written."""
 
 import json
 from collections.abc import Callable

@@ -264,20 +264,6 @@ def test_each_text_keeps_its_result(make_run, call, tmp_path, shards):
     assert result_name("perplexity", {"text": texts[4]}) == "perplexity_two-books"  # a pattern without a name of its own
 
 
-def test_a_second_text_of_one_name_needs_a_name_and_a_moved_text_does_not(make_run, call, refused, tmp_path):
-    run, books = make_run("a"), {folder: tmp_path / folder / "book.txt" for folder in ("dogs", "cats", "moved")}
-    for folder, book in books.items():
-        book.parent.mkdir()
-        book.write_text(f"A book about {'dogs' if folder == 'moved' else folder} by the sea. " * 20)
-    call(perplexity, f"run={run}", f"text={books['dogs']}", "length=50")
-    assert "name of its own with name=" in refused(perplexity, f"run={run}", f"text={books['cats']}", "length=40")
-    before = results_of(run, "perplexity_book")
-    call(perplexity, f"run={run}", f"text={books['moved']}", "length=40", "tokens=80")
-    assert results_of(run, "perplexity_book")["length"] == 40 and before["length"] == 50
-    call(perplexity, f"run={run}", f"text={books['cats']}", "length=40", "name=cats")
-    assert {path.stem for path in (run / "eval").iterdir()} == {"perplexity_book", "perplexity_cats"}
-
-
 def test_a_text_that_is_no_file_names_its_own_option(make_run, refused):
     wrong = refused(perplexity, f"run={make_run('a')}", "text=/dev/null")
     assert wrong.endswith("correct text=") and "path=" not in wrong

@@ -84,6 +84,8 @@ def test_the_command(tmp_path: Path, call: Callable[..., None], refused: Callabl
     (tmp_path / "results.json").write_text(
         json.dumps({"eval": "ablation", "config": {"pairs": pairs}, "results": {"arms": arms}})
     )
+    for levels in ("[]", "[0]", "[1.5]"):
+        assert "must be accuracies above 0" in refused(survival, f"ablation={tmp_path}", f"levels={levels}")
     call(survival, f"ablation={tmp_path}", "levels=[0.5]")
     found = json.loads((tmp_path / "survival.json").read_text())
     first, second = found["results"]["levels"]["0.5"]

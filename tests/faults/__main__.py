@@ -59,10 +59,12 @@ def kill_checkpoint(world: World, draw: random.Random) -> str:
     run, begun = world.fresh("killed"), draw.randrange(1, STEPS)
     process = launch("train", world.train(run, "resume=true"), world.log)
     peek = os.WEXITED | os.WNOHANG | os.WNOWAIT
-    while not list(run.glob(f"checkpoints/.step_{begun:08d}.*")) and not os.waitid(os.P_PID, process, peek):
+    writing = f".step_{begun:08d}"  # begins the temporary name of the checkpoint's folder
+    while not any(path.name >= writing for path in run.glob("checkpoints/.step_*")) and not os.waitid(os.P_PID, process, peek):
         time.sleep(0.0005)
     os.kill(process, signal.SIGKILL)
-    wait(process)
+    if not wait(process):
+        return "it ended before the kill"
     if code := call("train", world.train(run, "resume=true"), world.log):
         return f"exit code {code}"
     return compared(ending(run), ending(world.whole))
@@ -204,8 +206,10 @@ def restart(world: World, draw: random.Random) -> str:
     with world.log.open("a") as log:
         options = {"cwd": ROOT, "stdout": log, "stderr": log, "env": {**os.environ, "OMP_NUM_THREADS": "1"}}
         agent = subprocess.Popen([sys.executable, *torchrun, *world.train(run, *more, f"steps={steps}")], **options)
-        while not (run / "checkpoints" / f"step_{at:08d}").exists() and agent.poll() is None:
+        while agent.poll() is None and not any(folder.name >= f"step_{at:08d}" for folder in checkpoints(run)):
             time.sleep(0.005)
+        if agent.poll() is not None:
+            return "it ended before the kill"
         workers = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
         os.kill(int(draw.choice(workers)), signal.SIGKILL)
         try:
@@ -216,7 +220,7 @@ def restart(world: World, draw: random.Random) -> str:
     return f"exit code {code}" if code else ("" if checkpoints(run)[-1].name == f"step_{steps:08d}" else "not finished")
 
 
-# Fault, trials of 100 kills (or their own number), what does it, and what must be true.
+# Fault, its share of 100 kills, its trial.
 KILLS = (
     ("kill in training", 40, kill_training),
     ("kill in a checkpoint", 30, kill_checkpoint),
@@ -224,6 +228,7 @@ KILLS = (
     ("kill in evaluation", 10, kill_evaluation),
     ("kill of an ablation", 5, kill_ablation),
 )
+# Option with the number of trials, fault, its trial.
 OTHERS = (
     ("parts", "kill in a sharded checkpoint", kill_parts),
     ("injections", "NaN, inf, spike", inject),

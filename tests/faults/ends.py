@@ -95,12 +95,12 @@ def blocked_loader(world: World) -> str:
     return "" if code == 143 and found == ["step_00000005"] else f"exit code {code}, {found}"
 
 
-def into_pipe(world: World, run: Path, read: Callable[[int], None], *more: str) -> tuple[int, int]:
-    """A run whose output goes into a small pipe; (process, read end)."""
+def into_pipe(world: World, run: Path, prepare: Callable[[int], None], *more: str) -> tuple[int, int]:
+    """A run whose output goes into a pipe, after prepare(read end); (process, read end)."""
     ends = os.pipe()
     process = launch("train", world.train(run, *more), world.log, lambda: (os.dup2(ends[1], 1), os.close(ends[0])))
     os.close(ends[1])
-    read(ends[0])
+    prepare(ends[0])
     return process, ends[0]
 
 

@@ -1,6 +1,7 @@
 """Mutated files: every loader reads them or refuses them in one line. FUZZ=10000 sets the number of mutations."""
 
 import gzip
+import importlib.util
 import json
 import os
 import random
@@ -65,8 +66,9 @@ def loaders(tmp_path: Path, shards: Path, make_run: Callable[[str], Path]) -> di
     for name, content in texts.items():
         (tmp_path / name).write_bytes(content)
     loaders: dict[Path, Callable[[], Any]] = {tmp_path / name: (lambda path=tmp_path / name: read_text(path)) for name in texts}
-    if parquet := pytest.importorskip("pyarrow.parquet"):
+    if importlib.util.find_spec("pyarrow"):
         import pyarrow
+        from pyarrow import parquet
 
         parquet.write_table(pyarrow.table({"text": [f"line {i}" for i in range(500)]}), tmp_path / "d.parquet")
         loaders[tmp_path / "d.parquet"] = lambda: read_text(tmp_path / "d.parquet")

@@ -21,8 +21,10 @@ def added(bias: Any) -> Iterator[None]:
     """Inside, `bias`, broadcastable to (B, H, T, S), is added to the scores of every formula."""
     global extra
     extra = np.asarray(bias, dtype=float).reshape((1,) * (4 - np.ndim(bias)) + np.shape(bias))
-    yield
-    extra = np.zeros((1, 1, 1, 1))
+    try:
+        yield
+    finally:
+        extra = np.zeros((1, 1, 1, 1))
 
 
 def softmax(scores: np.ndarray, see: np.ndarray, b: int = 0, i: int = 0) -> np.ndarray:

@@ -1,8 +1,8 @@
 """What the published differential attention modules compute, each from its own state dict: numpy float64, with loops.
 
-Written from the systems' own descriptions of heads, groups and norms, and not from model/: tests/model/test_interop.py
-holds the importers against these. Every function takes the weights `w` by the system's names, one sequence x (T, D), the
-system's own `num_heads` and `num_kv_heads`, and its depth counted from 0; all are causal. Each formula is analytic in x,
+Written from the systems' own descriptions of heads, groups and norms, and not from model/: tests/parity/ holds our modules
+with the systems' weights against these. Every function takes the weights `w` by the system's names, one sequence x (T, D),
+the system's own `num_heads` and `num_kv_heads`, and its depth counted from 0; all are causal. Each formula is analytic in x,
 so that x may be complex: derivatives come from an imaginary step, exact to rounding.
 """
 

@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import pytest
 from eval.records import PUBLISHED
 from eval.report.runs import DIVERGED
 from tests.conftest import ROOT, TINY, WORDS
+from tests.faults.ends import until
 from tests.scripts.conftest import quoted
 
 SCRIPT = "scripts/ablate.py"
@@ -91,14 +91,13 @@ def test_a_crippled_arm_is_found_a_twin_is_not_a_diverged_one_is_counted(
 
 def test_interrupted_it_goes_on_and_ends_the_same(shards: Path, tmp_path: Path, call: Callable[..., str]) -> None:
     arguments = toy(shards, tmp_path, {"baseline": ["model=baseline"]}, "seeds=1", 'evaluations=["perplexity tokens=512"]')
+    arguments = [argument.replace("steps=16", "steps=200") for argument in arguments]  # so that the signal comes in time
     log = tmp_path / "toy" / "logs" / "baseline-s1.log"
     process = subprocess.Popen(
         [sys.executable, "scripts/ablate.py", *arguments],
         cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
-    until = time.monotonic() + 120
-    while not (log.is_file() and "step  2/16" in log.read_text()) and time.monotonic() < until:
-        time.sleep(0.02)
+    until(lambda: log.is_file() and "step   2/200" in log.read_text(), limit=120)
     process.send_signal(signal.SIGTERM)
     assert "stopped; repeat the command to continue" in process.communicate()[0] and process.returncode == 143
     run = tmp_path / "toy" / "baseline-s1"
@@ -111,7 +110,7 @@ def test_interrupted_it_goes_on_and_ends_the_same(shards: Path, tmp_path: Path, 
     assert log.read_text().count("$ python") == 4
     assert json.loads((run / "eval" / "perplexity.json").read_text())["results"]["tokens"] == 256
     # A damaged result is written again.
-    (run / "eval" / "perplexity.json").write_text('{"step": 16, "config": null}')
+    (run / "eval" / "perplexity.json").write_text('{"step": 200, "config": null}')
     call(*[a.replace("perplexity tokens=512", "perplexity tokens=256") for a in arguments])
     assert json.loads((run / "eval" / "perplexity.json").read_text())["results"]["tokens"] == 256
 

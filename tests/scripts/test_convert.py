@@ -30,7 +30,7 @@ def source(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     arguments = train_arguments(
         shards, run_dir, "steps=12", "model.n_kv_head=2", "model.context=32", "optim.lr=1e-2", "optim.beta2=0.9"
     )
-    done = run_command(*arguments[:-6], f"run_dir='{run_dir}'", *arguments[-5:])
+    done = run_command(*(f"run_dir='{run_dir}'" if a.startswith("run_dir=") else a for a in arguments))
     assert done.returncode == 0, done.stderr
     return run_dir
 

@@ -18,7 +18,7 @@ from scripts import gpu, gpu_stages, gpu_tiles, gpu_tools
 from tests.conftest import run_command
 
 MISSING = ("hydra", "omegaconf", "yaml", "wandb", "datasets", "tiktoken", "tokenizers", "transformers")
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the stages' stand-ins are for machines without a card")
+no_card = pytest.mark.skipif(torch.cuda.is_available(), reason="the stages' stand-ins are for machines without a card")
 
 
 def rows(path: Path) -> dict[str, dict]:
@@ -39,6 +39,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch, out: Path) -> list[gpu.Ende
     return ends
 
 
+@no_card
 @pytest.mark.parametrize("stage", [name for name in gpu_stages.STAGES if name not in ("compiled", "environment")])
 def test_every_stage_runs_without_a_card(stage: str, tmp_path: Path) -> None:
     if stage in ("kernel", "tiles", "attention"):
@@ -53,6 +54,7 @@ def test_every_stage_runs_without_a_card(stage: str, tmp_path: Path) -> None:
         assert all(0 < row["val_loss"] < 10 for row in found.values()), found
 
 
+@no_card
 def test_the_command_needs_only_torch_and_skips_what_is_done(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     without = tmp_path / "without"
     without.mkdir()
@@ -297,6 +299,7 @@ def test_no_kernel_needs_less_shared_memory_than_its_operands() -> None:
     assert len(kernels) > 50
 
 
+@no_card
 def test_a_fast_wrong_tile_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     diff = pytest.importorskip("model.attention.kernels.diff", reason="the fused kernel needs the package triton")
     own, used = gpu_tiles.backends.attend_diff, []
@@ -319,6 +322,7 @@ def test_a_measurement_queues_calls_and_waits_once_a_round(monkeypatch: pytest.M
     assert calls.count("work") == 2 + 100 and calls.count("wait") == 2 * (2 + 5)
 
 
+@no_card
 def test_speed_of_training_leaves_out_compiling_and_validation(monkeypatch: pytest.MonkeyPatch) -> None:
     now, update = [0.0], gpu_stages.update
 

@@ -68,9 +68,10 @@ def test_a_preempted_job_is_queued_again_and_goes_on(shards: Path, tmp_path: Pat
 def test_a_preempted_job_of_an_ablation_stops_its_training_first(shards: Path, tmp_path: Path) -> None:
     """Slurm signals all processes of a job: the ablation's own, which queues the job again, and that of its train.py."""
     arms = {"baseline": ["model=baseline"]}
-    job = queued(tmp_path / "jobs", [SCRIPT, *toy(shards, tmp_path, arms, "seeds=1", "only=baseline-s1")])
+    arguments = [one.replace("steps=16", "steps=200") for one in toy(shards, tmp_path, arms, "seeds=1", "only=baseline-s1")]
+    job = queued(tmp_path / "jobs", [SCRIPT, *arguments])  # many steps, so that the signal comes in time
     log = tmp_path / "toy" / "logs" / "baseline-s1.log"
-    until(lambda: log.is_file() and "step  2/16" in log.read_text(), limit=150)
+    until(lambda: log.is_file() and "step   2/200" in log.read_text(), limit=150)
     (task,) = children(job._process.pid)
     (training,) = children(task)
     for process in (training, task):  # in the other order the ablation's own SIGTERM may reach the training first
@@ -78,5 +79,5 @@ def test_a_preempted_job_of_an_ablation_stops_its_training_first(shards: Path, t
     job.result()
     assert "Requeued job" in job.stdout()
     stopped, again = log.read_text().split("$ python")[1:]
-    assert "stopped by SIGUSR1" in stopped and "step  1/16" not in again and "done after step 16" in again
+    assert "stopped by SIGUSR1" in stopped and "step   1/200" not in again and "done after step 200" in again
     assert (tmp_path / "toy" / "records" / "baseline-s1.jsonl").is_file()
