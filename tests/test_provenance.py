@@ -1,5 +1,6 @@
 """The version of the code that results name."""
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -11,7 +12,9 @@ from configs.provenance import version
 
 def git(folder: Path, *arguments: str) -> None:
     who = ("-c", "user.name=a", "-c", "user.email=a@b.c")
-    subprocess.run(["git", "-C", str(folder), *who, *arguments], check=True, capture_output=True)
+    env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    env |= {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}  # the user's may sign commits
+    subprocess.run(["git", "-C", str(folder), *who, *arguments], check=True, capture_output=True, env=env)
 
 
 def test_new_code_makes_a_version_dirty_and_another_repository_s_commit_is_none(

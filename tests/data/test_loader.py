@@ -120,7 +120,7 @@ def test_mixture_weights_are_checked():
             Mixture([(Counting(), weight) for weight in weights])
 
 
-def test_mix_depends_on_every_value_and_their_order():
+def test_hash_seed_depends_on_every_value_and_their_order():
     assert len({hash_seed(0, 0), hash_seed(0, 1), hash_seed(1, 0), hash_seed(0), hash_seed(1), hash_seed(0, 0, 0)}) == 6
 
 

@@ -56,7 +56,7 @@ def test_only_answers_are_scored() -> None:
     assert np.array_equal(targets[sample.asked], sample.tokens[sample.told + 1])
 
 
-def test_text_rows_are_as_they_were() -> None:
+def test_every_token_of_a_text_row_is_scored() -> None:
     rows = np.arange(12, dtype=np.int64).reshape(2, 6)
     inputs, targets = inputs_and_targets(rows)
     assert np.array_equal(inputs, rows[:, :-1]) and np.array_equal(targets, rows[:, 1:])

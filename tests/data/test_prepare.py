@@ -9,6 +9,7 @@ import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -125,20 +126,22 @@ def test_resume_after_a_kill_at_any_point_is_byte_identical(cfg, tmp_path, monke
 def test_a_real_kill_and_resume(tmp_path):
     """SIGKILL while shards are being written, then SIGINT, then to the end: from the command line."""
     path = tmp_path / "long.jsonl"
-    texts = [f"{i} " + " ".join(DOCUMENTS[:40]) for i in range(100)]
+    texts = [f"{i} " + " ".join(DOCUMENTS[:40]) for i in range(150)]  # so that the signals come in time
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     options = [f"path={path}", "data.tokenizer.name=bytes", "data.shard_tokens=20000", "data.val_fraction=0.1"]
     command = [sys.executable, "-m", "data.prepare", "data=text", *options]
     subprocess.run([*command, f"data.dir={tmp_path / 'whole'}"], cwd=ROOT, check=True, capture_output=True)
     folder = tmp_path / "killed"
-    for number, wanted in ((signal.SIGKILL, 2), (signal.SIGINT, 6)):
-        process = subprocess.Popen([*command, f"data.dir={folder}"], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    for number, status in ((signal.SIGKILL, -9), (signal.SIGINT, 130)):
+        wanted = len(list(folder.glob("train_*.bin"))) + 3
+        heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it
+        started = {"cwd": ROOT, "stderr": subprocess.PIPE, "text": True, "preexec_fn": heard}
+        process = subprocess.Popen([*command, f"data.dir={folder}"], **started)
         while process.poll() is None and len(list(folder.glob("train_*.bin"))) < wanted:
             time.sleep(0.001)
         process.send_signal(number)
-        process.wait(60)
-        if number == signal.SIGINT and process.returncode:
-            assert process.returncode == 130 and "run the same command to continue" in process.stderr.read()
+        assert process.wait(60) == status
+        assert number == signal.SIGKILL or "run the same command to continue" in process.stderr.read()
     subprocess.run([*command, f"data.dir={folder}"], cwd=ROOT, check=True, capture_output=True)
     assert contents(folder) == contents(tmp_path / "whole")
 
@@ -182,15 +185,18 @@ def test_a_changed_source_is_said(cfg):
 def test_a_second_preparation_is_refused_and_disturbs_nothing(cfg, tmp_path, monkeypatch):
     prepare(replace(cfg, dir=str(tmp_path / "whole")))
     real: Callable = os.replace
+    refused = []
 
     def replaced(old, new):
         if Path(new).name == "train_000001.bin":
             with pytest.raises(ValueError, match="is in use: another process prepares it"):
                 prepare(cfg)
+            refused.append(new)
         real(old, new)
 
     monkeypatch.setattr(os, "replace", replaced)
     prepare(cfg)
+    assert len(refused) == 1
     assert contents(Path(cfg.dir)) == contents(tmp_path / "whole")
 
 

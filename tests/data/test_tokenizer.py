@@ -79,7 +79,7 @@ def test_bpe_is_deterministic_across_processes(bpe):
     assert run_command("-c", program).stdout.strip() == bpe.fingerprint
 
 
-def test_bpe_spells_numbers_digit_by_digit(bpe):
+def test_a_bpe_too_small_for_pairs_of_digits_spells_single_digits(bpe):
     assert [bpe.decode([token]) for token in bpe.encode("4817")] == list("4817")
     assert bpe.vocab_size == 700 and bpe.eot == 699
 
@@ -117,7 +117,7 @@ def test_foreign_shards_take_the_configured_tokenizer(tmp_path):
     assert load_tokenizer(tmp_path, TokenizerConfig("bytes")).name == "bytes"
 
 
-def test_every_number_is_pairs_of_digits(corpus: list[str]) -> None:
+def test_a_bpe_of_1024_tokens_or_more_has_all_pairs_of_digits(corpus: list[str]) -> None:
     tokenizer = build_tokenizer(TokenizerConfig("bpe", 1500), corpus)
     for number in ("4817", "0907", "12", "6"):
         pieces = [tokenizer.decode([token]) for token in tokenizer.encode(f" {number}")]

@@ -153,7 +153,10 @@ H100, A100, ADA = (9, 0), (8, 0), (8, 9)
         (A100, torch.float32, 64, 128, "two_calls"),  # the memory-efficient kernel takes both
     ),
 )
-def test_the_route_that_auto_takes_on_a_card(card: tuple[int, int], dtype: torch.dtype, d: int, dv: int, want: str) -> None:
+def test_the_route_that_auto_takes_on_a_card(
+    card: tuple[int, int], dtype: torch.dtype, d: int, dv: int, want: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backends, "old_cudnn", lambda: False)
     assert backends.choose(card, dtype, d, dv, CAUSAL, 1024, 1024) == want
     for label, mask in masks(2, 1024).items():
         if label not in ("causal", "bidirectional"):
@@ -222,7 +225,7 @@ def test_the_block_mask_is_made_once_for_all_layers(monkeypatch: pytest.MonkeyPa
     assert len(kept.block_masks) == 1
 
 
-def test_a_layer_makes_what_its_mask_keeps_at_the_width_of_its_own_products(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_masks_are_prepared_for_the_width_of_a_layers_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """FlexAttention takes widths from 16 on: two signals of width 8 are one product of width 16."""
     asked = []
     monkeypatch.setattr(base, "prepare", lambda x, d, *others: asked.append(d))

@@ -1,7 +1,7 @@
 """Every variant becomes one graph for CUDA at two lengths, on a machine without a card, and with the kernel that is meant.
 
 Tensors are fake (they have a device, a shape and no content), so torch.compile traces what it would trace on a card. A build of
-torch for the CPU alone wants two things for that: a guard of the CUDA device that does nothing, and leave to autocast.
+torch for the CPU alone needs two things for that: a device guard for CUDA that does nothing, and permission to use autocast.
 TRACE_ALL=1 traces every variant on every backend; without it a choice that has each variant and each kernel.
 """
 
@@ -147,6 +147,7 @@ def test_one_graph_at_two_lengths(case: tuple, traced: dict[str, list[dict[str, 
 
 def test_names_of_routes_stand_for_what_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     """The choices of these names are those of auto, or the routes that auto takes, so they are traced with TRACE_ALL alone."""
+    monkeypatch.setattr(backends, "old_cudnn", lambda: False)
     with FakeTensorMode():
         x = torch.empty(2, device="cuda", dtype=torch.bfloat16)
     for card, auto in (((9, 0), "two_calls"), ((8, 0), "four_calls")):

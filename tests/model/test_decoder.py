@@ -112,17 +112,6 @@ def test_a_model_made_without_memory_is_whole_after_loading(name: str) -> None:
     assert torch.equal(model(tokens), other(tokens)) and model.head.weight is model.embedding.weight
 
 
-def test_a_run_without_warm_up_frees_a_lambda_that_was_warming_up() -> None:
-    warming, model = Decoder(config("diff", diff=DiffConfig(lambda_warmup=10))), Decoder(config("diff"))
-    warming.set_step(1)
-    model.load_state_dict(warming.state_dict())
-    lam = model.blocks[0].attention.lam
-    warm, full = lam().item(), Decoder(config("diff")).blocks[0].attention.lam().item()
-    assert warm == pytest.approx(0.2 * full)  # as it was trained, until it trains on
-    model.set_step(0)
-    assert lam().item() == pytest.approx(full)
-
-
 @pytest.mark.parametrize("form", ("vectors", "dual_scalar", "fixed"))
 def test_lambda_is_float32_in_a_half_precision_model(form: str) -> None:
     attention = Decoder(config("diff", diff=DiffConfig(lambda_form=form))).bfloat16().blocks[1].attention

@@ -290,6 +290,8 @@ def test_an_imported_folder_is_exported_to_the_bit(name: str, tmp_path: Path) ->
     may_differ |= {"embd_pdrop", "resid_pdrop", "attn_pdrop"}
     may_differ |= {"max_window_layers", "rope_parameters", "sliding_window", "original_max_position_embeddings"}  # defaults
     assert {key for key in found.config.keys() & config.keys() if found.config[key] != config[key]} <= may_differ
+    write(loaded(tmp_path), tmp_path / "again", family)
+    assert read_folder(tmp_path / "again")[0] == read_folder(tmp_path)[0]
 
 
 @pytest.mark.parametrize("name", NATIVE)

@@ -4,7 +4,6 @@ import functools
 import importlib.util
 import itertools
 import math
-import os
 from typing import NamedTuple
 
 import pytest
@@ -263,9 +262,8 @@ def test_an_output_without_a_gradient_gives_none() -> None:
         def backward(ctx, grad):  # noqa: ANN001, ANN205
             return None
 
-    inputs = [torch.randn(1, 2, 2, 7, 16), torch.randn(1, 2, 2, 7, 16), torch.randn(1, 2, 7, 32), torch.rand(1, 2, 7, 1)]
-    for x in inputs:
-        x.requires_grad_()
+    shapes = ((1, 2, 2, 7, 16), (1, 2, 2, 7, 16), (1, 2, 7, 32), (1, 2, 7, 1))
+    inputs = [torch.randn(shape, device=DEVICE, requires_grad=True) for shape in shapes]
     Nothing.apply(attend_diff(*inputs, CAUSAL)).backward()
     assert all(x.grad is None or not x.grad.any() for x in inputs)
 
@@ -337,5 +335,5 @@ def test_the_model_imports_without_triton() -> None:
         "import sys; sys.modules['triton'] = None; import model.decoder; "
         "from model.attention.kernels import unavailable; print(unavailable(64, 128))"
     )
-    done = run_command("-c", code, env={"PYTHONPATH": os.getcwd()})
+    done = run_command("-c", code)
     assert done.returncode == 0 and "pip install triton" in done.stdout, done.stderr

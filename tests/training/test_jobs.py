@@ -42,7 +42,7 @@ def test_a_signal_stops_a_job_that_is_just_starting(on_thread: bool, tmp_path: P
     assert team.stopping == signal.SIGTERM and codes == [-signal.SIGTERM]
 
 
-def test_a_closed_terminal_stops_the_jobs_unless_nohup_ignores_it() -> None:
+def test_a_closed_terminal_asks_the_team_to_stop_unless_nohup_ignores_it() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     try:
         with jobs.Team() as team:

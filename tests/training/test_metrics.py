@@ -17,7 +17,7 @@ def test_memory_is_measured() -> None:
     assert 0.01 < gb < 1000 and f"mem {gb:.2f} GB" in metrics.log_line(1, 10, LINE | {"mem_gb": gb}, 5.0)
 
 
-def test_windows_without_the_resource_module_trains_without_a_memory_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_resource_module_there_is_no_memory_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "resource", None)  # importing it raises ImportError, as on Windows
     try:
         importlib.reload(metrics)

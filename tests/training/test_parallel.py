@@ -220,7 +220,7 @@ def test_sharded_checkpoints_are_evaluated_joined_and_checked(group: tuple, monk
 
 
 @pytest.mark.parametrize("case", range(len(MEASURED)))
-def test_memory_and_messages_are_what_the_formulas_say(group: tuple, case: int) -> None:
+def test_memory_and_the_messages_of_adamw_are_what_the_formulas_say(group: tuple, case: int) -> None:
     (kind, shard, optim, micros), found = MEASURED[case], group[1][f"measure {case}"]
     model, layout = skeleton(SMALL), Layout.of(kind, 2, shard or 2)
     assert found["held"] == states(model, layout, optim)

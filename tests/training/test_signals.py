@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 import train
 from configs.files import read_json_lines
 from tests.conftest import train_arguments
+from tests.faults.ends import until
 from tests.faults.runs import call
 from tests.training import processes
 from training.checkpoint import checkpoints
@@ -117,7 +118,7 @@ def test_only_a_step_without_progress_ends_the_process(clock: SimpleNamespace, m
         time.sleep(0.3)
         assert not clock.exits
         clock.now += 1.1 * PATIENCE
-        time.sleep(0.3)
+        until(lambda: clock.exits)
         assert clock.exits == [128 + signal.SIGTERM]
 
 

@@ -74,7 +74,7 @@ def test_a_killed_run_that_is_resumed_is_the_run_that_was_not_killed(whole: Path
     process = subprocess.Popen(
         [sys.executable, *arguments], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True
     )
-    wait_for = random.randrange(2, 16)
+    wait_for = random.randrange(2, 9)  # of 20, so that the signal comes in time
     for line in process.stdout:
         if line.startswith("step") and int(line.split("/")[0].split()[1]) >= wait_for:
             process.send_signal(signal.SIGTERM)
@@ -82,7 +82,7 @@ def test_a_killed_run_that_is_resumed_is_the_run_that_was_not_killed(whole: Path
     rest = process.stdout.read()
     assert process.wait() == 143 and "stopped by SIGTERM" in rest, rest
     stopped_at = int(checkpoints(run_dir)[-1].name.split("_")[1])
-    assert wait_for <= stopped_at <= 20
+    assert wait_for <= stopped_at < 20
     with (run_dir / "metrics.jsonl").open("a") as file:  # a kill -9 later on would leave such lines
         file.write(json.dumps({"step": stopped_at + 1, "loss": 0.0}) + '\n{"step": ')
     resumed = run_command(*arguments, "resume=true")
@@ -113,8 +113,8 @@ def test_two_processes_and_accumulation_give_the_losses_of_one(shards: Path, tmp
         assert done.returncode == 0, done.stderr
         assert done.stdout.count(f"{tmp_path / name}: done after step 20") == 1  # one process speaks
     one = losses(tmp_path / "one")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two", "two_accumulating"]
     for name in ("two", "two_accumulating"):
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two", "two_accumulating"]
         other = losses(tmp_path / name)
         assert max(abs(one[step] - other[step]) for step in range(1, 21)) < 1e-4
         for key, apart in (("grad_norm", 1e-3), ("val_loss", 1e-5)):
@@ -166,8 +166,7 @@ def test_a_run_is_never_overwritten_or_mixed_up(whole: Path, shards: Path, tmp_p
     assert done.returncode == 0 and "already done, 20 steps" in done.stdout
     other = typed(*train_arguments(shards, tmp_path / "x", "model=baseline", "steps=1", f"init_from={whole}"))
     assert_one_line_error(other, "another architecture: layers (d there, b here)")
-    after = {path: path.read_bytes() for path in whole.rglob("*") if path.is_file() and path.name != "metrics.jsonl"}
-    assert all(before[path] == content for path, content in after.items())
+    assert {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()} == before
 
 
 def test_weights_of_another_tokenizer_are_refused(whole: Path, text_file: Path, tmp_path: Path) -> None:
