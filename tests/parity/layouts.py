@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from model.attention.base import check_choice
 from model.attention.diff import VECTORS, DiffConfig, lambda_init
 from model.attention.diff_v2 import DiffV2Config
 from model.interop.llama import LLAMA
@@ -103,15 +102,11 @@ def import_attention(
     - A stored lambda_init that is not the schedule's: lambda_q1 or lambda_q2 is moved so that lambda stays what it was.
     - timm's q, k and scale norms have another eps than its head norm: the weights before them are scaled instead.
     - The source has biases on some projections only: the others get zeros.
-
-    ValueError: keys, shapes or head counts that are not those of the layout.
     """
-    if layer < 0 or (norm_eps is not None and norm_eps <= 0):
-        raise ValueError(f"layer={layer} or norm_eps={norm_eps} is too small: count layers from 0, give eps as 1e-5")
-    form = _form(source, layout, gqa_pairing)
-    heads, kv_heads = _head_counts(form, layout, n_head, n_kv_head)
-    state = _renamed(source, form, layout)
-    width = _checked_width(state, form, heads, kv_heads, f"{layout}: n_head={n_head}, n_kv_head={n_kv_head}")
+    form = _form(source, layout)
+    heads, kv_heads = _head_counts(form, n_head, n_kv_head)
+    state = _renamed(source, form)
+    width = len(state["q.weight"]) // (2 * heads)
     eps = form.eps if norm_eps is None else norm_eps
     if form.halves:
         for name in ("q", "k") if form.double else ("q", "k", "v"):
@@ -133,42 +128,24 @@ def import_attention(
     return overrides, state
 
 
-def _form(source: Mapping[str, Tensor], layout: str, gqa_pairing: str | None) -> Layout:
-    check_choice("layout", layout, tuple(LAYOUTS))
+def _form(source: Mapping[str, Tensor], layout: str) -> Layout:
     form = LAYOUTS[layout]
-    if gqa_pairing is not None and len(form.pairings) < 2:
-        raise ValueError(f"gqa_pairing is an option of layout=microsoft, not of layout={layout}: leave gqa_pairing out")
-    if gqa_pairing is not None:
-        check_choice("gqa_pairing", gqa_pairing, form.pairings)
     if layout == "timm" and any(name in source for name in SCALARS):  # dual_lambda=True
         form = form._replace(keys={k: v for k, v in form.keys.items() if k not in VECTORS} | {k: k for k in SCALARS})
     return form
 
 
-def _head_counts(form: Layout, layout: str, n_head: int, n_kv_head: int | None) -> tuple[int, int]:
+def _head_counts(form: Layout, n_head: int, n_kv_head: int | None) -> tuple[int, int]:
     """h and hkv, the differential heads and their key and value heads."""
     n_kv_head = n_head if n_kv_head is None else n_kv_head
-    if not form.pairings and n_kv_head != n_head:
-        raise ValueError(f"layout={layout} has no grouped keys, so n_kv_head={n_kv_head} is wrong: leave n_kv_head out")
-    if min(n_head, n_kv_head) < 1 or n_head % n_kv_head:
-        raise ValueError(f"n_kv_head={n_kv_head} does not divide n_head={n_head}: give both as the source counts them")
-    if not form.queries:
-        return n_head, n_kv_head
-    if n_head % 2 or n_kv_head % 2:
-        wrong = f"layout={layout} pairs heads, so n_head={n_head} and n_kv_head={n_kv_head} must be even"
-        raise ValueError(f"{wrong}: give the baseline's heads, twice the differential ones")
-    return n_head // 2, n_kv_head // 2
+    return (n_head // 2, n_kv_head // 2) if form.queries else (n_head, n_kv_head)
 
 
-def _renamed(source: Mapping[str, Tensor], form: Layout, layout: str) -> dict[str, Tensor]:
-    """Copies of the source's parameters under our names. ValueError for missing and surplus ones."""
+def _renamed(source: Mapping[str, Tensor], form: Layout) -> dict[str, Tensor]:
+    """Copies of the source's parameters under our names."""
     groups = [group for group in form.options if not group.keys().isdisjoint(source)]
     keys = form.keys | {key: ours for group in groups for key, ours in group.items()}
-    missing, surplus = sorted(keys.keys() - source.keys()), sorted(source.keys() - keys.keys())
-    if missing or surplus:
-        wrong = [f"{what} {', '.join(names)}" for what, names in (("lacks", missing), ("also has", surplus)) if names]
-        fix = f"give one module's state dict, without a prefix, or another of layout={'|'.join(LAYOUTS)}"
-        raise ValueError(f"this is not a {layout} attention, it {' and '.join(wrong)}: {fix}")
+    assert keys.keys() == source.keys()
     state = {}
     for key, ours in keys.items():
         names = ours.split()
@@ -176,27 +153,6 @@ def _renamed(source: Mapping[str, Tensor], form: Layout, layout: str) -> dict[st
         parts = value.tensor_split(len(names)) if len(names) > 1 and value.dim() else (value,) * len(names)
         state |= {name: part.clone() for name, part in zip(names, parts, strict=True)}
     return state
-
-
-def _checked_width(state: dict[str, Tensor], form: Layout, heads: int, kv_heads: int, asked: str) -> int:
-    """The head width d, from the shapes, all of which must agree. ValueError otherwise."""
-    fix = f"give n_head and n_kv_head in {'baseline heads' if form.queries else 'heads after the difference'}"
-    q = state["q.weight"]
-    if q.dim() != 2 or q.shape[0] % (2 * heads):
-        raise ValueError(f"{asked} does not divide query rows of shape {tuple(q.shape)}: {fix}")
-    d, dim = q.shape[0] // (2 * heads), q.shape[1]
-    dv = d if form.double else 2 * d
-    dk = d if "lambda_logits.weight" in state else 2 * d  # in version 2 both maps share their keys
-    rows = {"q": 2 * heads * d, "k": kv_heads * dk, "v": kv_heads * dv, "out": dim, "lambda_logits": heads}
-    shapes = {f"{name}.weight": (size, dim) for name, size in rows.items()} | {"out.weight": (dim, heads * dv)}
-    shapes |= {f"{name}.bias": (size,) for name, size in rows.items()}
-    shapes |= {name: (d,) for name in (*VECTORS, "q_norm.weight", "k_norm.weight")}
-    shapes |= {name: () for name in (*SCALARS, "lambda_init")}
-    shapes |= {"head_norm.weight": (dv,), "scale_norm.weight": (heads * dv,)}
-    for key, value in state.items():
-        if tuple(value.shape) != shapes[key]:
-            raise ValueError(f"{asked} needs {key} {shapes[key]}, but it is {tuple(value.shape)}: {fix}")
-    return d
 
 
 def _repeat(rows: Tensor, width: int, times: int) -> Tensor:
