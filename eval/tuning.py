@@ -220,7 +220,7 @@ def draw_tuning(path: Path, found: Mapping[str, Tuned], styles: Mapping[str, Sty
             ax.set_xticks(tried, [f"{rate:.3g}" for rate in tried], rotation=45, fontsize=8.5)
             ax.minorticks_off()
             ax.set(xlabel=key, ylabel=f"{metric} of the trials (nats per token)" if axis == 0 else "")
-        axes[0, 0].legend(fontsize=8.5)
+        axes[0, -1].legend(fontsize=8.5, loc="upper left", bbox_to_anchor=(1.02, 1), handlelength=3)
 
 
 def as_json(found: Mapping[str, Tuned]) -> dict[str, Any]:
