@@ -82,8 +82,7 @@ def open_run(cfg: EvalConfig, task: bool = False) -> LoadedRun:
     task: also runs of data=mqar, whose tokens are no text. ValueError for such a run where text is read.
     """
     run = load_run(cfg.run, device=pick_device(cfg.device))
-    read_run_config(run.path)  # ValueError where a group is missing
-    if not task and run.config.get("data", {}).get("source") == "mqar":
+    if not task and read_run_config(run.path)["data"].get("source") == "mqar":  # ValueError without data
         raise ValueError(f"{run.path} was trained on data=mqar, which has no text: use eval.mqar")
     return run
 

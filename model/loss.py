@@ -41,7 +41,7 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
             head = _head(weight, narrow)
             total = sum(
                 F.cross_entropy(
-                    (rows.to(narrow) @ head.mT)[:, : len(weight)].to(wide), part, reduction="sum", ignore_index=IGNORED
+                    _logits(rows.to(narrow), head)[:, : len(weight)].to(wide), part, reduction="sum", ignore_index=IGNORED
                 )
                 for rows, part in _pieces(x, weight, targets)
             )
@@ -81,7 +81,7 @@ def _piece(rows: Tensor, targets: Tensor, head: Tensor, weight: Tensor, wide: to
 
     One call per piece, so that the logits of a piece are freed before the next ones are made.
     """
-    logits = rows @ head.mT  # (n, V), and the padding of `head`
+    logits = _logits(rows, head)  # (n, V), and the padding of `head`
     if logits.device.type == "cpu" and KERNELS.get(logits.dtype) == wide and not _missing():
         losses, grad = CROSS_ENTROPY(logits, targets, len(weight))
     else:
@@ -105,6 +105,10 @@ def _head(weight: Tensor, narrow: torch.dtype) -> Tensor:
     """The weight (V, D) in `narrow`. In half precision, zeros pad V to a multiple of 64."""
     head = weight.to(narrow)
     return F.pad(head, (0, 0, 0, -len(weight) % ALIGNED)) if narrow.itemsize == 2 and len(weight) % ALIGNED else head
+
+
+def _logits(rows: Tensor, head: Tensor) -> Tensor:
+    return rows @ head.mT
 
 
 def _widened(logits: Tensor, weight: Tensor, wide: torch.dtype) -> Tensor:

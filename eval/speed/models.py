@@ -25,9 +25,7 @@ class BenchConfig:
     rounds: Annotated[int, "[1, inf)"] = 10  # timings of each row
     device: str = "auto"  # auto | cpu | cuda
     dtype: str = "auto"  # auto (decode: float32, as scripts/sample.py) | float32 | bfloat16 (autocast)
-    # names in configs/model, unused by choices, loader and tokenizer; None: all, baseline first (growth: baseline, diff).
-    # busy takes the first alone, by default baseline
-    variants: list[str] | None = None
+    variants: list[str] | None = None  # names in configs/model; None: all (growth: two, busy: one), baseline first
     lengths: Annotated[list[int] | None, "[1, inf)"] = None  # context lengths (what=attention, decode, probe, growth)
     batch: Annotated[int | None, "[1, inf)"] = None  # sequences per call
     backends: list[str] | None = None  # backends of what=attention; None: all

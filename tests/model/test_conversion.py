@@ -90,7 +90,9 @@ def test_split_keeps_every_map_and_the_first_half_of_the_values(shape: str) -> N
         used = []
         for i in range(b.heads):
             for c in (0, 1):
-                (head,) = [h for h in range(a.heads) if torch.equal(q[h], q2[2 * i + c])]
+                found = [h for h in range(a.heads) if torch.equal(q[h], q2[2 * i + c])]
+                assert len(found) == 1
+                head = found[0]
                 used.append(head)
                 group = head // r
                 assert torch.equal(k2[2 * (i // r) + c], k[group])
