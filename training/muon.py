@@ -12,6 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from training.distributed import World, slow_bfloat16
 
+GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.13 warns of the older name
+
 
 class Muon(torch.optim.Muon):
     """torch.optim.Muon with the same update, computed for a few stacks of matrices instead of one matrix after the other.
@@ -73,7 +75,7 @@ class Muon(torch.optim.Muon):
         each = -(-len(stack) // self.processes)
         whole = F.pad(stack, (0, 0, 0, 0, 0, each * self.processes - len(stack)))  # zero matrices stay zero
         own = orthogonalized(whole[self.rank * each : (self.rank + 1) * each], *options).contiguous()
-        dist.all_gather_into_tensor(whole, own)
+        GATHER(whole, own)
         return whole[: len(stack)]
 
 

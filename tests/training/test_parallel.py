@@ -129,6 +129,7 @@ def group(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
     files[0].write_text(json.dumps([[size, list(jobs.values())] for size, jobs in plan]))
     done = run_command("-m", "tests.training.processes", *map(str, files))
     assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr, done.stderr
     results = json.loads(files[1].read_text())
     return folder, {
         name: value for (_, jobs), own in zip(plan, results, strict=True) for name, value in zip(jobs, own, strict=True)
