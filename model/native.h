@@ -26,6 +26,7 @@ template <class F> struct Lanes;
 template <> struct Lanes<float> {
   typedef float Vec __attribute__((vector_size(BYTES)));
   typedef int32_t Int __attribute__((vector_size(BYTES)));
+  typedef uint32_t Bits __attribute__((vector_size(BYTES)));
   typedef float Unaligned __attribute__((vector_size(BYTES), aligned(4)));
 };
 template <> struct Lanes<double> {
@@ -63,6 +64,7 @@ template <class F> static inline F largest(Vec<F> x) {
 // exp(x) for x <= 0, to the last bits of a float: the polynomial of Cephes' expf (netlib.org/cephes, single/expf.c).
 static inline Vec<float> exponential(Vec<float> x) {
   typedef Lanes<float>::Int Int;
+  typedef Lanes<float>::Bits Bits;
   const float magic = 12582912;  // 1.5 x 2^23: adding it rounds to an integer, which the low bits then hold
   Int tiny = x < Vec<float>{} - 87;
   Vec<float> rounded = x * 1.44269504f + magic, n = rounded - magic;
@@ -73,7 +75,8 @@ static inline Vec<float> exponential(Vec<float> x) {
   p = p * f + 1.6666665459e-1f;
   p = p * f + 5.0000001201e-1f;
   p = p * f * f + f + 1;
-  return reinterpret_cast<Vec<float>>((reinterpret_cast<Int>(p) + (reinterpret_cast<Int>(rounded) << 23)) & ~tiny);
+  Bits scaled = reinterpret_cast<Bits>(p) + (reinterpret_cast<Bits>(rounded) << 23);  // may wrap where x is tiny
+  return reinterpret_cast<Vec<float>>(scaled & ~reinterpret_cast<Bits>(tiny));
 }
 
 static inline Vec<double> exponential(Vec<double> x) {
