@@ -6,6 +6,7 @@ that an optimizer remembers have 4 bytes.
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -84,19 +85,22 @@ def working(model: Decoder, layout: Layout) -> int:
     return BYTES * 2 * (root + 2 * max(blocks))
 
 
-def messages(model: Decoder, layout: Layout, micros: int = 1) -> dict[str, int]:
-    """Bytes of the unsharded tensors that the collectives of one step of AdamW transfer: collective -> bytes.
+def messages(model: Decoder, layout: Layout, micros: int = 1, optim: str = "adamw") -> dict[str, int]:
+    """Bytes of the tensors that the collectives of one step transfer (all_to_all: sent by each process): collective -> bytes.
 
     fsdp and hsdp gather all parameters for the forward pass of each of the `micros` micro batches, and the blocks' parameters
     again for its backward pass. Gradients are averaged in the last micro batch; hsdp also reduces them over the processes of a
-    copy in every micro batch. The gradient norm is one number.
+    copy in every micro batch. The gradient norm is one number. Muon gathers its updates (ddp), or exchanges the rows of its
+    matrices, and then of their updates (fsdp, hsdp).
     """
+    found = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce", "all_to_all"), 0)
     shapes = {name: p.shape for name, p in model.named_parameters()}
     scalars = sum(not shape for shape in shapes.values())
     if layout.processes == 1:
-        return {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0}
+        return found
     if layout.kind == "ddp":
-        return {"all_gather": 0, "reduce_scatter": 0, "all_reduce": BYTES * sum(map(math.prod, shapes.values()))}
+        gradients = BYTES * sum(map(math.prod, shapes.values()))
+        return found | {"all_gather": muon_rows(model, layout, optim), "all_reduce": gradients}
     every = BYTES * layout.padded(shapes)
     blocks = BYTES * layout.padded({name: shape for name, shape in shapes.items() if name.startswith("blocks.")})
     own = every // layout.shard if layout.kind == "hsdp" else 0  # a process's gradients, averaged over the copies
@@ -104,7 +108,17 @@ def messages(model: Decoder, layout: Layout, micros: int = 1) -> dict[str, int]:
         "all_gather": micros * (every + blocks),
         "reduce_scatter": every * (micros if layout.kind == "hsdp" else 1),
         "all_reduce": own + BYTES * (scalars + 1),
+        "all_to_all": 2 * muon_rows(model, layout, optim),
     }
+
+
+def muon_rows(model: Decoder, layout: Layout, optim: str) -> int:
+    """Bytes of the rows that a process holds of all of Muon's matrices in bfloat16, with zeros for equal shares; AdamW: 0."""
+    optimizers = build_optimizers(model, OptimConfig(name=optim))
+    matrices = [p for o in optimizers if isinstance(o, torch.optim.Muon) for group in o.param_groups for p in group["params"]]
+    sharing = layout.processes if layout.kind == "ddp" else layout.shard
+    counts = Counter(p.shape for p in matrices)
+    return sum(2 * -(-count // sharing) * sharing * layout.held(shape) for shape, count in counts.items())
 
 
 def sent(model: Decoder, layout: Layout) -> float:

@@ -53,7 +53,8 @@ class Guard:
                     optimizer.step()
         else:
             for optimizer in self.optimizers:
-                step_unless(skip, optimizer)
+                optimizer.found_inf = skip.float()  # fused AdamW and Muon obey it, as with torch.amp.GradScaler
+                optimizer.step()
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
 
@@ -110,22 +111,3 @@ class Guard:
 
 
 ADVICE = "lower optim.lr, or lengthen optim.warmup"
-
-
-def step_unless(skip: Tensor, optimizer: torch.optim.Optimizer) -> None:
-    """`optimizer.step()` if the flag `skip` (), a tensor on the device, is false; else neither weights nor state change.
-
-    Fused AdamW and Muon over whole matrices take the flag themselves, as from torch.amp.GradScaler. Any other optimizer (Muon
-    over split matrices) steps, and where `skip` is true its weights and state are put back, from copies.
-    """
-    if getattr(optimizer, "_step_supports_amp_scaling", False):
-        optimizer.found_inf = skip.float()
-        optimizer.step()
-        return
-    params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    before = [(p, p.detach().clone(), {k: v.clone() for k, v in optimizer.state[p].items()}) for p in params]
-    optimizer.step()
-    for p, weights, state in before:
-        p.copy_(torch.where(skip, weights, p))
-        for key, value in optimizer.state[p].items():
-            value.copy_(torch.where(skip, state.get(key, torch.zeros_like(value)), value))

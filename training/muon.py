@@ -18,26 +18,23 @@ GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torc
 class Muon(torch.optim.Muon):
     """torch.optim.Muon with the same update, computed for a few stacks of matrices instead of one matrix after the other.
 
-    State, groups and learning rates are those of torch.optim.Muon. Under DDP, where all processes hold the same matrices, each
-    process iterates on its share of a stack, and then all processes gather the updates. Split matrices (FSDP) use the step of
-    torch.optim.Muon. world: the processes; None: this process alone.
+    State, groups and learning rates are those of torch.optim.Muon. Several processes share the work: each iterates on an equal
+    number of the matrices of one shape (class Share). world: the processes that hold the same matrices (DDP); None: this one
+    alone. Matrices that are split by rows (FSDP) say themselves which processes hold their parts.
 
-    If all matrices are whole, a step obeys `found_inf` (), which training.guard.step_unless sets as torch.amp.GradScaler does:
-    where it is 1, neither weights nor state change.
+    A step obeys `found_inf` (), which training.guard sets as torch.amp.GradScaler does: where it is 1, weights and state stay.
     """
+
+    _step_supports_amp_scaling = True
 
     def __init__(self, params: Iterable[dict], world: World | None = None, **options: Any) -> None:
         super().__init__(params, **options)
         self.rank, self.processes = (world.rank, world.size) if world else (0, 1)
         self.found_inf: Tensor | None = None
-        self._step_supports_amp_scaling = not self._split()
-
-    def _split(self) -> bool:
-        return any(isinstance(p, DTensor) for group in self.param_groups for p in group["params"])
 
     @torch.no_grad()
     def step(self, closure: Callable | None = None) -> None:
-        if closure or self._split():
+        if closure:
             return super().step(closure)
         for group in self.param_groups:
             shaped = sorted((p for p in group["params"] if p.grad is not None), key=lambda p: p.shape)
@@ -50,7 +47,9 @@ class Muon(torch.optim.Muon):
         for p in params:
             if not self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p.grad)
-        grads, sums = [p.grad for p in params], [self.state[p]["momentum_buffer"] for p in params]
+        share = Share(params[0], len(params), self.rank, self.processes)
+        own, grads = [local(p) for p in params], [local(p.grad) for p in params]
+        sums = [local(self.state[p]["momentum_buffer"]) for p in params]
         decay = 1 - group["lr"] * group["weight_decay"]
         if self.found_inf is not None:
             skip = self.found_inf.bool()
@@ -59,24 +58,65 @@ class Muon(torch.optim.Muon):
             decay = torch.where(skip, 1.0, decay)
         torch._foreach_lerp_(sums, grads, 1 - group["momentum"])
         steps = torch._foreach_lerp(grads, sums, group["momentum"]) if group["nesterov"] else sums
-        turned = params[0].shape[0] > params[0].shape[1]
-        stack = torch.stack([(step.mT if turned else step).bfloat16() for step in steps])  # (matrices, m, n), m <= n
-        updates = self._shared_out(stack, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        x = share.take(torch.stack([step.bfloat16() for step in steps]))  # (matrices of this process, rows, columns)
+        turned = x.shape[1] > x.shape[2]
+        x = orthogonalized(x.mT.contiguous() if turned else x, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        updates = share.give(x.mT if turned else x)
         if self.found_inf is not None:
             updates = updates * (1 - self.found_inf).to(updates.dtype)
-        updates = [(x.mT if turned else x).to(p.dtype) for x, p in zip(updates.unbind(), params, strict=True)]
-        torch._foreach_mul_(params, decay)
-        torch._foreach_add_(params, updates, alpha=-group["lr"] * scale)
+        torch._foreach_mul_(own, decay)
+        torch._foreach_add_(own, [update.to(own[0].dtype) for update in updates], alpha=-group["lr"] * scale)
 
-    def _shared_out(self, stack: Tensor, *options: Any) -> Tensor:
-        """`orthogonalized` of the stack; each process computes an equal number of its matrices."""
+
+def local(tensor: Tensor) -> Tensor:
+    """What this process holds of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class Share:
+    """Gives each process an equal number of `count` matrices like `p` to work on, and all of them the results.
+
+    If the processes hold whole matrices, each takes its share, and one collective gathers the results. If they hold the rows of
+    split matrices, one collective brings each process all rows of its share, and another brings the rows of the results back.
+    """
+
+    def __init__(self, p: Tensor, count: int, rank: int, processes: int) -> None:
+        self.group: dist.ProcessGroup | None = None
+        self.split, self.count, self.rank, self.processes = isinstance(p, DTensor), count, rank, processes
+        if isinstance(p, DTensor):
+            self.group = p.device_mesh.get_group("shard")
+            self.rank, self.processes = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self.each = -(-count // self.processes)  # matrices of a process; zeros, which stay zero, fill the last shares
+        self.rows, self.own = p.shape[0], len(local(p))
+        self.most = -(-self.rows // self.processes)  # rows of a split matrix that a process holds; the last ones hold fewer
+
+    def take(self, stack: Tensor) -> Tensor:
+        """The matrices of this process's share (each, rows, columns), of all `stack` (count, rows that it holds, columns)."""
         if self.processes == 1:
-            return orthogonalized(stack, *options)
-        each = -(-len(stack) // self.processes)
-        whole = F.pad(stack, (0, 0, 0, 0, 0, each * self.processes - len(stack)))  # zero matrices stay zero
-        own = orthogonalized(whole[self.rank * each : (self.rank + 1) * each], *options).contiguous()
-        GATHER(whole, own)
-        return whole[: len(stack)]
+            return stack
+        filled = (0, 0, 0, self.most - self.own if self.split else 0, 0, self.each * self.processes - self.count)
+        stack = F.pad(stack, filled)
+        if not self.split:
+            return stack[self.rank * self.each : (self.rank + 1) * self.each]
+        parts = self._exchanged(stack).unflatten(0, (self.processes, self.each))  # (processes, each, most, columns)
+        return parts.transpose(0, 1).flatten(1, 2)[:, : self.rows].contiguous()
+
+    def give(self, results: Tensor) -> Tensor:
+        """The inverse: what this process holds of the results of all processes (count, rows that it holds, columns)."""
+        if self.processes == 1:
+            return results
+        if not self.split:
+            whole = results.new_empty(self.each * self.processes, *results.shape[1:])
+            GATHER(whole, results.contiguous())
+            return whole[: self.count]
+        parts = F.pad(results, (0, 0, 0, self.most * self.processes - self.rows)).unflatten(1, (self.processes, self.most))
+        return self._exchanged(parts.transpose(0, 1).flatten(0, 1))[: self.count, : self.own]
+
+    def _exchanged(self, parts: Tensor) -> Tensor:
+        """Equal parts of the first dimension: part i goes to process i, and the result has those for this process in order."""
+        received = torch.empty_like(parts, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(received, parts.contiguous(), group=self.group)
+        return received
 
 
 def orthogonalized(x: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:

@@ -27,9 +27,11 @@ from train import train as run_training
 from training import checkpoint
 from training.checkpoint import CheckpointConfig
 from training.distributed import World, join_world
+from training.guard import Guard
 from training.memory import local_bytes
+from training.muon import local
 from training.optim import OptimConfig, build_optimizers, state_tensors
-from training.parallel import Parallel
+from training.parallel import Parallel, gathered, split_as
 from training.saver import Saver
 
 SMALL = DecoderConfig(layers="ib", n_layer=2, n_head=4, d_model=32, context=16, vocab_size=37)
@@ -90,8 +92,39 @@ def measure(world: World, kind: str, shard: int | None, optim: str, micros: int)
     return {"held": {name: sum(map(local_bytes, tensors)) for name, tensors in held.items()}, "sent": messages.bytes}
 
 
+def same_update(world: World, kind: str, shard: int | None) -> bool:
+    """Whether two steps of Muon with the same gradients give whole matrices and split ones the same bits."""
+    found = []
+    for layout in (("ddp", None), (kind, shard)):
+        parallel, (muon, _) = small(world, *layout, "muon")
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(2):
+            for p in parallel.model.parameters():
+                p.grad = split_as(torch.randn(p.shape, generator=generator), p)
+            muon.step()
+        found.append(gathered(dict(parallel.model.named_parameters()), keep=True))
+    return all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())
+
+
+def skip(world: World, kind: str, shard: int | None, optim: str) -> list[bool]:
+    """Whether an update that the device skips, and the next one, which it takes, leave all weights and state as they were."""
+    parallel, optimizers = small(world, kind, shard, optim)
+    steps(parallel, optimizers, 1)
+    guard, found = Guard(optimizers, world, nonfinite=10, outlier_z=None), []
+    guard.ask_host = False
+    tokens = torch.arange(32).reshape(2, 16) % SMALL.vocab_size
+    for factor in (float("nan"), 1.0):
+        held = {name: local(tensor) for name, tensor in checkpoint.all_tensors(parallel.model, optimizers).items()}
+        before = {name: tensor.clone() for name, tensor in held.items()}
+        loss = parallel.net(tokens, tokens) * factor
+        loss.backward()
+        guard.update(2, loss, parallel.clip_grad_norm(0.0))
+        found.append(all(torch.equal(before[name], tensor) for name, tensor in held.items()))
+    return found
+
+
 class Messages(TorchDispatchMode):
-    """Counts the bytes of the whole tensors that collectives gather, scatter or reduce within it."""
+    """Counts the bytes of the whole tensors that collectives gather, scatter, reduce or exchange within it."""
 
     KINDS = {
         "_allgather_base_": "all_gather",
@@ -99,11 +132,12 @@ class Messages(TorchDispatchMode):
         "_reduce_scatter_base_": "reduce_scatter",
         "allreduce_": "all_reduce",
         "all_reduce": "all_reduce",
+        "alltoall_base_": "all_to_all",
     }
 
     def __init__(self) -> None:
         super().__init__()
-        self.bytes = {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0}
+        self.bytes = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce", "all_to_all"), 0)
 
     def __torch_dispatch__(self, function: Any, types: tuple, args: tuple = (), kwargs: dict | None = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):

@@ -48,6 +48,7 @@ MEASURED = (
     ("fsdp", None, "muon", 1),
     ("hsdp", None, "adamw", 2),
 )
+SKIPPED = (("ddp", "muon"), ("fsdp", "adamw"), ("fsdp", "muon"))
 WRONG = {
     "parallel=zero": "use one of ddp, fsdp, hsdp",
     "parallel=hsdp shard_processes=3": "use a divisor of 4",
@@ -108,6 +109,8 @@ def group(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
             **{kind: ["train", run(kind, *WATCHED, f"parallel={kind}")] for kind in ("ddp", "fsdp")},
             **{f"muon {kind}": ["train", run(f"muon_{kind}", *muon, f"parallel={kind}")] for kind in ("ddp", "fsdp")},
             **{f"measure {i}": ["measure", list(case)] for i, case in enumerate(MEASURED)},
+            **{f"skip {kind} {optim}": ["skip", [kind, None, optim]] for kind, optim in SKIPPED},
+            "same fsdp": ["same_update", ["fsdp", None]],
             **{f"{kind} mixed": ["train", run(f"{kind}_mixed", *MIXED, f"parallel={kind}")] for kind in ("ddp", "fsdp")},
             "chain 2": ["train_until", [10, *chain("parallel=fsdp")]],
         }],
@@ -116,6 +119,8 @@ def group(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
             "hsdp mixed": ["train", run("hsdp_mixed", *MIXED, "parallel=hsdp", "shard_processes=2")],
             "muon hsdp": ["train", run("muon_hsdp", *muon, "parallel=hsdp", "shard_processes=2")],
             "chain 4": ["train_until", [15, *chain(*hybrid)]],
+            "same fsdp of 4": ["same_update", ["fsdp", None]],
+            "same hsdp": ["same_update", ["hsdp", 2]],
             "write": ["write_both", ["fsdp", None, "muon", str(folder)]],
             **{wrong: ["train", run("wrong", *wrong.split())] for wrong in WRONG},
         }],
@@ -220,13 +225,22 @@ def test_sharded_checkpoints_are_evaluated_joined_and_checked(group: tuple, monk
     file.write_bytes(content)
 
 
+@pytest.mark.parametrize("layout", ("fsdp", "fsdp of 4", "hsdp"))
+def test_muon_gives_split_matrices_the_bits_of_whole_ones(group: tuple, layout: str) -> None:
+    assert group[1][f"same {layout}"] is True
+
+
+@pytest.mark.parametrize(("kind", "optim"), SKIPPED)
+def test_an_update_that_the_device_skips_leaves_no_trace(group: tuple, kind: str, optim: str) -> None:
+    assert group[1][f"skip {kind} {optim}"] == [True, False]
+
+
 @pytest.mark.parametrize("case", range(len(MEASURED)))
-def test_memory_and_the_messages_of_adamw_are_what_the_formulas_say(group: tuple, case: int) -> None:
+def test_memory_and_messages_are_what_the_formulas_say(group: tuple, case: int) -> None:
     (kind, shard, optim, micros), found = MEASURED[case], group[1][f"measure {case}"]
     model, layout = skeleton(SMALL), Layout.of(kind, 2, shard or 2)
     assert found["held"] == states(model, layout, optim)
-    if optim == "adamw":
-        assert found["sent"] == messages(model, layout, micros)
+    assert found["sent"] == messages(model, layout, micros, optim)
 
 
 def test_a_sharded_checkpoint_from_before_the_first_step_is_resumed(tmp_path: Path) -> None:
