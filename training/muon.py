@@ -83,7 +83,7 @@ class Share:
     def __init__(self, p: Tensor, count: int, rank: int, processes: int) -> None:
         self.group: dist.ProcessGroup | None = None
         self.split, self.count, self.rank, self.processes = isinstance(p, DTensor), count, rank, processes
-        if isinstance(p, DTensor):
+        if self.split:
             self.group = p.device_mesh.get_group("shard")
             self.rank, self.processes = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.each = -(-count // self.processes)  # matrices of a process; zeros, which stay zero, fill the last shares
