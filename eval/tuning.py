@@ -7,17 +7,31 @@ the same number of trials, except where its best value lies at an end of the gri
 up to `widen` times, and the result says so. With `exchange`, every arm finally tries those best values of all other arms
 that it has not tried, so that no arm is worse only because its own search never tried the values that suit it.
 If such a value is an arm's best and the arm has tried none beyond it, the arm tries one step of the grid more at that end.
+
+A task that is learned by jumps needs another judge: with `solved`, a point's trials are as long as the runs, and the point
+at which most of them solve the task wins, then the lowest median. With `full`, every arm tries all combinations, no more.
 """
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from statistics import median
+from typing import Annotated, Any, NamedTuple
 
 from eval.common import figure
 
 Point = tuple[float, ...]  # one value per key of the grid
+
+
+class Score(NamedTuple):
+    """What judges a point; the lowest is best. unsolved: trials that did not solve the task, 0 without `tune.solved`."""
+
+    unsolved: int
+    loss: float  # mean of the metric over the trials' seeds, or with `tune.solved` the median
+
+
 Style = tuple[str, Any]  # colour and line style of an arm in figures
 LOWEST_STEP = 1.2  # smallest factor between neighbouring values of a grid
 
@@ -35,6 +49,8 @@ class TuneConfig:
     at: str | None = None  # point of the experiment's grid to tune at, for all points; None: the last point
     each: bool = False  # tune at every point of the grid: each has trials and rates of its own
     widen: Annotated[int, "[0, inf)"] = 2  # how often a grid may be widened
+    full: bool = False  # try all combinations of the values, the same for every arm, and no others
+    solved: float | None = None  # a trial whose metric ends at most here has solved the task; None: judge by the mean metric
     exchange: bool = False  # whether every arm finally tries the best values of all other arms, too
 
     @property
@@ -45,17 +61,18 @@ class TuneConfig:
 
 @dataclass
 class Tuned:
-    """The results of an arm's trials. losses: (point, mean of the metric over the trials' seeds), in order of trial.
+    """The results of an arm's trials, in order of trial.
 
     best: key -> value, in the order of a point's values. widened: how often a grid was widened. edge: keys whose best
     value is the lowest or highest tried.
     """
 
-    losses: list[tuple[Point, float]]
+    scores: list[tuple[Point, Score]]
     best: dict[str, float]
     widened: int
     edge: list[str]
     tokens: int = 0  # read by all of the arm's trials
+    longest: int = 0  # tokens of the arm's longest trial
     seconds: float = 0.0
 
 
@@ -78,30 +95,39 @@ def check(cfg: TuneConfig, seeds: list[int]) -> None:
         )
     if unknown := [key for key in cfg.refine if key not in cfg.grid]:
         raise ValueError(f"tune.refine has {unknown[0]}, which is not in tune.keys: use {', '.join(cfg.grid)}")
+    if cfg.full and (cfg.refine or cfg.exchange):
+        raise ValueError("tune.full=true tries all combinations: leave out tune.refine and tune.exchange")
     if cfg.grid and (not cfg.seeds or set(cfg.seeds) & set(seeds)):
         wrong = f"tune.seeds={cfg.seeds} is empty or has seeds of the comparison"
         raise ValueError(f"{wrong}: choose other seeds, for example tune.seeds=[101]")
 
 
-def wanted(cfg: TuneConfig, found: Mapping[Point, float]) -> list[Point]:
-    """The points to try next, given the mean losses `found` so far; [] when the search is over."""
+def score(cfg: TuneConfig, metrics: list[float]) -> Score:
+    """The score of a point whose trials ended with these metrics; infinity stands for a trial that diverged."""
+    if cfg.solved is None:
+        return Score(0, sum(metrics) / len(metrics))
+    return Score(sum(not metric <= cfg.solved for metric in metrics), median(metrics))
+
+
+def wanted(cfg: TuneConfig, found: Mapping[Point, Score]) -> list[Point]:
+    """The points to try next, given the scores `found` so far; [] when the search is over."""
     points, _ = _search(cfg, found)
     return [point for point in points if point not in found]
 
 
-def exchanged(found: Mapping[str, Mapping[Point, float]]) -> dict[str, list[Point]]:
-    """Arm -> the best points of the other arms that the arm has not tried. found: arm -> point -> mean loss.
+def exchanged(found: Mapping[str, Mapping[Point, Score]]) -> dict[str, list[Point]]:
+    """Arm -> the best points of the other arms that the arm has not tried. found: arm -> point -> score.
 
     An arm whose trials all diverged has no best point.
     """
-    best = dict.fromkeys(min(own, key=own.get) for own in found.values() if min(own.values()) < math.inf)
-    return {arm: [point for point in best if point not in losses] for arm, losses in found.items()}
+    best = dict.fromkeys(min(own, key=own.get) for own in found.values() if min(own.values()).loss < math.inf)
+    return {arm: [point for point in best if point not in scores] for arm, scores in found.items()}
 
 
-def beyond(cfg: TuneConfig, found: Mapping[Point, float]) -> list[Point]:
+def beyond(cfg: TuneConfig, found: Mapping[Point, Score]) -> list[Point]:
     """The points to try after an exchange that brought an arm its best point: one step beyond it, for each key at an end.
 
-    found: the mean losses of all trials. [] for an arm whose own search found its best point, which widened the grids.
+    found: the scores of all trials. [] for an arm whose own search found its best point, which widened the grids.
     """
     best = min(found, key=lambda point: found[point])
     if best in _search(cfg, found)[0]:
@@ -111,15 +137,15 @@ def beyond(cfg: TuneConfig, found: Mapping[Point, float]) -> list[Point]:
     return [_moved(list(best), axis, value) for axis, value in more]
 
 
-def tuned(cfg: TuneConfig, found: Mapping[Point, float]) -> Tuned:
-    """The result of a search that is over. found: the mean losses of all trials, those of an exchange included.
+def tuned(cfg: TuneConfig, found: Mapping[Point, Score]) -> Tuned:
+    """The result of a search that is over. found: the scores of all trials, those of an exchange included.
 
     ValueError if all trials diverged.
     """
     points, widened = _search(cfg, found)
     assert all(point in found for point in points)
     best, keys = min(found, key=lambda point: found[point]), list(cfg.grid)
-    if not math.isfinite(found[best]):
+    if not math.isfinite(found[best].loss):
         tried = ", ".join("/".join(f"{rate:g}" for rate in point) for point in found)
         fix = "give lower tune.values, or leave the arm out"
         raise ValueError(f"all trials of an arm diverged ({'/'.join(keys)}: {tried}): {fix}")
@@ -128,8 +154,10 @@ def tuned(cfg: TuneConfig, found: Mapping[Point, float]) -> Tuned:
     return Tuned(list(found.items()), dict(zip(keys, best, strict=True)), widened, edge)
 
 
-def _search(cfg: TuneConfig, found: Mapping[Point, float]) -> tuple[list[Point], int]:
+def _search(cfg: TuneConfig, found: Mapping[Point, Score]) -> tuple[list[Point], int]:
     """The points of the search that `found` decides, and how often a grid was widened."""
+    if cfg.full:
+        return list(itertools.product(*cfg.grid.values())), 0
     grids = [list(values) for values in cfg.grid.values()]
     at: list[float] = [values[len(values) // 2] for values in grids]
     points: list[Point] = []
@@ -180,13 +208,24 @@ def _rounded(value: float) -> float:
     return float(f"{value:.3g}")
 
 
+def in_title(found: Mapping[str, Tuned], cfg: TuneConfig, run_tokens: float) -> str:
+    """What the title of a table says of its tuning: none, one seed, or trials shorter than the runs of `run_tokens`."""
+    if not found:
+        return ", untuned"
+    share = max(t.longest for t in found.values()) / run_tokens
+    parts = ["with one seed"] * (len(cfg.seeds) == 1) + [f"by trials of {share:.0%} of the runs' length"] * (share < 0.99)
+    return f", tuned {' and '.join(parts)}" if parts else ""
+
+
 def tuning_notes(found: Mapping[str, Tuned], cfg: TuneConfig) -> list[str]:
     """Sentences that a reader of the table needs: unequal budgets, and best values at an end of the tried values."""
     if not found:
         return ["Untuned: the learning rates were not tuned for any arm."]
-    counts = {arm: len(t.losses) * len(cfg.seeds) for arm, t in found.items()}
+    counts = {arm: len(t.scores) * len(cfg.seeds) for arm, t in found.items()}
     fewest = min(counts.values())
     judge = "the loss on validation data" if cfg.metric == "train.val_loss" else cfg.metric
+    if cfg.solved is not None:
+        judge = f"how many of the {len(cfg.seeds)} seeds solve the task ({judge} of {cfg.solved:g} or less), then by the median"
     lines = [
         f"Tuned: {fewest} trials an arm, judged by {judge}, which this table does not read. The trials have seeds of their own."
     ]
@@ -209,13 +248,13 @@ def draw_tuning(path: Path, found: Mapping[str, Tuned], styles: Mapping[str, Sty
     with figure(path, 4.8 * len(keys) + 1.5, 4.4, columns=len(keys)) as axes:
         for axis, (ax, key) in enumerate(zip(axes[0], keys, strict=True)):
             for arm, t in found.items():
-                finite = sorted(((p[axis], loss) for p, loss in t.losses if math.isfinite(loss)), reverse=True)
+                finite = sorted(((p[axis], s.loss) for p, s in t.scores if math.isfinite(s.loss)), reverse=True)
                 lowest = dict(finite)  # rate -> metric: of equal rates, the lowest metric comes last
                 colour, line = styles[arm]
                 ax.plot(*zip(*lowest.items(), strict=True), marker="o", color=colour, linestyle=line, label=arm, markersize=4)
                 chosen, ring = t.best[key], {"markersize": 11, "fillstyle": "none"}
                 ax.plot([chosen], [lowest[chosen]], "o", color=colour, **ring)
-            tried = sorted({p[axis] for t in found.values() for p, _ in t.losses})
+            tried = sorted({p[axis] for t in found.values() for p, _ in t.scores})
             ax.set_xscale("log")
             ax.set_xticks(tried, [f"{rate:.3g}" for rate in tried], rotation=45, fontsize=8.5)
             ax.minorticks_off()
@@ -227,7 +266,11 @@ def as_json(found: Mapping[str, Tuned]) -> dict[str, Any]:
     """arm -> the results of its trials, for a result's JSON."""
     results = {}
     for arm, t in found.items():
-        trials = [{**dict(zip(t.best, point, strict=True)), "loss": loss} for point, loss in t.losses]
+        rates = [dict(zip(t.best, point, strict=True)) for point, _ in t.scores]
+        trials = [
+            {**at, "loss": s.loss, **({"unsolved": s.unsolved} if s.unsolved else {})}
+            for at, (_, s) in zip(rates, t.scores, strict=True)
+        ]
         spent = {"tokens": t.tokens, "seconds": round(t.seconds, 1)}
         results[arm] = {"best": t.best, "trials": trials, "widened": t.widened, "edge": t.edge, **spent}
     return results

@@ -172,7 +172,7 @@ def _double(old: dict[str, Tensor], new: dict[str, Tensor], target: DiffAttentio
     _start_lambda(new)
     # lam is lambda_init. The head norm undoes the factor 1 - lam. Random second maps have no such factor.
     lam = 0.0 if how.sublayer_norm or how.second == "random" else target.lambda_init
-    new["out.weight"] = _over(old["out.weight"], (1 - lam) * (1 - target.lambda_init))
+    new["out.weight"] = _over(old["out.weight"], (1 - lam) * target.head_scale)
 
 
 def _split(old: dict[str, Tensor], new: dict[str, Tensor], target: DiffAttention, how: Conversion) -> None:
@@ -189,7 +189,7 @@ def _split(old: dict[str, Tensor], new: dict[str, Tensor], target: DiffAttention
         if name in old:
             new[name] = old[name].unflatten(0, (-1, target.width))[order].flatten(0, 1)
     columns = old["out.weight"].unflatten(1, (-1, target.width))[:, order].flatten(1)
-    new["out.weight"] = _over(columns, 1 - target.lambda_init)
+    new["out.weight"] = _over(columns, target.head_scale)
     _start_lambda(new)
 
 
@@ -219,7 +219,7 @@ def _restore_sizes(normed: Decoder, plain: Decoder, tokens: Tensor) -> None:
     for hook in hooks:
         hook.remove()
     for size, before, after in zip(sizes, plain.blocks, normed.blocks, strict=True):
-        size = size / (1 - after.attention.lambda_init)  # the input of `out` has this factor already
+        size = size / after.attention.head_scale  # the input of `out` has this factor already
         columns = before.attention.out.weight.unflatten(1, (len(size), -1)) * size[:, None]
         after.attention.out.weight.copy_(columns.flatten(1))
 

@@ -94,11 +94,11 @@ def main(cfg: AblateConfig) -> None:
 
 @dataclass
 class Search:
-    """An arm's search for its learning rates. losses: mean loss at each finished point. waits: trials are not finished."""
+    """An arm's search for its learning rates. scores: those of finished points. waits: trials are not finished."""
 
     arm: Arm
     runs: list[PlannedRun] = field(default_factory=list)
-    losses: dict[Point, float] = field(default_factory=dict)
+    scores: dict[Point, tuning.Score] = field(default_factory=dict)
     waits: bool = False
 
 
@@ -181,17 +181,17 @@ class Study:
         """
         searches = [Search(arm) for arm in self.arms if arm.point == point]
         for search in searches:
-            while not search.waits and (points := tuning.wanted(self.cfg.tune, search.losses)):
+            while not search.waits and (points := tuning.wanted(self.cfg.tune, search.scores)):
                 self._try(search, points)
         if not self.cfg.tune.exchange:
             return searches
         if not any(search.waits for search in searches):
-            more = tuning.exchanged({search.arm.arm: search.losses for search in searches})
+            more = tuning.exchanged({search.arm.arm: search.scores for search in searches})
             for search in searches:
                 self._try(search, more[search.arm.arm])
                 for _ in range(self.cfg.tune.widen):
                     if not search.waits:
-                        self._try(search, tuning.beyond(self.cfg.tune, search.losses))
+                        self._try(search, tuning.beyond(self.cfg.tune, search.scores))
         if any(search.waits for search in searches):
             return [replace(search, waits=True) for search in searches]
         return searches
@@ -205,7 +205,7 @@ class Study:
             if any(trial.left() for trial in mine):
                 search.waits = True
             else:
-                search.losses[point] = sum(self._judged(trial) for trial in mine) / len(mine)
+                search.scores[point] = tuning.score(self.cfg.tune, [self._judged(trial) for trial in mine])
 
     def _trial(self, arm: Arm, point: Point, seed: int) -> PlannedRun:
         pairs = list(zip(self.cfg.tune.keys, point, strict=True))
@@ -233,7 +233,7 @@ class Study:
             mine = [arm for arm in self.arms if self._tuned_as(arm) == self._tuned_as(search.arm)]
             folders = [self.folder / f"{arm.name}-s{seed}" for arm in mine for seed in self.seeds]
             begun = [folder for folder in folders if (folder / "config.yaml").is_file()]
-            if begun and not search.losses:
+            if begun and not search.scores:
                 wrong = f"{begun[0]} was trained before its learning rates were tuned"
                 raise ValueError(f"{wrong}: start anew with name=OTHER, or leave out tune=")
 
@@ -250,9 +250,10 @@ class Study:
         found = {}
         for search in self._searches():
             if not search.waits:
-                found[self._tuned_as(search.arm)] = result = tuning.tuned(self.cfg.tune, search.losses)
+                found[self._tuned_as(search.arm)] = result = tuning.tuned(self.cfg.tune, search.scores)
                 measured = [run.measured() for run in search.runs]
-                result.tokens = sum(round(run.value("train.tokens") or 0) for run in measured)
+                tokens = [round(run.value("train.tokens") or 0) for run in measured]
+                result.tokens, result.longest = sum(tokens), max(tokens)
                 result.seconds = sum(run.value("train.seconds") or 0 for run in measured)
         return found
 

@@ -35,6 +35,7 @@ VARIANTS: dict[str, dict] = {
     "diff_biased": {"layers": "d", "rope_layout": "interleaved", "bias": True},
     "diff_double": _diff(heads="double", lambda_form="dual_scalar", head_norm="none", qk_norm=True),
     "diff_plain": _diff(lambda_form="fixed", lambda_init=0.5, head_norm="plain", scale_norm=True),
+    "diff_own_scale": _diff(lambda_form="fixed", lambda_init=0.8, head_scale=1.0),
     "diff_v2_biased": {"layers": "v", "diff_v2": DiffV2Config(lambda_bias=-4.0), "rope_layout": "interleaved"},
     "gated_elementwise": {"layers": "g", "gated": GatedConfig(gate="elementwise")},
     "hybrid": {"layers": "bd"},

@@ -41,7 +41,8 @@ class Results:
         not known. overlap: test text -> the share of it that occurs in the training text; empty if it is not known.
         """
         partial = f", partial: {missing} {'runs are' if missing > 1 else 'run is'} missing" if missing else ""
-        title = f"{folder.name}{'' if self.tuned else ', untuned'}{partial}"
+        longest = max(run.value("train.tokens") or 1 for arm in self.found.arms for run in arm.runs)
+        title = f"{folder.name}{tuning.in_title(self.tuned, self.cfg.tune, longest)}{partial}"
         seeds = list(dict.fromkeys(run.seed for arm in self.found.arms for run in arm.runs))
         tuned = tuning.tuning_notes(self.tuned, self.cfg.tune)
         remarks = [*tuned, *self.found.notes(seeds, epochs), *self._text_notes(overlap)]

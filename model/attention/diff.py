@@ -22,8 +22,8 @@ class DiffConfig:
     lambda_init) or fixed (lambda_init itself; with 0 nothing is subtracted). lambda_init: one constant for all layers;
     None: the paper's schedule over depth. head_norm: norm over each head's output, an RMSNorm with a weight (affine) or
     without (plain), a layernorm, or none; in Python also a factory, head_norm=lambda width: module. qk_norm: an RMSNorm
-    over each head's queries and keys. scale_norm: an RMSNorm over the merged heads. lambda_warmup: steps over which
-    lambda grows from 0 to its value.
+    over each head's queries and keys. scale_norm: an RMSNorm over the merged heads. head_scale: constant factor behind the
+    norm of the heads; None: the paper's 1 - lambda_init. lambda_warmup: steps over which lambda grows from 0 to its value.
     """
 
     heads: str = "half"  # half | double
@@ -33,6 +33,7 @@ class DiffConfig:
     head_norm: str = "affine"  # affine | plain | layernorm | none
     qk_norm: bool = False
     scale_norm: bool = False
+    head_scale: float | None = None
 
 
 VECTORS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
@@ -49,7 +50,7 @@ class DiffAttention(Attention):
     h = n_head / 2 heads (heads=half): each has two queries and keys of the baseline's width d, and one value of width 2d.
     Query rows of component c of head i are those of baseline head 2i + c; grouped keys are paired first, then repeated. lam
     is one scalar per layer, exp(lq1.lk1) - exp(lq2.lk2) + lambda_init in float32; the normed heads are scaled by the constant
-    1 - lambda_init.
+    head_scale, 1 - lambda_init.
     """
 
     name = "diff"
@@ -59,7 +60,7 @@ class DiffAttention(Attention):
     colours = {"diff": "#D55E00"}
 
     def head_shape(self, cfg: AttentionConfig) -> Heads:
-        if self.options.lambda_init is not None and not self.options.lambda_init < 1:
+        if self.options.head_scale is None and not (self.options.lambda_init or 0) < 1:
             wrong = f"heads are scaled by 1 - lambda_init, and model.diff.lambda_init={self.options.lambda_init} is not below 1"
             raise ValueError(f"{wrong}: use model.diff.lambda_init=0.8")
         for name in ("qk_norm", "scale_norm"):
@@ -80,6 +81,7 @@ class DiffAttention(Attention):
         opt, eps = self.options, cfg.norm_eps
         self.lambda_form, self.lambda_warmup = opt.lambda_form, opt.lambda_warmup
         self.lambda_init = lambda_init(layer) if opt.lambda_init is None else opt.lambda_init
+        self._head_scale = opt.head_scale
         names = {"vectors": VECTORS, "dual_scalar": ("lambda_a", "lambda_b"), "fixed": ()}[opt.lambda_form]
         for name in names:
             shape = (self.width,) if opt.lambda_form == "vectors" else ()
@@ -100,6 +102,10 @@ class DiffAttention(Attention):
     def set_lambda_init(self, depth: int) -> None:
         """Take the paper's lambda_init of layer `depth`, counted from 0, for example after blocks were reordered."""
         self.lambda_init = lambda_init(depth)
+
+    @property
+    def head_scale(self) -> float:
+        return 1 - self.lambda_init if self._head_scale is None else self._head_scale
 
     def set_step(self, step: int) -> None:
         # Also without a warm-up: the weights may come from a checkpoint in the middle of a warm-up.
@@ -129,7 +135,7 @@ class DiffAttention(Attention):
         return attend_diff(q, k, v, self.lam(), mask, self.backend, self.dropout_now)
 
     def after(self, y: Tensor) -> Tensor:
-        return self.head_norm(y) * (1 - self.lambda_init)
+        return self.head_norm(y) * self.head_scale
 
     def merge(self, y: Tensor) -> Tensor:
         return self.scale_norm(super().merge(y))

@@ -160,7 +160,7 @@ class Axolotl(Llama):
         change_rows(state, _paired(model.cfg), lambda rows: heads_in_halves(rows, model.cfg.head_dim))
         for layer, block in enumerate(model.blocks):
             attention, prefix = block.attention, f"blocks.{layer}.attention."
-            state[f"{prefix}out.weight"] = state[f"{prefix}out.weight"] * (1 - attention.lambda_init)
+            state[f"{prefix}out.weight"] = state[f"{prefix}out.weight"] * attention.head_scale
             state.setdefault(f"{prefix}head_norm.weight", torch.ones(attention.value_width))
             vectors = new_vectors(attention, attention.lambda_init)
             state |= {prefix + name: vector for name, vector in vectors.items()}

@@ -51,7 +51,7 @@ class DiffLlama(Llama):
         change_rows(state, ("q", "k", "v"), lambda rows: heads_in_halves(rows, width))
         for layer, block in enumerate(model.blocks):
             attention, prefix = block.attention, f"blocks.{layer}.attention."
-            factor = (1 - attention.lambda_init) / (1 - scheduled(layer))
+            factor = attention.head_scale / (1 - scheduled(layer))
             gain = state.get(f"{prefix}head_norm.weight", torch.ones(2 * width))
             state[f"{prefix}out.weight"] = state[f"{prefix}out.weight"] * (gain * factor).repeat(attention.heads)
             vectors = new_vectors(attention, scheduled(layer))

@@ -6,18 +6,18 @@ from dataclasses import replace
 
 import pytest
 
-from eval.tuning import Point, TuneConfig, beyond, check, exchanged, tuned, tuning_notes, wanted
+from eval.tuning import Point, Score, TuneConfig, beyond, check, exchanged, in_title, score, tuned, tuning_notes, wanted
 
 VALUES = [[0.005, 0.01, 0.02, 0.04], [0.0015, 0.003, 0.006]]
 CFG = TuneConfig(["optim.muon_lr", "optim.lr"], VALUES, refine=["optim.muon_lr"])
 
 
-def search(cfg: TuneConfig, loss: Callable[[float, float], float]) -> tuple[dict[Point, float], list[int]]:
-    found: dict[Point, float] = {}
+def search(cfg: TuneConfig, loss: Callable[[float, float], float]) -> tuple[dict[Point, Score], list[int]]:
+    found: dict[Point, Score] = {}
     rounds = []
     while points := wanted(cfg, found):
         rounds.append(len(points))
-        found |= {point: loss(*point) for point in points}
+        found |= {point: score(cfg, [loss(*point)]) for point in points}
     return found, rounds
 
 
@@ -30,7 +30,7 @@ def test_the_best_of_a_bowl_is_found_with_a_fixed_budget() -> None:
     assert rounds == [4, 2, 2]
     result = tuned(CFG, found)
     assert result.best == {"optim.muon_lr": 0.0141, "optim.lr": 0.003} and not result.widened and not result.edge
-    assert len(result.losses) == 8
+    assert len(result.scores) == 8
 
 
 @pytest.mark.parametrize(("best", "widened", "at"), ((0.05, 1, 0.0566), (0.08, 2, 0.08), (0.0025, 2, 0.0025)))
@@ -73,7 +73,7 @@ def test_an_exchange_finds_what_the_own_search_of_an_arm_has_missed() -> None:
     more = exchanged(found)
     assert [len(points) for points in more.values()] == [0, 1, 0]  # the others have tried the shallow valley's best
     for arm, points in more.items():
-        found[arm] |= {point: losses[arm](*point) for point in points}
+        found[arm] |= {point: score(CFG, [losses[arm](*point)]) for point in points}
     best = tuned(CFG, found["two"]).best
     assert best == tuned(CFG, found["deep"]).best and best["optim.muon_lr"] < 0.005
     assert "all other arms" in "\n".join(tuning_notes({"two": tuned(CFG, found["two"])}, replace(CFG, exchange=True)))
@@ -88,13 +88,40 @@ def test_an_arm_whose_best_value_came_from_an_exchange_tries_values_beyond_it() 
 
     own = search(CFG, step(0.03))[0]
     assert beyond(CFG, own) == []  # the arm's own search found its best point
-    own[0.0025, 0.024] = step(0.03)(0.0025, 0.024)  # the exchange: another arm's best point
+    own[0.0025, 0.024] = score(CFG, [step(0.03)(0.0025, 0.024)])  # the exchange: another arm's best point
     assert tuned(CFG, own).edge == ["optim.muon_lr", "optim.lr"]
     assert beyond(CFG, own) == [(0.00125, 0.024), (0.0025, 0.048)]
-    assert beyond(CFG, own | {(0.0025, 0.0005): 0.1}) == [(0.00125, 0.0005), (0.0025, 0.00025)]  # both at the lower end
-    own |= {point: step(0.03)(*point) + (0.1 if point[0] < 0.002 else 0) for point in beyond(CFG, own)}
+    assert beyond(CFG, own | {(0.0025, 0.0005): Score(0, 0.1)}) == [
+        (0.00125, 0.0005),
+        (0.0025, 0.00025),
+    ]  # both at the lower end
+    own |= {point: score(CFG, [step(0.03)(*point) + (0.1 if point[0] < 0.002 else 0)]) for point in beyond(CFG, own)}
     assert beyond(CFG, own) == [] and tuned(CFG, own).edge == []
     assert tuned(CFG, own).best == {"optim.muon_lr": 0.0025, "optim.lr": 0.024}
+
+
+def test_a_task_that_is_learned_by_a_jump_is_judged_by_the_seeds_that_solve_it() -> None:
+    """At the higher rate two of three seeds jump and one fails badly: the mean and a single seed would reject that rate."""
+    cfg = TuneConfig(["optim.lr"], [[0.006, 0.024]], full=True, solved=0.05, seeds=[101, 102, 103])
+    plateau, jumps = [1.0, 1.01, 1.02], [3.9, 0.01, 0.002]
+    assert wanted(cfg, {}) == [(0.006,), (0.024,)]
+    for judge, best in ((cfg, 0.024), (replace(cfg, solved=None), 0.006)):
+        found = {(0.006,): score(judge, plateau), (0.024,): score(judge, jumps)}
+        assert wanted(judge, found) == [] and tuned(judge, found).best == {"optim.lr": best}
+    assert score(cfg, [math.inf, 0.05, 0.06]) == Score(2, 0.06)  # a trial that diverged has not solved it
+    assert "3 seeds solve the task" in tuning_notes({"a": tuned(cfg, found | {(0.024,): score(cfg, jumps)})}, cfg)[0]
+
+
+def test_all_combinations_are_the_same_for_every_arm() -> None:
+    cfg = replace(CFG, full=True, refine=[])
+    found, rounds = search(cfg, bowl(10.0, 0.003))
+    assert rounds == [12] and tuned(cfg, found).edge == ["optim.muon_lr"]
+
+
+def test_the_title_says_when_trials_are_shorter_than_the_runs_or_of_one_seed() -> None:
+    found = {"a": replace(tuned(CFG, search(CFG, bowl(0.01, 0.003))[0]), longest=500)}
+    assert in_title(found, CFG, 2000) == ", tuned with one seed and by trials of 25% of the runs' length"
+    assert in_title(found, replace(CFG, seeds=[101, 102]), 500) == "" and in_title({}, CFG, 1) == ", untuned"
 
 
 def test_untuned_is_said() -> None:
@@ -109,6 +136,7 @@ def test_untuned_is_said() -> None:
         (TuneConfig(["optim.lr"], [[0.0, 0.01]]), "above 0"),
         (TuneConfig(["optim.lr"], [[0.01, 0.0101]]), "closer than a factor"),
         (TuneConfig(["optim.lr"], [[0.01, 0.02]], refine=["optim.x"]), "tune.refine has optim.x"),
+        (TuneConfig(["optim.lr"], [[0.01, 0.02]], full=True, exchange=True), "leave out tune.refine and tune.exchange"),
         (TuneConfig(["optim.lr"], [[0.01, 0.02]], seeds=[1]), "seeds of the comparison"),
         (TuneConfig(["optim.lr"], [[0.01, 0.02]], seeds=[]), "choose other seeds"),
         (TuneConfig(["optim.lr"], []), "one list for each key"),

@@ -179,7 +179,7 @@ def diff(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, layer: int, first: t
             scores = rope(q, **positions(cfg)) @ rope(k, **positions(cfg)).T
             maps.append(softmax(scores / np.sqrt(d), rows(see, b), b, i))
         y = (maps[0] - lam * maps[1]) @ head(w, "v", x[b], j, dv)
-        return (1 - lam_init) * head_norm(w, opt.head_norm, y)
+        return (1 - lam_init if opt.head_scale is None else opt.head_scale) * head_norm(w, opt.head_norm, y)
 
     return joined(w, x, h, one)
 
