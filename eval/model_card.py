@@ -5,11 +5,11 @@ from dataclasses import asdict
 from typing import Any
 
 import yaml
+from omegaconf import OmegaConf
 
-from configs.composing import overrides_of
+from configs.composing import compose_job, overrides_of
 from configs.files import read_json_lines
 from eval.common import run_name, variant
-from eval.conversions import train_config
 from eval.report.runs import read_json
 from training.checkpoint import LoadedRun
 from training.run import deciding
@@ -81,7 +81,7 @@ def training_command(config: dict[str, Any]) -> str:
     """The train.py command with the values that differ from train.py's own; "" where the run has no training config."""
     if "model" not in config:
         return ""
-    own, default = deciding(config), deciding(asdict(train_config([])))
+    own, default = deciding(config), deciding(asdict(OmegaConf.to_object(compose_job("train", []))))
     own = {key: value for key, value in own.items() if default.get(key) != value and not key.endswith(("path", "init_from"))}
     return "python train.py " + shlex.join(overrides_of(own))
 

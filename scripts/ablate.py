@@ -25,12 +25,8 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 import train  # noqa: F401  # registers its schema
-from configs import USER_ERRORS, command, explain
-from configs.composing import merged, overrides_of, quoted
-from data.config import DataConfig
-from eval import tuning
-from eval.common import variant
-from eval.experiment import (
+from ablation import tuning
+from ablation.experiment import (
     AblateConfig,
     arm_list,
     compare_parameters,
@@ -43,16 +39,20 @@ from eval.experiment import (
     seed_list,
     texts_of,
 )
+from ablation.jobs import Team, environment, run_jobs, visible_gpus
+from ablation.records import TRIAL, recorded_vocabulary, records_of
+from ablation.results import Results, write_page
+from ablation.study import PlannedRun, describe_model, read_epochs, train_config, training_flops, trunk_ended_early
+from ablation.tuning import Point, Tuned
+from configs import USER_ERRORS, command, explain
+from configs.composing import merged, overrides_of, quoted
+from data.config import DataConfig
+from eval.common import variant
 from eval.overlap import overlaps, refuse_overlap
-from eval.records import TRIAL, recorded_vocabulary, records_of
-from eval.report.ablation import Results, write_page
 from eval.report.runs import Arm, give_colours, refuse_other_settings, refuse_other_shards
 from eval.report.tables import markdown, si
-from eval.study import PlannedRun, describe_model, read_epochs, train_config, training_flops, trunk_ended_early
 from eval.texts import Texts, prepared
-from eval.tuning import Point, Tuned
 from training.checkpoint import checkpoints
-from training.jobs import Team, environment, run_jobs, visible_gpus
 from training.run import TrainConfig, flatten
 from training.schedule import decay_start
 

@@ -34,17 +34,17 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 from torch import Tensor
 
+from bench.attention import AttentionArm, op_memory
+from bench.data import loader, tokenizer
+from bench.models import VOCABULARY, BenchConfig, autocast, batch_size, mixed, model_config, names, random_tokens, variants
+from bench.processes import in_own_process
+from bench.shares import choices, shares
+from bench.timing import Row, Work, attempt, paired_ratios, peak_of_process, seconds_of, table, time_in_turn
+from bench.training import TrainingStep, busy, growth, train, training_steps
 from configs import command
 from configs.files import write_atomic, write_json
 from configs.provenance import machine, version
 from eval.common import progress
-from eval.speed.attention import AttentionArm, op_memory
-from eval.speed.data import loader, tokenizer
-from eval.speed.models import VOCABULARY, BenchConfig, autocast, batch_size, mixed, model_config, names, random_tokens, variants
-from eval.speed.processes import in_own_process
-from eval.speed.shares import choices, shares
-from eval.speed.timing import Row, Work, attempt, paired_ratios, peak_of_process, seconds_of, table, time_in_turn
-from eval.speed.training import TrainingStep, busy, growth, train, training_steps
 from model.attention.backends import BACKENDS, ROUTES
 from model.attention.probe import probe as attention_rows
 from model.cache import KVCache

@@ -35,12 +35,13 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 import train  # noqa: F401  # registers its schema
+from ablation.conversions import ConvertConfig, convert_run, train_config, train_overrides, write_experiment
+from ablation.jobs import environment
 from configs import command
 from configs.composing import overrides_of
 from configs.files import write_atomic
 from data.tokenizer import read_tokenizer
 from eval.common import TextEvalConfig, evaluation_tokens
-from eval.conversions import ConvertConfig, convert_run, train_config, train_overrides, write_experiment
 from eval.perplexity import cut_windows
 from model.conversion import Conversion
 from model.decoder import Decoder
@@ -49,7 +50,6 @@ from model.interop.folder import local_folder
 from model.interop.huggingface import read_folder
 from training.checkpoint import LoadedRun, load_run
 from training.distributed import pick_device
-from training.jobs import environment
 
 LONGEST = 1024  # tokens per window of text
 LR = 1e-3  # AdamW's peak learning rate for an imported model, whose own is not known

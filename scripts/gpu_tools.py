@@ -34,7 +34,7 @@ def milliseconds(work: Callable[[], Any], least: float = 0.2) -> float:
 
 
 def seconds_of(work: Callable[[], Any], repeats: int) -> float:
-    """Seconds per call, as in eval/speed/timing.py, which needs more packages than gpu.py may."""
+    """Seconds per call, as in bench/timing.py, which needs more packages than gpu.py may."""
     synchronize()
     start = time.perf_counter()
     for _ in range(repeats):

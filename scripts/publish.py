@@ -3,7 +3,7 @@
     python scripts/publish.py of=runs/quickstart            # report.{json,md} beside report.html
     python scripts/publish.py of=runs/ablate/main           # results.json and table.md; name=OTHER: under another name
     python scripts/publish.py of=runs/compare               # conversions.{json,md}; the ablation is in its folder trained
-    python scripts/publish.py of=runs/noise_lambdas         # lambdas.{json,md}: python -m eval.lambdas out=runs/noise_lambdas
+    python scripts/publish.py of=runs/noise_lambdas         # lambdas.{json,md} of python -m ablation.lambdas
     python scripts/publish.py of=runs/emergence_survival    # survival.{json,md}, in the same way
     python scripts/publish.py of=runs/noise_two_maps        # two_maps.{json,md}, in the same way
     python scripts/publish.py of=runs/bench/train.json      # to docs/results/bench/, with the table beside it
@@ -25,9 +25,9 @@ from omegaconf import MISSING
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
+from ablation.records import PUBLISHED, records_of, rounded, thinned, write_records
 from configs import command
 from configs.files import write_atomic, write_json
-from eval.records import PUBLISHED, records_of, rounded, thinned, write_records
 
 # Numbers and table, as the commands name them.
 NAMES = ("report", "conversions", "lambdas", "survival", "two_maps")
@@ -37,7 +37,7 @@ DIFFERENCES = "differences.md"  # an ablation's, with a mark of its own in the d
 
 @dataclass
 class PublishConfig:
-    """of: a folder that eval.report, eval.lambdas, eval.survival, eval.two_maps, scripts/ablate.py or scripts/convert.py wrote,
+    """of: a folder that eval.report, scripts/ablate.py, scripts/convert.py or ablation.lambdas, .survival or .two_maps wrote,
     or a file of scripts/bench.py. name: its name under docs/results/ (of a bench under docs/results/bench/), by default its own
     name.
     """

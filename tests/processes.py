@@ -28,7 +28,7 @@ READING = threading.Lock()
 
 
 class Command:
-    """As much of subprocess.Popen as the tests and training/jobs.py use: Command([sys.executable, "train.py", "steps=2"])."""
+    """As much of subprocess.Popen as the tests and ablation/jobs.py use: Command([sys.executable, "train.py", "steps=2"])."""
 
     def __init__(
         self, arguments: Sequence[str], env: Mapping[str, str], stdout: IO, stderr: IO | int = subprocess.STDOUT

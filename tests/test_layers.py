@@ -9,13 +9,15 @@ from model.attention import VARIANTS
 
 ROOT = Path(__file__).parent.parent
 LINES, FUNCTION_LINES = 450, 60
-OURS = {"model", "data", "training", "eval", "scripts", "configs", "train", "tests"}
+OURS = {"model", "data", "training", "eval", "ablation", "bench", "scripts", "configs", "train", "tests"}
 MAY_IMPORT = {
     "configs": {"configs"},
     "model": {"model"},
     "data": {"data", "configs"},
     "training": {"training", "model", "data", "configs"},
     "eval": {"eval", "model", "data", "training", "configs"},
+    "ablation": {"ablation", "eval", "model", "data", "training", "configs"},
+    "bench": {"bench", "eval", "model", "data", "training", "configs"},
 }
 
 

@@ -17,11 +17,10 @@ from omegaconf import MISSING
 from configs import command
 from configs.files import write_atomic, write_json
 from configs.provenance import machine, version
-from eval.report.ablation import read_ablation
 from eval.report.gallery import draw_report
 from eval.report.notes import notes
 from eval.report.page import Content, page
-from eval.report.runs import Arm, arms_of, read_runs
+from eval.report.runs import Arm, arms_of, read_ablation, read_runs
 from eval.report.sections import sections
 from eval.report.tables import columns, contrasts, difference_lines, headline_table, markdown, report_lines, verdicts
 from eval.report.viewer import Viewer, viewer_of

@@ -408,3 +408,15 @@ def _common_label(runs: list[Run]) -> str:
     common = os.path.commonprefix([run.label for run in runs])
     ends = "-_=./ "
     return re.sub(r"(?<![A-Za-z])(s|seed)[-_=]?\d*$", "", common.rstrip(ends)).rstrip(ends) or runs[0].variant
+
+
+def read_ablation(path: Path) -> tuple[str, str, list[Path]]:
+    """Name, tables and remarks (Markdown) and figures of an ablation. path: its folder, or the results.json in it.
+
+    ValueError if `path` is not an ablation, or has no table yet.
+    """
+    folder = path.parent if path.name == "results.json" else path
+    content = ablation_in(folder)
+    if not (folder / "table.md").is_file():
+        raise ValueError(f"{folder} has no table.md: {NO_ABLATION}")
+    return content["run"], (folder / "table.md").read_text(), sorted((folder / "figures").glob("*.png"))

@@ -9,10 +9,10 @@ import pytest
 import torch
 import yaml
 
+from ablation.study import other_setting
 from configs.files import write_json
 from eval import harness
 from eval.harness import RunLM, before_any, log_likelihoods
-from eval.study import other_setting
 from model.config import DecoderConfig
 from model.decoder import Decoder
 

@@ -8,7 +8,7 @@ from eval.report.grid import Comparison
 from eval.report.pairs import Pair, pair_lines
 from eval.report.pooled import Pooled, lines_of, profile
 from eval.report.runs import Arm
-from tests.eval.test_ablation import METRICS, make_arms
+from tests.ablation.test_results import METRICS, make_arms
 
 PAIRS = {"subtraction": ["diff", "lambda0"], "gate": ["gated", "baseline"]}
 TRUTH = {"baseline": 0.0, "diff": -0.1, "lambda0": -0.04}

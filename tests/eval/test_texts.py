@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from ablation import study
+from ablation.records import record_of
+from ablation.study import PlannedRun, evaluation_command, refuse_other_results
 from data.config import DataConfig, TokenizerConfig
 from data.stream import text_digest
-from eval import perplexity, study, texts
+from eval import perplexity, texts
 from eval.overlap import overlaps
-from eval.records import record_of
 from eval.report.runs import read_run, read_runs
-from eval.study import PlannedRun, evaluation_command, refuse_other_results
 from eval.texts import Texts, prepared
 from model.config import DecoderConfig
 from tests.eval.conftest import TEXT, edit

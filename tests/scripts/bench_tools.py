@@ -2,8 +2,8 @@
 
 import torch
 
-from eval.speed.models import BenchConfig
-from eval.speed.timing import Row
+from bench.models import BenchConfig
+from bench.timing import Row
 from model.config import DecoderConfig
 from training.distributed import World
 

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from eval.speed import data, timing
+from ablation import jobs
+from bench import data, timing
 from scripts import bench
 from tests.conftest import Typed, assert_one_line_error
 from tests.processes import Command
-from training import jobs
 
 
 @pytest.fixture

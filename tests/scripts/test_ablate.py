@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from eval.records import PUBLISHED
+from ablation.records import PUBLISHED
 from eval.report.runs import DIVERGED
 from tests.conftest import ROOT, TINY, WORDS
 from tests.faults.ends import until

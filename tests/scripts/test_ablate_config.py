@@ -13,16 +13,16 @@ from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
+from ablation.experiment import AblateConfig, arm_list, refuse_unknown_arms, texts_of
+from ablation.jobs import environment
+from ablation.study import PlannedRun
+from ablation.tuning import TuneConfig
 from configs import CONFIG_DIR
 from configs.composing import merged
-from eval.experiment import AblateConfig, arm_list, refuse_unknown_arms, texts_of
-from eval.study import PlannedRun
-from eval.tuning import TuneConfig
 from model.decoder import Decoder
 from scripts import ablate
 from scripts.ablate import Study
 from tests.scripts.conftest import quoted
-from training.jobs import environment
 
 SCRIPT = "scripts/ablate.py"
 EXPERIMENTS = sorted(path.stem for path in (CONFIG_DIR / "ablations" / "experiment").glob("*.yaml"))

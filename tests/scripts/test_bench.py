@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from eval.speed import attention, data, models, timing
-from eval.speed.attention import AttentionArm
-from eval.speed.timing import Row, paired_ratios, table
+from bench import attention, data, models, timing
+from bench.attention import AttentionArm
+from bench.timing import Row, paired_ratios, table
 from model.attention import backends, diff
 from scripts import bench
 from scripts.bench import Decoding

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from eval.speed import processes, shares, timing, training
-from eval.speed.timing import table
+from bench import processes, shares, timing, training
+from bench.timing import table
 from scripts import bench
 from tests.scripts.bench_tools import CPU, tiny
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eval.speed.models import BenchConfig, autocast, mixed, model_config, random_tokens
-from eval.speed.processes import in_own_process
-from eval.speed.timing import peak_growth
+from bench.models import BenchConfig, autocast, mixed, model_config, random_tokens
+from bench.processes import in_own_process
+from bench.timing import peak_growth
 from model.attention import backends
 from model.decoder import Decoder
 from training.distributed import World

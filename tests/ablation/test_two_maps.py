@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from eval import two_maps
+from ablation import two_maps
+from ablation.two_maps import TwoMapsConfig, over_runs, table
 from eval.mqar import MqarEvalConfig, evaluate
-from eval.two_maps import TwoMapsConfig, over_runs, table
 from tests.conftest import run_command
 from training.checkpoint import load_run
 

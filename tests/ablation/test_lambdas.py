@@ -4,9 +4,9 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+from ablation import lambdas
+from ablation.lambdas import rows_of, table
 from configs.files import read_json_lines
-from eval import lambdas
-from eval.lambdas import rows_of, table
 from training.monitor import last_lambdas
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from training import jobs
+from ablation import jobs
 
 SLEEPS = ["-c", "import time; time.sleep(60)"]
 

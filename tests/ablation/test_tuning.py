@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from eval.tuning import Point, Score, TuneConfig, beyond, check, exchanged, in_title, score, tuned, tuning_notes, wanted
+from ablation.tuning import Point, Score, TuneConfig, beyond, check, exchanged, in_title, score, tuned, tuning_notes, wanted
 
 VALUES = [[0.005, 0.01, 0.02, 0.04], [0.0015, 0.003, 0.006]]
 CFG = TuneConfig(["optim.muon_lr", "optim.lr"], VALUES, refine=["optim.muon_lr"])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from eval.report.ablation import draw_ablation
+from ablation.results import draw_ablation
 from eval.report.figures import _readable_limits
 from eval.report.grid import Comparison, fit_rows
 from eval.report.mixed import by_point

@@ -8,12 +8,12 @@ from typing import Annotated, Any
 
 from omegaconf import MISSING
 
+from ablation.records import LAST_TENTHS
+from ablation.study import evaluation_command, evaluation_config, result_file
+from ablation.tuning import TuneConfig
 from configs.composing import key_of, merged, quoted
 from eval.common import command_of
-from eval.records import LAST_TENTHS
 from eval.report.runs import Arm, SpikeConfig
-from eval.study import evaluation_command, evaluation_config, result_file
-from eval.tuning import TuneConfig
 from training.run import TrainConfig, deciding
 
 # NAME of the metrics train.NAME, as Run.value reads them, beside tokens_to_0.5 and other levels

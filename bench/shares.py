@@ -11,9 +11,9 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
-from eval.speed.models import VOCABULARY, BenchConfig, autocast, batch_size, model_config
-from eval.speed.timing import Row, time_in_turn
-from eval.speed.training import MEASURE, TrainingStep, training_steps
+from bench.models import VOCABULARY, BenchConfig, autocast, batch_size, model_config
+from bench.timing import Row, time_in_turn
+from bench.training import MEASURE, TrainingStep, training_steps
 from model.config import DecoderConfig
 from model.decoder import matched
 from model.layers import make_norm

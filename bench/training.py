@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from eval.speed.models import VOCABULARY, BenchConfig, autocast, batch_size, model_config, random_tokens, variants
-from eval.speed.processes import busy_processes, elsewhere
-from eval.speed.timing import Row, attempt, median_interval, paired_ratios, peak_growth, peak_of_process, time_in_turn
+from bench.models import VOCABULARY, BenchConfig, autocast, batch_size, model_config, random_tokens, variants
+from bench.processes import busy_processes, elsewhere
+from bench.timing import Row, attempt, median_interval, paired_ratios, peak_growth, peak_of_process, time_in_turn
 from model.decoder import Decoder
 from training.distributed import World, join_world, pick_dtype
 from training.metrics import peak_flops

@@ -8,8 +8,8 @@ from contextlib import ExitStack, contextmanager
 from multiprocessing import get_context
 from typing import Any
 
+from bench.timing import attempt
 from configs import environment_variables
-from eval.speed.timing import attempt
 
 BUSY = "x = 3\nwhile True:\n    x = x * x % 1000003"
 

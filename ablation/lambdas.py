@@ -1,6 +1,6 @@
 """The lambda that training left in each differential layer: what a layer subtracts, or adds.
 
-    python -m eval.lambdas ablation=runs/ablate/noise [out=runs/lambdas/noise]
+    python -m ablation.lambdas ablation=runs/ablate/noise [out=runs/lambdas/noise]
 
 A differential head multiplies its values with (first map - lambda * second map). With lambda between 0 and 1 the head
 subtracts a part of the second map, as arXiv 2410.05258 describes. With a negative lambda it adds the second map. With
@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
+from ablation.records import Record, records_of
 from configs import command
 from configs.files import read_json_lines
 from eval.common import AblationEvalConfig, figure, write_findings
-from eval.records import Record, records_of
 from eval.report.runs import ablation_in, colours_of
 from eval.report.tables import markdown
 from training.monitor import last_lambdas

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from ablation import survival
+from ablation.records import PUBLISHED
+from ablation.survival import arrival, kaplan_meier, log_rank
 from configs.files import read_json_lines
-from eval import survival
 from eval.common import colour
-from eval.records import PUBLISHED
 from eval.report.runs import colours_of
-from eval.survival import arrival, kaplan_meier, log_rank
 
 # Freireich et al. 1963, weeks of remission under 6-MP and placebo; + is censored. The textbook example of both methods.
 MP_TIMES = [6, 6, 6, 6, 7, 9, 10, 10, 11, 13, 16, 17, 19, 20, 22, 23, 25, 32, 32, 34, 35]

@@ -1,6 +1,6 @@
 """What the two maps of differential heads do while a model learns associative recall: a reading at every kept checkpoint.
 
-    python -m eval.two_maps ablation=runs/ablate/NAME [share=0.8] [samples=64] [out=runs/two_maps]
+    python -m ablation.two_maps ablation=runs/ablate/NAME [share=0.8] [samples=64] [out=runs/two_maps]
 
 If the second map cancelled noise that the first map has, the masses of the two maps on the distractors would be correlated.
 For each arm and checkpoint: accuracy, each map's share of mass on the distractors and that correlation, as eval.mqar measures

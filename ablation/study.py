@@ -16,6 +16,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
+from ablation.records import Record, describes, measures_of, record_of, run_of, write_records
 from configs import CONFIG_DIR, USER_ERRORS, explain
 from configs.composing import compose_job, key_of, quoted
 from configs.files import read_run_config, write_json
@@ -23,7 +24,6 @@ from configs.provenance import ROOT
 from data.shards import open_split
 from data.stream import is_task, open_tokenizer
 from eval.common import OF_A_RUN, result_name
-from eval.records import Record, describes, measures_of, record_of, run_of, write_records
 from eval.report.measured import settings_of
 from eval.report.runs import DIVERGED, Run, SpikeConfig, read_json, read_run
 from eval.texts import Texts, prepared

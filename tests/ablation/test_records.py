@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from eval.experiment import OF_TRAINING
-from eval.records import (
+from ablation.experiment import OF_TRAINING
+from ablation.records import (
     POINTS,
     PUBLISHED,
     TRIAL_POINTS,
@@ -22,8 +22,8 @@ from eval.records import (
     thinned,
     write_records,
 )
+from ablation.study import OF_A_RUN, ROOT, evaluation_command, result_file
 from eval.report.runs import read_run, refuse_other_settings
-from eval.study import OF_A_RUN, ROOT, evaluation_command, result_file
 from model.config import DecoderConfig
 from training.run import TrainConfig
 

@@ -5,14 +5,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ablation import tuning
+from ablation.experiment import AblateConfig, texts_of
 from configs.files import write_atomic, write_json
 from configs.provenance import result_record
-from eval import tuning
-from eval.experiment import AblateConfig, texts_of
 from eval.report.figures import draw_differences, draw_grid, draw_validation
 from eval.report.grid import Comparison, fit_rows
 from eval.report.pooled import Pooled, profile, unit
-from eval.report.runs import NO_ABLATION, Arm, ablation_in
+from eval.report.runs import Arm
 from eval.report.tables import markdown
 
 FAMILIES = ("gap", "grid", "pairs", "profile")  # figures of single metrics, parts and profiles begin so
@@ -126,15 +126,3 @@ def draw_ablation(folder: Path, found: Comparison, fits: dict[str, Any] | None) 
                 paths.append(folder / "grid_{}.png".format(re.sub(r"\W", "_", metric)))
                 draw_grid(paths[-1], found.cells(metric), metric, fits if metric == found.compared[0] else None)
     return paths
-
-
-def read_ablation(path: Path) -> tuple[str, str, list[Path]]:
-    """Name, tables and remarks (Markdown) and figures of an ablation. path: its folder, or the results.json in it.
-
-    ValueError if `path` is not an ablation, or has no table yet.
-    """
-    folder = path.parent if path.name == "results.json" else path
-    content = ablation_in(folder)
-    if not (folder / "table.md").is_file():
-        raise ValueError(f"{folder} has no table.md: {NO_ABLATION}")
-    return content["run"], (folder / "table.md").read_text(), sorted((folder / "figures").glob("*.png"))

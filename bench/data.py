@@ -10,6 +10,9 @@ from statistics import median
 
 import numpy as np
 
+from bench.models import VOCABULARY, BenchConfig
+from bench.timing import Row, attempt, time_in_turn
+from bench.training import TrainingStep
 from data.config import DataConfig, RetrievalMixConfig, TokenizerConfig
 from data.loader import Loader, Prefetcher, Source, Windows
 from data.prepare import Preparation
@@ -17,9 +20,6 @@ from data.retrieval import RetrievalSource
 from data.shards import Shard, write_shard
 from data.sources import open_corpus
 from data.tokenizer import Tokenizer, build_tokenizer, pieces
-from eval.speed.models import VOCABULARY, BenchConfig
-from eval.speed.timing import Row, attempt, time_in_turn
-from eval.speed.training import TrainingStep
 from training.distributed import World
 
 SHARD_TOKENS = 4_000_000

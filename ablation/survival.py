@@ -1,6 +1,6 @@
 """Training tokens until retrieval appears: survival curves over seeds, and tests of whether arms differ.
 
-    python -m eval.survival ablation=runs/ablate/emergence [levels=[0.5,0.9]]
+    python -m ablation.survival ablation=runs/ablate/emergence [levels=[0.5,0.9]]
 
 Reads the runs of an ablation that was trained with needle_every=N: from their folders, or from their records if the folders no
 longer exist. (docs/results/NAME has such records, so ablation=docs/results/NAME works, too.) A run arrives at a level at its
@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
+from ablation.records import records_of
 from configs import command
 from configs.files import read_json_lines
 from eval.common import AblationEvalConfig, figure, write_findings
-from eval.records import records_of
 from eval.report.runs import ablation_in, colours_of
 from eval.report.statistics import holm
 from eval.report.tables import markdown

@@ -1,0 +1,1 @@
+"""Studies: their arms, learning rates, runs, records and tables."""

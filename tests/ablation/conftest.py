@@ -1,0 +1,3 @@
+"""The made-up runs of the evaluations' tests."""
+
+from tests.eval.conftest import *  # noqa: F403
