@@ -61,6 +61,7 @@ class AblateConfig:
     arms: dict[str, list[str]] = MISSING
     grid: dict[str, list[str]] = field(default_factory=dict)
     common: list[str] = field(default_factory=list)
+    select: list[str] = field(default_factory=list)  # the arms to compare, in the order of `arms`; empty: all
     matched: bool = False
     fit: bool = False
     branch: bool = False  # shorter runs branch off the longest; needs optim.schedule=wsd and a grid over steps alone
@@ -72,6 +73,7 @@ class AblateConfig:
     covariate: str | None = None  # one of `compared`: the others are also compared at equal values of it
     profiles: dict[str, str] = field(default_factory=dict)  # name -> EVALUATION.KEY with several numbers to compare
     pairs: dict[str, list[str]] = field(default_factory=dict)  # part -> [ARM, OTHER ARM]: what the part gives
+    forest: dict[str, str] = field(default_factory=dict)  # compared metric -> its title in forest.png, the figure of all pairs
     spikes: SpikeConfig = field(default_factory=SpikeConfig)
     tier: TierConfig = field(default_factory=TierConfig)
     tune: TuneConfig = field(default_factory=TuneConfig)
@@ -82,6 +84,7 @@ class AblateConfig:
     name: str | None = None  # None: EXPERIMENT, or EXPERIMENT_TIER if the tier's name does not begin with cpu
     runs: str = "runs/ablate"  # folder with one subfolder per experiment
     records: str = "docs/results"  # earlier results; a run listed in its NAME/records.jsonl.gz is not trained again
+    records_of: str | None = None  # the study in `records` whose runs this one shares; None: NAME
     jobs: Annotated[int | None, "[1, inf)"] = None  # runs at a time; None: one per GPU, or one on a CPU
     only: str | None = None  # train and evaluate only the run of this name (ARM-sSEED), and write no table
     run: bool = True  # false: do not train; print the runs that are left, and write the table of the finished runs
@@ -101,19 +104,24 @@ def arm_list(cfg: AblateConfig) -> list[Arm]:
     """Arms at every point of the grid, with their overrides. The first arm of a point is the reference of the others."""
     if not cfg.metrics:
         raise ValueError("metrics is empty, but a comparison needs a metric: use '+metrics.valid=perplexity.loss'")
-    if not cfg.arms:
+    if unknown := [name for name in cfg.select if name not in cfg.arms]:
+        raise ValueError(f"select has {unknown[0]}, which is not in arms: use {', '.join(cfg.arms)}")
+    arms = {name: overrides for name, overrides in cfg.arms.items() if name in cfg.select or not cfg.select}
+    if not arms:
         raise ValueError("the experiment has no arms: list them under arms:, as configs/ablations/experiment/main.yaml does")
     if unknown := [name for name in cfg.compared if name not in cfg.metrics]:
         raise ValueError(f"compared has '{unknown[0]}', which is not in metrics: use {', '.join(cfg.metrics)}")
     if cfg.covariate is not None and cfg.covariate not in cfg.compared:
         raise ValueError(f"covariate={cfg.covariate} is not one of compared: use {', '.join(cfg.compared) or 'compared='}")
+    if unknown := [name for name in cfg.forest if name not in cfg.compared]:
+        raise ValueError(f"forest has '{unknown[0]}', which is not in compared: use {', '.join(cfg.compared)}")
     refuse_grid(cfg)
     for part, names in cfg.pairs.items():
         if len(names) != 2 or names[0] == names[1]:
             raise ValueError(f"pairs.{part}=[{','.join(names)}] is not a pair: name two different arms")
-    found, first = [], next(iter(cfg.arms))
+    found, first = [], next(iter(arms))
     for point, at in (cfg.grid or {"": []}).items():
-        for name, overrides in cfg.arms.items():
+        for name, overrides in arms.items():
             for part in (name, point):
                 if re.search(r"[^\w.-]", part):
                     raise ValueError(f"'{part}' cannot be part of a folder's name: use letters, digits, '.', '_', '-'")

@@ -9,7 +9,7 @@ from ablation import tuning
 from ablation.experiment import AblateConfig, texts_of
 from configs.files import write_atomic, write_json
 from configs.provenance import result_record
-from eval.report.figures import draw_differences, draw_grid, draw_validation
+from eval.report.figures import draw_differences, draw_forest, draw_grid, draw_validation
 from eval.report.grid import Comparison, fit_rows
 from eval.report.pooled import Pooled, profile, unit
 from eval.report.runs import Arm
@@ -101,6 +101,11 @@ class Results:
             paths += self.pooled.draw(folder, metric, unit(cfg.metrics[metric]))
         for name, one in self.profiles.items():
             paths += one.draw_profile(folder, name, self.pooled.points[-1], unit(cfg.profiles[name]))
+        last = self.pooled.points[-1]
+        panels = {title: [pair for pair in self.pooled.pairs[m] if pair.point == last] for m, title in cfg.forest.items()}
+        if any(panels.values()):
+            paths.append(folder / "forest.png")
+            draw_forest(paths[-1], panels)
         if self.tuned:
             paths.append(folder / "tuning.png")
             tuning.draw_tuning(paths[-1], self.tuned, self.styles, cfg.tune.metric)

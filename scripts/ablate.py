@@ -115,7 +115,7 @@ class Study:
         refuse_tuning_points(cfg)
         self.evaluations = evaluation_commands(cfg)
         refuse_metrics(cfg, self.evaluations)
-        self.records = records_of(self.folder, Path(cfg.records) / name)
+        self.records = records_of(self.folder, Path(cfg.records) / (cfg.records_of or name))
         self.recorded = None if cfg.run else recorded_vocabulary(self.records.values())
         self.arms = arm_list(cfg)
         for arm in self.arms:

@@ -21,8 +21,8 @@ CI_BLOCK = r"<!-- ci -->\n```bash\n(.*?)```"
 
 def test_readme_is_short_and_its_first_screen_has_what_a_stranger_needs() -> None:
     readme = DOCUMENTS["README.md"]
-    assert len(readme.splitlines()) <= 170
-    first = "\n".join(readme.splitlines()[:12])
+    assert len(readme.split()) <= 1300
+    first = "\n".join(readme.splitlines()[:15])
     assert all(part in first for part in ("?", "make quickstart", "make test", "<img "))
 
 
@@ -74,7 +74,7 @@ def test_every_option_of_a_group_is_named(group: str) -> None:
 
 def test_every_experiment_is_named() -> None:
     for path in (ROOT / "configs" / "ablations" / "experiment").glob("*.yaml"):
-        assert f"| `{path.stem}` |" in DOCUMENTS["docs/ablations.md"], f"docs/ablations.md lacks {path.stem}"
+        assert f"`{path.stem}`" in DOCUMENTS["docs/ablations.md"], f"docs/ablations.md lacks {path.stem}"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
@@ -114,7 +114,7 @@ def test_every_written_command_is_one_that_the_code_takes(document: str, line: s
     words = shlex.split(line, comments=True)  # of a pipe the last command
     words = words[len(words) - words[::-1].index("|") :] if "|" in words else words
     start = next(
-        i for i, word in enumerate(words) if word == "train.py" or re.match(r"scripts/\w+\.py|(eval|data)\.\w+$", word)
+        i for i, word in enumerate(words) if word == "train.py" or re.match(r"scripts/\w+\.py|(eval|data|ablation)\.\w+$", word)
     )
     module = words[start].removesuffix(".py").replace("/", ".")
     name = module.rpartition(".")[2]  # of the command; a package's stands in its __main__.py

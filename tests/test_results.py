@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from eval.report.statistics import paired
 from tests.conftest import ROOT
 
 POINT = "10.5M"
@@ -21,12 +22,14 @@ def split(line: str) -> list[str]:
 
 
 def rows() -> list[tuple[str, dict[str, str]]]:
-    """(page, cell of each column), of every row of the two tables."""
-    found = []
-    for page in ("README.md", "docs/RESULTS.md"):
-        table = (ROOT / page).read_text().split("<!-- changes -->\n")[1].split("\n<!-- end -->")[0].splitlines()
-        found += [(page, dict(zip(split(table[0]), split(line), strict=True))) for line in table[2:]]
-    return found
+    """(page, cell of each column), of every row of the table of changes."""
+    return [("docs/RESULTS.md", row) for row in marked("docs/RESULTS.md", "changes")]
+
+
+def marked(page: str, name: str) -> list[dict[str, str]]:
+    """The rows of the table between the marks `name` and `end`."""
+    table = (ROOT / page).read_text().split(f"<!-- {name} -->\n")[1].split("\n<!-- end -->")[0].splitlines()
+    return [dict(zip(split(table[0]), split(line), strict=True)) for line in table[2:]]
 
 
 def difference(arm: str, other: str, metric: str) -> tuple[dict[str, Any], float]:
@@ -62,3 +65,26 @@ def test_what_one_change_gives_is_in_the_json(page: str, row: dict[str, str]) ->
     other, arm = re.findall(r"`(\w+)`", row["from, to"])
     values = {column: value for column, value in row.items() if column == "seeds" or column in COLUMNS}
     assert values == {column: cell(column, arm, other) for column in values}
+
+
+ANSWER = {  # README's row -> arm, other arm
+    "differential attention (V1) less plain attention": ("diff", "baseline"),
+    "plain attention with V1's norm per head, less plain attention": ("baseline_head_norm", "baseline"),
+    "V1 less the same heads and norm with one map": ("diff", "half_heads_norm"),
+}
+
+
+def test_the_answer_follows_from_the_runs() -> None:
+    """The first table of README.md: five differences paired by seed, and their 95 % interval."""
+    runs: dict[str, dict[int, dict[str, float]]] = {}
+    for results in RESULTS.values():
+        for arm in (arm for arm in results["arms"] if arm["point"] == POINT):
+            runs.setdefault(arm["arm"], {}).update({run["seed"]: run["values"] for run in arm["runs"]})
+    rows = marked("README.md", "answer")
+    assert [row["loss, nats per token"] for row in rows] == list(ANSWER)
+    for row, (arm, other) in zip(rows, ANSWER.values(), strict=True):
+        for column, metric in (("books", "books"), ("documentation", "docs")):
+            result = paired([runs[arm][seed][metric] - runs[other][seed][metric] for seed in range(1, 6)])
+            digits = 3 if metric == "books" else 2
+            text = f"{result.mean:+.{digits}f} ({result.low:+.{digits}f} to {result.high:+.{digits}f})"
+            assert row[column] == text, f"{arm} less {other}, {metric}"

@@ -2,15 +2,17 @@
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from eval import attention_noise, perplexity
-from eval.common import INK, Axes, figure
+from eval.common import GREY, INK, Axes, figure
+from eval.report.pairs import Pair
 from eval.report.runs import Arm, Run
+from eval.report.statistics import LEVEL, holm, paired
 from eval.report.tables import Cell, Contrast, minus, si
 
 Curve = tuple[np.ndarray, np.ndarray]  # x, y
@@ -326,3 +328,28 @@ def draw_gap(path: Path, lines: Mapping[str, tuple[str, Gap]], ticks: Mapping[fl
         hollow = "; hollow dots: one seed" if any(n == 1 for _, gap in lines.values() for *_, n in gap) else ""
         ax.set(xlabel=f"{xlabel}{hollow}", ylabel=ylabel)
         ax.figure.legend(*ax.get_legend_handles_labels(), loc="outside right center")
+
+
+def draw_forest(path: Path, panels: Mapping[str, Sequence[Pair]]) -> None:
+    """What each part gives, a row per part and a panel per metric (title -> pairs): seeds, mean and 95 % paired interval.
+
+    A row is coloured where p of the paired t test is below 5 % after Holm's correction for the panel's rows.
+    """
+    rows = list(dict.fromkeys(pair.name for pairs in panels.values() for pair in pairs))
+    with figure(path, 2.6 + 3.1 * len(panels), 1.3 + 0.42 * len(rows), columns=len(panels), grid="x") as axes:
+        for ax, (metric, pairs) in zip(axes[0], panels.items(), strict=True):
+            corrected = holm([1.0 if pair.p_alone is None else pair.p_alone for pair in pairs])
+            for pair, p in zip(pairs, corrected, strict=True):
+                y, result = rows.index(pair.name), paired(list(pair.differences.values()))
+                colour = ("#0072B2" if result.mean < 0 else "#D55E00") if p < LEVEL else GREY
+                ax.plot(list(pair.differences.values()), [y] * pair.n, "o", color=colour, alpha=0.35, markersize=4.5)
+                if result.low is not None:
+                    ax.plot([result.low, result.high], [y, y], color=colour, linewidth=1.8)
+                ax.plot([result.mean], [y], "D", color=colour, markersize=6.5, markeredgecolor="white")
+            ax.axvline(0, color=INK, linewidth=0.8)
+            ax.set(ylim=(len(rows) - 0.4, -0.6), title=metric)
+            ax.set_xlabel("lower loss ←    difference (nats)    → higher loss", fontsize=9)
+            ax.set_yticks(range(len(rows)), rows if ax is axes[0, 0] else [""] * len(rows))
+            ax.tick_params(axis="y", length=0)
+            ax.locator_params(axis="x", nbins=5)
+            ax.xaxis.set_major_formatter(lambda x, _: minus(f"{x:g}"))
