@@ -15,7 +15,10 @@ from configs.help import help_text
 from tests.test_help import COMMANDS
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = {path.relative_to(ROOT).as_posix(): path.read_text() for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"))}
+DOCUMENTS = {
+    path.relative_to(ROOT).as_posix(): path.read_text()
+    for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docs/results/*/README.md"))
+}
 CI_BLOCK = r"<!-- ci -->\n```bash\n(.*?)```"
 
 
@@ -35,6 +38,9 @@ def test_the_tables_are_those_under_results() -> None:
             places = (*(own / table for table in tables), own.with_suffix(".md"))
             (file,) = (place for place in places if place.is_file())
             assert table == file.read_text(), f"{document} has another {name} table than {file.relative_to(ROOT)}"
+        for name, rows in re.findall(r"<!-- rows of ([\w.]+) -->\n(.*?)<!-- end -->", text, flags=re.DOTALL):
+            file = (ROOT / document).parent / name
+            assert set(rows.splitlines()) <= set(file.read_text().splitlines()), f"{document} has rows that {name} lacks"
 
 
 def test_the_counts_of_solved_runs_are_those_of_the_results() -> None:

@@ -39,7 +39,7 @@ from .mask import EVERYTHING, Mask
 BACKENDS = ("auto", "math", "sdpa", "one_call", "two_calls", "four_calls", "cpu", "flex", "fused")
 ROUTES = ("one_call", "two_calls", "four_calls")
 # SHORT: number of keys up to which a CPU's float32 flash kernel is faster than its bfloat16 kernel, in spite of the conversion
-# (docs/LOG.md, 2026-11-20).
+# (docs/LOG.md).
 SHORT = 512
 WIDEST_CUDNN = 128  # head width up to which cuDNN takes values of another width than the keys
 NEW_CUDNN = 91501  # 9.15.1
