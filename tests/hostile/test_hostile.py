@@ -5,7 +5,6 @@ import gzip
 import json
 import lzma
 import pickle
-import shutil
 import struct
 import tracemalloc
 from collections.abc import Callable
@@ -110,8 +109,6 @@ def test_damaged_parquet(tmp_path, at):
 # ---------------------------------------- prepared text
 
 META_LIES: dict[str, Callable[[dict], Any]] = {
-    "outside": lambda meta: meta["splits"]["train"]["shards"][0].update(file="../secret.bin"),
-    "absolute": lambda meta: meta["splits"]["train"]["shards"][0].update(file=str(Path(meta["there"], "secret.bin"))),
     "file is a number": lambda meta: meta["splits"]["train"]["shards"][0].update(file=5),
     "no file": lambda meta: meta["splits"]["train"]["shards"][0].pop("file"),
     "missing": lambda meta: meta["splits"]["train"]["shards"][0].update(file="train_000009.bin"),
@@ -129,12 +126,11 @@ META_LIES: dict[str, Callable[[dict], Any]] = {
 
 @pytest.mark.parametrize("lie", META_LIES)
 def test_meta_that_lies(shards, lie):
-    shutil.copy(shards / "train_000000.bin", shards.parent / "secret.bin")  # sound, so only its place is wrong
-    meta = json.loads((shards / META).read_text()) | {"there": str(shards.parent)}
+    meta = json.loads((shards / META).read_text())
     text = META_LIES[lie](meta)
     text = text if isinstance(text, str) and text[0] in "[\udcff" else json.dumps(meta)
     (shards / META).write_bytes(text.encode("utf-8", "surrogateescape"))
-    refused(lambda: open_split(shards, "train"), "damaged" if lie in ("outside", "absolute") else "")
+    refused(lambda: open_split(shards, "train"))
 
 
 def header(**ints: int) -> bytes:
