@@ -60,8 +60,6 @@ class DataConfig:
     subset: str | None = None  # hf: configuration of the data set
     split: str = "train"  # hf: which split to read
     column: str = "text"  # column (hf, parquet) or key (jsonl) that holds the text
-    longest_line: Annotated[int, "[1, inf)"] = 67_108_864  # jsonl: most bytes of a line; parquet: most characters
-    expansion: Annotated[int, "[1, inf)"] = 100  # compressed files: largest unpacked / packed size (64 MiB always pass)
     streaming: bool = False  # hf: read over the network instead of downloading first
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     dir: str = "shards/${.name}"  # folder of the prepared set

@@ -19,7 +19,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -33,7 +33,7 @@ from configs.ranges import check_ranges
 from data.config import DataConfig
 from data.holdout import Document, HoldOut, measure
 from data.identity import refuse_other_request, request_of
-from data.shards import META, PROGRESS, Shard, check_listed, open_nanogpt, open_split, read_meta, token_dtype, write_shard
+from data.shards import META, PROGRESS, Shard, open_nanogpt, open_split, read_meta, token_dtype, write_shard
 from data.sources import Corpus, nanogpt_identity, open_corpus
 from data.tokenizer import FILE as TOKENIZER
 from data.tokenizer import PIECE, Tokenizer, build_tokenizer, load_tokenizer, pieces
@@ -55,13 +55,11 @@ class PrepareConfig:
 
 
 class Item(NamedTuple):
-    """The tokens of one document, or of the next piece of it, in the order of the source."""
+    """The tokens of a document or of its next piece, in the order of the source."""
 
-    number: int  # of the document
+    number: int  # of the document; of nanoGPT's files: of the piece
     split: str
-    ids: np.ndarray | Future | None  # None: its tokens are in finished shards, or training has max_tokens
-    documents: int
-    bytes: int
+    ids: np.ndarray
 
 
 @dataclass
@@ -70,22 +68,20 @@ class Split:
 
     name: str
     shards: list[dict] = field(default_factory=list)  # {"file", "tokens", "crc32", "end", "documents", "bytes"}
+    tokens: int = 0
     documents: int = 0
     bytes: int = 0
-    tokens: int = 0
-    last: tuple[int, int] = (-1, 0)  # number of the last item, and how many of its tokens are taken
+    end: tuple[int, int] = (-1, 0)  # number of the last document, and how many of its tokens are taken
     waiting: list[np.ndarray] = field(default_factory=list)
-    room: int = 0  # tokens the next shard still takes
-    held: int = 0  # tokens of the last item's document that a resumed preparation meets again, and leaves out
+    held: int = 0  # tokens of that document which the finished shards hold, and which a resumed preparation meets again
 
     def resume_after(self, shards: list[dict]) -> None:
         """Continue after the last of these finished shards."""
-        self.shards = shards
-        self.tokens = sum(shard["tokens"] for shard in shards)
         if shards:
-            self.documents, self.bytes = shards[-1]["documents"], shards[-1]["bytes"]
-            number, taken = shards[-1]["end"]
-            self.last, self.held = (int(number), int(taken)), int(taken)
+            self.shards, last = shards, shards[-1]
+            self.tokens = sum(shard["tokens"] for shard in shards)
+            self.documents, self.bytes, self.end = last["documents"], last["bytes"], tuple(last["end"])
+            self.held = self.end[1]
 
     def summary(self) -> dict:
         shards = [{key: shard[key] for key in ("file", "tokens", "crc32")} for shard in self.shards]
@@ -118,12 +114,9 @@ def check_folder(folder: str | Path, *, verify: bool = False) -> None:
     """Open every shard that meta.json lists and compare it with its entry; `verify` reads every shard whole."""
     meta = read_meta(folder)
     for split, content in meta["splits"].items():
-        if not {"tokens", "documents", "bytes"} <= content.keys():
-            raise ValueError(f"{Path(folder) / META} is damaged: delete {folder} and prepare the data again")
-        if not content["shards"]:
-            continue
-        for shard, listed in zip(open_split(folder, split, verify=verify), content["shards"], strict=True):
-            if (len(shard), shard.crc32) != (listed.get("tokens"), listed.get("crc32")):
+        shards = open_split(folder, split, verify=verify) if content["shards"] else []
+        for shard, listed in zip(shards, content["shards"], strict=True):
+            if (len(shard), shard.crc32) != (listed["tokens"], listed["crc32"]):
                 raise ValueError(f"{shard.path} is not the shard that {META} lists: delete {folder} and prepare again")
 
 
@@ -133,7 +126,7 @@ class Preparation:
     def __init__(self, cfg: DataConfig, folder: Path, request: dict) -> None:
         self.cfg, self.folder, self.request = cfg, folder, request
         self.workers = cfg.workers or os.cpu_count() or 1
-        self.splits = {name: Split(name, room=cfg.shard_tokens) for name in SPLITS}
+        self.splits = {name: Split(name) for name in SPLITS}
         self.tokenizer: Tokenizer | None = None
         self.lock: FolderLock | None = None
         self._resume()
@@ -146,7 +139,7 @@ class Preparation:
                     for item in items:
                         self._add(item)
                         tick()
-                        if corpus and self._enough(item):
+                        if corpus and self._enough(item.number):
                             break
                 return self._finish()
             except BaseException:
@@ -173,81 +166,67 @@ class Preparation:
                 print("training a bpe vocabulary on the text", flush=True)
             self.tokenizer = build_tokenizer(self.cfg.tokenizer, _sample(split.documents(corpus)))
         self._start()
-        queue: deque[tuple[int, Item]] = deque()  # the threads tokenize these; `ahead` bounds their characters
+        queue: deque[tuple] = deque()  # the threads tokenize these; `ahead` bounds their characters
         ahead = 0
-        for item, text in self._pieces(itertools.chain([first], documents)):
-            ids = pool.submit(self._tokenize, item, text) if text else None
-            queue.append((len(text) + 4096, item._replace(ids=ids)))
-            ahead += queue[-1][0]
-            while ahead > self.workers * 4 * PIECE:
-                size, item = queue.popleft()
-                ahead -= size
-                yield _collect(item)
-        yield from (_collect(item) for _, item in queue)
+        for number, document in enumerate(itertools.chain([first], documents)):
+            split = self.splits[document.split]
+            known = number < split.end[0] or self._full(split)  # then an item without tokens stands for it
+            for index, text in enumerate([""] if known else pieces(document.text)):
+                begins = document.starts and not known and index == 0
+                queue.append((len(text) + 4096, number, document.split, pool.submit(self._tokenize, number, text, begins)))
+                ahead += queue[-1][0]
+                while ahead > self.workers * 4 * PIECE:
+                    size, *item, ids = queue.popleft()
+                    ahead -= size
+                    yield Item(*item, ids.result())
+        yield from (Item(*item, ids.result()) for _, *item, ids in queue)
 
-    def _pieces(self, documents: Iterable[Document]) -> Iterator[tuple[Item, str]]:
-        """The pieces of each document with their text, or one item without text for a document in finished shards."""
-        for number, document in enumerate(documents):
-            split, item = self.splits[document.split], Item(number, document.split, None, int(document.starts), 0)
-            if number < split.last[0] or self._full(split):
-                yield item, ""
-                continue
-            for piece in pieces(document.text):
-                size = len(piece) if piece.isascii() else len(piece.encode("utf-8", "replace"))
-                yield item._replace(bytes=size), piece
-                item = item._replace(documents=0)
-
-    def _tokenize(self, item: Item, text: str) -> np.ndarray:
+    def _tokenize(self, number: int, text: str, begins: bool) -> np.ndarray:
         try:
             ids = self.tokenizer.encode_array(text)
         except ValueError as error:  # the split pattern failed, on a million blanks for instance
-            wrong = f"document {item.number + 1} cannot be tokenized ({error})"
+            wrong = f"document {number + 1} cannot be tokenized ({error})"
             raise ValueError(f"{wrong}: take it out of the source, or use data.tokenizer.name=bytes") from None
-        return np.concatenate((np.array([self.tokenizer.eot], ids.dtype), ids)) if item.documents else ids
+        return np.concatenate((np.array([self.tokenizer.eot], ids.dtype), ids)) if begins else ids
 
     def _nanogpt_items(self) -> Iterator[Item]:
         if self.tokenizer is None:
             self.tokenizer = build_tokenizer(self.cfg.tokenizer)
-        lengths = self.tokenizer.byte_lengths()
         files = {name: open_nanogpt(Path(self.cfg.path) / f"{name}.bin", self.tokenizer.vocab_size) for name in SPLITS}
         self._start()
         for name, tokens in files.items():
             for number, start in enumerate(range(0, len(tokens), PIECE)):
-                ids = tokens[start : start + PIECE]
-                yield Item(number, name, ids, int((ids == self.tokenizer.eot).sum()), int(lengths[ids].sum()))
+                yield Item(number, name, tokens[start : start + PIECE])
 
     # from items to shards
 
     def _full(self, split: Split) -> bool:
         return split.name == "train" and self.cfg.max_tokens is not None and split.tokens >= self.cfg.max_tokens
 
-    def _enough(self, item: Item) -> bool:
-        """Whether training has max_tokens and validation has a document."""
-        train, val = self.splits["train"], self.splits["val"]
-        known = item.number >= max(train.last[0], val.last[0])  # the finished shards hold nothing of later documents
-        return self._full(train) and known and bool(val.tokens or not self.cfg.val_fraction)
+    def _enough(self, number: int) -> bool:
+        """Whether training has max_tokens and validation has a document, once document `number` is read."""
+        known = number >= max(split.end[0] for split in self.splits.values())  # finished shards hold nothing of later ones
+        return self._full(self.splits["train"]) and known and bool(self.splits["val"].tokens or not self.cfg.val_fraction)
 
     def _add(self, item: Item) -> None:
         """Append an item to its split, without tokens that a resumed split already holds or that exceed max_tokens."""
         split = self.splits[item.split]
-        if item.number < split.last[0] or self._full(split):
+        if item.number < split.end[0] or self._full(split):
             return
-        held = min(split.held, len(item.ids))
-        split.held -= held
-        limit = self.cfg.max_tokens if split.name == "train" and self.cfg.max_tokens else sys.maxsize
-        ids, cut = np.split(item.ids[held:], [limit - split.tokens])
-        if not held:  # a piece's documents and bytes count with its first token
-            split.documents += item.documents
-            split.bytes += item.bytes - (int(self.tokenizer.byte_lengths()[cut].sum()) if len(cut) else 0)
-        taken = split.last[1] if item.number == split.last[0] else 0
+        ids = item.ids[split.held :]
+        split.held -= len(item.ids) - len(ids)
+        if split.name == "train" and self.cfg.max_tokens:
+            ids = ids[: self.cfg.max_tokens - split.tokens]
+        taken = split.end[1] if item.number == split.end[0] else 0
         while len(ids):
-            part, ids = ids[: split.room], ids[split.room :]
+            part, ids = np.split(ids, [self.cfg.shard_tokens - split.tokens % self.cfg.shard_tokens])
             taken += len(part)
             split.waiting.append(part.astype(token_dtype(self.tokenizer.vocab_size)))
             split.tokens += len(part)
-            split.room -= len(part)
-            split.last = item.number, taken
-            if split.room == 0:
+            split.documents += int((part == self.tokenizer.eot).sum())
+            split.bytes += int(self.lengths[part].sum())
+            split.end = item.number, taken
+            if split.tokens % self.cfg.shard_tokens == 0:
                 self._close_shard(split)
 
     def _close_shard(self, split: Split) -> None:
@@ -256,8 +235,8 @@ class Preparation:
         crc = write_shard(self.folder / name, *split.waiting, vocab_size=vocab_size, fingerprint=fingerprint)
         counts = {"documents": split.documents, "bytes": split.bytes}
         tokens = sum(map(len, split.waiting))
-        split.shards.append({"file": name, "tokens": tokens, "crc32": crc, "end": split.last, **counts})
-        split.waiting, split.room = [], self.cfg.shard_tokens
+        split.shards.append({"file": name, "tokens": tokens, "crc32": crc, "end": split.end, **counts})
+        split.waiting = []
         self._save_progress()
 
     # the folder
@@ -269,16 +248,11 @@ class Preparation:
             if any(self.folder.glob("*.bin")) or (self.folder / TOKENIZER).exists():
                 raise ValueError(f"{self.folder} holds shards of another origin: prepare as another data.name=NAME")
             return
-        fix = f"delete {self.folder} and prepare the data again"
-        progress = read_json_object(path, fix)
+        progress = read_json_object(path, f"delete {self.folder} and prepare the data again")
         refuse_other_request(self.folder, progress.get("request"), self.request)
-        try:
-            for name in SPLITS:
-                check_listed(progress["splits"][name])
-                there = itertools.takewhile(lambda s: (self.folder / s["file"]).is_file(), progress["splits"][name])
-                self.splits[name].resume_after(list(there))
-        except (ValueError, KeyError, TypeError):
-            raise ValueError(f"{path} is damaged: {fix}") from None
+        for name, split in self.splits.items():
+            there = itertools.takewhile(lambda shard: (self.folder / shard["file"]).is_file(), progress["splits"][name])
+            split.resume_after(list(there))
         count = sum(len(split.shards) for split in self.splits.values())
         if count:
             self.tokenizer = load_tokenizer(self.folder)
@@ -300,6 +274,7 @@ class Preparation:
         if not self.lock:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._take_lock(META, PROGRESS)
+        self.lengths = self.tokenizer.byte_lengths()
         if not any(split.shards for split in self.splits.values()):
             self._save_progress()
             self.tokenizer.save(self.folder)
@@ -334,11 +309,6 @@ class Preparation:
                 self.folder.rmdir()
 
 
-def _collect(item: Item) -> Item:
-    """Wait for the tokens of an item."""
-    return item._replace(ids=item.ids.result()) if isinstance(item.ids, Future) else item
-
-
 def _sample(documents: Iterable[Document]) -> Iterator[str]:
     """Training documents for a bpe vocabulary, up to BPE_SAMPLE characters."""
     characters = 0
@@ -354,15 +324,16 @@ def _sample(documents: Iterable[Document]) -> Iterator[str]:
 
 
 def _describe(meta: dict) -> str:
-    splits, total = meta["splits"], sum(split["bytes"] for split in meta["splits"].values())
+    splits, tokenizer = meta["splits"], meta["tokenizer"]
     parts = [
         f"{name} {split['tokens']:,} tokens, {split['bytes']:,} bytes, {split['documents']:,} documents"
         for name, split in splits.items()
     ]
-    request, given = meta["request"], splits["val"]["bytes"] / max(1, total)
-    asked = "val.bin" if request["source"] == "nanogpt" else f"data.val_fraction={request['val_fraction']:g}"
-    held = f"held out {given:.2%} of the bytes ({asked})"
-    return f"{'; '.join(parts)}; {held} ({meta['tokenizer']['name']}, vocabulary {meta['tokenizer']['vocab_size']:,})"
+    share = splits["val"]["bytes"] / max(1, sum(split["bytes"] for split in splits.values()))
+    request = meta["request"]
+    by = "val.bin" if request["source"] == "nanogpt" else f"data.val_fraction={request['val_fraction']:g}"
+    parts.append(f"held out {share:.2%} of the bytes ({by}) ({tokenizer['name']}, vocabulary {tokenizer['vocab_size']:,})")
+    return "; ".join(parts)
 
 
 @contextlib.contextmanager
@@ -374,21 +345,19 @@ def _progress(corpus: Corpus | None, cfg: DataConfig, splits: dict[str, Split]) 
     from tqdm import tqdm
 
     by_tokens = corpus is None or cfg.max_tokens is not None
-    unit = "token" if by_tokens else corpus.unit
-    said = time.monotonic()
+    unit, printed = "token" if by_tokens else corpus.unit, time.monotonic()
     with tqdm(total=0, unit=unit, unit_scale=True, desc=cfg.name, disable=None) as bar:
 
         def tick() -> None:
-            nonlocal said
+            nonlocal printed
             tokens = sum(split.tokens for split in splits.values())
-            done = splits["train"].tokens if by_tokens else corpus.done
-            total = cfg.max_tokens if by_tokens else corpus.total
+            done, total = (splits["train"].tokens, cfg.max_tokens) if by_tokens else (corpus.done, corpus.total)
             if not bar.disable:
                 bar.total = total
                 bar.set_postfix_str(f"{tokens / 1e6:.1f}M tokens", refresh=False)
                 bar.update(done - bar.n)
-            elif time.monotonic() - said >= LINE_EVERY:
-                said = time.monotonic()
+            elif time.monotonic() - printed >= LINE_EVERY:
+                printed = time.monotonic()
                 print(f"{cfg.name}: {tokens:,} tokens" + (f", {done / total:.0%} done" if total else ""), flush=True)
 
         yield tick

@@ -101,16 +101,14 @@ class Shard:
             raise FileNotFoundError(f"shard {self.path} is missing: prepare the data again with python -m data.prepare")
         with self.path.open("rb") as file:
             start = file.read(HEADER_BYTES)
-        header = np.frombuffer(start, dtype="<i4") if len(start) == HEADER_BYTES else None
-        for dtype, (magic, version) in FORMATS.items():
-            if header is not None and header[0] == magic:
-                if header[1] != version:
-                    raise ValueError(f"{self.path} has shard version {header[1]}, not {version}: prepare it again")
-                return header, dtype
-        raise ValueError(
-            f"{self.path} is not a token shard (no llm.c header): for nanoGPT's .bin use "
-            "python -m data.prepare data=nanogpt path=FOLDER"
-        )
+        header = np.frombuffer(start.ljust(HEADER_BYTES, b"\0"), dtype="<i4")
+        dtypes = [dtype for dtype, (magic, _) in FORMATS.items() if header[0] == magic and len(start) == HEADER_BYTES]
+        if not dtypes:
+            fix = "for nanoGPT's .bin use python -m data.prepare data=nanogpt path=FOLDER"
+            raise ValueError(f"{self.path} is not a token shard (no llm.c header): {fix}")
+        if header[1] != FORMATS[dtypes[0]][1]:
+            raise ValueError(f"{self.path} has shard version {header[1]}, not {FORMATS[dtypes[0]][1]}: prepare it again")
+        return header, dtypes[0]
 
     def _check_size(self, count: int, dtype: np.dtype) -> None:
         expected = HEADER_BYTES + count * dtype.itemsize
@@ -122,17 +120,17 @@ class Shard:
     def _check_tokenizer(self, vocab_size: int | None, fingerprint: str | None) -> None:
         differs = fingerprint is not None and fingerprint[:32] != self.fingerprint
         if self.extended and (differs or vocab_size not in (None, self.vocab_size)):
-            raise ValueError(
-                f"{self.path} was written with another tokenizer (vocabulary {self.vocab_size}): "
-                "use the tokenizer.json beside it, or prepare as another data.name=NAME"
-            )
+            fix = "use the tokenizer.json beside it, or prepare as another data.name=NAME"
+            raise ValueError(f"{self.path} was written with another tokenizer (vocabulary {self.vocab_size}): {fix}")
 
     def _check_ids(self, tokens: np.ndarray) -> None:
-        if self.vocab_size is not None and len(tokens) and (largest := int(tokens.max())) >= self.vocab_size:
-            raise ValueError(
-                f"{self.path} holds token {largest}, outside the vocabulary of {self.vocab_size}: "
-                "use the tokenizer it was written with"
-            )
+        if self.vocab_size is not None and len(tokens):
+            _check_largest(self.path, int(tokens.max()), self.vocab_size, "use the tokenizer it was written with")
+
+
+def _check_largest(path: Path, token: int, vocab_size: int, fix: str) -> None:
+    if token >= vocab_size:
+        raise ValueError(f"{path} holds token {token}, outside the vocabulary of {vocab_size}: {fix}")
 
 
 class TextTokens:
@@ -156,18 +154,10 @@ def read_meta(folder: str | Path) -> dict | None:
     meta = read_json_object(path, fix)
     try:
         bytes.fromhex(meta["tokenizer"]["fingerprint"])
-        for split in meta["splits"].values():
-            check_listed(split["shards"])
+        [Path(shard["file"]) for split in meta["splits"].values() for shard in split["shards"]]
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ValueError(f"{path} is damaged: {fix}") from None
     return meta
-
-
-def check_listed(shards: list[dict]) -> None:
-    """ValueError, KeyError or TypeError: `shards` is not a list of shards, or names a file outside of the folder."""
-    for shard in shards:
-        if Path(shard["file"]).name != shard["file"] or not isinstance(shard.get("tokens", 0), int):
-            raise ValueError
 
 
 def open_split(
@@ -180,23 +170,23 @@ def open_split(
     folder = Path(folder)
     known = (ROOT / "configs" / "data" / f"{folder.name}.yaml").is_file()
     source = f"data={folder.name}" if known else "data=text path=... data.name=NAME (docs/data.md)"
-    command = f"python -m data.prepare {source}"
+    fix = f"prepare it: python -m data.prepare {source}"
     meta = read_meta(folder)
-    if meta is None:
-        if not folder.is_dir():
-            raise FileNotFoundError(f"no prepared data in {folder}: prepare it: {command}")
-        if (folder / PROGRESS).is_file():
-            again = "run python -m data.prepare again, with the same overrides, to resume it"
-            raise ValueError(f"the preparation of {folder} is not finished: {again}")
-        paths = _foreign(folder, split)
-    else:
+    if meta:
         paths = [folder / shard["file"] for shard in meta["splits"].get(split, {}).get("shards", [])]
         fingerprint = fingerprint or meta["tokenizer"]["fingerprint"]
-    if not paths and meta is not None and split == "val":
-        fix = "prepare as another data.name=NAME with a larger data.val_fraction"
-        raise ValueError(f"{folder} was prepared without validation text: {fix}")
+        if not paths and split == "val":
+            fix = "prepare as another data.name=NAME with a larger data.val_fraction"
+            raise ValueError(f"{folder} was prepared without validation text: {fix}")
+    elif not folder.is_dir():
+        raise FileNotFoundError(f"no prepared data in {folder}: {fix}")
+    elif (folder / PROGRESS).is_file():
+        again = "run python -m data.prepare again, with the same overrides, to resume it"
+        raise ValueError(f"the preparation of {folder} is not finished: {again}")
+    else:
+        paths = _foreign(folder, split)
     if not paths:
-        raise FileNotFoundError(f"no {split} shards in {folder}: prepare it: {command}")
+        raise FileNotFoundError(f"no {split} shards in {folder}: {fix}")
     return [Shard(path, vocab_size=vocab_size, fingerprint=fingerprint, verify=verify) for path in paths]
 
 
@@ -211,14 +201,11 @@ def _foreign(folder: Path, split: str) -> list[Path]:
         name: [file for file in files if re.search(rf"(?<![A-Za-z])({words})(?![A-Za-z])", file.stem)]
         for name, words in WORDS.items()
     }
-    both = sorted(set(named["train"]) & set(named["val"]))
-    if both:
+    if both := sorted(set(named["train"]) & set(named["val"])):
         fix = "rename it so that its name says one split"
         raise ValueError(f"the name of {both[0]} says train and val, so its split is not known: {fix}")
-    if named[split]:
-        return named[split]
-    taken = {file for others in named.values() for file in others}
-    return [file for file in files if split in file.stem and file not in taken]
+    within = [file for file in files if split in file.stem and file not in named["train"] + named["val"]]
+    return named[split] or within
 
 
 def open_nanogpt(path: str | Path, vocab_size: int) -> np.ndarray:
@@ -231,9 +218,5 @@ def open_nanogpt(path: str | Path, vocab_size: int) -> np.ndarray:
     if size >= 4 and tokens[:2].tobytes() in [np.array([magic], "<i4").tobytes() for magic, _ in FORMATS.values()]:
         raise ValueError(f"{path} already has an llm.c header: train on it as it is with data.dir={path.parent}")
     largest = max(int(tokens[i : i + 2**24].max()) for i in range(0, len(tokens), 2**24))
-    if largest >= vocab_size:
-        raise ValueError(
-            f"{path} holds token {largest}, outside the vocabulary of {vocab_size}: "
-            "set data.tokenizer.name to the tokenizer that wrote it"
-        )
+    _check_largest(path, largest, vocab_size, "set data.tokenizer.name to the tokenizer that wrote it")
     return tokens

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import bz2
 import contextlib
+import functools
 import glob
 import gzip
 import hashlib
 import http.client
 import io
-import itertools
 import json
 import lzma
 import os
@@ -32,28 +32,29 @@ from data.stdlib import stdlib_texts
 from data.tokenizer import EOT, import_optional
 
 TEXT_LIMIT = 16 * 2**20  # characters; a longer .txt is cut into several documents so that memory stays bounded
-ALWAYS_ALLOWED = 2**26  # bytes that any compressed file may unpack to
 NETWORK_TIMEOUT = 10  # seconds
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+READ = ".txt, .jsonl, each plain or .gz, .bz2, .xz, .zst, and .parquet"
+TEXT_NAME = re.compile(r".+(\.txt|\.jsonl)(\.gz|\.bz2|\.xz|\.zst)?|.+(\.parquet)", re.IGNORECASE | re.DOTALL)
+
+Reader = Callable[["Corpus"], Iterator[tuple[int, str]]]
 
 
 class Corpus:
     """A stream of documents (non-blank strings). Iterate it as often as needed; it always starts at the beginning.
 
-    `identity` describes the documents; it tells whether an earlier preparation read the same ones. The progress bar
-    shows `done` of `total` `unit`s (`total` None: unknown).
+    identity: describes the documents; it tells whether an earlier preparation read the same ones. read: yields documents, each
+    with the number of units read so far. total: units of all documents, None: unknown.
     """
 
-    def __init__(
-        self, identity: dict, documents: Callable[[Corpus], Iterator[str]], total: int | None, unit: str = "B"
-    ) -> None:
-        self.identity, self._documents, self.total, self.unit = identity, documents, total, unit
+    def __init__(self, identity: dict, read: Reader, total: int | None = None, unit: str = "document") -> None:
+        self.identity, self._read, self.total, self.unit = identity, read, total, unit
         self.done = 0
 
     def __iter__(self) -> Iterator[str]:
-        self.done = 0
-        for text in self._documents(self):
+        for done, text in self._read(self):
+            self.done = done
             if text.strip():
                 yield text
 
@@ -73,15 +74,8 @@ def open_corpus(cfg: DataConfig) -> Corpus:
 
 def stdlib(cfg: DataConfig) -> Corpus:
     """The English of the Python installation (data/stdlib.py), parsed once however often it is read."""
-    texts: list[str] = []
-
-    def documents(corpus: Corpus) -> Iterator[str]:
-        texts.extend([] if texts else stdlib_texts())
-        corpus.total = len(texts)
-        for corpus.done, text in enumerate(texts, 1):
-            yield text
-
-    return Corpus({"source": "stdlib", "python": platform.python_version()}, documents, None, "document")
+    texts = functools.cache(stdlib_texts)
+    return Corpus({"source": "stdlib", "python": platform.python_version()}, lambda _: enumerate(texts(), 1))
 
 
 # --- shakespeare ----------------------------------------------------------------------------------------------------
@@ -91,8 +85,8 @@ def shakespeare(cfg: DataConfig) -> Corpus:
     """char-rnn's tinyshakespeare (1,115,394 characters, one document), downloaded, or a text file `cfg.path`."""
     if cfg.path is not None:
         return text_files(cfg)
-    identity = {"source": "shakespeare", "sha256": SHAKESPEARE_SHA256}
-    return Corpus(identity, lambda corpus: iter([_download_shakespeare()]), None)
+    text = functools.cache(_download_shakespeare)
+    return Corpus({"source": "shakespeare", "sha256": SHAKESPEARE_SHA256}, lambda _: iter([(1, text())]))
 
 
 def _download_shakespeare() -> str:
@@ -108,9 +102,6 @@ def _download_shakespeare() -> str:
 
 # --- text: local files ----------------------------------------------------------------------------------------------
 
-KINDS = (".txt", ".jsonl", ".parquet")
-COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
-
 
 def text_files(cfg: DataConfig) -> Corpus:
     """Local .txt and .jsonl files, plain or .gz, .bz2, .xz, .zst, and .parquet files, in order of name. `cfg.path` is a
@@ -120,67 +111,65 @@ def text_files(cfg: DataConfig) -> Corpus:
     """
     if cfg.path is None:
         raise ValueError("data=text needs a file, folder or glob: add path=FILE")
-    paths = _find(cfg.path)
+    paths = _texts_in(cfg.path)
     sizes = [path.stat().st_size for path in paths]
     if not any(sizes):
         raise ValueError(f"{cfg.path} is empty: give path= a file with text in it")
-    files = [{"name": p.name, "bytes": size, "head": _head(p)} for p, size in zip(paths, sizes, strict=True)]
-    digest = hashlib.sha256(json.dumps(files).encode()).hexdigest()
+    heads = [{"name": path.name, "bytes": size, "head": _head(path)} for path, size in zip(paths, sizes, strict=True)]
+    digest = hashlib.sha256(json.dumps(heads).encode()).hexdigest()
 
-    def documents(corpus: Corpus) -> Iterator[str]:
+    def read(_: Corpus) -> Iterator[tuple[int, str]]:
         before = 0
         for path, size in zip(paths, sizes, strict=True):
-            with path.open("rb") as raw, _readable(path):
-                for text in _documents_of(path, raw, cfg):
-                    corpus.done = before + min(raw.tell(), size)
-                    yield text
+            with path.open("rb") as file, _readable(path):
+                for text in _documents_of(path, file, cfg.column):
+                    yield before + file.tell(), text
             before += size
 
-    identity = {"source": "text", "column": cfg.column, "files": len(files), "bytes": sum(sizes), "sha256": digest}
-    return Corpus(identity | {CONTENT: content_of(paths)}, documents, sum(sizes))
+    identity = {"source": "text", "column": cfg.column, "files": len(paths), "bytes": sum(sizes), "sha256": digest}
+    return Corpus(identity | {CONTENT: content_of(paths)}, read, sum(sizes), "B")
 
 
-def _find(path: str) -> list[Path]:
-    files = _matching(path)
+def _texts_in(path: str) -> list[Path]:
+    files = _files_in(path)
     if not files:
         raise FileNotFoundError(f"no file, folder or glob {path}: correct path=")
-    known = sorted({file for file in files if is_text(file)})
-    if not known:
-        raise ValueError(f"no text in {path}: path= takes {', '.join(KINDS)} files, plain or {', '.join(COMPRESSIONS)}")
-    return known
+    texts = [file for file in files if is_text(file)]
+    if not texts:
+        raise ValueError(f"no text in {path}: path= takes {READ} files")
+    unpacked: dict[Path, Path] = {}  # a file without the suffix of its compression -> the file
+    for file in texts:
+        name = file.with_suffix("") if TEXT_NAME.fullmatch(file.name)[2] else file
+        if name in unpacked:
+            wrong = f"{unpacked[name]} and {file.name} look like one text twice"
+            raise ValueError(f"{wrong}: remove or rename one, or give path= a glob that matches one")
+        unpacked[name] = file
+    return texts
 
 
-def _matching(path: str, hidden: bool = False) -> list[Path]:
-    """The file `path`, or all files below the folder `path`, or all files that match the glob `path`.
+def _files_in(path: str, hidden: bool = False) -> list[Path]:
+    """The file `path`, or all files below the folder `path` or below what the glob `path` matches, in order of name.
 
     Below a folder, names that begin with a dot are left out without `hidden`: editors and systems keep copies and notes
-    there (.ipynb_checkpoints, ._text.txt).
+    there (.ipynb_checkpoints, ._text.txt). Symbolic links are followed.
     """
-    found = [path] if os.path.exists(path) else glob.glob(path, recursive=True)
-    known: set[str] = set()
-    files = [file for item in found for file in (_below(item, hidden, known) if os.path.isdir(item) else [item])]
-    return [Path(file) for file in files if os.path.isfile(file)]
-
-
-def _below(folder: str, hidden: bool, known: set[str]) -> Iterator[str]:
-    """All files below a folder, also behind symbolic links. known: the folders that are already read, which grows."""
-    for root, folders, names in os.walk(folder, followlinks=True):
-        if os.path.realpath(root) in known:  # a link to a folder above would be followed for ever
-            folders.clear()
-            continue
-        known.add(os.path.realpath(root))
-        folders[:] = sorted(name for name in folders if hidden or not name.startswith("."))
-        yield from (os.path.join(root, name) for name in names if hidden or not name.startswith("."))
+    files: set[str] = set()
+    folders_read: set[str] = set()  # a link to a folder above would be followed for ever
+    for root in [path] if os.path.exists(path) else glob.glob(path, recursive=True):
+        files.add(root)
+        for folder, folders, names in os.walk(root, followlinks=True):
+            if os.path.realpath(folder) in folders_read:
+                folders.clear()
+                continue
+            folders_read.add(os.path.realpath(folder))
+            folders[:] = sorted(name for name in folders if hidden or not name.startswith("."))
+            files |= {os.path.join(folder, name) for name in names if hidden or not name.startswith(".")}
+    return sorted(Path(file) for file in files if os.path.isfile(file))
 
 
 def is_text(path: Path) -> bool:
     """Whether the name of a file ends in .txt or .jsonl, with or without the suffix of a compression, or in .parquet."""
-    return _kind(path) in KINDS and not (_kind(path) == ".parquet" != path.suffix.lower())
-
-
-def _kind(path: Path) -> str:
-    suffixes = [suffix.lower() for suffix in path.suffixes]
-    return "".join(suffixes[-2:-1] if suffixes and suffixes[-1] in COMPRESSIONS else suffixes[-1:])
+    return TEXT_NAME.fullmatch(path.name) is not None
 
 
 def _head(path: Path) -> str:
@@ -204,51 +193,20 @@ def _readable(path: Path) -> Iterator[None]:
         raise ValueError(f"{path} is truncated or not of the format that its suffix names: copy it again") from None
 
 
-def _documents_of(path: Path, raw: BinaryIO, cfg: DataConfig) -> Iterator[str]:
-    most = max(ALWAYS_ALLOWED, cfg.expansion * path.stat().st_size)
-    if _kind(path) == ".parquet":
-        return _parquet(path, raw, cfg, most)
-    stream = _decompressed(path, raw, most)
-    return _jsonl(path, stream, cfg) if _kind(path) == ".jsonl" else _plain(stream)
+def _documents_of(path: Path, file: BinaryIO, column: str) -> Iterator[str]:
+    text, packed, parquet = (suffix and suffix.lower() for suffix in TEXT_NAME.fullmatch(path.name).groups())
+    if parquet:
+        return _parquet(path, file, column)
+    if packed == ".zst":
+        pyarrow = import_optional("pyarrow", f"reading {path.name}")
+        file = io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd"), 2**20)
+    elif packed:
+        file = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}[packed](file, "rb")
+    return _jsonl(path, file, column) if text == ".jsonl" else _plain(file)
 
 
-def _decompressed(path: Path, raw: BinaryIO, most: int) -> BinaryIO:
-    suffix = path.suffix.lower()
-    if suffix not in COMPRESSIONS:
-        return raw
-    if suffix == ".zst":
-        stream = import_optional("pyarrow", f"reading {path.name}").CompressedInputStream(raw, "zstd")
-    else:
-        stream = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}[suffix](raw, "rb")
-    return io.BufferedReader(_Bounded(stream, path, most), 2**20)
-
-
-class _Bounded(io.RawIOBase):
-    """The bytes that `stream` unpacks. ValueError once they are more than `most`."""
-
-    def __init__(self, stream: BinaryIO, path: Path, most: int) -> None:
-        self.stream, self.path, self.left = stream, path, most
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: memoryview) -> int:
-        block = self.stream.read(len(buffer))
-        buffer[: len(block)] = block
-        self.left -= len(block)
-        if self.left < 0:
-            raise _bomb(self.path)
-        return len(block)
-
-
-def _bomb(path: Path) -> ValueError:
-    return ValueError(
-        f"{path} unpacks to far more than its size, as a decompression bomb does: raise data.expansion= if you trust it"
-    )
-
-
-def _plain(stream: BinaryIO) -> Iterator[str]:
-    reader = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
+def _plain(file: BinaryIO) -> Iterator[str]:
+    reader = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
     buffer, separated = "", False
     while block := reader.read(TEXT_LIMIT // 4):
         *parts, buffer = (buffer + block).split(EOT)
@@ -261,63 +219,35 @@ def _plain(stream: BinaryIO) -> Iterator[str]:
     yield buffer.strip("\r\n") if separated else buffer
 
 
-def _jsonl(path: Path, stream: BinaryIO, cfg: DataConfig) -> Iterator[str]:
-    for number in itertools.count(1):
-        where = f"{path} line {number}"
-        line = stream.readline(cfg.longest_line + 1)
-        if not line:
-            return
-        if len(line) > cfg.longest_line:
-            raise _too_long(where, cfg, "bytes")
-        if not line.strip():
-            continue
+def _jsonl(path: Path, file: BinaryIO, column: str) -> Iterator[str]:
+    for number, line in enumerate(file, 1):
         try:
-            record = json.loads(line)
+            record = json.loads(line) if line.strip() else {column: None}
         except UnicodeDecodeError:
             raise
-        except (ValueError, RecursionError):  # RecursionError: nested too deeply
-            raise ValueError(f"{where} is not JSON: correct the line, or give another path=") from None
-        keys = record if isinstance(record, dict) else {}
-        text = keys.get(cfg.column)
-        if text is None and cfg.column in keys:  # no document, as in a column
-            continue
-        if not isinstance(text, str):
-            has = f"a value of type {type(text).__name__}" if cfg.column in keys else _brief(", ".join(keys) or "no keys")
-            raise ValueError(f"{where} has no text under '{cfg.column}' (it has {has}): use data.column=KEY")
-        yield text
+        except ValueError:
+            raise ValueError(f"{path} line {number} is not JSON: correct the line, or give another path=") from None
+        record = record if isinstance(record, dict) else {}
+        text = record.get(column, 0)
+        if not isinstance(text, str | None):
+            has = f"a value of type {type(text).__name__}" if column in record else _brief(", ".join(record) or "no keys")
+            raise ValueError(f"{path} line {number} has no text under '{column}' (it has {has}): use data.column=KEY")
+        yield text or ""  # null is no document, as in a column
 
 
-def _too_long(where: str, cfg: DataConfig, unit: str) -> ValueError:
-    return ValueError(f"{where} is longer than {cfg.longest_line:,} {unit}: split it, or raise data.longest_line=")
+def _parquet(path: Path, file: BinaryIO, column: str) -> Iterator[str]:
+    table = import_optional("pyarrow.parquet", f"reading {path.name}").ParquetFile(file)
+    _check_column(str(path), column, {field.name: str(field.type) for field in table.schema_arrow})
+    for batch in table.iter_batches(batch_size=1024, columns=[column]):
+        yield from (text or "" for text in batch.column(0).to_pylist())
 
 
-def _parquet(path: Path, raw: BinaryIO, cfg: DataConfig, most: int) -> Iterator[str]:
-    parquet = import_optional("pyarrow.parquet", f"reading {path.name}")
-    try:
-        file = parquet.ParquetFile(raw)
-    except Exception as error:  # pyarrow's exceptions share no base class of Python's
-        raise ValueError(f"{path} is not a parquet file ({_brief(error)}): copy it again") from error
-    names = file.schema_arrow.names
-    if cfg.column not in names:
-        raise ValueError(f"{path} has no column '{cfg.column}': use data.column= one of {_brief(', '.join(names))}")
-    _refuse_other_types(str(path), str(file.schema_arrow.field(cfg.column).type), cfg)
-    if sum(file.metadata.row_group(i).total_byte_size for i in range(file.num_row_groups)) > most:
-        raise _bomb(path)
-    file = parquet.ParquetFile(raw, read_dictionary=[cfg.column])  # keeps a repeated text in memory once
-    for batch in file.iter_batches(batch_size=1024, columns=[cfg.column]):
-        for cell in batch.column(0):
-            text = cell.as_py() or ""
-            most -= len(text)
-            if most < 0:
-                raise _bomb(path)
-            if len(text) > cfg.longest_line:
-                raise _too_long(f"a row of {path}", cfg, "characters")
-            yield text
-
-
-def _refuse_other_types(where: str, kind: str, cfg: DataConfig) -> None:
-    if not re.fullmatch(r"(large_)?string(_view)?|dictionary<values=(large_)?string.*", kind):
-        raise ValueError(f"column '{cfg.column}' of {where} holds {_brief(kind)}, not text: use data.column=NAME")
+def _check_column(where: str, column: str, types: dict[str, str]) -> None:
+    """ValueError if `types` (column -> type) lacks the column, or another type than text."""
+    if column not in types:
+        raise ValueError(f"{where} has no column '{column}': use data.column= one of {_brief(', '.join(types))}")
+    if not re.fullmatch(r"(large_)?string(_view)?|dictionary<values=(large_)?string.*", types[column]):
+        raise ValueError(f"column '{column}' of {where} holds {_brief(types[column])}, not text: use data.column=NAME")
 
 
 # --- hf: the Hugging Face hub ---------------------------------------------------------------------------------------
@@ -330,27 +260,25 @@ def hugging_face(cfg: DataConfig) -> Corpus:
     if not cfg.dataset:
         raise ValueError("data=hf needs a data set: add data.dataset=OWNER/NAME, or a folder")
 
-    def documents(corpus: Corpus) -> Iterator[str]:
+    def read(corpus: Corpus) -> Iterator[tuple[int, str]]:
         rows = _load(cfg)
-        info = rows.info.splits or {}
-        corpus.total = info[cfg.split].num_examples if cfg.split in info else None
-        rows = rows.select_columns(cfg.column)
+        splits = rows.info.splits or {}
+        corpus.total = splits[cfg.split].num_examples if cfg.split in splits else None
         try:
-            for number, row in enumerate(rows, 1):
-                corpus.done = number
-                yield row[cfg.column] or ""
+            for number, row in enumerate(rows.select_columns(cfg.column), 1):
+                yield number, row[cfg.column] or ""
         except Exception as error:  # the libraries have no common class, see _load
             raise ValueError(f"reading {cfg.dataset} failed ({_brief(error)}): repeat this command to resume") from error
 
     identity = {"source": "hf", "dataset": cfg.dataset, "subset": cfg.subset, "split": cfg.split, "column": cfg.column}
     folder = cfg.dataset if Path(cfg.dataset).is_dir() else ""
     if local := os.path.join(folder, cfg.data_files or ""):
-        paths = sorted(path for path in _matching(local, hidden=True) if not path.name.startswith("cache-"))
+        paths = [path for path in _files_in(local, hidden=True) if not path.name.startswith("cache-")]
         listed = json.dumps([(path.name, path.stat().st_size) for path in paths])
-        digest, shown = hashlib.sha256(listed.encode()).hexdigest(), set(_matching(local))
+        digest, shown = hashlib.sha256(listed.encode()).hexdigest(), set(_files_in(local))
         content = content_of([path for path in paths if path in shown])
         identity |= {"data_files": cfg.data_files, "sha256": digest, CONTENT: content}
-    return Corpus(identity, documents, None, "document")
+    return Corpus(identity, read)
 
 
 def _load(cfg: DataConfig) -> Any:
@@ -375,12 +303,9 @@ def _load(cfg: DataConfig) -> Any:
     except Exception as error:  # the classes of the datasets, hub and http libraries have no common one
         what = f"cannot load data set {cfg.dataset} ({_brief(error)})"
         raise ValueError(f"{what}: check data.dataset, data.subset and data.split, {instead}") from error
-    names = rows.column_names
-    if names is not None and cfg.column not in names:
-        names = _brief(", ".join(names))
-        raise ValueError(f"{cfg.dataset} has no column '{cfg.column}': use data.column= one of {names}")
-    if rows.features:
-        _refuse_other_types(cfg.dataset, str(getattr(rows.features[cfg.column], "dtype", "a list")), cfg)
+    if rows.features:  # a stream may not know them
+        types = {name: str(getattr(feature, "dtype", "a list")) for name, feature in rows.features.items()}
+        _check_column(cfg.dataset, cfg.column, types)
     return rows
 
 
@@ -419,7 +344,9 @@ def nanogpt_identity(cfg: DataConfig) -> dict:
 
 
 def _brief(error: BaseException | str) -> str:
-    """First line of an error or text, for quoting inside another."""
-    reason = getattr(error, "reason", None) or error
-    lines = str(reason).strip().splitlines()
-    return lines[0][:160] if lines else type(error).__name__
+    """First line of a text, or of an error and of the error that caused it, for quoting inside another."""
+    cause = error
+    while getattr(cause, "__cause__", None):
+        cause = cause.__cause__
+    texts = [str(getattr(part, "reason", None) or part).strip() or type(part).__name__ for part in (error, cause)]
+    return ": ".join(dict.fromkeys(text.splitlines()[0][:160] for text in texts))

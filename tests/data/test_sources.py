@@ -151,7 +151,7 @@ def test_parquet(tmp_path):
     assert read(tmp_path / "a.parquet") == DOCUMENTS
     refused("no column 'body'.*text", tmp_path / "a.parquet", column="body")
     (tmp_path / "b.parquet").write_bytes(b"nonsense")
-    refused("not a parquet file", tmp_path / "b.parquet")
+    refused("truncated or not of the format", tmp_path / "b.parquet")
 
 
 def test_folders_and_globs_are_read_in_order_of_name(tmp_path):
@@ -163,6 +163,14 @@ def test_folders_and_globs_are_read_in_order_of_name(tmp_path):
     assert read(tmp_path) == ["a", "b", "c"]
     assert read(tmp_path / "*.jsonl") == ["a", "b"]
     assert read(f"{tmp_path}/**/c.jsonl") == ["c"]
+
+
+def test_a_text_and_its_compressed_copy_are_refused(tmp_path):
+    content = jsonl(tmp_path / "a.jsonl").read_bytes()
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(content))
+    for path in (tmp_path, tmp_path / "a.jsonl*"):
+        refused("a.jsonl and a.jsonl.gz look like one text twice: remove or rename one, or give path= a glob", path)
+    assert read(tmp_path / "*.gz") == read(tmp_path / "a.jsonl") == DOCUMENTS
 
 
 def test_hidden_files_below_a_folder_are_not_text(tmp_path):
@@ -271,3 +279,12 @@ def test_builders_with_data_files_need_no_network(tmp_path, datasets, streaming)
     assert rows(tmp_path, dataset="parquet", data_files=glob, streaming=streaming) == DOCUMENTS
     with pytest.raises(ValueError, match="cannot load data set json"):
         rows(tmp_path, dataset="json", data_files=str(tmp_path / "none*.jsonl"), streaming=streaming)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_data_set_that_cannot_be_read_says_why(tmp_path, datasets, streaming):
+    """The package's own message is 'An error occurred while generating the dataset'; the cause is below it."""
+    (tmp_path / "mine.jsonl").write_text('{"text": "fine"}\n{"text": "cut\n')
+    with pytest.raises(ValueError, match="JSON parse error") as caught:
+        rows(tmp_path, dataset="json", data_files=str(tmp_path / "mine.jsonl"), streaming=streaming)
+    assert "\n" not in str(caught.value)

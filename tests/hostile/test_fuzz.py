@@ -22,7 +22,7 @@ from training.checkpoint import load_run
 
 MUTATIONS = int(os.environ.get("FUZZ", "300"))
 SLOW = 10.0  # seconds for one file: a hang
-SPLICES = [b"", b"\x00", b"\xff\xff\xff\xff", b"[" * 3000, b'"', b"}", b"-1", b"1e999", b"null", b"NaN", b"../", b"\n"]
+SPLICES = [b"", b"\x00", b"\xff\xff\xff\xff", b"[" * 3, b'"', b"}", b"-1", b"1e999", b"null", b"NaN", b"../", b"\n"]
 
 
 def mutated(content: bytes, draw: random.Random) -> bytes:

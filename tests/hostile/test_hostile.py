@@ -5,7 +5,6 @@ import gzip
 import json
 import lzma
 import pickle
-import shutil
 import struct
 import tracemalloc
 from collections.abc import Callable
@@ -17,7 +16,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from data import sources
 from data.config import DataConfig
 from data.shards import META, PROGRESS, Shard, open_split
 from data.sources import open_corpus
@@ -57,12 +55,7 @@ def damaged(content: bytes, at: float = 0.5) -> bytes:
 
 
 RANDOM = np.random.default_rng(0).bytes(200_000).hex().encode()
-LIMIT = 2**20  # of the tests, for what a file may unpack to and for a line
-ZEROS = b"a" * (40 * LIMIT)
 TEXTS: dict[str, tuple[bytes | Callable[[], bytes], str]] = {
-    "bomb.txt.gz": (lambda: gzip.compress(ZEROS), "data.expansion"),
-    "bomb.txt.bz2": (lambda: bz2.compress(ZEROS), "data.expansion"),
-    "bomb.jsonl.xz": (lambda: lzma.compress(ZEROS, preset=0), "data.expansion"),
     "damaged.txt.gz": (lambda: damaged(gzip.compress(RANDOM)), "truncated or not"),
     "damaged.txt.bz2": (lambda: damaged(bz2.compress(RANDOM)), "truncated or not"),
     "damaged.txt.xz": (lambda: damaged(lzma.compress(RANDOM)), "truncated or not"),
@@ -73,9 +66,6 @@ TEXTS: dict[str, tuple[bytes | Callable[[], bytes], str]] = {
     "no.txt.bz2": (b"this is plain text", "truncated or not"),
     "no.txt.xz": (b"this is plain text", "truncated or not"),
     "nul.txt": (b"\xff\xfe\x00\x00" * 100, "UTF-8"),
-    "long.jsonl": (lambda: b'{"text": "' + ZEROS + b'"}\n', "data.longest_line"),
-    "endless.jsonl": (lambda: ZEROS, "data.longest_line"),
-    "deep.jsonl": (f'{{"text": {DEEP}}}\n'.encode(), "line 1 is not JSON"),
     "latin.jsonl": (b'{"text": "\xe9t\xe9"}\n', "UTF-8"),
     "huge-number.jsonl": (b'{"text": ' + b"9" * 10_000 + b"}\n", "line 1"),
     "number.jsonl": (b'{"text": 5}\n', "no text under 'text'"),
@@ -83,31 +73,16 @@ TEXTS: dict[str, tuple[bytes | Callable[[], bytes], str]] = {
     "array.jsonl": (b'["text"]\n', "no text under 'text'"),
     "keys.jsonl": (json.dumps({f"key{i}": 1 for i in range(50_000)}).encode() + b"\n", "no text under 'text'"),
     "newlines.jsonl": (json.dumps({"a\nb": 1}).encode() + b"\n", "no text under 'text'"),
-    "no.parquet": (b"PAR1 this is none", "not a parquet file"),
+    "no.parquet": (b"PAR1 this is none", "truncated or not"),
     "empty.parquet": (b"", "is empty"),
 }
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_text(tmp_path, name, monkeypatch):
-    monkeypatch.setattr(sources, "ALWAYS_ALLOWED", LIMIT)
+def test_text(tmp_path, name):
     content, says = TEXTS[name]
     (tmp_path / name).write_bytes(content() if callable(content) else content)
-    refused(lambda: read(tmp_path / name, longest_line=LIMIT), says, most=25 * LIMIT)  # the whole of ZEROS would be more
-
-
-def test_a_ten_megabyte_line_is_read_and_the_limit_has_an_option(tmp_path):
-    path = tmp_path / "long.jsonl"
-    path.write_text(json.dumps({"text": "a" * 10_000_000}) + "\n")
-    assert read(path) == 1
-    refused(lambda: read(path, longest_line=1_000_000), "data.longest_line")
-
-
-def test_what_unpacks_far_can_be_allowed(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "ALWAYS_ALLOWED", LIMIT)
-    path = tmp_path / "log.txt.gz"
-    path.write_bytes(gzip.compress(ZEROS))
-    assert read(path, expansion=2000) > 0
+    refused(lambda: read(tmp_path / name), says)
 
 
 def parquet_file(path: Path, column: list, **options: Any) -> Path:
@@ -123,17 +98,6 @@ def test_parquet_without_text(tmp_path, column):
     refused(lambda: read(path), "not text: use data.column=")
 
 
-def test_parquet_bombs(tmp_path):
-    """A few kilobytes that unpack to 200 MB: one text 2,000 times, as a dictionary; and 70 texts of a million equal letters."""
-    path = parquet_file(tmp_path / "rows.parquet", ["a" * 100_000] * 2000)
-    refused(lambda: read(path), "data.expansion")
-    refused(lambda: read(path, longest_line=50_000), "data.longest_line")
-    path = parquet_file(
-        tmp_path / "page.parquet", [f"{i}" + "a" * 1_000_000 for i in range(70)], compression="zstd", use_dictionary=False
-    )
-    refused(lambda: read(path), "data.expansion")
-
-
 @pytest.mark.parametrize("at", [0.1, 0.5, 0.9])
 def test_damaged_parquet(tmp_path, at):
     draw = np.random.default_rng(0)
@@ -145,8 +109,6 @@ def test_damaged_parquet(tmp_path, at):
 # ---------------------------------------- prepared text
 
 META_LIES: dict[str, Callable[[dict], Any]] = {
-    "outside": lambda meta: meta["splits"]["train"]["shards"][0].update(file="../secret.bin"),
-    "absolute": lambda meta: meta["splits"]["train"]["shards"][0].update(file=str(Path(meta["there"], "secret.bin"))),
     "file is a number": lambda meta: meta["splits"]["train"]["shards"][0].update(file=5),
     "no file": lambda meta: meta["splits"]["train"]["shards"][0].pop("file"),
     "missing": lambda meta: meta["splits"]["train"]["shards"][0].update(file="train_000009.bin"),
@@ -164,12 +126,11 @@ META_LIES: dict[str, Callable[[dict], Any]] = {
 
 @pytest.mark.parametrize("lie", META_LIES)
 def test_meta_that_lies(shards, lie):
-    shutil.copy(shards / "train_000000.bin", shards.parent / "secret.bin")  # sound, so only its place is wrong
-    meta = json.loads((shards / META).read_text()) | {"there": str(shards.parent)}
+    meta = json.loads((shards / META).read_text())
     text = META_LIES[lie](meta)
     text = text if isinstance(text, str) and text[0] in "[\udcff" else json.dumps(meta)
     (shards / META).write_bytes(text.encode("utf-8", "surrogateescape"))
-    refused(lambda: open_split(shards, "train"), "damaged" if lie in ("outside", "absolute") else "")
+    refused(lambda: open_split(shards, "train"))
 
 
 def header(**ints: int) -> bytes:

@@ -84,7 +84,7 @@ def test_a_run_that_is_already_done_leaves_no_thread(shards: Path, tmp_path: Pat
 
 def test_a_resume_may_change_where_a_machine_reads_and_computes(trunk: Path) -> None:
     ours = read_run_config(trunk)
-    other = {"dir": "elsewhere", "path": "books", "workers": 3, "longest_line": 5}
+    other = {"dir": "elsewhere", "path": "books", "workers": 3, "streaming": True}
     refuse_other_config(trunk, ours | {"data": ours["data"] | other, "model": ours["model"] | {"backend": "math"}})
     with pytest.raises(ValueError, match="was started with data.val_fraction="):
         refuse_other_config(trunk, ours | {"data": ours["data"] | other | {"val_fraction": 0.3}})
