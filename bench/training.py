@@ -33,7 +33,7 @@ GROWTH_TOKENS = 4096  # tokens of a step, or one sequence of a longer context
 # How the threads of libgomp, torch's OpenMP on Linux, wait for each other (what="busy"). GOMP_SPINCOUNT in the environment of a
 # bench would change the first row.
 WAITS = {
-    "as train.py": {},  # training/cores.py
+    "as train.py": {"GOMP_SPINCOUNT": "2000"},
     "libgomp's own": {"GOMP_SPINCOUNT": "300000"},  # its default, libgomp/env.c
     "no spinning": {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"},
     "one thread": {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},

@@ -107,8 +107,8 @@ def print_help(name: str, schema: type, about: str) -> None:
 def one_line_errors(schema: type, every_rank: bool = False, config: Any = None) -> Iterator[None]:
     """Print a user's error as one line and exit with 2; a bug keeps its traceback.
 
-    every_rank: each process of torchrun prints its own error with its rank, unless the error's attribute `said` is
-    true, which means that rank 0 has printed it. config: what the command runs with; it tells what needs less memory.
+    every_rank: each process of torchrun prints its own error with its rank, not rank 0 alone. config: what the command runs
+    with; it tells what needs less memory.
     """
     try:
         yield
@@ -117,7 +117,7 @@ def one_line_errors(schema: type, every_rank: bool = False, config: Any = None) 
         if ASKED_FOR_TRACEBACK or not (out_of_memory or isinstance(error, USER_ERRORS)):
             raise
         rank = os.environ.get("RANK", "0")
-        if rank == "0" or (every_rank and not getattr(error, "said", False)):
+        if rank == "0" or every_rank:
             where = "" if rank == "0" else f" on rank {rank}"
             said = needs_less_memory(config) if out_of_memory else explain(error, schema)
             print(f"error{where}: {said}", file=sys.stderr, flush=True)

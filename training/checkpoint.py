@@ -23,7 +23,6 @@ from model.config import decoder_config
 from model.decoder import Decoder
 from model.rotary import RopeScaling
 from training import sharded
-from training.cores import share_cores
 from training.guard import Diverged, Guard
 from training.optim import load_state, state_shapes, state_tensors
 from training.parallel import gathered, split_as
@@ -245,8 +244,6 @@ def load_run(run: str | Path, device: str | torch.device = "cpu", step: int | No
     if not checkpoints(path) or (step is not None and not of_step(path, step).is_dir()):
         what = "no checkpoint" if step is None else f"no checkpoint of step {step}"
         raise FileNotFoundError(f"{path} has {what}: let the training finish, or continue it with resume=true")
-    if torch.device(device).type == "cpu":
-        share_cores()
     config = read_run_config(path, groups=())
 
     def use(folder: Path) -> tuple[Decoder, int]:

@@ -17,10 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from configs.provenance import cpu_name
-from training.cores import share_cores
 
 TIMEOUT = timedelta(minutes=10)  # until a process that does not answer counts as lost
-PATIENCE = 3.0  # seconds that a process with an error waits for the main process to report the same error
 _runs = itertools.count()  # numbers the runs of this process: a sweep has several
 
 
@@ -31,7 +29,6 @@ class World:
     rank: int
     size: int
     device: torch.device
-    store: dist.Store | None = None  # key-value store of all processes, while the launcher that hosts it lives
 
     @property
     def main(self) -> bool:
@@ -70,33 +67,15 @@ class World:
 
     @contextlib.contextmanager
     def errors(self) -> Iterator[None]:
-        """A context for the work of all processes. If several processes fail with the same error, only the main one prints it.
-
-        This sets `error.said` on the other processes; configs/__init__.py reads it. ConnectionError if a process is lost.
-        """
+        """A context for the work of all processes. ConnectionError if a process is lost."""
         try:
             yield
-        except (ValueError, OSError) as error:
-            error.said = self._main_says(str(error))
-            raise
         except RuntimeError as error:
             if self.size > 1 and (isinstance(error, dist.DistError) or "gloo" in str(error)):
                 raise ConnectionError(
                     "another process has ended: see its own error (printed above by its rank), or a timeout of 10 minutes"
                 ) from None
             raise
-
-    def _main_says(self, text: str) -> bool:
-        """Whether this is not the main process, and the main process has the same error within a few seconds."""
-        if self.store is None:
-            return False
-        with contextlib.suppress(dist.DistError, RuntimeError):
-            if self.main:
-                self.store.set("error", text)
-            else:
-                self.store.wait(["error"], timedelta(seconds=PATIENCE))
-                return self.store.get("error").decode() == text
-        return False
 
 
 def join_world(device: str = "auto") -> World:
@@ -106,7 +85,6 @@ def join_world(device: str = "auto") -> World:
     _refuse_shared_gpus(where)
     if where.type == "cpu":
         _keep_freed_memory()
-        share_cores()
     if where.type == "cuda":
         where = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if where.index is None else where
         torch.cuda.set_device(where)
@@ -122,7 +100,7 @@ def join_world(device: str = "auto") -> World:
     store = dist.PrefixStore(f"attempt_{restarts()}_run_{next(_runs)}", store)
     backend = "nccl" if where.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
-    return World(rank, size, where, store)
+    return World(rank, size, where)
 
 
 def _refuse_shared_gpus(device: torch.device) -> None:

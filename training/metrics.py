@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import re
 import sys
 import time
@@ -14,7 +13,6 @@ from typing import Any
 import torch
 
 from configs.files import json_text, read_json_lines, write_atomic
-from training.cores import CHOSEN
 from training.tracking import mirror, start_wandb
 
 try:
@@ -24,28 +22,12 @@ except ImportError:  # Windows has no such module
 
 STATUS = Path("/proc/self/status")  # of Linux
 
-# Dense bfloat16 peak (V100: float16), FLOP/s, from the makers' data sheets. The first key found in the device's
-# name counts.
+# Dense bfloat16 peak (V100: float16), FLOP/s, from the makers' data sheets. The first key found in the device's name counts.
 PEAK_FLOPS = {
-    "B200": 2250e12,
-    "H200 NVL": 835e12,
-    "GH200": 989e12,
-    "H200": 989e12,
-    "H100 NVL": 835e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "A40": 149.7e12,
-    "A10": 125e12,
-    "A10G": 70e12,
-    "L40S": 362e12,
-    "L40": 181e12,
-    "L4": 121e12,
-    "RTX 5090": 209.5e12,
-    "RTX 4090": 165e12,
-    "RTX 3090": 71e12,
-    "V100": 125e12,
-}
+    "B200": 2250e12, "H200 NVL": 835e12, "GH200": 989e12, "H200": 989e12, "H100 NVL": 835e12, "H100 PCIe": 756e12,
+    "H100": 989e12, "A100": 312e12, "A40": 149.7e12, "A10": 125e12, "A10G": 70e12, "L40S": 362e12, "L40": 181e12,
+    "L4": 121e12, "RTX 5090": 209.5e12, "RTX 4090": 165e12, "RTX 3090": 71e12, "V100": 125e12,
+}  # fmt: skip
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -72,8 +54,8 @@ def memory_gb(device: torch.device) -> float | None:
 
 def status_gb(key: str) -> float | None:
     """A size that Linux reports of this process: VmRSS, resident now, or VmHWM, the peak. None where it does not (gVisor)."""
-    found = re.search(rf"{key}:\s+(\d+) kB", STATUS.read_text()) if STATUS.is_file() else None
-    return None if found is None else int(found[1]) * 1.024e-6
+    size = re.search(rf"{key}:\s+(\d+) kB", STATUS.read_text()) if STATUS.is_file() else None
+    return int(size[1]) * 1.024e-6 if size else None
 
 
 class Metrics:
@@ -140,39 +122,6 @@ class Stopwatch:
         since = time.perf_counter()
         yield
         self._away += time.perf_counter() - since
-
-
-class Pace:
-    """Warns once if training on a CPU is slow compared with this run's best speed, and names the setting that helps."""
-
-    COLLAPSED = 0.5  # of the best speed, in two logged lines in a row: a single line may hold a short disturbance
-
-    def __init__(self, device: torch.device) -> None:
-        self.on_cpu, self.best, self.slow, self.said = device.type == "cpu", 0.0, 0, False
-
-    def warning(self, speed: float) -> str | None:
-        """The warning to print below the log line with this `speed` (tokens per second); None: no warning."""
-        self.best = max(self.best, speed)
-        self.slow = self.slow + 1 if speed < self.COLLAPSED * self.best else 0
-        if self.said or self.slow < 2 or not self.on_cpu:
-            return None
-        self.said = True
-        threads, cores = torch.get_num_threads(), os.cpu_count() or 1
-        load = f"load {os.getloadavg()[0]:.1f}, " if hasattr(os, "getloadavg") else ""
-        return (
-            f"warning: {speed:,.0f} tok/s is {speed / self.best:.0%} of this run's best, probably because other processes use "
-            f"its cores ({load}{cores} cores, {threads} threads): {_advice(threads)}"
-        )
-
-
-def _advice(threads: int) -> str:
-    """The advice for a run that shares its cores with other processes."""
-    chosen = [name for name in CHOSEN if os.environ.get(name)]
-    if chosen and threads > 1:
-        return f"leave out {' and '.join(chosen)}, so that its threads wait as train.py chooses, and use resume=true"
-    if threads > 1:
-        return "end the other processes, or set OMP_NUM_THREADS to the number of free cores and use resume=true"
-    return "end the other processes, or wait"
 
 
 def log_line(step: int, steps: int, m: dict[str, Any], eta_s: float) -> str:

@@ -20,21 +20,24 @@ PROJECT = "attention-noise"
 def start_wandb(mode: str, run_dir: Path, config: dict[str, Any]) -> Any | None:
     """The wandb run of the training run `run_dir`: a new one, or on a resume the same one; None for mode off.
 
-    Its group is the folder that holds the run (the experiment's folder), its job type is the run's name without the seed. If
-    runs are grouped by both, each curve in wandb is the mean over the seeds of an arm. The history's step is the optimizer
-    step.
+    Its group is the folder that holds the run, its job type is the run's name without the seed: grouped by both, each curve in
+    wandb is the mean over the seeds of an arm. The history's step is the optimizer step.
     """
-    if (wandb := import_wandb(mode)) is None:
+    if import_wandb(mode) is None:
         return None
+    id_file = run_dir / "wandb_id.txt"
+    if not (id_file.is_file() and id_file.read_text().strip()):
+        write_atomic(id_file, secrets.token_hex(4).encode())
     run = _started(
-        wandb,
-        id=_kept_id(run_dir),
+        mode,
+        run_dir,
+        run_dir,
+        id=id_file.read_text().strip(),
         resume="allow" if mode == "online" else None,  # offline, `wandb sync` joins the parts of one id
         name=run_dir.name,
-        job_type=arm_of(run_dir.name, config.get("seed")),
+        job_type=run_dir.name.removesuffix(f"-s{config.get('seed')}"),
         tags=[f"seed {config.get('seed')}"],
         config=config,
-        **common(wandb, mode, run_dir, run_dir),
     )
     run.define_metric("step", hidden=True)
     run.define_metric("*", step_metric="step")
@@ -54,24 +57,22 @@ def import_wandb(mode: str) -> Any | None:
     return wandb
 
 
-def _started(wandb: Any, **options: Any) -> Any:
+def _started(mode: str, folder: Path, run_dir: Path, **options: Any) -> Any:
+    """A wandb run with its own files in `folder`, in the group of the parent of `run_dir`. ValueError: it does not start."""
+    wandb = import_wandb(mode)
     try:
-        return wandb.init(**options)
+        return wandb.init(
+            project=os.environ.get("WANDB_PROJECT", PROJECT),
+            group=os.environ.get("WANDB_RUN_GROUP", run_dir.resolve().parent.name),
+            dir=folder,
+            mode=mode,
+            reinit="finish_previous",  # a diverged trial of a sweep left its run open
+            settings=wandb.Settings(disable_git=True, disable_code=True),
+            **options,
+        )
     except wandb.Error as error:  # no key, or no network
         why = str(error).strip().split("\n")[0]
         raise ValueError(f"wandb does not start ({why}): run `wandb login`, or use wandb=offline or wandb=off") from None
-
-
-def common(wandb: Any, mode: str, folder: Path, run_dir: Path) -> dict[str, Any]:
-    """Arguments of wandb.init for every run: `folder` is for wandb's own files, the group is the parent of `run_dir`."""
-    return {
-        "project": os.environ.get("WANDB_PROJECT", PROJECT),
-        "group": os.environ.get("WANDB_RUN_GROUP", run_dir.resolve().parent.name),
-        "dir": folder,
-        "mode": mode,
-        "reinit": "finish_previous",  # a diverged trial of a sweep left its run open
-        "settings": wandb.Settings(disable_git=True, disable_code=True),
-    }
 
 
 def mirror(run: Any, line: dict[str, Any]) -> None:
@@ -97,10 +98,10 @@ def log_report(mode: str, page: Path, figures: dict[str, Path], folders: dict[st
     files = {path.name: path for path in beside if path.is_file()}
     files |= {f"{name}.png": path for name, path in figures.items()}
     for label, folder in folders.items():
-        found = [*folder.glob("figures/*.png"), *folder.glob("eval/*.json"), folder / "config.yaml"]
-        files |= {f"runs/{label}/{path.relative_to(folder)}": path for path in found}
-    options = common(wandb, mode, page.parent, next(iter(folders.values())))
-    run = _started(wandb, name=page.stem, job_type="report", config={"runs": list(folders)}, **options)
+        paths = [*folder.glob("figures/*.png"), *folder.glob("eval/*.json"), folder / "config.yaml"]
+        files |= {f"runs/{label}/{path.relative_to(folder)}": path for path in paths}
+    first = next(iter(folders.values()))
+    run = _started(mode, page.parent, first, name=page.stem, job_type="report", config={"runs": list(folders)})
     group = re.sub(r"[^\w.-]+", "-", run.group)
     artifact = wandb.Artifact(f"report-{group}", type="report")
     for name, path in files.items():
@@ -109,15 +110,3 @@ def log_report(mode: str, page: Path, figures: dict[str, Path], folders: dict[st
     run.log({"report": wandb.Html(str(page)), **{name: wandb.Image(str(path)) for name, path in figures.items()}})
     run.summary.update(summary)
     run.finish()
-
-
-def arm_of(name: str, seed: int | None) -> str:
-    """A run's name without its seed: diff-s3 -> diff."""
-    return re.sub(rf"[-_.]s(eed)?[-_=]?{seed}$", "", name)
-
-
-def _kept_id(run_dir: Path) -> str:
-    path = run_dir / "wandb_id.txt"
-    if not (path.is_file() and path.read_text().strip()):
-        write_atomic(path, secrets.token_hex(4).encode())
-    return path.read_text().strip()

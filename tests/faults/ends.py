@@ -5,7 +5,6 @@ import re
 import resource
 import shutil
 import signal
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -74,25 +73,6 @@ def second_signal(world: World) -> str:
     begin = time.monotonic()
     code = wait(process)
     return "" if code == 143 and time.monotonic() - begin < 5 and not checkpoints(run) else f"exit code {code}"
-
-
-def blocked_loader(world: World) -> str:
-    """A file system that does not answer keeps no signal waiting, and the steps that were done are kept."""
-
-    def block() -> None:
-        from data import loader
-
-        real = loader.Loader.__call__
-        loader.Loader.__call__ = lambda self, step, micro=0: real(self, step, micro) if step < 5 else threading.Event().wait()
-
-    run = world.fresh("end")
-    process = launch("train", world.train(run, *LONG), world.log, block)
-    until(started(run, 6))
-    time.sleep(0.2)
-    os.kill(process, signal.SIGTERM)
-    code = wait(process, 20)
-    found = [folder.name for folder in checkpoints(run)]
-    return "" if code == 143 and found == ["step_00000005"] else f"exit code {code}, {found}"
 
 
 def into_pipe(world: World, run: Path, prepare: Callable[[int], None], *more: str) -> tuple[int, int]:
@@ -217,7 +197,6 @@ ENDS: dict[str, Callable[[World], str]] = {
     "SIGTERM": by_signal(signal.SIGTERM),
     "SIGINT": by_signal(signal.SIGINT),
     "second signal": second_signal,
-    "blocked loader": blocked_loader,
     "full pipe": full_pipe,
     "closed output": closed_output,
     "SIGHUP, second trainer": hangup_and_second_trainer,

@@ -60,22 +60,3 @@ def test_lines_without_a_step_are_dropped_on_a_resume(tmp_path: Path) -> None:
 def test_a_peak_belongs_to_one_card(name: str, peak: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     assert metrics.peak_flops(torch.device("cuda")) == peak
-
-
-def warnings_of(speeds: list[float], device: str = "cpu") -> list[str | None]:
-    pace = metrics.Pace(torch.device(device))
-    return [pace.warning(speed) for speed in speeds]
-
-
-def test_a_collapse_of_the_speed_is_said_once_with_the_setting_that_helps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
-    said = warnings_of([100.0, 1000.0, 499.0, 800.0, 100.0, 240.0, 100.0, 1000.0, 1.0, 1.0])
-    assert [bool(text) for text in said] == [False] * 5 + [True] + [False] * 4  # two lines in a row, and never again
-    assert "240 tok/s is 24% of this run's best" in said[5] and "set OMP_NUM_THREADS" in said[5]
-    monkeypatch.setenv("GOMP_SPINCOUNT", "300000")
-    assert "leave out GOMP_SPINCOUNT, so that" in warnings_of([9.0, 1.0, 1.0])[2]
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    assert "end the other processes, or wait" in warnings_of([9.0, 1.0, 1.0])[2]
-    assert not any(warnings_of([9.0, 1.0, 1.0], "cuda"))

@@ -16,14 +16,14 @@ from torch.distributed.checkpoint import CheckpointException
 
 from model.decoder import Decoder
 from scripts import consolidate
-from tests.conftest import ROOT, run_command, train_arguments
+from tests.conftest import run_command, train_arguments
+from tests.training.estimates import Layout, messages, skeleton, states
 from tests.training.processes import SMALL
 from tests.training.test_train import losses, metrics
 from tests.variants import config
 from training import checkpoint, parallel, sharded
 from training.checkpoint import CheckpointConfig, checkpoints, load_run
 from training.distributed import World
-from training.estimates import MACHINE, MODELS, Layout, messages, skeleton, states, table
 from training.optim import OptimConfig, build_optimizers
 from training.parallel import KEEP_INPUTS, compile_steps
 from training.saver import Saver
@@ -322,12 +322,3 @@ def test_blocks_that_are_computed_again_keep_only_their_inputs() -> None:
         shallow, deep = (forward_and_backward(model, recompute)[1] for model in models)
         kept[recompute] = deep - shallow  # of one block
     assert kept[True] == 4 * 64 * config("baseline").d_model < kept[False] / 10  # float32, of 64 tokens
-
-
-def test_the_page_has_the_table_of_the_formulas() -> None:
-    text = (ROOT / "docs/SCALE.md").read_text()
-    assert text.split("<!-- estimates -->\n")[1].split("\n<!-- end -->")[0] == table()
-    largest = skeleton(MODELS["13B"])
-    whole = states(largest, Layout.of("ddp", MACHINE))["parameters"] * MACHINE  # in main memory, as training starts
-    kept = 4 * 2048 * MODELS["13B"].d_model * MODELS["13B"].n_layer  # with activation checkpointing
-    assert f"2,048 tokens: {kept / 1e9:.1f} GB" in text and f"13B: {whole / 1e9:.0f} GB" in text

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -189,6 +190,19 @@ def test_an_indivisible_world_is_refused_once(shards: Path, tmp_path: Path) -> N
     )  # fmt: skip
     assert done.returncode != 0
     assert done.stderr.count("error: batch_tokens=64 is not a multiple of context 64 x 2 processes: use batch_tokens=128") == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="torch has another OpenMP than libgomp")
+@pytest.mark.parametrize(
+    ("chosen", "count"), (({}, "2000"), ({"GOMP_SPINCOUNT": "300000"}, "300000"), ({"OMP_WAIT_POLICY": "PASSIVE"}, "0"))
+)
+def test_libgomp_reads_how_long_waiting_threads_spin(chosen: dict[str, str], count: str) -> None:
+    """The variable must be set before torch loads libgomp, which then shows what it read."""
+    environment = {key: value for key, value in os.environ.items() if key not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    environment |= {"OMP_DISPLAY_ENV": "VERBOSE", **chosen}
+    done = subprocess.run([sys.executable, "-c", "import train"], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert set(re.findall("GOMP_SPINCOUNT = '(.*)'", done.stderr)) == {count}
 
 
 @pytest.mark.parametrize("dtype", ("bfloat16", "float32"))

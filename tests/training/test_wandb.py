@@ -14,7 +14,6 @@ from tests.conftest import run_command, train_arguments
 from tests.wandb_stub import WandbStub
 from training.checkpoint import checkpoints
 from training.metrics import Metrics
-from training.tracking import arm_of
 
 SECRETS = {"WANDB_API_KEY": "0123456789abcdef0123456789abcdef01234567", "HF_TOKEN": "hf_notToBeSeenAnywhere"}
 
@@ -150,8 +149,3 @@ def test_without_the_package_or_with_a_wrong_mode_it_is_said(tmp_path: Path, mon
     with pytest.raises(ValueError, match="off, online or offline"):
         Metrics(tmp_path, "on", {}, 0)
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "loss": 2.0}\n'
-
-
-def test_an_arm_is_a_run_without_its_seed() -> None:
-    names = {"diff-s3": "diff", "a-seed=3": "a", "diff-s13": "diff-s13", "s3": "s3", "gpus3": "gpus3"}
-    assert {name: arm_of(name, 3) for name in names} == names
