@@ -152,9 +152,8 @@ class FolderTokenizer(Tokenizer):
         return self.encode_array(text).tolist()
 
     def encode_array(self, text: str) -> np.ndarray:
-        with _panics():
-            (found,) = self.hf.encode_batch_fast([_valid(text)], add_special_tokens=False)
-        return np.array(found.ids, dtype=np.uint32)
+        (encoded,) = self.hf.encode_batch_fast([_valid(text)], add_special_tokens=False)
+        return np.array(encoded.ids, dtype=np.uint32)
 
     def decode(self, ids: Iterable[int]) -> str:
         known = [int(i) for i in ids if int(i) in self.tokens]
@@ -183,17 +182,6 @@ class FolderTokenizer(Tokenizer):
         return {"definition": self.definition}
 
 
-@contextlib.contextmanager
-def _panics() -> Iterator[None]:
-    """ValueError for a split pattern that fails: the package raises PanicException, which is not an Exception."""
-    try:
-        yield
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":
-            raise
-        raise ValueError(f"tokenizer.json cannot split this text ({error}): use another tokenizer") from None
-
-
 def read_tokenizer(folder: str | Path) -> Tokenizer:
     """The tokenizer of a transformers model folder (tokenizer.json, tokenizer_config.json) as one of ours.
 
@@ -208,10 +196,7 @@ def read_tokenizer(folder: str | Path) -> Tokenizer:
     definition = _read_json(path)
     if "model" not in definition or "version" not in definition:
         raise ValueError(f"{path} is not a file of the package 'tokenizers': give the folder of a transformers model")
-    try:
-        tokenizer = FolderTokenizer(definition, _eot(Path(folder), definition), path)
-    except (KeyError, TypeError, AttributeError):
-        raise ValueError(f"{folder} has a damaged tokenizer: copy its JSON files again") from None
+    tokenizer = FolderTokenizer(definition, _eot(Path(folder), definition), path)
     if (tokenizer.vocab_size, tokenizer.eot) == (50257, 50256):
         with contextlib.suppress(ValueError):  # without tiktoken's file, use the folder's own tokenizer
             gpt2 = Tokenizer(_encoding("gpt2"))
@@ -227,7 +212,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _eot(folder: Path, definition: dict[str, Any]) -> int:
     """The id of the bos token, else of the eos token; tokenizer_config.json names it, or else config.json."""
-    vocab = definition["model"].get("vocab")
+    vocab = definition["model"].get("vocab")  # of a unigram model it is a list
     ids = dict(vocab) if isinstance(vocab, dict) else {}
     ids |= {token["content"]: token["id"] for token in definition.get("added_tokens") or ()}
     named = _read_json(folder / "special_tokens_map.json") | _read_json(folder / "tokenizer_config.json")
@@ -287,10 +272,6 @@ def load_tokenizer(folder: str | Path, foreign: TokenizerConfig | None = None) -
             tokenizer = Tokenizer(_encoding(name))
     except (KeyError, TypeError, AttributeError, binascii.Error, OverflowError):
         raise ValueError(f"{path} is not a tokenizer file: {fix}") from None
-    except ValueError as error:
-        if str(path) in str(error) or name != "bpe":
-            raise
-        raise ValueError(f"{path} has a split pattern or tokens that cannot be used: {fix}") from None
     if tokenizer.fingerprint != fingerprint:
         raise ValueError(f"{path} does not match its fingerprint: {fix}")
     return tokenizer

@@ -90,23 +90,6 @@ def test_a_folders_tokenizer_is_one_of_ours(folder: Path, texts: list[str]) -> N
     assert tokenizer.decode([tokenizer.encode("\U0001f642")[-1]]) == "\ufffd"  # the last of its bytes
 
 
-@pytest.mark.parametrize(
-    ("name", "damage"),
-    (
-        ("tokenizer.json", {"model": None}),
-        ("tokenizer.json", {"added_tokens": [{"id": 0}]}),
-        ("tokenizer.json", {"added_tokens": 3}),
-        ("tokenizer_config.json", {"bos_token": []}),
-    ),
-)
-def test_a_damaged_folder_is_an_error_in_one_line(folder: Path, name: str, damage: dict, tmp_path: Path) -> None:
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        content = json.loads((folder / file).read_text()) | (damage if file == name else {})
-        (tmp_path / file).write_text(json.dumps(content))
-    with pytest.raises(ValueError, match="has a damaged tokenizer: copy its JSON files again"):
-        read_tokenizer(tmp_path)
-
-
 def test_ids_are_those_of_the_package(folder: Path, texts: list[str]) -> None:
     hf = HFTokenizer.from_file(str(folder / "tokenizer.json"))
     hf.no_truncation()

@@ -445,3 +445,12 @@ def test_the_command(tmp_path):
     assert first.returncode == second.returncode == 0
     assert "train 1,891 tokens" in first.stdout and "already prepared and verified" in second.stdout
     assert build_tokenizer(TokenizerConfig("bytes")).fingerprint == load_tokenizer(tmp_path / "out").fingerprint
+
+
+def test_a_document_that_the_split_pattern_cannot_split_is_named(cfg, monkeypatch):
+    def fail(self, text):
+        raise ValueError("too many steps")
+
+    monkeypatch.setattr("data.tokenizer.Tokenizer.encode_array", fail)
+    with pytest.raises(ValueError, match=r"document 1 cannot be tokenized \(too many steps\): .*data\.tokenizer\.name=bytes"):
+        prepare(cfg)

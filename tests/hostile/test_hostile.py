@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from data.config import DataConfig
 from data.shards import META, PROGRESS, Shard, open_split
 from data.sources import open_corpus
-from data.tokenizer import FILE, Tokenizer, load_tokenizer, read_tokenizer
+from data.tokenizer import FILE, load_tokenizer
 from eval.common import TextEvalConfig, evaluation_tokens, open_run
 from eval.report.runs import read_run
 from model.interop.folder import Weights, read_config
@@ -161,9 +161,7 @@ def test_shard(tmp_path, name):
     refused(lambda: Shard(tmp_path / "train.bin", vocab_size=300).read(0, 10))
 
 
-PATTERNS = ["(", "(a{1000}){1000}{1000}", "[", "(?P<", "\\", "*", "(?<=a+)b", "(?i:[sdmt]|ll)" * 40_000]
 TOKENIZERS: dict[str, Callable[[dict], Any]] = {
-    **{f"pattern {i}": (lambda c, pattern=p: c.update(pattern=pattern)) for i, p in enumerate(PATTERNS)},
     "pattern is a number": lambda c: c.update(pattern=5),
     "no tokens": lambda c: c.update(tokens=[]),
     "tokens are text": lambda c: c.update(tokens="abc"),
@@ -190,33 +188,6 @@ def test_tokenizer(shards, name):
 def test_tokenizer_that_is_none(shards, text):
     (shards / FILE).write_text(text)
     refused(lambda: load_tokenizer(shards), "prepare the data again")
-
-
-def test_a_pathological_split_pattern_is_one_line(shards, tokenizer):
-    """`(a+)+$` on a text of a's would take longer than the world lasts."""
-    import tiktoken
-
-    ranks = tokenizer.encoding._mergeable_ranks
-    encoding = tiktoken.Encoding(
-        "bpe", pat_str=r"((a+)+)+b(?=x)\1", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": len(ranks)}
-    )
-    Tokenizer(encoding).save(shards)
-    refused(lambda: load_tokenizer(shards).encode_array("a" * 100))
-
-
-@pytest.mark.parametrize("pattern", [r"(a+)+$", r"(a|aa)+$", "(", "(?:a{1,1000}){1,1000}"])
-def test_a_pathological_regex_in_a_models_tokenizer(tmp_path, pattern):
-    pytest.importorskip("tokenizers", reason="optional package tokenizers is not installed")
-    decoder = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-    model = {"type": "BPE", "vocab": {"a": 0, "b": 1, "<s>": 2}, "merges": []}
-    definition = {"version": "1.0", "model": model, "pre_tokenizer": split, "decoder": decoder, "added_tokens": []}
-    (tmp_path / FILE).write_text(json.dumps(definition))
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>"}))
-    try:
-        assert len(read_tokenizer(tmp_path).encode("a" * 60 + "b")) <= 61
-    except ValueError as error:
-        assert "\n" not in str(error)
 
 
 PROGRESSES = [
