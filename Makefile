@@ -6,6 +6,7 @@ TORCH_INDEX ?=
 RUNS   ?= runs/quickstart
 MINUTES ?= 25
 GPU    ?= runs/gpu
+TINY   ?= false
 TRAIN  ?=
 EVAL   ?=
 FAULTS ?=
@@ -25,7 +26,7 @@ ALL    := $(subst $(space),$(comma),$(PATHS:%=$(RUNS)/%))
 help:
 	@echo "make quickstart   install, prepare data, train three stacks, evaluate, write $(RUNS)/report.html"
 	@echo "make test         install, lint, and run the whole CPU test suite"
-	@echo "make gpu          on a CUDA machine, with its own torch: kernel check, benches, MFU, short trainings, in MINUTES=25, into $(GPU)"
+	@echo "make gpu          on a CUDA machine, with its own torch: kernel check, benches, MFU, short trainings, in MINUTES=25, into $(GPU); TINY=true tries it on a CPU"
 	@echo "make test-faults  kills, damage, full disks, NaN and infinity: a table; FAULTS='kills=10 restarts=2' changes its size"
 	@echo "make lint         ruff check and format check"
 	@echo "make clean        remove the virtual environment and caches"
@@ -63,7 +64,7 @@ test: lint
 
 # With the machine's own Python and torch, which fit its driver: nothing is installed.
 gpu:
-	$(PYTHON) -m scripts.gpu minutes=$(MINUTES) out=$(GPU)
+	$(PYTHON) -m scripts.gpu minutes=$(MINUTES) out=$(GPU) tiny=$(TINY)
 
 test-faults: $(VENV)/.tested
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults $(FAULTS)

@@ -79,7 +79,7 @@ def read_json_object(path: Path, fix: str) -> dict[str, Any]:
 
 def read_run_config(run: Path, groups: Sequence[str] = ("model", "data")) -> dict[str, Any]:
     """The config.yaml of a run's folder. ValueError if the file is not YAML or lacks one of `groups`."""
-    import yaml  # imported here because make gpu works without the package
+    import yaml
 
     path = run / "config.yaml"
     try:

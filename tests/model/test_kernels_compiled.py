@@ -29,7 +29,7 @@ ALL = [
 SHORT = {(90, "V1", 64, 4), (90, "V2", 128, 1), (80, "V1", 64, 1), (89, "V1", 128, 4), (89, "V2", 128, 4)}
 CODE = """
 import json, sys
-from model.attention.kernels.compiled import rows
+from tests.compiled_kernels import rows
 for case in json.loads(sys.argv[1]):
     arch = case.pop("architecture")
     print(json.dumps(rows(arch, case)), flush=True)

@@ -1,356 +1,146 @@
-"""`make gpu` on a machine without a card: every stage's stand-in, what a second visit repeats, and what goes wrong."""
+"""`make gpu` on a machine without a card: the stand-ins of every stage, the plan for a card, and what goes wrong."""
 
-import itertools
 import json
-import math
+import subprocess
 import sys
-from collections.abc import Callable
+import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-import yaml
+from omegaconf import OmegaConf
 
 from configs import CONFIG_DIR
-from configs.files import FolderLock
-from scripts import gpu, gpu_stages, gpu_tiles, gpu_tools
+from scripts import gpu
 from tests.conftest import run_command
 
-MISSING = ("hydra", "omegaconf", "yaml", "wandb", "datasets", "tiktoken", "tokenizers", "transformers")
-no_card = pytest.mark.skipif(torch.cuda.is_available(), reason="the stages' stand-ins are for machines without a card")
+TINY = {**gpu.DEFAULTS, "tiny": "true"}
 
 
-def rows(path: Path) -> dict[str, dict]:
-    content = json.loads(path.read_text())
-    assert {"eval", "machine", "version", "results"} <= set(content)
-    return content["results"]
+def visit(tmp_path: Path, **options: str) -> gpu.Visit:
+    work = tmp_path / "work"
+    (work / "logs").mkdir(parents=True)
+    (tmp_path / "out").mkdir()
+    return gpu.Visit({**TINY, "out": str(tmp_path / "out"), **options}, work)
 
 
-def in_this_process(monkeypatch: pytest.MonkeyPatch, out: Path) -> list[gpu.Ended]:
-    """Run stages without a process of their own. A stage ends at once as the first of the returned list, if it has any."""
-    ends: list[gpu.Ended] = []
-
-    def run(command: list[str], *_: object) -> gpu.Ended:
-        stage = next(option.removeprefix("run=") for option in command if option.startswith("run="))
-        return ends[0] if ends else gpu.Ended(gpu.run_stage(stage, out, "", 60), 1.0, "")
-
-    monkeypatch.setattr(gpu, "in_process", run)
-    return ends
+def python(job: gpu.Visit, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a line of the plan be code for Python."""
+    start = lambda what, name, code: job.running.append(gpu.Job(what, name, ["-c", code], job))  # noqa: E731
+    monkeypatch.setattr(job, "begin", start)
 
 
-@no_card
-@pytest.mark.parametrize("stage", [name for name in gpu_stages.STAGES if name not in ("compiled", "environment")])
-def test_every_stage_runs_without_a_card(stage: str, tmp_path: Path) -> None:
-    if stage in ("kernel", "tiles", "attention"):
-        pytest.importorskip("triton", reason="the fused kernel needs the package triton")
-    assert gpu.run_stage(stage, tmp_path, "", 600) == 0
-    found = rows(tmp_path / f"{stage}.json")
-    failed = {name: row["failed"] for name, row in found.items() if "failed" in row and "flex" not in name}
-    assert found and not failed
-    if stage == "kernel":
-        assert all(row["right"] for row in found.values()), found
-    if stage == "training":
-        assert all(0 < row["val_loss"] < 10 for row in found.values()), found
-
-
-@no_card
-def test_the_command_needs_only_torch_and_skips_what_is_done(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    without = tmp_path / "without"
-    without.mkdir()
-    (without / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({MISSING!r}))\n")
-    options = ("minutes=5", f"out={tmp_path}", "stages=environment")
-    done = run_command("-m", "scripts.gpu", *options, env={"PYTHONPATH": str(without)})
-    assert done.returncode == 0 and "environment: 9 rows, 0 failed" in done.stdout, done.stdout + done.stderr
-    assert rows(tmp_path / "environment.json")["versions"]["torch"] == torch.__version__
-    assert gpu.main(list(options)) == 0 and "done before" in capsys.readouterr().out
-
-
-def test_two_commands_do_not_measure_at_once(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    lock = FolderLock(tmp_path, "measures for it")
-    assert gpu.main([f"out={tmp_path}", "stages=environment"]) == 2
-    assert f"{tmp_path} is in use" in capsys.readouterr().err and not list(tmp_path.glob("*.json"))
-    lock.release()
-
-
-def test_a_row_that_fails_stops_nothing_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken() -> dict:
-        raise RuntimeError("CUDA error: an illegal memory access")
-
-    measured = []
-    parts = {"bad": lambda: 1 / 0, "good": lambda: measured.append(1) or {"ms": 1.0}, "sick": broken, "last": lambda: {}}
-    monkeypatch.setattr(gpu_stages, "rows_of", lambda stage, data: list(parts.items()))
-    assert gpu.run_stage("mfu", tmp_path, "", 60) == gpu.DEVICE_BROKEN
-    assert list(rows(tmp_path / "mfu.json")) == ["bad", "good", "sick"]
-    assert gpu.run_stage("mfu", tmp_path, "", 60) == 0  # a new process goes on behind the row that broke the card
-    found = rows(tmp_path / "mfu.json")
-    assert list(found) == list(parts) and measured == [1]
-    assert found["bad"]["failed"].startswith("ZeroDivisionError") and "illegal" in found["sick"]["failed"]
-    assert gpu.table(json.loads((tmp_path / "mfu.json").read_text())).count("\n") == 5
-
-
-def test_a_row_that_kills_its_process_is_said_and_not_repeated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    started: list[str] = []
-
-    def killed() -> dict:
-        started.append("killed")
-        raise SystemExit  # like a signal, it ends the process within the row
-
-    def process(*_: object) -> gpu.Ended:
-        try:
-            return gpu.Ended(gpu.run_stage("mfu", tmp_path, "", 60), 1.0, "")
-        except SystemExit:
-            return gpu.Ended(-9, 1.0, "")
-
-    parts = {"good": dict, "deadly": killed, "last": dict}
-    monkeypatch.setattr(gpu_stages, "rows_of", lambda stage, data: list(parts.items()))
-    monkeypatch.setattr(gpu, "in_process", process)
-    gpu.start_stage("mfu", tmp_path, "", 5)
-    assert "2 rows, 1 failed (not all: run the command again): exit code -9: no message" in capsys.readouterr().out
-    gpu.start_stage("mfu", tmp_path, "", 5)
-    found = rows(tmp_path / "mfu.json")
-    assert list(found) == list(parts) and len(started) == 1
-    assert found["deadly"]["failed"] == "the process ended in this row, exit code -9: no message"
-    assert "3 rows, 1 failed\n" in capsys.readouterr().out
-
-
-def test_a_row_that_hangs_is_given_up_and_the_next_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    path = tmp_path / "mfu.json"
-
-    def process(*_: object) -> gpu.Ended:
-        try:
-            return gpu.Ended(gpu.run_stage("mfu", tmp_path, "", 60), 1.0, "")
-        except SystemExit:
-            return gpu.Ended(None, 0.6 * gpu.PATIENCE, "")
-
-    def hangs() -> dict:
-        raise SystemExit  # in_process ends a process that hangs
-
-    parts = {"good": dict, "hangs": hangs, "last": dict}
-    monkeypatch.setattr(gpu_stages, "rows_of", lambda stage, data: list(parts.items()))
-    monkeypatch.setattr(gpu, "in_process", process)
-    monkeypatch.setattr(gpu, "RETRIES", 1)
-    assert gpu.start_stage("mfu", tmp_path, "", 5)
-    assert list(rows(path)) == ["good"] and gpu.read(path)["unfinished"] == {"hangs": 180.0}  # it may only need more time
-    assert "hangs was not done after 180 s" in capsys.readouterr().out
-    gpu.start_stage("mfu", tmp_path, "", 5)
-    assert rows(path)["hangs"]["failed"] == 'not done after 360 s: delete this row and "complete" to try it again'
-    gpu.start_stage("mfu", tmp_path, "", 5)
-    assert set(rows(path)) == set(parts) and gpu.read(path)["complete"]
-
-
-def test_a_card_that_breaks_again_and_again_is_given_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every process ends after its first row; only processes without a new row count as tries."""
-
-    def process(*_: object) -> gpu.Ended:
-        content = gpu.read(tmp_path / "mfu.json") or {"results": {}}
-        if len(content["results"]) == 7:
-            return gpu.Ended(gpu.DEVICE_BROKEN, 1.0, "")
-        content["results"][f"row {len(content['results'])}"] = {"failed": "CUDA error"}
-        (tmp_path / "mfu.json").write_text(json.dumps(content))
-        return gpu.Ended(gpu.DEVICE_BROKEN, 1.0, "")
-
-    monkeypatch.setattr(gpu, "in_process", process)
-    gpu.start_stage("mfu", tmp_path, "", 60)
-    assert len(gpu.read(tmp_path / "mfu.json")["results"]) == 7
-
-
-def test_a_process_whose_row_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "PATIENCE", 0.1)
-    hung = gpu.in_process([sys.executable, "-c", "import time; time.sleep(600)"], tmp_path / "mfu.json", "mfu", 600)
-    assert hung.returncode is None and 0.1 < hung.seconds < 300
-    monkeypatch.setattr(gpu, "PATIENCE", 300)
-    died = gpu.in_process([sys.executable, "-c", "raise SystemExit('no card')"], tmp_path / "mfu.json", "mfu", 600)
-    assert died.returncode == 1 and died.said == "no card\n"
+def test_the_stand_ins_run_and_leave_three_files(tmp_path: Path) -> None:
+    """All stages but attention, whose bench test_bench.py runs. A stopped run is resumed; every arm has its seeds."""
+    done = run_command("-m", "scripts.gpu", "tiny=true", f"out={tmp_path}", "stages=kernel,mfu,training", timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["logs.tar.gz", "rows.jsonl", "table.md"]
+    rows = {(row["what"], row["name"]): row for row in map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines())}
+    assert rows["environment", "machine"]["torch"] == torch.__version__
+    assert all(rows["training", f"{arm}-s{seed}"]["val_loss"] > 0 for arm in ("diff", "half_heads_norm") for seed in (1, 2))
+    assert rows["process", "resume diff stopped"]["code"] == 143 and rows["resume", "diff-s1"]["resumed_at"] >= 20
+    assert rows["mfu", "adamw diff"]["tokens/s"] > 0
+    assert done.stdout.endswith((tmp_path / "table.md").read_text())
+    assert "| less baseline |" in done.stdout and " tests, 0 failed" in done.stdout
 
 
 @pytest.mark.parametrize(
-    ("error", "broken"),
+    ("options", "says"),
     [
-        ("CUDA error: an illegal memory access was encountered", True),
-        ("Triton Error [CUDA]: an illegal memory access was encountered", True),
-        ("Triton Error [CUDA]: out of memory", False),
-        ("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasGemmEx`", False),
-        ("out of resource: shared memory, Required: 300000", False),
+        (["mintues=3"], "'mintues=3' is not an option: use minutes=, out="),
+        (["minutes=0"], "minutes=0 is not a positive number: use minutes=25"),
+        (["minutes=nan"], "minutes=nan is not a positive number"),
+        (["stages=kernels"], "stages has no 'kernels': use kernel, attention, mfu, training"),
+        (["data=nowhere"], "data=nowhere has no shards"),
+        (["tiny=true", f"out={__file__}"], "File exists"),
+        ([], "torch finds no CUDA card: use a machine with one, or try the script on the CPU with tiny=true"),
     ],
 )
-def test_only_errors_that_break_the_card_end_the_process(error: str, broken: bool) -> None:
-    def fails() -> dict:
-        raise RuntimeError(error)
-
-    assert gpu.attempt(fails) == ({"failed": f"RuntimeError: {error}"}, broken)
-
-
-def test_a_named_stage_has_all_the_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given: dict[str, float] = {}
-    monkeypatch.setattr(gpu, "start_stage", lambda stage, out, data, seconds: given.setdefault(stage, seconds) > 0)
-    assert gpu.main(["minutes=25", "stages=tiles", f"out={tmp_path}"]) == 0 and 1490 < given.pop("tiles") <= 1500
-    gpu.main(["minutes=25", "stages=tiles,mfu", f"out={tmp_path}"])
-    assert 740 < given.pop("tiles") <= 750 and 1490 < given.pop("mfu") <= 1500
-    gpu.main(["minutes=25", f"out={tmp_path}"])
-    assert given["tiles"] == 120
+def test_a_wrong_option_is_refused_in_a_line(
+    options: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpu.main(options) == 2
+    error = capsys.readouterr().err
+    assert says in error and error.count("\n") == 1
 
 
-def test_a_wrong_kernel_and_a_dead_stage_are_said_and_give_exit_status_1(
+def test_a_machine_without_hydra_is_told_the_three_wheels(tmp_path: Path) -> None:
+    missing = ("hydra", "omegaconf", "antlr4", "wandb", "datasets")
+    (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({missing!r}))\n")
+    done = run_command("-m", "scripts.gpu", env={"PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert "pip install hydra-core==1.3.8 omegaconf==2.3.1 antlr4-python3-runtime==4.9.3 (without network" in done.stderr
+    assert run_command("-m", "scripts.gpu", "--help", env={"PYTHONPATH": str(tmp_path)}).returncode == 0
+
+
+def test_the_plan_of_a_card_has_tests_and_arms_that_exist() -> None:
+    plan = OmegaConf.to_container(OmegaConf.load(CONFIG_DIR / "gpu" / "card.yaml"), resolve=True)
+    for arguments in (plan["kernel"] | plan["kernel_more"]).values():
+        file, _, selection = gpu.shlex.split(arguments)
+        names = [word for word in selection.split() if word not in ("or", "and")]
+        assert all(name in (gpu.ROOT / file).read_text() for name in names if name not in ("V1", "V2")), arguments
+    assert list(plan["training"]) == list(plan["warm"])
+    assert list(plan["training"]) == ["baseline", "diff", "diff_v2", "half_heads_norm", "baseline_head_norm"]
+    found = gpu.overrides("half_heads_norm", plan["tier"])
+    assert {"model.n_head=8", "model.head_dim=64", "model.baseline.head_norm=affine", "steps=916", "optim=muon"} <= set(found)
+    assert not any(option.startswith("data") for option in found)
+    assert gpu.HYDRA[0] in (gpu.ROOT / "requirements.txt").read_text()
+
+
+def test_time_that_is_over_ends_processes_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that ignores SIGTERM is killed; a process that fails by itself says its last line; jobs that wait do not begin."""
+    mine = visit(tmp_path)
+    python(mine, monkeypatch)
+    monkeypatch.setattr(gpu, "ENDING", 0.5)
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
+    jobs = [("x", "bad", "raise SystemExit('no card')"), ("x", "deaf", deaf), ("x", "never", "")]
+    begin = time.monotonic()
+    mine.run(jobs[:1], 1, begin + 60)
+    mine.run(jobs[1:], 1, time.monotonic() + 3)
+    assert time.monotonic() - begin < 60 and not mine.running
+    assert mine.rows["process", "x bad"]["failed"] == "no card" and mine.rows["process", "x bad"]["code"] == 1
+    assert mine.rows["process", "x deaf"]["stopped"] and ("process", "x never") not in mine.rows
+
+
+def test_a_wrong_kernel_gives_exit_status_1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    parts: dict[str, Callable] = {"good": lambda: {"right": True}, "wrong": lambda: {"out": math.nan, "right": False}}
-    monkeypatch.setattr(gpu_stages, "rows_of", lambda stage, data: list(parts.items()))
-    ends = in_this_process(monkeypatch, tmp_path)
-    for _ in ("measured", "done before"):
-        assert gpu.main(["stages=kernel", f"out={tmp_path}"]) == 1
-        assert "kernel: 2 rows, 0 failed, 1 WRONG (first: wrong)" in capsys.readouterr().out
-    parts = {"good": dict, "bad": lambda: 1 / 0}
-    assert gpu.main(["stages=mfu", f"out={tmp_path}"]) == 0  # a row that does not fit the card is no defect
-    (tmp_path / "kernel.json").unlink()
-    assert gpu.main(["stages=kernel", f"out={tmp_path}"]) == 1  # but a check that did not run is
-    ends[:] = [gpu.Ended(1, 1.0, "ImportError: no")]
-    assert gpu.main(["stages=nccl,mfu", f"out={tmp_path}"]) == 1  # though the stage after it is done
-    assert "exit code 1: ImportError: no" in capsys.readouterr().out
-    assert gpu.main(["stages=attention", "minutes=1e-9", f"out={tmp_path}"]) == 0
-    assert "no time was left" in capsys.readouterr().out
+    line = "tests/model/test_kernels.py::test_long[V1-2] {} [ 50%]"
+
+    def stage(end: str) -> None:
+        def carry_out(mine: gpu.Visit) -> None:
+            python(mine, monkeypatch)
+            mine.run([("kernel", "long", f"print({line.format(end)!r})")], 1, time.monotonic() + 60)
+
+        monkeypatch.setattr(gpu.Visit, "carry_out", carry_out)
+
+    for end, code in (("PASSED", 0), ("FAILED", 1), ("SKIPPED", 1)):  # no test of the kernel ran: it is not checked
+        stage(end)
+        assert gpu.main(["tiny=true", "stages=kernel", f"out={tmp_path}"]) == code, end
+    assert "kernel: 1 tests, 1 failed test_long[V1-2]" in capsys.readouterr().out
+    assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == 3 + 2 + 3  # visits add their rows
 
 
-def test_rows_of_other_sources_are_measured_again_and_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    path, measured, tree = tmp_path / "out" / "mfu.json", [], tmp_path / "tree"
-    monkeypatch.setattr(gpu_stages, "rows_of", lambda stage, data: [("row", lambda: measured.append(1) or {"ms": 1.0})])
-    monkeypatch.setattr(gpu, "ROOT", tree)
-    in_this_process(monkeypatch, path.parent)
-    (tree / "model" / "kernels").mkdir(parents=True)
-    source = tree / "model" / "kernels" / "diff.py"
-    source.write_text("a = 1\n")
-    gpu.start_stage("mfu", path.parent, "", 5)
-    (tree / "model" / "NOTES.md").write_text("numbers of the first visit\n")
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"version": "of another commit"}))
-    gpu.start_stage("mfu", path.parent, "", 5)
-    assert len(measured) == 1 and "done before" in capsys.readouterr().out
-    source.write_text("a = 2\n")
-    gpu.start_stage("mfu", path.parent, "", 5)
-    assert len(measured) == 2 and "mfu_1.json have another code\n" in capsys.readouterr().out
-    assert json.loads(path.with_name("mfu_1.json").read_text())["version"] == "of another commit"
-    assert gpu.read(path)["code"] != gpu.read(path.with_name("mfu_1.json"))["code"]
+def test_rows_of_a_bench_and_differences_of_arms(tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    row = {"labels": {"length": 64, "variant": "diff", "backend": "auto"}, "amount": None, "facts": {"error": 0.1},
+           "seconds": {"op": [0.002, 0.001, 0.003]}, "not_measured": {"module": "too large"}}  # fmt: skip
+    path.write_text(json.dumps({"results": {"rows": [row]}}))
+    assert gpu.bench_rows(path, "T=64") == {"T=64 diff auto": {"op": 2.0, "error": 0.1, "no module": "too large"}}
+    losses = {"baseline-s1": 3.0, "baseline-s2": 4.0, "diff-s1": 2.5, "diff-s3": 9.0}
+    table = gpu.table({("training", name): {"val_loss": loss} for name, loss in losses.items()})
+    assert table.splitlines()[0] == "| training | s1 | s2 | less baseline | s3 |"
+    assert table.splitlines()[3] == "| diff | 2.5 | - | -0.5 | 9 |"
 
 
-def test_a_training_run_on_another_text_has_another_origin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    texts = [np.zeros(8, np.uint8), np.ones(8, np.uint8)]
-    monkeypatch.setattr(gpu_stages, "library", lambda: texts[0])
-    first = gpu.origin(gpu.record_of("training", "", {}))
-    assert first == gpu.origin(gpu.record_of("training", "", {}))
-    texts.reverse()
-    other = gpu.origin(gpu.record_of("training", "", {}))
-    assert [key for key in first if first[key] != other[key]] == ["text"]
-    (tmp_path / "train_0.bin").write_bytes(b"a" * 2000)
-    shards = gpu.text_digest(str(tmp_path))
-    (tmp_path / "train_0.bin").write_bytes(b"a" * 2001)
-    assert gpu.text_digest(str(tmp_path)) != shards
-    assert gpu.origin(gpu.record_of("mfu", "", {}))["text"] is None
-
-
-def test_time_that_is_over_ends_a_stage_between_rows(tmp_path: Path) -> None:
-    assert gpu.run_stage("mfu", tmp_path, "", -1) == 0
-    content = json.loads((tmp_path / "mfu.json").read_text())
-    assert content["results"] == {} and content["complete"] is False
-
-
-def test_sizes_and_schedule_are_those_of_the_configuration() -> None:
-    sizes = {name: yaml.safe_load((CONFIG_DIR / "size" / f"{name}.yaml").read_text()) for name in ("30m", "124m")}
-    for name, wanted in sizes.items():
-        own = gpu_stages.SIZES[name]
-        assert {key: own[key] for key in ("n_layer", "d_model", "context", "n_head")} == {
-            key: wanted[key] for key in ("n_layer", "d_model", "context", "n_head")
-        }
-    tier = yaml.safe_load((CONFIG_DIR / "ablations" / "tier" / "gpu.yaml").read_text())
-    assert (tier["n_head"], tier["head_dim"]) == tuple(gpu_stages.SIZES["30m"][key] for key in ("n_head", "head_dim"))
-    assert {"steps=2288", "batch_tokens=32768", "optim.schedule=wsd", "optim.decay=0.2"} <= set(tier["train"])
-    assert tier["horizons"]["75M"] == ["steps=2288"]
-    arms = yaml.safe_load((CONFIG_DIR / "ablations" / "experiment" / "main.yaml").read_text())["arms"]
-    assert set(gpu_stages.ARMS) <= set(arms)
-
-
-def test_tiles_in_use_come_first_and_those_that_cannot_fit_never(monkeypatch: pytest.MonkeyPatch) -> None:
-    diff = pytest.importorskip("model.attention.kernels.diff", reason="the fused kernel needs the package triton")
-    monkeypatch.setattr(gpu_tiles, "ON_CARD", True)
-    for capability, shared in (((9, 0), 232448), ((8, 9), 101376)):
-        found = list(gpu_tiles.in_order(capability, shared))
-        assert len(set(found)) == len(found) > 100
-        own = {
-            (version, d, back): tuple(diff.table(d, 2 * d if version == "V1" else d, torch.bfloat16, back, capability))
-            for (version, d), back in itertools.product(gpu_tiles.SHAPES, (True, False))
-        }
-        assert {(*shape, tile) for shape, tile in own.items()} == set(found[: len(own)])
-        distances = [gpu_tiles.steps(own[tuple(shape)], tile) for *shape, tile in found]
-        assert distances == sorted(distances) and distances[len(own)] == 1
-        assert len({tuple(shape) for *shape, _ in found[8:16]}) == 8  # the shapes in turn
-        assert all(gpu_tiles.operand_bytes(*row) <= shared for row in found)
-
-
-def test_no_kernel_needs_less_shared_memory_than_its_operands() -> None:
-    content = json.loads((gpu.ROOT / "docs" / "results" / "gpu" / "compiled.json").read_text())
-    kernels = [kernel for row in content["results"].values() for kernel in row.get("kernels", ()) if kernel.get("tile")]
-    for kernel in kernels:
-        shape = (kernel["version"], kernel["width"], kernel["kernel"] == "backward", kernel["tile"])
-        assert gpu_tiles.operand_bytes(*shape) <= kernel["shared"], kernel
-    assert len(kernels) > 50
-
-
-@no_card
-def test_a_fast_wrong_tile_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    diff = pytest.importorskip("model.attention.kernels.diff", reason="the fused kernel needs the package triton")
-    own, used = gpu_tiles.backends.attend_diff, []
-
-    def wrong(*call: object) -> torch.Tensor:
-        used.append(diff.blocks(torch.device("cpu"), 64, 128, torch.float32, backward=False))
-        return own(*call) * (2 if used[-1] == (32, 64, 4, 1, True) else 1)
-
-    monkeypatch.setattr(gpu_tiles.backends, "attend_diff", wrong)
-    row = gpu_tiles.time_tile("V2", 64, (32, 64, 4, 1, True), False)
-    assert row["error"] == pytest.approx(1) and row["right"] is False
-
-
-def test_a_measurement_queues_calls_and_waits_once_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-    monkeypatch.setattr(gpu_tools, "ON_CARD", True)
-    monkeypatch.setattr(gpu_tools, "synchronize", lambda: calls.append("wait"))
-    monkeypatch.setattr(gpu_tools.time, "perf_counter", lambda: 0.01 * calls.count("work"))  # 10 ms a call
-    assert gpu_tools.milliseconds(lambda: calls.append("work"), least=1.0) == pytest.approx(10)
-    assert calls.count("work") == 2 + 100 and calls.count("wait") == 2 * (2 + 5)
-
-
-@no_card
-def test_speed_of_training_leaves_out_compiling_and_validation(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, update = [0.0], gpu_stages.update
-
-    def step(*parts: object) -> torch.Tensor:
-        now[0] += 30.5 if not now[0] else 0.5
-        return update(*parts)
-
-    def validation(*_: object) -> float:
-        now[0] += 1000
-        return 1.0
-
-    monkeypatch.setattr(gpu_stages, "update", step)
-    monkeypatch.setattr(gpu_stages, "validation_loss", validation)
-    monkeypatch.setattr(gpu_stages, "library", lambda: np.arange(40000, dtype=np.int64).astype(np.uint8))
-    monkeypatch.setattr(gpu_stages.time, "perf_counter", lambda: now[0])
-    for steps in (3, 25):
-        now[0] = 0.0
-        row = gpu_stages.train(gpu_stages.ARMS["baseline"], 0.02, 1, steps, None)
-        assert row["tokens_per_s"] == pytest.approx(4 * 32 / 0.5) and row["compile_s"] == pytest.approx(30)
-
-
-def test_clocks_are_read_and_a_machine_without_nvidia_smi_is_no_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert list(gpu_stages.nvidia_smi()) == ["nvidia_smi"]
-    script = tmp_path / "nvidia-smi"
-    script.write_text("#!/bin/sh\necho '550.1, 1755 MHz, 1980 MHz, 2619 MHz, 700.00 W'\n")
-    script.chmod(0o755)
-    found = gpu_stages.nvidia_smi()
-    assert (found["clocks.sm"], found["clocks.max.sm"]) == ("1755 MHz", "1980 MHz")
+def test_a_signal_ends_the_command_and_its_processes(tmp_path: Path) -> None:
+    out = (tmp_path / "out").resolve()
+    command = [sys.executable, "-m", "scripts.gpu", "tiny=true", f"out={out}", "stages=kernel"]
+    with subprocess.Popen(command, cwd=gpu.ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline().startswith("kernel: at most")
+        time.sleep(1)
+        process.terminate()
+        printed = process.stdout.read()
+    assert process.returncode == 143 and "| kernel half precision |" in printed
+    assert (out / "table.md").is_file() and (out / "logs.tar.gz").is_file()

@@ -5,6 +5,7 @@ no kernel runs. Needs the package triton, and neither a GPU nor its driver. Use 
 TRITON_INTERPRET: it replaces Triton's driver.
 """
 
+import itertools
 import re
 import subprocess
 import tempfile
@@ -31,7 +32,7 @@ def rows(arch: int, case: dict[str, Any]) -> list[dict[str, Any]]:
     import triton
     from triton.backends.compiler import GPUTarget
 
-    from . import diff, interpreted
+    from model.attention.kernels import diff, interpreted
 
     assert not interpreted(), "unset TRITON_INTERPRET: the interpreter compiles nothing"
     function, kept, card = triton.runtime.jit.JITFunction, [], divmod(arch, 10)
@@ -79,7 +80,7 @@ def inputs(case: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor
 
 def describe(name: str, kernel: Any, arch: int, case: dict[str, Any]) -> dict[str, Any]:
     """What ptxas says of a compiled kernel, and the products it executes."""
-    from . import diff
+    from model.attention.kernels import diff
 
     ptx, num_warps = kernel.asm["ptx"], kernel.metadata.num_warps
     registers, spilled = resources(kernel.asm["cubin"])
@@ -111,3 +112,13 @@ def resources(cubin: bytes) -> tuple[int, int]:
         text = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
     registers, stack = USAGE.search(text.stdout).groups()
     return int(registers), int(stack)
+
+
+if __name__ == "__main__":  # the table of docs/PERFORMANCE.md
+    heads = ("shared", "registers", "spilled", "tf32", "instruction", "tile", "done_over_needed")
+    for architecture, version, width in itertools.product((90, 80, 89), ("V1", "V2"), (64, 128)):
+        case = {"width": width, "version": version, "group": 4, "dtype": "bfloat16", "mask": "causal"}
+        for row in rows(architecture, case):
+            if row["kernel"] != "delta":
+                name = f"sm_{architecture} {version} d={width} group=4 causal | {row['kernel']}"
+                print(f"| {name} | {' | '.join(str(row[head]) for head in heads)} |", flush=True)
