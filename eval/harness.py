@@ -3,7 +3,7 @@
     python -m eval.harness run=runs/NAME tasks=[lambada_openai,hellaswag] [include_path=DIR] [num_fewshot=0] [limit=100]
     python -m eval.harness run=runs/NAME tasks=[questions] file=hellaswag_val.jsonl
 
-Needs lm-eval (`pip install 'lm-eval[hf]'`), whose `HFLM` runs the run's decoder in the model class of an export to=remote. Every
+Needs lm-eval (`pip install 'lm-eval[hf]'`), whose `HFLM` gets the decoder in the model class of an export to=remote. Every
 context starts with the end-of-text token, as every training document does; of a text scored in windows the first window does.
 Writes runs/NAME/eval/harness.json and runs/NAME/figures/harness.png; with file=, harness_STEM. Tasks of an earlier command
 stay in the result if step, length, limit, num_fewshot and lm-eval's version are the same; else the new tasks replace them.
