@@ -1,6 +1,6 @@
 """Commands: Hydra composes a command's configuration, a dataclass checks it, and a user's mistake prints one line.
 
-Every command but scripts/gpu.py and eval/lm_eval_plugin.py is `@command(name, Schema)` over `main(cfg: Schema)`. A command
+Every command but scripts/gpu.py is `@command(name, Schema)` over `main(cfg: Schema)`. A command
 with configuration groups has a primary file `configs/NAME.yaml`; a command without groups (for example an evaluation) has
 only its dataclass.
 """

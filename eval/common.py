@@ -45,8 +45,7 @@ LOGITS_IN_CACHE = 2**20  # the same on a CPU: 4 MB stay in its cache, and the ne
 HAYSTACK_TOKENS = 20_000_000  # enough text for needle contexts, and small in memory
 DIGESTED_AT_ONCE = 2**22  # tokens of a text whose digest is computed: 32 MB
 # The modules of eval/ that evaluate one run: python -m eval.NAME run=runs/NAME
-OF_A_RUN = ("attention_noise", "harness", "icl", "mqar", "multiple_choice", "needle", "outliers", "perplexity",
-            "quantization")  # fmt: skip
+OF_A_RUN = ("attention_noise", "harness", "icl", "mqar", "needle", "outliers", "perplexity", "quantization")
 INPUTS = ("text", "shards", "examples", "test", "file")  # settings that name something else to measure on
 
 

@@ -1,10 +1,11 @@
-"""eval/harness.py: the adapter's three methods against the model computed directly, and lm-eval on tasks made here."""
+"""eval/harness.py: lm-eval's HFLM over a run against the model computed directly, and lm-eval on tasks made here."""
 
 import json
 import math
 from dataclasses import asdict
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -12,15 +13,16 @@ import yaml
 from ablation.study import other_setting
 from configs.files import write_json
 from eval import harness
-from eval.harness import RunLM, before_any, log_likelihoods
+from eval.scoring import score
 from model.config import DecoderConfig
 from model.decoder import Decoder
+from training import checkpoint
 
-EXACT = 1e-4  # float32 logits of a padded batch and of a row alone differ by rounding: some 1e-6 per token
+EXACT = 1e-5  # float32 logits of a padded batch and of a row alone differ by rounding: some 1e-6
 
 
 def needs_lm_eval() -> None:
-    pytest.importorskip("lm_eval", reason="needs the optional package lm-eval")
+    pytest.importorskip("lm_eval.models.huggingface", reason="needs the optional package lm-eval[hf]", exc_type=ImportError)
 
 
 def decoder(layers: str = "b", **more: object) -> Decoder:
@@ -34,120 +36,71 @@ def decoder(layers: str = "b", **more: object) -> Decoder:
 
 
 def requests(*arguments: tuple) -> list[SimpleNamespace]:
-    """What lm-eval hands to a model, as far as an adapter looks at it."""
-    return [SimpleNamespace(args=argument) for argument in arguments]
+    """What lm-eval hands to a model, as far as a model looks at it."""
+    return [SimpleNamespace(args=argument, task_name="made-up") for argument in arguments]
 
 
-def lm(tokenizer, layers: str = "b", batch: int = 3, length: int | None = None, **more: object) -> RunLM:
-    return RunLM(SimpleNamespace(model=decoder(layers, **more), tokenizer=tokenizer), batch, length)
+def lm(tokenizer, layers: str = "b", batch: int = 3, length: int | None = None, **more: object) -> harness.RunLM:
+    needs_lm_eval()
+    return harness.RunLM(SimpleNamespace(model=decoder(layers, **more), tokenizer=tokenizer), batch, length)
 
 
-@torch.inference_mode()
-def directly(model: Decoder, context: list[int], continuation: list[int]) -> tuple[float, bool]:
-    """Log-probability and greedy flag, one token at a time: the sum of log p(token | all tokens before it)."""
-    total, greedy = 0.0, True
-    for i, target in enumerate(continuation):
-        last = model(torch.tensor([[*context, *continuation[:i]]]))[0, -1].double()
-        total += (last[target] - last.logsumexp(0)).item()
-        greedy &= last.argmax().item() == target
-    return total, greedy
+def scored(model: Decoder, context: list[int], continuation: list[int]) -> tuple[float, bool]:
+    """Log-probability and greedy flag of the project's own scorer."""
+    hits, logprobs = score(model, [np.array(context)], [[np.array(continuation)]], batch=1)
+    return float(logprobs[0][0]), bool(hits[0][0])
 
 
-@pytest.mark.parametrize("layers", ["b", "d", "i"])
-def test_scores_are_those_of_each_row_alone(layers):
-    model = decoder(layers)
-    continued = model.generate(torch.tensor([[256, 72, 105]]), 4)[0].tolist()
-    rows = [
-        ([256, 3, 5], [8, 9, 4]),
-        ([256], [7]),
-        (continued[:3], continued[3:]),  # the greedy one
-        (continued[:3], [*continued[3:-1], (continued[-1] + 1) % 257]),  # greedy but for the last token
-        ([30], list(range(31, 51))),
-    ]
-    for batch in (1, 2, 5):
-        for (logprob, greedy), row in zip(log_likelihoods(model, rows, batch), rows, strict=True):
-            wanted, flag = directly(model, *row)
-            assert logprob == pytest.approx(wanted, abs=EXACT) and greedy == flag
-    assert [flag for _, flag in log_likelihoods(model, rows, 2)][2:4] == [True, False]
-    assert log_likelihoods(model, [([256, 1], [])], 1) == [(0.0, True)] and log_likelihoods(model, [], 1) == []
+GPT2 = {"position": "learned", "norm": "layernorm"}
+STACKS = [("b", {}), ("d", {}), ("i", {}), ("b", {"tie": True}), ("b", GPT2)]
+
+
+@pytest.mark.parametrize(("layers", "more"), STACKS)
+def test_log_likelihoods_are_those_of_the_own_scorer(tokenizer, layers, more):
+    model = lm(tokenizer, layers, **more)
+    pairs = [("The sea", " is blue"), ("", "Once"), ("A context that is too long for this model", " indeed"), ("a ", "b")]
+    answers = model.loglikelihood(requests(*pairs), disable_tqdm=True)
+    for (context, continuation), (logprob, greedy) in zip(pairs, answers, strict=True):
+        # A space that ends the context belongs to the continuation: lm-eval's rule.
+        targets = tokenizer.encode(" b" if context == "a " else continuation)
+        read = [tokenizer.eot, *tokenizer.encode(context + continuation)][-25 : -len(targets)]
+        wanted, flag = scored(model.model.decoder, read, targets)
+        assert (logprob, greedy) == (pytest.approx(wanted, abs=EXACT), flag)
+    assert [model.is_cut(*pair) for pair in pairs] == [False, False, True, False]
+    assert not model.is_cut("A whole text, which is read in windows") and model.is_cut(
+        "twenty bytes of it", {"max_gen_toks": 8}
+    )
 
 
 @pytest.mark.parametrize("layers", ["b", "d"])
 def test_rolling_log_likelihood_is_the_sum_over_windows(tokenizer, layers):
-    needs_lm_eval()
+    model = lm(tokenizer, layers)
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-    model = lm(tokenizer, layers)
-    texts = ["A long text, longer than the twenty-four tokens of context.", "short", ""]
-    for text, found in zip(texts, model.loglikelihood_rolling(requests(*((text,) for text in texts))), strict=True):
+    texts = ["A long text, longer than the twenty-four tokens of context.", "short"]
+    for text, total in zip(texts, model.loglikelihood_rolling(requests(*((text,) for text in texts))), strict=True):
         rows = map(make_disjoint_window, get_rolling_token_windows(tokenizer.encode(text), tokenizer.eot, 24, 1))
-        assert found == pytest.approx(sum(directly(model.run.model, *row)[0] for row in rows), abs=EXACT)
+        assert total == pytest.approx(sum(scored(model.model.decoder, *row)[0] for row in rows), abs=5 * EXACT)
 
 
-def test_loglikelihood_of_texts(tokenizer):
-    needs_lm_eval()
-    model = lm(tokenizer)
-    pairs = [("The sea", " is blue"), ("", "Once"), ("A context that is too long for this model", " indeed"), ("a ", "b")]
-    found = model.loglikelihood(requests(*pairs))
-    for (context, continuation), (logprob, greedy) in zip(pairs, found, strict=True):
-        # A space that ends the context belongs to the continuation: lm-eval's rule.
-        targets = tokenizer.encode(" b" if context == "a " else continuation)
-        read = [tokenizer.eot, *tokenizer.encode(context + continuation)][-25 : -len(targets)]
-        assert (logprob, greedy) == (pytest.approx(directly(model.run.model, read, targets)[0], abs=EXACT), False)
-    assert model.truncated.total() == 1
-    with pytest.raises(ValueError, match="exceeds length=24: "):
-        model.loglikelihood(requests(("x", "a continuation of more than 24 bytes")))
-
-
-GPT2 = {"position": "learned", "norm": "layernorm"}
-
-
-@pytest.mark.parametrize(("layers", "more"), [("b", {}), ("d", {}), ("i", {}), ("b", GPT2)])
+@pytest.mark.parametrize(("layers", "more"), STACKS)
 def test_decoding_in_batches_is_decoding_alone(tokenizer, layers, more):
     model = lm(tokenizer, layers, **more)
     contexts = ["Hello", "It was", "a", "Where", "What is"]
-    settings = {"until": [], "max_gen_toks": 6}
-    found = model.generate_until(requests(*((context, settings) for context in contexts)))
-    for context, text in zip(contexts, found, strict=True):
+    texts = model.generate_until(requests(*((context, {"until": [], "max_gen_toks": 6}) for context in contexts)))
+    for context, text in zip(contexts, texts, strict=True):
         prompt = torch.tensor([[tokenizer.eot, *tokenizer.encode(context)]])
-        new = model.run.model.generate(prompt, 6)[0, prompt.shape[1] :].tolist()
+        new = model.model.decoder.generate(prompt, 6)[0, prompt.shape[1] :].tolist()
         new = new[: new.index(tokenizer.eot)] if tokenizer.eot in new else new
         assert text == tokenizer.decode(new)
-    assert len(set(found)) > 1  # the models do not say the same whatever they read
+    assert len(set(texts)) > 1  # the models do not say the same whatever they read
+    assert model.max_gen_toks == 12  # half the context, where a task does not say how many
 
 
-class Speller(torch.nn.Module):
-    """Says "yes. no! maybe\\n" after any prompt, byte by byte."""
-
-    TEXT = b"yes. no! maybe\nand so on and on"
-    stream = Decoder.stream
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cfg = SimpleNamespace(context=40, vocab_size=257, n_layer=1, d_model=1, d_ff=1)
-        self.positions, self.start = None, 0
-
-    def forward(self, tokens, cache=None, keys=None, rows=None):
-        new = cache.length - self.start + 1 if cache.length else 0
-        self.start = self.start if cache.length else tokens.shape[1]
-        cache.length += tokens.shape[1]
-        logits = torch.zeros(*tokens.shape, 257)
-        logits[:, -1, self.TEXT[new]] = 1.0
-        return logits
-
-
-def test_decoding_stops_before_the_first_stop_string(tokenizer):
-    model = RunLM(SimpleNamespace(model=Speller(), tokenizer=tokenizer), batch=4)
-    jobs = [("Q", {"until": ["!", "."]}), ("a longer Q", {"until": "maybe"}), ("x", {"until": ["\n"], "max_gen_toks": 5})]
-    assert model.generate_until(requests(*jobs)) == ["yes", "yes. no! ", "yes. "]
-    assert model.generate_until(requests(("Q", {"until": ["so on", "and"]}))) == ["yes. no! maybe\n"]
-    assert model.shortened.total() == 3  # 256 tokens by default, and half the context is 20
-    assert before_any("one two three", ["three", "two", ""]) == "one " and before_any("one", []) == "one"
-
-
-def test_sampling_and_lengths_that_cannot_be_are_refused(tokenizer):
-    with pytest.raises(ValueError, match="do_sample: false"):
-        lm(tokenizer).generate_until(requests(("a", {"do_sample": True, "temperature": 0.7})))
+def test_lengths_that_cannot_be_are_refused(tokenizer):
+    model = lm(tokenizer)
+    with pytest.raises(ValueError, match="exceeds length=24: "):
+        model.loglikelihood(requests(("x", "a continuation of more than 24 bytes")))
     with pytest.raises(ValueError, match="learned positions: use length=24"):
         lm(tokenizer, length=48, **GPT2)
     with pytest.raises(ValueError, match="length=2 or more"):
@@ -185,11 +138,9 @@ def tasks(make_run, tmp_path, monkeypatch):
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    from training.checkpoint import load_run
-
     run, folder = make_run("a", "d"), tmp_path / "tasks"
     folder.mkdir()
-    loaded = load_run(run)
+    loaded = checkpoint.load_run(run)
     prompt = torch.tensor([[loaded.tokenizer.eot, *loaded.tokenizer.encode(DOCUMENTS[0]["question"])]])
     said = loaded.tokenizer.decode(loaded.model.generate(prompt, 8)[0, prompt.shape[1] :]).split("\n")[0]
     documents = [{**document, "said": said if i == 0 else "?!?"} for i, document in enumerate(DOCUMENTS)]
@@ -211,12 +162,11 @@ def test_the_command_runs_task_files(tasks, call, capsys):
     right = 0
     for document in DOCUMENTS:
         context = [loaded.tokenizer.eot, *encode(document["question"])]
-        options = [[*context, *encode(f" {choice}")] for choice in document["choices"]]
-        scores = [directly(loaded.model, context, text[len(context) :])[0] for text in options]
+        scores = [scored(loaded.model, context, encode(f" {choice}"))[0] for choice in document["choices"]]
         right += scores.index(max(scores)) == document["answer"]
     assert choice["acc"] == pytest.approx(right / 3) and choice["samples"] == 3
     texts = [document["question"] for document in DOCUMENTS]
-    nats = [directly(loaded.model, [loaded.tokenizer.eot], encode(t))[0] for t in texts]
+    nats = [scored(loaded.model, [loaded.tokenizer.eot], encode(t))[0] for t in texts]
     bits = -sum(nats) / torch.log(torch.tensor(2.0)).item() / sum(map(len, texts))
     assert rolling["bits_per_byte"] == pytest.approx(bits, rel=1e-4)
     assert decoding["exact_match"] == pytest.approx(1 / 3)
@@ -226,26 +176,29 @@ def test_the_command_runs_task_files(tasks, call, capsys):
 
 
 def test_tasks_are_joined_where_they_were_measured_in_the_same_way(make_run):
-    run = make_run("a")
+    path = make_run("a") / "eval" / "harness.json"
 
     def measured(*names: str, step: int = 4, cut: int = 1, **settings: object) -> dict:
-        per_task = {name: {"truncated": cut, "shortened": 0, "sha256": name} for name in names}
+        per_task = {name: {"truncated": cut, "sha256": name} for name in names}
         new = {"tasks": {name: {"acc": 0.5} for name in names}, "length": 24, "lm_eval": "1", "per_task": per_task}
-        new |= {"truncated": cut * len(names), "shortened": 0}
-        cfg = harness.HarnessConfig(run=str(run), tasks=list(names), **settings)
-        results, settled = harness.joined(new, cfg, step)
-        write_json(run / "eval" / "harness.json", {"config": asdict(settled), "step": step, "results": results})
+        cfg = harness.HarnessConfig(tasks=list(names), **settings)
+        results, settled = harness.joined(new | {"truncated": cut * len(names)}, cfg, path, step)
+        write_json(path, {"config": asdict(settled), "step": step, "results": results})
         assert settled.tasks == list(results["tasks"])
         return results
 
     measured("a", "b", include_path="own")
     both = measured("c", "b", cut=2)
     assert list(both["tasks"]) == ["a", "b", "c"] and both["truncated"] == 1 + 2 + 2  # b is counted once
-    had = json.loads((run / "eval" / "harness.json").read_text())["config"]
+    had = json.loads(path.read_text())["config"]
     assert had["include_path"] == "own"
     assert other_setting(had, "harness", "tasks=[b]", "include_path=own") is None
     assert other_setting(had, "harness", "tasks=[b,d]", "include_path=own") == "tasks"
     assert other_setting(had, "harness", "tasks=[b]", "include_path=own", "limit=1") == "limit"
+    older = json.loads(path.read_text())  # of the code that counted all tasks together
+    del older["results"]["per_task"]
+    write_json(path, older)
+    assert measured("e")["truncated"] == 5 + 1
     for other in ({"limit": 5}, {"num_fewshot": 1}, {"step": 8}):
         assert list(measured("d", **other)["tasks"]) == ["d"]
 
@@ -261,8 +214,7 @@ def test_tasks_of_an_earlier_command_stay(tasks, call):
     assert both["results"]["tasks"]["local_choice"] == first["tasks"]["local_choice"]
     parts = both["results"]["per_task"]
     assert parts["local_choice"] == first["per_task"]["local_choice"] and len(parts["local_decoding"]["sha256"]) == 64
-    for count in ("truncated", "shortened"):
-        assert both["results"][count] == sum(part[count] for part in parts.values())
+    assert both["results"]["truncated"] == sum(part["truncated"] for part in parts.values())
     assert parts["local_choice"]["truncated"] == first["truncated"] > 0
     one = ["harness", "tasks=[local_choice]", f"include_path={folder}", "length=24"]
     assert other_setting(both["config"], *one) is None and other_setting(both["config"], *one, "limit=1") == "limit"
@@ -272,28 +224,29 @@ def test_tasks_of_an_earlier_command_stay(tasks, call):
     assert list(json.loads(path.read_text())["results"]["tasks"]) == ["local_choice"]
 
 
-def test_lm_evals_own_command_runs_our_model(tasks, monkeypatch, tmp_path, call):
-    """`lm_eval run --model attention_noise` gives the numbers of our own command."""
+def test_lm_evals_own_command_on_the_exported_folder_gives_the_same(tasks, monkeypatch, tmp_path, call, remote_code):
+    """The command of docs/interop.md, with add_bos_token=True."""
     import lm_eval.tasks
     from lm_eval.__main__ import cli_evaluate
 
-    from eval import lm_eval_plugin  # registers the model
+    from scripts import export
 
-    assert lm_eval_plugin.__doc__
     run, folder, _ = tasks
+    call(export, f"run={run}", f"out={tmp_path / 'exported'}", "to=remote", "check=false")
     whole = lm_eval.tasks.TaskManager.__init__
-    own = lambda self, *a, **o: whole(self, *a, **o | {"include_defaults": False})  # noqa: E731  # thousands of files
-    monkeypatch.setattr(lm_eval.tasks.TaskManager, "__init__", own)
-    words = f"run --model attention_noise --model_args run={run} --batch_size 2 --device cpu"
-    words += f" --tasks local_choice,local_decoding --include_path {folder} --output_path {tmp_path / 'o'}"
+    few = lambda self, *a, **o: whole(self, *a, **o | {"include_defaults": False})  # noqa: E731  # thousands of files
+    monkeypatch.setattr(lm_eval.tasks.TaskManager, "__init__", few)
+    model = f"pretrained={tmp_path / 'exported'},trust_remote_code=True,add_bos_token=True"
+    words = f"run --model hf --model_args {model} --batch_size 2 --device cpu --tasks local_choice,local_decoding"
+    words += f" --include_path {folder} --output_path {tmp_path / 'o'}"
     monkeypatch.setattr("sys.argv", ["lm_eval", *words.split()])
     cli_evaluate()
     (written,) = (tmp_path / "o").rglob("results_*.json")
-    theirs = json.loads(written.read_text())["results"]
+    exported = json.loads(written.read_text())["results"]
     call(harness, f"run={run}", "tasks=[local_choice,local_decoding]", f"include_path={folder}", "batch=2")
     ours = json.loads((run / "eval" / "harness.json").read_text())["results"]["tasks"]
-    assert theirs["local_choice"]["acc,none"] == ours["local_choice"]["acc"]
-    assert theirs["local_decoding"]["exact_match,none"] == ours["local_decoding"]["exact_match"] == pytest.approx(1 / 3)
+    assert exported["local_choice"]["acc,none"] == ours["local_choice"]["acc"]
+    assert exported["local_decoding"]["exact_match,none"] == ours["local_decoding"]["exact_match"] == pytest.approx(1 / 3)
 
 
 def test_bars_have_the_error_of_their_filter_or_none():
@@ -303,14 +256,24 @@ def test_bars_have_the_error_of_their_filter_or_none():
     assert plain[:2] == ("a · acc", 0.5) and math.isnan(plain[2])  # nan is drawn as no bar
 
 
-def test_wrong_input_is_one_line(make_run, refused, monkeypatch, tmp_path):
+def test_wrong_input_is_one_line(make_run, refused):
     needs_lm_eval()
     run = make_run("a")
     assert "tasks is empty" in refused(harness, f"run={run}", "tasks=[]")
     assert "add tasks=" in refused(harness, f"run={run}")
     assert "not a folder" in refused(harness, f"run={run}", "tasks=[x]", "include_path=nowhere")
     assert "limit=0 is out of range" in refused(harness, f"run={run}", "tasks=[x]", "limit=0")
+    assert "no file nowhere.jsonl" in refused(harness, f"run={run}", "tasks=[questions]", "file=nowhere.jsonl")
+    assert "add file=FILE" in refused(harness, f"run={run}", "tasks=[questions]")
     assert not (run / "eval").exists()
+
+
+def test_a_diverged_model_is_refused(tokenizer):
+    model = lm(tokenizer)
+    with torch.no_grad():
+        model.model.decoder.head.weight.mul_(torch.inf)
+    with pytest.raises(ValueError, match="not finite: its training diverged"):
+        model.loglikelihood(requests(("The sea", " is blue")))
 
 
 def test_an_unknown_task_is_named(monkeypatch, tmp_path):
@@ -318,12 +281,12 @@ def test_an_unknown_task_is_named(monkeypatch, tmp_path):
     import lm_eval.tasks
 
     # Its own index of ten thousand files takes half a minute to read.
-    empty = lambda include_path=None, include_defaults=True: SimpleNamespace(all_tasks=["known"])  # noqa: E731
+    empty = lambda **_: SimpleNamespace(all_tasks=["known"])  # noqa: E731
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", empty)
     with pytest.raises(ValueError, match="there is no task unknown: `lm-eval ls tasks` lists the tasks"):
-        harness.task_manager(["known", "unknown"], str(tmp_path))
+        harness.task_manager(harness.HarnessConfig(tasks=["known", "unknown"], include_path=str(tmp_path)))
 
 
 def test_a_missing_package_is_said(make_run, refused, monkeypatch):
-    monkeypatch.setattr(harness, "TemplateLM", object)
-    assert "pip install lm-eval" in refused(harness, f"run={make_run('a')}", "tasks=[x]")
+    monkeypatch.setattr(harness, "HFLM", object)
+    assert "pip install 'lm-eval[hf]'" in refused(harness, f"run={make_run('a')}", "tasks=[x]")

@@ -1,6 +1,5 @@
 """A model whose activations overflow is refused by every evaluation of text, and no result of it is written."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -8,14 +7,13 @@ from types import ModuleType
 import pytest
 import torch
 
-from eval import attention_noise, icl, multiple_choice, needle, outliers, perplexity, quantization
+from eval import attention_noise, icl, needle, outliers, perplexity, quantization
 from training import checkpoint
 
 NEEDLE = ("samples=1", "depths=[0.5]")
 COMMANDS = {
     attention_noise: (*NEEDLE, "windows=1"),
     icl: ("episodes=2", "shots=[2]", "orders=0"),
-    multiple_choice: ("file={questions}",),
     needle: (*NEEDLE, "lengths=[160]"),
     outliers: (),
     perplexity: ("tokens=640",),
@@ -25,15 +23,13 @@ COMMANDS = {
 
 @pytest.mark.parametrize("evaluation", COMMANDS, ids=lambda module: module.__name__)
 def test_no_result_of_numbers_that_are_not_finite(
-    evaluation: ModuleType, make_run: Callable[..., Path], refused: Callable[..., str], tmp_path: Path
+    evaluation: ModuleType, make_run: Callable[..., Path], refused: Callable[..., str]
 ) -> None:
-    run, questions = make_run("big"), tmp_path / "questions.jsonl"
-    questions.write_text(json.dumps({"query": "It was a long", "endings": ["road", "rain"], "label": 0}))
+    run = make_run("big")
     model = checkpoint.load_run(run).model
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(1e20)  # finite weights, as a checkpoint must have, but no finite activations
     checkpoint.save(run, 5, model, [], keep=2)
-    options = (option.format(questions=questions) for option in COMMANDS[evaluation])
-    assert "not finite: its training diverged" in refused(evaluation, f"run={run}", *options)
+    assert "not finite: its training diverged" in refused(evaluation, f"run={run}", *COMMANDS[evaluation])
     assert not list(run.glob("eval/*.json"))
