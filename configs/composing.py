@@ -7,9 +7,11 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Quote, QuotedString
+from hydra.errors import HydraException
 
 from configs import CONFIG_DIR
-from configs.quoting import quote, read_value
 
 _LOCK = threading.Lock()  # Hydra's state is global
 
@@ -50,3 +52,17 @@ def quoted(override: str) -> str:
     key, value = override.split("=", 1)
     plain = not re.search(r"[$\s]", value) and read_value(override) == value
     return override if plain else f"{key}={quote(value)}"
+
+
+def quote(text: str) -> str:
+    """`text` in Hydra's quotes, because commas, quotes and braces have a meaning outside of them."""
+    text = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)  # OmegaConf reads a name in ${} as another key
+    return QuotedString(text, Quote.single).with_quotes()
+
+
+def read_value(override: str) -> Any:
+    """The value that Hydra reads in KEY=VALUE; None if Hydra cannot read it."""
+    try:
+        return OverridesParser.create().parse_override(override).value()
+    except HydraException:
+        return None

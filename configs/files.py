@@ -1,16 +1,15 @@
 """Writing and reading files for the whole project: atomic writes, JSON, JSON lines, and one writer per folder."""
 
-import glob
 import gzip
 import json
 import math
 import os
 import re
+import secrets
 import shutil
-import socket
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,29 +18,26 @@ try:
 except ImportError:  # Windows has no such module
     fcntl = None
 
+LOCK = ".lock"  # the file of a FolderLock
 # A list of numbers in indented JSON. A string cannot match, because it has no line break.
 NUMBERS = re.compile(r"\[\n\s*((?:(?:-?\d[\d.e+-]*|null),\s+)*(?:-?\d[\d.e+-]*|null))\s+\]")
 
 
 def write_atomic(path: Path, *parts: bytes | memoryview) -> None:
-    """Write `parts` to `path` atomically: after a kill or on a full disk, the old or the new file is there, complete.
+    """Write `parts` to `path` and wait until they are on the disk (fsync); makes a missing folder.
 
-    Makes a missing folder. Removes temporary files that killed commands have left beside `path`. At the end the file is on the
-    disk (fsync).
+    After a kill or on a full disk, the old or the new file is there, complete.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    remove_leftovers(path.parent, path.name)
     temporary = _temporary(path)
     try:
         with temporary.open("wb") as file:
-            for part in parts:
-                file.write(part)
+            file.writelines(parts)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def write_json(path: Path, content: Any, indent: int = 1) -> None:
@@ -67,14 +63,18 @@ def _finite(content: Any) -> Any:
 
 
 def read_json_object(path: Path, fix: str) -> dict[str, Any]:
-    """The object in a JSON file. ValueError with `fix` at its end if the file is not an object or is nested too deeply."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError):
-        content = None
-    if not isinstance(content, dict):
+    """The object in a JSON file. ValueError with `fix` at its end if the file holds no object or is nested too deeply."""
+    if (content := _object(path.read_bytes())) is None:
         raise ValueError(f"{path} is damaged: {fix}")
     return content
+
+
+def _object(text: bytes) -> dict[str, Any] | None:
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) else None
 
 
 def read_run_config(run: Path, groups: Sequence[str] = ("model", "data")) -> dict[str, Any]:
@@ -101,84 +101,43 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     if not path.is_file():
         return
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-        for number, line in enumerate(_lines(file, path), 1):
-            if line.rstrip().endswith(b"}"):
-                try:
-                    content = json.loads(line)
-                except (ValueError, RecursionError):
-                    content = None
-                if not isinstance(content, dict):
-                    raise ValueError(f"{path} line {number} is not a JSON object: delete that line")
-                yield content
-
-
-def _lines(file: Iterable[bytes], path: Path) -> Iterator[bytes]:
-    try:
-        yield from file
-    except (gzip.BadGzipFile, EOFError, zlib.error):
-        raise ValueError(f"{path} is damaged: copy it again") from None
+        try:
+            for number, line in enumerate(file, 1):
+                if line.rstrip().endswith(b"}"):
+                    if (content := _object(line)) is None:
+                        raise ValueError(f"{path} line {number} is not a JSON object: delete that line")
+                    yield content
+        except (gzip.BadGzipFile, EOFError, zlib.error):
+            raise ValueError(f"{path} is damaged: copy it again") from None
 
 
 @contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """A new folder to write into. At the end of the block it becomes `path`; if the block fails, it is deleted.
-
-    An existing folder `path` is replaced. If the second of the two renames fails, that folder gets its name back; if a kill
-    comes between them, `remove_leftovers` gives it back.
+    """A new folder to write into. At the end of the block it becomes `path` in place of an older one; if the block fails, it is
+    deleted. A kill between the two renames leaves the older folder beside it, as .NAME.replaced.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    remove_leftovers(path.parent, path.name)
-    partial, replaced = _temporary(path), _temporary(path.with_name(f"{path.name}{REPLACED}"))
-    shutil.rmtree(partial, ignore_errors=True)  # of a killed process with this number: a new container repeats numbers
+    partial, replaced = _temporary(path), path.with_name(f".{path.name}.replaced")
     partial.mkdir()
     try:
         yield partial
         if path.is_dir():
+            shutil.rmtree(replaced, ignore_errors=True)
             os.replace(path, replaced)
         os.replace(partial, path)
-    finally:
-        if replaced.is_dir() and not path.exists():
-            os.replace(replaced, path)
-        shutil.rmtree(partial, ignore_errors=True)
         shutil.rmtree(replaced, ignore_errors=True)
-
-
-LOCK = ".lock"  # the file of a FolderLock
-REPLACED = ".replaced"  # ends the name of a folder whose place another one takes
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _temporary(path: Path) -> Path:
-    """The temporary path for writing `path`; its name has the machine and the process that write it."""
-    return path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.part")
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
 
 
-def remove_leftovers(folder: Path, name: str = "*") -> None:
-    """Remove temporary files for `name` in `folder` that killed commands of this machine left.
-
-    A folder that was about to be replaced gets its name back, unless another folder has taken it.
-    """
-    host, name = socket.gethostname(), "*" if name == "*" else glob.escape(name)
-    found = [*folder.glob(f".{name}{REPLACED}.{host}.*.part"), *folder.glob(f".{name}.{host}.*.part")]
-    for path in dict.fromkeys(found):
-        process = path.name.split(".")[-2]
-        if not process.isdecimal() or int(process) == os.getpid() or _runs(int(process)):
-            continue
-        own = path.name[1:].removesuffix(f".{host}.{process}.part")
-        if own.endswith(REPLACED) and not (before := folder / own.removesuffix(REPLACED)).exists():
-            os.replace(path, before)
-        else:
-            # Another command may delete it at the same time.
-            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
-
-
-def _runs(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:  # the process of another user exists
-        return True
-    return True
+def remove_leftovers(folder: Path) -> None:
+    """Remove what killed commands left half-written in `folder`. The caller must be the only one that writes there."""
+    for path in folder.glob(".*.part"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 class FolderLock:

@@ -29,7 +29,6 @@ from omegaconf import MISSING
 
 from configs import command
 from configs.files import LOCK, FolderLock, read_json_object, remove_leftovers, write_json
-from configs.ranges import check_ranges
 from data.config import DataConfig
 from data.holdout import Document, HoldOut, measure
 from data.identity import refuse_other_request, request_of
@@ -94,7 +93,6 @@ def prepare(cfg: DataConfig, *, verify: bool = False) -> dict:
     Raises ValueError or FileNotFoundError in one line. Shards finished before an error or an interruption are kept, and
     the same call continues after them.
     """
-    check_ranges(cfg, "data.")
     corpus = None if cfg.source == "nanogpt" else open_corpus(cfg)
     identity = corpus.identity if corpus else nanogpt_identity(cfg)
     request = request_of(cfg, identity)
@@ -259,7 +257,6 @@ class Preparation:
             for shard in self.splits["train"].shards + self.splits["val"].shards:
                 Shard(self.folder / shard["file"], fingerprint=self.tokenizer.fingerprint)
         self._take_lock(META)
-        remove_leftovers(self.folder)
         print(f"continuing {self.folder} after {count} finished shard{'s' if count != 1 else ''}", flush=True)
 
     def _take_lock(self, *files: str) -> None:
@@ -267,6 +264,7 @@ class Preparation:
         lock = FolderLock(self.folder, "prepares it")
         if any((self.folder / name).exists() for name in files):
             raise ValueError(f"another process has prepared {self.folder} meanwhile: run the same command again")
+        remove_leftovers(self.folder)
         self.lock = lock
 
     def _start(self) -> None:

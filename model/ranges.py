@@ -1,27 +1,51 @@
-"""Ranges of numbers: a field's type names an interval, as in Annotated[int, "[1, inf)"]; a round bracket excludes the end."""
+"""Ranges of numbers: a field's type names an interval, as in Annotated[int, "[1, inf)"]; a round bracket excludes the end.
 
-from dataclasses import is_dataclass
+configs/__init__.py runs this file alone, so it imports only the standard library.
+"""
+
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any, get_type_hints
 
 
-def check_ranges(options: Any, key: str) -> None:
-    """ValueError for a number of the dataclass object `options` (named `key`), or inside it, that is not in its range."""
-    for name, text in _ranges(type(options)).items():
-        value = getattr(options, name)
+def check_ranges(options: Any, key: str = "") -> None:
+    """ValueError for a wrong value in the dataclass object `options` (named `key`), or in one inside it.
+
+    Wrong are: a number outside of its field's interval (each number in a list or dictionary), a float that is not finite,
+    an empty text if the default is not empty, and an attribute that is not a field.
+    """
+    intervals = _intervals(type(options))
+    if unknown := sorted(vars(options).keys() - intervals.keys()):
+        raise ValueError(f"there is no configuration key '{f'{key}.{unknown[0]}'.lstrip('.')}': leave it out")
+    for field in fields(options):
+        name, value = f"{key}.{field.name}".lstrip("."), getattr(options, field.name)
         if is_dataclass(value):
-            check_ranges(value, f"{key}.{name}")
-        elif text and value is not None and not (isinstance(value, int | float) and _holds(text, value)):
-            raise ValueError(f"{key}.{name}={value!r} is out of range: use a number in {text}")
+            check_ranges(value, name)
+        elif value == "" and field.default != "":
+            raise ValueError(f"{name}= is empty: give it a value, or leave it out")
+        for member in _members(value):
+            interval = intervals[field.name] or (isinstance(member, float) and "(-inf, inf)")
+            if interval and not (isinstance(member, int | float) and _holds(interval, member)):
+                raise ValueError(f"{name}={value!r} is out of range: use a number in {interval}")
 
 
 @cache
-def _ranges(kind: type) -> dict[str, str | None]:
+def _intervals(kind: type) -> dict[str, str | None]:
     """Field name -> the interval that the field's type names, or None."""
     hints = get_type_hints(kind, include_extras=True)
     return {name: getattr(hint, "__metadata__", (None,))[0] for name, hint in hints.items()}
 
 
-def _holds(text: str, value: float) -> bool:
-    low, high = map(float, text[1:-1].split(", "))
-    return (low < value or text[0] == "[" and low == value) and (value < high or text[-1] == "]" and high == value)
+def _members(value: Any) -> Iterator[Any]:
+    """What stands in (nested) lists and dictionaries, or the value itself; nothing for None."""
+    if isinstance(value, list | tuple | dict):
+        for member in value.values() if isinstance(value, dict) else value:
+            yield from _members(member)
+    elif value is not None:
+        yield value
+
+
+def _holds(interval: str, value: float) -> bool:
+    low, high = map(float, interval[1:-1].split(", "))
+    return (low < value or interval[0] == "[" and low == value) and (value < high or interval[-1] == "]" and high == value)

@@ -34,7 +34,6 @@ class ConsolidateConfig:
 @command("consolidate", ConsolidateConfig)
 def main(cfg: ConsolidateConfig) -> None:
     run = Path(cfg.run)
-    remove_leftovers(run / "checkpoints")  # removes files of this command, killed while it replaced a checkpoint
     found = [f for f in checkpoint.checkpoints(run) if cfg.step is None or f.name == checkpoint.folder_name(cfg.step)]
     if not found:
         raise ValueError(f"{run} has no such checkpoint: give run=runs/NAME, and a step= that is in the run's checkpoints/")
@@ -43,6 +42,7 @@ def main(cfg: ConsolidateConfig) -> None:
         print(f"{folder} is not sharded: there is nothing to join")
         return
     lock = FolderLock(run, "trains in it")  # a training could delete the checkpoint meanwhile
+    remove_leftovers(run / "checkpoints")
     state = checkpoint.read_state(folder)
     model = Decoder(decoder_config(state["model"]))
     optimizers = build_optimizers(model, from_dict(OptimConfig, read_run_config(run, groups=("optim",))["optim"], "optim"))

@@ -22,9 +22,9 @@ from omegaconf import MISSING
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from configs import command
+from configs.composing import quote, read_value
 from configs.files import write_json
 from configs.provenance import result_record
-from configs.quoting import quote, read_value
 from data.tokenizer import Tokenizer
 from eval.common import device_of, open_run, pad_left
 from model.decoder import Decoder

@@ -1,13 +1,17 @@
 """Numbers outside of their field's range, empty texts and unknown keys are refused in one place, for every command."""
 
+import math
+import re
 import typing
-from dataclasses import dataclass, field, is_dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Annotated, Any
 
 import pytest
+from omegaconf import MISSING
 
-from configs.help import help_text
-from configs.ranges import Interval, check_ranges, interval_of
+from model.ranges import check_ranges
+from tests.test_help import COMMANDS, schema_of
 from training.run import TrainConfig
 
 
@@ -21,6 +25,7 @@ class Inner:
 class Outer:
     size: Annotated[int | None, "[1, inf)"] = None
     steps: Annotated[list[list[int]], "[0, 9]"] = field(default_factory=list)
+    seeds: Annotated[dict[str, int], "[1, inf)"] = field(default_factory=dict)
     folder: str = "runs"
     mark: str = ""
     inner: Inner = field(default_factory=Inner)
@@ -29,50 +34,69 @@ class Outer:
 @pytest.mark.parametrize(
     ("cfg", "says"),
     (
-        (Outer(size=0), "size=0 is out of range: use 1 or more"),
-        (Outer(steps=[[0], [9, 10]]), "steps=.* is out of range: use 0 to 9"),
+        (Outer(size=0), r"size=0 is out of range: use a number in \[1, inf\)"),
+        (Outer(size="1"), "size='1' is out of range"),
+        (Outer(steps=[[0], [9, 10]]), r"steps=.* is out of range: use a number in \[0, 9\]"),
+        (Outer(seeds={"a": 1, "b": 0}), "seeds=.* is out of range"),
         (Outer(folder=""), "folder= is empty"),
-        (Outer(inner=Inner(share=1.0)), "inner.share=1.0 is out of range: use more than 0 and less than 1"),
+        (Outer(inner=Inner(share=1.0)), r"inner.share=1.0 is out of range: use a number in \(0, 1\)"),
         (Outer(inner=Inner(share=float("nan"))), "inner.share=nan"),
-        (Outer(inner=Inner(plain=float("inf"))), "inner.plain=inf is not finite"),
+        (Outer(inner=Inner(plain=float("inf"))), r"inner.plain=inf is out of range: use a number in \(-inf, inf\)"),
     ),
 )
 def test_what_no_field_can_mean_is_refused(cfg: Outer, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=f"^{says}"):
         check_ranges(cfg)
 
 
 def test_what_lies_in_range_passes() -> None:
     check_ranges(Outer())
-    check_ranges(Outer(size=1, steps=[[0, 9]], mark=""))
-    check_ranges(TrainConfig(data=TrainConfig().data))
+    check_ranges(Outer(size=1, steps=[[0, 9]], seeds={"a": 1}, mark=""))
+    check_ranges(TrainConfig())
     unknown = Outer()
     unknown.inner.other = 1
     with pytest.raises(ValueError, match="no configuration key 'inner.other'"):
         check_ranges(unknown)
-    with pytest.raises(ValueError, match="'1 to 2' is not an interval"):
-        Interval("1 to 2")
 
 
-def numbers_without_range(schema: type, prefix: str = "") -> typing.Iterator[str]:
-    for name, hint in typing.get_type_hints(schema, include_extras=True).items():
-        if is_dataclass(hint):
-            yield from numbers_without_range(hint, f"{prefix}{name}.")
-        elif {int, float} & set(parts(hint)) and interval_of(hint) is None:
-            yield f"{prefix}{name}"
+def numbers(config: Any, prefix: str = "") -> Iterator[tuple[Any, str, str, Any]]:
+    """The object, name, key and type of every number in a dataclass object."""
+    hints = typing.get_type_hints(type(config), include_extras=True)
+    for name in (entry.name for entry in fields(config)):
+        if is_dataclass(hints[name]):
+            if getattr(config, name) == MISSING:
+                setattr(config, name, hints[name]())
+            yield from numbers(getattr(config, name), f"{prefix}{name}.")
+        elif {int, float} & set(parts(hints[name])):
+            yield config, name, f"{prefix}{name}", hints[name]
 
 
 def parts(hint: Any) -> list[Any]:
     """The type and, of a list or a union, the types inside it."""
-    inside = [part for inner in typing.get_args(hint) for part in parts(inner)]
-    return [hint, *inside]
+    return [hint, *(part for inner in typing.get_args(hint) for part in parts(inner))]
 
 
-def test_every_number_of_train_py_has_a_range_and_help_shows_it() -> None:
-    import train  # noqa: F401  # registers its schema
-    from configs import CONFIG_DIR
+@pytest.mark.parametrize(("module", "name", "schema"), COMMANDS)
+def test_every_number_of_every_command_is_refused_outside_of_its_range(module: str, name: str, schema: str) -> None:
+    config = schema_of(module, schema)[1]()
+    every = list(numbers(config))
+    for owner, field_name, _, _ in every:
+        if getattr(owner, field_name) == MISSING:
+            setattr(owner, field_name, 1)
+    for owner, field_name, key, hint in every:
+        text = getattr(hint, "__metadata__", ("(-inf, inf)",))[0]
+        assert re.fullmatch(r"[\[(]\S+, \S+[\])]", text), f"{key}: '{text}' is not an interval"
+        low, high = map(float, text[1:-1].split(", "))
+        outside = [math.nan, low - 1, high + 1] + [low] * (text[0] == "(") + [high] * (text[-1] == ")")
+        assert low < high
+        right, kinds = getattr(owner, field_name), [typing.get_origin(kind) for kind in parts(hint)]
+        for number in outside:
+            setattr(owner, field_name, [number] if list in kinds else {"a": number} if dict in kinds else number)
+            with pytest.raises(ValueError, match=f"^{re.escape(key)}=.* is out of range"):
+                check_ranges(config)
+        setattr(owner, field_name, right)
 
-    free = [name for name in numbers_without_range(TrainConfig) if not name.startswith("model.")]
-    assert not free, "write the type as Annotated[int, '[0, inf)']"
-    text = help_text("train", TrainConfig, "", CONFIG_DIR)
-    assert "optimizer steps in all (1 to 99999999)" in text
+
+def test_every_number_of_train_py_has_a_range() -> None:
+    free = [key for _, _, key, hint in numbers(TrainConfig()) if not hasattr(hint, "__metadata__")]
+    assert not [key for key in free if not key.startswith("model.")], "write the type as Annotated[int, '[0, inf)']"

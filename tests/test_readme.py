@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from configs import CONFIG_DIR
-from configs.help import help_text
+from configs.composing import compose_job
 from tests.test_help import COMMANDS
 
 ROOT = Path(__file__).parent.parent
@@ -124,14 +123,15 @@ def test_every_written_command_is_one_that_the_code_takes(document: str, line: s
     )
     module = words[start].removesuffix(".py").replace("/", ".")
     name = module.rpartition(".")[2]  # of the command; a package's stands in its __main__.py
-    where, schema = next((where, schema) for where, command, schema in COMMANDS if command == name)
+    where = next(where for where, command, _ in COMMANDS if command == name)
     overrides = [word for word in words[start + 1 :] if not word.startswith("-") and word != "job"]
     if "-m" in words[start + 1 :]:
         overrides = [re.sub(r"^([\w.]+=[^\[,]+),.*", r"\1", word) for word in overrides]  # the first of a sweep
     loaded = importlib.import_module(where)
     if name == "sample":
         overrides = [loaded.as_typed(word) for word in overrides]
-    help_text(name, getattr(loaded, schema), "", CONFIG_DIR, overrides)
+    if overrides:  # without one, a command may lack what it needs
+        compose_job(name, overrides)
 
 
 def test_every_test_named_in_the_feature_matrix_exists() -> None:

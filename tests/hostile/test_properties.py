@@ -13,13 +13,13 @@ pytest.importorskip("hypothesis", reason="test package hypothesis is not install
 from hypothesis import HealthCheck, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from configs.ranges import check_ranges  # noqa: E402
 from data.config import RetrievalMixConfig, TokenizerConfig  # noqa: E402
 from data.holdout import measure  # noqa: E402
 from data.loader import Loader, Windows, permute  # noqa: E402
 from data.retrieval import RetrievalSource, cities, draw_numbers  # noqa: E402
 from data.shards import Shard, write_shard  # noqa: E402
 from data.tokenizer import build_tokenizer  # noqa: E402
+from model.ranges import check_ranges  # noqa: E402
 
 settings.register_profile("suite", deadline=None, max_examples=60, suppress_health_check=list(HealthCheck), derandomize=True)
 settings.load_profile("suite")

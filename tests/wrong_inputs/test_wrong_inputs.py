@@ -25,6 +25,7 @@ FILES = sorted(Path(__file__).parent.glob("*.yaml"))
 TABLE = {command: cases for file in FILES for command, cases in yaml.safe_load(file.read_text()).items()}
 CASES = [(command, typed, says) for command, cases in TABLE.items() for typed, says in cases.items()]
 MODULES = {"train": "train", "prepare": "data.prepare", "report": "eval.report.__main__"}
+MODULES |= {name: f"ablation.{name}" for name in ("lambdas", "survival", "two_maps")}
 SCRIPTS = ("ablate", "bench", "consolidate", "convert", "export", "gpu", "publish", "sample")
 # One case of a command of each folder is typed in a shell, too: a process takes seconds to import torch.
 SHELL = [next(case for case in CASES if case[0] == command) for command in ("train", "prepare", "perplexity", "sample")]
