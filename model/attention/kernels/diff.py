@@ -89,11 +89,11 @@ class Blocks(NamedTuple):
     TURNED: bool
 
 
-# NOT TIMED ON A GPU yet. Chosen from what Triton and ptxas report (`python -m tests.compiled_kernels`;
-# results in docs/results/gpu/compiled.json): these tiles fit the card's shared memory, compute no product twice and spill few registers. Forward
-# keeps two accumulators BM x dv, backward keeps BN x (2 d + dv), both float32. Rows serve widths up to (d, dv), padded to
-# powers of two. sm_90: wgmma and 227 KiB of shared memory (9.0). sm_80: mma.sync and at most 99 KiB, the shared memory
-# of the smallest of these cards (8.x, 12.x).
+# NOT TIMED ON A GPU yet. Chosen from what Triton and ptxas report (`python -m tests.compiled_kernels`; results in
+# docs/results/gpu/compiled.json): these tiles fit the card's shared memory, compute no product twice and spill few registers.
+# Forward keeps two accumulators BM x dv, backward keeps BN x (2 d + dv), both float32. Rows serve widths up to (d, dv), padded
+# to powers of two. sm_90: wgmma and 227 KiB of shared memory (9.0). sm_80: mma.sync and at most 99 KiB, the shared memory of
+# the smallest of these cards (8.x, 12.x).
 FORWARD_16 = {
     "sm_90": {
         (64, 128): Blocks(128, 64, 8, 2, False),
