@@ -136,7 +136,7 @@ def explain(error: BaseException, schema: type) -> str:
     if isinstance(error, MissingConfigException):
         if error.missing_cfg_file == "hydra/sweeper/optuna":
             return "sweep=optuna needs the package 'hydra-optuna-sweeper': pip install hydra-optuna-sweeper"
-        return f"there is no configs/{error.missing_cfg_file}.yaml: use one of {', '.join(error.options or ())}"
+        return f"there is no {error.missing_cfg_file}: use one of {', '.join(error.options or ())}"
     if isinstance(cause, MissingMandatoryValue):
         return f"'{key}' is required: add {key}=..."
     if isinstance(cause, ConfigAttributeError | ConfigKeyError):

@@ -27,7 +27,7 @@ from typing import NamedTuple
 import numpy as np
 from omegaconf import MISSING
 
-from configs import command
+from configs import check_ranges, command
 from configs.files import LOCK, FolderLock, read_json_object, remove_leftovers, write_json
 from data.config import DataConfig
 from data.holdout import Document, HoldOut, measure
@@ -93,6 +93,7 @@ def prepare(cfg: DataConfig, *, verify: bool = False) -> dict:
     Raises ValueError or FileNotFoundError in one line. Shards finished before an error or an interruption are kept, and
     the same call continues after them.
     """
+    check_ranges(cfg, "data")
     corpus = None if cfg.source == "nanogpt" else open_corpus(cfg)
     identity = corpus.identity if corpus else nanogpt_identity(cfg)
     request = request_of(cfg, identity)
