@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-CODE = ("train.py", "configs", "data", "eval", "model", "scripts", "training")
+CODE = ("train.py", "ablation", "bench", "configs", "data", "eval", "model", "scripts", "training")
 
 
 def machine() -> dict[str, str | int]:

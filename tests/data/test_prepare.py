@@ -45,16 +45,8 @@ def tokens(folder: Path, split: str) -> list[int]:
 def cfg(tmp_path) -> DataConfig:
     path = tmp_path / "text.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS))
-    return DataConfig(
-        name="mine",
-        source="text",
-        path=str(path),
-        tokenizer=TokenizerConfig("bytes"),
-        dir=str(tmp_path / "shards"),
-        val_fraction=0.2,
-        shard_tokens=5000,
-        workers=2,
-    )
+    sizes = {"val_fraction": 0.2, "shard_tokens": 5000, "workers": 2}
+    return DataConfig("mine", "text", str(path), tokenizer=TokenizerConfig("bytes"), dir=str(tmp_path / "shards"), **sizes)
 
 
 def test_what_is_written(cfg):
