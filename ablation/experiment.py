@@ -104,8 +104,6 @@ def arm_list(cfg: AblateConfig) -> list[Arm]:
     """Arms at every point of the grid, with their overrides. The first arm of a point is the reference of the others."""
     if not cfg.metrics:
         raise ValueError("metrics is empty, but a comparison needs a metric: use '+metrics.valid=perplexity.loss'")
-    if unknown := [name for name in cfg.select if name not in cfg.arms]:
-        raise ValueError(f"select has {unknown[0]}, which is not in arms: use {', '.join(cfg.arms)}")
     arms = {name: overrides for name, overrides in cfg.arms.items() if name in cfg.select or not cfg.select}
     if not arms:
         raise ValueError("the experiment has no arms: list them under arms:, as configs/ablations/experiment/main.yaml does")
@@ -147,8 +145,9 @@ def refuse_grid(cfg: AblateConfig) -> None:
 
 
 def refuse_unknown_arms(cfg: AblateConfig, typed: Sequence[str]) -> None:
-    """Refuse an arm of fewer_seeds or pairs that is none of the arms, unless one of the overrides `typed` dropped it."""
+    """Refuse an unknown arm in fewer_seeds, select or pairs, unless one of the overrides `typed` dropped it."""
     named = [(f"fewer_seeds.{arm}", arm) for arm in cfg.fewer_seeds]
+    named += [(f"select has {arm}, which", arm) for arm in cfg.select]
     named += [(f"pairs.{part} has {arm}, which", arm) for part, arms in cfg.pairs.items() for arm in arms]
     for where, arm in named:
         if arm not in cfg.arms and not {"~arms", f"~arms.{arm}"} & set(typed):

@@ -205,7 +205,7 @@ def overrides(arm: str, changes: Row) -> list[str]:
     """What an arm of experiment=main gives to train.py at tier=gpu_12m with changes, without its text."""
     OmegaConf.register_new_resolver("times", lambda factor, number: round(factor * number), replace=True)
     folder = ROOT / "configs" / "ablations"
-    tier, study = (OmegaConf.load(folder / path) for path in ("tier/gpu_12m.yaml", "experiment/main.yaml"))
+    tier, study = (OmegaConf.load(folder / path) for path in ("tier/gpu_12m.yaml", "experiment/base/main.yaml"))
     content = {"tier": OmegaConf.merge(tier, changes), "arm": OmegaConf.to_container(study)["arms"][arm]}
     plain = OmegaConf.to_container(OmegaConf.create(content), resolve=True)
     return merged([option for option in plain["tier"]["train"] if not option.startswith("data")], plain["arm"])
