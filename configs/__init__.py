@@ -90,7 +90,7 @@ def options_first(arguments: list[str]) -> list[str]:
     for argument in arguments:
         if argument.startswith("-") and argument.split("=")[0] not in HYDRA_OPTIONS:
             raise ValueError(f"cannot read {argument}: type KEY=VALUE without dashes, as in steps=20")
-    return sorted(arguments, key=lambda argument: argument[0:1] != "-" and "=" in argument)
+    return sorted(arguments, key=lambda argument: argument[0:1] == "~" or (argument[0:1] != "-" and "=" in argument))
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from tests.reference import formulas
 from tests.variants import NATIVE, VARIANTS, config, randomized
 
 ATTENTIONS = [name for name, options in VARIANTS.items() if name != "gpt2" and len(options["layers"]) == 1]
-PAIRING = ("diff", "diff_biased", "diff_plain", "integral")
+PAIRING = ("diff", "diff_biased", "diff_own_scale", "diff_plain", "integral")
 BACKENDS = ("math", "sdpa", *NATIVE)
 
 
@@ -340,7 +340,7 @@ def test_letters_tile_over_the_depth() -> None:
         ({"n_kv_head": 1, "layers": "d"}, "use model.n_kv_head=2"),
         ({"n_head": 6, "n_kv_head": 3, "d_model": 48, "layers": "d"}, "use model.n_kv_head=2"),  # 4 does not divide 6
         ({"layers": "bx"}, "unknown letters x"),
-        ({"layers": ""}, "unknown letters"),
+        ({"layers": ""}, "model.layers= is empty: give it a value"),
         ({"norm": "batchnorm"}, "use one of rmsnorm, layernorm"),
         ({"match": "time"}, "use one of params, flops, none"),
         ({"head_dim": 7}, "even head width"),

@@ -145,7 +145,8 @@ def test_tuning_makes_equal_arms_equal(shards: Path, other_text: Path, tmp_path:
     assert (tmp_path / "toy" / "tune-baseline-lr0.001-s101").is_dir()
     assert found["baseline"]["trials"] == found["slow"]["trials"] and found["slow"]["best"] == {"optim.lr": 0.01}
     assert found["baseline"]["edge"] == ["optim.lr"] and "is at an end of the tried values" in printed
-    assert content["title"] == "toy" and (tmp_path / "toy" / "figures" / "tuning.png").is_file()
+    assert content["title"] == "toy, tuned with one seed and by trials of 50% of the runs' length"
+    assert (tmp_path / "toy" / "figures" / "tuning.png").is_file()
     assert "untuned" in call(*toy(shards, tmp_path, {"baseline": ["model=baseline"]}, "name=other", "seeds=1"))
     assert "was trained before its learning rates were tuned" in call(*arguments, "name=other")  # refused before any trial
     assert not list((tmp_path / "other").glob("tune-*"))
