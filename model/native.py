@@ -91,13 +91,14 @@ def _fingerprint(source: Path, compiler: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def operator(name: str, signature: str, run: Callable, empty: Callable) -> Callable:
+def operator(name: str, signature: str, run: Callable, empty: Callable, on: str = "cpu") -> Callable:
     """Define a torch operator, which torch.compile and torch.export call without looking inside.
 
-    name: NAMESPACE::NAME. run: computes it on a CPU. empty: makes its outputs without computing them.
+    name: NAMESPACE::NAME. run: computes it. empty: makes its outputs without computing them. on: the devices of `run`,
+    cpu, or default for all.
     """
     torch.library.define(name, signature)
-    torch.library.impl(name, "cpu", run)
+    torch.library.impl(name, on, run)
     torch.library.register_fake(name, empty)
     namespace, _, short = name.partition("::")
     return getattr(getattr(torch.ops, namespace), short).default

@@ -7,7 +7,7 @@ key sets). Shapes: q (B, H, T, d), k (B, Hkv, S, d), v (B, Hkv, S, dv), H a mult
 - sdpa: torch's fused scaled_dot_product_attention (SDPA). A difference of maps, and on CUDA every call, takes one of the next
   three routes, by device and widths.
 - one_call: both maps as 2h heads of one SDPA call; all widths are zero-padded to the widest.
-- two_calls: one SDPA call for each map, without padding.
+- two_calls: one SDPA call for each map, without padding; one call for both where they share their keys (V2).
 - four_calls: one SDPA call for each map and each half of the values, as the differential paper's own flash code does where a
   kernel takes one width only (microsoft/unilm, Diff-Transformer).
 - cpu: our C++ kernel on CPUs (kernels/cpu.py), for the causal mask over as many keys as queries, without dropout, not in
@@ -174,6 +174,8 @@ def attend_diff(
         first, second = (flex.attend(q[:, :, c], k[:, :, c % k.shape[2]], v, mask) for c in (0, 1))
     elif _in_kernel(backend, q, k, v, mask, dropout):
         return cpu.attend_diff(q, k, v, lam)
+    elif backend == "two_calls" and k.shape[2] == 1:  # one call, in which the two maps are query heads that share their keys
+        first, second = _sdpa(q.flatten(1, 2), k.squeeze(2), v, mask, dropout=dropout).unflatten(1, (h, 2)).unbind(2)
     elif backend in ("two_calls", "four_calls"):
         call = _sdpa if backend == "two_calls" else _halves
         first, second = (call(q[:, :, c], k[:, :, c % k.shape[2]], v, mask, dropout=dropout) for c in (0, 1))

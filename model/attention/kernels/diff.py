@@ -96,9 +96,9 @@ class Blocks(NamedTuple):
 # the smallest of these cards (8.x, 12.x).
 FORWARD_16 = {
     "sm_90": {
-        (64, 128): Blocks(128, 64, 8, 2, False),
-        (128, 128): Blocks(128, 64, 8, 2, False),
-        (128, 256): Blocks(32, 128, 8, 1, True),
+        (64, 128): Blocks(64, 64, 4, 2, False),
+        (128, 128): Blocks(128, 64, 8, 3, False),
+        (128, 256): Blocks(32, 128, 8, 2, False),
     },
     "sm_80": {
         (64, 64): Blocks(128, 64, 8, 2, False),
@@ -110,9 +110,9 @@ FORWARD_16 = {
 BACKWARD_16 = {
     "sm_90": {
         (64, 64): Blocks(64, 128, 8, 2, True),
-        (64, 128): Blocks(32, 128, 8, 2, True),
+        (64, 128): Blocks(64, 128, 8, 2, True),
         (128, 128): Blocks(32, 128, 8, 2, True),
-        (128, 256): Blocks(128, 64, 8, 1, False),
+        (128, 256): Blocks(32, 64, 8, 1, False),
     },
     "sm_80": {
         (64, 128): Blocks(32, 128, 8, 2, True),
