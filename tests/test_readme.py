@@ -28,8 +28,20 @@ def test_readme_is_short_and_its_first_screen_has_what_a_stranger_needs() -> Non
     assert all(part in first for part in ("?", "make quickstart", "make test", "<img "))
 
 
+def test_results_are_short() -> None:
+    """An index of 3,500 words and a page of 600 a study, in short paragraphs and cells."""
+    pages = {name: text for name, text in DOCUMENTS.items() if name.startswith("docs/results/") or name == "docs/RESULTS.md"}
+    for name, text in pages.items():
+        assert len(text.split()) <= (3500 if name == "docs/RESULTS.md" else 600), name
+        prose = re.sub(r"```.*?```|<!-- .*?<!-- end -->|^\|.*?$|<p>.*?</p>", "", text, flags=re.DOTALL | re.MULTILINE)
+        for paragraph in re.split(r"\n\n|\n- ", prose):
+            assert len(paragraph.split()) <= 100, f"{name}: {paragraph[:60]}"
+        for line in (line for line in text.splitlines() if line.startswith("|")):
+            assert all(len(cell.split()) <= 40 for cell in line.split("|")), f"{name}: {line[:60]}"
+
+
 def test_the_tables_are_those_under_results() -> None:
-    assert "table -->" in DOCUMENTS["docs/RESULTS.md"]
+    assert sum("<!-- rows of" in text for text in DOCUMENTS.values()) > 10
     for document, text in DOCUMENTS.items():
         for name, table in re.findall(r"<!-- ([\w/]+) table -->\n(.*?)<!-- end -->", text, flags=re.DOTALL):
             own = ROOT / "docs" / "results" / name
@@ -45,13 +57,14 @@ def test_the_tables_are_those_under_results() -> None:
 def test_the_counts_of_solved_runs_are_those_of_the_results() -> None:
     arms = json.loads((ROOT / "docs" / "results" / "noise" / "results.json").read_text())["results"]["arms"]
     shown = "baseline gated diff diff_lambda_0 diff_no_head_norm diff_v2 introspective".split()  # the table's columns
-    rows = re.findall(r"^\| (\d+) %[^|]*((?:\| \d+ of \d+ [^|]*)+)\|$", DOCUMENTS["docs/RESULTS.md"], flags=re.MULTILINE)
+    page = "docs/results/noise/README.md"
+    rows = re.findall(r"^\| (\d+) %[^|]*((?:\| \d+ of \d+ [^|]*)+)\|$", DOCUMENTS[page], flags=re.MULTILINE)
     assert [share for share, _ in rows] == ["0", "50", "80", "90"]
     for share, cells in rows:
         runs = {arm["arm"]: arm["runs"] for arm in arms if arm["point"] == f"at{share}"}
         solved = {arm: sum(run["values"][f"tested at {share} %"] > 0.99 for run in of) for arm, of in runs.items()}
         counts = [f"{solved[arm]} of {len(runs[arm])}" for arm in shown]
-        assert re.findall(r"\| (\d+ of \d+)", cells) == counts, f"docs/RESULTS.md, trained with {share} % of distractors"
+        assert re.findall(r"\| (\d+ of \d+)", cells) == counts, f"{page}, trained with {share} % of distractors"
 
 
 def test_the_example_of_a_variant_is_the_code() -> None:

@@ -131,9 +131,10 @@ def numbers(content: Any) -> Iterator[float]:
 def test_published_numbers_follow_from_published_records(
     study: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: Typed
 ) -> None:
-    """The command of docs/RESULTS.md that trains nothing gives the study's published differences and intervals."""
+    """The command of a study's page, which trains nothing, gives the published differences and intervals."""
     monkeypatch.setattr(Results, "draw", lambda self, folder: [])  # no figure is compared
-    assert f"python scripts/ablate.py experiment={study} run=false" in (ROOT / "docs" / "RESULTS.md").read_text()
+    page = (ROOT / "docs" / "results" / study / "README.md").read_text()
+    assert f"python scripts/ablate.py experiment={study} run=false" in page
     typed("scripts/ablate.py", f"experiment={study}", "run=false", f"runs={tmp_path}")
     made, kept = tmp_path / study, ROOT / "docs" / "results" / study
     again, published = (json.loads((folder / "results.json").read_text())["results"] for folder in (made, kept))
