@@ -73,8 +73,7 @@ class Results:
             notes.append(f"{wording}: {shares}.")
         elif texts_of(self.cfg):
             notes.append("Made from records alone: whether the test texts occur in the training text was not checked.")
-        valueless = [name for name, row in self.found.rows.items() if not any(cell.n for cell in row.cells)]
-        if absent := [f"{name} ({self.cfg.metrics[name]})" for name in valueless]:
+        if absent := [f"{name} ({path})" for name, path in self.cfg.metrics.items() if not self.found.measured(name)]:
             notes.append(f"Without a column, because no run has a number there: {', '.join(absent)}.")
         if absent := [f"{name} ({path})" for name, path in self.cfg.profiles.items() if name not in self.profiles]:
             notes.append(f"Without a table, because no run has several numbers there: {', '.join(absent)}.")
@@ -89,7 +88,7 @@ class Results:
 
     def _tables(self) -> list[str]:
         """The table of the arms, and of the power laws."""
-        return [markdown(lines).rstrip() for lines in (self.found.table(), fit_rows(self.fits) if self.fits else None) if lines]
+        return [markdown(lines).rstrip() for lines in (self.found.lines(), fit_rows(self.fits) if self.fits else None) if lines]
 
     def draw(self, folder: Path) -> list[Path]:
         """Draw the figures into `folder`, in place of those of an earlier command. Returns their paths."""
@@ -102,7 +101,7 @@ class Results:
         for name, one in self.profiles.items():
             paths += one.draw_profile(folder, name, self.pooled.points[-1], unit(cfg.profiles[name]))
         last = self.pooled.points[-1]
-        panels = {title: [pair for pair in self.pooled.pairs[m] if pair.point == last] for m, title in cfg.forest.items()}
+        panels = {title: [pair for pair in self.pooled.pairs_at(last) if pair.metric == m] for m, title in cfg.forest.items()}
         if any(panels.values()):
             paths.append(folder / "forest.png")
             draw_forest(paths[-1], panels)
@@ -126,8 +125,8 @@ def draw_ablation(folder: Path, found: Comparison, fits: dict[str, Any] | None) 
     draw_validation(paths[0], found.arms)
     draw_differences(paths[1], found.arms, {name: found.of_metric(name) for name in found.compared})
     if any(arm.point for arm in found.arms):
-        for metric, row in found.rows.items():
-            if any(cell.n for cell in row.cells):
-                paths.append(folder / "grid_{}.png".format(re.sub(r"\W", "_", metric)))
-                draw_grid(paths[-1], found.cells(metric), metric, fits if metric == found.compared[0] else None)
+        for metric in filter(found.measured, found.metrics):
+            paths.append(folder / "grid_{}.png".format(re.sub(r"\W", "_", metric)))
+            summaries = [(arm, found.summary(metric, arm)) for arm in found.arms]
+            draw_grid(paths[-1], summaries, metric, fits if metric == found.compared[0] else None)
     return paths
