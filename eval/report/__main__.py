@@ -76,12 +76,13 @@ def main(cfg: ReportConfig) -> None:
     write_atomic(out, page(content, out).encode())
     print_report(content)
     made = {"run": len(runs), "arm": len(arms), "figure": len(drawn)}
-    counts = ", ".join(f"{count} {what}" if count == 1 else f"{count} {what}s" for what, count in made.items())
+    counts = ", ".join(f"{count} {what}{'s' * (count != 1)}" for what, count in made.items())
     print(f"report  {out} ({counts})")
-    own = [image.path for figure in drawn for image in figure.images if image.path.parent == out.parent / "figures"]
-    pictures = {f"figures/{path.stem}": path for path in own}
-    values = {f"{arm.name}/{row.name}": cell.value for row in rows for arm, cell in zip(arms, row.cells, strict=True)}
-    known = {name: value for name, value in values.items() if value is not None}
+    folder = out.parent / "figures"
+    images = [image.path for figure in drawn for image in figure.images if image.path.parent == folder]
+    pictures = {f"figures/{path.stem}": path for path in images}
+    cells = ((arm, row, cell.value) for row in rows for arm, cell in zip(arms, row.cells, strict=True))
+    known = {f"{arm.name}/{row.name}": value for arm, row, value in cells if value is not None}
     log_report(cfg.wandb, out, pictures, {run.label: run.folder for run in runs}, known)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from scipy import stats
 
 from eval.report.differences import Model, by_seed, correct, difference_table, fit
 from eval.report.figures import draw_gap, slug
@@ -37,11 +38,13 @@ BY_SEED = (
     "Part by seed: p, pooled has the error pooled over all arms; p, Holm is the same after Holm's correction for the parts; p, "
     "alone is the paired t test of the row's differences, uncorrected. p, Welch stands where the arms differ in their spread "
     "(notes below), so that the pooled error can be too small or too large for a row: the test of the two arms, each with its "
-    "own spread, unpaired and uncorrected."
+    "own spread, unpaired and uncorrected. p, equal is of the test that the true difference lies outside of plus and minus "
+    "half of V1's gain here (diff less baseline, as estimated): a small one says that the two arms are equivalent within that."
 )
+GAIN = ("diff", "baseline")  # the arms whose difference, halved, is the margin of equivalence
 EFFECT = ("mean", "se", "low", "high", "p", "own_low", "own_high", "n", "p_welch")
-P_KINDS = {"pooled": "p", "Holm": "p_holm", "alone": "p_alone", "Welch": "p_welch"}
-PAIR = ("mean", "low", "high", "p", "p_holm", "p_alone", "p_welch")
+P_KINDS = {"pooled": "p", "Holm": "p_holm", "alone": "p_alone", "Welch": "p_welch", "equal": "p_equal"}
+PAIR = ("mean", "low", "high", "p", "p_holm", "p_alone", "p_welch", "p_equal")
 
 
 def metric_of_parts(path: str) -> str | None:
@@ -99,11 +102,15 @@ class Pooled:
                 self.pairs[metric + kind] = pairs
 
     def _pairs_of(self, model: Model, names: dict[str, str], place: dict[str, str]) -> list[Difference]:
-        """The differences of the pairs of arms that have a common seed."""
+        """The differences of pairs with a common seed, with two one-sided tests of equivalence (Schuirmann 1987)."""
         arms = {part: [names.get(family) for family in families] for part, families in self.parts.items()}
         pairs = [model.less(*of, part=part, **place) for part, of in arms.items() if all(arm in model.values for arm in of)]
         pairs = [one for one in pairs if one.by_seed]
         correct(pairs)
+        if model.enough and all(names.get(family) in model.values for family in GAIN):
+            margin = abs(model.less(*(names[family] for family in GAIN)).mean) / 2
+            for one in pairs:
+                one.p_equal = float(stats.t.sf((margin - abs(one.mean)) / one.se, model.df))
         return pairs
 
     def effects(self, point: str, kind: str = "") -> list[Difference]:
@@ -202,11 +209,12 @@ class Pooled:
 def seed_lines(pairs: Sequence[Difference]) -> list[list[str]]:
     """The difference of every seed: a row per part and metric."""
     seeds = list(dict.fromkeys(seed for one in pairs for seed in one.by_seed))
-    lines = [["part by seed", "arms", "metric", *(f"seed {seed}" for seed in seeds), *(f"p, {kind}" for kind in P_KINDS)]]
+    kinds = {kind: key for kind, key in P_KINDS.items() if any(getattr(one, key) is not None for one in pairs)}
+    lines = [["part by seed", "arms", "metric", *(f"seed {seed}" for seed in seeds), *(f"p, {kind}" for kind in kinds)]]
     parts = list(dict.fromkeys(one.part for one in pairs))
     for one in sorted(pairs, key=lambda one: parts.index(one.part)):
         values = [f"{one.by_seed[seed]:+z.4f}" if seed in one.by_seed else "" for seed in seeds]
-        ps = [p_text(getattr(one, key)) for key in P_KINDS.values()]
+        ps = [p_text(getattr(one, key)) for key in kinds.values()]
         lines.append([one.part, f"{one.arm} - {one.reference}", one.metric, *values, *ps])
     return lines
 

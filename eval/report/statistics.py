@@ -27,7 +27,7 @@ class Difference:
 
     low, high: 95 % interval. p: two-sided. by_seed: the difference of every seed that both have. sd, p_permutation,
     detectable: as `paired` says. p_holm: p corrected for the differences that are tested with it (Holm 1979). se, own_low,
-    own_high, p_alone, p_welch: of a model (eval/report/differences.py). part, kind, group, better: its place in a table.
+    own_high, p_alone, p_welch, p_equal: of a model (differences.py, pooled.py). part, kind, group, better: its place.
     """
 
     n: int
@@ -44,6 +44,7 @@ class Difference:
     own_high: float | None = None
     p_alone: float | None = None
     p_welch: float | None = None
+    p_equal: float | None = None
     by_seed: dict[int, float] = field(default_factory=dict)
     metric: str = ""
     point: str = ""

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from scipy import stats
 
 from eval.report.grid import Comparison
 from eval.report.pooled import PAIR_NOTE, Pooled, profile
@@ -195,11 +196,24 @@ def test_a_row_shows_a_part_seed_by_seed(arms: list[Arm]) -> None:
     pooled = pairs_of(arms[:3])
     table, _ = pooled.by_seed()
     header, _, row = ([cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines())
-    ps = ["p, pooled", "p, Holm", "p, alone", "p, Welch"]
+    ps = ["p, pooled", "p, Holm", "p, alone", "p, equal"]
     assert header == ["part by seed", "arms", "metric", "seed 1", "seed 3", *ps]
     (pair,) = pooled.pairs["valid"]
     assert row[:5] == ["subtraction", "diff-short - lambda0-short", "valid", "-0.1000", "-0.2500"]
     assert row[5:8] == [p_text(pair.p), p_text(pair.p_holm), p_text(paired([-0.1, -0.25]).p)]
+
+
+def test_parts_are_equivalent_within_half_of_v1s_gain(arms: list[Arm]) -> None:
+    """diff less baseline is -0.1, lambda0 less baseline -0.04: inside of 0.05."""
+    parts = {"inside": ["lambda0", "baseline"], "outside": ["diff", "lambda0"]}
+    inside, outside = pairs_of(arms[:3], parts).pairs["valid"]
+    assert inside.p_equal < 0.01 and outside.p_equal > 0.99
+    model = pairs_of(arms[:3], parts).models["valid"]["short"]
+    margin = abs(model.effects["diff-short"].mean) / 2
+    both_sides = [stats.t.sf((margin + side * inside.mean) / inside.se, model.df) for side in (-1, 1)]
+    assert inside.p_equal == pytest.approx(max(both_sides))
+    arms[1].arm = "other"
+    assert pairs_of(arms[:3], parts).pairs["valid"][0].p_equal is None
 
 
 def test_a_pair_without_both_arms_is_named(arms: list[Arm]) -> None:
