@@ -41,10 +41,10 @@ class Results:
         not known. overlap: test text -> the share of it that occurs in the training text; empty if it is not known.
         """
         partial = f", partial: {missing} {'runs are' if missing > 1 else 'run is'} missing" if missing else ""
-        longest = max(run.value("train.tokens") or 1 for arm in self.found.arms for run in arm.runs)
+        runs = [run for arm in self.found.arms for run in arm.runs]
+        longest = max(run.value("train.tokens") or 1 for run in runs)
         title = f"{folder.name}{tuning.in_title(self.tuned, self.cfg.tune, longest)}{partial}"
-        seeds = list(dict.fromkeys(run.seed for arm in self.found.arms for run in arm.runs))
-        tuned = tuning.tuning_notes(self.tuned, self.cfg.tune)
+        seeds, tuned = list(dict.fromkeys(run.seed for run in runs)), tuning.tuning_notes(self.tuned, self.cfg.tune)
         remarks = [*tuned, *self.found.notes(seeds, epochs), *self._text_notes(overlap)]
         results = {
             "title": title,
@@ -57,39 +57,31 @@ class Results:
             "overlap": overlap,
             "notes": remarks,
         }
-        write_page(folder, self.cfg, results, seeds, [*self._differences(), *self._tables(), *remarks, *self.pooled.notes()])
-        if last := self.pooled.tables(self.pooled.points[-1]):
+        page = [table for point in self.pooled.points for table in self.pooled.tables(point)]
+        last = self.pooled.tables(self.pooled.points[-1])
+        for name, one in self.profiles.items():
+            page += [f"{name}:", *tables] if (tables := one.tables(self.pooled.points[-1])) else []
+        page += [*self.pooled.remarks(), *self.pooled.by_seed()]
+        page += [markdown(lines).rstrip() for lines in (self.found.lines(), self.fits and fit_rows(self.fits)) if lines]
+        write_page(folder, self.cfg, results, seeds, [*page, *remarks, *self.pooled.notes()])
+        (folder / "differences.md").unlink(missing_ok=True)
+        if last:
             text = "\n\n".join([f"**{title}**", *last, *self.pooled.remarks()]) + "\n"
             write_atomic(folder / "differences.md", text.encode())
-        else:
-            (folder / "differences.md").unlink(missing_ok=True)
 
     def _text_notes(self, overlap: Mapping[str, float]) -> list[str]:
         """Whether the test texts occur in the training text, and which metrics and profiles are not shown."""
         notes = []
         if overlap:
             shares = ", ".join(f"{text} {share:.2%}" for text, share in overlap.items())
-            wording = "Share of the 13-word sequences of each test text that occur in the training text"
-            notes.append(f"{wording}: {shares}.")
+            notes.append(f"Share of the 13-word sequences of each test text that occur in the training text: {shares}.")
         elif texts_of(self.cfg):
             notes.append("Made from records alone: whether the test texts occur in the training text was not checked.")
-        valueless = [name for name, row in self.found.rows.items() if not any(cell.n for cell in row.cells)]
-        if absent := [f"{name} ({self.cfg.metrics[name]})" for name in valueless]:
+        if absent := [f"{name} ({path})" for name, path in self.cfg.metrics.items() if not self.found.measured(name)]:
             notes.append(f"Without a column, because no run has a number there: {', '.join(absent)}.")
         if absent := [f"{name} ({path})" for name, path in self.cfg.profiles.items() if name not in self.profiles]:
             notes.append(f"Without a table, because no run has several numbers there: {', '.join(absent)}.")
         return notes
-
-    def _differences(self) -> list[str]:
-        """The tables of differences at every point, of the profiles at the last point, and of pairs seed by seed."""
-        found = [table for point in self.pooled.points for table in self.pooled.tables(point)]
-        for name, one in self.profiles.items():
-            found += [f"{name}:", *tables] if (tables := one.tables(self.pooled.points[-1])) else []
-        return [*found, *self.pooled.remarks(), *self.pooled.by_seed()]
-
-    def _tables(self) -> list[str]:
-        """The table of the arms, and of the power laws."""
-        return [markdown(lines).rstrip() for lines in (self.found.table(), fit_rows(self.fits) if self.fits else None) if lines]
 
     def draw(self, folder: Path) -> list[Path]:
         """Draw the figures into `folder`, in place of those of an earlier command. Returns their paths."""
@@ -102,7 +94,7 @@ class Results:
         for name, one in self.profiles.items():
             paths += one.draw_profile(folder, name, self.pooled.points[-1], unit(cfg.profiles[name]))
         last = self.pooled.points[-1]
-        panels = {title: [pair for pair in self.pooled.pairs[m] if pair.point == last] for m, title in cfg.forest.items()}
+        panels = {title: [pair for pair in self.pooled.pairs_at(last) if pair.metric == m] for m, title in cfg.forest.items()}
         if any(panels.values()):
             paths.append(folder / "forest.png")
             draw_forest(paths[-1], panels)
@@ -126,8 +118,8 @@ def draw_ablation(folder: Path, found: Comparison, fits: dict[str, Any] | None) 
     draw_validation(paths[0], found.arms)
     draw_differences(paths[1], found.arms, {name: found.of_metric(name) for name in found.compared})
     if any(arm.point for arm in found.arms):
-        for metric, row in found.rows.items():
-            if any(cell.n for cell in row.cells):
-                paths.append(folder / "grid_{}.png".format(re.sub(r"\W", "_", metric)))
-                draw_grid(paths[-1], found.cells(metric), metric, fits if metric == found.compared[0] else None)
+        for metric in filter(found.measured, found.metrics):
+            paths.append(folder / "grid_{}.png".format(re.sub(r"\W", "_", metric)))
+            summaries = [(arm, found.summary(metric, arm)) for arm in found.arms]
+            draw_grid(paths[-1], summaries, metric, fits if metric == found.compared[0] else None)
     return paths

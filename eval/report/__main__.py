@@ -22,7 +22,8 @@ from eval.report.notes import notes
 from eval.report.page import Content, page
 from eval.report.runs import Arm, arms_of, read_ablation, read_runs
 from eval.report.sections import sections
-from eval.report.tables import columns, contrasts, difference_lines, headline_table, markdown, report_lines, verdicts
+from eval.report.statistics import PAIRED, Difference
+from eval.report.tables import columns, difference_lines, differences, headline_table, markdown, report_lines, verdicts
 from eval.report.viewer import Viewer, viewer_of
 from training.tracking import import_wandb, log_report
 
@@ -56,7 +57,7 @@ def main(cfg: ReportConfig) -> None:
     runs = read_runs(cfg.runs)
     arms = arms_of(runs)
     rows, parts, remarks = headline_table(arms), sections(arms), notes(runs, arms)
-    found = contrasts(arms, [*rows, *(row for part in parts for row in part.rows)])
+    found = differences(arms, [*rows, *(row for part in parts for row in part.rows)])
     said = verdicts(arms, found)
     if not any(arm.several for arm in arms):
         found = []  # a single seed has no interval
@@ -69,18 +70,19 @@ def main(cfg: ReportConfig) -> None:
         first = " The first seed of each arm." if any(arm.several for arm in arms) else ""
         content.viewer = {"file": beside.name, "says": seen.says + first, "question": seen.question}
     write_json(out.with_suffix(".json"), as_json(content))
-    differences = difference_lines(arms, rows, found, f"difference to {arms[0].name} [95 % interval]")
-    tables = [markdown(lines) for lines in (report_lines(arms, rows), differences) if lines]
+    less_first = difference_lines(arms, rows, found, f"difference to {arms[0].name} [95 % interval]")
+    tables = [markdown(lines) for lines in (report_lines(arms, rows), less_first) if lines]
     write_atomic(out.with_suffix(".md"), "\n".join(tables).encode())
     write_atomic(out, page(content, out).encode())
     print_report(content)
     made = {"run": len(runs), "arm": len(arms), "figure": len(drawn)}
-    counts = ", ".join(f"{count} {what}" if count == 1 else f"{count} {what}s" for what, count in made.items())
+    counts = ", ".join(f"{count} {what}{'s' * (count != 1)}" for what, count in made.items())
     print(f"report  {out} ({counts})")
-    own = [image.path for figure in drawn for image in figure.images if image.path.parent == out.parent / "figures"]
-    pictures = {f"figures/{path.stem}": path for path in own}
-    values = {f"{arm.name}/{row.name}": cell.value for row in rows for arm, cell in zip(arms, row.cells, strict=True)}
-    known = {name: value for name, value in values.items() if value is not None}
+    folder = out.parent / "figures"
+    images = [image.path for figure in drawn for image in figure.images if image.path.parent == folder]
+    pictures = {f"figures/{path.stem}": path for path in images}
+    cells = ((arm, row, cell.value) for row in rows for arm, cell in zip(arms, row.cells, strict=True))
+    known = {f"{arm.name}/{row.name}": value for arm, row, value in cells if value is not None}
     log_report(cfg.wandb, out, pictures, {run.label: run.folder for run in runs}, known)
 
 
@@ -105,9 +107,14 @@ def as_json(content: Content) -> dict[str, Any]:
                   "seeds": [run.seed for run in arm.runs]} for arm in content.arms],
         "verdicts": content.verdicts,
         "results": [asdict(row) for row in content.rows],
-        "differences": [asdict(contrast) for contrast in content.contrasts],
+        "differences": [_difference(one) for one in content.contrasts],
         "evaluations": {part.name: [asdict(row) for row in part.rows] for part in content.sections},
     }  # fmt: skip
+
+
+def _difference(one: Difference) -> dict[str, Any]:
+    names = one.numbers("group", "better", "arm", "reference", "p_holm") | {"name": one.metric}
+    return one.numbers(*PAIRED) | names | {"seeds": list(one.by_seed), "differences": list(one.by_seed.values())}
 
 
 def print_report(content: Content) -> None:

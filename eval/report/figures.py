@@ -10,14 +10,12 @@ import numpy as np
 
 from eval import attention_noise, perplexity
 from eval.common import GREY, INK, Axes, figure
-from eval.report.pairs import Pair
-from eval.report.runs import Arm, Run
-from eval.report.statistics import LEVEL, holm, paired
-from eval.report.tables import Cell, Contrast, minus, si
+from eval.report.runs import CYCLE, Arm, Run
+from eval.report.statistics import LEVEL, Difference, holm, paired
+from eval.report.tables import minus, si
 
 Curve = tuple[np.ndarray, np.ndarray]  # x, y
-# Place on the axis, difference, the ends of its interval (None where there is none), seeds.
-Gap = list[tuple[float, float, float | None, float | None, int]]
+Placed = tuple[str, str | None, float, Difference]  # line, its colour or None, place on the axis
 
 
 def smooth(values: np.ndarray, window: int) -> np.ndarray:
@@ -240,7 +238,7 @@ def draw_weights(path: Path, arm: Arm) -> None:
 # ---------------------------------------- differences
 
 
-def draw_differences(path: Path, arms: list[Arm], panels: dict[str, list[Contrast]]) -> None:
+def draw_differences(path: Path, arms: list[Arm], panels: dict[str, list[Difference]]) -> None:
     """Differences to the reference arms, one panel for each number (title -> contrasts), one line for each arm.
 
     A dot is a seed, the diamond is the mean over seeds, and the line is the mean's 95 % interval.
@@ -251,7 +249,7 @@ def draw_differences(path: Path, arms: list[Arm], panels: dict[str, list[Contras
         for ax, (title, found) in zip(axes[:, 0], panels.items(), strict=True):
             for y, contrast in enumerate(found):
                 colour = by_name[contrast.arm].colour
-                ax.plot(contrast.differences, [y] * contrast.n, "o", color=colour, alpha=0.45, markersize=4.5)
+                ax.plot(list(contrast.by_seed.values()), [y] * contrast.n, "o", color=colour, alpha=0.45, markersize=4.5)
                 if contrast.low is not None:
                     ax.plot([contrast.low, contrast.high], [y, y], color=colour, linewidth=1.6)
                 ax.plot([contrast.mean], [y], "D", color=colour, markersize=6, markeredgecolor="white")
@@ -270,29 +268,29 @@ def draw_differences(path: Path, arms: list[Arm], panels: dict[str, list[Contras
         axes[-1, 0].set_xlabel(f"arm less {reference}\n(dot: seed; diamond: mean; line: 95 %)")
 
 
-def _readable_limits(found: list[Contrast]) -> tuple[float, float]:
+def _readable_limits(found: list[Difference]) -> tuple[float, float]:
     """Axis limits that show all means and dots. Intervals of few seeds may be much wider and are then cut off."""
     means = [contrast.mean for contrast in found]
     widest = max(3 * (contrast.sd or 0) for contrast in found)
     reach = max(1.6 * max(map(abs, means)), widest) or 1e-3
-    dots = [0.0, *(value for contrast in found for value in contrast.differences)]
+    dots = [0.0, *(value for contrast in found for value in contrast.by_seed.values())]
     low = min([*dots, *(max(contrast.low, -2 * reach) for contrast in found if contrast.low is not None)])
     high = max([*dots, *(min(contrast.high, 2 * reach) for contrast in found if contrast.high is not None)])
     pad = 0.06 * (high - low) or 1e-3  # for equal arms
     return low - pad, high + pad
 
 
-def draw_grid(path: Path, cells: list[tuple[Arm, Cell]], metric: str, fits: dict[str, Any] | None) -> None:
+def draw_grid(path: Path, summaries: list[tuple[Arm, Any]], metric: str, fits: dict[str, Any] | None) -> None:
     """The metric over the points of the grid, or over parameters with a fit; means and standard deviations over seeds."""
-    points = list(dict.fromkeys(arm.point for arm, _ in cells))
+    points = list(dict.fromkeys(arm.point for arm, _ in summaries))
     with figure(path, 6.6, 4.4) as axes:
         ax = axes[0, 0]
-        for name in dict.fromkeys(arm.arm for arm, _ in cells):
-            mine = [(arm, cell) for arm, cell in cells if arm.arm == name and cell.value is not None]
+        for name in dict.fromkeys(arm.arm for arm, _ in summaries):
+            mine = [(arm, one) for arm, one in summaries if arm.arm == name and one.n]
             if not mine:
                 continue
             x = [arm.facts["params_non_embedding"] if fits else points.index(arm.point) for arm, _ in mine]
-            y, error = [cell.value for _, cell in mine], [cell.sd or 0 for _, cell in mine]
+            y, error = [one.mean for _, one in mine], [one.sd or 0 for _, one in mine]
             look = {"color": mine[0][0].colour, "label": name, "capsize": 3}
             ax.errorbar(x, y, error, fmt="o" if fits else "o-", **look)
             if fits and fits[name]["a"]:
@@ -300,7 +298,7 @@ def draw_grid(path: Path, cells: list[tuple[Arm, Cell]], metric: str, fits: dict
                 laws = [fits[name]["a"][s] * line ** -fits[name]["b"][s] for s in fits[name]["a"]]
                 ax.plot(line, np.mean(laws, axis=0), color=mine[0][0].colour, linewidth=1.2)
         if fits:
-            sizes = {arm.point: arm.facts["params_non_embedding"] for arm, _ in cells}
+            sizes = {arm.point: arm.facts["params_non_embedding"] for arm, _ in summaries}
             ax.set(xscale="log", xlabel="parameters without embeddings")
             ax.set_xticks(list(sizes.values()), [si(size) for size in sizes.values()])
             ax.minorticks_off()
@@ -310,39 +308,44 @@ def draw_grid(path: Path, cells: list[tuple[Arm, Cell]], metric: str, fits: dict
         ax.legend()
 
 
-def draw_gap(path: Path, lines: Mapping[str, tuple[str, Gap]], ticks: Mapping[float, str], xlabel: str, ylabel: str) -> None:
-    """Differences with their intervals; one seed is a hollow dot. lines: name -> colour, points. ticks: place -> label."""
+def draw_gap(path: Path, placed: Sequence[Placed], ticks: Mapping[float, str], xlabel: str, ylabel: str) -> list[Path]:
+    """Differences with their intervals; one seed is a hollow dot. ticks: place -> label. No path without differences."""
+    if not placed:
+        return []
+    names = list(dict.fromkeys(name for name, *_ in placed))
     with figure(path, 7.6, 4.6) as axes:
         ax, apart = axes[0, 0], 0.008 * (max(ticks) - min(ticks))  # so that intervals do not hide each other
-        for k, (name, (shade, gap)) in enumerate(lines.items()):
-            x = np.array([place for place, *_ in gap]) + apart * (k - len(lines) / 2)
-            mean = np.array([mean for _, mean, *_ in gap])
-            low, high = np.array([(mean, mean) if low is None else (low, high) for _, mean, low, high, _ in gap]).T
+        for k, name in enumerate(names):
+            shades, places, line = zip(*(rest for other, *rest in placed if other == name), strict=True)
+            shade, x, mean = shades[0] or CYCLE[k % len(CYCLE)], np.array(places), np.array([one.mean for one in line])
+            x = x + apart * (k - len(names) / 2)
+            error = np.array([(0, 0) if one.low is None else (one.mean - one.low, one.high - one.mean) for one in line]).T
             look = {"color": shade, "label": name, "capsize": 3, "markersize": 4.5, "linewidth": 1.4}
-            ax.errorbar(x, mean, (mean - low, high - mean), fmt="o-", **look)
-            alone = [n == 1 for *_, n in gap]
+            ax.errorbar(x, mean, error, fmt="o-", **look)
+            alone = [one.n == 1 for one in line]
             ax.plot(x[alone], mean[alone], "o", color="white", markeredgecolor=shade, markersize=4.5, zorder=3)
         ax.axhline(0, color=INK, linewidth=0.9)
         small = 9 if len("".join(ticks.values())) > 30 else None  # so that labels do not touch
         ax.set_xticks(list(ticks), list(ticks.values()), fontsize=small)
-        hollow = "; hollow dots: one seed" if any(n == 1 for _, gap in lines.values() for *_, n in gap) else ""
+        hollow = "; hollow dots: one seed" if any(one.n == 1 for *_, one in placed) else ""
         ax.set(xlabel=f"{xlabel}{hollow}", ylabel=ylabel)
         ax.figure.legend(*ax.get_legend_handles_labels(), loc="outside right center")
+    return [path]
 
 
-def draw_forest(path: Path, panels: Mapping[str, Sequence[Pair]]) -> None:
+def draw_forest(path: Path, panels: Mapping[str, Sequence[Difference]]) -> None:
     """What each part gives, a row per part and a panel per metric (title -> pairs): seeds, mean and 95 % paired interval.
 
     A row is coloured where p of the paired t test is below 5 % after Holm's correction for the panel's rows.
     """
-    rows = list(dict.fromkeys(pair.name for pairs in panels.values() for pair in pairs))
+    rows = list(dict.fromkeys(pair.part for pairs in panels.values() for pair in pairs))
     with figure(path, 2.6 + 3.1 * len(panels), 1.3 + 0.42 * len(rows), columns=len(panels), grid="x") as axes:
         for ax, (metric, pairs) in zip(axes[0], panels.items(), strict=True):
             corrected = holm([1.0 if pair.p_alone is None else pair.p_alone for pair in pairs])
             for pair, p in zip(pairs, corrected, strict=True):
-                y, result = rows.index(pair.name), paired(list(pair.differences.values()))
+                y, result = rows.index(pair.part), paired(list(pair.by_seed.values()))
                 colour = ("#0072B2" if result.mean < 0 else "#D55E00") if p < LEVEL else GREY
-                ax.plot(list(pair.differences.values()), [y] * pair.n, "o", color=colour, alpha=0.35, markersize=4.5)
+                ax.plot(list(pair.by_seed.values()), [y] * pair.n, "o", color=colour, alpha=0.35, markersize=4.5)
                 if result.low is not None:
                     ax.plot([result.low, result.high], [y, y], color=colour, linewidth=1.8)
                 ax.plot([result.mean], [y], "D", color=colour, markersize=6.5, markeredgecolor="white")

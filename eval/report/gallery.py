@@ -12,7 +12,8 @@ from eval import attention_noise, needle
 from eval.report import figures
 from eval.report.measured import EVALUATIONS
 from eval.report.runs import Arm, text_of
-from eval.report.tables import HEADLINES, Contrast, held_out, trained_on
+from eval.report.statistics import Difference
+from eval.report.tables import HEADLINES, held_out, trained_on
 
 DOTS_PER_INCH = 160  # of eval.common.figure
 CSS_PER_INCH = 96
@@ -43,7 +44,7 @@ class Figure:
     command: str = ""
 
 
-def draw_report(arms: list[Arm], found: list[Contrast], folder: Path) -> list[Figure]:
+def draw_report(arms: list[Arm], found: list[Difference], folder: Path) -> list[Figure]:
     """Draw every figure that the arms have measurements for."""
     have = {name: [arm for arm in arms if arm.results(name)] for name in EVALUATIONS}
     drawn = [*_differences(arms, found, folder)]
@@ -103,8 +104,8 @@ def _on(arms: list[Arm], name: str) -> str:
     return text_of(next(run for run in arms[0].runs if name in run.evals), name)
 
 
-def _differences(arms: list[Arm], found: list[Contrast], folder: Path) -> Iterator[Figure]:
-    panels = {name: [contrast for contrast in found if contrast.name == name] for name in HEADLINES}
+def _differences(arms: list[Arm], found: list[Difference], folder: Path) -> Iterator[Figure]:
+    panels = {name: [contrast for contrast in found if contrast.metric == name] for name in HEADLINES}
     panels = {name: of_name for name, of_name in panels.items() if any(contrast.n > 1 for contrast in of_name)}
     if panels:
         path = folder / "differences.png"

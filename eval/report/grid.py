@@ -6,42 +6,61 @@ scripts/ablate.py trains the runs and fills each arm's `runs`. docs/METHODS.md d
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 
+from eval.report.differences import by_seed, contrasts, long_table
 from eval.report.notes import mixed_precision
 from eval.report.runs import Arm, Run, trained_tokens
-from eval.report.statistics import Difference, geometric_interval, interval, p_text, power_law, size_ratio
-from eval.report.tables import Cell, Contrast, at, contrasts, row_of, si
+from eval.report.statistics import PAIRED, Difference, geometric_interval, interval, p_text, power_law, size_ratio
+from eval.report.tables import si
 
 DIFFERENCE_HEADS = ("95 % interval", "p", "p, Holm", "p, sign flips", "detectable")
+
+
+class Summary(NamedTuple):
+    """An arm's values of one metric over seeds; mean None: no run has a value."""
+
+    n: int = 0
+    mean: float | None = None
+    sd: float | None = None
 
 
 class Comparison:
     """The arms of an ablation, every metric over their seeds, and each arm's paired difference to its reference.
 
     metrics: name -> metric path (Run.value). compared: the metrics whose differences the table shows, by default the
-    first metric alone. rows: metric -> Row. differences: (metric, arm) -> Contrast.
+    first metric alone. table: as `long_table`. summaries and differences: (metric, arm) -> Summary, Difference.
     """
 
     def __init__(self, arms: list[Arm], metrics: dict[str, str], compared: Sequence[str] = ()) -> None:
         self.arms, self.metrics = arms, metrics
         self.compared = tuple(compared) or (next(iter(metrics)),)
-        self.rows = {name: row_of(arms, "", name, at(path), "{:.4f}") for name, path in metrics.items()}
-        found = contrasts(arms, self.rows.values())
-        self.differences: dict[tuple[str, str], Contrast] = {(one.name, one.arm): one for one in found}
+        values = {name: [[run.value(path) for run in arm.runs] for arm in arms] for name, path in metrics.items()}
+        self.table = long_table(arms, values)
+        tests = contrasts(self.table, {arm.name: arm.reference for arm in arms})
+        self.differences: dict[tuple[str, str], Difference] = {(one.metric, one.arm): one for one in tests}
+        over_seeds = self.table.groupby(["metric", "arm"])["value"].agg(["count", "mean", "std"])
+        self.summaries = {
+            key: Summary(int(n), float(mean), float(sd) if n > 1 else None) for key, n, mean, sd in over_seeds.itertuples()
+        }
 
-    def cells(self, metric: str) -> list[tuple[Arm, Cell]]:
-        return list(zip(self.arms, self.rows[metric].cells, strict=True))
+    def summary(self, metric: str, arm: Arm) -> Summary:
+        return self.summaries.get((metric, arm.name), Summary())
 
-    def values(self, metric: str) -> dict[str, dict[int, float]]:
-        """Arm -> seed -> value, without the runs that have no value."""
-        return {arm.name: arm.by_seed(cell.values) for arm, cell in self.cells(metric)}
+    def measured(self, metric: str) -> bool:
+        return any(self.summary(metric, arm).n for arm in self.arms)
 
-    def of_metric(self, metric: str) -> list[Contrast]:
+    def of_metric(self, metric: str) -> list[Difference]:
         """The metric's differences, in the order of the arms."""
         return [one for (name, _), one in self.differences.items() if name == metric]
+
+    def values(self, metric: str) -> pd.DataFrame:
+        """A row per seed and a column per arm; nan where there is no value."""
+        of_metric = dict(by_seed(self.table, "metric")).get(metric, pd.DataFrame())
+        return of_metric.reindex(columns=[arm.name for arm in self.arms])
 
     def fit_sizes(self, metric: str) -> dict[str, Any]:
         """loss = a N^-b for each arm, one fit per seed, with N parameters without embeddings; means and intervals.
@@ -49,51 +68,56 @@ class Comparison:
         size_ratio: the parameters with which the arm has the reference's loss at the grid's middle size (geometric
         mean), divided by that size. The paper reports 0.62 for 6.8B parameters (arXiv 2410.05258, section 3.2).
         """
-        names = list(dict.fromkeys(arm.arm for arm in self.arms))
-        fits = {name: self._fits([arm for arm in self.arms if arm.arm == name], metric) for name in names}
+        names, values = list(dict.fromkeys(arm.arm for arm in self.arms)), self.values(metric)
+        fits = {name: self._fits([arm for arm in self.arms if arm.arm == name], values) for name in names}
         sizes = [arm.facts["params_non_embedding"] for arm in self.arms if arm.arm == names[0]]
         middle = math.exp(np.mean(np.log(sizes)))
         results: dict[str, Any] = {}
-        for name, by_seed in fits.items():
-            shared = [seed for seed in by_seed if seed in fits[names[0]]]
-            ratios = [size_ratio(fits[names[0]][seed], by_seed[seed], middle) for seed in shared]
+        for name, laws in fits.items():
+            shared = [seed for seed in laws if seed in fits[names[0]]]
+            ratios = [size_ratio(fits[names[0]][seed], laws[seed], middle) for seed in shared]
             results[name] = {
-                "a": {seed: a for seed, (a, _) in by_seed.items()},
-                "b": {seed: b for seed, (_, b) in by_seed.items()},
-                "exponent": interval([b for _, b in by_seed.values()]) if by_seed else None,
+                "a": {seed: a for seed, (a, _) in laws.items()},
+                "b": {seed: b for seed, (_, b) in laws.items()},
+                "exponent": interval([b for _, b in laws.values()]) if laws else None,
                 "at_size": middle,
                 "size_ratio": geometric_interval(ratios) if ratios and all(map(math.isfinite, ratios)) else None,
             }
         return results
 
-    def at_equal_flops(self, metric: str) -> dict[str, dict[int, float]]:
-        """Arm -> seed -> value after as many training FLOPs as the arm's reference has used at the same point.
+    def _fits(self, points: list[Arm], values: pd.DataFrame) -> dict[int, tuple[float, float]]:
+        sizes = [arm.facts["params_non_embedding"] for arm in points]
+        if len(set(sizes)) < 2:  # of an unfinished grid
+            return {}
+        losses = values[[arm.name for arm in points]].dropna()
+        return {seed: power_law(sizes, list(of_seed)) for seed, *of_seed in losses.itertuples()}
+
+    def at_equal_flops(self) -> pd.DataFrame:
+        """The table of the compared metrics after as many training FLOPs as the arm's reference has used at the same point.
 
         A value lies between the arm's own two nearest numbers of tokens, on a straight line in their logarithm. An arm
         that would have to be taken beyond its own points has no value there.
         """
-        by_name, own = {arm.name: arm for arm in self.arms}, self.values(metric)
-        return {
-            arm.name: self._taken_at(by_name[arm.reference], arm, own) if arm.reference in by_name else own[arm.name]
-            for arm in self.arms
-        }
+        rows = []
+        for metric in self.compared:
+            values = self.values(metric)
+            for arm in self.arms:
+                taken = self._taken_at_equal_flops(arm, values)
+                rows += [(arm.name, arm.point, seed, metric, value) for seed, value in taken.items()]
+        return pd.DataFrame(rows, columns=self.table.columns)
 
-    def _taken_at(self, reference: Arm, arm: Arm, own: dict[str, dict[int, float]]) -> dict[int, float]:
+    def _taken_at_equal_flops(self, arm: Arm, values: pd.DataFrame) -> pd.Series:
+        reference = next((other for other in self.arms if other.name == arm.reference), None)
+        if reference is None:
+            return values[arm.name].dropna()
         tokens = trained_tokens(reference) * reference.facts["flops_per_token"] / arm.facts["flops_per_token"]
-        points = {trained_tokens(other): own[other.name] for other in self.arms if other.arm == arm.arm and own[other.name]}
-        for (less, before), (more, after) in itertools.pairwise(sorted(points.items(), key=lambda point: point[0])):
+        same = [other for other in self.arms if other.arm == arm.arm and values[other.name].notna().any()]
+        points = {trained_tokens(other): values[other.name] for other in same}
+        for less, more in itertools.pairwise(sorted(points)):
             if less <= tokens <= more:
                 share = math.log(tokens / less) / math.log(more / less)
-                return {s: before[s] + share * (after[s] - before[s]) for s in before if s in after}
-        return {}
-
-    def _fits(self, points: list[Arm], metric: str) -> dict[int, tuple[float, float]]:
-        values = [self.values(metric)[arm.name] for arm in points]
-        sizes = [arm.facts["params_non_embedding"] for arm in points]
-        if len(set(sizes)) < 2:  # of an unfinished grid
-            return {}
-        seeds = [seed for seed in values[0] if all(seed in others for others in values)]
-        return {seed: power_law(sizes, [losses[seed] for losses in values]) for seed in seeds}
+                return (points[less] + share * (points[more] - points[less])).dropna()
+        return pd.Series(dtype=float)
 
     def as_json(self) -> list[dict[str, Any]]:
         """Every arm with its runs, its metrics and their differences."""
@@ -101,8 +125,8 @@ class Comparison:
         return [
             {key: getattr(arm, key) for key in keys}
             | {"runs": [self._run(run) for run in arm.runs]}
-            | {"metrics": {name: self._summary(arm, name, row.cells[i]) for name, row in self.rows.items()}}
-            for i, arm in enumerate(self.arms)
+            | {"metrics": {metric: self._as_json(metric, arm) for metric in self.metrics}}
+            for arm in self.arms
         ]
 
     def _run(self, run: Run) -> dict[str, Any]:
@@ -121,30 +145,26 @@ class Comparison:
             "version": run.facts.get("version", "unknown"),
         }
 
-    def _summary(self, arm: Arm, name: str, cell: Cell) -> dict[str, Any]:
-        found = self.differences.get((name, arm.name))
-        test = {key: getattr(found, key) for key in Difference.__dataclass_fields__} if found else None
-        about = {"n": cell.n, "mean": cell.value, "sd": cell.sd, "difference": test}
-        return about | {"p_holm": found.p_holm if found else None}
+    def _as_json(self, metric: str, arm: Arm) -> dict[str, Any]:
+        test = self.differences.get((metric, arm.name))
+        difference = {"difference": test.numbers(*PAIRED) if test else None, "p_holm": test.p_holm if test else None}
+        return self.summary(metric, arm)._asdict() | difference
 
-    def table(self) -> list[list[str]]:
-        """Rows of text, the header first. A metric without a single value has no column."""
-        shown = [name for name, row in self.rows.items() if any(cell.n for cell in row.cells)]
+    def lines(self) -> list[list[str]]:
+        """The table as text, the header first. A metric without a single value has no column."""
+        shown = list(filter(self.measured, self.metrics))
         first, *others = self.compared
-        header = ["arm", "heads", "head width", "head norm", "parameters", "FLOPs/token", "n", *shown]
-        header += [f"difference ({first})", *DIFFERENCE_HEADS]
-        header += [head for name in others for head in (f"difference ({name})", f"95 % ({name})", f"p, Holm ({name})")]
         diverged = any(run.diverged for arm in self.arms for run in arm.runs)
-        if diverged:
-            header.insert(7, "diverged")
-        lines = [header]
-        for i, arm in enumerate(self.arms):
+        head = ["arm", "heads", "head width", "head norm", "parameters", "FLOPs/token", "n"]
+        head += [*["diverged"] * diverged, *shown, f"difference ({first})", *DIFFERENCE_HEADS]
+        head += [text for name in others for text in (f"difference ({name})", f"95 % ({name})", f"p, Holm ({name})")]
+        lines = [head]
+        for arm in self.arms:
             line = [arm.name, *(arm.facts[key] for key in ("heads", "d", "head_norm"))]
             line += [si(arm.facts[key]) for key in ("params_non_embedding", "flops_per_token")]
-            line.append(str(self.rows[first].cells[i].n))
-            if diverged:
-                line.append(str(sum(run.diverged is not None for run in arm.runs)))
-            line += [_mean_text(self.rows[name].cells[i]) for name in shown]
+            line += [str(self.summary(first, arm).n)]
+            line += [str(sum(run.diverged is not None for run in arm.runs))] * diverged
+            line += [_mean_text(self.summary(name, arm), len(arm.runs)) for name in shown]
             line += _difference_text(self.differences.get((first, arm.name)))
             for name in others:
                 mean, spread, _, p_holm, *_ = _difference_text(self.differences.get((name, arm.name)))
@@ -183,21 +203,21 @@ class Comparison:
         return lines
 
 
-def _mean_text(cell: Cell) -> str:
-    if cell.value is None:
+def _mean_text(one: Summary, runs: int) -> str:
+    if one.mean is None:
         return "not measured"
-    digits = 4 if abs(cell.value) < 1e4 else 0  # tokens
-    n = f" (n = {cell.n})" if cell.n < len(cell.values) else ""
-    return f"{cell.value:.{digits}f}" + (f" ± {cell.sd:.{digits}f}" if cell.sd is not None else "") + n
+    digits = 4 if abs(one.mean) < 1e4 else 0  # tokens
+    n = f" (n = {one.n})" if one.n < runs else ""
+    return f"{one.mean:.{digits}f}" + (f" ± {one.sd:.{digits}f}" if one.sd is not None else "") + n
 
 
-def _difference_text(found: Contrast | None) -> list[str]:
+def _difference_text(one: Difference | None) -> list[str]:
     """Mean, 95 % interval, p, p after Holm, p of sign flips, smallest detectable difference; "" for unknown values."""
-    if found is None:
+    if one is None:
         return [""] * 6
-    spread = f"{found.low:+z.4f} to {found.high:+z.4f}" if found.low is not None else ""
-    least = f"{found.detectable:.4f}" if found.detectable is not None else ""
-    return [f"{found.mean:+z.4f}", spread, *map(p_text, (found.p, found.p_holm, found.p_permutation)), least]
+    spread = f"{one.low:+z.4f} to {one.high:+z.4f}" if one.low is not None else ""
+    least = f"{one.detectable:.4f}" if one.detectable is not None else ""
+    return [f"{one.mean:+z.4f}", spread, *map(p_text, (one.p, one.p_holm, one.p_permutation)), least]
 
 
 def fit_rows(fits: dict[str, Any]) -> list[list[str]]:

@@ -16,7 +16,8 @@ from eval.common import command_of
 from eval.report.gallery import Figure, Image, drawn_by
 from eval.report.runs import Arm, Run, text_named
 from eval.report.sections import Section
-from eval.report.tables import Contrast, Row, minus, si
+from eval.report.statistics import Difference
+from eval.report.tables import Row, minus, si
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -31,7 +32,7 @@ class Content:
     arms: list[Arm]
     rows: list[Row]
     verdicts: list[str]
-    contrasts: list[Contrast]
+    contrasts: list[Difference]
     figures: list[Figure]
     sections: list[Section]
     notes: list[str]

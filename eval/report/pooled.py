@@ -2,17 +2,20 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from eval.report.figures import Gap, draw_gap, slug
+import pandas as pd
+from scipy import stats
+
+from eval.report.differences import Model, by_seed, correct, difference_table, fit
+from eval.report.figures import draw_gap, slug
 from eval.report.grid import Comparison
-from eval.report.mixed import Effect, MixedModel, by_point, mixed_lines, mixed_notes
-from eval.report.pairs import Pair, compare_pairs, pair_lines, pair_notes, seed_lines
-from eval.report.runs import CYCLE, Arm, trained_tokens
+from eval.report.runs import Arm, trained_tokens
+from eval.report.statistics import Difference, p_text
 from eval.report.tables import markdown
 
+FLOPS = ", equal FLOPs"
 BOLD = (
     "In brackets: 95 % intervals of the mixed model, for all arms at once; bold where p, for all arms of this table at once, "
     "is below 5 %. The JSON has p and the interval of each arm alone."
@@ -22,18 +25,26 @@ EQUAL_FLOPS = (
     "arm's own two numbers of tokens, on a straight line in their logarithm. FLOPs/token counts a product with the values for "
     "every map, as calls of a standard kernel compute them; a kernel that subtracts maps first needs fewer."
 )
-AT_ONCE, ALONE = "bars: 95 %, all arms at once", "bars: 95 %, each part alone"
 LESS = "arm with the part minus arm without it"
 AT_EQUAL = (
     "Equal {metric}: {metric} is a covariate of the model, so what is left does not come from a difference in {metric}. Where "
     "an arm changes {metric} itself, this leaves out a part of what the arm does."
 )
+PAIR_NOTE = (
+    "A part is an arm less the arm that lacks it. The interval uses the error pooled over all arms at that point (Student's "
+    "t) and is not corrected for the number of parts; bold where p after Holm's correction for the parts is below 5 %."
+)
 BY_SEED = (
     "Part by seed: p, pooled has the error pooled over all arms; p, Holm is the same after Holm's correction for the parts; p, "
-    "alone is the paired t test of the row's differences, uncorrected. Where the arms differ in their spread (notes below), "
-    "the pooled error can be too small or too large for a row; p, alone does not use the pooled error."
+    "alone is the paired t test of the row's differences, uncorrected. p, Welch stands where the arms differ in their spread "
+    "(notes below), so that the pooled error can be too small or too large for a row: the test of the two arms, each with its "
+    "own spread, unpaired and uncorrected. p, equal is of the test that the true difference lies outside of plus and minus "
+    "half of V1's gain here (diff less baseline, as estimated): a small one says that the two arms are equivalent within that."
 )
-Models = dict[str, dict[str, MixedModel]]  # metric -> point of the grid -> model
+GAIN = ("diff", "baseline")  # the arms whose difference, halved, is the margin of equivalence
+EFFECT = ("mean", "se", "low", "high", "p", "own_low", "own_high", "n", "p_welch")
+P_KINDS = {"pooled": "p", "Holm": "p_holm", "alone": "p_alone", "Welch": "p_welch", "equal": "p_equal"}
+PAIR = ("mean", "low", "high", "p", "p_holm", "p_alone", "p_welch", "p_equal")
 
 
 def metric_of_parts(path: str) -> str | None:
@@ -43,125 +54,186 @@ def metric_of_parts(path: str) -> str | None:
 
 
 class Pooled:
-    """Mixed models and pairs of the compared metrics at every point of a grid.
+    """Models and pairs of the compared metrics at every point of a grid.
 
-    pairs: part -> (arm, arm without the part). horizons: the grid's points are lengths of training, so arms are also
+    parts: name -> (arm, arm without the part). horizons: the grid's points are lengths of training, so arms are also
     compared at equal FLOPs. covariate: a compared metric; arms are also compared in the other metrics at equal values of it.
     Left out is the loss of which the covariate is a part, because its difference would repeat another metric's.
+    models: metric -> point -> Model, and pairs: metric -> differences; a metric's name ends with the kind of comparison.
     """
 
     def __init__(
-        self, found: Comparison, pairs: Mapping[str, Sequence[str]], horizons: bool, covariate: str | None = None
+        self, found: Comparison, parts: Mapping[str, Sequence[str]], horizons: bool, covariate: str | None = None
     ) -> None:
-        self.found, self.asked, self.covariate = found, pairs, covariate
+        self.found, self.parts, self.covariate = found, parts, covariate
         self.points = list(dict.fromkeys(arm.point for arm in found.arms))
-        values = {metric: found.values(metric) for metric in found.compared}
-        self.models: Models = {metric: by_point(found.arms, of) for metric, of in values.items()}
-        self.pairs = {metric: compare_pairs(found.arms, of, pairs) for metric, of in values.items()}
-        self.equal: Models = {}
-        for metric in found.compared if horizons else ():
-            self.equal[metric] = by_point(found.arms, found.at_equal_flops(metric))
-            self.equal[metric].pop(self.points[0], None)  # no value there for more FLOPs per token
-        parts = (None, metric_of_parts(found.metrics[covariate])) if covariate else ()
-        others = {m: of for m, of in values.items() if parts and m != covariate and found.metrics[m] not in parts}
-        x = values[covariate] if others else None
-        self.at_equal: Models = {metric: by_point(found.arms, of, x) for metric, of in others.items()}
-        self.pairs_at_equal = {metric: compare_pairs(found.arms, of, pairs, x) for metric, of in others.items()}
-        # What is added to a metric's name -> models and pairs.
-        self.kinds: dict[str, tuple[Models, dict[str, list[Pair]]]] = {
-            "": (self.models, self.pairs),
-            ", equal FLOPs": (self.equal, {}),
-            f", equal {covariate}": (self.at_equal, self.pairs_at_equal),
-        }
+        self.kinds = ("", FLOPS, f", equal {covariate}")
+        self.models: dict[str, dict[str, Model]] = {}
+        self.pairs: dict[str, list[Difference]] = {}
+        self._compare("", dict(by_seed(found.table, "metric", "point")), found.compared)
+        if horizons:
+            table = found.at_equal_flops()
+            later = table[table["point"] != self.points[0]]  # no value there for more FLOPs per token
+            self._compare(FLOPS, dict(by_seed(later, "metric", "point")), found.compared)
+        if covariate:
+            same = (found.metrics[covariate], metric_of_parts(found.metrics[covariate]))
+            others = [metric for metric in found.compared if found.metrics[metric] not in same]
+            self._compare(self.kinds[-1], dict(by_seed(found.table, "metric", "point")), others, covariate)
+
+    def _compare(
+        self, kind: str, values: dict[tuple[str, str], pd.DataFrame], metrics: Iterable[str], covariate: str | None = None
+    ) -> None:
+        """Add the models of the metrics and, but for equal FLOPs, the pairs. values: (metric, point) -> a column per arm."""
+        for metric in metrics:
+            models, pairs = self.models.setdefault(metric + kind, {}), []
+            for point in self.points:
+                here, x = values.get((metric, point)), values.get((covariate, point))
+                if here is None or (covariate and x is None):
+                    continue
+                model, arms = fit(here, x), [arm for arm in self.found.arms if arm.point == point]
+                place = {"metric": metric, "kind": kind, "point": point}
+                if model.enough and any(arm.name == model.reference and not arm.reference for arm in arms):
+                    models[point] = model
+                    for one in model.effects.values():
+                        one.metric, one.kind, one.point = place.values()
+                if model.enough or not covariate:
+                    pairs += self._pairs_of(model, {arm.arm: arm.name for arm in arms}, place)
+            if kind != FLOPS:
+                self.pairs[metric + kind] = pairs
+
+    def _pairs_of(self, model: Model, names: dict[str, str], place: dict[str, str]) -> list[Difference]:
+        """The differences of pairs with a common seed, with two one-sided tests of equivalence (Schuirmann 1987)."""
+        arms = {part: [names.get(family) for family in families] for part, families in self.parts.items()}
+        pairs = [model.less(*of, part=part, **place) for part, of in arms.items() if all(arm in model.values for arm in of)]
+        pairs = [one for one in pairs if one.by_seed]
+        correct(pairs)
+        if model.enough and all(names.get(family) in model.values for family in GAIN):
+            margin = abs(model.less(*(names[family] for family in GAIN)).mean) / 2
+            for one in pairs:
+                one.p_equal = float(stats.t.sf((margin - abs(one.mean)) / one.se, model.df))
+        return pairs
+
+    def effects(self, point: str, kind: str = "") -> list[Difference]:
+        """Every arm less the reference at the point, metric by metric."""
+        models = [at[point] for at in self.models.values() if point in at]
+        return [one for model in models for one in model.effects.values() if one.kind == kind]
+
+    def pairs_at(self, point: str, kind: str = "") -> list[Difference]:
+        return [one for of_metric in self.pairs.values() for one in of_metric if (one.point, one.kind) == (point, kind)]
 
     def as_json(self) -> dict[str, Any]:
-        mixed = {f"{metric}{kind}": at for kind, (models, _) in self.kinds.items() for metric, at in models.items()}
-        pairs = {f"{metric}{kind}": of for kind, (_, found) in self.kinds.items() for metric, of in found.items()}
+        def of_model(model: Model) -> dict[str, Any]:
+            effects = {arm: one.numbers(*EFFECT) for arm, one in model.effects.items()}
+            return model.summary() | {"effects": effects, "bartlett_p": model.bartlett_p, "slope": model.slope}
+
+        def of_pair(one: Difference) -> dict[str, Any]:
+            names = {"name": one.part, "point": one.point, "arm": one.arm, "other": one.reference}
+            return names | {"differences": one.by_seed} | one.numbers(*PAIR)
+
         return {
-            "mixed": {metric: {point: asdict(m) for point, m in at.items()} for metric, at in mixed.items()},
-            "pairs": {metric: [asdict(pair) for pair in of_metric] for metric, of_metric in pairs.items()},
+            "mixed": {metric: {point: of_model(model) for point, model in at.items()} for metric, at in self.models.items()},
+            "pairs": {metric: list(map(of_pair, of_metric)) for metric, of_metric in self.pairs.items()},
         }
 
     def tables(self, point: str) -> list[str]:
         """The tables at one point: arms against the reference and pairs, each also at equal FLOPs or at equal covariate."""
-        arms = [
-            mixed_lines(models, point, kind)
-            for kind, (models, _) in self.kinds.items()
-            if any(point in at for at in models.values())
-        ]
-        pairs = [pair_lines(found, point, kind) for kind, (_, found) in self.kinds.items()]
-        return [markdown(lines).rstrip() for lines in (*arms, *pairs) if len(lines) > 1]
+        tables = []
+        for kind in self.kinds:
+            if effects := self.effects(point, kind):
+                tables.append(difference_table(effects, [f"arm less {effects[0].reference}{kind}"], lambda one: (one.arm,)))
+        for kind in self.kinds:
+            if pairs := self.pairs_at(point, kind):
+                label = lambda one: (one.part, f"{one.arm} - {one.reference}")  # noqa: E731
+                tables.append(difference_table(pairs, [f"part{kind}", "arms"], label))
+        return [markdown(lines).rstrip() for lines in tables]
 
     def by_seed(self) -> list[str]:
         """For every point a table of the pairs' differences seed by seed, and what its p values are."""
-        pairs = [pair for of_metric in self.pairs.values() for pair in of_metric]
-        several = [point for point in self.points if any(pair.n > 1 for pair in pairs if pair.point == point)]
-        tables = [markdown(seed_lines(self.pairs, point)).rstrip() for point in several]
+        pairs = {point: self.pairs_at(point) for point in self.points}
+        tables = [markdown(seed_lines(of)).rstrip() for of in pairs.values() if any(one.n > 1 for one in of)]
         return [*tables, BY_SEED] if tables else []
 
     def remarks(self) -> list[str]:
-        """What a reader of the tables must know."""
-        fitted = any(self.models.values())
-        equal = [EQUAL_FLOPS.format(reference=self.found.arms[0].arm)] if any(self.equal.values()) else []
-        equal += [AT_EQUAL.format(metric=self.covariate)] if any(self.at_equal.values()) else []
-        pairs = [pair for of_metric in self.pairs.values() for pair in of_metric]
-        return [BOLD] * fitted + equal + pair_notes(pairs, self.asked)
+        """What a reader of the tables must know, and the parts that are in none of them."""
+        remarks, kinds = [], {kind for kind in self.kinds for point in self.points if self.effects(point, kind)}
+        if "" in kinds:
+            remarks.append(BOLD)
+        if FLOPS in kinds:
+            remarks.append(EQUAL_FLOPS.format(reference=self.found.arms[0].arm))
+        if kinds - {"", FLOPS}:
+            remarks.append(AT_EQUAL.format(metric=self.covariate))
+        shown = {one.part for point in self.points for one in self.pairs_at(point)}
+        absent = [f"{name} ({' - '.join(arms)})" for name, arms in self.parts.items() if name not in shown]
+        missing = f"Without a row, because an arm is missing or has no number for a common seed: {', '.join(absent)}."
+        return remarks + [PAIR_NOTE] * bool(shown) + [missing] * bool(absent)
 
     def notes(self) -> list[str]:
-        """The error of every metric at every point."""
-        models = self.models | {f"{metric}, equal {self.covariate}": at for metric, at in self.at_equal.items()}
-        return [note for metric, at in models.items() for note in mixed_notes(at, metric)]
+        """The error of every metric at every point, and a warning where arms differ in it."""
+        models = [(metric, point, model) for metric, at in self.models.items() for point, model in at.items()]
+        return [note for metric, *model in models if not metric.endswith(FLOPS) for note in model_notes(metric, *model)]
 
     def draw(self, folder: Path, metric: str, unit: str) -> list[Path]:
         """Draw the differences to the reference, and those of the pairs, against training tokens."""
-        tokens: dict[str, int] = {}
+        tokens: dict[str, float] = {}
         for arm in self.found.arms:  # an arm that diverged stopped before
             tokens[arm.point] = max(tokens.get(arm.point, 1), trained_tokens(arm))
-        places = {point: math.log2(count) for point, count in tokens.items()}
-        ticks = {places[point]: f"{count / 1e6:.3g}" for point, count in tokens.items()}
-        arms = lines_of((arm.arm, arm.colour, places[arm.point], effect) for arm, effect in self._effects(metric))
-        parts = lines_of((pair.name, None, places[pair.point], pair) for pair in self.pairs[metric])
-        x = "training tokens (millions)"
-        return [
-            *drawn(folder / f"gap_{slug(metric)}.png", arms, ticks, f"{x}; {AT_ONCE}", f"{metric}: {self._less()}{unit}"),
-            *drawn(folder / f"pairs_{slug(metric)}.png", parts, ticks, f"{x}; {ALONE}", f"{metric}: {LESS}{unit}"),
-        ]
+        place = {point: math.log2(count) for point, count in tokens.items()}
+        ticks = {place[point]: f"{count / 1e6:.3g}" for point, count in tokens.items()}
+        effects, pairs = (
+            [(place[point], one) for point in self.points for one in at(point) if one.metric == metric]
+            for at in (self.effects, self.pairs_at)
+        )
+        paths = [folder / f"{family}_{slug(metric)}.png" for family in ("gap", "pairs")]
+        return self._draw(paths, (effects, pairs), ticks, "training tokens (millions)", f"{metric}: {{}}{unit}")
 
     def draw_profile(self, folder: Path, name: str, point: str, unit: str) -> list[Path]:
         """Draw the differences at one point of the grid, with the metrics beside each other in their order."""
         place = {metric: i for i, metric in enumerate(self.models)}
-        effects = [(metric, *found) for metric in self.models for found in self._effects(metric)]
-        pairs = [(metric, pair) for metric, of_metric in self.pairs.items() for pair in of_metric]
-        arms = lines_of((arm.arm, arm.colour, place[m], effect) for m, arm, effect in effects if arm.point == point)
-        parts = lines_of((pair.name, None, place[m], pair) for m, pair in pairs if pair.point == point)
-        ticks, x = {i: metric for metric, i in place.items()}, f"{name}{point and f', {point}'}"
+        placed = [[(place[one.metric], one) for one in at(point)] for at in (self.effects, self.pairs_at)]
+        paths = [folder / f"profile_{family}{slug(name)}.png" for family in ("", "pairs_")]
+        ticks = {i: metric for metric, i in place.items()}
+        return self._draw(paths, placed, ticks, f"{name}{point and f', {point}'}", f"{{}}{unit}")
+
+    def _draw(self, paths: list[Path], placed: Sequence[Any], ticks: dict[float, str], x: str, y: str) -> list[Path]:
+        """Draw the effects and the pairs, each with its place on the axis."""
+        arms, (effects, pairs) = {arm.name: arm for arm in self.found.arms}, placed
+        of_arms = [(arms[one.arm].arm, arms[one.arm].colour, place, one) for place, one in effects]
+        of_parts = [(one.part, None, place, one) for place, one in pairs]
+        less = y.format(f"arm less {self.found.arms[0].arm}")
         return [
-            *drawn(folder / f"profile_{slug(name)}.png", arms, ticks, f"{x}; {AT_ONCE}", f"{self._less()}{unit}"),
-            *drawn(folder / f"profile_pairs_{slug(name)}.png", parts, ticks, f"{x}; {ALONE}", f"{LESS}{unit}"),
+            *draw_gap(paths[0], of_arms, ticks, f"{x}; bars: 95 %, all arms at once", less),
+            *draw_gap(paths[1], of_parts, ticks, f"{x}; bars: 95 %, each part alone", y.format(LESS)),
         ]
 
-    def _effects(self, metric: str) -> list[tuple[Arm, Effect]]:
-        found = ((arm, self.models[metric].get(arm.point)) for arm in self.found.arms)
-        return [(arm, model.effects[arm.name]) for arm, model in found if model and arm.name in model.effects]
 
-    def _less(self) -> str:
-        return f"arm less {self.found.arms[0].arm}"
-
-
-def drawn(path: Path, lines: dict[str, tuple[str, Gap]], ticks: dict[float, str], xlabel: str, ylabel: str) -> list[Path]:
-    """The path of the figure of these lines; none without lines."""
-    if lines:
-        draw_gap(path, lines, ticks, xlabel, ylabel)
-    return [path] if lines else []
-
-
-def lines_of(found: Iterable[tuple[str, str | None, float, Effect | Pair]]) -> dict[str, tuple[str, Gap]]:
-    """Name -> colour and points, for `draw_gap`. found: name, colour or None, place on the axis, difference."""
-    lines: dict[str, tuple[str, Gap]] = {}
-    for name, colour, place, one in found:
-        shade = colour or CYCLE[len(lines) % len(CYCLE)]
-        lines.setdefault(name, (shade, []))[1].append((place, one.mean, one.low, one.high, one.n))
+def seed_lines(pairs: Sequence[Difference]) -> list[list[str]]:
+    """The difference of every seed: a row per part and metric."""
+    seeds = list(dict.fromkeys(seed for one in pairs for seed in one.by_seed))
+    kinds = {kind: key for kind, key in P_KINDS.items() if any(getattr(one, key) is not None for one in pairs)}
+    lines = [["part by seed", "arms", "metric", *(f"seed {seed}" for seed in seeds), *(f"p, {kind}" for kind in kinds)]]
+    parts = list(dict.fromkeys(one.part for one in pairs))
+    for one in sorted(pairs, key=lambda one: parts.index(one.part)):
+        values = [f"{one.by_seed[seed]:+z.4f}" if seed in one.by_seed else "" for seed in seeds]
+        ps = [p_text(getattr(one, key)) for key in kinds.values()]
+        lines.append([one.part, f"{one.arm} - {one.reference}", one.metric, *values, *ps])
     return lines
+
+
+def model_notes(metric: str, point: str, model: Model) -> list[str]:
+    """A sentence about the pooled noise, and a warning where arms differ in it."""
+    where, m = f"{metric}{f', {point}' if point else ''}", model.summary()
+    notes = [
+        f"{where}: error {m['sd']:.4f} (95 % {m['sd_low']:.4f} to {m['sd_high']:.4f}, {m['df']} degrees of freedom), seeds "
+        f"{m['sd_seed']:.4f}, smallest detectable difference {m['detectable']:.4f} (n = {m['n']}, pooled error, 80 % power, "
+        f"5 % level); against {m['reference']}."
+    ]
+    if model.spreads_differ:
+        notes.append(
+            f"{where}: the arms differ in their spread over seeds (Bartlett's test, p {p_text(model.bartlett_p)}), which the "
+            "pooled error ignores: its intervals are too narrow for the arms with a large spread, and too wide for "
+            "the others. Compare with the paired intervals."
+        )
+    return notes
 
 
 def unit(path: str) -> str:
@@ -169,10 +241,10 @@ def unit(path: str) -> str:
     return " (nats)" if path.endswith(("loss", "by_octave")) else ""
 
 
-def profile(arms: list[Arm], path: str, pairs: Mapping[str, Sequence[str]]) -> Pooled | None:
+def profile(arms: list[Arm], path: str, parts: Mapping[str, Sequence[str]]) -> Pooled | None:
     """The comparison of the numbers under `path`, which are the metrics. None if no run has more than one number there."""
     runs = [run for arm in arms for run in arm.runs]
     keys = max((run.keys(path) for run in runs), key=len, default=[])  # a longer context has more positions
     if len(keys) < 2:
         return None
-    return Pooled(Comparison(arms, {key: f"{path}.{key}" for key in keys}, keys), pairs, horizons=False)
+    return Pooled(Comparison(arms, {key: f"{path}.{key}" for key in keys}, keys), parts, horizons=False)

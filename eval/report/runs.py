@@ -27,6 +27,7 @@ NOT_COMPARED = "so their losses cannot be compared: report them apart"
 CYCLE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#1f2328", "#8C564B", "#B8A000")
 # Parts of an evaluation's results without which its file is damaged.
 NEEDED = {"perplexity": ("loss",), "needle": ("cells",), "attention_noise": ("signed", "absolute")}
+LINES_WITH = {"train": "loss", "val": "val_loss", "monitor": "monitor_s", "needle": "needle_acc"}
 LINES = ("-", "--", ":", "-.")  # one style per point of a grid
 
 
@@ -117,12 +118,9 @@ class Run:
 
     def _of_training(self, name: str) -> float | None:
         last = self.train[-1] if self.train else {}
-        if name == "spikes":
-            return self.spikes
-        if name == "tokens":
-            return last.get("tokens", 0)
-        if name == "seconds":
-            return last.get("time_s")
+        whole = {"spikes": lambda: self.spikes, "tokens": lambda: last.get("tokens", 0), "seconds": lambda: last.get("time_s")}
+        if name in whole:
+            return whole[name]()
         if name.startswith("tokens_to_"):  # None if the run did not reach this needle accuracy
             level = float(name.removeprefix("tokens_to_"))
             return next((line["tokens"] for line in self.needle if line["needle_acc"] >= level), None)
@@ -145,13 +143,12 @@ def read_run(folder: Path, spike: SpikeConfig | None = None) -> Run:
     tokenizer = read_json(folder / "tokenizer.json", "copy it from the folder of the run's data")
     if not failure and not any("loss" in line for line in lines):
         raise ValueError(f"{folder} has no training metrics: train the run first, or continue it with resume=true")
-    files = {path.stem: path for path in sorted((folder / "eval").glob("*.json"))}
     again = "delete it and repeat the evaluation"
+    files = {path.stem: path for path in sorted((folder / "eval").glob("*.json"))}
     evals = {name: read_json(files[name], again) for name in dict.fromkeys((*EVALUATIONS, *files)) if name in files}
     for name, content in evals.items():
-        keys = NEEDED.get(name, ())
         results = content.get("results")
-        if not (isinstance(results, dict) and all(key in results for key in keys)):
+        if not isinstance(results, dict) or any(key not in results for key in NEEDED.get(name, ())):
             raise ValueError(f"{files[name]} has no results: {again}")
     return Run(
         folder=folder,
@@ -159,11 +156,8 @@ def read_run(folder: Path, spike: SpikeConfig | None = None) -> Run:
         variant=variant(config),
         config=config,
         facts=lines[0] if lines else {},
-        train=[line for line in lines if "loss" in line],
-        val=[line for line in lines if "val_loss" in line],
         evals=evals,
-        monitor=[line for line in lines if "monitor_s" in line],
-        needle=[line for line in lines if "needle_acc" in line],
+        **{name: [line for line in lines if key in line] for name, key in LINES_WITH.items()},
         tokenizer=(tokenizer or {}).get("fingerprint", "none"),
         diverged=failure["error"] if failure else None,
         skipped=max((line["step"] for line in lines if "skipped" in line), default=0),
@@ -216,51 +210,40 @@ def refuse_incomparable(runs: list[Run]) -> None:
     """Raise ValueError for runs whose losses or evaluations differ in text, tokenizer or settings."""
     first = runs[0]
     for run in runs[1:]:
-        pair = f"{first.folder} and {run.folder}"
-        if run.tokenizer != first.tokenizer:
-            raise ValueError(f"{pair} have different tokenizers, {NOT_COMPARED}")
-        same = run.facts.get("text_digest") is not None and run.facts["text_digest"] == first.facts.get("text_digest")
-        differ = [key for key in DATA_KEYS if run.config["data"].get(key) != first.config["data"].get(key)]
-        if differ and not same:
-            raise ValueError(f"{pair} have different data (data.{differ[0]}), {NOT_COMPARED}")
+        differ = [f"data (data.{key})" for key in DATA_KEYS if run.config["data"].get(key) != first.config["data"].get(key)]
+        if run.facts.get("text_digest") is not None and run.facts["text_digest"] == first.facts.get("text_digest"):
+            differ = []
+        if wrong := ["tokenizers"] * (run.tokenizer != first.tokenizer) + differ:
+            raise ValueError(f"{first.folder} and {run.folder} have different {wrong[0]}, {NOT_COMPARED}")
     refuse_other_shards(runs)
     refuse_other_settings(runs)
 
 
 def refuse_other_shards(runs: list[Run]) -> None:
     """Raise ValueError where two runs were trained on different shards of one text. An older run does not name its shards."""
-    found: dict[tuple[str, ...], Run] = {}
-    for run in runs:
-        text = (run.tokenizer, *(str(run.config["data"].get(key)) for key in DATA_KEYS))
-        if (theirs := run.facts.get("text_digest")) is None:
-            continue
-        first = found.setdefault(text, run)
-        if first.facts["text_digest"] != theirs:
+    known: dict[tuple[str, ...], Run] = {}
+    for run in (run for run in runs if run.facts.get("text_digest") is not None):
+        first = known.setdefault((run.tokenizer, *(str(run.config["data"].get(key)) for key in DATA_KEYS)), run)
+        if first.facts["text_digest"] != run.facts["text_digest"]:
             wrong = "were trained on different shards (other numbers of tokens or checksums)"
             raise ValueError(f"{first.folder} and {run.folder} {wrong}, {NOT_COMPARED}")
 
 
 def refuse_other_settings(runs: list[Run]) -> None:
     """Raise ValueError where one evaluation of two runs was on different text or with different settings."""
-    for name in evaluations(runs):
-        known: dict[str, tuple[Any, Run]] = {}  # what was measured -> its value in the first run that recorded it
-        for run in (run for run in runs if name in run.evals):
-            for key, value in measured(name, run.evals[name], run.config).items():
-                if value is None:
-                    continue
-                first, of = known.setdefault(key, (value, run))
-                if value != first:
-                    differ = f"they differ in {_difference(key, first, value)}"
-                    wrong = f"{of.folder} and {run.folder} ran eval.{command_of(name)} on different text or settings"
-                    fix = f"repeat both with the same ones (delete eval/{name}.json of the older one); {differ}"
-                    raise ValueError(f"{wrong}: {fix}")
-
-
-def _difference(key: str, first: Any, value: Any) -> str:
-    """The name of what differs, in words."""
-    if key != "settings":
-        return "the text" if key.endswith("sha256") else key
-    return next(name for name in (first | value) if first.get(name) != value.get(name))
+    known: dict[tuple[str, str], tuple[Any, Run]] = {}  # evaluation, what was measured -> its value in the first run with it
+    for run, name in [(one, name) for one in runs for name in one.evals]:
+        for key, value in measured(name, run.evals[name], run.config).items():
+            if value is None:
+                continue
+            first, of = known.setdefault((name, key), (value, run))
+            if value != first:
+                what = "the text" if key.endswith("sha256") else key
+                if key == "settings":
+                    what = next(setting for setting in (first | value) if first.get(setting) != value.get(setting))
+                wrong = f"{of.folder} and {run.folder} ran eval.{command_of(name)} on different text or settings"
+                fix = f"repeat both with the same ones (delete eval/{name}.json of the older one)"
+                raise ValueError(f"{wrong}: {fix}; they differ in {what}")
 
 
 def evaluations(runs: list[Run]) -> list[str]:
@@ -315,20 +298,10 @@ class Arm:
         """The results of the evaluation, one per run that has the evaluation and did not diverge."""
         return [found for run in self.runs if (found := run.results(name)) is not None]
 
-    def by_seed(self, values: Iterable[Any]) -> dict[int, float]:
-        """Seed -> number. values: one per run; values that are missing or not finite are left out."""
-        pairs = zip(self.runs, values, strict=True)
-        return {run.seed: value for run, value in pairs if isinstance(value, (int, float)) and math.isfinite(value)}
-
 
 def trained_tokens(arm: Arm) -> float:
     """Training tokens of the arm's runs; a run that diverged stopped before."""
     return float(max(run.value("train.tokens") or 0 for run in arm.runs))
-
-
-def paired_by_seed(arm: dict[int, float], reference: dict[int, float]) -> dict[int, float]:
-    """Seed -> value of the arm minus value of the reference, over the seeds that both have."""
-    return {seed: arm[seed] - reference[seed] for seed in sorted(arm.keys() & reference.keys())}
 
 
 def arms_of(runs: list[Run]) -> list[Arm]:

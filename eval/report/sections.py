@@ -1,7 +1,5 @@
 """Sections of the page for further evaluations, each with a table of all numbers of one evaluation."""
 
-import itertools
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -52,7 +50,7 @@ def _section(arms: list[Arm], name: str) -> Section:
     measured = [values for values in flat.values() if values]
     keys = list(dict.fromkeys(key for values in measured for key in values))
     settings = _settings(measured, keys)
-    errors = {key: error for key in keys for error in _errors(key) if error in keys}
+    errors = {key: error for key in keys for error in _errors(key) if error in keys and error != key}
     shown = [key for key in keys if key not in (*settings, *errors.values()) and _last(key) not in SETTINGS]
 
     def read(run: Run, key: str) -> Any:
@@ -70,14 +68,14 @@ def _settings(measured: list[dict[str, float]], keys: list[str]) -> dict[str, fl
     cells are left out.
     """
     found: dict[str, float] = {}
-    everywhere: dict[str, set[float]] = {name: set() for name in SETTINGS}  # name -> its values in all cells and runs
-    for key, value in itertools.chain.from_iterable(values.items() for values in measured):
-        everywhere.get(_last(key), set()).add(value)
     for key in keys:
-        own = {values.get(key) for values in measured}
-        if len(everywhere.get(_last(key), ())) == 1:
-            (found[_last(key)],) = everywhere[_last(key)]
-        elif len(own) == 1 and isinstance(measured[0].get(key), int) and not (" · " in key and _last(key) in LABELS):
+        last, own = _last(key), {values.get(key) for values in measured}
+        if last in SETTINGS:
+            own_and_others = {value for values in measured for other, value in values.items() if _last(other) == last}
+            if len(own_and_others) == 1:
+                found[last] = own_and_others.pop()
+                continue
+        if len(own) == 1 and isinstance(measured[0].get(key), int) and not (" · " in key and last in LABELS):
             found[key] = own.pop()
     return found
 
@@ -86,11 +84,10 @@ def _last(key: str) -> str:
     return key.rpartition(" · ")[2]
 
 
-def _errors(key: str) -> tuple[str, ...]:
-    """The possible names of the standard error of `key`."""
-    beside = re.sub(r"(^|· )(accuracy|loss|mean)$", r"\1se", key)
-    filtered = re.sub(r"(,[^,·]*)$", r"_stderr\1", key)  # lm-eval's metric,filter
-    return f"{key}_se", f"{key}_stderr", *(name for name in (beside, filtered) if name != key)
+def _errors(key: str) -> list[str]:
+    """The possible names of the standard error of `key`; lm-eval's metrics are METRIC,FILTER."""
+    beside = key.removesuffix(_last(key)) + "se" if _last(key) in ("accuracy", "loss", "mean") else ""
+    return [f"{key}_se", f"{key}_stderr", beside, "_stderr,".join(key.rsplit(",", 1))]
 
 
 def scalars(results: Any, path: str = "") -> Iterator[tuple[str, float]]:

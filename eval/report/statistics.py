@@ -9,21 +9,25 @@ import itertools
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from scipy import optimize, stats
 
 LEVEL, POWER = 0.05, 0.8
 EXACT_UP_TO = 16  # largest n for which all 2^n sign flips are counted
+# The numbers of a Difference that `paired` makes.
+PAIRED = ("n", "mean", "sd", "low", "high", "p", "p_permutation", "detectable")
 
 
 @dataclass
 class Difference:
-    """Paired differences of n seeds. A value that n seeds cannot give (an interval of one seed) is None.
+    """`arm` less `reference` in one metric at one point of a grid, over n seeds. What n seeds cannot give is None.
 
-    mean, sd: of the differences. low, high: 95 % t interval. p: two-sided paired t test. p_permutation: exact two-sided
-    sign-flip test. detectable: the smallest true difference that the t test finds in 80 % of such experiments.
+    low, high: 95 % interval. p: two-sided. by_seed: the difference of every seed that both have. sd, p_permutation,
+    detectable: as `paired` says. p_holm: p corrected for the differences that are tested with it (Holm 1979). se, own_low,
+    own_high, p_alone, p_welch, p_equal: of a model (differences.py, pooled.py). part, kind, group, better: its place.
     """
 
     n: int
@@ -34,22 +38,72 @@ class Difference:
     p: float | None = None
     p_permutation: float | None = None
     detectable: float | None = None
+    p_holm: float | None = None
+    se: float | None = None
+    own_low: float | None = None
+    own_high: float | None = None
+    p_alone: float | None = None
+    p_welch: float | None = None
+    p_equal: float | None = None
+    by_seed: dict[int, float] = field(default_factory=dict)
+    metric: str = ""
+    point: str = ""
+    arm: str = ""
+    reference: str = ""
+    part: str = ""
+    kind: str = ""
+    group: str = ""
+    better: str = ""
+
+    def numbers(self, *keys: str) -> dict[str, Any]:
+        return {key: getattr(self, key) for key in keys}
+
+    @property
+    def text(self) -> str:
+        """Mean and interval with as many digits as the mean needs."""
+        size = abs(self.mean)
+        shown = "+.3g" if 0 < size < 1e-3 else "+z.4f" if size < 1 else "+.2f"
+        mean, *ends = (None if x is None else f"{x:{shown}}" for x in (self.mean, self.low, self.high))
+        if self.low is None:
+            return f"{mean} ({'n = 1' if self.n == 1 else 'the same in every seed'})"
+        return f"{mean} [{', '.join(ends)}]"
+
+    @property
+    def in_bold(self) -> str:
+        """Mean and interval with four digits, in bold where p, after its correction, is below 5 %."""
+        if self.low is None:
+            return f"{self.mean:+z.4f}"
+        text = f"{self.mean:+z.4f} ({self.low:+z.4f} to {self.high:+z.4f})"
+        p = self.p if self.p_holm is None else self.p_holm
+        return f"**{text}**" if p is not None and p < LEVEL else text
+
+    @property
+    def clear(self) -> bool:
+        """Whether zero lies outside of the interval."""
+        return self.low is not None and not self.low <= 0 <= self.high
 
 
-def paired(differences: Sequence[float]) -> Difference:
-    """Test whether the mean of paired differences is zero (Student 1908; scipy's ttest_rel gives the same p)."""
+def paired(differences: Sequence[float], **place: Any) -> Difference:
+    """Test whether the mean of paired differences, one per seed, is zero (Student 1908; scipy's ttest_rel gives the same p).
+
+    low, high: 95 % t interval. p_permutation: exact two-sided sign-flip test. detectable: the smallest true difference that
+    the t test finds in 80 % of such experiments. place: further fields of the Difference.
+    """
     n = len(differences)
     if n == 0 or not all(math.isfinite(d) for d in differences):
         raise ValueError("differences must be finite numbers, one per seed: leave out the seeds that diverged")
     mean = math.fsum(differences) / n
     if n == 1:
-        return Difference(n, mean)
+        return Difference(n, mean, **place)
     sd, flips = statistics.stdev(differences), sign_flip_p(differences) if n <= EXACT_UP_TO else None
+    found = Difference(n, mean, sd, p_permutation=flips, **place)
     if mean and sd < 1e-12 * abs(mean):  # equal differences, as of counts: the t test has no error to judge the mean by
-        return Difference(n, mean, 0.0, p_permutation=flips)
+        found.sd = 0.0
+        return found
     half = t_quantile(1 - LEVEL / 2, n - 1) * sd / math.sqrt(n)
-    p = 2 * float(stats.t.cdf(-abs(mean) / (sd / math.sqrt(n)), n - 1)) if sd else 1.0
-    return Difference(n, mean, sd, mean - half, mean + half, p, flips, detectable(sd, n))
+    found.p = 2 * float(stats.t.cdf(-abs(mean) / (sd / math.sqrt(n)), n - 1)) if sd else 1.0
+    found.low, found.high, found.detectable = mean - half, mean + half, sd * detectable_effect(n)
+    return found
 
 
 def mean_sd(values: Sequence[float]) -> tuple[float, float | None]:
@@ -76,11 +130,10 @@ def sign_flip_p(differences: Sequence[float]) -> float:
 
 def holm(ps: Sequence[float]) -> list[float]:
     """p values corrected for several tests, in the order given (Holm 1979), which limit the chance of any false finding."""
-    adjusted, worst = [0.0] * len(ps), 0.0
-    for rank, i in enumerate(sorted(range(len(ps)), key=lambda i: ps[i])):
-        worst = max(worst, min(1.0, (len(ps) - rank) * ps[i]))
-        adjusted[i] = worst
-    return adjusted
+    order = np.argsort(ps)
+    adjusted = np.empty(len(ps))
+    adjusted[order] = np.maximum.accumulate(np.sort(ps) * np.arange(len(ps), 0, -1)).clip(max=1)
+    return adjusted.tolist()
 
 
 def power(effect: float, n: int) -> float:
@@ -98,15 +151,9 @@ def detectable_effect(n: int) -> float:
     return optimize.brentq(lambda effect: power(effect, n) - POWER, 0.0, enough, xtol=1e-14)
 
 
-def detectable(sd: float, n: int) -> float:
-    """The smallest true difference that n pairs with standard deviation sd reveal with 80 % power at the 5 % level."""
-    return sd * detectable_effect(n)
-
-
 def interval(values: Sequence[float]) -> dict[str, float | None]:
     """n, mean, and low and high of the mean's 95 % t interval (None for a single seed), of one value per seed."""
-    found = paired(values)
-    return {"n": found.n, "mean": found.mean, "low": found.low, "high": found.high}
+    return paired(values).numbers("n", "mean", "low", "high")
 
 
 def geometric_interval(ratios: Sequence[float]) -> dict[str, float | None]:
@@ -118,14 +165,6 @@ def geometric_interval(ratios: Sequence[float]) -> dict[str, float | None]:
 def p_text(p: float | None) -> str:
     """A p value for a table, "" for None."""
     return "" if p is None else f"{p:.3f}" if p >= 0.001 else "< 0.001"
-
-
-def difference_text(mean: float, low: float | None, high: float | None, p: float | None) -> str:
-    """A difference and its interval for a table, in bold where p, after its correction, is below 5 %."""
-    if low is None or high is None:
-        return f"{mean:+z.4f}"
-    text = f"{mean:+z.4f} ({low:+z.4f} to {high:+z.4f})"
-    return f"**{text}**" if p is not None and p < LEVEL else text
 
 
 def power_law(sizes: Sequence[float], losses: Sequence[float]) -> tuple[float, float]:

@@ -1,13 +1,13 @@
 """Tables of the arms' numbers and of their paired differences, as data and as text."""
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import astuple, dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from eval.attention_noise import READINGS
-from eval.report.runs import Arm, Run, paired_by_seed, text_of
-from eval.report.statistics import Difference, holm, mean_sd, paired
+from eval.report.differences import contrasts, long_table
+from eval.report.runs import Arm, Run, text_of
+from eval.report.statistics import Difference, mean_sd
 
 Shown = str | Callable[[float], str]
 Read = Callable[[Run], Any]  # a value, (value, standard error), or None where it was not measured
@@ -41,37 +41,6 @@ class Row:
     cells: list[Cell] = field(default_factory=list)
     better: str = ""
     hint: str = ""
-
-
-@dataclass
-class Contrast(Difference):
-    """An arm minus its reference in one row of a table, paired over the seeds that both have.
-
-    p_holm: p corrected for the arms that are compared in this row (Holm 1979).
-    """
-
-    group: str = ""
-    name: str = ""
-    better: str = ""
-    arm: str = ""
-    reference: str = ""
-    seeds: list[int] = field(default_factory=list)
-    differences: list[float] = field(default_factory=list)
-    p_holm: float | None = None
-
-    @property
-    def text(self) -> str:
-        size = abs(self.mean)
-        shown = "+.3g" if 0 < size < 1e-3 else "+z.4f" if size < 1 else "+.2f"
-        mean, *ends = (None if x is None else f"{x:{shown}}" for x in (self.mean, self.low, self.high))
-        if self.low is None:
-            return f"{mean} ({'n = 1' if self.n == 1 else 'the same in every seed'})"
-        return f"{mean} [{', '.join(ends)}]"
-
-    @property
-    def clear(self) -> bool:
-        """Whether zero lies outside of the interval."""
-        return self.low is not None and not self.low <= 0 <= self.high
 
 
 # ---------------------------------------- rows
@@ -113,30 +82,49 @@ def at(path: str, error: str | None = None) -> Read:
 
 def headline_table(arms: list[Arm]) -> list[Row]:
     """The headline table, one column per arm."""
-    several = any(arm.several for arm in arms)
+    rows, several, run = [], any(arm.several for arm in arms), arms[0].runs[0]
 
-    def fact(name: str) -> Read:
-        return lambda run: run.facts.get(name)
+    def add(group: str, name: str, read: Read, shown: Shown = "{:.3f}", better: str = "", hint: str = "") -> None:
+        rows.append(row_of(arms, group, name, read, shown, better, hint))
 
-    rows = [
-        row_of(arms, "Model", "variant", lambda run: run.variant, "{}"),
-        row_of(arms, "Model", "parameters without embeddings", fact("params_non_embedding"), si),
-        row_of(arms, "Model", "parameters in total", fact("params"), si),
-        row_of(arms, "Model", "training FLOPs per token", fact("flops_per_token"), si),
-        row_of(arms, "Training", "seed", lambda run: str(run.seed) if several else run.seed, "{}"),
-        row_of(arms, "Training", "tokens", at("train.tokens"), si),
-        row_of(arms, "Training", "tokens/s, median over the run", lambda run: run.tokens_per_s, si),
-        row_of(arms, "Training", "training time, seconds", at("train.seconds"), "{:.0f}"),
-    ]
-    for name, read, shown, hint in _losses(arms):
-        rows.append(row_of(arms, "Loss", name, read, shown, "lower", hint))
-    pairs = _needle_pairs(arms)
-    for needles, asked in pairs:
-        rows += _needle_rows(arms, needles, asked, several=sum(other == needles for other, _ in pairs) > 1)
-    for name, read, better, hint in _attention():
-        rows.append(row_of(arms, "Attention", name, read, "{:.3f}", better, hint))
-    # Optional numbers, which older runs and some kinds of training lack, have a row only if some run has them.
-    return [row for row in rows if row.name not in OPTIONAL or any(cell.value is not None for cell in row.cells)]
+    def add_optional(*about: Any) -> None:
+        """Add the row of a number that older runs and some kinds of training lack if some run has it."""
+        add(*about)
+        if not any(cell.n for cell in rows[-1].cells):
+            rows.pop()
+
+    add("Model", "variant", lambda run: run.variant, "{}")
+    add("Model", "parameters without embeddings", lambda run: run.facts.get("params_non_embedding"), si)
+    add("Model", "parameters in total", lambda run: run.facts.get("params"), si)
+    add("Model", "training FLOPs per token", lambda run: run.facts.get("flops_per_token"), si)
+    add("Training", "seed", lambda run: str(run.seed) if several else run.seed, "{}")
+    add("Training", "tokens", at("train.tokens"), si)
+    add("Training", "tokens/s, median over the run", lambda run: run.tokens_per_s, si)
+    add("Training", "training time, seconds", at("train.seconds"), "{:.0f}")
+    trained = trained_on(arms)
+    easier = ", which are easier than text: a higher validation loss does not mean overfitting by itself"
+    hint = f"on {trained}{easier if 'retrieval' in trained else ''}"
+    add("Loss", "training loss, last tenth", at("train.loss"), better="lower", hint=hint)
+    for key, name in (("text", "text"), ("retrieval", "retrieval documents")):
+        add_optional("Loss", f"training loss on {name}, last tenth", at(f"train.loss_{key}"), "{:.3f}", "lower")
+    add("Loss", "validation loss, end of training", at("train.val_loss"), better="lower", hint=f"on {held_out(run)}")
+    tested = f"on {text_of(run, 'perplexity')}" if "perplexity" in run.evals else ""
+    add("Loss", "test loss (nats per token)", at("perplexity.loss", "perplexity.se"), better="lower", hint=tested)
+    add("Loss", "perplexity", at("perplexity.ppl"), "{:.2f}", "lower")
+    add("Loss", "bits per byte", at("perplexity.bits_per_byte"), better="lower")
+    for name, part in RECALL.items():
+        path = f"perplexity.recall.{part}"
+        add_optional("Loss", name, at(f"{path}.loss", f"{path}.se"), "{:.3f}", "lower")
+    rows += _needle_rows(arms)
+    for reading, hint in HINTS.items():
+        for key, name, better in (("answer", "attention to the answer", "higher"), ("noise", "attention noise", "lower")):
+            path, optional = f"attention_noise.{reading}.mean.{key}", reading not in READINGS
+            about = f"{name}, {reading.replace('_', ' ')}", at(path, f"{path}_se"), "{:.3f}", better, hint
+            (add_optional if optional else add)("Attention", *about)
+    for key, name in (("entropy", "entropy of an attention row (nats)"), ("negative", "negative share of the absolute mass")):
+        add_optional("Attention", name, at(f"attention_noise.{key}.mean", f"attention_noise.{key}.se"))
+    add_optional("Attention", "share of heads that are sinks", _sinks)
+    return rows
 
 
 RECALL = {
@@ -144,16 +132,10 @@ RECALL = {
     "loss on recalled tokens that are rare in training": "rare_hit",
     "loss on all other tokens": "other",
 }
-NEGATIVE = "negative share of the absolute mass"
-OPTIONAL = {
-    *RECALL,
-    "training loss on text, last tenth",
-    "training loss on retrieval documents, last tenth",
-    "attention to the answer, signed per layer",
-    "attention noise, signed per layer",
-    "entropy of an attention row (nats)",
-    NEGATIVE,
-    "share of heads that are sinks",
+HINTS = {
+    **dict.fromkeys(READINGS, ""),
+    "signed": "masses summed over layers, then divided by the summed row sums",
+    "signed_per_layer": "each layer divided by its own row sum, then averaged over layers",
 }
 
 
@@ -174,37 +156,6 @@ def held_out(run: Run) -> str:
     return "held-out questions" if data["source"] == "mqar" else f"held-out documents of {data['name']}, text alone"
 
 
-def _losses(arms: list[Arm]) -> Iterator[tuple[str, Read, str, str]]:
-    run, trained = arms[0].runs[0], trained_on(arms)
-    easier = ", which are easier than text: a higher validation loss does not mean overfitting by itself"
-    hint = f"on {trained}{easier if 'retrieval' in trained else ''}"
-    yield "training loss, last tenth", at("train.loss"), "{:.3f}", hint
-    yield "training loss on text, last tenth", at("train.loss_text"), "{:.3f}", ""
-    yield "training loss on retrieval documents, last tenth", at("train.loss_retrieval"), "{:.3f}", ""
-    yield "validation loss, end of training", at("train.val_loss"), "{:.3f}", f"on {held_out(run)}"
-    tested = f"on {text_of(run, 'perplexity')}" if "perplexity" in run.evals else ""
-    yield "test loss (nats per token)", at("perplexity.loss", "perplexity.se"), "{:.3f}", tested
-    yield "perplexity", at("perplexity.ppl"), "{:.2f}", ""
-    yield "bits per byte", at("perplexity.bits_per_byte"), "{:.3f}", ""
-    for name, part in RECALL.items():
-        path = f"perplexity.recall.{part}"
-        yield name, at(f"{path}.loss", f"{path}.se"), "{:.3f}", ""
-
-
-def _attention() -> Iterator[tuple[str, Read, str, str]]:
-    kinds = (("answer", "attention to the answer", "higher"), ("noise", "attention noise", "lower"))
-    hints = {
-        "signed": "masses summed over layers, then divided by the summed row sums",
-        "signed_per_layer": "each layer divided by its own row sum, then averaged over layers",
-    }
-    for reading, (key, name, better) in itertools.product((*READINGS, "signed_per_layer"), kinds):
-        path = f"attention_noise.{reading}.mean.{key}"
-        yield f"{name}, {reading.replace('_', ' ')}", at(path, f"{path}_se"), better, hints.get(reading, "")
-    for key, name in (("entropy", "entropy of an attention row (nats)"), ("negative", NEGATIVE)):
-        yield name, at(f"attention_noise.{key}.mean", f"attention_noise.{key}.se"), "", ""
-    yield "share of heads that are sinks", _sinks, "", ""
-
-
 def _sinks(run: Run) -> Any:
     """The share of sinks, with its standard error, in the longest windows that were measured."""
     lengths = (run.results("attention_noise") or {}).get("sink") or {}
@@ -212,25 +163,22 @@ def _sinks(run: Run) -> Any:
     return at(f"{path}.share", f"{path}.se")(run)
 
 
-def _needle_pairs(arms: list[Arm]) -> list[tuple[int, int]]:
-    found = [results.get("pairs", []) for arm in arms for results in arm.results("needle")]
-    return list(dict.fromkeys((pair["needles"], pair["asked"]) for pairs in found for pair in pairs)) or [(1, 1)]
+def _needle_rows(arms: list[Arm]) -> Iterator[Row]:
+    measured = [results.get("pairs", []) for arm in arms for results in arm.results("needle")]
+    kinds = list(dict.fromkeys((pair["needles"], pair["asked"]) for pairs in measured for pair in pairs)) or [(1, 1)]
+    for needles, asked in kinds:
 
+        def read(run: Run, key: str, kind: tuple[int, int] = (needles, asked)) -> Any:
+            pairs = (run.results("needle") or {}).get("pairs", [])
+            pair = next((pair for pair in pairs if (pair["needles"], pair["asked"]) == kind), None)
+            return pair and ((pair[key], pair["se"]) if key == "accuracy" else pair[key])
 
-def _needle_rows(arms: list[Arm], needles: int, asked: int, several: bool) -> Iterator[Row]:
-    """several: whether other numbers are asked of as many needles."""
-
-    def read(run: Run, key: str) -> Any:
-        for pair in (run.results("needle") or {}).get("pairs", []):
-            if (pair["needles"], pair["asked"]) == (needles, asked):
-                return (pair[key], pair["se"]) if key == "accuracy" else pair[key]
-        return None
-
-    which = f"N={needles}" if needles == 1 else f"N={needles}, R={asked}"
-    yield row_of(arms, "Needle", f"needle accuracy, {which}", lambda run: read(run, "accuracy"), "{:.3f}", "higher")
-    if needles > 1:
-        name = f"needle ranked first of {needles}" + (f", R={asked}" if several else "")
-        yield row_of(arms, "Needle", name, lambda run: read(run, "rank_accuracy"), "{:.3f}", "higher")
+        name = f"needle accuracy, N={needles}" + (f", R={asked}" if needles > 1 else "")
+        yield row_of(arms, "Needle", name, lambda run, read=read: read(run, "accuracy"), "{:.3f}", "higher")
+        if needles > 1:
+            several = sum(other == needles for other, _ in kinds) > 1  # other numbers are asked of as many needles
+            name = f"needle ranked first of {needles}" + (f", R={asked}" if several else "")
+            yield row_of(arms, "Needle", name, lambda run, read=read: read(run, "rank_accuracy"), "{:.3f}", "higher")
 
 
 def si(value: float) -> str:
@@ -244,23 +192,14 @@ def si(value: float) -> str:
 # ---------------------------------------- differences
 
 
-def contrasts(arms: list[Arm], rows: Iterable[Row]) -> list[Contrast]:
-    """Every arm minus its reference, row by row, paired by seed. p_holm corrects for the arms of one row."""
-    found = []
-    for row in rows:
-        if row.group in ("Model", "Training"):
-            continue
-        values = {arm.name: arm.by_seed(cell.values) for arm, cell in zip(arms, row.cells, strict=True)}
-        of_row = []
-        for arm in arms:
-            # In an unfinished ablation, the reference may have no run yet.
-            if arm.reference in values and (shared := paired_by_seed(values[arm.name], values[arm.reference])):
-                where = (row.group, row.name, row.better, arm.name, arm.reference, list(shared), list(shared.values()))
-                of_row.append(Contrast(*astuple(paired(list(shared.values()))), *where))
-        tested = [contrast for contrast in of_row if contrast.p is not None]
-        for contrast, p in zip(tested, holm([contrast.p for contrast in tested]), strict=True):
-            contrast.p_holm = p
-        found += of_row
+def differences(arms: list[Arm], rows: Sequence[Row]) -> list[Difference]:
+    """Every arm less its reference, row by row, paired by seed, but for the rows that say how a model was trained."""
+    compared = [row for row in rows if row.group not in ("Model", "Training")]
+    table = long_table(arms, {i: [cell.values for cell in row.cells] for i, row in enumerate(compared)})
+    found = contrasts(table, {arm.name: arm.reference for arm in arms})
+    for one in found:
+        row = compared[one.metric]
+        one.group, one.metric, one.better = row.group, row.name, row.better
     return found
 
 
@@ -274,46 +213,36 @@ HEADLINES = {
 }
 
 
-def verdicts(arms: list[Arm], found: list[Contrast]) -> list[str]:
+def verdicts(arms: list[Arm], found: list[Difference]) -> list[str]:
     """One or two sentences for each arm: the HEADLINES that differ from the first arm, and those without a difference."""
     if len(arms) == 1:
         return [f"There is only one arm, {arms[0].name}: add runs of another arm to runs=[...] to compare them."]
-    by_place = {(contrast.arm, contrast.name): contrast for contrast in found}
-    sentences = []
-    for arm in arms[1:]:
-        mine = [by_place[arm.name, name] for name in HEADLINES if (arm.name, name) in by_place]
-        sentences.append(f"{arm.name} compared with {arms[0].name}{_verdict(mine)}")
-    return sentences
+    by_place = {(one.arm, one.metric): one for one in found}
+    of_arms = [(arm, [by_place[arm.name, name] for name in HEADLINES if (arm.name, name) in by_place]) for arm in arms[1:]]
+    return [f"{arm.name} compared with {arms[0].name}{_verdict(of_arm)}" for arm, of_arm in of_arms]
 
 
-def _verdict(found: list[Contrast]) -> str:
+def _verdict(found: list[Difference]) -> str:
     if not found:
         return ": the two arms have no number in common for a common seed."
-    n = max(contrast.n for contrast in found)
-    parts = []
+    n, parts = max(one.n for one in found), {True: [], False: []}
     if n == 1:
-        numbers = ", ".join(f"{HEADLINES[contrast.name]} {minus(f'{contrast.mean:+.3f}')}" for contrast in found)
+        numbers = ", ".join(f"{HEADLINES[one.metric]} {minus(f'{one.mean:+.3f}')}" for one in found)
         return f" (n = 1 seed): {numbers}. One seed cannot tell a difference from chance: train with -m seed=1,2,3."
-    # Equal differences have no spread, so no interval and no p.
-    if clear := [one for one in found if one.clear or (one.n > 1 and one.mean and not one.sd)]:
-        parts.append("; ".join(_finding(contrast, n) for contrast in clear) + ".")
-    if unclear := [contrast for contrast in found if contrast not in clear]:
-        numbers = ", ".join(f"{HEADLINES[contrast.name]} {_smallest(contrast, n)}" for contrast in unclear)
-        parts.append(f"No difference detected (smallest detectable difference in brackets): {numbers}.")
-    return f" (n = {n} seeds): {' '.join(parts)}"
-
-
-def _finding(contrast: Contrast, n: int) -> str:
-    worse = (contrast.mean > 0) == (contrast.better == "lower")
-    fewer = f" (n = {contrast.n})" if contrast.n < n else ""
-    return f"{HEADLINES[contrast.name]} {minus(contrast.text)}, {'worse' if worse else 'better'}{fewer}"
-
-
-def _smallest(contrast: Contrast, n: int) -> str:
-    if contrast.n == 1:
-        return "(n = 1)"
-    fewer = f", n = {contrast.n}" if contrast.n < n else ""
-    return f"({contrast.detectable:.3g}{fewer})" if contrast.sd else f"(the difference is the same in every seed{fewer})"
+    for one in found:
+        fewer, same = f"n = {one.n}" if one.n < n else "", one.n > 1 and not one.sd
+        clear = one.clear or (same and bool(one.mean))  # equal differences have no spread, so no interval and no p
+        if clear:
+            worse = (one.mean > 0) == (one.better == "lower")
+            text = f"{minus(one.text)}, {'worse' if worse else 'better'}{fewer and f' ({fewer})'}"
+        else:
+            least = "the difference is the same in every seed" if same else f"{one.detectable:.3g}" if one.sd else ""
+            text = f"({', '.join(filter(None, (least, fewer)))})"
+        parts[clear].append(f"{HEADLINES[one.metric]} {text}")
+    sentences = [f"{'; '.join(parts[True])}."] if parts[True] else []
+    if parts[False]:
+        sentences.append(f"No difference detected (smallest detectable difference in brackets): {', '.join(parts[False])}.")
+    return f" (n = {n} seeds): {' '.join(sentences)}"
 
 
 def minus(text: str) -> str:
@@ -329,9 +258,9 @@ def report_lines(arms: list[Arm], rows: list[Row]) -> list[list[str]]:
     return [["", *(arm.title for arm in arms)]] + [[row.name, *(cell.text for cell in row.cells)] for row in rows]
 
 
-def difference_lines(arms: list[Arm], rows: list[Row], found: list[Contrast], head: str = "") -> list[list[str]]:
+def difference_lines(arms: list[Arm], rows: list[Row], found: list[Difference], head: str = "") -> list[list[str]]:
     """The rows' differences as text, one column per arm after the first, the header first; [] without differences."""
-    by_place = {(contrast.name, contrast.arm): contrast.text for contrast in found}
+    by_place = {(one.metric, one.arm): one.text for one in found}
     lines = [[row.name, *(by_place.get((row.name, arm.name), "") for arm in arms[1:])] for row in rows]
     lines = [line for line in lines if any(line[1:])]
     return [[head, *(arm.name for arm in arms[1:])], *lines] if lines else []

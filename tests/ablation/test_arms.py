@@ -8,7 +8,7 @@ import pytest
 from eval.common import command_of
 from eval.report import __main__ as report
 from eval.report.runs import Run, arms_of, labels, read_runs
-from eval.report.tables import at, contrasts, headline_table, row_of
+from eval.report.tables import at, differences, headline_table, row_of
 from tests.eval.conftest import edit, further
 
 
@@ -20,8 +20,8 @@ def made_up(label: str, seed: int, loss: float, config: dict) -> Run:
 def test_differences_are_over_the_seeds_that_both_have(seeded):
     folders = seeded("b", {1: 2.0, 2: 2.5}) + seeded("d", {2: 2.4, 5: 9.0}) + seeded("i", {7: 1.0})
     arms = arms_of(read_runs([str(folder) for folder in folders]))
-    found = {c.arm: c for c in contrasts(arms, headline_table(arms)) if c.name.startswith("test loss")}
-    assert list(found) == ["diff"] and found["diff"].differences == pytest.approx([-0.1])
+    found = {c.arm: c for c in differences(arms, headline_table(arms)) if c.metric.startswith("test loss")}
+    assert list(found) == ["diff"] and list(found["diff"].by_seed.values()) == pytest.approx([-0.1])
     assert found["diff"].low is None and found["diff"].text == "-0.1000 (n = 1)" and not found["diff"].clear
     single = {row.name: row.cells[2] for row in headline_table(arms)}["test loss (nats per token)"]
     assert single.text == "1.000" and single.se  # beside arms of several seeds ± would mean two things
@@ -50,7 +50,7 @@ def test_arms_of_one_label_have_names_and_differences_of_their_own():
     runs = [made_up(f"diff/s{seed}", seed, loss, {"optim": {"lr": lr}}) for lr, loss in losses.items() for seed in (1, 2)]
     arms = arms_of(runs)
     assert [arm.name for arm in arms] == ["diff", "diff (2)", "diff (3)"]
-    found = contrasts(arms, [row_of(arms, "Loss", "training loss", at("train.loss"), "{:.3f}", "lower")])
+    found = differences(arms, [row_of(arms, "Loss", "training loss", at("train.loss"), "{:.3f}", "lower")])
     assert [(one.arm, round(one.mean, 3)) for one in found] == [("diff (2)", 0.1), ("diff (3)", 0.5)]
 
 

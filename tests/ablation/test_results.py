@@ -2,19 +2,19 @@
 
 import json
 import random
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import yaml
 
 from ablation.results import draw_ablation
+from eval.report.differences import by_seed
 from eval.report.figures import _readable_limits
 from eval.report.grid import Comparison, fit_rows
-from eval.report.mixed import by_point
+from eval.report.pooled import Pooled
 from eval.report.runs import DIVERGED, Arm, give_colours, read_run, refuse_other_settings, trained_tokens
-from eval.report.statistics import paired
-from eval.report.tables import Contrast, markdown
+from eval.report.statistics import Difference, paired
+from eval.report.tables import markdown
 
 METRICS = {"valid": "perplexity.loss", "AR-Hit": "perplexity.recall.hit.loss", "spikes": "train.spikes"}
 PNG = b"\x89PNG"
@@ -123,7 +123,7 @@ def test_the_table(tmp_path: Path) -> None:
     arms = make_arms(tmp_path, {"baseline": 0.0, "diff": -0.02})
     arms[1].runs[3].diverged = "the loss is nan at step 9"
     found = Comparison(arms, METRICS)
-    header, *rows = found.table()
+    header, *rows = found.lines()
     assert "AR-Hit" not in header  # measured by nobody
     cells = dict(zip(header, rows[1], strict=True))
     assert cells["arm"] == "diff" and cells["n"] == "3" and cells["diverged"] == "1" and cells["parameters"] == "100k"
@@ -151,7 +151,7 @@ def test_runs_in_different_dtypes_are_named(tmp_path: Path) -> None:
 def test_several_metrics_can_be_compared(tmp_path: Path) -> None:
     arms = make_arms(tmp_path, {"baseline": 0.0, "diff": -0.02})
     found = Comparison(arms, METRICS | {"last": "train.val_loss"}, compared=("valid", "last"))
-    header, _, row = found.table()
+    header, _, row = found.lines()
     cells = dict(zip(header, row, strict=True))
     assert float(cells["difference (last)"]) == pytest.approx(float(cells["difference (valid)"]), abs=1e-4)
     assert " to -" in cells["95 % (last)"] and cells["p, Holm (last)"] == cells["p, Holm"]
@@ -160,7 +160,7 @@ def test_several_metrics_can_be_compared(tmp_path: Path) -> None:
 
 def test_one_seed_gives_a_table_without_claims(tmp_path: Path) -> None:
     found = Comparison(make_arms(tmp_path, {"baseline": 0.0, "diff": -0.02}, seeds=1), METRICS)
-    header, _, row = found.table()
+    header, _, row = found.lines()
     cells = dict(zip(header, row, strict=True))
     assert cells["n"] == "1" and cells["p"] == cells["95 % interval"] == cells["detectable"] == ""
     draw_ablation(tmp_path / "figures", found, None)
@@ -213,13 +213,14 @@ def test_arms_are_compared_at_equal_flops(tmp_path: Path) -> None:
         for run in arm.runs if arm.point == "long" else ():
             run.train[-1]["tokens"] *= 2
     found = Comparison(arms, METRICS)
-    equal, own = found.at_equal_flops("valid"), found.values("valid")
-    assert equal["costly-short"] == {}  # before its first point: no extrapolation
-    assert equal["baseline-long"] == own["baseline-long"]
+    table, own = found.at_equal_flops(), found.values("valid")
+    ((_, equal),) = by_seed(table, "metric")
+    assert "costly-short" not in equal  # before its first point: no extrapolation
+    assert list(equal["baseline-long"]) == list(own["baseline-long"])
     for seed in (1, 2, 3, 4):
         half_way = (own["costly-short"][seed] + own["costly-long"][seed]) / 2
         assert equal["costly-long"][seed] == pytest.approx(half_way, abs=1e-9)
-    models = by_point(arms, equal)
+    models = Pooled(found, {}, horizons=True).models["valid, equal FLOPs"]
     differences = [equal["costly-long"][seed] - own["baseline-long"][seed] for seed in (1, 2, 3, 4)]
     assert list(models) == ["long"]
     assert models["long"].effects["costly-long"].mean == pytest.approx(sum(differences) / 4, abs=1e-9)
@@ -234,8 +235,8 @@ def test_an_arm_that_diverged_has_no_value_at_equal_flops(tmp_path: Path) -> Non
         for run in arm.runs:
             run.train[-1]["tokens"] *= 1.5 if ended else lengths[arm.point]
             run.diverged = "the loss is nan" if ended else None
-    equal = Comparison(arms, METRICS).at_equal_flops("valid")
-    assert equal["cheap-long"] == {} and set(equal["cheap-short"]) == {1, 2, 3, 4}
+    equal = Comparison(arms, METRICS).at_equal_flops()
+    assert "cheap-long" not in set(equal["arm"]) and set(equal["seed"][equal["arm"] == "cheap-short"]) == {1, 2, 3, 4}
 
 
 def test_a_seed_that_diverged_early_says_nothing_of_an_arms_tokens(tmp_path: Path) -> None:
@@ -253,16 +254,15 @@ def test_no_dot_is_outside_the_figure() -> None:
     assert wide[0] < 0 and 0.3 < wide[1] < contrast_of([0.1, 0.3]).high
 
 
-def contrast_of(differences: list[float]) -> Contrast:
-    found = asdict(paired(differences))
-    return Contrast(**found, name="loss", differences=differences)
+def contrast_of(differences: list[float]) -> Difference:
+    return paired(differences, by_seed=dict(enumerate(differences)))
 
 
 def test_arms_without_a_finished_reference_have_no_difference(tmp_path: Path) -> None:
     arms = make_arms(tmp_path, {"baseline": 0.0, "diff": -0.02, "gated": 0.0})[1:]
     found = Comparison(arms, METRICS)
-    assert not found.of_metric("valid") and found.table()[1][0] == "diff"
-    assert by_point(arms, found.values("valid")) == {}
+    assert not found.of_metric("valid") and found.lines()[1][0] == "diff"
+    assert Pooled(found, {}, horizons=False).models == {"valid": {}}
 
 
 def test_arms_are_told_apart(tmp_path: Path) -> None:

@@ -3,11 +3,12 @@
 from pathlib import Path
 
 import pytest
+from scipy import stats
 
 from eval.report.grid import Comparison
-from eval.report.pairs import Pair, pair_lines
-from eval.report.pooled import Pooled, lines_of, profile
+from eval.report.pooled import PAIR_NOTE, Pooled, profile
 from eval.report.runs import Arm
+from eval.report.statistics import holm, p_text, paired
 from tests.ablation.test_results import METRICS, make_arms
 
 PAIRS = {"subtraction": ["diff", "lambda0"], "gate": ["gated", "baseline"]}
@@ -61,7 +62,7 @@ def test_an_arm_that_diverged_moves_no_point_of_the_figure(
     arms: list[Arm], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ticks = []
-    monkeypatch.setattr("eval.report.pooled.drawn", lambda path, lines, places, *labels: ticks.append(places) or [])
+    monkeypatch.setattr("eval.report.pooled.draw_gap", lambda path, placed, places, *labels: ticks.append(places) or [])
     for stopped in (0, 1):
         for arm in arms[2::3] * stopped:  # the last of each point, before its first logged loss
             for run in arm.runs:
@@ -80,13 +81,13 @@ def test_arms_and_pairs_are_compared_at_equal_covariate(arms: list[Arm]) -> None
     assert columns(parts_alike) == ["part, equal early", "arms", "n", "valid"]
     found = pooled.as_json()
     assert list(found["mixed"]) == ["valid", "early", "valid, equal early"] and "valid, equal early" in found["pairs"]
-    model = pooled.at_equal["valid"]["long"]
-    assert model.slope is not None and model.p_spread is None
+    model = pooled.models["valid, equal early"]["long"]
+    assert model.slope is not None and model.bartlett_p is None
     assert "Equal early" in " ".join(pooled.remarks()) and any("valid, equal early" in note for note in pooled.notes())
     for arm in arms:
         del arm.runs[1:]
     alone = Pooled(Comparison(arms, metrics, ("valid", "early")), PAIRS, horizons=False, covariate="early")
-    assert alone.pairs_at_equal == {"valid": []} and len(alone.tables("long")) == 1
+    assert alone.pairs["valid, equal early"] == [] and len(alone.tables("long")) == 1
 
 
 def test_the_whole_of_which_the_covariate_is_a_part_is_not_compared_twice(arms: list[Arm]) -> None:
@@ -97,13 +98,7 @@ def test_the_whole_of_which_the_covariate_is_a_part_is_not_compared_twice(arms: 
             results["recall"] = {"hit": {"loss": 3 + 0.1 * seed}, "other": {"loss": results["loss"] + 0.01 * seed}}
     metrics = {"valid": "perplexity.loss", "AR-Hit": "perplexity.recall.hit.loss", "Others": "perplexity.recall.other.loss"}
     pooled = Pooled(Comparison(arms, metrics, tuple(metrics)), PAIRS, horizons=False, covariate="AR-Hit")
-    assert list(pooled.at_equal) == list(pooled.pairs_at_equal) == ["Others"] and list(pooled.models) == list(metrics)
-
-
-def test_a_pair_is_bold_where_its_corrected_p_is_small() -> None:
-    found = {"loss": [Pair("part", "", "a", "b", {1: -0.1}, -0.1, -0.19, -0.01, 0.04, p) for p in (0.04, 0.08)]}
-    texts = [pair_lines({"loss": [pair]}, "")[1][-1] for pair in found["loss"]]
-    assert texts == ["**-0.1000 (-0.1900 to -0.0100)**", "-0.1000 (-0.1900 to -0.0100)"]
+    assert list(pooled.models) == list(pooled.pairs) == [*metrics, "Others, equal AR-Hit"]
 
 
 def test_without_horizons_nothing_is_said_of_equal_flops(arms: list[Arm]) -> None:
@@ -138,9 +133,113 @@ def test_a_profile_uses_the_runs_that_have_its_numbers(arms: list[Arm]) -> None:
     assert profile(arms, "perplexity.loss", PAIRS) is None
 
 
-def test_a_line_of_a_figure_has_the_arms_colour_or_one_of_its_own(arms: list[Arm]) -> None:
-    model = profile(arms, "perplexity.by_octave", PAIRS).models["1-3"]["long"]
-    e = model.effects["diff-long"]
-    lines = lines_of([("diff", "#123456", 0, e), ("diff", "#123456", 1, e), ("part", None, 0, e)])
-    assert lines["diff"] == ("#123456", [(0, e.mean, e.low, e.high, 4), (1, e.mean, e.low, e.high, 4)])
-    assert lines["part"][0] != "#123456"
+@pytest.fixture
+def drawn_lines(monkeypatch: pytest.MonkeyPatch) -> list:
+    """The differences of the figures that are drawn instead."""
+    lines = []
+    monkeypatch.setattr("eval.report.pooled.draw_gap", lambda path, placed, *labels: lines.append(placed) or [])
+    return lines
+
+
+def test_a_line_of_a_figure_has_the_arms_colour_or_one_of_its_own(arms: list[Arm], tmp_path: Path, drawn_lines: list) -> None:
+    arms[1].colour = arms[4].colour = "#123456"
+    pooled = Pooled(Comparison(arms, METRICS), PAIRS, horizons=True)
+    pooled.draw(tmp_path, "valid", "")
+    of_arms, of_parts = drawn_lines
+    assert [(name, colour) for name, colour, *_ in of_arms] == [("diff", "#123456"), ("lambda0", arms[2].colour)] * 2
+    assert {colour for _, colour, *_ in of_parts} == {None} and of_parts[0][2] < of_parts[1][2]
+    assert of_arms[0][-1] is pooled.models["valid"]["short"].effects["diff-short"]
+
+
+def values_of(arm: Arm) -> list[float]:
+    return [run.value("perplexity.loss") for run in arm.runs]
+
+
+def set_values(arm: Arm, values: dict[int, float]) -> None:
+    """Give the arm's runs these losses, and no others: seed -> loss."""
+    arm.runs = [run for run in arm.runs if run.seed in values]
+    for run in arm.runs:
+        run.evals["perplexity"]["results"]["loss"] = values[run.seed]
+
+
+def pairs_of(arms: list[Arm], parts: dict[str, list[str]] = PAIRS) -> Pooled:
+    return Pooled(Comparison(arms, METRICS), parts, horizons=False)
+
+
+def test_a_pair_has_the_mean_of_its_differences_and_the_pooled_error(arms: list[Arm]) -> None:
+    parts = {"subtraction": ["diff", "lambda0"], "rest": ["lambda0", "baseline"]}
+    pooled = pairs_of(arms[:3], parts)
+    for pair, (one, other) in zip(pooled.pairs["valid"], ((1, 2), (2, 0)), strict=True):
+        differences = [a - b for a, b in zip(values_of(arms[one]), values_of(arms[other]), strict=True)]
+        assert (pair.arm, pair.reference, pair.point) == (arms[one].name, arms[other].name, "short")
+        assert pair.by_seed == dict(zip((1, 2, 3, 4), differences, strict=True))
+        assert pair.mean == pytest.approx(paired(differences).mean, abs=1e-9)  # all seeds: balanced
+        assert 0.001 < pair.high - pair.low < 0.01  # 2 x 2.4 x 0.001 x sqrt(2 / 4) = 0.003; seeds spread by 0.1
+        assert pair.p_alone == paired(differences).p and pair.p_holm < 0.001
+    assert [pair.p_holm for pair in pooled.pairs["valid"]] == holm([pair.p for pair in pooled.pairs["valid"]])
+
+
+def test_the_p_of_the_differences_alone_takes_nothing_from_other_arms(arms: list[Arm]) -> None:
+    """One arm spreads a hundred times as much as the others: the pooled error grows, the others' differences do not."""
+    lambda0 = dict(zip((1, 2, 3, 4), values_of(arms[2]), strict=True))
+    set_values(arms[0], {seed: 4 + 5 * (seed - 2.5) for seed in lambda0})
+    set_values(arms[1], {seed: loss - 0.02 - seed / 1000 for seed, loss in lambda0.items()})
+    (pair,) = pairs_of(arms[:3]).pairs["valid"]
+    assert pair.p_alone < 0.001 and pair.p > 0.5 and pair.p_welch > 0.5  # Welch's test does not pair
+    row = pairs_of(arms[:3]).tables("short")[1].splitlines()[2]
+    assert row.startswith("| subtraction | diff-short - lambda0-short | 4 | -0.02")
+
+
+def test_a_row_shows_a_part_seed_by_seed(arms: list[Arm]) -> None:
+    lambda0 = values_of(arms[2])
+    set_values(arms[1], {1: lambda0[0] - 0.1, 3: lambda0[2] - 0.25})
+    pooled = pairs_of(arms[:3])
+    table, _ = pooled.by_seed()
+    header, _, row = ([cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines())
+    ps = ["p, pooled", "p, Holm", "p, alone", "p, equal"]
+    assert header == ["part by seed", "arms", "metric", "seed 1", "seed 3", *ps]
+    (pair,) = pooled.pairs["valid"]
+    assert row[:5] == ["subtraction", "diff-short - lambda0-short", "valid", "-0.1000", "-0.2500"]
+    assert row[5:8] == [p_text(pair.p), p_text(pair.p_holm), p_text(paired([-0.1, -0.25]).p)]
+
+
+def test_parts_are_equivalent_within_half_of_v1s_gain(arms: list[Arm]) -> None:
+    """diff less baseline is -0.1, lambda0 less baseline -0.04: inside of 0.05."""
+    parts = {"inside": ["lambda0", "baseline"], "outside": ["diff", "lambda0"]}
+    inside, outside = pairs_of(arms[:3], parts).pairs["valid"]
+    assert inside.p_equal < 0.01 and outside.p_equal > 0.99
+    model = pairs_of(arms[:3], parts).models["valid"]["short"]
+    margin = abs(model.effects["diff-short"].mean) / 2
+    both_sides = [stats.t.sf((margin + side * inside.mean) / inside.se, model.df) for side in (-1, 1)]
+    assert inside.p_equal == pytest.approx(max(both_sides))
+    arms[1].arm = "other"
+    assert pairs_of(arms[:3], parts).pairs["valid"][0].p_equal is None
+
+
+def test_a_pair_without_both_arms_is_named(arms: list[Arm]) -> None:
+    assert pairs_of(arms).remarks()[1:] == [
+        PAIR_NOTE, "Without a row, because an arm is missing or has no number for a common seed: gate (gated - baseline).",
+    ]  # fmt: skip
+    assert pairs_of(arms, {}).remarks()[1:] == []
+
+
+def test_one_seed_gives_a_difference_without_a_claim(arms: list[Arm], tmp_path: Path, drawn_lines: list) -> None:
+    for arm in arms:
+        del arm.runs[1:]
+    pooled = pairs_of(arms)
+    (pair, _) = pooled.pairs["valid"]
+    assert (pair.part, pair.point, pair.n) == ("subtraction", "short", 1)
+    assert pair.low is pair.p is pair.p_holm is pair.p_alone is pair.p_welch is None
+    (table,) = pooled.tables("short")
+    assert table.splitlines()[2] == f"| subtraction | diff-short - lambda0-short | 1 | {pair.mean:+.4f} |"
+    assert pooled.by_seed() == [] and pooled.as_json()["mixed"] == {"valid": {}}
+    pooled.draw_profile(tmp_path, "one", "short", "")
+    assert drawn_lines == [[], [("subtraction", None, 0, pair)]]
+
+
+def test_a_figure_of_one_and_of_several_seeds(arms: list[Arm], tmp_path: Path) -> None:
+    for arm in arms[:3]:
+        del arm.runs[1:]
+    paths = Pooled(Comparison(arms, METRICS), PAIRS, horizons=True).draw(tmp_path, "valid", "")
+    assert [path.name for path in paths] == ["gap_valid.png", "pairs_valid.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)

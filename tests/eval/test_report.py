@@ -17,7 +17,7 @@ from eval.report.notes import notes
 from eval.report.page import compared
 from eval.report.runs import Arm, arms_of, read_run, read_runs
 from eval.report.sections import sections
-from eval.report.tables import contrasts, headline_table, verdicts
+from eval.report.tables import differences, headline_table, verdicts
 from tests.eval.conftest import edit, further
 from tests.wandb_stub import WandbStub
 
@@ -91,14 +91,14 @@ def test_the_verdict_says_what_differs_and_what_could_have_been_seen(seeded):
     better = {seed: loss - 0.10 - 0.001 * seed for seed, loss in losses.items()}
     folders = seeded("b", losses) + seeded("d", better) + seeded("i", {1: 2.01, 2: 2.08, 3: 2.2})
     arms = arms_of(read_runs([str(folder) for folder in folders]))
-    found = contrasts(arms, headline_table(arms))
+    found = differences(arms, headline_table(arms))
     diff, introspective = verdicts(arms, found)
     assert diff.startswith("diff compared with baseline (n = 3 seeds): test loss −0.1020 [−0.1045, −0.0995], better.")
-    (none,) = [c for c in found if c.arm == "introspective" and c.name.startswith("test loss")]
+    (none,) = [c for c in found if c.arm == "introspective" and c.metric.startswith("test loss")]
     assert "No difference detected" in introspective and f"test loss ({none.detectable:.3g})" in introspective
     assert "There is only one arm" in verdicts(arms[:1], [])[0]
     one = arms_of(read_runs([str(folder) for folder in (folders[0], folders[3])]))
-    (single,) = verdicts(one, contrasts(one, headline_table(one)))
+    (single,) = verdicts(one, differences(one, headline_table(one)))
     assert "(n = 1 seed): test loss −0.101" in single and "One seed cannot tell" in single
 
 
@@ -109,8 +109,8 @@ def test_an_arm_without_an_evaluation_is_shown_and_equal_differences_are_said(se
         cell = {"length": 160, "depth": 0.5, "needles": 1, "asked": 1, "samples": 2, "accuracy": 0.5, "se": 0.1}
         further(folder, "needle", {"accuracy": 0.5, "pairs": pairs, "cells": [cell]})
     call(report, listed(sum(arms, [])), f"out={tmp_path / 'r.html'}", "viewer=false")
-    differences = (tmp_path / "r.html").read_text().split("<summary>")[1]
-    assert '<td class="missing">not measured</td>' in differences
+    shown = (tmp_path / "r.html").read_text().split("<summary>")[1]
+    assert '<td class="missing">not measured</td>' in shown
     verdict, other = json.loads((tmp_path / "r.json").read_text())["verdicts"]
     assert "needle accuracy +1.00 (the same in every seed), better" in verdict.replace("−", "-")
     assert "needle accuracy" not in other
@@ -141,11 +141,11 @@ def test_seeds_are_one_arm_with_means_and_paired_differences(seeded, call, capsy
     assert (cell.value, cell.sd, cell.values) == (pytest.approx(32 / 15), pytest.approx(sd), [2.0, 2.1, 2.3])
     assert cell.text == f"2.133 ± {sd:.3f}" and rows["tokens"].cells[0].text == "2.56k"
     assert rows["seed"].cells[1].text == "3, 1, 2"
-    (found,) = [c for c in contrasts(arms, list(rows.values())) if c.name == "test loss (nats per token)"]
-    differences = [-0.10, -0.04, -0.05]
-    half = 4.302653 * np.std(differences, ddof=1) / 3**0.5  # t quantile 0.975 with 2 degrees of freedom
-    mean = np.mean(differences)
-    assert found.differences == pytest.approx(differences) and (found.n, found.seeds) == (3, [1, 2, 3])
+    (found,) = [c for c in differences(arms, list(rows.values())) if c.metric == "test loss (nats per token)"]
+    by_seed = [-0.10, -0.04, -0.05]
+    half = 4.302653 * np.std(by_seed, ddof=1) / 3**0.5  # t quantile 0.975 with 2 degrees of freedom
+    mean = np.mean(by_seed)
+    assert list(found.by_seed.values()) == pytest.approx(by_seed) and (found.n, list(found.by_seed)) == (3, [1, 2, 3])
     assert (found.mean, found.low, found.high) == pytest.approx((mean, mean - half, mean + half), rel=1e-5)
     capsys.readouterr()
     call(report, listed(folders), f"out={out}")
@@ -199,8 +199,8 @@ def test_further_evaluations_have_a_section_each(seeded, call, tmp_path):
     assert "On essays&lt;1&gt;.txt." in page and "(<code>python -m eval.perplexity</code>)</p>" in page
     assert "Quantized attention logits</h2>" in page and "Tasks of lm-evaluation-harness</h2>" in page
     assert page.count('alt="Quantized attention logits, ') == 2
-    differences = json.loads((tmp_path / "r.json").read_text())["differences"]
-    (found,) = [d for d in differences if d["name"] == "bits=4 · loss_change"]
+    content = json.loads((tmp_path / "r.json").read_text())["differences"]
+    (found,) = [d for d in content if d["name"] == "bits=4 · loss_change"]
     assert found["differences"] == pytest.approx([2.0, 2.0])
 
 
@@ -228,7 +228,7 @@ def test_no_number_of_a_diverged_run_is_shown_or_compared(seeded, call, tmp_path
     arms = arms_of(runs)
     rows = [*headline_table(arms), *(row for part in sections(arms) for row in part.rows)]
     shown = [row for row in rows if row.group not in ("Model", "Training") and row.cells[1].n]
-    assert not shown and not contrasts(arms, rows)
+    assert not shown and not differences(arms, rows)
     assert [part.name for part in sections(arms)] == ["quantization"]  # icl has no number left
     assert runs[2].evals["needle"] and not arms[1].results("needle")
     call(report, listed(folders), f"out={tmp_path / 'r.html'}", "viewer=false")

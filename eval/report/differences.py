@@ -1,0 +1,250 @@
+"""Differences between arms, from one long table (arm, point, seed, metric, value): paired, or with a pooled error.
+
+    y[arm, seed] = mean[arm] + block[seed] + error,   block ~ N(0, s_b^2), error ~ N(0, s_e^2)
+
+`Model` has the variances by REML (Patterson and Thompson 1971) and the arms by generalised least squares. With few seeds,
+the standard deviation pooled over arms is a better estimate of the noise than that of one arm. Differences to the reference
+are simultaneous for all arms (Dunnett 1955); those of pairs have Student's t and Holm's correction. Quantiles of the
+multivariate t come from samples with a fixed seed; their standard error is below 0.01 with 4 or more degrees of freedom,
+and 0.03 with 2. With a covariate x[arm, seed], slope * x is added, so arms are compared at equal x (analysis of covariance,
+Fisher 1932): if the arms change x, this is the part of their effect that does not go through x.
+"""
+
+import functools
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from scipy import stats
+
+from eval.report.runs import Arm
+from eval.report.statistics import LEVEL, Difference, detectable_effect, holm, paired, t_quantile
+
+DRAWS = 2**18  # samples of the multivariate t
+
+
+def long_table(arms: list[Arm], values: Mapping[str, Sequence[Sequence[Any]]]) -> pd.DataFrame:
+    """The table of metric -> for each arm, one value per run. Values that are missing or not finite have no row."""
+    rows = [
+        (arm.name, arm.point, run.seed, metric, value)
+        for metric, of_arms in values.items()
+        for arm, of_runs in zip(arms, of_arms, strict=True)
+        for run, value in zip(arm.runs, of_runs, strict=True)
+        if isinstance(value, (int, float)) and math.isfinite(value)
+    ]
+    return pd.DataFrame(rows, columns=["arm", "point", "seed", "metric", "value"])
+
+
+def by_seed(table: pd.DataFrame, *keys: str) -> Iterator[tuple[Any, pd.DataFrame]]:
+    """For every value of the columns `keys`: the values with a row per seed and a column per arm, in the table's order."""
+    for key, part in table.groupby(list(keys), sort=False):
+        wide = part.pivot(index="seed", columns="arm", values="value")[list(dict.fromkeys(part["arm"]))]
+        yield (key[0] if len(keys) == 1 else key), wide
+
+
+def correct(differences: Iterable[Difference]) -> None:
+    """Set p_holm of differences that are tested together."""
+    tested = [one for one in differences if one.p is not None]
+    for one, p in zip(tested, holm([one.p for one in tested]), strict=True):
+        one.p_holm = p
+
+
+def contrasts(table: pd.DataFrame, references: Mapping[str, str | None]) -> list[Difference]:
+    """Every arm less its reference, paired over the seeds that both have; Holm's correction for the arms of one metric.
+
+    references: arm -> its reference. An arm without one, or whose reference has no value, has no difference.
+    """
+    differences = []
+    for metric, values in by_seed(table, "metric"):
+        of_metric = []
+        for arm, reference in references.items():
+            if arm in values and reference in values and len(less := (values[arm] - values[reference]).dropna()):
+                about = {"by_seed": less.to_dict(), "metric": metric, "arm": arm, "reference": reference}
+                of_metric.append(paired(list(less), **about))
+        correct(of_metric)
+        differences += of_metric
+    return differences
+
+
+@dataclass
+class Model:
+    """A metric at one point. values: a row per seed, a column per arm. beta[0] is the first arm's mean, beta[i] arm i less it.
+
+    error: the error's variance, 0 where it cannot be estimated. ratio: the variance of the seeds' blocks divided by it. df: the
+    error's degrees of freedom. slope: the covariate's, if there is one.
+    """
+
+    values: pd.DataFrame
+    beta: np.ndarray | None = None
+    covariance: np.ndarray | None = None
+    error: float = 0.0
+    ratio: float = 0.0
+    df: int = 0
+    slope: float | None = None
+
+    @property
+    def enough(self) -> bool:
+        return self.error > 0
+
+    @property
+    def reference(self) -> str:
+        return self.values.columns[0]
+
+    @functools.cached_property
+    def bartlett_p(self) -> float | None:
+        """p of the hypothesis that all arms have one spread over seeds, as the model assumes (Bartlett 1937).
+
+        None where fewer than three arms have two seeds, because a difference of two arms does not need the assumption, and
+        with a covariate.
+        """
+        groups = [column for arm in self.values if len(column := self.values[arm].dropna()) > 1]
+        if len(groups) < 3 or self.slope is not None:
+            return None
+        with np.errstate(divide="ignore"):  # an arm whose seeds are equal
+            return float(stats.bartlett(*groups).pvalue)
+
+    @property
+    def spreads_differ(self) -> bool:
+        return self.bartlett_p is not None and self.bartlett_p < LEVEL
+
+    def less(self, arm: str, other: str, **place: str) -> Difference:
+        """`arm` less `other` with the pooled error and Student's t; without one, the mean of the seeds' differences.
+
+        p_alone: p of the paired t test of these seeds alone. p_welch: where the arms differ in their spread, p of Welch's
+        test (1947), which takes the spread of each of the two arms. place: further fields of the Difference.
+        """
+        seeds = (self.values[arm] - self.values[other]).dropna()
+        alone = paired(list(seeds)) if len(seeds) else Difference(0, math.nan)
+        about = {"p_alone": alone.p, "by_seed": seeds.to_dict(), "arm": arm, "reference": other, **place}
+        if not self.enough:
+            return Difference(alone.n, alone.mean, **about)
+        row = np.subtract(*(self.values.columns == name for name in (arm, other)), dtype=float)
+        row[0] = 0  # the others are differences to the first arm
+        mean, se = float(row @ self.beta), math.sqrt(row @ self.covariance @ row)
+        half, p = t_quantile(1 - LEVEL / 2, self.df) * se, 2 * float(stats.t.sf(abs(mean) / se, self.df))
+        welch = welch_p(self.values[arm].dropna(), self.values[other].dropna()) if self.spreads_differ else None
+        return Difference(alone.n, mean, low=mean - half, high=mean + half, p=p, se=se, p_welch=welch, **about)
+
+    @functools.cached_property
+    def effects(self) -> dict[str, Difference]:
+        """Arm -> the arm less the reference; low, high and p are for all arms at once. n: seeds of the arm."""
+        found = {arm: self.less(arm, self.reference) for arm in self.values.columns[1:]}
+        critical, ps = self._all_at_once
+        for one, p in zip(found.values(), ps, strict=True):
+            one.own_low, one.own_high, one.n = one.low, one.high, int(self.values[one.arm].count())
+            one.low, one.high, one.p = one.mean - critical * one.se, one.mean + critical * one.se, float(p)
+        return found
+
+    @functools.cached_property
+    def _all_at_once(self) -> tuple[float, np.ndarray]:
+        """The 5 % point of the largest |t| of all arms, and every arm's p."""
+        covariance = self.covariance[1:, 1:]
+        se = np.sqrt(np.diag(covariance))
+        t = np.abs(self.beta[1:]) / se
+        if len(t) == 1:
+            return t_quantile(1 - LEVEL / 2, self.df), 2 * stats.t.sf(t, self.df)
+        largest = largest_t(tuple(map(tuple, (covariance / np.outer(se, se)).round(9).tolist())), self.df)
+        return float(np.quantile(largest, 1 - LEVEL)), 1 - np.searchsorted(largest, t) / DRAWS
+
+    def summary(self) -> dict[str, Any]:
+        """The error's standard deviation with its 95 % interval, that of the seeds' blocks, and what can be found with them.
+
+        detectable: the true difference between the reference and an arm with all seeds that a test at the 5 % level finds
+        with 80 % power; with a covariate the largest of the arms'.
+        """
+        n, df, sd = int(self.values[self.reference].count()), self.df, math.sqrt(self.error)
+        low, high = (sd * math.sqrt(df / stats.chi2.ppf(p, df)) for p in (1 - LEVEL / 2, LEVEL / 2))
+        whole = [one.se for one in self.effects.values() if one.n == n] or [one.se for one in self.effects.values()]
+        # A t test with df degrees of freedom is that of df + 1 pairs, whose mean has sqrt(df + 1) times less spread than one.
+        least = max(whole) * detectable_effect(df + 1) * math.sqrt(df + 1)
+        of_seeds = math.sqrt(self.error * self.ratio)
+        return {"reference": self.reference, "n": n, "sd": sd, "sd_low": low, "sd_high": high, "sd_seed": of_seeds, "df": df,
+                "critical": self._all_at_once[0], "detectable": least}  # fmt: skip
+
+
+def fit(values: pd.DataFrame, covariate: pd.DataFrame | None = None) -> Model:
+    """The model of values with a row per seed and a column per arm, the reference first; nan where there is no run.
+
+    The error cannot be estimated with fewer than two arms, with too few seeds, or with a covariate that does not differ
+    between the seeds of any arm. Runs without the covariate are left out.
+    """
+    if covariate is not None:
+        covariate = covariate.reindex(index=values.index, columns=values.columns)
+        values = values.where(covariate.notna())
+    values = values.dropna(how="all").dropna(axis=1, how="all")
+    seed, arm = np.nonzero(values.notna().to_numpy())
+    y, (seeds, arms) = values.to_numpy(dtype=float)[seed, arm], values.shape
+    design, block = np.eye(arms)[arm], np.eye(seeds)[seed]
+    design[:, :1] = 1  # the reference's mean; the other columns are differences to it
+    if covariate is not None:
+        x = covariate.loc[values.index, values.columns].to_numpy(dtype=float)[seed, arm]
+        design = np.column_stack((design, x - x.mean()))
+    df = len(y) - design.shape[1] - seeds + 1
+    if min(arms, seeds) < 2 or df < 1 or np.linalg.matrix_rank(design) < design.shape[1]:
+        return Model(values)
+    beta, covariance, error, ratio = _reml(y, design, block)
+    slope = None if covariate is None else float(beta[arms])
+    return Model(values, beta[:arms], covariance[:arms, :arms], error, ratio, df, slope)
+
+
+def welch_p(one: pd.Series, other: pd.Series) -> float | None:
+    """p of Welch's test of two samples; None if one has a single value, or if all values of both are equal."""
+    with warnings.catch_warnings(action="ignore"):  # scipy's, about equal values
+        p = float(stats.ttest_ind(one, other, equal_var=False).pvalue)
+    return p if math.isfinite(p) else None
+
+
+def _reml(y: np.ndarray, design: np.ndarray, block: np.ndarray) -> tuple[np.ndarray, np.ndarray, float, float]:
+    """Estimates, their covariance, the error's variance s_e^2, and the ratio s_b^2 / s_e^2 of highest restricted likelihood.
+
+    The ratio is 0 or one of a logarithmic grid with steps of 6 %, for all R of which everything is computed at once. Between
+    two of them the error moves by less than 1 % (docs/METHODS.md, section 8.3).
+    """
+    ratios = np.array([0.0, *np.geomspace(1e-4, 1e8, 481)])
+    spread = ratios[:, None] * block.sum(axis=0)  # (R, seeds): the ratio times the seed's runs
+    weights = (ratios[:, None] / (1 + spread))[:, None]  # (R, 1, seeds)
+
+    def weighted(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        """a' (I + ratio block block')^-1 b for each ratio, by Woodbury's formula; block' block is diagonal."""
+        return a.mT @ b - (a.mT @ block * weights) @ (block.T @ b)
+
+    precision = weighted(design, design)  # (R, columns, columns)
+    inverse = np.linalg.inv(precision)
+    beta = inverse @ weighted(design, y[:, None])  # (R, columns, 1)
+    rest, df = y[:, None] - design @ beta, len(y) - design.shape[1]
+    error = weighted(rest, rest)[:, 0, 0] / df
+    logs = np.log1p(spread).sum(axis=1) + np.linalg.slogdet(precision)[1]
+    best = np.argmin(logs + df * np.log(np.maximum(error, 1e-300)))
+    return beta[best, :, 0], error[best] * inverse[best], float(error[best]), float(ratios[best])
+
+
+@functools.lru_cache(maxsize=16)  # 0.5 between all arms if all have the same seeds, so often asked for
+def largest_t(correlation: tuple[tuple[float, ...], ...], df: int) -> np.ndarray:
+    """Draws of the largest |T| of a multivariate t, sorted."""
+    root = np.linalg.cholesky(correlation)  # unique, unlike eigenvectors, so that every machine makes the same draws
+    rng = np.random.default_rng(20240607)
+    normal, scale = rng.standard_normal((DRAWS, len(correlation))), np.sqrt(rng.chisquare(df, DRAWS) / df)
+    return np.sort(np.abs(normal @ root.T).max(axis=1) / scale)
+
+
+def difference_table(
+    differences: Iterable[Difference], head: Sequence[str], row: Callable[[Difference], tuple[str, ...]]
+) -> list[list[str]]:
+    """Differences as text, the header first: a row for every label that `row` gives, a column for every metric.
+
+    head: the heads of the label's parts. Bold where p, after its correction, is below 5 %.
+    """
+    rows: dict[tuple[str, ...], dict[str, Difference]] = {}
+    metrics: dict[str, None] = {}
+    for one in differences:
+        rows.setdefault(row(one), {})[one.metric] = one
+        metrics[one.metric] = None
+    lines = [[*head, "n", *metrics]]
+    for label, of_metric in rows.items():
+        n = " / ".join(dict.fromkeys(str(of_metric[metric].n) for metric in metrics if metric in of_metric))
+        lines.append([*label, n, *(of_metric[metric].in_bold if metric in of_metric else "" for metric in metrics)])
+    return lines
