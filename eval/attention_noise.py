@@ -49,7 +49,7 @@ from eval.common import (
     run_name,
     write_result,
 )
-from eval.needles import NeedleGridConfig, Query, check_grid, needle_contexts
+from eval.needle_text import Cell, NeedleGridConfig, Query, check_grid, needle_contexts
 from eval.scoring import floats_per_token
 from model.attention.probe import SINK, entropy, first_share, negative_share, probe
 from training.checkpoint import LoadedRun
@@ -156,7 +156,7 @@ def evaluate(run: LoadedRun, hay: np.ndarray, cfg: AttentionNoiseConfig) -> dict
     layers, shapes, sink = {}, [], {}
     with progress("attention noise", len(cfg.depths) + 2) as bar:
         for depth in cfg.depths:
-            contexts = needle_contexts(run, hay, cfg, length, depth)
+            contexts = needle_contexts(run, hay, cfg, Cell(length, depth))
             layers[str(depth)], shape = head_rows(model, [context[0] for context in contexts], cfg.batch)
             shapes.append(shape)
             bar.update()

@@ -31,7 +31,7 @@ from configs import command
 from data.tokenizer import Tokenizer
 from eval.common import GREY, Axes, claim_result, figure, mean_se, open_run, plus_minus, progress, write_result
 from eval.icl_tasks import ARRANGEMENTS, Episode, Example, IclConfig, Task, arrange, check, draw_episode, load_task, spelled_out
-from eval.needles import trained_digits
+from eval.needle_text import trained_digits
 from eval.scoring import Job, score_jobs
 from training.checkpoint import LoadedRun
 

@@ -35,7 +35,7 @@ from eval.common import (
     progress,
     write_result,
 )
-from eval.needles import NeedleGridConfig, Query, check_grid, needle_contexts
+from eval.needle_text import Cell, NeedleGridConfig, Query, check_grid, needle_contexts
 from eval.outliers import maps_that_fit
 from eval.perplexity import claim_windows, digest, token_losses
 from eval.scoring import score
@@ -119,7 +119,7 @@ def needles(run: LoadedRun, cfg: QuantizationConfig) -> list[Query]:
     if not run.config["data"].get("retrieval", {}).get("weight", 0):
         return []
     hay, length = haystack(run, evaluation_tokens(run, cfg)), cfg.length or run.model.cfg.context
-    return [query for depth in cfg.depths for (query,) in needle_contexts(run, hay, cfg, length, depth)]
+    return [query for depth in cfg.depths for (query,) in needle_contexts(run, hay, cfg, Cell(length, depth))]
 
 
 def draw(path: Path, results: dict[str, Any], title: str, line_colour: str) -> None:

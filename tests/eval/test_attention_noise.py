@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from eval import attention_noise as an
-from eval.needles import Query
+from eval.needle_text import Query
 from model.attention.probe import probe
 from model.config import DecoderConfig
 from model.decoder import Decoder

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from eval import quantization as qu
-from eval.needles import Query
+from eval.needle_text import Query
 from model.config import DecoderConfig
 from model.decoder import Decoder
 
