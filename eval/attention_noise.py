@@ -8,15 +8,13 @@ produce the answer, is split into five buckets: the first token (the sink), the 
 sentence (the answer), the context after the needle, and the question (the query). Noise is the two context buckets.
 
 Maps are averaged over heads and layers first, then divided by the sum of the averaged row, so that buckets sum to 1
-(arXiv 2410.05258, Table 3 and Figure 1; "averaged over heads and layers" and "normalized" are an author's words in
-microsoft/unilm issue 1654). `signed` sums the weights with their sign, as the paper's figure does: weights of a
-differential map can cancel within a bucket, and dividing by a row sum of about 1 - lambda magnifies the rest.
-`absolute` sums |weight|, so weights do not cancel. `signed_per_layer` is `signed` in the other order: each layer's
-averaged row is divided by its own sum, and then the layers are averaged.
+(arXiv 2410.05258, Table 3 and Figure 1, after an author in microsoft/unilm issue 1654). `signed` sums the weights with
+their sign, as the paper's figure does: weights of a differential map can cancel within a bucket, and dividing by a row sum
+of about 1 - lambda magnifies the rest. `absolute` sums |weight|. `signed_per_layer` is `signed` in the other order: each
+layer's averaged row is divided by its own sum, and then the layers are averaged.
 
 For every layer and head it also measures the row's entropy and its share of negative mass, and, on windows of real
-text, the share of attention sinks (arXiv 2410.10781). Only the needed attention rows are formed, never T x T maps or
-the logits, so memory grows with the context as the memory of one forward pass does.
+text, the share of attention sinks (arXiv 2410.10781). Only the needed attention rows are formed, never T x T maps.
 Writes runs/NAME/eval/attention_noise.json and runs/NAME/figures/attention_noise.png, attention_heads.png. A given text= or
 shards= adds its name to all three, as in eval.perplexity.
 """
@@ -49,7 +47,7 @@ from eval.common import (
     run_name,
     write_result,
 )
-from eval.needles import NeedleGridConfig, Query, check_grid, needle_contexts
+from eval.needle_text import Cell, NeedleGridConfig, Query, check_grid, needle_contexts
 from eval.scoring import floats_per_token
 from model.attention.probe import SINK, entropy, first_share, negative_share, probe
 from training.checkpoint import LoadedRun
@@ -78,24 +76,32 @@ def bucket_sums(row: Tensor, query: Query) -> Tensor:
 
 
 @torch.inference_mode()
-def head_rows(model: nn.Module, queries: list[Query], batch: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Two lists over layers, from the attention row of the last prompt token: its bucket masses (samples, readings,
-    heads, 5), not normalised, and its entropy and share of negative mass (samples, 2, heads).
+def head_rows(model: nn.Module, queries: list[Query], batch: int) -> tuple[np.ndarray, np.ndarray, list[int]]:
+    """What is read off the attention row of the last prompt token, for the heads of all layers side by side.
+
+    Bucket masses (samples, readings, heads, 5), not normalised; entropy and share of negative mass (samples, 2, heads); and
+    the number of heads in each layer.
     """
-    masses: list[list[np.ndarray]] = []  # [sample][layer]
-    shapes: list[list[np.ndarray]] = []
+    masses, shapes, heads = [], [], []
     longest = max(len(query.prompt) for query in queries)
     for part in batches(queries, batch, longest * floats_per_token(model.cfg)):
         rows = torch.tensor([[len(query.prompt) - 1] for query in part], device=device_of(model))  # (B, 1)
         with probe(model, rows) as maps:
             model(pad_right([query.prompt for query in part], device_of(model)), rows=rows)
+        heads = [layer.shape[1] for layer in maps.layers]
         for i, query in enumerate(part):
             signed = [layer[i, :, 0, : len(query.prompt)].double() for layer in maps.layers]  # each (heads, P)
-            check_finite(torch.cat([row.flatten() for row in signed]))
+            check_finite(torch.cat(signed))
             sums = [torch.stack((bucket_sums(row, query), bucket_sums(row.abs(), query))) for row in signed]
-            masses.append([mass.cpu().numpy() for mass in sums])
-            shapes.append([torch.stack((entropy(row), negative_share(row))).cpu().numpy() for row in signed])
-    return [np.stack(layer) for layer in zip(*masses, strict=True)], [np.stack(x) for x in zip(*shapes, strict=True)]
+            masses.append(torch.cat(sums, dim=1).cpu().numpy())
+            both = [torch.stack((entropy(row), negative_share(row))) for row in signed]
+            shapes.append(torch.cat(both, dim=1).cpu().numpy())
+    return np.stack(masses), np.stack(shapes), heads
+
+
+def by_layer(values: np.ndarray, heads: list[int]) -> list[list[float]]:
+    """Values of the heads of all layers side by side (heads,), as a list for each layer."""
+    return [layer.tolist() for layer in np.split(values, np.cumsum(heads)[:-1])]
 
 
 @torch.inference_mode()
@@ -114,7 +120,7 @@ def sinks(model: nn.Module, hay: np.ndarray, length: int, windows: int, batch: i
     n_rows = min(SINK_ROWS, length)
     rows = (torch.arange(n_rows) + 0.5) * length / n_rows  # middles of equal parts of the window
     rows = rows.long().to(device_of(model))
-    masses = []  # (B, heads of all layers)
+    masses, heads = [], []
     per_token = max(floats_per_token(model.cfg), n_rows * model.cfg.n_layer * model.cfg.n_head)
     for part in batches(starts, batch, length * per_token):
         with probe(model, rows) as maps:
@@ -124,25 +130,18 @@ def sinks(model: nn.Module, hay: np.ndarray, length: int, windows: int, batch: i
         heads = [layer.shape[1] for layer in first]
     mass = np.concatenate(masses)  # (windows, heads of all layers)
     share, se = mean_se((mass > SINK).mean(axis=1))
-    by_layer = [part.tolist() for part in np.split(mass.mean(axis=0), np.cumsum(heads)[:-1])]
-    heads_over = float((mass.mean(axis=0) > SINK).mean())
-    found = {"share": share, "se": se, "heads": heads_over, "mass": float(mass.mean()), "windows": windows}
-    return found | {"per_layer_head": by_layer}
+    mean = mass.mean(axis=0)
+    found = {"share": share, "se": se, "heads": float((mean > SINK).mean()), "mass": float(mass.mean()), "windows": windows}
+    return found | {"per_layer_head": by_layer(mean, heads)}
 
 
-def normalised(layers: list[np.ndarray]) -> np.ndarray:
-    """Average over the heads of all layers, then divide by the row sum: (samples, readings, 5), where each 5 sum to 1.
+def normalised(masses: np.ndarray) -> np.ndarray:
+    """Masses (..., heads, 5) averaged over heads and then divided by the row sum: (..., 5), where each 5 sum to 1.
 
     The sum over a bucket is linear, so the mean of the heads' bucket masses is the bucket mass of their mean map.
     """
-    mean = np.concatenate(layers, axis=2).mean(axis=2)  # (samples, readings, 5)
+    mean = masses.mean(axis=-2)
     return mean / mean.sum(axis=-1, keepdims=True)
-
-
-def normalised_per_layer(layers: list[np.ndarray]) -> np.ndarray:
-    """As `normalised`, but every layer is divided by its own row sum before the layers are averaged."""
-    means = np.stack([layer.mean(axis=2) for layer in layers])  # (layers, samples, readings, 5)
-    return (means / means.sum(axis=-1, keepdims=True)).mean(axis=0)
 
 
 def evaluate(run: LoadedRun, hay: np.ndarray, cfg: AttentionNoiseConfig) -> dict[str, Any]:
@@ -153,65 +152,61 @@ def evaluate(run: LoadedRun, hay: np.ndarray, cfg: AttentionNoiseConfig) -> dict
     """
     model = run.model
     length = cfg.length or model.cfg.context
-    layers, shapes, sink = {}, [], {}
+    masses, shapes, sink = [], [], {}
     with progress("attention noise", len(cfg.depths) + 2) as bar:
         for depth in cfg.depths:
-            contexts = needle_contexts(run, hay, cfg, length, depth)
-            layers[str(depth)], shape = head_rows(model, [context[0] for context in contexts], cfg.batch)
+            contexts = needle_contexts(run, hay, cfg, Cell(length, depth))
+            mass, shape, heads = head_rows(model, [context[0] for context in contexts], cfg.batch)
+            masses.append(mass)
             shapes.append(shape)
             bar.update()
         for size in sorted({min(SINK_LENGTH, model.cfg.context), model.cfg.context}):
             sink[str(size)] = sinks(model, hay, size, cfg.windows, cfg.batch)
             bar.update()
-    about = {"samples": cfg.samples, "length": length, "sink": sink, "windows": cfg.windows}
-    results = summarise(layers) | about
+    results = summarise(np.stack(masses), heads, [str(depth) for depth in cfg.depths])
     for i, name in enumerate(("entropy", "negative")):
-        results[name] = over_heads([[layer[:, i] for layer in shape] for shape in shapes])
-    return results
+        values = np.stack(shapes)[:, :, i]  # (depths, samples, heads)
+        mean, se = over_depths(values.mean(axis=2))
+        per_head = values.reshape(-1, values.shape[2]).mean(axis=0)
+        results[name] = {"mean": mean, "se": se, "per_layer_head": by_layer(per_head, heads)}
+    return results | {"samples": cfg.samples, "length": length, "sink": sink, "windows": cfg.windows}
 
 
-def over_heads(depths: list[list[np.ndarray]]) -> dict[str, Any]:
-    """Mean of each depth's per-layer values (samples, heads) over all, with its standard error over samples."""
-    mean, se = over_depths([np.concatenate(layers, axis=1).mean(axis=1) for layers in depths])
-    joined = [np.concatenate(parts) for parts in zip(*depths, strict=True)]  # per layer (depths * samples, heads)
-    return {"mean": mean, "se": se, "per_layer_head": [layer.mean(axis=0).tolist() for layer in joined]}
-
-
-def summarise(layers: dict[str, list[np.ndarray]]) -> dict[str, Any]:
-    """Results from each depth's masses by layer (samples, readings, heads, 5)."""
+def summarise(masses: np.ndarray, heads: list[int], depths: list[str]) -> dict[str, Any]:
+    """Results from the masses (depths, samples, readings, heads of all layers, 5)."""
     results: dict[str, Any] = {"noise": {}, "se": {}, "per_layer_head": {}}
-    shares = {depth: normalised(parts) for depth, parts in layers.items()}
+    shares = normalised(masses)  # (depths, samples, readings, 5)
     for r, reading in enumerate(READINGS):
-        results[reading], errors = over_samples({depth: share[:, r] for depth, share in shares.items()})
-        depths = results[reading]["depths"]
-        results["noise"][reading] = {depth: sum(values[bucket] for bucket in NOISE) for depth, values in depths.items()}
-        results["se"][reading] = errors
+        results[reading], results["se"][reading] = over_samples(shares[:, :, r], depths)
+        at_depth = results[reading]["depths"]
+        results["noise"][reading] = {depth: sum(at_depth[depth][bucket] for bucket in NOISE) for depth in depths}
         # Mass before normalisation: a softmax head's buckets sum to 1, a differential head's to about 1 - lambda.
-        results["per_layer_head"][reading] = masses = {}  # depth -> bucket -> layers -> heads
-        for depth, parts in layers.items():
-            means = [layer[:, r].mean(axis=0) for layer in parts]  # (heads, 5) each
-            masses[depth] = {bucket: [mean[:, b].tolist() for mean in means] for b, bucket in enumerate(BUCKETS)}
-    signed = {depth: normalised_per_layer(parts)[:, READINGS.index("signed")] for depth, parts in layers.items()}
-    results["signed_per_layer"], _ = over_samples(signed)
+        results["per_layer_head"][reading] = {
+            depth: {bucket: by_layer(mean[:, b], heads) for b, bucket in enumerate(BUCKETS)}
+            for depth, mean in zip(depths, masses[:, :, r].mean(axis=1), strict=True)  # (heads, 5) each
+        }
+    layers = np.split(masses[:, :, READINGS.index("signed")], np.cumsum(heads)[:-1], axis=-2)
+    results["signed_per_layer"], _ = over_samples(np.mean([normalised(layer) for layer in layers], axis=0), depths)
     return results
 
 
-def over_samples(shares: dict[str, np.ndarray]) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
-    """One reading's results from each depth's shares (samples, 5): means by depth and overall, and errors by depth."""
-    stats = {depth: zip(*map(mean_se, share.T), strict=True) for depth, share in shares.items()}  # (means, errors)
-    named = {depth: [dict(zip(BUCKETS, values, strict=True)) for values in pair] for depth, pair in stats.items()}
-    depths, errors = ({depth: pair[i] for depth, pair in named.items()} for i in (0, 1))
-    answer, answer_se = over_depths([share[:, BUCKETS.index("answer")] for share in shares.values()])
-    noisy = [BUCKETS.index(bucket) for bucket in NOISE]
-    noise, noise_se = over_depths([share[:, noisy].sum(axis=1) for share in shares.values()])
+def over_samples(shares: np.ndarray, depths: list[str]) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
+    """One reading's results from shares (depths, samples, 5): means by depth and overall, and errors by depth."""
+    stats = np.array([[mean_se(bucket) for bucket in share.T] for share in shares])  # (depths, 5, mean and error)
+
+    def named(table: np.ndarray) -> dict[str, dict[str, float]]:
+        return {depth: dict(zip(BUCKETS, row, strict=True)) for depth, row in zip(depths, table.tolist(), strict=True)}
+
+    answer, answer_se = over_depths(shares[..., BUCKETS.index("answer")])
+    noise, noise_se = over_depths(shares[..., [BUCKETS.index(bucket) for bucket in NOISE]].sum(axis=-1))
     mean = {"answer": answer, "answer_se": answer_se, "noise": noise, "noise_se": noise_se}
-    return {"depths": depths, "mean": mean}, errors
+    return {"depths": named(stats[..., 0]), "mean": mean}, named(stats[..., 1])
 
 
-def over_depths(values: list[np.ndarray]) -> tuple[float, float]:
-    """Mean over depths of each depth's values (samples,), and its standard error over samples: the depths are fixed."""
-    means, errors = zip(*map(mean_se, values), strict=True)
-    return float(np.mean(means)), float(np.sqrt(np.sum(np.square(errors)))) / len(values)
+def over_depths(values: np.ndarray) -> tuple[float, float]:
+    """Mean of values (depths, samples), and its standard error over samples: the depths are fixed."""
+    means, errors = np.transpose([mean_se(row) for row in values])
+    return float(means.mean()), float(np.sqrt(np.sum(np.square(errors)))) / len(values)
 
 
 # Noise has one hue, the answer another; the other buckets are grey.
@@ -225,27 +220,25 @@ def draw(path: Path, results: dict[str, Any], title: str, readings: tuple[str, .
         for ax, reading in zip(axes[0], readings, strict=True):
             _bars(ax, results[reading]["depths"])
             ax.set_title(f"{title} · {reading}")
-        handles, labels = axes[0, 0].get_legend_handles_labels()
         columns = 3 if len(readings) == 1 else 5
-        axes[0, 0].figure.legend(handles, labels, loc="outside lower center", ncols=columns, columnspacing=1)
+        legend = axes[0, 0].get_legend_handles_labels()
+        axes[0, 0].figure.legend(*legend, loc="outside lower center", ncols=columns, columnspacing=1)
 
 
 def _bars(ax: Axes, depths: dict[str, dict[str, float]]) -> None:
     x = np.arange(len(depths))
-    above, below = np.zeros(len(depths)), np.zeros(len(depths))
+    above, below = np.zeros((2, len(depths)))
     for bucket in BUCKETS:
         values = np.array([shares[bucket] for shares in depths.values()])
-        bottom = np.where(values >= 0, above, below)
-        label = BUCKET_LABELS.get(bucket, bucket)
-        ax.bar(x, values, 0.74, bottom=bottom, color=BUCKET_COLOURS[bucket], label=label, linewidth=0)
+        look = {"color": BUCKET_COLOURS[bucket], "label": BUCKET_LABELS.get(bucket, bucket), "linewidth": 0}
+        ax.bar(x, values, 0.74, bottom=np.where(values >= 0, above, below), **look)
         above, below = above + values.clip(min=0), below + values.clip(max=0)
     for position, top, shares in zip(x, above, depths.values(), strict=True):
         number = {"color": BUCKET_COLOURS["answer"], "weight": "bold", "ha": "center", "textcoords": "offset points"}
         ax.annotate(f"{shares['answer']:.2f}", (position, top), (0, 3), **number)
     ax.axhline(0, color=INK, linewidth=0.8)
     ax.set_xticks(x, [f"{100 * float(depth):g} %" for depth in depths])
-    ax.set(xlabel="depth of the needle", ylabel="share of attention")
-    ax.set_ylim(min(0, 1.1 * below.min()), 1.1 * above.max())
+    ax.set(xlabel="depth of the needle", ylabel="share of attention", ylim=(min(0, 1.1 * below.min()), 1.1 * above.max()))
     ax.set_yticks([tick for tick in ax.get_yticks() if tick <= 1.05 * above.max()])
     ax.tick_params(axis="x", length=0)
 
@@ -258,14 +251,12 @@ def head_shares(results: dict[str, Any]) -> dict[str, np.ndarray]:
     over depths, NaN where a layer has fewer heads than another.
     """
     depths = results["per_layer_head"]["absolute"].values()  # each: bucket -> layers -> heads
-    counts = [len(heads) for heads in next(iter(depths))["answer"]]
-    mass = np.full((len(BUCKETS), len(counts), max(counts)), np.nan)
-    for b, bucket in enumerate(BUCKETS):
-        for layer, heads in enumerate(zip(*(masses[bucket] for masses in depths), strict=True)):
-            mass[b, layer, : counts[layer]] = np.mean(heads, axis=0)
-    named = dict(zip(BUCKETS, mass, strict=True))
-    named["noise"] = sum(named[bucket] for bucket in NOISE)
-    return {name: named[name] / mass.sum(axis=0) for name in HEAD_PANELS}
+    heads = max(map(len, next(iter(depths))["answer"]))
+    padded = [[[row + [np.nan] * (heads - len(row)) for row in mass[b]] for b in BUCKETS] for mass in depths]
+    mass = dict(zip(BUCKETS, np.mean(padded, axis=0), strict=True))  # each (layers, heads)
+    whole = sum(mass.values())
+    mass["noise"] = sum(mass[bucket] for bucket in NOISE)
+    return {name: mass[name] / whole for name in HEAD_PANELS}
 
 
 def draw_heads(path: Path, results: dict[str, Any], title: str) -> None:
@@ -298,18 +289,18 @@ def main(cfg: AttentionNoiseConfig) -> None:
     hay = haystack(run, parts)
     file, about = claim_result("attention_noise", cfg, lambda: content_of(parts))
     results = evaluate(run, hay, cfg) | about
-    said = write_result(run, cfg, file, results, lambda path, results, title, _: draw(path, results, title))
+    begin = write_result(run, cfg, file, results, lambda path, results, title, _: draw(path, results, title))
     heads = file.replace("attention_noise", "attention_heads", 1)
     draw_heads(Path(cfg.run) / "figures" / f"{heads}.png", results, run_name(cfg.run))
     for reading in READINGS:
         mean = results[reading]["mean"]
         print(
-            f"{said}: {reading:8} answer {plus_minus(mean['answer'], mean['answer_se'])}, "
+            f"{begin}: {reading:8} answer {plus_minus(mean['answer'], mean['answer_se'])}, "
             f"noise {plus_minus(mean['noise'], mean['noise_se'])} ({len(cfg.depths)} depths of {cfg.samples} samples)"
         )
     sink = ", ".join(f"{plus_minus(part['share'], part['se'])} (T={size})" for size, part in results["sink"].items())
     print(
-        f"{said}: entropy {results['entropy']['mean']:.3f} nats, negative mass {results['negative']['mean']:.3f}, sinks {sink}"
+        f"{begin}: entropy {results['entropy']['mean']:.3f} nats, negative mass {results['negative']['mean']:.3f}, sinks {sink}"
     )
 
 

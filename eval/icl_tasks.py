@@ -6,7 +6,7 @@ import itertools
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -34,12 +34,12 @@ class IclConfig(EvalConfig):
     test: str | None = None
     name: str | None = None
     format: str = "auto"  # auto | trec | trec_fine | banking77 | clinc150
-    shots: list[int] | None = None
+    shots: Annotated[list[int] | None, "[1, inf)"] = None
     episodes: Annotated[int | None, "[1, inf)"] = None
     queries: Annotated[int, "[1, inf)"] = 50
-    orders: int = 10
-    classes: int = 4
-    words: int = 2
+    orders: Annotated[int, "[0, inf)"] = 10
+    classes: Annotated[int, "[2, 8]"] = 4
+    words: Annotated[int, "[1, 12]"] = 2
     seed: Annotated[int, "[0, 4294967295]"] = 0  # seed of the episodes
 
 
@@ -71,7 +71,7 @@ class Episode:
     labels: list[str]
 
 
-WORDS = {
+WORDS = {  # 8 classes of 12 words
     "animals": "horse tiger rabbit camel donkey monkey goat sheep wolf fox eagle mouse",
     "food": "bread apple onion butter cheese rice soup potato lemon honey sugar cake",
     "tools": "hammer saw needle shovel axe knife drill ladder rope wheel bucket brush",
@@ -82,12 +82,12 @@ WORDS = {
     "furniture": "table chair bed desk shelf sofa lamp mirror carpet curtain drawer bench",
 }
 
-CLASSES = "abbreviation description entity human location number".split()  # TREC's coarse classes, Li and Roth 2002
-READABLE = dict(zip("ABBR DESC ENTY HUM LOC NUM".split(), CLASSES, strict=True))
-_TYPE = ("Question: {}\nType:", " {}\n")
+READABLE = {  # TREC's coarse classes, Li and Roth 2002
+    "ABBR": "abbreviation", "DESC": "description", "ENTY": "entity", "HUM": "human", "LOC": "location", "NUM": "number",
+}  # fmt: skip
 TEMPLATES = {  # of a question and of its label
-    "trec": _TYPE,
-    "trec_fine": _TYPE,
+    "trec": ("Question: {}\nType:", " {}\n"),
+    "trec_fine": ("Question: {}\nType:", " {}\n"),
     "banking77": ("Query: {}\nIntent:", " {}\n"),
     "clinc150": ("Utterance: {}\nIntent:", " {}\n"),
 }
@@ -95,82 +95,62 @@ SYNTHETIC = ("\nThe magic number of {} is", " {}.")
 
 
 def read_examples(path: Path, form: str) -> tuple[list[Example], list[Example]]:
-    """(demonstrations, questions) of a file; a format without a test split has no questions.
+    """(demonstrations, questions) of a file; only clinc150 has questions.
 
     trec: lines "LABEL:fine text". banking77: CSV with the header text,category. clinc150: JSON with train and test lists
     of [text, intent] (its out-of-scope lists are left out). Raises ValueError where the file is in another format.
     """
-    text = _text(path)
-    if form == "banking77":
-        return _banking77(path, text), []
-    if form == "clinc150":
-        return _clinc150(path, text)
-    return _trec(path, text, form), []
-
-
-def _text(path: Path) -> str:
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}: correct examples= or test=")
     content = path.read_bytes()
     try:
-        return content.decode("utf-8-sig")
+        text = content.decode("utf-8-sig")
     except UnicodeDecodeError:
-        return content.decode("latin-1")  # TREC is published in this encoding
+        text = content.decode("latin-1")  # TREC is published in this encoding
+    try:
+        if form == "clinc150":
+            return _clinc150(text)
+        return (_banking77(text) if form == "banking77" else _trec(text, fine=form == "trec_fine")), []
+    except ValueError as error:
+        others = ", ".join(name for name in TEMPLATES if name != form)
+        wrong = f"{path} is not in the format {form}: {error}"
+        raise ValueError(f"{wrong}: give another file, or format= one of {others}") from None
 
 
-def _wrong_format(path: Path, form: str, found: str, wanted: str) -> ValueError:
-    found = found if len(found) <= 40 else found[:37] + "..."
-    others = ", ".join(name for name in TEMPLATES if name != form)
-    return ValueError(
-        f"{path} is not in the format {form}: {found} is not {wanted}: give another file, or format= one of {others}"
-    )
-
-
-def _trec(path: Path, text: str, form: str) -> list[Example]:
+def _trec(text: str, fine: bool) -> list[Example]:
     examples = []
     for number, line in enumerate(map(str.strip, text.splitlines()), 1):
-        if not line:
-            continue
         match = re.fullmatch(r"([A-Z]+):(\w+) (.+)", line)
-        if match is None or match[1] not in READABLE:
-            raise _wrong_format(path, form, f"line {number} ({line[:20]!r})", "'LABEL:fine text'")
-        label = f"{READABLE[match[1]]} {match[2]}" if form == "trec_fine" else READABLE[match[1]]
-        examples.append(Example(match[3], label))
+        if match and match[1] in READABLE:
+            examples.append(Example(match[3], READABLE[match[1]] + f" {match[2]}" * fine))
+        elif line:
+            raise ValueError(f"line {number} ({line[:20]!r}) is not 'LABEL:fine text'")
     return examples
 
 
-def _banking77(path: Path, text: str) -> list[Example]:
+def _banking77(text: str) -> list[Example]:
+    rows = csv.DictReader(io.StringIO(text, newline=""))
     try:
-        header, *rows = list(csv.reader(io.StringIO(text, newline=""))) or [[]]
-    except csv.Error as error:  # such as a quotation mark that is never closed
-        raise _wrong_format(path, "banking77", f"its text ({error})", "comma-separated lines") from None
-    if header[:2] != ["text", "category"]:
-        raise _wrong_format(path, "banking77", f"line 1 ({','.join(header)[:20]!r})", "'text,category'")
-    for number, row in enumerate(rows, 2):
-        if len(row) == 1:  # [] is an empty line
-            raise _wrong_format(path, "banking77", f"row {number}", "a text and a category")
-    return [Example(" ".join(row[0].split()), row[1].replace("_", " ")) for row in rows if row]
+        return [Example(" ".join(row["text"].split()), row["category"].replace("_", " ")) for row in rows]
+    except (KeyError, AttributeError, csv.Error):  # no such column, a short row, a quotation mark that is never closed
+        raise ValueError(f"line {rows.line_num} has no columns text and category") from None
 
 
-def _clinc150(path: Path, text: str) -> tuple[list[Example], list[Example]]:
+def _clinc150(text: str) -> tuple[list[Example], list[Example]]:
     try:
         content = json.loads(text)
-        parts = [[Example(x, label.replace("_", " ")) for x, label in content[split]] for split in ("train", "test")]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise _wrong_format(path, "clinc150", "it", "JSON with train and test lists of [text, intent]") from None
-    return parts[0], parts[1]
-
-
-def detect(path: Path) -> str:
-    """The format that the ending of a file's name stands for; other endings stand for TREC with its six classes."""
-    return {".csv": "banking77", ".json": "clinc150"}.get(path.suffix.lower(), "trec")
+        train, test = ([Example(x, label.replace("_", " ")) for x, label in content[split]] for split in ("train", "test"))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError("it is not JSON with train and test lists of [text, intent]") from None
+    return train, test
 
 
 def load_task(cfg: IclConfig) -> Task:
     """The task that the configuration names. Raises ValueError for files in a wrong format or with different labels."""
     if cfg.examples is None:
         return Task("synthetic", *SYNTHETIC, [], [])
-    form = detect(Path(cfg.examples)) if cfg.format == "auto" else cfg.format
+    by_ending = {".csv": "banking77", ".json": "clinc150"}.get(Path(cfg.examples).suffix.lower(), "trec")
+    form = by_ending if cfg.format == "auto" else cfg.format
     demonstrations, questions = read_examples(Path(cfg.examples), form)
     if cfg.test:
         first, second = read_examples(Path(cfg.test), form)
@@ -179,23 +159,16 @@ def load_task(cfg: IclConfig) -> Task:
             raise ValueError(f"{cfg.test} has no questions: give test= another file, or leave it out")
     labels = {example.label for example in demonstrations}
     if len(labels) < 2:
-        raise ValueError(
-            f"{cfg.examples} has {len(labels)} different labels, but a task needs two: give another file as examples="
-        )
+        wrong = f"{cfg.examples} has {len(labels)} different labels, but a task needs two"
+        raise ValueError(f"{wrong}: give another file as examples=")
     if unknown := {example.label for example in questions} - labels:
         few = ", ".join(sorted(unknown)[:3])
         raise ValueError(f"questions have labels that no demonstration has ({few}): give test= and examples= from the same set")
     if not questions:
         order = np.random.default_rng(cfg.seed).permutation(len(demonstrations))
-        held = set(order[: max(1, len(order) // 5)].tolist())
-        questions = [example for i, example in enumerate(demonstrations) if i in held]
-        demonstrations = [example for i, example in enumerate(demonstrations) if i not in held]
+        test, train = np.split(order, [max(1, len(order) // 5)])
+        questions, demonstrations = ([demonstrations[i] for i in sorted(part)] for part in (test, train))
     return Task(form, *TEMPLATES[form], demonstrations, questions)
-
-
-def spelled_out(part: Task | Episode) -> bytes:
-    """Demonstrations and questions of a task or an episode as bytes, for a digest."""
-    return json.dumps(asdict(part)).encode()
 
 
 def check(cfg: IclConfig) -> None:
@@ -204,13 +177,10 @@ def check(cfg: IclConfig) -> None:
         raise ValueError(f"format={cfg.format} is unknown: use format= one of auto, {', '.join(TEMPLATES)}")
     if cfg.examples is None and (cfg.test or cfg.format != "auto"):
         raise ValueError("test= and format= need a file of demonstrations: give examples=FILE, too")
-    if cfg.shots is not None and (not cfg.shots or min(cfg.shots) < 1 or len(set(cfg.shots)) < len(cfg.shots)):
-        raise ValueError(f"shots={cfg.shots} must be different numbers, each 1 or more: use shots=[1,2,4,8]")
-    if cfg.orders < 0 or cfg.orders == 1:
+    if cfg.shots is not None and len(set(cfg.shots)) < max(1, len(cfg.shots)):
+        raise ValueError(f"shots={cfg.shots} must be different numbers: use shots=[1,2,4,8]")
+    if cfg.orders == 1:
         raise ValueError("order robustness compares two or more orders: use orders=10, or orders=0 to leave it out")
-    longest = min(len(words.split()) for words in WORDS.values())
-    if not (2 <= cfg.classes <= len(WORDS) and 1 <= cfg.words <= longest):
-        raise ValueError(f"the synthetic task has 2 to {len(WORDS)} classes and 1 to {longest} words: use classes=4 words=2")
 
 
 def draw_episode(task: Task, cfg: IclConfig, number: int, shots: int, digits: int) -> Episode:
@@ -221,10 +191,9 @@ def draw_episode(task: Task, cfg: IclConfig, number: int, shots: int, digits: in
     if shots > len(task.demonstrations):
         most = len(task.demonstrations)
         raise ValueError(f"{shots} shots need {shots} demonstrations, but there are {most}: use at most shots=[{most}]")
-    asked = rng.permutation(len(task.questions))[: cfg.queries]
-    shown = rng.permutation(len(task.demonstrations))[:shots]
-    labels = sorted({example.label for example in (*task.demonstrations, *task.questions)})
-    return Episode([task.demonstrations[i] for i in shown], [task.questions[i] for i in asked], labels)
+    questions = [task.questions[i] for i in rng.permutation(len(task.questions))[: cfg.queries]]
+    shown = [task.demonstrations[i] for i in rng.permutation(len(task.demonstrations))[:shots]]
+    return Episode(shown, questions, sorted({example.label for example in (*task.demonstrations, *task.questions)}))
 
 
 def _synthetic(rng: np.random.Generator, cfg: IclConfig, shots: int, digits: int) -> Episode:

@@ -10,9 +10,9 @@ make contexts longer: at a higher share than in training, contexts may be longer
 `attention`: at the asked positions, the share of each head's absolute mass on the distractors, on the key and the value
 of the asked pair where the context states them, on the first token, and elsewhere; mean over questions, heads and
 layers. `map` is the map that multiplies the values (first - lambda second in a differential head). Differential heads
-also have `map_1`, `map_2` and `correlation`: Pearson's correlation, over the distractors of a context, of the two maps'
-masses. `altered`: for differential heads, accuracy with lambda set to 0, with the sign of lambda flipped, and with a
-second map that is uniform over the keys that a query sees, each without further training.
+also have `map_1`, `map_2` and `correlation`: Pearson's correlation of the two maps over the distractors of a context.
+`altered`: accuracy of differential heads with lambda set to 0, with its sign flipped, and with a second map that is
+uniform over the keys that a query sees, each without further training.
 Writes runs/NAME/eval/mqar.json and runs/NAME/figures/mqar.png.
 """
 
@@ -31,7 +31,6 @@ from configs import command
 from data.mqar import Mqar, MqarConfig, Sample, shortest_row
 from eval.common import (
     GREY,
-    Axes,
     EvalConfig,
     batches,
     check_finite,
@@ -67,14 +66,14 @@ class MqarEvalConfig(EvalConfig):
 @torch.inference_mode()
 def hits(model: nn.Module, samples: list[Sample], batch: int) -> np.ndarray:
     """Whether each answer is the most probable token: (samples, pairs) bool."""
-    found = []
+    right = []
     for part in batches(samples, batch, len(samples[0].tokens) * floats_per_token(model.cfg)):
         tokens, asked = _tensors(part, device_of(model), "tokens", "asked")
         answers = tokens.gather(1, asked + 1)
         logits = model(tokens[:, :-1], rows=asked)
         check_finite(logits)
-        found.append((logits.argmax(-1) == answers).cpu().numpy())
-    return np.concatenate(found)
+        right.append((logits.argmax(-1) == answers).cpu().numpy())
+    return np.concatenate(right)
 
 
 def _tensors(samples: list[Sample], device: torch.device, *names: str) -> list[Tensor]:
@@ -133,12 +132,12 @@ def read_attention(model: nn.Module, samples: list[Sample], batch: int) -> dict[
         buckets = bucket_of_positions(part).to(tokens.device)  # (B, R, T, buckets)
         with probe(model, asked, apart=True) as seen:
             model(tokens[:, :-1], rows=asked)
-        for found, whole, pair in zip(layers, seen.layers, seen.pairs, strict=True):
+        for layer, whole, pair in zip(layers, seen.layers, seen.pairs, strict=True):
             for name, rows in zip(("map", "map_1", "map_2"), (whole, *(pair or ())), strict=False):
-                found.setdefault(name, []).append(bucket_shares(rows, buckets))
+                layer.setdefault(name, []).append(bucket_shares(rows, buckets))
             if pair and distractors.shape[1] > 2:
-                found.setdefault("correlation", []).append(correlation(*pair, distractors))
-    means = [{name: torch.cat(parts).mean(0).cpu() for name, parts in found.items()} for found in layers]
+                layer.setdefault("correlation", []).append(correlation(*pair, distractors))
+    means = [{name: torch.cat(parts).mean(0).cpu() for name, parts in layer.items()} for layer in layers]
     names = {name for mean in means for name in mean}
     overall = {name: torch.stack([mean[name] for mean in means if name in mean]).mean(0) for name in names}
     return {**_named(overall), "layers": [{"layer": i, **_named(mean)} for i, mean in enumerate(means)]}
@@ -191,10 +190,8 @@ def correlation(first: Tensor, second: Tensor, positions: Tensor) -> Tensor:
 def evaluate(run: LoadedRun, cfg: MqarEvalConfig) -> dict[str, Any]:
     """Accuracy and attention at each share, and for a model with second maps the accuracy of the altered model."""
     model, sources = run.model, sources_of(run, cfg)
-    task = sources[0].cfg
-    altered = ALTERED if lambda_layers(model) else {}
     shares, attention = [], []
-    changed: dict[str, list[dict[str, Any]]] = {name: [] for name in altered}
+    altered: dict[str, list[dict[str, Any]]] = {name: [] for name in (ALTERED if lambda_layers(model) else ())}
     with progress("mqar", len(cfg.shares)) as bar:
         for share, source in zip(cfg.shares, sources, strict=True):
             samples = [source.draw("eval", i, cfg.seed) for i in range(cfg.samples)]
@@ -202,14 +199,14 @@ def evaluate(run: LoadedRun, cfg: MqarEvalConfig) -> dict[str, Any]:
             shares.append(where | accuracy(model, samples, cfg.batch))
             attention.append(where | read_attention(model, samples, cfg.batch))
             few = maps_that_fit(model, len(samples[0].tokens), cfg.batch)  # a change may make whole maps
-            for name, alter in altered.items():
-                with alter(model):
-                    changed[name].append(where | accuracy(model, samples, few))
+            for name, rows in altered.items():
+                with ALTERED[name](model):
+                    rows.append(where | accuracy(model, samples, few))
             bar.update()
     results = {"shares": shares, "mean": float(np.mean([row["accuracy"] for row in shares])), "attention": attention}
-    trained = run.config["data"]["mqar"]
+    task, trained = sources[0].cfg, run.config["data"]["mqar"]
     about = {"chance": 1 / task.values, "samples": cfg.samples, "kind": task.kind, "trained": trained}
-    return results | ({"altered": changed} if altered else {}) | about
+    return results | ({"altered": altered} if altered else {}) | about
 
 
 def accuracy(model: nn.Module, samples: list[Sample], batch: int) -> dict[str, float]:
@@ -241,11 +238,13 @@ LOOKS = {"lambda_zero": ":", "lambda_turned": "-.", "map_2_uniform": "--"}
 
 def draw(path: Path, results: dict[str, Any], title: str, line: str) -> None:
     """Accuracy against the share of distractors, with standard errors; one more line for each altered model."""
+    lines = [("as trained", results["shares"], "-", line)]
+    lines += [(name.replace("_", " "), rows, LOOKS[name], GREY) for name, rows in results.get("altered", {}).items()]
     with figure(path, 5.6, 4.2) as axes:
         ax = axes[0, 0]
-        _line(ax, results["shares"], "-", line, "as trained")
-        for name, rows in results.get("altered", {}).items():
-            _line(ax, rows, LOOKS[name], GREY, name.replace("_", " "))
+        for label, rows, style, ink in lines:
+            look = {"linestyle": style, "color": ink, "label": label, "marker": "o", "markersize": 4}
+            ax.errorbar(range(len(rows)), [row["accuracy"] for row in rows], [row["se"] for row in rows], **look)
         ax.axhline(results["chance"], color=GREY, linewidth=0.8)
         ax.set_xticks(range(len(results["shares"])), [f"{row['percent']} %" for row in results["shares"]])
         ax.set(ylim=(-0.02, 1.04), ylabel="accuracy", title=title)
@@ -253,24 +252,19 @@ def draw(path: Path, results: dict[str, Any], title: str, line: str) -> None:
         ax.legend()
 
 
-def _line(ax: Axes, rows: list[dict[str, Any]], look: str, line: str, label: str) -> None:
-    values, errors = [row["accuracy"] for row in rows], [row["se"] for row in rows]
-    ax.errorbar(range(len(rows)), values, errors, linestyle=look, color=line, marker="o", markersize=4, label=label)
-
-
 @command("mqar", MqarEvalConfig)
 def main(cfg: MqarEvalConfig) -> None:
     run = open_run(cfg, task=True)
     results = evaluate(run, cfg)
-    said = write_result(run, cfg, "mqar", results, draw)
-    for what, rows in {"as trained": results["shares"], **results.get("altered", {})}.items():
-        found = ", ".join(f"{row['percent']} % {plus_minus(row['accuracy'], row['se'])}" for row in rows)
-        print(f"{said}: {what}: {found}")
+    begin = write_result(run, cfg, "mqar", results, draw)
+    for model, rows in {"as trained": results["shares"], **results.get("altered", {})}.items():
+        accuracies = ", ".join(f"{row['percent']} % {plus_minus(row['accuracy'], row['se'])}" for row in rows)
+        print(f"{begin}: {model}: {accuracies}")
     for row in results["attention"]:
         maps = [name for name in ("map", "map_1", "map_2") if name in row]
         shares = ", ".join(f"{name} {row[name]['distractors']:.3f}" for name in maps)
         more = f", correlation of the two maps {row['correlation']:.2f}" if "correlation" in row else ""
-        print(f"{said}: mass on distractors at {row['percent']} %: {shares}{more}")
+        print(f"{begin}: mass on distractors at {row['percent']} %: {shares}{more}")
 
 
 if __name__ == "__main__":

@@ -4,21 +4,18 @@
         [style=magic] [text=FILE | shards=DIR] [name=NAME] [samples=50]
 
 A pair is (N, R): N needles lie in one context and R of them are asked for. paper=true takes the pairs of arXiv
-2410.05258: (1,1), (2,2), (4,2), (6,2), (8,1). The asked needle lies at the cell's depth, the other needles at random
-depths. With several needles the N numbers of the context are also ranked by log-probability. This rank measures models that are
-too small to answer.
+2410.05258. The asked needle lies at the cell's depth, the other needles at random depths. With several needles the N
+numbers of the context are also ranked by log-probability, which measures models that are too small to answer.
 
-Styles (eval/needle_styles.py): magic (the sentences of our retrieval documents), lwm, passkey, and RULER's
+Styles (eval/needle_text.py): magic (the sentences of our retrieval documents), lwm, passkey, and RULER's
 niah_single_1 to 3, niah_multikey_1 to 3, niah_multivalue, niah_multiquery. Styles magic and passkey ask for each number
 with a separate question, and the greedy continuation must be the number and its full stop, token by token. The other
-styles ask for all R numbers at once, and a value counts if it occurs in the greedy continuation, as in the papers they
-come from.
+styles ask for all R numbers at once, and a value counts if it occurs in the greedy continuation.
 Writes runs/NAME/eval/needle.json and runs/NAME/figures/needle.png; other styles write needle_STYLE.json and .png, and a given
 text= or shards= adds its name, as in eval.perplexity.
 """
 
 import contextlib
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -42,8 +39,7 @@ from eval.common import (
     progress,
     write_result,
 )
-from eval.needle_styles import STYLES
-from eval.needles import NeedleGridConfig, Query, check_grid, needle_contexts
+from eval.needle_text import STYLES, Cell, NeedleGridConfig, Query, check_grid, needle_contexts
 from eval.scoring import continue_greedily, score
 from training.checkpoint import LoadedRun
 
@@ -54,7 +50,7 @@ PAPER = [[1, 1], [2, 2], [4, 2], [6, 2], [8, 1]]  # arXiv 2410.05258, Table 2 an
 class NeedleConfig(NeedleGridConfig):
     """lengths: tokens of prompt and answer, by default 1/4, 1/2 and all of the trained context. pairs: (N, R), by default
     (1, 1) or the pair that the style fixes. paper: use the pairs of arXiv 2410.05258. style: a name in
-    eval/needle_styles.py.
+    eval/needle_text.py.
     """
 
     lengths: Annotated[list[int] | None, "[1, inf)"] = None
@@ -68,10 +64,10 @@ def evaluate_cell(run: LoadedRun, contexts: list[list[Query]], batch: int) -> di
     queries = [query for context in contexts for query in context]
     prompts = [query.prompt for query in queries]
     hits, logprobs = score(run.model, prompts, [query.candidates for query in queries], batch)
-    found = string_matches(run, queries, batch) if queries[0].values else [float(hit[0]) for hit in hits]
-    accuracy, se = mean_se(np.reshape(found, (len(contexts), -1)).mean(axis=1))
+    right = string_matches(run, queries, batch) if queries[0].values else [float(hit[0]) for hit in hits]
+    accuracy, se = mean_se(np.reshape(right, (len(contexts), -1)).mean(axis=1))
     ranked = [
-        float(logprob[: query.right].max() > logprob[query.right :].max())
+        logprob[: query.right].max() > logprob[query.right :].max()
         for query, logprob in zip(queries, logprobs, strict=True)
         if len(logprob) > query.right
     ]
@@ -88,24 +84,22 @@ def string_matches(run: LoadedRun, queries: list[Query], batch: int) -> list[flo
     """For each query the share of its values that occur in the text of the greedy continuation (RULER's string_match_all)."""
     new_tokens = max(query.new_tokens for query in queries)
     written = continue_greedily(run.model, [query.prompt for query in queries], new_tokens, batch)
-    texts = [run.tokenizer.decode(tokens) for tokens in written]
-    pairs = zip(queries, texts, strict=True)
-    return [sum(value in text for value in query.values) / len(query.values) for query, text in pairs]
+    texts = map(run.tokenizer.decode, written)
+    return [np.mean([value in text for value in query.values]) for query, text in zip(queries, texts, strict=True)]
 
 
 def evaluate(run: LoadedRun, hay: np.ndarray, cfg: NeedleConfig) -> dict[str, Any]:
     """The grid: its `cells`, their mean `accuracy` and its standard error `se`, and both for each (N, R) in `pairs`."""
     pairs = chosen_pairs(cfg)
     lengths = cfg.lengths or default_lengths(run, hay, cfg)
-    grid = [(n, r, length, depth) for n, r in pairs for length in lengths for depth in cfg.depths]
-    for needles, asked, length, depth in grid:  # an impossible cell is refused before the others are measured
-        needle_contexts(run, hay, replace(cfg, samples=1), length, depth, needles, asked, cfg.style)
+    grid = [Cell(length, depth, n, r) for n, r in pairs for length in lengths for depth in cfg.depths]
+    for cell in grid:  # an impossible cell is refused before the others are measured
+        needle_contexts(run, hay, replace(cfg, samples=1), cell, cfg.style)
     cells = []
     with progress("needle", len(grid)) as bar:
-        for needles, asked, length, depth in grid:
-            contexts = needle_contexts(run, hay, cfg, length, depth, needles, asked, cfg.style)
-            where = {"length": length, "depth": depth, "needles": needles, "asked": asked}
-            cells.append(where | evaluate_cell(run, contexts, cfg.batch))
+        for cell in grid:
+            contexts = needle_contexts(run, hay, cfg, cell, cfg.style)
+            cells.append(cell._asdict() | evaluate_cell(run, contexts, cfg.batch))
             bar.update()
     by_pair = [{"needles": n, "asked": r} | summary(cells_of(cells, n, r)) for n, r in pairs]
     about = {"style": cfg.style, "score": "string" if STYLES[cfg.style].string else "exact"}
@@ -125,15 +119,14 @@ def chosen_pairs(cfg: NeedleConfig) -> list[list[int]]:
 
 def default_lengths(run: LoadedRun, hay: np.ndarray, cfg: NeedleConfig) -> list[int]:
     """A quarter, half and all of the trained context, without the parts that are too short for the needles."""
-    context = run.model.cfg.context
-
-    def fits(length: int) -> bool:
-        cells = itertools.product(chosen_pairs(cfg), cfg.depths)
+    lengths, context = [], run.model.cfg.context
+    for length in (context // 4, context // 2):
         with contextlib.suppress(ValueError):
-            return all(needle_contexts(run, hay, cfg, length, depth, *pair, cfg.style) for pair, depth in cells)
-        return False
-
-    return [length for length in (context // 4, context // 2) if fits(length)] + [context]
+            for pair in chosen_pairs(cfg):
+                for depth in cfg.depths:
+                    needle_contexts(run, hay, cfg, Cell(length, depth, *pair), cfg.style)
+            lengths.append(length)
+    return [*lengths, context]
 
 
 def summary(cells: list[dict[str, Any]]) -> dict[str, float | None]:
@@ -155,7 +148,7 @@ def over_seeds(cells: Sequence[Sequence[dict[str, Any]]]) -> dict[str, float]:
 
     Cells of one seed share its model, so they are averaged before the error over seeds is computed.
     """
-    means = [summary(own) for own in cells]
+    means = [summary(seed) for seed in cells]
     accuracy, se = mean_se([mean["accuracy"] for mean in means])
     return {"accuracy": accuracy, "se": se if len(means) > 1 else means[0]["se"]}
 
@@ -167,11 +160,10 @@ def draw(path: Path, seeds: Sequence[dict[str, Any]], title: str) -> None:
     """
     results = seeds[0]
     pairs = [(pair["needles"], pair["asked"]) for pair in results["pairs"]]
-    lengths = len({cell["length"] for cell in results["cells"]})
-    depths = len({cell["depth"] for cell in results["cells"]})
+    lengths, depths = (len({cell[key] for cell in results["cells"]}) for key in ("length", "depth"))
     style = results.get("style", "magic")  # older results do not name their style
     title = title if style == "magic" else f"{title} · {style}"
-    height = 1.7 + 0.5 * (depths + 1)
+    height = 2.2 + 0.5 * depths
     with figure(path, max(4.2, 1.9 + 0.8 * lengths), height * len(pairs), rows=len(pairs), grid="") as axes:
         for ax, (needles, asked) in zip(axes[:, 0], pairs, strict=True):
             heatmap(ax, [cells_of(one["cells"], needles, asked) for one in seeds], results.get("context"))
@@ -183,7 +175,7 @@ def heatmap(ax: Axes, seeds: list[list[dict[str, Any]]], context: int | None) ->
     lengths, depths = (sorted({cell[key] for cell in seeds[0]}) for key in ("length", "depth"))
 
     def mean(length: int, chosen: list[float]) -> dict[str, float]:
-        return over_seeds([[c for c in own if c["length"] == length and c["depth"] in chosen] for own in seeds])
+        return over_seeds([[c for c in cells if c["length"] == length and c["depth"] in chosen] for cells in seeds])
 
     rows = [[mean(length, of) for length in lengths] for of in (*([depth] for depth in depths), depths)]
     y = [*range(len(depths)), len(depths) + 0.25]  # a gap before the mean
@@ -224,11 +216,9 @@ def check(cfg: NeedleConfig) -> None:
     for pair in cfg.pairs or []:
         if len(pair) != 2 or not 1 <= pair[1] <= pair[0]:
             raise ValueError(f"pair {pair} is not (needles, asked) with 1 <= asked <= needles: use pairs=[[1,1],[4,2]]")
-    if cfg.pairs == [] or cfg.lengths == []:
-        raise ValueError("pairs or lengths is an empty list: leave it out, or use pairs=[[1,1]] lengths=[128,256]")
-    for name, given in (("pairs", cfg.pairs), ("lengths", cfg.lengths)):
-        if given and len({str(one) for one in given}) < len(given):
-            raise ValueError(f"{name}={given} has the same cells twice: give each once")
+    for cells, example in ((cfg.pairs, "pairs=[[1,1],[4,2]]"), (cfg.lengths, "lengths=[128,256]")):
+        if cells is not None and len({str(cell) for cell in cells}) < max(1, len(cells)):
+            raise ValueError(f"{cells} is empty or has the same cells twice: use {example}, or leave it out")
 
 
 @command("needle", NeedleConfig)
@@ -239,11 +229,11 @@ def main(cfg: NeedleConfig) -> None:
     hay = haystack(run, parts)
     file, about = claim_result("needle", cfg, lambda: content_of(parts))
     results = evaluate(run, hay, cfg) | about
-    said = write_result(run, cfg, file, results, lambda path, results, title, _: draw(path, [results], title))
+    begin = write_result(run, cfg, file, results, lambda path, results, title, _: draw(path, [results], title))
     for pair in results["pairs"]:
         rank = f", ranked first {pair['rank_accuracy']:.3f}" if pair["rank_accuracy"] is not None else ""
         print(
-            f"{said}: N={pair['needles']} R={pair['asked']} accuracy {plus_minus(pair['accuracy'], pair['se'])}"
+            f"{begin}: N={pair['needles']} R={pair['asked']} accuracy {plus_minus(pair['accuracy'], pair['se'])}"
             f"{rank} ({len(results['cells']) // len(results['pairs'])} cells of {cfg.samples} samples)"
         )
 

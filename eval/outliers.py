@@ -11,7 +11,7 @@ Writes runs/NAME/eval/outliers.json and runs/NAME/figures/outliers.png; a given 
 eval.perplexity.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +52,7 @@ class OutliersConfig(TextEvalConfig):
 
 
 class Magnitudes:
-    """The exact largest values of a stream of magnitudes, and a histogram for the median.
+    """The exact largest values of a stream of magnitudes (`top`), and a histogram for the median (`counts`).
 
     A bin holds the non-negative float32 numbers with the same exponent and the same first 10 bits of mantissa. The bit
     patterns of such numbers have the order of the numbers, and the width of a bin is at most 2^-10 of its value.
@@ -68,30 +68,22 @@ class Magnitudes:
         bins = values.view(torch.int32) >> (31 - KEPT_BITS)
         self.counts += torch.bincount(bins, minlength=2**KEPT_BITS).cpu()
         floor = self.top[-1].item() if len(self.top) == RANKS[-1] else -1.0
-        self._keep(values[~(values <= floor)])  # NaN is kept here; `summary` refuses it
-
-    def join(self, other: "Magnitudes") -> None:
-        """Add all values of `other`."""
-        self.counts += other.counts
-        self._keep(other.top)
-
-    def _keep(self, values: Tensor) -> None:
-        values = values.topk(min(RANKS[-1], len(values))).values.cpu()
-        both = torch.cat((self.top, values))
+        values = values[~(values <= floor)]  # NaN is kept here; `summary` refuses it
+        both = torch.cat((self.top, values.topk(min(RANKS[-1], len(values))).values.cpu()))
         self.top = both.topk(min(RANKS[-1], len(both))).values
 
-    def median(self) -> float:
-        """The middle value (the lower one of two), with a relative error of at most 2^-11."""
-        middle = (int(self.counts.sum()) + 1) // 2
-        index = int(torch.searchsorted(self.counts.cumsum(0), middle))
-        edges = torch.tensor([index, index + 1], dtype=torch.int32) << (31 - KEPT_BITS)
-        return float(edges.view(torch.float32).double().mean())
 
-    def summary(self) -> dict[str, float | int | None]:
-        """top1 to top100 (None where there are fewer values), the median, and the number of values."""
-        check_finite(self.top)
-        tops = {f"top{k}": float(self.top[k - 1]) if len(self.top) >= k else None for k in RANKS}
-        return tops | {"median": self.median(), "count": int(self.counts.sum())}
+def summary(parts: list[Magnitudes]) -> dict[str, float | int | None]:
+    """Of all parts together: top1 to top100 (None where there are fewer values), the median (the lower one of two middle
+    values, with a relative error of at most 2^-11), and the number of values. ValueError where one is not finite.
+    """
+    counts = sum(part.counts for part in parts)
+    top = torch.cat([part.top for part in parts]).sort(descending=True).values
+    check_finite(top)
+    index = int(torch.searchsorted(counts.cumsum(0), (int(counts.sum()) + 1) // 2))
+    edges = torch.tensor([index, index + 1], dtype=torch.int32) << (31 - KEPT_BITS)
+    tops = {f"top{k}": float(top[k - 1]) if len(top) >= k else None for k in RANKS}
+    return tops | {"median": float(edges.view(torch.float32).double().mean()), "count": int(counts.sum())}
 
 
 @contextmanager
@@ -102,10 +94,10 @@ def watch(model: nn.Module) -> Iterator[dict[str, list[Magnitudes]]]:
     def visit(layer: int, logits: Tensor, see: Tensor) -> None:
         seen["logits"][layer].add(logits[see.expand_as(logits)])
 
-    def leave(layer: int) -> Callable[..., None]:
-        return lambda module, inputs, output: seen["hidden"][layer].add(output)
-
-    hooks = [block.register_forward_hook(leave(layer)) for layer, block in enumerate(model.blocks)]
+    hooks = [
+        block.register_forward_hook(lambda module, inputs, output, layer=layer: layer.add(output))
+        for block, layer in zip(model.blocks, seen["hidden"], strict=True)
+    ]
     try:
         with visit_logits(model, visit):
             yield seen
@@ -127,14 +119,9 @@ def evaluate(model: nn.Module, windows: np.ndarray, batch: int = 32) -> dict[str
         for part in batches(windows, maps_that_fit(model, length, batch), length * model.cfg.vocab_size):
             model.hidden(torch.from_numpy(part[:, :-1]).to(device_of(model)))
             bar.update(len(part))
-    results: dict[str, Any] = {}
-    for kind, layers in seen.items():
-        total = Magnitudes()
-        for magnitudes in layers:
-            total.join(magnitudes)
-        results[kind] = total.summary()
+    results: dict[str, Any] = {kind: summary(layers) for kind, layers in seen.items()}
     results["per_layer"] = [
-        {"layer": i} | {kind: layers[i].summary() for kind, layers in seen.items()} for i in range(len(model.blocks))
+        {"layer": i} | {kind: summary([layers[i]]) for kind, layers in seen.items()} for i in range(len(model.blocks))
     ]
     return results | {"tokens": n * length, "windows": n, "length": length, "sha256": digest(windows)}
 
@@ -145,10 +132,10 @@ LABELS = {"logits": "|attention logits|", "hidden": "|hidden states|"}
 def draw(path: Path, results: dict[str, Any], title: str, line_colour: str) -> None:
     """Logits and hidden states on log axes: the model's top-k and median above, values of every layer below."""
     with figure(path, 10, 6.6, columns=2, rows=2) as axes:
-        for column, kind in enumerate(KINDS):
-            _ranks(axes[0, column], results[kind], line_colour)
-            _layers(axes[1, column], [layer[kind] for layer in results["per_layer"]], line_colour)
-            axes[0, column].set_title(f"{title} · {LABELS[kind]}")
+        for kind, whole, layers in zip(KINDS, *axes, strict=True):
+            _ranks(whole, results[kind], line_colour)
+            whole.set(title=f"{title} · {LABELS[kind]}", ylabel="magnitude")
+            _layers(layers, [layer[kind] for layer in results["per_layer"]], line_colour)
 
 
 def _ranks(ax: Axes, values: dict[str, Any], line_colour: str) -> None:
@@ -160,13 +147,12 @@ def _ranks(ax: Axes, values: dict[str, Any], line_colour: str) -> None:
     ax.set_yscale("log")
     ax.set(xlim=(-0.5, len(named) - 0.5), ylim=(min(named.values()) / 2, max(named.values()) * 2.5))
     ax.set_xticks(range(len(named)), named)
-    ax.set_ylabel("magnitude")
 
 
 def _layers(ax: Axes, layers: list[dict[str, Any]], line_colour: str) -> None:
     for key, style, ink in (("top1", "-", line_colour), ("top100", "--", line_colour), ("median", ":", GREY)):
-        label = key.replace("top", "top-")
-        ax.plot([layer[key] for layer in layers], style, color=ink, label=label, marker="o", markersize=3.5)
+        look = {"color": ink, "label": key.replace("top", "top-"), "marker": "o", "markersize": 3.5}
+        ax.plot([layer[key] for layer in layers], style, **look)
     ax.set_yscale("log")
     ax.set_xticks(range(0, len(layers), max(1, len(layers) // 12)))
     ax.set(xlabel="layer", ylabel="magnitude")
@@ -178,11 +164,11 @@ def main(cfg: OutliersConfig) -> None:
     run = open_run(cfg)
     windows, file, about = claim_windows("outliers", run, cfg)
     results = evaluate(run.model, windows, cfg.batch) | about
-    said = write_result(run, cfg, file, results, draw)
+    begin = write_result(run, cfg, file, results, draw)
     for kind in KINDS:
         tops = ", ".join(f"top-{k} {results[kind][f'top{k}']:.4g}" for k in RANKS if results[kind][f"top{k}"])
         print(
-            f"{said}: {LABELS[kind]}: {tops}, median {results[kind]['median']:.4g} "
+            f"{begin}: {LABELS[kind]}: {tops}, median {results[kind]['median']:.4g} "
             f"({results[kind]['count']:,} values of {results['tokens']:,} tokens)"
         )
 

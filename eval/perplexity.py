@@ -7,8 +7,8 @@ Windows of `length` tokens (default: the trained context) do not overlap. If the
 are taken at even distances over all of the data. `cumulative` is the mean loss up to each position (arXiv 2410.05258, Fig. 4).
 
 `recall` splits the loss as Zoology does (arXiv 2312.04927; AR-Hit in Table 6 of 2410.05258). A token is a `hit` if it completes
-an n-gram that has occurred before in the same window; all other tokens are `other`. But a model may know a hit from training.
-So if the run's training shards still exist, hits are split by the count of their n-gram in these shards: more than `frequent`
+an n-gram that has occurred before in the same window; all other tokens are `other`. A model may know a hit from training:
+if the run's training shards still exist, hits are split by the count of their n-gram in these shards: more than `frequent`
 times (1250, as in Zoology) is a `frequent_hit`, else a `rare_hit`.
 
 text= is a file, a folder or a 'glob' of .txt, .jsonl and .parquet files, plain or compressed, or any one text file.
@@ -76,10 +76,8 @@ def cut_windows(parts: Sequence[Shard], length: int, limit: int) -> np.ndarray:
     """(n, length + 1) token ids: windows side by side, none across two parts; at even distances if `limit` is exceeded."""
     longest = max((len(part) for part in parts), default=0)
     if longest <= length:
-        raise ValueError(
-            f"the text has {longest} tokens and a window needs {length + 1}: give more text"
-            + (f", or length={longest - 1}" if longest > 1 else "")
-        )
+        wrong = f"the text has {longest} tokens and a window needs {length + 1}: give more text"
+        raise ValueError(wrong + (f", or length={longest - 1}" if longest > 1 else ""))
     if limit < length:
         raise ValueError(f"tokens={limit} is less than one window of {length}: use tokens={length} or more")
     windows = Windows(parts, length)
@@ -102,9 +100,9 @@ def token_losses(model: nn.Module, windows: Tensor, vocab_size: int) -> Tensor:
     hidden = model.hidden(windows[:, :-1])  # (B, T, D)
     parts = logits_in_parts(model.head, hidden, windows[:, 1:], vocab_size)
     losses = [F.cross_entropy(logits, wanted, reduction="none") for logits, wanted in parts]
-    found = torch.cat(losses).view(len(windows), -1)
-    check_finite(found)
-    return found
+    per_token = torch.cat(losses).view(len(windows), -1)
+    check_finite(per_token)
+    return per_token
 
 
 @torch.inference_mode()
@@ -122,30 +120,25 @@ def evaluate(
     recall, whose `other` has a by_octave of its own, and counts. frequent: codes of n-grams that are frequent in training,
     which split recall's hits into rare_hit and frequent_hit.
     """
-    n, length = windows.shape[0], windows.shape[1] - 1
-    at, at_others, counts_others = np.zeros((3, length))  # by position: summed losses, and numbers of targets
-    totals: list[float] = []  # summed loss of each window
-    sums: dict[str, list[float]] = {}  # kind of hit -> summed loss of the hits in each window
-    counts: dict[str, list[int]] = {}  # kind of hit -> hits in each window
+    n, length, vocab_size = windows.shape[0], windows.shape[1] - 1, len(byte_lengths)
+    parts = []  # losses (B, T)
     with progress("perplexity", n) as bar:
-        for part in batches(windows, batch, length * len(byte_lengths)):
+        for part in batches(windows, batch, length * vocab_size):
             tokens = torch.from_numpy(part).to(device_of(model))
-            losses = token_losses(model, tokens, len(byte_lengths)).double().cpu().numpy()  # (B, T)
-            totals += losses.sum(axis=1).tolist()
-            kinds = split_hits(part, ngram, len(byte_lengths), frequent)
-            for kind, hits in kinds.items():
-                sums.setdefault(kind, []).extend((losses * hits).sum(axis=1).tolist())
-                counts.setdefault(kind, []).extend(hits.sum(axis=1).tolist())
-            at += losses.sum(axis=0)
-            at_others += (losses * ~kinds["hit"]).sum(axis=0)
-            counts_others += (~kinds["hit"]).sum(axis=0)
+            parts.append(token_losses(model, tokens, vocab_size).double().cpu().numpy())
             bar.update(len(part))
-    loss, se = mean_se(np.array(totals) / length)
+    losses, kinds = np.concatenate(parts), split_hits(windows, ngram, vocab_size, frequent)  # (n, T), and (n, T) each
+    at = sum(part.sum(axis=0) for part in parts)  # summed losses by position
+    totals = losses.sum(axis=1)
+    loss, se = mean_se(totals / length)
     n_bytes = int(byte_lengths[windows[:, 1:]].sum())
-    by_position = at / n
-    recall = {kind: ratio_se(np.array(sums[kind]), np.array(counts[kind])) for kind in sums}
-    recall["other"] = ratio_se(np.array(totals) - sums["hit"], length - np.array(counts["hit"]))
-    recall["other"]["by_octave"] = by_octave(at_others, counts_others)
+    sums = {kind: (losses * hits).sum(axis=1) for kind, hits in kinds.items()}
+    recall = {kind: ratio_se(sums[kind], hits.sum(axis=1)) for kind, hits in kinds.items()}
+    others = ~kinds["hit"]
+    starts = np.cumsum([len(part) for part in parts])[:-1]
+    at_others = sum((part * other).sum(axis=0) for part, other in zip(parts, np.split(others, starts), strict=True))
+    recall["other"] = ratio_se(totals - sums["hit"], others.sum(axis=1))
+    recall["other"]["by_octave"] = by_octave(at_others, others.sum(axis=0))
     return {
         "loss": loss,
         "se": se,
@@ -156,9 +149,9 @@ def evaluate(
         "windows": n,
         "length": length,
         "sha256": digest(windows),
-        "by_position": by_position.tolist(),
+        "by_position": (at / n).tolist(),
         "by_octave": by_octave(at, np.full(length, n)),
-        "cumulative": (by_position.cumsum() / np.arange(1, length + 1)).tolist(),
+        "cumulative": ((at / n).cumsum() / np.arange(1, length + 1)).tolist(),
         "recall": {"ngram": ngram} | recall,
     }
 
@@ -192,11 +185,11 @@ def by_octave(sums: np.ndarray, counts: np.ndarray) -> dict[str, float | None]:
     """
     T = len(sums)
     starts = [1, *(2**k for k in range(2, T.bit_length()) if 3 * 2**k <= 2 * (T + 1))]
-    found = {}
+    octaves = {}
     for first, last in zip(starts, [*(start - 1 for start in starts[1:]), T], strict=True):
         total, count = (values[first - 1 : last].sum() for values in (sums, counts))
-        found[str(first) if first == last else f"{first}-{last}"] = float(total / count) if count else None
-    return found
+        octaves[str(first) if first == last else f"{first}-{last}"] = float(total / count) if count else None
+    return octaves
 
 
 def position_buckets(by_position: list[float]) -> tuple[np.ndarray, np.ndarray]:
@@ -267,18 +260,18 @@ def main(cfg: PerplexityConfig) -> None:
     frequent = frequent_in_training(run, windows, cfg) if cfg.training_counts else None
     results = evaluate(run.model, windows, run.tokenizer.byte_lengths(), cfg.batch, cfg.ngram, frequent)
     results["recall"]["rare_at_most"] = None if frequent is None else rare_at_most(cfg)
-    said = write_result(run, cfg, file, results | about, draw)
+    begin = write_result(run, cfg, file, results | about, draw)
     print(
-        f"{said}: loss {plus_minus(results['loss'], results['se'], '.4f')}, ppl {results['ppl']:.2f}, "
+        f"{begin}: loss {plus_minus(results['loss'], results['se'], '.4f')}, ppl {results['ppl']:.2f}, "
         f"{results['bits_per_byte']:.4f} bits/byte ({results['tokens']:,} tokens, windows of {length})"
     )
-    recall = results["recall"]
+    kinds = {kind: results["recall"].get(kind) for kind in ("hit", "other", "rare_hit", "frequent_hit")}
     parts = [
-        f"{part} {plus_minus(recall[part]['loss'], recall[part]['se'], '.4f')} ({recall[part]['tokens']:,} tokens)"
-        for part in ("hit", "other", "rare_hit", "frequent_hit")
-        if part in recall and recall[part]["tokens"]
+        f"{kind} {plus_minus(part['loss'], part['se'], '.4f')} ({part['tokens']:,} tokens)"
+        for kind, part in kinds.items()
+        if part and part["tokens"]
     ]
-    print(f"{said}: recall of {cfg.ngram}-grams: {', '.join(parts)}")
+    print(f"{begin}: recall of {cfg.ngram}-grams: {', '.join(parts)}")
 
 
 if __name__ == "__main__":

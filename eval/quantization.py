@@ -35,7 +35,7 @@ from eval.common import (
     progress,
     write_result,
 )
-from eval.needles import NeedleGridConfig, Query, check_grid, needle_contexts
+from eval.needle_text import Cell, NeedleGridConfig, Query, check_grid, needle_contexts
 from eval.outliers import maps_that_fit
 from eval.perplexity import claim_windows, digest, token_losses
 from eval.scoring import score
@@ -91,27 +91,24 @@ def needle_hits(model: nn.Module, queries: list[Query], batch: int) -> np.ndarra
 
 def evaluate(run: LoadedRun, windows: np.ndarray, queries: list[Query], cfg: QuantizationConfig) -> dict[str, Any]:
     """Loss, and needle accuracy if there are queries, as trained and at each number of bits, with paired changes."""
-    widths = [None, *cfg.bits]
-    losses, hits = {}, {}
-    with progress("quantization", len(widths)) as bar:
-        for bits in widths:
+    measured = []  # as trained, then for each of cfg.bits
+    with progress("quantization", 1 + len(cfg.bits)) as bar:
+        for bits in (None, *cfg.bits):
             with quantized(run.model, bits):
-                losses[bits] = window_losses(run.model, windows, cfg.batch)
-                hits[bits] = needle_hits(run.model, queries, cfg.batch) if queries else None
+                values = {"loss": window_losses(run.model, windows, cfg.batch)}
+                if queries:
+                    values["accuracy"] = needle_hits(run.model, queries, cfg.batch)
+            measured.append(values)
             bar.update()
-    rows = []
-    for bits in cfg.bits:
-        found = _change("accuracy", hits[bits], hits[None]) if queries else {}
-        rows.append({"bits": bits} | _change("loss", losses[bits], losses[None]) | found)
-    accuracy = float(hits[None].mean()) if queries else None
-    results = {"loss": float(losses[None].mean()), "accuracy": accuracy, "bits": rows}
+    plain, *rounded = measured
+    rows: list[dict[str, Any]] = [{"bits": bits} for bits in cfg.bits]
+    for row, values in zip(rows, rounded, strict=True):
+        for what, reference in plain.items():
+            change, se = mean_se(values[what] - reference)
+            row |= {what: float(values[what].mean()), f"{what}_change": change, f"{what}_change_se": se}
+    results = {"loss": float(plain["loss"].mean()), "accuracy": float(plain["accuracy"].mean()) if queries else None}
     counts = {"windows": len(windows), "length": windows.shape[1] - 1, "needles": len(queries)}
-    return results | counts | {"sha256": digest(windows)}
-
-
-def _change(what: str, values: np.ndarray, reference: np.ndarray) -> dict[str, float]:
-    change, se = mean_se(values - reference)
-    return {what: float(values.mean()), f"{what}_change": change, f"{what}_change_se": se}
+    return results | {"bits": rows} | counts | {"sha256": digest(windows)}
 
 
 def needles(run: LoadedRun, cfg: QuantizationConfig) -> list[Query]:
@@ -119,7 +116,7 @@ def needles(run: LoadedRun, cfg: QuantizationConfig) -> list[Query]:
     if not run.config["data"].get("retrieval", {}).get("weight", 0):
         return []
     hay, length = haystack(run, evaluation_tokens(run, cfg)), cfg.length or run.model.cfg.context
-    return [query for depth in cfg.depths for (query,) in needle_contexts(run, hay, cfg, length, depth)]
+    return [query for depth in cfg.depths for (query,) in needle_contexts(run, hay, cfg, Cell(length, depth))]
 
 
 def draw(path: Path, results: dict[str, Any], title: str, line_colour: str) -> None:
@@ -134,34 +131,29 @@ def draw(path: Path, results: dict[str, Any], title: str, line_colour: str) -> N
 
 
 def _line(ax: Axes, rows: list[dict[str, Any]], key: str, line_colour: str) -> None:
-    rows = sorted(rows, key=lambda row: -row["bits"])
-    ticks = ["32 (float)", *(str(row["bits"]) for row in rows)]
-    values, errors = [0.0, *(row[key] for row in rows)], [0.0, *(row[f"{key}_se"] for row in rows)]
+    points = [("32 (float)", 0.0, 0.0)]
+    points += [(row["bits"], row[key], row[f"{key}_se"]) for row in sorted(rows, key=lambda row: -row["bits"])]
+    ticks, values, errors = zip(*points, strict=True)
     ax.axhline(0, color=ax.spines["left"].get_edgecolor(), linewidth=0.8)
     ax.errorbar(range(len(ticks)), values, errors, color=line_colour, marker="o", markersize=4.5, capsize=3)
     ax.set_xticks(range(len(ticks)), ticks)
     ax.set_xlabel("bits of the attention logits")
 
 
-def check(cfg: QuantizationConfig) -> None:
-    """Raise ValueError for settings that cannot be evaluated."""
+@command("quantization", QuantizationConfig)
+def main(cfg: QuantizationConfig) -> None:
     check_grid(cfg)
     if not cfg.bits or len(set(cfg.bits)) < len(cfg.bits):
         raise ValueError(f"bits={cfg.bits} must be different numbers: use bits=[8,6,4]")
-
-
-@command("quantization", QuantizationConfig)
-def main(cfg: QuantizationConfig) -> None:
-    check(cfg)
     run = open_run(cfg)
     windows, file, about = claim_windows("quantization", run, cfg)
     results = evaluate(run, windows, needles(run, cfg), cfg) | about
-    said = write_result(run, cfg, file, results, draw)
+    begin = write_result(run, cfg, file, results, draw)
     for row in results["bits"]:
         changes = [f"loss {plus_minus(row['loss_change'], row['loss_change_se'], '+.4f')}"]
         if "accuracy" in row:
             changes.append(f"needle {plus_minus(row['accuracy_change'], row['accuracy_change_se'], '+.3f')}")
-        print(f"{said}: {row['bits']} bits: {', '.join(changes)} ({len(windows)} windows)")
+        print(f"{begin}: {row['bits']} bits: {', '.join(changes)} ({len(windows)} windows)")
 
 
 if __name__ == "__main__":

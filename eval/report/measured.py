@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.common import INPUTS
-from eval.needles import trained_digits
+from eval.needle_text import trained_digits
 
 EVALUATIONS = ("perplexity", "needle", "attention_noise")  # wanted of every run; others are shown where they exist
 PATHS = (*INPUTS, "include_path")  # settings that differ between machines

@@ -26,7 +26,7 @@ from configs import command
 from configs.files import json_text, write_atomic
 from data.tokenizer import Tokenizer
 from eval.common import EvalConfig, TextEvalConfig, colour, device_of, evaluation_tokens, haystack, open_run, progress, variant
-from eval.needles import needle_queries, trained_digits
+from eval.needle_text import Cell, needle_queries, trained_digits
 from eval.report.page import render
 from eval.report.runs import labels
 from eval.scoring import continue_greedily
@@ -164,7 +164,7 @@ def _needle(run: LoadedRun, hay: np.ndarray, length: int, depth: float, seed: in
     if not 0 <= depth <= 1:
         raise ValueError(f"depth {depth:g} is not a fraction of the context: use depths=[0.1,0.5,0.9], from 0 to 1")
     rng = np.random.default_rng([seed, round(1000 * depth)])
-    (query,) = needle_queries(rng, hay, run.tokenizer, length, depth, digits=trained_digits(run.config))
+    (query,) = needle_queries(rng, hay, run.tokenizer, Cell(length, depth), trained_digits(run.config))
     (start, stop), asked, end = query.needle, query.question, len(query.prompt)
     spans = {
         "first token": (0, 1),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from eval import attention_noise as an
-from eval.needles import Query
+from eval.needle_text import Query
 from model.attention.probe import probe
 from model.config import DecoderConfig
 from model.decoder import Decoder
@@ -40,11 +40,11 @@ def test_maps_are_averaged_before_they_are_normalised():
     # Two layers of one head: a softmax row (sum 1), and a differential row (sum 0.2). (samples, readings, heads, 5)
     softmax = np.array([0.5, 0.2, 0.1, 0.1, 0.1])
     signed, absolute = np.array([0.1, 0.1, 0.3, -0.1, -0.2]), np.array([0.1, 0.3, 0.3, 0.1, 0.2])
-    layers = [np.array([[[softmax], [softmax]]]), np.array([[[signed], [absolute]]])]
-    shares = an.normalised(layers)
+    masses = np.array([[[softmax, signed], [softmax, absolute]]])
+    shares = an.normalised(masses)
     assert shares[0, 0] == pytest.approx(np.array([0.6, 0.3, 0.4, 0.0, -0.1]) / 1.2)
     assert shares[0, 1] == pytest.approx(np.array([0.6, 0.5, 0.4, 0.2, 0.3]) / 2.0)
-    results = an.summarise({"0.5": layers})
+    results = an.summarise(masses[None], [1, 1], ["0.5"])
     assert results["signed"]["depths"]["0.5"]["answer"] == pytest.approx(1 / 3)
     assert results["noise"]["signed"]["0.5"] == pytest.approx(0.25)
     assert results["absolute"]["mean"]["noise"] == pytest.approx(0.35)
@@ -60,12 +60,11 @@ def test_maps_are_averaged_before_they_are_normalised():
 def test_masses_of_a_real_model(layers):
     model = Decoder(DecoderConfig(layers=layers, n_layer=2, n_head=4, d_model=32, context=30, vocab_size=9)).eval()
     queries = [query((5, 9), 20, 26), query((2, 6), 12, 17), query((10, 14), 24, 30)]
-    masses = an.head_rows(model, queries, batch=2)[0]
+    masses, _, heads = an.head_rows(model, queries, batch=2)
     alone = [an.head_rows(model, [one], batch=1)[0] for one in queries]
-    for layer, parts in enumerate(zip(*alone, strict=True)):
-        assert masses[layer] == pytest.approx(np.concatenate(parts), abs=1e-6)  # padding is never looked at
+    assert masses == pytest.approx(np.concatenate(alone), abs=1e-6)  # padding is never looked at
     assert an.normalised(masses).sum(-1) == pytest.approx(np.ones((3, 2)))
-    signed, absolute = masses[1][:, 0].sum(-1), masses[1][:, 1].sum(-1)  # (samples, heads)
+    signed, absolute = masses[:, 0, heads[0] :].sum(-1), masses[:, 1, heads[0] :].sum(-1)  # (samples, heads)
     if layers == "d":
         lam = model.blocks[1].attention.lam().item()
         assert signed == pytest.approx(np.full((3, 2), 1 - lam), abs=1e-5)
@@ -88,7 +87,8 @@ def test_entropy_of_a_real_model_is_that_of_its_whole_map(layers):
         for block in model.blocks:
             block.attention.q.weight *= 500
     queries = [query((5, 9), 20, 26), query((2, 6), 12, 17)]
-    _, shapes = an.head_rows(model, queries, batch=2)
+    _, shapes, heads = an.head_rows(model, queries, batch=2)
+    shapes = np.split(shapes, np.cumsum(heads)[:-1], axis=2)
     for i, one in enumerate(queries):
         P = len(one.prompt)
         with probe(model, torch.arange(P)) as maps, torch.no_grad():

@@ -4,6 +4,7 @@ import json
 import math
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -60,6 +61,7 @@ def test_synthetic_episodes():
 def test_words_are_of_one_class_only():
     words = [word for kind in icl_tasks.WORDS.values() for word in kind.split()]
     assert len(words) == len(set(words))
+    assert [len(kind.split()) for kind in icl_tasks.WORDS.values()] == [12] * 8  # the ranges of classes= and words=
 
 
 def oracle(tokenizer, right: float = 1.0):  # noqa: ANN001, ANN201
@@ -105,13 +107,14 @@ def test_its_opposite(run, monkeypatch):
     assert results["shots"][0]["label_loss"] > math.log(4)
 
 
-def test_margins_are_best_minus_worst_within_an_episode():
+def test_margins_are_best_minus_worst_within_an_episode(monkeypatch):
     episode = Episode([Example("x", "1"), Example("y", "0")], [Example("x", "1"), Example("y", "0")], ["0", "1"])
     none, half, both = np.array([[1, 0], [0, 1]]), np.array([[0, 1], [0, 1]]), np.array([[0, 1], [1, 0]])
-    tables = {"random": [both, half, none, half], "alternating": [half] * 4, "grouped": [none, half, both, both]}
-    orders = [(i // 2, how, episode.demonstrations, episode) for how in icl_tasks.ARRANGEMENTS for i in range(4)]
-    scores = [table for how in icl_tasks.ARRANGEMENTS for table in tables[how]]
-    summary = icl.order_summary(orders, scores, IclConfig(orders=2))
+    monkeypatch.setattr(icl, "arrange", lambda examples, how, rng: examples)
+    reordered = icl.reordered([episode, episode], IclConfig(orders=2))
+    assert len(reordered) == 12
+    first, second = [both, half, half, half, none, half], [none, half, half, half, both, both]
+    summary = icl.order_summary(reordered, first + second, 2)
     assert [summary[how]["margin"] for how in icl_tasks.ARRANGEMENTS] == [0.5, 0.0, 0.25]
     assert summary["random"] == {"margin": 0.5, "margin_se": 0.0, "best": 0.75, "worst": 0.25, "mean": 0.5}
     assert summary["grouped"]["margin_se"] == pytest.approx(0.25)
@@ -133,7 +136,7 @@ def test_shots_are_those_that_fit(tokenizer):
     shots = icl.fitting_shots(writer, episodes, 320)
 
     def longest(n: int) -> int:
-        made = [writer.job(episode.demonstrations[:n], episode) for episode in episodes]
+        made = [writer.job(replace(episode, demonstrations=episode.demonstrations[:n])) for episode in episodes]
         return max(len(job.prefix) + max(map(len, job.questions)) + max(map(len, job.continuations)) for job in made)
 
     assert longest(shots[-1]) <= 320 < longest(shots[-1] + 1)
@@ -160,7 +163,7 @@ def test_formats_are_found_and_read(files):
     assert examples["How do bees fly ?"] == "description" and examples["How many ?"] == "number"
     fine, _ = icl_tasks.read_examples(files["trec.label"], "trec_fine")
     assert [e.label for e in fine] == ["description manner", "number date", "human ind", "number count"]
-    bank, _ = icl_tasks.read_examples(files["bank.csv"], icl_tasks.detect(files["bank.csv"]))
+    bank, _ = icl_tasks.read_examples(files["bank.csv"], "banking77")
     assert bank[1] == Example("My card, is it lost?", "lost card") and len(bank) == 3
     clinc = icl_tasks.load_task(IclConfig(examples=str(files["clinc.json"])))
     assert len(clinc.demonstrations) == 3 and clinc.questions == [Example("ring the bank", "call bank")]
@@ -179,7 +182,7 @@ def test_a_file_without_questions_is_refused(tmp_path):
     (
         ("a.txt", "no label here\n", "trec_fine"),
         ("a.csv", 'text,category\n"' + "never closed " * 12_000, "banking77"),
-        ("a.json", "[" * 100_000, "clinc150"),
+        ("a.json", "{}", "clinc150"),
     ),
 )
 def test_a_file_of_another_format_is_refused(name, text, form, tmp_path):
@@ -213,7 +216,7 @@ def test_questions_of_a_file_are_never_demonstrations(tmp_path):
 def test_prompts_are_text_that_repeats_itself(tokenizer):
     task = icl_tasks.Task("trec", *icl_tasks.TEMPLATES["trec"], [], [])
     episode = Episode([Example("Why ?", "description")], [Example("Who ?", "human")], ["description", "human"])
-    job = icl.Writer(task, tokenizer).job(episode.demonstrations, episode)
+    job = icl.Writer(task, tokenizer).job(episode)
     assert job.prefix[0] == tokenizer.eot
     assert tokenizer.decode(job.prefix[1:]) == "Question: Why ?\nType: description\n"
     assert [tokenizer.decode(q) for q in job.questions] == ["Question: Who ?\nType:"]
@@ -275,7 +278,7 @@ def test_wrong_input_is_one_line(make_run, refused, files, tmp_path):
     (tmp_path / "other.csv").write_text("text,category\nhello,greeting\n")
     assert "greeting" in refused(icl, f"run={run}", bank, f"test={tmp_path / 'other.csv'}")
     (tmp_path / "short.csv").write_text("text,category\nhello\n")
-    assert "row 2" in refused(icl, f"run={run}", f"examples={tmp_path / 'short.csv'}")
+    assert "line 2" in refused(icl, f"run={run}", f"examples={tmp_path / 'short.csv'}")
     assert not (run / "eval").exists()
 
 

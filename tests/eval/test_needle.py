@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from eval import needle
-from eval.needle_styles import STYLES
+from eval.needle_text import STYLES
 from model.config import DecoderConfig
 from model.decoder import Decoder
 

@@ -27,7 +27,7 @@ def test_top_k_is_exact_and_the_median_within_its_resolution(spread):
     values = torch.randn(30_001, generator=generator) * torch.exp(
         spread * torch.randn(30_001, generator=generator).clamp(-3, 3)
     )
-    summary = streamed(values, 13).summary()
+    summary = outliers.summary([streamed(values, 13)])
     ordered = values.abs().sort(descending=True).values
     assert [summary[f"top{k}"] for k in RANKS] == [ordered[k - 1].item() for k in RANKS]
     assert summary["median"] == pytest.approx(values.abs().median().item(), rel=2**-11)
@@ -35,7 +35,7 @@ def test_top_k_is_exact_and_the_median_within_its_resolution(spread):
 
 
 def test_ties_count_as_often_as_they_occur():
-    summary = streamed(torch.tensor([-5.0] * 7 + [1.0] * 200), 4).summary()
+    summary = outliers.summary([streamed(torch.tensor([-5.0] * 7 + [1.0] * 200), 4)])
     assert [summary[f"top{k}"] for k in RANKS] == [5.0, 5.0, 5.0, 1.0, 1.0]
     assert summary["median"] == pytest.approx(1.0, rel=2**-11)
 
@@ -43,16 +43,15 @@ def test_ties_count_as_often_as_they_occur():
 def test_joined_parts_are_the_whole():
     values = torch.randn(5000, generator=torch.Generator().manual_seed(1))
     whole, halves = streamed(values, 3), [streamed(half, 2) for half in values.chunk(2)]
-    halves[0].join(halves[1])
-    assert halves[0].summary() == whole.summary()
+    assert outliers.summary(halves) == outliers.summary([whole])
 
 
 def test_few_values_and_values_that_are_not_finite():
-    few = streamed(torch.tensor([3.0, -1.0]), 1).summary()
+    few = outliers.summary([streamed(torch.tensor([3.0, -1.0]), 1)])
     assert (few["top1"], few["top2"], few["top3"], few["top100"]) == (3.0, 1.0, None, None)
     for bad in (float("nan"), float("inf")):
         with pytest.raises(ValueError, match="diverged"):
-            streamed(torch.tensor([1.0, bad] + [2.0] * 300), 2).summary()
+            outliers.summary([streamed(torch.tensor([1.0, bad] + [2.0] * 300), 2)])
 
 
 def recorded(model: Decoder, tokens: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

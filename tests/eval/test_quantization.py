@@ -1,13 +1,15 @@
 """eval/quantization.py: the rounding by hand, and its effect on real models."""
 
 import json
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from eval import quantization as qu
-from eval.needles import Query
+from eval.needle_text import Query
 from model.config import DecoderConfig
 from model.decoder import Decoder
 
@@ -75,10 +77,13 @@ def test_a_hit_is_what_greedy_decoding_gives():
     assert qu.needle_hits(model, queries, batch=2).tolist() == [1.0, 0.0, 1.0]
 
 
-def test_changes_are_paired():
-    change = qu._change("loss", np.array([1.5, 2.5, 9.6]), np.array([1.0, 2.0, 9.0]))
-    assert change["loss_change"] == pytest.approx(0.5333333)
-    assert change["loss_change_se"] == pytest.approx(0.1 / 3)  # windows differ by 9, their changes by 0.1
+def test_changes_are_paired(monkeypatch):
+    losses = iter([np.array([1.0, 2.0, 9.0]), np.array([1.5, 2.5, 9.6])])
+    monkeypatch.setattr(qu, "window_losses", lambda model, windows, batch: next(losses))
+    monkeypatch.setattr(qu, "quantized", lambda model, bits: nullcontext())
+    results = qu.evaluate(SimpleNamespace(model=None), np.zeros((3, 5), int), [], qu.QuantizationConfig(bits=[4]))
+    assert results["bits"][0]["loss_change"] == pytest.approx(0.5333333) and results["loss"] == 4
+    assert results["bits"][0]["loss_change_se"] == pytest.approx(0.1 / 3)  # windows differ by 9, their changes by 0.1
 
 
 def test_the_command_writes_json_and_figure(make_run, call, capsys):

@@ -1,4 +1,4 @@
-"""eval/needles.py: a query knows where everything is, and every style hides what it asks for."""
+"""eval/needle_text.py: a query knows where everything is, and every style hides what it asks for."""
 
 import re
 import uuid
@@ -9,8 +9,7 @@ import pytest
 from data.config import TokenizerConfig
 from data.retrieval import cities, sentence_ends
 from data.tokenizer import Tokenizer, build_tokenizer
-from eval.needle_styles import LWM_CITIES, STYLES, WORDS
-from eval.needles import needle_queries
+from eval.needle_text import LWM_CITIES, STYLES, WORDS, Cell, needle_queries
 from tests.conftest import ROOT
 
 FACT = re.compile(r"The magic number of (\w+) is (\d+)\.")
@@ -28,7 +27,7 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
 @pytest.mark.parametrize("depth", (0.0, 0.3, 1.0))
 def test_a_query_knows_where_everything_is(tokenizer: Tokenizer, depth: float, needles: int) -> None:
     hay = np.array(tokenizer.encode(TEXT * 3), dtype=np.int64)
-    queries = needle_queries(np.random.default_rng(1), hay, tokenizer, LENGTH, depth, needles, asked=min(2, needles))
+    queries = needle_queries(np.random.default_rng(1), hay, tokenizer, Cell(LENGTH, depth, needles, min(2, needles)))
     assert len(queries) == min(2, needles)
     for query in queries:
         assert len(query.prompt) + len(query.answer) == LENGTH
@@ -50,7 +49,7 @@ def test_a_query_knows_where_everything_is(tokenizer: Tokenizer, depth: float, n
 @pytest.mark.parametrize("depth", (0.25, 0.5, 0.75))
 def test_depths_are_right_in_text_without_full_stops(tokenizer: Tokenizer, depth: float) -> None:
     hay = np.array(tokenizer.encode("a word and " * 300), dtype=np.int64)
-    (query,) = needle_queries(np.random.default_rng(1), hay, tokenizer, LENGTH, depth)
+    (query,) = needle_queries(np.random.default_rng(1), hay, tokenizer, Cell(LENGTH, depth))
     text = query.question - 1 - (query.needle[1] - query.needle[0])
     assert (query.needle[0] - 1) / text == pytest.approx(depth, abs=0.01)
 
@@ -76,7 +75,7 @@ def test_every_style_hides_what_it_asks_for(tokenizer: Tokenizer, style: str) ->
     hay, length = np.array(tokenizer.encode(TEXT * 3), dtype=np.int64), 1400
     n, r = STYLES[style].pair or (4, 2)
     for seed in range(3):
-        queries = needle_queries(np.random.default_rng(seed), hay, tokenizer, length, 0.5, n, r, style=style)
+        queries = needle_queries(np.random.default_rng(seed), hay, tokenizer, Cell(length, 0.5, n, r), style=style)
         assert len(queries) == (1 if STYLES[style].string else r)
         for query in queries:
             facts = re.findall(NEEDLES[style.split("_")[0]], tokenizer.decode(query.prompt))
@@ -101,7 +100,7 @@ def test_every_style_hides_what_it_asks_for(tokenizer: Tokenizer, style: str) ->
 
 def test_contexts_of_a_cell_are_equally_long_where_their_answers_are_written(tokenizer: Tokenizer) -> None:
     hay, rng = np.array(tokenizer.encode(TEXT * 3), dtype=np.int64), np.random.default_rng(0)
-    made = [needle_queries(rng, hay, tokenizer, 900, 0.5, 4, 4, style="niah_multiquery")[0] for _ in range(6)]
+    made = [needle_queries(rng, hay, tokenizer, Cell(900, 0.5, 4, 4), style="niah_multiquery")[0] for _ in range(6)]
     assert len({len(query.prompt) for query in made}) == 1
 
 
@@ -109,7 +108,8 @@ def test_keys_are_unique_and_uuids_are_uuids(tokenizer: Tokenizer) -> None:
     assert len(set(LWM_CITIES)) == len(LWM_CITIES) == 69 and len(set(WORDS)) == len(WORDS)
     hay = np.array(tokenizer.encode(TEXT * 3), dtype=np.int64)
     one, other = (
-        needle_queries(np.random.default_rng(3), hay, tokenizer, 1400, 0.5, 4, 1, style="niah_multikey_3")[0] for _ in (0, 1)
+        needle_queries(np.random.default_rng(3), hay, tokenizer, Cell(1400, 0.5, 4, 1), style="niah_multikey_3")[0]
+        for _ in (0, 1)
     )
     assert np.array_equal(one.prompt, other.prompt)  # from the generator alone
     found = re.findall(r"[-0-9a-f]{36}", tokenizer.decode(one.prompt))
@@ -119,14 +119,14 @@ def test_keys_are_unique_and_uuids_are_uuids(tokenizer: Tokenizer) -> None:
 def test_what_does_not_fit_is_refused(tokenizer: Tokenizer) -> None:
     hay, rng = np.array(tokenizer.encode(TEXT), dtype=np.int64), np.random.default_rng(0)
     with pytest.raises(ValueError, match="fewer needles"):
-        needle_queries(rng, hay, tokenizer, 40, 0.5, needles=8)
+        needle_queries(rng, hay, tokenizer, Cell(40, 0.5, 8))
     with pytest.raises(ValueError, match="use at most"):
-        needle_queries(rng, hay, tokenizer, 4000, 0.5, needles=500)
+        needle_queries(rng, hay, tokenizer, Cell(4000, 0.5, 500))
     with pytest.raises(ValueError, match="use more digits"):  # the evaluation's numbers of two digits are 19
-        needle_queries(rng, hay, tokenizer, 4000, 0.5, needles=20, digits=2)
-    assert needle_queries(rng, np.tile(hay, 5), tokenizer, 2000, 0.5, needles=19, digits=2)
+        needle_queries(rng, hay, tokenizer, Cell(4000, 0.5, 20), digits=2)
+    assert needle_queries(rng, np.tile(hay, 5), tokenizer, Cell(2000, 0.5, 19), digits=2)
     with pytest.raises(ValueError, match="longer haystack"):
-        needle_queries(rng, hay[:50], tokenizer, LENGTH, 0.5)
+        needle_queries(rng, hay[:50], tokenizer, Cell(LENGTH, 0.5))
     for style in STYLES.keys() - {"magic"}:
         with pytest.raises(ValueError, match="longer length"):
-            needle_queries(rng, hay, tokenizer, 30, 0.5, *(STYLES[style].pair or (1, 1)), style=style)
+            needle_queries(rng, hay, tokenizer, Cell(30, 0.5, *(STYLES[style].pair or (1, 1))), style=style)
