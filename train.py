@@ -99,9 +99,6 @@ def train(cfg: TrainConfig, world: World, cleanup: ExitStack) -> float:
     # ---------------------------------------- run folder: new, continued, or branched off another run
     run_dir = Path(cfg.run_dir or default_run_dir(cfg))
     first, lock = start_or_resume(cfg, run_dir, model, optimizers, guard, tokenizer, world)
-    if world.largest(first) != first:
-        wrong = f"{run_dir}: this process resumes at step {first}, but another process resumes at a later step"
-        raise ValueError(f"{wrong}: put run_dir on a file system that all processes share")
     saver = Saver(run_dir, cfg.checkpoint, model, optimizers, world)
     if first == cfg.steps:
         signals.say(f"{run_dir}: already done, {first} steps")

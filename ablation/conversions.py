@@ -20,10 +20,10 @@ from eval.report.tables import markdown
 from model.attention import VARIANTS
 from model.conversion import Conversion, change, convert
 from model.decoder import Decoder
-from training import checkpoint
 from training.checkpoint import LoadedRun, flatten, load_run
 from training.distributed import pick_device
 from training.run import TrainConfig, facts
+from training.saver import save
 
 RECORD = "conversion.json"  # in a converted run's folder: what was converted, how, and what changed
 COMPARED = 4096  # tokens whose logits are compared
@@ -188,7 +188,7 @@ def write_run(run_dir: Path, model: Decoder, source: LoadedRun, record: dict[str
         source.tokenizer.save(partial)
         (partial / "metrics.jsonl").write_text(json_text(line) + "\n")
         write_json(partial / RECORD, record)
-        checkpoint.save(partial, 0, model, [], keep=0)
+        save(partial, 0, model, [])
 
 
 # ---------------------------------------- further training

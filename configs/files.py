@@ -113,21 +113,29 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """A new folder to write into. At the end of the block it becomes `path` in place of an older one; if the block fails, it is
-    deleted. A kill between the two renames leaves the older folder beside it, as .NAME.replaced.
+    """A new folder to write into. At the end of the block it becomes `path` (see `replace_folder`); if the block fails, it is
+    deleted.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial, replaced = _temporary(path), path.with_name(f".{path.name}.replaced")
+    partial = _temporary(path)
     partial.mkdir()
     try:
         yield partial
-        if path.is_dir():
-            shutil.rmtree(replaced, ignore_errors=True)
-            os.replace(path, replaced)
-        os.replace(partial, path)
-        shutil.rmtree(replaced, ignore_errors=True)
+        replace_folder(path, partial)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def replace_folder(path: Path, partial: Path) -> None:
+    """Give the folder `partial` the name `path`, in place of an older folder. A kill between the two renames leaves the older
+    one beside it, as .NAME.replaced.
+    """
+    replaced = path.with_name(f".{path.name}.replaced")
+    if path.is_dir():
+        shutil.rmtree(replaced, ignore_errors=True)
+        os.replace(path, replaced)
+    os.replace(partial, path)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _temporary(path: Path) -> Path:

@@ -1,33 +1,39 @@
-"""Checkpoints: written whole or not at all, checked when read, never unpickled; the newest whole one is found."""
+"""Checkpoints: finding, checking and reading them. Nothing is unpickled; the newest whole one is used.
 
-import errno
+A checkpoint is a folder of safetensors files and state.json. A process that holds a whole model writes model.safetensors and
+optimizer.safetensors. Processes that share a model write files of their pieces (model-part1.safetensors), whose headers say
+where in the whole tensors each piece begins, as torch.distributed.checkpoint does. training/saver.py writes them.
+"""
+
 import hashlib
 import json
-import os
 import re
-import shutil
 import sys
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.tensor import DTensor
 
-from configs.files import json_text, read_run_config, whole_folder
+from configs.files import read_run_config
 from data.tokenizer import Tokenizer, load_tokenizer
 from model.attention import VARIANTS
 from model.config import decoder_config
 from model.decoder import Decoder
 from model.rotary import RopeScaling
-from training import sharded
-from training.guard import Diverged, Guard
-from training.optim import load_state, state_shapes, state_tensors
-from training.parallel import gathered, split_as
+from training.guard import Guard
+from training.optim import load_state, state_shapes
 
-WEIGHTS, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+STATE = "state.json"
+OLDER_PARTS = "shard-*.safetensors"  # of an older format, whose tensors are named model/NAME and optimizer/NAME/KEY
 
 Tensors = dict[str, torch.Tensor]
 Shapes = dict[str, tuple[torch.Size, torch.dtype]]
@@ -48,7 +54,8 @@ class CheckpointConfig:
 
     every: Annotated[int, "[0, inf)"] = 500  # steps between checkpoints; 0: only at the end
     keep: Annotated[int, "[0, inf)"] = 2  # number of newest checkpoints that stay; 0: all
-    sharded: bool = False  # each process writes its own part, while training goes on; scripts/consolidate.py joins them
+    background: bool = False  # write a copy in main memory while training goes on
+    sharded: bool = False  # the older name of background
     at: Annotated[list[int], "[1, inf)"] = field(default_factory=list)  # steps of extra checkpoints, kept to branch off
 
 
@@ -62,89 +69,15 @@ def of_step(run_dir: Path, step: int) -> Path:
     return run_dir / "checkpoints" / folder_name(step)
 
 
-def save(
-    run_dir: Path,
-    step: int,
-    model: Decoder,
-    optimizers: list[torch.optim.Optimizer],
-    keep: int,
-    staying: Sequence[int] = (),
-    guard: dict[str, Any] | None = None,
-    main: bool = True,
-) -> Path:
-    """Write `checkpoints/step_NNNNNNNN/` atomically: a folder of that name is always whole.
-
-    Then delete all checkpoints but the newest `keep` (0: delete none) and those of the steps `staying`. guard: state of
-    training.guard.Guard. Where the model is split over processes, all processes must call it; the process with `main` writes.
-    Raises Diverged for a tensor that is not finite, and ValueError on a full disk; then no checkpoint is written.
-    """
-    folder = of_step(run_dir, step)
-    weights = gathered(own_weights(model), keep=main)
-    remembered = gathered(state_tensors(optimizers), keep=main)
-    if main:
-        write(folder, weights, remembered, {"step": step, "model": asdict(model.cfg), "guard": guard or {}})
-        prune(run_dir, step, keep, staying)
-    return folder
-
-
-def prune(run_dir: Path, step: int, keep: int, staying: Sequence[int]) -> None:
-    """Among the checkpoints up to `step`, delete all but the newest `keep` (0: delete none) and those of the steps `staying`.
-
-    Checkpoints of later steps are damaged, because the run was resumed from an earlier step. They do not count as newest, and
-    the run replaces them when it reaches their steps.
-    """
-    written = [folder for folder in checkpoints(run_dir) if folder.name <= folder_name(step)]
-    for old in written[:-keep] if keep else []:
-        if old.name not in map(folder_name, staying):
-            shutil.rmtree(old)
-
-
 def own_weights(model: Decoder) -> Tensors:
     """The tensors of `model` that a checkpoint needs: all but a tied head, which is the embedding."""
     return {name: p for name, p in model.state_dict().items() if not (model.cfg.tie and name == "head.weight")}
 
 
-def all_tensors(model: Decoder, optimizers: list[torch.optim.Optimizer]) -> Tensors:
-    """Weights and optimizer state as one dictionary: `model/NAME` and `optimizer/NAME/KEY`."""
-    weights = {f"model/{name}": p for name, p in own_weights(model).items()}
-    return weights | {f"optimizer/{name}": t for name, t in state_tensors(optimizers).items()}
-
-
-def write(folder: Path, weights: Tensors, optimizer: Tensors, state: dict[str, Any]) -> None:
-    """Write a checkpoint of these tensors as `folder`; a damaged or sharded one that has this name is replaced."""
-    if bad := sharded.not_finite(weights | optimizer, anywhere=False):
-        raise Diverged(f"{bad} is not finite at step {state['step']}, so no checkpoint is written: lower optim.lr")
-    try:
-        with whole_folder(folder) as partial:
-            save_file({name: t.contiguous() for name, t in weights.items()}, partial / WEIGHTS)
-            save_file({name: t.contiguous() for name, t in optimizer.items()}, partial / OPTIMIZER)
-            complete(partial, state, [partial / WEIGHTS, partial / OPTIMIZER])
-    except (OSError, SafetensorError) as error:
-        raise not_written(folder, error) from None
-    flush(folder.parent)
-
-
-def complete(partial: Path, state: dict[str, Any], files: Sequence[Path]) -> None:
-    """Write the state file, with the checksums of `files`, and wait until the whole folder is on the disk."""
-    state = state | {"sha256": sharded.checksums(files)}
-    (partial / STATE).write_text(json_text(state | {"checksum": _checksum(state)}, indent=1))
-    for path in (*partial.iterdir(), partial):
-        flush(path)
-
-
-def not_written(folder: Path, reason: object) -> ValueError:
-    """The error to raise if a checkpoint could not be written."""
-    # By the text, because safetensors and the errors of other processes keep no number.
-    full = any(os.strerror(code) in str(reason) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
-    kept = "; the checkpoint before it is kept" if checkpoints(folder.parent.parent) else ""
-    fix = "free space" if full else "correct that"
-    return ValueError(f"{folder} could not be written ({reason}){kept}: {fix}, then use resume=true")
-
-
 def checkpoints(run_dir: Path) -> list[Path]:
     """The run's checkpoint folders, oldest first."""
-    found = (run_dir / "checkpoints").glob("step_*")
-    return sorted(path for path in found if re.fullmatch(r"step_\d{8}", path.name) and path.is_dir())
+    there = (run_dir / "checkpoints").glob("step_*")
+    return sorted(path for path in there if re.fullmatch(r"step_\d{8}", path.name) and path.is_dir())
 
 
 def load(
@@ -152,46 +85,21 @@ def load(
 ) -> int:
     """Fill `model`, and the optimizers and the guard where given, from a checkpoint folder; returns its step.
 
-    Nothing is filled before all files are checked. ValueError for a folder that is not a whole checkpoint, and for a
-    checkpoint of another architecture, whose differences it names.
+    Each process reads its pieces, whatever processes wrote the checkpoint; all must call it together. Nothing is filled before
+    all files are checked. ValueError for a folder that is not a whole checkpoint, and for a checkpoint of another architecture,
+    whose differences it names.
     """
-    state = read_state(folder)
+    state, own = read_state(folder), own_weights(model)
     _refuse_other_model(folder, state["model"], asdict(model.cfg))
-    own, remembered = own_weights(model), {}
-    if sharded.shards(folder):
-        weights, remembered = _read_shards(folder, state, own, state_shapes(optimizers or []))
-    else:
-        weights = _read(folder, WEIGHTS, state, {name: (p.shape, p.dtype) for name, p in own.items()})
-        if optimizers is not None:
-            remembered = _read(folder, OPTIMIZER, state, state_shapes(optimizers))
-    load_state(optimizers or [], remembered)
-    # strict=False: a tied head is not in the checkpoint
-    model.load_state_dict({name: split_as(tensor, own[name]) for name, tensor in weights.items()}, strict=False)
+    _refuse_damaged(folder, state["sha256"], weights_only=optimizers is None)
+    tensors = _read(folder, own, state_shapes(optimizers or []))
+    if bad := not_finite(tensors):
+        raise NotFinite(f"{folder}: {bad} is not finite")
+    load_state(optimizers or [], {name: tensor for name, tensor in tensors.items() if name not in own})
+    model.load_state_dict({name: tensors[name] for name in own}, strict=False)  # a tied head is not in the checkpoint
     if guard:
         guard.load(state.get("guard", {}))
     return state["step"]
-
-
-def _read_shards(folder: Path, state: dict[str, Any], own: Tensors, remembered: Shapes) -> tuple[Tensors, Tensors]:
-    """Weights like `own` and optimizer state of the shapes `remembered`, from shards that any number of processes wrote.
-
-    Each process reads its own part.
-    """
-    sharded.refuse_damaged(folder, state["sha256"])
-    there = sharded.sizes(folder)
-    if not any(key.startswith("optimizer/") for key in there):
-        remembered = {}  # an optimizer that never stepped remembers nothing
-    wanted = {f"model/{name}": torch.empty_like(p, requires_grad=False) for name, p in own.items()}
-    for name, (size, dtype) in remembered.items():
-        wanted[f"optimizer/{name}"] = sharded.empty_as(own[name.rsplit("/", 1)[0]], size, dtype)
-    shapes = {key: (tensor.shape, tensor.dtype) for key, tensor in wanted.items()}
-    found = {key: (about.size, about.properties.dtype) for key, about in there.items() if key in shapes}
-    _refuse_other_shapes(folder, found, shapes)
-    sharded.fill(folder, wanted)
-    if bad := sharded.not_finite(wanted):
-        raise NotFinite(f"{folder}: {bad} is not finite")
-    weights = {name: wanted[f"model/{name}"] for name in own}
-    return weights, {name: wanted[f"optimizer/{name}"] for name in remembered}
 
 
 def newest(
@@ -267,12 +175,13 @@ def read_state(folder: Path) -> dict[str, Any]:
         typed = [type(state[key]) for key in ("step", "model", "sha256")] == [int, dict, dict]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ValueError(wrong) from None
-    if not typed or folder_name(state["step"]) != folder.name or checksum not in (None, _checksum(state)):
+    if not typed or folder_name(state["step"]) != folder.name or checksum not in (None, state_checksum(state)):
         raise ValueError(wrong)
     return state
 
 
-def _checksum(state: dict[str, Any]) -> str:
+def state_checksum(state: dict[str, Any]) -> str:
+    """Checksum of the content of state.json."""
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 
@@ -303,40 +212,78 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _read(folder: Path, name: str, state: dict[str, Any], shapes: Shapes) -> Tensors:
-    """The tensors of a checkpoint's file, which must have these names, shapes and types and be finite."""
-    path, fix = folder / name, f"delete {folder} to use the checkpoint before it"
-    if not path.is_file() or sharded.checksums([path])[name] != state["sha256"].get(name):
-        raise ValueError(f"{path} is damaged (its checksum differs): {fix}")
-    try:
-        tensors = load_file(path)
-    except (SafetensorError, OSError, ValueError) as error:
-        raise ValueError(f"{path} is not a safetensors file ({error}): {fix}") from None
-    found = {key: (tensor.shape, tensor.dtype) for key, tensor in tensors.items()}
-    owners, own = ({key.rpartition("/")[0] for key in keys} for keys in (found, shapes))
-    if name == OPTIMIZER and found and owners != own:
-        raise ValueError(
-            f"{folder}: its optimizer state belongs to other parameters: use init_from=RUN to take only the weights"
-        )
-    if found or name != OPTIMIZER:  # an optimizer that never stepped remembers nothing
-        _refuse_other_shapes(path, found, shapes)
-    if bad := sharded.not_finite(tensors, anywhere=False):
-        raise NotFinite(f"{path}: {bad} is not finite")
+def _refuse_damaged(folder: Path, expected: dict[str, str], weights_only: bool) -> None:
+    """ValueError on all processes if a file has a wrong checksum. All must call it together; each checks some files."""
+    names = sorted(expected.keys() | {path.name for path in folder.glob("*.safetensors")})
+    if weights_only:
+        names = [name for name in names if not name.startswith("optimizer")]
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    mine = (folder / name for name in names[rank::size])
+    damaged = [path.name for path in mine if not path.is_file() or sha256(path) != expected.get(path.name)]
+    everybody = [damaged] * size
+    if size > 1:
+        dist.all_gather_object(everybody, damaged)
+    if wrong := sorted(sum(everybody, [])):
+        path = folder / wrong[0]
+        raise ValueError(f"{path} is damaged (its checksum differs): delete {folder} to use the checkpoint before it")
+
+
+def sha256(path: Path) -> str:
+    """Checksum of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _read(folder: Path, own: Tensors, state: Shapes) -> Tensors:
+    """Weights by NAME, each split as in `own`, and optimizer state of the shapes `state` by NAME/KEY, if the folder has any."""
+    reader = HuggingFaceStorageReader(str(folder))
+    with _one_line(folder):
+        about = reader.read_metadata().state_dict_metadata
+    older = any(folder.glob(OLDER_PARTS))
+    there = {key.split("/", 1)[1] if older else key: (one.size, one.properties.dtype) for key, one in about.items()}
+    weights = {name: shape for name, shape in there.items() if "/" not in name}
+    if len(there) == len(weights):
+        state = {}  # an optimizer that never stepped remembers nothing
+    elif state and state.keys() != there.keys() - weights.keys():
+        wrong = "its optimizer state belongs to other parameters"
+        raise ValueError(f"{folder}: {wrong}: use init_from=RUN to take only the weights")
+    shapes = {name: (p.shape, p.dtype) for name, p in own.items()} | state
+    _refuse_other_shapes(folder, there if state else weights, shapes)
+    tensors = {}
+    for name, (size, dtype) in shapes.items():
+        like = own[name.partition("/")[0]]
+        whole = like.shape != size  # a single number beside a tensor that may be split
+        tensors[name] = torch.empty(size, dtype=dtype, device=like.device) if whole else torch.empty_like(like, dtype=dtype)
+    with _one_line(folder):
+        prefixes = ("model/", "optimizer/") if older else ("", "")
+        dcp.load({prefixes["/" in name] + name: t for name, t in tensors.items()}, storage_reader=reader, no_dist=True)
     return tensors
 
 
-def _refuse_other_shapes(path: Path, found: Shapes, shapes: Shapes) -> None:
-    if found != shapes:
-        key = min(set(found.items()) ^ set(shapes.items()), key=lambda item: item[0])[0]
-        theirs, ours = (f"{list(s[0])} {s[1]}" if s else "missing" for s in (found.get(key), shapes.get(key)))
-        wrong = f"{path}: {key} is {theirs} in the checkpoint, but {ours} in this model"
+def _refuse_other_shapes(folder: Path, there: Shapes, shapes: Shapes) -> None:
+    if there != shapes:
+        key = min(set(there.items()) ^ set(shapes.items()), key=lambda item: item[0])[0]
+        theirs, ours = (f"{list(s[0])} {s[1]}" if s else "missing" for s in (there.get(key), shapes.get(key)))
+        wrong = f"{folder}: {key} is {theirs} in the checkpoint, but {ours} in this model"
         raise ValueError(f"{wrong}: delete this checkpoint to use the one before it")
 
 
-def flush(path: Path) -> None:
-    """Wait until a file's content, or the names in a folder, are on the disk."""
-    if os.name == "nt" and path.is_dir():  # Windows opens no folders
-        return
-    handle = os.open(path, os.O_RDONLY)
-    os.fsync(handle)
-    os.close(handle)
+@contextmanager
+def _one_line(folder: Path) -> Iterator[None]:
+    try:
+        with warnings.catch_warnings(action="ignore"):  # that each process reads for itself
+            yield
+    except (SafetensorError, dcp.api.CheckpointException, OSError, LookupError, TypeError, AttributeError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"{folder} is damaged ({reason}): delete it to use the checkpoint before it") from None
+
+
+def not_finite(tensors: Tensors) -> str | None:
+    """The name of a tensor with a NaN or an infinity in it on any process, or None. All processes must call it together."""
+    if not tensors:
+        return None
+    local = (t.to_local() if isinstance(t, DTensor) else t for t in tensors.values())
+    finite = torch.stack([t.isfinite().all() for t in local]).int()  # the host waits for the device once
+    if dist.is_initialized():
+        dist.all_reduce(finite, dist.ReduceOp.MIN)
+    return None if finite.all() else list(tensors)[int((finite == 0).nonzero()[0])]

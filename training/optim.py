@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from model.attention.base import check_choice
 from training.distributed import World
 from training.muon import Muon
-from training.parallel import split_as
 
 
 @dataclass
@@ -114,4 +113,4 @@ def load_state(optimizers: list[torch.optim.Optimizer], tensors: dict[str, Tenso
         name, key = path.rsplit("/", 1)
         of.setdefault(name, {})[key] = tensor
     for optimizer, name, p in _owned(optimizers):
-        optimizer.state[p] = {key: split_as(value, p) for key, value in of.get(name, {}).items()}
+        optimizer.state[p] = of.get(name, {})

@@ -1,13 +1,12 @@
 """How several processes train one model: whole copies (DDP), or parameters, gradients and optimizer state split (FSDP2).
 
 The engines are torch's own: DistributedDataParallel, and `fully_shard` on each block and on the root (Zhao et al., PyTorch
-FSDP, arXiv 2304.11277). What they leave to their caller is here: scalars, the gradient norm, accumulation, gathering.
+FSDP, arXiv 2304.11277). What they leave to their caller is here: scalars, the gradient norm, accumulation.
 """
 
 import contextlib
 import inspect
 import os
-from collections.abc import Mapping
 
 import torch
 import torch._functorch.config as partitioner
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from model.attention.base import check_choice
@@ -122,21 +121,3 @@ def _ddp(net: nn.Module) -> DistributedDataParallel:
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters:  # torch 2.13
         return DistributedDataParallel(net, forward_sync_buffers=False, gradient_as_bucket_view=True)
     return DistributedDataParallel(net, broadcast_buffers=False, gradient_as_bucket_view=True)
-
-
-def gathered(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
-    """The unsharded tensors, in main memory if some are split; {} if `keep` is false. All processes must call it."""
-    found, some_split = {}, any(isinstance(tensor, DTensor) for tensor in tensors.values())
-    for name, tensor in tensors.items():
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        if keep:
-            found[name] = whole.cpu() if some_split else whole
-    return found
-
-
-def split_as(tensor: Tensor, own: Tensor) -> Tensor:
-    """A whole `tensor` on the device of `own`, and split as `own` is, without communication."""
-    tensor = tensor.to(own.device)
-    if isinstance(own, DTensor) and own.shape == tensor.shape:
-        return distribute_tensor(tensor, own.device_mesh, own.placements, src_data_rank=None)
-    return tensor

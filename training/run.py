@@ -175,6 +175,10 @@ def start_or_resume(
     if run_dir.exists() and not run_dir.is_dir():
         raise ValueError(f"run_dir={run_dir} is a file: give a folder")
     lock = lock_run(run_dir) if world.main and run_dir.is_dir() else None
+    there = len(checkpoint.checkpoints(run_dir))
+    if world.largest(there) != there:
+        wrong = f"{run_dir} has fewer checkpoints for this process than for another"
+        raise ValueError(f"{wrong}: put run_dir on a file system that all processes share")
     restarted = world.main and lock is not None and restarts() > 0 and lock.holder == launcher()
     if (cfg.resume or world.largest(restarted)) and (run_dir / "config.yaml").exists():
         refuse_other_config(run_dir, asdict(cfg))

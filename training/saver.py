@@ -1,7 +1,10 @@
-"""A training run's checkpoints, written by one process or by all."""
+"""Writes checkpoints: whole or not at all, by one process or by many, while training waits or goes on."""
 
+import errno
+import json
 import os
 import shutil
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -9,81 +12,155 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import CheckpointException
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
 
-from configs.files import whole_folder
+from configs.files import json_text, replace_folder
 from model.decoder import Decoder
-from training import checkpoint, sharded
-from training.checkpoint import CheckpointConfig
+from training import checkpoint
+from training.checkpoint import CheckpointConfig, Tensors, checkpoints, folder_name, of_step
 from training.distributed import World
 from training.guard import Diverged
+from training.optim import state_tensors
 
-PARTIAL = ".partial_"  # prefix of the name of a folder into which processes write their shards
+Pieces = tuple[Tensors, dict[str, str] | None]  # what a process writes into a file, and the file's header
 
 
 class Saver:
-    """Writes checkpoints of `model` and `optimizers` into `run_dir`, which all processes must see. All call it together.
+    """Writes checkpoints of `model` and `optimizers` into `run_dir`/checkpoints. All processes call its methods together.
 
-    Without `cfg.sharded` the main process gathers the whole tensors and writes them while training waits. With `cfg.sharded`
-    every process copies its own tensors, and writes them while training goes on.
+    A folder step_NNNNNNNN is always whole, because it gets this name at the end. Every process writes its pieces of split
+    tensors, the main process all other tensors. Processes that share a model must see the same `run_dir`.
     """
 
     def __init__(
         self, run_dir: Path, cfg: CheckpointConfig, model: Decoder, optimizers: list[torch.optim.Optimizer], world: World
     ) -> None:
         self.run_dir, self.cfg, self.model, self.optimizers, self.world = run_dir, cfg, model, optimizers, world
-        self.group = dist.new_group(backend="gloo") if cfg.sharded and world.size > 1 else None
+        # A group of its own, because training uses the other one while files are written.
+        self.group = dist.new_group(backend="gloo") if world.size > 1 else None
         self.thread = ThreadPoolExecutor(1, "checkpoint")
         self.writing: Future | None = None
-        self.folder = run_dir  # folder of the checkpoint begun last; before the first one the run's
-        for left in run_dir.glob(f"checkpoints/{PARTIAL}*") if world.main else ():  # by processes that were killed
-            shutil.rmtree(left)
 
     def save(self, step: int, guard: dict[str, Any] | None = None) -> None:
-        """Write the checkpoint of `step`, or with `cfg.sharded` begin to write it, after the checkpoint before is written.
+        """Write the checkpoint of `step`, or with `cfg.background` begin to, after the one before is written.
 
-        guard: state of training.guard.Guard.
+        Then delete all but the newest `cfg.keep` and those of the steps `cfg.at`. guard: state of training.guard.Guard. Raises
+        Diverged for a tensor that is not finite, and ValueError if a file cannot be written, both on all processes.
         """
         self.finish()
-        tensors = checkpoint.all_tensors(self.model, self.optimizers)
-        if bad := sharded.not_finite(tensors):  # on all processes, before the main process writes alone
+        tensors = {"model": checkpoint.own_weights(self.model), "optimizer": state_tensors(self.optimizers)}
+        if bad := checkpoint.not_finite(tensors["model"] | tensors["optimizer"]):
             raise Diverged(f"{bad} is not finite at step {step}, so no checkpoint is written: lower optim.lr")
-        if not self.cfg.sharded:
-            keep, main = self.cfg.keep, self.world.main
-            checkpoint.save(self.run_dir, step, self.model, self.optimizers, keep, self.cfg.at, guard, main)
-            self.world.barrier()
-            return
-        self.folder = checkpoint.of_step(self.run_dir, step)
-        partial = self.folder.with_name(f"{PARTIAL}{self.folder.name}")
-        if self.world.main:
-            partial.mkdir(parents=True)
-        self.world.barrier()
         state = {"step": step, "model": asdict(self.model.cfg), "guard": guard or {}}
-        written = sharded.write(partial, tensors, self.group)
-        self.writing = self.thread.submit(self._publish, written, partial, state) if self.world.main else written
+        background = self.cfg.background or self.cfg.sharded
+        split = any(isinstance(p, DTensor) for p in self.model.parameters())
+        part = f"-part{self.world.rank + 1}" if split else ""
+        files = {f"{kind}{part}.safetensors": pieces(own, self.world.main, background) for kind, own in tensors.items()}
+        if background:
+            self.writing = self.thread.submit(self._write, step, files, state)
+        else:
+            self._write(step, files, state)
 
     def finish(self) -> None:
-        """Wait until the checkpoint that was begun is on the disk. ValueError on all processes if a part could not be written,
-        on the main process if the parts could not be put into their folder.
-        """
+        """Wait until the checkpoint that was begun is on the disk. ValueError on all processes if it cannot be written."""
         writing, self.writing = self.writing, None
-        try:
-            if writing:
-                writing.result()
-        except CheckpointException as error:
-            rank, (reason, _) = next(iter(error.failures.items()))
-            raise checkpoint.not_written(self.folder, f"process {rank}: {reason}") from error
-        except OSError as error:
-            raise checkpoint.not_written(self.folder, error) from error
+        if writing:
+            writing.result()
 
-    def _publish(self, written: Future, partial: Path, state: dict[str, Any]) -> None:
+    def _write(self, step: int, files: dict[str, Pieces], state: dict[str, Any]) -> None:
+        folder = of_step(self.run_dir, step)
+        partial = folder.with_name(f".{folder.name}.part")
+
+        def begin() -> None:
+            partial.mkdir(parents=True)
+
+        def write() -> None:
+            for name, (tensors, header) in files.items():
+                if tensors:
+                    save_file(tensors, partial / name, header)
+
+        def publish() -> None:
+            complete(partial, state)
+            replace_folder(folder, partial)
+            flush(folder.parent)  # before other checkpoints are deleted
+            self._prune(step)
+
         try:
-            written.result()
-            checkpoint.complete(partial, state, sharded.shards(partial))
-            with whole_folder(self.folder) as whole:  # a damaged checkpoint of this name is replaced
-                for path in partial.iterdir():
-                    os.replace(path, whole / path.name)
+            self._together(folder, begin, main=True)
+            self._together(folder, write)
+            self._together(folder, publish, main=True)
         finally:
-            shutil.rmtree(partial, ignore_errors=True)  # empty, or half written on a full disk
-        checkpoint.flush(self.folder.parent)  # before other checkpoints are deleted
-        checkpoint.prune(self.run_dir, state["step"], self.cfg.keep, self.cfg.at)
+            if self.world.main:
+                shutil.rmtree(partial, ignore_errors=True)  # half written on a full disk
+
+    def _together(self, folder: Path, work: Callable[[], None], main: bool = False) -> None:
+        """Do `work` on all processes (main: on the main one); wait for all. ValueError on all if a file cannot be written."""
+        reason = ""
+        try:
+            if self.world.main or not main:
+                work()
+        except (OSError, SafetensorError) as error:
+            reason = f"process {self.world.rank}: {error}" if self.group else str(error)
+        reasons = [reason]
+        if self.group:
+            reasons *= self.world.size
+            dist.all_gather_object(reasons, reason, self.group)
+        if reason := next(filter(None, reasons), ""):
+            # By the text, because safetensors and the errors of other processes keep no number.
+            full = any(os.strerror(code) in reason for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
+            kept = "; the checkpoint before it is kept" if checkpoints(self.run_dir) else ""
+            fix = "free space" if full else "correct that"
+            raise ValueError(f"{folder} could not be written ({reason}){kept}: {fix}, then use resume=true")
+
+    def _prune(self, step: int) -> None:
+        """Among the checkpoints up to `step`, delete all but the newest `cfg.keep` (0: none) and those of the steps `cfg.at`.
+
+        Checkpoints of later steps are damaged, because the run was resumed from an earlier step. They do not count as newest,
+        and the run replaces them when it reaches their steps.
+        """
+        written = [folder for folder in checkpoints(self.run_dir) if folder.name <= folder_name(step)]
+        for old in written[: -self.cfg.keep] if self.cfg.keep else []:
+            if old.name not in map(folder_name, self.cfg.at):
+                shutil.rmtree(old)
+
+
+def save(run_dir: Path, step: int, model: Decoder, optimizers: list[torch.optim.Optimizer]) -> Path:
+    """Write a checkpoint from a single process, delete none, and return its folder. See `Saver`."""
+    Saver(run_dir, CheckpointConfig(keep=0), model, optimizers, World(0, 1, torch.device("cpu"))).save(step)
+    return of_step(run_dir, step)
+
+
+def pieces(tensors: Tensors, main: bool, copy: bool) -> Pieces:
+    """What this process writes of `tensors`, in main memory: its piece of each split one and, if `main`, the others. If some
+    are split, the header says where in the whole tensors the pieces begin.
+    """
+    kept, begins, split = {}, {}, False
+    for name, tensor in tensors.items():
+        mine, begin = main, [0] * tensor.dim()
+        if isinstance(tensor, DTensor):
+            places = zip(tensor.device_mesh.get_coordinate(), tensor.placements, strict=True)
+            mine = all(rank == 0 for rank, place in places if place.is_replicate())  # hsdp has several copies
+            begin, tensor, split = list(tensor.__create_chunk_list__()[0].offsets), tensor.to_local(), True
+            mine &= tensor.numel() > 0  # a tensor may have fewer rows than there are processes
+        if mine:
+            kept[name], begins[name] = tensor.detach().to("cpu", copy=copy).contiguous(), {"saved_offsets": begin}
+    return kept, {"DCP_SHARDING_INFO": json.dumps(begins)} if split else None
+
+
+def complete(partial: Path, state: dict[str, Any]) -> None:
+    """Write the state file, with the checksums of the other files, and wait until the whole folder is on the disk."""
+    state = state | {"sha256": {path.name: checkpoint.sha256(path) for path in sorted(partial.iterdir())}}
+    (partial / checkpoint.STATE).write_text(json_text(state | {"checksum": checkpoint.state_checksum(state)}, indent=1))
+    for path in (*partial.iterdir(), partial):
+        flush(path)
+
+
+def flush(path: Path) -> None:
+    """Wait until a file's content, or the names in a folder, are on the disk."""
+    if os.name == "nt" and path.is_dir():  # Windows opens no folders
+        return
+    handle = os.open(path, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)

@@ -19,7 +19,7 @@ from data.tokenizer import Tokenizer, build_tokenizer
 from eval import attention_noise, needle, perplexity
 from model.config import DecoderConfig
 from model.decoder import Decoder
-from training import checkpoint
+from training.saver import save
 
 TEXT = "It was a long road. Nobody knew where it began.\nThe rain had stopped, and the river was brown with mud. "
 
@@ -49,7 +49,7 @@ def make_run(tmp_path: Path, tokenizer: Tokenizer, shards: Path) -> Callable[...
         folder.mkdir(parents=True)
         cfg = DecoderConfig(layers=layers, n_layer=2, n_head=4, d_model=32, context=160, vocab_size=tokenizer.vocab_size)
         model = Decoder(cfg, seed=seed)
-        checkpoint.save(folder, 4, model, [], keep=2)
+        save(folder, 4, model, [])
         described = {"name": "made-up", "source": "text", "dir": str(shards), "retrieval": {"weight": 50, "digits": 4}}
         config = {"model": asdict(model.cfg), "data": described | data, "seed": seed, "steps": 4}
         (folder / "config.yaml").write_text(yaml.safe_dump(config))

@@ -9,6 +9,7 @@ import torch
 
 from eval import attention_noise, icl, needle, outliers, perplexity, quantization
 from training import checkpoint
+from training.saver import save
 
 NEEDLE = ("samples=1", "depths=[0.5]")
 COMMANDS = {
@@ -30,6 +31,6 @@ def test_no_result_of_numbers_that_are_not_finite(
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(1e20)  # finite weights, as a checkpoint must have, but no finite activations
-    checkpoint.save(run, 5, model, [], keep=2)
+    save(run, 5, model, [])
     assert "not finite: its training diverged" in refused(evaluation, f"run={run}", *COMMANDS[evaluation])
     assert not list(run.glob("eval/*.json"))

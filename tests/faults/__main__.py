@@ -72,7 +72,7 @@ def kill_checkpoint(world: World, draw: random.Random) -> str:
 
 def kill_parts(world: World, draw: random.Random) -> str:
     """A kill of one or both of two processes that share a model, while each writes its part of a checkpoint."""
-    more = ("parallel=fsdp", "checkpoint.sharded=true", "resume=true", "steps=6")
+    more = ("parallel=fsdp", "checkpoint.background=true", "resume=true", "steps=6")
     whole, run, begun = world.folder / "whole_parts", world.fresh("killed"), draw.randrange(1, 6)
     if not whole.exists() and (codes := [wait(p) for p in launch_two(world.train(whole, *more), world.log)]) != [0, 0]:
         return f"without a kill: exit codes {codes}"

@@ -10,7 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.faults.runs import World, call, ending, launch, wait
-from training.checkpoint import WEIGHTS, checkpoints
+from training.checkpoint import checkpoints
+
+WEIGHTS = "model.safetensors"
 
 LONG = ("steps=100000", "checkpoint.every=0")
 
@@ -60,9 +62,9 @@ def second_signal(world: World) -> str:
     """A second one ends at once, even while a checkpoint is written."""
 
     def never() -> None:
-        from training import checkpoint
+        from training import saver
 
-        checkpoint.save = lambda *_, **__: time.sleep(60)
+        saver.save_file = lambda *_: time.sleep(60)
 
     run = world.fresh("end")
     process = launch("train", world.train(run, *LONG), world.log, never)

@@ -14,13 +14,11 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
 from safetensors.torch import load_file
 
 from configs.files import read_json_lines
 from tests.conftest import TINY, WORDS
-from training import sharded
-from training.checkpoint import OPTIMIZER, WEIGHTS, checkpoints
+from training.checkpoint import checkpoints
 
 STEPS = 16
 RUN = (
@@ -140,17 +138,9 @@ def ending(run: Path) -> dict[str, str]:
     return {
         "metrics": json.dumps(lines),
         "checkpoint": last.name,
-        **(_joined(last) if sharded.shards(last) else {}),
-        **{path.name: _digest(path) for path in (last / WEIGHTS, last / OPTIMIZER) if path.exists()},
+        **{path.name: _digest(path) for path in last.glob("*.safetensors")},
         "litter": ", ".join(path.name for path in run.rglob(".*") if path.name != ".lock"),
     }
-
-
-def _joined(folder: Path) -> dict[str, str]:
-    """The bits of a sharded checkpoint's tensors: which process holds which, and where in its file, is torch's choice."""
-    tensors = {key: torch.empty(about.size, dtype=about.properties.dtype) for key, about in sharded.sizes(folder).items()}
-    sharded.fill(folder, tensors)
-    return {key: hashlib.sha256(tensor.numpy().tobytes()).hexdigest() for key, tensor in tensors.items()}
 
 
 def prepared(folder: Path) -> dict[str, str]:

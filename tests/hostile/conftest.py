@@ -14,7 +14,7 @@ from data.shards import META, write_shard
 from data.tokenizer import Tokenizer, build_tokenizer
 from model.config import DecoderConfig
 from model.decoder import Decoder
-from training import checkpoint
+from training.saver import save
 
 TEXT = "A text of some length, about the sea. " * 40
 
@@ -49,7 +49,7 @@ def make_run(tmp_path: Path, tokenizer: Tokenizer, shards: Path) -> Callable[[st
     def make(name: str) -> Path:
         folder = tmp_path / "runs" / name
         cfg = DecoderConfig(n_layer=1, n_head=2, d_model=16, context=64, vocab_size=tokenizer.vocab_size)
-        checkpoint.save(folder, 4, Decoder(cfg, seed=1), [], keep=2)
+        save(folder, 4, Decoder(cfg, seed=1), [])
         tokenizer.save(folder)
         data = {"name": "made-up", "source": "text", "dir": str(shards)}
         (folder / "config.yaml").write_text(yaml.safe_dump({"model": asdict(cfg), "data": data, "seed": 1, "steps": 4}))

@@ -21,8 +21,8 @@ from model.interop.huggingface import read_folder
 from scripts import export
 from scripts.export import load_lines
 from tests.variants import config
-from training import checkpoint
 from training.run import TrainConfig, deciding
+from training.saver import save
 
 transformers = pytest.importorskip("transformers", reason="needs the package transformers")
 pytestmark = pytest.mark.usefixtures("remote_code")
@@ -36,7 +36,7 @@ def make_run(path: Path, variant: str, **changes: object) -> Decoder:
     build_tokenizer(TokenizerConfig("bytes")).save(path)
     for step in (0, 10):
         model = Decoder(config(variant, vocab_size=257, **changes), seed=step).eval()
-        checkpoint.save(path, step, model, [], keep=0)
+        save(path, step, model, [])
     return model
 
 

@@ -23,6 +23,7 @@ from scripts import sample
 from scripts.sample import SampleConfig, Screen, Text, as_typed
 from tests.conftest import Typed, run_command
 from training import checkpoint
+from training.saver import save
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +48,7 @@ def make_run(tmp_path: Path, tokenizer: Tokenizer) -> Callable[..., Path]:
         with torch.no_grad():
             for p in model.parameters():
                 p.add_(torch.randn(p.shape, generator=generator) * 0.2)
-        checkpoint.save(folder, 4, model, [], keep=2)
+        save(folder, 4, model, [])
         (folder / "config.yaml").write_text(yaml.safe_dump({"model": asdict(model.cfg)}))
         tokenizer.save(folder)
         return folder

@@ -4,6 +4,7 @@ A plan is a list of [processes, jobs]; a job is [function of this file, argument
 or the error that ended it, are written as JSON. Starting Python once for all groups is what keeps these tests short.
 """
 
+import errno
 import json
 import os
 import socket
@@ -16,7 +17,8 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 from omegaconf import OmegaConf
-from torch.distributed.tensor import DTensor
+from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -25,13 +27,14 @@ from model.config import DecoderConfig
 from model.decoder import Decoder
 from train import train as run_training
 from training import checkpoint
+from training import saver as saving
 from training.checkpoint import CheckpointConfig
 from training.distributed import World, join_world
 from training.guard import Guard
 from training.memory import local_bytes
 from training.muon import local
 from training.optim import OptimConfig, build_optimizers, state_tensors
-from training.parallel import Parallel, gathered, split_as
+from training.parallel import Parallel
 from training.saver import Saver
 
 SMALL = DecoderConfig(layers="ib", n_layer=2, n_head=4, d_model=32, context=16, vocab_size=37)
@@ -94,16 +97,18 @@ def measure(world: World, kind: str, shard: int | None, optim: str, micros: int)
 
 def same_update(world: World, kind: str, shard: int | None) -> bool:
     """Whether two steps of Muon with the same gradients give whole matrices and split ones the same bits."""
-    found = []
+    updated = []
     for layout in (("ddp", None), (kind, shard)):
         parallel, (muon, _) = small(world, *layout, "muon")
         generator = torch.Generator().manual_seed(0)
         for _ in range(2):
             for p in parallel.model.parameters():
-                p.grad = split_as(torch.randn(p.shape, generator=generator), p)
+                grad = torch.randn(p.shape, generator=generator)
+                split = isinstance(p, DTensor)
+                p.grad = distribute_tensor(grad, p.device_mesh, p.placements, src_data_rank=None) if split else grad
             muon.step()
-        found.append(gathered(dict(parallel.model.named_parameters()), keep=True))
-    return all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())
+        updated.append([p.full_tensor() if isinstance(p, DTensor) else p for p in parallel.model.parameters()])
+    return all(map(torch.equal, *updated))
 
 
 def skip(world: World, kind: str, shard: int | None, optim: str) -> list[bool]:
@@ -114,7 +119,8 @@ def skip(world: World, kind: str, shard: int | None, optim: str) -> list[bool]:
     guard.ask_host = False
     tokens = torch.arange(32).reshape(2, 16) % SMALL.vocab_size
     for factor in (float("nan"), 1.0):
-        held = {name: local(tensor) for name, tensor in checkpoint.all_tensors(parallel.model, optimizers).items()}
+        tensors = checkpoint.own_weights(parallel.model) | state_tensors(optimizers)
+        held = {name: local(tensor) for name, tensor in tensors.items()}
         before = {name: tensor.clone() for name, tensor in held.items()}
         loss = parallel.net(tokens, tokens) * factor
         loss.backward()
@@ -149,22 +155,40 @@ class Messages(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def write_both(world: World, kind: str, shard: int | None, optim: str, folder: str) -> None:
-    """The same state as a gathered and as a sharded checkpoint, the latter while training goes on."""
+def write(world: World, kind: str, shard: int | None, optim: str, folder: str) -> None:
+    """The same state as whole tensors, as a checkpoint, and as one that is written while training goes on."""
     parallel, optimizers = small(world, kind, shard, optim)
     steps(parallel, optimizers, 2)
-    for form in ("gathered", "sharded"):
-        saver = Saver(Path(folder) / form, CheckpointConfig(sharded=form == "sharded"), parallel.model, optimizers, world)
+    tensors = checkpoint.own_weights(parallel.model) | state_tensors(optimizers)
+    whole = {name: t.full_tensor() if isinstance(t, DTensor) else t.clone() for name, t in tensors.items()}
+    for how in ("waiting", "background"):
+        saver = Saver(Path(folder, how), CheckpointConfig(background=how == "background"), parallel.model, optimizers, world)
         saver.save(2)
     steps(parallel, optimizers, 1)
     saver.finish()
+    if world.main:
+        save_file(whole, Path(folder, "whole.safetensors"))
 
 
 def reread(world: World, kind: str, shard: int | None, optim: str, folder: str, copy: str) -> None:
-    """What these processes read of a sharded checkpoint, gathered again into a checkpoint in `copy`."""
+    """What these processes read of a checkpoint, written again into `copy`."""
     parallel, optimizers = small(world, kind, shard, optim)
     step = checkpoint.load(Path(folder), parallel.model, optimizers)
     Saver(Path(copy), CheckpointConfig(), parallel.model, optimizers, world).save(step)
+
+
+def full(world: World, folder: str) -> None:
+    """A checkpoint for which the second process has no room."""
+
+    def no_room(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    parallel, optimizers = small(world, "fsdp", None, "adamw")
+    saving.save_file, save_file = saving.save_file if world.rank != 1 else no_room, saving.save_file
+    try:
+        Saver(Path(folder), CheckpointConfig(), parallel.model, optimizers, world).save(1)
+    finally:
+        saving.save_file = save_file
 
 
 def main(plan: Path, results: Path) -> None:

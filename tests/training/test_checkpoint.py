@@ -12,8 +12,11 @@ from safetensors.torch import load_file, save_file
 from model.decoder import Decoder
 from tests.training.test_parts import stepped
 from tests.variants import config
-from training import checkpoint, sharded
+from training import checkpoint, saver
+from training.checkpoint import CheckpointConfig
+from training.distributed import World
 from training.optim import OptimConfig, build_optimizers
+from training.saver import save
 
 
 @pytest.fixture
@@ -22,7 +25,7 @@ def run(tmp_path: Path) -> Path:
     model = Decoder(config("baseline"))
     optimizers = stepped(model, OptimConfig())
     for step in (1, 2):
-        checkpoint.save(tmp_path, step, model, optimizers, keep=0)
+        save(tmp_path, step, model, optimizers)
     return tmp_path
 
 
@@ -36,8 +39,8 @@ def signed(folder: Path, **changes: object) -> None:
     """Change state.json so that its checksum fits again."""
     state = json.loads((folder / "state.json").read_text())
     state.pop("checksum")
-    state |= {"sha256": sharded.checksums(folder / name for name in state["sha256"])} | changes
-    (folder / "state.json").write_text(json.dumps(state | {"checksum": checkpoint._checksum(state)}))
+    state |= {"sha256": {name: checkpoint.sha256(folder / name) for name in state["sha256"]}} | changes
+    (folder / "state.json").write_text(json.dumps(state | {"checksum": checkpoint.state_checksum(state)}))
 
 
 def truncate(folder: Path) -> None:
@@ -108,7 +111,7 @@ def test_a_foreign_newest_checkpoint_gives_way_and_all_damaged_is_one_line(run: 
     folder = run / "checkpoints" / "step_00000002"
     shutil.rmtree(folder)
     other = Decoder(config("diff"))
-    checkpoint.save(tmp_path, 2, other, stepped(other, OptimConfig()), keep=0)
+    save(tmp_path, 2, other, stepped(other, OptimConfig()))
     assert newest(run) == "step_00000001"
     with pytest.raises(checkpoint.OtherModel, match="use the same model= and size= overrides$"):
         checkpoint.newest(tmp_path, lambda folder: checkpoint.load(folder, Decoder(config("gated"))))
@@ -122,30 +125,31 @@ def test_what_is_not_finite_is_never_written(run: Path) -> None:
     optimizers = stepped(model, OptimConfig())
     optimizers[0].state[model.embedding.weight]["exp_avg"][0, 0] = float("inf")
     with pytest.raises(ValueError, match="embedding.weight/exp_avg is not finite at step 3"):
-        checkpoint.save(run, 3, model, optimizers, keep=1)
+        save(run, 3, model, optimizers)
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_00000001", "step_00000002"]
 
 
 def test_a_later_damaged_checkpoint_does_not_displace_the_one_just_written(run: Path) -> None:
     """The run resumed from step 2, because step 4 is damaged."""
     model = Decoder(config("baseline"))
-    checkpoint.save(run, 4, model, stepped(model, OptimConfig()), keep=0)
+    save(run, 4, model, stepped(model, OptimConfig()))
     truncate(run / "checkpoints" / "step_00000004")
     for step, kept in ((3, ["step_00000001", "step_00000003", "step_00000004"]), (4, ["step_00000001", "step_00000004"])):
-        checkpoint.save(run, step, model, stepped(model, OptimConfig()), keep=1, staying=[1])
+        alone = World(0, 1, torch.device("cpu"))
+        saver.Saver(run, CheckpointConfig(keep=1, at=[1]), model, stepped(model, OptimConfig()), alone).save(step)
         assert [folder.name for folder in checkpoint.checkpoints(run)] == kept
     assert newest(run) == "step_00000004"
 
 
 def test_a_full_disk_keeps_the_checkpoint_before_and_leaves_no_litter(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(tensors: dict, path: Path) -> None:
+    def full(tensors: dict, path: Path, header: None) -> None:
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "save_file", full)
+    monkeypatch.setattr(saver, "save_file", full)
     model = Decoder(config("baseline"))
     with pytest.raises(ValueError, match="No space left on device.*the checkpoint before it is kept"):
-        checkpoint.save(run, 3, model, stepped(model, OptimConfig()), keep=1)
+        save(run, 3, model, stepped(model, OptimConfig()))
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_00000001", "step_00000002"]
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from configs import one_line_errors
 from configs.files import FolderLock, json_text, remove_leftovers, whole_folder, write_atomic, write_json
@@ -18,7 +17,6 @@ from data.loader import inputs_and_targets
 from eval.common import EvalConfig
 from tests.conftest import ROOT, Typed, train_arguments
 from training.distributed import World, join_world, pick_device
-from training.parallel import gathered
 from training.run import TrainConfig
 
 CPU = torch.device("cpu")
@@ -79,19 +77,6 @@ for _ in range(4):
     done = subprocess.run(torchrun, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("0.5") == 8  # the two processes print at once
-
-
-def test_what_is_gathered_from_gpus_lies_in_main_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A scalar, which is whole on every process, too: it is written beside the tensors that were split."""
-
-    class Split:
-        def full_tensor(self) -> torch.Tensor:
-            return torch.zeros(3, device="cuda")
-
-    monkeypatch.setattr("training.parallel.DTensor", Split)
-    with FakeTensorMode():
-        found = gathered({"weight": Split(), "step": torch.zeros((), device="cuda")}, keep=True)
-    assert {tensor.device.type for tensor in found.values()} == {"cpu"}
 
 
 def test_a_gpu_copies_rows_without_gaps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,30 +3,29 @@
 import errno
 import json
 import os
+import re
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch._functorch.config as partitioner
-from safetensors.torch import load_file
-from torch.distributed.checkpoint import CheckpointException
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from model.decoder import Decoder
-from scripts import consolidate
 from tests.conftest import run_command, train_arguments
 from tests.training.estimates import Layout, messages, skeleton, states
 from tests.training.processes import SMALL
 from tests.training.test_train import losses, metrics
 from tests.variants import config
-from training import checkpoint, parallel, sharded
+from training import checkpoint, parallel, saver
 from training.checkpoint import CheckpointConfig, checkpoints, load_run
 from training.distributed import World
-from training.optim import OptimConfig, build_optimizers
+from training.optim import OptimConfig, build_optimizers, state_tensors
 from training.parallel import KEEP_INPUTS, compile_steps
-from training.saver import Saver
+from training.saver import Saver, save
 
 WATCHED = (
     "model=introspective",
@@ -102,7 +101,13 @@ def group(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
         return run("chain", "checkpoint.every=5", "resume=true", *overrides)
 
     muon = ("model=baseline", "optim=muon")
-    hybrid = ("parallel=hsdp", "shard_processes=2", "micro_batch=1", "checkpoint.sharded=true", "activation_checkpointing=true")
+    hybrid = (
+        "parallel=hsdp",
+        "shard_processes=2",
+        "micro_batch=1",
+        "checkpoint.background=true",
+        "activation_checkpointing=true",
+    )
     plan = [
         [1, {"one": ["train", run("one")], "chain 1": ["train_until", [5, *chain()]]}],
         [2, {
@@ -118,14 +123,15 @@ def group(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
             "fsdp of 4": ["train", run("fsdp4", "parallel=fsdp")],
             "hsdp mixed": ["train", run("hsdp_mixed", *MIXED, "parallel=hsdp", "shard_processes=2")],
             "muon hsdp": ["train", run("muon_hsdp", *muon, "parallel=hsdp", "shard_processes=2")],
-            "chain 4": ["train_until", [15, *chain(*hybrid)]],
+            "chain 4": ["train_until", [15, *chain(*hybrid, "activation_checkpointing=true")]],
             "same fsdp of 4": ["same_update", ["fsdp", None]],
             "same hsdp": ["same_update", ["hsdp", 2]],
-            "write": ["write_both", ["fsdp", None, "muon", str(folder)]],
+            "write": ["write", ["fsdp", None, "muon", str(folder)]],
+            "full": ["full", [str(folder / "full")]],
             **{wrong: ["train", run("wrong", *wrong.split())] for wrong in WRONG},
         }],
         [2, {
-            f"reread {kind}": ["reread", [kind, None, "muon", str(newest(folder / "sharded", 2)), str(folder / kind / "copy")]]
+            f"reread {kind}": ["reread", [kind, None, "muon", str(newest(folder / "waiting", 2)), str(folder / kind / "copy")]]
             for kind in ("fsdp", "ddp")
         }],
         [1, {"chain end": ["train", chain()]}],
@@ -185,44 +191,64 @@ def test_processes_take_over_from_fewer_and_more(group: tuple) -> None:
     assert losses(folder / "chain")[20] == pytest.approx(losses(folder / "one")[20], abs=1e-5)
 
 
-def everything(run: Path) -> dict[str, torch.Tensor]:
-    """All tensors of the whole checkpoint of step 2."""
-    files = {name: load_file(newest(run, 2) / f"{name}.safetensors") for name in ("model", "optimizer")}
-    return {f"{file}/{name}": tensor for file, tensors in files.items() for name, tensor in tensors.items()}
-
-
-def test_a_sharded_checkpoint_of_four_is_read_by_one_and_two(group: tuple) -> None:
-    folder, _ = group
-    written = everything(folder / "gathered")
-    assert len(list(newest(folder / "sharded", 2).glob("shard-*"))) == 4
+def read_by_one(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors that a single process reads of a checkpoint of step 2."""
     model = Decoder(SMALL, seed=1)
     optimizers = build_optimizers(model, OptimConfig(name="muon"))
-    assert checkpoint.load(newest(folder / "sharded", 2), model, optimizers) == 2
-    checkpoint.save(folder / "alone", 2, model, optimizers, keep=0)
-    for copy in (folder / "alone", folder / "fsdp" / "copy", folder / "ddp" / "copy"):
-        read = everything(copy)
-        assert read.keys() == written.keys()
-        assert all(torch.equal(read[name], tensor) for name, tensor in written.items()), copy
+    assert checkpoint.load(folder, model, optimizers) == 2
+    return checkpoint.own_weights(model) | state_tensors(optimizers)
 
 
-def test_sharded_checkpoints_are_evaluated_joined_and_checked(group: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = group[0] / "chain"
-    folder = newest(run, 15)
-    before, guard = load_run(run, step=15).model.state_dict(), checkpoint.read_state(folder)["guard"]
-    monkeypatch.setattr("sys.argv", ["consolidate.py", f"run={run}", "step=15"])
-    consolidate.main()
-    assert guard and checkpoint.read_state(folder)["guard"] == guard
-    assert (folder / "model.safetensors").is_file() and not list(folder.glob("shard-*"))
-    after = load_run(run, step=15).model.state_dict()
-    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
-    assert [path.name for path in run.iterdir() if path.name.startswith(".")] == [".lock"]  # nothing is left over
-    damaged = newest(group[0] / "sharded", 2)
-    file = damaged / "shard-00003-model-00001-of-00001.safetensors"
+def same(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> bool:
+    return some.keys() == others.keys() and all(torch.equal(tensor, others[name]) for name, tensor in some.items())
+
+
+def older(folder: Path, run: Path) -> Path:
+    """A checkpoint of several processes as they were written before: a file per process, prefixed names, equal headers."""
+    state, copy = checkpoint.read_state(folder), newest(run, 2)
+    copy.mkdir(parents=True)
+    for part in range(1, 5):
+        tensors, begins = {}, {}
+        for kind in ("model", "optimizer"):
+            with safe_open(folder / f"{kind}-part{part}.safetensors", "pt") as file:
+                header = json.loads(file.metadata()["DCP_SHARDING_INFO"])
+                tensors |= {f"{kind}/{name}": file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
+                begins |= {f"{kind}/{name}": begin for name, begin in header.items()}
+        save_file(
+            tensors, copy / f"shard-{part:05d}-model-00001-of-00001.safetensors", {"DCP_SHARDING_INFO": json.dumps(begins)}
+        )
+    saver.complete(copy, state)
+    return copy
+
+
+def test_a_checkpoint_of_four_is_read_by_one_and_two(group: tuple) -> None:
+    folder, _ = group
+    whole, written = load_file(folder / "whole.safetensors"), newest(folder / "waiting", 2)
+    assert len(list(written.glob("model-part*"))) == len(list(written.glob("optimizer-part*"))) == 4
+    for path in written.glob("*.safetensors"):
+        assert path.read_bytes() == (newest(folder / "background", 2) / path.name).read_bytes(), path
+    copies = [newest(folder / kind / "copy", 2) for kind in ("fsdp", "ddp")]
+    for copy in (written, older(written, folder / "older"), *copies):
+        assert same(read_by_one(copy), whole), copy
+    files = [load_file(copies[1] / f"{kind}.safetensors") for kind in ("model", "optimizer")]  # by one process, of ddp
+    assert same(files[0] | files[1], whole) and len(list(copies[1].iterdir())) == 3
+
+
+def test_a_checkpoint_of_four_is_evaluated_and_checked(group: tuple) -> None:
+    folder = group[0]
+    assert load_run(folder / "chain", step=15).step == 15 and checkpoint.read_state(newest(folder / "chain", 15))["guard"]
+    damaged = newest(folder / "background", 2)
+    file = damaged / "model-part3.safetensors"
     content = file.read_bytes()
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    with pytest.raises(ValueError, match="00003.*is damaged"):
+    with pytest.raises(ValueError, match="part3.*is damaged"):
         checkpoint.load(damaged, Decoder(SMALL))
-    file.write_bytes(content)
+
+
+def test_a_process_without_room_is_named_by_all_and_nothing_is_left(group: tuple) -> None:
+    folder, results = group
+    assert re.search("could not be written .process 1: .*No space left on device.: free space, then", results["full"])
+    assert not list((folder / "full" / "checkpoints").iterdir())
 
 
 @pytest.mark.parametrize("layout", ("fsdp", "fsdp of 4", "hsdp"))
@@ -243,35 +269,34 @@ def test_memory_and_messages_are_what_the_formulas_say(group: tuple, case: int) 
     assert found["sent"] == messages(model, layout, micros, optim)
 
 
-def test_a_sharded_checkpoint_from_before_the_first_step_is_resumed(tmp_path: Path) -> None:
-    model, alone = Decoder(SMALL, seed=2), World(0, 1, torch.device("cpu"))
-    saver = Saver(tmp_path, CheckpointConfig(sharded=True), model, build_optimizers(model, OptimConfig()), alone)
-    saver.save(0)
-    saver.finish()
+def test_a_checkpoint_from_before_the_first_step_is_resumed(tmp_path: Path) -> None:
+    model = Decoder(SMALL, seed=2)
+    folder = save(tmp_path, 0, model, build_optimizers(model, OptimConfig()))
     other = Decoder(SMALL, seed=3)
     optimizers = build_optimizers(other, OptimConfig())
-    assert checkpoint.load(checkpoints(tmp_path)[0], other, optimizers) == 0
+    assert checkpoint.load(folder, other, optimizers) == 0
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
     assert not any(optimizers[0].state.values())
 
 
-def test_one_process_writes_parts_and_says_when_it_cannot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ("background", "sharded"))
+def test_checkpoints_in_the_background(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, alone = Decoder(SMALL, seed=2), World(0, 1, torch.device("cpu"))
-    (tmp_path / "checkpoints" / ".partial_step_00000007").mkdir(parents=True)  # of a killed run
-    saver = Saver(tmp_path, CheckpointConfig(sharded=True, keep=1), model, build_optimizers(model, OptimConfig()), alone)
+    cfg = CheckpointConfig(keep=1, **{name: True})
+    writer = Saver(tmp_path, cfg, model, build_optimizers(model, OptimConfig()), alone)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    flush, there = checkpoint.flush, []
+    flush, there = saver.flush, []
 
     def seen(path: Path) -> None:
         there.append((path, len(checkpoints(tmp_path))))
         flush(path)
 
-    monkeypatch.setattr(checkpoint, "flush", seen)
+    monkeypatch.setattr(saver, "flush", seen)
     for step in (1, 2):
-        saver.save(step)
+        writer.save(step)
         for p in model.parameters():
             p.data.add_(1)  # training goes on while the files are written
-    saver.finish()
+    writer.finish()
     counts = [count for path, count in there if path == tmp_path / "checkpoints"]
     assert counts == [1, 2]  # the second is on the disk before the first is deleted
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [checkpoint.folder_name(2)]
@@ -279,12 +304,14 @@ def test_one_process_writes_parts_and_says_when_it_cannot(tmp_path: Path, monkey
     assert checkpoint.load(newest(tmp_path, 2), other) == 2
     assert all(torch.equal(p, before[name] + 1) for name, p in other.named_parameters())
     for code, fix in ((errno.ENOSPC, "free space"), (errno.EFBIG, "free space"), (errno.EIO, "correct that")):
-        failed: Future = Future()
-        failed.set_exception(CheckpointException("save", {3: (OSError(code, os.strerror(code)), None)}))
-        monkeypatch.setattr(sharded, "write", lambda *_, failed=failed: failed)
-        saver.save(3)
-        with pytest.raises(ValueError, match=f"could not be written .process 3: .*{os.strerror(code)}.*kept: {fix}, then use"):
-            saver.finish()
+
+        def fail(*_: Any, code: int = code) -> None:
+            raise OSError(code, os.strerror(code))
+
+        monkeypatch.setattr(saver, "save_file", fail)
+        writer.save(3)
+        with pytest.raises(ValueError, match=f"could not be written .*{os.strerror(code)}.*kept: {fix}, then use"):
+            writer.finish()
         assert list((tmp_path / "checkpoints").iterdir()) == [newest(tmp_path, 2)]  # nothing half written is left
 
 

@@ -18,6 +18,7 @@ from training import checkpoint, distributed, validation
 from training.distributed import World, pick_dtype
 from training.metrics import Metrics, peak_flops
 from training.optim import OptimConfig, build_optimizers, set_lr, state_tensors
+from training.saver import save
 from training.schedule import check_warmup, decay_start, lr_factor
 from training.validation import losses_apart
 
@@ -92,7 +93,7 @@ def test_a_checkpoint_brings_back_weights_and_optimizer_exactly(variant: str, na
     cfg = OptimConfig(name=name)
     model = Decoder(config(variant))
     optimizers = stepped(model, cfg)
-    folder = checkpoint.save(tmp_path, 2, model, optimizers, keep=2)
+    folder = save(tmp_path, 2, model, optimizers)
     other = Decoder(config(variant), seed=9)
     others = build_optimizers(other, cfg)
     assert checkpoint.load(folder, other, others) == 2
@@ -106,7 +107,7 @@ def test_a_checkpoint_brings_back_weights_and_optimizer_exactly(variant: str, na
 def test_foreign_checkpoints_are_named(tmp_path: Path) -> None:
     model = Decoder(config("baseline"))
     optimizers = stepped(model, OptimConfig())
-    folder = checkpoint.save(tmp_path, 1, model, optimizers, keep=1)
+    folder = save(tmp_path, 1, model, optimizers)
     with pytest.raises(ValueError, match="another architecture: n_layer"):
         checkpoint.load(folder, Decoder(config("baseline", n_layer=1)))
     with pytest.raises(ValueError, match="gated.gate"):

@@ -20,7 +20,7 @@ from tests.training import processes
 from training.checkpoint import checkpoints, read_state
 from training.distributed import World
 from training.optim import OptimConfig
-from training.run import TrainConfig, can_compile, compiles, default_run_dir, refuse_other_config
+from training.run import TrainConfig, can_compile, compiles, default_run_dir, refuse_other_config, start_or_resume
 from training.schedule import decay_start, lr_factor
 
 WSD = (
@@ -226,6 +226,12 @@ def test_a_resumed_run_remembers_the_window_of_its_guard(shards: Path, tmp_path:
     processes.train(alone, *of("cut", "resume=true"))
     whole, cut = (read_state(checkpoints(tmp_path / name)[-1])["guard"] for name in ("whole", "cut"))
     assert whole == cut and whole["seen"] == [6, 6]
+
+
+def test_processes_that_see_other_checkpoints_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(World, "largest", lambda world, number: number + 1)
+    with pytest.raises(ValueError, match="put run_dir on a file system that all processes share$"):
+        start_or_resume(TrainConfig(resume=True), tmp_path, None, [], None, None, World(1, 2, torch.device("cpu")))
 
 
 def test_every_step_and_every_seed_has_dropout_of_its_own(

@@ -18,7 +18,7 @@ from data.shards import write_shard
 from data.tokenizer import build_tokenizer
 from model.config import DecoderConfig
 from model.decoder import Decoder
-from training import checkpoint
+from training.saver import save
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted(Path(__file__).parent.glob("*.yaml"))
@@ -26,7 +26,7 @@ TABLE = {command: cases for file in FILES for command, cases in yaml.safe_load(f
 CASES = [(command, typed, says) for command, cases in TABLE.items() for typed, says in cases.items()]
 MODULES = {"train": "train", "prepare": "data.prepare", "report": "eval.report.__main__"}
 MODULES |= {name: f"ablation.{name}" for name in ("lambdas", "survival", "two_maps")}
-SCRIPTS = ("ablate", "bench", "consolidate", "convert", "export", "gpu", "publish", "sample")
+SCRIPTS = ("ablate", "bench", "convert", "export", "gpu", "publish", "sample")
 # One case of a command of each folder is typed in a shell, too: a process takes seconds to import torch.
 SHELL = [next(case for case in CASES if case[0] == command) for command in ("train", "prepare", "perplexity", "sample")]
 
@@ -48,7 +48,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
         path = folder / "shards" / f"{split}_000000.bin"
         write_shard(path, tokens, vocab_size=tokenizer.vocab_size, fingerprint=tokenizer.fingerprint)
     cfg = DecoderConfig(n_layer=1, n_head=2, d_model=16, context=64, vocab_size=tokenizer.vocab_size)
-    checkpoint.save(folder / "run", 4, Decoder(cfg, seed=1), [], keep=2)
+    save(folder / "run", 4, Decoder(cfg, seed=1), [])
     data = {"name": "made-up", "source": "text", "dir": str(folder / "shards"), "retrieval": {"weight": 0, "digits": 4}}
     config = {"model": asdict(cfg), "data": data, "seed": 1, "steps": 4}
     (folder / "run" / "config.yaml").write_text(yaml.safe_dump(config))
