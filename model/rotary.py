@@ -76,8 +76,8 @@ def _table(frequency: Tensor, length: int, offset: int) -> tuple[Tensor, Tensor]
     return angle.cos(), angle.sin()
 
 
-# For torch.compile, which would compute powers, cosines and sines again for every layer, sequence and head: a quarter of the
-# time of a training step on an H200 (docs/PERFORMANCE.md).
+# For torch.compile, which would compute powers, cosines and sines again for every layer, sequence and head: on an H200, kernels
+# with them took 22 of the 82 ms of a step of the baseline (docs/PERFORMANCE.md).
 TABLE = native.operator(
     f"{__name__.replace('.', '_')}::table",
     "(Tensor frequency, SymInt length, SymInt offset) -> (Tensor, Tensor)",
@@ -98,12 +98,8 @@ def rotate(x: Tensor, rope: Rope | None) -> Tensor:
     autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)
     dtype = x.dtype if autocast else torch.promote_types(x.dtype, torch.float32)
     cos, sin, wide = rope.cos.to(dtype), rope.sin.to(dtype), x.to(dtype)  # (T, d/2) twice
-    if in_order := x.is_cuda:  # (B, T, H, d), the order in memory, which attention on CUDA reads without a copy
-        cos, sin, wide = cos.unsqueeze(1), sin.unsqueeze(1), wide.transpose(1, 2)
     if rope.interleaved:
         even, odd = wide[..., 0::2], wide[..., 1::2]  # (B, H, T, d/2) each
-        turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
-    else:
-        left, right = wide.chunk(2, dim=-1)  # (B, H, T, d/2) each
-        turned = torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
-    return (turned.transpose(1, 2) if in_order else turned).to(x.dtype)
+        return torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2).to(x.dtype)
+    left, right = wide.chunk(2, dim=-1)  # (B, H, T, d/2) each
+    return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)
