@@ -18,15 +18,12 @@ from model.attention.kernels import diff  # noqa: E402
 
 SHARED = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}  # bytes that a block of threads may have
 SPILLED = 256  # bytes of a thread
-# Keys of 128 with values of 256 in one backward: accumulators of 512 numbers for each key. A tile scan on a card has to say
-# whether this beats four SDPA calls; `auto` does not take it. On 8.x keys come by 64 and queries by 16, which spills little.
-SPILLED_WIDE = {(90, "V1", 128, "backward"): 1024}
 INSTRUCTION = {80: "mma.sync", 89: "mma.sync", 90: "wgmma"}
 ALL = [
     {"architecture": arch, "version": version, "width": d, "group": group, "dtype": "bfloat16", "mask": mask}
     for arch, version, d, group, mask in itertools.product(SHARED, ("V1", "V2"), (64, 128), (1, 4), ("causal", "window", "ids"))
 ]
-SHORT = {(90, "V1", 64, 4), (90, "V2", 128, 1), (80, "V1", 64, 1), (89, "V1", 128, 4), (89, "V2", 128, 4)}
+SHORT = {(90, "V1", 64, 4), (90, "V1", 128, 4), (90, "V2", 128, 1), (80, "V1", 64, 1), (89, "V1", 128, 4), (89, "V2", 128, 4)}
 CODE = """
 import json, sys
 from tests.compiled_kernels import rows
@@ -61,8 +58,7 @@ def test_a_launch_fits_its_card_and_does_no_product_twice(number: int, compiled:
     arch = CASES[number]["architecture"]
     assert [row["kernel"] for row in compiled[number]] == ["forward", "delta", "backward"]
     for row in compiled[number]:
-        spilled = SPILLED_WIDE.get((arch, row["version"], row["width"], row["kernel"]), SPILLED)
-        assert row["shared"] <= SHARED[arch] and row["spilled"] <= spilled and not row["tf32"], row
+        assert row["shared"] <= SHARED[arch] and row["spilled"] <= SPILLED and not row["tf32"], row
         if row["kernel"] != "delta":
             assert row["instruction"] == INSTRUCTION[arch] and row["done_over_needed"] == 1, row
 

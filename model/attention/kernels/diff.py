@@ -89,8 +89,9 @@ class Blocks(NamedTuple):
     TURNED: bool
 
 
-# NOT TIMED ON A GPU yet. Chosen from what Triton and ptxas report (`python -m tests.compiled_kernels`; results in
-# docs/results/gpu/compiled.json): these tiles fit the card's shared memory, compute no product twice and spill few registers.
+# sm_90: of twenty tiles for each row, timed on an H200 (docs/results/gpu/README.md), the fastest that spills little. sm_80: not
+# timed, but chosen from what Triton and ptxas report (`python -m tests.compiled_kernels`): these tiles fit the card's shared
+# memory, compute no product twice and spill few registers.
 # Forward keeps two accumulators BM x dv, backward keeps BN x (2 d + dv), both float32. Rows serve widths up to (d, dv), padded
 # to powers of two. sm_90: wgmma and 227 KiB of shared memory (9.0). sm_80: mma.sync and at most 99 KiB, the shared memory of
 # the smallest of these cards (8.x, 12.x).
@@ -110,7 +111,7 @@ FORWARD_16 = {
 BACKWARD_16 = {
     "sm_90": {
         (64, 64): Blocks(64, 128, 8, 2, True),
-        (64, 128): Blocks(64, 128, 8, 2, True),
+        (64, 128): Blocks(32, 128, 8, 2, True),
         (128, 128): Blocks(32, 128, 8, 2, True),
         (128, 256): Blocks(32, 64, 8, 1, False),
     },
