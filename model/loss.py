@@ -23,9 +23,10 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """Mean cross-entropy in nats of the logits x weight' (N, V) at targets (N,); x (N, D), weight (V, D).
 
     Under autocast the products have autocast's precision, the softmax is in float32, and the weight's gradient is summed up in
-    the weight's own type. A target of -100 is not scored; without scored targets the result is NaN. Logits are made for a
-    part of the tokens at a time. If gradients are wanted, they are computed together with the logits, so no product is
-    computed twice (Hsu et al., Liger Kernel, arXiv 2410.10989, section 3.2). ValueError unless there is one int64 target a row.
+    the weight's own type. A target of -100 is not scored; without scored targets the result is NaN, and its gradients are 0.
+    Logits are made for a part of the tokens at a time. If gradients are wanted, they are computed together with the logits, so
+    no product is computed twice (Hsu et al., Liger Kernel, arXiv 2410.10989, section 3.2). ValueError unless there is one int64
+    target a row.
     """
     if targets.dtype != torch.long or targets.shape != x.shape[:1]:
         wrong = f"the targets are {targets.dtype} {tuple(targets.shape)}"
@@ -45,7 +46,7 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
                 )
                 for rows, part in _pieces(x, weight, targets)
             )
-        return total / count
+        return torch.where(count > 0, total / count.clamp(min=1), torch.nan)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

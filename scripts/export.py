@@ -16,6 +16,7 @@ our own reader loads it, and logits alone are compared; to=safetensors is not co
 
 import os
 import re
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable
@@ -67,6 +68,7 @@ def write_folder(found: Export, folder: Path, tokenizer: Tokenizer | None, conte
     except SafetensorError as error:
         raise ValueError(f"the weights could not be written ({error}): free space, or give another out=") from None
     write_json(folder / "config.json", found.config)
+    shutil.copymode(folder / "config.json", folder / "model.safetensors")  # which only its owner could read
     generation = {key: found.config[key] for key in ("bos_token_id", "eos_token_id")}
     write_json(folder / "generation_config.json", generation)
     for name, text in found.files.items():

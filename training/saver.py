@@ -123,7 +123,10 @@ class Saver:
         written = [folder for folder in checkpoints(self.run_dir) if folder.name <= folder_name(step)]
         for old in written[: -self.cfg.keep] if self.cfg.keep else []:
             if old.name not in map(folder_name, self.cfg.at):
-                shutil.rmtree(old)
+                try:
+                    shutil.rmtree(old)
+                except OSError as error:  # a file that another program holds open, or a link: the next checkpoint tries again
+                    print(f"{old}: an old checkpoint could not be deleted ({error}); training goes on", flush=True)
 
 
 def save(run_dir: Path, step: int, model: Decoder, optimizers: list[torch.optim.Optimizer]) -> Path:
@@ -153,6 +156,8 @@ def complete(partial: Path, state: dict[str, Any]) -> None:
     """Write the state file, with the checksums of the other files, and wait until the whole folder is on the disk."""
     state = state | {"sha256": {path.name: checkpoint.sha256(path) for path in sorted(partial.iterdir())}}
     (partial / checkpoint.STATE).write_text(json_text(state | {"checksum": checkpoint.state_checksum(state)}, indent=1))
+    for path in partial.iterdir():
+        shutil.copymode(partial / checkpoint.STATE, path)  # safetensors writes files that only their owner may read
     for path in (*partial.iterdir(), partial):
         flush(path)
 
@@ -162,5 +167,10 @@ def flush(path: Path) -> None:
     if os.name == "nt" and path.is_dir():  # Windows opens no folders
         return
     handle = os.open(path, os.O_RDONLY)
-    os.fsync(handle)
-    os.close(handle)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOTSUP):  # CIFS and others sync no folders
+            raise
+    finally:
+        os.close(handle)

@@ -169,3 +169,10 @@ def test_the_kernel_passes_on_what_is_not_finite(bad: float) -> None:
     logits[1, 33] = bad
     losses, grad = loss.CROSS_ENTROPY(logits, torch.tensor([3, 3]), 40)
     assert losses[0].isfinite() and losses[1].isnan() and grad[1].isnan().any() and grad[0].isfinite().all()
+
+
+def test_a_micro_batch_without_scored_targets_adds_no_gradient() -> None:
+    x, weight = torch.randn(6, 8, requires_grad=True), torch.randn(11, 8, requires_grad=True)
+    total = loss.linear_cross_entropy(x, weight, torch.full((6,), loss.IGNORED))
+    total.backward()
+    assert total.isnan() and not x.grad.any() and not weight.grad.any()

@@ -85,6 +85,7 @@ def test_weights_and_configuration_alone(call, tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "README.md", "config.json", "generation_config.json", "model.safetensors",
     ]  # fmt: skip
+    assert len({path.stat().st_mode for path in (tmp_path / "out").iterdir()}) == 1  # as the umask says
     cfg, state = read_folder(tmp_path / "out")
     first = Decoder(config("diff_v2", vocab_size=257), seed=0)
     assert cfg.layers == "v"

@@ -1,7 +1,10 @@
 """The newest whole checkpoint is found; what is damaged, foreign or no number is never used and never written."""
 
+import errno
 import json
+import os
 import shutil
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -151,6 +154,48 @@ def test_a_full_disk_keeps_the_checkpoint_before_and_leaves_no_litter(run: Path,
     with pytest.raises(ValueError, match="No space left on device.*the checkpoint before it is kept"):
         save(run, 3, model, stepped(model, OptimConfig()))
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_00000001", "step_00000002"]
+
+
+def test_a_file_system_that_syncs_no_folders_keeps_its_checkpoints(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CIFS and others; a file that cannot be synced is an error."""
+    fsync, refused = os.fsync, {"folders": errno.EINVAL}
+
+    def picky(handle: int) -> None:
+        kind = "folders" if stat.S_ISDIR(os.fstat(handle).st_mode) else "files"
+        if kind in refused:
+            raise OSError(refused[kind], os.strerror(refused[kind]))
+        fsync(handle)
+
+    monkeypatch.setattr(saver.os, "fsync", picky)
+    model = Decoder(config("baseline"))
+    save(run, 3, model, stepped(model, OptimConfig()))
+    assert newest(run) == "step_00000003"
+    refused["files"] = errno.EIO
+    with pytest.raises(ValueError, match="step_00000004 could not be written .*Input/output error"):
+        save(run, 4, model, stepped(model, OptimConfig()))
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_does_not_end_training(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    def held(path: Path, **options: object) -> None:
+        if path.name in ("step_00000001", "step_00000002"):
+            raise OSError(errno.EBUSY, "Device or resource busy")
+
+    model, alone = Decoder(config("baseline")), World(0, 1, torch.device("cpu"))
+    writer = saver.Saver(run, CheckpointConfig(keep=1), model, stepped(model, OptimConfig()), alone)
+    with monkeypatch.context() as patched:
+        patched.setattr(saver.shutil, "rmtree", held)
+        writer.save(3)
+    assert "could not be deleted ([Errno 16] Device or resource busy); training goes on" in capsys.readouterr().out
+    writer.save(4)
+    assert [folder.name for folder in checkpoint.checkpoints(run)] == ["step_00000004"]
+
+
+def test_files_of_a_checkpoint_have_the_rights_of_the_umask(run: Path) -> None:
+    (run / "plain").touch()
+    newest_folder = run / "checkpoints" / newest(run)
+    assert {path.stat().st_mode for path in newest_folder.iterdir()} == {(run / "plain").stat().st_mode}
 
 
 def test_an_evaluation_of_weights_that_are_no_numbers_is_refused(run: Path) -> None:
