@@ -16,7 +16,6 @@ our own reader loads it, and logits alone are compared; to=safetensors is not co
 
 import os
 import re
-import shutil
 import sys
 import tempfile
 from collections.abc import Callable
@@ -27,7 +26,6 @@ from typing import Annotated
 import torch
 from omegaconf import MISSING
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -41,6 +39,7 @@ from eval.model_card import model_card
 from model.decoder import Decoder
 from model.interop.huggingface import Export, export, read_folder
 from training.checkpoint import load_run
+from training.saver import write_tensors
 
 TOLERANCE = 1e-4  # as a share of the largest logit; float32 sums in another order differ by about 1e-6
 
@@ -64,11 +63,10 @@ class ExportConfig:
 def write_folder(found: Export, folder: Path, tokenizer: Tokenizer | None, context: int) -> None:
     """Write all files of the export into an empty folder; no tokenizer files if `tokenizer` is None."""
     try:
-        save_file(found.tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        write_tensors(folder / "model.safetensors", found.tensors, {"format": "pt"})
     except SafetensorError as error:
         raise ValueError(f"the weights could not be written ({error}): free space, or give another out=") from None
     write_json(folder / "config.json", found.config)
-    shutil.copymode(folder / "config.json", folder / "model.safetensors")  # which only its owner could read
     generation = {key: found.config[key] for key in ("bos_token_id", "eos_token_id")}
     write_json(folder / "generation_config.json", generation)
     for name, text in found.files.items():

@@ -1,33 +1,18 @@
 """What torch.compile makes of a training step for an H100, on a machine without a card: python -m tests.cuda_code
 
-Tensors are fake (they have a device, a shape and no content), and no_card.cpp answers in place of a card, so this needs a build
-of torch for the CPU alone, g++ and the package triton. Prints a JSON row for each of the three variants: the launches and the
-bytes that they read and write (GB, as Inductor counts them), of the whole step and of one more layer.
+Needs a build of torch for the CPU alone, g++ (no_card.py) and the package triton. Prints a JSON row for each of three variants:
+the launches and the bytes that they read and write (GB, as Inductor counts them), of a step of one layer and of one more layer.
 """
 
-import ctypes
-import importlib.util
 import json
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-
-def answer_without_a_card() -> None:
-    """Load no_card.cpp, which torch has to find when it is imported."""
-    home = Path(importlib.util.find_spec("torch").submodule_search_locations[0])
-    with tempfile.TemporaryDirectory() as folder:
-        library, source = Path(folder) / "no_card.so", Path(__file__).with_name("no_card.cpp")
-        command = ["g++", "-std=c++20", "-shared", "-fPIC", source, f"-I{home}/include", f"-L{home}/lib", "-o", library]
-        subprocess.run([*command, f"-Wl,-rpath,{home}/lib", "-lc10", "-ltorch_cpu"], check=True, capture_output=True)
-        ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
-
+from tests import no_card
 
 if __name__ == "__main__":
-    answer_without_a_card()
+    no_card.answer()
 
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
@@ -46,8 +31,7 @@ def pretend() -> None:
         shared_memory_per_block=48 << 10, shared_memory_per_block_optin=227 << 10, gcnArchName="", L2_cache_size=50 << 20,
     )  # fmt: skip
     torch.version.cuda = "13.0"
-    torch.cuda.amp.common.amp_definitely_not_available = lambda: False
-    torch.cuda.is_bf16_supported = lambda *args, **options: True
+    no_card.allow_autocast()
     torch.cuda._lazy_init = lambda: None
     torch.cuda.current_device, torch.cuda.device_count = lambda: 0, lambda: 1
     torch.cuda.get_device_properties = lambda *args: card

@@ -79,7 +79,7 @@ class Saver:
         def write() -> None:
             for name, (tensors, header) in files.items():
                 if tensors:
-                    save_file(tensors, partial / name, header)
+                    write_tensors(partial / name, tensors, header)
 
         def publish() -> None:
             complete(partial, state)
@@ -135,6 +135,14 @@ def save(run_dir: Path, step: int, model: Decoder, optimizers: list[torch.optim.
     return of_step(run_dir, step)
 
 
+def write_tensors(path: Path, tensors: Tensors, header: dict[str, str] | None) -> None:
+    """A safetensors file with the rights of any new file; save_file lets only its owner read it."""
+    path.touch()
+    rights = path.stat().st_mode
+    save_file(tensors, path, header)
+    path.chmod(rights)
+
+
 def pieces(tensors: Tensors, main: bool, copy: bool) -> Pieces:
     """What this process writes of `tensors`, in main memory: its piece of each split one and, if `main`, the others. If some
     are split, the header says where in the whole tensors the pieces begin.
@@ -156,8 +164,6 @@ def complete(partial: Path, state: dict[str, Any]) -> None:
     """Write the state file, with the checksums of the other files, and wait until the whole folder is on the disk."""
     state = state | {"sha256": {path.name: checkpoint.sha256(path) for path in sorted(partial.iterdir())}}
     (partial / checkpoint.STATE).write_text(json_text(state | {"checksum": checkpoint.state_checksum(state)}, indent=1))
-    for path in partial.iterdir():
-        shutil.copymode(partial / checkpoint.STATE, path)  # safetensors writes files that only their owner may read
     for path in (*partial.iterdir(), partial):
         flush(path)
 

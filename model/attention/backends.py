@@ -50,12 +50,12 @@ WIDEST_FLASH = 256  # head width up to which CUDA's flash kernel takes a call, o
 def choose(card: tuple[int, int] | None, dtype: torch.dtype, d: int, dv: int, mask: Mask, T: int, S: int) -> str:
     """The backend that `auto` takes on CUDA compute capability `card` (None: a CPU), without dropout.
 
-    All kernels are exact, and the choice follows their known limits; on an H200 it was the fastest from 8,192 tokens on
-    (docs/results/gpu/README.md). The cuDNN kernel, which
-    torch tries first on 9.x and 10.x if cuDNN is newer than 9.15.0 (PyTorch's aten/src/ATen/native/transformers/cuda/
-    sdp_utils.cpp), takes dv != d up to a width of 128 if both are multiples of 8; flash attention needs dv = d and pads both
-    to a multiple of 8 itself; a dense mask costs T x S memory and skips no blocks, so windows, documents and padding go to
-    FlexAttention.
+    All kernels are exact, and the choice follows their known limits. The cuDNN kernel, which torch tries first on 9.x and 10.x
+    if cuDNN is newer than 9.15.0 (PyTorch's aten/src/ATen/native/transformers/cuda/sdp_utils.cpp), takes dv != d up to a width
+    of 128 if both are multiples of 8; flash attention needs dv = d and pads both to a multiple of 8 itself; a dense mask costs
+    T x S memory and skips no blocks, so windows, documents and padding go to FlexAttention. On an H200 the routes chosen so
+    were within 1 % of the fastest from 8,192 tokens on; with 1,024 and 2,048 tokens `fused` was faster as a call alone, but not
+    within a compiled model (docs/results/gpu/README.md).
     """
     half = dtype in (torch.bfloat16, torch.float16)
     if card is None:

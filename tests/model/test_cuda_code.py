@@ -10,8 +10,8 @@ from tests.conftest import run_command
 
 pytest.importorskip("triton", reason="generates Triton code with the package triton")
 pytestmark = [
-    pytest.mark.skipif(torch.backends.cuda.is_built(), reason="no_card.cpp is for a build of torch for the CPU alone"),
-    pytest.mark.skipif(not shutil.which("g++"), reason="no_card.cpp needs g++"),
+    pytest.mark.skipif(torch.backends.cuda.is_built(), reason="needs a build of torch for the CPU alone"),
+    pytest.mark.skipif(not shutil.which("g++"), reason="needs g++"),
 ]
 
 

@@ -1,18 +1,21 @@
 """Every variant becomes one graph for CUDA at two lengths, on a machine without a card, and with the kernel that is meant.
 
-Tensors are fake (they have a device, a shape and no content), so torch.compile traces what it would trace on a card. That
-needs permission to use autocast, and with a build of torch for the CPU alone a device guard for CUDA that does nothing.
+torch.compile traces fake tensors (tests/no_card.py) as it would trace those of a card.
 TRACE_ALL=1 traces every variant on every backend; without it a choice that has each variant and each kernel.
 """
 
-import ctypes
+# ruff: noqa: E402
+
 import itertools
 import json
 import os
-import subprocess
-import sys
+import shutil
 from collections import Counter
-from pathlib import Path
+
+from tests import no_card
+
+if __name__ == "__main__":
+    no_card.answer()
 
 import pytest
 import torch
@@ -25,9 +28,6 @@ from model.attention.mask import CAUSAL
 from tests.conftest import run_command
 from tests.variants import config
 
-GUARD = """#include <c10/core/impl/DeviceGuardImplInterface.h>
-namespace c10::impl { C10_REGISTER_GUARD_IMPL(CUDA, NoOpDeviceGuardImpl<DeviceType::CUDA>) }
-"""
 LENGTHS = (256, 384)
 SIZE = {"n_head": 2, "d_model": 128, "context": 512, "match": "none"}  # heads of 64
 KERNELS = {"scaled_dot_product_attention": "sdpa", "flex_attention": "flex", "forward": "fused", "softmax": "math"}
@@ -89,10 +89,7 @@ def kernel(node: torch.fx.Node) -> str | None:
 
 def main() -> None:
     """Trace every case that the command line names, and print what became of each as JSON."""
-    if not torch.backends.cuda.is_built():
-        ctypes.CDLL(sys.argv[1])
-    torch.cuda.amp.common.amp_definitely_not_available = lambda: False
-    torch.cuda.is_bf16_supported = lambda *args, **options: True
+    no_card.allow_autocast()
     found = {}
     for case in cases():
         try:
@@ -103,17 +100,10 @@ def main() -> None:
 
 
 @pytest.fixture(scope="module")
-def traced(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, int]] | str]:
-    guard = tmp_path_factory.mktemp("guard") / "guard.so"
-    if not torch.backends.cuda.is_built():
-        source, home = guard.with_suffix(".cpp"), Path(torch.__file__).parent
-        source.write_text(GUARD)
-        command = ["g++", "-std=c++20", "-shared", "-fPIC", source, f"-I{home}/include", f"-L{home}/lib", "-lc10", "-o", guard]
-        try:
-            subprocess.run(command, check=True, capture_output=True)
-        except OSError:
-            pytest.skip("tracing for CUDA with a CPU build of torch needs g++")
-    done = run_command("-m", "tests.model.test_cuda_traces", str(guard), timeout=3000)
+def traced() -> dict[str, list[dict[str, int]] | str]:
+    if not torch.backends.cuda.is_built() and not shutil.which("g++"):
+        pytest.skip("tracing for CUDA with a CPU build of torch needs g++")
+    done = run_command("-m", "tests.model.test_cuda_traces", timeout=3000)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
