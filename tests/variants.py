@@ -11,6 +11,7 @@ from model.attention.diff_v2 import DiffV2Config
 from model.attention.gated import GatedConfig
 from model.attention.introspective import IntrospectiveConfig
 from model.attention.kernels import cpu
+from model.attention.talking_heads import TalkingHeadsConfig
 from model.config import DecoderConfig
 from model.decoder import Decoder
 
@@ -39,6 +40,7 @@ VARIANTS: dict[str, dict] = {
     "diff_v2_biased": {"layers": "v", "diff_v2": DiffV2Config(lambda_bias=-4.0), "rope_layout": "interleaved"},
     "gated_elementwise": {"layers": "g", "gated": GatedConfig(gate="elementwise")},
     "hybrid": {"layers": "bd"},
+    "talking_heads_before": {"layers": "h", "talking_heads": TalkingHeadsConfig(before=True)},
     "value_residual_later": {"layers": "br", "n_layer": 4},
     "introspective_kva": _introspective(memory="kva", path_weight="softmax_input"),
     "introspective_all_heads": _introspective(heads=8, memory="kv", path_weight="sigmoid"),

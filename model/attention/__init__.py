@@ -5,11 +5,22 @@ and its formula in `tests/reference/formulas.py`. README.md shows a complete var
 """
 
 from .baseline import BaselineAttention
+from .cog import CogAttention
 from .diff import DiffAttention
 from .diff_v2 import DiffV2Attention
+from .dint import DintAttention
+from .forgetting import ForgettingAttention
 from .gated import GatedAttention
+from .gated_diff import GatedDiffAttention
+from .grouped_diff import GroupedDiffAttention
 from .integral import IntegralAttention
 from .introspective import IntrospectiveAttention
+from .selective import SelectiveAttention
+from .shared_diff import SharedDiffAttention
+from .sink import SinkAttention
+from .softpick import SoftpickAttention
+from .ssmax import SSMaxAttention
+from .talking_heads import TalkingHeadsAttention
 from .temperature import TemperatureAttention
 from .value_residual import ValueResidualAttention
 
@@ -22,6 +33,17 @@ VARIANTS = {
     "i": IntrospectiveAttention,
     "t": TemperatureAttention,
     "r": ValueResidualAttention,
+    "c": CogAttention,
+    "f": ForgettingAttention,
+    "e": SelectiveAttention,
+    "k": SinkAttention,
+    "p": SoftpickAttention,
+    "s": SSMaxAttention,
+    "m": DintAttention,
+    "a": GatedDiffAttention,
+    "u": GroupedDiffAttention,
+    "w": SharedDiffAttention,
+    "h": TalkingHeadsAttention,
 }
 
 __all__ = ["VARIANTS", *(variant.__name__ for variant in VARIANTS.values())]

@@ -1,7 +1,8 @@
-"""Three attention operations, each of which a chosen backend computes. Variants call this file and never a kernel.
+"""Four attention operations, each of which a chosen backend computes. Variants call this file and never a kernel.
 
 Operations: `attend` (softmax attention), `attend_diff` (the difference of two maps), `attend_union` (one softmax over several
-key sets). Shapes: q (B, H, T, d), k (B, Hkv, S, d), v (B, Hkv, S, dv), H a multiple of Hkv, dv free. Backends:
+key sets), `attend_map` (a map that a variant makes from the scores itself). Shapes: q (B, H, T, d), k (B, Hkv, S, d),
+v (B, Hkv, S, dv), H a multiple of Hkv, dv free. Backends:
 
 - math: the N x N formulas of reference.py, for any shape and device.
 - sdpa: torch's fused scaled_dot_product_attention (SDPA). A difference of maps, and on CUDA every call, takes one of the next
@@ -20,8 +21,9 @@ key sets). Shapes: q (B, H, T, d), k (B, Hkv, S, d), v (B, Hkv, S, dv), H a mult
 
 For one map, one_call is one call with padded widths, two_calls one call without padding, four_calls one call for each half of
 the values. fused computes only differences of maps, sdpa everything else. flex and fused refuse masks with `see`, `bias` or
-slopes. For one query (decoding), every backend but math, and but fused for differences, reads the keys in place by SDPA (on a
-CPU: V1 by a few matrix products), unless the mask has `see`, `bias` or slopes.
+slopes. `attend_map` runs the formulas: whole with math, over ROWS queries at a time with every other backend. For one query
+(decoding), every other backend, but fused for differences, reads the keys in place by SDPA (on a CPU: V1 by a few matrix
+products), unless the mask has `see`, `bias` or slopes.
 """
 
 from contextlib import nullcontext
@@ -30,6 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 from ..once import once
 from . import flex, probe, reference
@@ -38,6 +41,7 @@ from .mask import EVERYTHING, Mask
 
 BACKENDS = ("auto", "math", "sdpa", "one_call", "two_calls", "four_calls", "cpu", "flex", "fused")
 ROUTES = ("one_call", "two_calls", "four_calls")
+ROWS = 256  # queries of which `attend_map` holds the weights at once
 # SHORT: number of keys up to which a CPU's float32 flash kernel is faster than its bfloat16 kernel, in spite of the conversion
 # (docs/LOG.md).
 SHORT = 512
@@ -232,6 +236,40 @@ def attend_union(
     return _sdpa(q, k, v, mask, see, dropout, bias=bias)
 
 
+def attend_map(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, normalize: reference.Normalize, backend: str = "auto", dropout: float = 0.0
+) -> Tensor:
+    """A v, whose weights A = normalize(q k' / sqrt(d) + bias, see) are those of `Attention.normalize`: (B, h, T, dv).
+
+    q (B, h, T, d) and k (B, hkv, S, d), or q (B, h, m, T, d) and k (B, hkv, m, S, d) where `normalize` combines m maps per
+    head. The backward pass computes the weights of ROWS queries again, so memory grows as ROWS x S; with backend=math, all
+    rows are computed at once, which maps need whose rows depend on each other.
+    """
+    h, T, S = q.shape[1], q.shape[-2], k.shape[-2]
+    mask.check(q, k)
+    k = _repeat(k, h)
+    several = (lambda x: x) if q.dim() == 4 else (lambda x: None if x is None else x.unsqueeze(2))
+
+    def weights(q: Tensor, k: Tensor, at: Tensor) -> Tensor:
+        return reference.weights(q, k, several(mask.allowed(at, S)), several(mask.added(at, S)), normalize)
+
+    def of_rows(q: Tensor, k: Tensor, v: Tensor, at: Tensor) -> Tensor:
+        return reference.times_values(F.dropout(weights(q, k, at), dropout), _repeat(v, h))
+
+    positions = torch.arange(S - T, S, device=q.device)
+    whole = backend == "math" or T <= ROWS or probe.logits_visitor is not None
+    if probe.active is not None:
+        probe.active.check_keys(S)
+        if whole:
+            probe.active.record(probe.gather_rows(weights(q, k, positions), probe.active.rows, S))
+        else:
+            probe.active.record(_probe_rows(q, k, mask, normalize=normalize))
+    if whole:
+        return of_rows(q, k, v, positions)
+    parts = zip(q.split(ROWS, -2), positions.split(ROWS), strict=True)
+    return torch.cat([checkpoint(of_rows, rows, k, v, at, use_reentrant=False) for rows, at in parts], -2)
+
+
 def _joined(sets: list[Tensor]) -> Tensor:
     """Keys or values (B, H, S, d) of n sets side by side: (B, H, n S, d)."""
     return sets[0] if len(sets) == 1 else torch.cat(sets, dim=-2)
@@ -357,13 +395,13 @@ def _spread(x: Tensor, q: Tensor) -> Tensor:
     return x if x.shape[1] in (1, q.shape[1]) else x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
 
 
-def _probe_rows(q: Tensor, k: Tensor, mask: Mask, sets: int = 1) -> Tensor:
+def _probe_rows(q: Tensor, k: Tensor, mask: Mask, sets: int = 1, normalize: reference.Normalize = reference.softmax) -> Tensor:
     """The maps of the active probe's rows, (B, H, R, S) or (B, h, 2, R, S); `sets` key sets stand side by side in k."""
     rows, S = probe.active.rows.to(q.device), k.shape[-2] // sets
     probe.active.check_keys(S)
     see, bias = (x if x is None else x.repeat(1, 1, 1, sets) for x in (mask.allowed(rows, S), mask.added(rows, S)))
     see, bias = (x if x is None or q.dim() == 4 else x.unsqueeze(2) for x in (see, bias))
-    return reference.weights(probe.gather_rows(q, rows, S).float(), k.float(), see, bias)
+    return reference.weights(probe.gather_rows(q, rows, S).float(), k.float(), see, bias, normalize)
 
 
 def _repeat(x: Tensor, heads: int) -> Tensor:

@@ -17,8 +17,9 @@ from ..layers import initialize
 from ..ranges import check_ranges
 from ..rotary import Rope, RopeScaling, rope_table, rotate
 from . import probe
-from .backends import BACKENDS, attend, check_backend, prepare
+from .backends import BACKENDS, attend, attend_map, check_backend, prepare
 from .mask import Mask, alibi_slopes
+from .reference import softmax
 
 HEAD_NORMS = ("affine", "plain", "layernorm", "none")  # of each head's output
 
@@ -101,7 +102,11 @@ class Attention(nn.Module):
     # option -> allowed values. An option whose name ends in norm also takes a callable: width -> module.
     choices: ClassVar[dict[str, tuple[str, ...]]] = {}
     free_options: ClassVar[tuple[str, ...]] = ()  # options that may change when training starts from trained weights
-    undecayed: ClassVar[tuple[str, ...]] = ()  # submodules without weight decay; vectors and scalars never have it
+    undecayed: ClassVar[tuple[str, ...]] = ()  # names without weight decay; vectors and scalars never have it
+    row_sums: ClassVar[str] = "one"  # what each row of its map sums to: one, a positive number, or any number
+    signed: ClassVar[bool] = False  # whether weights of its map may be negative
+    whole: ClassVar[bool] = False  # whether rows of its map depend on earlier rows, so that all are computed at once
+    joins_calls: ClassVar[bool] = False  # calls an operation of backends.py several times, for heads that a probe joins
     no_context: str = ""  # why the attention takes no context=, that is no cross attention; "": it takes one
     colours: ClassVar[dict[str, str]] = {}  # name of a file in configs/model -> its colour in figures
 
@@ -127,7 +132,10 @@ class Attention(nn.Module):
         self.cfg = cfg
         alibi = cfg.position == "alibi"
         self.slopes = alibi_slopes(self.heads) if alibi else None
-        check_backend(cfg.backend, self.width, self.value_width, cfg.attention_dropout, self.shape.maps, alibi)
+        hooks = ("bias", "normalize")
+        self.own_map = any(getattr(type(self), hook) is not getattr(Attention, hook) for hook in hooks)
+        self.dense = alibi or self.own_map  # no kernel that skips blocks takes its scores
+        check_backend(cfg.backend, self.width, self.value_width, cfg.attention_dropout, self.shape.maps, self.dense)
         with nullcontext() if device is None else torch.device(device):
             self.make_parameters(cfg, layer)
         if dtype is not None:
@@ -213,7 +221,7 @@ class Attention(nn.Module):
     def prepare(self, x: Tensor, mask: Mask) -> None:
         """Make what `mask` keeps for all layers, before activation checkpointing; x (B, T, D) is any layer's input."""
         width = self.width * self.shape.queries // self.shape.maps  # that of a map's product of queries and keys
-        if self.slopes is None:
+        if not self.dense:
             for sets in self.key_sets:
                 prepare(x, width, self.value_width, mask, self.backend, self.dropout_now, sets)
 
@@ -228,6 +236,8 @@ class Attention(nn.Module):
         q, k = self.turn(q, ropes[0]), self.turn(k, ropes[1])
         if cache is not None:
             k, v = cache.append(k, v)
+        if (bias := self.bias(q, k, x, mask, cache)) is not None:
+            mask = replace(mask, bias=bias if mask.bias is None else mask.bias + bias)
         return self.merge(self.after(self.attend(q, k, v, x, mask)))
 
     def project(self, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -243,11 +253,30 @@ class Attention(nn.Module):
         """Queries or keys rotated by their positions."""
         return rotate(x, rope)
 
+    def bias(self, q: Tensor, k: Tensor, x: Tensor, mask: Mask, cache: LayerCache | None) -> Tensor | None:
+        """Numbers to add to the scaled scores q k' / sqrt(d), (B, 1 or h, T, S), or None; keys include the cached ones.
+
+        What it needs of earlier tokens it keeps with `cache.append(a, b, slot=1)`, a and b (B, H, T, any width).
+        """
+        return None
+
+    def normalize(self, scores: Tensor, see: Tensor) -> Tensor:
+        """A map's weights (B, h, T, S) from its scores q k' / sqrt(d) + bias, of the same shape, in float32 or better.
+
+        scores: -inf where a query does not see a key, but in rows that see none, which become zero afterwards. see: bool,
+        broadcastable to the scores, True where a query sees a key. T may be any part of the queries, but where the variant
+        sets `whole`.
+        A variant that combines m maps per head calls `attend_map` with q (B, h, m, T, d): scores are then (B, h, m, T, S).
+        """
+        return softmax(scores, see)
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, mask: Mask) -> Tensor:
         """The maps' products with the values, (B, h, T, value_width); keys and values include the cached ones.
 
         Compute them with the operations of backends.py: the backends, probes and the monitor work through these.
         """
+        if self.own_map:
+            return attend_map(q, k, v, mask, self.normalize, "math" if self.whole else self.backend, self.dropout_now)
         return attend(q, k, v, mask, self.backend, self.dropout_now)
 
     def after(self, y: Tensor) -> Tensor:
@@ -265,6 +294,9 @@ class Attention(nn.Module):
         elif isinstance(mask, Tensor):
             # As in torch's SDPA: without the causal rule.
             mask = Mask(causal=False, see=mask) if mask.dtype == torch.bool else Mask(causal=False, bias=mask)
+        if self.whole and cache is not None and not (mask.see is mask.bias is None):
+            wrong = f"{self.name} computes the rows of all tokens again, and this mask has rows for the newest tokens only"
+            raise ValueError(f"{wrong}: leave out cache=, or use a mask without see= and bias=")
         if context is None:
             return mask if self.slopes is None else replace(mask, slopes=self.slopes)
         if cache is not None or self.slopes is not None:

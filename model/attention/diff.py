@@ -44,6 +44,17 @@ def lambda_init(layer: int) -> float:
     return 0.8 - 0.6 * math.exp(-0.3 * layer)
 
 
+def paired_heads(cfg: AttentionConfig, pairs: int = 2) -> Heads:
+    """Heads of two maps with a query and a key each: `pairs` baseline heads make one. ValueError if they do not divide."""
+    for name, count, whole in (("n_head", cfg.n_head, cfg.d_model), ("n_kv_head", cfg.n_kv_head, cfg.n_head)):
+        if count % pairs:
+            wrong = f"diff pairs heads, so model.{name}={count} must be even"
+            even = f"model.{name}={2 * nearest_divisor(whole // 2, (count + 1) // 2)}, or " if whole % 2 == 0 else ""
+            raise ValueError(f"{wrong}: use {even}model.diff.heads=double")
+    d = cfg.head_dim
+    return Heads(cfg.n_head // pairs, cfg.n_kv_head // pairs, d, pairs * d, queries=2, keys=2, maps=2)
+
+
 class DiffAttention(Attention):
     """(softmax(Q1 K1' / sqrt d) - lam softmax(Q2 K2' / sqrt d)) V, then a norm per head (arXiv 2410.05258, eq. 1-3).
 
@@ -54,6 +65,7 @@ class DiffAttention(Attention):
     """
 
     name = "diff"
+    row_sums, signed = "positive", True
     Options = DiffConfig
     choices = {"heads": ("half", "double"), "lambda_form": ("vectors", "dual_scalar", "fixed"), "head_norm": HEAD_NORMS}
     free_options = ("lambda_warmup",)
@@ -67,14 +79,7 @@ class DiffAttention(Attention):
             if not isinstance(getattr(self.options, name), bool):
                 wrong = f"model.diff.{name}={getattr(self.options, name)} is no switch (only head_norm takes a factory)"
                 raise ValueError(f"{wrong}: use true or false")
-        pairs = 2 if self.options.heads == "half" else 1  # baseline heads that make one differential head
-        for name, count, whole in (("n_head", cfg.n_head, cfg.d_model), ("n_kv_head", cfg.n_kv_head, cfg.n_head)):
-            if count % pairs:
-                wrong = f"diff pairs heads, so model.{name}={count} must be even"
-                even = f"model.{name}={2 * nearest_divisor(whole // 2, (count + 1) // 2)}, or " if whole % 2 == 0 else ""
-                raise ValueError(f"{wrong}: use {even}model.diff.heads=double")
-        d = cfg.head_dim
-        return Heads(cfg.n_head // pairs, cfg.n_kv_head // pairs, d, pairs * d, queries=2, keys=2, maps=2)
+        return paired_heads(cfg, 2 if self.options.heads == "half" else 1)
 
     def make_parameters(self, cfg: AttentionConfig, layer: int) -> None:
         super().make_parameters(cfg, layer)

@@ -28,6 +28,7 @@ class DiffV2Attention(Attention):
     """
 
     name = "diff_v2"
+    row_sums, signed = "positive", True
     Options = DiffV2Config
     undecayed = ("lambda_logits",)
     colours = {"diff_v2": "#CC79A7"}

@@ -56,6 +56,7 @@ class IntrospectiveAttention(Attention):
     """
 
     name = "introspective"
+    joins_calls = True
     Options = IntrospectiveConfig
     choices = {
         "mode": ("feature", "sequence"),

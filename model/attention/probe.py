@@ -11,9 +11,10 @@ from torch import Tensor, nn
 class Maps:
     """What a probe records: `layers[i]` is the signed attention map of layer i, (B, heads, R, S) float32.
 
-    A row of a softmax head sums to 1, a row of a differential head to 1 - lambda. If a layer calls attention several times
-    (introspective paths), the heads of all calls are joined in order. With apart=True, `pairs[i]` holds the two maps of a
-    differential layer as (first, second), each of that shape; otherwise, and for all other layers, `pairs[i]` is None.
+    A row of a softmax head sums to 1, a row of a differential head to 1 - lambda (`Attention.row_sums`). If a layer calls
+    attention several times (introspective paths), the heads of all calls are joined in order. With apart=True, `pairs[i]`
+    holds the two maps of a differential layer as (first, second), each of that shape; otherwise, and for all other layers,
+    `pairs[i]` is None.
     """
 
     def __init__(self, rows: Tensor, apart: bool = False) -> None:
@@ -21,11 +22,18 @@ class Maps:
         self.layers: list[Tensor] = []
         self.pairs: list[tuple[Tensor, Tensor] | None] = []
         self.apart = apart
-        self._layer, self._tokens = "", 0  # the attention that runs now, and the tokens that it sees, cached ones included
+        self._layer, self._tokens, self._joins = (
+            "",
+            0,
+            False,
+        )  # the attention that runs now, and the tokens that it sees, cached ones included
         self._calls: list[Tensor] = []
         self._pair: tuple[Tensor, Tensor] | None = None
 
     def record(self, rows: Tensor, pair: tuple[Tensor, ...] | None = None) -> None:
+        if self._calls and not self._joins:
+            wrong = f"{self._layer} attends several times in one layer"
+            raise ValueError(f"{wrong}: set joins_calls=True if the heads of all calls stand side by side, or {WITHOUT}")
         self._calls.append(rows.detach().float())
         if self.apart and pair is not None:
             self._pair = tuple(x.detach().float() for x in pair)
@@ -40,6 +48,7 @@ class Maps:
         x, cache = given[0] if given else named["x"], named.get("cache", given[3] if len(given) > 3 else None)
         cached = 0 if cache is None else cache.length
         self._layer, self._tokens = type(attention).__name__, cached + x.shape[1]
+        self._joins = getattr(attention, "joins_calls", False)
         if self.rows.numel() and (self.rows.min() < cached or self.rows.max() >= self._tokens):
             wrong = f"a probe of rows {int(self.rows.min())} to {int(self.rows.max())} of this pass"
             raise ValueError(f"{wrong}, which has the positions {cached} to {self._tokens - 1}: give rows among them")

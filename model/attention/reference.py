@@ -4,31 +4,42 @@ Shapes as in backends.py, key/value heads already repeated to the number of quer
 whatever the precision of the inputs; where train.py or a bench allows TF32 on a GPU, the products round their inputs to it.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from . import probe
 
+Normalize = Callable[[Tensor, Tensor], Tensor]
+"""(scores, see) -> a map's weights (B, H, T, S), from scores (B, H, T, S) or (B, H, m, T, S): `Attention.normalize`."""
 
-def weights(q: Tensor, k: Tensor, see: Tensor, bias: Tensor | None = None) -> Tensor:
-    """softmax(q k' / sqrt(d) + bias) over the keys that `see` allows: (..., T, S).
+
+def softmax(scores: Tensor, see: Tensor) -> Tensor:
+    """The weights of a softmax map."""
+    return scores.softmax(-1)
+
+
+def weights(q: Tensor, k: Tensor, see: Tensor, bias: Tensor | None = None, normalize: Normalize = softmax) -> Tensor:
+    """normalize(q k' / sqrt(d) + bias) over the keys that `see` allows: (..., T, S).
 
     see: bool, broadcastable to (..., T, S). A row that sees no key is zero, forward and backward.
     """
     with torch.autocast(q.device.type, enabled=False):
         scores = (_exact(q) @ _exact(k).mT) * q.shape[-1] ** -0.5
-    scores = scores if bias is None else scores + bias
-    if probe.logits_visitor is not None:
-        scores = probe.logits_visitor(scores, see)
-    blind = ~see.any(-1, keepdim=True)
-    # A row that sees no key gets all keys and is zeroed afterwards: softmax over no key is NaN, with a NaN gradient.
-    return scores.masked_fill(~(see | blind), float("-inf")).softmax(-1).masked_fill(blind, 0.0)
+        scores = scores if bias is None else scores + bias
+        if probe.logits_visitor is not None:
+            scores = probe.logits_visitor(scores, see)
+        blind = ~see.any(-1, keepdim=True)
+        # A row that sees no key gets all keys and is zeroed afterwards: softmax over no key is NaN, with a NaN gradient.
+        maps = normalize(scores.masked_fill(~(see | blind), float("-inf")), see)
+        return maps.masked_fill(blind if maps.dim() == scores.dim() else blind.squeeze(2), 0.0)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, see: Tensor, dropout: float = 0.0, bias: Tensor | None = None) -> Tensor:
     """Softmax attention: q (B, H, T, d), k (B, H, S, d), v (B, H, S, dv), see (1 or B, 1 or H, T, S) -> (B, H, T, dv)."""
-    return _times_values(F.dropout(weights(q, k, see, bias), dropout), v)
+    return times_values(F.dropout(weights(q, k, see, bias), dropout), v)
 
 
 def attend_diff(
@@ -37,10 +48,11 @@ def attend_diff(
     """Difference of two maps: q, k (B, h, 2, T or S, d), v (B, h, S, dv), lam (..., T or 1, 1) or () -> (B, h, T, dv)."""
     maps = weights(q, k, see.unsqueeze(2), None if bias is None else bias.unsqueeze(2))
     first, second = F.dropout(maps, dropout).unbind(2)  # (B, h, T, S) each
-    return _times_values(first - lam * second, v)
+    return times_values(first - lam * second, v)
 
 
-def _times_values(maps: Tensor, v: Tensor) -> Tensor:
+def times_values(maps: Tensor, v: Tensor) -> Tensor:
+    """maps (..., T, S) v (..., S, dv), in the values' dtype."""
     with torch.autocast(v.device.type, enabled=False):
         return (maps @ _exact(v)).to(v.dtype)
 

@@ -23,7 +23,8 @@ from tests.reference import formulas
 from tests.variants import NATIVE, VARIANTS, config, randomized
 
 ATTENTIONS = [name for name, options in VARIANTS.items() if name != "gpt2" and len(options["layers"]) == 1]
-PAIRING = ("diff", "diff_biased", "diff_own_scale", "diff_plain", "integral")
+FEWEST = {"diff": 2, "diff_biased": 2, "diff_own_scale": 2, "diff_plain": 2, "dint": 2, "gated_diff": 2, "integral": 2}
+FEWEST |= {"shared_diff": 2, "grouped_diff": 4}  # key heads of variants that pair or share them
 BACKENDS = ("math", "sdpa", *NATIVE)
 
 
@@ -68,8 +69,7 @@ def rope_of(cfg: DecoderConfig, T: int) -> Rope:
 @pytest.mark.parametrize("name", ATTENTIONS)
 def test_equals_the_formula(name: str, ratio: int, backend: str) -> None:
     layer = 1
-    # Multi-query attention (ratio 8): a variant that pairs heads has two for its one key head.
-    n_kv_head = max(8 // ratio, 2 if name in PAIRING else 1)
+    n_kv_head = max(8 // ratio, FEWEST.get(name, 1))  # ratio 8: multi-query attention
     model = randomized(name, n_kv_head=n_kv_head, backend=backend)
     cfg, formula = model.cfg, formula_of(model.cfg, layer)
     earlier, module = (block.attention for block in model.blocks[:2])

@@ -20,15 +20,24 @@ extra: np.ndarray = np.zeros((1, 1, 1, 1))
 def added(bias: Any) -> Iterator[None]:
     """Inside, `bias`, broadcastable to (B, H, T, S), is added to the scores of every formula."""
     global extra
+    before = extra
     extra = np.asarray(bias, dtype=float).reshape((1,) * (4 - np.ndim(bias)) + np.shape(bias))
     try:
         yield
     finally:
-        extra = np.zeros((1, 1, 1, 1))
+        extra = before
 
 
-def softmax(scores: np.ndarray, see: np.ndarray, b: int = 0, i: int = 0) -> np.ndarray:
-    """Row by row, of head i of sequence b. A row that sees nothing is zero. Several key sets stand side by side."""
+def exponentials(scores: np.ndarray, i: int = 0) -> np.ndarray:
+    e = np.exp(scores - scores.max())
+    return e / e.sum()
+
+
+def softmax(scores: np.ndarray, see: np.ndarray, b: int = 0, i: int = 0, row: Callable = exponentials) -> np.ndarray:
+    """Row by row, of head i of sequence b. A row that sees nothing is zero. Several key sets stand side by side.
+
+    row: the weights of the keys that a query of head i sees, by their scores, where the map is no softmax.
+    """
     more = extra[b % extra.shape[0], i % extra.shape[1]]
     scores = scores + np.tile(more, (1, scores.shape[1] // more.shape[1]))
     see = see[i % len(see)] if see.ndim == 3 else see
@@ -36,8 +45,7 @@ def softmax(scores: np.ndarray, see: np.ndarray, b: int = 0, i: int = 0) -> np.n
     for t in range(scores.shape[0]):
         cols = np.flatnonzero(see[t])
         if len(cols):
-            e = np.exp(scores[t, cols] - scores[t, cols].max())
-            out[t, cols] = e / e.sum()
+            out[t, cols] = row(scores[t, cols], i)
     return out
 
 
@@ -82,6 +90,12 @@ def rows(see: np.ndarray, b: int) -> np.ndarray:
     return see if see.ndim == 2 else see[b]
 
 
+def seen(see: np.ndarray, b: int, i: int) -> np.ndarray:
+    """Who sees whom in head i of sequence b, (T, S)."""
+    of_sequence = rows(see, b)
+    return of_sequence[i % len(of_sequence)] if of_sequence.ndim == 3 else of_sequence
+
+
 def sigmoid(x: np.ndarray) -> np.ndarray:
     return 1 / (1 + np.exp(-x))
 
@@ -93,12 +107,14 @@ def positions(cfg: Any) -> dict:
 
 def attention(
     w: dict, x: np.ndarray, see: np.ndarray, cfg: Any,
-    values: Callable | None = None, temperature: np.ndarray | None = None, output: Callable | None = None,
+    values: Callable | None = None, change: Callable | None = None, output: Callable | None = None,
+    row: Callable = exponentials,
 ) -> np.ndarray:  # fmt: skip
-    """Softmax attention (arXiv 1706.03762) with up to three changes.
+    """Softmax attention (arXiv 1706.03762) with up to four changes.
 
-    values(b, j): the values (T, d) of key head j of sequence b. temperature (H,): of each head's softmax. output(b, i, y): what
-    becomes of the output y (T, d) of head i of sequence b.
+    values(b, j): the values (T, d) of key head j of sequence b. change(b, i, scores): what
+    becomes of the scores (T, S) of head i. output(b, i, y): what
+    becomes of the output y (T, d) of head i of sequence b. row: as in `softmax`.
     """
     d = cfg.head_dim
 
@@ -106,11 +122,89 @@ def attention(
         j = i * cfg.n_kv_head // cfg.n_head
         q, k = (rope(head(w, name, x[b], n, d), **positions(cfg)) for name, n in (("q", i), ("k", j)))
         v = values(b, j) if values else head(w, "v", x[b], j, d)
-        scores = q @ k.T / np.sqrt(d) / (1 if temperature is None else temperature[i])
-        y = softmax(scores, rows(see, b), b, i) @ v
+        scores = q @ k.T / np.sqrt(d)
+        scores = change(b, i, scores) if change else scores
+        y = softmax(scores, rows(see, b), b, i, row) @ v
         return output(b, i, y) if output else y
 
     return joined(w, x, cfg.n_head, one)
+
+
+def softpick(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, layer: int, first: tuple) -> np.ndarray:
+    """arXiv 2504.20966: what a key adds to 1 counts, and only where it is above 0."""
+
+    def lifted(scores: np.ndarray, i: int) -> np.ndarray:
+        above = np.exp(scores) - 1
+        return np.maximum(above, 0) / (np.abs(above).sum() + 1e-6)
+
+    return attention(w, x, see, cfg, row=lifted)
+
+
+def sink(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, layer: int, first: tuple) -> np.ndarray:
+    """gpt-oss: one more key of score b, whose value is zero."""
+    return attention(w, x, see, cfg, row=lambda s, i: np.exp(s) / (np.exp(w["sink"][i]) + np.exp(s).sum()))
+
+
+def cog(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, layer: int, first: tuple) -> np.ndarray:
+    """arXiv 2411.07176: weights by the absolute scores, with the scores' signs."""
+    return attention(w, x, see, cfg, row=lambda s, i: np.sign(s) * exponentials(np.abs(s)))
+
+
+def ssmax(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, layer: int, first: tuple) -> np.ndarray:
+    """arXiv 2501.19399: n^(s score) in place of e^score, n the number of keys seen."""
+
+    def sharper(b: int, i: int, scores: np.ndarray) -> np.ndarray:
+        return scores * w["sharpness"][i] * np.log(np.maximum(seen(see, b, i).sum(-1, keepdims=True), 1))
+
+    return attention(w, x, see, cfg, change=sharper)
+
+
+def forgetting(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, layer: int, first: tuple) -> np.ndarray:
+    """arXiv 2503.02130: the product of the gates f of tokens s + 1 .. t multiplies e^score."""
+
+    def decayed(b: int, i: int, scores: np.ndarray) -> np.ndarray:
+        f = sigmoid(x[b] @ w["forget.weight"][i] + w["forget.bias"][i])
+        T = len(scores)
+        return scores + np.array([[np.log(f[s + 1 : t + 1]).sum() for s in range(T)] for t in range(T)])
+
+    return attention(w, x, see, cfg, change=decayed)
+
+
+def selective(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, layer: int, first: tuple) -> np.ndarray:
+    """arXiv 2410.02703: what earlier tokens u gave key s by head 1 is subtracted, but for u = s and a text's first token."""
+    d, turned = cfg.head_dim, positions(cfg)
+
+    def masked(b: int, i: int, scores: np.ndarray) -> np.ndarray:
+        T, sees, F = len(scores), seen(see, b, 0), np.zeros_like(scores)
+        q, k = (rope(head(w, name, x[b], 0, d), **turned) for name in ("q", "k"))
+        for t in range(T):
+            for s in range(T):
+                users = [u for u in range(t) if u != s and sees[u, s] and sees[s].sum() != 1]
+                F[t, s] = sum(max(q[u] @ k[s] / np.sqrt(d), 0) for u in users)
+        return scores - F
+
+    return attention(w, x, see, cfg, change=masked)
+
+
+def talking_heads(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, layer: int, first: tuple) -> np.ndarray:
+    """arXiv 2003.02436: sums of the heads' maps, and of their scores before the softmax, too."""
+    d, H, turned = cfg.head_dim, cfg.n_head, positions(cfg)
+
+    def one(b: int, i: int) -> np.ndarray:
+        j, visible = i * cfg.n_kv_head // H, [seen(see, b, n) for n in range(H)]
+        scores = []
+        for n in range(H):
+            q, k = (rope(head(w, p, x[b], m, d), **turned) for p, m in (("q", n), ("k", n * cfg.n_kv_head // H)))
+            scores.append(q @ k.T / np.sqrt(d) + extra[b % extra.shape[0], n % extra.shape[1]])
+        if cfg.talking_heads.before:
+            mix = w["scores_mixing"][0]
+            scores = [sum(mix[n, m] * np.where(visible[m], scores[m], 0) for m in range(H)) for n in range(H)]
+        with added(0):
+            maps = [softmax(scores[n], visible[n]) for n in range(H)]
+        mixed = sum(w["mixing"][0][i, n] * maps[n] for n in range(H))
+        return np.where(visible[i], mixed, 0) @ head(w, "v", x[b], j, d)
+
+    return joined(w, x, H, one)
 
 
 def layer_norm(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | float) -> np.ndarray:
@@ -139,7 +233,7 @@ def gated(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, layer: int, first: 
 
 
 def temperature(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, layer: int, first: tuple) -> np.ndarray:
-    return attention(w, x, see, cfg, temperature=np.exp(w["log_temperature"]))
+    return attention(w, x, see, cfg, change=lambda b, i, scores: scores / np.exp(w["log_temperature"][i]))
 
 
 def value_residual(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, layer: int, first: tuple) -> np.ndarray:
@@ -161,25 +255,83 @@ def diff_lambda(w: dict, lam_init: float) -> float:
     return lam_init
 
 
-def diff(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, layer: int, first: tuple) -> np.ndarray:
-    """arXiv 2410.05258, equations 1-3: h = n_head / 2 differential heads, or n_head with heads=double."""
-    opt, d = cfg.diff, cfg.head_dim
+def diff(
+    w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, layer: int, first: tuple,
+    options: Any = None, vectors: Callable | None = None, combine: Callable | None = None,
+) -> np.ndarray:  # fmt: skip
+    """arXiv 2410.05258, equations 1-3: h = n_head / 2 differential heads, or n_head with heads=double.
+
+    Followers change it: options, in place of V1's; vectors(name, b, i, c): the queries or keys (T, d) of map c of head i;
+    combine(b, i, maps, lam): the map.
+    """
+    opt, d = options or cfg.diff, cfg.head_dim
     doubled = opt.heads == "double"
     h, kv, dv = (cfg.n_head, cfg.n_kv_head, d) if doubled else (cfg.n_head // 2, cfg.n_kv_head // 2, 2 * d)
     depth = layer + 1  # the paper counts layers from 1
     lam_init = 0.8 - 0.6 * np.exp(-0.3 * (depth - 1)) if opt.lambda_init is None else opt.lambda_init
     lam = diff_lambda(w, lam_init)
+    vectors = vectors or (lambda name, b, i, c: head(w, name, x[b], 2 * i + c, d))
 
     def one(b: int, i: int) -> np.ndarray:
         j, maps = i * kv // h, []
         for c in (0, 1):
-            q, k = head(w, "q", x[b], 2 * i + c, d), head(w, "k", x[b], 2 * j + c, d)
+            q, k = vectors("q", b, i, c), vectors("k", b, j, c)
             if "q_norm.weight" in w:
                 q, k = rms(q, w["q_norm.weight"]), rms(k, w["k_norm.weight"])
             scores = rope(q, **positions(cfg)) @ rope(k, **positions(cfg)).T
             maps.append(softmax(scores / np.sqrt(d), rows(see, b), b, i))
-        y = (maps[0] - lam * maps[1]) @ head(w, "v", x[b], j, dv)
+        y = (combine(b, i, maps, lam) if combine else maps[0] - lam * maps[1]) @ head(w, "v", x[b], j, dv)
         return (1 - lam_init if opt.head_scale is None else opt.head_scale) * head_norm(w, opt.head_norm, y)
+
+    return joined(w, x, h, one)
+
+
+def grouped_diff(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, layer: int, first: tuple) -> np.ndarray:
+    """arXiv 2510.06949: signal heads first, then the noise heads, of which each serves `ratio` signal heads."""
+    heads = {"q": cfg.n_head, "k": cfg.n_kv_head}
+
+    def vectors(name: str, b: int, i: int, c: int) -> np.ndarray:
+        return head(w, name, x[b], heads[name] + i // cfg.grouped_diff.ratio if c else i, cfg.head_dim)
+
+    return diff(w, x, see, cfg, layer, first, options=cfg.grouped_diff, vectors=vectors)
+
+
+def shared_diff(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, layer: int, first: tuple) -> np.ndarray:
+    """arXiv 2501.17900: one projection for both maps, and one of low rank for each."""
+    d, rank = cfg.head_dim, cfg.shared_diff.rank
+
+    def vectors(name: str, b: int, i: int, c: int) -> np.ndarray:
+        low = x[b] @ w[f"{name}_down.weight"][c * rank : (c + 1) * rank].T
+        return head(w, name, x[b], i, d) + low @ w[f"{name}_up.{c}.weight"][i * d : (i + 1) * d].T
+
+    return diff(w, x, see, cfg, layer, first, options=cfg.shared_diff, vectors=vectors)
+
+
+def dint(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, layer: int, first: tuple) -> np.ndarray:
+    """arXiv 2501.17486, with a causal mean: over the rows of the first map at the positions that a query sees."""
+
+    def combine(b: int, i: int, maps: list[np.ndarray], lam: float) -> np.ndarray:
+        sees, out = seen(see, b, i), maps[0] - lam * maps[1]
+        for t in range(len(out)):
+            if sees[t].any():
+                out[t] += lam * maps[0][sees[t]].mean(0)
+        return out
+
+    return diff(w, x, see, cfg, layer, first, options=cfg.dint, combine=combine)
+
+
+def gated_diff(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, layer: int, first: tuple) -> np.ndarray:
+    """arXiv 2505.24054: the gate of a token and head weighs one map, what is left of 1 the other."""
+    d, turned = cfg.head_dim, positions(cfg)
+    h, kv = cfg.n_head // 2, cfg.n_kv_head // 2
+
+    def one(b: int, i: int) -> np.ndarray:
+        j, maps = i * kv // h, []
+        for c in (0, 1):
+            q, k = (rope(head(w, name, x[b], 2 * n + c, d), **turned) for name, n in (("q", i), ("k", j)))
+            maps.append(softmax(q @ k.T / np.sqrt(d), rows(see, b), b, i))
+        g = sigmoid(head(w, "gate_logits", x[b], i, 1))
+        return rms((g * maps[0] - (1 - g) * maps[1]) @ head(w, "v", x[b], j, 2 * d), w["head_norm.weight"])
 
     return joined(w, x, h, one)
 

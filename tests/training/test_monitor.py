@@ -38,12 +38,14 @@ def test_every_variant_has_finite_numbers_and_its_own(variant: str) -> None:
     assert layer.keys() >= OF_MAPS
     own = model.blocks[1].attention.readings(torch.randn(2, 3, 64)).keys()
     letter = (model.cfg.layers * 2)[1]
-    assert layer.keys() - OF_MAPS - own == (APART if hasattr(model.blocks[1].attention, "lam") else set())
+    assert layer.keys() - OF_MAPS - own == (APART if model.blocks[1].attention.shape.maps == 2 and variant != "dint" else set())
     known = {"d": "lambda", "v": "lambda", "g": "gate", "i": "path_0", "t": "temperature"}.get(letter)
     assert known is None or known in own
     assert 0 < layer["entropy"] <= math.log(32) and 0 <= layer["negative"] < 1 and 0 <= layer["sinks"] <= 1
-    if "lambda" not in own:  # softmax maps
-        assert layer["mass"] == pytest.approx(1, abs=1e-5) and layer["negative"] == 0
+    kind = type(model.blocks[1].attention)
+    assert kind.signed or layer["negative"] == 0
+    if kind.row_sums == "one":
+        assert layer["mass"] == pytest.approx(1, abs=1e-5)
 
 
 @torch.no_grad()

@@ -45,7 +45,7 @@ def test_every_parameter_is_in_one_group_and_only_matrices_decay(variant: str, n
     for group in groups:
         for n, p in zip(group["names"], group["params"], strict=True):
             assert p is dict(model.named_parameters())[n]
-            gate = any(part in n for part in (".lambda_", ".path_", ".gate_", *declared))
+            gate = any(part in f"{n}." for part in (".lambda_", ".path_", ".gate_", *declared))
             assert (group["weight_decay"] == 0) == (p.dim() < 2 or gate), n
     muon = [
         n

@@ -1,0 +1,56 @@
+"""Differential attention in which several heads share one noise map."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+from torch import Tensor, nn
+
+from .backends import attend_diff
+from .base import AttentionConfig, Heads, nearest_divisor
+from .diff import DiffAttention, DiffConfig
+from .mask import Mask
+
+
+@dataclass
+class GroupedDiffConfig(DiffConfig):
+    """Options of `grouped_diff`: those of `diff`, whose heads are always double, and the ratio of signal to noise heads."""
+
+    heads: str = "double"
+    ratio: Annotated[int, "[1, inf)"] = 4  # signal heads per noise head
+
+
+class GroupedDiffAttention(DiffAttention):
+    """(softmax(Q1 K1' / sqrt d) - lam softmax(Q2 K2' / sqrt d)) V; `ratio` heads share Q2 and K2 (Lim et al., 2510.06949).
+
+    n_head signal heads with the baseline's queries, keys and values, and n_head / ratio noise heads with queries and keys. With
+    ratio=1 it is `diff` with heads=double. lambda and the norm per head are V1's.
+    """
+
+    name = "grouped_diff"
+    Options = GroupedDiffConfig
+    choices = {**DiffAttention.choices, "heads": ("double",)}
+    colours = {"grouped_diff": "#CC6677"}
+
+    def head_shape(self, cfg: AttentionConfig) -> Heads:
+        ratio = self.options.ratio
+        for name, count in (("n_head", cfg.n_head), ("n_kv_head", cfg.n_kv_head)):
+            if count % ratio:
+                wrong = f"model.grouped_diff.ratio={ratio} does not divide model.{name}={count}"
+                raise ValueError(f"{wrong}: use model.grouped_diff.ratio={nearest_divisor(cfg.n_kv_head, ratio)}")
+        return super().head_shape(cfg)
+
+    def make_projections(self, cfg: AttentionConfig) -> None:
+        super().make_projections(cfg)
+        ratio, d = self.options.ratio, self.width
+        self.q = nn.Linear(cfg.d_model, (self.heads + self.heads // ratio) * d, bias=cfg.qkv_bias)
+        self.k = nn.Linear(cfg.d_model, (self.kv_heads + self.kv_heads // ratio) * d, bias=cfg.qkv_bias)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, mask: Mask) -> Tensor:
+        q, k = self._pairs(q, self.heads), self._pairs(k, self.kv_heads)
+        return attend_diff(q, k, v, self.lam(), mask, self.backend, self.dropout_now)
+
+    def _pairs(self, x: Tensor, signals: int) -> Tensor:
+        """Signal heads, each beside its noise head: (B, signals, 2, T, d) from (B, signals + signals / ratio, T, d)."""
+        noise = x[:, signals:].repeat_interleave(self.options.ratio, dim=1)
+        return torch.stack((x[:, :signals], noise), dim=2)
