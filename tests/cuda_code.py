@@ -80,12 +80,12 @@ def generated(name: str, n_layer: int, **changes: Any) -> list[dict[str, Any]]:
     from torch._inductor.virtualized import V
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from model.attention import backends
+    from model.attention import backends, sdpa
     from model.decoder import Decoder
     from tests.variants import config
 
     torch.nn.functional.scaled_dot_product_attention = cudnn_attention
-    backends.card = torch.compiler.assume_constant_result(lambda: (9, 0))
+    backends.card = sdpa.card = torch.compiler.assume_constant_result(lambda: (9, 0))
     passes: list[dict[str, Any]] = []
 
     def lower(graph: torch.fx.GraphModule, inputs: list) -> Any:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from model import conversion
-from model.attention import backends, base, diff, introspective, mask, reference
+from model.attention import backends, base, diff, introspective, mask, reference, sdpa
 from model.attention.base import Attention, Heads
 from model.attention.diff import DiffAttention
 from model.attention.diff_v2 import DiffV2Attention
@@ -171,7 +171,7 @@ def single_path_let_through(right: Callable) -> Callable:
 
 def one_set_log_sum_exp(right: Callable) -> Callable:
     def wrong(scale: float, q: Tensor, *sets: Tensor) -> tuple[Tensor, Tensor]:
-        return right(scale, q, *sets)[0], backends._flash(q, sets[0], sets[len(sets) // 2], scale)[1]
+        return right(scale, q, *sets)[0], sdpa._flash(q, sets[0], sets[len(sets) // 2], scale)[1]
 
     return staticmethod(wrong)
 
@@ -316,9 +316,9 @@ MUTANTS = (
            lambda right: property(lambda self: self.causal), f"{FORMULA}[diff-1-sdpa]"),
     Mutant("rows that see nothing are NaN (timm)", reference, "weights", nan_rows,
            f"{VARIANTS}::test_rows_that_see_nothing_are_zero_forward_and_backward[diff-math]"),
-    Mutant("rows that see nothing see everything (timm fused)", backends, "_dense", seeing_blind_rows,
+    Mutant("rows that see nothing see everything (timm fused)", sdpa, "dense", seeing_blind_rows,
            f"{VARIANTS}::test_rows_that_see_nothing_are_zero_forward_and_backward[diff-sdpa]"),
-    Mutant("maps of a head take other heads' rows of a mask", backends, "_spread",
+    Mutant("maps of a head take other heads' rows of a mask", sdpa, "spread",
            lambda right: lambda x, q: x if x.shape[1] in (1, q.shape[1]) else x.repeat(1, q.shape[1] // x.shape[1], 1, 1),
            f"{MODULES}::test_a_mask_of_any_shape_is_the_formulas[diff_v2-auto]"),
     Mutant("queries take other queries' rows of an added bias", mask, "_rows",
@@ -354,7 +354,7 @@ MUTANTS = (
            f"{FORMULA}[introspective_sequence-1-math]"),
     Mutant("paths are not normed one by one", IntrospectiveAttention, "_path_output",
            lambda right: lambda self, heads, i: self.merge(heads), f"{FORMULA}[introspective-1-math]"),
-    Mutant("merging by wrong log-sum-exps in the backward", backends._Union, "forward", one_set_log_sum_exp,
+    Mutant("merging by wrong log-sum-exps in the backward", sdpa.Union, "forward", one_set_log_sum_exp,
            f"{OPERATIONS}::test_a_union_is_one_softmax_with_exact_gradients"),
     # other variants
     Mutant("the first layer's values are forgotten", ValueResidualAttention, "before",

@@ -37,7 +37,7 @@ class DintAttention(DiffAttention):
         return attend_map(q, k, v, mask, self.normalize, "math", self.dropout_now)[..., -T:, :]
 
     def normalize(self, scores: Tensor, see: Tensor) -> Tensor:
-        first, second = scores.softmax(-1).unbind(2)  # (B, h, S, S) each
+        first, second = scores.softmax(-1).masked_fill(~see, 0.0).unbind(2)  # (B, h, S, S) each
         seen = see.squeeze(2).to(first.dtype)
         mean = seen / seen.sum(-1, keepdim=True).clamp(min=1) @ first
         lam = self.lam().to(first.dtype)

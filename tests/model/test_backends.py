@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from model.attention import backends, base, flex, reference
+from model.attention import backends, base, flex, reference, sdpa
 from model.attention.mask import CAUSAL, Mask
 from model.cache import KVCache
 from tests.conftest import run_command
@@ -253,8 +253,8 @@ def test_a_union_calls_flash_itself_only_where_sdpa_would(
 ) -> None:
     """Meta tensors take the routes of a card."""
     calls = []
-    monkeypatch.setattr(backends, "card", lambda: card)
-    monkeypatch.setattr(backends, "_flash", lambda q, *rest: calls.append(1) or (q, q[..., 0].float()))
+    monkeypatch.setattr(sdpa, "card", lambda: card)
+    monkeypatch.setattr(sdpa, "_flash", lambda q, *rest: calls.append(1) or (q, q[..., 0].float()))
     q, *sets = (torch.empty(1, 2, 128, width, device="meta", dtype=dtype) for _ in range(5))
     assert backends.attend_union(q, sets[:2], sets[2:], CAUSAL).shape == q.shape
     assert len(calls) == 2 * merged
@@ -336,7 +336,7 @@ def test_one_query_sees_every_set_by_the_same_mask() -> None:
     for label, mask in masks(2, 40).items():
         want = run("union", inputs, mask, "math")[..., -1:, :]
         keys, values = torch.cat(inputs[1:3], -2), torch.cat(inputs[3:], -2)
-        close(backends._one_query(inputs[0][..., -1:, :], keys, values, mask, 0.0, sets=2), want.double(), label)
+        close(backends.one_query(inputs[0][..., -1:, :], keys, values, mask, 0.0, sets=2), want.double(), label)
 
 
 def test_flex_on_a_card_refuses_heads_too_narrow_for_it() -> None:

@@ -22,7 +22,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from model.attention import VARIANTS as CLASSES
-from model.attention import backends
+from model.attention import backends, sdpa
 from model.attention.kernels import unavailable
 from model.attention.mask import CAUSAL
 from tests.conftest import run_command
@@ -54,7 +54,7 @@ def trace(name: str, backend: str, mask: str, card: tuple[int, int]) -> list[dic
     """How often each kernel stands in the graph of `name`, for each of two lengths."""
     from model.decoder import Decoder
 
-    backends.card = torch.compiler.assume_constant_result(lambda: card)
+    backends.card = sdpa.card = torch.compiler.assume_constant_result(lambda: card)
     torch._dynamo.reset()
     graphs: list[torch.fx.GraphModule] = []
     again, mask = mask.endswith(CHECKPOINTED), mask.removesuffix(CHECKPOINTED)

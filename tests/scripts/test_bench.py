@@ -61,8 +61,8 @@ def test_a_missing_backward_leaves_the_forward(monkeypatch: pytest.MonkeyPatch) 
             raise ValueError("no backward here")
         return original(q, *rest)
 
-    original = backends._sdpa
-    monkeypatch.setattr(backends, "_sdpa", lambda q, *rest, **options: forward_only(q, *rest))
+    original = backends.sdpa
+    monkeypatch.setattr(backends, "sdpa", lambda q, *rest, **options: forward_only(q, *rest))
     rows = bench.attention(tiny("attention", variants=["baseline"], lengths=[8], backends=["sdpa"]), CPU)
     assert set(rows[0].seconds) == {"op forward", "module forward"}
     assert "op forward+backward, module forward+backward not measured: no backward here" in table(rows)

@@ -1,0 +1,190 @@
+"""What torch's scaled_dot_product_attention (SDPA) and its flash operators need: widths, groups, masks, several key sets."""
+
+from contextlib import nullcontext
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ..once import once
+from .mask import EVERYTHING, Mask
+
+# SHORT: number of keys up to which a CPU's float32 flash kernel is faster than its bfloat16 kernel, in spite of the conversion
+# (docs/LOG.md).
+SHORT = 512
+WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # SDPA without cuDNN
+WIDEST_FLASH = 256  # head width up to which CUDA's flash kernel takes a call, on cards from 8.0 on
+
+
+def card() -> tuple[int, int] | None:
+    """The CUDA compute capability of this machine's card, None without one; a constant for torch.compile."""
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+
+
+# As torch.compiler.assume_constant_result does; a call of that function would import torch._dynamo, which would add a second
+# to the start of every command.
+card._dynamo_marked_constant = True
+
+
+def sdpa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    see: Tensor | None = None,
+    dropout: float = 0.0,
+    scale: float | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """torch's fused kernel; `see` and `bias` replace the mask's own dense form, `scale` replaces 1 / sqrt(d).
+
+    CPU: all widths are zero-padded to the widest, and keys are repeated for the queries of a group. CUDA: widths stay as they
+    are, and the flash and cuDNN kernels share keys inside the kernel; the memory-efficient kernel cannot share them.
+    """
+    T, S, width, scale = q.shape[-2], k.shape[-2], v.shape[-1], scale or q.shape[-1] ** -0.5
+    if q.device.type == "cpu":
+        if q.dtype == torch.bfloat16 and S <= SHORT:
+            with torch.autocast("cpu", enabled=False):
+                return sdpa(q.float(), k.float(), v.float(), mask, see, dropout, scale, bias).to(q.dtype)
+        q, k, v = (widen(x, max(q.shape[-1], width)) for x in (q, k, v))
+    # A single query has the last position and sees every key.
+    unmasked = see is None and (mask.sees_everything or (mask.plain and (T == S or T == 1)))
+    options = {"scale": scale, "dropout_p": dropout}
+    if unmasked and q.device.type != "cpu" and q.dtype != torch.float32:
+        options["enable_gqa"] = k.shape[1] != q.shape[1]
+    else:
+        k, v = repeat(k, q.shape[1]), repeat(v, q.shape[1])
+    if unmasked:
+        if mask.causal and T > 1:  # not is_causal=T > 1: with a symbolic T that is a SymBool, which torch refuses
+            options["is_causal"] = True
+        return F.scaled_dot_product_attention(q, k, v, **options)[..., :width]
+    if see is None:
+        see, bias = dense(mask, q, k)
+    see = spread(see, q)
+    blind = ~see.any(-1, keepdim=True)  # as in reference.weights
+    shown = see | blind
+    if bias is not None:
+        shown = spread(bias, q).to(q.dtype).masked_fill(~shown, float("-inf"))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=shown, **options)[..., :width]
+    return out.masked_fill(blind, 0.0)
+
+
+def padded(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float = 0.0) -> Tensor:
+    """`sdpa` with all widths zero-padded to the widest: CUDA's flash kernel takes one width only."""
+    scale, width, widest = q.shape[-1] ** -0.5, v.shape[-1], max(q.shape[-1], v.shape[-1])
+    q, k, v = (widen(x, widest) for x in (q, k, v))
+    return sdpa(q, k, v, mask, dropout=dropout, scale=scale)[..., :width]
+
+
+def halves(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float = 0.0) -> Tensor:
+    """`sdpa` once for each half of the values' width."""
+    return torch.cat([sdpa(q, k, part, mask, dropout=dropout) for part in v.chunk(2, -1)], -1)
+
+
+def one_query(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float, sets: int = 1) -> Tensor:
+    """`attend` for T = 1, as in decoding: q (B, ..., 1, d), keys and values shared by the query heads of a group.
+
+    `sets` key sets stand side by side in k and v. Query heads that share keys are rows of one call, which
+    reads keys and values in place: repeating them for every query head would copy the whole cache at each token.
+    """
+    rows = q.flatten(1, -2).unflatten(1, (k.shape[1], -1))  # (B, Hkv, rows, d)
+    # see: (1 or B, 1, 1, S)
+    see = None if mask.plain else mask.dense(1, k.shape[-2] // sets, q.device).repeat(1, 1, 1, sets)
+    # cuDNN would make a plan for every number of keys, that is for every new token.
+    with sdpa_kernel(WITHOUT_PLANS) if q.is_cuda else nullcontext():
+        return sdpa(rows, k, v, EVERYTHING, see, dropout).reshape(*q.shape[:-1], v.shape[-1])
+
+
+def dense(mask: Mask, q: Tensor, k: Tensor, sets: int = 1) -> tuple[Tensor, Tensor | None]:
+    """What q sees of `sets` key sets like k side by side, and the bias to add: (1 or B, 1 or heads, T, sets S) each."""
+    T, S = q.shape[-2], k.shape[-2]
+    see, bias = mask.dense(T, S, q.device), mask.added(torch.arange(S - T, S, device=q.device), S)
+    if sets > 1:
+        see, bias = see.repeat(1, 1, 1, sets), None if bias is None else bias.repeat(1, 1, 1, sets)
+    return see, bias
+
+
+def spread(x: Tensor, q: Tensor) -> Tensor:
+    """A mask's dense form for the maps of q (B, maps, T, d): adjacent maps belong to one head and share its mask."""
+    return x if x.shape[1] in (1, q.shape[1]) else x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
+
+
+def repeat(x: Tensor, heads: int) -> Tensor:
+    """Grouped-query attention: repeat each key/value head (dimension 1) for the queries of its group."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
+
+
+def widen(x: Tensor, width: int) -> Tensor:
+    return x if x.shape[-1] >= width else F.pad(x, (0, width - x.shape[-1]))
+
+
+def in_line(x: Tensor) -> Tensor:
+    """The flash operators assume a last stride of 1: on a CPU another stride gives wrong results without an error."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+class Union(torch.autograd.Function):
+    """Causal attention over several key sets as a log-sum-exp merge of one flash call per set.
+
+    With lse the log-sum-exp over all sets and out the merged output, the probabilities of set j are
+    exp(q k_j' - lse), so each set's flash backward, given the merged out and lse, returns the exact gradient.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(scale: float, q: Tensor, *sets: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = sets[: len(sets) // 2], sets[len(sets) // 2 :]
+        parts = [_flash(q, k, v, scale) for k, v in zip(keys, values, strict=True)]
+        lses = torch.stack([lse for _, lse in parts])  # (n, B, H, T) float32
+        lse = lses.logsumexp(0)
+        shares = (lses - lse).exp().unsqueeze(-1)  # (n, B, H, T, 1)
+        return sum(share * part for share, (part, _) in zip(shares, parts, strict=True)).to(q.dtype), lse
+
+    @staticmethod
+    def setup_context(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:  # noqa: ANN001
+        ctx.scale, *tensors = inputs
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(*tensors, *output)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN001
+        grad = in_line(grad)
+        q, *sets, out, lse = ctx.saved_tensors
+        keys, values = sets[: len(sets) // 2], sets[len(sets) // 2 :]
+        grads = [_flash_backward(grad, q, k, v, out, lse, ctx.scale) for k, v in zip(keys, values, strict=True)]
+        dq, dk, dv = zip(*grads, strict=True)
+        return None, *once((grad, q, *sets), (sum(dq), *dk, *dv))
+
+
+def flash_takes(q: Tensor, width: int) -> bool:
+    """Whether `_flash` takes q at this width; on CUDA it has none of the checks that SDPA makes before it calls flash."""
+    if q.device.type == "cpu":
+        return True
+    here = card() or (0, 0)
+    # Flash's backward pass takes widths from 200 to 224 only on cards with the shared memory of an A100 or H100.
+    if 192 < width <= 224 and ((8, 6) <= here <= (8, 9) or here[0] == 12):
+        return False
+    return q.dtype in (torch.bfloat16, torch.float16) and width <= WIDEST_FLASH and here >= (8, 0)
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Causal flash attention and the log-sum-exp (B, H, T) of its rows."""
+    if q.device.type == "cpu":
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=scale)
+    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, scale=scale)[:2]
+
+
+def _flash_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v, given an output and a log-sum-exp that may come from more keys than these."""
+    aten = torch.ops.aten
+    if q.device.type == "cpu":
+        lse = lse.transpose(1, 2).contiguous().transpose(1, 2)  # the layout the forward op returns
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, True, scale=scale)
+    seed = torch.zeros((), dtype=torch.uint64, device=q.device)  # the seed of a dropout of 0
+    return aten._scaled_dot_product_flash_attention_backward(
+        grad, q, k, v, out, lse, None, None, q.shape[-2], k.shape[-2], 0.0, True, seed, seed, scale=scale
+    )
