@@ -213,6 +213,9 @@ class Attention(nn.Module):
         """
         if x.dim() != 3:
             raise ValueError(f"the input is {tuple(x.shape)}, not (B, T, D): give x[None] for a single sequence")
+        if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[0] == x.shape[0] == x.shape[1] > 1:
+            wrong = f"a mask {tuple(mask.shape)} for {x.shape[0]} sequences of as many tokens may be (B, S) or (T, S)"
+            raise ValueError(f"{wrong}: give Mask(keys=mask) for padding, or mask[None] for the rows of the queries")
         source, mask = x if context is None else context, self._mask(mask, context, cache)
         ropes = self._ropes(x, source, rope, cache)
         y = self.out(self.mix(x, source, ropes, mask, cache, {} if carry is None else carry))

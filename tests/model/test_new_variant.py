@@ -63,8 +63,31 @@ def scaled(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, layer: int, first:
 
     return attention(w, x, see, cfg, output=opened)
 """
-LETTER = min(set(string.ascii_lowercase) - VARIANTS.keys())
-IMPORT, LINE = "from .scaled import ScaledAttention\n", f'    "{LETTER}": ScaledAttention,\n'
+OWN_MAP = '''"""Attention by squared scores."""
+
+from torch import Tensor
+
+from .base import Attention
+
+
+class SquaredAttention(Attention):
+    """s^2 / (1 + sum s^2) V."""
+
+    name = "squared"
+    row_sums = "any"
+
+    def normalize(self, scores: Tensor, see: Tensor) -> Tensor:
+        squares = scores.masked_fill(~see, 0.0).square()
+        return squares / (1 + squares.sum(-1, keepdim=True))
+'''
+FORMULA += """
+
+def squared(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, layer: int, first: tuple) -> np.ndarray:
+    return attention(w, x, see, cfg, row=lambda s, i: s**2 / (1 + (s**2).sum()))
+"""
+LETTER, OTHER = sorted(set(string.ascii_letters) - VARIANTS.keys(), reverse=True)[:2]
+IMPORT = "from .scaled import ScaledAttention\nfrom .squared import SquaredAttention\n"
+LINE = f'    "{LETTER}": ScaledAttention,\n    "{OTHER}": SquaredAttention,\n'
 TESTS = (
     "tests/model/test_variants.py", "tests/model/test_modules.py", "tests/model/test_probe.py", "tests/model/test_decoder.py",
     "tests/training/test_monitor.py", "tests/training/test_parts.py",
@@ -73,12 +96,14 @@ TESTS = (
 
 @pytest.fixture(scope="module")
 def house(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the code, to which the four files' worth of a new variant are added."""
+    """A copy of the code, to which the four files' worth of two new variants are added: a softmax and a map of its own."""
     folder = tmp_path_factory.mktemp("variant") / "repo"
     ignore = shutil.ignore_patterns(".*", "__pycache__", "runs", "shards", "docs", "wandb")
     shutil.copytree(ROOT, folder, ignore=ignore)
     (folder / "model/attention/scaled.py").write_text(SOURCE)
     (folder / "configs/model/scaled.yaml").write_text(f"layers: {LETTER}\n")
+    (folder / "model/attention/squared.py").write_text(OWN_MAP)
+    (folder / "configs/model/squared.yaml").write_text(f"layers: {OTHER}\n")
     with (folder / "tests/reference/formulas.py").open("a") as file:
         file.write(FORMULA)
     names = folder / "model/attention/__init__.py"
@@ -95,8 +120,8 @@ def python(house: Path, *arguments: str) -> subprocess.CompletedProcess:
 
 
 def test_it_passes_the_tests_of_all_variants(house: Path) -> None:
-    done = python(house, "-m", "pytest", "-q", "-o", "addopts=", "-p", "no:cacheprovider", "-k", "scaled", *TESTS)
-    assert done.returncode == 0 and int(done.stdout.split(" passed")[0].split()[-1]) > 30, done.stdout[-2000:]
+    done = python(house, "-m", "pytest", "-q", "-o", "addopts=", "-p", "no:cacheprovider", "-k", "scaled or squared", *TESTS)
+    assert done.returncode == 0 and int(done.stdout.split(" passed")[0].split()[-1]) > 60, done.stdout[-2000:]
 
 
 def test_it_trains_and_has_options_and_readings(house: Path, shards: Path, tmp_path: Path) -> None:
@@ -127,4 +152,5 @@ def test_every_variant_has_the_promised_files_and_is_named_nowhere_else(name: st
     own = ROOT / f"model/attention/{name}.py"
     users = [path for folder in ("model", "training") for path in (ROOT / folder).rglob("*.py") if own in file_imports(path)]
     conversions = {path for path in users if path.parent.name == "interop" or path.name == "conversion.py"}
-    assert set(users) - conversions == {ROOT / "model/attention/__init__.py"}
+    followers = {ROOT / f"model/attention/{other}.py" for other in letters}  # variants that build on this one
+    assert set(users) - conversions - followers == {ROOT / "model/attention/__init__.py"}
