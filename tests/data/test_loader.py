@@ -114,12 +114,6 @@ def test_equal_sources_of_a_mixture_do_not_walk_in_step(windows):
     assert (drawn[0::2] == drawn[1::2]).sum() < 10
 
 
-def test_mixture_weights_are_checked():
-    for weights in ([50, 49], [101, -1], [50.5, 49.5]):
-        with pytest.raises(ValueError, match="whole percents that sum to 100"):
-            Mixture([(Counting(), weight) for weight in weights])
-
-
 def test_hash_seed_depends_on_every_value_and_their_order():
     assert len({hash_seed(0, 0), hash_seed(0, 1), hash_seed(1, 0), hash_seed(0), hash_seed(1), hash_seed(0, 0, 0)}) == 6
 

@@ -213,6 +213,30 @@ def test_wrong_folders_are_one_line(folder: Path, corpus: list[str], tmp_path: P
             build_tokenizer(cfg)
 
 
+def test_dropout_is_off(corpus: list[str], tmp_path: Path) -> None:
+    hf = byte_level(corpus)
+    hf.model.dropout = 0.5
+    tokenizer = read_tokenizer(folder_of(hf, tmp_path, eos_token="<|endoftext|>"))
+    assert len({tuple(tokenizer.encode("the tokenizers of the text")) for _ in range(20)}) == 1
+
+
+def test_tokens_that_do_not_hold_the_text_are_refused(corpus: list[str], tmp_path: Path, capsys) -> None:
+    """Without a token for a space, spaces become <unk>, whose bytes are not those of the text."""
+    content = json.loads(sentencepiece(corpus).to_str())
+    content["model"]["byte_fallback"] = False
+    for token in [token for token in content["model"]["vocab"] if token == "▁" or token.startswith("<0x")]:
+        del content["model"]["vocab"][token]
+    content["model"]["merges"] = [pair for pair in content["model"]["merges"] if "▁" not in pair]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<s>"}')
+    with pytest.raises(ValueError, match="changes the text: .* use a byte-level tokenizer"):
+        read_tokenizer(tmp_path)
+    lower = byte_level(corpus)
+    lower.normalizer = normalizers.Lowercase()
+    read_tokenizer(folder_of(lower, tmp_path / "lower", eos_token="<|endoftext|>"))
+    assert "changes the text, for example its case" in capsys.readouterr().out
+
+
 def test_other_decoders_are_refused(corpus: list[str], tmp_path: Path) -> None:
     words = HFTokenizer(models.WordPiece({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
     words.decoder = decoders.WordPiece()
