@@ -105,11 +105,11 @@ def told_slots(cfg: MqarConfig) -> int:
     """Slots of two tokens that hold the pairs and the distractors. ValueError: the options exclude each other."""
     if cfg.kind not in KINDS:
         raise ValueError(f"data.mqar.kind={cfg.kind} is unknown: use one of {', '.join(KINDS)}")
-    if not 0 <= cfg.distractors < 1:
+    if not 0 <= cfg.distractors < 1:  # also of the shares of an evaluation
         raise ValueError(f"data.mqar.distractors={cfg.distractors:g} is not a share below 1: use 0.8")
-    if not 1 <= cfg.pairs <= cfg.values or cfg.pairs >= cfg.keys or cfg.noise < 1:
-        wrong = f"{cfg.pairs} pairs need that many values, more keys than that, and one noise token at least"
-        raise ValueError(f"{wrong}: raise data.mqar.keys, data.mqar.values or data.mqar.noise")
+    if cfg.pairs > cfg.values or cfg.pairs >= cfg.keys:
+        wrong = f"{cfg.pairs} pairs need that many values, and more keys than that"
+        raise ValueError(f"{wrong}: raise data.mqar.keys or data.mqar.values")
     slots = round(cfg.pairs / (1 - cfg.distractors))
     possible = 1 - cfg.pairs / slots
     if abs(cfg.distractors - possible) > 1e-6:  # a share written with six digits counts as exact

@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 from omegaconf import MISSING
 
-from configs import check_ranges, command
+from configs import command
 from configs.files import LOCK, FolderLock, read_json_object, remove_leftovers, write_json
 from data.config import DataConfig
 from data.holdout import Document, measure
@@ -83,7 +83,6 @@ def prepare(cfg: DataConfig, *, verify: bool = False) -> dict:
     Raises ValueError or OSError in one line. Shards finished before an error or an interruption are kept, and the same call
     continues after them.
     """
-    check_ranges(cfg, "data")
     if Path(cfg.name).is_absolute() or ".." in Path(cfg.name).parts:
         raise ValueError(f"data.name={cfg.name} leaves the folder of prepared sets: use a plain name and data.dir=FOLDER")
     corpus = None if cfg.source == "nanogpt" else open_corpus(cfg)
@@ -160,7 +159,10 @@ class Preparation:
             if self.cfg.tokenizer.name == "bpe":
                 print("training a bpe vocabulary on the text", flush=True)
             self.tokenizer = build_tokenizer(self.cfg.tokenizer, _sample(hold_out.documents(corpus)))
-        check_bytes(self.tokenizer, first.text[:PIECE])
+            if self.tokenizer.name == "hf":
+                check_bytes(self.tokenizer, text := first.text[:PIECE])
+                if self.tokenizer.decode(self.tokenizer.encode(text)).strip() != text.strip():
+                    print("note: this tokenizer changes the text, for example its case: a model will not see the original")
         self._start()
         queue: deque[tuple] = deque()  # the threads tokenize these; `ahead` bounds their characters
         ahead = 0

@@ -11,7 +11,6 @@ from functools import lru_cache
 
 import numpy as np
 
-from configs import check_ranges
 from data.config import RetrievalMixConfig
 from data.loader import Source
 from data.tokenizer import Tokenizer
@@ -104,7 +103,6 @@ class RetrievalSource:
     def __init__(
         self, cfg: RetrievalMixConfig, haystack: Source, tokenizer: Tokenizer, length: int, document_mask: bool = False
     ) -> None:
-        check_ranges(cfg, "data.retrieval")
         self.cfg, self.haystack, self.tokenizer, self.length = cfg, haystack, tokenizer, length
         self.document_mask = document_mask  # of the model that reads the documents
         self.facts = Facts(tokenizer, "train", cfg.digits)

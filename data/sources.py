@@ -60,13 +60,14 @@ class Corpus:
     blank: int = 0
 
     def __iter__(self) -> Iterator[str]:
-        self.blank = 0
+        blank = 0
         for share, text in self.read():
-            self.share = share
             if text.strip():
+                self.share, self.blank = share, blank
                 yield text
             else:
-                self.blank += 1
+                blank += 1
+        self.blank = blank
 
 
 def open_corpus(cfg: DataConfig) -> Corpus:

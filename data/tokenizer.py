@@ -206,8 +206,6 @@ def check_bytes(tokenizer: Tokenizer, text: str) -> None:
     if abs(counted - size) > 1 + size / 100:  # bits per byte would be wrong by as much
         fix = "use a byte-level tokenizer, or a sentencepiece tokenizer with byte fallback"
         raise ValueError(f"tokenizer {tokenizer.name} changes the text: {size} bytes became tokens of {counted} bytes: {fix}")
-    if tokenizer.decode(tokenizer.encode(text)).strip() != _valid(text).strip():
-        print(f"note: tokenizer {tokenizer.name} changes the text, for example its case: a model will not see the original")
 
 
 def _read_json(path: Path) -> dict[str, Any]:

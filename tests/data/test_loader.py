@@ -27,10 +27,10 @@ class Counting:
 
 
 def test_permute_shuffles():
-    n = 30_000
+    n = 10_000
     order, other = (np.array([permute(i, n, seed) for i in range(n)]) for seed in (1, 2))
-    assert abs(np.corrcoef(np.arange(n), order)[0, 1]) < 0.02
-    assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.02
+    assert abs(np.corrcoef(np.arange(n), order)[0, 1]) < 0.04
+    assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.04
     assert (order == other).sum() < 20
     first = Counter(permute(0, 5, seed) for seed in range(5000))  # every place is about equally likely
     assert all(850 < count < 1150 for count in first.values())
