@@ -168,7 +168,7 @@ def test_tokenizer(shards, name):
     refused(lambda: load_tokenizer(shards))
 
 
-@pytest.mark.parametrize("text", [DEEP, "[]", "5", "{", '{"name": NaN}'])
+@pytest.mark.parametrize("text", [DEEP, "[]", "5", "{"])
 def test_tokenizer_that_is_none(shards, text):
     (shards / FILE).write_text(text)
     refused(lambda: load_tokenizer(shards), "prepare the data again")
