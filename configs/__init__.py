@@ -1,14 +1,14 @@
 """Commands: Hydra composes a command's configuration, a dataclass checks it, and a user's mistake prints one line.
 
-Every command but scripts/gpu.py is `@command(name, Schema)` over `main(cfg: Schema)`. A command
-with configuration groups has a primary file `configs/NAME.yaml`; a command without groups (for example an evaluation) has
-only its dataclass.
+Every command but scripts/gpu.py is `@command(name, Schema)` over `main(cfg: Schema)`; one with configuration groups has a
+primary file `configs/NAME.yaml`, which begins its defaults with `NAME_schema` and `NAME_hydra`.
 """
 
 import contextlib
 import difflib
 import functools
 import os
+import re
 import runpy
 import sys
 from collections.abc import Callable, Iterator
@@ -46,13 +46,10 @@ ASKED_FOR_TRACEBACK = os.environ.get("HYDRA_FULL_ERROR") == "1"
 
 
 def command(name: str, schema: type) -> Callable[[Callable[[Any], Any]], Callable[[], None]]:
-    """Turn `main(cfg)` into a command line. `cfg` is a plain `schema` object; a sweep gets the value that `main` returns.
-
-    The types of all fields are checked, and the ranges in `steps: Annotated[int, "[1, inf)"]` (model/ranges.py).
+    """Turn `main(cfg)` into a command line. `cfg` is a plain `schema` object with checked types and ranges (model/ranges.py).
 
     A user's mistake (`ValueError`, `OSError`, a wrong override) prints `error: ...` on one line and exits with 2, and so does a
-    GPU without free memory; HYDRA_FULL_ERROR=1 shows the traceback instead. A primary file `configs/NAME.yaml` must begin its
-    defaults with `NAME_schema` and `NAME_hydra`.
+    GPU without free memory; HYDRA_FULL_ERROR=1 shows the traceback instead. A sweep gets what `main` returns.
     """
 
     def decorate(main: Callable[[Any], Any]) -> Callable[[], None]:
@@ -77,12 +74,17 @@ def command(name: str, schema: type) -> Callable[[Callable[[Any], Any]], Callabl
                     from configs.help import print_help  # imported here because only --help needs it
 
                     return print_help(name, schema, sys.modules[main.__module__].__doc__ or "")
-                sys.argv[1:] = options_first(sys.argv[1:])
+                sys.argv[1:] = options_first([with_home(argument) for argument in sys.argv[1:]])
                 hydra.main(version_base=None, config_path=str(CONFIG_DIR), config_name=name)(task)()
 
         return entry
 
     return decorate
+
+
+def with_home(argument: str) -> str:
+    """`path=~/x` with the home folder, which a shell puts only at the beginning of a word; also in quotes and in lists."""
+    return re.sub(r"(?<=[=,\['\"])~(?=/|$)", lambda _: os.path.expanduser("~"), argument)
 
 
 def options_first(arguments: list[str]) -> list[str]:

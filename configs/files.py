@@ -1,5 +1,6 @@
 """Writing and reading files for the whole project: atomic writes, JSON, JSON lines, and one writer per folder."""
 
+import errno
 import gzip
 import json
 import math
@@ -9,7 +10,7 @@ import secrets
 import shutil
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +20,29 @@ except ImportError:  # Windows has no such module
     fcntl = None
 
 LOCK = ".lock"  # the file of a FolderLock
+FULL = "free some space and repeat the command"
+FIXES = {errno.ENOSPC: FULL, errno.EDQUOT: FULL, errno.EIO: "the disk has failed there, copy the file to another one"}
 # A list of numbers in indented JSON. A string cannot match, because it has no line break.
 NUMBERS = re.compile(r"\[\n\s*((?:(?:-?\d[\d.e+-]*|null),\s+)*(?:-?\d[\d.e+-]*|null))\s+\]")
 
 
-def write_atomic(path: Path, *parts: bytes | memoryview) -> None:
-    """Write `parts` to `path` and wait until they are on the disk (fsync); makes a missing folder.
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Add the path, and what to do, to the OSError of a read or a write, as on a full disk: it names no file."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename or error.errno not in FIXES:
+            raise
+        raise OSError(error.errno, f"{error.strerror}: {FIXES[error.errno]}", str(path)) from error
 
-    After a kill or on a full disk, the old or the new file is there, complete.
-    """
+
+def write_atomic(path: Path, *parts: bytes | memoryview) -> None:
+    """Write `parts` to `path`, through to the disk (fsync); makes a missing folder. A kill leaves the old or the new file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = _temporary(path)
     try:
-        with temporary.open("wb") as file:
+        with naming(path), temporary.open("wb") as file:
             file.writelines(parts)
             file.flush()
             os.fsync(file.fileno())
@@ -43,14 +54,11 @@ def write_atomic(path: Path, *parts: bytes | memoryview) -> None:
 def write_json(path: Path, content: Any, indent: int = 1) -> None:
     """Write the `json_text` of `content` atomically, indented, but with a list of numbers on one line."""
     text = json_text(content, indent=indent)
-    write_atomic(path, NUMBERS.sub(lambda found: f"[{' '.join(found[1].split())}]", text).encode())
+    write_atomic(path, NUMBERS.sub(lambda numbers: f"[{' '.join(numbers[1].split())}]", text).encode())
 
 
 def json_text(content: Any, **how: Any) -> str:
-    """`content` as JSON. NaN and infinities, which JSON does not have, become null; other objects become their text.
-
-    how: keywords of json.dumps, for example indent=1.
-    """
+    """`content` as JSON. NaN and infinities become null, other objects their text. how: keywords of json.dumps."""
     return json.dumps(_finite(content), default=str, allow_nan=False, **how)
 
 
@@ -63,7 +71,7 @@ def _finite(content: Any) -> Any:
 
 
 def read_json_object(path: Path, fix: str) -> dict[str, Any]:
-    """The object in a JSON file. ValueError with `fix` at its end if the file holds no object or is nested too deeply."""
+    """The object in a JSON file. ValueError with `fix` at its end if the file holds no object."""
     if (content := _object(path.read_bytes())) is None:
         raise ValueError(f"{path} is damaged: {fix}")
     return content
@@ -84,7 +92,7 @@ def read_run_config(run: Path, groups: Sequence[str] = ("model", "data")) -> dic
     path = run / "config.yaml"
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-        whole = isinstance(content, dict) and all(isinstance(content[key], dict) for key in groups)
+        whole = all(isinstance(content[key], dict) for key in groups)
     except (yaml.YAMLError, ValueError, KeyError, TypeError, RecursionError):
         whole = False
     if not whole:
@@ -93,10 +101,8 @@ def read_run_config(run: Path, groups: Sequence[str] = ("model", "data")) -> dic
 
 
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a file with one JSON object per line, by gzip compressed or not; no objects if there is no file.
-
-    Lines that do not end in "}", such as a last line cut by a kill, are left out. ValueError for a line that ends in
-    "}" and is not a JSON object, and for a damaged compressed file.
+    """The objects of a file with one JSON object per line, by gzip compressed or not; none if there is no file, none in a line
+    that does not end in "}" (cut by a kill). ValueError: another line is no JSON object, or the compressed file is damaged.
     """
     if not path.is_file():
         return
@@ -113,9 +119,7 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """A new folder to write into. At the end of the block it becomes `path` (see `replace_folder`); if the block fails, it is
-    deleted.
-    """
+    """A new folder to write into. At the end of the block it becomes `path` (`replace_folder`); on an error it is deleted."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = _temporary(path)
     partial.mkdir()
@@ -127,9 +131,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
 
 
 def replace_folder(path: Path, partial: Path) -> None:
-    """Give the folder `partial` the name `path`, in place of an older folder. A kill between the two renames leaves the older
-    one beside it, as .NAME.replaced.
-    """
+    """Give the folder `partial` the name `path`, in place of an older folder, which a kill leaves as .NAME.replaced."""
     replaced = path.with_name(f".{path.name}.replaced")
     if path.is_dir():
         shutil.rmtree(replaced, ignore_errors=True)
@@ -155,11 +157,13 @@ class FolderLock:
     """
 
     def __init__(self, folder: Path, what: str) -> None:
-        self._file = (folder / LOCK).open("a+")
+        # Not through a symbolic link, whose target `note` would truncate.
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0)
+        self._file = os.fdopen(os.open(folder / LOCK, flags, 0o666), "a+")
         self._file.seek(0)
         self.holder = self._file.read().strip()  # the note of the last holder
         try:
-            if fcntl is not None:
+            with suppress(AttributeError):  # fcntl is None
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self._file.close()

@@ -1,6 +1,5 @@
 """The text of `--help`: what a command does, its configuration groups, and its fields as they stand in the code."""
 
-import ast
 import inspect
 import os
 import sys
@@ -24,15 +23,13 @@ def print_help(name: str, schema: type, about: str) -> None:
 
 
 def _sources(schema: type, prefix: str = "") -> Iterator[str]:
-    """The dataclass as its source has it, docstring and fields with their comments; its bases, and the dataclasses in it."""
+    """The dataclass as its source has it, without its methods; its bases, and the dataclasses in it."""
     yield f"# The fields {prefix}KEY=VALUE, with their defaults:"
-    for cls in reversed(schema.__mro__):
+    for cls in filter(is_dataclass, reversed(schema.__mro__)):
         try:
-            source = inspect.getsource(cls)
-        except (OSError, TypeError):  # made by make_dataclass, or object
+            yield inspect.getsource(cls).split("\n    def ")[0].split("\n    @")[0].rstrip()
+        except OSError:  # made by make_dataclass
             continue
-        ends = [node.end_lineno for node in ast.parse(source).body[0].body if isinstance(node, ast.AnnAssign)]
-        yield "\n".join(source.splitlines()[: max(ends, default=0)])  # without its methods
     for name, kind in typing.get_type_hints(schema).items():
         if is_dataclass(kind):
             yield from _sources(kind, f"{prefix}{name}.")

@@ -17,35 +17,24 @@ class TokenizerConfig:
 
 @dataclass
 class RetrievalMixConfig:
-    """The share of training samples that are retrieval documents, and their shape.
+    """The share of training samples that are retrieval documents (facts hidden in a text and asked for), and their shape."""
 
-    weight: percent of all training samples that are retrieval documents. dense: percent of the retrieval documents that
-    hold facts only, without text. needles: a document has 1 to this many facts (a small model learns to retrieve sooner
-    from few facts). digits: length of a magic number; with two digits, a model can learn which numbers are kept for
-    evaluation.
-    """
-
-    weight: Annotated[int, "[0, 100]"] = 0
-    dense: Annotated[int, "[0, 100]"] = 50
-    needles: Annotated[int, "[1, 999]"] = 4
-    digits: Annotated[int, "[1, 18]"] = 4
+    weight: Annotated[int, "[0, 100]"] = 0  # percent of all training samples that are retrieval documents
+    dense: Annotated[int, "[0, 100]"] = 50  # percent of the retrieval documents that hold facts only, without text
+    needles: Annotated[int, "[1, 999]"] = 4  # a document has 1 to this many facts; a small model learns sooner from few
+    digits: Annotated[int, "[1, 18]"] = 4  # of a magic number; with 2, a model can learn which are kept for evaluation
 
 
 @dataclass
 class MqarConfig:
-    """Associative recall among distractors (data/mqar.py).
-
-    pairs: key-value pairs that each row states first and asks for afterwards. distractors: share of distractors among the
-    tokens before the questions. kind: what distractors are: noise (tokens of the noise vocabulary) or pairs (key-value pairs
-    for which the row does not ask).
-    """
+    """Associative recall among distractors (data/mqar.py)."""
 
     keys: Annotated[int, "[2, 1048576]"] = 64  # number of different keys
     values: Annotated[int, "[1, 1048576]"] = 64  # number of different values, none of which is a key
     noise: Annotated[int, "[1, 1048576]"] = 64  # number of different noise tokens, none of which is a key or a value
-    pairs: Annotated[int, "[1, 1048576]"] = 4
-    distractors: Annotated[float, "[0, 1)"] = 0.8
-    kind: str = "noise"  # noise | pairs
+    pairs: Annotated[int, "[1, 1048576]"] = 4  # key-value pairs that each row states first and asks for afterwards
+    distractors: Annotated[float, "[0, 1)"] = 0.8  # share of distractors among the tokens before the questions
+    kind: str = "noise"  # distractors: noise (noise tokens) | pairs (key-value pairs for which the row does not ask)
 
 
 @dataclass

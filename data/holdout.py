@@ -22,9 +22,8 @@ class Document(NamedTuple):
 class HoldOut:
     """Splits documents by a hash in [0, 1): validation gets those with a hash less than `below`, training all others.
 
-    Equal documents have equal hashes, so they get the same split. share: the document whose hash equals `below` is cut in two,
-    and validation gets this share of it, from its end. uncut: the split of that document if it is too short to be cut; None
-    means that there is no other document, so a document too short to be cut is an error.
+    share: of the document whose hash equals `below`, which is cut in two; validation gets its end. uncut: the split of that
+    document if it is too short to be cut; None: there is no other document, so this is an error.
     """
 
     below: float
@@ -54,10 +53,9 @@ class HoldOut:
 def measure(texts: Iterable[str], fraction: float, limit: float = math.inf) -> HoldOut:
     """How to hold out `fraction` of the bytes of `texts`, measured on their first `limit` bytes.
 
-    Documents with a hash below `fraction` are validation, if they have that share of the bytes within TOLERANCE: the
-    split of a document then depends on this document alone. Otherwise (a few books, for example) validation gets
-    documents in the order of their hash until the share is full, and the last of them is cut. Reading ends early once
-    so many documents are measured that the share is almost certain to be within TOLERANCE.
+    Documents with a hash below `fraction`, if they have that share of the bytes within TOLERANCE: the split of a document then
+    depends on it alone. Otherwise (a few books) documents in the order of their hash until the share is full, the last of them
+    cut. Reading ends early once the share is almost certain to be within TOLERANCE.
     """
     if not fraction:
         return HoldOut(0.0)

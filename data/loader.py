@@ -1,8 +1,7 @@
 """Batches are a pure function of (seed, step), so checkpoints do not need to save the state of a loader.
 
 Sample numbers are global: row r of step s has the number `s * batch + r`, whatever the world size or micro batch. A `Source`
-turns a sample number into tokens; epochs, shuffling and mixing are arithmetic on that number. A source marks a token x that
-the loss must leave out as ~x, a negative number; `inputs_and_targets` removes the marks.
+turns a number into tokens. It marks a token x that the loss must leave out as ~x; `inputs_and_targets` removes the marks.
 """
 
 from __future__ import annotations
@@ -32,10 +31,7 @@ class Source(Protocol):
 
 
 def inputs_and_targets(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """A source's rows (..., T + 1) as inputs and targets (..., T): a target that the source marked as unscored is -100.
-
-    A token x is marked as ~x, which is negative. Text has no marks, so its inputs and targets are the rows themselves.
-    """
+    """A source's rows (..., T + 1) as inputs and targets (..., T): a target that is marked as unscored is -100."""
     marked = rows < 0
     tokens, scored = np.where(marked, ~rows, rows), np.where(marked, UNSCORED, rows)
     return tokens[..., :-1], scored[..., 1:]
@@ -71,10 +67,8 @@ def _feistel(x: int, half: int, keys: tuple[int, ...]) -> int:
 
 
 def permute(index: int, n: int, seed: int) -> int:
-    """The number at position `index` of a shuffled range(n). Each seed is one shuffle. Needs O(1) memory; n may be up to 2**62.
-
-    A Feistel network on the smallest power of four that is n or more (64 at least), repeated until the value is below n
-    (Black and Rogaway 2002, "Ciphers with arbitrary finite domains").
+    """The number at position `index` of a shuffled range(n), in O(1) memory: a Feistel network on the smallest power of four
+    that is n or more, repeated until the value is below n (Black and Rogaway 2002, "Ciphers with arbitrary finite domains").
     """
     assert 0 < n <= 2**62 and 0 <= index < n
     half = max(3, ((n - 1).bit_length() + 1) // 2)  # smaller networks are visibly biased
@@ -86,10 +80,8 @@ def permute(index: int, n: int, seed: int) -> int:
 
 
 class Windows:
-    """Fixed windows of `length`+1 tokens, `length` apart (so every target is used once), never across two shards.
-
-    `sample(index, seed)` visits all of them once per epoch, in an order reshuffled by (seed, epoch). The error message names
-    `split`, train or val.
+    """Fixed windows of `length`+1 tokens, `length` apart (so every target is used once), never across two shards. `split`,
+    train or val, is for the error message.
     """
 
     def __init__(self, shards: Sequence[Shard], length: int, split: str | None = None) -> None:
@@ -123,16 +115,12 @@ class Windows:
 class Mixture:
     """A source that mixes several sources. Of any 100 consecutive samples, exactly `weight` come from each source.
 
-    `parts` are (source, weight); weights are whole percents that sum to 100. A fixed pattern of 100 turns spreads the turns of
-    each source evenly. Each source counts its own samples without gaps.
+    `parts` are (source, weight in whole percents). A fixed pattern of 100 turns spreads the turns of each source evenly. Each
+    source counts its own samples without gaps.
     """
 
     def __init__(self, parts: Sequence[tuple[Source, int]]) -> None:
-        weights = [weight for _, weight in parts]
-        if sum(weights) != 100 or any(weight != int(weight) or weight < 0 for weight in weights):
-            raise ValueError(f"mixture weights {weights} must be whole percents that sum to 100: change the weights")
-        self.sources = [source for source, _ in parts]
-        self.weights = [int(weight) for weight in weights]
+        self.sources, self.weights = ([part[i] for part in parts] for i in (0, 1))
         self._turn, self._before = _pattern(self.weights)
 
     def source_of(self, index: int) -> int:
@@ -142,27 +130,25 @@ class Mixture:
     def sample(self, index: int, seed: int) -> np.ndarray:
         block, slot = divmod(index, 100)
         which = self._turn[slot]
-        own = block * self.weights[which] + self._before[slot]
-        return self.sources[which].sample(own, hash_seed(seed, which))  # own seed: equal sources differ in order
+        number = block * self.weights[which] + self._before[slot]
+        return self.sources[which].sample(number, hash_seed(seed, which))  # another seed: equal sources differ in order
 
 
 def _pattern(weights: list[int]) -> tuple[list[int], list[int]]:
     """For each of 100 slots: the source (the one furthest behind its share), and how many slots it has had before."""
+    assert sum(weights) == 100, weights
     turn, before, taken = [], [], [0] * len(weights)
     for slot in range(100):
         which = max(range(len(weights)), key=lambda i: (weights[i] * (slot + 1) - 100 * taken[i], -i))
         turn.append(which)
         before.append(taken[which])
         taken[which] += 1
-    assert taken == weights
     return turn, before
 
 
 class Loader:
-    """Batches by step number: `loader(step, micro)` is this rank's (micro_batch, length+1) int64 rows.
-
-    `batch` is in samples, over all ranks and micro batches. Each rank takes a contiguous part of the batch, in `micros`
-    calls per step. So the global batch is the same for every world size and micro batch.
+    """Batches by step number: `loader(step, micro)` is (micro_batch, length+1) int64 rows, the `micro`th of `micros` parts of
+    this rank's contiguous share of the `batch` samples. So the batch is the same for every world size and micro batch.
     """
 
     def __init__(
@@ -195,35 +181,33 @@ class Loader:
 class Prefetcher:
     """Wraps a loader: a thread reads the next batch while the current batch is used. The batches are the same.
 
-    The main thread reads no training text itself. So even if the file system hangs in a training step, it can handle signals
-    and end the process. (Validation reads its windows in the main thread.)
+    The main thread reads no training text itself, so it can handle signals even while the file system hangs.
     """
 
     def __init__(self, loader: Loader) -> None:
-        self.loader = loader
-        self.micros, self.samples = loader.micros, loader.samples
+        self.loader, self.micros, self.samples = loader, loader.micros, loader.samples
         self._wanted: queue.SimpleQueue[tuple[tuple[int, int], Future] | None] = queue.SimpleQueue()
-        self._next: tuple[tuple[int, int], Future] | None = None
+        self._ahead: dict[tuple[int, int], Future] = {}
         threading.Thread(target=self._read, name="prefetch", daemon=True).start()
 
     def __call__(self, step: int, micro: int = 0) -> np.ndarray:
-        waiting, self._next = self._next, None
-        current = waiting if waiting and waiting[0] == (step, micro) else self._ask(step, micro)
-        rows = current[1].result()
-        self._next = self._ask(step, micro + 1) if micro + 1 < self.micros else self._ask(step + 1, 0)
+        rows = (self._ahead.get((step, micro)) or self._ask(step, micro)).result()
+        following = (step, micro + 1) if micro + 1 < self.micros else (step + 1, 0)
+        self._ahead = {following: self._ask(*following)}
         return rows
 
-    def _ask(self, step: int, micro: int) -> tuple[tuple[int, int], Future]:
-        asked = (step, micro), Future()
-        self._wanted.put(asked)
-        return asked
+    def _ask(self, step: int, micro: int) -> Future:
+        rows = Future()
+        self._wanted.put(((step, micro), rows))
+        return rows
 
     def _read(self) -> None:
-        while (asked := self._wanted.get()) is not None:
+        while (wanted := self._wanted.get()) is not None:
+            place, rows = wanted
             try:
-                asked[1].set_result(self.loader(*asked[0]))
+                rows.set_result(self.loader(*place))
             except BaseException as error:  # raised again in the thread that asked
-                asked[1].set_exception(error)
+                rows.set_exception(error)
 
     def close(self) -> None:
         """End the thread after its current read."""

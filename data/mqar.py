@@ -1,9 +1,8 @@
-"""Multi-query associative recall with a known share of distractors; rows are generated when they are read.
+"""Multi-query associative recall (MQAR: Arora et al., arXiv 2312.04927, section 4; HazyResearch/zoology) with a known share of
+distractors; rows are generated when they are read.
 
-A row tells `pairs` key-value pairs and then asks each of them once: the key comes again, and the value is the answer
-(MQAR: Arora et al., arXiv 2312.04927, section 4; definition followed: HazyResearch/zoology, zoology/data/multiquery_ar.py).
-Distractors lie between the pairs, as in MAD's noisy recall (Poli et al., arXiv 2403.17844; athms/mad-lab,
-mad/data/instances.py), but their share of the tokens before the questions is exact. Only answers are scored.
+A row tells `pairs` key-value pairs and then asks each of them once: the key comes again, and the value is the answer.
+Distractors lie between the pairs, as in MAD's noisy recall (Poli et al., arXiv 2403.17844). Only answers are scored.
 """
 
 from dataclasses import dataclass
@@ -47,10 +46,8 @@ def mqar_tokenizer(cfg: MqarConfig) -> Tokenizer:
 class Mqar:
     """Rows of `length` + 1 tokens; row i of a split is a pure function of (split, seed, i).
 
-    A row is the end-of-text token, then slots of two tokens. The first slots hold pairs and distractors in random
-    order. The questions follow directly, also in random order, so a question sees only pairs, distractors and earlier
-    questions. (With fillers before the questions, as in Zoology, a model can copy the pairs into the fillers, away from
-    distractors.) A longer row is filled up with end-of-text tokens, which no question sees. ValueError: the options
+    A row is the end-of-text token, then slots of two tokens: pairs and distractors in random order, directly after them the
+    questions (fillers between, as in Zoology, could hold copies of the pairs), then end-of-text tokens. ValueError: the options
     exclude each other, or the row does not fit `length`.
     """
 
@@ -108,11 +105,11 @@ def told_slots(cfg: MqarConfig) -> int:
     """Slots of two tokens that hold the pairs and the distractors. ValueError: the options exclude each other."""
     if cfg.kind not in KINDS:
         raise ValueError(f"data.mqar.kind={cfg.kind} is unknown: use one of {', '.join(KINDS)}")
-    if not 0 <= cfg.distractors < 1:
+    if not 0 <= cfg.distractors < 1:  # also of the shares of an evaluation
         raise ValueError(f"data.mqar.distractors={cfg.distractors:g} is not a share below 1: use 0.8")
-    if not 1 <= cfg.pairs <= cfg.values or cfg.pairs >= cfg.keys or cfg.noise < 1:
-        wrong = f"{cfg.pairs} pairs need that many values, more keys than that, and one noise token at least"
-        raise ValueError(f"{wrong}: raise data.mqar.keys, data.mqar.values or data.mqar.noise")
+    if cfg.pairs > cfg.values or cfg.pairs >= cfg.keys:
+        wrong = f"{cfg.pairs} pairs need that many values, and more keys than that"
+        raise ValueError(f"{wrong}: raise data.mqar.keys or data.mqar.values")
     slots = round(cfg.pairs / (1 - cfg.distractors))
     possible = 1 - cfg.pairs / slots
     if abs(cfg.distractors - possible) > 1e-6:  # a share written with six digits counts as exact

@@ -18,30 +18,29 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from omegaconf import MISSING
 
-from configs import check_ranges, command
+from configs import command
 from configs.files import LOCK, FolderLock, read_json_object, remove_leftovers, write_json
 from data.config import DataConfig
-from data.holdout import Document, HoldOut, measure
-from data.identity import refuse_other_request, request_of
+from data.holdout import Document, measure
+from data.identity import nanogpt_identity, refuse_other_request, request_of
 from data.shards import META, PROGRESS, Shard, open_nanogpt, open_split, read_meta, token_dtype, write_shard
-from data.sources import Corpus, nanogpt_identity, open_corpus
+from data.sources import Corpus, open_corpus
 from data.tokenizer import FILE as TOKENIZER
-from data.tokenizer import PIECE, Tokenizer, build_tokenizer, load_tokenizer, pieces
+from data.tokenizer import PIECE, Tokenizer, build_tokenizer, check_bytes, load_tokenizer, pieces
 
 VERSION = 1  # of the layout of meta.json
 BPE_SAMPLE = 100_000_000  # characters of training text that a bpe vocabulary is trained on
 SPLITS = ("train", "val")
 MEASURED = 2**26  # bytes of text that are always measured before it is split
-LINE_EVERY = 10.0  # seconds between two lines of progress if the output is not a terminal
+LINE_EVERY = 10.0  # seconds between two lines of progress
 
 
 @dataclass
@@ -53,19 +52,13 @@ class PrepareConfig:
     data: DataConfig = MISSING
 
 
-class Item(NamedTuple):
-    """The tokens of a document or of its next piece, in the order of the source."""
-
-    number: int  # of the document; of nanoGPT's files: of the piece
-    split: str
-    ids: np.ndarray
+Item = tuple[int, str, np.ndarray]  # number of the document (of nanoGPT's files: of the piece), split, next tokens of it
 
 
 @dataclass
 class Split:
     """One split being written: the shards finished, and the tokens waiting for the next one."""
 
-    name: str
     shards: list[dict] = field(default_factory=list)  # {"file", "tokens", "crc32", "end", "documents", "bytes"}
     tokens: int = 0
     documents: int = 0
@@ -74,45 +67,41 @@ class Split:
     waiting: list[np.ndarray] = field(default_factory=list)
     held: int = 0  # tokens of that document which the finished shards hold, and which a resumed preparation meets again
 
-    def resume_after(self, shards: list[dict]) -> None:
-        """Continue after the last of these finished shards."""
-        if shards:
-            self.shards, last = shards, shards[-1]
-            self.tokens = sum(shard["tokens"] for shard in shards)
-            self.documents, self.bytes, self.end = last["documents"], last["bytes"], tuple(last["end"])
-            self.held = self.end[1]
 
-    def summary(self) -> dict:
-        shards = [{key: shard[key] for key in ("file", "tokens", "crc32")} for shard in self.shards]
-        return {"tokens": self.tokens, "documents": self.documents, "bytes": self.bytes, "shards": shards}
+def _resumed(folder: Path, shards: list[dict]) -> Split:
+    """A split to continue after the last of these shards that is still there, as all before it are."""
+    shards = list(itertools.takewhile(lambda shard: (folder / shard["file"]).is_file(), shards))
+    if not shards:
+        return Split()
+    tokens, last = sum(shard["tokens"] for shard in shards), shards[-1]
+    return Split(shards, tokens, last["documents"], last["bytes"], tuple(last["end"]), held=last["end"][1])
 
 
 def prepare(cfg: DataConfig, *, verify: bool = False) -> dict:
     """Tokenize what `cfg` names into `cfg.dir` and return its meta.json; a finished set is checked and left as it is.
 
-    Raises ValueError or FileNotFoundError in one line. Shards finished before an error or an interruption are kept, and
-    the same call continues after them.
+    Raises ValueError or OSError in one line. Shards finished before an error or an interruption are kept, and the same call
+    continues after them.
     """
-    check_ranges(cfg, "data")
+    if Path(cfg.name).is_absolute() or ".." in Path(cfg.name).parts:
+        raise ValueError(f"data.name={cfg.name} leaves the folder of prepared sets: use a plain name and data.dir=FOLDER")
     corpus = None if cfg.source == "nanogpt" else open_corpus(cfg)
-    identity = corpus.identity if corpus else nanogpt_identity(cfg)
-    request = request_of(cfg, identity)
+    request = request_of(cfg, corpus.identity if corpus else nanogpt_identity(cfg))
     folder = Path(cfg.dir)
-    meta, before = read_meta(folder), ""
+    meta, state = read_meta(folder), ""
     if meta is None:
         meta = Preparation(cfg, folder, request).run(corpus)
     else:
         refuse_other_request(folder, meta.get("request"), request)
         check_folder(folder, verify=verify)
-        before = " is already prepared and verified" if verify else " is already prepared"
-    print(f"{folder}{before}: {_describe(meta)}")
+        state = " is already prepared and verified" if verify else " is already prepared"
+    print(f"{folder}{state}: {_describe(meta)}")
     return meta
 
 
 def check_folder(folder: str | Path, *, verify: bool = False) -> None:
     """Open every shard that meta.json lists and compare it with its entry; `verify` reads every shard whole."""
-    meta = read_meta(folder)
-    for split, content in meta["splits"].items():
+    for split, content in read_meta(folder)["splits"].items():
         shards = open_split(folder, split, verify=verify) if content["shards"] else []
         for shard, listed in zip(shards, content["shards"], strict=True):
             if (len(shard), shard.crc32) != (listed["tokens"], listed["crc32"]):
@@ -125,29 +114,35 @@ class Preparation:
     def __init__(self, cfg: DataConfig, folder: Path, request: dict) -> None:
         self.cfg, self.folder, self.request = cfg, folder, request
         self.workers = cfg.workers or os.cpu_count() or 1
-        self.splits = {name: Split(name) for name in SPLITS}
+        self.splits = {name: Split() for name in SPLITS}
         self.tokenizer: Tokenizer | None = None
-        self.lock: FolderLock | None = None
         self._resume()
+        folder.mkdir(parents=True, exist_ok=True)
+        self.lock = FolderLock(folder, "prepares it")
+        if (folder / META).exists():
+            raise ValueError(f"another process has prepared {folder} meanwhile: run the same command again")
+        remove_leftovers(folder)
 
     def run(self, corpus: Corpus | None) -> dict:
-        with ThreadPoolExecutor(self.workers) as pool:
-            try:
-                items = self._corpus_items(corpus, pool) if corpus else self._nanogpt_items()
-                with _progress(corpus, self.cfg, self.splits) as tick:
-                    for item in items:
-                        self._add(item)
-                        tick()
-                        if corpus and self._enough(item.number):
-                            break
-                return self._finish()
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                self._remove_if_empty()
-                raise
-            finally:
-                if self.lock:
-                    self.lock.release()
+        """Write the shards of `corpus` (None: of nanoGPT's files) that are missing, then meta.json; returns its content."""
+        pool, printed = ThreadPoolExecutor(self.workers), time.monotonic()
+        try:
+            for number, split, ids in self._corpus_items(corpus, pool) if corpus else self._nanogpt_items():
+                self._add(number, split, ids)
+                if time.monotonic() - printed >= LINE_EVERY:
+                    printed = time.monotonic()
+                    self._print_progress(corpus)
+                if corpus and self._enough(number):
+                    break
+            if corpus and corpus.blank:
+                print(f"left out {corpus.blank:,} documents without text", flush=True)
+            return self._finish()
+        except BaseException:
+            self._remove_if_empty()
+            raise
+        finally:
+            pool.shutdown(cancel_futures=True)
+            self.lock.release()
 
     # from text to items
 
@@ -155,30 +150,32 @@ class Preparation:
         print("reading the text to choose the validation documents", flush=True)
         # A token of English has about four bytes; a long text is measured no further than max_tokens tokens reach.
         limit = max(MEASURED, 4 * self.cfg.max_tokens) if self.cfg.max_tokens else math.inf
-        split: HoldOut = measure(corpus, self.cfg.val_fraction, limit)
-        documents = split.documents(corpus)
+        hold_out = measure(corpus, self.cfg.val_fraction, limit)
+        documents = hold_out.documents(corpus)
         first = next(documents, None)
         if first is None:
             raise ValueError(f"there is no text in {self.cfg.path or self.cfg.name}: give a source with text in it")
         if self.tokenizer is None:
             if self.cfg.tokenizer.name == "bpe":
                 print("training a bpe vocabulary on the text", flush=True)
-            self.tokenizer = build_tokenizer(self.cfg.tokenizer, _sample(split.documents(corpus)))
+            self.tokenizer = build_tokenizer(self.cfg.tokenizer, _sample(hold_out.documents(corpus)))
+            if self.tokenizer.name == "hf":
+                check_bytes(self.tokenizer, text := first.text[:PIECE])
+                if self.tokenizer.decode(self.tokenizer.encode(text)).strip() != text.strip():
+                    print("note: this tokenizer changes the text, for example its case: a model will not see the original")
         self._start()
         queue: deque[tuple] = deque()  # the threads tokenize these; `ahead` bounds their characters
         ahead = 0
         for number, document in enumerate(itertools.chain([first], documents)):
-            split = self.splits[document.split]
-            known = number < split.end[0] or self._full(split)  # then an item without tokens stands for it
+            known = number < self.splits[document.split].end[0] or self._full(document.split)
             for index, text in enumerate([""] if known else pieces(document.text)):
                 begins = document.starts and not known and index == 0
-                queue.append((len(text) + 4096, number, document.split, pool.submit(self._tokenize, number, text, begins)))
-                ahead += queue[-1][0]
+                queue.append((text, number, document.split, pool.submit(self._tokenize, number, text, begins)))
+                ahead += len(text) + 4096
                 while ahead > self.workers * 4 * PIECE:
-                    size, *item, ids = queue.popleft()
-                    ahead -= size
-                    yield Item(*item, ids.result())
-        yield from (Item(*item, ids.result()) for _, *item, ids in queue)
+                    ahead -= len(queue[0][0]) + 4096
+                    yield _result(*queue.popleft())
+        yield from (_result(*entry) for entry in queue)
 
     def _tokenize(self, number: int, text: str, begins: bool) -> np.ndarray:
         try:
@@ -189,34 +186,33 @@ class Preparation:
         return np.concatenate((np.array([self.tokenizer.eot], ids.dtype), ids)) if begins else ids
 
     def _nanogpt_items(self) -> Iterator[Item]:
-        if self.tokenizer is None:
-            self.tokenizer = build_tokenizer(self.cfg.tokenizer)
+        self.tokenizer = self.tokenizer or build_tokenizer(self.cfg.tokenizer)
         files = {name: open_nanogpt(Path(self.cfg.path) / f"{name}.bin", self.tokenizer.vocab_size) for name in SPLITS}
         self._start()
         for name, tokens in files.items():
             for number, start in enumerate(range(0, len(tokens), PIECE)):
-                yield Item(number, name, tokens[start : start + PIECE])
+                yield number, name, tokens[start : start + PIECE]
 
     # from items to shards
 
-    def _full(self, split: Split) -> bool:
-        return split.name == "train" and self.cfg.max_tokens is not None and split.tokens >= self.cfg.max_tokens
+    def _full(self, split: str) -> bool:
+        return split == "train" and self.cfg.max_tokens is not None and self.splits[split].tokens >= self.cfg.max_tokens
 
     def _enough(self, number: int) -> bool:
         """Whether training has max_tokens and validation has a document, once document `number` is read."""
         known = number >= max(split.end[0] for split in self.splits.values())  # finished shards hold nothing of later ones
-        return self._full(self.splits["train"]) and known and bool(self.splits["val"].tokens or not self.cfg.val_fraction)
+        return self._full("train") and known and bool(self.splits["val"].tokens or not self.cfg.val_fraction)
 
-    def _add(self, item: Item) -> None:
-        """Append an item to its split, without tokens that a resumed split already holds or that exceed max_tokens."""
-        split = self.splits[item.split]
-        if item.number < split.end[0] or self._full(split):
+    def _add(self, number: int, name: str, ids: np.ndarray) -> None:
+        """Append tokens to a split, without those that a resumed split already holds or that exceed max_tokens."""
+        split = self.splits[name]
+        if number < split.end[0] or self._full(name):
             return
-        ids = item.ids[split.held :]
-        split.held -= len(item.ids) - len(ids)
-        if split.name == "train" and self.cfg.max_tokens:
+        held, split.held = split.held, max(0, split.held - len(ids))
+        ids = ids[held:]
+        if name == "train" and self.cfg.max_tokens:
             ids = ids[: self.cfg.max_tokens - split.tokens]
-        taken = split.end[1] if item.number == split.end[0] else 0
+        taken = split.end[1] if number == split.end[0] else 0
         while len(ids):
             part, ids = np.split(ids, [self.cfg.shard_tokens - split.tokens % self.cfg.shard_tokens])
             taken += len(part)
@@ -224,17 +220,16 @@ class Preparation:
             split.tokens += len(part)
             split.documents += int((part == self.tokenizer.eot).sum())
             split.bytes += int(self.lengths[part].sum())
-            split.end = item.number, taken
+            split.end = number, taken
             if split.tokens % self.cfg.shard_tokens == 0:
-                self._close_shard(split)
+                self._close_shard(name)
 
-    def _close_shard(self, split: Split) -> None:
-        name = f"{split.name}_{len(split.shards):06d}.bin"
-        vocab_size, fingerprint = self.tokenizer.vocab_size, self.tokenizer.fingerprint
-        crc = write_shard(self.folder / name, *split.waiting, vocab_size=vocab_size, fingerprint=fingerprint)
-        counts = {"documents": split.documents, "bytes": split.bytes}
-        tokens = sum(map(len, split.waiting))
-        split.shards.append({"file": name, "tokens": tokens, "crc32": crc, "end": split.end, **counts})
+    def _close_shard(self, name: str) -> None:
+        split, of = self.splits[name], self.tokenizer
+        file = f"{name}_{len(split.shards):06d}.bin"
+        crc = write_shard(self.folder / file, *split.waiting, vocab_size=of.vocab_size, fingerprint=of.fingerprint)
+        counts = {"tokens": sum(map(len, split.waiting)), "documents": split.documents, "bytes": split.bytes}
+        split.shards.append({"file": file, "crc32": crc, "end": split.end, **counts})
         split.waiting = []
         self._save_progress()
 
@@ -243,38 +238,25 @@ class Preparation:
     def _resume(self) -> None:
         """Take over the shards that an interrupted preparation finished. ValueError: the folder has another origin."""
         path = self.folder / PROGRESS
-        if not path.is_file():
-            if any(self.folder.glob("*.bin")) or (self.folder / TOKENIZER).exists():
-                raise ValueError(f"{self.folder} holds shards of another origin: prepare as another data.name=NAME")
-            return
-        progress = read_json_object(path, f"delete {self.folder} and prepare the data again")
-        refuse_other_request(self.folder, progress.get("request"), self.request)
-        for name, split in self.splits.items():
-            there = itertools.takewhile(lambda shard: (self.folder / shard["file"]).is_file(), progress["splits"][name])
-            split.resume_after(list(there))
-        count = sum(len(split.shards) for split in self.splits.values())
-        if count:
-            self.tokenizer = load_tokenizer(self.folder)
-            for shard in self.splits["train"].shards + self.splits["val"].shards:
+        if path.is_file():
+            progress = read_json_object(path, f"delete {self.folder} and prepare the data again")
+            refuse_other_request(self.folder, progress.get("request"), self.request)
+            self.splits = {name: _resumed(self.folder, progress["splits"][name]) for name in SPLITS}
+            shards = self._finished()
+            self.tokenizer = load_tokenizer(self.folder) if shards else None
+            for shard in shards:
                 Shard(self.folder / shard["file"], fingerprint=self.tokenizer.fingerprint)
-        self._take_lock(META)
-        print(f"continuing {self.folder} after {count} finished shard{'s' if count != 1 else ''}", flush=True)
+            print(f"continuing {self.folder} after {len(shards)} finished shard{'s' if len(shards) != 1 else ''}", flush=True)
+        elif any(self.folder.glob("*.bin")) or (self.folder / TOKENIZER).exists():
+            raise ValueError(f"{self.folder} holds shards of another origin: prepare as another data.name=NAME")
 
-    def _take_lock(self, *files: str) -> None:
-        """Keep other processes out of the folder. ValueError if one prepares it, or has meanwhile written one of `files`."""
-        lock = FolderLock(self.folder, "prepares it")
-        if any((self.folder / name).exists() for name in files):
-            raise ValueError(f"another process has prepared {self.folder} meanwhile: run the same command again")
-        remove_leftovers(self.folder)
-        self.lock = lock
+    def _finished(self) -> list[dict]:
+        return [shard for split in self.splits.values() for shard in split.shards]
 
     def _start(self) -> None:
         """Write progress.json and the tokenizer, once there is a tokenizer and a first text."""
-        if not self.lock:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._take_lock(META, PROGRESS)
         self.lengths = self.tokenizer.byte_lengths()
-        if not any(split.shards for split in self.splits.values()):
+        if not self._finished():
             self._save_progress()
             self.tokenizer.save(self.folder)
 
@@ -282,16 +264,27 @@ class Preparation:
         content = {"request": self.request, "splits": {name: split.shards for name, split in self.splits.items()}}
         write_json(self.folder / PROGRESS, content)
 
+    def _print_progress(self, corpus: Corpus | None) -> None:
+        share = self.splits["train"].tokens / self.cfg.max_tokens if self.cfg.max_tokens else corpus and corpus.share
+        tokens = sum(split.tokens for split in self.splits.values())
+        print(f"{self.cfg.name}: {tokens:,} tokens" + (f", {share:.0%} done" if share else ""), flush=True)
+
     def _finish(self) -> dict:
-        for split in self.splits.values():
+        for name, split in self.splits.items():
             if split.waiting:
-                self._close_shard(split)
+                self._close_shard(name)
+        sizes, of_shard = ("tokens", "documents", "bytes"), ("file", "tokens", "crc32")
+        splits = {
+            name: {key: getattr(split, key) for key in sizes}
+            | {"shards": [{key: shard[key] for key in of_shard} for shard in split.shards]}
+            for name, split in self.splits.items()
+        }
         meta = {
             "version": VERSION,
             "name": self.cfg.name,
             "source": self.cfg.source,
             "tokenizer": {key: getattr(self.tokenizer, key) for key in ("name", "vocab_size", "eot", "fingerprint")},
-            "splits": {name: split.summary() for name, split in self.splits.items()},
+            "splits": splits,
             "request": self.request,
         }
         write_json(self.folder / META, meta)
@@ -301,11 +294,15 @@ class Preparation:
 
     def _remove_if_empty(self) -> None:
         """After an error, remove the folder if it has no finished shard."""
-        if self.lock and not any(split.shards for split in self.splits.values()):
+        if not self._finished():
             for name in (PROGRESS, TOKENIZER, LOCK):
                 (self.folder / name).unlink(missing_ok=True)
             with contextlib.suppress(OSError):
                 self.folder.rmdir()
+
+
+def _result(text: str, number: int, split: str, ids: Future) -> Item:
+    return number, split, ids.result()
 
 
 def _sample(documents: Iterable[Document]) -> Iterator[str]:
@@ -319,47 +316,16 @@ def _sample(documents: Iterable[Document]) -> Iterator[str]:
             yield document.text
 
 
-# --- the command ----------------------------------------------------------------------------------------------------
-
-
 def _describe(meta: dict) -> str:
-    splits, tokenizer = meta["splits"], meta["tokenizer"]
+    splits, tokenizer, request = meta["splits"], meta["tokenizer"], meta["request"]
     parts = [
         f"{name} {split['tokens']:,} tokens, {split['bytes']:,} bytes, {split['documents']:,} documents"
         for name, split in splits.items()
     ]
     share = splits["val"]["bytes"] / max(1, sum(split["bytes"] for split in splits.values()))
-    request = meta["request"]
     by = "val.bin" if request["source"] == "nanogpt" else f"data.val_fraction={request['val_fraction']:g}"
     parts.append(f"held out {share:.2%} of the bytes ({by}) ({tokenizer['name']}, vocabulary {tokenizer['vocab_size']:,})")
     return "; ".join(parts)
-
-
-@contextlib.contextmanager
-def _progress(corpus: Corpus | None, cfg: DataConfig, splits: dict[str, Split]) -> Iterator[Callable[[], None]]:
-    """A progress bar over max_tokens, or else over the source's unit; lines of text if the output is not a terminal.
-
-    Yields the function that updates it.
-    """
-    from tqdm import tqdm
-
-    by_tokens = corpus is None or cfg.max_tokens is not None
-    unit, printed = "token" if by_tokens else corpus.unit, time.monotonic()
-    with tqdm(total=0, unit=unit, unit_scale=True, desc=cfg.name, disable=None) as bar:
-
-        def tick() -> None:
-            nonlocal printed
-            tokens = sum(split.tokens for split in splits.values())
-            done, total = (splits["train"].tokens, cfg.max_tokens) if by_tokens else (corpus.done, corpus.total)
-            if not bar.disable:
-                bar.total = total
-                bar.set_postfix_str(f"{tokens / 1e6:.1f}M tokens", refresh=False)
-                bar.update(done - bar.n)
-            elif time.monotonic() - printed >= LINE_EVERY:
-                printed = time.monotonic()
-                print(f"{cfg.name}: {tokens:,} tokens" + (f", {done / total:.0%} done" if total else ""), flush=True)
-
-        yield tick
 
 
 @command("prepare", PrepareConfig)

@@ -1,13 +1,8 @@
-"""Retrieval documents: facts hidden in real text and asked for at the end, which training mixes with text.
+"""Retrieval documents: facts hidden in real text and asked for at the end, which training mixes with text, in the shape of the
+multi-needle test of LWM and of the Differential Transformer paper (arXiv 2410.05258, section 3.3).
 
-Two kinds of documents, in the shape of the multi-needle test of LWM and of the Differential Transformer paper
-(arXiv 2410.05258, section 3.3):
-
-- needle: text with N sentences "The magic number of Paris is 4817." at random depths, then a question for each.
-- dense: only such sentences, about a few cities, so that every repetition is a retrieval.
-
-Training and evaluation share no city and no number; `cities` and `draw_numbers` give those of one split. A small model
-does not learn to retrieve without such documents.
+needle: text with N sentences "The magic number of Paris is 4817." at random depths, then a question for each. dense: only such
+sentences, about a few cities, so that every repetition is a retrieval. Training and evaluation share no city and no number.
 """
 
 from collections.abc import Sequence
@@ -16,7 +11,6 @@ from functools import lru_cache
 
 import numpy as np
 
-from configs import check_ranges
 from data.config import RetrievalMixConfig
 from data.loader import Source
 from data.tokenizer import Tokenizer
@@ -45,10 +39,7 @@ def cities(split: str) -> list[str]:
 
 
 def draw_numbers(rng: np.random.Generator, split: str, digits: int, count: int) -> list[int]:
-    """`count` different numbers of `digits` digits from the split's own set; the two sets are disjoint.
-
-    ValueError where the set has fewer.
-    """
+    """`count` different numbers of `digits` digits from the split's own set. ValueError: it has fewer."""
     numbers = range(10 ** (digits - 1), 10**digits)
     if count > numbers.start and count > sum(_in_split(number, split) for number in numbers):
         wrong = f"there are too few numbers of {digits} digits for {count} needles"
@@ -112,7 +103,6 @@ class RetrievalSource:
     def __init__(
         self, cfg: RetrievalMixConfig, haystack: Source, tokenizer: Tokenizer, length: int, document_mask: bool = False
     ) -> None:
-        check_ranges(cfg, "data.retrieval")
         self.cfg, self.haystack, self.tokenizer, self.length = cfg, haystack, tokenizer, length
         self.document_mask = document_mask  # of the model that reads the documents
         self.facts = Facts(tokenizer, "train", cfg.digits)

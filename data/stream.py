@@ -45,10 +45,7 @@ def open_sources(
 
 
 def text_digest(cfg: DataConfig) -> str | None:
-    """A digest of the shards: their numbers of tokens and checksums, in order. None for a task, which has no shards.
-
-    Shards of other projects have no checksums, so for them only the numbers of tokens count.
-    """
+    """A digest of the shards: their numbers of tokens and checksums (of our shards), in order. None for a task."""
     if is_task(cfg):
         return None
     splits = {split: open_split(Path(cfg.dir), split) for split in ("train", "val")}

@@ -7,13 +7,13 @@ tokenizer has a fingerprint, which shards and checkpoints record.
 from __future__ import annotations
 
 import base64
-import binascii
 import contextlib
 import functools
 import hashlib
 import importlib
 import itertools
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -45,12 +45,9 @@ SAMPLE = (
 
 
 def pieces(text: str, size: int = PIECE) -> Iterator[str]:
-    """Cut a long document only where the split pattern of every tokenizer splits, too: after a lone newline within text,
-    or, where no such newline is near, before the space between two words.
-
-    The concatenated tokens of the pieces are then the tokens of the whole document. (No cut is before a slash: o200k_base
-    does not split there.) The exceptions are tokenizers that put a space before each piece: sentencepiece, and byte-level
-    tokenizers with add_prefix_space.
+    """Cut a long document only where the split pattern of every tokenizer splits, too, so the tokens stay the same: after a
+    lone newline within text (not before a slash, because of o200k_base), or, where none is near, before the space between two
+    words. Exceptions are tokenizers that put a space before each piece (sentencepiece, add_prefix_space).
     """
     start = 0
     while len(text) - start > size:
@@ -86,10 +83,7 @@ class Tokenizer:
         return self.encoding.encode_to_numpy(_valid(text), disallowed_special=())
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of `ids`; bytes that are not UTF-8 become U+FFFD.
-
-        Ids that no token has are left out: a model's output may be wider than the vocabulary.
-        """
+        """Text of `ids`; bytes that are not UTF-8 become U+FFFD. Ids without a token (of a wider model) are left out."""
         return self.encoding.decode([int(i) for i in ids if int(i) in self._ids])
 
     @functools.cached_property
@@ -124,15 +118,16 @@ class Tokenizer:
 class FolderTokenizer(Tokenizer):
     """The tokenizer.json of a model folder, run by the package `tokenizers`; its kind is byte-level or sentencepiece.
 
-    `eot` is the token that begins a document: the folder's bos token, or its eos token if it has no bos token. A
-    sentencepiece tokenizer puts a space before a text; `decode` removes this space, `byte_lengths` counts its byte. So does a
-    byte-level tokenizer with add_prefix_space, whose space `decode` keeps.
+    `eot`: the folder's bos token, else its eos token. Sentencepiece puts a space before a text, which `decode` removes and
+    `byte_lengths` counts; so does a byte-level tokenizer with add_prefix_space, whose space `decode` keeps.
     """
 
     def __init__(self, definition: dict[str, Any], eot: int, source: str | Path = FILE) -> None:
         tokenizers = import_optional("tokenizers", str(source))
         self.definition = definition
         decides = {**definition, "truncation": None, "padding": None, "post_processor": None}
+        if definition["model"].get("dropout"):  # else a text would have other tokens each time
+            decides["model"] = {**definition["model"], "dropout": None}
         try:
             self.hf = tokenizers.Tokenizer.from_str(json.dumps(decides))
         except Exception as error:  # the package raises plain Exception
@@ -145,8 +140,7 @@ class FolderTokenizer(Tokenizer):
         self.byte_level = _is_byte_level(definition, source)
         if eot not in self.tokens:
             raise ValueError(f"{source} has no token {eot}, which is to begin a text: correct tokenizer_config.json")
-        written = json.dumps([decides, eot], sort_keys=True)
-        self.fingerprint = hashlib.sha256(written.encode()).hexdigest()
+        self.fingerprint = hashlib.sha256(json.dumps([decides, eot], sort_keys=True).encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
         return self.encode_array(text).tolist()
@@ -185,9 +179,8 @@ class FolderTokenizer(Tokenizer):
 def read_tokenizer(folder: str | Path) -> Tokenizer:
     """The tokenizer of a transformers model folder (tokenizer.json, tokenizer_config.json) as one of ours.
 
-    GPT-2's tokenizer becomes the tiktoken encoding `gpt2` if tiktoken has its file, so shards of that encoding fit.
-    ValueError: the folder has no tokenizer.json, or names neither a bos nor an eos token; or the tokenizer is of a kind
-    that does not tell the bytes of a token.
+    GPT-2's becomes the tiktoken encoding `gpt2` if tiktoken has its file, so shards of that encoding fit. ValueError: there is
+    no tokenizer.json, neither a bos nor an eos token is named, or the bytes of the tokens are not those of the text.
     """
     path = Path(folder) / FILE
     if not path.is_file():
@@ -197,6 +190,7 @@ def read_tokenizer(folder: str | Path) -> Tokenizer:
     if "model" not in definition or "version" not in definition:
         raise ValueError(f"{path} is not a file of the package 'tokenizers': give the folder of a transformers model")
     tokenizer = FolderTokenizer(definition, _eot(Path(folder), definition), path)
+    check_bytes(tokenizer, "It's 1859;\tthey'LL say   so.\r\n\n  if x12345 >= 0.5:\n\n\n")
     if (tokenizer.vocab_size, tokenizer.eot) == (50257, 50256):
         with contextlib.suppress(ValueError):  # without tiktoken's file, use the folder's own tokenizer
             gpt2 = Tokenizer(_encoding("gpt2"))
@@ -204,6 +198,14 @@ def read_tokenizer(folder: str | Path) -> Tokenizer:
             if ranks == gpt2.encoding._mergeable_ranks and tokenizer.encode(SAMPLE) == gpt2.encode(SAMPLE):
                 return gpt2
     return tokenizer
+
+
+def check_bytes(tokenizer: Tokenizer, text: str) -> None:
+    """ValueError if the tokens of `text` have another number of bytes than it, but for the space that some put in front."""
+    counted, size = int(tokenizer.byte_lengths()[tokenizer.encode(text)].sum()), len(_valid(text).encode())
+    if abs(counted - size) > 1 + size / 100:  # bits per byte would be wrong by as much
+        fix = "use a byte-level tokenizer, or a sentencepiece tokenizer with byte fallback"
+        raise ValueError(f"tokenizer {tokenizer.name} changes the text: {size} bytes became tokens of {counted} bytes: {fix}")
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -251,8 +253,8 @@ def _valid(text: str) -> str:
 def load_tokenizer(folder: str | Path, foreign: TokenizerConfig | None = None) -> Tokenizer:
     """The tokenizer saved in `folder`. FileNotFoundError if there is none; ValueError if its file is damaged or edited.
 
-    foreign: the tokenizer to use where `folder` has shards but no tokenizer.json (llm.c, modded-nanogpt). If it is a
-    bpe, GPT-2's is used, because a bpe trained here cannot be the tokenizer of another project's shards.
+    foreign: the tokenizer of shards without a tokenizer.json (llm.c, modded-nanogpt); in place of a bpe, which only we train,
+    GPT-2's.
     """
     path = Path(folder) / FILE
     if not path.is_file():
@@ -261,18 +263,14 @@ def load_tokenizer(folder: str | Path, foreign: TokenizerConfig | None = None) -
         raise FileNotFoundError(f"no {FILE} in {folder}: prepare the data first with python -m data.prepare data=NAME")
     fix = f"delete {folder} and prepare the data again"
     content = read_json_object(path, fix)
-    try:
-        name, fingerprint = content["name"], content["fingerprint"]
-        if name == "hf":
-            tokenizer: Tokenizer = FolderTokenizer(content["definition"], content["eot"], path)
-        elif name == "bpe":
-            tokens = [base64.b64decode(token, validate=True) for token in content["tokens"]]
-            tokenizer = Tokenizer(_bpe_encoding(tokens, content["pattern"]))
-        else:
-            tokenizer = Tokenizer(_encoding(name))
-    except (KeyError, TypeError, AttributeError, binascii.Error, OverflowError):
-        raise ValueError(f"{path} is not a tokenizer file: {fix}") from None
-    if tokenizer.fingerprint != fingerprint:
+    name = content.get("name")
+    if name == "hf":
+        tokenizer: Tokenizer = FolderTokenizer(content["definition"], content["eot"], path)
+    elif name == "bpe":
+        tokenizer = Tokenizer(_bpe_encoding([base64.b64decode(token) for token in content["tokens"]], content["pattern"]))
+    else:
+        tokenizer = Tokenizer(_encoding(name))
+    if tokenizer.fingerprint != content.get("fingerprint"):
         raise ValueError(f"{path} does not match its fingerprint: {fix}")
     return tokenizer
 
@@ -299,10 +297,11 @@ def _encoding(name: str) -> tiktoken.Encoding:
         raise ValueError(f"unknown tokenizer '{name}': use data.tokenizer.name= one of bpe, bytes, hf, {', '.join(known)}")
     try:
         return tiktoken.get_encoding(name)
-    except OSError:  # requests' errors are OSErrors
+    except (OSError, ValueError) as error:  # requests' errors are OSErrors; ValueError: what came is not the file
+        reason, folder = str(error).splitlines()[0][:160], os.environ.get("TIKTOKEN_CACHE_DIR", "is not set")
         raise ValueError(
-            f"cannot download the vocabulary of {name}: set TIKTOKEN_CACHE_DIR to a folder that has it, "
-            "or use data.tokenizer.name=bpe"
+            f"no whole copy of the vocabulary of {name} is in TIKTOKEN_CACHE_DIR ({folder}), and it cannot be downloaded "
+            f"({reason}): set TIKTOKEN_CACHE_DIR to a folder that has it, or use data.tokenizer.name=bpe"
         ) from None
 
 
@@ -339,20 +338,13 @@ def _train_bpe(texts: Iterable[str], vocab_size: int) -> list[bytes]:
     hf.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([split, byte_level])
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=vocab_size - 1, initial_alphabet=alphabet, show_progress=False)
-    hf.train_from_iterator(itertools.chain(texts, _numbers() if vocab_size >= WITH_NUMBERS else ()), trainer)
+    hf.train_from_iterator(itertools.chain(map(_valid, texts), _numbers() if vocab_size >= WITH_NUMBERS else ()), trainer)
     vocab = hf.get_vocab()
     if len(vocab) < vocab_size - 1:
-        raise ValueError(f"the text is too small for {vocab_size} bpe tokens: {_smaller(vocab, vocab_size)}")
+        fix = f"use a data.tokenizer.vocab_size below {len(vocab) + 1}, or data.tokenizer.name=bytes"
+        raise ValueError(f"the text is too small for {vocab_size} bpe tokens: {fix}")
     merged = [bytes(BYTE_OF[c] for c in piece) for piece in sorted(vocab, key=vocab.__getitem__)]
     return [bytes([i]) for i in range(256)] + [piece for piece in merged if len(piece) > 1]
-
-
-def _smaller(vocab: dict[str, int], asked: int) -> str:
-    """What to use instead of `asked` tokens. vocab: the largest vocabulary of the text, with `_numbers` if they were added."""
-    possible = len(vocab) + 1
-    if possible < WITH_NUMBERS <= asked:  # a smaller vocabulary is trained without `_numbers`, so their tokens do not count
-        possible -= sum(re.fullmatch("\u0120?[0-9]{1,2}", token) is not None and len(token) > 1 for token in vocab)
-    return "use data.tokenizer.name=bytes" if possible < 258 else f"use data.tokenizer.vocab_size={possible} or less"
 
 
 def import_optional(module: str, what: str) -> ModuleType:

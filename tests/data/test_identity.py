@@ -57,7 +57,7 @@ def test_another_text_of_the_same_size_is_not_already_prepared(cfg, tmp_path, so
     assert prepare(cfg) == meta
 
 
-@pytest.mark.parametrize("source", [text, hugging_face, nanogpt])
+@pytest.mark.parametrize("source", [text, nanogpt])
 def test_sets_of_earlier_versions_stay_prepared(cfg, tmp_path, source, monkeypatch):
     """Their meta.json does not say the content; what it says must agree, as before."""
     options, path = source(tmp_path, monkeypatch)

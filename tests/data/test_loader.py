@@ -27,10 +27,10 @@ class Counting:
 
 
 def test_permute_shuffles():
-    n = 30_000
+    n = 10_000
     order, other = (np.array([permute(i, n, seed) for i in range(n)]) for seed in (1, 2))
-    assert abs(np.corrcoef(np.arange(n), order)[0, 1]) < 0.02
-    assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.02
+    assert abs(np.corrcoef(np.arange(n), order)[0, 1]) < 0.04
+    assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.04
     assert (order == other).sum() < 20
     first = Counter(permute(0, 5, seed) for seed in range(5000))  # every place is about equally likely
     assert all(850 < count < 1150 for count in first.values())
@@ -112,12 +112,6 @@ def test_equal_sources_of_a_mixture_do_not_walk_in_step(windows):
     mixture = Mixture([(windows, 50), (windows, 50)])
     drawn = np.array([mixture.sample(i, 0)[0] for i in range(60)])
     assert (drawn[0::2] == drawn[1::2]).sum() < 10
-
-
-def test_mixture_weights_are_checked():
-    for weights in ([50, 49], [101, -1], [50.5, 49.5]):
-        with pytest.raises(ValueError, match="whole percents that sum to 100"):
-            Mixture([(Counting(), weight) for weight in weights])
 
 
 def test_hash_seed_depends_on_every_value_and_their_order():

@@ -126,18 +126,6 @@ def test_data_is_prepared_with_a_folders_tokenizer(folder: Path, texts: list[str
         prepare(cfg)
 
 
-def test_gpt2s_own_tokenizer_is_recognised(gpt2: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    export_tokenizer(gpt2, tmp_path, 1024)
-    assert read_tokenizer(tmp_path).fingerprint == gpt2.fingerprint
-
-    def refuse(name: str) -> None:
-        raise OSError("no network")
-
-    monkeypatch.setattr(tiktoken, "get_encoding", refuse)
-    alone = read_tokenizer(tmp_path)
-    assert alone.name == "hf" and alone.encode(SAMPLE) == gpt2.encode(SAMPLE)
-
-
 def named(name: str, request: pytest.FixtureRequest) -> Tokenizer:
     if name == "bytes":
         return build_tokenizer(TokenizerConfig("bytes"))
@@ -151,7 +139,7 @@ def named(name: str, request: pytest.FixtureRequest) -> Tokenizer:
 
 @pytest.mark.parametrize("name", ("bytes", "bpe", "gpt2", "cl100k", "o200k"))
 def test_autotokenizer_gives_our_ids(
-    name: str, texts: list[str], corpus: list[str], request: pytest.FixtureRequest, tmp_path: Path
+    name: str, texts: list[str], corpus: list[str], request: pytest.FixtureRequest, tmp_path: Path, monkeypatch
 ) -> None:
     transformers = pytest.importorskip("transformers", reason="needs the package transformers")
     tokenizer = named(name, request)
@@ -163,7 +151,10 @@ def test_autotokenizer_gives_our_ids(
         assert theirs.decode(ids) == text
     assert theirs.bos_token_id == theirs.eos_token_id == tokenizer.eot
     assert theirs.model_max_length == 99_999
-    assert read_tokenizer(tmp_path).eot == tokenizer.eot
+    recognised = read_tokenizer(tmp_path)
+    assert recognised.eot == tokenizer.eot and (recognised.fingerprint == tokenizer.fingerprint) == (name == "gpt2")
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: Path(tmp_path, name).read_text())  # OSError, as without network
+    assert read_tokenizer(tmp_path).name == "hf"
 
 
 def test_a_folders_tokenizer_is_exported_again(folder: Path, texts: list[str], tmp_path: Path) -> None:
@@ -211,6 +202,33 @@ def test_wrong_folders_are_one_line(folder: Path, corpus: list[str], tmp_path: P
     for cfg in (TokenizerConfig("hf"), TokenizerConfig("gpt2", path=str(folder))):
         with pytest.raises(ValueError, match="give both"):
             build_tokenizer(cfg)
+
+
+def test_dropout_is_off(corpus: list[str], tmp_path: Path) -> None:
+    hf = byte_level(corpus)
+    hf.model.dropout = 0.5
+    tokenizer = read_tokenizer(folder_of(hf, tmp_path, eos_token="<|endoftext|>"))
+    assert len({tuple(tokenizer.encode("the tokenizers of the text")) for _ in range(20)}) == 1
+
+
+def test_tokens_that_do_not_hold_the_text_are_refused(corpus: list[str], tmp_path: Path, capsys) -> None:
+    """Without a token for a space, spaces become <unk>, whose bytes are not those of the text."""
+    content = json.loads(sentencepiece(corpus).to_str())
+    content["model"]["byte_fallback"] = False
+    for token in [token for token in content["model"]["vocab"] if token == "▁" or token.startswith("<0x")]:
+        del content["model"]["vocab"][token]
+    content["model"]["merges"] = [pair for pair in content["model"]["merges"] if "▁" not in pair]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<s>"}')
+    with pytest.raises(ValueError, match="changes the text: .* use a byte-level tokenizer"):
+        read_tokenizer(tmp_path)
+    lower = byte_level(corpus)
+    lower.normalizer = normalizers.Lowercase()
+    (tmp_path / "text.txt").write_text("A Text. " * 100)
+    cfg = DataConfig(name="mine", source="text", path=str(tmp_path / "text.txt"), dir=str(tmp_path / "shards"))
+    cfg.tokenizer = TokenizerConfig("hf", path=str(folder_of(lower, tmp_path / "lower", eos_token="<|endoftext|>")))
+    prepare(cfg)
+    assert "this tokenizer changes the text, for example its case" in capsys.readouterr().out
 
 
 def test_other_decoders_are_refused(corpus: list[str], tmp_path: Path) -> None:

@@ -67,11 +67,11 @@ def test_rows_are_a_pure_function_and_splits_share_none() -> None:
     task = Mqar(MqarConfig(distractors=0.5), 32)
 
     def rows(draw: Callable[[int], np.ndarray]) -> set[bytes]:
-        return {draw(i).tobytes() for i in range(2000)}
+        return {draw(i).tobytes() for i in range(500)}
 
     train, other = rows(lambda i: task.sample(i, 1)), rows(lambda i: task.sample(i, 2))
     val, test = rows(task.window), rows(lambda i: task.draw("eval", i, 0).marked())
-    assert len(train) == len(val) == len(test) == 2000
+    assert len(train) == len(val) == len(test) == 500
     assert not train & other and not train & val and not train & test and not val & test
     again = Mqar(task.cfg, 32)
     assert np.array_equal(again.sample(5, 1), task.sample(5, 1))
@@ -84,7 +84,7 @@ def test_a_question_sees_no_filler(share: float) -> None:
     """And every distance between a pair and its question occurs, up to that of the first slot and the last question."""
     cfg = MqarConfig(distractors=share)
     task, slots = Mqar(cfg, LENGTH), round(cfg.pairs / (1 - share))
-    samples = [task.draw("train", i, 1) for i in range(2000)]
+    samples = [task.draw("train", i, 1) for i in range(500)]
     for sample in samples[:50]:
         assert (sample.tokens[1 : sample.asked.max() + 2] != task.blank).all()
         assert (sample.tokens[sample.asked.max() + 2 :] == task.blank).all()
@@ -128,7 +128,6 @@ def test_tokenizer(tmp_path) -> None:
         ({"distractors": 1.0}, "is not a share below 1: use 0.8"),
         ({"kind": "words"}, "use one of noise, pairs"),
         ({"pairs": 64}, "raise data.mqar.keys"),
-        ({"pairs": 0}, "need that many values"),
         ({"distractors": 0.975}, "use an even model.context of 328 or more"),
     ],
 )

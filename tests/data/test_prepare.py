@@ -1,15 +1,12 @@
+import errno
 import hashlib
 import json
 import os
 import random
 import signal
-import subprocess
-import sys
-import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +19,6 @@ from data.holdout import Document, measure
 from data.prepare import check_folder, prepare
 from data.shards import META, PROGRESS, Shard, open_split
 from data.tokenizer import build_tokenizer, load_tokenizer
-from tests.conftest import ROOT, run_command
 
 RNG = random.Random(0)
 WORDS = "the of and to in is that for it was on are as with his they at be this from have or by one had not".split()
@@ -68,9 +64,9 @@ def test_what_is_written(cfg):
     assert len(meta["splits"]["train"]["shards"]) > 5
 
 
-@pytest.mark.parametrize("tokenizer", [TokenizerConfig("bytes"), TokenizerConfig("bpe", 300)])
-def test_workers_do_not_change_the_bytes(cfg, tmp_path, tokenizer):
-    one, many = (replace(cfg, workers=w, dir=str(tmp_path / f"w{w}"), tokenizer=tokenizer) for w in (1, 5))
+def test_workers_do_not_change_the_bytes(cfg, tmp_path):
+    bpe = TokenizerConfig("bpe", 300)
+    one, many = (replace(cfg, workers=w, dir=str(tmp_path / f"w{w}"), tokenizer=bpe) for w in (1, 5))
     prepare(one)
     prepare(many)
     assert contents(Path(one.dir)) == contents(Path(many.dir))
@@ -92,7 +88,7 @@ def kill_after(monkeypatch, writes: int) -> None:
 
 @pytest.mark.parametrize("max_tokens", [None, 15_001])
 def test_resume_after_a_kill_at_any_point_is_byte_identical(cfg, tmp_path, monkeypatch, max_tokens):
-    cfg = replace(cfg, max_tokens=max_tokens, tokenizer=TokenizerConfig("bpe", 280))
+    cfg = replace(cfg, max_tokens=max_tokens, shard_tokens=9000, tokenizer=TokenizerConfig("bpe", 280))
     whole = replace(cfg, dir=str(tmp_path / "whole"))
     prepare(whole)
     for writes in range(100):
@@ -112,30 +108,13 @@ def test_resume_after_a_kill_at_any_point_is_byte_identical(cfg, tmp_path, monke
         for shard in [*finished.get("train", []), *finished.get("val", [])]:
             path = folder / shard["file"]
             assert path.stat().st_mtime_ns == before[path], "a finished shard was written again"
-    assert writes > 10
+    assert writes > 4
 
 
-def test_a_real_kill_and_resume(tmp_path):
-    """SIGKILL while shards are being written, then SIGINT, then to the end: from the command line."""
-    path = tmp_path / "long.jsonl"
-    texts = [f"{i} " + " ".join(DOCUMENTS[:40]) for i in range(150)]  # so that the signals come in time
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    options = [f"path={path}", "data.tokenizer.name=bytes", "data.shard_tokens=20000", "data.val_fraction=0.1"]
-    command = [sys.executable, "-m", "data.prepare", "data=text", *options]
-    subprocess.run([*command, f"data.dir={tmp_path / 'whole'}"], cwd=ROOT, check=True, capture_output=True)
-    folder = tmp_path / "killed"
-    for number, status in ((signal.SIGKILL, -9), (signal.SIGINT, 130)):
-        wanted = len(list(folder.glob("train_*.bin"))) + 3
-        heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it
-        started = {"cwd": ROOT, "stderr": subprocess.PIPE, "text": True, "preexec_fn": heard}
-        process = subprocess.Popen([*command, f"data.dir={folder}"], **started)
-        while process.poll() is None and len(list(folder.glob("train_*.bin"))) < wanted:
-            time.sleep(0.001)
-        process.send_signal(number)
-        assert process.wait(60) == status
-        assert number == signal.SIGKILL or "run the same command to continue" in process.stderr.read()
-    subprocess.run([*command, f"data.dir={folder}"], cwd=ROOT, check=True, capture_output=True)
-    assert contents(folder) == contents(tmp_path / "whole")
+def test_an_interruption_says_how_to_continue(typed, monkeypatch):
+    monkeypatch.setattr(module, "prepare", lambda *_, **__: signal.raise_signal(signal.SIGINT))
+    done = typed("data.prepare", "data=stdlib", "data.dir=nowhere")
+    assert done.returncode == 130 and "no shard was finished: run the same command to continue" in done.stderr
 
 
 def test_a_lost_shard_is_made_again(cfg, tmp_path, monkeypatch):
@@ -204,15 +183,6 @@ def test_an_interrupted_set_is_not_continued_differently(cfg, monkeypatch):
         open_split(cfg.dir, "train")
 
 
-def test_shards_of_another_origin_are_not_overwritten(cfg):
-    folder = Path(cfg.dir)
-    folder.mkdir()
-    (folder / "fineweb_train_000001.bin").write_bytes(b"precious")
-    with pytest.raises(ValueError, match="another origin"):
-        prepare(cfg)
-    assert contents(folder) == {"fineweb_train_000001.bin": b"precious"}
-
-
 def test_verify_finds_a_changed_byte(cfg, monkeypatch):
     prepare(cfg)
     path = Path(cfg.dir) / "train_000002.bin"
@@ -250,14 +220,8 @@ def test_hold_out_is_by_whole_documents_and_ignores_order():
     fewer = split_of(texts[:1500], 0.1)
     assert all(splits[text] == split for text, split in fewer.items())
     assert all(document.starts for document in hold_out(texts, 0.1))
-
-
-def test_duplicates_stay_on_one_side():
-    texts = [f"document {i % 50}" for i in range(500)]
-    seen: dict[str, set[str]] = {}
-    for document in hold_out(texts, 0.3):
-        seen.setdefault(document.text, set()).add(document.split)
-    assert all(len(splits) == 1 for splits in seen.values())
+    twice = [(document.text, document.split) for document in hold_out(texts * 2, 0.1)]
+    assert twice[3000:] == twice[:3000]
 
 
 def test_few_documents_leave_neither_split_empty():
@@ -268,8 +232,8 @@ def test_few_documents_leave_neither_split_empty():
     assert list(hold_out([], 0.1)) == []
 
 
-@pytest.mark.parametrize("count", [2, 3, 7, 40])
-@pytest.mark.parametrize("fraction", [0.005, 0.1, 0.5])
+@pytest.mark.parametrize("count", [2, 7, 40])
+@pytest.mark.parametrize("fraction", [0.005, 0.5])
 def test_of_few_documents_validation_gets_its_share(count, fraction):
     """Seven books: by whole ones, validation would have none of the text, or a seventh, or two."""
     draw = random.Random(count)
@@ -303,14 +267,6 @@ def test_a_single_document_is_cut_as_nanogpt_cuts():
         list(hold_out(["a"], 0.1))
 
 
-def test_a_single_text_file(cfg, tmp_path):
-    path = tmp_path / "input.txt"
-    path.write_text("To be, or not to be.\n" * 100)
-    meta = prepare(replace(cfg, path=str(path), val_fraction=0.1))
-    assert (meta["splits"]["train"]["tokens"], meta["splits"]["val"]["tokens"]) == (1 + 1890, 210)
-    assert bytes(tokens(Path(cfg.dir), "val")) == path.read_bytes()[1890:]
-
-
 # --- tokens ---------------------------------------------------------------------------------------------------------
 
 
@@ -336,13 +292,13 @@ def test_max_tokens_is_exact(cfg, tmp_path):
 
 
 def test_a_long_document_takes_the_memory_of_a_chunk(cfg, tmp_path, monkeypatch):
-    for name, value in {"data.tokenizer.PIECE": 2**15, "data.prepare.PIECE": 2**15, "data.sources.TEXT_LIMIT": 2**18}.items():
+    for name, value in {"data.tokenizer.PIECE": 2**13, "data.prepare.PIECE": 2**13, "data.sources.TEXT_LIMIT": 2**16}.items():
         monkeypatch.setattr(name, value)
-    monkeypatch.setattr(module.pieces, "__defaults__", (2**15,))
+    monkeypatch.setattr(module.pieces, "__defaults__", (2**13,))
     book = tmp_path / "book.txt"
-    book.write_text("To be, or not to be, that is the question.\n" * 300_000)  # 13 MB
+    book.write_text("To be, or not to be, that is the question.\n" * 75_000)  # 3 MB
     tracemalloc.start()
-    meta = prepare(replace(cfg, path=str(book), shard_tokens=10**6))
+    meta = prepare(replace(cfg, path=str(book), shard_tokens=250_000))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert meta["splits"]["val"]["bytes"] / book.stat().st_size == pytest.approx(0.2, rel=0.2)
@@ -401,10 +357,9 @@ def test_errors_leave_no_folder_behind(cfg, tmp_path):
         ({"path": str(tmp_path / "tiny.txt")}, "too few to hold some out"),
         ({"path": str(tmp_path / "broken.jsonl")}, "line 5 is not JSON"),
         ({"tokenizer": TokenizerConfig("bpe", 60_000)}, "too small for 60000"),
-        ({"val_fraction": 1.0}, "val_fraction"),
-        ({"shard_tokens": 0}, "shard_tokens"),
-        ({"max_tokens": 0}, "max_tokens"),
         ({"source": "nanogpt", "path": str(tmp_path)}, "missing, empty or truncated"),
+        ({"name": "../x"}, "leaves the folder of prepared sets"),
+        ({"name": "/x"}, "leaves the folder of prepared sets"),
     ]
     for change, match in cases:
         with pytest.raises((ValueError, FileNotFoundError), match=match) as caught:
@@ -413,30 +368,49 @@ def test_errors_leave_no_folder_behind(cfg, tmp_path):
         assert not Path(cfg.dir).exists()
 
 
-def test_an_error_keeps_finished_shards_for_a_resume(cfg, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("code", "fix"), [(errno.ENOSPC, "free some space and repeat"), (errno.EIO, "the disk has failed")])
+def test_a_full_or_failing_disk_is_named_and_finished_shards_are_kept(cfg, tmp_path, monkeypatch, code, fix):
     prepare(replace(cfg, dir=str(tmp_path / "whole")))
-    real: Callable = module.write_shard
+    real: Callable = os.fsync
 
-    def fail_at_third(path, *args, **options):
-        if path.name == "train_000002.bin":
-            raise OSError("no space left on device")
-        return real(path, *args, **options)
+    def fail_at_third(descriptor):
+        if (Path(cfg.dir) / "train_000001.bin").exists():
+            raise OSError(code, os.strerror(code))
+        real(descriptor)
 
-    with monkeypatch.context() as patched, pytest.raises(OSError, match="no space"):
-        patched.setattr(module, "write_shard", fail_at_third)
+    with monkeypatch.context() as patched, pytest.raises(OSError, match=f"{fix}.*{cfg.dir}/"):
+        patched.setattr(os, "fsync", fail_at_third)
         prepare(cfg)
     assert len(Shard(Path(cfg.dir) / "train_000001.bin")) == 5000
     prepare(cfg)
     assert contents(Path(cfg.dir)) == contents(tmp_path / "whole")
 
 
-def test_the_command(tmp_path):
+def test_the_command(tmp_path, typed, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "input.txt").write_text("To be, or not to be.\n" * 100)
-    options = ["data=shakespeare", f"path={tmp_path / 'input.txt'}", f"data.dir={tmp_path / 'out'}"]
-    first, second = (run_command("-m", "data.prepare", *options, more) for more in ("verify=false", "verify=true"))
+    options = ["data=shakespeare", "path=~/input.txt", "data.dir='~/out'"]
+    first, second = (typed("data.prepare", *options, more) for more in ("verify=false", "verify=true"))
     assert first.returncode == second.returncode == 0
     assert "train 1,891 tokens" in first.stdout and "already prepared and verified" in second.stdout
     assert build_tokenizer(TokenizerConfig("bytes")).fingerprint == load_tokenizer(tmp_path / "out").fingerprint
+    assert bytes(tokens(tmp_path / "out", "val")) == (tmp_path / "input.txt").read_bytes()[1890:]
+
+
+def test_documents_without_text_are_counted(cfg, capsys):
+    with Path(cfg.path).open("a") as file:
+        file.write('{"text": null}\n{"text": " "}\n\n')
+    prepare(replace(cfg, tokenizer=TokenizerConfig("bpe", 300)))
+    assert "left out 2 documents without text" in capsys.readouterr().out
+
+
+def test_the_lock_does_not_follow_a_link(cfg, tmp_path):
+    Path(cfg.dir).mkdir()
+    (tmp_path / "precious").write_text("kept")
+    (Path(cfg.dir) / ".lock").symlink_to(tmp_path / "precious")
+    with pytest.raises(OSError, match=r"\.lock"):
+        prepare(cfg)
+    assert (tmp_path / "precious").read_text() == "kept"
 
 
 def test_a_document_that_the_split_pattern_cannot_split_is_named(cfg, monkeypatch):

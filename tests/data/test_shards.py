@@ -1,4 +1,6 @@
 import json
+import os
+import resource
 import zlib
 
 import numpy as np
@@ -47,7 +49,7 @@ def test_reads_the_files_of_llm_c_as_they_are(tmp_path, magic, version, dtype):
     tokens = np.array([50256, 0, 1, 2, 50000], dtype=dtype)
     (tmp_path / "fineweb_train_000001.bin").write_bytes(header.tobytes() + tokens.tobytes())
     [shard] = open_split(tmp_path, "train", vocab_size=50257, fingerprint=FINGERPRINT)
-    assert not shard.extended and (shard.tokens == tokens).all()
+    assert shard.crc32 is None and (shard.tokens == tokens).all()
     with pytest.raises(ValueError, match="token 50256, outside the vocabulary of 50000"):
         open_split(tmp_path, "train", vocab_size=50000)
 
@@ -192,3 +194,30 @@ def test_nanogpt_files(tmp_path, shard):
         open_nanogpt(path, 10)
     with pytest.raises(ValueError, match=r"already has an llm\.c header"):
         open_nanogpt(shard, 300)
+    for dtype in ("uint32", "int64"):
+        np.arange(1, 10, dtype=dtype).tofile(path)
+        with pytest.raises(ValueError, match="wider integers than uint16: write it again as np.uint16"):
+            open_nanogpt(path, 10)
+    np.array([69_999, 7], dtype=np.uint32).tofile(path)
+    assert open_nanogpt(path, 70_000).tolist() == [69_999, 7]
+    np.array([7, 8, 9, 10], dtype=np.uint16).tofile(path)
+    with pytest.raises(ValueError, match="outside the vocabulary of 70000"):
+        open_nanogpt(path, 70_000)
+
+
+def test_more_shards_than_a_process_may_open_files(tmp_path):
+    for number in range(40):
+        write(tmp_path / f"train_{number:06d}.bin", [number] * 5)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/dev/fd")) + 20, hard))
+    try:
+        assert [shard.read(0, 9)[0] for shard in open_split(tmp_path, "train")] == list(range(40))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_shard_truncated_after_it_was_opened(shard):
+    opened = Shard(shard)
+    os.truncate(shard, 1100)
+    with pytest.raises(ValueError, match="is truncated"):
+        opened.read(0, 256)
