@@ -40,7 +40,7 @@ VERSION = 1  # of the layout of meta.json
 BPE_SAMPLE = 100_000_000  # characters of training text that a bpe vocabulary is trained on
 SPLITS = ("train", "val")
 MEASURED = 2**26  # bytes of text that are always measured before it is split
-LINE_EVERY = 10.0  # seconds between two lines of progress
+LINE_EVERY = 5.0  # seconds between two lines of progress
 
 
 @dataclass
@@ -125,13 +125,14 @@ class Preparation:
 
     def run(self, corpus: Corpus | None) -> dict:
         """Write the shards of `corpus` (None: of nanoGPT's files) that are missing, then meta.json; returns its content."""
-        pool, printed = ThreadPoolExecutor(self.workers), time.monotonic()
+        pool, start = ThreadPoolExecutor(self.workers), time.monotonic()
+        printed = start
         try:
             for number, split, ids in self._corpus_items(corpus, pool) if corpus else self._nanogpt_items():
                 self._add(number, split, ids)
                 if time.monotonic() - printed >= LINE_EVERY:
                     printed = time.monotonic()
-                    self._print_progress(corpus)
+                    self._print_progress(corpus, printed - start)
                 if corpus and self._enough(number):
                     break
             if corpus and corpus.blank:
@@ -264,10 +265,11 @@ class Preparation:
         content = {"request": self.request, "splits": {name: split.shards for name, split in self.splits.items()}}
         write_json(self.folder / PROGRESS, content)
 
-    def _print_progress(self, corpus: Corpus | None) -> None:
+    def _print_progress(self, corpus: Corpus | None, seconds: float) -> None:
         share = self.splits["train"].tokens / self.cfg.max_tokens if self.cfg.max_tokens else corpus and corpus.share
         tokens = sum(split.tokens for split in self.splits.values())
-        print(f"{self.cfg.name}: {tokens:,} tokens" + (f", {share:.0%} done" if share else ""), flush=True)
+        rest = f", {share:.0%} done, about {seconds * (1 / share - 1):,.0f} s left" if share else ""
+        print(f"{self.cfg.name}: {tokens:,} tokens{rest}", flush=True)
 
     def _finish(self) -> dict:
         for name, split in self.splits.items():
