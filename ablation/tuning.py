@@ -243,23 +243,34 @@ def tuning_notes(found: Mapping[str, Tuned], cfg: TuneConfig) -> list[str]:
 
 
 def draw_tuning(path: Path, found: Mapping[str, Tuned], styles: Mapping[str, Style], metric: str) -> None:
-    """The lowest metric among the trials with each learning rate, one line per arm; a ring marks the arm's choice."""
+    """The metric of the trials against each learning rate; a ring marks the arm's choice.
+
+    An arm has one line for each value of its other rates; those of rates it did not choose are pale.
+    """
     keys = list(next(iter(found.values())).best)
     with figure(path, 4.8 * len(keys) + 1.5, 4.4, columns=len(keys)) as axes:
         for axis, (ax, key) in enumerate(zip(axes[0], keys, strict=True)):
             for arm, t in found.items():
-                finite = sorted(((p[axis], s.loss) for p, s in t.scores if math.isfinite(s.loss)), reverse=True)
-                lowest = dict(finite)  # rate -> metric: of equal rates, the lowest metric comes last
-                colour, line = styles[arm]
-                ax.plot(*zip(*lowest.items(), strict=True), marker="o", color=colour, linestyle=line, label=arm, markersize=4)
-                chosen, ring = t.best[key], {"markersize": 11, "fillstyle": "none"}
-                ax.plot([chosen], [lowest[chosen]], "o", color=colour, **ring)
+                best, lines = tuple(t.best.values()), {}
+                for point, result in sorted(t.scores):
+                    if math.isfinite(result.loss):
+                        lines.setdefault(_others(point, axis), []).append((point[axis], result.loss))
+                look = {"color": styles[arm][0], "linestyle": styles[arm][1], "markersize": 4}
+                for others, line in lines.items():
+                    chosen = {"label": arm} if others == _others(best, axis) else {"alpha": 0.4}
+                    ax.plot(*zip(*line, strict=True), marker="o", **look, **chosen)
+                ring = {"color": styles[arm][0], "markersize": 11, "fillstyle": "none"}
+                ax.plot([best[axis]], [dict(t.scores)[best].loss], "o", **ring)
             tried = sorted({p[axis] for t in found.values() for p, _ in t.scores})
             ax.set_xscale("log")
             ax.set_xticks(tried, [f"{rate:.3g}" for rate in tried], rotation=45, fontsize=8.5)
             ax.minorticks_off()
             ax.set(xlabel=key, ylabel=f"{metric} of the trials (nats per token)" if axis == 0 else "")
         axes[0, -1].legend(fontsize=8.5, loc="upper left", bbox_to_anchor=(1.02, 1), handlelength=3)
+
+
+def _others(point: Point, axis: int) -> Point:
+    return point[:axis] + point[axis + 1 :]
 
 
 def as_json(found: Mapping[str, Tuned]) -> dict[str, Any]:

@@ -8,6 +8,10 @@ those that a run lacks. Beside the page the command writes its figures (figures/
 .json), its tables (.md) and the attention viewer (..._viewer.html). It also prints the tables.
 """
 
+import glob
+import html
+import os
+import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +21,7 @@ from omegaconf import MISSING
 from configs import command
 from configs.files import write_atomic, write_json
 from configs.provenance import machine, version
+from eval.report.figures import short_labels
 from eval.report.gallery import draw_report
 from eval.report.notes import notes
 from eval.report.page import Content, page
@@ -24,19 +29,20 @@ from eval.report.runs import Arm, arms_of, read_ablation, read_runs
 from eval.report.sections import sections
 from eval.report.statistics import PAIRED, Difference
 from eval.report.tables import columns, difference_lines, differences, headline_table, markdown, report_lines, verdicts
-from eval.report.viewer import Viewer, viewer_of
+from eval.report.viewer import viewer_of
 from training.tracking import import_wandb, log_report
 
 
 @dataclass
 class ReportConfig:
-    """runs: run folders. out: the page; its figures and JSON are written beside it. viewer: add the attention viewer.
+    """runs: run folders, folders of runs, or globs, as a list or one of them. out: the page; its figures and JSON are written
+    beside it. viewer: add the attention viewer.
 
     ablation: the folder of an ablation (scripts/ablate.py) to show on the page. wandb: off, online or offline; sends
     the page with its figures and numbers, and the figures and numbers of the runs.
     """
 
-    runs: list[str] = MISSING
+    runs: Any = MISSING
     out: str = "report.html"
     ablation: str | None = None
     viewer: bool = True
@@ -54,45 +60,70 @@ def main(cfg: ReportConfig) -> None:
         raise ValueError(f"{wrong}: use out={out.parent}/report/{out.name}")
     import_wandb(cfg.wandb)  # a wrong value must fail before the work
     ablation = read_ablation(Path(cfg.ablation)) if cfg.ablation else None
-    runs = read_runs(cfg.runs)
-    arms = arms_of(runs)
+    runs = read_runs(run_folders(cfg.runs if isinstance(cfg.runs, list) else [cfg.runs]))
+    arms = shortened(arms_of(runs))
+    check_writable(out.parent / "figures")
     rows, parts, remarks = headline_table(arms), sections(arms), notes(runs, arms)
-    found = differences(arms, [*rows, *(row for part in parts for row in part.rows)])
-    said = verdicts(arms, found)
+    less_first = differences(arms, [*rows, *(row for part in parts for row in part.rows)])
+    content = Content(arms, rows, verdicts(arms, less_first), less_first, [], parts, remarks, ablation=ablation)
     if not any(arm.several for arm in arms):
-        found = []  # a single seed has no interval
-    seen = _look(arms, remarks) if cfg.viewer else None
-    drawn = draw_report(arms, found, out.parent / "figures")
-    content = Content(arms, rows, said, found, drawn, parts, remarks, ablation=ablation)
-    if seen:
-        beside = out.with_name(f"{out.stem}_viewer.html")
-        write_atomic(beside, seen.html.encode())
-        first = " The first seed of each arm." if any(arm.several for arm in arms) else ""
-        content.viewer = {"file": beside.name, "says": seen.says + first, "question": seen.question}
+        content.contrasts = []  # a single seed has no interval
+    if cfg.viewer:
+        add_viewer(content, out)
+    content.figures = draw_report(arms, content.contrasts, out.parent / "figures")
     write_json(out.with_suffix(".json"), as_json(content))
-    less_first = difference_lines(arms, rows, found, f"difference to {arms[0].name} [95 % interval]")
-    tables = [markdown(lines) for lines in (report_lines(arms, rows), less_first) if lines]
-    write_atomic(out.with_suffix(".md"), "\n".join(tables).encode())
+    write_atomic(out.with_suffix(".md"), as_markdown(content).encode())
     write_atomic(out, page(content, out).encode())
     print_report(content)
-    made = {"run": len(runs), "arm": len(arms), "figure": len(drawn)}
+    made = {"run": len(runs), "arm": len(arms), "figure": len(content.figures)}
     counts = ", ".join(f"{count} {what}{'s' * (count != 1)}" for what, count in made.items())
     print(f"report  {out} ({counts})")
-    folder = out.parent / "figures"
-    images = [image.path for figure in drawn for image in figure.images if image.path.parent == folder]
-    pictures = {f"figures/{path.stem}": path for path in images}
+    pictures = {f"figures/{image.path.stem}": image.path for figure in content.figures for image in figure.images}
     cells = ((arm, row, cell.value) for row in rows for arm, cell in zip(arms, row.cells, strict=True))
     known = {f"{arm.name}/{row.name}": value for arm, row, value in cells if value is not None}
     log_report(cfg.wandb, out, pictures, {run.label: run.folder for run in runs}, known)
 
 
-def _look(arms: list[Arm], remarks: list[str]) -> Viewer | None:
-    """The attention viewer of the first run of each arm; None, and a note with the reason, if a run cannot be loaded."""
+def run_folders(given: list[Any]) -> list[str]:
+    """The run folders: what globs match, and the runs in a folder of runs, baselines first. A folder that is none stays."""
+    folders = []
+    for name in map(str, given):
+        matches = [Path(name)] if Path(name).exists() else map(Path, glob.glob(os.path.expanduser(name)))
+        runs = {run for match in matches for run in (match, *match.glob("*")) if (run / "config.yaml").is_file()}
+        folders += sorted(map(str, runs), key=lambda run: ("baseline" not in Path(run).name, run)) or [name]
+    return folders
+
+
+def shortened(arms: list[Arm]) -> list[Arm]:
+    """The arms, named by what differs between their names."""
+    short = dict(zip((arm.name for arm in arms), short_labels([arm.name for arm in arms]), strict=True))
+    for arm in arms:
+        arm.name = arm.arm = short[arm.name]
+        arm.reference = arm.reference and short[arm.reference]
+    return arms
+
+
+def check_writable(folder: Path) -> None:
+    """Make the folder. ValueError if files cannot be written there."""
     try:
-        return viewer_of([(arm.name, str(arm.runs[0].folder)) for arm in arms], colours=[arm.colour for arm in arms])
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        wrong = f"{folder} is not a folder that can be written ({error.strerror})"
+        raise ValueError(f"{wrong}: move it, or use out=FOLDER/report.html") from None
+
+
+def add_viewer(content: Content, out: Path) -> None:
+    """Write the attention viewer of the first run of each arm beside `out`; if a run cannot be loaded, note why."""
+    arms, beside = content.arms, out.with_name(f"{out.stem}_viewer.html")
+    try:
+        viewer = viewer_of([(arm.name, str(arm.runs[0].folder)) for arm in arms], colours=[arm.colour for arm in arms])
     except (ValueError, OSError, RuntimeError) as error:
-        remarks.append(f"no attention viewer: {' '.join(str(error).split())[:200]}")
-        return None
+        content.notes.append(f"no attention viewer: {' '.join(str(error).split())[:200]}")
+        return
+    write_atomic(beside, viewer.html.encode())
+    first = " The first seed of each arm." if any(arm.several for arm in arms) else ""
+    content.viewer = {"file": beside.name, "says": viewer.says + first, "question": viewer.question}
 
 
 def as_json(content: Content) -> dict[str, Any]:
@@ -117,10 +148,27 @@ def _difference(one: Difference) -> dict[str, Any]:
     return one.numbers(*PAIRED) | names | {"seeds": list(one.by_seed), "differences": list(one.by_seed.values())}
 
 
+def full_names(arms: list[Arm]) -> list[str]:
+    """Lines that say which run a short name stands for."""
+    return [f"{arm.name}: {arm.runs[0].label}" for arm in arms if not arm.several and arm.name != arm.runs[0].label]
+
+
+def as_markdown(content: Content) -> str:
+    """The tables. Names are never markup."""
+    arms, head = content.arms, f"difference to {content.arms[0].name} [95 % interval]"
+    tables = report_lines(arms, content.rows), difference_lines(arms, content.rows, content.contrasts, head)
+
+    def plain(text: str) -> str:
+        return html.escape(text, quote=False).replace("|", "\\|")
+
+    parts = [markdown([[plain(cell) for cell in line] for line in lines]) for lines in tables if lines]
+    return "\n".join([*parts, *(f"- {plain(line)}\n" for line in full_names(arms))])
+
+
 def print_report(content: Content) -> None:
     """Verdicts, tables and notes for the terminal."""
     arms, rows = content.arms, content.rows
-    print("\n".join(content.verdicts) + "\n")
+    print("\n".join([*full_names(arms), *content.verdicts]) + "\n")
     print(columns(report_lines(arms, rows)))
     if lines := difference_lines(arms, rows, content.contrasts):
         print(f"\ndifference to {arms[0].name}, mean over seeds [95 % interval]\n{columns(lines)}")

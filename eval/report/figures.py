@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from eval import attention_noise, perplexity
 from eval.common import GREY, INK, Axes, figure
@@ -16,21 +17,39 @@ from eval.report.tables import minus, si
 
 Curve = tuple[np.ndarray, np.ndarray]  # x, y
 Placed = tuple[str, str | None, float, Difference]  # line, its colour or None, place on the axis
+SHORT, CUT = 24, 40  # letters: names up to SHORT stay whole, longer labels than CUT are cut
 
 
-def smooth(values: np.ndarray, window: int) -> np.ndarray:
+def short_labels(names: Sequence[str]) -> list[str]:
+    """What differs between the names: without the parts between hyphens that all share; unchanged if all are short.
+
+    Of what is still long, the first parts that no other name begins with.
+    """
+    if max(map(len, names), default=0) <= SHORT:
+        return list(names)
+    parts = [re.split(r"(?<!\de)-", name) for name in names]  # 1e-3 is one part
+    shared = set.intersection(*map(set, parts)) if len(names) > 1 else set()
+    parts = [[part for part in of if part not in shared] or of[:1] for of in parts]
+
+    def label(of: list[str]) -> str:
+        alone = (k for k in range(1, len(of)) if sum(other[:k] == of[:k] for other in parts) == 1)
+        whole = "-".join(of)
+        return whole if len(whole) <= SHORT else "-".join(of[: next(alone, len(of))])
+
+    short = list(map(label, parts))
+    cut = [text if len(text) <= CUT else f"{text[: CUT - 1]}…" for text in short]
+    return next((labels for labels in (cut, short) if len(set(labels)) == len(names)), list(names))
+
+
+def smooth(values: Sequence[float], window: int) -> np.ndarray:
     """Centred running mean; means at the ends are over fewer values."""
-    total = np.cumsum(np.concatenate(([0.0], values)))
-    at = np.arange(len(values))
-    start, stop = np.maximum(0, at - window // 2), np.minimum(len(values), at + window // 2 + 1)
-    return (total[stop] - total[start]) / (stop - start)
+    return pd.Series(values).rolling(2 * (window // 2) + 1, center=True, min_periods=1).mean().to_numpy()
 
 
 def band(ax: Axes, arm: Arm, curves: list[Curve], **look: Any) -> np.ndarray:
     """Draw the mean of an arm's curves and the band from the lowest to the highest curve; returns the mean.
 
-    look: options of the line; colour, style and label (with the number of curves) are the arm's own by default. All
-    curves are interpolated to the x of the first curve, as far as all of them reach.
+    look: options of the line. All curves are interpolated to the x of the first, as far as all of them reach.
     """
     x = curves[0][0]
     x = x[(x >= max(c[0].min() for c in curves)) & (x <= min(c[0].max() for c in curves))]
@@ -55,7 +74,7 @@ def _legend_below(ax: Axes, columns: int) -> None:
         ax.figure.legend(handles, labels, ncols=min(columns, len(labels)), **place)
 
 
-def _frame(axes: list[Axes], shown: list[float]) -> None:
+def _frame(axes: Iterable[Axes], shown: list[float]) -> None:
     """Axis limits around the losses `shown`. They cut off the high losses of the first steps and of diverged runs."""
     shown = [loss for loss in shown if np.isfinite(loss)] or [0.0, 1.0]
     span = max(max(shown) - min(shown), 1e-3)
@@ -74,58 +93,58 @@ def training_loss(arms: list[Arm]) -> str:
 
 def draw_losses(path: Path, arms: list[Arm]) -> None:
     """Training loss (smoothed) and validation loss (markers) against tokens; means and ranges over seeds."""
-    key = training_loss(arms)
+    key, shown, look = training_loss(arms), [], {"markersize": 5, "markeredgecolor": "white", "markeredgewidth": 0.8}
     with figure(path, 5.2, 3.9) as axes:
-        ax, shown = axes[0, 0], []
+        ax = axes[0, 0]
         for arm in arms:
             mean = band(ax, arm, [_training_curve(run, key) for run in arm.runs if run.train], linewidth=1.5)
-            shown += [*mean[len(mean) // 20 :], *_validation_dots(ax, arm)]
+            by_seed = [{line["tokens"]: line["val_loss"] for line in run.val} for run in arm.runs]
+            common = sorted(set.intersection(*(set(losses) for losses in by_seed)))
+            dots = [float(np.mean([losses[tokens] for losses in by_seed])) for tokens in common]
+            ax.plot([tokens / 1e6 for tokens in common], dots, "o", color=arm.colour, **look)
+            shown += [*mean[len(mean) // 20 :], *dots]
         _frame([ax], shown)
         ax.set(xlabel="training tokens (millions)", ylabel="loss (nats per token)")
-        ax.plot([], [], "o", color=INK, markersize=5, label="validation")
-        ax.legend()
+        if any(run.val for arm in arms for run in arm.runs):
+            ax.plot([], [], "o", color=INK, markersize=5, label="validation")
+        ax.legend(fontsize=9 if max(len(arm.name) for arm in arms) > SHORT else None)
 
 
 def _training_curve(run: Run, key: str) -> Curve:
     lines = [line for line in run.train if key in line]
-    losses = smooth(np.array([line[key] for line in lines]), max(1, len(lines) // 40))
-    return np.array([line["tokens"] for line in lines]) / 1e6, losses
-
-
-def _validation_dots(ax: Axes, arm: Arm) -> list[float]:
-    """Mean validation losses at the tokens where every seed has a validation loss."""
-    by_seed = [{line["tokens"]: line["val_loss"] for line in run.val} for run in arm.runs]
-    common = sorted(set.intersection(*(set(losses) for losses in by_seed)))
-    means = [float(np.mean([losses[tokens] for losses in by_seed])) for tokens in common]
-    look = {"color": arm.colour, "markersize": 5, "markeredgecolor": "white", "markeredgewidth": 0.8}
-    ax.plot([tokens / 1e6 for tokens in common], means, "o", **look)
-    return means
+    return np.array([line["tokens"] for line in lines]) / 1e6, smooth([line[key] for line in lines], len(lines) // 40)
 
 
 def draw_validation(path: Path, arms: list[Arm]) -> None:
-    """Validation loss against tokens, FLOPs and seconds of training; means and ranges over the seeds that did not diverge."""
+    """Validation loss against tokens, FLOPs and seconds of training; means and ranges over the seeds that did not diverge.
+
+    The training loss (smoothed) if no run has a validation loss.
+    """
+    validated = any(run.val for arm in arms for run in arm.runs)
+    key, shown = "val_loss" if validated else training_loss(arms), []
     with figure(path, 13.5, 4.6, columns=3) as axes:
-        shown = []
         for arm in arms:
-            lines = [run.val for run in arm.runs if run.val and not run.diverged]
-            length = min(map(len, lines), default=0)
+            runs = [run.val if validated else run.train for run in arm.runs if not run.diverged]
+            length = min(map(len, filter(None, runs)), default=0)
             if not length:
                 continue
             tokens, seconds, losses = (
-                np.array([[line.get(key, 0.0) for line in run[:length]] for run in lines])  # (seeds, points)
-                for key in ("tokens", "time_s", "val_loss")
+                np.array([[line.get(name, 0.0) for line in lines[:length]] for lines in runs if lines])  # (seeds, points)
+                for name in ("tokens", "time_s", key)
             )
+            if not validated:
+                losses = np.stack([smooth(loss, length // 40) for loss in losses])
             scales = (tokens.mean(0) / 1e6, tokens.mean(0) * arm.facts["flops_per_token"], seconds.mean(0))
             for ax, x in zip(axes[0], scales, strict=True):
                 mean = band(ax, arm, [(x, loss) for loss in losses], linewidth=1.6, label=arm.name)
             shown += [losses.min(), mean[length // 5]]
-        _frame(list(axes[0]), shown)
+        _frame(axes[0], shown)
         labels = ("training tokens (millions)", "training FLOPs", "seconds of training")
         for ax, label in zip(axes[0], labels, strict=True):
             ax.set(xlabel=label)
         if len({arm.facts["flops_per_token"] for arm in arms if not arm.reference}) > 1:
             axes[0, 1].set_xscale("log")  # several sizes
-        axes[0, 0].set_ylabel("validation loss (nats per token)")
+        axes[0, 0].set_ylabel(f"{'validation' if validated else 'training'} loss (nats per token)")
         _legend_below(axes[0, 0], 6)
 
 
@@ -155,6 +174,7 @@ def draw_shares(path: Path, arms: list[Arm], what: str, title: str) -> None:
     Thin lines: from the lowest to the highest seed; where no arm has several seeds, the 95 % interval over prompts.
     """
     readings, seeds = attention_noise.READINGS, any(arm.several for arm in arms)
+    small = {"textcoords": "offset points", "ha": "center", "fontsize": 9 if len(arms) <= 4 else 6.5}
     with figure(path, 4.4, 3.6) as axes:
         ax = axes[0, 0]
         for i, arm in enumerate(arms):
@@ -163,8 +183,7 @@ def draw_shares(path: Path, arms: list[Arm], what: str, title: str) -> None:
             errors = {"yerr": (low, high), "error_kw": {"elinewidth": 1, "ecolor": INK}}
             ax.bar(x, values, 0.72 / len(arms), color=arm.colour, label=arm.name, linewidth=0, **errors)
             for position, value, error in zip(x, values, high, strict=True):
-                look = {"textcoords": "offset points", "ha": "center", "fontsize": 9 if len(arms) <= 4 else 6.5}
-                ax.annotate(f"{value:.2f}", (position, max(0, value + np.nan_to_num(error))), (0, 2), **look)
+                ax.annotate(f"{value:.2f}", (position, max(0, value + np.nan_to_num(error))), (0, 2), **small)
         ax.axhline(0, color=INK, linewidth=0.8)
         ax.set_xticks(range(len(readings)), readings)
         ax.tick_params(axis="x", length=0)
@@ -201,24 +220,20 @@ def weight_curves(arm: Arm) -> tuple[dict[str, str], str]:
     """("layer 0" -> key of its curve in every run's monitor lines, label of the axis); ({}, "") without such keys."""
     common = set.intersection(*({key for line in run.monitor for key in line} for run in arm.runs))
     for pattern, label in WEIGHTS:
-        found = [match for key in common if (match := re.fullmatch(pattern, key))]
-        if found:
-            found.sort(key=lambda match: int(match[2]))
-            return {f"{match[1]} {match[2]}": match[0] for match in found}, label
+        matches = [match for key in common if (match := re.fullmatch(pattern, key))]
+        if matches:
+            matches.sort(key=lambda match: int(match[2]))
+            return {f"{match[1]} {match[2]}": match[0] for match in matches}, label
     return {}, ""
 
 
-def _monitored(run: Run, key: str) -> Curve:
-    lines = [line for line in run.monitor if key in line]
-    return np.array([line["tokens"] for line in lines]) / 1e6, np.array([line[key] for line in lines])
-
-
-def draw_monitored(path: Path, lines: Iterable[tuple[Arm, str, dict[str, Any]]], **labels: str) -> None:
+def draw_monitored(path: Path, curves: Iterable[tuple[Arm, str, dict[str, Any]]], **labels: str) -> None:
     """Curves of the monitor against tokens, one per (arm, key, options of the line); means and ranges over seeds."""
     with figure(path, 4.4, 3.6) as axes:
         ax = axes[0, 0]
-        for arm, key, look in lines:
-            band(ax, arm, [_monitored(run, key) for run in arm.runs], marker="o", markersize=2.5, **look)
+        for arm, key, look in curves:
+            of_runs = [[(line["tokens"] / 1e6, line[key]) for line in run.monitor if key in line] for run in arm.runs]
+            band(ax, arm, [tuple(np.array(lines).T) for lines in of_runs], marker="o", markersize=2.5, **look)
         ax.set(xlabel="training tokens (millions)", **labels)
         ax.margins(y=0.12)
         _legend_below(ax, 4)
@@ -231,51 +246,51 @@ def draw_weights(path: Path, arm: Arm) -> None:
     curves, label = weight_curves(arm)
     shades = matplotlib.colormaps["plasma"](np.linspace(0.05, 0.7, max(2, len(curves))))  # no extreme shades
     looks = [{"color": shade, "linestyle": "-", "label": name} for name, shade in zip(curves, shades, strict=False)]
-    lines = zip([arm] * len(curves), curves.values(), looks, strict=True)
-    draw_monitored(path, lines, ylabel=label, title=arm.title)
+    draw_monitored(path, zip([arm] * len(curves), curves.values(), looks, strict=True), ylabel=label, title=arm.title)
 
 
 # ---------------------------------------- differences
 
 
-def draw_differences(path: Path, arms: list[Arm], panels: dict[str, list[Difference]]) -> None:
-    """Differences to the reference arms, one panel for each number (title -> contrasts), one line for each arm.
+def _draw_differences(ax: Axes, shown: Iterable[tuple[int, Difference, str]], labels: Sequence[str]) -> None:
+    """Differences at their row, in their colour: a dot per seed, a diamond for the mean, a line for its interval."""
+    for y, one, colour in shown:
+        ax.plot(list(one.by_seed.values()), [y] * len(one.by_seed), "o", color=colour, alpha=0.4, markersize=4.5)
+        if one.low is not None:
+            ax.plot([one.low, one.high], [y, y], color=colour, linewidth=1.7)
+        ax.plot([one.mean], [y], "D", color=colour, markersize=6, markeredgecolor="white")
+    ax.axvline(0, color=INK, linewidth=0.8)
+    ax.set_ylim(max(1, len(labels)) - 0.4, -0.6)
+    ax.set_yticks(range(len(labels)), labels)
+    ax.tick_params(axis="y", length=0)
+    ax.locator_params(axis="x", nbins=5)
+    ax.xaxis.set_major_formatter(lambda x, _: minus(f"{x:g}"))
 
-    A dot is a seed, the diamond is the mean over seeds, and the line is the mean's 95 % interval.
-    """
+
+def draw_differences(path: Path, arms: list[Arm], panels: dict[str, list[Difference]]) -> None:
+    """Differences to the reference arms, one panel for each number (title -> differences), one line for each arm."""
     by_name = {arm.name: arm for arm in arms}
-    height = 0.8 + sum(0.75 + 0.3 * max(1, len(found)) for found in panels.values())
+    height = 0.8 + sum(0.75 + 0.3 * max(1, len(of_panel)) for of_panel in panels.values())
     with figure(path, 5.2, height, rows=len(panels), grid="x") as axes:
-        for ax, (title, found) in zip(axes[:, 0], panels.items(), strict=True):
-            for y, contrast in enumerate(found):
-                colour = by_name[contrast.arm].colour
-                ax.plot(list(contrast.by_seed.values()), [y] * contrast.n, "o", color=colour, alpha=0.45, markersize=4.5)
-                if contrast.low is not None:
-                    ax.plot([contrast.low, contrast.high], [y, y], color=colour, linewidth=1.6)
-                ax.plot([contrast.mean], [y], "D", color=colour, markersize=6, markeredgecolor="white")
-            ax.axvline(0, color=INK, linewidth=0.8)
-            ax.set_yticks(range(len(found)), [contrast.arm for contrast in found])
-            better = {"lower": "   ← better", "higher": "   better →", "": ""}[found[0].better if found else ""]
-            ax.set(ylim=(max(1, len(found)) - 0.4, -0.6), title=f"{title.split(' (')[0]}{better}")
-            if found:
-                ax.set_xlim(*_readable_limits(found))
-            ax.title.set_fontsize(10.5)
-            ax.tick_params(axis="y", length=0)
-            ax.locator_params(axis="x", nbins=5)
-            ax.xaxis.set_major_formatter(lambda x, _: minus(f"{x:g}"))
+        for ax, (title, of_panel) in zip(axes[:, 0], panels.items(), strict=True):
+            shown = [(y, one, by_name[one.arm].colour) for y, one in enumerate(of_panel)]
+            _draw_differences(ax, shown, [one.arm for one in of_panel])
+            better = {"lower": "   ← better", "higher": "   better →", "": ""}[of_panel[0].better if of_panel else ""]
+            ax.set_title(f"{title.split(' (')[0]}{better}", fontsize=10.5)
+            if of_panel:
+                ax.set_xlim(*_readable_limits(of_panel))
         first = next((arm for arm in arms if not arm.reference), arms[0])
         reference = first.arm if first.point else first.name
         axes[-1, 0].set_xlabel(f"arm less {reference}\n(dot: seed; diamond: mean; line: 95 %)")
 
 
-def _readable_limits(found: list[Difference]) -> tuple[float, float]:
+def _readable_limits(differences: list[Difference]) -> tuple[float, float]:
     """Axis limits that show all means and dots. Intervals of few seeds may be much wider and are then cut off."""
-    means = [contrast.mean for contrast in found]
-    widest = max(3 * (contrast.sd or 0) for contrast in found)
-    reach = max(1.6 * max(map(abs, means)), widest) or 1e-3
-    dots = [0.0, *(value for contrast in found for value in contrast.by_seed.values())]
-    low = min([*dots, *(max(contrast.low, -2 * reach) for contrast in found if contrast.low is not None)])
-    high = max([*dots, *(min(contrast.high, 2 * reach) for contrast in found if contrast.high is not None)])
+    widest = max(3 * (one.sd or 0) for one in differences)
+    reach = max(1.6 * max(abs(one.mean) for one in differences), widest) or 1e-3
+    dots = [0.0, *(value for one in differences for value in one.by_seed.values())]
+    low = min([*dots, *(max(one.low, -2 * reach) for one in differences if one.low is not None)])
+    high = max([*dots, *(min(one.high, 2 * reach) for one in differences if one.high is not None)])
     pad = 0.06 * (high - low) or 1e-3  # for equal arms
     return low - pad, high + pad
 
@@ -342,17 +357,11 @@ def draw_forest(path: Path, panels: Mapping[str, Sequence[Difference]]) -> None:
     with figure(path, 2.6 + 3.1 * len(panels), 1.3 + 0.42 * len(rows), columns=len(panels), grid="x") as axes:
         for ax, (metric, pairs) in zip(axes[0], panels.items(), strict=True):
             corrected = holm([1.0 if pair.p_alone is None else pair.p_alone for pair in pairs])
+            shown = []
             for pair, p in zip(pairs, corrected, strict=True):
-                y, result = rows.index(pair.part), paired(list(pair.by_seed.values()))
-                colour = ("#0072B2" if result.mean < 0 else "#D55E00") if p < LEVEL else GREY
-                ax.plot(list(pair.by_seed.values()), [y] * pair.n, "o", color=colour, alpha=0.35, markersize=4.5)
-                if result.low is not None:
-                    ax.plot([result.low, result.high], [y, y], color=colour, linewidth=1.8)
-                ax.plot([result.mean], [y], "D", color=colour, markersize=6.5, markeredgecolor="white")
-            ax.axvline(0, color=INK, linewidth=0.8)
-            ax.set(ylim=(len(rows) - 0.4, -0.6), title=metric)
+                one = paired(list(pair.by_seed.values()), by_seed=pair.by_seed)
+                colour = ("#0072B2" if one.mean < 0 else "#D55E00") if p < LEVEL else GREY
+                shown.append((rows.index(pair.part), one, colour))
+            _draw_differences(ax, shown, rows if ax is axes[0, 0] else [""] * len(rows))
+            ax.set_title(metric)
             ax.set_xlabel("lower loss ←    difference (nats)    → higher loss", fontsize=9)
-            ax.set_yticks(range(len(rows)), rows if ax is axes[0, 0] else [""] * len(rows))
-            ax.tick_params(axis="y", length=0)
-            ax.locator_params(axis="x", nbins=5)
-            ax.xaxis.set_major_formatter(lambda x, _: minus(f"{x:g}"))

@@ -17,9 +17,11 @@ from eval.report.gallery import Figure, Image, drawn_by
 from eval.report.runs import Arm, Run, text_named
 from eval.report.sections import Section
 from eval.report.statistics import Difference
-from eval.report.tables import Row, minus, si
+from eval.report.tables import HEADLINES, Row, minus, si
 
 TEMPLATES = Path(__file__).parent / "templates"
+GROUPS = {"Loss": ("Loss",), "Retrieval": ("Needle",), "Attention": ("Attention",), "Cost": ("Model", "Training")}
+SHOWN = 3  # rows of a group that are not folded, or the main numbers
 
 
 @dataclass
@@ -63,19 +65,45 @@ def page(content: Content, out: Path) -> str:
     arms = content.arms
     variants = list(dict.fromkeys(arm.variant for arm in arms))
     title = f"{', '.join(variants[:-1])} and {variants[-1]}" if len(variants) > 1 else variants[0]
-    headline = {row.group for row in content.rows}
     return render(
         "report.html",
         content=content,
         title=title[0].upper() + title[1:],
         lead=compared([run for arm in arms for run in arm.runs]),
         several=any(arm.several for arm in arms),
-        main=[contrast for contrast in content.contrasts if contrast.group in headline],
+        opening=list(zip(resolved(arms, content.contrasts), content.verdicts, strict=True)),
+        groups=groups(content),
         about={section.name: about(arms, section) for section in content.sections},
         ablation=ablation_parts(*content.ablation) if content.ablation else None,
         methods=os.path.relpath(ROOT / "docs" / "METHODS.md", out.resolve().parent),
         numbers=out.with_suffix(".json").name,
     )
+
+
+def resolved(arms: list[Arm], contrasts: list[Difference]) -> list[str]:
+    """For each arm but the first, in words: whether a main number's difference to the first arm is resolved."""
+    words = []
+    for arm in arms[1:]:
+        main = [one for one in contrasts if one.arm == arm.name and one.metric in HEADLINES]
+        clear = any(one.clear or (one.n > 1 and not one.sd and one.mean) for one in main)
+        words.append("Resolved" if clear else "Not resolved")
+    return words or [""]
+
+
+def groups(content: Content) -> list[dict[str, Any]]:
+    """The page's groups: rows to show (the main numbers, or the first), rows to fold, differences and figures."""
+    parts = []
+    for title, names in GROUPS.items():
+        rows = [row for row in content.rows if row.group in names]
+        shown = [row for row in rows if row.name in HEADLINES] or rows[:SHOWN]
+        parts.append({
+            "title": title,
+            "shown": shown,
+            "folded": [row for row in rows if row not in shown],
+            "contrasts": [one for one in content.contrasts if one.group in names],
+            "figures": [figure for figure in content.figures if figure.group == title],
+        })  # fmt: skip
+    return parts
 
 
 def compared(runs: list[Run]) -> str:
@@ -110,7 +138,7 @@ def about(arms: list[Arm], section: Section) -> dict[str, Any]:
     return {
         "command": command_of(section.name),
         "texts": sorted(filter(None, texts)),
-        "images": drawn_by(arms, section.name, section.name, section.title),
+        "images": drawn_by(arms, section.name, section.title),
     }
 
 

@@ -10,6 +10,7 @@ network.
 """
 
 import base64
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -27,13 +28,14 @@ from configs.files import json_text, write_atomic
 from data.tokenizer import Tokenizer
 from eval.common import EvalConfig, TextEvalConfig, colour, device_of, evaluation_tokens, haystack, open_run, progress, variant
 from eval.needle_text import Cell, needle_queries, trained_digits
+from eval.report.figures import short_labels
 from eval.report.page import render
 from eval.report.runs import labels
 from eval.scoring import continue_greedily
 from model.attention.probe import probe
 from training.checkpoint import LoadedRun
 
-MAX_BYTES = 12_000_000  # of packed maps: later examples that exceed the limit are left out
+MAX_BYTES = 16_000_000  # of the maps in the file: later examples that exceed the limit are left out
 STEPS = 127  # steps of the quantised square root, on either side of zero
 GUESSES = 3  # next tokens shown per position
 PASSAGES = 64  # random places in the text; the viewer shows the one that reads most like prose
@@ -91,42 +93,39 @@ class Viewer:
 
 
 def viewer_of(runs: list[tuple[str, str]], cfg: ViewerConfig | None = None, colours: Sequence[str] = ()) -> Viewer:
-    """The viewer of (label, folder) runs, each in its colour of `colours`, or in its variant's.
+    """The viewer of (name, folder) runs, each in its colour of `colours`, or in its variant's.
 
     ValueError if their tokenizers differ or an example cannot be made.
     """
-    cfg = cfg or ViewerConfig(runs=[folder for _, folder in runs])
+    cfg, names = cfg or ViewerConfig(runs=[folder for _, folder in runs]), [name for name, _ in runs]
     loaded = [open_run(EvalConfig(run=folder, device=cfg.device)) for _, folder in runs]
-    for (_, folder), run in zip(runs[1:], loaded[1:], strict=True):
-        if run.tokenizer.fingerprint != loaded[0].tokenizer.fingerprint:
+    tokenizer = loaded[0].tokenizer
+    for (_, folder), run in zip(runs, loaded, strict=True):
+        if run.tokenizer.fingerprint != tokenizer.fingerprint:
             raise ValueError(f"{runs[0][1]} and {folder} have different tokenizers: make one viewer file for each")
-    made, tokenizer = examples(loaded, cfg), loaded[0].tokenizer
-    colours = colours or [colour(variant(run.config)) for run in loaded]
-    packed, retrieved, models, size = [], [], [], 0
+    made, looks, packed = examples(loaded, cfg), [], []
     with progress("attention maps", len(made)) as bar:
         for example in made:
-            looks = [look(run.model, example.tokens) for run in loaded]
-            texts = [_packed(one, tokenizer) for one in looks]
-            size += sum(len(part) for one in texts for part in one.values() if isinstance(part, str)) * 3 // 4  # base64
-            if packed and size > MAX_BYTES:
+            of_models = [look(run.model, example.tokens) for run in loaded]
+            texts = [_packed(one, tokenizer) for one in of_models]
+            if packed and len(json_text([*packed, texts])) > MAX_BYTES:
                 break
             packed.append(texts)
-            models = models or [
-                {
-                    "label": label,
-                    "colour": shade,
-                    "heads": list(map(len, one.maps)),
-                    "differential": [second is not None for second in one.second_maps],
-                }
-                for (label, _), shade, one in zip(runs, colours, looks, strict=True)
-            ]
-            if example.depth is not None:
-                retrieved.append((example, [_retrieval(example, one) for one in looks]))
+            looks.append(of_models)
             bar.update()
-    for i, model in enumerate(models):
-        model["best"] = _best_head([found[i][0] for _, found in retrieved])
-    data = {"models": models, "examples": [_described(one, tokenizer) for one in made[: len(packed)]], "maps": packed}
-    return _page(data | {"steps": STEPS}, len(made) - len(packed), _question(retrieved, loaded, models))
+    kept = made[: len(packed)]
+    shades = colours or [colour(variant(run.config)) for run in loaded]
+    of_models = zip(short_labels(names), shades, zip(*looks, strict=True), strict=True)
+    models = [_model(label, shade, list(zip(kept, seen, strict=True))) for label, shade, seen in of_models]
+    data = {"models": models, "examples": [_described(one, tokenizer) for one in kept], "maps": packed, "steps": STEPS}
+    text = json_text(data, ensure_ascii=False, separators=(",", ":"))
+    fewer = f"; {len(made) - len(kept)} more examples would make the file too large" if len(made) > len(kept) else ""
+    says = (
+        f"{', '.join(names)}: every head of every layer on {len(kept)} example{'s' * (len(kept) > 1)} of up to "
+        f"{max(len(one.tokens) for one in kept)} tokens{fewer}. One file, {len(text) / 1e6:.1f} MB."
+    )
+    html = render("viewer.html", says=says, data=Markup(text.replace("<", "\\u003c")))  # no </script>
+    return Viewer(html, says, _question(list(zip(kept, looks, strict=True)), loaded, models))
 
 
 def examples(runs: list[LoadedRun], cfg: ViewerConfig) -> list[Example]:
@@ -137,25 +136,26 @@ def examples(runs: list[LoadedRun], cfg: ViewerConfig) -> list[Example]:
         raise ValueError(f"length={cfg.length} is too short for an example: use length=96")
     parts = evaluation_tokens(run, TextEvalConfig(run=str(run.path), text=cfg.text))
     hay = prose(haystack(run, parts), run.tokenizer, length, cfg.seed)
-    found = [_needle(run, hay, length, depth, cfg.seed) for depth in cfg.depths]
-    passage = np.concatenate(([run.tokenizer.eot], hay[: length - 1]))
-    found.append(Example("text", passage, {"first token": (0, 1)}, len(passage) - 1))
+    made = [_needle(run, hay, length, depth, cfg.seed) for depth in cfg.depths]
+    texts = {"text": hay[: length - 1]}
     if cfg.prompt is not None:
-        own = np.array([run.tokenizer.eot, *run.tokenizer.encode(cfg.prompt)])
-        if not 1 < len(own) <= context:
-            raise ValueError(f"the prompt has {len(own) - 1} tokens: give prompt= a text of 1 to {context - 1} tokens")
-        found.insert(0, Example("your prompt", own, {"first token": (0, 1)}, len(own) - 1))
-    return found
+        prompt = run.tokenizer.encode(cfg.prompt)
+        if not 1 <= len(prompt) < context:
+            raise ValueError(f"the prompt has {len(prompt)} tokens: give prompt= a text of 1 to {context - 1} tokens")
+        texts["your prompt"] = prompt
+    for title, tokens in texts.items():
+        made.append(Example(title, np.array([run.tokenizer.eot, *tokens]), {"first token": (0, 1)}, len(tokens)))
+    return made[-1:] + made[:-1] if cfg.prompt is not None else made
 
 
 def prose(hay: np.ndarray, tokenizer: Tokenizer, length: int, seed: int) -> np.ndarray:
     """`length` tokens of the text (n,), from the one of PASSAGES random places that reads most like prose."""
-    starts = np.random.default_rng(seed).integers(0, max(1, len(hay) - length), PASSAGES)
 
     def share(start: int) -> float:
         text = tokenizer.decode(hay[start : start + length].tolist())
         return sum(map(len, PROSE.findall(text))) / max(1, len(text))
 
+    starts = np.random.default_rng(seed).integers(0, max(1, len(hay) - length), PASSAGES)
     start = max(starts.tolist(), key=share)
     return hay[start : start + length]
 
@@ -165,18 +165,12 @@ def _needle(run: LoadedRun, hay: np.ndarray, length: int, depth: float, seed: in
         raise ValueError(f"depth {depth:g} is not a fraction of the context: use depths=[0.1,0.5,0.9], from 0 to 1")
     rng = np.random.default_rng([seed, round(1000 * depth)])
     (query,) = needle_queries(rng, hay, run.tokenizer, Cell(length, depth), trained_digits(run.config))
-    (start, stop), asked, end = query.needle, query.question, len(query.prompt)
-    spans = {
-        "first token": (0, 1),
-        "context before": (min(1, start), start),
-        "needle": (start, stop),
-        "context after": (stop, asked),
-        "question": (asked, end),
-        "answer": (end, end + len(query.answer)),
-    }
-    spans = {name: span for name, span in spans.items() if span[0] < span[1]}
     tokens = np.concatenate((query.prompt, query.answer))
-    return Example(f"needle at {100 * depth:g} % of the context", tokens, spans, end - 1, depth)
+    names = ("first token", "context before", "needle", "context after", "question", "answer")
+    start, stop = query.needle
+    ends = (0, min(1, start), start, stop, query.question, len(query.prompt), len(tokens))
+    spans = {name: span for name, span in zip(names, itertools.pairwise(ends), strict=True) if span[0] < span[1]}
+    return Example(f"needle at {100 * depth:g} % of the context", tokens, spans, len(query.prompt) - 1, depth)
 
 
 # ---------------------------------------- maps
@@ -225,46 +219,44 @@ def _text(content: bytes) -> str:
     return base64.b64encode(content).decode()
 
 
-Retrieval = tuple[list[np.ndarray], float]
+def _mass(example: Example, seen: Look) -> list[np.ndarray]:
+    """Each head's mass on the needle in the query's row, (heads,) by layer."""
+    return [maps[:, example.query, slice(*example.spans["needle"])].sum(-1) for maps in seen.maps]
 
 
-def _retrieval(example: Example, seen: Look) -> Retrieval:
-    """Each head's mass on the needle in the query's row, (heads,) by layer, and the probability of the needle's answer."""
-    start, stop = example.spans["needle"]
-    answer = torch.from_numpy(example.tokens[example.query + 1 :])
-    logits = torch.from_numpy(seen.logits[example.query : -1])  # logits of the answer's tokens
-    likely = logits.log_softmax(-1).gather(-1, answer[:, None]).sum().exp().item()
-    return [maps[:, example.query, start:stop].sum(-1) for maps in seen.maps], likely
-
-
-def _best_head(masses: list[list[np.ndarray]]) -> tuple[int, int] | None:
-    """(layer, head) with the largest signed attention to the needles; None without a needle. masses: [needle][layer]."""
-    by_layer = [sum(layers) for layers in zip(*masses, strict=True)]
-    if not by_layer:
-        return None
-    layer = int(np.argmax([mass.max() for mass in by_layer]))
-    return layer, int(by_layer[layer].argmax())
+def _model(label: str, shade: str, seen: list[tuple[Example, Look]]) -> dict[str, Any]:
+    """A model as the page's script reads it. best: (layer, head) with the largest signed attention to the needles."""
+    first, best = seen[0][1], None
+    if masses := [_mass(example, one) for example, one in seen if example.depth is not None]:
+        by_layer = [sum(layers) for layers in zip(*masses, strict=True)]
+        layer = int(np.argmax([mass.max() for mass in by_layer]))
+        best = layer, int(by_layer[layer].argmax())
+    differential = [second is not None for second in first.second_maps]
+    return {"label": label, "colour": shade, "heads": list(map(len, first.maps)), "differential": differential, "best": best}
 
 
 def _question(
-    retrieved: list[tuple[Example, list[Retrieval]]], runs: list[LoadedRun], models: list[dict[str, Any]]
+    seen: list[tuple[Example, list[Look]]], runs: list[LoadedRun], models: list[dict[str, Any]]
 ) -> dict[str, Any] | None:
     """The needle nearest to the middle as a question in words, with each model's answer and its best head's attention."""
-    if not retrieved:
+    needles = [(example, looks) for example, looks in seen if example.depth is not None]
+    if not needles:
         return None
-    example, found = min(retrieved, key=lambda pair: abs(pair[0].depth - 0.5))
+    example, looks = min(needles, key=lambda pair: abs(pair[0].depth - 0.5))
     prompt, answer = example.tokens[: example.query + 1], example.tokens[example.query + 1 :]
 
     def words(tokens: np.ndarray) -> str:
         return runs[0].tokenizer.decode(tokens.tolist()).strip()
 
     replies = []
-    for run, (masses, likely), model in zip(runs, found, models, strict=True):
-        (said,) = continue_greedily(run.model, [prompt], len(answer), batch=1)
+    for run, one, model in zip(runs, looks, models, strict=True):
+        (reply,) = continue_greedily(run.model, [prompt], len(answer), batch=1)
         layer, head = model["best"]
+        logits = torch.from_numpy(one.logits[example.query : -1])  # of the answer's tokens
+        likely = logits.log_softmax(-1).gather(-1, torch.from_numpy(answer)[:, None]).sum().exp().item()
         replies.append({
-            "label": model["label"], "colour": model["colour"], "says": words(said), "right": bool((said == answer).all()),
-            "probability": likely, "layer": layer, "head": head, "share": float(masses[layer][head]),
+            "label": model["label"], "colour": model["colour"], "says": words(reply), "right": bool((reply == answer).all()),
+            "probability": likely, "layer": layer, "head": head, "share": float(_mass(example, one)[layer][head]),
         })  # fmt: skip
     parts = {name: words(example.tokens[slice(*example.spans[name])]) for name in ("needle", "question", "answer")}
     return parts | {"length": len(prompt), "replies": replies}
@@ -295,23 +287,6 @@ def shown(tokenizer: Tokenizer, token: int) -> str:
 def _described(example: Example, tokenizer: Tokenizer) -> dict[str, Any]:
     tokens = [shown(tokenizer, int(token)) for token in example.tokens]
     return {"title": example.title, "tokens": tokens, "spans": example.spans, "query": example.query}
-
-
-# ---------------------------------------- page
-
-
-def _page(data: dict[str, Any], left_out: int, question: dict[str, Any] | None) -> Viewer:
-    """The HTML with style, script and data inside."""
-    content = json_text(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")  # no </script>
-    count = len(data["examples"])
-    names = ", ".join(model["label"] for model in data["models"])
-    fewer = f"; {left_out} more examples would make the file too large" if left_out else ""
-    says = (
-        f"{names}: every head of every layer on {count} example{'s' if count > 1 else ''} of up to "
-        f"{max(len(example['tokens']) for example in data['examples'])} tokens{fewer}. One file, "
-        f"{len(content) / 1e6:.1f} MB."
-    )
-    return Viewer(render("viewer.html", says=says, data=Markup(content)), says, question)
 
 
 @command("viewer", ViewerConfig)

@@ -5,7 +5,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from matplotlib.axes import Axes
 
+from ablation import tuning
 from ablation.tuning import Point, Score, TuneConfig, beyond, check, exchanged, in_title, score, tuned, tuning_notes, wanted
 
 VALUES = [[0.005, 0.01, 0.02, 0.04], [0.0015, 0.003, 0.006]]
@@ -146,3 +148,12 @@ def test_untuned_is_said() -> None:
 def test_grids_that_decide_nothing_are_refused(cfg: TuneConfig, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         check(cfg, [1, 2])
+
+
+def test_a_line_of_the_figure_joins_trials_at_one_value_of_the_other_rate(tmp_path, monkeypatch):
+    scores = {(0.1, 1.0): 3.0, (0.2, 1.0): 2.0, (0.4, 1.0): 4.0, (0.2, 2.0): 1.5, (0.4, 2.0): 1.0}
+    result = tuning.Tuned([(point, tuning.Score(0, loss)) for point, loss in scores.items()], {"a": 0.4, "b": 2.0}, 0, [])
+    lines, plot = [], Axes.plot
+    monkeypatch.setattr(Axes, "plot", lambda ax, x, y, *more, **look: lines.append((x, y)) or plot(ax, x, y, *more, **look))
+    tuning.draw_tuning(tmp_path / "tuning.png", {"diff": result}, {"diff": ("black", "-")}, "train.val_loss")
+    assert lines[:3] == [((0.1, 0.2, 0.4), (3.0, 2.0, 4.0)), ((0.2, 0.4), (1.5, 1.0)), ([0.4], [1.0])]

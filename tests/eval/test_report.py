@@ -31,18 +31,17 @@ def test_the_page_is_whole_and_self_contained(evaluated, call, capsys, tmp_path)
     capsys.readouterr()
     call(report, f"runs=[{runs[0]},{runs[1]}]", f"out={out}")
     page = out.read_text()
-    assert "<h1>Baseline and diff: loss" in page and "<table>" in page
+    assert "<h1>Baseline and diff: loss" in page
     sources = re.findall(r'src="([^"]{1,30})', page)
-    heads = sum((run / "figures" / "attention_heads.png").is_file() for run in runs)
-    assert len(sources) == 2 + 1 + 2 + 2 + 2 + 2 + heads and all(s.startswith("data:image/png;base64,") for s in sources)
+    assert len(sources) == 2 + 1 + 2 + 2 + 2 + 2 + 2 and all(s.startswith("data:image/png;base64,") for s in sources)
     assert not re.search(r'(src|href)="(https?:)?//|@import|<script|url\(', page)
-    verdict, question, table = (page.index(text) for text in ('class="verdict"', "One question", "<table>"))
+    verdict, question, table = (page.index(text) for text in ("<b>Not resolved</b>", "One question", '<table class="arms">'))
     assert verdict < question < page.index('href="report_viewer.html"') < table
     assert 'href="report_viewer.html"' in page and (out.parent / "report_viewer.html").stat().st_size > 100_000
     assert "Differences" not in page  # of one seed each
     assert 'href="' in page and "docs/METHODS.md" in page and "prefers-color-scheme: dark" in page
     assert "not measured" not in page
-    assert len(list((out.parent / "figures").glob("*.png"))) == len(sources) - heads
+    assert len(list((out.parent / "figures").glob("*.png"))) == len(sources)
     content = json.loads(out.with_suffix(".json").read_text())
     assert [run["variant"] for run in content["runs"]] == ["baseline", "diff"]
     assert {"machine", "version", "results", "verdicts"} <= content.keys()
@@ -74,16 +73,45 @@ def test_runs_without_any_evaluation_have_their_curves(make_run, call, capsys, t
     call(report, f"runs=[{runs[0]},{runs[1]}]", f"out={tmp_path / 'r.html'}", "viewer=false")
     assert "one has no perplexity, needle, attention_noise: run python -m eval.perplexity" in capsys.readouterr().out
     assert [path.name for path in (tmp_path / "figures").iterdir()] == ["loss.png"]
-    assert "Loss during training</h2>" in (tmp_path / "r.html").read_text()
+    assert "Loss during training</h3>" in (tmp_path / "r.html").read_text()
 
 
 def test_names_are_never_markup(make_run, call, tmp_path):
-    name = "<img src=x onerror=alert(1)><script>alert(2)<"
+    name = "<img src=x onerror=alert(1)>|<script>alert(2)<"
     run, out = make_run(name), tmp_path / "r.html"
     call(report, f"runs=['{run}']", f"out={out}")
-    pages = [out.read_text(), (tmp_path / "r_viewer.html").read_text()]
-    for page in pages:
+    tables = out.with_suffix(".md").read_text()
+    assert all(line.count("|") - line.count("\\|") == 3 for line in tables.splitlines() if line.startswith("|"))
+    for page in (out.read_text(), (tmp_path / "r_viewer.html").read_text(), tables):
         assert "<img src=x" not in page and "<script>alert" not in page and "&lt;img src=x onerror=alert(1)&gt;" in page
+
+
+def test_long_names_are_shortened_and_stand_once_in_full(make_run, call, capsys, tmp_path):
+    long = "nano-text-data.nametiny-tokenizer.namebytes-dir-tmp-shards-weight50-steps30-batch_tokens960-warmup2-context192"
+    for name in ("diff-lr1e-3", "baseline-lr1e-3"):
+        make_run(f"{name}-{long}-s1", name[0])
+    call(report, f"runs={tmp_path / 'runs'}", f"out={tmp_path / 'r.html'}", "viewer=false")
+    assert f"baseline: baseline-lr1e-3-{long}-s1" in capsys.readouterr().out
+    content, page = json.loads((tmp_path / "r.json").read_text()), (tmp_path / "r.html").read_text()
+    assert [arm["arm"] for arm in content["arms"]] == ["baseline", "diff"]
+    assert content["verdicts"][0].startswith("diff compared with baseline (n = 1 seed)")
+    assert page.count(f'<td class="name">diff-lr1e-3-{long}-s1</td>') == 1
+
+
+def test_runs_are_found_in_a_folder_and_by_a_glob(tmp_path):
+    for name in ("x/diff", "x/baseline", "x/figures", "y/one"):
+        (tmp_path / name).mkdir(parents=True)
+        if "figures" not in name:
+            (tmp_path / name / "config.yaml").touch()
+    both = [f"{tmp_path}/x/baseline", f"{tmp_path}/x/diff"]
+    assert report.run_folders([tmp_path / "x"]) == report.run_folders([f"{tmp_path}/x/*"]) == both
+    assert report.run_folders([f"{tmp_path}/y/one", f"{tmp_path}/none*"]) == [f"{tmp_path}/y/one", f"{tmp_path}/none*"]
+
+
+def test_figures_that_cannot_be_written_are_refused(make_run, refused, tmp_path):
+    (tmp_path / "figures").touch()
+    reason = refused(report, f"runs=[{make_run('one')}]", f"out={tmp_path / 'r.html'}", "viewer=false")
+    assert "figures is not a folder that can be written" in reason and "use out=FOLDER/report.html" in reason
 
 
 def test_the_verdict_says_what_differs_and_what_could_have_been_seen(seeded):
@@ -109,7 +137,7 @@ def test_an_arm_without_an_evaluation_is_shown_and_equal_differences_are_said(se
         cell = {"length": 160, "depth": 0.5, "needles": 1, "asked": 1, "samples": 2, "accuracy": 0.5, "se": 0.1}
         further(folder, "needle", {"accuracy": 0.5, "pairs": pairs, "cells": [cell]})
     call(report, listed(sum(arms, [])), f"out={tmp_path / 'r.html'}", "viewer=false")
-    shown = (tmp_path / "r.html").read_text().split("<summary>")[1]
+    _, _, shown = (tmp_path / "r.html").read_text().split("<summary>Differences as numbers")  # of losses, of retrieval
     assert '<td class="missing">not measured</td>' in shown
     verdict, other = json.loads((tmp_path / "r.json").read_text())["verdicts"]
     assert "needle accuracy +1.00 (the same in every seed), better" in verdict.replace("−", "-")
@@ -153,7 +181,12 @@ def test_seeds_are_one_arm_with_means_and_paired_differences(seeded, call, capsy
     for text in (f"{mean:+.4f} [{mean - half:+.4f}, {mean + half:+.4f}]", "baseline (n = 3)", "2 arms"):
         assert text in printed
     assert f"{mean:.4f}".replace("-", "−") in page and "standard deviation over the seeds" in page
-    assert page.count("Differences, paired by seed") == 2  # contents and heading
+    assert page.count("Differences, paired by seed") == 1
+    opening = page[: page.index("<h2")]  # whether the difference is resolved, and its figure beside that
+    assert '<p class="verdict"><b>' in opening and 'alt="Paired differences' in opening
+    loss = page[page.index('<h2 id="loss">') : page.index('<h2 id="retrieval">')]  # the main numbers, and the others folded
+    shown, folded, _ = re.split("<details><summary>.*?</summary>", loss)
+    assert "test loss" in shown and "bits per byte" not in shown and "bits per byte" in folded
     content = json.loads(out.with_suffix(".json").read_text())
     assert [arm["seeds"] for arm in content["arms"]] == [[1, 2, 3], [3, 1, 2]] and len(content["runs"]) == 6
     assert any(d["name"].startswith("test loss") and d["n"] == 3 for d in content["differences"])
@@ -182,7 +215,7 @@ def test_further_evaluations_have_a_section_each(seeded, call, tmp_path):
     further(folders[0], "harness", {"tasks": {"copa": {"acc": 0.5, "acc_stderr": 0.05}, "gsm8k": filtered}})
     arms = arms_of(read_runs([str(f) for f in folders]))
     harness, quantization, _ = sorted(sections(arms), key=lambda s: s.name)
-    assert [image.path.name for image in drawn_by(arms, "quantization", "quantization", "")] == ["quantization.png"] * 2
+    assert [image.path.name for image in drawn_by(arms, "quantization", "")] == ["quantization.png"] * 2
     assert quantization.settings == {"windows": 7}
     names = {row.name: row for row in quantization.rows}
     assert list(names) == ["bits=8 · loss_change", "bits=4 · loss_change"]
@@ -315,7 +348,7 @@ def test_lambda_is_drawn_over_training_where_it_was_monitored(seeded, call, tmp_
     }
     page = out.read_text()
     headings = ("Weights of the maps during training", "Attention during training")
-    assert [page.count(heading) for heading in headings] == [2, 2]  # contents and heading
+    assert [page.count(heading) for heading in headings] == [1, 1]
     assert 'alt="Curves of lambda against tokens, diff"' in page and "path weight, mean over layers" in page
     names = {path.name for path in (tmp_path / "figures").glob("*.png")}
     assert {"lambda_diff.png", "lambda_introspective.png", "during_entropy.png"} <= names

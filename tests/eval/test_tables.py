@@ -7,7 +7,7 @@ import pytest
 
 from eval.common import figure
 from eval.report import figures
-from eval.report.figures import band, smooth
+from eval.report.figures import band, short_labels, smooth
 from eval.report.gallery import averaged
 from eval.report.runs import Arm, Run, read_run, text_of
 from eval.report.sections import scalars
@@ -26,6 +26,24 @@ def test_what_a_training_loss_is_of(make_run, tmp_path):
     assert rows["training loss on retrieval documents, last tenth"].cells[0].value == 1.0
     figures.draw_losses(tmp_path / "loss.png", [Arm("one", runs=[run])])
     assert figures.training_loss([Arm("one", runs=[run])]) == "loss_text"
+
+
+def test_without_validation_losses_the_training_losses_are_drawn(make_run, tmp_path, monkeypatch):
+    run, drawn = read_run(make_run("one")), []
+    run.val = []
+    monkeypatch.setattr(figures, "band", lambda ax, arm, curves, **_: drawn.append(curves[0][1].tolist()) or curves[0][1])
+    figures.draw_validation(tmp_path / "loss.png", [Arm("one", runs=[run], facts=run.facts)])
+    assert drawn == [pytest.approx([5.5, 5.4, 5.3, 5.2])] * 3  # against tokens, FLOPs and seconds
+
+
+def test_labels_are_what_differs_between_names():
+    rest = "nano-text-weight50-steps30-batch_tokens960-s1"
+    assert short_labels(["one", "diff_v2"]) == ["one", "diff_v2"]
+    assert short_labels([f"baseline-{rest}", f"diff-{rest}"]) == ["baseline", "diff"]
+    assert short_labels([f"diff-lr1e-3-{rest}", f"diff-lr2e-3-{rest}", f"diff-{rest}"]) == ["lr1e-3", "lr2e-3", "diff"]
+    assert short_labels([f"diff-{rest}"]) == ["diff"] and short_labels(["baseline", f"diff-{rest}"]) == ["baseline", "diff"]
+    assert short_labels(["x" * 60, "x" * 60 + "y"]) == ["x" * 60, "x" * 60 + "y"]  # no label stands for two names
+    assert short_labels(["baseline", "x" * 60]) == ["baseline", "x" * 39 + "…"]
 
 
 def test_both_orders_of_normalisation_are_reported(make_run):

@@ -149,7 +149,7 @@ def test_the_command_writes_a_self_contained_page(make_run, call, capsys, tmp_pa
 
 
 def test_what_is_too_large_is_left_out_and_said(make_run, call, monkeypatch, tmp_path):
-    monkeypatch.setattr(viewer, "MAX_BYTES", 100_000)  # two examples of this model, and not three
+    monkeypatch.setattr(viewer, "MAX_BYTES", 150_000)  # two examples of this model, and not three
     out = tmp_path / "v.html"
     call(viewer, f"runs=[{make_run('one')}]", f"out={out}")
     assert len(data_of(out)["examples"]) == 2 and "2 more examples would make the file too large" in out.read_text()
