@@ -13,7 +13,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -74,7 +74,7 @@ class Model:
     """A metric at one point. values: a row per seed, a column per arm. beta[0] is the first arm's mean, beta[i] arm i less it.
 
     error: the error's variance, 0 where it cannot be estimated. ratio: the variance of the seeds' blocks divided by it. df: the
-    error's degrees of freedom. slope: the covariate's, if there is one.
+    error's degrees of freedom. slope: the covariate's, if there is one. place: metric, kind and point of its differences.
     """
 
     values: pd.DataFrame
@@ -84,6 +84,7 @@ class Model:
     ratio: float = 0.0
     df: int = 0
     slope: float | None = None
+    place: dict[str, str] = field(default_factory=dict)
 
     @property
     def enough(self) -> bool:
@@ -109,15 +110,15 @@ class Model:
     def spreads_differ(self) -> bool:
         return self.bartlett_p is not None and self.bartlett_p < LEVEL
 
-    def less(self, arm: str, other: str, **place: str) -> Difference:
+    def less(self, arm: str, other: str, part: str = "") -> Difference:
         """`arm` less `other` with the pooled error and Student's t; without one, the mean of the seeds' differences.
 
         p_alone: p of the paired t test. p_welch: where the arms differ in their spread, p of Welch's test (1947), which takes
-        the spread of each of the two arms. place: further fields of the Difference.
+        the spread of each of the two arms.
         """
         seeds = (self.values[arm] - self.values[other]).dropna()
         alone = paired(list(seeds)) if len(seeds) else Difference(0, math.nan)
-        about = {"p_alone": alone.p, "by_seed": seeds.to_dict(), "arm": arm, "reference": other, **place}
+        about = {"p_alone": alone.p, "by_seed": seeds.to_dict(), "arm": arm, "reference": other, "part": part, **self.place}
         if not self.enough:
             return Difference(alone.n, alone.mean, **about)
         row = np.subtract(*(self.values.columns == name for name in (arm, other)), dtype=float)
@@ -164,7 +165,7 @@ class Model:
                 "critical": self._all_at_once[0], "detectable": least}  # fmt: skip
 
 
-def fit(values: pd.DataFrame, covariate: pd.DataFrame | None = None) -> Model:
+def fit(values: pd.DataFrame, covariate: pd.DataFrame | None = None, **place: str) -> Model:
     """The model of values with a row per seed and a column per arm, the reference first; nan where there is no run.
 
     The error cannot be estimated with fewer than two arms, with too few seeds, or with a covariate that does not differ
@@ -183,10 +184,10 @@ def fit(values: pd.DataFrame, covariate: pd.DataFrame | None = None) -> Model:
         design = np.column_stack((design, x - x.mean()))
     df = len(y) - design.shape[1] - seeds + 1
     if min(arms, seeds) < 2 or df < 1 or np.linalg.matrix_rank(design) < design.shape[1]:
-        return Model(values)
+        return Model(values, place=place)
     beta, covariance, error, ratio = _reml(y, design, block)
     slope = None if covariate is None else float(beta[arms])
-    return Model(values, beta[:arms], covariance[:arms, :arms], error, ratio, df, slope)
+    return Model(values, beta[:arms], covariance[:arms, :arms], error, ratio, df, slope, place)
 
 
 def welch_p(one: pd.Series, other: pd.Series) -> float | None:

@@ -92,21 +92,19 @@ class Pooled:
             here, x = values.get((metric, point)), values.get((covariate, point))
             if here is None or (covariate and x is None):
                 continue
-            model, arms = fit(here, x), [arm for arm in self.found.arms if arm.point == point]
-            place = {"metric": metric, "kind": kind, "point": point}
+            arms = [arm for arm in self.found.arms if arm.point == point]
+            model = fit(here, x, metric=metric, kind=kind, point=point)
             if model.enough and any(arm.name == model.reference and not arm.reference for arm in arms):
                 models[point] = model
-                for one in model.effects.values():
-                    one.metric, one.kind, one.point = metric, kind, point
             if model.enough or not covariate:
-                pairs += self._pairs_of(model, {arm.arm: arm.name for arm in arms}, place)
+                pairs += self._pairs_of(model, {arm.arm: arm.name for arm in arms})
         if kind != FLOPS:
             self.pairs[metric + kind] = pairs
 
-    def _pairs_of(self, model: Model, names: dict[str, str], place: dict[str, str]) -> list[Difference]:
+    def _pairs_of(self, model: Model, names: dict[str, str]) -> list[Difference]:
         """The differences of pairs with a common seed, with two one-sided tests of equivalence (Schuirmann 1987)."""
         arms = {part: [names.get(family) for family in families] for part, families in self.parts.items()}
-        pairs = [model.less(*of, part=part, **place) for part, of in arms.items() if all(arm in model.values for arm in of)]
+        pairs = [model.less(*of, part=part) for part, of in arms.items() if all(arm in model.values for arm in of)]
         pairs = [one for one in pairs if one.by_seed]
         correct(pairs)
         if model.enough and all(names.get(family) in model.values for family in GAIN):
@@ -139,17 +137,13 @@ class Pooled:
 
     def tables(self, point: str) -> list[str]:
         """The tables at one point: arms against the reference and pairs, each also at equal FLOPs or at equal covariate."""
-        effects, pairs = ([(kind, of(point, kind)) for kind in self.kinds] for of in (self.effects, self.pairs_at))
-        tables = [
-            difference_table(of_kind, [f"arm less {of_kind[0].reference}{kind}"], lambda one: (one.arm,))
-            for kind, of_kind in effects
-            if of_kind
-        ]
-        tables += [
-            difference_table(of_kind, [f"part{kind}", "arms"], lambda one: (one.part, f"{one.arm} - {one.reference}"))
-            for kind, of_kind in pairs
-            if of_kind
-        ]
+        tables = []
+        for kind in self.kinds:
+            if effects := self.effects(point, kind):
+                tables.append(difference_table(effects, [f"arm less {effects[0].reference}{kind}"], lambda one: (one.arm,)))
+        for kind in self.kinds:
+            if pairs := self.pairs_at(point, kind):
+                tables.append(difference_table(pairs, [f"part{kind}", "arms"], lambda one: (one.part, one.arms)))
         return [markdown(lines).rstrip() for lines in tables]
 
     def by_seed(self) -> list[str]:
@@ -219,7 +213,7 @@ def seed_lines(pairs: Sequence[Difference]) -> list[list[str]]:
     for one in sorted(pairs, key=lambda one: parts.index(one.part)):
         values = [f"{one.by_seed[seed]:+z.4f}" if seed in one.by_seed else "" for seed in seeds]
         ps = map(p_text, one.numbers(*kinds.values()).values())
-        lines.append([one.part, f"{one.arm} - {one.reference}", one.metric, *values, *ps])
+        lines.append([one.part, one.arms, one.metric, *values, *ps])
     return lines
 
 

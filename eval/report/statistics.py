@@ -57,6 +57,10 @@ class Difference:
         return {key: getattr(self, key) for key in keys}
 
     @property
+    def arms(self) -> str:
+        return f"{self.arm} - {self.reference}"
+
+    @property
     def text(self) -> str:
         """Mean and interval with as many digits as the mean needs."""
         size = abs(self.mean)
