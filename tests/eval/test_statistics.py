@@ -24,22 +24,16 @@ from eval.report.statistics import (
 SLEEP = (1.2, 2.4, 1.3, 1.3, 0.0, 1.0, 1.8, 0.8, 4.6, 1.4)
 
 
-def test_students_sleep_data() -> None:
-    found = paired(SLEEP)
-    assert found.mean == pytest.approx(1.58) and found.sd == pytest.approx(1.229995, abs=1e-6)
-    assert found.p == pytest.approx(0.002833, abs=5e-7)  # t = 4.0621, df = 9, as R's t.test prints it
-    assert (found.low, found.high) == (pytest.approx(0.7001142, abs=1e-6), pytest.approx(2.4598858, abs=1e-6))
-
-
-def test_scipy_agrees() -> None:
-    draw = random.Random(3)
-    for n in (2, 3, 5, 12):
-        d = [draw.gauss(0.3, 1) for _ in range(n)]
-        found, theirs = paired(d), stats.ttest_1samp(d, 0)
-        assert found.p == pytest.approx(theirs.pvalue, rel=1e-9)
-        how = {"permutation_type": "samples", "n_resamples": math.inf}
-        flips = stats.permutation_test((d, [0.0] * n), lambda a, b: sum(a) - sum(b), **how)
-        assert found.p_permutation == pytest.approx(flips.pvalue, rel=1e-9)
+def test_students_sleep_data_and_scipy() -> None:
+    result = paired(SLEEP)
+    assert result.mean == pytest.approx(1.58) and result.sd == pytest.approx(1.229995, abs=1e-6)
+    assert result.p == pytest.approx(0.002833, abs=5e-7)  # t = 4.0621, df = 9, as R's t.test prints it
+    assert (result.low, result.high) == (pytest.approx(0.7001142, abs=1e-6), pytest.approx(2.4598858, abs=1e-6))
+    how = {"permutation_type": "samples", "n_resamples": math.inf}
+    for d in (SLEEP[:2], SLEEP[:5], SLEEP):
+        flips = stats.permutation_test((d, [0.0] * len(d)), lambda a, b: sum(a) - sum(b), **how)
+        assert paired(d).p_permutation == pytest.approx(flips.pvalue, rel=1e-9)
+        assert paired(d).p == pytest.approx(stats.ttest_1samp(d, 0).pvalue, rel=1e-9)
 
 
 def experiments(n: int, difference: float, count: int, seed: int) -> Iterator[list[float]]:
