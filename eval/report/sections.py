@@ -60,7 +60,7 @@ def _section(arms: list[Arm], name: str) -> Section:
 
         return row_of(arms, name, key, read, lambda x: f"{x:.3f}" if 0.001 <= abs(x) < 1000 else f"{x:.3g}")
 
-    settings = {key: measured[0][key] for key in keys if key in same and " · " not in key}
+    settings = {key: measured[0][key] for key in keys if key in same and "=" not in key}  # not of one row
     return Section(name, list(map(row, shown[:ROWS_SHOWN])), settings, max(0, len(shown) - ROWS_SHOWN))
 
 

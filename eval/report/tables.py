@@ -12,27 +12,22 @@ from eval.report.statistics import Difference, mean_sd
 Shown = str | Callable[[float], str]
 THREE = "{:.3f}"
 Read = Callable[[Run], Any]  # a value, (value, standard error), or None where it was not measured
-# (always shown, name, metric path) of the headline table; the others are shown where some run has the number.
-LOSSES = (
-    (True, "training loss, last tenth", "train.loss"),
-    (False, "training loss on text, last tenth", "train.loss_text"),
-    (False, "training loss on retrieval documents, last tenth", "train.loss_retrieval"),
-    (True, "validation loss, end of training", "train.val_loss"),
-    (True, "test loss (nats per token)", "perplexity.loss"),
-    (True, "perplexity", "perplexity.ppl"),
-    (True, "bits per byte", "perplexity.bits_per_byte"),
-    (False, "loss on recalled tokens (AR hits)", "perplexity.recall.hit.loss"),
-    (False, "loss on recalled tokens that are rare in training", "perplexity.recall.rare_hit.loss"),
-    (False, "loss on all other tokens", "perplexity.recall.other.loss"),
-)
+LOSSES = {  # row of the headline table -> metric path
+    "training loss, last tenth": "train.loss",
+    "training loss on text, last tenth": "train.loss_text",
+    "training loss on retrieval documents, last tenth": "train.loss_retrieval",
+    "validation loss, end of training": "train.val_loss",
+    "test loss (nats per token)": "perplexity.loss",
+    "perplexity": "perplexity.ppl",
+    "bits per byte": "perplexity.bits_per_byte",
+    "loss on recalled tokens (AR hits)": "perplexity.recall.hit.loss",
+    "loss on recalled tokens that are rare in training": "perplexity.recall.rare_hit.loss",
+    "loss on all other tokens": "perplexity.recall.other.loss",
+}
 READINGS = {  # of attention_noise -> how its masses are normalised
     "signed": "masses summed over layers, then divided by the summed row sums",
     "absolute": "",
     "signed_per_layer": "each layer divided by its own row sum, then averaged over layers",
-}
-ATTENTION = {
-    "entropy of an attention row (nats)": "attention_noise.entropy.mean",
-    "negative share of the absolute mass": "attention_noise.negative.mean",
 }
 # The main numbers of a comparison, with their names in the verdicts.
 HEADLINES = {
@@ -108,7 +103,7 @@ def at(path: str) -> Read:
 
 
 def headline_table(arms: list[Arm]) -> list[Row]:
-    """The headline table, one column per arm."""
+    """The headline table, one column per arm, without the numbers that no run has."""
     row, several, first = functools.partial(row_of, arms), any(arm.several for arm in arms), arms[0].runs[0]
     rows = [
         row("Model", "variant", lambda run: run.variant, "{}"),
@@ -127,22 +122,18 @@ def headline_table(arms: list[Arm]) -> list[Row]:
         "train.val_loss": f"on {held_out(first)}",
         "perplexity.loss": f"on {text_of(first, 'perplexity')}" if "perplexity" in first.evals else "",
     }
-    for always, name, path in LOSSES:
-        shown = "{:.2f}" if path == "perplexity.ppl" else "{:.3f}"
-        rows += _measured(always, row("Loss", name, at(path), shown, "lower", hints.get(path, "")))
+    for name, path in LOSSES.items():
+        shown = "{:.2f}" if path == "perplexity.ppl" else THREE
+        rows.append(row("Loss", name, at(path), shown, "lower", hints.get(path, "")))
     rows += _needle_rows(arms)
     for reading, hint in READINGS.items():
         words, path = reading.replace("_", " "), f"attention_noise.{reading}.mean"
-        of_answer = row("Attention", f"attention to the answer, {words}", at(f"{path}.answer"), better="higher", hint=hint)
-        of_noise = row("Attention", f"attention noise, {words}", at(f"{path}.noise"), better="lower", hint=hint)
-        rows += _measured(reading != "signed_per_layer", of_answer, of_noise)
-    for name, path in ATTENTION.items():
-        rows += _measured(False, row("Attention", name, at(path)))
-    return rows + _measured(False, row("Attention", "share of heads that are sinks", _sinks))
-
-
-def _measured(always: bool, *rows: Row) -> list[Row]:
-    return [row for row in rows if always or any(cell.n for cell in row.cells)]
+        rows.append(row("Attention", f"attention to the answer, {words}", at(f"{path}.answer"), better="higher", hint=hint))
+        rows.append(row("Attention", f"attention noise, {words}", at(f"{path}.noise"), better="lower", hint=hint))
+    rows.append(row("Attention", "entropy of an attention row (nats)", at("attention_noise.entropy.mean")))
+    rows.append(row("Attention", "negative share of the absolute mass", at("attention_noise.negative.mean")))
+    rows.append(row("Attention", "share of heads that are sinks", _sinks))
+    return [row for row in rows if any(cell.n for cell in row.cells)]
 
 
 def _sinks(run: Run) -> Any:
@@ -153,7 +144,7 @@ def _sinks(run: Run) -> Any:
 
 def _needle_rows(arms: list[Arm]) -> list[Row]:
     measured = [results.get("pairs", []) for arm in arms for results in arm.results("needle")]
-    kinds = list(dict.fromkeys((pair["needles"], pair["asked"]) for pairs in measured for pair in pairs)) or [(1, 1)]
+    kinds = list(dict.fromkeys((pair["needles"], pair["asked"]) for pairs in measured for pair in pairs))
 
     def row(name: str, key: str, kind: tuple[int, int]) -> Row:
         def read(run: Run) -> Any:
