@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..once import once
+from ..first_derivative import once
 from . import flex, probe, reference
 from .kernels import cpu, unavailable
 from .mask import EVERYTHING, Mask
