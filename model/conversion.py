@@ -1,19 +1,13 @@
 """Convert a trained baseline to a differential stack, which keeps the function where it can and is ready to be trained.
 
-A = softmax(Q K' / sqrt d) is the map of a baseline head, W its output projection, lam is lambda and li is lambda_init:
+docs/METHODS.md 9.1 has the algebra. A is the map of a baseline head, W its output projection, lam lambda, li lambda_init:
+- init=zero: a second map beside every head, and lam = 0. init=mirror: the second maps are copies, so (A - lam A) V is
+  (1 - lam) A V, and W is divided by (1 - lam) (1 - li). init=open: lam = li, the second maps B are fresh: (A - li B) V.
+- heads=split: two heads become one head with the values (V, V'); at lam = 0, half of the maps are unused.
+- diff_v2: a second query head for every one, lambda is sigmoid(bias); if the second maps are copies, W / (1 - sigmoid(bias)).
 
-- heads=double, init=zero: a second map beside every head, and lam = 0 exactly. The function is the baseline's.
-- heads=double, init=mirror: the second maps are copies, so (A - lam A) V = (1 - lam) A V. W is divided by
-  (1 - lam) (1 - li), which restores A V.
-- heads=double, init=open: lam = li from the start, the second maps B are fresh, and W is divided by 1 - li. The head
-  computes (A - li B) V; the term li B V raises the loss at the start. This is axolotl's default.
-- heads=split: two heads become one head with the values (V, V'); queries and keys are kept. At lam = 0 the new head
-  computes A (V, V') where the baseline computed A V and A' V': half of the maps are unused, whatever the scale of W.
-- diff_v2: every query head gets a second query head. lambda is sigmoid(bias) for all tokens; if the second maps are
-  copies, W / (1 - sigmoid(bias)) keeps the function.
-
-The options are those of the converter in axolotl-ai-cloud/diff-transformer. Its zero-init sets all lambda vectors to zero, so
-that neither the vectors nor the second maps ever get a gradient. Its split-heads draws new queries and keys.
+The options are those of the converter in axolotl-ai-cloud/diff-transformer, whose zero-init sets all lambda vectors to zero, so
+that neither the vectors nor the second maps ever get a gradient, and whose split-heads draws new queries and keys.
 """
 
 import math

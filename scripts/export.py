@@ -8,10 +8,9 @@
   python scripts/export.py run=runs/converted to=axolotl out=axolotl/1   for axolotl with its plugin
 
 The folder has config.json, model.safetensors (float32), the tokenizer as AutoTokenizer reads it, and README.md, the model's
-card. push=user/name also uploads it to that repository of the Hugging Face hub, with the token that huggingface_hub finds
-(`hf auth login`, or HF_TOKEN); a repository that this command makes is private. Where transformers is installed, the command
-first loads the folder with it and compares logits and token ids with those of the run (to=axolotl: our own reader loads it, and
-logits alone are compared; to=safetensors is not compared).
+card. Where transformers is installed, the folder is first loaded and its logits and token ids compared with the run's
+(to=axolotl: by our own reader, logits alone; to=safetensors is not compared). push=user/name also uploads it to the Hugging
+Face hub, with the token of `hf auth login` or HF_TOKEN; a repository that this command makes is private.
 """
 
 import os

@@ -124,8 +124,8 @@ class Speed:
 
     def __str__(self) -> str:
         rate = f" ({self.new_tokens / self.seconds:,.0f} tokens/s)" if self.new_tokens else ""
-        return (f"{self.prompt_tokens:,} tokens read in {self.prompt_seconds:.2f} s; "
-                f"{self.new_tokens:,} tokens after each text's first in {self.seconds:.2f} s{rate}")  # fmt: skip
+        read = f"{self.prompt_tokens:,} tokens read in {self.prompt_seconds:.2f} s"
+        return f"{read}; {self.new_tokens:,} tokens after each text's first in {self.seconds:.2f} s{rate}"
 
 
 @dataclass
@@ -236,10 +236,8 @@ def sample(cfg: SampleConfig) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     print(f"{cfg.run}, step {run.step}, {device_of(run.model)}: {speed}", file=sys.stderr)
     if cfg.out:
-        samples = [
-            {"prompt": job.prompt, "seed": job.seed, "text": job.text.text, "tokens": job.text.tokens, "ended": job.text.ended}
-            for job in jobs
-        ]
+        texts = [{key: getattr(job.text, key) for key in ("text", "tokens", "ended")} for job in jobs]
+        samples = [{"prompt": job.prompt, "seed": job.seed} | text for job, text in zip(jobs, texts, strict=True)]
         results = {"samples": samples, "speed": asdict(speed)}
         write_json(Path(cfg.out), result_record("sample", cfg.run, cfg, results, step=run.step))
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from model.attention.baseline import BaselineConfig
-from model.attention.diff import VECTORS, lambda_init
+from model.attention.diff import lambda_init
 from model.config import DecoderConfig
 from model.conversion import Conversion, change, convert, converted_config
 from model.decoder import Decoder
@@ -102,18 +102,6 @@ def test_split_keeps_every_map_and_the_first_half_of_the_values(shape: str) -> N
         assert b.lam().item() == 0
 
 
-def test_split_changes_the_function_unless_the_paired_maps_agree() -> None:
-    source = baseline()
-    assert change(source, convert(source, Conversion(heads="split")), text(source)).max_logit > 0.1
-    twins = copy.deepcopy(source)
-    with torch.no_grad():
-        for block in twins.blocks:
-            for p in (block.attention.q, block.attention.k):
-                rows = p.weight.unflatten(0, (-1, 2, 8))
-                rows[:, 1] = rows[:, 0]
-    assert change(twins, convert(twins, Conversion(heads="split")), text(twins)).max_logit < 1e-4
-
-
 @torch.no_grad()
 def test_open_subtracts_lambda_init_of_fresh_maps_from_the_sources_heads() -> None:
     """axolotl's default: A V W - lambda_init B V W, with the source's A, V and W and B of the new queries and keys."""
@@ -188,21 +176,6 @@ def test_every_parameter_learns_at_once_but_second_maps_at_lambda_zero(name: str
     step(model, optimizer)
     for key, grad in second_rows(model).items():
         assert (grad.flatten(1).abs().amax(1) > 0).all(), key  # of every head
-
-
-def test_axolotls_zero_init_stays_dead_where_ours_wakes() -> None:
-    """All lambda vectors at zero: neither they nor the second maps have a gradient, whatever the optimizer does."""
-    model = convert(baseline(), EXACT["zero"])
-    with torch.no_grad():
-        for block in model.blocks:
-            for name in VECTORS:
-                getattr(block.attention, name).zero_()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for _ in range(3):
-        step(model, optimizer)
-        assert not any(grad.any() for grad in second_rows(model).values())
-        assert not any(getattr(block.attention, name).grad.any() for block in model.blocks for name in VECTORS)
-        optimizer.step()
 
 
 def test_decoding_with_a_cache_continues_as_the_source_does() -> None:

@@ -105,7 +105,7 @@ def generated(model: torch.nn.Module, x: torch.Tensor, **options: object) -> tor
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_a_folder_of_transformers_computes_the_same_logits_and_is_exported_to_the_bit(name: str, tmp_path: Path) -> None:
+def test_a_folder_of_transformers_computes_the_same_logits(name: str, tmp_path: Path) -> None:
     model, family = theirs(name), SOURCES[name][0].lower()
     model.save_pretrained(tmp_path)
     ours = loaded(tmp_path)
@@ -223,7 +223,7 @@ def write(model: Decoder, folder: Path, to: str | None = None) -> str:
 
 
 @pytest.mark.parametrize("name", NATIVE)
-def test_transformers_own_models_compute_our_logits_and_are_read_back_to_the_bit(name: str, tmp_path: Path) -> None:
+def test_transformers_own_models_compute_our_logits(name: str, tmp_path: Path) -> None:
     form, changes = NATIVE[name]
     model = ours(changes)
     first = export(model)

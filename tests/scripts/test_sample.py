@@ -112,20 +112,6 @@ def test_nothing_is_shown_before_it_is_certain(tokenizer: Tokenizer) -> None:
     assert text.text == "é🙂 EEN\n🙂\ufffd"  # half a character at the end
 
 
-def test_a_stop_string_is_found_wherever_tokens_cut_it(tokenizer: Tokenizer, bpe: Tokenizer) -> None:
-    text = Text(tokenizer, ["aab"])
-    for byte in b"aaab":
-        text.add(byte)
-    assert (text.text, text.ended) == ("a", "stop")  # not let go of with the first a
-    pieces = {bpe.token_bytes(token): token for token in range(bpe.eot)}
-    piece = max((piece for piece in pieces if piece.isascii()), key=len).decode()
-    assert len(piece) > 3
-    for stops in ([piece, piece[1:3]], [piece[1:3], piece]):  # the one that is complete first, letter by letter
-        text = Text(bpe, stops)
-        text.add(pieces[piece.encode()])
-        assert (text.text, text.ended) == (piece[0], "stop")
-
-
 def test_the_end_of_text_token_ends_a_text_and_is_not_shown(tokenizer: Tokenizer) -> None:
     text = Text(tokenizer, ["bc"])
     for token in (97, tokenizer.vocab_size + 5, 98, tokenizer.eot):  # one of them has no text
