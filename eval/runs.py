@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from configs import command
+from eval.common import say
 from eval.report.runs import read_run
 from eval.report.tables import columns, si
 
@@ -24,7 +25,7 @@ class RunsConfig:
 
 
 def described(folder: Path) -> list[str]:
-    """The run's line; for a run that cannot be read, its name and the reason."""
+    """The run's line, with steps as 100/300, or 300 for a finished run; for a run that cannot be read, the reason."""
     try:
         run = read_run(folder)
     except ValueError as error:
@@ -38,14 +39,15 @@ def described(folder: Path) -> list[str]:
 
 @command("runs", RunsConfig)
 def main(cfg: RunsConfig) -> None:
-    roots = [Path(root) for root in (cfg.runs if isinstance(cfg.runs, list) else [cfg.runs])]
-    if missing := [root for root in roots if not root.is_dir()]:
+    given = [str(root) for root in (cfg.runs if isinstance(cfg.runs, list) else [cfg.runs])]
+    roots = [Path(root).expanduser() for root in given]
+    if missing := [root for text, root in zip(given, roots, strict=True) if not text or not root.is_dir()]:
         raise ValueError(f"there is no folder {missing[0]}: give runs= a folder of runs (python train.py makes runs/)")
     folders = {path.parent for root in roots for path in root.rglob("config.yaml")}
     lines = [described(folder) for folder in sorted(folders) if (folder / "metrics.jsonl").is_file()]
     if not lines:
-        raise ValueError(f"there is no run in runs=[{','.join(map(str, roots))}]: train one with python train.py")
-    print(columns([HEAD, *lines]))
+        raise ValueError(f"there is no run in runs=[{','.join(given)}]: train one with python train.py")
+    say(columns([HEAD, *lines]))
 
 
 if __name__ == "__main__":

@@ -121,7 +121,7 @@ def test_a_record_leaves_out_long_lists_and_what_is_by_layer() -> None:
 
 
 def test_every_evaluation_of_a_run_can_be_named() -> None:
-    written = {path.stem for path in (ROOT / "eval").glob("*.py") if " = write_result(" in path.read_text()}
+    written = {path.stem for path in (ROOT / "eval").glob("*.py") if "common.write_result(" in path.read_text()}
     assert set(OF_A_RUN) == written
 
 

@@ -64,8 +64,8 @@ def test_a_study_tokenizes_a_text_once(
     make_run: Callable[..., Path], shards: Path, read: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, found, calls = make_run("a-s1"), Texts(), []
-    real = texts.evaluation_tokens
-    monkeypatch.setattr(texts, "evaluation_tokens", lambda *given: calls.append(1) or real(*given))
+    real = texts.tokens_of
+    monkeypatch.setattr(texts, "tokens_of", lambda *given: calls.append(1) or real(*given))
     run = planned(folder, shards, read[0], found)
     for length in (None, 16, None, 32):
         settings = {"text": str(read[0]), "shards": None, "length": length, "tokens": 2000}
