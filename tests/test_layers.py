@@ -86,7 +86,7 @@ def file_of(name: str) -> Path | None:
     return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()), None)
 
 
-def files_imported(path: Path) -> set[Path]:
+def file_imports(path: Path) -> set[Path]:
     """The project's files that a file imports: `from package import module` is an import of that module alone."""
     files = {file_of(f"{module}.{name}") or file_of(module) for module, names in imports(path) for name in names}
     return (files | {file_of(module) for module, names in imports(path) if not names}) - {None}
@@ -94,7 +94,7 @@ def files_imported(path: Path) -> set[Path]:
 
 @pytest.mark.parametrize("package", ("configs", "model", "data", "training", "eval", "ablation", "bench", "scripts"))
 def test_no_file_imports_itself_by_way_of_others(package: str) -> None:
-    graph = {path: files_imported(path) for path in (ROOT / package).rglob("*.py")}
+    graph = {path: file_imports(path) for path in (ROOT / package).rglob("*.py")}
     done: set[Path] = set()
 
     def visit(path: Path, way: list[Path]) -> None:

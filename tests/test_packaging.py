@@ -66,8 +66,8 @@ def python(folder: Path, *arguments: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_a_wheel_has_the_package_and_nothing_else_and_an_editable_install_is_the_checkout(tmp_path: Path) -> None:
-    """By the hooks that `pip install .` and `pip install -e .` call: pip itself would write into this environment."""
+def test_a_wheel_installs_the_package_and_nothing_else(tmp_path: Path) -> None:
+    """An editable install is the checkout. By the hooks that pip calls: pip itself would write into this environment."""
     source = tmp_path / "source"  # a build leaves files beside the source
     source.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):
