@@ -46,7 +46,7 @@ def test_processes_agree_only_at_every_nth_step(clock: SimpleNamespace) -> None:
     with Signals(Two(0, 2, CPU)) as signals:
         agreed = []
         for step in range(100):
-            signals.saving = True
+            signals.save_requested = True
             agreed += [step] if signals.agreed(step, 10)[1] else []
         assert agreed == list(range(0, 100, 10))
 
@@ -60,7 +60,7 @@ def test_a_request_to_save_that_comes_while_processes_agree_is_kept(clock: Simpl
         def largest(self, number: float) -> float:
             self.calls += 1
             if self.calls == 2:  # ending, saving
-                signals.saving = True  # as SIGHUP's handler; nohup ignores the signal itself
+                signals.save_requested = True  # as SIGHUP's handler; nohup ignores the signal itself
             return float(number)
 
     with Signals(Slow(0, 2, CPU)) as signals:
