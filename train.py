@@ -32,6 +32,7 @@ def main(cfg: TrainConfig) -> float:
     world = join_world(cfg.device)
     try:
         with world.errors(), ExitStack() as cleanup:
+            check_config(cfg, world, HydraConfig.get().overrides.task)
             loss = train(cfg, world, cleanup)
     except SystemExit:  # after a signal, which ends all processes
         world.close()
@@ -55,7 +56,6 @@ def train(cfg: TrainConfig, world: World, cleanup: ExitStack) -> float:
     """
     # ---------------------------------------- data: sequences of T + 1 tokens, `batch` of them per step over all processes
     signals = cleanup.enter_context(Signals(world))
-    check_config(cfg, world)
     tokenizer = open_tokenizer(cfg.data)
     T, batch = cfg.model.context, cfg.batch_tokens // cfg.model.context
     source, val_windows = open_sources(cfg.data, tokenizer, T, cfg.model.document_mask)

@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -78,10 +78,12 @@ LOCAL_ONLY = (
 )  # fmt: skip
 
 
-def check_config(cfg: TrainConfig, world: World) -> None:
-    """ValueError for mistakes that can be seen before any work, and for processes that were started differently."""
-    if HydraConfig.initialized():
-        refuse_ignored_options(cfg.data, HydraConfig.get().overrides.task)
+def check_config(cfg: TrainConfig, world: World, overrides: Sequence[str] = ()) -> None:
+    """ValueError for mistakes that can be seen before any work, and for processes that were started differently.
+
+    overrides: those of the command line.
+    """
+    refuse_ignored_options(cfg.data, overrides)
     import_wandb(cfg.wandb)
     refuse_unequal_processes(cfg, world)
     check_warmup(cfg.steps, cfg.optim)
@@ -102,7 +104,7 @@ def refuse_unequal_processes(cfg: TrainConfig, world: World) -> None:
     dist.all_gather_object(everybody, settings | {"the text's digest": text_digest(cfg.data), "the code's version": version()})
     for rank, other in enumerate(everybody):
         for key, value in everybody[0].items():
-            if other.get(key) != value:
+            if other.get(key) != value and "unknown" not in (value, other.get(key)):  # where git does not answer
                 wrong = f"{key} is {other.get(key)} on rank {rank}, but {value} on rank 0"
                 raise ValueError(f"{wrong}: start all processes with the same command, code and data")
 
@@ -160,11 +162,10 @@ def _shortest(key: str, cfg: Any) -> str:
 
 
 class Run:
-    """The folder of a run, opened by all processes together: begun, resumed, or branched off another run.
+    """The folder of a run, opened by all processes together; `first` is the next step to train.
 
-    `first` is the next step to train. Inside `with`, the main process logs; a run that fails before its first step leaves
-    nothing. A run is resumed from its newest undamaged checkpoint. A new run takes its weights from `init_from`, or its first
-    steps (weights, state of optimizers and guard, metrics) from `branch_from`, if one of them is given.
+    A run is resumed from its newest undamaged checkpoint. A new run takes its weights from `init_from`, or its first steps
+    (weights, state of optimizers and guard, metrics) from `branch_from`. If it fails before its first step, nothing is left.
     """
 
     def __init__(
@@ -180,8 +181,8 @@ class Run:
         if world.largest(count) != count:
             wrong = f"{self.folder} has fewer checkpoints for this process than for another"
             raise ValueError(f"{wrong}: put run_dir on a file system that all processes share")
-        step = self._resume(tokenizer)
-        self.first = self._begin(tokenizer) if step is None else step
+        resumed_at = self._resume(tokenizer)
+        self.first = self._begin(tokenizer) if resumed_at is None else resumed_at
         self.saver = Saver(self.folder, cfg.checkpoint, model, optimizers, world)
         self.facts = facts(model) | {"dtype": str(pick_dtype(cfg.dtype, world.device)).removeprefix("torch.")}
         self.log: Metrics | None = None
@@ -239,7 +240,7 @@ class Run:
             if self.first == 0:
                 self.record(0, **self.facts, text_digest=text_digest(self.cfg.data))
             else:
-                self.record(self.first, continued={**origin(), "dtype": self.facts["dtype"]})
+                self.record(self.first, continued={key: self.facts[key] for key in ("machine", "version", "dtype")})
         return self
 
     def __exit__(self, kind: type | None, *_: object) -> None:
@@ -332,11 +333,9 @@ def refuse_other_tokenizer(run: Path, tokenizer: Tokenizer, shards: str) -> None
     """ValueError if `run` has another tokenizer: weights fit the token ids of one tokenizer only."""
     of_run = load_tokenizer(run)
     if of_run.fingerprint != tokenizer.fingerprint:
-        raise ValueError(
-            f"{run} was trained with another tokenizer ({of_run.name}, {of_run.vocab_size} tokens) than that of {shards} "
-            f"({tokenizer.name}, {tokenizer.vocab_size}): use data prepared with the run's tokenizer (for data=mqar, use the "
-            "run's keys, values and noise)"
-        )
+        wrong = f"{run} was trained with another tokenizer ({of_run.name}, {of_run.vocab_size} tokens) than that of {shards}"
+        fix = "use data prepared with the run's tokenizer (for data=mqar, use the run's keys, values and noise)"
+        raise ValueError(f"{wrong} ({tokenizer.name}, {tokenizer.vocab_size}): {fix}")
 
 
 def deciding(config: dict[str, Any], but: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -365,12 +364,7 @@ def refuse_other_config(run_dir: Path, ours: dict[str, Any], but: tuple[str, ...
 
 def facts(model: Decoder) -> dict[str, Any]:
     """What the first line of metrics.jsonl states."""
-    return sizes(model) | origin()
-
-
-def origin() -> dict[str, Any]:
-    """The machine and the version of the code."""
-    return {"machine": machine(), "version": version()}
+    return sizes(model) | {"machine": machine(), "version": version()}
 
 
 def sizes(model: Decoder) -> dict[str, int]:

@@ -22,21 +22,13 @@ def start_wandb(mode: str, run_dir: Path, config: dict[str, Any]) -> Any | None:
     """The wandb run of the training run `run_dir`: a new one, or on a resume the same one; None for mode off.
 
     Its group is the folder that holds the run, its job type is the run's name without the seed: grouped by both, each curve in
-    wandb is the mean over the seeds of an arm. The history's step is the optimizer step.
+    wandb is the mean over the seeds of an arm.
     """
     if import_wandb(mode) is None:
         return None
-    run = _started(
-        mode,
-        run_dir,
-        run_dir,
-        id=run_id(run_dir),
-        resume="allow" if mode == "online" else None,  # offline, `wandb sync` joins the parts of one id
-        name=run_dir.name,
-        job_type=run_dir.name.removesuffix(f"-s{config.get('seed')}"),
-        tags=[f"seed {config.get('seed')}"],
-        config=config,
-    )
+    seed, resume = config.get("seed"), "allow" if mode == "online" else None  # offline, `wandb sync` joins parts of one id
+    names = {"name": run_dir.name, "job_type": run_dir.name.removesuffix(f"-s{seed}"), "tags": [f"seed {seed}"]}
+    run = _started(mode, run_dir, run_dir, id=run_id(run_dir), resume=resume, config=config, **names)
     run.define_metric("step", hidden=True)
     run.define_metric("*", step_metric="step")
     return run
@@ -84,9 +76,7 @@ def _started(mode: str, folder: Path, run_dir: Path, **options: Any) -> Any:
 
 
 def mirror(run: Any, line: dict[str, Any]) -> None:
-    """Send a line of metrics.jsonl: its numbers to the history; the machine, where a run begins or continues, to the
-    configuration.
-    """
+    """Send a line of metrics.jsonl: numbers to the history; the machine, where a run begins or goes on, to the config."""
     numbers = {key: value for key, value in line.items() if isinstance(value, (int, float))}
     if "continued" not in line:
         run.log(numbers)

@@ -33,6 +33,7 @@ from training.distributed import World, join_world, local
 from training.guard import Guard
 from training.optim import OptimConfig, build_optimizers, state_tensors
 from training.parallel import Parallel
+from training.run import check_config
 from training.saver import Saver
 
 SMALL = DecoderConfig(layers="ib", n_layer=2, n_head=4, d_model=32, context=16, vocab_size=37)
@@ -40,8 +41,10 @@ SMALL = DecoderConfig(layers="ib", n_layer=2, n_head=4, d_model=32, context=16, 
 
 def train(world: World, *overrides: str) -> float:
     """A training run in this group; the value is the last validation loss."""
-    with ExitStack() as ends:
-        return run_training(OmegaConf.to_object(compose_job("train", list(overrides))), world, ends)
+    cfg = OmegaConf.to_object(compose_job("train", list(overrides)))
+    check_config(cfg, world)
+    with ExitStack() as cleanup:
+        return run_training(cfg, world, cleanup)
 
 
 def train_apart(world: World, *overrides: str) -> float:
