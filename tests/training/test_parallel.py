@@ -125,7 +125,7 @@ def group(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
     ]  # fmt: skip
     files = folder / "plan.json", folder / "results.json"
     files[0].write_text(json.dumps([[size, list(jobs.values())] for size, jobs in plan]))
-    done = run_command("-m", "tests.training.processes", *map(str, files))
+    done = run_command("-m", "tests.training.processes", *map(str, files), timeout=600)
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr, done.stderr
     results = json.loads(files[1].read_text())

@@ -157,7 +157,7 @@ def test_a_run_is_never_overwritten_or_mixed_up(whole: Path, shards: Path, tmp_p
 def test_a_run_that_fails_before_its_first_step_leaves_nothing(
     shards: Path, tmp_path: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_memory(*_: object) -> None:
+    def no_memory(*_: object, **__: object) -> None:
         raise RuntimeError("[enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate memory")
 
     arguments = train_arguments(shards, tmp_path / "run", "steps=2")
