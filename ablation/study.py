@@ -30,8 +30,8 @@ from eval.texts import Texts, prepared
 from model.config import DecoderConfig
 from model.decoder import Decoder
 from training.checkpoint import checkpoints, folder_name
+from training.optim import decay_start
 from training.run import TrainConfig, Vocabulary, fill_model, refuse_other_config, sizes
-from training.schedule import decay_start
 from training.text import trained_on
 
 

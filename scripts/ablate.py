@@ -53,8 +53,8 @@ from eval.report.runs import Arm, give_colours, refuse_other_settings, refuse_ot
 from eval.report.tables import markdown, si
 from eval.texts import Texts, prepared
 from training.checkpoint import checkpoints
+from training.optim import decay_start
 from training.run import TrainConfig, flatten
-from training.schedule import decay_start
 
 OmegaConf.register_new_resolver("times", lambda factor, number: round(factor * number), replace=True)
 
