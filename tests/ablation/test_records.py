@@ -22,7 +22,7 @@ from ablation.records import (
     thinned,
     write_records,
 )
-from ablation.study import OF_A_RUN, ROOT, evaluation_command, result_file
+from ablation.study import OF_A_RUN, ROOT, read_evaluation
 from eval.report.runs import read_run, refuse_other_settings
 from model.config import DecoderConfig
 from training.run import TrainConfig
@@ -104,7 +104,7 @@ def test_a_record_from_before_an_option_describes_the_same_run() -> None:
     ),
 )
 def test_the_file_of_an_evaluation_is_known_before_it_runs(text: str, file: str) -> None:
-    assert result_file(*evaluation_command(text)) == file
+    assert read_evaluation(text).file == file
 
 
 def test_rounding_keeps_short_and_whole_numbers_and_seven_digits_of_the_others() -> None:

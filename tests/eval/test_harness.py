@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-from ablation.study import other_setting
+from ablation.study import read_evaluation
 from configs.files import write_json
 from eval import harness
 from eval.scoring import score
@@ -192,9 +192,8 @@ def test_tasks_are_joined_where_they_were_measured_in_the_same_way(make_run):
     assert list(both["tasks"]) == ["a", "b", "c"] and both["truncated"] == 1 + 2 + 2  # b is counted once
     had = json.loads(path.read_text())["config"]
     assert had["include_path"] == "own"
-    assert other_setting(had, "harness", "tasks=[b]", "include_path=own") is None
-    assert other_setting(had, "harness", "tasks=[b,d]", "include_path=own") == "tasks"
-    assert other_setting(had, "harness", "tasks=[b]", "include_path=own", "limit=1") == "limit"
+    for given, differs in (("tasks=[b]", None), ("tasks=[b,d]", "tasks"), ("tasks=[b] limit=1", "limit")):
+        assert read_evaluation(f"harness include_path=own {given}").other_setting(had) == differs
     older = json.loads(path.read_text())  # of the code that counted all tasks together
     del older["results"]["per_task"]
     write_json(path, older)
@@ -216,8 +215,9 @@ def test_tasks_of_an_earlier_command_stay(tasks, call):
     assert parts["local_choice"] == first["per_task"]["local_choice"] and len(parts["local_decoding"]["sha256"]) == 64
     assert both["results"]["truncated"] == sum(part["truncated"] for part in parts.values())
     assert parts["local_choice"]["truncated"] == first["truncated"] > 0
-    one = ["harness", "tasks=[local_choice]", f"include_path={folder}", "length=24"]
-    assert other_setting(both["config"], *one) is None and other_setting(both["config"], *one, "limit=1") == "limit"
+    one = f"harness tasks=[local_choice] include_path={folder} length=24"
+    assert read_evaluation(one).other_setting(both["config"]) is None
+    assert read_evaluation(f"{one} limit=1").other_setting(both["config"]) == "limit"
     call(harness, *given, "tasks=[local_choice]")
     assert json.loads(path.read_text())["results"] == both["results"]  # measured again, counted once
     call(harness, *given, "tasks=[local_choice]", "limit=2")

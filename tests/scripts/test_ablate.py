@@ -145,6 +145,9 @@ def test_tuning_makes_equal_arms_equal(shards: Path, other_text: Path, tmp_path:
     assert (tmp_path / "toy" / "tune-baseline-lr0.001-s101").is_dir()
     assert found["baseline"]["trials"] == found["slow"]["trials"] and found["slow"]["best"] == {"optim.lr": 0.01}
     assert found["baseline"]["edge"] == ["optim.lr"] and "is at an end of the tried values" in printed
+    assert "| chosen for | optim.lr | points tried |" in printed and "| slow | 0.01 | 2 |" in printed
+    start = "toy: 9 runs left (6 of them or more for the tuning): their time is not known before the first is finished"
+    assert start in printed and "toy: 3 runs left: about 0 minutes, one at a time" in printed
     assert content["title"] == "toy, tuned with one seed and by trials of 50% of the runs' length"
     assert (tmp_path / "toy" / "figures" / "tuning.png").is_file()
     assert "untuned" in call(*toy(shards, tmp_path, {"baseline": ["model=baseline"]}, "name=other", "seeds=1"))
@@ -176,9 +179,11 @@ def test_tuning_makes_equal_arms_equal(shards: Path, other_text: Path, tmp_path:
     assert "Made from records alone" in printed and "epochs" not in printed
     again = json.loads((tmp_path / "toy" / "results.json").read_text())["results"]
     assert [arm["metrics"] for arm in again["arms"]] == [arm["metrics"] for arm in content["arms"]]
-    refused = call(*alone, "run=false", "text_tokens=512")
-    assert "has perplexity_other with tokens=1000000 instead of tokens=512" in refused and "records=none" in refused
-    assert "lacks needle" in call(*alone, "run=false", "evaluations=[needle]")
+    stale = call(*alone, "run=false", "text_tokens=512")
+    assert "3 runs, 0 of them finished" in stale and "3 recorded runs count as not finished and would be trained again" in stale
+    assert "the record of baseline-s1 has perplexity_other with tokens=1000000 instead of tokens=512" in stale
+    assert "toy: 3 runs left: about " in stale and " minutes, one at a time, as measured in 6 runs" in stale
+    assert "the record of baseline-s1 lacks needle" in call(*alone, "run=false", "evaluations=[needle]")
     assert "spikes counted with spikes.window=50 spikes.over=0.5" in call(*alone, "run=false", "spikes.over=0.2")
 
     # An arm without trials: its run is missing, too.
@@ -216,11 +221,10 @@ def test_shorter_horizons_branch_off_the_longest_run(shards: Path, tmp_path: Pat
         (("evaluations=[quantization]", "+metrics.other=quantization.bits.4.loss"), "learning rates are chosen on"),
         (("+metrics.other=needle.accuracy",), "add needle to evaluations"),
         (("tune.seeds=[1]",), "seeds of the comparison"),
-        (("tune.values=[[1e-3]]",), "two or more values"),
-        (("tune.at=nowhere",), "not a point of the grid"),
-        (("tune.each=true",), "this experiment has no grid"),
-        (("tune.each=true", "+grid={a:[],b:[]}", "tune.at=a"), "leave out one of the two"),
-        (("tune.each=true", "+grid={a:[],b:[]}", "branch=true"), "leave out one of the two"),
+        (("tune.at=nowhere",), "tune.at has 'nowhere', which is not in grid: use no tune.at"),
+        (("tune.each=true",), "leave it out without a grid"),
+        (("tune.each=true", "+grid={a:[],b:[]}", "branch=true"), "leave out tune.at and branch beside it"),
+        (("tune.metric=needle.accuracy",), "is not a metric of training: use train.val_loss"),
         (("tune.metric=train.loss_text", "+metrics.other=train.loss_text"), "that the learning rates are chosen on"),
     ),
 )

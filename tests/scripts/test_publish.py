@@ -20,25 +20,28 @@ SCRIPT = "scripts/publish.py"
 def test_what_was_written_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable) -> None:
     source, root = tmp_path / "study", tmp_path / "repository"
     (source / "figures").mkdir(parents=True)
-    (root / "docs").mkdir(parents=True)
+    target = root / "docs" / "results" / "study"
+    target.mkdir(parents=True)
     monkeypatch.setattr(publish, "ROOT", root)
     (root / "README.md").write_text("before\n<!-- study table -->\n| old |\n<!-- end -->\nafter\n")
-    (root / "docs" / "RESULTS.md").write_text("no table here\n")
+    (root / "docs" / "RESULTS.md").write_text('no table here <img src="results/study/loss.png">\n')
+    (target / "README.md").write_text("![](gap.png)\n")
     assert "run eval.report or scripts/ablate.py" in call(f"of={source}")
-    for name, content in (("results.json", "{}"), ("table.md", "| new |\n"), ("figures/loss.png", "PNG")):
+    files = [
+        ("results.json", "{}"),
+        ("table.md", "| new |\n"),
+        *((f"figures/{name}.png", "PNG") for name in ("loss", "gap", "grid")),
+    ]
+    for name, content in files:
         (source / name).write_text(content)
-    assert "its table is in README.md" in call(f"of={source}")
-    published = {path.name for path in (root / "docs" / "results" / "study").iterdir()}
-    assert published == {"results.json", "table.md", "loss.png"}
+    printed = call(f"of={source}")
+    assert "2 figures of 3, as pages show; its table is in README.md" in printed
+    assert {path.name for path in target.iterdir()} == {"README.md", "results.json", "table.md", "loss.png", "gap.png"}
     assert (root / "README.md").read_text() == "before\n<!-- study table -->\n| new |\n<!-- end -->\nafter\n"
     assert "add the lines <!-- other table --> and <!-- end -->" in call(f"of={source}", "name=other")
     (root / "README.md").write_text(open_ended := "<!-- study table -->\n| old |\nprose\n<!-- other table -->\n<!-- end -->\n")
     assert "the place of the table study has no end: add a line <!-- end --> after it" in call(f"of={source}")
     assert (root / "README.md").read_text() == open_ended
-    (source / "differences.md").write_text("| less |\n")
-    (root / "README.md").write_text("<!-- study/differences table -->\n<!-- end -->\n")
-    assert "its table is in README.md" in call(f"of={source}")
-    assert (root / "README.md").read_text() == "<!-- study/differences table -->\n| less |\n<!-- end -->\n"
 
 
 def test_curves_and_digits_that_are_in_the_records_are_not_published_twice(
