@@ -238,16 +238,16 @@ class Study:
         """Print how many runs are left, and their time: at the speed of finished runs, or at shares of the tier's GPU."""
         searches, runs = self.searches(), self.runs()
         known = [*(trial for search in searches for trial in search.runs), *runs]
-        work = [run.work for run in known if run.left()]
-        fewest = self.cfg.tune.fewest * len(self.cfg.tune.seeds)
-        for search in searches:
-            work += [search.runs[0].work] * (fewest - len(search.runs) if search.waits else 0)
-        trials = len(work) - sum(bool(run.left()) for run in runs)
-        there = {run.name for run in runs}
-        for seed, arm in self.planned():
-            if f"{arm.name}-s{seed}" not in there:  # its rates are not known yet, but its cost does not depend on them
-                config = with_values(self._configs[arm.name], self._branching(arm, seed))
-                work.append(training_flops(config, arm.facts["flops_per_token"]))
+        tuning_work = [run.work for search in searches for run in search.runs if run.left()]
+        for search in (search for search in searches if search.waits):  # trials at points that are not known yet
+            more = self.cfg.tune.fewest * len(self.cfg.tune.seeds) - len(search.runs)
+            tuning_work += [search.runs[0].work] * more
+        finished_runs = {run.name for run in runs if not run.left()}
+        work = tuning_work + [
+            training_flops(with_values(self._configs[arm.name], self._branching(arm, seed)), arm.facts["flops_per_token"])
+            for seed, arm in self.planned()
+            if f"{arm.name}-s{seed}" not in finished_runs
+        ]
         finished = [run for run in known if not run.left() and not run.config.branch_from]
         seconds = [(run, run.measured().value("train.seconds")) for run in finished[-20:]] if work else []
         speeds = [run.work / time for run, time in seconds if time and not run.diverged]
@@ -260,5 +260,5 @@ class Study:
         else:
             time = "their time is not known before the first is finished"
         if work:
-            tuning_runs = f" ({trials} of them or more for the tuning)" if trials else ""
+            tuning_runs = f" ({len(tuning_work)} of them or more for the tuning)" if tuning_work else ""
             print(f"{self.name}: {len(work)} runs left{tuning_runs}: {time}", flush=True)

@@ -1,15 +1,9 @@
 """Learning rates of every single arm: the trials to run next, and the results of the trials.
 
-The search changes one key after the other. It tries all values of the first key, with the other keys at the middle of
-their grids, then all values of the next key, with the first key at its best value, and so on. Then, for the keys of
-`refine`, it tries the values halfway (in the logarithm) from the best value to both of its neighbours. Every arm gets
-the same number of trials, except where its best value lies at an end of the grid: then the grid is widened at that end,
-up to `widen` times, and the result says so. With `exchange`, every arm finally tries those best values of all other arms
-that it has not tried, so that no arm is worse only because its own search never tried the values that suit it.
-If such a value is an arm's best and the arm has tried none beyond it, the arm tries one step of the grid more at that end.
-
-A task that is learned by jumps needs another judge: with `solved`, a point's trials are as long as the runs, and the point
-at which most of them solve the task wins, then the lowest median. With `full`, every arm tries all combinations, no more.
+The search changes one key after the other, widens a grid whose best value is at an end, and refines; docs/METHODS.md, section
+8.3, has its rules. Every arm gets the same number of trials but for such widenings, which the result names. With `exchange`
+no arm is worse only because its own search never tried the values that suit it. For a task that is learned by jumps, `solved`
+counts the trials that solve it, and `full` tries all combinations, no more.
 """
 
 import itertools

@@ -18,7 +18,6 @@ from ablation.records import (
     records_of,
     rounded,
     run_of,
-    shortened,
     thinned,
     write_records,
 )
@@ -112,12 +111,6 @@ def test_rounding_keeps_short_and_whole_numbers_and_seven_digits_of_the_others()
     found = rounded(numbers | {"text": "0.12345678901234", "none": None})
     assert found["a"] == [1.234568e-9, {"b": 0.1234568}] and found["text"] == "0.12345678901234" and found["none"] is None
     assert (found["accuracy"], found["tokens"]) == (0.2763671875, 123456789012) and rounded(found) == found
-
-
-def test_a_record_leaves_out_long_lists_and_what_is_by_layer() -> None:
-    kept = {"mean": 0.5, "by_octave": {"1-3": 2.0}, "short": [1.0, 2.0]}
-    results = kept | {"layers": [{"layer": 0}], "noise": {"per_layer_head": [[0.1]]}, "by_position": [1.0] * 40}
-    assert shortened(results) == kept | {"noise": {}}
 
 
 def test_every_evaluation_of_a_run_can_be_named() -> None:

@@ -69,37 +69,15 @@ def test_curves_and_digits_that_are_in_the_records_are_not_published_twice(
     assert content["config"] == {"texts": {"books": "b.jsonl"}}
 
 
-def test_without_records_some_points_of_the_curves_are_published(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable
-) -> None:
-    source = tmp_path / "study"
-    source.mkdir()
-    monkeypatch.setattr(publish, "ROOT", tmp_path)
-    (tmp_path / "docs").mkdir()
+def test_without_records_some_points_of_the_curves_are_published() -> None:
     losses = [[step, 9 - step / 100] for step in range(1, 401)]
     run = {"seed": 1, "run": "a-s1", "curve": [[1, 2.0]], "losses": losses}
-    (source / "results.json").write_text(json.dumps({"eval": "ablation", "results": {"arms": [{"name": "a", "runs": [run]}]}}))
-    (source / "table.md").write_text("| new |\n")
-    call(f"of={source}")
-    content = json.loads((tmp_path / "docs" / "results" / "study" / "results.json").read_text())
+    content = publish.shortened({"eval": "ablation", "results": {"arms": [{"name": "a", "runs": [dict(run)]}]}}, recorded=False)
     (published,) = content["results"]["arms"][0]["runs"]
-    assert published["curve"] == run["curve"]
+    assert published["curve"] == run["curve"] and len(published["losses"]) <= POINTS + 1
     assert [published["losses"][0], published["losses"][-1]] == [losses[0], losses[-1]]
-    assert len(published["losses"]) <= POINTS + 1 and all(point in losses for point in published["losses"])
-
-
-def test_a_report_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable) -> None:
-    """The results of a report are a list."""
-    source = tmp_path / "quick"
-    source.mkdir()
-    monkeypatch.setattr(publish, "ROOT", tmp_path)
-    (tmp_path / "docs").mkdir()
-    content = {"eval": "report", "runs": [{"config": {"run_dir": "/home/me/a"}}], "results": [{"name": "loss", "cells": [1.0]}]}
-    (source / "report.json").write_text(json.dumps(content))
-    (source / "report.md").write_text("| new |\n")
-    assert "no document shows its table" in call(f"of={source}")
-    published = json.loads((tmp_path / "docs" / "results" / "quick" / "report.json").read_text())
-    assert published == content | {"runs": [{"config": {"run_dir": "a"}}]}
+    report = {"eval": "report", "runs": [{"config": {"run_dir": "/home/me/a"}}], "results": [{"name": "loss", "cells": [1.0]}]}
+    assert publish.shortened(report, recorded=False) == report | {"runs": [{"config": {"run_dir": "a"}}]}  # results are a list
 
 
 def test_a_bench_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable) -> None:
