@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-from ablation.study import other_setting
+from ablation.study import read_evaluation
 from configs.files import write_json
 from eval import harness
 from eval.scoring import score
@@ -192,9 +192,8 @@ def test_tasks_are_joined_where_they_were_measured_in_the_same_way(make_run):
     assert list(both["tasks"]) == ["a", "b", "c"] and both["truncated"] == 1 + 2 + 2  # b is counted once
     had = json.loads(path.read_text())["config"]
     assert had["include_path"] == "own"
-    assert other_setting(had, "harness", "tasks=[b]", "include_path=own") is None
-    assert other_setting(had, "harness", "tasks=[b,d]", "include_path=own") == "tasks"
-    assert other_setting(had, "harness", "tasks=[b]", "include_path=own", "limit=1") == "limit"
+    for given, differs in (("tasks=[b]", None), ("tasks=[b,d]", "tasks"), ("tasks=[b] limit=1", "limit")):
+        assert read_evaluation(f"harness include_path=own {given}").other_setting(had) == differs
     for other in ({"limit": 5}, {"num_fewshot": 1}, {"step": 8}):
         assert list(measured("d", **other)["tasks"]) == ["d"]
 
