@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
@@ -188,25 +188,30 @@ def evaluation_list(cfg: AblateConfig) -> list[Evaluation]:
     return evaluations
 
 
-def refuse_metrics(cfg: AblateConfig, evaluations: list[Evaluation], configs: Mapping[str, TrainConfig]) -> None:
-    """Refuse metrics that no evaluation writes, and metrics on the text that the learning rates are chosen on."""
-    judged = {os.path.realpath(config.data.dir) for config in configs.values()}
-    reads_own = {one.file: _reads_own_text(one, judged) for one in evaluations} | {"train": False}
+def refuse_metrics(cfg: AblateConfig, evaluations: list[Evaluation]) -> None:
+    """Refuse metrics that neither training nor an evaluation of the study writes."""
+    files = [one.file for one in evaluations]
     for name, path in (cfg.metrics | cfg.profiles | {"tune.metric": cfg.tune.metric}).items():
-        kind, _, key = path.partition(".")
-        known = key in OF_TRAINING or re.fullmatch(r"tokens_to_(\d*\.)?\d+", key)
-        if (kind == "train" and not known) or (kind != "train" and name == "tune.metric"):
-            raise ValueError(f"metric {name}={path} is not a metric of training: use train.val_loss or train.tokens_to_0.5")
-    for name, path in (cfg.metrics | cfg.profiles).items():
-        file = path.split(".")[0]
-        if file not in reads_own:
+        file, _, key = path.partition(".")
+        if file == "train" or name == "tune.metric":
+            if file != "train" or not (key in OF_TRAINING or re.fullmatch(r"tokens_to_(\d*\.)?\d+", key)):
+                raise ValueError(f"metric {name}={path} is not a metric of training: use train.val_loss or train.tokens_to_0.5")
+        elif file not in files:
             text = file.removeprefix("perplexity_")
             fix = f"give texts.{text}=FILE" if text != file else f"add {file} to evaluations"
-            if dotted := [known for known in reads_own if known.startswith(f"{file}.")]:  # a metric's evaluation ends there
+            if dotted := [known for known in files if known.startswith(f"{file}.")]:  # a metric's evaluation ends there
                 fix = f"name {dotted[0]} without dots, with name=NAME or another key of texts"
             raise ValueError(f"metric {name} is read from {file}.json, which no evaluation of this study writes: {fix}")
-        loss = reads_own[file] and (command_of(file) != "quantization" or path.endswith(".loss"))
-        if cfg.tune.keys and (loss or path in ("train.val_loss", "train.loss", cfg.tune.metric)):
+
+
+def refuse_tuned_metrics(cfg: AblateConfig, evaluations: list[Evaluation], configs: Iterable[TrainConfig]) -> None:
+    """Refuse, in a tuned study, metrics on the text that the learning rates are chosen on."""
+    judged = {os.path.realpath(config.data.dir) for config in configs}
+    reads_own = {one.file: _reads_own_text(one, judged) for one in evaluations}
+    for name, path in (cfg.metrics | cfg.profiles).items() if cfg.tune.keys else ():
+        file = path.split(".")[0]
+        loss = reads_own.get(file) and (command_of(file) != "quantization" or path.endswith(".loss"))
+        if loss or path in ("train.val_loss", "train.loss", cfg.tune.metric):
             wrong = f"metric {name} ({path}) reads the text that the learning rates are chosen on"
             raise ValueError(f"{wrong}: test on another text, for example measure=test texts.test=FILE")
 

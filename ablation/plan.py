@@ -13,6 +13,7 @@ from ablation.experiment import (
     evaluation_list,
     refuse_branches,
     refuse_metrics,
+    refuse_tuned_metrics,
     seed_list,
     texts_of,
 )
@@ -51,6 +52,7 @@ class Study:
         self._known: dict[str, PlannedRun] = {}
         tuning.check(cfg.tune, self.seeds)
         self.evaluations = evaluation_list(cfg)
+        refuse_metrics(cfg, self.evaluations)
         self.records = records_of(self.folder, Path(cfg.records) / (cfg.records_of or name))
         self.recorded = None if cfg.run else recorded_vocabulary(self.records.values())
         self.arms = arm_list(cfg)
@@ -61,7 +63,7 @@ class Study:
             config = self._configs[arm.name] = self._config(arm, arm.overrides)
             arm.variant = variant({"model": asdict(config.model)})
             arm.facts = describe_model(config)
-        refuse_metrics(cfg, self.evaluations, self._configs)
+        refuse_tuned_metrics(cfg, self.evaluations, self._configs.values())
         if cfg.branch:
             refuse_branches(self.arms, self._configs)
         give_colours(self.arms)  # of all arms: an arm keeps its colour while others have no finished run
