@@ -11,7 +11,8 @@ Maps are averaged over heads and layers first, then divided by the sum of the av
 (arXiv 2410.05258, Table 3 and Figure 1, after an author in microsoft/unilm issue 1654). `signed` sums the weights with
 their sign, as the paper's figure does: weights of a differential map can cancel within a bucket, and dividing by a row sum
 of about 1 - lambda magnifies the rest. `absolute` sums |weight|. `signed_per_layer` is `signed` in the other order: each
-layer's averaged row is divided by its own sum, and then the layers are averaged.
+layer's averaged row is divided by its own sum, and then the layers are averaged. Both are null where a layer's rows may have
+any sum, also zero (`Attention.row_sums`).
 
 For every layer and head it also measures the row's entropy and its share of negative mass, and, on windows of real
 text, the share of attention sinks (arXiv 2410.10781). Only the needed attention rows are formed, never T x T maps.
@@ -163,7 +164,7 @@ def evaluate(run: LoadedRun, hay: np.ndarray, cfg: AttentionNoiseConfig) -> dict
         for size in sorted({min(SINK_LENGTH, model.cfg.context), model.cfg.context}):
             sink[str(size)] = sinks(model, hay, size, cfg.windows, cfg.batch)
             bar.update()
-    results = summarise(np.stack(masses), heads, [str(depth) for depth in cfg.depths])
+    results = summarise(np.stack(masses), heads, [str(depth) for depth in cfg.depths], signed=not of_any_sum(model))
     for i, name in enumerate(("entropy", "negative")):
         values = np.stack(shapes)[:, :, i]  # (depths, samples, heads)
         mean, se = over_depths(values.mean(axis=2))
@@ -172,22 +173,32 @@ def evaluate(run: LoadedRun, hay: np.ndarray, cfg: AttentionNoiseConfig) -> dict
     return results | {"samples": cfg.samples, "length": length, "sink": sink, "windows": cfg.windows}
 
 
-def summarise(masses: np.ndarray, heads: list[int], depths: list[str]) -> dict[str, Any]:
-    """Results from the masses (depths, samples, readings, heads of all layers, 5)."""
+def of_any_sum(model: nn.Module) -> list[str]:
+    """The variants among the model's layers whose rows may sum to zero, so that no share of a row's sum has a meaning."""
+    kinds = [block.attention for block in model.blocks]
+    return list(dict.fromkeys(kind.name for kind in kinds if kind.row_sums == "any"))
+
+
+def summarise(masses: np.ndarray, heads: list[int], depths: list[str], signed: bool = True) -> dict[str, Any]:
+    """Results from the masses (depths, samples, readings, heads of all layers, 5).
+
+    signed: whether rows have a sum to divide by; else what is divided by it is None.
+    """
     results: dict[str, Any] = {"noise": {}, "se": {}, "per_layer_head": {}}
-    shares = normalised(masses)  # (depths, samples, readings, 5)
     for r, reading in enumerate(READINGS):
-        results[reading], results["se"][reading] = over_samples(shares[:, :, r], depths)
-        at_depth = results[reading]["depths"]
-        results["noise"][reading] = {depth: sum(at_depth[depth][bucket] for bucket in NOISE) for depth in depths}
+        results[reading] = results["se"][reading] = results["noise"][reading] = None
+        if signed or reading == "absolute":
+            results[reading], results["se"][reading] = over_samples(normalised(masses[:, :, r]), depths)
+            at_depth = results[reading]["depths"]
+            results["noise"][reading] = {depth: sum(at_depth[depth][bucket] for bucket in NOISE) for depth in depths}
         # Mass before normalisation: a softmax head's buckets sum to 1, a differential head's to about 1 - lambda.
         results["per_layer_head"][reading] = {
             depth: {bucket: by_layer(mean[:, b], heads) for b, bucket in enumerate(BUCKETS)}
             for depth, mean in zip(depths, masses[:, :, r].mean(axis=1), strict=True)  # (heads, 5) each
         }
     layers = np.split(masses[:, :, READINGS.index("signed")], np.cumsum(heads)[:-1], axis=-2)
-    results["signed_per_layer"], _ = over_samples(np.mean([normalised(layer) for layer in layers], axis=0), depths)
-    return results
+    per_layer = signed and over_samples(np.mean([normalised(layer) for layer in layers], axis=0), depths)[0]
+    return results | {"signed_per_layer": per_layer or None}
 
 
 def over_samples(shares: np.ndarray, depths: list[str]) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
@@ -216,6 +227,7 @@ BUCKET_LABELS = {"first": "first token", "before": "context before", "after": "c
 
 def draw(path: Path, results: dict[str, Any], title: str, readings: tuple[str, ...] = READINGS) -> None:
     """Stacked bars of the five buckets at each depth, one panel per reading; negative sums are drawn below zero."""
+    readings = tuple(reading for reading in readings if results[reading])
     with figure(path, 4.4 * len(readings), 4, columns=len(readings)) as axes:
         for ax, reading in zip(axes[0], readings, strict=True):
             _bars(ax, results[reading]["depths"])
@@ -292,7 +304,10 @@ def main(cfg: AttentionNoiseConfig) -> None:
     begin = write_result(run, cfg, file, results, lambda path, results, title, _: draw(path, results, title))
     heads = file.replace("attention_noise", "attention_heads", 1)
     draw_heads(Path(cfg.run) / "figures" / f"{heads}.png", results, run_name(cfg.run))
-    for reading in READINGS:
+    if names := of_any_sum(run.model):
+        wrong = f"rows of {', '.join(names)} may sum to zero, so no share of a row's sum has a meaning"
+        print(f"{begin}: signed   left out, and signed_per_layer: {wrong} (row_sums in model/attention)")
+    for reading in (reading for reading in READINGS if results[reading]):
         mean = results[reading]["mean"]
         print(
             f"{begin}: {reading:8} answer {plus_minus(mean['answer'], mean['answer_se'])}, "

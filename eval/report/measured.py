@@ -45,8 +45,8 @@ def shape_of(results: dict[str, Any]) -> dict[str, Any]:
     if "cells" in results:
         keys = ("length", "depth", "needles", "asked")
         found["cells"] = [[cell.get(key) for key in keys] for cell in results["cells"]]
-    if isinstance(signed := results.get("signed"), dict):
-        found["depths"] = list(signed.get("depths", ()))
+    if isinstance(absolute := results.get("absolute"), dict):
+        found["depths"] = list(absolute.get("depths", ()))
     if isinstance(shots := results.get("shots"), list):
         found["shots"] = [row.get("shots") for row in shots]
     for task, about in results.get("per_task", {}).items():
