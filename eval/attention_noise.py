@@ -227,7 +227,7 @@ BUCKET_LABELS = {"first": "first token", "before": "context before", "after": "c
 
 def draw(path: Path, results: dict[str, Any], title: str, readings: tuple[str, ...] = READINGS) -> None:
     """Stacked bars of the five buckets at each depth, one panel per reading; negative sums are drawn below zero."""
-    readings = tuple(reading for reading in readings if results[reading])
+    readings = tuple(reading for reading in readings if results.get(reading))
     with figure(path, 4.4 * len(readings), 4, columns=len(readings)) as axes:
         for ax, reading in zip(axes[0], readings, strict=True):
             _bars(ax, results[reading]["depths"])

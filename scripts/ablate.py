@@ -115,7 +115,7 @@ class Study:
         refuse_tuning_points(cfg)
         self.evaluations = evaluation_commands(cfg)
         refuse_metrics(cfg, self.evaluations)
-        self.records = records_of(self.folder, Path(cfg.records) / (cfg.records_of or name))
+        self.records = records_of(self.folder, *(Path(cfg.records) / study for study in (cfg.records_of or name, name)))
         self.recorded = None if cfg.run else recorded_vocabulary(self.records.values())
         self.arms = arm_list(cfg)
         for arm in self.arms:
@@ -318,12 +318,13 @@ class Study:
         return [sorted(chain, key=lambda run: -run.config.steps) for chain in chains.values()]
 
     def print_costs(self) -> None:
-        """Print the estimated seconds of every known run that is left and the hours of all, if the tier names a GPU."""
-        if not (peak := self.cfg.tier.peak_flops):
-            return
-        runs = self.runs()
-        known = [run for run in (*self.trials(), *runs) if run.left()]
-        for run in known:
+        """Print how much is left: if the tier names a GPU, every known run's seconds and the hours of all at a given MFU;
+        else the hours at the speed of the finished runs.
+        """
+        peak, runs = self.cfg.tier.peak_flops, self.runs()
+        every = [*self.trials(), *runs]
+        known = [run for run in every if run.left()]
+        for run in known if peak else ():
             seconds = run.work / peak
             print(f"{run.name:<44} {seconds / 0.2:7.0f} s at 20 % MFU, {seconds / 0.4:6.0f} s at 40 %")
         planned = {run.arm for run in runs}
@@ -333,11 +334,24 @@ class Study:
             if arm.name not in planned  # its learning rates are not known yet, but its cost does not depend on them
             for seed in self._seeds_of(arm)
         ]
-        hours = (sum(run.work for run in known) + sum(later)) / peak / 3600
+        work = sum(run.work for run in known) + sum(later)
         waiting = f" (with {len(later)} runs that wait for the tuning of their arm)" if later else ""
+        if not peak:
+            print(f"{len(known) + len(later)} runs left{waiting}{self._at_known_speed(work, every)}", flush=True)
+            return
+        hours = work / peak / 3600
         card = f"of {peak / 1e12:.0f} TFLOP/s (for another card set tier.peak_flops=)"
         needed = f"{hours / 0.2:.1f} h at 20 % MFU, {hours / 0.4:.1f} h at 40 %, {card}"
         print(f"{len(known) + len(later)} runs left{waiting}: {needed}", flush=True)
+
+    def _at_known_speed(self, work: float, runs: list[PlannedRun]) -> str:
+        """The hours of `work` FLOPs at the speed of the finished ones of the runs, as the end of a line; "" without any."""
+        done = [run for run in runs if not run.left() and not run.diverged]
+        if not done:
+            return ""
+        seconds = sum(run.measured().value("train.seconds") or 0 for run in done)
+        hours = seconds / 3600 * work / sum(run.work for run in done)
+        return f": about {hours:.1f} h one after the other, at the speed of {len(done)} finished runs"
 
     def carry_out(self, chains: list[list[PlannedRun]], title: str, total: int, task: list[str]) -> None:
         """Start the runs on this machine or with a launcher."""

@@ -199,7 +199,7 @@ def _share(arm: Arm, reading: str, what: str, seeds: bool) -> tuple[float, float
 
     seeds: bars are over seeds, of which a single one has no range.
     """
-    means = [results[reading]["mean"] for results in arm.results("attention_noise") if results[reading]]
+    means = [results[reading]["mean"] for results in arm.results("attention_noise") if results.get(reading)]
     if not means:
         return math.nan, math.nan, math.nan
     values = [mean[what] for mean in means]

@@ -145,7 +145,7 @@ def _shares(arms: list[Arm], folder: Path) -> Figure:
 
 def _where(arms: list[Arm], folder: Path, reading: str) -> Figure | None:
     """The five buckets of the arms whose rows have a sum that the reading divides by."""
-    arms = [arm for arm in arms if all(results[reading] for results in arm.results("attention_noise"))]
+    arms = [arm for arm in arms if all(results.get(reading) for results in arm.results("attention_noise"))]
     stem, alt = folder / f"attention_{reading}", f"Bars of five attention buckets by depth, {reading}"
     images = [_of_arm(stem, arm, alt) for arm in arms]
     for arm, image in zip(arms, images, strict=True):
