@@ -43,8 +43,7 @@ def composed(shards: Path, *overrides: str) -> AblateConfig:
 
 
 @pytest.mark.parametrize(
-    ("experiment", "tier"),
-    [(name, tier) for name in EXPERIMENTS for tier in TIERS if tier in ONLY.get(name, TIERS)],
+    ("experiment", "tier"), [(name, tier) for name in EXPERIMENTS for tier in TIERS if tier in ONLY.get(name, TIERS)]
 )
 def test_every_experiment_loads_and_its_arms_match(experiment: str, tier: str, shards: Path, tmp_path: Path) -> None:
     cfg = composed(shards, f"experiment={experiment}", f"tier={tier}", "seeds=1")
