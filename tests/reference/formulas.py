@@ -74,6 +74,11 @@ def head(w: dict, name: str, x: np.ndarray, i: int, width: int) -> np.ndarray:
     return x @ w[f"{name}.weight"][span].T + (w[f"{name}.bias"][span] if f"{name}.bias" in w else 0)
 
 
+def normed(w: dict, name: str, y: np.ndarray) -> np.ndarray:
+    """Queries or keys of a head (T, d), normed where the module has a norm for them (Qwen3)."""
+    return rms(y, w[f"{name}_norm.weight"]) if f"{name}_norm.weight" in w else y
+
+
 def project_out(w: dict, merged: list[np.ndarray]) -> np.ndarray:
     y = np.concatenate(merged, -1)
     y = rms(y, w["scale_norm.weight"]) if "scale_norm.weight" in w else y
@@ -120,7 +125,7 @@ def attention(
 
     def one(b: int, i: int) -> np.ndarray:
         j = i * cfg.n_kv_head // cfg.n_head
-        q, k = (rope(head(w, name, x[b], n, d), **positions(cfg)) for name, n in (("q", i), ("k", j)))
+        q, k = (rope(normed(w, name, head(w, name, x[b], n, d)), **positions(cfg)) for name, n in (("q", i), ("k", j)))
         v = values(b, j) if values else head(w, "v", x[b], j, d)
         scores = q @ k.T / np.sqrt(d)
         scores = change(b, i, scores) if change else scores
@@ -275,9 +280,7 @@ def diff(
     def one(b: int, i: int) -> np.ndarray:
         j, maps = i * kv // h, []
         for c in (0, 1):
-            q, k = vectors("q", b, i, c), vectors("k", b, j, c)
-            if "q_norm.weight" in w:
-                q, k = rms(q, w["q_norm.weight"]), rms(k, w["k_norm.weight"])
+            q, k = normed(w, "q", vectors("q", b, i, c)), normed(w, "k", vectors("k", b, j, c))
             scores = rope(q, **positions(cfg)) @ rope(k, **positions(cfg)).T
             maps.append(softmax(scores / np.sqrt(d), rows(see, b), b, i))
         y = (combine(b, i, maps, lam) if combine else maps[0] - lam * maps[1]) @ head(w, "v", x[b], j, dv)
