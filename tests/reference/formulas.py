@@ -237,6 +237,11 @@ def gated(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, layer: int, first: 
     return attention(w, x, see, cfg, output=gate)
 
 
+def dex(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, layer: int, first: tuple) -> np.ndarray:
+    """arXiv 2505.16333, figure 9: O - lambda f(O), one f for all heads of a layer."""
+    return attention(w, x, see, cfg, output=lambda b, i, y: y - w["lambda_learned"] * (y @ w["noise.weight"].T))
+
+
 def temperature(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, layer: int, first: tuple) -> np.ndarray:
     return attention(w, x, see, cfg, change=lambda b, i, scores: scores / np.exp(w["log_temperature"][i]))
 
