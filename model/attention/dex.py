@@ -29,7 +29,7 @@ class DexAttention(Attention):
     name = "dex"
     Options = DexConfig
     free_options = ("anneal",)
-    colours = {"dex": "#6699CC"}
+    colours = {"dex": "#AA4466"}
 
     def make_parameters(self, cfg: AttentionConfig, layer: int) -> None:
         super().make_parameters(cfg, layer)
