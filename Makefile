@@ -59,8 +59,9 @@ train-%: .SHELLFLAGS := -o pipefail -c
 train-%:
 	OMP_NUM_THREADS=$(THREADS) $(BIN)/python train.py experiment=quickstart model=$* run_dir=$(RUNS)/$* resume=true $(TRAIN) 2>&1 | sed -u 's/^/$*: /'
 
+# By file, so that what a file's tests share is made once.
 test: lint
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # With the machine's own Python and torch, which fit its driver: nothing is installed.
 gpu:

@@ -8,11 +8,12 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import yaml
-from omegaconf import MISSING, OmegaConf
+from omegaconf import MISSING
 from torch import Tensor
 
+from ablation.study import train_config
 from configs import CONFIG_DIR
-from configs.composing import compose_job, overrides_of, quoted
+from configs.composing import overrides_of, quoted
 from configs.files import json_text, whole_folder, write_atomic, write_json
 from configs.provenance import machine, result_record, version
 from eval.perplexity import digest, evaluate
@@ -22,7 +23,7 @@ from model.conversion import Conversion, change, convert
 from model.decoder import Decoder
 from training.checkpoint import LoadedRun, flatten, load_run
 from training.distributed import pick_device
-from training.run import TrainConfig, facts
+from training.run import facts
 from training.saver import save
 
 RECORD = "conversion.json"  # in a converted run's folder: what was converted, how, and what changed
@@ -89,8 +90,13 @@ def write_experiment(cfg: ConvertConfig, source: LoadedRun, windows: np.ndarray)
     lines = [["arm", "parameters", "largest logit change", "loss before", "loss at step 0", "change of loss"]]
     for name in dict.fromkeys(cfg.arms):
         how, start = ARMS[name], folder / name
-        earlier = _read_record(start, how, source, digest(windows)[:16], cfg)
-        record = records[name] = earlier or convert_run(how, source, windows, start, cfg)
+        record = json.loads((start / RECORD).read_text()) if (start / RECORD).is_file() else None
+        same = {"source": str(source.path), "conversion": asdict(how), "seed": cfg.seed, "tested": digest(windows)[:16]}
+        if record and any(record.get(key, value) != value for key, value in same.items()):
+            raise ValueError(
+                f"{start} holds another conversion, or one tested on another text: choose another run_dir=, or delete it"
+            )
+        record = records[name] = record or convert_run(how, source, windows, start, cfg)
         (before, after), (_, parameters) = record["loss"], record["parameters"]
         cells = [f"{parameters:,}", f"{record['change']['max_logit']:.1e}", f"{before:.4f}", f"{after:.4f}"]
         lines.append([name, *cells, f"{after - before:+.4f}"])
@@ -110,23 +116,10 @@ def write_experiment(cfg: ConvertConfig, source: LoadedRun, windows: np.ndarray)
     }
     text = EXPERIMENT + yaml.safe_dump(experiment, sort_keys=False, width=1000)
     write_atomic(folder / "experiment" / "conversions.yaml", text.encode())
-    seeds = [cfg.seed + 1000 + i for i in range(cfg.seeds)]  # not the source's seed: another order of samples
-    arguments = [f"--config-dir={folder}", "experiment=conversions", quoted(f"runs={folder}"), "name=trained"]
-    return [*arguments, f"seeds={seeds}".replace(" ", ""), *([f"jobs={cfg.jobs}"] if cfg.jobs else [])]
-
-
-def _read_record(start: Path, how: Conversion, source: LoadedRun, on: str, cfg: ConvertConfig) -> dict[str, Any] | None:
-    """The record of this arm that an earlier, interrupted comparison wrote; None if the arm has no folder."""
-    if not start.exists():
-        return None
-    record = json.loads((start / RECORD).read_text()) if (start / RECORD).is_file() else {}
-    wanted = {"source": str(source.path), "conversion": asdict(how), "seed": cfg.seed}
-    # Records of older versions do not say on which text the losses were measured.
-    if any(record.get(key) != value for key, value in wanted.items()) or record.get("tested", on) != on:
-        raise ValueError(
-            f"{start} holds another conversion, or one tested on another text: choose another run_dir=, or delete it"
-        )
-    return record
+    seeds = ",".join(str(cfg.seed + 1000 + i) for i in range(cfg.seeds))  # not the source's seed: another order of samples
+    jobs = [f"jobs={cfg.jobs}"] if cfg.jobs else []
+    runs = [quoted(f"runs={folder}"), "name=trained", f"seeds=[{seeds}]"]
+    return [f"--config-dir={folder}", "experiment=conversions", *runs, *jobs]
 
 
 # ---------------------------------------- one conversion
@@ -152,7 +145,7 @@ def convert_run(
         "machine": machine(),
         "version": version(),
         "text": "random tokens" if windows is None else "text",
-        **({"tested": digest(windows)[:16]} if cfg.what == "compare" else {}),
+        "tested": None if windows is None else digest(windows)[:16],
         **measure(source, model, windows, tokens, cfg, cfg.debug or not how.exact or cfg.what == "compare"),
     }
     write_run(run_dir, model, source, record)
@@ -165,18 +158,17 @@ def measure(
     """The change of logits and of hidden states on tokens (B, T); losses before and after if `losses`; samples if cfg.debug."""
     device = pick_device(cfg.device)
     both = source.model.to(device), model.to(device)
-    found: dict[str, Any] = {"change": asdict(change(*both, tokens.to(device)))}
+    measured: dict[str, Any] = {"change": asdict(change(*both, tokens.to(device)))}
     if windows is not None and losses:
-        found["loss"] = [evaluate(m, windows, source.tokenizer.byte_lengths())["loss"] for m in both]
+        measured["loss"] = [evaluate(m, windows, source.tokenizer.byte_lengths())["loss"] for m in both]
     if cfg.debug:
         prompt = torch.tensor([source.tokenizer.encode(cfg.prompt)], device=device)
         room = min(40, model.cfg.context - prompt.shape[1])
         if not prompt.numel() or room < 1:
-            wrong = f"leaves no room in {model.cfg.context} tokens" if prompt.numel() else "has no token that the model knows"
-            raise ValueError(f"prompt='{cfg.prompt}' {wrong}: give another prompt")
-        found["sample"] = [source.tokenizer.decode(m.generate(prompt, room)[0].tolist()) for m in both]
+            raise ValueError(f"prompt='{cfg.prompt}' is empty or leaves no room in {model.cfg.context} tokens: give another")
+        measured["sample"] = [source.tokenizer.decode(m.generate(prompt, room)[0].tolist()) for m in both]
     model.cpu()
-    return found
+    return measured
 
 
 def write_run(run_dir: Path, model: Decoder, source: LoadedRun, record: dict[str, Any]) -> None:
@@ -218,8 +210,3 @@ def train_overrides(run: LoadedRun, how: Conversion, more: dict[str, Any]) -> li
     if how.second_maps_learn_later:
         values["model.diff.lambda_warmup"] = WARMUP
     return overrides_of(values | more)
-
-
-def train_config(overrides: list[str]) -> TrainConfig:
-    """train.py's configuration from these overrides."""
-    return OmegaConf.to_object(compose_job("train", overrides))

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from omegaconf import MISSING
 
 from ablation.records import LAST_TENTHS
-from ablation.study import evaluation_command, evaluation_config, result_file
+from ablation.study import Evaluation, read_evaluation
 from ablation.tuning import TuneConfig
 from configs.composing import key_of, merged, quoted
 from eval.common import command_of
@@ -18,7 +18,6 @@ from training.run import TrainConfig, deciding
 
 # NAME of the metrics train.NAME, as Run.value reads them, beside tokens_to_0.5 and other levels
 OF_TRAINING = ("loss", *LAST_TENTHS, "val_loss", "spikes", "seconds", "tokens")
-
 OF_LOSSES = ("perplexity", "quantization")  # evaluations whose losses are those of a text; others hide needles in it
 
 
@@ -92,51 +91,60 @@ class AblateConfig:
 
 def seed_list(seeds: Any) -> list[int]:
     """The seeds: seeds=5 means 1 to 5, seeds=[1,4] means 1 and 4."""
-    if isinstance(seeds, int) and not isinstance(seeds, bool) and seeds > 0:
-        return list(range(1, seeds + 1))
-    whole = isinstance(seeds, list) and all(isinstance(s, int) and not isinstance(s, bool) and s >= 0 for s in seeds)
-    if not whole or not seeds or len(set(seeds)) < len(seeds):
+    listed = list(range(1, seeds + 1)) if isinstance(seeds, int) and not isinstance(seeds, bool) else seeds
+    whole = isinstance(listed, list) and all(isinstance(s, int) and not isinstance(s, bool) and s >= 0 for s in listed)
+    if not whole or not listed or len(set(listed)) < len(listed):
         raise ValueError(f"seeds={seeds} is neither a number of seeds nor a list of different seeds: use seeds=3")
-    return seeds
+    return listed
 
 
 def arm_list(cfg: AblateConfig) -> list[Arm]:
     """Arms at every point of the grid, with their overrides. The first arm of a point is the reference of the others."""
+    refuse_unknown_names(cfg)
+    refuse_grid(cfg)
+    families = {name: overrides for name, overrides in cfg.arms.items() if name in cfg.select or not cfg.select}
+    if not families:
+        raise ValueError("the experiment has no arms: list them under arms:, as configs/ablations/experiment/main.yaml does")
+    arms: dict[str, Arm] = {}
+    first = next(iter(families))
+    for point, at in (cfg.grid or {"": []}).items():
+        for family, overrides in families.items():
+            name, reference = (f"{part}-{point}" if point else part for part in (family, first))
+            if re.search(r"[^\w.-]", name):
+                raise ValueError(f"'{name}' cannot be a part of a folder's name: use letters, digits, '.', '_', '-'")
+            if name in arms:
+                raise ValueError(
+                    f"two arms have the name ARM-POINT {name} and one folder: rename an arm or a point of the grid"
+                )
+            arms[name] = Arm(name, family, point, None if family == first else reference, "", merged(overrides, at))
+    return list(arms.values())
+
+
+def refuse_unknown_names(cfg: AblateConfig) -> None:
+    """ValueError where an option names a metric or a point that the experiment lacks."""
     if not cfg.metrics:
         raise ValueError("metrics is empty, but a comparison needs a metric: use '+metrics.valid=perplexity.loss'")
-    arms = {name: overrides for name, overrides in cfg.arms.items() if name in cfg.select or not cfg.select}
-    if not arms:
-        raise ValueError("the experiment has no arms: list them under arms:, as configs/ablations/experiment/main.yaml does")
-    if unknown := [name for name in cfg.compared if name not in cfg.metrics]:
-        raise ValueError(f"compared has '{unknown[0]}', which is not in metrics: use {', '.join(cfg.metrics)}")
-    if cfg.covariate is not None and cfg.covariate not in cfg.compared:
-        raise ValueError(f"covariate={cfg.covariate} is not one of compared: use {', '.join(cfg.compared) or 'compared='}")
-    if unknown := [name for name in cfg.forest if name not in cfg.compared]:
-        raise ValueError(f"forest has '{unknown[0]}', which is not in compared: use {', '.join(cfg.compared)}")
-    refuse_grid(cfg)
+    for option, names, of, known in (
+        ("compared", cfg.compared, "metrics", cfg.metrics),
+        ("covariate", [cfg.covariate], "compared", cfg.compared),
+        ("forest", cfg.forest, "compared", cfg.compared),
+        ("tune.at", [cfg.tune.at], "grid", cfg.grid),
+    ):
+        if unknown := [name for name in names if name is not None and name not in known]:
+            raise ValueError(f"{option} has '{unknown[0]}', which is not in {of}: use {', '.join(known) or f'no {option}'}")
     for part, names in cfg.pairs.items():
         if len(names) != 2 or names[0] == names[1]:
             raise ValueError(f"pairs.{part}=[{','.join(names)}] is not a pair: name two different arms")
-    found, first = [], next(iter(arms))
-    for point, at in (cfg.grid or {"": []}).items():
-        for name, overrides in arms.items():
-            for part in (name, point):
-                if re.search(r"[^\w.-]", part):
-                    raise ValueError(f"'{part}' cannot be part of a folder's name: use letters, digits, '.', '_', '-'")
-            full, reference = (f"{part}-{point}" if point else part for part in (name, first))
-            if any(full == other.name for other in found):
-                raise ValueError(
-                    f"two arms have the name ARM-POINT {full} and one folder: rename an arm or a point of the grid"
-                )
-            found.append(Arm(full, name, point, None if name == first else reference, "", merged(overrides, at)))
-    return found
 
 
 def refuse_grid(cfg: AblateConfig) -> None:
-    """Refuse a fit over fewer than two points, and overrides of `train` that no run would have."""
+    """ValueError for a fit over one point, an override of `train` that no run would have, or `tune.each` without its use."""
     if cfg.fit and len(cfg.grid) < 2:
         wrong = f"fit: true fits a power law over the points of the grid, but the grid has {len(cfg.grid)}"
         raise ValueError(f"{wrong}: use a tier that has sizes, tier=cpu or tier=gpu")
+    if cfg.tune.each and (not cfg.grid or cfg.tune.at is not None or cfg.branch):
+        wrong = "tune.each=true gives every point of a grid learning rates of its own"
+        raise ValueError(f"{wrong}: leave it out without a grid, and leave out tune.at and branch beside it")
     points = [{key_of(override) for override in at} for at in cfg.grid.values()]
     for override in cfg.train if points else ():
         if all(key_of(override) in point for point in points):
@@ -146,111 +154,83 @@ def refuse_grid(cfg: AblateConfig) -> None:
 
 def refuse_unknown_arms(cfg: AblateConfig, typed: Sequence[str]) -> None:
     """Refuse an unknown arm in fewer_seeds, select or pairs, unless one of the overrides `typed` dropped it."""
-    named = [(f"fewer_seeds.{arm}", arm) for arm in cfg.fewer_seeds]
-    named += [(f"select has {arm}, which", arm) for arm in cfg.select]
-    named += [(f"pairs.{part} has {arm}, which", arm) for part, arms in cfg.pairs.items() for arm in arms]
-    for where, arm in named:
+    named = [("fewer_seeds", arm) for arm in cfg.fewer_seeds] + [("select", arm) for arm in cfg.select]
+    named += [(f"pairs.{part}", arm) for part, arms in cfg.pairs.items() for arm in arms]
+    for option, arm in named:
         if arm not in cfg.arms and not {"~arms", f"~arms.{arm}"} & set(typed):
-            raise ValueError(f"{where} is not an arm of this experiment: use one of {', '.join(cfg.arms)}")
-
-
-def refuse_tuning_points(cfg: AblateConfig) -> None:
-    """Refuse a point to tune at that the grid lacks, and `tune.each` where the points of the grid share their rates."""
-    tune, choice = cfg.tune, f"use one of {', '.join(cfg.grid)}" if cfg.grid else "leave it out, this experiment has no grid"
-    if tune.at is not None and tune.at not in cfg.grid:
-        raise ValueError(f"tune.at={tune.at} is not a point of the grid: {choice}")
-    if tune.each and not cfg.grid:
-        raise ValueError("tune.each=true tunes at every point of a grid: leave it out, this experiment has no grid")
-    if tune.each and tune.at is not None:
-        raise ValueError(f"tune.each=true tunes at every point, tune.at={tune.at} at one: leave out one of the two")
-    if tune.each and cfg.branch:
-        wrong = "tune.each=true gives every point its own learning rates, but branch=true trains the points as one run"
-        raise ValueError(f"{wrong}: leave out one of the two")
+            raise ValueError(f"{option} has {arm}, which is not an arm of this experiment: use one of {', '.join(cfg.arms)}")
 
 
 def refuse_branches(arms: Sequence[Arm], configs: Mapping[str, TrainConfig]) -> None:
     """Refuse points of the grid whose runs cannot branch off the longest one. configs: an arm's name -> its configuration."""
     for arm in arms:
-        ours, (first, *others) = configs[arm.name], [configs[other.name] for other in arms if other.arm == arm.arm]
-        if not others:  # one point: nothing branches off
+        config, first = configs[arm.name], next(configs[other.name] for other in arms if other.arm == arm.arm)
+        if config is first:  # its points are compared with it
             continue
-        if ours.optim.schedule != "wsd":
-            wrong = f"branch is true, but {arm.name} has optim.schedule={ours.optim.schedule}"
+        if config.optim.schedule != "wsd":
+            wrong = f"branch is true, but {arm.name} has optim.schedule={config.optim.schedule}"
             raise ValueError(f"{wrong}: use optim.schedule=wsd, or branch=false")
-        flat, theirs = (deciding(asdict(config), but=("steps",)) for config in (ours, first))
-        if differ := [key for key, value in flat.items() if theirs[key] != value]:
+        flat, of_first = (deciding(asdict(one), but=("steps",)) for one in (config, first))
+        if differ := [key for key, value in flat.items() if of_first[key] != value]:
             wrong = f"branch is true, but point {arm.point} has another {differ[0]} than the grid's first point"
             raise ValueError(f"{wrong}: give points that differ in steps alone, or branch=false")
 
 
-def evaluation_commands(cfg: AblateConfig) -> list[list[str]]:
-    """The commands that evaluate every run: `evaluations`, and perplexity on each of `texts`."""
-    commands = [evaluation_command(text) for text in cfg.evaluations]
-    for name, path in cfg.texts.items():
+def evaluation_list(cfg: AblateConfig) -> list[Evaluation]:
+    """What evaluates every run: `evaluations`, and perplexity on each of `texts`."""
+    for name in cfg.texts:
         if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
             raise ValueError(f"texts.{name} becomes a part of a file's name: use letters, digits, '_' and '-' for the key")
-        text = quoted(f"text={path}")
-        commands.append(evaluation_command(f"perplexity {text} name={name} tokens={cfg.text_tokens}"))
-    files = [result_file(*command) for command in commands]
-    if len(set(files)) < len(files):
+    texts = (f"perplexity {quoted(f'text={text}')} name={name} tokens={cfg.text_tokens}" for name, text in cfg.texts.items())
+    evaluations = [read_evaluation(text) for text in (*cfg.evaluations, *texts)]
+    if len({one.file for one in evaluations}) < len(evaluations):
         raise ValueError("an evaluation is listed twice, and both would write the same file: list each one once")
-    return commands
+    return evaluations
 
 
-def refuse_metrics(cfg: AblateConfig, evaluations: list[list[str]]) -> None:
+def refuse_metrics(cfg: AblateConfig, evaluations: list[Evaluation], configs: Mapping[str, TrainConfig]) -> None:
     """Refuse metrics that no evaluation writes, and metrics on the text that the learning rates are chosen on."""
-    reads_own = {result_file(*command): _reads_own_text(*command) for command in evaluations} | {"train": False}
+    judged = {os.path.realpath(config.data.dir) for config in configs.values()}
+    reads_own = {one.file: _reads_own_text(one, judged) for one in evaluations} | {"train": False}
     for name, path in (cfg.metrics | cfg.profiles | {"tune.metric": cfg.tune.metric}).items():
         kind, _, key = path.partition(".")
-        if kind == "train" and key not in OF_TRAINING and not re.fullmatch(r"tokens_to_(\d*\.)?\d+", key):
+        known = key in OF_TRAINING or re.fullmatch(r"tokens_to_(\d*\.)?\d+", key)
+        if (kind == "train" and not known) or (kind != "train" and name == "tune.metric"):
             raise ValueError(f"metric {name}={path} is not a metric of training: use train.val_loss or train.tokens_to_0.5")
     for name, path in (cfg.metrics | cfg.profiles).items():
-        evaluation = path.split(".")[0]
-        if evaluation not in reads_own:
-            text = evaluation.removeprefix("perplexity_")
-            fix = f"give texts.{text}=FILE" if text != evaluation else f"add {evaluation} to evaluations"
-            if dotted := [file for file in reads_own if file.startswith(f"{evaluation}.")]:  # a metric's evaluation ends there
+        file = path.split(".")[0]
+        if file not in reads_own:
+            text = file.removeprefix("perplexity_")
+            fix = f"give texts.{text}=FILE" if text != file else f"add {file} to evaluations"
+            if dotted := [known for known in reads_own if known.startswith(f"{file}.")]:  # a metric's evaluation ends there
                 fix = f"name {dotted[0]} without dots, with name=NAME or another key of texts"
-            raise ValueError(f"metric {name} is read from {evaluation}.json, which no evaluation of this study writes: {fix}")
-        loss = reads_own[evaluation] and (command_of(evaluation) != "quantization" or path.endswith(".loss"))
+            raise ValueError(f"metric {name} is read from {file}.json, which no evaluation of this study writes: {fix}")
+        loss = reads_own[file] and (command_of(file) != "quantization" or path.endswith(".loss"))
         if cfg.tune.keys and (loss or path in ("train.val_loss", "train.loss", cfg.tune.metric)):
             wrong = f"metric {name} ({path}) reads the text that the learning rates are chosen on"
             raise ValueError(f"{wrong}: test on another text, for example measure=test texts.test=FILE")
 
 
-def texts_of(cfg: AblateConfig) -> dict[str, str]:
-    """Name -> text: those of `texts`, and the texts of evaluations OF_LOSSES, under the names of their results."""
-    commands = [command for command in map(evaluation_command, cfg.evaluations) if command[0] in OF_LOSSES]
-    read = {result_file(*command): evaluation_config(*command)["text"] for command in commands}
-    return cfg.texts | {name: text for name, text in read.items() if text}
+def _reads_own_text(evaluation: Evaluation, judged: set[str]) -> bool:
+    """Whether the evaluation measures losses on validation text of a run. judged: the folders of such text."""
+    if evaluation.name not in OF_LOSSES:
+        return False
+    text, shards = evaluation.settings["text"], evaluation.settings["shards"]
+    return not text and (not shards or os.path.realpath(shards) in judged)
 
 
-def refuse_own_shards(cfg: AblateConfig, evaluations: list[list[str]], configs: Mapping[str, TrainConfig]) -> None:
-    """Refuse, in a tuned study, an evaluation whose `shards` are those that the trials are judged on."""
-    judged = {os.path.realpath(config.data.dir) for config in configs.values()} if cfg.tune.keys else set()
-    for name, *overrides in evaluations:
-        shards = evaluation_config(name, *overrides).get("shards")
-        if shards and os.path.realpath(shards) in judged:
-            wrong = f"evaluation {name} reads shards={shards}, the text that the learning rates are chosen on"
-            raise ValueError(f"{wrong}: give it the shards of another text, or text=FILE")
-
-
-def _reads_own_text(name: str, *overrides: str) -> bool:
-    """Whether the evaluation measures losses on the run's own validation text."""
-    settings = evaluation_config(name, *overrides) if name in OF_LOSSES else {}
-    return bool(settings) and not (settings["text"] or settings["shards"])
+def texts_of(cfg: AblateConfig, evaluations: list[Evaluation]) -> dict[str, str]:
+    """Name -> text: those of `texts`, and the texts of other evaluations OF_LOSSES, under the names of their results."""
+    read = {one.file: one.settings["text"] for one in evaluations if one.name in OF_LOSSES}
+    return cfg.texts | {file: text for file, text in read.items() if text and text not in cfg.texts.values()}
 
 
 def compare_parameters(arms: list[Arm], matched: bool) -> None:
     """Store how much each arm's parameters differ from its reference's in `facts`; if `matched`, refuse more than 0.5 %."""
-    by_name = {arm.name: arm for arm in arms}
+    sizes = {arm.name: arm.facts["params_non_embedding"] for arm in arms}
     for arm in arms:
-        if not arm.reference:
-            arm.facts["params_off"] = None
-            continue
-        theirs = by_name[arm.reference].facts["params_non_embedding"]
-        off = arm.facts["params_off"] = arm.facts["params_non_embedding"] / theirs - 1
-        if matched and abs(off) > 0.005:
+        off = arm.facts["params_off"] = sizes[arm.name] / sizes[arm.reference] - 1 if arm.reference else None
+        if matched and abs(off or 0) > 0.005:
             raise ValueError(
                 f"arm {arm.name} has {off:+.1%} parameters against {arm.reference}, but the experiment has matched: true: "
                 "give the arm a model.d_ff, or set matched=false"

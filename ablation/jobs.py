@@ -1,7 +1,6 @@
 """Many commands side by side: each job on its GPU or its share of the cores, with progress, until all is done."""
 
 import os
-import queue
 import signal
 import subprocess
 import sys
@@ -22,23 +21,16 @@ REPORT_EVERY = 60  # seconds between two lines of progress
 
 
 class Job(Protocol):
-    """Commands that run one after the other; after an interruption, `left` gives the commands still to run."""
+    """Commands that run one after the other, as ablation.study.PlannedRun. work: its cost relative to other jobs."""
 
     name: str
     log: Path
-    work: float  # its cost relative to other jobs, in any unit
+    work: float
 
-    def left(self) -> list[list[str]]:
-        """The arguments for python of the commands still to run."""
-
-    def progress(self) -> tuple[int, int]:
-        """Steps done, and steps in all."""
-
-    def check(self, arguments: list[str], code: int, said: str) -> bool:
-        """After a command: whether to go on with the next one. Raises ValueError where the job has failed."""
-
-    def finished(self) -> str:
-        """After the last command that ran: store the results; returns the outcome in a word."""
+    def left(self) -> list[list[str]]: ...
+    def progress(self) -> tuple[int, int]: ...
+    def check(self, arguments: list[str], code: int, output: str) -> bool: ...
+    def finished(self) -> str: ...
 
 
 class Team:
@@ -57,8 +49,7 @@ class Team:
         """Run python with these arguments and append its output to `log`; returns the exit status."""
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("a") as file:
-            file.write(f"$ python {' '.join(arguments)}\n")
-            file.flush()
+            print(f"$ python {' '.join(arguments)}", file=file, flush=True)
             with self._lock:
                 if self.stopping:
                     return 0
@@ -66,11 +57,13 @@ class Team:
                 self._running.add(process)
                 if self.stopping:  # the signal came while the process was being started, and `_stop` did not see it
                     process.terminate()
-            try:
-                return process.wait()
-            finally:
-                with self._lock:
-                    self._running.discard(process)
+            code = process.wait()
+            with self._lock:
+                self._running.discard(process)
+            if number := ending_signal(code):
+                why = ", as where memory runs out" if number == signal.SIGKILL else ""
+                print(f"error: ended by {number.name}{why}", file=file)
+            return code
 
     def carry_out(self, job: Job, env: dict[str, str]) -> None:
         """Run the commands of a job that are still to run; ValueError, which says why, if one fails."""
@@ -103,6 +96,12 @@ class Team:
         leave(self.stopping, self._before[self.stopping])
 
 
+def ending_signal(code: int) -> signal.Signals | None:
+    """The signal that ended a process with this exit status: by itself (-9), or by a checkpoint and 128 + its number (143)."""
+    number = -code if code < 0 else code - 128
+    return signal.Signals(number) if number in set(signal.Signals) else None
+
+
 def run_jobs(chains: Sequence[Sequence[Job]], jobs: int | None, name: str, total: int) -> None:
     """Run chains of jobs, `jobs` chains at a time (None: one per GPU, one on a CPU); the jobs of a chain one by one.
 
@@ -111,28 +110,24 @@ def run_jobs(chains: Sequence[Sequence[Job]], jobs: int | None, name: str, total
     """
     gpus = visible_gpus()
     jobs = jobs if jobs is not None else max(1, len(gpus))
-    slots: queue.SimpleQueue[int] = queue.SimpleQueue()
-    for slot in range(jobs):
-        slots.put(slot)
     progress = Progress(name, [job for chain in chains for job in chain], total)
     failures: list[Exception] = []
+    chains_left = iter(chains)  # from which every worker takes the next
     with Team() as team, ThreadPoolExecutor(jobs) as pool:
 
-        def task(chain: Sequence[Job]) -> None:
-            slot = slots.get()
-            try:
-                for job in () if failures else chain:
-                    team.carry_out(job, environment(slot, jobs, gpus))
-                    if not team.stopping:
-                        progress.finished(job)
-            except Exception as failure:
-                failures.append(failure)
-            finally:
-                slots.put(slot)
+        def work(slot: int) -> None:
+            for chain in chains_left:
+                try:
+                    for job in () if failures or team.stopping else chain:
+                        team.carry_out(job, environment(slot, jobs, gpus))
+                        if not team.stopping:
+                            progress.finished(job)
+                except Exception as failure:
+                    failures.append(failure)
 
-        waiting = {pool.submit(task, chain) for chain in chains}
-        while waiting:
-            waiting = wait(waiting, timeout=1).not_done
+        workers = {pool.submit(work, slot) for slot in range(jobs)}
+        while workers:
+            workers = wait(workers, timeout=1).not_done
             progress.tick()
     if team.stopping:
         print(f"{name}: stopped; repeat the command to continue", flush=True)
@@ -161,29 +156,27 @@ def environment(slot: int, jobs: int, gpus: list[str]) -> dict[str, str]:
 
 
 class Progress:
-    """Prints progress: jobs done, steps of the running jobs, and the time left, estimated from the work still to do."""
+    """Prints jobs done, steps of the running jobs, and the time left, estimated from the work still to do."""
 
     def __init__(self, name: str, left: Sequence[Job], total: int) -> None:
         self.name, self.left, self.total = name, left, total
         self.done = total - len(left)
         self.began = self.last = time.monotonic()
         self.before = self._spent()
-        self._lock = threading.Lock()
 
     def _spent(self) -> float:
         return sum(job.work * min(1.0, done / steps) for job in self.left for done, steps in [job.progress()])
 
     def finished(self, job: Job) -> None:
-        with self._lock:
-            self.done += 1
-        self._say(f"{job.name} {job.finished()}")
+        self.done += 1
+        self._print(f"{job.name} {job.finished()}")
 
     def tick(self) -> None:
         if time.monotonic() - self.last >= REPORT_EVERY:
             busy = [(job.name, *job.progress()) for job in self.left if job.progress()[0] and job.left()]
-            self._say(", ".join(f"{name} {done}/{steps}" for name, done, steps in busy) or "starting")
+            self._print(", ".join(f"{name} {done}/{steps}" for name, done, steps in busy) or "starting")
 
-    def _say(self, what: str) -> None:
+    def _print(self, what: str) -> None:
         self.last = time.monotonic()
         elapsed, spent = self.last - self.began, self._spent()
         gained, missing = spent - self.before, sum(job.work for job in self.left) - spent

@@ -13,6 +13,7 @@ Writes lambdas.json, lambdas.md and figures/lambdas.png.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -31,30 +32,27 @@ class LambdasConfig(AblationEvalConfig):
     records: str = "docs/results"  # runs whose folders are gone are read from NAME/records.jsonl.gz in this folder
 
 
-def read_lambdas(folder: Path, record: Record) -> dict[int, float]:
-    """Layer -> lambda at the end of the run in `folder`; of its record where the folder no longer exists."""
-    lines = read_json_lines(folder / "metrics.jsonl")
-    return last_lambdas(lines) or {int(layer): value for layer, value in record.get("lambda", {}).items()}
-
-
 def rows_of(arms: list[dict[str, Any]], folder: Path, records: dict[str, Record]) -> Iterator[dict[str, Any]]:
     """For each differential arm and layer: lambda of every run, and in how many runs it is below 0 or above 1.
 
     arms: as in an ablation's results.json. records: by the names of the runs.
     """
     for arm in arms:
-        read = {run["run"]: read_lambdas(folder / run["run"], records.get(run["run"], {})) for run in arm["runs"]}
-        for layer in sorted({layer for layers in read.values() for layer in layers}):
-            values = {run: layers[layer] for run, layers in read.items() if layer in layers}
-            numbers = list(values.values())
+        read = {}
+        for name in (run["run"] for run in arm["runs"]):
+            recorded = records.get(name, {}).get("lambda", {})
+            read[name] = last_lambdas(read_json_lines(folder / name / "metrics.jsonl")) or recorded
+        layers = {run: {int(layer): value for layer, value in values.items()} for run, values in read.items()}
+        for layer in sorted({layer for values in layers.values() for layer in values}):
+            lambdas = {run: values[layer] for run, values in layers.items() if layer in values}
             yield {
                 "arm": arm["name"],
                 "layer": layer,
-                "n": len(numbers),
-                "median": float(np.median(numbers)),
-                "below_0": sum(value < 0 for value in numbers),
-                "above_1": sum(value > 1 for value in numbers),
-                "lambda": values,
+                "n": len(lambdas),
+                "median": median(lambdas.values()),
+                "below_0": sum(value < 0 for value in lambdas.values()),
+                "above_1": sum(value > 1 for value in lambdas.values()),
+                "lambda": lambdas,
             }
 
 
@@ -68,7 +66,7 @@ def table(name: str, rows: list[dict[str, Any]]) -> str:
     return f"**{name}: lambda at the end of training**\n\n{markdown(lines)}"
 
 
-def squashed(values: float | np.ndarray) -> float | np.ndarray:
+def squashed(values: np.ndarray) -> np.ndarray:
     """lambda -> its share of the two maps' weights, lambda / (1 + |lambda|), between -1 and 1."""
     return values / (1 + np.abs(values))
 
@@ -79,14 +77,13 @@ def draw(path: Path, rows: list[dict[str, Any]], shades: dict[str, str]) -> None
     ticks = np.array([-100, -2, -1, -0.5, 0, 0.5, 1, 2, 100])
     with figure(path, 1 + 1.9 * len(arms), 3.6, columns=len(arms)) as axes:
         for ax, arm in zip(axes[0], arms, strict=True):
-            own = [row for row in rows if row["arm"] == arm]
-            for row in own:
+            for row in [row for row in rows if row["arm"] == arm]:
                 values = squashed(np.array(list(row["lambda"].values())))
                 x = row["layer"] + np.linspace(-0.25, 0.25, len(values) + 2)[1:-1]
                 ax.plot(x, values, "o", color=shades[arm], markersize=4, alpha=0.8)
             ax.axhline(0, color="#888888", linewidth=0.8)
             ax.set_title(arm, fontsize=8)
-            ax.set(xlabel="layer", xticks=[row["layer"] for row in own], ylim=(-1.05, 1.05))
+            ax.set(xlabel="layer", xticks=[row["layer"] for row in rows if row["arm"] == arm], ylim=(-1.05, 1.05))
             ax.set_yticks(squashed(ticks), [f"{tick:g}" for tick in ticks] if ax is axes[0, 0] else [""] * len(ticks))
         axes[0, 0].set(ylabel="lambda (below 0: added)")
 

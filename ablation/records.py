@@ -5,8 +5,8 @@ values of the run's configuration that decide its losses and differ from the def
 logged, lambda by layer at the end of training, and the results of every evaluation without long lists and values by layer.
 """
 
-import functools
 import gzip
+import json
 import math
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -30,7 +30,6 @@ LAST_TENTHS = ("loss_text", "loss_retrieval", "lr", "grad_norm", "tokens_per_s",
 # Settings of train.py that decide what a run logs, and not what it learns.
 MEASURES = ("eval_tokens", "log_every", "needle_every", "needle_samples")
 LOGGED = ("step", "tokens", "loss", "val_loss", "tokens_per_s", "time_s", "needle_acc")
-
 AS_IN_A_RUN = ("variant", "facts", "train", "val", "needle", "evals", "tokenizer", "diverged")
 
 Record = dict[str, Any]
@@ -38,6 +37,7 @@ Record = dict[str, Any]
 
 def record_of(run: Run) -> Record:
     """The record of a run that is trained and evaluated, or that diverged."""
+    lambdas, tenths = last_lambdas(run.monitor), {key: run.last_tenth(key) for key in LAST_TENTHS}
     return {
         "run": run.folder.name,
         "variant": run.variant,
@@ -47,9 +47,9 @@ def record_of(run: Run) -> Record:
         "train": [logged(line) for line in thinned(run.train, run.folder.name)],
         "val": [logged(line) for line in run.val],
         "needle": [logged(line) for line in run.needle],
-        **({"lambda": lambdas} if (lambdas := last_lambdas(run.monitor)) else {}),
+        **({"lambda": lambdas} if lambdas else {}),
         "loss": run.last_tenth(),
-        **{key: value for key in LAST_TENTHS if (value := run.last_tenth(key)) is not None},
+        **{key: value for key, value in tenths.items() if value is not None},
         "spikes": run.spikes,
         "spike": asdict(run.spike),
         "tokenizer": run.tokenizer,
@@ -61,30 +61,21 @@ def record_of(run: Run) -> Record:
 def run_of(record: Record, spike: SpikeConfig | None = None) -> Run:
     """The run that a record describes, without what the record leaves out.
 
-    ValueError if spikes were counted in another way: the record lacks the losses to count them again. A record of older code
-    counted them with the defaults.
+    ValueError if spikes were counted in another way: the record lacks the losses to count them again.
     """
-    counted_with = record.get("spike", asdict(SpikeConfig()))
+    counted_with = record.get("spike", asdict(SpikeConfig()))  # older code had the defaults
     if counted_with != asdict(spike or SpikeConfig()):
         had = " ".join(f"spikes.{key}={value}" for key, value in counted_with.items())
         raise ValueError(f"the record of {record['run']} has its spikes counted with {had}: use these, or records=none")
-    same, config = {key: record[key] for key in AS_IN_A_RUN}, recorded_config(record)
     counted = {key: record[key] for key in ("loss", "spikes", *LAST_TENTHS) if key in record}
-    return Run(Path(record["run"]), record["run"], config=config, spike=spike or SpikeConfig(), counted=counted, **same)
+    same = {key: record[key] for key in AS_IN_A_RUN} | {"config": recorded_config(record)}
+    return Run(Path(record["run"]), record["run"], spike=spike or SpikeConfig(), counted=counted, **same)
 
 
 def recorded_config(record: Record) -> dict[str, Any]:
-    """The configuration of the run that a record describes: what the record leaves out has its default.
-
-    A record that is older than an option lacks the value that train.py would have filled in; it is filled in here.
-    """
-    config = nested({**_defaults(), **record["config"]})
+    """The configuration of the run that a record describes: what it leaves out has its default, or what train.py fills in."""
+    config = nested({**flatten(asdict(TrainConfig())), **record["config"]})
     return config | {"model": asdict(decoder_config(config["model"]).filled())}
-
-
-@functools.cache
-def _defaults() -> dict[str, Any]:
-    return flatten(asdict(TrainConfig()))
 
 
 def describes(record: Record, config: TrainConfig) -> bool:
@@ -122,19 +113,18 @@ def shortened(results: Any) -> Any:
         kept = {key: shortened(value) for key, value in results.items() if key not in BY_LAYER}
         return {key: value for key, value in kept.items() if value is not None}
     if isinstance(results, list):
-        long = len(results) > LONGEST and all(isinstance(value, (int, float)) for value in results)
+        long = len(results) > LONGEST and all(isinstance(value, int | float) for value in results)
         return None if long else [shortened(value) for value in results]
     return results
 
 
 def rounded(content: Any) -> Any:
-    """`content` with seven digits of every number that has more than ten: tables have four, and records stay small."""
-    if isinstance(content, dict):
-        return {key: rounded(value) for key, value in content.items()}
-    if isinstance(content, list):
-        return [rounded(value) for value in content]
-    long = isinstance(content, float) and float(f"{content:.10g}") != content
-    return float(f"{content:.7g}") if long else content
+    """JSON `content` with seven digits of every number that has more than ten: tables have four, and records stay small."""
+
+    def digits(text: str) -> float:
+        return float(text) if float(f"{float(text):.10g}") == float(text) else float(f"{float(text):.7g}")
+
+    return json.loads(json.dumps(content), parse_float=digits)
 
 
 def measures_of(config: dict[str, Any]) -> dict[str, int]:
@@ -162,11 +152,11 @@ def nested(flat: dict[str, Any]) -> dict[str, Any]:
 
 def records_of(folder: Path, *kept: Path) -> dict[str, Record]:
     """Run's name -> record, from an ablation's folder and then the folders `kept`; the first record of a run counts."""
-    found: dict[str, Record] = {}
+    records: dict[str, Record] = {}
     for path in (*sorted(folder.glob("records/*.jsonl")), folder / PUBLISHED, *(path / PUBLISHED for path in kept)):
         for record in read_json_lines(path):
-            found.setdefault(record["run"], record)
-    return found
+            records.setdefault(record["run"], record)
+    return records
 
 
 def write_records(path: Path, records: Iterable[Record]) -> None:

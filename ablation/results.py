@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ablation import tuning
-from ablation.experiment import AblateConfig, texts_of
+from ablation.experiment import AblateConfig
 from configs.files import write_atomic, write_json
 from configs.provenance import result_record
 from eval.report.figures import draw_differences, draw_forest, draw_grid, draw_validation
@@ -15,7 +15,7 @@ from eval.report.pooled import Pooled, profile, unit
 from eval.report.runs import Arm
 from eval.report.tables import markdown
 
-FAMILIES = ("gap", "grid", "pairs", "profile")  # figures of single metrics, parts and profiles begin so
+FAMILIES = ("gap_*", "grid_*", "pairs_*", "profile_*", "tuning")  # figures that not every command draws
 
 
 class Results:
@@ -34,11 +34,11 @@ class Results:
         self.profiles = {name: one for name, path in cfg.profiles.items() if (one := profile(arms, path, cfg.pairs))}
         self.fits = self.found.fit_sizes(self.found.compared[0]) if cfg.fit else None
 
-    def write(self, folder: Path, missing: int, epochs: float | None, overlap: Mapping[str, float]) -> None:
-        """Write results.json, table.md and differences.md to `folder`; print the table.
+    def write(self, folder: Path, missing: int, epochs: float | None, overlap: Mapping[str, float] | None) -> None:
+        """Write results.json and table.md to `folder`; print the table.
 
         missing: the number of runs that are not finished. epochs: how often training read the prepared text; None if it is
-        not known. overlap: test text -> the share of it that occurs in the training text; empty if it is not known.
+        not known. overlap: test text -> the share of it that occurs in the training text; None if it is not known.
         """
         partial = f", partial: {missing} {'runs are' if missing > 1 else 'run is'} missing" if missing else ""
         runs = [run for arm in self.found.arms for run in arm.runs]
@@ -54,28 +54,24 @@ class Results:
             "profiles": {name: one.as_json() for name, one in self.profiles.items()},
             "fits": self.fits,
             "epochs": epochs,
-            "overlap": overlap,
+            "overlap": overlap or {},
             "notes": remarks,
         }
         page = [table for point in self.pooled.points for table in self.pooled.tables(point)]
-        last = self.pooled.tables(self.pooled.points[-1])
         for name, one in self.profiles.items():
             page += [f"{name}:", *tables] if (tables := one.tables(self.pooled.points[-1])) else []
         page += [*self.pooled.remarks(), *self.pooled.by_seed()]
         page += [markdown(lines).rstrip() for lines in (self.found.lines(), self.fits and fit_rows(self.fits)) if lines]
+        page += tuning.rates_table(self.tuned)
         write_page(folder, self.cfg, results, seeds, [*page, *remarks, *self.pooled.notes()])
-        (folder / "differences.md").unlink(missing_ok=True)
-        if last:
-            text = "\n\n".join([f"**{title}**", *last, *self.pooled.remarks()]) + "\n"
-            write_atomic(folder / "differences.md", text.encode())
 
-    def _text_notes(self, overlap: Mapping[str, float]) -> list[str]:
+    def _text_notes(self, overlap: Mapping[str, float] | None) -> list[str]:
         """Whether the test texts occur in the training text, and which metrics and profiles are not shown."""
         notes = []
         if overlap:
             shares = ", ".join(f"{text} {share:.2%}" for text, share in overlap.items())
             notes.append(f"Share of the 13-word sequences of each test text that occur in the training text: {shares}.")
-        elif texts_of(self.cfg):
+        elif overlap is None:
             notes.append("Made from records alone: whether the test texts occur in the training text was not checked.")
         if absent := [f"{name} ({path})" for name, path in self.cfg.metrics.items() if not self.found.measured(name)]:
             notes.append(f"Without a column, because no run has a number there: {', '.join(absent)}.")
@@ -85,9 +81,8 @@ class Results:
 
     def draw(self, folder: Path) -> list[Path]:
         """Draw the figures into `folder`, in place of those of an earlier command. Returns their paths."""
-        for path in [path for family in FAMILIES for path in folder.glob(f"{family}_*.png")]:
+        for path in [path for family in FAMILIES for path in folder.glob(f"{family}.png")]:
             path.unlink()
-        (folder / "tuning.png").unlink(missing_ok=True)
         cfg, paths = self.cfg, draw_ablation(folder, self.found, self.fits)
         for metric in self.found.compared if cfg.branch else ():
             paths += self.pooled.draw(folder, metric, unit(cfg.metrics[metric]))

@@ -1,23 +1,20 @@
 """A run of a study as the commands that make it, train.py and then evaluations, with the configurations of both."""
 
 import copy
-import functools
 import importlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.config_store import ConfigStore
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from ablation.records import Record, describes, measures_of, record_of, run_of, write_records
-from configs import CONFIG_DIR, USER_ERRORS, explain
+from configs import USER_ERRORS, explain
 from configs.composing import compose_job, key_of, quoted
 from configs.files import read_run_config, write_json
 from configs.provenance import ROOT
@@ -27,19 +24,63 @@ from eval.common import OF_A_RUN, result_name
 from eval.report.measured import settings_of
 from eval.report.runs import DIVERGED, Run, SpikeConfig, read_json, read_run
 from eval.texts import Texts, prepared
-from model.config import DecoderConfig
 from model.decoder import Decoder
 from training.checkpoint import checkpoints, folder_name
+from training.optim import decay_start
 from training.run import TrainConfig, Vocabulary, fill_model, refuse_other_config, sizes
-from training.schedule import decay_start
 from training.text import trained_on
+
+INFINITE = re.compile(r"error: ((?:the loss is \S+|\S+ is not finite) at step \d+(?: \(gradient norm \S+\))?)")
+REPEAT = "repeat its overrides, or start anew with name=OTHER"
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """python -m eval.NAME OVERRIDES. settings: its configuration as in its JSON; default: the same without overrides."""
+
+    name: str
+    overrides: list[str]
+    settings: dict[str, Any]
+    default: dict[str, Any]
+
+    @property
+    def file(self) -> str:
+        """The name, without .json, of the file that the evaluation writes into a run's eval/."""
+        return result_name(self.name, self.settings)
+
+    def other_setting(self, had: Mapping[str, Any]) -> str | None:
+        """The first setting that `had`, the configuration of a result, has otherwise; None if all agree.
+
+        Machine and batch change no number; of a path the last part counts. What an older result lacks had its default.
+        """
+        before, now = (settings_of({"config": config}) for config in ({**self.default, **had}, self.settings))
+        if self.name == "harness" and set(now.get("tasks", ())) <= set(before.get("tasks", ())):
+            before |= {key: now.get(key) for key in ("tasks", "include_path")}  # it may have tasks of other commands
+        keys = [key for key in before | now if key not in ("device", "batch")]
+        return next((key for key in keys if before.get(key) != now.get(key)), None)
+
+
+def read_evaluation(text: str) -> Evaluation:
+    """ "needle samples=20" -> the evaluation. A value in single quotes may have spaces. ValueError if a word is wrong."""
+    name, *overrides = re.findall(r"(?:'(?:\\.|[^'\\])*'|\S)+", text)
+    if name not in OF_A_RUN:
+        raise ValueError(f"evaluations has '{name}', but there is no such evaluation: use {', '.join(OF_A_RUN)}")
+    importlib.import_module(f"eval.{name}")  # registers the schema
+    try:
+        composed = (compose_job(name, ["run=none", *given]) for given in (overrides, []))
+        evaluation = Evaluation(name, overrides, *(OmegaConf.to_container(config, resolve=True) for config in composed))
+        result_name(name, evaluation.settings)
+        return evaluation
+    except USER_ERRORS as error:
+        schema = OmegaConf.get_type(ConfigStore.instance().load(f"{name}_schema.yaml").node)
+        raise ValueError(f"evaluation '{text}': {explain(error, schema)}") from None
 
 
 @dataclass
 class PlannedRun:
-    """One arm at one seed: arguments of train.py and of the evaluations. spike: what counts as a spike of its loss.
+    """One arm at one seed: arguments of train.py and of the evaluations; a job of ablation/jobs.py.
 
-    record: given if the run was finished elsewhere. texts: the digests that the runs of a study share.
+    record: given if the run was finished elsewhere. stale: why a record was not taken. texts: digests that all runs share.
     """
 
     arm: str
@@ -47,30 +88,56 @@ class PlannedRun:
     folder: Path
     overrides: list[str]
     config: TrainConfig
-    evaluations: list[list[str]]
+    evaluations: list[Evaluation]
     flops_per_token: int
     spike: SpikeConfig = field(default_factory=SpikeConfig)
     texts: Texts = field(default_factory=Texts)
     record: Record | None = None
+    stale: str | None = None
 
     def take_over(self, record: Record | None) -> None:
-        """Go on from what is there of this run: its record, if it fits and the run has no checkpoint here, or its folder.
+        """Take the record of the finished run, if it fits and the run has no checkpoints here; else resume the folder's run.
 
-        ValueError if the run in the folder has another configuration, if the record has other evaluations, or if the run
-        measured itself in another way or was trained on other shards.
+        ValueError if that run has another configuration, measured itself in another way or was trained on other shards.
         """
-        data, begun = self.config.data, (self.folder / "config.yaml").is_file()
-        again = begun and not self.diverged  # a user deleted the file that says that the run diverged
-        advice = "repeat its overrides, or start anew with name=OTHER"
-        if record and describes(record, self.config) and not checkpoints(self.folder) and not (record["diverged"] and again):
+        if self._takes(record):
             self.record = record
-            refuse_other_measures(self.name, record.get("measures", {}), asdict(self.config), advice)
-            self.texts.refuse_other_shards(self.name, record["facts"].get("text_digest"), data)
-            refuse_other_results(self)
-        elif begun:
-            refuse_other_config(self.folder, asdict(self.config), advice=advice)
-            refuse_other_measures(str(self.folder), measures_of(read_run_config(self.folder)), asdict(self.config), advice)
-            self.texts.refuse_other_shards(str(self.folder), trained_on(self.folder), data)
+            run, measures, digest = self.name, record.get("measures", {}), record["facts"].get("text_digest")
+        elif (self.folder / "config.yaml").is_file():
+            refuse_other_config(self.folder, asdict(self.config), advice=REPEAT)
+            run, measures = str(self.folder), measures_of(read_run_config(self.folder))
+            digest = trained_on(self.folder)
+        else:
+            return
+        for key, had in measures.items():  # a resume may change them, but a study compares what runs log
+            if had != getattr(self.config, key):
+                raise ValueError(f"{run} measures itself with {key}={had} (now {getattr(self.config, key)}): {REPEAT}")
+        self.texts.refuse_other_shards(run, digest, self.config.data)
+
+    def _takes(self, record: Record | None) -> bool:
+        if not record or checkpoints(self.folder) or not describes(record, self.config):
+            return False
+        if record["diverged"]:  # without this file in its folder, the run is to be trained again
+            return self.diverged or not (self.folder / "config.yaml").is_file()
+        faults = (self.fault(one, record["evals"].get(one.file), record["tokenizer"]) for one in self.evaluations)
+        self.stale = next(filter(None, faults), None)
+        return self.stale is None
+
+    def fault(self, evaluation: Evaluation, result: Mapping[str, Any] | None, fingerprint: str | None) -> str | None:
+        """Why `result` is not what the evaluation would write now; None if it is.
+
+        Of perplexity also the text is compared. After a change of the text of another evaluation delete its results.
+        """
+        settings, file = evaluation.settings, evaluation.file
+        if result is None:
+            return f"lacks {file}"
+        if key := evaluation.other_setting(result.get("config", {})):
+            return f"has {file} with {key}={result['config'].get(key)} instead of {key}={settings.get(key)}"
+        sha256 = result["results"].get("sha256") if evaluation.name == "perplexity" else None
+        known = sha256 and self.texts.tested(self.config.data, fingerprint, self.config.model.context, settings)
+        return (
+            f"has {file} of another text than {settings['text'] or settings['shards']}" if known not in (None, sha256) else None
+        )
 
     @property
     def name(self) -> str:
@@ -82,8 +149,8 @@ class PlannedRun:
 
     @property
     def trained(self) -> bool:
-        found = checkpoints(self.folder)
-        return self.record is not None or bool(found) and found[-1].name == folder_name(self.config.steps)
+        kept = checkpoints(self.folder)
+        return self.record is not None or bool(kept) and kept[-1].name == folder_name(self.config.steps)
 
     @property
     def diverged(self) -> bool:
@@ -91,7 +158,6 @@ class PlannedRun:
 
     @property
     def work(self) -> float:
-        """FLOPs of the whole training, which weigh the run in the estimate of the time left."""
         return training_flops(self.config, self.flops_per_token)
 
     def progress(self) -> tuple[int, int]:
@@ -107,54 +173,36 @@ class PlannedRun:
         overrides, trunk = self.overrides, self.config.branch_from
         if trunk and trunk_ended_early(Path(trunk), self.config):  # the trunk has diverged since this run was planned
             overrides = [override for override in overrides if key_of(override) != "branch_from"]
-        commands = [] if self.trained else [[str(ROOT / "train.py"), *overrides]]
+        trained = self.trained
+        commands = [] if trained else [[str(ROOT / "train.py"), *overrides]]
         return commands + [
-            ["-m", f"eval.{name}", quoted(f"run={self.folder}"), *overrides]
-            for name, *overrides in self.evaluations
-            if not (self.trained and self.evaluated(name, *overrides))
+            ["-m", f"eval.{one.name}", quoted(f"run={self.folder}"), *one.overrides]
+            for one in self.evaluations
+            if not (trained and self.evaluated(one))
         ]
 
-    def evaluated(self, name: str, *overrides: str) -> bool:
-        """Whether the result of this evaluation exists: from the finished training, with the same settings, and of perplexity
-        with the same text.
-        """
-        path = self.folder / "eval" / f"{result_file(name, *overrides)}.json"
+    def evaluated(self, evaluation: Evaluation) -> bool:
+        """Whether the folder has the result of this evaluation of the finished training."""
         try:
-            content = json.loads(path.read_text())
-        except (OSError, ValueError):
+            content = json.loads((self.folder / "eval" / f"{evaluation.file}.json").read_text())
+            dict(content["config"]), dict(content["results"])
+        except (OSError, ValueError, KeyError, TypeError):  # none, or damaged
             return False
-        if not (isinstance(content, dict) and all(isinstance(content.get(key), dict) for key in ("config", "results"))):
-            return False  # damaged
-        same = content.get("step") == self.config.steps and not other_setting(content["config"], name, *overrides)
-        return same and not self.other_text(content, name, *overrides)
+        fingerprint = (read_json(self.folder / "tokenizer.json") or {}).get("fingerprint")
+        return content.get("step") == self.config.steps and not self.fault(evaluation, content, fingerprint)
 
-    def other_text(self, found: Mapping[str, Any], name: str, *overrides: str) -> bool:
-        """Whether the result `found` of perplexity is of another text than the one that it would read now.
-
-        Texts and questions of other evaluations are not compared: delete their results after a change.
-        """
-        theirs = found.get("results", {}).get("sha256")
-        if name != "perplexity" or theirs is None:
-            return False
-        settings, model = evaluation_config(name, *overrides), self.config.model
-        return self.texts.tested(self.config.data, self.tokenizer, model.context, settings) not in (None, theirs)
-
-    @functools.cached_property
-    def tokenizer(self) -> str | None:
-        """The fingerprint of the finished run's tokenizer."""
-        found = self.record["tokenizer"] if self.record else read_json(self.folder / "tokenizer.json")
-        return found["fingerprint"] if isinstance(found, dict) else found
-
-    def check(self, arguments: list[str], code: int, said: str) -> bool:
+    def check(self, arguments: list[str], code: int, output: str) -> bool:
+        """After a command: whether to go on with the next. ValueError if it failed; a loss that diverged is a result."""
         training = arguments[0] != "-m"
         if code or (training and not self.trained):
-            infinite = re.search(r"error: ((?:the loss is \S+|\S+ is not finite) at step \d+(?: \(gradient norm \S+\))?)", said)
+            infinite = INFINITE.search(output)
             if not (training and infinite):
                 raise ValueError(f"{self.folder}, {self.reason()}")
             write_json(self.folder / DIVERGED, {"error": infinite.group(1)})
         return not self.diverged
 
     def finished(self) -> str:
+        """Store the record of a finished run; returns the outcome in a word."""
         if not self.left():
             write_records(self.folder.parent / "records" / f"{self.name}.jsonl", [record_of(self.measured())])
         return "diverged" if self.diverged else "done"
@@ -164,18 +212,13 @@ class PlannedRun:
         return run_of(self.record, self.spike) if self.record else read_run(self.folder, self.spike)
 
     def reason(self) -> str:
-        """The last error in the run's log, and the log's path."""
-        lines = self.log.read_text(errors="replace").splitlines() if self.log.is_file() else []
-        said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-        last = said[-1] if said else (lines[-1] if lines else "the run has not begun")
-        return f"{self.name}: {last} (see {self.log}); correct that and repeat this command: finished runs are kept"
-
-
-def refuse_other_measures(run: str, theirs: Mapping[str, Any], ours: Mapping[str, Any], advice: str) -> None:
-    """ValueError if `run` has other measures: a resume may change them, but a study compares what runs log."""
-    for key, had in theirs.items():
-        if had != ours[key]:
-            raise ValueError(f"{run} measures itself with {key}={had} (now {ours[key]}): {advice}")
+        """The error of the last command in the run's log, and what to do."""
+        if not self.log.is_file():
+            return f"{self.name}: the run has not begun; repeat this command"
+        lines = self.log.read_text(errors="replace").rpartition("$ python ")[2].splitlines()
+        errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+        fix = "" if errors and errors[-1].startswith("ended by SIG") else "correct that and "
+        return f"{self.name}: {(errors or lines)[-1]} (see {self.log}); {fix}repeat this command: finished runs are kept"
 
 
 def trunk_ended_early(trunk: Path, cfg: TrainConfig) -> bool:
@@ -190,109 +233,29 @@ def training_flops(cfg: TrainConfig, per_token: int) -> float:
     return per_token * cfg.batch_tokens * (cfg.steps - begins)
 
 
-def evaluation_command(text: str) -> list[str]:
-    """ "needle samples=20" -> ["needle", "samples=20"], checked. A value in single quotes may have spaces."""
-    name, *overrides = re.findall(r"(?:'(?:\\.|[^'\\])*'|\S)+", text)
-    if name not in OF_A_RUN:
-        raise ValueError(f"evaluations has '{name}', but there is no such evaluation: use {', '.join(OF_A_RUN)}")
-    try:
-        evaluation_config(name, *overrides)
-    except USER_ERRORS as error:
-        schema = OmegaConf.get_type(ConfigStore.instance().load(f"{name}_schema.yaml").node)
-        raise ValueError(f"evaluation '{text}': {explain(error, schema)}") from None
-    return [name, *overrides]
+def train_config(overrides: Iterable[str]) -> TrainConfig:
+    """train.py's configuration from these overrides. The caller must have imported train.py, which registers the schema."""
+    return OmegaConf.to_object(compose_job("train", list(overrides)))
 
 
-def result_file(name: str, *overrides: str) -> str:
-    """The name, without .json, of the file that an evaluation writes into a run's eval/."""
-    return result_name(name, evaluation_config(name, *overrides))
+def filled_config(overrides: Iterable[str], recorded: Vocabulary | None = None) -> TrainConfig:
+    """The configuration of a run as in its config.yaml. recorded: the vocabulary for data that are not on this machine."""
+    config = train_config(overrides)
+    known = recorded and not prepared(config.data)
+    config.model = fill_model(config.model, recorded if known else open_tokenizer(config.data))
+    return config
 
 
-def other_setting(found: Mapping[str, Any], name: str, *overrides: str) -> str | None:
-    """The first setting of the evaluation that `found`, the configuration of a result, has otherwise; None if all agree.
-
-    Machine and batch change no result, and of a path only the last part counts. A result of older code may lack a setting
-    that was added later. The setting then had its default value.
-    """
-    default, wanted = evaluation_config(name), evaluation_config(name, *overrides)
-    had, asked = (settings_of({"config": config}) for config in ({**default, **found}, wanted))
-    if name == "harness" and set(asked.get("tasks", ())) <= set(had.get("tasks", ())):
-        had |= {key: asked.get(key) for key in ("tasks", "include_path")}  # the result may have other commands' tasks, too
-    keys = [key for key in (had | asked) if key not in ("device", "batch")]
-    return next((key for key in keys if had.get(key) != asked.get(key)), None)
-
-
-def refuse_other_results(run: PlannedRun) -> None:
-    """Raise ValueError if the run's record lacks an evaluation, or has it with other settings or of another text."""
-    record = run.record
-    for name, *overrides in run.evaluations if not record["diverged"] else ():
-        file = result_file(name, *overrides)
-        result, wanted = record["evals"].get(file), evaluation_config(name, *overrides)
-        if result is None:
-            wrong = f"lacks {file}"
-        elif key := other_setting(result.get("config", {}), name, *overrides):
-            wrong = f"has {file} with {key}={result['config'].get(key)} instead of {key}={wanted.get(key)}"
-        elif run.other_text(result, name, *overrides):
-            wrong = f"has {file} of another text than {wanted['text'] or wanted['shards']}"
-        else:
-            continue
-        raise ValueError(
-            f"the record of the finished run {record['run']} {wrong}: ask for the evaluations of the records, or train "
-            "and evaluate all runs again with name=OTHER records=none"
-        )
-
-
-@functools.cache
-def evaluation_config(name: str, *overrides: str) -> dict[str, Any]:
-    """An evaluation's resolved configuration as in its JSON, except for the run."""
-    importlib.import_module(f"eval.{name}")  # registers the schema
-    return OmegaConf.to_container(compose_job(name, ["run=none", *overrides]), resolve=True)
-
-
-def train_config(overrides: Sequence[str], own: Sequence[str] = (), recorded: Vocabulary | None = None) -> TrainConfig:
-    """The configuration of a run as in its config.yaml. own: overrides of single values outside of the model.
-
-    recorded: the vocabulary of earlier runs, for data that are not on this machine. The caller must have imported train.py,
-    which registers the schema.
-    """
-    return copy.deepcopy(_train_config(tuple(overrides), tuple(own), recorded))
-
-
-@functools.cache
-def _train_config(overrides: tuple[str, ...], own: tuple[str, ...], recorded: Vocabulary | None) -> TrainConfig:
-    cfg, model = _composed(overrides, recorded)
-    plain: TrainConfig = OmegaConf.to_object(_with_values(cfg, own) if own else cfg)
-    plain.model = model
-    return plain
-
-
-@functools.cache
-def _composed(overrides: tuple[str, ...], recorded: Vocabulary | None) -> tuple[DictConfig, DecoderConfig]:
-    """train.py's configuration, and its model configuration with the values that come from the data."""
-    groups = tuple(override for override in overrides if _chooses_group(override))
-    cfg = _with_values(_chosen(groups), [override for override in overrides if override not in groups])
-    plain: TrainConfig = OmegaConf.to_object(cfg)
-    known = recorded and not prepared(plain.data)
-    return cfg, fill_model(plain.model, recorded if known else open_tokenizer(plain.data))
-
-
-@functools.cache
-def _chosen(groups: tuple[str, ...]) -> DictConfig:
-    """train.py's configuration with these choices, for which Hydra takes tenths of a second."""
-    return compose_job("train", list(groups))
-
-
-def _chooses_group(override: str) -> bool:
-    """Whether the override names a file of a group (model=diff) or may do so, rather than set a value."""
-    key = key_of(override)
-    return "/" in key or "@" in key or ("." not in key and (override[0] in "+~" or (CONFIG_DIR / key).is_dir()))
-
-
-def _with_values(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
-    """A copy of `cfg` with the values of the overrides, set as Hydra sets them."""
-    cfg = cfg.copy()
-    ConfigLoaderImpl._apply_overrides_to_config(OverridesParser.create().parse_overrides(list(overrides)), cfg)
-    return cfg
+def with_values(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
+    """A copy of `config` with these values under dotted keys, none of them of the model."""
+    config = copy.deepcopy(config)
+    for key, value in values.items():
+        *groups, name = key.split(".")
+        place = config
+        for group in groups:
+            place = getattr(place, group)
+        setattr(place, name, value)
+    return config
 
 
 def read_epochs(cfg: TrainConfig) -> float:
@@ -308,14 +271,9 @@ def describe_model(cfg: TrainConfig) -> dict[str, Any]:
     with torch.device("meta"):
         model = Decoder(cfg.model)
     attentions, none = [block.attention for block in model.blocks], torch.nn.Identity()
-    norms = ["no" if isinstance(getattr(a, "head_norm", none), torch.nn.Identity) else "yes" for a in attentions]
-    return {
-        "heads": _joined(str(a.heads) for a in attentions),
-        "d": _joined(str(a.width) for a in attentions),
-        "head_norm": _joined(norms),
-        **sizes(model),
+    shapes = {
+        "heads": [str(a.heads) for a in attentions],
+        "d": [str(a.width) for a in attentions],
+        "head_norm": ["no" if isinstance(getattr(a, "head_norm", none), torch.nn.Identity) else "yes" for a in attentions],
     }
-
-
-def _joined(parts: Any) -> str:
-    return "/".join(dict.fromkeys(parts))
+    return {key: "/".join(dict.fromkeys(values)) for key, values in shapes.items()} | sizes(model)

@@ -13,7 +13,6 @@ Writes survival.json, survival.md and figures/survival.png.
 
 import math
 import warnings
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,8 @@ ABOUT = (
     "Tokens: median over runs (95 % interval); a dash: the curve, or this end of its interval, does not fall to one half. p: "
     "log-rank test, in brackets with Holm's correction; arms against the first arm of their point."
 )
+Arrivals = list[tuple[int, bool]]  # (tokens, arrived) of each run
+Row = dict[str, Any]
 
 
 @dataclass
@@ -43,98 +44,80 @@ class SurvivalConfig(AblationEvalConfig):
     levels: list[float] = field(default_factory=lambda: [0.5, 0.9])
 
 
-Checks = list[dict[str, float]]  # the lines of a metrics.jsonl that have a needle_acc
-Arrivals = list[tuple[int, bool]]  # (tokens, arrived) of each run
-
-
-def arrival(checks: Checks, level: float) -> tuple[int, bool]:
+def arrival(checks: list[dict[str, float]], level: float) -> tuple[int, bool]:
     """(tokens, arrived): tokens at the first of a run's needle checks with accuracy `level` or more, else at the last check."""
     tokens = next((line["tokens"] for line in checks if line["needle_acc"] >= level), None)
     return (checks[-1]["tokens"], False) if tokens is None else (tokens, True)
 
 
-def kaplan_meier(runs: Arrivals) -> dict[str, Any]:
-    """The Kaplan-Meier estimate (1958). A censored run is at risk until the time of its censoring, that time included.
+def kaplan_meier(runs: Arrivals) -> Row:
+    """The Kaplan-Meier estimate (1958): `share` of the runs that have not arrived, from each of `times` on.
 
-    n, arrived: numbers of runs. share: of the runs that have not arrived, from each of `times` on, with its 95 % interval
-    share_low to share_high. median: the first time at which half of the runs have arrived, with its interval low to high;
-    None where the curve does not fall to one half.
-
-    Intervals are Greenwood's on the scale log(-log S), which stays inside 0 to 1 (Kalbfleisch and Prentice 1980). The
-    median's interval ends at the times at which the curve's interval crosses one half (Brookmeyer and Crowley 1982).
-    Where the last run arrives, this scale has no interval; the upper bound then stays as at the time before.
+    share_low, share_high: Greenwood's 95 % interval on the scale log(-log S) (Kalbfleisch and Prentice 1980), which is not
+    defined where the last run arrives; the upper bound then stays. median, low, high: the times at which the curve and its
+    interval cross one half (Brookmeyer and Crowley 1982), None where they do not.
     """
     arrived = [time for time, seen in runs if seen]
-    found = {"n": len(runs), "arrived": len(arrived), "times": [], "share": [], "share_low": [], "share_high": []}
+    row = {"n": len(runs), "arrived": len(arrived), "times": [], "share": [], "share_low": [], "share_high": []}
     if not arrived:
-        return found | {"median": None, "low": None, "high": None}
+        return row | {"median": None, "low": None, "high": None}
     survival = stats.ecdf(_censored(runs)).sf
     with warnings.catch_warnings(action="ignore"):  # scipy warns that the interval is undefined where no run is left
         interval = survival.confidence_interval(0.95, method="log-log")
     at = np.isin(survival.quantiles, arrived)
-    times, shares = survival.quantiles[at].tolist(), survival.probabilities[at]
-    lows, highs = (np.asarray(side.probabilities)[at] for side in (interval.low, interval.high))
+    times, shares, lows, highs = (
+        np.array(values)[at]
+        for values in (survival.quantiles, survival.probabilities, interval.low.probabilities, interval.high.probabilities)
+    )
     if shares[-1] == 0:
         lows[-1], highs[-1] = 0.0, highs[-2] if len(highs) > 1 else 1.0
-    found["times"] = times
+    row["times"] = times.tolist()
     for name, end, side in (("share", "median", shares), ("share_low", "low", lows), ("share_high", "high", highs)):
-        found[name] = side.tolist()
-        found[end] = next((t for t, s in zip(times, side, strict=True) if s <= 0.5 + 1e-9), None)
-    return found
+        row |= {name: side.tolist(), end: next((t for t, s in zip(row["times"], side, strict=True) if s <= 0.5 + 1e-9), None)}
+    return row
 
 
 def _censored(runs: Arrivals) -> stats.CensoredData:
     return stats.CensoredData.right_censored([time for time, _ in runs], [not seen for _, seen in runs])
 
 
-def log_rank(runs: Arrivals, others: Arrivals) -> tuple[float, float]:
-    """(chi square, p) of the log-rank test of two groups (Mantel 1966), 1 degree of freedom; (0, 1) where it is undefined."""
+def log_rank(runs: Arrivals, others: Arrivals) -> Row:
+    """chi_square and p of the log-rank test of two groups (Mantel 1966), 1 degree of freedom; 0 and 1 where undefined."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        found = stats.logrank(_censored(runs), _censored(others))
-    return (0.0, 1.0) if math.isnan(found.statistic) else (float(found.statistic**2), float(found.pvalue))
+        test = stats.logrank(_censored(runs), _censored(others))
+    undefined = math.isnan(test.statistic)
+    return {"chi_square": 0.0 if undefined else float(test.statistic**2), "p": 1.0 if undefined else float(test.pvalue)}
 
 
-def compare(arms: list[dict[str, Any]], checks: dict[str, Checks], level: float) -> list[dict[str, Any]]:
-    """Each arm's curve and its test against the reference. arms: as in an ablation's results.json.
+def compare(arms: list[Row], checks: dict[str, list], level: float, pairs: dict[str, list[str]]) -> tuple[list[Row], list[Row]]:
+    """Each arm's curve with its test against the reference, and the test of each pair at every point where both have runs.
 
-    checks: run's name -> its needle checks. A diverged run is censored at its last check. `until`: tokens of the arm's
-    last check, beyond which its curve is unknown.
+    arms: as in an ablation's results.json. checks: run's name -> its needle checks. pairs: part -> (arm, other arm). `until`:
+    tokens of the arm's last check, beyond which its curve is unknown.
     """
-    found = {arm["name"]: [arrival(checks[run["run"]], level) for run in arm["runs"]] for arm in arms}
+    arms = [arm for arm in arms if arm["runs"]]
+    arrivals = {arm["name"]: [arrival(checks[run["run"]], level) for run in arm["runs"]] for arm in arms}
     rows = []
     for arm in arms:
-        about = {"arm": arm["name"], "point": arm["point"], "reference": arm["reference"]}
-        until = max((checks[run["run"]][-1]["tokens"] for run in arm["runs"]), default=0)
-        rows.append(about | {"until": until} | kaplan_meier(found[arm["name"]]))
-        if arm["reference"] in found:
-            rows[-1]["chi_square"], rows[-1]["p"] = log_rank(found[arm["name"]], found[arm["reference"]])
-    _correct(row for row in rows if "p" in row)
-    return rows
+        until = max(checks[run["run"]][-1]["tokens"] for run in arm["runs"])
+        about = {"arm": arm["name"], "point": arm["point"], "reference": arm["reference"], "until": until}
+        rows.append(about | kaplan_meier(arrivals[arm["name"]]))
+        if arm["reference"] in arrivals:
+            rows[-1] |= log_rank(arrivals[arm["name"]], arrivals[arm["reference"]])
+    by_point = {(arm["arm"], arm["point"]): arrivals[arm["name"]] for arm in arms}
+    tests = [
+        {"part": part, "arm": arm, "other": other, "point": point, **log_rank(by_point[arm, point], by_point[other, point])}
+        for part, (arm, other) in pairs.items()
+        for name, point in by_point
+        if name == arm and (other, point) in by_point
+    ]
+    for family in ([row for row in rows if "p" in row], tests):
+        for row, p in zip(family, holm([row["p"] for row in family]), strict=True):
+            row["p_holm"] = p
+    return rows, tests
 
 
-def compare_pairs(
-    arms: list[dict[str, Any]], checks: dict[str, Checks], level: float, pairs: dict[str, list[str]]
-) -> list[dict[str, Any]]:
-    """The log-rank test of every pair at every point where both of its arms have runs. pairs: part -> (arm, other arm)."""
-    arms = [arm for arm in arms if arm["runs"]]
-    found = {(arm["arm"], arm["point"]): [arrival(checks[run["run"]], level) for run in arm["runs"]] for arm in arms}
-    rows = []
-    for part, (arm, other) in pairs.items():
-        for point in [point for name, point in found if name == arm and (other, point) in found]:
-            chi_square, p = log_rank(found[arm, point], found[other, point])
-            rows.append({"part": part, "arm": arm, "other": other, "point": point, "chi_square": chi_square, "p": p})
-    _correct(rows)
-    return rows
-
-
-def _correct(rows: Iterable[dict[str, Any]]) -> None:
-    """Add Holm's correction of all rows' p as `p_holm`."""
-    rows = list(rows)
-    for row, p in zip(rows, holm([row["p"] for row in rows]), strict=True):
-        row["p_holm"] = p
-
-
-def table(name: str, levels: dict[str, list[dict[str, Any]]], pairs: dict[str, list[dict[str, Any]]]) -> str:
+def table(name: str, levels: dict[str, list[Row]], pairs: dict[str, list[Row]]) -> str:
     """The arms, and below them the pairs, as Markdown: one row per arm and point of the grid, three columns per level."""
     heads = [f"{head} {level}" for level in levels for head in ("arrived at", "million tokens to", "p at")]
     arms = [["arm", "n", *heads]]
@@ -148,32 +131,31 @@ def table(name: str, levels: dict[str, list[dict[str, Any]]], pairs: dict[str, l
     return f"**{name}: training tokens to a needle accuracy**\n\n{tables}\n{ABOUT}\n"
 
 
-def _half(row: dict[str, Any]) -> str:
+def _half(row: Row) -> str:
     """The median with its interval; an end that the curve does not reach is a dash."""
     half, low, high = ("-" if row[key] is None else f"{row[key] / 1e6:.2f}" for key in ("median", "low", "high"))
     return f"{half} ({low} to {high})"
 
 
-def _p(row: dict[str, Any]) -> str:
+def _p(row: Row) -> str:
     return f"{row['p']:.3g} ({row['p_holm']:.3g})" if "p" in row else ""
 
 
-def draw(path: Path, levels: dict[str, list[dict[str, Any]]], shades: dict[str, str]) -> None:
+def draw(path: Path, levels: dict[str, list[Row]], shades: dict[str, str]) -> None:
     """The share of runs that have arrived against training tokens: one row per point of the grid, one column per level."""
     points = list(dict.fromkeys(row["point"] for rows in levels.values() for row in rows))
     with figure(path, 5.2 * len(levels), 3.6 * len(points), columns=len(levels), rows=len(points)) as axes:
         for column, (level, rows) in enumerate(levels.items()):
             for ax, point in zip(axes[:, column], points, strict=True):
                 for row in [row for row in rows if row["point"] == point]:
-                    line = shades[row["arm"]]
                     x = np.array([0, *row["times"], row["until"]]) / 1e6
                     low, high, y = (
-                        1 - np.array([1, *row[name], row[name][-1] if row[name] else 1])
-                        for name in ("share_high", "share_low", "share")
+                        1 - np.array([1, *row[key], *(row[key] or [1])[-1:]]) for key in ("share_high", "share_low", "share")
                     )
-                    ax.step(x, y, where="post", color=line, label=row["arm"].removesuffix(f"-{point}"), linewidth=1.6)
+                    shade, label = shades[row["arm"]], row["arm"].removesuffix(f"-{point}")
+                    ax.step(x, y, where="post", color=shade, label=label, linewidth=1.6)
                     known = slice(-1 if y[-1] == 1 else None)  # where all runs have arrived, there is no interval
-                    ax.fill_between(x[known], low[known], high[known], step="post", color=line, alpha=0.08, linewidth=0)
+                    ax.fill_between(x[known], low[known], high[known], step="post", color=shade, alpha=0.08, linewidth=0)
                 title = f"accuracy {level}" + (f" · {point}" if point else "")
                 ax.set(title=title, ylim=(-0.02, 1.02), xlabel="training tokens (millions)", ylabel="runs that arrived")
         handles, labels = axes[0, 0].get_legend_handles_labels()
@@ -184,25 +166,21 @@ def draw(path: Path, levels: dict[str, list[dict[str, Any]]], shades: dict[str, 
 def main(cfg: SurvivalConfig) -> None:
     folder = Path(cfg.ablation)
     study = ablation_in(folder)
-    arms, asked = study["results"]["arms"], study["config"].get("pairs", {})
+    arms = study["results"]["arms"]
     if not cfg.levels or not all(0 < level <= 1 for level in cfg.levels):
         raise ValueError(f"levels={cfg.levels} must be accuracies above 0 and at most 1: use levels=[0.5,0.9]")
     if not any(arm["runs"] for arm in arms):
         raise ValueError(f"{folder} has no finished runs yet: finish the study with scripts/ablate.py first")
-    records = records_of(folder, Path(cfg.records) / folder.name)
-    checks = {run["run"]: _checks(folder / run["run"], records) for arm in arms for run in arm["runs"]}
-    if missing := [name for name, own in checks.items() if not own]:
-        raise ValueError(f"{missing[0]} has no needle checks: train with needle_every=10, or give records= of the runs")
-    levels = {f"{level:g}": compare(arms, checks, level) for level in cfg.levels}
-    pairs = {f"{level:g}": compare_pairs(arms, checks, level, asked) for level in cfg.levels}
+    records, checks = records_of(folder, Path(cfg.records) / folder.name), {}
+    for name in [run["run"] for arm in arms for run in arm["runs"]]:
+        lines = [line for line in read_json_lines(folder / name / "metrics.jsonl") if "needle_acc" in line]
+        checks[name] = lines or records.get(name, {}).get("needle", [])
+        if not checks[name]:
+            raise ValueError(f"{name} has no needle checks: train with needle_every=10, or give records= of the runs")
+    both = {f"{level:g}": compare(arms, checks, level, study["config"].get("pairs", {})) for level in cfg.levels}
+    levels, pairs = ({level: found[i] for level, found in both.items()} for i in (0, 1))
     text, shades = table(folder.name, levels, pairs), colours_of(arms)
     write_findings("survival", cfg, {"levels": levels, "pairs": pairs}, text, lambda path: draw(path, levels, shades))
-
-
-def _checks(folder: Path, records: dict[str, dict[str, Any]]) -> Checks:
-    """The needle checks that training logged: from the run's folder, or from its record where the folder has none."""
-    found = [line for line in read_json_lines(folder / "metrics.jsonl") if "needle_acc" in line]
-    return found or records.get(folder.name, {}).get("needle", [])
 
 
 if __name__ == "__main__":

@@ -1,15 +1,9 @@
 """Learning rates of every single arm: the trials to run next, and the results of the trials.
 
-The search changes one key after the other. It tries all values of the first key, with the other keys at the middle of
-their grids, then all values of the next key, with the first key at its best value, and so on. Then, for the keys of
-`refine`, it tries the values halfway (in the logarithm) from the best value to both of its neighbours. Every arm gets
-the same number of trials, except where its best value lies at an end of the grid: then the grid is widened at that end,
-up to `widen` times, and the result says so. With `exchange`, every arm finally tries those best values of all other arms
-that it has not tried, so that no arm is worse only because its own search never tried the values that suit it.
-If such a value is an arm's best and the arm has tried none beyond it, the arm tries one step of the grid more at that end.
-
-A task that is learned by jumps needs another judge: with `solved`, a point's trials are as long as the runs, and the point
-at which most of them solve the task wins, then the lowest median. With `full`, every arm tries all combinations, no more.
+The search changes one key after the other, widens a grid whose best value is at an end, and refines; docs/METHODS.md, section
+8.3, has its rules. Every arm gets the same number of trials but for such widenings, which the result names. With `exchange`
+no arm is worse only because its own search never tried the values that suit it. For a task that is learned by jumps, `solved`
+counts the trials that solve it, and `full` tries all combinations, no more.
 """
 
 import itertools
@@ -21,8 +15,10 @@ from statistics import median
 from typing import Annotated, Any, NamedTuple
 
 from eval.common import figure
+from eval.report.tables import markdown
 
 Point = tuple[float, ...]  # one value per key of the grid
+Style = tuple[str, Any]  # colour and line style of an arm in figures
 
 
 class Score(NamedTuple):
@@ -30,10 +26,6 @@ class Score(NamedTuple):
 
     unsolved: int
     loss: float  # mean of the metric over the trials' seeds, or with `tune.solved` the median
-
-
-Style = tuple[str, Any]  # colour and line style of an arm in figures
-LOWEST_STEP = 1.2  # smallest factor between neighbouring values of a grid
 
 
 @dataclass
@@ -58,6 +50,12 @@ class TuneConfig:
         """Key -> values."""
         return dict(zip(self.keys, self.values, strict=False))
 
+    @property
+    def fewest(self) -> int:
+        """The number of points that an arm tries, if no grid is widened and no other arm's best value is new to it."""
+        sizes = [len(values) for values in self.values]
+        return math.prod(sizes) if self.full else 1 + sum(size - 1 for size in sizes) + 2 * len(self.refine)
+
 
 @dataclass
 class Tuned:
@@ -80,23 +78,13 @@ def check(cfg: TuneConfig, seeds: list[int]) -> None:
     """Raise ValueError for a wrong grid, or for trials with seeds of the comparison."""
     if len(cfg.keys) != len(cfg.values):
         wrong = f"tune.keys has {len(cfg.keys)} keys, but tune.values has {len(cfg.values)} lists of values"
-        fix = "give one list for each key, for example tune.keys=[optim.lr] tune.values=[[0.001,0.01]]"
-        raise ValueError(f"{wrong}: {fix}")
+        raise ValueError(f"{wrong}: give one list for each key, as tune.keys=[optim.lr] tune.values=[[0.001,0.01]]")
     for key, values in cfg.grid.items():
-        if len(values) < 2 or sorted(values) != list(values) or min(values, default=0) <= 0:
-            wrong = f"tune.values={list(values)} of {key} is not a grid"
+        if len(values) < 2 or sorted(set(values)) != list(values) or values[0] <= 0:
             fix = "give two or more values above 0 in rising order, for example tune.values=[[0.01,0.02]]"
-            raise ValueError(f"{wrong}: {fix}")
-        if any(b / a < LOWEST_STEP for a, b in zip(values, values[1:], strict=False)):
-            raise ValueError(f"tune.values of {key} are closer than a factor of {LOWEST_STEP}: leave some of them out")
-    if not cfg.metric.startswith("train."):
-        raise ValueError(
-            f"tune.metric={cfg.metric} is not a metric of training, but trials are only trained: use train.val_loss"
-        )
+            raise ValueError(f"tune.values={list(values)} of {key} is not a grid: {fix}")
     if unknown := [key for key in cfg.refine if key not in cfg.grid]:
         raise ValueError(f"tune.refine has {unknown[0]}, which is not in tune.keys: use {', '.join(cfg.grid)}")
-    if cfg.full and (cfg.refine or cfg.exchange):
-        raise ValueError("tune.full=true tries all combinations: leave out tune.refine and tune.exchange")
     if cfg.grid and (not cfg.seeds or set(cfg.seeds) & set(seeds)):
         wrong = f"tune.seeds={cfg.seeds} is empty or has seeds of the comparison"
         raise ValueError(f"{wrong}: choose other seeds, for example tune.seeds=[101]")
@@ -109,85 +97,78 @@ def score(cfg: TuneConfig, metrics: list[float]) -> Score:
     return Score(sum(not metric <= cfg.solved for metric in metrics), median(metrics))
 
 
-def wanted(cfg: TuneConfig, found: Mapping[Point, Score]) -> list[Point]:
-    """The points to try next, given the scores `found` so far; [] when the search is over."""
-    points, _ = _search(cfg, found)
-    return [point for point in points if point not in found]
+def wanted(cfg: TuneConfig, scores: Mapping[Point, Score]) -> list[Point]:
+    """The points to try next, given the scores so far; [] when the search is over."""
+    return [point for point in _search(cfg, scores)[0] if point not in scores]
 
 
-def exchanged(found: Mapping[str, Mapping[Point, Score]]) -> dict[str, list[Point]]:
-    """Arm -> the best points of the other arms that the arm has not tried. found: arm -> point -> score.
+def exchanged(scores: Mapping[str, Mapping[Point, Score]]) -> dict[str, list[Point]]:
+    """Arm -> the best points of the other arms that the arm has not tried. scores: arm -> point -> score.
 
     An arm whose trials all diverged has no best point.
     """
-    best = dict.fromkeys(min(own, key=own.get) for own in found.values() if min(own.values()).loss < math.inf)
-    return {arm: [point for point in best if point not in scores] for arm, scores in found.items()}
+    best = dict.fromkeys(min(own, key=own.get) for own in scores.values() if min(own.values()).loss < math.inf)
+    return {arm: [point for point in best if point not in own] for arm, own in scores.items()}
 
 
-def beyond(cfg: TuneConfig, found: Mapping[Point, Score]) -> list[Point]:
+def beyond(cfg: TuneConfig, scores: Mapping[Point, Score]) -> list[Point]:
     """The points to try after an exchange that brought an arm its best point: one step beyond it, for each key at an end.
 
-    found: the scores of all trials. [] for an arm whose own search found its best point, which widened the grids.
+    [] for an arm whose own search found its best point, which widened the grids.
     """
-    best = min(found, key=lambda point: found[point])
-    if best in _search(cfg, found)[0]:
+    best = min(scores, key=scores.get)
+    if best in _search(cfg, scores)[0]:
         return []
     axes = enumerate(cfg.grid.values())
-    more = [(axis, value) for axis, grid in axes for value in _beyond(grid, best[axis], [point[axis] for point in found])]
-    return [_moved(list(best), axis, value) for axis, value in more]
+    more = [(axis, value) for axis, grid in axes for value in _beyond(grid, best[axis], [point[axis] for point in scores])]
+    return [_moved(best, axis, value) for axis, value in more]
 
 
-def tuned(cfg: TuneConfig, found: Mapping[Point, Score]) -> Tuned:
-    """The result of a search that is over. found: the scores of all trials, those of an exchange included.
-
-    ValueError if all trials diverged.
-    """
-    points, widened = _search(cfg, found)
-    assert all(point in found for point in points)
-    best, keys = min(found, key=lambda point: found[point]), list(cfg.grid)
-    if not math.isfinite(found[best].loss):
-        tried = ", ".join("/".join(f"{rate:g}" for rate in point) for point in found)
+def tuned(cfg: TuneConfig, scores: Mapping[Point, Score]) -> Tuned:
+    """The result of a search that is over, with the scores of all trials. ValueError if all trials diverged."""
+    _, widened = _search(cfg, scores)
+    best = min(scores, key=scores.get)
+    if not math.isfinite(scores[best].loss):
+        tried = ", ".join("/".join(f"{rate:g}" for rate in point) for point in scores)
         fix = "give lower tune.values, or leave the arm out"
-        raise ValueError(f"all trials of an arm diverged ({'/'.join(keys)}: {tried}): {fix}")
-    lines = zip(*found, strict=True)  # for each key, its value at every point
-    edge = [key for key, own, line in zip(keys, best, lines, strict=True) if own in (min(line), max(line))]
-    return Tuned(list(found.items()), dict(zip(keys, best, strict=True)), widened, edge)
+        raise ValueError(f"all trials of an arm diverged ({'/'.join(cfg.keys)}: {tried}): {fix}")
+    tried_by_key = zip(*scores, strict=True)
+    edge = [key for key, own, tried in zip(cfg.keys, best, tried_by_key, strict=True) if own in (min(tried), max(tried))]
+    return Tuned(list(scores.items()), dict(zip(cfg.keys, best, strict=True)), widened, edge)
 
 
-def _search(cfg: TuneConfig, found: Mapping[Point, Score]) -> tuple[list[Point], int]:
-    """The points of the search that `found` decides, and how often a grid was widened."""
+def _search(cfg: TuneConfig, scores: Mapping[Point, Score]) -> tuple[list[Point], int]:
+    """The points of the search that `scores` decide, and how often a grid was widened."""
     if cfg.full:
-        return list(itertools.product(*cfg.grid.values())), 0
-    grids = [list(values) for values in cfg.grid.values()]
-    at: list[float] = [values[len(values) // 2] for values in grids]
-    points: list[Point] = []
+        return list(itertools.product(*cfg.values)), 0
+    grids = [list(values) for values in cfg.values]
+    at: Point = tuple(values[len(values) // 2] for values in grids)
+    points: dict[Point, None] = {}  # a set in order
     widened = 0
     for axis, grid in enumerate(grids):
         for widening in range(cfg.widen + 1):
             line = [_moved(at, axis, value) for value in grid]
-            points += [point for point in line if point not in points]
-            if any(point not in found for point in line):
-                return points, widened
-            best = min(line, key=lambda point: found[point])
-            at = list(best)
-            more = _beyond(grid, best[axis], grid)
+            points |= dict.fromkeys(line)
+            if any(point not in scores for point in line):
+                return list(points), widened
+            at = min(line, key=scores.get)
+            more = _beyond(grid, at[axis], grid)
             if not more or widening == cfg.widen:
                 break
-            grid += more
-            grid.sort()
+            grid[:] = sorted(grid + more)
             widened += 1
-    for axis, key in enumerate(cfg.grid):
+    for axis, key in enumerate(cfg.keys):
         if key in cfg.refine:
             near = [_moved(at, axis, value) for value in _halfway(grids[axis], at[axis])]
-            points += [point for point in near if point not in points]
-            if any(point not in found for point in near):
-                return points, widened
-            at = list(min([tuple(at), *near], key=lambda point: found[point]))
-    return points, widened
+            points |= dict.fromkeys(near)
+            if any(point not in scores for point in near):
+                break
+            at = min([at, *near], key=scores.get)
+    return list(points), widened
 
 
-def _moved(at: list[float], axis: int, value: float) -> Point:
-    return tuple(value if i == axis else old for i, old in enumerate(at))
+def _moved(at: Point, axis: int, value: float) -> Point:
+    return (*at[:axis], value, *at[axis + 1 :])
 
 
 def _beyond(grid: list[float], best: float, tried: list[float]) -> list[float]:
@@ -208,20 +189,28 @@ def _rounded(value: float) -> float:
     return float(f"{value:.3g}")
 
 
-def in_title(found: Mapping[str, Tuned], cfg: TuneConfig, run_tokens: float) -> str:
+def in_title(results: Mapping[str, Tuned], cfg: TuneConfig, run_tokens: float) -> str:
     """What the title of a table says of its tuning: none, one seed, or trials shorter than the runs of `run_tokens`."""
-    if not found:
+    if not results:
         return ", untuned"
-    share = max(t.longest for t in found.values()) / run_tokens
+    share = max(result.longest for result in results.values()) / run_tokens
     parts = ["with one seed"] * (len(cfg.seeds) == 1) + [f"by trials of {share:.0%} of the runs' length"] * (share < 0.99)
     return f", tuned {' and '.join(parts)}" if parts else ""
 
 
-def tuning_notes(found: Mapping[str, Tuned], cfg: TuneConfig) -> list[str]:
+def rates_table(results: Mapping[str, Tuned]) -> list[str]:
+    """The learning rates that the tuning chose, one row an arm, as Markdown; [] for an untuned study."""
+    if not results:
+        return []
+    rows = [[arm, *(f"{rate:g}" for rate in t.best.values()), str(len(t.scores))] for arm, t in results.items()]
+    return [markdown([["chosen for", *next(iter(results.values())).best, "points tried"], *rows]).rstrip()]
+
+
+def tuning_notes(results: Mapping[str, Tuned], cfg: TuneConfig) -> list[str]:
     """Sentences that a reader of the table needs: unequal budgets, and best values at an end of the tried values."""
-    if not found:
+    if not results:
         return ["Untuned: the learning rates were not tuned for any arm."]
-    counts = {arm: len(t.scores) * len(cfg.seeds) for arm, t in found.items()}
+    counts = {arm: len(result.scores) * len(cfg.seeds) for arm, result in results.items()}
     fewest = min(counts.values())
     judge = "the loss on validation data" if cfg.metric == "train.val_loss" else cfg.metric
     if cfg.solved is not None:
@@ -234,34 +223,33 @@ def tuning_notes(found: Mapping[str, Tuned], cfg: TuneConfig) -> list[str]:
         lines.append(f"Arms with more trials ({why}): {', '.join(more)}.")
     if cfg.exchange:
         lines.append("Every arm also tried the best learning rates that the searches of all other arms found.")
-    for arm, t in found.items():
-        if t.edge:
-            lines.append(
-                f"The best {', '.join(t.edge)} of {arm} is at an end of the tried values: a value beyond may be better."
-            )
-    return lines
+    return lines + [
+        f"The best {', '.join(result.edge)} of {arm} is at an end of the tried values: a value beyond may be better."
+        for arm, result in results.items()
+        if result.edge
+    ]
 
 
-def draw_tuning(path: Path, found: Mapping[str, Tuned], styles: Mapping[str, Style], metric: str) -> None:
+def draw_tuning(path: Path, results: Mapping[str, Tuned], styles: Mapping[str, Style], metric: str) -> None:
     """The metric of the trials against each learning rate; a ring marks the arm's choice.
 
     An arm has one line for each value of its other rates; those of rates it did not choose are pale.
     """
-    keys = list(next(iter(found.values())).best)
+    keys = list(next(iter(results.values())).best)
     with figure(path, 4.8 * len(keys) + 1.5, 4.4, columns=len(keys)) as axes:
         for axis, (ax, key) in enumerate(zip(axes[0], keys, strict=True)):
-            for arm, t in found.items():
-                best, lines = tuple(t.best.values()), {}
-                for point, result in sorted(t.scores):
-                    if math.isfinite(result.loss):
-                        lines.setdefault(_others(point, axis), []).append((point[axis], result.loss))
+            for arm, result in results.items():
+                best, lines = tuple(result.best.values()), {}
+                for point, score in sorted(result.scores):
+                    if math.isfinite(score.loss):
+                        lines.setdefault(_others(point, axis), []).append((point[axis], score.loss))
                 look = {"color": styles[arm][0], "linestyle": styles[arm][1], "markersize": 4}
                 for others, line in lines.items():
                     chosen = {"label": arm} if others == _others(best, axis) else {"alpha": 0.4}
                     ax.plot(*zip(*line, strict=True), marker="o", **look, **chosen)
                 ring = {"color": styles[arm][0], "markersize": 11, "fillstyle": "none"}
-                ax.plot([best[axis]], [dict(t.scores)[best].loss], "o", **ring)
-            tried = sorted({p[axis] for t in found.values() for p, _ in t.scores})
+                ax.plot([best[axis]], [dict(result.scores)[best].loss], "o", **ring)
+            tried = sorted({p[axis] for result in results.values() for p, _ in result.scores})
             ax.set_xscale("log")
             ax.set_xticks(tried, [f"{rate:.3g}" for rate in tried], rotation=45, fontsize=8.5)
             ax.minorticks_off()
@@ -273,15 +261,19 @@ def _others(point: Point, axis: int) -> Point:
     return point[:axis] + point[axis + 1 :]
 
 
-def as_json(found: Mapping[str, Tuned]) -> dict[str, Any]:
+def as_json(results: Mapping[str, Tuned]) -> dict[str, Any]:
     """arm -> the results of its trials, for a result's JSON."""
-    results = {}
-    for arm, t in found.items():
-        rates = [dict(zip(t.best, point, strict=True)) for point, _ in t.scores]
-        trials = [
-            {**at, "loss": s.loss, **({"unsolved": s.unsolved} if s.unsolved else {})}
-            for at, (_, s) in zip(rates, t.scores, strict=True)
-        ]
-        spent = {"tokens": t.tokens, "seconds": round(t.seconds, 1)}
-        results[arm] = {"best": t.best, "trials": trials, "widened": t.widened, "edge": t.edge, **spent}
-    return results
+    return {
+        arm: {
+            "best": result.best,
+            "trials": [
+                {**dict(zip(result.best, point, strict=True)), "loss": loss, **({"unsolved": unsolved} if unsolved else {})}
+                for point, (unsolved, loss) in result.scores
+            ],
+            "widened": result.widened,
+            "edge": result.edge,
+            "tokens": result.tokens,
+            "seconds": round(result.seconds, 1),
+        }
+        for arm, result in results.items()
+    }

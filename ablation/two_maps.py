@@ -10,7 +10,6 @@ Writes two_maps.json, two_maps.md and figures/two_maps.png.
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -36,37 +35,28 @@ class TwoMapsConfig(AblationEvalConfig):
     device: str = "auto"  # auto | cpu | cuda
 
 
-def read_run(folder: Path, cfg: TwoMapsConfig) -> Iterator[dict[str, Any]]:
+def read_run(folder: Path, cfg: TwoMapsConfig) -> list[dict[str, Any]]:
     """A reading of each kept checkpoint of the run in `folder`, oldest first."""
-    own = MqarEvalConfig(run=str(folder), batch=cfg.batch, samples=cfg.samples, shares=[cfg.share])
+    settings = MqarEvalConfig(run=str(folder), batch=cfg.batch, samples=cfg.samples, shares=[cfg.share])
+    readings = []
     for path in checkpoints(folder):
         run = load_run(folder, pick_device(cfg.device), int(path.name.removeprefix("step_")))
-        (source,) = sources_of(run, own)
-        samples = [source.draw("eval", i, own.seed) for i in range(cfg.samples)]
+        (source,) = sources_of(run, settings)
+        samples = [source.draw("eval", i, settings.seed) for i in range(cfg.samples)]
         attention = read_attention(run.model, samples, cfg.batch)
-        masses = {name: attention[name]["distractors"] for name in ("map", "map_1", "map_2") if name in attention}
-        by_layer = [layer["correlation"] for layer in attention["layers"] if "correlation" in layer]
-        found = {"step": run.step, "accuracy": accuracy(run.model, samples, cfg.batch)["accuracy"], **masses}
-        yield found | ({"correlation": attention["correlation"], "correlation_by_layer": by_layer} if by_layer else {})
-
-
-def refuse_other_steps(folder: Path, runs: dict[str, list[dict[str, Any]]]) -> None:
-    """ValueError if the runs of an arm have no checkpoints, or have checkpoints of other steps than the first run."""
-    steps = {name: [reading["step"] for reading in found] for name, found in runs.items()}
-    first = next(iter(steps.values()))
-    for name, own in steps.items():
-        if not own or own != first:
-            found = f"checkpoints of the steps {own}, the arm's first run of {first}" if own else "no checkpoints"
-            raise ValueError(f"{folder / name} has {found}: {FIX}")
+        reading = {"step": run.step, "accuracy": accuracy(run.model, samples, cfg.batch)["accuracy"]}
+        reading |= {name: attention[name]["distractors"] for name in ("map", "map_1", "map_2") if name in attention}
+        if by_layer := [layer["correlation"] for layer in attention["layers"] if "correlation" in layer]:
+            reading |= {"correlation": attention["correlation"], "correlation_by_layer": by_layer}
+        readings.append(reading)
+    return readings
 
 
 def over_runs(readings: list[dict[str, Any]]) -> dict[str, Any]:
     """Mean and standard deviation over runs (None for a single run) of every number of the readings at one step."""
-    found: dict[str, Any] = {"step": readings[0]["step"], "n": len(readings)}
-    for name in (name for name, value in readings[0].items() if isinstance(value, float)):
-        values = [reading[name] for reading in readings]
-        found[name] = dict(zip(("mean", "sd"), mean_sd(values), strict=True))
-    return found
+    numbers = [name for name, value in readings[0].items() if isinstance(value, float)]
+    spreads = {name: mean_sd([reading[name] for reading in readings]) for name in numbers}
+    return {"step": readings[0]["step"], "n": len(readings)} | {n: {"mean": m, "sd": sd} for n, (m, sd) in spreads.items()}
 
 
 def table(name: str, cfg: TwoMapsConfig, arms: list[dict[str, Any]]) -> str:
@@ -103,11 +93,10 @@ def draw(path: Path, arms: list[dict[str, Any]], shades: dict[str, str]) -> None
 @command("two_maps", TwoMapsConfig)
 def main(cfg: TwoMapsConfig) -> None:
     folder = Path(cfg.ablation)
-    # The checkpoints of a diverged run end early.
+    results = ablation_in(folder)["results"]["arms"]
     study = [
-        arm | {"runs": [run for run in arm["runs"] if not run.get("diverged")]}
-        for arm in ablation_in(folder)["results"]["arms"]
-    ]
+        arm | {"runs": [run for run in arm["runs"] if not run.get("diverged")]} for arm in results
+    ]  # their checkpoints end early
     study = [arm for arm in study if arm["runs"]]
     if not study:
         raise ValueError(f"{folder} has no finished runs yet: finish the study with scripts/ablate.py first")
@@ -115,12 +104,19 @@ def main(cfg: TwoMapsConfig) -> None:
     with progress("two_maps", sum(len(arm["runs"]) for arm in study)) as bar:
         for arm in study:
             runs = {}
-            for run in arm["runs"]:
-                runs[run["run"]] = list(read_run(folder / run["run"], cfg))
+            for name in (run["run"] for run in arm["runs"]):
+                runs[name] = read_run(folder / name, cfg)
+                steps = [[reading["step"] for reading in runs[other]] for other in (name, next(iter(runs)))]
+                if not steps[0] or steps[0] != steps[1]:
+                    kept = (
+                        f"checkpoints of the steps {steps[0]}, the arm's first run of {steps[1]}"
+                        if steps[0]
+                        else "no checkpoints"
+                    )
+                    raise ValueError(f"{folder / name} has {kept}: {FIX}")
                 bar.update()
-            refuse_other_steps(folder, runs)
-            steps = [over_runs(list(found)) for found in zip(*runs.values(), strict=True)]
-            arms.append({"arm": arm["name"], "runs": runs, "steps": steps})
+            readings = [over_runs(list(at_step)) for at_step in zip(*runs.values(), strict=True)]
+            arms.append({"arm": arm["name"], "runs": runs, "steps": readings})
     if not any("map_2" in row for arm in arms for row in arm["steps"]):
         raise ValueError(f"{folder} has no differential arm: use model=diff for one of its arms")
     text, shades = table(folder.name, cfg, arms), colours_of(study)

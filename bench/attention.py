@@ -1,22 +1,50 @@
-"""The attention bench's arms: a variant's attention module on a backend, and its calls of model/attention/backends.py."""
+"""The attention bench: a variant's attention module on a backend, and its calls of model/attention/backends.py."""
 
 import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bench.models import BenchConfig, autocast, mixed, model_config, random_tokens
-from bench.processes import in_own_process
-from bench.timing import peak_growth
+from bench.models import BenchConfig, autocast, mixed, model_config, random_tokens, variants
+from bench.processes import RemoteWork
+from bench.timing import Row, attempt, peak_growth, time_in_turn
+from eval.common import progress
 from model.attention import backends
+from model.attention.backends import BACKENDS, ROUTES
 from model.decoder import Decoder
 from training.distributed import World
 
 ERROR_ROWS = 512  # query rows of the N x N formula at a time
+
+
+def attention(cfg: BenchConfig, world: World) -> list[Row]:
+    """Every variant on every backend. The routes of SDPA for a difference of maps run only for variants with a difference."""
+    rows = []
+    for length in cfg.lengths or ([512] if world.device.type == "cpu" else [2048, 4096, 8192, 16384]):
+        arms = [
+            (Row({"length": length, "variant": variant, "backend": backend}), arm)
+            for variant in cfg.variants or [v for v in variants(cfg) if not mixed(cfg, v)]
+            for backend in cfg.backends or BACKENDS
+            for arm in [attempt(partial(AttentionArm, cfg, variant, backend, length, world))]
+            if backend not in ROUTES or getattr(arm, "differential", True)
+        ]
+        group = [row for row, _ in arms]
+        for measure in AttentionArm.MEASURES:
+            works = [arm if isinstance(arm, str) else partial(arm.run, measure) for _, arm in arms]
+            time_in_turn(measure, group, works, cfg.rounds, world.device)
+        with progress("memory and errors", len(arms)) as bar:
+            for row, arm in arms:
+                which, missing = (row.labels["variant"], row.labels["backend"], length), isinstance(arm, str)
+                row.facts["memory (MB)"] = None if missing else attempt(partial(op_memory, cfg, *which, world))
+                row.facts["error"] = None if missing else attempt(arm.largest_error)
+                bar.update()
+        rows += group
+    return rows
 
 
 class AttentionArm:
@@ -92,6 +120,10 @@ class AttentionArm:
         """The output of the module."""
         return [self.module(self.x, *self.rest)]
 
+    def memory(self) -> float | None:
+        """Peak memory in MB that the op's forward and backward pass adds."""
+        return peak_growth(partial(self.run, "op forward+backward"), self.device)
+
     @torch.no_grad()
     def largest_error(self) -> float:
         """Largest difference of the op's outputs from the N x N formula in float64, on the first sequence."""
@@ -110,19 +142,18 @@ class AttentionArm:
 
 def op_memory(cfg: BenchConfig, variant: str, backend: str, length: int, world: World) -> float | None:
     """Peak memory in MB of the op's forward and backward pass, without the inputs; on a CPU measured in a separate process."""
-    if world.device.type == "cpu":
-        return in_own_process(_op_memory_of_one_thread, cfg, variant, backend, length, world)
-    return _op_memory(cfg, variant, backend, length, world)
+    if world.device.type == "cuda":
+        return AttentionArm(cfg, variant, backend, length, world).memory()
+    work = RemoteWork(_arm_of_one_thread, cfg, variant, backend, length, world)
+    try:
+        return work.ask(AttentionArm.memory)
+    finally:
+        work.close()
 
 
-def _op_memory_of_one_thread(*arguments: Any) -> float | None:
+def _arm_of_one_thread(*arguments: Any) -> AttentionArm:
     torch.set_num_threads(1)  # the buffers of other threads would be counted
-    return _op_memory(*arguments)
-
-
-def _op_memory(cfg: BenchConfig, variant: str, backend: str, length: int, world: World) -> float | None:
-    arm = AttentionArm(cfg, variant, backend, length, world)
-    return peak_growth(lambda: arm.run("op forward+backward"), world.device)
+    return AttentionArm(*arguments)
 
 
 @contextmanager

@@ -6,7 +6,9 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from pydoc_data.topics import topics
 from statistics import median
+from typing import Any
 
 import numpy as np
 
@@ -23,17 +25,8 @@ from data.tokenizer import Tokenizer, build_tokenizer, pieces
 from training.distributed import World
 
 SHARD_TOKENS = 4_000_000
-COPIES = 10  # of the sample text, 7 MB in all, so that the fixed time of a preparation hardly counts
-
-
-def sample_text() -> str:
-    """0.7 MB of English: the language reference that is installed with Python."""
-    from pydoc_data.topics import topics
-
-    return "\n\n".join(topics[name] for name in sorted(topics))
-
-
-# ---------------------------------------- loader
+TEXT = "\n\n".join(topics[name] for name in sorted(topics))  # 0.7 MB of English that is installed with Python
+COPIES = 10  # of the text, 7 MB in all, so that the fixed time of a preparation hardly counts
 
 
 def loader(cfg: BenchConfig, world: World) -> list[Row]:
@@ -41,25 +34,31 @@ def loader(cfg: BenchConfig, world: World) -> list[Row]:
 
     Also, with that thread: how long a training step of the baseline (8 sequences) waits for its batch.
     """
-    ids, length = build_tokenizer(TokenizerConfig("bytes")), cfg.model.context
-    tokens, batch = np.resize(ids.encode_array(sample_text()), SHARD_TOKENS), cfg.batch or 64
+    ids, length, batch = build_tokenizer(TokenizerConfig("bytes")), cfg.model.context, cfg.batch or 64
+    tokens = np.resize(ids.encode_array(TEXT), SHARD_TOKENS)
     with tempfile.TemporaryDirectory() as folder:
-        sources = {}
+        sources: dict[str, Source] = {}
         for name, vocabulary in {"text, uint16": ids.vocab_size, "text, uint32": 100_000}.items():
             path = Path(folder) / f"{vocabulary}.bin"
             write_shard(path, tokens, vocab_size=vocabulary, fingerprint=ids.fingerprint)
-            sources[name] = attempt(partial(Windows, [Shard(path)], length))
-        mix = partial(RetrievalSource, RetrievalMixConfig(), sources["text, uint16"], ids, length)
-        sources["retrieval documents"] = attempt(mix)
-        loaders = [s if isinstance(s, str) else Loader(s, batch, length, seed=1) for s in sources.values()]
-        works = [load if isinstance(load, str) else map(load, itertools.count()).__next__ for load in loaders]
+            sources[name] = Windows([Shard(path)], length)
+        mixed = attempt(partial(RetrievalSource, RetrievalMixConfig(), sources["text, uint16"], ids, length))
+        sources["retrieval documents"] = mixed  # a reason, where the context is too short for one
         rows = [Row({"source": name, "length": length}, batch * length) for name in sources]
+        works = [
+            s if isinstance(s, str) else partial(read, Loader(s, batch, length, 1), itertools.count()) for s in sources.values()
+        ]
         time_in_turn("tokens/s", rows, works, cfg.rounds, world.device)
         step = TrainingStep(cfg, "baseline", cfg.batch or 8, world)
         for row, source in zip(rows, sources.values(), strict=True):
             if row.seconds:
                 row.facts = waits(step, source, length, cfg.rounds)
     return rows
+
+
+def read(load: Loader, steps: Any) -> None:
+    """Read the batch of the next step."""
+    load(next(steps))
 
 
 def waits(step: TrainingStep, source: Source, length: int, rounds: int) -> dict[str, float]:
@@ -76,38 +75,35 @@ def waits(step: TrainingStep, source: Source, length: int, rounds: int) -> dict[
     return {"wait (ms)": 1e3 * median(waited[1:]), "of a step (%)": 100 * sum(waited[1:]) / sum(taken[1:])}
 
 
-# ---------------------------------------- tokenizer
-
-
 def tokenizer(cfg: BenchConfig, world: World) -> list[Row]:
     """Bytes, a bpe vocabulary of 4096 trained on the text itself, and gpt2 if tiktoken has its file or can download it.
 
     The ratio is to tiktoken alone (`encode_ordinary` of the whole text). data.prepare reads the text, splits off validation,
     tokenizes on one thread, and writes checked shards; its main thread reads and writes at the same time.
     """
-    text, rows = sample_text(), []
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "text.txt").write_text(text * COPIES)
+        (Path(folder) / "text.txt").write_text(TEXT * COPIES)
         for wanted in (TokenizerConfig("bytes"), TokenizerConfig("bpe", VOCABULARY), TokenizerConfig("gpt2")):
-            made = attempt(partial(build_tokenizer, wanted, [text]))
-            ways = {"-": made} if isinstance(made, str) else ways_to_tokenize(made, text * COPIES, Path(folder))
-            group = [Row({"tokenizer": wanted.name, "by": name}, len(text.encode()) * COPIES / 1e6) for name in ways]
+            built = attempt(partial(build_tokenizer, wanted, [TEXT]))
+            ways = {"-": built} if isinstance(built, str) else ways_to_tokenize(built, TEXT * COPIES, Path(folder))
+            group = [Row({"tokenizer": wanted.name, "by": name}, len(TEXT.encode()) * COPIES / 1e6) for name in ways]
             time_in_turn("MB/s", group, list(ways.values()), cfg.rounds, world.device)
-            if not isinstance(made, str):
-                per_token = len(text.encode()) / len(made.encode_array(text))
+            if not isinstance(built, str):
+                per_token = len(TEXT.encode()) / len(built.encode_array(TEXT))
                 for row in group:
-                    row.facts = {"vocabulary": made.vocab_size, "bytes/token": per_token}
+                    row.facts = {"vocabulary": built.vocab_size, "bytes/token": per_token}
             rows += group
     return rows
 
 
 def ways_to_tokenize(tokenizer: Tokenizer, text: str, folder: Path) -> dict[str, Callable]:
     """Name of a tokenizing program -> a call that tokenizes `text`, which is in the file text.txt of `folder`."""
-    made = itertools.count()
+    numbers = itertools.count()
 
     def prepared() -> None:
         cfg = DataConfig(name="text", source="text", path=str(folder / "text.txt"), workers=1)
-        preparation = Preparation(cfg, folder / f"{tokenizer.name}_{next(made)}", request={})
+        preparation = Preparation(cfg, folder / f"{tokenizer.name}_{next(numbers)}", request={})
         preparation.tokenizer = tokenizer  # else a bpe would be trained in every call
         preparation.run(open_corpus(cfg))
 

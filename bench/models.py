@@ -25,20 +25,16 @@ class BenchConfig:
     rounds: Annotated[int, "[1, inf)"] = 10  # timings of each row
     device: str = "auto"  # auto | cpu | cuda
     dtype: str = "auto"  # auto (decode: float32, as scripts/sample.py) | float32 | bfloat16 (autocast)
-    variants: list[str] | None = None  # names in configs/model; None: all (growth: two, busy: one), baseline first
-    lengths: Annotated[list[int] | None, "[1, inf)"] = None  # context lengths (what=attention, decode, probe, growth)
+    variants: list[str] | None = None  # names in configs/model; None: all, baseline first
+    lengths: Annotated[list[int] | None, "[1, inf)"] = None  # context lengths (what=attention, decode)
     batch: Annotated[int | None, "[1, inf)"] = None  # sequences per call
     backends: list[str] | None = None  # backends of what=attention; None: all
     heads: Annotated[int | None, "[1, inf)"] = None  # what=attention: heads of the baseline; variants derive theirs
     width: Annotated[int | None, "[1, inf)"] = None  # what=attention: width of a baseline head
     model: DecoderConfig = field(default_factory=DecoderConfig)  # set by size=; the options of a variant override it
     optim: OptimConfig = field(default_factory=OptimConfig)  # optimizer of the training steps
-    compile: bool | None = None  # torch.compile for steps; None: on CUDA (not in shares), with peer= both ways
+    compile: bool | None = None  # torch.compile for steps; None: on CUDA, with peer= both ways
     peer: str | None = None  # what=train: folder of a nanoGPT checkout that the model gpt2 is compared with
-    over: str = "context"  # what=growth: the quantity that grows, context | parameters
-    neighbours: Annotated[list[int], "[0, inf)"] = field(
-        default_factory=lambda: [0, 1, 3]  # what=busy: numbers of processes that compute beside the training
-    )
 
 
 def variants(cfg: BenchConfig) -> list[str]:

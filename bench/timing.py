@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from scipy.stats import quantile_test
 
 from eval.common import progress
-from training.metrics import memory_gb, status_gb
+from training.metrics import status_gb
 
 LEAST_SECONDS = 0.02  # of one timing; a shorter work is repeated within the timing
 GROWTHS = 5  # calls whose memory is measured
@@ -50,49 +50,45 @@ def attempt(build: Callable[[], Any]) -> Any:
         return " ".join(str(error).split()) or type(error).__name__
 
 
-def time_in_turn(measure: str, rows: list[Row], works: list[Work | str], rounds: int, device: torch.device) -> None:
+def time_in_turn(measure: str, rows: list[Row], works: Sequence[Work | str], rounds: int, device: torch.device) -> None:
     """Time the works in turn, and fill in `measure` of every row. A string in `works` says why its row has no work.
 
     A work that fails in a later round, for example for lack of memory, leaves its row without times; the others go on.
     """
-    ready = []
-    for row, work in zip(rows, works, strict=True):
-        repeats = work if isinstance(work, str) else attempt(partial(warm_up, work, device))
-        if isinstance(repeats, str):
-            row.not_measured[measure] = repeats
+    repeats = {}
+    for i, (row, work) in enumerate(zip(rows, works, strict=True)):
+        number = work if isinstance(work, str) else attempt(partial(warm_up, work, device))
+        if isinstance(number, str):
+            row.not_measured[measure] = number
         else:
-            ready.append((row, work, repeats))
-            row.seconds[measure] = []
+            repeats[i], row.seconds[measure] = number, []
     with progress(measure, rounds) as bar:
         for _ in range(rounds):
-            for one in list(ready):
-                row, work, repeats = one
-                taken = attempt(partial(seconds_of, work, repeats, device))
-                if isinstance(taken, str):
-                    row.not_measured[measure] = taken
-                    del row.seconds[measure]
-                    ready.remove(one)
+            for i in list(repeats):
+                seconds = attempt(partial(seconds_of, works[i], repeats[i], device))
+                if isinstance(seconds, str):
+                    rows[i].not_measured[measure] = seconds
+                    del rows[i].seconds[measure], repeats[i]
                 else:
-                    row.seconds[measure].append(taken)
+                    rows[i].seconds[measure].append(seconds)
             bar.update()
-    for row, _, _ in ready:
-        row.ratio[measure] = median(paired_ratios(row, ready[0][0], measure))
+    measured = [row for row in rows if measure in row.seconds]
+    for row in measured:
+        row.ratio[measure] = median(paired_ratios(row, measured[0], measure))
 
 
 def paired_ratios(row: Row, first: Row, measure: str) -> list[float]:
     """For every round this row's time divided by the first's; if rows show speed, this speed divided by the first's."""
-    pairs = zip(row.seconds[measure], first.seconds[measure], strict=True)
-    if row.amount is None:
-        return [mine / its for mine, its in pairs]
-    return [row.amount / first.amount * its / mine for mine, its in pairs]
+    ratios = [mine / its for mine, its in zip(row.seconds[measure], first.seconds[measure], strict=True)]
+    return ratios if row.amount is None else [row.amount / first.amount / ratio for ratio in ratios]
 
 
 def median_interval(values: Sequence[float]) -> tuple[float | None, float | None]:
     """95 % interval of the median, of any distribution: two order statistics (Conover, Practical Nonparametric Statistics,
     section 3.2). None for fewer than 6 values: even the whole range of 5 values has less than 95 %.
     """
-    found = quantile_test(values, p=0.5).confidence_interval(0.95)
-    return (None, None) if math.isnan(found.low) else (float(found.low), float(found.high))
+    interval = quantile_test(values, p=0.5).confidence_interval(0.95)
+    return (None, None) if math.isnan(interval.low) else (float(interval.low), float(interval.high))
 
 
 def warm_up(work: Work, device: torch.device) -> int:
@@ -115,18 +111,11 @@ def seconds_of(work: Work, repeats: int, device: torch.device) -> float:
 # ---------------------------------------- memory
 
 
-def peak_of_process(device: torch.device) -> float:
-    """Peak memory in MB; NaN on a system that does not report it."""
-    peak = memory_gb(device)
-    return math.nan if peak is None else 1e3 * peak
-
-
 def peak_growth(work: Work, device: torch.device) -> float | None:
     """Peak memory in MB that a call of `work` adds to the memory in use; None on a system that does not report it.
 
-    On a CPU this is the resident memory of the process, in whole pages, and other threads count: call it in a process that
-    does nothing else. The allocator's part of it changes from call to call by several percent, so it is the median of
-    GROWTHS calls. A first call is not measured, because it allocates memory that stays.
+    On a CPU this is the resident memory of the process, and other threads count: call it in a process that does nothing else.
+    One call differs from the next by several percent, so it is the median of GROWTHS calls after a first one.
     """
     work()
     if device.type == "cuda":
@@ -155,12 +144,13 @@ def table(rows: list[Row]) -> str:
     """The rows as a Markdown table, its columns padded to be read in a terminal."""
     measures = list(dict.fromkeys(m for row in rows for m in (*row.seconds, *row.not_measured)))
     facts = list(dict.fromkeys(key for row in rows for key in row.facts))
-    heads = [measure if row.amount else f"{measure} (ms)" for row in rows[:1] for measure in measures]
+    heads = [measure if rows[0].amount else f"{measure} (ms)" for measure in measures]
     lines = [[*rows[0].labels, *heads, *facts, "note"]]
     for row in rows:
-        cells = [*map(str, row.labels.values()), *(cell(row, measure) for measure in measures)]
-        shown = [number(row.facts.get(key)) for key in facts]
-        lines.append([*cells, *shown, note(row, measures)])
+        timed = [cell(row, measure) for measure in measures]
+        lines.append(
+            [*map(str, row.labels.values()), *timed, *(number(row.facts.get(key)) for key in facts), note(row, measures)]
+        )
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     lines.insert(1, ["-" * width for width in widths])
     padded = (" | ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)) for line in lines)
@@ -177,11 +167,10 @@ def cell(row: Row, measure: str) -> str:
 
 def note(row: Row, measures: list[str]) -> str:
     """Why something is missing, once per reason."""
-    reasons: dict[str, list[str]] = {}
-    for measure, reason in row.not_measured.items():
-        reasons.setdefault(reason, []).append(measure)
-    whole = len(row.not_measured) == len(measures)
-    texts = (f"{'' if whole else ', '.join(which) + ' '}not measured: {why[:160]}" for why, which in reasons.items())
+    texts = []
+    for reason in dict.fromkeys(row.not_measured.values()):
+        which = [measure for measure in measures if row.not_measured.get(measure) == reason]
+        texts.append(f"{'' if which == measures else ', '.join(which) + ' '}not measured: {reason[:160]}")
     return "; ".join(texts)
 
 

@@ -1,7 +1,8 @@
-"""Composes the configuration of one command inside of another command."""
+"""Composes the configuration of one command inside of another command, and writes overrides in Hydra's syntax."""
 
+import json
 import re
-import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,25 +14,20 @@ from hydra.errors import HydraException
 
 from configs import CONFIG_DIR
 
-_LOCK = threading.Lock()  # Hydra's state is global
-
 
 def compose_job(name: str, overrides: list[str]) -> Any:
     """The configuration that the command `name` gets from these overrides."""
-    with _LOCK:
-        if GlobalHydra.instance().is_initialized():
-            return compose(name, overrides)
-        with initialize_config_dir(str(CONFIG_DIR.resolve()), version_base=None):  # in a launcher's job
-            return compose(name, overrides)
+    ready = GlobalHydra.instance().is_initialized()  # not so in a launcher's job
+    with nullcontext() if ready else initialize_config_dir(str(CONFIG_DIR.resolve()), version_base=None):
+        return compose(name, overrides)
 
 
 def merged(*parts: list[str]) -> list[str]:
     """The overrides in order; among several overrides of one key, the last is kept."""
     last: dict[str, str] = {}
     for override in (o for part in parts for o in part):
-        key = key_of(override)
-        last.pop(key, None)
-        last[key] = override
+        last.pop(key_of(override), None)
+        last[key_of(override)] = override
     return list(last.values())
 
 
@@ -42,9 +38,12 @@ def key_of(override: str) -> str:
 
 def overrides_of(values: dict[str, Any]) -> list[str]:
     """The values as key=value, in Hydra's syntax."""
-    words = {True: "true", False: "false", None: "null"}
-    plain = {k: words[v] if v is None or isinstance(v, bool) else v for k, v in values.items()}
-    return [quoted(f"{k}={v}") if isinstance(values[k], (str, Path)) else f"{k}={v}" for k, v in plain.items()]
+    return [
+        quoted(f"{key}={value}")
+        if isinstance(value, str | Path)
+        else f"{key}={json.dumps(value) if value is None or isinstance(value, bool) else value}"
+        for key, value in values.items()
+    ]
 
 
 def quoted(override: str) -> str:

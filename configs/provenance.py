@@ -50,14 +50,15 @@ def version() -> str:
             return "unknown"
         commit = _git("rev-parse", "--short=12", "HEAD")
         changed = _git("--no-optional-locks", "status", "--porcelain", "--untracked-files=all", "--", *CODE).splitlines()
-    except (OSError, subprocess.CalledProcessError):
+    except (OSError, subprocess.SubprocessError):
         return "unknown"
     dirty = any(not line.startswith("??") or line.strip('"').endswith((".py", ".yaml", ".cpp")) for line in changed)
     return f"{commit}-dirty" if dirty else commit
 
 
 def _git(*arguments: str) -> str:
-    done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=True)
+    command = ["git", "-C", str(ROOT), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)  # a file system may hang
     return done.stdout.strip()
 
 

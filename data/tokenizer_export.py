@@ -32,6 +32,7 @@ def export_tokenizer(tokenizer: Tokenizer, folder: str | Path, context: int) -> 
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": eot,
         "eos_token": eot,
+        "pad_token": eot,
         "model_max_length": context,
         "model_input_names": ["input_ids", "attention_mask"],
         "clean_up_tokenization_spaces": False,

@@ -3,21 +3,15 @@
     python -m eval.attention_noise run=runs/NAME [text=FILE | shards=DIR] [name=NAME] [length=256]
         [depths=[0,0.25,0.5,0.75,1]] [samples=50]
 
-One needle is hidden in real text of the trained length. The attention row of the last prompt token, which has to
-produce the answer, is split into five buckets: the first token (the sink), the context before the needle, the needle's
-sentence (the answer), the context after the needle, and the question (the query). Noise is the two context buckets.
-
-Maps are averaged over heads and layers first, then divided by the sum of the averaged row, so that buckets sum to 1
-(arXiv 2410.05258, Table 3 and Figure 1, after an author in microsoft/unilm issue 1654). `signed` sums the weights with
-their sign, as the paper's figure does: weights of a differential map can cancel within a bucket, and dividing by a row sum
-of about 1 - lambda magnifies the rest. `absolute` sums |weight|. `signed_per_layer` is `signed` in the other order: each
-layer's averaged row is divided by its own sum, and then the layers are averaged. Both are null where a layer's rows may have
-any sum, also zero (`Attention.row_sums`).
-
-For every layer and head it also measures the row's entropy and its share of negative mass, and, on windows of real
-text, the share of attention sinks (arXiv 2410.10781). Only the needed attention rows are formed, never T x T maps.
-Writes runs/NAME/eval/attention_noise.json and runs/NAME/figures/attention_noise.png, attention_heads.png. A given text= or
-shards= adds its name to all three, as in eval.perplexity.
+One needle is hidden in real text. The attention row of the last prompt token, which has to produce the answer, is split into
+five buckets: first token (the sink), context before the needle, the needle's sentence (answer), context after it, question
+(query). Noise is the two context buckets. Maps are averaged over heads and layers first, then divided by the sum of the
+averaged row (arXiv 2410.05258, Table 3 and Figure 1, after an author in microsoft/unilm issue 1654). `signed` sums weights with
+their sign, as the paper's figure does; `absolute` sums |weight|; `signed_per_layer` divides each layer's row by its own sum.
+Both are null where a layer's rows may have any sum, also zero (`Attention.row_sums`).
+For every layer and head also the row's entropy, its share of negative mass, and the share of attention sinks (arXiv
+2410.10781) on windows of real text. docs/METHODS.md, section 7.3.
+Writes eval/attention_noise.json and figures/attention_noise.png, attention_heads.png, named as eval.perplexity's.
 """
 
 from dataclasses import dataclass
@@ -27,27 +21,11 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from configs import command
-from eval.common import (
-    INK,
-    Axes,
-    batches,
-    check_finite,
-    claim_result,
-    content_of,
-    device_of,
-    evaluation_tokens,
-    figure,
-    haystack,
-    mean_se,
-    open_run,
-    pad_right,
-    plus_minus,
-    progress,
-    run_name,
-    write_result,
-)
+from eval import common
+from eval.common import INK, Axes, device_of, figure, mean_se, pad_right, plus_minus
 from eval.needle_text import Cell, NeedleGridConfig, Query, check_grid, needle_contexts
 from eval.scoring import floats_per_token
 from model.attention.probe import SINK, entropy, first_share, negative_share, probe
@@ -72,36 +50,32 @@ def bucket_sums(row: Tensor, query: Query) -> Tensor:
     """Sums of an attention row (heads, P) over the five buckets of `query`: (heads, 5). Each token is in one bucket."""
     start, stop = query.needle
     edges = torch.tensor([0, 1, max(1, start), stop, query.question, len(query.prompt)], device=row.device)
-    upto = torch.nn.functional.pad(row.cumsum(-1), (1, 0))  # (heads, P + 1): mass before each position
+    upto = F.pad(row.cumsum(-1), (1, 0))  # (heads, P + 1): mass before each position
     return upto[:, edges[1:]] - upto[:, edges[:-1]]
 
 
 @torch.inference_mode()
 def head_rows(model: nn.Module, queries: list[Query], batch: int) -> tuple[np.ndarray, np.ndarray, list[int]]:
-    """What is read off the attention row of the last prompt token, for the heads of all layers side by side.
-
-    Bucket masses (samples, readings, heads, 5), not normalised; entropy and share of negative mass (samples, 2, heads); and
-    the number of heads in each layer.
+    """Of the attention row of the last prompt token, for the heads of all layers side by side: bucket masses (samples,
+    readings, heads, 5), entropy and share of negative mass (samples, 2, heads), and the number of heads in each layer.
     """
     masses, shapes, heads = [], [], []
     longest = max(len(query.prompt) for query in queries)
-    for part in batches(queries, batch, longest * floats_per_token(model.cfg)):
+    for part in common.batches(queries, batch, longest * floats_per_token(model.cfg)):
         rows = torch.tensor([[len(query.prompt) - 1] for query in part], device=device_of(model))  # (B, 1)
         with probe(model, rows) as maps:
-            model(pad_right([query.prompt for query in part], device_of(model)), rows=rows)
+            model(pad_right([query.prompt for query in part], rows.device), rows=rows)
         heads = [layer.shape[1] for layer in maps.layers]
         for i, query in enumerate(part):
-            signed = [layer[i, :, 0, : len(query.prompt)].double() for layer in maps.layers]  # each (heads, P)
-            check_finite(torch.cat(signed))
-            sums = [torch.stack((bucket_sums(row, query), bucket_sums(row.abs(), query))) for row in signed]
-            masses.append(torch.cat(sums, dim=1).cpu().numpy())
-            both = [torch.stack((entropy(row), negative_share(row))) for row in signed]
-            shapes.append(torch.cat(both, dim=1).cpu().numpy())
+            row = torch.cat([layer[i, :, 0, : len(query.prompt)].double() for layer in maps.layers])  # (heads, P)
+            common.check_finite(row)
+            masses.append(torch.stack((bucket_sums(row, query), bucket_sums(row.abs(), query))).cpu().numpy())
+            shapes.append(torch.stack((entropy(row), negative_share(row))).cpu().numpy())
     return np.stack(masses), np.stack(shapes), heads
 
 
 def by_layer(values: np.ndarray, heads: list[int]) -> list[list[float]]:
-    """Values of the heads of all layers side by side (heads,), as a list for each layer."""
+    """Values (heads of all layers,) as a list for each layer."""
     return [layer.tolist() for layer in np.split(values, np.cumsum(heads)[:-1])]
 
 
@@ -109,10 +83,9 @@ def by_layer(values: np.ndarray, heads: list[int]) -> list[list[float]]:
 def sinks(model: nn.Module, hay: np.ndarray, length: int, windows: int, batch: int) -> dict[str, Any]:
     """Attention to the first token of `windows` windows of text, `length` tokens each (arXiv 2410.10781, section 3.2).
 
-    A head's mass is the mean of |first weight| / sum |weights| over the query rows, or over 64 rows at even distances
-    in longer windows. `share`: the share of all (window, layer, head) with a mass over 0.3, as the authors' code
-    counts; `se` is its standard error over windows. `heads`: the share of all (layer, head) whose mean mass over
-    windows is over 0.3. `mass`: the mean of all masses. A short text has fewer windows, so that they do not overlap.
+    A head's mass is the mean of |first weight| / sum |weights| over the query rows, in longer windows over 64 of them. `share`:
+    the share of all (window, layer, head) with a mass over 0.3, as the authors' code counts; `se` is its error over windows.
+    `heads`: the share of all (layer, head) whose mean mass is over 0.3. A short text has fewer windows, without overlap.
     """
     if len(hay) < length:
         raise ValueError(f"the text has {len(hay)} tokens, but a window needs {length}: give a longer text=FILE")
@@ -123,7 +96,7 @@ def sinks(model: nn.Module, hay: np.ndarray, length: int, windows: int, batch: i
     rows = rows.long().to(device_of(model))
     masses, heads = [], []
     per_token = max(floats_per_token(model.cfg), n_rows * model.cfg.n_layer * model.cfg.n_head)
-    for part in batches(starts, batch, length * per_token):
+    for part in common.batches(starts, batch, length * per_token):
         with probe(model, rows) as maps:
             model(pad_right([hay[start : start + length] for start in part], rows.device), rows=rows[-1:])
         first = [first_share(layer).mean(-1) for layer in maps.layers]  # (B, heads) each
@@ -132,8 +105,8 @@ def sinks(model: nn.Module, hay: np.ndarray, length: int, windows: int, batch: i
     mass = np.concatenate(masses)  # (windows, heads of all layers)
     share, se = mean_se((mass > SINK).mean(axis=1))
     mean = mass.mean(axis=0)
-    found = {"share": share, "se": se, "heads": float((mean > SINK).mean()), "mass": float(mass.mean()), "windows": windows}
-    return found | {"per_layer_head": by_layer(mean, heads)}
+    shares = {"share": share, "se": se, "heads": float((mean > SINK).mean()), "mass": float(mass.mean())}
+    return shares | {"windows": windows, "per_layer_head": by_layer(mean, heads)}
 
 
 def normalised(masses: np.ndarray) -> np.ndarray:
@@ -146,22 +119,18 @@ def normalised(masses: np.ndarray) -> np.ndarray:
 
 
 def evaluate(run: LoadedRun, hay: np.ndarray, cfg: AttentionNoiseConfig) -> dict[str, Any]:
-    """For each reading and depth: the five buckets, their standard errors, the noise, and masses by layer and head.
-
-    `entropy` and `negative` have the mean over prompts and heads, its standard error, and the values by layer and head.
-    `sink` has the result of `sinks` for each length.
-    """
-    model = run.model
-    length = cfg.length or model.cfg.context
+    """The results of `summarise`, entropy and negative share over prompts and heads, and `sinks` for each length."""
+    model, context = run.model, run.model.cfg.context
+    length = cfg.length or context
     masses, shapes, sink = [], [], {}
-    with progress("attention noise", len(cfg.depths) + 2) as bar:
+    with common.progress("attention noise", len(cfg.depths) + 2) as bar:
         for depth in cfg.depths:
             contexts = needle_contexts(run, hay, cfg, Cell(length, depth))
             mass, shape, heads = head_rows(model, [context[0] for context in contexts], cfg.batch)
             masses.append(mass)
             shapes.append(shape)
             bar.update()
-        for size in sorted({min(SINK_LENGTH, model.cfg.context), model.cfg.context}):
+        for size in sorted({min(SINK_LENGTH, context), context}):
             sink[str(size)] = sinks(model, hay, size, cfg.windows, cfg.batch)
             bar.update()
     results = summarise(np.stack(masses), heads, [str(depth) for depth in cfg.depths], signed=not of_any_sum(model))
@@ -204,14 +173,14 @@ def summarise(masses: np.ndarray, heads: list[int], depths: list[str], signed: b
 def over_samples(shares: np.ndarray, depths: list[str]) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
     """One reading's results from shares (depths, samples, 5): means by depth and overall, and errors by depth."""
     stats = np.array([[mean_se(bucket) for bucket in share.T] for share in shares])  # (depths, 5, mean and error)
-
-    def named(table: np.ndarray) -> dict[str, dict[str, float]]:
-        return {depth: dict(zip(BUCKETS, row, strict=True)) for depth, row in zip(depths, table.tolist(), strict=True)}
-
+    means, errors = (
+        {depth: dict(zip(BUCKETS, row, strict=True)) for depth, row in zip(depths, table.tolist(), strict=True)}
+        for table in (stats[..., 0], stats[..., 1])
+    )
     answer, answer_se = over_depths(shares[..., BUCKETS.index("answer")])
     noise, noise_se = over_depths(shares[..., [BUCKETS.index(bucket) for bucket in NOISE]].sum(axis=-1))
     mean = {"answer": answer, "answer_se": answer_se, "noise": noise, "noise_se": noise_se}
-    return {"depths": named(stats[..., 0]), "mean": mean}, named(stats[..., 1])
+    return {"depths": means, "mean": mean}, errors
 
 
 def over_depths(values: np.ndarray) -> tuple[float, float]:
@@ -245,30 +214,24 @@ def _bars(ax: Axes, depths: dict[str, dict[str, float]]) -> None:
         look = {"color": BUCKET_COLOURS[bucket], "label": BUCKET_LABELS.get(bucket, bucket), "linewidth": 0}
         ax.bar(x, values, 0.74, bottom=np.where(values >= 0, above, below), **look)
         above, below = above + values.clip(min=0), below + values.clip(max=0)
+    number = {"color": BUCKET_COLOURS["answer"], "weight": "bold", "ha": "center", "textcoords": "offset points"}
     for position, top, shares in zip(x, above, depths.values(), strict=True):
-        number = {"color": BUCKET_COLOURS["answer"], "weight": "bold", "ha": "center", "textcoords": "offset points"}
         ax.annotate(f"{shares['answer']:.2f}", (position, top), (0, 3), **number)
     ax.axhline(0, color=INK, linewidth=0.8)
     ax.set_xticks(x, [f"{100 * float(depth):g} %" for depth in depths])
     ax.set(xlabel="depth of the needle", ylabel="share of attention", ylim=(min(0, 1.1 * below.min()), 1.1 * above.max()))
-    ax.set_yticks([tick for tick in ax.get_yticks() if tick <= 1.05 * above.max()])
     ax.tick_params(axis="x", length=0)
 
 
-HEAD_PANELS = {"first": "First token", "answer": "Answer", "noise": "Noise"}
-
-
 def head_shares(results: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Shares of each head's absolute mass on the first token, the answer and the noise: each (layers, heads), means
-    over depths, NaN where a layer has fewer heads than another.
-    """
+    """Each head's shares of absolute mass: (layers, heads) each, means over depths, NaN where a layer has fewer heads."""
     depths = results["per_layer_head"]["absolute"].values()  # each: bucket -> layers -> heads
     heads = max(map(len, next(iter(depths))["answer"]))
     padded = [[[row + [np.nan] * (heads - len(row)) for row in mass[b]] for b in BUCKETS] for mass in depths]
     mass = dict(zip(BUCKETS, np.mean(padded, axis=0), strict=True))  # each (layers, heads)
     whole = sum(mass.values())
     mass["noise"] = sum(mass[bucket] for bucket in NOISE)
-    return {name: mass[name] / whole for name in HEAD_PANELS}
+    return {name: mass[name] / whole for name in ("first", "answer", "noise")}
 
 
 def draw_heads(path: Path, results: dict[str, Any], title: str) -> None:
@@ -279,44 +242,49 @@ def draw_heads(path: Path, results: dict[str, Any], title: str) -> None:
     with figure(path, len(grids) * width + 0.8, height, columns=len(grids), grid="") as axes:
         for ax, (name, grid) in zip(axes[0], grids.items(), strict=True):
             image = ax.imshow(grid, cmap="viridis", vmin=0, vmax=1, aspect="auto")
-            ax.set(title=HEAD_PANELS[name], xlabel="head", ylabel="layer" if name == "first" else "")
+            ax.set(title=BUCKET_LABELS.get(name, name), xlabel="head", ylabel="layer" if name == "first" else "")
             ax.set_xticks(range(0, heads, 1 + heads // 9))
             ax.set_yticks(range(0, layers, 1 + layers // 13))
             ax.tick_params(length=0)
             ax.spines[:].set_visible(False)
-            for (layer, head), value in np.ndenumerate(grid if layers * heads <= 64 else grid[:0]):
-                if np.isfinite(value):
-                    look = {"color": "white" if value < 0.6 else INK, "fontsize": 8, "ha": "center", "va": "center"}
-                    ax.text(head, layer, f"{value:.2f}".lstrip("0") if value < 1 else "1", **look)
         bar = axes[0, -1].figure.colorbar(image, ax=axes[0].tolist(), ticks=(0, 0.5, 1), label="share", pad=0.01)
         bar.outline.set_visible(False)
         axes[0, 0].figure.suptitle(f"{title} · absolute mass by layer and head", x=0.01, ha="left", fontsize=12)
 
 
+def draw_both(path: Path, results: dict[str, Any], title: str, _: str) -> None:
+    """The figure by depth, and beside it the figure by layer and head."""
+    draw(path, results, title)
+    draw_heads(path.with_name(path.name.replace("attention_noise", "attention_heads", 1)), results, title)
+
+
+def left_out(model: nn.Module) -> list[str]:
+    """The line that says which readings the model's variants lack, and why."""
+    wrong = f"rows of {', '.join(of_any_sum(model))} may sum to zero, so no share of a row's sum has a meaning"
+    return [f"signed and signed_per_layer are left out: {wrong}"] if of_any_sum(model) else []
+
+
+def lines(results: dict[str, Any], cfg: AttentionNoiseConfig) -> list[str]:
+    """What is printed."""
+    count = f"({len(cfg.depths)} depths of {cfg.samples} samples)"
+    printed = []
+    for reading in filter(results.get, READINGS):
+        mean = results[reading]["mean"]
+        answer, noise = (plus_minus(mean[key], mean[f"{key}_se"]) for key in ("answer", "noise"))
+        printed.append(f"{reading:8} answer {answer}, noise {noise} {count}")
+    sink = ", ".join(f"{plus_minus(part['share'], part['se'])} (T={size})" for size, part in results["sink"].items())
+    shapes = f"entropy {results['entropy']['mean']:.3f} nats, negative mass {results['negative']['mean']:.3f}"
+    return [*printed, f"{shapes}, sinks {sink}"]
+
+
 @command("attention_noise", AttentionNoiseConfig)
 def main(cfg: AttentionNoiseConfig) -> None:
     check_grid(cfg)
-    run = open_run(cfg)
-    parts = evaluation_tokens(run, cfg)
-    hay = haystack(run, parts)
-    file, about = claim_result("attention_noise", cfg, lambda: content_of(parts))
-    results = evaluate(run, hay, cfg) | about
-    begin = write_result(run, cfg, file, results, lambda path, results, title, _: draw(path, results, title))
-    heads = file.replace("attention_noise", "attention_heads", 1)
-    draw_heads(Path(cfg.run) / "figures" / f"{heads}.png", results, run_name(cfg.run))
-    if names := of_any_sum(run.model):
-        wrong = f"rows of {', '.join(names)} may sum to zero, so no share of a row's sum has a meaning"
-        print(f"{begin}: signed   left out, and signed_per_layer: {wrong} (row_sums in model/attention)")
-    for reading in (reading for reading in READINGS if results[reading]):
-        mean = results[reading]["mean"]
-        print(
-            f"{begin}: {reading:8} answer {plus_minus(mean['answer'], mean['answer_se'])}, "
-            f"noise {plus_minus(mean['noise'], mean['noise_se'])} ({len(cfg.depths)} depths of {cfg.samples} samples)"
-        )
-    sink = ", ".join(f"{plus_minus(part['share'], part['se'])} (T={size})" for size, part in results["sink"].items())
-    print(
-        f"{begin}: entropy {results['entropy']['mean']:.3f} nats, negative mass {results['negative']['mean']:.3f}, sinks {sink}"
-    )
+    run = common.open_run(cfg)
+    parts = common.evaluation_tokens(run, cfg)
+    name, about = common.claim_result("attention_noise", cfg, common.content_of(parts))
+    results = evaluate(run, common.haystack(run, parts), cfg) | about
+    common.write_result(run, cfg, name, results, [*left_out(run.model), *lines(results, cfg)], draw_both)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What all evaluations share: opening a run, the tokens to test on, the result file and the style of the figures."""
+"""What all evaluations share: opening a run, the tokens to test on, the result's files and the style of the figures."""
 
 import functools
 import glob
@@ -9,11 +9,12 @@ import logging
 import math
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -29,16 +30,12 @@ from data.config import DataConfig
 from data.retrieval import as_one_document
 from data.shards import Shard, TextTokens, open_split
 from data.sources import is_text, open_corpus
-from data.tokenizer import load_tokenizer
+from data.tokenizer import Tokenizer, load_tokenizer
 from model.attention import VARIANTS
 from training.checkpoint import LoadedRun, load_run
 from training.distributed import pick_device
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-else:
-    Axes = Any  # matplotlib is imported where a figure is drawn
-
+Axes = Any  # matplotlib's, which is imported where a figure is drawn
 LOGITS_IN_MEMORY = 2**28  # most floats that one forward pass may hold: 1 GB
 LOGITS_AT_ONCE = 2**24  # floats that the output head makes at a time: 64 MB
 LOGITS_IN_CACHE = 2**20  # the same on a CPU: 4 MB stay in its cache, and the next operations take half the time
@@ -47,6 +44,14 @@ DIGESTED_AT_ONCE = 2**22  # tokens of a text whose digest is computed: 32 MB
 # The modules of eval/ that evaluate one run: python -m eval.NAME run=runs/NAME
 OF_A_RUN = ("attention_noise", "harness", "icl", "mqar", "needle", "outliers", "perplexity", "quantization")
 INPUTS = ("text", "shards", "examples", "test", "file")  # settings that name something else to measure on
+PATHS = (*INPUTS, "run", "out", "ablation", "include_path")
+
+
+def expand_home(cfg: Any) -> None:
+    """Write the home folder for a `~` at the beginning of the configuration's paths."""
+    for key in PATHS:
+        if value := getattr(cfg, key, None):
+            setattr(cfg, key, os.path.expanduser(value))
 
 
 @dataclass
@@ -56,6 +61,9 @@ class EvalConfig:
     run: str = MISSING
     device: str = "auto"  # auto | cpu | cuda
     batch: Annotated[int, "[1, inf)"] = 32
+    out: str | None = None  # folder that gets eval/ and figures/ with the result; None: the run's
+
+    __post_init__ = expand_home
 
 
 @dataclass
@@ -64,6 +72,8 @@ class AblationEvalConfig:
 
     ablation: str = MISSING
     out: str | None = None
+
+    __post_init__ = expand_home
 
 
 @dataclass
@@ -80,7 +90,7 @@ def open_run(cfg: EvalConfig, task: bool = False) -> LoadedRun:
 
     task: also runs of data=mqar, whose tokens are no text. ValueError for such a run where text is read.
     """
-    run = load_run(cfg.run, device=pick_device(cfg.device))
+    run = load_run(Path(cfg.run).expanduser(), device=pick_device(cfg.device))
     if not task and read_run_config(run.path)["data"].get("source") == "mqar":  # ValueError without data
         raise ValueError(f"{run.path} was trained on data=mqar, which has no text: use eval.mqar")
     return run
@@ -90,16 +100,20 @@ def evaluation_tokens(run: LoadedRun, cfg: TextEvalConfig) -> list[Shard | TextT
     """The tokens to test on: of the text `text`, else of the validation shards in `shards` or in the run's own data."""
     if cfg.text and cfg.shards:
         raise ValueError("text= and shards= are both given: give one of them")
-    if cfg.text:
-        encode, eot = run.tokenizer.encode, run.tokenizer.eot  # before each document, as in shards of data.prepare
-        return [TextTokens(np.array([token for text in read_documents(cfg.text) for token in (eot, *encode(text))]))]
-    folder = Path(cfg.shards or run.config["data"]["dir"])
-    if (folder / "tokenizer.json").is_file() and load_tokenizer(folder).fingerprint != run.tokenizer.fingerprint:
-        raise ValueError(
-            f"{folder} has another tokenizer than {cfg.run} ('{run.tokenizer.name}'): use text=FILE, "
-            "or shards= prepared with the run's tokenizer"
-        )
-    return open_split(folder, "val", vocab_size=run.tokenizer.vocab_size, fingerprint=run.tokenizer.fingerprint)
+    return tokens_of(run.tokenizer, cfg.text, cfg.shards or run.config["data"]["dir"])
+
+
+def tokens_of(tokenizer: Tokenizer, text: str | None, shards: str | None) -> list[Shard | TextTokens]:
+    """The tokens of a text, else of the validation shards in a folder. ValueError for shards of another tokenizer."""
+    if text:
+        documents = read_documents(text)  # the end-of-text token is before each, as in shards of data.prepare
+        tokens = [token for document in documents for token in (tokenizer.eot, *tokenizer.encode(document))]
+        return [TextTokens(np.array(tokens))]
+    folder = Path(shards)
+    if (folder / "tokenizer.json").is_file() and load_tokenizer(folder).fingerprint != tokenizer.fingerprint:
+        wrong = f"{folder} has another tokenizer than the run ('{tokenizer.name}')"
+        raise ValueError(f"{wrong}: use text=FILE, or shards= prepared with the run's tokenizer")
+    return open_split(folder, "val", vocab_size=tokenizer.vocab_size, fingerprint=tokenizer.fingerprint)
 
 
 def read_documents(text: str) -> list[str]:
@@ -139,8 +153,7 @@ def logits_in_parts(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Float32 logits (n, V) of the hidden states (B, T, D) with their `wanted` tokens (n,), in order, part by part.
 
-    All parts but the last have the same n, a multiple of 64: then a row's logits have the same bits as those computed for all
-    rows at once.
+    All parts but the last have the same n, a multiple of 64: then a row's logits have the same bits as those of all rows.
     """
     floats = LOGITS_IN_CACHE if hidden.device.type == "cpu" else LOGITS_AT_ONCE
     rows = max(1, floats // (64 * vocab_size)) * 64
@@ -148,9 +161,9 @@ def logits_in_parts(
     return ((head(states).float(), tokens) for states, tokens in parts)
 
 
-def check_finite(found: torch.Tensor) -> None:
+def check_finite(values: torch.Tensor) -> None:
     """ValueError if numbers that a model computed are not finite: the index of the largest NaN would pass as an answer."""
-    if not found.isfinite().all():
+    if not values.isfinite().all():
         raise ValueError("the model's activations are not finite: its training diverged, so evaluate another run")
 
 
@@ -188,6 +201,15 @@ def plus_minus(value: float, se: float, form: str = ".3f") -> str:
     return f"{value:{form}}" if math.isnan(se) else f"{value:{form}} ± {se:{form.removeprefix('+')}}"
 
 
+def say(text: str) -> None:
+    """Print `text`; "?" for what the output's encoding lacks. A reader that has left, as of `| head`, is no error."""
+    encoding = sys.stdout.encoding or "utf-8"
+    try:
+        print(text.encode(encoding, "replace").decode(encoding), flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes the rest when it ends
+
+
 # Results
 
 
@@ -202,11 +224,7 @@ def given_input(settings: Mapping[str, Any]) -> str | None:
 
 
 def result_name(evaluation: str, settings: Mapping[str, Any]) -> str:
-    """The name of the result's files, without suffix: EVALUATION_NAME with name=, EVALUATION_STEM for a given input, else
-    EVALUATION.
-
-    STEM is the name of the input's file without suffixes, or of its folder. A style of needles stands before the STEM.
-    """
+    """The name of the result's files: EVALUATION, then the style of needles, then name= or the name of a given input."""
     style, name, given = settings.get("style", "magic"), settings.get("name"), given_input(settings)
     evaluation = evaluation if style == "magic" else f"{evaluation}_{style}"
     if name is not None:
@@ -215,10 +233,8 @@ def result_name(evaluation: str, settings: Mapping[str, Any]) -> str:
         return f"{evaluation}_{name}"
     if not given:
         return evaluation
-    path = Path(os.path.abspath(given))
-    last = path.name if path.is_dir() else path.name.removesuffix("".join(path.suffixes))
-    named = (re.sub(r"[^A-Za-z0-9._-]+", "-", part).strip("-") for part in (last, *reversed(path.parts[:-1])))
-    return f"{evaluation}_{next(filter(None, named), 'text')}"  # the folder's name for books/*.txt
+    last = Path(given).name if Path(given).is_dir() else Path(given).name.split(".")[0]
+    return f"{evaluation}_{re.sub(r'[^A-Za-z0-9._-]+', '-', last).strip('-') or 'text'}"
 
 
 def command_of(result: str) -> str:
@@ -226,43 +242,49 @@ def command_of(result: str) -> str:
     return next((name for name in OF_A_RUN if result == name or result.startswith(f"{name}_")), result)
 
 
-def claim_result(
-    evaluation: str, cfg: EvalConfig, content: Callable[[], Iterable[bytes | np.ndarray]]
-) -> tuple[str, dict[str, str]]:
-    """The name of the result's files, and what its results say of a given input: its name and the digest of its content.
+def claim_result(evaluation: str, cfg: EvalConfig, content: Iterable[bytes | np.ndarray] = ()) -> tuple[str, dict[str, str]]:
+    """The name of the result's files, and what its results say of a given input: its name and the digest of its `content`.
 
-    ValueError if that file has the result of another input and the name was not chosen with name=. The same content at
-    another place, such as after a move, replaces its result. `content` is read for a given input alone.
+    ValueError if the result cannot be written, or if its file has the result of another input and name= is not given.
     """
-    settings = vars(cfg)
-    file, given = result_name(evaluation, settings), given_input(settings)
-    about: dict[str, str] = {}
-    if given:
-        digest = hashlib.sha256()
-        for part in content():
-            digest.update(part)
-        about = {"text": Path(os.path.abspath(given)).name, "input_sha256": digest.hexdigest()}
-    if settings.get("name") is None and file != evaluation:
-        refuse_other_input(Path(cfg.run) / "eval" / f"{file}.json", settings, about.get("input_sha256"))
-    return file, about
+    settings, folder = vars(cfg), result_folder(cfg)
+    check_writable(folder)
+    name, given = result_name(evaluation, settings), given_input(settings)
+    if not given:
+        return name, {}
+    digest = hashlib.sha256()
+    for part in content:
+        digest.update(part)
+    about = {"text": Path(os.path.abspath(given)).name, "input_sha256": digest.hexdigest()}
+    if settings.get("name") is None:
+        refuse_other_input(folder / "eval" / f"{name}.json", settings, about["input_sha256"])
+    return name, about
 
 
-def refuse_other_input(path: Path, settings: Mapping[str, Any], digest: str | None) -> None:
-    """ValueError if the result in the file `path` was measured on another input than that of `settings`."""
+def result_folder(cfg: EvalConfig) -> Path:
+    """The folder that gets eval/ and figures/."""
+    return Path(cfg.out or cfg.run)
+
+
+def check_writable(folder: Path) -> None:
+    """ValueError if eval/ or figures/ in `folder` cannot be written; what does not exist yet is made later."""
+    for part in (folder / "eval", folder / "figures"):
+        place = next(place for place in (part, *part.resolve().parents) if place.exists())
+        if not os.access(place, os.W_OK):
+            raise ValueError(f"the result cannot be written into {place}: give out=FOLDER, another place for it")
+
+
+def refuse_other_input(path: Path, settings: Mapping[str, Any], digest: str) -> None:
+    """ValueError if the result in the file `path` is of another input: of another place and of other content."""
     try:
         before = json.loads(path.read_text())
         had, known = before["config"], before["results"].get("input_sha256")
-        same = _places(had) == _places(settings)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # no result, or the file cannot be read
+    except (OSError, ValueError, KeyError):  # no result, or the file cannot be read
         return
-    if not same and (known is None or known != digest):
+    if known != digest and any(had.get(key) != settings.get(key) for key in INPUTS):
         other = given_input(had) or "the run's own text"
         fix = "give this one a name of its own with name=NAME"
         raise ValueError(f"eval/{path.name} is of another text or file, {other}: {fix}")
-
-
-def _places(settings: Mapping[str, Any]) -> dict[str, str]:
-    return {key: os.path.abspath(settings[key]) for key in INPUTS if settings.get(key)}
 
 
 def content_of(parts: Iterable[Shard | TextTokens]) -> Iterator[np.ndarray]:
@@ -273,18 +295,38 @@ def content_of(parts: Iterable[Shard | TextTokens]) -> Iterator[np.ndarray]:
 
 
 def write_result(
-    run: LoadedRun, cfg: EvalConfig, name: str, results: dict[str, Any], draw: Callable[[Path, dict, str, str], None]
-) -> str:
-    """Write an evaluation's results to eval/NAME.json in the run's folder, and its figure to figures/NAME.png.
+    run: LoadedRun,
+    cfg: EvalConfig,
+    name: str,
+    results: dict[str, Any],
+    lines: Iterable[str],
+    draw: Callable[[Path, dict, str, str], None],
+) -> None:
+    """Print an evaluation's `lines`, then write its results to eval/NAME.json and its figure to figures/NAME.png.
 
     The JSON also has the configurations of the evaluation and of the run. The figure is drawn by
-    draw(path, results, title, colour). Returns "NAME  RUN", with which every printed line begins.
+    draw(path, results, title, colour).
     """
-    folder, title = Path(cfg.run), run_name(cfg.run)
-    record = result_record(name, title, cfg, results, step=run.step, run_config=run.config)
-    write_json(folder / "eval" / f"{name}.json", record)
-    draw(folder / "figures" / f"{name}.png", results, title, colour(variant(run.config)))
-    return f"{name}  {title}"
+    folder, title = result_folder(cfg), run_name(cfg.run)
+    for line in lines:
+        say(f"{name}  {title}: {line}")
+    try:
+        record = result_record(name, title, cfg, results, step=run.step, run_config=run.config)
+        write_json(folder / "eval" / f"{name}.json", record)
+        draw(folder / "figures" / f"{name}.png", results, title, colour(variant(run.config)))
+    except OSError as error:
+        raise OSError(f"the printed result is not saved whole ({error}): make room, or give out=FOLDER") from None
+
+
+def write_findings(
+    kind: str, cfg: AblationEvalConfig, results: dict[str, Any], table: str, draw: Callable[[Path], None]
+) -> None:
+    """Print the table read off an ablation; write KIND.json, KIND.md with the table, and figures/KIND.png."""
+    out = Path(cfg.out or cfg.ablation)
+    say(f"{table}\n{kind}  {out / f'{kind}.md'}")
+    write_json(out / f"{kind}.json", result_record(kind, Path(cfg.ablation).name, cfg, results))
+    write_atomic(out / f"{kind}.md", table.encode())
+    draw(out / "figures" / f"{kind}.png")
 
 
 # Figures
@@ -292,17 +334,6 @@ def write_result(
 INK, GREY, FAINT = "#1f2328", "#6b7280", "#d9dde3"
 # Mostly Okabe and Ito's palette, which suits the common kinds of colour blindness. A variant has one colour everywhere.
 COLOURS = {name: colour for cls in VARIANTS.values() for name, colour in cls.colours.items()}
-
-
-def write_findings(
-    kind: str, cfg: AblationEvalConfig, results: dict[str, Any], table: str, draw: Callable[[Path], None]
-) -> None:
-    """Write what was read off an ablation: KIND.json, KIND.md with the table, and figures/KIND.png; print the table."""
-    out = Path(cfg.out or cfg.ablation)
-    write_json(out / f"{kind}.json", result_record(kind, Path(cfg.ablation).name, cfg, results))
-    write_atomic(out / f"{kind}.md", table.encode())
-    draw(out / "figures" / f"{kind}.png")
-    print(f"{table}\n{kind}  {out / f'{kind}.md'}")
 
 
 def colour(variant: str) -> str:
@@ -337,11 +368,9 @@ def figure(path: Path, width: float, height: float, columns: int = 1, rows: int 
 
     grid: the axis whose ticks have grid lines, x or y, or "" for no grid.
     """
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        raise ValueError("figures need the package 'matplotlib': pip install matplotlib") from None
+    import matplotlib
+    from matplotlib.figure import Figure
+
     logging.getLogger("matplotlib").setLevel(logging.WARNING)  # matplotlib logs that it builds its font cache
     style = {
         "font.family": "sans-serif", "font.size": 11, "text.color": INK, "axes.labelcolor": INK,

@@ -5,8 +5,9 @@
 
 Needs lm-eval (`pip install 'lm-eval[hf]'`), whose `HFLM` gets the decoder in the model class of an export to=remote. Every
 context starts with the end-of-text token, as every training document does; of a text scored in windows the first window does.
-Writes runs/NAME/eval/harness.json and runs/NAME/figures/harness.png; with file=, harness_STEM. Tasks of an earlier command
-stay in the result if step, length, limit, num_fewshot and lm-eval's version are the same; else the new tasks replace them.
+Writes eval/harness.json and figures/harness.png into the run's folder or out=; with file=, harness_STEM. Tasks of an earlier
+command stay in the result if step, length, limit, num_fewshot and lm-eval's version are the same; else the new tasks replace
+them.
 """
 
 import hashlib
@@ -16,14 +17,15 @@ import math
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import torch
 from omegaconf import MISSING
 
 from configs import command
 from data.tokenizer_export import export_tokenizer
-from eval.common import GREY, EvalConfig, check_finite, claim_result, figure, open_run, write_result
+from eval import common
+from eval.common import GREY, EvalConfig, figure
 from model.interop.huggingface import export
 from training.checkpoint import LoadedRun
 
@@ -32,11 +34,9 @@ try:
 except ModuleNotFoundError:  # an optional package: `main` says what to install
     HFLM = object
 
-if TYPE_CHECKING:
-    from lm_eval.tasks import TaskManager
-
 TASKS = Path(__file__).parent / "tasks"  # our own task files
 BOOTSTRAP = 1000  # resamples for standard errors of metrics that are not means, e.g. a corpus perplexity
+SHARES = ("acc", "acc_norm", "acc_bytes", "exact_match", "em", "f1")  # metrics that the figure shows
 
 
 @dataclass
@@ -49,7 +49,7 @@ class HarnessConfig(EvalConfig):
     name: str | None = None  # name of the result, in place of the file's name
     num_fewshot: Annotated[int | None, "[0, inf)"] = None  # examples in the prompt; None: the task's own number
     limit: Annotated[int | None, "[1, inf)"] = None
-    length: int | None = None  # tokens of context and continuation; None: the trained context
+    length: Annotated[int | None, "[2, inf)"] = None  # tokens of context and continuation; None: the trained context
 
 
 class RunLM(HFLM):
@@ -61,17 +61,14 @@ class RunLM(HFLM):
         from model.interop.modeling import VariantConfig, VariantForCausalLM
 
         context = run.model.cfg.context
-        length = context if length is None else length
-        if length < 2:
-            raise ValueError(f"length={length} has no room for a context: use length=2 or more")
-        if length > context and run.model.positions is not None:
+        if (length or 0) > context and run.model.positions is not None:
             raise ValueError(f"length={length} exceeds the {context} learned positions: use length={context} or less")
         model = VariantForCausalLM(VariantConfig(**export(run.model, "remote", run.tokenizer.eot).config))
         model.decoder = run.model
         with tempfile.TemporaryDirectory() as folder:
             export_tokenizer(run.tokenizer, folder, 2**30)  # lm-eval cuts texts itself
             tokenizer = AutoTokenizer.from_pretrained(folder, add_bos_token=True)
-        options = {"backend": "causal", "max_length": length, "batch_size": batch, "add_bos_token": True}
+        options = {"backend": "causal", "max_length": length or context, "batch_size": batch, "add_bos_token": True}
         super().__init__(model, tokenizer=tokenizer, **options)
 
     @property
@@ -93,7 +90,7 @@ class RunLM(HFLM):
             wrong = f"a continuation of {longest} tokens exceeds length={self.max_length}"
             raise ValueError(f"{wrong}: leave its task out, or use length={longest} (rotary positions)")
         answers = super()._loglikelihood_tokens(requests, **options)
-        check_finite(torch.tensor([logprob for logprob, _ in answers]))
+        common.check_finite(torch.tensor([logprob for logprob, _ in answers]))
         return answers
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = True) -> list[str]:
@@ -107,13 +104,12 @@ class RunLM(HFLM):
         from lm_eval.models.utils import normalize_gen_kwargs
 
         if isinstance(rest, dict):
-            return (
-                len(self.tok_encode(context)) + normalize_gen_kwargs(rest, self.max_gen_toks)["max_gen_toks"] > self.max_length
-            )
+            new = normalize_gen_kwargs(rest, self.max_gen_toks)["max_gen_toks"]
+            return len(self.tok_encode(context)) + new > self.max_length
         return rest is not None and len(self.tok_encode(context + rest)) > self.max_length + 1
 
 
-def task_manager(cfg: HarnessConfig) -> "TaskManager":
+def task_manager(cfg: HarnessConfig) -> Any:
     """The index of tasks. lm-eval's own index, which takes seconds to read, is read only if a task is not in our folders."""
     from lm_eval.tasks import TaskManager
 
@@ -153,17 +149,16 @@ def joined(new: dict[str, Any], cfg: HarnessConfig, path: Path, step: int) -> tu
     try:
         before = json.loads(path.read_text())
         old, had = before["results"], before["config"]
-        same = before["step"] == step and all(had[key] == getattr(cfg, key) for key in ("limit", "num_fewshot"))
-        same &= all(old[key] == new[key] for key in ("length", "lm_eval")) and not old["tasks"].keys() <= new["tasks"].keys()
-        per_task = old.get("per_task", {"earlier tasks": {"truncated": old["truncated"]}}) | new["per_task"]
-        names, folder = list(dict.fromkeys([*had["tasks"], *cfg.tasks])), cfg.include_path or had["include_path"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # no result, or the file cannot be read
-        same = False
-    if not same:
+        measured = (before["step"], had["limit"], had["num_fewshot"], old["length"], old["lm_eval"])
+        per_task = old["per_task"] | new["per_task"]
+    except (OSError, ValueError, KeyError):  # no result, or the file cannot be read
+        return new, cfg
+    if measured != (step, cfg.limit, cfg.num_fewshot, new["length"], new["lm_eval"]):
         return new, cfg
     truncated = sum(part["truncated"] for part in per_task.values())
+    names = list(dict.fromkeys([*had["tasks"], *cfg.tasks]))
     results = new | {"tasks": old["tasks"] | new["tasks"], "truncated": truncated, "per_task": per_task}
-    return results, replace(cfg, tasks=names, include_path=folder)
+    return results, replace(cfg, tasks=names, include_path=cfg.include_path or had["include_path"])
 
 
 def plain(metrics: dict[str, Any]) -> dict[str, float | None]:
@@ -178,7 +173,7 @@ def shares(results: dict[str, Any]) -> list[tuple[str, float, float]]:
     for task, metrics in results["tasks"].items():
         for metric, value in metrics.items():
             name, comma, chosen = metric.partition(",")  # the error of exact_match,strict is exact_match_stderr,strict
-            if name in ("acc", "acc_norm", "acc_bytes", "exact_match", "em", "f1") and value is not None:
+            if name in SHARES and value is not None:
                 bars.append((f"{task} · {metric}", value, metrics.get(f"{name}_stderr{comma}{chosen}") or math.nan))
     return bars
 
@@ -200,6 +195,16 @@ def draw(path: Path, results: dict[str, Any], title: str, shade: str) -> None:
         ax.tick_params(axis="y", length=0)
 
 
+def lines(results: dict[str, Any]) -> list[str]:
+    """What is printed: the tasks of this command."""
+    printed = []
+    for task, metrics in results["tasks"].items():
+        values = [f"{key} {value:.4g}" for key, value in metrics.items() if value is not None and "stderr" not in key]
+        printed.append(f"{task}: {', '.join(values)}")
+    cut = f"{results['truncated']} contexts cut to {results['length']} tokens"
+    return [*printed, cut] if results["truncated"] else printed
+
+
 @command("harness", HarnessConfig)
 def main(cfg: HarnessConfig) -> None:
     if HFLM is object:
@@ -208,16 +213,12 @@ def main(cfg: HarnessConfig) -> None:
         raise ValueError("tasks is empty: give tasks=[NAME,...]; `lm-eval ls tasks` lists the names")
     if cfg.file is not None and not Path(cfg.file).is_file():
         raise FileNotFoundError(f"there is no file {cfg.file}: correct file=")
-    run = open_run(cfg)
-    file, about = claim_result("harness", cfg, lambda: [Path(cfg.file).read_bytes()])
+    run = common.open_run(cfg)
+    name, about = common.claim_result("harness", cfg, (Path(file).read_bytes() for file in [cfg.file]))
     results = evaluate(RunLM(run, cfg.batch, cfg.length), cfg) | about
-    whole, settings = joined(results, cfg, Path(cfg.run) / "eval" / f"{file}.json", run.step)
-    label = write_result(run, settings, file, whole, draw)
-    for task, metrics in results["tasks"].items():
-        values = [f"{key} {value:.4g}" for key, value in metrics.items() if value is not None and "stderr" not in key]
-        print(f"{label}: {task}: {', '.join(values)}")
-    if results["truncated"]:
-        print(f"{label}: {results['truncated']} contexts cut to {results['length']} tokens")
+    path = common.result_folder(cfg) / "eval" / f"{name}.json"
+    whole, settings = joined(results, cfg, path, run.step)
+    common.write_result(run, settings, name, whole, lines(results), draw)
 
 
 if __name__ == "__main__":

@@ -3,39 +3,212 @@
     python -m eval.icl run=runs/NAME [shots=[1,2,4,8]] [episodes=100] [orders=10]
     python -m eval.icl run=runs/NAME examples=FILE [format=trec|trec_fine|banking77|clinc150] [test=FILE] [name=NAME]
 
-A prompt is a number of demonstrations (text and label) and one more text. The answer is the label whose tokens have the
-highest summed log-probability after the prompt. An episode is one random choice of demonstrations and questions; its
-first n demonstrations are used for n shots. Standard errors are over episodes. Order robustness is the best minus the
-worst accuracy over `orders` orders of the same demonstrations, for each arrangement (random, alternating by class, grouped
-by class). Protocol: arXiv 2410.05258, section 3.4, after Bertsch et al. (2405.00200) and Ratner et al. (2212.10947).
-
-Without examples= the task is synthetic: words of a few classes (animals, tools, ...) and, in each episode, one random
-number for each class, in the sentences of data.retrieval ("The magic number of horse is 4817."), which small models can
-be trained on. A word that a demonstration has shown tests recall; another word tests whether the model has learned the class.
-Writes runs/NAME/eval/icl.json and runs/NAME/figures/icl.png; for given examples icl_STEM.json and icl_STEM.png, where STEM is
-name= if given, else the name of the file without its suffixes.
+A prompt is a number of demonstrations (text and label) and one more text; the answer is the label with the highest summed
+log-probability. An episode is one random choice of demonstrations and questions; its first n demonstrations are used for n
+shots; errors are over episodes. Order robustness: best minus worst accuracy over `orders` orders of the same demonstrations,
+random, alternating by class and grouped by class. After arXiv 2410.05258, section 3.4; 2405.00200; 2212.10947.
+Without examples= the task is synthetic: words of a few classes, and one random number for each class, in the sentences of
+data.retrieval. A shown word tests recall; another word tests whether the model has learned the class.
+Writes eval/icl.json and figures/icl.png; for given examples icl_STEM, as eval.perplexity for a given text.
 """
 
+import csv
 import functools
 import hashlib
+import io
+import itertools
 import json
+import re
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from scipy import stats
 
 from configs import command
+from data.retrieval import draw_numbers
 from data.tokenizer import Tokenizer
-from eval.common import GREY, Axes, claim_result, figure, mean_se, open_run, plus_minus, progress, write_result
-from eval.icl_tasks import ARRANGEMENTS, Episode, Example, IclConfig, Task, arrange, check, draw_episode, load_task
+from eval import common
+from eval.common import GREY, Axes, EvalConfig, figure, mean_se, plus_minus
 from eval.needle_text import trained_digits
 from eval.scoring import Job, score_jobs
 from training.checkpoint import LoadedRun
 
+ARRANGEMENTS = ("random", "alternating", "grouped")
 EPISODES_SYNTHETIC, EPISODES, ORDER_EPISODES = 100, 10, 20
+WORDS = {  # 8 classes of 12 words
+    "animals": "horse tiger rabbit camel donkey monkey goat sheep wolf fox eagle mouse",
+    "food": "bread apple onion butter cheese rice soup potato lemon honey sugar cake",
+    "tools": "hammer saw needle shovel axe knife drill ladder rope wheel bucket brush",
+    "body": "finger shoulder knee elbow tongue stomach neck ankle heart bone skin thumb",
+    "clothes": "shirt coat hat glove boot scarf belt dress sock jacket cap skirt",
+    "nature": "river mountain forest island desert valley lake ocean cliff cave beach storm",
+    "jobs": "doctor soldier teacher farmer lawyer nurse sailor painter butcher baker pilot judge",
+    "furniture": "table chair bed desk shelf sofa lamp mirror carpet curtain drawer bench",
+}
+READABLE = {  # TREC's coarse classes, Li and Roth 2002
+    "ABBR": "abbreviation", "DESC": "description", "ENTY": "entity", "HUM": "human", "LOC": "location", "NUM": "number",
+}  # fmt: skip
+SYNTHETIC = ("\nThe magic number of {} is", " {}.")  # templates of a question and of its label
+TEMPLATES = {
+    "trec": ("Question: {}\nType:", " {}\n"),
+    "trec_fine": ("Question: {}\nType:", " {}\n"),
+    "banking77": ("Query: {}\nIntent:", " {}\n"),
+    "clinc150": ("Utterance: {}\nIntent:", " {}\n"),
+}
+
+
+@dataclass
+class IclConfig(EvalConfig):
+    """The task, and how many prompts of it."""
+
+    examples: str | None = None  # a file to draw demonstrations from; None: the synthetic task
+    test: str | None = None  # a file to draw questions from; None: the test split of `examples`, or a fifth of it
+    name: str | None = None  # name of the result, in place of the name of `examples`
+    format: str = "auto"  # auto | trec | trec_fine | banking77 | clinc150
+    shots: Annotated[list[int] | None, "[1, inf)"] = None  # None: powers of two that fit in the trained context, and the most
+    episodes: Annotated[int | None, "[1, inf)"] = None  # None: 100 of the synthetic task or 10 of a file
+    queries: Annotated[int, "[1, inf)"] = 50  # questions per episode, at most
+    orders: Annotated[int, "[0, inf)"] = 10  # orders to try in each arrangement (in at most 20 episodes); 0: none
+    classes: Annotated[int, "[2, 8]"] = 4  # of the synthetic task
+    words: Annotated[int, "[1, 12]"] = 2  # per class of the synthetic task
+    seed: Annotated[int, "[0, 4294967295]"] = 0  # seed of the episodes
+
+
+@dataclass(frozen=True)
+class Example:
+    """A text to classify and its label."""
+
+    text: str
+    label: str
+
+
+@dataclass(frozen=True)
+class Task:
+    """Templates of question and answer, with one {} each, and the examples to draw from (none in the synthetic task)."""
+
+    name: str
+    question: str
+    answer: str
+    demonstrations: list[Example]
+    questions: list[Example]
+
+
+@dataclass(frozen=True)
+class Episode:
+    """Demonstrations in order, questions, and the labels to choose from."""
+
+    demonstrations: list[Example]
+    questions: list[Example]
+    labels: list[str]
+
+
+def check(cfg: IclConfig) -> None:
+    """Raise ValueError for settings that cannot be evaluated."""
+    if cfg.format not in ("auto", *TEMPLATES):
+        raise ValueError(f"format={cfg.format} is unknown: use format= one of auto, {', '.join(TEMPLATES)}")
+    if cfg.examples is None and (cfg.test or cfg.format != "auto"):
+        raise ValueError("test= and format= need a file of demonstrations: give examples=FILE, too")
+    if cfg.shots is not None and len(set(cfg.shots)) < max(1, len(cfg.shots)):
+        raise ValueError(f"shots={cfg.shots} must be different numbers: use shots=[1,2,4,8]")
+    if cfg.orders == 1:
+        raise ValueError("order robustness compares two or more orders: use orders=10, or orders=0 to leave it out")
+
+
+def read_examples(path: Path, form: str) -> tuple[list[Example], list[Example]]:
+    """(demonstrations, questions) of a file; only clinc150 has questions. ValueError where the file has another format.
+
+    trec: lines "LABEL:fine text". banking77: CSV with the header text,category. clinc150: JSON with train and test lists
+    of [text, intent] (its out-of-scope lists are left out).
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}: correct examples= or test=")
+    content = path.read_bytes()
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        text = content.decode("latin-1")  # TREC is published in this encoding
+    try:
+        if form == "clinc150":
+            splits = json.loads(text)
+            pairs = [splits[split] for split in ("train", "test")]
+        elif form == "banking77":
+            rows = csv.DictReader(io.StringIO(text, newline=""))
+            pairs = [[(" ".join(row["text"].split()), row["category"]) for row in rows], []]
+        else:
+            found = [re.fullmatch(r"([A-Z]+):(\w+) (.+)", line.strip()) for line in text.splitlines() if line.strip()]
+            fine = form == "trec_fine"
+            pairs = [[(line[3], READABLE[line[1]] + f" {line[2]}" * fine) for line in found], []]
+        demonstrations, questions = ([Example(x, label.replace("_", " ")) for x, label in split] for split in pairs)
+    except (ValueError, KeyError, TypeError, AttributeError, csv.Error):
+        others = ", ".join(name for name in TEMPLATES if name != form)
+        raise ValueError(f"{path} is not in the format {form}: give another file, or format= one of {others}") from None
+    return demonstrations, questions
+
+
+def load_task(cfg: IclConfig) -> Task:
+    """The task that the configuration names. Raises ValueError for files in a wrong format or with different labels."""
+    if cfg.examples is None:
+        return Task("synthetic", *SYNTHETIC, [], [])
+    by_ending = {".csv": "banking77", ".json": "clinc150"}.get(Path(cfg.examples).suffix.lower(), "trec")
+    form = by_ending if cfg.format == "auto" else cfg.format
+    demonstrations, questions = read_examples(Path(cfg.examples), form)
+    if cfg.test:
+        first, second = read_examples(Path(cfg.test), form)
+        questions = second or first
+        if not questions:
+            raise ValueError(f"{cfg.test} has no questions: give test= another file, or leave it out")
+    labels = {example.label for example in demonstrations}
+    if len(labels) < 2:
+        wrong = f"{cfg.examples} has {len(labels)} different labels, but a task needs two"
+        raise ValueError(f"{wrong}: give another file as examples=")
+    if unknown := {example.label for example in questions} - labels:
+        few = ", ".join(sorted(unknown)[:3])
+        raise ValueError(f"questions have labels that no demonstration has ({few}): give test= and examples= from the same set")
+    if not questions:
+        order = np.random.default_rng(cfg.seed).permutation(len(demonstrations))
+        test, train = np.split(order, [max(1, len(order) // 5)])
+        questions, demonstrations = ([demonstrations[i] for i in sorted(part)] for part in (test, train))
+    return Task(form, *TEMPLATES[form], demonstrations, questions)
+
+
+def draw_episode(task: Task, cfg: IclConfig, number: int, shots: int, digits: int) -> Episode:
+    """Episode `number` with `shots` demonstrations. Fewer shots give the first of these and the same questions."""
+    rng = np.random.default_rng([cfg.seed, number])
+    if task.name == "synthetic":
+        return _synthetic(rng, cfg, shots, digits)
+    if shots > len(task.demonstrations):
+        most = len(task.demonstrations)
+        raise ValueError(f"{shots} shots need {shots} demonstrations, but there are {most}: use at most shots=[{most}]")
+    questions = [task.questions[i] for i in rng.permutation(len(task.questions))[: cfg.queries]]
+    shown = [task.demonstrations[i] for i in rng.permutation(len(task.demonstrations))[:shots]]
+    return Episode(shown, questions, sorted({example.label for example in (*task.demonstrations, *task.questions)}))
+
+
+def _synthetic(rng: np.random.Generator, cfg: IclConfig, shots: int, digits: int) -> Episode:
+    """Every word is shown once before a word is shown again. Every word is asked for once."""
+    numbers = [str(number) for number in draw_numbers(rng, "eval", digits, cfg.classes)]
+    kinds = rng.permutation(len(WORDS))[: cfg.classes]
+    chosen = [rng.permutation(list(WORDS.values())[kind].split())[: cfg.words].tolist() for kind in kinds]
+    examples = [Example(word, number) for words, number in zip(chosen, numbers, strict=True) for word in words]
+    questions = [examples[i] for i in rng.permutation(len(examples))[: cfg.queries]]
+    rounds = -(-shots // len(examples))
+    shown = [examples[i] for _ in range(rounds) for i in rng.permutation(len(examples))]
+    return Episode(shown[:shots], questions, numbers)
+
+
+def arrange(examples: Sequence[Example], how: str, rng: np.random.Generator) -> list[Example]:
+    """The same examples in another order: `random`, `grouped` by class, or `alternating` between the classes that are left."""
+    shuffled = [examples[i] for i in rng.permutation(len(examples))]
+    if how == "random":
+        return shuffled
+    labels = list(dict.fromkeys(example.label for example in shuffled))
+    groups = [[example for example in shuffled if example.label == label] for label in labels]
+    if how == "grouped":
+        return list(itertools.chain(*groups))
+    return [example for turn in itertools.zip_longest(*groups) for example in turn if example is not None]
 
 
 class Writer:
@@ -44,29 +217,26 @@ class Writer:
     def __init__(self, task: Task, tokenizer: Tokenizer) -> None:
         self.task, self.eot, self._encode = task, tokenizer.eot, functools.cache(tokenizer.encode)
 
-    def question(self, text: str) -> list[int]:
-        return self._encode(self.task.question.format(text))
+    def question(self, example: Example) -> list[int]:
+        return self._encode(self.task.question.format(example.text))
 
     def label(self, label: str) -> list[int]:
         return self._encode(self.task.answer.format(label))
 
     def shown(self, example: Example) -> list[int]:
-        return self.question(example.text) + self.label(example.label)
+        return self.question(example) + self.label(example.label)
 
     def job(self, episode: Episode) -> Job:
         prefix = [self.eot, *(token for example in episode.demonstrations for token in self.shown(example))]
-        questions = [np.array(self.question(example.text)) for example in episode.questions]
+        questions = list(map(np.array, map(self.question, episode.questions)))
         return Job(np.array(prefix), questions, [np.array(self.label(label)) for label in episode.labels])
 
 
 def fitting_shots(writer: Writer, episodes: Sequence[Episode], context: int) -> list[int]:
-    """Powers of two up to the largest number of demonstrations that fits in the context, and that number.
-
-    A number fits if it leaves room for the longest question and label in every episode.
-    """
+    """Powers of two up to the largest number of demonstrations that leaves room for a question in the context, and that."""
     most = len(episodes[0].demonstrations)
     for episode in episodes:
-        question = max(len(writer.question(example.text)) for example in episode.questions)
+        question = max(len(writer.question(example)) for example in episode.questions)
         room = context - 1 - question - max(len(writer.label(label)) for label in episode.labels)
         lengths = np.cumsum([len(writer.shown(example)) for example in episode.demonstrations])
         most = min(most, int(np.searchsorted(lengths, room, side="right")))
@@ -87,7 +257,7 @@ def evaluate(run: LoadedRun, task: Task, cfg: IclConfig) -> dict[str, Any]:
     shots = sorted(cfg.shots) if cfg.shots else fitting_shots(writer, episodes, context)
     shown = [replace(episode, demonstrations=episode.demonstrations[:n]) for n in shots for episode in episodes]
     orders = reordered(shown[-count:][:ORDER_EPISODES], cfg)
-    with progress("icl", len(shown) + len(orders)) as bar:
+    with common.progress("icl", len(shown) + len(orders)) as bar:
         _, scores = score_jobs(run.model, list(map(writer.job, shown + orders)), cfg.batch, done=bar.update)  # (Q, C) each
     parts = [slice(i * count, (i + 1) * count) for i in range(len(shots))]
     rows = [{"shots": n} | summary(shown[part], scores[part]) for n, part in zip(shots, parts, strict=True)]
@@ -107,39 +277,32 @@ def spelled_out(part: Task | Episode) -> bytes:
 def summary(episodes: Sequence[Episode], scores: Sequence[np.ndarray]) -> dict[str, Any]:
     """Accuracy of the scores (Q, C), and the loss of the right label among the labels, with errors over episodes.
 
-    label_shown: share of questions whose label a demonstration shows. text_shown: share of questions whose text a
-    demonstration shows. recall: accuracy on questions with a shown text. new: accuracy on the other questions. recall
-    and new are None where there are no such questions.
+    recall, new: accuracy on questions whose text a demonstration shows, and on the others; None without such questions.
     """
-    right, losses = (np.array([of(*one) for one in zip(episodes, scores, strict=True)]) for of in (correct, label_loss))
+    right, losses = map(np.array, zip(*map(correct, episodes, scores), strict=True))  # (episodes, Q) each
 
-    def seen(key: str) -> np.ndarray:  # (episodes, Q)
-        shown = [{getattr(example, key) for example in episode.demonstrations} for episode in episodes]
-        return np.array([[getattr(q, key) in here for q in ep.questions] for here, ep in zip(shown, episodes, strict=True)])
-
-    known = seen("text")
+    known = seen(episodes, "text")
     (accuracy, se), (loss, loss_se) = mean_se(right.mean(axis=1)), mean_se(losses.mean(axis=1))
     return {"accuracy": accuracy, "se": se, "label_loss": loss, "label_loss_se": loss_se} | {
-        "label_shown": float(seen("label").mean()),
+        "label_shown": float(seen(episodes, "label").mean()),
         "text_shown": float(known.mean()),
         "recall": float(right[known].mean()) if known.any() else None,
         "new": float(right[~known].mean()) if not known.all() else None,
     }
 
 
-def correct(episode: Episode, scores: np.ndarray) -> np.ndarray:
-    """(Q,) 1.0 where the right label alone has the highest of the scores (Q, C), else 0.0."""
-    return ((scores >= right_scores(episode, scores)[:, None]).sum(axis=1) == 1).astype(float)
+def seen(episodes: Sequence[Episode], key: str) -> np.ndarray:
+    """(episodes, Q) bool: a demonstration of the episode has the question's text, or label."""
+    shown = [{getattr(example, key) for example in episode.demonstrations} for episode in episodes]
+    return np.array([[getattr(q, key) in here for q in ep.questions] for here, ep in zip(shown, episodes, strict=True)])
 
 
-def label_loss(episode: Episode, scores: np.ndarray) -> np.ndarray:
-    """(Q,) -ln p(right label | one of the labels) in nats; for a guess among C labels it is ln C."""
-    return np.logaddexp.reduce(scores, axis=1) - right_scores(episode, scores)
-
-
-def right_scores(episode: Episode, scores: np.ndarray) -> np.ndarray:
-    """(Q,) the scores of the right labels."""
-    return scores[range(len(scores)), [episode.labels.index(example.label) for example in episode.questions]]
+def correct(episode: Episode, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """From scores (Q, C): (Q,) 1.0 where the right label alone has the highest score, else 0.0; and
+    (Q,) -ln p(right label | one of the labels) in nats, which for a guess among C labels is ln C.
+    """
+    right = scores[range(len(scores)), [episode.labels.index(example.label) for example in episode.questions]]
+    return ((scores >= right[:, None]).sum(axis=1) == 1).astype(float), np.logaddexp.reduce(scores, axis=1) - right
 
 
 def reordered(episodes: Sequence[Episode], cfg: IclConfig) -> list[Episode]:
@@ -154,11 +317,8 @@ def reordered(episodes: Sequence[Episode], cfg: IclConfig) -> list[Episode]:
 
 
 def order_summary(episodes: Sequence[Episode], scores: Sequence[np.ndarray], orders: int) -> dict[str, Any]:
-    """For each arrangement: best and worst accuracy over the orders, and best minus worst, averaged over episodes.
-
-    episodes, scores: as from `reordered`.
-    """
-    hits = [correct(*one).mean() for one in zip(episodes, scores, strict=True)]
+    """For each arrangement of `reordered`: best and worst accuracy over the orders and their difference, mean over episodes."""
+    hits = [right.mean() for right, _ in map(correct, episodes, scores)]
     labels, questions = len(episodes[0].labels), len(episodes[0].questions)
     results: dict[str, Any] = {"shots": len(episodes[0].demonstrations), "orders": orders}
     results["guessing"] = guessing_margin(1 / labels, questions, orders)
@@ -209,23 +369,28 @@ def _accuracies(ax: Axes, results: dict[str, Any], line_colour: str) -> None:
     ax.legend(loc="best")
 
 
+def lines(results: dict[str, Any]) -> list[str]:
+    """What is printed."""
+    printed = [
+        f"{results['task']}, {row['shots']} shots: accuracy {plus_minus(row['accuracy'], row['se'])} "
+        f"(chance {results['chance']:.3f})"
+        for row in results["shots"]
+    ]
+    if order := results["order"]:
+        margins = ", ".join(f"{how} {plus_minus(order[how]['margin'], order[how]['margin_se'])}" for how in ARRANGEMENTS)
+        orders = f"best minus worst of {order['orders']} orders of {order['shots']} demonstrations"
+        printed.append(f"{orders}: {margins} (guessing {order['guessing']:.3f})")
+    return printed
+
+
 @command("icl", IclConfig)
 def main(cfg: IclConfig) -> None:
     check(cfg)
     task = load_task(cfg)
-    run = open_run(cfg)
-    file, about = claim_result("icl", cfg, lambda: [spelled_out(task)])
+    run = common.open_run(cfg)
+    name, about = common.claim_result("icl", cfg, [spelled_out(task)])
     results = evaluate(run, task, cfg) | about
-    begin = write_result(run, cfg, file, results, draw)
-    chance = f"chance {results['chance']:.3f}"
-    for row in results["shots"]:
-        print(f"{begin}: {task.name}, {row['shots']} shots: accuracy {plus_minus(row['accuracy'], row['se'])} ({chance})")
-    if order := results["order"]:
-        margins = ", ".join(f"{how} {plus_minus(order[how]['margin'], order[how]['margin_se'])}" for how in ARRANGEMENTS)
-        print(
-            f"{begin}: best minus worst of {order['orders']} orders of {order['shots']} demonstrations: {margins} "
-            f"(guessing {order['guessing']:.3f})"
-        )
+    common.write_result(run, cfg, name, results, lines(results), draw)
 
 
 if __name__ == "__main__":

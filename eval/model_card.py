@@ -9,6 +9,7 @@ from omegaconf import OmegaConf
 
 from configs.composing import compose_job, overrides_of
 from configs.files import read_json_lines
+from data.shards import read_meta
 from eval.common import run_name, variant
 from eval.report.runs import read_json
 from training.checkpoint import LoadedRun
@@ -27,7 +28,7 @@ def model_card(run: LoadedRun, form: str, load: str) -> str:
     head = {"tags": ["attention-noise", kind], "pipeline_tag": "text-generation"}
     head |= {"library_name": "transformers"} if form not in ("safetensors", "axolotl") else {}
     lines = [f"---\n{yaml.safe_dump(head, sort_keys=False)}---", f"# {name}", "", "| | |", "| --- | --- |"]
-    lines += [f"| {key} | {value} |" for key, value in rows(run, kind, form).items()]
+    lines += [f"| {key} | {value} |" for key, value in rows(run, kind, form).items() if value is not None]
     lines += ["", "## Load", "", "```python", load, "```"]
     if run.step and (command := training_command(run.config)):
         lines += ["", "## Training", "", "Overrides of the command; paths are left out.", "", "```bash", command, "```"]
@@ -35,57 +36,60 @@ def model_card(run: LoadedRun, form: str, load: str) -> str:
 
 
 def rows(run: LoadedRun, kind: str, form: str) -> dict[str, Any]:
-    """The rows of the card's table: name -> value."""
+    """The rows of the card's table: name -> value, None where it is not known."""
     model, cfg, config = run.model, run.model.cfg, run.config
-    lines = [line for line in read_json_lines(run.path / "metrics.jsonl") if line.get("step", 0) <= run.step]
     total, inner = model.num_params(non_embedding=False), model.num_params()
-    found = {
+    newest: dict[str, Any] = {}  # value of each key of the metrics
+    first: dict[str, Any] = {}
+    for line in read_json_lines(run.path / "metrics.jsonl"):
+        if line.get("step", 0) <= run.step:
+            first = first or line
+            newest |= line
+    losses = {name: newest.get(key) for key, name in (("loss", "training loss"), ("val_loss", "validation loss"))}
+    converted = read_json(run.path / "conversion.json", "delete it and convert the source again") or {}
+    options = " ".join(f"{key}={value}" for key, value in converted.get("conversion", {}).items())
+    return {
         "variant": f"{kind} (layers={cfg.layers}), written as {form}",
         "shape": f"{cfg.n_layer} layers, width {cfg.d_model}, {cfg.n_head} baseline heads of {cfg.head_dim}, "
         f"{cfg.n_kv_head} key heads, context {cfg.context}, vocabulary {cfg.vocab_size:,}",
         "parameters": f"{total:,} ({inner:,} without embeddings and head)",
         "steps": f"{run.step:,}",
+        "tokens": f"{newest['tokens']:,}" if newest.get("tokens") else None,
+        "data": f"{text_of(config['data'])}, tokenizer {run.tokenizer.name}" if run.step and config.get("data") else None,
+        **{name: None if loss is None else f"{loss:.4f} nats per token" for name, loss in losses.items()},
+        **evaluations(run),
+        "converted from": f"{run_name(converted['source'])}: {options}" if options and "source" in converted else None,
+        "seed": config.get("seed"),
+        "code version": first.get("version"),
     }
-    if tokens := last(lines, "tokens"):
-        found["tokens"] = f"{tokens:,}"
-    if run.step and (data := config.get("data")):
-        found["data"] = f"{data['name']} (source {data['source']}), tokenizer {run.tokenizer.name}"
-    for key, said in (("loss", "training loss"), ("val_loss", "validation loss")):
-        if (value := last(lines, key)) is not None:
-            found[said] = f"{value:.4f} nats per token"
-    found |= evaluations(run)
-    converted = read_json(run.path / "conversion.json", "delete it and convert the source again")
-    if converted and {"source", "conversion"} <= converted.keys():
-        options = " ".join(f"{key}={value}" for key, value in converted["conversion"].items())
-        found["converted from"] = f"{run_name(converted['source'])}: {options}"
-    if "seed" in config:
-        found["seed"] = config["seed"]
-    if lines and "version" in lines[0]:
-        found["code version"] = lines[0]["version"]
-    return found
+
+
+def text_of(data: dict[str, Any]) -> str:
+    """Name and source of the text: of the shards that were read, which data.dir= may have taken from another data=NAME."""
+    try:
+        made = read_meta(data["dir"]) or data
+    except (KeyError, ValueError):  # a task, or shards that are damaged by now
+        made = data
+    return f"{made['name']} (source {made['source']})"
 
 
 def evaluations(run: LoadedRun) -> dict[str, str]:
     """Results by evaluation, of the evaluations that were made at the run's step."""
-    found = {}
+    shown = {}
     for name, keys in SHOWN.items():
-        content = read_json(run.path / "eval" / f"{name}.json", "delete it and repeat the evaluation")
-        if content and content.get("step") == run.step:
-            results = content.get("results") or {}
-            finite = {key: value for key in keys if (value := results.get(key)) is not None}
-            found |= {f"eval.{name}": ", ".join(f"{key} {value:.4g}" for key, value in finite.items())} if finite else {}
-    return found
+        content = read_json(run.path / "eval" / f"{name}.json", "delete it and repeat the evaluation") or {}
+        results = content.get("results") or {}
+        values = [f"{key} {results[key]:.4g}" for key in keys if results.get(key) is not None]
+        if values and content.get("step") == run.step:
+            shown[f"eval.{name}"] = ", ".join(values)
+    return shown
 
 
 def training_command(config: dict[str, Any]) -> str:
     """The train.py command with the values that differ from train.py's own; "" where the run has no training config."""
     if "model" not in config:
         return ""
-    own, default = deciding(config), deciding(asdict(OmegaConf.to_object(compose_job("train", []))))
-    own = {key: value for key, value in own.items() if default.get(key) != value and not key.endswith(("path", "init_from"))}
-    return "python train.py " + shlex.join(overrides_of(own))
-
-
-def last(lines: list[dict[str, Any]], key: str) -> Any:
-    """The newest value of `key`; None if no line has it."""
-    return next((line[key] for line in reversed(lines) if key in line), None)
+    given, default = deciding(config), deciding(asdict(OmegaConf.to_object(compose_job("train", []))))
+    paths = ("path", "init_from")
+    changed = {key: value for key, value in given.items() if default.get(key) != value and not key.endswith(paths)}
+    return "python train.py " + shlex.join(overrides_of(changed))

@@ -2,21 +2,16 @@
 
     python -m eval.mqar run=runs/NAME [shares=[0,0.5,0.8,0.9,0.95]] [kind=pairs] [samples=256]
 
-For a run that was trained with data=mqar (data/mqar.py). A context states key-value pairs among distractors and asks
-for each pair once. An answer is right if the most probable token of the whole vocabulary is the value. The standard
-error is over contexts. Contexts come from a separate split, the same for every run with the same task. More distractors
-make contexts longer: at a higher share than in training, contexts may be longer than all training contexts.
-
-`attention`: at the asked positions, the share of each head's absolute mass on the distractors, on the key and the value
-of the asked pair where the context states them, on the first token, and elsewhere; mean over questions, heads and
-layers. `map` is the map that multiplies the values (first - lambda second in a differential head). Differential heads
-also have `map_1`, `map_2` and `correlation`: Pearson's correlation of the two maps over the distractors of a context.
-`altered`: accuracy of differential heads with lambda set to 0, with its sign flipped, and with a second map that is
-uniform over the keys that a query sees, each without further training.
-Writes runs/NAME/eval/mqar.json and runs/NAME/figures/mqar.png.
+For a run that was trained with data=mqar (data/mqar.py). An answer is right if the most probable token of the vocabulary is
+the value. Contexts come from a separate split; at a higher share than in training they may be longer than all of training.
+`attention`: at the asked positions, the share of absolute mass on the distractors, on the key and the value of the asked pair,
+on the first token, and elsewhere; `map` multiplies the values (first - lambda second). Differential heads also have `map_1`,
+`map_2` and `correlation`: Pearson's correlation of the two maps over the distractors of a context. `altered`: accuracy with
+lambda set to 0, with its sign flipped, and with a second map uniform over the keys that a query sees, without further training.
+Writes eval/mqar.json and figures/mqar.png into the run's folder or out=.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -29,19 +24,8 @@ from torch import Tensor, nn
 
 from configs import command
 from data.mqar import Mqar, MqarConfig, Sample, shortest_row
-from eval.common import (
-    GREY,
-    EvalConfig,
-    batches,
-    check_finite,
-    device_of,
-    figure,
-    mean_se,
-    open_run,
-    plus_minus,
-    progress,
-    write_result,
-)
+from eval import common
+from eval.common import GREY, EvalConfig, figure, mean_se, plus_minus
 from eval.outliers import maps_that_fit
 from eval.scoring import floats_per_token
 from model.attention.probe import probe, visit_logits
@@ -52,14 +36,11 @@ BUCKETS = ("distractors", "key", "value", "first", "elsewhere")
 
 @dataclass
 class MqarEvalConfig(EvalConfig):
-    """shares: shares of distractors, each below 1. kind: kind of distractors (data.mqar.kind), by default the run's own.
+    """The contexts."""
 
-    samples: contexts for each share.
-    """
-
-    shares: list[float] = field(default_factory=lambda: [0.0, 0.5, 0.8, 0.9, 0.95])
-    kind: str | None = None
-    samples: Annotated[int, "[1, inf)"] = 256
+    shares: list[float] = field(default_factory=lambda: [0.0, 0.5, 0.8, 0.9, 0.95])  # of distractors, each below 1
+    kind: str | None = None  # kind of distractors (data.mqar.kind); None: the run's own
+    samples: Annotated[int, "[1, inf)"] = 256  # contexts for each share
     seed: Annotated[int, "[0, 4294967295]"] = 0  # seed of the contexts
 
 
@@ -67,12 +48,11 @@ class MqarEvalConfig(EvalConfig):
 def hits(model: nn.Module, samples: list[Sample], batch: int) -> np.ndarray:
     """Whether each answer is the most probable token: (samples, pairs) bool."""
     right = []
-    for part in batches(samples, batch, len(samples[0].tokens) * floats_per_token(model.cfg)):
-        tokens, asked = _tensors(part, device_of(model), "tokens", "asked")
-        answers = tokens.gather(1, asked + 1)
+    for part in common.batches(samples, batch, len(samples[0].tokens) * floats_per_token(model.cfg)):
+        tokens, asked = _tensors(part, common.device_of(model), "tokens", "asked")
         logits = model(tokens[:, :-1], rows=asked)
-        check_finite(logits)
-        right.append((logits.argmax(-1) == answers).cpu().numpy())
+        common.check_finite(logits)
+        right.append((logits.argmax(-1) == tokens.gather(1, asked + 1)).cpu().numpy())
     return np.concatenate(right)
 
 
@@ -113,7 +93,7 @@ def uniform_second_map(model: nn.Module) -> AbstractContextManager[None]:
     return visit_logits(model, visit)
 
 
-ALTERED: dict[str, Callable[[nn.Module], AbstractContextManager[None]]] = {
+ALTERED = {
     "lambda_zero": partial(lambda_times, factor=0.0),
     "lambda_turned": partial(lambda_times, factor=-1.0),
     "map_2_uniform": uniform_second_map,
@@ -127,8 +107,8 @@ ALTERED: dict[str, Callable[[nn.Module], AbstractContextManager[None]]] = {
 def read_attention(model: nn.Module, samples: list[Sample], batch: int) -> dict[str, Any]:
     """`map`, and for two maps also `map_1`, `map_2` and `correlation`: means over layers, and by layer in `layers`."""
     layers: list[dict[str, list[Tensor]]] = [{} for _ in model.blocks]
-    for part in batches(samples, batch, len(samples[0].tokens) * floats_per_token(model.cfg)):
-        tokens, asked, distractors = _tensors(part, device_of(model), "tokens", "asked", "distractors")
+    for part in common.batches(samples, batch, len(samples[0].tokens) * floats_per_token(model.cfg)):
+        tokens, asked, distractors = _tensors(part, common.device_of(model), "tokens", "asked", "distractors")
         buckets = bucket_of_positions(part).to(tokens.device)  # (B, R, T, buckets)
         with probe(model, asked, apart=True) as seen:
             model(tokens[:, :-1], rows=asked)
@@ -154,11 +134,11 @@ def bucket_of_positions(samples: list[Sample]) -> Tensor:
     """The bucket of each position for each question: (B, R, T, buckets), one-hot."""
     bucket = np.full((len(samples), len(samples[0].asked), len(samples[0].tokens) - 1), BUCKETS.index("elsewhere"))
     questions = np.arange(bucket.shape[1])
-    for of, sample in zip(bucket, samples, strict=True):
-        of[:, 0] = BUCKETS.index("first")
-        of[:, sample.distractors] = BUCKETS.index("distractors")
-        of[questions, sample.told] = BUCKETS.index("key")
-        of[questions, sample.told + 1] = BUCKETS.index("value")
+    for rows, sample in zip(bucket, samples, strict=True):
+        rows[:, 0] = BUCKETS.index("first")
+        rows[:, sample.distractors] = BUCKETS.index("distractors")
+        rows[questions, sample.told] = BUCKETS.index("key")
+        rows[questions, sample.told + 1] = BUCKETS.index("value")
     return nn.functional.one_hot(torch.from_numpy(bucket), len(BUCKETS)).float()
 
 
@@ -192,7 +172,7 @@ def evaluate(run: LoadedRun, cfg: MqarEvalConfig) -> dict[str, Any]:
     model, sources = run.model, sources_of(run, cfg)
     shares, attention = [], []
     altered: dict[str, list[dict[str, Any]]] = {name: [] for name in (ALTERED if lambda_layers(model) else ())}
-    with progress("mqar", len(cfg.shares)) as bar:
+    with common.progress("mqar", len(cfg.shares)) as bar:
         for share, source in zip(cfg.shares, sources, strict=True):
             samples = [source.draw("eval", i, cfg.seed) for i in range(cfg.samples)]
             where = {"percent": round(100 * share)}
@@ -216,10 +196,7 @@ def accuracy(model: nn.Module, samples: list[Sample], batch: int) -> dict[str, f
 
 
 def sources_of(run: LoadedRun, cfg: MqarEvalConfig) -> list[Mqar]:
-    """The run's task at each of the shares and with the kind of distractors in `cfg`.
-
-    ValueError for a run or settings that cannot be evaluated.
-    """
+    """The run's task at each of the shares, with the kind of distractors in `cfg`. ValueError for what cannot be evaluated."""
     if run.config["data"]["source"] != "mqar":
         raise ValueError(f"{cfg.run} was not trained on associative recall: train one with data=mqar")
     if not cfg.shares or len({round(100 * share) for share in cfg.shares}) < len(cfg.shares):
@@ -233,18 +210,17 @@ def sources_of(run: LoadedRun, cfg: MqarEvalConfig) -> list[Mqar]:
         raise ValueError(wrong) from None
 
 
-LOOKS = {"lambda_zero": ":", "lambda_turned": "-.", "map_2_uniform": "--"}
+LOOKS = {"as trained": "-", "lambda_zero": ":", "lambda_turned": "-.", "map_2_uniform": "--"}
 
 
 def draw(path: Path, results: dict[str, Any], title: str, line: str) -> None:
     """Accuracy against the share of distractors, with standard errors; one more line for each altered model."""
-    lines = [("as trained", results["shares"], "-", line)]
-    lines += [(name.replace("_", " "), rows, LOOKS[name], GREY) for name, rows in results.get("altered", {}).items()]
     with figure(path, 5.6, 4.2) as axes:
         ax = axes[0, 0]
-        for label, rows, style, ink in lines:
-            look = {"linestyle": style, "color": ink, "label": label, "marker": "o", "markersize": 4}
-            ax.errorbar(range(len(rows)), [row["accuracy"] for row in rows], [row["se"] for row in rows], **look)
+        for name, rows in accuracies(results).items():
+            look = {"linestyle": LOOKS[name], "color": line if name == "as trained" else GREY, "marker": "o", "markersize": 4}
+            values, errors = ([row[key] for row in rows] for key in ("accuracy", "se"))
+            ax.errorbar(range(len(rows)), values, errors, label=name.replace("_", " "), **look)
         ax.axhline(results["chance"], color=GREY, linewidth=0.8)
         ax.set_xticks(range(len(results["shares"])), [f"{row['percent']} %" for row in results["shares"]])
         ax.set(ylim=(-0.02, 1.04), ylabel="accuracy", title=title)
@@ -252,19 +228,27 @@ def draw(path: Path, results: dict[str, Any], title: str, line: str) -> None:
         ax.legend()
 
 
+def accuracies(results: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """The rows of the model as trained and of each altered model."""
+    return {"as trained": results["shares"], **results.get("altered", {})}
+
+
+def lines(results: dict[str, Any]) -> Iterator[str]:
+    """What is printed."""
+    for model, rows in accuracies(results).items():
+        yield f"{model}: " + ", ".join(f"{row['percent']} % {plus_minus(row['accuracy'], row['se'])}" for row in rows)
+    for row in results["attention"]:
+        shares = ", ".join(f"{name} {row[name]['distractors']:.3f}" for name in ("map", "map_1", "map_2") if name in row)
+        more = f", correlation of the two maps {row['correlation']:.2f}" if "correlation" in row else ""
+        yield f"mass on distractors at {row['percent']} %: {shares}{more}"
+
+
 @command("mqar", MqarEvalConfig)
 def main(cfg: MqarEvalConfig) -> None:
-    run = open_run(cfg, task=True)
+    run = common.open_run(cfg, task=True)
+    name, _ = common.claim_result("mqar", cfg)
     results = evaluate(run, cfg)
-    begin = write_result(run, cfg, "mqar", results, draw)
-    for model, rows in {"as trained": results["shares"], **results.get("altered", {})}.items():
-        accuracies = ", ".join(f"{row['percent']} % {plus_minus(row['accuracy'], row['se'])}" for row in rows)
-        print(f"{begin}: {model}: {accuracies}")
-    for row in results["attention"]:
-        maps = [name for name in ("map", "map_1", "map_2") if name in row]
-        shares = ", ".join(f"{name} {row[name]['distractors']:.3f}" for name in maps)
-        more = f", correlation of the two maps {row['correlation']:.2f}" if "correlation" in row else ""
-        print(f"{begin}: mass on distractors at {row['percent']} %: {shares}{more}")
+    common.write_result(run, cfg, name, results, lines(results), draw)
 
 
 if __name__ == "__main__":

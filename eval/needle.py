@@ -3,16 +3,12 @@
     python -m eval.needle run=runs/NAME [lengths=[128,256]] [depths=[0,0.5,1]] [pairs=[[1,1],[4,2]] | paper=true]
         [style=magic] [text=FILE | shards=DIR] [name=NAME] [samples=50]
 
-A pair is (N, R): N needles lie in one context and R of them are asked for. paper=true takes the pairs of arXiv
-2410.05258. The asked needle lies at the cell's depth, the other needles at random depths. With several needles the N
-numbers of the context are also ranked by log-probability, which measures models that are too small to answer.
-
-Styles (eval/needle_text.py): magic (the sentences of our retrieval documents), lwm, passkey, and RULER's
-niah_single_1 to 3, niah_multikey_1 to 3, niah_multivalue, niah_multiquery. Styles magic and passkey ask for each number
-with a separate question, and the greedy continuation must be the number and its full stop, token by token. The other
-styles ask for all R numbers at once, and a value counts if it occurs in the greedy continuation.
-Writes runs/NAME/eval/needle.json and runs/NAME/figures/needle.png; other styles write needle_STYLE.json and .png, and a given
-text= or shards= adds its name, as in eval.perplexity.
+A pair (N, R): N needles lie in one context and R of them are asked for. The asked needle lies at the cell's depth, the others
+at random depths. With several needles the N numbers are also ranked by log-probability, which measures small models.
+Styles (eval/needle_text.py): magic (the sentences of our retrieval documents), lwm, passkey, and RULER's niah_single_1 to 3,
+niah_multikey_1 to 3, niah_multivalue, niah_multiquery. magic and passkey ask for each number with a separate question, and the
+greedy continuation must be the answer token by token; the others ask for all, and a value counts if it occurs in it.
+Writes eval/needle.json and figures/needle.png; other styles needle_STYLE, and a given text as in eval.perplexity.
 """
 
 import contextlib
@@ -25,20 +21,8 @@ from typing import Annotated, Any
 import numpy as np
 
 from configs import command
-from eval.common import (
-    INK,
-    Axes,
-    claim_result,
-    content_of,
-    evaluation_tokens,
-    figure,
-    haystack,
-    mean_se,
-    open_run,
-    plus_minus,
-    progress,
-    write_result,
-)
+from eval import common
+from eval.common import INK, Axes, figure, mean_se, plus_minus
 from eval.needle_text import STYLES, Cell, NeedleGridConfig, Query, check_grid, needle_contexts
 from eval.scoring import continue_greedily, score
 from training.checkpoint import LoadedRun
@@ -48,15 +32,12 @@ PAPER = [[1, 1], [2, 2], [4, 2], [6, 2], [8, 1]]  # arXiv 2410.05258, Table 2 an
 
 @dataclass
 class NeedleConfig(NeedleGridConfig):
-    """lengths: tokens of prompt and answer, by default 1/4, 1/2 and all of the trained context. pairs: (N, R), by default
-    (1, 1) or the pair that the style fixes. paper: use the pairs of arXiv 2410.05258. style: a name in
-    eval/needle_text.py.
-    """
+    """The grid and the sentences."""
 
-    lengths: Annotated[list[int] | None, "[1, inf)"] = None
-    pairs: list[list[int]] | None = None
-    paper: bool = False
-    style: str = "magic"
+    lengths: Annotated[list[int] | None, "[1, inf)"] = None  # tokens of prompt and answer; None: 1/4, 1/2, all of the context
+    pairs: list[list[int]] | None = None  # (N, R); None: (1, 1), or the pair that the style fixes
+    paper: bool = False  # use the pairs of arXiv 2410.05258
+    style: str = "magic"  # a name in eval/needle_text.py
 
 
 def evaluate_cell(run: LoadedRun, contexts: list[list[Query]], batch: int) -> dict[str, Any]:
@@ -96,7 +77,7 @@ def evaluate(run: LoadedRun, hay: np.ndarray, cfg: NeedleConfig) -> dict[str, An
     for cell in grid:  # an impossible cell is refused before the others are measured
         needle_contexts(run, hay, replace(cfg, samples=1), cell, cfg.style)
     cells = []
-    with progress("needle", len(grid)) as bar:
+    with common.progress("needle", len(grid)) as bar:
         for cell in grid:
             contexts = needle_contexts(run, hay, cfg, cell, cfg.style)
             cells.append(cell._asdict() | evaluate_cell(run, contexts, cfg.batch))
@@ -130,10 +111,7 @@ def default_lengths(run: LoadedRun, hay: np.ndarray, cfg: NeedleConfig) -> list[
 
 
 def summary(cells: list[dict[str, Any]]) -> dict[str, float | None]:
-    """Mean accuracy of cells, its standard error, and the mean rank accuracy where it is measured.
-
-    The error is nan where a cell has a single context (null in JSON).
-    """
+    """Mean accuracy of cells, its standard error (nan for single contexts), and the mean rank accuracy where it is measured."""
     errors = [math.nan if cell["se"] is None else cell["se"] for cell in cells]
     ranks = [cell["rank_accuracy"] for cell in cells if cell.get("rank_accuracy") is not None]
     return {
@@ -171,32 +149,27 @@ def draw(path: Path, seeds: Sequence[dict[str, Any]], title: str) -> None:
 
 
 def heatmap(ax: Axes, seeds: list[list[dict[str, Any]]], context: int | None) -> None:
-    """Accuracy and its standard error by length and depth, for the cells of one (N, R); a line marks the trained context."""
+    """Accuracy and its standard error by length and depth, for the cells of one (N, R); * marks more than the context."""
     lengths, depths = (sorted({cell[key] for cell in seeds[0]}) for key in ("length", "depth"))
-
-    def mean(length: int, chosen: list[float]) -> dict[str, float]:
-        return over_seeds([[c for c in cells if c["length"] == length and c["depth"] in chosen] for cells in seeds])
-
-    rows = [[mean(length, of) for length in lengths] for of in (*([depth] for depth in depths), depths)]
     y = [*range(len(depths)), len(depths) + 0.25]  # a gap before the mean
-    for position, row in zip(y, rows, strict=True):
+    for position, chosen in zip(y, [*([depth] for depth in depths), depths], strict=True):
+        row = [
+            over_seeds([[c for c in cells if c["length"] == length and c["depth"] in chosen] for cells in seeds])
+            for length in lengths
+        ]
         extent = (-0.5, len(lengths) - 0.5, position + 0.5, position - 0.5)
         values = np.array([[cell["accuracy"] for cell in row]])
         image = ax.imshow(values, cmap="viridis", vmin=0, vmax=1, aspect="auto", extent=extent)
         for column, cell in enumerate(row):
             look = {"ha": "center", "color": "white" if cell["accuracy"] < 0.6 else INK}
-            weight = "bold" if position == y[-1] else "normal"
-            ax.text(column, position + 0.02, f"{cell['accuracy']:.2f}", va="bottom", weight=weight, **look)
+            ax.text(column, position + 0.02, f"{cell['accuracy']:.2f}", va="bottom", **look)
             if not math.isnan(cell["se"]):
                 ax.text(column, position + 0.08, f"± {cell['se']:.2f}", va="top", fontsize=8, **look)
-    trained = sum(length <= (context or max(lengths)) for length in lengths)
+    longer = [length > (context or length) for length in lengths]
     label = f"context (tokens); n = {seeds[0][0]['samples']} a cell, ± standard error"
-    if trained < len(lengths):
-        ax.axvline(trained - 0.5, color="white", linewidth=3)
-        label += "\n* longer than in training"
+    ax.set_xlabel(label + "\n* longer than in training" * any(longer), fontsize=9.5)
     ax.set(xlim=(-0.5, len(lengths) - 0.5), ylim=(y[-1] + 0.5, -0.5), ylabel="depth of the needle")
-    ax.set_xlabel(label, fontsize=9.5)
-    ax.set_xticks(range(len(lengths)), [f"{n:,}" + "*" * (i >= trained) for i, n in enumerate(lengths)])
+    ax.set_xticks(range(len(lengths)), [f"{n:,}" + "*" * more for n, more in zip(lengths, longer, strict=True)])
     ax.set_yticks(y, [f"{100 * depth:g} %" for depth in depths] + ["mean"])
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
@@ -221,21 +194,22 @@ def check(cfg: NeedleConfig) -> None:
             raise ValueError(f"{cells} is empty or has the same cells twice: use {example}, or leave it out")
 
 
+def line(pair: dict[str, Any], cells: list[dict[str, Any]]) -> str:
+    """What is printed of one (N, R)."""
+    rank = f", ranked first {pair['rank_accuracy']:.3f}" if pair["rank_accuracy"] is not None else ""
+    accuracy = f"N={pair['needles']} R={pair['asked']} accuracy {plus_minus(pair['accuracy'], pair['se'])}"
+    return f"{accuracy}{rank} ({len(cells)} cells of {cells[0]['samples']} samples)"
+
+
 @command("needle", NeedleConfig)
 def main(cfg: NeedleConfig) -> None:
     check(cfg)
-    run = open_run(cfg)
-    parts = evaluation_tokens(run, cfg)
-    hay = haystack(run, parts)
-    file, about = claim_result("needle", cfg, lambda: content_of(parts))
-    results = evaluate(run, hay, cfg) | about
-    begin = write_result(run, cfg, file, results, lambda path, results, title, _: draw(path, [results], title))
-    for pair in results["pairs"]:
-        rank = f", ranked first {pair['rank_accuracy']:.3f}" if pair["rank_accuracy"] is not None else ""
-        print(
-            f"{begin}: N={pair['needles']} R={pair['asked']} accuracy {plus_minus(pair['accuracy'], pair['se'])}"
-            f"{rank} ({len(results['cells']) // len(results['pairs'])} cells of {cfg.samples} samples)"
-        )
+    run = common.open_run(cfg)
+    parts = common.evaluation_tokens(run, cfg)
+    name, about = common.claim_result("needle", cfg, common.content_of(parts))
+    results = evaluate(run, common.haystack(run, parts), cfg) | about
+    lines = [line(pair, cells_of(results["cells"], pair["needles"], pair["asked"])) for pair in results["pairs"]]
+    common.write_result(run, cfg, name, results, lines, lambda path, results, title, _: draw(path, [results], title))
 
 
 if __name__ == "__main__":

@@ -34,24 +34,18 @@ def check_grid(cfg: NeedleGridConfig) -> None:
 
 @dataclass(frozen=True)
 class NeedleStyle:
-    """One needle test. Texts have the fields {key} and {value}; the {key} of a `question` may be a list of several keys.
+    """One needle test. Texts have the fields {key} and {value}; the {key} of a `question` may be a list of several keys."""
 
-    fact: the needle. intro, question: the words before and after the text, for one value and for several values; the
-    answer follows the question. keys: cities | lwm | words | uuids | none. digits: of a number; None: as many as in the
-    run's training; 0: the values are UUIDs. haystack: text (any) | noise (one repeated passage) | needles (more facts).
-    pair: (N, R) where the source fixes it. one_key: all facts have the same key.
-    string: one question asks for all R values, and a value counts if it occurs in what the model writes (the source's
-    score). Otherwise a separate question asks for each value, and the model must continue with exactly the answer.
-    """
-
-    fact: str
-    question: tuple[str, str]
-    intro: tuple[str, str] = ("", "")
-    keys: str = "cities"
-    digits: int | None = None
-    haystack: str = "text"
-    pair: tuple[int, int] | None = None
-    one_key: bool = False
+    fact: str  # the needle
+    question: tuple[str, str]  # after the text and before the answer, for one value and for several
+    intro: tuple[str, str] = ("", "")  # before the text, for one value and for several
+    keys: str = "cities"  # cities | lwm | words | uuids | none
+    digits: int | None = None  # of a number; None: as many as in the run's training; 0: the values are UUIDs
+    haystack: str = "text"  # text (any) | noise (one repeated passage) | needles (more facts)
+    pair: tuple[int, int] | None = None  # (N, R) where the source fixes it
+    one_key: bool = False  # all facts have the same key
+    # One question asks for all R values, and a value counts if it occurs in what the model writes (the source's score).
+    # Otherwise a separate question asks for each value, and the model must continue with exactly the answer.
     string: bool = True
 
 
@@ -66,21 +60,15 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True)
 class Query:
-    """One question about one context, as token ids. Spans are [start, stop) positions in `prompt`.
+    """One question about one context, as token ids."""
 
-    `prompt` (P,) ends where `answer` (A,) begins: the number, and its full stop where the style has one. `needle` is the span
-    of the asked sentence, `question` the position of the first token of the closing question.
-    `candidates` are the answers of all needles of this context, the correct ones first: `right` of them. Each of `values`,
-    where given, counts if it occurs in the text of a greedy continuation of at most `new_tokens`.
-    """
-
-    prompt: np.ndarray
-    answer: np.ndarray
-    needle: tuple[int, int]
-    question: int
-    candidates: list[np.ndarray]
-    right: int = 1
-    values: tuple[str, ...] = ()
+    prompt: np.ndarray  # (P,), ends where the answer begins
+    answer: np.ndarray  # (A,): the number, and its full stop where the style has one
+    needle: tuple[int, int]  # [start, stop) of the asked sentence in the prompt
+    question: int  # the position of the first token of the closing question
+    candidates: list[np.ndarray]  # the answers of all needles of this context, the correct ones first
+    right: int = 1  # number of correct candidates
+    values: tuple[str, ...] = ()  # texts that count if they occur in a greedy continuation of at most `new_tokens`
     new_tokens: int = 0
 
 
@@ -92,10 +80,7 @@ def trained_digits(config: Mapping[str, Any]) -> int:
 def needle_contexts(
     run: LoadedRun, hay: np.ndarray, cfg: NeedleGridConfig, cell: Cell, style: str = "magic"
 ) -> list[list[Query]]:
-    """`cfg.samples` contexts, each with its queries. They do not depend on the other cells of the grid.
-
-    Numbers have as many digits as the numbers of the run's training, unless the style fixes the digits.
-    """
+    """`cfg.samples` contexts, each with its queries. They do not depend on the other cells of the grid."""
     rng = np.random.default_rng([cfg.seed, cell.length, round(1000 * cell.depth), cell.needles, cell.asked])
     digits = trained_digits(run.config)
     return [needle_queries(rng, hay, run.tokenizer, cell, digits, style) for _ in range(cfg.samples)]
@@ -104,13 +89,12 @@ def needle_contexts(
 def needle_queries(
     rng: np.random.Generator, haystack: np.ndarray, tokenizer: Tokenizer, cell: Cell, digits: int = 4, style: str = "magic"
 ) -> list[Query]:
-    """Hide the cell's needles in one text and ask for them, in the wording of a style.
+    """Hide the cell's needles in one text and ask for them, in the wording of a style. ValueError where they do not fit.
 
-    Returns one query per asked fact, in which that fact is hidden at `cell.depth`. A style that asks for all facts at once
-    has one query, with its first fact there. Other facts stand at random depths. The text is cut from `haystack` (n,) at a
+    Returns one query per asked fact, in which that fact is hidden at `cell.depth`, and the others at random depths. A style
+    that asks for all facts at once has one query, with its first fact there. The text is cut from `haystack` (n,) at a
     random place, unless the style has its own text. Prompt and answer together have exactly `cell.length` tokens (at most
     these in a haystack of needles). digits: of a number, where the style does not fix them.
-    Raises ValueError where the facts do not fit.
     """
     wording, (length, depth, needles, asked) = STYLES[style], cell
     facts = _draw(rng, wording, tokenizer, needles, digits if wording.digits is None else wording.digits)
@@ -163,7 +147,7 @@ class _Needle(Fact):
 
 def _draw(rng: np.random.Generator, wording: NeedleStyle, tokenizer: Tokenizer, count: int, digits: int) -> list[_Needle]:
     """`count` facts with different values and different keys (with one shared key where the wording has `one_key`)."""
-    names = _names(rng, wording.keys, 1 if wording.one_key else count) * (count if wording.one_key else 1)
+    names = _names(rng, wording.keys, 1) * count if wording.one_key else _names(rng, wording.keys, count)
     values = draw_numbers(rng, "eval", digits, count) if digits else [_uuid(rng) for _ in range(count)]
     return [_needle(wording, tokenizer, name, str(value)) for name, value in zip(names, values, strict=True)]
 
@@ -212,10 +196,9 @@ def _own_haystack(
     if wording.haystack == "noise":
         return np.resize(np.array(tokenizer.encode(NOISE), dtype=np.int64), max(0, room))
     tokens: list[int] = []
-    names, values = {fact.name for fact in taken}, {fact.text for fact in taken}
     while True:
         (fact,) = _draw(rng, wording, tokenizer, 1, wording.digits or 0)
-        if fact.name in names or fact.text in values:
+        if any(fact.name == other.name or fact.text == other.text for other in taken):
             continue
         if len(tokens) + len(fact.tokens) > room:
             return np.array(tokens, dtype=np.int64)

@@ -2,17 +2,14 @@
 
     python -m eval.outliers run=runs/NAME [text=FILE | shards=DIR] [name=NAME] [length=256] [tokens=400000]
 
-Attention logits are |q.k| / sqrt(d), the inputs of every softmax: all maps of all heads and layers (both maps of a
-differential head, every path and key set of an introspective layer), without the pairs that the mask hides. Hidden
-states are the absolute values of every layer's output, after the residuals of attention and FFN. top-k is the exact
-k-th largest value. The median comes from a histogram and is exact to 0.05 % of its value. This is Table 5 of arXiv
-2410.05258, with an author's definitions in microsoft/unilm issue 1666.
-Writes runs/NAME/eval/outliers.json and runs/NAME/figures/outliers.png; a given text= or shards= adds its name, as in
-eval.perplexity.
+Attention logits are |q.k| / sqrt(d), the inputs of every softmax (both maps of a differential head, every path of an
+introspective layer), without the pairs that the mask hides. Hidden states are the absolute values of every layer's output.
+top-k is exact, the median to 0.05 % of its value. Table 5 of arXiv 2410.05258, defined in microsoft/unilm issue 1666.
+Writes eval/outliers.json and figures/outliers.png, named as eval.perplexity's.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,24 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from configs import command
-from eval.common import (
-    GREY,
-    LOGITS_IN_MEMORY,
-    Axes,
-    TextEvalConfig,
-    batches,
-    check_finite,
-    device_of,
-    figure,
-    open_run,
-    progress,
-    write_result,
-)
+from eval import common
+from eval.common import GREY, LOGITS_IN_MEMORY, Axes, TextEvalConfig, figure
 from eval.perplexity import claim_windows, digest
 from model.attention.probe import visit_logits
 
 RANKS = (1, 2, 3, 10, 100)
-KINDS = ("logits", "hidden")
+KINDS = {"logits": "|attention logits|", "hidden": "|hidden states|"}
 KEPT_BITS = 18  # of a float32: 8 bits of exponent, 10 bits of mantissa
 
 
@@ -79,7 +65,7 @@ def summary(parts: list[Magnitudes]) -> dict[str, float | int | None]:
     """
     counts = sum(part.counts for part in parts)
     top = torch.cat([part.top for part in parts]).sort(descending=True).values
-    check_finite(top)
+    common.check_finite(top)
     index = int(torch.searchsorted(counts.cumsum(0), (int(counts.sum()) + 1) // 2))
     edges = torch.tensor([index, index + 1], dtype=torch.int32) << (31 - KEPT_BITS)
     tops = {f"top{k}": float(top[k - 1]) if len(top) >= k else None for k in RANKS}
@@ -90,20 +76,12 @@ def summary(parts: list[Magnitudes]) -> dict[str, float | int | None]:
 def watch(model: nn.Module) -> Iterator[dict[str, list[Magnitudes]]]:
     """A context that adds the model's activations to `logits` and `hidden`, one `Magnitudes` per layer each."""
     seen = {kind: [Magnitudes() for _ in model.blocks] for kind in KINDS}
-
-    def visit(layer: int, logits: Tensor, see: Tensor) -> None:
-        seen["logits"][layer].add(logits[see.expand_as(logits)])
-
-    hooks = [
-        block.register_forward_hook(lambda module, inputs, output, layer=layer: layer.add(output))
-        for block, layer in zip(model.blocks, seen["hidden"], strict=True)
-    ]
-    try:
-        with visit_logits(model, visit):
-            yield seen
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as stack:
+        for block, layer in zip(model.blocks, seen["hidden"], strict=True):
+            hook = block.register_forward_hook(lambda module, inputs, output, layer=layer: layer.add(output))
+            stack.callback(hook.remove)
+        stack.enter_context(visit_logits(model, lambda i, logits, see: seen["logits"][i].add(logits[see.expand_as(logits)])))
+        yield seen
 
 
 def maps_that_fit(model: nn.Module, length: int, batch: int) -> int:
@@ -115,9 +93,9 @@ def maps_that_fit(model: nn.Module, length: int, batch: int) -> int:
 def evaluate(model: nn.Module, windows: np.ndarray, batch: int = 32) -> dict[str, Any]:
     """Outliers over windows (n, T + 1) of tokens: `logits` and `hidden` of the model, and both `per_layer`."""
     n, length = windows.shape[0], windows.shape[1] - 1
-    with progress("outliers", n) as bar, watch(model) as seen:
-        for part in batches(windows, maps_that_fit(model, length, batch), length * model.cfg.vocab_size):
-            model.hidden(torch.from_numpy(part[:, :-1]).to(device_of(model)))
+    with common.progress("outliers", n) as bar, watch(model) as seen:
+        for part in common.batches(windows, maps_that_fit(model, length, batch), length * model.cfg.vocab_size):
+            model.hidden(torch.from_numpy(part[:, :-1]).to(common.device_of(model)))
             bar.update(len(part))
     results: dict[str, Any] = {kind: summary(layers) for kind, layers in seen.items()}
     results["per_layer"] = [
@@ -126,21 +104,17 @@ def evaluate(model: nn.Module, windows: np.ndarray, batch: int = 32) -> dict[str
     return results | {"tokens": n * length, "windows": n, "length": length, "sha256": digest(windows)}
 
 
-LABELS = {"logits": "|attention logits|", "hidden": "|hidden states|"}
-
-
 def draw(path: Path, results: dict[str, Any], title: str, line_colour: str) -> None:
     """Logits and hidden states on log axes: the model's top-k and median above, values of every layer below."""
     with figure(path, 10, 6.6, columns=2, rows=2) as axes:
-        for kind, whole, layers in zip(KINDS, *axes, strict=True):
+        for (kind, label), whole, layers in zip(KINDS.items(), *axes, strict=True):
             _ranks(whole, results[kind], line_colour)
-            whole.set(title=f"{title} · {LABELS[kind]}", ylabel="magnitude")
+            whole.set(title=f"{title} · {label}", ylabel="magnitude")
             _layers(layers, [layer[kind] for layer in results["per_layer"]], line_colour)
 
 
 def _ranks(ax: Axes, values: dict[str, Any], line_colour: str) -> None:
-    named = {f"top-{k}": values[f"top{k}"] for k in RANKS} | {"median": values["median"]}
-    named = {name: value for name, value in named.items() if value is not None}
+    named = {key.replace("top", "top-"): value for key, value in values.items() if key != "count" and value is not None}
     for x, (name, value) in enumerate(named.items()):
         ax.plot(x, value, "o", color=GREY if name == "median" else line_colour, markersize=8)
         ax.annotate(f"{value:.3g}", (x, value), (0, 8), textcoords="offset points", ha="center")
@@ -154,23 +128,24 @@ def _layers(ax: Axes, layers: list[dict[str, Any]], line_colour: str) -> None:
         look = {"color": ink, "label": key.replace("top", "top-"), "marker": "o", "markersize": 3.5}
         ax.plot([layer[key] for layer in layers], style, **look)
     ax.set_yscale("log")
-    ax.set_xticks(range(0, len(layers), max(1, len(layers) // 12)))
-    ax.set(xlabel="layer", ylabel="magnitude")
+    ax.set(xlabel="layer", ylabel="magnitude", xticks=range(0, len(layers), max(1, len(layers) // 12)))
     ax.legend(ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0))
+
+
+def line(kind: str, results: dict[str, Any]) -> str:
+    """What is printed of the logits or the hidden states."""
+    values = results[kind]
+    tops = ", ".join(f"top-{k} {values[f'top{k}']:.4g}" for k in RANKS if values[f"top{k}"])
+    size = f"({values['count']:,} values of {results['tokens']:,} tokens)"
+    return f"{KINDS[kind]}: {tops}, median {values['median']:.4g} {size}"
 
 
 @command("outliers", OutliersConfig)
 def main(cfg: OutliersConfig) -> None:
-    run = open_run(cfg)
-    windows, file, about = claim_windows("outliers", run, cfg)
+    run = common.open_run(cfg)
+    windows, name, about = claim_windows("outliers", run, cfg)
     results = evaluate(run.model, windows, cfg.batch) | about
-    begin = write_result(run, cfg, file, results, draw)
-    for kind in KINDS:
-        tops = ", ".join(f"top-{k} {results[kind][f'top{k}']:.4g}" for k in RANKS if results[kind][f"top{k}"])
-        print(
-            f"{begin}: {LABELS[kind]}: {tops}, median {results[kind]['median']:.4g} "
-            f"({results[kind]['count']:,} values of {results['tokens']:,} tokens)"
-        )
+    common.write_result(run, cfg, name, results, [line(kind, results) for kind in KINDS], draw)
 
 
 if __name__ == "__main__":

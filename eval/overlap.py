@@ -30,14 +30,11 @@ _WORD = re.compile(rf"[{_ALONE}]|[^\W{_ALONE}]+")
 _PRIME = np.uint64(0x9E3779B97F4A7C15)
 
 
-def sequence_codes(text: bytes, before: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+def sequence_codes(text: bytes, before: Sequence[int] = ()) -> tuple[np.ndarray, Sequence[int]]:
     """(n,) uint64 codes of a UTF-8 text's word sequences, and the hashes of its last words, as `before` of the next call."""
-    found = [zlib.crc32(word.encode()) for word in _WORD.findall(text.decode(errors="ignore").lower())]
-    words = np.array(found, dtype=np.uint64)
-    if before is not None:
-        words = np.concatenate((before, words))
-    n = len(words) - WORDS + 1
-    codes = np.zeros(max(n, 0), dtype=np.uint64)
+    hashes = [zlib.crc32(word.encode()) for word in _WORD.findall(text.decode(errors="ignore").lower())]
+    words = np.array([*before, *hashes], dtype=np.uint64)
+    codes = np.zeros(max(len(words) - WORDS + 1, 0), dtype=np.uint64)
     for i in range(WORDS):
         codes = codes * _PRIME + words[i : i + len(codes)]
     return codes, words[-(WORDS - 1) :]
@@ -51,12 +48,11 @@ def overlap(train: Sequence[Shard], tokenizer: Tokenizer, documents: Sequence[st
     pieces = np.array([_bytes(tokenizer, token) for token in range(tokenizer.vocab_size)], dtype=object)
     seen = np.zeros(len(wanted), dtype=bool)
     for shard in train:
-        tail = None
+        tail: Sequence[int] = ()
         for start in range(0, len(shard), CHUNK):
             text = b"".join(pieces[shard.read(start, min(start + CHUNK, len(shard)))])
             codes, tail = sequence_codes(text, tail)
-            places = np.searchsorted(wanted, codes).clip(max=len(wanted) - 1)
-            seen[places[wanted[places] == codes]] = True
+            seen |= np.isin(wanted, codes)
     return float(seen.mean())
 
 
@@ -74,15 +70,15 @@ def overlaps(data: DataConfig, texts: Mapping[str, str], kept: Path) -> dict[str
     tokenizer = open_tokenizer(data)
     train = open_split(Path(data.dir), "train", vocab_size=tokenizer.vocab_size, fingerprint=tokenizer.fingerprint)
     known = read_json_object(kept, "delete it") if kept.is_file() else {}
-    found = {}
+    shares = {}
     for name, text in texts.items():
         documents = read_documents(text)
         key = _key(train, documents)
-        if not isinstance(known.get(key), float):
+        if key not in known:
             known[key] = overlap(train, tokenizer, documents)
             write_json(kept, known)
-        found[name] = known[key]
-    return found
+        shares[name] = known[key]
+    return shares
 
 
 def _key(train: Sequence[Shard], documents: Sequence[str]) -> str:
@@ -95,7 +91,5 @@ def _key(train: Sequence[Shard], documents: Sequence[str]) -> str:
 def refuse_overlap(name: str, share: float) -> None:
     """Raise ValueError for a test text of which more than 1 % was trained on."""
     if share > MOST:
-        raise ValueError(
-            f"{name}: {share:.1%} of its different {WORDS}-word sequences occur in the training text, more than "
-            f"{MOST:.0%}: give a text that is not part of the training text"
-        )
+        wrong = f"{name}: {share:.1%} of its different {WORDS}-word sequences occur in the training text, more than {MOST:.0%}"
+        raise ValueError(f"{wrong}: give a text that is not part of the training text")

@@ -3,18 +3,14 @@
     python -m eval.perplexity run=runs/NAME [text=FILE | shards=DIR] [name=NAME] [length=256] [tokens=1000000]
         [ngram=2] [frequent=1250] [training_counts=false]
 
-Windows of `length` tokens (default: the trained context) do not overlap. If the data have more than `tokens` tokens, windows
-are taken at even distances over all of the data. `cumulative` is the mean loss up to each position (arXiv 2410.05258, Fig. 4).
-
-`recall` splits the loss as Zoology does (arXiv 2312.04927; AR-Hit in Table 6 of 2410.05258). A token is a `hit` if it completes
-an n-gram that has occurred before in the same window; all other tokens are `other`. A model may know a hit from training:
-if the run's training shards still exist, hits are split by the count of their n-gram in these shards: more than `frequent`
-times (1250, as in Zoology) is a `frequent_hit`, else a `rare_hit`.
-
-text= is a file, a folder or a 'glob' of .txt, .jsonl and .parquet files, plain or compressed, or any one text file.
-Writes runs/NAME/eval/perplexity.json and runs/NAME/figures/perplexity.png. Results on a given text= or shards= have
-files of their own, perplexity_STEM. STEM is name= if given, else the name of the file without its suffixes, or of the
-folder. A different text with the STEM of an earlier one is refused unless name= is given.
+Windows of `length` tokens (default: the trained context) do not overlap, and lie at even distances if the data have more than
+`tokens` tokens. `cumulative` is the mean loss up to each position (arXiv 2410.05258, Fig. 4). `recall` splits the loss as
+Zoology does (arXiv 2312.04927): a token is a `hit` if it completes an n-gram that has occurred before in the same window, else
+`other`. If the run's training shards still exist, a hit whose n-gram they have more than `frequent` times is a `frequent_hit`,
+else a `rare_hit`. text= is a file, a folder or a 'glob' of .txt, .jsonl and .parquet files, plain or compressed.
+Writes eval/perplexity.json and figures/perplexity.png into the run's folder or out=. Results on a given text= or shards= have
+files of their own, perplexity_STEM: name= if given, else the name of the file without its suffixes, or of the folder. A
+different text with the STEM of an earlier one is refused unless name= is given.
 """
 
 import hashlib
@@ -33,22 +29,8 @@ from configs import command
 from data.config import DataConfig
 from data.loader import Windows
 from data.shards import Shard, open_split
-from eval.common import (
-    TextEvalConfig,
-    batches,
-    check_finite,
-    claim_result,
-    content_of,
-    device_of,
-    evaluation_tokens,
-    figure,
-    logits_in_parts,
-    mean_se,
-    open_run,
-    plus_minus,
-    progress,
-    write_result,
-)
+from eval import common
+from eval.common import TextEvalConfig, figure, mean_se, plus_minus
 from eval.recall import ends_one_of, frequent_ngrams, recall_hits
 from training.checkpoint import LoadedRun
 from training.text import refuse_other_text
@@ -59,17 +41,13 @@ ZOOLOGY = 1250  # occurrences in training beyond which arXiv 2312.04927 counts a
 
 @dataclass
 class PerplexityConfig(TextEvalConfig):
-    """length: tokens per window, by default the trained context. tokens: largest number of tokens to test on. ngram: tokens of
-    the n-grams that `recall` looks for. frequent: an n-gram is frequent if the training shards have it more than this many
-    times; None: 1250, if the shards still exist. training_counts: count n-grams in the training shards and split the hits
-    into rare and frequent ones.
-    """
+    """What to test on, and how hits are split."""
 
-    length: Annotated[int | None, "[1, inf)"] = None
-    tokens: Annotated[int, "[1, inf)"] = 1_000_000
-    ngram: Annotated[int, "[2, inf)"] = 2
-    frequent: Annotated[int | None, "[0, inf)"] = None
-    training_counts: bool = True
+    length: Annotated[int | None, "[1, inf)"] = None  # tokens per window; None: the trained context
+    tokens: Annotated[int, "[1, inf)"] = 1_000_000  # largest number of tokens to test on
+    ngram: Annotated[int, "[2, inf)"] = 2  # tokens of the n-grams that `recall` looks for
+    frequent: Annotated[int | None, "[0, inf)"] = None  # occurrences in training; None: 1250, if the shards still exist
+    training_counts: bool = True  # count n-grams in the training shards and split the hits into rare and frequent ones
 
 
 def cut_windows(parts: Sequence[Shard], length: int, limit: int) -> np.ndarray:
@@ -87,9 +65,9 @@ def cut_windows(parts: Sequence[Shard], length: int, limit: int) -> np.ndarray:
 
 def claim_windows(evaluation: str, run: LoadedRun, cfg: TextEvalConfig) -> tuple[np.ndarray, str, dict[str, str]]:
     """Windows (n, T + 1) of the text to test on, as `cfg.length` and `cfg.tokens` say, and what `claim_result` gives."""
-    parts = evaluation_tokens(run, cfg)
-    file, about = claim_result(evaluation, cfg, lambda: content_of(parts))
-    return cut_windows(parts, cfg.length or run.model.cfg.context, cfg.tokens), file, about
+    parts = common.evaluation_tokens(run, cfg)
+    name, about = common.claim_result(evaluation, cfg, common.content_of(parts))
+    return cut_windows(parts, cfg.length or run.model.cfg.context, cfg.tokens), name, about
 
 
 def token_losses(model: nn.Module, windows: Tensor, vocab_size: int) -> Tensor:
@@ -98,10 +76,10 @@ def token_losses(model: nn.Module, windows: Tensor, vocab_size: int) -> Tensor:
     ValueError if one is not finite.
     """
     hidden = model.hidden(windows[:, :-1])  # (B, T, D)
-    parts = logits_in_parts(model.head, hidden, windows[:, 1:], vocab_size)
+    parts = common.logits_in_parts(model.head, hidden, windows[:, 1:], vocab_size)
     losses = [F.cross_entropy(logits, wanted, reduction="none") for logits, wanted in parts]
     per_token = torch.cat(losses).view(len(windows), -1)
-    check_finite(per_token)
+    common.check_finite(per_token)
     return per_token
 
 
@@ -116,29 +94,19 @@ def evaluate(
 ) -> dict[str, Any]:
     """Test on windows (n, T + 1). byte_lengths (V,): UTF-8 bytes of each token, 0 for the end of a text.
 
-    Returns loss (nats per token), se (over windows), ppl, bits_per_byte, by_position and cumulative (T losses), by_octave,
-    recall, whose `other` has a by_octave of its own, and counts. frequent: codes of n-grams that are frequent in training,
-    which split recall's hits into rare_hit and frequent_hit.
+    frequent: codes of n-grams that are frequent in training, which split recall's hits into rare_hit and frequent_hit.
     """
     n, length, vocab_size = windows.shape[0], windows.shape[1] - 1, len(byte_lengths)
     parts = []  # losses (B, T)
-    with progress("perplexity", n) as bar:
-        for part in batches(windows, batch, length * vocab_size):
-            tokens = torch.from_numpy(part).to(device_of(model))
+    with common.progress("perplexity", n) as bar:
+        for part in common.batches(windows, batch, length * vocab_size):
+            tokens = torch.from_numpy(part).to(common.device_of(model))
             parts.append(token_losses(model, tokens, vocab_size).double().cpu().numpy())
             bar.update(len(part))
-    losses, kinds = np.concatenate(parts), split_hits(windows, ngram, vocab_size, frequent)  # (n, T), and (n, T) each
-    at = sum(part.sum(axis=0) for part in parts)  # summed losses by position
-    totals = losses.sum(axis=1)
-    loss, se = mean_se(totals / length)
+    losses = np.concatenate(parts)  # (n, T)
+    by_position = losses.sum(axis=0) / n
+    loss, se = mean_se(losses.sum(axis=1) / length)
     n_bytes = int(byte_lengths[windows[:, 1:]].sum())
-    sums = {kind: (losses * hits).sum(axis=1) for kind, hits in kinds.items()}
-    recall = {kind: ratio_se(sums[kind], hits.sum(axis=1)) for kind, hits in kinds.items()}
-    others = ~kinds["hit"]
-    starts = np.cumsum([len(part) for part in parts])[:-1]
-    at_others = sum((part * other).sum(axis=0) for part, other in zip(parts, np.split(others, starts), strict=True))
-    recall["other"] = ratio_se(totals - sums["hit"], others.sum(axis=1))
-    recall["other"]["by_octave"] = by_octave(at_others, others.sum(axis=0))
     return {
         "loss": loss,
         "se": se,
@@ -149,26 +117,31 @@ def evaluate(
         "windows": n,
         "length": length,
         "sha256": digest(windows),
-        "by_position": (at / n).tolist(),
-        "by_octave": by_octave(at, np.full(length, n)),
-        "cumulative": ((at / n).cumsum() / np.arange(1, length + 1)).tolist(),
-        "recall": {"ngram": ngram} | recall,
+        "by_position": by_position.tolist(),
+        "by_octave": by_octave(losses.sum(axis=0), np.full(length, n)),
+        "cumulative": (by_position.cumsum() / np.arange(1, length + 1)).tolist(),
+        "recall": {"ngram": ngram} | recalled(losses, windows, ngram, vocab_size, frequent),
     }
 
 
-def split_hits(windows: np.ndarray, n: int, vocab_size: int, frequent: np.ndarray | None) -> dict[str, np.ndarray]:
-    """`hit`, and where the frequent n-grams are known `rare_hit` and `frequent_hit`: (B, T) bool for windows (B, T + 1)."""
+def recalled(losses: np.ndarray, windows: np.ndarray, n: int, vocab_size: int, frequent: np.ndarray | None) -> dict[str, Any]:
+    """Mean losses, from losses (n, T), of hits and of other targets, and with the frequent n-grams of two kinds of hits."""
     hits = recall_hits(windows, n, vocab_size)
-    if frequent is None:
-        return {"hit": hits}
-    known = ends_one_of(frequent, windows, n, vocab_size)
-    return {"hit": hits, "rare_hit": hits & ~known, "frequent_hit": hits & known}
+    kinds = {"hit": hits}
+    if frequent is not None:
+        known = ends_one_of(frequent, windows, n, vocab_size)
+        kinds |= {"rare_hit": hits & ~known, "frequent_hit": hits & known}
+    kinds["other"] = ~hits
+    results: dict[str, Any] = {
+        kind: ratio_se((losses * chosen).sum(axis=1), chosen.sum(axis=1)) for kind, chosen in kinds.items()
+    }
+    results["other"]["by_octave"] = by_octave((losses * ~hits).sum(axis=0), (~hits).sum(axis=0))
+    return results
 
 
 def ratio_se(sums: np.ndarray, counts: np.ndarray) -> dict[str, float | int | None]:
     """Mean loss per token, its standard error over windows (of a ratio, linearised: Cochran 1977, equation 2.45), and the
-    number of tokens, from each window's summed loss (n,) and count of tokens (n,). Loss and error are None for 0 tokens;
-    the error of a single window is nan.
+    number of tokens, from each window's summed loss (n,) and count of tokens (n,). Loss and error are None for 0 tokens.
     """
     tokens, n = int(counts.sum()), len(sums)
     if not tokens:
@@ -220,19 +193,14 @@ def frequent_in_training(run: LoadedRun, windows: np.ndarray, cfg: PerplexityCon
     try:
         shards = open_split(folder, "train", vocab_size=size, fingerprint=fingerprint)
         refuse_other_text(run.path, DataConfig(name=folder.name, source="text", dir=str(folder)))
-        return frequent_ngrams(folder, shards, windows, cfg.ngram, size, rare_at_most(cfg))
+        return frequent_ngrams(folder, shards, windows, cfg.ngram, size, ZOOLOGY if cfg.frequent is None else cfg.frequent)
     except (FileNotFoundError, ValueError) as error:  # shards are gone, or of another text or tokenizer
-        if cfg.frequent is None:
-            if not isinstance(error, FileNotFoundError):
-                print(f"note: recalled tokens are not split into rare and frequent ones: {error}", flush=True)
-            return None
-        wrong = f"frequent={cfg.frequent} needs the run's training shards, which cannot be used ({error})"
-        raise ValueError(f"{wrong}: put them back, or leave out frequent=") from None
-
-
-def rare_at_most(cfg: PerplexityConfig) -> int:
-    """The largest count in training of an n-gram that is not frequent."""
-    return ZOOLOGY if cfg.frequent is None else cfg.frequent
+        if cfg.frequent is not None:
+            wrong = f"frequent={cfg.frequent} needs the run's training shards, which cannot be used ({error})"
+            raise ValueError(f"{wrong}: put them back, or leave out frequent=") from None
+        if not isinstance(error, FileNotFoundError):
+            common.say(f"note: recalled tokens are not split into rare and frequent ones: {error}")
+        return None
 
 
 def digest(windows: np.ndarray) -> str:
@@ -251,27 +219,27 @@ def check_ngram(cfg: PerplexityConfig, vocab_size: int, length: int) -> None:
         raise ValueError("frequent= needs the counts that training_counts=false leaves out: give one of them")
 
 
+def lines(results: dict[str, Any], cfg: PerplexityConfig) -> list[str]:
+    """What is printed."""
+    loss = f"loss {plus_minus(results['loss'], results['se'], '.4f')}, ppl {results['ppl']:.2f}"
+    size = f"({results['tokens']:,} tokens, windows of {results['length']})"
+    parts = []
+    for kind in ("hit", "other", "rare_hit", "frequent_hit"):
+        if (part := results["recall"].get(kind)) and part["tokens"]:
+            parts.append(f"{kind} {plus_minus(part['loss'], part['se'], '.4f')} ({part['tokens']:,} tokens)")
+    return [f"{loss}, {results['bits_per_byte']:.4f} bits/byte {size}", f"recall of {cfg.ngram}-grams: {', '.join(parts)}"]
+
+
 @command("perplexity", PerplexityConfig)
 def main(cfg: PerplexityConfig) -> None:
-    run = open_run(cfg)
-    length = cfg.length or run.model.cfg.context
-    check_ngram(cfg, run.tokenizer.vocab_size, length)
-    windows, file, about = claim_windows("perplexity", run, cfg)
+    run = common.open_run(cfg)
+    check_ngram(cfg, run.tokenizer.vocab_size, cfg.length or run.model.cfg.context)
+    windows, name, about = claim_windows("perplexity", run, cfg)
     frequent = frequent_in_training(run, windows, cfg) if cfg.training_counts else None
     results = evaluate(run.model, windows, run.tokenizer.byte_lengths(), cfg.batch, cfg.ngram, frequent)
-    results["recall"]["rare_at_most"] = None if frequent is None else rare_at_most(cfg)
-    begin = write_result(run, cfg, file, results | about, draw)
-    print(
-        f"{begin}: loss {plus_minus(results['loss'], results['se'], '.4f')}, ppl {results['ppl']:.2f}, "
-        f"{results['bits_per_byte']:.4f} bits/byte ({results['tokens']:,} tokens, windows of {length})"
-    )
-    kinds = {kind: results["recall"].get(kind) for kind in ("hit", "other", "rare_hit", "frequent_hit")}
-    parts = [
-        f"{kind} {plus_minus(part['loss'], part['se'], '.4f')} ({part['tokens']:,} tokens)"
-        for kind, part in kinds.items()
-        if part and part["tokens"]
-    ]
-    print(f"{begin}: recall of {cfg.ngram}-grams: {', '.join(parts)}")
+    most = ZOOLOGY if cfg.frequent is None else cfg.frequent  # in training, of an n-gram that is not frequent
+    results["recall"]["rare_at_most"] = None if frequent is None else most
+    common.write_result(run, cfg, name, results | about, lines(results, cfg), draw)
 
 
 if __name__ == "__main__":

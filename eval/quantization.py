@@ -2,17 +2,14 @@
 
     python -m eval.quantization run=runs/NAME [bits=[8,6,4]] [text=FILE | shards=DIR] [name=NAME] [tokens=100000]
 
-The logits of every attention softmax are rounded to a b-bit integer times a scale: x -> round(x / s) s, with the scale
-s = max|x| / (2^(b-1) - 1) over visible logits (absmax), computed for every input (dynamic). Each head's map of one
-window has one scale, as absmax is defined for a whole tensor; heads, windows and the two maps of a differential head
-have separate scales. Weights, values and everything else stay in float32. This is Figure 8 of arXiv 2410.05258, with
-another metric than HellaSwag: the change of the validation loss and, for runs trained on retrieval documents, the
-change of needle accuracy. Both changes are paired: the same windows with and without rounding.
-Writes runs/NAME/eval/quantization.json and runs/NAME/figures/quantization.png; a given text= or shards= adds its name, as in
-eval.perplexity.
+The logits of every attention softmax are rounded to a b-bit integer times a scale, max|x| / (2^(b-1) - 1) over the visible
+logits of one head's map of one window (absmax, dynamic); everything else stays in float32. Figure 8 of arXiv 2410.05258, with
+another metric than HellaSwag: the change of the validation loss and, for runs trained on retrieval documents, of needle
+accuracy, both paired: the same windows with and without rounding.
+Writes eval/quantization.json and figures/quantization.png, named as eval.perplexity's.
 """
 
-import contextlib
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,19 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from configs import command
-from eval.common import (
-    Axes,
-    batches,
-    device_of,
-    evaluation_tokens,
-    figure,
-    haystack,
-    mean_se,
-    open_run,
-    plus_minus,
-    progress,
-    write_result,
-)
+from eval import common
+from eval.common import Axes, figure, mean_se, plus_minus
 from eval.needle_text import Cell, NeedleGridConfig, Query, check_grid, needle_contexts
 from eval.outliers import maps_that_fit
 from eval.perplexity import claim_windows, digest, token_losses
@@ -55,8 +41,7 @@ class QuantizationConfig(NeedleGridConfig):
 def absmax(logits: Tensor, see: Tensor, bits: int) -> Tensor:
     """Attention logits (..., T, S) rounded to `bits` bits, symmetric: 2^(bits-1) - 1 steps on either side of 0.
 
-    Each map (T, S) has one scale, which depends only on the logits that the mask `see` shows (Dettmers et al., arXiv
-    2208.07339, section 2.1).
+    Each map (T, S) has one scale, which depends only on the logits that the mask `see` shows (arXiv 2208.07339, 2.1).
     """
     steps = 2 ** (bits - 1) - 1
     largest = logits.masked_fill(~see, 0.0).abs().amax((-2, -1), keepdim=True)
@@ -64,19 +49,17 @@ def absmax(logits: Tensor, see: Tensor, bits: int) -> Tensor:
     return (logits / step).round().clamp(-steps, steps) * step
 
 
-def quantized(model: nn.Module, bits: int | None) -> contextlib.AbstractContextManager[None]:
+def quantized(model: nn.Module, bits: int | None) -> AbstractContextManager[None]:
     """A context in which the model's attention logits are rounded; with `bits` None they are not."""
-    if bits is None:
-        return contextlib.nullcontext()
-    return visit_logits(model, lambda layer, logits, see: absmax(logits, see, bits))
+    return nullcontext() if bits is None else visit_logits(model, lambda layer, logits, see: absmax(logits, see, bits))
 
 
 @torch.inference_mode()
 def window_losses(model: nn.Module, windows: np.ndarray, batch: int) -> np.ndarray:
     """(n,) mean loss in nats per token of each window (n, T + 1)."""
     length, losses = windows.shape[1] - 1, []
-    for part in batches(windows, maps_that_fit(model, length, batch), length * model.cfg.vocab_size):
-        tokens = torch.from_numpy(part).to(device_of(model))
+    for part in common.batches(windows, maps_that_fit(model, length, batch), length * model.cfg.vocab_size):
+        tokens = torch.from_numpy(part).to(common.device_of(model))
         losses.append(token_losses(model, tokens, model.cfg.vocab_size).double().mean(1).cpu().numpy())
     return np.concatenate(losses)
 
@@ -92,7 +75,7 @@ def needle_hits(model: nn.Module, queries: list[Query], batch: int) -> np.ndarra
 def evaluate(run: LoadedRun, windows: np.ndarray, queries: list[Query], cfg: QuantizationConfig) -> dict[str, Any]:
     """Loss, and needle accuracy if there are queries, as trained and at each number of bits, with paired changes."""
     measured = []  # as trained, then for each of cfg.bits
-    with progress("quantization", 1 + len(cfg.bits)) as bar:
+    with common.progress("quantization", 1 + len(cfg.bits)) as bar:
         for bits in (None, *cfg.bits):
             with quantized(run.model, bits):
                 values = {"loss": window_losses(run.model, windows, cfg.batch)}
@@ -115,7 +98,7 @@ def needles(run: LoadedRun, cfg: QuantizationConfig) -> list[Query]:
     """Single needles, `cfg.samples` at every depth; [] for a run that was not trained on retrieval documents."""
     if not run.config["data"].get("retrieval", {}).get("weight", 0):
         return []
-    hay, length = haystack(run, evaluation_tokens(run, cfg)), cfg.length or run.model.cfg.context
+    hay, length = common.haystack(run, common.evaluation_tokens(run, cfg)), cfg.length or run.model.cfg.context
     return [query for depth in cfg.depths for (query,) in needle_contexts(run, hay, cfg, Cell(length, depth))]
 
 
@@ -140,20 +123,24 @@ def _line(ax: Axes, rows: list[dict[str, Any]], key: str, line_colour: str) -> N
     ax.set_xlabel("bits of the attention logits")
 
 
+def line(row: dict[str, Any], windows: int) -> str:
+    """What is printed of one number of bits."""
+    changes = [f"loss {plus_minus(row['loss_change'], row['loss_change_se'], '+.4f')}"]
+    if "accuracy" in row:
+        changes.append(f"needle {plus_minus(row['accuracy_change'], row['accuracy_change_se'], '+.3f')}")
+    return f"{row['bits']} bits: {', '.join(changes)} ({windows} windows)"
+
+
 @command("quantization", QuantizationConfig)
 def main(cfg: QuantizationConfig) -> None:
     check_grid(cfg)
     if not cfg.bits or len(set(cfg.bits)) < len(cfg.bits):
         raise ValueError(f"bits={cfg.bits} must be different numbers: use bits=[8,6,4]")
-    run = open_run(cfg)
-    windows, file, about = claim_windows("quantization", run, cfg)
+    run = common.open_run(cfg)
+    windows, name, about = claim_windows("quantization", run, cfg)
     results = evaluate(run, windows, needles(run, cfg), cfg) | about
-    begin = write_result(run, cfg, file, results, draw)
-    for row in results["bits"]:
-        changes = [f"loss {plus_minus(row['loss_change'], row['loss_change_se'], '+.4f')}"]
-        if "accuracy" in row:
-            changes.append(f"needle {plus_minus(row['accuracy_change'], row['accuracy_change_se'], '+.3f')}")
-        print(f"{begin}: {row['bits']} bits: {', '.join(changes)} ({len(windows)} windows)")
+    lines = [line(row, len(windows)) for row in results["bits"]]
+    common.write_result(run, cfg, name, results, lines, draw)
 
 
 if __name__ == "__main__":

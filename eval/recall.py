@@ -29,19 +29,17 @@ def ngram_codes(tokens: np.ndarray, n: int, vocab_size: int) -> np.ndarray:
 
 def recall_hits(windows: np.ndarray, n: int, vocab_size: int) -> np.ndarray:
     """(B, T) bool for windows (B, T + 1): the target ends an n-gram that has occurred in its window before."""
-    codes = ngram_codes(windows, n, vocab_size)  # (B, T + 2 - n), the first ends at token n - 1
     hits = np.zeros((windows.shape[0], windows.shape[1] - 1), dtype=bool)
-    for row, row_codes in zip(hits[:, n - 2 :], codes, strict=True):
-        row[:] = True
-        row[np.unique(row_codes, return_index=True)[1]] = False
+    hits[:, n - 2 :] = True  # the first n-gram ends at token n - 1
+    for row, codes in zip(hits[:, n - 2 :], ngram_codes(windows, n, vocab_size), strict=True):
+        row[np.unique(codes, return_index=True)[1]] = False
     return hits
 
 
 def ends_one_of(ngrams: np.ndarray, windows: np.ndarray, n: int, vocab_size: int) -> np.ndarray:
     """(B, T) bool for windows (B, T + 1): the target ends an n-gram whose code is one of `ngrams`."""
-    found = np.zeros((windows.shape[0], windows.shape[1] - 1), dtype=bool)
-    found[:, n - 2 :] = np.isin(ngram_codes(windows, n, vocab_size), ngrams)
-    return found
+    ends = np.isin(ngram_codes(windows, n, vocab_size), ngrams)
+    return np.pad(ends, ((0, 0), (n - 2, 0)))
 
 
 def frequent_ngrams(
@@ -57,9 +55,7 @@ def frequent_ngrams(
     key = json.dumps([hashlib.sha256(windows.tobytes()).hexdigest(), n, vocab_size, counted])
     path = folder / f"ngram_counts_{hashlib.sha256(key.encode()).hexdigest()[:16]}.npy"
     with contextlib.suppress(OSError, ValueError, EOFError):  # the file does not exist yet, or it is damaged
-        counts = np.load(path)
-        if counts.shape == wanted.shape:
-            return wanted[counts > most]
+        return wanted[np.load(path) > most]
     counts = ngram_counts(shards, wanted, n, vocab_size)
     with contextlib.suppress(OSError):  # the folder cannot be written
         content = io.BytesIO()

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from configs import command
-from eval.report.runs import Run, read_run
+from eval.common import say
+from eval.report.runs import read_run
 from eval.report.tables import columns, si
 
 HEAD = ["run", "step", "tokens", "loss", "val loss", "test loss", "evaluations"]
@@ -23,39 +24,30 @@ class RunsConfig:
     runs: Any = "runs"  # a folder to search, or a list of folders
 
 
-def run_folders(roots: list[str]) -> list[Path]:
-    """The run folders in `roots`, sorted by path: those with a config.yaml and a metrics.jsonl."""
-    found = {path.parent for root in roots for path in Path(root).rglob("config.yaml")}
-    return sorted(path for path in found if (path / "metrics.jsonl").is_file())
-
-
 def described(folder: Path) -> list[str]:
-    """The run's line; for a run that cannot be read, its name and the reason."""
+    """The run's line, with steps as 100/300, or 300 for a finished run; for a run that cannot be read, the reason."""
     try:
         run = read_run(folder)
     except ValueError as error:
         return [str(folder), *[""] * (len(HEAD) - 2), str(error).split(": ")[0].removeprefix(f"{folder} ")]
+    planned = run.config.get("steps")
+    steps = f"{run.step}{'' if run.step == planned else f'/{planned}'}{', diverged' if run.diverged else ''}"
     losses = [run.value(path) for path in ("train.loss", "train.val_loss", "perplexity.loss")]
     shown = ["" if loss is None else f"{loss:.4f}" for loss in losses]
-    return [str(folder), steps(run), si(run.value("train.tokens")), *shown, " ".join(run.evals)]
-
-
-def steps(run: Run) -> str:
-    """ "100/300", or "300" for a finished run; ", diverged" is added if the run diverged."""
-    done, planned = run.train[-1]["step"] if run.train else 0, run.config.get("steps")
-    diverged = ", diverged" if run.diverged else ""
-    return f"{done}{'' if done == planned else f'/{planned}'}{diverged}"
+    return [str(folder), steps, si(run.value("train.tokens")), *shown, " ".join(run.evals)]
 
 
 @command("runs", RunsConfig)
 def main(cfg: RunsConfig) -> None:
-    roots = [str(root) for root in (cfg.runs if isinstance(cfg.runs, list) else [cfg.runs])]
-    if missing := [root for root in roots if not root or not Path(root).is_dir()]:
+    given = [str(root) for root in (cfg.runs if isinstance(cfg.runs, list) else [cfg.runs])]
+    roots = [Path(root).expanduser() for root in given]
+    if missing := [root for text, root in zip(given, roots, strict=True) if not text or not root.is_dir()]:
         raise ValueError(f"there is no folder {missing[0]}: give runs= a folder of runs (python train.py makes runs/)")
-    lines = [described(folder) for folder in run_folders(roots)]
+    folders = {path.parent for root in roots for path in root.rglob("config.yaml")}
+    lines = [described(folder) for folder in sorted(folders) if (folder / "metrics.jsonl").is_file()]
     if not lines:
-        raise ValueError(f"there is no run in runs=[{','.join(roots)}]: train one with python train.py")
-    print(columns([HEAD, *lines]))
+        raise ValueError(f"there is no run in runs=[{','.join(given)}]: train one with python train.py")
+    say(columns([HEAD, *lines]))
 
 
 if __name__ == "__main__":

@@ -43,18 +43,15 @@ def score(
     batch: int,
     *,
     cached: bool = True,
-    done: Callable[[int], object] | None = None,
 ) -> Scores:
     """Hits and log-probabilities of the n continuations (A,) of each prompt (P,), P >= 1; texts are token ids.
 
-    For each prompt: (n,) bool, whether greedy decoding of the prompt gives the continuation, and (n,) log-probabilities of
-    the continuations in nats. Greedy decoding gives a continuation exactly if each of its tokens is the most probable one
-    after the tokens before it. `batch` and `done` as in `score_jobs`. cached=False reads every text in one forward pass,
-    for callers that need whole attention maps.
+    For each prompt: (n,) bool, whether greedy decoding gives the continuation (each token is the most probable one), and
+    (n,) log-probabilities in nats. cached=False reads every text in one forward pass, for whole attention maps.
     """
     jobs = [Job(prompt, [NOTHING], rows) for prompt, rows in zip(prompts, continuations, strict=True)]
-    hits, logprobs = score_jobs(model, jobs, batch, cached=cached, done=done)
-    return [found[0] for found in hits], [found[0] for found in logprobs]
+    hits, logprobs = score_jobs(model, jobs, batch, cached=cached)
+    return [table[0] for table in hits], [table[0] for table in logprobs]
 
 
 @torch.inference_mode()
@@ -66,7 +63,7 @@ def score_jobs(
     `batch` prefixes are read at a time, fewer where they would not fit in memory. `done` gets each batch's number of jobs.
     """
     hits = [np.zeros((len(job.questions), len(job.continuations)), dtype=bool) for job in jobs]
-    logprobs = [np.zeros(found.shape) for found in hits]
+    logprobs = [np.zeros(table.shape) for table in hits]
     answer = max((len(row) for job in jobs for row in job.continuations), default=0)
     question = max((len(row) for job in jobs for row in job.questions), default=0)
     # Prefixes with several questions share a batch only if they are equally long. Otherwise each question of a longer
@@ -80,8 +77,8 @@ def score_jobs(
         start = Reading(model, cache, 0, texts)
         for asked, reading in _branches(start, [jobs[i].questions for i in part], answer, batch):
             for j in range(count):
-                found = reading.score([jobs[part[row]].continuations[j] for row, _ in asked])
-                for (row, q), hit, logprob in zip(asked, *found, strict=True):
+                rows = reading.score([jobs[part[row]].continuations[j] for row, _ in asked])
+                for (row, q), hit, logprob in zip(asked, *rows, strict=True):
                     hits[part[row]][q, j], logprobs[part[row]][q, j] = hit, logprob
         if done:
             done(len(part))
@@ -95,7 +92,7 @@ def _branches(
 
     If rows have several questions, the questions of a part are equally long. Otherwise one part has all rows.
     """
-    asked = [(row, q) for row, own in enumerate(questions) for q in range(len(own))]
+    asked = [(row, q) for row, several in enumerate(questions) for q in range(len(several))]
     if len(asked) == len(questions):
         yield asked, start.branch([row for row, _ in asked], [questions[row][q] for row, q in asked], answer)
         return
@@ -144,11 +141,12 @@ class Reading:
         starts = torch.tensor([self.read + len(text) - 1 for text in self.rest], device=tokens.device)
         steps = torch.arange(answers.shape[1], device=tokens.device)
         rows = (starts[:, None] + steps).clamp(max=self.read + tokens.shape[1] - 1)  # (B, A)
-        hidden, found = self.model.hidden(tokens, rows=rows, cache=self.cache), []  # (B, A, D)
+        hidden, hits, logprobs = self.model.hidden(tokens, rows=rows, cache=self.cache), [], []  # (B, A, D)
         for logits, token in logits_in_parts(self.model.head, hidden, answers, self.model.cfg.vocab_size):
             predicted = logits.log_softmax(-1)  # (n, V)
-            found.append((predicted.argmax(-1) == token, predicted.gather(-1, token[:, None])[:, 0]))
-        hit, logprob = (torch.cat(parts).view(answers.shape) for parts in zip(*found, strict=True))
+            hits.append(predicted.argmax(-1) == token)
+            logprobs.append(predicted.gather(-1, token[:, None])[:, 0])
+        hit, logprob = (torch.cat(parts).view(answers.shape) for parts in (hits, logprobs))
         asked = steps < lengths[:, None]  # (B, A)
         check_finite(logprob[asked])
         return (hit | ~asked).all(-1).tolist(), logprob.double().masked_fill(~asked, 0.0).sum(-1).tolist()
@@ -173,39 +171,20 @@ def _copied(cache: KVCache, rows: list[int], max_length: int) -> KVCache:
 
 
 @torch.inference_mode()
-def continue_greedily(
-    model: nn.Module,
-    prompts: Sequence[np.ndarray],
-    new_tokens: int,
-    batch: int,
-    *,
-    stopped: Callable[[list[int]], bool] | None = None,
-    done: Callable[[int], object] | None = None,
-) -> list[np.ndarray]:
+def continue_greedily(model: nn.Module, prompts: Sequence[np.ndarray], new_tokens: int, batch: int) -> list[np.ndarray]:
     """The greedy continuation of each prompt: `new_tokens` (1 or more) token ids, (new_tokens,) each.
 
-    A continuation ends earlier when `stopped(its tokens)` is true. `done` gets each batch's number of prompts. Prompts of
-    several lengths are padded on the left. The padding would shift learned positions, so with these all prompts of a
-    batch have one length.
+    Prompts of several lengths are padded on the left. The padding would shift learned positions, so with these all prompts of
+    a batch have one length.
     """
-    out: list[np.ndarray] = [NOTHING] * len(prompts)
+    written = [NOTHING] * len(prompts)
     kinds = [len(prompt) if model.positions is not None else 0 for prompt in prompts]
     for part in _by_length(model, prompts, new_tokens, batch, kinds):
         tokens, keys = pad_left([prompts[i] for i in part], device_of(model))
-        written: list[list[int]] = [[] for _ in part]
-        ended = [False] * len(part)
-        for step in model.stream(tokens, new_tokens, keys=keys):
-            for row, token in enumerate(step.tolist()):
-                if not ended[row]:
-                    written[row].append(token)
-                    ended[row] = stopped is not None and stopped(written[row])
-            if all(ended):
-                break
-        for i, row in zip(part, written, strict=True):
-            out[i] = np.array(row, dtype=np.int64)
-        if done:
-            done(len(part))
-    return out
+        rows = torch.stack(list(model.stream(tokens, new_tokens, keys=keys)), dim=1)  # (B, new_tokens)
+        for i, row in zip(part, rows.cpu().numpy(), strict=True):
+            written[i] = row
+    return written
 
 
 def _by_length(

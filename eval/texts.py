@@ -1,14 +1,12 @@
 """Digests of a study's texts on this machine, by which runs and results of other texts are recognised."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from data.config import DataConfig
 from data.stream import is_task, open_tokenizer, text_digest
-from data.tokenizer import Tokenizer
-from eval.common import TextEvalConfig, evaluation_tokens
+from eval.common import tokens_of
 from eval.perplexity import cut_windows, digest
 
 
@@ -19,24 +17,21 @@ def prepared(data: DataConfig) -> bool:
 
 
 class Texts:
-    """Digests that are computed once: of training shards, and of the windows of test texts.
-
-    A test text is tokenized once per tokenizer.
-    """
+    """Digests of training shards and of the windows of test texts. A test text is tokenized once per tokenizer."""
 
     def __init__(self) -> None:
-        self._tokenizers: dict[str, Tokenizer] = {}  # by folder of the data
-        self._tokens: dict[tuple[str | None, ...], Any] = {}
-        self._digests: dict[tuple[Any, ...], str] = {}
-        self._shards: dict[str, str | None] = {}  # folder of the data -> digest
+        self._known: dict[tuple[Any, ...], Any] = {}
 
-    def refuse_other_shards(self, run: str, theirs: str | None, data: DataConfig) -> None:
-        """ValueError if a run was trained on other shards than those in data.dir; `theirs` is None for an older run."""
-        if theirs is None or is_task(data) or not prepared(data):
+    def _once(self, *key: Any, compute: Callable[[], Any]) -> Any:
+        if key not in self._known:
+            self._known[key] = compute()
+        return self._known[key]
+
+    def refuse_other_shards(self, run: str, trained_on: str | None, data: DataConfig) -> None:
+        """ValueError if a run was trained on other shards than those in data.dir; an older run does not say it: None."""
+        if trained_on is None or is_task(data) or not prepared(data):
             return
-        if data.dir not in self._shards:
-            self._shards[data.dir] = text_digest(data)
-        if theirs != self._shards[data.dir]:
+        if trained_on != self._once("shards", data.dir, compute=lambda: text_digest(data)):
             wrong = f"{run} was trained on other shards than those in {data.dir} (other numbers of tokens or checksums)"
             fix = "set data.dir= to the folder that it was trained on, or train all runs again with name=OTHER records=none"
             raise ValueError(f"{wrong}: {fix}")
@@ -50,19 +45,13 @@ class Texts:
         text, shards = settings["text"], settings["shards"]
         if not (text or shards) or is_task(data) or not prepared(data):
             return None
-        if data.dir not in self._tokenizers:
-            self._tokenizers[data.dir] = open_tokenizer(data)
-        tokenizer = self._tokenizers[data.dir]
+        tokenizer = self._once("tokenizer", data.dir, compute=lambda: open_tokenizer(data))
         if tokenizer.fingerprint != fingerprint:
             return None
-        length, where = settings["length"] or context, (text, shards, fingerprint)
-        key = (*where, length, settings["tokens"])
+        length, limit = settings["length"] or context, settings["tokens"]
         try:
-            if where not in self._tokens:
-                given = TextEvalConfig(run="", text=text, shards=shards)
-                self._tokens[where] = evaluation_tokens(SimpleNamespace(tokenizer=tokenizer), given)
-            if key not in self._digests:
-                self._digests[key] = digest(cut_windows(self._tokens[where], length, settings["tokens"]))
+            tokens = self._once(text, shards, fingerprint, compute=lambda: tokens_of(tokenizer, text, shards))
+            windows = (text, shards, fingerprint, length, limit)
+            return self._once(*windows, compute=lambda: digest(cut_windows(tokens, length, limit)))
         except FileNotFoundError:
             return None
-        return self._digests[key]

@@ -7,9 +7,8 @@ from torch import Tensor
 class KVCache:
     """The keys and values of every attention call of a decoder, one slot per (layer, call).
 
-    A slot's buffers are made at its first use, so a variant with several key sets per layer (introspective paths) needs
-    no special case. `length` is the number of tokens cached. The decoder adds to it once per forward pass; code that calls
-    attention modules directly adds to it after the last of them.
+    A slot's buffers are made at its first use. `length` is the number of tokens cached. The decoder adds to it once per forward
+    pass; code that calls attention modules directly adds to it after the last of them.
     """
 
     def __init__(self, max_length: int) -> None:
@@ -24,10 +23,10 @@ class KVCache:
     def seen(self, tokens: Tensor) -> Tensor:
         """Add the new `tokens` (B, T) and return all token ids so far (B, length + T), from which document masks are made."""
         if self.tokens is not None:
-            self._refuse_other_batch(len(self.tokens), len(tokens))
+            _refuse_other_batch(len(self.tokens), len(tokens))
             tokens = torch.cat((self.tokens[:, : self.length], tokens), dim=1)
         self.tokens = tokens
-        return self.tokens
+        return tokens
 
     def append(self, k: Tensor, v: Tensor, layer: int, slot: int) -> tuple[Tensor, Tensor]:
         """Append k and v to the slot `slot` of layer `layer`; returns everything in that slot."""
@@ -36,16 +35,11 @@ class KVCache:
             raise ValueError(f"{stop} tokens do not fit the KV cache: make it with max_length={stop} or more")
         if key not in self.slots:
             self.slots[key] = tuple(x.new_zeros(*x.shape[:2], self.max_length, x.shape[3]) for x in (k, v))
-        self._refuse_other_batch(self.slots[key][0].shape[0], k.shape[0])
+        _refuse_other_batch(len(self.slots[key][0]), len(k))
         for buffer, new in zip(self.slots[key], (k, v), strict=True):
             buffer[:, :, self.length : stop] = new
         keys, values = self.slots[key]
         return keys[:, :, :stop], values[:, :, :stop]
-
-    def _refuse_other_batch(self, held: int, given: int) -> None:
-        if held != given:
-            wrong = f"the cache holds {held} sequences, and {given} come"
-            raise ValueError(f"{wrong}: make a new KVCache for another batch")
 
 
 class LayerCache:
@@ -62,3 +56,8 @@ class LayerCache:
     def append(self, k: Tensor, v: Tensor, slot: int = 0) -> tuple[Tensor, Tensor]:
         """Add k (B, H, T, d) and v (B, H', T, d') and return all of the slot's keys and values so far."""
         return self.cache.append(k, v, self.index, slot)
+
+
+def _refuse_other_batch(held: int, given: int) -> None:
+    if held != given:
+        raise ValueError(f"the cache holds {held} sequences, and {given} come: make a new KVCache for another batch")

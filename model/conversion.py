@@ -1,25 +1,20 @@
 """Convert a trained baseline to a differential stack, which keeps the function where it can and is ready to be trained.
 
-A = softmax(Q K' / sqrt d) is the map of a baseline head, W its output projection, lam is lambda and li is lambda_init:
+docs/METHODS.md 9.1 has the algebra. A is the map of a baseline head, W its output projection, lam lambda, li lambda_init:
+- init=zero: a second map beside every head, and lam = 0. init=mirror: the second maps are copies, so (A - lam A) V is
+  (1 - lam) A V, and W is divided by (1 - lam) (1 - li). init=open: lam = li, the second maps B are fresh: (A - li B) V.
+- heads=split: two heads become one head with the values (V, V'); at lam = 0, half of the maps are unused.
+- diff_v2: a second query head for every one, lambda is sigmoid(bias); if the second maps are copies, W / (1 - sigmoid(bias)).
 
-- heads=double, init=zero: a second map beside every head, and lam = 0 exactly. The function is the baseline's.
-- heads=double, init=mirror: the second maps are copies, so (A - lam A) V = (1 - lam) A V. W is divided by
-  (1 - lam) (1 - li), which restores A V.
-- heads=double, init=open: lam = li from the start, the second maps B are fresh, and W is divided by 1 - li. The head
-  computes (A - li B) V; the term li B V raises the loss at the start. This is axolotl's default.
-- heads=split: two heads become one head with the values (V, V'); queries and keys are kept. At lam = 0 the new head
-  computes A (V, V') where the baseline computed A V and A' V': half of the maps are unused, whatever the scale of W.
-- diff_v2: every query head gets a second query head. lambda is sigmoid(bias) for all tokens; if the second maps are
-  copies, W / (1 - sigmoid(bias)) keeps the function.
-
-The options are those of the converter in axolotl-ai-cloud/diff-transformer. Its zero-init sets all lambda vectors to zero, so
-that neither the vectors nor the second maps ever get a gradient. Its split-heads draws new queries and keys.
+The options are those of the converter in axolotl-ai-cloud/diff-transformer, whose zero-init sets all lambda vectors to zero, so
+that neither the vectors nor the second maps ever get a gradient, and whose split-heads draws new queries and keys.
 """
 
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
@@ -29,80 +24,7 @@ from .attention.diff import DiffAttention, DiffConfig
 from .attention.diff_v2 import DiffV2Attention, DiffV2Config
 from .config import DecoderConfig
 from .decoder import Decoder
-
-LARGEST_LAMBDA = 0.95  # output projections are divided by 1 - lambda_init, with init=mirror by 1 - lambda, too
-
-
-@dataclass
-class Conversion:
-    """How a baseline becomes a differential model.
-
-    init: zero (lambda starts at 0), mirror (lambda starts at lambda_init, and the output projection is scaled to compensate for
-    it) or open (lambda starts at lambda_init without compensation, so the function changes; this is axolotl's default).
-    heads: double (every head gets a second map) or split (two heads become the two maps of one head; no queries or keys are
-    added).
-    second: start of the added maps: copy (of the first maps) or random (fresh weights).
-    sublayer_norm: add a norm per head after the difference, as the paper has it; the norm changes the function. With it, use
-    second=random: with second=copy the norm undoes the subtraction, and lambda gets almost no gradient until the maps differ.
-    lambda_bias: only for to=diff_v2: lambda starts at sigmoid(lambda_bias).
-    """
-
-    to: str = "diff"  # diff | diff_v2 | same: attention of the new model; same copies the model without a change
-    init: str = "zero"  # zero | mirror | open
-    heads: str = "double"  # double | split
-    second: str = "copy"  # copy | random
-    sublayer_norm: bool = False
-    lambda_init: float | None = None  # start of lambda with init=mirror and init=open; None: the schedule of the paper
-    lambda_bias: float = -4.0
-
-    def check(self) -> None:
-        """ValueError for an unknown option, or for two options that exclude each other; the message says what to type."""
-        for name, allowed in CHOICES.items():
-            check_choice(name, getattr(self, name), allowed)
-        if self.init == "mirror" and self.heads == "split" and self.to == "diff":
-            raise ValueError("heads=split keeps trained second maps, which init=mirror would overwrite: use init=zero")
-        if self.init == "mirror" and self.second == "random":
-            raise ValueError("init=mirror copies the first maps over the second: use second=copy, or init=zero")
-        if self.init == "open" and self.to == "diff_v2":
-            raise ValueError(
-                "lambda of diff_v2 starts at sigmoid(lambda_bias): use lambda_bias=0 second=random, without init=open"
-            )
-        if self.init == "open" and self.heads == "double" and self.second == "copy":
-            raise ValueError(
-                "init=open with second=copy would subtract copies of the first maps: use second=random, or init=mirror"
-            )
-        if self.lambda_init is not None and (self.to != "diff" or self.init == "zero"):
-            raise ValueError("lambda_init is an option of to=diff with init=mirror or init=open: leave lambda_init out")
-        if self.lambda_init is not None and not 0 < self.lambda_init <= LARGEST_LAMBDA:
-            raise ValueError(f"lambda_init={self.lambda_init} is not above 0 and at most {LARGEST_LAMBDA}: use 0.2")
-        if self.to == "diff_v2" and (self.heads == "split" or self.sublayer_norm):
-            raise ValueError("diff_v2 keeps all heads and has no head norm: use heads=double sublayer_norm=false")
-        if self.second == "random" and self.heads == "split":
-            raise ValueError("heads=split pairs trained heads and adds no maps: leave second out")
-        if self.init == "mirror" and self.to == "diff_v2":
-            raise ValueError("lambda of diff_v2 starts at sigmoid(lambda_bias): leave init out")
-        if self.lambda_bias != Conversion.lambda_bias and self.to != "diff_v2":
-            raise ValueError("lambda_bias is an option of to=diff_v2: leave lambda_bias out")
-        if self.to == "same" and any(getattr(self, one.name) != one.default for one in fields(Conversion)[1:]):
-            raise ValueError("to=same copies the model without a change: leave the other options out")
-        if not -20 <= self.lambda_bias <= 0:
-            wrong = f"lambda_bias={self.lambda_bias} is out of range"
-            raise ValueError(f"{wrong}: use a number from -20 (lambda starts near 0) to 0 (lambda starts at 0.5), such as -4")
-
-    @property
-    def exact(self) -> bool:
-        """Whether the converted model computes what its source computed, up to rounding."""
-        if self.to == "same":
-            return True
-        copied = self.second == "copy"
-        kept = self.heads == "double" and self.init != "open" and not self.sublayer_norm
-        return copied if self.to == "diff_v2" else kept
-
-    @property
-    def second_maps_learn_later(self) -> bool:
-        """Whether second maps get their first gradient one step after lambda does: at lambda 0 they have no effect."""
-        return self.to == "diff" and self.init == "zero"
-
+from .ranges import check_ranges
 
 CHOICES = {
     "to": ("diff", "diff_v2", "same"),
@@ -110,6 +32,65 @@ CHOICES = {
     "heads": ("double", "split"),
     "second": ("copy", "random"),
 }
+EXCLUDED = (  # options that exclude each other, and what to use
+    ({"init": "mirror", "heads": "split", "to": "diff"}, "it would overwrite trained second maps: use init=zero"),
+    ({"init": "mirror", "second": "random"}, "it copies the first maps over the second: use second=copy, or init=zero"),
+    ({"init": "mirror", "to": "diff_v2"}, "lambda starts at sigmoid(lambda_bias): leave init out"),
+    ({"init": "open", "to": "diff_v2"}, "lambda starts at sigmoid(lambda_bias): use lambda_bias=0 second=random, without init"),
+    (
+        {"init": "open", "heads": "double", "second": "copy"},
+        "it would subtract copies of the first maps: use second=random, or init=mirror",
+    ),
+    ({"heads": "split", "to": "diff_v2"}, "diff_v2 keeps all heads: use heads=double"),
+    ({"sublayer_norm": True, "to": "diff_v2"}, "diff_v2 has no head norm: use sublayer_norm=false"),
+    ({"heads": "split", "second": "random"}, "it pairs trained heads and adds no maps: leave second out"),
+)
+
+
+@dataclass
+class Conversion:
+    """How a baseline becomes a differential model.
+
+    init: lambda starts at 0 (zero) or at lambda_init; mirror scales the output projection so that the function stays, open does
+    not (axolotl's default). heads: every head gets a second map (double), or two heads become the maps of one (split).
+    sublayer_norm: a norm per head after the difference, as in the paper; it changes the function. Use second=random with it:
+    with second=copy the norm undoes the subtraction, and lambda gets almost no gradient until the maps differ.
+    """
+
+    to: str = "diff"  # diff | diff_v2 | same: attention of the new model; same copies the model without a change
+    init: str = "zero"  # zero | mirror | open
+    heads: str = "double"  # double | split
+    second: str = "copy"  # copy | random: start of the added maps
+    sublayer_norm: bool = False
+    lambda_init: Annotated[float | None, "(0, 0.95]"] = None  # start of lambda with init=mirror or open; None: the paper's
+    lambda_bias: Annotated[float, "[-20, 0]"] = -4.0  # with to=diff_v2, lambda starts at sigmoid(lambda_bias)
+
+    def check(self) -> None:
+        """ValueError for an unknown option, or for two options that exclude each other; the message says what to type."""
+        check_ranges(self)
+        for name, allowed in CHOICES.items():
+            check_choice(name, getattr(self, name), allowed)
+        changed = {one.name for one in fields(Conversion) if getattr(self, one.name) != one.default} - {"to"}
+        if self.to == "same" and changed:
+            raise ValueError(f"to=same copies the model without a change: leave out {', '.join(sorted(changed))}")
+        for options, fix in EXCLUDED:
+            if all(getattr(self, name) == value for name, value in options.items()):
+                raise ValueError(f"{' '.join(f'{name}={value}' for name, value in options.items())}: {fix}")
+        if self.lambda_init is not None and (self.to != "diff" or self.init == "zero"):
+            raise ValueError("lambda_init is an option of to=diff with init=mirror or init=open: leave lambda_init out")
+        if "lambda_bias" in changed and self.to != "diff_v2":
+            raise ValueError("lambda_bias is an option of to=diff_v2: leave lambda_bias out")
+
+    @property
+    def exact(self) -> bool:
+        """Whether the converted model computes what its source computed, up to rounding."""
+        kept = self.heads == "double" and self.init != "open" and not self.sublayer_norm
+        return {"same": True, "diff_v2": self.second == "copy", "diff": kept}[self.to]
+
+    @property
+    def second_maps_learn_later(self) -> bool:
+        """Whether second maps get their first gradient one step after lambda does: at lambda 0 they have no effect."""
+        return self.to == "diff" and self.init == "zero"
 
 
 def converted_config(cfg: DecoderConfig, how: Conversion) -> DecoderConfig:
@@ -122,20 +103,20 @@ def converted_config(cfg: DecoderConfig, how: Conversion) -> DecoderConfig:
     cfg = cfg.filled()
     for name in ("n_head", "n_kv_head"):
         if how.heads == "split" and getattr(cfg, name) % 2:
-            wrong = f"heads=split pairs heads, and {name}={getattr(cfg, name)} is odd"
-            raise ValueError(f"{wrong}: use heads=double")
-    if cfg.baseline.head_norm != "none" or cfg.baseline.qk_norm not in ("none", "head"):
-        wrong = f"model.baseline.head_norm={cfg.baseline.head_norm} and qk_norm={cfg.baseline.qk_norm}"
-        raise ValueError(f"{wrong} cannot be kept: convert a baseline with head_norm=none, and qk_norm=none or head")
-    if how.to == "diff_v2" and cfg.baseline.qk_norm != "none":
-        raise ValueError("the source has a norm over queries and keys, which diff_v2 lacks: use to=diff")
+            raise ValueError(f"heads=split pairs heads, and {name}={getattr(cfg, name)} is odd: use heads=double")
+    head_norm, qk_norm = cfg.baseline.head_norm, cfg.baseline.qk_norm
+    if head_norm != "none" or qk_norm not in ("none", "head"):
+        wrong = f"model.baseline.head_norm={head_norm} and qk_norm={qk_norm} cannot be kept"
+        raise ValueError(f"{wrong}: convert a baseline with head_norm=none, and qk_norm=none or head")
     if how.to == "diff_v2":
+        if qk_norm != "none":
+            raise ValueError("the source has a norm over queries and keys, which diff_v2 lacks: use to=diff")
         return replace(cfg, layers="v", diff_v2=DiffV2Config(lambda_bias=how.lambda_bias))
     options = DiffConfig(
         heads="half" if how.heads == "split" else "double",
         lambda_init=0.0 if how.init == "zero" else how.lambda_init,
         head_norm="affine" if how.sublayer_norm else "none",
-        qk_norm=cfg.baseline.qk_norm == "head",
+        qk_norm=qk_norm == "head",
     )
     return replace(cfg, layers="d", diff=options)
 
@@ -204,20 +185,17 @@ def _to_diff_v2(old: dict[str, Tensor], new: dict[str, Tensor], target: DiffV2At
 
 
 def _restore_sizes(normed: Decoder, plain: Decoder, tokens: Tensor) -> None:
-    """Set the output projections of `normed` to those of `plain` times the mean rms of each head.
-
-    plain: the same conversion without norms.
-    """
+    """Set the output projections of `normed` to those of `plain`, the conversion without norms, times each head's mean rms."""
     sizes: list[Tensor] = []
 
     def measure(module: nn.Module, inputs: tuple[Tensor]) -> None:  # of the merged heads (B, T, h dv)
         heads = inputs[0].unflatten(-1, (plain.blocks[len(sizes)].attention.heads, -1))
         sizes.append(heads.square().mean(-1).sqrt().mean((0, 1)))  # (h,)
 
-    hooks = [block.attention.out.register_forward_pre_hook(measure) for block in plain.blocks]
-    plain(tokens.cpu(), rows=torch.zeros(1, dtype=torch.long))  # one row of logits, because none are needed
-    for hook in hooks:
-        hook.remove()
+    with ExitStack() as hooks:
+        for block in plain.blocks:
+            hooks.enter_context(block.attention.out.register_forward_pre_hook(measure))
+        plain(tokens.cpu(), rows=torch.zeros(1, dtype=torch.long))  # one row of logits, because none are needed
     for size, before, after in zip(sizes, plain.blocks, normed.blocks, strict=True):
         size = size / after.attention.head_scale  # the input of `out` has this factor already
         columns = before.attention.out.weight.unflatten(1, (len(size), -1)) * size[:, None]
@@ -262,25 +240,22 @@ class Change:
 @torch.inference_mode()
 def change(before: Decoder, after: Decoder, tokens: Tensor) -> Change:
     """Compare two decoders of one depth and vocabulary on tokens (B, T), a sequence at a time."""
-    n = before.cfg.n_layer
-    largest, total, squares, moved = 0.0, 0.0, [0.0] * n, [0.0] * n
+    largest, total, squares, moved = 0.0, 0.0, 0.0, 0.0
     for row in tokens.split(1):
         with _hidden(before) as first, _hidden(after) as second:
             gap = (after(row).float() - before(row).float()).abs()  # (1, T, V)
-        largest = max(largest, gap.max().item()) if math.isfinite(gap.sum().item()) else math.inf
+        largest = max(largest, gap.max().item()) if gap.isfinite().all() else math.inf
         total += gap.double().mean().item() * row.shape[1]
-        for layer, (a, b) in enumerate(zip(first, second, strict=True)):
-            squares[layer] += a.double().square().sum().item()
-            moved[layer] += (b.double() - a.double()).square().sum().item()
-    hidden = [math.sqrt(m / s) if s else math.inf for m, s in zip(moved, squares, strict=True)]
-    return Change(largest, total / tokens.numel(), hidden, tokens.numel())
+        squares += torch.stack([a.double().square().sum() for a in first])
+        moved += torch.stack([(b.double() - a.double()).square().sum() for a, b in zip(first, second, strict=True)])
+    return Change(largest, total / tokens.numel(), (moved / squares).sqrt().tolist(), tokens.numel())
 
 
 @contextmanager
 def _hidden(model: Decoder) -> Iterator[list[Tensor]]:
     """The output of every block (B, T, D) of the next forward pass, in order."""
-    seen: list[Tensor] = []
+    outputs: list[Tensor] = []
     with ExitStack() as hooks:
         for block in model.blocks:
-            hooks.enter_context(block.register_forward_hook(lambda module, inputs, output: seen.append(output)))
-        yield seen
+            hooks.enter_context(block.register_forward_hook(lambda module, inputs, output: outputs.append(output)))
+        yield outputs

@@ -31,10 +31,9 @@ def failure(source: Path) -> str | None:
     try:
         library(source)
     except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None) or str(error)
-        if isinstance(said, bytes):  # a timeout's, despite text=True
-            said = said.decode(errors="replace")
-        lines = said.strip().split("\n")  # a compiler's last line is seldom the reason; "cannot find" is the linker's
+        text = getattr(error, "stderr", None) or str(error)
+        text = text.decode(errors="replace") if isinstance(text, bytes) else text  # a timeout's, despite text=True
+        lines = text.strip().split("\n")  # a compiler's last line is seldom the reason; "cannot find" is the linker's
         return next((line for line in lines if "error" in line or "cannot find" in line), lines[-1])
     return None
 
@@ -64,8 +63,7 @@ def library(source: Path) -> ctypes.CDLL:
             kept.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             part = kept.with_suffix(f".{Path(folder).name}")  # a name of this call alone, even if machines share the cache
             shutil.copyfile(made, part)
-            part.replace(kept)
-            made = kept  # a folder for temporary files may forbid to load libraries
+            made = part.replace(kept)  # a folder for temporary files may forbid to load libraries
         return ctypes.CDLL(str(made))
 
 
@@ -75,9 +73,9 @@ def _compile(source: Path, compiler: str, to: Path) -> None:
         try:
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
             return
-        except subprocess.CalledProcessError as error:
-            failed = error
-    raise failed
+        except subprocess.CalledProcessError:
+            if tuned is TUNED[-1]:
+                raise
 
 
 def _fingerprint(source: Path, compiler: str) -> str:

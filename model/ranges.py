@@ -48,4 +48,4 @@ def _members(value: Any) -> Iterator[Any]:
 
 def _holds(interval: str, value: float) -> bool:
     low, high = map(float, interval[1:-1].split(", "))
-    return (low < value or interval[0] == "[" and low == value) and (value < high or interval[-1] == "]" and high == value)
+    return low < value < high or (interval[0] == "[" and value == low) or (interval[-1] == "]" and value == high)

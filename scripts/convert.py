@@ -6,17 +6,12 @@
     python scripts/convert.py what=compare source=runs/NAME run_dir=runs/compare [steps=200] [arms=[baseline,zero,mirror]]
 
 source: a run of this project, or a transformers folder or hub name (GPT-2, Llama and its relatives).
-init: zero starts lambda at 0. mirror starts lambda at lambda_init; the second maps are copies of the first, and the output
-projection is scaled so that the function stays the same. open (use it with second=random) starts lambda at lambda_init with
-fresh second maps, which is axolotl's default.
-heads: double adds a second map to every head; split makes one head out of two. second=random draws the added maps instead of
-copying them. sublayer_norm=true adds a norm per head. lambda_bias is an option of to=diff_v2.
 axolotl=config.yml: read base_model, zero_init, sublayer_norm, split_heads, mirror_weights and diff_attn_* from that file, and
 write run_dir/axolotl_config.yml.
 
-The command prints how much the logits change. If the conversion changes the function, it also prints how much the loss rises.
-debug=true adds perplexity, a sample and the change of every block's output. The last line printed is the command that continues
-the training. what=compare makes all conversions in arms=, prints what each of them changes, and then trains them as an ablation
+The command prints how much the logits change and, if the conversion changes the function, how much the loss rises. debug=true
+adds perplexity, a sample and the change of every block's output. The last line printed is the command that continues the
+training. what=compare makes all conversions in arms=, prints what each of them changes, and then trains them as an ablation
 (scripts/ablate.py): `steps` steps, `seeds` times each, into run_dir/trained.
 """
 
@@ -43,6 +38,7 @@ from configs.files import write_atomic
 from data.tokenizer import read_tokenizer
 from eval.common import TextEvalConfig, evaluation_tokens
 from eval.perplexity import cut_windows
+from model.attention.base import check_choice
 from model.conversion import Conversion
 from model.decoder import Decoder
 from model.interop.axolotl import Settings, read_settings, written_settings
@@ -65,21 +61,16 @@ def main(cfg: ConvertConfig) -> None:
     source = open_source(cfg)
     windows = text_windows(source, cfg)
     if cfg.what == "compare":
-        sys.exit(compare(cfg, source, windows))
+        arguments = write_experiment(cfg, source, windows)
+        print("train on   python scripts/ablate.py " + shlex.join(arguments), flush=True)
+        ablate = [sys.executable, str(ROOT / "scripts" / "ablate.py"), *arguments]
+        sys.exit(subprocess.run(ablate, env=environment(0, 1, [])).returncode)
     how = Conversion(**{f.name: getattr(cfg, f.name) for f in fields(Conversion)})
     record = convert_run(how, source, windows, Path(cfg.run_dir), cfg)
-    print("\n".join(describe(record)))
+    print("\n".join(describe(record, how)))
     if settings:
         print("\n".join(write_settings(config, settings, Path(cfg.run_dir))))
     print("\n".join(next_commands(load_run(cfg.run_dir), how, source, settings.training if settings else {})))
-
-
-def compare(cfg: ConvertConfig, source: LoadedRun, windows: np.ndarray) -> int:
-    """Convert in every way, and train the results on with scripts/ablate.py; returns its exit code."""
-    arguments = write_experiment(cfg, source, windows)
-    print("train on   python scripts/ablate.py " + shlex.join(arguments), flush=True)
-    ablate = [sys.executable, str(ROOT / "scripts" / "ablate.py"), *arguments]
-    return subprocess.run(ablate, env=environment(0, 1, [])).returncode
 
 
 def check(cfg: ConvertConfig) -> None:
@@ -87,8 +78,7 @@ def check(cfg: ConvertConfig) -> None:
     cfg.check()
     if cfg.source is None:
         raise ValueError("'source' is required: add source=... or axolotl=config.yml")
-    if cfg.what not in ("convert", "compare"):
-        raise ValueError(f"what={cfg.what} is unknown: use convert or compare")
+    check_choice("what", cfg.what, ("convert", "compare"))
     pick_device(cfg.device)
     if cfg.what == "convert" and Path(cfg.run_dir).exists():
         raise ValueError(f"{cfg.run_dir} exists already: choose another run_dir=..., or delete it")
@@ -97,16 +87,13 @@ def check(cfg: ConvertConfig) -> None:
 
 
 def open_source(cfg: ConvertConfig) -> LoadedRun:
-    """A run of this project, or a transformers folder (or hub name) as if it were a run that has not been trained here."""
+    """A run of this project, or a transformers folder (or hub name) as a run at step 0 that has train.py's defaults."""
     path = Path(cfg.source)
     if (path / "config.yaml").is_file():
         return load_run(path)
-    if path.is_dir() and not (path / "config.json").is_file():
-        wrong = f"{path} is neither a run (config.yaml) nor a transformers folder (config.json)"
-        raise ValueError(f"{wrong}: give source=runs/NAME or the folder that save_pretrained wrote")
     path = local_folder(cfg.source)
     shape, weights = read_folder(path)
-    model = Decoder(shape)
+    model = Decoder(shape).eval()
     model.load_state_dict(weights, strict=True)
     tokenizer = read_tokenizer(path)
     if tokenizer.vocab_size > model.cfg.vocab_size:
@@ -116,7 +103,7 @@ def open_source(cfg: ConvertConfig) -> LoadedRun:
     values = {"data": "text", "data.name": name, "data.dir": cfg.shards or f"shards/{name}", "optim.lr": LR}
     if tokenizer.name == "hf":
         values |= {"data.tokenizer.name": "hf", "data.tokenizer.path": path}
-    return LoadedRun(model.eval(), tokenizer, asdict(train_config(overrides_of(values))), 0, path)
+    return LoadedRun(model, tokenizer, asdict(train_config(overrides_of(values))), 0, path)
 
 
 def text_windows(source: LoadedRun, cfg: ConvertConfig) -> np.ndarray | None:
@@ -138,68 +125,58 @@ def read_yaml(path: str) -> Any:
     """The content of a YAML file. ValueError if it is missing or damaged."""
     try:
         return yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        said = " ".join(str(error).split())[:100]
-        raise ValueError(f"axolotl={path} cannot be read as YAML ({said}): give axolotl's config.yml") from None
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())[:100]
+        raise ValueError(f"axolotl={path} cannot be read as YAML ({reason}): give axolotl's config.yml") from None
 
 
-def with_settings(cfg: ConvertConfig, found: Settings) -> ConvertConfig:
+def with_settings(cfg: ConvertConfig, settings: Settings) -> ConvertConfig:
     """`cfg` with the settings of the file. ValueError if the command line sets one of them, too."""
-    own = {f.name for f in fields(Conversion) if getattr(cfg, f.name) != f.default}
-    own |= {"source"} if cfg.source is not None else set()
-    if cfg.what != "convert" or own:
-        raise ValueError(f"axolotl={cfg.axolotl} says what to convert and how: leave out {', '.join(sorted(own)) or 'what'}")
-    return replace(cfg, source=found.source, **asdict(found.how))
+    typed = [f.name for f in fields(Conversion) if getattr(cfg, f.name) != f.default]
+    typed += ["source"] * (cfg.source is not None) + ["what"] * (cfg.what != "convert")
+    if typed:
+        raise ValueError(f"axolotl={cfg.axolotl} says what to convert and how: leave out {', '.join(typed)}")
+    return replace(cfg, source=settings.source, **asdict(settings.how))
 
 
-def write_settings(config: dict[str, Any], found: Settings, run_dir: Path) -> list[str]:
+def write_settings(config: dict[str, Any], settings: Settings, run_dir: Path) -> list[str]:
     """Write axolotl's file into the run; returns lines that say what differs, and which commands axolotl needs next."""
     folder = str(config.get("output_dir") or run_dir / "axolotl")
     path = run_dir / "axolotl_config.yml"
     write_atomic(path, yaml.safe_dump(written_settings(config, folder), sort_keys=False).encode())
-    lines = [f"axolotl    {note}" for note in found.notes]
-    if found.unread:
-        lines.append(f"axolotl    kept in {path}, not used here: {', '.join(found.unread)}")
+    lines = [f"axolotl    {note}" for note in settings.notes]
+    if settings.unread:
+        lines.append(f"axolotl    kept in {path}, not used here: {', '.join(settings.unread)}")
     command = shlex.join(overrides_of({"run": run_dir, "to": "axolotl", "out": folder}))
     return [*lines, f"axolotl    python scripts/export.py {command}, then axolotl train {path}"]
 
 
-# One conversion
+# What is printed
 
 
-def describe(record: dict[str, Any]) -> list[str]:
+def describe(record: dict[str, Any], how: Conversion) -> list[str]:
     """What a conversion did, for the terminal."""
-    found, (before, after), how = record["change"], record["parameters"], Conversion(**record["conversion"])
+    change, (before, after), text = record["change"], record["parameters"], record["text"]
+    largest, mean = f"{change['max_logit']:.2g}", f"{change['mean_logit']:.2g}"
     lines = [
         f"converted  {record['source']}: " + " ".join(f"{key}={value}" for key, value in asdict(how).items()),
         f"parameters {before:,} -> {after:,}",
-        f"logits     change by at most {found['max_logit']:.2g}, {found['mean_logit']:.2g} on average, over "
-        f"{found['tokens']:,} {'random tokens' if record['text'] == 'random tokens' else 'tokens of ' + record['text']}",
+        f"logits     change by at most {largest}, {mean} on average, over {change['tokens']:,} tokens ({text})",
     ]
-    notes = {
-        "this conversion changes the function: init=zero and init=mirror with heads=double and without sublayer_norm, and "
-        "diff_v2 with second=copy, do not": not record["exact"],
-        "its cost in loss is not known: give text=FILE or shards=DIR": not record["exact"] and "loss" not in record,
-        "the second maps' queries and keys get their first gradient in the second step, all else in the first": (
-            how.second_maps_learn_later
-        ),
-        "train without model.diff.lambda_warmup: the output projection compensates for all of lambda": (
-            how.to == "diff" and how.init == "mirror"
-        ),
-    }
-    lines += [f"           {note}" for note, holds in notes.items() if holds]
+    if not how.exact:
+        lines.append(
+            "           this conversion changes the function" + ("" if "loss" in record else ": give text= for its cost")
+        )
+    if how.to == "diff" and how.init == "mirror":
+        lines.append("           train without model.diff.lambda_warmup: the output projection compensates for all of lambda")
     if "sample" in record:
-        moved = " ".join(f"{x:.1e}" for x in found["hidden"])
-        lines.append(f"hidden     change of each block's output, relative to its rms: {moved}")
-        lines += [f"{when} {text!r}" for when, text in zip(("before    ", "after     "), record["sample"], strict=True)]
+        lines.append(f"hidden     change of each block's output, by its rms: {' '.join(f'{x:.1e}' for x in change['hidden'])}")
+        lines += [f"{when:10} {text!r}" for when, text in zip(("before", "after"), record["sample"], strict=True)]
     if "loss" in record:
         a, b = record["loss"]
         cost = f"loss       {a:.4f} -> {b:.4f} nats per token right after the conversion ({b - a:+.4f})"
         lines.append(f"{cost}, perplexity {math.exp(a):.2f} -> {math.exp(b):.2f}")
     return lines
-
-
-# Training on
 
 
 def next_commands(run: LoadedRun, how: Conversion, source: LoadedRun, more: dict[str, Any]) -> list[str]:
@@ -210,8 +187,8 @@ def next_commands(run: LoadedRun, how: Conversion, source: LoadedRun, more: dict
         return lines
     if (source.path / "config.yaml").is_file():
         return [f"data first prepare the data of {source.path} in {data['dir']} again, or copy its shards there", *lines]
-    tokenizer = {"data.tokenizer.name": "hf", "data.tokenizer.path": source.path}
-    words = ["data=text", "path=TEXT", *overrides_of({"data.name": data["name"], "data.dir": Path(data["dir"])} | tokenizer)]
+    values = {"data.name": data["name"], "data.dir": Path(data["dir"]), "data.tokenizer.name": "hf"}
+    words = ["data=text", "path=TEXT", *overrides_of(values | {"data.tokenizer.path": source.path})]
     return ["data first python -m data.prepare " + shlex.join(words), *lines]
 
 

@@ -8,10 +8,9 @@
   python scripts/export.py run=runs/converted to=axolotl out=axolotl/1   for axolotl with its plugin
 
 The folder has config.json, model.safetensors (float32), the tokenizer as AutoTokenizer reads it, and README.md, the model's
-card. push=user/name also uploads it to that repository of the Hugging Face hub, with the token that huggingface_hub finds
-(`hf auth login`, or HF_TOKEN); a repository that this command makes is private. Where transformers is
-installed, the command first loads the folder with it and compares logits and token ids with those of the run (to=axolotl:
-our own reader loads it, and logits alone are compared; to=safetensors is not compared).
+card. Where transformers is installed, the folder is first loaded and its logits and token ids compared with the run's
+(to=axolotl: by our own reader, logits alone; to=safetensors is not compared). push=user/name also uploads it to the Hugging
+Face hub, with the token of `hf auth login` or HF_TOKEN; a repository that this command makes is private.
 """
 
 import os
@@ -46,55 +45,33 @@ TOLERANCE = 1e-4  # as a share of the largest logit; float32 sums in another ord
 
 @dataclass
 class ExportConfig:
-    """The run to export, and the format."""
+    """The run to export, and the format.
+
+    to: diffllama | llama | gpt2 | mistral | qwen2 | qwen3 | olmo2 | phi3 | remote | safetensors | axolotl; None: a model of
+    transformers if one computes the same, else remote.
+    """
 
     run: str = MISSING  # folder of the run
     out: str = MISSING  # a folder that does not exist yet
-    to: str | None = (
-        None  # diffllama | llama | gpt2 | mistral | qwen2 | qwen3 | olmo2 | phi3 | remote | safetensors | axolotl;
-        # None: a model of transformers if one computes the same, else remote
-    )
+    to: str | None = None
     step: Annotated[int | None, "[0, inf)"] = None  # step of the checkpoint; None: the newest
     tokenizer: bool = True  # write the tokenizer's files, too
     check: bool = True  # load the folder and compare it with the run
     push: str | None = None  # user/name: upload to this repository of the hub; a missing repository is made, private
 
 
-def write_folder(found: Export, folder: Path, tokenizer: Tokenizer | None, context: int) -> None:
+def write_folder(exported: Export, folder: Path, tokenizer: Tokenizer | None, context: int) -> None:
     """Write all files of the export into an empty folder; no tokenizer files if `tokenizer` is None."""
     try:
-        write_tensors(folder / "model.safetensors", found.tensors, {"format": "pt"})
+        write_tensors(folder / "model.safetensors", exported.tensors, {"format": "pt"})
     except SafetensorError as error:
         raise ValueError(f"the weights could not be written ({error}): free space, or give another out=") from None
-    write_json(folder / "config.json", found.config)
-    generation = {key: found.config[key] for key in ("bos_token_id", "eos_token_id")}
-    write_json(folder / "generation_config.json", generation)
-    for name, text in found.files.items():
+    write_json(folder / "config.json", exported.config)
+    write_json(folder / "generation_config.json", {key: exported.config[key] for key in ("bos_token_id", "eos_token_id")})
+    for name, text in exported.files.items():
         (folder / name).write_text(text, encoding="utf-8")
     if tokenizer is not None:
         export_tokenizer(tokenizer, folder, context)
-
-
-@torch.no_grad()
-def difference(folder: Path, model: Decoder, tokenizer: Tokenizer | None) -> float:
-    """The largest difference of a logit between the folder, loaded by transformers, and `model`, on random tokens.
-
-    ValueError if the difference is more than float32 explains, or if AutoTokenizer gives other ids than `tokenizer`.
-    """
-    with tempfile.TemporaryDirectory() as modules:
-        os.environ.setdefault("HF_MODULES_CACHE", modules)  # a temporary copy of the folder's code
-        from transformers import AutoModelForCausalLM, AutoTokenizer, logging
-
-        logging.set_verbosity_error()
-        logging.disable_progress_bar()
-        theirs = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).eval()
-        encode = AutoTokenizer.from_pretrained(folder, trust_remote_code=True) if tokenizer is not None else None
-    apart = logits_apart(lambda tokens: theirs(tokens).logits, model)
-    if encode is not None and encode(SAMPLE)["input_ids"] != tokenizer.encode(SAMPLE):
-        raise ValueError(
-            "the exported tokenizer gives other ids than the run's: export with tokenizer=false, and use ids as input"
-        )
-    return apart
 
 
 def checked_tokens(model: Decoder) -> int:
@@ -105,22 +82,53 @@ def checked_tokens(model: Decoder) -> int:
 @torch.no_grad()
 def logits_apart(theirs: Callable[[Tensor], Tensor], model: Decoder) -> float:
     """The largest difference of a logit on random tokens (B, T). ValueError if float32 cannot explain the difference."""
-    length = checked_tokens(model)
-    tokens = torch.randint(model.cfg.vocab_size, (2, length), generator=torch.Generator().manual_seed(0))
+    shape = (2, checked_tokens(model))
+    tokens = torch.randint(model.cfg.vocab_size, shape, generator=torch.Generator().manual_seed(0))
     ours = model(tokens)
     apart = (theirs(tokens) - ours).abs().max().item()
     if not apart <= TOLERANCE * max(1.0, ours.abs().max().item()):
-        raise ValueError(
-            f"the exported model's logits differ from the run's by {apart:.1e}: report this, or export with to=remote"
-        )
+        wrong = f"the exported model's logits differ from the run's by {apart:.1e}"
+        raise ValueError(f"{wrong}: report this, or export with to=remote")
     return apart
 
 
-def load_lines(found: Export, place: str, tokenizer: bool) -> str:
+def loaded_apart(folder: Path, model: Decoder, tokenizer: Tokenizer | None) -> float:
+    """`logits_apart` of the folder, loaded by transformers. ValueError also for other token ids than those of `tokenizer`."""
+    with tempfile.TemporaryDirectory() as modules:
+        os.environ.setdefault("HF_MODULES_CACHE", modules)  # a temporary copy of the folder's code
+        from transformers import AutoModelForCausalLM, AutoTokenizer, logging
+
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        theirs = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).eval()
+        encode = AutoTokenizer.from_pretrained(folder, trust_remote_code=True) if tokenizer is not None else None
+    if encode is not None and encode(SAMPLE)["input_ids"] != tokenizer.encode(SAMPLE):
+        raise ValueError("the exported tokenizer gives other ids than the run's: export with tokenizer=false, and give ids")
+    return logits_apart(lambda tokens: theirs(tokens).logits, model)
+
+
+def check(form: str, folder: Path, model: Decoder, tokenizer: Tokenizer | None) -> str:
+    """A few words on how the folder compares with the run."""
+    if form == "safetensors":
+        return "not compared: the weights are those of the run"
+    if form == "axolotl":
+        cfg, state = read_folder(folder)
+        back = Decoder(cfg).eval()
+        back.load_state_dict(state, strict=True)
+        apart = logits_apart(back, model)
+    else:
+        try:
+            apart = loaded_apart(folder, model, tokenizer)
+        except ModuleNotFoundError:
+            return "not compared: transformers is not installed (pip install transformers)"
+    return f"logits differ from the run's by at most {apart:.1e} (float32, {2 * checked_tokens(model)} random tokens)"
+
+
+def load_lines(form: str, place: str, tokenizer: bool) -> str:
     """Python lines that load the folder or repository `place`, and its tokenizer if it has one."""
-    if found.format in ("safetensors", "axolotl"):
+    if form in ("safetensors", "axolotl"):
         return f"from model.interop.huggingface import read_folder\n\nconfig, state = read_folder({place!r})"
-    trust = ", trust_remote_code=True" if found.format == "remote" else ""
+    trust = ", trust_remote_code=True" if form == "remote" else ""
     names = {"model": "AutoModelForCausalLM"} | ({"tokenizer": "AutoTokenizer"} if tokenizer else {})
     lines = [f"{name} = {kind}.from_pretrained({place!r}{trust})" for name, kind in names.items()]
     return "\n".join([f"from transformers import {', '.join(names.values())}", "", *lines])
@@ -134,28 +142,10 @@ def upload(folder: Path, repository: str) -> str:
         api.create_repo(repository, private=True, exist_ok=True)
         api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Export")
     except Exception as error:  # the errors of the hub and of the http library have no common class
-        # Show only the class: the error's text may contain the request's headers and so the token.
-        raise ValueError(
-            f"{folder} is written, but the upload failed ({type(error).__name__}): type `hf auth login`, then "
-            f"`hf upload {repository} {folder}`"
-        ) from None
+        # Only the class: the error's text may contain the request's headers and so the token.
+        failed = f"{folder} is written, but the upload failed ({type(error).__name__})"
+        raise ValueError(f"{failed}: type `hf auth login`, then `hf upload {repository} {folder}`") from None
     return f"https://huggingface.co/{repository}"
-
-
-def check(found: Export, folder: Path, model: Decoder, tokenizer: Tokenizer | None) -> str:
-    """One line on how the folder compares with the run."""
-    if found.format == "safetensors":
-        return "not compared: the weights are those of the run"
-    if found.format == "axolotl":
-        cfg, state = read_folder(folder)
-        back = Decoder(cfg).eval()
-        back.load_state_dict(state, strict=True)
-        return f"read back, its logits differ from the run's by at most {logits_apart(back, model):.1e}"
-    try:
-        apart = difference(folder, model, tokenizer)
-    except ModuleNotFoundError:
-        return "not compared: transformers is not installed (pip install transformers)"
-    return f"logits differ from the run's by at most {apart:.1e} (float32, {2 * checked_tokens(model)} random tokens)"
 
 
 @command("export", ExportConfig)
@@ -166,15 +156,15 @@ def main(cfg: ExportConfig) -> None:
     if cfg.push is not None and not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", cfg.push):
         raise ValueError(f"push={cfg.push} is not a repository of the hub: give push=user/name")
     run = load_run(cfg.run, step=cfg.step)
-    found = export(run.model, cfg.to, run.tokenizer.eot)
-    tokenizer = run.tokenizer if cfg.tokenizer else None
+    exported = export(run.model, cfg.to, run.tokenizer.eot)
+    form, tokenizer = exported.format, run.tokenizer if cfg.tokenizer else None
     with whole_folder(out) as partial:
-        write_folder(found, partial, tokenizer, run.model.cfg.context)
-        said = check(found, partial, run.model, tokenizer) if cfg.check else "not compared"
-        card = model_card(run, found.format, load_lines(found, cfg.push or out.name, cfg.tokenizer))
+        write_folder(exported, partial, tokenizer, run.model.cfg.context)
+        compared = check(form, partial, run.model, tokenizer) if cfg.check else "not compared"
+        card = model_card(run, form, load_lines(form, cfg.push or out.name, cfg.tokenizer))
         (partial / "README.md").write_text(card, encoding="utf-8")
-    print(f"{out}: {cfg.run} at step {run.step} as {found.format}; {said}")
-    print(load_lines(found, cfg.out, cfg.tokenizer))
+    print(f"{out}: {cfg.run} at step {run.step} as {form}; {compared}")
+    print(load_lines(form, cfg.out, cfg.tokenizer))
     if cfg.push:
         print(f"uploaded to {upload(out, cfg.push)}")
 

@@ -9,8 +9,8 @@ Stages, whose commands are in configs/gpu/card.yaml:
 
 Options:
     minutes=25     time for all stages; 8 is a short visit. What does not fit is left out
-    out=runs/gpu   folder for rows.jsonl (every row as soon as it is measured; a later visit adds to it), table.md (the rows of
-                   this visit, also printed at the end) and logs.tar.gz
+    out=runs/gpu   folder for the log of every process, the JSON and table of every bench, and, written whenever a process
+                   ends, visit.json (processes, tests of the kernel, losses) and table.md, which is also printed
     stages=A,B     only these stages, in all minutes
     data=FOLDER    shards of a text that data.prepare wrote, for training; without it, Python's own library, as bytes
     tiny=true      tiny shapes on the CPU (configs/gpu/tiny.yaml): tries this script, and measures nothing
@@ -18,7 +18,7 @@ Options:
 Exit status: 0; 1 if a test of the kernel failed or none ran, or if a process failed; 2 for a wrong option.
 """
 
-import importlib.util
+import importlib
 import json
 import os
 import re
@@ -27,78 +27,65 @@ import signal
 import subprocess
 import sys
 import sysconfig
-import tarfile
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 from typing import Any
 
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-# Modules that a machine with torch may lack, first those of Hydra's three wheels.
-NEEDED = ("hydra", "omegaconf", "antlr4", "yaml", "pytest", "scipy", "tqdm", "safetensors", "tokenizers", "tiktoken")
-HYDRA = ["hydra-core==1.3.8", "omegaconf==2.3.1", "antlr4-python3-runtime==4.9.3"]
-MISSING = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-if not MISSING:
+# A machine may have torch alone. The three wheels of Hydra first; pip leaves what is there.
+PACKAGES = "hydra-core==1.3.8 omegaconf==2.3.1 antlr4-python3-runtime==4.9.3 pytest scipy tqdm safetensors tokenizers tiktoken"
+try:
+    for module in ("hydra", "pytest", "scipy", "tqdm", "safetensors", "tokenizers", "tiktoken"):
+        importlib.import_module(module)
     from omegaconf import OmegaConf
 
     from configs.composing import merged, quoted
+    from configs.files import write_atomic, write_json
     from configs.provenance import machine, version
+except ModuleNotFoundError as error:
+    fix = f"pip install {PACKAGES} (without network, their wheels, which pip wheel --no-deps makes on another machine)"
+    print(f"error: this Python has no {error.name}: {fix}", file=sys.stderr)
+    sys.exit(2)
 
 SHARES = {"kernel": 0.25, "attention": 0.12, "mfu": 0.15, "training": 0.48}  # of the time; what a stage leaves goes to the next
 DEFAULTS = {"minutes": "25", "out": "runs/gpu", "stages": ",".join(SHARES), "data": "", "tiny": "false"}
-PYTEST = ["-m", "pytest", "-vv", "--color=no", "-p", "no:cacheprovider"]
 OUTCOME = re.compile(r"^\S+::(.+?) (PASSED|FAILED|ERROR)\b", re.MULTILINE)
 ENDING = 10.0  # seconds that processes have to end after SIGTERM
-# ptxas before 13.3 may reuse registers that a wgmma still reads (triton-lang/triton#9433), and Triton 3.6 brings 12.8.
-PTXAS = "TRITON_PTXAS_PATH=FILE (Triton 3.9: TRITON_PTXAS_BLACKWELL_PATH=FILE), where FILE is the ptxas of CUDA 13.3 or newer"
-Row = dict[str, Any]
 
 
+@dataclass
 class Job:
-    """A command of the project as a process of its own, begun at once."""
+    """A command of the project that runs as a process of its own."""
 
-    def __init__(self, what: str, name: str, command: list[str], visit: "Visit") -> None:
-        self.what, self.name, self.begun, self.stopped = what, name, time.monotonic(), False
-        self.log = visit.file(what, name, "log")
-        with self.log.open("w") as log:
-            options = {"stdout": log, "stderr": log, "cwd": ROOT, "env": visit.env, "start_new_session": True}
-            self.process = subprocess.Popen([sys.executable, *command], **options)
-
-    def terminate(self) -> None:
-        """SIGTERM, at which a training run leaves a checkpoint."""
-        self.stopped = self.process.poll() is None
-        self.process.terminate()
-
-    def wait(self, seconds: float) -> None:
-        """Until the process has ended; one that takes longer is killed with its children."""
-        try:
-            self.process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+    name: str  # what it is for, and its name in the plan
+    process: subprocess.Popen
+    begun: float
+    stopped: bool = False
 
 
 class Visit:
-    """Runs the stages in turn and writes their rows."""
+    """Runs the stages in turn."""
 
     def __init__(self, options: dict[str, str], work: Path) -> None:
         self.tiny, self.minutes = options["tiny"] == "true", float(options["minutes"])
-        self.stages, self.out, self.work = options["stages"].split(","), Path(options["out"]), work
+        self.stages, self.out, self.work = options["stages"].split(","), Path(options["out"]).resolve(), work
         self.data = Path(options["data"] or work / "shards").resolve()
         plan = OmegaConf.load(ROOT / "configs" / "gpu" / f"{'tiny' if self.tiny else 'card'}.yaml")
         self.plan, self.start = OmegaConf.to_container(plan, resolve=True), time.monotonic()
-        self.rows: dict[tuple[str, str], Row] = {}
         self.running: list[Job] = []
+        self.processes: dict[str, dict[str, Any]] = {}  # name of a job that has ended -> how
         # Processes share what they compile: the later seeds of an arm find its code in the cache.
         self.env = {"TORCHINDUCTOR_CACHE_DIR": str(work / "inductor"), **os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "3"}
         self.env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} if self.tiny else {}
 
-    def file(self, what: str, name: str, kind: str) -> Path:
-        return self.work / "logs" / f"{what}_{name}.{kind}".replace(" ", "_")
+    def file(self, name: str, kind: str) -> Path:
+        return self.out / (re.sub(r"\W+", "_", name) + f".{kind}")
 
     def carry_out(self) -> None:
         """All stages. A stage ends with its share of the time that is left."""
@@ -117,91 +104,95 @@ class Visit:
             self.run(jobs, {"kernel": wide, "training": 9}.get(stage, 1), time.monotonic() + seconds)
 
     def run(self, jobs: list[tuple[str, str, str]], side_by_side: int, end: float) -> None:
-        """Run the jobs, so many at once, until all are done or `end` is reached; write rows as they are measured."""
+        """Run the jobs, so many at once, until all have ended or `end` is reached."""
         saved = self.work / "runs" / "resume-diff-s1" / "checkpoints"
         while (jobs or self.running) and time.monotonic() < end:
             while jobs and len(self.running) < side_by_side:
-                self.begin(*jobs.pop(0))
+                what, name, arguments = jobs.pop(0)
+                self.begin(f"{what} {name}", self.command(what, name, arguments))
             time.sleep(0.1)
             for job in list(self.running):
-                if job.name == "diff stopped" and any(saved.glob("step_*")):  # as a user or a cluster stops a run
-                    job.terminate()
-                    job.wait(6 * ENDING)
+                if job.name == "resume diff stopped" and any(saved.glob("step_*")):  # as a user or a cluster stops a run
+                    self.stop([job], 6 * ENDING)
                     jobs.insert(0, ("resume", "diff", f"{self.plan['resume']} resume=true"))
-                self.collect(job)
-        self.stop_all()
+                elif job.process.poll() is not None:
+                    self.ended(job)
+        self.stop(list(self.running), ENDING)
 
-    def stop_all(self) -> None:
-        for job in self.running:
-            job.terminate()
-        limit = time.monotonic() + ENDING
-        for job in list(self.running):
-            job.wait(max(0.1, limit - time.monotonic()))
-            self.collect(job)
-
-    def begin(self, what: str, name: str, arguments: str) -> None:
-        """Start the command of a line of the plan."""
+    def command(self, what: str, name: str, arguments: str) -> list[str]:
+        """The command of a line of the plan."""
         words, arm = shlex.split(arguments), name.split()[0]
         if what.startswith("kernel"):
-            command = [*PYTEST, *words]
-        elif what == "text":
-            command = ["-m", "data.prepare", *words]
-        elif what in ("attention", "mfu", "compile"):
+            return ["-m", "pytest", "-vv", "--color=no", "-p", "no:cacheprovider", *words]
+        if what == "text":
+            return ["-m", "data.prepare", *words]
+        if what in ("attention", "mfu", "compile"):
             rounds = 1 if self.tiny else max(3, min(10, round(self.minutes / 2.5)))
-            command = ["scripts/bench.py", *merged([f"rounds={rounds}"], words), quoted(f"out={self.file(what, name, 'json')}")]
-        else:
-            run = quoted(f"run_dir={self.work / 'runs' / f'{what}-{arm}'}") + "-s${seed}"
-            text = ["data=text", "data.name=visit", quoted(f"data.dir={self.data}")]
-            options = merged(overrides(arm, self.plan["tier"]), words, text, [run])
-            command = ["train.py", *sorted(options, key=lambda word: word != "-m")]
-        self.running.append(Job(what, name, command, self))
+            out = self.file(f"{what} {name}", "json")
+            return ["scripts/bench.py", *merged([f"rounds={rounds}"], words), quoted(f"out={out}")]
+        run = quoted(f"run_dir={self.work / 'runs' / f'{what}-{arm}'}") + "-s${seed}"
+        text = ["data=text", "data.name=visit", quoted(f"data.dir={self.data}")]
+        options = merged(overrides(arm, self.plan["tier"]), words, text, [run])
+        return ["train.py", *sorted(options, key=lambda word: word != "-m")]
 
-    def collect(self, job: Job) -> None:
-        """Write the job's new rows; the end of its process is a row, too."""
-        code, rows = job.process.poll(), {}
-        if job.what.startswith("kernel"):
-            rows = {test: {"right": end == "PASSED"} for test, end in OUTCOME.findall(job.log.read_text())}
-        elif job.what in ("attention", "mfu"):
-            rows = bench_rows(self.file(job.what, job.name, "json"), job.name)
-        elif job.what in ("training", "resume") and job.name != "diff stopped":
-            rows = run_rows(self.work / "runs" / f"{job.what}-{job.name}")
-        for name, row in rows.items():
-            self.write(job.what.removesuffix("_more"), name, **row)
-        if code is not None:
-            self.running.remove(job)
-            ending = {"code": code, "seconds": round(time.monotonic() - job.begun, 1), "stopped": job.stopped}
-            if code and not job.stopped:
-                ending["failed"] = "".join(job.log.read_text(errors="replace").strip().splitlines()[-1:])[:300]
-            self.write("process", f"{job.what} {job.name}", **ending)
+    def begin(self, name: str, command: list[str]) -> None:
+        """Start a command."""
+        for kind in ("json", "md"):  # of an earlier visit
+            self.file(name, kind).unlink(missing_ok=True)
+        with self.file(name, "log").open("w") as log:
+            options = {"stdout": log, "stderr": log, "cwd": ROOT, "env": self.env, "start_new_session": True}
+            process = subprocess.Popen([sys.executable, *command], **options)
+        self.running.append(Job(name, process, time.monotonic()))
 
-    def write(self, what: str, name: str, **values: Any) -> None:
-        """Append a row to rows.jsonl, once."""
-        if (what, name) not in self.rows:
-            self.rows[what, name] = values
-            about = {"at_s": round(time.monotonic() - self.start, 1), "what": what, "name": name}
-            with (self.out / "rows.jsonl").open("a") as file:
-                file.write(json.dumps(about | values, default=str) + "\n")
+    def stop(self, jobs: list[Job], seconds: float) -> None:
+        """SIGTERM, at which a training run leaves a checkpoint; what has not ended in time is killed with its children."""
+        for job in jobs:
+            job.stopped = job.process.poll() is None
+            job.process.terminate()
+        limit = time.monotonic() + seconds
+        for job in jobs:
+            try:
+                job.process.wait(max(0.1, limit - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                os.killpg(job.process.pid, signal.SIGKILL)
+                job.process.wait()
+            self.ended(job)
+
+    def ended(self, job: Job) -> None:
+        """Write down how a process ended."""
+        self.running.remove(job)
+        end = {"code": job.process.returncode, "seconds": round(time.monotonic() - job.begun, 1), "stopped": job.stopped}
+        if end["code"] and not job.stopped:
+            log = self.file(job.name, "log").read_text(errors="replace")
+            end["failed"] = "".join(log.strip().splitlines()[-1:])[:300]
+        self.processes[job.name] = end
+        self.report()
+
+    def report(self) -> dict[str, Any]:
+        """Write visit.json and table.md from all that is known so far; returns the content of visit.json."""
+        logs = [self.file(name, "log").read_text(errors="replace") for name in self.processes if name.startswith("kernel")]
+        content = {"machine": machine(), "version": version(), "minutes": self.minutes, "processes": self.processes}
+        content["kernel"] = dict(OUTCOME.findall("\n".join(logs)))
+        content |= {kind: runs(self.work / "runs", kind) for kind in ("training", "resume")}
+        write_json(self.out / "visit.json", content)
+        wrong = [test for test, end in content["kernel"].items() if end != "PASSED"]
+        parts = [f"kernel: {len(content['kernel'])} tests, {len(wrong)} failed {', '.join(wrong[:5])}".rstrip()]
+        benches = [path for name in self.processes if (path := self.file(name, "md")).exists()]
+        parts += [f"{path.stem}\n\n{path.read_text().strip()}" for path in benches if not path.stem.startswith("compile")]
+        parts += [table("training", compared(content["training"])), table("resume", content["resume"])]
+        write_atomic(self.out / "table.md", ("\n\n".join([*parts, table("process", self.processes)]) + "\n").encode())
+        return content
 
     def text(self) -> str:
         """Arguments of data.prepare for Python's own library as bytes: a text that every machine has."""
         source, files = self.work / "library.jsonl", Path(sysconfig.get_path("stdlib")).glob(self.plan["text"]["files"])
-        with source.open("w") as file:
-            for path in sorted(path for path in files if "site-packages" not in path.parts):
-                file.write(json.dumps({"text": path.read_text(errors="replace")}) + "\n")
-        places = [quoted(f"path={source}"), quoted(f"data.dir={self.data}")]
-        options = [
-            "data=text",
-            "data.name=visit",
-            "data.tokenizer.name=bytes",
-            f"data.max_tokens={self.plan['text']['max_tokens']}",
-        ]
-        return shlex.join([*options, *places])
+        texts = [path.read_text(errors="replace") for path in sorted(files) if "site-packages" not in path.parts]
+        source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        options = ["data=text", "data.name=visit", "data.tokenizer.name=bytes", quoted(f"data.dir={self.data}")]
+        return shlex.join([*options, f"data.max_tokens={self.plan['text']['max_tokens']}", quoted(f"path={source}")])
 
 
-# ---------------------------------------- reading the project's files
-
-
-def overrides(arm: str, changes: Row) -> list[str]:
+def overrides(arm: str, changes: dict[str, Any]) -> list[str]:
     """What an arm of experiment=main gives to train.py at tier=gpu_12m with changes, without its text."""
     OmegaConf.register_new_resolver("times", lambda factor, number: round(factor * number), replace=True)
     folder = ROOT / "configs" / "ablations"
@@ -211,64 +202,45 @@ def overrides(arm: str, changes: Row) -> list[str]:
     return merged([option for option in plain["tier"]["train"] if not option.startswith("data")], plain["arm"])
 
 
-def bench_rows(path: Path, name: str) -> dict[str, Row]:
-    """A bench's rows by their labels: milliseconds (of a training step: tokens a second) and the other columns."""
-    rows = {}
-    for row in json.loads(path.read_text())["results"]["rows"] if path.exists() else []:
-        seconds = {measure: median(times) for measure, times in row["seconds"].items()}
-        values = {measure: row["amount"] / s if row["amount"] else 1e3 * s for measure, s in seconds.items()}
-        labels = [str(value) for key, value in row["labels"].items() if key in ("model", "variant", "backend")]
-        rows[" ".join([name, *labels])] = (
-            values | row["facts"] | {f"no {measure}": why for measure, why in row["not_measured"].items()}
-        )
-    return rows
-
-
-def run_rows(run: Path) -> dict[str, Row]:
-    """The finished runs RUN-sSEED, whose only validation is at the end."""
-    rows = {}
-    for path in run.parent.glob(f"{run.name}-s*/metrics.jsonl"):
+def runs(folder: Path, kind: str) -> dict[str, dict[str, Any]]:
+    """The finished runs KIND-ARM-sSEED, whose only validation is at the end: ARM-sSEED -> step, val_loss, resumed_at."""
+    finished = {}
+    for path in sorted(folder.glob(f"{kind}-*/metrics.jsonl")):
         lines = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
         if losses := [{key: line[key] for key in ("step", "val_loss")} for line in lines if "val_loss" in line]:
             resumed = [{"resumed_at": line["step"]} for line in lines if "continued" in line]
-            rows[path.parent.name.split("-", 1)[1]] = losses[-1] | (resumed[-1] if resumed else {})
-    return rows
+            finished[path.parent.name.split("-", 1)[1]] = losses[-1] | (resumed[-1] if resumed else {})
+    return finished
 
 
-def compared(rows: dict[str, Row]) -> dict[str, Row]:
+def compared(finished: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Each arm's losses by seed, and its mean difference to the baseline over common seeds."""
-    arms: dict[str, Row] = {"baseline": {}}
-    for name, row in sorted(rows.items()):
+    arms: dict[str, dict[str, float]] = {"baseline": {}}
+    for name, row in sorted(finished.items()):
         arm, seed = name.rsplit("-", 1)
         arms.setdefault(arm, {})[seed] = row["val_loss"]
-    common = {arm: [seed for seed in losses if seed in arms["baseline"]] for arm, losses in arms.items()}
-    gaps = {arm: [arms[arm][seed] - arms["baseline"][seed] for seed in seeds] for arm, seeds in common.items()}
-    return {arm: losses | ({"less baseline": mean(gaps[arm])} if gaps[arm] else {}) for arm, losses in arms.items()}
+    baseline = dict(arms["baseline"])
+    for losses in arms.values():
+        if gaps := [losses[seed] - baseline[seed] for seed in losses if seed in baseline]:
+            losses["less baseline"] = mean(gaps)
+    return arms
 
 
-def table(rows: dict[tuple[str, str], Row]) -> str:
-    """A Markdown table for each stage; for the kernel's tests one line, and for the training one row for each arm."""
-    parts = []
-    for what in dict.fromkeys(what for what, _ in rows):
-        named = {name: row for (kind, name), row in rows.items() if kind == what}
-        if what == "kernel":
-            wrong = [name for name, row in named.items() if not row["right"]]
-            parts.append(f"kernel: {len(named)} tests, {len(wrong)} failed {', '.join(wrong[:5])}".rstrip())
-            continue
-        named = compared(named) if what == "training" else named
-        heads = list(dict.fromkeys(key for row in named.values() for key in row))
-        cells = [[row.get(head, "-") for head in heads] for row in named.values()]
-        texts = [[f"{cell:.5g}" if isinstance(cell, float) else str(cell) for cell in line] for line in cells]
-        lines = [[what, *heads], ["---"] * (1 + len(heads)), *([name, *line] for name, line in zip(named, texts, strict=True))]
-        parts.append("\n".join(f"| {' | '.join(line)} |" for line in lines))
-    return "\n\n".join(parts)
+def table(what: str, rows: dict[str, dict[str, Any]]) -> str:
+    """The named rows as a Markdown table."""
+    heads = list(dict.fromkeys(key for row in rows.values() for key in row))
+    lines = [[what, *heads], ["---"] * (1 + len(heads))]
+    for name, row in rows.items():
+        cells = (row.get(head, "-") for head in heads)
+        lines.append([name, *(f"{cell:.5g}" if isinstance(cell, float) else str(cell) for cell in cells)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 # ---------------------------------------- the command
 
 
 def parse(arguments: list[str]) -> dict[str, str]:
-    """The options of the command line. ValueError with what to type for one that is wrong, and for what the machine lacks."""
+    """The options of the command line. ValueError with what to type for one that is wrong, and where there is no card."""
     options = dict(DEFAULTS)
     for argument in arguments:
         key, equals, value = argument.partition("=")
@@ -281,10 +253,6 @@ def parse(arguments: list[str]) -> dict[str, str]:
         raise ValueError(f"stages has no '{unknown[0]}': use {', '.join(SHARES)}")
     if options["data"] and not any(Path(options["data"]).glob("*.bin")):
         raise ValueError(f"data={options['data']} has no shards: use the folder that data.prepare wrote, or leave out data=")
-    if MISSING:
-        packages = [*HYDRA, *(name for name in MISSING if name not in NEEDED[:3])]
-        without = "without network, install their wheels, which pip wheel --no-deps makes on another machine"
-        raise ValueError(f"this Python has no {', '.join(MISSING)}: pip install {' '.join(packages)} ({without})")
     if options["tiny"] != "true" and not torch.cuda.is_available():
         raise ValueError("torch finds no CUDA card: use a machine with one, or try the script on the CPU with tiny=true")
     return options
@@ -303,22 +271,16 @@ def main(arguments: list[str]) -> int:
         return 2
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as work:
         visit = Visit(options, Path(work))
-        Path(work, "logs").mkdir()
-        subprocess.run("nvidia-smi -q > logs/nvidia-smi.log 2>&1", shell=True, cwd=work)  # driver, clocks, power
-        visit.write("environment", "machine", **machine(), version=version(), minutes=visit.minutes)
+        subprocess.run("nvidia-smi -q > nvidia-smi.log 2>&1", shell=True, cwd=visit.out)  # driver, clocks, power
         try:
             visit.carry_out()
         finally:
-            visit.stop_all()
-            with tarfile.open(visit.out / "logs.tar.gz", "w:gz") as archive:
-                archive.add(Path(work, "logs"), "logs")
-            (visit.out / "table.md").write_text(table(visit.rows) + "\n")
-            print(table(visit.rows), flush=True)
-    right = [row["right"] for (what, _), row in visit.rows.items() if what == "kernel"]
-    if not all(right) and not visit.tiny and torch.cuda.get_device_capability()[0] == 9:
-        print(f"before you distrust the kernel, repeat with {PTXAS}")
-    checked = "kernel" not in visit.stages or (right and all(right))
-    return 0 if checked and not any("failed" in row for row in visit.rows.values()) else 1
+            visit.stop(list(visit.running), ENDING)
+            outcomes = visit.report()["kernel"].values()
+            print((visit.out / "table.md").read_text(), flush=True)
+    right = bool(outcomes) and all(end == "PASSED" for end in outcomes)
+    failed = any("failed" in end for end in visit.processes.values())
+    return 0 if (right or "kernel" not in visit.stages) and not failed else 1
 
 
 if __name__ == "__main__":

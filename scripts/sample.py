@@ -11,7 +11,8 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,16 +27,14 @@ from configs.composing import quote, read_value
 from configs.files import write_json
 from configs.provenance import result_record
 from data.tokenizer import Tokenizer
-from eval.common import device_of, open_run, pad_left
+from eval.common import batches, device_of, open_run, pad_left
 from model.decoder import Decoder
 from training.checkpoint import LoadedRun
 
 MAX_TOKENS = 256
 LITERAL = ("prompt", "stop", "file")  # keys whose values are text
-# All control characters except tab and newline, which a terminal would obey, are shown as Unicode's signs for them. U+0080 to
-# U+009F have no sign.
-CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"} | {127: 0x2421}
-CONTROLS |= dict.fromkeys(range(128, 160), 0xFFFD)
+# Control characters, which a terminal would obey: all except tab and newline.
+CONTROLS = dict.fromkeys({*range(32), *range(127, 160)} - {9, 10}, 0xFFFD)
 
 
 @dataclass
@@ -58,15 +57,11 @@ class SampleConfig:
     out: str | None = None  # a JSON file for texts, settings and speed
 
 
-# ---------------------------------------- text
-
-
 class Text:
-    """The text of one sequence, token by token.
+    """The text of one sequence, token by token, cut before the stop string that is complete first.
 
-    `text` is final output: characters are appended, never changed. Incomplete characters, and endings that may become a
-    stop string, are held back. The text is cut before the stop string that is complete first, even if tokens split the
-    stop string. `ended` is the reason why the text has ended: "end of text", "stop" or "length".
+    `text` only grows: incomplete characters, and endings that may become a stop string, are held back. `ended` is the reason
+    why the text has ended: "end of text", "stop" or "length".
     """
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
@@ -80,27 +75,22 @@ class Text:
         if token == self.tokenizer.eot:
             return self.end("end of text")
         self.tokens.append(token)
-        try:
-            piece = self.tokenizer.token_bytes(token)
-        except KeyError:  # a vocabulary padded beyond the tokenizer's
-            piece = b""
-        self._take(self._utf8.decode(piece))
+        with suppress(KeyError):  # a vocabulary padded beyond the tokenizer's
+            self._take(self._utf8.decode(self.tokenizer.token_bytes(token)))
 
     def end(self, why: str) -> None:
         """End the text, with the part that was held back. A text that has ended stays as it is."""
         if self.ended is None:
             self._take(self._utf8.decode(b"", final=True))
         if self.ended is None:
-            self.text, self._held, self.ended = self.text + self._held, "", why
+            self.text, self.ended = self.text + self._held, why
 
     def _take(self, new: str) -> None:
         text = self._held + new
-        found = [(at + len(stop), at) for stop in self.stops if (at := text.find(stop)) >= 0]
-        if found:
-            self.text, self._held, self.ended = self.text + text[: min(found)[1]], "", "stop"
+        if ends := [(start + len(stop), start) for stop in self.stops if (start := text.find(stop)) >= 0]:
+            self.text, self.ended = self.text + text[: min(ends)[1]], "stop"
             return
-        longest = max((len(stop) - 1 for stop in self.stops), default=0)
-        tails = (n for n in range(min(longest, len(text)), 0, -1) if text.endswith(tuple(s[:n] for s in self.stops)))
+        tails = (n for n in range(len(text), 0, -1) if any(stop.startswith(text[-n:]) for stop in self.stops))
         sure = len(text) - next(tails, 0)
         self.text, self._held = self.text + text[:sure], text[sure:]
 
@@ -110,27 +100,17 @@ class Screen:
 
     def __init__(self, heads: Sequence[str], texts: Sequence[Text]) -> None:
         self.heads, self.texts = heads, texts
-        self.at, self.shown = 0, None  # current text, and its printed characters (None: its head is not printed)
+        self.current, self.shown = 0, 0  # text that is shown, and its printed characters, head included
 
     def update(self) -> None:
-        while self.at < len(self.texts):
-            text = self.texts[self.at]
-            if self.shown is None:
-                self._print(self.heads[self.at])
-                self.shown = 0
-            self._print(text.text[self.shown :])
-            self.shown = len(text.text)
+        while self.current < len(self.texts):
+            text = self.texts[self.current]
+            whole = self.heads[self.current] + text.text + ("\n" if text.ended else "")
+            new, self.shown = whole[self.shown :], len(whole)
+            print(new.translate(CONTROLS) if sys.stdout.isatty() else new, end="", flush=True)
             if text.ended is None:
                 return
-            self._print("\n")
-            self.at, self.shown = self.at + 1, None
-
-    def _print(self, text: str) -> None:
-        if text:
-            print(text.translate(CONTROLS) if sys.stdout.isatty() else text, end="", flush=True)
-
-
-# ---------------------------------------- decoding
+            self.current, self.shown = self.current + 1, 0
 
 
 @dataclass
@@ -144,25 +124,26 @@ class Speed:
 
     def __str__(self) -> str:
         rate = f" ({self.new_tokens / self.seconds:,.0f} tokens/s)" if self.new_tokens else ""
-        return (f"{self.prompt_tokens:,} tokens read in {self.prompt_seconds:.2f} s; "
-                f"{self.new_tokens:,} tokens after each text's first in {self.seconds:.2f} s{rate}")  # fmt: skip
+        read = f"{self.prompt_tokens:,} tokens read in {self.prompt_seconds:.2f} s"
+        return f"{read}; {self.new_tokens:,} tokens after each text's first in {self.seconds:.2f} s{rate}"
 
 
 @dataclass
 class Job:
-    """One text to write."""
+    """One text to write, with at most `limit` new tokens."""
 
     prompt: str
     tokens: list[int]
-    limit: int  # new tokens at most
+    limit: int
     seed: int
-    text: Text = field(repr=False)
+    text: Text
 
 
 def decode(model: Decoder, jobs: Sequence[Job], cfg: SampleConfig) -> Iterator[Speed]:
     """Write the jobs' texts. Yields the speed so far after every new token of the texts."""
-    speed = Speed()
-    for part in batches(jobs, cfg.batch, padding=model.positions is None):
+    speed, padding = Speed(), model.positions is None  # learned positions: the prompts of a part are equally long
+    groups = groupby(jobs, key=lambda job: padding or len(job.tokens))
+    for part in (part for _, group in groups for part in batches(list(group), cfg.batch, 1)):
         tokens, keys = pad_left([job.tokens for job in part], device_of(model))
         draws = [torch.Generator().manual_seed(job.seed) for job in part]
         limit = max(job.limit for job in part)
@@ -186,33 +167,17 @@ def decode(model: Decoder, jobs: Sequence[Job], cfg: SampleConfig) -> Iterator[S
             yield speed
 
 
-def batches(jobs: Sequence[Job], size: int, padding: bool) -> Iterator[Sequence[Job]]:
-    """Parts of at most `size` neighbouring jobs; without padding, the prompts of a part are equally long."""
-    for _, alike in groupby(jobs, key=lambda job: 0 if padding else len(job.tokens)):
-        alike = list(alike)
-        yield from (alike[start : start + size] for start in range(0, len(alike), size))
-
-
 def new_tokens(cfg: SampleConfig, model: Decoder, length: int) -> int:
     """The number of tokens to write after a prompt of `length` tokens (with the end-of-text token)."""
-    context = model.cfg.context
+    context, learned = model.cfg.context, model.positions is not None
     left = context - length
-    if cfg.max_tokens is None:
-        if left < 1:
-            beyond = "" if model.positions is not None else ", or set max_tokens=N to exceed the context"
-            raise ValueError(
-                f"the prompt has {length} tokens, but the trained context has {context}: shorten the prompt{beyond}"
-            )
-        return min(MAX_TOKENS, left)
-    if cfg.max_tokens > left:
-        says = f"a prompt of {length} and {cfg.max_tokens} new tokens exceed the trained context of {context}"
-        if model.positions is not None:
-            fix = f"use max_tokens={left}" if left > 0 else "shorten the prompt"
-            raise ValueError(f"{says}, and the model has no learned positions after that: {fix}")
-    return cfg.max_tokens
-
-
-# ---------------------------------------- the command
+    if cfg.max_tokens is None and left < 1:
+        fix = "shorten the prompt" if learned else "shorten the prompt, or set max_tokens=N to exceed the context"
+        raise ValueError(f"the prompt has {length} tokens, but the trained context has {context}: {fix}")
+    if learned and (cfg.max_tokens or 1) > left:
+        fix = f"use max_tokens={left}" if left > 0 else "shorten the prompt"
+        raise ValueError(f"{length} + {cfg.max_tokens} tokens exceed the {context} learned positions: {fix}")
+    return cfg.max_tokens or min(MAX_TOKENS, left)
 
 
 def texts_of(value: Any, key: str) -> list[str]:
@@ -229,39 +194,27 @@ def prompts_of(cfg: SampleConfig) -> list[str]:
         return texts_of(cfg.prompt, "prompt") or [""]
     if cfg.prompt is not None:
         raise ValueError("prompt= and file= are both given: give one of them")
-    if cfg.file != "-" and not Path(cfg.file).is_file():
-        raise FileNotFoundError(f"there is no file {cfg.file}: correct file=, or use file=- for standard input")
-    content = sys.stdin.buffer.read() if cfg.file == "-" else Path(cfg.file).read_bytes()
     try:
-        return [content.decode("utf-8").removesuffix("\n")]
+        text = sys.stdin.buffer.read() if cfg.file == "-" else Path(cfg.file).read_bytes()
+        return [text.decode("utf-8").removesuffix("\n")]
+    except OSError:
+        raise ValueError(f"there is no file {cfg.file}: correct file=, or use file=- for standard input") from None
     except UnicodeDecodeError:
-        raise ValueError(
-            f"file={cfg.file} is not UTF-8 text: convert it first, e.g. iconv -f latin1 -t utf-8 FILE > NEW"
-        ) from None
-
-
-def stops_of(cfg: SampleConfig) -> list[str]:
-    """The stop strings, with newlines and tabs in place of \\n and \\t."""
-    stops = [stop.replace("\\n", "\n").replace("\\t", "\t") for stop in texts_of(cfg.stop, "stop")]
-    if "" in stops:
-        raise ValueError("stop= has an empty text, which would end every output at once: leave it out")
-    return stops
+        raise ValueError(f"file={cfg.file} is not UTF-8 text: convert it, e.g. iconv -f latin1 -t utf-8 FILE > NEW") from None
 
 
 def jobs_of(cfg: SampleConfig, run: LoadedRun) -> list[Job]:
     """One job for each prompt and seed. Every prompt follows an end-of-text token, as a training document does."""
-    stops, jobs = stops_of(cfg), []
+    stops, jobs = [stop.replace("\\n", "\n").replace("\\t", "\t") for stop in texts_of(cfg.stop, "stop")], []
+    if "" in stops:
+        raise ValueError("stop= has an empty text, which would end every output at once: leave it out")
     for prompt in prompts_of(cfg):
         tokens = [run.tokenizer.eot, *run.tokenizer.encode(prompt)]
         limit = new_tokens(cfg, run.model, len(tokens))
+        if len(tokens) + limit > run.model.cfg.context:
+            print(f"note: {len(tokens)} + {limit} tokens exceed the trained context", file=sys.stderr)
         jobs += [Job(prompt, tokens, limit, cfg.seed + i, Text(run.tokenizer, stops)) for i in range(cfg.samples)]
     return jobs
-
-
-def heads_of(jobs: Sequence[Job], echo: bool) -> list[str]:
-    """The lines before each text: its number and seed if there are several texts, and the prompt if `echo`."""
-    titles = [f"--- {i} of {len(jobs)}, seed {job.seed}\n" if len(jobs) > 1 else "" for i, job in enumerate(jobs, 1)]
-    return [title + job.prompt if echo else title for title, job in zip(titles, jobs, strict=True)]
 
 
 @command("sample", SampleConfig)
@@ -270,12 +223,10 @@ def sample(cfg: SampleConfig) -> None:
         raise ValueError("temperature=0 writes the same text every time: use samples=1 or temperature=0.8")
     run = open_run(cfg, task=True)
     jobs = jobs_of(cfg, run)
-    (read, new), context = max((len(job.tokens), job.limit) for job in jobs), run.model.cfg.context
-    if read + new > context:
-        says = f"a prompt of {read} and {new} new tokens exceed the trained context of {context}"
-        print(f"note: {says}", file=sys.stderr)
+    titles = [f"--- {i} of {len(jobs)}, seed {job.seed}\n" if len(jobs) > 1 else "" for i, job in enumerate(jobs, 1)]
+    heads = [title + job.prompt * cfg.echo for title, job in zip(titles, jobs, strict=True)]
     sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character
-    screen, speed = Screen(heads_of(jobs, cfg.echo), [job.text for job in jobs]), Speed()
+    screen, speed = Screen(heads, [job.text for job in jobs]), Speed()
     try:
         for speed in decode(run.model, jobs, cfg):  # noqa: B007
             screen.update()
@@ -285,14 +236,10 @@ def sample(cfg: SampleConfig) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     print(f"{cfg.run}, step {run.step}, {device_of(run.model)}: {speed}", file=sys.stderr)
     if cfg.out:
-        write_json(Path(cfg.out), content(cfg, run, jobs, speed))
-
-
-def content(cfg: SampleConfig, run: LoadedRun, jobs: Sequence[Job], speed: Speed) -> dict[str, Any]:
-    """The content of the JSON file out=."""
-    texts = [{key: getattr(job.text, key) for key in ("text", "tokens", "ended")} for job in jobs]
-    samples = [{"prompt": job.prompt, "seed": job.seed} | text for job, text in zip(jobs, texts, strict=True)]
-    return result_record("sample", cfg.run, cfg, {"samples": samples, "speed": asdict(speed)}, step=run.step)
+        texts = [{key: getattr(job.text, key) for key in ("text", "tokens", "ended")} for job in jobs]
+        samples = [{"prompt": job.prompt, "seed": job.seed} | text for job, text in zip(jobs, texts, strict=True)]
+        results = {"samples": samples, "speed": asdict(speed)}
+        write_json(Path(cfg.out), result_record("sample", cfg.run, cfg, results, step=run.step))
 
 
 def as_typed(argument: str) -> str:

@@ -73,11 +73,7 @@ def generated(name: str, n_layer: int, **changes: Any) -> list[dict[str, Any]]:
     """
     from torch._functorch.aot_autograd import aot_module_simplified
     from torch._functorch.partitioners import min_cut_rematerialization_partition
-    from torch._inductor.debug import DebugContext
     from torch._inductor.decomposition import select_decomp_table
-    from torch._inductor.graph import GraphLowering
-    from torch._inductor.scheduler import ExternKernelSchedulerNode
-    from torch._inductor.virtualized import V
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from model.attention import backends, sdpa
@@ -89,19 +85,7 @@ def generated(name: str, n_layer: int, **changes: Any) -> list[dict[str, Any]]:
     passes: list[dict[str, Any]] = []
 
     def lower(graph: torch.fx.GraphModule, inputs: list) -> Any:
-        fake, available = torch._guards.detect_fake_mode(inputs), torch.cuda.is_available
-        lowering = GraphLowering(graph, is_backward=bool(passes))
-        torch.cuda.is_available = lambda: True
-        try:
-            with V.set_graph_handler(lowering), V.set_debug_handler(DebugContext()), V.set_fake_mode(fake):
-                lowering.run(*inputs)
-                code = lowering.codegen()[0].value
-                counted = lowering.count_bytes()[1]
-        finally:
-            torch.cuda.is_available = available
-        elementwise = [size for node, size in counted if not isinstance(node, ExternKernelSchedulerNode)]
-        launches = {"triton": len(elementwise), "extern": len(counted) - len(elementwise)}
-        passes.append({"code": code, **launches, "read_and_written": sum(elementwise) / 1e9})
+        passes.append(lowered(graph, inputs, is_backward=bool(passes)))
         return graph
 
     def backend(graph: torch.fx.GraphModule, inputs: list) -> Any:
@@ -119,6 +103,28 @@ def generated(name: str, n_layer: int, **changes: Any) -> list[dict[str, Any]]:
             loss = step(tokens, tokens)
         loss.backward()
     return passes
+
+
+def lowered(graph: torch.fx.GraphModule, inputs: list, is_backward: bool) -> dict[str, Any]:
+    """The code that torch generates for one pass, and what it counts."""
+    from torch._inductor.debug import DebugContext
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.scheduler import ExternKernelSchedulerNode
+    from torch._inductor.virtualized import V
+
+    fake, available = torch._guards.detect_fake_mode(inputs), torch.cuda.is_available
+    lowering = GraphLowering(graph, is_backward=is_backward)
+    torch.cuda.is_available = lambda: True
+    try:
+        with V.set_graph_handler(lowering), V.set_debug_handler(DebugContext()), V.set_fake_mode(fake):
+            lowering.run(*inputs)
+            code = lowering.codegen()[0].value
+            counted = lowering.count_bytes()[1]
+    finally:
+        torch.cuda.is_available = available
+    elementwise = [size for node, size in counted if not isinstance(node, ExternKernelSchedulerNode)]
+    launches = {"triton": len(elementwise), "extern": len(counted) - len(elementwise)}
+    return {"code": code, **launches, "read_and_written": sum(elementwise) / 1e9}
 
 
 def row(name: str, **changes: Any) -> dict[str, Any]:

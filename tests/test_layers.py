@@ -1,6 +1,8 @@
 """Who may import whom: the layers of the house (configs is under all of them). And how long a file or a function may be."""
 
 import ast
+import functools
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,8 +10,8 @@ import pytest
 from model.attention import VARIANTS
 
 ROOT = Path(__file__).parent.parent
-LINES, FUNCTION_LINES = 450, 60
-OURS = {"model", "data", "training", "eval", "ablation", "bench", "scripts", "configs", "train", "tests"}
+LINES, FUNCTION_LINES, PARAMETERS = 400, 50, 7
+OURS = ("model", "data", "training", "eval", "ablation", "bench", "scripts", "configs", "train", "tests")
 MAY_IMPORT = {
     "configs": {"configs"},
     "model": {"model"},
@@ -19,18 +21,37 @@ MAY_IMPORT = {
     "ablation": {"ablation", "eval", "model", "data", "training", "configs"},
     "bench": {"bench", "eval", "model", "data", "training", "configs"},
 }
+# Over a limit today: take a line out when its file has changed.
+LONG = {
+    "train.py: train",  # the training loop, which is read from top to bottom
+    "model/attention/backends.py: _chosen",
+    "model/attention/kernels/diff_triton.py: backward_kernel",
+    "model/attention/kernels/diff_triton.py: forward_kernel",
+    "model/decoder.py: stream",
+    "scripts/ablate.py",
+    "tests/data/test_prepare.py",
+    "tests/model/test_backends.py",
+    "tests/model/test_kernels.py: draw",
+    "tests/model/test_modules.py",
+    "tests/model/test_variants.py",
+    "tests/scripts/test_ablate.py: test_tuning_makes_equal_arms_equal",
+    "tests/training/test_parallel.py: group",
+}
 
 
-def imports(path: Path) -> set[str]:
-    """Modules that a file imports, `from a import b` counting as a and a.b."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+@functools.cache
+def nodes(path: Path) -> list[ast.AST]:
+    """All nodes of a file."""
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+def imports(path: Path) -> Iterator[tuple[str, list[str]]]:
+    """Modules that a file imports anywhere, under TYPE_CHECKING and in functions too, and the names taken from each."""
+    for node in nodes(path):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            yield from ((alias.name, []) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            module = module_of(node, path)
-            found |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
-    return found
+            yield module_of(node, path), [alias.name for alias in node.names]
 
 
 def module_of(node: ast.ImportFrom, path: Path) -> str:
@@ -46,43 +67,30 @@ def module_of(node: ast.ImportFrom, path: Path) -> str:
 def test_a_layer_imports_only_what_is_below_it(package: str) -> None:
     files = list((ROOT / package).rglob("*.py"))
     assert files
-    allowed = MAY_IMPORT[package]
     for path in files:
-        for module in imports(path):
-            if module.split(".")[0] in OURS:
-                assert module.split(".")[0] in allowed, (
-                    f"{path.relative_to(ROOT)} imports {module}; {package}/ may import {sorted(allowed)}"
-                )
+        layers = {module.split(".")[0] for module, _ in imports(path)} & {*OURS}
+        assert layers <= MAY_IMPORT[package], f"{path.relative_to(ROOT)} imports {layers - MAY_IMPORT[package]}"
 
 
 def test_variants_know_the_facade_and_no_kernels() -> None:
     for variant in VARIANTS.values():
-        path = ROOT / f"{variant.__module__.replace('.', '/')}.py"
-        for module in imports(path):
-            assert "kernels" not in module and module != "model.attention.reference", f"{path.name} imports {module}"
+        for module, names in imports(ROOT / f"{variant.__module__.replace('.', '/')}.py"):
+            assert not {"kernels", "reference"} & {*module.split("."), *names}, f"{variant.__name__}: {module} {names}"
+
+
+def file_of(name: str) -> Path | None:
+    """The project's file of a module."""
+    path = ROOT / name.replace(".", "/")
+    return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()), None)
 
 
 def file_imports(path: Path) -> set[Path]:
-    """The files of the project that a file imports anywhere in it, under TYPE_CHECKING and in functions too."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        names = [alias.name for alias in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
-        if isinstance(node, ast.ImportFrom):
-            # `from package import module` is an import of that module, everything else one of the named file.
-            module = module_of(node, path)
-            names = [f"{module}.{name}" if is_module(f"{module}.{name}") else module for name in names]
-        for name in names:
-            target = ROOT / name.replace(".", "/")
-            found |= {file for file in (target.with_suffix(".py"), target / "__init__.py") if file.is_file()}
-    return found
+    """The project's files that a file imports: `from package import module` is an import of that module alone."""
+    files = {file_of(f"{module}.{name}") or file_of(module) for module, names in imports(path) for name in names}
+    return (files | {file_of(module) for module, names in imports(path) if not names}) - {None}
 
 
-def is_module(name: str) -> bool:
-    path = ROOT / name.replace(".", "/")
-    return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
-
-
-@pytest.mark.parametrize("package", ("configs", "model", "data", "training", "eval", "scripts"))
+@pytest.mark.parametrize("package", ("configs", "model", "data", "training", "eval", "ablation", "bench", "scripts"))
 def test_no_file_imports_itself_by_way_of_others(package: str) -> None:
     graph = {path: file_imports(path) for path in (ROOT / package).rglob("*.py")}
     done: set[Path] = set()
@@ -99,16 +107,18 @@ def test_no_file_imports_itself_by_way_of_others(package: str) -> None:
 
 
 def test_no_file_and_no_function_is_long() -> None:
-    files = [path for end in ("py", "yaml", "cpp", "h") for path in ROOT.rglob(f"*.{end}") if is_ours(path)]
-    assert files
-    assert {str(path.relative_to(ROOT)) for path in files if len(path.read_text().splitlines()) > LINES} == set()
-    long = set()
-    for path in files:
-        for node in ast.walk(ast.parse(path.read_text())) if path.suffix == ".py" else ():
-            if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno >= FUNCTION_LINES:
-                long.add(f"{path.relative_to(ROOT)}: {node.name}")
-    assert long == {"train.py: train"}  # the training loop, which is read from top to bottom
-
-
-def is_ours(path: Path) -> bool:
-    return path.relative_to(ROOT).parts[0].removesuffix(".py") in OURS
+    folders = [ROOT / name for name in OURS if name != "train"]
+    files = [
+        ROOT / "train.py",
+        *(path for folder in folders for end in ("py", "yaml", "cpp", "h") for path in folder.rglob(f"*.{end}")),
+    ]
+    assert len(files) > 100
+    long = {str(path.relative_to(ROOT)) for path in files if len(path.read_text().splitlines()) > LINES}
+    for path in (path for path in files if path.suffix == ".py"):
+        kernel = path.parent.name == "kernels"  # takes every pointer, stride and size
+        for node in nodes(path):
+            if isinstance(node, ast.FunctionDef):
+                names = {arg.arg for arg in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)} - {"self", "cls"}
+                if node.end_lineno - node.lineno >= FUNCTION_LINES or (len(names) > PARAMETERS and not kernel):
+                    long.add(f"{path.relative_to(ROOT)}: {node.name}")
+    assert long <= LONG, long - LONG

@@ -52,32 +52,9 @@ def triton_diff() -> Any:
 # ---------------------------------------- wrong functions that take more than a line
 
 
-def zero_lambda(right: Callable) -> Callable:
-    def wrong(self: DiffAttention, generator: torch.Generator) -> None:
-        for p in self.parameters(recurse=False):
-            nn.init.zeros_(p)
-
-    return wrong
-
-
-def unsaved_warm_up(right: Callable) -> Callable:
-    def wrong(self: DiffAttention, *given: Any) -> None:
-        right(self, *given)
-        self.register_buffer("lambda_mix", torch.ones(()), persistent=False)
-
-    return wrong
-
-
 def halves_apart(q: Tensor) -> Tensor:
     """Query heads in the order in which head i has the components i and i + h."""
     return q.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
-
-
-def repeated_keys(right: Callable) -> Callable:
-    def wrong(self: DiffAttention, q: Tensor, k: Tensor, *rest: Any) -> Tensor:
-        return right(self, q, k.repeat_interleave(self.heads // self.kv_heads, 1), *rest)
-
-    return wrong
 
 
 def floored_heads(right: Callable) -> Callable:
@@ -88,44 +65,6 @@ def halved_widths(right: Callable) -> Callable:
     def wrong(self: DiffAttention, cfg: Any) -> Heads:
         shape = right(self, cfg)
         return shape._replace(width=shape.width // 2, value_width=shape.value_width // 2)
-
-    return wrong
-
-
-def value_width_scale(right: Callable) -> Callable:
-    def wrong(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> Tensor:
-        return right(q * (q.shape[-1] / v.shape[-1]) ** 0.5, k, v, *rest, **options)
-
-    return wrong
-
-
-def bottom_right_alignment(right: Callable) -> Callable:
-    def wrong(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
-        T, S = q.shape[-2], k.shape[-2]
-        return right(q, k, v, torch.ones(T, S, dtype=torch.bool).tril(S - T)[None, None])
-
-    return wrong
-
-
-def nan_rows(right: Callable) -> Callable:
-    def wrong(q: Tensor, k: Tensor, see: Tensor, bias: Tensor | None = None) -> Tensor:
-        return ((q @ k.mT) * q.shape[-1] ** -0.5).masked_fill(~see, float("-inf")).softmax(-1)
-
-    return wrong
-
-
-def seeing_blind_rows(right: Callable) -> Callable:
-    def wrong(*given: Any) -> Tensor:
-        see, bias = right(*given)
-        return see | ~see.any(-1, keepdim=True), bias
-
-    return wrong
-
-
-def unread_cache(right: Callable) -> Callable:
-    def wrong(self: LayerCache, k: Tensor, v: Tensor, slot: int = 0) -> tuple[Tensor, Tensor]:
-        right(self, k, v, slot)
-        return k, v
 
     return wrong
 
@@ -149,14 +88,6 @@ def rotated_memory(right: Callable) -> Callable:
         positions = torch.arange(k.shape[-2], dtype=k.dtype)[:, None]
         turned = first * positions.cos() - second * positions.sin(), second * positions.cos() + first * positions.sin()
         return right(self, torch.cat(turned, -1), v, a)
-
-    return wrong
-
-
-def equal_path_weights(right: Callable) -> Callable:
-    def wrong(self: IntrospectiveAttention, generator: torch.Generator) -> None:
-        right(self, generator)
-        self.w.data.zero_()
 
     return wrong
 
@@ -218,10 +149,6 @@ def first_maps_value_gradient(right: Callable) -> Callable:
     return wrong
 
 
-def wide_window(right: Callable) -> Callable:
-    return lambda *given: right(*given[:-1], given[-1] and given[-1] + 1)
-
-
 def queries_at_the_start(right: Callable) -> Callable:
     def wrong(q: Tensor, k: Tensor, v: Tensor, lam: Tensor, query_ids: Any, key_ids: Any, *rest: Any) -> Any:
         T = q.shape[-2]  # of causal queries at 0 .. T - 1, the keys from T on are hidden
@@ -269,9 +196,12 @@ MUTANTS = (
            lambda right: lambda self, y: self.head_norm(y), f"{FORMULA}[diff-1-math]"),
     Mutant("depth from 1 (blog)", diff, "lambda_init", lambda right: lambda layer: right(layer + 1),
            f"{FORMULA}[diff-1-math]"),
-    Mutant("lambda vectors start at zero and stay (blog, axolotl)", DiffAttention, "init_own", zero_lambda,
+    Mutant("lambda vectors start at zero and stay (blog, axolotl)", DiffAttention, "init_own",
+           lambda right: lambda self, generator: [nn.init.zeros_(p) for p in self.parameters(recurse=False)],
            f"{VARIANTS}::test_every_parameter_learns[diff]"),
-    Mutant("the warm-up is not saved (axolotl)", DiffAttention, "make_parameters", unsaved_warm_up,
+    Mutant("the warm-up is not saved (axolotl)", DiffAttention, "make_parameters",
+           lambda right: lambda self, *given: right(self, *given) or self.register_buffer(
+               "lambda_mix", torch.ones(()), persistent=False),
            f"{VARIANTS}::test_lambda_warms_up_and_the_warm_up_is_saved"),
     Mutant("the warm-up is not in lambda (axolotl's log)", DiffAttention, "lam",
            lambda right: lambda self: right(self) / self.lambda_mix,
@@ -287,7 +217,9 @@ MUTANTS = (
            f"{VARIANTS}::test_variants_share_the_weights_both_have"),
     Mutant("components are heads i and i + h (DiffLlama's layout)", DiffAttention, "attend",
            lambda right: lambda self, q, *rest: right(self, halves_apart(q), *rest), f"{FORMULA}[diff-1-math]"),
-    Mutant("keys are repeated, then paired (unilm naive, vasqu)", DiffAttention, "attend", repeated_keys,
+    Mutant("keys are repeated, then paired (unilm naive, vasqu)", DiffAttention, "attend",
+           lambda right: lambda self, q, k, *rest: right(
+               self, q, k.repeat_interleave(self.heads // self.kv_heads, 1), *rest),
            f"{FORMULA}[diff-2-math]"),
     Mutant("V2 pairs heads across groups", DiffV2Attention, "attend",
            lambda right: lambda self, q, *rest: right(self, halves_apart(q), *rest), f"{FORMULA}[diff_v2-2-math]"),
@@ -300,7 +232,9 @@ MUTANTS = (
     Mutant("no output projection (blog)", DiffAttention, "forward",
            lambda right: lambda self, x, rope, mask, cache=None, carry=None: self.mix(
                x, x, (rope, rope), mask, cache, carry), f"{FORMULA}[diff-1-math]"),
-    Mutant("scores are scaled by the value width", backends, "_both_maps", value_width_scale, f"{FORMULA}[diff-1-sdpa]"),
+    Mutant("scores are scaled by the value width", backends, "_both_maps",
+           lambda right: lambda q, k, v, *rest, **options: right(
+               q * (q.shape[-1] / v.shape[-1]) ** 0.5, k, v, *rest, **options), f"{FORMULA}[diff-1-sdpa]"),
     Mutant("dropout in evaluation", Attention, "dropout_now", lambda right: property(lambda self: self.dropout),
            f"{VARIANTS}::test_attention_dropout_is_random_in_training_only_and_right_on_average[diff-math]"),
     # masks and positions
@@ -308,15 +242,20 @@ MUTANTS = (
            lambda right: lambda self, *given: right(replace(self, causal=False), *given),
            f"{VARIANTS}::test_no_token_sees_the_future[diff-math]"),
     Mutant("bottom-right causal alignment over several key sets (introspective flash code)", reference, "attend",
-           bottom_right_alignment, f"{VARIANTS}::test_no_token_sees_the_future[introspective_sequence-math]"),
+           lambda right: lambda q, k, v, *rest: right(q, k, v, torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril(
+               k.shape[-2] - q.shape[-2])[None, None]),
+           f"{VARIANTS}::test_no_token_sees_the_future[introspective_sequence-math]"),
     Mutant("top-left causal alignment with a cache", Mask, "dense",
            lambda right: lambda self, T, S, device: self.allowed(torch.arange(T, device=device), S),
            f"{VARIANTS}::test_decoding_with_a_cache_equals_prefill[diff-math]"),
     Mutant("padding and windows are ignored (unilm flash, axolotl flash)", Mask, "plain",
            lambda right: property(lambda self: self.causal), f"{FORMULA}[diff-1-sdpa]"),
-    Mutant("rows that see nothing are NaN (timm)", reference, "weights", nan_rows,
+    Mutant("rows that see nothing are NaN (timm)", reference, "weights",
+           lambda right: lambda q, k, see, bias=None: ((q @ k.mT) * q.shape[-1] ** -0.5).masked_fill(
+               ~see, float("-inf")).softmax(-1),
            f"{VARIANTS}::test_rows_that_see_nothing_are_zero_forward_and_backward[diff-math]"),
-    Mutant("rows that see nothing see everything (timm fused)", sdpa, "dense", seeing_blind_rows,
+    Mutant("rows that see nothing see everything (timm fused)", sdpa, "dense",
+           lambda right: lambda *given: (lambda see, bias: (see | ~see.any(-1, keepdim=True), bias))(*right(*given)),
            f"{VARIANTS}::test_rows_that_see_nothing_are_zero_forward_and_backward[diff-sdpa]"),
     Mutant("maps of a head take other heads' rows of a mask", sdpa, "spread",
            lambda right: lambda x, q: x if x.shape[1] in (1, q.shape[1]) else x.repeat(1, q.shape[1] // x.shape[1], 1, 1),
@@ -335,7 +274,8 @@ MUTANTS = (
     Mutant("decoding starts again at position 0 (unilm, blog)", Decoder, "_rope",
            lambda right: lambda self, start, T: right(self, 0, T),
            f"{VARIANTS}::test_decoding_with_a_cache_equals_prefill[diff-math]"),
-    Mutant("the cache is written and not read (blog)", LayerCache, "append", unread_cache,
+    Mutant("the cache is written and not read (blog)", LayerCache, "append",
+           lambda right: lambda self, k, v, slot=0: right(self, k, v, slot) and (k, v),
            f"{VARIANTS}::test_decoding_with_a_cache_equals_prefill[diff-math]"),
     Mutant("interleaved RoPE taken for half-split", Attention, "turn",
            lambda right: lambda self, x, rope: right(self, x, rope._replace(interleaved=False)),
@@ -346,7 +286,8 @@ MUTANTS = (
     Mutant("memory holds rotated keys (introspective flash code)", IntrospectiveAttention, "remembered", rotated_memory,
            f"{FORMULA}[introspective-1-math]"),
     Mutant("LayerNorm of equal path weights silences all paths (introspective code)", IntrospectiveAttention, "init_own",
-           equal_path_weights, f"{VARIANTS}::test_every_parameter_learns[introspective_sequence]"),
+           lambda right: lambda self, generator: right(self, generator) or self.w.data.zero_(),
+           f"{VARIANTS}::test_every_parameter_learns[introspective_sequence]"),
     Mutant("LayerNorm over a single path is let through (introspective code)", introspective, "_check",
            single_path_let_through, f"{VARIANTS}::test_degenerate_introspection_is_refused"),
     Mutant("earlier paths are masked out (introspective naive code)", introspective, "attend_union",
@@ -377,7 +318,8 @@ MUTANTS = (
            f"{KERNELS}::test_lambda_of_any_shape"),
     Mutant("the values' gradient comes from the first map alone", triton_diff, "_backward", first_maps_value_gradient,
            f"{KERNELS}::test_lambda_of_any_shape"),
-    Mutant("a window one key too wide", triton_diff, "_forward", wide_window, f"{KERNELS}::test_windows"),
+    Mutant("a window one key too wide", triton_diff, "_forward",
+           lambda right: lambda *given: right(*given[:-1], given[-1] and given[-1] + 1), f"{KERNELS}::test_windows"),
     Mutant("cached queries start at position 0", triton_diff, "_forward", queries_at_the_start, f"{KERNELS}::test_one_query"),
     # conversion of trained models
     Mutant("a converted lambda starts at zero vectors and stays (axolotl)", conversion, "_start_lambda", zero_vectors,

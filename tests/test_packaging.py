@@ -61,48 +61,38 @@ assert not ours & {name.split(".")[0] for name in sys.modules}, "the package imp
 """
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a build reads, in a folder of its own: it leaves files beside the source."""
-    folder = tmp_path_factory.mktemp("source")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, folder)
-    shutil.copytree(ROOT / "model", folder / "model", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("data", "training"):  # which are not to be installed
-        (folder / name).mkdir()
-        (folder / name / "__init__.py").touch()
-    return folder
-
-
-def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
+def python(folder: Path, *arguments: str) -> None:
     done = subprocess.run([sys.executable, *arguments], cwd=folder, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    return done
 
 
-def test_a_wheel_installs_the_package_and_nothing_else(source: Path, tmp_path: Path) -> None:
-    pip = ("-m", "pip", "--disable-pip-version-check", "-q")
-    python(source, *pip, "wheel", ".", "--no-build-isolation", "--no-deps", "-w", str(tmp_path))
-    (wheel,) = tmp_path.glob("*.whl")
-    python(tmp_path, *pip, "install", "--no-deps", "--no-index", "--target", str(tmp_path / "site"), str(wheel))
-    top = {path.name for path in (tmp_path / "site").iterdir()}
-    assert {name for name in top if not name.endswith(".dist-info")} == {"attention_noise"}
-    files = {path.relative_to(ROOT / "model").as_posix() for path in (ROOT / "model").rglob("*.py")}
-    with zipfile.ZipFile(wheel) as archive:
-        packed = {name.removeprefix("attention_noise/") for name in archive.namelist() if name.endswith(".py")}
+def test_a_wheel_installs_the_package_and_nothing_else(tmp_path: Path) -> None:
+    """An editable install is the checkout. By the hooks that pip calls: pip itself would write into this environment."""
+    source = tmp_path / "source"  # a build leaves files beside the source
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    shutil.copytree(ROOT / "model", source / "model", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("data", "training"):  # which are not to be installed
+        (source / name).mkdir()
+        (source / name / "__init__.py").touch()
+    python(source, "-c", "import setuptools.build_meta as b; b.build_wheel('../wheel'); b.build_editable('../editable')")
+    for kind in ("wheel", "editable"):
+        (wheel,) = (tmp_path / kind).glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(tmp_path / kind / "site")
+
+    site = tmp_path / "wheel" / "site"
+    assert {path.name for path in site.iterdir() if path.suffix != ".dist-info"} == {"attention_noise"}
+    files = {path.relative_to(ROOT / "model") for path in (ROOT / "model").rglob("*.py")}
+    packed = {path.relative_to(site / "attention_noise") for path in site.rglob("*.py")}
     assert packed == files, "pyproject.toml's list of packages lacks a folder of model/"
-    python(tmp_path, "-c", f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r})\n{USE}", str(tmp_path / "site"))
+    python(tmp_path, "-c", f"import sys; sys.path.insert(0, {str(site)!r})\n{USE}", str(site))
 
-
-def test_an_editable_install_is_the_checkout_under_the_packages_name(source: Path, tmp_path: Path) -> None:
-    """By the hook that `pip install -e .` calls: pip itself would write into this environment."""
-    python(source, "-c", f"import setuptools.build_meta as build; build.build_editable({str(tmp_path)!r})")
-    (wheel,) = tmp_path.glob("*.whl")
-    site = tmp_path / "site"
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(site)
+    site = tmp_path / "editable" / "site"
     assert not {"data", "model", "training"} & {path.name for path in site.iterdir()}
-    python(tmp_path, "-c", f"import site; site.addsitedir({str(site)!r})\n{USE}", str(source / "model"))
+    place = f"importlib.util.find_spec('attention_noise').origin == {str(source / 'model' / '__init__.py')!r}"
+    python(tmp_path, "-c", f"import importlib.util, site; site.addsitedir({str(site)!r}); assert {place}")
 
 
 @pytest.mark.parametrize(("index", "fetched"), (("", 0), ("https://example.org/cpu", 1)))

@@ -4,17 +4,21 @@ import contextlib
 import ctypes
 import gc
 import itertools
+import json
 import os
 import re
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from configs.provenance import cpu_name
 
@@ -42,6 +46,11 @@ class World:
         # From a tensor with gaps, such as a view of longer rows, torch would copy without pinned memory.
         return [x.contiguous().pin_memory().to(self.device, non_blocking=True) for x in tensors]
 
+    def autocast(self, wish: str) -> torch.autocast:
+        """The context in which models compute with dtype=`wish`; its `fast_dtype` is the dtype."""
+        dtype = pick_dtype(wish, self.device)
+        return torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32)
+
     def mean(self, x: Tensor) -> Tensor:
         """Average of `x` over all processes (x itself when alone)."""
         if self.size > 1:
@@ -57,24 +66,26 @@ class World:
         dist.all_reduce(x, dist.ReduceOp.MAX)
         return x.item()
 
-    def barrier(self) -> None:
-        if self.size > 1:
-            dist.barrier()
-
     def close(self) -> None:
         if self.size > 1:
             dist.destroy_process_group()
 
     @contextlib.contextmanager
     def errors(self) -> Iterator[None]:
-        """A context for the work of all processes. ConnectionError if a process is lost."""
+        """A context for the work of all processes. ConnectionError: a process is lost; MemoryError: a CPU has no more."""
         try:
             yield
-        except RuntimeError as error:
-            if self.size > 1 and (isinstance(error, dist.DistError) or "gloo" in str(error)):
+        except Exception as error:
+            failed = isinstance(error, RuntimeError)
+            if failed and self.size > 1 and (isinstance(error, dist.DistError) or "gloo" in str(error)):
                 raise ConnectionError(
                     "another process has ended: see its own error (printed above by its rank), or a timeout of 10 minutes"
                 ) from None
+            if failed and "can't allocate memory" in str(error):
+                fix = "use a smaller micro_batch=, activation_checkpointing=true, or a smaller model or context"
+                raise MemoryError(f"this machine has too little free memory: {fix}") from None
+            if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun ends its own output with this line
+                Path(report).write_text(json.dumps({"message": f"error: {error}", "timestamp": int(time.time())}))
             raise
 
 
@@ -82,6 +93,8 @@ def join_world(device: str = "auto") -> World:
     """Join torchrun's process group (nccl on GPUs, gloo on CPUs); without torchrun, a world of one process."""
     where = pick_device(device)
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if not 0 <= rank < size:
+        raise ValueError(f"RANK={rank} is not below WORLD_SIZE={size}: unset both, or start the processes with torchrun")
     _refuse_shared_gpus(where)
     if where.type == "cpu":
         _keep_freed_memory()
@@ -92,14 +105,13 @@ def join_world(device: str = "auto") -> World:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(where)
         torch.set_float32_matmul_precision("high")  # TF32 for what stays float32
-    if size == 1:
-        return World(rank, size, where)
-    # torchrun keeps one store over its restarts, and over the runs of a sweep. Each attempt and each run has its own prefix in
-    # the store, so that no process can read what the processes of an earlier attempt or run have written.
-    store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
-    store = dist.PrefixStore(f"attempt_{restarts()}_run_{next(_runs)}", store)
-    backend = "nccl" if where.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+    if size > 1:
+        # torchrun keeps one store over its restarts, and over the runs of a sweep. A prefix of its own keeps each attempt and
+        # each run from reading what the processes of an earlier one have written.
+        store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
+        store = dist.PrefixStore(f"attempt_{restarts()}_run_{next(_runs)}", store)
+        backend = "nccl" if where.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
     return World(rank, size, where)
 
 
@@ -121,11 +133,11 @@ def restarts() -> int:
 
 def pick_device(wish: str) -> torch.device:
     """`auto`: the GPU where there is one, else the CPU. ValueError: unknown name, or torch does not see the GPU."""
+    count = torch.cuda.device_count()
     if wish == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if not re.fullmatch(r"cpu|cuda(:\d+)?", wish):
         raise ValueError(f"device={wish} is unknown: use auto, cpu or cuda")
-    count = torch.cuda.device_count()
     if wish != "cpu" and not count:
         raise ValueError(f"device={wish}, but torch sees no CUDA GPU: use device=cpu or install a CUDA build of torch")
     if int(wish.partition(":")[2] or 0) >= max(1, count):
@@ -134,10 +146,7 @@ def pick_device(wish: str) -> torch.device:
 
 
 def _keep_freed_memory() -> None:
-    """Tell glibc not to hand large freed blocks back to the kernel.
-
-    By default every step's activations are unmapped and mapped again; the page faults took a quarter of a CPU step.
-    """
+    """Tell glibc to keep large freed blocks: else each step maps its activations anew, a quarter of the time of a CPU step."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):  # another C library
             libc = ctypes.CDLL("libc.so.6")
@@ -147,10 +156,9 @@ def _keep_freed_memory() -> None:
 
 
 def pick_dtype(wish: str, device: torch.device) -> torch.dtype:
-    """`auto`: bfloat16 autocast where the device multiplies bfloat16 faster than float32, else float32.
+    """`auto`: bfloat16 where the device multiplies it faster than float32: GPUs, CPUs with AMX, AMD CPUs with AVX512-BF16.
 
-    On CPUs this needs AMX or an AMD processor with AVX512-BF16. Intel's AVX512-BF16 is slower than its float32 (measured on an
-    Emerald Rapids whose virtual machine hides AMX: docs/PERFORMANCE.md).
+    Intel's AVX512-BF16 is slower than its float32 (docs/PERFORMANCE.md).
     """
     if wish in ("float32", "bfloat16"):
         return getattr(torch, wish)
@@ -163,10 +171,12 @@ def pick_dtype(wish: str, device: torch.device) -> torch.dtype:
 
 
 def slow_bfloat16(device: torch.device) -> bool:
-    """Whether torch multiplies bfloat16 number by number there, as on processors without AVX512: dozens of times the time.
-
-    oneDNN says whether it has a product of bfloat16 matrices for this processor.
-    """
+    """Whether this is a CPU for which oneDNN has no product of bfloat16 matrices: they take dozens of times the time."""
     if device.type != "cpu":
         return False
     return not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this process holds of a tensor, which may be split over processes."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

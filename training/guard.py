@@ -14,6 +14,8 @@ from training.distributed import World
 
 WINDOW = 64  # updates that an outlier is compared with
 STUCK = 3  # this many outliers in a row are the new normal: the last one and all that follow enter the window
+WINDOW_STATE = ("window", "seen", "outliers")
+ADVICE = "lower optim.lr, or lengthen optim.warmup"
 
 
 class Diverged(ValueError):
@@ -24,13 +26,12 @@ class Guard:
     """Calls the optimizers' step(), and skips the call if the loss or the gradient norm is not finite or an outlier.
 
     nonfinite: after so many non-finite updates in a row, the run ends (Diverged). outlier_z: a loss or norm is an outlier if it
-    lies more than `outlier_z` standard deviations above its mean over the last `WINDOW` updates, this update included; None: no
-    outliers. The first two outliers in a row do not enter that window; the third and later ones do, and become the new normal.
-    The rule is llm.c's (llmc/outlier_detector.h, karpathy/llm.c at 19c83f9); non-finite values never enter the window.
+    lies more than `outlier_z` standard deviations above its mean over the last `WINDOW` updates, this one included; None: none
+    are. The rule is llm.c's (llmc/outlier_detector.h, karpathy/llm.c at 19c83f9); non-finite values never enter the window.
     """
 
     def __init__(self, optimizers: list[torch.optim.Optimizer], world: World, nonfinite: int, outlier_z: float | None) -> None:
-        self.optimizers, self.world, self.limit, self.outlier_z = optimizers, world, nonfinite, outlier_z
+        self.optimizers, self.limit, self.outlier_z = optimizers, nonfinite, outlier_z
         self.ask_host = world.device.type == "cpu"  # where reading a flag costs nothing
         self.row = 0  # non-finite updates in a row, as far as they have been read
         self.last = math.nan, math.nan  # loss and norm of the last update that has been read
@@ -40,22 +41,18 @@ class Guard:
         self.outliers = torch.zeros(2, dtype=torch.int64, device=world.device)  # in a row
 
     @torch.no_grad()
-    def update(self, step: int, loss: Tensor, norm: Tensor) -> None:
+    def step_optimizers(self, step: int, loss: Tensor, norm: Tensor) -> None:
         """Update the weights for `step` (from 1) with this loss, the mean over all processes, and this gradient norm."""
         values = torch.stack([loss.detach().double(), norm.detach().double()])
         skip = ~values.isfinite().all()
         if self.outlier_z is not None:
             skip = skip | self._outlier(values)
         self.unread.append((step, torch.cat([values, skip.double()[None]])))
-        if self.ask_host:
-            if not skip:
-                for optimizer in self.optimizers:
-                    optimizer.step()
-        else:
-            for optimizer in self.optimizers:
-                optimizer.found_inf = skip.float()  # fused AdamW and Muon obey it, as with torch.amp.GradScaler
-                optimizer.step()
         for optimizer in self.optimizers:
+            if not self.ask_host:
+                optimizer.found_inf = skip.float()  # fused AdamW and Muon obey it, as with torch.amp.GradScaler
+            if not self.ask_host or not skip:
+                optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
     def _outlier(self, values: Tensor) -> Tensor:
@@ -71,15 +68,11 @@ class Guard:
         self.seen = self.seen + keep
         return outlier.any()
 
-    def read(self) -> Iterator[tuple[int, str]]:
-        """The updates skipped since the last call: step (from 1), and why. Raises Diverged after `nonfinite` non-finite ones in
-        a row.
-        """
-        if not self.unread:
-            return
-        steps, rows = zip(*self.unread, strict=True)
-        self.unread = []
-        for step, (loss, norm, skip) in zip(steps, torch.stack(rows).tolist(), strict=True):
+    def skipped_updates(self) -> Iterator[tuple[int, str]]:
+        """The updates skipped since the last call: step (from 1), and why. Diverged after `nonfinite` bad ones in a row."""
+        unread, self.unread = self.unread, []
+        rows = torch.stack([values for _, values in unread]).tolist() if unread else []  # waits for the device once
+        for (step, _), (loss, norm, skip) in zip(unread, rows, strict=True):
             self.row = 0 if math.isfinite(loss) and math.isfinite(norm) else self.row + 1
             self.last = loss, norm
             if skip:
@@ -98,16 +91,12 @@ class Guard:
 
     def state(self) -> dict[str, Any]:
         """What the next updates depend on, as plain numbers for a checkpoint."""
-        names = ("window", "seen", "outliers") if self.outlier_z is not None else ()
+        names = WINDOW_STATE if self.outlier_z is not None else ()
         return {"row": self.row} | {name: getattr(self, name).tolist() for name in names}
 
     def load(self, state: dict[str, Any]) -> None:
-        """The inverse of `state`. An older checkpoint has no such state: then a new guard stays as it is."""
+        """The inverse of `state`, which may be empty (in an older checkpoint)."""
         self.row = state.get("row", 0)
-        for name in ("window", "seen", "outliers"):
+        for name in WINDOW_STATE:
             if name in state and self.outlier_z is not None:
-                now = getattr(self, name)
-                setattr(self, name, torch.tensor(state[name], dtype=now.dtype, device=now.device).reshape(now.shape))
-
-
-ADVICE = "lower optim.lr, or lengthen optim.warmup"
+                setattr(self, name, torch.tensor(state[name]).to(getattr(self, name)))

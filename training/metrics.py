@@ -7,18 +7,15 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from configs.files import json_text, read_json_lines, write_atomic
+from training.distributed import World
 from training.tracking import mirror, start_wandb
-
-try:
-    import resource
-except ImportError:  # Windows has no such module
-    resource = None
 
 STATUS = Path("/proc/self/status")  # of Linux
 
@@ -46,7 +43,9 @@ def memory_gb(device: torch.device) -> float | None:
         return round(torch.cuda.max_memory_allocated(device) / 1e9, 3)
     if (peak := status_gb("VmHWM")) is not None:  # ru_maxrss includes the peak of the process that started this one
         return round(peak, 3)
-    if resource is None:
+    try:
+        import resource
+    except ImportError:  # Windows has no such module
         return None
     unit = 1 if sys.platform == "darwin" else 1024
     return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9, 3)
@@ -75,9 +74,11 @@ class Metrics:
         self.file = self.path.open("ab", buffering=0)  # unbuffered: close() does not write a failed line again
 
     def write(self, **line: Any) -> None:
-        """Append one line: `step` and the measured values, without None and non-finite values. ValueError: no disk space."""
+        """Append one line, without None and non-finite values. ValueError: no disk space, or the folder was deleted."""
         line = {key: value for key, value in json.loads(json_text(line)).items() if value is not None}
         text = f"{json_text(line)}\n".encode()
+        if not self.path.exists():
+            raise ValueError(f"{self.path} was deleted while the run was trained: train it again")
         try:
             if self.file.write(text) < len(text):
                 raise OSError("no space left on device")
@@ -100,20 +101,19 @@ def val_losses(run_dir: Path) -> list[float]:
     return [line["val_loss"] for line in read_json_lines(run_dir / "metrics.jsonl") if "val_loss" in line]
 
 
-def last_val_loss(run_dir: Path) -> float:
-    """The validation loss at the end of a finished run; NaN where none was written."""
-    return (val_losses(run_dir) or [math.nan])[-1]
-
-
 class Stopwatch:
-    """Seconds spent since `before`, without those inside `with watch.paused()`."""
+    """Seconds of training since `before`, without those inside `with watch.paused()`, and the speed since the last reading."""
 
-    def __init__(self, before: float = 0.0) -> None:
-        self._start, self._away = time.perf_counter() - before, 0.0
+    def __init__(self, before: float, step: int) -> None:
+        self._start, self._paused = time.perf_counter() - before, 0.0
+        self._read_at = step, before
 
     @property
     def seconds(self) -> float:
-        return time.perf_counter() - self._start - self._away
+        return time.perf_counter() - self._start - self._paused
+
+    def __str__(self) -> str:
+        return clock(self.seconds)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -121,21 +121,28 @@ class Stopwatch:
             torch.cuda.synchronize()  # steps that the GPU has not finished count as training
         since = time.perf_counter()
         yield
-        self._away += time.perf_counter() - since
+        self._paused += time.perf_counter() - since
+
+    def reading(self, step: int, batch_tokens: int, flops_per_token: int, world: World) -> dict[str, float | None]:
+        """tokens_per_s and mfu since the last reading, mem_gb and time_s, at the end of `step`."""
+        (last_step, last_seconds), seconds = self._read_at, self.seconds
+        self._read_at = step, seconds
+        speed, peak = (step - last_step) * batch_tokens / (seconds - last_seconds), peak_flops(world.device)
+        mfu = speed * flops_per_token / (peak * world.size) if peak else None
+        return {"tokens_per_s": round(speed, 1), "mfu": mfu, "mem_gb": memory_gb(world.device), "time_s": round(seconds, 2)}
 
 
-def log_line(step: int, steps: int, m: dict[str, Any], eta_s: float) -> str:
-    """The terminal line of a logged step, from its metrics `m`."""
-    mfu = f"{m['mfu']:.1%}" if m.get("mfu") is not None else "n/a"
-    memory = f"{m['mem_gb']:.2f} GB" if m.get("mem_gb") is not None else "n/a"
+def log_line(step: int, steps: int, batch_tokens: int, line: dict[str, Any]) -> str:
+    """The terminal line of a logged step, from its line of metrics.jsonl."""
+    mfu = f"{line['mfu']:.1%}" if line.get("mfu") is not None else "n/a"
+    memory = f"{line['mem_gb']:.2f} GB" if line.get("mem_gb") is not None else "n/a"
+    eta = clock((steps - step) * batch_tokens / max(line["tokens_per_s"], 0.1))
     return (
-        f"step {step:>{len(str(steps))}}/{steps} | loss {m['loss']:.4f} | lr {m['lr']:.2e} | norm {m['grad_norm']:.2f} | "
-        f"{m['tokens_per_s']:,.0f} tok/s | mfu {mfu} | mem {memory} | eta {clock(eta_s)}"
+        f"step {step:>{len(str(steps))}}/{steps} | loss {line['loss']:.4f} | lr {line['lr']:.2e} | norm {line['grad_norm']:.2f}"
+        f" | {line['tokens_per_s']:,.0f} tok/s | mfu {mfu} | mem {memory} | eta {eta}"
     )
 
 
 def clock(seconds: float) -> str:
-    """1:02:03 or 2:03."""
-    minutes, s = divmod(int(seconds), 60)
-    hours, m = divmod(minutes, 60)
-    return f"{hours}:{m:02}:{s:02}" if hours else f"{m}:{s:02}"
+    """Hours, minutes and seconds: 1:02:03."""
+    return str(timedelta(seconds=int(seconds)))

@@ -1,8 +1,7 @@
 """The monitor: logs lambda, gates, path weights and statistics of attention maps while a model trains.
 
-Every `monitor.every` steps, the main process (or every process, if the model is split over processes) runs a small batch of
-validation text through the model and reads a few layers. The batch is always the same. Training is not affected: there is no
-gradient, no random number and no change to a compiled graph. A line of metrics.jsonl then has `monitor/layer_I/NAME` for each
+It runs a small batch of validation text, always the same, through the model and reads a few layers. Training is not affected:
+no gradient, no random number, no change to a compiled graph. A line of metrics.jsonl then has `monitor/layer_I/NAME` for each
 chosen layer, `monitor/mean/NAME` and `monitor/std/NAME` over the layers with a value for NAME, and `monitor_s`, the seconds
 that the reading took. docs/METHODS.md defines the names.
 """
@@ -16,6 +15,7 @@ from functools import partial
 from statistics import fmean, pstdev
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,20 +42,19 @@ class Monitor:
 
     def __init__(self, model: Decoder, tokens: Tensor, layers: int | None = MonitorConfig.layers) -> None:
         self.model, self.tokens = model, tokens
-        kinds: dict[type, list[int]] = {}
+        kinds: dict[type, list[int]] = {}  # of attention -> its layers
         for i, block in enumerate(model.blocks):
             kinds.setdefault(type(block.attention), []).append(i)
-        self.layers = sorted(own[i] for own in kinds.values() for i in evenly(len(own), layers or len(own)))
+        self.layers = sorted(same[i] for same in kinds.values() for i in evenly(len(same), layers or len(same)))
         T, count = tokens.shape[1], min(ROWS, tokens.shape[1])
         self.rows = ((torch.arange(count) + 0.5) * T / count).long().to(tokens.device)  # middles of equal parts
 
     @torch.no_grad()  # not inference_mode: a block mask cached in there could not be used in training
     def read(self) -> dict[str, float]:
         """Key -> number, without numbers that are not finite. Restores the mode (train or eval) of the model."""
-        start = time.perf_counter()
-        training = self.model.training
-        found: dict[int, dict[str, Tensor]] = {i: {} for i in self.layers}
-        hooks = [self.model.blocks[i].attention.register_forward_pre_hook(partial(_note, found[i])) for i in self.layers]
+        start, training = time.perf_counter(), self.model.training
+        readings: dict[int, dict[str, Tensor]] = {i: {} for i in self.layers}
+        hooks = [self.model.blocks[i].attention.register_forward_pre_hook(partial(_note, readings[i])) for i in self.layers]
         self.model.eval()
         try:
             with torch.autocast(self.tokens.device.type, enabled=False), probe(self.model, self.rows, apart=True) as maps:
@@ -64,10 +63,10 @@ class Monitor:
             self.model.train(training)
             for hook in hooks:
                 hook.remove()
-        for i, values in found.items():
+        for i, values in readings.items():
             values |= of_maps(maps.layers[i]) | of_pair(maps.pairs[i])
-        keys = [(i, name) for i, values in found.items() for name in values]
-        numbers = torch.stack([found[i][name].float() for i, name in keys]).tolist()  # one transfer
+        keys = [(i, name) for i, values in readings.items() for name in values]
+        numbers = torch.stack([readings[i][name].float() for i, name in keys]).tolist()  # one transfer
         return _summary(dict(zip(keys, numbers, strict=True))) | {"monitor_s": time.perf_counter() - start}
 
 
@@ -75,20 +74,17 @@ def monitor_of(cfg: MonitorConfig, model: Decoder, windows: Windows, device: tor
     """A monitor on windows of the validation text at even distances; None where `cfg.every` is 0."""
     if not cfg.every:
         return None
-    chosen = [inputs_and_targets(windows.window(i))[0] for i in evenly(len(windows), cfg.windows)]
-    return Monitor(model, torch.stack([torch.from_numpy(window) for window in chosen]).to(device), cfg.layers)
+    chosen = np.stack([windows.window(i) for i in evenly(len(windows), cfg.windows)])
+    return Monitor(model, torch.from_numpy(inputs_and_targets(chosen)[0]).to(device), cfg.layers)
 
 
 def last_lambdas(lines: Iterable[dict[str, Any]]) -> dict[int, float]:
-    """Layer, counted from 0 -> lambda at the last reading in the lines of a metrics.jsonl; empty without a reading.
-
-    A layer whose lambda was not finite at that reading is left out.
-    """
-    found = {}
+    """Layer, counted from 0 -> lambda, where finite, at the last reading in the lines of a metrics.jsonl; {} without one."""
+    last = {}
     for line in lines:
         if "monitor_s" in line:  # a reading
-            found = {int(key[1]): value for name, value in line.items() if (key := LAMBDA.fullmatch(name))}
-    return found
+            last = line
+    return {int(key[1]): value for name, value in last.items() if (key := LAMBDA.fullmatch(name))}
 
 
 def evenly(n: int, count: int) -> list[int]:
@@ -114,15 +110,15 @@ def of_pair(maps: tuple[Tensor, Tensor] | None) -> dict[str, Tensor]:
     """Statistics of the two maps of differential heads, (B, heads, R, S) each, and their overlap; {} for other layers."""
     if maps is None:
         return {}
-    found = {"overlap": overlap(*maps).mean()}
+    values = {"overlap": overlap(*maps).mean()}
     for c, each in enumerate(maps, start=1):
-        found |= {f"entropy_{c}": entropy(each).mean(), f"first_{c}": first_share(each).mean()}
-    return found
+        values |= {f"entropy_{c}": entropy(each).mean(), f"first_{c}": first_share(each).mean()}
+    return values
 
 
-def _note(found: dict[str, Tensor], layer: Attention, inputs: tuple) -> None:
-    """Store copies of the layer's readings in `found`; copies, because FSDP frees parameters."""
-    found.update({name: value.clone() for name, value in layer.readings(inputs[0]).items()})
+def _note(values: dict[str, Tensor], layer: Attention, inputs: tuple) -> None:
+    """Store copies of the layer's readings in `values`; copies, because FSDP frees parameters."""
+    values.update({name: value.clone() for name, value in layer.readings(inputs[0]).items()})
 
 
 def _summary(numbers: dict[tuple[int, str], float]) -> dict[str, float]:

@@ -10,19 +10,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from training.distributed import World, slow_bfloat16
+from training.distributed import World, local, slow_bfloat16
 
 GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.13 warns of the older name
 
 
 class Muon(torch.optim.Muon):
-    """torch.optim.Muon with the same update, computed for a few stacks of matrices instead of one matrix after the other.
+    """torch.optim.Muon (state, groups, update), computed for stacks of matrices, which the processes share out.
 
-    State, groups and learning rates are those of torch.optim.Muon. Several processes share the work: each iterates on an equal
-    number of the matrices of one shape (class Share). world: the processes that hold the same matrices (DDP); None: this one
-    alone. Matrices that are split by rows (FSDP) say themselves which processes hold their parts.
-
-    A step obeys `found_inf` (), which training.guard sets as torch.amp.GradScaler does: where it is 1, weights and state stay.
+    world: the processes that hold the same matrices (DDP); None: this one alone. Matrices that are split by rows (FSDP) say
+    themselves which processes hold their parts. A step obeys `found_inf` (), which training.guard sets as torch.amp.GradScaler
+    does: where it is 1, weights and state stay.
     """
 
     _step_supports_amp_scaling = True
@@ -68,16 +66,11 @@ class Muon(torch.optim.Muon):
         torch._foreach_add_(own, [update.to(own[0].dtype) for update in updates], alpha=-group["lr"] * scale)
 
 
-def local(tensor: Tensor) -> Tensor:
-    """What this process holds of it."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 class Share:
     """Gives each process an equal number of `count` matrices like `p` to work on, and all of them the results.
 
-    If the processes hold whole matrices, each takes its share, and one collective gathers the results. If they hold the rows of
-    split matrices, one collective brings each process all rows of its share, and another brings the rows of the results back.
+    Of whole matrices each process takes its share, and one collective gathers the results. Of split ones, a collective brings
+    each process all rows of its share, and another brings the rows of the results back.
     """
 
     def __init__(self, p: Tensor, count: int, rank: int, processes: int) -> None:

@@ -1,5 +1,6 @@
-"""AdamW and Muon over parameter groups in which every parameter stands exactly once."""
+"""AdamW and Muon over parameter groups in which every parameter stands exactly once, and their learning rates."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
@@ -72,12 +73,38 @@ def _group(members: list[tuple[str, Tensor]], lr: float, weight_decay: float) ->
     return {"params": params, "names": names, "lr": lr, "peak_lr": lr, "weight_decay": weight_decay}
 
 
-def set_lr(optimizers: list[torch.optim.Optimizer], factor: float) -> float:
-    """Scale every group's peak learning rate by `factor`; returns AdamW's, the one that is logged."""
+def set_lr(optimizers: list[torch.optim.Optimizer], step: int, steps: int, cfg: OptimConfig) -> float:
+    """Give every group its learning rate at `step` (from 0) of `steps`; returns AdamW's, the one that is logged."""
+    factor = lr_factor(step, steps, cfg)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = group["peak_lr"] * factor
     return optimizers[-1].param_groups[0]["lr"]
+
+
+def lr_factor(step: int, steps: int, cfg: OptimConfig) -> float:
+    """Share of the peak learning rate at `step` (from 0) of `steps`: linear warm-up, then `cfg.schedule`."""
+    if step < cfg.warmup:
+        return (step + 1) / (cfg.warmup + 1)
+    left = max(0.0, (steps - step) / max(1, steps - cfg.warmup))  # 1 after the warm-up, 0 at the end
+    shape = {
+        "cosine": 0.5 * (1 - math.cos(math.pi * left)),
+        "linear": left,
+        "wsd": min(1.0, (steps - step) / max(1.0, cfg.decay * steps)),  # 1 until the decay begins
+    }[cfg.schedule]
+    return cfg.min_lr + (1 - cfg.min_lr) * shape
+
+
+def check_warmup(steps: int, cfg: OptimConfig) -> None:
+    """ValueError if a wsd run of `steps` begins its decay within its warm-up: the rate would jump at the end of the warm-up."""
+    if cfg.schedule == "wsd" and cfg.warmup > decay_start(steps, cfg):
+        wrong = f"the warm-up of {cfg.warmup} steps ends after step {decay_start(steps, cfg)}, where the decay begins"
+        raise ValueError(f"{wrong}: lower optim.warmup or optim.decay, or train for more steps")
+
+
+def decay_start(steps: int, cfg: OptimConfig) -> int:
+    """The step (from 0) where the decay of a wsd run of `steps` begins. Up to it, a longer run has the same learning rates."""
+    return int(steps - max(1.0, cfg.decay * steps))
 
 
 def _owned(optimizers: list[torch.optim.Optimizer]) -> Iterator[tuple[torch.optim.Optimizer, str, Tensor]]:

@@ -1,12 +1,17 @@
 """How several processes train one model: whole copies (DDP), or parameters, gradients and optimizer state split (FSDP2).
 
 The engines are torch's own: DistributedDataParallel, and `fully_shard` on each block and on the root (Zhao et al., PyTorch
-FSDP, arXiv 2304.11277). What they leave to their caller is here: scalars, the gradient norm, accumulation.
+FSDP, arXiv 2304.11277). What they leave to their caller is here: scalars, the gradient norm, accumulation, the micro batch.
 """
 
 import contextlib
 import inspect
 import os
+import sys
+import sysconfig
+import tempfile
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 import torch._functorch.config as partitioner
@@ -17,20 +22,61 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from model import native
 from model.attention.base import check_choice
+from model.config import DecoderConfig
 from model.decoder import Decoder
-from training.distributed import World
+from model.loss import PIECES
+from training.distributed import World, local
 
-KINDS = ("ddp", "fsdp", "hsdp")
 KEEP_INPUTS = "ban_recompute_materialized_backward"  # torch's option to keep all inputs of matrix products, private
 GRAPHS = 128  # most compiled versions of one piece of code: one for each model of a bench, or layer of a split model
+SHARE = 0.8  # of the free memory; the rest is for memory that the allocator cannot use, and for collectives
+STATES = 3  # times the size of the parameters: gradients and AdamW's two averages, which are allocated later
+LOGIT_BYTES = 12  # per logit of a piece: itself in the autocast dtype, its probability, its gradient, a copy of each
+# Measured on two CPU cores (docs/PERFORMANCE.md): seconds that compiling takes, share of a step's time that it saves, and
+# FLOP/s of an eager step.
+COMPILE_SECONDS, COMPILE_SAVES, CPU_FLOPS = 60, 0.2, 1.3e11
+
+
+def compiles(wish: bool | None, flops: float, world: World) -> bool:
+    """`wish` if set; else true on CUDA, and on a CPU if the time that a run of `flops` saves exceeds the time to compile.
+
+    ValueError: the run is to be compiled, but this machine cannot compile.
+    """
+    on_card = world.device.type == "cuda"
+    problem = "" if wish is False else compile_problem("c" if on_card else "c++")
+    if wish is None and not on_card:
+        return flops / world.size / CPU_FLOPS * COMPILE_SAVES > COMPILE_SECONDS and not problem
+    if problem:
+        raise ValueError(f"{problem}, or train with compile=false")
+    return wish is not False
+
+
+def compile_problem(language: str) -> str:
+    """Why torch.compile cannot work here, with the fix; empty if it can.
+
+    It needs Linux, a compiler (c++, or c for Triton on a GPU), Python's headers, and a folder from which code can be loaded.
+    """
+    # The folders in which torch and Triton look for the headers, and those in which the compiler does.
+    folders = [sysconfig.get_path("include"), sysconfig.get_path("include", scheme="posix_prefix")]
+    folders += filter(None, os.environ.get("CPATH", "").split(os.pathsep))
+    headers = any(Path(folder, "Python.h").is_file() for folder in folders)
+    if sys.platform != "linux" or not native.compiler(language) or not headers:
+        wrong = f"torch.compile needs Linux, a compiler for {language.upper()} and Python's headers, which this machine lacks"
+        return f"{wrong}: install them (Debian: g++ and python3-dev)"
+    cache = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or tempfile.gettempdir()).absolute()
+    folder = next(folder for folder in (cache, *cache.parents) if folder.is_dir())
+    if os.statvfs(folder).f_flag & os.ST_NOEXEC:
+        wrong = f"torch.compile loads code from {cache}, from where no code may be loaded (noexec)"
+        return f"{wrong}: set TMPDIR or TORCHINDUCTOR_CACHE_DIR to another folder"
+    return ""
 
 
 def compile_steps(model: nn.Module) -> nn.Module:
     """`model`, on its device, compiled for training steps whose inputs have one shape.
 
-    On a CPU the compiled backward pass computes the norms' outputs again instead of keeping them, which saves memory at about
-    the same speed (docs/PERFORMANCE.md). torch keeps them by default, because they are inputs of matrix products.
+    On a CPU the compiled backward pass computes the norms' outputs again instead of keeping them: less memory, equal speed.
     """
     if next(model.parameters()).device.type == "cpu" and hasattr(partitioner, KEEP_INPUTS):
         setattr(partitioner, KEEP_INPUTS, False)
@@ -45,15 +91,14 @@ def compile_steps(model: nn.Module) -> nn.Module:
 class Parallel:
     """`model` on all processes of `world`, on their devices; `net` is what a training step calls.
 
-    kind: ddp (every process holds a whole copy), fsdp (parameters, gradients and optimizer state are split over all
-    processes) or hsdp (each group of `shard` processes holds one copy, split over the group; None: the processes of one
-    machine). A single process holds the whole model for every kind. Optimizers must be built afterwards: splitting replaces
-    the parameters. compiled: compile `net`, not `model`. ValueError for an unknown kind, an impossible number of processes, or
-    a `shard` without hsdp.
+    kind: ddp (every process holds a whole copy), fsdp (split over all processes) or hsdp (each group of `shard` processes
+    holds one copy, split over the group; None: the processes of one machine). A single process holds the whole model for every
+    kind. Optimizers must be built afterwards: splitting replaces the parameters. compiled: compile `net`, not `model`.
+    ValueError for an unknown kind, an impossible number of processes, or a `shard` without hsdp.
     """
 
     def __init__(self, model: Decoder, world: World, kind: str = "ddp", shard: int | None = None, compiled: bool = False):
-        check_choice("parallel", kind, KINDS)
+        check_choice("parallel", kind, ("ddp", "fsdp", "hsdp"))
         if shard is not None and kind != "hsdp":
             raise ValueError(f"shard_processes={shard} is for parallel=hsdp only: leave it out, or use parallel=hsdp")
         self.model, self.world, self.kind = model, world, kind
@@ -67,13 +112,16 @@ class Parallel:
         model.to(world.device)
         self.net: nn.Module = compile_steps(model) if compiled else model
         if world.size > 1 and not self.sharded:
-            self.net = _ddp(self.net)
+            # No buffers are sent, because all processes make equal ones. Gradients lie in the buckets from which they are sent.
+            no_buffers = {"broadcast_buffers": False}
+            if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters:  # its name in torch 2.13
+                no_buffers = {"forward_sync_buffers": False}
+            self.net = DistributedDataParallel(self.net, gradient_as_bucket_view=True, **no_buffers)
 
     def micro_batch(self, last: bool) -> contextlib.AbstractContextManager:
         """A context for the passes of a micro batch: gradients are averaged in the `last` micro batch of a step only.
 
-        In the micro batches before, fsdp keeps unsharded gradients; hsdp keeps split gradients, which it has reduced over the
-        processes of a copy, but not yet over the copies.
+        Before, fsdp keeps unsharded gradients; hsdp keeps split ones, reduced over a copy's processes, but not over the copies.
         """
         if not self.sharded:
             return contextlib.nullcontext() if last or self.world.size == 1 else self.net.no_sync()
@@ -112,12 +160,47 @@ def make_mesh(world: World, kind: str, shard: int | None) -> DeviceMesh:
     return init_device_mesh(world.device.type, shape, mesh_dim_names=("replicate", "shard"))
 
 
-def _ddp(net: nn.Module) -> DistributedDataParallel:
-    """DDP that does not send buffers at every step, because all processes make equal buffers.
+def micro_batch_that_fits(model: Decoder, sequences: int, autocast: torch.autocast, world: World) -> int:
+    """The largest divisor of `sequences` (per process and step) that fits the free memory of every GPU; at least 1.
 
-    Gradients lie in the communication buckets, from which they are sent, not in a second copy. With several micro batches per
-    step they have a copy of their own until the last one.
+    On a CPU: `sequences`. All processes must call it together. A pass is counted without torch.compile, which needs less.
     """
-    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters:  # torch 2.13
-        return DistributedDataParallel(net, forward_sync_buffers=False, gradient_as_bucket_view=True)
-    return DistributedDataParallel(net, broadcast_buffers=False, gradient_as_bucket_view=True)
+    if world.device.type != "cuda":
+        return sequences
+    states = STATES * sum(local(p).nbytes for p in model.parameters())
+    room = SHARE * torch.cuda.mem_get_info(world.device)[0] - states
+    fits = largest_divisor(sequences, int(room / pass_bytes(model.cfg, model.recompute, autocast, world.device)))
+    return -int(world.largest(-fits))
+
+
+def largest_divisor(number: int, most: int) -> int:
+    """The largest divisor of `number` that is at most `most`, and at least 1."""
+    return max(n for n in range(1, number + 1) if number % n == 0 and n <= max(1, most))
+
+
+def pass_bytes(cfg: DecoderConfig, recompute: bool, autocast: torch.autocast, device: torch.device) -> float:
+    """Approximate peak bytes of the forward and backward pass of one sequence, beside the model's states.
+
+    Counted: the activations of all blocks, or with `recompute` only their inputs; the activations of one more block, for
+    its backward pass; and one piece of the logits.
+    """
+    with autocast:
+        block = max(block_bytes(replace(cfg, layers=letter, n_layer=1), device) for letter in set(cfg.layers))
+    kept = 4 * cfg.context * cfg.d_model if recompute else block
+    return cfg.n_layer * kept + block + LOGIT_BYTES * cfg.context * cfg.vocab_size / PIECES
+
+
+def block_bytes(cfg: DecoderConfig, device: torch.device) -> int:
+    """Bytes that the forward pass of a model of one block keeps for the backward pass, for one sequence."""
+    model = Decoder(cfg).to(device)
+    of_model = {x.untyped_storage().data_ptr() for x in (*model.parameters(), *model.buffers())}
+    kept: dict[int, Tensor] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        if (address := x.untyped_storage().data_ptr()) not in of_model:
+            kept[address] = x  # held, so that no other tensor gets its address
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        model.hidden(torch.zeros(1, cfg.context, dtype=torch.long, device=device))
+    return sum(x.untyped_storage().nbytes() for x in kept.values())

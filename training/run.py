@@ -4,31 +4,34 @@ import hashlib
 import math
 import os
 import re
+import shutil
 import socket
-import sys
-import sysconfig
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch.distributed as dist
 import yaml
 from hydra.core.hydra_config import HydraConfig
 
 from configs.files import FolderLock, json_text, read_json_lines, read_run_config, remove_leftovers, write_atomic
 from configs.provenance import machine, version
 from data.config import DataConfig
+from data.stream import text_digest
 from data.tokenizer import Tokenizer, load_tokenizer
-from model import native
 from model.config import DecoderConfig
 from model.decoder import Decoder, matched
 from training import checkpoint
 from training.checkpoint import CheckpointConfig, flatten
-from training.distributed import World, restarts
+from training.distributed import World, pick_dtype, restarts, slow_bfloat16
 from training.guard import Guard
+from training.metrics import Metrics, val_losses
 from training.monitor import MonitorConfig
-from training.optim import OptimConfig
-from training.schedule import decay_start
-from training.text import refuse_other_text
+from training.optim import OptimConfig, check_warmup, decay_start
+from training.saver import Saver
+from training.text import refuse_ignored_options, refuse_other_text
+from training.tracking import import_wandb
 
 
 @dataclass
@@ -67,43 +70,43 @@ class TrainConfig:
     wandb: str = "off"  # off | online | offline: mirror metrics.jsonl to Weights & Biases
 
 
-# The groups and fields that a resume may not change. (It may change dtype and compile, because the machine may change.)
-DECIDES = ("model", "data", "optim", "steps", "batch_tokens", "seed", "outlier_z", "init_from")
-# Fields within these groups that only say where and how a machine reads the data and computes: not part of what a run is.
-WHERE = (
+# The groups and fields that say what a run is: a resume may not change them. (It may change dtype and compile.)
+IDENTITY = ("model", "data", "optim", "steps", "batch_tokens", "seed", "outlier_z", "init_from")
+# Fields within these groups that only say where and how a machine reads the data and computes.
+LOCAL_ONLY = (
     "data.dir", "data.path", "data.workers", "data.longest_line", "data.expansion", "data.streaming", "model.backend",
 )  # fmt: skip
 
 
-# Measured on two CPU cores (docs/PERFORMANCE.md): seconds that compiling takes, share of a step's time that it saves, and
-# FLOP/s of an eager step.
-COMPILE_SECONDS, COMPILE_SAVES, CPU_FLOPS = 60, 0.2, 1.3e11
+def check_config(cfg: TrainConfig, world: World, overrides: Sequence[str] = ()) -> None:
+    """ValueError for mistakes that can be seen before any work, and for processes that were started differently.
 
-
-def compiles(cfg: TrainConfig, flops_per_token: int, world: World) -> bool:
-    """Whether to compile: as `cfg` says; else on CUDA, and on a CPU that can compile if the run is long enough to repay it.
-
-    The length of the whole run decides, so that a run that is resumed goes on as it began. ValueError: it is to be compiled,
-    but this machine cannot compile.
+    overrides: those of the command line.
     """
-    on_card = world.device.type == "cuda"
-    if cfg.compile is None and not on_card:
-        seconds = flops_per_token * cfg.steps * cfg.batch_tokens / world.size / CPU_FLOPS
-        return seconds * COMPILE_SAVES > COMPILE_SECONDS and can_compile("c++")
-    language = "c" if on_card else "c++"
-    if cfg.compile is not False and sys.platform == "linux" and not can_compile(language):
-        wrong = f"torch.compile needs a compiler for {language.upper()} and Python's headers, which this machine lacks"
-        raise ValueError(f"{wrong}: install them (Debian: g++ and python3-dev), or train with compile=false")
-    return cfg.compile is not False
+    refuse_ignored_options(cfg.data, overrides)
+    import_wandb(cfg.wandb)
+    refuse_unequal_processes(cfg, world)
+    check_warmup(cfg.steps, cfg.optim)
+    if cfg.init_from and cfg.branch_from:
+        raise ValueError("init_from= and branch_from= are both given: give one of them")
+    unit = cfg.model.context * world.size
+    if cfg.batch_tokens % unit:
+        wrong = f"batch_tokens={cfg.batch_tokens} is not a multiple of context {cfg.model.context} x {world.size} processes"
+        raise ValueError(f"{wrong}: use batch_tokens={max(1, round(cfg.batch_tokens / unit)) * unit}")
 
 
-def can_compile(language: str) -> bool:
-    """Whether torch.compile finds what it needs: Linux, a compiler (c++, or c for Triton on a GPU) and Python's headers."""
-    # The folders in which torch and Triton look for the headers, and those in which the compiler does.
-    folders = [sysconfig.get_path("include"), sysconfig.get_path("include", scheme="posix_prefix")]
-    folders += filter(None, os.environ.get("CPATH", "").split(os.pathsep))
-    headers = any(Path(folder, "Python.h").is_file() for folder in folders)
-    return sys.platform == "linux" and bool(native.compiler(language)) and headers
+def refuse_unequal_processes(cfg: TrainConfig, world: World) -> None:
+    """ValueError on all processes if one has another configuration, text or code than the main one: they would train apart."""
+    if world.size == 1:
+        return
+    settings = {key: value for key, value in flatten(asdict(cfg)).items() if key not in (*LOCAL_ONLY, "device")}
+    everybody: list[dict] = [{}] * world.size
+    dist.all_gather_object(everybody, settings | {"the text's digest": text_digest(cfg.data), "the code's version": version()})
+    for rank, other in enumerate(everybody):
+        for key, value in everybody[0].items():
+            if other.get(key) != value and "unknown" not in (value, other.get(key)):  # where git does not answer
+                wrong = f"{key} is {other.get(key)} on rank {rank}, but {value} on rank 0"
+                raise ValueError(f"{wrong}: start all processes with the same command, code and data")
 
 
 @dataclass(frozen=True)
@@ -126,9 +129,6 @@ def fill_model(cfg: DecoderConfig, tokenizer: Tokenizer | Vocabulary) -> Decoder
     if cfg.document_mask and cfg.eot is None:
         cfg.eot = tokenizer.eot
     return matched(cfg)
-
-
-# The folder's name
 
 
 def default_run_dir(cfg: TrainConfig) -> Path:
@@ -161,66 +161,129 @@ def _shortest(key: str, cfg: Any) -> str:
     return key
 
 
-# How a run begins
-
-
-def start_or_resume(
-    cfg: TrainConfig, run_dir: Path, model: Decoder, optimizers: list, guard: Guard, tokenizer: Tokenizer, world: World
-) -> tuple[int, FolderLock | None]:
-    """Begin, resume or branch this run. Returns the next step to train, and the lock of the run folder (main process only).
+class Run:
+    """The folder of a run, opened by all processes together; `first` is the next step to train.
 
     A run is resumed from its newest undamaged checkpoint. A new run takes its weights from `init_from`, or its first steps
-    (weights, state of optimizers and guard, metrics) from `branch_from`, if one of them is given.
+    (weights, state of optimizers and guard, metrics) from `branch_from`. If it fails before its first step, nothing is left.
     """
-    if run_dir.exists() and not run_dir.is_dir():
-        raise ValueError(f"run_dir={run_dir} is a file: give a folder")
-    lock = lock_run(run_dir) if world.main and run_dir.is_dir() else None
-    there = len(checkpoint.checkpoints(run_dir))
-    if world.largest(there) != there:
-        wrong = f"{run_dir} has fewer checkpoints for this process than for another"
-        raise ValueError(f"{wrong}: put run_dir on a file system that all processes share")
-    restarted = world.main and lock is not None and restarts() > 0 and lock.holder == launcher()
-    if (cfg.resume or world.largest(restarted)) and (run_dir / "config.yaml").exists():
-        refuse_other_config(run_dir, asdict(cfg))
-        if checkpoint.checkpoints(run_dir):
-            refuse_other_tokenizer(run_dir, tokenizer, cfg.data.dir)
-            refuse_other_text(run_dir, cfg.data)
-        step = checkpoint.newest(run_dir, lambda f: checkpoint.load(f, model, optimizers, guard), world.main)
-        if step is not None:
-            if world.main and step < cfg.steps:
-                write_config(cfg, run_dir)  # options that decide nothing may have changed, as data.dir
-            return step, lock
-    elif world.main and ((run_dir / "metrics.jsonl").exists() or checkpoint.checkpoints(run_dir)):
-        how = "its config.yaml is missing, copy it back" if cfg.resume else "continue it with resume=true"
-        raise ValueError(f"{run_dir} already holds a run: {how}, or choose another run_dir=...")
-    if cfg.init_from and cfg.branch_from:
-        raise ValueError("init_from= and branch_from= are both given: give one of them")
-    first = 0
-    if cfg.init_from:
-        if not checkpoint.checkpoints(Path(cfg.init_from)):
-            raise ValueError(f"init_from={cfg.init_from} has no checkpoint: give the folder of a trained run")
-        refuse_other_tokenizer(Path(cfg.init_from), tokenizer, cfg.data.dir)
-        checkpoint.newest(Path(cfg.init_from), lambda f: checkpoint.load(f, model), world.main)
-    if cfg.branch_from:
-        folder = trunk_checkpoint(cfg)
-        refuse_other_tokenizer(Path(cfg.branch_from), tokenizer, cfg.data.dir)
-        refuse_other_text(Path(cfg.branch_from), cfg.data)
-        first = checkpoint.load(folder, model, optimizers, guard)
-    if world.main:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        lock = lock or lock_run(run_dir)
-        begin(cfg, run_dir, tokenizer, first)
-    return first, lock
 
+    def __init__(
+        self, cfg: TrainConfig, model: Decoder, optimizers: list, guard: Guard, tokenizer: Tokenizer, world: World
+    ) -> None:
+        self.cfg, self.model, self.optimizers, self.guard, self.world = cfg, model, optimizers, guard, world
+        self.folder = Path(cfg.run_dir or default_run_dir(cfg))
+        if self.folder.exists() and not self.folder.is_dir():
+            raise ValueError(f"run_dir={self.folder} is a file: give a folder")
+        self.is_new = not self.folder.exists()
+        self.lock = lock_run(self.folder) if world.main and not self.is_new else None
+        count = len(checkpoint.checkpoints(self.folder))
+        if world.largest(count) != count:
+            wrong = f"{self.folder} has fewer checkpoints for this process than for another"
+            raise ValueError(f"{wrong}: put run_dir on a file system that all processes share")
+        resumed_at = self._resume(tokenizer)
+        self.first = self._begin(tokenizer) if resumed_at is None else resumed_at
+        self.saver = Saver(self.folder, cfg.checkpoint, model, optimizers, world)
+        self.facts = facts(model) | {"dtype": str(pick_dtype(cfg.dtype, world.device)).removeprefix("torch.")}
+        self.log: Metrics | None = None
+        self.recorded = 0  # step of the last line of metrics.jsonl
 
-def begin(cfg: TrainConfig, run_dir: Path, tokenizer: Tokenizer, first: int) -> None:
-    """Write tokenizer and configuration of a new run, and for a branch the trunk's metrics up to step `first`."""
-    tokenizer.save(run_dir)
-    write_config(cfg, run_dir)
-    if cfg.branch_from:
-        lines = read_json_lines(Path(cfg.branch_from) / "metrics.jsonl")
-        shared = [json_text(line) for line in lines if line.get("step", math.inf) <= first]
-        write_atomic(run_dir / "metrics.jsonl", "".join(f"{line}\n" for line in shared).encode())
+    def _resume(self, tokenizer: Tokenizer) -> int | None:
+        """Load the newest checkpoint of a run that is to go on; returns its step, None for a new run."""
+        cfg, folder, main = self.cfg, self.folder, self.world.main
+        restarted = main and self.lock is not None and restarts() > 0 and self.lock.holder == launcher()
+        if not (cfg.resume or self.world.largest(restarted)) or not (folder / "config.yaml").exists():
+            if main and ((folder / "metrics.jsonl").exists() or checkpoint.checkpoints(folder)):
+                how = "its config.yaml is missing, copy it back" if cfg.resume else "continue it with resume=true"
+                raise ValueError(f"{folder} already holds a run: {how}, or choose another run_dir=...")
+            return None
+        refuse_other_config(folder, asdict(cfg))
+        if checkpoint.checkpoints(folder):
+            refuse_other_tokenizer(folder, tokenizer, cfg.data.dir)
+            refuse_other_text(folder, cfg.data)
+        step = checkpoint.newest(folder, self._load, main, resumes=True)
+        if main and step is not None and step < cfg.steps:
+            write_config(cfg, folder)  # options that decide nothing may have changed, as data.dir
+        return step
+
+    def _load(self, folder: Path) -> int:
+        return checkpoint.load(folder, self.model, self.optimizers, self.guard)
+
+    def _begin(self, tokenizer: Tokenizer) -> int:
+        """Make the folder of a new run: its tokenizer, its configuration, a branch's metrics. Returns its first step."""
+        cfg, first, shared = self.cfg, 0, []
+        if cfg.init_from:
+            source = Path(cfg.init_from)
+            if not checkpoint.checkpoints(source):
+                raise ValueError(f"init_from={source} has no checkpoint: give the folder of a trained run")
+            refuse_other_tokenizer(source, tokenizer, cfg.data.dir)
+            checkpoint.newest(source, lambda folder: checkpoint.load(folder, self.model), self.world.main)
+        if cfg.branch_from:
+            trunk, at_decay = Path(cfg.branch_from), trunk_checkpoint(cfg)
+            refuse_other_tokenizer(trunk, tokenizer, cfg.data.dir)
+            refuse_other_text(trunk, cfg.data)
+            first = self._load(at_decay)
+            shared = [line for line in read_json_lines(trunk / "metrics.jsonl") if line.get("step", math.inf) <= first]
+        if self.world.main:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.lock = self.lock or lock_run(self.folder)
+            tokenizer.save(self.folder)
+            write_config(cfg, self.folder)
+            if shared:
+                write_atomic(self.folder / "metrics.jsonl", "".join(f"{json_text(line)}\n" for line in shared).encode())
+        return first
+
+    def __enter__(self) -> "Run":
+        if self.world.main and self.first < self.cfg.steps:
+            self.lock.note(launcher())
+            self.log = Metrics(self.folder, self.cfg.wandb, asdict(self.cfg), self.first)
+            if self.first == 0:
+                self.record(0, **self.facts, text_digest=text_digest(self.cfg.data))
+            else:
+                self.record(self.first, continued={key: self.facts[key] for key in ("machine", "version", "dtype")})
+        return self
+
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        if kind and self.log and self.is_new and self.recorded == self.first and not checkpoint.checkpoints(self.folder):
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def finish(self) -> None:
+        """Wait for the last checkpoint, and close the log."""
+        self.saver.finish()
+        if self.log:
+            self.log.close()
+
+    def record(self, step: int, **values: Any) -> None:
+        """The main process writes a line of metrics.jsonl."""
+        if self.log:
+            self.recorded = step
+            self.log.write(step=step, tokens=step * self.cfg.batch_tokens, **values)
+
+    def save(self, step: int) -> None:
+        """Write the checkpoint of `step`, unless the run was resumed from it."""
+        if step > self.first or not checkpoint.of_step(self.folder, step).exists():
+            self.saver.save(step, self.guard.state())
+
+    def last_val_loss(self) -> float:
+        """The validation loss at the end of a finished run; NaN where none was written."""
+        return (val_losses(self.folder) or [math.nan])[-1]
+
+    def opening(self, compiled: bool, micro_batch: int) -> Iterator[str]:
+        """The lines printed before the first step: notes on the settings, then the run's size and how it computes."""
+        cfg, device, sizes = self.cfg, self.world.device, self.facts
+        if self.first == 0 and cfg.resume and not checkpoint.checkpoints(self.folder):
+            yield f"note: no checkpoint in {self.folder}, so a new run starts"
+        if sizes["dtype"] == "bfloat16" and slow_bfloat16(device):
+            yield "note: this processor cannot multiply bfloat16, which makes training about ten times slower: use dtype=auto"
+        if cfg.optim.warmup >= cfg.steps:
+            yield f"note: the run ends within its {cfg.optim.warmup} steps of warm-up: to reach lr, lower optim.warmup"
+        yield (
+            f"{self.folder}: {f'continues at step {self.first}' if self.first else 'new run'}, "
+            f"{sizes['params_non_embedding'] / 1e6:.2f}M parameters without embeddings ({sizes['params'] / 1e6:.2f}M with), "
+            f"d_ff {sizes['d_ff']}, {sizes['flops_per_token'] / 1e6:.1f} MFLOPs per token "
+            f"({sizes['attention_flops_per_token'] / 1e6:.1f} attention), {device.type} x {self.world.size}, "
+            f"{sizes['dtype']}{', compiled' if compiled else ''}, micro batch {micro_batch}"
+        )
 
 
 def write_config(cfg: TrainConfig, run_dir: Path) -> None:
@@ -257,9 +320,9 @@ def trunk_checkpoint(cfg: TrainConfig) -> Path:
         raise ValueError(f"branch_from={trunk} is not a run: give the folder of a longer run with optim.schedule=wsd")
     advice = "this run must have the configuration of branch_from=, except steps"
     refuse_other_config(trunk, asdict(cfg), but=("steps", "init_from"), advice=advice)
-    theirs = read_run_config(trunk).get("steps", 0)
-    if step > decay_start(theirs, cfg.optim):
-        raise ValueError(f"branch_from={trunk} decays before step {step}: branch off a run of more than {theirs} steps")
+    trunk_steps = read_run_config(trunk).get("steps", 0)
+    if step > decay_start(trunk_steps, cfg.optim):
+        raise ValueError(f"branch_from={trunk} decays before step {step}: branch off a run of more than {trunk_steps} steps")
     folder = checkpoint.of_step(trunk, step)
     if not folder.is_dir():
         raise ValueError(f"branch_from={trunk} has no checkpoint of step {step}: train it with checkpoint.at=[{step}]")
@@ -268,45 +331,40 @@ def trunk_checkpoint(cfg: TrainConfig) -> Path:
 
 def refuse_other_tokenizer(run: Path, tokenizer: Tokenizer, shards: str) -> None:
     """ValueError if `run` has another tokenizer: weights fit the token ids of one tokenizer only."""
-    theirs = load_tokenizer(run)
-    if theirs.fingerprint != tokenizer.fingerprint:
-        raise ValueError(
-            f"{run} was trained with another tokenizer ({theirs.name}, {theirs.vocab_size} tokens) than that of {shards} "
-            f"({tokenizer.name}, {tokenizer.vocab_size}): use data prepared with the run's tokenizer (of data=mqar: its "
-            "keys, values and noise)"
-        )
+    of_run = load_tokenizer(run)
+    if of_run.fingerprint != tokenizer.fingerprint:
+        wrong = f"{run} was trained with another tokenizer ({of_run.name}, {of_run.vocab_size} tokens) than that of {shards}"
+        fix = "use data prepared with the run's tokenizer (for data=mqar, use the run's keys, values and noise)"
+        raise ValueError(f"{wrong} ({tokenizer.name}, {tokenizer.vocab_size}): {fix}")
 
 
 def deciding(config: dict[str, Any], but: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The values of DECIDES under dotted keys, without `but` and WHERE.
+    """The values of the fields IDENTITY, without `but` and LOCAL_ONLY, under dotted keys.
 
     Of init_from only PARENT/NAME counts, because the folders above it differ between machines.
     """
-    flat = flatten({key: config.get(key) for key in DECIDES if key not in but})
+    flat = flatten({key: config.get(key) for key in IDENTITY if key not in but})
     if flat.get("init_from"):
         flat["init_from"] = "/".join(Path(str(flat["init_from"])).parts[-2:])
-    return {key: value for key, value in flat.items() if key not in WHERE}
+    return {key: value for key, value in flat.items() if key not in LOCAL_ONLY}
 
 
 def refuse_other_config(run_dir: Path, ours: dict[str, Any], but: tuple[str, ...] = (), advice: str | None = None) -> None:
-    """ValueError if a run was started with other values of the fields DECIDES; the fields `but` and WHERE may differ."""
-    flat_theirs, flat_ours = deciding(read_run_config(run_dir), but), deciding(ours, but)
-    default = flatten(asdict(TrainConfig()))  # an older run lacks the options added since: they had their defaults
-    differ = [key for key in flat_ours if flat_theirs.get(key, default.get(key)) != flat_ours[key]]
-    if differ:
-        what = ", ".join(f"{key}={flat_theirs.get(key, default.get(key))} (now {flat_ours[key]})" for key in differ[:4])
+    """ValueError if a run was started with other values of the fields IDENTITY; the fields `but` and LOCAL_ONLY may differ."""
+    saved, ours = deciding(read_run_config(run_dir), but), deciding(ours, but)
+    saved = flatten(asdict(TrainConfig())) | saved  # an older run lacks the options added since: they had their defaults
+    if differ := [key for key in ours if saved[key] != ours[key]]:
+        what = ", ".join(f"{key}={saved[key]} (now {ours[key]})" for key in differ[:4])
         advice = advice or "repeat its overrides, or choose another run_dir= for a new run"
+        if differ == ["steps"]:
+            advice += ", which takes over the weights with init_from= (with optim.schedule=wsd, train the longest run first,"
+            advice += " and take shorter ones from it with branch_from=)"
         raise ValueError(f"{run_dir} was started with {what}: {advice}")
 
 
 def facts(model: Decoder) -> dict[str, Any]:
     """What the first line of metrics.jsonl states."""
-    return sizes(model) | origin()
-
-
-def origin() -> dict[str, Any]:
-    """The machine and the version of the code."""
-    return {"machine": machine(), "version": version()}
+    return sizes(model) | {"machine": machine(), "version": version()}
 
 
 def sizes(model: Decoder) -> dict[str, int]:

@@ -54,11 +54,12 @@ class Saver:
         if bad := checkpoint.not_finite(tensors["model"] | tensors["optimizer"]):
             raise Diverged(f"{bad} is not finite at step {step}, so no checkpoint is written: lower optim.lr")
         state = {"step": step, "model": asdict(self.model.cfg), "guard": guard or {}}
-        background = self.cfg.background or self.cfg.sharded
-        split = any(isinstance(p, DTensor) for p in self.model.parameters())
-        part = f"-part{self.world.rank + 1}" if split else ""
-        files = {f"{kind}{part}.safetensors": pieces(own, self.world.main, background) for kind, own in tensors.items()}
-        if background:
+        part = f"-part{self.world.rank + 1}" if any(isinstance(p, DTensor) for p in self.model.parameters()) else ""
+        files = {
+            f"{kind}{part}.safetensors": pieces(named, self.world.main, copy=self.cfg.background)
+            for kind, named in tensors.items()
+        }
+        if self.cfg.background:
             self.writing = self.thread.submit(self._write, step, files, state)
         else:
             self._write(step, files, state)
@@ -73,9 +74,6 @@ class Saver:
         folder = of_step(self.run_dir, step)
         partial = folder.with_name(f".{folder.name}.part")
 
-        def begin() -> None:
-            partial.mkdir(parents=True)
-
         def write() -> None:
             for name, (tensors, header) in files.items():
                 if tensors:
@@ -88,7 +86,7 @@ class Saver:
             self._prune(step)
 
         try:
-            self._together(folder, begin, main=True)
+            self._together(folder, lambda: partial.mkdir(parents=True), main=True)
             self._together(folder, write)
             self._together(folder, publish, main=True)
         finally:
@@ -103,9 +101,8 @@ class Saver:
                 work()
         except (OSError, SafetensorError) as error:
             reason = f"process {self.world.rank}: {error}" if self.group else str(error)
-        reasons = [reason]
+        reasons = [reason] * self.world.size
         if self.group:
-            reasons *= self.world.size
             dist.all_gather_object(reasons, reason, self.group)
         if reason := next(filter(None, reasons), ""):
             # By the text, because safetensors and the errors of other processes keep no number.
@@ -124,8 +121,9 @@ class Saver:
         for old in written[: -self.cfg.keep] if self.cfg.keep else []:
             if old.name not in map(folder_name, self.cfg.at):
                 try:
-                    shutil.rmtree(old)
-                except OSError as error:  # a file that another program holds open, or a link: the next checkpoint tries again
+                    # A checkpoint disappears at once: an evaluation that reads it never sees a part of it.
+                    shutil.rmtree(old.rename(old.with_name(f".{old.name}.old.part")))
+                except OSError as error:  # a file that another program holds open, or a link: the next run tries again
                     print(f"{old}: an old checkpoint could not be deleted ({error}); training goes on", flush=True)
 
 

@@ -42,55 +42,53 @@ class Signals:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.ending = 0  # number of the signal that asked this process to end; 0: none did
-        self.saving = False  # whether a checkpoint was asked for
-        self._since = 0.0  # when `ending` came
+        self.ending, self.came_at = 0, 0.0  # the signal that asked this process to end (0: none did), and when it came
+        self.save_requested = False
 
     def __enter__(self) -> "Signals":
-        self._before = {number: signal.getsignal(number) for number in (*ENDING, *REQUEUING, *HANGUP)}
-        for number, handler in self._before.items():
+        self.handlers = {number: signal.getsignal(number) for number in (*ENDING, *REQUEUING, *HANGUP)}  # of before
+        for number, handler in self.handlers.items():
             if number in ENDING or handler != signal.SIG_IGN:
                 signal.signal(number, self._save if number in HANGUP else self._end)
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, *_: object) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self.handlers.items():
             # None: a handler that Python did not install, and cannot install again. After a signal its echo may still come.
             if handler is not None and not self.ending:
                 signal.signal(number, handler)
         # A sweep would go on with its next run. All processes are here. Launchers queue again only what is not done.
-        if in_sweep() and (error is None or isinstance(error, Diverged)):
-            number = int(self.world.largest(self.ending if self.ending in ENDING else 0))
-            if number:
-                if error:
-                    self.say(f"error: {error}")
-                self.leave(number)
+        goes_on = in_sweep() and (error is None or isinstance(error, Diverged))
+        if goes_on and (number := int(self.world.largest(self.ending if self.ending in ENDING else 0))):
+            if error:
+                self.say(f"error: {error}")
+            self.leave(number)
 
     def _save(self, *_: Any) -> None:
-        self.saving = True
+        self.save_requested = True
 
     def _end(self, number: int, _: Any) -> None:
         # torchrun and scripts/ablate.py forward a signal that a terminal has sent to all: that is no second request.
         echo = number != self.ending or "TORCHELASTIC_RUN_ID" in os.environ
-        if self.ending and not (echo and time.monotonic() - self._since <= ECHO):
+        if self.ending and not (echo and time.monotonic() - self.came_at <= ECHO):
             os._exit(128 + number)
         if not self.ending:
-            self.ending, self._since = number, time.monotonic()
+            self.ending, self.came_at = number, time.monotonic()
 
     def agreed(self, step: int, every: int) -> tuple[int, bool]:
-        """Number of the signal to end with (0: go on), and whether to save a checkpoint, the same on all processes.
+        """The signal to end with (0: go on), and whether to save a checkpoint, the same on all processes.
 
         Several processes agree only at every `every`-th step, because the reduction waits for the device.
         """
         if self.world.size > 1 and step % every:
             return 0, False
-        asked_to_save, self.saving = self.saving, False  # before the reduction: a signal may come while it waits
-        ending, saving = int(self.world.largest(self.ending)), bool(self.world.largest(asked_to_save))
-        return ending, saving or bool(ending)
+        save, self.save_requested = self.save_requested, False  # before the reduction: a signal may come while it waits
+        ending, save = int(self.world.largest(self.ending)), bool(self.world.largest(save))
+        return ending, save or bool(ending)
 
     def leave(self, number: int) -> NoReturn:
         """End the process after signal `number`."""
-        leave(number, self._before[number])
+        leave(number, self.handlers[number])
 
     def say(self, text: str) -> None:
         """The main process prints a line. A reader that has left does not stop the run; for one that does not read it waits."""

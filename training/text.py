@@ -21,24 +21,24 @@ PREPARING = (
 
 
 def refuse_ignored_options(cfg: DataConfig, overrides: Sequence[str]) -> None:
-    """ValueError if the command line gives an option of the preparation another value than the prepared folder was made with.
+    """ValueError if an override of the command line gives an option of the preparation another value than `cfg.dir` has.
 
-    overrides: those of the command line. Other values are not compared, because they are often the defaults of data=NAME.
+    Other values are not compared, because they are often the defaults of data=NAME.
     """
-    made = None if is_task(cfg) else (read_meta(cfg.dir) or {}).get("request")
-    if not isinstance(made, dict):  # shards of another project
+    prepared = None if is_task(cfg) else (read_meta(cfg.dir) or {}).get("request")
+    if not isinstance(prepared, dict):  # shards of another project
         return
     parsed = OverridesParser.create().parse_overrides(list(overrides))
     typed = flatten({override.key_or_group: override.value() for override in parsed})
-    values = flatten(asdict(cfg))
-    for option in PREPARING:
-        theirs, ours = made.get(option), values[option]
-        if option == "tokenizer.vocab_size":
-            theirs, ours = theirs or BPE_TOKENS, ours or BPE_TOKENS
-        known = option in made or option == "tokenizer.path"  # a request without this option was made without a path
-        if f"data.{option}" in typed and known and theirs != ours:
-            wrong = f"{cfg.dir} was prepared with data.{option}={theirs}, not {ours}, and training does not prepare it again"
-            raise ValueError(f"{wrong}: set data.{option}={theirs}, or prepare as another data.name=NAME")
+    default = {"tokenizer.path": None, "tokenizer.vocab_size": BPE_TOKENS}
+    prepared = default | {option: value for option, value in prepared.items() if value is not None or option not in default}
+    for option, ours in flatten(asdict(cfg)).items():
+        ours = default.get(option) if ours is None else ours
+        if option in PREPARING and f"data.{option}" in typed and option in prepared and prepared[option] != ours:
+            wrong = (
+                f"{cfg.dir} was prepared with data.{option}={prepared[option]}, not {ours}, and training does not prepare it"
+            )
+            raise ValueError(f"{wrong} again: set data.{option}={prepared[option]}, or prepare as another data.name=NAME")
 
 
 def refuse_other_text(run: Path, cfg: DataConfig) -> None:

@@ -15,33 +15,33 @@ from configs.files import write_atomic
 
 MODES = ("off", "online", "offline")
 PROJECT = "attention-noise"
+ID_FILE = "wandb_id.txt"  # the id of a run folder's wandb run, and the folder
 
 
 def start_wandb(mode: str, run_dir: Path, config: dict[str, Any]) -> Any | None:
     """The wandb run of the training run `run_dir`: a new one, or on a resume the same one; None for mode off.
 
     Its group is the folder that holds the run, its job type is the run's name without the seed: grouped by both, each curve in
-    wandb is the mean over the seeds of an arm. The history's step is the optimizer step.
+    wandb is the mean over the seeds of an arm.
     """
     if import_wandb(mode) is None:
         return None
-    id_file = run_dir / "wandb_id.txt"
-    if not (id_file.is_file() and id_file.read_text().strip()):
-        write_atomic(id_file, secrets.token_hex(4).encode())
-    run = _started(
-        mode,
-        run_dir,
-        run_dir,
-        id=id_file.read_text().strip(),
-        resume="allow" if mode == "online" else None,  # offline, `wandb sync` joins the parts of one id
-        name=run_dir.name,
-        job_type=run_dir.name.removesuffix(f"-s{config.get('seed')}"),
-        tags=[f"seed {config.get('seed')}"],
-        config=config,
-    )
+    seed, resume = config.get("seed"), "allow" if mode == "online" else None  # offline, `wandb sync` joins parts of one id
+    names = {"name": run_dir.name, "job_type": run_dir.name.removesuffix(f"-s{seed}"), "tags": [f"seed {seed}"]}
+    run = _started(mode, run_dir, run_dir, id=run_id(run_dir), resume=resume, config=config, **names)
     run.define_metric("step", hidden=True)
     run.define_metric("*", step_metric="step")
     return run
+
+
+def run_id(run_dir: Path) -> str:
+    """The id of the folder's wandb run. A copy of a folder that still stands elsewhere gets an id of its own."""
+    path, here = run_dir / ID_FILE, str(run_dir.resolve())
+    known, folder = [*(path.read_text() if path.is_file() else "").split("\n"), here][:2]  # an older file has no folder
+    if not known or (folder != here and Path(folder, ID_FILE).is_file()):
+        known = secrets.token_hex(4)
+    write_atomic(path, f"{known}\n{here}".encode())
+    return known
 
 
 def import_wandb(mode: str) -> Any | None:
@@ -76,9 +76,7 @@ def _started(mode: str, folder: Path, run_dir: Path, **options: Any) -> Any:
 
 
 def mirror(run: Any, line: dict[str, Any]) -> None:
-    """Send a line of metrics.jsonl: numbers to the history; the machine, of the first line or of a continued run, to the
-    configuration.
-    """
+    """Send a line of metrics.jsonl: numbers to the history; the machine, where a run begins or goes on, to the config."""
     numbers = {key: value for key, value in line.items() if isinstance(value, (int, float))}
     if "continued" not in line:
         run.log(numbers)
@@ -89,8 +87,7 @@ def mirror(run: Any, line: dict[str, Any]) -> None:
 def log_report(mode: str, page: Path, figures: dict[str, Path], folders: dict[str, Path], summary: dict[str, Any]) -> None:
     """Log a report as a run: page, figures (name -> PNG), summary, and all of its files as one artifact.
 
-    folders: label -> run folder, whose own figures and evaluations go into the artifact as well. A repeated call
-    makes the artifact's next version.
+    folders: label -> run folder, whose own figures and evaluations go into the artifact as well.
     """
     if (wandb := import_wandb(mode)) is None:
         return

@@ -4,17 +4,16 @@
 
 `Model` has the variances by REML (Patterson and Thompson 1971) and the arms by generalised least squares. With few seeds,
 the standard deviation pooled over arms is a better estimate of the noise than that of one arm. Differences to the reference
-are simultaneous for all arms (Dunnett 1955); those of pairs have Student's t and Holm's correction. Quantiles of the
-multivariate t come from samples with a fixed seed; their standard error is below 0.01 with 4 or more degrees of freedom,
-and 0.03 with 2. With a covariate x[arm, seed], slope * x is added, so arms are compared at equal x (analysis of covariance,
-Fisher 1932): if the arms change x, this is the part of their effect that does not go through x.
+are simultaneous for all arms (Dunnett 1955); those of pairs have Student's t and Holm's correction. With a covariate
+x[arm, seed], slope * x is added, so arms are compared at equal x (analysis of covariance, Fisher 1932): if the arms change
+x, this is the part of their effect that does not go through x.
 """
 
 import functools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -24,10 +23,10 @@ from scipy import stats
 from eval.report.runs import Arm
 from eval.report.statistics import LEVEL, Difference, detectable_effect, holm, paired, t_quantile
 
-DRAWS = 2**18  # samples of the multivariate t
+DRAWS = 2**18  # samples of the multivariate t: its quantiles' standard error is below 0.01 for df >= 4, and 0.03 for 2
 
 
-def long_table(arms: list[Arm], values: Mapping[str, Sequence[Sequence[Any]]]) -> pd.DataFrame:
+def long_table(arms: list[Arm], values: Mapping[Any, Sequence[Sequence[Any]]]) -> pd.DataFrame:
     """The table of metric -> for each arm, one value per run. Values that are missing or not finite have no row."""
     rows = [
         (arm.name, arm.point, run.seed, metric, value)
@@ -75,7 +74,7 @@ class Model:
     """A metric at one point. values: a row per seed, a column per arm. beta[0] is the first arm's mean, beta[i] arm i less it.
 
     error: the error's variance, 0 where it cannot be estimated. ratio: the variance of the seeds' blocks divided by it. df: the
-    error's degrees of freedom. slope: the covariate's, if there is one.
+    error's degrees of freedom. slope: the covariate's, if there is one. place: metric, kind and point of its differences.
     """
 
     values: pd.DataFrame
@@ -85,6 +84,7 @@ class Model:
     ratio: float = 0.0
     df: int = 0
     slope: float | None = None
+    place: dict[str, str] = field(default_factory=dict)
 
     @property
     def enough(self) -> bool:
@@ -98,8 +98,7 @@ class Model:
     def bartlett_p(self) -> float | None:
         """p of the hypothesis that all arms have one spread over seeds, as the model assumes (Bartlett 1937).
 
-        None where fewer than three arms have two seeds, because a difference of two arms does not need the assumption, and
-        with a covariate.
+        None with fewer than three arms of two seeds (a difference of two arms does not need it), and with a covariate.
         """
         groups = [column for arm in self.values if len(column := self.values[arm].dropna()) > 1]
         if len(groups) < 3 or self.slope is not None:
@@ -111,15 +110,15 @@ class Model:
     def spreads_differ(self) -> bool:
         return self.bartlett_p is not None and self.bartlett_p < LEVEL
 
-    def less(self, arm: str, other: str, **place: str) -> Difference:
+    def less(self, arm: str, other: str, part: str = "") -> Difference:
         """`arm` less `other` with the pooled error and Student's t; without one, the mean of the seeds' differences.
 
-        p_alone: p of the paired t test of these seeds alone. p_welch: where the arms differ in their spread, p of Welch's
-        test (1947), which takes the spread of each of the two arms. place: further fields of the Difference.
+        p_alone: p of the paired t test. p_welch: where the arms differ in their spread, p of Welch's test (1947), which takes
+        the spread of each of the two arms.
         """
         seeds = (self.values[arm] - self.values[other]).dropna()
         alone = paired(list(seeds)) if len(seeds) else Difference(0, math.nan)
-        about = {"p_alone": alone.p, "by_seed": seeds.to_dict(), "arm": arm, "reference": other, **place}
+        about = {"p_alone": alone.p, "by_seed": seeds.to_dict(), "arm": arm, "reference": other, "part": part, **self.place}
         if not self.enough:
             return Difference(alone.n, alone.mean, **about)
         row = np.subtract(*(self.values.columns == name for name in (arm, other)), dtype=float)
@@ -132,12 +131,12 @@ class Model:
     @functools.cached_property
     def effects(self) -> dict[str, Difference]:
         """Arm -> the arm less the reference; low, high and p are for all arms at once. n: seeds of the arm."""
-        found = {arm: self.less(arm, self.reference) for arm in self.values.columns[1:]}
+        effects = {arm: self.less(arm, self.reference) for arm in self.values.columns[1:]}
         critical, ps = self._all_at_once
-        for one, p in zip(found.values(), ps, strict=True):
+        for one, p in zip(effects.values(), ps, strict=True):
             one.own_low, one.own_high, one.n = one.low, one.high, int(self.values[one.arm].count())
             one.low, one.high, one.p = one.mean - critical * one.se, one.mean + critical * one.se, float(p)
-        return found
+        return effects
 
     @functools.cached_property
     def _all_at_once(self) -> tuple[float, np.ndarray]:
@@ -166,7 +165,7 @@ class Model:
                 "critical": self._all_at_once[0], "detectable": least}  # fmt: skip
 
 
-def fit(values: pd.DataFrame, covariate: pd.DataFrame | None = None) -> Model:
+def fit(values: pd.DataFrame, covariate: pd.DataFrame | None = None, **place: str) -> Model:
     """The model of values with a row per seed and a column per arm, the reference first; nan where there is no run.
 
     The error cannot be estimated with fewer than two arms, with too few seeds, or with a covariate that does not differ
@@ -185,10 +184,10 @@ def fit(values: pd.DataFrame, covariate: pd.DataFrame | None = None) -> Model:
         design = np.column_stack((design, x - x.mean()))
     df = len(y) - design.shape[1] - seeds + 1
     if min(arms, seeds) < 2 or df < 1 or np.linalg.matrix_rank(design) < design.shape[1]:
-        return Model(values)
+        return Model(values, place=place)
     beta, covariance, error, ratio = _reml(y, design, block)
     slope = None if covariate is None else float(beta[arms])
-    return Model(values, beta[:arms], covariance[:arms, :arms], error, ratio, df, slope)
+    return Model(values, beta[:arms], covariance[:arms, :arms], error, ratio, df, slope, place)
 
 
 def welch_p(one: pd.Series, other: pd.Series) -> float | None:
@@ -224,7 +223,7 @@ def _reml(y: np.ndarray, design: np.ndarray, block: np.ndarray) -> tuple[np.ndar
 
 @functools.lru_cache(maxsize=16)  # 0.5 between all arms if all have the same seeds, so often asked for
 def largest_t(correlation: tuple[tuple[float, ...], ...], df: int) -> np.ndarray:
-    """Draws of the largest |T| of a multivariate t, sorted."""
+    """Draws of the largest |T| of a multivariate t, sorted, with a fixed seed."""
     root = np.linalg.cholesky(correlation)  # unique, unlike eigenvectors, so that every machine makes the same draws
     rng = np.random.default_rng(20240607)
     normal, scale = rng.standard_normal((DRAWS, len(correlation))), np.sqrt(rng.chisquare(df, DRAWS) / df)
@@ -232,19 +231,19 @@ def largest_t(correlation: tuple[tuple[float, ...], ...], df: int) -> np.ndarray
 
 
 def difference_table(
-    differences: Iterable[Difference], head: Sequence[str], row: Callable[[Difference], tuple[str, ...]]
+    differences: Sequence[Difference], head: Sequence[str], row: Callable[[Difference], tuple[str, ...]]
 ) -> list[list[str]]:
     """Differences as text, the header first: a row for every label that `row` gives, a column for every metric.
 
     head: the heads of the label's parts. Bold where p, after its correction, is below 5 %.
     """
     rows: dict[tuple[str, ...], dict[str, Difference]] = {}
-    metrics: dict[str, None] = {}
     for one in differences:
         rows.setdefault(row(one), {})[one.metric] = one
-        metrics[one.metric] = None
+    metrics = list(dict.fromkeys(one.metric for one in differences))
     lines = [[*head, "n", *metrics]]
     for label, of_metric in rows.items():
-        n = " / ".join(dict.fromkeys(str(of_metric[metric].n) for metric in metrics if metric in of_metric))
-        lines.append([*label, n, *(of_metric[metric].in_bold if metric in of_metric else "" for metric in metrics)])
+        shown = [of_metric.get(metric) for metric in metrics]
+        n = " / ".join(dict.fromkeys(str(one.n) for one in shown if one))
+        lines.append([*label, n, *(one.in_bold if one else "" for one in shown)])
     return lines

@@ -17,7 +17,12 @@ from eval.report.runs import Arm, Run, trained_tokens
 from eval.report.statistics import PAIRED, Difference, geometric_interval, interval, p_text, power_law, size_ratio
 from eval.report.tables import si
 
-DIFFERENCE_HEADS = ("95 % interval", "p", "p, Holm", "p, sign flips", "detectable")
+HEAD = ["arm", "heads", "head width", "head norm", "parameters", "FLOPs/token", "n"]
+DIFFERENCE_HEAD = ["95 % interval", "p", "p, Holm", "p, sign flips", "detectable"]
+ABOUT_P = (
+    "p, Holm is corrected for the comparisons of each metric ({tested}). With n seeds p, sign flips cannot fall below 2^(1-n). "
+    "Detectable: the true difference that would be found in 80 % of such experiments, given this comparison's spread."
+)
 
 
 class Summary(NamedTuple):
@@ -32,30 +37,28 @@ class Comparison:
     """The arms of an ablation, every metric over their seeds, and each arm's paired difference to its reference.
 
     metrics: name -> metric path (Run.value). compared: the metrics whose differences the table shows, by default the
-    first metric alone. table: as `long_table`. summaries and differences: (metric, arm) -> Summary, Difference.
+    first metric alone. table: as `long_table`. differences: (metric, arm) -> Difference.
     """
 
     def __init__(self, arms: list[Arm], metrics: dict[str, str], compared: Sequence[str] = ()) -> None:
         self.arms, self.metrics = arms, metrics
-        self.compared = tuple(compared) or (next(iter(metrics)),)
+        self.compared = tuple(compared) or tuple(metrics)[:1]
         values = {name: [[run.value(path) for run in arm.runs] for arm in arms] for name, path in metrics.items()}
         self.table = long_table(arms, values)
         tests = contrasts(self.table, {arm.name: arm.reference for arm in arms})
-        self.differences: dict[tuple[str, str], Difference] = {(one.metric, one.arm): one for one in tests}
-        over_seeds = self.table.groupby(["metric", "arm"])["value"].agg(["count", "mean", "std"])
-        self.summaries = {
-            key: Summary(int(n), float(mean), float(sd) if n > 1 else None) for key, n, mean, sd in over_seeds.itertuples()
-        }
+        self.differences = {(one.metric, one.arm): one for one in tests}
+        over_seeds = self.table.groupby(["metric", "arm"])["value"].agg(["count", "mean", "std"]).itertuples()
+        self._summaries = {key: Summary(int(n), float(mean), float(sd) if n > 1 else None) for key, n, mean, sd in over_seeds}
 
     def summary(self, metric: str, arm: Arm) -> Summary:
-        return self.summaries.get((metric, arm.name), Summary())
+        return self._summaries.get((metric, arm.name), Summary())
 
     def measured(self, metric: str) -> bool:
         return any(self.summary(metric, arm).n for arm in self.arms)
 
     def of_metric(self, metric: str) -> list[Difference]:
         """The metric's differences, in the order of the arms."""
-        return [one for (name, _), one in self.differences.items() if name == metric]
+        return [one for one in self.differences.values() if one.metric == metric]
 
     def values(self, metric: str) -> pd.DataFrame:
         """A row per seed and a column per arm; nan where there is no value."""
@@ -68,29 +71,25 @@ class Comparison:
         size_ratio: the parameters with which the arm has the reference's loss at the grid's middle size (geometric
         mean), divided by that size. The paper reports 0.62 for 6.8B parameters (arXiv 2410.05258, section 3.2).
         """
-        names, values = list(dict.fromkeys(arm.arm for arm in self.arms)), self.values(metric)
-        fits = {name: self._fits([arm for arm in self.arms if arm.arm == name], values) for name in names}
-        sizes = [arm.facts["params_non_embedding"] for arm in self.arms if arm.arm == names[0]]
-        middle = math.exp(np.mean(np.log(sizes)))
-        results: dict[str, Any] = {}
-        for name, laws in fits.items():
-            shared = [seed for seed in laws if seed in fits[names[0]]]
-            ratios = [size_ratio(fits[names[0]][seed], laws[seed], middle) for seed in shared]
+        values, sizes, laws = self.values(metric), {}, {}
+        for name in dict.fromkeys(arm.arm for arm in self.arms):
+            sizes[name] = {arm.name: arm.facts["params_non_embedding"] for arm in self.arms if arm.arm == name}
+            x, losses = list(sizes[name].values()), values[list(sizes[name])].dropna()
+            one_size = len(set(x)) < 2  # of an unfinished grid
+            laws[name] = {} if one_size else {seed: power_law(x, of_seed) for seed, *of_seed in losses.itertuples()}
+        first = self.arms[0].arm
+        middle = math.exp(np.mean(np.log(list(sizes[first].values()))))
+        results = {}
+        for name, fits in laws.items():
+            ratios = [size_ratio(laws[first][seed], law, middle) for seed, law in fits.items() if seed in laws[first]]
             results[name] = {
-                "a": {seed: a for seed, (a, _) in laws.items()},
-                "b": {seed: b for seed, (_, b) in laws.items()},
-                "exponent": interval([b for _, b in laws.values()]) if laws else None,
+                "a": {seed: a for seed, (a, _) in fits.items()},
+                "b": {seed: b for seed, (_, b) in fits.items()},
+                "exponent": interval([b for _, b in fits.values()]) if fits else None,
                 "at_size": middle,
                 "size_ratio": geometric_interval(ratios) if ratios and all(map(math.isfinite, ratios)) else None,
             }
         return results
-
-    def _fits(self, points: list[Arm], values: pd.DataFrame) -> dict[int, tuple[float, float]]:
-        sizes = [arm.facts["params_non_embedding"] for arm in points]
-        if len(set(sizes)) < 2:  # of an unfinished grid
-            return {}
-        losses = values[[arm.name for arm in points]].dropna()
-        return {seed: power_law(sizes, list(of_seed)) for seed, *of_seed in losses.itertuples()}
 
     def at_equal_flops(self) -> pd.DataFrame:
         """The table of the compared metrics after as many training FLOPs as the arm's reference has used at the same point.
@@ -99,24 +98,21 @@ class Comparison:
         that would have to be taken beyond its own points has no value there.
         """
         rows = []
-        for metric in self.compared:
-            values = self.values(metric)
-            for arm in self.arms:
-                taken = self._taken_at_equal_flops(arm, values)
-                rows += [(arm.name, arm.point, seed, metric, value) for seed, value in taken.items()]
+        for metric, arm in itertools.product(self.compared, self.arms):
+            values = self._at_equal_flops(arm, self.values(metric))
+            rows += [(arm.name, arm.point, seed, metric, value) for seed, value in values.dropna().items()]
         return pd.DataFrame(rows, columns=self.table.columns)
 
-    def _taken_at_equal_flops(self, arm: Arm, values: pd.DataFrame) -> pd.Series:
+    def _at_equal_flops(self, arm: Arm, values: pd.DataFrame) -> pd.Series:
         reference = next((other for other in self.arms if other.name == arm.reference), None)
         if reference is None:
-            return values[arm.name].dropna()
+            return values[arm.name]
         tokens = trained_tokens(reference) * reference.facts["flops_per_token"] / arm.facts["flops_per_token"]
         same = [other for other in self.arms if other.arm == arm.arm and values[other.name].notna().any()]
         points = {trained_tokens(other): values[other.name] for other in same}
         for less, more in itertools.pairwise(sorted(points)):
             if less <= tokens <= more:
-                share = math.log(tokens / less) / math.log(more / less)
-                return (points[less] + share * (points[more] - points[less])).dropna()
+                return points[less] + math.log(tokens / less) / math.log(more / less) * (points[more] - points[less])
         return pd.Series(dtype=float)
 
     def as_json(self) -> list[dict[str, Any]]:
@@ -125,7 +121,7 @@ class Comparison:
         return [
             {key: getattr(arm, key) for key in keys}
             | {"runs": [self._run(run) for run in arm.runs]}
-            | {"metrics": {metric: self._as_json(metric, arm) for metric in self.metrics}}
+            | {"metrics": {metric: self._metric(metric, arm) for metric in self.metrics}}
             for arm in self.arms
         ]
 
@@ -145,7 +141,7 @@ class Comparison:
             "version": run.facts.get("version", "unknown"),
         }
 
-    def _as_json(self, metric: str, arm: Arm) -> dict[str, Any]:
+    def _metric(self, metric: str, arm: Arm) -> dict[str, Any]:
         test = self.differences.get((metric, arm.name))
         difference = {"difference": test.numbers(*PAIRED) if test else None, "p_holm": test.p_holm if test else None}
         return self.summary(metric, arm)._asdict() | difference
@@ -155,10 +151,8 @@ class Comparison:
         shown = list(filter(self.measured, self.metrics))
         first, *others = self.compared
         diverged = any(run.diverged for arm in self.arms for run in arm.runs)
-        head = ["arm", "heads", "head width", "head norm", "parameters", "FLOPs/token", "n"]
-        head += [*["diverged"] * diverged, *shown, f"difference ({first})", *DIFFERENCE_HEADS]
-        head += [text for name in others for text in (f"difference ({name})", f"95 % ({name})", f"p, Holm ({name})")]
-        lines = [head]
+        head = [*HEAD, *["diverged"] * diverged, *shown, f"difference ({first})", *DIFFERENCE_HEAD]
+        lines = [head + [text.format(name) for name in others for text in ("difference ({})", "95 % ({})", "p, Holm ({})")]]
         for arm in self.arms:
             line = [arm.name, *(arm.facts[key] for key in ("heads", "d", "head_norm"))]
             line += [si(arm.facts[key]) for key in ("params_non_embedding", "flops_per_token")]
@@ -180,18 +174,14 @@ class Comparison:
         arms = self.arms
         tokens = {run.val[-1]["tokens"] for arm in arms for run in arm.runs if run.val}
         most = ("up to " if len(tokens) > 1 else "") + si(max(tokens, default=0))
-        tested = [sum(one.p is not None for one in self.of_metric(metric)) for metric in self.compared]
-        counts = " to ".join(dict.fromkeys((str(min(tested)), str(max(tested)))))
-        at_point = f"{arms[0].arm} at the same point of the grid" if any(arm.point for arm in arms) else arms[0].name
+        tested = sorted({sum(one.p is not None for one in self.of_metric(metric)) for metric in self.compared})
+        reference = f"{arms[0].arm} at the same point of the grid" if any(arm.point for arm in arms) else arms[0].name
         read = f", {epochs:.2f} epochs of the prepared text" if epochs else ", generated during training"
-        read = "" if epochs is None else read
         lines = [
-            f"Seeds {', '.join(map(str, seeds))}; {most} training tokens{read}. "
-            f"± is the standard deviation over seeds. A difference is the arm less {at_point}, paired by seed "
+            f"Seeds {', '.join(map(str, seeds))}; {most} training tokens{'' if epochs is None else read}. "
+            f"± is the standard deviation over seeds. A difference is the arm less {reference}, paired by seed "
             "(same data order, shared initial weights); negative is better for a loss, positive for an accuracy.",
-            f"p, Holm is corrected for the comparisons of each metric ({counts}). With n seeds p, sign flips cannot fall "
-            "below 2^(1-n). Detectable: the true difference that would be found in 80 % of such experiments, given this "
-            "comparison's spread.",
+            ABOUT_P.format(tested=" to ".join(map(str, tested[:1] + tested[1:][-1:]))),
         ]
         off = {arm.name: arm.facts.get("params_off") or 0 for arm in arms}
         if unmatched := [f"{name} ({share:+.1%})" for name, share in off.items() if abs(share) > 0.005]:
@@ -207,8 +197,8 @@ def _mean_text(one: Summary, runs: int) -> str:
     if one.mean is None:
         return "not measured"
     digits = 4 if abs(one.mean) < 1e4 else 0  # tokens
-    n = f" (n = {one.n})" if one.n < runs else ""
-    return f"{one.mean:.{digits}f}" + (f" ± {one.sd:.{digits}f}" if one.sd is not None else "") + n
+    spread = f" ± {one.sd:.{digits}f}" if one.sd is not None else ""
+    return f"{one.mean:.{digits}f}{spread}" + (f" (n = {one.n})" if one.n < runs else "")
 
 
 def _difference_text(one: Difference | None) -> list[str]:
@@ -225,11 +215,8 @@ def fit_rows(fits: dict[str, Any]) -> list[list[str]]:
     rows = [["arm", "n", "exponent b", "95 % interval", "parameters for equal loss", "95 % interval"]]
     for name, fit in fits.items():
         cells = [name, str(fit["exponent"]["n"]) if fit["exponent"] else "0"]
-        for found in (fit["exponent"], fit["size_ratio"]):
-            if not found:
-                cells += ["no fit", ""]
-                continue
-            known = found["low"] is not None
-            cells += [f"{found['mean']:.4f}", f"{found['low']:.4f} to {found['high']:.4f}" if known else ""]
+        for one in (fit["exponent"], fit["size_ratio"]):
+            known = one and one["low"] is not None
+            cells += [f"{one['mean']:.4f}" if one else "no fit", f"{one['low']:.4f} to {one['high']:.4f}" if known else ""]
         rows.append(cells)
     return rows

@@ -8,7 +8,7 @@ from eval.report.runs import Arm, Run
 
 
 def notes(runs: list[Run], arms: list[Arm]) -> list[str]:
-    """Warnings for the reader, one line each: unfinished runs, missing evaluations, unequal training."""
+    """Warnings for the reader, one line each. runs: also those that their arms leave out."""
     kept = [run for arm in arms for run in arm.runs]
     lines = [line for run in runs for line in _notes_of(run, any(run is other for other in kept))]
     if len({run.train[-1]["tokens"] for run in kept if run.train}) > 1:
@@ -16,34 +16,33 @@ def notes(runs: list[Run], arms: list[Arm]) -> list[str]:
     if mixed := mixed_precision(kept):
         lines.append(mixed)
     seeds = [{run.seed for run in arm.runs} for arm in arms]
-    if any(arm.several for arm in arms) and any(one != seeds[0] for one in seeds):
+    if any(arm.several for arm in arms) and any(of_arm != seeds[0] for of_arm in seeds):
         lines.append("the arms have different seeds: a difference is over the seeds that both of its arms have")
     return lines
 
 
 def mixed_precision(runs: list[Run]) -> str | None:
     """A note where `dtype=auto` meant different dtypes on the machines of the runs. An older run does not name its dtype."""
-    found = Counter(run.facts["dtype"] for run in runs if "dtype" in run.facts)
-    if len(found) < 2:
+    dtypes = Counter(run.facts["dtype"] for run in runs if "dtype" in run.facts)
+    if len(dtypes) < 2:
         return None
-    counts = " and ".join(f"{dtype} ({count})" for dtype, count in sorted(found.items()))
+    counts = " and ".join(f"{dtype} ({count})" for dtype, count in sorted(dtypes.items()))
     return f"runs were trained in {counts}, so their differences include those of rounding: set dtype to train all alike"
 
 
 def _notes_of(run: Run, kept: bool) -> list[str]:
-    lines, done = [], run.train[-1]["step"] if run.train else 0
-    left_out = "" if kept else ", and left out of its arm"
-    ended = not run.finished and run.skipped > done  # no loss was finite after the last logged one
-    if not (run.finished or run.diverged or ended):
-        steps = f"at step {done:,} of {run.config['steps']:,}"
+    lines, left_out = [], "" if kept else ", and left out of its arm"
+    diverged = run.diverged or (not run.finished and run.skipped > run.step)  # no loss was finite after the last logged one
+    if not (run.finished or diverged):
+        steps = f"at step {run.step:,} of {run.config['steps']:,}"
         lines.append(f"{run.label} is not finished, {steps}{left_out}: continue it with resume=true")
     wanted = ("mqar",) if run.config["data"]["source"] == "mqar" else EVALUATIONS
     if absent := [name for name in wanted if name not in run.evals]:
         commands = ", ".join(f"python -m eval.{name} run={run.folder}" for name in absent)
         lines.append(f"{run.label} has no {', '.join(absent)}: run {commands}")
-    if run.diverged or ended:
+    if diverged:
         lines.append(f"{run.label} diverged{left_out}: its training loss is not finite; lower optim.lr and train it again")
-    if old := [name for name, content in run.evals.items() if content.get("step", done) < done]:
+    if old := [name for name, content in run.evals.items() if content.get("step", run.step) < run.step]:
         again = f"run python -m eval.{command_of(old[0])} run={run.folder} again, with the settings in eval/{old[0]}.json"
         lines.append(f"{run.label} was trained further after {', '.join(old)}: {again}")
     return lines

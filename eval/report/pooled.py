@@ -1,7 +1,7 @@
 """What an ablation says with the error pooled over its arms: differences to the reference, at equal FLOPs, and of pairs."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +45,14 @@ GAIN = ("diff", "baseline")  # the arms whose difference, halved, is the margin 
 EFFECT = ("mean", "se", "low", "high", "p", "own_low", "own_high", "n", "p_welch")
 P_KINDS = {"pooled": "p", "Holm": "p_holm", "alone": "p_alone", "Welch": "p_welch", "equal": "p_equal"}
 PAIR = ("mean", "low", "high", "p", "p_holm", "p_alone", "p_welch", "p_equal")
-
-
-def metric_of_parts(path: str) -> str | None:
-    """The path of the loss of which the loss at `path` is a part: EVALUATION.loss of EVALUATION.recall.hit.loss."""
-    evaluation, recall, _ = path.partition(".recall.")
-    return f"{evaluation}.loss" if recall else None
+ERROR = (
+    "{where}: error {sd:.4f} (95 % {sd_low:.4f} to {sd_high:.4f}, {df} degrees of freedom), seeds {sd_seed:.4f}, smallest "
+    "detectable difference {detectable:.4f} (n = {n}, pooled error, 80 % power, 5 % level); against {reference}."
+)
+SPREADS_DIFFER = (
+    "{where}: the arms differ in their spread over seeds (Bartlett's test, p {p}), which the pooled error ignores: its "
+    "intervals are too narrow for the arms with a large spread, and too wide for the others. Compare with the paired intervals."
+)
 
 
 class Pooled:
@@ -58,7 +60,6 @@ class Pooled:
 
     parts: name -> (arm, arm without the part). horizons: the grid's points are lengths of training, so arms are also
     compared at equal FLOPs. covariate: a compared metric; arms are also compared in the other metrics at equal values of it.
-    Left out is the loss of which the covariate is a part, because its difference would repeat another metric's.
     models: metric -> point -> Model, and pairs: metric -> differences; a metric's name ends with the kind of comparison.
     """
 
@@ -70,41 +71,40 @@ class Pooled:
         self.kinds = ("", FLOPS, f", equal {covariate}")
         self.models: dict[str, dict[str, Model]] = {}
         self.pairs: dict[str, list[Difference]] = {}
-        self._compare("", dict(by_seed(found.table, "metric", "point")), found.compared)
+        for metric in found.compared:
+            self._compare(metric, "", found.table)
         if horizons:
             table = found.at_equal_flops()
-            later = table[table["point"] != self.points[0]]  # no value there for more FLOPs per token
-            self._compare(FLOPS, dict(by_seed(later, "metric", "point")), found.compared)
+            for metric in found.compared:
+                self._compare(metric, FLOPS, table[table["point"] != self.points[0]])  # has no value for more FLOPs per token
         if covariate:
-            same = (found.metrics[covariate], metric_of_parts(found.metrics[covariate]))
-            others = [metric for metric in found.compared if found.metrics[metric] not in same]
-            self._compare(self.kinds[-1], dict(by_seed(found.table, "metric", "point")), others, covariate)
+            path = found.metrics[covariate]
+            whole = f"{path.partition('.')[0]}.loss" if ".recall." in path else path  # would repeat another metric's difference
+            for metric in found.compared:
+                if found.metrics[metric] not in (path, whole):
+                    self._compare(metric, self.kinds[-1], found.table, covariate)
 
-    def _compare(
-        self, kind: str, values: dict[tuple[str, str], pd.DataFrame], metrics: Iterable[str], covariate: str | None = None
-    ) -> None:
-        """Add the models of the metrics and, but for equal FLOPs, the pairs. values: (metric, point) -> a column per arm."""
-        for metric in metrics:
-            models, pairs = self.models.setdefault(metric + kind, {}), []
-            for point in self.points:
-                here, x = values.get((metric, point)), values.get((covariate, point))
-                if here is None or (covariate and x is None):
-                    continue
-                model, arms = fit(here, x), [arm for arm in self.found.arms if arm.point == point]
-                place = {"metric": metric, "kind": kind, "point": point}
-                if model.enough and any(arm.name == model.reference and not arm.reference for arm in arms):
-                    models[point] = model
-                    for one in model.effects.values():
-                        one.metric, one.kind, one.point = place.values()
-                if model.enough or not covariate:
-                    pairs += self._pairs_of(model, {arm.arm: arm.name for arm in arms}, place)
-            if kind != FLOPS:
-                self.pairs[metric + kind] = pairs
+    def _compare(self, metric: str, kind: str, table: pd.DataFrame, covariate: str | None = None) -> None:
+        """Add the models of the metric and, but for equal FLOPs, the pairs."""
+        values = dict(by_seed(table[table["metric"].isin([metric, covariate])], "metric", "point"))
+        models, pairs = self.models.setdefault(metric + kind, {}), []
+        for point in self.points:
+            here, x = values.get((metric, point)), values.get((covariate, point))
+            if here is None or (covariate and x is None):
+                continue
+            arms = [arm for arm in self.found.arms if arm.point == point]
+            model = fit(here, x, metric=metric, kind=kind, point=point)
+            if model.enough and any(arm.name == model.reference and not arm.reference for arm in arms):
+                models[point] = model
+            if model.enough or not covariate:
+                pairs += self._pairs_of(model, {arm.arm: arm.name for arm in arms})
+        if kind != FLOPS:
+            self.pairs[metric + kind] = pairs
 
-    def _pairs_of(self, model: Model, names: dict[str, str], place: dict[str, str]) -> list[Difference]:
+    def _pairs_of(self, model: Model, names: dict[str, str]) -> list[Difference]:
         """The differences of pairs with a common seed, with two one-sided tests of equivalence (Schuirmann 1987)."""
         arms = {part: [names.get(family) for family in families] for part, families in self.parts.items()}
-        pairs = [model.less(*of, part=part, **place) for part, of in arms.items() if all(arm in model.values for arm in of)]
+        pairs = [model.less(*of, part=part) for part, of in arms.items() if all(arm in model.values for arm in of)]
         pairs = [one for one in pairs if one.by_seed]
         correct(pairs)
         if model.enough and all(names.get(family) in model.values for family in GAIN):
@@ -143,29 +143,28 @@ class Pooled:
                 tables.append(difference_table(effects, [f"arm less {effects[0].reference}{kind}"], lambda one: (one.arm,)))
         for kind in self.kinds:
             if pairs := self.pairs_at(point, kind):
-                label = lambda one: (one.part, f"{one.arm} - {one.reference}")  # noqa: E731
-                tables.append(difference_table(pairs, [f"part{kind}", "arms"], label))
+                tables.append(difference_table(pairs, [f"part{kind}", "arms"], lambda one: (one.part, one.arms)))
         return [markdown(lines).rstrip() for lines in tables]
 
     def by_seed(self) -> list[str]:
         """For every point a table of the pairs' differences seed by seed, and what its p values are."""
-        pairs = {point: self.pairs_at(point) for point in self.points}
-        tables = [markdown(seed_lines(of)).rstrip() for of in pairs.values() if any(one.n > 1 for one in of)]
+        pairs = [self.pairs_at(point) for point in self.points]
+        tables = [markdown(seed_lines(at_point)).rstrip() for at_point in pairs if any(one.n > 1 for one in at_point)]
         return [*tables, BY_SEED] if tables else []
 
     def remarks(self) -> list[str]:
         """What a reader of the tables must know, and the parts that are in none of them."""
-        remarks, kinds = [], {kind for kind in self.kinds for point in self.points if self.effects(point, kind)}
-        if "" in kinds:
-            remarks.append(BOLD)
-        if FLOPS in kinds:
-            remarks.append(EQUAL_FLOPS.format(reference=self.found.arms[0].arm))
-        if kinds - {"", FLOPS}:
-            remarks.append(AT_EQUAL.format(metric=self.covariate))
+        kinds = {kind for kind in self.kinds for point in self.points if self.effects(point, kind)}
         shown = {one.part for point in self.points for one in self.pairs_at(point)}
         absent = [f"{name} ({' - '.join(arms)})" for name, arms in self.parts.items() if name not in shown]
-        missing = f"Without a row, because an arm is missing or has no number for a common seed: {', '.join(absent)}."
-        return remarks + [PAIR_NOTE] * bool(shown) + [missing] * bool(absent)
+        remarks = {
+            BOLD: "" in kinds,
+            EQUAL_FLOPS.format(reference=self.found.arms[0].arm): FLOPS in kinds,
+            AT_EQUAL.format(metric=self.covariate): self.kinds[-1] in kinds,
+            PAIR_NOTE: shown,
+            f"Without a row, because an arm is missing or has no number for a common seed: {', '.join(absent)}.": absent,
+        }
+        return [remark for remark, applies in remarks.items() if applies]
 
     def notes(self) -> list[str]:
         """The error of every metric at every point, and a warning where arms differ in it."""
@@ -177,14 +176,13 @@ class Pooled:
         tokens: dict[str, float] = {}
         for arm in self.found.arms:  # an arm that diverged stopped before
             tokens[arm.point] = max(tokens.get(arm.point, 1), trained_tokens(arm))
-        place = {point: math.log2(count) for point, count in tokens.items()}
-        ticks = {place[point]: f"{count / 1e6:.3g}" for point, count in tokens.items()}
-        effects, pairs = (
-            [(place[point], one) for point in self.points for one in at(point) if one.metric == metric]
+        placed = [
+            [(math.log2(tokens[point]), one) for point in self.points for one in at(point) if one.metric == metric]
             for at in (self.effects, self.pairs_at)
-        )
+        ]
+        ticks = {math.log2(count): f"{count / 1e6:.3g}" for count in tokens.values()}
         paths = [folder / f"{family}_{slug(metric)}.png" for family in ("gap", "pairs")]
-        return self._draw(paths, (effects, pairs), ticks, "training tokens (millions)", f"{metric}: {{}}{unit}")
+        return self._draw(paths, placed, ticks, "training tokens (millions)", f"{metric}: {{}}{unit}")
 
     def draw_profile(self, folder: Path, name: str, point: str, unit: str) -> list[Path]:
         """Draw the differences at one point of the grid, with the metrics beside each other in their order."""
@@ -209,31 +207,21 @@ class Pooled:
 def seed_lines(pairs: Sequence[Difference]) -> list[list[str]]:
     """The difference of every seed: a row per part and metric."""
     seeds = list(dict.fromkeys(seed for one in pairs for seed in one.by_seed))
+    parts = list(dict.fromkeys(one.part for one in pairs))
     kinds = {kind: key for kind, key in P_KINDS.items() if any(getattr(one, key) is not None for one in pairs)}
     lines = [["part by seed", "arms", "metric", *(f"seed {seed}" for seed in seeds), *(f"p, {kind}" for kind in kinds)]]
-    parts = list(dict.fromkeys(one.part for one in pairs))
     for one in sorted(pairs, key=lambda one: parts.index(one.part)):
         values = [f"{one.by_seed[seed]:+z.4f}" if seed in one.by_seed else "" for seed in seeds]
-        ps = [p_text(getattr(one, key)) for key in kinds.values()]
-        lines.append([one.part, f"{one.arm} - {one.reference}", one.metric, *values, *ps])
+        ps = map(p_text, one.numbers(*kinds.values()).values())
+        lines.append([one.part, one.arms, one.metric, *values, *ps])
     return lines
 
 
 def model_notes(metric: str, point: str, model: Model) -> list[str]:
     """A sentence about the pooled noise, and a warning where arms differ in it."""
-    where, m = f"{metric}{f', {point}' if point else ''}", model.summary()
-    notes = [
-        f"{where}: error {m['sd']:.4f} (95 % {m['sd_low']:.4f} to {m['sd_high']:.4f}, {m['df']} degrees of freedom), seeds "
-        f"{m['sd_seed']:.4f}, smallest detectable difference {m['detectable']:.4f} (n = {m['n']}, pooled error, 80 % power, "
-        f"5 % level); against {m['reference']}."
-    ]
-    if model.spreads_differ:
-        notes.append(
-            f"{where}: the arms differ in their spread over seeds (Bartlett's test, p {p_text(model.bartlett_p)}), which the "
-            "pooled error ignores: its intervals are too narrow for the arms with a large spread, and too wide for "
-            "the others. Compare with the paired intervals."
-        )
-    return notes
+    where = f"{metric}, {point}" if point else metric
+    notes = [ERROR.format(where=where, **model.summary())]
+    return notes + [SPREADS_DIFFER.format(where=where, p=p_text(model.bartlett_p))] * model.spreads_differ
 
 
 def unit(path: str) -> str:

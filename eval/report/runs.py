@@ -27,6 +27,7 @@ NOT_COMPARED = "so their losses cannot be compared: report them apart"
 CYCLE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#1f2328", "#8C564B", "#B8A000")
 # Parts of an evaluation's results without which its file is damaged.
 NEEDED = {"perplexity": ("loss",), "needle": ("cells",), "attention_noise": ("signed", "absolute")}
+WITH_SE = ("accuracy", "loss", "mean", "share")  # numbers with their standard error, `se`, beside them
 LINES_WITH = {"train": "loss", "val": "val_loss", "monitor": "monitor_s", "needle": "needle_acc"}
 LINES = ("-", "--", ":", "-.")  # one style per point of a grid
 
@@ -43,9 +44,8 @@ class SpikeConfig:
 class Run:
     """The contents of a run folder: its configuration, its metrics and its evaluations.
 
-    facts: the first line of metrics.jsonl. train, val, monitor, needle: the lines with a training loss, with a
-    validation loss, of training/monitor.py, and with a needle accuracy. diverged: the error that stopped training, if
-    the loss became infinite. skipped: the last step whose update was skipped.
+    facts: the first line of metrics.jsonl. train, val, monitor, needle: the lines with LINES_WITH. diverged: the error that
+    stopped training. skipped: the last step whose update was skipped. counted: last loss and spikes, if `train` is thinned.
     """
 
     folder: Path
@@ -62,15 +62,20 @@ class Run:
     diverged: str | None = None
     skipped: int = 0
     spike: SpikeConfig = field(default_factory=SpikeConfig)
-    counted: dict[str, Any] = field(default_factory=dict)  # last loss and spikes, if `train` is thinned
+    counted: dict[str, Any] = field(default_factory=dict)
 
     @property
     def seed(self) -> int | None:
         return self.config.get("seed")
 
     @property
+    def step(self) -> int:
+        """The last step that logged a training loss."""
+        return self.train[-1]["step"] if self.train else 0
+
+    @property
     def finished(self) -> bool:
-        return bool(self.train) and self.train[-1]["step"] >= self.config.get("steps", 0)
+        return bool(self.train) and self.step >= self.config.get("steps", 0)
 
     @property
     def spikes(self) -> int:
@@ -92,7 +97,7 @@ class Run:
         return float(np.mean(losses[-max(1, len(losses) // 10) :])) if losses else None
 
     def results(self, name: str) -> dict[str, Any] | None:
-        """The results of the evaluation; None if the run lacks it, or if they have no meaning because the run diverged."""
+        """The results of the evaluation; None if the run lacks it, or diverged, so that they have no meaning."""
         return None if self.diverged or name not in self.evals else self.evals[name]["results"]
 
     def value(self, path: str) -> float | None:
@@ -107,20 +112,29 @@ class Run:
         evaluation, _, keys = path.partition(".")
         if evaluation == "train":
             return self._of_training(keys)
-        found = _found(self.results(evaluation), keys)
-        return float(found) if isinstance(found, (int, float)) and math.isfinite(found) else None
+        value = _at(self.results(evaluation), keys)
+        return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
+
+    def error(self, path: str) -> float | None:
+        """The standard error of the number at `path`: at PATH_se or, of those in WITH_SE, at `se` beside it."""
+        parent, _, key = path.rpartition(".")
+        error = self.value(f"{path}_se")
+        return self.value(f"{parent}.se") if error is None and key in WITH_SE else error
 
     def keys(self, path: str) -> list[str]:
         """The keys at EVALUATION.KEY.KEY that have numbers, for example those of `perplexity.by_octave`."""
         evaluation, _, keys = path.partition(".")
-        found = _found(self.results(evaluation), keys)
-        return [key for key in found if self.value(f"{path}.{key}") is not None] if isinstance(found, dict) else []
+        tree = _at(self.results(evaluation), keys)
+        return [key for key in tree if self.value(f"{path}.{key}") is not None] if isinstance(tree, dict) else []
 
     def _of_training(self, name: str) -> float | None:
         last = self.train[-1] if self.train else {}
-        whole = {"spikes": lambda: self.spikes, "tokens": lambda: last.get("tokens", 0), "seconds": lambda: last.get("time_s")}
-        if name in whole:
-            return whole[name]()
+        if name == "spikes":
+            return self.spikes
+        if name == "tokens":
+            return last.get("tokens", 0)
+        if name == "seconds":
+            return last.get("time_s")
         if name.startswith("tokens_to_"):  # None if the run did not reach this needle accuracy
             level = float(name.removeprefix("tokens_to_"))
             return next((line["tokens"] for line in self.needle if line["needle_acc"] >= level), None)
@@ -129,6 +143,22 @@ class Run:
         if name == "val_loss":
             return self.val[-1]["val_loss"] if self.val else None
         return self.last_tenth(name)
+
+
+def _at(tree: Any, path: str) -> Any:
+    """The value at KEY.KEY in nested dictionaries and lists of rows; None if there is none. A key may have dots."""
+    if isinstance(tree, list):
+        rows = [row for row in tree if isinstance(row, dict) and row]
+        tree = {str(next(iter(row.values()))): row for row in reversed(rows)}  # of equal keys, the first row
+    if not isinstance(tree, dict):
+        return None
+    below = (_at(tree[key], path.removeprefix(f"{key}.")) for key in tree if path.startswith(f"{key}."))
+    return tree[path] if path in tree else next((value for value in below if value is not None), None)
+
+
+def read_json(path: Path, fix: str = "repeat the command that writes it") -> dict[str, Any] | None:
+    """The content of a JSON file; None if the file does not exist. ValueError with `fix` if the file is damaged."""
+    return read_json_object(path, fix) if path.is_file() else None
 
 
 def read_run(folder: Path, spike: SpikeConfig | None = None) -> Run:
@@ -144,41 +174,24 @@ def read_run(folder: Path, spike: SpikeConfig | None = None) -> Run:
     if not failure and not any("loss" in line for line in lines):
         raise ValueError(f"{folder} has no training metrics: train the run first, or continue it with resume=true")
     again = "delete it and repeat the evaluation"
-    files = {path.stem: path for path in sorted((folder / "eval").glob("*.json"))}
-    evals = {name: read_json(files[name], again) for name in dict.fromkeys((*EVALUATIONS, *files)) if name in files}
+    evals = {path.stem: read_json_object(path, again) for path in sorted((folder / "eval").glob("*.json"))}
     for name, content in evals.items():
         results = content.get("results")
         if not isinstance(results, dict) or any(key not in results for key in NEEDED.get(name, ())):
-            raise ValueError(f"{files[name]} has no results: {again}")
+            raise ValueError(f"{folder / 'eval' / name}.json has no results: {again}")
     return Run(
         folder=folder,
         label=run_name(folder),
         variant=variant(config),
         config=config,
         facts=lines[0] if lines else {},
-        evals=evals,
+        evals={name: evals[name] for name in ordered(evals)},
         **{name: [line for line in lines if key in line] for name, key in LINES_WITH.items()},
         tokenizer=(tokenizer or {}).get("fingerprint", "none"),
         diverged=failure["error"] if failure else None,
         skipped=max((line["step"] for line in lines if "skipped" in line), default=0),
         spike=spike or SpikeConfig(),
     )
-
-
-def read_json(path: Path, fix: str = "repeat the command that writes it") -> dict[str, Any] | None:
-    """The content of a JSON file; None if the file does not exist. ValueError with `fix` if the file is damaged."""
-    return read_json_object(path, fix) if path.is_file() else None
-
-
-def _found(tree: Any, path: str) -> Any:
-    """The value at KEY.KEY in nested dictionaries and lists of rows; None if there is none. A key may have dots."""
-    if isinstance(tree, list):
-        rows = [row for row in tree if isinstance(row, dict) and row]
-        tree = {str(next(iter(row.values()))): row for row in reversed(rows)}  # of equal keys, the first row
-    if not isinstance(tree, dict):
-        return None
-    below = (_found(tree[key], path.removeprefix(f"{key}.")) for key in tree if path.startswith(f"{key}."))
-    return tree[path] if path in tree else next((value for value in below if value is not None), None)
 
 
 def read_runs(folders: list[str]) -> list[Run]:
@@ -188,7 +201,9 @@ def read_runs(folders: list[str]) -> list[Run]:
     if len({Path(folder).resolve() for folder in folders}) < len(folders):
         raise ValueError("runs= has a folder twice: name each folder once")
     runs = [read_run(Path(folder)) for folder in folders]
-    refuse_incomparable(runs)
+    refuse_other_data(runs)
+    refuse_other_shards(runs)
+    refuse_other_settings(runs)
     for run, label in zip(runs, labels(folders), strict=True):
         run.label = label
     return runs
@@ -196,60 +211,18 @@ def read_runs(folders: list[str]) -> list[Run]:
 
 def labels(folders: Iterable[str | Path]) -> list[str]:
     """A label for each run folder: its name, or where several folders have the same name, as many parents as they differ in."""
-    paths = [Path(folder).resolve() for folder in folders]
+    paths = [Path(folder).resolve().parts for folder in folders]
 
-    def label(path: Path) -> str:
-        ends = (path.parts[-count:] for count in range(1, len(path.parts) + 1))
-        alone = next((end for end in ends if sum(other.parts[-len(end) :] == end for other in paths) == 1), path.parts)
-        return "/".join(alone)
+    def label(parts: tuple[str, ...]) -> str:
+        ends = (parts[-count:] for count in range(1, len(parts) + 1))
+        return "/".join(next((end for end in ends if sum(path[-len(end) :] == end for path in paths) == 1), parts))
 
     return list(map(label, paths))
 
 
-def refuse_incomparable(runs: list[Run]) -> None:
-    """Raise ValueError for runs whose losses or evaluations differ in text, tokenizer or settings."""
-    first = runs[0]
-    for run in runs[1:]:
-        differ = [f"data (data.{key})" for key in DATA_KEYS if run.config["data"].get(key) != first.config["data"].get(key)]
-        if run.facts.get("text_digest") is not None and run.facts["text_digest"] == first.facts.get("text_digest"):
-            differ = []
-        if wrong := ["tokenizers"] * (run.tokenizer != first.tokenizer) + differ:
-            raise ValueError(f"{first.folder} and {run.folder} have different {wrong[0]}, {NOT_COMPARED}")
-    refuse_other_shards(runs)
-    refuse_other_settings(runs)
-
-
-def refuse_other_shards(runs: list[Run]) -> None:
-    """Raise ValueError where two runs were trained on different shards of one text. An older run does not name its shards."""
-    known: dict[tuple[str, ...], Run] = {}
-    for run in (run for run in runs if run.facts.get("text_digest") is not None):
-        first = known.setdefault((run.tokenizer, *(str(run.config["data"].get(key)) for key in DATA_KEYS)), run)
-        if first.facts["text_digest"] != run.facts["text_digest"]:
-            wrong = "were trained on different shards (other numbers of tokens or checksums)"
-            raise ValueError(f"{first.folder} and {run.folder} {wrong}, {NOT_COMPARED}")
-
-
-def refuse_other_settings(runs: list[Run]) -> None:
-    """Raise ValueError where one evaluation of two runs was on different text or with different settings."""
-    known: dict[tuple[str, str], tuple[Any, Run]] = {}  # evaluation, what was measured -> its value in the first run with it
-    for run, name in [(one, name) for one in runs for name in one.evals]:
-        for key, value in measured(name, run.evals[name], run.config).items():
-            if value is None:
-                continue
-            first, of = known.setdefault((name, key), (value, run))
-            if value != first:
-                what = "the text" if key.endswith("sha256") else key
-                if key == "settings":
-                    what = next(setting for setting in (first | value) if first.get(setting) != value.get(setting))
-                wrong = f"{of.folder} and {run.folder} ran eval.{command_of(name)} on different text or settings"
-                fix = f"repeat both with the same ones (delete eval/{name}.json of the older one)"
-                raise ValueError(f"{wrong}: {fix}; they differ in {what}")
-
-
-def evaluations(runs: list[Run]) -> list[str]:
-    """Names of all evaluations that at least one run has; those in EVALUATIONS come first."""
-    found = dict.fromkeys(name for run in runs for name in run.evals)
-    return [name for name in found if name in EVALUATIONS] + [name for name in found if name not in EVALUATIONS]
+def ordered(names: Iterable[str]) -> list[str]:
+    """The names of evaluations, each once, those that are wanted of every run first."""
+    return sorted(dict.fromkeys(names), key=lambda name: EVALUATIONS.index(name) if name in EVALUATIONS else len(EVALUATIONS))
 
 
 def text_named(run: Run, name: str) -> str | None:
@@ -264,7 +237,41 @@ def text_of(run: Run, name: str) -> str:
     return text_named(run, name) or f"the validation documents of {run.config['data']['name']}"
 
 
-# ---------------------------------------- arms
+def refuse_other_data(runs: list[Run]) -> None:
+    """ValueError for runs with another tokenizer or other data than the first run, unless their texts have one digest."""
+    first = runs[0]
+    for run in runs[1:]:
+        differ = [f"data (data.{key})" for key in DATA_KEYS if run.config["data"].get(key) != first.config["data"].get(key)]
+        if run.facts.get("text_digest") is not None and run.facts["text_digest"] == first.facts.get("text_digest"):
+            differ = []
+        if wrong := ["tokenizers"] * (run.tokenizer != first.tokenizer) + differ:
+            raise ValueError(f"{first.folder} and {run.folder} have different {wrong[0]}, {NOT_COMPARED}")
+
+
+def refuse_other_shards(runs: list[Run]) -> None:
+    """ValueError where two runs were trained on different shards of one text. An older run does not name its shards."""
+    known: dict[tuple[str, ...], Run] = {}
+    for run in (run for run in runs if run.facts.get("text_digest") is not None):
+        first = known.setdefault((run.tokenizer, *(str(run.config["data"].get(key)) for key in DATA_KEYS)), run)
+        if first.facts["text_digest"] != run.facts["text_digest"]:
+            wrong = "were trained on different shards (other numbers of tokens or checksums)"
+            raise ValueError(f"{first.folder} and {run.folder} {wrong}, {NOT_COMPARED}")
+
+
+def refuse_other_settings(runs: list[Run]) -> None:
+    """ValueError where one evaluation of two runs was on different text or with different settings."""
+    known: dict[tuple[str, str], tuple[Any, Run]] = {}  # (evaluation, what was measured) -> its value, the first run with it
+    results = [(run, name) for run in runs for name in run.evals]
+    for run, name in results:
+        for key, value in measured(name, run.evals[name], run.config).items():
+            expected, first = known.setdefault((name, key), (value, run))
+            if value != expected:
+                what = "the text" if key.endswith("sha256") else key
+                if key == "settings":
+                    what = next(setting for setting in (expected | value) if expected.get(setting) != value.get(setting))
+                wrong = f"{first.folder} and {run.folder} ran eval.{command_of(name)} on different text or settings"
+                fix = f"repeat both with the same ones (delete eval/{name}.json of the older one)"
+                raise ValueError(f"{wrong}: {fix}; they differ in {what}")
 
 
 @dataclass
@@ -296,7 +303,7 @@ class Arm:
 
     def results(self, name: str) -> list[dict[str, Any]]:
         """The results of the evaluation, one per run that has the evaluation and did not diverge."""
-        return [found for run in self.runs if (found := run.results(name)) is not None]
+        return [results for run in self.runs if (results := run.results(name)) is not None]
 
 
 def trained_tokens(arm: Arm) -> float:
@@ -309,41 +316,56 @@ def arms_of(runs: list[Run]) -> list[Arm]:
 
     An arm with finished runs leaves its unfinished runs out, because they would bias the mean.
     """
-    kinds: dict[str, list[Run]] = {}
+    groups: dict[str, list[Run]] = {}
     for run in runs:
-        kind = _kind(run)
-        repeated = any(run.seed == other.seed for other in kinds.get(kind, []))
-        kinds.setdefault(f"{kind} {run.folder}" if repeated else kind, []).append(run)
-    arms = []
-    for members in kinds.values():
-        kept = [run for run in members if run.finished] or members
-        arms.append(Arm(_common_label(kept), variant=kept[0].variant, runs=kept))
-    for arm in arms:
-        if arm.several and not any(other.variant == arm.variant for other in arms if other is not arm):
-            arm.name = arm.variant
-    names = [arm.name for arm in arms]
-    for i, arm in enumerate(arms):
-        if earlier := names[:i].count(arm.name):
-            arm.name += f" ({earlier + 1})"
-        arm.arm, arm.reference = arm.name, arms[0].name if i else None
+        key = _without_seed(run)
+        repeated = any(run.seed == other.seed for other in groups.get(key, []))
+        groups.setdefault(f"{key} {run.folder}" if repeated else key, []).append(run)
+    kept = [[run for run in members if run.finished] or members for members in groups.values()]
+    variants = [members[0].variant for members in kept]
+    names: list[str] = []
+    arms: list[Arm] = []
+    for members, kind in zip(kept, variants, strict=True):
+        names.append(kind if len(members) > 1 and variants.count(kind) == 1 else _common_label(members))
+        name = f"{names[-1]} ({names.count(names[-1])})" if names.count(names[-1]) > 1 else names[-1]
+        arms.append(Arm(name, name, reference=arms[0].name if arms else None, variant=kind, runs=members))
     give_colours(arms)
     return arms
 
 
+def _without_seed(run: Run) -> str:
+    """A text that is equal for runs that differ only in the seed, the machine's folders and the speed.
+
+    `dtype` is left out: `auto` means another one on another processor, and seeds may come from several machines.
+    """
+    # A run of an older version lacks keys that are null in newer runs.
+    config = {key: value for key, value in deciding(run.config, but=("seed",)).items() if value is not None}
+    config.pop("data.shard_tokens", None)
+    config["init_from"] = config.get("init_from", "").removesuffix(str(run.seed))  # each seed may begin with its own run
+    return json.dumps(config, sort_keys=True, default=str)
+
+
+def _common_label(runs: list[Run]) -> str:
+    """The label of a single run, or the beginning that the labels of several seeds share before their seed."""
+    if len(runs) == 1:
+        return runs[0].label
+    common = os.path.commonprefix([run.label.removesuffix(str(run.seed)) for run in runs]).rstrip("-_=./ ")
+    return re.sub(r"(^|[-_./ ]+)(s|seed)$", "", common) or runs[0].variant
+
+
 def give_colours(arms: list[Arm]) -> None:
     """Set each arm's colour (its variant's own colour, or a free colour for other arms) and each point's line style."""
-    names = {arm.arm: arm.variant for arm in reversed(arms)}
     palette: dict[str, str] = {}
+    variants = {arm.arm: arm.variant for arm in reversed(arms)}  # of an arm's first point
     for name in dict.fromkeys(arm.arm for arm in arms):
-        own = colour(names[name])
-        if own != INK and own not in palette.values():
-            palette[name] = own
+        shade = colour(variants[name])
+        if shade != INK and shade not in palette.values():
+            palette[name] = shade
     free = itertools.cycle([shade for shade in CYCLE if shade not in palette.values()] or CYCLE)
     points = list(dict.fromkeys(arm.point for arm in arms))
     for arm in arms:
-        if arm.arm not in palette:
-            palette[arm.arm] = next(free)
-        arm.colour, arm.line = palette[arm.arm], LINES[points.index(arm.point) % len(LINES)]
+        arm.colour = palette[arm.arm] = palette.get(arm.arm) or next(free)
+        arm.line = LINES[points.index(arm.point) % len(LINES)]
 
 
 def ablation_in(folder: Path) -> dict[str, Any]:
@@ -356,38 +378,13 @@ def ablation_in(folder: Path) -> dict[str, Any]:
 
 def colours_of(arms: list[dict[str, Any]]) -> dict[str, str]:
     """Name -> colour of the arms in a results.json, the same as in the ablation's own figures."""
-    found = [Arm(arm["name"], arm["arm"], arm["point"], variant=arm["variant"]) for arm in arms]
-    give_colours(found)
-    return {arm.name: arm.colour for arm in found}
-
-
-def _kind(run: Run) -> str:
-    """A text that is equal for runs that differ only in the seed, the machine's folders and the speed.
-
-    `dtype` is left out: `auto` means another one on another processor, and seeds may come from several machines.
-    """
-    # A run of an older version lacks keys that are null in newer runs.
-    config = {key: value for key, value in deciding(run.config, but=("seed",)).items() if value is not None}
-    config.pop("data.shard_tokens", None)
-    # Each seed may begin with another seed's run: "s1", "seed=1" are left out of its name.
-    config["init_from"] = re.sub(r"(?<![A-Za-z])s(eed)?=?\d+", "", config.get("init_from", ""))
-    return json.dumps(config, sort_keys=True, default=str)
-
-
-def _common_label(runs: list[Run]) -> str:
-    """The label of a single run, or the common beginning of the labels of several seeds."""
-    if len(runs) == 1:
-        return runs[0].label
-    common = os.path.commonprefix([run.label for run in runs])
-    ends = "-_=./ "
-    return re.sub(r"(?<![A-Za-z])(s|seed)[-_=]?\d*$", "", common.rstrip(ends)).rstrip(ends) or runs[0].variant
+    shown = [Arm(arm["name"], arm["arm"], arm["point"], variant=arm["variant"]) for arm in arms]
+    give_colours(shown)
+    return {arm.name: arm.colour for arm in shown}
 
 
 def read_ablation(path: Path) -> tuple[str, str, list[Path]]:
-    """Name, tables and remarks (Markdown) and figures of an ablation. path: its folder, or the results.json in it.
-
-    ValueError if `path` is not an ablation, or has no table yet.
-    """
+    """Name, tables and remarks (Markdown) and figures of an ablation. path: its folder, or the results.json in it."""
     folder = path.parent if path.name == "results.json" else path
     content = ablation_in(folder)
     if not (folder / "table.md").is_file():

@@ -6,13 +6,11 @@ from typing import Any
 
 from eval.common import command_of
 from eval.report.measured import EVALUATIONS
-from eval.report.runs import Arm, Run, evaluations
+from eval.report.runs import WITH_SE, Arm, Run, ordered
 from eval.report.tables import Row, row_of
 
 ROWS_SHOWN = 40  # rows of one evaluation; the JSON has all
-# Numbers that say how something was measured: never rows of results.
-LABELS = ("depth", "needles", "asked", "length")  # of cells
-SETTINGS = (*LABELS, "samples", "windows")
+SETTINGS = ("depth", "needles", "asked", "length", "samples", "windows")  # how something was measured: never rows of results
 TITLES = {
     "mqar": "Associative recall among distractors",
     "icl": "In-context learning",
@@ -41,56 +39,40 @@ class Section:
 
 def sections(arms: list[Arm]) -> list[Section]:
     """One section for each evaluation that is not in the headline table."""
-    runs = [run for arm in arms for run in arm.runs if not run.diverged]
-    return [_section(arms, name) for name in evaluations(runs) if name not in EVALUATIONS]
+    names = ordered(name for arm in arms for run in arm.runs if not run.diverged for name in run.evals)
+    return [_section(arms, name) for name in names if name not in EVALUATIONS]
 
 
 def _section(arms: list[Arm], name: str) -> Section:
-    flat = {id(run): dict(scalars(run.results(name) or {})) for arm in arms for run in arm.runs}
-    measured = [values for values in flat.values() if values]
-    keys = list(dict.fromkeys(key for values in measured for key in values))
-    settings = _settings(measured, keys)
-    errors = {key: error for key in keys for error in _errors(key) if error in keys and error != key}
-    shown = [key for key in keys if key not in (*settings, *errors.values()) and _last(key) not in SETTINGS]
+    """Whole numbers that are equal in all runs are counts and lengths: settings, not results."""
+    values = {id(run): dict(scalars(run.results(name) or {})) for arm in arms for run in arm.runs}
+    measured = [of_run for of_run in values.values() if of_run]
+    keys = list(dict.fromkeys(key for of_run in measured for key in of_run))
+    errors = {key: error for key in keys for error in _errors(key) if error in keys}
+    same = {key for key in keys if isinstance(measured[0].get(key), int) and len({one.get(key) for one in measured}) == 1}
+    hidden = {*same, *errors.values()}
+    shown = [key for key in keys if key not in hidden and key.rpartition(" · ")[2] not in SETTINGS]
 
-    def read(run: Run, key: str) -> Any:
-        value, error = flat[id(run)].get(key), flat[id(run)].get(errors.get(key, ""))
-        return (value, error) if value is not None and error is not None else value
+    def row(key: str) -> Row:
+        def read(run: Run) -> Any:
+            value, error = values[id(run)].get(key), values[id(run)].get(errors.get(key, ""))
+            return value if value is None or error is None else (value, error)
 
-    rows = [row_of(arms, name, key, lambda run, key=key: read(run, key), _short) for key in shown[:ROWS_SHOWN]]
-    return Section(name, rows, settings, max(0, len(shown) - ROWS_SHOWN))
+        return row_of(arms, name, key, read, lambda x: f"{x:.3f}" if 0.001 <= abs(x) < 1000 else f"{x:.3g}")
 
-
-def _settings(measured: list[dict[str, float]], keys: list[str]) -> dict[str, float]:
-    """Whole numbers that are equal in all runs, which are counts and lengths, and SETTINGS.
-
-    One of SETTINGS that is the same in all cells stands there once, under its last name; LABELS that differ between the
-    cells are left out.
-    """
-    found: dict[str, float] = {}
-    for key in keys:
-        last, own = _last(key), {values.get(key) for values in measured}
-        if last in SETTINGS:
-            own_and_others = {value for values in measured for other, value in values.items() if _last(other) == last}
-            if len(own_and_others) == 1:
-                found[last] = own_and_others.pop()
-                continue
-        if len(own) == 1 and isinstance(measured[0].get(key), int) and not (" · " in key and last in LABELS):
-            found[key] = own.pop()
-    return found
-
-
-def _last(key: str) -> str:
-    return key.rpartition(" · ")[2]
+    settings = {key: measured[0][key] for key in keys if key in same and "=" not in key}  # not of one row
+    return Section(name, list(map(row, shown[:ROWS_SHOWN])), settings, max(0, len(shown) - ROWS_SHOWN))
 
 
 def _errors(key: str) -> list[str]:
     """The possible names of the standard error of `key`; lm-eval's metrics are METRIC,FILTER."""
-    beside = key.removesuffix(_last(key)) + "se" if _last(key) in ("accuracy", "loss", "mean") else ""
-    return [f"{key}_se", f"{key}_stderr", beside, "_stderr,".join(key.rsplit(",", 1))]
+    parent, separator, last = key.rpartition(" · ")
+    metric, comma, chosen = key.rpartition(",")
+    beside = [f"{parent}{separator}se"] if last in WITH_SE else []
+    return [*beside, f"{key}_stderr", *([f"{metric}_stderr,{chosen}"] if comma else []), f"{key}_se"]
 
 
-def scalars(results: Any, path: str = "") -> Iterator[tuple[str, float]]:
+def scalars(results: dict[str, Any], path: str = "") -> Iterator[tuple[str, float]]:
     """("a · b", number) of all numbers in nested dicts. Items of a list of dicts are named by their first value ("bits=8").
 
     Left out are the dict of standard errors, `se`, and what splits up a number that stands under another key: `layers`, and
@@ -117,7 +99,3 @@ def _labelled(items: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]
             break
     for label, item in zip(named, items, strict=True):
         yield label, dict(list(item.items())[count:])
-
-
-def _short(value: float) -> str:
-    return f"{value:.3f}" if 0.001 <= abs(value) < 1000 else f"{value:.3g}"

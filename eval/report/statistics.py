@@ -17,17 +17,15 @@ from scipy import optimize, stats
 
 LEVEL, POWER = 0.05, 0.8
 EXACT_UP_TO = 16  # largest n for which all 2^n sign flips are counted
-# The numbers of a Difference that `paired` makes.
-PAIRED = ("n", "mean", "sd", "low", "high", "p", "p_permutation", "detectable")
+PAIRED = ("n", "mean", "sd", "low", "high", "p", "p_permutation", "detectable")  # the numbers that `paired` makes
 
 
 @dataclass
 class Difference:
     """`arm` less `reference` in one metric at one point of a grid, over n seeds. What n seeds cannot give is None.
 
-    low, high: 95 % interval. p: two-sided. by_seed: the difference of every seed that both have. sd, p_permutation,
-    detectable: as `paired` says. p_holm: p corrected for the differences that are tested with it (Holm 1979). se, own_low,
-    own_high, p_alone, p_welch, p_equal: of a model (differences.py, pooled.py). part, kind, group, better: its place.
+    low, high: 95 % interval. p: two-sided. by_seed: of every seed that both have. p_holm: p corrected for the differences
+    that are tested with it (Holm 1979). se to p_equal: of a model (differences.py, pooled.py). part to better: its place.
     """
 
     n: int
@@ -59,14 +57,17 @@ class Difference:
         return {key: getattr(self, key) for key in keys}
 
     @property
+    def arms(self) -> str:
+        return f"{self.arm} - {self.reference}"
+
+    @property
     def text(self) -> str:
         """Mean and interval with as many digits as the mean needs."""
         size = abs(self.mean)
         shown = "+.3g" if 0 < size < 1e-3 else "+z.4f" if size < 1 else "+.2f"
-        mean, *ends = (None if x is None else f"{x:{shown}}" for x in (self.mean, self.low, self.high))
         if self.low is None:
-            return f"{mean} ({'n = 1' if self.n == 1 else 'the same in every seed'})"
-        return f"{mean} [{', '.join(ends)}]"
+            return f"{self.mean:{shown}} ({'n = 1' if self.n == 1 else 'the same in every seed'})"
+        return f"{self.mean:{shown}} [{self.low:{shown}}, {self.high:{shown}}]"
 
     @property
     def in_bold(self) -> str:
@@ -84,26 +85,27 @@ class Difference:
 
 
 def paired(differences: Sequence[float], **place: Any) -> Difference:
-    """Test whether the mean of paired differences, one per seed, is zero (Student 1908; scipy's ttest_rel gives the same p).
+    """Test whether the mean of paired differences, one per seed, is zero (Student 1908).
 
     low, high: 95 % t interval. p_permutation: exact two-sided sign-flip test. detectable: the smallest true difference that
     the t test finds in 80 % of such experiments. place: further fields of the Difference.
     """
     n = len(differences)
-    if n == 0 or not all(math.isfinite(d) for d in differences):
+    if n == 0 or not all(map(math.isfinite, differences)):
         raise ValueError("differences must be finite numbers, one per seed: leave out the seeds that diverged")
-    mean = math.fsum(differences) / n
+    result = Difference(n, math.fsum(differences) / n, **place)
     if n == 1:
-        return Difference(n, mean, **place)
-    sd, flips = statistics.stdev(differences), sign_flip_p(differences) if n <= EXACT_UP_TO else None
-    found = Difference(n, mean, sd, p_permutation=flips, **place)
+        return result
+    mean, sd = result.mean, statistics.stdev(differences)
+    result.p_permutation = sign_flip_p(differences) if n <= EXACT_UP_TO else None
     if mean and sd < 1e-12 * abs(mean):  # equal differences, as of counts: the t test has no error to judge the mean by
-        found.sd = 0.0
-        return found
+        result.sd = 0.0
+        return result
+    se = sd / math.sqrt(n)
     half = t_quantile(1 - LEVEL / 2, n - 1) * sd / math.sqrt(n)
-    found.p = 2 * float(stats.t.cdf(-abs(mean) / (sd / math.sqrt(n)), n - 1)) if sd else 1.0
-    found.low, found.high, found.detectable = mean - half, mean + half, sd * detectable_effect(n)
-    return found
+    result.p = 2 * float(stats.t.cdf(-abs(mean) / se, n - 1)) if sd else 1.0
+    result.sd, result.low, result.high, result.detectable = sd, mean - half, mean + half, sd * detectable_effect(n)
+    return result
 
 
 def mean_sd(values: Sequence[float]) -> tuple[float, float | None]:
@@ -113,7 +115,6 @@ def mean_sd(values: Sequence[float]) -> tuple[float, float | None]:
 
 @functools.cache
 def t_quantile(p: float, df: float) -> float:
-    """The p-quantile of Student's t with `df` degrees of freedom, 0 < p < 1."""
     return float(stats.t.ppf(p, df))
 
 
@@ -130,9 +131,8 @@ def sign_flip_p(differences: Sequence[float]) -> float:
 
 def holm(ps: Sequence[float]) -> list[float]:
     """p values corrected for several tests, in the order given (Holm 1979), which limit the chance of any false finding."""
-    order = np.argsort(ps)
     adjusted = np.empty(len(ps))
-    adjusted[order] = np.maximum.accumulate(np.sort(ps) * np.arange(len(ps), 0, -1)).clip(max=1)
+    adjusted[np.argsort(ps)] = np.maximum.accumulate(np.sort(ps) * np.arange(len(ps), 0, -1)).clip(max=1)
     return adjusted.tolist()
 
 
@@ -157,29 +157,25 @@ def interval(values: Sequence[float]) -> dict[str, float | None]:
 
 
 def geometric_interval(ratios: Sequence[float]) -> dict[str, float | None]:
-    """`interval` of the logarithms, as ratios: the inverse ratios have the inverse interval. ratios: above 0."""
-    found = interval([math.log(ratio) for ratio in ratios])
-    return {key: value if key == "n" or value is None else math.exp(value) for key, value in found.items()}
+    """`interval` of the logarithms, as ratios: the inverse ratios have the inverse interval."""
+    logs = interval([math.log(ratio) for ratio in ratios])
+    return {key: value if key == "n" or value is None else math.exp(value) for key, value in logs.items()}
 
 
 def p_text(p: float | None) -> str:
-    """A p value for a table, "" for None."""
     return "" if p is None else f"{p:.3f}" if p >= 0.001 else "< 0.001"
 
 
 def power_law(sizes: Sequence[float], losses: Sequence[float]) -> tuple[float, float]:
-    """(a, b) of loss = a size^-b, by least squares in the logarithms. ValueError for fewer than two sizes."""
-    if len(set(sizes)) < 2:
-        raise ValueError("a power law needs losses at two or more sizes: add points to grid=")
+    """(a, b) of loss = a size^-b, by least squares in the logarithms."""
     slope, intercept = np.polyfit(np.log(sizes), np.log(losses), 1)
     return math.exp(intercept), -float(slope)
 
 
 def size_ratio(reference: tuple[float, float], other: tuple[float, float], size: float) -> float:
-    """Parameters that `other` needs for the loss that `reference` has at `size`, divided by `size`.
+    """Parameters that `other` needs for the loss that `reference` has at `size`, divided by `size`. Both: of `power_law`.
 
-    Below 1, `other` needs fewer parameters. Both are fits (a, b) of `power_law`; nan if `other` does not fall with
-    size, inf if it falls so slowly that no size in reach has that loss.
+    nan if `other` does not fall with size, inf if it falls so slowly that no size in reach has that loss.
     """
     (a, b), (a2, b2) = reference, other
     if b2 <= 0:

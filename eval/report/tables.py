@@ -1,24 +1,49 @@
 """Tables of the arms' numbers and of their paired differences, as data and as text."""
 
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from eval.attention_noise import READINGS
 from eval.report.differences import contrasts, long_table
 from eval.report.runs import Arm, Run, text_of
 from eval.report.statistics import Difference, mean_sd
 
 Shown = str | Callable[[float], str]
+THREE = "{:.3f}"
 Read = Callable[[Run], Any]  # a value, (value, standard error), or None where it was not measured
+LOSSES = {  # row of the headline table -> metric path
+    "training loss, last tenth": "train.loss",
+    "training loss on text, last tenth": "train.loss_text",
+    "training loss on retrieval documents, last tenth": "train.loss_retrieval",
+    "validation loss, end of training": "train.val_loss",
+    "test loss (nats per token)": "perplexity.loss",
+    "perplexity": "perplexity.ppl",
+    "bits per byte": "perplexity.bits_per_byte",
+    "loss on recalled tokens (AR hits)": "perplexity.recall.hit.loss",
+    "loss on recalled tokens that are rare in training": "perplexity.recall.rare_hit.loss",
+    "loss on all other tokens": "perplexity.recall.other.loss",
+}
+READINGS = {  # of attention_noise -> how its masses are normalised
+    "signed": "masses summed over layers, then divided by the summed row sums",
+    "absolute": "",
+    "signed_per_layer": "each layer divided by its own row sum, then averaged over layers",
+}
+# The main numbers of a comparison, with their names in the verdicts.
+HEADLINES = {
+    "test loss (nats per token)": "test loss",
+    "validation loss, end of training": "validation loss",
+    "needle accuracy, N=1": "needle accuracy",
+    "attention to the answer, absolute": "attention to the answer (absolute)",
+    "attention noise, absolute": "attention noise (absolute)",
+}
 
 
 @dataclass
 class Cell:
-    """An arm's value: of one run, with its standard error over samples if known, or the mean over seeds.
+    """An arm's value: of one run, with its standard error over samples if known, or the mean and sd over seeds.
 
-    values: one per run of the arm, None where not measured. sd: standard deviation over seeds. value None: not measured
-    in any run.
+    values: one per run of the arm, None where not measured. value None: not measured in any run.
     """
 
     value: float | str | None
@@ -43,100 +68,101 @@ class Row:
     hint: str = ""
 
 
-# ---------------------------------------- rows
-
-
-def row_of(arms: list[Arm], group: str, name: str, read: Read, shown: Shown, better: str = "", hint: str = "") -> Row:
+def row_of(arms: list[Arm], group: str, name: str, read: Read, shown: Shown = THREE, better: str = "", hint: str = "") -> Row:
     """A row of the values that `read` returns for each run."""
     seeds = any(arm.several for arm in arms)
     return Row(group, name, [_cell([read(run) for run in arm.runs], shown, seeds) for arm in arms], better, hint)
 
 
-def _cell(found: list[Any], shown: Shown, seeds: bool) -> Cell:
+def _cell(readings: list[Any], shown: Shown, seeds: bool) -> Cell:
     """The cell of one arm. seeds: some arm has several seeds, so ± is over seeds in the whole table."""
-    values = [value[0] if isinstance(value, tuple) else value for value in found]
+    values = [reading[0] if isinstance(reading, tuple) else reading for reading in readings]
     measured = [value for value in values if value is not None]
     show = shown if callable(shown) else shown.format
     if not measured:
-        return Cell(None, None, "not measured", None, values)
+        return Cell(None, text="not measured", values=values)
     if isinstance(measured[0], str):
-        return Cell(measured[0], None, ", ".join(dict.fromkeys(measured)), None, values)
+        return Cell(measured[0], text=", ".join(dict.fromkeys(measured)), values=values)
+    text = show(measured[0])
     if len(values) == 1:
-        se = found[0][1] if isinstance(found[0], tuple) else None
-        text = show(measured[0])
-        return Cell(measured[0], se, f"{text} ± {show(se)}" if se is not None and not seeds else text, None, values)
+        se = readings[0][1] if isinstance(readings[0], tuple) else None
+        return Cell(measured[0], se, text if seeds or se is None else f"{text} ± {show(se)}", values=values)
     mean, sd = mean_sd(measured)
-    text = show(measured[0]) if len(set(measured)) == 1 else f"{show(mean)} ± {show(sd)}"
+    text = text if len(set(measured)) == 1 else f"{show(mean)} ± {show(sd)}"
     return Cell(mean, None, text if len(measured) == len(values) else f"{text} (n = {len(measured)})", sd, values)
 
 
-def at(path: str, error: str | None = None) -> Read:
-    """A reader of the number at the metric path `path` (Run.value), with its standard error at the path `error`."""
+def at(path: str) -> Read:
+    """A reader of the number at the metric path `path` (Run.value), with its standard error where the run has one."""
 
     def read(run: Run) -> Any:
-        value = run.value(path)
-        return (value, run.value(error)) if error and value is not None else value
+        value, se = run.value(path), run.error(path)
+        return value if se is None else (value, se)
 
     return read
 
 
 def headline_table(arms: list[Arm]) -> list[Row]:
-    """The headline table, one column per arm."""
-    rows, several, run = [], any(arm.several for arm in arms), arms[0].runs[0]
-
-    def add(group: str, name: str, read: Read, shown: Shown = "{:.3f}", better: str = "", hint: str = "") -> None:
-        rows.append(row_of(arms, group, name, read, shown, better, hint))
-
-    def add_optional(*about: Any) -> None:
-        """Add the row of a number that older runs and some kinds of training lack if some run has it."""
-        add(*about)
-        if not any(cell.n for cell in rows[-1].cells):
-            rows.pop()
-
-    add("Model", "variant", lambda run: run.variant, "{}")
-    add("Model", "parameters without embeddings", lambda run: run.facts.get("params_non_embedding"), si)
-    add("Model", "parameters in total", lambda run: run.facts.get("params"), si)
-    add("Model", "training FLOPs per token", lambda run: run.facts.get("flops_per_token"), si)
-    add("Training", "seed", lambda run: str(run.seed) if several else run.seed, "{}")
-    add("Training", "tokens", at("train.tokens"), si)
-    add("Training", "tokens/s, median over the run", lambda run: run.tokens_per_s, si)
-    add("Training", "training time, seconds", at("train.seconds"), "{:.0f}")
-    trained = trained_on(arms)
+    """The headline table, one column per arm, without the numbers that no run has."""
+    row, several, first = functools.partial(row_of, arms), any(arm.several for arm in arms), arms[0].runs[0]
+    rows = [
+        row("Model", "variant", lambda run: run.variant, "{}"),
+        row("Model", "parameters without embeddings", lambda run: run.facts.get("params_non_embedding"), si),
+        row("Model", "parameters in total", lambda run: run.facts.get("params"), si),
+        row("Model", "training FLOPs per token", lambda run: run.facts.get("flops_per_token"), si),
+        row("Training", "seed", lambda run: str(run.seed) if several else run.seed, "{}"),
+        row("Training", "tokens", at("train.tokens"), si),
+        row("Training", "tokens/s, median over the run", lambda run: run.tokens_per_s, si),
+        row("Training", "training time, seconds", at("train.seconds"), "{:.0f}"),
+    ]
     easier = ", which are easier than text: a higher validation loss does not mean overfitting by itself"
-    hint = f"on {trained}{easier if 'retrieval' in trained else ''}"
-    add("Loss", "training loss, last tenth", at("train.loss"), better="lower", hint=hint)
-    for key, name in (("text", "text"), ("retrieval", "retrieval documents")):
-        add_optional("Loss", f"training loss on {name}, last tenth", at(f"train.loss_{key}"), "{:.3f}", "lower")
-    add("Loss", "validation loss, end of training", at("train.val_loss"), better="lower", hint=f"on {held_out(run)}")
-    tested = f"on {text_of(run, 'perplexity')}" if "perplexity" in run.evals else ""
-    add("Loss", "test loss (nats per token)", at("perplexity.loss", "perplexity.se"), better="lower", hint=tested)
-    add("Loss", "perplexity", at("perplexity.ppl"), "{:.2f}", "lower")
-    add("Loss", "bits per byte", at("perplexity.bits_per_byte"), better="lower")
-    for name, part in RECALL.items():
-        path = f"perplexity.recall.{part}"
-        add_optional("Loss", name, at(f"{path}.loss", f"{path}.se"), "{:.3f}", "lower")
+    trained = trained_on(arms)
+    hints = {
+        "train.loss": f"on {trained}{easier if 'retrieval' in trained else ''}",
+        "train.val_loss": f"on {held_out(first)}",
+        "perplexity.loss": f"on {text_of(first, 'perplexity')}" if "perplexity" in first.evals else "",
+    }
+    for name, path in LOSSES.items():
+        shown = "{:.2f}" if path == "perplexity.ppl" else THREE
+        rows.append(row("Loss", name, at(path), shown, "lower", hints.get(path, "")))
     rows += _needle_rows(arms)
-    for reading, hint in HINTS.items():
-        for key, name, better in (("answer", "attention to the answer", "higher"), ("noise", "attention noise", "lower")):
-            path, optional = f"attention_noise.{reading}.mean.{key}", reading not in READINGS
-            about = f"{name}, {reading.replace('_', ' ')}", at(path, f"{path}_se"), "{:.3f}", better, hint
-            (add_optional if optional else add)("Attention", *about)
-    for key, name in (("entropy", "entropy of an attention row (nats)"), ("negative", "negative share of the absolute mass")):
-        add_optional("Attention", name, at(f"attention_noise.{key}.mean", f"attention_noise.{key}.se"))
-    add_optional("Attention", "share of heads that are sinks", _sinks)
+    for reading, hint in READINGS.items():
+        words, path = reading.replace("_", " "), f"attention_noise.{reading}.mean"
+        rows.append(row("Attention", f"attention to the answer, {words}", at(f"{path}.answer"), better="higher", hint=hint))
+        rows.append(row("Attention", f"attention noise, {words}", at(f"{path}.noise"), better="lower", hint=hint))
+    rows.append(row("Attention", "entropy of an attention row (nats)", at("attention_noise.entropy.mean")))
+    rows.append(row("Attention", "negative share of the absolute mass", at("attention_noise.negative.mean")))
+    rows.append(row("Attention", "share of heads that are sinks", _sinks))
+    return [row for row in rows if any(cell.n for cell in row.cells)]
+
+
+def _sinks(run: Run) -> Any:
+    """The share of sinks, with its standard error, in the longest windows that were measured."""
+    lengths = (run.results("attention_noise") or {}).get("sink") or {}
+    return at(f"attention_noise.sink.{max(lengths, key=int, default='none')}.share")(run)
+
+
+def _needle_rows(arms: list[Arm]) -> list[Row]:
+    measured = [results.get("pairs", []) for arm in arms for results in arm.results("needle")]
+    kinds = list(dict.fromkeys((pair["needles"], pair["asked"]) for pairs in measured for pair in pairs))
+
+    def row(name: str, key: str, kind: tuple[int, int]) -> Row:
+        def read(run: Run) -> Any:
+            pairs = (run.results("needle") or {}).get("pairs", [])
+            pair = next((pair for pair in pairs if (pair["needles"], pair["asked"]) == kind), None)
+            return pair and ((pair[key], pair["se"]) if key == "accuracy" else pair[key])
+
+        return row_of(arms, "Needle", name, read, better="higher")
+
+    rows = []
+    for needles, asked in kinds:
+        name = f"needle accuracy, N={needles}" + (f", R={asked}" if needles > 1 else "")
+        rows.append(row(name, "accuracy", (needles, asked)))
+        if needles > 1:
+            several = sum(other == needles for other, _ in kinds) > 1  # other numbers are asked of as many needles
+            name = f"needle ranked first of {needles}" + (f", R={asked}" if several else "")
+            rows.append(row(name, "rank_accuracy", (needles, asked)))
     return rows
-
-
-RECALL = {
-    "loss on recalled tokens (AR hits)": "hit",
-    "loss on recalled tokens that are rare in training": "rare_hit",
-    "loss on all other tokens": "other",
-}
-HINTS = {
-    **dict.fromkeys(READINGS, ""),
-    "signed": "masses summed over layers, then divided by the summed row sums",
-    "signed_per_layer": "each layer divided by its own row sum, then averaged over layers",
-}
 
 
 def trained_on(arms: list[Arm]) -> str:
@@ -156,29 +182,52 @@ def held_out(run: Run) -> str:
     return "held-out questions" if data["source"] == "mqar" else f"held-out documents of {data['name']}, text alone"
 
 
-def _sinks(run: Run) -> Any:
-    """The share of sinks, with its standard error, in the longest windows that were measured."""
-    lengths = (run.results("attention_noise") or {}).get("sink") or {}
-    path = f"attention_noise.sink.{max(lengths, key=int, default='none')}"
-    return at(f"{path}.share", f"{path}.se")(run)
+# ---------------------------------------- differences
 
 
-def _needle_rows(arms: list[Arm]) -> Iterator[Row]:
-    measured = [results.get("pairs", []) for arm in arms for results in arm.results("needle")]
-    kinds = list(dict.fromkeys((pair["needles"], pair["asked"]) for pairs in measured for pair in pairs)) or [(1, 1)]
-    for needles, asked in kinds:
+def differences(arms: list[Arm], rows: Sequence[Row]) -> list[Difference]:
+    """Every arm less its reference, row by row, paired by seed, but for the rows that say how a model was trained."""
+    compared = [row for row in rows if row.group not in ("Model", "Training")]
+    table = long_table(arms, {i: [cell.values for cell in row.cells] for i, row in enumerate(compared)})
+    results = contrasts(table, {arm.name: arm.reference for arm in arms})
+    for one in results:
+        row = compared[one.metric]
+        one.group, one.metric, one.better = row.group, row.name, row.better
+    return results
 
-        def read(run: Run, key: str, kind: tuple[int, int] = (needles, asked)) -> Any:
-            pairs = (run.results("needle") or {}).get("pairs", [])
-            pair = next((pair for pair in pairs if (pair["needles"], pair["asked"]) == kind), None)
-            return pair and ((pair[key], pair["se"]) if key == "accuracy" else pair[key])
 
-        name = f"needle accuracy, N={needles}" + (f", R={asked}" if needles > 1 else "")
-        yield row_of(arms, "Needle", name, lambda run, read=read: read(run, "accuracy"), "{:.3f}", "higher")
-        if needles > 1:
-            several = sum(other == needles for other, _ in kinds) > 1  # other numbers are asked of as many needles
-            name = f"needle ranked first of {needles}" + (f", R={asked}" if several else "")
-            yield row_of(arms, "Needle", name, lambda run, read=read: read(run, "rank_accuracy"), "{:.3f}", "higher")
+def verdicts(arms: list[Arm], differences: list[Difference]) -> list[str]:
+    """One or two sentences for each arm: the HEADLINES that differ from the first arm, and those without a difference."""
+    if len(arms) == 1:
+        return [f"There is only one arm, {arms[0].name}: add runs of another arm to runs=[...] to compare them."]
+    by_place = {(one.arm, one.metric): one for one in differences}
+    of_arms = {arm.name: [by_place[arm.name, name] for name in HEADLINES if (arm.name, name) in by_place] for arm in arms[1:]}
+    return [f"{name} compared with {arms[0].name}{_verdict(of_arm)}" for name, of_arm in of_arms.items()]
+
+
+def _verdict(headlines: list[Difference]) -> str:
+    if not headlines:
+        return ": the two arms have no number in common for a common seed."
+    n = max(one.n for one in headlines)
+    if n == 1:
+        numbers = ", ".join(f"{HEADLINES[one.metric]} {minus(f'{one.mean:+.3f}')}" for one in headlines)
+        return f" (n = 1 seed): {numbers}. One seed cannot tell a difference from chance: train with -m seed=1,2,3."
+    clear, unclear = [], []
+    for one in headlines:
+        fewer, same = f"n = {one.n}" if one.n < n else "", one.n > 1 and not one.sd
+        if one.clear or (same and one.mean):  # equal differences have no spread, so no interval and no p
+            worse = "worse" if (one.mean > 0) == (one.better == "lower") else "better"
+            clear.append(f"{HEADLINES[one.metric]} {minus(one.text)}, {worse}{fewer and f' ({fewer})'}")
+        else:
+            least = "the difference is the same in every seed" if same else f"{one.detectable:.3g}" if one.sd else ""
+            unclear.append(f"{HEADLINES[one.metric]} ({', '.join(filter(None, (least, fewer)))})")
+    sentences = [f"{'; '.join(clear)}."] if clear else []
+    if unclear:
+        sentences.append(f"No difference detected (smallest detectable difference in brackets): {', '.join(unclear)}.")
+    return f" (n = {n} seeds): {' '.join(sentences)}"
+
+
+# ---------------------------------------- text
 
 
 def si(value: float) -> str:
@@ -189,68 +238,9 @@ def si(value: float) -> str:
     return f"{value:.3g}"
 
 
-# ---------------------------------------- differences
-
-
-def differences(arms: list[Arm], rows: Sequence[Row]) -> list[Difference]:
-    """Every arm less its reference, row by row, paired by seed, but for the rows that say how a model was trained."""
-    compared = [row for row in rows if row.group not in ("Model", "Training")]
-    table = long_table(arms, {i: [cell.values for cell in row.cells] for i, row in enumerate(compared)})
-    found = contrasts(table, {arm.name: arm.reference for arm in arms})
-    for one in found:
-        row = compared[one.metric]
-        one.group, one.metric, one.better = row.group, row.name, row.better
-    return found
-
-
-# The main numbers of a comparison, with their names in the verdicts.
-HEADLINES = {
-    "test loss (nats per token)": "test loss",
-    "validation loss, end of training": "validation loss",
-    "needle accuracy, N=1": "needle accuracy",
-    "attention to the answer, absolute": "attention to the answer (absolute)",
-    "attention noise, absolute": "attention noise (absolute)",
-}
-
-
-def verdicts(arms: list[Arm], found: list[Difference]) -> list[str]:
-    """One or two sentences for each arm: the HEADLINES that differ from the first arm, and those without a difference."""
-    if len(arms) == 1:
-        return [f"There is only one arm, {arms[0].name}: add runs of another arm to runs=[...] to compare them."]
-    by_place = {(one.arm, one.metric): one for one in found}
-    of_arms = [(arm, [by_place[arm.name, name] for name in HEADLINES if (arm.name, name) in by_place]) for arm in arms[1:]]
-    return [f"{arm.name} compared with {arms[0].name}{_verdict(of_arm)}" for arm, of_arm in of_arms]
-
-
-def _verdict(found: list[Difference]) -> str:
-    if not found:
-        return ": the two arms have no number in common for a common seed."
-    n, parts = max(one.n for one in found), {True: [], False: []}
-    if n == 1:
-        numbers = ", ".join(f"{HEADLINES[one.metric]} {minus(f'{one.mean:+.3f}')}" for one in found)
-        return f" (n = 1 seed): {numbers}. One seed cannot tell a difference from chance: train with -m seed=1,2,3."
-    for one in found:
-        fewer, same = f"n = {one.n}" if one.n < n else "", one.n > 1 and not one.sd
-        clear = one.clear or (same and bool(one.mean))  # equal differences have no spread, so no interval and no p
-        if clear:
-            worse = (one.mean > 0) == (one.better == "lower")
-            text = f"{minus(one.text)}, {'worse' if worse else 'better'}{fewer and f' ({fewer})'}"
-        else:
-            least = "the difference is the same in every seed" if same else f"{one.detectable:.3g}" if one.sd else ""
-            text = f"({', '.join(filter(None, (least, fewer)))})"
-        parts[clear].append(f"{HEADLINES[one.metric]} {text}")
-    sentences = [f"{'; '.join(parts[True])}."] if parts[True] else []
-    if parts[False]:
-        sentences.append(f"No difference detected (smallest detectable difference in brackets): {', '.join(parts[False])}.")
-    return f" (n = {n} seeds): {' '.join(sentences)}"
-
-
 def minus(text: str) -> str:
     """Typeset minus signs."""
     return text.replace("-", "−")
-
-
-# ---------------------------------------- text
 
 
 def report_lines(arms: list[Arm], rows: list[Row]) -> list[list[str]]:
@@ -258,9 +248,9 @@ def report_lines(arms: list[Arm], rows: list[Row]) -> list[list[str]]:
     return [["", *(arm.title for arm in arms)]] + [[row.name, *(cell.text for cell in row.cells)] for row in rows]
 
 
-def difference_lines(arms: list[Arm], rows: list[Row], found: list[Difference], head: str = "") -> list[list[str]]:
+def difference_lines(arms: list[Arm], rows: list[Row], differences: list[Difference], head: str = "") -> list[list[str]]:
     """The rows' differences as text, one column per arm after the first, the header first; [] without differences."""
-    by_place = {(one.metric, one.arm): one.text for one in found}
+    by_place = {(one.metric, one.arm): one.text for one in differences}
     lines = [[row.name, *(by_place.get((row.name, arm.name), "") for arm in arms[1:])] for row in rows]
     lines = [line for line in lines if any(line[1:])]
     return [[head, *(arm.name for arm in arms[1:])], *lines] if lines else []
@@ -275,8 +265,4 @@ def markdown(lines: Sequence[Sequence[str]]) -> str:
 def columns(lines: Sequence[Sequence[str]]) -> str:
     """A table for the terminal."""
     first, *widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-
-    def padded(line: Sequence[str]) -> str:
-        return "  ".join([line[0].ljust(first), *map(str.rjust, line[1:], widths)])
-
-    return "\n".join(map(padded, lines))
+    return "\n".join("  ".join([line[0].ljust(first), *map(str.rjust, line[1:], widths)]) for line in lines)

@@ -218,7 +218,7 @@ def attend_union(
     k, v = _joined(keys), _joined(values)  # (B, H, n S, d), (B, H, n S, dv)
     if backend == "math":
         return reference.attend(q, k, v, see, dropout, bias)
-    return sdpa(q, k, v, mask, see, dropout, bias=bias)
+    return sdpa(q, k, v, mask, (see, bias), dropout)
 
 
 def attend_map(

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..once import once
+from ..first_derivative import once
 from .mask import EVERYTHING, Mask
 
 # SHORT: number of keys up to which a CPU's float32 flash kernel is faster than its bfloat16 kernel, in spite of the conversion
@@ -32,12 +32,11 @@ def sdpa(
     k: Tensor,
     v: Tensor,
     mask: Mask,
-    see: Tensor | None = None,
+    shown: tuple[Tensor, Tensor | None] | None = None,
     dropout: float = 0.0,
     scale: float | None = None,
-    bias: Tensor | None = None,
 ) -> Tensor:
-    """torch's fused kernel; `see` and `bias` replace the mask's own dense form, `scale` replaces 1 / sqrt(d).
+    """torch's fused kernel; `shown`, what is seen and its bias, replaces the mask's `dense` form, `scale` 1 / sqrt(d).
 
     CPU: all widths are zero-padded to the widest, and keys are repeated for the queries of a group. CUDA: widths stay as they
     are, and the flash and cuDNN kernels share keys inside the kernel; the memory-efficient kernel cannot share them.
@@ -46,10 +45,10 @@ def sdpa(
     if q.device.type == "cpu":
         if q.dtype == torch.bfloat16 and S <= SHORT:
             with torch.autocast("cpu", enabled=False):
-                return sdpa(q.float(), k.float(), v.float(), mask, see, dropout, scale, bias).to(q.dtype)
+                return sdpa(q.float(), k.float(), v.float(), mask, shown, dropout, scale).to(q.dtype)
         q, k, v = (widen(x, max(q.shape[-1], width)) for x in (q, k, v))
     # A single query has the last position and sees every key.
-    unmasked = see is None and (mask.sees_everything or (mask.plain and (T == S or T == 1)))
+    unmasked = shown is None and (mask.sees_everything or (mask.plain and (T == S or T == 1)))
     options = {"scale": scale, "dropout_p": dropout}
     if unmasked and q.device.type != "cpu" and q.dtype != torch.float32:
         options["enable_gqa"] = k.shape[1] != q.shape[1]
@@ -59,14 +58,13 @@ def sdpa(
         if mask.causal and T > 1:  # not is_causal=T > 1: with a symbolic T that is a SymBool, which torch refuses
             options["is_causal"] = True
         return F.scaled_dot_product_attention(q, k, v, **options)[..., :width]
-    if see is None:
-        see, bias = dense(mask, q, k)
+    see, bias = shown or dense(mask, q, k)
     see = spread(see, q)
     blind = ~see.any(-1, keepdim=True)  # as in reference.weights
-    shown = see | blind
+    rule = see | blind
     if bias is not None:
-        shown = spread(bias, q).to(q.dtype).masked_fill(~shown, float("-inf"))
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=shown, **options)[..., :width]
+        rule = spread(bias, q).to(q.dtype).masked_fill(~rule, float("-inf"))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=rule, **options)[..., :width]
     return out.masked_fill(blind, 0.0)
 
 
@@ -93,7 +91,7 @@ def one_query(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float, sets:
     see = None if mask.plain else mask.dense(1, k.shape[-2] // sets, q.device).repeat(1, 1, 1, sets)
     # cuDNN would make a plan for every number of keys, that is for every new token.
     with sdpa_kernel(WITHOUT_PLANS) if q.is_cuda else nullcontext():
-        return sdpa(rows, k, v, EVERYTHING, see, dropout).reshape(*q.shape[:-1], v.shape[-1])
+        return sdpa(rows, k, v, EVERYTHING, None if see is None else (see, None), dropout).reshape(*q.shape[:-1], v.shape[-1])
 
 
 def dense(mask: Mask, q: Tensor, k: Tensor, sets: int = 1) -> tuple[Tensor, Tensor | None]:

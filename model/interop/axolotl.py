@@ -22,6 +22,18 @@ from .rows import change_rows, heads_in_halves, heads_in_pairs, keep_lambda
 
 PLUGIN = "axolotl_diff_transformer.plugin.DifferentialTransformerPlugin"
 FLAGS = {"zero_init": False, "sublayer_norm": True, "split_heads": False, "mirror_weights": False}  # axolotl's defaults
+CONVERSIONS = {  # the first of these flags that is true: the conversion, and how it differs from axolotl's
+    "split_heads": (
+        Conversion(heads="split", init="open"),
+        "split_heads keeps queries and keys (axolotl draws new ones) and permutes the output projection",
+    ),
+    "zero_init": (Conversion(), "zero_init copies the first maps and starts lambda at 0; axolotl's zero weights never learn"),
+    "mirror_weights": (
+        Conversion(init="mirror"),
+        "mirror_weights scales the output projection, so that the function stays with sublayer_norm: false; axolotl does not",
+    ),
+}
+NORM_NOTE = "sublayer_norm: the output projection restores the heads' mean sizes; in axolotl it does not"
 TRAINING = {  # a number of config.yml: the field of train.py
     "diff_attn_warmup_steps": "model.diff.lambda_warmup",
     "diff_attn_log_every": "monitor.every",
@@ -29,7 +41,6 @@ TRAINING = {  # a number of config.yml: the field of train.py
     "learning_rate": "optim.lr",
     "seed": "seed",
 }
-ABOUT = {"base_model", "diff_attention", "plugins", "output_dir"}
 
 
 class Settings(NamedTuple):
@@ -45,9 +56,8 @@ class Settings(NamedTuple):
 def read_settings(config: Any) -> Settings:
     """The settings of a parsed config.yml. The flags of axolotl's command line are read as keys of the file.
 
-    zero_init is init=zero, mirror_weights is init=mirror, neither is init=open second=random (axolotl's default);
-    split_heads is heads=split. With diff_attention: true the base model is converted already: to=same. ValueError for a
-    file without base_model, values of the wrong type, and flags that axolotl refuses together.
+    Without a flag: init=open second=random, axolotl's default. diff_attention: true says that the base model is converted
+    already: to=same. ValueError: no base_model, a value of the wrong type, flags that axolotl refuses together.
     """
     if not isinstance(config, dict) or not isinstance(config.get("base_model"), str):
         raise ValueError("axolotl's config names no base_model: add base_model: FOLDER, or a name of the hub")
@@ -60,11 +70,13 @@ def read_settings(config: Any) -> Settings:
     for other in ("split_heads", "mirror_weights"):
         if flags["zero_init"] and flags[other]:
             raise ValueError(f"axolotl's config asks for zero_init and {other}, which exclude each other: drop one")
+    flag = next((name for name in CONVERSIONS if flags[name]), None)
+    how, *notes = CONVERSIONS[flag] if flag else (Conversion(init="open", second="random"),)
+    how, notes = replace(how, sublayer_norm=flags["sublayer_norm"]), notes + [NORM_NOTE] * flags["sublayer_norm"]
     if config.get("diff_attention"):
         how, notes = Conversion(to="same"), ["diff_attention: true says that the base model is converted already"]
-    else:
-        how, notes = _conversion(flags)
-    unread = sorted(map(str, set(config) - {*FLAGS, *TRAINING, *ABOUT}))  # YAML reads a key `on` as a boolean
+    read = {*FLAGS, *TRAINING, "base_model", "diff_attention", "plugins", "output_dir"}
+    unread = sorted(map(str, set(config) - read))  # YAML reads a key `on` as a boolean
     return Settings(config["base_model"], how, _training(config, how), notes, unread)
 
 
@@ -75,38 +87,17 @@ def written_settings(config: dict[str, Any], model: str) -> dict[str, Any]:
     return kept | {"base_model": model, "plugins": [*plugins, PLUGIN], "diff_attention": True}
 
 
-def _conversion(flags: dict[str, bool]) -> tuple[Conversion, list[str]]:
-    notes = []
-    if flags["split_heads"]:
-        how = Conversion(heads="split", init="open")
-        notes.append("split_heads keeps queries and keys (axolotl draws new ones) and permutes the output projection")
-    elif flags["zero_init"]:
-        how = Conversion()
-        notes.append("zero_init copies the first maps and starts lambda at 0; axolotl's zero weights never learn")
-    elif flags["mirror_weights"]:
-        how = Conversion(init="mirror")
-        scales = "mirror_weights scales the output projection, so that the function stays with sublayer_norm: false"
-        notes.append(f"{scales}; axolotl does not")
-    else:
-        how = Conversion(init="open", second="random")
-    if flags["sublayer_norm"]:
-        notes.append("sublayer_norm: the output projection restores the heads' mean sizes; in axolotl it does not")
-    return replace(how, sublayer_norm=flags["sublayer_norm"]), notes
-
-
 def _training(config: dict[str, Any], how: Conversion) -> dict[str, float]:
-    found = {}
-    for theirs, ours in TRAINING.items():
-        if config.get(theirs) is None:
+    fields = {}
+    for key, field in TRAINING.items():
+        if config.get(key) is None or (how.init == "mirror" and "warmup" in key):  # mirrored: `out` makes up for all of lambda
             continue
         try:
-            value = float(config[theirs])  # YAML reads 1e-4 as a text
+            value = float(config[key])  # YAML reads 1e-4 as a text
+            fields[field] = int(value) if value.is_integer() else value
         except (TypeError, ValueError, OverflowError):
-            raise ValueError(f"axolotl's config says {theirs}: {config[theirs]}: use a number") from None
-        found[ours] = int(value) if value.is_integer() else value
-    if how.init == "mirror":  # the output projection compensates for the full lambda: no warm-up
-        found.pop("model.diff.lambda_warmup", None)
-    return found
+            raise ValueError(f"axolotl's config says {key}: {config[key]}: use a number") from None
+    return fields
 
 
 class Axolotl(Llama):
@@ -118,11 +109,9 @@ class Axolotl(Llama):
     block_names = DiffLlama.block_names | {"attention.head_norm": "self_attn.subln"}
 
     def our_config(self, config: dict[str, Any]) -> DecoderConfig:
-        options = DiffConfig(
-            heads="half" if config.get("split_heads") else "double",
-            head_norm="affine" if config.get("sublayer_norm", True) else "none",
-        )
-        return replace(super().our_config(config), diff=options)
+        heads = "half" if config.get("split_heads") else "double"
+        norm = "affine" if config.get("sublayer_norm", True) else "none"
+        return replace(super().our_config(config), diff=DiffConfig(heads=heads, head_norm=norm))
 
     def their_config(self, cfg: DecoderConfig) -> dict[str, Any]:
         flags = {"split_heads": cfg.diff.heads == "half", "sublayer_norm": cfg.diff.head_norm != "none"}
@@ -141,9 +130,9 @@ class Axolotl(Llama):
         cfg, state = super().read(config, weights)
         for layer in layers:
             prefix = f"blocks.{layer}.attention."
-            own = {name: state[prefix + name] for name in VECTORS} | {"lambda_init": stored[layer]}
-            keep_lambda(own, scheduled(layer))
-            state |= {prefix + name: vector for name, vector in own.items()}
+            vectors = {name: state[prefix + name] for name in VECTORS} | {"lambda_init": stored[layer]}
+            keep_lambda(vectors, scheduled(layer))
+            state |= {prefix + name: vector for name, vector in vectors.items()}
         return cfg, state
 
     def to_ours(self, state: dict[str, Tensor], cfg: DecoderConfig) -> dict[str, Tensor]:
@@ -162,8 +151,7 @@ class Axolotl(Llama):
             attention, prefix = block.attention, f"blocks.{layer}.attention."
             state[f"{prefix}out.weight"] = state[f"{prefix}out.weight"] * attention.head_scale
             state.setdefault(f"{prefix}head_norm.weight", torch.ones(attention.value_width))
-            vectors = new_vectors(attention, attention.lambda_init)
-            state |= {prefix + name: vector for name, vector in vectors.items()}
+            state |= {prefix + name: vector for name, vector in new_vectors(attention, attention.lambda_init).items()}
         return state
 
     def write(self, model: Decoder) -> tuple[dict[str, Any], dict[str, Tensor]]:

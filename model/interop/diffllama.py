@@ -25,7 +25,6 @@ class DiffLlama(Llama):
     architecture, model_type, letter = "DiffLlamaForCausalLM", "diffllama", "d"
     defaults = Llama.defaults | {"rms_norm_eps": 1e-5}
     block_names = Llama.block_names | {f"attention.{name}": f"self_attn.{name}" for name in VECTORS}
-
     options = {"head_norm": ("plain", "affine"), "heads": ("half",), "qk_norm": (False,), "scale_norm": (False,)}
     bias_keys = {"attention_bias": (".self_attn.",)}
 
@@ -43,9 +42,7 @@ class DiffLlama(Llama):
     def to_theirs(self, model: Decoder) -> dict[str, Tensor]:
         """Our tensors in DiffLlama's order. `out` and the vectors of lambda take up what DiffLlama has no place for.
 
-        The columns of `out` are multiplied by the weight of our head norm, and by the quotient of the two factors
-        1 - lambda_init, which is 1 where our lambda_init is the schedule's. Where our lambda has another form than
-        vectors, another start than the schedule, or an unfinished warm-up, new vectors give the same lambda.
+        That is the weight of our head norm, and another lambda_init, form or warm-up of lambda than DiffLlama's.
         """
         state, width = super().to_theirs(model), model.cfg.head_dim
         change_rows(state, ("q", "k", "v"), lambda rows: heads_in_halves(rows, width))
@@ -54,15 +51,14 @@ class DiffLlama(Llama):
             factor = attention.head_scale / (1 - scheduled(layer))
             gain = state.get(f"{prefix}head_norm.weight", torch.ones(2 * width))
             state[f"{prefix}out.weight"] = state[f"{prefix}out.weight"] * (gain * factor).repeat(attention.heads)
-            vectors = new_vectors(attention, scheduled(layer))
-            state |= {prefix + name: vector for name, vector in vectors.items()}
+            state |= {prefix + name: vector for name, vector in new_vectors(attention, scheduled(layer)).items()}
         return state
 
 
 def new_vectors(attention: DiffAttention, start: float) -> dict[str, Tensor]:
     """Vectors with exp(q1.k1) - exp(q2.k2) + start = lambda, one exponential being 1; none if the attention's own fit."""
-    own = attention.lambda_form == "vectors" and attention.lambda_mix == 1
-    if own and abs(attention.lambda_init - start) < 1e-9:
+    finished = attention.lambda_form == "vectors" and attention.lambda_mix == 1
+    if finished and abs(attention.lambda_init - start) < 1e-9:
         return {}
     difference = attention.lam().item() - start
     vectors = {name: torch.zeros(attention.width) for name in VECTORS}

@@ -24,15 +24,13 @@ def local_folder(name: str | Path) -> Path:
         raise ValueError(f"{name} is not a folder: give a folder with config.json and model.safetensors, or a name of the hub")
     try:
         from huggingface_hub import snapshot_download
-    except ModuleNotFoundError:
-        raise ValueError(
-            f"there is no folder {name}, and a model of the hub needs a package: pip install huggingface_hub"
-        ) from None
-    try:
+
         return Path(snapshot_download(str(name), allow_patterns=HUB_FILES))
+    except ModuleNotFoundError:
+        raise ValueError(f"there is no folder {name}; for a model of the hub, pip install huggingface_hub") from None
     except Exception as error:  # the errors of the hub and of the http library have no common class
-        said = " ".join(str(error).split())[:200]
-        wrong = f"there is no folder {name}, and the hub did not give it ({type(error).__name__}: {said})"
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        wrong = f"there is no folder {name}, and the hub did not give it ({reason})"
         raise ValueError(f"{wrong}: correct the name, or download it and give its folder") from None
 
 
@@ -40,9 +38,8 @@ def read_config(path: Path) -> dict[str, Any]:
     """The content of the folder's config.json. ValueError if it is missing, damaged, or of quantized weights."""
     file = path / "config.json"
     if not file.is_file():
-        fix = "give the folder that save_pretrained wrote"
-        if (path / "adapter_config.json").exists():
-            fix = "merge the adapter into its model first (peft's merge_and_unload) and save that"
+        adapter = (path / "adapter_config.json").exists()
+        fix = "merge the adapter into its model (peft's merge_and_unload)" if adapter else "give what save_pretrained wrote"
         raise ValueError(f"{path} has no config.json: {fix}")
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -82,11 +79,13 @@ class Weights:
         self.path, self.tensors = path, {}
         for file in _weight_files(path):
             try:
-                self.tensors |= {name: tensor.float() for name, tensor in load_file(file).items()}
+                tensors = load_file(file)
             except FileNotFoundError:
                 raise ValueError(f"{path} lacks {file.name}, which its index lists: copy the whole folder again") from None
             except (SafetensorError, OSError) as error:
                 raise ValueError(f"{file} cannot be read ({error}): copy the folder again") from None
+            # torch.compile puts _orig_mod before the names of what it compiles.
+            self.tensors |= {name.replace("_orig_mod.", ""): tensor.float() for name, tensor in tensors.items()}
         for name, tensor in self.tensors.items():
             if not tensor.isfinite().all():
                 raise ValueError(f"{path} holds NaN or infinity in the tensor {name}: use another model")
@@ -125,6 +124,6 @@ def _weight_files(path: Path) -> list[Path]:
             return [path / Path(name).name for name in sorted(names)]
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise ValueError(f"{path / INDEX} is damaged: {SAVE_AGAIN}") from None
-    pickled = [file.name for file in (*path.glob("*.bin"), *path.glob("*.pt"), *path.glob("*.pth"))]
+    pickled = [file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in path.glob(pattern)]
     wrong = f"only pickled weights ({pickled[0]}), which can run code when loaded" if pickled else f"no {WEIGHTS}"
     raise ValueError(f"{path} has {wrong}: {SAVE_AGAIN}")

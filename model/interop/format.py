@@ -16,9 +16,8 @@ from .folder import SAVE_AGAIN, Weights, number
 class Format:
     """The tables of one architecture, read both ways. "Ours" is our decoder's, "theirs" is the architecture's.
 
-    A subclass fills in the tables. Where the architecture has its rows in another order, `to_ours` and `to_theirs`
-    rearrange them. If an entry has several of our names, with blanks between them, one tensor of theirs holds the rows of
-    ours in that order.
+    A subclass fills in the tables; where rows lie in another order, its `to_ours` and `to_theirs` rearrange them. An entry
+    with several of our names, with blanks between them, is one tensor of theirs that holds their rows in that order.
     """
 
     architecture: ClassVar[str]  # the class that config.json names
@@ -36,9 +35,7 @@ class Format:
 
     def our_config(self, config: dict[str, Any]) -> DecoderConfig:
         """Our configuration for a config.json. ValueError for a function that our decoder cannot compute."""
-        fields = {
-            ours: number(config, theirs, self.defaults, whole=ours != "norm_eps") for theirs, ours in self.settings.items()
-        }
+        fields = {ours: number(config, theirs, self.defaults, ours != "norm_eps") for theirs, ours in self.settings.items()}
         fields |= {field: allowed[0] for field, allowed in self.parts.items()}
         if self.options:
             variant = VARIANTS[self.letter]
@@ -95,7 +92,7 @@ class Format:
         self.clean(weights)
         state: dict[str, Tensor] = {}
         for shapes, theirs in self._table(cfg, config):
-            state |= _rows(shapes, weights, theirs, theirs.endswith(self.transposed)) if theirs else _zeros(shapes)
+            state |= self._rows(shapes, weights, theirs) if theirs else _zeros(shapes)
         if cfg.tie:
             state["head.weight"] = state["embedding.weight"]
             weights.drop_copies(r"(lm_|decoder\.)head\.weight", state["head.weight"])
@@ -131,6 +128,18 @@ class Format:
                     absent = kind == ".bias" and not any(text in theirs for text in biased)
                     yield shapes, None if absent else theirs + kind
 
+    def _rows(self, shapes: dict[str, torch.Size], weights: Weights, theirs: str) -> dict[str, Tensor]:
+        """Our tensors of these shapes, of which the tensor `theirs` holds the rows. ValueError if the shapes differ."""
+        tensor = weights.take(theirs)
+        tensor = tensor.transpose(0, -1) if theirs.endswith(self.transposed) else tensor
+        first, *more = shapes.values()
+        whole = (sum(shape[0] for shape in shapes.values()), *first[1:]) if more else first
+        if tensor.shape != whole:
+            wrong = f"{' with '.join(shapes)} is {tuple(tensor.shape)}, not {tuple(whole)}"
+            raise ValueError(f"{weights.path} does not fit its config.json: {wrong}: correct config.json, or {SAVE_AGAIN}")
+        parts = tensor.split([shape[0] for shape in shapes.values()]) if more else (tensor,)
+        return {name: part.contiguous() for name, part in zip(shapes, parts, strict=True)}
+
 
 def tensor_shapes(cfg: DecoderConfig) -> dict[str, torch.Size]:
     """The shapes of our decoder's tensors. ValueError: the configuration has impossible sizes."""
@@ -138,23 +147,9 @@ def tensor_shapes(cfg: DecoderConfig) -> dict[str, torch.Size]:
         with torch.device("meta"):
             return {name: tensor.shape for name, tensor in Decoder(cfg).state_dict().items()}
     except (TypeError, RuntimeError) as error:
-        said = " ".join(str(error).split())[:100]
-        raise ValueError(f"config.json does not describe a model ({said}): {SAVE_AGAIN}") from None
+        reason = " ".join(str(error).split())[:100]
+        raise ValueError(f"config.json does not describe a model ({reason}): {SAVE_AGAIN}") from None
 
 
 def _zeros(shapes: dict[str, torch.Size]) -> dict[str, Tensor]:
     return {name: torch.zeros(shape) for name, shape in shapes.items()}
-
-
-def _rows(shapes: dict[str, torch.Size], weights: Weights, theirs: str, transposed: bool) -> dict[str, Tensor]:
-    """Our tensors of these shapes, of which the tensor `theirs` holds the rows. ValueError if the shapes differ."""
-    tensor = weights.take(theirs)
-    tensor = tensor.transpose(0, -1) if transposed else tensor
-    first, *more = shapes.values()
-    whole = (sum(shape[0] for shape in shapes.values()), *first[1:]) if more else first
-    if tensor.shape != whole:
-        names = " with ".join(shapes)
-        wrong = f"{weights.path} does not fit its config.json: {names} is {tuple(tensor.shape)}, not {tuple(whole)}"
-        raise ValueError(f"{wrong}: correct config.json, or {SAVE_AGAIN}")
-    parts = tensor.split([shape[0] for shape in shapes.values()]) if more else (tensor,)
-    return {name: part.contiguous() for name, part in zip(shapes, parts, strict=True)}

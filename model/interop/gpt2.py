@@ -25,30 +25,19 @@ class GPT2(Format):
         "vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "n_inner": None,
         "layer_norm_epsilon": 1e-5,
     }  # fmt: skip
-    names = {
-        "embedding": "transformer.wte", "positions": "transformer.wpe", "norm": "transformer.ln_f", "head": "lm_head",
-    }  # fmt: skip
+    names = {"embedding": "transformer.wte", "positions": "transformer.wpe", "norm": "transformer.ln_f", "head": "lm_head"}
     blocks = "transformer.h.{}."
     block_names = {
-        "attention_norm": "ln_1",
-        "attention.q attention.k attention.v": "attn.c_attn",
-        "attention.out": "attn.c_proj",
-        "mlp_norm": "ln_2",
-        "mlp.up": "mlp.c_fc",
-        "mlp.down": "mlp.c_proj",
-    }
+        "attention_norm": "ln_1", "attention.q attention.k attention.v": "attn.c_attn", "attention.out": "attn.c_proj",
+        "mlp_norm": "ln_2", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj",
+    }  # fmt: skip
     transposed = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 
     def our_config(self, config: dict[str, Any]) -> DecoderConfig:
-        allow_only(
-            config, scale_attn_weights=(True,), scale_attn_by_inverse_layer_idx=(False,), add_cross_attention=(False,),
-            activation_function=tuple(ACTIVATIONS),
-        )  # fmt: skip
-        cfg = super().our_config(config)
-        return replace(
-            cfg, d_ff=cfg.d_ff or 4 * cfg.d_model, mlp=ACTIVATIONS[config.get("activation_function", "gelu_new")],
-            bias=True, tie=config.get("tie_word_embeddings", True),
-        )  # fmt: skip
+        allow_only(config, scale_attn_weights=(True,), scale_attn_by_inverse_layer_idx=(False,), add_cross_attention=(False,))
+        allow_only(config, activation_function=tuple(ACTIVATIONS))
+        cfg, mlp = super().our_config(config), ACTIVATIONS[config.get("activation_function", "gelu_new")]
+        return replace(cfg, d_ff=cfg.d_ff or 4 * cfg.d_model, mlp=mlp, bias=True, tie=config.get("tie_word_embeddings", True))
 
     def their_config(self, cfg: DecoderConfig) -> dict[str, Any]:
         activation = next(theirs for theirs, ours in ACTIVATIONS.items() if ours == cfg.mlp)
@@ -58,15 +47,12 @@ class GPT2(Format):
     def refusal(self, model: Decoder) -> str | None:
         cfg = model.cfg
         fits = cfg.n_kv_head == cfg.n_head and cfg.head_dim * cfg.n_head == cfg.d_model
-        why = None if fits else "its keys are grouped or its heads have a width of their own"
-        return super().refusal(model) or why
+        return super().refusal(model) or (None if fits else "its keys are grouped or its heads have a width of their own")
 
     def biased(self, config: dict[str, Any]) -> tuple[str, ...]:
         return ("transformer.h.", "transformer.ln_f")  # all but the embeddings and the head
 
     def clean(self, weights: Weights) -> None:
-        weights.tensors = {
-            name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}": tensor
-            for name, tensor in weights.tensors.items()
-        }
+        known = ("transformer.", "lm_head.")
+        weights.tensors = {k if k.startswith(known) else f"transformer.{k}": tensor for k, tensor in weights.tensors.items()}
         weights.drop(r"transformer\.h\.\d+\.attn\.(masked_)?bias")  # the causal mask, which older versions saved

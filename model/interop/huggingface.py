@@ -21,18 +21,9 @@ from .relatives import UNLIKE, Mistral, Olmo2, Phi3, Qwen2, Qwen3
 from .remote import Remote, Safetensors
 
 FORMATS: dict[str, Format] = {
-    "diffllama": DiffLlama(),
-    "llama": Llama(),
-    "gpt2": GPT2(),
-    "mistral": Mistral(),
-    "qwen2": Qwen2(),
-    "qwen3": Qwen3(),
-    "olmo2": Olmo2(),
-    "phi3": Phi3(),
-    "remote": Remote(),
-    "safetensors": Safetensors(),
-    "axolotl": Axolotl(),
-}
+    "diffllama": DiffLlama(), "llama": Llama(), "gpt2": GPT2(), "mistral": Mistral(), "qwen2": Qwen2(), "qwen3": Qwen3(),
+    "olmo2": Olmo2(), "phi3": Phi3(), "remote": Remote(), "safetensors": Safetensors(), "axolotl": Axolotl(),
+}  # fmt: skip
 
 
 class Export(NamedTuple):
@@ -47,12 +38,8 @@ class Export(NamedTuple):
 def read_folder(folder: str | Path) -> tuple[DecoderConfig, dict[str, Tensor]]:
     """The model in `folder`, or of that name on the Hugging Face hub, as (configuration, float32 state dict).
 
-    `Decoder(cfg).load_state_dict(state)` computes the logits that transformers computes. The function reads
-    GPT2LMHeadModel, LlamaForCausalLM and its relatives, DiffLlamaForCausalLM, axolotl's models and the folders that
-    `export` makes; weights in one file or several, any float type, tied or not, grouped keys, explicit head_dim.
-
-    ValueError: no such folder, no weights or pickled ones, another architecture, a RoPE or an activation that our decoder
-    lacks, tensors that are not those of the configuration.
+    `Decoder(cfg).load_state_dict(state)` computes the logits that transformers computes. ValueError: no such folder, no weights
+    or pickled ones, another architecture, a function that our decoder lacks, tensors that are not those of the configuration.
     """
     path = local_folder(folder)
     config = read_config(path)
@@ -69,10 +56,9 @@ def read_folder(folder: str | Path) -> tuple[DecoderConfig, dict[str, Tensor]]:
 def export(model: Decoder, to: str | None = None, eot: int | None = None) -> Export:
     """`model`, on the CPU, in the format `to`. None: a model of transformers that computes the same function, else remote.
 
-    diffllama, llama, gpt2, mistral, qwen2, qwen3, olmo2, phi3: transformers' own models. remote: our modeling code in the
-    folder, loaded with trust_remote_code=True, for every variant. safetensors: weights and configuration under our own
-    names, without code. axolotl: `diff` stacks, converted ones too, for axolotl with its plugin.
-    eot: the token that begins and ends documents. ValueError: the function has no counterpart in `to`, with the reason.
+    remote: with our modeling code, loaded with trust_remote_code=True, for every variant. safetensors: the same without code.
+    axolotl: `diff` stacks, for axolotl with its plugin. eot: the token that begins and ends documents. ValueError: the function
+    has no counterpart in `to`, with the reason.
     """
     if to is None:
         to = next(name for name, form in FORMATS.items() if form.refusal(model) is None)

@@ -34,12 +34,9 @@ class Llama(Format):
     names = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
     blocks = "model.layers.{}."
     block_names = {
-        "attention_norm": "input_layernorm",
-        "mlp_norm": "post_attention_layernorm",
-        "mlp.gate": "mlp.gate_proj",
-        "mlp.up": "mlp.up_proj",
-        "mlp.down": "mlp.down_proj",
-    } | {f"attention.{ours}": f"self_attn.{theirs}" for theirs, ours in LLAMA.items()}
+        "attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm", "mlp.gate": "mlp.gate_proj",
+        "mlp.up": "mlp.up_proj", "mlp.down": "mlp.down_proj",
+    } | {f"attention.{ours}": f"self_attn.{theirs}" for theirs, ours in LLAMA.items()}  # fmt: skip
     bias_keys = {"attention_bias": (".self_attn.",), "mlp_bias": (".mlp.",)}  # key of config.json: the biased modules
     always_biased: tuple[str, ...] = ()  # modules that have biases in any case
     scalings: tuple[str, ...] = ("none", "linear", "llama3")  # kinds of RoPE
@@ -49,20 +46,22 @@ class Llama(Format):
             allow_only(config, sliding_window=(None,))
         allow_only(config, hidden_act=("silu", "swish"), partial_rotary_factor=(1, None))
         theta, scaling = _rope(config, self.scalings)
+        biased = self.biased(config)
+        modules = {"bias": ".mlp.gate_proj", "qkv_bias": ".self_attn.q_proj", "projection_bias": ".self_attn.o_proj"}
+        biases = {field: any(part in module for part in biased) for field, module in modules.items()}
         return replace(
-            super().our_config(config), rope_theta=theta, rope_scaling=scaling, rope_layout="half",
-            **self._biases(config), tie=bool(config.get("tie_word_embeddings", False)),
+            super().our_config(config), rope_theta=theta, rope_scaling=scaling, rope_layout="half", **biases,
+            tie=bool(config.get("tie_word_embeddings", False)),
         )  # fmt: skip
 
     def their_config(self, cfg: DecoderConfig) -> dict[str, Any]:
         rope: dict[str, Any] = {"rope_theta": cfg.rope_theta, "rope_parameters": _rope_keys(cfg)}
         if cfg.rope_scaling.kind != "none":
             rope["rope_scaling"] = _rope_keys(cfg)  # the key that transformers before 5 reads
-        own = {"attention_bias": bool(cfg.qkv_bias or cfg.projection_bias), "mlp_bias": cfg.bias}
-        biases = {key: own[key] for key in self.bias_keys}
-        return super().their_config(cfg) | biases | rope | {
-            "hidden_act": "silu", "attention_dropout": cfg.attention_dropout,
-        }  # fmt: skip
+        biases = {"attention_bias": bool(cfg.qkv_bias or cfg.projection_bias), "mlp_bias": cfg.bias}
+        biases = {key: biases[key] for key in self.bias_keys}
+        rest = {"hidden_act": "silu", "attention_dropout": cfg.attention_dropout}
+        return super().their_config(cfg) | biases | rope | rest
 
     def refusal(self, model: Decoder) -> str | None:
         cfg = model.cfg
@@ -74,14 +73,7 @@ class Llama(Format):
         return why if cfg.d_model % cfg.n_head else None
 
     def biased(self, config: dict[str, Any]) -> tuple[str, ...]:
-        asked = (part for key, parts in self.bias_keys.items() if config.get(key) for part in parts)
-        return (*self.always_biased, *asked)
-
-    def _biases(self, config: dict[str, Any]) -> dict[str, bool]:
-        """Which of our projections have biases, as fields of DecoderConfig."""
-        modules = {"bias": ".mlp.gate_proj", "qkv_bias": ".self_attn.q_proj", "projection_bias": ".self_attn.o_proj"}
-        biased = self.biased(config)
-        return {field: any(part in module for part in biased) for field, module in modules.items()}
+        return (*self.always_biased, *(part for key, parts in self.bias_keys.items() if config.get(key) for part in parts))
 
     def clean(self, weights: Weights) -> None:
         weights.drop(r".*rotary_emb\.inv_freq")  # which older versions saved with the weights
@@ -115,21 +107,17 @@ def _rope(config: dict[str, Any], kinds: tuple[str, ...]) -> tuple[float, RopeSc
     kind = str(rope.get("rope_type", rope.get("type", "default")))
     kind = "none" if kind == "default" else kind
     if kind not in kinds or rope.get("partial_rotary_factor", 1) != 1:
-        kind, *known = (k.replace("none", "default") for k in (kind, *kinds))
-        plain = " or ".join(known)
-        raise ValueError(
-            f"config.json asks for {kind} RoPE ({json.dumps(rope)}), but for this architecture our decoder has only {plain} "
-            "RoPE, over the whole width of a head: use another model"
-        )
+        asked, *known = (name.replace("none", "default") for name in (kind, *kinds))
+        has = f"for this architecture our decoder has only {' or '.join(known)} RoPE, over the whole width of a head"
+        raise ValueError(f"config.json asks for {asked} RoPE ({json.dumps(rope)}), but {has}: use another model")
     theta = number({"rope_theta": config.get("rope_theta")} | rope, "rope_theta", {"rope_theta": 10000.0})
-    known = {"original_max_position_embeddings": config.get("max_position_embeddings")} | rope
+    values = {"original_max_position_embeddings": config.get("max_position_embeddings")} | rope
     keys = SCALING_KEYS.get(kind, {})
-    return float(theta), RopeScaling(kind, **{ours: number(known, theirs, {}) for theirs, ours in keys.items()})
+    return float(theta), RopeScaling(kind, **{ours: number(values, theirs, {}) for theirs, ours in keys.items()})
 
 
 def _rope_keys(cfg: DecoderConfig) -> dict[str, Any]:
     """`rope_parameters` of config.json."""
-    scaling = asdict(cfg.rope_scaling)
-    kind = {"none": "default"}.get(cfg.rope_scaling.kind, cfg.rope_scaling.kind)
+    scaling, kind = asdict(cfg.rope_scaling), cfg.rope_scaling.kind
     keys = {theirs: scaling[ours] for theirs, ours in SCALING_KEYS.get(kind, {}).items()}
-    return {"rope_type": kind, "rope_theta": cfg.rope_theta} | keys
+    return {"rope_type": "default" if kind == "none" else kind, "rope_theta": cfg.rope_theta} | keys

@@ -3,6 +3,7 @@
 Written for transformers 5. `AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)` runs it.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils.generic import can_return_tuple
 
 from ..cache import KVCache
 from ..config import decoder_config
@@ -40,44 +42,82 @@ class VariantForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = VariantConfig
     _tied_weights_keys = {"decoder.head.weight": "decoder.embedding.weight"}
     accepts_loss_kwargs = False  # transformers' Trainer: the loss is a mean, to be divided by accumulation steps
+    supports_gradient_checkpointing = True
 
     def __init__(self, config: VariantConfig) -> None:
         super().__init__(config)
         self.decoder = Decoder(decoder_config(config.stack))
+        if config.tie_word_embeddings != (tie := self.decoder.cfg.tie):
+            wrong = f"tie_word_embeddings={config.tie_word_embeddings} contradicts tie={tie} in the stack of config.json"
+            raise ValueError(f"{wrong}: leave out tie_word_embeddings")
+        if not self.decoder.head.weight.is_meta:  # else from_pretrained loads the weights
+            for module in self.modules():
+                module._is_hf_initialized = True
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Nothing is left to do: the decoder sets its own weights."""
+        """Called for a module of which a checkpoint lacks weights; transformers has only reserved memory for them."""
+        name = next(name for name, one in self.named_modules() if one is module)
+        fix = "save the whole model again, without the _orig_mod of torch.compile in its names"
+        raise ValueError(f"the checkpoint lacks weights of {name}: {fix}")
+
+    @property
+    def gradient_checkpointing(self) -> bool:
+        return self.decoder.recompute
+
+    @gradient_checkpointing.setter
+    def gradient_checkpointing(self, enable: bool) -> None:
+        self.decoder.recompute = enable
 
     def get_input_embeddings(self) -> nn.Embedding:
         return self.decoder.embedding
 
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        self.decoder.embedding = value
+
     def get_output_embeddings(self) -> nn.Linear:
         return self.decoder.head
 
+    def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
+        self.decoder.head = new_embeddings
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
+        embedding = super().resize_token_embeddings(*args, **kwargs)
+        self.decoder.cfg = replace(self.decoder.cfg, vocab_size=embedding.num_embeddings)
+        self.config.stack = self.config.stack | {"vocab_size": embedding.num_embeddings}
+        return embedding
+
+    @can_return_tuple
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
         past_key_values: DynamicCache | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int = 0,
-        **ignored: Any,
+        **others: Any,
     ) -> CausalLMOutputWithPast:
         """input_ids (B, T) -> logits (B, T, V), or those of the last `logits_to_keep` tokens; labels -100 are not scored.
 
-        attention_mask (B, S): 0 marks padding, S counting the cached tokens. Maps and hidden states are not returned.
+        attention_mask (B, S): 0 marks padding, S counting the cached tokens. position_ids (B, T): where they start again,
+        another document begins, and its tokens see it alone.
         """
-        if ignored.get("inputs_embeds") is not None:
-            raise ValueError("this model takes input_ids only: leave out inputs_embeds")
+        if input_ids is None or others.get("inputs_embeds") is not None:
+            raise ValueError("this model takes input_ids only: give input_ids, and leave out inputs_embeds")
+        for name in ("output_attentions", "output_hidden_states"):
+            if others.get(name) or getattr(self.config, name, False):
+                raise ValueError(f"this model returns neither maps nor hidden states: leave out {name}")
         if past_key_values is None and use_cache and not self.training:
             past_key_values = DynamicCache()
         cache = None if past_key_values is None else _Cache(past_key_values, self.config.num_hidden_layers)
         S = input_ids.shape[1] + (cache.length if cache else 0)
         first = max(S - logits_to_keep, S - input_ids.shape[1])
         rows = torch.arange(first, S, device=input_ids.device) if logits_to_keep else None
-        logits = self.decoder(input_ids, cache=cache, keys=self._keys(attention_mask), rows=rows)
+        keys = self._keys(attention_mask)
+        documents = self._documents(input_ids, position_ids, keys, cache is not None)
+        logits = self.decoder(input_ids, cache=cache, documents=documents, keys=keys, rows=rows)
         loss = None
         if labels is not None:
             loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten().to(logits.device))
@@ -92,6 +132,23 @@ class VariantForCausalLM(PreTrainedModel, GenerationMixin):
         if self.decoder.positions is not None and not attention_mask[:, 0].all():
             raise ValueError("padding on the left shifts learned positions: give prompts of one length, or one at a time")
         return attention_mask.bool()
+
+    def _documents(self, tokens: Tensor, positions: Tensor | None, keys: Tensor | None, cached: bool) -> Tensor | None:
+        """The document of each token (B, T), counted by positions that start again; None where they do not."""
+        if positions is None:
+            return None
+        begins = positions.diff(dim=1) != 1  # (B or 1, T - 1)
+        if keys is not None:
+            keys = keys[:, -tokens.shape[1] :]
+            begins = begins & keys[:, 1:] & keys[:, :-1]
+        if not begins.any():
+            return None
+        if cached or self.decoder.positions is not None:
+            wrong = "position_ids that start again need a model without learned positions, and no cache"
+            raise ValueError(f"{wrong}: give each document a row of its own, or leave out use_cache")
+        documents = F.pad(begins.cumsum(1), (1, 0)).expand_as(tokens)
+        cfg = self.decoder.cfg
+        return documents + (tokens == cfg.eot).cumsum(1) if cfg.document_mask else documents
 
 
 class _Cache(KVCache):

@@ -49,18 +49,13 @@ class Qwen2(Llama):
         """ValueError where some layers have a window and others do not."""
         sliding = bool(config.get("use_sliding_window")) and config.get("sliding_window", 4096) is not None
         first = number(config, "max_window_layers", {"max_window_layers": 28}) if sliding else math.inf
-        own = {"full_attention"} if first > 0 else set()
-        own |= {"sliding_attention"} if first < number(config, "num_hidden_layers", {}) else set()
-        named = config.get("layer_types") or own
-        kinds = set(map(str, named if isinstance(named, list | set) else [named]))
-        if unknown := kinds - {"full_attention", "sliding_attention"}:
-            wrong = f"config.json has layer_types {', '.join(sorted(unknown))}"
-            raise ValueError(f"{wrong}, and our decoder has only full_attention and sliding_attention: use another model")
-        if len(kinds) > 1:
-            raise ValueError(
-                "config.json gives some layers a window and others none, and our decoder has one window for all: use a "
-                "model with use_sliding_window=false"
-            )
+        kinds = {"full_attention"} if first > 0 else set()
+        kinds |= {"sliding_attention"} if first < number(config, "num_hidden_layers", {}) else set()
+        if named := config.get("layer_types"):
+            kinds = set(map(str, named if isinstance(named, list) else [named]))
+        if kinds not in ({"full_attention"}, {"sliding_attention"}):
+            has = f"config.json has layers of {' and '.join(sorted(kinds))}"
+            raise ValueError(f"{has}; our decoder has full_attention or sliding_attention in all layers: use another model")
         window = config.get("sliding_window", 4096) if kinds == {"sliding_attention"} else None
         return super().our_config(config | {"sliding_window": window})
 
@@ -101,9 +96,7 @@ class Phi3(Mistral):
 
     architecture, model_type = "Phi3ForCausalLM", "phi3"
     defaults = Llama.defaults | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "sliding_window": None}
-    block_names = FUSED | {
-        ours: theirs for ours, theirs in Llama.block_names.items() if not any(ours in names.split() for names in FUSED)
-    }
+    block_names = FUSED | {ours: theirs for ours, theirs in Llama.block_names.items() if ours not in " ".join(FUSED).split()}
     scalings = ("none",)
 
     def our_config(self, config: dict[str, Any]) -> DecoderConfig:

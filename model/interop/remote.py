@@ -14,6 +14,7 @@ from ..decoder import Decoder
 from .format import Format, tensor_shapes
 
 MODEL = Path(__file__).parents[1]  # the package `model`
+FLAT = {"interop.modeling": "modeling", "attention.kernels.diff": "attention_kernels"}  # other names than a_b for a.b
 KERNELS = '''"""The kernels of the project are not part of an exported folder."""
 
 
@@ -45,8 +46,7 @@ class Safetensors(Format):
         return None
 
     def modules(self, cfg: DecoderConfig) -> Iterator[tuple[list[str], str]]:
-        for name in tensor_shapes(cfg):
-            yield [name], f"decoder.{name}"
+        return (([name], f"decoder.{name}") for name in tensor_shapes(cfg))
 
 
 class Remote(Safetensors):
@@ -63,8 +63,7 @@ class Remote(Safetensors):
 def flattened() -> dict[str, str]:
     """modeling.py and the modules that it needs, side by side in one folder: {"attention_diff.py": source}.
 
-    transformers loads no subfolders, and copies only the modules whose relative imports it finds in the text of
-    modeling.py, so modeling.py names all of them.
+    transformers copies only the modules of the same folder that modeling.py imports, so modeling.py names all of them.
     """
     sources: dict[str, str] = {}
     waiting = ["interop.modeling"]
@@ -74,8 +73,7 @@ def flattened() -> dict[str, str]:
             path, kernels = _file(module), module.startswith("attention.kernels")
             package = list(path.parent.relative_to(MODEL).parts)
             text, needs = _flattened(KERNELS if kernels else path.read_text(encoding="utf-8"), package)
-            where = f"model/{module.replace('.', '/')}"
-            sources[_flat(module)] = f"# From the project's {where}, for one folder.\n{text}"
+            sources[_flat(module)] = f"# From the project's model/{module.replace('.', '/')}, for one folder.\n{text}"
             waiting += needs
     names = [f"from .{name} import __doc__ as _  # noqa: F401\n" for name in sorted(sources) if name != "modeling"]
     sources["modeling"] += "\n# transformers copies the modules that it finds named here.\n" + "".join(names)
@@ -83,8 +81,7 @@ def flattened() -> dict[str, str]:
 
 
 def _flat(module: str) -> str:
-    known = {"interop.modeling": "modeling", "attention.kernels.diff": "attention_kernels"}
-    return known.get(module, module.replace(".", "_"))
+    return FLAT.get(module, module.replace(".", "_"))
 
 
 def _file(module: str) -> Path | None:
@@ -96,14 +93,13 @@ def _flattened(text: str, package: list[str]) -> tuple[str, list[str]]:
     """`text`, of a module in `package`, with `from ..a.b import c` as `from .a_b import c`, and the modules it needs."""
     needs: list[str] = []
 
-    def rewritten(found: re.Match) -> str:
-        indent, dots, named, names = found.groups()
+    def rewritten(line: re.Match) -> str:
+        indent, dots, named, names = line.groups()
         module = ".".join([*package[: len(package) + 1 - len(dots)], *filter(None, named.split("."))])
         inside = [f"{module}.{name.strip()}".lstrip(".") for name in names.split(",")]
         if all(map(_file, inside)):
             needs.extend(inside)
-            renamed = [f"{_flat(name)} as {name.rpartition('.')[2]}" for name in inside]
-            return f"{indent}from . import {', '.join(renamed)}"
+            return f"{indent}from . import " + ", ".join(f"{_flat(name)} as {name.rpartition('.')[2]}" for name in inside)
         needs.append(module)
         return f"{indent}from .{_flat(module)} import {names}"
 

@@ -27,8 +27,8 @@ def heads_in_halves(rows: Tensor, width: int) -> Tensor:
 def half_from_interleaved(weight: Tensor, width: int) -> Tensor:
     """Query or key rows (heads * width, ...) for RoPE in the half-split layout, from rows for the interleaved one.
 
-    The rows of each head are permuted (dimensions 0, 2, 4, .. then 1, 3, 5, ..), of queries and keys alike, so every
-    q k' is what it was. A bias, or with one head the weight of a query or key norm, is permuted the same way.
+    Dimensions 0, 2, 4, .. then 1, 3, 5, .. of each head, of queries and keys alike, so every q k' is what it was. A bias, or
+    the weight of a query or key norm, is permuted the same way.
     """
     if width % 2 or weight.shape[0] % width:
         raise ValueError(f"{weight.shape[0]} rows are not heads of even width {width}: give the model's head_dim as width")
@@ -37,15 +37,13 @@ def half_from_interleaved(weight: Tensor, width: int) -> Tensor:
 
 
 def keep_lambda(state: dict[str, Tensor], ours: float) -> None:
-    """Replace a stored lambda_init by ours; one vector moves, so that exp(q1.k1) - exp(q2.k2) + lambda_init stays.
-
-    One of the two exponentials can always take up the difference and remain positive.
-    """
+    """Replace a stored lambda_init by ours; one vector moves, so that exp(q1.k1) - exp(q2.k2) + lambda_init stays."""
     change = state.pop("lambda_init").double().item() - ours  # by which exp(q1.k1) - exp(q2.k2) must grow
     if not math.isfinite(change):
         raise ValueError("lambda_init is not finite, so the source's checkpoint is damaged: give an undamaged one")
     if abs(change) < 1e-7:  # the schedule's value, rounded to float32
         return
+    # One of the two exponentials can always take up the difference and remain positive.
     first, second = ((state[f"lambda_q{c}"].double() @ state[f"lambda_k{c}"].double()).exp().item() for c in (1, 2))
     c, exponential = (1, first + change) if first + change > second - change else (2, second - change)
     q, k = state[f"lambda_q{c}"].double(), state[f"lambda_k{c}"].double()

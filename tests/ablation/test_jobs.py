@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from ablation import jobs
+from ablation.study import PlannedRun
+from training.run import TrainConfig
 
 SLEEPS = ["-c", "import time; time.sleep(60)"]
 
@@ -54,6 +56,20 @@ def test_a_closed_terminal_asks_the_team_to_stop_unless_nohup_ignores_it() -> No
         assert not team.stopping
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_a_killed_training_is_reported_by_its_signal_and_not_by_an_earlier_error(tmp_path: Path) -> None:
+    run = PlannedRun("a", 1, tmp_path / "a-s1", [], TrainConfig(), [], 1)
+    assert "the run has not begun" in run.reason()
+    with jobs.Team() as team:
+        for code in ("raise SystemExit('error: a disk is full: free some space')", "import os; os.kill(os.getpid(), 9)"):
+            with pytest.raises(ValueError) as error:
+                run.check(["train.py"], team.call(["-c", code], dict(os.environ), run.log), "")
+            reason = str(error.value)
+            assert reason.endswith("repeat this command: finished runs are kept") and "a-s1.log" in reason
+            assert ("a disk is full" in reason) == ("correct that" in reason) == ("SIGKILL" not in reason)
+    assert "a-s1: ended by SIGKILL, as where memory runs out (see " in reason
+    assert [jobs.ending_signal(code) for code in (0, 2, 143, 255)] == [None, None, signal.SIGTERM, None]
 
 
 class Step:

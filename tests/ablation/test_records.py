@@ -18,11 +18,10 @@ from ablation.records import (
     records_of,
     rounded,
     run_of,
-    shortened,
     thinned,
     write_records,
 )
-from ablation.study import OF_A_RUN, ROOT, evaluation_command, result_file
+from ablation.study import OF_A_RUN, ROOT, read_evaluation
 from eval.report.runs import read_run, refuse_other_settings
 from model.config import DecoderConfig
 from training.run import TrainConfig
@@ -104,7 +103,7 @@ def test_a_record_from_before_an_option_describes_the_same_run() -> None:
     ),
 )
 def test_the_file_of_an_evaluation_is_known_before_it_runs(text: str, file: str) -> None:
-    assert result_file(*evaluation_command(text)) == file
+    assert read_evaluation(text).file == file
 
 
 def test_rounding_keeps_short_and_whole_numbers_and_seven_digits_of_the_others() -> None:
@@ -114,14 +113,8 @@ def test_rounding_keeps_short_and_whole_numbers_and_seven_digits_of_the_others()
     assert (found["accuracy"], found["tokens"]) == (0.2763671875, 123456789012) and rounded(found) == found
 
 
-def test_a_record_leaves_out_long_lists_and_what_is_by_layer() -> None:
-    kept = {"mean": 0.5, "by_octave": {"1-3": 2.0}, "short": [1.0, 2.0]}
-    results = kept | {"layers": [{"layer": 0}], "noise": {"per_layer_head": [[0.1]]}, "by_position": [1.0] * 40}
-    assert shortened(results) == kept | {"noise": {}}
-
-
 def test_every_evaluation_of_a_run_can_be_named() -> None:
-    written = {path.stem for path in (ROOT / "eval").glob("*.py") if " = write_result(" in path.read_text()}
+    written = {path.stem for path in (ROOT / "eval").glob("*.py") if "common.write_result(" in path.read_text()}
     assert set(OF_A_RUN) == written
 
 

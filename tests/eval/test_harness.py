@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-from ablation.study import other_setting
+from ablation.study import read_evaluation
 from configs.files import write_json
 from eval import harness
 from eval.scoring import score
@@ -103,8 +103,8 @@ def test_lengths_that_cannot_be_are_refused(tokenizer):
         model.loglikelihood(requests(("x", "a continuation of more than 24 bytes")))
     with pytest.raises(ValueError, match="learned positions: use length=24"):
         lm(tokenizer, length=48, **GPT2)
-    with pytest.raises(ValueError, match="length=2 or more"):
-        lm(tokenizer, length=1)
+    with pytest.raises(ValueError, match="is not a folder: give a folder"):
+        harness.task_manager(harness.HarnessConfig(tasks=["x"], include_path="nowhere"))
 
 
 # ---------------------------------------- lm-eval itself, on local tasks
@@ -192,36 +192,10 @@ def test_tasks_are_joined_where_they_were_measured_in_the_same_way(make_run):
     assert list(both["tasks"]) == ["a", "b", "c"] and both["truncated"] == 1 + 2 + 2  # b is counted once
     had = json.loads(path.read_text())["config"]
     assert had["include_path"] == "own"
-    assert other_setting(had, "harness", "tasks=[b]", "include_path=own") is None
-    assert other_setting(had, "harness", "tasks=[b,d]", "include_path=own") == "tasks"
-    assert other_setting(had, "harness", "tasks=[b]", "include_path=own", "limit=1") == "limit"
-    older = json.loads(path.read_text())  # of the code that counted all tasks together
-    del older["results"]["per_task"]
-    write_json(path, older)
-    assert measured("e")["truncated"] == 5 + 1
+    for given, differs in (("tasks=[b]", None), ("tasks=[b,d]", "tasks"), ("tasks=[b] limit=1", "limit")):
+        assert read_evaluation(f"harness include_path=own {given}").other_setting(had) == differs
     for other in ({"limit": 5}, {"num_fewshot": 1}, {"step": 8}):
         assert list(measured("d", **other)["tasks"]) == ["d"]
-
-
-def test_tasks_of_an_earlier_command_stay(tasks, call):
-    run, folder, _ = tasks
-    path, given = run / "eval" / "harness.json", (f"run={run}", f"include_path={folder}", "length=24")
-    call(harness, *given, "tasks=[local_choice]")
-    first = json.loads(path.read_text())["results"]
-    call(harness, *given, "tasks=[local_decoding]")
-    both = json.loads(path.read_text())
-    assert list(both["results"]["tasks"]) == both["config"]["tasks"] == ["local_choice", "local_decoding"]
-    assert both["results"]["tasks"]["local_choice"] == first["tasks"]["local_choice"]
-    parts = both["results"]["per_task"]
-    assert parts["local_choice"] == first["per_task"]["local_choice"] and len(parts["local_decoding"]["sha256"]) == 64
-    assert both["results"]["truncated"] == sum(part["truncated"] for part in parts.values())
-    assert parts["local_choice"]["truncated"] == first["truncated"] > 0
-    one = ["harness", "tasks=[local_choice]", f"include_path={folder}", "length=24"]
-    assert other_setting(both["config"], *one) is None and other_setting(both["config"], *one, "limit=1") == "limit"
-    call(harness, *given, "tasks=[local_choice]")
-    assert json.loads(path.read_text())["results"] == both["results"]  # measured again, counted once
-    call(harness, *given, "tasks=[local_choice]", "limit=2")
-    assert list(json.loads(path.read_text())["results"]["tasks"]) == ["local_choice"]
 
 
 def test_lm_evals_own_command_on_the_exported_folder_gives_the_same(tasks, monkeypatch, tmp_path, call, remote_code):
@@ -256,18 +230,6 @@ def test_bars_have_the_error_of_their_filter_or_none():
     assert plain[:2] == ("a · acc", 0.5) and math.isnan(plain[2])  # nan is drawn as no bar
 
 
-def test_wrong_input_is_one_line(make_run, refused):
-    needs_lm_eval()
-    run = make_run("a")
-    assert "tasks is empty" in refused(harness, f"run={run}", "tasks=[]")
-    assert "add tasks=" in refused(harness, f"run={run}")
-    assert "not a folder" in refused(harness, f"run={run}", "tasks=[x]", "include_path=nowhere")
-    assert "limit=0 is out of range" in refused(harness, f"run={run}", "tasks=[x]", "limit=0")
-    assert "no file nowhere.jsonl" in refused(harness, f"run={run}", "tasks=[questions]", "file=nowhere.jsonl")
-    assert "add file=FILE" in refused(harness, f"run={run}", "tasks=[questions]")
-    assert not (run / "eval").exists()
-
-
 def test_a_diverged_model_is_refused(tokenizer):
     model = lm(tokenizer)
     with torch.no_grad():
@@ -288,5 +250,9 @@ def test_an_unknown_task_is_named(monkeypatch, tmp_path):
 
 
 def test_a_missing_package_is_said(make_run, refused, monkeypatch):
+    run = make_run("a")
+    monkeypatch.setattr(harness, "HFLM", int)  # as if lm-eval were installed
+    assert "tasks is empty" in refused(harness, f"run={run}", "tasks=[]")
+    assert "no file nowhere.jsonl" in refused(harness, f"run={run}", "tasks=[questions]", "file=nowhere.jsonl")
     monkeypatch.setattr(harness, "HFLM", object)
-    assert "pip install 'lm-eval[hf]'" in refused(harness, f"run={make_run('a')}", "tasks=[x]")
+    assert "pip install 'lm-eval[hf]'" in refused(harness, f"run={run}", "tasks=[x]")

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +11,8 @@ import numpy as np
 import pytest
 
 from data.retrieval import EVAL_EVERY
-from eval import icl, icl_tasks
-from eval.icl_tasks import Episode, Example, IclConfig
+from eval import icl
+from eval.icl import Episode, Example, IclConfig
 
 TREC = "DESC:manner How do bees fly ?\nNUM:date When was tea first sold ?\nHUM:ind Who is he ?\nNUM:count How many ?\n"
 BANKING = 'text,category\nWhere is my card?,card_arrival\n"My card, is it\nlost?",lost_card\nOne more top up,top_up\n'
@@ -26,8 +25,8 @@ CLINC = {
 
 def test_arrangements_keep_the_examples_and_order_the_classes():
     examples = [Example(f"{label}{i}", label) for label, count in (("a", 4), ("b", 4), ("c", 2)) for i in range(count)]
-    for how in icl_tasks.ARRANGEMENTS:
-        drawn = [icl_tasks.arrange(examples, how, np.random.default_rng(seed)) for seed in range(40)]
+    for how in icl.ARRANGEMENTS:
+        drawn = [icl.arrange(examples, how, np.random.default_rng(seed)) for seed in range(40)]
         assert all(Counter(order) == Counter(examples) for order in drawn)
         assert len({tuple(order) for order in drawn}) > 30
         labels = ["".join(example.label for example in order) for order in drawn]
@@ -37,14 +36,11 @@ def test_arrangements_keep_the_examples_and_order_the_classes():
             }
         if how == "alternating":
             assert all(len(set(text[:3])) == 3 and text[3:6] == text[:3] and text[6:8] == text[8:] for text in labels)
-    assert icl_tasks.arrange(examples, "random", np.random.default_rng(1)) == icl_tasks.arrange(
-        examples, "random", np.random.default_rng(1)
-    )
 
 
 def test_synthetic_episodes():
-    cfg, task = IclConfig(classes=3, words=4), icl_tasks.load_task(IclConfig())
-    episodes = [icl_tasks.draw_episode(task, cfg, i, 30, 4) for i in range(20)]
+    cfg, task = IclConfig(classes=3, words=4), icl.load_task(IclConfig())
+    episodes = [icl.draw_episode(task, cfg, i, 30, 4) for i in range(20)]
     for episode in episodes:
         assert len(set(episode.labels)) == 3
         assert all((int(n) * 2654435761 % 2**32 >> 16) % EVAL_EVERY == 0 for n in episode.labels)  # not in training
@@ -52,16 +48,10 @@ def test_synthetic_episodes():
         assert {e.text for e in episode.demonstrations[:12]} == {e.text for e in episode.questions}
         assert set(Counter(e.text for e in episode.demonstrations).values()) == {2, 3}
         kinds = {label: {e.text for e in episode.questions if e.label == label} for label in episode.labels}
-        assert all(any(words <= set(kind.split()) for kind in icl_tasks.WORDS.values()) for words in kinds.values())
+        assert all(any(words <= set(kind.split()) for kind in icl.WORDS.values()) for words in kinds.values())
     assert len({tuple(episode.labels) for episode in episodes}) == 20
-    fewer = icl_tasks.draw_episode(task, cfg, 7, 5, 4)
+    fewer = icl.draw_episode(task, cfg, 7, 5, 4)
     assert fewer.demonstrations == episodes[7].demonstrations[:5] and fewer.questions == episodes[7].questions
-
-
-def test_words_are_of_one_class_only():
-    words = [word for kind in icl_tasks.WORDS.values() for word in kind.split()]
-    assert len(words) == len(set(words))
-    assert [len(kind.split()) for kind in icl_tasks.WORDS.values()] == [12] * 8  # the ranges of classes= and words=
 
 
 def oracle(tokenizer, right: float = 1.0):  # noqa: ANN001, ANN201
@@ -88,7 +78,7 @@ def run(tokenizer) -> SimpleNamespace:
 def test_a_model_that_recalls(run, monkeypatch):
     monkeypatch.setattr(icl, "score_jobs", oracle(run.tokenizer))
     cfg = IclConfig(shots=[2, 8, 16], episodes=6, orders=4)
-    results = icl.evaluate(run, icl_tasks.load_task(cfg), cfg)
+    results = icl.evaluate(run, icl.load_task(cfg), cfg)
     assert [row["accuracy"] for row in results["shots"]] == pytest.approx([0.25, 1.0, 1.0])  # 2 of 8 words; a tie is wrong
     assert [row["text_shown"] for row in results["shots"]] == pytest.approx([0.25, 1.0, 1.0])
     assert [row["recall"] for row in results["shots"]] == [1.0] * 3
@@ -96,15 +86,7 @@ def test_a_model_that_recalls(run, monkeypatch):
     assert results["chance"] == 0.25 and results["accuracy"] == 1.0
     assert results["shots"][2]["label_loss"] == pytest.approx(math.log(math.e + 3) - 1)
     assert results["order"]["shots"] == 16
-    assert all(results["order"][how]["margin"] == 0 and results["order"][how]["best"] == 1 for how in icl_tasks.ARRANGEMENTS)
-
-
-def test_its_opposite(run, monkeypatch):
-    monkeypatch.setattr(icl, "score_jobs", oracle(run.tokenizer, right=-1.0))
-    cfg = IclConfig(shots=[8], episodes=3, orders=0)
-    results = icl.evaluate(run, icl_tasks.load_task(cfg), cfg)
-    assert results["accuracy"] == 0.0 and results["order"] is None
-    assert results["shots"][0]["label_loss"] > math.log(4)
+    assert all(results["order"][how]["margin"] == 0 and results["order"][how]["best"] == 1 for how in icl.ARRANGEMENTS)
 
 
 def test_margins_are_best_minus_worst_within_an_episode(monkeypatch):
@@ -115,7 +97,7 @@ def test_margins_are_best_minus_worst_within_an_episode(monkeypatch):
     assert len(reordered) == 12
     first, second = [both, half, half, half, none, half], [none, half, half, half, both, both]
     summary = icl.order_summary(reordered, first + second, 2)
-    assert [summary[how]["margin"] for how in icl_tasks.ARRANGEMENTS] == [0.5, 0.0, 0.25]
+    assert [summary[how]["margin"] for how in icl.ARRANGEMENTS] == [0.5, 0.0, 0.25]
     assert summary["random"] == {"margin": 0.5, "margin_se": 0.0, "best": 0.75, "worst": 0.25, "mean": 0.5}
     assert summary["grouped"]["margin_se"] == pytest.approx(0.25)
 
@@ -130,8 +112,8 @@ def test_guessing_margin_is_that_of_a_simulation():
 
 
 def test_shots_are_those_that_fit(tokenizer):
-    task = icl_tasks.load_task(IclConfig())
-    episodes = [icl_tasks.draw_episode(task, IclConfig(), i, 40, 4) for i in range(5)]
+    task = icl.load_task(IclConfig())
+    episodes = [icl.draw_episode(task, IclConfig(), i, 40, 4) for i in range(5)]
     writer = icl.Writer(task, tokenizer)
     shots = icl.fitting_shots(writer, episodes, 320)
 
@@ -157,64 +139,41 @@ def files(tmp_path: Path) -> dict[str, Path]:
 
 
 def test_formats_are_found_and_read(files):
-    trec = icl_tasks.load_task(IclConfig(examples=str(files["trec.label"])))
+    trec = icl.load_task(IclConfig(examples=str(files["trec.label"])))
     examples = {e.text: e.label for e in (*trec.demonstrations, *trec.questions)}
     assert trec.name == "trec" and len(examples) == 4 and len(trec.questions) == 1
     assert examples["How do bees fly ?"] == "description" and examples["How many ?"] == "number"
-    fine, _ = icl_tasks.read_examples(files["trec.label"], "trec_fine")
+    fine, _ = icl.read_examples(files["trec.label"], "trec_fine")
     assert [e.label for e in fine] == ["description manner", "number date", "human ind", "number count"]
-    bank, _ = icl_tasks.read_examples(files["bank.csv"], "banking77")
+    bank, _ = icl.read_examples(files["bank.csv"], "banking77")
     assert bank[1] == Example("My card, is it lost?", "lost card") and len(bank) == 3
-    clinc = icl_tasks.load_task(IclConfig(examples=str(files["clinc.json"])))
+    clinc = icl.load_task(IclConfig(examples=str(files["clinc.json"])))
     assert len(clinc.demonstrations) == 3 and clinc.questions == [Example("ring the bank", "call bank")]
-
-
-def test_a_file_without_questions_is_refused(tmp_path):
-    examples, empty = tmp_path / "train.csv", tmp_path / "test.csv"
-    examples.write_text("text,category\nwhere is my card,lost card\nit is late,late card\n")
-    empty.write_text("text,category\n")
-    with pytest.raises(ValueError, match="test.csv has no questions: give test= another file, or leave it out"):
-        icl_tasks.load_task(IclConfig(examples=str(examples), test=str(empty)))
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "form"),
-    (
-        ("a.txt", "no label here\n", "trec_fine"),
-        ("a.csv", 'text,category\n"' + "never closed " * 12_000, "banking77"),
-        ("a.json", "{}", "clinc150"),
-    ),
-)
-def test_a_file_of_another_format_is_refused(name, text, form, tmp_path):
-    (tmp_path / name).write_text(text)
-    with pytest.raises(ValueError, match=f"is not in the format {form}: ") as error:
-        icl_tasks.read_examples(tmp_path / name, form)
-    assert form not in str(error.value).partition("format= one of")[2]
 
 
 def test_latin1_is_read(tmp_path):
     (tmp_path / "t.label").write_bytes("LOC:city Where is Malmö ?\nHUM:ind Who is Zoë ?\n".encode("latin-1"))
-    assert icl_tasks.read_examples(tmp_path / "t.label", "trec")[0][0].text == "Where is Malmö ?"
+    assert icl.read_examples(tmp_path / "t.label", "trec")[0][0].text == "Where is Malmö ?"
 
 
 def test_questions_of_a_file_are_never_demonstrations(tmp_path):
     lines = [f"{label}:x question {i} about {label}" for i in range(30) for label in ("NUM", "LOC")]
     (tmp_path / "t.label").write_text("\n".join(lines))
     cfg = IclConfig(examples=str(tmp_path / "t.label"), queries=5)
-    task = icl_tasks.load_task(cfg)
+    task = icl.load_task(cfg)
     assert len(task.questions) == 12 and len(task.demonstrations) == 48
-    episodes = [icl_tasks.draw_episode(task, cfg, i, 48, 4) for i in range(4)]
+    episodes = [icl.draw_episode(task, cfg, i, 48, 4) for i in range(4)]
     for episode in episodes:
         assert not {e.text for e in episode.demonstrations} & {e.text for e in task.questions}
         assert len(episode.questions) == 5 and episode.labels == ["location", "number"]
         assert len({e.text for e in episode.demonstrations}) == 48
     assert episodes[0].demonstrations != episodes[1].demonstrations
     with pytest.raises(ValueError, match=r"shots=\[48\]"):
-        icl_tasks.draw_episode(task, cfg, 0, 49, 4)
+        icl.draw_episode(task, cfg, 0, 49, 4)
 
 
 def test_prompts_are_text_that_repeats_itself(tokenizer):
-    task = icl_tasks.Task("trec", *icl_tasks.TEMPLATES["trec"], [], [])
+    task = icl.Task("trec", *icl.TEMPLATES["trec"], [], [])
     episode = Episode([Example("Why ?", "description")], [Example("Who ?", "human")], ["description", "human"])
     job = icl.Writer(task, tokenizer).job(episode)
     assert job.prefix[0] == tokenizer.eot
@@ -226,9 +185,8 @@ def test_prompts_are_text_that_repeats_itself(tokenizer):
 # Commands
 
 
-@pytest.mark.parametrize("layers", ["b", "d", "i"])
-def test_the_command_writes_json_and_figure(make_run, call, capsys, layers):
-    run = make_run("a", layers)
+def test_the_command_writes_json_and_figure(make_run, call, capsys):
+    run = make_run("a", "d")
     call(icl, f"run={run}", "episodes=4", "orders=2")
     results = json.loads((run / "eval" / "icl.json").read_text())["results"]
     assert [row["shots"] for row in results["shots"]] == [1, 2, 3] and results["task"] == "synthetic"  # 160 bytes
@@ -249,50 +207,22 @@ def test_the_command_on_a_file(make_run, call, files):
     assert content["results"]["text"] == "bank.csv" and not (run / "eval" / "icl.json").exists()
 
 
-def test_each_file_keeps_its_result(make_run, call, refused, files, tmp_path):
-    run, few = make_run("a"), ("shots=[2]", "episodes=2", "orders=0")
-    digests = set()
-    for more in ((), ("seed=1",), ("classes=3",)):
-        call(icl, f"run={run}", *few, *more)
-        digests.add(json.loads((run / "eval" / "icl.json").read_text())["results"]["sha256"])
-    assert len(digests) == 3  # of the episodes
-    bank, clinc = f"examples={files['bank.csv']}", f"examples={files['clinc.json']}"
-    for given in (bank, clinc):
-        call(icl, f"run={run}", given, *few)
-    (tmp_path / "test.csv").write_text(BANKING.replace("One more", "Another"))
-    other = f"test={tmp_path / 'test.csv'}"  # other questions
-    assert "icl_bank.json is of another text or file" in refused(icl, f"run={run}", bank, other, *few)
-    call(icl, f"run={run}", bank, other, "name=other", *few)
-    assert {path.stem for path in (run / "eval").iterdir()} == {"icl", "icl_bank", "icl_clinc", "icl_other"}
-
-
-def test_wrong_input_is_one_line(make_run, refused, files, tmp_path):
-    run = make_run("a")
-    trec, bank, clinc = (f"examples={path}" for path in files.values())
-    assert "line 1 ('text,category')" in refused(icl, f"run={run}", bank, "format=trec")
-    assert "not in the format banking77" in refused(icl, f"run={run}", trec, "format=banking77")
-    assert "not in the format clinc150" in refused(icl, f"run={run}", trec, "format=clinc150")
-    assert "or format= one of trec_fine, banking77, clinc150" in refused(icl, f"run={run}", clinc, "format=trec")
-    (tmp_path / "one.label").write_text("NUM:x a\nNUM:x b\n")
-    assert "1 different labels" in refused(icl, f"run={run}", f"examples={tmp_path / 'one.label'}")
-    (tmp_path / "other.csv").write_text("text,category\nhello,greeting\n")
-    assert "greeting" in refused(icl, f"run={run}", bank, f"test={tmp_path / 'other.csv'}")
-    (tmp_path / "short.csv").write_text("text,category\nhello\n")
-    assert "line 2" in refused(icl, f"run={run}", f"examples={tmp_path / 'short.csv'}")
-    assert not (run / "eval").exists()
-
-
-def test_a_model_that_repeats_its_first_demonstration_depends_on_their_order(run, monkeypatch):
-    def first(model, jobs, batch, done):
-        tables = []
-        for job in jobs:
-            label = re.search(r"is (\d+)\.", run.tokenizer.decode(job.prefix[1:]))[1]
-            hits = [float(run.tokenizer.decode(answer) == f" {label}.") for answer in job.continuations]
-            tables.append(np.array([hits for _ in job.questions]))
-            done(1)
-        return [], tables
-
-    monkeypatch.setattr(icl, "score_jobs", first)
-    cfg = IclConfig(shots=[8], episodes=3, orders=6, words=3, queries=7)
-    order = icl.evaluate(run, icl_tasks.load_task(cfg), cfg)["order"]
-    assert all(order[how]["margin"] > 0 for how in icl_tasks.ARRANGEMENTS)
+@pytest.mark.parametrize(
+    ("examples", "test", "options", "says"),
+    (
+        (BANKING, None, {"format": "trec"}, "not in the format trec: .*format= one of trec_fine, banking77, clinc150"),
+        (TREC, None, {"format": "banking77"}, "not in the format banking77"),
+        (TREC, None, {"format": "clinc150"}, "not in the format clinc150"),
+        ("text,category\nhello\n", None, {}, "not in the format banking77"),
+        ('text,category\n"' + "never closed " * 12_000, None, {}, "not in the format banking77"),
+        ("text,category\na,b\nc,b\n", None, {}, "1 different labels"),
+        (BANKING, "text,category\nhello,greeting\n", {}, r"no demonstration has \(greeting\)"),
+        (BANKING, "text,category\n", {}, "test.csv has no questions: give test= another file, or leave it out"),
+    ),
+)
+def test_wrong_files_are_named(examples: str, test: str | None, options: dict[str, str], says: str, tmp_path: Path) -> None:
+    for name, text in (("train.csv", examples), ("test.csv", test or "")):
+        (tmp_path / name).write_text(text)
+    given = {"test": str(tmp_path / "test.csv")} if test else {}
+    with pytest.raises(ValueError, match=says):
+        icl.load_task(IclConfig(examples=str(tmp_path / "train.csv"), **given, **options))

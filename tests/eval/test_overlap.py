@@ -36,13 +36,6 @@ def test_every_script_has_words(text: str, count: int, monkeypatch: pytest.Monke
     assert (sequence_codes(text.upper().encode())[0] == sequence_codes(text.encode())[0]).all()
 
 
-def test_a_text_in_pieces_has_the_sequences_of_the_whole() -> None:
-    whole = sequence_codes(words(0, 40).encode())[0]
-    first, tail = sequence_codes(words(0, 25).encode())
-    second, _ = sequence_codes(words(25, 15).encode(), tail)
-    assert sorted([*first.tolist(), *second.tolist()]) == sorted(whole.tolist())
-
-
 def test_what_was_trained_on_is_found_and_other_text_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = build_tokenizer(TokenizerConfig(name="bytes"))
     path, text = tmp_path / "train_000000.bin", words(0, 400)

@@ -3,7 +3,6 @@
 import gzip
 import json
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ from data.config import TokenizerConfig
 from data.shards import TextTokens, write_shard
 from data.tokenizer import build_tokenizer
 from eval import common, perplexity
-from eval.common import result_name
 from eval.recall import ends_one_of, recall_hits
 from model.config import DecoderConfig
 from model.decoder import Decoder
@@ -56,22 +54,10 @@ def test_loss_by_position_and_standard_error_are_exact():
     results = perplexity.evaluate(Counting(), np.stack((right, wrong)), BYTES)
     total = [math.log(math.exp(t) + V - 1) for t in range(4)]  # log of the softmax's denominator
     assert results["by_position"] == pytest.approx([z - t / 2 for t, z in enumerate(total)])
+    assert results["cumulative"] == pytest.approx(np.cumsum(results["by_position"]) / np.arange(1, 5))
     losses = [np.mean(total) - 1.5, np.mean(total)]
     assert results["loss"] == pytest.approx(np.mean(losses))
     assert results["se"] == pytest.approx(np.std(losses, ddof=1) / math.sqrt(2))
-
-
-def test_a_perplexity_beyond_floats_is_infinite(monkeypatch):
-    monkeypatch.setattr(perplexity, "token_losses", lambda model, windows, size: torch.full(windows[:, 1:].shape, 800.0))
-    assert perplexity.evaluate(Counting(), np.ones((2, 9), dtype=np.int64), BYTES)["ppl"] == math.inf
-
-
-def test_cumulative_loss_is_the_mean_up_to_each_position():
-    windows = np.random.default_rng(0).integers(0, V, (3, 9))
-    results = perplexity.evaluate(Counting(), windows, BYTES)
-    for t in range(8):
-        assert results["cumulative"][t] == pytest.approx(sum(results["by_position"][: t + 1]) / (t + 1))
-    assert results["cumulative"][-1] == pytest.approx(results["loss"])
 
 
 def test_recall_splits_the_loss():
@@ -89,12 +75,6 @@ def test_recall_splits_the_loss():
     spans = {"1-3": slice(0, 3), "4-7": slice(3, 7), "8-19": slice(7, 19)}
     others = {name: losses[:, span][~hits[:, span]].mean() for name, span in spans.items()}
     assert recall["other"]["by_octave"] == pytest.approx(others, rel=1e-6)
-
-
-def test_an_octave_of_recalled_tokens_alone_has_no_others():
-    windows = np.array([[1, 2, 1, 2, 1, 2, 1, 2, 1, 2]])
-    found = perplexity.evaluate(Counting(), windows, BYTES)["recall"]["other"]
-    assert found["tokens"] == 2 and list(found["by_octave"].values()) == [found["loss"], None]
 
 
 def test_hits_are_split_by_what_is_frequent_in_training():
@@ -119,20 +99,6 @@ def test_the_standard_error_of_a_ratio_is_that_of_its_repetitions():
     # 4000 repetitions know the spread to 1.1 %; linearising 50 windows costs a few percent more.
     assert np.mean([part["se"] for part in found]) == pytest.approx(spread, rel=0.05)
     assert perplexity.ratio_se(np.zeros(3), np.zeros(3, dtype=int)) == {"loss": None, "se": None, "tokens": 0}
-
-
-def test_a_window_is_read_whole_however_many_logits_it_has():
-    """Low-bit attention needs whole maps. Logits of 2^18 tokens at 1,025 positions are more than fit in memory."""
-    shapes, vocabulary = [], 2**18
-
-    def hidden(tokens, cache=None):
-        shapes.append(tuple(tokens.shape))
-        return torch.zeros(*tokens.shape, 1)
-
-    model = SimpleNamespace(hidden=hidden, head=lambda states: states.expand(-1, vocabulary))
-    losses = perplexity.token_losses(model, torch.zeros(1, 1026, dtype=torch.int64), vocabulary)
-    assert shapes == [(1, 1025)] == [losses.shape]
-    torch.testing.assert_close(losses, torch.full_like(losses, math.log(vocabulary)))
 
 
 def head_sizes(model: Decoder) -> list[int]:
@@ -171,13 +137,6 @@ def test_windows_are_disjoint_cover_the_text_and_thin_out_evenly():
         perplexity.cut_windows(parts, 10, limit=9)
 
 
-def test_position_buckets_are_a_partition():
-    middles, means = perplexity.position_buckets(list(range(1, 257)))
-    assert middles[0] == 1 and means[0] == 1
-    assert np.all(np.diff(middles) > 0) and middles[-1] <= 256
-    assert perplexity.position_buckets([2.5])[1].tolist() == [2.5]
-
-
 @pytest.mark.parametrize(
     ("length", "names"),
     [(1, ["1"]), (2, ["1-2"]), (4, ["1-4"]), (5, ["1-3", "4-5"]), (16, ["1-3", "4-7", "8-16"]), (191, ["64-127", "128-191"]),
@@ -211,6 +170,20 @@ def results_of(run, file: str = "perplexity") -> dict:
     return json.loads((run / "eval" / f"{file}.json").read_text())["results"]
 
 
+def test_a_text_is_a_file_a_folder_or_a_glob(make_run, call, tmp_path):
+    run, folder = make_run("a"), tmp_path / "books"
+    folder.mkdir()
+    lines = [json.dumps({"text": f"Page {i} of a book about the sea. " * 9}) + "\n" for i in range(4)]
+    (folder / "one.v2.jsonl.gz").write_bytes(gzip.compress("".join(lines).encode()))
+    (folder / "two.md").write_text("Wörter, in one piece. " * 40)
+    texts = {"one": "one.v2.jsonl.gz", "books": "", "glob": "*.gz", "two": "two.md"}
+    for name, text in texts.items():
+        call(perplexity, f"run={run}", f"text='{folder / text}'", "length=50", f"name={name}")
+    one, all_of_it, glob, plain = (results_of(run, f"perplexity_{name}") for name in texts)
+    assert one["sha256"] == glob["sha256"] == all_of_it["sha256"] != plain["sha256"]  # a folder's texts are .txt, .jsonl, ...
+    assert (one["length"], one["tokens"]) == (50, 50 * one["windows"]) and glob["text"] == "*.gz" and plain["text"] == "two.md"
+
+
 def test_frequent_ngrams_are_counted_in_the_training_shards(make_run, call, refused, shards, tokenizer, capsys):
     run = make_run("a")
     assert "leave out frequent=" in refused(perplexity, f"run={run}", "frequent=5")
@@ -229,39 +202,6 @@ def test_frequent_ngrams_are_counted_in_the_training_shards(make_run, call, refu
     call(perplexity, f"run={run}", "training_counts=false")
     assert "rare_hit" not in results_of(run)["recall"]
     assert "one of them" in refused(perplexity, f"run={run}", "training_counts=false", "frequent=9")
-
-
-def test_any_text_file_can_be_tested(make_run, call, tmp_path):
-    run, text = make_run("a"), tmp_path / "notes.md"
-    text.write_text("Wörter, words, mots. " * 20)
-    call(perplexity, f"run={run}", f"text={text}", "length=50", "tokens=200")
-    results = results_of(run, "perplexity_notes")
-    assert (results["windows"], results["length"], results["tokens"]) == (4, 50, 200)
-    assert results["text"] == "notes.md" and not (run / "eval" / "perplexity.json").exists()
-    assert (run / "figures" / "perplexity_notes.png").exists()
-
-
-def test_each_text_keeps_its_result(make_run, call, tmp_path, shards):
-    run, folder = make_run("a"), tmp_path / "two books"
-    folder.mkdir()
-    lines = [json.dumps({"text": f"Page {i} of a book about the sea. " * 9}) + "\n" for i in range(4)]
-    (folder / "one.v2.jsonl.gz").write_bytes(gzip.compress("".join(lines).encode()))
-    (folder / "two.txt").write_text("Another book, in one piece. " * 40)
-    texts = (folder / "one.v2.jsonl.gz", folder / "two.txt", folder, f"{folder}/*.txt", f"{folder}/*.gz")
-    for text in texts[:3]:
-        call(perplexity, f"run={run}", f"text='{text}'", "length=50")
-    call(perplexity, f"run={run}", f"text='{texts[3]}'", "length=50", "name=a-book")
-    call(perplexity, f"run={run}", f"shards={shards}")
-    call(perplexity, f"run={run}")
-    files = {path.stem for path in (run / "eval").iterdir()}
-    names = {"one": "one.v2.jsonl.gz", "two": "two.txt", "two-books": "two books", "a-book": "*.txt", "shards": "shards"}
-    assert files == {"perplexity", *(f"perplexity_{name}" for name in names)}
-    found = {name: results_of(run, f"perplexity_{name}") for name in names}
-    assert {name: results["text"] for name, results in found.items()} == names
-    assert "text" not in results_of(run) and results_of(run)["sha256"] == found["shards"]["sha256"]
-    assert found["two"]["sha256"] == found["a-book"]["sha256"] != found["one"]["sha256"]
-    assert found["two-books"]["tokens"] >= found["one"]["tokens"] + found["two"]["tokens"]
-    assert result_name("perplexity", {"text": texts[4]}) == "perplexity_two-books"  # a pattern without a name of its own
 
 
 def test_a_text_that_is_no_file_names_its_own_option(make_run, refused):

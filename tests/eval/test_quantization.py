@@ -15,6 +15,7 @@ from model.decoder import Decoder
 
 
 def test_absmax_by_hand():
+    assert torch.equal(qu.absmax(torch.zeros(1, 4, 4), torch.ones(4, 4).bool(), 4), torch.zeros(1, 4, 4))
     logits = torch.tensor([[7.0, 99.0], [-3.4, 1.6]])[None, None]
     see = torch.tensor([[True, False], [True, True]])
     rounded = qu.absmax(logits, see, bits=4)[0, 0]  # 7 steps on either side; the hidden 99 has no say
@@ -29,16 +30,6 @@ def test_a_scale_is_of_one_head_of_one_window():
     larger = logits.clone()
     larger[1], larger[0, 0], larger[0, 1, 1] = 100, 100, 100
     assert torch.equal(qu.absmax(larger, see, 6)[:1, 1:2, :1], alone)
-
-
-def test_error_is_at_most_half_a_step_and_zeros_stay_zeros():
-    logits, see = torch.randn(1, 2, 8, 8, dtype=torch.float64), torch.ones(8, 8, dtype=torch.bool).tril()
-    largest = logits.masked_fill(~see, 0).abs().amax((-2, -1), keepdim=True)
-    for bits in (8, 6, 4):
-        error = (qu.absmax(logits, see, bits) - logits).abs()[see.expand_as(logits)]
-        half = (largest / (2 ** (bits - 1) - 1) / 2).expand_as(logits)[see.expand_as(logits)]
-        assert (error <= half * (1 + 1e-9)).all() and error.max() > 0
-    assert torch.equal(qu.absmax(torch.zeros(1, 1, 4, 4), see[:4, :4], 4), torch.zeros(1, 1, 4, 4))
 
 
 @pytest.mark.parametrize("layers", ["b", "d", "v", "g", "n", "i"])
@@ -96,11 +87,3 @@ def test_the_command_writes_json_and_figure(make_run, call, capsys):
         assert row["accuracy"] == pytest.approx(results["accuracy"] + row["accuracy_change"])
     assert capsys.readouterr().out.count("quantization  a: ") == 2
     assert (run / "figures" / "quantization.png").stat().st_size > 10_000
-
-
-def test_without_retrieval_documents_there_are_no_needles(make_run, call, capsys):
-    run = make_run("a", retrieval={"weight": 0})
-    call(qu, f"run={run}", "tokens=640", "bits=[4]", "length=64")
-    results = json.loads((run / "eval" / "quantization.json").read_text())["results"]
-    assert results["accuracy"] is None and "accuracy" not in results["bits"][0] and len(results["sha256"]) == 64
-    assert "needle" not in capsys.readouterr().out

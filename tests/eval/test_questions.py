@@ -72,11 +72,8 @@ def test_hellaswags_own_file_and_wikihows_marks(tmp_path):
         {"query": "q"},
         ITEMS[0] | {"label": 3},
         ITEMS[0] | {"endings": ["one"]},
-        ITEMS[0] | {"label": None},
         [1],
-        7,
         ITEMS[0] | {"label": True},
-        ITEMS[0] | {"label": 1.0},
         ITEMS[0] | {"endings": "yes"},
     ],
 )

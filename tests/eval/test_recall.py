@@ -81,7 +81,6 @@ def test_counts_are_kept_beside_the_shards(shards, tmp_path, monkeypatch):
         patch.setattr(recall, "ngram_counts", None)  # not called again, whatever the threshold
         assert np.array_equal(recall.frequent_ngrams(tmp_path, shards, windows, 2, V, 200), once)
         assert len(recall.frequent_ngrams(tmp_path, shards, windows, 2, V, 0)) > len(once) > 0
-    recall.frequent_ngrams(tmp_path, shards, windows[:4], 2, V, 200)
-    recall.frequent_ngrams(tmp_path, shards, windows, 3, V, 200)
-    recall.frequent_ngrams(tmp_path, shards[:1], windows, 2, V, 200)
+    for other in ((shards, windows[:4], 2), (shards, windows, 3), (shards[:1], windows, 2)):
+        recall.frequent_ngrams(tmp_path, *other, V, 200)
     assert len(list(tmp_path.glob("ngram_counts_*.npy"))) == 4  # windows, n and shards each have their own

@@ -79,15 +79,6 @@ def test_scores_keep_their_bits_where_logits_are_made_in_parts(model: Decoder, m
         assert all(np.array_equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def test_only_asked_positions_meet_the_output_head(prompts: list[np.ndarray]) -> None:
-    shape = {"n_layer": 1, "n_head": 2, "d_model": 16, "context": 40, "vocab_size": V}
-    model = Decoder(DecoderConfig(**shape)).eval()
-    seen = []
-    model.head.register_forward_hook(lambda module, given, out: seen.append(out.numel() // V))
-    scoring.score(model, prompts[:3], [[np.array([1, 2])]] * 3, batch=3)
-    assert seen == [0, 3 * 2]
-
-
 def test_without_a_cache_each_text_is_read_in_one_pass(model: Decoder, prompts: list[np.ndarray]) -> None:
     lengths = []
     model.embedding.register_forward_hook(lambda module, given, out: lengths.append(out.shape[1]))
@@ -139,11 +130,3 @@ def test_a_prefix_is_read_once_and_no_logits_of_it_are_computed() -> None:
     scoring.score_jobs(model, [Job(np.zeros(12, dtype=int), [np.array([1, 2])] * 3, rows)], batch=32)
     # The prefix but its last token, three questions from there but their last, then each continuation.
     assert read == [(1, 11), (3, 2), (3, 3), (3, 1)] and scored == [0, 0, 3 * 3, 3 * 1]
-
-
-def test_decoding_ends_where_it_is_told_to(model: Decoder, prompts: list[np.ndarray]) -> None:
-    whole = scoring.continue_greedily(model, prompts, 6, batch=2)
-    finished: list[int] = []
-    cut = scoring.continue_greedily(model, prompts, 6, batch=2, stopped=lambda new: len(new) == 3, done=finished.append)
-    assert all(np.array_equal(short, row[:3]) for short, row in zip(cut, whole, strict=True))
-    assert sum(finished) == len(prompts)

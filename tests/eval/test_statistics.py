@@ -1,6 +1,5 @@
 """The comparison of arms: against published tables, and on simulated experiments whose truth is known."""
 
-import itertools
 import math
 import random
 from collections.abc import Iterator
@@ -25,22 +24,16 @@ from eval.report.statistics import (
 SLEEP = (1.2, 2.4, 1.3, 1.3, 0.0, 1.0, 1.8, 0.8, 4.6, 1.4)
 
 
-def test_students_sleep_data() -> None:
-    found = paired(SLEEP)
-    assert found.mean == pytest.approx(1.58) and found.sd == pytest.approx(1.229995, abs=1e-6)
-    assert found.p == pytest.approx(0.002833, abs=5e-7)  # t = 4.0621, df = 9, as R's t.test prints it
-    assert (found.low, found.high) == (pytest.approx(0.7001142, abs=1e-6), pytest.approx(2.4598858, abs=1e-6))
-
-
-def test_scipy_agrees() -> None:
-    draw = random.Random(3)
-    for n in (2, 3, 5, 12):
-        d = [draw.gauss(0.3, 1) for _ in range(n)]
-        found, theirs = paired(d), stats.ttest_1samp(d, 0)
-        assert found.p == pytest.approx(theirs.pvalue, rel=1e-9)
-        how = {"permutation_type": "samples", "n_resamples": math.inf}
-        flips = stats.permutation_test((d, [0.0] * n), lambda a, b: sum(a) - sum(b), **how)
-        assert found.p_permutation == pytest.approx(flips.pvalue, rel=1e-9)
+def test_students_sleep_data_and_scipy() -> None:
+    result = paired(SLEEP)
+    assert result.mean == pytest.approx(1.58) and result.sd == pytest.approx(1.229995, abs=1e-6)
+    assert result.p == pytest.approx(0.002833, abs=5e-7)  # t = 4.0621, df = 9, as R's t.test prints it
+    assert (result.low, result.high) == (pytest.approx(0.7001142, abs=1e-6), pytest.approx(2.4598858, abs=1e-6))
+    how = {"permutation_type": "samples", "n_resamples": math.inf}
+    for d in (SLEEP[:2], SLEEP[:5], SLEEP):
+        flips = stats.permutation_test((d, [0.0] * len(d)), lambda a, b: sum(a) - sum(b), **how)
+        assert paired(d).p_permutation == pytest.approx(flips.pvalue, rel=1e-9)
+        assert paired(d).p == pytest.approx(stats.ttest_1samp(d, 0).pvalue, rel=1e-9)
 
 
 def experiments(n: int, difference: float, count: int, seed: int) -> Iterator[list[float]]:
@@ -63,29 +56,12 @@ def within_chance(hits: int, share: float) -> bool:
 
 
 @pytest.mark.parametrize("n", (2, 3, 5))
-def test_an_absent_difference_is_found_in_five_percent_and_the_interval_covers_it(n: int) -> None:
-    found = [paired(d) for d in experiments(n, 0.0, COUNT, seed=n)]
-    assert within_chance(sum(f.p < 0.05 for f in found), 0.05)
-    assert within_chance(sum(f.low <= 0 <= f.high for f in found), 0.95)
-    assert all((f.p < 0.05) == (not f.low <= 0 <= f.high) for f in found)
-
-
-@pytest.mark.parametrize("n", (3, 5))
-def test_a_planted_difference_is_found_as_often_as_promised(n: int) -> None:
-    planted = SPREAD * detectable_effect(n)
-    found = [paired(d) for d in experiments(n, -planted, COUNT, seed=10 + n)]
-    assert within_chance(sum(f.p < 0.05 for f in found), 0.80)
-    assert within_chance(sum(f.low <= -planted <= f.high for f in found), 0.95)
-    large = [paired(d) for d in experiments(n, 10 * planted, 200, seed=20 + n)]
-    assert all(f.p < 0.05 and f.low > 0 for f in large)
-
-
-def test_pairing_is_what_finds_it() -> None:
-    """The same difference between unpaired seeds would drown in what a seed does to both arms."""
-    planted, hits = SPREAD * detectable_effect(5), 0
-    for d in experiments(5, planted, 200, seed=1):
-        hits += paired([x + s for x, s in zip(d, random.Random(d[0]).choices((-0.07, 0.07), k=5), strict=True)]).p < 0.05
-    assert hits < 40  # of 200; paired it is 160
+def test_absent_and_planted_differences_are_found_as_often_as_promised(n: int) -> None:
+    for planted, share in ((0.0, 0.05), (SPREAD * detectable_effect(n), 0.80)):
+        results = [paired(d) for d in experiments(n, -planted, COUNT, seed=n)]
+        assert within_chance(sum(one.p < 0.05 for one in results), share)
+        assert within_chance(sum(one.low <= -planted <= one.high for one in results), 0.95)
+        assert all((one.p < 0.05) == one.clear for one in results)
 
 
 def test_power_matches_published_tables() -> None:
@@ -101,10 +77,6 @@ def test_sign_flips() -> None:
     assert sign_flip_p([0.1, 0.2, 0.3]) == 0.25  # all of one sign: 2 of 8
     assert sign_flip_p([0.3, 0.3, 0.3, 0.3, 0.3]) == 2 / 32
     assert sign_flip_p([0.1, -0.1]) == 1.0
-    d = [0.5, -0.2, 0.9, 0.4]
-    flipped = [sum(s * x for s, x in zip(signs, d, strict=True)) for signs in itertools.product((1, -1), repeat=4)]
-    count = sum(abs(total) >= 1.6 - 1e-9 for total in flipped)
-    assert sign_flip_p(d) == count / 16
     false = sum(sign_flip_p(d) <= 1 / 16 for d in experiments(5, 0.0, COUNT, seed=7))
     assert within_chance(false, 1 / 16)
 
@@ -145,8 +117,6 @@ def test_power_laws_are_recovered() -> None:
     assert size_ratio(*fits, size=5e5) == pytest.approx(0.62)
     assert math.isnan(size_ratio(fits[0], (3.0, -0.01), size=5e5))
     assert size_ratio((3.0, 0.05), (4.0, 1e-5), size=5e5) == math.inf  # no float has so many parameters
-    with pytest.raises(ValueError, match="two or more sizes"):
-        power_law([1e5, 1e5], [3.0, 3.1])
 
 
 def test_spikes_are_counted_against_the_running_median() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from ablation import study
 from ablation.records import record_of
-from ablation.study import PlannedRun, evaluation_command, refuse_other_results
+from ablation.study import PlannedRun, read_evaluation
 from data.config import DataConfig, TokenizerConfig
 from data.stream import text_digest
 from eval import perplexity, texts
@@ -25,8 +25,8 @@ def planned(folder: Path, shards: Path, text: Path, found: Texts | None = None) 
     """The finished run in `folder`, whose only evaluation is perplexity on `text`."""
     data = DataConfig("made-up", "text", dir=str(shards), tokenizer=TokenizerConfig("bytes"))
     config = TrainConfig(model=DecoderConfig(context=160), data=data, steps=4)
-    command = evaluation_command(f"perplexity text={text} name=other tokens=2000")
-    return PlannedRun("a", 1, folder, [], config, [command], 1, texts=found or Texts())
+    evaluation = read_evaluation(f"perplexity text={text} name=other tokens=2000")
+    return PlannedRun("a", 1, folder, [], config, [evaluation], 1, texts=found or Texts())
 
 
 @pytest.fixture
@@ -52,24 +52,24 @@ def test_a_result_on_another_text_of_the_same_name_is_not_this_text_s(
     assert not planned(folder, shards, first).left()  # the text is no longer on this machine
     assert not planned(folder, Path("nowhere"), second).left()  # nor is the tokenizer
 
-    runs = [planned(folder, shards, text) for text in (moved, second)]
-    for run in runs:
-        run.record = record_of(read_run(folder))
-    refuse_other_results(runs[0])
-    with pytest.raises(ValueError, match=r"has perplexity_other of another text than .*t2/test\.txt: .*name=OTHER"):
-        refuse_other_results(runs[1])
+    record = record_of(read_run(folder))
+    faults = []
+    for run in (planned(folder, shards, text) for text in (moved, second)):
+        (evaluation,) = run.evaluations
+        faults.append(run.fault(evaluation, record["evals"][evaluation.file], record["tokenizer"]))
+    assert faults == [None, f"has perplexity_other of another text than {second}"]
 
 
 def test_a_study_tokenizes_a_text_once(
     make_run: Callable[..., Path], shards: Path, read: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, found, calls = make_run("a-s1"), Texts(), []
-    real = texts.evaluation_tokens
-    monkeypatch.setattr(texts, "evaluation_tokens", lambda *given: calls.append(1) or real(*given))
+    real = texts.tokens_of
+    monkeypatch.setattr(texts, "tokens_of", lambda *given: calls.append(1) or real(*given))
     run = planned(folder, shards, read[0], found)
     for length in (None, 16, None, 32):
         settings = {"text": str(read[0]), "shards": None, "length": length, "tokens": 2000}
-        assert found.tested(run.config.data, run.tokenizer, 160, settings)
+        assert found.tested(run.config.data, read_run(folder).tokenizer, 160, settings)
     assert len(calls) == 1
 
 

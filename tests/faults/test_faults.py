@@ -4,7 +4,7 @@ from tests.conftest import run_command
 
 
 def test_faults_are_survived() -> None:
-    sizes = ("kills=2", "parts=1", "injections=2", "damages=2", "restarts=0", "ends=1", "seed=7")
+    sizes = ("kills=2", "parts=1", "injections=1", "damages=1", "restarts=0", "ends=1", "seed=7")
     done = run_command("-m", "tests.faults", *sizes)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [line.strip("|").split("|") for line in done.stdout.splitlines()[2:]]

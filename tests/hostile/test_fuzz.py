@@ -20,7 +20,7 @@ from eval.report.runs import read_run
 from model.interop.folder import Weights, read_config
 from training.checkpoint import load_run
 
-MUTATIONS = int(os.environ.get("FUZZ", "300"))
+MUTATIONS = int(os.environ.get("FUZZ", "150"))
 SLOW = 10.0  # seconds for one file: a hang
 SPLICES = [b"", b"\x00", b"\xff\xff\xff\xff", b"[" * 3, b'"', b"}", b"-1", b"1e999", b"null", b"NaN", b"../", b"\n"]
 

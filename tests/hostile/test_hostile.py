@@ -3,7 +3,6 @@
 import bz2
 import gzip
 import json
-import lzma
 import pickle
 import struct
 import tracemalloc
@@ -57,19 +56,12 @@ def damaged(content: bytes, at: float = 0.5) -> bytes:
 RANDOM = np.random.default_rng(0).bytes(200_000).hex().encode()
 TEXTS: dict[str, tuple[bytes | Callable[[], bytes], str]] = {
     "damaged.txt.gz": (lambda: damaged(gzip.compress(RANDOM)), "truncated or not"),
-    "damaged.txt.bz2": (lambda: damaged(bz2.compress(RANDOM)), "truncated or not"),
-    "damaged.txt.xz": (lambda: damaged(lzma.compress(RANDOM)), "truncated or not"),
-    "cut.txt.gz": (lambda: gzip.compress(RANDOM)[:-100], "truncated or not"),
     "cut.txt.bz2": (lambda: bz2.compress(RANDOM)[:-100], "truncated or not"),
-    "cut.txt.xz": (lambda: lzma.compress(RANDOM)[:-100], "truncated or not"),
-    "no.txt.gz": (b"this is plain text", "truncated or not"),
-    "no.txt.bz2": (b"this is plain text", "truncated or not"),
     "no.txt.xz": (b"this is plain text", "truncated or not"),
     "nul.txt": (b"\xff\xfe\x00\x00" * 100, "UTF-8"),
     "latin.jsonl": (b'{"text": "\xe9t\xe9"}\n', "UTF-8"),
     "huge-number.jsonl": (b'{"text": ' + b"9" * 10_000 + b"}\n", "line 1"),
     "number.jsonl": (b'{"text": 5}\n', "no text under 'text'"),
-    "list.jsonl": (b'{"text": ["a"]}\n', "no text under 'text'"),
     "array.jsonl": (b'["text"]\n', "no text under 'text'"),
     "keys.jsonl": (json.dumps({f"key{i}": 1 for i in range(50_000)}).encode() + b"\n", "no text under 'text'"),
     "newlines.jsonl": (json.dumps({"a\nb": 1}).encode() + b"\n", "no text under 'text'"),
@@ -98,7 +90,7 @@ def test_parquet_without_text(tmp_path, column):
     refused(lambda: read(path), "has no text under 'text'")
 
 
-@pytest.mark.parametrize("at", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("at", [0.1, 0.9])
 def test_damaged_parquet(tmp_path, at):
     draw = np.random.default_rng(0)
     path = parquet_file(tmp_path / "a.parquet", [draw.bytes(50).hex() for _ in range(3000)], compression="gzip")
@@ -136,12 +128,10 @@ def header(**ints: int) -> bytes:
 
 SHARDS = {
     "count": header(i2=2**31 - 1),
-    "negative count": header(i2=-5),
     "version": header(i1=99),
     "magic": header(i0=7),
     "vocabulary": header(i3=0x44494646, i4=-1),
     "checksum": header(i3=0x44494646, i4=300, i5=1),
-    "half a header": header()[:700],
     "half": header()[:1500],
     "pickle": pickle.dumps([1] * 2000),
     "empty": b"",
@@ -168,22 +158,13 @@ def test_tokenizer(shards, name):
     refused(lambda: load_tokenizer(shards))
 
 
-@pytest.mark.parametrize("text", [DEEP, "[]", "5", "{"])
+@pytest.mark.parametrize("text", [DEEP, "[]", "{"])
 def test_tokenizer_that_is_none(shards, text):
     (shards / FILE).write_text(text)
     refused(lambda: load_tokenizer(shards), "prepare the data again")
 
 
-PROGRESSES = [
-    '{"request": {}, "splits": 5}',
-    '{"splits": {}}',
-    DEEP,
-    "[]",
-    '{"request": 7, "splits": {"train": [], "val": []}}',
-]
-
-
-@pytest.mark.parametrize("text", PROGRESSES)
+@pytest.mark.parametrize("text", ['{"request": {}, "splits": 5}', '{"splits": {}}', DEEP, "[]"])
 def test_progress(tmp_path, text):
     from data.prepare import prepare
 
@@ -195,14 +176,11 @@ def test_progress(tmp_path, text):
 
 # ---------------------------------------- runs
 
-RESULTS = ["{}", "[]", '{"results": 5}', '{"results": []}', DEEP, "{", '{"eval": "needle"}', "\x00"]
 
-
-@pytest.mark.parametrize("text", RESULTS)
-@pytest.mark.parametrize("name", ["perplexity", "needle"])
-def test_evaluation_without_results(make_run, name, text):
+@pytest.mark.parametrize("text", ["{}", "[]", '{"results": 5}', DEEP, "{", "\x00"])
+def test_evaluation_without_results(make_run, text):
     run = make_run("a")
-    (run / "eval" / f"{name}.json").write_text(text)
+    (run / "eval" / "needle.json").write_text(text)
     refused(lambda: read_run(run), "repeat the evaluation")
 
 
@@ -212,21 +190,9 @@ def test_needle_results_without_cells(make_run):
     refused(lambda: read_run(run), "no results")
 
 
-CONFIGS = [
-    "",
-    "[]",
-    "5",
-    "{",
-    "a: [",
-    "model: 5\ndata: {}",
-    "model: {}",
-    "!!python/object/apply:os.system [true]",
-    "\x00",
-    "&a [*a, *a]",
-]
-
-
-@pytest.mark.parametrize("text", CONFIGS)
+@pytest.mark.parametrize(
+    "text", ["", "[]", "a: [", "model: 5\ndata: {}", "model: {}", "!!python/object/apply:os.system [true]"]
+)
 def test_run_config(make_run, text):
     run = make_run("a")
     (run / "config.yaml").write_text(text)
@@ -293,7 +259,7 @@ def test_index(tmp_path, text):
     refused(lambda: Weights(folder))
 
 
-@pytest.mark.parametrize("text", [DEEP, "[]", "{", "5", "\x00"])
+@pytest.mark.parametrize("text", [DEEP, "[]", "{", "\x00"])
 def test_model_config(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
     refused(lambda: read_config(tmp_path))

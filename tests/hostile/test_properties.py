@@ -21,7 +21,7 @@ from data.shards import Shard, write_shard  # noqa: E402
 from data.tokenizer import build_tokenizer  # noqa: E402
 from model.ranges import check_ranges  # noqa: E402
 
-settings.register_profile("suite", deadline=None, max_examples=60, suppress_health_check=list(HealthCheck), derandomize=True)
+settings.register_profile("suite", deadline=None, max_examples=30, suppress_health_check=list(HealthCheck), derandomize=True)
 settings.load_profile("suite")
 BYTES = build_tokenizer(TokenizerConfig("bytes"))
 FINGERPRINT = "0123456789abcdef" * 4

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from model.attention.baseline import BaselineConfig
-from model.attention.diff import VECTORS, lambda_init
+from model.attention.diff import lambda_init
 from model.config import DecoderConfig
 from model.conversion import Conversion, change, convert, converted_config
 from model.decoder import Decoder
@@ -18,6 +18,7 @@ SHAPES = {
     "gqa": {"n_kv_head": 2},
     "gpt2": {"norm": "layernorm", "mlp": "gelu", "position": "learned", "bias": True, "match": "none"},
     "norms": {"n_kv_head": 4, "baseline": BaselineConfig(qk_norm="head"), "norm_place": "after"},
+    "odd": {"n_head": 5, "d_model": 40},
     "interleaved_wide": {"n_kv_head": 4, "head_dim": 12, "rope_layout": "interleaved", "bias": True, "tie": False},
 }
 EXACT = {
@@ -60,9 +61,8 @@ def test_exact_conversions_leave_the_logits_alone(name: str, shape: str) -> None
     assert source(text(source)).abs().max() > 1
 
 
-@pytest.mark.parametrize("shape", ("mha", "gqa"))
-def test_the_mirrored_factor_is_what_keeps_the_logits(shape: str) -> None:
-    source = baseline(shape)
+def test_the_mirrored_factor_is_what_keeps_the_logits() -> None:
+    source = baseline("gqa")
     model = convert(source, EXACT["mirror"])
     for layer, block in enumerate(model.blocks):
         assert block.attention.lam().item() == pytest.approx(lambda_init(layer), abs=1e-7)
@@ -74,7 +74,7 @@ def test_the_mirrored_factor_is_what_keeps_the_logits(shape: str) -> None:
     assert change(source, model, text(source)).max_logit > 0.1
 
 
-@pytest.mark.parametrize("shape", ("mha", "gqa", "interleaved_wide"))
+@pytest.mark.parametrize("shape", ("gqa", "interleaved_wide"))
 def test_split_keeps_every_map_and_the_first_half_of_the_values(shape: str) -> None:
     """The formula head by head: map c of head i is a whole baseline map, and at lambda 0 only map 0 is looked through."""
     source = baseline(shape)
@@ -100,18 +100,6 @@ def test_split_keeps_every_map_and_the_first_half_of_the_values(shape: str) -> N
                 assert torch.equal(out2[:, i, c * d : (c + 1) * d], out[:, head])
         assert sorted(used) == list(range(a.heads))
         assert b.lam().item() == 0
-
-
-def test_split_changes_the_function_unless_the_paired_maps_agree() -> None:
-    source = baseline()
-    assert change(source, convert(source, Conversion(heads="split")), text(source)).max_logit > 0.1
-    twins = copy.deepcopy(source)
-    with torch.no_grad():
-        for block in twins.blocks:
-            for p in (block.attention.q, block.attention.k):
-                rows = p.weight.unflatten(0, (-1, 2, 8))
-                rows[:, 1] = rows[:, 0]
-    assert change(twins, convert(twins, Conversion(heads="split")), text(twins)).max_logit < 1e-4
 
 
 @torch.no_grad()
@@ -140,10 +128,9 @@ def test_a_head_norm_or_random_second_maps_of_v2_are_a_change_and_say_so() -> No
     assert closed.max_logit < 1e-3  # sigmoid(-14) is 1e-6
 
 
-@pytest.mark.parametrize("shape", ("mha", "gqa"))
-def test_with_a_head_norm_the_output_projection_restores_the_heads_sizes(shape: str) -> None:
+def test_with_a_head_norm_the_output_projection_restores_the_heads_sizes() -> None:
     """Exactly for a single token, whose heads have one size each; on average for a text."""
-    source = baseline(shape)
+    source = baseline("gqa")
     tokens = text(source)
     for how in (LEARN["zero, norm"], Conversion(init="mirror", sublayer_norm=True)):
         blind, measured = (change(source, convert(source, how, 0, t), tokens) for t in (None, tokens))
@@ -172,11 +159,10 @@ def step(model: Decoder, optimizer: torch.optim.Optimizer) -> float:
     return loss.item()
 
 
-@pytest.mark.parametrize("shape", ("mha", "gqa"))
 @pytest.mark.parametrize("name", LEARN)
-def test_every_parameter_learns_at_once_but_second_maps_at_lambda_zero(name: str, shape: str) -> None:
+def test_every_parameter_learns_at_once_but_second_maps_at_lambda_zero(name: str) -> None:
     how = LEARN[name]
-    model = convert(baseline(shape), how).train()
+    model = convert(baseline("gqa"), how).train()
     model.set_step(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     step(model, optimizer)
@@ -190,41 +176,6 @@ def test_every_parameter_learns_at_once_but_second_maps_at_lambda_zero(name: str
     step(model, optimizer)
     for key, grad in second_rows(model).items():
         assert (grad.flatten(1).abs().amax(1) > 0).all(), key  # of every head
-    for p in model.parameters():
-        assert torch.isfinite(p.grad).all()
-
-
-def test_axolotls_zero_init_stays_dead_where_ours_wakes() -> None:
-    """All lambda vectors at zero: neither they nor the second maps have a gradient, whatever the optimizer does."""
-    model = convert(baseline(), EXACT["zero"])
-    with torch.no_grad():
-        for block in model.blocks:
-            for name in VECTORS:
-                getattr(block.attention, name).zero_()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for _ in range(3):
-        step(model, optimizer)
-        assert not any(grad.any() for grad in second_rows(model).values())
-        assert not any(getattr(block.attention, name).grad.any() for block in model.blocks for name in VECTORS)
-        optimizer.step()
-
-
-@pytest.mark.parametrize("name", ("zero", "mirror", "split", "v2"))
-def test_training_on_improves_and_opens_the_subtraction(name: str) -> None:
-    model = convert(baseline(), LEARN[name]).train()
-    before = [lam_of(model, layer) for layer in range(3)]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    losses = []
-    for _ in range(8):
-        losses.append(step(model, optimizer))
-        optimizer.step()
-    assert losses[-1] < losses[0] - 0.05
-    assert all(lam_of(model, layer) != before[layer] for layer in range(3))
-
-
-def lam_of(model: Decoder, layer: int) -> float:
-    attention = model.blocks[layer].attention
-    return attention.lambda_logits.bias[0].item() if model.cfg.layers == "v" else attention.lam().item()
 
 
 def test_decoding_with_a_cache_continues_as_the_source_does() -> None:
@@ -254,35 +205,28 @@ def test_a_seed_decides_what_is_random() -> None:
     assert not torch.equal(one["q.weight"], other["q.weight"]) and not torch.equal(one["lambda_q1"], other["lambda_q1"])
 
 
-def test_a_broken_model_is_an_infinite_change() -> None:
-    source = baseline()
-    broken = convert(source, EXACT["zero"])
-    with torch.no_grad():
-        broken.blocks[0].attention.out.weight[0, 0] = float("nan")
-    assert change(source, broken, text(source)).max_logit == float("inf")
-
-
 @pytest.mark.parametrize(
     ("how", "says"),
     [
         (Conversion(to="diff3"), "to=diff3 is unknown: use one of diff, diff_v2, same"),
-        (Conversion(init="zeros"), "init=zeros is unknown: use one of zero, mirror, open"),
-        (Conversion(heads="half"), "heads=half is unknown: use one of double, split"),
         (Conversion(init="mirror", heads="split"), "use init=zero"),
         (Conversion(init="mirror", second="random"), "use second=copy, or init=zero"),
         (Conversion(lambda_init=0.3), "leave lambda_init out"),
         (Conversion(init="open"), "use second=random, or init=mirror"),
         (Conversion(init="open", to="diff_v2"), "lambda_bias=0 second=random"),
-        (Conversion(init="mirror", lambda_init=1.0), "at most 0.95: use 0.2"),
-        (Conversion(to="diff_v2", sublayer_norm=True), "heads=double sublayer_norm=false"),
-        (Conversion(to="diff_v2", heads="split"), "heads=double sublayer_norm=false"),
-        (Conversion(to="diff_v2", lambda_bias=3.0), "such as -4"),
+        (Conversion(init="mirror", lambda_init=1.0), r"use a number in \(0, 0.95\]"),
+        (Conversion(to="diff_v2", sublayer_norm=True), "use sublayer_norm=false"),
+        (Conversion(to="diff_v2", heads="split"), "use heads=double"),
+        (Conversion(to="diff_v2", init="mirror"), "leave init out"),
+        (Conversion(heads="split", second="random"), "leave second out"),
+        (Conversion(lambda_bias=-3.0), "leave lambda_bias out"),
+        (Conversion(to="same", heads="split"), "leave out heads"),
+        (Conversion(to="diff_v2", lambda_bias=3.0), r"use a number in \[-20, 0\]"),
     ],
 )
 def test_options_that_exclude_each_other_are_refused(how: Conversion, says: str) -> None:
-    with pytest.raises(ValueError, match=says) as error:
+    with pytest.raises(ValueError, match=says):
         how.check()
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -290,7 +234,6 @@ def test_options_that_exclude_each_other_are_refused(how: Conversion, says: str)
     [
         ({"layers": "bd"}, Conversion(), "model.layers=bd is not a baseline"),
         ({"n_head": 5, "d_model": 40}, Conversion(heads="split"), "n_head=5 is odd: use heads=double"),
-        ({"n_head": 6, "d_model": 48, "n_kv_head": 3}, Conversion(heads="split"), "n_kv_head=3 is odd: use heads=double"),
         ({"n_head": 8, "n_kv_head": 1}, Conversion(heads="split"), "n_kv_head=1 is odd: use heads=double"),
         ({"baseline": BaselineConfig(head_norm="affine")}, Conversion(), "convert a baseline with head_norm=none"),
         ({"baseline": BaselineConfig(qk_norm="all")}, Conversion(), "qk_norm=none or head"),
@@ -298,11 +241,5 @@ def test_options_that_exclude_each_other_are_refused(how: Conversion, says: str)
     ],
 )
 def test_sources_that_cannot_be_converted_are_refused(cfg: dict, how: Conversion, says: str) -> None:
-    with pytest.raises(ValueError, match=says) as error:
+    with pytest.raises(ValueError, match=says):
         converted_config(DecoderConfig(**cfg), how)
-    assert "\n" not in str(error.value)
-
-
-def test_odd_heads_double() -> None:
-    source = baseline(n_head=5, d_model=40)
-    assert change(source, convert(source, EXACT["mirror"]), text(source)).max_logit < 1e-4

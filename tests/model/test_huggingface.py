@@ -37,7 +37,9 @@ SOURCES: dict[str, tuple[str, dict]] = {
         "Llama", LLAMA | OTHER_ROPE | {"num_key_value_heads": 2, "head_dim": 12, "rms_norm_eps": 1e-3},
     ),
     "llama, attention biases": ("Llama", LLAMA | {"attention_bias": True, "num_key_value_heads": 1}),
-    "llama, feed-forward biases": ("Llama", LLAMA | {"mlp_bias": True}),
+    "llama, feed-forward biases, linear rope": (
+        "Llama", LLAMA | {"mlp_bias": True, "rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 1e4}},
+    ),
     "diffllama": ("DiffLlama", LLAMA),
     "diffllama, grouped, head_dim, biases, tied": (
         "DiffLlama",
@@ -55,15 +57,12 @@ LLAMA3 = {
 SLIDING = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}
 SOURCES |= {
     "llama, scaled as Llama 3": ("Llama", GROUPED | {"rope_parameters": LLAMA3, "head_dim": 16}),
-    "llama, linear rope": ("Llama", LLAMA | {"rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 1e4}}),
     "mistral": ("Mistral", GROUPED | {"sliding_window": None}),
     "mistral, window": ("Mistral", GROUPED | {"sliding_window": 7, "head_dim": 12}),
     "qwen2": ("Qwen2", GROUPED | {"tie_word_embeddings": True}),
-    "qwen2, window": ("Qwen2", GROUPED | SLIDING),
     "qwen3": ("Qwen3", GROUPED | {"head_dim": 12}),
     "qwen3, biases, scaled": ("Qwen3", GROUPED | SLIDING | {"head_dim": 16, "attention_bias": True, "rope_parameters": LLAMA3}),
     "olmo2": ("Olmo2", GROUPED | {"rms_norm_eps": 1e-3}),
-    "phi3": ("Phi3", GROUPED),
     "phi3, window": ("Phi3", GROUPED | {"sliding_window": 7, "num_key_value_heads": 1}),
 }
 CLASSES = {"GPT2": "GPT2LMHeadModel"}
@@ -105,12 +104,9 @@ def generated(model: torch.nn.Module, x: torch.Tensor, **options: object) -> tor
     return model.generate(x, attention_mask=mask, max_new_tokens=8, pad_token_id=0, do_sample=False, **options)
 
 
-# --- import ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", SOURCES)
 def test_a_folder_of_transformers_computes_the_same_logits(name: str, tmp_path: Path) -> None:
-    model = theirs(name)
+    model, family = theirs(name), SOURCES[name][0].lower()
     model.save_pretrained(tmp_path)
     ours = loaded(tmp_path)
     assert apart(model, ours) < EXACT
@@ -118,9 +114,25 @@ def test_a_folder_of_transformers_computes_the_same_logits(name: str, tmp_path: 
     assert torch.equal(generated(model, x), ours.generate(x, 8))
     cfg = ours.cfg
     assert None not in (cfg.n_kv_head, cfg.head_dim, cfg.d_ff) and cfg.vocab_size == V and cfg.context == 32
+    exported = export(ours, family)
+    if family in ("gpt2", "llama", "diffllama", "qwen3", "olmo2"):  # the only ones that compute this
+        assert export(ours).format == family
+    assert_same_tensors(exported.tensors, load_file(tmp_path / "model.safetensors"))
+    config = json.loads((tmp_path / "config.json").read_text())
+    may_differ = {"bos_token_id", "eos_token_id", "n_inner"}  # the run's tokens; a width that was left to its default
+    may_differ |= {"embd_pdrop", "resid_pdrop", "attn_pdrop"}
+    may_differ |= {"max_window_layers", "rope_parameters", "sliding_window", "original_max_position_embeddings"}  # defaults
+    assert {key for key in exported.config.keys() & config.keys() if exported.config[key] != config[key]} <= may_differ
+    write(ours, tmp_path / "again", family)
+    assert read_folder(tmp_path / "again")[0] == cfg
 
 
-@pytest.mark.parametrize("name", ("gpt2", "llama, tied", "diffllama"))
+def assert_same_tensors(tensors: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert tensors.keys() == wanted.keys()
+    assert [name for name in wanted if not torch.equal(tensors[name], wanted[name])] == []
+
+
+@pytest.mark.parametrize("name", ("gpt2", "llama, tied"))
 def test_sharded_and_half_precision_folders(name: str, tmp_path: Path) -> None:
     model = theirs(name)
     for dtype in (torch.bfloat16, torch.float16):
@@ -159,10 +171,7 @@ def test_older_configurations(tmp_path: Path) -> None:
     assert apart(model, loaded(tmp_path)) < EXACT
 
 
-# --- export to transformers' own models -----------------------------------------------------------------------------
-
 GPT2_STYLE = {"norm": "layernorm", "mlp": "gelu", "position": "learned", "match": "none"}
-LAMBDA = {"lambda_form": "dual_scalar"}
 
 
 def diff(**options: object) -> dict:
@@ -185,6 +194,12 @@ NATIVE: dict[str, tuple[str, dict]] = {
     "diffllama, two scalars": ("diffllama", diff(lambda_form="dual_scalar")),
     "diffllama, fixed lambda": ("diffllama", diff(lambda_form="fixed", lambda_init=0.3)),
     "diffllama, unfinished warm-up": ("diffllama", diff(lambda_warmup=100)),
+    "mistral": ("mistral", {"window": 8}),
+    "qwen3": ("qwen3", {"baseline": {"qk_norm": "head"}, "n_kv_head": 4, "bias": False}),
+    "qwen3, interleaved": ("qwen3", {"baseline": {"qk_norm": "head"}, "n_kv_head": 4, "rope_layout": "interleaved"}),
+    "olmo2": ("olmo2", {"baseline": {"qk_norm": "all"}, "norm_place": "after"}),
+    "olmo2, interleaved": ("olmo2", {"baseline": {"qk_norm": "all"}, "norm_place": "after", "rope_layout": "interleaved"}),
+    "llama, linear rope": ("llama", {"rope_scaling": {"kind": "linear", "factor": 3.0}}),
 }  # fmt: skip
 
 
@@ -211,23 +226,21 @@ def write(model: Decoder, folder: Path, to: str | None = None) -> str:
 def test_transformers_own_models_compute_our_logits(name: str, tmp_path: Path) -> None:
     form, changes = NATIVE[name]
     model = ours(changes)
-    assert write(model, tmp_path) == form
+    first = export(model)
+    assert write(model, tmp_path) == first.format == form
     exported, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert type(exported).__name__.lower().startswith(form) and not any(map(len, report.values()))
     assert apart(exported.eval(), model) < EXACT
     x = tokens()[:, :9]
     assert torch.equal(generated(exported, x), model.generate(x, 8))
-    assert apart(exported, loaded(tmp_path)) < EXACT  # and what was exported can be read back
-
-
-NATIVE |= {
-    "mistral": ("mistral", {"window": 8}),
-    "qwen3": ("qwen3", {"baseline": {"qk_norm": "head"}, "n_kv_head": 4, "bias": False}),
-    "qwen3, interleaved": ("qwen3", {"baseline": {"qk_norm": "head"}, "n_kv_head": 4, "rope_layout": "interleaved"}),
-    "olmo2": ("olmo2", {"baseline": {"qk_norm": "all"}, "norm_place": "after"}),
-    "olmo2, interleaved": ("olmo2", {"baseline": {"qk_norm": "all"}, "norm_place": "after", "rope_layout": "interleaved"}),
-    "llama, linear rope": ("llama", {"rope_scaling": {"kind": "linear", "factor": 3.0}}),
-}  # fmt: skip
+    back = loaded(tmp_path)
+    assert apart(exported, back) < EXACT
+    second = export(back)
+    assert (second.format, second.config) == (first.format, first.config)
+    assert_same_tensors(second.tensors, first.tensors)
+    if name in ("llama", "llama, grouped, head_dim", "gpt2, biases, untied"):  # nothing had to be rearranged
+        assert back.cfg == replace(model.cfg, match="none")
+        assert_same_tensors(back.state_dict(), model.state_dict())
 
 
 REFUSED: dict[str, tuple[str, dict, str]] = {
@@ -235,7 +248,6 @@ REFUSED: dict[str, tuple[str, dict, str]] = {
     "a hybrid": ("llama", {"layers": "bd"}, "layers=bd are not b throughout"),
     "a window": ("llama", {"window": 8}, "a window of 8 keys"),
     "documents": ("llama", {"document_mask": True, "eot": 3}, "their own document only"),
-    "another norm": ("llama", {"norm": "layernorm"}, "norm=layernorm; the format allows rmsnorm"),
     "no positions": ("diffllama", diff() | {"position": "none"}, "position=none; the format allows rope"),
     "llama with odd heads": ("llama", {"d_model": 36, "head_dim": 4}, "8 heads do not divide its width 36"),
     "gpt2 with rope": ("gpt2", {"norm": "layernorm", "mlp": "gelu"}, "position=rope; the format allows learned"),
@@ -243,11 +255,8 @@ REFUSED: dict[str, tuple[str, dict, str]] = {
     "double heads": ("diffllama", diff(heads="double"), "diff.heads=double; the format allows half"),
     "no head norm": ("diffllama", diff(head_norm="none"), "diff.head_norm=none; the format allows plain or affine"),
     "norm of queries": ("diffllama", diff(qk_norm=True), "diff.qk_norm=True; the format allows False"),
-    "norm of merged heads": ("diffllama", diff(scale_norm=True), "diff.scale_norm=True; the format allows False"),
     "feed-forward biases": ("diffllama", diff() | {"bias": True}, "mlp.gate.bias, for which this format has no place"),
     "norm of each head": ("llama", {"baseline": {"head_norm": "affine"}}, "baseline.head_norm=affine; the format allows none"),
-    "norms after": ("llama", {"norm_place": "after"}, "norm_place=after; the format allows before"),
-    "mistral with biases": ("mistral", {"bias": True}, "bias, for which this format has no place"),
     "phi3 with scaled rope": ("phi3", {"rope_scaling": {"kind": "linear"}}, "rope_scaling.kind=linear; the format allows none"),
     "qwen3 without norms": ("qwen3", {}, "baseline.qk_norm=none; the format allows head"),
 }  # fmt: skip
@@ -257,9 +266,8 @@ REFUSED: dict[str, tuple[str, dict, str]] = {
 def test_what_has_no_counterpart_is_refused_with_the_reason(name: str) -> None:
     to, changes, message = REFUSED[name]
     model = ours(changes)
-    with pytest.raises(ValueError, match=re.escape(message) + ".*: use to=remote") as caught:
+    with pytest.raises(ValueError, match=re.escape(message) + ".*: use to=remote"):
         export(model, to)
-    assert "\n" not in str(caught.value)
     assert export(model).format != to
 
 
@@ -268,51 +276,11 @@ def test_an_unknown_format_is_refused() -> None:
         export(ours({}), "onnx")
 
 
-# --- there and back -------------------------------------------------------------------------------------------------
-
-
-def assert_same_tensors(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
-
-
-@pytest.mark.parametrize("name", SOURCES)
-def test_an_imported_folder_is_exported_to_the_bit(name: str, tmp_path: Path) -> None:
-    theirs(name).save_pretrained(tmp_path)
-    family = SOURCES[name][0].lower()
-    found = export(loaded(tmp_path), family)
-    wanted = load_file(tmp_path / "model.safetensors")
-    if family in ("gpt2", "llama", "diffllama", "qwen3", "olmo2"):  # the only ones that compute this
-        assert export(loaded(tmp_path)).format == family
-    assert_same_tensors(found.tensors, wanted)
-    config = json.loads((tmp_path / "config.json").read_text())
-    may_differ = {"bos_token_id", "eos_token_id", "n_inner"}  # the run's tokens; a width that was left to its default
-    may_differ |= {"embd_pdrop", "resid_pdrop", "attn_pdrop"}
-    may_differ |= {"max_window_layers", "rope_parameters", "sliding_window", "original_max_position_embeddings"}  # defaults
-    assert {key for key in found.config.keys() & config.keys() if found.config[key] != config[key]} <= may_differ
-    write(loaded(tmp_path), tmp_path / "again", family)
-    assert read_folder(tmp_path / "again")[0] == read_folder(tmp_path)[0]
-
-
-@pytest.mark.parametrize("name", NATIVE)
-def test_an_exported_model_is_imported_and_exported_again_to_the_bit(name: str, tmp_path: Path) -> None:
-    model = ours(NATIVE[name][1])
-    first = export(model)
-    write(model, tmp_path)
-    back = loaded(tmp_path)
-    second = export(back)
-    assert (second.format, second.config) == (first.format, first.config)
-    assert_same_tensors(second.tensors, first.tensors)
-    if name in ("llama", "llama, grouped, head_dim", "gpt2, biases, untied"):  # nothing had to be rearranged
-        assert back.cfg == replace(model.cfg, match="none")
-        assert_same_tensors(back.state_dict(), model.state_dict())
-
-
-@pytest.mark.parametrize("to", ("remote", "safetensors"))
 @pytest.mark.parametrize("name", VARIANTS)
-def test_our_own_formats_keep_every_variant_to_the_bit(name: str, to: str, tmp_path: Path) -> None:
+def test_our_own_formats_keep_every_variant_to_the_bit(name: str, tmp_path: Path) -> None:
     model = randomized(name).float()
-    write(model, tmp_path, to)
-    back = loaded(tmp_path)
-    assert back.cfg == model.cfg
-    assert_same_tensors(back.state_dict(), model.state_dict())
+    for to in ("remote", "safetensors"):
+        write(model, tmp_path / to, to)
+        back = loaded(tmp_path / to)
+        assert back.cfg == model.cfg
+        assert_same_tensors(back.state_dict(), model.state_dict())

@@ -2,12 +2,14 @@
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from model.config import DecoderConfig, decoder_config
+from model.config import decoder_config
 from model.decoder import Decoder
 from model.interop.huggingface import export
 from model.interop.remote import flattened
@@ -16,6 +18,9 @@ from tests.variants import VARIANTS, config, randomized
 
 transformers = pytest.importorskip("transformers", reason="needs the package transformers")
 pytestmark = pytest.mark.usefixtures("remote_code")
+
+
+load = partial(transformers.AutoModelForCausalLM.from_pretrained, trust_remote_code=True)
 
 
 def remote(model: Decoder) -> torch.nn.Module:
@@ -37,22 +42,27 @@ def test_every_variant_generates_in_transformers_with_its_cache(name: str) -> No
     assert torch.equal(generated(wrapped, x), model.generate(x, 8))
 
 
-@pytest.mark.parametrize("name", ("diff_v2", "introspective_sequence", "gpt2"))
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write(randomized("diff", backend="sdpa").float(), tmp_path, "remote")
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ("introspective_sequence", "gpt2"))
 def test_a_folder_with_its_own_code(name: str, tmp_path: Path) -> None:
     model = randomized(name, backend="sdpa").float().eval()  # what the folder's `auto` is: our own kernels stay here
     assert write(model, tmp_path / name, "remote") == "remote"
-    load = transformers.AutoModelForCausalLM.from_pretrained
-    exported, report = load(tmp_path / name, trust_remote_code=True, output_loading_info=True)
+    exported, report = load(tmp_path / name, output_loading_info=True)
     assert not any(map(len, report.values())) and "repository" not in type(exported).__module__
     assert type(exported).__module__.startswith("transformers_modules")
     assert apart(exported.eval(), model, vocab=50) == 0
     x = tokens(vocab=50)[:, :9]
     assert torch.equal(generated(exported, x), model.generate(x, 8))
     exported.save_pretrained(tmp_path / "again")
-    again = load(tmp_path / "again", trust_remote_code=True).eval()
+    again = load(tmp_path / "again").eval()
     assert apart(again, model, vocab=50) == 0
     assert apart(exported, loaded(tmp_path / "again"), vocab=50) < EXACT
-    half = load(tmp_path / name, trust_remote_code=True, dtype=torch.bfloat16).eval()
+    half = load(tmp_path / name, dtype=torch.bfloat16).eval()
     assert half(x).logits.dtype == torch.bfloat16 and generated(half, x).shape == (2, 17)
 
 
@@ -67,7 +77,7 @@ def test_the_exported_code_stands_alone() -> None:
             assert f"from .{name.removesuffix('.py')} import" in files["modeling.py"]
 
 
-@pytest.mark.parametrize("name", ("baseline", "introspective", "hybrid"))
+@pytest.mark.parametrize("name", ("introspective", "hybrid"))
 def test_padding_on_the_left_beams_and_the_loss(name: str) -> None:
     model = randomized(name, window=6).float().eval()
     wrapped = remote(model)
@@ -94,19 +104,67 @@ def test_document_masks_follow_the_beams() -> None:
     assert torch.equal(generated(wrapped, x, num_beams=4), generated(wrapped, x, num_beams=4, use_cache=False))
 
 
+@pytest.mark.parametrize("changes", ({}, {"document_mask": True, "eot": 7}))
+def test_packed_documents_do_not_see_each_other(changes: dict) -> None:
+    """Row and positions as DataCollatorWithFlattening makes them."""
+    model = randomized("diff", **changes).float().eval()
+    x = tokens(vocab=50)[:1, :12]
+    x[0, 8] = 7
+    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6]])
+    wrapped = remote(model)
+    parts = torch.cat([model(x[:, :5]), model(x[:, 5:])], dim=1)
+    torch.testing.assert_close(wrapped(x, position_ids=positions).logits, parts, rtol=0, atol=1e-5)
+    with pytest.raises(ValueError, match="leave out use_cache"):
+        wrapped(x, position_ids=positions, use_cache=True)
+
+
+def test_new_tokens_are_saved_with_the_others(folder: Path, tmp_path: Path) -> None:
+    model, x = load(folder).eval(), tokens(vocab=50)
+    before = model(x).logits
+    model.resize_token_embeddings(53)
+    model.save_pretrained(tmp_path / "again")
+    for wider in (model(x).logits, load(tmp_path / "again").eval()(x).logits):
+        assert wider.shape[-1] == 53 and torch.equal(wider[..., :50], before)
+
+
+def test_gradient_checkpointing_and_tuples() -> None:
+    wrapped, x = remote(randomized("diff").float()).train(), tokens(vocab=50)
+    plain = wrapped(x, labels=x, return_dict=False)
+    wrapped.activation_checkpointing_enable()
+    assert wrapped.decoder.recompute and wrapped.is_activation_checkpointing
+    assert isinstance(plain, tuple) and torch.equal(wrapped(x, labels=x).loss, plain[0])
+    wrapped.activation_checkpointing_disable()
+    assert not wrapped.decoder.recompute
+
+
 def test_what_the_exported_code_cannot_do_is_said() -> None:
     wrapped = remote(randomized("gpt2").float())
     x = tokens(vocab=50)[:, :9]
-    mask = torch.ones_like(x)
+    mask, packed = torch.ones_like(x), torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
     mask[0, 0] = 0
-    with pytest.raises(ValueError, match="shifts learned positions"):
-        wrapped(x, attention_mask=mask)
-    with pytest.raises(ValueError, match="leave out 4-D masks"):
-        wrapped(x, attention_mask=torch.zeros(2, 1, 9, 9))
-    with pytest.raises(ValueError, match="leave out inputs_embeds"):
-        wrapped(x, inputs_embeds=torch.zeros(2, 9, 64))
+    for options, says in (
+        ({"input_ids": x, "attention_mask": mask}, "shifts learned positions"),
+        ({"input_ids": x, "attention_mask": torch.zeros(2, 1, 9, 9)}, "leave out 4-D masks"),
+        ({"input_ids": x, "position_ids": packed}, "without learned positions"),
+        ({"inputs_embeds": torch.zeros(2, 9, 64)}, "leave out inputs_embeds"),
+        ({"input_ids": x, "output_attentions": True}, "leave out output_attentions"),
+        ({"input_ids": x, "output_hidden_states": True}, "leave out output_hidden_states"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            wrapped(**options)
     with pytest.raises(ValueError, match="leave out cache_implementation"):
         generated(wrapped, x, cache_implementation="static")
+
+
+def test_weights_that_a_folder_lacks_are_no_random_numbers(folder: Path) -> None:
+    with pytest.raises(ValueError, match="contradicts tie=True in the stack"):
+        load(folder, tie_word_embeddings=False)
+    weights = load_file(folder / "model.safetensors")
+    compiled = {name.replace("decoder.", "decoder._orig_mod."): tensor for name, tensor in weights.items()}
+    save_file(compiled, folder / "model.safetensors", metadata={"format": "pt"})  # as torch.compile names them
+    assert loaded(folder).state_dict().keys() >= {"embedding.weight"}
+    with pytest.raises(ValueError, match="the checkpoint lacks weights of decoder"):
+        load(folder)
 
 
 def test_a_configuration_survives_json() -> None:
@@ -117,7 +175,6 @@ def test_a_configuration_survives_json() -> None:
         assert decoder_config(json.loads(json.dumps(asdict(cfg)))) == cfg
     with pytest.raises(ValueError, match="model has no option no_such_key"):
         decoder_config({"no_such_key": 1})
-    assert isinstance(decoder_config({}), DecoderConfig)
     dropouts = {"dropout": 0.1, "attention_dropout": 0.2, "projection_dropout": 0.3}
     stack = export(randomized("diff", **dropouts), "remote").config["stack"]
     assert {name: stack[name] for name in dropouts} == dict.fromkeys(dropouts, 0.0)

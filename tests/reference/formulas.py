@@ -6,115 +6,31 @@ from 0. first: (w, x) of layer 0 of the same stack, which has the same variant. 
 spelled out here so that a change of convention in model/ is noticed.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-EPS = 1e-5
-extra: np.ndarray = np.zeros((1, 1, 1, 1))
+from tests.reference import parts
+from tests.reference.parts import (
+    added,
+    exponentials,
+    head,
+    head_norm,
+    joined,
+    layer_norm,
+    normed,
+    positions,
+    rms,
+    rope,
+    rows,
+    seen,
+    sigmoid,
+    softmax,
+)
 
 
-@contextmanager
-def added(bias: Any) -> Iterator[None]:
-    """Inside, `bias`, broadcastable to (B, H, T, S), is added to the scores of every formula."""
-    global extra
-    before = extra
-    extra = np.asarray(bias, dtype=float).reshape((1,) * (4 - np.ndim(bias)) + np.shape(bias))
-    try:
-        yield
-    finally:
-        extra = before
-
-
-def exponentials(scores: np.ndarray, i: int = 0) -> np.ndarray:
-    e = np.exp(scores - scores.max())
-    return e / e.sum()
-
-
-def softmax(scores: np.ndarray, see: np.ndarray, b: int = 0, i: int = 0, row: Callable = exponentials) -> np.ndarray:
-    """Row by row, of head i of sequence b. A row that sees nothing is zero. Several key sets stand side by side.
-
-    row: the weights of the keys that a query of head i sees, by their scores, where the map is no softmax.
-    """
-    more = extra[b % extra.shape[0], i % extra.shape[1]]
-    scores = scores + np.tile(more, (1, scores.shape[1] // more.shape[1]))
-    see = see[i % len(see)] if see.ndim == 3 else see
-    out = np.zeros_like(scores)
-    for t in range(scores.shape[0]):
-        cols = np.flatnonzero(see[t])
-        if len(cols):
-            out[t, cols] = row(scores[t, cols], i)
-    return out
-
-
-def rope(x: np.ndarray, theta: float | None, interleaved: bool = False) -> np.ndarray:
-    """x (T, d), position = row; pair i is turned by t theta^(-2i/d). Pairs are (i, i+d/2), or (2i, 2i+1) interleaved."""
-    if theta is None:
-        return x
-    T, d = x.shape
-    out = x.copy()
-    for i in range(d // 2):
-        m, n = (2 * i, 2 * i + 1) if interleaved else (i, i + d // 2)
-        angle = np.arange(T) * theta ** (-2.0 * i / d)
-        a, b = x[:, m], x[:, n]
-        out[:, m] = a * np.cos(angle) - b * np.sin(angle)
-        out[:, n] = b * np.cos(angle) + a * np.sin(angle)
-    return out
-
-
-def rms(x: np.ndarray, weight: np.ndarray | float = 1.0) -> np.ndarray:
-    return x / np.sqrt((x * x).mean(-1, keepdims=True) + EPS) * weight
-
-
-def head(w: dict, name: str, x: np.ndarray, i: int, width: int) -> np.ndarray:
-    """Rows i*width .. of a projection: (T, width)."""
-    span = slice(i * width, (i + 1) * width)
-    return x @ w[f"{name}.weight"][span].T + (w[f"{name}.bias"][span] if f"{name}.bias" in w else 0)
-
-
-def normed(w: dict, name: str, y: np.ndarray) -> np.ndarray:
-    """Queries or keys of a head (T, d), normed where the module has a norm for them (Qwen3)."""
-    return rms(y, w[f"{name}_norm.weight"]) if f"{name}_norm.weight" in w else y
-
-
-def project_out(w: dict, merged: list[np.ndarray]) -> np.ndarray:
-    y = np.concatenate(merged, -1)
-    y = rms(y, w["scale_norm.weight"]) if "scale_norm.weight" in w else y
-    return y @ w["out.weight"].T + w.get("out.bias", 0)
-
-
-def joined(w: dict, x: np.ndarray, heads: int, head_of: Callable) -> np.ndarray:
-    """The projection of all heads, of which head_of(b, i) is the output of head i of sequence b."""
-    return np.stack([project_out(w, [head_of(b, i) for i in range(heads)]) for b in range(len(x))])
-
-
-def rows(see: np.ndarray, b: int) -> np.ndarray:
-    """Who sees whom in sequence b: (T, S), or (H, T, S) where the heads differ."""
-    return see if see.ndim == 2 else see[b]
-
-
-def seen(see: np.ndarray, b: int, i: int) -> np.ndarray:
-    """Who sees whom in head i of sequence b, (T, S)."""
-    of_sequence = rows(see, b)
-    return of_sequence[i % len(of_sequence)] if of_sequence.ndim == 3 else of_sequence
-
-
-def sigmoid(x: np.ndarray) -> np.ndarray:
-    return 1 / (1 + np.exp(-x))
-
-
-def positions(cfg: Any) -> dict:
-    """The arguments of `rope`."""
-    return {"theta": cfg.rope_theta if cfg.position == "rope" else None, "interleaved": cfg.rope_layout == "interleaved"}
-
-
-def attention(
-    w: dict, x: np.ndarray, see: np.ndarray, cfg: Any,
-    values: Callable | None = None, change: Callable | None = None, output: Callable | None = None,
-    row: Callable = exponentials,
-) -> np.ndarray:  # fmt: skip
+def attention(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, **changes: Callable) -> np.ndarray:
     """Softmax attention (arXiv 1706.03762) with up to four changes.
 
     values(b, j): the values (T, d) of key head j of sequence b. change(b, i, scores): what
@@ -126,11 +42,11 @@ def attention(
     def one(b: int, i: int) -> np.ndarray:
         j = i * cfg.n_kv_head // cfg.n_head
         q, k = (rope(normed(w, name, head(w, name, x[b], n, d)), **positions(cfg)) for name, n in (("q", i), ("k", j)))
-        v = values(b, j) if values else head(w, "v", x[b], j, d)
+        v = changes["values"](b, j) if "values" in changes else head(w, "v", x[b], j, d)
         scores = q @ k.T / np.sqrt(d)
-        scores = change(b, i, scores) if change else scores
-        y = softmax(scores, rows(see, b), b, i, row) @ v
-        return output(b, i, y) if output else y
+        scores = changes["change"](b, i, scores) if "change" in changes else scores
+        y = softmax(scores, rows(see, b), b, i, changes.get("row", exponentials)) @ v
+        return changes["output"](b, i, y) if "output" in changes else y
 
     return joined(w, x, cfg.n_head, one)
 
@@ -200,7 +116,7 @@ def talking_heads(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, layer: int,
         scores = []
         for n in range(H):
             q, k = (rope(head(w, p, x[b], m, d), **turned) for p, m in (("q", n), ("k", n * cfg.n_kv_head // H)))
-            scores.append(q @ k.T / np.sqrt(d) + extra[b % extra.shape[0], n % extra.shape[1]])
+            scores.append(q @ k.T / np.sqrt(d) + parts.extra[b % parts.extra.shape[0], n % parts.extra.shape[1]])
         if cfg.talking_heads.before:
             mix = w["scores_mixing"][0]
             scores = [sum(mix[n, m] * np.where(visible[m], scores[m], 0) for m in range(H)) for n in range(H)]
@@ -210,17 +126,6 @@ def talking_heads(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, layer: int,
         return np.where(visible[i], mixed, 0) @ head(w, "v", x[b], j, d)
 
     return joined(w, x, H, one)
-
-
-def layer_norm(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | float) -> np.ndarray:
-    centred = x - x.mean(-1, keepdims=True)
-    return rms(centred, weight) + bias
-
-
-def head_norm(w: dict, kind: str, y: np.ndarray) -> np.ndarray:
-    if kind == "layernorm":
-        return layer_norm(y, w["head_norm.weight"], w["head_norm.bias"])
-    return y if kind == "none" else rms(y, w["head_norm.weight"] if kind == "affine" else 1.0)
 
 
 def baseline(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, layer: int, first: tuple) -> np.ndarray:
@@ -265,22 +170,20 @@ def diff_lambda(w: dict, lam_init: float) -> float:
     return lam_init
 
 
-def diff(
-    w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, layer: int, first: tuple,
-    options: Any = None, vectors: Callable | None = None, combine: Callable | None = None,
-) -> np.ndarray:  # fmt: skip
+def diff(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, layer: int, first: tuple, **changes: Any) -> np.ndarray:
     """arXiv 2410.05258, equations 1-3: h = n_head / 2 differential heads, or n_head with heads=double.
 
     Followers change it: options, in place of V1's; vectors(name, b, i, c): the queries or keys (T, d) of map c of head i;
     combine(b, i, maps, lam): the map.
     """
-    opt, d = options or cfg.diff, cfg.head_dim
+    opt, d = changes.get("options", cfg.diff), cfg.head_dim
     doubled = opt.heads == "double"
     h, kv, dv = (cfg.n_head, cfg.n_kv_head, d) if doubled else (cfg.n_head // 2, cfg.n_kv_head // 2, 2 * d)
     depth = layer + 1  # the paper counts layers from 1
     lam_init = 0.8 - 0.6 * np.exp(-0.3 * (depth - 1)) if opt.lambda_init is None else opt.lambda_init
     lam = diff_lambda(w, lam_init)
-    vectors = vectors or (lambda name, b, i, c: head(w, name, x[b], 2 * i + c, d))
+    vectors = changes.get("vectors", lambda name, b, i, c: head(w, name, x[b], 2 * i + c, d))
+    combine = changes.get("combine", lambda b, i, maps, lam: maps[0] - lam * maps[1])
 
     def one(b: int, i: int) -> np.ndarray:
         j, maps = i * kv // h, []
@@ -288,7 +191,7 @@ def diff(
             q, k = normed(w, "q", vectors("q", b, i, c)), normed(w, "k", vectors("k", b, j, c))
             scores = rope(q, **positions(cfg)) @ rope(k, **positions(cfg)).T
             maps.append(softmax(scores / np.sqrt(d), rows(see, b), b, i))
-        y = (combine(b, i, maps, lam) if combine else maps[0] - lam * maps[1]) @ head(w, "v", x[b], j, dv)
+        y = combine(b, i, maps, lam) @ head(w, "v", x[b], j, dv)
         return (1 - lam_init if opt.head_scale is None else opt.head_scale) * head_norm(w, opt.head_norm, y)
 
     return joined(w, x, h, one)

@@ -207,11 +207,14 @@ HEAD_NORM = {"timm": "sub_norm", "blog": "sublayer_norm", "diffllama": None, "mi
 
 
 def shapes(
-    layout: str, num_heads: int, num_kv_heads: int, d: int, dim: int | None = None, *, norm: bool = True,
-    bias: bool = False, proj_bias: bool = False, dual: bool = False, qk_norm: bool = False, scale_norm: bool = False,
-) -> dict[str, tuple[int, ...]]:  # fmt: skip
-    """The parameters that the constructor of `layout` makes; dim: width of x, where the heads do not fix it."""
-    h, kv = num_heads, num_kv_heads
+    layout: str, num_heads: int, num_kv_heads: int, d: int, dim: int | None = None, **options: bool
+) -> dict[str, tuple[int, ...]]:
+    """The parameters that the constructor of `layout` makes; dim: width of x, where the heads do not fix it.
+
+    options: norm (true unless given), bias, proj_bias, dual, qk_norm, scale_norm.
+    """
+    assert options.keys() <= {"norm", "bias", "proj_bias", "dual", "qk_norm", "scale_norm"}
+    h, kv, bias = num_heads, num_kv_heads, options.get("bias", False)
     units = {  # rows of q, k, v and columns of the output projection, in widths d
         "vasqu": (h, kv, kv, h),
         "diffllama": (h, kv, kv, h),
@@ -225,20 +228,20 @@ def shapes(
     names = LINEARS.get(layout, "q_proj k_proj v_proj o_proj").split()
     for name, rows, columns in zip(names, (q, k, v, dim), (dim, dim, dim, out), strict=True):
         made[f"{name}.weight"] = (rows, columns)
-        if proj_bias if name == "proj" else bias:
+        if options.get("proj_bias") if name == "proj" else bias:
             made[f"{name}.bias"] = (rows,)
     if layout == "timm":
         fused = {"qkv.weight": (q + k + v, dim), **({"qkv.bias": (q + k + v,)} if bias else {})}
         made = {key: shape for key, shape in made.items() if key[0] not in "qkv"} | fused
-        made |= {"q_norm.weight": (d,), "k_norm.weight": (d,)} if qk_norm else {}
-        made |= {"norm.weight": (out,)} if scale_norm else {}
-    if head_norm := HEAD_NORM.get(layout, "subln") if norm else None:
+        made |= {"q_norm.weight": (d,), "k_norm.weight": (d,)} if options.get("qk_norm") else {}
+        made |= {"norm.weight": (out,)} if options.get("scale_norm") else {}
+    if head_norm := HEAD_NORM.get(layout, "subln") if options.get("norm", True) else None:
         made[f"{head_norm}.weight"] = (d if layout == "axolotl_double" else 2 * d,)
     if layout.startswith("axolotl"):
         made["lambda_init"] = ()
     if layout == "microsoft_v2":
         return made | {"lambda_proj.weight": (num_heads, dim)}
-    if dual:
+    if options.get("dual"):
         return made | {"lambda_a": (), "lambda_b": ()}
     return made | {name: (d,) for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")}
 

@@ -1,4 +1,4 @@
-"""A way to call a script as a user does, and short timings for scripts/bench.py."""
+"""A way to call a script as a user does."""
 
 import subprocess
 from collections.abc import Callable
@@ -7,8 +7,6 @@ from types import SimpleNamespace
 import pytest
 
 from ablation import jobs
-from bench import data, timing
-from scripts import bench
 from tests.conftest import Typed, assert_one_line_error
 from tests.processes import Command
 
@@ -26,13 +24,6 @@ def call(request: pytest.FixtureRequest, typed: Typed, monkeypatch: pytest.Monke
         return done.stderr.strip() if done.returncode else done.stdout
 
     return type_in
-
-
-@pytest.fixture
-def one_call_per_timing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "LEAST_SECONDS", 0.0)
-    monkeypatch.setattr(data, "SHARD_TOKENS", 20_000)
-    monkeypatch.setattr(bench, "op_memory", lambda *which: 1.5)  # a process for each row; it has a test of its own
 
 
 def quoted(*overrides: str) -> str:

@@ -97,7 +97,7 @@ def test_interrupted_it_goes_on_and_ends_the_same(shards: Path, tmp_path: Path, 
         [sys.executable, "scripts/ablate.py", *arguments],
         cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
-    until(lambda: log.is_file() and "step   2/200" in log.read_text(), limit=120)
+    until(lambda: log.is_file() and "step   2/200" in log.read_text(), limit=600)
     process.send_signal(signal.SIGTERM)
     assert "stopped; repeat the command to continue" in process.communicate()[0] and process.returncode == 143
     run = tmp_path / "toy" / "baseline-s1"
@@ -133,6 +133,27 @@ def other_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def publish_alone(folder: Path, records: str) -> None:
+    """Leave nothing of a study but its published records."""
+    shutil.rmtree(folder)
+    folder.mkdir()
+    (folder / PUBLISHED).write_bytes(gzip.compress(records.encode()))
+
+
+def records_suffice(folder: Path, alone: list[str], content: dict, call: Callable[..., str]) -> None:
+    """Without the data and the texts the same table is made, and a record with another evaluation counts as not finished."""
+    assert "3 runs, 3 of them finished" in (printed := call(*alone, "run=false"))
+    assert "Made from records alone" in printed and "epochs" not in printed
+    again = json.loads((folder / "results.json").read_text())["results"]
+    assert [arm["metrics"] for arm in again["arms"]] == [arm["metrics"] for arm in content["arms"]]
+    stale = call(*alone, "run=false", "text_tokens=512")
+    assert "3 runs, 0 of them finished" in stale and "3 recorded runs count as not finished and would be trained again" in stale
+    assert "the record of baseline-s1 has perplexity_other with tokens=1000000 instead of tokens=512" in stale
+    assert "toy: 3 runs left: about " in stale and " minutes, one at a time, as measured in 6 runs" in stale
+    assert "the record of baseline-s1 lacks needle" in call(*alone, "run=false", "evaluations=[needle]")
+    assert "spikes counted with spikes.window=50 spikes.over=0.5" in call(*alone, "run=false", "spikes.over=0.2")
+
+
 def test_tuning_makes_equal_arms_equal(shards: Path, other_text: Path, tmp_path: Path, call: Callable[..., str]) -> None:
     """An arm that is crippled at its default rate, and equal at its best one, is not called worse; a twin is a twin."""
     arms = {"baseline": ["model=baseline"], "slow": ["model=baseline", "optim.lr=1e-7"], "gated": ["model=gated"]}
@@ -145,6 +166,9 @@ def test_tuning_makes_equal_arms_equal(shards: Path, other_text: Path, tmp_path:
     assert (tmp_path / "toy" / "tune-baseline-lr0.001-s101").is_dir()
     assert found["baseline"]["trials"] == found["slow"]["trials"] and found["slow"]["best"] == {"optim.lr": 0.01}
     assert found["baseline"]["edge"] == ["optim.lr"] and "is at an end of the tried values" in printed
+    assert "| chosen for | optim.lr | points tried |" in printed and "| slow | 0.01 | 2 |" in printed
+    start = "toy: 9 runs left (6 of them or more for the tuning): their time is not known before the first is finished"
+    assert start in printed and "toy: 3 runs left: about 0 minutes, one at a time" in printed
     assert content["title"] == "toy, tuned with one seed and by trials of 50% of the runs' length"
     assert (tmp_path / "toy" / "figures" / "tuning.png").is_file()
     assert "untuned" in call(*toy(shards, tmp_path, {"baseline": ["model=baseline"]}, "name=other", "seeds=1"))
@@ -153,9 +177,7 @@ def test_tuning_makes_equal_arms_equal(shards: Path, other_text: Path, tmp_path:
 
     # The runs' folders are gone, their records are published: nothing is trained again, the numbers are the same.
     records = "".join(path.read_text() for path in sorted((tmp_path / "toy" / "records").glob("*.jsonl")))
-    shutil.rmtree(tmp_path / "toy")
-    (tmp_path / "toy").mkdir()
-    (tmp_path / "toy" / PUBLISHED).write_bytes(gzip.compress(records.encode()))
+    publish_alone(tmp_path / "toy", records)
     assert "3 runs, 3 of them finished" in call(*arguments)
     again = json.loads((tmp_path / "toy" / "results.json").read_text())["results"]
     assert [arm["metrics"] for arm in again["arms"]] == [arm["metrics"] for arm in content["arms"]]
@@ -163,23 +185,14 @@ def test_tuning_makes_equal_arms_equal(shards: Path, other_text: Path, tmp_path:
 
     # An arm whose trials are finished and whose run is not: the table is partial, and the figure of the tuning has the arm.
     lines = [line for line in records.splitlines(keepends=True) if '"run":"gated-s1"' not in line]
-    shutil.rmtree(tmp_path / "toy")
-    (tmp_path / "toy").mkdir()
-    (tmp_path / "toy" / PUBLISHED).write_bytes(gzip.compress("".join(lines).encode()))
+    publish_alone(tmp_path / "toy", "".join(lines))
     assert "partial: 1 run is missing" in call(*arguments, "run=false")
     assert (tmp_path / "toy" / "figures" / "tuning.png").is_file()
     (tmp_path / "toy" / PUBLISHED).write_bytes(gzip.compress(records.encode()))
 
     # On a machine without the data the table comes from the records alone, but not with other evaluations than theirs.
     alone = [a.replace(str(shards), "nowhere").replace(str(other_text), "gone/other.txt") for a in arguments]
-    assert "3 runs, 3 of them finished" in (printed := call(*alone, "run=false"))
-    assert "Made from records alone" in printed and "epochs" not in printed
-    again = json.loads((tmp_path / "toy" / "results.json").read_text())["results"]
-    assert [arm["metrics"] for arm in again["arms"]] == [arm["metrics"] for arm in content["arms"]]
-    refused = call(*alone, "run=false", "text_tokens=512")
-    assert "has perplexity_other with tokens=1000000 instead of tokens=512" in refused and "records=none" in refused
-    assert "lacks needle" in call(*alone, "run=false", "evaluations=[needle]")
-    assert "spikes counted with spikes.window=50 spikes.over=0.5" in call(*alone, "run=false", "spikes.over=0.2")
+    records_suffice(tmp_path / "toy", alone, content, call)
 
     # An arm without trials: its run is missing, too.
     untuned = call(*arguments, "run=false", '+arms.extra=["model=diff"]')
@@ -216,11 +229,10 @@ def test_shorter_horizons_branch_off_the_longest_run(shards: Path, tmp_path: Pat
         (("evaluations=[quantization]", "+metrics.other=quantization.bits.4.loss"), "learning rates are chosen on"),
         (("+metrics.other=needle.accuracy",), "add needle to evaluations"),
         (("tune.seeds=[1]",), "seeds of the comparison"),
-        (("tune.values=[[1e-3]]",), "two or more values"),
-        (("tune.at=nowhere",), "not a point of the grid"),
-        (("tune.each=true",), "this experiment has no grid"),
-        (("tune.each=true", "+grid={a:[],b:[]}", "tune.at=a"), "leave out one of the two"),
-        (("tune.each=true", "+grid={a:[],b:[]}", "branch=true"), "leave out one of the two"),
+        (("tune.at=nowhere",), "tune.at has 'nowhere', which is not in grid: use no tune.at"),
+        (("tune.each=true",), "leave it out without a grid"),
+        (("tune.each=true", "+grid={a:[],b:[]}", "branch=true"), "leave out tune.at and branch beside it"),
+        (("tune.metric=needle.accuracy",), "is not a metric of training: use train.val_loss"),
         (("tune.metric=train.loss_text", "+metrics.other=train.loss_text"), "that the learning rates are chosen on"),
     ),
 )

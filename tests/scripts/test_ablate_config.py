@@ -13,26 +13,21 @@ from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from ablation.experiment import AblateConfig, arm_list, refuse_unknown_arms, texts_of
+from ablation.experiment import AblateConfig, arm_list, evaluation_list, refuse_unknown_arms, texts_of
 from ablation.jobs import environment
+from ablation.plan import Study
 from ablation.records import PUBLISHED, record_of, write_records
 from ablation.study import PlannedRun
 from ablation.tuning import TuneConfig
 from configs import CONFIG_DIR
-from configs.composing import merged
 from eval.report.runs import Run
-from model.decoder import Decoder
 from scripts import ablate
-from scripts.ablate import Study
 from tests.scripts.conftest import quoted
 
 SCRIPT = "scripts/ablate.py"
 # By name, so that a user's own file needs no change here; docs/ablations.md has the same list.
 STUDIES = "ablation_v1 ablation_v2 introspective scaling lr_stability hybrid head_count noise mqar family emergence retrieval"
 EXPERIMENTS = ("main", "answer", "main_controls", "main_paths", "main_lr", "main_42m", *STUDIES.split())
-TIERS = sorted(path.stem for path in (CONFIG_DIR / "ablations" / "tier").glob("*.yaml"))
-
-ONLY = {"scaling": ("cpu", "gpu"), "family": ("cpu",)}  # a tier changes none of family's 24 models
 
 
 def composed(shards: Path, *overrides: str) -> AblateConfig:
@@ -42,11 +37,25 @@ def composed(shards: Path, *overrides: str) -> AblateConfig:
         return OmegaConf.to_object(compose("ablate", [data, "records=none", *overrides]))
 
 
+SIZES = {
+    "cpu": (1.05e6, "16", "16"),
+    "cpu_long": (1.05e6, "8", "32"),
+    "gpu": (29.4e6, "16", "48"),
+    "gpu_12m": (11.8e6, "16", "32"),
+}
+
+
 @pytest.mark.parametrize(
-    ("experiment", "tier"), [(name, tier) for name in EXPERIMENTS for tier in TIERS if tier in ONLY.get(name, TIERS)]
+    ("experiment", "tier"),
+    [
+        *((name, None) for name in EXPERIMENTS),
+        *(("ablation_v1", tier) for tier in SIZES),
+        ("main", "gpu_12m"),
+        ("scaling", "gpu"),
+    ],
 )
-def test_every_experiment_loads_and_its_arms_match(experiment: str, tier: str, shards: Path, tmp_path: Path) -> None:
-    cfg = composed(shards, f"experiment={experiment}", f"tier={tier}", "seeds=1")
+def test_every_experiment_loads_and_its_arms_match(experiment: str, tier: str | None, shards: Path, tmp_path: Path) -> None:
+    cfg = composed(shards, f"experiment={experiment}", "seeds=1", *([f"tier={tier}"] if tier else []))
     if cfg.grid and not cfg.tune.each:  # the points of their grids differ in training alone, not in the models
         cfg.grid = dict([*cfg.grid.items()][-2:])
         cfg.tune.at = None
@@ -59,16 +68,9 @@ def test_every_experiment_loads_and_its_arms_match(experiment: str, tier: str, s
             assert arm.facts["params_non_embedding"] == pytest.approx(reference.facts["params_non_embedding"], rel=0.005)
             ours, theirs = (named(runs, f"{name}-s1").config.model for name in (arm.name, reference.name))
             assert experiment == "main_lr" or asdict(ours) != asdict(theirs)  # its arms differ in their rates alone
-    if experiment in ("main", "ablation_v1"):
-        params = arms[0].facts["params_non_embedding"]
-        size, heads, width = {
-            "cpu": (1.05e6, "16", "16"),
-            "cpu_long": (1.05e6, "8", "32"),
-            "gpu": (29.4e6, "16", "48"),
-            "gpu_12m": (11.8e6, "16", "32"),
-        }[tier]
-        assert params == pytest.approx(size, rel=0.01)
-        assert (arms[0].facts["heads"], arms[0].facts["d"]) == (heads, width)
+    if experiment == "ablation_v1" and tier:
+        facts = arms[0].facts
+        assert SIZES[tier] == (pytest.approx(facts["params_non_embedding"], rel=0.01), facts["heads"], facts["d"])
 
 
 def plan(cfg: AblateConfig, folder: Path) -> tuple[list, list[PlannedRun]]:
@@ -91,7 +93,7 @@ def test_an_experiment_is_tuned_at_the_point_and_by_the_metric_that_it_names(sha
     study, trial = studies["emergence"], emergence[0]
     read = {"train.loss_retrieval": 2.0, "train.val_loss": 3.0}
     trial.measured = lambda: SimpleNamespace(value=read.get)
-    assert study._judged(trial) == 2.0
+    assert study.judged(trial) == 2.0
 
 
 def test_with_an_exchange_every_arm_tries_the_best_of_every_other_and_a_value_beyond_it(
@@ -108,7 +110,7 @@ def test_with_an_exchange_every_arm_tries_the_best_of_every_other_and_a_value_be
             return -1.0  # which its own search does not find
         return abs(math.log(trial.config.optim.muon_lr / likes.get(trial.arm, 0.02)))
 
-    monkeypatch.setattr(study, "_judged", judged)
+    monkeypatch.setattr(study, "judged", judged)
     monkeypatch.setattr(PlannedRun, "measured", lambda run: SimpleNamespace(value=lambda name: 1.0))
     rounds = 0
     while wanted := [trial for trial in study.trials() if trial.left()]:
@@ -138,7 +140,7 @@ def test_with_each_every_point_of_the_grid_has_rates_of_its_own(
         )
 
     monkeypatch.setattr(PlannedRun, "left", lambda run: [] if run.name in finished else [["train.py"]])
-    monkeypatch.setattr(study, "_judged", judged)
+    monkeypatch.setattr(study, "judged", judged)
     monkeypatch.setattr(PlannedRun, "measured", lambda run: SimpleNamespace(value=lambda name: 1.0))
     first = study.trials()
     assert len(first) == 4 * len(study.arms) and len({trial.name for trial in first}) == len(first)
@@ -154,30 +156,20 @@ def test_with_each_every_point_of_the_grid_has_rates_of_its_own(
     assert 0.04 in tried["diff-0.13M"] and 0.08 in tried["baseline-0.13M"] and 0.08 not in tried["diff-0.44M"]
 
 
-@pytest.mark.parametrize("experiment", ("ablation_v1", "introspective"))
-def test_a_study_of_the_validation_text_is_tuned_with_a_text_to_test_on(experiment: str, shards: Path, tmp_path: Path) -> None:
-    """Any study that measures the loss can be tuned; without another text the tuning would be tested on its own."""
-    asked = (f"experiment={experiment}", "tune=rates", "seeds=1", f"runs={tmp_path}")
-    study = Study(composed(shards, *asked, "measure=test", "texts.test=none.txt"), "study")
-    assert study.trials() and next(iter(study.cfg.metrics)) == "test"
-    with pytest.raises(ValueError, match="measure=test texts.test=FILE"):
-        Study(composed(shards, *asked), "study")
-
-
 def test_a_launcher_starts_trunks_before_branches_and_its_failed_trials_end_the_study(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[list[str]] = []
-    monkeypatch.setattr(ablate, "run_by_launcher", lambda cfg, folder, runs, task: started.append([r.name for r in runs]))
+    monkeypatch.setattr(ablate, "run_by_launcher", lambda cfg, folder, runs: started.append([run.name for run in runs]))
     cfg = composed(shards, "experiment=main", "seeds=1", f"runs={tmp_path}", "launcher=joblib")
     cfg.arms, cfg.fewer_seeds, cfg.tune = {name: cfg.arms[name] for name in ("baseline", "gated")}, {}, TuneConfig()
     study = Study(cfg, "study")
-    study.carry_out(study.describe(study.runs()), "study", 6, [])
+    ablate.carry_out(study, study.describe(study.runs()), "study", 6)
     trunks, branches = started
     assert len(trunks) == 2 and len(branches) == 4
     cfg = composed(shards, "experiment=noise", "seeds=1", f"runs={tmp_path}", "launcher=joblib")
     with pytest.raises(ValueError, match=r"trials are not finished, .*: the run has not begun"):
-        Study(cfg, "noise").find_rates("noise", [])
+        ablate.find_rates(Study(cfg, "noise"))
 
 
 def test_a_trunk_that_diverged_before_a_branch_stops_no_study(shards: Path, tmp_path: Path) -> None:
@@ -199,31 +191,29 @@ def test_a_trunk_that_diverged_before_a_branch_stops_no_study(shards: Path, tmp_
     assert [any("branch_from" in o for o in command) for command in commands] == [True, False]
 
 
-def test_a_card_is_told_what_every_run_costs(shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_card_is_told_what_a_study_costs(shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Shorter horizons cost their decay alone; arms that are not tuned yet count, too."""
     cfg = composed(shards, "experiment=main", "tier=gpu_12m", "seeds=2", f"runs={tmp_path}")
-    cfg.arms, cfg.fewer_seeds = {name: cfg.arms[name] for name in ("baseline", "gated")}, {}
+    cfg.arms, cfg.fewer_seeds, cfg.select = {name: cfg.arms[name] for name in ("baseline", "gated")}, {}, []
     Study(cfg, "study").print_costs()
-    *trials, total = capsys.readouterr().out.splitlines()
-    assert len(trials) == 2 * 4 and "s at 20 % MFU" in trials[0]
-    assert total.startswith("20 runs left (with 12 runs that wait for the tuning of their arm): ")
-    assert total.endswith("of 989 TFLOP/s (for another card set tier.peak_flops=)")
+    tuned = capsys.readouterr().out
+    assert tuned.startswith("study: 28 runs left (16 of them or more for the tuning): ")
+    assert tuned.endswith("of 989 TFLOP/s (for another card set tier.peak_flops=)\n")
     cfg.tune = TuneConfig()
     Study(cfg, "study").print_costs()
-    *runs, total = capsys.readouterr().out.splitlines()
-    seconds = {line.split()[0]: int(line.split()[1]) for line in runs}
-    assert len(runs) == 12 and total.startswith("12 runs left: ")
-    assert seconds["baseline-30M-s1"] == pytest.approx(0.2 * 916 / 3664 * seconds["baseline-120M-s1"], abs=1)
+    assert capsys.readouterr().out.startswith("study: 12 runs left: ")
+    work = {run.name: run.work for run in Study(cfg, "study").runs()}
+    assert work["baseline-30M-s1"] == pytest.approx(0.2 * 916 / 3664 * work["baseline-120M-s1"], rel=0.01)
 
 
-def test_without_a_card_the_finished_runs_tell_what_is_left_and_a_new_arm_takes_the_records_of_the_others(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_new_arm_takes_the_records_of_the_others_from_two_studies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cfg = composed(tmp_path, "experiment=family", f"runs={tmp_path}", "records=none", "+arms.mine=['model=softpick']")
     assert cfg.arms.keys() >= composed(tmp_path, "experiment=mqar").arms.keys()  # whose records it takes, too
     cfg.arms = {name: cfg.arms[name] for name in ("baseline", "mine")}
     Study(cfg, "family").print_costs()
-    assert capsys.readouterr().out == "112 runs left (with 40 runs that wait for the tuning of their arm)\n"
+    assert capsys.readouterr().out.startswith(
+        "family: 112 runs left (72 of them or more for the tuning): their time is not known"
+    )
     lines = [{"step": 1200, "tokens": 1, "loss": 1.0, "val_loss": 1.0, "time_s": 36.0}]
     for study, seeds in (("mqar", (101, 102)), ("family", (103,))):
         runs = [run for run in Study(cfg, "family").trials() if run.arm == "baseline-at80" and run.seed in seeds]
@@ -231,9 +221,7 @@ def test_without_a_card_the_finished_runs_tell_what_is_left_and_a_new_arm_takes_
         write_records(tmp_path / "published" / study / PUBLISHED, map(record_of, measured))
     cfg.records = str(tmp_path / "published")
     Study(cfg, "family").print_costs()
-    printed = capsys.readouterr().out
-    assert printed.startswith("76 runs left (with 20 runs that wait for the tuning of their arm): about 0.8 h one after")
-    assert printed.endswith("at the speed of 36 finished runs\n")
+    assert capsys.readouterr().out.startswith("family: 76 runs left (36 of them or more for the tuning): about 46 minutes, one")
 
 
 @pytest.mark.parametrize("folder", ("a,b", "my runs", "lr=1", "it's (1)", "{x}", "$y", "a#b"))
@@ -254,28 +242,11 @@ def named(runs: list[PlannedRun], name: str) -> PlannedRun:
     return next(run for run in runs if run.name == name)
 
 
-@pytest.mark.parametrize("experiment", ("main", "ablation_v1", "ablation_v2", "introspective", "hybrid", "retrieval"))
-def test_every_arm_computes_a_loss_and_gradients(experiment: str, shards: Path, tmp_path: Path) -> None:
-    tokens = torch.randint(0, 257, (1, 9), generator=torch.Generator().manual_seed(0))
-    cfg = composed(shards, f"experiment={experiment}", "seeds=1")
-    cfg.grid = dict([*cfg.grid.items()][-1:])
-    for run in plan(cfg, tmp_path)[1]:
-        loss = Decoder(run.config.model, seed=1)(tokens[:, :-1], tokens[:, 1:])
-        loss.backward()
-        assert loss.item() == pytest.approx(5.55, abs=0.3), run.name  # ln 257
-
-
 def test_table_6_has_its_shapes(shards: Path, tmp_path: Path) -> None:
     arms = {arm.name: arm for arm in plan(composed(shards, "experiment=ablation_v1", "seeds=1"), tmp_path)[0]}
     shapes = {name: (arm.facts["heads"], arm.facts["d"], arm.facts["head_norm"]) for name, arm in arms.items()}
     assert shapes["baseline"] == ("16", "16", "no") and shapes["half_heads"] == ("8", "32", "no")
     assert shapes["diff"] == ("8", "16", "yes") and shapes["no_head_norm"] == ("8", "16", "no")
-
-
-@pytest.mark.parametrize("tier", ("cpu_long", "gpu_12m"))
-def test_a_fit_needs_a_tier_with_sizes(tier: str, shards: Path) -> None:
-    with pytest.raises(ValueError, match="the grid has 0: use a tier that has sizes, tier=cpu or tier=gpu"):
-        arm_list(composed(shards, "experiment=scaling", f"tier={tier}"))
 
 
 def test_an_override_that_every_point_of_the_grid_has_is_refused(shards: Path) -> None:
@@ -294,7 +265,9 @@ def test_only_arms_that_were_dropped_may_remain_in_fewer_seeds(shards: Path) -> 
     assert "integral" in cfg.fewer_seeds
     refuse_unknown_arms(cfg, ["seeds=3", "~arms.integral"])
     refuse_unknown_arms(cfg, ["~arms"])
-    with pytest.raises(ValueError, match=r"fewer_seeds\.integral is not an arm of this experiment: use one of baseline, "):
+    with pytest.raises(
+        ValueError, match="fewer_seeds has integral, which is not an arm of this experiment: use one of baseline, "
+    ):
         refuse_unknown_arms(cfg, ["seeds=3"])
 
 
@@ -306,20 +279,21 @@ def test_points_that_cannot_branch_off_the_longest_run_are_refused(shards: Path,
 
 def test_a_tuned_study_reads_no_shards_that_judge_its_trials(shards: Path, tmp_path: Path) -> None:
     tuned = ("experiment=ablation_v2", "tune=rates", "measure=test", "texts.test=none.txt", f"runs={tmp_path}")
-    assert Study(composed(shards, *tuned, 'evaluations=["perplexity shards=shards/others"]'), "study").trials()
-    cfg = composed(shards, *tuned, f'evaluations=["perplexity shards={shards.parent}/./{shards.name}"]')
-    with pytest.raises(ValueError, match="the text that the learning rates are chosen on: give it the shards of another text"):
+    read = "+metrics.more=perplexity_more.loss"
+    assert Study(composed(shards, *tuned, read, 'evaluations=["perplexity shards=shards/others name=more"]'), "study").trials()
+    cfg = composed(shards, *tuned, read, f'evaluations=["perplexity shards={shards.parent}/./{shards.name} name=more"]')
+    with pytest.raises(ValueError, match="metric more .* the text that the learning rates are chosen on: test on another text"):
         Study(cfg, "study")
 
 
 def test_the_texts_of_evaluations_are_searched_for_training_text_too() -> None:
     listed = ["perplexity tokens=5", "perplexity text=there/mine.txt", "needle text=other.txt", "quantization text=q.txt"]
     cfg = AblateConfig(arms={}, evaluations=listed, texts={"books": "books.txt"})
-    assert texts_of(cfg) == {"books": "books.txt", "perplexity_mine": "there/mine.txt", "quantization_q": "q.txt"}
-
-
-def test_the_last_of_several_overrides_stands() -> None:
-    assert merged(["steps=5", "+a.b=1"], ["a.b=2"], ["steps=7", "seed=1"]) == ["a.b=2", "steps=7", "seed=1"]
+    assert texts_of(cfg, evaluation_list(cfg)) == {
+        "books": "books.txt",
+        "perplexity_mine": "there/mine.txt",
+        "quantization_q": "q.txt",
+    }
 
 
 def test_jobs_share_cores_and_take_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,12 +317,15 @@ def test_jobs_share_cores_and_take_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -
         (('+grid={lr/3:["steps=1"]}',), "letters, digits"),
         (("fit=true", '+grid={one:["steps=1"]}'), "the grid has 1: use a tier that has sizes, tier=cpu or tier=gpu"),
         (('+grid={a-b:["steps=1"],b:["steps=2"]}', "+arms.gated-a=[]"), "gated-a-b and one folder: rename an arm"),
-        (("+fewer_seeds.typo=1",), "fewer_seeds.typo is not an arm of this experiment: use one of baseline, gated, diff"),
+        (
+            ("+fewer_seeds.typo=1",),
+            "fewer_seeds has typo, which is not an arm of this experiment: use one of baseline, gated, diff",
+        ),
         (("+pairs.typo=[gated,gatd]",), "pairs.typo has gatd, which is not an arm of this experiment: use one of baseline, "),
         (("+texts={a.b:FILE}",), "texts.a.b becomes a part of a file's name: use letters, digits"),
         (
             ("branch=true", '+grid={a:["steps=1"],b:["steps=2"]}'),
-            "baseline-a has optim.schedule=linear: use optim.schedule=wsd",
+            "baseline-b has optim.schedule=linear: use optim.schedule=wsd",
         ),
         (("compared=[nedle]",), "compared has 'nedle', which is not in metrics: use needle"),
         (("only=nobody-s1",), "use one of baseline-s1, gated-s1"),

@@ -7,33 +7,125 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import attention, data, models, timing
+from bench import attention, data, models, processes, timing, training
 from bench.attention import AttentionArm
+from bench.decoding import Decoding
+from bench.models import BenchConfig
 from bench.timing import Row, paired_ratios, table
 from model.attention import backends, diff
+from model.config import DecoderConfig
 from scripts import bench
-from scripts.bench import Decoding
-from tests.conftest import run_command
-from tests.scripts.bench_tools import CPU, row_of, tiny
+from tests.conftest import Typed
+from tests.processes import SERVER
+from training.distributed import World
 
-pytestmark = pytest.mark.usefixtures("one_call_per_timing")
+CPU = World(0, 1, torch.device("cpu"))
+TINY = {"rounds": 2, "device": "cpu", "dtype": "float32", "heads": 4, "width": 8, "batch": 2}
+NANOGPT = """
+import torch
+from torch import nn
+
+class GPTConfig:
+    def __init__(self, **shape):
+        self.__dict__.update(shape)
+
+class GPT(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        print("parameters: many")
+        self.embedding = nn.Embedding(c.vocab_size, c.n_embd)
+        self.head = nn.Linear(c.n_embd, c.vocab_size, bias=c.bias)
+
+    def forward(self, idx, targets):
+        logits = self.head(self.embedding(idx))
+        return logits, nn.functional.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
+
+    def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
+        return torch.optim.AdamW(self.parameters(), lr=learning_rate, betas=betas, weight_decay=weight_decay)
+"""
 
 
-def test_attention_has_a_row_per_length_variant_and_backend() -> None:
-    backends_asked = ["auto", "math", "sdpa", "two_calls"]  # the last is a route for differences of maps alone
-    cfg = tiny("attention", variants=["baseline", "diff"], lengths=[8, 24], backends=backends_asked)
-    rows = bench.attention(cfg, CPU)
-    assert [tuple(row.labels.values()) for row in rows[:7]] == [
-        *((8, "baseline", backend) for backend in ("auto", "math", "sdpa")),
-        *((8, "diff", backend) for backend in backends_asked),
-    ]
-    assert len(rows) == 14 and not any(row.not_measured for row in rows)
-    for row in rows:
-        assert list(row.seconds) == list(row.ratio) == list(AttentionArm.MEASURES)
+def tiny(what: str, **changes: object) -> BenchConfig:
+    model = DecoderConfig(n_layer=2, n_head=8, d_model=64, context=128)
+    return BenchConfig(what=what, model=model, **TINY | changes)
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One call per timing, and processes that have imported torch when they start."""
+    monkeypatch.setattr(timing, "LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(processes, "CONTEXT", SERVER)
+
+
+@pytest.fixture
+def no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a process for each row, whose memory is measured; it has a test of its own."""
+    monkeypatch.setattr(attention, "op_memory", lambda *which: 1.5)
+
+
+# ---------------------------------------- timing
+
+
+def test_ratios_are_medians_of_paired_rounds() -> None:
+    # The machine slows down threefold after the first round; the ratio of medians would be 2.
+    first, second = (Row({}, seconds={"m": s}) for s in ([1.0, 3.0, 3.0], [2.0, 6.0, 9.0]))
+    assert timing.median(paired_ratios(second, first, "m")) == 2.0
+    first.amount = second.amount = 10.0
+    assert timing.median(paired_ratios(second, first, "m")) == 0.5  # of speeds
+    second.amount = 20.0
+    assert timing.median(paired_ratios(second, first, "m")) == 1.0
+
+
+def test_rows_are_timed_in_turn_and_a_work_may_be_missing_or_fail_later() -> None:
+    calls: list[str] = []
+
+    def call(name: str, times: int) -> None:
+        calls.append(name)
+        if calls.count(name) > times:
+            raise RuntimeError("out of memory")
+
+    rows = [Row({"name": name}) for name in "ABC"]
+    timing.time_in_turn("m", rows, [lambda: call("A", 9), lambda: call("B", 3), "out of order"], 3, CPU.device)
+    assert "".join(calls) == "AABB" + "ABABA"  # warm-up, then the rounds
+    assert len(rows[0].seconds["m"]) == 3 and rows[0].ratio == {"m": 1.0}
+    assert [row.not_measured for row in rows] == [{}, {"m": "out of memory"}, {"m": "out of order"}]
+    assert not any(row.seconds or row.ratio for row in rows[1:])
+
+
+def test_an_error_of_triton_makes_its_row_unavailable_and_a_bug_ends_the_bench() -> None:
+    """Triton's OutOfResources is no RuntimeError."""
+    of_triton = type("OutOfResources", (Exception,), {"__module__": "triton.runtime.errors"})
+
+    def fail(error: Exception) -> None:
+        raise error
+
+    assert timing.attempt(lambda: fail(of_triton("out of resource: shared memory"))) == "out of resource: shared memory"
+    with pytest.raises(KeyError):
+        timing.attempt(lambda: fail(KeyError("a bug")))
+
+
+@pytest.mark.parametrize(("n", "low", "high"), [(5, None, None), (6, 1, 6), (10, 2, 9), (20, 6, 15), (30, 10, 21)])
+def test_the_interval_of_a_median_is_that_of_the_tables(n: int, low: int | None, high: int | None) -> None:
+    """Ranks of the order statistics, as in tables of the sign test (Conover, table A3)."""
+    assert timing.median_interval([*range(n, 0, -1)]) == (low, high)
+
+
+# ---------------------------------------- attention
+
+
+def test_attention_has_a_row_per_length_variant_and_backend(no_memory: None) -> None:
+    asked = ["auto", "math", "two_calls", "fused"]  # the third is a route for differences of maps alone
+    rows = attention.attention(tiny("attention", variants=["baseline", "diff"], lengths=[8, 24], backends=asked), CPU)
+    expected = [("baseline", "auto"), ("baseline", "math"), ("baseline", "fused"), *(("diff", backend) for backend in asked)]
+    assert [tuple(row.labels.values()) for row in rows] == [(length, *pair) for length in (8, 24) for pair in expected]
+    for row in (row for row in rows if row.labels["backend"] != "fused"):
+        assert list(row.seconds) == list(row.ratio) == list(AttentionArm.MEASURES) and not row.not_measured
         assert all(len(seconds) == 2 and min(seconds) > 0 for seconds in row.seconds.values())
         assert row.facts["memory (MB)"] == 1.5
         assert row.facts["error"] < 1e-5  # float32 sums over at most 24 keys, outputs of order 1: a few 1e-7
-    assert row_of(rows, length=24, variant="baseline", backend="auto").ratio["op forward"] == 1
+    assert rows[0].ratio["op forward"] == 1
+    assert set(rows[2].not_measured) == set(AttentionArm.MEASURES) and not rows[2].seconds
+    assert "| not measured: the fused kernel needs a CUDA GPU" in table(rows).splitlines()[4]
 
 
 def test_memory_is_the_peak_of_the_op_alone() -> None:
@@ -42,34 +134,26 @@ def test_memory_is_the_peak_of_the_op_alone() -> None:
     score = 4 * 8 * 512 * 512 * 4 / 1e6  # one N x N map of all heads, in MB: 34
     whole = attention.op_memory(cfg, "baseline", "math", 512, CPU)
     assert 2 * score < whole < 8 * score  # at least the scores and the weights
-    lean = attention._op_memory(cfg, "baseline", "sdpa", 512, CPU)  # in this process, to save the time of another
+    lean = AttentionArm(cfg, "baseline", "sdpa", 512, CPU).memory()  # in this process, to save the time of another
     assert 0 < lean < score / 2  # never N x N: outputs and gradients of 2 MB each
     assert held.sum() > 0
 
 
-def test_what_a_backend_cannot_do_is_a_row_that_says_why() -> None:
-    rows = bench.attention(tiny("attention", variants=["diff"], lengths=[8], backends=["auto", "fused"]), CPU)
-    row = row_of(rows, backend="fused")
-    assert set(row.not_measured) == set(AttentionArm.MEASURES) and not row.seconds
-    line = next(line for line in table(rows).splitlines() if "fused" in line)
-    assert "| not measured: the fused kernel needs a CUDA GPU" in line
-
-
-def test_a_missing_backward_leaves_the_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forward_only(q: torch.Tensor, *rest: object) -> torch.Tensor:
+def test_a_missing_backward_leaves_the_forward(monkeypatch: pytest.MonkeyPatch, no_memory: None) -> None:
+    def forward_only(*given: object, **options: object) -> torch.Tensor:
         if torch.is_grad_enabled():
             raise ValueError("no backward here")
-        return original(q, *rest)
+        return original(*given, **options)
 
     original = backends.sdpa
-    monkeypatch.setattr(backends, "sdpa", lambda q, *rest, **options: forward_only(q, *rest))
-    rows = bench.attention(tiny("attention", variants=["baseline"], lengths=[8], backends=["sdpa"]), CPU)
+    monkeypatch.setattr(backends, "sdpa", forward_only)
+    rows = attention.attention(tiny("attention", variants=["baseline"], lengths=[8], backends=["sdpa"]), CPU)
     assert set(rows[0].seconds) == {"op forward", "module forward"}
     assert "op forward+backward, module forward+backward not measured: no backward here" in table(rows)
 
 
 @pytest.mark.parametrize("variant", models.names())
-def test_the_op_is_what_the_module_hands_to_the_facade(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_op_is_what_the_module_hands_to_the_facade(variant: str) -> None:
     cfg = tiny("attention", heads=8)
     if models.mixed(cfg, variant):
         with pytest.raises(ValueError, match="several variants"):
@@ -91,8 +175,9 @@ def test_the_op_is_what_the_module_hands_to_the_facade(variant: str, monkeypatch
 @pytest.mark.parametrize("row", (0, 13, 19))
 def test_the_error_is_seen_in_every_row(row: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "ERROR_ROWS", 7)
-    arm = AttentionArm(tiny("attention"), "baseline", "sdpa", 20, CPU)
-
+    cfg = tiny("attention")
+    cfg.model.n_kv_head, cfg.model.window = 2, 4
+    arm = AttentionArm(cfg, "baseline", "sdpa", 20, CPU)
     attend, planted = backends.attend, [0.25, float("nan")]
 
     def wrong(*args: object, **options: object) -> torch.Tensor:
@@ -105,63 +190,78 @@ def test_the_error_is_seen_in_every_row(row: int, monkeypatch: pytest.MonkeyPatc
     assert math.isnan(arm.largest_error())
 
 
-def test_ratios_are_medians_of_paired_rounds() -> None:
-    # The machine slows down threefold after the first round; the ratio of medians would be 2.
-    first, second = (Row({}, seconds={"m": s}) for s in ([1.0, 3.0, 3.0], [2.0, 6.0, 9.0]))
-    assert bench.median(paired_ratios(second, first, "m")) == 2.0
-    first.amount = second.amount = 10.0
-    assert bench.median(paired_ratios(second, first, "m")) == 0.5  # of speeds
-    second.amount = 20.0
-    assert bench.median(paired_ratios(second, first, "m")) == 1.0
-
-
-def test_rows_are_timed_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-    rows = [Row({"name": name}) for name in "AB"] + [Row({"name": "C"})]
-    works = [lambda: calls.append("A"), lambda: calls.append("B"), "out of order"]
-    timing.time_in_turn("m", rows, works, 3, CPU.device)
-    assert "".join(calls) == "AA" + "BB" + "AB" * 3  # warm-up, then the rounds
-    assert rows[2].not_measured == {"m": "out of order"} and "m" not in rows[2].seconds
-
-
-def test_a_work_that_fails_in_a_later_round_leaves_the_others_their_times() -> None:
-    calls = iter(range(100))
-
-    def fails() -> None:
-        if next(calls) >= 3:  # after two calls to warm up and one round
-            raise RuntimeError("out of memory")
-
-    rows = [Row({"name": name}) for name in "AB"]
-    timing.time_in_turn("m", rows, [fails, lambda: None], 3, CPU.device)
-    assert rows[0].not_measured == {"m": "out of memory"} and not rows[0].seconds and not rows[0].ratio
-    assert len(rows[1].seconds["m"]) == 3 and rows[1].ratio == {"m": 1.0}
-
-
-def test_an_error_of_triton_makes_its_row_unavailable_and_a_bug_ends_the_bench() -> None:
-    """Triton's OutOfResources is no RuntimeError."""
-    own = type("OutOfResources", (Exception,), {"__module__": "triton.runtime.errors"})
-
-    def fail(error: Exception) -> None:
-        raise error
-
-    row = Row({})
-    timing.time_in_turn("m", [row], [lambda: fail(own("out of resource: shared memory"))], 1, CPU.device)
-    assert row.not_measured == {"m": "out of resource: shared memory"}
-    with pytest.raises(KeyError):
-        timing.attempt(lambda: fail(KeyError("a bug")))
+# ---------------------------------------- training and decoding
 
 
 def test_train_takes_optimizer_steps_and_counts_their_tokens() -> None:
     cfg = tiny("train", variants=["baseline", "diff"])
-    rows = bench.train(cfg, CPU)
+    rows = training.train(cfg, CPU)
     assert [row.labels["model"] for row in rows] == ["baseline", "diff"]
     assert rows[0].amount == 2 * 128 and rows[0].ratio == {"tokens/s": 1.0}
     assert rows[1].facts["parameters"] == pytest.approx(rows[0].facts["parameters"], rel=0.005)
     assert rows[0].facts["mfu"] is None  # of a CPU
-    step = bench.TrainingStep(cfg, "diff", 2, CPU)
+    step = training.TrainingStep(cfg, "diff", 2, CPU)
     before = {name: p.clone() for name, p in step.model.named_parameters()}
     step()
     assert all((p != before[name]).any() for name, p in step.model.named_parameters())
+
+
+class Here:
+    """Stands for `RemoteWork` without the process: builds the work in this one."""
+
+    def __init__(self, build: object, *arguments: object) -> None:
+        self.work = build(*arguments)
+
+    def __call__(self) -> None:
+        self.work()
+
+    def ask(self, function: object, *arguments: object) -> object:
+        return function(self.work, *arguments)
+
+    def close(self) -> None:
+        pass
+
+
+def test_nanogpt_and_the_gpt2_stack_are_timed_in_every_mode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(processes, "RemoteWork", Here)
+    monkeypatch.setattr(training, "peak_growth", lambda step, device: step() or 100.0)
+    (tmp_path / "model.py").write_text(NANOGPT)
+    cfg = tiny("train", peer=str(tmp_path), rounds=6, compile=False, dtype="auto")
+    cfg.model.vocab_size, cfg.model.context = 96, 16
+    rows = training.train(cfg, CPU)
+    dtypes = dict.fromkeys(["float32", str(training.pick_dtype("auto", CPU.device)).removeprefix("torch.")])
+    assert [tuple(row.labels.values()) for row in rows] == [
+        (code, "eager", dtype) for dtype in dtypes for code in ("nanoGPT", "gpt2")
+    ]
+    assert not capsys.readouterr().out  # the peer's own lines do not stand in our table
+    for its, ours in zip(rows[::2], rows[1::2], strict=True):
+        ratios = sorted(a / b for a, b in zip(its.seconds["tokens/s"], ours.seconds["tokens/s"], strict=True))
+        assert ours.amount == its.amount == 2 * 16 and its.facts["parameters"] == 2 * 96 * 64
+        assert ours.facts["speed / nanoGPT, same mode"] == pytest.approx(timing.median(ratios))
+        assert (ours.facts["low"], ours.facts["high"]) == pytest.approx((ratios[0], ratios[-1]))
+        # nanoGPT's state is its parameters and AdamW's two moments of each, beside steps counted in one float per tensor
+        assert its.facts["memory (MB)"] == pytest.approx(100 + 3 * 4 * 2 * 96 * 64 / 1e6, abs=1e-4)
+        assert ours.facts["memory / nanoGPT"] == ours.facts["memory (MB)"] / its.facts["memory (MB)"]
+    best = min((row for row in rows[::2]), key=lambda row: timing.median(row.seconds["tokens/s"]))
+    of_best = timing.median(paired_ratios(rows[1], best, "tokens/s"))
+    assert rows[1].facts["speed / nanoGPT, fastest mode"] == pytest.approx(of_best)
+
+
+@pytest.mark.parametrize("text", [None, "", "GPT = GPTConfig = 1", "import no_such_module_1"])
+def test_a_peer_that_is_no_nanogpt_is_refused_with_what_to_type(tmp_path: Path, text: str | None) -> None:
+    if text is not None:
+        (tmp_path / "model.py").write_text(text)
+    with pytest.raises(ValueError, match="is not a nanoGPT checkout.*git clone https://github.com/karpathy/nanoGPT") as info:
+        training.train(tiny("train", peer=str(tmp_path)), CPU)
+    assert "\n" not in str(info.value)
+
+
+def test_a_remote_work_runs_in_its_own_process_or_says_why_not() -> None:
+    with processes.remote_works((list,), (int, "no number")) as (work, none):
+        work.ask(list.append, 7)
+        assert work.ask(list.copy) == [7] and "no number" in none
 
 
 @pytest.mark.parametrize("variant", models.names())
@@ -185,15 +285,19 @@ def test_decode_compares_with_and_without_cache() -> None:
     ]
     assert "nothing to cache" in rows[0].not_measured["token"] and not rows[0].facts
     for cached, uncached in zip(rows[4::2], rows[5::2], strict=True):
-        assert cached.facts == {"faster than without": bench.median(paired_ratios(uncached, cached, "token"))}
+        assert cached.facts == {"faster than without": timing.median(paired_ratios(uncached, cached, "token"))}
         assert not uncached.facts
     assert "token (ms)" in table(rows) and rows[4].ratio["token"] == 1
 
 
-def test_loader_reads_both_widths_and_retrieval_documents() -> None:
+# ---------------------------------------- data
+
+
+def test_loader_reads_both_widths_and_retrieval_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "SHARD_TOKENS", 20_000)
     cfg = tiny("loader")
     cfg.model.context = 256  # of bytes: a retrieval document needs so many
-    rows = bench.loader(cfg, CPU)
+    rows = data.loader(cfg, CPU)
     assert [row.labels["source"] for row in rows] == ["text, uint16", "text, uint32", "retrieval documents"]
     assert all(len(row.seconds["tokens/s"]) == 2 and row.amount == 2 * 256 for row in rows)
     assert all(0 < row.facts["of a step (%)"] < 100 and row.facts["wait (ms)"] > 0 for row in rows)
@@ -204,19 +308,23 @@ def test_tokenizer_says_which_vocabulary_is_missing(monkeypatch: pytest.MonkeyPa
         raise OSError("no network")
 
     monkeypatch.setattr("data.tokenizer.tiktoken.get_encoding", offline)
-    monkeypatch.setattr(data, "sample_text", lambda: (models.CONFIG_DIR / "__init__.py").read_text() * 20)
+    monkeypatch.setattr(data, "TEXT", (models.CONFIG_DIR / "__init__.py").read_text())
+    monkeypatch.setattr(data, "COPIES", 2)
     monkeypatch.setattr(data, "VOCABULARY", 400)
-    rows = bench.tokenizer(tiny("tokenizer"), CPU)
+    rows = data.tokenizer(tiny("tokenizer"), CPU)
     ways = ("tiktoken alone", "our tokenizer", "data.prepare")
     assert [tuple(row.labels.values()) for row in rows[:-1]] == [(name, way) for name in ("bytes", "bpe") for way in ways]
     assert all(len(row.seconds["MB/s"]) == 2 for row in rows[:-1]) and rows[0].facts["bytes/token"] == 1
     assert rows[0].ratio["MB/s"] == rows[3].ratio["MB/s"] == 1  # of each tokenizer, to tiktoken alone
-    assert "TIKTOKEN_CACHE_DIR" in row_of(rows, tokenizer="gpt2").not_measured["MB/s"]
+    assert rows[-1].labels["tokenizer"] == "gpt2" and "TIKTOKEN_CACHE_DIR" in rows[-1].not_measured["MB/s"]
 
 
-def test_the_command_prints_a_table_and_writes_json(tmp_path: Path) -> None:
+# ---------------------------------------- the command
+
+
+def test_the_command_prints_a_table_and_writes_json(tmp_path: Path, typed: Typed) -> None:
     out = tmp_path / "train.json"
-    done = run_command(
+    done = typed(
         "scripts/bench.py", "what=train", "size=nano", "variants=[baseline,diff]", "batch=1", "rounds=2",
         "device=cpu", "dtype=float32", f"out={out}",
     )  # fmt: skip
@@ -230,59 +338,4 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path: Path) -> None:
     assert content["config"]["model"]["d_model"] == 128 and content["machine"]["threads"] == 1
     first = content["results"]["rows"][0]
     assert first["labels"]["model"] == "baseline" and len(first["seconds"]["tokens/s"]) == 2
-
-
-def test_the_help_names_every_bench() -> None:
     assert all(f"\n    {what} " in f"{bench.__doc__} " for what in bench.BENCHES)
-
-
-def test_probe_has_a_row_per_length_and_variant_with_the_memory_of_its_own_process() -> None:
-    held = torch.ones(150_000_000)  # 600 MB that no other process should be charged with
-    rows = bench.probe(tiny("probe", variants=["baseline", "diff"], lengths=[40], rounds=1, batch=1), CPU)
-    assert [tuple(row.labels.values()) for row in rows] == [(40, "baseline"), (40, "diff")]
-    for row in rows:
-        assert len(row.seconds["rows"]) == 1 and not row.not_measured
-        assert 50 < row.facts["peak memory (MB)"] < timing.peak_of_process(CPU.device) - 300
-    assert row_of(rows, length=40, variant="baseline").ratio["rows"] == 1
-    assert held.sum() > 0
-
-
-def test_a_probe_that_fails_in_a_later_round_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried: list[str] = []
-
-    def once(_: object, cfg: object, variant: str, *others: object) -> tuple[float, float]:
-        tried.append(variant)
-        if tried[-1] == "diff" and tried.count("diff") == 2:
-            raise ValueError("killed")
-        return 1.0, 50.0
-
-    monkeypatch.setattr(bench, "in_own_process", once)
-    rows = bench.probe(tiny("probe", variants=["baseline", "diff"], lengths=[40], rounds=3, batch=1), CPU)
-    assert len(rows[0].seconds["rows"]) == 3 and rows[0].ratio["rows"] == 1
-    assert rows[1].not_measured["rows"] == "killed" and not rows[1].seconds and tried.count("diff") == 2
-
-
-def test_grouped_keys_and_windows_reach_every_arm() -> None:
-    cfg = tiny("attention", variants=["diff"], backends=["sdpa"], lengths=[12])
-    cfg.model.n_kv_head = 2
-    assert all(row.facts["error"] < 1e-5 for row in bench.attention(cfg, CPU))  # float32: a few 1e-7
-    cfg.model.window = 4
-    rows = bench.attention(cfg, CPU)
-    assert rows[0].facts["error"] < 1e-5
-
-
-def test_monitor_states_its_share_of_a_step() -> None:
-    rows = bench.monitor(tiny("monitor", variants=["baseline", "diff"]), CPU)
-    for row in rows:
-        assert list(row.seconds) == ["step", "step and look"] and all(len(s) == 2 for s in row.seconds.values())
-        assert 0 < row.facts["look (ms)"] < 1e3 * max(row.seconds["step and look"])
-        share = row.facts["look (ms)"] / 1e3 / 100 / bench.median(row.seconds["step"])
-        assert row.facts["share at every=100 (%)"] == pytest.approx(100 * share)
-
-
-def test_a_checkpoint_states_its_share_of_a_step() -> None:
-    (row,) = bench.checkpoint(tiny("checkpoint", variants=["baseline"]), CPU)
-    parameters = bench.TrainingStep(tiny("checkpoint"), "baseline", 1, CPU).model.num_params()
-    assert row.facts["checkpoint (MB)"] > 12e-6 * parameters  # float32: weights, and AdamW's two moments
-    share = bench.median(row.seconds["checkpoint"]) / bench.median(row.seconds["step"])
-    assert row.facts["share at every=100 (%)"] == pytest.approx(share) and share > 0

@@ -20,25 +20,28 @@ SCRIPT = "scripts/publish.py"
 def test_what_was_written_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable) -> None:
     source, root = tmp_path / "study", tmp_path / "repository"
     (source / "figures").mkdir(parents=True)
-    (root / "docs").mkdir(parents=True)
+    target = root / "docs" / "results" / "study"
+    target.mkdir(parents=True)
     monkeypatch.setattr(publish, "ROOT", root)
     (root / "README.md").write_text("before\n<!-- study table -->\n| old |\n<!-- end -->\nafter\n")
-    (root / "docs" / "RESULTS.md").write_text("no table here\n")
+    (root / "docs" / "RESULTS.md").write_text('no table here <img src="results/study/loss.png">\n')
+    (target / "README.md").write_text("![](gap.png)\n")
     assert "run eval.report or scripts/ablate.py" in call(f"of={source}")
-    for name, content in (("results.json", "{}"), ("table.md", "| new |\n"), ("figures/loss.png", "PNG")):
+    files = [
+        ("results.json", "{}"),
+        ("table.md", "| new |\n"),
+        *((f"figures/{name}.png", "PNG") for name in ("loss", "gap", "grid")),
+    ]
+    for name, content in files:
         (source / name).write_text(content)
-    assert "its table is in README.md" in call(f"of={source}")
-    published = {path.name for path in (root / "docs" / "results" / "study").iterdir()}
-    assert published == {"results.json", "table.md", "loss.png"}
+    printed = call(f"of={source}")
+    assert "2 figures of 3, as pages show; its table is in README.md" in printed
+    assert {path.name for path in target.iterdir()} == {"README.md", "results.json", "table.md", "loss.png", "gap.png"}
     assert (root / "README.md").read_text() == "before\n<!-- study table -->\n| new |\n<!-- end -->\nafter\n"
     assert "add the lines <!-- other table --> and <!-- end -->" in call(f"of={source}", "name=other")
     (root / "README.md").write_text(open_ended := "<!-- study table -->\n| old |\nprose\n<!-- other table -->\n<!-- end -->\n")
     assert "the place of the table study has no end: add a line <!-- end --> after it" in call(f"of={source}")
     assert (root / "README.md").read_text() == open_ended
-    (source / "differences.md").write_text("| less |\n")
-    (root / "README.md").write_text("<!-- study/differences table -->\n<!-- end -->\n")
-    assert "its table is in README.md" in call(f"of={source}")
-    assert (root / "README.md").read_text() == "<!-- study/differences table -->\n| less |\n<!-- end -->\n"
 
 
 def test_curves_and_digits_that_are_in_the_records_are_not_published_twice(
@@ -66,37 +69,15 @@ def test_curves_and_digits_that_are_in_the_records_are_not_published_twice(
     assert content["config"] == {"texts": {"books": "b.jsonl"}}
 
 
-def test_without_records_some_points_of_the_curves_are_published(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable
-) -> None:
-    source = tmp_path / "study"
-    source.mkdir()
-    monkeypatch.setattr(publish, "ROOT", tmp_path)
-    (tmp_path / "docs").mkdir()
+def test_without_records_some_points_of_the_curves_are_published() -> None:
     losses = [[step, 9 - step / 100] for step in range(1, 401)]
     run = {"seed": 1, "run": "a-s1", "curve": [[1, 2.0]], "losses": losses}
-    (source / "results.json").write_text(json.dumps({"eval": "ablation", "results": {"arms": [{"name": "a", "runs": [run]}]}}))
-    (source / "table.md").write_text("| new |\n")
-    call(f"of={source}")
-    content = json.loads((tmp_path / "docs" / "results" / "study" / "results.json").read_text())
+    content = publish.shortened({"eval": "ablation", "results": {"arms": [{"name": "a", "runs": [dict(run)]}]}}, recorded=False)
     (published,) = content["results"]["arms"][0]["runs"]
-    assert published["curve"] == run["curve"]
+    assert published["curve"] == run["curve"] and len(published["losses"]) <= POINTS + 1
     assert [published["losses"][0], published["losses"][-1]] == [losses[0], losses[-1]]
-    assert len(published["losses"]) <= POINTS + 1 and all(point in losses for point in published["losses"])
-
-
-def test_a_report_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable) -> None:
-    """The results of a report are a list."""
-    source = tmp_path / "quick"
-    source.mkdir()
-    monkeypatch.setattr(publish, "ROOT", tmp_path)
-    (tmp_path / "docs").mkdir()
-    content = {"eval": "report", "runs": [{"config": {"run_dir": "/home/me/a"}}], "results": [{"name": "loss", "cells": [1.0]}]}
-    (source / "report.json").write_text(json.dumps(content))
-    (source / "report.md").write_text("| new |\n")
-    assert "no document shows its table" in call(f"of={source}")
-    published = json.loads((tmp_path / "docs" / "results" / "quick" / "report.json").read_text())
-    assert published == content | {"runs": [{"config": {"run_dir": "a"}}]}
+    report = {"eval": "report", "runs": [{"config": {"run_dir": "/home/me/a"}}], "results": [{"name": "loss", "cells": [1.0]}]}
+    assert publish.shortened(report, recorded=False) == report | {"runs": [{"config": {"run_dir": "a"}}]}  # results are a list
 
 
 def test_a_bench_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable) -> None:

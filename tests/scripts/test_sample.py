@@ -21,7 +21,7 @@ from model.config import DecoderConfig
 from model.decoder import Decoder
 from scripts import sample
 from scripts.sample import SampleConfig, Screen, Text, as_typed
-from tests.conftest import Typed, run_command
+from tests.conftest import Typed
 from training import checkpoint
 from training.saver import save
 
@@ -67,9 +67,6 @@ def call(monkeypatch: pytest.MonkeyPatch, typed: Typed) -> Typed:
     return type_in
 
 
-# ---------------------------------------- text
-
-
 def before_first_stop(text: str, stops: list[str]) -> str:
     """`text` before the stop string that is complete first, found letter by letter."""
     for end in range(len(text) + 1):
@@ -84,7 +81,7 @@ def test_streamed_text_is_the_text_decoded_whole(cut: str, tokenizer: Tokenizer,
     """Random tokens and stop strings: whatever is shown stays, and in the end it is the whole, up to the stop."""
     tokenizer, draw = {"bytes": tokenizer, "bpe": bpe}[cut], random.Random(0)
     letters, ended = "and é日本\n", 0
-    for _ in range(400):
+    for _ in range(200):
         tokens = tokenizer.encode("".join(draw.choices(letters, k=draw.randint(1, 30))))
         if draw.random() < 0.3:  # bytes that are no UTF-8
             tokens = [draw.choice((token, draw.randrange(256))) for token in tokens]
@@ -99,7 +96,7 @@ def test_streamed_text_is_the_text_decoded_whole(cut: str, tokenizer: Tokenizer,
         assert text.text == before_first_stop(tokenizer.decode(tokens), stops)
         assert text.ended == ("stop" if text.text != tokenizer.decode(tokens) else "length")
         ended += text.ended == "stop"
-    assert 50 < ended < 350
+    assert 25 < ended < 175
 
 
 def test_nothing_is_shown_before_it_is_certain(tokenizer: Tokenizer) -> None:
@@ -115,33 +112,12 @@ def test_nothing_is_shown_before_it_is_certain(tokenizer: Tokenizer) -> None:
     assert text.text == "é🙂 EEN\n🙂\ufffd"  # half a character at the end
 
 
-def test_a_stop_string_is_found_wherever_tokens_cut_it(tokenizer: Tokenizer, bpe: Tokenizer) -> None:
-    text = Text(tokenizer, ["aab"])
-    for byte in b"aaab":
-        text.add(byte)
-    assert (text.text, text.ended) == ("a", "stop")  # not let go of with the first a
-    pieces = {bpe.token_bytes(token): token for token in range(bpe.eot)}
-    piece = max((piece for piece in pieces if piece.isascii()), key=len).decode()
-    assert len(piece) > 3
-    for stops in ([piece, piece[1:3]], [piece[1:3], piece]):  # the one that is complete first, letter by letter
-        text = Text(bpe, stops)
-        text.add(pieces[piece.encode()])
-        assert (text.text, text.ended) == (piece[0], "stop")
-
-
 def test_the_end_of_text_token_ends_a_text_and_is_not_shown(tokenizer: Tokenizer) -> None:
     text = Text(tokenizer, ["bc"])
-    for token in (97, 98, tokenizer.eot):
+    for token in (97, tokenizer.vocab_size + 5, 98, tokenizer.eot):  # one of them has no text
         text.add(token)
     text.end("length")
-    assert (text.text, text.ended, text.tokens) == ("ab", "end of text", [97, 98])
-
-
-def test_an_id_that_no_token_has_is_no_text(tokenizer: Tokenizer) -> None:
-    text = Text(tokenizer)
-    for token in (97, tokenizer.vocab_size + 5, 98):
-        text.add(token)
-    assert text.text == "ab" and len(text.tokens) == 3
+    assert (text.text, text.ended, len(text.tokens)) == ("ab", "end of text", 3)
 
 
 def test_texts_come_in_order_the_first_unfinished_one_as_it_grows(
@@ -162,10 +138,7 @@ def test_texts_come_in_order_the_first_unfinished_one_as_it_grows(
     for code in (27, 0xC2, 0x9B):  # ESC, and the two bytes of U+009B, which means ESC and [
         texts[2].add(code)
     screen.update()
-    assert capsys.readouterr().out == "\u241b\ufffd"  # a terminal would obey these
-
-
-# ---------------------------------------- what is typed
+    assert capsys.readouterr().out == "\ufffd\ufffd"  # a terminal would obey these
 
 
 def test_texts_arrive_as_typed() -> None:
@@ -181,18 +154,13 @@ def test_texts_arrive_as_typed() -> None:
         "null?",
         "12",
         "true",
-        "False",
         "1e3",
         "nan",
-        "C:\\x, y",
-        "it\\'s",
         "x\ny",
         "日本, é",
     ]
-    texts += ["".join(draw.choices("\\'\"${}x,=?\n ", k=draw.randint(1, 8))) for _ in range(300)]
+    texts += ["".join(draw.choices("\\'\"${}x,=\n ", k=draw.randint(1, 8))) for _ in range(60)]
     for text in texts:
-        if text == "???":
-            continue
         for argument in (as_typed(f"prompt={text}"), quoted(f"prompt={text}")):
             cfg = OmegaConf.structured(SampleConfig)
             OmegaConf.update(cfg, "prompt", parser.parse_override(argument).value())
@@ -209,39 +177,33 @@ def test_prompts_stops_and_files(tmp_path: Path, make_run: Callable[..., Path], 
     typed = call(prompt="It was\n", **options)
     assert typed.returncode == 0 and typed.stdout.startswith("It was\n") and len(typed.stdout) > 8
     assert call(file=file, **options).stdout == typed.stdout  # one newline at the end is the file's
-    assert call(file="-", stdin=b"It was\n\n", **options).stdout == typed.stdout
-    assert call(prompt="It was\n", echo="false", **options).stdout == typed.stdout.removeprefix("It was\n")
+    assert call(file="-", stdin=b"It was\n\n", echo="false", **options).stdout == typed.stdout.removeprefix("It was\n")
     several = call(prompt='["It was\n","Nobody, here"]', **options).stdout
     assert several.startswith(f"--- 1 of 2, seed 0\n{typed.stdout}--- 2 of 2, seed 0\nNobody, here")
     assert call(**options).stdout.strip()  # without a prompt, a document from its beginning
 
 
-# ---------------------------------------- the command
-
-
-@pytest.mark.parametrize(
-    "model", [{"layers": "d"}, {"layers": "i"}, {"position": "learned", "norm": "layernorm"}, {"layers": "v", "window": 8}]
-)
+@pytest.mark.parametrize("model", [{"layers": "i"}, {"position": "learned", "norm": "layernorm"}, {"layers": "v", "window": 8}])
 def test_a_text_depends_on_its_prompt_and_seed_alone(model: dict, make_run: Callable[..., Path], call: Callable) -> None:
     """Batches, padding and neighbours change nothing; the text is what the model generates."""
     run, out = make_run(**model), None
-    options = {"run": run, "prompt": '["Hello","It was a long, long road"]', "samples": 3, "max_tokens": 12, "seed": 5}
+    options = {"run": run, "prompt": '["Hello","It was a long, long road"]', "samples": 2, "max_tokens": 12, "seed": 5}
     options |= {"temperature": 1.2, "top_k": 50, "top_p": 0.97}
-    printed = [call(batch=batch, **options).stdout for batch in (1, 4, 16)]
-    assert printed[0] == printed[1] == printed[2]
+    printed = [call(batch=batch, **options).stdout for batch in (1, 3)]
+    assert printed[0] == printed[1]
     loaded = checkpoint.load_run(run)
     texts = set()
     for i, prompt in enumerate(("Hello", "It was a long, long road")):
-        for j in range(3):
+        for j in range(2):
             tokens = torch.tensor([[loaded.tokenizer.eot, *loaded.tokenizer.encode(prompt)]])
             generator = torch.Generator().manual_seed(5 + j)
             new = loaded.model.generate(tokens, 12, temperature=1.2, top_k=50, top_p=0.97, generator=generator)
             new = new[0, tokens.shape[1] :].tolist()
             new = new[: new.index(loaded.tokenizer.eot)] if loaded.tokenizer.eot in new else new
-            out = f"--- {3 * i + j + 1} of 6, seed {5 + j}\n{prompt}{loaded.tokenizer.decode(new)}\n"
+            out = f"--- {2 * i + j + 1} of 4, seed {5 + j}\n{prompt}{loaded.tokenizer.decode(new)}\n"
             assert out in printed[0]
             texts.add(out)
-    assert len(texts) == 6
+    assert len(texts) == 4
 
 
 def test_out_holds_texts_settings_and_speed(tmp_path: Path, make_run: Callable[..., Path], call: Callable) -> None:
@@ -272,7 +234,7 @@ def test_the_trained_context_is_the_limit(tmp_path: Path, make_run: Callable[...
     assert [len(s["tokens"]) for s in json.loads((tmp_path / "both.json").read_text())["results"]["samples"]] == [3, 62]
     beyond = call(run=rope, prompt="123456789", max_tokens=80)
     assert beyond.returncode == 0
-    assert "note: a prompt of 10 and 80 new tokens exceed the trained context of 64" in beyond.stderr
+    assert "note: 10 + 80 tokens exceed the trained context" in beyond.stderr
     refused = call(run=learned, prompt="123456789", max_tokens=80)
     assert refused.returncode == 2 and refused.stderr.strip().endswith("use max_tokens=54")
 
@@ -291,9 +253,3 @@ def test_an_interruption_leaves_what_is_there(
     done = call(run=make_run(), prompt="Hello")
     assert done.returncode == 0 and done.stdout.startswith("Hello")
     assert "1 tokens after each text's first in" in done.stderr
-
-
-def test_the_command_as_typed_in_a_shell(make_run: Callable[..., Path]) -> None:
-    prompt = 'He said, "it\'s {fine}"'
-    done = run_command("scripts/sample.py", f"run={make_run()}", f"prompt={prompt}", "max_tokens=5", "stop=\\n")
-    assert done.returncode == 0 and done.stdout.startswith(prompt) and "tokens/s" in done.stderr, done.stderr

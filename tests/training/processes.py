@@ -29,12 +29,11 @@ from train import train as run_training
 from training import checkpoint
 from training import saver as saving
 from training.checkpoint import CheckpointConfig
-from training.distributed import World, join_world
+from training.distributed import World, join_world, local
 from training.guard import Guard
-from training.memory import local_bytes
-from training.muon import local
 from training.optim import OptimConfig, build_optimizers, state_tensors
 from training.parallel import Parallel
+from training.run import check_config
 from training.saver import Saver
 
 SMALL = DecoderConfig(layers="ib", n_layer=2, n_head=4, d_model=32, context=16, vocab_size=37)
@@ -42,8 +41,15 @@ SMALL = DecoderConfig(layers="ib", n_layer=2, n_head=4, d_model=32, context=16, 
 
 def train(world: World, *overrides: str) -> float:
     """A training run in this group; the value is the last validation loss."""
-    with ExitStack() as ends:
-        return run_training(OmegaConf.to_object(compose_job("train", list(overrides))), world, ends)
+    cfg = OmegaConf.to_object(compose_job("train", list(overrides)))
+    check_config(cfg, world)
+    with ExitStack() as cleanup:
+        return run_training(cfg, world, cleanup)
+
+
+def train_apart(world: World, *overrides: str) -> float:
+    """A training run whose second process has another learning rate."""
+    return train(world, *overrides, *["optim.lr=0.5"] * world.rank)
 
 
 def train_until(world: World, step: int, *overrides: str) -> None:
@@ -92,7 +98,10 @@ def measure(world: World, kind: str, shard: int | None, optim: str, micros: int)
     params = list(parallel.model.parameters())
     held = {"parameters": params, "gradients": [p.grad for p in params]}
     held["optimizer"] = list(state_tensors(optimizers).values())
-    return {"held": {name: sum(map(local_bytes, tensors)) for name, tensors in held.items()}, "sent": messages.bytes}
+    return {
+        "held": {name: sum(local(tensor).nbytes for tensor in tensors) for name, tensors in held.items()},
+        "sent": messages.bytes,
+    }
 
 
 def same_update(world: World, kind: str, shard: int | None) -> bool:
@@ -124,7 +133,7 @@ def skip(world: World, kind: str, shard: int | None, optim: str) -> list[bool]:
         before = {name: tensor.clone() for name, tensor in held.items()}
         loss = parallel.net(tokens, tokens) * factor
         loss.backward()
-        guard.update(2, loss, parallel.clip_grad_norm(0.0))
+        guard.step_optimizers(2, loss, parallel.clip_grad_norm(0.0))
         found.append(all(torch.equal(before[name], tensor) for name, tensor in held.items()))
     return found
 

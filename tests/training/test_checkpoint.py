@@ -34,8 +34,10 @@ def run(tmp_path: Path) -> Path:
 
 def newest(run: Path) -> str:
     model = Decoder(config("baseline"), seed=5)
-    found = checkpoint.newest(run, lambda folder: checkpoint.load(folder, model, build_optimizers(model, OptimConfig())))
-    return checkpoint.folder_name(found)
+    optimizers = build_optimizers(model, OptimConfig())
+    return checkpoint.folder_name(
+        checkpoint.newest(run, lambda folder: checkpoint.load(folder, model, optimizers), resumes=True)
+    )
 
 
 def signed(folder: Path, **changes: object) -> None:
@@ -121,6 +123,21 @@ def test_a_foreign_newest_checkpoint_gives_way_and_all_damaged_is_one_line(run: 
     truncate(run / "checkpoints" / "step_00000001")
     with pytest.raises(ValueError, match="no older checkpoint can be used: delete"):
         newest(run)
+    with pytest.raises(ValueError, match="used: copy that run again, or give another one$"):  # it belongs to somebody else
+        checkpoint.newest(run, lambda folder: checkpoint.load(folder, Decoder(config("baseline"))))
+
+
+def test_a_run_that_is_trained_while_it_is_read_is_listed_again(run: Path, capsys: pytest.CaptureFixture) -> None:
+    model, seen = Decoder(config("baseline")), []
+
+    def use(folder: Path) -> int:
+        seen.append(folder.name)
+        if len(seen) == 1:  # meanwhile the run writes its next checkpoints, and deletes this one
+            saver.Saver(run, CheckpointConfig(keep=1), model, [], World(0, 1, torch.device("cpu"))).save(3)
+        return checkpoint.load(folder, model)
+
+    assert checkpoint.newest(run, use) == 3 and seen == ["step_00000002", "step_00000003"]
+    assert not capsys.readouterr().err
 
 
 def test_what_is_not_finite_is_never_written(run: Path) -> None:
@@ -179,7 +196,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_does_not_end_training(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     def held(path: Path, **options: object) -> None:
-        if path.name in ("step_00000001", "step_00000002"):
+        if path.name.endswith(".old.part"):
             raise OSError(errno.EBUSY, "Device or resource busy")
 
     model, alone = Decoder(config("baseline")), World(0, 1, torch.device("cpu"))
@@ -202,5 +219,5 @@ def test_an_evaluation_of_weights_that_are_no_numbers_is_refused(run: Path) -> N
     (run / "config.yaml").write_text("{}")
     DAMAGES["NaN weights"](run / "checkpoints" / "step_00000002")
     for step in (None, 2):
-        with pytest.raises(ValueError, match="embedding.weight is not finite: train again with a lower optim.lr, or delete"):
+        with pytest.raises(ValueError, match="embedding.weight is not finite: train again with a lower optim.lr$"):
             checkpoint.load_run(run, step=step)

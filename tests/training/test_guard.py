@@ -32,8 +32,8 @@ def train(kind: str, bad: dict[int, float], ask_host: bool, guarded: bool = True
         if step in bad:
             for p in model.parameters():
                 p.grad *= bad[step]
-        guard.update(step, loss, torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9))
-    assert [step for step, _ in guard.read()] == sorted(bad)
+        guard.step_optimizers(step, loss, torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9))
+    assert [step for step, _ in guard.skipped_updates()] == sorted(bad)
     return {name: p.clone() for name, p in model.named_parameters()} | state_tensors(optimizers)
 
 
@@ -58,8 +58,8 @@ def guard_of(**options: float) -> Guard:
 
 def feed(guard: Guard, losses: list[float], first: int = 1, norm: float = 1.0) -> list[int]:
     for step, loss in enumerate(losses, first):
-        guard.update(step, torch.tensor(loss), torch.tensor(norm))
-    return [step for step, _ in guard.read()]
+        guard.step_optimizers(step, torch.tensor(loss), torch.tensor(norm))
+    return [step for step, _ in guard.skipped_updates()]
 
 
 def test_a_row_of_bad_updates_ends_the_run_and_a_broken_row_does_not() -> None:
@@ -67,9 +67,9 @@ def test_a_row_of_bad_updates_ends_the_run_and_a_broken_row_does_not() -> None:
     assert feed(guard_of(), [nan, nan, 1.0, nan, math.inf]) == [1, 2, 4, 5]
     guard, seen = guard_of(), []
     for step, loss in enumerate([1.0, nan, nan, nan, 1.0], 1):
-        guard.update(step, torch.tensor(loss), torch.tensor(1.0))
+        guard.step_optimizers(step, torch.tensor(loss), torch.tensor(1.0))
     with pytest.raises(Diverged, match=r"the loss is nan at step 4 .*3 updates in a row"):
-        seen.extend(step for step, _ in guard.read())
+        seen.extend(step for step, _ in guard.skipped_updates())
     assert seen == [2, 3, 4]  # what ended the run is recorded, too
     for loss, norm in ((nan, 1.0), (2.5, math.inf)):
         guard = guard_of()
@@ -83,8 +83,8 @@ def test_a_row_of_bad_updates_ends_the_run_and_a_broken_row_does_not() -> None:
 
 def test_a_skipped_update_says_why() -> None:
     guard = guard_of()
-    guard.update(3, torch.tensor(math.nan), torch.tensor(2.5))
-    assert list(guard.read()) == [(3, "loss nan, gradient norm 2.5")]
+    guard.step_optimizers(3, torch.tensor(math.nan), torch.tensor(2.5))
+    assert list(guard.skipped_updates()) == [(3, "loss nan, gradient norm 2.5")]
 
 
 def reference(values: list[float], limit: float) -> list[int]:

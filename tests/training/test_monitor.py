@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounter
 from model.attention.diff import DiffConfig
 from model.attention.probe import first_share, probe
 from model.decoder import Decoder
-from tests.conftest import run_command, train_arguments
+from tests.training.test_train import metrics, trained
 from tests.variants import VARIANTS, config, randomized
 from training.monitor import Monitor, MonitorConfig, evenly, monitor_of
 
@@ -162,10 +162,9 @@ def test_training_does_not_notice() -> None:
     assert all(torch.equal(gradients[False][name], gradients[True][name]) for name in gradients[False])
 
 
-@pytest.mark.parametrize("variant", ("diff", "diff_v2", "introspective"))
-def test_a_compiled_graph_is_compiled_once(variant: str) -> None:
+def test_a_compiled_graph_is_compiled_once() -> None:
     torch._dynamo.reset()
-    model, counter = Decoder(config(variant)), CompileCounter()
+    model, counter = Decoder(config("diff")), CompileCounter()
     net, monitor = torch.compile(model, backend=counter, dynamic=False), Monitor(model, tokens())
     monitor.read()
     for _ in range(3):
@@ -189,10 +188,8 @@ def test_what_is_not_finite_is_left_out() -> None:
 def test_a_run_is_watched_at_its_start_every_so_often_and_at_its_end(shards: Path, tmp_path: Path) -> None:
     runs = {}
     for name, every in (("often", 2), ("never", 0)):
-        arguments = train_arguments(shards, tmp_path / name, "model=diff", "steps=5", "model.dropout=0.1")
-        done = run_command(*arguments, f"monitor.every={every}", "model.diff.lambda_warmup=10")
-        assert done.returncode == 0, done.stderr
-        runs[name] = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        more = ("model=diff", "steps=5", "model.dropout=0.1", "model.diff.lambda_warmup=10")
+        runs[name] = metrics(trained(shards, tmp_path / name, *more, f"monitor.every={every}"))
     watched = [line for line in runs["often"] if "monitor_s" in line]
     assert [line["step"] for line in watched] == [0, 2, 4, 5] and watched[1]["tokens"] == 1024
     mixes = [line["monitor/mean/lambda_mix"] for line in watched]

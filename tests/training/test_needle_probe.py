@@ -14,8 +14,8 @@ from data.loader import Windows
 from data.retrieval import cities
 from data.tokenizer import Tokenizer, build_tokenizer
 from eval.report.runs import read_run
-from tests.conftest import run_command, train_arguments
-from training.needle import NeedleProbe
+from tests.training.test_train import trained
+from training.validation import NeedleProbe
 
 TEXT = "It was a long road. Nobody knew where it began.\nThe rain had stopped. " * 40
 
@@ -89,8 +89,7 @@ def test_training_does_not_notice(shards: Path, tmp_path: Path) -> None:
     mixed = ("data.retrieval.weight=50", "model.context=192", "batch_tokens=768", "model.dropout=0.1")
     more = ("steps=4", "monitor.every=0", *mixed)
     for name, needles in (("with", ("needle_every=2", "needle_samples=8")), ("without", ())):
-        done = run_command(*train_arguments(shards, tmp_path / name, *more, *needles))
-        assert done.returncode == 0, done.stderr
+        trained(shards, tmp_path / name, *more, *needles)
     lines, plain = (list(read_json_lines(tmp_path / name / "metrics.jsonl")) for name in ("with", "without"))
     assert [line["step"] for line in lines if "needle_acc" in line] == [0, 2, 4]
     losses, expected = ([(x["loss"], x["grad_norm"]) for x in part if "loss" in x] for part in (lines, plain))

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch._functorch.config as partitioner
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from model.decoder import Decoder
 from tests.conftest import run_command, train_arguments
@@ -28,15 +27,9 @@ from training.parallel import KEEP_INPUTS, compile_steps
 from training.saver import Saver, save
 
 WATCHED = (
-    "model=introspective",
-    "model.n_layer=2",
-    "model.context=128",
-    "micro_batch=1",
-    "eval_every=10",
-    "monitor.every=10",
-    "needle_every=10",
-    "needle_samples=4",
-)
+    "model=introspective", "model.n_layer=2", "model.context=128", "micro_batch=1", "eval_every=6", "monitor.every=6",
+    "needle_every=6", "needle_samples=4",
+)  # fmt: skip
 # Text and retrieval documents: a further forward pass gives their losses, between a step's backward pass and its update.
 MIXED = ("data.retrieval.weight=50", "model.context=192", "batch_tokens=768")
 # parallel, shard_processes, optimizer, micro batches
@@ -95,35 +88,29 @@ def group(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
     folder = tmp_path_factory.mktemp("parallel")
 
     def run(name: str, *overrides: str) -> list[str]:
-        return [*train_arguments(shards, folder / name, "model=diff", "model.n_layer=1", "steps=20", *overrides)[1:]]
+        return [*train_arguments(shards, folder / name, "model=diff", "model.n_layer=1", "steps=12", *overrides)[1:]]
 
     def chain(*overrides: str) -> list[str]:
-        return run("chain", "checkpoint.every=5", "resume=true", *overrides)
+        return run("chain", "checkpoint.every=3", "resume=true", *overrides)
 
     muon = ("model=baseline", "optim=muon")
-    hybrid = (
-        "parallel=hsdp",
-        "shard_processes=2",
-        "micro_batch=1",
-        "checkpoint.background=true",
-        "activation_checkpointing=true",
-    )
+    hybrid = ("parallel=hsdp", "shard_processes=2", "micro_batch=1", "checkpoint.background=true")
     plan = [
-        [1, {"one": ["train", run("one")], "chain 1": ["train_until", [5, *chain()]]}],
+        [1, {"one": ["train", run("one")], "chain 1": ["train_until", [3, *chain()]]}],
         [2, {
             **{kind: ["train", run(kind, *WATCHED, f"parallel={kind}")] for kind in ("ddp", "fsdp")},
             **{f"muon {kind}": ["train", run(f"muon_{kind}", *muon, f"parallel={kind}")] for kind in ("ddp", "fsdp")},
             **{f"measure {i}": ["measure", list(case)] for i, case in enumerate(MEASURED)},
             **{f"skip {kind} {optim}": ["skip", [kind, None, optim]] for kind, optim in SKIPPED},
             "same fsdp": ["same_update", ["fsdp", None]],
+            "apart": ["train_apart", run("apart")],
             **{f"{kind} mixed": ["train", run(f"{kind}_mixed", *MIXED, f"parallel={kind}")] for kind in ("ddp", "fsdp")},
-            "chain 2": ["train_until", [10, *chain("parallel=fsdp")]],
+            "chain 2": ["train_until", [6, *chain("parallel=fsdp")]],
         }],
         [4, {
             "fsdp of 4": ["train", run("fsdp4", "parallel=fsdp")],
             "hsdp mixed": ["train", run("hsdp_mixed", *MIXED, "parallel=hsdp", "shard_processes=2")],
-            "muon hsdp": ["train", run("muon_hsdp", *muon, "parallel=hsdp", "shard_processes=2")],
-            "chain 4": ["train_until", [15, *chain(*hybrid, "activation_checkpointing=true")]],
+            "chain 4": ["train_until", [9, *chain(*hybrid, "activation_checkpointing=true")]],
             "same fsdp of 4": ["same_update", ["fsdp", None]],
             "same hsdp": ["same_update", ["hsdp", 2]],
             "write": ["write", ["fsdp", None, "muon", str(folder)]],
@@ -138,7 +125,7 @@ def group(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
     ]  # fmt: skip
     files = folder / "plan.json", folder / "results.json"
     files[0].write_text(json.dumps([[size, list(jobs.values())] for size, jobs in plan]))
-    done = run_command("-m", "tests.training.processes", *map(str, files))
+    done = run_command("-m", "tests.training.processes", *map(str, files), timeout=600)
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr, done.stderr
     results = json.loads(files[1].read_text())
@@ -152,18 +139,18 @@ def newest(run: Path, step: int) -> Path:
 
 
 def apart(folder: Path, a: str, b: str) -> float:
-    """The largest difference of the losses of two runs of 20 steps."""
+    """The largest difference of the losses of two runs of 12 steps."""
     one, other = losses(folder / a), losses(folder / b)
-    assert set(one) == set(other) == set(range(1, 21))
+    assert set(one) == set(other) == set(range(1, 13))
     return max(abs(one[step] - other[step]) for step in one)
 
 
 def test_a_split_model_trains_as_a_whole_one(group: tuple) -> None:
     folder, _ = group
     assert apart(folder, "ddp", "fsdp") < 1e-5 and apart(folder, "one", "fsdp4") < 1e-5
-    assert apart(folder, "muon_ddp", "muon_fsdp") < 1e-3 and apart(folder, "muon_ddp", "muon_hsdp") < 1e-3
+    assert apart(folder, "muon_ddp", "muon_fsdp") < 1e-3
     assert apart(folder, "ddp_mixed", "fsdp_mixed") < 1e-5 and apart(folder, "ddp_mixed", "hsdp_mixed") < 1e-5
-    assert losses(folder / "muon_ddp")[20] < losses(folder / "muon_ddp")[1] - 0.5  # Muon moved something
+    assert losses(folder / "muon_ddp")[12] < losses(folder / "muon_ddp")[1] - 0.3  # Muon moved something
 
 
 def test_what_is_watched_while_a_split_model_trains_is_the_same(group: tuple) -> None:
@@ -178,6 +165,14 @@ def test_what_is_watched_while_a_split_model_trains_is_the_same(group: tuple) ->
     assert any("needle_acc" in line for line in ours) and any("monitor/mean/alpha" in line for line in ours)
 
 
+def test_processes_that_were_started_differently_do_not_train(group: tuple) -> None:
+    folder, results = group
+    says = (
+        "ValueError: optim.lr is 0.5 on rank 1, but 0.001 on rank 0: start all processes with the same command, code and data"
+    )
+    assert results["apart"] == says and not (folder / "apart").exists()
+
+
 @pytest.mark.parametrize("overrides", WRONG)
 def test_an_impossible_layout_is_refused(group: tuple, overrides: str) -> None:
     folder, results = group
@@ -188,7 +183,7 @@ def test_an_impossible_layout_is_refused(group: tuple, overrides: str) -> None:
 def test_processes_take_over_from_fewer_and_more(group: tuple) -> None:
     folder, _ = group
     assert apart(folder, "one", "chain") < 1e-4
-    assert losses(folder / "chain")[20] == pytest.approx(losses(folder / "one")[20], abs=1e-5)
+    assert losses(folder / "chain")[12] == pytest.approx(losses(folder / "one")[12], abs=1e-5)
 
 
 def read_by_one(folder: Path) -> dict[str, torch.Tensor]:
@@ -203,24 +198,6 @@ def same(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> bool
     return some.keys() == others.keys() and all(torch.equal(tensor, others[name]) for name, tensor in some.items())
 
 
-def older(folder: Path, run: Path) -> Path:
-    """A checkpoint of several processes as they were written before: a file per process, prefixed names, equal headers."""
-    state, copy = checkpoint.read_state(folder), newest(run, 2)
-    copy.mkdir(parents=True)
-    for part in range(1, 5):
-        tensors, begins = {}, {}
-        for kind in ("model", "optimizer"):
-            with safe_open(folder / f"{kind}-part{part}.safetensors", "pt") as file:
-                header = json.loads(file.metadata()["DCP_SHARDING_INFO"])
-                tensors |= {f"{kind}/{name}": file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
-                begins |= {f"{kind}/{name}": begin for name, begin in header.items()}
-        save_file(
-            tensors, copy / f"shard-{part:05d}-model-00001-of-00001.safetensors", {"DCP_SHARDING_INFO": json.dumps(begins)}
-        )
-    saver.complete(copy, state)
-    return copy
-
-
 def test_a_checkpoint_of_four_is_read_by_one_and_two(group: tuple) -> None:
     folder, _ = group
     whole, written = load_file(folder / "whole.safetensors"), newest(folder / "waiting", 2)
@@ -228,7 +205,7 @@ def test_a_checkpoint_of_four_is_read_by_one_and_two(group: tuple) -> None:
     for path in written.glob("*.safetensors"):
         assert path.read_bytes() == (newest(folder / "background", 2) / path.name).read_bytes(), path
     copies = [newest(folder / kind / "copy", 2) for kind in ("fsdp", "ddp")]
-    for copy in (written, older(written, folder / "older"), *copies):
+    for copy in (written, *copies):
         assert same(read_by_one(copy), whole), copy
     files = [load_file(copies[1] / f"{kind}.safetensors") for kind in ("model", "optimizer")]  # by one process, of ddp
     assert same(files[0] | files[1], whole) and len(list(copies[1].iterdir())) == 3
@@ -236,7 +213,7 @@ def test_a_checkpoint_of_four_is_read_by_one_and_two(group: tuple) -> None:
 
 def test_a_checkpoint_of_four_is_evaluated_and_checked(group: tuple) -> None:
     folder = group[0]
-    assert load_run(folder / "chain", step=15).step == 15 and checkpoint.read_state(newest(folder / "chain", 15))["guard"]
+    assert load_run(folder / "chain", step=9).step == 9 and checkpoint.read_state(newest(folder / "chain", 9))["guard"]
     damaged = newest(folder / "background", 2)
     file = damaged / "model-part3.safetensors"
     content = file.read_bytes()
@@ -279,10 +256,9 @@ def test_a_checkpoint_from_before_the_first_step_is_resumed(tmp_path: Path) -> N
     assert not any(optimizers[0].state.values())
 
 
-@pytest.mark.parametrize("name", ("background", "sharded"))
-def test_checkpoints_in_the_background(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_in_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, alone = Decoder(SMALL, seed=2), World(0, 1, torch.device("cpu"))
-    cfg = CheckpointConfig(keep=1, **{name: True})
+    cfg = CheckpointConfig(keep=1, background=True)
     writer = Saver(tmp_path, cfg, model, build_optimizers(model, OptimConfig()), alone)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     flush, there = saver.flush, []

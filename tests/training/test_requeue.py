@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import ROOT, Typed, train_arguments
-from tests.faults.ends import slow, started, until
-from tests.faults.runs import ending
+from tests.conftest import ROOT
+from tests.faults.ends import slow, until
 from tests.scripts.test_ablate import SCRIPT, toy
 
 submitit = pytest.importorskip("submitit")
@@ -46,23 +45,6 @@ def queued(folder: Path, arguments: list[str]) -> Any:
 
 def children(process: int) -> list[int]:
     return [int(number) for number in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
-
-
-def test_a_preempted_job_is_queued_again_and_goes_on(shards: Path, tmp_path: Path, typed: Typed) -> None:
-
-    def command(name: str) -> list[str]:
-        return train_arguments(shards, tmp_path / name, "steps=16", "checkpoint.every=0", "resume=true")
-
-    assert typed(*command("whole")).returncode == 0
-    job = queued(tmp_path / "jobs", command("queued"))
-    until(started(tmp_path / "queued"), limit=150)
-    (task,) = children(job._process.pid)
-    os.kill(task, signal.SIGUSR1)  # as Slurm does before it takes the machine away
-    job.result()
-    assert "Requeued job" in job.stdout()
-    left = [path.name for path in sorted((tmp_path / "queued" / "checkpoints").iterdir())]
-    assert len(left) == 2 and left[0] < left[1] == "step_00000016"  # the first is that of the signal
-    assert ending(tmp_path / "queued") == ending(tmp_path / "whole")
 
 
 def test_a_preempted_job_of_an_ablation_stops_its_training_first(shards: Path, tmp_path: Path) -> None:

@@ -1,8 +1,10 @@
 """A run's folder: its name, and branches, which end as runs of their length that were trained alone."""
 
+import os
 import shutil
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,14 +16,17 @@ from omegaconf import OmegaConf, open_dict
 import train  # noqa: F401  # registers its schema
 from configs import CONFIG_DIR
 from configs.files import read_run_config
-from tests.conftest import Typed, assert_one_line_error, run_command, train_arguments
+from model.config import DecoderConfig
+from tests.conftest import Typed, assert_one_line_error, train_arguments
 from tests.faults.runs import ending
 from tests.training import processes
+from tests.training.test_train import ALONE, trained
+from training import parallel
 from training.checkpoint import checkpoints, read_state
 from training.distributed import World
-from training.optim import OptimConfig
-from training.run import TrainConfig, can_compile, compiles, default_run_dir, refuse_other_config, start_or_resume
-from training.schedule import decay_start, lr_factor
+from training.optim import OptimConfig, decay_start, lr_factor
+from training.parallel import compile_problem, compiles
+from training.run import Run, TrainConfig, check_config, default_run_dir, refuse_other_config
 
 WSD = (
     "optim.schedule=wsd", "optim.decay=0.2", "optim=muon", "model=diff", "monitor.every=5", "eval_every=4", "outlier_z=7",
@@ -31,23 +36,19 @@ WSD = (
 @pytest.fixture(scope="module")
 def trunk(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("trunk") / "run"
-    done = run_command(
-        *train_arguments(shards, run_dir, *WSD, "steps=20", "checkpoint.at=[8]", "checkpoint.every=5", "checkpoint.keep=1")
-    )
-    assert done.returncode == 0, done.stderr
+    trained(shards, run_dir, *WSD, "steps=20", "checkpoint.at=[8]", "checkpoint.every=5", "checkpoint.keep=1")
     assert [folder.name for folder in checkpoints(run_dir)] == ["step_00000008", "step_00000020"]
+    assert read_run_config(run_dir)["checkpoint"]["at"] == [8] and not list(run_dir.glob(".*part"))
     return run_dir
 
 
-def test_a_branch_is_the_run_of_its_length_trained_alone(trunk: Path, shards: Path, tmp_path: Path) -> None:
-    alone, branch = tmp_path / "alone", tmp_path / "branch"
-    for run_dir, more in ((alone, ()), (branch, (f"branch_from={trunk}",))):
-        done = run_command(*train_arguments(shards, run_dir, *WSD, "steps=10", *more))
-        assert done.returncode == 0, done.stderr
+def test_a_branch_is_the_run_of_its_length_trained_alone(trunk: Path, shards: Path, tmp_path: Path, typed: Typed) -> None:
+    alone = trained(shards, tmp_path / "alone", *WSD, "steps=10")
+    branch = trained(shards, tmp_path / "branch", *WSD, "steps=10", f"branch_from={trunk}")
     assert ending(branch) == ending(alone)
     guards = [read_state(checkpoints(run)[-1])["guard"] for run in (branch, alone)]
     assert guards[0] == guards[1] and guards[1]["seen"] == [10, 10]
-    again = run_command(*train_arguments(shards, branch, *WSD, "steps=10", f"branch_from={trunk}", "resume=true"))
+    again = typed(*train_arguments(shards, branch, *WSD, "steps=10", f"branch_from={trunk}", "resume=true"))
     assert "already done" in again.stdout
 
 
@@ -56,7 +57,6 @@ def test_a_branch_is_the_run_of_its_length_trained_alone(trunk: Path, shards: Pa
     (
         (("steps=10", "optim.schedule=linear"), "optim.schedule=wsd"),
         (("steps=10", "seed=2"), "except steps"),
-        (("steps=10", "model=baseline"), "except steps"),
         (("steps=40",), "branch off a run of more than 20 steps"),
         (("steps=15",), "checkpoint.at=[12]"),
         (("steps=10", "init_from=x"), "give one of them"),
@@ -72,10 +72,17 @@ def test_a_branch_that_cannot_be_is_refused(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_batch_that_processes_cannot_share_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("training.run.refuse_unequal_processes", lambda *_: None)
+    cfg = TrainConfig(model=DecoderConfig(context=64), batch_tokens=64)
+    with pytest.raises(ValueError, match="batch_tokens=64 is not a multiple of context 64 x 2 processes: use batch_tokens=128"):
+        check_config(cfg, World(0, 2, torch.device("cpu")))
+
+
 def test_a_run_that_is_already_done_leaves_no_thread(shards: Path, tmp_path: Path) -> None:
     overrides = train_arguments(shards, tmp_path / "run", "steps=1", "resume=true")[1:]
     for _ in range(2):
-        processes.train(World(0, 1, torch.device("cpu")), *overrides)
+        processes.train(ALONE, *overrides)
     for thread in threading.enumerate():
         if thread.name == "prefetch":
             thread.join(10)
@@ -110,15 +117,6 @@ def test_a_resume_may_not_change_the_run_whose_weights_the_run_began_with(trunk:
     refuse_other_config(warm, ours, but=("init_from",))  # a branch takes its weights from the trunk
 
 
-def test_values_of_no_sense_in_a_configuration_are_named(trunk: Path, tmp_path: Path) -> None:
-    ours = read_run_config(trunk)
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "config.yaml").write_text(yaml.safe_dump(ours | {"init_from": [1]}))
-    with pytest.raises(ValueError, match="was started with init_from="):
-        refuse_other_config(run, ours)
-
-
 def test_a_run_without_its_configuration_is_not_continued(trunk: Path, shards: Path, tmp_path: Path, typed: Typed) -> None:
     shutil.copytree(trunk, tmp_path / "run")
     (tmp_path / "run" / "config.yaml").unlink()
@@ -126,7 +124,7 @@ def test_a_run_without_its_configuration_is_not_continued(trunk: Path, shards: P
     assert_one_line_error(done, "already holds a run: its config.yaml is missing, copy it back")
 
 
-@pytest.mark.parametrize("content", ("steps: [1\n", "", "model: {}\n"))
+@pytest.mark.parametrize("content", ("steps: [1\n", "model: {}\n"))
 def test_a_damaged_configuration_is_named(content: str, trunk: Path, shards: Path, tmp_path: Path, typed: Typed) -> None:
     shutil.copytree(trunk, tmp_path / "run")
     (tmp_path / "run" / "config.yaml").write_text(content)
@@ -136,13 +134,13 @@ def test_a_damaged_configuration_is_named(content: str, trunk: Path, shards: Pat
         assert_one_line_error(done, f"{tmp_path / 'run' / 'config.yaml'} is damaged")
 
 
-@pytest.mark.parametrize("steps", (10, 13, 640, 1280, 2560))
 @pytest.mark.parametrize("decay", (0.1, 0.2, 0.33))
-def test_decay_starts_where_a_longer_run_differs(steps: int, decay: float) -> None:
+def test_decay_starts_where_a_longer_run_differs(decay: float) -> None:
     cfg = OptimConfig(schedule="wsd", decay=decay, warmup=2)
-    start = decay_start(steps, cfg)
-    assert all(lr_factor(s, steps, cfg) == lr_factor(s, 10 * steps, cfg) for s in range(start))
-    assert lr_factor(start + 1, steps, cfg) < lr_factor(start + 1, 10 * steps, cfg)
+    for steps in (10, 13, 640):
+        start = decay_start(steps, cfg)
+        assert all(lr_factor(s, steps, cfg) == lr_factor(s, 10 * steps, cfg) for s in range(start))
+        assert lr_factor(start + 1, steps, cfg) < lr_factor(start + 1, 10 * steps, cfg)
 
 
 def name(*overrides: str) -> str:
@@ -169,11 +167,6 @@ def test_no_experiment_gives_all_of_its_runs_one_folder() -> None:
         assert "run_dir" not in yaml.safe_load(path.read_text()), path
 
 
-def test_the_configuration_is_written_whole(trunk: Path) -> None:
-    assert yaml.safe_load((trunk / "config.yaml").read_text())["checkpoint"]["at"] == [8]
-    assert not list(trunk.glob(".*part"))
-
-
 @pytest.mark.parametrize(
     ("wish", "steps", "device", "able", "want"),
     (
@@ -182,48 +175,50 @@ def test_the_configuration_is_written_whole(trunk: Path) -> None:
         (None, 50_000, "cpu", False, False),
         (False, 50_000, "cpu", True, False),
         (True, 1, "cpu", True, True),
-        (True, 1, "cpu", False, "a compiler for C.. and"),
+        (True, 1, "cpu", False, "c.. is missing, or train with compile=false"),
         (None, 1, "cuda", True, True),
-        (None, 1, "cuda", False, "a compiler for C and"),
+        (None, 1, "cuda", False, "c is missing, or train with compile=false"),
         (False, 1, "cuda", False, False),
     ),
 )
 def test_a_run_compiles_where_it_pays_and_is_refused_where_it_cannot(
     wish: bool | None, steps: int, device: str, able: bool, want: bool | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sys.platform", "linux")
-    monkeypatch.setattr("training.run.can_compile", lambda language: able)
-    cfg, world = TrainConfig(compile=wish, steps=steps), World(0, 1, torch.device(device))
+    monkeypatch.setattr(parallel, "compile_problem", lambda language: "" if able else f"{language} is missing")
+    flops, world = 28_000_000 * steps * TrainConfig().batch_tokens, World(0, 1, torch.device(device))
     if isinstance(want, str):
-        with pytest.raises(ValueError, match=f"{want}.*or train with compile=false"):
-            compiles(cfg, 28_000_000, world)
+        with pytest.raises(ValueError, match=want):
+            compiles(wish, flops, world)
     else:
-        assert compiles(cfg, 28_000_000, world) == want
+        assert compiles(wish, flops, world) == want
 
 
-def test_compiling_wants_a_compiler_and_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiling_wants_a_compiler_headers_and_a_folder_for_its_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.setattr("sysconfig.get_path", lambda name, **scheme: str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache" / "new"))
     for language, variable in (("c++", "CXX"), ("c", "CC")):
         (tmp_path / "Python.h").unlink(missing_ok=True)
         monkeypatch.setenv(variable, "a-compiler")
-        assert not can_compile(language)
+        assert "Python's headers" in compile_problem(language)
         (tmp_path / "Python.h").touch()
-        assert can_compile(language)
+        assert compile_problem(language) == ""
+        with monkeypatch.context() as patch:
+            patch.setattr("os.statvfs", lambda folder: SimpleNamespace(f_flag=os.ST_NOEXEC if folder == tmp_path else 0))
+            assert "(noexec): set TMPDIR or TORCHINDUCTOR_CACHE_DIR to another folder" in compile_problem(language)
         monkeypatch.delenv(variable)
         monkeypatch.setattr("shutil.which", lambda name: None)
-        assert not can_compile(language)
+        assert f"a compiler for {language.upper()}" in compile_problem(language)
 
 
 def test_a_resumed_run_remembers_the_window_of_its_guard(shards: Path, tmp_path: Path) -> None:
     def of(name: str, *more: str) -> list[str]:
         return train_arguments(shards, tmp_path / name, "steps=6", "outlier_z=7", "checkpoint.every=3", *more)[1:]
 
-    alone = World(0, 1, torch.device("cpu"))
-    processes.train(alone, *of("whole"))
+    processes.train(ALONE, *of("whole"))
     with pytest.raises(SystemExit):
-        processes.train_until(alone, 3, *of("cut"))
-    processes.train(alone, *of("cut", "resume=true"))
+        processes.train_until(ALONE, 3, *of("cut"))
+    processes.train(ALONE, *of("cut", "resume=true"))
     whole, cut = (read_state(checkpoints(tmp_path / name)[-1])["guard"] for name in ("whole", "cut"))
     assert whole == cut and whole["seen"] == [6, 6]
 
@@ -231,7 +226,7 @@ def test_a_resumed_run_remembers_the_window_of_its_guard(shards: Path, tmp_path:
 def test_processes_that_see_other_checkpoints_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(World, "largest", lambda world, number: number + 1)
     with pytest.raises(ValueError, match="put run_dir on a file system that all processes share$"):
-        start_or_resume(TrainConfig(resume=True), tmp_path, None, [], None, None, World(1, 2, torch.device("cpu")))
+        Run(TrainConfig(resume=True, run_dir=str(tmp_path)), None, [], None, None, World(1, 2, torch.device("cpu")))
 
 
 def test_every_step_and_every_seed_has_dropout_of_its_own(
@@ -241,7 +236,7 @@ def test_every_step_and_every_seed_has_dropout_of_its_own(
     monkeypatch.setattr(train.torch, "manual_seed", drawn.append)
     for seed in (1, 2):
         arguments = train_arguments(shards, tmp_path / str(seed), "steps=3", f"seed={seed}")[1:]
-        processes.train(World(0, 1, torch.device("cpu")), *arguments)
+        processes.train(ALONE, *arguments)
     assert len(set(drawn)) == 6
 
 
@@ -249,15 +244,15 @@ def test_losses_by_kind_are_of_the_rows_that_were_trained(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last micro batch of a step, and not its first one."""
-    right, seen = train.losses_apart, []
+    right, seen = train.losses_by_kind, []
 
     def recorded(model, inputs, targets, source, samples, world):  # noqa: ANN001, ANN202
         seen.append((inputs, source, samples))
         return right(model, inputs, targets, source, samples, world)
 
-    monkeypatch.setattr(train, "losses_apart", recorded)
+    monkeypatch.setattr(train, "losses_by_kind", recorded)
     more = ("steps=2", "data.retrieval.weight=30", "model.context=192", "batch_tokens=1536", "micro_batch=2")
-    processes.train(World(0, 1, torch.device("cpu")), *train_arguments(shards, tmp_path / "run", *more)[1:])
+    processes.train(ALONE, *train_arguments(shards, tmp_path / "run", *more)[1:])
     assert len(seen) == 2
     for inputs, source, samples in seen:
         for row, number in zip(inputs.numpy(), samples, strict=True):

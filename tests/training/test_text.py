@@ -1,7 +1,9 @@
 """A run's text: options that training would ignore, and shards or tokenizers that are not those of the run, are refused."""
 
 import json
+import re
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -29,37 +31,41 @@ def other(text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "shards"
 
 
+def tiny(shards: Path, **changes: object) -> DataConfig:
+    return DataConfig("tiny", "text", dir=str(shards), **({"tokenizer": TokenizerConfig("bytes")} | changes))
+
+
 @pytest.mark.parametrize(
-    ("typed_in", "says"),
+    ("override", "changes", "says"),
     (
-        ("data.val_fraction=0.2", "data.val_fraction=0.1, not 0.2"),
-        ("data.max_tokens=5", "data.max_tokens=None, not 5"),
-        ("++data.shard_tokens=9000", "data.shard_tokens=100000000, not 9000"),
-        ("data.tokenizer.name=bpe", "set data.tokenizer.name=bytes, or prepare as another"),
-        ("data.tokenizer={name: bpe}", "set data.tokenizer.name=bytes, or prepare as another"),
-        ("data.column=body", "data.column=text, not body"),
-        ("data.tokenizer.path=elsewhere", "data.tokenizer.path=None, not elsewhere"),
-        ("data.tokenizer.vocab_size=300", "data.tokenizer.vocab_size=4096, not 300"),
+        ("data.val_fraction=0.2", {"val_fraction": 0.2}, "data.val_fraction=0.1, not 0.2"),
+        ("data.max_tokens=5", {"max_tokens": 5}, "data.max_tokens=None, not 5"),
+        ("++data.shard_tokens=9000", {"shard_tokens": 9000}, "data.shard_tokens=100000000, not 9000"),
+        ("data.tokenizer={name: bpe}", {"tokenizer": TokenizerConfig("bpe")}, "set data.tokenizer.name=bytes, or prepare as"),
+        ("data.tokenizer.path=x", {"tokenizer": TokenizerConfig("bytes", path="x")}, "data.tokenizer.path=None, not x"),
+        ("data.tokenizer.vocab_size=300", {"tokenizer": TokenizerConfig("bytes", 300)}, "vocab_size=4096, not 300"),
     ),
 )
-def test_an_option_that_training_would_ignore_is_refused(
-    typed_in: str, says: str, shards: Path, tmp_path: Path, typed: Typed
-) -> None:
-    assert_one_line_error(typed(*train_arguments(shards, tmp_path / "run", "steps=1", typed_in)), says)
+def test_an_option_that_training_would_ignore_is_refused(override: str, changes: dict, says: str, shards: Path) -> None:
+    with pytest.raises(ValueError, match=re.escape(says)):
+        refuse_ignored_options(tiny(shards, **changes), [override])
+
+
+def test_a_typed_option_that_training_would_ignore_is_one_line(shards: Path, tmp_path: Path, typed: Typed) -> None:
+    done = typed(*train_arguments(shards, tmp_path / "run", "steps=1", "data.column=body"))
+    assert_one_line_error(done, "data.column=text, not body, and training does not prepare it again: set data.column=text")
     assert not (tmp_path / "run").exists()
 
 
 def test_only_what_was_typed_and_differs_is_refused(shards: Path, tmp_path: Path) -> None:
-    def cfg(**changes: object) -> DataConfig:
-        return DataConfig("tiny", "text", dir=str(shards), tokenizer=TokenizerConfig("bytes"), **changes)
-
+    cfg = partial(tiny, shards)
     assert cfg().val_fraction != 0.1
     refuse_ignored_options(cfg(), ["data=text", "steps=3", "optim.lr=1e-3"])
     refuse_ignored_options(cfg(val_fraction=0.1), ["data.val_fraction=0.1", "data.tokenizer={name: bytes}"])
     with pytest.raises(ValueError, match="val_fraction=0.1, not 0.005"):
         refuse_ignored_options(cfg(), ["data.val_fraction=0.005"])
     default = TokenizerConfig("bytes", vocab_size=4096)  # what null means
-    refuse_ignored_options(DataConfig("tiny", "text", dir=str(shards), tokenizer=default), ["data.tokenizer.vocab_size=4096"])
+    refuse_ignored_options(cfg(tokenizer=default), ["data.tokenizer.vocab_size=4096"])
     (tmp_path / "val.bin").touch()  # a folder of another project has no meta.json
     refuse_ignored_options(DataConfig("x", "text", dir=str(tmp_path)), ["data.val_fraction=0.005"])
     refuse_ignored_options(DataConfig("mqar", "mqar", dir=str(shards)), ["data.val_fraction=0.005"])

@@ -15,7 +15,11 @@ import yaml
 from safetensors.torch import load_file
 
 from tests.conftest import ROOT, Typed, assert_one_line_error, run_command, train_arguments
+from tests.training import processes
 from training.checkpoint import checkpoints, load_run
+from training.distributed import World
+
+ALONE = World(0, 1, torch.device("cpu"))
 
 
 def metrics(run_dir: Path) -> list[dict]:
@@ -31,24 +35,23 @@ def watched(run_dir: Path) -> list[dict]:
     return [line | {"monitor_s": 0} for line in metrics(run_dir) if "monitor_s" in line]
 
 
-def weights(run_dir: Path) -> dict[str, torch.Tensor]:
-    return load_file(checkpoints(run_dir)[-1] / "model.safetensors")
+def trained(shards: Path, run_dir: Path, *overrides: str) -> Path:
+    """A run that this process trains."""
+    processes.train(ALONE, *train_arguments(shards, run_dir, *overrides)[1:])
+    return run_dir
 
 
 MIXED = ("data.retrieval.weight=30", "model.context=192", "batch_tokens=768")
-WHOLE = ("model=diff", "steps=20", "model.dropout=0.1", *MIXED)
+WHOLE = ("model=diff", "steps=20", "model.dropout=0.1", *MIXED, "eval_every=10", "monitor.every=5")
 
 
 @pytest.fixture(scope="module")
 def whole(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """20 uninterrupted steps of diff with dropout and retrieval, one process, float32."""
-    run_dir = tmp_path_factory.mktemp("whole") / "run"
-    done = run_command(*train_arguments(shards, run_dir, *WHOLE, "eval_every=10", "monitor.every=5"))
-    assert done.returncode == 0, done.stderr
-    return run_dir
+    """20 uninterrupted steps of diff with dropout and retrieval, float32."""
+    return trained(shards, tmp_path_factory.mktemp("whole") / "run", *WHOLE)
 
 
-def test_a_run_leaves_what_was_promised(whole: Path) -> None:
+def test_a_run_leaves_what_was_promised(whole: Path, shards: Path, tmp_path: Path) -> None:
     lines = metrics(whole)
     assert {"params", "params_non_embedding", "flops_per_token", "machine", "version"} <= lines[0].keys()
     last = [line for line in lines if "loss" in line][-1]
@@ -59,19 +62,16 @@ def test_a_run_leaves_what_was_promised(whole: Path) -> None:
     run = load_run(whole)
     assert run.step == 20 and run.tokenizer.name == "bytes" and run.config["model"]["layers"] == "d"
     assert not list(whole.rglob("*.pt")) and not list(whole.rglob("*.pkl"))
-
-
-def test_the_same_seed_gives_the_same_losses(whole: Path, shards: Path, tmp_path: Path) -> None:
-    for seed, same in ((1, True), (2, False)):
-        run_dir = tmp_path / str(seed)
-        arguments = train_arguments(shards, run_dir, *WHOLE, f"seed={seed}")
-        assert run_command(*arguments).returncode == 0
-        assert (losses(run_dir) == losses(whole)) is same
+    other = trained(shards, tmp_path / "other", *WHOLE, "steps=1", "seed=2")
+    assert losses(other)[1] != losses(whole)[1]
+    warm = trained(shards, tmp_path / "warm", "model=diff", "steps=1", f"init_from={whole}", "optim.lr=0")
+    assert losses(warm)[1] < losses(whole)[5]
 
 
 def test_a_killed_run_that_is_resumed_is_the_run_that_was_not_killed(whole: Path, shards: Path, tmp_path: Path) -> None:
+    """In processes of their own, which also give the losses of the run in this process."""
     run_dir = tmp_path / "run"
-    arguments = train_arguments(shards, run_dir, *WHOLE, "eval_every=10", "monitor.every=5", "checkpoint.every=5")
+    arguments = train_arguments(shards, run_dir, *WHOLE, "checkpoint.every=5")
     process = subprocess.Popen(
         [sys.executable, *arguments], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True
     )
@@ -96,54 +96,39 @@ def test_a_killed_run_that_is_resumed_is_the_run_that_was_not_killed(whole: Path
         line["val_loss"] for line in metrics(whole) if "val_loss" in line
     ]
     assert [line["step"] for line in watched(run_dir)] == [0, 5, 10, 15, 20] and watched(run_dir) == watched(whole)
-    for name, tensor in weights(whole).items():
-        assert torch.equal(tensor, weights(run_dir)[name]), name
+    tensors = [load_file(checkpoints(run)[-1] / "model.safetensors") for run in (whole, run_dir)]
+    assert all(torch.equal(tensor, tensors[1][name]) for name, tensor in tensors[0].items())
     assert len(checkpoints(run_dir)) == 2  # checkpoint.keep
 
 
 def test_two_processes_and_accumulation_give_the_losses_of_one(shards: Path, tmp_path: Path) -> None:
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    """And they join again for every run of a sweep."""
     common = ("model=diff", "steps=20", "eval_tokens=192")  # three windows: the processes have two and one
-    runs = {
-        "one": [*train_arguments(shards, tmp_path / "one", *common)],
-        "two": [*torchrun, *train_arguments(shards, tmp_path / "two", *common)],
-        "two_accumulating": [*torchrun, *train_arguments(shards, tmp_path / "two_accumulating", *common, "micro_batch=2")],
-    }
-    for name, arguments in runs.items():
-        done = run_command(*arguments)
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.count(f"{tmp_path / name}: done after step 20") == 1  # one process speaks
-    one = losses(tmp_path / "one")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two", "two_accumulating"]
-    for name in ("two", "two_accumulating"):
-        other = losses(tmp_path / name)
-        assert max(abs(one[step] - other[step]) for step in range(1, 21)) < 1e-4
-        for key, apart in (("grad_norm", 1e-3), ("val_loss", 1e-5)):
-            found, wanted = ([line[key] for line in metrics(tmp_path / run) if key in line] for run in (name, "one"))
-            assert found == pytest.approx(wanted, rel=apart), key
-
-
-def test_a_sweep_makes_one_run_directory_per_arm(shards: Path, tmp_path: Path) -> None:
-    arguments = [a for a in train_arguments(shards, tmp_path, "steps=2") if not a.startswith("run_dir")]
-    sweep = ["model=baseline,diff,introspective", "seed=1,2", f"run_dir={tmp_path}/${{model.layers}}-${{seed}}"]
-    done = run_command(arguments[0], "-m", *arguments[1:], *sweep)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command, *overrides = train_arguments(shards, tmp_path / "two-${seed}", *common, "micro_batch=2", "seed=2,1")
+    done = run_command(*torchrun, command, "-m", *overrides)
     assert done.returncode == 0, done.stderr
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["b-1", "b-2", "d-1", "d-2", "i-1", "i-2"]
+    assert done.stdout.count(": done after step 20") == 2  # one process speaks
+    one, two = trained(shards, tmp_path / "one", *common), tmp_path / "two-1"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two-1", "two-2"]
+    assert losses(two) == pytest.approx(losses(one), abs=1e-4)
+    for key, tolerance in (("grad_norm", 1e-3), ("val_loss", 1e-5)):
+        values = [[line[key] for line in metrics(run) if key in line] for run in (two, one)]
+        assert values[0] == pytest.approx(values[1], rel=tolerance), key
+
+
+def test_a_sweep_makes_one_run_directory_per_arm(shards: Path, tmp_path: Path, typed: Typed) -> None:
+    arguments = [a for a in train_arguments(shards, tmp_path, "steps=1") if not a.startswith("run_dir")]
+    sweep = ["model=baseline,introspective", "seed=1,2", f"run_dir={tmp_path}/${{model.layers}}-${{seed}}"]
+    done = typed(arguments[0], "-m", *arguments[1:], *sweep)
+    assert done.returncode == 0, done.stderr
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["b-1", "b-2", "i-1", "i-2"]
     assert all(losses(p) for p in tmp_path.iterdir())
 
 
-def test_init_from_starts_with_the_weights_of_another_run(whole: Path, shards: Path, tmp_path: Path) -> None:
-    arguments = train_arguments(shards, tmp_path / "run", "model=diff", "steps=1", f"init_from={whole}", "optim.lr=0")
-    assert run_command(*arguments).returncode == 0
-    assert losses(tmp_path / "run")[1] < losses(whole)[5]
-
-
 def test_warm_up_masks_and_attention_dropout_train_and_are_evaluated_as_trained(shards: Path, tmp_path: Path) -> None:
-    options = ("model.diff.lambda_warmup=10", "model.document_mask=true", "model.window=16")
-    arguments = train_arguments(shards, tmp_path / "run", "model=diff", "steps=3", "model.attention_dropout=0.1", *options)
-    done = run_command(*arguments)
-    assert done.returncode == 0, done.stderr
-    model = load_run(tmp_path / "run").model
+    options = ("model.diff.lambda_warmup=10", "model.document_mask=true", "model.window=16", "model.attention_dropout=0.1")
+    model = load_run(trained(shards, tmp_path / "run", "model=diff", "steps=3", *options)).model
     assert model.blocks[1].attention.lambda_mix.item() == pytest.approx(0.3)
     assert model.cfg.eot == 256 and model.cfg.window == 16
     tokens = torch.randint(0, 256, (1, 24))
@@ -155,62 +140,60 @@ def test_warm_up_masks_and_attention_dropout_train_and_are_evaluated_as_trained(
 
 def test_a_run_is_never_overwritten_or_mixed_up(whole: Path, shards: Path, tmp_path: Path, typed: Typed) -> None:
     before = {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()}
-    same = (*WHOLE, "eval_every=10")
-    cases = (
-        (same, "resume=true"),
-        ((*same, "resume=true", "model.n_layer=3"), "model.n_layer=2 (now 3)"),
-        ((*same, "resume=true", "seed=5"), "seed=1 (now 5)"),
-    )
-    for overrides, says in cases:
-        assert_one_line_error(typed(*train_arguments(shards, whole, *overrides)), says)
-    done = typed(*train_arguments(shards, whole, *same, "resume=true"))
+    for overrides, says in (
+        ((), "resume=true"),
+        (("resume=true", "model.n_layer=3"), "model.n_layer=2 (now 3)"),
+        (("resume=true", "seed=5"), "seed=1 (now 5)"),
+        (("resume=true", "steps=30"), "choose another run_dir= for a new run, which takes over the weights with init_from="),
+    ):
+        assert_one_line_error(typed(*train_arguments(shards, whole, *WHOLE, *overrides)), says)
+    done = typed(*train_arguments(shards, whole, *WHOLE, "resume=true"))
     assert done.returncode == 0 and "already done, 20 steps" in done.stdout
     other = typed(*train_arguments(shards, tmp_path / "x", "model=baseline", "steps=1", f"init_from={whole}"))
     assert_one_line_error(other, "another architecture: layers (d there, b here)")
     assert {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()} == before
 
 
-def test_weights_of_another_tokenizer_are_refused(whole: Path, text_file: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "bpe"
-    prepared = run_command(
-        "-m", "data.prepare", "data=text", f"path={text_file}", f"data.dir={folder}", "data.name=tiny",
-        "data.tokenizer={name: bpe, vocab_size: 280}",
-    )  # fmt: skip
-    assert prepared.returncode == 0, prepared.stderr
-    arguments = train_arguments(folder, tmp_path / "run", "model=diff", f"init_from={whole}")
-    arguments = [a.replace("data.tokenizer.name=bytes", "data.tokenizer.name=bpe") for a in arguments]
-    assert_one_line_error(run_command(*arguments), "trained with another tokenizer (bytes, 257 tokens)")
+def test_a_run_that_fails_before_its_first_step_leaves_nothing(
+    shards: Path, tmp_path: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(*_: object, **__: object) -> None:
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate memory")
+
+    arguments = train_arguments(shards, tmp_path / "run", "steps=2")
+    with monkeypatch.context() as patch:
+        patch.setattr("train.Parallel.micro_batch", no_memory)
+        assert_one_line_error(typed(*arguments), "too little free memory: use a smaller micro_batch=")
+    assert not list(tmp_path.iterdir())
+    assert typed(*arguments).returncode == 0
+
+
+def test_a_run_whose_folder_is_deleted_does_not_end_as_if_it_were_there(
+    shards: Path, tmp_path: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def validate(*_: object) -> float:
+        (tmp_path / "run").rename(tmp_path / "elsewhere")
+        return 1.0
+
+    monkeypatch.setattr("train.validation_loss", validate)
+    done = typed(*train_arguments(shards, tmp_path / "run", "steps=2"))
+    assert_one_line_error(done, "metrics.jsonl was deleted while the run was trained")
     assert not (tmp_path / "run").exists()
 
 
-def test_an_indivisible_world_is_refused_once(shards: Path, tmp_path: Path) -> None:
-    done = run_command(
-        "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-        *train_arguments(shards, tmp_path / "run", "batch_tokens=64", "steps=2"),
-    )  # fmt: skip
-    assert done.returncode != 0
-    assert done.stderr.count("error: batch_tokens=64 is not a multiple of context 64 x 2 processes: use batch_tokens=128") == 1
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="torch has another OpenMP than libgomp")
-@pytest.mark.parametrize(
-    ("chosen", "count"), (({}, "2000"), ({"GOMP_SPINCOUNT": "300000"}, "300000"), ({"OMP_WAIT_POLICY": "PASSIVE"}, "0"))
-)
-def test_libgomp_reads_how_long_waiting_threads_spin(chosen: dict[str, str], count: str) -> None:
+def test_libgomp_reads_how_long_waiting_threads_spin() -> None:
     """The variable must be set before torch loads libgomp, which then shows what it read."""
     environment = {key: value for key, value in os.environ.items() if key not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
-    environment |= {"OMP_DISPLAY_ENV": "VERBOSE", **chosen}
+    environment |= {"OMP_DISPLAY_ENV": "VERBOSE"}
     done = subprocess.run([sys.executable, "-c", "import train"], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert set(re.findall("GOMP_SPINCOUNT = '(.*)'", done.stderr)) == {count}
+    assert set(re.findall("GOMP_SPINCOUNT = '(.*)'", done.stderr)) == {"2000"}
 
 
-@pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
 def test_training_in_bfloat16_on_a_processor_without_it_is_named(
-    dtype: str, shards: Path, tmp_path: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch
+    shards: Path, tmp_path: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("train.slow_bfloat16", lambda device: True)
-    done = typed(*train_arguments(shards, tmp_path / "run", "steps=1", f"dtype={dtype}"))
-    assert done.returncode == 0, done.stderr
-    assert ("use dtype=auto" in done.stdout) == (dtype == "bfloat16")
-    assert metrics(tmp_path / "run")[0]["dtype"] == dtype
+    monkeypatch.setattr("training.run.slow_bfloat16", lambda device: True)
+    done = typed(*train_arguments(shards, tmp_path / "run", "steps=1", "dtype=bfloat16"))
+    assert "use dtype=auto" in done.stdout and metrics(tmp_path / "run")[0]["dtype"] == "bfloat16"

@@ -12,6 +12,7 @@ import pytest
 from configs.files import read_json_lines
 from tests.conftest import run_command, train_arguments
 from tests.wandb_stub import WandbStub
+from training import tracking
 from training.checkpoint import checkpoints
 from training.metrics import Metrics
 
@@ -84,7 +85,7 @@ def test_an_offline_run_holds_configuration_history_and_summary(parts: tuple) ->
 def test_a_resumed_run_is_the_same_run(parts: tuple) -> None:
     run_dir, both = parts
     ids = [record.run.run_id for part in both for record in part if record.HasField("run")]
-    assert len(ids) == 2 and set(ids) == {(run_dir / "wandb_id.txt").read_text()}
+    assert len(ids) == 2 and set(ids) == {(run_dir / "wandb_id.txt").read_text().split()[0]}
     steps = [items(record.history.item)["step"] for record in both[1] if record.HasField("history")]
     assert set(steps) == {3}  # of the second part: only what was run again
 
@@ -114,6 +115,17 @@ def test_an_online_run_is_resumed_by_its_id(tmp_path: Path, monkeypatch: pytest.
     assert one["settings"]["disable_git"] and one["settings"]["disable_code"]
     assert stub.logged[0] == {"step": 0, "tokens": 0, "val_loss": 3.0} and stub.logged.count("finished") == 2
     assert stub.config == {"machine": {"cpu": "x"}} and stub.summary == {"best_val_loss": 1.0}
+
+
+def test_a_copied_folder_is_another_run_and_a_moved_one_is_not(tmp_path: Path) -> None:
+    run, copy, moved = tmp_path / "run", tmp_path / "copy", tmp_path / "moved"
+    run.mkdir()
+    (run / "wandb_id.txt").write_text("older123")  # by an earlier version, without the folder
+    assert tracking.run_id(run) == tracking.run_id(run) == "older123"
+    shutil.copytree(run, copy)
+    assert tracking.run_id(copy) == tracking.run_id(copy) != "older123"
+    run.rename(moved)
+    assert tracking.run_id(moved) == "older123"
 
 
 def test_a_wandb_that_does_not_start_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

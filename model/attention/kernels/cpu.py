@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ... import native
-from ...once import once
+from ...first_derivative import once
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 KINDS = {torch.bfloat16: "attend_bfloat16", torch.float32: "attend_float32", torch.float64: "attend_float64"}

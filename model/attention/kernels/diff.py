@@ -23,7 +23,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ...once import once
+from ...first_derivative import once
 from ..mask import Mask
 from . import interpreted, unavailable
 from .diff_triton import backward_kernel, delta_kernel, forward_kernel

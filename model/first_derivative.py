@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def once(inputs: tuple[Tensor | None, ...], gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The `gradients` that a custom backward returns; a ValueError says what to use to whoever differentiates them again.
+    """The `gradients` that a custom backward returns; ValueError where they are differentiated again.
 
     inputs: what the gradients depend on; an output of the forward pass stands for all of its inputs.
     """
