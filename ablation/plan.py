@@ -53,7 +53,7 @@ class Study:
         tuning.check(cfg.tune, self.seeds)
         self.evaluations = evaluation_list(cfg)
         refuse_metrics(cfg, self.evaluations)
-        self.records = records_of(self.folder, Path(cfg.records) / (cfg.records_of or name))
+        self.records = records_of(self.folder, *(Path(cfg.records) / study for study in (cfg.records_of or name, name)))
         self.recorded = None if cfg.run else recorded_vocabulary(self.records.values())
         self.arms = arm_list(cfg)
         self._configs: dict[str, TrainConfig] = {}  # by name of the arm

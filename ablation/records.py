@@ -150,10 +150,10 @@ def nested(flat: dict[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def records_of(folder: Path, kept: Path) -> dict[str, Record]:
-    """Run's name -> record, from an ablation's folder and then the folder `kept`; the first record of a run counts."""
+def records_of(folder: Path, *kept: Path) -> dict[str, Record]:
+    """Run's name -> record, from an ablation's folder and then the folders `kept`; the first record of a run counts."""
     records: dict[str, Record] = {}
-    for path in (*sorted(folder.glob("records/*.jsonl")), folder / PUBLISHED, kept / PUBLISHED):
+    for path in (*sorted(folder.glob("records/*.jsonl")), folder / PUBLISHED, *(path / PUBLISHED for path in kept)):
         for record in read_json_lines(path):
             records.setdefault(record["run"], record)
     return records

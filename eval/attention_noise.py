@@ -8,6 +8,7 @@ five buckets: first token (the sink), context before the needle, the needle's se
 (query). Noise is the two context buckets. Maps are averaged over heads and layers first, then divided by the sum of the
 averaged row (arXiv 2410.05258, Table 3 and Figure 1, after an author in microsoft/unilm issue 1654). `signed` sums weights with
 their sign, as the paper's figure does; `absolute` sums |weight|; `signed_per_layer` divides each layer's row by its own sum.
+Both are null where a layer's rows may have any sum, also zero (`Attention.row_sums`).
 For every layer and head also the row's entropy, its share of negative mass, and the share of attention sinks (arXiv
 2410.10781) on windows of real text. docs/METHODS.md, section 7.3.
 Writes eval/attention_noise.json and figures/attention_noise.png, attention_heads.png, named as eval.perplexity's.
@@ -132,7 +133,7 @@ def evaluate(run: LoadedRun, hay: np.ndarray, cfg: AttentionNoiseConfig) -> dict
         for size in sorted({min(SINK_LENGTH, context), context}):
             sink[str(size)] = sinks(model, hay, size, cfg.windows, cfg.batch)
             bar.update()
-    results = summarise(np.stack(masses), heads, [str(depth) for depth in cfg.depths])
+    results = summarise(np.stack(masses), heads, [str(depth) for depth in cfg.depths], signed=not of_any_sum(model))
     for i, name in enumerate(("entropy", "negative")):
         values = np.stack(shapes)[:, :, i]  # (depths, samples, heads)
         mean, se = over_depths(values.mean(axis=2))
@@ -141,22 +142,32 @@ def evaluate(run: LoadedRun, hay: np.ndarray, cfg: AttentionNoiseConfig) -> dict
     return results | {"samples": cfg.samples, "length": length, "sink": sink, "windows": cfg.windows}
 
 
-def summarise(masses: np.ndarray, heads: list[int], depths: list[str]) -> dict[str, Any]:
-    """Results from the masses (depths, samples, readings, heads of all layers, 5)."""
+def of_any_sum(model: nn.Module) -> list[str]:
+    """The variants among the model's layers whose rows may sum to zero, so that no share of a row's sum has a meaning."""
+    kinds = [block.attention for block in model.blocks]
+    return list(dict.fromkeys(kind.name for kind in kinds if kind.row_sums == "any"))
+
+
+def summarise(masses: np.ndarray, heads: list[int], depths: list[str], signed: bool = True) -> dict[str, Any]:
+    """Results from the masses (depths, samples, readings, heads of all layers, 5).
+
+    signed: whether rows have a sum to divide by; else what is divided by it is None.
+    """
     results: dict[str, Any] = {"noise": {}, "se": {}, "per_layer_head": {}}
-    shares = normalised(masses)  # (depths, samples, readings, 5)
     for r, reading in enumerate(READINGS):
-        results[reading], results["se"][reading] = over_samples(shares[:, :, r], depths)
-        at_depth = results[reading]["depths"]
-        results["noise"][reading] = {depth: sum(at_depth[depth][bucket] for bucket in NOISE) for depth in depths}
+        results[reading] = results["se"][reading] = results["noise"][reading] = None
+        if signed or reading == "absolute":
+            results[reading], results["se"][reading] = over_samples(normalised(masses[:, :, r]), depths)
+            at_depth = results[reading]["depths"]
+            results["noise"][reading] = {depth: sum(at_depth[depth][bucket] for bucket in NOISE) for depth in depths}
         # Mass before normalisation: a softmax head's buckets sum to 1, a differential head's to about 1 - lambda.
         results["per_layer_head"][reading] = {
             depth: {bucket: by_layer(mean[:, b], heads) for b, bucket in enumerate(BUCKETS)}
             for depth, mean in zip(depths, masses[:, :, r].mean(axis=1), strict=True)  # (heads, 5) each
         }
     layers = np.split(masses[:, :, READINGS.index("signed")], np.cumsum(heads)[:-1], axis=-2)
-    results["signed_per_layer"], _ = over_samples(np.mean([normalised(layer) for layer in layers], axis=0), depths)
-    return results
+    per_layer = signed and over_samples(np.mean([normalised(layer) for layer in layers], axis=0), depths)[0]
+    return results | {"signed_per_layer": per_layer or None}
 
 
 def over_samples(shares: np.ndarray, depths: list[str]) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
@@ -185,6 +196,7 @@ BUCKET_LABELS = {"first": "first token", "before": "context before", "after": "c
 
 def draw(path: Path, results: dict[str, Any], title: str, readings: tuple[str, ...] = READINGS) -> None:
     """Stacked bars of the five buckets at each depth, one panel per reading; negative sums are drawn below zero."""
+    readings = tuple(reading for reading in readings if results.get(reading))
     with figure(path, 4.4 * len(readings), 4, columns=len(readings)) as axes:
         for ax, reading in zip(axes[0], readings, strict=True):
             _bars(ax, results[reading]["depths"])
@@ -246,11 +258,17 @@ def draw_both(path: Path, results: dict[str, Any], title: str, _: str) -> None:
     draw_heads(path.with_name(path.name.replace("attention_noise", "attention_heads", 1)), results, title)
 
 
+def left_out(model: nn.Module) -> list[str]:
+    """The line that says which readings the model's variants lack, and why."""
+    wrong = f"rows of {', '.join(of_any_sum(model))} may sum to zero, so no share of a row's sum has a meaning"
+    return [f"signed and signed_per_layer are left out: {wrong}"] if of_any_sum(model) else []
+
+
 def lines(results: dict[str, Any], cfg: AttentionNoiseConfig) -> list[str]:
     """What is printed."""
     count = f"({len(cfg.depths)} depths of {cfg.samples} samples)"
     printed = []
-    for reading in READINGS:
+    for reading in filter(results.get, READINGS):
         mean = results[reading]["mean"]
         answer, noise = (plus_minus(mean[key], mean[f"{key}_se"]) for key in ("answer", "noise"))
         printed.append(f"{reading:8} answer {answer}, noise {noise} {count}")
@@ -266,7 +284,7 @@ def main(cfg: AttentionNoiseConfig) -> None:
     parts = common.evaluation_tokens(run, cfg)
     name, about = common.claim_result("attention_noise", cfg, common.content_of(parts))
     results = evaluate(run, common.haystack(run, parts), cfg) | about
-    common.write_result(run, cfg, name, results, lines(results, cfg), draw_both)
+    common.write_result(run, cfg, name, results, [*left_out(run.model), *lines(results, cfg)], draw_both)
 
 
 if __name__ == "__main__":

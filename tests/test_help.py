@@ -80,7 +80,7 @@ def test_every_field_stands_there_with_a_meaning(module: str, name: str, schema:
 def test_the_groups_stand_there_with_their_options(capsys: pytest.CaptureFixture) -> None:
     print_help("train", schema_of("train", "TrainConfig")[1], "")
     text = capsys.readouterr().out
-    assert "# GROUP model=baseline: baseline, diff, " in text and "# GROUP experiment=null: quickstart, " in text
+    assert re.search(r"# GROUP model=baseline: baseline, .*\bdiff, ", text) and "# GROUP experiment=null: quickstart, " in text
     assert "    def " not in text  # methods
     print_help("ablate", schema_of("scripts.ablate", "AblateConfig")[1], "")
     text = capsys.readouterr().out

@@ -39,6 +39,7 @@ VARIANTS: dict[str, dict] = {
     "diff_own_scale": _diff(lambda_form="fixed", lambda_init=0.8, head_scale=1.0),
     "diff_v2_biased": {"layers": "v", "diff_v2": DiffV2Config(lambda_bias=-4.0), "rope_layout": "interleaved"},
     "gated_elementwise": {"layers": "g", "gated": GatedConfig(gate="elementwise")},
+    "gated_qk_norm": {"layers": "g", "gated": GatedConfig(qk_norm="head")},
     "hybrid": {"layers": "bd"},
     "talking_heads_before": {"layers": "h", "talking_heads": TalkingHeadsConfig(before=True)},
     "value_residual_later": {"layers": "br", "n_layer": 4},

@@ -183,6 +183,8 @@ def draw_shares(path: Path, arms: list[Arm], what: str, title: str) -> None:
             errors = {"yerr": (low, high), "error_kw": {"elinewidth": 1, "ecolor": INK}}
             ax.bar(x, values, 0.72 / len(arms), color=arm.colour, label=arm.name, linewidth=0, **errors)
             for position, value, error in zip(x, values, high, strict=True):
+                if math.isnan(value):
+                    continue
                 ax.annotate(f"{value:.2f}", (position, max(0, value + np.nan_to_num(error))), (0, 2), **small)
         ax.axhline(0, color=INK, linewidth=0.8)
         ax.set_xticks(range(len(readings)), readings)
@@ -193,11 +195,13 @@ def draw_shares(path: Path, arms: list[Arm], what: str, title: str) -> None:
 
 
 def _share(arm: Arm, reading: str, what: str, seeds: bool) -> tuple[float, float, float]:
-    """Mean over seeds, and the lengths of the error bar below and above the mean; nan draws no bar.
+    """Mean over seeds, and the lengths of the error bar below and above the mean; nan, also of no reading, draws no bar.
 
     seeds: bars are over seeds, of which a single one has no range.
     """
-    means = [results[reading]["mean"] for results in arm.results("attention_noise")]
+    means = [results[reading]["mean"] for results in arm.results("attention_noise") if results.get(reading)]
+    if not means:
+        return math.nan, math.nan, math.nan
     values = [mean[what] for mean in means]
     if len(values) == 1:
         se = means[0][f"{what}_se"]  # None for a single sample

@@ -143,12 +143,14 @@ def _shares(arms: list[Arm], folder: Path) -> Figure:
     return Figure("shares", "Attention", images, _facts(arms, "attention_noise"))
 
 
-def _where(arms: list[Arm], folder: Path, reading: str) -> Figure:
+def _where(arms: list[Arm], folder: Path, reading: str) -> Figure | None:
+    """The five buckets of the arms whose rows have a sum that the reading divides by."""
+    arms = [arm for arm in arms if all(results.get(reading) for results in arm.results("attention_noise"))]
     stem, alt = folder / f"attention_{reading}", f"Bars of five attention buckets by depth, {reading}"
     images = [_of_arm(stem, arm, alt) for arm in arms]
     for arm, image in zip(arms, images, strict=True):
         attention_noise.draw(image.path, averaged(arm.results("attention_noise")), arm.name, (reading,))
-    return Figure("where", "Attention", images, _facts(arms, "attention_noise", reading=reading))
+    return Figure("where", "Attention", images, _facts(arms, "attention_noise", reading=reading)) if images else None
 
 
 def _heads(arms: list[Arm], folder: Path) -> Figure | None:

@@ -42,8 +42,8 @@ def _shape(results: dict[str, Any]) -> dict[str, Any]:
     shape: dict[str, Any] = {key: results.get(key) for key in RECORDED}
     if "cells" in results:
         shape["cells"] = [[cell.get(key) for key in ("length", "depth", "needles", "asked")] for cell in results["cells"]]
-    if isinstance(signed := results.get("signed"), dict):
-        shape["depths"] = list(signed.get("depths", ()))
+    if isinstance(absolute := results.get("absolute"), dict):
+        shape["depths"] = list(absolute.get("depths", ()))
     if isinstance(shots := results.get("shots"), list):
         shape["shots"] = [row.get("shots") for row in shots]
     return shape | {f"documents of {task}": about.get("sha256") for task, about in results.get("per_task", {}).items()}

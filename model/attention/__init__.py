@@ -6,6 +6,7 @@ and its formula in `tests/reference/formulas.py`. README.md shows a complete var
 
 from .baseline import BaselineAttention
 from .cog import CogAttention
+from .dex import DexAttention
 from .diff import DiffAttention
 from .diff_v2 import DiffV2Attention
 from .dint import DintAttention
@@ -34,6 +35,7 @@ VARIANTS = {
     "t": TemperatureAttention,
     "r": ValueResidualAttention,
     "c": CogAttention,
+    "x": DexAttention,
     "f": ForgettingAttention,
     "e": SelectiveAttention,
     "k": SinkAttention,

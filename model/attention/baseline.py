@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..layers import RMSNorm, make_norm
-from .base import HEAD_NORMS, Attention, AttentionConfig, Carry, split
+from ..layers import make_norm
+from .base import HEAD_NORMS, Attention, AttentionConfig, Carry, make_qk_norm, split
 
 
 @dataclass
@@ -32,16 +32,9 @@ class BaselineAttention(Attention):
 
     def make_parameters(self, cfg: AttentionConfig, layer: int) -> None:
         super().make_parameters(cfg, layer)
-        self.q_norm = self.make_qk_norm(self.heads, cfg.norm_eps)
-        self.k_norm = self.make_qk_norm(self.kv_heads, cfg.norm_eps)
+        self.q_norm = make_qk_norm(self.options.qk_norm, self.width, self.heads, cfg.norm_eps)
+        self.k_norm = make_qk_norm(self.options.qk_norm, self.width, self.kv_heads, cfg.norm_eps)
         self.head_norm = make_norm(self.options.head_norm, self.value_width, True, cfg.norm_eps)
-
-    def make_qk_norm(self, heads: int, eps: float) -> nn.Module:
-        """A norm for the queries or keys of `heads` heads."""
-        kind = self.options.qk_norm
-        if callable(kind):
-            return kind(self.width)
-        return nn.Identity() if kind == "none" else RMSNorm(self.width * (heads if kind == "all" else 1), eps)
 
     def before(self, q: Tensor, k: Tensor, v: Tensor, carry: Carry) -> tuple[Tensor, Tensor, Tensor]:
         if self.options.qk_norm != "all":

@@ -4,15 +4,20 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from .base import Attention, AttentionConfig, mean_and_spread
+from .base import Attention, AttentionConfig, Carry, make_qk_norm, mean_and_spread
 from .mask import Mask
 
 
 @dataclass
 class GatedConfig:
-    """Options of `gated`. gate: one gate per head, or one gate per element of each head's output."""
+    """Options of `gated`.
+
+    gate: one gate per head, or one gate per element of each head's output. qk_norm: an RMSNorm over each head's queries and
+    keys before RoPE (head; Qwen3-Next has both), or none; in Python also a factory, qk_norm=lambda width: module.
+    """
 
     gate: str = "headwise"  # headwise | elementwise
+    qk_norm: str = "none"  # none | head
 
 
 class GatedAttention(Attention):
@@ -20,7 +25,7 @@ class GatedAttention(Attention):
 
     name = "gated"
     Options = GatedConfig
-    choices = {"gate": ("headwise", "elementwise")}
+    choices = {"gate": ("headwise", "elementwise"), "qk_norm": ("none", "head")}
     undecayed = ("gate_logits",)
     colours = {"gated": "#E69F00"}
 
@@ -28,6 +33,11 @@ class GatedAttention(Attention):
         super().make_parameters(cfg, layer)
         per_head = 1 if self.options.gate == "headwise" else self.value_width
         self.gate_logits = nn.Linear(cfg.d_model, self.heads * per_head, bias=False)
+        self.q_norm = make_qk_norm(self.options.qk_norm, self.width, self.heads, cfg.norm_eps)
+        self.k_norm = make_qk_norm(self.options.qk_norm, self.width, self.kv_heads, cfg.norm_eps)
+
+    def before(self, q: Tensor, k: Tensor, v: Tensor, carry: Carry) -> tuple[Tensor, Tensor, Tensor]:
+        return self.q_norm(q), self.k_norm(k), v
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, mask: Mask) -> Tensor:
         gate = self.gate_logits(x).sigmoid().unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (B, H, T, 1 or d)

@@ -11,6 +11,7 @@ import torch
 
 from eval import attention_noise as an
 from eval.needle_text import Query
+from eval.report import __main__ as report
 from model.attention.probe import probe
 from model.config import DecoderConfig
 from model.decoder import Decoder
@@ -155,6 +156,21 @@ def test_the_command_writes_json_and_figure(make_run, call, capsys):
     assert capsys.readouterr().out.count("attention_noise  a: ") == 3
     assert (run / "figures" / "attention_heads.png").stat().st_size > 10_000
     assert (run / "figures" / "attention_noise.png").stat().st_size > 10_000
+
+
+def test_no_share_of_a_sum_that_may_be_zero(make_run, call, capsys, tmp_path):
+    run = make_run("picky", "bp")
+    call(an, f"run={run}", "samples=2", "depths=[0,1]", "windows=2")
+    printed = capsys.readouterr().out
+    assert "picky: signed and signed_per_layer are left out: rows of softpick may sum to zero" in printed
+    assert "absolute answer" in printed and printed.count("signed") == 2
+    results = json.loads((run / "eval" / "attention_noise.json").read_text())["results"]
+    assert results["signed"] is results["signed_per_layer"] is results["se"]["signed"] is results["noise"]["signed"] is None
+    assert sum(results["absolute"]["depths"]["1.0"].values()) == pytest.approx(1)
+    assert len(results["per_layer_head"]["signed"]["0.0"]["first"]) == 2  # masses, which nothing divides
+    call(report, f"runs=[{run}]", f"out={tmp_path / 'r.html'}")
+    figures = {path.name for path in (tmp_path / "figures").iterdir()}
+    assert "attention_absolute_picky.png" in figures and "attention_signed_picky.png" not in figures
 
 
 def test_with_equal_weights_the_text_before_the_needle_grows_with_the_depth(tokenizer):

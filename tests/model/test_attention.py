@@ -1,13 +1,30 @@
 """An attention by itself, without a decoder, and what layers hand to each other in a stack."""
 
+import math
+
 import pytest
 import torch
 
-from model.attention import VARIANTS
+from model.attention import VARIANTS, BaselineAttention
 from model.attention.base import AttentionConfig
+from model.attention.dex import DexAttention
 from model.attention.diff import DiffAttention, DiffConfig
 from model.cache import KVCache
 from tests.variants import randomized
+
+
+def test_dex_anneals_its_lambda() -> None:
+    """Equation 4 of arXiv 2505.16333: at the start the softmax head alone, at the end what is learned."""
+    module, x = DexAttention(d_model=16, n_head=2, layer=1, anneal=4), torch.randn(1, 5, 16)
+    lambdas = {}
+    for step in (2, 4, 9, 0):
+        module.set_step(step)
+        lambdas[step] = module.lam().item()
+    schedule = 0.8 - 0.6 * math.exp(-0.3)
+    assert lambdas == pytest.approx({0: 0.0, 2: 0.25 * schedule + 0.05, 4: 0.1, 9: 0.1})
+    plain = BaselineAttention(d_model=16, n_head=2)
+    plain.load_state_dict(module.state_dict(), strict=False)
+    assert torch.equal(module(x), plain(x))
 
 
 def test_values_are_mixed_with_those_of_the_first_layer() -> None:

@@ -232,7 +232,7 @@ def test_biases_dropouts_and_norms_are_apart() -> None:
     dropped, kept = made.train()(x), made.eval()(x)
     assert 0.3 < (dropped == 0).double().mean() < 0.7
     torch.testing.assert_close(dropped[dropped != 0], 2 * kept[dropped != 0])
-    for letter, option in (("d", "head_norm"), ("b", "head_norm"), ("b", "qk_norm"), ("i", "path_norm")):
+    for letter, option in (("d", "head_norm"), ("b", "head_norm"), ("b", "qk_norm"), ("g", "qk_norm"), ("i", "path_norm")):
         own = VARIANTS[letter](d_model=D, n_head=H, device="meta", **{option: nn.LayerNorm})  # a factory
         own.to_empty(device="cpu").reset_parameters()
         assert any(type(part) is nn.LayerNorm for part in own.modules()) and own(x.float()).isfinite().all()

@@ -19,6 +19,7 @@ from tests.reference.parts import (
     head_norm,
     joined,
     layer_norm,
+    normed,
     positions,
     rms,
     rope,
@@ -40,7 +41,7 @@ def attention(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, **changes: Call
 
     def one(b: int, i: int) -> np.ndarray:
         j = i * cfg.n_kv_head // cfg.n_head
-        q, k = (rope(head(w, name, x[b], n, d), **positions(cfg)) for name, n in (("q", i), ("k", j)))
+        q, k = (rope(normed(w, name, head(w, name, x[b], n, d)), **positions(cfg)) for name, n in (("q", i), ("k", j)))
         v = changes["values"](b, j) if "values" in changes else head(w, "v", x[b], j, d)
         scores = q @ k.T / np.sqrt(d)
         scores = changes["change"](b, i, scores) if "change" in changes else scores
@@ -141,6 +142,11 @@ def gated(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, layer: int, first: 
     return attention(w, x, see, cfg, output=gate)
 
 
+def dex(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, layer: int, first: tuple) -> np.ndarray:
+    """arXiv 2505.16333, figure 9: O - lambda f(O), one f for all heads of a layer."""
+    return attention(w, x, see, cfg, output=lambda b, i, y: y - w["lambda_learned"] * (y @ w["noise.weight"].T))
+
+
 def temperature(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, layer: int, first: tuple) -> np.ndarray:
     return attention(w, x, see, cfg, change=lambda b, i, scores: scores / np.exp(w["log_temperature"][i]))
 
@@ -182,9 +188,7 @@ def diff(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, layer: int, first: t
     def one(b: int, i: int) -> np.ndarray:
         j, maps = i * kv // h, []
         for c in (0, 1):
-            q, k = vectors("q", b, i, c), vectors("k", b, j, c)
-            if "q_norm.weight" in w:
-                q, k = rms(q, w["q_norm.weight"]), rms(k, w["k_norm.weight"])
+            q, k = normed(w, "q", vectors("q", b, i, c)), normed(w, "k", vectors("k", b, j, c))
             scores = rope(q, **positions(cfg)) @ rope(k, **positions(cfg)).T
             maps.append(softmax(scores / np.sqrt(d), rows(see, b), b, i))
         y = combine(b, i, maps, lam) @ head(w, "v", x[b], j, dv)

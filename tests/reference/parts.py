@@ -68,6 +68,11 @@ def head(w: dict, name: str, x: np.ndarray, i: int, width: int) -> np.ndarray:
     return x @ w[f"{name}.weight"][span].T + (w[f"{name}.bias"][span] if f"{name}.bias" in w else 0)
 
 
+def normed(w: dict, name: str, y: np.ndarray) -> np.ndarray:
+    """Queries or keys of a head (T, d), normed where the module has a norm for them (Qwen3)."""
+    return rms(y, w[f"{name}_norm.weight"]) if f"{name}_norm.weight" in w else y
+
+
 def project_out(w: dict, merged: list[np.ndarray]) -> np.ndarray:
     y = np.concatenate(merged, -1)
     y = rms(y, w["scale_norm.weight"]) if "scale_norm.weight" in w else y

@@ -16,14 +16,18 @@ from omegaconf import OmegaConf
 from ablation.experiment import AblateConfig, arm_list, evaluation_list, refuse_unknown_arms, texts_of
 from ablation.jobs import environment
 from ablation.plan import Study
+from ablation.records import PUBLISHED, record_of, write_records
 from ablation.study import PlannedRun
 from ablation.tuning import TuneConfig
 from configs import CONFIG_DIR
+from eval.report.runs import Run
 from scripts import ablate
 from tests.scripts.conftest import quoted
 
 SCRIPT = "scripts/ablate.py"
-EXPERIMENTS = sorted(path.stem for path in (CONFIG_DIR / "ablations" / "experiment").glob("*.yaml"))
+# By name, so that a user's own file needs no change here; docs/ablations.md has the same list.
+STUDIES = "ablation_v1 ablation_v2 introspective scaling lr_stability hybrid head_count noise mqar family emergence retrieval"
+EXPERIMENTS = ("main", "answer", "main_controls", "main_paths", "main_lr", "main_42m", *STUDIES.split())
 
 
 def composed(shards: Path, *overrides: str) -> AblateConfig:
@@ -200,6 +204,24 @@ def test_a_card_is_told_what_a_study_costs(shards: Path, tmp_path: Path, capsys:
     assert capsys.readouterr().out.startswith("study: 12 runs left: ")
     work = {run.name: run.work for run in Study(cfg, "study").runs()}
     assert work["baseline-30M-s1"] == pytest.approx(0.2 * 916 / 3664 * work["baseline-120M-s1"], rel=0.01)
+
+
+def test_a_new_arm_takes_the_records_of_the_others_from_two_studies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cfg = composed(tmp_path, "experiment=family", f"runs={tmp_path}", "records=none", "+arms.mine=['model=softpick']")
+    assert cfg.arms.keys() >= composed(tmp_path, "experiment=mqar").arms.keys()  # whose records it takes, too
+    cfg.arms = {name: cfg.arms[name] for name in ("baseline", "mine")}
+    Study(cfg, "family").print_costs()
+    assert capsys.readouterr().out.startswith(
+        "family: 112 runs left (72 of them or more for the tuning): their time is not known"
+    )
+    lines = [{"step": 1200, "tokens": 1, "loss": 1.0, "val_loss": 1.0, "time_s": 36.0}]
+    for study, seeds in (("mqar", (101, 102)), ("family", (103,))):
+        runs = [run for run in Study(cfg, "family").trials() if run.arm == "baseline-at80" and run.seed in seeds]
+        measured = [Run(run.folder, run.name, "baseline", asdict(run.config), {}, lines, lines, {}) for run in runs]
+        write_records(tmp_path / "published" / study / PUBLISHED, map(record_of, measured))
+    cfg.records = str(tmp_path / "published")
+    Study(cfg, "family").print_costs()
+    assert capsys.readouterr().out.startswith("family: 76 runs left (36 of them or more for the tuning): about 46 minutes, one")
 
 
 @pytest.mark.parametrize("folder", ("a,b", "my runs", "lr=1", "it's (1)", "{x}", "$y", "a#b"))
