@@ -25,6 +25,7 @@ from scripts import ablate
 from tests.scripts.conftest import quoted
 
 SCRIPT = "scripts/ablate.py"
+ARMS = ("baseline", "gated", "diff", "diff_v2")
 # By name, so that a user's own file needs no change here; docs/ablations.md has the same list.
 STUDIES = "ablation_v1 ablation_v2 introspective scaling lr_stability hybrid head_count noise mqar family emergence retrieval"
 EXPERIMENTS = ("main", "answer", "main_controls", "main_paths", "main_lr", "main_42m", *STUDIES.split())
@@ -73,6 +74,13 @@ def test_every_experiment_loads_and_its_arms_match(experiment: str, tier: str | 
         assert SIZES[tier] == (pytest.approx(facts["params_non_embedding"], rel=0.01), facts["heads"], facts["d"])
 
 
+def few(cfg: AblateConfig, *arms: str, points: int = 0) -> AblateConfig:
+    """The experiment with these arms alone, at the last `points` points of its grid (0: at all): composing takes time."""
+    cfg.arms, cfg.fewer_seeds, cfg.select, cfg.pairs = {name: cfg.arms[name] for name in arms}, {}, [], {}
+    cfg.grid = dict([*cfg.grid.items()][-points:])
+    return cfg
+
+
 def plan(cfg: AblateConfig, folder: Path) -> tuple[list, list[PlannedRun]]:
     """Arms and runs of a study as if nothing were to be tuned."""
     cfg.runs, cfg.tune = str(folder), TuneConfig()
@@ -84,7 +92,7 @@ def test_an_experiment_is_tuned_at_the_point_and_by_the_metric_that_it_names(sha
     studies = {}
     for name in ("noise", "emergence"):
         cfg = composed(shards, f"experiment={name}", "seeds=1", f"runs={tmp_path}")
-        studies[name] = Study(cfg, name)
+        studies[name] = Study(few(cfg, "baseline", "diff"), name)
     noise, emergence = (studies[name].trials() for name in ("noise", "emergence"))
     assert {trial.config.data.mqar.distractors for trial in noise} == {0.8}
     assert {trial.config.model.context for trial in emergence} == {256}  # the last point of the grid
@@ -100,7 +108,10 @@ def test_with_an_exchange_every_arm_tries_the_best_of_every_other_and_a_value_be
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The exchange begins when all searches are over, and ends the tuning when its own trials are over."""
-    study = Study(composed(shards, "experiment=noise", "seeds=1", f"runs={tmp_path}"), "noise")
+    cfg = few(
+        composed(shards, "experiment=noise", "seeds=1", f"runs={tmp_path}", "~grid.at80_long", "~grid.at90"), *ARMS, points=1
+    )
+    study = Study(cfg, "noise")
     likes = {"baseline-at80": 0.04, "diff-at80": 0.0025}  # of Muon's rates; the other arms like 0.02
     finished: set[str] = set()
     monkeypatch.setattr(PlannedRun, "left", lambda run: [] if run.name in finished else [["train.py"]])
@@ -162,14 +173,14 @@ def test_a_launcher_starts_trunks_before_branches_and_its_failed_trials_end_the_
     started: list[list[str]] = []
     monkeypatch.setattr(ablate, "run_by_launcher", lambda cfg, folder, runs: started.append([run.name for run in runs]))
     cfg = composed(shards, "experiment=main", "seeds=1", f"runs={tmp_path}", "launcher=joblib")
-    cfg.arms, cfg.fewer_seeds, cfg.tune = {name: cfg.arms[name] for name in ("baseline", "gated")}, {}, TuneConfig()
-    study = Study(cfg, "study")
+    cfg.tune = TuneConfig()
+    study = Study(few(cfg, "baseline", "gated"), "study")
     ablate.carry_out(study, study.describe(study.runs()), "study", 6)
     trunks, branches = started
     assert len(trunks) == 2 and len(branches) == 4
     cfg = composed(shards, "experiment=noise", "seeds=1", f"runs={tmp_path}", "launcher=joblib")
     with pytest.raises(ValueError, match=r"trials are not finished, .*: the run has not begun"):
-        ablate.find_rates(Study(cfg, "noise"))
+        ablate.find_rates(Study(few(cfg, "baseline", "diff"), "noise"))
 
 
 def test_a_trunk_that_diverged_before_a_branch_stops_no_study(shards: Path, tmp_path: Path) -> None:
@@ -274,7 +285,7 @@ def test_only_arms_that_were_dropped_may_remain_in_fewer_seeds(shards: Path) -> 
 def test_points_that_cannot_branch_off_the_longest_run_are_refused(shards: Path, tmp_path: Path) -> None:
     cfg = composed(shards, "experiment=main", "seeds=1", '+grid.wide=["steps=100","batch_tokens=8192"]')
     with pytest.raises(ValueError, match="point wide has another batch_tokens than the grid's first point: give points that"):
-        plan(cfg, tmp_path)
+        plan(few(cfg, "baseline"), tmp_path)
 
 
 def test_a_tuned_study_reads_no_shards_that_judge_its_trials(shards: Path, tmp_path: Path) -> None:
