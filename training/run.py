@@ -357,8 +357,8 @@ def refuse_other_config(run_dir: Path, ours: dict[str, Any], but: tuple[str, ...
         what = ", ".join(f"{key}={saved[key]} (now {ours[key]})" for key in differ[:4])
         if advice is None and differ == ["steps"]:
             advice = (
-                "repeat its overrides, or take over the weights in a new run with init_from= (resume=true takes more steps where "
-                "the learning rates so far are those of the longer run: optim.schedule=wsd before its decay, or optim.min_lr=1)"
+                "repeat its overrides, or take over the weights in a new run with init_from= (resume=true takes more steps "
+                "where the learning rates so far are the same: optim.schedule=wsd before its decay, or optim.min_lr=1)"
             )
         advice = advice or "repeat its overrides, or choose another run_dir= for a new run"
         raise ValueError(f"{run_dir} was started with {what}: {advice}")

@@ -2,9 +2,9 @@
 
   python -m tests.faults kills=100 parts=10 injections=40 damages=20 restarts=10 storage=10 ranks=10 ends=1 seed=1
 
-storage: trials of each fault of tests/faults/storage.py. ends=1: the ways to end of tests/faults/ends.py as well. Every trial is drawn from the seed. The table says how many trials
-ended as they must; a failed one is named, and the exit code is 1. The commands run in forks of this process, on the CPU, on
-a model of two layers.
+storage: trials of each fault of tests/faults/storage.py. ends=1: the ways to end of tests/faults/ends.py as well. Trials are
+drawn from the seed. The table says how many trials ended as they must; a failed one is named, and the exit code is 1. The
+commands run in forks of this process, on the CPU, on a model of two layers.
 """
 
 import importlib

@@ -206,12 +206,13 @@ def hung(world: World, _: object) -> str:
 
         distributed.TIMEOUT = timedelta(seconds=10)
         real = loader.Loader.__call__
-        stands = lambda step: rank == 1 and step == 5 and time.sleep(60)  # noqa: E731
+        stands = lambda step: rank == 1 and step == 5 and time.sleep(300)  # noqa: E731
         loader.Loader.__call__ = lambda self, step, micro=0: stands(step) or real(self, step, micro)
 
     start = world.log.stat().st_size
     first, second = launch_two(world.train(run), world.log, before=before)
-    code, text = wait(first, 50), said(world, start)
+    until(started(run))
+    code, text = wait(first, 60), said(world, start)
     wait(second, 0)
     return "" if code == 2 and "no answer for 0:00:10 from rank 1" in text and "Traceback" not in text else f"{code}: {text}"
 
