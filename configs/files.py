@@ -28,7 +28,7 @@ NUMBERS = re.compile(r"\[\n\s*((?:(?:-?\d[\d.e+-]*|null),\s+)*(?:-?\d[\d.e+-]*|n
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add the path, and what to do if that is known, to the OSError of a read or a write, as on a full disk: it names no file."""
+    """Add the path, and what to do if that is known, to the OSError of a read or a write, as of a full disk: it has none."""
     try:
         yield
     except OSError as error:
