@@ -12,7 +12,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from configs.provenance import ROOT, version
-from eval.common import command_of
+from eval.common import command_of, text_read
 from eval.report.gallery import Figure, Image, drawn_by
 from eval.report.runs import Arm, Run, text_named
 from eval.report.sections import Section
@@ -116,7 +116,7 @@ def compared(runs: list[Run]) -> str:
     several = list(dict.fromkeys(str(run.seed) for run in runs))
     seeds = f"seed{'s' if len(several) > 1 else ''} {', '.join(several)}"
     return (
-        f"{len(runs)} {'run' if len(runs) == 1 else 'runs'} on {same(lambda run: run.config['data']['name'])}, "
+        f"{len(runs)} {'run' if len(runs) == 1 else 'runs'} on {same(lambda run: text_read(run.config['data'])[0])}, "
         f"{same(lambda run: si(run.value('train.tokens')))} training tokens, "
         f"context {same(lambda run: run.config['model']['context'])}, {seeds}; "
         f"{same(lambda run: _machine(run.facts))}; "

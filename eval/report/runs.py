@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import numpy as np
 
 from configs.files import read_json_lines, read_json_object, read_run_config
-from eval.common import INK, colour, command_of, given_input, run_name, variant
+from eval.common import INK, colour, command_of, given_input, run_name, text_read, variant
 from eval.report.measured import EVALUATIONS, measured
 from eval.report.statistics import spikes
 from training.run import deciding
@@ -234,7 +234,7 @@ def text_named(run: Run, name: str) -> str | None:
 
 def text_of(run: Run, name: str) -> str:
     """The text of the run's evaluation `name`, in words."""
-    return text_named(run, name) or f"the validation documents of {run.config['data']['name']}"
+    return text_named(run, name) or f"the validation documents of {text_read(run.config['data'])[0]}"
 
 
 def refuse_other_data(runs: list[Run]) -> None:
