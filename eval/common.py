@@ -28,7 +28,7 @@ from configs.files import read_run_config, write_atomic, write_json
 from configs.provenance import result_record
 from data.config import DataConfig
 from data.retrieval import as_one_document
-from data.shards import Shard, TextTokens, open_split, read_meta
+from data.shards import Shard, TextTokens, open_split
 from data.sources import is_text, open_corpus
 from data.tokenizer import Tokenizer, load_tokenizer
 from model.attention import VARIANTS
@@ -216,19 +216,6 @@ def say(text: str) -> None:
 def run_name(run: str | Path) -> str:
     """The run's name, which is the name of its folder."""
     return Path(run).resolve().name
-
-
-def text_read(data: Mapping[str, Any]) -> tuple[str, str, dict[str, Any]]:
-    """Name, source and options of a run's text: of the shards, which data.dir= may have taken from another data=NAME."""
-    folder = Path(data.get("dir") or "none")
-    try:
-        made = read_meta(folder)
-    except ValueError:  # damaged by now
-        made = None
-    if made is None and any(folder.glob("*.bin")):
-        made = {"name": folder.resolve().name, "source": "shards of another project"}
-    made = made or data
-    return made["name"], made.get("source", "unknown"), made.get("request") or {}
 
 
 def given_input(settings: Mapping[str, Any]) -> str | None:

@@ -9,10 +9,11 @@ from omegaconf import OmegaConf
 
 from configs.composing import compose_job, overrides_of
 from configs.files import read_json_lines
-from eval.common import run_name, text_read, variant
+from eval.common import run_name, variant
 from eval.report.runs import read_json
 from training.checkpoint import LoadedRun
 from training.run import deciding
+from training.text import text_read
 
 SHOWN = {"perplexity": ("loss", "ppl", "bits_per_byte"), "needle": ("accuracy",)}  # evaluation: results in the card
 

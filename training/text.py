@@ -1,8 +1,9 @@
 """The text of a run: the folder is prepared as it was asked for, and a run goes on with the text that it began with."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
@@ -51,3 +52,16 @@ def refuse_other_text(run: Path, cfg: DataConfig) -> None:
 def trained_on(run: Path) -> str | None:
     """The digest of the shards that `run` was trained on; None if the run does not say it."""
     return next(read_json_lines(run / "metrics.jsonl"), {}).get("text_digest")
+
+
+def text_read(data: Mapping[str, Any]) -> tuple[str, str, dict[str, Any]]:
+    """Name, source and options of a run's text: of the shards, which data.dir= may have taken from another data=NAME."""
+    folder = Path(data.get("dir") or "none")
+    try:
+        made = read_meta(folder)
+    except ValueError:  # damaged by now
+        made = None
+    if made is None and any(folder.glob("*.bin")):
+        made = {"name": folder.resolve().name, "source": "shards of another project"}
+    made = made or data
+    return made["name"], made.get("source", "unknown"), made.get("request") or {}

@@ -12,12 +12,13 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from configs.provenance import ROOT, version
-from eval.common import command_of, text_read
+from eval.common import command_of
 from eval.report.gallery import Figure, Image, drawn_by
 from eval.report.runs import Arm, Run, text_named
 from eval.report.sections import Section
 from eval.report.statistics import Difference
 from eval.report.tables import HEADLINES, Row, minus, si
+from training.text import text_read
 
 TEMPLATES = Path(__file__).parent / "templates"
 GROUPS = {"Loss": ("Loss",), "Retrieval": ("Needle",), "Attention": ("Attention",), "Cost": ("Model", "Training")}

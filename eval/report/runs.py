@@ -13,10 +13,11 @@ from typing import Annotated, Any
 import numpy as np
 
 from configs.files import read_json_lines, read_json_object, read_run_config
-from eval.common import INK, colour, command_of, given_input, run_name, text_read, variant
+from eval.common import INK, colour, command_of, given_input, run_name, variant
 from eval.report.measured import EVALUATIONS, measured
 from eval.report.statistics import spikes
 from training.run import deciding
+from training.text import text_read
 
 # In a run's folder: its loss or a tensor was not finite, and a repeated run would diverge again.
 DIVERGED = "diverged.json"

@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from eval.common import text_read
 from eval.report.differences import contrasts, long_table
 from eval.report.runs import Arm, Run, text_of
 from eval.report.statistics import Difference, mean_sd
+from training.text import text_read
 
 Shown = str | Callable[[float], str]
 THREE = "{:.3f}"

@@ -11,6 +11,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
+import train  # noqa: F401  # registers its schema
 from configs.files import write_json
 from eval import attention_noise, common, icl, needle, outliers, perplexity, quantization
 from eval.common import claim_result, command_of, mean_se, plus_minus, result_name, say
