@@ -1,7 +1,9 @@
 """A training run as a folder: its configuration, its name, and how it begins, continues or branches off another run."""
 
+import hashlib
 import math
 import os
+import re
 import shutil
 import socket
 from collections.abc import Iterator, Sequence
@@ -11,6 +13,7 @@ from typing import Annotated, Any
 
 import torch.distributed as dist
 import yaml
+from hydra.core.hydra_config import HydraConfig
 
 from configs.files import FolderLock, json_text, read_json_lines, read_run_config, remove_leftovers, write_atomic
 from configs.provenance import machine, version
@@ -25,9 +28,9 @@ from training.distributed import World, pick_dtype, restarts, slow_bfloat16
 from training.guard import Guard
 from training.metrics import Metrics, val_losses
 from training.monitor import MonitorConfig
-from training.names import default_run_dir
 from training.optim import OptimConfig, check_warmup, decay_start
 from training.saver import Saver
+from training.signals import in_sweep, swept_keys
 from training.text import refuse_ignored_options, refuse_other_text
 from training.tracking import import_wandb
 
@@ -144,6 +147,40 @@ def fill_model(cfg: DecoderConfig, tokenizer: Tokenizer | Vocabulary) -> Decoder
     if cfg.document_mask and cfg.eot is None:
         cfg.eot = tokenizer.eot
     return matched(cfg)
+
+
+def default_run_dir(cfg: TrainConfig) -> Path:
+    """runs/NAME, the same on every rank: the experiment, the model, the overrides as KEYVALUE, and the seed.
+
+    size= and data= give their values alone; sweep, resume, wandb, device, runs and run_dir are left out, and in a sweep all
+    that is not swept. A key is shortened to its shortest ending that no other key of the configuration has, and a hash stands
+    for the end of a long name. hydra.sweep.dir= takes the place of `runs`.
+    """
+    hydra = HydraConfig.get()
+    choices, swept = hydra.runtime.choices, swept_keys()
+    parts = [choices[group] for group in ("experiment", "model") if choices.get(group)]
+    for override in hydra.overrides.task:
+        key, _, value = override.lstrip("+~").partition("=")
+        if swept and key not in swept:
+            continue
+        if key in ("size", "data"):
+            parts.append(value)
+        elif key not in ("experiment", "model", "sweep", "seed", "resume", "wandb", "device", "runs", "run_dir"):
+            parts.append(_shortest(key, cfg) + value)
+    name = "-".join([*(re.sub(r"[^\w.-]+", "-", part).strip("-") for part in parts), f"s{cfg.seed}"])
+    if len(name.encode()) > 150:  # folders' names end at 255 bytes
+        name = f"{name.encode()[:120].decode(errors='ignore')}-{hashlib.sha256(name.encode()).hexdigest()[:8]}-s{cfg.seed}"
+    in_place = in_sweep() and any(override.lstrip("+").startswith("hydra.sweep.dir=") for override in hydra.overrides.hydra)
+    return Path(hydra.sweep.dir if in_place else cfg.runs) / name
+
+
+def _shortest(key: str, cfg: Any) -> str:
+    parts, known = key.split("."), flatten(asdict(cfg))
+    for count in range(1, len(parts)):
+        short = ".".join(parts[-count:])
+        if sum(other == short or other.endswith(f".{short}") for other in known) == 1:
+            return short
+    return key
 
 
 class Run:

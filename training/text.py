@@ -1,5 +1,6 @@
 """The text of a run: the folder is prepared as it was asked for, and a run goes on with the text that it began with."""
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -56,12 +57,10 @@ def trained_on(run: Path) -> str | None:
 
 def text_read(data: Mapping[str, Any]) -> tuple[str, str, dict[str, Any]]:
     """Name, source and options of a run's text: of the shards, which data.dir= may have taken from another data=NAME."""
-    folder = Path(data.get("dir") or "none")
-    try:
+    folder, made = Path(data.get("dir") or "none"), None
+    with contextlib.suppress(ValueError):  # damaged by now
         made = read_meta(folder)
-    except ValueError:  # damaged by now
-        made = None
     if made is None and any(folder.glob("*.bin")):
-        made = {"name": folder.resolve().name, "source": "shards of another project"}
+        return folder.resolve().name, "shards of another project", {}
     made = made or data
     return made["name"], made.get("source", "unknown"), made.get("request") or {}
