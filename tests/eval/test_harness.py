@@ -72,6 +72,16 @@ def test_log_likelihoods_are_those_of_the_own_scorer(tokenizer, layers, more):
     )
 
 
+def test_a_continuation_that_merges_with_its_context_is_not_certain(tokenizer, monkeypatch):
+    """Of "the" + " c" + "at" one token, " cat", remains: lm-eval alone scores nothing, with log-probability 0."""
+    model = lm(tokenizer)
+    ids = {"the c": [256, 1, 2], "the cat": [256, 1, 3], "the cow": [256, 1, 4], "the core": [256, 1, 2, 5]}
+    monkeypatch.setattr(model, "tok_encode", lambda text, **_: ids[text])
+    answers = model.loglikelihood(requests(("the c", "at"), ("the c", "ow"), ("the c", "ore")), disable_tqdm=True)
+    wanted = [scored(model.model.decoder, *row) for row in (([256, 1], [3]), ([256, 1], [4]), ([256, 1, 2], [5]))]
+    assert answers == [(pytest.approx(logprob, abs=EXACT), greedy) for logprob, greedy in wanted]
+
+
 @pytest.mark.parametrize("layers", ["b", "d"])
 def test_rolling_log_likelihood_is_the_sum_over_windows(tokenizer, layers):
     model = lm(tokenizer, layers)
@@ -101,6 +111,9 @@ def test_lengths_that_cannot_be_are_refused(tokenizer):
     model = lm(tokenizer)
     with pytest.raises(ValueError, match="exceeds length=24: "):
         model.loglikelihood(requests(("x", "a continuation of more than 24 bytes")))
+    for new in (0, 24):
+        with pytest.raises(ValueError, match="from 1 to 23, or leave the task out"):
+            model.generate_until(requests(("x", {"until": [], "max_gen_toks": new})))
     with pytest.raises(ValueError, match="learned positions: use length=24"):
         lm(tokenizer, length=48, **GPT2)
     with pytest.raises(ValueError, match="is not a folder: give a folder"):
