@@ -122,7 +122,8 @@ def one_line_errors(schema: type, every_rank: bool = False) -> Iterator[None]:
         rank = os.environ.get("RANK", "0")
         if rank == "0" or every_rank:
             where = "" if rank == "0" else f" on rank {rank}"
-            print(f"error{where}: {LESS_MEMORY if out_of_memory else explain(error, schema)}", file=sys.stderr, flush=True)
+            line = f"error{where}: {LESS_MEMORY if out_of_memory else explain(error, schema)}\n"
+            print(line, end="", file=sys.stderr, flush=True)  # in one write: other ranks print as well
         if every_rank and int(os.environ.get("WORLD_SIZE", 1)) > 1:
             sys.stdout.flush()
             os._exit(2)  # at a normal end nccl may wait for the other processes, and torchrun would not end them

@@ -28,13 +28,14 @@ NUMBERS = re.compile(r"\[\n\s*((?:(?:-?\d[\d.e+-]*|null),\s+)*(?:-?\d[\d.e+-]*|n
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add the path, and what to do, to the OSError of a read or a write, as on a full disk: it names no file."""
+    """Add the path, and what to do if that is known, to the OSError of a read or a write, as of a full disk: it has none."""
     try:
         yield
     except OSError as error:
-        if error.filename or error.errno not in FIXES:
+        if error.filename or not error.errno:
             raise
-        raise OSError(error.errno, f"{error.strerror}: {FIXES[error.errno]}", str(path)) from error
+        fix = f": {FIXES[error.errno]}" if error.errno in FIXES else ""
+        raise OSError(error.errno, f"{error.strerror}{fix}", str(path)) from error
 
 
 def write_atomic(path: Path, *parts: bytes | memoryview) -> None:
@@ -134,10 +135,12 @@ def replace_folder(path: Path, partial: Path) -> None:
     """Give the folder `partial` the name `path`, in place of an older folder, which a kill leaves as .NAME.replaced."""
     replaced = path.with_name(f".{path.name}.replaced")
     if path.is_dir():
-        shutil.rmtree(replaced, ignore_errors=True)
+        with suppress(OSError):
+            remove(replaced)
         os.replace(path, replaced)
     os.replace(partial, path)
-    shutil.rmtree(replaced, ignore_errors=True)
+    with suppress(OSError):
+        remove(replaced)
 
 
 def _temporary(path: Path) -> Path:
@@ -145,9 +148,18 @@ def _temporary(path: Path) -> Path:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what killed commands left half-written in `folder`. The caller must be the only one that writes there."""
+    """Remove what killed commands left half-written in `folder`, where it can be removed. Nobody else may write there."""
     for path in folder.glob(".*.part"):
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        with suppress(OSError):  # a file that another program holds open
+            remove(path)
+
+
+def remove(path: Path) -> None:
+    """Delete a file, a folder with all that is in it, or a symbolic link without its target."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 class FolderLock:

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from configs.provenance import cpu_name
 
 TIMEOUT = timedelta(minutes=10)  # until a process that does not answer counts as lost
+PATIENCE = 5.0  # seconds in which the processes that lost it tell each other that they are not the one
 _runs = itertools.count()  # numbers the runs of this process: a sweep has several
 
 
@@ -33,6 +35,7 @@ class World:
     rank: int
     size: int
     device: torch.device
+    store: dist.Store | None = None  # what the processes met through
 
     @property
     def main(self) -> bool:
@@ -78,15 +81,31 @@ class World:
         except Exception as error:
             failed = isinstance(error, RuntimeError)
             if failed and self.size > 1 and (isinstance(error, dist.DistError) or "gloo" in str(error)):
-                raise ConnectionError(
-                    "another process has ended: see its own error (printed above by its rank), or a timeout of 10 minutes"
-                ) from None
+                if self.store and "imed out" in str(error):
+                    raise ConnectionError(
+                        f"no answer for {TIMEOUT} from {self.silent()}: see what it or its machine does, then use resume=true"
+                    ) from None
+                raise ConnectionError("another process has ended: see its own error, printed above by its rank") from None
             if failed and "can't allocate memory" in str(error):
                 fix = "use a smaller micro_batch=, activation_checkpointing=true, or a smaller model or context"
                 raise MemoryError(f"this machine has too little free memory: {fix}") from None
             if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun ends its own output with this line
                 Path(report).write_text(json.dumps({"message": f"error: {error}", "timestamp": int(time.time())}))
             raise
+
+    def silent(self) -> str:
+        """After a timeout: the ranks that do not say through the store, within PATIENCE, that they waited as well."""
+        ranks = [0]  # whose process keeps the store where torchrun does not: if it hangs, the question has no answer
+
+        def ask() -> None:
+            self.store.set(f"waited_{self.rank}", "")
+            time.sleep(PATIENCE)
+            ranks[:] = [rank for rank in range(self.size) if not self.store.check([f"waited_{rank}"])]
+
+        thread = threading.Thread(target=ask, daemon=True)
+        thread.start()
+        thread.join(2 * PATIENCE)
+        return f"rank {', '.join(map(str, ranks))}" if ranks else "the network between the ranks"
 
 
 def join_world(device: str = "auto") -> World:
@@ -96,6 +115,7 @@ def join_world(device: str = "auto") -> World:
     if not 0 <= rank < size:
         raise ValueError(f"RANK={rank} is not below WORLD_SIZE={size}: unset both, or start the processes with torchrun")
     _refuse_shared_gpus(where)
+    store = None
     if where.type == "cpu":
         _keep_freed_memory()
     if where.type == "cuda":
@@ -108,11 +128,15 @@ def join_world(device: str = "auto") -> World:
     if size > 1:
         # torchrun keeps one store over its restarts, and over the runs of a sweep. A prefix of its own keeps each attempt and
         # each run from reading what the processes of an earlier one have written.
-        store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
-        store = dist.PrefixStore(f"attempt_{restarts()}_run_{next(_runs)}", store)
-        backend = "nccl" if where.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
-    return World(rank, size, where)
+        try:
+            store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
+            store = dist.PrefixStore(f"attempt_{restarts()}_run_{next(_runs)}", store)
+            backend = "nccl" if where.type == "cuda" else "gloo"
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+        except dist.DistError as error:
+            why = str(error).splitlines()[0]
+            raise ConnectionError(f"not all of WORLD_SIZE={size} processes came ({why}): start all, or unset RANK") from None
+    return World(rank, size, where, store)
 
 
 def _refuse_shared_gpus(device: torch.device) -> None:

@@ -28,7 +28,7 @@ from training.distributed import World, pick_dtype, restarts, slow_bfloat16
 from training.guard import Guard
 from training.metrics import Metrics, val_losses
 from training.monitor import MonitorConfig
-from training.optim import OptimConfig, check_warmup, decay_start
+from training.optim import OptimConfig, check_warmup, decay_start, lr_factor
 from training.saver import Saver
 from training.signals import in_sweep, swept_keys
 from training.text import refuse_ignored_options, refuse_other_text
@@ -219,7 +219,7 @@ class Run:
                 how = "its config.yaml is missing, copy it back" if cfg.resume else "continue it with resume=true"
                 raise ValueError(f"{folder} already holds a run: {how}, or choose another run_dir=...")
             return None
-        refuse_other_config(folder, asdict(cfg))
+        refuse_other_config(folder, asdict(cfg), but=("steps",) if goes_on_longer(folder, cfg) else ())
         if checkpoint.checkpoints(folder):
             refuse_other_tokenizer(folder, tokenizer, cfg.data.dir)
             refuse_other_text(folder, cfg.data)
@@ -377,11 +377,22 @@ def refuse_other_config(run_dir: Path, ours: dict[str, Any], but: tuple[str, ...
     saved = flatten(asdict(TrainConfig())) | saved  # an older run lacks the options added since: they had their defaults
     if differ := [key for key in ours if saved[key] != ours[key]]:
         what = ", ".join(f"{key}={saved[key]} (now {ours[key]})" for key in differ[:4])
+        if advice is None and differ == ["steps"]:
+            advice = (
+                "repeat its overrides, or take over the weights in a new run with init_from= (resume=true takes more steps "
+                "where the learning rates so far are the same: optim.schedule=wsd before its decay, or optim.min_lr=1)"
+            )
         advice = advice or "repeat its overrides, or choose another run_dir= for a new run"
-        if differ == ["steps"]:
-            advice += ", which takes over the weights with init_from= (with optim.schedule=wsd, train the longest run first,"
-            advice += " and take shorter ones from it with branch_from=)"
         raise ValueError(f"{run_dir} was started with {what}: {advice}")
+
+
+def goes_on_longer(run_dir: Path, cfg: TrainConfig) -> bool:
+    """Whether `cfg` only adds steps to a run, whose newest checkpoint is as if all of them had been planned: the learning rates
+    up to it are the same, as with schedule=wsd before the decay.
+    """
+    planned, saved = read_run_config(run_dir).get("steps", cfg.steps), checkpoint.checkpoints(run_dir)
+    done = range(int(saved[-1].name.removeprefix("step_")) if saved else 0)
+    return cfg.steps > planned and all(lr_factor(s, planned, cfg.optim) == lr_factor(s, cfg.steps, cfg.optim) for s in done)
 
 
 def facts(model: Decoder) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
-from configs.files import json_text, replace_folder
+from configs.files import json_text, remove, replace_folder
 from model.decoder import Decoder
 from training import checkpoint
 from training.checkpoint import CheckpointConfig, Tensors, checkpoints, folder_name, of_step
@@ -74,6 +74,10 @@ class Saver:
         folder = of_step(self.run_dir, step)
         partial = folder.with_name(f".{folder.name}.part")
 
+        def begin() -> None:
+            folder.parent.mkdir(exist_ok=True)  # without parents: the run's folder may have been moved away
+            partial.mkdir()
+
         def write() -> None:
             for name, (tensors, header) in files.items():
                 if tensors:
@@ -86,7 +90,7 @@ class Saver:
             self._prune(step)
 
         try:
-            self._together(folder, lambda: partial.mkdir(parents=True), main=True)
+            self._together(folder, begin, main=True)
             self._together(folder, write)
             self._together(folder, publish, main=True)
         finally:
@@ -122,8 +126,8 @@ class Saver:
             if old.name not in map(folder_name, self.cfg.at):
                 try:
                     # A checkpoint disappears at once: an evaluation that reads it never sees a part of it.
-                    shutil.rmtree(old.rename(old.with_name(f".{old.name}.old.part")))
-                except OSError as error:  # a file that another program holds open, or a link: the next run tries again
+                    remove(old.rename(old.with_name(f".{old.name}.old.part")))
+                except OSError as error:  # a file that another program holds open: the next start tries again
                     print(f"{old}: an old checkpoint could not be deleted ({error}); training goes on", flush=True)
 
 
@@ -175,6 +179,6 @@ def flush(path: Path) -> None:
         os.fsync(handle)
     except OSError as error:
         if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOTSUP):  # CIFS and others sync no folders
-            raise
+            raise OSError(error.errno, error.strerror, str(path)) from None
     finally:
         os.close(handle)

@@ -1,10 +1,10 @@
 """Faults on purpose, and what was survived: kills, NaN and infinity, damaged checkpoints, restarts by torchrun.
 
-  python -m tests.faults kills=100 parts=10 injections=40 damages=20 restarts=10 ends=1 seed=1
+  python -m tests.faults kills=100 parts=10 injections=40 damages=20 restarts=10 storage=10 ranks=10 ends=1 seed=1
 
-ends=1: the ways to end of tests/faults/ends.py as well. Every trial is drawn from the seed. The table says how many trials
-ended as they must; a failed one is named, and the exit code is 1. The commands run in forks of this process, on the CPU, on
-a model of two layers.
+storage: trials of each fault of tests/faults/storage.py. ends=1: the ways to end of tests/faults/ends.py as well. Trials are
+drawn from the seed. The table says how many trials ended as they must; a failed one is named, and the exit code is 1. The
+commands run in forks of this process, on the CPU, on a model of two layers.
 """
 
 import importlib
@@ -22,7 +22,7 @@ from pathlib import Path
 
 from configs.files import read_json_lines
 from tests.conftest import ROOT, TINY
-from tests.faults import ends
+from tests.faults import ends, storage
 from tests.faults.runs import STEPS, World, all_finite, call, ending, evaluated, launch, launch_two, prepared, wait
 from training.checkpoint import checkpoints
 
@@ -220,6 +220,20 @@ def restart(world: World, draw: random.Random) -> str:
     return f"exit code {code}" if code else ("" if checkpoints(run)[-1].name == f"step_{steps:08d}" else "not finished")
 
 
+def ranks_apart(world: World, draw: random.Random) -> str:
+    """One of two processes is started with another configuration or text: both say it before they train."""
+    shards, run = world.folder / "other_shards", world.fresh("apart")
+    if not shards.exists() and (code := call("data.prepare", [*world.prepare(shards), "data.val_fraction=0.2"], world.log)):
+        return f"preparation of other shards: exit code {code}"
+    others = {"optim.lr": "3e-3", "seed": "2", "steps": "17", "model.n_layer": "3", "data.dir": str(shards)}
+    key = draw.choice(sorted(others))
+    codes = [wait(process) for process in launch_two(world.train(run), world.log, (f"{key}={others[key]}",))]
+    text, name = world.log.read_text(), "the text's digest" if key == "data.dir" else key
+    if codes == [2, 2] and re.search(rf"^error: {name} is \S+ on rank 1, but", text, re.M) and not run.exists():
+        return ""
+    return f"{key}: exit codes {codes}, run folder {run.exists()}"
+
+
 # Fault, its share of 100 kills, its trial.
 KILLS = (
     ("kill in training", 40, kill_training),
@@ -234,6 +248,9 @@ OTHERS = (
     ("injections", "NaN, inf, spike", inject),
     ("damages", "damaged newest checkpoint", damage),
     ("restarts", "elastic restart", restart),
+    ("ranks", "two processes with different settings", ranks_apart),
+    ("ranks", "one of two processes hangs", ends.hung),
+    *(("storage", name, trial) for name, trial in storage.FAULTS.items()),
 )
 
 
@@ -249,7 +266,8 @@ def plan(asked: dict[str, int]) -> list[tuple[str, int, Trial]]:
 
 
 def main() -> int:
-    asked = {"kills": 100, "parts": 10, "injections": 40, "damages": 20, "restarts": 10, "ends": 1, "seed": 1}
+    asked = {"kills": 100, "parts": 10, "injections": 40, "damages": 20, "restarts": 10, "storage": 10, "ranks": 10}
+    asked |= {"ends": 1, "seed": 1}
     usual = " ".join(f"{key}={count}" for key, count in asked.items())
     for argument in sys.argv[1:]:
         key, _, value = argument.partition("=")

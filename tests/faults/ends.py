@@ -7,9 +7,10 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
-from tests.faults.runs import World, call, ending, launch, wait
+from tests.faults.runs import World, call, ending, launch, launch_two, wait
 from training.checkpoint import checkpoints
 
 WEIGHTS = "model.safetensors"
@@ -193,6 +194,27 @@ def requeued(world: World) -> str:
         return f"exit code {code}, queued again: {marker.exists()}"
     code = call("train", world.train(run, "checkpoint.every=0"), world.log, job(1))
     return "" if not code and ending(run)[WEIGHTS] == ending(world.whole)[WEIGHTS] else f"again: exit code {code}"
+
+
+def hung(world: World, _: object) -> str:
+    """The second of two processes stands still: the first says so after the timeout."""
+    run = world.fresh("end")
+
+    def before(rank: int) -> None:
+        from data import loader
+        from training import distributed
+
+        distributed.TIMEOUT = timedelta(seconds=10)
+        real = loader.Loader.__call__
+        stands = lambda step: rank == 1 and step == 5 and time.sleep(300)  # noqa: E731
+        loader.Loader.__call__ = lambda self, step, micro=0: stands(step) or real(self, step, micro)
+
+    start = world.log.stat().st_size
+    first, second = launch_two(world.train(run), world.log, before=before)
+    until(started(run))
+    code, text = wait(first, 60), said(world, start)
+    wait(second, 0)
+    return "" if code == 2 and "no answer for 0:00:10 from rank 1" in text and "Traceback" not in text else f"{code}: {text}"
 
 
 ENDS: dict[str, Callable[[World], str]] = {

@@ -52,14 +52,26 @@ def launch(module: str, arguments: list[str], log: Path, before: Callable[[], No
         os._exit(code)
 
 
-def launch_two(arguments: list[str], log: Path) -> list[int]:
-    """Start `train` in two forks that find each other as those of torchrun do."""
+def launch_two(
+    arguments: list[str], log: Path, others: tuple[str, ...] = (), before: Callable[[int], None] = lambda rank: None
+) -> list[int]:
+    """Start `train` in two forks that find each other as those of torchrun do, after before(rank) there.
+
+    others: more arguments of the second process alone.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     about = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    ranks = [lambda rank=rank: os.environ.update(about, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)]
-    return [launch("train", arguments, log, before) for before in ranks]
+
+    def member(rank: int) -> int:
+        def prepare() -> None:
+            os.environ.update(about, RANK=str(rank), LOCAL_RANK=str(rank))
+            before(rank)
+
+        return launch("train", [*arguments, *others * rank], log, prepare)
+
+    return [member(0), member(1)]
 
 
 def wait(process: int, limit: float = 120.0) -> int:

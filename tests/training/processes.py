@@ -171,6 +171,7 @@ def write(world: World, kind: str, shard: int | None, optim: str, folder: str) -
     tensors = checkpoint.own_weights(parallel.model) | state_tensors(optimizers)
     whole = {name: t.full_tensor() if isinstance(t, DTensor) else t.clone() for name, t in tensors.items()}
     for how in ("waiting", "background"):
+        Path(folder, how).mkdir(parents=True, exist_ok=True)
         saver = Saver(Path(folder, how), CheckpointConfig(background=how == "background"), parallel.model, optimizers, world)
         saver.save(2)
     steps(parallel, optimizers, 1)
@@ -183,6 +184,7 @@ def reread(world: World, kind: str, shard: int | None, optim: str, folder: str, 
     """What these processes read of a checkpoint, written again into `copy`."""
     parallel, optimizers = small(world, kind, shard, optim)
     step = checkpoint.load(Path(folder), parallel.model, optimizers)
+    Path(copy).mkdir(parents=True, exist_ok=True)
     Saver(Path(copy), CheckpointConfig(), parallel.model, optimizers, world).save(step)
 
 
@@ -192,6 +194,7 @@ def full(world: World, folder: str) -> None:
     def no_room(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
+    Path(folder).mkdir(parents=True, exist_ok=True)
     parallel, optimizers = small(world, "fsdp", None, "adamw")
     saving.save_file, save_file = saving.save_file if world.rank != 1 else no_room, saving.save_file
     try:

@@ -19,6 +19,7 @@ from training import checkpoint, saver
 from training.checkpoint import CheckpointConfig
 from training.distributed import World
 from training.optim import OptimConfig, build_optimizers
+from training.run import lock_run
 from training.saver import save
 
 
@@ -188,7 +189,9 @@ def test_a_file_system_that_syncs_no_folders_keeps_its_checkpoints(run: Path, mo
     save(run, 3, model, stepped(model, OptimConfig()))
     assert newest(run) == "step_00000003"
     refused["files"] = errno.EIO
-    with pytest.raises(ValueError, match="step_00000004 could not be written .*Input/output error"):
+    with pytest.raises(
+        ValueError, match="step_00000004 could not be written .*Input/output error: '.*/\\.step_00000004.part/\\w+\\."
+    ):
         save(run, 4, model, stepped(model, OptimConfig()))
 
 
@@ -207,6 +210,23 @@ def test_an_old_checkpoint_that_cannot_be_deleted_does_not_end_training(
     assert "could not be deleted ([Errno 16] Device or resource busy); training goes on" in capsys.readouterr().out
     writer.save(4)
     assert [folder.name for folder in checkpoint.checkpoints(run)] == ["step_00000004"]
+
+
+def test_an_old_checkpoint_that_is_a_link_goes_without_its_target(run: Path, tmp_path: Path) -> None:
+    checkpoints = run / "checkpoints"
+    (checkpoints / "step_00000001").rename(tmp_path / "elsewhere")
+    (checkpoints / "step_00000001").symlink_to(tmp_path / "elsewhere")
+    (checkpoints / ".step_00000000.old.part").symlink_to(tmp_path / "elsewhere")  # of an earlier version
+    lock_run(run).release()
+    model = Decoder(config("baseline"))
+    saver.Saver(run, CheckpointConfig(keep=1), model, stepped(model, OptimConfig()), World(0, 1, torch.device("cpu"))).save(3)
+    assert [path.name for path in checkpoints.iterdir()] == ["step_00000003"] and (tmp_path / "elsewhere/state.json").is_file()
+
+
+def test_a_checkpoint_makes_no_folder_for_a_run_that_was_moved(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="step_00000003 could not be written .*No such file"):
+        save(run / "moved", 3, Decoder(config("baseline")), [])
+    assert not (run / "moved").exists()
 
 
 def test_files_of_a_checkpoint_have_the_rights_of_the_umask(run: Path) -> None:

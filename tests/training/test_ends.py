@@ -3,11 +3,14 @@
 import json
 import math
 import os
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from configs import one_line_errors
@@ -15,6 +18,7 @@ from configs.files import FolderLock, json_text, remove_leftovers, whole_folder,
 from data.loader import inputs_and_targets
 from eval.common import EvalConfig
 from tests.conftest import Typed, train_arguments
+from training import distributed
 from training.distributed import World, join_world, pick_device
 from training.run import TrainConfig
 
@@ -29,6 +33,39 @@ def test_each_process_of_a_training_prints_its_own_error(
     with pytest.raises(SystemExit), one_line_errors(TrainConfig, every_rank), World(1, 2, CPU).errors():
         raise ValueError("no room")
     assert capsys.readouterr().err == ("error on rank 1: no room\n" if every_rank else "")
+
+
+@pytest.mark.parametrize(
+    ("others", "says"), (("1", "from rank 2:"), ("", "from rank 1, 2:"), ("12", "from the network between the ranks:"))
+)
+def test_a_process_that_hangs_is_named(others: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By those that waited for it in vain, and that say so in the store."""
+    monkeypatch.setattr(distributed, "PATIENCE", 0.01)
+    store = dist.HashStore()
+    for rank in others:
+        store.set(f"waited_{rank}", "")
+    with pytest.raises(ConnectionError, match=f"^no answer for 0:10:00 {says}"), World(0, 3, CPU, store).errors():
+        raise RuntimeError(
+            "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 600000ms for recv operation to complete"
+        )
+
+
+def test_a_process_that_hangs_with_the_store_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed, "PATIENCE", 0.01)
+    store = SimpleNamespace(set=lambda *_: None, check=lambda _: threading.Event().wait(1))
+    assert World(1, 2, CPU, store).silent() == "rank 0"
+
+
+def test_processes_that_never_come_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody(*_: object, **__: object) -> None:
+        raise dist.DistStoreError("Timed out after 601 seconds waiting for clients. 1/2 clients joined.")
+
+    monkeypatch.setattr(dist, "rendezvous", nobody)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(
+        ConnectionError, match=r"WORLD_SIZE=2 processes came \(.* 1/2 clients joined.\): start all, or unset RANK"
+    ):
+        join_world("cpu")
 
 
 def test_a_lost_process_is_one_line_and_a_bug_keeps_its_traceback() -> None:

@@ -27,7 +27,7 @@ from training.checkpoint import checkpoints, read_state
 from training.distributed import World
 from training.optim import OptimConfig, decay_start, lr_factor
 from training.parallel import compile_problem, compiles
-from training.run import Run, TrainConfig, check_config, default_run_dir, refuse_other_config, take_architecture
+from training.run import Run, TrainConfig, check_config, default_run_dir, goes_on_longer, refuse_other_config, take_architecture
 
 WSD = (
     "optim.schedule=wsd", "optim.decay=0.2", "optim=muon", "model=diff", "monitor.every=5", "eval_every=4", "outlier_z=7",
@@ -71,6 +71,43 @@ def test_a_branch_that_cannot_be_is_refused(
     arguments = train_arguments(shards, tmp_path / "run", *WSD, f"branch_from={trunk}", *more)
     assert_one_line_error(typed(*arguments), says)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("options", "ends"), ((("optim.min_lr=1",), 8), (("optim.schedule=wsd", "optim.decay=0.25"), 6)))
+def test_a_run_goes_on_to_more_steps_as_if_they_had_been_planned(
+    options: tuple[str, ...], ends: int, shards: Path, tmp_path: Path
+) -> None:
+    """After a constant rate (ends: 8 of 8 steps), and before the decay of wsd."""
+
+    def arguments(name: str, *more: str) -> list[str]:
+        return train_arguments(shards, tmp_path / name, *options, "optim.warmup=2", "outlier_z=7", *more)[1:]
+
+    with pytest.raises(SystemExit):
+        processes.train_until(ALONE, ends, *arguments("longer", "steps=8", "checkpoint.every=2"))
+    processes.train(ALONE, *arguments("longer", "steps=12", "resume=true"))
+    processes.train(ALONE, *arguments("planned", "steps=12"))
+    longer, planned = ending(tmp_path / "longer"), ending(tmp_path / "planned")
+    assert {**longer, "metrics": ""} == {**planned, "metrics": ""} and read_run_config(tmp_path / "longer")["steps"] == 12
+
+
+@pytest.mark.parametrize(
+    ("options", "reached", "steps", "want"),
+    (
+        ({"schedule": "wsd"}, 80, 200, True),
+        ({"schedule": "wsd"}, 82, 200, False),
+        ({"schedule": "wsd"}, 60, 90, False),  # fewer
+        ({"schedule": "cosine"}, 5, 200, True),  # within the warm-up
+        ({"schedule": "linear"}, 50, 200, False),
+        ({"schedule": "linear", "min_lr": 1.0}, 100, 200, True),
+    ),
+)
+def test_more_steps_are_taken_where_the_rates_so_far_are_the_same(
+    options: dict, reached: int, steps: int, want: bool, tmp_path: Path
+) -> None:
+    cfg = TrainConfig(steps=steps, optim=OptimConfig(warmup=10, **options))
+    (tmp_path / "config.yaml").write_text("{model: {}, data: {}, steps: 100}")
+    (tmp_path / "checkpoints" / f"step_{reached:08d}").mkdir(parents=True)
+    assert goes_on_longer(tmp_path, cfg) == want
 
 
 def test_a_batch_that_processes_cannot_share_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,7 +144,7 @@ def test_a_run_is_never_overwritten_or_mixed_up(whole: Path, shards: Path, tmp_p
         ((), "resume=true"),
         (("resume=true", "model.n_layer=3"), "model.n_layer=2 (now 3)"),
         (("resume=true", "seed=5"), "seed=1 (now 5)"),
-        (("resume=true", "steps=30"), "choose another run_dir= for a new run, which takes over the weights with init_from="),
+        (("resume=true", "steps=30"), "take over the weights in a new run with init_from= (resume=true takes more steps"),
     ):
         assert_one_line_error(typed(*train_arguments(shards, whole, *WHOLE, *overrides)), says)
     done = typed(*train_arguments(shards, whole, *WHOLE, "resume=true"))
