@@ -19,7 +19,7 @@ from configs.files import FolderLock, json_text, read_json_lines, read_run_confi
 from configs.provenance import machine, version
 from data.config import DataConfig
 from data.stream import text_digest
-from data.tokenizer import Tokenizer, load_tokenizer
+from data.tokenizer import Tokenizer
 from model.config import DecoderConfig, decoder_config
 from model.decoder import Decoder, matched
 from training import checkpoint
@@ -31,7 +31,7 @@ from training.monitor import MonitorConfig
 from training.optim import OptimConfig, check_warmup, decay_start, lr_factor
 from training.saver import Saver
 from training.signals import in_sweep, swept_keys
-from training.text import refuse_ignored_options, refuse_other_text
+from training.text import refuse_ignored_options, refuse_other_text, refuse_other_tokenizer
 from training.tracking import import_wandb
 
 
@@ -349,15 +349,6 @@ def trunk_checkpoint(cfg: TrainConfig) -> Path:
     if not folder.is_dir():
         raise ValueError(f"branch_from={trunk} has no checkpoint of step {step}: train it with checkpoint.at=[{step}]")
     return folder
-
-
-def refuse_other_tokenizer(run: Path, tokenizer: Tokenizer, shards: str) -> None:
-    """ValueError if `run` has another tokenizer: weights fit the token ids of one tokenizer only."""
-    of_run = load_tokenizer(run)
-    if of_run.fingerprint != tokenizer.fingerprint:
-        wrong = f"{run} was trained with another tokenizer ({of_run.name}, {of_run.vocab_size} tokens) than that of {shards}"
-        fix = "use data prepared with the run's tokenizer (for data=mqar, use the run's keys, values and noise)"
-        raise ValueError(f"{wrong} ({tokenizer.name}, {tokenizer.vocab_size}): {fix}")
 
 
 def deciding(config: dict[str, Any], but: tuple[str, ...] = ()) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from configs.files import read_json_lines
 from data.config import DataConfig
 from data.shards import read_meta
 from data.stream import is_task, text_digest
-from data.tokenizer import BPE_TOKENS
+from data.tokenizer import BPE_TOKENS, Tokenizer, load_tokenizer
 from training.checkpoint import flatten
 
 # Options that only data.prepare reads, as meta.json names them.
@@ -64,3 +64,12 @@ def text_read(data: Mapping[str, Any]) -> tuple[str, str, dict[str, Any]]:
         return folder.resolve().name, "shards of another project", {}
     made = made or data
     return made["name"], made.get("source", "unknown"), made.get("request") or {}
+
+
+def refuse_other_tokenizer(run: Path, tokenizer: Tokenizer, shards: str) -> None:
+    """ValueError if `run` has another tokenizer: weights fit the token ids of one tokenizer only."""
+    of_run = load_tokenizer(run)
+    if of_run.fingerprint != tokenizer.fingerprint:
+        wrong = f"{run} was trained with another tokenizer ({of_run.name}, {of_run.vocab_size} tokens) than that of {shards}"
+        fix = "use data prepared with the run's tokenizer (for data=mqar, use the run's keys, values and noise)"
+        raise ValueError(f"{wrong} ({tokenizer.name}, {tokenizer.vocab_size}): {fix}")
