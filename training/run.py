@@ -136,10 +136,7 @@ class Vocabulary:
 
 
 def fill_model(cfg: DecoderConfig, tokenizer: Tokenizer | Vocabulary) -> DecoderConfig:
-    """`cfg` with the tokenizer's vocabulary and end-of-text token, its heads and its matched FFN width.
-
-    ValueError where the configuration gives a vocabulary that is smaller than the tokenizer's.
-    """
+    """`cfg` with the tokenizer's vocabulary, end of text, heads and matched FFN width. ValueError for too small a vocabulary."""
     cfg.vocab_size = cfg.vocab_size or tokenizer.vocab_size
     if cfg.vocab_size < tokenizer.vocab_size:
         wrong = f"model.vocab_size={cfg.vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}"
