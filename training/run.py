@@ -136,7 +136,7 @@ class Vocabulary:
 
 
 def fill_model(cfg: DecoderConfig, tokenizer: Tokenizer | Vocabulary) -> DecoderConfig:
-    """`cfg` with the tokenizer's vocabulary, end of text, heads and matched FFN width. ValueError for too small a vocabulary."""
+    """`cfg` with the vocabulary and end of text, heads and matched FFN width. ValueError if the vocabulary is too small."""
     cfg.vocab_size = cfg.vocab_size or tokenizer.vocab_size
     if cfg.vocab_size < tokenizer.vocab_size:
         wrong = f"model.vocab_size={cfg.vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}"
