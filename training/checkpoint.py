@@ -263,6 +263,10 @@ def _read(folder: Path, weights: Tensors, state: dict[str, tuple[torch.Size, tor
             dcp.load(tensors, storage_reader=reader, no_dist=True)
     except (SafetensorError, dcp.api.CheckpointException, OSError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{folder} is damaged ({str(error).splitlines()[0]})") from None
+    except RuntimeError:  # of torch, for a file that is not there any more
+        if folder.is_dir():
+            raise
+        raise ValueError(f"{folder} was deleted while it was read") from None
     return tensors
 
 

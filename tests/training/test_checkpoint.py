@@ -141,6 +141,23 @@ def test_a_run_that_is_trained_while_it_is_read_is_listed_again(run: Path, capsy
     assert not capsys.readouterr().err
 
 
+def test_a_checkpoint_that_is_deleted_between_two_files_is_listed_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, model = checkpoint.dcp.load, Decoder(config("baseline"))
+    newer = run / "checkpoints" / "step_00000002"
+
+    def load(*arguments: object, **options: object) -> None:
+        if newer.exists():
+            shutil.rmtree(newer)
+            raise RuntimeError("unable to open file <optimizer.safetensors> in read-only mode: No such file or directory (2)")
+        real(*arguments, **options)
+
+    monkeypatch.setattr(checkpoint.dcp, "load", load)
+    assert checkpoint.newest(run, lambda folder: checkpoint.load(folder, model)) == 1
+    monkeypatch.setattr(checkpoint.dcp, "load", lambda *_, **__: torch.zeros(2).view(9))
+    with pytest.raises(RuntimeError, match="shape"):  # another error stays one
+        checkpoint.newest(run, lambda folder: checkpoint.load(folder, model))
+
+
 def test_what_is_not_finite_is_never_written(run: Path) -> None:
     model = Decoder(config("baseline"))
     optimizers = stepped(model, OptimConfig())
