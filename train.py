@@ -22,7 +22,7 @@ from training.metrics import Stopwatch, log_line
 from training.monitor import monitor_of
 from training.optim import build_optimizers, set_lr
 from training.parallel import Parallel, compiles, micro_batch_that_fits
-from training.run import Run, TrainConfig, check_config, fill_model
+from training.run import Run, TrainConfig, check_config, fill_model, take_architecture
 from training.signals import Signals
 from training.validation import NeedleProbe, losses_by_kind, validation_loss
 
@@ -32,6 +32,7 @@ def main(cfg: TrainConfig) -> float:
     world = join_world(cfg.device)
     try:
         with world.errors(), ExitStack() as cleanup:
+            take_architecture(cfg, HydraConfig.get().overrides.task)
             check_config(cfg, world, HydraConfig.get().overrides.task)
             loss = train(cfg, world, cleanup)
     except SystemExit:  # after a signal, which ends all processes

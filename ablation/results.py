@@ -83,7 +83,7 @@ class Results:
         """Draw the figures into `folder`, in place of those of an earlier command. Returns their paths."""
         for path in [path for family in FAMILIES for path in folder.glob(f"{family}.png")]:
             path.unlink()
-        cfg, paths = self.cfg, draw_ablation(folder, self.found, self.fits)
+        cfg, paths = self.cfg, draw_ablation(folder, self.pooled, self.fits)
         for metric in self.found.compared if cfg.branch else ():
             paths += self.pooled.draw(folder, metric, unit(cfg.metrics[metric]))
         for name, one in self.profiles.items():
@@ -107,11 +107,11 @@ def write_page(folder: Path, cfg: AblateConfig, results: dict[str, Any], seeds: 
     print(text)
 
 
-def draw_ablation(folder: Path, found: Comparison, fits: dict[str, Any] | None) -> list[Path]:
+def draw_ablation(folder: Path, pooled: Pooled, fits: dict[str, Any] | None) -> list[Path]:
     """Draw the losses, the differences of the compared metrics and, for an ablation with a grid, the metrics over it."""
-    paths = [folder / "loss.png", folder / "difference.png"]
+    found, paths = pooled.found, [folder / "loss.png", folder / "difference.png"]
     draw_validation(paths[0], found.arms)
-    draw_differences(paths[1], found.arms, {name: found.of_metric(name) for name in found.compared})
+    draw_differences(paths[1], found.arms, {name: pooled.drawn(name) for name in found.compared})
     if any(arm.point for arm in found.arms):
         for metric in filter(found.measured, found.metrics):
             paths.append(folder / "grid_{}.png".format(re.sub(r"\W", "_", metric)))

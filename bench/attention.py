@@ -4,6 +4,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from bench.timing import Row, attempt, peak_growth, time_in_turn
 from eval.common import progress
 from model.attention import backends
 from model.attention.backends import BACKENDS, ROUTES
+from model.attention.mask import Mask
 from model.decoder import Decoder
 from training.distributed import World
 
@@ -132,8 +134,9 @@ class AttentionArm:
         worst = []
         for (name, arguments), output in zip(self.calls, outputs, strict=True):
             T = output.shape[-2]
-            for start in range(0, T, ERROR_ROWS):
-                stop = min(T, start + ERROR_ROWS)
+            rows = T if name == "attend_map" else ERROR_ROWS  # a map's rows may depend on each other
+            for start in range(0, T, rows):
+                stop = min(T, start + rows)
                 part = {key: query_rows(key, value, start, stop) for key, value in arguments.items()}
                 expected = getattr(backends, name)(**part | {"backend": "math"})
                 worst.append((output[:1, ..., start:stop, :].double() - expected).abs().max())
@@ -159,7 +162,7 @@ def _arm_of_one_thread(*arguments: Any) -> AttentionArm:
 @contextmanager
 def facade(replace: Callable[[str, Callable], Callable]) -> Iterator[None]:
     """A context in which a variant that calls facade function `name` calls `replace(name, function)` instead."""
-    functions = {name: getattr(backends, name) for name in ("attend", "attend_diff", "attend_union")}
+    functions = {name: getattr(backends, name) for name in ("attend", "attend_diff", "attend_union", "attend_map")}
     files = [m for name, m in sys.modules.items() if name.startswith("model.attention.") and m is not backends]
     uses = [(m, name, f) for m in files for name, f in functions.items() if getattr(m, name, None) is f]
     try:
@@ -191,6 +194,8 @@ def query_rows(name: str, value: Any, start: int, stop: int) -> Any:
     """A facade argument in float64: the first sequence, query rows start..stop, keys before stop (later ones are hidden)."""
     if isinstance(value, list):
         return [query_rows(name, part, start, stop) for part in value]
+    if isinstance(value, Mask) and value.bias is not None:
+        return replace(value, bias=value.bias[:1].double())
     if not tensors(value):
         return value
     value = (value[:1] if value.dim() > 3 else value).double()

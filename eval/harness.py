@@ -84,6 +84,14 @@ class RunLM(HFLM):
         finally:
             self.add_bos_token = True
 
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """As lm-eval, which scores what follows the context's tokens; of a text that merges with these, the last token."""
+        read, scored = super()._encode_pair(context, continuation)
+        if scored:
+            return read, scored
+        *read, last = self.tok_encode(context + continuation)
+        return read, [last]
+
     def _loglikelihood_tokens(self, requests: list[Any], **options: Any) -> list[tuple[float, bool]]:
         longest = max((len(continuation) for _, _, continuation in requests), default=0)
         if longest > self.max_length:
@@ -95,18 +103,24 @@ class RunLM(HFLM):
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = True) -> list[str]:
         """The greedy continuation of each context. With learned positions one at a time: padding would shift them."""
+        for request in requests:
+            if not 0 < (new := self._new_tokens(request.args[1])) < self.max_length:
+                wrong = f"a task asks for {new} new tokens (max_gen_toks), but length={self.max_length}"
+                raise ValueError(f"{wrong}: use a number from 1 to {self.max_length - 1}, or leave the task out")
         if self.model.decoder.positions is not None:
             self.batch_size_per_gpu = 1
         return super().generate_until(requests, disable_tqdm=disable_tqdm)
 
     def is_cut(self, context: str, rest: str | dict[str, Any] | None = None) -> bool:
         """Whether the model reads only the end of a request's context; rest: the continuation, or decoding's settings."""
+        if isinstance(rest, dict):
+            return len(self.tok_encode(context)) + self._new_tokens(rest) > self.max_length
+        return rest is not None and len(self.tok_encode(context + rest)) > self.max_length + 1
+
+    def _new_tokens(self, settings: dict[str, Any]) -> int:
         from lm_eval.models.utils import normalize_gen_kwargs
 
-        if isinstance(rest, dict):
-            new = normalize_gen_kwargs(rest, self.max_gen_toks)["max_gen_toks"]
-            return len(self.tok_encode(context)) + new > self.max_length
-        return rest is not None and len(self.tok_encode(context + rest)) > self.max_length + 1
+        return normalize_gen_kwargs(settings, self.max_gen_toks)["max_gen_toks"]
 
 
 def task_manager(cfg: HarnessConfig) -> Any:

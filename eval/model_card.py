@@ -9,11 +9,11 @@ from omegaconf import OmegaConf
 
 from configs.composing import compose_job, overrides_of
 from configs.files import read_json_lines
-from data.shards import read_meta
 from eval.common import run_name, variant
 from eval.report.runs import read_json
 from training.checkpoint import LoadedRun
 from training.run import deciding
+from training.text import text_read
 
 SHOWN = {"perplexity": ("loss", "ppl", "bits_per_byte"), "needle": ("accuracy",)}  # evaluation: results in the card
 
@@ -65,12 +65,8 @@ def rows(run: LoadedRun, kind: str, form: str) -> dict[str, Any]:
 
 
 def text_of(data: dict[str, Any]) -> str:
-    """Name and source of the text: of the shards that were read, which data.dir= may have taken from another data=NAME."""
-    try:
-        made = read_meta(data["dir"]) or data
-    except (KeyError, ValueError):  # a task, or shards that are damaged by now
-        made = data
-    return f"{made['name']} (source {made['source']})"
+    name, source, _ = text_read(data)
+    return f"{name} (source {source})"
 
 
 def evaluations(run: LoadedRun) -> dict[str, str]:
@@ -90,6 +86,8 @@ def training_command(config: dict[str, Any]) -> str:
     if "model" not in config:
         return ""
     given, default = deciding(config), deciding(asdict(OmegaConf.to_object(compose_job("train", []))))
+    name, _, request = text_read(config["data"])
+    given |= {f"data.{key}": value for key, value in ({"name": name} | request).items() if f"data.{key}" in given}
     paths = ("path", "init_from")
     changed = {key: value for key, value in given.items() if default.get(key) != value and not key.endswith(paths)}
     return "python train.py " + shlex.join(overrides_of(changed))

@@ -19,8 +19,8 @@ from configs.files import FolderLock, json_text, read_json_lines, read_run_confi
 from configs.provenance import machine, version
 from data.config import DataConfig
 from data.stream import text_digest
-from data.tokenizer import Tokenizer, load_tokenizer
-from model.config import DecoderConfig
+from data.tokenizer import Tokenizer
+from model.config import DecoderConfig, decoder_config
 from model.decoder import Decoder, matched
 from training import checkpoint
 from training.checkpoint import CheckpointConfig, flatten
@@ -30,7 +30,8 @@ from training.metrics import Metrics, val_losses
 from training.monitor import MonitorConfig
 from training.optim import OptimConfig, check_warmup, decay_start, lr_factor
 from training.saver import Saver
-from training.text import refuse_ignored_options, refuse_other_text
+from training.signals import in_sweep, swept_keys
+from training.text import refuse_ignored_options, refuse_other_text, refuse_other_tokenizer
 from training.tracking import import_wandb
 
 
@@ -44,7 +45,7 @@ class TrainConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
     steps: Annotated[int, "[1, 99999999]"] = 1000  # optimizer steps in all
-    batch_tokens: Annotated[int, "[1, inf)"] = 16384  # tokens per optimizer step, over all processes
+    batch_tokens: Annotated[int, "[1, 1000000000000]"] = 16384  # tokens per optimizer step, over all processes
     micro_batch: Annotated[int | None, "[1, inf)"] = None  # sequences per process and pass; None: as many as fit
     seed: Annotated[int, "[0, 4294967295]"] = 1  # seed of the initial weights, of the order of the data and of dropout
     eval_every: Annotated[int, "[0, inf)"] = 250  # steps between validations; 0: only at the end
@@ -59,7 +60,7 @@ class TrainConfig:
     runs: str = "runs"  # parent folder of run folders
     run_dir: str | None = None  # folder of this run; None: a folder in `runs` whose name lists the overrides
     resume: bool = False  # continue the run in its folder from its newest checkpoint
-    init_from: str | None = None  # folder of a run; its weights become the initial weights of this run
+    init_from: str | None = None  # folder of a run whose weights, and model where no option is given, this run begins with
     branch_from: str | None = None  # folder of a longer wsd run, whose steps before this run's decay are taken over
     device: str = "auto"  # auto | cpu | cuda
     dtype: str = "auto"  # auto | float32 | bfloat16 (autocast)
@@ -87,6 +88,8 @@ def check_config(cfg: TrainConfig, world: World, overrides: Sequence[str] = ()) 
     import_wandb(cfg.wandb)
     refuse_unequal_processes(cfg, world)
     check_warmup(cfg.steps, cfg.optim)
+    if cfg.run_dir and Path.cwd().is_relative_to(Path(cfg.run_dir).resolve()):
+        raise ValueError(f"run_dir={cfg.run_dir} is not a folder for one run alone: use run_dir=runs/NAME")
     if cfg.init_from and cfg.branch_from:
         raise ValueError("init_from= and branch_from= are both given: give one of them")
     unit = cfg.model.context * world.size
@@ -109,6 +112,21 @@ def refuse_unequal_processes(cfg: TrainConfig, world: World) -> None:
                 raise ValueError(f"{wrong}: start all processes with the same command, code and data")
 
 
+def take_architecture(cfg: TrainConfig, overrides: Sequence[str]) -> None:
+    """Give `cfg` the model of the run `init_from`, but for the fields that `overrides` name; none if they choose a model."""
+    named = {override.lstrip("+~").partition("=")[0] for override in overrides}
+    if not cfg.init_from or {"model", "size", "experiment"} & named or not (Path(cfg.init_from) / "config.yaml").is_file():
+        return
+    source = decoder_config(read_run_config(Path(cfg.init_from))["model"])
+    for key in {"model.backend"} | {key for key in named if key.startswith("model.")}:
+        *groups, field_name = key.split(".")[1:]
+        place, ours = source, cfg.model
+        for group in groups:
+            place, ours = getattr(place, group), getattr(ours, group)
+        setattr(place, field_name, getattr(ours, field_name))
+    cfg.model = source
+
+
 @dataclass(frozen=True)
 class Vocabulary:
     """What a model's configuration takes from a tokenizer. eot: id of the end-of-text token, None if no model needs it."""
@@ -118,10 +136,7 @@ class Vocabulary:
 
 
 def fill_model(cfg: DecoderConfig, tokenizer: Tokenizer | Vocabulary) -> DecoderConfig:
-    """`cfg` with the tokenizer's vocabulary and end-of-text token, its heads and its matched FFN width.
-
-    ValueError where the configuration gives a vocabulary that is smaller than the tokenizer's.
-    """
+    """`cfg` with the vocabulary and end of text, heads and matched FFN width. ValueError if the vocabulary is too small."""
     cfg.vocab_size = cfg.vocab_size or tokenizer.vocab_size
     if cfg.vocab_size < tokenizer.vocab_size:
         wrong = f"model.vocab_size={cfg.vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}"
@@ -134,22 +149,26 @@ def fill_model(cfg: DecoderConfig, tokenizer: Tokenizer | Vocabulary) -> Decoder
 def default_run_dir(cfg: TrainConfig) -> Path:
     """runs/NAME, the same on every rank: the experiment, the model, the overrides as KEYVALUE, and the seed.
 
-    size= and data= give their values alone; sweep, resume, wandb, device, runs and run_dir are left out. A key is shortened to
-    its shortest ending that no other key of the configuration has, and a hash stands for the end of a long name.
+    size= and data= give their values alone; sweep, resume, wandb, device, runs and run_dir are left out, and in a sweep all
+    that is not swept. A key is shortened to its shortest ending that no other key of the configuration has, and a hash stands
+    for the end of a long name. hydra.sweep.dir= takes the place of `runs`.
     """
     hydra = HydraConfig.get()
-    choices = hydra.runtime.choices
+    choices, swept = hydra.runtime.choices, swept_keys()
     parts = [choices[group] for group in ("experiment", "model") if choices.get(group)]
     for override in hydra.overrides.task:
         key, _, value = override.lstrip("+~").partition("=")
+        if swept and key not in swept:
+            continue
         if key in ("size", "data"):
             parts.append(value)
         elif key not in ("experiment", "model", "sweep", "seed", "resume", "wandb", "device", "runs", "run_dir"):
             parts.append(_shortest(key, cfg) + value)
     name = "-".join([*(re.sub(r"[^\w.-]+", "-", part).strip("-") for part in parts), f"s{cfg.seed}"])
-    if len(name) > 150:  # folders' names end at 255 bytes
-        name = f"{name[:120]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}-s{cfg.seed}"
-    return Path(cfg.runs) / name
+    if len(name.encode()) > 150:  # folders' names end at 255 bytes
+        name = f"{name.encode()[:120].decode(errors='ignore')}-{hashlib.sha256(name.encode()).hexdigest()[:8]}-s{cfg.seed}"
+    in_place = in_sweep() and any(override.lstrip("+").startswith("hydra.sweep.dir=") for override in hydra.overrides.hydra)
+    return Path(hydra.sweep.dir if in_place else cfg.runs) / name
 
 
 def _shortest(key: str, cfg: Any) -> str:
@@ -327,15 +346,6 @@ def trunk_checkpoint(cfg: TrainConfig) -> Path:
     if not folder.is_dir():
         raise ValueError(f"branch_from={trunk} has no checkpoint of step {step}: train it with checkpoint.at=[{step}]")
     return folder
-
-
-def refuse_other_tokenizer(run: Path, tokenizer: Tokenizer, shards: str) -> None:
-    """ValueError if `run` has another tokenizer: weights fit the token ids of one tokenizer only."""
-    of_run = load_tokenizer(run)
-    if of_run.fingerprint != tokenizer.fingerprint:
-        wrong = f"{run} was trained with another tokenizer ({of_run.name}, {of_run.vocab_size} tokens) than that of {shards}"
-        fix = "use data prepared with the run's tokenizer (for data=mqar, use the run's keys, values and noise)"
-        raise ValueError(f"{wrong} ({tokenizer.name}, {tokenizer.vocab_size}): {fix}")
 
 
 def deciding(config: dict[str, Any], but: tuple[str, ...] = ()) -> dict[str, Any]:

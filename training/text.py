@@ -1,8 +1,10 @@
 """The text of a run: the folder is prepared as it was asked for, and a run goes on with the text that it began with."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
@@ -10,7 +12,7 @@ from configs.files import read_json_lines
 from data.config import DataConfig
 from data.shards import read_meta
 from data.stream import is_task, text_digest
-from data.tokenizer import BPE_TOKENS
+from data.tokenizer import BPE_TOKENS, Tokenizer, load_tokenizer
 from training.checkpoint import flatten
 
 # Options that only data.prepare reads, as meta.json names them.
@@ -51,3 +53,23 @@ def refuse_other_text(run: Path, cfg: DataConfig) -> None:
 def trained_on(run: Path) -> str | None:
     """The digest of the shards that `run` was trained on; None if the run does not say it."""
     return next(read_json_lines(run / "metrics.jsonl"), {}).get("text_digest")
+
+
+def text_read(data: Mapping[str, Any]) -> tuple[str, str, dict[str, Any]]:
+    """Name, source and options of a run's text: of the shards, which data.dir= may have taken from another data=NAME."""
+    folder, made = Path(data.get("dir") or "none"), None
+    with contextlib.suppress(ValueError):  # damaged by now
+        made = read_meta(folder)
+    if made is None and any(folder.glob("*.bin")):
+        return folder.resolve().name, "shards of another project", {}
+    made = made or data
+    return made["name"], made.get("source", "unknown"), made.get("request") or {}
+
+
+def refuse_other_tokenizer(run: Path, tokenizer: Tokenizer, shards: str) -> None:
+    """ValueError if `run` has another tokenizer: weights fit the token ids of one tokenizer only."""
+    of_run = load_tokenizer(run)
+    if of_run.fingerprint != tokenizer.fingerprint:
+        wrong = f"{run} was trained with another tokenizer ({of_run.name}, {of_run.vocab_size} tokens) than that of {shards}"
+        fix = "use data prepared with the run's tokenizer (for data=mqar, use the run's keys, values and noise)"
+        raise ValueError(f"{wrong} ({tokenizer.name}, {tokenizer.vocab_size}): {fix}")

@@ -285,7 +285,9 @@ def draw_differences(path: Path, arms: list[Arm], panels: dict[str, list[Differe
                 ax.set_xlim(*_readable_limits(of_panel))
         first = next((arm for arm in arms if not arm.reference), arms[0])
         reference = first.arm if first.point else first.name
-        axes[-1, 0].set_xlabel(f"arm less {reference}\n(dot: seed; diamond: mean; line: 95 %)")
+        pooled = any(one.se for of_panel in panels.values() for one in of_panel)
+        line = f"line: 95 %, {'all arms at once' if pooled else 'paired by seed'}"
+        axes[-1, 0].set_xlabel(f"arm less {reference}\n(dot: seed; diamond: mean; {line})")
 
 
 def _readable_limits(differences: list[Difference]) -> tuple[float, float]:

@@ -18,6 +18,7 @@ from eval.report.runs import Arm, Run, text_named
 from eval.report.sections import Section
 from eval.report.statistics import Difference
 from eval.report.tables import HEADLINES, Row, minus, si
+from training.text import text_read
 
 TEMPLATES = Path(__file__).parent / "templates"
 GROUPS = {"Loss": ("Loss",), "Retrieval": ("Needle",), "Attention": ("Attention",), "Cost": ("Model", "Training")}
@@ -116,7 +117,7 @@ def compared(runs: list[Run]) -> str:
     several = list(dict.fromkeys(str(run.seed) for run in runs))
     seeds = f"seed{'s' if len(several) > 1 else ''} {', '.join(several)}"
     return (
-        f"{len(runs)} {'run' if len(runs) == 1 else 'runs'} on {same(lambda run: run.config['data']['name'])}, "
+        f"{len(runs)} {'run' if len(runs) == 1 else 'runs'} on {same(lambda run: text_read(run.config['data'])[0])}, "
         f"{same(lambda run: si(run.value('train.tokens')))} training tokens, "
         f"context {same(lambda run: run.config['model']['context'])}, {seeds}; "
         f"{same(lambda run: _machine(run.facts))}; "

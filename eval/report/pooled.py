@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 from scipy import stats
 
-from eval.report.differences import Model, by_seed, correct, difference_table, fit
+from eval.report.differences import FEWEST_DF, Model, by_seed, correct, difference_table, fit
 from eval.report.figures import draw_gap, slug
 from eval.report.grid import Comparison
 from eval.report.runs import Arm, trained_tokens
@@ -40,6 +40,10 @@ BY_SEED = (
     "(notes below), so that the pooled error can be too small or too large for a row: the test of the two arms, each with its "
     "own spread, unpaired and uncorrected. p, equal is of the test that the true difference lies outside of plus and minus "
     "half of V1's gain here (diff less baseline, as estimated): a small one says that the two arms are equivalent within that."
+)
+TOO_FEW = (
+    f"No error is pooled over arms, and nothing is bold, with two seeds and fewer than {FEWEST_DF} degrees of freedom (four "
+    "arms): the intervals of the table with p, and of the figure, are paired by seed."
 )
 GAIN = ("diff", "baseline")  # the arms whose difference, halved, is the margin of equivalence
 EFFECT = ("mean", "se", "low", "high", "p", "own_low", "own_high", "n", "p_welch")
@@ -118,6 +122,11 @@ class Pooled:
         models = [at[point] for at in self.models.values() if point in at]
         return [one for model in models for one in model.effects.values() if one.kind == kind]
 
+    def drawn(self, metric: str) -> list[Difference]:
+        """Every arm less its reference, with the interval of `tables`: the model's, or the paired one where there is none."""
+        effects = {one.arm: one for model in self.models.get(metric, {}).values() for one in model.effects.values()}
+        return [effects.get(one.arm, one) for one in self.found.of_metric(metric)]
+
     def pairs_at(self, point: str, kind: str = "") -> list[Difference]:
         return [one for of_metric in self.pairs.values() for one in of_metric if (one.point, one.kind) == (point, kind)]
 
@@ -156,12 +165,16 @@ class Pooled:
         """What a reader of the tables must know, and the parts that are in none of them."""
         kinds = {kind for kind in self.kinds for point in self.points if self.effects(point, kind)}
         shown = {one.part for point in self.points for one in self.pairs_at(point)}
+        seeds = {(arm.point, run.seed) for arm in self.found.arms for run in arm.runs}
+        two = [point for point in self.points if sum(of == point for of, _ in seeds) == 2]
+        few = self.found.differences and any(not self.effects(point) for point in two)
         absent = [f"{name} ({' - '.join(arms)})" for name, arms in self.parts.items() if name not in shown]
         remarks = {
             BOLD: "" in kinds,
             EQUAL_FLOPS.format(reference=self.found.arms[0].arm): FLOPS in kinds,
             AT_EQUAL.format(metric=self.covariate): self.kinds[-1] in kinds,
-            PAIR_NOTE: shown,
+            PAIR_NOTE: shown and not few,
+            TOO_FEW: few,
             f"Without a row, because an arm is missing or has no number for a common seed: {', '.join(absent)}.": absent,
         }
         return [remark for remark, applies in remarks.items() if applies]

@@ -17,6 +17,7 @@ from eval.common import INK, colour, command_of, given_input, run_name, variant
 from eval.report.measured import EVALUATIONS, measured
 from eval.report.statistics import spikes
 from training.run import deciding
+from training.text import text_read
 
 # In a run's folder: its loss or a tensor was not finite, and a repeated run would diverge again.
 DIVERGED = "diverged.json"
@@ -234,7 +235,7 @@ def text_named(run: Run, name: str) -> str | None:
 
 def text_of(run: Run, name: str) -> str:
     """The text of the run's evaluation `name`, in words."""
-    return text_named(run, name) or f"the validation documents of {run.config['data']['name']}"
+    return text_named(run, name) or f"the validation documents of {text_read(run.config['data'])[0]}"
 
 
 def refuse_other_data(runs: list[Run]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from eval.report.differences import contrasts, long_table
 from eval.report.runs import Arm, Run, text_of
 from eval.report.statistics import Difference, mean_sd
+from training.text import text_read
 
 Shown = str | Callable[[float], str]
 THREE = "{:.3f}"
@@ -179,7 +180,7 @@ def trained_on(arms: list[Arm]) -> str:
 def held_out(run: Run) -> str:
     """The text of the validation loss, in words."""
     data = run.config["data"]
-    return "held-out questions" if data["source"] == "mqar" else f"held-out documents of {data['name']}, text alone"
+    return "held-out questions" if data["source"] == "mqar" else f"held-out documents of {text_read(data)[0]}, text alone"
 
 
 # ---------------------------------------- differences

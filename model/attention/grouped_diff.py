@@ -17,7 +17,7 @@ class GroupedDiffConfig(DiffConfig):
     """Options of `grouped_diff`: those of `diff`, whose heads are always double, and the ratio of signal to noise heads."""
 
     heads: str = "double"
-    ratio: Annotated[int, "[1, inf)"] = 4  # signal heads per noise head
+    ratio: Annotated[int, "[1, inf)"] = 2  # signal heads per noise head
 
 
 class GroupedDiffAttention(DiffAttention):

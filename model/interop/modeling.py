@@ -45,11 +45,9 @@ class VariantForCausalLM(PreTrainedModel, GenerationMixin):
     supports_gradient_checkpointing = True
 
     def __init__(self, config: VariantConfig) -> None:
+        config.stack = config.stack | {"tie": config.tie_word_embeddings}  # which users and transformers change
         super().__init__(config)
         self.decoder = Decoder(decoder_config(config.stack))
-        if config.tie_word_embeddings != (tie := self.decoder.cfg.tie):
-            wrong = f"tie_word_embeddings={config.tie_word_embeddings} contradicts tie={tie} in the stack of config.json"
-            raise ValueError(f"{wrong}: leave out tie_word_embeddings")
         if not self.decoder.head.weight.is_meta:  # else from_pretrained loads the weights
             for module in self.modules():
                 module._is_hf_initialized = True
@@ -58,7 +56,9 @@ class VariantForCausalLM(PreTrainedModel, GenerationMixin):
     def _init_weights(self, module: nn.Module) -> None:
         """Called for a module of which a checkpoint lacks weights; transformers has only reserved memory for them."""
         name = next(name for name, one in self.named_modules() if one is module)
-        fix = "save the whole model again, without the _orig_mod of torch.compile in its names"
+        fix = (
+            "leave out tie_word_embeddings, or save the whole model again, without the _orig_mod of torch.compile in its names"
+        )
         raise ValueError(f"the checkpoint lacks weights of {name}: {fix}")
 
     @property

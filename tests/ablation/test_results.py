@@ -138,7 +138,10 @@ def test_several_metrics_can_be_compared(tmp_path: Path) -> None:
     cells = dict(zip(header, row, strict=True))
     assert float(cells["difference (last)"]) == pytest.approx(float(cells["difference (valid)"]), abs=1e-4)
     assert " to -" in cells["95 % (last)"] and cells["p, Holm (last)"] == cells["p, Holm"]
-    assert {path.name for path in draw_ablation(tmp_path / "figures", found, None)} == {"loss.png", "difference.png"}
+    assert {path.name for path in draw_ablation(tmp_path / "figures", Pooled(found, {}, horizons=False), None)} == {
+        "loss.png",
+        "difference.png",
+    }
 
 
 def test_one_seed_gives_a_table_without_claims(tmp_path: Path) -> None:
@@ -158,7 +161,7 @@ def test_a_grid_compares_within_its_points_and_is_fitted(tmp_path: Path) -> None
     assert ratio["high"] < 1  # a lower loss everywhere: fewer parameters for the same
     rows = fit_rows(fits)
     assert [row[0] for row in rows] == ["arm", "baseline", "diff"] and all(len(row) == len(rows[0]) for row in rows)
-    paths = draw_ablation(tmp_path / "figures", found, fits)
+    paths = draw_ablation(tmp_path / "figures", Pooled(found, {}, horizons=False), fits)
     assert {path.name for path in paths} == {"loss.png", "difference.png", "grid_valid.png", "grid_spikes.png"}
     assert all(path.read_bytes().startswith(PNG) for path in paths)
 
@@ -167,7 +170,7 @@ def test_a_partial_grid_with_one_size_has_a_table_without_fits(tmp_path: Path) -
     found = Comparison(make_arms(tmp_path, {"baseline": 0.0, "diff": -0.02}, points=("small",)), METRICS)
     fits = found.fit_sizes("valid")
     assert [row[1:] for row in fit_rows(fits)[1:]] == [["0", "no fit", "", "no fit", ""]] * 2
-    draw_ablation(tmp_path / "figures", found, fits)
+    draw_ablation(tmp_path / "figures", Pooled(found, {}, horizons=False), fits)
 
 
 def test_notes_name_the_longest_training_and_the_tested_comparisons(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@ import hashlib
 import json
 import os
 import random
-import signal
 import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -112,7 +111,10 @@ def test_resume_after_a_kill_at_any_point_is_byte_identical(cfg, tmp_path, monke
 
 
 def test_an_interruption_says_how_to_continue(typed, monkeypatch):
-    monkeypatch.setattr(module, "prepare", lambda *_, **__: signal.raise_signal(signal.SIGINT))
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "prepare", interrupted)
     done = typed("data.prepare", "data=stdlib", "data.dir=nowhere")
     assert done.returncode == 130 and "no shard was finished: run the same command to continue" in done.stderr
 

@@ -146,6 +146,8 @@ def test_what_cannot_be_fitted_has_no_error() -> None:
     two, missing = {1: 4.0, 2: 4.1}, {1: np.nan, 2: np.nan}
     for values in ({"a": {1: 4.0}, "b": {1: 3.9}}, {"a": two}, {"a": two, "b": missing}):
         assert not fit(pd.DataFrame(values)).enough
+    of_two_seeds = {arms: fit(study(dict(zip("abcd"[:arms], range(arms), strict=True)), 2, 0.01, 0.0, 3)) for arms in (3, 4)}
+    assert not of_two_seeds[3].enough and of_two_seeds[4].df == 3
     values = study(THREE, 5, 0.01, 0.0, 3)
     for fixed in ({"a": 0.0, "b": 0.0, "c": 0.0}, {"a": 0.0, "b": 1.0, "c": 0.5}):  # a covariate that no seed moves
         assert not fit(values, pd.DataFrame(fixed, index=values.index)).enough

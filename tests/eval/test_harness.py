@@ -72,6 +72,16 @@ def test_log_likelihoods_are_those_of_the_own_scorer(tokenizer, layers, more):
     )
 
 
+def test_a_continuation_that_merges_with_its_context_is_not_certain(tokenizer, monkeypatch):
+    """Of "the" + " c" + "at" one token, " cat", remains: lm-eval alone scores nothing, with log-probability 0."""
+    model = lm(tokenizer)
+    ids = {"the c": [256, 1, 2], "the cat": [256, 1, 3], "the cow": [256, 1, 4], "the core": [256, 1, 2, 5]}
+    monkeypatch.setattr(model, "tok_encode", lambda text, **_: ids[text])
+    answers = model.loglikelihood(requests(("the c", "at"), ("the c", "ow"), ("the c", "ore")), disable_tqdm=True)
+    wanted = [scored(model.model.decoder, *row) for row in (([256, 1], [3]), ([256, 1], [4]), ([256, 1, 2], [5]))]
+    assert answers == [(pytest.approx(logprob, abs=EXACT), greedy) for logprob, greedy in wanted]
+
+
 @pytest.mark.parametrize("layers", ["b", "d"])
 def test_rolling_log_likelihood_is_the_sum_over_windows(tokenizer, layers):
     model = lm(tokenizer, layers)
@@ -101,6 +111,9 @@ def test_lengths_that_cannot_be_are_refused(tokenizer):
     model = lm(tokenizer)
     with pytest.raises(ValueError, match="exceeds length=24: "):
         model.loglikelihood(requests(("x", "a continuation of more than 24 bytes")))
+    for new in (0, 24):
+        with pytest.raises(ValueError, match="from 1 to 23, or leave the task out"):
+            model.generate_until(requests(("x", {"until": [], "max_gen_toks": new})))
     with pytest.raises(ValueError, match="learned positions: use length=24"):
         lm(tokenizer, length=48, **GPT2)
     with pytest.raises(ValueError, match="is not a folder: give a folder"):
@@ -199,7 +212,7 @@ def test_tasks_are_joined_where_they_were_measured_in_the_same_way(make_run):
 
 
 def test_lm_evals_own_command_on_the_exported_folder_gives_the_same(tasks, monkeypatch, tmp_path, call, remote_code):
-    """The command of docs/interop.md, with add_bos_token=True."""
+    """The command of docs/interop.md, with the setting that it says for each kind of task."""
     import lm_eval.tasks
     from lm_eval.__main__ import cli_evaluate
 
@@ -210,17 +223,20 @@ def test_lm_evals_own_command_on_the_exported_folder_gives_the_same(tasks, monke
     whole = lm_eval.tasks.TaskManager.__init__
     few = lambda self, *a, **o: whole(self, *a, **o | {"include_defaults": False})  # noqa: E731  # thousands of files
     monkeypatch.setattr(lm_eval.tasks.TaskManager, "__init__", few)
-    model = f"pretrained={tmp_path / 'exported'},trust_remote_code=True,add_bos_token=True"
-    words = f"run --model hf --model_args {model} --batch_size 2 --device cpu --tasks local_choice,local_decoding"
-    words += f" --include_path {folder} --output_path {tmp_path / 'o'}"
-    monkeypatch.setattr("sys.argv", ["lm_eval", *words.split()])
-    cli_evaluate()
-    (written,) = (tmp_path / "o").rglob("results_*.json")
-    exported = json.loads(written.read_text())["results"]
-    call(harness, f"run={run}", "tasks=[local_choice,local_decoding]", f"include_path={folder}", "batch=2")
+    exported = {}
+    for names, add in (("local_choice,local_decoding", True), ("local_rolling", False)):
+        model = f"pretrained={tmp_path / 'exported'},trust_remote_code=True,add_bos_token={add}"
+        words = f"run --model hf --model_args {model} --batch_size 2 --device cpu --tasks {names}"
+        words += f" --include_path {folder} --output_path {tmp_path / names}"
+        monkeypatch.setattr("sys.argv", ["lm_eval", *words.split()])
+        cli_evaluate()
+        (written,) = (tmp_path / names).rglob("results_*.json")
+        exported |= json.loads(written.read_text())["results"]
+    call(harness, f"run={run}", "tasks=[local_choice,local_decoding,local_rolling]", f"include_path={folder}", "batch=2")
     ours = json.loads((run / "eval" / "harness.json").read_text())["results"]["tasks"]
     assert exported["local_choice"]["acc,none"] == ours["local_choice"]["acc"]
     assert exported["local_decoding"]["exact_match,none"] == ours["local_decoding"]["exact_match"] == pytest.approx(1 / 3)
+    assert exported["local_rolling"]["bits_per_byte,none"] == pytest.approx(ours["local_rolling"]["bits_per_byte"], rel=1e-6)
 
 
 def test_bars_have_the_error_of_their_filter_or_none():

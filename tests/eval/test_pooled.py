@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 from scipy import stats
 
+from ablation.results import draw_ablation
 from eval.report.grid import Comparison
-from eval.report.pooled import PAIR_NOTE, Pooled, profile
+from eval.report.pooled import PAIR_NOTE, TOO_FEW, Pooled, profile
 from eval.report.runs import Arm
 from eval.report.statistics import holm, p_text, paired
 from tests.ablation.test_results import METRICS, make_arms
@@ -190,6 +191,21 @@ def test_parts_are_equivalent_within_half_of_v1s_gain(arms: list[Arm]) -> None:
     assert inside.p_equal == pytest.approx(max(both_sides))
     arms[1].arm = "other"
     assert pairs_of(arms[:3], parts).pairs["valid"][0].p_equal is None
+
+
+@pytest.mark.parametrize(("seeds", "pooled"), ((2, False), (3, True)))
+def test_table_and_figure_have_one_interval(seeds: int, pooled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two seeds of three arms have paired intervals and nothing bold, and the table says so; three seeds have the model's."""
+    found = Comparison(make_arms(tmp_path, TRUTH, seeds=seeds), METRICS)
+    one = Pooled(found, {"subtraction": PAIRS["subtraction"]}, horizons=False)
+    drawn: dict = {}
+    monkeypatch.setattr("ablation.results.draw_differences", lambda path, arms, panels: drawn.update(panels))
+    draw_ablation(tmp_path / "figures", one, None)
+    tables = "\n".join(one.tables(""))
+    assert ("**" in tables, TOO_FEW in one.remarks(), PAIR_NOTE in one.remarks()) == (pooled, not pooled, pooled)
+    for difference in drawn["valid"]:
+        shown = f"({difference.low:+.4f} to {difference.high:+.4f})"
+        assert shown in tables if pooled else shown[1:-1] in " ".join(map(" ".join, found.lines()))
 
 
 def test_a_pair_without_both_arms_is_named(arms: list[Arm]) -> None:

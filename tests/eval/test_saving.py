@@ -6,19 +6,21 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
+import train  # noqa: F401  # registers its schema
 from configs.files import write_json
 from eval import attention_noise, common, icl, needle, outliers, perplexity, quantization
 from eval.common import claim_result, command_of, mean_se, plus_minus, result_name, say
-from eval.model_card import text_of
+from eval.model_card import text_of, training_command
 from eval.needle import NeedleConfig
 from eval.report import __main__ as report
 from eval.report.runs import read_run
 from eval.report.runs import text_of as text_of_result
+from eval.report.tables import held_out
 from training import checkpoint
 from training.saver import save
 
@@ -90,12 +92,20 @@ def test_the_home_folder_is_known_in_every_path(make_run, call, tmp_path, monkey
     assert [cfg.run, cfg.examples, cfg.test, cfg.out] == [f"{tmp_path}/{name}" for name in "abcd"]
 
 
-def test_the_card_names_the_text_of_the_shards(tmp_path: Path) -> None:
+def test_the_card_and_the_report_name_the_text_of_the_shards(tmp_path: Path) -> None:
     asked = {"name": "stdlib", "source": "stdlib", "dir": str(tmp_path)}
     assert text_of(asked) == "stdlib (source stdlib)"
     made = {"name": "books", "source": "text", "tokenizer": {"fingerprint": "00"}, "splits": {}}
+    made["request"] = {"source": "text", "tokenizer.name": "bytes"}
+    run = SimpleNamespace(config={"data": asked}, evals={"perplexity": {"results": {}}})
     write_json(tmp_path / "meta.json", made)
     assert text_of(asked) == "books (source text)"
+    assert held_out(run) == "held-out documents of books, text alone"
+    assert text_of_result(run, "perplexity") == "the validation documents of books"
+    assert "data.tokenizer.name=bytes" in training_command({"model": {}, "data": asked | {"tokenizer": {"name": "gpt2"}}})
+    (tmp_path / "meta.json").unlink()
+    (tmp_path / "fineweb_train_000001.bin").touch()
+    assert text_of(asked) == f"{tmp_path.name} (source shards of another project)"
 
 
 def test_a_given_text_never_replaces_another_result(make_run, call, refused, tmp_path, shards) -> None:

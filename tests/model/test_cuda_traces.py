@@ -76,9 +76,12 @@ def trace(name: str, backend: str, mask: str, card: tuple[int, int]) -> list[dic
                 assert compiled(tokens, tokens, **given).device.type == "cuda"
     assert len(graphs) == len(LENGTHS), f"{len(graphs)} graphs for {len(LENGTHS)} lengths"
     found = []
-    for graph in graphs:  # checkpointed layers are graphs inside the graph
-        parts = [part for part in graph.modules() if isinstance(part, torch.fx.GraphModule)] if again else [graph]
-        found.append(dict(Counter(filter(None, (kernel(node) for part in parts for node in part.graph.nodes)))))
+    for graph in graphs:  # checkpointed layers, and rows of a variant's own map, are graphs inside the graph
+        inside = [part for part in graph.modules() if isinstance(part, torch.fx.GraphModule)]
+        counts = [
+            Counter(filter(None, (kernel(node) for part in parts for node in part.graph.nodes))) for parts in ([graph], inside)
+        ]
+        found.append(dict(counts[1] if again or not counts[0] else counts[0]))
     return found
 
 
@@ -128,7 +131,10 @@ def test_one_graph_at_two_lengths(case: tuple, traced: dict[str, list[dict[str, 
         pytest.skip("the fused kernel needs the package triton")
     found = traced[json.dumps(case)]
     assert isinstance(found, list), found
-    assert found[0] == found[1]
+    if set(found[0]) == {"math"}:  # a map of the variant's own, in parts of ROWS queries
+        assert set(found[1]) == {"math"}
+    else:
+        assert found[0] == found[1]
     want = wanted(*case)
     assert want is None or found[0] == want
     if backend == "auto" and mask != "causal":

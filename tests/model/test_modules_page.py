@@ -5,6 +5,9 @@ import re
 import sys
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 
 from tests.conftest import ROOT
 
@@ -22,6 +25,16 @@ def test_the_blocks_of_the_page_run_one_after_another(monkeypatch: pytest.Monkey
     names: dict = {}
     for block in blocks:
         exec(block, names)
-    assert len(blocks) == 7 and names["patches"].shape == (2, 197, 192) and names["y"].shape == (2, 10, 512)
+    assert len(blocks) == 8 and names["patches"].shape == (2, 197, 192) and names["y"].shape == (2, 10, 512)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = dist.init_device_mesh("cpu", (1,))
+        module, other = (package.IntrospectiveAttention(d_model=64, n_head=4) for _ in range(2))
+        with pytest.raises(ValueError, match="scalar"):
+            fully_shard(other, mesh=mesh)
+        names["shard"](module, mesh)(torch.randn(2, 5, 64)).sum().backward()
+        assert module.alpha.grad is not None and module.alpha.shape == ()
+    finally:
+        dist.destroy_process_group()
     for name in [name for name in sys.modules if name.startswith("attention_noise.")]:
         monkeypatch.delitem(sys.modules, name)

@@ -156,8 +156,17 @@ def test_what_the_exported_code_cannot_do_is_said() -> None:
         generated(wrapped, x, cache_implementation="static")
 
 
+def test_tie_word_embeddings_alone_says_whether_weights_are_tied(folder: Path, tmp_path: Path) -> None:
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True, tie_word_embeddings=False)
+    untied = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=True).eval()
+    torch.nn.init.normal_(untied.get_output_embeddings().weight)
+    untied.save_pretrained(tmp_path / "untied")
+    ours = loaded(tmp_path / "untied")
+    assert apart(untied, ours, vocab=50) < EXACT and apart(load(tmp_path / "untied").eval(), ours, vocab=50) < EXACT
+
+
 def test_weights_that_a_folder_lacks_are_no_random_numbers(folder: Path) -> None:
-    with pytest.raises(ValueError, match="contradicts tie=True in the stack"):
+    with pytest.raises(ValueError, match="lacks weights of decoder.head: leave out tie_word_embeddings"):
         load(folder, tie_word_embeddings=False)
     weights = load_file(folder / "model.safetensors")
     compiled = {name.replace("decoder.", "decoder._orig_mod."): tensor for name, tensor in weights.items()}

@@ -24,7 +24,7 @@ from tests.variants import NATIVE, VARIANTS, config, randomized
 
 ATTENTIONS = [name for name, options in VARIANTS.items() if name != "gpt2" and len(options["layers"]) == 1]
 FEWEST = {"diff": 2, "diff_biased": 2, "diff_own_scale": 2, "diff_plain": 2, "dint": 2, "gated_diff": 2, "integral": 2}
-FEWEST |= {"shared_diff": 2, "grouped_diff": 4}  # key heads of variants that pair or share them
+FEWEST |= {"shared_diff": 2, "grouped_diff": 2}  # key heads of variants that pair or share them
 BACKENDS = ("math", "sdpa", *NATIVE)
 
 
@@ -305,12 +305,12 @@ def test_variants_share_the_weights_both_have() -> None:
 @pytest.mark.parametrize("name", [name for name in VARIANTS])
 def test_every_parameter_learns(name: str) -> None:
     """No parameter is dead after one step (memory projections start at zero, but their gradient does not)."""
-    model = Decoder(config(name))
+    model = Decoder(config(name)).double()
     x = torch.randint(0, 50, (4, 32))
     model(x, x.roll(-1, 1)).backward()
     largest = max(p.grad.abs().max() for p in model.parameters())
     for key, p in model.named_parameters():
-        assert p.grad.abs().max() > 1e-6 * largest, key  # above what rounding leaves of a gradient of zero
+        assert p.grad.abs().max() > 1e-9 * largest, key  # above what rounding leaves of a gradient of zero
 
 
 def test_greedy_generation_does_not_need_the_cache() -> None:
@@ -339,7 +339,7 @@ def test_letters_tile_over_the_depth() -> None:
         ({"n_kv_head": 3}, "use model.n_kv_head="),
         ({"n_kv_head": 1, "layers": "d"}, "use model.n_kv_head=2"),
         ({"n_head": 6, "n_kv_head": 3, "d_model": 48, "layers": "d"}, "use model.n_kv_head=2"),  # 4 does not divide 6
-        ({"layers": "bx"}, "unknown letters x"),
+        ({"layers": "b?"}, "unknown letters"),
         ({"layers": ""}, "model.layers= is empty: give it a value"),
         ({"norm": "batchnorm"}, "use one of rmsnorm, layernorm"),
         ({"match": "time"}, "use one of params, flops, none"),

@@ -12,7 +12,7 @@ from bench.attention import AttentionArm
 from bench.decoding import Decoding
 from bench.models import BenchConfig
 from bench.timing import Row, paired_ratios, table
-from model.attention import backends, diff
+from model.attention import backends, diff, sdpa
 from model.config import DecoderConfig
 from scripts import bench
 from tests.conftest import Typed
@@ -145,8 +145,8 @@ def test_a_missing_backward_leaves_the_forward(monkeypatch: pytest.MonkeyPatch, 
             raise ValueError("no backward here")
         return original(*given, **options)
 
-    original = backends.sdpa
-    monkeypatch.setattr(backends, "sdpa", forward_only)
+    original = sdpa.sdpa
+    monkeypatch.setattr(sdpa, "sdpa", forward_only)
     rows = attention.attention(tiny("attention", variants=["baseline"], lengths=[8], backends=["sdpa"]), CPU)
     assert set(rows[0].seconds) == {"op forward", "module forward"}
     assert "op forward+backward, module forward+backward not measured: no backward here" in table(rows)

@@ -18,7 +18,7 @@ from eval.perplexity import cut_windows, evaluate
 from scripts import convert
 from tests.conftest import assert_one_line_error, run_command, train_arguments
 from training.checkpoint import load_run
-from training.run import refuse_other_tokenizer
+from training.text import refuse_other_tokenizer
 
 SCRIPT = "scripts/convert.py"
 

@@ -3,6 +3,7 @@
 import os
 import shutil
 import threading
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf, open_dict
 
 import train  # noqa: F401  # registers its schema
-from configs import CONFIG_DIR
+from configs import CONFIG_DIR, check_ranges
 from configs.files import read_run_config
 from model.config import DecoderConfig
 from tests.conftest import Typed, assert_one_line_error, train_arguments
@@ -26,7 +27,7 @@ from training.checkpoint import checkpoints, read_state
 from training.distributed import World
 from training.optim import OptimConfig, decay_start, lr_factor
 from training.parallel import compile_problem, compiles
-from training.run import Run, TrainConfig, check_config, default_run_dir, goes_on_longer, refuse_other_config
+from training.run import Run, TrainConfig, check_config, default_run_dir, goes_on_longer, refuse_other_config, take_architecture
 
 WSD = (
     "optim.schedule=wsd", "optim.decay=0.2", "optim=muon", "model=diff", "monitor.every=5", "eval_every=4", "outlier_z=7",
@@ -197,6 +198,52 @@ def test_names_say_what_was_overridden_and_no_two_runs_share_one() -> None:
     assert name("experiment=shakespeare_cpu", "size=micro") == "runs/shakespeare_cpu-baseline-micro-s1"
     long = name(*(f"model.diff.lambda_init={i}" for i in range(30)))
     assert len(long) < 160 and long.endswith("-s1")
+
+
+def test_names_of_folders_have_at_most_255_bytes() -> None:
+    assert len(name(f"data.name='{40 * '中'}'", f"data.path='{60 * '中'}'").encode()) < 255
+
+
+def test_a_sweep_names_what_is_swept_in_the_folder_of_the_sweep(tmp_path: Path, typed: Typed, monkeypatch) -> None:
+    folders = []
+    monkeypatch.setattr(train, "check_config", lambda cfg, *_: folders.append(default_run_dir(cfg)))
+    monkeypatch.setattr(train, "train", lambda *_: 0.0)
+    sweep = ("-m", "size=nano", "steps=1", "optim.lr=1e-3,1e-2", "seed=1,2")
+    done = typed("train.py", *sweep, f"hydra.sweep.dir={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    assert folders == [tmp_path / f"baseline-lr{lr}-s{seed}" for lr in (0.001, 0.01) for seed in (1, 2)]
+    typed("train.py", *sweep, f"runs={tmp_path / 'b'}", f"hydra.sweep.dir={tmp_path}")
+    assert folders[-1] == tmp_path / "baseline-lr0.01-s2"
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    (
+        ({"run_dir": "."}, r"run_dir=\. is not a folder for one run alone: use run_dir=runs/NAME"),
+        ({"run_dir": ".."}, "is not a folder for one run alone"),
+        ({"batch_tokens": 2**62}, "batch_tokens=4611686018427387904 is out of range"),
+    ),
+)
+def test_a_run_that_can_only_go_wrong_is_refused(values: dict, says: str) -> None:
+    cfg = TrainConfig(model=DecoderConfig(context=64), **values)
+    with pytest.raises(ValueError, match=says):
+        check_ranges(cfg)
+        check_config(cfg, World(0, 1, torch.device("cpu")))
+
+
+def test_a_run_with_init_from_takes_the_architecture_that_is_not_given(tmp_path: Path) -> None:
+    source = TrainConfig(model=DecoderConfig(n_layer=3, context=64, layers="d", backend="math"), seed=1)
+    source.model.diff.head_norm = "none"
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(asdict(source)))
+    cfg = TrainConfig(init_from=str(tmp_path), model=DecoderConfig(context=128))
+    cfg.model.diff.lambda_warmup = 7
+    take_architecture(cfg, ["model.context=128", "model.diff.lambda_warmup=7", "seed=2"])
+    model = cfg.model
+    assert (model.n_layer, model.layers, model.context, model.backend) == (3, "d", 128, DecoderConfig().backend)
+    assert (model.diff.head_norm, model.diff.lambda_warmup) == ("none", 7)
+    chosen = TrainConfig(init_from=str(tmp_path))
+    take_architecture(chosen, ["model=baseline"])
+    assert chosen.model == DecoderConfig()
 
 
 def test_no_experiment_gives_all_of_its_runs_one_folder() -> None:
