@@ -96,9 +96,8 @@ def train(cfg: TrainConfig, world: World, cleanup: ExitStack) -> float:
     # last step is followed by a turn without training. A reading stands before the checkpoint of its step, so that a resume
     # from the checkpoint does not repeat it.
     step = run.first
-    watch = Stopwatch(
-        run.log.seconds_before if run.log else 0.0, step
-    )  # training time only: paused while the model is read and saved
+    # Training time only: paused while the model is read and saved.
+    watch = Stopwatch(run.log.seconds_before if run.log else 0.0, step)
     if step == 0:
         model.set_step(0)  # so that the reading at step 0 shows the first value of a lambda with a warm-up
 

@@ -22,11 +22,8 @@ class Maps:
         self.layers: list[Tensor] = []
         self.pairs: list[tuple[Tensor, Tensor] | None] = []
         self.apart = apart
-        self._layer, self._tokens, self._joins = (
-            "",
-            0,
-            False,
-        )  # the attention that runs now, and the tokens that it sees, cached ones included
+        # Of the attention that runs now: its name, the tokens that it sees, cached ones included, and its `joins_calls`.
+        self._layer, self._tokens, self._joins = "", 0, False
         self._calls: list[Tensor] = []
         self._pair: tuple[Tensor, Tensor] | None = None
 
