@@ -44,14 +44,6 @@ DIGESTED_AT_ONCE = 2**22  # tokens of a text whose digest is computed: 32 MB
 # The modules of eval/ that evaluate one run: python -m eval.NAME run=runs/NAME
 OF_A_RUN = ("attention_noise", "harness", "icl", "mqar", "needle", "outliers", "perplexity", "quantization")
 INPUTS = ("text", "shards", "examples", "test", "file")  # settings that name something else to measure on
-PATHS = (*INPUTS, "run", "out", "ablation", "include_path")
-
-
-def expand_home(cfg: Any) -> None:
-    """Write the home folder for a `~` at the beginning of the configuration's paths."""
-    for key in PATHS:
-        if value := getattr(cfg, key, None):
-            setattr(cfg, key, os.path.expanduser(value))
 
 
 @dataclass
@@ -63,8 +55,6 @@ class EvalConfig:
     batch: Annotated[int, "[1, inf)"] = 32
     out: str | None = None  # folder that gets eval/ and figures/ with the result; None: the run's
 
-    __post_init__ = expand_home
-
 
 @dataclass
 class AblationEvalConfig:
@@ -72,8 +62,6 @@ class AblationEvalConfig:
 
     ablation: str = MISSING
     out: str | None = None
-
-    __post_init__ = expand_home
 
 
 @dataclass
@@ -90,7 +78,7 @@ def open_run(cfg: EvalConfig, task: bool = False) -> LoadedRun:
 
     task: also runs of data=mqar, whose tokens are no text. ValueError for such a run where text is read.
     """
-    run = load_run(Path(cfg.run).expanduser(), device=pick_device(cfg.device))
+    run = load_run(cfg.run, device=pick_device(cfg.device))
     if not task and read_run_config(run.path)["data"].get("source") == "mqar":  # ValueError without data
         raise ValueError(f"{run.path} was trained on data=mqar, which has no text: use eval.mqar")
     return run

@@ -40,7 +40,7 @@ def described(folder: Path) -> list[str]:
 @command("runs", RunsConfig)
 def main(cfg: RunsConfig) -> None:
     given = [str(root) for root in (cfg.runs if isinstance(cfg.runs, list) else [cfg.runs])]
-    roots = [Path(root).expanduser() for root in given]
+    roots = [Path(root) for root in given]
     if missing := [root for text, root in zip(given, roots, strict=True) if not text or not root.is_dir()]:
         raise ValueError(f"there is no folder {missing[0]}: give runs= a folder of runs (python train.py makes runs/)")
     folders = {path.parent for root in roots for path in root.rglob("config.yaml")}

@@ -10,7 +10,6 @@ those that a run lacks. Beside the page the command writes its figures (figures/
 
 import glob
 import html
-import os
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -88,7 +87,7 @@ def run_folders(given: list[Any]) -> list[str]:
     """The run folders: what globs match, and the runs in a folder of runs, baselines first. A folder that is none stays."""
     folders = []
     for name in map(str, given):
-        matches = [Path(name)] if Path(name).exists() else map(Path, glob.glob(os.path.expanduser(name)))
+        matches = [Path(name)] if Path(name).exists() else map(Path, glob.glob(name))
         runs = {run for match in matches for run in (match, *match.glob("*")) if (run / "config.yaml").is_file()}
         folders += sorted(map(str, runs), key=lambda run: ("baseline" not in Path(run).name, run)) or [name]
     return folders

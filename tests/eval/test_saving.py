@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import train  # noqa: F401  # registers its schema
+from configs import with_home
 from configs.files import write_json
 from eval import attention_noise, common, icl, needle, outliers, perplexity, quantization
 from eval.common import claim_result, command_of, mean_se, plus_minus, result_name, say
@@ -88,8 +89,8 @@ def test_the_home_folder_is_known_in_every_path(make_run, call, tmp_path, monkey
     book(tmp_path / "book.txt")
     call(perplexity, "run='~/runs/a'", "text='~/book.txt'", "tokens=160", "out='~/out'")
     assert (tmp_path / "out" / "eval" / "perplexity_book.json").is_file() and not (run / "eval").exists()
-    cfg = icl.IclConfig(run="~/a", examples="~/b", test="~/c", out="~/d")
-    assert [cfg.run, cfg.examples, cfg.test, cfg.out] == [f"{tmp_path}/{name}" for name in "abcd"]
+    options = ("run=~/a", "examples='~/b'", "runs=[~/c,~/d]")
+    assert [with_home(option) for option in options] == [option.replace("~", str(tmp_path)) for option in options]
 
 
 def test_the_card_and_the_report_name_the_text_of_the_shards(tmp_path: Path) -> None:
