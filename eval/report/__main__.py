@@ -61,7 +61,7 @@ def main(cfg: ReportConfig) -> None:
     ablation = read_ablation(Path(cfg.ablation)) if cfg.ablation else None
     runs = read_runs(run_folders(cfg.runs if isinstance(cfg.runs, list) else [cfg.runs]))
     arms = shortened(arms_of(runs))
-    check_writable(out.parent / "figures")
+    make_folder(out.parent / "figures")
     rows, parts, remarks = headline_table(arms), sections(arms), notes(runs, arms)
     less_first = differences(arms, [*rows, *(row for part in parts for row in part.rows)])
     content = Content(arms, rows, verdicts(arms, less_first), less_first, [], parts, remarks, ablation=ablation)
@@ -102,7 +102,7 @@ def shortened(arms: list[Arm]) -> list[Arm]:
     return arms
 
 
-def check_writable(folder: Path) -> None:
+def make_folder(folder: Path) -> None:
     """Make the folder. ValueError if files cannot be written there."""
     try:
         folder.mkdir(parents=True, exist_ok=True)

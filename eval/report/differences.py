@@ -202,7 +202,7 @@ def _reml(y: np.ndarray, design: np.ndarray, block: np.ndarray) -> tuple[np.ndar
     """Estimates, their covariance, the error's variance s_e^2, and the ratio s_b^2 / s_e^2 of highest restricted likelihood.
 
     The ratio is 0 or one of a logarithmic grid with steps of 6 %, for all R of which everything is computed at once. Between
-    two of them the error moves by at most 0.84 to 1.04 %, depending on the table (232 tables).
+    two of them the error moves by about 1 % at most (docs/METHODS.md, 8.3).
     """
     ratios = np.array([0.0, *np.geomspace(1e-4, 1e8, 481)])
     spread = ratios[:, None] * block.sum(axis=0)  # (R, seeds): the ratio times the seed's runs
