@@ -132,7 +132,8 @@ class Saver:
 
 
 def save(run_dir: Path, step: int, model: Decoder, optimizers: list[torch.optim.Optimizer]) -> Path:
-    """Write a checkpoint from a single process, delete none, and return its folder. See `Saver`."""
+    """Make `run_dir` where it is not there, write a checkpoint from a single process and return its folder. See `Saver`."""
+    run_dir.mkdir(parents=True, exist_ok=True)
     Saver(run_dir, CheckpointConfig(keep=0), model, optimizers, World(0, 1, torch.device("cpu"))).save(step)
     return of_step(run_dir, step)
 
