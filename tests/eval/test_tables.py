@@ -101,8 +101,8 @@ def test_small_helpers():
 def test_the_text_of_an_evaluation_in_words(make_run):
     run = read_run(make_run("one"))
     for config, results, said in (
-        ({}, {"loss": 3.5}, "the validation documents of made-up"),
-        ({"text": None}, {"text": "shards"}, "the validation documents of made-up"),  # of an older version
+        ({}, {"loss": 3.5}, "the validation documents of shards"),  # by the folder that data.dir= names
+        ({"text": None}, {"text": "shards"}, "the validation documents of shards"),  # of an older version
         ({"text": "/there/essays.txt"}, {"text": "essays.txt"}, "essays.txt"),
     ):
         run.evals["perplexity"] = {"results": results, "config": config}
