@@ -28,6 +28,18 @@ def test_readme_is_short_and_its_first_screen_has_what_a_stranger_needs() -> Non
     assert all(part in first for part in ("?", "make quickstart", "make test", "<img "))
 
 
+def test_the_pages_are_short() -> None:
+    """25,000 words in README.md and docs/*.md, of them so many in the long ones; a bar of a table is no word."""
+    words = {
+        name: sum(any(map(str.isalnum, word)) for word in text.split())
+        for name, text in DOCUMENTS.items()
+        if name.count("/") < 2 and name != "CONTRIBUTING.md"
+    }
+    assert len(words) > 10 and sum(words.values()) <= 25_000, words
+    for name, most in {"METHODS": 7500, "PERFORMANCE": 2500, "LOG": 3500}.items():
+        assert words[f"docs/{name}.md"] <= most
+
+
 def test_results_are_short() -> None:
     """An index of 3,500 words and a page of 600 a study, in short paragraphs and cells."""
     pages = {name: text for name, text in DOCUMENTS.items() if name.startswith("docs/results/") or name == "docs/RESULTS.md"}
