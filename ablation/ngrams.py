@@ -37,9 +37,9 @@ class NgramsConfig(AblationEvalConfig):
     text: str | None = None  # test text; None: the validation shards
     metrics: list[str] = field(default_factory=lambda: ["books", "AR-Hit"])  # of the study on this text: loss, recalled tokens
     tokens: list[int] = field(default_factory=list)  # training tokens; []: those of the study's points
-    orders: list[int] = field(default_factory=lambda: [3, 4, 5])
-    context: Annotated[int, "[2, inf)"] = 256
-    test_tokens: Annotated[int, "[1, inf)"] = 524_288
+    orders: list[int] = field(default_factory=lambda: [3, 4, 5])  # n
+    context: Annotated[int, "[2, inf)"] = 256  # tokens per window, as the study's model.context
+    test_tokens: Annotated[int, "[1, inf)"] = 524_288  # largest number of tokens to test on, as the study's text_tokens
     seed: int = 1  # of the order of the training windows
 
 
