@@ -1,5 +1,3 @@
-"""Softmax attention that subtracts a learned projection of each head's output from it: no second map."""
-
 from dataclasses import dataclass
 from typing import Annotated
 

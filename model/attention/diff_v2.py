@@ -1,5 +1,3 @@
-"""Differential attention, version 2: twice the query heads over the baseline's keys and values."""
-
 from dataclasses import dataclass
 
 import torch
@@ -12,12 +10,11 @@ from .mask import Mask
 
 @dataclass
 class DiffV2Config:
-    """Options of `diff_v2`. lambda_bias: first value of a learned bias of lambda's logits; None, as published: no bias.
+    """Options of `diff_v2`."""
 
-    With a negative number the subtraction is small at the start: sigmoid(-4) = 0.018.
-    """
-
-    lambda_bias: float | None = None
+    lambda_bias: float | None = (
+        None  # first value of a bias of lambda's logits: -4 subtracts little; None, as published: no bias
+    )
 
 
 class DiffV2Attention(Attention):

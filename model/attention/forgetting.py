@@ -1,5 +1,3 @@
-"""Softmax attention that forgets: a gate per token and head lowers the scores of all earlier keys."""
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -17,7 +15,7 @@ class ForgettingAttention(Attention):
 
     name = "forgetting"
     undecayed = ("forget",)
-    no_context = "forgetting takes no context, whose tokens have no gates"
+    takes_context = False
     colours = {"forgetting": "#661100"}
 
     def make_parameters(self, cfg: AttentionConfig, layer: int) -> None:

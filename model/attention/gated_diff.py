@@ -1,5 +1,3 @@
-"""Differential attention whose two maps are weighed by a gate per token and head."""
-
 from torch import Tensor, nn
 
 from ..layers import RMSNorm

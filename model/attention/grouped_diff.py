@@ -1,5 +1,3 @@
-"""Differential attention in which several heads share one noise map."""
-
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -7,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from .backends import attend_diff
-from .base import AttentionConfig, Heads, nearest_divisor
+from .base import AttentionConfig, Heads, check_divisor
 from .diff import DiffAttention, DiffConfig
 from .mask import Mask
 
@@ -33,11 +31,7 @@ class GroupedDiffAttention(DiffAttention):
     colours = {"grouped_diff": "#CC6677"}
 
     def head_shape(self, cfg: AttentionConfig) -> Heads:
-        ratio = self.options.ratio
-        for name, count in (("n_head", cfg.n_head), ("n_kv_head", cfg.n_kv_head)):
-            if count % ratio:
-                wrong = f"model.grouped_diff.ratio={ratio} does not divide model.{name}={count}"
-                raise ValueError(f"{wrong}: use model.grouped_diff.ratio={nearest_divisor(cfg.n_kv_head, ratio)}")
+        check_divisor("ratio", self.options.ratio, "n_kv_head", cfg.n_kv_head)
         return super().head_shape(cfg)
 
     def make_projections(self, cfg: AttentionConfig) -> None:

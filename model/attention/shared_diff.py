@@ -1,5 +1,3 @@
-"""Differential attention whose two maps share most of their queries and keys."""
-
 from dataclasses import dataclass
 from typing import Annotated
 
