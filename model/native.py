@@ -83,10 +83,7 @@ def _fingerprint(source: Path, compiler: str) -> str:
 
 
 def operator(name: str, signature: str, run: Callable, empty: Callable, on: str = "cpu") -> Callable:
-    """Define a torch operator NAMESPACE::NAME, which torch.compile and torch.export call without looking inside.
-
-    empty: makes the outputs of `run` without computing them. on: the devices of `run`, cpu, or default for all.
-    """
+    """Define a torch operator NAMESPACE::NAME. empty: makes the outputs of `run` without computing them."""
     torch.library.define(name, signature)
     torch.library.impl(name, on, run)
     torch.library.register_fake(name, empty)

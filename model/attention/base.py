@@ -80,10 +80,9 @@ class Attention(nn.Module):
     """Multi-head softmax attention (Vaswani et al., arXiv 1706.03762) with grouped key/value heads.
 
     `DiffAttention(d_model=512, n_head=16, layer=3)` builds one module: keywords set fields of AttentionConfig and of the
-    variant's `Options`. A decoder passes `cfg` instead, whose fields keywords override; a DecoderConfig holds the variant's
-    options in the field that is called like the variant (cfg.diff). layer: index of the layer, from 0. seed: of the initial
-    weights; if it is None or the device is meta, the caller sets the weights (`to_empty`, then `reset_parameters`).
-    ValueError names the option to correct.
+    variant's `Options`. A decoder passes `cfg` instead, whose fields keywords override, with the variant's options in the field
+    called like the variant (cfg.diff). layer: from 0. seed: of the initial weights; if it is None or the device is meta, the
+    caller sets the weights (`to_empty`, then `reset_parameters`).
     """
 
     name: ClassVar[str]  # NAME of configs/model/NAME.yaml, and name of the variant's option group in DecoderConfig

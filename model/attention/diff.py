@@ -15,12 +15,11 @@ from .mask import Mask
 class DiffConfig:
     """Options of `diff`; the defaults are the paper's.
 
-    heads: half (n_head / 2 heads with values twice as wide) or double (n_head heads with the baseline's values and
-    twice its queries and keys, as in converted models). head_norm: an RMSNorm over each head's output, with a weight (affine)
-    or without (plain), a layernorm, or none; in Python also a factory, head_norm=lambda width: module.
+    head_norm: an RMSNorm over each head's output, with a weight (affine) or without (plain), a layernorm, or none; in Python
+    also a factory, head_norm=lambda width: module.
     """
 
-    heads: str = "half"  # half | double
+    heads: str = "half"  # half (n_head / 2 heads, values twice as wide) | double (n_head heads, twice the queries and keys)
     lambda_form: str = "vectors"  # vectors | dual_scalar (timm's exp(a) - exp(b) + lambda_init) | fixed (lambda_init itself)
     lambda_init: float | None = None  # one constant for all layers; None: the paper's schedule over depth
     lambda_warmup: Annotated[int, "[0, inf)"] = 0  # steps over which lambda grows from 0 to its value

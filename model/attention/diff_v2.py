@@ -20,8 +20,7 @@ class DiffV2Config:
 class DiffV2Attention(Attention):
     """attn[2i] - sigmoid(x W)[i] attn[2i + 1] per token and head i (microsoft/unilm, Diff-Transformer-V2, January 2026).
 
-    2 n_head query heads of width d over n_kv_head key and value heads. The two maps of a head are adjacent query heads, so
-    they share one key and one value head; there is no head norm and no lambda_init.
+    2 n_head query heads; the two maps of a head are adjacent ones, which share one key and one value head. No head norm.
     """
 
     name = "diff_v2"

@@ -10,7 +10,7 @@ from .mask import Mask
 class ForgettingAttention(Attention):
     """softmax(Q K' / sqrt d + D) V, D_ts the sum of log f_u over s < u <= t, f = sigmoid(x W + b) per head.
 
-    Lin et al., Forgetting Transformer, arXiv 2503.02130, equations 4 to 6. Their models have no RoPE: `model.position=none`.
+    Lin et al., arXiv 2503.02130, equations 4 to 6. Their models have no RoPE: position=none.
     """
 
     name = "forgetting"

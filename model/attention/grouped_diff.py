@@ -19,11 +19,7 @@ class GroupedDiffConfig(DiffConfig):
 
 
 class GroupedDiffAttention(DiffAttention):
-    """(softmax(Q1 K1' / sqrt d) - lam softmax(Q2 K2' / sqrt d)) V; `ratio` heads share Q2 and K2 (Lim et al., 2510.06949).
-
-    n_head signal heads with the baseline's queries, keys and values, and n_head / ratio noise heads with queries and keys. With
-    ratio=1 it is `diff` with heads=double. lambda and the norm per head are V1's.
-    """
+    """`diff` with heads=double, in which `ratio` heads share one noise map, Q2 and K2 (Lim et al., arXiv 2510.06949)."""
 
     name = "grouped_diff"
     Options = GroupedDiffConfig
@@ -45,6 +41,6 @@ class GroupedDiffAttention(DiffAttention):
         return attend_diff(q, k, v, self.lam(), mask, self.backend, self.dropout_now)
 
     def _pairs(self, x: Tensor, signals: int) -> Tensor:
-        """Signal heads, each beside its noise head: (B, signals, 2, T, d) from (B, signals + signals / ratio, T, d)."""
+        """Signal heads, each beside its noise head: (B, signals, 2, T, d)."""
         noise = x[:, signals:].repeat_interleave(self.options.ratio, dim=1)
         return torch.stack((x[:, :signals], noise), dim=2)

@@ -11,10 +11,8 @@ from torch import Tensor, nn
 class Maps:
     """What a probe records: `layers[i]` is the signed attention map of layer i, (B, heads, R, S) float32.
 
-    A row of a softmax head sums to 1, a row of a differential head to 1 - lambda (`Attention.row_sums`). If a layer calls
-    attention several times (introspective paths), the heads of all calls are joined in order. With apart=True, `pairs[i]`
-    holds the two maps of a differential layer as (first, second), each of that shape; otherwise, and for all other layers,
-    `pairs[i]` is None.
+    If a layer calls attention several times (introspective paths), the heads of all calls are joined in order. `pairs[i]`:
+    the two maps of a differential layer, (first, second), with apart=True; None without it and for all other layers.
     """
 
     def __init__(self, rows: Tensor, apart: bool) -> None:
@@ -61,9 +59,8 @@ logits_visitor: Callable[[Tensor, Tensor], Tensor] | None = None  # reference.we
 def probe(model: nn.Module, rows: Tensor, apart: bool = False) -> Iterator[Maps]:
     """`with probe(model, rows) as maps: model(tokens)` fills `maps.layers`; a second pass appends its layers.
 
-    model: a Decoder, or one attention module. rows: query positions (R,), or (B, R) if they differ between sequences, among
-    the tokens of the pass, which cached tokens are not.
-    apart: fill `maps.pairs`, too. Uncompiled models only: a compiled graph ignores probes. Nested probes are refused.
+    model: a Decoder, or one attention module, not compiled. rows: query positions (R,), or (B, R) if they differ between
+    sequences, among the tokens of the pass, which cached tokens are not. apart: fill `maps.pairs`, too.
     """
     global active
     layers = _attentions(model)
@@ -82,11 +79,10 @@ def probe(model: nn.Module, rows: Tensor, apart: bool = False) -> Iterator[Maps]
 def visit_logits(model: nn.Module, visit: Callable[[int, Tensor, Tensor], Tensor | None]) -> Iterator[None]:
     """`with visit_logits(model, visit): model(tokens)` calls `visit(layer, logits, see)` before every softmax.
 
-    logits: q.k / sqrt(d) plus the mask's bias (ALiBi), of all heads of one attention call, (B, H, T, S), or (B, h, 2, T, S)
-    for the two maps of a differential head; several key sets are concatenated in S. float32 or better, before hidden keys
-    are masked. see: bool, broadcastable to the logits, True where the query sees the key. A tensor that `visit` returns
-    replaces the logits. Until the context ends, all attention runs as the N x N formulas, whatever its backend: memory
-    grows as T x S. Uncompiled models only; not inside a probe.
+    logits: q.k / sqrt(d) plus the mask's bias, of one attention call, (B, H, T, S), or (B, h, 2, T, S) for the two maps of a
+    differential head; several key sets are concatenated in S. float32 or better, before hidden keys are masked. see: bool,
+    True where the query sees the key. A tensor that `visit` returns replaces the logits. All attention runs as the N x N
+    formulas, whatever its backend. Uncompiled models only; not inside a probe.
     """
     global logits_visitor
 

@@ -1,7 +1,6 @@
-"""The N x N formulas, plain and slow: what the `math` backend runs and every other backend must agree with.
+"""The N x N formulas, plain and slow, in float32 or better: what every other backend must agree with.
 
-Shapes as in backends.py, key/value heads already repeated to the number of query heads. Computed in float32 or better,
-whatever the precision of the inputs; where train.py or a bench allows TF32 on a GPU, the products round their inputs to it.
+Shapes as in backends.py, key/value heads already repeated to the number of query heads.
 """
 
 from collections.abc import Callable

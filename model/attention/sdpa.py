@@ -19,8 +19,7 @@ def card() -> tuple[int, int] | None:
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
 
 
-# As torch.compiler.assume_constant_result does; a call of that function would import torch._dynamo, which would add a second
-# to the start of every command.
+# As torch.compiler.assume_constant_result does, whose call would import torch._dynamo and delay every command by a second.
 card._dynamo_marked_constant = True
 
 
@@ -113,8 +112,7 @@ def in_line(x: Tensor) -> Tensor:
 class Union(torch.autograd.Function):
     """Causal attention over several key sets as a log-sum-exp merge of one flash call per set.
 
-    With lse the log-sum-exp over all sets and out the merged output, the probabilities of set j are
-    exp(q k_j' - lse), so each set's flash backward, given the merged out and lse, returns the exact gradient.
+    The probabilities of set j are exp(q k_j' - lse), so its flash backward, given the merged output and lse, is exact.
     """
 
     generate_vmap_rule = True

@@ -5,10 +5,7 @@ from .base import Attention
 
 
 class SinkAttention(Attention):
-    """e^s / (e^b + sum e^s) V with one learned b per head, 0 at the start.
-
-    As in OpenAI's gpt-oss (arXiv 2508.10925), whose code leaves the start to its checkpoint.
-    """
+    """e^s / (e^b + sum e^s) V with one learned b per head, as in OpenAI's gpt-oss (arXiv 2508.10925), 0 at the start."""
 
     name = "sink"
     row_sums = "positive"

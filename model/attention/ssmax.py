@@ -6,13 +6,10 @@ from .mask import Mask
 
 
 class SSMaxAttention(Attention):
-    """softmax(s log(n) Q K' / sqrt d) V, n the number of keys that a query sees (Nakanishi, arXiv 2501.19399, equation 2).
-
-    One learned s per head, which starts at 0.43, the value of the paper's first figure; the paper names no start.
-    """
+    """softmax(s log(n) Q K' / sqrt d) V for n visible keys, s learned per head (Nakanishi, arXiv 2501.19399, equation 2)."""
 
     name = "ssmax"
-    per_head = {"sharpness": 0.43}
+    per_head = {"sharpness": 0.43}  # the value of the paper's first figure; the paper names no start
     colours = {"ssmax": "#DDCC77"}
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, mask: Mask) -> Tensor:

@@ -14,10 +14,7 @@ class TalkingHeadsConfig:
 
 
 class TalkingHeadsAttention(Attention):
-    """A'_i = sum_j M_ij A_j over the softmax maps A_j, then A'_i V_i (Shazeer et al., arXiv 2003.02436).
-
-    M is learned, one matrix per layer, the identity at the start (the paper draws it at random).
-    """
+    """A'_i = sum_j M_ij A_j over the softmax maps A_j, M learned from the identity (Shazeer et al., arXiv 2003.02436)."""
 
     name = "talking_heads"
     Options = TalkingHeadsConfig

@@ -4,10 +4,7 @@ from .base import Attention, Carry
 
 
 class ValueResidualAttention(Attention):
-    """softmax(Q K' / sqrt d) V'_n with V'_n = (V_n + V_1) / 2 in layer n > 1, and V'_1 = V_1.
-
-    The identity form of ResFormer (Zhou et al., arXiv 2410.17897). V_1: values of the first layer of this variant in a stack.
-    """
+    """Softmax attention to (V_n + V_1) / 2, V_1 of the variant's first layer (ResFormer, Zhou et al., arXiv 2410.17897)."""
 
     name = "value_residual"
     colours = {"value_residual": "#882255"}

@@ -172,20 +172,19 @@ def test_attention_dropout_is_random_in_training_only_and_right_on_average(name:
         assert ((many.mean(0) - plain[0]).abs() < 6 * spread + 1e-9).all()
 
 
-@pytest.mark.parametrize("name", ("diff_v2", "hybrid"))
-def test_a_stack_on_the_fused_backend_equals_the_formulas(name: str) -> None:
+def test_a_stack_on_the_fused_backend_equals_the_formulas() -> None:
     """Prefill, gradients and decoding; layers without a difference of maps go to sdpa."""
     pytest.importorskip("triton", reason="the fused backend needs triton: pip install triton")
     results = []
     for backend in ("math", "fused"):
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        model = randomized(name, n_kv_head=4, backend=backend, window=9).float().to(device)
-        x = torch.randint(0, 50, (1, 20), generator=torch.Generator().manual_seed(1)).to(device)
+        model = randomized("hybrid", n_head=4, n_kv_head=2, backend=backend, window=5).float().to(device)
+        x = torch.randint(0, 50, (1, 12), generator=torch.Generator().manual_seed(1)).to(device)
         loss = model(x, x.roll(-1, 1))
         loss.backward()
         with torch.no_grad():
-            cache = KVCache(20)
-            logits = torch.cat([model(part, cache=cache) for part in x.split([12, 1, 7], dim=1)], dim=1)
+            cache = KVCache(12)
+            logits = torch.cat([model(part, cache=cache) for part in x.split([7, 1, 4], dim=1)], dim=1)
         results.append((loss.detach(), logits, {key: p.grad for key, p in model.named_parameters()}))
     torch.testing.assert_close(*results, atol=2e-5, rtol=1e-4)
 
