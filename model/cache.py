@@ -1,5 +1,7 @@
 """Keys and values kept between decoding steps."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -7,8 +9,7 @@ from torch import Tensor
 class KVCache:
     """The keys and values of every attention call of a decoder, one slot per (layer, call).
 
-    A slot's buffers are made at its first use. `length` is the number of tokens cached. The decoder adds to it once per forward
-    pass; code that calls attention modules directly adds to it after the last of them.
+    `length` is the number of tokens cached; what calls the attention modules adds to it after the last of them.
     """
 
     def __init__(self, max_length: int) -> None:
@@ -23,41 +24,31 @@ class KVCache:
     def seen(self, tokens: Tensor) -> Tensor:
         """Add the new `tokens` (B, T) and return all token ids so far (B, length + T), from which document masks are made."""
         if self.tokens is not None:
-            _refuse_other_batch(len(self.tokens), len(tokens))
             tokens = torch.cat((self.tokens[:, : self.length], tokens), dim=1)
         self.tokens = tokens
         return tokens
 
-    def append(self, k: Tensor, v: Tensor, layer: int, slot: int) -> tuple[Tensor, Tensor]:
-        """Append k and v to the slot `slot` of layer `layer`; returns everything in that slot."""
-        stop, key = self.length + k.shape[2], (layer, slot)
-        if stop > self.max_length:
-            raise ValueError(f"{stop} tokens do not fit the KV cache: make it with max_length={stop} or more")
-        if key not in self.slots:
-            self.slots[key] = tuple(x.new_zeros(*x.shape[:2], self.max_length, x.shape[3]) for x in (k, v))
-        _refuse_other_batch(len(self.slots[key][0]), len(k))
-        for buffer, new in zip(self.slots[key], (k, v), strict=True):
-            buffer[:, :, self.length : stop] = new
-        keys, values = self.slots[key]
-        return keys[:, :, :stop], values[:, :, :stop]
 
-
-class LayerCache:
+class LayerCache(NamedTuple):
     """One layer's view of a `KVCache`."""
 
-    def __init__(self, cache: KVCache, index: int) -> None:
-        self.cache, self.index = cache, index
+    cache: KVCache
+    index: int
 
     @property
     def length(self) -> int:
-        """The number of tokens cached."""
         return self.cache.length
 
     def append(self, k: Tensor, v: Tensor, slot: int = 0) -> tuple[Tensor, Tensor]:
         """Add k (B, H, T, d) and v (B, H', T, d') and return all of the slot's keys and values so far."""
-        return self.cache.append(k, v, self.index, slot)
-
-
-def _refuse_other_batch(held: int, given: int) -> None:
-    if held != given:
-        raise ValueError(f"the cache holds {held} sequences, and {given} come: make a new KVCache for another batch")
+        start, stop, slots, key = self.length, self.length + k.shape[2], self.cache.slots, (self.index, slot)
+        if stop > self.cache.max_length:
+            raise ValueError(f"{stop} tokens do not fit the KV cache: make it with max_length={stop} or more")
+        if key not in slots:
+            slots[key] = tuple(x.new_zeros(*x.shape[:2], self.cache.max_length, x.shape[3]) for x in (k, v))
+        if (held := len(slots[key][0])) != len(k):
+            raise ValueError(f"the cache holds {held} sequences, and {len(k)} come: make a new KVCache for another batch")
+        for buffer, new in zip(slots[key], (k, v), strict=True):
+            buffer[:, :, start:stop] = new
+        keys, values = slots[key]
+        return keys[:, :, :stop], values[:, :, :stop]

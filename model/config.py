@@ -11,57 +11,51 @@ VariantOptions = make_dataclass(
     [(v.name, v.Options, field(default_factory=v.Options)) for v in VARIANTS.values() if v.Options],
     bases=(AttentionConfig,),
 )
-VariantOptions.__doc__ = "The options of every attention, and one group for each variant that has options of its own."
+VariantOptions.__doc__ = "The options of every attention, and one group for each variant that has options."
 
 
 @dataclass
 class DecoderConfig(VariantOptions):
     """Shape and parts of a decoder stack.
 
-    `layers` has one letter per layer and repeats over the depth: "d" is differential attention in every layer, "bbdd" with
-    n_layer=4 has baseline attention in the lower half (letters: model/attention/__init__.py). Stacks of different attention
-    are compared at one budget: `match` picks the width of the feed-forward networks (FFN) such that the stack has as many
-    parameters without embeddings, or FLOPs per token, as a baseline with the same n_layer, n_head, d_model and context; with
-    "none" the FFN keeps the baseline's width, at any cost. A given d_ff replaces the matched width. baseline_d_ff changes the
-    FFN of that baseline, and so the budget.
+    `layers`: "d" is differential attention in every layer, "bbdd" with n_layer=4 has baseline attention in the lower half
+    (letters: model/attention/__init__.py). Stacks of different attention are compared at one budget: `match` picks the width
+    of the feed-forward networks (FFN) such that the stack has as many parameters without embeddings, or FLOPs per token, as a
+    baseline with the same n_layer, n_head, d_model and context; with "none" the FFN keeps the baseline's width, at any cost.
     """
 
     layers: str = "b"  # a letter per layer, repeated over the depth: bd alternates
     n_layer: Annotated[int, "[1, 100000]"] = 4  # blocks
     d_ff: Annotated[int | None, "[1, inf)"] = None  # FFN width; None: derived by `match`
-    baseline_d_ff: Annotated[int | None, "[1, inf)"] = None  # FFN width of the baseline; None: 8/3 or (gelu) 4 d_model
+    baseline_d_ff: Annotated[int | None, "[1, inf)"] = None  # FFN width of that baseline; None: 8/3 or (gelu) 4 d_model
     match: str = "params"  # params | flops | none: the quantity that is made equal to the baseline's
     context: Annotated[int, "[1, 100000000]"] = 256  # tokens of a training window
     vocab_size: Annotated[int, "[0, 100000000]"] = 0  # vocabulary size; 0: the tokenizer's, filled in by train.py
-    document_mask: bool = False  # a token sees only its own document; documents begin with the token `eot`
+    document_mask: bool = False  # a token sees only its document; documents begin with the token `eot`
     eot: Annotated[int | None, "[0, inf)"] = None  # id of the end-of-text token; train.py fills in the tokenizer's
     norm: str = "rmsnorm"  # rmsnorm | layernorm
     norm_place: str = "before"  # before | after (OLMo 2): each sub-layer's norm is on its input or on its output
-    mlp: str = "swiglu"  # swiglu | gelu | gelu_tanh (GPT-2's own approximation)
+    mlp: str = "swiglu"  # swiglu | gelu | gelu_tanh (GPT-2's approximation)
     window: Annotated[int | None, "[1, inf)"] = None  # keys that a query sees, itself included; None: all
     tie: bool = True  # use the token embedding as the output head
     dropout: Annotated[float, "[0, 1)"] = 0.0  # dropout probability of the embedding and of each sub-layer's output
 
     def filled(self) -> Self:
-        """A checked copy with heads and biases filled in, not d_ff. ValueError names the override that corrects the error."""
-        for name, allowed in CHOICES.items():
-            check_choice(f"model.{name}", getattr(self, name), allowed)
-        filled = super().filled()
+        """A checked copy with heads and biases filled in, not d_ff. ValueError names the option that corrects the error."""
+        check_choice("match", self.match, ("params", "flops", "none"))
+        check_choice("norm", self.norm, ("rmsnorm", "layernorm"))
+        check_choice("norm_place", self.norm_place, ("before", "after"))
+        check_choice("mlp", self.mlp, ("swiglu", "gelu", "gelu_tanh"))
         if self.document_mask and self.eot is None:
-            raise ValueError("model.document_mask=true needs the token that begins a document: give model.eot=TOKEN_ID")
-        return filled
+            raise ValueError("document_mask=true needs the token that begins a document: give eot=TOKEN_ID")
+        return super().filled()
 
 
-def decoder_config(values: dict[str, Any]) -> DecoderConfig:
+def decoder_config(values: Any, kind: Any = DecoderConfig, where: str = "model") -> Any:
     """The configuration whose `dataclasses.asdict` is `values`; a field that `values` lacks has its default.
 
     ValueError for an unknown key or a value of the wrong type, as in files of another version.
     """
-    return from_dict(DecoderConfig, values, "model")
-
-
-def from_dict(kind: type, values: Any, where: str) -> Any:
-    """As `decoder_config`, for any dataclass `kind`; the errors name its options where.KEY."""
     if not isinstance(values, dict):
         raise ValueError(f"{where}={values} is not a group of options: use a checkpoint of this version")
     known = get_type_hints(kind)
@@ -73,18 +67,10 @@ def from_dict(kind: type, values: Any, where: str) -> Any:
 
 def _checked(kind: Any, value: Any, where: str) -> Any:
     if is_dataclass(kind):
-        return from_dict(kind, value, where)
+        return decoder_config(value, kind, where)
     if type(value) is int and not isinstance(value, kind) and isinstance(0.0, kind):
         return float(value)
     if not isinstance(value, kind) or (isinstance(value, bool) and bool not in (kind, *get_args(kind))):
         name = getattr(kind, "__name__", kind)
         raise ValueError(f"{where}={value} is not of the type {name}: use a checkpoint of this version")
     return value
-
-
-CHOICES = {
-    "match": ("params", "flops", "none"),
-    "norm": ("rmsnorm", "layernorm"),
-    "norm_place": ("before", "after"),
-    "mlp": ("swiglu", "gelu", "gelu_tanh"),
-}

@@ -5,10 +5,7 @@ from torch import Tensor
 
 
 def once(inputs: tuple[Tensor | None, ...], gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The `gradients` that a custom backward returns; ValueError where they are differentiated again.
-
-    inputs: what the gradients depend on; an output of the forward pass stands for all of its inputs.
-    """
+    """The `gradients` that a custom backward returns, from `inputs`; ValueError where they are differentiated again."""
     # An ordinary backward pass runs without grad mode, and a compiled graph refuses second derivatives by itself.
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return gradients

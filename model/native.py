@@ -1,7 +1,4 @@
-"""C++ kernels for CPUs, as torch operators: compiled for the machine's processor at their first use, which takes some seconds.
-
-The libraries are kept in the user's cache folder. native.h has what the kernels share.
-"""
+"""C++ kernels for CPUs, as torch operators: compiled at their first use, and kept in the user's cache folder."""
 
 import ctypes
 import hashlib
@@ -10,7 +7,6 @@ import platform
 import shlex
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
@@ -31,9 +27,8 @@ def failure(source: Path) -> str | None:
     try:
         library(source)
     except (OSError, subprocess.SubprocessError) as error:
-        text = getattr(error, "stderr", None) or str(error)
-        text = text.decode(errors="replace") if isinstance(text, bytes) else text  # a timeout's, despite text=True
-        lines = text.strip().split("\n")  # a compiler's last line is seldom the reason; "cannot find" is the linker's
+        lines = str(getattr(error, "stderr", None) or error).strip().split("\n")
+        # A compiler's last line is seldom the reason; "cannot find" is the linker's.
         return next((line for line in lines if "error" in line or "cannot find" in line), lines[-1])
     return None
 
@@ -46,9 +41,7 @@ def compiler(language: str = "c++") -> str | None:
 
 @cache
 def library(source: Path) -> ctypes.CDLL:
-    """The compiled kernel. OSError or subprocess.SubprocessError without a compiler that can make it."""
-    if sys.platform == "win32":
-        raise OSError("not on Windows")
+    """The compiled kernel. OSError or SubprocessError without a compiler that can make it."""
     program = compiler()
     if not program:
         raise OSError("there is no compiler")
@@ -90,11 +83,7 @@ def _fingerprint(source: Path, compiler: str) -> str:
 
 
 def operator(name: str, signature: str, run: Callable, empty: Callable, on: str = "cpu") -> Callable:
-    """Define a torch operator, which torch.compile and torch.export call without looking inside.
-
-    name: NAMESPACE::NAME. run: computes it. empty: makes its outputs without computing them. on: the devices of `run`,
-    cpu, or default for all.
-    """
+    """Define a torch operator NAMESPACE::NAME. empty: makes the outputs of `run` without computing them."""
     torch.library.define(name, signature)
     torch.library.impl(name, on, run)
     torch.library.register_fake(name, empty)

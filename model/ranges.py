@@ -10,10 +10,8 @@ from typing import Any, get_type_hints
 
 
 def check_ranges(options: Any, key: str = "") -> None:
-    """ValueError for a wrong value in the dataclass object `options` (named `key`), or in one inside it.
-
-    Wrong are: a number outside of its field's interval (each number in a list or dictionary), a float that is not finite,
-    an empty text if the default is not empty, and an attribute that is not a field.
+    """ValueError for a number outside of its field's interval (also in a list or dictionary), a float that is not finite, an
+    empty text if the default is not empty, and an attribute that is not a field, in `options` or a dataclass inside it.
     """
     intervals = _intervals(type(options))
     if unknown := sorted(vars(options).keys() - intervals.keys()):

@@ -1,8 +1,4 @@
-"""Attention variants: one file and one class each, named by a letter of the layer pattern.
-
-A new variant is a file here with a subclass of `Attention` (base.py), its import and its line below, `configs/model/NAME.yaml`,
-and its formula in `tests/reference/formulas.py`. README.md shows a complete variant.
-"""
+"""Attention variants: one file and one class each, named by a letter of the layer pattern. README.md shows how to add one."""
 
 from .baseline import BaselineAttention
 from .cog import CogAttention

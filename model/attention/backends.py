@@ -5,25 +5,21 @@ key sets), `attend_map` (a map that a variant makes from the scores itself). Sha
 v (B, Hkv, S, dv), H a multiple of Hkv, dv free. Backends:
 
 - math: the N x N formulas of reference.py, for any shape and device.
-- sdpa: torch's fused scaled_dot_product_attention (SDPA). A difference of maps, and on CUDA every call, takes one of the next
-  three routes, by device and widths.
-- one_call: both maps as 2h heads of one SDPA call; all widths are zero-padded to the widest.
+- sdpa: torch's fused scaled_dot_product_attention (SDPA) by one of the next three routes, chosen by device and widths.
+- one_call: both maps of a difference as 2h heads of one SDPA call; all widths are zero-padded to the widest.
 - two_calls: one SDPA call for each map, without padding; one call for both where they share their keys (V2).
-- four_calls: one SDPA call for each map and each half of the values, as the differential paper's own flash code does where a
-  kernel takes one width only (microsoft/unilm, Diff-Transformer).
+- four_calls: one SDPA call for each map and each half of the values, as in the differential paper's flash code, for a kernel
+  that takes one width only (microsoft/unilm, Diff-Transformer). Of one map, the routes make one call or one for each half.
 - cpu: our C++ kernel on CPUs (kernels/cpu.py), for the causal mask over as many keys as queries, without dropout, not in
-  float16. torch's SDPA computes all other calls, but for one query of two maps with keys of their own (V1), for which a few
-  matrix products are faster.
+  float16; SDPA computes all other calls.
 - flex: torch's FlexAttention, which skips blocks that windows and documents hide (flex.py). On CUDA; on a CPU without
   gradients.
-- fused: our Triton kernel for `attend_diff`, both maps in one pass (kernels/diff.py). On CUDA.
+- fused: our Triton kernel for `attend_diff`, both maps in one pass (kernels/diff.py). On CUDA; sdpa computes everything else.
 - auto: the backend that `choose` picks for the device, the widths and the mask.
 
-For one map, one_call is one call with padded widths, two_calls one call without padding, four_calls one call for each half of
-the values. fused computes only differences of maps, sdpa everything else. flex and fused refuse masks with `see`, `bias` or
-slopes. `attend_map` runs the formulas: whole with math, over ROWS queries at a time with every other backend. For one query
-(decoding), every other backend, but fused for differences, reads the keys in place by SDPA (on a CPU: V1 by a few matrix
-products), unless the mask has `see`, `bias` or slopes.
+flex and fused refuse masks with `see`, `bias` or slopes. `attend_map` runs the formulas: whole with math, over ROWS queries at
+a time with every other backend. For one query (decoding), every other backend, but fused for differences, reads the keys in
+place by SDPA (on a CPU: V1 by a few matrix products), unless the mask has `see`, `bias` or slopes.
 """
 
 import torch
@@ -49,9 +45,7 @@ def choose(card: tuple[int, int] | None, dtype: torch.dtype, d: int, dv: int, ma
     All kernels are exact, and the choice follows their known limits. The cuDNN kernel, which torch tries first on 9.x and 10.x
     if cuDNN is newer than 9.15.0 (PyTorch's aten/src/ATen/native/transformers/cuda/sdp_utils.cpp), takes dv != d up to a width
     of 128 if both are multiples of 8; flash attention needs dv = d and pads both to a multiple of 8 itself; a dense mask costs
-    T x S memory and skips no blocks, so windows, documents and padding go to FlexAttention. On an H200 the routes chosen so
-    were within 1 % of the fastest from 8,192 tokens on; with 1,024 and 2,048 tokens `fused` was faster as a call alone, but not
-    within a compiled model (docs/results/gpu/README.md).
+    T x S memory and skips no blocks, so windows, documents and padding go to FlexAttention. Timed in docs/results/gpu.
     """
     half = dtype in (torch.bfloat16, torch.float16)
     if card is None:
@@ -74,10 +68,7 @@ old_cudnn._dynamo_marked_constant = True  # as for `card`
 
 
 def _chosen(backend: str, x: Tensor, d: int, dv: int, mask: Mask, T: int, S: int, dropout: float) -> str:
-    """`backend`, or the choice in place of auto and sdpa; math if an evaluation visits the logits, which only math computes.
-
-    x: any tensor of the call, for device and dtype.
-    """
+    """`backend`, or the choice in place of auto and sdpa. x: any tensor of the call, for device and dtype."""
     if probe.logits_visitor is not None:
         return "math"
     on_cpu = x.device.type == "cpu"
@@ -85,7 +76,7 @@ def _chosen(backend: str, x: Tensor, d: int, dv: int, mask: Mask, T: int, S: int
         if backend == "flex" and mask.needs_dense:
             _refuse_dense_masks(backend)
         return backend
-    # With dropout, each half of the values would get a dropout mask of its own, and the cpu kernel has no dropout.
+    # With dropout, each half of the values would get another dropout mask, and the cpu kernel has no dropout.
     if dropout or (backend == "sdpa" and on_cpu):
         return "one_call"
     # Some masks ask for flex. A named sdpa never becomes flex, so it is chosen as if there were no mask.
@@ -95,27 +86,20 @@ def _chosen(backend: str, x: Tensor, d: int, dv: int, mask: Mask, T: int, S: int
 
 
 def prepare(x: Tensor, d: int, dv: int, mask: Mask, backend: str, dropout: float = 0.0, sets: int = 1) -> None:
-    """Make what `mask` keeps for all layers, for self-attention of x (B, T, D) by these heads and `sets` key sets.
-
-    Without this call the first layer makes it, which torch.compile does not allow inside of activation checkpointing.
-    """
+    """Make what `mask` keeps for all layers, which torch.compile does not allow inside of activation checkpointing."""
     B, T = x.shape[:2]
     if T > 1 and _chosen(backend, x, d, dv, mask, T, T, dropout) == "flex":
         flex.block_mask(mask, B, T, T, sets, x.device)
 
 
 def check_backend(backend: str, d: int, dv: int, dropout: float, maps: int = 1, alibi: bool = False) -> None:
-    """ValueError unless `backend` can serve heads of width d with values of width dv, as far as this is known without a device.
-
-    maps: 2 for a difference of maps.
-    """
+    """ValueError unless `backend` can serve these heads and `maps` per head, as far as this is known without a device."""
     if alibi and (backend == "flex" or (backend == "fused" and maps == 2)):
         _refuse_dense_masks(backend)
     if dropout and backend in ("flex", "fused", "four_calls"):
-        raise ValueError(f"backend={backend} has no attention dropout: use model.backend=sdpa or model.attention_dropout=0")
-    if backend == "fused" and maps == 2 and (why := unavailable(d, dv)):
-        raise ValueError(why)
-    if backend == "cpu" and (why := cpu.missing()):
+        raise ValueError(f"backend={backend} has no attention dropout: use backend=sdpa or attention_dropout=0")
+    why = unavailable(d, dv) if backend == "fused" and maps == 2 else cpu.missing() if backend == "cpu" else None
+    if why:
         raise ValueError(why)
 
 
@@ -146,7 +130,7 @@ def attend_diff(
         if mask.needs_dense:
             _refuse_dense_masks(backend)
         if k.shape[-2] < T:
-            raise ValueError("backend=fused needs at least as many keys as queries: use model.backend=sdpa")
+            raise ValueError("backend=fused needs at least as many keys as queries: use backend=sdpa")
         from .kernels.diff import attend_diff as fused
 
         return fused(q, k, v, lam, mask)
@@ -175,10 +159,7 @@ def attend_diff(
 
 
 def _both_maps(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> tuple[Tensor, Tensor]:
-    """The two maps' outputs (B, h, T, dv) from one call over 2h heads, all widths zero-padded to the widest.
-
-    On a CPU two calls with dv > d would not use SDPA's fast kernel.
-    """
+    """The two maps' outputs (B, h, T, dv) from one call over 2h heads: on a CPU, SDPA's fast kernel takes no dv > d."""
     h = q.shape[1]
     k, v = repeat(k, h).expand(-1, -1, 2, -1, -1), repeat(v, h)  # (B, h, 2, S, d), (B, h, S, dv)
     both = padded(q.flatten(1, 2), k.flatten(1, 2), v.repeat_interleave(2, dim=1), mask, dropout)  # (B, 2h, T, dv)
@@ -188,7 +169,7 @@ def _both_maps(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> t
 def attend_union(
     q: Tensor, keys: list[Tensor], values: list[Tensor], mask: Mask, backend: str = "auto", dropout: float = 0.0
 ) -> Tensor:
-    """One softmax over the union of several key sets, each with its own positions 0..S-1: (B, H, T, dv).
+    """One softmax over the union of several key sets, each at positions 0..S-1: (B, H, T, dv).
 
     keys[j] (B, Hkv, S, d) and values[j] (B, Hkv, S, dv) all have the same shape; query t sees position s of every set by
     the same mask. A probe sees the mass summed over the sets.
@@ -256,7 +237,6 @@ def attend_map(
 
 
 def _joined(sets: list[Tensor]) -> Tensor:
-    """Keys or values (B, H, S, d) of n sets side by side: (B, H, n S, d)."""
     return sets[0] if len(sets) == 1 else torch.cat(sets, dim=-2)
 
 
@@ -268,16 +248,11 @@ def _in_kernel(backend: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropou
 
 
 def _refuse_dense_masks(backend: str) -> None:
-    wrong = f"backend={backend} takes causal, window, document and padding masks, and no other masks or bias (ALiBi)"
-    raise ValueError(f"{wrong}: use model.backend=sdpa (in Python: backend='sdpa')")
+    raise ValueError(f"backend={backend} takes no masks with `see` or `bias` and no ALiBi: use backend=sdpa")
 
 
 def _last_row(q: Tensor, k: Tensor, v: Tensor, lam: Tensor, see: Tensor | None) -> Tensor:
-    """`attend_diff` for T = 1 and maps with keys of their own: q (B, h, 2, 1, d), k (B, hkv, 2, S, d), v (B, hkv, S, dv).
-
-    see (1 or B, 1, 1, S): None if the query sees every key. Returns (B, h, 1, dv), computed in float32 or better. As in
-    `one_query`, query heads that share keys are rows of one call.
-    """
+    """`attend_diff` for T = 1 and k (B, hkv, 2, S, d), in float32 or better; see (1 or B, 1, 1, S): None for every key."""
     (B, h), (hkv, d), dtype = q.shape[:2], (k.shape[1], k.shape[-1]), v.dtype
     with torch.autocast(q.device.type, enabled=False):
         q, k, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, v))
@@ -293,7 +268,7 @@ def _last_row(q: Tensor, k: Tensor, v: Tensor, lam: Tensor, see: Tensor | None) 
 
 
 def _subtract(first: Tensor, lam: Tensor, second: Tensor) -> Tensor:
-    """first - lam second, lam (..., T or 1, 1) or () not rounded to the maps' precision."""
+    """first - lam second, lam not rounded to the maps' precision."""
     return (first - (lam if lam.dim() else lam.view(1, 1)) * second).to(first.dtype)
 
 

@@ -1,13 +1,11 @@
-"""What all attention variants share: options, projections to heads, positions, cache, dropout, merging, FLOPs, initial values.
-
-A variant is a subclass of `Attention` in a file of its own. Its class attributes describe it, and it overrides the
-steps of `Attention.mix` in which it differs.
+"""What all attention variants share. A variant is a subclass of `Attention` in another file, which overrides the steps of
+`Attention.mix` in which it differs, and whose class attributes describe it.
 """
 
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
-from typing import Annotated, Any, ClassVar, NamedTuple, NoReturn, Self
+from typing import Annotated, Any, ClassVar, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -24,10 +22,8 @@ from .reference import softmax
 
 HEAD_NORMS = ("affine", "plain", "layernorm", "none")  # of each head's output
 
-Carry = dict[str, Tensor]
-"""Tensors, by name, that a layer leaves for later layers of the same forward pass. Every pass begins with an empty one."""
-Ropes = tuple[Rope | None, Rope | None]
-"""The rotations of the queries, and those of the keys."""
+Carry = dict[str, Tensor]  # what a layer leaves, by name, for later layers of the same forward pass
+Ropes = tuple[Rope | None, Rope | None]  # the rotations of the queries, and those of the keys
 
 
 @dataclass
@@ -35,7 +31,7 @@ class AttentionConfig:
     """The options that all variants have."""
 
     d_model: Annotated[int, "[1, inf)"] = 256  # width of the residual stream
-    n_head: Annotated[int, "[1, inf)"] = 8  # heads of the baseline; a variant derives its own number
+    n_head: Annotated[int, "[1, inf)"] = 8  # heads of the baseline; a variant derives another number
     n_kv_head: Annotated[int | None, "[1, inf)"] = None  # key and value heads of the baseline; None: n_head
     head_dim: Annotated[int | None, "[1, inf)"] = None  # width of a head; None: d_model / n_head
     bias: bool = False  # biases in linear layers and LayerNorms
@@ -51,25 +47,18 @@ class AttentionConfig:
     backend: str = "auto"  # auto, math, sdpa, one_call, two_calls, four_calls, cpu, flex, fused: see backends.py
 
     def filled(self) -> Self:
-        """A checked copy with the heads and biases filled in. ValueError names the override that corrects the error."""
-        check_ranges(self, "model")
-        check_choice("model.backend", self.backend, BACKENDS)
-        check_choice("model.position", self.position, ("rope", "alibi", "learned", "none"))
-        check_choice("model.rope_layout", self.rope_layout, ("half", "interleaved"))
-        if self.head_dim is None and self.d_model % self.n_head:
-            wrong = f"model.n_head={self.n_head} does not divide model.d_model={self.d_model}"
-            raise ValueError(f"{wrong}: use model.n_head={nearest_divisor(self.d_model, self.n_head)} or give model.head_dim")
-        n_kv_head, head_dim = self.n_kv_head or self.n_head, self.head_dim or self.d_model // self.n_head
-        if self.n_head % n_kv_head:
-            wrong = f"model.n_kv_head={n_kv_head} does not divide model.n_head={self.n_head}"
-            raise ValueError(f"{wrong}: use model.n_kv_head={nearest_divisor(self.n_head, n_kv_head)}")
-        if self.position == "rope" and head_dim % 2:
-            wrong = f"RoPE needs an even head width, not {head_dim}"
-            raise ValueError(f"{wrong}: change model.n_head or model.head_dim")
-        if not isinstance(self.rope_scaling, RopeScaling):
-            wrong = f"model.rope_scaling={self.rope_scaling} is no RopeScaling"
-            raise ValueError(f"{wrong}: use RopeScaling('linear', factor=4.0), from the module rotary")
+        """A checked copy with the heads and biases filled in. ValueError names the option that corrects the error."""
+        check_ranges(self)
+        check_choice("backend", self.backend, BACKENDS)
+        check_choice("position", self.position, ("rope", "alibi", "learned", "none"))
+        check_choice("rope_layout", self.rope_layout, ("half", "interleaved"))
         self.rope_scaling.check()
+        if self.head_dim is None:
+            check_divisor("n_head", self.n_head, "d_model", self.d_model)
+        n_kv_head, head_dim = self.n_kv_head or self.n_head, self.head_dim or self.d_model // self.n_head
+        check_divisor("n_kv_head", n_kv_head, "n_head", self.n_head)
+        if self.position == "rope" and head_dim % 2:
+            raise ValueError(f"RoPE needs an even head width, not {head_dim}: change n_head or head_dim")
         qkv_bias = self.bias if self.qkv_bias is None else self.qkv_bias
         projection_bias = self.bias if self.projection_bias is None else self.projection_bias
         return replace(self, n_kv_head=n_kv_head, head_dim=head_dim, qkv_bias=qkv_bias, projection_bias=projection_bias)
@@ -91,81 +80,76 @@ class Attention(nn.Module):
     """Multi-head softmax attention (Vaswani et al., arXiv 1706.03762) with grouped key/value heads.
 
     `DiffAttention(d_model=512, n_head=16, layer=3)` builds one module: keywords set fields of AttentionConfig and of the
-    variant's `Options`. A decoder passes `cfg` instead, whose fields keywords override; a DecoderConfig holds the variant's
-    own options in the field that is called like the variant (cfg.diff). options: the variant's own options as an object,
-    instead of those in `cfg`. layer: index of the layer, from 0. seed: seed of the initial weights; if seed is None or the
-    device is meta, the caller sets the weights (`to_empty`, then `reset_parameters`). Raises ValueError for impossible options
-    and names the override that corrects them.
+    variant's `Options`. A decoder passes `cfg` instead, whose fields keywords override, with the variant's options in the field
+    called like the variant (cfg.diff). layer: from 0. seed: of the initial weights; if it is None or the device is meta, the
+    caller sets the weights (`to_empty`, then `reset_parameters`).
     """
 
     name: ClassVar[str]  # NAME of configs/model/NAME.yaml, and name of the variant's option group in DecoderConfig
-    Options: ClassVar[type | None] = None  # dataclass of the variant's own options
+    Options: ClassVar[type | None] = None  # dataclass of the variant's options
     # option -> allowed values. An option whose name ends in norm also takes a callable: width -> module.
     choices: ClassVar[dict[str, tuple[str, ...]]] = {}
     free_options: ClassVar[tuple[str, ...]] = ()  # options that may change when training starts from trained weights
+    per_head: ClassVar[dict[str, float]] = {}  # name of a learned number per head -> its first value
     undecayed: ClassVar[tuple[str, ...]] = ()  # names without weight decay; vectors and scalars never have it
     row_sums: ClassVar[str] = "one"  # what each row of its map sums to: one, a positive number, or any number
     signed: ClassVar[bool] = False  # whether weights of its map may be negative
     whole: ClassVar[bool] = False  # whether rows of its map depend on earlier rows, so that all are computed at once
-    joins_calls: ClassVar[bool] = False  # calls an operation of backends.py several times, for heads that a probe joins
-    no_context: str = ""  # why the attention takes no context=, that is no cross attention; "": it takes one
+    takes_context: bool = True  # whether it can be cross attention (context=)
     colours: ClassVar[dict[str, str]] = {}  # name of a file in configs/model -> its colour in figures
 
     def __init__(
         self,
         cfg: AttentionConfig | None = None,
         layer: int = 0,
-        options: Any = None,
         seed: int | None = 0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         **keywords: Any,
     ) -> None:
         super().__init__()
-        cfg, self.options = self._settings(cfg, options, keywords)
+        cfg, self.options = self._settings(cfg, keywords)
         for option, allowed in self.choices.items():
             value = getattr(self.options, option)
             if not (callable(value) and option.endswith("norm")):
-                check_choice(f"model.{self.name}.{option}", value, allowed)
+                check_choice(option, value, allowed)
         self.shape = self.head_shape(cfg)
         self.heads, self.kv_heads, self.width, self.value_width = self.shape[:4]
         self.backend, self.dropout, self.projection_dropout = cfg.backend, cfg.attention_dropout, cfg.projection_dropout
         self.cfg = cfg
         alibi = cfg.position == "alibi"
         self.slopes = alibi_slopes(self.heads) if alibi else None
-        hooks = ("bias", "normalize")
-        self.own_map = any(getattr(type(self), hook) is not getattr(Attention, hook) for hook in hooks)
-        self.dense = alibi or self.own_map  # no kernel that skips blocks takes its scores
+        kind = type(self)
+        self.makes_map = kind.bias is not Attention.bias or kind.normalize is not Attention.normalize
+        self.dense = alibi or self.makes_map  # no kernel that skips blocks takes its scores
         check_backend(cfg.backend, self.width, self.value_width, cfg.attention_dropout, self.shape.maps, self.dense)
         with nullcontext() if device is None else torch.device(device):
             self.make_parameters(cfg, layer)
+            for name in self.per_head:
+                self.register_parameter(name, nn.Parameter(torch.empty(self.heads)))
         if dtype is not None:
             self.to(dtype)
         if seed is not None and not self.out.weight.is_meta:
             self.reset_parameters(seed)
 
     @classmethod
-    def _settings(cls, cfg: AttentionConfig | None, options: Any, keywords: dict) -> tuple[AttentionConfig, Any]:
-        """The filled configuration and the variant's options, both with the changes that the keywords ask for."""
+    def _settings(cls, cfg: AttentionConfig | None, keywords: dict) -> tuple[AttentionConfig, Any]:
+        """The filled configuration and the variant's options, both with the keywords' changes."""
         cfg = AttentionConfig() if cfg is None else cfg
         if not isinstance(cfg, AttentionConfig):
             raise ValueError(f"{cfg!r} is not a configuration: use {cls.__name__}(d_model=..., n_head=...)")
-        options = options or getattr(cfg, cls.name, None) or (cls.Options and cls.Options())
-        shared, own = ({f.name for f in fields(kind)} if kind else set() for kind in (cfg, options))
-        if unknown := keywords.keys() - shared - own:
-            wrong = f"{cls.__name__} has no option {', '.join(sorted(unknown))}"
-            raise ValueError(f"{wrong}: use {', '.join(sorted(shared | own))}")
-        if changed := {key: keywords[key] for key in keywords.keys() & own}:
-            options = replace(options, **changed)
+        options = getattr(cfg, cls.name, None) or (cls.Options and cls.Options())
+        shared, special = ({f.name for f in fields(kind)} if kind else set() for kind in (cfg, options))
+        if unknown := keywords.keys() - shared - special:
+            known = ", ".join(sorted(shared | special))
+            raise ValueError(f"{cls.__name__} has no option {', '.join(sorted(unknown))}: use {known}")
         if options is not None:
-            check_ranges(options, f"model.{cls.name}")
-        return replace(cfg, **{key: keywords[key] for key in keywords.keys() - own}).filled(), options
+            options = replace(options, **{key: keywords[key] for key in keywords.keys() & special})
+            check_ranges(options)
+        return replace(cfg, **{key: keywords[key] for key in keywords.keys() - special}).filled(), options
 
     def reset_parameters(self, seed: int = 0) -> None:
-        """Set the initial weights of `seed`, and all other state: a weight depends only on the seed, its name and its shape.
-
-        Weights that `init_own` sets share one generator per module, so they depend on the order in which it draws them, too.
-        """
+        """Set the initial weights of `seed`, and all other state."""
         initialize(self, seed)
 
     # ---------------------------------------- what it is made of
@@ -175,7 +159,7 @@ class Attention(nn.Module):
         return Heads(cfg.n_head, cfg.n_kv_head, cfg.head_dim, cfg.head_dim)
 
     def make_parameters(self, cfg: AttentionConfig, layer: int) -> None:
-        """Make parameters and submodules. Sums over them (gradient norm) run in this order: another one changes last bits."""
+        """Make parameters and submodules. Their order is that of sums over them (gradient norm): another changes last bits."""
         self.make_projections(cfg)
         self.make_out(cfg)
 
@@ -192,6 +176,8 @@ class Attention(nn.Module):
 
     def init_own(self, generator: torch.Generator) -> None:
         """Set the initial values of parameters that are neither matrices, biases nor norms."""
+        for name, start in self.per_head.items():
+            nn.init.constant_(getattr(self, name), start)
 
     # ---------------------------------------- what it computes
 
@@ -214,16 +200,13 @@ class Attention(nn.Module):
         """
         if x.dim() != 3:
             raise ValueError(f"the input is {tuple(x.shape)}, not (B, T, D): give x[None] for a single sequence")
-        if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[0] == x.shape[0] == x.shape[1] > 1:
-            wrong = f"a mask {tuple(mask.shape)} for {x.shape[0]} sequences of as many tokens may be (B, S) or (T, S)"
-            raise ValueError(f"{wrong}: give Mask(keys=mask) for padding, or mask[None] for the rows of the queries")
         source, mask = x if context is None else context, self._mask(mask, context, cache)
         ropes = self._ropes(x, source, rope, cache)
         y = self.out(self.mix(x, source, ropes, mask, cache, {} if carry is None else carry))
         return F.dropout(y, self.projection_dropout, self.training) if self.projection_dropout else y
 
     def prepare(self, x: Tensor, mask: Mask) -> None:
-        """Make what `mask` keeps for all layers, before activation checkpointing; x (B, T, D) is any layer's input."""
+        """Make what `mask` keeps for all layers; x (B, T, D) is any layer's input."""
         width = self.width * self.shape.queries // self.shape.maps  # that of a map's product of queries and keys
         if not self.dense:
             for sets in self.key_sets:
@@ -254,7 +237,6 @@ class Attention(nn.Module):
         return q, k, v
 
     def turn(self, x: Tensor, rope: Rope | None) -> Tensor:
-        """Queries or keys rotated by their positions."""
         return rotate(x, rope)
 
     def bias(self, q: Tensor, k: Tensor, x: Tensor, mask: Mask, cache: LayerCache | None) -> Tensor | None:
@@ -267,19 +249,15 @@ class Attention(nn.Module):
     def normalize(self, scores: Tensor, see: Tensor) -> Tensor:
         """A map's weights (B, h, T, S) from its scores q k' / sqrt(d) + bias, of the same shape, in float32 or better.
 
-        scores: -inf where a query does not see a key, but in rows that see none, which become zero afterwards. see: bool,
-        broadcastable to the scores, True where a query sees a key. T may be any part of the queries, but where the variant
-        sets `whole`.
-        A variant that combines m maps per head calls `attend_map` with q (B, h, m, T, d): scores are then (B, h, m, T, S).
+        scores: -inf where a query does not see a key, but in rows that see none, which become zero afterwards. T may be any
+        part of the queries, but where the variant sets `whole`. A variant that combines m maps per head calls `attend_map`
+        with q (B, h, m, T, d): scores are then (B, h, m, T, S).
         """
         return softmax(scores, see)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, mask: Mask) -> Tensor:
-        """The maps' products with the values, (B, h, T, value_width); keys and values include the cached ones.
-
-        Compute them with the operations of backends.py: the backends, probes and the monitor work through these.
-        """
-        if self.own_map:
+        """The maps' products with the values, (B, h, T, value_width), by operations of backends.py, which probes read."""
+        if self.makes_map:
             return attend_map(q, k, v, mask, self.normalize, "math" if self.whole else self.backend, self.dropout_now)
         return attend(q, k, v, mask, self.backend, self.dropout_now)
 
@@ -288,46 +266,36 @@ class Attention(nn.Module):
         return y
 
     def merge(self, y: Tensor) -> Tensor:
-        """(B, T, h value_width) from (B, h, T, value_width)."""
-        return y.transpose(1, 2).flatten(2)
+        return y.transpose(1, 2).flatten(2)  # (B, T, h value_width)
 
     def _mask(self, mask: Mask | Tensor | None, context: Tensor | None, cache: LayerCache | None) -> Mask:
         if mask is None:
             # A new Mask in every pass: it keeps that pass's tensors, and torch.export would leave empty ones in a shared Mask.
             mask = Mask(causal=context is None)
-        elif isinstance(mask, Tensor):
-            # As in torch's SDPA: without the causal rule.
-            mask = Mask(causal=False, see=mask) if mask.dtype == torch.bool else Mask(causal=False, bias=mask)
+        elif isinstance(mask, Tensor):  # as in torch's SDPA: without the causal rule
+            mask = Mask(causal=False, **{"see" if mask.dtype == torch.bool else "bias": mask})
         if self.whole and cache is not None and not (mask.see is mask.bias is None):
-            wrong = f"{self.name} computes the rows of all tokens again, and this mask has rows for the newest tokens only"
-            raise ValueError(f"{wrong}: leave out cache=, or use a mask without see= and bias=")
+            raise ValueError(f"{self.name} computes all rows of a mask with see= or bias= again: leave out cache=")
         if context is None:
             return mask if self.slopes is None else replace(mask, slopes=self.slopes)
+        if not self.takes_context or probe.active is not None:
+            who = self.name if probe.active is None else "a probe"
+            raise ValueError(f"{who} takes no context, whose tokens have no queries: leave out context=")
         if cache is not None or self.slopes is not None:
             raise ValueError("cross attention (context=) has no cache and no ALiBi: leave out cache=, use position='none'")
-        if probe.active is not None:
-            raise ValueError("a probe cannot read cross attention: leave out context= while probing")
         if mask.causal or mask.window is not None or mask.documents is not None:
-            wrong = "cross attention (context=) has no causal order, no window and no documents"
-            raise ValueError(f"{wrong}: use mask=Mask(causal=False, keys=...)")
-        if self.no_context:
-            raise ValueError(f"{self.no_context}: leave out context=")
+            raise ValueError("cross attention (context=) has no order and no documents: use mask=Mask(causal=False, keys=...)")
         return mask
 
     def _ropes(self, x: Tensor, source: Tensor, rope: Rope | None, cache: LayerCache | None) -> Ropes:
         if self.cfg.position != "rope" or (rope is not None and source is x):
             return rope, rope
-        if rope is not None:
-            raise ValueError("in cross attention (context=), the module itself makes the rotations: leave out rope=")
+        assert rope is None, "in cross attention, the module itself makes the rotations"
         start = 0 if cache is None else cache.length
         return tuple(rope_of(self.cfg, each.shape[1], each.device, start) for each in (x, source))
 
-    def __prepare_scriptable__(self) -> NoReturn:
-        raise ValueError("TorchScript is not supported: use torch.export.export(module, (x,)) or torch.compile(module)")
-
     @property
     def dropout_now(self) -> float:
-        """The dropout of the maps, 0 outside of training."""
         return self.dropout if self.training else 0.0
 
     def flops(self, context: int) -> int:
@@ -342,7 +310,8 @@ class Attention(nn.Module):
 
     def readings(self, x: Tensor) -> dict[str, Tensor]:
         """Scalars that the monitor logs, by name, for the layer's input x (B, T, D): for example lambda or a gate's mean."""
-        return {}
+        values = [mean_and_spread(name, getattr(self, name)) for name in self.per_head]
+        return {key: value for each in values for key, value in each.items()}
 
 
 def rope_of(cfg: AttentionConfig, length: int, device: torch.device, start: int) -> Rope:
@@ -369,11 +338,13 @@ def mean_and_spread(name: str, values: Tensor) -> dict[str, Tensor]:
 
 
 def check_choice(key: str, value: str, allowed: tuple[str, ...]) -> None:
-    """ValueError unless `value` of the configuration's `key` is one of `allowed`."""
+    """ValueError unless the `value` of the option `key` is one of `allowed`."""
     if value not in allowed:
         raise ValueError(f"{key}={value} is unknown: use one of {', '.join(allowed)}")
 
 
-def nearest_divisor(number: int, wish: int) -> int:
-    """The divisor of `number` that is nearest to `wish`."""
-    return min((n for n in range(1, number + 1) if number % n == 0), key=lambda n: abs(n - wish))
+def check_divisor(name: str, value: int, whole: str, number: int) -> None:
+    """ValueError with the nearest divisor unless the `value` of the option `name` divides `number`, the value of `whole`."""
+    if number % value:
+        nearest = min((n for n in range(1, number + 1) if number % n == 0), key=lambda n: abs(n - value))
+        raise ValueError(f"{name}={value} does not divide {whole}={number}: use {name}={nearest}")

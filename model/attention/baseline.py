@@ -1,5 +1,3 @@
-"""Softmax attention: the baseline."""
-
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -10,12 +8,10 @@ from .base import HEAD_NORMS, Attention, AttentionConfig, Carry, make_qk_norm, s
 
 @dataclass
 class BaselineConfig:
-    """Options of `baseline`.
+    """Options of `baseline`. In Python, both norms may be a factory: width -> module.
 
-    head_norm: norm over each head's output, an RMSNorm with a weight (affine) or without (plain), a layernorm, or none.
-    With a norm it is a control for `diff`, whose heads have one. In Python also a factory: head_norm=lambda width:
-    module. qk_norm: an RMSNorm of queries and keys before RoPE, over each head (head; Qwen3), over all heads together (all;
-    OLMo 2, arXiv 2501.00656, section 3.3), or none; a factory's norm is over each head.
+    head_norm: as `diff` has one, for which it is a control. qk_norm: an RMSNorm of queries and keys before RoPE, over each
+    head (head; Qwen3) or over all heads together (all; OLMo 2, arXiv 2501.00656, section 3.3).
     """
 
     head_norm: str = "none"  # none | affine | plain | layernorm

@@ -1,5 +1,3 @@
-"""Softmax attention that subtracts a learned projection of each head's output from it: no second map."""
-
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -14,16 +12,16 @@ START = 0.1  # of lambda's learned part; the paper: about 0, at which W has no g
 
 @dataclass
 class DexConfig:
-    """Options of `dex`. anneal: steps T in which lambda goes from 0 by way of V1's lambda_init to what is learned; 0: none."""
+    """Options of `dex`."""
 
-    anneal: Annotated[int, "[0, inf)"] = 0
+    anneal: Annotated[int, "[0, inf)"] = 0  # steps T in which lambda goes from 0 by way of V1's lambda_init to what is learned
 
 
 class DexAttention(Attention):
     """O - lam O W per head, O the softmax head's output, W one (d, d) matrix per layer (Kong et al., 2505.16333, eq. 3-5).
 
-    lam(t) = (1 - a) a lambda_init + a l with a = min(1, t / T), l learned. The paper adapts a trained model and changes
-    those of its heads whose maps have the highest entropy; here all heads change, from the start. Probes read the softmax maps.
+    lam(t) = (1 - a) a lambda_init + a l with a = min(1, t / T), l learned. The paper changes some heads of a trained model;
+    here all heads change, from the start. Probes read the softmax maps.
     """
 
     name = "dex"
@@ -47,7 +45,6 @@ class DexAttention(Attention):
         self.annealed.fill_(min(1.0, step / self.options.anneal) if self.options.anneal else 1.0)
 
     def lam(self) -> Tensor:
-        """lambda, a scalar."""
         return (1 - self.annealed) * self.annealed * self.lambda_init + self.annealed * self.lambda_learned
 
     def after(self, y: Tensor) -> Tensor:

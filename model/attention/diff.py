@@ -1,5 +1,3 @@
-"""Differential attention, version 1: the difference of two softmax maps per head."""
-
 import math
 from dataclasses import dataclass
 from typing import Annotated
@@ -9,7 +7,7 @@ from torch import Tensor, nn
 
 from ..layers import RMSNorm, fill_normal, make_norm
 from .backends import attend_diff
-from .base import HEAD_NORMS, Attention, AttentionConfig, Carry, Heads, nearest_divisor
+from .base import HEAD_NORMS, Attention, AttentionConfig, Carry, Heads
 from .mask import Mask
 
 
@@ -17,23 +15,18 @@ from .mask import Mask
 class DiffConfig:
     """Options of `diff`; the defaults are the paper's.
 
-    heads: half (n_head / 2 heads with values twice as wide) or double (n_head heads with the baseline's values and
-    twice its queries and keys, as in converted models). lambda_form: vectors, dual_scalar (timm's exp(a) - exp(b) +
-    lambda_init) or fixed (lambda_init itself; with 0 nothing is subtracted). lambda_init: one constant for all layers;
-    None: the paper's schedule over depth. head_norm: norm over each head's output, an RMSNorm with a weight (affine) or
-    without (plain), a layernorm, or none; in Python also a factory, head_norm=lambda width: module. qk_norm: an RMSNorm
-    over each head's queries and keys. scale_norm: an RMSNorm over the merged heads. head_scale: constant factor behind the
-    norm of the heads; None: the paper's 1 - lambda_init. lambda_warmup: steps over which lambda grows from 0 to its value.
+    head_norm: an RMSNorm over each head's output, with a weight (affine) or without (plain), a layernorm, or none; in Python
+    also a factory, head_norm=lambda width: module.
     """
 
-    heads: str = "half"  # half | double
-    lambda_form: str = "vectors"  # vectors | dual_scalar | fixed
-    lambda_init: float | None = None
-    lambda_warmup: Annotated[int, "[0, inf)"] = 0
+    heads: str = "half"  # half (n_head / 2 heads, values twice as wide) | double (n_head heads, twice the queries and keys)
+    lambda_form: str = "vectors"  # vectors | dual_scalar (timm's exp(a) - exp(b) + lambda_init) | fixed (lambda_init itself)
+    lambda_init: float | None = None  # one constant for all layers; None: the paper's schedule over depth
+    lambda_warmup: Annotated[int, "[0, inf)"] = 0  # steps over which lambda grows from 0 to its value
     head_norm: str = "affine"  # affine | plain | layernorm | none
-    qk_norm: bool = False
-    scale_norm: bool = False
-    head_scale: float | None = None
+    qk_norm: bool = False  # an RMSNorm over each head's queries and keys
+    scale_norm: bool = False  # an RMSNorm over the merged heads
+    head_scale: float | None = None  # constant factor behind the norm of the heads; None: the paper's 1 - lambda_init
 
 
 VECTORS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
@@ -46,11 +39,9 @@ def lambda_init(layer: int) -> float:
 
 def paired_heads(cfg: AttentionConfig, pairs: int = 2) -> Heads:
     """Heads of two maps with a query and a key each: `pairs` baseline heads make one. ValueError if they do not divide."""
-    for name, count, whole in (("n_head", cfg.n_head, cfg.d_model), ("n_kv_head", cfg.n_kv_head, cfg.n_head)):
-        if count % pairs:
-            wrong = f"diff pairs heads, so model.{name}={count} must be even"
-            even = f"model.{name}={2 * nearest_divisor(whole // 2, (count + 1) // 2)}, or " if whole % 2 == 0 else ""
-            raise ValueError(f"{wrong}: use {even}model.diff.heads=double")
+    if cfg.n_kv_head % pairs:  # which divides n_head
+        wrong = f"heads are paired, and n_head={cfg.n_head} or n_kv_head={cfg.n_kv_head} is odd"
+        raise ValueError(f"{wrong}: use even numbers, or (diff) heads=double")
     d = cfg.head_dim
     return Heads(cfg.n_head // pairs, cfg.n_kv_head // pairs, d, pairs * d, queries=2, keys=2, maps=2)
 
@@ -60,8 +51,7 @@ class DiffAttention(Attention):
 
     h = n_head / 2 heads (heads=half): each has two queries and keys of the baseline's width d, and one value of width 2d.
     Query rows of component c of head i are those of baseline head 2i + c; grouped keys are paired first, then repeated. lam
-    is one scalar per layer, exp(lq1.lk1) - exp(lq2.lk2) + lambda_init in float32; the normed heads are scaled by the constant
-    head_scale, 1 - lambda_init.
+    is one scalar per layer, exp(lq1.lk1) - exp(lq2.lk2) + lambda_init in float32; normed heads are scaled by 1 - lambda_init.
     """
 
     name = "diff"
@@ -73,12 +63,8 @@ class DiffAttention(Attention):
 
     def head_shape(self, cfg: AttentionConfig) -> Heads:
         if self.options.head_scale is None and not (self.options.lambda_init or 0) < 1:
-            wrong = f"heads are scaled by 1 - lambda_init, and model.diff.lambda_init={self.options.lambda_init} is not below 1"
-            raise ValueError(f"{wrong}: use model.diff.lambda_init=0.8")
-        for name in ("qk_norm", "scale_norm"):
-            if not isinstance(getattr(self.options, name), bool):
-                wrong = f"model.diff.{name}={getattr(self.options, name)} is no switch (only head_norm takes a factory)"
-                raise ValueError(f"{wrong}: use true or false")
+            given = self.options.lambda_init
+            raise ValueError(f"heads are scaled by 1 - lambda_init, and {given} is not below 1: use lambda_init=0.8")
         return paired_heads(cfg, 2 if self.options.heads == "half" else 1)
 
     def make_parameters(self, cfg: AttentionConfig, layer: int) -> None:
@@ -105,7 +91,7 @@ class DiffAttention(Attention):
             fill_normal(p, 0.1, generator) if name in VECTORS else nn.init.zeros_(p)
 
     def set_lambda_init(self, depth: int) -> None:
-        """Take the paper's lambda_init of layer `depth`, counted from 0, for example after blocks were reordered."""
+        """Take the paper's lambda_init of layer `depth`, from 0, for example after blocks were reordered."""
         self.lambda_init = lambda_init(depth)
 
     @property
@@ -126,7 +112,6 @@ class DiffAttention(Attention):
         return mix * (first - second + self.lambda_init)
 
     def exponentials(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The two terms of lambda, exp(lq1.lk1) and exp(lq2.lk2), or exp(a) and exp(b)."""
         if self.lambda_form == "dual_scalar":
             return self.lambda_a.to(dtype).exp(), self.lambda_b.to(dtype).exp()
         q1, k1, q2, k2 = (getattr(self, name).to(dtype) for name in VECTORS)
@@ -146,11 +131,11 @@ class DiffAttention(Attention):
         return self.scale_norm(super().merge(y))
 
     def readings(self, x: Tensor) -> dict[str, Tensor]:
-        found = {"lambda": self.lam(), "lambda_init": torch.full_like(self.lambda_mix, self.lambda_init)}
+        values = {"lambda": self.lam(), "lambda_init": torch.full_like(self.lambda_mix, self.lambda_init)}
         if self.lambda_warmup:
-            found["lambda_mix"] = self.lambda_mix
+            values["lambda_mix"] = self.lambda_mix
         if self.lambda_form != "fixed":
-            found["lambda_first"], found["lambda_second"] = self.exponentials(self.lambda_mix.dtype)
+            values["lambda_first"], values["lambda_second"] = self.exponentials(self.lambda_mix.dtype)
         if self.lambda_form == "vectors":
-            found |= {f"{name}_norm": getattr(self, name).norm() for name in VECTORS}
-        return found
+            values |= {f"{name}_norm": getattr(self, name).norm() for name in VECTORS}
+        return values

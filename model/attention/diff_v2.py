@@ -1,5 +1,3 @@
-"""Differential attention, version 2: twice the query heads over the baseline's keys and values."""
-
 from dataclasses import dataclass
 
 import torch
@@ -12,19 +10,17 @@ from .mask import Mask
 
 @dataclass
 class DiffV2Config:
-    """Options of `diff_v2`. lambda_bias: first value of a learned bias of lambda's logits; None, as published: no bias.
+    """Options of `diff_v2`."""
 
-    With a negative number the subtraction is small at the start: sigmoid(-4) = 0.018.
-    """
-
-    lambda_bias: float | None = None
+    lambda_bias: float | None = (
+        None  # first value of a bias of lambda's logits: -4 subtracts little; None, as published: no bias
+    )
 
 
 class DiffV2Attention(Attention):
     """attn[2i] - sigmoid(x W)[i] attn[2i + 1] per token and head i (microsoft/unilm, Diff-Transformer-V2, January 2026).
 
-    2 n_head query heads of width d over n_kv_head key and value heads. The two maps of a head are adjacent query heads, so
-    they share one key and one value head; there is no head norm and no lambda_init.
+    2 n_head query heads; the two maps of a head are adjacent ones, which share one key and one value head. No head norm.
     """
 
     name = "diff_v2"

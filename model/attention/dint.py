@@ -1,5 +1,3 @@
-"""Differential attention to which the mean of the first map's earlier rows is added: rows sum to 1 again."""
-
 import torch
 from torch import Tensor
 
@@ -16,14 +14,14 @@ class DintConfig(DiffConfig):
 class DintAttention(DiffAttention):
     """(A1 - lam A2 + lam G) V, row t of G the mean of the rows of A1 at the positions that t sees (arXiv 2501.17486).
 
-    Cang et al. take the mean over all rows; here a row counts only what its query sees, so the map is causal. G needs every
-    earlier row of A1, so queries are cached beside the keys, and all rows are computed at once, at T x S memory.
+    Cang et al. take the mean over all rows; here the map is causal. G needs every earlier row of A1, so queries are cached
+    beside the keys, and all rows are computed at once, at T x S memory.
     """
 
     name = "dint"
     Options = DintConfig
     row_sums, whole = "one", True
-    no_context = "dint takes no context, whose tokens have no queries"
+    takes_context = False
     colours = {"dint": "#661188"}
 
     def before(self, q: Tensor, k: Tensor, v: Tensor, carry: Carry) -> tuple[Tensor, Tensor, Tensor]:

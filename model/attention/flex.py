@@ -26,10 +26,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sets: int = 1) -> Tensor
 
     if q.device.type == "cpu":
         if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-            raise ValueError("backend=flex has no backward on a CPU: use model.backend=sdpa")
+            raise ValueError("backend=flex has no backward on a CPU: use backend=sdpa")
         q, k, v = q.detach(), k.detach(), v.detach()  # flex_attention refuses requires_grad even under no_grad
     elif min(q.shape[-1], v.shape[-1]) < NARROWEST:
-        raise ValueError(f"backend=flex takes heads from width {NARROWEST} on, on CUDA: use model.backend=sdpa")
+        raise ValueError(f"backend=flex takes heads from width {NARROWEST} on, on CUDA: use backend=sdpa")
     T, S = q.shape[-2], k.shape[-2] // sets
     blocks = block_mask(mask, q.shape[0], T, S, sets, q.device)
     eager = q.device.type != "cpu" and not torch.compiler.is_compiling()
@@ -49,7 +49,7 @@ def block_mask(mask: Mask, B: int, T: int, S: int, sets: int, device: torch.devi
 
 
 def _blocks(mask: Mask, B: int, T: int, S: int, sets: int, device: torch.device) -> object:
-    """FlexAttention's BlockMask for the last T of S positions: a set's position s is key index j S + s."""
+    """FlexAttention's BlockMask; position s of set j is the key j S + s."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -71,9 +71,6 @@ def _blocks(mask: Mask, B: int, T: int, S: int, sets: int, device: torch.device)
 
 @lru_cache
 def _compiled(function: Callable) -> Callable:
-    """A function of FlexAttention compiled for each shape that an eager model calls it with.
-
-    At torch's own limit of 8 shapes it would silently compute T x S maps instead, in the memory that these need.
-    """
+    """Compiled for each shape: at torch's limit of 8 shapes FlexAttention would silently compute T x S maps instead."""
     many_shapes = torch._dynamo.config.patch(recompile_limit=SHAPES, accumulated_recompile_limit=SHAPES)
     return many_shapes(torch.compile(function, dynamic=False))

@@ -1,5 +1,3 @@
-"""Softmax attention that forgets: a gate per token and head lowers the scores of all earlier keys."""
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -12,12 +10,12 @@ from .mask import Mask
 class ForgettingAttention(Attention):
     """softmax(Q K' / sqrt d + D) V, D_ts the sum of log f_u over s < u <= t, f = sigmoid(x W + b) per head.
 
-    Lin et al., Forgetting Transformer, arXiv 2503.02130, equations 4 to 6. Their models have no RoPE: `model.position=none`.
+    Lin et al., arXiv 2503.02130, equations 4 to 6. Their models have no RoPE: position=none.
     """
 
     name = "forgetting"
     undecayed = ("forget",)
-    no_context = "forgetting takes no context, whose tokens have no gates"
+    takes_context = False
     colours = {"forgetting": "#661100"}
 
     def make_parameters(self, cfg: AttentionConfig, layer: int) -> None:

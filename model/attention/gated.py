@@ -1,5 +1,3 @@
-"""Softmax attention whose output is gated: a control, which shows how much a gate gains without a subtraction."""
-
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -10,14 +8,10 @@ from .mask import Mask
 
 @dataclass
 class GatedConfig:
-    """Options of `gated`.
+    """Options of `gated`."""
 
-    gate: one gate per head, or one gate per element of each head's output. qk_norm: an RMSNorm over each head's queries and
-    keys before RoPE (head; Qwen3-Next has both), or none; in Python also a factory, qk_norm=lambda width: module.
-    """
-
-    gate: str = "headwise"  # headwise | elementwise
-    qk_norm: str = "none"  # none | head
+    gate: str = "headwise"  # headwise | elementwise: one gate per head, or per element of each head's output
+    qk_norm: str = "none"  # none | head: an RMSNorm over each head's queries and keys before RoPE (Qwen3-Next), or a factory
 
 
 class GatedAttention(Attention):

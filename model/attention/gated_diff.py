@@ -1,5 +1,3 @@
-"""Differential attention whose two maps are weighed by a gate per token and head."""
-
 from torch import Tensor, nn
 
 from ..layers import RMSNorm
@@ -10,10 +8,7 @@ from .mask import Mask
 
 
 class GatedDiffAttention(Attention):
-    """(g A1 - (1 - g) A2) V, g = sigmoid(x W) per token and head, then a norm per head (Lygizou et al., arXiv 2505.24054).
-
-    Heads are paired as in V1. A probe reads A1 - (1 - g) / g A2: the factor g scales whole rows.
-    """
+    """(g A1 - (1 - g) A2) V, g = sigmoid(x W) per token and head, then a norm per head (Lygizou et al., arXiv 2505.24054)."""
 
     name = "gated_diff"
     row_sums, signed = "any", True
@@ -31,7 +26,7 @@ class GatedDiffAttention(Attention):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, mask: Mask) -> Tensor:
         q, k = q.unflatten(1, (-1, 2)), k.unflatten(1, (-1, 2))  # (B, h, 2, T, d), (B, hkv, 2, S, d)
         logits = self.gate_logits(x).mT[..., None].to(self.gate_logits.weight.dtype)  # (B, h, T, 1)
-        ratio = (-logits).exp()  # (1 - g) / g
+        ratio = (-logits).exp()  # (1 - g) / g; a probe reads A1 - ratio A2, as the factor g scales whole rows
         return (attend_diff(q, k, v, ratio, mask, self.backend, self.dropout_now) * logits.sigmoid()).to(v.dtype)
 
     def after(self, y: Tensor) -> Tensor:

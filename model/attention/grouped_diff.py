@@ -1,5 +1,3 @@
-"""Differential attention in which several heads share one noise map."""
-
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -7,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from .backends import attend_diff
-from .base import AttentionConfig, Heads, nearest_divisor
+from .base import AttentionConfig, Heads, check_divisor
 from .diff import DiffAttention, DiffConfig
 from .mask import Mask
 
@@ -21,11 +19,7 @@ class GroupedDiffConfig(DiffConfig):
 
 
 class GroupedDiffAttention(DiffAttention):
-    """(softmax(Q1 K1' / sqrt d) - lam softmax(Q2 K2' / sqrt d)) V; `ratio` heads share Q2 and K2 (Lim et al., 2510.06949).
-
-    n_head signal heads with the baseline's queries, keys and values, and n_head / ratio noise heads with queries and keys. With
-    ratio=1 it is `diff` with heads=double. lambda and the norm per head are V1's.
-    """
+    """`diff` with heads=double, in which `ratio` heads share one noise map, Q2 and K2 (Lim et al., arXiv 2510.06949)."""
 
     name = "grouped_diff"
     Options = GroupedDiffConfig
@@ -33,11 +27,7 @@ class GroupedDiffAttention(DiffAttention):
     colours = {"grouped_diff": "#CC6677"}
 
     def head_shape(self, cfg: AttentionConfig) -> Heads:
-        ratio = self.options.ratio
-        for name, count in (("n_head", cfg.n_head), ("n_kv_head", cfg.n_kv_head)):
-            if count % ratio:
-                wrong = f"model.grouped_diff.ratio={ratio} does not divide model.{name}={count}"
-                raise ValueError(f"{wrong}: use model.grouped_diff.ratio={nearest_divisor(cfg.n_kv_head, ratio)}")
+        check_divisor("ratio", self.options.ratio, "n_kv_head", cfg.n_kv_head)
         return super().head_shape(cfg)
 
     def make_projections(self, cfg: AttentionConfig) -> None:
@@ -51,6 +41,6 @@ class GroupedDiffAttention(DiffAttention):
         return attend_diff(q, k, v, self.lam(), mask, self.backend, self.dropout_now)
 
     def _pairs(self, x: Tensor, signals: int) -> Tensor:
-        """Signal heads, each beside its noise head: (B, signals, 2, T, d) from (B, signals + signals / ratio, T, d)."""
+        """Signal heads, each beside its noise head: (B, signals, 2, T, d)."""
         noise = x[:, signals:].repeat_interleave(self.options.ratio, dim=1)
         return torch.stack((x[:, :signals], noise), dim=2)

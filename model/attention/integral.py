@@ -1,6 +1,3 @@
-"""Integral attention: one softmax over the mean of several logits, denoising without negative weights."""
-
-import math
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -8,22 +5,22 @@ from torch import Tensor
 
 from ..rotary import Rope, rotate
 from .backends import attend
-from .base import Attention, AttentionConfig, Heads, nearest_divisor
+from .base import Attention, AttentionConfig, Heads, check_divisor
 from .mask import Mask
 
 
 @dataclass
 class IntegralConfig:
-    """Options of `integral`. signals: how many query-key products of width d are averaged per map."""
+    """Options of `integral`."""
 
-    signals: Annotated[int, "[1, 1000]"] = 2
+    signals: Annotated[int, "[1, 1000]"] = 2  # how many query-key products of width d are averaged per map
 
 
 class IntegralAttention(Attention):
     """softmax(1/S sum_s Q_s K_s' / sqrt d) V (Kobyzev et al., Integral Transformer, arXiv 2508.18387).
 
-    n_head / S heads, each with S signals of the baseline's width d and values of width S d, so that parameters equal the
-    baseline's. The averaged logits are one product of the concatenated signals, times 1 / (S sqrt d).
+    n_head / S heads, each with S signals of the baseline's width d and values of width S d. The averaged logits are one
+    product of the concatenated signals, times 1 / (S sqrt d).
     """
 
     name = "integral"
@@ -31,11 +28,7 @@ class IntegralAttention(Attention):
 
     def head_shape(self, cfg: AttentionConfig) -> Heads:
         S, d = self.options.signals, cfg.head_dim
-        for name, count in (("n_head", cfg.n_head), ("n_kv_head", cfg.n_kv_head)):
-            if count % S:
-                wrong = f"model.integral.signals={S} does not divide model.{name}={count}"
-                fitting = nearest_divisor(math.gcd(cfg.n_head, cfg.n_kv_head), S)
-                raise ValueError(f"{wrong}: use model.integral.signals={fitting}, or other numbers of heads")
+        check_divisor("signals", S, "n_kv_head", cfg.n_kv_head)
         return Heads(cfg.n_head // S, cfg.n_kv_head // S, d, S * d, queries=S, keys=S)
 
     def turn(self, x: Tensor, rope: Rope | None) -> Tensor:

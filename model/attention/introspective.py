@@ -1,8 +1,3 @@
-"""Introspective attention: several attention paths, each of which sees the paths before it.
-
-The published text and the published code disagree, and neither runs; docs/METHODS.md derives the two causal readings.
-"""
-
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -14,7 +9,7 @@ from ..cache import LayerCache
 from ..layers import fill_normal, make_norm
 from ..rotary import rotate
 from .backends import attend, attend_union
-from .base import Attention, AttentionConfig, Carry, Heads, Ropes, nearest_divisor, split
+from .base import Attention, AttentionConfig, Carry, Heads, Ropes, split
 from .mask import Mask
 
 
@@ -22,27 +17,20 @@ from .mask import Mask
 class IntrospectiveConfig:
     """Options of `introspective`: several attention paths per layer, of which path i reads the earlier paths (docs/METHODS.md).
 
-    mode: `feature` (to the keys and values of path i, a projection of what earlier paths computed for the same token is
-    added) or `sequence` (path i attends over the keys of all paths j <= i). heads: heads per path. None: n_head / 2. 0
-    stands for n_head, as in the published code. The value width is d_model / heads, so that the output of a path is as
-    wide as the layer's input X and can be added to it. memory: what the feature mode reads of an earlier path: k (its
-    keys), v (its values), a (its output). own_path: whether path i > 0 also has keys and values of its own (the
-    published code), or only those made from earlier paths (the published text). repeated: whether path i of the
-    sequence mode reads all that each earlier path has read, so that path j < i counts 2^(i-1-j) times (the published
-    naive and flash 1 code), or reads each path once (flash 2). path_weight: how the weights lambda of the paths are
-    computed, see `IntrospectiveAttention.weights`. path_norm: the norm over each path's output and over their sum.
-    alpha: whether alpha X is added to the sum of the paths, with a learned scalar alpha.
+    The value width is d_model / heads, so that the output of a path is as wide as the layer's input X and can be added to it.
+    repeated: whether path i of the sequence mode reads all that each earlier path has read, so that path j < i counts
+    2^(i-1-j) times (the published naive and flash 1 code), or reads each path once (flash 2).
     """
 
-    mode: str = "feature"  # feature | sequence
+    mode: str = "feature"  # feature (earlier paths add to keys and values of the same token) | sequence (their keys are read)
     paths: Annotated[int, "[1, 100]"] = 3  # number of paths
-    heads: Annotated[int | None, "[0, inf)"] = None
-    memory: str = "ka"  # ka | kv | kva
-    own_path: bool = True
+    heads: Annotated[int | None, "[0, inf)"] = None  # heads per path; None: n_head / 2; 0: n_head, as in the published code
+    memory: str = "ka"  # ka | kv | kva: what the feature mode reads of an earlier path, its keys, values and output (a)
+    own_path: bool = True  # whether path i > 0 has keys, too (published code), or earlier paths' only (the text)
     repeated: bool = False
-    path_weight: str = "affine"  # affine | literal | sigmoid | softmax_input
-    path_norm: str = "rmsnorm"  # rmsnorm | layernorm
-    alpha: bool = True
+    path_weight: str = "affine"  # affine | literal | sigmoid | softmax_input: see `IntrospectiveAttention.weights`
+    path_norm: str = "rmsnorm"  # rmsnorm | layernorm: over each path's output and over their sum
+    alpha: bool = True  # whether alpha X, alpha a learned scalar, is added to the sum of the paths
 
 
 class IntrospectiveAttention(Attention):
@@ -51,12 +39,11 @@ class IntrospectiveAttention(Attention):
     feature: M_i = concat over j < i of (K_j, A_j), per token; path i attends with keys K_i + M_i U_i and values
     V_i + M_i W_i, the projections U, W being per key/value head and zero at the start (so training begins with
     independent paths), RoPE after the projection; without own_path they are M_i U_i and M_i W_i. sequence: one softmax
-    over the keys of all paths j <= i at all positions s <= t, each set with its own positions. Source: the formula of
+    over the keys of all paths j <= i at all positions s <= t, each set from position 0 on. Source: the formula of
     cognitivecomputations/introspective-attention.
     """
 
     name = "introspective"
-    joins_calls = True
     Options = IntrospectiveConfig
     choices = {
         "mode": ("feature", "sequence"),
@@ -69,18 +56,17 @@ class IntrospectiveAttention(Attention):
 
     def head_shape(self, cfg: AttentionConfig) -> Heads:
         heads = max(1, cfg.n_head // 2) if self.options.heads is None else self.options.heads or cfg.n_head
-        _check(self.options, cfg, heads)
         kv_heads = max(1, heads * cfg.n_kv_head // cfg.n_head)
-        if heads % kv_heads:  # only with one key head and more heads per path than n_head
-            fitting = next(n for n in range(cfg.n_head, 0, -1) if cfg.d_model % n == 0)
-            wrong = f"{heads} heads per path cannot share {kv_heads} key heads equally"
-            raise ValueError(f"{wrong}: use model.introspective.heads={fitting}")
+        _check(self.options)
+        group = cfg.n_head // cfg.n_kv_head if cfg.n_kv_head > 1 else 1  # query heads that share keys
+        if cfg.d_model % heads or heads % group or heads % kv_heads:
+            wrong = f"heads={heads} of each path is no multiple of {group} that divides d_model={cfg.d_model}"
+            raise ValueError(f"{wrong}: use such a number, or n_kv_head=1")
         return Heads(heads, kv_heads, cfg.head_dim, cfg.d_model // heads)
 
     def make_parameters(self, cfg: AttentionConfig, layer: int) -> None:
         opt, D = self.options, cfg.d_model
-        self.mode, self.memory, self.own_path, self.repeated = opt.mode, opt.memory, opt.own_path, opt.repeated
-        self.path_weight, self.paths = opt.path_weight, opt.paths
+        self.mode, self.own_path, self.path_weight, self.paths = opt.mode, opt.own_path, opt.path_weight, opt.paths
         # With own_path=false no path reads the last path's keys, and the feature mode reads the first path's keys only.
         sets = self.paths if self.own_path else max(1, self.paths - 1) if self.mode == "sequence" else 1
         self.q = self._per_path(cfg, self.paths, self.heads * self.width)
@@ -107,7 +93,7 @@ class IntrospectiveAttention(Attention):
         """One (Hkv, m_i, width) projection for each path i > 0; m_i is the width of M_i per key/value head."""
         group = self.heads // self.kv_heads
         widths = {"k": self.width, "v": self.value_width, "a": group * self.value_width}
-        per_path = sum(widths[part] for part in self.memory)
+        per_path = sum(widths[part] for part in self.options.memory)
         return nn.ParameterList(torch.empty(self.kv_heads, i * per_path, width) for i in range(1, self.paths))
 
     def init_own(self, generator: torch.Generator) -> None:
@@ -127,30 +113,24 @@ class IntrospectiveAttention(Attention):
             nn.init.constant_(self.path_bias, 1 / self.paths)
 
     def weights(self, x: Tensor) -> Tensor:
-        """lambda, (P,) or per token (B, T, P).
-
-        literal: LayerNorm(sigmoid(w)) over paths, as printed (sums to zero). affine: gain * LayerNorm(sigmoid(w)) + bias,
-        gain 1 and bias 1/P at the start. sigmoid: sigmoid(w). softmax_input: softmax(W x), the text's first version.
-        """
-        if self.path_weight == "softmax_input":
+        """lambda, (P,) or per token (B, T, P)."""
+        if self.path_weight == "softmax_input":  # the text's first version
             return self.path_logits(x).softmax(-1)
         if self.path_weight == "sigmoid":
             return self.w.sigmoid()
-        if self.path_weight == "literal":
+        if self.path_weight == "literal":  # as printed: sums to zero
             return F.layer_norm(self.w.sigmoid(), self.w.shape)
         # eps bounds the slope of LayerNorm at equal weights to 10; with the usual 1e-5 it is 316.
         return F.layer_norm(self.w.sigmoid(), self.w.shape, self.path_gain, self.path_bias, eps=1e-2)
 
     def mix(self, x: Tensor, source: Tensor, ropes: Ropes, mask: Mask, cache: LayerCache | None, carry: Carry) -> Tensor:
-        """The normed sum (B, T, D) of all paths, as in the class's formula."""
         outputs = (self._feature if self.mode == "feature" else self._sequence)(x, source, ropes, mask, cache)
         lam = self.weights(x)  # (P,) or (B, T, P)
         mixed = sum(lam[..., i, None] * a for i, a in enumerate(outputs))  # (B, T, D)
         return self.norm(mixed if self.alpha is None else mixed + self.alpha * x)
 
     def _path_output(self, heads: Tensor, i: int) -> Tensor:
-        """A_i (B, T, D) from the heads (B, h, T, dv) of path i."""
-        return self.path_norms[i](self.merge(heads))
+        return self.path_norms[i](self.merge(heads))  # A_i (B, T, D)
 
     def _feature(self, x: Tensor, source: Tensor, ropes: Ropes, mask: Mask, cache: LayerCache | None) -> list[Tensor]:
         memory: list[Tensor] = []  # of the paths so far, each (B, hkv, T, m)
@@ -182,7 +162,7 @@ class IntrospectiveAttention(Attention):
     def remembered(self, k: Tensor, v: Tensor, a: Tensor) -> list[Tensor]:
         """What later paths see of a path, each (B, hkv, T, m): keys, values (before RoPE), output a (B, T, D)."""
         parts = {"k": k, "v": v, "a": a.unflatten(-1, (self.kv_heads, -1)).transpose(1, 2)}
-        return [parts[part].to(k.dtype) for part in self.memory]
+        return [parts[part].to(k.dtype) for part in self.options.memory]
 
     def _sequence(self, x: Tensor, source: Tensor, ropes: Ropes, mask: Mask, cache: LayerCache | None) -> list[Tensor]:
         keys, values, outputs = [], [], []
@@ -194,51 +174,36 @@ class IntrospectiveAttention(Attention):
                 k, v = (k, v) if cache is None else cache.append(k, v, slot=i)
                 keys.append(k)
                 values.append(v)
-            seen = self._seen(i)
-            sets = [keys[j] for j in seen], [values[j] for j in seen]
+            sets = [keys[j] for j in self._seen(i)], [values[j] for j in self._seen(i)]
             heads = attend_union(q, *sets, mask, self.backend, self.dropout_now)
             outputs.append(self._path_output(heads, i))
         return outputs
 
     def _seen(self, i: int) -> list[int]:
-        """The paths whose keys path i of the sequence mode looks at."""
-        if self.repeated:
+        if self.options.repeated:
             return [j for earlier in range(i) for j in self._seen(earlier)] + [i]
         return list(range(i + 1 if self.own_path or i == 0 else i))
 
     @property
-    def no_context(self) -> str:
-        why = "the feature mode corrects keys by what earlier paths gave for the same token, so it takes no context"
-        return "" if self.mode == "sequence" else f"{why} (model.introspective.mode=sequence does)"
+    def takes_context(self) -> bool:
+        return self.mode == "sequence"  # the feature mode corrects keys by what earlier paths gave for the same token
 
     @property
     def key_sets(self) -> tuple[int, ...]:
         return tuple(1 if self.mode == "feature" else len(self._seen(i)) for i in range(self.paths))
 
     def readings(self, x: Tensor) -> dict[str, Tensor]:
-        found = {f"path_{i}": weight.mean() for i, weight in enumerate(self.weights(x).unbind(-1))}
-        return found if self.alpha is None else found | {"alpha": self.alpha.detach()}
+        values = {f"path_{i}": weight.mean() for i, weight in enumerate(self.weights(x).unbind(-1))}
+        return values if self.alpha is None else values | {"alpha": self.alpha.detach()}
 
 
-def _check(opt: IntrospectiveConfig, cfg: AttentionConfig, heads: int) -> None:
+def _check(opt: IntrospectiveConfig) -> None:
+    """ValueError for options that exclude each other."""
     if opt.path_weight == "affine" and opt.paths == 1:
-        wrong = "LayerNorm over a single path weight is always zero"
-        raise ValueError(f"{wrong}: use model.introspective.path_weight=sigmoid or more paths")
+        raise ValueError("LayerNorm over a single path weight is always zero: use path_weight=sigmoid or more paths")
     if opt.path_weight == "literal" and opt.paths < 3:
         wrong = "LayerNorm without a gain over one path weight is always zero, over two always +1 and -1"
-        raise ValueError(f"{wrong}: use model.introspective.path_weight=sigmoid or three paths")
-    if opt.repeated and (opt.mode != "sequence" or not opt.own_path):
-        wrong = "model.introspective.repeated=true counts keys of earlier paths several times"
-        raise ValueError(f"{wrong}, which needs mode=sequence and own_path=true")
-    if opt.repeated and opt.paths > 10:
-        wrong = f"model.introspective.repeated=true reads 2^(paths - 1) key sets, too many for {opt.paths} paths"
-        raise ValueError(f"{wrong}: use model.introspective.paths=10 or fewer")
-    group = cfg.n_head // cfg.n_kv_head if cfg.n_kv_head > 1 else 1  # query heads that share keys
-    if cfg.d_model % heads or heads % group:
-        wrong = f"{heads} heads per path do not divide d_model={cfg.d_model}"
-        if heads % group:
-            wrong = f"{heads} heads per path cannot share keys in the ratio {cfg.n_head}:{cfg.n_kv_head}"
-        if cfg.d_model % group:
-            raise ValueError(f"{wrong}: use model.n_kv_head=1 model.introspective.heads=1")
-        fitting = group * nearest_divisor(cfg.d_model // group, heads // group)
-        raise ValueError(f"{wrong}: use model.introspective.heads={fitting}")
+        raise ValueError(f"{wrong}: use path_weight=sigmoid or three paths")
+    if opt.repeated and (opt.mode != "sequence" or not opt.own_path or opt.paths > 10):
+        wrong = "repeated=true reads 2^(paths - 1) key sets"
+        raise ValueError(f"{wrong}: use it with mode=sequence, own_path=true and at most paths=10")

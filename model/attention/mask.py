@@ -13,7 +13,7 @@ class Mask:
     """Which of S keys the queries at their last T positions see (T < S if earlier keys come from a cache).
 
     A query sees a key if every rule allows it. causal: query t sees keys s <= t. window: only keys with |s - t| < window.
-    documents (B, S): only keys of the query's own document; its numbers fit 32 bits. keys (B, S) bool: False marks padding,
+    documents (B, S): only keys of the query's document; its numbers fit 32 bits. keys (B, S) bool: False marks padding,
     which no query sees. see: another rule, bool, broadcastable to (B, H, T, S), True where a query may see a key. bias: numbers
     of that shape, which are added to the scaled scores; -inf hides a key. slopes: one number per head, for ALiBi's bias
     -slope |t - s|. A query that sees no key has a zero output and a zero gradient. All maps of one head share the mask.
@@ -32,31 +32,27 @@ class Mask:
         if self.window is not None and self.window < 1:
             raise ValueError(f"a window of {self.window} hides all keys: use window=1 or more, or None")
         if self.keys is not None and (self.keys.dim() != 2 or self.keys.dtype != torch.bool):
-            wrong = f"mask keys are {self.keys.dtype} {tuple(self.keys.shape)}"
-            raise ValueError(f"{wrong}: give bool (B, S), True where a key may be seen, as in keys=tokens != pad")
+            raise ValueError("the keys of a mask are bool (B, S), True where a key may be seen: use keys=tokens != pad")
         if self.documents is not None and (self.documents.dim() != 2 or self.documents.is_floating_point()):
-            wrong = f"mask documents are {self.documents.dtype} {tuple(self.documents.shape)}"
-            raise ValueError(f"{wrong}: give integers (B, S), as in documents=(tokens == eot).cumsum(1)")
+            raise ValueError("the documents of a mask are integers (B, S): use documents=(tokens == eot).cumsum(1)")
         if self.see is not None and self.see.dtype != torch.bool:
             raise ValueError(f"a mask's `see` must be bool, not {self.see.dtype}: give numbers to be added as `bias`")
         if self.bias is not None and not self.bias.is_floating_point():
-            wrong = f"a mask of {self.bias.dtype} is neither a rule nor a bias"
-            raise ValueError(f"{wrong}: give bool, True where a key may be seen, or floating-point numbers to be added")
+            raise ValueError(f"a mask is bool, True where a key may be seen, or floats to be added: not {self.bias.dtype}")
 
     def check(self, q: Tensor, k: Tensor) -> None:
         """ValueError unless the mask fits queries (B, H, ..., T, d) and keys (B, ..., S, d)."""
         B, H, T, S = *q.shape[:2], q.shape[-2], k.shape[-2]
         for name, ids in (("documents", self.documents), ("keys", self.keys)):
             if ids is not None and ids.shape != (B, S):
-                wrong = f"mask {name} have the shape {tuple(ids.shape)}, but there are {B} sequences of {S} keys"
+                wrong = f"the {name} of a mask are {tuple(ids.shape)}, not {(B, S)}"
                 raise ValueError(f"{wrong}: give one entry per key, cached ones included")
         for name, free in (("see", self.see), ("bias", self.bias)):
-            fits = free is None or all(n in (1, m) for n, m in zip(free.shape[::-1], (S, T, H, B), strict=False))
-            if not fits or (free is not None and free.dim() > 4):
-                wrong = f"a mask's `{name}` of the shape {tuple(free.shape)} does not broadcast to {(B, H, T, S)}"
-                raise ValueError(f"{wrong}: give (T, S) or (B, 1 or H, T, S); a mask (B, S) of keys is Mask(keys=...)")
-        if self.slopes is not None and len(self.slopes) != H:
-            raise ValueError(f"a mask has {len(self.slopes)} slopes for {H} heads: give one for each head")
+            sizes = (1,) if free is None else free.shape[::-1]
+            if len(sizes) > 4 or any(n not in (1, m) for n, m in zip(sizes, (S, T, H, B), strict=False)):
+                wrong = f"a mask's `{name}` {tuple(free.shape)} does not broadcast to {(B, H, T, S)}"
+                raise ValueError(f"{wrong}: give (T, S) or (B, 1 or H, T, S), or keys (B, S) as Mask(keys=...)")
+        assert self.slopes is None or len(self.slopes) == H
 
     @property
     def plain(self) -> bool:
@@ -65,18 +61,16 @@ class Mask:
 
     @property
     def sees_everything(self) -> bool:
-        """Whether every query sees every key."""
         return not self.causal and not self._more
 
     @property
     def _more(self) -> bool:
-        more = (self.window, self.documents, self.keys, self.see, self.bias, self.slopes)
-        return any(rule is not None for rule in more)
+        return self.needs_dense or any(rule is not None for rule in (self.window, self.documents, self.keys))
 
     @property
     def needs_dense(self) -> bool:
-        """Whether scores need a dense T x S rule (see, bias, slopes), which flex and fused refuse."""
-        return self.see is not None or self.bias is not None or self.slopes is not None
+        """Whether scores need a dense T x S rule, which flex and fused refuse."""
+        return any(rule is not None for rule in (self.see, self.bias, self.slopes))
 
     def allowed(self, positions: Tensor, S: int) -> Tensor:
         """Which of S keys the queries at `positions` (R,) or (B, R) see: bool (1 or B, 1 or H, R, S)."""
@@ -105,9 +99,9 @@ class Mask:
             rows = _rows(self.bias, positions, S)
             parts.append(rows.masked_fill(rows == float("-inf"), 0.0))  # `allowed` hides these keys
         if self.slopes is not None:
-            distance = (positions[..., :, None] - torch.arange(S, device=positions.device)).abs()  # (R, S) or (B, R, S)
+            distance = (positions[..., None, :, None] - torch.arange(S, device=positions.device)).abs()  # (B or none, 1, R, S)
             slopes = torch.tensor(self.slopes, device=positions.device)[:, None, None]  # (H, 1, 1)
-            parts.append(-slopes * (distance[:, None] if distance.dim() == 3 else distance[None, None]))
+            parts.append(-slopes * (distance if distance.dim() == 4 else distance[None]))
         return sum(parts) if parts else None
 
     def dense(self, T: int, S: int, device: torch.device) -> Tensor:
@@ -124,11 +118,7 @@ def _rows(x: Tensor, positions: Tensor, S: int) -> Tensor:
 
 
 def alibi_slopes(heads: int) -> tuple[float, ...]:
-    """2^(-8 i / n) for head i = 1 .. n if n is a power of two; else the slopes of the power of two below n, followed by
-    every other slope of the power above.
-
-    Press et al., Train Short, Test Long, arXiv 2108.12409, section 3, and their code for other numbers of heads.
-    """
+    """2^(-8 i / n) for head i = 1 .. n, n a power of two (Press et al., arXiv 2108.12409, section 3), or as in their code."""
     whole = 2 ** (heads.bit_length() - 1)
     slopes = [2 ** (-8 * i / whole) for i in range(1, whole + 1)]
     return tuple(slopes + [2 ** (-4 * i / whole) for i in range(1, 2 * (heads - whole), 2)])

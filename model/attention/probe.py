@@ -11,26 +11,19 @@ from torch import Tensor, nn
 class Maps:
     """What a probe records: `layers[i]` is the signed attention map of layer i, (B, heads, R, S) float32.
 
-    A row of a softmax head sums to 1, a row of a differential head to 1 - lambda (`Attention.row_sums`). If a layer calls
-    attention several times (introspective paths), the heads of all calls are joined in order. With apart=True, `pairs[i]`
-    holds the two maps of a differential layer as (first, second), each of that shape; otherwise, and for all other layers,
-    `pairs[i]` is None.
+    If a layer calls attention several times (introspective paths), the heads of all calls are joined in order. `pairs[i]`:
+    the two maps of a differential layer, (first, second), with apart=True; None without it and for all other layers.
     """
 
-    def __init__(self, rows: Tensor, apart: bool = False) -> None:
-        self.rows = rows  # (R,) or (B, R) absolute query positions
+    def __init__(self, rows: Tensor, apart: bool) -> None:
+        self.rows, self.apart = rows, apart  # rows: (R,) or (B, R) absolute query positions
         self.layers: list[Tensor] = []
         self.pairs: list[tuple[Tensor, Tensor] | None] = []
-        self.apart = apart
-        # Of the attention that runs now: its name, the tokens that it sees, cached ones included, and its `joins_calls`.
-        self._layer, self._tokens, self._joins = "", 0, False
+        self._tokens = 0  # that the attention which runs now sees, cached ones included
         self._calls: list[Tensor] = []
         self._pair: tuple[Tensor, Tensor] | None = None
 
     def record(self, rows: Tensor, pair: tuple[Tensor, ...] | None = None) -> None:
-        if self._calls and not self._joins:
-            wrong = f"{self._layer} attends several times in one layer"
-            raise ValueError(f"{wrong}: set joins_calls=True if the heads of all calls stand side by side, or {WITHOUT}")
         self._calls.append(rows.detach().float())
         if self.apart and pair is not None:
             self._pair = tuple(x.detach().float() for x in pair)
@@ -38,22 +31,20 @@ class Maps:
     def check_keys(self, S: int) -> None:
         """ValueError unless each of the S keys is that of a token: the rows would be those of other queries."""
         if self._tokens != S:
-            wrong = f"{self._layer} attends to {S} keys of {self._tokens} tokens"
-            raise ValueError(f"{wrong}, and a probe needs one key for each token: {WITHOUT}")
+            raise ValueError(f"attention to {S} keys of {self._tokens} tokens cannot be probed: {WITHOUT}")
 
     def _open_layer(self, attention: nn.Module, given: tuple, named: dict) -> None:
         x, cache = given[0] if given else named["x"], named.get("cache", given[3] if len(given) > 3 else None)
         cached = 0 if cache is None else cache.length
-        self._layer, self._tokens = type(attention).__name__, cached + x.shape[1]
-        self._joins = getattr(attention, "joins_calls", False)
+        self._tokens = cached + x.shape[1]
         if self.rows.numel() and (self.rows.min() < cached or self.rows.max() >= self._tokens):
-            wrong = f"a probe of rows {int(self.rows.min())} to {int(self.rows.max())} of this pass"
-            raise ValueError(f"{wrong}, which has the positions {cached} to {self._tokens - 1}: give rows among them")
+            wrong = f"rows {int(self.rows.min())} to {int(self.rows.max())} of a probe are not in this pass"
+            raise ValueError(f"{wrong}: give rows from {cached} to {self._tokens - 1}")
 
-    def _close_layer(self, *_: object) -> None:
+    def _close_layer(self, attention: nn.Module, *_: object) -> None:
         if not self._calls:
-            wrong = f"{self._layer} does not attend through model/attention/backends.py, so a probe sees no maps"
-            raise ValueError(f"{wrong}: call attend, attend_diff or attend_union of that file, or {WITHOUT}")
+            wrong = f"{type(attention).__name__} does not attend through model/attention/backends.py"
+            raise ValueError(f"{wrong}, so a probe sees no maps: call an operation of that file, or {WITHOUT}")
         self.layers.append(torch.cat(self._calls, dim=1))
         self.pairs.append(self._pair)
         self._calls, self._pair = [], None
@@ -61,20 +52,19 @@ class Maps:
 
 WITHOUT = "do not probe this attention (in training: monitor.every=0)"
 active: Maps | None = None  # backends record into this; None: no probe is active
+logits_visitor: Callable[[Tensor, Tensor], Tensor] | None = None  # reference.weights calls this
 
 
 @contextmanager
 def probe(model: nn.Module, rows: Tensor, apart: bool = False) -> Iterator[Maps]:
-    """`with probe(model, rows) as maps: model(tokens)` fills `maps.layers`; a second pass appends its own layers.
+    """`with probe(model, rows) as maps: model(tokens)` fills `maps.layers`; a second pass appends its layers.
 
-    model: a Decoder, or one attention module. rows: query positions (R,), or (B, R) if they differ between sequences, among
-    the tokens of the pass, which cached tokens are not.
-    apart: fill `maps.pairs`, too. Uncompiled models only: a compiled graph ignores probes. Nested probes are refused.
+    model: a Decoder, or one attention module, not compiled. rows: query positions (R,), or (B, R) if they differ between
+    sequences, among the tokens of the pass, which cached tokens are not. apart: fill `maps.pairs`, too.
     """
     global active
-    _refuse_nesting()
-    active = Maps(rows, apart)
     layers = _attentions(model)
+    active = Maps(rows, apart)
     hooks = [attention.register_forward_pre_hook(active._open_layer, with_kwargs=True) for attention in layers]
     hooks += [attention.register_forward_hook(active._close_layer) for attention in layers]
     try:
@@ -85,34 +75,26 @@ def probe(model: nn.Module, rows: Tensor, apart: bool = False) -> Iterator[Maps]
             hook.remove()
 
 
-Visit = Callable[[int, Tensor, Tensor], Tensor | None]  # (layer, logits, see) -> other logits, or None to keep them
-logits_visitor: Callable[[Tensor, Tensor], Tensor] | None = None  # reference.weights calls this
-
-
 @contextmanager
-def visit_logits(model: nn.Module, visit: Visit) -> Iterator[None]:
+def visit_logits(model: nn.Module, visit: Callable[[int, Tensor, Tensor], Tensor | None]) -> Iterator[None]:
     """`with visit_logits(model, visit): model(tokens)` calls `visit(layer, logits, see)` before every softmax.
 
-    logits: q.k / sqrt(d) plus the mask's bias (ALiBi), of all heads of one attention call, (B, H, T, S), or (B, h, 2, T, S)
-    for the two maps of a differential head; several key sets are concatenated in S. float32 or better, before hidden keys
-    are masked. see: bool, broadcastable to the logits, True where the query sees the key. A tensor that `visit` returns
-    replaces the logits. Until the context ends, all attention runs as the N x N formulas, whatever its backend: memory
-    grows as T x S. Uncompiled models only; not inside a probe.
+    logits: q.k / sqrt(d) plus the mask's bias, of one attention call, (B, H, T, S), or (B, h, 2, T, S) for the two maps of a
+    differential head; several key sets are concatenated in S. float32 or better, before hidden keys are masked. see: bool,
+    True where the query sees the key. A tensor that `visit` returns replaces the logits. All attention runs as the N x N
+    formulas, whatever its backend. Uncompiled models only; not inside a probe.
     """
     global logits_visitor
-    _refuse_nesting()
-    layer = 0
 
-    def enter(index: int, *_: object) -> None:
-        nonlocal layer
-        layer = index
+    def enter(layer: int, *_: object) -> None:
+        global logits_visitor
 
-    def hand(logits: Tensor, see: Tensor) -> Tensor:
-        changed = visit(layer, logits, see)
-        return logits if changed is None else changed
+        def logits_visitor(logits: Tensor, see: Tensor) -> Tensor:
+            changed = visit(layer, logits, see)
+            return logits if changed is None else changed
 
     hooks = [attention.register_forward_pre_hook(partial(enter, i)) for i, attention in enumerate(_attentions(model))]
-    logits_visitor = hand
+    enter(0)
     try:
         yield
     finally:
@@ -122,13 +104,10 @@ def visit_logits(model: nn.Module, visit: Visit) -> Iterator[None]:
 
 
 def _attentions(model: nn.Module) -> list[nn.Module]:
-    """The attention modules of a decoder; any other module counts as one attention module."""
-    return [block.attention for block in model.blocks] if hasattr(model, "blocks") else [model]
-
-
-def _refuse_nesting() -> None:
+    """The attention modules of a decoder; any other module counts as one attention module. ValueError inside a probe."""
     if active is not None or logits_visitor is not None:
         raise ValueError("a probe is already active: leave it before starting another")
+    return [block.attention for block in model.blocks] if hasattr(model, "blocks") else [model]
 
 
 SINK = 0.3  # a head with a larger share of its mass on the first token is a sink (epsilon of arXiv 2410.10781)

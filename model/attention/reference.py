@@ -1,7 +1,6 @@
-"""The N x N formulas, plain and slow: what the `math` backend runs and every other backend must agree with.
+"""The N x N formulas, plain and slow, in float32 or better: what every other backend must agree with.
 
-Shapes as in backends.py, key/value heads already repeated to the number of query heads. Computed in float32 or better,
-whatever the precision of the inputs; where train.py or a bench allows TF32 on a GPU, the products round their inputs to it.
+Shapes as in backends.py, key/value heads already repeated to the number of query heads.
 """
 
 from collections.abc import Callable
@@ -12,20 +11,15 @@ from torch import Tensor
 
 from . import probe
 
-Normalize = Callable[[Tensor, Tensor], Tensor]
-"""(scores, see) -> a map's weights (B, H, T, S), from scores (B, H, T, S) or (B, H, m, T, S): `Attention.normalize`."""
+Normalize = Callable[[Tensor, Tensor], Tensor]  # (scores, see) -> a map's weights: `Attention.normalize`
 
 
 def softmax(scores: Tensor, see: Tensor) -> Tensor:
-    """The weights of a softmax map."""
     return scores.softmax(-1)
 
 
 def weights(q: Tensor, k: Tensor, see: Tensor, bias: Tensor | None = None, normalize: Normalize = softmax) -> Tensor:
-    """normalize(q k' / sqrt(d) + bias) over the keys that `see` allows: (..., T, S).
-
-    see: bool, broadcastable to (..., T, S). A row that sees no key is zero, forward and backward.
-    """
+    """normalize(q k' / sqrt(d) + bias) over the keys that `see` allows, (..., T, S); rows that see no key are zero."""
     with torch.autocast(q.device.type, enabled=False):
         scores = (_exact(q) @ _exact(k).mT) * q.shape[-1] ** -0.5
         scores = scores if bias is None else scores + bias

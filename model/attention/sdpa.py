@@ -10,9 +10,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ..first_derivative import once
 from .mask import EVERYTHING, Mask
 
-# SHORT: number of keys up to which a CPU's float32 flash kernel is faster than its bfloat16 kernel, in spite of the conversion
-# (docs/LOG.md).
-SHORT = 512
 WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # SDPA without cuDNN
 WIDEST_FLASH = 256  # head width up to which CUDA's flash kernel takes a call, on cards from 8.0 on
 
@@ -22,8 +19,7 @@ def card() -> tuple[int, int] | None:
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
 
 
-# As torch.compiler.assume_constant_result does; a call of that function would import torch._dynamo, which would add a second
-# to the start of every command.
+# As torch.compiler.assume_constant_result does, whose call would import torch._dynamo and delay every command by a second.
 card._dynamo_marked_constant = True
 
 
@@ -38,14 +34,10 @@ def sdpa(
 ) -> Tensor:
     """torch's fused kernel; `shown`, what is seen and its bias, replaces the mask's `dense` form, `scale` 1 / sqrt(d).
 
-    CPU: all widths are zero-padded to the widest, and keys are repeated for the queries of a group. CUDA: widths stay as they
-    are, and the flash and cuDNN kernels share keys inside the kernel; the memory-efficient kernel cannot share them.
+    CPU: all widths are zero-padded to the widest. CUDA: the flash and cuDNN kernels share keys inside the kernel.
     """
     T, S, width, scale = q.shape[-2], k.shape[-2], v.shape[-1], scale or q.shape[-1] ** -0.5
     if q.device.type == "cpu":
-        if q.dtype == torch.bfloat16 and S <= SHORT:
-            with torch.autocast("cpu", enabled=False):
-                return sdpa(q.float(), k.float(), v.float(), mask, shown, dropout, scale).to(q.dtype)
         q, k, v = (widen(x, max(q.shape[-1], width)) for x in (q, k, v))
     # A single query has the last position and sees every key.
     unmasked = shown is None and (mask.sees_everything or (mask.plain and (T == S or T == 1)))
@@ -70,9 +62,8 @@ def sdpa(
 
 def padded(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float = 0.0) -> Tensor:
     """`sdpa` with all widths zero-padded to the widest: CUDA's flash kernel takes one width only."""
-    scale, width, widest = q.shape[-1] ** -0.5, v.shape[-1], max(q.shape[-1], v.shape[-1])
-    q, k, v = (widen(x, widest) for x in (q, k, v))
-    return sdpa(q, k, v, mask, dropout=dropout, scale=scale)[..., :width]
+    wide = (widen(x, max(q.shape[-1], v.shape[-1])) for x in (q, k, v))
+    return sdpa(*wide, mask, dropout=dropout, scale=q.shape[-1] ** -0.5)[..., : v.shape[-1]]
 
 
 def halves(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float = 0.0) -> Tensor:
@@ -81,11 +72,7 @@ def halves(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float = 0.0) ->
 
 
 def one_query(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float, sets: int = 1) -> Tensor:
-    """`attend` for T = 1, as in decoding: q (B, ..., 1, d), keys and values shared by the query heads of a group.
-
-    `sets` key sets stand side by side in k and v. Query heads that share keys are rows of one call, which
-    reads keys and values in place: repeating them for every query head would copy the whole cache at each token.
-    """
+    """`attend` for T = 1: query heads that share keys are rows of one call, which copies no cache. k holds `sets` key sets."""
     rows = q.flatten(1, -2).unflatten(1, (k.shape[1], -1))  # (B, Hkv, rows, d)
     # see: (1 or B, 1, 1, S)
     see = None if mask.plain else mask.dense(1, k.shape[-2] // sets, q.device).repeat(1, 1, 1, sets)
@@ -104,7 +91,7 @@ def dense(mask: Mask, q: Tensor, k: Tensor, sets: int = 1) -> tuple[Tensor, Tens
 
 
 def spread(x: Tensor, q: Tensor) -> Tensor:
-    """A mask's dense form for the maps of q (B, maps, T, d): adjacent maps belong to one head and share its mask."""
+    """A mask's dense form for the maps of q (B, maps, T, d), of which adjacent ones belong to one head."""
     return x if x.shape[1] in (1, q.shape[1]) else x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
 
 
@@ -125,8 +112,7 @@ def in_line(x: Tensor) -> Tensor:
 class Union(torch.autograd.Function):
     """Causal attention over several key sets as a log-sum-exp merge of one flash call per set.
 
-    With lse the log-sum-exp over all sets and out the merged output, the probabilities of set j are
-    exp(q k_j' - lse), so each set's flash backward, given the merged out and lse, returns the exact gradient.
+    The probabilities of set j are exp(q k_j' - lse), so its flash backward, given the merged output and lse, is exact.
     """
 
     generate_vmap_rule = True
@@ -157,7 +143,7 @@ class Union(torch.autograd.Function):
 
 
 def flash_takes(q: Tensor, width: int) -> bool:
-    """Whether `_flash` takes q at this width; on CUDA it has none of the checks that SDPA makes before it calls flash."""
+    """Whether `_flash`, which has none of SDPA's checks, takes q at this width."""
     if q.device.type == "cpu":
         return True
     here = card() or (0, 0)
@@ -168,7 +154,6 @@ def flash_takes(q: Tensor, width: int) -> bool:
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Causal flash attention and the log-sum-exp (B, H, T) of its rows."""
     if q.device.type == "cpu":
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=scale)
     return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, scale=scale)[:2]
@@ -177,7 +162,6 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tenso
 def _flash_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, given an output and a log-sum-exp that may come from more keys than these."""
     aten = torch.ops.aten
     if q.device.type == "cpu":
         lse = lse.transpose(1, 2).contiguous().transpose(1, 2)  # the layout the forward op returns

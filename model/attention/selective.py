@@ -1,5 +1,3 @@
-"""Softmax attention whose tokens mask earlier tokens for those that follow, without a parameter."""
-
 import torch
 from torch import Tensor
 
@@ -11,14 +9,13 @@ from .mask import Mask
 class SelectiveAttention(Attention):
     """softmax(Q K' / sqrt d - F) V, F_ts the sum over u < t of relu(score of head 1)_us.
 
-    Leviathan et al., Selective Attention Improves Transformer, arXiv 2410.02703, section 3. No token masks itself, and none
-    masks the first one. Where documents or padding begin a text anew, the first is a token that sees no other. F needs the
-    queries of all earlier tokens, so the cache keeps head 1's.
+    Leviathan et al., arXiv 2410.02703, section 3. No token masks itself, and none masks the first one, which is, in each text,
+    a token that sees no other. F needs the queries of all earlier tokens, so the cache keeps head 1's.
     """
 
     name = "selective"
     whole = True
-    no_context = "selective takes no context, whose tokens have no queries"
+    takes_context = False
     colours = {"selective": "#6699CC"}
 
     def bias(self, q: Tensor, k: Tensor, x: Tensor, mask: Mask, cache: LayerCache | None) -> Tensor:

@@ -1,5 +1,3 @@
-"""Differential attention whose two maps share most of their queries and keys."""
-
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -36,7 +34,7 @@ class SharedDiffAttention(DiffAttention):
         return self._both("q", x), self._both("k", source), split(self.v(source), self.value_width)
 
     def _both(self, name: str, x: Tensor) -> Tensor:
-        """Queries or keys of both maps, those of a head adjacent: (B, 2 heads, T, d)."""
+        """(B, 2 heads, T, d), the two maps of a head adjacent."""
         shared, parts = getattr(self, name)(x), getattr(self, f"{name}_down")(x).chunk(2, -1)
         both = [split(shared + up(part), self.width) for up, part in zip(getattr(self, f"{name}_up"), parts, strict=True)]
         return torch.stack(both, 2).flatten(1, 2)

@@ -1,5 +1,3 @@
-"""A rectified softmax: keys that do not fit get no weight, and a query may attend to nothing."""
-
 from torch import Tensor
 
 from .base import Attention

@@ -1,26 +1,20 @@
-"""Softmax attention whose maps are mixed over the heads, with weights that may be negative: it contains a subtraction."""
-
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from .base import Attention, AttentionConfig
+from .base import Attention, AttentionConfig, mean_and_spread
 
 
 @dataclass
 class TalkingHeadsConfig:
-    """Options of `talking_heads`. before: mix the heads' scores, too, before the softmax, as the paper does."""
+    """Options of `talking_heads`."""
 
-    before: bool = False
+    before: bool = False  # mix the heads' scores, too, before the softmax, as the paper does
 
 
 class TalkingHeadsAttention(Attention):
-    """A'_i = sum_j M_ij A_j over the softmax maps A_j, then A'_i V_i (Shazeer et al., arXiv 2003.02436).
-
-    M is learned, one matrix per layer, the identity at the start (the paper draws it at random, and mixes before the softmax,
-    too). Rows of M with 1 and -lambda give the differences of V1, whose pairs of heads then have values of their own.
-    """
+    """A'_i = sum_j M_ij A_j over the softmax maps A_j, M learned from the identity (Shazeer et al., arXiv 2003.02436)."""
 
     name = "talking_heads"
     Options = TalkingHeadsConfig
@@ -55,6 +49,4 @@ class TalkingHeadsAttention(Attention):
         return super().flops(context) + 2 * context * self.heads**2 * (2 if self.options.before else 1)
 
     def readings(self, x: Tensor) -> dict[str, Tensor]:
-        """Mean of the diagonal of M, and the share of negative numbers off it."""
-        mix, others = self.mixing[0], ~torch.eye(self.heads, dtype=torch.bool, device=self.mixing.device)
-        return {"mix_own": mix.diagonal().mean(), "mix_negative": (mix[others] < 0).to(mix.dtype).mean()}
+        return mean_and_spread("mixing", self.mixing)

@@ -1,16 +1,10 @@
-"""Softmax attention over values that are mixed with those of the first layer."""
-
 from torch import Tensor
 
 from .base import Attention, Carry
 
 
 class ValueResidualAttention(Attention):
-    """softmax(Q K' / sqrt d) V'_n with V'_n = (V_n + V_1) / 2 in layer n > 1, and V'_1 = V_1.
-
-    The identity form of ResFormer, V'_n = l1 V_1 + l2 V_n with l1 = l2 = 1/2 (Zhou et al., Value Residual Learning, arXiv
-    2410.17897). V_1 are the values of the first layer of this variant in the stack, before any cache.
-    """
+    """Softmax attention to (V_n + V_1) / 2, V_1 of the variant's first layer (ResFormer, Zhou et al., arXiv 2410.17897)."""
 
     name = "value_residual"
     colours = {"value_residual": "#882255"}

@@ -8,7 +8,6 @@ import torch
 from model.attention import VARIANTS, BaselineAttention
 from model.attention.base import AttentionConfig
 from model.attention.dex import DexAttention
-from model.attention.diff import DiffAttention, DiffConfig
 from model.cache import KVCache
 from tests.variants import randomized
 
@@ -28,7 +27,7 @@ def test_dex_anneals_its_lambda() -> None:
 
 
 def test_values_are_mixed_with_those_of_the_first_layer() -> None:
-    """In the third layer too, and of a hybrid stack with the first layer of the variant; a single module keeps its own."""
+    """In the third layer too, and of a hybrid stack with the first layer of the variant; a single module keeps its values."""
     model = randomized("value_residual_later", layers="brrr", context=8)
     inputs, values = {}, {}
     for i, block in enumerate(model.blocks):
@@ -53,10 +52,3 @@ def test_an_attention_works_without_a_decoder(letter: str) -> None:
     assert torch.equal(y, second(x)) and not torch.equal(y, third(x))
     y.square().sum().backward()
     assert all(p.isfinite().all() and p.grad.isfinite().all() for p in first.parameters())
-
-
-def test_an_attention_takes_its_own_options_without_a_decoder() -> None:
-    cfg = AttentionConfig(d_model=64, n_head=4)
-    assert DiffAttention(cfg, options=DiffConfig(heads="double")).heads == 4
-    with pytest.raises(ValueError, match="model.diff.heads=all is unknown"):
-        DiffAttention(cfg, options=DiffConfig(heads="all"))

@@ -13,24 +13,29 @@ from tests.conftest import run_command
 from tests.variants import NATIVE, randomized
 
 
-def test_wide_values_stay_on_the_fast_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Values of width 2d would drop SDPA to its slow CPU kernel: one call, all widths equal, no mask tensor."""
-    calls = []
-    real = F.scaled_dot_product_attention
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list:
+    """The shapes and options of every call of SDPA from here on."""
+    calls, real = [], F.scaled_dot_product_attention
 
     def record(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: object) -> torch.Tensor:
         calls.append((q.shape, k.shape, v.shape, options))
         return real(q, k, v, **options)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", record)
+    return calls
+
+
+def test_wide_values_stay_on_the_fast_kernel(recorded: list) -> None:
+    """Values of width 2d would drop SDPA to its slow CPU kernel: one call, all widths equal, no mask tensor."""
     q, k, v = torch.randn(2, 3, 2, 7, 8), torch.randn(2, 3, 2, 7, 8), torch.randn(2, 3, 7, 16)
     backends.attend_diff(q, k, v, torch.tensor(0.3), CAUSAL, "sdpa")
-    ((q_shape, k_shape, v_shape, options),) = calls
+    ((q_shape, k_shape, v_shape, options),) = recorded
     assert q_shape == k_shape == v_shape == (2, 6, 7, 16)
     assert options == {"is_causal": True, "scale": 8**-0.5, "dropout_p": 0.0}
 
 
-OPERATIONS, LENGTHS, RATIOS, WIDTHS = ("attend", "diff", "diff_v2", "union"), (1, 63, 500), (1, 2, 4), (32, 48, 64, 128)
+OPERATIONS, LENGTHS, RATIOS, WIDTHS = ("attend", "diff", "diff_v2", "union"), (1, 63, 500), (1, 2, 4), (32, 48, 64)
 # Every pair of values of two factors for each operation: a third of the product.
 PAIRWISE = [
     (operation, T, ratio, d)
@@ -57,7 +62,7 @@ def masks(B: int, T: int, window: int = 17) -> dict[str, Mask]:
 
 
 def tensors(operation: str, B: int, T: int, ratio: int, d: int) -> list[torch.Tensor]:
-    """Inputs of an operation with one key/value head, float32, whose gradients will be asked for."""
+    """Inputs of an operation with one key/value head, float32, that require gradients."""
     shapes = {
         "attend": [(B, ratio, T, d), (B, 1, T, d), (B, 1, T, d)],
         "diff": [(B, ratio, 2, T, d), (B, 1, 2, T, d), (B, 1, T, 2 * d), ()],
@@ -85,11 +90,13 @@ def exact(operation: str, inputs: list[torch.Tensor], mask: Mask, T: int) -> tor
 
 @pytest.mark.parametrize(("operation", "T", "ratio", "d"), PAIRWISE)
 def test_backends_agree_with_the_float64_reference(operation: str, T: int, ratio: int, d: int) -> None:
-    """Outputs and all gradients (lambda's too), every mask; the fused kernel has its own file. flex is forward here."""
+    """Outputs and all gradients (lambda's too), every mask; the fused kernel has another file. flex is forward here."""
     B = 1 if T == 500 else 2
     inputs = tensors(operation, B, T, ratio, d)
     doubles = [x.detach().double().requires_grad_() for x in inputs]
     for label, mask in masks(B, T).items():
+        if T == 500 and label not in ("causal", "padding+window"):
+            continue
         want = exact(operation, doubles, mask, T)
         want_grads = torch.autograd.grad(want.sin().sum(), doubles)
         for backend in ("math", "sdpa", *NATIVE, "auto"):
@@ -109,7 +116,7 @@ def close(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
 
 
 @pytest.mark.parametrize("operation", ("diff", "diff_v2"))
-@pytest.mark.parametrize(("T", "ratio", "d"), ((1, 2, 32), (63, 4, 48), (200, 1, 64)))
+@pytest.mark.parametrize(("T", "ratio", "d"), ((1, 2, 32), (63, 4, 48)))
 def test_named_routes_agree_with_the_float64_reference(operation: str, T: int, ratio: int, d: int) -> None:
     """One, two and four SDPA calls are the same operation: in float64 to rounding, gradients too, every mask."""
     inputs = [x.detach().double().requires_grad_() for x in tensors(operation, 2, T, ratio, d)]
@@ -124,13 +131,9 @@ def test_named_routes_agree_with_the_float64_reference(operation: str, T: int, r
 
 
 @pytest.mark.parametrize(("backend", "calls"), (("one_call", 1), ("two_calls", 2), ("four_calls", 4)))
-def test_a_route_makes_the_calls_of_its_name(backend: str, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-    real = F.scaled_dot_product_attention
-    record = lambda *args, **options: seen.append(args[2].shape[-1]) or real(*args, **options)  # noqa: E731
-    monkeypatch.setattr(F, "scaled_dot_product_attention", record)
+def test_a_route_makes_the_calls_of_its_name(backend: str, calls: int, recorded: list) -> None:
     run("diff", tensors("diff", 1, 9, 2, 16), CAUSAL, backend)
-    assert len(seen) == calls and max(seen) == (16 if calls == 4 else 32)
+    assert len(recorded) == calls and max(v[-1] for _, _, v, _ in recorded) == (16 if calls == 4 else 32)
 
 
 H100, A100, ADA = (9, 0), (8, 0), (8, 9)
@@ -176,22 +179,14 @@ def test_a_card_with_an_old_cudnn_gets_halves_of_the_values(monkeypatch: pytest.
     ("d", "dv", "want"), ((64, 64, [(64, 64)]), (64, 128, [(64, 64)] * 2), (36, 48, [(48, 48)]), (48, 32, [(48, 48)]))
 )
 def test_every_call_of_auto_has_the_one_width_that_flash_takes(
-    d: int, dv: int, want: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+    d: int, dv: int, want: list[tuple[int, int]], recorded: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Meta tensors take the routes of a card; zeros at the end of queries and keys leave the scale of the true width."""
-    calls, options = [], []
-    real = F.scaled_dot_product_attention
-
-    def record(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **given: object) -> torch.Tensor:
-        calls.append((k.shape[-1], v.shape[-1]))
-        options.append(given)
-        return real(q, k, v, **given)
-
-    monkeypatch.setattr(F, "scaled_dot_product_attention", record)
     monkeypatch.setattr(backends, "card", lambda: A100)
     q, k, v = (torch.empty(1, h, 256, w, device="meta", dtype=torch.bfloat16) for h, w in ((4, d), (2, d), (2, dv)))
     assert backends.attend(q, k, v, CAUSAL).shape == (1, 4, 256, dv)
-    assert calls == want and all(each["scale"] == d**-0.5 and each["enable_gqa"] for each in options)
+    assert [(k[-1], v[-1]) for _, k, v, _ in recorded] == want
+    assert all(options["scale"] == d**-0.5 and options["enable_gqa"] for *_, options in recorded)
 
 
 @pytest.mark.parametrize(
@@ -227,12 +222,12 @@ def test_the_block_mask_is_made_once_for_all_layers(monkeypatch: pytest.MonkeyPa
 
 def test_block_masks_are_prepared_for_the_width_of_a_layers_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """FlexAttention takes widths from 16 on: two signals of width 8 are one product of width 16."""
-    asked = []
-    monkeypatch.setattr(base, "prepare", lambda x, d, *others: asked.append(d))
+    widths = []
+    monkeypatch.setattr(base, "prepare", lambda x, d, *others: widths.append(d))
     for name, want in (("integral", 16), ("baseline", 8), ("diff", 8), ("diff_v2", 8)):
         model = randomized(name, head_dim=8, n_layer=1)
         model.blocks[0].attention.prepare(torch.zeros(1, 8, 64), CAUSAL)
-        assert asked.pop() == want, name
+        assert widths.pop() == want, name
 
 
 @pytest.mark.parametrize(
@@ -279,15 +274,17 @@ def test_an_eager_flex_is_compiled_for_more_shapes_than_torch_compiles_by_itself
     assert len(shapes) == 3
 
 
-def test_the_fused_kernel_refuses_more_queries_than_keys() -> None:
+def test_what_a_backend_cannot_compute_is_refused() -> None:
     q, k, v, lam = tensors("diff", 1, 8, 1, 32)
-    with pytest.raises(ValueError, match="at least as many keys as queries: use model.backend=sdpa$"):
+    with pytest.raises(ValueError, match="at least as many keys as queries: use backend=sdpa$"):
         backends.attend_diff(q, k[..., :5, :], v[..., :5, :], lam, Mask(causal=False), "fused")
-
-
-def test_four_calls_refuse_dropout() -> None:
-    with pytest.raises(ValueError, match="use model.backend=sdpa or model.attention_dropout=0$"):
+    with pytest.raises(ValueError, match="use backend=sdpa or attention_dropout=0$"):
         backends.check_backend("four_calls", 64, 128, 0.1, 2)
+    with pytest.raises(ValueError, match="no backward on a CPU: use backend=sdpa$"):
+        run("attend", tensors("attend", 1, 8, 1, 32), CAUSAL, "flex")
+    q = torch.empty(1, 2, 128, 8, device="meta")
+    with pytest.raises(ValueError, match="takes heads from width 16 on, on CUDA: use backend=sdpa$"):
+        flex.attend(q, q, q, Mask(window=9))
 
 
 def test_lambda_is_not_rounded_to_the_maps_precision() -> None:
@@ -317,18 +314,17 @@ def test_cached_queries_see_what_the_mask_says(operation: str) -> None:
 
 @pytest.mark.parametrize("backend", ("auto", "sdpa", "flex"))
 @pytest.mark.parametrize("operation", ("attend", "diff", "diff_v2", "union"))
-def test_a_decoding_step_on_a_card_repeats_no_keys(operation: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decoding_step_on_a_card_repeats_no_keys(
+    operation: str, backend: str, recorded: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Meta tensors take the routes of a card. flex would be compiled again for every length of the cache."""
-    heads, real = [], F.scaled_dot_product_attention
-    record = lambda q, k, v, **given: heads.append((q.shape[1], k.shape[1])) or real(q, k, v, **given)  # noqa: E731
-    monkeypatch.setattr(F, "scaled_dot_product_attention", record)
     monkeypatch.setattr(backends, "card", lambda: A100)
     inputs = [x.detach().to("meta") for x in tensors(operation, 2, 256, 4, 32)]
     inputs[0] = inputs[0][..., -1:, :]
     inputs[-1] = inputs[-1][:, :, -1:] if operation == "diff_v2" else inputs[-1]
     for mask in (CAUSAL, Mask(window=9)):
         run(operation, inputs, mask, backend)
-    assert heads == [(1, 1)] * (4 if operation == "diff" else 2)
+    assert [(q[1], k[1]) for q, k, _, _ in recorded] == [(1, 1)] * (4 if operation == "diff" else 2)
 
 
 def test_one_query_sees_every_set_by_the_same_mask() -> None:
@@ -339,59 +335,33 @@ def test_one_query_sees_every_set_by_the_same_mask() -> None:
         close(backends.one_query(inputs[0][..., -1:, :], keys, values, mask, 0.0, sets=2), want.double(), label)
 
 
-def test_flex_on_a_card_refuses_heads_too_narrow_for_it() -> None:
-    q = torch.empty(1, 2, 128, 8, device="meta")
-    with pytest.raises(ValueError, match="takes heads from width 16 on, on CUDA: use model.backend=sdpa"):
-        flex.attend(q, q, q, Mask(window=9))
-
-
-def test_flex_has_no_backward_on_a_cpu_and_says_so() -> None:
-    with pytest.raises(ValueError, match="model.backend=sdpa"):
-        run("attend", tensors("attend", 1, 8, 1, 32), CAUSAL, "flex")
-
-
 @pytest.mark.parametrize(
     ("options", "says"),
     (
-        ({"keys": torch.ones(2, 9)}, "give bool"),
-        ({"keys": torch.ones(9, dtype=torch.bool)}, "give bool"),
-        ({"documents": torch.zeros(2, 9)}, "give integers"),
+        ({"keys": torch.ones(2, 9)}, "are bool"),
+        ({"documents": torch.zeros(2, 9)}, "are integers"),
         ({"documents": torch.zeros(2, 8, dtype=torch.long)}, "one entry per key"),
-        ({"keys": torch.ones(1, 9, dtype=torch.bool)}, "one entry per key"),
         ({"window": 0}, "window=1"),
     ),
 )
 def test_a_mask_of_wrong_shape_or_type_is_refused(options: dict, says: str) -> None:
-    for operation in ("attend", "diff", "union"):
-        with pytest.raises(ValueError, match=says):
-            run(operation, tensors(operation, 2, 9, 1, 32), Mask(**options), "sdpa")
+    with pytest.raises(ValueError, match=says):
+        run("diff", tensors("diff", 2, 9, 1, 32), Mask(**options), "sdpa")
 
 
 @pytest.mark.parametrize("widths", ((8, 16), (16, 8), (8, 8)))
 def test_a_union_is_one_softmax_with_exact_gradients(widths: tuple[int, int]) -> None:
     d, dv = widths
     generator = torch.Generator().manual_seed(0)
-    tensors = [
-        torch.randn(2, 2, 9, width, dtype=torch.float64, generator=generator, requires_grad=True)
-        for width in (d, d, d, d, dv, dv, dv)
-    ]
-
-    def union(backend: str):  # noqa: ANN202
-        return lambda q, *sets: backends.attend_union(q, list(sets[:3]), list(sets[3:]), CAUSAL, backend)
-
-    outputs, gradients = [], []
+    shapes = [(2, 2, 9, width) for width in (d, d, d, d, dv, dv, dv)]
+    q, *sets = tensors = [torch.randn(s, dtype=torch.float64, generator=generator, requires_grad=True) for s in shapes]
+    results = []
     for backend in ("math", "sdpa"):
-        out = union(backend)(*tensors)
-        outputs.append(out)
-        gradients.append(torch.autograd.grad(out.sin().sum(), tensors))
-    torch.testing.assert_close(*outputs, atol=1e-12, rtol=1e-9)
-    for one, other in zip(*gradients, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-10, rtol=1e-7)
-
-
-def test_a_second_derivative_of_a_union_is_refused() -> None:
-    q, k, v = (torch.randn(1, 2, 5, 8, requires_grad=True) for _ in range(3))
-    out = backends.attend_union(q, [k, k], [v, v], CAUSAL, "sdpa")
+        # aten's flash operators on a CPU are silently wrong for tensors whose last stride is not 1.
+        rows, *each = [x.mT.contiguous().mT if backend == "sdpa" else x for x in tensors]
+        out = backends.attend_union(rows, each[:3], each[3:], CAUSAL, backend)
+        results.append([out, *torch.autograd.grad(out.mT.contiguous().mT.sin().sum(), tensors, retain_graph=True)])
+    torch.testing.assert_close(*results, atol=1e-10, rtol=1e-7)
     (dq,) = torch.autograd.grad(out.sum(), q, create_graph=True)
     with pytest.raises(ValueError, match="differentiated again: use model.backend=math"):
         dq.sum().backward()
@@ -401,12 +371,6 @@ def test_a_cache_that_is_too_short_says_how_long_it_must_be() -> None:
     model = randomized("diff")
     with pytest.raises(ValueError, match="max_length=6"):
         model(torch.zeros(1, 6, dtype=torch.long), cache=KVCache(5))
-
-
-def test_cached_queries_are_the_last_positions() -> None:
-    mask = Mask(window=3)
-    see = mask.dense(2, 6, torch.device("cpu"))[0, 0]
-    assert see.tolist() == [[False, False, True, True, True, False], [False, False, False, True, True, True]]
 
 
 def test_the_card_is_a_constant_for_torch_compile_and_importing_the_model_does_not_load_it() -> None:

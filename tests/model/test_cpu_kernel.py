@@ -1,6 +1,5 @@
 """The C++ kernel: exact on awkward shapes, in every dtype; how it is compiled, kept and refused."""
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -77,7 +76,7 @@ def test_in_float64_it_is_the_formula(inputs: list[Tensor]) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("scale", (0.1, 1.0, 6.0))
+@pytest.mark.parametrize("scale", (0.1, 6.0))
 @pytest.mark.parametrize(("dtype", "tolerance"), ((torch.float32, 1e-6), (torch.bfloat16, 2**-9)))
 def test_other_dtypes_are_rounded_once(dtype: torch.dtype, tolerance: float, scale: float) -> None:
     """In relative norm: bfloat16 costs what rounding an exact result costs, at most half of its last digit's 2^-8.
@@ -93,14 +92,14 @@ def test_other_dtypes_are_rounded_once(dtype: torch.dtype, tolerance: float, sca
 
 @needs_compiler
 def test_threads_change_no_bit() -> None:
-    inputs, found, threads = difference((3, 2, 1, 75, 16, 32, 2), torch.float32), [], torch.get_num_threads()
+    inputs, results, threads = difference((3, 2, 1, 75, 16, 32, 2), torch.float32), [], torch.get_num_threads()
     try:
         for count in (1, 2, 5):
             torch.set_num_threads(count)
-            found.append(run(inputs))
+            results.append(run(inputs))
     finally:
         torch.set_num_threads(threads)
-    assert all(torch.equal(one, other) for each in found for one, other in zip(each, found[0], strict=True))
+    assert all(torch.equal(one, other) for each in results for one, other in zip(each, results[0], strict=True))
 
 
 @needs_compiler
@@ -176,41 +175,20 @@ def forget() -> None:
 
 
 @needs_compiler
-def test_it_is_compiled_once_and_kept(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_compiled_once_and_kept_and_again_where_it_is_broken(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_, made = native._compile, []
+    monkeypatch.setattr(native, "_compile", lambda *given: made.append(given) or compile_(*given))
     assert cpu.missing() is None
     (kept,) = fresh.iterdir()
     forget()
-    monkeypatch.setattr(native, "_compile", lambda *given: pytest.fail("compiled again"))
-    assert cpu.missing() is None and list(fresh.iterdir()) == [kept]
-
-
-@needs_compiler
-def test_a_broken_library_is_compiled_again(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cpu.missing() is None
-    (kept,) = fresh.iterdir()
+    assert cpu.missing() is None and list(fresh.iterdir()) == [kept] and len(made) == 1
+    assert native.library(cpu.SOURCE)._name == str(kept)  # the folder for temporary files may be mounted noexec
     broken = fresh / "other" / "attention-noise" / kept.name  # in a new folder: this process has loaded the first one
     broken.parent.mkdir(parents=True)
     broken.write_bytes(b"cut off")
     monkeypatch.setenv("XDG_CACHE_HOME", str(fresh / "other"))
     forget()
     assert cpu.missing() is None and broken.stat().st_size > 1000
-
-
-@needs_compiler
-def test_two_calls_write_to_two_files_before_they_publish_one(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads, or processes on machines that share the folder, may have one process number."""
-    copy, parts = shutil.copyfile, []
-    monkeypatch.setattr(native.shutil, "copyfile", lambda made, part: parts.append(part.name) or copy(made, part))
-    for folder in ("one", "two"):
-        monkeypatch.setenv("XDG_CACHE_HOME", str(fresh / folder))
-        native.library.__wrapped__(cpu.SOURCE)
-    assert len(set(parts)) == 2
-
-
-@needs_compiler
-def test_a_library_in_the_cache_folder_is_the_one_that_is_used(fresh: Path) -> None:
-    """The folder for temporary files may be mounted noexec."""
-    assert native.library(cpu.SOURCE)._name == str(next(fresh.iterdir()))
 
 
 @needs_compiler
@@ -229,10 +207,3 @@ def test_without_a_compiler_auto_takes_torchs_kernel_and_the_name_is_refused(
     with pytest.raises(ValueError, match=f"{says}.*install g.., or use model.backend=sdpa .in Python: backend='sdpa'.$"):
         BaselineAttention(d_model=32, n_head=4, backend="cpu")
     assert not fresh.exists()
-
-
-def test_a_compiler_that_hangs_is_a_reason(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = native.subprocess.run
-    monkeypatch.setenv("CXX", "sh -c 'echo stuck >&2; exec sleep 60'")
-    monkeypatch.setattr(native.subprocess, "run", lambda command, **options: run(command, **(options | {"timeout": 1})))
-    assert "(stuck)" in cpu.missing()

@@ -55,16 +55,16 @@ def test_the_ends_of_the_unit_interval_draw_possible_tokens(monkeypatch: pytest.
     assert _choose(logits, 1e-30, 1, None, None).tolist() == [3]  # and nothing overflows
 
 
-def test_a_row_with_its_own_generator_does_not_depend_on_its_neighbours() -> None:
+def test_a_row_with_a_generator_does_not_depend_on_its_neighbours() -> None:
     model = randomized("diff")
     prompts = torch.randint(0, 50, (3, 6))
     options = {"temperature": 1.5, "top_p": 0.95}
-    together = model.generate(prompts, 12, generator=generators(7, 8, 9), **options)
+    together = model.generate(prompts, 6, generator=generators(7, 8, 9), **options)
     for row, seed in enumerate((7, 8, 9)):
-        alone = model.generate(prompts[row : row + 1], 12, generator=generators(seed), **options)
+        alone = model.generate(prompts[row : row + 1], 6, generator=generators(seed), **options)
         assert torch.equal(alone[0], together[row])
-    assert torch.equal(model.generate(prompts, 12, generator=generators(7, 8, 9), **options), together)
-    assert not torch.equal(model.generate(prompts, 12, generator=generators(1, 2, 3), **options), together)
+    assert torch.equal(model.generate(prompts, 6, generator=generators(7, 8, 9), **options), together)
+    assert not torch.equal(model.generate(prompts, 6, generator=generators(1, 2, 3), **options), together)
 
 
 def test_rows_end_at_a_stop_token_and_repeat_it() -> None:
@@ -81,7 +81,7 @@ def test_rows_end_at_a_stop_token_and_repeat_it() -> None:
         assert row == wanted[: end + 1] + [wanted[end]] * (max(ends) - end)
 
 
-def test_the_stream_computes_a_token_when_it_is_asked_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_stream_computes_a_token_when_the_caller_takes_one(monkeypatch: pytest.MonkeyPatch) -> None:
     model, seen = Decoder(config("baseline")), []
     monkeypatch.setattr(model.head, "forward", lambda x: seen.append(tuple(x.shape)) or torch.zeros(*x.shape[:2], 50))
     stream = model.stream(torch.zeros(2, 9, dtype=torch.long), 5)
@@ -124,13 +124,10 @@ def test_settings_that_cannot_be_are_refused(options: dict, says: str) -> None:
         next(Decoder(config("baseline")).stream(torch.zeros(1, 3, dtype=torch.long), 2, **options))
 
 
-def test_an_empty_prompt_is_refused() -> None:
-    with pytest.raises(ValueError, match="the prompt is empty: give at least one token"):
-        Decoder(config("baseline")).generate(torch.zeros(2, 0, dtype=torch.long), 1)
-
-
-def test_a_diverged_model_is_refused() -> None:
+def test_an_empty_prompt_and_a_diverged_model_are_refused() -> None:
     model = Decoder(config("baseline"))
+    with pytest.raises(ValueError, match="the prompt is empty: give at least one token"):
+        model.generate(torch.zeros(2, 0, dtype=torch.long), 1)
     model.norm.weight.data[3] = float("nan")
     with pytest.raises(ValueError, match="not finite: its training diverged"):
         model.generate(torch.zeros(1, 3, dtype=torch.long), 2)
@@ -172,8 +169,7 @@ def test_one_query_is_the_formula(mask: str, backend: str, groups: int) -> None:
             out = op(*leaves, MASKS[mask], chosen)
             results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
         assert results[0][0].shape == (2, heads, 1, 12)
-        for wanted, found in zip(*results, strict=True):
-            torch.testing.assert_close(found, wanted, atol=1e-12, rtol=1e-9)
+        torch.testing.assert_close(results[1], results[0], atol=1e-12, rtol=1e-9)
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -181,15 +177,3 @@ def test_one_query_of_two_maps_copies_no_cache(mask: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(backends, "_both_maps", lambda *given: pytest.fail("keys of both maps were put side by side"))
     q, k, v = torch.randn(2, 2, 2, 1, 8), torch.randn(2, 2, 2, 37, 8), torch.randn(2, 2, 37, 16)
     assert attend_diff(q, k, v, torch.tensor(0.3), MASKS[mask]).shape == (2, 2, 1, 16)
-
-
-@pytest.mark.parametrize("backend", ("auto", "sdpa"))
-def test_one_query_in_bfloat16_is_as_exact_as_its_inputs(backend: str) -> None:
-    generator = torch.Generator().manual_seed(4)
-    q, k, v = (
-        torch.randn(*shape, generator=generator).bfloat16() for shape in ((1, 4, 2, 1, 8), (1, 2, 2, 40, 8), (1, 2, 40, 16))
-    )
-    out = attend_diff(q, k, v, torch.tensor(0.5), Mask(), backend)
-    assert out.dtype == torch.bfloat16
-    exact = attend_diff(q.double(), k.double(), v.double(), torch.tensor(0.5).double(), Mask(), "math")
-    assert (out.double() - exact).abs().max() < 0.02  # two roundings to 8 bits of numbers up to 1.5

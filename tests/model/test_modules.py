@@ -1,6 +1,5 @@
-"""Attention modules that stand alone: made from keywords, with positions, masks, devices and weights of their own."""
+"""Attention modules that stand alone: made from keywords, with positions, masks, devices and weights."""
 
-import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,17 +8,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from model.attention import VARIANTS, backends
+from model.attention import VARIANTS
 from model.attention.base import Attention
 from model.attention.diff import lambda_init
-from model.attention.mask import CAUSAL, Mask, alibi_slopes
+from model.attention.mask import Mask, alibi_slopes
 from model.attention.probe import probe
 from model.cache import KVCache
 from model.config import DecoderConfig
 from model.decoder import Decoder
 from model.rotary import RopeScaling, rope_table, rotate
 from tests.reference import formulas, published
-from tests.variants import NATIVE, config, randomized, stirred
+from tests.variants import NATIVE, config, stirred
 from tests.variants import VARIANTS as STACKS
 
 D, H, LAYER = 64, 8, 3
@@ -34,15 +33,15 @@ MODULES |= {
 
 def module(name: str, **keywords: Any) -> Attention:
     """The module in float64, with no parameter at its initial value."""
-    cls, own = MODULES[name]
-    made = cls(**{"d_model": D, "n_head": H, "n_kv_head": 4, "layer": LAYER, "dtype": torch.float64, **own, **keywords})
+    cls, options = MODULES[name]
+    made = cls(**{"d_model": D, "n_head": H, "n_kv_head": 4, "layer": LAYER, "dtype": torch.float64, **options, **keywords})
     return stirred(made, 0.2, 1).eval()
 
 
 def formula(name: str, made: Attention, x: Tensor, see: np.ndarray, bias: Any = 0.0, **changes: Any) -> np.ndarray:
     """The independent formula with the module's weights; `bias`, broadcastable to (B, H, T, S), is added to the scores."""
-    cls, own = MODULES[name]
-    shared = {key: value for key, value in own.items() if key in DecoderConfig.__dataclass_fields__}
+    cls, options = MODULES[name]
+    shared = {key: value for key, value in options.items() if key in DecoderConfig.__dataclass_fields__}
     cfg = DecoderConfig(**{"d_model": D, "n_head": H, "n_kv_head": 4, **shared, **changes}).filled()
     cfg = SimpleNamespace(**{**vars(cfg), cls.name: made.options})
     weights = {key: value.detach().numpy() for key, value in made.state_dict().items()}
@@ -61,10 +60,8 @@ def close(got: Tensor, want: np.ndarray | Tensor, message: str = "") -> None:
 
 @pytest.mark.parametrize("name", MODULES)
 def test_a_module_made_from_keywords_is_the_formula_with_rope(name: str) -> None:
-    made = module(name)
-    for T in (1, 7):
-        x, see = inputs(T), np.tril(np.ones((T, T), dtype=bool))
-        close(made(x), formula(name, made, x, see), f"causal, {T}")
+    made, x, see = module(name), inputs(7), np.tril(np.ones((7, 7), dtype=bool))
+    close(made(x), formula(name, made, x, see), "causal")
     interleaved = module(name, rope_layout="interleaved", rope_theta=100.0)
     close(interleaved(x), formula(name, interleaved, x, see, rope_layout="interleaved", rope_theta=100.0), "interleaved")
     apart = module(name, position="none")
@@ -94,14 +91,13 @@ def free_masks(T: int, heads: int) -> dict[str, tuple[Mask | Tensor, np.ndarray,
     }
 
 
-@pytest.mark.parametrize("backend", ("math", "auto"))
 @pytest.mark.parametrize("name", MODULES)
-def test_a_mask_of_any_shape_is_the_formulas(name: str, backend: str) -> None:
-    made = module(name, backend=backend)
-    for T in (1, 6):
-        x = inputs(T)
-        for label, (mask, see, bias) in free_masks(T, made.heads).items():
-            close(made(x, mask=mask), formula(name, made, x, see, bias), f"{label}, {T}")
+def test_a_mask_of_any_shape_is_the_formulas(name: str) -> None:
+    made, x = module(name), inputs(5)
+    for label, (mask, see, bias) in free_masks(5, made.heads).items():
+        want = formula(name, made, x, see, bias)
+        for made.backend in ("math", "auto"):
+            close(made(x, mask=mask), want, f"{label}, {made.backend}")
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -126,8 +122,8 @@ def test_gradients_under_a_mask_of_any_shape_are_those_of_the_formulas(name: str
                 leaf.copy_(start + step * way)
                 ends.append(made(x, mask=bias).sin().sum())
             leaf.copy_(start)
-        slope, found = (ends[0] - ends[1]) / 2e-6, (leaf.grad * way).sum()
-        torch.testing.assert_close(found, slope, atol=1e-6, rtol=1e-5, msg=lambda m, key=key: f"{key}: {m}")
+        slope, along = (ends[0] - ends[1]) / 2e-6, (leaf.grad * way).sum()
+        torch.testing.assert_close(along, slope, atol=1e-6, rtol=1e-5, msg=lambda m, key=key: f"{key}: {m}")
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -140,7 +136,7 @@ def test_a_module_decodes_with_a_cache_under_any_mask(name: str) -> None:
             start, stop = cache.length, cache.length + part.shape[1]
             mask = Mask(bias=bias[start:stop, :stop], window=5)
             if made.whole:
-                with pytest.raises(ValueError, match="computes the rows of all tokens again.* leave out cache="):
+                with pytest.raises(ValueError, match="computes all rows .* again: leave out cache="):
                     made(part, mask=mask, cache=cache.layer(0))
                 return
             parts.append(made(part, mask=mask, cache=cache.layer(0)))
@@ -151,19 +147,17 @@ def test_a_module_decodes_with_a_cache_under_any_mask(name: str) -> None:
 @pytest.mark.parametrize("name", MODULES)
 def test_attention_to_a_context_is_that_to_its_tokens(name: str) -> None:
     """Queries of x and keys of a context, without positions: as if x and the context were one sequence."""
-    made = module(name, position="none")
-    for T, S in ((1, 5), (7, 4)):
-        x, context = inputs(T), inputs(S, seed=1)
-        keys = torch.ones(2, S, dtype=torch.bool)
-        keys[0, 2] = False
-        if made.no_context:
-            with pytest.raises(ValueError, match="takes no context"):
-                made(x, context=context)
-            continue
-        see = torch.zeros(2, 1, T + S, T + S, dtype=torch.bool)
-        see[..., T:] = keys[:, None, None]
-        both = made(torch.cat((x, context), 1), mask=see)[:, :T]
-        torch.testing.assert_close(made(x, context=context, mask=Mask(causal=False, keys=keys)), both)
+    made, T, S = module(name, position="none"), 7, 4
+    x, context, keys = inputs(T), inputs(S, seed=1), torch.ones(2, S, dtype=torch.bool)
+    if not made.takes_context:
+        with pytest.raises(ValueError, match=f"{made.name} takes no context.*leave out context="):
+            made(x, context=context)
+        return
+    keys[0, 2] = False
+    see = torch.zeros(2, 1, T + S, T + S, dtype=torch.bool)
+    see[..., T:] = keys[:, None, None]
+    both = made(torch.cat((x, context), 1), mask=see)[:, :T]
+    torch.testing.assert_close(made(x, context=context, mask=Mask(causal=False, keys=keys)), both)
     with pytest.raises(ValueError, match="causal=False"):
         made(x, context=context, mask=Mask())
     with probe(made, torch.tensor([0])), pytest.raises(ValueError, match="leave out context="):
@@ -174,8 +168,8 @@ def test_attention_to_a_context_is_that_to_its_tokens(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODULES)
 def test_a_module_made_without_memory_gets_its_weights_from_reset_parameters(name: str) -> None:
-    cls, own = MODULES[name]
-    keywords = {"d_model": D, "n_head": H, "layer": LAYER, **own}
+    cls, options = MODULES[name]
+    keywords = {"d_model": D, "n_head": H, "layer": LAYER, **options}
     made, want = cls(**keywords, device="meta"), cls(**keywords)
     assert all(p.is_meta for p in made.parameters())
     made.to_empty(device="cpu")
@@ -197,16 +191,12 @@ def test_keywords_change_a_configuration_and_unknown_ones_are_refused() -> None:
     assert cls(cfg, head_norm="none", n_head=4).heads == 2 and cls(cfg).heads == 4
     with pytest.raises(ValueError, match="no option heads_norm: use .*head_norm"):
         cls(d_model=64, heads_norm="none")
-    with pytest.raises(ValueError, match="model.diff.lambda_warmup=-1 is out of range"):
+    with pytest.raises(ValueError, match="^lambda_warmup=-1 is out of range"):
         cls(lambda_warmup=-1)
-    with pytest.raises(ValueError, match="model.rope_scaling.factor=0.0 is out of range"):
+    with pytest.raises(ValueError, match="^rope_scaling.factor=0.0 is out of range"):
         cls(rope_scaling=RopeScaling(factor=0.0))
-    with pytest.raises(ValueError, match="model.rope_scaling={'kind': 'linear'} is no RopeScaling: use RopeScaling"):
-        cls(rope_scaling={"kind": "linear"})
-    with pytest.raises(ValueError, match="model.d_model='64' is out of range: use a number"):
+    with pytest.raises(ValueError, match="^d_model='64' is out of range: use a number"):
         cls(d_model="64")
-    with pytest.raises(ValueError, match="model.n_head=3 must be even: use model.diff.heads=double"):
-        cls(d_model=15, n_head=3, position="none")  # no even number divides 15
     with pytest.raises(ValueError, match="use DiffAttention.d_model="):
         cls(512, 16)
 
@@ -233,12 +223,12 @@ def test_biases_dropouts_and_norms_are_apart() -> None:
     assert 0.3 < (dropped == 0).double().mean() < 0.7
     torch.testing.assert_close(dropped[dropped != 0], 2 * kept[dropped != 0])
     for letter, option in (("d", "head_norm"), ("b", "head_norm"), ("b", "qk_norm"), ("g", "qk_norm"), ("i", "path_norm")):
-        own = VARIANTS[letter](d_model=D, n_head=H, device="meta", **{option: nn.LayerNorm})  # a factory
-        own.to_empty(device="cpu").reset_parameters()
-        assert any(type(part) is nn.LayerNorm for part in own.modules()) and own(x.float()).isfinite().all()
+        made = VARIANTS[letter](d_model=D, n_head=H, device="meta", **{option: nn.LayerNorm})  # a factory
+        made.to_empty(device="cpu").reset_parameters()
+        assert any(type(part) is nn.LayerNorm for part in made.modules()) and made(x.float()).isfinite().all()
 
 
-@pytest.mark.parametrize("heads", (1, 4, 6, 8, 12))
+@pytest.mark.parametrize("heads", (1, 6, 8))
 def test_alibi_slopes_are_the_papers(heads: int) -> None:
     """Section 3 and footnote of arXiv 2108.12409: a geometric series; other numbers take every other of twice as many."""
     power = max(n for n in (1, 2, 4, 8, 16) if n <= heads)
@@ -246,26 +236,14 @@ def test_alibi_slopes_are_the_papers(heads: int) -> None:
     np.testing.assert_allclose(alibi_slopes(heads), once + twice[0::2][: heads - power])
 
 
-@pytest.mark.parametrize("backend", ("math", "sdpa", *NATIVE))
 @pytest.mark.parametrize("name", MODULES)
-def test_alibi_is_the_formula(name: str, backend: str) -> None:
-    made, T = module(name, position="alibi", backend=backend), 7
-    x, distance = inputs(T), np.abs(np.arange(T)[:, None] - np.arange(T))
+def test_alibi_is_the_formula(name: str) -> None:
+    made, x, distance = module(name, position="alibi"), inputs(6), np.abs(np.arange(6)[:, None] - np.arange(6))
     bias = -np.array(alibi_slopes(made.heads))[:, None, None] * distance
-    for see, mask in ((np.tril(np.ones((T, T), dtype=bool)), None), (np.ones((T, T), dtype=bool), Mask(causal=False))):
-        close(made(x, mask=mask), formula(name, made, x, see, bias, position="none"))
-
-
-def test_a_stack_with_alibi_decodes_as_it_reads_and_trains() -> None:
-    model = randomized("hybrid", position="alibi")
-    tokens = torch.randint(50, (2, 40), generator=torch.Generator().manual_seed(1))  # 8 beyond the context
-    whole, cache = model(tokens), KVCache(40)
-    parts = [model(part, cache=cache) for part in tokens.split([30, 1, 9], dim=1)]
-    torch.testing.assert_close(torch.cat(parts, 1), whole, atol=1e-9, rtol=1e-9)
-    assert (whole - randomized("hybrid", position="none")(tokens)).abs().max() > 1e-3
-    for backend in ("flex", "fused"):
-        with pytest.raises(ValueError, match="use model.backend=sdpa"):
-            Decoder(config("diff", position="alibi", backend=backend))
+    for see, mask in ((np.tril(distance >= 0), None), (distance >= 0, Mask(causal=False))):
+        want = formula(name, made, x, see, bias, position="none")
+        for made.backend in ("math", "sdpa", *NATIVE):
+            close(made(x, mask=mask), want, made.backend)
 
 
 @pytest.mark.parametrize(
@@ -273,7 +251,7 @@ def test_a_stack_with_alibi_decodes_as_it_reads_and_trains() -> None:
     (
         (torch.ones(2, 5, dtype=torch.bool), "Mask.keys"),
         (torch.ones(2, 3, 6, 6, dtype=torch.bool), "does not broadcast"),
-        (torch.ones(6, 6, dtype=torch.long), "is neither a rule nor a bias: give bool"),
+        (torch.ones(6, 6, dtype=torch.long), "a mask is bool, .* not torch.int64"),
     ),
 )
 def test_a_tensor_that_is_no_mask_is_refused(mask: Tensor, says: str) -> None:
@@ -281,20 +259,12 @@ def test_a_tensor_that_is_no_mask_is_refused(mask: Tensor, says: str) -> None:
         module("baseline")(inputs(6), mask=mask)
 
 
-def test_a_mask_that_may_be_padding_or_rows_is_refused() -> None:
-    made, mask = module("baseline"), torch.ones(6, 6, dtype=torch.bool)
-    x = torch.randn(6, 6, 64, dtype=torch.float64)
-    with pytest.raises(ValueError, match=r"may be \(B, S\) or \(T, S\): give Mask\(keys=mask\) for padding, or mask\[None\]"):
-        made(x, mask=mask)
-    assert torch.equal(made(x, mask=mask[None]), made(x, mask=Mask(causal=False)))
-
-
 def test_masks_of_any_shape_are_refused_where_a_backend_has_none() -> None:
-    with pytest.raises(ValueError, match="use model.backend=sdpa"), torch.no_grad():
+    with pytest.raises(ValueError, match="use backend=sdpa"), torch.no_grad():
         module("baseline", backend="flex")(inputs(6), mask=torch.ones(6, 6, dtype=torch.bool))
 
 
-@pytest.mark.parametrize("name", ("baseline", "diff", "diff_v2", "introspective_sequence"))
+@pytest.mark.parametrize("name", ("baseline", "diff", "introspective_sequence"))
 def test_a_probe_reads_an_added_bias_from_one_module(name: str) -> None:
     """The rows that a probe shows are the maps: with all but one key hidden by the bias, they are the one key's."""
     made, x = module(name), inputs(6)
@@ -321,9 +291,9 @@ def test_rope_is_exact_in_half_precision() -> None:
 
 @pytest.mark.parametrize("name", ("naive", "flash_1", "flash_2"))
 def test_the_published_introspective_code_repaired(name: str) -> None:
-    """40 random shapes each. The naive file and flash 1 are one operation; flash 2 groups keys, and repeats none."""
+    """12 random shapes each. The naive file and flash 1 are one operation; flash 2 groups keys, and repeats none."""
     draw = np.random.default_rng(0)
-    for _ in range(40):
+    for _ in range(12):
         heads, T, width = int(draw.integers(1, 5)), int(draw.integers(1, 9)), 2 * int(draw.integers(1, 5))
         kv_heads = int(draw.choice([n for n in range(1, heads + 1) if heads % n == 0])) if name == "flash_2" else heads
         options = {"mode": "sequence", "heads": 0, "path_weight": "literal", "repeated": name != "flash_2"}
@@ -338,22 +308,13 @@ def test_the_published_introspective_code_repaired(name: str) -> None:
         close(made(x)[0], want)
 
 
-def test_a_temperature_is_not_rounded_to_the_queries_precision() -> None:
-    """Under autocast the queries are bfloat16: only their product with the float32 factor is rounded."""
-    made = VARIANTS["t"](d_model=32, n_head=4)
-    nn.init.constant_(made.log_temperature, 0.3)
-    q = torch.linspace(1, 2, 129).bfloat16().expand(1, 4, 1, -1)  # every bfloat16 between 1 and 2
-    turned, _, _ = made.before(q, *torch.zeros(2, 1), {})
-    assert torch.equal(turned, (q.double() * math.exp(-0.3)).bfloat16())
+# ---------------------------------------- torch's tools
 
 
-# ---------------------------------------- torch's own tools
-
-
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", ("baseline", "diff", "dint", "forgetting", "softpick", "introspective_published"))
 def test_export_grad_and_vmap_take_a_module(name: str) -> None:
-    cls, own = MODULES[name]
-    made = cls(d_model=32, n_head=4, **own).eval()
+    cls, options = MODULES[name]
+    made = cls(d_model=32, n_head=4, **options).eval()
     x = torch.randn(3, 1, 7, 32, generator=torch.Generator().manual_seed(0))
     want = torch.stack([made(each) for each in x])
     exported = torch.export.export(made, (x[0],)).module()
@@ -368,21 +329,9 @@ def test_export_grad_and_vmap_take_a_module(name: str) -> None:
     made(x[2]).square().sum().backward()
     for key, p in parameters.items():
         torch.testing.assert_close(grads[key][2], p.grad, atol=1e-4, rtol=1e-4, msg=lambda m, key=key: f"{key}: {m}")
-    with pytest.raises(ValueError, match="use torch.export"):
-        torch.jit.script(made)
 
 
-def test_a_module_with_flex_still_computes_after_its_export() -> None:
-    """The export's block mask has no content, and no later call may get it."""
-    made, x = VARIANTS["b"](d_model=32, n_head=4, backend="flex").eval().requires_grad_(False), torch.randn(1, 7, 32)
-    torch.export.export(made, (x,))
-    got = made(x)
-    assert type(got) is Tensor
-    made.backend = "sdpa"
-    torch.testing.assert_close(got, made(x))
-
-
-@pytest.mark.parametrize("name", ("baseline_normed", "introspective_sequence", "value_residual_later", "temperature"))
+@pytest.mark.parametrize("name", ("introspective_sequence", "value_residual_later"))
 def test_one_graph_serves_a_second_length(name: str) -> None:
     torch._dynamo.reset()
     model = Decoder(config(name))
@@ -392,47 +341,9 @@ def test_one_graph_serves_a_second_length(name: str) -> None:
         torch.testing.assert_close(compiled(x), model(x))
 
 
-def test_a_union_of_transposed_key_sets_is_right() -> None:
-    """aten's flash operators on a CPU are silently wrong for tensors whose last stride is not 1."""
-    generator = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(1, 2, 300, 8, generator=generator) for _ in range(5)]
-    results = []
-    for backend, transposed in (("math", False), ("sdpa", True)):
-        leaves = [x.clone().requires_grad_() for x in tensors]
-        q, *sets = [x.mT.contiguous().mT if transposed else x for x in leaves]
-        out = backends.attend_union(q, sets[:2], sets[2:], CAUSAL, backend)
-        upstream = torch.randn(8, 300, 2, 1, generator=torch.Generator().manual_seed(1)).permute(3, 2, 1, 0)
-        results.append([out, *torch.autograd.grad(out, leaves, upstream)])
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
-
-
 @pytest.mark.parametrize("name", STACKS)
 def test_no_buffer_depends_on_the_lengths_that_were_read(name: str) -> None:
     """Default DDP broadcasts buffers: it aborts where one process read a longer input and has larger ones."""
     model = Decoder(config(name))
-    before = {key: buffer.shape for key, buffer in model.named_buffers()}
-    if name != "gpt2":
-        model(torch.zeros(1, 50, dtype=torch.long))
-    assert {key: buffer.shape for key, buffer in model.named_buffers()} == before
-    assert all(not shape for shape in before.values())
-
-
-def test_the_budget_is_met_within_half_a_percent_or_refused() -> None:
-    draw = np.random.default_rng(1)
-    refused = 0
-    for _ in range(120):
-        heads, width = 2 * int(draw.integers(1, 5)), 2 * int(draw.integers(1, 9))
-        changes = {"n_layer": int(draw.integers(1, 5)), "n_head": heads, "d_model": heads * width, "vocab_size": 64}
-        changes |= {"bias": bool(draw.integers(2)), "mlp": str(draw.choice(["swiglu", "gelu"]))}
-        name = str(draw.choice(["diff", "diff_v2", "gated", "introspective", "hybrid"]))
-        with torch.device("meta"):
-            baseline = Decoder(config("baseline", **changes)).num_params()
-            try:
-                ours = Decoder(config(name, **changes)).num_params()
-            except ValueError as error:
-                assert "use model.match=none" in str(error) or "or model.match=none" in str(error)
-                refused += 1
-                continue
-        assert abs(ours / baseline - 1) < 0.005, (name, changes)
-    assert 0 < refused < 60
+    model(torch.zeros(1, 32, dtype=torch.long))
+    assert all(not buffer.shape for buffer in model.buffers())

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from model.attention import VARIANTS
-from tests.conftest import ROOT, run_command, train_arguments
+from tests.conftest import ROOT, train_arguments
 from tests.test_layers import file_imports
 
 SOURCE = '''"""Softmax attention whose heads are scaled."""
@@ -63,7 +63,7 @@ def scaled(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, layer: int, first:
 
     return attention(w, x, see, cfg, output=opened)
 """
-OWN_MAP = '''"""Attention by squared scores."""
+MAP = '''"""Attention by squared scores."""
 
 from torch import Tensor
 
@@ -88,21 +88,20 @@ def squared(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, layer: int, first
 LETTER, OTHER = sorted(set(string.ascii_letters) - VARIANTS.keys(), reverse=True)[:2]
 IMPORT = "from .scaled import ScaledAttention\nfrom .squared import SquaredAttention\n"
 LINE = f'    "{LETTER}": ScaledAttention,\n    "{OTHER}": SquaredAttention,\n'
-TESTS = (
-    "tests/model/test_variants.py", "tests/model/test_modules.py", "tests/model/test_probe.py", "tests/model/test_decoder.py",
-    "tests/training/test_monitor.py", "tests/training/test_parts.py",
-)  # fmt: skip
+TESTS = [
+    f"tests/{name}.py" for name in ("model/test_variants", "model/test_modules", "model/test_probe", "training/test_monitor")
+]
 
 
 @pytest.fixture(scope="module")
 def house(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the code, to which the four files' worth of two new variants are added: a softmax and a map of its own."""
+    """A copy of the code, to which two new variants are added: a softmax and another map."""
     folder = tmp_path_factory.mktemp("variant") / "repo"
     ignore = shutil.ignore_patterns(".*", "__pycache__", "runs", "shards", "docs", "wandb")
     shutil.copytree(ROOT, folder, ignore=ignore)
     (folder / "model/attention/scaled.py").write_text(SOURCE)
     (folder / "configs/model/scaled.yaml").write_text(f"layers: {LETTER}\n")
-    (folder / "model/attention/squared.py").write_text(OWN_MAP)
+    (folder / "model/attention/squared.py").write_text(MAP)
     (folder / "configs/model/squared.yaml").write_text(f"layers: {OTHER}\n")
     with (folder / "tests/reference/formulas.py").open("a") as file:
         file.write(FORMULA)
@@ -114,14 +113,12 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def python(house: Path, *arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-B", *arguments], cwd=house, capture_output=True, text=True, timeout=500
-    )  # fmt: skip
+    return subprocess.run([sys.executable, "-B", *arguments], cwd=house, capture_output=True, text=True, timeout=500)
 
 
 def test_it_passes_the_tests_of_all_variants(house: Path) -> None:
     done = python(house, "-m", "pytest", "-q", "-o", "addopts=", "-p", "no:cacheprovider", "-k", "scaled or squared", *TESTS)
-    assert done.returncode == 0 and int(done.stdout.split(" passed")[0].split()[-1]) > 60, done.stdout[-2000:]
+    assert done.returncode == 0 and int(done.stdout.split(" passed")[0].split()[-1]) > 40, done.stdout[-2000:]
 
 
 def test_it_trains_and_has_options_and_readings(house: Path, shards: Path, tmp_path: Path) -> None:
@@ -131,26 +128,16 @@ def test_it_trains_and_has_options_and_readings(house: Path, shards: Path, tmp_p
     config = yaml.safe_load((tmp_path / "run/config.yaml").read_text())
     assert config["model"]["scaled"] == {"start": 0.5}
     assert '"monitor/mean/scale": 0.5' in (tmp_path / "run/metrics.jsonl").read_text()
-    colour = python(house, "-c", "from eval.common import colour; print(colour('scaled'))")
-    assert colour.stdout.strip() == "#332288"
-
-
-def test_a_run_from_before_it_can_be_continued(house: Path, shards: Path, tmp_path: Path) -> None:
-    """Its options are then in no file of the run: they have their defaults."""
-    arguments = train_arguments(shards, tmp_path / "run", "model=diff", "steps=2")
-    assert run_command(*arguments).returncode == 0
-    done = python(house, *arguments, "resume=true")
-    assert done.returncode == 0 and "already done, 2 steps" in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize("name", [variant.name for variant in VARIANTS.values()])
 def test_every_variant_has_the_promised_files_and_is_named_nowhere_else(name: str) -> None:
-    """A file of its own, a config; the rest of model/ and training/ imports it from nowhere but its line."""
+    """A file, a config; the rest of model/ and training/ imports it from nowhere but its line."""
     letters = {variant.name: letter for letter, variant in VARIANTS.items()}
     assert yaml.safe_load((ROOT / f"configs/model/{name}.yaml").read_text())["layers"] == letters[name]
     assert VARIANTS[letters[name]].__module__ == f"model.attention.{name}"
-    own = ROOT / f"model/attention/{name}.py"
-    users = [path for folder in ("model", "training") for path in (ROOT / folder).rglob("*.py") if own in file_imports(path)]
+    source = ROOT / f"model/attention/{name}.py"
+    users = [path for folder in ("model", "training") for path in (ROOT / folder).rglob("*.py") if source in file_imports(path)]
     conversions = {path for path in users if path.parent.name == "interop" or path.name == "conversion.py"}
     followers = {ROOT / f"model/attention/{other}.py" for other in letters}  # variants that build on this one
     assert set(users) - conversions - followers == {ROOT / "model/attention/__init__.py"}

@@ -33,9 +33,8 @@ from tests.reference.parts import (
 def attention(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, **changes: Callable) -> np.ndarray:
     """Softmax attention (arXiv 1706.03762) with up to four changes.
 
-    values(b, j): the values (T, d) of key head j of sequence b. change(b, i, scores): what
-    becomes of the scores (T, S) of head i. output(b, i, y): what
-    becomes of the output y (T, d) of head i of sequence b. row: as in `softmax`.
+    values(b, j): the values (T, d) of key head j of sequence b. change(b, i, scores): what becomes of the scores (T, S) of
+    head i. output(b, i, y): what becomes of its output y (T, d). row: as in `softmax`.
     """
     d = cfg.head_dim
 
@@ -152,11 +151,11 @@ def temperature(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, layer: int, f
 
 
 def value_residual(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, layer: int, first: tuple) -> np.ndarray:
-    """arXiv 2410.17897: V'_n = l1 V_1 + l2 V_n, in the identity form l1 = l2 = 1/2; the first layer keeps its own."""
+    """arXiv 2410.17897: V'_n = l1 V_1 + l2 V_n, in the identity form l1 = l2 = 1/2; the first layer keeps V_1."""
 
     def values(b: int, j: int) -> np.ndarray:
-        own = head(w, "v", x[b], j, cfg.head_dim)
-        return 0.5 * head(first[0], "v", first[1][b], j, cfg.head_dim) + 0.5 * own if layer else own
+        v = head(w, "v", x[b], j, cfg.head_dim)
+        return 0.5 * head(first[0], "v", first[1][b], j, cfg.head_dim) + 0.5 * v if layer else v
 
     return attention(w, x, see, cfg, values=values)
 
@@ -314,19 +313,19 @@ def introspective(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, layer: int,
         lam = path_weights(w, x[b], opt.path_weight, paths)
         for p in range(paths):
             q = [head(w, f"q.{p}", x[b], i, width) for i in range(heads)]
-            own = {}
+            kept = {}
             if f"k.{p}.weight" in w:
                 k = [head(w, f"k.{p}", x[b], j, width) for j in range(kv_heads)]
                 v = [head(w, f"v.{p}", x[b], j, dv) for j in range(kv_heads)]
-                own = {"k": list(k), "v": list(v)}
+                kept = {"k": list(k), "v": list(v)}
             if mode == "feature" and p:
                 for j in range(kv_heads):
                     m = np.concatenate([e[part][j] for e in earlier for part in memory], -1)
                     from_k, from_v = m @ w[f"memory_k.{p - 1}"][j], m @ w[f"memory_v.{p - 1}"][j]
                     k[j], v[j] = (k[j] + from_k, v[j] + from_v) if opt.own_path else (from_k, from_v)
                 if not opt.own_path:  # the memory holds the keys and values that the path has
-                    own = {"k": list(k), "v": list(v)}
-            if own:
+                    kept = {"k": list(k), "v": list(v)}
+            if kept:
                 rotated.append(([rope(each, **turned) for each in k], v))
             sets = rotated[-1:]
             if mode == "sequence":
@@ -342,8 +341,8 @@ def introspective(w: dict, x: np.ndarray, see: np.ndarray, cfg: Any, layer: int,
                 scores = rope(q[i], **turned) @ keys.T / np.sqrt(width)
                 merged.append(softmax(scores, visible, b, i) @ values)
             a = path_norm(w, f"path_norms.{p}", opt.path_norm, np.concatenate(merged, -1))
-            own["a"] = [a[:, j * group * dv : (j + 1) * group * dv] for j in range(kv_heads)]
-            earlier.append(own)
+            kept["a"] = [a[:, j * group * dv : (j + 1) * group * dv] for j in range(kv_heads)]
+            earlier.append(kept)
             mixed = mixed + lam[..., p, None] * a
         out.append(path_norm(w, "norm", opt.path_norm, mixed) @ w["out.weight"].T + w.get("out.bias", 0))
     return np.stack(out)

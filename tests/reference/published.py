@@ -1,8 +1,8 @@
-"""What the published differential attention modules compute, each from its own state dict: numpy float64, with loops.
+"""What the published differential attention modules compute, each from its state dict: numpy float64, with loops.
 
-Written from the systems' own descriptions of heads, groups and norms, and not from model/: tests/parity/ holds our modules
+Written from the systems' descriptions of heads, groups and norms, and not from model/: tests/parity/ holds our modules
 with the systems' weights against these. Every function takes the weights `w` by the system's names, one sequence x (T, D),
-the system's own `num_heads` and `num_kv_heads`, and its depth counted from 0; all are causal. Each formula is analytic in x,
+the system's `num_heads` and `num_kv_heads`, and its depth counted from 0; all are causal. Each formula is analytic in x,
 so that x may be complex: derivatives come from an imaginary step, exact to rounding.
 """
 
@@ -117,7 +117,7 @@ def vasqu(w: dict, x: np.ndarray, num_heads: int, num_kv_heads: int, depth: int,
 
 
 def timm(w: dict, x: np.ndarray, num_heads: int, num_kv_heads: int, depth: int) -> np.ndarray:
-    """timm.layers.DiffAttention with is_causal: qk norms and the norm before proj have RmsNorm's own eps, 1e-6."""
+    """timm.layers.DiffAttention with is_causal: qk norms and the norm before proj have RmsNorm's eps, 1e-6."""
     assert num_kv_heads == num_heads
     q, k, v = np.split(linear(w, "qkv", x), 3, axis=-1)
     q, k, v = heads(q, 2 * num_heads), heads(k, 2 * num_heads), heads(v, num_heads)
@@ -250,10 +250,10 @@ def introspective(w: dict, x: np.ndarray, num_heads: int, num_kv_heads: int, cum
     """introspective_attn.py and introspective_flashdiff_1.py (cumulative), or introspective_flashdiff_2.py, repaired.
 
     Weights by our names, one sequence x (T, D). Kept: path i's keys are concatenated along the sequence with what earlier
-    paths stored, which is their own keys (flash 2) or their concatenated ones (cumulative, so that the first path's stand
+    paths stored, which is their keys (flash 2) or their concatenated ones (cumulative, so that the first path's stand
     twice before the third); whole heads; RMSNorm of each path; LayerNorm over sigmoid(w); RMSNorm(sum + alpha x); then W_o.
     Repaired, as none of the three runs: LayerNorm over all paths at once, causality s <= t within every block of T keys, and
-    each block rotated once, by its own positions.
+    each block rotated once, by its positions.
     """
     T, group = len(x), num_heads // num_kv_heads
     gates = 1 / (1 + np.exp(-w["w"]))
@@ -264,8 +264,8 @@ def introspective(w: dict, x: np.ndarray, num_heads: int, num_kv_heads: int, cum
         q = [rope_half(each) for each in heads(linear(w, f"q.{i}", x), num_heads)]
         own_k = repeat_kv([rope_half(each) for each in heads(linear(w, f"k.{i}", x), num_kv_heads)], group)
         own_v = repeat_kv(heads(linear(w, f"v.{i}", x), num_kv_heads), group)
-        k = [np.concatenate([own, *(keys[h] for keys, _ in stored)]) for h, own in enumerate(own_k)]
-        v = [np.concatenate([own, *(values[h] for _, values in stored)]) for h, own in enumerate(own_v)]
+        k = [np.concatenate([key, *(keys[h] for keys, _ in stored)]) for h, key in enumerate(own_k)]
+        v = [np.concatenate([value, *(values[h] for _, values in stored)]) for h, value in enumerate(own_v)]
         merged = []
         for h in range(num_heads):
             scores = q[h] @ k[h].T / np.sqrt(q[h].shape[-1])
