@@ -95,6 +95,7 @@ class Attention(nn.Module):
     row_sums: ClassVar[str] = "one"  # what each row of its map sums to: one, a positive number, or any number
     signed: ClassVar[bool] = False  # whether weights of its map may be negative
     whole: ClassVar[bool] = False  # whether rows of its map depend on earlier rows, so that all are computed at once
+    joins_calls: ClassVar[bool] = False  # calls an operation of backends.py several times, for heads that a probe joins
     takes_context: bool = True  # whether it can be cross attention (context=)
     colours: ClassVar[dict[str, str]] = {}  # name of a file in configs/model -> its colour in figures
 
@@ -200,6 +201,9 @@ class Attention(nn.Module):
         """
         if x.dim() != 3:
             raise ValueError(f"the input is {tuple(x.shape)}, not (B, T, D): give x[None] for a single sequence")
+        if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[0] == x.shape[0] == x.shape[1] > 1:
+            wrong = f"a mask {tuple(mask.shape)} for {x.shape[0]} sequences of as many tokens may be (B, S) or (T, S)"
+            raise ValueError(f"{wrong}: give Mask(keys=mask) for padding, or mask[None] for the rows of the queries")
         source, mask = x if context is None else context, self._mask(mask, context, cache)
         ropes = self._ropes(x, source, rope, cache)
         y = self.out(self.mix(x, source, ropes, mask, cache, {} if carry is None else carry))

@@ -1,3 +1,5 @@
+"""Introspective attention: several paths per layer, each of which sees those before it (docs/METHODS.md, section 2)."""
+
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -44,6 +46,7 @@ class IntrospectiveAttention(Attention):
     """
 
     name = "introspective"
+    joins_calls = True
     Options = IntrospectiveConfig
     choices = {
         "mode": ("feature", "sequence"),

@@ -19,11 +19,15 @@ class Maps:
         self.rows, self.apart = rows, apart  # rows: (R,) or (B, R) absolute query positions
         self.layers: list[Tensor] = []
         self.pairs: list[tuple[Tensor, Tensor] | None] = []
-        self._tokens = 0  # that the attention which runs now sees, cached ones included
+        # Of the attention that runs now: its name, the tokens that it sees, cached ones included, and its `joins_calls`.
+        self._layer, self._tokens, self._joins = "", 0, False
         self._calls: list[Tensor] = []
         self._pair: tuple[Tensor, Tensor] | None = None
 
     def record(self, rows: Tensor, pair: tuple[Tensor, ...] | None = None) -> None:
+        if self._calls and not self._joins:
+            wrong = f"{self._layer} attends several times in one layer"
+            raise ValueError(f"{wrong}: set joins_calls=True if the heads of all calls stand side by side, or {WITHOUT}")
         self._calls.append(rows.detach().float())
         if self.apart and pair is not None:
             self._pair = tuple(x.detach().float() for x in pair)
@@ -36,7 +40,8 @@ class Maps:
     def _open_layer(self, attention: nn.Module, given: tuple, named: dict) -> None:
         x, cache = given[0] if given else named["x"], named.get("cache", given[3] if len(given) > 3 else None)
         cached = 0 if cache is None else cache.length
-        self._tokens = cached + x.shape[1]
+        self._layer, self._tokens = type(attention).__name__, cached + x.shape[1]
+        self._joins = getattr(attention, "joins_calls", False)
         if self.rows.numel() and (self.rows.min() < cached or self.rows.max() >= self._tokens):
             wrong = f"rows {int(self.rows.min())} to {int(self.rows.max())} of a probe are not in this pass"
             raise ValueError(f"{wrong}: give rows from {cached} to {self._tokens - 1}")
@@ -85,16 +90,18 @@ def visit_logits(model: nn.Module, visit: Callable[[int, Tensor, Tensor], Tensor
     formulas, whatever its backend. Uncompiled models only; not inside a probe.
     """
     global logits_visitor
+    layer = 0
 
-    def enter(layer: int, *_: object) -> None:
-        global logits_visitor
+    def enter(index: int, *_: object) -> None:
+        nonlocal layer
+        layer = index
 
-        def logits_visitor(logits: Tensor, see: Tensor) -> Tensor:
-            changed = visit(layer, logits, see)
-            return logits if changed is None else changed
+    def hand(logits: Tensor, see: Tensor) -> Tensor:
+        changed = visit(layer, logits, see)
+        return logits if changed is None else changed
 
     hooks = [attention.register_forward_pre_hook(partial(enter, i)) for i, attention in enumerate(_attentions(model))]
-    enter(0)
+    logits_visitor = hand
     try:
         yield
     finally:

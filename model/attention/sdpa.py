@@ -10,6 +10,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ..first_derivative import once
 from .mask import EVERYTHING, Mask
 
+# SHORT: number of keys up to which a CPU's float32 flash kernel is faster than its bfloat16 kernel, in spite of the conversion
+# (docs/LOG.md).
+SHORT = 512
 WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # SDPA without cuDNN
 WIDEST_FLASH = 256  # head width up to which CUDA's flash kernel takes a call, on cards from 8.0 on
 
@@ -38,6 +41,9 @@ def sdpa(
     """
     T, S, width, scale = q.shape[-2], k.shape[-2], v.shape[-1], scale or q.shape[-1] ** -0.5
     if q.device.type == "cpu":
+        if q.dtype == torch.bfloat16 and S <= SHORT:
+            with torch.autocast("cpu", enabled=False):
+                return sdpa(q.float(), k.float(), v.float(), mask, shown, dropout, scale).to(q.dtype)
         q, k, v = (widen(x, max(q.shape[-1], width)) for x in (q, k, v))
     # A single query has the last position and sees every key.
     unmasked = shown is None and (mask.sees_everything or (mask.plain and (T == S or T == 1)))

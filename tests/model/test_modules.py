@@ -259,6 +259,14 @@ def test_a_tensor_that_is_no_mask_is_refused(mask: Tensor, says: str) -> None:
         module("baseline")(inputs(6), mask=mask)
 
 
+def test_a_mask_that_may_be_padding_or_rows_is_refused() -> None:
+    made, mask = module("baseline"), torch.ones(6, 6, dtype=torch.bool)
+    x = torch.randn(6, 6, 64, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"may be \(B, S\) or \(T, S\): give Mask\(keys=mask\) for padding, or mask\[None\]"):
+        made(x, mask=mask)
+    assert torch.equal(made(x, mask=mask[None]), made(x, mask=Mask(causal=False)))
+
+
 def test_masks_of_any_shape_are_refused_where_a_backend_has_none() -> None:
     with pytest.raises(ValueError, match="use backend=sdpa"), torch.no_grad():
         module("baseline", backend="flex")(inputs(6), mask=torch.ones(6, 6, dtype=torch.bool))

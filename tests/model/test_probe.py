@@ -97,6 +97,20 @@ def test_visitors_and_probes_do_not_nest() -> None:
         model(torch.zeros(1, 4, dtype=torch.long))
 
 
+class Twice(BaselineAttention):
+    """Attention whose output is the mean of two calls: their maps are no heads side by side."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, mask: Mask) -> Tensor:
+        return (super().attend(q, k, v, x, mask) + super().attend(k, q, v, x, mask)) / 2
+
+
+def test_two_calls_in_one_layer_are_refused_but_where_their_heads_stand_side_by_side() -> None:
+    made, x = Twice(d_model=64, n_head=4), torch.randn(1, 5, 64)
+    wrong = "Twice attends several times in one layer: set joins_calls=True"
+    with pytest.raises(ValueError, match=wrong), probe(made, torch.tensor([0])):
+        made(x)
+
+
 class WithAnExtraKey(BaselineAttention):
     """Attention with one more key than tokens, which every query sees."""
 

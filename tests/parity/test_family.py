@@ -22,7 +22,7 @@ def compare(variant: str, reference: Callable[[nn.Module], Reference], **options
     letter = next(letter for letter, kind in VARIANTS.items() if kind.name == variant)
     cfg = DecoderConfig(layers=letter, n_head=H, d_model=D, position="none", vocab_size=8)
     kind = VARIANTS[letter]
-    module = kind(cfg.filled(), 0, kind.Options(**options) if options else None).double()
+    module = kind(cfg.filled(), 0, **options).double()
     randomize(module)
     x = torch.randn(2, T, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
