@@ -17,9 +17,8 @@ CONFIG = "tokenizer_config.json"
 def export_tokenizer(tokenizer: Tokenizer, folder: str | Path, context: int) -> None:
     """Write tokenizer.json and tokenizer_config.json, with which AutoTokenizer gives the ids of `tokenizer.encode`.
 
-    context: tokens the model takes. Both tokenizers read special tokens that are written out in a text as text. Begin and
-    end of a document are `tokenizer.eot`, which neither tokenizer adds by itself. ValueError: the package `tokenizers` is
-    missing, or cannot express the encoding's split pattern.
+    context: tokens the model takes. Special tokens that are written out in a text are read as text, and none is added.
+    ValueError: the package `tokenizers` is missing, or cannot express the encoding's split pattern.
     """
     definition = tokenizer.definition if isinstance(tokenizer, FolderTokenizer) else _definition(tokenizer)
     definition = {**definition, "post_processor": None}  # a post-processor adds tokens
@@ -28,11 +27,8 @@ def export_tokenizer(tokenizer: Tokenizer, folder: str | Path, context: int) -> 
         wrong = f"the tokenizer {tokenizer.name} splits text in a way that the package 'tokenizers' does not repeat"
         raise ValueError(f"{wrong}: export with tokenizer=false, and give the text as ids")
     eot = tokenizer.decode([tokenizer.eot])
-    config = {
+    config = {"bos_token": eot, "eos_token": eot, "pad_token": eot} | {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": eot,
-        "eos_token": eot,
-        "pad_token": eot,
         "model_max_length": context,
         "model_input_names": ["input_ids", "attention_mask"],
         "clean_up_tokenization_spaces": False,

@@ -19,10 +19,7 @@ SHOWN = {"perplexity": ("loss", "ppl", "bits_per_byte"), "needle": ("accuracy",)
 
 
 def model_card(run: LoadedRun, form: str, load: str) -> str:
-    """The Markdown of the card. form: the folder's format. load: the Python lines that load the folder.
-
-    Rows without a value in the run's folder are left out, and so are paths of this machine.
-    """
+    """The Markdown of the card, without paths of this machine. form: the folder's format. load: Python lines that load it."""
     name, cfg = run_name(run.path), run.model.cfg
     kind = variant(run.config) if "model" in run.config else f"layers={cfg.layers}"
     head = {"tags": ["attention-noise", kind], "pipeline_tag": "text-generation"}
@@ -40,14 +37,10 @@ def rows(run: LoadedRun, kind: str, form: str) -> dict[str, Any]:
     model, cfg, config = run.model, run.model.cfg, run.config
     total, inner = model.num_params(non_embedding=False), model.num_params()
     newest: dict[str, Any] = {}  # value of each key of the metrics
-    first: dict[str, Any] = {}
     for line in read_json_lines(run.path / "metrics.jsonl"):
         if line.get("step", 0) <= run.step:
-            first = first or line
             newest |= line
     losses = {name: newest.get(key) for key, name in (("loss", "training loss"), ("val_loss", "validation loss"))}
-    converted = read_json(run.path / "conversion.json", "delete it and convert the source again") or {}
-    options = " ".join(f"{key}={value}" for key, value in converted.get("conversion", {}).items())
     return {
         "variant": f"{kind} (layers={cfg.layers}), written as {form}",
         "shape": f"{cfg.n_layer} layers, width {cfg.d_model}, {cfg.n_head} baseline heads of {cfg.head_dim}, "
@@ -58,9 +51,8 @@ def rows(run: LoadedRun, kind: str, form: str) -> dict[str, Any]:
         "data": f"{text_of(config['data'])}, tokenizer {run.tokenizer.name}" if run.step and config.get("data") else None,
         **{name: None if loss is None else f"{loss:.4f} nats per token" for name, loss in losses.items()},
         **evaluations(run),
-        "converted from": f"{run_name(converted['source'])}: {options}" if options and "source" in converted else None,
         "seed": config.get("seed"),
-        "code version": first.get("version"),
+        "code version": newest.get("version"),
     }
 
 
@@ -70,10 +62,10 @@ def text_of(data: dict[str, Any]) -> str:
 
 
 def evaluations(run: LoadedRun) -> dict[str, str]:
-    """Results by evaluation, of the evaluations that were made at the run's step."""
+    """Results of the evaluations that were made at the run's step."""
     shown = {}
     for name, keys in SHOWN.items():
-        content = read_json(run.path / "eval" / f"{name}.json", "delete it and repeat the evaluation") or {}
+        content = read_json(run.path / "eval" / f"{name}.json") or {}
         results = content.get("results") or {}
         values = [f"{key} {results[key]:.4g}" for key in keys if results.get(key) is not None]
         if values and content.get("step") == run.step:

@@ -8,9 +8,8 @@
   python scripts/export.py run=runs/converted to=axolotl out=axolotl/1   for axolotl with its plugin
 
 The folder has config.json, model.safetensors (float32), the tokenizer as AutoTokenizer reads it, and README.md, the model's
-card. Where transformers is installed, the folder is first loaded and its logits and token ids compared with the run's
-(to=axolotl: by our own reader, logits alone; to=safetensors is not compared). push=user/name also uploads it to the Hugging
-Face hub, with the token of `hf auth login` or HF_TOKEN; a repository that this command makes is private.
+card. Its logits and token ids are compared with the run's (to=safetensors, to=axolotl: by our own reader, logits alone).
+push=user/name also uploads it to the Hugging Face hub, with the token of `hf auth login`; a new repository is private.
 """
 
 import os
@@ -24,7 +23,6 @@ from typing import Annotated
 
 import torch
 from omegaconf import MISSING
-from safetensors import SafetensorError
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -40,6 +38,7 @@ from model.interop.huggingface import Export, export, read_folder
 from training.checkpoint import load_run
 from training.saver import write_tensors
 
+OURS = ("safetensors", "axolotl")  # formats that transformers alone does not load
 TOLERANCE = 1e-4  # as a share of the largest logit; float32 sums in another order differ by about 1e-6
 
 
@@ -61,11 +60,7 @@ class ExportConfig:
 
 
 def write_folder(exported: Export, folder: Path, tokenizer: Tokenizer | None, context: int) -> None:
-    """Write all files of the export into an empty folder; no tokenizer files if `tokenizer` is None."""
-    try:
-        write_tensors(folder / "model.safetensors", exported.tensors, {"format": "pt"})
-    except SafetensorError as error:
-        raise ValueError(f"the weights could not be written ({error}): free space, or give another out=") from None
+    write_tensors(folder / "model.safetensors", exported.tensors, {"format": "pt"})
     write_json(folder / "config.json", exported.config)
     write_json(folder / "generation_config.json", {key: exported.config[key] for key in ("bos_token_id", "eos_token_id")})
     for name, text in exported.files.items():
@@ -92,8 +87,8 @@ def logits_apart(theirs: Callable[[Tensor], Tensor], model: Decoder) -> float:
     return apart
 
 
-def loaded_apart(folder: Path, model: Decoder, tokenizer: Tokenizer | None) -> float:
-    """`logits_apart` of the folder, loaded by transformers. ValueError also for other token ids than those of `tokenizer`."""
+def from_transformers(folder: Path, tokenizer: Tokenizer | None) -> Callable[[Tensor], Tensor]:
+    """The folder's function as transformers computes it. ValueError if its tokenizer gives other ids than `tokenizer`."""
     with tempfile.TemporaryDirectory() as modules:
         os.environ.setdefault("HF_MODULES_CACHE", modules)  # a temporary copy of the folder's code
         from transformers import AutoModelForCausalLM, AutoTokenizer, logging
@@ -101,32 +96,30 @@ def loaded_apart(folder: Path, model: Decoder, tokenizer: Tokenizer | None) -> f
         logging.set_verbosity_error()
         logging.disable_progress_bar()
         theirs = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).eval()
-        encode = AutoTokenizer.from_pretrained(folder, trust_remote_code=True) if tokenizer is not None else None
-    if encode is not None and encode(SAMPLE)["input_ids"] != tokenizer.encode(SAMPLE):
+        encode = AutoTokenizer.from_pretrained(folder, trust_remote_code=True) if tokenizer else None
+    if encode and encode(SAMPLE)["input_ids"] != tokenizer.encode(SAMPLE):
         raise ValueError("the exported tokenizer gives other ids than the run's: export with tokenizer=false, and give ids")
-    return logits_apart(lambda tokens: theirs(tokens).logits, model)
+    return lambda tokens: theirs(tokens).logits
 
 
 def check(form: str, folder: Path, model: Decoder, tokenizer: Tokenizer | None) -> str:
     """A few words on how the folder compares with the run."""
-    if form == "safetensors":
-        return "not compared: the weights are those of the run"
-    if form == "axolotl":
+    if form in OURS:
         cfg, state = read_folder(folder)
-        back = Decoder(cfg).eval()
-        back.load_state_dict(state, strict=True)
-        apart = logits_apart(back, model)
+        theirs = Decoder(cfg).eval()
+        theirs.load_state_dict(state, strict=True)
     else:
         try:
-            apart = loaded_apart(folder, model, tokenizer)
+            theirs = from_transformers(folder, tokenizer)
         except ModuleNotFoundError:
             return "not compared: transformers is not installed (pip install transformers)"
+    apart = logits_apart(theirs, model)
     return f"logits differ from the run's by at most {apart:.1e} (float32, {2 * checked_tokens(model)} random tokens)"
 
 
 def load_lines(form: str, place: str, tokenizer: bool) -> str:
     """Python lines that load the folder or repository `place`, and its tokenizer if it has one."""
-    if form in ("safetensors", "axolotl"):
+    if form in OURS:
         return f"from model.interop.huggingface import read_folder\n\nconfig, state = read_folder({place!r})"
     trust = ", trust_remote_code=True" if form == "remote" else ""
     names = {"model": "AutoModelForCausalLM"} | ({"tokenizer": "AutoTokenizer"} if tokenizer else {})
@@ -135,7 +128,7 @@ def load_lines(form: str, place: str, tokenizer: bool) -> str:
 
 
 def upload(folder: Path, repository: str) -> str:
-    """Upload the folder to the hub; returns the address. ValueError without package, token, permission or network."""
+    """Upload the folder to the hub; returns the address."""
     hub = import_optional("huggingface_hub", "push")
     try:
         api = hub.HfApi()
@@ -152,7 +145,7 @@ def upload(folder: Path, repository: str) -> str:
 def main(cfg: ExportConfig) -> None:
     out = Path(cfg.out)
     if out.exists():
-        raise ValueError(f"{out} exists already: choose another out=FOLDER, or delete {out}")
+        raise ValueError(f"{out} exists already: choose another out=FOLDER")
     if cfg.push is not None and not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", cfg.push):
         raise ValueError(f"push={cfg.push} is not a repository of the hub: give push=user/name")
     run = load_run(cfg.run, step=cfg.step)
