@@ -1,18 +1,13 @@
 """README.md of an exported folder: the model, its training data, its results, and how to load it."""
 
-import shlex
-from dataclasses import asdict
 from typing import Any
 
 import yaml
-from omegaconf import OmegaConf
 
-from configs.composing import compose_job, overrides_of
 from configs.files import read_json_lines
 from eval.common import run_name, variant
 from eval.report.runs import read_json
 from training.checkpoint import LoadedRun
-from training.run import deciding
 from training.text import text_read
 
 SHOWN = {"perplexity": ("loss", "ppl", "bits_per_byte"), "needle": ("accuracy",)}  # evaluation: results in the card
@@ -27,8 +22,6 @@ def model_card(run: LoadedRun, form: str, load: str) -> str:
     lines = [f"---\n{yaml.safe_dump(head, sort_keys=False)}---", f"# {name}", "", "| | |", "| --- | --- |"]
     lines += [f"| {key} | {value} |" for key, value in rows(run, kind, form).items() if value is not None]
     lines += ["", "## Load", "", "```python", load, "```"]
-    if run.step and (command := training_command(run.config)):
-        lines += ["", "## Training", "", "Overrides of the command; paths are left out.", "", "```bash", command, "```"]
     return "\n".join(lines) + "\n"
 
 
@@ -71,15 +64,3 @@ def evaluations(run: LoadedRun) -> dict[str, str]:
         if values and content.get("step") == run.step:
             shown[f"eval.{name}"] = ", ".join(values)
     return shown
-
-
-def training_command(config: dict[str, Any]) -> str:
-    """The train.py command with the values that differ from train.py's own; "" where the run has no training config."""
-    if "model" not in config:
-        return ""
-    given, default = deciding(config), deciding(asdict(OmegaConf.to_object(compose_job("train", []))))
-    name, _, request = text_read(config["data"])
-    given |= {f"data.{key}": value for key, value in ({"name": name} | request).items() if f"data.{key}" in given}
-    paths = ("path", "init_from")
-    changed = {key: value for key, value in given.items() if default.get(key) != value and not key.endswith(paths)}
-    return "python train.py " + shlex.join(overrides_of(changed))

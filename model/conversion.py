@@ -1,13 +1,8 @@
 """Convert a trained baseline to a differential stack, which keeps the function where it can and is ready to be trained.
 
-docs/METHODS.md 9.1 has the algebra. A is the map of a baseline head, W its output projection, lam lambda, li lambda_init:
-- init=zero: a second map beside every head, and lam = 0. init=mirror: the second maps are copies, so (A - lam A) V is
-  (1 - lam) A V, and W is divided by (1 - lam) (1 - li). init=open: lam = li, the second maps B are fresh: (A - li B) V.
-- heads=split: two heads become one head with the values (V, V'); at lam = 0, half of the maps are unused.
-- diff_v2: a second query head for every one, lambda is sigmoid(bias); if the second maps are copies, W / (1 - sigmoid(bias)).
-
-The options are those of the converter in axolotl-ai-cloud/diff-transformer. Its zero-init sets all lambda vectors to zero, so
-that neither these nor the second maps ever get a gradient, and its split-heads draws new queries and keys.
+docs/METHODS.md 9.1 has the algebra. The options are those of the converter in axolotl-ai-cloud/diff-transformer. Its zero-init
+sets all lambda vectors to zero, so that neither these nor the second maps ever get a gradient, and its split-heads draws new
+queries and keys.
 """
 
 import math

@@ -6,8 +6,6 @@
     python scripts/convert.py what=compare source=runs/NAME run_dir=runs/compare [steps=200] [arms=[baseline,zero,mirror]]
 
 source: a run of this project, or a transformers folder or hub name (GPT-2, Llama and its relatives).
-axolotl=config.yml: read base_model, zero_init, sublayer_norm, split_heads, mirror_weights and diff_attn_* from that file, and
-write run_dir/axolotl_config.yml.
 
 The command prints how much the logits change and, if the conversion changes the function, how much the loss rises; debug=true
 adds a sample and the change of every block's output. Its last line continues the training. what=compare makes all conversions
@@ -68,7 +66,8 @@ def main(cfg: ConvertConfig) -> None:
     print("\n".join(describe(record, how)))
     if settings:
         print(write_settings(settings.config, Path(cfg.run_dir)))
-    print("\n".join(next_commands(load_run(cfg.run_dir), how, source, settings.training if settings else {})))
+    more = {"steps": 500} | (settings.training if settings else {})
+    print("train on   python train.py " + shlex.join(train_overrides(load_run(cfg.run_dir), how, more)))
 
 
 def check(cfg: ConvertConfig) -> None:
@@ -114,9 +113,6 @@ def text_windows(source: LoadedRun, cfg: ConvertConfig) -> np.ndarray | None:
     return cut_windows(parts, length, max(cfg.tokens, length))
 
 
-# axolotl's config.yml
-
-
 def read_yaml(path: str) -> Any:
     """The content of a YAML file. ValueError if it is missing or damaged."""
     try:
@@ -142,17 +138,14 @@ def write_settings(config: dict[str, Any], run_dir: Path) -> str:
     return f"axolotl    python scripts/export.py {words}, then axolotl train {path}"
 
 
-# What is printed
-
-
 def describe(record: dict[str, Any], how: Conversion) -> list[str]:
     """What a conversion did, for the terminal."""
     change, (before, after), text = record["change"], record["parameters"], record["text"]
-    largest, mean = f"{change['max_logit']:.2g}", f"{change['mean_logit']:.2g}"
+    logits = f"{change['max_logit']:.2g}, {change['mean_logit']:.2g} on average, over {change['tokens']:,} tokens"
     lines = [
         f"converted  {record['source']}: " + " ".join(f"{key}={value}" for key, value in asdict(how).items()),
         f"parameters {before:,} -> {after:,}",
-        f"logits     change by at most {largest}, {mean} on average, over {change['tokens']:,} tokens ({text})",
+        f"logits     change by at most {logits} ({text})",
     ]
     if not how.exact:
         lines.append("           this conversion changes the function")
@@ -164,17 +157,6 @@ def describe(record: dict[str, Any], how: Conversion) -> list[str]:
         cost = f"loss       {a:.4f} -> {b:.4f} nats per token right after the conversion ({b - a:+.4f})"
         lines.append(f"{cost}, perplexity {math.exp(a):.2f} -> {math.exp(b):.2f}")
     return lines
-
-
-def next_commands(run: LoadedRun, how: Conversion, source: LoadedRun, more: dict[str, Any]) -> list[str]:
-    """The command that trains further, with the overrides `more`; before it, for an imported model, the one for its data."""
-    lines = ["train on   python train.py " + shlex.join(train_overrides(run, how, {"steps": 500} | more))]
-    data = run.config["data"]
-    if (source.path / "config.yaml").is_file() or Path(data["dir"]).is_dir():
-        return lines
-    values = {"data.name": data["name"], "data.dir": Path(data["dir"]), "data.tokenizer.name": "hf"}
-    words = ["data=text", "path=TEXT", *overrides_of(values | {"data.tokenizer.path": source.path})]
-    return ["data first python -m data.prepare " + shlex.join(words), *lines]
 
 
 if __name__ == "__main__":

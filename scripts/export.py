@@ -4,11 +4,10 @@
   python scripts/export.py run=runs/diff to=diffllama out=exported/diff  or llama, gpt2, ...: refused if it computes otherwise
   python scripts/export.py run=runs/v2 to=remote out=exported/v2         any variant, with our modeling code in the folder:
                                                                          load it with trust_remote_code=True
-  python scripts/export.py run=runs/v2 to=safetensors out=weights/v2     weights and configuration under our own names
   python scripts/export.py run=runs/converted to=axolotl out=axolotl/1   for axolotl with its plugin
 
 The folder has config.json, model.safetensors (float32), the tokenizer as AutoTokenizer reads it, and README.md, the model's
-card. Its logits and token ids are compared with the run's (to=safetensors, to=axolotl: by our own reader, logits alone).
+card. Its logits and token ids are compared with the run's (to=axolotl: by our own reader, logits alone).
 push=user/name also uploads it to the Hugging Face hub, with the token of `hf auth login`; a new repository is private.
 """
 
@@ -27,7 +26,6 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import train  # noqa: F401  # registers its schema, with which the card compares the run
 from configs import command
 from configs.files import whole_folder, write_json
 from data.tokenizer import SAMPLE, Tokenizer, import_optional
@@ -38,7 +36,6 @@ from model.interop.huggingface import Export, export, read_folder
 from training.checkpoint import load_run
 from training.saver import write_tensors
 
-OURS = ("safetensors", "axolotl")  # formats that transformers alone does not load
 TOLERANCE = 1e-4  # as a share of the largest logit; float32 sums in another order differ by about 1e-6
 
 
@@ -46,7 +43,7 @@ TOLERANCE = 1e-4  # as a share of the largest logit; float32 sums in another ord
 class ExportConfig:
     """The run to export, and the format.
 
-    to: diffllama | llama | gpt2 | mistral | qwen2 | qwen3 | olmo2 | phi3 | remote | safetensors | axolotl; None: a model of
+    to: diffllama | llama | gpt2 | mistral | qwen2 | qwen3 | olmo2 | phi3 | remote | axolotl; None: a model of
     transformers if one computes the same, else remote.
     """
 
@@ -69,22 +66,16 @@ def write_folder(exported: Export, folder: Path, tokenizer: Tokenizer | None, co
         export_tokenizer(tokenizer, folder, context)
 
 
-def checked_tokens(model: Decoder) -> int:
-    """Tokens of a sequence of the check: enough to see past a window."""
-    return min(model.cfg.context, max(64, 2 * (model.cfg.window or 0)))
-
-
 @torch.no_grad()
-def logits_apart(theirs: Callable[[Tensor], Tensor], model: Decoder) -> float:
-    """The largest difference of a logit on random tokens (B, T). ValueError if float32 cannot explain the difference."""
-    shape = (2, checked_tokens(model))
-    tokens = torch.randint(model.cfg.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+def compared(theirs: Callable[[Tensor], Tensor], model: Decoder) -> str:
+    """How far the logits of `theirs` are from the run's. ValueError if float32 cannot explain the difference."""
+    length = min(model.cfg.context, max(64, 2 * (model.cfg.window or 0)))  # past a window
+    tokens = torch.randint(model.cfg.vocab_size, (2, length), generator=torch.Generator().manual_seed(0))
     ours = model(tokens)
     apart = (theirs(tokens) - ours).abs().max().item()
     if not apart <= TOLERANCE * max(1.0, ours.abs().max().item()):
-        wrong = f"the exported model's logits differ from the run's by {apart:.1e}"
-        raise ValueError(f"{wrong}: report this, or export with to=remote")
-    return apart
+        raise ValueError(f"the exported model's logits differ from the run's by {apart:.1e}: export with to=remote")
+    return f"logits differ from the run's by at most {apart:.1e} (float32, {tokens.numel()} random tokens)"
 
 
 def from_transformers(folder: Path, tokenizer: Tokenizer | None) -> Callable[[Tensor], Tensor]:
@@ -104,22 +95,20 @@ def from_transformers(folder: Path, tokenizer: Tokenizer | None) -> Callable[[Te
 
 def check(form: str, folder: Path, model: Decoder, tokenizer: Tokenizer | None) -> str:
     """A few words on how the folder compares with the run."""
-    if form in OURS:
+    if form == "axolotl":
         cfg, state = read_folder(folder)
         theirs = Decoder(cfg).eval()
         theirs.load_state_dict(state, strict=True)
-    else:
-        try:
-            theirs = from_transformers(folder, tokenizer)
-        except ModuleNotFoundError:
-            return "not compared: transformers is not installed (pip install transformers)"
-    apart = logits_apart(theirs, model)
-    return f"logits differ from the run's by at most {apart:.1e} (float32, {2 * checked_tokens(model)} random tokens)"
+        return compared(theirs, model)
+    try:
+        return compared(from_transformers(folder, tokenizer), model)
+    except ModuleNotFoundError:
+        return "not compared: transformers is not installed (pip install transformers)"
 
 
 def load_lines(form: str, place: str, tokenizer: bool) -> str:
     """Python lines that load the folder or repository `place`, and its tokenizer if it has one."""
-    if form in OURS:
+    if form == "axolotl":
         return f"from model.interop.huggingface import read_folder\n\nconfig, state = read_folder({place!r})"
     trust = ", trust_remote_code=True" if form == "remote" else ""
     names = {"model": "AutoModelForCausalLM"} | ({"tokenizer": "AutoTokenizer"} if tokenizer else {})
@@ -153,10 +142,10 @@ def main(cfg: ExportConfig) -> None:
     form, tokenizer = exported.format, run.tokenizer if cfg.tokenizer else None
     with whole_folder(out) as partial:
         write_folder(exported, partial, tokenizer, run.model.cfg.context)
-        compared = check(form, partial, run.model, tokenizer) if cfg.check else "not compared"
+        result = check(form, partial, run.model, tokenizer) if cfg.check else "not compared"
         card = model_card(run, form, load_lines(form, cfg.push or out.name, cfg.tokenizer))
         (partial / "README.md").write_text(card, encoding="utf-8")
-    print(f"{out}: {cfg.run} at step {run.step} as {form}; {compared}")
+    print(f"{out}: {cfg.run} at step {run.step} as {form}; {result}")
     print(load_lines(form, cfg.out, cfg.tokenizer))
     if cfg.push:
         print(f"uploaded to {upload(out, cfg.push)}")

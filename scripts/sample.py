@@ -1,12 +1,10 @@
 """Write text with a trained run: python scripts/sample.py run=runs/NAME prompt="Once upon a time"
 
 A prompt is taken as typed. Several prompts are a list, prompt='["one","two"]', and several stop strings, too,
-stop='["\\n","Q:"]'. The first unfinished text is shown while the model writes it. A text depends on its prompt, its seed
-and the settings, but not on the other texts. The speed goes to standard error.
+stop='["\\n","Q:"]'. A text depends on its prompt, its seed and the settings, but not on the other texts. The speed goes to
+standard error.
 """
 
-import codecs
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -26,7 +24,7 @@ from configs.composing import quote, read_value
 from configs.files import write_json
 from configs.provenance import result_record
 from data.tokenizer import Tokenizer
-from eval.common import batches, device_of, open_run, pad_left
+from eval.common import batches, device_of, open_run, pad_left, say
 from model.decoder import Decoder
 from training.checkpoint import LoadedRun
 
@@ -56,11 +54,7 @@ class SampleConfig:
 
 @dataclass
 class Text:
-    """A text that is being written: at most `limit` new tokens after the prompt, cut before the first complete stop string.
-
-    `text` only grows: incomplete characters, and endings that may become a stop string, are held back. `ended` is the reason
-    why the text has ended: "end of text", "stop" or "length".
-    """
+    """A text that is being written: at most `limit` new tokens, cut before the stop string that is complete first."""
 
     tokenizer: Tokenizer
     stops: Sequence[str] = ()
@@ -70,7 +64,7 @@ class Text:
     tokens: list[int] = field(default_factory=list)  # the new ones
     data: bytes = b""  # of these tokens
     text: str = ""
-    ended: str | None = None
+    ended: str | None = None  # end of text | stop | length
 
     @property
     def start(self) -> list[int]:
@@ -79,31 +73,21 @@ class Text:
 
     def add(self, token: int) -> None:
         if token == self.tokenizer.eot:
-            return self.end("end of text")
+            self.ended = "end of text"
+            return
         self.tokens.append(token)
         with suppress(KeyError):  # a vocabulary padded beyond the tokenizer's
             self.data += self.tokenizer.token_bytes(token)
-        self._read(final=False)
-        if len(self.tokens) == self.limit:
-            self.end("length")
-
-    def end(self, why: str) -> None:
-        if self.ended is None:
-            self._read(final=True)
-            self.ended = self.ended or why
-
-    def _read(self, final: bool) -> None:
-        text = codecs.getincrementaldecoder("utf-8")("replace").decode(self.data, final)
-        if ends := [(start + len(stop), start) for stop in self.stops if (start := text.find(stop)) >= 0]:
-            self.text, self.ended = text[: min(ends)[1]], "stop"
-            return
-        longest = 0 if final else max(map(len, self.stops), default=0)
-        tails = (n for n in range(longest, 0, -1) if any(stop.startswith(text[-n:]) for stop in self.stops))
-        self.text = text[: len(text) - min(len(text), next(tails, 0))]
+        self.text = self.data.decode("utf-8", "replace")
+        ends = [(start + len(stop), start) for stop in self.stops if (start := self.text.find(stop)) >= 0]
+        if ends:
+            self.text, self.ended = self.text[: min(ends)[1]], "stop"
+        elif len(self.tokens) == self.limit:
+            self.ended = "length"
 
 
-def decode(model: Decoder, texts: Sequence[Text], cfg: SampleConfig) -> Iterator[None]:
-    """Write the texts; yields after every step."""
+def decode(model: Decoder, texts: Sequence[Text], cfg: SampleConfig) -> Iterator[Sequence[Text]]:
+    """Write the texts; yields those that were written together."""
     padding = model.positions is None  # learned positions: the prompts of a part are equally long
     groups = groupby(texts, key=lambda text: padding or len(text.start))
     for part in (part for _, group in groups for part in batches(list(group), cfg.batch, 1)):
@@ -114,33 +98,9 @@ def decode(model: Decoder, texts: Sequence[Text], cfg: SampleConfig) -> Iterator
             for text, token in zip(part, new.tolist(), strict=True):
                 if text.ended is None:
                     text.add(token)
-            yield
             if all(text.ended for text in part):
                 break
-
-
-def certain(heads: Sequence[str], texts: Sequence[Text]) -> str:
-    """What can be shown: the texts in order, up to the first unfinished one."""
-    shown = ""
-    for head, text in zip(heads, texts, strict=True):
-        shown += head + text.text
-        if text.ended is None:
-            break
-        shown += "\n"
-    return shown
-
-
-def new_tokens(cfg: SampleConfig, model: Decoder, length: int) -> int:
-    """The number of tokens to write after a prompt of `length` tokens (with the end-of-text token)."""
-    left, learned = model.cfg.context - length, model.positions is not None
-    if left < 1 and (learned or cfg.max_tokens is None):
-        more = "" if learned else ", or set max_tokens=N to exceed the context"
-        wrong = f"the prompt has {length} tokens, but the trained context has {model.cfg.context}"
-        raise ValueError(f"{wrong}: shorten the prompt{more}")
-    if learned and (cfg.max_tokens or 1) > left:
-        wrong = f"{length} + {cfg.max_tokens} tokens exceed the {model.cfg.context} learned positions"
-        raise ValueError(f"{wrong}: use max_tokens={left}")
-    return cfg.max_tokens or min(MAX_TOKENS, left)
+        yield part
 
 
 def texts_of(value: Any, key: str) -> list[str]:
@@ -157,10 +117,11 @@ def texts_to_write(cfg: SampleConfig, run: LoadedRun) -> list[Text]:
     if "" in stops:
         raise ValueError("stop= has an empty text, which would end every output at once: leave it out")
     for prompt in texts_of(cfg.prompt, "prompt") or [""]:
-        length = len(Text(run.tokenizer, prompt=prompt).start)
-        limit = new_tokens(cfg, run.model, length)
-        if length + limit > run.model.cfg.context:
-            print(f"note: {length} + {limit} tokens exceed the trained context", file=sys.stderr)
+        length, context = len(Text(run.tokenizer, prompt=prompt).start), run.model.cfg.context
+        limit = cfg.max_tokens or min(MAX_TOKENS, context - length)
+        if limit < 1:
+            wrong = f"the prompt has {length} tokens, but the trained context has {context}"
+            raise ValueError(f"{wrong}: shorten the prompt, or set max_tokens=N to exceed the context")
         texts += [Text(run.tokenizer, stops, prompt, limit, cfg.seed + i) for i in range(cfg.samples)]
     return texts
 
@@ -171,19 +132,13 @@ def sample(cfg: SampleConfig) -> None:
         raise ValueError("temperature=0 writes the same text every time: use samples=1 or temperature=0.8")
     run = open_run(cfg, task=True)
     texts = texts_to_write(cfg, run)
-    titles = [f"--- {i} of {len(texts)}, seed {text.seed}\n" if len(texts) > 1 else "" for i, text in enumerate(texts, 1)]
-    heads = [title + text.prompt for title, text in zip(titles, texts, strict=True)]
-    sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character
-    shown, start = 0, time.perf_counter()
-    try:
-        for _ in decode(run.model, texts, cfg):
-            new = certain(heads, texts)[shown:]
-            shown += len(new)
-            print(new.translate(CONTROLS) if sys.stdout.isatty() else new, end="", flush=True)
-    except KeyboardInterrupt:
-        print()
-    except BrokenPipeError:  # the reader (`| head`) has closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    start, count = time.perf_counter(), 0
+    for part in decode(run.model, texts, cfg):
+        for text in part:
+            count += 1
+            title = f"--- {count} of {len(texts)}, seed {text.seed}\n" if len(texts) > 1 else ""
+            whole = f"{title}{text.prompt}{text.text}"
+            say(whole.translate(CONTROLS) if sys.stdout.isatty() else whole)
     speed = {"new_tokens": sum(len(text.tokens) for text in texts), "seconds": time.perf_counter() - start}
     rate = f"{speed['new_tokens']:,} tokens, {speed['new_tokens'] / speed['seconds']:,.0f} tokens/s"
     print(f"{cfg.run}, step {run.step}, {device_of(run.model)}: {rate}", file=sys.stderr)

@@ -14,14 +14,14 @@ from .folder import SAVE_AGAIN, Weights, number
 
 
 class Format:
-    """The tables of one architecture, read both ways. "Ours" is our decoder's, "theirs" is the architecture's.
+    """The tables of one architecture, read both ways. `to_ours` and `to_theirs` rearrange rows that lie in another order.
 
-    A subclass fills in the tables; where rows lie in another order, its `to_ours` and `to_theirs` rearrange them. An entry
-    with several of our names, with blanks between them, is one tensor of theirs that holds their rows in that order.
+    "Ours" is our decoder's, "theirs" is the architecture's. An entry with several of our names, with blanks between them, is
+    one tensor of theirs that holds their rows in that order.
     """
 
     architecture: ClassVar[str]  # the class that config.json names
-    also: ClassVar[tuple[str, ...]] = ()  # other class names of the same architecture
+    also: ClassVar[str] = ""  # another class name of the same architecture
     model_type: ClassVar[str]
     letter: ClassVar[str] = "b"  # of our attention variant
     parts: ClassVar[dict[str, tuple[str, ...]]]  # field of DecoderConfig: the values that the architecture can compute
@@ -32,6 +32,9 @@ class Format:
     blocks: ClassVar[str]  # prefix of their names in block {}
     block_names: ClassVar[dict[str, str]]  # our module, or parameter, in a block: theirs
     transposed: ClassVar[tuple[str, ...]] = ()  # ends of the names of their tensors that are (in, out)
+    always_biased: ClassVar[tuple[str, ...]] = ()  # parts of the names of modules that have biases
+    bias_keys: ClassVar[dict[str, tuple[str, ...]]] = {}  # key of config.json: the same, if it is true
+    outdated: ClassVar[str] = ""  # regular expression of tensors that only older versions saved
 
     def our_config(self, config: dict[str, Any]) -> DecoderConfig:
         """Our configuration for a config.json. ValueError for a function that our decoder cannot compute."""
@@ -69,33 +72,26 @@ class Format:
 
     def biased(self, config: dict[str, Any]) -> tuple[str, ...]:
         """Parts of names: a module of theirs has biases if its name contains one of these."""
-        return ()
-
-    def clean(self, weights: Weights) -> None:
-        """Give the tensors of older folders the names of today."""
+        return (*self.always_biased, *(part for key, parts in self.bias_keys.items() if config.get(key) for part in parts))
 
     def to_ours(self, state: dict[str, Tensor], cfg: DecoderConfig) -> dict[str, Tensor]:
-        """Our state dict, from tensors with our names and shapes whose rows are in the architecture's order."""
+        """Tensors with our names and shapes, from the architecture's order of rows to ours."""
         return state
 
     def to_theirs(self, model: Decoder) -> dict[str, Tensor]:
-        """The tensors of `model` under our names, with rows in the architecture's order."""
+        """The tensors of `model` under our names, in the architecture's order of rows."""
         return model.state_dict()
-
-    def files(self) -> dict[str, str]:
-        """Text files that the folder needs beside config.json and the weights, by name."""
-        return {}
 
     def read(self, config: dict[str, Any], weights: Weights) -> tuple[DecoderConfig, dict[str, Tensor]]:
         """Our configuration and state dict. ValueError if the tensors are not those that config.json asks for."""
         cfg = self.our_config(config).filled()
-        self.clean(weights)
+        weights.drop(self.outdated)
         state: dict[str, Tensor] = {}
         for shapes, theirs in self._table(cfg, config):
             state |= self._rows(shapes, weights, theirs) if theirs else _zeros(shapes)
         if cfg.tie:
             state["head.weight"] = state["embedding.weight"]
-            weights.drop_copies(r"(lm_|decoder\.)head\.weight", state["head.weight"])
+            weights.drop_copies(state["head.weight"])
         weights.refuse_leftovers()
         return cfg, self.to_ours(state, cfg)
 
@@ -142,13 +138,9 @@ class Format:
 
 
 def tensor_shapes(cfg: DecoderConfig) -> dict[str, torch.Size]:
-    """The shapes of our decoder's tensors. ValueError: the configuration has impossible sizes."""
-    try:
-        with torch.device("meta"):
-            return {name: tensor.shape for name, tensor in Decoder(cfg).state_dict().items()}
-    except (TypeError, RuntimeError) as error:
-        reason = " ".join(str(error).split())[:100]
-        raise ValueError(f"config.json does not describe a model ({reason}): {SAVE_AGAIN}") from None
+    """The shapes of our decoder's tensors."""
+    with torch.device("meta"):
+        return {name: tensor.shape for name, tensor in Decoder(cfg).state_dict().items()}
 
 
 def _zeros(shapes: dict[str, torch.Size]) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from ..decoder import Decoder
 
 
 class VariantConfig(PretrainedConfig):
-    """`stack` holds the fields of our DecoderConfig. The tools of transformers read other names, set from `stack`."""
+    """`stack` holds the fields of our DecoderConfig; the others are for the tools of transformers."""
 
     model_type = "attention_variants"
 
@@ -56,10 +56,7 @@ class VariantForCausalLM(PreTrainedModel, GenerationMixin):
     def _init_weights(self, module: nn.Module) -> None:
         """Called for a module of which a checkpoint lacks weights; transformers has only reserved memory for them."""
         name = next(name for name, one in self.named_modules() if one is module)
-        fix = (
-            "leave out tie_word_embeddings, or save the whole model again, without the _orig_mod of torch.compile in its names"
-        )
-        raise ValueError(f"the checkpoint lacks weights of {name}: {fix}")
+        raise ValueError(f"the checkpoint lacks weights of {name}: leave out tie_word_embeddings, or save it whole")
 
     @property
     def gradient_checkpointing(self) -> bool:
@@ -99,10 +96,10 @@ class VariantForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep: int = 0,
         **others: Any,
     ) -> CausalLMOutputWithPast:
-        """input_ids (B, T) -> logits (B, T, V), or those of the last `logits_to_keep` tokens; labels -100 are not scored.
+        """input_ids (B, T) -> logits (B, T, V), or those of the last `logits_to_keep` tokens.
 
-        attention_mask (B, S): 0 marks padding, S counting the cached tokens. position_ids (B, T): where they start again,
-        another document begins, and its tokens see it alone.
+        attention_mask (B, S): 0 marks padding, S counting the cached tokens. position_ids (B, T): documents begin where these
+        start again.
         """
         if input_ids is None or others.get("inputs_embeds") is not None:
             raise ValueError("this model takes input_ids only: give input_ids, and leave out inputs_embeds")

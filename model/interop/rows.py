@@ -27,8 +27,7 @@ def heads_in_halves(rows: Tensor, width: int) -> Tensor:
 def half_from_interleaved(weight: Tensor, width: int) -> Tensor:
     """Query or key rows (heads * width, ...) for RoPE in the half-split layout, from rows for the interleaved one.
 
-    Dimensions 0, 2, 4, .. then 1, 3, 5, .. of each head, of queries and keys alike, so every q k' is what it was. A bias, or
-    the weight of a query or key norm, is permuted the same way.
+    Dimensions 0, 2, 4, .. then 1, 3, 5, .. of each head, of queries and keys alike, so every q k' is what it was.
     """
     if width % 2 or weight.shape[0] % width:
         raise ValueError(f"{weight.shape[0]} rows are not heads of even width {width}: give the model's head_dim as width")
