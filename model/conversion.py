@@ -98,9 +98,9 @@ def converted_config(cfg: DecoderConfig, how: Conversion) -> DecoderConfig:
     qk_norm = cfg.baseline.qk_norm
     if cfg.baseline.head_norm != "none" or qk_norm not in ("none", "head"):
         raise ValueError("the source's norms cannot be kept: convert a baseline with head_norm=none, and qk_norm=none or head")
+    if how.to == "diff_v2" and qk_norm != "none":
+        raise ValueError("the source has a norm over queries and keys, which diff_v2 lacks: use to=diff")
     if how.to == "diff_v2":
-        if qk_norm != "none":
-            raise ValueError("the source has a norm over queries and keys, which diff_v2 lacks: use to=diff")
         return replace(cfg, layers="v", diff_v2=DiffV2Config(lambda_bias=how.lambda_bias))
     options = DiffConfig(
         heads="half" if how.heads == "split" else "double",
@@ -121,16 +121,15 @@ def convert(source: Decoder, how: Conversion, seed: int = 0, tokens: Tensor | No
     cfg = converted_config(source.cfg, how)
     target = Decoder(cfg, seed=seed)
     state = {name: value.detach().float().cpu() for name, value in source.state_dict().items()}
-    if how.to != "same":
-        for layer, block in enumerate(target.blocks):
-            prefix = f"blocks.{layer}.attention."
-            old = {name.removeprefix(prefix): state.pop(name) for name in list(state) if name.startswith(prefix)}
-            new = dict(block.attention.state_dict())
-            fill = _to_diff_v2 if how.to == "diff_v2" else _split if how.heads == "split" else _double
-            fill(old, new, block.attention, how)
-            state |= {prefix + name: value for name, value in new.items()}
+    fill = _to_diff_v2 if how.to == "diff_v2" else _split if how.heads == "split" else _double
+    for layer, block in enumerate(target.blocks if how.to != "same" else ()):
+        prefix = f"blocks.{layer}.attention."
+        old = {name.removeprefix(prefix): state.pop(name) for name in list(state) if name.startswith(prefix)}
+        new = dict(block.attention.state_dict())
+        fill(old, new, block.attention, how)
+        state |= {prefix + name: value for name, value in new.items()}
     target.load_state_dict(state, strict=True)
-    if how.sublayer_norm and how.to == "diff" and tokens is not None:
+    if how.sublayer_norm and tokens is not None:
         _restore_sizes(target, convert(source, replace(how, sublayer_norm=False), seed), tokens)
     return target.eval()
 
@@ -148,9 +147,8 @@ def _double(old: dict[str, Tensor], new: dict[str, Tensor], target: DiffAttentio
 def _split(old: dict[str, Tensor], new: dict[str, Tensor], target: DiffAttention, how: Conversion) -> None:
     """Two heads become the two maps of one head, which has the values of both.
 
-    Keys are paired before they are shared: pair p is key heads 2p and 2p + 1, each of which serves r query heads. Component c
-    of head i, which uses pair p = i // r, is the baseline's head (2p + c) r + i mod r, which used key head 2p + c. The values
-    of head i are those of key heads 2p and 2p + 1, and its output columns are those of its two baseline heads.
+    Pair p is key heads 2p and 2p + 1, each of which serves r query heads. Component c of head i, which uses pair p = i // r, is
+    the baseline's head (2p + c) r + i mod r, which used key head 2p + c. Output columns follow their baseline heads.
     """
     r = target.heads // target.kv_heads
     order = torch.arange(2 * target.heads).unflatten(0, (-1, 2, r)).transpose(1, 2).flatten()  # of baseline heads

@@ -1,9 +1,8 @@
 """Write a run's model as a folder that transformers loads: python scripts/export.py run=runs/NAME out=FOLDER
 
-  python scripts/export.py run=runs/base out=exported/base              the model of transformers that computes the same
+  python scripts/export.py run=runs/base out=exported/base               the model of transformers that computes the same
   python scripts/export.py run=runs/diff to=diffllama out=exported/diff  or llama, gpt2, ...: refused if it computes otherwise
-  python scripts/export.py run=runs/v2 to=remote out=exported/v2         any variant, with our modeling code in the folder:
-                                                                         load it with trust_remote_code=True
+  python scripts/export.py run=runs/v2 to=remote out=exported/v2         any variant, with our code (trust_remote_code=True)
   python scripts/export.py run=runs/converted to=axolotl out=axolotl/1   for axolotl with its plugin
 
 The folder has config.json, model.safetensors (float32), the tokenizer as AutoTokenizer reads it, and README.md, the model's
@@ -32,7 +31,7 @@ from data.tokenizer import SAMPLE, Tokenizer, import_optional
 from data.tokenizer_export import export_tokenizer
 from eval.model_card import model_card
 from model.decoder import Decoder
-from model.interop.huggingface import Export, export, read_folder
+from model.interop.huggingface import export, read_folder
 from training.checkpoint import load_run
 from training.saver import write_tensors
 
@@ -54,16 +53,6 @@ class ExportConfig:
     tokenizer: bool = True  # write the tokenizer's files, too
     check: bool = True  # load the folder and compare it with the run
     push: str | None = None  # user/name: upload to this repository of the hub; a missing repository is made, private
-
-
-def write_folder(exported: Export, folder: Path, tokenizer: Tokenizer | None, context: int) -> None:
-    write_tensors(folder / "model.safetensors", exported.tensors, {"format": "pt"})
-    write_json(folder / "config.json", exported.config)
-    write_json(folder / "generation_config.json", {key: exported.config[key] for key in ("bos_token_id", "eos_token_id")})
-    for name, text in exported.files.items():
-        (folder / name).write_text(text, encoding="utf-8")
-    if tokenizer is not None:
-        export_tokenizer(tokenizer, folder, context)
 
 
 @torch.no_grad()
@@ -141,10 +130,15 @@ def main(cfg: ExportConfig) -> None:
     exported = export(run.model, cfg.to, run.tokenizer.eot)
     form, tokenizer = exported.format, run.tokenizer if cfg.tokenizer else None
     with whole_folder(out) as partial:
-        write_folder(exported, partial, tokenizer, run.model.cfg.context)
-        result = check(form, partial, run.model, tokenizer) if cfg.check else "not compared"
+        write_tensors(partial / "model.safetensors", exported.tensors, {"format": "pt"})
+        write_json(partial / "config.json", exported.config)
+        write_json(partial / "generation_config.json", dict.fromkeys(("bos_token_id", "eos_token_id"), run.tokenizer.eot))
+        if tokenizer:
+            export_tokenizer(tokenizer, partial, run.model.cfg.context)
         card = model_card(run, form, load_lines(form, cfg.push or out.name, cfg.tokenizer))
-        (partial / "README.md").write_text(card, encoding="utf-8")
+        for name, text in (exported.files | {"README.md": card}).items():
+            (partial / name).write_text(text, encoding="utf-8")
+        result = check(form, partial, run.model, tokenizer) if cfg.check else "not compared"
     print(f"{out}: {cfg.run} at step {run.step} as {form}; {result}")
     print(load_lines(form, cfg.out, cfg.tokenizer))
     if cfg.push:

@@ -46,7 +46,7 @@ class Format:
         return DecoderConfig(layers=self.letter, match="none", **fields)
 
     def their_config(self, cfg: DecoderConfig) -> dict[str, Any]:
-        """The content of config.json for a decoder's configuration whose derived fields are filled in."""
+        """The content of config.json for a configuration whose derived fields are filled in."""
         about = {"architectures": [self.architecture], "model_type": self.model_type, "tie_word_embeddings": cfg.tie}
         return about | {theirs: getattr(cfg, ours) for theirs, ours in self.settings.items()}
 
@@ -96,7 +96,7 @@ class Format:
         return cfg, self.to_ours(state, cfg)
 
     def write(self, model: Decoder) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """The content of config.json and the tensors of `model`, which `refusal` has not refused."""
+        """The content of config.json, and the tensors of `model`."""
         config, state = self.their_config(model.cfg), self.to_theirs(model)
         tensors: dict[str, Tensor] = {}
         for shapes, theirs in self._table(self.our_config(config).filled(), config):

@@ -141,11 +141,9 @@ class VariantForCausalLM(PreTrainedModel, GenerationMixin):
         if not begins.any():
             return None
         if cached or self.decoder.positions is not None:
-            wrong = "position_ids that start again need a model without learned positions, and no cache"
-            raise ValueError(f"{wrong}: give each document a row of its own, or leave out use_cache")
+            raise ValueError("position_ids start again: leave out use_cache; with learned positions, give rows of one document")
         documents = F.pad(begins.cumsum(1), (1, 0)).expand_as(tokens)
-        cfg = self.decoder.cfg
-        return documents + (tokens == cfg.eot).cumsum(1) if cfg.document_mask else documents
+        return documents + (tokens == self.decoder.cfg.eot).cumsum(1) if self.decoder.cfg.document_mask else documents
 
 
 class _Cache(KVCache):

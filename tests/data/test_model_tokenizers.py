@@ -161,12 +161,9 @@ def test_autotokenizer_gives_our_ids(
     assert read_tokenizer(tmp_path).name == "hf"
 
 
-def test_a_split_that_cannot_be_repeated_is_refused(bpe: Tokenizer, tmp_path: Path) -> None:
-    ranks = bpe.encoding._mergeable_ranks
-    odd = tiktoken.Encoding("odd", pat_str=r"(?i)they|\S+|\s++", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 710})
-    tokenizer = Tokenizer(odd)
-    export_tokenizer(tokenizer, tmp_path, 10)  # this one can be
-    tokenizer.encode = lambda text: [1, 2]
+def test_a_split_that_cannot_be_repeated_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = build_tokenizer(TokenizerConfig("bytes"))
+    monkeypatch.setattr(tokenizer, "encode", lambda text: [1, 2])
     with pytest.raises(ValueError, match="tokenizer=false"):
         export_tokenizer(tokenizer, tmp_path, 10)
 

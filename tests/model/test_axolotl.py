@@ -60,7 +60,6 @@ def test_the_file_that_is_written_back_is_axolotls() -> None:
     ("config", "says"),
     [
         ([], "names no base_model: add base_model"),
-        ({"base_model": "m", "plugins": "abc.Plugin"}, "plugins: abc.Plugin: use a list"),
         ({"base_model": "m", "zero_init": "yes"}, "zero_init: yes: use a bool"),
         ({"base_model": "m", "zero_init": True, "split_heads": True}, "zero_init beside split_heads"),
         ({"base_model": "m", "learning_rate": "fast"}, "learning_rate: fast: use a number"),
@@ -112,18 +111,11 @@ def test_a_folder_computes_axolotls_formula_and_is_read_back(name: str, tmp_path
     torch.testing.assert_close(back(tokens), model(tokens), rtol=1e-5, atol=1e-5)
 
 
-def test_what_axolotl_cannot_hold_is_refused(tmp_path: Path) -> None:
+def test_what_axolotl_cannot_hold_is_refused() -> None:
     for changes, says in (
         ({"layers": "v"}, "layers=v are not d throughout"),
         ({"head_dim": 6}, "its heads do not make up its width"),
         ({"diff": {"qk_norm": True}}, "diff.qk_norm=True; the format allows False"),
-        ({"diff": {"head_norm": "layernorm"}}, "diff.head_norm=layernorm; the format allows affine or plain or none"),
     ):
         with pytest.raises(ValueError, match=says):
             export(model_of("double, norm", **changes), "axolotl")
-    write(model_of("double, norm"), tmp_path)
-    weights = load_file(tmp_path / "model.safetensors")
-    del weights["model.layers.1.self_attn.lambda_init"]
-    save_file(weights, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match="lacks the tensor model.layers.1.self_attn.lambda_init"):
-        read_folder(tmp_path)

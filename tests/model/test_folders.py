@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from model.interop import folder as folders
@@ -34,7 +33,6 @@ def cut(folder: Path) -> None:
 
 WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "no config": (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
-    "damaged config": (lambda folder: (folder / "config.json").write_text("{"), "is not JSON"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "has no model.safetensors: load it with"),
     "pickled weights": (pickled, "only pickled weights (pytorch_model.bin)"),
     "half a file": (cut, "cannot be read"),
@@ -47,9 +45,6 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "half a scaled rope": (
         lambda folder: edit(folder, rope_parameters={"rope_type": "llama3", "factor": 8.0}), "says low_freq_factor=None",
     ),
-    "a rope that scales nothing": (
-        lambda folder: edit(folder, rope_parameters={"rope_type": "linear", "factor": 0}), "factor=0 is out of range",
-    ),
     "a rope that is a list": (lambda folder: edit(folder, rope_parameters=[1]), "says [1] of its RoPE"),
     "some layers with a window": (
         lambda folder: edit(folder, architectures=["Qwen2ForCausalLM"], **SLIDING | {"max_window_layers": 1}),
@@ -60,7 +55,6 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "a tensor too many": (lambda folder: edit(folder, num_hidden_layers=2), "does not ask for (model.layers.2"),
     "another vocabulary": (lambda folder: edit(folder, vocab_size=99), "embedding.weight is (61, 32), not (99, 32)"),
     "no number": (lambda folder: edit(folder, hidden_size="wide"), "says hidden_size=wide, not a whole number"),
-    "half a unit": (lambda folder: edit(folder, intermediate_size=56.5), "intermediate_size=56.5, not a whole number"),
     "a billion layers": (
         lambda folder: edit(folder, architectures=["Qwen2ForCausalLM"], num_hidden_layers=10**9), "n_layer=1000000000 is out",
     ),
@@ -123,21 +117,16 @@ def test_a_scaling_beside_rope_parameters_is_read_as_transformers_reads_it(tmp_p
         read_folder(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("name", "embedding"), [("llama, tied", "model.embed_tokens.weight"), ("gpt2", "transformer.wte.weight")]
-)
-def test_a_head_beside_a_tied_embedding_is_read_only_if_it_is_a_copy(name: str, embedding: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ("llama, tied", "gpt2"))
+def test_a_head_beside_a_tied_embedding_is_read_only_if_it_is_a_copy(name: str, tmp_path: Path) -> None:
     model = theirs(name)
     model.save_pretrained(tmp_path)
-    file = tmp_path / "model.safetensors"
-    weights = load_file(file)
-    save_file(weights | {"lm_head.weight": weights[embedding].clone()}, file)
+    weights, embedding = load_file(tmp_path / "model.safetensors"), model.get_input_embeddings().weight.detach()
+    save_file(weights | {"lm_head.weight": embedding.clone()}, tmp_path / "model.safetensors")
     assert apart(model, loaded(tmp_path)) < EXACT
-    for head in (weights[embedding].flip(0), torch.ones(70, 32)):
-        save_file(weights | {"lm_head.weight": head}, file)
-        with pytest.raises(ValueError, match='differs from the embedding.*: write "tie_word_embeddings": false'):
-            read_folder(tmp_path)
-    save_file(weights | {"lm_head.weight": weights[embedding].flip(0)}, file)
+    save_file(weights | {"lm_head.weight": embedding.flip(0)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match='differs from the embedding.*: write "tie_word_embeddings": false'):
+        read_folder(tmp_path)
     edit(tmp_path, tie_word_embeddings=False)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     assert apart(model, loaded(tmp_path)) < EXACT
