@@ -52,15 +52,11 @@ def _definition(tokenizer: Tokenizer) -> dict:
     ]
     vocabulary = {text[piece]: rank for piece, rank in ranks.items()}
     hf = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary | special, splits, ignore_merges=True))
-    pattern = tokenizers.Regex(_pattern(tokenizer.encoding._pat_str))
-    split = tokenizers.pre_tokenizers.Split(pattern, behavior="isolated")
+    # Oniguruma writes the end of a text as \z, and {n,m}+ does not exist there.
+    pattern = re.sub(r"(\{\d+,\d*\})\+", r"\1", tokenizer.encoding._pat_str).replace("$", r"\z")
+    split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), behavior="isolated")
     byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     hf.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([split, byte_level])
     hf.decoder = tokenizers.decoders.ByteLevel()
     hf.add_special_tokens([tokenizers.AddedToken(name, normalized=False, special=True) for name in special])
     return json.loads(hf.to_str())
-
-
-def _pattern(pattern: str) -> str:
-    """A tiktoken split pattern in the syntax of Oniguruma: the end of a text is \\z, and {n,m}+ does not exist."""
-    return re.sub(r"(\{\d+,\d*\})\+", r"\1", pattern).replace("$", r"\z")

@@ -1,4 +1,4 @@
-"""README.md of an exported folder: the model, its training data, its results, and how to load it."""
+"""README.md of an exported folder: the model, its training data and losses, and how to load it."""
 
 from typing import Any
 
@@ -6,11 +6,8 @@ import yaml
 
 from configs.files import read_json_lines
 from eval.common import run_name, variant
-from eval.report.runs import read_json
 from training.checkpoint import LoadedRun
 from training.text import text_read
-
-SHOWN = {"perplexity": ("loss", "ppl", "bits_per_byte"), "needle": ("accuracy",)}  # evaluation: results in the card
 
 
 def model_card(run: LoadedRun, form: str, load: str) -> str:
@@ -43,7 +40,6 @@ def rows(run: LoadedRun, kind: str, form: str) -> dict[str, Any]:
         "tokens": f"{newest['tokens']:,}" if newest.get("tokens") else None,
         "data": f"{text_of(config['data'])}, tokenizer {run.tokenizer.name}" if run.step and config.get("data") else None,
         **{name: None if loss is None else f"{loss:.4f} nats per token" for name, loss in losses.items()},
-        **evaluations(run),
         "seed": config.get("seed"),
         "code version": newest.get("version"),
     }
@@ -52,15 +48,3 @@ def rows(run: LoadedRun, kind: str, form: str) -> dict[str, Any]:
 def text_of(data: dict[str, Any]) -> str:
     name, source, _ = text_read(data)
     return f"{name} (source {source})"
-
-
-def evaluations(run: LoadedRun) -> dict[str, str]:
-    """Results of the evaluations that were made at the run's step."""
-    shown = {}
-    for name, keys in SHOWN.items():
-        content = read_json(run.path / "eval" / f"{name}.json") or {}
-        results = content.get("results") or {}
-        values = [f"{key} {results[key]:.4g}" for key in keys if results.get(key) is not None]
-        if values and content.get("step") == run.step:
-            shown[f"eval.{name}"] = ", ".join(values)
-    return shown

@@ -44,8 +44,7 @@ class Conversion:
 
     init: lambda starts at 0 (zero) or at lambda_init; mirror scales the output projection so that the function stays, open does
     not (axolotl's default). heads: every head gets a second map (double), or two heads become the maps of one (split).
-    sublayer_norm: the paper's norm per head, which changes the function. With second=copy it undoes the subtraction, and lambda
-    gets almost no gradient until the maps differ: use second=random.
+    sublayer_norm: the paper's norm per head, which changes the function. With second=copy lambda would hardly learn.
     """
 
     to: str = "diff"  # diff | diff_v2 | same: attention of the new model; same copies the model without a change

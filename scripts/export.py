@@ -11,7 +11,6 @@ push=user/name also uploads it to the Hugging Face hub, with the token of `hf au
 """
 
 import os
-import re
 import sys
 import tempfile
 from collections.abc import Callable
@@ -124,8 +123,6 @@ def main(cfg: ExportConfig) -> None:
     out = Path(cfg.out)
     if out.exists():
         raise ValueError(f"{out} exists already: choose another out=FOLDER")
-    if cfg.push is not None and not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", cfg.push):
-        raise ValueError(f"push={cfg.push} is not a repository of the hub: give push=user/name")
     run = load_run(cfg.run, step=cfg.step)
     exported = export(run.model, cfg.to, run.tokenizer.eot)
     form, tokenizer = exported.format, run.tokenizer if cfg.tokenizer else None

@@ -18,7 +18,7 @@ from ..decoder import Decoder
 from .diffllama import DiffLlama, new_vectors
 from .folder import Weights
 from .llama import Llama
-from .rows import change_rows, heads_in_halves, heads_in_pairs, keep_lambda
+from .rows import change_rows, heads_in_halves, keep_lambda
 
 PLUGIN = "axolotl_diff_transformer.plugin.DifferentialTransformerPlugin"
 FLAGS = {"zero_init": False, "sublayer_norm": True, "split_heads": False, "mirror_weights": False}  # axolotl's defaults
@@ -88,12 +88,13 @@ def _training(config: dict[str, Any], how: Conversion) -> dict[str, float]:
     return fields
 
 
-class Axolotl(Llama):
+class Axolotl(DiffLlama):
     """LlamaDifferentialForCausalLM. It is read and written by axolotl's plugin, not by transformers alone."""
 
-    architecture, model_type, letter = "LlamaDifferentialForCausalLM", "llama-differential", "d"
+    architecture, model_type = "LlamaDifferentialForCausalLM", "llama-differential"
     also = "LlamaDifferentialModel"  # what axolotl's converter writes for the same class
     options = {"qk_norm": (False,), "scale_norm": (False,), "head_norm": ("affine", "plain", "none")}
+    defaults, bias_keys = Llama.defaults, Llama.bias_keys
     block_names = DiffLlama.block_names | {"attention.head_norm": "self_attn.subln"}
 
     def our_config(self, config: dict[str, Any]) -> DecoderConfig:
@@ -121,17 +122,15 @@ class Axolotl(Llama):
         return cfg, state
 
     def to_ours(self, state: dict[str, Tensor], cfg: DecoderConfig) -> dict[str, Tensor]:
-        change_rows(state, _paired(cfg), lambda rows: heads_in_pairs(rows, cfg.head_dim))
         for layer in range(cfg.n_layer):
-            prefix = f"blocks.{layer}.attention."
-            state[f"{prefix}out.weight"] = state[f"{prefix}out.weight"] / (1 - scheduled(layer))
-            state[f"{prefix}lambda_mix"] = torch.ones(())
-        return state
+            out = f"blocks.{layer}.attention.out.weight"
+            state[out] = state[out] / (1 - scheduled(layer))
+        return super().to_ours(state, cfg)
 
     def to_theirs(self, model: Decoder) -> dict[str, Tensor]:
         """Our tensors in axolotl's order. If lambda has no vectors or is in a warm-up, new vectors give its value."""
-        state = super().to_theirs(model)
-        change_rows(state, _paired(model.cfg), lambda rows: heads_in_halves(rows, model.cfg.head_dim))
+        state = Llama.to_theirs(self, model)
+        change_rows(state, self.halves(model.cfg), lambda rows: heads_in_halves(rows, model.cfg.head_dim))
         for layer, block in enumerate(model.blocks):
             attention, prefix = block.attention, f"blocks.{layer}.attention."
             state[f"{prefix}out.weight"] = state[f"{prefix}out.weight"] * attention.head_scale
@@ -144,8 +143,3 @@ class Axolotl(Llama):
         for layer, block in enumerate(model.blocks):
             tensors[f"model.layers.{layer}.self_attn.lambda_init"] = torch.tensor(float(block.attention.lambda_init))
         return config, tensors
-
-
-def _paired(cfg: DecoderConfig) -> tuple[str, ...]:
-    """The projections whose heads axolotl has in another order."""
-    return ("q", "k", "v") if cfg.diff.heads == "half" else ("q", "k")

@@ -34,8 +34,12 @@ class DiffLlama(Llama):
     def refusal(self, model: Decoder) -> str | None:
         return Format.refusal(self, model)  # without Llama's: the heads of a DiffLlama need not divide its width
 
+    def halves(self, cfg: DecoderConfig) -> tuple[str, ...]:
+        """The projections whose heads lie in two halves."""
+        return ("q", "k", "v") if cfg.diff.heads == "half" else ("q", "k")
+
     def to_ours(self, state: dict[str, Tensor], cfg: DecoderConfig) -> dict[str, Tensor]:
-        change_rows(state, ("q", "k", "v"), lambda rows: heads_in_pairs(rows, cfg.head_dim))
+        change_rows(state, self.halves(cfg), lambda rows: heads_in_pairs(rows, cfg.head_dim))
         return state | {f"blocks.{layer}.attention.lambda_mix": torch.ones(()) for layer in range(cfg.n_layer)}
 
     def to_theirs(self, model: Decoder) -> dict[str, Tensor]:

@@ -32,7 +32,7 @@ def local_folder(name: str | Path) -> Path:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The content of the folder's config.json. ValueError if it is missing, damaged, or of quantized weights."""
+    """The content of the folder's config.json. ValueError if it is missing or damaged."""
     file = path / "config.json"
     if not file.is_file():
         raise ValueError(f"{path} has no config.json: give what save_pretrained wrote")
@@ -42,8 +42,6 @@ def read_config(path: Path) -> dict[str, Any]:
         config = None
     if not isinstance(config, dict):
         raise ValueError(f"{file} is not JSON, or not a JSON object: {SAVE_AGAIN}")
-    if config.get("quantization_config"):
-        raise ValueError(f"{path} holds quantized weights: give the folder of the model in float32, bfloat16 or float16")
     return config
 
 
@@ -87,10 +85,6 @@ class Weights:
         if name not in self.tensors:
             raise ValueError(f"{self.path} lacks the tensor {name} that its config.json asks for: {SAVE_AGAIN}")
         return self.tensors.pop(name)
-
-    def drop(self, pattern: str) -> None:
-        """Remove the tensors whose whole name matches the regular expression `pattern`."""
-        self.tensors = {name: tensor for name, tensor in self.tensors.items() if not re.fullmatch(pattern, name)}
 
     def drop_copies(self, embedding: Tensor) -> None:
         """Remove output heads beside a tied embedding. ValueError for one that is not the embedding."""

@@ -1,5 +1,6 @@
 """A format is one architecture of transformers: tables of its names beside ours, which importing and exporting both read."""
 
+import re
 from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any, ClassVar
@@ -85,7 +86,7 @@ class Format:
     def read(self, config: dict[str, Any], weights: Weights) -> tuple[DecoderConfig, dict[str, Tensor]]:
         """Our configuration and state dict. ValueError if the tensors are not those that config.json asks for."""
         cfg = self.our_config(config).filled()
-        weights.drop(self.outdated)
+        weights.tensors = {name: t for name, t in weights.tensors.items() if not re.fullmatch(self.outdated, name)}
         state: dict[str, Tensor] = {}
         for shapes, theirs in self._table(cfg, config):
             state |= self._rows(shapes, weights, theirs) if theirs else _zeros(shapes)

@@ -39,9 +39,11 @@ class Llama(Format):
     } | {f"attention.{ours}": f"self_attn.{theirs}" for theirs, ours in LLAMA.items()}  # fmt: skip
     bias_keys = {"attention_bias": (".self_attn.",), "mlp_bias": (".mlp.",)}
     scalings: tuple[str, ...] = ("none", "linear", "llama3")  # kinds of RoPE
+    absent: dict[str, Any] = {}  # values of keys that config.json leaves out
     outdated = r".*rotary_emb\.inv_freq"
 
     def our_config(self, config: dict[str, Any]) -> DecoderConfig:
+        config = self.absent | config
         if "window" not in self.settings.values():
             allow_only(config, sliding_window=(None,))
         allow_only(config, hidden_act=("silu", "swish"), partial_rotary_factor=(1, None))

@@ -109,9 +109,8 @@ class VariantForCausalLM(PreTrainedModel, GenerationMixin):
         if past_key_values is None and use_cache and not self.training:
             past_key_values = DynamicCache()
         cache = None if past_key_values is None else _Cache(past_key_values, self.config.num_hidden_layers)
-        S = input_ids.shape[1] + (cache.length if cache else 0)
-        first = max(S - logits_to_keep, S - input_ids.shape[1])
-        rows = torch.arange(first, S, device=input_ids.device) if logits_to_keep else None
+        T, S = input_ids.shape[1], input_ids.shape[1] + (cache.length if cache else 0)
+        rows = torch.arange(S - min(logits_to_keep, T), S, device=input_ids.device) if logits_to_keep else None
         keys = self._keys(attention_mask)
         documents = self._documents(input_ids, position_ids, keys, cache is not None)
         logits = self.decoder(input_ids, cache=cache, documents=documents, keys=keys, rows=rows)

@@ -14,9 +14,7 @@ class Mistral(Llama):
     settings = Llama.settings | {"sliding_window": "window"}
     defaults = Llama.defaults | {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": None}
     bias_keys = {}
-
-    def our_config(self, config: dict[str, Any]) -> DecoderConfig:
-        return super().our_config({"sliding_window": 4096} | config)
+    absent = {"sliding_window": 4096}
 
 
 class Qwen2(Llama):
@@ -77,10 +75,7 @@ class Phi3(Mistral):
     architecture, model_type = "Phi3ForCausalLM", "phi3"
     defaults = Llama.defaults | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "sliding_window": None}
     block_names = FUSED | {ours: theirs for ours, theirs in Llama.block_names.items() if ours not in " ".join(FUSED).split()}
-    scalings = ("none",)
-
-    def our_config(self, config: dict[str, Any]) -> DecoderConfig:
-        return super().our_config({"sliding_window": None} | config)
+    scalings, absent = ("none",), {}
 
     def their_config(self, cfg: DecoderConfig) -> dict[str, Any]:
         return super().their_config(cfg) | {"original_max_position_embeddings": cfg.context, "pad_token_id": None}

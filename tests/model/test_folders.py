@@ -41,7 +41,6 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: edit(folder, architectures=["Qwen2ForCausalLM"], layer_types=["chunked_attention"]),
         "layers of chunked_attention",
     ),
-    "quantized": (lambda folder: edit(folder, quantization_config={"bits": 4}), "quantized"),
     "half a scaled rope": (
         lambda folder: edit(folder, rope_parameters={"rope_type": "llama3", "factor": 8.0}), "says low_freq_factor=None",
     ),
