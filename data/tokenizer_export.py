@@ -22,8 +22,8 @@ def export_tokenizer(tokenizer: Tokenizer, folder: str | Path, context: int) -> 
     """
     definition = tokenizer.definition if isinstance(tokenizer, FolderTokenizer) else _definition(tokenizer)
     definition = {**definition, "post_processor": None}  # a post-processor adds tokens
-    ours, theirs = tokenizer.encode(SAMPLE), FolderTokenizer(definition, tokenizer.eot).encode(SAMPLE)
-    if ours != theirs:
+    ours, exported = tokenizer.encode(SAMPLE), FolderTokenizer(definition, tokenizer.eot).encode(SAMPLE)
+    if ours != exported:
         wrong = f"the tokenizer {tokenizer.name} splits text in a way that the package 'tokenizers' does not repeat"
         raise ValueError(f"{wrong}: export with tokenizer=false, and give the text as ids")
     eot = tokenizer.decode([tokenizer.eot])

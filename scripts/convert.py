@@ -45,7 +45,7 @@ from training.checkpoint import LoadedRun, load_run
 from training.distributed import pick_device
 
 LONGEST = 1024  # tokens per window of text
-LR = 1e-3  # AdamW's peak learning rate for an imported model, whose own is not known
+LR = 1e-3  # AdamW's peak learning rate for an imported model, which is not known
 
 
 @command("convert", ConvertConfig)

@@ -6,7 +6,7 @@
   python scripts/export.py run=runs/converted to=axolotl out=axolotl/1   for axolotl with its plugin
 
 The folder has config.json, model.safetensors (float32), the tokenizer as AutoTokenizer reads it, and README.md, the model's
-card. Its logits and token ids are compared with the run's (to=axolotl: by our own reader, logits alone).
+card. Its logits and token ids are compared with the run's (to=axolotl: by our reader, logits alone).
 push=user/name also uploads it to the Hugging Face hub, with the token of `hf auth login`; a new repository is private.
 """
 
@@ -55,12 +55,12 @@ class ExportConfig:
 
 
 @torch.no_grad()
-def compared(theirs: Callable[[Tensor], Tensor], model: Decoder) -> str:
-    """How far the logits of `theirs` are from the run's. ValueError if float32 cannot explain the difference."""
+def compared(loaded: Callable[[Tensor], Tensor], model: Decoder) -> str:
+    """How far the logits of `loaded` are from the run's. ValueError if float32 cannot explain the difference."""
     length = min(model.cfg.context, max(64, 2 * (model.cfg.window or 0)))  # past a window
     tokens = torch.randint(model.cfg.vocab_size, (2, length), generator=torch.Generator().manual_seed(0))
     ours = model(tokens)
-    apart = (theirs(tokens) - ours).abs().max().item()
+    apart = (loaded(tokens) - ours).abs().max().item()
     if not apart <= TOLERANCE * max(1.0, ours.abs().max().item()):
         raise ValueError(f"the exported model's logits differ from the run's by {apart:.1e}: export with to=remote")
     return f"logits differ from the run's by at most {apart:.1e} (float32, {tokens.numel()} random tokens)"
@@ -74,20 +74,20 @@ def from_transformers(folder: Path, tokenizer: Tokenizer | None) -> Callable[[Te
 
         logging.set_verbosity_error()
         logging.disable_progress_bar()
-        theirs = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).eval()
+        loaded = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).eval()
         encode = AutoTokenizer.from_pretrained(folder, trust_remote_code=True) if tokenizer else None
     if encode and encode(SAMPLE)["input_ids"] != tokenizer.encode(SAMPLE):
         raise ValueError("the exported tokenizer gives other ids than the run's: export with tokenizer=false, and give ids")
-    return lambda tokens: theirs(tokens).logits
+    return lambda tokens: loaded(tokens).logits
 
 
 def check(form: str, folder: Path, model: Decoder, tokenizer: Tokenizer | None) -> str:
     """A few words on how the folder compares with the run."""
     if form == "axolotl":
         cfg, state = read_folder(folder)
-        theirs = Decoder(cfg).eval()
-        theirs.load_state_dict(state, strict=True)
-        return compared(theirs, model)
+        loaded = Decoder(cfg).eval()
+        loaded.load_state_dict(state, strict=True)
+        return compared(loaded, model)
     try:
         return compared(from_transformers(folder, tokenizer), model)
     except ModuleNotFoundError:

@@ -69,7 +69,7 @@ def read_settings(config: Any) -> Settings:
 
 
 def written_settings(config: dict[str, Any], model: str) -> dict[str, Any]:
-    """config.yml of a converted model, which lies in the folder `model`: what axolotl's own converter writes back."""
+    """config.yml of a converted model, which lies in the folder `model`: what axolotl's converter writes back."""
     plugins = [plugin for plugin in config.get("plugins") or [] if plugin != PLUGIN]
     kept = {key: value for key, value in config.items() if key not in FLAGS}
     return kept | {"base_model": model, "plugins": [*plugins, PLUGIN], "diff_attention": True}

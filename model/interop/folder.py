@@ -52,7 +52,7 @@ def number(config: dict[str, Any], key: str, defaults: dict[str, float | None], 
         return defaults[key]
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e300 or (whole and value % 1):
         kind = "a whole number" if whole else "a finite number"
-        raise ValueError(f"config.json says {key}={value}, not {kind}: copy the model's own config.json into the folder")
+        raise ValueError(f"config.json says {key}={value}, not {kind}: copy the model's config.json into the folder")
     return int(value) if whole else value
 
 

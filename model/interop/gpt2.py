@@ -44,7 +44,7 @@ class GPT2(Format):
         return replace(cfg, d_ff=cfg.d_ff or 4 * cfg.d_model, mlp=mlp, bias=True, tie=config.get("tie_word_embeddings", True))
 
     def their_config(self, cfg: DecoderConfig) -> dict[str, Any]:
-        activation = next(theirs for theirs, ours in ACTIVATIONS.items() if ours == cfg.mlp)
+        activation = next(foreign for foreign, ours in ACTIVATIONS.items() if ours == cfg.mlp)
         dropout = {"embd_pdrop": cfg.dropout, "resid_pdrop": cfg.dropout, "attn_pdrop": cfg.attention_dropout}
         return super().their_config(cfg) | dropout | {"activation_function": activation}
 

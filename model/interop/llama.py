@@ -36,7 +36,7 @@ class Llama(Format):
     block_names = {
         "attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm", "mlp.gate": "mlp.gate_proj",
         "mlp.up": "mlp.up_proj", "mlp.down": "mlp.down_proj",
-    } | {f"attention.{ours}": f"self_attn.{theirs}" for theirs, ours in LLAMA.items()}  # fmt: skip
+    } | {f"attention.{ours}": f"self_attn.{foreign}" for foreign, ours in LLAMA.items()}  # fmt: skip
     bias_keys = {"attention_bias": (".self_attn.",), "mlp_bias": (".mlp.",)}
     scalings: tuple[str, ...] = ("none", "linear", "llama3")  # kinds of RoPE
     absent: dict[str, Any] = {}  # values of keys that config.json leaves out
@@ -94,7 +94,7 @@ def _rope(config: dict[str, Any], kinds: tuple[str, ...]) -> tuple[float, RopeSc
     """The base of RoPE and its scaling. As transformers 5: `rope_scaling` if it is there, else `rope_parameters`."""
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(rope, dict):
-        raise ValueError(f"config.json says {rope} of its RoPE, not a mapping: copy the model's own config.json")
+        raise ValueError(f"config.json says {rope} of its RoPE, not a mapping: copy the model's config.json")
     kind = str(rope.get("rope_type", rope.get("type", "default"))).replace("default", "none")
     if kind not in kinds or rope.get("partial_rotary_factor", 1) != 1:
         known = f"kinds {', '.join(kinds)}, over the whole width of a head"
@@ -102,10 +102,10 @@ def _rope(config: dict[str, Any], kinds: tuple[str, ...]) -> tuple[float, RopeSc
     theta = number({"rope_theta": config.get("rope_theta")} | rope, "rope_theta", {"rope_theta": 10000.0})
     values = {"original_max_position_embeddings": config.get("max_position_embeddings")} | rope
     keys = SCALING_KEYS.get(kind, {})
-    return float(theta), RopeScaling(kind, **{ours: number(values, theirs, {}) for theirs, ours in keys.items()})
+    return float(theta), RopeScaling(kind, **{ours: number(values, foreign, {}) for foreign, ours in keys.items()})
 
 
 def _rope_keys(cfg: DecoderConfig) -> dict[str, Any]:
     scaling, kind = asdict(cfg.rope_scaling), cfg.rope_scaling.kind
-    keys = {theirs: scaling[ours] for theirs, ours in SCALING_KEYS.get(kind, {}).items()}
+    keys = {foreign: scaling[ours] for foreign, ours in SCALING_KEYS.get(kind, {}).items()}
     return {"rope_type": "default" if kind == "none" else kind, "rope_theta": cfg.rope_theta} | keys

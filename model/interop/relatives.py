@@ -74,7 +74,7 @@ class Phi3(Mistral):
 
     architecture, model_type = "Phi3ForCausalLM", "phi3"
     defaults = Llama.defaults | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "sliding_window": None}
-    block_names = FUSED | {ours: theirs for ours, theirs in Llama.block_names.items() if ours not in " ".join(FUSED).split()}
+    block_names = FUSED | {ours: foreign for ours, foreign in Llama.block_names.items() if ours not in " ".join(FUSED).split()}
     scalings, absent = ("none",), {}
 
     def their_config(self, cfg: DecoderConfig) -> dict[str, Any]:

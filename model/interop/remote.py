@@ -1,4 +1,4 @@
-"""Our own format, for every variant: the decoder's configuration, tensors under our names, and the modeling code.
+"""Our format, for every variant: the decoder's configuration, tensors under our names, and the modeling code.
 
 The code is modeling.py beside this file, and the modules of model/ that it needs, side by side in one folder. Folders without
 the code, which earlier versions wrote, are read too.

@@ -149,12 +149,12 @@ def test_autotokenizer_gives_our_ids(
     transformers = pytest.importorskip("transformers", reason="needs the package transformers")
     tokenizer = named(name, request)
     export_tokenizer(tokenizer, tmp_path, 99_999)
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    exported = transformers.AutoTokenizer.from_pretrained(tmp_path)
     for text in [*texts, *MORE, Path(__file__).read_text()]:
         ids = tokenizer.encode(text)
-        assert theirs(text)["input_ids"] == ids and (name == "folder" or theirs.decode(ids) == text)
-    assert theirs.bos_token_id == theirs.eos_token_id == tokenizer.eot
-    assert theirs.model_max_length == 99_999
+        assert exported(text)["input_ids"] == ids and (name == "folder" or exported.decode(ids) == text)
+    assert exported.bos_token_id == exported.eos_token_id == tokenizer.eot
+    assert exported.model_max_length == 99_999
     recognised = read_tokenizer(tmp_path)
     assert recognised.eot == tokenizer.eot and (recognised.fingerprint == tokenizer.fingerprint) == (name == "gpt2")
     monkeypatch.setattr(tiktoken, "get_encoding", lambda name: Path(tmp_path, name).read_text())  # OSError, as without network

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from model.interop import folder as folders
 from model.interop.huggingface import read_folder
-from tests.model.test_huggingface import EXACT, SLIDING, apart, edit, loaded, theirs, transformers
+from tests.model.test_huggingface import EXACT, SLIDING, apart, edit, loaded, source_model, transformers
 
 
 def drop(key: str) -> Callable[[Path], None]:
@@ -63,7 +63,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
 @pytest.fixture(scope="module")
 def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("llama")
-    theirs("llama").save_pretrained(folder)
+    source_model("llama").save_pretrained(folder)
     return folder
 
 
@@ -78,12 +78,12 @@ def test_wrong_folders_are_refused_in_one_line(name: str, llama_folder: Path, tm
 
 
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
-    theirs("gpt2").save_pretrained(tmp_path, max_shard_size="15KB")
+    source_model("gpt2").save_pretrained(tmp_path, max_shard_size="15KB")
     gone = sorted(tmp_path.glob("*.safetensors"))[1]
     gone.unlink()
     with pytest.raises(ValueError, match=f"{gone.name} cannot be read"):
         read_folder(tmp_path)
-    theirs("gpt2").save_pretrained(tmp_path)
+    source_model("gpt2").save_pretrained(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text("[]")  # left by an earlier save in parts
     assert read_folder(tmp_path)[0].n_layer == 2
 
@@ -106,7 +106,7 @@ def test_names_of_the_hub(llama_folder: Path, monkeypatch: pytest.MonkeyPatch, t
 
 
 def test_a_scaling_beside_rope_parameters_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
-    theirs("llama").save_pretrained(tmp_path)
+    source_model("llama").save_pretrained(tmp_path)
     edit(tmp_path, rope_scaling={"rope_type": "linear", "factor": 2.5})
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     assert model.config.rope_parameters["factor"] == loaded(tmp_path).cfg.rope_scaling.factor == 2.5
@@ -118,7 +118,7 @@ def test_a_scaling_beside_rope_parameters_is_read_as_transformers_reads_it(tmp_p
 
 @pytest.mark.parametrize("name", ("llama, tied", "gpt2"))
 def test_a_head_beside_a_tied_embedding_is_read_only_if_it_is_a_copy(name: str, tmp_path: Path) -> None:
-    model = theirs(name)
+    model = source_model(name)
     model.save_pretrained(tmp_path)
     weights, embedding = load_file(tmp_path / "model.safetensors"), model.get_input_embeddings().weight.detach()
     save_file(weights | {"lm_head.weight": embedding.clone()}, tmp_path / "model.safetensors")

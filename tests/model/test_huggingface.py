@@ -28,7 +28,7 @@ OTHER_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
 
 SOURCES: dict[str, tuple[str, dict]] = {
     "gpt2": ("GPT2", GPT2),
-    "gpt2, exact gelu, untied, own width": (
+    "gpt2, exact gelu, untied, width": (
         "GPT2", GPT2 | {"activation_function": "gelu", "tie_word_embeddings": False, "n_inner": 40},
     ),
     "llama": ("Llama", LLAMA),
@@ -68,7 +68,7 @@ SOURCES |= {
 CLASSES = {"GPT2": "GPT2LMHeadModel"}
 
 
-def theirs(name: str, seed: int = 0) -> torch.nn.Module:
+def source_model(name: str, seed: int = 0) -> torch.nn.Module:
     """A transformers model in which no parameter is a zero or a one."""
     family, options = SOURCES[name]
     torch.manual_seed(seed)
@@ -106,7 +106,7 @@ def generated(model: torch.nn.Module, x: torch.Tensor, **options: object) -> tor
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_a_folder_of_transformers_computes_the_same_logits(name: str, tmp_path: Path) -> None:
-    model, family = theirs(name), SOURCES[name][0].lower()
+    model, family = source_model(name), SOURCES[name][0].lower()
     model.save_pretrained(tmp_path)
     ours = loaded(tmp_path)
     assert apart(model, ours) < EXACT
@@ -134,7 +134,7 @@ def assert_same_tensors(tensors: dict[str, torch.Tensor], wanted: dict[str, torc
 
 @pytest.mark.parametrize("name", ("gpt2", "llama, tied"))
 def test_sharded_and_half_precision_folders(name: str, tmp_path: Path) -> None:
-    model = theirs(name)
+    model = source_model(name)
     for dtype in (torch.bfloat16, torch.float16):
         folder = tmp_path / str(dtype)
         model.to(dtype).save_pretrained(folder, max_shard_size="15KB")
@@ -153,13 +153,13 @@ def edit(folder: Path, **changes: object) -> None:
 
 def test_older_folders(tmp_path: Path) -> None:
     """transformers 4 wrote rope_theta and rope_scaling, left out defaults, and saved frequencies; GPT-2's, the causal mask."""
-    model = theirs("llama, grouped, head_dim, rope base")
+    model = source_model("llama, grouped, head_dim, rope base")
     model.save_pretrained(tmp_path)
     edit(tmp_path, rope_parameters=..., rope_theta=500.0, rope_scaling=None, attention_bias=..., mlp_bias=...)
     weights = load_file(tmp_path / "model.safetensors")
     save_file(weights | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(6)}, tmp_path / "model.safetensors")
     assert apart(model, loaded(tmp_path)) < EXACT
-    model = theirs("gpt2")
+    model = source_model("gpt2")
     model.save_pretrained(tmp_path)
     weights = {key.removeprefix("transformer."): value for key, value in load_file(tmp_path / "model.safetensors").items()}
     save_file(weights | {"h.0.attn.bias": torch.ones(1, 1, 32, 32)}, tmp_path / "model.safetensors")
@@ -237,7 +237,7 @@ def test_transformers_own_models_compute_our_logits(name: str, tmp_path: Path) -
 REFUSED: dict[str, tuple[str, dict, str]] = {
     "a hybrid": ("llama", {"layers": "bd"}, "layers=bd are not b throughout"),
     "a window": ("llama", {"window": 8}, "a window of 8 keys"),
-    "documents": ("llama", {"document_mask": True, "eot": 3}, "their own document only"),
+    "documents": ("llama", {"document_mask": True, "eot": 3}, "its tokens see no other document"),
     "no positions": ("diffllama", diff() | {"position": "none"}, "position=none; the format allows rope"),
     "gpt2 with rope": ("gpt2", {"norm": "layernorm", "mlp": "gelu"}, "position=rope; the format allows learned"),
     "gpt2 with grouped keys": ("gpt2", GPT2_STYLE | {"n_kv_head": 2}, "keys are grouped"),

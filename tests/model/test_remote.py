@@ -1,4 +1,4 @@
-"""Our models in folders with their own code, run by transformers: logits, generation, caches, beams and padding."""
+"""Our models in folders with their code, run by transformers: logits, generation, caches, beams and padding."""
 
 import re
 from functools import partial
@@ -48,7 +48,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("name", ("introspective_sequence", "gpt2"))
 def test_a_folder_with_its_own_code(name: str, tmp_path: Path) -> None:
-    model = randomized(name, backend="sdpa").float().eval()  # what the folder's `auto` is: our own kernels stay here
+    model = randomized(name, backend="sdpa").float().eval()  # what the folder's `auto` is: our kernels stay here
     assert write(model, tmp_path / name, "remote") == "remote"
     exported, report = load(tmp_path / name, output_loading_info=True)
     assert not any(map(len, report.values())) and "repository" not in type(exported).__module__
