@@ -36,7 +36,6 @@ SOURCES: dict[str, tuple[str, dict]] = {
     "llama, grouped, head_dim, rope base": (
         "Llama", LLAMA | OTHER_ROPE | {"num_key_value_heads": 2, "head_dim": 12, "rms_norm_eps": 1e-3},
     ),
-    "llama, attention biases": ("Llama", LLAMA | {"attention_bias": True, "num_key_value_heads": 1}),
     "llama, feed-forward biases, linear rope": (
         "Llama", LLAMA | {"mlp_bias": True, "rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 1e4}},
     ),
@@ -177,13 +176,11 @@ NATIVE: dict[str, tuple[str, dict]] = {
     "llama": ("llama", {}),
     "llama, interleaved, biases, untied": ("llama", {"rope_layout": "interleaved", "bias": True, "tie": False}),
     "llama, grouped, head_dim": ("llama", {"n_kv_head": 2, "head_dim": 10, "rope_theta": 300.0, "norm_eps": 1e-3}),
-    "gpt2": ("gpt2", GPT2_STYLE),
     "gpt2, biases, untied": ("gpt2", GPT2_STYLE | {"mlp": "gelu_tanh", "bias": True, "tie": False}),
     "diffllama": ("diffllama", diff()),
     "diffllama, interleaved, grouped": (
         "diffllama", diff() | {"rope_layout": "interleaved", "n_kv_head": 4, "head_dim": 6, "norm_eps": 1e-3},
     ),
-    "diffllama, plain norm": ("diffllama", diff(head_norm="plain") | {"tie": False}),
     "diffllama, two scalars": ("diffllama", diff(lambda_form="dual_scalar")),
     "diffllama, fixed lambda": ("diffllama", diff(lambda_form="fixed", lambda_init=0.3)),
     "diffllama, unfinished warm-up": ("diffllama", diff(lambda_warmup=100)),
