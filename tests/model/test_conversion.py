@@ -89,7 +89,9 @@ def test_split_keeps_every_map_and_the_first_half_of_the_values(shape: str) -> N
         used = []
         for i in range(b.heads):
             for c in (0, 1):
-                (head,) = (h for h in range(a.heads) if torch.equal(q[h], q2[2 * i + c]))
+                heads = [h for h in range(a.heads) if torch.equal(q[h], q2[2 * i + c])]
+                assert len(heads) == 1
+                (head,) = heads
                 used.append(head)
                 group = head // r
                 assert torch.equal(k2[2 * (i // r) + c], k[group])
