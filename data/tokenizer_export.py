@@ -17,22 +17,18 @@ CONFIG = "tokenizer_config.json"
 def export_tokenizer(tokenizer: Tokenizer, folder: str | Path, context: int) -> None:
     """Write tokenizer.json and tokenizer_config.json, with which AutoTokenizer gives the ids of `tokenizer.encode`.
 
-    context: tokens the model takes. Both tokenizers read special tokens that are written out in a text as text. Begin and
-    end of a document are `tokenizer.eot`, which neither tokenizer adds by itself. ValueError: the package `tokenizers` is
-    missing, or cannot express the encoding's split pattern.
+    context: tokens the model takes. Special tokens that are written out in a text are read as text, and none is added.
+    ValueError: the package `tokenizers` is missing, or cannot express the encoding's split pattern.
     """
     definition = tokenizer.definition if isinstance(tokenizer, FolderTokenizer) else _definition(tokenizer)
     definition = {**definition, "post_processor": None}  # a post-processor adds tokens
-    ours, theirs = tokenizer.encode(SAMPLE), FolderTokenizer(definition, tokenizer.eot).encode(SAMPLE)
-    if ours != theirs:
+    ours, exported = tokenizer.encode(SAMPLE), FolderTokenizer(definition, tokenizer.eot).encode(SAMPLE)
+    if ours != exported:
         wrong = f"the tokenizer {tokenizer.name} splits text in a way that the package 'tokenizers' does not repeat"
         raise ValueError(f"{wrong}: export with tokenizer=false, and give the text as ids")
     eot = tokenizer.decode([tokenizer.eot])
-    config = {
+    config = {"bos_token": eot, "eos_token": eot, "pad_token": eot} | {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": eot,
-        "eos_token": eot,
-        "pad_token": eot,
         "model_max_length": context,
         "model_input_names": ["input_ids", "attention_mask"],
         "clean_up_tokenization_spaces": False,
@@ -56,15 +52,11 @@ def _definition(tokenizer: Tokenizer) -> dict:
     ]
     vocabulary = {text[piece]: rank for piece, rank in ranks.items()}
     hf = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary | special, splits, ignore_merges=True))
-    pattern = tokenizers.Regex(_pattern(tokenizer.encoding._pat_str))
-    split = tokenizers.pre_tokenizers.Split(pattern, behavior="isolated")
+    # Oniguruma writes the end of a text as \z, and {n,m}+ does not exist there.
+    pattern = re.sub(r"(\{\d+,\d*\})\+", r"\1", tokenizer.encoding._pat_str).replace("$", r"\z")
+    split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), behavior="isolated")
     byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     hf.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([split, byte_level])
     hf.decoder = tokenizers.decoders.ByteLevel()
     hf.add_special_tokens([tokenizers.AddedToken(name, normalized=False, special=True) for name in special])
     return json.loads(hf.to_str())
-
-
-def _pattern(pattern: str) -> str:
-    """A tiktoken split pattern in the syntax of Oniguruma: the end of a text is \\z, and {n,m}+ does not exist."""
-    return re.sub(r"(\{\d+,\d*\})\+", r"\1", pattern).replace("$", r"\z")

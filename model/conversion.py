@@ -1,18 +1,12 @@
 """Convert a trained baseline to a differential stack, which keeps the function where it can and is ready to be trained.
 
-docs/METHODS.md 9.1 has the algebra. A is the map of a baseline head, W its output projection, lam lambda, li lambda_init:
-- init=zero: a second map beside every head, and lam = 0. init=mirror: the second maps are copies, so (A - lam A) V is
-  (1 - lam) A V, and W is divided by (1 - lam) (1 - li). init=open: lam = li, the second maps B are fresh: (A - li B) V.
-- heads=split: two heads become one head with the values (V, V'); at lam = 0, half of the maps are unused.
-- diff_v2: a second query head for every one, lambda is sigmoid(bias); if the second maps are copies, W / (1 - sigmoid(bias)).
-
-The options are those of the converter in axolotl-ai-cloud/diff-transformer, whose zero-init sets all lambda vectors to zero, so
-that neither the vectors nor the second maps ever get a gradient, and whose split-heads draws new queries and keys.
+docs/METHODS.md 9.1 has the algebra. The options are those of the converter in axolotl-ai-cloud/diff-transformer. Its zero-init
+sets all lambda vectors to zero, so that neither these nor the second maps ever get a gradient, and its split-heads draws new
+queries and keys.
 """
 
 import math
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from typing import Annotated
 
@@ -33,17 +27,14 @@ CHOICES = {
     "second": ("copy", "random"),
 }
 EXCLUDED = (  # options that exclude each other, and what to use
-    ({"init": "mirror", "heads": "split", "to": "diff"}, "it would overwrite trained second maps: use init=zero"),
-    ({"init": "mirror", "second": "random"}, "it copies the first maps over the second: use second=copy, or init=zero"),
-    ({"init": "mirror", "to": "diff_v2"}, "lambda starts at sigmoid(lambda_bias): leave init out"),
-    ({"init": "open", "to": "diff_v2"}, "lambda starts at sigmoid(lambda_bias): use lambda_bias=0 second=random, without init"),
-    (
-        {"init": "open", "heads": "double", "second": "copy"},
-        "it would subtract copies of the first maps: use second=random, or init=mirror",
-    ),
-    ({"heads": "split", "to": "diff_v2"}, "diff_v2 keeps all heads: use heads=double"),
-    ({"sublayer_norm": True, "to": "diff_v2"}, "diff_v2 has no head norm: use sublayer_norm=false"),
-    ({"heads": "split", "second": "random"}, "it pairs trained heads and adds no maps: leave second out"),
+    ("to=diff init=mirror heads=split", "it would overwrite trained second maps: use init=zero"),
+    ("init=mirror second=random", "it copies the first maps over the second: use second=copy, or init=zero"),
+    ("init=mirror to=diff_v2", "lambda starts at sigmoid(lambda_bias): leave init out"),
+    ("init=open to=diff_v2", "lambda starts at sigmoid(lambda_bias): use lambda_bias=0 second=random, without init"),
+    ("init=open heads=double second=copy", "it would subtract copies of the first maps: use second=random, or init=mirror"),
+    ("heads=split to=diff_v2", "diff_v2 keeps all heads: use heads=double"),
+    ("sublayer_norm=True to=diff_v2", "diff_v2 has no head norm: use sublayer_norm=false"),
+    ("heads=split second=random", "it pairs trained heads and adds no maps: leave second out"),
 )
 
 
@@ -53,8 +44,7 @@ class Conversion:
 
     init: lambda starts at 0 (zero) or at lambda_init; mirror scales the output projection so that the function stays, open does
     not (axolotl's default). heads: every head gets a second map (double), or two heads become the maps of one (split).
-    sublayer_norm: a norm per head after the difference, as in the paper; it changes the function. Use second=random with it:
-    with second=copy the norm undoes the subtraction, and lambda gets almost no gradient until the maps differ.
+    sublayer_norm: the paper's norm per head, which changes the function. With second=copy lambda would hardly learn.
     """
 
     to: str = "diff"  # diff | diff_v2 | same: attention of the new model; same copies the model without a change
@@ -66,16 +56,17 @@ class Conversion:
     lambda_bias: Annotated[float, "[-20, 0]"] = -4.0  # with to=diff_v2, lambda starts at sigmoid(lambda_bias)
 
     def check(self) -> None:
-        """ValueError for an unknown option, or for two options that exclude each other; the message says what to type."""
+        """ValueError for an unknown option, or for options that exclude each other."""
         check_ranges(self)
         for name, allowed in CHOICES.items():
             check_choice(name, getattr(self, name), allowed)
         changed = {one.name for one in fields(Conversion) if getattr(self, one.name) != one.default} - {"to"}
         if self.to == "same" and changed:
             raise ValueError(f"to=same copies the model without a change: leave out {', '.join(sorted(changed))}")
+        typed = {f"{one.name}={getattr(self, one.name)}" for one in fields(self)}
         for options, fix in EXCLUDED:
-            if all(getattr(self, name) == value for name, value in options.items()):
-                raise ValueError(f"{' '.join(f'{name}={value}' for name, value in options.items())}: {fix}")
+            if typed.issuperset(options.split()):
+                raise ValueError(f"{options}: {fix}")
         if self.lambda_init is not None and (self.to != "diff" or self.init == "zero"):
             raise ValueError("lambda_init is an option of to=diff with init=mirror or init=open: leave lambda_init out")
         if "lambda_bias" in changed and self.to != "diff_v2":
@@ -83,7 +74,7 @@ class Conversion:
 
     @property
     def exact(self) -> bool:
-        """Whether the converted model computes what its source computed, up to rounding."""
+        """Whether the converted model computes what its source computed."""
         kept = self.heads == "double" and self.init != "open" and not self.sublayer_norm
         return {"same": True, "diff_v2": self.second == "copy", "diff": kept}[self.to]
 
@@ -101,16 +92,14 @@ def converted_config(cfg: DecoderConfig, how: Conversion) -> DecoderConfig:
     if set(cfg.layers) != {"b"}:
         raise ValueError(f"model.layers={cfg.layers} is not a baseline: convert a model with model.layers=b, or use to=same")
     cfg = cfg.filled()
-    for name in ("n_head", "n_kv_head"):
-        if how.heads == "split" and getattr(cfg, name) % 2:
-            raise ValueError(f"heads=split pairs heads, and {name}={getattr(cfg, name)} is odd: use heads=double")
-    head_norm, qk_norm = cfg.baseline.head_norm, cfg.baseline.qk_norm
-    if head_norm != "none" or qk_norm not in ("none", "head"):
-        wrong = f"model.baseline.head_norm={head_norm} and qk_norm={qk_norm} cannot be kept"
-        raise ValueError(f"{wrong}: convert a baseline with head_norm=none, and qk_norm=none or head")
+    if how.heads == "split" and (cfg.n_head % 2 or cfg.n_kv_head % 2):
+        raise ValueError(f"heads=split pairs heads: n_head={cfg.n_head} or n_kv_head={cfg.n_kv_head} is odd: use heads=double")
+    qk_norm = cfg.baseline.qk_norm
+    if cfg.baseline.head_norm != "none" or qk_norm not in ("none", "head"):
+        raise ValueError("the source's norms cannot be kept: convert a baseline with head_norm=none, and qk_norm=none or head")
+    if how.to == "diff_v2" and qk_norm != "none":
+        raise ValueError("the source has a norm over queries and keys, which diff_v2 lacks: use to=diff")
     if how.to == "diff_v2":
-        if qk_norm != "none":
-            raise ValueError("the source has a norm over queries and keys, which diff_v2 lacks: use to=diff")
         return replace(cfg, layers="v", diff_v2=DiffV2Config(lambda_bias=how.lambda_bias))
     options = DiffConfig(
         heads="half" if how.heads == "split" else "double",
@@ -125,23 +114,21 @@ def converted_config(cfg: DecoderConfig, how: Conversion) -> DecoderConfig:
 def convert(source: Decoder, how: Conversion, seed: int = 0, tokens: Tensor | None = None) -> Decoder:
     """`source`, a baseline, as the decoder that `how` asks for, in evaluation mode and float32 on the CPU.
 
-    seed: for the new random weights, which are the lambda vectors, and with second=random the second maps.
-    tokens (B, T): with sublayer_norm, a text on which the mean rms of each head is measured. The norm removes this rms,
-    so the output projection is multiplied by it. ValueError as in `converted_config`.
+    seed: for the lambda vectors, and with second=random the second maps. tokens (B, T): with sublayer_norm, a text on which
+    the mean rms of each head is measured. The norm removes this rms, so the output projection is multiplied by it.
     """
     cfg = converted_config(source.cfg, how)
     target = Decoder(cfg, seed=seed)
     state = {name: value.detach().float().cpu() for name, value in source.state_dict().items()}
-    if how.to != "same":
-        for layer, block in enumerate(target.blocks):
-            prefix = f"blocks.{layer}.attention."
-            old = {name.removeprefix(prefix): state.pop(name) for name in list(state) if name.startswith(prefix)}
-            new = dict(block.attention.state_dict())
-            fill = _to_diff_v2 if how.to == "diff_v2" else _split if how.heads == "split" else _double
-            fill(old, new, block.attention, how)
-            state |= {prefix + name: value for name, value in new.items()}
+    fill = _to_diff_v2 if how.to == "diff_v2" else _split if how.heads == "split" else _double
+    for layer, block in enumerate(target.blocks if how.to != "same" else ()):
+        prefix = f"blocks.{layer}.attention."
+        old = {name.removeprefix(prefix): state.pop(name) for name in list(state) if name.startswith(prefix)}
+        new = dict(block.attention.state_dict())
+        fill(old, new, block.attention, how)
+        state |= {prefix + name: value for name, value in new.items()}
     target.load_state_dict(state, strict=True)
-    if how.sublayer_norm and how.to == "diff" and tokens is not None:
+    if how.sublayer_norm and tokens is not None:
         _restore_sizes(target, convert(source, replace(how, sublayer_norm=False), seed), tokens)
     return target.eval()
 
@@ -159,9 +146,8 @@ def _double(old: dict[str, Tensor], new: dict[str, Tensor], target: DiffAttentio
 def _split(old: dict[str, Tensor], new: dict[str, Tensor], target: DiffAttention, how: Conversion) -> None:
     """Two heads become the two maps of one head, which has the values of both.
 
-    Keys are paired before they are shared: pair p is key heads 2p and 2p + 1, each of which serves r query heads. Component c
-    of head i, which uses pair p = i // r, is the baseline's head (2p + c) r + i mod r, which used key head 2p + c. The values
-    of head i are those of key heads 2p and 2p + 1, and its output columns are those of its two baseline heads.
+    Pair p is key heads 2p and 2p + 1, each of which serves r query heads. Component c of head i, which uses pair p = i // r, is
+    the baseline's head (2p + c) r + i mod r, which used key head 2p + c. Output columns follow their baseline heads.
     """
     r = target.heads // target.kv_heads
     order = torch.arange(2 * target.heads).unflatten(0, (-1, 2, r)).transpose(1, 2).flatten()  # of baseline heads
@@ -211,10 +197,7 @@ def _add_second(old: dict[str, Tensor], new: dict[str, Tensor], names: tuple[str
 
 
 def _start_lambda(new: dict[str, Tensor]) -> None:
-    """Give both exponentials the same vectors, so that lam is lambda_init to the bit, and all four vectors learn.
-
-    d lam / d lambda_q1 = exp(..) lambda_k1 and d lam / d lambda_q2 = -exp(..) lambda_k2 are not zero.
-    """
+    """Give both exponentials the same vectors, so that lam is lambda_init to the bit, and all four vectors learn."""
     for name in ("lambda_q", "lambda_k"):
         new[f"{name}2"] = new[f"{name}1"].clone()
 
@@ -222,9 +205,6 @@ def _start_lambda(new: dict[str, Tensor]) -> None:
 def _over(weight: Tensor, divisor: float) -> Tensor:
     """weight / divisor, in float64 until the last rounding."""
     return (weight.double() / divisor).to(weight.dtype)
-
-
-# What a conversion changed
 
 
 @dataclass
@@ -242,8 +222,8 @@ def change(before: Decoder, after: Decoder, tokens: Tensor) -> Change:
     """Compare two decoders of one depth and vocabulary on tokens (B, T), a sequence at a time."""
     largest, total, squares, moved = 0.0, 0.0, 0.0, 0.0
     for row in tokens.split(1):
-        with _hidden(before) as first, _hidden(after) as second:
-            gap = (after(row).float() - before(row).float()).abs()  # (1, T, V)
+        (old, first), (new, second) = _run(before, row), _run(after, row)
+        gap = (new - old).abs()  # (1, T, V)
         largest = max(largest, gap.max().item()) if gap.isfinite().all() else math.inf
         total += gap.double().mean().item() * row.shape[1]
         squares += torch.stack([a.double().square().sum() for a in first])
@@ -251,11 +231,10 @@ def change(before: Decoder, after: Decoder, tokens: Tensor) -> Change:
     return Change(largest, total / tokens.numel(), (moved / squares).sqrt().tolist(), tokens.numel())
 
 
-@contextmanager
-def _hidden(model: Decoder) -> Iterator[list[Tensor]]:
-    """The output of every block (B, T, D) of the next forward pass, in order."""
+def _run(model: Decoder, tokens: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """float32 logits, and the output of every block (B, T, D)."""
     outputs: list[Tensor] = []
     with ExitStack() as hooks:
         for block in model.blocks:
             hooks.enter_context(block.register_forward_hook(lambda module, inputs, output: outputs.append(output)))
-        yield outputs
+        return model(tokens).float(), outputs

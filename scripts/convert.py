@@ -6,13 +6,10 @@
     python scripts/convert.py what=compare source=runs/NAME run_dir=runs/compare [steps=200] [arms=[baseline,zero,mirror]]
 
 source: a run of this project, or a transformers folder or hub name (GPT-2, Llama and its relatives).
-axolotl=config.yml: read base_model, zero_init, sublayer_norm, split_heads, mirror_weights and diff_attn_* from that file, and
-write run_dir/axolotl_config.yml.
 
-The command prints how much the logits change and, if the conversion changes the function, how much the loss rises. debug=true
-adds perplexity, a sample and the change of every block's output. The last line printed is the command that continues the
-training. what=compare makes all conversions in arms=, prints what each of them changes, and then trains them as an ablation
-(scripts/ablate.py): `steps` steps, `seeds` times each, into run_dir/trained.
+The command prints how much the logits change and, if the conversion changes the function, how much the loss rises; debug=true
+adds a sample and the change of every block's output. Its last line continues the training. what=compare makes all conversions
+in arms=, and trains them as an ablation (scripts/ablate.py): `steps` steps, `seeds` times each, into run_dir/trained.
 """
 
 import math
@@ -48,13 +45,12 @@ from training.checkpoint import LoadedRun, load_run
 from training.distributed import pick_device
 
 LONGEST = 1024  # tokens per window of text
-LR = 1e-3  # AdamW's peak learning rate for an imported model, whose own is not known
+LR = 1e-3  # AdamW's peak learning rate for an imported model, which is not known
 
 
 @command("convert", ConvertConfig)
 def main(cfg: ConvertConfig) -> None:
-    config = read_yaml(cfg.axolotl) if cfg.axolotl else None
-    settings = read_settings(config) if cfg.axolotl else None
+    settings = read_settings(read_yaml(cfg.axolotl)) if cfg.axolotl else None
     if settings:
         cfg = with_settings(cfg, settings)
     check(cfg)
@@ -69,12 +65,13 @@ def main(cfg: ConvertConfig) -> None:
     record = convert_run(how, source, windows, Path(cfg.run_dir), cfg)
     print("\n".join(describe(record, how)))
     if settings:
-        print("\n".join(write_settings(config, settings, Path(cfg.run_dir))))
-    print("\n".join(next_commands(load_run(cfg.run_dir), how, source, settings.training if settings else {})))
+        print(write_settings(settings.config, Path(cfg.run_dir)))
+    more = {"steps": 500} | (settings.training if settings else {})
+    print("train on   python train.py " + shlex.join(train_overrides(load_run(cfg.run_dir), how, more)))
 
 
 def check(cfg: ConvertConfig) -> None:
-    """ValueError for options that are wrong, before anything is read."""
+    """ValueError for wrong options, before anything is read."""
     cfg.check()
     if cfg.source is None:
         raise ValueError("'source' is required: add source=... or axolotl=config.yml")
@@ -82,8 +79,6 @@ def check(cfg: ConvertConfig) -> None:
     pick_device(cfg.device)
     if cfg.what == "convert" and Path(cfg.run_dir).exists():
         raise ValueError(f"{cfg.run_dir} exists already: choose another run_dir=..., or delete it")
-    if cfg.tokens < 1:
-        raise ValueError(f"tokens={cfg.tokens} leaves no text to test on: use tokens=65536")
 
 
 def open_source(cfg: ConvertConfig) -> LoadedRun:
@@ -96,8 +91,8 @@ def open_source(cfg: ConvertConfig) -> LoadedRun:
     model = Decoder(shape).eval()
     model.load_state_dict(weights, strict=True)
     tokenizer = read_tokenizer(path)
-    if tokenizer.vocab_size > model.cfg.vocab_size:
-        wrong = f"the tokenizer of {path} has {tokenizer.vocab_size} tokens, its model {model.cfg.vocab_size}"
+    if tokenizer.vocab_size > shape.vocab_size:
+        wrong = f"the tokenizer of {path} has {tokenizer.vocab_size} tokens, its model {shape.vocab_size}"
         raise ValueError(f"{wrong}: give a folder in which they belong together")
     name = Path(cfg.run_dir).name
     values = {"data": "text", "data.name": name, "data.dir": cfg.shards or f"shards/{name}", "optim.lr": LR}
@@ -111,64 +106,49 @@ def text_windows(source: LoadedRun, cfg: ConvertConfig) -> np.ndarray | None:
     folder = cfg.shards or source.config["data"]["dir"]
     if not cfg.text and not Path(folder).is_dir():
         if cfg.shards or cfg.what == "compare":
-            raise ValueError(f"there is no folder {folder} to test on: give shards=, prepared with the source's tokenizer")
+            raise ValueError(f"there is no folder {folder} to test on: give shards= or text=")
         return None
     parts = evaluation_tokens(source, TextEvalConfig(run=str(source.path), text=cfg.text, shards=cfg.shards))
     length = min(source.model.cfg.context, LONGEST, max(map(len, parts)) - 1)
     return cut_windows(parts, length, max(cfg.tokens, length))
 
 
-# axolotl's config.yml
-
-
 def read_yaml(path: str) -> Any:
     """The content of a YAML file. ValueError if it is missing or damaged."""
     try:
         return yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())[:100]
-        raise ValueError(f"axolotl={path} cannot be read as YAML ({reason}): give axolotl's config.yml") from None
+    except (OSError, ValueError, yaml.YAMLError):
+        raise ValueError(f"axolotl={path} cannot be read as YAML: give axolotl's config.yml") from None
 
 
 def with_settings(cfg: ConvertConfig, settings: Settings) -> ConvertConfig:
     """`cfg` with the settings of the file. ValueError if the command line sets one of them, too."""
-    typed = [f.name for f in fields(Conversion) if getattr(cfg, f.name) != f.default]
-    typed += ["source"] * (cfg.source is not None) + ["what"] * (cfg.what != "convert")
-    if typed:
+    settled = {f.name for f in fields(Conversion)} | {"source", "what"}
+    if typed := [f.name for f in fields(cfg) if f.name in settled and getattr(cfg, f.name) != f.default]:
         raise ValueError(f"axolotl={cfg.axolotl} says what to convert and how: leave out {', '.join(typed)}")
     return replace(cfg, source=settings.source, **asdict(settings.how))
 
 
-def write_settings(config: dict[str, Any], settings: Settings, run_dir: Path) -> list[str]:
-    """Write axolotl's file into the run; returns lines that say what differs, and which commands axolotl needs next."""
+def write_settings(config: dict[str, Any], run_dir: Path) -> str:
+    """Write axolotl's file into the run; returns a line that says which commands axolotl needs next."""
     folder = str(config.get("output_dir") or run_dir / "axolotl")
     path = run_dir / "axolotl_config.yml"
     write_atomic(path, yaml.safe_dump(written_settings(config, folder), sort_keys=False).encode())
-    lines = [f"axolotl    {note}" for note in settings.notes]
-    if settings.unread:
-        lines.append(f"axolotl    kept in {path}, not used here: {', '.join(settings.unread)}")
-    command = shlex.join(overrides_of({"run": run_dir, "to": "axolotl", "out": folder}))
-    return [*lines, f"axolotl    python scripts/export.py {command}, then axolotl train {path}"]
-
-
-# What is printed
+    words = shlex.join(overrides_of({"run": run_dir, "to": "axolotl", "out": folder}))
+    return f"axolotl    python scripts/export.py {words}, then axolotl train {path}"
 
 
 def describe(record: dict[str, Any], how: Conversion) -> list[str]:
     """What a conversion did, for the terminal."""
     change, (before, after), text = record["change"], record["parameters"], record["text"]
-    largest, mean = f"{change['max_logit']:.2g}", f"{change['mean_logit']:.2g}"
+    logits = f"{change['max_logit']:.2g}, {change['mean_logit']:.2g} on average, over {change['tokens']:,} tokens"
     lines = [
         f"converted  {record['source']}: " + " ".join(f"{key}={value}" for key, value in asdict(how).items()),
         f"parameters {before:,} -> {after:,}",
-        f"logits     change by at most {largest}, {mean} on average, over {change['tokens']:,} tokens ({text})",
+        f"logits     change by at most {logits} ({text})",
     ]
     if not how.exact:
-        lines.append(
-            "           this conversion changes the function" + ("" if "loss" in record else ": give text= for its cost")
-        )
-    if how.to == "diff" and how.init == "mirror":
-        lines.append("           train without model.diff.lambda_warmup: the output projection compensates for all of lambda")
+        lines.append("           this conversion changes the function")
     if "sample" in record:
         lines.append(f"hidden     change of each block's output, by its rms: {' '.join(f'{x:.1e}' for x in change['hidden'])}")
         lines += [f"{when:10} {text!r}" for when, text in zip(("before", "after"), record["sample"], strict=True)]
@@ -177,19 +157,6 @@ def describe(record: dict[str, Any], how: Conversion) -> list[str]:
         cost = f"loss       {a:.4f} -> {b:.4f} nats per token right after the conversion ({b - a:+.4f})"
         lines.append(f"{cost}, perplexity {math.exp(a):.2f} -> {math.exp(b):.2f}")
     return lines
-
-
-def next_commands(run: LoadedRun, how: Conversion, source: LoadedRun, more: dict[str, Any]) -> list[str]:
-    """The command that trains further, with the overrides `more`; before it, if needed, the one that prepares data."""
-    lines = ["train on   python train.py " + shlex.join(train_overrides(run, how, {"steps": 500} | more))]
-    data = run.config["data"]
-    if data["source"] == "mqar" or Path(data["dir"]).is_dir():  # mqar: train.py makes its sequences itself
-        return lines
-    if (source.path / "config.yaml").is_file():
-        return [f"data first prepare the data of {source.path} in {data['dir']} again, or copy its shards there", *lines]
-    values = {"data.name": data["name"], "data.dir": Path(data["dir"]), "data.tokenizer.name": "hf"}
-    words = ["data=text", "path=TEXT", *overrides_of(values | {"data.tokenizer.path": source.path})]
-    return ["data first python -m data.prepare " + shlex.join(words), *lines]
 
 
 if __name__ == "__main__":

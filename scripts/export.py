@@ -1,20 +1,16 @@
 """Write a run's model as a folder that transformers loads: python scripts/export.py run=runs/NAME out=FOLDER
 
-  python scripts/export.py run=runs/base out=exported/base              the model of transformers that computes the same
+  python scripts/export.py run=runs/base out=exported/base               the model of transformers that computes the same
   python scripts/export.py run=runs/diff to=diffllama out=exported/diff  or llama, gpt2, ...: refused if it computes otherwise
-  python scripts/export.py run=runs/v2 to=remote out=exported/v2         any variant, with our modeling code in the folder:
-                                                                         load it with trust_remote_code=True
-  python scripts/export.py run=runs/v2 to=safetensors out=weights/v2     weights and configuration under our own names
+  python scripts/export.py run=runs/v2 to=remote out=exported/v2         any variant, with our code (trust_remote_code=True)
   python scripts/export.py run=runs/converted to=axolotl out=axolotl/1   for axolotl with its plugin
 
 The folder has config.json, model.safetensors (float32), the tokenizer as AutoTokenizer reads it, and README.md, the model's
-card. Where transformers is installed, the folder is first loaded and its logits and token ids compared with the run's
-(to=axolotl: by our own reader, logits alone; to=safetensors is not compared). push=user/name also uploads it to the Hugging
-Face hub, with the token of `hf auth login` or HF_TOKEN; a repository that this command makes is private.
+card. Its logits and token ids are compared with the run's (to=axolotl: by our reader, logits alone).
+push=user/name also uploads it to the Hugging Face hub, with the token of `hf auth login`; a new repository is private.
 """
 
 import os
-import re
 import sys
 import tempfile
 from collections.abc import Callable
@@ -24,19 +20,17 @@ from typing import Annotated
 
 import torch
 from omegaconf import MISSING
-from safetensors import SafetensorError
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import train  # noqa: F401  # registers its schema, with which the card compares the run
 from configs import command
 from configs.files import whole_folder, write_json
 from data.tokenizer import SAMPLE, Tokenizer, import_optional
 from data.tokenizer_export import export_tokenizer
 from eval.model_card import model_card
 from model.decoder import Decoder
-from model.interop.huggingface import Export, export, read_folder
+from model.interop.huggingface import export, read_folder
 from training.checkpoint import load_run
 from training.saver import write_tensors
 
@@ -47,7 +41,7 @@ TOLERANCE = 1e-4  # as a share of the largest logit; float32 sums in another ord
 class ExportConfig:
     """The run to export, and the format.
 
-    to: diffllama | llama | gpt2 | mistral | qwen2 | qwen3 | olmo2 | phi3 | remote | safetensors | axolotl; None: a model of
+    to: diffllama | llama | gpt2 | mistral | qwen2 | qwen3 | olmo2 | phi3 | remote | axolotl; None: a model of
     transformers if one computes the same, else remote.
     """
 
@@ -60,73 +54,49 @@ class ExportConfig:
     push: str | None = None  # user/name: upload to this repository of the hub; a missing repository is made, private
 
 
-def write_folder(exported: Export, folder: Path, tokenizer: Tokenizer | None, context: int) -> None:
-    """Write all files of the export into an empty folder; no tokenizer files if `tokenizer` is None."""
-    try:
-        write_tensors(folder / "model.safetensors", exported.tensors, {"format": "pt"})
-    except SafetensorError as error:
-        raise ValueError(f"the weights could not be written ({error}): free space, or give another out=") from None
-    write_json(folder / "config.json", exported.config)
-    write_json(folder / "generation_config.json", {key: exported.config[key] for key in ("bos_token_id", "eos_token_id")})
-    for name, text in exported.files.items():
-        (folder / name).write_text(text, encoding="utf-8")
-    if tokenizer is not None:
-        export_tokenizer(tokenizer, folder, context)
-
-
-def checked_tokens(model: Decoder) -> int:
-    """Tokens of a sequence of the check: enough to see past a window."""
-    return min(model.cfg.context, max(64, 2 * (model.cfg.window or 0)))
-
-
 @torch.no_grad()
-def logits_apart(theirs: Callable[[Tensor], Tensor], model: Decoder) -> float:
-    """The largest difference of a logit on random tokens (B, T). ValueError if float32 cannot explain the difference."""
-    shape = (2, checked_tokens(model))
-    tokens = torch.randint(model.cfg.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+def compared(loaded: Callable[[Tensor], Tensor], model: Decoder) -> str:
+    """How far the logits of `loaded` are from the run's. ValueError if float32 cannot explain the difference."""
+    length = min(model.cfg.context, max(64, 2 * (model.cfg.window or 0)))  # past a window
+    tokens = torch.randint(model.cfg.vocab_size, (2, length), generator=torch.Generator().manual_seed(0))
     ours = model(tokens)
-    apart = (theirs(tokens) - ours).abs().max().item()
+    apart = (loaded(tokens) - ours).abs().max().item()
     if not apart <= TOLERANCE * max(1.0, ours.abs().max().item()):
-        wrong = f"the exported model's logits differ from the run's by {apart:.1e}"
-        raise ValueError(f"{wrong}: report this, or export with to=remote")
-    return apart
+        raise ValueError(f"the exported model's logits differ from the run's by {apart:.1e}: export with to=remote")
+    return f"logits differ from the run's by at most {apart:.1e} (float32, {tokens.numel()} random tokens)"
 
 
-def loaded_apart(folder: Path, model: Decoder, tokenizer: Tokenizer | None) -> float:
-    """`logits_apart` of the folder, loaded by transformers. ValueError also for other token ids than those of `tokenizer`."""
+def from_transformers(folder: Path, tokenizer: Tokenizer | None) -> Callable[[Tensor], Tensor]:
+    """The folder's function as transformers computes it. ValueError if its tokenizer gives other ids than `tokenizer`."""
     with tempfile.TemporaryDirectory() as modules:
         os.environ.setdefault("HF_MODULES_CACHE", modules)  # a temporary copy of the folder's code
         from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 
         logging.set_verbosity_error()
         logging.disable_progress_bar()
-        theirs = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).eval()
-        encode = AutoTokenizer.from_pretrained(folder, trust_remote_code=True) if tokenizer is not None else None
-    if encode is not None and encode(SAMPLE)["input_ids"] != tokenizer.encode(SAMPLE):
+        loaded = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).eval()
+        encode = AutoTokenizer.from_pretrained(folder, trust_remote_code=True) if tokenizer else None
+    if encode and encode(SAMPLE)["input_ids"] != tokenizer.encode(SAMPLE):
         raise ValueError("the exported tokenizer gives other ids than the run's: export with tokenizer=false, and give ids")
-    return logits_apart(lambda tokens: theirs(tokens).logits, model)
+    return lambda tokens: loaded(tokens).logits
 
 
 def check(form: str, folder: Path, model: Decoder, tokenizer: Tokenizer | None) -> str:
     """A few words on how the folder compares with the run."""
-    if form == "safetensors":
-        return "not compared: the weights are those of the run"
     if form == "axolotl":
         cfg, state = read_folder(folder)
-        back = Decoder(cfg).eval()
-        back.load_state_dict(state, strict=True)
-        apart = logits_apart(back, model)
-    else:
-        try:
-            apart = loaded_apart(folder, model, tokenizer)
-        except ModuleNotFoundError:
-            return "not compared: transformers is not installed (pip install transformers)"
-    return f"logits differ from the run's by at most {apart:.1e} (float32, {2 * checked_tokens(model)} random tokens)"
+        loaded = Decoder(cfg).eval()
+        loaded.load_state_dict(state, strict=True)
+        return compared(loaded, model)
+    try:
+        return compared(from_transformers(folder, tokenizer), model)
+    except ModuleNotFoundError:
+        return "not compared: transformers is not installed (pip install transformers)"
 
 
 def load_lines(form: str, place: str, tokenizer: bool) -> str:
     """Python lines that load the folder or repository `place`, and its tokenizer if it has one."""
-    if form in ("safetensors", "axolotl"):
+    if form == "axolotl":
         return f"from model.interop.huggingface import read_folder\n\nconfig, state = read_folder({place!r})"
     trust = ", trust_remote_code=True" if form == "remote" else ""
     names = {"model": "AutoModelForCausalLM"} | ({"tokenizer": "AutoTokenizer"} if tokenizer else {})
@@ -135,7 +105,7 @@ def load_lines(form: str, place: str, tokenizer: bool) -> str:
 
 
 def upload(folder: Path, repository: str) -> str:
-    """Upload the folder to the hub; returns the address. ValueError without package, token, permission or network."""
+    """Upload the folder to the hub; returns the address."""
     hub = import_optional("huggingface_hub", "push")
     try:
         api = hub.HfApi()
@@ -152,18 +122,21 @@ def upload(folder: Path, repository: str) -> str:
 def main(cfg: ExportConfig) -> None:
     out = Path(cfg.out)
     if out.exists():
-        raise ValueError(f"{out} exists already: choose another out=FOLDER, or delete {out}")
-    if cfg.push is not None and not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", cfg.push):
-        raise ValueError(f"push={cfg.push} is not a repository of the hub: give push=user/name")
+        raise ValueError(f"{out} exists already: choose another out=FOLDER")
     run = load_run(cfg.run, step=cfg.step)
     exported = export(run.model, cfg.to, run.tokenizer.eot)
     form, tokenizer = exported.format, run.tokenizer if cfg.tokenizer else None
     with whole_folder(out) as partial:
-        write_folder(exported, partial, tokenizer, run.model.cfg.context)
-        compared = check(form, partial, run.model, tokenizer) if cfg.check else "not compared"
+        write_tensors(partial / "model.safetensors", exported.tensors, {"format": "pt"})
+        write_json(partial / "config.json", exported.config)
+        write_json(partial / "generation_config.json", dict.fromkeys(("bos_token_id", "eos_token_id"), run.tokenizer.eot))
+        if tokenizer:
+            export_tokenizer(tokenizer, partial, run.model.cfg.context)
         card = model_card(run, form, load_lines(form, cfg.push or out.name, cfg.tokenizer))
-        (partial / "README.md").write_text(card, encoding="utf-8")
-    print(f"{out}: {cfg.run} at step {run.step} as {form}; {compared}")
+        for name, text in (exported.files | {"README.md": card}).items():
+            (partial / name).write_text(text, encoding="utf-8")
+        result = check(form, partial, run.model, tokenizer) if cfg.check else "not compared"
+    print(f"{out}: {cfg.run} at step {run.step} as {form}; {result}")
     print(load_lines(form, cfg.out, cfg.tokenizer))
     if cfg.push:
         print(f"uploaded to {upload(out, cfg.push)}")

@@ -18,22 +18,16 @@ from ..decoder import Decoder
 from .diffllama import DiffLlama, new_vectors
 from .folder import Weights
 from .llama import Llama
-from .rows import change_rows, heads_in_halves, heads_in_pairs, keep_lambda
+from .rows import change_rows, heads_in_halves, keep_lambda
 
 PLUGIN = "axolotl_diff_transformer.plugin.DifferentialTransformerPlugin"
 FLAGS = {"zero_init": False, "sublayer_norm": True, "split_heads": False, "mirror_weights": False}  # axolotl's defaults
-CONVERSIONS = {  # the first of these flags that is true: the conversion, and how it differs from axolotl's
-    "split_heads": (
-        Conversion(heads="split", init="open"),
-        "split_heads keeps queries and keys (axolotl draws new ones) and permutes the output projection",
-    ),
-    "zero_init": (Conversion(), "zero_init copies the first maps and starts lambda at 0; axolotl's zero weights never learn"),
-    "mirror_weights": (
-        Conversion(init="mirror"),
-        "mirror_weights scales the output projection, so that the function stays with sublayer_norm: false; axolotl does not",
-    ),
+TYPES = {"plugins": list, "diff_attention": bool} | dict.fromkeys(FLAGS, bool)
+CONVERSIONS = {  # the first of these flags that is true: the conversion
+    "split_heads": Conversion(heads="split", init="open"),
+    "zero_init": Conversion(),
+    "mirror_weights": Conversion(init="mirror"),
 }
-NORM_NOTE = "sublayer_norm: the output projection restores the heads' mean sizes; in axolotl it does not"
 TRAINING = {  # a number of config.yml: the field of train.py
     "diff_attn_warmup_steps": "model.diff.lambda_warmup",
     "diff_attn_log_every": "monitor.every",
@@ -46,11 +40,10 @@ TRAINING = {  # a number of config.yml: the field of train.py
 class Settings(NamedTuple):
     """What a config.yml says about a conversion."""
 
+    config: dict[str, Any]  # the file
     source: str  # base_model
     how: Conversion
     training: dict[str, float]  # fields of train.py and their values
-    notes: list[str]  # how the conversion differs from axolotl's
-    unread: list[str]  # keys that a conversion does not need; the file that is written back keeps them
 
 
 def read_settings(config: Any) -> Settings:
@@ -61,27 +54,22 @@ def read_settings(config: Any) -> Settings:
     """
     if not isinstance(config, dict) or not isinstance(config.get("base_model"), str):
         raise ValueError("axolotl's config names no base_model: add base_model: FOLDER, or a name of the hub")
-    if not isinstance(config.get("plugins"), list | None):
-        raise ValueError(f"axolotl's config says plugins: {config['plugins']}: use a list")
-    for name in ("diff_attention", *FLAGS):
-        if config.get(name) not in (None, True, False):
-            raise ValueError(f"axolotl's config says {name}: {config[name]}: use true or false")
+    for name, kind in TYPES.items():
+        if not isinstance(config.get(name), kind | None):
+            raise ValueError(f"axolotl's config says {name}: {config[name]}: use a {kind.__name__}")
     flags = {name: default if config.get(name) is None else config[name] for name, default in FLAGS.items()}
-    for other in ("split_heads", "mirror_weights"):
-        if flags["zero_init"] and flags[other]:
-            raise ValueError(f"axolotl's config asks for zero_init and {other}, which exclude each other: drop one")
-    flag = next((name for name in CONVERSIONS if flags[name]), None)
-    how, *notes = CONVERSIONS[flag] if flag else (Conversion(init="open", second="random"),)
-    how, notes = replace(how, sublayer_norm=flags["sublayer_norm"]), notes + [NORM_NOTE] * flags["sublayer_norm"]
+    if flags["zero_init"] and (flags["split_heads"] or flags["mirror_weights"]):
+        raise ValueError("axolotl's config asks for zero_init beside split_heads or mirror_weights: drop one")
+    default = Conversion(init="open", second="random")
+    how = next((how for flag, how in CONVERSIONS.items() if flags[flag]), default)
+    how = replace(how, sublayer_norm=flags["sublayer_norm"])
     if config.get("diff_attention"):
-        how, notes = Conversion(to="same"), ["diff_attention: true says that the base model is converted already"]
-    read = {*FLAGS, *TRAINING, "base_model", "diff_attention", "plugins", "output_dir"}
-    unread = sorted(map(str, set(config) - read))  # YAML reads a key `on` as a boolean
-    return Settings(config["base_model"], how, _training(config, how), notes, unread)
+        how = Conversion(to="same")
+    return Settings(config, config["base_model"], how, _training(config, how))
 
 
 def written_settings(config: dict[str, Any], model: str) -> dict[str, Any]:
-    """config.yml of a converted model, which lies in the folder `model`: what axolotl's own converter writes back."""
+    """config.yml of a converted model, which lies in the folder `model`: what axolotl's converter writes back."""
     plugins = [plugin for plugin in config.get("plugins") or [] if plugin != PLUGIN]
     kept = {key: value for key, value in config.items() if key not in FLAGS}
     return kept | {"base_model": model, "plugins": [*plugins, PLUGIN], "diff_attention": True}
@@ -95,17 +83,18 @@ def _training(config: dict[str, Any], how: Conversion) -> dict[str, float]:
         try:
             value = float(config[key])  # YAML reads 1e-4 as a text
             fields[field] = int(value) if value.is_integer() else value
-        except (TypeError, ValueError, OverflowError):
+        except (TypeError, ValueError):
             raise ValueError(f"axolotl's config says {key}: {config[key]}: use a number") from None
     return fields
 
 
-class Axolotl(Llama):
+class Axolotl(DiffLlama):
     """LlamaDifferentialForCausalLM. It is read and written by axolotl's plugin, not by transformers alone."""
 
-    architecture, model_type, letter = "LlamaDifferentialForCausalLM", "llama-differential", "d"
+    architecture, model_type = "LlamaDifferentialForCausalLM", "llama-differential"
+    also = "LlamaDifferentialModel"  # what axolotl's converter writes for the same class
     options = {"qk_norm": (False,), "scale_norm": (False,), "head_norm": ("affine", "plain", "none")}
-    also = ("LlamaDifferentialModel",)  # what axolotl's converter writes for the same class
+    defaults, bias_keys = Llama.defaults, Llama.bias_keys
     block_names = DiffLlama.block_names | {"attention.head_norm": "self_attn.subln"}
 
     def our_config(self, config: dict[str, Any]) -> DecoderConfig:
@@ -118,11 +107,8 @@ class Axolotl(Llama):
         return super().their_config(cfg) | {"zero_init": False, "mirror_weights": False} | flags
 
     def refusal(self, model: Decoder) -> str | None:
-        cfg = model.cfg
-        if (why := super().refusal(model)) is not None:
-            return why
-        wide = cfg.head_dim * cfg.n_head != cfg.d_model
-        return "its heads have a width of their own, which axolotl ignores" if wide else None
+        fits = model.cfg.head_dim * model.cfg.n_head == model.cfg.d_model
+        return super().refusal(model) or (None if fits else "its heads do not make up its width, as axolotl assumes")
 
     def read(self, config: dict[str, Any], weights: Weights) -> tuple[DecoderConfig, dict[str, Tensor]]:
         layers = range(self.our_config(config).filled().n_layer)
@@ -136,17 +122,15 @@ class Axolotl(Llama):
         return cfg, state
 
     def to_ours(self, state: dict[str, Tensor], cfg: DecoderConfig) -> dict[str, Tensor]:
-        change_rows(state, _paired(cfg), lambda rows: heads_in_pairs(rows, cfg.head_dim))
         for layer in range(cfg.n_layer):
-            prefix = f"blocks.{layer}.attention."
-            state[f"{prefix}out.weight"] = state[f"{prefix}out.weight"] / (1 - scheduled(layer))
-            state[f"{prefix}lambda_mix"] = torch.ones(())
-        return state
+            out = f"blocks.{layer}.attention.out.weight"
+            state[out] = state[out] / (1 - scheduled(layer))
+        return super().to_ours(state, cfg)
 
     def to_theirs(self, model: Decoder) -> dict[str, Tensor]:
         """Our tensors in axolotl's order. If lambda has no vectors or is in a warm-up, new vectors give its value."""
-        state = super().to_theirs(model)
-        change_rows(state, _paired(model.cfg), lambda rows: heads_in_halves(rows, model.cfg.head_dim))
+        state = Llama.to_theirs(self, model)
+        change_rows(state, self.halves(model.cfg), lambda rows: heads_in_halves(rows, model.cfg.head_dim))
         for layer, block in enumerate(model.blocks):
             attention, prefix = block.attention, f"blocks.{layer}.attention."
             state[f"{prefix}out.weight"] = state[f"{prefix}out.weight"] * attention.head_scale
@@ -159,8 +143,3 @@ class Axolotl(Llama):
         for layer, block in enumerate(model.blocks):
             tensors[f"model.layers.{layer}.self_attn.lambda_init"] = torch.tensor(float(block.attention.lambda_init))
         return config, tensors
-
-
-def _paired(cfg: DecoderConfig) -> tuple[str, ...]:
-    """The projections whose heads axolotl has in another order."""
-    return ("q", "k", "v") if cfg.diff.heads == "half" else ("q", "k")

@@ -32,18 +32,18 @@ class DiffLlama(Llama):
         return super().their_config(cfg) | {"attention_dropout": 0.0}  # DiffLlama refuses any other value
 
     def refusal(self, model: Decoder) -> str | None:
-        # Llama's own reasons are left out: transformers takes a DiffLlama whose heads do not divide its width.
-        return Format.refusal(self, model)
+        return Format.refusal(self, model)  # without Llama's: the heads of a DiffLlama need not divide its width
+
+    def halves(self, cfg: DecoderConfig) -> tuple[str, ...]:
+        """The projections whose heads lie in two halves."""
+        return ("q", "k", "v") if cfg.diff.heads == "half" else ("q", "k")
 
     def to_ours(self, state: dict[str, Tensor], cfg: DecoderConfig) -> dict[str, Tensor]:
-        change_rows(state, ("q", "k", "v"), lambda rows: heads_in_pairs(rows, cfg.head_dim))
+        change_rows(state, self.halves(cfg), lambda rows: heads_in_pairs(rows, cfg.head_dim))
         return state | {f"blocks.{layer}.attention.lambda_mix": torch.ones(()) for layer in range(cfg.n_layer)}
 
     def to_theirs(self, model: Decoder) -> dict[str, Tensor]:
-        """Our tensors in DiffLlama's order. `out` and the vectors of lambda take up what DiffLlama has no place for.
-
-        That is the weight of our head norm, and another lambda_init, form or warm-up of lambda than DiffLlama's.
-        """
+        """Our tensors in DiffLlama's order. `out` takes up the weight of our head norm; vectors, any other lambda."""
         state, width = super().to_theirs(model), model.cfg.head_dim
         change_rows(state, ("q", "k", "v"), lambda rows: heads_in_halves(rows, width))
         for layer, block in enumerate(model.blocks):
@@ -56,7 +56,7 @@ class DiffLlama(Llama):
 
 
 def new_vectors(attention: DiffAttention, start: float) -> dict[str, Tensor]:
-    """Vectors with exp(q1.k1) - exp(q2.k2) + start = lambda, one exponential being 1; none if the attention's own fit."""
+    """Vectors with exp(q1.k1) - exp(q2.k2) + start = lambda, one exponential being 1; none if those of the attention fit."""
     finished = attention.lambda_form == "vectors" and attention.lambda_mix == 1
     if finished and abs(attention.lambda_init - start) < 1e-9:
         return {}

@@ -26,29 +26,22 @@ def local_folder(name: str | Path) -> Path:
         from huggingface_hub import snapshot_download
 
         return Path(snapshot_download(str(name), allow_patterns=HUB_FILES))
-    except ModuleNotFoundError:
-        raise ValueError(f"there is no folder {name}; for a model of the hub, pip install huggingface_hub") from None
     except Exception as error:  # the errors of the hub and of the http library have no common class
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        wrong = f"there is no folder {name}, and the hub did not give it ({reason})"
-        raise ValueError(f"{wrong}: correct the name, or download it and give its folder") from None
+        raise ValueError(f"there is no folder {name}, nor did the hub give it ({reason}): correct the name") from None
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The content of the folder's config.json. ValueError if it is missing, damaged, or of quantized weights."""
+    """The content of the folder's config.json. ValueError if it is missing or damaged."""
     file = path / "config.json"
     if not file.is_file():
-        adapter = (path / "adapter_config.json").exists()
-        fix = "merge the adapter into its model (peft's merge_and_unload)" if adapter else "give what save_pretrained wrote"
-        raise ValueError(f"{path} has no config.json: {fix}")
+        raise ValueError(f"{path} has no config.json: give what save_pretrained wrote")
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
         config = None
     if not isinstance(config, dict):
         raise ValueError(f"{file} is not JSON, or not a JSON object: {SAVE_AGAIN}")
-    if config.get("quantization_config"):
-        raise ValueError(f"{path} holds quantized weights: give the folder of the model in float32, bfloat16 or float16")
     return config
 
 
@@ -57,10 +50,9 @@ def number(config: dict[str, Any], key: str, defaults: dict[str, float | None], 
     value = config.get(key)
     if value is None and key in defaults:
         return defaults[key]
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e300:
-        raise ValueError(f"config.json lacks a finite number for {key}: copy the model's own config.json into the folder")
-    if whole and value != value // 1:
-        raise ValueError(f"config.json says {key}={value}, not a whole number: copy the model's own config.json")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e300 or (whole and value % 1):
+        kind = "a whole number" if whole else "a finite number"
+        raise ValueError(f"config.json says {key}={value}, not {kind}: copy the model's config.json into the folder")
     return int(value) if whole else value
 
 
@@ -80,8 +72,6 @@ class Weights:
         for file in _weight_files(path):
             try:
                 tensors = load_file(file)
-            except FileNotFoundError:
-                raise ValueError(f"{path} lacks {file.name}, which its index lists: copy the whole folder again") from None
             except (SafetensorError, OSError) as error:
                 raise ValueError(f"{file} cannot be read ({error}): copy the folder again") from None
             # torch.compile puts _orig_mod before the names of what it compiles.
@@ -96,13 +86,9 @@ class Weights:
             raise ValueError(f"{self.path} lacks the tensor {name} that its config.json asks for: {SAVE_AGAIN}")
         return self.tensors.pop(name)
 
-    def drop(self, pattern: str) -> None:
-        """Remove the tensors whose whole name matches the regular expression `pattern`."""
-        self.tensors = {name: tensor for name, tensor in self.tensors.items() if not re.fullmatch(pattern, name)}
-
-    def drop_copies(self, pattern: str, embedding: Tensor) -> None:
-        """Remove output heads, by the regular expression of their names. ValueError for one that is not the embedding."""
-        for name in [name for name in self.tensors if re.fullmatch(pattern, name)]:
+    def drop_copies(self, embedding: Tensor) -> None:
+        """Remove output heads beside a tied embedding. ValueError for one that is not the embedding."""
+        for name in self.tensors.keys() & {"lm_head.weight", "decoder.head.weight"}:
             if not self.tensors.pop(name).equal(embedding):
                 wrong = f"{self.path} holds {name}, which differs from the embedding, but its config.json ties the two"
                 raise ValueError(f'{wrong}: write "tie_word_embeddings": false into config.json')
@@ -110,20 +96,19 @@ class Weights:
     def refuse_leftovers(self) -> None:
         """ValueError if a tensor was not taken."""
         if self.tensors:
-            some = ", ".join(sorted(self.tensors)[:3])
-            wrong = f"{self.path} holds {len(self.tensors)} tensors that its config.json does not ask for ({some})"
-            raise ValueError(f"{wrong}: {SAVE_AGAIN}")
+            wrong = f"{len(self.tensors)} tensors that its config.json does not ask for ({min(self.tensors)}, ..)"
+            raise ValueError(f"{self.path} holds {wrong}: {SAVE_AGAIN}")
 
 
 def _weight_files(path: Path) -> list[Path]:
     if (path / WEIGHTS).is_file():  # beside an index that a save in parts left, transformers reads this file, too
         return [path / WEIGHTS]
-    if (path / INDEX).is_file():
-        try:
-            names = set(json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
-            return [path / Path(name).name for name in sorted(names)]
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            raise ValueError(f"{path / INDEX} is damaged: {SAVE_AGAIN}") from None
-    pickled = [file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in path.glob(pattern)]
-    wrong = f"only pickled weights ({pickled[0]}), which can run code when loaded" if pickled else f"no {WEIGHTS}"
-    raise ValueError(f"{path} has {wrong}: {SAVE_AGAIN}")
+    if not (path / INDEX).is_file():
+        pickled = [file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in path.glob(pattern)]
+        wrong = f"only pickled weights ({pickled[0]}), which can run code when loaded" if pickled else f"no {WEIGHTS}"
+        raise ValueError(f"{path} has {wrong}: {SAVE_AGAIN}")
+    try:
+        names = set(json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
+        return [path / Path(name).name for name in sorted(names)]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise ValueError(f"{path / INDEX} is damaged: {SAVE_AGAIN}") from None

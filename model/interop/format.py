@@ -1,5 +1,6 @@
 """A format is one architecture of transformers: tables of its names beside ours, which importing and exporting both read."""
 
+import re
 from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any, ClassVar
@@ -14,28 +15,31 @@ from .folder import SAVE_AGAIN, Weights, number
 
 
 class Format:
-    """The tables of one architecture, read both ways. "Ours" is our decoder's, "theirs" is the architecture's.
+    """The tables of one architecture, read both ways. `to_ours` and `to_theirs` rearrange rows that lie in another order.
 
-    A subclass fills in the tables; where rows lie in another order, its `to_ours` and `to_theirs` rearrange them. An entry
-    with several of our names, with blanks between them, is one tensor of theirs that holds their rows in that order.
+    "Ours" are names of our decoder, "foreign" ones those of the architecture. An entry with several of our names, with blanks
+    between them, is one foreign tensor that holds their rows in that order.
     """
 
     architecture: ClassVar[str]  # the class that config.json names
-    also: ClassVar[tuple[str, ...]] = ()  # other class names of the same architecture
+    also: ClassVar[str] = ""  # another class name of the same architecture
     model_type: ClassVar[str]
     letter: ClassVar[str] = "b"  # of our attention variant
     parts: ClassVar[dict[str, tuple[str, ...]]]  # field of DecoderConfig: the values that the architecture can compute
     options: ClassVar[dict[str, tuple]] = {}  # option of the variant: the values that the architecture can compute
     settings: ClassVar[dict[str, str]]  # number in config.json: field of DecoderConfig
     defaults: ClassVar[dict[str, float | None]]  # of the numbers that config.json may leave out; None: DecoderConfig's
-    names: ClassVar[dict[str, str]]  # our module, or parameter: theirs
+    names: ClassVar[dict[str, str]]  # our module, or parameter: the foreign one
     blocks: ClassVar[str]  # prefix of their names in block {}
-    block_names: ClassVar[dict[str, str]]  # our module, or parameter, in a block: theirs
+    block_names: ClassVar[dict[str, str]]  # our module, or parameter, in a block: the foreign one
     transposed: ClassVar[tuple[str, ...]] = ()  # ends of the names of their tensors that are (in, out)
+    always_biased: ClassVar[tuple[str, ...]] = ()  # parts of the names of modules that have biases
+    bias_keys: ClassVar[dict[str, tuple[str, ...]]] = {}  # key of config.json: the same, if it is true
+    outdated: ClassVar[str] = ""  # regular expression of tensors that only older versions saved
 
     def our_config(self, config: dict[str, Any]) -> DecoderConfig:
         """Our configuration for a config.json. ValueError for a function that our decoder cannot compute."""
-        fields = {ours: number(config, theirs, self.defaults, ours != "norm_eps") for theirs, ours in self.settings.items()}
+        fields = {ours: number(config, foreign, self.defaults, ours != "norm_eps") for foreign, ours in self.settings.items()}
         fields |= {field: allowed[0] for field, allowed in self.parts.items()}
         if self.options:
             variant = VARIANTS[self.letter]
@@ -43,9 +47,9 @@ class Format:
         return DecoderConfig(layers=self.letter, match="none", **fields)
 
     def their_config(self, cfg: DecoderConfig) -> dict[str, Any]:
-        """The content of config.json for a decoder's configuration whose derived fields are filled in."""
+        """The content of config.json for a configuration whose derived fields are filled in."""
         about = {"architectures": [self.architecture], "model_type": self.model_type, "tie_word_embeddings": cfg.tie}
-        return about | {theirs: getattr(cfg, ours) for theirs, ours in self.settings.items()}
+        return about | {foreign: getattr(cfg, ours) for foreign, ours in self.settings.items()}
 
     def refusal(self, model: Decoder) -> str | None:
         """Why this format cannot hold the function of `model`; None if it can."""
@@ -55,83 +59,76 @@ class Format:
         if cfg.window is not None and "window" not in self.settings.values():
             return f"its queries see a window of {cfg.window} keys"
         if cfg.document_mask:
-            return "its tokens see their own document only"
+            return "its tokens see no other document"
         group = VARIANTS[self.letter].name
         allowed = self.parts | {f"{group}.{name}": values for name, values in self.options.items()}
         for field, values in allowed.items():
             if (value := attrgetter(field)(cfg)) not in values:
                 return f"it has {field}={value}; the format allows {' or '.join(map(str, values))}"
         state = model.state_dict()
-        for shapes, theirs in self._table(cfg, self.their_config(cfg)):
-            if theirs is None and any(state[name].any() for name in shapes):
+        for shapes, foreign in self._table(cfg, self.their_config(cfg)):
+            if foreign is None and any(state[name].any() for name in shapes):
                 return f"it has {', '.join(shapes)}, for which this format has no place"
         return None
 
     def biased(self, config: dict[str, Any]) -> tuple[str, ...]:
-        """Parts of names: a module of theirs has biases if its name contains one of these."""
-        return ()
-
-    def clean(self, weights: Weights) -> None:
-        """Give the tensors of older folders the names of today."""
+        """Parts of names: a foreign module has biases if its name contains one of these."""
+        return (*self.always_biased, *(part for key, parts in self.bias_keys.items() if config.get(key) for part in parts))
 
     def to_ours(self, state: dict[str, Tensor], cfg: DecoderConfig) -> dict[str, Tensor]:
-        """Our state dict, from tensors with our names and shapes whose rows are in the architecture's order."""
+        """Tensors with our names and shapes, from the architecture's order of rows to ours."""
         return state
 
     def to_theirs(self, model: Decoder) -> dict[str, Tensor]:
-        """The tensors of `model` under our names, with rows in the architecture's order."""
+        """The tensors of `model` under our names, in the architecture's order of rows."""
         return model.state_dict()
-
-    def files(self) -> dict[str, str]:
-        """Text files that the folder needs beside config.json and the weights, by name."""
-        return {}
 
     def read(self, config: dict[str, Any], weights: Weights) -> tuple[DecoderConfig, dict[str, Tensor]]:
         """Our configuration and state dict. ValueError if the tensors are not those that config.json asks for."""
         cfg = self.our_config(config).filled()
-        self.clean(weights)
+        weights.tensors = {name: t for name, t in weights.tensors.items() if not re.fullmatch(self.outdated, name)}
         state: dict[str, Tensor] = {}
-        for shapes, theirs in self._table(cfg, config):
-            state |= self._rows(shapes, weights, theirs) if theirs else _zeros(shapes)
+        for shapes, foreign in self._table(cfg, config):
+            state |= self._rows(shapes, weights, foreign) if foreign else _zeros(shapes)
         if cfg.tie:
             state["head.weight"] = state["embedding.weight"]
-            weights.drop_copies(r"(lm_|decoder\.)head\.weight", state["head.weight"])
+            weights.drop_copies(state["head.weight"])
         weights.refuse_leftovers()
         return cfg, self.to_ours(state, cfg)
 
     def write(self, model: Decoder) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """The content of config.json and the tensors of `model`, which `refusal` has not refused."""
+        """The content of config.json, and the tensors of `model`."""
         config, state = self.their_config(model.cfg), self.to_theirs(model)
         tensors: dict[str, Tensor] = {}
-        for shapes, theirs in self._table(self.our_config(config).filled(), config):
-            if theirs:
+        for shapes, foreign in self._table(self.our_config(config).filled(), config):
+            if foreign:
                 rows = [state.get(name, zeros) for name, zeros in _zeros(shapes).items()]
                 tensor = torch.cat(rows) if len(rows) > 1 else rows[0]
-                tensors[theirs] = tensor.T if theirs.endswith(self.transposed) else tensor
+                tensors[foreign] = tensor.T if foreign.endswith(self.transposed) else tensor
         return config, tensors
 
     def modules(self, cfg: DecoderConfig) -> Iterator[tuple[list[str], str]]:
-        """Our names of every module or parameter, and theirs."""
-        for ours, theirs in self.names.items():
-            yield ours.split(), theirs
+        """Our names of every module or parameter, and the foreign ones."""
+        for ours, foreign in self.names.items():
+            yield ours.split(), foreign
         for layer in range(cfg.n_layer):
-            for ours, theirs in self.block_names.items():
-                yield [f"blocks.{layer}.{name}" for name in ours.split()], self.blocks.format(layer) + theirs
+            for ours, foreign in self.block_names.items():
+                yield [f"blocks.{layer}.{name}" for name in ours.split()], self.blocks.format(layer) + foreign
 
     def _table(self, cfg: DecoderConfig, config: dict[str, Any]) -> Iterator[tuple[dict[str, torch.Size], str | None]]:
         """Our tensors with their shapes, and the architecture's tensor that holds their rows; None: it has no such tensor."""
         ours, biased = tensor_shapes(cfg), self.biased(config)
-        for modules, theirs in self.modules(cfg):
+        for modules, foreign in self.modules(cfg):
             for kind in ("", ".weight", ".bias"):  # "" is for the name of a parameter
                 shapes = {module + kind: ours[module + kind] for module in modules if module + kind in ours}
                 if shapes and not (cfg.tie and "head.weight" in shapes):
-                    absent = kind == ".bias" and not any(text in theirs for text in biased)
-                    yield shapes, None if absent else theirs + kind
+                    absent = kind == ".bias" and not any(text in foreign for text in biased)
+                    yield shapes, None if absent else foreign + kind
 
-    def _rows(self, shapes: dict[str, torch.Size], weights: Weights, theirs: str) -> dict[str, Tensor]:
-        """Our tensors of these shapes, of which the tensor `theirs` holds the rows. ValueError if the shapes differ."""
-        tensor = weights.take(theirs)
-        tensor = tensor.transpose(0, -1) if theirs.endswith(self.transposed) else tensor
+    def _rows(self, shapes: dict[str, torch.Size], weights: Weights, foreign: str) -> dict[str, Tensor]:
+        """Our tensors of these shapes, of which the tensor `foreign` holds the rows. ValueError if the shapes differ."""
+        tensor = weights.take(foreign)
+        tensor = tensor.transpose(0, -1) if foreign.endswith(self.transposed) else tensor
         first, *more = shapes.values()
         whole = (sum(shape[0] for shape in shapes.values()), *first[1:]) if more else first
         if tensor.shape != whole:
@@ -142,13 +139,9 @@ class Format:
 
 
 def tensor_shapes(cfg: DecoderConfig) -> dict[str, torch.Size]:
-    """The shapes of our decoder's tensors. ValueError: the configuration has impossible sizes."""
-    try:
-        with torch.device("meta"):
-            return {name: tensor.shape for name, tensor in Decoder(cfg).state_dict().items()}
-    except (TypeError, RuntimeError) as error:
-        reason = " ".join(str(error).split())[:100]
-        raise ValueError(f"config.json does not describe a model ({reason}): {SAVE_AGAIN}") from None
+    """The shapes of our decoder's tensors."""
+    with torch.device("meta"):
+        return {name: tensor.shape for name, tensor in Decoder(cfg).state_dict().items()}
 
 
 def _zeros(shapes: dict[str, torch.Size]) -> dict[str, Tensor]:

@@ -3,6 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
+from torch import Tensor
+
 from ..config import DecoderConfig
 from ..decoder import Decoder
 from .folder import Weights, allow_only
@@ -32,6 +34,8 @@ class GPT2(Format):
         "mlp_norm": "ln_2", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj",
     }  # fmt: skip
     transposed = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+    always_biased = ("transformer.h.", "transformer.ln_f")  # all but the embeddings and the head
+    outdated = r"transformer\.h\.\d+\.attn\.(masked_)?bias"  # the causal mask
 
     def our_config(self, config: dict[str, Any]) -> DecoderConfig:
         allow_only(config, scale_attn_weights=(True,), scale_attn_by_inverse_layer_idx=(False,), add_cross_attention=(False,))
@@ -40,19 +44,16 @@ class GPT2(Format):
         return replace(cfg, d_ff=cfg.d_ff or 4 * cfg.d_model, mlp=mlp, bias=True, tie=config.get("tie_word_embeddings", True))
 
     def their_config(self, cfg: DecoderConfig) -> dict[str, Any]:
-        activation = next(theirs for theirs, ours in ACTIVATIONS.items() if ours == cfg.mlp)
+        activation = next(foreign for foreign, ours in ACTIVATIONS.items() if ours == cfg.mlp)
         dropout = {"embd_pdrop": cfg.dropout, "resid_pdrop": cfg.dropout, "attn_pdrop": cfg.attention_dropout}
         return super().their_config(cfg) | dropout | {"activation_function": activation}
 
     def refusal(self, model: Decoder) -> str | None:
         cfg = model.cfg
         fits = cfg.n_kv_head == cfg.n_head and cfg.head_dim * cfg.n_head == cfg.d_model
-        return super().refusal(model) or (None if fits else "its keys are grouped or its heads have a width of their own")
+        return super().refusal(model) or (None if fits else "its keys are grouped, or its heads do not make up its width")
 
-    def biased(self, config: dict[str, Any]) -> tuple[str, ...]:
-        return ("transformer.h.", "transformer.ln_f")  # all but the embeddings and the head
-
-    def clean(self, weights: Weights) -> None:
-        known = ("transformer.", "lm_head.")
+    def read(self, config: dict[str, Any], weights: Weights) -> tuple[DecoderConfig, dict[str, Tensor]]:
+        known = ("transformer.", "lm_head.")  # older versions left the first one out
         weights.tensors = {k if k.startswith(known) else f"transformer.{k}": tensor for k, tensor in weights.tensors.items()}
-        weights.drop(r"transformer\.h\.\d+\.attn\.(masked_)?bias")  # the causal mask, which older versions saved
+        return super().read(config, weights)

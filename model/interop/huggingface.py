@@ -17,12 +17,12 @@ from .folder import Weights, local_folder, read_config
 from .format import Format
 from .gpt2 import GPT2
 from .llama import Llama
-from .relatives import UNLIKE, Mistral, Olmo2, Phi3, Qwen2, Qwen3
-from .remote import Remote, Safetensors
+from .relatives import Mistral, Olmo2, Phi3, Qwen2, Qwen3
+from .remote import Remote, flattened
 
 FORMATS: dict[str, Format] = {
     "diffllama": DiffLlama(), "llama": Llama(), "gpt2": GPT2(), "mistral": Mistral(), "qwen2": Qwen2(), "qwen3": Qwen3(),
-    "olmo2": Olmo2(), "phi3": Phi3(), "remote": Remote(), "safetensors": Safetensors(), "axolotl": Axolotl(),
+    "olmo2": Olmo2(), "phi3": Phi3(), "remote": Remote(), "axolotl": Axolotl(),
 }  # fmt: skip
 
 
@@ -38,16 +38,14 @@ class Export(NamedTuple):
 def read_folder(folder: str | Path) -> tuple[DecoderConfig, dict[str, Tensor]]:
     """The model in `folder`, or of that name on the Hugging Face hub, as (configuration, float32 state dict).
 
-    `Decoder(cfg).load_state_dict(state)` computes the logits that transformers computes. ValueError: no such folder, no weights
-    or pickled ones, another architecture, a function that our decoder lacks, tensors that are not those of the configuration.
+    ValueError: no such folder, no weights or pickled ones, another architecture, a function that our decoder lacks, tensors
+    that are not those of the configuration.
     """
     path = local_folder(folder)
     config = read_config(path)
-    readers = {name: form for form in FORMATS.values() for name in (form.architecture, *form.also)}
+    readers = {name: form for form in FORMATS.values() for name in (form.architecture, form.also) if name}
     names = config.get("architectures")
     architecture = str(names[0]) if isinstance(names, list) and names else "(none)"
-    if architecture in UNLIKE:
-        raise ValueError(f"{path} is a {architecture}, and {UNLIKE[architecture]}: use another model")
     if architecture not in readers:
         raise ValueError(f"{path} is a {architecture}: only {', '.join(readers)} can be read")
     return readers[architecture].read(config, Weights(path))
@@ -56,7 +54,7 @@ def read_folder(folder: str | Path) -> tuple[DecoderConfig, dict[str, Tensor]]:
 def export(model: Decoder, to: str | None = None, eot: int | None = None) -> Export:
     """`model`, on the CPU, in the format `to`. None: a model of transformers that computes the same function, else remote.
 
-    remote: with our modeling code, loaded with trust_remote_code=True, for every variant. safetensors: the same without code.
+    remote: with our modeling code, loaded with trust_remote_code=True, for every variant.
     axolotl: `diff` stacks, for axolotl with its plugin. eot: the token that begins and ends documents. ValueError: the function
     has no counterpart in `to`, with the reason.
     """
@@ -68,4 +66,4 @@ def export(model: Decoder, to: str | None = None, eot: int | None = None) -> Exp
     config, tensors = FORMATS[to].write(model)
     config |= {"bos_token_id": eot, "eos_token_id": eot, "dtype": "float32"}
     tensors = {name: tensor.detach().float().contiguous() for name, tensor in tensors.items()}
-    return Export(to, config, tensors, FORMATS[to].files())
+    return Export(to, config, tensors, flattened() if to == "remote" else {})

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..config import DecoderConfig
 from ..decoder import Decoder
 from ..rotary import RopeScaling
-from .folder import Weights, allow_only, number
+from .folder import allow_only, number
 from .format import Format
 from .rows import change_rows, half_from_interleaved
 
@@ -36,12 +36,14 @@ class Llama(Format):
     block_names = {
         "attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm", "mlp.gate": "mlp.gate_proj",
         "mlp.up": "mlp.up_proj", "mlp.down": "mlp.down_proj",
-    } | {f"attention.{ours}": f"self_attn.{theirs}" for theirs, ours in LLAMA.items()}  # fmt: skip
-    bias_keys = {"attention_bias": (".self_attn.",), "mlp_bias": (".mlp.",)}  # key of config.json: the biased modules
-    always_biased: tuple[str, ...] = ()  # modules that have biases in any case
+    } | {f"attention.{ours}": f"self_attn.{foreign}" for foreign, ours in LLAMA.items()}  # fmt: skip
+    bias_keys = {"attention_bias": (".self_attn.",), "mlp_bias": (".mlp.",)}
     scalings: tuple[str, ...] = ("none", "linear", "llama3")  # kinds of RoPE
+    absent: dict[str, Any] = {}  # values of keys that config.json leaves out
+    outdated = r".*rotary_emb\.inv_freq"
 
     def our_config(self, config: dict[str, Any]) -> DecoderConfig:
+        config = self.absent | config
         if "window" not in self.settings.values():
             allow_only(config, sliding_window=(None,))
         allow_only(config, hidden_act=("silu", "swish"), partial_rotary_factor=(1, None))
@@ -69,14 +71,7 @@ class Llama(Format):
             return why
         if cfg.rope_scaling.kind not in self.scalings:
             return f"it has rope_scaling.kind={cfg.rope_scaling.kind}; the format allows {' or '.join(self.scalings)}"
-        why = f"its {cfg.n_head} heads do not divide its width {cfg.d_model}, which transformers refuses"
-        return why if cfg.d_model % cfg.n_head else None
-
-    def biased(self, config: dict[str, Any]) -> tuple[str, ...]:
-        return (*self.always_biased, *(part for key, parts in self.bias_keys.items() if config.get(key) for part in parts))
-
-    def clean(self, weights: Weights) -> None:
-        weights.drop(r".*rotary_emb\.inv_freq")  # which older versions saved with the weights
+        return f"its {cfg.n_head} heads do not divide its width {cfg.d_model}" if cfg.d_model % cfg.n_head else None
 
     def to_theirs(self, model: Decoder) -> dict[str, Tensor]:
         state = dict(model.state_dict())
@@ -96,28 +91,21 @@ SCALING_KEYS = {
 
 
 def _rope(config: dict[str, Any], kinds: tuple[str, ...]) -> tuple[float, RopeScaling]:
-    """The base of RoPE and its scaling; `rope_parameters` holds both since transformers 5. ValueError for other kinds.
-
-    If `rope_scaling` is there too, transformers 5 reads it alone.
-    """
-    key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-    rope = config.get(key) or {}
+    """The base of RoPE and its scaling. As transformers 5: `rope_scaling` if it is there, else `rope_parameters`."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(rope, dict):
-        raise ValueError(f"config.json says {key}={rope}, not a mapping: copy the model's own config.json into the folder")
-    kind = str(rope.get("rope_type", rope.get("type", "default")))
-    kind = "none" if kind == "default" else kind
+        raise ValueError(f"config.json says {rope} of its RoPE, not a mapping: copy the model's config.json")
+    kind = str(rope.get("rope_type", rope.get("type", "default"))).replace("default", "none")
     if kind not in kinds or rope.get("partial_rotary_factor", 1) != 1:
-        asked, *known = (name.replace("none", "default") for name in (kind, *kinds))
-        has = f"for this architecture our decoder has only {' or '.join(known)} RoPE, over the whole width of a head"
-        raise ValueError(f"config.json asks for {asked} RoPE ({json.dumps(rope)}), but {has}: use another model")
+        known = f"kinds {', '.join(kinds)}, over the whole width of a head"
+        raise ValueError(f"config.json has {kind} RoPE ({json.dumps(rope)}); our decoder has {known}: use another model")
     theta = number({"rope_theta": config.get("rope_theta")} | rope, "rope_theta", {"rope_theta": 10000.0})
     values = {"original_max_position_embeddings": config.get("max_position_embeddings")} | rope
     keys = SCALING_KEYS.get(kind, {})
-    return float(theta), RopeScaling(kind, **{ours: number(values, theirs, {}) for theirs, ours in keys.items()})
+    return float(theta), RopeScaling(kind, **{ours: number(values, foreign, {}) for foreign, ours in keys.items()})
 
 
 def _rope_keys(cfg: DecoderConfig) -> dict[str, Any]:
-    """`rope_parameters` of config.json."""
     scaling, kind = asdict(cfg.rope_scaling), cfg.rope_scaling.kind
-    keys = {theirs: scaling[ours] for theirs, ours in SCALING_KEYS.get(kind, {}).items()}
+    keys = {foreign: scaling[ours] for foreign, ours in SCALING_KEYS.get(kind, {}).items()}
     return {"rope_type": "default" if kind == "none" else kind, "rope_theta": cfg.rope_theta} | keys

@@ -21,7 +21,7 @@ from ..decoder import Decoder
 
 
 class VariantConfig(PretrainedConfig):
-    """`stack` holds the fields of our DecoderConfig. The tools of transformers read other names, set from `stack`."""
+    """`stack` holds the fields of our DecoderConfig; the others are for the tools of transformers."""
 
     model_type = "attention_variants"
 
@@ -56,10 +56,7 @@ class VariantForCausalLM(PreTrainedModel, GenerationMixin):
     def _init_weights(self, module: nn.Module) -> None:
         """Called for a module of which a checkpoint lacks weights; transformers has only reserved memory for them."""
         name = next(name for name, one in self.named_modules() if one is module)
-        fix = (
-            "leave out tie_word_embeddings, or save the whole model again, without the _orig_mod of torch.compile in its names"
-        )
-        raise ValueError(f"the checkpoint lacks weights of {name}: {fix}")
+        raise ValueError(f"the checkpoint lacks weights of {name}: leave out tie_word_embeddings, or save it whole")
 
     @property
     def gradient_checkpointing(self) -> bool:
@@ -99,10 +96,10 @@ class VariantForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep: int = 0,
         **others: Any,
     ) -> CausalLMOutputWithPast:
-        """input_ids (B, T) -> logits (B, T, V), or those of the last `logits_to_keep` tokens; labels -100 are not scored.
+        """input_ids (B, T) -> logits (B, T, V), or those of the last `logits_to_keep` tokens.
 
-        attention_mask (B, S): 0 marks padding, S counting the cached tokens. position_ids (B, T): where they start again,
-        another document begins, and its tokens see it alone.
+        attention_mask (B, S): 0 marks padding, S counting the cached tokens. position_ids (B, T): documents begin where these
+        start again.
         """
         if input_ids is None or others.get("inputs_embeds") is not None:
             raise ValueError("this model takes input_ids only: give input_ids, and leave out inputs_embeds")
@@ -112,9 +109,8 @@ class VariantForCausalLM(PreTrainedModel, GenerationMixin):
         if past_key_values is None and use_cache and not self.training:
             past_key_values = DynamicCache()
         cache = None if past_key_values is None else _Cache(past_key_values, self.config.num_hidden_layers)
-        S = input_ids.shape[1] + (cache.length if cache else 0)
-        first = max(S - logits_to_keep, S - input_ids.shape[1])
-        rows = torch.arange(first, S, device=input_ids.device) if logits_to_keep else None
+        T, S = input_ids.shape[1], input_ids.shape[1] + (cache.length if cache else 0)
+        rows = torch.arange(S - min(logits_to_keep, T), S, device=input_ids.device) if logits_to_keep else None
         keys = self._keys(attention_mask)
         documents = self._documents(input_ids, position_ids, keys, cache is not None)
         logits = self.decoder(input_ids, cache=cache, documents=documents, keys=keys, rows=rows)
@@ -144,11 +140,9 @@ class VariantForCausalLM(PreTrainedModel, GenerationMixin):
         if not begins.any():
             return None
         if cached or self.decoder.positions is not None:
-            wrong = "position_ids that start again need a model without learned positions, and no cache"
-            raise ValueError(f"{wrong}: give each document a row of its own, or leave out use_cache")
+            raise ValueError("position_ids start again: leave out use_cache; with learned positions, give rows of one document")
         documents = F.pad(begins.cumsum(1), (1, 0)).expand_as(tokens)
-        cfg = self.decoder.cfg
-        return documents + (tokens == cfg.eot).cumsum(1) if cfg.document_mask else documents
+        return documents + (tokens == self.decoder.cfg.eot).cumsum(1) if self.decoder.cfg.document_mask else documents
 
 
 class _Cache(KVCache):

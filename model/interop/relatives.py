@@ -1,27 +1,10 @@
-"""Llama's relatives, as transformers 5.23 has them: Mistral, Qwen2, Qwen3, OLMo 2 and Phi-3.
+"""Llama's relatives, as transformers 5.23 has them: Mistral, Qwen2, Qwen3, OLMo 2 and Phi-3. Each states its differences."""
 
-Each class states its differences from Llama. UNLIKE lists similar architectures that our decoder cannot compute, and why.
-"""
-
-import math
 from typing import Any
 
 from ..config import DecoderConfig
 from .folder import number
 from .llama import Llama
-
-UNLIKE = {
-    "GemmaForCausalLM": "its feed-forward network has GELU where ours has SiLU",
-    "Gemma2ForCausalLM": "it caps logits by a tanh and alternates windows with full attention",
-    "Gemma3ForCausalLM": "its layers alternate between windows and full attention, each with a RoPE of its own",
-    "Gemma3ForConditionalGeneration": "it reads images, and its layers alternate between windows and full attention",
-    "MixtralForCausalLM": "its feed-forward networks are mixtures of experts",
-    "Qwen3MoeForCausalLM": "its feed-forward networks are mixtures of experts",
-    "PhiForCausalLM": "attention and feed-forward network stand side by side, and a part of each head is rotated",
-    "GPTNeoXForCausalLM": "attention and feed-forward network stand side by side, and a part of each head is rotated",
-    "OlmoForCausalLM": "its LayerNorm has no weight, and its queries are clipped",
-    "Olmo3ForCausalLM": "its layers alternate between windows and full attention",
-}
 
 
 class Mistral(Llama):
@@ -31,9 +14,7 @@ class Mistral(Llama):
     settings = Llama.settings | {"sliding_window": "window"}
     defaults = Llama.defaults | {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": None}
     bias_keys = {}
-
-    def our_config(self, config: dict[str, Any]) -> DecoderConfig:
-        return super().our_config({"sliding_window": 4096} | config)
+    absent = {"sliding_window": 4096}
 
 
 class Qwen2(Llama):
@@ -47,17 +28,14 @@ class Qwen2(Llama):
 
     def our_config(self, config: dict[str, Any]) -> DecoderConfig:
         """ValueError where some layers have a window and others do not."""
-        sliding = bool(config.get("use_sliding_window")) and config.get("sliding_window", 4096) is not None
-        first = number(config, "max_window_layers", {"max_window_layers": 28}) if sliding else math.inf
-        kinds = {"full_attention"} if first > 0 else set()
-        kinds |= {"sliding_attention"} if first < number(config, "num_hidden_layers", {}) else set()
-        if named := config.get("layer_types"):
-            kinds = set(map(str, named if isinstance(named, list) else [named]))
-        if kinds not in ({"full_attention"}, {"sliding_attention"}):
-            has = f"config.json has layers of {' and '.join(sorted(kinds))}"
-            raise ValueError(f"{has}; our decoder has full_attention or sliding_attention in all layers: use another model")
-        window = config.get("sliding_window", 4096) if kinds == {"sliding_attention"} else None
-        return super().our_config(config | {"sliding_window": window})
+        layers = number(config, "num_hidden_layers", {})
+        window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
+        full = number(config, "max_window_layers", {"max_window_layers": 28}) if window else layers  # that many lower layers
+        kinds = config.get("layer_types") or ["full_attention"] * (full > 0) + ["sliding_attention"] * (full < layers)
+        if set(map(str, kinds)) not in ({"full_attention"}, {"sliding_attention"}):
+            known = "our decoder has full_attention or sliding_attention in all layers"
+            raise ValueError(f"config.json has layers of {' and '.join(sorted(set(kinds)))}; {known}: use another model")
+        return super().our_config(config | {"sliding_window": window if "sliding_attention" in kinds else None})
 
     def their_config(self, cfg: DecoderConfig) -> dict[str, Any]:
         kind = "full_attention" if cfg.window is None else "sliding_attention"
@@ -96,11 +74,8 @@ class Phi3(Mistral):
 
     architecture, model_type = "Phi3ForCausalLM", "phi3"
     defaults = Llama.defaults | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "sliding_window": None}
-    block_names = FUSED | {ours: theirs for ours, theirs in Llama.block_names.items() if ours not in " ".join(FUSED).split()}
-    scalings = ("none",)
-
-    def our_config(self, config: dict[str, Any]) -> DecoderConfig:
-        return super().our_config({"sliding_window": None} | config)
+    block_names = FUSED | {ours: foreign for ours, foreign in Llama.block_names.items() if ours not in " ".join(FUSED).split()}
+    scalings, absent = ("none",), {}
 
     def their_config(self, cfg: DecoderConfig) -> dict[str, Any]:
         return super().their_config(cfg) | {"original_max_position_embeddings": cfg.context, "pad_token_id": None}

@@ -1,6 +1,7 @@
-"""Our own formats, for every variant: the decoder's configuration and tensors under our names, with the code or without.
+"""Our format, for every variant: the decoder's configuration, tensors under our names, and the modeling code.
 
-The code is modeling.py beside this file, and the modules of model/ that modeling.py needs, side by side in one folder.
+The code is modeling.py beside this file, and the modules of model/ that it needs, side by side in one folder. Folders without
+the code, which earlier versions wrote, are read too.
 """
 
 import re
@@ -27,20 +28,18 @@ class cpu:
 '''
 
 
-class Safetensors(Format):
-    """Weights and configuration. `stack` in config.json has the fields of DecoderConfig."""
+class Remote(Format):
+    """transformers loads it with trust_remote_code=True. `stack` in config.json has the fields of DecoderConfig."""
 
     architecture, model_type, settings = "VariantForCausalLM", "attention_variants", {}
 
     def our_config(self, config: dict[str, Any]) -> DecoderConfig:
-        try:
-            return decoder_config(config["stack"]).filled()
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"config.json is not this project's ({error!r}): export the run again") from None
+        return decoder_config(config["stack"]).filled()
 
     def their_config(self, cfg: DecoderConfig) -> dict[str, Any]:
         stack = replace(cfg, backend="auto", dropout=0.0, attention_dropout=0.0, projection_dropout=0.0)
-        return super().their_config(cfg) | {"stack": asdict(stack)}
+        code = {"AutoConfig": "modeling.VariantConfig", "AutoModelForCausalLM": f"modeling.{self.architecture}"}
+        return super().their_config(cfg) | {"stack": asdict(stack), "auto_map": code}
 
     def refusal(self, model: Decoder) -> str | None:
         return None
@@ -49,22 +48,8 @@ class Safetensors(Format):
         return (([name], f"decoder.{name}") for name in tensor_shapes(cfg))
 
 
-class Remote(Safetensors):
-    """As Safetensors, with the modeling code: transformers loads the folder with trust_remote_code=True."""
-
-    def their_config(self, cfg: DecoderConfig) -> dict[str, Any]:
-        code = {"AutoConfig": "modeling.VariantConfig", "AutoModelForCausalLM": f"modeling.{self.architecture}"}
-        return super().their_config(cfg) | {"auto_map": code}
-
-    def files(self) -> dict[str, str]:
-        return flattened()
-
-
 def flattened() -> dict[str, str]:
-    """modeling.py and the modules that it needs, side by side in one folder: {"attention_diff.py": source}.
-
-    transformers copies only the modules of the same folder that modeling.py imports, so modeling.py names all of them.
-    """
+    """modeling.py and the modules that it needs, as files of one folder. transformers copies those that modeling.py names."""
     sources: dict[str, str] = {}
     waiting = ["interop.modeling"]
     while waiting:
@@ -76,7 +61,7 @@ def flattened() -> dict[str, str]:
             sources[_flat(module)] = f"# From the project's model/{module.replace('.', '/')}, for one folder.\n{text}"
             waiting += needs
     names = [f"from .{name} import __doc__ as _  # noqa: F401\n" for name in sorted(sources) if name != "modeling"]
-    sources["modeling"] += "\n# transformers copies the modules that it finds named here.\n" + "".join(names)
+    sources["modeling"] += "\n" + "".join(names)
     return {f"{name}.py": text for name, text in sources.items()}
 
 

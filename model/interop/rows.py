@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def change_rows(state: dict[str, Tensor], parts: Collection[str], change: Callable[[Tensor], Tensor]) -> None:
-    """Change in `state`, of one attention or of all, the rows of the modules named in `parts`: of weights and biases."""
+    """Change in `state` the rows of weights and biases of the modules named in `parts`."""
     for name in state:
         if name.endswith((".weight", ".bias")) and name.split(".")[-2] in parts:
             state[name] = change(state[name])
@@ -27,11 +27,8 @@ def heads_in_halves(rows: Tensor, width: int) -> Tensor:
 def half_from_interleaved(weight: Tensor, width: int) -> Tensor:
     """Query or key rows (heads * width, ...) for RoPE in the half-split layout, from rows for the interleaved one.
 
-    Dimensions 0, 2, 4, .. then 1, 3, 5, .. of each head, of queries and keys alike, so every q k' is what it was. A bias, or
-    the weight of a query or key norm, is permuted the same way.
+    Dimensions 0, 2, 4, .. then 1, 3, 5, .. of each head, of queries and keys alike, so every q k' is what it was.
     """
-    if width % 2 or weight.shape[0] % width:
-        raise ValueError(f"{weight.shape[0]} rows are not heads of even width {width}: give the model's head_dim as width")
     rows = weight.unflatten(0, (-1, width))  # (H, d, ...)
     return torch.cat((rows[:, 0::2], rows[:, 1::2]), dim=1).flatten(0, 1)
 

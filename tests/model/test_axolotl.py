@@ -34,20 +34,17 @@ CONFIGS = {
 @pytest.mark.parametrize("name", CONFIGS)
 def test_flags_of_the_file_are_options_of_the_conversion(name: str) -> None:
     flags, how = CONFIGS[name]
-    found = read_settings({"base_model": "some/model", "datasets": [], "sequence_len": 128} | flags)
-    found.how.check()
-    assert (found.source, found.how, found.unread) == ("some/model", how, ["datasets", "sequence_len"])
-    promises = [note for note in found.notes if "the function stays" in note]  # true of no conversion with a norm
-    assert len(promises) == (how.init == "mirror") and all("with sublayer_norm: false" in note for note in promises)
+    config = {"base_model": "some/model", "datasets": []} | flags
+    settings = read_settings(config)
+    settings.how.check()
+    assert (settings.config, settings.source, settings.how, settings.training) == (config, "some/model", how, {})
 
 
 def test_numbers_of_the_file_are_fields_of_training() -> None:
     config = {"base_model": "m", "learning_rate": "1e-4", "seed": 7, "diff_attn_warmup_steps": 50, "diff_attn_log_every": 20}
     config |= {"diff_attn_num_monitor_layers": 3}
-    warmup = {"model.diff.lambda_warmup": 50}
     others = {"monitor.every": 20, "monitor.layers": 3, "optim.lr": 1e-4, "seed": 7}
-    assert read_settings(config).training == warmup | others
-    assert read_settings(config | {True: 1, "axes": 1}).unread == ["True", "axes"]  # YAML reads a key `on` as a boolean
+    assert read_settings(config).training == {"model.diff.lambda_warmup": 50} | others
     assert read_settings(config | {"mirror_weights": True}).training == others  # W makes up for all of lambda
 
 
@@ -63,9 +60,8 @@ def test_the_file_that_is_written_back_is_axolotls() -> None:
     ("config", "says"),
     [
         ([], "names no base_model: add base_model"),
-        ({"base_model": "m", "plugins": "abc.Plugin"}, "plugins: abc.Plugin: use a list"),
-        ({"base_model": "m", "zero_init": "yes"}, "zero_init: yes: use true or false"),
-        ({"base_model": "m", "zero_init": True, "split_heads": True}, "zero_init and split_heads"),
+        ({"base_model": "m", "zero_init": "yes"}, "zero_init: yes: use a bool"),
+        ({"base_model": "m", "zero_init": True, "split_heads": True}, "zero_init beside split_heads"),
         ({"base_model": "m", "learning_rate": "fast"}, "learning_rate: fast: use a number"),
     ],
 )
@@ -89,9 +85,9 @@ def model_of(name: str, **changes: object) -> Decoder:
 
 
 def write(model: Decoder, folder: Path) -> dict[str, torch.Tensor]:
-    found = export(model, "axolotl")
-    save_file(found.tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(found.config))
+    exported = export(model, "axolotl")
+    save_file(exported.tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(exported.config))
     return load_file(folder / "model.safetensors")
 
 
@@ -115,18 +111,11 @@ def test_a_folder_computes_axolotls_formula_and_is_read_back(name: str, tmp_path
     torch.testing.assert_close(back(tokens), model(tokens), rtol=1e-5, atol=1e-5)
 
 
-def test_what_axolotl_cannot_hold_is_refused(tmp_path: Path) -> None:
+def test_what_axolotl_cannot_hold_is_refused() -> None:
     for changes, says in (
         ({"layers": "v"}, "layers=v are not d throughout"),
-        ({"head_dim": 6}, "heads have a width of their own"),
+        ({"head_dim": 6}, "its heads do not make up its width"),
         ({"diff": {"qk_norm": True}}, "diff.qk_norm=True; the format allows False"),
-        ({"diff": {"head_norm": "layernorm"}}, "diff.head_norm=layernorm; the format allows affine or plain or none"),
     ):
         with pytest.raises(ValueError, match=says):
             export(model_of("double, norm", **changes), "axolotl")
-    write(model_of("double, norm"), tmp_path)
-    weights = load_file(tmp_path / "model.safetensors")
-    del weights["model.layers.1.self_attn.lambda_init"]
-    save_file(weights, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match="lacks the tensor model.layers.1.self_attn.lambda_init"):
-        read_folder(tmp_path)

@@ -26,8 +26,7 @@ EXACT = {
     "zero, random": Conversion(second="random"),
     "mirror": Conversion(init="mirror"),
     "mirror at 0.3": Conversion(init="mirror", lambda_init=0.3),
-    "v2": Conversion(to="diff_v2"),
-    "v2, half open": Conversion(to="diff_v2", lambda_bias=0.0),
+    "v2": Conversion(to="diff_v2", lambda_bias=0.0),
 }
 LEARN = EXACT | {
     "split": Conversion(heads="split"),
@@ -54,10 +53,10 @@ def text(model: Decoder, rows: int = 3, length: int = 31) -> Tensor:
 @pytest.mark.parametrize(("name", "shape"), [(n, s) for n in EXACT for s in SHAPES if s != "norms" or EXACT[n].to == "diff"])
 def test_exact_conversions_leave_the_logits_alone(name: str, shape: str) -> None:
     source = baseline(shape)
-    found = change(source, convert(source, EXACT[name]), text(source))
+    changed = change(source, convert(source, EXACT[name]), text(source))
     assert EXACT[name].exact
-    assert found.max_logit < 1e-4 and found.mean_logit <= found.max_logit  # float32; logits up to ~ 30
-    assert len(found.hidden) == 3 and max(found.hidden) < 1e-5
+    assert changed.max_logit < 1e-4 and changed.mean_logit <= changed.max_logit  # float32; logits up to ~ 30
+    assert len(changed.hidden) == 3 and max(changed.hidden) < 1e-5
     assert source(text(source)).abs().max() > 1
 
 
@@ -90,9 +89,9 @@ def test_split_keeps_every_map_and_the_first_half_of_the_values(shape: str) -> N
         used = []
         for i in range(b.heads):
             for c in (0, 1):
-                found = [h for h in range(a.heads) if torch.equal(q[h], q2[2 * i + c])]
-                assert len(found) == 1
-                head = found[0]
+                heads = [h for h in range(a.heads) if torch.equal(q[h], q2[2 * i + c])]
+                assert len(heads) == 1
+                (head,) = heads
                 used.append(head)
                 group = head // r
                 assert torch.equal(k2[2 * (i // r) + c], k[group])
@@ -119,13 +118,11 @@ def test_open_subtracts_lambda_init_of_fresh_maps_from_the_sources_heads() -> No
             torch.testing.assert_close(attention(x), before.attention(x) - li * second(x), rtol=1e-4, atol=1e-5)
 
 
-def test_a_head_norm_or_random_second_maps_of_v2_are_a_change_and_say_so() -> None:
-    source = baseline()
-    for how in (LEARN[name] for name in ("zero, norm", "split, norm", "v2, random", "split", "open", "split, open")):
-        found = change(source, convert(source, how), text(source))
-        assert not how.exact and found.max_logit > 1e-3 and max(found.hidden) > 1e-4
-    closed = change(source, convert(source, Conversion("diff_v2", second="random", lambda_bias=-14)), text(source))
-    assert closed.max_logit < 1e-3  # sigmoid(-14) is 1e-6
+@pytest.mark.parametrize("name", [name for name in LEARN if name not in EXACT])
+def test_other_conversions_are_a_change_and_say_so(name: str) -> None:
+    source, how = baseline(), LEARN[name]
+    changed = change(source, convert(source, how), text(source))
+    assert not how.exact and changed.max_logit > 1e-3 and max(changed.hidden) > 1e-4
 
 
 def test_with_a_head_norm_the_output_projection_restores_the_heads_sizes() -> None:
@@ -143,20 +140,18 @@ def test_with_a_head_norm_the_output_projection_restores_the_heads_sizes() -> No
 
 def second_rows(model: Decoder) -> dict[str, Tensor]:
     """Gradients of the second maps' query (and, in version 1, key) rows, per layer."""
-    found = {}
+    rows = {}
     for layer, block in enumerate(model.blocks):
         for name in ("q", "k") if model.cfg.layers == "d" else ("q",):
             grad = getattr(block.attention, name).weight.grad
-            found[f"{layer}.{name}"] = grad.unflatten(0, (-1, 2, block.attention.width))[:, 1]
-    return found
+            rows[f"{layer}.{name}"] = grad.unflatten(0, (-1, 2, block.attention.width))[:, 1]
+    return rows
 
 
-def step(model: Decoder, optimizer: torch.optim.Optimizer) -> float:
+def step(model: Decoder, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
     tokens = text(model, 4, 32)
-    loss = model(tokens[:, :-1], tokens[:, 1:])
-    loss.backward()
-    return loss.item()
+    model(tokens[:, :-1], tokens[:, 1:]).backward()
 
 
 @pytest.mark.parametrize("name", LEARN)
@@ -185,21 +180,15 @@ def test_decoding_with_a_cache_continues_as_the_source_does() -> None:
         assert torch.equal(convert(source, EXACT[name]).generate(tokens, 12), source.generate(tokens, 12))
 
 
-def test_what_is_not_attention_is_kept_to_the_bit_and_the_source_is_not_touched() -> None:
+def test_what_is_not_attention_is_kept_to_the_bit_and_a_seed_decides_what_is_random() -> None:
     source = baseline("gpt2")
     before = copy.deepcopy(source.state_dict())
     for how in LEARN.values():
         state = convert(source, how).state_dict()
-        for name, value in before.items():
-            if ".attention." not in name:
-                assert torch.equal(state[name], value), name
-    assert all(torch.equal(value, before[name]) for name, value in source.state_dict().items())
+        assert all(torch.equal(state[name], value) for name, value in before.items() if ".attention." not in name)
     same = convert(source, Conversion(to="same"))
-    assert same.cfg == source.cfg and all(torch.equal(value, before[name]) for name, value in same.state_dict().items())
-
-
-def test_a_seed_decides_what_is_random() -> None:
-    source = baseline()
+    for model in (source, same):
+        assert model.cfg == source.cfg and all(torch.equal(value, before[k]) for k, value in model.state_dict().items())
     one, again, other = (convert(source, EXACT["zero, random"], seed).blocks[0].attention.state_dict() for seed in (1, 1, 2))
     assert all(torch.equal(one[name], again[name]) for name in one)
     assert not torch.equal(one["q.weight"], other["q.weight"]) and not torch.equal(one["lambda_q1"], other["lambda_q1"])
@@ -210,18 +199,12 @@ def test_a_seed_decides_what_is_random() -> None:
     [
         (Conversion(to="diff3"), "to=diff3 is unknown: use one of diff, diff_v2, same"),
         (Conversion(init="mirror", heads="split"), "use init=zero"),
-        (Conversion(init="mirror", second="random"), "use second=copy, or init=zero"),
         (Conversion(lambda_init=0.3), "leave lambda_init out"),
         (Conversion(init="open"), "use second=random, or init=mirror"),
-        (Conversion(init="open", to="diff_v2"), "lambda_bias=0 second=random"),
         (Conversion(init="mirror", lambda_init=1.0), r"use a number in \(0, 0.95\]"),
         (Conversion(to="diff_v2", sublayer_norm=True), "use sublayer_norm=false"),
-        (Conversion(to="diff_v2", heads="split"), "use heads=double"),
-        (Conversion(to="diff_v2", init="mirror"), "leave init out"),
-        (Conversion(heads="split", second="random"), "leave second out"),
         (Conversion(lambda_bias=-3.0), "leave lambda_bias out"),
         (Conversion(to="same", heads="split"), "leave out heads"),
-        (Conversion(to="diff_v2", lambda_bias=3.0), r"use a number in \[-20, 0\]"),
     ],
 )
 def test_options_that_exclude_each_other_are_refused(how: Conversion, says: str) -> None:
@@ -233,7 +216,7 @@ def test_options_that_exclude_each_other_are_refused(how: Conversion, says: str)
     ("cfg", "how", "says"),
     [
         ({"layers": "bd"}, Conversion(), "model.layers=bd is not a baseline"),
-        ({"n_head": 5, "d_model": 40}, Conversion(heads="split"), "n_head=5 is odd: use heads=double"),
+        ({"n_head": 5, "d_model": 40}, Conversion(heads="split"), "n_head=5 .* is odd: use heads=double"),
         ({"n_head": 8, "n_kv_head": 1}, Conversion(heads="split"), "n_kv_head=1 is odd: use heads=double"),
         ({"baseline": BaselineConfig(head_norm="affine")}, Conversion(), "convert a baseline with head_norm=none"),
         ({"baseline": BaselineConfig(qk_norm="all")}, Conversion(), "qk_norm=none or head"),

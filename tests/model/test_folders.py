@@ -6,12 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from model.interop import folder as folders
 from model.interop.huggingface import read_folder
-from tests.model.test_huggingface import EXACT, SLIDING, apart, edit, loaded, theirs, transformers
+from tests.model.test_huggingface import EXACT, SLIDING, apart, edit, loaded, source_model, transformers
 
 
 def drop(key: str) -> Callable[[Path], None]:
@@ -34,32 +33,18 @@ def cut(folder: Path) -> None:
 
 WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "no config": (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
-    "an adapter": (
-        lambda folder: (folder / "config.json").rename(folder / "adapter_config.json"), "merge the adapter",
-    ),
-    "damaged config": (lambda folder: (folder / "config.json").write_text("{"), "is not JSON"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "has no model.safetensors: load it with"),
     "pickled weights": (pickled, "only pickled weights (pytorch_model.bin)"),
     "half a file": (cut, "cannot be read"),
     "another architecture": (lambda folder: edit(folder, architectures=["BertForMaskedLM"]), "is a BertForMaskedLM"),
-    "architectures that are no list": (lambda folder: edit(folder, architectures={"a": 1}), "is a (none): only"),
     "layers of another kind": (
         lambda folder: edit(folder, architectures=["Qwen2ForCausalLM"], layer_types=["chunked_attention"]),
         "layers of chunked_attention",
     ),
-    "quantized": (lambda folder: edit(folder, quantization_config={"bits": 4}), "quantized"),
     "half a scaled rope": (
-        lambda folder: edit(folder, rope_parameters={"rope_type": "llama3", "factor": 8.0}), "number for low_freq_factor",
+        lambda folder: edit(folder, rope_parameters={"rope_type": "llama3", "factor": 8.0}), "says low_freq_factor=None",
     ),
-    "another scaled rope": (
-        lambda folder: edit(folder, rope_parameters=None, rope_scaling={"type": "yarn", "factor": 2}), "yarn RoPE",
-    ),
-    "a rope that scales nothing": (
-        lambda folder: edit(folder, rope_parameters={"rope_type": "linear", "factor": 0}), "factor=0 is out of range",
-    ),
-    "a rope without a number": (lambda folder: edit(folder, rope_parameters={"rope_theta": "x"}), "number for rope_theta"),
-    "a rope that is a list": (lambda folder: edit(folder, rope_parameters=[1]), "says rope_parameters=[1]"),
-    "gemma": (lambda folder: edit(folder, architectures=["Gemma3ForCausalLM"]), "each with a RoPE of its own"),
+    "a rope that is a list": (lambda folder: edit(folder, rope_parameters=[1]), "says [1] of its RoPE"),
     "some layers with a window": (
         lambda folder: edit(folder, architectures=["Qwen2ForCausalLM"], **SLIDING | {"max_window_layers": 1}),
         "layers of full_attention and sliding_attention",
@@ -68,8 +53,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "a tensor too few": (drop("model.layers.1.mlp.up_proj.weight"), "lacks the tensor model.layers.1.mlp.up_proj.weight"),
     "a tensor too many": (lambda folder: edit(folder, num_hidden_layers=2), "does not ask for (model.layers.2"),
     "another vocabulary": (lambda folder: edit(folder, vocab_size=99), "embedding.weight is (61, 32), not (99, 32)"),
-    "no number": (lambda folder: edit(folder, hidden_size="wide"), "a finite number for hidden_size"),
-    "half a unit": (lambda folder: edit(folder, intermediate_size=56.5), "intermediate_size=56.5, not a whole number"),
+    "no number": (lambda folder: edit(folder, hidden_size="wide"), "says hidden_size=wide, not a whole number"),
     "a billion layers": (
         lambda folder: edit(folder, architectures=["Qwen2ForCausalLM"], num_hidden_layers=10**9), "n_layer=1000000000 is out",
     ),
@@ -79,7 +63,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
 @pytest.fixture(scope="module")
 def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("llama")
-    theirs("llama").save_pretrained(folder)
+    source_model("llama").save_pretrained(folder)
     return folder
 
 
@@ -94,15 +78,12 @@ def test_wrong_folders_are_refused_in_one_line(name: str, llama_folder: Path, tm
 
 
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
-    theirs("gpt2").save_pretrained(tmp_path, max_shard_size="15KB")
+    source_model("gpt2").save_pretrained(tmp_path, max_shard_size="15KB")
     gone = sorted(tmp_path.glob("*.safetensors"))[1]
     gone.unlink()
-    with pytest.raises(ValueError, match=f"lacks {gone.name}"):
+    with pytest.raises(ValueError, match=f"{gone.name} cannot be read"):
         read_folder(tmp_path)
-    (tmp_path / "model.safetensors.index.json").write_text("[]")
-    with pytest.raises(ValueError, match="index.json is damaged"):
-        read_folder(tmp_path)
-    theirs("gpt2").save_pretrained(tmp_path)
+    source_model("gpt2").save_pretrained(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text("[]")  # left by an earlier save in parts
     assert read_folder(tmp_path)[0].n_layer == 2
 
@@ -110,48 +91,41 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
 def test_names_of_the_hub(llama_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import huggingface_hub
 
-    asked = []
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **o: asked.append((a, o)) or str(llama_folder))
-    cfg, _ = read_folder("somebody/small-model")
-    assert cfg.n_layer == 3 and asked == [(("somebody/small-model",), {"allow_patterns": folders.HUB_FILES})]
+    def download(name: str, allow_patterns: list[str]) -> str:
+        if name != "somebody/small-model" or allow_patterns != folders.HUB_FILES:
+            raise OSError("no network\nat all")
+        return str(llama_folder)
 
-    def refuse(*_: object, **__: object) -> None:
-        raise OSError("no network\nat all")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
-    with pytest.raises(ValueError, match="the hub did not give it .OSError: no network at all"):
-        read_folder("somebody/small-model")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert read_folder("somebody/small-model")[0].n_layer == 3
+    with pytest.raises(ValueError, match="nor did the hub give it .OSError: no network at all"):
+        read_folder("somebody/other-model")
     for name in (tmp_path / "none", "a/b/c", llama_folder / "config.json"):
         with pytest.raises(ValueError, match="is not a folder"):
             read_folder(name)
 
 
 def test_a_scaling_beside_rope_parameters_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
-    theirs("llama").save_pretrained(tmp_path)
+    source_model("llama").save_pretrained(tmp_path)
     edit(tmp_path, rope_scaling={"rope_type": "linear", "factor": 2.5})
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     assert model.config.rope_parameters["factor"] == loaded(tmp_path).cfg.rope_scaling.factor == 2.5
     assert apart(model, loaded(tmp_path)) < EXACT
     edit(tmp_path, rope_scaling={"rope_type": "yarn", "factor": 2.5})
-    with pytest.raises(ValueError, match="asks for yarn RoPE"):
+    with pytest.raises(ValueError, match="has yarn RoPE"):
         read_folder(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("name", "embedding"), [("llama, tied", "model.embed_tokens.weight"), ("gpt2", "transformer.wte.weight")]
-)
-def test_a_head_beside_a_tied_embedding_is_read_only_if_it_is_a_copy(name: str, embedding: str, tmp_path: Path) -> None:
-    model = theirs(name)
+@pytest.mark.parametrize("name", ("llama, tied", "gpt2"))
+def test_a_head_beside_a_tied_embedding_is_read_only_if_it_is_a_copy(name: str, tmp_path: Path) -> None:
+    model = source_model(name)
     model.save_pretrained(tmp_path)
-    file = tmp_path / "model.safetensors"
-    weights = load_file(file)
-    save_file(weights | {"lm_head.weight": weights[embedding].clone()}, file)
+    weights, embedding = load_file(tmp_path / "model.safetensors"), model.get_input_embeddings().weight.detach()
+    save_file(weights | {"lm_head.weight": embedding.clone()}, tmp_path / "model.safetensors")
     assert apart(model, loaded(tmp_path)) < EXACT
-    for head in (weights[embedding].flip(0), torch.ones(70, 32)):
-        save_file(weights | {"lm_head.weight": head}, file)
-        with pytest.raises(ValueError, match='differs from the embedding.*: write "tie_word_embeddings": false'):
-            read_folder(tmp_path)
-    save_file(weights | {"lm_head.weight": weights[embedding].flip(0)}, file)
+    save_file(weights | {"lm_head.weight": embedding.flip(0)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match='differs from the embedding.*: write "tie_word_embeddings": false'):
+        read_folder(tmp_path)
     edit(tmp_path, tie_word_embeddings=False)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     assert apart(model, loaded(tmp_path)) < EXACT

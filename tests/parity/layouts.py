@@ -1,13 +1,9 @@
 """Weights of one published differential attention module, in any of the published layouts, as weights of our module.
 
-The published systems differ in which query heads are the two maps of one head, in where the head's value lies, in what
-`num_heads` counts, in whether grouped keys are paired before or after they are repeated, and in whether heads are scaled by
-1 - lambda_init. LAYOUTS says what each system does; tests/reference/published.py has each as a formula. The comparison of
-our modules with the published ones needs their weights; formats of whole models are in model/interop/.
-
-Sources: microsoft/unilm, Diff-Transformer and Diff-Transformer-V2; vasqu/multihead-sdpadiff (the package); timm's
-DiffAttention; transformers' DiffLlamaAttention; axolotl-ai-cloud/diff-transformer (its two modes); the companion code of
-"Understanding Differential Attention" (the post itself has neither a causal mask nor an output projection).
+LAYOUTS says what each system does; tests/reference/published.py has each as a formula. Sources: microsoft/unilm,
+Diff-Transformer and Diff-Transformer-V2; vasqu/multihead-sdpadiff (the package); timm's DiffAttention; transformers'
+DiffLlamaAttention; axolotl-ai-cloud/diff-transformer (its two modes); the companion code of "Understanding Differential
+Attention" (the post itself has neither a causal mask nor an output projection).
 """
 
 import math
@@ -88,12 +84,10 @@ def import_attention(
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:  # fmt: skip
     """The state dict `source` of one attention module of `layout`, as a state dict of our module.
 
-    n_head, n_kv_head: the source's own arguments, counted as the source counts them (differential heads for microsoft,
-    timm, blog and axolotl_double; output heads for microsoft_v2; the baseline's heads for vasqu, diffllama and
-    axolotl_split). layer: the depth, counted from 0 (blog: 1 where the module was given no depth). gqa_pairing: of
-    microsoft's grouped keys, pair_first (its flash modules; the default) or repeat_first (its naive module). norm_eps: of
-    the source; None: the source's default (for diffllama and axolotl the default of rms_norm_eps). For vasqu without
-    rel_pos add position=none to the overrides.
+    n_head, n_kv_head: as the source counts them (differential heads for microsoft, timm, blog and axolotl_double; output heads
+    for microsoft_v2; the baseline's heads for vasqu, diffllama and axolotl_split). layer: the depth, from 0 (blog: 1 where the
+    module was given no depth). gqa_pairing: of microsoft's grouped keys, pair_first (its flash modules; the default) or
+    repeat_first (its naive module). norm_eps: None is the source's default.
 
     Returns the overrides of DecoderConfig and the state dict with which DiffAttention (microsoft_v2: DiffV2Attention)
     computes what the source computes; it loads with strict=True. What changes on the way:

@@ -4,7 +4,9 @@ import json
 import shlex
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,24 +17,30 @@ from data.config import TokenizerConfig
 from data.tokenizer import build_tokenizer, load_tokenizer
 from data.tokenizer_export import export_tokenizer
 from eval.perplexity import cut_windows, evaluate
+from model.decoder import Decoder
 from scripts import convert
-from tests.conftest import assert_one_line_error, run_command, train_arguments
+from tests.conftest import run_command, train_arguments
+from tests.variants import stirred
 from training.checkpoint import load_run
-from training.text import refuse_other_tokenizer
+from training.saver import save
 
 SCRIPT = "scripts/convert.py"
 
 
 @pytest.fixture(scope="module")
 def source(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A baseline with grouped keys, 12 steps old."""
-    run_dir = tmp_path_factory.mktemp("source") / "base line"  # a name that shells and Hydra want quoted
-    arguments = train_arguments(
-        shards, run_dir, "steps=12", "model.n_kv_head=2", "model.context=32", "optim.lr=1e-2", "optim.beta2=0.9"
-    )
-    done = run_command(*(f"run_dir='{run_dir}'" if a.startswith("run_dir=") else a for a in arguments))
-    assert done.returncode == 0, done.stderr
-    return run_dir
+    """A baseline with grouped keys, whose weights are random."""
+    run = tmp_path_factory.mktemp("source") / "base line"  # a name that shells and Hydra want quoted
+    options = ("model.n_kv_head=2", "model.context=32", "optim.lr=1e-2", "optim.beta2=0.9")
+    config = convert.train_config(train_arguments(shards, Path("unused"), *options)[1:])
+    tokenizer = load_tokenizer(shards)
+    config.model.vocab_size = tokenizer.vocab_size
+    model = stirred(Decoder(config.model), 0.05, 0)
+    run.mkdir()
+    (run / "config.yaml").write_text(yaml.safe_dump(asdict(config) | {"model": asdict(model.cfg)}))
+    tokenizer.save(run)
+    save(run, 12, model, [])
+    return run
 
 
 @pytest.fixture
@@ -46,43 +54,43 @@ def printed_command(printed: str) -> list[str]:
     return shlex.split(line.split("python ", 1)[1])
 
 
-def loss(run: Path, shards: Path) -> float:
-    found = load_run(run)
-    windows = cut_windows(convert.evaluation_tokens(found, convert.TextEvalConfig(run=str(run))), 32, 640)
-    return evaluate(found.model, windows, found.tokenizer.byte_lengths())["loss"]
+def record_of(run: Path) -> dict:
+    return json.loads((run / "conversion.json").read_text())
 
 
-def test_the_converted_run_is_a_run_and_its_last_line_trains_on(
-    source: Path, shards: Path, tmp_path: Path, call: Callable[..., str]
-) -> None:
+def loss(path: Path) -> float:
+    run = load_run(path)
+    windows = cut_windows(convert.evaluation_tokens(run, convert.TextEvalConfig(run=str(path))), 32, 640)
+    return evaluate(run.model, windows, run.tokenizer.byte_lengths())["loss"]
+
+
+def test_the_converted_run_is_a_run_and_its_last_line_trains_on(source: Path, tmp_path: Path, call: Callable[..., str]) -> None:
     out = tmp_path / "zero"
     printed = call(f"source={source}", f"run_dir={out}", "debug=true", "tokens=640", "prompt=the quick")
-    record = json.loads((out / "conversion.json").read_text())
+    record = record_of(out)
     assert record["change"]["max_logit"] < 1e-4 and record["exact"] and record["conversion"]["init"] == "zero"
     assert record["text"] == "text" and record["change"]["tokens"] == 640
     assert record["loss"][0] == pytest.approx(record["loss"][1], abs=1e-5)
     assert record["sample"][0] == record["sample"][1] and record["sample"][0].startswith("the quick")
     assert len(record["change"]["hidden"]) == 2 and {"machine", "version", "source"} <= record.keys()
     assert "perplexity" in printed and "at most" in printed and "changes the function" not in printed
-
     run = load_run(out)
     assert run.step == 0 and run.model.cfg.layers == "d" and run.config["model"]["diff"]["heads"] == "double"
     assert run.config["optim"]["lr"] == 1e-2 and run.config["init_from"] is None
-    assert loss(out, shards) == pytest.approx(loss(source, shards), abs=1e-5)
+    assert loss(out) == pytest.approx(loss(source), abs=1e-5)
     first = json.loads((out / "metrics.jsonl").read_text())
     assert first["step"] == 0 and first["params"] == record["parameters"][1] > record["parameters"][0]
 
-    command = printed_command(printed)
+    command, trained = printed_command(printed), tmp_path / "trained"
     assert command[0] == "train.py" and "model.diff.lambda_warmup=200" in command and "optim.beta2=0.9" in command
     assert "optim.lr=0.001" in command  # a tenth
-    trained = tmp_path / "trained"
-    more = [f"run_dir={trained}", "steps=30", "model.diff.lambda_warmup=10", "optim.warmup=1", "device=cpu", "log_every=5"]
+    more = [f"run_dir={trained}", "steps=8", "model.diff.lambda_warmup=4", "optim.warmup=1", "device=cpu", "log_every=5"]
     done = run_command(*[a for a in command if not a.startswith(("steps=", "model.diff.lambda_w", "optim.warm"))], *more)
     assert done.returncode == 0, done.stderr
-    assert loss(trained, shards) < loss(source, shards) - 0.05
-    for block in load_run(trained).model.blocks:
-        assert block.attention.lam().item() != 0
-    assert load_run(trained).config["optim"] == run.config["optim"] | {"warmup": 1, "lr": 1e-3}
+    assert loss(trained) < loss(source) - 0.05
+    after = load_run(trained)
+    assert all(block.attention.lam().item() != 0 for block in after.model.blocks)
+    assert after.config["optim"] == run.config["optim"] | {"warmup": 1, "lr": 1e-3}
 
 
 @pytest.mark.parametrize(
@@ -92,11 +100,10 @@ def test_the_converted_run_is_a_run_and_its_last_line_trains_on(
 )
 def test_every_mode_is_written_and_its_overrides_rebuild_it(options: list[str], source: Path, tmp_path: Path, call) -> None:
     out = tmp_path / "run"
-    printed = call(f"source={source}", f"run_dir={out}", *options)
-    run, record = load_run(out), json.loads((out / "conversion.json").read_text())
+    printed = call(f"source={source}", f"run_dir={out}", "tokens=640", *options)
+    run, record = load_run(out), record_of(out)
     assert record["exact"] == (options[0] in ("to=diff_v2", "to=same", "init=mirror"))
     # A mirrored lambda must not be warmed up: it would be missed.
-    assert ("train without model.diff.lambda_warmup" in printed) == (options[0] == "init=mirror")
     assert options[0] != "init=mirror" or not any("lambda_warmup" in word for word in printed_command(printed))
     assert ("changes the function" in printed) != record["exact"]
     assert (record["change"]["max_logit"] < 1e-4) == record["exact"]
@@ -108,44 +115,34 @@ def test_every_mode_is_written_and_its_overrides_rebuild_it(options: list[str], 
 def test_without_its_text_a_run_is_compared_on_random_tokens(source: Path, tmp_path: Path, call: Callable) -> None:
     alone = tmp_path / "alone"
     shutil.copytree(source, alone)
-    text = (alone / "config.yaml").read_text()
-    gone = convert.yaml.safe_load(text)["data"]["dir"]
-    (alone / "config.yaml").write_text(text.replace(str(gone), str(tmp_path / "gone")))
-    printed = call(f"source={alone}", f"run_dir={tmp_path / 'out'}", "debug=true", "prompt=the quick")
-    record = json.loads((tmp_path / "out" / "conversion.json").read_text())
+    config = yaml.safe_load((alone / "config.yaml").read_text())
+    config["data"]["dir"] = str(tmp_path / "gone")
+    (alone / "config.yaml").write_text(yaml.safe_dump(config))
+    call(f"source={alone}", f"run_dir={tmp_path / 'out'}")
+    record = record_of(tmp_path / "out")
     assert record["text"] == "random tokens" and "loss" not in record and record["change"]["max_logit"] < 1e-4
-    assert f"data first prepare the data of {alone} in {tmp_path / 'gone'} again" in printed
     assert "no folder" in call(f"source={alone}", f"run_dir={tmp_path / 'c'}", "what=compare")
 
 
-def test_compare_is_an_ablation_of_conversions(source: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "c"
-    arguments = ["scripts/convert.py", "device=cpu", f"source='{source}'", f"run_dir={folder}", "what=compare"]
-    text = tmp_path / "other text.txt"
+def test_compare_is_an_ablation_of_conversions(source: Path, tmp_path: Path, call, typed, monkeypatch) -> None:
+    """Conversions are made once; the experiment that is written is one of scripts/ablate.py."""
+    folder, text, started = tmp_path / "c", tmp_path / "other text.txt", []
     text.write_text("The rain had stopped, and the river was brown. " * 60)
-    arguments += [f"text='{text}'", "tokens=640", "steps=6", "arms=[baseline,split]", 'train=["optim.lr=3e-3"]']
-    done = run_command(*arguments)
-    assert done.returncode == 0, done.stderr
+    run = lambda words, env: started.append(words[2:]) or SimpleNamespace(returncode=0)  # noqa: E731
+    monkeypatch.setattr(convert, "subprocess", SimpleNamespace(run=run))
+    arguments = [f"source={source}", f"run_dir={folder}", "what=compare", f"text={text}", "tokens=640", "steps=6"]
+    arguments += ["arms=[baseline,split]"]
+    printed = call(*arguments, 'train=["optim.lr=3e-3"]')
     at_once = (folder / "conversions.md").read_text()
-    assert at_once in done.stdout
-    assert set(json.loads((folder / "conversions.json").read_text())["results"]) == {"baseline", "split"}
+    assert at_once in printed
     baseline, split = (line.strip("| \n").split(" | ") for line in at_once.splitlines()[2:])
     assert float(baseline[2]) == 0 and baseline[3] == baseline[4] == split[3] and baseline[5] == "+0.0000"
     assert float(split[2]) > 1e-3
-    arms = json.loads((folder / "trained" / "results.json").read_text())["results"]["arms"]
-    assert [arm["name"] for arm in arms] == ["baseline", "split"] and [run["seed"] for run in arms[0]["runs"]] == [1000]
-    for arm, before in zip(arms, (baseline, split), strict=True):
-        assert all(run["values"]["valid"] < float(before[4]) for run in arm["runs"])  # training helps both
-        assert f"{arm['facts']['params']:,}" == before[1]
-    assert arms[1]["facts"]["params"] == arms[0]["facts"]["params"] + 2 * 4 * 8  # four vectors in two layers
-    assert (folder / "trained" / "table.md").read_text() in done.stdout
-    stamps = {path: path.stat().st_mtime_ns for path in folder.rglob("state.json")}
-    assert len(stamps) == 2 + 2
-    again = run_command(*arguments)
-    assert again.returncode == 0 and at_once in again.stdout
-    assert {path: path.stat().st_mtime_ns for path in folder.rglob("state.json")} == stamps
-    assert_one_line_error(run_command(*arguments, "seed=1"), "holds another conversion")
-    assert_one_line_error(run_command(*arguments, "tokens=320"), "or one tested on another text")
+    made = {path: path.stat().st_mtime_ns for path in folder.rglob("state.json")}
+    assert at_once in call(*arguments) and {path: path.stat().st_mtime_ns for path in made} == made and len(made) == 2
+    assert "holds another conversion" in call(*arguments, "seed=1")
+    planned = typed("scripts/ablate.py", *started[0], "run=false")
+    assert planned.returncode == 0 and "2 runs" in planned.stdout, planned
 
 
 def test_wrong_input_is_one_line_that_names_the_fix(source: Path, shards: Path, tmp_path: Path, call: Callable) -> None:
@@ -159,89 +156,64 @@ def test_wrong_input_is_one_line_that_names_the_fix(source: Path, shards: Path, 
         ([f"source={source}", out, f"shards={other}"], "has another tokenizer"),
         ([f"source={source}", out, "debug=true", f"prompt={'a' * 40}"], "leaves no room"),
         ([f"source={tmp_path / 'none' / 'such'}", out], "is not a folder: give a folder with config.json"),
+        ([f"axolotl={tmp_path / 'none.yml'}", out], "cannot be read as YAML"),
     ):
         assert says in call(*arguments), arguments
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*"))
 
 
 def test_a_differential_run_is_not_converted_again(source: Path, tmp_path: Path, call: Callable) -> None:
-    call(f"source={source}", f"run_dir={tmp_path / 'one'}")
-    again = call(f"source={tmp_path / 'one'}", f"run_dir={tmp_path / 'two'}")
-    assert "model.layers=d is not a baseline" in again
-    call(f"source={tmp_path / 'one'}", f"run_dir={tmp_path / 'two'}", "to=same")
-    one, two = (load_run(tmp_path / name).model.state_dict() for name in ("one", "two"))
-    assert all(torch.equal(value, two[name]) for name, value in one.items())
+    one, two = f"run_dir={tmp_path / 'one'}", f"run_dir={tmp_path / 'two'}"
+    call(f"source={source}", one)
+    assert "model.layers=d is not a baseline" in call(f"source={tmp_path / 'one'}", two)
+    call(f"source={tmp_path / 'one'}", two, "to=same")
+    before, after = (load_run(tmp_path / name).model.state_dict() for name in ("one", "two"))
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
 
 
 def test_axolotls_file_converts_and_is_written_back(source: Path, tmp_path: Path, call, typed) -> None:
-    """Its default costs loss, which is said; its model is exported for it, and read again with the same logits."""
+    """Its default costs loss, which is printed; its model is exported for it, and read again with the same logits."""
     path, out, model = tmp_path / "config.yml", tmp_path / "run", tmp_path / "model"
     config = {"base_model": str(source), "output_dir": str(model), "diff_attn_warmup_steps": 7, "learning_rate": 3e-4}
     path.write_text(yaml.safe_dump(config | {"sublayer_norm": False, "datasets": []}))
-    printed = call(f"axolotl={path}", f"run_dir={out}", "tokens=640")
-    record = json.loads((out / "conversion.json").read_text())
+    printed, record = call(f"axolotl={path}", f"run_dir={out}", "tokens=640"), record_of(out)
     assert record["conversion"]["init"] == "open" and record["conversion"]["second"] == "random"
     before, after = record["loss"]
     assert f"{before:.4f} -> {after:.4f} nats per token right after the conversion ({after - before:+.4f})" in printed
-    assert after != pytest.approx(before, abs=1e-4) and "not used here: datasets" in printed
+    assert after != pytest.approx(before, abs=1e-4)
     command = printed_command(printed)
     assert "model.diff.lambda_warmup=7" in command and "optim.lr=0.0003" in command
     written = yaml.safe_load((out / "axolotl_config.yml").read_text())
     assert written["base_model"] == str(model) and written["diff_attention"] is True and written["datasets"] == []
     (line,) = [line for line in printed.splitlines() if "scripts/export.py" in line]
     assert typed(*shlex.split(line.split("python ")[1].split(", then")[0])).returncode == 0
-    again = call(f"axolotl={out / 'axolotl_config.yml'}", f"run_dir={tmp_path / 'again'}", "tokens=640")
-    assert "converted already" in again
+    call(f"axolotl={out / 'axolotl_config.yml'}", f"run_dir={tmp_path / 'again'}", "tokens=640")
     tokens = torch.randint(257, (2, 30), generator=torch.Generator().manual_seed(0))
     one, two = (load_run(tmp_path / name).model for name in ("run", "again"))
     with torch.no_grad():
         torch.testing.assert_close(two(tokens), one(tokens), rtol=1e-5, atol=1e-5)
     assert "leave out init" in call(f"axolotl={path}", f"run_dir={tmp_path / 'x'}", "init=mirror")
-    assert "cannot be read as YAML" in call(f"axolotl={tmp_path / 'none.yml'}", f"run_dir={tmp_path / 'x'}")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.mark.parametrize("options", [["init=mirror"], ["to=diff_v2"]], ids=lambda o: o[0])
+def test_a_transformers_folder_keeps_its_logits(options: list[str], tmp_path: Path, call: Callable) -> None:
     """What save_pretrained writes for a random Llama with grouped keys, in bfloat16, whose vocabulary is padded."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install transformers")
-    path = tmp_path_factory.mktemp("hf") / "llama"
+    folder, out = tmp_path / "hf", tmp_path / "llama"
     config = transformers.LlamaConfig(
         vocab_size=272, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=12, max_position_embeddings=64, initializer_range=0.3, tie_word_embeddings=False,
     )  # fmt: skip
-    transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(path)
-    export_tokenizer(build_tokenizer(TokenizerConfig(name="bytes")), path, 64)
-    return path
-
-
-@pytest.mark.parametrize("options", [["init=mirror"], ["to=diff_v2"]], ids=lambda o: o[0])
-def test_a_transformers_folder_keeps_its_logits(options: list[str], folder: Path, tmp_path: Path, call: Callable) -> None:
-    import transformers
-
-    out = tmp_path / "llama"
-    printed = call(f"source={folder}", f"run_dir={out}", *options)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
+    llama = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    export_tokenizer(build_tokenizer(TokenizerConfig(name="bytes")), folder, 64)
+    printed, run = call(f"source={folder}", f"run_dir={out}", *options), load_run(out)
     tokens = torch.randint(272, (2, 40), generator=torch.Generator().manual_seed(0))
-    run = load_run(out)
     with torch.no_grad():
-        want = theirs(tokens).logits
+        want = llama(tokens).logits
         assert want.abs().max() > 1 and (run.model(tokens) - want).abs().max() < 1e-4
     assert run.tokenizer.encode("the fox") == list(b"the fox")
     rebuilt = convert.train_config(printed_command(printed)[1:])
-    assert rebuilt.model.vocab_size == 272 and rebuilt.optim.lr == 1e-4
+    assert rebuilt.model.vocab_size == 272 and rebuilt.optim.lr == 1e-4 and rebuilt.data.tokenizer.path == str(folder)
     rebuilt.model.diff.lambda_warmup = 0
     assert rebuilt.model == run.model.cfg
-
-
-def test_the_data_for_a_folder_are_prepared_as_printed(folder: Path, text_file: Path, tmp_path: Path, call) -> None:
-    out, data = tmp_path / "llama", tmp_path / "data"
-    printed = call(f"source={folder}", f"run_dir={out}", "debug=true", "prompt=fox")
-    (line,) = [line for line in printed.splitlines() if line.startswith("data first")]
-    words = [f"path={text_file}" if word == "path=TEXT" else word for word in shlex.split(line.split("python ")[1])]
-    done = run_command(*[f"data.dir={data}" if word.startswith("data.dir=") else word for word in words])
-    assert done.returncode == 0, done.stderr
-    refuse_other_tokenizer(out, load_tokenizer(data), str(data))
-    again = call(f"source={folder}", f"run_dir={tmp_path / 'second'}", f"shards={data}", "debug=true", "tokens=256")
-    record = json.loads((tmp_path / "second" / "conversion.json").read_text())
-    assert record["loss"][0] == pytest.approx(record["loss"][1], abs=1e-4) and "data first" not in again
-    assert f"data.dir={data}" in printed_command(again)
