@@ -1,8 +1,7 @@
 """An experiment of scripts/ablate.py: its configuration, its arms, and the checks before training."""
 
-import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
@@ -12,8 +11,7 @@ from ablation.records import LAST_TENTHS
 from ablation.study import Evaluation, read_evaluation
 from ablation.tuning import TuneConfig
 from configs.composing import key_of, merged, quoted
-from eval.common import command_of
-from eval.report.runs import Arm, SpikeConfig
+from eval.report.runs import Arm
 from training.run import TrainConfig, deciding
 
 # NAME of the metrics train.NAME, as Run.value reads them, beside tokens_to_0.5 and other levels
@@ -37,24 +35,13 @@ class TierConfig:
 
 
 @dataclass
-class LauncherConfig:
-    """What starts the runs: processes of this machine, or a launcher plugin of Hydra."""
-
-    plugin: str | None = None  # name of the launcher; None: processes of this machine
-    package: str | None = None  # the plugin's package, for pip install
-    module: str | None = None  # the plugin's module, for import
-    options: dict[str, Any] = field(default_factory=dict)  # values of hydra.launcher
-
-
-@dataclass
 class AblateConfig:
     """arms: name -> overrides of train.py; all arms are compared with the first arm. common: overrides for all arms.
 
     grid: point -> overrides; every arm runs at each point and is compared with the first arm at the same point.
     evaluations: commands of eval/ with their overrides. metrics: column -> EVALUATION.KEY in the evaluation's JSON, or
-    train.NAME. profiles: name -> EVALUATION.KEY under which there are several numbers, such as losses by position; one
-    table for each. matched: refuse arms that differ by more than 0.5 % from the first arm's parameters. fit: fit a power
-    law over the grid's sizes.
+    train.NAME. profiles: name -> EVALUATION.KEY with several numbers, such as losses by position; one table for each.
+    matched: refuse arms that differ by more than 0.5 % from the first arm's parameters. fit: a power law over the grid.
     """
 
     arms: dict[str, list[str]] = MISSING
@@ -70,13 +57,11 @@ class AblateConfig:
     metrics: dict[str, str] = field(default_factory=dict)
     compared: list[str] = field(default_factory=list)  # metrics whose differences are tested; empty: the first metric
     covariate: str | None = None  # one of `compared`: the others are also compared at equal values of it
-    profiles: dict[str, str] = field(default_factory=dict)  # name -> EVALUATION.KEY with several numbers to compare
+    profiles: dict[str, str] = field(default_factory=dict)
     pairs: dict[str, list[str]] = field(default_factory=dict)  # part -> [ARM, OTHER ARM]: what the part gives
     forest: dict[str, str] = field(default_factory=dict)  # compared metric -> its title in forest.png, the figure of all pairs
-    spikes: SpikeConfig = field(default_factory=SpikeConfig)
     tier: TierConfig = field(default_factory=TierConfig)
     tune: TuneConfig = field(default_factory=TuneConfig)
-    launcher: LauncherConfig = field(default_factory=LauncherConfig)
     seeds: Any = 3  # a number N, for the seeds 1 to N, or a list of seeds
     fewer_seeds: Annotated[dict[str, int], "[1, inf)"] = field(default_factory=dict)  # arm -> its number of seeds
     train: list[str] = field(default_factory=list)  # more overrides for all runs; those of an arm or a point win
@@ -91,8 +76,8 @@ class AblateConfig:
 
 def seed_list(seeds: Any) -> list[int]:
     """The seeds: seeds=5 means 1 to 5, seeds=[1,4] means 1 and 4."""
-    listed = list(range(1, seeds + 1)) if isinstance(seeds, int) and not isinstance(seeds, bool) else seeds
-    whole = isinstance(listed, list) and all(isinstance(s, int) and not isinstance(s, bool) and s >= 0 for s in listed)
+    listed = list(range(1, seeds + 1)) if type(seeds) is int else seeds
+    whole = isinstance(listed, list) and all(type(seed) is int and seed >= 0 for seed in listed)
     if not whole or not listed or len(set(listed)) < len(listed):
         raise ValueError(f"seeds={seeds} is neither a number of seeds nor a list of different seeds: use seeds=3")
     return listed
@@ -113,9 +98,7 @@ def arm_list(cfg: AblateConfig) -> list[Arm]:
             if re.search(r"[^\w.-]", name):
                 raise ValueError(f"'{name}' cannot be a part of a folder's name: use letters, digits, '.', '_', '-'")
             if name in arms:
-                raise ValueError(
-                    f"two arms have the name ARM-POINT {name} and one folder: rename an arm or a point of the grid"
-                )
+                raise ValueError(f"two arms have the name ARM-POINT {name} and one folder: rename an arm or a point")
             arms[name] = Arm(name, family, point, None if family == first else reference, "", merged(overrides, at))
     return list(arms.values())
 
@@ -138,13 +121,10 @@ def refuse_unknown_names(cfg: AblateConfig) -> None:
 
 
 def refuse_grid(cfg: AblateConfig) -> None:
-    """ValueError for a fit over one point, an override of `train` that no run would have, or `tune.each` without its use."""
+    """ValueError for a fit over one point, or an override of `train` that no run would have."""
     if cfg.fit and len(cfg.grid) < 2:
         wrong = f"fit: true fits a power law over the points of the grid, but the grid has {len(cfg.grid)}"
         raise ValueError(f"{wrong}: use a tier that has sizes, tier=cpu or tier=gpu")
-    if cfg.tune.each and (not cfg.grid or cfg.tune.at is not None or cfg.branch):
-        wrong = "tune.each=true gives every point of a grid learning rates of its own"
-        raise ValueError(f"{wrong}: leave it out without a grid, and leave out tune.at and branch beside it")
     points = [{key_of(override) for override in at} for at in cfg.grid.values()]
     for override in cfg.train if points else ():
         if all(key_of(override) in point for point in points):
@@ -199,35 +179,23 @@ def refuse_metrics(cfg: AblateConfig, evaluations: list[Evaluation]) -> None:
         elif file not in files:
             text = file.removeprefix("perplexity_")
             fix = f"give texts.{text}=FILE" if text != file else f"add {file} to evaluations"
-            if dotted := [known for known in files if known.startswith(f"{file}.")]:  # a metric's evaluation ends there
-                fix = f"name {dotted[0]} without dots, with name=NAME or another key of texts"
             raise ValueError(f"metric {name} is read from {file}.json, which no evaluation of this study writes: {fix}")
 
 
-def refuse_tuned_metrics(cfg: AblateConfig, evaluations: list[Evaluation], configs: Iterable[TrainConfig]) -> None:
-    """Refuse, in a tuned study, metrics on the text that the learning rates are chosen on."""
-    judged = {os.path.realpath(config.data.dir) for config in configs}
-    reads_own = {one.file: _reads_own_text(one, judged) for one in evaluations}
+def refuse_tuned_metrics(cfg: AblateConfig, evaluations: list[Evaluation]) -> None:
+    """Refuse, in a tuned study, metrics on the validation text, on which the learning rates are chosen."""
+    losses = [one for one in evaluations if one.name in OF_LOSSES]
+    validation = [one.file for one in losses if not one.settings["text"] and not one.settings["shards"]]
     for name, path in (cfg.metrics | cfg.profiles).items() if cfg.tune.keys else ():
-        file = path.split(".")[0]
-        loss = reads_own.get(file) and (command_of(file) != "quantization" or path.endswith(".loss"))
-        if loss or path in ("train.val_loss", "train.loss", cfg.tune.metric):
+        if path.split(".")[0] in validation or path in ("train.val_loss", "train.loss", cfg.tune.metric):
             wrong = f"metric {name} ({path}) reads the text that the learning rates are chosen on"
             raise ValueError(f"{wrong}: test on another text, for example measure=test texts.test=FILE")
 
 
-def _reads_own_text(evaluation: Evaluation, judged: set[str]) -> bool:
-    """Whether the evaluation measures losses on validation text of a run. judged: the folders of such text."""
-    if evaluation.name not in OF_LOSSES:
-        return False
-    text, shards = evaluation.settings["text"], evaluation.settings["shards"]
-    return not text and (not shards or os.path.realpath(shards) in judged)
-
-
-def texts_of(cfg: AblateConfig, evaluations: list[Evaluation]) -> dict[str, str]:
-    """Name -> text: those of `texts`, and the texts of other evaluations OF_LOSSES, under the names of their results."""
-    read = {one.file: one.settings["text"] for one in evaluations if one.name in OF_LOSSES}
-    return cfg.texts | {file: text for file, text in read.items() if text and text not in cfg.texts.values()}
+def texts_of(evaluations: list[Evaluation]) -> dict[str, str]:
+    """Name -> text of the evaluations OF_LOSSES; those of `texts` have their names there."""
+    read = {one.file.removeprefix("perplexity_"): one.settings["text"] for one in evaluations if one.name in OF_LOSSES}
+    return {name: text for name, text in read.items() if text}
 
 
 def compare_parameters(arms: list[Arm], matched: bool) -> None:

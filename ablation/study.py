@@ -13,16 +13,16 @@ import torch
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-from ablation.records import Record, describes, measures_of, record_of, run_of, write_records
+from ablation.records import Record, describes, record_of, run_of, write_records
 from configs import USER_ERRORS, explain
 from configs.composing import compose_job, key_of, quoted
-from configs.files import read_run_config, write_json
+from configs.files import write_json
 from configs.provenance import ROOT
 from data.shards import open_split
 from data.stream import is_task, open_tokenizer
 from eval.common import OF_A_RUN, result_name
 from eval.report.measured import settings_of
-from eval.report.runs import DIVERGED, Run, SpikeConfig, read_json, read_run
+from eval.report.runs import DIVERGED, Run, read_json, read_run
 from eval.texts import Texts, prepared
 from model.decoder import Decoder
 from training.checkpoint import checkpoints, folder_name
@@ -78,9 +78,9 @@ def read_evaluation(text: str) -> Evaluation:
 
 @dataclass
 class PlannedRun:
-    """One arm at one seed: arguments of train.py and of the evaluations; a job of ablation/jobs.py.
+    """One arm at one seed: arguments of train.py and of the evaluations. record: of a run that was finished elsewhere.
 
-    record: given if the run was finished elsewhere. stale: why a record was not taken. texts: digests that all runs share.
+    stale: why a record was not taken. texts: digests that all runs share.
     """
 
     arm: str
@@ -90,7 +90,6 @@ class PlannedRun:
     config: TrainConfig
     evaluations: list[Evaluation]
     flops_per_token: int
-    spike: SpikeConfig = field(default_factory=SpikeConfig)
     texts: Texts = field(default_factory=Texts)
     record: Record | None = None
     stale: str | None = None
@@ -98,21 +97,14 @@ class PlannedRun:
     def take_over(self, record: Record | None) -> None:
         """Take the record of the finished run, if it fits and the run has no checkpoints here; else resume the folder's run.
 
-        ValueError if that run has another configuration, measured itself in another way or was trained on other shards.
+        ValueError if that run has another configuration or was trained on other shards.
         """
         if self._takes(record):
             self.record = record
-            run, measures, digest = self.name, record.get("measures", {}), record["facts"].get("text_digest")
+            self.texts.refuse_other_shards(self.name, record["facts"].get("text_digest"), self.config.data)
         elif (self.folder / "config.yaml").is_file():
             refuse_other_config(self.folder, asdict(self.config), advice=REPEAT)
-            run, measures = str(self.folder), measures_of(read_run_config(self.folder))
-            digest = trained_on(self.folder)
-        else:
-            return
-        for key, had in measures.items():  # a resume may change them, but a study compares what runs log
-            if had != getattr(self.config, key):
-                raise ValueError(f"{run} measures itself with {key}={had} (now {getattr(self.config, key)}): {REPEAT}")
-        self.texts.refuse_other_shards(run, digest, self.config.data)
+            self.texts.refuse_other_shards(str(self.folder), trained_on(self.folder), self.config.data)
 
     def _takes(self, record: Record | None) -> bool:
         if not record or checkpoints(self.folder) or not describes(record, self.config):
@@ -124,20 +116,16 @@ class PlannedRun:
         return self.stale is None
 
     def fault(self, evaluation: Evaluation, result: Mapping[str, Any] | None, fingerprint: str | None) -> str | None:
-        """Why `result` is not what the evaluation would write now; None if it is.
-
-        Of perplexity also the text is compared. After a change of the text of another evaluation delete its results.
-        """
+        """Why `result` is not what the evaluation would write now; None if it is. Of perplexity the text counts, too."""
         settings, file = evaluation.settings, evaluation.file
         if result is None:
             return f"lacks {file}"
         if key := evaluation.other_setting(result.get("config", {})):
-            return f"has {file} with {key}={result['config'].get(key)} instead of {key}={settings.get(key)}"
+            return f"has {file} with another {key} than {settings.get(key)}"
         sha256 = result["results"].get("sha256") if evaluation.name == "perplexity" else None
         known = sha256 and self.texts.tested(self.config.data, fingerprint, self.config.model.context, settings)
-        return (
-            f"has {file} of another text than {settings['text'] or settings['shards']}" if known not in (None, sha256) else None
-        )
+        other = known not in (None, sha256)
+        return f"has {file} of another text than {settings['text'] or settings['shards']}" if other else None
 
     @property
     def name(self) -> str:
@@ -160,14 +148,8 @@ class PlannedRun:
     def work(self) -> float:
         return training_flops(self.config, self.flops_per_token)
 
-    def progress(self) -> tuple[int, int]:
-        path = self.folder / "metrics.jsonl"
-        lines = path.read_text().splitlines() if path.is_file() else []
-        done = max((json.loads(line).get("step", 0) for line in lines[-3:] if line.endswith("}")), default=0)
-        return self.config.steps if self.record or self.diverged else done, self.config.steps
-
     def left(self) -> list[list[str]]:
-        """The commands still to run: training unless it is finished, and evaluations without a result of this training."""
+        """The commands still to run: training, and evaluations without a result of this training."""
         if self.diverged or self.record:
             return []
         overrides, trunk = self.overrides, self.config.branch_from
@@ -182,7 +164,6 @@ class PlannedRun:
         ]
 
     def evaluated(self, evaluation: Evaluation) -> bool:
-        """Whether the folder has the result of this evaluation of the finished training."""
         try:
             content = json.loads((self.folder / "eval" / f"{evaluation.file}.json").read_text())
             dict(content["config"]), dict(content["results"])
@@ -197,7 +178,7 @@ class PlannedRun:
         if code or (training and not self.trained):
             infinite = INFINITE.search(output)
             if not (training and infinite):
-                raise ValueError(f"{self.folder}, {self.reason()}")
+                raise ValueError(f"exit status {code} of {self.folder}, {self.reason()}")
             write_json(self.folder / DIVERGED, {"error": infinite.group(1)})
         return not self.diverged
 
@@ -208,8 +189,7 @@ class PlannedRun:
         return "diverged" if self.diverged else "done"
 
     def measured(self) -> Run:
-        """The finished run's configuration, metrics and evaluations."""
-        return run_of(self.record, self.spike) if self.record else read_run(self.folder, self.spike)
+        return run_of(self.record) if self.record else read_run(self.folder)
 
     def reason(self) -> str:
         """The error of the last command in the run's log, and what to do."""
@@ -217,12 +197,11 @@ class PlannedRun:
             return f"{self.name}: the run has not begun; repeat this command"
         lines = self.log.read_text(errors="replace").rpartition("$ python ")[2].splitlines()
         errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-        fix = "" if errors and errors[-1].startswith("ended by SIG") else "correct that and "
-        return f"{self.name}: {(errors or lines)[-1]} (see {self.log}); {fix}repeat this command: finished runs are kept"
+        return f"{self.name}: {(errors or lines)[-1]} (see {self.log}); repeat this command: finished runs are kept"
 
 
 def trunk_ended_early(trunk: Path, cfg: TrainConfig) -> bool:
-    """Whether the run in the folder `trunk` diverged before it wrote the checkpoint off which `cfg` would branch."""
+    """Whether a run diverged before it wrote the checkpoint off which `cfg` would branch."""
     at = folder_name(decay_start(cfg.steps, cfg.optim))
     return (trunk / DIVERGED).is_file() and at not in [path.name for path in checkpoints(trunk)]
 
@@ -234,7 +213,7 @@ def training_flops(cfg: TrainConfig, per_token: int) -> float:
 
 
 def train_config(overrides: Iterable[str]) -> TrainConfig:
-    """train.py's configuration from these overrides. The caller must have imported train.py, which registers the schema."""
+    """train.py's configuration. The caller must have imported train.py, which registers the schema."""
     return OmegaConf.to_object(compose_job("train", list(overrides)))
 
 
@@ -267,7 +246,7 @@ def read_epochs(cfg: TrainConfig) -> float:
 
 
 def describe_model(cfg: TrainConfig) -> dict[str, Any]:
-    """Heads, their width, head norm, parameters and FLOPs of the model, which is built on the meta device."""
+    """Heads, their width, head norm, parameters and FLOPs of the model."""
     with torch.device("meta"):
         model = Decoder(cfg.model)
     attentions, none = [block.attention for block in model.blocks], torch.nn.Identity()

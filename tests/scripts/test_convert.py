@@ -16,7 +16,7 @@ from data.tokenizer import build_tokenizer, load_tokenizer
 from data.tokenizer_export import export_tokenizer
 from eval.perplexity import cut_windows, evaluate
 from scripts import convert
-from tests.conftest import assert_one_line_error, run_command, train_arguments
+from tests.conftest import run_command, train_arguments
 from training.checkpoint import load_run
 from training.text import refuse_other_tokenizer
 
@@ -115,37 +115,6 @@ def test_without_its_text_a_run_is_compared_on_random_tokens(source: Path, tmp_p
     record = json.loads((tmp_path / "out" / "conversion.json").read_text())
     assert record["text"] == "random tokens" and "loss" not in record and record["change"]["max_logit"] < 1e-4
     assert f"data first prepare the data of {alone} in {tmp_path / 'gone'} again" in printed
-    assert "no folder" in call(f"source={alone}", f"run_dir={tmp_path / 'c'}", "what=compare")
-
-
-def test_compare_is_an_ablation_of_conversions(source: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "c"
-    arguments = ["scripts/convert.py", "device=cpu", f"source='{source}'", f"run_dir={folder}", "what=compare"]
-    text = tmp_path / "other text.txt"
-    text.write_text("The rain had stopped, and the river was brown. " * 60)
-    arguments += [f"text='{text}'", "tokens=640", "steps=6", "arms=[baseline,split]", 'train=["optim.lr=3e-3"]']
-    done = run_command(*arguments)
-    assert done.returncode == 0, done.stderr
-    at_once = (folder / "conversions.md").read_text()
-    assert at_once in done.stdout
-    assert set(json.loads((folder / "conversions.json").read_text())["results"]) == {"baseline", "split"}
-    baseline, split = (line.strip("| \n").split(" | ") for line in at_once.splitlines()[2:])
-    assert float(baseline[2]) == 0 and baseline[3] == baseline[4] == split[3] and baseline[5] == "+0.0000"
-    assert float(split[2]) > 1e-3
-    arms = json.loads((folder / "trained" / "results.json").read_text())["results"]["arms"]
-    assert [arm["name"] for arm in arms] == ["baseline", "split"] and [run["seed"] for run in arms[0]["runs"]] == [1000]
-    for arm, before in zip(arms, (baseline, split), strict=True):
-        assert all(run["values"]["valid"] < float(before[4]) for run in arm["runs"])  # training helps both
-        assert f"{arm['facts']['params']:,}" == before[1]
-    assert arms[1]["facts"]["params"] == arms[0]["facts"]["params"] + 2 * 4 * 8  # four vectors in two layers
-    assert (folder / "trained" / "table.md").read_text() in done.stdout
-    stamps = {path: path.stat().st_mtime_ns for path in folder.rglob("state.json")}
-    assert len(stamps) == 2 + 2
-    again = run_command(*arguments)
-    assert again.returncode == 0 and at_once in again.stdout
-    assert {path: path.stat().st_mtime_ns for path in folder.rglob("state.json")} == stamps
-    assert_one_line_error(run_command(*arguments, "seed=1"), "holds another conversion")
-    assert_one_line_error(run_command(*arguments, "tokens=320"), "or one tested on another text")
 
 
 def test_wrong_input_is_one_line_that_names_the_fix(source: Path, shards: Path, tmp_path: Path, call: Callable) -> None:
