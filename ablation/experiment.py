@@ -21,7 +21,7 @@ OF_LOSSES = ("perplexity", "quantization")  # evaluations whose losses are those
 
 @dataclass
 class TierConfig:
-    """A scale: overrides of train.py for every arm, and the shape that experiments refer to."""
+    """A scale: the shape and the lengths that experiments refer to."""
 
     n_head: Annotated[int, "[1, inf)"] = MISSING  # heads of the baseline
     head_dim: Annotated[int, "[1, inf)"] = MISSING  # width of a head
@@ -84,7 +84,7 @@ def seed_list(seeds: Any) -> list[int]:
 
 
 def arm_list(cfg: AblateConfig) -> list[Arm]:
-    """Arms at every point of the grid, with their overrides. The first arm of a point is the reference of the others."""
+    """The arms at every point of the grid, each compared with the first arm of its point."""
     refuse_unknown_names(cfg)
     refuse_grid(cfg)
     families = {name: overrides for name, overrides in cfg.arms.items() if name in cfg.select or not cfg.select}
@@ -104,9 +104,9 @@ def arm_list(cfg: AblateConfig) -> list[Arm]:
 
 
 def refuse_unknown_names(cfg: AblateConfig) -> None:
-    """ValueError where an option names a metric or a point that the experiment lacks."""
+    """ValueError where an option names a metric or a point that the experiment lacks, or a pair is none."""
     if not cfg.metrics:
-        raise ValueError("metrics is empty, but a comparison needs a metric: use '+metrics.valid=perplexity.loss'")
+        raise ValueError("metrics is empty: use '+metrics.valid=perplexity.loss'")
     for option, names, of, known in (
         ("compared", cfg.compared, "metrics", cfg.metrics),
         ("covariate", [cfg.covariate], "compared", cfg.compared),
@@ -123,13 +123,12 @@ def refuse_unknown_names(cfg: AblateConfig) -> None:
 def refuse_grid(cfg: AblateConfig) -> None:
     """ValueError for a fit over one point, or an override of `train` that no run would have."""
     if cfg.fit and len(cfg.grid) < 2:
-        wrong = f"fit: true fits a power law over the points of the grid, but the grid has {len(cfg.grid)}"
-        raise ValueError(f"{wrong}: use a tier that has sizes, tier=cpu or tier=gpu")
+        raise ValueError(f"fit: true needs several points, but the grid has {len(cfg.grid)}: use tier=cpu or tier=gpu")
     points = [{key_of(override) for override in at} for at in cfg.grid.values()]
     for override in cfg.train if points else ():
         if all(key_of(override) in point for point in points):
-            wrong = f"train has {override}, but every point of the grid sets {key_of(override)} itself"
-            raise ValueError(f"{wrong}: give points of your own with '~grid' '+grid={{NAME:[\"{override}\"]}}'")
+            fix = f"give other points with '~grid' '+grid={{NAME:[\"{override}\"]}}'"
+            raise ValueError(f"train has {override}, but every point of the grid sets {key_of(override)} itself: {fix}")
 
 
 def refuse_unknown_arms(cfg: AblateConfig, typed: Sequence[str]) -> None:
@@ -142,29 +141,25 @@ def refuse_unknown_arms(cfg: AblateConfig, typed: Sequence[str]) -> None:
 
 
 def refuse_branches(arms: Sequence[Arm], configs: Mapping[str, TrainConfig]) -> None:
-    """Refuse points of the grid whose runs cannot branch off the longest one. configs: an arm's name -> its configuration."""
+    """Refuse points of the grid whose runs cannot branch off the longest one. configs: by the arms' names."""
     for arm in arms:
-        config, first = configs[arm.name], next(configs[other.name] for other in arms if other.arm == arm.arm)
-        if config is first:  # its points are compared with it
-            continue
-        if config.optim.schedule != "wsd":
-            wrong = f"branch is true, but {arm.name} has optim.schedule={config.optim.schedule}"
-            raise ValueError(f"{wrong}: use optim.schedule=wsd, or branch=false")
-        flat, of_first = (deciding(asdict(one), but=("steps",)) for one in (config, first))
-        if differ := [key for key, value in flat.items() if of_first[key] != value]:
-            wrong = f"branch is true, but point {arm.point} has another {differ[0]} than the grid's first point"
-            raise ValueError(f"{wrong}: give points that differ in steps alone, or branch=false")
+        first = next(other for other in arms if other.arm == arm.arm)
+        values, of_first = (deciding(asdict(configs[one.name]), but=("steps",)) for one in (arm, first))
+        differ = [key for key, value in values.items() if of_first[key] != value]
+        if differ or values["optim.schedule"] != "wsd":
+            wrong = f"branch is true, but {arm.name} has another {differ[0] if differ else 'optim.schedule than wsd'}"
+            raise ValueError(f"{wrong}: give points that differ in steps alone and optim.schedule=wsd, or branch=false")
 
 
 def evaluation_list(cfg: AblateConfig) -> list[Evaluation]:
     """What evaluates every run: `evaluations`, and perplexity on each of `texts`."""
     for name in cfg.texts:
         if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
-            raise ValueError(f"texts.{name} becomes a part of a file's name: use letters, digits, '_' and '-' for the key")
+            raise ValueError(f"texts.{name} becomes a part of a file's name: use letters, digits, '_' and '-'")
     texts = (f"perplexity {quoted(f'text={text}')} name={name} tokens={cfg.text_tokens}" for name, text in cfg.texts.items())
     evaluations = [read_evaluation(text) for text in (*cfg.evaluations, *texts)]
     if len({one.file for one in evaluations}) < len(evaluations):
-        raise ValueError("an evaluation is listed twice, and both would write the same file: list each one once")
+        raise ValueError("two evaluations would write the same file: list each one once, or give one a name=")
     return evaluations
 
 
@@ -204,7 +199,5 @@ def compare_parameters(arms: list[Arm], matched: bool) -> None:
     for arm in arms:
         off = arm.facts["params_off"] = sizes[arm.name] / sizes[arm.reference] - 1 if arm.reference else None
         if matched and abs(off or 0) > 0.005:
-            raise ValueError(
-                f"arm {arm.name} has {off:+.1%} parameters against {arm.reference}, but the experiment has matched: true: "
-                "give the arm a model.d_ff, or set matched=false"
-            )
+            wrong = f"arm {arm.name} has {off:+.1%} parameters against {arm.reference}, but matched is true"
+            raise ValueError(f"{wrong}: give the arm a model.d_ff, or set matched=false")

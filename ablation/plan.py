@@ -5,41 +5,32 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ablation import tuning
-from ablation.experiment import (
-    AblateConfig,
-    arm_list,
-    compare_parameters,
-    evaluation_list,
-    refuse_branches,
-    refuse_metrics,
-    refuse_tuned_metrics,
-    seed_list,
-    texts_of,
-)
+from ablation import experiment, tuning
+from ablation.experiment import AblateConfig
 from ablation.records import TRIAL, recorded_vocabulary, records_of
-from ablation.study import PlannedRun, describe_model, filled_config, training_flops, trunk_ended_early, with_values
+from ablation.study import PlannedRun, describe_model, train_config, training_flops, trunk_ended_early, with_values
 from ablation.tuning import Point, Tuned
 from configs import USER_ERRORS, explain
 from configs.composing import merged, overrides_of
 from data.config import DataConfig
+from data.stream import open_tokenizer
 from eval.common import variant
 from eval.overlap import overlaps
 from eval.report.runs import Arm, give_colours
 from eval.texts import Texts, prepared
 from training.checkpoint import checkpoints
 from training.optim import decay_start
-from training.run import TrainConfig
+from training.run import TrainConfig, fill_model
 
 
 @dataclass
 class Search:
-    """An arm's search for its learning rates. scores: of finished points. waits: trials are not finished."""
+    """An arm's search for its learning rates."""
 
     arm: Arm
     runs: list[PlannedRun] = field(default_factory=list)
-    scores: dict[Point, tuning.Score] = field(default_factory=dict)
-    waits: bool = False
+    scores: dict[Point, tuning.Score] = field(default_factory=dict)  # of finished points
+    waits: bool = False  # some trials are not finished
 
 
 class Study:
@@ -47,15 +38,15 @@ class Study:
 
     def __init__(self, cfg: AblateConfig, name: str) -> None:
         self.cfg, self.name, self.folder = cfg, name, Path(cfg.runs) / name
-        self.seeds = seed_list(cfg.seeds)
+        self.seeds = experiment.seed_list(cfg.seeds)
         self.texts = Texts()
         self._known: dict[str, PlannedRun] = {}
         tuning.check(cfg.tune, self.seeds)
-        self.evaluations = evaluation_list(cfg)
-        refuse_metrics(cfg, self.evaluations)
+        self.evaluations = experiment.evaluation_list(cfg)
+        experiment.refuse_metrics(cfg, self.evaluations)
         self.records = records_of(self.folder, *(Path(cfg.records) / study for study in (cfg.records_of or name, name)))
-        self.recorded = None if cfg.run else recorded_vocabulary(self.records.values())
-        self.arms = arm_list(cfg)
+        self.recorded = None if cfg.run else recorded_vocabulary(self.records.values())  # for data of another machine
+        self.arms = experiment.arm_list(cfg)
         self._configs: dict[str, TrainConfig] = {}  # by name of the arm
         self._trial_configs: dict[str, TrainConfig] = {}
         for arm in self.arms:
@@ -63,15 +54,18 @@ class Study:
             config = self._configs[arm.name] = self._config(arm, arm.overrides)
             arm.variant = variant({"model": asdict(config.model)})
             arm.facts = describe_model(config)
-        refuse_tuned_metrics(cfg, self.evaluations)
+        experiment.refuse_tuned_metrics(cfg, self.evaluations)
         if cfg.branch:
-            refuse_branches(self.arms, self._configs)
+            experiment.refuse_branches(self.arms, self._configs)
         give_colours(self.arms)  # of all arms: an arm keeps its colour while others have no finished run
-        compare_parameters(self.arms, cfg.matched)
+        experiment.compare_parameters(self.arms, cfg.matched)
 
     def _config(self, arm: Arm, overrides: list[str]) -> TrainConfig:
         try:
-            return filled_config(overrides, self.recorded)
+            config = train_config(overrides)
+            known = self.recorded and not prepared(config.data)
+            config.model = fill_model(config.model, self.recorded if known else open_tokenizer(config.data))
+            return config
         except USER_ERRORS as error:
             raise ValueError(f"arm {arm.name}: {explain(error, TrainConfig)}") from None
 
@@ -96,7 +90,7 @@ class Study:
 
     def overlaps(self) -> dict[str, float] | None:
         """Test text -> the share of it that occurs in the training text of the first arm; None without that text."""
-        if not (texts := texts_of(self.evaluations)):
+        if not (texts := experiment.texts_of(self.evaluations)):
             return {}
         return overlaps(self.data, texts, self.folder / "overlap.json") if self.data else None
 
@@ -205,27 +199,22 @@ class Study:
         """Print the arms and the number of finished runs. Returns the chains of unfinished runs, longest run first."""
         width = max(len(arm.name) for arm in self.arms)
         for arm in self.arms:
-            off = arm.facts["params_off"]
-            against = "" if off is None else f" ({off:+.2%})"
-            print(
-                f"{arm.name:<{width}}  {arm.facts['params_non_embedding']:>12,} parameters{against}, d_ff {arm.facts['d_ff']}, "
-                f"{arm.facts['flops_per_token'] / 1e6:.2f} MFLOPs per token"
-            )
-        left = [run for run in runs if run.left()]
-        waiting = len(self.planned()) - len(runs)
-        untuned = f" (not counted: {waiting} run{'s' * (waiting > 1)} of arms that are not tuned yet)" if waiting else ""
-        print(f"{self.name}: {len(runs)} runs, {len(runs) - len(left)} of them finished{untuned}", flush=True)
+            facts, off = arm.facts, arm.facts["params_off"]
+            size = f"{facts['params_non_embedding']:>12,} parameters" + ("" if off is None else f" ({off:+.2%})")
+            print(f"{arm.name:<{width}}  {size}, d_ff {facts['d_ff']}, {facts['flops_per_token'] / 1e6:.2f} MFLOPs per token")
+        left, waiting = [run for run in runs if run.left()], len(self.planned()) - len(runs)
+        untuned = f" (and {waiting} of arms that are not tuned yet)" if waiting else ""
+        print(f"{self.name}: {len(runs)} runs{untuned}, {len(runs) - len(left)} of them finished", flush=True)
         if stale := [run for run in left if run.stale]:
             again = f"{len(stale)} recorded runs would be trained again"
             print(f"{self.name}: {again}, because the record of {stale[0].name} {stale[0].stale}", flush=True)
-        arm_of = {arm.name: arm.arm for arm in self.arms}
-        chains: dict[Any, list[PlannedRun]] = {}
+        arm_of, chains = {arm.name: arm.arm for arm in self.arms}, {}
         for run in left:
             chains.setdefault((arm_of[run.arm], run.seed) if self.cfg.branch else run.name, []).append(run)
         return [sorted(chain, key=lambda run: -run.config.steps) for chain in chains.values()]
 
     def print_costs(self) -> None:
-        """Print how many runs are left, and their time: at the speed of finished runs, or at shares of the tier's GPU."""
+        """Print how many runs are left, and their time: at the speed of finished runs, or of the tier's GPU."""
         searches, runs = self.searches(), self.runs()
         tuning_work = [run.work for search in searches for run in search.runs if run.left()]
         for search in (search for search in searches if search.waits):  # trials at points that are not known yet

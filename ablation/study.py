@@ -1,6 +1,7 @@
 """A run of a study as the commands that make it, train.py and then evaluations, with the configurations of both."""
 
 import copy
+import functools
 import importlib
 import json
 import re
@@ -19,15 +20,15 @@ from configs.composing import compose_job, key_of, quoted
 from configs.files import write_json
 from configs.provenance import ROOT
 from data.shards import open_split
-from data.stream import is_task, open_tokenizer
+from data.stream import is_task
 from eval.common import OF_A_RUN, result_name
 from eval.report.measured import settings_of
 from eval.report.runs import DIVERGED, Run, read_json, read_run
-from eval.texts import Texts, prepared
+from eval.texts import Texts
 from model.decoder import Decoder
 from training.checkpoint import checkpoints, folder_name
 from training.optim import decay_start
-from training.run import TrainConfig, Vocabulary, fill_model, refuse_other_config, sizes
+from training.run import TrainConfig, refuse_other_config, sizes
 from training.text import trained_on
 
 INFINITE = re.compile(r"error: ((?:the loss is \S+|\S+ is not finite) at step \d+(?: \(gradient norm \S+\))?)")
@@ -178,7 +179,10 @@ class PlannedRun:
         if code or (training and not self.trained):
             infinite = INFINITE.search(output)
             if not (training and infinite):
-                raise ValueError(f"exit status {code} of {self.folder}, {self.reason()}")
+                lines = output.splitlines()
+                error = ([line for line in lines if line.startswith("error: ")] or lines)[-1].removeprefix("error: ")
+                again = "repeat this command: finished runs are kept"
+                raise ValueError(f"{self.name}: {error} (exit status {code}, see {self.log}); {again}")
             write_json(self.folder / DIVERGED, {"error": infinite.group(1)})
         return not self.diverged
 
@@ -190,14 +194,6 @@ class PlannedRun:
 
     def measured(self) -> Run:
         return run_of(self.record) if self.record else read_run(self.folder)
-
-    def reason(self) -> str:
-        """The error of the last command in the run's log, and what to do."""
-        if not self.log.is_file():
-            return f"{self.name}: the run has not begun; repeat this command"
-        lines = self.log.read_text(errors="replace").rpartition("$ python ")[2].splitlines()
-        errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-        return f"{self.name}: {(errors or lines)[-1]} (see {self.log}); repeat this command: finished runs are kept"
 
 
 def trunk_ended_early(trunk: Path, cfg: TrainConfig) -> bool:
@@ -217,23 +213,12 @@ def train_config(overrides: Iterable[str]) -> TrainConfig:
     return OmegaConf.to_object(compose_job("train", list(overrides)))
 
 
-def filled_config(overrides: Iterable[str], recorded: Vocabulary | None = None) -> TrainConfig:
-    """The configuration of a run as in its config.yaml. recorded: the vocabulary for data that are not on this machine."""
-    config = train_config(overrides)
-    known = recorded and not prepared(config.data)
-    config.model = fill_model(config.model, recorded if known else open_tokenizer(config.data))
-    return config
-
-
 def with_values(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
     """A copy of `config` with these values under dotted keys, none of them of the model."""
     config = copy.deepcopy(config)
     for key, value in values.items():
         *groups, name = key.split(".")
-        place = config
-        for group in groups:
-            place = getattr(place, group)
-        setattr(place, name, value)
+        setattr(functools.reduce(getattr, groups, config), name, value)
     return config
 
 
@@ -246,7 +231,6 @@ def read_epochs(cfg: TrainConfig) -> float:
 
 
 def describe_model(cfg: TrainConfig) -> dict[str, Any]:
-    """Heads, their width, head norm, parameters and FLOPs of the model."""
     with torch.device("meta"):
         model = Decoder(cfg.model)
     attentions, none = [block.attention for block in model.blocks], torch.nn.Identity()
