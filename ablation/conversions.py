@@ -50,11 +50,10 @@ def convert_run(
     how: Conversion, source: LoadedRun, windows: np.ndarray | None, run_dir: Path, cfg: ConvertConfig
 ) -> dict[str, Any]:
     """Convert `source`, measure what has changed, and write the run directory; returns the record of the conversion."""
+    shape, generator = (4, min(source.model.cfg.context, 128)), torch.Generator().manual_seed(cfg.seed)
+    tokens = torch.randint(source.model.cfg.vocab_size, shape, generator=generator)  # (B, T)
     if windows is not None:
-        tokens = torch.from_numpy(windows[: max(1, COMPARED // windows.shape[1]), :-1])  # (B, T)
-    else:
-        shape = (4, min(source.model.cfg.context, 128))
-        tokens = torch.randint(source.model.cfg.vocab_size, shape, generator=torch.Generator().manual_seed(cfg.seed))
+        tokens = torch.from_numpy(windows[: max(1, COMPARED // windows.shape[1]), :-1])
     model = convert(source.model, how, cfg.seed, tokens)
     record = {
         "source": str(source.path),

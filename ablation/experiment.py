@@ -36,28 +36,20 @@ class TierConfig:
 
 @dataclass
 class AblateConfig:
-    """arms: name -> overrides of train.py; all arms are compared with the first arm. common: overrides for all arms.
-
-    grid: point -> overrides; every arm runs at each point and is compared with the first arm at the same point.
-    evaluations: commands of eval/ with their overrides. metrics: column -> EVALUATION.KEY in the evaluation's JSON, or
-    train.NAME. profiles: name -> EVALUATION.KEY with several numbers, such as losses by position; one table for each.
-    matched: refuse arms that differ by more than 0.5 % from the first arm's parameters. fit: a power law over the grid.
-    """
-
-    arms: dict[str, list[str]] = MISSING
-    grid: dict[str, list[str]] = field(default_factory=dict)
-    common: list[str] = field(default_factory=list)
+    arms: dict[str, list[str]] = MISSING  # name -> overrides of train.py; all arms are compared with the first
+    grid: dict[str, list[str]] = field(default_factory=dict)  # point -> overrides; every arm runs at each point
+    common: list[str] = field(default_factory=list)  # overrides for all arms
     select: list[str] = field(default_factory=list)  # the arms to compare, in the order of `arms`; empty: all
-    matched: bool = False
-    fit: bool = False
+    matched: bool = False  # refuse arms that differ by more than 0.5 % from the first arm's parameters
+    fit: bool = False  # fit a power law over the points of the grid
     branch: bool = False  # shorter runs branch off the longest; needs optim.schedule=wsd and a grid over steps alone
-    evaluations: list[str] = field(default_factory=list)
+    evaluations: list[str] = field(default_factory=list)  # commands of eval/ with their overrides
     texts: dict[str, str] = field(default_factory=dict)  # name -> text; every run is tested on it as perplexity_NAME
     text_tokens: Annotated[int, "[1, inf)"] = 1_000_000  # tokens of each of `texts`, at most
-    metrics: dict[str, str] = field(default_factory=dict)
+    metrics: dict[str, str] = field(default_factory=dict)  # column -> EVALUATION.KEY in its JSON, or train.NAME
     compared: list[str] = field(default_factory=list)  # metrics whose differences are tested; empty: the first metric
     covariate: str | None = None  # one of `compared`: the others are also compared at equal values of it
-    profiles: dict[str, str] = field(default_factory=dict)
+    profiles: dict[str, str] = field(default_factory=dict)  # name -> EVALUATION.KEY with several numbers; a table each
     pairs: dict[str, list[str]] = field(default_factory=dict)  # part -> [ARM, OTHER ARM]: what the part gives
     forest: dict[str, str] = field(default_factory=dict)  # compared metric -> its title in forest.png, the figure of all pairs
     tier: TierConfig = field(default_factory=TierConfig)
@@ -89,7 +81,7 @@ def arm_list(cfg: AblateConfig) -> list[Arm]:
     refuse_grid(cfg)
     families = {name: overrides for name, overrides in cfg.arms.items() if name in cfg.select or not cfg.select}
     if not families:
-        raise ValueError("the experiment has no arms: list them under arms:, as configs/ablations/experiment/main.yaml does")
+        raise ValueError("the experiment has no arms: list them under arms:")
     arms: dict[str, Arm] = {}
     first = next(iter(families))
     for point, at in (cfg.grid or {"": []}).items():

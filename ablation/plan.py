@@ -84,7 +84,7 @@ class Study:
 
     @property
     def data(self) -> DataConfig | None:
-        """The data of the first arm; None if they are not on this machine."""
+        """The data of the first arm; None on another machine."""
         data = self._configs[self.arms[0].name].data
         return data if prepared(data) else None
 

@@ -96,10 +96,7 @@ class PlannedRun:
     stale: str | None = None
 
     def take_over(self, record: Record | None) -> None:
-        """Take the record of the finished run, if it fits and the run has no checkpoints here; else resume the folder's run.
-
-        ValueError if that run has another configuration or was trained on other shards.
-        """
+        """Take the record of the finished run, if it fits and the run has no checkpoints here; else resume the folder's run."""
         if self._takes(record):
             self.record = record
             self.texts.refuse_other_shards(self.name, record["facts"].get("text_digest"), self.config.data)
@@ -138,8 +135,7 @@ class PlannedRun:
 
     @property
     def trained(self) -> bool:
-        kept = checkpoints(self.folder)
-        return self.record is not None or bool(kept) and kept[-1].name == folder_name(self.config.steps)
+        return [path.name for path in checkpoints(self.folder)][-1:] == [folder_name(self.config.steps)]
 
     @property
     def diverged(self) -> bool:
@@ -156,13 +152,9 @@ class PlannedRun:
         overrides, trunk = self.overrides, self.config.branch_from
         if trunk and trunk_ended_early(Path(trunk), self.config):  # the trunk has diverged since this run was planned
             overrides = [override for override in overrides if key_of(override) != "branch_from"]
-        trained = self.trained
-        commands = [] if trained else [[str(ROOT / "train.py"), *overrides]]
-        return commands + [
-            ["-m", f"eval.{one.name}", quoted(f"run={self.folder}"), *one.overrides]
-            for one in self.evaluations
-            if not (trained and self.evaluated(one))
-        ]
+        training = [] if self.trained else [[str(ROOT / "train.py"), *overrides]]
+        stale = [one for one in self.evaluations if training or not self.evaluated(one)]
+        return training + [["-m", f"eval.{one.name}", quoted(f"run={self.folder}"), *one.overrides] for one in stale]
 
     def evaluated(self, evaluation: Evaluation) -> bool:
         try:
@@ -223,7 +215,7 @@ def with_values(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
 
 
 def read_epochs(cfg: TrainConfig) -> float:
-    """How often training reads the prepared text; up to 1, no text is repeated. 0 for a task generated during training."""
+    """How often training reads the prepared text; 0 for a task generated during training."""
     if is_task(cfg.data):
         return 0.0
     tokens = sum(len(shard) for shard in open_split(Path(cfg.data.dir), "train"))
