@@ -113,7 +113,9 @@ def test_interrupted_it_goes_on_and_repeats_what_is_stale(
     call(*in_words(arguments, "perplexity tokens=512", "perplexity tokens=256"))
     assert log.read_text().count("$ python") == 4 and json.loads(result.read_text())["results"]["tokens"] == 256
     result.write_text('{"step": 16, "config": null}')
-    assert "1 runs, 0 of them finished" in call(*in_words(arguments, "tokens=512", "tokens=256"), "run=false")
+    assert "1 runs, 0 of them finished" in call(
+        *in_words(arguments, "perplexity tokens=512", "perplexity tokens=256"), "run=false"
+    )
 
 
 @pytest.fixture(scope="session")
@@ -190,7 +192,9 @@ def test_tuning_makes_equal_arms_equal(
     assert "3 runs (and 1 of arms that are not tuned yet), 2 of them finished" in partial
     assert "partial: 2 runs are missing" in partial
     # Nothing of another study is there: run=false trains nothing.
-    assert "9 runs left" in call(*arguments, "name=nothing", "run=false") and not list((tmp_path / "nothing").rglob("*.json"))
+    assert "9 runs left" in call(*arguments, "name=nothing", "run=false") and not list(
+        (tmp_path / "nothing").rglob("metrics.jsonl")
+    )
 
 
 def test_shorter_horizons_branch_off_the_longest_run(
