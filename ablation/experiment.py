@@ -145,9 +145,6 @@ def refuse_branches(arms: Sequence[Arm], configs: Mapping[str, TrainConfig]) -> 
 
 def evaluation_list(cfg: AblateConfig) -> list[Evaluation]:
     """What evaluates every run: `evaluations`, and perplexity on each of `texts`."""
-    for name in cfg.texts:
-        if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
-            raise ValueError(f"texts.{name} becomes a part of a file's name: use letters, digits, '_' and '-'")
     texts = (f"perplexity {quoted(f'text={text}')} name={name} tokens={cfg.text_tokens}" for name, text in cfg.texts.items())
     evaluations = [read_evaluation(text) for text in (*cfg.evaluations, *texts)]
     if len({one.file for one in evaluations}) < len(evaluations):
@@ -156,8 +153,8 @@ def evaluation_list(cfg: AblateConfig) -> list[Evaluation]:
 
 
 def refuse_metrics(cfg: AblateConfig, evaluations: list[Evaluation]) -> None:
-    """Refuse metrics that neither training nor an evaluation of the study writes."""
-    files = [one.file for one in evaluations]
+    """Refuse metrics that nothing writes, and in a tuned study those on the validation text, which chose the rates."""
+    files = {one.file: one for one in evaluations}
     for name, path in (cfg.metrics | cfg.profiles | {"tune.metric": cfg.tune.metric}).items():
         file, _, key = path.partition(".")
         if file == "train" or name == "tune.metric":
@@ -167,16 +164,15 @@ def refuse_metrics(cfg: AblateConfig, evaluations: list[Evaluation]) -> None:
             text = file.removeprefix("perplexity_")
             fix = f"give texts.{text}=FILE" if text != file else f"add {file} to evaluations"
             raise ValueError(f"metric {name} is read from {file}.json, which no evaluation of this study writes: {fix}")
-
-
-def refuse_tuned_metrics(cfg: AblateConfig, evaluations: list[Evaluation]) -> None:
-    """Refuse, in a tuned study, metrics on the validation text, on which the learning rates are chosen."""
-    losses = [one for one in evaluations if one.name in OF_LOSSES]
-    validation = [one.file for one in losses if not one.settings["text"] and not one.settings["shards"]]
-    for name, path in (cfg.metrics | cfg.profiles).items() if cfg.tune.keys else ():
-        if path.split(".")[0] in validation or path in ("train.val_loss", "train.loss", cfg.tune.metric):
+        if cfg.tune.keys and name != "tune.metric" and (path == cfg.tune.metric or _reads_validation(path, files.get(file))):
             wrong = f"metric {name} ({path}) reads the text that the learning rates are chosen on"
             raise ValueError(f"{wrong}: test on another text, for example measure=test texts.test=FILE")
+
+
+def _reads_validation(path: str, evaluation: Evaluation | None) -> bool:
+    if evaluation is None or evaluation.name not in OF_LOSSES:
+        return path in ("train.val_loss", "train.loss")
+    return not evaluation.settings["text"] and not evaluation.settings["shards"]
 
 
 def texts_of(evaluations: list[Evaluation]) -> dict[str, str]:

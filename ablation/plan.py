@@ -54,7 +54,6 @@ class Study:
             config = self._configs[arm.name] = self._config(arm, arm.overrides)
             arm.variant = variant({"model": asdict(config.model)})
             arm.facts = describe_model(config)
-        experiment.refuse_tuned_metrics(cfg, self.evaluations)
         if cfg.branch:
             experiment.refuse_branches(self.arms, self._configs)
         give_colours(self.arms)  # of all arms: an arm keeps its colour while others have no finished run

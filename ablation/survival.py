@@ -82,15 +82,13 @@ def log_rank(runs: Arrivals, others: Arrivals) -> Row:
     """chi_square and p of the log-rank test of two groups (Mantel 1966), 1 degree of freedom; 0 and 1 where undefined."""
     with np.errstate(divide="ignore", invalid="ignore"):
         test = stats.logrank(_censored(runs), _censored(others))
-    undefined = math.isnan(test.statistic)
-    return {"chi_square": 0.0 if undefined else float(test.statistic**2), "p": 1.0 if undefined else float(test.pvalue)}
+    if math.isnan(test.statistic):
+        return {"chi_square": 0.0, "p": 1.0}
+    return {"chi_square": float(test.statistic**2), "p": float(test.pvalue)}
 
 
 def compare(arms: list[Row], checks: dict[str, list], level: float, pairs: dict[str, list[str]]) -> tuple[list[Row], list[Row]]:
-    """Each arm's curve with its test against the reference, and the test of each pair at every point where both have runs.
-
-    arms: as in results.json. checks: run's name -> its needle checks. pairs: part -> (arm, other arm).
-    """
+    """Each arm's curve with its test against the reference, and the test of each pair; checks: by the runs' names."""
     arms = [arm for arm in arms if arm["runs"]]
     arrivals = {arm["name"]: [arrival(checks[run["run"]], level) for run in arm["runs"]] for arm in arms}
     rows = []
@@ -128,8 +126,7 @@ def table(name: str, levels: dict[str, list[Row]], pairs: dict[str, list[Row]]) 
 
 
 def _half(row: Row) -> str:
-    half, low, high = ("-" if row[key] is None else f"{row[key] / 1e6:.2f}" for key in ("median", "low", "high"))
-    return f"{half} ({low} to {high})"
+    return "{} ({} to {})".format(*("-" if row[end] is None else f"{row[end] / 1e6:.2f}" for end in ("median", "low", "high")))
 
 
 def _p(row: Row) -> str:

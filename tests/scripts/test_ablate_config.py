@@ -269,7 +269,6 @@ READS = "that the learning rates are chosen on: test on another text"
         (('+grid={lr/3:["steps=1"]}',), "letters, digits"),
         (("fit=true", '+grid={one:["steps=1"]}'), "the grid has 1: use tier=cpu or tier=gpu"),
         (('+grid={a-b:["steps=1"],b:["steps=2"]}', "+arms.gated-a=[]"), "gated-a-b and one folder: rename an arm"),
-        (("+texts={a.b:FILE}",), "texts.a.b becomes a part of a file's name: use letters, digits"),
         (("branch=true", '+grid={a:["steps=1"],b:["steps=2"]}'), "has another optim.schedule than wsd: give points"),
         (("branch=true", WIDE), "baseline-b has another batch_tokens: give points"),
         (("+metrics.other=perplexity_books.loss",), "give texts.books=FILE"),
