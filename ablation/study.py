@@ -195,7 +195,7 @@ def trunk_ended_early(trunk: Path, cfg: TrainConfig) -> bool:
 
 
 def training_flops(cfg: TrainConfig, per_token: int) -> float:
-    """FLOPs of a run's training. A run that branches off another run counts its own steps alone."""
+    """FLOPs of a run's training. Of a run that branches off another, the steps after that."""
     begins = decay_start(cfg.steps, cfg.optim) if cfg.branch_from else 0
     return per_token * cfg.batch_tokens * (cfg.steps - begins)
 

@@ -25,7 +25,7 @@ class Score(NamedTuple):
 
 @dataclass
 class TuneConfig:
-    """The search for every arm's own learning rates."""
+    """The search for the learning rates of every arm."""
 
     keys: list[str] = field(default_factory=list)  # configuration keys to search; empty: no tuning
     values: list[list[float]] = field(default_factory=list)  # for each key, the values to try first, in rising order
@@ -34,7 +34,7 @@ class TuneConfig:
     seeds: list[int] = field(default_factory=lambda: [101])  # seeds of the trials, which no compared run may have
     metric: str = "train.val_loss"  # train.NAME, the metric that judges the trials; lower is better
     at: str | None = None  # point of the experiment's grid to tune at, for all points; None: the last point
-    each: bool = False  # tune at every point of the grid: each has trials and rates of its own
+    each: bool = False  # tune at every point of the grid: each has its trials and rates
     widen: Annotated[int, "[0, inf)"] = 2  # how often a grid may be widened
     full: bool = False  # try all combinations of the values, the same for every arm, and no others
     solved: float | None = None  # a trial whose metric ends at most here has solved the task; None: judge by the mean metric

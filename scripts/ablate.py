@@ -3,7 +3,7 @@
     python scripts/ablate.py experiment=ablation_v1 seeds=3 [tune=rates] [tier=gpu] [jobs=2] ['train=["steps=300"]']
 
 experiment: a file of configs/ablations/experiment/. seeds: a number N, for the seeds 1 to N, or a list. tune=rates
-first finds every arm's own learning rates. Every arm and seed is a run of train.py in runs/ablate/NAME/ARM-sSEED, which
+first finds the learning rates of every arm. Every arm and seed is a run of train.py in runs/ablate/NAME/ARM-sSEED, which
 is then evaluated. The command writes results.json, table.md and figures/ to runs/ablate/NAME/. With run=false it does not
 train: it prints how many runs are left and their time, and writes the tables of the finished runs.
 """

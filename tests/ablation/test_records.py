@@ -90,13 +90,9 @@ def test_a_record_from_before_an_option_describes_the_same_run() -> None:
 @pytest.mark.parametrize(
     ("text", "file"),
     (
-        ("perplexity", "perplexity"),
         ("perplexity text=corpus/README.md tokens=4096", "perplexity_README"),
-        ("perplexity shards=shards/books", "perplexity_books"),
         ("perplexity text='My Books, 2/test.txt' name=other", "perplexity_other"),
-        ("needle style=magic", "needle"),
         ("needle style=passkey", "needle_passkey"),
-        ("quantization", "quantization"),
     ),
 )
 def test_the_file_of_an_evaluation_is_known_before_it_runs(text: str, file: str) -> None:

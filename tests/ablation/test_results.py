@@ -147,23 +147,18 @@ def test_a_grid_compares_within_its_points_and_is_fitted(tmp_path: Path) -> None
     assert [row[1:] for row in fit_rows(fits)[1:]] == [["0", "no fit", "", "no fit", ""]] * 2
 
 
-def test_notes_name_the_longest_training_and_the_tested_comparisons(tmp_path: Path) -> None:
+def test_notes_name_the_longest_training_the_tested_comparisons_and_the_dtypes(tmp_path: Path) -> None:
     arms = make_arms(tmp_path, {"baseline": 0.0, "diff": -0.02, "once": 0.0}, points=("short", "long"))
     for arm in arms:
         if arm.arm == "once":
             del arm.runs[1:]  # a single seed is not tested
-        if arm.point == "long":
-            for run in arm.runs:
-                run.val[-1]["tokens"] *= 2
-    first, second = Comparison(arms, METRICS).notes([1], epochs=0.5)
-    assert "; up to 5.12k training tokens, 0.50 epochs" in first
-    assert "the comparisons of each metric (2)." in second
-    comparison = Comparison(arms, METRICS | {"hit": "perplexity.recall.hit.loss"}, compared=("valid", "hit"))
-    assert "the comparisons of each metric (0 to 2)." in comparison.notes([1], epochs=0.5)[1]
+        for run in arm.runs if arm.point == "long" else ():
+            run.val[-1]["tokens"] *= 2
     for run, dtype in zip(arms[0].runs, ("float32", *["bfloat16"] * 3), strict=True):
         run.facts["dtype"] = dtype
-    first, *_, dtypes = Comparison(arms[:3], METRICS).notes([1], epochs=0.5)
-    assert "; 2.56k training tokens" in first
+    first, second, *_, dtypes = Comparison(arms, METRICS).notes([1], epochs=0.5)
+    assert "; up to 5.12k training tokens, 0.50 epochs" in first
+    assert "the comparisons of each metric (2)." in second
     assert dtypes.startswith("Runs were trained in bfloat16 (3) and float32 (1), so")
 
 
