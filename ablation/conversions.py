@@ -1,7 +1,6 @@
-"""The library of scripts/convert.py: convert a run and measure what changes; compare conversions as arms of an ablation."""
+"""The library of scripts/convert.py: convert a run, and measure what changes."""
 
-import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,15 +12,14 @@ from torch import Tensor
 
 from ablation.study import train_config
 from configs import CONFIG_DIR
-from configs.composing import overrides_of, quoted
-from configs.files import json_text, whole_folder, write_atomic, write_json
-from configs.provenance import machine, result_record, version
+from configs.composing import overrides_of
+from configs.files import json_text, whole_folder, write_json
+from configs.provenance import machine, version
 from eval.perplexity import digest, evaluate
-from eval.report.tables import markdown
 from model.attention import VARIANTS
 from model.conversion import Conversion, change, convert
 from model.decoder import Decoder
-from training.checkpoint import LoadedRun, flatten, load_run
+from training.checkpoint import LoadedRun, flatten
 from training.distributed import pick_device
 from training.run import facts
 from training.saver import save
@@ -30,110 +28,32 @@ RECORD = "conversion.json"  # in a converted run's folder: what was converted, h
 COMPARED = 4096  # tokens whose logits are compared
 LOWER = 0.1  # share of the peak learning rates for further training: at the peak, a short run makes the model worse
 WARMUP = 200  # steps over which a lambda that starts at 0 grows to its value
-EXPERIMENT = """# @package _global_
-# Conversions of one model, trained on. Written by scripts/convert.py what=compare; scripts/ablate.py reads it.
-defaults:
-  - override /measure: own
-
-"""
-ARMS = {
-    "baseline": Conversion(to="same"),
-    "zero": Conversion(),
-    "zero_random": Conversion(second="random"),
-    "mirror": Conversion(init="mirror"),
-    "open": Conversion(init="open", second="random"),
-    "split": Conversion(heads="split"),
-    "zero_norm": Conversion(second="random", sublayer_norm=True),
-    "mirror_norm": Conversion(init="mirror", sublayer_norm=True),
-    "split_norm": Conversion(heads="split", sublayer_norm=True),
-    "diff_v2": Conversion(to="diff_v2"),
-    "diff_v2_random": Conversion(to="diff_v2", second="random"),
-}
 
 
 @dataclass
 class ConvertConfig(Conversion):
-    """What to convert, what to print of it, and how each arm of what=compare is trained."""
+    """What to convert, and what to print of it."""
 
     source: str | None = None  # a run, a transformers folder, or a name on the hub
-    run_dir: str = MISSING  # folder of the new run, or of the comparison
+    run_dir: str = MISSING  # folder of the new run
     seed: Annotated[int, "[0, 4294967295]"] = 0  # for a conversion's random weights
     device: str = "auto"  # auto | cpu | cuda
     shards: str | None = None  # a prepared folder to test on; None: the validation shards of the source run
     text: str | None = None  # a text file to test on instead of shards
     tokens: int = 65536  # largest number of tokens of the text to test on
-    steps: int = 200  # training steps for each arm of what=compare
-    seeds: Annotated[int, "[1, 1000]"] = 1  # runs per arm of what=compare, each on other samples in another order
-    jobs: Annotated[int | None, "[1, inf)"] = None  # runs of what=compare at a time, as in scripts/ablate.py
-    arms: list[str] = field(default_factory=lambda: list(ARMS))  # the conversions that what=compare tries
-    train: list[str] = field(default_factory=list)  # overrides of train.py for all arms of what=compare
-    what: str = "convert"  # convert | compare: one conversion, or several that are trained on
     axolotl: str | None = None  # axolotl's config.yml, which names the source and says how to convert it
     debug: bool = False  # also compare loss, perplexity, a greedy sample and every block with the source
     prompt: str = "The quick brown fox"  # start of the greedy sample
-
-    def check(self) -> None:
-        """Check the options as `Conversion.check` does, and the arms."""
-        super().check()
-        if unknown := [name for name in self.arms if name not in ARMS]:
-            raise ValueError(f"arms has no '{unknown[0]}': use {', '.join(ARMS)}")
-        if min(self.steps, len(self.arms)) < 1:
-            raise ValueError("steps is below 1, or arms is empty: use steps=200, and leave arms out to try all of them")
-
-
-def write_experiment(cfg: ConvertConfig, source: LoadedRun, windows: np.ndarray) -> list[str]:
-    """Convert every arm, print what changed, and write the experiment; returns the overrides for scripts/ablate.py.
-
-    Conversions that an interrupted comparison made are kept. ValueError if the folder has other conversions.
-    """
-    folder, arms, records, warmup = Path(cfg.run_dir), {}, {}, max(1, cfg.steps // 10)
-    lines = [["arm", "parameters", "largest logit change", "loss before", "loss at step 0", "change of loss"]]
-    for name in dict.fromkeys(cfg.arms):
-        how, start = ARMS[name], folder / name
-        record = json.loads((start / RECORD).read_text()) if (start / RECORD).is_file() else None
-        same = {"source": str(source.path), "conversion": asdict(how), "seed": cfg.seed, "tested": digest(windows)[:16]}
-        if record and any(record.get(key, value) != value for key, value in same.items()):
-            raise ValueError(
-                f"{start} holds another conversion, or one tested on another text: choose another run_dir=, or delete it"
-            )
-        record = records[name] = record or convert_run(how, source, windows, start, cfg)
-        (before, after), (_, parameters) = record["loss"], record["parameters"]
-        cells = [f"{parameters:,}", f"{record['change']['max_logit']:.1e}", f"{before:.4f}", f"{after:.4f}"]
-        lines.append([name, *cells, f"{after - before:+.4f}"])
-        more = {"model.diff.lambda_warmup": warmup} if how.second_maps_learn_later else {}
-        arms[name] = train_overrides(load_run(start), how, more)
-    print(table := markdown(lines))
-    write_json(folder / "conversions.json", result_record("conversions", folder.name, cfg, records))
-    write_atomic(folder / "conversions.md", table.encode())
-    where = f"text={cfg.text}" if cfg.text else f"shards={cfg.shards}" if cfg.shards else ""
-    on, result = (f"{quoted(where)} name=test", "perplexity_test") if where else ("", "perplexity")
-    length = windows.shape[1] - 1  # as before training
-    experiment = {
-        "arms": arms,
-        "common": [f"steps={cfg.steps}", f"optim.warmup={warmup}", "eval_every=0", f"device={cfg.device}", *cfg.train],
-        "evaluations": [f"perplexity length={length} tokens={max(cfg.tokens, length)} device={cfg.device} {on}".strip()],
-        "metrics": {"valid": f"{result}.loss", "AR-Hit": f"{result}.recall.hit.loss", "Others": f"{result}.recall.other.loss"},
-    }
-    text = EXPERIMENT + yaml.safe_dump(experiment, sort_keys=False, width=1000)
-    write_atomic(folder / "experiment" / "conversions.yaml", text.encode())
-    seeds = ",".join(str(cfg.seed + 1000 + i) for i in range(cfg.seeds))  # not the source's seed: another order of samples
-    jobs = [f"jobs={cfg.jobs}"] if cfg.jobs else []
-    runs = [quoted(f"runs={folder}"), "name=trained", f"seeds=[{seeds}]"]
-    return [f"--config-dir={folder}", "experiment=conversions", *runs, *jobs]
-
-
-# ---------------------------------------- one conversion
 
 
 def convert_run(
     how: Conversion, source: LoadedRun, windows: np.ndarray | None, run_dir: Path, cfg: ConvertConfig
 ) -> dict[str, Any]:
-    """Convert `source`, measure what has changed, and write the run directory; returns what conversion.json says."""
+    """Convert `source`, measure what has changed, and write the run directory; returns the record of the conversion."""
+    shape, generator = (4, min(source.model.cfg.context, 128)), torch.Generator().manual_seed(cfg.seed)
+    tokens = torch.randint(source.model.cfg.vocab_size, shape, generator=generator)  # (B, T)
     if windows is not None:
-        tokens = torch.from_numpy(windows[: max(1, COMPARED // windows.shape[1]), :-1])  # (B, T)
-    else:
-        shape = (4, min(source.model.cfg.context, 128))
-        tokens = torch.randint(source.model.cfg.vocab_size, shape, generator=torch.Generator().manual_seed(cfg.seed))
+        tokens = torch.from_numpy(windows[: max(1, COMPARED // windows.shape[1]), :-1])
     model = convert(source.model, how, cfg.seed, tokens)
     record = {
         "source": str(source.path),
@@ -146,7 +66,7 @@ def convert_run(
         "version": version(),
         "text": "random tokens" if windows is None else "text",
         "tested": None if windows is None else digest(windows)[:16],
-        **measure(source, model, windows, tokens, cfg, cfg.debug or not how.exact or cfg.what == "compare"),
+        **measure(source, model, windows, tokens, cfg, cfg.debug or not how.exact),
     }
     write_run(run_dir, model, source, record)
     return record
@@ -155,7 +75,7 @@ def convert_run(
 def measure(
     source: LoadedRun, model: Decoder, windows: np.ndarray | None, tokens: Tensor, cfg: ConvertConfig, losses: bool
 ) -> dict[str, Any]:
-    """The change of logits and of hidden states on tokens (B, T); losses before and after if `losses`; samples if cfg.debug."""
+    """The change of logits and hidden states on tokens (B, T); losses before and after if `losses`; samples if cfg.debug."""
     device = pick_device(cfg.device)
     both = source.model.to(device), model.to(device)
     measured: dict[str, Any] = {"change": asdict(change(*both, tokens.to(device)))}
@@ -172,18 +92,15 @@ def measure(
 
 
 def write_run(run_dir: Path, model: Decoder, source: LoadedRun, record: dict[str, Any]) -> None:
-    """Write the whole run directory or nothing: configuration, tokenizer, first line of metrics, checkpoint of step 0."""
-    own = {"model": asdict(model.cfg), "run_dir": str(run_dir), "init_from": None, "resume": False}
+    """Write the whole run directory or nothing."""
+    changed = {"model": asdict(model.cfg), "run_dir": str(run_dir), "init_from": None, "resume": False}
     line = {"step": 0, "tokens": 0, **facts(model)}
     with whole_folder(run_dir) as partial:
-        (partial / "config.yaml").write_text(yaml.safe_dump(source.config | own, sort_keys=False))
+        (partial / "config.yaml").write_text(yaml.safe_dump(source.config | changed, sort_keys=False))
         source.tokenizer.save(partial)
         (partial / "metrics.jsonl").write_text(json_text(line) + "\n")
         write_json(partial / RECORD, record)
         save(partial, 0, model, [])
-
-
-# ---------------------------------------- further training
 
 
 def train_overrides(run: LoadedRun, how: Conversion, more: dict[str, Any]) -> list[str]:

@@ -1,8 +1,7 @@
 """An experiment of scripts/ablate.py: its configuration, its arms, and the checks before training."""
 
-import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
@@ -12,8 +11,7 @@ from ablation.records import LAST_TENTHS
 from ablation.study import Evaluation, read_evaluation
 from ablation.tuning import TuneConfig
 from configs.composing import key_of, merged, quoted
-from eval.common import command_of
-from eval.report.runs import Arm, SpikeConfig
+from eval.report.runs import Arm
 from training.run import TrainConfig, deciding
 
 # NAME of the metrics train.NAME, as Run.value reads them, beside tokens_to_0.5 and other levels
@@ -23,7 +21,7 @@ OF_LOSSES = ("perplexity", "quantization")  # evaluations whose losses are those
 
 @dataclass
 class TierConfig:
-    """A scale: overrides of train.py for every arm, and the shape that experiments refer to."""
+    """A scale: the shape and the lengths that experiments refer to."""
 
     n_head: Annotated[int, "[1, inf)"] = MISSING  # heads of the baseline
     head_dim: Annotated[int, "[1, inf)"] = MISSING  # width of a head
@@ -37,53 +35,32 @@ class TierConfig:
 
 
 @dataclass
-class LauncherConfig:
-    """What starts the runs: processes of this machine, or a launcher plugin of Hydra."""
-
-    plugin: str | None = None  # name of the launcher; None: processes of this machine
-    package: str | None = None  # the plugin's package, for pip install
-    module: str | None = None  # the plugin's module, for import
-    options: dict[str, Any] = field(default_factory=dict)  # values of hydra.launcher
-
-
-@dataclass
 class AblateConfig:
-    """arms: name -> overrides of train.py; all arms are compared with the first arm. common: overrides for all arms.
-
-    grid: point -> overrides; every arm runs at each point and is compared with the first arm at the same point.
-    evaluations: commands of eval/ with their overrides. metrics: column -> EVALUATION.KEY in the evaluation's JSON, or
-    train.NAME. profiles: name -> EVALUATION.KEY under which there are several numbers, such as losses by position; one
-    table for each. matched: refuse arms that differ by more than 0.5 % from the first arm's parameters. fit: fit a power
-    law over the grid's sizes.
-    """
-
-    arms: dict[str, list[str]] = MISSING
-    grid: dict[str, list[str]] = field(default_factory=dict)
-    common: list[str] = field(default_factory=list)
+    arms: dict[str, list[str]] = MISSING  # name -> overrides of train.py; all arms are compared with the first
+    grid: dict[str, list[str]] = field(default_factory=dict)  # point -> overrides; every arm runs at each point
+    common: list[str] = field(default_factory=list)  # overrides for all arms
     select: list[str] = field(default_factory=list)  # the arms to compare, in the order of `arms`; empty: all
-    matched: bool = False
-    fit: bool = False
+    matched: bool = False  # refuse arms that differ by more than 0.5 % from the first arm's parameters
+    fit: bool = False  # fit a power law over the points of the grid
     branch: bool = False  # shorter runs branch off the longest; needs optim.schedule=wsd and a grid over steps alone
-    evaluations: list[str] = field(default_factory=list)
+    evaluations: list[str] = field(default_factory=list)  # commands of eval/ with their overrides
     texts: dict[str, str] = field(default_factory=dict)  # name -> text; every run is tested on it as perplexity_NAME
     text_tokens: Annotated[int, "[1, inf)"] = 1_000_000  # tokens of each of `texts`, at most
-    metrics: dict[str, str] = field(default_factory=dict)
+    metrics: dict[str, str] = field(default_factory=dict)  # column -> EVALUATION.KEY in its JSON, or train.NAME
     compared: list[str] = field(default_factory=list)  # metrics whose differences are tested; empty: the first metric
     covariate: str | None = None  # one of `compared`: the others are also compared at equal values of it
-    profiles: dict[str, str] = field(default_factory=dict)  # name -> EVALUATION.KEY with several numbers to compare
+    profiles: dict[str, str] = field(default_factory=dict)  # name -> EVALUATION.KEY with several numbers; a table each
     pairs: dict[str, list[str]] = field(default_factory=dict)  # part -> [ARM, OTHER ARM]: what the part gives
     forest: dict[str, str] = field(default_factory=dict)  # compared metric -> its title in forest.png, the figure of all pairs
-    spikes: SpikeConfig = field(default_factory=SpikeConfig)
     tier: TierConfig = field(default_factory=TierConfig)
     tune: TuneConfig = field(default_factory=TuneConfig)
-    launcher: LauncherConfig = field(default_factory=LauncherConfig)
     seeds: Any = 3  # a number N, for the seeds 1 to N, or a list of seeds
     fewer_seeds: Annotated[dict[str, int], "[1, inf)"] = field(default_factory=dict)  # arm -> its number of seeds
     train: list[str] = field(default_factory=list)  # more overrides for all runs; those of an arm or a point win
     name: str | None = None  # None: EXPERIMENT, or EXPERIMENT_TIER if the tier's name does not begin with cpu
     runs: str = "runs/ablate"  # folder with one subfolder per experiment
     records: str = "docs/results"  # earlier results; a run listed in its NAME/records.jsonl.gz is not trained again
-    records_of: str | None = None  # a study in `records` whose runs this one takes before NAME's own
+    records_of: str | None = None  # a study in `records` whose runs this one takes before those of NAME
     jobs: Annotated[int | None, "[1, inf)"] = None  # runs at a time; None: one per GPU, or one on a CPU
     only: str | None = None  # train and evaluate only the run of this name (ARM-sSEED), and write no table
     run: bool = True  # false: do not train; print the runs that are left, and write the table of the finished runs
@@ -91,20 +68,20 @@ class AblateConfig:
 
 def seed_list(seeds: Any) -> list[int]:
     """The seeds: seeds=5 means 1 to 5, seeds=[1,4] means 1 and 4."""
-    listed = list(range(1, seeds + 1)) if isinstance(seeds, int) and not isinstance(seeds, bool) else seeds
-    whole = isinstance(listed, list) and all(isinstance(s, int) and not isinstance(s, bool) and s >= 0 for s in listed)
+    listed = list(range(1, seeds + 1)) if type(seeds) is int else seeds
+    whole = isinstance(listed, list) and all(type(seed) is int and seed >= 0 for seed in listed)
     if not whole or not listed or len(set(listed)) < len(listed):
         raise ValueError(f"seeds={seeds} is neither a number of seeds nor a list of different seeds: use seeds=3")
     return listed
 
 
 def arm_list(cfg: AblateConfig) -> list[Arm]:
-    """Arms at every point of the grid, with their overrides. The first arm of a point is the reference of the others."""
+    """The arms at every point of the grid, each compared with the first arm of its point."""
     refuse_unknown_names(cfg)
     refuse_grid(cfg)
     families = {name: overrides for name, overrides in cfg.arms.items() if name in cfg.select or not cfg.select}
     if not families:
-        raise ValueError("the experiment has no arms: list them under arms:, as configs/ablations/experiment/main.yaml does")
+        raise ValueError("the experiment has no arms: list them under arms:")
     arms: dict[str, Arm] = {}
     first = next(iter(families))
     for point, at in (cfg.grid or {"": []}).items():
@@ -113,17 +90,15 @@ def arm_list(cfg: AblateConfig) -> list[Arm]:
             if re.search(r"[^\w.-]", name):
                 raise ValueError(f"'{name}' cannot be a part of a folder's name: use letters, digits, '.', '_', '-'")
             if name in arms:
-                raise ValueError(
-                    f"two arms have the name ARM-POINT {name} and one folder: rename an arm or a point of the grid"
-                )
+                raise ValueError(f"two arms have the name ARM-POINT {name} and one folder: rename an arm or a point")
             arms[name] = Arm(name, family, point, None if family == first else reference, "", merged(overrides, at))
     return list(arms.values())
 
 
 def refuse_unknown_names(cfg: AblateConfig) -> None:
-    """ValueError where an option names a metric or a point that the experiment lacks."""
+    """ValueError where an option names a metric or a point that the experiment lacks, or a pair is none."""
     if not cfg.metrics:
-        raise ValueError("metrics is empty, but a comparison needs a metric: use '+metrics.valid=perplexity.loss'")
+        raise ValueError("metrics is empty: use '+metrics.valid=perplexity.loss'")
     for option, names, of, known in (
         ("compared", cfg.compared, "metrics", cfg.metrics),
         ("covariate", [cfg.covariate], "compared", cfg.compared),
@@ -138,18 +113,14 @@ def refuse_unknown_names(cfg: AblateConfig) -> None:
 
 
 def refuse_grid(cfg: AblateConfig) -> None:
-    """ValueError for a fit over one point, an override of `train` that no run would have, or `tune.each` without its use."""
+    """ValueError for a fit over one point, or an override of `train` that no run would have."""
     if cfg.fit and len(cfg.grid) < 2:
-        wrong = f"fit: true fits a power law over the points of the grid, but the grid has {len(cfg.grid)}"
-        raise ValueError(f"{wrong}: use a tier that has sizes, tier=cpu or tier=gpu")
-    if cfg.tune.each and (not cfg.grid or cfg.tune.at is not None or cfg.branch):
-        wrong = "tune.each=true gives every point of a grid learning rates of its own"
-        raise ValueError(f"{wrong}: leave it out without a grid, and leave out tune.at and branch beside it")
+        raise ValueError(f"fit: true needs several points, but the grid has {len(cfg.grid)}: use tier=cpu or tier=gpu")
     points = [{key_of(override) for override in at} for at in cfg.grid.values()]
     for override in cfg.train if points else ():
         if all(key_of(override) in point for point in points):
-            wrong = f"train has {override}, but every point of the grid sets {key_of(override)} itself"
-            raise ValueError(f"{wrong}: give points of your own with '~grid' '+grid={{NAME:[\"{override}\"]}}'")
+            fix = f"give other points with '~grid' '+grid={{NAME:[\"{override}\"]}}'"
+            raise ValueError(f"train has {override}, but every point of the grid sets {key_of(override)} itself: {fix}")
 
 
 def refuse_unknown_arms(cfg: AblateConfig, typed: Sequence[str]) -> None:
@@ -162,35 +133,28 @@ def refuse_unknown_arms(cfg: AblateConfig, typed: Sequence[str]) -> None:
 
 
 def refuse_branches(arms: Sequence[Arm], configs: Mapping[str, TrainConfig]) -> None:
-    """Refuse points of the grid whose runs cannot branch off the longest one. configs: an arm's name -> its configuration."""
+    """Refuse points of the grid whose runs cannot branch off the longest one. configs: by the arms' names."""
     for arm in arms:
-        config, first = configs[arm.name], next(configs[other.name] for other in arms if other.arm == arm.arm)
-        if config is first:  # its points are compared with it
-            continue
-        if config.optim.schedule != "wsd":
-            wrong = f"branch is true, but {arm.name} has optim.schedule={config.optim.schedule}"
-            raise ValueError(f"{wrong}: use optim.schedule=wsd, or branch=false")
-        flat, of_first = (deciding(asdict(one), but=("steps",)) for one in (config, first))
-        if differ := [key for key, value in flat.items() if of_first[key] != value]:
-            wrong = f"branch is true, but point {arm.point} has another {differ[0]} than the grid's first point"
-            raise ValueError(f"{wrong}: give points that differ in steps alone, or branch=false")
+        first = next(other for other in arms if other.arm == arm.arm)
+        values, of_first = (deciding(asdict(configs[one.name]), but=("steps",)) for one in (arm, first))
+        differ = [key for key, value in values.items() if of_first[key] != value]
+        if differ or values["optim.schedule"] != "wsd":
+            wrong = f"branch is true, but {arm.name} has another {differ[0] if differ else 'optim.schedule than wsd'}"
+            raise ValueError(f"{wrong}: give points that differ in steps alone and optim.schedule=wsd, or branch=false")
 
 
 def evaluation_list(cfg: AblateConfig) -> list[Evaluation]:
     """What evaluates every run: `evaluations`, and perplexity on each of `texts`."""
-    for name in cfg.texts:
-        if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
-            raise ValueError(f"texts.{name} becomes a part of a file's name: use letters, digits, '_' and '-' for the key")
     texts = (f"perplexity {quoted(f'text={text}')} name={name} tokens={cfg.text_tokens}" for name, text in cfg.texts.items())
     evaluations = [read_evaluation(text) for text in (*cfg.evaluations, *texts)]
     if len({one.file for one in evaluations}) < len(evaluations):
-        raise ValueError("an evaluation is listed twice, and both would write the same file: list each one once")
+        raise ValueError("two evaluations would write the same file: list each one once, or give one a name=")
     return evaluations
 
 
 def refuse_metrics(cfg: AblateConfig, evaluations: list[Evaluation]) -> None:
-    """Refuse metrics that neither training nor an evaluation of the study writes."""
-    files = [one.file for one in evaluations]
+    """Refuse metrics that nothing writes, and in a tuned study those on the validation text, which chose the rates."""
+    files = {one.file: one for one in evaluations}
     for name, path in (cfg.metrics | cfg.profiles | {"tune.metric": cfg.tune.metric}).items():
         file, _, key = path.partition(".")
         if file == "train" or name == "tune.metric":
@@ -199,35 +163,22 @@ def refuse_metrics(cfg: AblateConfig, evaluations: list[Evaluation]) -> None:
         elif file not in files:
             text = file.removeprefix("perplexity_")
             fix = f"give texts.{text}=FILE" if text != file else f"add {file} to evaluations"
-            if dotted := [known for known in files if known.startswith(f"{file}.")]:  # a metric's evaluation ends there
-                fix = f"name {dotted[0]} without dots, with name=NAME or another key of texts"
             raise ValueError(f"metric {name} is read from {file}.json, which no evaluation of this study writes: {fix}")
-
-
-def refuse_tuned_metrics(cfg: AblateConfig, evaluations: list[Evaluation], configs: Iterable[TrainConfig]) -> None:
-    """Refuse, in a tuned study, metrics on the text that the learning rates are chosen on."""
-    judged = {os.path.realpath(config.data.dir) for config in configs}
-    reads_own = {one.file: _reads_own_text(one, judged) for one in evaluations}
-    for name, path in (cfg.metrics | cfg.profiles).items() if cfg.tune.keys else ():
-        file = path.split(".")[0]
-        loss = reads_own.get(file) and (command_of(file) != "quantization" or path.endswith(".loss"))
-        if loss or path in ("train.val_loss", "train.loss", cfg.tune.metric):
+        if cfg.tune.keys and name != "tune.metric" and (path == cfg.tune.metric or _reads_validation(path, files.get(file))):
             wrong = f"metric {name} ({path}) reads the text that the learning rates are chosen on"
             raise ValueError(f"{wrong}: test on another text, for example measure=test texts.test=FILE")
 
 
-def _reads_own_text(evaluation: Evaluation, judged: set[str]) -> bool:
-    """Whether the evaluation measures losses on validation text of a run. judged: the folders of such text."""
-    if evaluation.name not in OF_LOSSES:
-        return False
-    text, shards = evaluation.settings["text"], evaluation.settings["shards"]
-    return not text and (not shards or os.path.realpath(shards) in judged)
+def _reads_validation(path: str, evaluation: Evaluation | None) -> bool:
+    if evaluation is None or evaluation.name not in OF_LOSSES:
+        return path in ("train.val_loss", "train.loss")
+    return not evaluation.settings["text"] and not evaluation.settings["shards"]
 
 
-def texts_of(cfg: AblateConfig, evaluations: list[Evaluation]) -> dict[str, str]:
-    """Name -> text: those of `texts`, and the texts of other evaluations OF_LOSSES, under the names of their results."""
-    read = {one.file: one.settings["text"] for one in evaluations if one.name in OF_LOSSES}
-    return cfg.texts | {file: text for file, text in read.items() if text and text not in cfg.texts.values()}
+def texts_of(evaluations: list[Evaluation]) -> dict[str, str]:
+    """Name -> text of the evaluations OF_LOSSES; those of `texts` have their names there."""
+    read = {one.file.removeprefix("perplexity_"): one.settings["text"] for one in evaluations if one.name in OF_LOSSES}
+    return {name: text for name, text in read.items() if text}
 
 
 def compare_parameters(arms: list[Arm], matched: bool) -> None:
@@ -236,7 +187,5 @@ def compare_parameters(arms: list[Arm], matched: bool) -> None:
     for arm in arms:
         off = arm.facts["params_off"] = sizes[arm.name] / sizes[arm.reference] - 1 if arm.reference else None
         if matched and abs(off or 0) > 0.005:
-            raise ValueError(
-                f"arm {arm.name} has {off:+.1%} parameters against {arm.reference}, but the experiment has matched: true: "
-                "give the arm a model.d_ff, or set matched=false"
-            )
+            wrong = f"arm {arm.name} has {off:+.1%} parameters against {arm.reference}, but matched is true"
+            raise ValueError(f"{wrong}: give the arm a model.d_ff, or set matched=false")

@@ -2,12 +2,10 @@
 
     python -m ablation.lambdas ablation=runs/ablate/noise [out=runs/lambdas/noise]
 
-A differential head multiplies its values with (first map - lambda * second map). With lambda between 0 and 1 the head
-subtracts a part of the second map, as arXiv 2410.05258 describes. With a negative lambda it adds the second map. With
-|lambda| above 1 the second map is the larger part, and V1's norm per head removes the common scale. Reads the last
-reading of the monitor from every run's metrics.jsonl, or from the run's record where its folder no longer exists; the runs
-must have been trained with monitor.every=N. V2 has a lambda for every token and head, and the reading is its mean.
-Writes lambdas.json, lambdas.md and figures/lambdas.png.
+A differential head multiplies its values with (first map - lambda * second map). With a negative lambda it adds the second
+map; with |lambda| above 1 the second map is the larger part. Reads the monitor's last reading from every run's metrics.jsonl or
+record; the runs must have been trained with monitor.every=N. V2 has a lambda for every token and head, and the reading is its
+mean. Writes lambdas.json, lambdas.md and figures/lambdas.png.
 """
 
 from collections.abc import Iterator
@@ -38,11 +36,10 @@ def rows_of(arms: list[dict[str, Any]], folder: Path, records: dict[str, Record]
     arms: as in an ablation's results.json. records: by the names of the runs.
     """
     for arm in arms:
-        read = {}
+        layers = {}
         for name in (run["run"] for run in arm["runs"]):
-            recorded = records.get(name, {}).get("lambda", {})
-            read[name] = last_lambdas(read_json_lines(folder / name / "metrics.jsonl")) or recorded
-        layers = {run: {int(layer): value for layer, value in values.items()} for run, values in read.items()}
+            read = last_lambdas(read_json_lines(folder / name / "metrics.jsonl")) or records.get(name, {}).get("lambda", {})
+            layers[name] = {int(layer): value for layer, value in read.items()}
         for layer in sorted({layer for values in layers.values() for layer in values}):
             lambdas = {run: values[layer] for run, values in layers.items() if layer in values}
             yield {
@@ -57,7 +54,6 @@ def rows_of(arms: list[dict[str, Any]], folder: Path, records: dict[str, Record]
 
 
 def table(name: str, rows: list[dict[str, Any]]) -> str:
-    """The rows as Markdown."""
     lines = [["arm", "layer", "n", "median", "smallest", "largest", "below 0", "above 1"]]
     for row in rows:
         values = [row["median"], *(end(row["lambda"].values()) for end in (min, max))]
@@ -66,25 +62,18 @@ def table(name: str, rows: list[dict[str, Any]]) -> str:
     return f"**{name}: lambda at the end of training**\n\n{markdown(lines)}"
 
 
-def squashed(values: np.ndarray) -> np.ndarray:
-    """lambda -> its share of the two maps' weights, lambda / (1 + |lambda|), between -1 and 1."""
-    return values / (1 + np.abs(values))
-
-
 def draw(path: Path, rows: list[dict[str, Any]], shades: dict[str, str]) -> None:
-    """A dot for every run's lambda at each layer, one panel per arm. The axis is squashed, since lambda has no bound."""
+    """A dot for every run's lambda at each layer, one panel per arm. Beyond -1 and 1 the axis is logarithmic."""
     arms = list(dict.fromkeys(row["arm"] for row in rows))
-    ticks = np.array([-100, -2, -1, -0.5, 0, 0.5, 1, 2, 100])
     with figure(path, 1 + 1.9 * len(arms), 3.6, columns=len(arms)) as axes:
         for ax, arm in zip(axes[0], arms, strict=True):
             for row in [row for row in rows if row["arm"] == arm]:
-                values = squashed(np.array(list(row["lambda"].values())))
-                x = row["layer"] + np.linspace(-0.25, 0.25, len(values) + 2)[1:-1]
-                ax.plot(x, values, "o", color=shades[arm], markersize=4, alpha=0.8)
+                x = row["layer"] + np.linspace(-0.25, 0.25, row["n"] + 2)[1:-1]
+                ax.plot(x, list(row["lambda"].values()), "o", color=shades[arm], markersize=4, alpha=0.8)
             ax.axhline(0, color="#888888", linewidth=0.8)
             ax.set_title(arm, fontsize=8)
-            ax.set(xlabel="layer", xticks=[row["layer"] for row in rows if row["arm"] == arm], ylim=(-1.05, 1.05))
-            ax.set_yticks(squashed(ticks), [f"{tick:g}" for tick in ticks] if ax is axes[0, 0] else [""] * len(ticks))
+            ax.set_yscale("symlog", linthresh=1)
+            ax.set(xlabel="layer", xticks=[row["layer"] for row in rows if row["arm"] == arm])
         axes[0, 0].set(ylabel="lambda (below 0: added)")
 
 
@@ -94,9 +83,7 @@ def main(cfg: LambdasConfig) -> None:
     arms = ablation_in(folder)["results"]["arms"]
     rows = list(rows_of(arms, folder, records_of(folder, Path(cfg.records) / folder.name)))
     if not rows:
-        wrong = f"{folder} has no run folder and no record with a reading of lambda"
-        fix = "repeat the ablation with a differential arm and name=OTHER records=none 'train=[\"monitor.every=100\"]'"
-        raise ValueError(f"{wrong}: {fix}")
+        raise ValueError(f"{folder} has no reading of lambda: train a differential arm with 'train=[\"monitor.every=100\"]'")
     shades = colours_of(arms)
     write_findings("lambdas", cfg, {"rows": rows}, table(folder.name, rows), lambda path: draw(path, rows, shades))
 

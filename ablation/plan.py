@@ -5,41 +5,32 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ablation import tuning
-from ablation.experiment import (
-    AblateConfig,
-    arm_list,
-    compare_parameters,
-    evaluation_list,
-    refuse_branches,
-    refuse_metrics,
-    refuse_tuned_metrics,
-    seed_list,
-    texts_of,
-)
+from ablation import experiment, tuning
+from ablation.experiment import AblateConfig
 from ablation.records import TRIAL, recorded_vocabulary, records_of
-from ablation.study import PlannedRun, describe_model, filled_config, training_flops, trunk_ended_early, with_values
+from ablation.study import PlannedRun, describe_model, train_config, training_flops, trunk_ended_early, with_values
 from ablation.tuning import Point, Tuned
 from configs import USER_ERRORS, explain
 from configs.composing import merged, overrides_of
 from data.config import DataConfig
+from data.stream import open_tokenizer
 from eval.common import variant
 from eval.overlap import overlaps
 from eval.report.runs import Arm, give_colours
 from eval.texts import Texts, prepared
 from training.checkpoint import checkpoints
 from training.optim import decay_start
-from training.run import TrainConfig
+from training.run import TrainConfig, fill_model
 
 
 @dataclass
 class Search:
-    """An arm's search for its learning rates. scores: those of finished points. waits: trials are not finished."""
+    """An arm's search for its learning rates."""
 
     arm: Arm
     runs: list[PlannedRun] = field(default_factory=list)
-    scores: dict[Point, tuning.Score] = field(default_factory=dict)
-    waits: bool = False
+    scores: dict[Point, tuning.Score] = field(default_factory=dict)  # of finished points
+    waits: bool = False  # some trials are not finished
 
 
 class Study:
@@ -47,15 +38,15 @@ class Study:
 
     def __init__(self, cfg: AblateConfig, name: str) -> None:
         self.cfg, self.name, self.folder = cfg, name, Path(cfg.runs) / name
-        self.seeds = seed_list(cfg.seeds)
+        self.seeds = experiment.seed_list(cfg.seeds)
         self.texts = Texts()
         self._known: dict[str, PlannedRun] = {}
         tuning.check(cfg.tune, self.seeds)
-        self.evaluations = evaluation_list(cfg)
-        refuse_metrics(cfg, self.evaluations)
+        self.evaluations = experiment.evaluation_list(cfg)
+        experiment.refuse_metrics(cfg, self.evaluations)
         self.records = records_of(self.folder, *(Path(cfg.records) / study for study in (cfg.records_of or name, name)))
-        self.recorded = None if cfg.run else recorded_vocabulary(self.records.values())
-        self.arms = arm_list(cfg)
+        self.recorded = None if cfg.run else recorded_vocabulary(self.records.values())  # for data of another machine
+        self.arms = experiment.arm_list(cfg)
         self._configs: dict[str, TrainConfig] = {}  # by name of the arm
         self._trial_configs: dict[str, TrainConfig] = {}
         for arm in self.arms:
@@ -63,51 +54,51 @@ class Study:
             config = self._configs[arm.name] = self._config(arm, arm.overrides)
             arm.variant = variant({"model": asdict(config.model)})
             arm.facts = describe_model(config)
-        refuse_tuned_metrics(cfg, self.evaluations, self._configs.values())
         if cfg.branch:
-            refuse_branches(self.arms, self._configs)
+            experiment.refuse_branches(self.arms, self._configs)
         give_colours(self.arms)  # of all arms: an arm keeps its colour while others have no finished run
-        compare_parameters(self.arms, cfg.matched)
+        experiment.compare_parameters(self.arms, cfg.matched)
 
     def _config(self, arm: Arm, overrides: list[str]) -> TrainConfig:
         try:
-            return filled_config(overrides, self.recorded)
+            config = train_config(overrides)
+            known = self.recorded and not prepared(config.data)
+            config.model = fill_model(config.model, self.recorded if known else open_tokenizer(config.data))
+            return config
         except USER_ERRORS as error:
             raise ValueError(f"arm {arm.name}: {explain(error, TrainConfig)}") from None
 
     def _run(self, arm: Arm, seed: int, name: str, values: dict[str, Any]) -> PlannedRun:
-        """The run or trial `name`, made once. values: its own values of the configuration."""
+        """The run or trial `name`, made once. values: those of its configuration that its arm does not have."""
         if name not in self._known:
             trial, folder = name.startswith(TRIAL), self.folder / name
             values = values | {"seed": seed, "run_dir": str(folder), "resume": True}
             config = with_values((self._trial_configs if trial else self._configs)[arm.name], values)
             overrides = merged(arm.overrides, self.cfg.tune.train if trial else [], overrides_of(values))
             evaluations, flops = [] if trial else self.evaluations, arm.facts["flops_per_token"]
-            run = PlannedRun(arm.name, seed, folder, overrides, config, evaluations, flops, self.cfg.spikes, self.texts)
+            run = PlannedRun(arm.name, seed, folder, overrides, config, evaluations, flops, self.texts)
             run.take_over(self.records.get(name))
             self._known[name] = run
         return self._known[name]
 
     @property
     def data(self) -> DataConfig | None:
-        """The data of the first arm. None if they are not on this machine, so that the table comes from records alone."""
+        """The data of the first arm; None on another machine."""
         data = self._configs[self.arms[0].name].data
         return data if prepared(data) else None
 
     def overlaps(self) -> dict[str, float] | None:
         """Test text -> the share of it that occurs in the training text of the first arm; None without that text."""
-        if not (texts := texts_of(self.cfg, self.evaluations)):
+        if not (texts := experiment.texts_of(self.evaluations)):
             return {}
         return overlaps(self.data, texts, self.folder / "overlap.json") if self.data else None
 
-    # Tuning
-
     def trials(self) -> list[PlannedRun]:
-        """The known trials of all arms: finished trials, and the trials that the search wants next."""
+        """The trials of all arms that are finished, or that the search wants next."""
         return [trial for search in self.searches() for trial in search.runs]
 
     def searches(self) -> list[Search]:
-        """The search of every arm, at the points of the grid for tuning: `tune.at`, all with `tune.each`, or the last."""
+        """The search of every arm, at the point `tune.at` of the grid, at all with `tune.each`, or at the last."""
         if not self.cfg.tune.keys:
             return []
         grid = list(self.cfg.grid or [""])
@@ -115,10 +106,7 @@ class Study:
         return [search for point in points for search in self._searches_at(point)]
 
     def _searches_at(self, point: str) -> list[Search]:
-        """The search of every arm at one point of the grid.
-
-        With `tune.exchange`, no search is over before all are, because one arm's best point is a trial of the others.
-        """
+        """The search of every arm at one point of the grid. With `tune.exchange` none is over before all are."""
         searches = [Search(arm) for arm in self.arms if arm.point == point]
         for search in searches:
             while not search.waits and (points := tuning.wanted(self.cfg.tune, search.scores)):
@@ -137,7 +125,6 @@ class Study:
         return searches
 
     def _try(self, search: Search, points: list[Point]) -> None:
-        """Add the trials at the points to the search."""
         for point in points:
             trials = [self._trial(search.arm, point, seed) for seed in self.cfg.tune.seeds]
             search.runs += trials
@@ -161,8 +148,7 @@ class Study:
         """The number that judges a finished trial; infinity if the trial diverged."""
         metric = trial.measured().value(self.cfg.tune.metric)
         if metric is None and not trial.diverged:
-            wrong = f"{trial.folder} has no {self.cfg.tune.metric}, which judges the trials"
-            raise ValueError(f"{wrong}: repeat the trial (add records=none if the trial's folder no longer exists)")
+            raise ValueError(f"{trial.folder} has no {self.cfg.tune.metric}, which judges the trials: repeat it, records=none")
         return float("inf") if metric is None else metric
 
     def tuned(self) -> dict[str, Tuned]:
@@ -177,13 +163,8 @@ class Study:
                 result.seconds = sum(run.value("train.seconds") or 0 for run in measured)
         return results
 
-    # The runs that are compared
-
     def planned(self) -> list[tuple[int, Arm]]:
-        """Seed and arm of all runs of the study, seed by seed, so that an interrupted ablation has complete comparisons.
-
-        Arms with fewer seeds come last.
-        """
+        """Seed and arm of all runs, seed by seed, so that an interrupted study has whole comparisons; fewer_seeds last."""
         fewer = self.cfg.fewer_seeds
         pairs = [(seed, arm) for seed in self.seeds for arm in self.arms if seed in self.seeds[: fewer.get(arm.arm)]]
         return sorted(pairs, key=lambda pair: pair[1].arm in fewer)
@@ -217,50 +198,42 @@ class Study:
         """Print the arms and the number of finished runs. Returns the chains of unfinished runs, longest run first."""
         width = max(len(arm.name) for arm in self.arms)
         for arm in self.arms:
-            off = arm.facts["params_off"]
-            against = "" if off is None else f" ({off:+.2%})"
-            print(
-                f"{arm.name:<{width}}  {arm.facts['params_non_embedding']:>12,} parameters{against}, d_ff {arm.facts['d_ff']}, "
-                f"{arm.facts['flops_per_token'] / 1e6:.2f} MFLOPs per token"
-            )
-        left = [run for run in runs if run.left()]
-        waiting = len(self.planned()) - len(runs)
-        untuned = f" (not counted: {waiting} run{'s' * (waiting > 1)} of arms that are not tuned yet)" if waiting else ""
-        print(f"{self.name}: {len(runs)} runs, {len(runs) - len(left)} of them finished{untuned}", flush=True)
+            facts, off = arm.facts, arm.facts["params_off"]
+            size = f"{facts['params_non_embedding']:>12,} parameters" + ("" if off is None else f" ({off:+.2%})")
+            print(f"{arm.name:<{width}}  {size}, d_ff {facts['d_ff']}, {facts['flops_per_token'] / 1e6:.2f} MFLOPs per token")
+        left, waiting = [run for run in runs if run.left()], len(self.planned()) - len(runs)
+        untuned = f" (and {waiting} of arms that are not tuned yet)" if waiting else ""
+        print(f"{self.name}: {len(runs)} runs{untuned}, {len(runs) - len(left)} of them finished", flush=True)
         if stale := [run for run in left if run.stale]:
-            again = f"{len(stale)} recorded runs count as not finished and would be trained again"
+            again = f"{len(stale)} recorded runs would be trained again"
             print(f"{self.name}: {again}, because the record of {stale[0].name} {stale[0].stale}", flush=True)
-        arm_of = {arm.name: arm.arm for arm in self.arms}
-        chains: dict[Any, list[PlannedRun]] = {}
+        arm_of, chains = {arm.name: arm.arm for arm in self.arms}, {}
         for run in left:
             chains.setdefault((arm_of[run.arm], run.seed) if self.cfg.branch else run.name, []).append(run)
         return [sorted(chain, key=lambda run: -run.config.steps) for chain in chains.values()]
 
     def print_costs(self) -> None:
-        """Print how many runs are left, and their time: at the speed of finished runs, or at shares of the tier's GPU."""
+        """Print how many runs are left, and their time: at the speed of finished runs, or of the tier's GPU."""
         searches, runs = self.searches(), self.runs()
-        known = [*(trial for search in searches for trial in search.runs), *runs]
         tuning_work = [run.work for search in searches for run in search.runs if run.left()]
         for search in (search for search in searches if search.waits):  # trials at points that are not known yet
             more = self.cfg.tune.fewest * len(self.cfg.tune.seeds) - len(search.runs)
             tuning_work += [search.runs[0].work] * more
-        finished_runs = {run.name for run in runs if not run.left()}
+        done = {run.name for run in runs if not run.left()}
         work = tuning_work + [
             training_flops(with_values(self._configs[arm.name], self._branching(arm, seed)), arm.facts["flops_per_token"])
             for seed, arm in self.planned()
-            if f"{arm.name}-s{seed}" not in finished_runs
+            if f"{arm.name}-s{seed}" not in done
         ]
-        finished = [run for run in known if not run.left() and not run.config.branch_from]
-        seconds = [(run, run.measured().value("train.seconds")) for run in finished[-20:]] if work else []
-        speeds = [run.work / time for run, time in seconds if time and not run.diverged]
-        peak = self.cfg.tier.peak_flops
-        if speeds:
+        if not work:
+            return
+        known = [*(trial for search in searches for trial in search.runs), *runs]
+        finished = [run for run in known if not run.left() and not run.config.branch_from and not run.diverged][-20:]
+        seconds = [(run.work, run.measured().value("train.seconds")) for run in finished]
+        time, peak = "their time is not known before the first is finished", self.cfg.tier.peak_flops
+        if speeds := [flops / second for flops, second in seconds if second]:
             time = f"about {sum(work) / median(speeds) / 60:.0f} minutes, one at a time, as measured in {len(speeds)} runs"
         elif peak:
-            hours, card = sum(work) / peak / 3600, f"of {peak / 1e12:.0f} TFLOP/s (for another card set tier.peak_flops=)"
-            time = f"{hours / 0.2:.1f} h at 20 % MFU, {hours / 0.4:.1f} h at 40 %, {card}"
-        else:
-            time = "their time is not known before the first is finished"
-        if work:
-            tuning_runs = f" ({len(tuning_work)} of them or more for the tuning)" if tuning_work else ""
-            print(f"{self.name}: {len(work)} runs left{tuning_runs}: {time}", flush=True)
+            time = f"{sum(work) / peak / 3600 / 0.4:.1f} h at 40 % MFU of {peak / 1e12:.0f} TFLOP/s (tier.peak_flops)"
+        tuning_runs = f" ({len(tuning_work)} of them or more for the tuning)" if tuning_work else ""
+        print(f"{self.name}: {len(work)} runs left{tuning_runs}: {time}", flush=True)

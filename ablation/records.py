@@ -1,8 +1,8 @@
 """A finished run as one small JSON object, so that a comparison no longer needs the run's folder.
 
-A study over several sessions or machines keeps one line per run in `records.jsonl.gz` (`zcat` shows it). A line has the
-values of the run's configuration that decide its losses and differ from the defaults, a few of the losses that training
-logged, lambda by layer at the end of training, and the results of every evaluation without long lists and values by layer.
+A study over several sessions or machines keeps one line per run in `records.jsonl.gz` (`zcat` shows it): the values of the
+configuration that decide the losses and differ from the defaults, a few of the logged losses, the last lambda by layer, and
+the results of every evaluation without long lists and values by layer.
 """
 
 import gzip
@@ -15,7 +15,7 @@ from typing import Any
 
 from configs.files import json_text, read_json_lines, write_atomic
 from eval.report.measured import settings_of
-from eval.report.runs import Run, SpikeConfig
+from eval.report.runs import Run
 from model.config import decoder_config
 from training.monitor import last_lambdas
 from training.run import TrainConfig, Vocabulary, deciding, flatten
@@ -24,7 +24,7 @@ PUBLISHED = "records.jsonl.gz"  # the finished runs of one study, in docs/result
 LONGEST = 32  # a record leaves out longer lists of numbers
 TRIAL = "tune-"  # begins the name of a trial of learning rates
 BY_LAYER = ("layers", "per_layer", "per_layer_head")  # the parts of an evaluation's results that it leaves out
-POINTS, TRIAL_POINTS = 12, 4  # points of the training loss's curve; no figure shows a trial's curve
+POINTS = 12  # of the training loss's curve
 # Means of the last tenth, which a thinned curve cannot give again. Only some runs log all of them.
 LAST_TENTHS = ("loss_text", "loss_retrieval", "lr", "grad_norm", "tokens_per_s", "mfu", "mem_gb")
 # Settings of train.py that decide what a run logs, and not what it learns.
@@ -42,45 +42,38 @@ def record_of(run: Run) -> Record:
         "run": run.folder.name,
         "variant": run.variant,
         "config": differing(run.config),
-        "measures": measures_of(run.config),
+        "measures": {key: run.config.get(key, getattr(TrainConfig, key)) for key in MEASURES},
         "facts": {key: value for key, value in run.facts.items() if key not in ("step", "tokens")},
-        "train": [logged(line) for line in thinned(run.train, run.folder.name)],
+        "train": [logged(line) for line in thinned(run.train)],
         "val": [logged(line) for line in run.val],
         "needle": [logged(line) for line in run.needle],
         **({"lambda": lambdas} if lambdas else {}),
         "loss": run.last_tenth(),
         **{key: value for key, value in tenths.items() if value is not None},
         "spikes": run.spikes,
-        "spike": asdict(run.spike),
         "tokenizer": run.tokenizer,
         "diverged": run.diverged,
-        "evals": {name: shortened_evaluation(content) for name, content in run.evals.items()},
+        "evals": {name: _shortened_evaluation(content) for name, content in run.evals.items()},
     }
 
 
-def run_of(record: Record, spike: SpikeConfig | None = None) -> Run:
-    """The run that a record describes, without what the record leaves out.
-
-    ValueError if spikes were counted in another way: the record lacks the losses to count them again.
-    """
-    counted_with = record.get("spike", asdict(SpikeConfig()))  # older code had the defaults
-    if counted_with != asdict(spike or SpikeConfig()):
-        had = " ".join(f"spikes.{key}={value}" for key, value in counted_with.items())
-        raise ValueError(f"the record of {record['run']} has its spikes counted with {had}: use these, or records=none")
+def run_of(record: Record) -> Run:
+    """The run that a record describes, without what the record leaves out."""
     counted = {key: record[key] for key in ("loss", "spikes", *LAST_TENTHS) if key in record}
     same = {key: record[key] for key in AS_IN_A_RUN} | {"config": recorded_config(record)}
-    return Run(Path(record["run"]), record["run"], spike=spike or SpikeConfig(), counted=counted, **same)
+    return Run(Path(record["run"]), record["run"], counted=counted, **same)
 
 
 def recorded_config(record: Record) -> dict[str, Any]:
-    """The configuration of the run that a record describes: what it leaves out has its default, or what train.py fills in."""
+    """The configuration of a record's run: what the record leaves out has its default, or what train.py fills in."""
     config = nested({**flatten(asdict(TrainConfig())), **record["config"]})
     return config | {"model": asdict(decoder_config(config["model"]).filled())}
 
 
 def describes(record: Record, config: TrainConfig) -> bool:
-    """Whether a run with this configuration has the record's losses."""
-    return differing(recorded_config(record)) == differing(asdict(config))
+    """Whether a run with this configuration has the record's losses, and measures itself as the record's run did."""
+    same = all(getattr(config, key) == value for key, value in record.get("measures", {}).items())
+    return same and differing(recorded_config(record)) == differing(asdict(config))
 
 
 def recorded_vocabulary(records: Iterable[Record]) -> Vocabulary | None:
@@ -89,20 +82,18 @@ def recorded_vocabulary(records: Iterable[Record]) -> Vocabulary | None:
     return next((Vocabulary(model["vocab_size"], model["eot"]) for model in models), None)
 
 
-def thinned(lines: list[Any], name: str) -> list[Any]:
-    """What the run `name` logged of its training, at even distances, and the last of it."""
-    points = TRIAL_POINTS if name.startswith(TRIAL) else POINTS
-    return [*lines[: -1 : max(1, math.ceil((len(lines) - 1) / points))], *lines[-1:]]
+def thinned(lines: list[Any]) -> list[Any]:
+    """Some of the lines, at even distances, and the last."""
+    return [*lines[: -1 : max(1, math.ceil((len(lines) - 1) / POINTS))], *lines[-1:]]
 
 
 def logged(line: dict[str, Any]) -> dict[str, Any]:
-    """The part of a line of metrics.jsonl that a record keeps. Training loss and speed have six digits."""
+    """What a record keeps of a line of metrics.jsonl. Training loss and speed have six digits."""
     kept = {key: line[key] for key in LOGGED if key in line}
     return kept | {key: float(f"{kept[key]:.6g}") for key in ("loss", "tokens_per_s") if key in kept}
 
 
-def shortened_evaluation(content: dict[str, Any]) -> dict[str, Any]:
-    """An evaluation's JSON without its run's configuration, its paths and its long lists."""
+def _shortened_evaluation(content: dict[str, Any]) -> dict[str, Any]:
     kept = {key: content[key] for key in ("eval", "step", "version") if key in content}
     return {**kept, "config": settings_of(content), "results": shortened(content["results"])}
 
@@ -125,11 +116,6 @@ def rounded(content: Any) -> Any:
         return float(text) if float(f"{float(text):.10g}") == float(text) else float(f"{float(text):.7g}")
 
     return json.loads(json.dumps(content), parse_float=digits)
-
-
-def measures_of(config: dict[str, Any]) -> dict[str, int]:
-    """The MEASURES of a run's configuration; an older one without them had the defaults."""
-    return {key: config.get(key, getattr(TrainConfig, key)) for key in MEASURES}
 
 
 def differing(config: dict[str, Any]) -> dict[str, Any]:
@@ -161,7 +147,6 @@ def records_of(folder: Path, *kept: Path) -> dict[str, Record]:
 
 def write_records(path: Path, records: Iterable[Record]) -> None:
     """One line per run, sorted by name. A .gz file is compressed without a date, so that publishing twice changes nothing."""
-    kept = (record | {"train": thinned(record["train"], record["run"])} for record in records)
-    lines = (json_text(record, separators=(",", ":")) for record in sorted(kept, key=lambda r: r["run"]))
+    lines = (json_text(record, separators=(",", ":")) for record in sorted(records, key=lambda r: r["run"]))
     text = "".join(f"{line}\n" for line in lines).encode()
     write_atomic(path, gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)

@@ -15,40 +15,35 @@ from eval.report.pooled import Pooled, profile, unit
 from eval.report.runs import Arm
 from eval.report.tables import markdown
 
-FAMILIES = ("gap_*", "grid_*", "pairs_*", "profile_*", "tuning")  # figures that not every command draws
+FAMILIES = ("gap_*", "grid_*", "pairs_*", "profile_*")  # figures that not every command draws
 
 
 class Results:
-    """The comparison of those arms of an ablation that have finished runs.
-
-    tuned: arm -> its learning rates; with `tune.each`, the arm's name at every point of the grid -> its rates there.
-    """
+    """The comparison of the arms that have finished runs. tuned: search -> the learning rates that it chose."""
 
     def __init__(self, cfg: AblateConfig, arms: list[Arm], tuned: Mapping[str, tuning.Tuned]) -> None:
         self.cfg, self.tuned = cfg, tuned
-        first_point_last = arms[::-1]  # an arm with the same rates at all points has the line of the first
-        self.styles = {name: (arm.colour, arm.line) for arm in first_point_last for name in (arm.name, arm.arm)}
         arms = [arm for arm in arms if arm.runs]
-        self.found = Comparison(arms, cfg.metrics, cfg.compared)
-        self.pooled = Pooled(self.found, cfg.pairs, cfg.branch, cfg.covariate)
+        self.comparison = Comparison(arms, cfg.metrics, cfg.compared)
+        self.pooled = Pooled(self.comparison, cfg.pairs, cfg.branch, cfg.covariate)
         self.profiles = {name: one for name, path in cfg.profiles.items() if (one := profile(arms, path, cfg.pairs))}
-        self.fits = self.found.fit_sizes(self.found.compared[0]) if cfg.fit else None
+        self.fits = self.comparison.fit_sizes(self.comparison.compared[0]) if cfg.fit else None
 
     def write(self, folder: Path, missing: int, epochs: float | None, overlap: Mapping[str, float] | None) -> None:
         """Write results.json and table.md to `folder`; print the table.
 
-        missing: the number of runs that are not finished. epochs: how often training read the prepared text; None if it is
-        not known. overlap: test text -> the share of it that occurs in the training text; None if it is not known.
+        missing: runs that are not finished. epochs: how often training read the prepared text; overlap: test text -> the
+        share of it that occurs in the training text; None where it is not known.
         """
         partial = f", partial: {missing} {'runs are' if missing > 1 else 'run is'} missing" if missing else ""
-        runs = [run for arm in self.found.arms for run in arm.runs]
+        runs = [run for arm in self.comparison.arms for run in arm.runs]
         longest = max(run.value("train.tokens") or 1 for run in runs)
         title = f"{folder.name}{tuning.in_title(self.tuned, self.cfg.tune, longest)}{partial}"
         seeds, tuned = list(dict.fromkeys(run.seed for run in runs)), tuning.tuning_notes(self.tuned, self.cfg.tune)
-        remarks = [*tuned, *self.found.notes(seeds, epochs), *self._text_notes(overlap)]
+        remarks = [*tuned, *self.comparison.notes(seeds, epochs), *self._text_notes(overlap)]
         results = {
             "title": title,
-            "arms": self.found.as_json(),
+            "arms": self.comparison.as_json(),
             "tuning": tuning.as_json(self.tuned),
             **self.pooled.as_json(),
             "profiles": {name: one.as_json() for name, one in self.profiles.items()},
@@ -61,9 +56,12 @@ class Results:
         for name, one in self.profiles.items():
             page += [f"{name}:", *tables] if (tables := one.tables(self.pooled.points[-1])) else []
         page += [*self.pooled.remarks(), *self.pooled.by_seed()]
-        page += [markdown(lines).rstrip() for lines in (self.found.lines(), self.fits and fit_rows(self.fits)) if lines]
+        page += [markdown(lines).rstrip() for lines in (self.comparison.lines(), self.fits and fit_rows(self.fits)) if lines]
         page += tuning.rates_table(self.tuned)
-        write_page(folder, self.cfg, results, seeds, [*page, *remarks, *self.pooled.notes()])
+        write_json(folder / "results.json", result_record("ablation", folder.name, self.cfg, results, seeds=seeds))
+        text = "\n\n".join([f"**{title}**", *page, *remarks, *self.pooled.notes()]) + "\n"
+        write_atomic(folder / "table.md", text.encode())
+        print(text)
 
     def _text_notes(self, overlap: Mapping[str, float] | None) -> list[str]:
         """Whether the test texts occur in the training text, and which metrics and profiles are not shown."""
@@ -73,18 +71,16 @@ class Results:
             notes.append(f"Share of the 13-word sequences of each test text that occur in the training text: {shares}.")
         elif overlap is None:
             notes.append("Made from records alone: whether the test texts occur in the training text was not checked.")
-        if absent := [f"{name} ({path})" for name, path in self.cfg.metrics.items() if not self.found.measured(name)]:
-            notes.append(f"Without a column, because no run has a number there: {', '.join(absent)}.")
-        if absent := [f"{name} ({path})" for name, path in self.cfg.profiles.items() if name not in self.profiles]:
-            notes.append(f"Without a table, because no run has several numbers there: {', '.join(absent)}.")
-        return notes
+        absent = [f"{name} ({path})" for name, path in self.cfg.metrics.items() if not self.comparison.measured(name)]
+        absent += [f"{name} ({path})" for name, path in self.cfg.profiles.items() if name not in self.profiles]
+        return notes + [f"Without a column or table, because no run has numbers there: {', '.join(absent)}."] * bool(absent)
 
     def draw(self, folder: Path) -> list[Path]:
-        """Draw the figures into `folder`, in place of those of an earlier command. Returns their paths."""
+        """Draw the figures in place of those of an earlier command. Returns their paths."""
         for path in [path for family in FAMILIES for path in folder.glob(f"{family}.png")]:
             path.unlink()
         cfg, paths = self.cfg, draw_ablation(folder, self.pooled, self.fits)
-        for metric in self.found.compared if cfg.branch else ():
+        for metric in self.comparison.compared if cfg.branch else ():
             paths += self.pooled.draw(folder, metric, unit(cfg.metrics[metric]))
         for name, one in self.profiles.items():
             paths += one.draw_profile(folder, name, self.pooled.points[-1], unit(cfg.profiles[name]))
@@ -93,28 +89,17 @@ class Results:
         if any(panels.values()):
             paths.append(folder / "forest.png")
             draw_forest(paths[-1], panels)
-        if self.tuned:
-            paths.append(folder / "tuning.png")
-            tuning.draw_tuning(paths[-1], self.tuned, self.styles, cfg.tune.metric)
         return paths
-
-
-def write_page(folder: Path, cfg: AblateConfig, results: dict[str, Any], seeds: list[int], page: list[str]) -> None:
-    """Write results.json, and table.md with the title of `results` and the paragraphs of `page`; print table.md."""
-    write_json(folder / "results.json", result_record("ablation", folder.name, cfg, results, seeds=seeds))
-    text = "\n\n".join([f"**{results['title']}**", *page]) + "\n"
-    write_atomic(folder / "table.md", text.encode())
-    print(text)
 
 
 def draw_ablation(folder: Path, pooled: Pooled, fits: dict[str, Any] | None) -> list[Path]:
     """Draw the losses, the differences of the compared metrics and, for an ablation with a grid, the metrics over it."""
-    found, paths = pooled.found, [folder / "loss.png", folder / "difference.png"]
-    draw_validation(paths[0], found.arms)
-    draw_differences(paths[1], found.arms, {name: pooled.drawn(name) for name in found.compared})
-    if any(arm.point for arm in found.arms):
-        for metric in filter(found.measured, found.metrics):
+    comparison, paths = pooled.found, [folder / "loss.png", folder / "difference.png"]
+    draw_validation(paths[0], comparison.arms)
+    draw_differences(paths[1], comparison.arms, {name: pooled.drawn(name) for name in comparison.compared})
+    if any(arm.point for arm in comparison.arms):
+        for metric in filter(comparison.measured, comparison.metrics):
             paths.append(folder / "grid_{}.png".format(re.sub(r"\W", "_", metric)))
-            summaries = [(arm, found.summary(metric, arm)) for arm in found.arms]
-            draw_grid(paths[-1], summaries, metric, fits if metric == found.compared[0] else None)
+            summaries = [(arm, comparison.summary(metric, arm)) for arm in comparison.arms]
+            draw_grid(paths[-1], summaries, metric, fits if metric == comparison.compared[0] else None)
     return paths

@@ -1,6 +1,7 @@
 """A run of a study as the commands that make it, train.py and then evaluations, with the configurations of both."""
 
 import copy
+import functools
 import importlib
 import json
 import re
@@ -13,21 +14,21 @@ import torch
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-from ablation.records import Record, describes, measures_of, record_of, run_of, write_records
+from ablation.records import Record, describes, record_of, run_of, write_records
 from configs import USER_ERRORS, explain
 from configs.composing import compose_job, key_of, quoted
-from configs.files import read_run_config, write_json
+from configs.files import write_json
 from configs.provenance import ROOT
 from data.shards import open_split
-from data.stream import is_task, open_tokenizer
+from data.stream import is_task
 from eval.common import OF_A_RUN, result_name
 from eval.report.measured import settings_of
-from eval.report.runs import DIVERGED, Run, SpikeConfig, read_json, read_run
-from eval.texts import Texts, prepared
+from eval.report.runs import DIVERGED, Run, read_json, read_run
+from eval.texts import Texts
 from model.decoder import Decoder
 from training.checkpoint import checkpoints, folder_name
 from training.optim import decay_start
-from training.run import TrainConfig, Vocabulary, fill_model, refuse_other_config, sizes
+from training.run import TrainConfig, refuse_other_config, sizes
 from training.text import trained_on
 
 INFINITE = re.compile(r"error: ((?:the loss is \S+|\S+ is not finite) at step \d+(?: \(gradient norm \S+\))?)")
@@ -78,9 +79,9 @@ def read_evaluation(text: str) -> Evaluation:
 
 @dataclass
 class PlannedRun:
-    """One arm at one seed: arguments of train.py and of the evaluations; a job of ablation/jobs.py.
+    """One arm at one seed: arguments of train.py and of the evaluations. record: of a run that was finished elsewhere.
 
-    record: given if the run was finished elsewhere. stale: why a record was not taken. texts: digests that all runs share.
+    stale: why a record was not taken. texts: digests that all runs share.
     """
 
     arm: str
@@ -90,29 +91,18 @@ class PlannedRun:
     config: TrainConfig
     evaluations: list[Evaluation]
     flops_per_token: int
-    spike: SpikeConfig = field(default_factory=SpikeConfig)
     texts: Texts = field(default_factory=Texts)
     record: Record | None = None
     stale: str | None = None
 
     def take_over(self, record: Record | None) -> None:
-        """Take the record of the finished run, if it fits and the run has no checkpoints here; else resume the folder's run.
-
-        ValueError if that run has another configuration, measured itself in another way or was trained on other shards.
-        """
+        """Take the record of the finished run, if it fits and the run has no checkpoints here; else resume the folder's run."""
         if self._takes(record):
             self.record = record
-            run, measures, digest = self.name, record.get("measures", {}), record["facts"].get("text_digest")
+            self.texts.refuse_other_shards(self.name, record["facts"].get("text_digest"), self.config.data)
         elif (self.folder / "config.yaml").is_file():
             refuse_other_config(self.folder, asdict(self.config), advice=REPEAT)
-            run, measures = str(self.folder), measures_of(read_run_config(self.folder))
-            digest = trained_on(self.folder)
-        else:
-            return
-        for key, had in measures.items():  # a resume may change them, but a study compares what runs log
-            if had != getattr(self.config, key):
-                raise ValueError(f"{run} measures itself with {key}={had} (now {getattr(self.config, key)}): {REPEAT}")
-        self.texts.refuse_other_shards(run, digest, self.config.data)
+            self.texts.refuse_other_shards(str(self.folder), trained_on(self.folder), self.config.data)
 
     def _takes(self, record: Record | None) -> bool:
         if not record or checkpoints(self.folder) or not describes(record, self.config):
@@ -124,20 +114,16 @@ class PlannedRun:
         return self.stale is None
 
     def fault(self, evaluation: Evaluation, result: Mapping[str, Any] | None, fingerprint: str | None) -> str | None:
-        """Why `result` is not what the evaluation would write now; None if it is.
-
-        Of perplexity also the text is compared. After a change of the text of another evaluation delete its results.
-        """
+        """Why `result` is not what the evaluation would write now; None if it is. Of perplexity the text counts, too."""
         settings, file = evaluation.settings, evaluation.file
         if result is None:
             return f"lacks {file}"
         if key := evaluation.other_setting(result.get("config", {})):
-            return f"has {file} with {key}={result['config'].get(key)} instead of {key}={settings.get(key)}"
+            return f"has {file} with another {key} than {settings.get(key)}"
         sha256 = result["results"].get("sha256") if evaluation.name == "perplexity" else None
         known = sha256 and self.texts.tested(self.config.data, fingerprint, self.config.model.context, settings)
-        return (
-            f"has {file} of another text than {settings['text'] or settings['shards']}" if known not in (None, sha256) else None
-        )
+        other = known not in (None, sha256)
+        return f"has {file} of another text than {settings['text'] or settings['shards']}" if other else None
 
     @property
     def name(self) -> str:
@@ -149,8 +135,7 @@ class PlannedRun:
 
     @property
     def trained(self) -> bool:
-        kept = checkpoints(self.folder)
-        return self.record is not None or bool(kept) and kept[-1].name == folder_name(self.config.steps)
+        return [path.name for path in checkpoints(self.folder)][-1:] == [folder_name(self.config.steps)]
 
     @property
     def diverged(self) -> bool:
@@ -160,29 +145,18 @@ class PlannedRun:
     def work(self) -> float:
         return training_flops(self.config, self.flops_per_token)
 
-    def progress(self) -> tuple[int, int]:
-        path = self.folder / "metrics.jsonl"
-        lines = path.read_text().splitlines() if path.is_file() else []
-        done = max((json.loads(line).get("step", 0) for line in lines[-3:] if line.endswith("}")), default=0)
-        return self.config.steps if self.record or self.diverged else done, self.config.steps
-
     def left(self) -> list[list[str]]:
-        """The commands still to run: training unless it is finished, and evaluations without a result of this training."""
+        """The commands still to run: training, and evaluations without a result of this training."""
         if self.diverged or self.record:
             return []
         overrides, trunk = self.overrides, self.config.branch_from
         if trunk and trunk_ended_early(Path(trunk), self.config):  # the trunk has diverged since this run was planned
             overrides = [override for override in overrides if key_of(override) != "branch_from"]
-        trained = self.trained
-        commands = [] if trained else [[str(ROOT / "train.py"), *overrides]]
-        return commands + [
-            ["-m", f"eval.{one.name}", quoted(f"run={self.folder}"), *one.overrides]
-            for one in self.evaluations
-            if not (trained and self.evaluated(one))
-        ]
+        training = [] if self.trained else [[str(ROOT / "train.py"), *overrides]]
+        stale = [one for one in self.evaluations if training or not self.evaluated(one)]
+        return training + [["-m", f"eval.{one.name}", quoted(f"run={self.folder}"), *one.overrides] for one in stale]
 
     def evaluated(self, evaluation: Evaluation) -> bool:
-        """Whether the folder has the result of this evaluation of the finished training."""
         try:
             content = json.loads((self.folder / "eval" / f"{evaluation.file}.json").read_text())
             dict(content["config"]), dict(content["results"])
@@ -197,7 +171,10 @@ class PlannedRun:
         if code or (training and not self.trained):
             infinite = INFINITE.search(output)
             if not (training and infinite):
-                raise ValueError(f"{self.folder}, {self.reason()}")
+                lines = output.splitlines()
+                error = ([line for line in lines if line.startswith("error: ")] or lines)[-1].removeprefix("error: ")
+                again = "repeat this command: finished runs are kept"
+                raise ValueError(f"{self.name}: {error} (exit status {code}, see {self.log}); {again}")
             write_json(self.folder / DIVERGED, {"error": infinite.group(1)})
         return not self.diverged
 
@@ -208,42 +185,24 @@ class PlannedRun:
         return "diverged" if self.diverged else "done"
 
     def measured(self) -> Run:
-        """The finished run's configuration, metrics and evaluations."""
-        return run_of(self.record, self.spike) if self.record else read_run(self.folder, self.spike)
-
-    def reason(self) -> str:
-        """The error of the last command in the run's log, and what to do."""
-        if not self.log.is_file():
-            return f"{self.name}: the run has not begun; repeat this command"
-        lines = self.log.read_text(errors="replace").rpartition("$ python ")[2].splitlines()
-        errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-        fix = "" if errors and errors[-1].startswith("ended by SIG") else "correct that and "
-        return f"{self.name}: {(errors or lines)[-1]} (see {self.log}); {fix}repeat this command: finished runs are kept"
+        return run_of(self.record) if self.record else read_run(self.folder)
 
 
 def trunk_ended_early(trunk: Path, cfg: TrainConfig) -> bool:
-    """Whether the run in the folder `trunk` diverged before it wrote the checkpoint off which `cfg` would branch."""
+    """Whether a run diverged before it wrote the checkpoint off which `cfg` would branch."""
     at = folder_name(decay_start(cfg.steps, cfg.optim))
     return (trunk / DIVERGED).is_file() and at not in [path.name for path in checkpoints(trunk)]
 
 
 def training_flops(cfg: TrainConfig, per_token: int) -> float:
-    """FLOPs of a run's training. A run that branches off another run counts its own steps alone."""
+    """FLOPs of a run's training. Of a run that branches off another, the steps after that."""
     begins = decay_start(cfg.steps, cfg.optim) if cfg.branch_from else 0
     return per_token * cfg.batch_tokens * (cfg.steps - begins)
 
 
 def train_config(overrides: Iterable[str]) -> TrainConfig:
-    """train.py's configuration from these overrides. The caller must have imported train.py, which registers the schema."""
+    """train.py's configuration. The caller must have imported train.py, which registers the schema."""
     return OmegaConf.to_object(compose_job("train", list(overrides)))
-
-
-def filled_config(overrides: Iterable[str], recorded: Vocabulary | None = None) -> TrainConfig:
-    """The configuration of a run as in its config.yaml. recorded: the vocabulary for data that are not on this machine."""
-    config = train_config(overrides)
-    known = recorded and not prepared(config.data)
-    config.model = fill_model(config.model, recorded if known else open_tokenizer(config.data))
-    return config
 
 
 def with_values(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
@@ -251,15 +210,12 @@ def with_values(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
     config = copy.deepcopy(config)
     for key, value in values.items():
         *groups, name = key.split(".")
-        place = config
-        for group in groups:
-            place = getattr(place, group)
-        setattr(place, name, value)
+        setattr(functools.reduce(getattr, groups, config), name, value)
     return config
 
 
 def read_epochs(cfg: TrainConfig) -> float:
-    """How often training reads the prepared text; up to 1, no text is repeated. 0 for a task generated during training."""
+    """How often training reads the prepared text; 0 for a task generated during training."""
     if is_task(cfg.data):
         return 0.0
     tokens = sum(len(shard) for shard in open_split(Path(cfg.data.dir), "train"))
@@ -267,7 +223,6 @@ def read_epochs(cfg: TrainConfig) -> float:
 
 
 def describe_model(cfg: TrainConfig) -> dict[str, Any]:
-    """Heads, their width, head norm, parameters and FLOPs of the model, which is built on the meta device."""
     with torch.device("meta"):
         model = Decoder(cfg.model)
     attentions, none = [block.attention for block in model.blocks], torch.nn.Identity()

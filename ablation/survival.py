@@ -2,13 +2,11 @@
 
     python -m ablation.survival ablation=runs/ablate/emergence [levels=[0.5,0.9]]
 
-Reads the runs of an ablation that was trained with needle_every=N: from their folders, or from their records if the folders no
-longer exist. (docs/results/NAME has such records, so ablation=docs/results/NAME works, too.) A run arrives at a level at its
-first needle check whose accuracy is at least the level. A run that never arrives is censored at the end of its training. For
-each arm, the command computes the Kaplan-Meier estimate of the share of runs that have not arrived, with 95 % intervals; the
-median with its interval; and the log-rank test against the first arm of the same point of the grid, with Holm's correction. It
-tests the experiment's `pairs` in the same way.
-Writes survival.json, survival.md and figures/survival.png.
+Reads the runs of an ablation trained with needle_every=N, from their folders or their records (ablation=docs/results/NAME
+works, too). A run arrives at a level at its first needle check whose accuracy is at least the level; one that never arrives is
+censored at the end of its training. For each arm: the Kaplan-Meier estimate of the share of runs that have not arrived and its
+median, with 95 % intervals, and the log-rank test against the first arm of the same point of the grid, with Holm's correction;
+the experiment's `pairs` are tested in the same way. Writes survival.json, survival.md and figures/survival.png.
 """
 
 import math
@@ -32,20 +30,19 @@ ABOUT = (
     "Tokens: median over runs (95 % interval); a dash: the curve, or this end of its interval, does not fall to one half. p: "
     "log-rank test, in brackets with Holm's correction; arms against the first arm of their point."
 )
+ENDS = ("share_high", "share_low", "share")  # of runs that have not arrived
 Arrivals = list[tuple[int, bool]]  # (tokens, arrived) of each run
 Row = dict[str, Any]
 
 
 @dataclass
 class SurvivalConfig(AblationEvalConfig):
-    """levels: needle accuracies at which a run arrives."""
-
     records: str = "docs/results"  # runs whose folders are gone are read from NAME/records.jsonl.gz in this folder
-    levels: list[float] = field(default_factory=lambda: [0.5, 0.9])
+    levels: list[float] = field(default_factory=lambda: [0.5, 0.9])  # needle accuracies at which a run arrives
 
 
 def arrival(checks: list[dict[str, float]], level: float) -> tuple[int, bool]:
-    """(tokens, arrived): tokens at the first of a run's needle checks with accuracy `level` or more, else at the last check."""
+    """Tokens at the first of a run's needle checks with accuracy `level` or more, else at the last; and whether it arrived."""
     tokens = next((line["tokens"] for line in checks if line["needle_acc"] >= level), None)
     return (checks[-1]["tokens"], False) if tokens is None else (tokens, True)
 
@@ -85,21 +82,18 @@ def log_rank(runs: Arrivals, others: Arrivals) -> Row:
     """chi_square and p of the log-rank test of two groups (Mantel 1966), 1 degree of freedom; 0 and 1 where undefined."""
     with np.errstate(divide="ignore", invalid="ignore"):
         test = stats.logrank(_censored(runs), _censored(others))
-    undefined = math.isnan(test.statistic)
-    return {"chi_square": 0.0 if undefined else float(test.statistic**2), "p": 1.0 if undefined else float(test.pvalue)}
+    if math.isnan(test.statistic):
+        return {"chi_square": 0.0, "p": 1.0}
+    return {"chi_square": float(test.statistic**2), "p": float(test.pvalue)}
 
 
 def compare(arms: list[Row], checks: dict[str, list], level: float, pairs: dict[str, list[str]]) -> tuple[list[Row], list[Row]]:
-    """Each arm's curve with its test against the reference, and the test of each pair at every point where both have runs.
-
-    arms: as in an ablation's results.json. checks: run's name -> its needle checks. pairs: part -> (arm, other arm). `until`:
-    tokens of the arm's last check, beyond which its curve is unknown.
-    """
+    """Each arm's curve with its test against the reference, and the test of each pair; checks: by the runs' names."""
     arms = [arm for arm in arms if arm["runs"]]
     arrivals = {arm["name"]: [arrival(checks[run["run"]], level) for run in arm["runs"]] for arm in arms}
     rows = []
     for arm in arms:
-        until = max(checks[run["run"]][-1]["tokens"] for run in arm["runs"])
+        until = max(checks[run["run"]][-1]["tokens"] for run in arm["runs"])  # beyond it the arm's curve is unknown
         about = {"arm": arm["name"], "point": arm["point"], "reference": arm["reference"], "until": until}
         rows.append(about | kaplan_meier(arrivals[arm["name"]]))
         if arm["reference"] in arrivals:
@@ -118,7 +112,7 @@ def compare(arms: list[Row], checks: dict[str, list], level: float, pairs: dict[
 
 
 def table(name: str, levels: dict[str, list[Row]], pairs: dict[str, list[Row]]) -> str:
-    """The arms, and below them the pairs, as Markdown: one row per arm and point of the grid, three columns per level."""
+    """The arms, and below them the pairs, as Markdown."""
     heads = [f"{head} {level}" for level in levels for head in ("arrived at", "million tokens to", "p at")]
     arms = [["arm", "n", *heads]]
     for rows in zip(*levels.values(), strict=True):
@@ -132,9 +126,7 @@ def table(name: str, levels: dict[str, list[Row]], pairs: dict[str, list[Row]]) 
 
 
 def _half(row: Row) -> str:
-    """The median with its interval; an end that the curve does not reach is a dash."""
-    half, low, high = ("-" if row[key] is None else f"{row[key] / 1e6:.2f}" for key in ("median", "low", "high"))
-    return f"{half} ({low} to {high})"
+    return "{} ({} to {})".format(*("-" if row[end] is None else f"{row[end] / 1e6:.2f}" for end in ("median", "low", "high")))
 
 
 def _p(row: Row) -> str:
@@ -146,17 +138,14 @@ def draw(path: Path, levels: dict[str, list[Row]], shades: dict[str, str]) -> No
     points = list(dict.fromkeys(row["point"] for rows in levels.values() for row in rows))
     with figure(path, 5.2 * len(levels), 3.6 * len(points), columns=len(levels), rows=len(points)) as axes:
         for column, (level, rows) in enumerate(levels.items()):
-            for ax, point in zip(axes[:, column], points, strict=True):
-                for row in [row for row in rows if row["point"] == point]:
-                    x = np.array([0, *row["times"], row["until"]]) / 1e6
-                    low, high, y = (
-                        1 - np.array([1, *row[key], *(row[key] or [1])[-1:]]) for key in ("share_high", "share_low", "share")
-                    )
-                    shade, label = shades[row["arm"]], row["arm"].removesuffix(f"-{point}")
-                    ax.step(x, y, where="post", color=shade, label=label, linewidth=1.6)
-                    known = slice(-1 if y[-1] == 1 else None)  # where all runs have arrived, there is no interval
-                    ax.fill_between(x[known], low[known], high[known], step="post", color=shade, alpha=0.08, linewidth=0)
-                title = f"accuracy {level}" + (f" · {point}" if point else "")
+            for row in rows:
+                ax = axes[points.index(row["point"]), column]
+                x = np.array([0, *row["times"], row["until"]]) / 1e6
+                low, high, y = (1 - np.array([1, *row[key], *(row[key] or [1])[-1:]]) for key in ENDS)
+                shade, label = shades[row["arm"]], row["arm"].removesuffix(f"-{row['point']}")
+                ax.step(x, y, where="post", color=shade, label=label, linewidth=1.6)
+                ax.fill_between(x, low, high, step="post", color=shade, alpha=0.08, linewidth=0)
+                title = f"accuracy {level}" + (f" · {row['point']}" if row["point"] else "")
                 ax.set(title=title, ylim=(-0.02, 1.02), xlabel="training tokens (millions)", ylabel="runs that arrived")
         handles, labels = axes[0, 0].get_legend_handles_labels()
         axes[0, 0].figure.legend(handles, labels, loc="outside lower center", ncols=4)
@@ -169,8 +158,6 @@ def main(cfg: SurvivalConfig) -> None:
     arms = study["results"]["arms"]
     if not cfg.levels or not all(0 < level <= 1 for level in cfg.levels):
         raise ValueError(f"levels={cfg.levels} must be accuracies above 0 and at most 1: use levels=[0.5,0.9]")
-    if not any(arm["runs"] for arm in arms):
-        raise ValueError(f"{folder} has no finished runs yet: finish the study with scripts/ablate.py first")
     records, checks = records_of(folder, Path(cfg.records) / folder.name), {}
     for name in [run["run"] for arm in arms for run in arm["runs"]]:
         lines = [line for line in read_json_lines(folder / name / "metrics.jsonl") if "needle_acc" in line]
@@ -178,7 +165,7 @@ def main(cfg: SurvivalConfig) -> None:
         if not checks[name]:
             raise ValueError(f"{name} has no needle checks: train with needle_every=10, or give records= of the runs")
     both = {f"{level:g}": compare(arms, checks, level, study["config"].get("pairs", {})) for level in cfg.levels}
-    levels, pairs = ({level: found[i] for level, found in both.items()} for i in (0, 1))
+    levels, pairs = ({level: parts[i] for level, parts in both.items()} for i in (0, 1))
     text, shades = table(folder.name, levels, pairs), colours_of(arms)
     write_findings("survival", cfg, {"levels": levels, "pairs": pairs}, text, lambda path: draw(path, levels, shades))
 

@@ -1,36 +1,31 @@
 """Learning rates of every single arm: the trials to run next, and the results of the trials.
 
 The search changes one key after the other, widens a grid whose best value is at an end, and refines; docs/METHODS.md, section
-8.3, has its rules. Every arm gets the same number of trials but for such widenings, which the result names. With `exchange`
-no arm is worse only because its own search never tried the values that suit it. For a task that is learned by jumps, `solved`
-counts the trials that solve it, and `full` tries all combinations, no more.
+8.3, has its rules. Every arm gets the same number of trials but for such widenings, which the result names.
 """
 
 import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, NamedTuple
 
-from eval.common import figure
 from eval.report.tables import markdown
 
 Point = tuple[float, ...]  # one value per key of the grid
-Style = tuple[str, Any]  # colour and line style of an arm in figures
 
 
 class Score(NamedTuple):
-    """What judges a point; the lowest is best. unsolved: trials that did not solve the task, 0 without `tune.solved`."""
+    """What judges a point; the lowest is best."""
 
-    unsolved: int
+    unsolved: int  # trials that did not solve the task, 0 without `tune.solved`
     loss: float  # mean of the metric over the trials' seeds, or with `tune.solved` the median
 
 
 @dataclass
 class TuneConfig:
-    """The search for every arm's own learning rates."""
+    """The search for the learning rates of every arm."""
 
     keys: list[str] = field(default_factory=list)  # configuration keys to search; empty: no tuning
     values: list[list[float]] = field(default_factory=list)  # for each key, the values to try first, in rising order
@@ -39,7 +34,7 @@ class TuneConfig:
     seeds: list[int] = field(default_factory=lambda: [101])  # seeds of the trials, which no compared run may have
     metric: str = "train.val_loss"  # train.NAME, the metric that judges the trials; lower is better
     at: str | None = None  # point of the experiment's grid to tune at, for all points; None: the last point
-    each: bool = False  # tune at every point of the grid: each has trials and rates of its own
+    each: bool = False  # tune at every point of the grid: each has its trials and rates
     widen: Annotated[int, "[0, inf)"] = 2  # how often a grid may be widened
     full: bool = False  # try all combinations of the values, the same for every arm, and no others
     solved: float | None = None  # a trial whose metric ends at most here has solved the task; None: judge by the mean metric
@@ -47,28 +42,23 @@ class TuneConfig:
 
     @property
     def grid(self) -> dict[str, list[float]]:
-        """Key -> values."""
         return dict(zip(self.keys, self.values, strict=False))
 
     @property
     def fewest(self) -> int:
-        """The number of points that an arm tries, if no grid is widened and no other arm's best value is new to it."""
+        """The number of points that an arm tries, if no grid is widened and nothing is exchanged."""
         sizes = [len(values) for values in self.values]
         return math.prod(sizes) if self.full else 1 + sum(size - 1 for size in sizes) + 2 * len(self.refine)
 
 
 @dataclass
 class Tuned:
-    """The results of an arm's trials, in order of trial.
-
-    best: key -> value, in the order of a point's values. widened: how often a grid was widened. edge: keys whose best
-    value is the lowest or highest tried.
-    """
+    """The results of an arm's trials, in order of trial."""
 
     scores: list[tuple[Point, Score]]
-    best: dict[str, float]
-    widened: int
-    edge: list[str]
+    best: dict[str, float]  # key -> value, in the order of a point's values
+    widened: int  # how often a grid was widened
+    edge: list[str]  # keys whose best value is the lowest or highest tried
     tokens: int = 0  # read by all of the arm's trials
     longest: int = 0  # tokens of the arm's longest trial
     seconds: float = 0.0
@@ -77,21 +67,18 @@ class Tuned:
 def check(cfg: TuneConfig, seeds: list[int]) -> None:
     """Raise ValueError for a wrong grid, or for trials with seeds of the comparison."""
     if len(cfg.keys) != len(cfg.values):
-        wrong = f"tune.keys has {len(cfg.keys)} keys, but tune.values has {len(cfg.values)} lists of values"
-        raise ValueError(f"{wrong}: give one list for each key, as tune.keys=[optim.lr] tune.values=[[0.001,0.01]]")
+        raise ValueError(f"tune.keys={cfg.keys}, but tune.values has {len(cfg.values)} lists: give one list for each key")
     for key, values in cfg.grid.items():
         if len(values) < 2 or sorted(set(values)) != list(values) or values[0] <= 0:
-            fix = "give two or more values above 0 in rising order, for example tune.values=[[0.01,0.02]]"
-            raise ValueError(f"tune.values={list(values)} of {key} is not a grid: {fix}")
+            raise ValueError(f"tune.values={list(values)} of {key}: give two or more values above 0 in rising order")
     if unknown := [key for key in cfg.refine if key not in cfg.grid]:
         raise ValueError(f"tune.refine has {unknown[0]}, which is not in tune.keys: use {', '.join(cfg.grid)}")
     if cfg.grid and (not cfg.seeds or set(cfg.seeds) & set(seeds)):
-        wrong = f"tune.seeds={cfg.seeds} is empty or has seeds of the comparison"
-        raise ValueError(f"{wrong}: choose other seeds, for example tune.seeds=[101]")
+        raise ValueError(f"tune.seeds={cfg.seeds} is empty or has seeds of the comparison: use tune.seeds=[101]")
 
 
 def score(cfg: TuneConfig, metrics: list[float]) -> Score:
-    """The score of a point whose trials ended with these metrics; infinity stands for a trial that diverged."""
+    """The score of a point whose trials ended with these metrics, infinity where a trial diverged."""
     if cfg.solved is None:
         return Score(0, sum(metrics) / len(metrics))
     return Score(sum(not metric <= cfg.solved for metric in metrics), median(metrics))
@@ -103,19 +90,14 @@ def wanted(cfg: TuneConfig, scores: Mapping[Point, Score]) -> list[Point]:
 
 
 def exchanged(scores: Mapping[str, Mapping[Point, Score]]) -> dict[str, list[Point]]:
-    """Arm -> the best points of the other arms that the arm has not tried. scores: arm -> point -> score.
-
-    An arm whose trials all diverged has no best point.
-    """
-    best = dict.fromkeys(min(own, key=own.get) for own in scores.values() if min(own.values()).loss < math.inf)
-    return {arm: [point for point in best if point not in own] for arm, own in scores.items()}
+    """Arm -> the best points of the other arms that the arm has not tried. scores: arm -> point -> score."""
+    some_ended = [tried for tried in scores.values() if min(tried.values()).loss < math.inf]
+    best = dict.fromkeys(min(tried, key=tried.get) for tried in some_ended)
+    return {arm: [point for point in best if point not in tried] for arm, tried in scores.items()}
 
 
 def beyond(cfg: TuneConfig, scores: Mapping[Point, Score]) -> list[Point]:
-    """The points to try after an exchange that brought an arm its best point: one step beyond it, for each key at an end.
-
-    [] for an arm whose own search found its best point, which widened the grids.
-    """
+    """After an exchange that brought an arm its best point: one step beyond it, for each key at an end; else []."""
     best = min(scores, key=scores.get)
     if best in _search(cfg, scores)[0]:
         return []
@@ -125,15 +107,14 @@ def beyond(cfg: TuneConfig, scores: Mapping[Point, Score]) -> list[Point]:
 
 
 def tuned(cfg: TuneConfig, scores: Mapping[Point, Score]) -> Tuned:
-    """The result of a search that is over, with the scores of all trials. ValueError if all trials diverged."""
+    """The result of a search that is over. ValueError if all trials diverged."""
     _, widened = _search(cfg, scores)
     best = min(scores, key=scores.get)
     if not math.isfinite(scores[best].loss):
         tried = ", ".join("/".join(f"{rate:g}" for rate in point) for point in scores)
-        fix = "give lower tune.values, or leave the arm out"
-        raise ValueError(f"all trials of an arm diverged ({'/'.join(cfg.keys)}: {tried}): {fix}")
-    tried_by_key = zip(*scores, strict=True)
-    edge = [key for key, own, tried in zip(cfg.keys, best, tried_by_key, strict=True) if own in (min(tried), max(tried))]
+        raise ValueError(f"all trials of an arm diverged ({'/'.join(cfg.keys)}: {tried}): give lower tune.values")
+    by_key = zip(cfg.keys, best, zip(*scores, strict=True), strict=True)
+    edge = [key for key, value, tried in by_key if value in (min(tried), max(tried))]
     return Tuned(list(scores.items()), dict(zip(cfg.keys, best, strict=True)), widened, edge)
 
 
@@ -190,7 +171,7 @@ def _rounded(value: float) -> float:
 
 
 def in_title(results: Mapping[str, Tuned], cfg: TuneConfig, run_tokens: float) -> str:
-    """What the title of a table says of its tuning: none, one seed, or trials shorter than the runs of `run_tokens`."""
+    """The part of a table's title that names no tuning, one seed, or trials shorter than the runs of `run_tokens`."""
     if not results:
         return ", untuned"
     share = max(result.longest for result in results.values()) / run_tokens
@@ -199,7 +180,7 @@ def in_title(results: Mapping[str, Tuned], cfg: TuneConfig, run_tokens: float) -
 
 
 def rates_table(results: Mapping[str, Tuned]) -> list[str]:
-    """The learning rates that the tuning chose, one row an arm, as Markdown; [] for an untuned study."""
+    """The learning rates that the tuning chose, as Markdown; [] for an untuned study."""
     if not results:
         return []
     rows = [[arm, *(f"{rate:g}" for rate in t.best.values()), str(len(t.scores))] for arm, t in results.items()]
@@ -207,7 +188,7 @@ def rates_table(results: Mapping[str, Tuned]) -> list[str]:
 
 
 def tuning_notes(results: Mapping[str, Tuned], cfg: TuneConfig) -> list[str]:
-    """Sentences that a reader of the table needs: unequal budgets, and best values at an end of the tried values."""
+    """Sentences on the trials' judge, unequal budgets, and best values at an end of the tried values."""
     if not results:
         return ["Untuned: the learning rates were not tuned for any arm."]
     counts = {arm: len(result.scores) * len(cfg.seeds) for arm, result in results.items()}
@@ -228,37 +209,6 @@ def tuning_notes(results: Mapping[str, Tuned], cfg: TuneConfig) -> list[str]:
         for arm, result in results.items()
         if result.edge
     ]
-
-
-def draw_tuning(path: Path, results: Mapping[str, Tuned], styles: Mapping[str, Style], metric: str) -> None:
-    """The metric of the trials against each learning rate; a ring marks the arm's choice.
-
-    An arm has one line for each value of its other rates; those of rates it did not choose are pale.
-    """
-    keys = list(next(iter(results.values())).best)
-    with figure(path, 4.8 * len(keys) + 1.5, 4.4, columns=len(keys)) as axes:
-        for axis, (ax, key) in enumerate(zip(axes[0], keys, strict=True)):
-            for arm, result in results.items():
-                best, lines = tuple(result.best.values()), {}
-                for point, score in sorted(result.scores):
-                    if math.isfinite(score.loss):
-                        lines.setdefault(_others(point, axis), []).append((point[axis], score.loss))
-                look = {"color": styles[arm][0], "linestyle": styles[arm][1], "markersize": 4}
-                for others, line in lines.items():
-                    chosen = {"label": arm} if others == _others(best, axis) else {"alpha": 0.4}
-                    ax.plot(*zip(*line, strict=True), marker="o", **look, **chosen)
-                ring = {"color": styles[arm][0], "markersize": 11, "fillstyle": "none"}
-                ax.plot([best[axis]], [dict(result.scores)[best].loss], "o", **ring)
-            tried = sorted({p[axis] for result in results.values() for p, _ in result.scores})
-            ax.set_xscale("log")
-            ax.set_xticks(tried, [f"{rate:.3g}" for rate in tried], rotation=45, fontsize=8.5)
-            ax.minorticks_off()
-            ax.set(xlabel=key, ylabel=f"{metric} of the trials (nats per token)" if axis == 0 else "")
-        axes[0, -1].legend(fontsize=8.5, loc="upper left", bbox_to_anchor=(1.02, 1), handlelength=3)
-
-
-def _others(point: Point, axis: int) -> Point:
-    return point[:axis] + point[axis + 1 :]
 
 
 def as_json(results: Mapping[str, Tuned]) -> dict[str, Any]:

@@ -3,18 +3,15 @@
     python scripts/convert.py source=runs/NAME run_dir=runs/NEW [to=diff] [init=mirror] [heads=split] [debug=true]
     python scripts/convert.py source=FOLDER run_dir=runs/NEW to=diff_v2 [shards=DIR]     (to=same: import alone)
     python scripts/convert.py axolotl=config.yml run_dir=runs/NEW                        (base_model and flags from the file)
-    python scripts/convert.py what=compare source=runs/NAME run_dir=runs/compare [steps=200] [arms=[baseline,zero,mirror]]
 
 source: a run of this project, or a transformers folder or hub name (GPT-2, Llama and its relatives).
 
 The command prints how much the logits change and, if the conversion changes the function, how much the loss rises; debug=true
-adds a sample and the change of every block's output. Its last line continues the training. what=compare makes all conversions
-in arms=, and trains them as an ablation (scripts/ablate.py): `steps` steps, `seeds` times each, into run_dir/trained.
+adds a sample and the change of every block's output. Its last line continues the training.
 """
 
 import math
 import shlex
-import subprocess
 import sys
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -27,15 +24,13 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 import train  # noqa: F401  # registers its schema
-from ablation.conversions import ConvertConfig, convert_run, train_config, train_overrides, write_experiment
-from ablation.jobs import environment
+from ablation.conversions import ConvertConfig, convert_run, train_config, train_overrides
 from configs import command
 from configs.composing import overrides_of
 from configs.files import write_atomic
 from data.tokenizer import read_tokenizer
 from eval.common import TextEvalConfig, evaluation_tokens
 from eval.perplexity import cut_windows
-from model.attention.base import check_choice
 from model.conversion import Conversion
 from model.decoder import Decoder
 from model.interop.axolotl import Settings, read_settings, written_settings
@@ -56,11 +51,6 @@ def main(cfg: ConvertConfig) -> None:
     check(cfg)
     source = open_source(cfg)
     windows = text_windows(source, cfg)
-    if cfg.what == "compare":
-        arguments = write_experiment(cfg, source, windows)
-        print("train on   python scripts/ablate.py " + shlex.join(arguments), flush=True)
-        ablate = [sys.executable, str(ROOT / "scripts" / "ablate.py"), *arguments]
-        sys.exit(subprocess.run(ablate, env=environment(0, 1, [])).returncode)
     how = Conversion(**{f.name: getattr(cfg, f.name) for f in fields(Conversion)})
     record = convert_run(how, source, windows, Path(cfg.run_dir), cfg)
     print("\n".join(describe(record, how)))
@@ -75,9 +65,8 @@ def check(cfg: ConvertConfig) -> None:
     cfg.check()
     if cfg.source is None:
         raise ValueError("'source' is required: add source=... or axolotl=config.yml")
-    check_choice("what", cfg.what, ("convert", "compare"))
     pick_device(cfg.device)
-    if cfg.what == "convert" and Path(cfg.run_dir).exists():
+    if Path(cfg.run_dir).exists():
         raise ValueError(f"{cfg.run_dir} exists already: choose another run_dir=..., or delete it")
 
 
@@ -105,7 +94,7 @@ def text_windows(source: LoadedRun, cfg: ConvertConfig) -> np.ndarray | None:
     """(n, T + 1) windows of the text to test on; None if no text is given and the source has no shards."""
     folder = cfg.shards or source.config["data"]["dir"]
     if not cfg.text and not Path(folder).is_dir():
-        if cfg.shards or cfg.what == "compare":
+        if cfg.shards:
             raise ValueError(f"there is no folder {folder} to test on: give shards= or text=")
         return None
     parts = evaluation_tokens(source, TextEvalConfig(run=str(source.path), text=cfg.text, shards=cfg.shards))
@@ -123,7 +112,7 @@ def read_yaml(path: str) -> Any:
 
 def with_settings(cfg: ConvertConfig, settings: Settings) -> ConvertConfig:
     """`cfg` with the settings of the file. ValueError if the command line sets one of them, too."""
-    settled = {f.name for f in fields(Conversion)} | {"source", "what"}
+    settled = {f.name for f in fields(Conversion)} | {"source"}
     if typed := [f.name for f in fields(cfg) if f.name in settled and getattr(cfg, f.name) != f.default]:
         raise ValueError(f"axolotl={cfg.axolotl} says what to convert and how: leave out {', '.join(typed)}")
     return replace(cfg, source=settings.source, **asdict(settings.how))

@@ -2,7 +2,7 @@
 
     python scripts/publish.py of=runs/quickstart            # report.{json,md} beside report.html
     python scripts/publish.py of=runs/ablate/main           # results.json and table.md; name=OTHER: under another name
-    python scripts/publish.py of=runs/compare               # conversions.{json,md}; the ablation is in its folder trained
+    python scripts/publish.py of=runs/compare               # conversions.{json,md}; its ablation is in runs/compare/trained
     python scripts/publish.py of=runs/noise_lambdas         # of python -m ablation.lambdas, and so survival, two_maps
     python scripts/publish.py of=runs/bench/train.json      # to docs/results/bench/, with the table beside it
 
@@ -35,13 +35,8 @@ PAIRS = (("results.json", "table.md"), *((f"{name}.json", f"{name}.md") for name
 
 @dataclass
 class PublishConfig:
-    """of: a folder that eval.report, scripts/ablate.py, scripts/convert.py or ablation.lambdas, .survival or .two_maps wrote,
-    or a file of scripts/bench.py. name: its name under docs/results/ (of a bench under docs/results/bench/), by default its own
-    name.
-    """
-
-    of: str = MISSING
-    name: str | None = None
+    of: str = MISSING  # a folder with numbers and a table, or a JSON of scripts/bench.py
+    name: str | None = None  # its name under docs/results/, or of a bench under docs/results/bench/; None: that of the source
 
 
 @command("publish", PublishConfig)
@@ -77,43 +72,33 @@ def publish_folder(source: Path, name: str) -> None:
     if pair is None and records:
         return  # a study without a table yet
     if pair is None:
-        known = ", ".join(file for file, _ in PAIRS)
-        raise ValueError(f"{source} has none of {known} with its table: run eval.report or scripts/ablate.py")
+        raise ValueError(f"{source} has no numbers with their table: run eval.report or scripts/ablate.py")
     target.mkdir(parents=True, exist_ok=True)
     shutil.copy(source / pair[1], target)
-    write_json(
-        target / pair[0], shortened(json.loads((source / pair[0]).read_text()), (target / PUBLISHED).is_file()), indent=0
-    )
+    content = json.loads((source / pair[0]).read_text())
+    write_json(target / pair[0], shortened(content, (target / PUBLISHED).is_file()), indent=0)
     figures = sorted((source / "figures").glob("*.png"))
-    for path in (shown := [path for path in figures if is_shown(path.name, target)]):
+    page = "".join(path.read_text() for path in target.glob("*.md"))
+    shown = [path for path in figures if path.name in page or pages_with(f"results/{name}/{path.name}")]
+    for path in shown:
         shutil.copy(path, target)
     print(f"{target}: {len(shown)} figures of {len(figures)}, as pages show; {put_into_documents(name, target / pair[1])}")
 
 
-def is_shown(figure: str, folder: Path) -> bool:
-    """Whether a page of the project, or the page of the study in `folder`, shows the figure."""
-    here = any(figure in path.read_text() for path in folder.glob("*.md"))
-    return here or bool(pages_with(f"results/{folder.name}/{figure}"))
-
-
 def shortened(content: dict[str, Any], recorded: bool) -> dict[str, Any]:
-    """A JSON without this machine's folders, and with less of the course of training.
-
-    Records have the curves already, and seven digits of every number; without records a run keeps as many points of its
-    training loss as a record has.
-    """
+    """A JSON without this machine's folders, and with no more of the curves and digits than the records have."""
     content |= {key: without_folders(content[key]) for key in ("config", "runs") if key in content}
     arms = content["results"]["arms"] if content.get("eval") == "ablation" else []
     for run in (run for arm in arms for run in arm["runs"]):
         if recorded:
             run.pop("curve"), run.pop("losses")
         elif "losses" in run:
-            run["losses"] = thinned(run["losses"], run["run"])
+            run["losses"] = thinned(run["losses"])
     return rounded(content) if recorded else content
 
 
 def without_folders(config: Any) -> Any:
-    """The configuration with the last part alone of every absolute path: the folders say more of a machine than of a result."""
+    """The configuration with the last part alone of every absolute path."""
     if isinstance(config, dict):
         return {key: without_folders(value) for key, value in config.items()}
     if isinstance(config, list):

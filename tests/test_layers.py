@@ -28,13 +28,11 @@ LONG = {
     "model/attention/kernels/diff_triton.py: backward_kernel",
     "model/attention/kernels/diff_triton.py: forward_kernel",
     "model/decoder.py: stream",
-    "scripts/ablate.py",
     "tests/data/test_prepare.py",
     "tests/model/test_backends.py",
     "tests/model/test_kernels.py: draw",
     "tests/model/test_modules.py",
     "tests/model/test_variants.py",
-    "tests/scripts/test_ablate.py: test_tuning_makes_equal_arms_equal",
     "tests/training/test_parallel.py: group",
 }
 

@@ -10,43 +10,32 @@ from configs.files import read_json_lines
 from training.monitor import last_lambdas
 
 
-def write(folder: Path, *readings: dict[str, float]) -> None:
+def write(folder: Path, *readings: dict[str, float]) -> Path:
     folder.mkdir(parents=True)
     lines = [{"step": 0, "loss": 5.0}, *({"step": 100 * i, **reading} for i, reading in enumerate(readings, 1))]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder / "metrics.jsonl"
 
 
 def of(first: float, second: float) -> dict[str, float]:
     """A reading of the monitor; names that only begin with lambda and the means over layers are not lambda of a layer."""
-    other = {
-        "monitor_s": 0.1,
-        "monitor/layer_0/lambda_init": 0.2,
-        "monitor/layer_0/lambda_std": 9.0,
-        "monitor/mean/lambda": 9.0,
-    }
-    return other | {"monitor/layer_0/lambda": first, "monitor/layer_10/lambda": second}
-
-
-def last(folder: Path) -> dict[int, float]:
-    return last_lambdas(read_json_lines(folder / "metrics.jsonl"))
+    other = {"monitor/layer_0/lambda_init": 0.2, "monitor/layer_0/lambda_std": 9.0, "monitor/mean/lambda": 9.0}
+    return {"monitor_s": 0.1, **other, "monitor/layer_0/lambda": first, "monitor/layer_10/lambda": second}
 
 
 def test_the_last_reading_counts_and_layers_are_numbers(tmp_path: Path) -> None:
-    write(tmp_path / "run", of(0.1, 0.2), of(-0.3, 1.4))
-    assert last(tmp_path / "run") == {0: -0.3, 10: 1.4}
-    write(tmp_path / "diverged", of(0.1, 0.2), {"monitor_s": 0.1, "monitor/layer_10/lambda": 0.4})
-    assert last(tmp_path / "diverged") == {10: 0.4}
-    assert last(tmp_path / "none") == {}
+    assert last_lambdas(read_json_lines(write(tmp_path / "run", of(0.1, 0.2), of(-0.3, 1.4)))) == {0: -0.3, 10: 1.4}
+    diverged = write(tmp_path / "diverged", of(0.1, 0.2), {"monitor_s": 0.1, "monitor/layer_10/lambda": 0.4})
+    assert last_lambdas(read_json_lines(diverged)) == {10: 0.4}
+    assert last_lambdas(read_json_lines(tmp_path / "none")) == {}
 
 
 def test_rows_count_what_adds_and_what_outweighs(tmp_path: Path) -> None:
     for seed, reading in enumerate([of(-0.3, 1.4), of(0.5, 0.2), of(-4e8, 1.0)], 1):
         write(tmp_path / f"diff-s{seed}", reading)
     write(tmp_path / "baseline-s1", {"monitor/layer_0/entropy": 2.0})
-    arms = [
-        {"name": arm, "runs": [{"run": f"{arm}-s{s}"} for s in seeds]}
-        for arm, seeds in [("baseline", [1]), ("diff", [1, 2, 3, 4])]
-    ]
+    seeds = {"baseline": [1], "diff": [1, 2, 3, 4]}
+    arms = [{"name": arm, "runs": [{"run": f"{arm}-s{seed}"} for seed in seeds[arm]]} for arm in seeds]
     low, high = rows_of(arms, tmp_path, {})  # none of the baseline; the missing folder of seed 4 is no value
     assert (low["arm"], low["layer"], low["n"], low["median"]) == ("diff", 0, 3, -0.3)
     assert (low["below_0"], low["above_1"]) == (2, 0)
@@ -64,7 +53,7 @@ def test_the_command(tmp_path: Path, call: Callable[..., None], refused: Callabl
     assert "monitor.every=100" in refused(lambdas, f"ablation={tmp_path}")
     write(tmp_path / "diff-s1", of(0.3, -0.2))
     call(lambdas, f"ablation={tmp_path}", f"out={tmp_path / 'out'}")
-    found = json.loads((tmp_path / "out" / "lambdas.json").read_text())
-    assert [row["lambda"] for row in found["results"]["rows"]] == [{"diff-s1": 0.3}, {"diff-s1": -0.2}]
-    assert found["eval"] == "lambdas" and found["machine"]
+    content = json.loads((tmp_path / "out" / "lambdas.json").read_text())
+    assert [row["lambda"] for row in content["results"]["rows"]] == [{"diff-s1": 0.3}, {"diff-s1": -0.2}]
+    assert content["eval"] == "lambdas" and content["machine"]
     assert (tmp_path / "out" / "figures" / "lambdas.png").is_file() and (tmp_path / "out" / "lambdas.md").is_file()

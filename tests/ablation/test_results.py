@@ -12,8 +12,8 @@ from eval.report.differences import by_seed
 from eval.report.figures import _readable_limits
 from eval.report.grid import Comparison, fit_rows
 from eval.report.pooled import Pooled
-from eval.report.runs import DIVERGED, Arm, give_colours, read_run, refuse_other_settings
-from eval.report.statistics import Difference, paired
+from eval.report.runs import DIVERGED, Arm, give_colours, read_run
+from eval.report.statistics import paired
 from eval.report.tables import markdown
 
 METRICS = {"valid": "perplexity.loss", "AR-Hit": "perplexity.recall.hit.loss", "spikes": "train.spikes"}
@@ -59,64 +59,60 @@ def make_arms(tmp_path: Path, differences: dict[str, float], points: tuple[str, 
     return arms
 
 
-def as_json(folder: Path, metrics: dict[str, str] = METRICS) -> dict:
-    """What results.json says of a single run."""
+def as_json(folder: Path) -> dict:
+    """What results.json has of a single run."""
     facts = {"params_off": None, "params_non_embedding": 1, "flops_per_token": 1}
+    metrics = METRICS | {"last": "train.val_loss"}
     (arm,) = Comparison([Arm("a", "a", runs=[read_run(folder)], facts=facts)], metrics).as_json()
     return arm["runs"][0]
 
 
-def test_a_run_is_read_whole(tmp_path: Path) -> None:
-    record = as_json(write_run(tmp_path / "a-s3", 2.0), METRICS | {"last": "train.val_loss"})
+def test_a_run_is_read_whole_and_one_that_diverged_has_no_losses(tmp_path: Path) -> None:
+    record = as_json(write_run(tmp_path / "a-s3", 2.0))
     assert record["seed"] == 3 and record["values"] == {"valid": 2.0, "AR-Hit": None, "spikes": 1, "last": 2.1}
     assert record["curve"] == [(640, 5.0, 2.4), (1280, 10.0, 2.2), (1920, 15.0, 2.0 + 4 / 30), (2560, 20.0, 2.1)]
     assert len(record["losses"]) == 40 and record["losses"][0] == (1, 6.0)
     assert (record["seconds"], record["tokens_per_s"], record["version"]) == (20.0, 128.0, "abc")
-
-
-def test_a_metric_may_name_a_row_of_a_list_and_keys_with_dots(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "a-s1", 2.0)
-    depths = {"depths": {"0.5": {"noise": 0.3}}}
-    (folder / "eval" / "attention_noise.json").write_text(
-        json.dumps({"results": {"signed": {}, "absolute": depths, "windows": [0.1, {"at": 0.25, "loss": 1.5}]}})
-    )
-    rows = [{"bits": 8, "loss_change": 0.1}, {"bits": 4, "loss_change": 0.4}]
-    (folder / "eval" / "quantization.json").write_text(json.dumps({"results": {"bits": rows}}))
-    run = read_run(folder)
-    assert [run.value(f"quantization.bits.{bits}.loss_change") for bits in (8, 4, 2)] == [0.1, 0.4, None]
-    assert run.value("attention_noise.absolute.depths.0.5.noise") == 0.3
-    assert run.value("attention_noise.absolute.depths.0.25.noise") is None
-    assert run.value("attention_noise.windows.0.25.loss") == 1.5
-
-
-def test_a_diverged_run_has_spikes_but_no_losses(tmp_path: Path) -> None:
-    record = as_json(write_run(tmp_path / "a-s1", 2.0, diverged=True), METRICS | {"last": "train.val_loss"})
+    record = as_json(write_run(tmp_path / "a-s1", 2.0, diverged=True))
     assert record["values"] == {"valid": None, "AR-Hit": None, "spikes": 1, "last": None}
     assert record["diverged"] == "the loss is nan at step 41"
 
 
+def test_metrics_have_names_and_the_training_loss_is_the_mean_of_its_last_tenth(tmp_path: Path) -> None:
+    """A metric may name a row of a list and keys with dots."""
+    folder = write_run(tmp_path / "a-s1", 2.0)
+    noise = {"absolute": {"depths": {"0.5": {"noise": 0.3}}}, "windows": [0.1, {"at": 0.25, "loss": 1.5}], "signed": {}}
+    bits = {"bits": [{"bits": 8, "loss_change": 0.1}, {"bits": 4, "loss_change": 0.4}]}
+    for name, results in (("attention_noise", noise), ("quantization", bits)):
+        (folder / "eval" / f"{name}.json").write_text(json.dumps({"results": results}))
+    run = read_run(folder)
+    for path, value in (
+        ("quantization.bits.8.loss_change", 0.1), ("quantization.bits.4.loss_change", 0.4),
+        ("quantization.bits.2.loss_change", None), ("attention_noise.absolute.depths.0.5.noise", 0.3),
+        ("attention_noise.absolute.depths.0.25.noise", None), ("attention_noise.windows.0.25.loss", 1.5),
+    ):  # fmt: skip
+        assert run.value(path) == value, path
+    assert run.value("train.loss") == pytest.approx(2.0 + sum(1 / step for step in range(37, 41)))
+
+
 def test_a_planted_difference_is_found_and_an_absent_one_is_not(tmp_path: Path) -> None:
-    found = Comparison(make_arms(tmp_path, {"baseline": 0.0, "better": -0.02, "same": 0.0}), METRICS)
-    baseline, better, same = (arm["metrics"]["valid"] for arm in found.as_json())
+    arms = make_arms(tmp_path, {"baseline": 0.0, "better": -0.02, "same": 0.0})
+    baseline, better, same = (arm["metrics"]["valid"] for arm in Comparison(arms, METRICS).as_json())
     assert baseline["difference"] is None and baseline["sd"] > 0.02  # the seeds differ by far more than the arms
     assert better["difference"]["mean"] == pytest.approx(-0.02, abs=0.003) and better["p_holm"] < 0.01
     assert same["difference"]["low"] < 0 < same["difference"]["high"] and same["p_holm"] > 0.05
     assert better["p_holm"] == pytest.approx(2 * better["difference"]["p"])
-
-
-def test_only_seeds_that_both_arms_have_are_compared(tmp_path: Path) -> None:
-    arms = make_arms(tmp_path, {"baseline": 0.0, "diff": -0.02})
     arms[1].runs[0].evals.clear()
     arms[0].runs[3].evals.clear()
-    summary = Comparison(arms, METRICS).as_json()[1]["metrics"]["valid"]
+    summary = Comparison(arms, METRICS).as_json()[1]["metrics"]["valid"]  # of the seeds that both have
     assert summary["n"] == 3 and summary["difference"]["n"] == 2
 
 
 def test_the_table(tmp_path: Path) -> None:
     arms = make_arms(tmp_path, {"baseline": 0.0, "diff": -0.02})
     arms[1].runs[3].diverged = "the loss is nan at step 9"
-    found = Comparison(arms, METRICS)
-    header, *rows = found.lines()
+    comparison = Comparison(arms, METRICS)
+    header, *rows = comparison.lines()
     assert "AR-Hit" not in header  # measured by nobody
     cells = dict(zip(header, rows[1], strict=True))
     assert cells["arm"] == "diff" and cells["n"] == "3" and cells["diverged"] == "1" and cells["parameters"] == "100k"
@@ -125,71 +121,44 @@ def test_the_table(tmp_path: Path) -> None:
     assert " to -" in cells["95 % interval"] and cells["p, sign flips"] == "0.250"
     assert dict(zip(header, rows[0], strict=True))["p"] == ""
     assert markdown([header, *rows]).count("\n") == 4 and all(len(row) == len(header) for row in rows)
-    text = " ".join(found.notes([1, 2, 3, 4], epochs=1.5))
+    text = " ".join(comparison.notes([1, 2, 3, 4], epochs=1.5))
     assert "read more than once" in text and "Not matched" not in text
     arms[1].facts["params_off"] = 0.02
     assert "diff (+2.0%)" in " ".join(Comparison(arms, METRICS).notes([1], epochs=0.5))
 
 
-def test_several_metrics_can_be_compared(tmp_path: Path) -> None:
-    arms = make_arms(tmp_path, {"baseline": 0.0, "diff": -0.02})
-    found = Comparison(arms, METRICS | {"last": "train.val_loss"}, compared=("valid", "last"))
-    header, _, row = found.lines()
-    cells = dict(zip(header, row, strict=True))
-    assert float(cells["difference (last)"]) == pytest.approx(float(cells["difference (valid)"]), abs=1e-4)
-    assert " to -" in cells["95 % (last)"] and cells["p, Holm (last)"] == cells["p, Holm"]
-    assert {path.name for path in draw_ablation(tmp_path / "figures", Pooled(found, {}, horizons=False), None)} == {
-        "loss.png",
-        "difference.png",
-    }
-
-
-def test_one_seed_gives_a_table_without_claims(tmp_path: Path) -> None:
-    header, _, row = Comparison(make_arms(tmp_path, {"baseline": 0.0, "diff": -0.02}, seeds=1), METRICS).lines()
-    cells = dict(zip(header, row, strict=True))
-    assert cells["n"] == "1" and cells["p"] == cells["95 % interval"] == cells["detectable"] == ""
-
-
 def test_a_grid_compares_within_its_points_and_is_fitted(tmp_path: Path) -> None:
     arms = make_arms(tmp_path, {"baseline": 0.0, "diff": -0.02}, points=("small", "middle", "large"))
     assert [arm.reference for arm in arms] == [None, "baseline-small", None, "baseline-middle", None, "baseline-large"]
-    found = Comparison(arms, METRICS)
-    fits = found.fit_sizes("valid")
+    comparison = Comparison(arms, METRICS)
+    fits = comparison.fit_sizes("valid")
     assert fits["baseline"]["size_ratio"]["mean"] == pytest.approx(1.0)
     exponent, ratio = fits["diff"]["exponent"], fits["diff"]["size_ratio"]
     assert exponent["low"] < exponent["mean"] < exponent["high"] and exponent["n"] == 4
     assert ratio["high"] < 1  # a lower loss everywhere: fewer parameters for the same
     rows = fit_rows(fits)
     assert [row[0] for row in rows] == ["arm", "baseline", "diff"] and all(len(row) == len(rows[0]) for row in rows)
-    paths = draw_ablation(tmp_path / "figures", Pooled(found, {}, horizons=False), fits)
+    paths = draw_ablation(tmp_path / "figures", Pooled(comparison, {}, horizons=False), fits)
     assert {path.name for path in paths} == {"loss.png", "difference.png", "grid_valid.png", "grid_spikes.png"}
     assert all(path.read_bytes().startswith(PNG) for path in paths)
-
-
-def test_a_partial_grid_with_one_size_has_a_table_without_fits(tmp_path: Path) -> None:
-    found = Comparison(make_arms(tmp_path, {"baseline": 0.0, "diff": -0.02}, points=("small",)), METRICS)
-    fits = found.fit_sizes("valid")
+    # A partial grid with one size has a table without fits.
+    comparison = Comparison(arms[:2], METRICS)
+    fits = comparison.fit_sizes("valid")
     assert [row[1:] for row in fit_rows(fits)[1:]] == [["0", "no fit", "", "no fit", ""]] * 2
-    draw_ablation(tmp_path / "figures", Pooled(found, {}, horizons=False), fits)
 
 
-def test_notes_name_the_longest_training_and_the_tested_comparisons(tmp_path: Path) -> None:
+def test_notes_name_the_longest_training_the_tested_comparisons_and_the_dtypes(tmp_path: Path) -> None:
     arms = make_arms(tmp_path, {"baseline": 0.0, "diff": -0.02, "once": 0.0}, points=("short", "long"))
     for arm in arms:
         if arm.arm == "once":
             del arm.runs[1:]  # a single seed is not tested
-        if arm.point == "long":
-            for run in arm.runs:
-                run.val[-1]["tokens"] *= 2
-    first, second = Comparison(arms, METRICS).notes([1], epochs=0.5)
-    assert "; up to 5.12k training tokens, 0.50 epochs" in first
-    assert "the comparisons of each metric (2)." in second
-    found = Comparison(arms, METRICS | {"hit": "perplexity.recall.hit.loss"}, compared=("valid", "hit"))
-    assert "the comparisons of each metric (0 to 2)." in found.notes([1], epochs=0.5)[1]
+        for run in arm.runs if arm.point == "long" else ():
+            run.val[-1]["tokens"] *= 2
     for run, dtype in zip(arms[0].runs, ("float32", *["bfloat16"] * 3), strict=True):
         run.facts["dtype"] = dtype
-    first, *_, dtypes = Comparison(arms[:3], METRICS).notes([1], epochs=0.5)
-    assert "; 2.56k training tokens" in first
+    first, second, *_, dtypes = Comparison(arms, METRICS).notes([1], epochs=0.5)
+    assert "; up to 5.12k training tokens, 0.50 epochs" in first
+    assert "the comparisons of each metric (2)." in second
     assert dtypes.startswith("Runs were trained in bfloat16 (3) and float32 (1), so")
 
 
@@ -200,16 +169,16 @@ def test_arms_are_compared_at_equal_flops(tmp_path: Path) -> None:
         arm.facts["flops_per_token"] = 2**0.5 if arm.arm == "costly" else 1.0
         for run in arm.runs if arm.point == "long" else ():
             run.train[-1]["tokens"] *= 2
-    found = Comparison(arms, METRICS)
-    table, own = found.at_equal_flops(), found.values("valid")
-    ((_, equal),) = by_seed(table, "metric")
+    comparison = Comparison(arms, METRICS)
+    values = comparison.values("valid")
+    ((_, equal),) = by_seed(comparison.at_equal_flops(), "metric")
     assert "costly-short" not in equal  # before its first point: no extrapolation
-    assert list(equal["baseline-long"]) == list(own["baseline-long"])
+    assert list(equal["baseline-long"]) == list(values["baseline-long"])
     for seed in (1, 2, 3, 4):
-        half_way = (own["costly-short"][seed] + own["costly-long"][seed]) / 2
+        half_way = (values["costly-short"][seed] + values["costly-long"][seed]) / 2
         assert equal["costly-long"][seed] == pytest.approx(half_way, abs=1e-9)
-    models = Pooled(found, {}, horizons=True).models["valid, equal FLOPs"]
-    differences = [equal["costly-long"][seed] - own["baseline-long"][seed] for seed in (1, 2, 3, 4)]
+    models = Pooled(comparison, {}, horizons=True).models["valid, equal FLOPs"]
+    differences = [equal["costly-long"][seed] - values["baseline-long"][seed] for seed in (1, 2, 3, 4)]
     assert list(models) == ["long"]
     assert models["long"].effects["costly-long"].mean == pytest.approx(sum(differences) / 4, abs=1e-9)
 
@@ -228,26 +197,24 @@ def test_an_arm_that_diverged_has_no_value_at_equal_flops(tmp_path: Path) -> Non
 
 
 def test_no_dot_is_outside_the_figure() -> None:
-    paired_with_outlier = contrast_of([0.0, 0.0, 0.0, 0.0, 1.0])
-    low, high = _readable_limits([paired_with_outlier])
+    def limits(*differences: float) -> tuple[float, float]:
+        return _readable_limits([paired(differences, by_seed=dict(enumerate(differences)))])
+
+    low, high = limits(0.0, 0.0, 0.0, 0.0, 1.0)
     assert low < 0 and high > 1
-    wide = _readable_limits([contrast_of([0.1, 0.3])])  # the interval of two seeds is far wider than the dots
-    assert wide[0] < 0 and 0.3 < wide[1] < contrast_of([0.1, 0.3]).high
-
-
-def contrast_of(differences: list[float]) -> Difference:
-    return paired(differences, by_seed=dict(enumerate(differences)))
+    low, high = limits(0.1, 0.3)  # the interval of two seeds is far wider than the dots
+    assert low < 0 and 0.3 < high < 1
 
 
 def test_arms_without_a_finished_reference_have_no_difference(tmp_path: Path) -> None:
     arms = make_arms(tmp_path, {"baseline": 0.0, "diff": -0.02, "gated": 0.0})[1:]
-    found = Comparison(arms, METRICS)
-    assert not found.of_metric("valid") and found.lines()[1][0] == "diff"
-    assert Pooled(found, {}, horizons=False).models == {"valid": {}}
+    comparison = Comparison(arms, METRICS)
+    assert not comparison.of_metric("valid") and comparison.lines()[1][0] == "diff"
+    assert Pooled(comparison, {}, horizons=False).models == {"valid": {}}
 
 
 def test_arms_are_told_apart(tmp_path: Path) -> None:
-    arms = make_arms(tmp_path, {"baseline": 0.0, "diff": -0.02, "gated": 0.0}, points=("small", "large"))
+    arms = [Arm(name, name, point, variant=name) for point in ("small", "large") for name in ("baseline", "diff", "gated")]
     give_colours(arms)
     assert [arm.colour for arm in arms] == ["#0072B2", "#D55E00", "#E69F00"] * 2
     assert [arm.line for arm in arms] == ["-"] * 3 + ["--"] * 3
@@ -255,11 +222,3 @@ def test_arms_are_told_apart(tmp_path: Path) -> None:
         arm.variant = "diff"
     give_colours(arms)
     assert len({arm.colour for arm in arms}) == 3 and arms[0].colour == "#D55E00"
-
-
-def test_losses_on_different_text_are_refused(tmp_path: Path) -> None:
-    folders = [write_run(tmp_path / name, 2.0) for name in ("a-s1", "a-s2")]
-    refuse_other_settings([read_run(folder) for folder in folders])
-    (folders[1] / "eval" / "perplexity.json").write_text('{"results": {"loss": 2.0, "sha256": "0f"}}')
-    with pytest.raises(ValueError, match="on different text or settings: repeat both .*delete eval/perplexity.json"):
-        refuse_other_settings([read_run(folder) for folder in folders])

@@ -1,6 +1,5 @@
 """Survival of "has not arrived yet": against examples worked by hand and published ones."""
 
-import gzip
 import json
 import math
 from collections.abc import Callable
@@ -9,11 +8,9 @@ from pathlib import Path
 import pytest
 
 from ablation import survival
-from ablation.records import PUBLISHED
+from ablation.records import PUBLISHED, write_records
 from ablation.survival import arrival, kaplan_meier, log_rank
 from configs.files import read_json_lines
-from eval.common import colour
-from eval.report.runs import colours_of
 
 # Freireich et al. 1963, weeks of remission under 6-MP and placebo; + is censored. The textbook example of both methods.
 MP_TIMES = [6, 6, 6, 6, 7, 9, 10, 10, 11, 13, 16, 17, 19, 20, 22, 23, 25, 32, 32, 34, 35]
@@ -46,11 +43,6 @@ def test_nobody_arrived() -> None:
     assert log_rank([(5, False)], [(6, False)]) == {"chi_square": 0.0, "p": 1.0}
 
 
-def test_a_variant_has_its_colour_whatever_its_place() -> None:
-    arms = [{"name": f"{name}-at80", "arm": name, "point": "at80", "variant": name} for name in ("baseline", "diff")]
-    assert colours_of(arms) == {"baseline-at80": colour("baseline"), "diff-at80": colour("diff")}
-
-
 def write(folder: Path, accuracies: list[float]) -> Path:
     folder.mkdir(parents=True)
     lines = [{"step": 0, "tokens": 0, "params": 1}]
@@ -62,53 +54,41 @@ def write(folder: Path, accuracies: list[float]) -> Path:
 
 def test_arrival(tmp_path: Path) -> None:
     lines = list(read_json_lines(write(tmp_path / "run", [0, 0.2, 0.5, 0.4, 0.95])))[1:]
-    assert arrival(lines, 0.5) == (200, True) and arrival(lines, 0.9) == (400, True)
-    assert arrival(lines, 0.99) == (400, False)
+    assert [arrival(lines, level) for level in (0.5, 0.9, 0.99)] == [(200, True), (400, True), (400, False)]
 
 
 def test_the_command(tmp_path: Path, call: Callable[..., None], refused: Callable[..., str]) -> None:
     assert "has no results.json" in refused(survival, f"ablation={tmp_path}")
-    (tmp_path / "results.json").write_text(
-        json.dumps({"eval": "ablation", "config": {}, "results": {"arms": []}})
-    )  # of a study that still tunes
-    assert "has no finished runs yet" in refused(survival, f"ablation={tmp_path}")
-    assert not (tmp_path / "survival.json").exists()
     arms = []
-    for arm, reference, at in (("baseline", None, 4), ("sooner", "baseline", 2)):
+    for arm, at, reference in (("baseline", 4, None), ("sooner", 2, "baseline")):
         runs = [f"{arm}-s{seed}" for seed in (1, 2, 3)]
         for seed, run in enumerate(runs):
             write(tmp_path / run, [0.0] * (at + seed) + [0.9] + [0.9] * 3)
         about = {"name": arm, "arm": arm, "point": "", "variant": "diff" if reference else "baseline"}
         arms.append(about | {"reference": reference, "runs": [{"run": run} for run in runs]})
     pairs = {"subtraction": ["sooner", "baseline"], "of an arm that was left out": ["sooner", "absent"]}
-    (tmp_path / "results.json").write_text(
-        json.dumps({"eval": "ablation", "config": {"pairs": pairs}, "results": {"arms": arms}})
-    )
+    study = {"eval": "ablation", "config": {"pairs": pairs}, "results": {"arms": arms}}
+    (tmp_path / "results.json").write_text(json.dumps(study))
     for levels in ("[]", "[0]", "[1.5]"):
         assert "must be accuracies above 0" in refused(survival, f"ablation={tmp_path}", f"levels={levels}")
     call(survival, f"ablation={tmp_path}", "levels=[0.5]")
-    found = json.loads((tmp_path / "survival.json").read_text())
-    first, second = found["results"]["levels"]["0.5"]
+    content = json.loads((tmp_path / "survival.json").read_text())
+    first, second = content["results"]["levels"]["0.5"]
     assert (first["median"], second["median"]) == (500, 300) and 0 < second["p"] == second["p_holm"] < 0.2
-    (pair,) = found["results"]["pairs"]["0.5"]
+    (pair,) = content["results"]["pairs"]["0.5"]
     assert (pair["part"], pair["p"], pair["p_holm"]) == ("subtraction", second["p"], second["p"])
     assert (first["until"], second["until"]) == (900, 700)  # each curve ends at its own arm's last check
     shown = (tmp_path / "survival.md").read_text()
     assert "| baseline | 3 | 3 of 3 | 0.00 (0.00 to -) |" in shown and "| sooner, baseline |" in shown
-    assert (tmp_path / "figures" / "survival.png").is_file() and found["eval"] == "survival" and found["machine"]
+    assert (tmp_path / "figures" / "survival.png").is_file() and content["eval"] == "survival" and content["machine"]
 
     # The same from records alone, as docs/results keeps them
-    records = []
-    for folder in sorted(path for path in tmp_path.iterdir() if (path / "metrics.jsonl").is_file()):
-        lines = list(read_json_lines(folder / "metrics.jsonl"))
-        needle = [line for line in lines if "needle_acc" in line]
-        records.append({"run": folder.name, "train": [], "val": [], "needle": needle})
-        (folder / "metrics.jsonl").unlink()
+    kept, records = tmp_path / "kept" / tmp_path.name, []
+    for run in (run["run"] for arm in arms for run in arm["runs"]):
+        lines = read_json_lines(tmp_path / run / "metrics.jsonl")
+        records.append({"run": run, "train": [], "val": [], "needle": [line for line in lines if "needle_acc" in line]})
+        (tmp_path / run / "metrics.jsonl").unlink()
     assert "has no needle checks" in refused(survival, f"ablation={tmp_path}")
-    kept = tmp_path / "kept" / tmp_path.name
-    kept.mkdir(parents=True)
-    lines = "".join(json.dumps(record) + "\n" for record in records)
-    (kept / PUBLISHED).write_bytes(gzip.compress(lines.encode()))
-    elsewhere = tmp_path / "out"
-    call(survival, f"ablation={tmp_path}", "levels=[0.5]", f"records={kept.parent}", f"out={elsewhere}")
-    assert json.loads((elsewhere / "survival.json").read_text())["results"] == found["results"]
+    write_records(kept / PUBLISHED, records)
+    call(survival, f"ablation={tmp_path}", "levels=[0.5]", f"records={kept.parent}", f"out={tmp_path / 'out'}")
+    assert json.loads((tmp_path / "out" / "survival.json").read_text())["results"] == content["results"]

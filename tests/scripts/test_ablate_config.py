@@ -1,7 +1,6 @@
 """Experiments and tiers: every one loads, its arms are what they claim to be; and what is refused before any training."""
 
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -13,7 +12,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from ablation.experiment import AblateConfig, arm_list, evaluation_list, refuse_unknown_arms, texts_of
+from ablation.experiment import AblateConfig, arm_list, evaluation_list, texts_of
 from ablation.jobs import environment
 from ablation.plan import Study
 from ablation.records import PUBLISHED, record_of, write_records
@@ -21,23 +20,14 @@ from ablation.study import PlannedRun
 from ablation.tuning import TuneConfig
 from configs import CONFIG_DIR
 from eval.report.runs import Run
-from scripts import ablate
+from scripts import ablate  # noqa: F401  # registers its schema
 from tests.scripts.conftest import quoted
 
 SCRIPT = "scripts/ablate.py"
 ARMS = ("baseline", "gated", "diff", "diff_v2")
-# By name, so that a user's own file needs no change here; docs/ablations.md has the same list.
+# By name, so that a user's file needs no change here; docs/ablations.md has the same list.
 STUDIES = "ablation_v1 ablation_v2 introspective scaling lr_stability hybrid head_count noise mqar family emergence retrieval"
 EXPERIMENTS = ("main", "answer", "main_controls", "main_paths", "main_lr", "main_42m", *STUDIES.split())
-
-
-def composed(shards: Path, *overrides: str) -> AblateConfig:
-    """Without the published records, which would add to the trials of a tuning."""
-    data = f"train={quoted(f'data.dir={shards}')}"
-    with initialize_config_dir(str(CONFIG_DIR), version_base=None):
-        return OmegaConf.to_object(compose("ablate", [data, "records=none", *overrides]))
-
-
 SIZES = {
     "cpu": (1.05e6, "16", "16"),
     "cpu_long": (1.05e6, "8", "32"),
@@ -46,32 +36,11 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("experiment", "tier"),
-    [
-        *((name, None) for name in EXPERIMENTS),
-        *(("ablation_v1", tier) for tier in SIZES),
-        ("main", "gpu_12m"),
-        ("scaling", "gpu"),
-    ],
-)
-def test_every_experiment_loads_and_its_arms_match(experiment: str, tier: str | None, shards: Path, tmp_path: Path) -> None:
-    cfg = composed(shards, f"experiment={experiment}", "seeds=1", *([f"tier={tier}"] if tier else []))
-    if cfg.grid and not cfg.tune.each:  # the points of their grids differ in training alone, not in the models
-        cfg.grid = dict([*cfg.grid.items()][-2:])
-        cfg.tune.at = None
-    arms, runs = plan(cfg, tmp_path)  # refuses arms off by more than 0.5 % where `matched` is claimed
-    assert cfg.matched and len(runs) == len(arms) == len(cfg.select or cfg.arms) * max(1, len(cfg.grid))
-    for arm in arms:
-        if arm.reference:
-            (reference,) = (other for other in arms if other.name == arm.reference)
-            assert reference.point == arm.point and reference.arm == next(iter(cfg.arms))
-            assert arm.facts["params_non_embedding"] == pytest.approx(reference.facts["params_non_embedding"], rel=0.005)
-            ours, theirs = (named(runs, f"{name}-s1").config.model for name in (arm.name, reference.name))
-            assert experiment == "main_lr" or asdict(ours) != asdict(theirs)  # its arms differ in their rates alone
-    if experiment == "ablation_v1" and tier:
-        facts = arms[0].facts
-        assert SIZES[tier] == (pytest.approx(facts["params_non_embedding"], rel=0.01), facts["heads"], facts["d"])
+def composed(shards: Path, *overrides: str) -> AblateConfig:
+    """Without the published records, which would add to the trials of a tuning."""
+    data = f"train={quoted(f'data.dir={shards}')}"
+    with initialize_config_dir(str(CONFIG_DIR), version_base=None):
+        return OmegaConf.to_object(compose("ablate", [data, "records=none", *overrides]))
 
 
 def few(cfg: AblateConfig, *arms: str, points: int = 0) -> AblateConfig:
@@ -88,6 +57,35 @@ def plan(cfg: AblateConfig, folder: Path) -> tuple[list, list[PlannedRun]]:
     return study.arms, study.runs()
 
 
+def named(runs: list[PlannedRun], name: str) -> PlannedRun:
+    return next(run for run in runs if run.name == name)
+
+
+@pytest.mark.parametrize(
+    ("experiment", "tier"),
+    [*((name, None) for name in EXPERIMENTS), *(("ablation_v1", tier) for tier in SIZES), ("main", "gpu_12m")],
+)
+def test_every_experiment_loads_and_its_arms_match(experiment: str, tier: str | None, shards: Path, tmp_path: Path) -> None:
+    cfg = composed(shards, f"experiment={experiment}", "seeds=1", *([f"tier={tier}"] if tier else []))
+    if cfg.grid and not cfg.tune.each:  # the points of their grids differ in training alone, not in the models
+        cfg.grid = dict([*cfg.grid.items()][-1:])
+        cfg.tune.at, cfg.branch = None, False
+    arms, runs = plan(cfg, tmp_path)  # refuses arms off by more than 0.5 % where `matched` is claimed
+    assert cfg.matched and len(runs) == len(arms) == len(cfg.select or cfg.arms) * max(1, len(cfg.grid))
+    for arm in arms:
+        if arm.reference:
+            (reference,) = (other for other in arms if other.name == arm.reference)
+            assert reference.point == arm.point and reference.arm == next(iter(cfg.arms))
+            model, other = (asdict(named(runs, f"{name}-s1").config.model) for name in (arm.name, reference.name))
+            assert experiment == "main_lr" or model != other  # its arms differ in their rates alone
+    shapes = {arm.name: tuple(arm.facts[key] for key in ("heads", "d", "head_norm")) for arm in arms}
+    if experiment == "ablation_v1" and tier:
+        assert SIZES[tier] == (pytest.approx(arms[0].facts["params_non_embedding"], rel=0.01), *shapes["baseline"][:2])
+    if experiment == "ablation_v1" and not tier:  # the shapes of Table 6
+        assert shapes["baseline"] == ("16", "16", "no") and shapes["half_heads"] == ("8", "32", "no")
+        assert shapes["diff"] == ("8", "16", "yes") and shapes["no_head_norm"] == ("8", "16", "no")
+
+
 def test_an_experiment_is_tuned_at_the_point_and_by_the_metric_that_it_names(shards: Path, tmp_path: Path) -> None:
     studies = {}
     for name in ("noise", "emergence"):
@@ -96,63 +94,58 @@ def test_an_experiment_is_tuned_at_the_point_and_by_the_metric_that_it_names(sha
     noise, emergence = (studies[name].trials() for name in ("noise", "emergence"))
     assert {trial.config.data.mqar.distractors for trial in noise} == {0.8}
     assert {trial.config.model.context for trial in emergence} == {256}  # the last point of the grid
-    assert len(noise) == 4 * len(studies["noise"].cfg.arms) and len(emergence) == 4 * len(studies["emergence"].cfg.arms)
-    assert {trial.config.steps for trial in emergence} == {850}
-    study, trial = studies["emergence"], emergence[0]
+    assert len(noise) == len(emergence) == 4 * 2 and {trial.config.steps for trial in emergence} == {850}
     read = {"train.loss_retrieval": 2.0, "train.val_loss": 3.0}
-    trial.measured = lambda: SimpleNamespace(value=read.get)
-    assert study.judged(trial) == 2.0
+    emergence[0].measured = lambda: SimpleNamespace(value=read.get)
+    assert studies["emergence"].judged(emergence[0]) == 2.0
+
+
+@pytest.fixture
+def finished(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The names of the runs that count as finished, without a folder."""
+    names: set[str] = set()
+    monkeypatch.setattr(PlannedRun, "left", lambda run: [] if run.name in names else [["train.py"]])
+    monkeypatch.setattr(PlannedRun, "measured", lambda run: SimpleNamespace(value=lambda name: 1.0))
+    return names
 
 
 def test_with_an_exchange_every_arm_tries_the_best_of_every_other_and_a_value_beyond_it(
-    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shards: Path, tmp_path: Path, finished: set[str]
 ) -> None:
-    """The exchange begins when all searches are over, and ends the tuning when its own trials are over."""
-    cfg = few(
-        composed(shards, "experiment=noise", "seeds=1", f"runs={tmp_path}", "~grid.at80_long", "~grid.at90"), *ARMS, points=1
-    )
-    study = Study(cfg, "noise")
+    """The exchange begins when all searches are over, and ends the tuning when its trials are over."""
+    cfg = composed(shards, "experiment=noise", "seeds=1", f"runs={tmp_path}", "~grid.at80_long", "~grid.at90")
+    study = Study(few(cfg, *ARMS, points=1), "noise")
     likes = {"baseline-at80": 0.04, "diff-at80": 0.0025}  # of Muon's rates; the other arms like 0.02
-    finished: set[str] = set()
-    monkeypatch.setattr(PlannedRun, "left", lambda run: [] if run.name in finished else [["train.py"]])
 
     def judged(trial: PlannedRun) -> float:
         if trial.arm == "gated-at80" and trial.config.optim.muon_lr == 0.0025:
-            return -1.0  # which its own search does not find
+            return -1.0  # which its search does not find
         return abs(math.log(trial.config.optim.muon_lr / likes.get(trial.arm, 0.02)))
 
-    monkeypatch.setattr(study, "judged", judged)
-    monkeypatch.setattr(PlannedRun, "measured", lambda run: SimpleNamespace(value=lambda name: 1.0))
+    study.judged = judged
     rounds = 0
     while wanted := [trial for trial in study.trials() if trial.left()]:
         rounds += 1
         late = "gated-at80" if rounds == 1 else ""  # one arm is behind: it delays the exchange
         finished |= {trial.name for trial in wanted if trial.arm != late}
         assert not study.tuned() or not [trial for trial in study.trials() if trial.left()]
-    found = study.tuned()
-    assert rounds >= 5 and set(found) == set(study.cfg.arms)
-    tried = {arm: {point for point, _ in result.scores} for arm, result in found.items()}
-    assert all(tuple(result.best.values()) in points for result in found.values() for points in tried.values())
-    assert found["gated"].best["optim.muon_lr"] == 0.0025 and not found["gated"].edge
+    results = study.tuned()
+    assert rounds >= 5 and set(results) == set(study.cfg.arms)
+    tried = {arm: {point for point, _ in result.scores} for arm, result in results.items()}
+    assert all(tuple(result.best.values()) in points for result in results.values() for points in tried.values())
+    assert results["gated"].best["optim.muon_lr"] == 0.0025 and not results["gated"].edge
     assert 0.00125 in {muon for muon, _ in tried["gated"]} and 0.00125 not in {muon for muon, _ in tried["diff_v2"]}
 
 
-def test_with_each_every_point_of_the_grid_has_rates_of_its_own(
-    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_with_each_every_point_of_the_grid_has_its_rates(shards: Path, tmp_path: Path, finished: set[str]) -> None:
     study = Study(composed(shards, "experiment=scaling", "seeds=1", f"runs={tmp_path}", "texts.books=none.txt"), "scaling")
-    assert study.cfg.tune.each and study.cfg.tune.exchange
     likes = {"baseline-0.13M": 0.04, "diff-0.13M": 0.01, "baseline-2.1M": 0.005}  # of Muon's rates; the others like 0.02
-    finished: set[str] = set()
 
     def judged(trial: PlannedRun) -> float:
-        return abs(math.log(trial.config.optim.muon_lr / likes.get(trial.arm, 0.02))) + abs(
-            math.log(trial.config.optim.lr / 0.012)
-        )
+        optim = trial.config.optim
+        return abs(math.log(optim.muon_lr / likes.get(trial.arm, 0.02))) + abs(math.log(optim.lr / 0.012))
 
-    monkeypatch.setattr(PlannedRun, "left", lambda run: [] if run.name in finished else [["train.py"]])
-    monkeypatch.setattr(study, "judged", judged)
-    monkeypatch.setattr(PlannedRun, "measured", lambda run: SimpleNamespace(value=lambda name: 1.0))
+    study.judged = judged
     first = study.trials()
     assert len(first) == 4 * len(study.arms) and len({trial.name for trial in first}) == len(first)
     assert {trial.config.steps for trial in first} == {run.steps for run in study._configs.values()}  # of the whole length
@@ -160,71 +153,57 @@ def test_with_each_every_point_of_the_grid_has_rates_of_its_own(
         finished |= {trial.name for trial in wanted if trial.arm != "diff-1.1M"}
         if {trial.arm for trial in wanted} == {"diff-1.1M"}:
             break
-    assert set(study.tuned()) == {arm.name for arm in study.arms if arm.point != "1.1M"}  # a point waits for its own arms alone
-    rates = {run.name: run.config.optim.muon_lr for run in study.runs()}
-    assert rates == {f"{arm}-s1": likes.get(arm, 0.02) for arm in study.tuned()}
-    tried = {arm: {muon for (muon, _), _ in result.scores} for arm, result in study.tuned().items()}
+    results = study.tuned()
+    assert set(results) == {arm.name for arm in study.arms if arm.point != "1.1M"}  # a point waits for its arms alone
+    assert {run.name: run.config.optim.muon_lr for run in study.runs()} == {
+        f"{arm}-s1": likes.get(arm, 0.02) for arm in results
+    }
+    tried = {arm: {muon for (muon, _), _ in result.scores} for arm, result in results.items()}
     assert 0.04 in tried["diff-0.13M"] and 0.08 in tried["baseline-0.13M"] and 0.08 not in tried["diff-0.44M"]
-
-
-def test_a_launcher_starts_trunks_before_branches_and_its_failed_trials_end_the_study(
-    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started: list[list[str]] = []
-    monkeypatch.setattr(ablate, "run_by_launcher", lambda cfg, folder, runs: started.append([run.name for run in runs]))
-    cfg = composed(shards, "experiment=main", "seeds=1", f"runs={tmp_path}", "launcher=joblib")
-    cfg.tune = TuneConfig()
-    study = Study(few(cfg, "baseline", "gated"), "study")
-    ablate.carry_out(study, study.describe(study.runs()), "study", 6)
-    trunks, branches = started
-    assert len(trunks) == 2 and len(branches) == 4
-    cfg = composed(shards, "experiment=noise", "seeds=1", f"runs={tmp_path}", "launcher=joblib")
-    with pytest.raises(ValueError, match=r"trials are not finished, .*: the run has not begun"):
-        ablate.find_rates(Study(few(cfg, "baseline", "diff"), "noise"))
 
 
 def test_a_trunk_that_diverged_before_a_branch_stops_no_study(shards: Path, tmp_path: Path) -> None:
     """A shorter run is then trained as a whole; it branches off if the trunk's checkpoint for it is there."""
-    cfg = composed(shards, "experiment=main", "seeds=1", f"runs={tmp_path}")
-    cfg.arms, cfg.tune = {"baseline": cfg.arms["baseline"]}, TuneConfig()
+    cfg = few(composed(shards, "experiment=main", "seeds=1", f"runs={tmp_path}"), "baseline")
+    cfg.tune = TuneConfig()
     trunk = tmp_path / "study" / "baseline-10.5M-s1"
     (trunk / "checkpoints" / "step_00000512").mkdir(parents=True)  # where the shortest run's decay begins
-    (trunk / "checkpoints" / "step_00000512" / "state.json").write_text("{}")
 
     def branches() -> list[bool]:
-        return [any("branch_from" in o for o in run.overrides) for run in Study(cfg, "study").runs()]
+        return [any("branch_from" in o for o in run.overrides) for run in planned()]
+
+    def planned() -> list[PlannedRun]:
+        return Study(cfg, "study").runs()
 
     assert branches() == [True, True, False]
-    planned = Study(cfg, "study").runs()
+    before = planned()
     (trunk / "diverged.json").write_text('{"error": "the loss is nan at step 600"}')
     assert branches() == [True, False, False]
-    commands = [run.left()[0] for run in planned[:2]]  # of a study that goes on after its trunk has diverged
+    commands = [run.left()[0] for run in before[:2]]  # of a study that goes on after its trunk has diverged
     assert [any("branch_from" in o for o in command) for command in commands] == [True, False]
 
 
-def test_a_card_is_told_what_a_study_costs(shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_study_tells_its_costs_and_trains_trunks_first(shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """Shorter horizons cost their decay alone; arms that are not tuned yet count, too."""
-    cfg = composed(shards, "experiment=main", "tier=gpu_12m", "seeds=2", f"runs={tmp_path}")
-    cfg.arms, cfg.fewer_seeds, cfg.select = {name: cfg.arms[name] for name in ("baseline", "gated")}, {}, []
+    cfg = few(composed(shards, "experiment=main", "tier=gpu_12m", "seeds=2", f"runs={tmp_path}"), "baseline", "gated")
     Study(cfg, "study").print_costs()
-    tuned = capsys.readouterr().out
-    assert tuned.startswith("study: 28 runs left (16 of them or more for the tuning): ")
-    assert tuned.endswith("of 989 TFLOP/s (for another card set tier.peak_flops=)\n")
+    printed = capsys.readouterr().out
+    assert printed.startswith("study: 28 runs left (16 of them or more for the tuning): ")
+    assert printed.endswith(" h at 40 % MFU of 989 TFLOP/s (tier.peak_flops)\n")
     cfg.tune = TuneConfig()
-    Study(cfg, "study").print_costs()
-    assert capsys.readouterr().out.startswith("study: 12 runs left: ")
-    work = {run.name: run.work for run in Study(cfg, "study").runs()}
+    study = Study(cfg, "study")
+    work = {run.name: run.work for run in study.runs()}
     assert work["baseline-30M-s1"] == pytest.approx(0.2 * 916 / 3664 * work["baseline-120M-s1"], rel=0.01)
+    chains = study.describe(study.runs())
+    assert len(chains) == 4 and all([run.config.steps for run in chain] == [3664, 1832, 916] for chain in chains)
 
 
 def test_a_new_arm_takes_the_records_of_the_others_from_two_studies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    cfg = composed(tmp_path, "experiment=family", f"runs={tmp_path}", "records=none", "+arms.mine=['model=softpick']")
-    assert cfg.arms.keys() >= composed(tmp_path, "experiment=mqar").arms.keys()  # whose records it takes, too
+    cfg = composed(tmp_path, "experiment=family", f"runs={tmp_path}", "+arms.mine=['model=softpick']")
     cfg.arms = {name: cfg.arms[name] for name in ("baseline", "mine")}
+    start = "family: 112 runs left (72 of them or more for the tuning): their time is not known"
     Study(cfg, "family").print_costs()
-    assert capsys.readouterr().out.startswith(
-        "family: 112 runs left (72 of them or more for the tuning): their time is not known"
-    )
+    assert capsys.readouterr().out.startswith(start)
     lines = [{"step": 1200, "tokens": 1, "loss": 1.0, "val_loss": 1.0, "time_s": 36.0}]
     for study, seeds in (("mqar", (101, 102)), ("family", (103,))):
         runs = [run for run in Study(cfg, "family").trials() if run.arm == "baseline-at80" and run.seed in seeds]
@@ -235,29 +214,18 @@ def test_a_new_arm_takes_the_records_of_the_others_from_two_studies(tmp_path: Pa
     assert capsys.readouterr().out.startswith("family: 76 runs left (36 of them or more for the tuning): about 46 minutes, one")
 
 
-@pytest.mark.parametrize("folder", ("a,b", "my runs", "lr=1", "it's (1)", "{x}", "$y", "a#b"))
-def test_every_command_of_a_run_reads_the_folder_as_it_is_spelled(folder: str, shards: Path, tmp_path: Path) -> None:
-    cfg = composed(shards, "experiment=main", "seeds=1")
-    cfg.arms, cfg.fewer_seeds, cfg.evaluations = {"baseline": cfg.arms["baseline"]}, {}, ["needle"]
-    _, runs = plan(cfg, tmp_path / folder)
-    trunk, parser = named(runs, "baseline-10.5M-s1"), OverridesParser.create()
-    for run in runs:
-        training, *evaluations = run.left()
-        given = {one.key_or_group: one.value() for one in parser.parse_overrides(training[1:])}
-        assert given["run_dir"] == run.config.run_dir == str(run.folder) and given["resume"] is True
-        assert given.get("branch_from") == run.config.branch_from == (None if run is trunk else str(trunk.folder))
-        assert {parser.parse_override(command[2]).value() for command in evaluations} == {str(run.folder)}
-
-
-def named(runs: list[PlannedRun], name: str) -> PlannedRun:
-    return next(run for run in runs if run.name == name)
-
-
-def test_table_6_has_its_shapes(shards: Path, tmp_path: Path) -> None:
-    arms = {arm.name: arm for arm in plan(composed(shards, "experiment=ablation_v1", "seeds=1"), tmp_path)[0]}
-    shapes = {name: (arm.facts["heads"], arm.facts["d"], arm.facts["head_norm"]) for name, arm in arms.items()}
-    assert shapes["baseline"] == ("16", "16", "no") and shapes["half_heads"] == ("8", "32", "no")
-    assert shapes["diff"] == ("8", "16", "yes") and shapes["no_head_norm"] == ("8", "16", "no")
+def test_every_command_of_a_run_reads_the_folder_as_it_is_spelled(shards: Path, tmp_path: Path) -> None:
+    cfg = few(composed(shards, "experiment=main", "seeds=1"), "baseline", points=2)
+    cfg.evaluations, parser = ["needle"], OverridesParser.create()
+    for folder in ("a,b", "lr=1", "it's (1)", "{x} $y", "a#b"):
+        _, runs = plan(cfg, tmp_path / folder)
+        trunk = named(runs, "baseline-10.5M-s1")
+        for run in runs:
+            training, *evaluations = run.left()
+            given = {one.key_or_group: one.value() for one in parser.parse_overrides(training[1:])}
+            assert given["run_dir"] == run.config.run_dir == str(run.folder) and given["resume"] is True
+            assert given.get("branch_from") == run.config.branch_from == (None if run is trunk else str(trunk.folder))
+            assert {parser.parse_override(command[2]).value() for command in evaluations} == {str(run.folder)}
 
 
 def test_an_override_that_every_point_of_the_grid_has_is_refused(shards: Path) -> None:
@@ -267,44 +235,12 @@ def test_an_override_that_every_point_of_the_grid_has_is_refused(shards: Path) -
         arm_list(cfg)
     cfg.grid["as_given"] = []  # a point that has the value of `train`
     assert arm_list(cfg)
-    cfg = composed(shards, "experiment=main", "~grid", '+grid={NAME:["steps=300"]}')  # as the message says
-    assert cfg.grid == {"NAME": ["steps=300"]} and arm_list(cfg)
-
-
-def test_only_arms_that_were_dropped_may_remain_in_fewer_seeds(shards: Path) -> None:
-    cfg = composed(shards, "experiment=main", "~arms.integral")
-    assert "integral" in cfg.fewer_seeds
-    refuse_unknown_arms(cfg, ["seeds=3", "~arms.integral"])
-    refuse_unknown_arms(cfg, ["~arms"])
-    with pytest.raises(
-        ValueError, match="fewer_seeds has integral, which is not an arm of this experiment: use one of baseline, "
-    ):
-        refuse_unknown_arms(cfg, ["seeds=3"])
-
-
-def test_points_that_cannot_branch_off_the_longest_run_are_refused(shards: Path, tmp_path: Path) -> None:
-    cfg = composed(shards, "experiment=main", "seeds=1", '+grid.wide=["steps=100","batch_tokens=8192"]')
-    with pytest.raises(ValueError, match="point wide has another batch_tokens than the grid's first point: give points that"):
-        plan(few(cfg, "baseline"), tmp_path)
-
-
-def test_a_tuned_study_reads_no_shards_that_judge_its_trials(shards: Path, tmp_path: Path) -> None:
-    tuned = ("experiment=ablation_v2", "tune=rates", "measure=test", "texts.test=none.txt", f"runs={tmp_path}")
-    read = "+metrics.more=perplexity_more.loss"
-    assert Study(composed(shards, *tuned, read, 'evaluations=["perplexity shards=shards/others name=more"]'), "study").trials()
-    cfg = composed(shards, *tuned, read, f'evaluations=["perplexity shards={shards.parent}/./{shards.name} name=more"]')
-    with pytest.raises(ValueError, match="metric more .* the text that the learning rates are chosen on: test on another text"):
-        Study(cfg, "study")
 
 
 def test_the_texts_of_evaluations_are_searched_for_training_text_too() -> None:
     listed = ["perplexity tokens=5", "perplexity text=there/mine.txt", "needle text=other.txt", "quantization text=q.txt"]
-    cfg = AblateConfig(arms={}, evaluations=listed, texts={"books": "books.txt"})
-    assert texts_of(cfg, evaluation_list(cfg)) == {
-        "books": "books.txt",
-        "perplexity_mine": "there/mine.txt",
-        "quantization_q": "q.txt",
-    }
+    read = texts_of(evaluation_list(AblateConfig(arms={}, evaluations=listed, texts={"books": "books.txt"})))
+    assert read == {"mine": "there/mine.txt", "quantization_q": "q.txt", "books": "books.txt"}
 
 
 def test_jobs_share_cores_and_take_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,6 +249,11 @@ def test_jobs_share_cores_and_take_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
     assert environment(0, 3, [])["OMP_NUM_THREADS"] == "2"
     assert [environment(slot, 3, ["0", "3"])["CUDA_VISIBLE_DEVICES"] for slot in range(3)] == ["0", "3", "0"]
+
+
+WIDE = '+grid={a:["optim.schedule=wsd"],b:["optim.schedule=wsd","batch_tokens=8192"]}'
+TUNED = ("tune=rates", "measure=test", "texts.test=none.txt")
+READS = "that the learning rates are chosen on: test on another text"
 
 
 @pytest.mark.parametrize(
@@ -326,33 +267,34 @@ def test_jobs_share_cores_and_take_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -
         (('+arms.odd=["model.n_hed=3"]',), "did you mean 'model.n_head'"),
         (('+arms.odd=["model.d_ff=999"]',), "matched=false"),
         (('+grid={lr/3:["steps=1"]}',), "letters, digits"),
-        (("fit=true", '+grid={one:["steps=1"]}'), "the grid has 1: use a tier that has sizes, tier=cpu or tier=gpu"),
+        (("fit=true", '+grid={one:["steps=1"]}'), "the grid has 1: use tier=cpu or tier=gpu"),
         (('+grid={a-b:["steps=1"],b:["steps=2"]}', "+arms.gated-a=[]"), "gated-a-b and one folder: rename an arm"),
-        (
-            ("+fewer_seeds.typo=1",),
-            "fewer_seeds has typo, which is not an arm of this experiment: use one of baseline, gated, diff",
-        ),
-        (("+pairs.typo=[gated,gatd]",), "pairs.typo has gatd, which is not an arm of this experiment: use one of baseline, "),
-        (("+texts={a.b:FILE}",), "texts.a.b becomes a part of a file's name: use letters, digits"),
-        (
-            ("branch=true", '+grid={a:["steps=1"],b:["steps=2"]}'),
-            "baseline-b has optim.schedule=linear: use optim.schedule=wsd",
-        ),
-        (("compared=[nedle]",), "compared has 'nedle', which is not in metrics: use needle"),
-        (("only=nobody-s1",), "use one of baseline-s1, gated-s1"),
-        (("launcher=joblib",), "needs the package 'hydra-joblib-launcher': pip install hydra-joblib-launcher"),
-        (("seed=3",), "seed"),
+        (("branch=true", '+grid={a:["steps=1"],b:["steps=2"]}'), "has another optim.schedule than wsd: give points"),
+        (("branch=true", WIDE), "baseline-b has another batch_tokens: give points"),
+        (("+metrics.other=perplexity_books.loss",), "give texts.books=FILE"),
+        (("evaluations=[perplexity]", "metrics={x:needle.accuracy}"), "add needle to evaluations"),
+        (("tune.at=nowhere",), "tune.at has 'nowhere', which is not in grid: use no tune.at"),
+        (("tune.metric=needle.accuracy",), "is not a metric of training: use train.val_loss"),
+        ((*TUNED, "+metrics.other=train.val_loss"), READS),
+        ((*TUNED, "tune.metric=train.loss_text", "+metrics.other=train.loss_text"), READS),
+        ((*TUNED, "evaluations=['perplexity name=mine']", "+metrics.other=perplexity_mine.ppl"), READS),
     ),
 )
-def test_wrong_input(
-    arguments: tuple[str, ...],
-    says: str,
-    shards: Path,
-    tmp_path: Path,
-    call: Callable[..., str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(sys.modules, "hydra_plugins.hydra_joblib_launcher", None)  # as if not installed
-    data = f"train={quoted(f'data.dir={shards}')}"
-    assert says in call("experiment=retrieval", data, f"runs={tmp_path}", *arguments)
-    assert not list(tmp_path.rglob("checkpoints"))
+def test_a_wrong_study_is_refused(arguments: tuple[str, ...], says: str, shards: Path) -> None:
+    cfg = composed(shards, "experiment=ablation_v2" if TUNED[0] in arguments else "experiment=retrieval", *arguments)
+    with pytest.raises(ValueError) as error:
+        Study(cfg, "study")
+    assert says in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("argument", "says"),
+    (
+        ("~arms.diff +pairs.left_out=[diff,gated] +fewer_seeds.typo=1", "fewer_seeds has typo"),
+        ("+pairs.typo=[gated,gatd]", "pairs.typo has gatd, which is not an arm of this experiment: use one of baseline, "),
+        ("only=nobody-s1", "use one of baseline-s1, gated-s1"),
+        ("seed=3", "seed"),
+    ),
+)
+def test_a_wrong_command_is_refused(argument: str, says: str, shards: Path, tmp_path: Path, call: Callable[..., str]) -> None:
+    assert says in call("experiment=retrieval", f"train={quoted(f'data.dir={shards}')}", f"runs={tmp_path}", *argument.split())

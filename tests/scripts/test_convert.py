@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -121,28 +120,6 @@ def test_without_its_text_a_run_is_compared_on_random_tokens(source: Path, tmp_p
     call(f"source={alone}", f"run_dir={tmp_path / 'out'}")
     record = record_of(tmp_path / "out")
     assert record["text"] == "random tokens" and "loss" not in record and record["change"]["max_logit"] < 1e-4
-    assert "no folder" in call(f"source={alone}", f"run_dir={tmp_path / 'c'}", "what=compare")
-
-
-def test_compare_is_an_ablation_of_conversions(source: Path, tmp_path: Path, call, typed, monkeypatch) -> None:
-    """Conversions are made once; the experiment that is written is one of scripts/ablate.py."""
-    folder, text, started = tmp_path / "c", tmp_path / "other text.txt", []
-    text.write_text("The rain had stopped, and the river was brown. " * 60)
-    run = lambda words, env: started.append(words[2:]) or SimpleNamespace(returncode=0)  # noqa: E731
-    monkeypatch.setattr(convert, "subprocess", SimpleNamespace(run=run))
-    arguments = [f"source={source}", f"run_dir={folder}", "what=compare", f"text={text}", "tokens=640", "steps=6"]
-    arguments += ["arms=[baseline,split]"]
-    printed = call(*arguments, 'train=["optim.lr=3e-3"]')
-    at_once = (folder / "conversions.md").read_text()
-    assert at_once in printed
-    baseline, split = (line.strip("| \n").split(" | ") for line in at_once.splitlines()[2:])
-    assert float(baseline[2]) == 0 and baseline[3] == baseline[4] == split[3] and baseline[5] == "+0.0000"
-    assert float(split[2]) > 1e-3
-    made = {path: path.stat().st_mtime_ns for path in folder.rglob("state.json")}
-    assert at_once in call(*arguments) and {path: path.stat().st_mtime_ns for path in made} == made and len(made) == 2
-    assert "holds another conversion" in call(*arguments, "seed=1")
-    planned = typed("scripts/ablate.py", *started[0], "run=false")
-    assert planned.returncode == 0 and "2 runs" in planned.stdout, planned
 
 
 def test_wrong_input_is_one_line_that_names_the_fix(source: Path, shards: Path, tmp_path: Path, call: Callable) -> None:
