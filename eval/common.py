@@ -4,7 +4,6 @@ import functools
 import glob
 import hashlib
 import io
-import json
 import logging
 import math
 import os
@@ -24,13 +23,13 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from configs import CONFIG_DIR
-from configs.files import read_run_config, write_atomic, write_json
+from configs.files import read_json_object, read_run_config, write_atomic, write_json
 from configs.provenance import result_record
 from data.config import DataConfig
 from data.retrieval import as_one_document
 from data.shards import Shard, TextTokens, open_split
 from data.sources import is_text, open_corpus
-from data.tokenizer import Tokenizer, load_tokenizer
+from data.tokenizer import Tokenizer
 from model.attention import VARIANTS
 from training.checkpoint import LoadedRun, load_run
 from training.distributed import pick_device
@@ -97,11 +96,7 @@ def tokens_of(tokenizer: Tokenizer, text: str | None, shards: str | None) -> lis
         documents = read_documents(text)  # the end-of-text token is before each, as in shards of data.prepare
         tokens = [token for document in documents for token in (tokenizer.eot, *tokenizer.encode(document))]
         return [TextTokens(np.array(tokens))]
-    folder = Path(shards)
-    if (folder / "tokenizer.json").is_file() and load_tokenizer(folder).fingerprint != tokenizer.fingerprint:
-        wrong = f"{folder} has another tokenizer than the run ('{tokenizer.name}')"
-        raise ValueError(f"{wrong}: use text=FILE, or shards= prepared with the run's tokenizer")
-    return open_split(folder, "val", vocab_size=tokenizer.vocab_size, fingerprint=tokenizer.fingerprint)
+    return open_split(Path(shards), "val", vocab_size=tokenizer.vocab_size, fingerprint=tokenizer.fingerprint)
 
 
 def read_documents(text: str) -> list[str]:
@@ -190,10 +185,9 @@ def plus_minus(value: float, se: float, form: str = ".3f") -> str:
 
 
 def say(text: str) -> None:
-    """Print `text`; "?" for what the output's encoding lacks. A reader that has left, as of `| head`, is no error."""
-    encoding = sys.stdout.encoding or "utf-8"
+    """Print `text`. A reader that has left, as of `| head`, is no error."""
     try:
-        print(text.encode(encoding, "replace").decode(encoding), flush=True)
+        print(text, flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes the rest when it ends
 
@@ -212,17 +206,14 @@ def given_input(settings: Mapping[str, Any]) -> str | None:
 
 
 def result_name(evaluation: str, settings: Mapping[str, Any]) -> str:
-    """The name of the result's files: EVALUATION, then the style of needles, then name= or the name of a given input."""
-    style, name, given = settings.get("style", "magic"), settings.get("name"), given_input(settings)
-    evaluation = evaluation if style == "magic" else f"{evaluation}_{style}"
-    if name is not None:
-        if not re.fullmatch(r"[A-Za-z0-9._-]+", name):
-            raise ValueError(f"name={name} names a file: use letters, digits, '.', '_' and '-', as in name=books")
-        return f"{evaluation}_{name}"
-    if not given:
+    """The name of the result's files: EVALUATION, then name= or, for a given input, its name without suffixes."""
+    name, given = settings.get("name"), given_input(settings)
+    if name is None and given is None:
         return evaluation
-    last = Path(given).name if Path(given).is_dir() else Path(given).name.split(".")[0]
-    return f"{evaluation}_{re.sub(r'[^A-Za-z0-9._-]+', '-', last).strip('-') or 'text'}"
+    name = Path(given).name.split(".")[0] if name is None else name
+    if not re.fullmatch(r"[A-Za-z0-9._-]+", name):
+        raise ValueError(f"'{name}' names no file: give name= with letters, digits, '.', '_' and '-', as in name=books")
+    return f"{evaluation}_{name}"
 
 
 def command_of(result: str) -> str:
@@ -233,46 +224,26 @@ def command_of(result: str) -> str:
 def claim_result(evaluation: str, cfg: EvalConfig, content: Iterable[bytes | np.ndarray] = ()) -> tuple[str, dict[str, str]]:
     """The name of the result's files, and what its results say of a given input: its name and the digest of its `content`.
 
-    ValueError if the result cannot be written, or if its file has the result of another input and name= is not given.
+    ValueError if the file has the result of another input and name= is not given.
     """
-    settings, folder = vars(cfg), result_folder(cfg)
-    check_writable(folder)
+    settings = vars(cfg)
     name, given = result_name(evaluation, settings), given_input(settings)
     if not given:
         return name, {}
     digest = hashlib.sha256()
     for part in content:
         digest.update(part)
-    about = {"text": Path(os.path.abspath(given)).name, "input_sha256": digest.hexdigest()}
-    if settings.get("name") is None:
-        refuse_other_input(folder / "eval" / f"{name}.json", settings, about["input_sha256"])
-    return name, about
+    path = result_folder(cfg) / "eval" / f"{name}.json"
+    if settings.get("name") is None and path.is_file():
+        before = read_json_object(path, "delete it").get("results", {}).get("input_sha256")
+        if before != digest.hexdigest():
+            raise ValueError(f"eval/{path.name} is of another text or file: give this one a name of its own with name=NAME")
+    return name, {"text": Path(os.path.abspath(given)).name, "input_sha256": digest.hexdigest()}
 
 
 def result_folder(cfg: EvalConfig) -> Path:
     """The folder that gets eval/ and figures/."""
     return Path(cfg.out or cfg.run)
-
-
-def check_writable(folder: Path) -> None:
-    """ValueError if eval/ or figures/ in `folder` cannot be written; what does not exist yet is made later."""
-    for part in (folder / "eval", folder / "figures"):
-        place = next(place for place in (part, *part.resolve().parents) if place.exists())
-        if not os.access(place, os.W_OK):
-            raise ValueError(f"the result cannot be written into {place}: give out=FOLDER, another place for it")
-
-
-def refuse_other_input(path: Path, settings: Mapping[str, Any], digest: str) -> None:
-    """ValueError if the result in the file `path` is of another input: of another place and of other content."""
-    try:
-        before = json.loads(path.read_text())
-        had, known = before["config"], before["results"].get("input_sha256")
-    except (OSError, ValueError, KeyError):  # no result, or the file cannot be read
-        return
-    if known != digest and any(had.get(key) != settings.get(key) for key in INPUTS):
-        other = given_input(had) or "the run's own text"
-        fix = "give this one a name of its own with name=NAME"
-        raise ValueError(f"eval/{path.name} is of another text or file, {other}: {fix}")
 
 
 def content_of(parts: Iterable[Shard | TextTokens]) -> Iterator[np.ndarray]:

@@ -5,17 +5,14 @@
 
 Needs lm-eval (`pip install 'lm-eval[hf]'`), whose `HFLM` gets the decoder in the model class of an export to=remote. Every
 context starts with the end-of-text token, as every training document does; of a text scored in windows the first window does.
-Writes eval/harness.json and figures/harness.png into the run's folder or out=; with file=, harness_STEM. Tasks of an earlier
-command stay in the result if step, length, limit, num_fewshot and lm-eval's version are the same; else the new tasks replace
-them.
+Writes eval/harness.json and figures/harness.png into the run's folder or out=; with name= or file=, harness_NAME, harness_STEM.
 """
 
 import hashlib
-import json
 import logging
 import math
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -158,23 +155,6 @@ def evaluate(lm: RunLM, cfg: HarnessConfig) -> dict[str, Any]:
     return {"tasks": tasks} | about
 
 
-def joined(new: dict[str, Any], cfg: HarnessConfig, path: Path, step: int) -> tuple[dict[str, Any], HarnessConfig]:
-    """The results and their settings with the tasks of the earlier result `path`, if both were measured in the same way."""
-    try:
-        before = json.loads(path.read_text())
-        old, had = before["results"], before["config"]
-        measured = (before["step"], had["limit"], had["num_fewshot"], old["length"], old["lm_eval"])
-        per_task = old["per_task"] | new["per_task"]
-    except (OSError, ValueError, KeyError):  # no result, or the file cannot be read
-        return new, cfg
-    if measured != (step, cfg.limit, cfg.num_fewshot, new["length"], new["lm_eval"]):
-        return new, cfg
-    truncated = sum(part["truncated"] for part in per_task.values())
-    names = list(dict.fromkeys([*had["tasks"], *cfg.tasks]))
-    results = new | {"tasks": old["tasks"] | new["tasks"], "truncated": truncated, "per_task": per_task}
-    return results, replace(cfg, tasks=names, include_path=cfg.include_path or had["include_path"])
-
-
 def plain(metrics: dict[str, Any]) -> dict[str, float | None]:
     """lm-eval's "acc,none" and "acc_stderr,none" as `acc` and `acc_stderr`. Other filters than `none` stay in the name."""
     named = {key.removesuffix(",none"): value for key, value in metrics.items() if "," in key}
@@ -230,9 +210,7 @@ def main(cfg: HarnessConfig) -> None:
     run = common.open_run(cfg)
     name, about = common.claim_result("harness", cfg, (Path(file).read_bytes() for file in [cfg.file]))
     results = evaluate(RunLM(run, cfg.batch, cfg.length), cfg) | about
-    path = common.result_folder(cfg) / "eval" / f"{name}.json"
-    whole, settings = joined(results, cfg, path, run.step)
-    common.write_result(run, settings, name, whole, lines(results), draw)
+    common.write_result(run, cfg, name, results, lines(results), draw)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Associative recall among distractors: accuracy and attention at every share of them, and what a second map contributes.
 
-    python -m eval.mqar run=runs/NAME [shares=[0,0.5,0.8,0.9,0.95]] [kind=pairs] [samples=256]
+    python -m eval.mqar run=runs/NAME [shares=[0,0.5,0.8,0.9,0.95]] [samples=256]
 
 For a run that was trained with data=mqar (data/mqar.py). An answer is right if the most probable token of the vocabulary is
 the value. Contexts come from a separate split; at a higher share than in training they may be longer than all of training.
@@ -13,7 +13,7 @@ Writes eval/mqar.json and figures/mqar.png into the run's folder or out=.
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -38,8 +38,7 @@ BUCKETS = ("distractors", "key", "value", "first", "elsewhere")
 class MqarEvalConfig(EvalConfig):
     """The contexts."""
 
-    shares: list[float] = field(default_factory=lambda: [0.0, 0.5, 0.8, 0.9, 0.95])  # of distractors, each below 1
-    kind: str | None = None  # kind of distractors (data.mqar.kind); None: the run's own
+    shares: Annotated[list[float], "[0, 1)"] = field(default_factory=lambda: [0.0, 0.5, 0.8, 0.9, 0.95])  # of distractors
     samples: Annotated[int, "[1, inf)"] = 256  # contexts for each share
     seed: Annotated[int, "[0, 4294967295]"] = 0  # seed of the contexts
 
@@ -196,18 +195,13 @@ def accuracy(model: nn.Module, samples: list[Sample], batch: int) -> dict[str, f
 
 
 def sources_of(run: LoadedRun, cfg: MqarEvalConfig) -> list[Mqar]:
-    """The run's task at each of the shares, with the kind of distractors in `cfg`. ValueError for what cannot be evaluated."""
+    """The run's task at each of the shares. ValueError for what cannot be evaluated."""
     if run.config["data"]["source"] != "mqar":
         raise ValueError(f"{cfg.run} was not trained on associative recall: train one with data=mqar")
     if not cfg.shares or len({round(100 * share) for share in cfg.shares}) < len(cfg.shares):
         raise ValueError("shares= must be different numbers: use shares=[0,0.5,0.9]")
-    trained = MqarConfig(**run.config["data"]["mqar"])
-    tasks = [replace(trained, kind=cfg.kind or trained.kind, distractors=share) for share in cfg.shares]
-    try:
-        return [Mqar(task, shortest_row(task)) for task in tasks]
-    except ValueError as error:  # names the options of the training
-        wrong = str(error).replace("data.mqar.distractors=", "a share of ").replace("data.mqar.kind=", "kind=")
-        raise ValueError(wrong) from None
+    tasks = [MqarConfig(**run.config["data"]["mqar"] | {"distractors": share}) for share in cfg.shares]
+    return [Mqar(task, shortest_row(task)) for task in tasks]
 
 
 LOOKS = {"as trained": "-", "lambda_zero": ":", "lambda_turned": "-.", "map_2_uniform": "--"}

@@ -105,12 +105,11 @@ def evaluate(model: nn.Module, windows: np.ndarray, batch: int = 32) -> dict[str
 
 
 def draw(path: Path, results: dict[str, Any], title: str, line_colour: str) -> None:
-    """Logits and hidden states on log axes: the model's top-k and median above, values of every layer below."""
-    with figure(path, 10, 6.6, columns=2, rows=2) as axes:
-        for (kind, label), whole, layers in zip(KINDS.items(), *axes, strict=True):
-            _ranks(whole, results[kind], line_colour)
-            whole.set(title=f"{title} · {label}", ylabel="magnitude")
-            _layers(layers, [layer[kind] for layer in results["per_layer"]], line_colour)
+    """Top-k and median of logits and hidden states, on log axes."""
+    with figure(path, 10, 3.6, columns=2) as axes:
+        for (kind, label), ax in zip(KINDS.items(), axes[0], strict=True):
+            _ranks(ax, results[kind], line_colour)
+            ax.set(title=f"{title} · {label}", ylabel="magnitude")
 
 
 def _ranks(ax: Axes, values: dict[str, Any], line_colour: str) -> None:
@@ -121,15 +120,6 @@ def _ranks(ax: Axes, values: dict[str, Any], line_colour: str) -> None:
     ax.set_yscale("log")
     ax.set(xlim=(-0.5, len(named) - 0.5), ylim=(min(named.values()) / 2, max(named.values()) * 2.5))
     ax.set_xticks(range(len(named)), named)
-
-
-def _layers(ax: Axes, layers: list[dict[str, Any]], line_colour: str) -> None:
-    for key, style, ink in (("top1", "-", line_colour), ("top100", "--", line_colour), ("median", ":", GREY)):
-        look = {"color": ink, "label": key.replace("top", "top-"), "marker": "o", "markersize": 3.5}
-        ax.plot([layer[key] for layer in layers], style, **look)
-    ax.set_yscale("log")
-    ax.set(xlabel="layer", ylabel="magnitude", xticks=range(0, len(layers), max(1, len(layers) // 12)))
-    ax.legend(ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0))
 
 
 def line(kind: str, results: dict[str, Any]) -> str:

@@ -97,8 +97,7 @@ def test_a_record_from_before_an_option_describes_the_same_run() -> None:
         ("perplexity text=corpus/README.md tokens=4096", "perplexity_README"),
         ("perplexity shards=shards/books", "perplexity_books"),
         ("perplexity text='My Books, 2/test.txt' name=other", "perplexity_other"),
-        ("needle style=magic", "needle"),
-        ("needle style=passkey", "needle_passkey"),
+        ("needle", "needle"),
         ("quantization", "quantization"),
     ),
 )

@@ -187,7 +187,6 @@ def test_from_training_to_the_json(tmp_path: Path, call: Callable[..., None], re
     assert set(results["altered"]) == {"lambda_zero", "lambda_turned", "map_2_uniform"}
     assert set(results["attention"][4]["map_1"]) == set(BUCKETS) and "correlation" in results["attention"][4]
     assert "correlation" not in results["attention"][0]  # nothing to correlate over
-    call(mqar, f"run={run}", "samples=2", "kind=pairs", "shares=[0.5]")
     assert "key 'text'" in refused(mqar, f"run={run}", "text=x")
     assert "shares= must be different numbers" in refused(mqar, f"run={run}", "shares=[0.5,0.501]")
     (tmp_path / "text.txt").write_text("These words are no tokens of the task. " * 50)
