@@ -7,7 +7,7 @@ One needle is hidden in real text. The attention row of the last prompt token, w
 five buckets: first token (the sink), context before the needle, the needle's sentence (answer), context after it, question
 (query). Noise is the two context buckets. Maps are averaged over heads and layers first, then divided by the sum of the
 averaged row (arXiv 2410.05258, Table 3 and Figure 1, after an author in microsoft/unilm issue 1654). `signed` sums weights with
-their sign, as the paper's figure does; `absolute` sums |weight|; `signed_per_layer` divides each layer's row by its own sum.
+their sign, as the paper's figure does; `absolute` sums |weight|; `signed_per_layer` divides each layer's row by that row's sum.
 Both are null where a layer's rows may have any sum, also zero (`Attention.row_sums`).
 For every layer and head also the row's entropy, its share of negative mass, and the share of attention sinks (arXiv
 2410.10781) on windows of real text. docs/METHODS.md, section 7.3.
@@ -269,7 +269,9 @@ def main(cfg: AttentionNoiseConfig) -> None:
     parts = common.evaluation_tokens(run, cfg)
     name, about = common.claim_result("attention_noise", cfg, common.content_of(parts))
     results = evaluate(run, common.haystack(run, parts), cfg) | about
-    common.write_result(run, cfg, name, results, lines(results, cfg), lambda path, results, title, _: draw(path, results, title))
+    common.write_result(
+        run, cfg, name, results, lines(results, cfg), lambda path, results, title, _: draw(path, results, title)
+    )
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ class TextEvalConfig(EvalConfig):
 
 
 def open_run(cfg: EvalConfig, task: bool = False) -> LoadedRun:
-    """The run's model (evaluation mode, float32, on the device asked for), tokenizer and configuration.
+    """The run's model (evaluation mode, float32, on the chosen device), tokenizer and configuration.
 
     task: also runs of data=mqar, whose tokens are no text. ValueError for such a run where text is read.
     """
@@ -84,7 +84,7 @@ def open_run(cfg: EvalConfig, task: bool = False) -> LoadedRun:
 
 
 def evaluation_tokens(run: LoadedRun, cfg: TextEvalConfig) -> list[Shard | TextTokens]:
-    """The tokens to test on: of the text `text`, else of the validation shards in `shards` or in the run's own data."""
+    """The tokens to test on: of the text `text`, else of the validation shards in `shards` or in the run's data."""
     if cfg.text and cfg.shards:
         raise ValueError("text= and shards= are both given: give one of them")
     return tokens_of(run.tokenizer, cfg.text, cfg.shards or run.config["data"]["dir"])
@@ -201,7 +201,7 @@ def run_name(run: str | Path) -> str:
 
 
 def given_input(settings: Mapping[str, Any]) -> str | None:
-    """The text, folder or file that an evaluation was given to measure on; None for the run's own text."""
+    """The text, folder or file that an evaluation was given to measure on; None for the run's text."""
     return next((settings[key] for key in INPUTS if settings.get(key)), None)
 
 
@@ -237,7 +237,7 @@ def claim_result(evaluation: str, cfg: EvalConfig, content: Iterable[bytes | np.
     if settings.get("name") is None and path.is_file():
         before = read_json_object(path, "delete it").get("results", {}).get("input_sha256")
         if before != digest.hexdigest():
-            raise ValueError(f"eval/{path.name} is of another text or file: give this one a name of its own with name=NAME")
+            raise ValueError(f"eval/{path.name} is of another text or file: give this one a name with name=NAME")
     return name, {"text": Path(os.path.abspath(given)).name, "input_sha256": digest.hexdigest()}
 
 
@@ -269,12 +269,9 @@ def write_result(
     folder, title = result_folder(cfg), run_name(cfg.run)
     for line in lines:
         say(f"{name}  {title}: {line}")
-    try:
-        record = result_record(name, title, cfg, results, step=run.step, run_config=run.config)
-        write_json(folder / "eval" / f"{name}.json", record)
-        draw(folder / "figures" / f"{name}.png", results, title, colour(variant(run.config)))
-    except OSError as error:
-        raise OSError(f"the printed result is not saved whole ({error}): make room, or give out=FOLDER") from None
+    record = result_record(name, title, cfg, results, step=run.step, run_config=run.config)
+    write_json(folder / "eval" / f"{name}.json", record)
+    draw(folder / "figures" / f"{name}.png", results, title, colour(variant(run.config)))
 
 
 def write_findings(
@@ -296,7 +293,7 @@ COLOURS = {name: colour for cls in VARIANTS.values() for name, colour in cls.col
 
 
 def colour(variant: str) -> str:
-    """The variant's colour; INK for a variant without its own colour (a hybrid stack, a new variant)."""
+    """The variant's colour; INK for a variant without a colour (a hybrid stack, a new variant)."""
     return COLOURS.get(variant, INK)
 
 

@@ -1,7 +1,7 @@
-"""Tasks of EleutherAI's lm-evaluation-harness, or of your own task files, on any run.
+"""Tasks of EleutherAI's lm-evaluation-harness, or of your task files, on any run.
 
     python -m eval.harness run=runs/NAME tasks=[lambada_openai,hellaswag] [include_path=DIR] [num_fewshot=0] [limit=100]
-    python -m eval.harness run=runs/NAME tasks=[questions] file=hellaswag_val.jsonl
+    python -m eval.harness run=runs/NAME tasks=[questions] file=questions.jsonl
 
 Needs lm-eval (`pip install 'lm-eval[hf]'`), whose `HFLM` gets the decoder in the model class of an export to=remote. Every
 context starts with the end-of-text token, as every training document does; of a text scored in windows the first window does.
@@ -31,7 +31,7 @@ try:
 except ModuleNotFoundError:  # an optional package: `main` says what to install
     HFLM = object
 
-TASKS = Path(__file__).parent / "tasks"  # our own task files
+TASKS = Path(__file__).parent / "tasks"
 BOOTSTRAP = 1000  # resamples for standard errors of metrics that are not means, e.g. a corpus perplexity
 SHARES = ("acc", "acc_norm", "acc_bytes", "exact_match", "em", "f1")  # metrics that the figure shows
 
@@ -44,7 +44,7 @@ class HarnessConfig(EvalConfig):
     include_path: str | None = None  # folder with more task files
     file: str | None = None  # what the task `questions` reads: JSON lines with query, endings and label
     name: str | None = None  # name of the result, in place of the file's name
-    num_fewshot: Annotated[int | None, "[0, inf)"] = None  # examples in the prompt; None: the task's own number
+    num_fewshot: Annotated[int | None, "[0, inf)"] = None  # examples in the prompt; None: the task's number
     limit: Annotated[int | None, "[1, inf)"] = None
     length: Annotated[int | None, "[2, inf)"] = None  # tokens of context and continuation; None: the trained context
 
@@ -121,7 +121,7 @@ class RunLM(HFLM):
 
 
 def task_manager(cfg: HarnessConfig) -> Any:
-    """The index of tasks. lm-eval's own index, which takes seconds to read, is read only if a task is not in our folders."""
+    """The index of tasks. lm-eval's whole index, which takes seconds to read, is read only if a task is not in our folders."""
     from lm_eval.tasks import TaskManager
 
     if cfg.include_path is not None and not Path(cfg.include_path).is_dir():
@@ -131,7 +131,7 @@ def task_manager(cfg: HarnessConfig) -> Any:
         manager = TaskManager(include_path=folders, include_defaults=defaults, metadata={"file": cfg.file})
         if not (unknown := sorted(set(cfg.tasks) - set(manager.all_tasks))):
             return manager
-    known = "`lm-eval ls tasks` lists the tasks; your own YAML files need include_path=DIR"
+    known = "`lm-eval ls tasks` lists the tasks; your YAML files need include_path=DIR"
     raise ValueError(f"there is no task {', '.join(unknown)}: {known}")
 
 

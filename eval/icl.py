@@ -7,7 +7,7 @@ A prompt is a number of demonstrations (text and label) and one more text; the a
 log-probability. An episode is one random choice of demonstrations and questions; its first n demonstrations are used for n
 shots; errors are over episodes. Order robustness: best minus worst accuracy over `orders` orders of the same demonstrations,
 random, alternating by class and grouped by class. After arXiv 2410.05258, section 3.4; 2405.00200; 2212.10947.
-examples= is a CSV file with the header text,label, or text,category as Banking77's own file has. Without examples= the task is
+examples= is a CSV file with the header text,label, or text,category as Banking77's file has. Without examples= the task is
 synthetic: words of a few classes, and one random number for each class, in the sentences of data.retrieval. A shown word tests
 recall; another word tests whether the model has learned the class.
 Writes eval/icl.json and figures/icl.png; for given examples icl_STEM, as eval.perplexity for a given text.
@@ -154,7 +154,7 @@ def draw_episode(task: Task, cfg: IclConfig, number: int, shots: int, digits: in
 
 
 def _synthetic(rng: np.random.Generator, cfg: IclConfig, shots: int, digits: int) -> Episode:
-    """Every word is shown once before a word is shown again. Every word is asked for once."""
+    """Every word is shown once before a word is shown again. There is one question for every word."""
     numbers = [str(number) for number in draw_numbers(rng, "eval", digits, cfg.classes)]
     kinds = rng.permutation(len(WORDS))[: cfg.classes]
     chosen = [rng.permutation(list(WORDS.values())[kind].split())[: cfg.words].tolist() for kind in kinds]

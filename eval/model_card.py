@@ -82,7 +82,7 @@ def evaluations(run: LoadedRun) -> dict[str, str]:
 
 
 def training_command(config: dict[str, Any]) -> str:
-    """The train.py command with the values that differ from train.py's own; "" where the run has no training config."""
+    """The train.py command with the values that differ from train.py's defaults; "" where the run has no training config."""
     if "model" not in config:
         return ""
     given, default = deciding(config), deciding(asdict(OmegaConf.to_object(compose_job("train", []))))

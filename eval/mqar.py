@@ -4,8 +4,8 @@
 
 For a run that was trained with data=mqar (data/mqar.py). An answer is right if the most probable token of the vocabulary is
 the value. Contexts come from a separate split; at a higher share than in training they may be longer than all of training.
-`attention`: at the asked positions, the share of absolute mass on the distractors, on the key and the value of the asked pair,
-on the first token, and elsewhere; `map` multiplies the values (first - lambda second). Differential heads also have `map_1`,
+`attention`: of the rows at the questions, the share of absolute mass on the distractors, on the pair's key and value, on the
+first token, and elsewhere; `map` multiplies the values (first - lambda second). Differential heads also have `map_1`,
 `map_2` and `correlation`: Pearson's correlation of the two maps over the distractors of a context. `altered`: accuracy with
 lambda set to 0, with its sign flipped, and with a second map uniform over the keys that a query sees, without further training.
 Writes eval/mqar.json and figures/mqar.png into the run's folder or out=.
@@ -48,10 +48,10 @@ def hits(model: nn.Module, samples: list[Sample], batch: int) -> np.ndarray:
     """Whether each answer is the most probable token: (samples, pairs) bool."""
     right = []
     for part in common.batches(samples, batch, len(samples[0].tokens) * floats_per_token(model.cfg)):
-        tokens, asked = _tensors(part, common.device_of(model), "tokens", "asked")
-        logits = model(tokens[:, :-1], rows=asked)
+        tokens, at = _tensors(part, common.device_of(model), "tokens", "asked")
+        logits = model(tokens[:, :-1], rows=at)
         common.check_finite(logits)
-        right.append((logits.argmax(-1) == tokens.gather(1, asked + 1)).cpu().numpy())
+        right.append((logits.argmax(-1) == tokens.gather(1, at + 1)).cpu().numpy())
     return np.concatenate(right)
 
 
@@ -107,10 +107,10 @@ def read_attention(model: nn.Module, samples: list[Sample], batch: int) -> dict[
     """`map`, and for two maps also `map_1`, `map_2` and `correlation`: means over layers, and by layer in `layers`."""
     layers: list[dict[str, list[Tensor]]] = [{} for _ in model.blocks]
     for part in common.batches(samples, batch, len(samples[0].tokens) * floats_per_token(model.cfg)):
-        tokens, asked, distractors = _tensors(part, common.device_of(model), "tokens", "asked", "distractors")
+        tokens, at, distractors = _tensors(part, common.device_of(model), "tokens", "asked", "distractors")
         buckets = bucket_of_positions(part).to(tokens.device)  # (B, R, T, buckets)
-        with probe(model, asked, apart=True) as seen:
-            model(tokens[:, :-1], rows=asked)
+        with probe(model, at, apart=True) as seen:
+            model(tokens[:, :-1], rows=at)
         for layer, whole, pair in zip(layers, seen.layers, seen.pairs, strict=True):
             for name, rows in zip(("map", "map_1", "map_2"), (whole, *(pair or ())), strict=False):
                 layer.setdefault(name, []).append(bucket_shares(rows, buckets))

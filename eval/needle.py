@@ -3,13 +3,14 @@
     python -m eval.needle run=runs/NAME [lengths=[128,256]] [depths=[0,0.5,1]] [pairs=[[1,1],[4,2]]]
         [text=FILE | shards=DIR] [name=NAME] [samples=50]
 
-A pair (N, R): N needles lie in one context and R of them are asked for. The asked needle lies at the cell's depth, the others
-at random depths. With several needles the N numbers are also ranked by log-probability, which measures small models.
+A pair (N, R): N needles lie in one context, and R of them have a question. The needle in question lies at the cell's depth, the
+others at random depths. With several needles the N numbers are also ranked by log-probability, which measures small models.
 A question's greedy continuation must be the answer, token by token. RULER's tasks are lm-eval's: eval.harness.
 Writes eval/needle.json and figures/needle.png; for a given text, as eval.perplexity does.
 """
 
 import contextlib
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ from eval.needle_text import Cell, NeedleGridConfig, Query, check_grid, needle_c
 from eval.scoring import score
 from training.checkpoint import LoadedRun
 
-ONE = [[1, 1]]  # one needle, which is asked for
+ONE = [[1, 1]]  # one needle and its question
 
 
 @dataclass
@@ -79,9 +80,8 @@ def default_lengths(run: LoadedRun, hay: np.ndarray, cfg: NeedleConfig) -> list[
     lengths, context = [], run.model.cfg.context
     for length in (context // 4, context // 2):
         with contextlib.suppress(ValueError):
-            for pair in cfg.pairs or ONE:
-                for depth in cfg.depths:
-                    needle_contexts(run, hay, cfg, Cell(length, depth, *pair))
+            for pair, depth in itertools.product(cfg.pairs or ONE, cfg.depths):
+                needle_contexts(run, hay, cfg, Cell(length, depth, *pair))
             lengths.append(length)
     return [*lengths, context]
 

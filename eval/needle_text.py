@@ -18,7 +18,7 @@ from training.checkpoint import LoadedRun
 
 @dataclass
 class NeedleGridConfig(TextEvalConfig):
-    """depths: positions of the asked needle, as fractions of the context. samples: contexts per cell."""
+    """depths: positions of the needle in question, as fractions of the context. samples: contexts per cell."""
 
     depths: Annotated[list[float], "[0, 1]"] = field(default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0])
     samples: Annotated[int, "[1, inf)"] = 50
@@ -32,7 +32,7 @@ def check_grid(cfg: NeedleGridConfig) -> None:
 
 
 class Cell(NamedTuple):
-    """Contexts of `length` tokens with `needles` facts, of which `asked` are asked for; the asked fact lies at `depth`."""
+    """Contexts of `length` tokens with `needles` facts, of which `asked` have a question; that fact lies at `depth`."""
 
     length: int
     depth: float
@@ -46,7 +46,7 @@ class Query:
 
     prompt: np.ndarray  # (P,), ends where the answer begins
     answer: np.ndarray  # (A,): the number and its full stop
-    needle: tuple[int, int]  # [start, stop) of the asked sentence in the prompt
+    needle: tuple[int, int]  # [start, stop) of the sentence with the answer in the prompt
     question: int  # the position of the first token of the closing question
     candidates: list[np.ndarray]  # the answers of all needles of this context, the right one first
 
@@ -67,15 +67,15 @@ def needle_queries(
 ) -> list[Query]:
     """Hide the cell's needles in one text and ask for them. ValueError where they do not fit.
 
-    Returns one query per asked fact, in which that fact is hidden at `cell.depth`, and the others at random depths. The text is
-    cut from `haystack` (n,) at a random place; prompt and answer together have exactly `cell.length` tokens.
+    Returns one query for each of `cell.asked` facts, in which that fact is hidden at `cell.depth`, and the others at random
+    depths. The text is cut from `haystack` (n,) at a random place; prompt and answer have exactly `cell.length` tokens.
     """
     facts = _facts(tokenizer, digits).draw(rng, cell.needles)
     start = int(rng.integers(0, max(1, len(haystack) - cell.length)))
     depths = np.concatenate(([cell.depth], rng.random(cell.needles - 1)))
     queries = []
     for i, fact in enumerate(facts[: cell.asked]):
-        order = [fact, *facts[:i], *facts[i + 1 :]]  # the asked fact takes the place at `depth`
+        order = [fact, *facts[:i], *facts[i + 1 :]]  # the fact in question takes the place at `depth`
         room = cell.length - 1 - sum(len(other.tokens) for other in facts) - len(fact.tokens)
         if not 0 <= room <= len(haystack) - start:
             fit = f"length={cell.length}, or the text of {len(haystack)} tokens"

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from configs import command
 from eval import common
-from eval.common import GREY, LOGITS_IN_MEMORY, Axes, TextEvalConfig, figure
+from eval.common import GREY, LOGITS_IN_MEMORY, TextEvalConfig, figure
 from eval.perplexity import claim_windows, digest
 from model.attention.probe import visit_logits
 
@@ -108,18 +108,14 @@ def draw(path: Path, results: dict[str, Any], title: str, line_colour: str) -> N
     """Top-k and median of logits and hidden states, on log axes."""
     with figure(path, 10, 3.6, columns=2) as axes:
         for (kind, label), ax in zip(KINDS.items(), axes[0], strict=True):
-            _ranks(ax, results[kind], line_colour)
+            values = {key.replace("top", "top-"): value for key, value in results[kind].items() if key != "count" and value}
+            for x, (name, value) in enumerate(values.items()):
+                ax.plot(x, value, "o", color=GREY if name == "median" else line_colour, markersize=8)
+                ax.annotate(f"{value:.3g}", (x, value), (0, 8), textcoords="offset points", ha="center")
+            ax.set_yscale("log")
+            ax.set(xlim=(-0.5, len(values) - 0.5), ylim=(min(values.values()) / 2, max(values.values()) * 2.5))
+            ax.set_xticks(range(len(values)), values)
             ax.set(title=f"{title} · {label}", ylabel="magnitude")
-
-
-def _ranks(ax: Axes, values: dict[str, Any], line_colour: str) -> None:
-    named = {key.replace("top", "top-"): value for key, value in values.items() if key != "count" and value is not None}
-    for x, (name, value) in enumerate(named.items()):
-        ax.plot(x, value, "o", color=GREY if name == "median" else line_colour, markersize=8)
-        ax.annotate(f"{value:.3g}", (x, value), (0, 8), textcoords="offset points", ha="center")
-    ax.set_yscale("log")
-    ax.set(xlim=(-0.5, len(named) - 0.5), ylim=(min(named.values()) / 2, max(named.values()) * 2.5))
-    ax.set_xticks(range(len(named)), named)
 
 
 def line(kind: str, results: dict[str, Any]) -> str:

@@ -9,7 +9,7 @@ Zoology does (arXiv 2312.04927): a token is a `hit` if it completes a bigram tha
 `other`. If the run's training shards still exist, a hit whose bigram they have more than 1,250 times is a `frequent_hit`, else
 a `rare_hit`. text= is a file, a folder or a 'glob' of .txt, .jsonl and .parquet files, plain or compressed.
 Writes eval/perplexity.json and figures/perplexity.png into the run's folder or out=. Results on a given text= or shards= have
-files of their own, perplexity_STEM: name= if given, else the name of the file or folder without suffixes.
+other files, perplexity_STEM: name= if given, else the name of the file or folder without suffixes.
 """
 
 import hashlib

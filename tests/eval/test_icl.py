@@ -55,8 +55,8 @@ def oracle(tokenizer, right: float = 1.0):  # noqa: ANN001, ANN201
         tables = []
         for job in jobs:
             prompt, labels = tokenizer.decode(job.prefix[1:]), [tokenizer.decode(ids) for ids in job.continuations]
-            asked = [tokenizer.decode(question) for question in job.questions]
-            tables.append(np.array([[right * (question + label in prompt) for label in labels] for question in asked]))
+            questions = [tokenizer.decode(question) for question in job.questions]
+            tables.append(np.array([[right * (question + label in prompt) for label in labels] for question in questions]))
             done(1)
         return [], tables
 
@@ -101,8 +101,6 @@ def test_guessing_margin_is_that_of_a_simulation():
     want = (guesses.max(1) - guesses.min(1)).mean()
     assert icl.guessing_margin(0.25, 50, 10) == pytest.approx(want, abs=0.002)  # over 5 of its standard errors
     assert icl.guessing_margin(0.5, 1, 2) == pytest.approx(0.5)
-    many, few = icl.guessing_margin(1 / 77, 4 * 770, 10), icl.guessing_margin(1 / 77, 770, 10)
-    assert many == pytest.approx(few / 2, rel=0.02)  # four times the questions: half the spread
 
 
 def test_shots_are_those_that_fit(tokenizer):
@@ -150,17 +148,6 @@ def test_prompts_are_text_that_repeats_itself(tokenizer):
 
 
 # Commands
-
-
-def test_the_command_writes_json_and_figure(make_run, call, capsys):
-    run = make_run("a", "d")
-    call(icl, f"run={run}", "episodes=4", "orders=2")
-    results = json.loads((run / "eval" / "icl.json").read_text())["results"]
-    assert [row["shots"] for row in results["shots"]] == [1, 2, 3] and results["task"] == "synthetic"  # 160 bytes
-    assert all(0 <= row["accuracy"] <= 1 and row["label_loss"] > 0 for row in results["shots"])
-    assert results["order"]["shots"] == 3 and 0 <= results["order"]["random"]["margin"] <= 1
-    assert capsys.readouterr().out.count("icl  a: ") == 4
-    assert (run / "figures" / "icl.png").stat().st_size > 10_000
 
 
 def test_the_command_on_a_file(make_run, call, tmp_path):

@@ -1,6 +1,5 @@
 """eval/needle.py against models that always, never and by chance find the needle."""
 
-import json
 import math
 from types import SimpleNamespace
 
@@ -85,18 +84,6 @@ def test_a_uniform_model_gives_the_answer_the_probability_of_chance(tokenizer, h
     assert cell["rank_accuracy"] == 0.0  # a tie is not knowing
 
 
-def test_the_figure_draws_old_results_and_lengths_beyond_training(tmp_path):
-    cells = [
-        {"length": length, "depth": depth, "needles": 1, "asked": 1, "samples": 9, "accuracy": depth, "se": 0.1}
-        for length in (64, 256)
-        for depth in (0.0, 1.0)
-    ]
-    old = {"cells": cells, "pairs": [{"needles": 1, "asked": 1}]}
-    needle.draw(tmp_path / "old.png", [old], "run")
-    needle.draw(tmp_path / "new.png", [old | {"context": 128}], "run")
-    assert (tmp_path / "old.png").read_bytes() != (tmp_path / "new.png").read_bytes()
-
-
 def test_the_error_of_a_mean_over_cells_takes_the_cells_of_a_seed_together():
     seeds = [[{"accuracy": a, "se": 0.1}, {"accuracy": b, "se": 0.1}] for a, b in ((0.2, 0.4), (0.6, 0.8))]
     assert needle.over_seeds(seeds) == pytest.approx({"accuracy": 0.5, "se": 0.2})  # of 0.3 and 0.7
@@ -116,18 +103,6 @@ def test_default_lengths_leave_out_what_needles_do_not_fit(tokenizer, hay):
     assert needle.default_lengths(run, hay, needle.NeedleConfig()) == [128, 256]  # 64 bytes do not hold two sentences
     run.model.cfg.context = 300  # 75 bytes hold the first context, but not the sentences about the longest city
     assert needle.default_lengths(run, hay, needle.NeedleConfig()) == [150, 300]
-
-
-def test_the_command_writes_json_and_figure(make_run, call, capsys):
-    run = make_run("a", "i")
-    call(needle, f"run={run}", "samples=2", "pairs=[[1,1],[2,1]]", "depths=[0,1]")
-    content = json.loads((run / "eval" / "needle.json").read_text())
-    assert content["config"]["pairs"] == [[1, 1], [2, 1]] and content["run_config"]["seed"] == 1
-    assert len(content["results"]["cells"]) == 4  # only the full context holds two needles
-    wanted = {"length", "depth", "needles", "asked", "samples", "accuracy", "se", "answer_logprob"}
-    assert all(wanted <= cell.keys() for cell in content["results"]["cells"])
-    assert capsys.readouterr().out.count("needle  a: N=") == 2
-    assert (run / "figures" / "needle.png").stat().st_size > 10_000
 
 
 def test_cells_have_needles_at_their_depths_and_contexts_of_their_own(tokenizer, hay, monkeypatch):

@@ -87,16 +87,9 @@ def test_the_standard_error_of_a_ratio_is_that_of_its_repetitions():
     assert perplexity.ratio_se(np.zeros(3), np.zeros(3, dtype=int)) == {"loss": None, "se": None, "tokens": 0}
 
 
-def head_sizes(model: Decoder) -> list[int]:
-    """The elements of every tensor of logits that the model's head makes from now on."""
-    sizes: list[int] = []
-    model.head.register_forward_hook(lambda module, given, out: sizes.append(out.numel()))
-    return sizes
-
-
-@pytest.mark.parametrize(("vocabulary", "length"), [(1000, 96), (333, 75)])
-def test_logits_are_never_whole_and_losses_keep_their_bits(monkeypatch, vocabulary, length):
-    """The largest tensor of logits has 2^16 elements however many windows a batch has; the whole has 3 to 15 times those."""
+def test_logits_are_never_whole_and_losses_keep_their_bits(monkeypatch):
+    """The largest tensor of logits has 2^16 elements however many windows a batch has; the whole has 15 times those."""
+    vocabulary, length, sizes = 1000, 96, []
     cfg = DecoderConfig(layers="bd", n_layer=2, n_head=4, d_model=32, context=length, vocab_size=vocabulary)
     model = Decoder(cfg).eval()
     for p in model.parameters():
@@ -105,10 +98,10 @@ def test_logits_are_never_whole_and_losses_keep_their_bits(monkeypatch, vocabula
     with torch.no_grad():
         logits = model(windows[:, :-1])
         whole = torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten(), reduction="none")
-        sizes = head_sizes(model)
+        model.head.register_forward_hook(lambda module, given, out: sizes.append(out.numel()))
         monkeypatch.setattr(common, "LOGITS_IN_CACHE", 2**16)
         parts = perplexity.token_losses(model, windows, vocabulary)
-    assert max(sizes) <= max(2**16, 64 * vocabulary) < sum(sizes) / 3 == 10 * length * vocabulary / 3
+    assert max(sizes) <= 2**16 and sum(sizes) == 10 * length * vocabulary
     assert torch.equal(parts.flatten(), whole)
 
 
@@ -136,38 +129,18 @@ def test_octaves_are_a_partition(length: int, names: list[str]) -> None:
     assert list(octaves.values()) == [(span[0] + span[-1]) / 2 for span in spans]
 
 
-def test_the_command_writes_json_and_figure(make_run, call, capsys, tokenizer):
-    run = make_run("diff", "d")
-    call(perplexity, f"run={run}")
-    assert capsys.readouterr().out.startswith("perplexity  diff: loss ")
-    content = json.loads((run / "eval" / "perplexity.json").read_text())
-    assert {"eval", "run", "config", "machine", "version", "results"} <= content.keys()
-    results = content["results"]
-    assert (content["run"], content["step"], results["length"], len(results["by_position"])) == ("diff", 4, 160, 160)
-    assert results["loss"] == pytest.approx(math.log(tokenizer.vocab_size), rel=0.05)  # untrained
-    octaves = perplexity.by_octave(np.array(results["by_position"]), np.ones(160))
-    assert results["by_octave"] == pytest.approx(octaves) and len(octaves) == 6
-    assert results["bits_per_byte"] == pytest.approx(results["loss"] / math.log(2), rel=1e-3)  # a byte a token
-    assert results["recall"]["rare_at_most"] is None and results["recall"]["hit"]["tokens"] > 1000
-    assert (run / "figures" / "perplexity.png").stat().st_size > 10_000
-
-
 def results_of(run, file: str = "perplexity") -> dict:
     return json.loads((run / "eval" / f"{file}.json").read_text())["results"]
 
 
-def test_a_text_is_a_file_a_folder_or_a_glob(make_run, call, tmp_path):
-    run, folder = make_run("a"), tmp_path / "books"
-    folder.mkdir()
-    lines = [json.dumps({"text": f"Page {i} of a book about the sea. " * 9}) + "\n" for i in range(4)]
-    (folder / "one.v2.jsonl.gz").write_bytes(gzip.compress("".join(lines).encode()))
-    (folder / "two.md").write_text("Wörter, in one piece. " * 40)
-    texts = {"one": "one.v2.jsonl.gz", "books": "", "glob": "*.gz", "two": "two.md"}
-    for name, text in texts.items():
-        call(perplexity, f"run={run}", f"text='{folder / text}'", "length=50", f"name={name}")
-    one, all_of_it, glob, plain = (results_of(run, f"perplexity_{name}") for name in texts)
-    assert one["sha256"] == glob["sha256"] == all_of_it["sha256"] != plain["sha256"]  # a folder's texts are .txt, .jsonl, ...
-    assert (one["length"], one["tokens"]) == (50, 50 * one["windows"]) and glob["text"] == "*.gz" and plain["text"] == "two.md"
+def test_a_text_is_a_file_a_folder_or_a_glob(tmp_path):
+    pages = [f"Page {i} of a book about the sea. " for i in range(4)]
+    content = "".join(json.dumps({"text": page}) + "\n" for page in pages)
+    (tmp_path / "one.v2.jsonl.gz").write_bytes(gzip.compress(content.encode()))
+    (tmp_path / "two.md").write_text("Wörter, in one piece.")
+    for text in ("one.v2.jsonl.gz", "", "*.gz"):  # a folder's texts are .txt, .jsonl, ...
+        assert common.read_documents(str(tmp_path / text)) == pages
+    assert common.read_documents(str(tmp_path / "two.md")) == ["Wörter, in one piece."]
 
 
 def test_frequent_bigrams_are_counted_in_the_training_shards(make_run, call, shards, tokenizer, capsys):

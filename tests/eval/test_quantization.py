@@ -1,6 +1,5 @@
 """eval/quantization.py: the rounding by hand, and its effect on real models."""
 
-import json
 from contextlib import nullcontext
 
 import numpy as np
@@ -30,7 +29,7 @@ def test_a_scale_is_of_one_head_of_one_window():
     assert torch.equal(qu.absmax(larger, see, 6)[:1, 1:2, :1], alone)
 
 
-@pytest.mark.parametrize("layers", ["b", "d", "v", "g", "n", "i"])
+@pytest.mark.parametrize("layers", ["b", "d", "v", "i"])
 def test_fewer_bits_change_the_loss_more_and_a_float_not_at_all(layers):
     model = Decoder(DecoderConfig(layers=layers, n_layer=2, n_head=4, d_model=32, context=24, vocab_size=30)).eval()
     model = model.double()  # a float32 product may round to another side in another batch
@@ -55,14 +54,3 @@ def test_changes_are_paired(monkeypatch):
     results = qu.evaluate(None, np.zeros((3, 5), int), qu.QuantizationConfig(bits=[4]))
     assert results["bits"][0]["loss_change"] == pytest.approx(0.5333333) and results["loss"] == 4
     assert results["bits"][0]["loss_change_se"] == pytest.approx(0.1 / 3)  # windows differ by 9, their changes by 0.1
-
-
-def test_the_command_writes_json_and_figure(make_run, call, capsys):
-    run = make_run("a", "d")
-    call(qu, f"run={run}", "tokens=1600", "bits=[8,3]")
-    results = json.loads((run / "eval" / "quantization.json").read_text())["results"]
-    assert [row["bits"] for row in results["bits"]] == [8, 3] and results["windows"] == 10
-    for row in results["bits"]:
-        assert row["loss"] == pytest.approx(results["loss"] + row["loss_change"])
-    assert capsys.readouterr().out.count("quantization  a: ") == 2
-    assert (run / "figures" / "quantization.png").stat().st_size > 10_000

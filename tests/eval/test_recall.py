@@ -68,4 +68,4 @@ def test_frequent_bigrams_are_those_of_hits_and_their_counts_are_kept(shards, tm
         assert len(recall.frequent_bigrams(tmp_path, shards, windows, V, 0)) > len(frequent) > 0
     for other in ((shards, windows[:4]), (shards[:1], windows)):
         recall.frequent_bigrams(tmp_path, *other, V, most)
-    assert len(list(tmp_path.glob("ngram_counts_*.npy"))) == 3  # windows and shards each have their own
+    assert len(list(tmp_path.glob("ngram_counts_*.npy"))) == 3  # one for each choice of windows and shards
