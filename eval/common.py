@@ -1,7 +1,6 @@
 """What all evaluations share: opening a run, the tokens to test on, the result's files and the style of the figures."""
 
 import functools
-import glob
 import hashlib
 import io
 import logging
@@ -28,7 +27,7 @@ from configs.provenance import result_record
 from data.config import DataConfig
 from data.retrieval import as_one_document
 from data.shards import Shard, TextTokens, open_split
-from data.sources import is_text, open_corpus
+from data.sources import open_corpus
 from data.tokenizer import Tokenizer
 from model.attention import VARIANTS
 from training.checkpoint import LoadedRun, load_run
@@ -100,20 +99,13 @@ def tokens_of(tokenizer: Tokenizer, text: str | None, shards: str | None) -> lis
 
 
 def read_documents(text: str) -> list[str]:
-    """The documents of a file, folder or glob, as data.prepare reads them; other file types are one plain document."""
-    path = Path(text)
-    if not path.exists() and not glob.glob(text, recursive=True):
-        raise FileNotFoundError(f"there is no text file, folder or glob {text}: correct its path")
+    """The documents of a file, folder or glob, as data.prepare reads them."""
     try:
-        plain = path.is_file() and not is_text(path)
-        corpus = DataConfig(name="text", source="text", path=text)
-        documents = [path.read_text(encoding="utf-8")] if plain else list(open_corpus(corpus))
-    except UnicodeDecodeError:
-        raise ValueError(f"{path} is not UTF-8 text: convert it first, e.g. iconv -f latin1 -t utf-8 FILE > NEW") from None
+        documents = list(open_corpus(DataConfig(name="text", source="text", path=text)))
     except (FileNotFoundError, ValueError) as error:
         wrong, column, _ = str(error).partition(": use data.column=")
         fix = ": give text= a file that has its texts under 'text'" if column else ""
-        raise ValueError(wrong.replace("path=", "text=") + fix) from None
+        raise type(error)(wrong.replace("path=", "text=") + fix) from None
     if not any(document.strip() for document in documents):
         raise ValueError(f"{text} is empty: give text= a file with text in it")
     return documents

@@ -231,10 +231,6 @@ def lines(results: dict[str, Any]) -> Iterator[str]:
     """What is printed."""
     for model, rows in accuracies(results).items():
         yield f"{model}: " + ", ".join(f"{row['percent']} % {plus_minus(row['accuracy'], row['se'])}" for row in rows)
-    for row in results["attention"]:
-        shares = ", ".join(f"{name} {row[name]['distractors']:.3f}" for name in ("map", "map_1", "map_2") if name in row)
-        more = f", correlation of the two maps {row['correlation']:.2f}" if "correlation" in row else ""
-        yield f"mass on distractors at {row['percent']} %: {shares}{more}"
 
 
 @command("mqar", MqarEvalConfig)

@@ -137,10 +137,11 @@ def test_a_text_is_a_file_a_folder_or_a_glob(tmp_path):
     pages = [f"Page {i} of a book about the sea. " for i in range(4)]
     content = "".join(json.dumps({"text": page}) + "\n" for page in pages)
     (tmp_path / "one.v2.jsonl.gz").write_bytes(gzip.compress(content.encode()))
-    (tmp_path / "two.md").write_text("Wörter, in one piece.")
+    (tmp_path / "two.md").write_text("Of another kind.")
     for text in ("one.v2.jsonl.gz", "", "*.gz"):  # a folder's texts are .txt, .jsonl, ...
         assert common.read_documents(str(tmp_path / text)) == pages
-    assert common.read_documents(str(tmp_path / "two.md")) == ["Wörter, in one piece."]
+    with pytest.raises(ValueError, match="text= takes .txt"):
+        common.read_documents(str(tmp_path / "two.md"))
 
 
 def test_frequent_bigrams_are_counted_in_the_training_shards(make_run, call, shards, tokenizer, capsys):
