@@ -21,9 +21,15 @@ from eval.common import progress
 CHUNK = 2**22  # training tokens counted at a time
 
 
+def ngram_codes(tokens: np.ndarray, n: int, vocab_size: int) -> np.ndarray:
+    """One int64 for each n-gram in (..., T) ids: (..., T - n + 1)."""
+    stop = tokens.shape[-1] - n + 1
+    return sum(tokens[..., i : stop + i].astype(np.int64) * vocab_size ** (n - 1 - i) for i in range(n))
+
+
 def bigrams(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
-    """The code of each bigram in (..., T + 1) ids: (..., T) int64."""
-    return tokens[..., :-1].astype(np.int64) * vocab_size + tokens[..., 1:]
+    """The code of each bigram in (..., T + 1) ids: (..., T)."""
+    return ngram_codes(tokens, 2, vocab_size)
 
 
 def recall_hits(windows: np.ndarray, vocab_size: int) -> np.ndarray:

@@ -48,7 +48,7 @@ def score(model: nn.Module, prompts: Sequence[np.ndarray], continuations: Sequen
 
 
 @torch.inference_mode()
-def score_jobs(model: nn.Module, jobs: Sequence[Job], batch: int, done: Callable[[int], object] = int) -> Scores:
+def score_jobs(model: nn.Module, jobs: Sequence[Job], batch: int, done: Callable[[int], object] | None = None) -> Scores:
     """As `score`, for prompts that share prefixes: (questions, continuations) hits and log-probabilities of each job.
 
     `batch` prefixes are read at a time, fewer where they would not fit in memory. `done` gets each batch's number of jobs.
@@ -69,7 +69,8 @@ def score_jobs(model: nn.Module, jobs: Sequence[Job], batch: int, done: Callable
                 rows = reading.score([jobs[part[row]].continuations[j] for row, _ in pairs])
                 for (row, q), hit, logprob in zip(pairs, *rows, strict=True):
                     hits[part[row]][q, j], logprobs[part[row]][q, j] = hit, logprob
-        done(len(part))
+        if done:
+            done(len(part))
     return hits, logprobs
 
 
