@@ -223,17 +223,6 @@ def test_bars_have_the_error_of_their_filter_or_none():
     assert plain[:2] == ("a · acc", 0.5) and math.isnan(plain[2])  # nan is drawn as no bar
 
 
-def test_an_unknown_task_is_named(monkeypatch, tmp_path):
-    needs_lm_eval()
-    import lm_eval.tasks
-
-    # The whole index of ten thousand files takes half a minute to read.
-    empty = lambda **_: SimpleNamespace(all_tasks=["known"])  # noqa: E731
-    monkeypatch.setattr(lm_eval.tasks, "TaskManager", empty)
-    with pytest.raises(ValueError, match="there is no task unknown: `lm-eval ls tasks` lists the tasks"):
-        harness.task_manager(harness.HarnessConfig(tasks=["known", "unknown"], include_path=str(tmp_path)))
-
-
 def test_a_missing_package_is_named(make_run, refused, monkeypatch):
     run = make_run("a")
     monkeypatch.setattr(harness, "HFLM", int)  # as if lm-eval were installed

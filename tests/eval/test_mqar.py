@@ -12,21 +12,9 @@ from torch import Tensor, nn
 
 from data.mqar import Mqar, MqarConfig, Sample, mqar_tokenizer
 from eval import icl, mqar, perplexity
-from eval.mqar import (
-    ALTERED,
-    BUCKETS,
-    MqarEvalConfig,
-    correlation,
-    evaluate,
-    hits,
-    lambda_times,
-    read_attention,
-    uniform_second_map,
-)
-from eval.report.sections import scalars
+from eval.mqar import ALTERED, BUCKETS, correlation, hits, lambda_times, read_attention, uniform_second_map
 from model.config import DecoderConfig
 from model.decoder import Decoder
-from training.checkpoint import LoadedRun
 from training.saver import save
 
 TASK = MqarConfig(keys=16, values=8, noise=8, pairs=2, distractors=0.5)
@@ -125,17 +113,6 @@ def test_a_uniform_second_map() -> None:
         before = model(tokens)
         with uniform_second_map(model):
             torch.testing.assert_close(model(tokens), before)
-
-
-def test_absent_keys_of_plain_models() -> None:
-    config = {"data": {"source": "mqar", "mqar": vars(TASK)}}
-    run = LoadedRun(decoder("b"), mqar_tokenizer(TASK), config, 1, Path("none"))
-    results = evaluate(run, MqarEvalConfig(run="none", samples=4, shares=[0.0, 0.95]))
-    assert "altered" not in results and "map_2" not in results["attention"][1]
-    assert [row["percent"] for row in results["shares"]] == [0, 95] and results["chance"] == 1 / 8
-    names = set(dict(scalars(results)))
-    assert {"percent=95 · accuracy", "percent=95 · map · first"} <= names and not any("layers" in name for name in names)
-    assert not any("share" in name or "{" in name for name in names)
 
 
 def test_the_command_writes_json_and_figure(tmp_path: Path, call: Callable[..., None], refused: Callable[..., str]) -> None:

@@ -103,15 +103,3 @@ def test_default_lengths_leave_out_what_needles_do_not_fit(tokenizer, hay):
     assert needle.default_lengths(run, hay, needle.NeedleConfig()) == [128, 256]  # 64 bytes do not hold two sentences
     run.model.cfg.context = 300  # 75 bytes hold the first context, but not the sentences about the longest city
     assert needle.default_lengths(run, hay, needle.NeedleConfig()) == [150, 300]
-
-
-def test_cells_have_needles_at_their_depths_and_contexts_of_their_own(tokenizer, hay, monkeypatch):
-    run, seen = stand_in(Uniform(tokenizer.vocab_size, 320), tokenizer), []
-    nothing = {"accuracy": 0.0, "se": 0.0}
-    monkeypatch.setattr(needle, "evaluate_cell", lambda _, contexts, batch: seen.append(contexts) or nothing)
-    needle.evaluate(run, hay, needle.NeedleConfig(samples=3, lengths=[320], depths=[0.0, 0.5, 1.0]))
-    starts = [contexts[0][0].needle[0] for contexts in seen]
-    assert starts == sorted(starts) and starts[0] == 1 and 60 < starts[1] < 220
-    for contexts in seen:
-        around = [np.delete(queries[0].prompt, range(*queries[0].needle))[1:60] for queries in contexts]
-        assert len({queries[0].answer.tobytes() for queries in contexts}) == len({part.tobytes() for part in around}) == 3

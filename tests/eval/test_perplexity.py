@@ -158,11 +158,6 @@ def test_frequent_bigrams_are_counted_in_the_training_shards(make_run, call, sha
     assert "rare_hit" not in results_of(run)["recall"]
 
 
-def test_a_text_that_is_no_file_names_its_own_option(make_run, refused):
-    wrong = refused(perplexity, f"run={make_run('a')}", "text=/dev/null")
-    assert wrong.endswith("correct text=") and "path=" not in wrong
-
-
 def test_another_tokenizer_is_refused(make_run, refused, tmp_path):
     run, folder = make_run("a"), tmp_path / "other"
     folder.mkdir()

@@ -15,9 +15,8 @@ import train  # noqa: F401  # registers its schema
 from configs import with_home
 from configs.files import write_json
 from eval import attention_noise, icl, needle, outliers, perplexity, quantization
-from eval.common import claim_result, command_of, mean_se, plus_minus, result_name, say
+from eval.common import command_of, mean_se, plus_minus, result_name, say
 from eval.model_card import text_of, training_command
-from eval.needle import NeedleConfig
 from eval.report import __main__ as report
 from eval.report.runs import read_run
 from eval.report.runs import text_of as text_of_result
@@ -126,13 +125,6 @@ def test_names_of_results(settings: dict[str, str], name: str) -> None:
     assert result_name("needle", settings) == name and command_of(name) == "needle"
     with pytest.raises(ValueError, match="give name= with letters"):
         result_name("needle", {"text": "books/*.txt"})
-
-
-def test_a_digest_is_that_of_the_content(tmp_path: Path) -> None:
-    cfg = NeedleConfig(run=str(tmp_path), text="x.txt")
-    first, second = (claim_result("needle", cfg, [part])[1] for part in (b"a", b"b"))
-    assert first["text"] == "x.txt" and len(first["input_sha256"]) == 64 and first != second
-    assert claim_result("needle", NeedleConfig(run=str(tmp_path))) == ("needle", {})
 
 
 def test_every_evaluation_writes_its_result_and_its_figure(make_run, call, capsys, tmp_path) -> None:
