@@ -117,7 +117,7 @@ def rows_of(cfg: NgramsConfig, budgets: list[int]) -> Iterator[dict[str, Any]]:
     train = Windows(open_split(cfg.shards, "train", vocab_size=V), cfg.context, "train")
     test = cut_windows(tokens_of(tokenizer, cfg.text, cfg.shards), cfg.context, cfg.test_tokens)
     val = cut_windows(tokens_of(tokenizer, None, cfg.shards), cfg.context, cfg.test_tokens // 4)
-    hits, cache, val_cache = recall_hits(test, 2, V), cached(test), cached(val)
+    hits, cache, val_cache = recall_hits(test, V), cached(test), cached(val)
     for budget in budgets:
         numbers = range(min(budget // cfg.context, len(train)))
         read = np.stack([train.window(permute(i, len(train), cfg.seed)) for i in numbers])

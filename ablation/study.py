@@ -57,7 +57,7 @@ class Evaluation:
         before, now = (settings_of({"config": config}) for config in ({**self.default, **had}, self.settings))
         if self.name == "harness" and set(now.get("tasks", ())) <= set(before.get("tasks", ())):
             before |= {key: now.get(key) for key in ("tasks", "include_path")}  # it may have tasks of other commands
-        keys = [key for key in before | now if key not in ("device", "batch")]
+        keys = [key for key in self.default if key not in ("device", "batch")]  # not those that only older code has
         return next((key for key in keys if before.get(key) != now.get(key)), None)
 
 

@@ -7,11 +7,11 @@ One needle is hidden in real text. The attention row of the last prompt token, w
 five buckets: first token (the sink), context before the needle, the needle's sentence (answer), context after it, question
 (query). Noise is the two context buckets. Maps are averaged over heads and layers first, then divided by the sum of the
 averaged row (arXiv 2410.05258, Table 3 and Figure 1, after an author in microsoft/unilm issue 1654). `signed` sums weights with
-their sign, as the paper's figure does; `absolute` sums |weight|; `signed_per_layer` divides each layer's row by its own sum.
+their sign, as the paper's figure does; `absolute` sums |weight|; `signed_per_layer` divides each layer's row by that row's sum.
 Both are null where a layer's rows may have any sum, also zero (`Attention.row_sums`).
 For every layer and head also the row's entropy, its share of negative mass, and the share of attention sinks (arXiv
 2410.10781) on windows of real text. docs/METHODS.md, section 7.3.
-Writes eval/attention_noise.json and figures/attention_noise.png, attention_heads.png, named as eval.perplexity's.
+Writes eval/attention_noise.json and figures/attention_noise.png, named as eval.perplexity's.
 """
 
 from dataclasses import dataclass
@@ -133,19 +133,14 @@ def evaluate(run: LoadedRun, hay: np.ndarray, cfg: AttentionNoiseConfig) -> dict
         for size in sorted({min(SINK_LENGTH, context), context}):
             sink[str(size)] = sinks(model, hay, size, cfg.windows, cfg.batch)
             bar.update()
-    results = summarise(np.stack(masses), heads, [str(depth) for depth in cfg.depths], signed=not of_any_sum(model))
+    signed = all(block.attention.row_sums != "any" for block in model.blocks)
+    results = summarise(np.stack(masses), heads, [str(depth) for depth in cfg.depths], signed)
     for i, name in enumerate(("entropy", "negative")):
         values = np.stack(shapes)[:, :, i]  # (depths, samples, heads)
         mean, se = over_depths(values.mean(axis=2))
         per_head = values.reshape(-1, values.shape[2]).mean(axis=0)
         results[name] = {"mean": mean, "se": se, "per_layer_head": by_layer(per_head, heads)}
     return results | {"samples": cfg.samples, "length": length, "sink": sink, "windows": cfg.windows}
-
-
-def of_any_sum(model: nn.Module) -> list[str]:
-    """The variants among the model's layers whose rows may sum to zero, so that no share of a row's sum has a meaning."""
-    kinds = [block.attention for block in model.blocks]
-    return list(dict.fromkeys(kind.name for kind in kinds if kind.row_sums == "any"))
 
 
 def summarise(masses: np.ndarray, heads: list[int], depths: list[str], signed: bool = True) -> dict[str, Any]:
@@ -252,18 +247,6 @@ def draw_heads(path: Path, results: dict[str, Any], title: str) -> None:
         axes[0, 0].figure.suptitle(f"{title} · absolute mass by layer and head", x=0.01, ha="left", fontsize=12)
 
 
-def draw_both(path: Path, results: dict[str, Any], title: str, _: str) -> None:
-    """The figure by depth, and beside it the figure by layer and head."""
-    draw(path, results, title)
-    draw_heads(path.with_name(path.name.replace("attention_noise", "attention_heads", 1)), results, title)
-
-
-def left_out(model: nn.Module) -> list[str]:
-    """The line that says which readings the model's variants lack, and why."""
-    wrong = f"rows of {', '.join(of_any_sum(model))} may sum to zero, so no share of a row's sum has a meaning"
-    return [f"signed and signed_per_layer are left out: {wrong}"] if of_any_sum(model) else []
-
-
 def lines(results: dict[str, Any], cfg: AttentionNoiseConfig) -> list[str]:
     """What is printed."""
     count = f"({len(cfg.depths)} depths of {cfg.samples} samples)"
@@ -272,6 +255,8 @@ def lines(results: dict[str, Any], cfg: AttentionNoiseConfig) -> list[str]:
         mean = results[reading]["mean"]
         answer, noise = (plus_minus(mean[key], mean[f"{key}_se"]) for key in ("answer", "noise"))
         printed.append(f"{reading:8} answer {answer}, noise {noise} {count}")
+    if not results["signed"]:
+        printed.append("signed and signed_per_layer are left out: rows may sum to zero, so no share of the sum has a meaning")
     sink = ", ".join(f"{plus_minus(part['share'], part['se'])} (T={size})" for size, part in results["sink"].items())
     shapes = f"entropy {results['entropy']['mean']:.3f} nats, negative mass {results['negative']['mean']:.3f}"
     return [*printed, f"{shapes}, sinks {sink}"]
@@ -284,7 +269,9 @@ def main(cfg: AttentionNoiseConfig) -> None:
     parts = common.evaluation_tokens(run, cfg)
     name, about = common.claim_result("attention_noise", cfg, common.content_of(parts))
     results = evaluate(run, common.haystack(run, parts), cfg) | about
-    common.write_result(run, cfg, name, results, [*left_out(run.model), *lines(results, cfg)], draw_both)
+    common.write_result(
+        run, cfg, name, results, lines(results, cfg), lambda path, results, title, _: draw(path, results, title)
+    )
 
 
 if __name__ == "__main__":

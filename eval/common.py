@@ -1,10 +1,8 @@
 """What all evaluations share: opening a run, the tokens to test on, the result's files and the style of the figures."""
 
 import functools
-import glob
 import hashlib
 import io
-import json
 import logging
 import math
 import os
@@ -24,13 +22,13 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from configs import CONFIG_DIR
-from configs.files import read_run_config, write_atomic, write_json
+from configs.files import read_json_object, read_run_config, write_atomic, write_json
 from configs.provenance import result_record
 from data.config import DataConfig
 from data.retrieval import as_one_document
 from data.shards import Shard, TextTokens, open_split
-from data.sources import is_text, open_corpus
-from data.tokenizer import Tokenizer, load_tokenizer
+from data.sources import open_corpus
+from data.tokenizer import Tokenizer
 from model.attention import VARIANTS
 from training.checkpoint import LoadedRun, load_run
 from training.distributed import pick_device
@@ -74,7 +72,7 @@ class TextEvalConfig(EvalConfig):
 
 
 def open_run(cfg: EvalConfig, task: bool = False) -> LoadedRun:
-    """The run's model (evaluation mode, float32, on the device asked for), tokenizer and configuration.
+    """The run's model (evaluation mode, float32, on the chosen device), tokenizer and configuration.
 
     task: also runs of data=mqar, whose tokens are no text. ValueError for such a run where text is read.
     """
@@ -85,7 +83,7 @@ def open_run(cfg: EvalConfig, task: bool = False) -> LoadedRun:
 
 
 def evaluation_tokens(run: LoadedRun, cfg: TextEvalConfig) -> list[Shard | TextTokens]:
-    """The tokens to test on: of the text `text`, else of the validation shards in `shards` or in the run's own data."""
+    """The tokens to test on: of the text `text`, else of the validation shards in `shards` or in the run's data."""
     if cfg.text and cfg.shards:
         raise ValueError("text= and shards= are both given: give one of them")
     return tokens_of(run.tokenizer, cfg.text, cfg.shards or run.config["data"]["dir"])
@@ -97,28 +95,17 @@ def tokens_of(tokenizer: Tokenizer, text: str | None, shards: str | None) -> lis
         documents = read_documents(text)  # the end-of-text token is before each, as in shards of data.prepare
         tokens = [token for document in documents for token in (tokenizer.eot, *tokenizer.encode(document))]
         return [TextTokens(np.array(tokens))]
-    folder = Path(shards)
-    if (folder / "tokenizer.json").is_file() and load_tokenizer(folder).fingerprint != tokenizer.fingerprint:
-        wrong = f"{folder} has another tokenizer than the run ('{tokenizer.name}')"
-        raise ValueError(f"{wrong}: use text=FILE, or shards= prepared with the run's tokenizer")
-    return open_split(folder, "val", vocab_size=tokenizer.vocab_size, fingerprint=tokenizer.fingerprint)
+    return open_split(Path(shards), "val", vocab_size=tokenizer.vocab_size, fingerprint=tokenizer.fingerprint)
 
 
 def read_documents(text: str) -> list[str]:
-    """The documents of a file, folder or glob, as data.prepare reads them; other file types are one plain document."""
-    path = Path(text)
-    if not path.exists() and not glob.glob(text, recursive=True):
-        raise FileNotFoundError(f"there is no text file, folder or glob {text}: correct its path")
+    """The documents of a file, folder or glob, as data.prepare reads them."""
     try:
-        plain = path.is_file() and not is_text(path)
-        corpus = DataConfig(name="text", source="text", path=text)
-        documents = [path.read_text(encoding="utf-8")] if plain else list(open_corpus(corpus))
-    except UnicodeDecodeError:
-        raise ValueError(f"{path} is not UTF-8 text: convert it first, e.g. iconv -f latin1 -t utf-8 FILE > NEW") from None
+        documents = list(open_corpus(DataConfig(name="text", source="text", path=text)))
     except (FileNotFoundError, ValueError) as error:
         wrong, column, _ = str(error).partition(": use data.column=")
         fix = ": give text= a file that has its texts under 'text'" if column else ""
-        raise ValueError(wrong.replace("path=", "text=") + fix) from None
+        raise type(error)(wrong.replace("path=", "text=") + fix) from None
     if not any(document.strip() for document in documents):
         raise ValueError(f"{text} is empty: give text= a file with text in it")
     return documents
@@ -190,10 +177,9 @@ def plus_minus(value: float, se: float, form: str = ".3f") -> str:
 
 
 def say(text: str) -> None:
-    """Print `text`; "?" for what the output's encoding lacks. A reader that has left, as of `| head`, is no error."""
-    encoding = sys.stdout.encoding or "utf-8"
+    """Print `text`. A reader that has left, as of `| head`, is no error."""
     try:
-        print(text.encode(encoding, "replace").decode(encoding), flush=True)
+        print(text, flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes the rest when it ends
 
@@ -207,22 +193,19 @@ def run_name(run: str | Path) -> str:
 
 
 def given_input(settings: Mapping[str, Any]) -> str | None:
-    """The text, folder or file that an evaluation was given to measure on; None for the run's own text."""
+    """The text, folder or file that an evaluation was given to measure on; None for the run's text."""
     return next((settings[key] for key in INPUTS if settings.get(key)), None)
 
 
 def result_name(evaluation: str, settings: Mapping[str, Any]) -> str:
-    """The name of the result's files: EVALUATION, then the style of needles, then name= or the name of a given input."""
-    style, name, given = settings.get("style", "magic"), settings.get("name"), given_input(settings)
-    evaluation = evaluation if style == "magic" else f"{evaluation}_{style}"
-    if name is not None:
-        if not re.fullmatch(r"[A-Za-z0-9._-]+", name):
-            raise ValueError(f"name={name} names a file: use letters, digits, '.', '_' and '-', as in name=books")
-        return f"{evaluation}_{name}"
-    if not given:
+    """The name of the result's files: EVALUATION, then name= or, for a given input, its name without suffixes."""
+    name, given = settings.get("name"), given_input(settings)
+    if name is None and given is None:
         return evaluation
-    last = Path(given).name if Path(given).is_dir() else Path(given).name.split(".")[0]
-    return f"{evaluation}_{re.sub(r'[^A-Za-z0-9._-]+', '-', last).strip('-') or 'text'}"
+    name = Path(given).name.split(".")[0] if name is None else name
+    if not re.fullmatch(r"[A-Za-z0-9._-]+", name):
+        raise ValueError(f"'{name}' names no file: give name= with letters, digits, '.', '_' and '-', as in name=books")
+    return f"{evaluation}_{name}"
 
 
 def command_of(result: str) -> str:
@@ -233,46 +216,30 @@ def command_of(result: str) -> str:
 def claim_result(evaluation: str, cfg: EvalConfig, content: Iterable[bytes | np.ndarray] = ()) -> tuple[str, dict[str, str]]:
     """The name of the result's files, and what its results say of a given input: its name and the digest of its `content`.
 
-    ValueError if the result cannot be written, or if its file has the result of another input and name= is not given.
+    ValueError if it cannot be written, or if its file has the result of another input and name= is not given.
     """
-    settings, folder = vars(cfg), result_folder(cfg)
-    check_writable(folder)
+    settings = vars(cfg)
+    for part in (result_folder(cfg) / "eval", result_folder(cfg) / "figures"):
+        place = next(place for place in (part, *part.resolve().parents) if place.exists())
+        if not os.access(place, os.W_OK):
+            raise ValueError(f"the result cannot be written into {place}: give out=FOLDER, another place for it")
     name, given = result_name(evaluation, settings), given_input(settings)
     if not given:
         return name, {}
     digest = hashlib.sha256()
     for part in content:
         digest.update(part)
-    about = {"text": Path(os.path.abspath(given)).name, "input_sha256": digest.hexdigest()}
-    if settings.get("name") is None:
-        refuse_other_input(folder / "eval" / f"{name}.json", settings, about["input_sha256"])
-    return name, about
+    path = result_folder(cfg) / "eval" / f"{name}.json"
+    if settings.get("name") is None and path.is_file():
+        before = read_json_object(path, "delete it").get("results", {}).get("input_sha256")
+        if before != digest.hexdigest():
+            raise ValueError(f"eval/{path.name} is of another text or file: give this one a name with name=NAME")
+    return name, {"text": Path(os.path.abspath(given)).name, "input_sha256": digest.hexdigest()}
 
 
 def result_folder(cfg: EvalConfig) -> Path:
     """The folder that gets eval/ and figures/."""
     return Path(cfg.out or cfg.run)
-
-
-def check_writable(folder: Path) -> None:
-    """ValueError if eval/ or figures/ in `folder` cannot be written; what does not exist yet is made later."""
-    for part in (folder / "eval", folder / "figures"):
-        place = next(place for place in (part, *part.resolve().parents) if place.exists())
-        if not os.access(place, os.W_OK):
-            raise ValueError(f"the result cannot be written into {place}: give out=FOLDER, another place for it")
-
-
-def refuse_other_input(path: Path, settings: Mapping[str, Any], digest: str) -> None:
-    """ValueError if the result in the file `path` is of another input: of another place and of other content."""
-    try:
-        before = json.loads(path.read_text())
-        had, known = before["config"], before["results"].get("input_sha256")
-    except (OSError, ValueError, KeyError):  # no result, or the file cannot be read
-        return
-    if known != digest and any(had.get(key) != settings.get(key) for key in INPUTS):
-        other = given_input(had) or "the run's own text"
-        fix = "give this one a name of its own with name=NAME"
-        raise ValueError(f"eval/{path.name} is of another text or file, {other}: {fix}")
 
 
 def content_of(parts: Iterable[Shard | TextTokens]) -> Iterator[np.ndarray]:
@@ -298,12 +265,9 @@ def write_result(
     folder, title = result_folder(cfg), run_name(cfg.run)
     for line in lines:
         say(f"{name}  {title}: {line}")
-    try:
-        record = result_record(name, title, cfg, results, step=run.step, run_config=run.config)
-        write_json(folder / "eval" / f"{name}.json", record)
-        draw(folder / "figures" / f"{name}.png", results, title, colour(variant(run.config)))
-    except OSError as error:
-        raise OSError(f"the printed result is not saved whole ({error}): make room, or give out=FOLDER") from None
+    record = result_record(name, title, cfg, results, step=run.step, run_config=run.config)
+    write_json(folder / "eval" / f"{name}.json", record)
+    draw(folder / "figures" / f"{name}.png", results, title, colour(variant(run.config)))
 
 
 def write_findings(
@@ -325,7 +289,7 @@ COLOURS = {name: colour for cls in VARIANTS.values() for name, colour in cls.col
 
 
 def colour(variant: str) -> str:
-    """The variant's colour; INK for a variant without its own colour (a hybrid stack, a new variant)."""
+    """The variant's colour; INK for a variant without a colour (a hybrid stack, a new variant)."""
     return COLOURS.get(variant, INK)
 
 

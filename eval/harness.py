@@ -1,21 +1,18 @@
-"""Tasks of EleutherAI's lm-evaluation-harness, or of your own task files, on any run.
+"""Tasks of EleutherAI's lm-evaluation-harness, or of your task files, on any run.
 
     python -m eval.harness run=runs/NAME tasks=[lambada_openai,hellaswag] [include_path=DIR] [num_fewshot=0] [limit=100]
-    python -m eval.harness run=runs/NAME tasks=[questions] file=hellaswag_val.jsonl
+    python -m eval.harness run=runs/NAME tasks=[questions] file=questions.jsonl
 
 Needs lm-eval (`pip install 'lm-eval[hf]'`), whose `HFLM` gets the decoder in the model class of an export to=remote. Every
 context starts with the end-of-text token, as every training document does; of a text scored in windows the first window does.
-Writes eval/harness.json and figures/harness.png into the run's folder or out=; with file=, harness_STEM. Tasks of an earlier
-command stay in the result if step, length, limit, num_fewshot and lm-eval's version are the same; else the new tasks replace
-them.
+Writes eval/harness.json and figures/harness.png into the run's folder or out=; with name= or file=, harness_NAME, harness_STEM.
 """
 
 import hashlib
-import json
 import logging
 import math
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,7 +31,7 @@ try:
 except ModuleNotFoundError:  # an optional package: `main` says what to install
     HFLM = object
 
-TASKS = Path(__file__).parent / "tasks"  # our own task files
+TASKS = Path(__file__).parent / "tasks"
 BOOTSTRAP = 1000  # resamples for standard errors of metrics that are not means, e.g. a corpus perplexity
 SHARES = ("acc", "acc_norm", "acc_bytes", "exact_match", "em", "f1")  # metrics that the figure shows
 
@@ -47,7 +44,7 @@ class HarnessConfig(EvalConfig):
     include_path: str | None = None  # folder with more task files
     file: str | None = None  # what the task `questions` reads: JSON lines with query, endings and label
     name: str | None = None  # name of the result, in place of the file's name
-    num_fewshot: Annotated[int | None, "[0, inf)"] = None  # examples in the prompt; None: the task's own number
+    num_fewshot: Annotated[int | None, "[0, inf)"] = None  # examples in the prompt; None: the task's number
     limit: Annotated[int | None, "[1, inf)"] = None
     length: Annotated[int | None, "[2, inf)"] = None  # tokens of context and continuation; None: the trained context
 
@@ -124,7 +121,7 @@ class RunLM(HFLM):
 
 
 def task_manager(cfg: HarnessConfig) -> Any:
-    """The index of tasks. lm-eval's own index, which takes seconds to read, is read only if a task is not in our folders."""
+    """The index of tasks. lm-eval's whole index, which takes seconds to read, is read only if a task is not in our folders."""
     from lm_eval.tasks import TaskManager
 
     if cfg.include_path is not None and not Path(cfg.include_path).is_dir():
@@ -134,7 +131,7 @@ def task_manager(cfg: HarnessConfig) -> Any:
         manager = TaskManager(include_path=folders, include_defaults=defaults, metadata={"file": cfg.file})
         if not (unknown := sorted(set(cfg.tasks) - set(manager.all_tasks))):
             return manager
-    known = "`lm-eval ls tasks` lists the tasks; your own YAML files need include_path=DIR"
+    known = "`lm-eval ls tasks` lists the tasks; your YAML files need include_path=DIR"
     raise ValueError(f"there is no task {', '.join(unknown)}: {known}")
 
 
@@ -156,23 +153,6 @@ def evaluate(lm: RunLM, cfg: HarnessConfig) -> dict[str, Any]:
     truncated = sum(part["truncated"] for part in per_task.values())
     about = {"length": lm.max_length, "truncated": truncated, "per_task": per_task, "lm_eval": lm_eval.__version__}
     return {"tasks": tasks} | about
-
-
-def joined(new: dict[str, Any], cfg: HarnessConfig, path: Path, step: int) -> tuple[dict[str, Any], HarnessConfig]:
-    """The results and their settings with the tasks of the earlier result `path`, if both were measured in the same way."""
-    try:
-        before = json.loads(path.read_text())
-        old, had = before["results"], before["config"]
-        measured = (before["step"], had["limit"], had["num_fewshot"], old["length"], old["lm_eval"])
-        per_task = old["per_task"] | new["per_task"]
-    except (OSError, ValueError, KeyError):  # no result, or the file cannot be read
-        return new, cfg
-    if measured != (step, cfg.limit, cfg.num_fewshot, new["length"], new["lm_eval"]):
-        return new, cfg
-    truncated = sum(part["truncated"] for part in per_task.values())
-    names = list(dict.fromkeys([*had["tasks"], *cfg.tasks]))
-    results = new | {"tasks": old["tasks"] | new["tasks"], "truncated": truncated, "per_task": per_task}
-    return results, replace(cfg, tasks=names, include_path=cfg.include_path or had["include_path"])
 
 
 def plain(metrics: dict[str, Any]) -> dict[str, float | None]:
@@ -230,9 +210,7 @@ def main(cfg: HarnessConfig) -> None:
     run = common.open_run(cfg)
     name, about = common.claim_result("harness", cfg, (Path(file).read_bytes() for file in [cfg.file]))
     results = evaluate(RunLM(run, cfg.batch, cfg.length), cfg) | about
-    path = common.result_folder(cfg) / "eval" / f"{name}.json"
-    whole, settings = joined(results, cfg, path, run.step)
-    common.write_result(run, settings, name, whole, lines(results), draw)
+    common.write_result(run, cfg, name, results, lines(results), draw)
 
 
 if __name__ == "__main__":

@@ -1,24 +1,23 @@
 """In-context learning: accuracy of many-shot classification, and its dependence on the order of the demonstrations.
 
     python -m eval.icl run=runs/NAME [shots=[1,2,4,8]] [episodes=100] [orders=10]
-    python -m eval.icl run=runs/NAME examples=FILE [format=trec|trec_fine|banking77|clinc150] [test=FILE] [name=NAME]
+    python -m eval.icl run=runs/NAME examples=FILE [test=FILE] [name=NAME]
 
 A prompt is a number of demonstrations (text and label) and one more text; the answer is the label with the highest summed
 log-probability. An episode is one random choice of demonstrations and questions; its first n demonstrations are used for n
 shots; errors are over episodes. Order robustness: best minus worst accuracy over `orders` orders of the same demonstrations,
 random, alternating by class and grouped by class. After arXiv 2410.05258, section 3.4; 2405.00200; 2212.10947.
-Without examples= the task is synthetic: words of a few classes, and one random number for each class, in the sentences of
-data.retrieval. A shown word tests recall; another word tests whether the model has learned the class.
+examples= is a CSV file with the header text,label, or text,category as Banking77's file has. Without examples= the task is
+synthetic: words of a few classes, and one random number for each class, in the sentences of data.retrieval. A shown word tests
+recall; another word tests whether the model has learned the class.
 Writes eval/icl.json and figures/icl.png; for given examples icl_STEM, as eval.perplexity for a given text.
 """
 
 import csv
 import functools
 import hashlib
-import io
 import itertools
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -48,16 +47,8 @@ WORDS = {  # 8 classes of 12 words
     "jobs": "doctor soldier teacher farmer lawyer nurse sailor painter butcher baker pilot judge",
     "furniture": "table chair bed desk shelf sofa lamp mirror carpet curtain drawer bench",
 }
-READABLE = {  # TREC's coarse classes, Li and Roth 2002
-    "ABBR": "abbreviation", "DESC": "description", "ENTY": "entity", "HUM": "human", "LOC": "location", "NUM": "number",
-}  # fmt: skip
 SYNTHETIC = ("\nThe magic number of {} is", " {}.")  # templates of a question and of its label
-TEMPLATES = {
-    "trec": ("Question: {}\nType:", " {}\n"),
-    "trec_fine": ("Question: {}\nType:", " {}\n"),
-    "banking77": ("Query: {}\nIntent:", " {}\n"),
-    "clinc150": ("Utterance: {}\nIntent:", " {}\n"),
-}
+OF_A_FILE = ("Text: {}\nLabel:", " {}\n")
 
 
 @dataclass
@@ -65,9 +56,8 @@ class IclConfig(EvalConfig):
     """The task, and how many prompts of it."""
 
     examples: str | None = None  # a file to draw demonstrations from; None: the synthetic task
-    test: str | None = None  # a file to draw questions from; None: the test split of `examples`, or a fifth of it
+    test: str | None = None  # a file to draw questions from; None: a fifth of `examples`
     name: str | None = None  # name of the result, in place of the name of `examples`
-    format: str = "auto"  # auto | trec | trec_fine | banking77 | clinc150
     shots: Annotated[list[int] | None, "[1, inf)"] = None  # None: powers of two that fit in the trained context, and the most
     episodes: Annotated[int | None, "[1, inf)"] = None  # None: 100 of the synthetic task or 10 of a file
     queries: Annotated[int, "[1, inf)"] = 50  # questions per episode, at most
@@ -107,77 +97,53 @@ class Episode:
 
 def check(cfg: IclConfig) -> None:
     """Raise ValueError for settings that cannot be evaluated."""
-    if cfg.format not in ("auto", *TEMPLATES):
-        raise ValueError(f"format={cfg.format} is unknown: use format= one of auto, {', '.join(TEMPLATES)}")
-    if cfg.examples is None and (cfg.test or cfg.format != "auto"):
-        raise ValueError("test= and format= need a file of demonstrations: give examples=FILE, too")
+    if cfg.examples is None and cfg.test:
+        raise ValueError("test= needs a file of demonstrations: give examples=FILE, too")
     if cfg.shots is not None and len(set(cfg.shots)) < max(1, len(cfg.shots)):
         raise ValueError(f"shots={cfg.shots} must be different numbers: use shots=[1,2,4,8]")
     if cfg.orders == 1:
         raise ValueError("order robustness compares two or more orders: use orders=10, or orders=0 to leave it out")
 
 
-def read_examples(path: Path, form: str) -> tuple[list[Example], list[Example]]:
-    """(demonstrations, questions) of a file; only clinc150 has questions. ValueError where the file has another format.
-
-    trec: lines "LABEL:fine text". banking77: CSV with the header text,category. clinc150: JSON with train and test lists
-    of [text, intent] (its out-of-scope lists are left out).
-    """
+def read_examples(path: Path) -> list[Example]:
+    """The examples of a CSV file with the columns text and label, or category. ValueError where the file has no examples."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}: correct examples= or test=")
-    content = path.read_bytes()
     try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        text = content.decode("latin-1")  # TREC is published in this encoding
-    try:
-        if form == "clinc150":
-            splits = json.loads(text)
-            pairs = [splits[split] for split in ("train", "test")]
-        elif form == "banking77":
-            rows = csv.DictReader(io.StringIO(text, newline=""))
-            pairs = [[(" ".join(row["text"].split()), row["category"]) for row in rows], []]
-        else:
-            found = [re.fullmatch(r"([A-Z]+):(\w+) (.+)", line.strip()) for line in text.splitlines() if line.strip()]
-            fine = form == "trec_fine"
-            pairs = [[(line[3], READABLE[line[1]] + f" {line[2]}" * fine) for line in found], []]
-        demonstrations, questions = ([Example(x, label.replace("_", " ")) for x, label in split] for split in pairs)
-    except (ValueError, KeyError, TypeError, AttributeError, csv.Error):
-        others = ", ".join(name for name in TEMPLATES if name != form)
-        raise ValueError(f"{path} is not in the format {form}: give another file, or format= one of {others}") from None
-    return demonstrations, questions
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            rows = [(row["text"], row.get("label") or row["category"]) for row in csv.DictReader(file)]
+        examples = [Example(" ".join(text.split()), label.replace("_", " ")) for text, label in rows]
+    except (ValueError, KeyError, AttributeError, csv.Error):
+        examples = []
+    if not examples:
+        raise ValueError(f"{path} has no examples: give a CSV file in UTF-8 with the header text,label")
+    return examples
 
 
 def load_task(cfg: IclConfig) -> Task:
     """The task that the configuration names. Raises ValueError for files in a wrong format or with different labels."""
     if cfg.examples is None:
         return Task("synthetic", *SYNTHETIC, [], [])
-    by_ending = {".csv": "banking77", ".json": "clinc150"}.get(Path(cfg.examples).suffix.lower(), "trec")
-    form = by_ending if cfg.format == "auto" else cfg.format
-    demonstrations, questions = read_examples(Path(cfg.examples), form)
-    if cfg.test:
-        first, second = read_examples(Path(cfg.test), form)
-        questions = second or first
-        if not questions:
-            raise ValueError(f"{cfg.test} has no questions: give test= another file, or leave it out")
+    demonstrations = read_examples(Path(cfg.examples))
     labels = {example.label for example in demonstrations}
     if len(labels) < 2:
-        wrong = f"{cfg.examples} has {len(labels)} different labels, but a task needs two"
-        raise ValueError(f"{wrong}: give another file as examples=")
-    if unknown := {example.label for example in questions} - labels:
-        few = ", ".join(sorted(unknown)[:3])
-        raise ValueError(f"questions have labels that no demonstration has ({few}): give test= and examples= from the same set")
-    if not questions:
+        raise ValueError(f"{cfg.examples} has one label, but a task needs two: give another file as examples=")
+    if cfg.test:
+        questions = read_examples(Path(cfg.test))
+    else:
         order = np.random.default_rng(cfg.seed).permutation(len(demonstrations))
         test, train = np.split(order, [max(1, len(order) // 5)])
         questions, demonstrations = ([demonstrations[i] for i in sorted(part)] for part in (test, train))
-    return Task(form, *TEMPLATES[form], demonstrations, questions)
+    if unknown := {example.label for example in questions} - labels:
+        few = ", ".join(sorted(unknown)[:3])
+        raise ValueError(f"questions have labels that no demonstration has ({few}): give test= and examples= from the same set")
+    return Task(Path(cfg.examples).stem, *OF_A_FILE, demonstrations, questions)
 
 
 def draw_episode(task: Task, cfg: IclConfig, number: int, shots: int, digits: int) -> Episode:
     """Episode `number` with `shots` demonstrations. Fewer shots give the first of these and the same questions."""
     rng = np.random.default_rng([cfg.seed, number])
-    if task.name == "synthetic":
+    if not task.demonstrations:
         return _synthetic(rng, cfg, shots, digits)
     if shots > len(task.demonstrations):
         most = len(task.demonstrations)
@@ -188,7 +154,7 @@ def draw_episode(task: Task, cfg: IclConfig, number: int, shots: int, digits: in
 
 
 def _synthetic(rng: np.random.Generator, cfg: IclConfig, shots: int, digits: int) -> Episode:
-    """Every word is shown once before a word is shown again. Every word is asked for once."""
+    """Every word is shown once before a word is shown again. There is one question for every word."""
     numbers = [str(number) for number in draw_numbers(rng, "eval", digits, cfg.classes)]
     kinds = rng.permutation(len(WORDS))[: cfg.classes]
     chosen = [rng.permutation(list(WORDS.values())[kind].split())[: cfg.words].tolist() for kind in kinds]
@@ -249,9 +215,9 @@ def fitting_shots(writer: Writer, episodes: Sequence[Episode], context: int) -> 
 def evaluate(run: LoadedRun, task: Task, cfg: IclConfig) -> dict[str, Any]:
     """Accuracy for each number of shots, `order` robustness, and what chance would give for both."""
     digits = max(2, trained_digits(run.config))  # there are too few numbers of one digit
-    count = cfg.episodes or (EPISODES_SYNTHETIC if task.name == "synthetic" else EPISODES)
+    count = cfg.episodes or (EPISODES_SYNTHETIC if not task.demonstrations else EPISODES)
     context = run.model.cfg.context
-    most = context // 4 if task.name == "synthetic" else min(context // 4, len(task.demonstrations))
+    most = context // 4 if not task.demonstrations else min(context // 4, len(task.demonstrations))
     episodes = [draw_episode(task, cfg, i, max(1, *(cfg.shots or [most])), digits) for i in range(count)]
     writer = Writer(task, run.tokenizer)
     shots = sorted(cfg.shots) if cfg.shots else fitting_shots(writer, episodes, context)
@@ -280,7 +246,6 @@ def summary(episodes: Sequence[Episode], scores: Sequence[np.ndarray]) -> dict[s
     recall, new: accuracy on questions whose text a demonstration shows, and on the others; None without such questions.
     """
     right, losses = map(np.array, zip(*map(correct, episodes, scores), strict=True))  # (episodes, Q) each
-
     known = seen(episodes, "text")
     (accuracy, se), (loss, loss_se) = mean_se(right.mean(axis=1)), mean_se(losses.mean(axis=1))
     return {"accuracy": accuracy, "se": se, "label_loss": loss, "label_loss_se": loss_se} | {

@@ -1,11 +1,11 @@
 """Associative recall among distractors: accuracy and attention at every share of them, and what a second map contributes.
 
-    python -m eval.mqar run=runs/NAME [shares=[0,0.5,0.8,0.9,0.95]] [kind=pairs] [samples=256]
+    python -m eval.mqar run=runs/NAME [shares=[0,0.5,0.8,0.9,0.95]] [samples=256]
 
 For a run that was trained with data=mqar (data/mqar.py). An answer is right if the most probable token of the vocabulary is
 the value. Contexts come from a separate split; at a higher share than in training they may be longer than all of training.
-`attention`: at the asked positions, the share of absolute mass on the distractors, on the key and the value of the asked pair,
-on the first token, and elsewhere; `map` multiplies the values (first - lambda second). Differential heads also have `map_1`,
+`attention`: of the rows at the questions, the share of absolute mass on the distractors, on the pair's key and value, on the
+first token, and elsewhere; `map` multiplies the values (first - lambda second). Differential heads also have `map_1`,
 `map_2` and `correlation`: Pearson's correlation of the two maps over the distractors of a context. `altered`: accuracy with
 lambda set to 0, with its sign flipped, and with a second map uniform over the keys that a query sees, without further training.
 Writes eval/mqar.json and figures/mqar.png into the run's folder or out=.
@@ -13,7 +13,7 @@ Writes eval/mqar.json and figures/mqar.png into the run's folder or out=.
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -38,8 +38,7 @@ BUCKETS = ("distractors", "key", "value", "first", "elsewhere")
 class MqarEvalConfig(EvalConfig):
     """The contexts."""
 
-    shares: list[float] = field(default_factory=lambda: [0.0, 0.5, 0.8, 0.9, 0.95])  # of distractors, each below 1
-    kind: str | None = None  # kind of distractors (data.mqar.kind); None: the run's own
+    shares: Annotated[list[float], "[0, 1)"] = field(default_factory=lambda: [0.0, 0.5, 0.8, 0.9, 0.95])  # of distractors
     samples: Annotated[int, "[1, inf)"] = 256  # contexts for each share
     seed: Annotated[int, "[0, 4294967295]"] = 0  # seed of the contexts
 
@@ -49,10 +48,10 @@ def hits(model: nn.Module, samples: list[Sample], batch: int) -> np.ndarray:
     """Whether each answer is the most probable token: (samples, pairs) bool."""
     right = []
     for part in common.batches(samples, batch, len(samples[0].tokens) * floats_per_token(model.cfg)):
-        tokens, asked = _tensors(part, common.device_of(model), "tokens", "asked")
-        logits = model(tokens[:, :-1], rows=asked)
+        tokens, at = _tensors(part, common.device_of(model), "tokens", "asked")
+        logits = model(tokens[:, :-1], rows=at)
         common.check_finite(logits)
-        right.append((logits.argmax(-1) == tokens.gather(1, asked + 1)).cpu().numpy())
+        right.append((logits.argmax(-1) == tokens.gather(1, at + 1)).cpu().numpy())
     return np.concatenate(right)
 
 
@@ -108,10 +107,10 @@ def read_attention(model: nn.Module, samples: list[Sample], batch: int) -> dict[
     """`map`, and for two maps also `map_1`, `map_2` and `correlation`: means over layers, and by layer in `layers`."""
     layers: list[dict[str, list[Tensor]]] = [{} for _ in model.blocks]
     for part in common.batches(samples, batch, len(samples[0].tokens) * floats_per_token(model.cfg)):
-        tokens, asked, distractors = _tensors(part, common.device_of(model), "tokens", "asked", "distractors")
+        tokens, at, distractors = _tensors(part, common.device_of(model), "tokens", "asked", "distractors")
         buckets = bucket_of_positions(part).to(tokens.device)  # (B, R, T, buckets)
-        with probe(model, asked, apart=True) as seen:
-            model(tokens[:, :-1], rows=asked)
+        with probe(model, at, apart=True) as seen:
+            model(tokens[:, :-1], rows=at)
         for layer, whole, pair in zip(layers, seen.layers, seen.pairs, strict=True):
             for name, rows in zip(("map", "map_1", "map_2"), (whole, *(pair or ())), strict=False):
                 layer.setdefault(name, []).append(bucket_shares(rows, buckets))
@@ -196,18 +195,13 @@ def accuracy(model: nn.Module, samples: list[Sample], batch: int) -> dict[str, f
 
 
 def sources_of(run: LoadedRun, cfg: MqarEvalConfig) -> list[Mqar]:
-    """The run's task at each of the shares, with the kind of distractors in `cfg`. ValueError for what cannot be evaluated."""
+    """The run's task at each of the shares. ValueError for what cannot be evaluated."""
     if run.config["data"]["source"] != "mqar":
         raise ValueError(f"{cfg.run} was not trained on associative recall: train one with data=mqar")
     if not cfg.shares or len({round(100 * share) for share in cfg.shares}) < len(cfg.shares):
         raise ValueError("shares= must be different numbers: use shares=[0,0.5,0.9]")
-    trained = MqarConfig(**run.config["data"]["mqar"])
-    tasks = [replace(trained, kind=cfg.kind or trained.kind, distractors=share) for share in cfg.shares]
-    try:
-        return [Mqar(task, shortest_row(task)) for task in tasks]
-    except ValueError as error:  # names the options of the training
-        wrong = str(error).replace("data.mqar.distractors=", "a share of ").replace("data.mqar.kind=", "kind=")
-        raise ValueError(wrong) from None
+    tasks = [MqarConfig(**run.config["data"]["mqar"] | {"distractors": share}) for share in cfg.shares]
+    return [Mqar(task, shortest_row(task)) for task in tasks]
 
 
 LOOKS = {"as trained": "-", "lambda_zero": ":", "lambda_turned": "-.", "map_2_uniform": "--"}
@@ -237,10 +231,6 @@ def lines(results: dict[str, Any]) -> Iterator[str]:
     """What is printed."""
     for model, rows in accuracies(results).items():
         yield f"{model}: " + ", ".join(f"{row['percent']} % {plus_minus(row['accuracy'], row['se'])}" for row in rows)
-    for row in results["attention"]:
-        shares = ", ".join(f"{name} {row[name]['distractors']:.3f}" for name in ("map", "map_1", "map_2") if name in row)
-        more = f", correlation of the two maps {row['correlation']:.2f}" if "correlation" in row else ""
-        yield f"mass on distractors at {row['percent']} %: {shares}{more}"
 
 
 @command("mqar", MqarEvalConfig)

@@ -1,17 +1,16 @@
 """Needle in a haystack: does the model give back a number that is hidden in real text, by depth and context length?
 
-    python -m eval.needle run=runs/NAME [lengths=[128,256]] [depths=[0,0.5,1]] [pairs=[[1,1],[4,2]] | paper=true]
-        [style=magic] [text=FILE | shards=DIR] [name=NAME] [samples=50]
+    python -m eval.needle run=runs/NAME [lengths=[128,256]] [depths=[0,0.5,1]] [pairs=[[1,1],[4,2]]]
+        [text=FILE | shards=DIR] [name=NAME] [samples=50]
 
-A pair (N, R): N needles lie in one context and R of them are asked for. The asked needle lies at the cell's depth, the others
-at random depths. With several needles the N numbers are also ranked by log-probability, which measures small models.
-Styles (eval/needle_text.py): magic (the sentences of our retrieval documents), lwm, passkey, and RULER's niah_single_1 to 3,
-niah_multikey_1 to 3, niah_multivalue, niah_multiquery. magic and passkey ask for each number with a separate question, and the
-greedy continuation must be the answer token by token; the others ask for all, and a value counts if it occurs in it.
-Writes eval/needle.json and figures/needle.png; other styles needle_STYLE, and a given text as in eval.perplexity.
+A pair (N, R): N needles lie in one context, and R of them have a question. The needle in question lies at the cell's depth, the
+others at random depths. With several needles the N numbers are also ranked by log-probability, which measures small models.
+A question's greedy continuation must be the answer, token by token. RULER's tasks are lm-eval's: eval.harness.
+Writes eval/needle.json and figures/needle.png; for a given text, as eval.perplexity does.
 """
 
 import contextlib
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,21 +22,19 @@ import numpy as np
 from configs import command
 from eval import common
 from eval.common import INK, Axes, figure, mean_se, plus_minus
-from eval.needle_text import STYLES, Cell, NeedleGridConfig, Query, check_grid, needle_contexts
-from eval.scoring import continue_greedily, score
+from eval.needle_text import Cell, NeedleGridConfig, Query, check_grid, needle_contexts
+from eval.scoring import score
 from training.checkpoint import LoadedRun
 
-PAPER = [[1, 1], [2, 2], [4, 2], [6, 2], [8, 1]]  # arXiv 2410.05258, Table 2 and Figure 5
+ONE = [[1, 1]]  # one needle and its question
 
 
 @dataclass
 class NeedleConfig(NeedleGridConfig):
-    """The grid and the sentences."""
+    """The grid."""
 
     lengths: Annotated[list[int] | None, "[1, inf)"] = None  # tokens of prompt and answer; None: 1/4, 1/2, all of the context
-    pairs: list[list[int]] | None = None  # (N, R); None: (1, 1), or the pair that the style fixes
-    paper: bool = False  # use the pairs of arXiv 2410.05258
-    style: str = "magic"  # a name in eval/needle_text.py
+    pairs: list[list[int]] | None = None  # (N, R); None: (1, 1); the paper has [[1,1],[2,2],[4,2],[6,2],[8,1]]
 
 
 def evaluate_cell(run: LoadedRun, contexts: list[list[Query]], batch: int) -> dict[str, Any]:
@@ -45,13 +42,8 @@ def evaluate_cell(run: LoadedRun, contexts: list[list[Query]], batch: int) -> di
     queries = [query for context in contexts for query in context]
     prompts = [query.prompt for query in queries]
     hits, logprobs = score(run.model, prompts, [query.candidates for query in queries], batch)
-    right = string_matches(run, queries, batch) if queries[0].values else [float(hit[0]) for hit in hits]
-    accuracy, se = mean_se(np.reshape(right, (len(contexts), -1)).mean(axis=1))
-    ranked = [
-        logprob[: query.right].max() > logprob[query.right :].max()
-        for query, logprob in zip(queries, logprobs, strict=True)
-        if len(logprob) > query.right
-    ]
+    accuracy, se = mean_se(np.reshape([float(hit[0]) for hit in hits], (len(contexts), -1)).mean(axis=1))
+    ranked = [logprob[0] > logprob[1:].max() for logprob in logprobs if len(logprob) > 1]
     return {
         "samples": len(contexts),
         "accuracy": accuracy,
@@ -61,30 +53,21 @@ def evaluate_cell(run: LoadedRun, contexts: list[list[Query]], batch: int) -> di
     }
 
 
-def string_matches(run: LoadedRun, queries: list[Query], batch: int) -> list[float]:
-    """For each query the share of its values that occur in the text of the greedy continuation (RULER's string_match_all)."""
-    new_tokens = max(query.new_tokens for query in queries)
-    written = continue_greedily(run.model, [query.prompt for query in queries], new_tokens, batch)
-    texts = map(run.tokenizer.decode, written)
-    return [np.mean([value in text for value in query.values]) for query, text in zip(queries, texts, strict=True)]
-
-
 def evaluate(run: LoadedRun, hay: np.ndarray, cfg: NeedleConfig) -> dict[str, Any]:
     """The grid: its `cells`, their mean `accuracy` and its standard error `se`, and both for each (N, R) in `pairs`."""
-    pairs = chosen_pairs(cfg)
+    pairs = cfg.pairs or ONE
     lengths = cfg.lengths or default_lengths(run, hay, cfg)
     grid = [Cell(length, depth, n, r) for n, r in pairs for length in lengths for depth in cfg.depths]
     for cell in grid:  # an impossible cell is refused before the others are measured
-        needle_contexts(run, hay, replace(cfg, samples=1), cell, cfg.style)
+        needle_contexts(run, hay, replace(cfg, samples=1), cell)
     cells = []
     with common.progress("needle", len(grid)) as bar:
         for cell in grid:
-            contexts = needle_contexts(run, hay, cfg, cell, cfg.style)
+            contexts = needle_contexts(run, hay, cfg, cell)
             cells.append(cell._asdict() | evaluate_cell(run, contexts, cfg.batch))
             bar.update()
     by_pair = [{"needles": n, "asked": r} | summary(cells_of(cells, n, r)) for n, r in pairs]
-    about = {"style": cfg.style, "score": "string" if STYLES[cfg.style].string else "exact"}
-    return summary(cells) | {"pairs": by_pair, "cells": cells, "context": run.model.cfg.context} | about
+    return summary(cells) | {"pairs": by_pair, "cells": cells, "context": run.model.cfg.context}
 
 
 def cells_of(cells: list[dict[str, Any]], needles: int, asked: int) -> list[dict[str, Any]]:
@@ -92,20 +75,13 @@ def cells_of(cells: list[dict[str, Any]], needles: int, asked: int) -> list[dict
     return [cell for cell in cells if (cell["needles"], cell["asked"]) == (needles, asked)]
 
 
-def chosen_pairs(cfg: NeedleConfig) -> list[list[int]]:
-    """The (N, R) to evaluate."""
-    fixed = STYLES[cfg.style].pair
-    return [list(fixed)] if fixed else PAPER if cfg.paper else cfg.pairs or [[1, 1]]
-
-
 def default_lengths(run: LoadedRun, hay: np.ndarray, cfg: NeedleConfig) -> list[int]:
     """A quarter, half and all of the trained context, without the parts that are too short for the needles."""
     lengths, context = [], run.model.cfg.context
     for length in (context // 4, context // 2):
         with contextlib.suppress(ValueError):
-            for pair in chosen_pairs(cfg):
-                for depth in cfg.depths:
-                    needle_contexts(run, hay, cfg, Cell(length, depth, *pair), cfg.style)
+            for pair, depth in itertools.product(cfg.pairs or ONE, cfg.depths):
+                needle_contexts(run, hay, cfg, Cell(length, depth, *pair))
             lengths.append(length)
     return [*lengths, context]
 
@@ -139,8 +115,6 @@ def draw(path: Path, seeds: Sequence[dict[str, Any]], title: str) -> None:
     results = seeds[0]
     pairs = [(pair["needles"], pair["asked"]) for pair in results["pairs"]]
     lengths, depths = (len({cell[key] for cell in results["cells"]}) for key in ("length", "depth"))
-    style = results.get("style", "magic")  # older results do not name their style
-    title = title if style == "magic" else f"{title} · {style}"
     height = 2.2 + 0.5 * depths
     with figure(path, max(4.2, 1.9 + 0.8 * lengths), height * len(pairs), rows=len(pairs), grid="") as axes:
         for ax, (needles, asked) in zip(axes[:, 0], pairs, strict=True):
@@ -180,13 +154,7 @@ def heatmap(ax: Axes, seeds: list[list[dict[str, Any]]], context: int | None) ->
 def check(cfg: NeedleConfig) -> None:
     """Raise ValueError for a grid that cannot be evaluated."""
     check_grid(cfg)
-    if cfg.style not in STYLES:
-        raise ValueError(f"style={cfg.style} is unknown: use one of {', '.join(STYLES)}")
-    if STYLES[cfg.style].pair and (cfg.pairs is not None or cfg.paper):
-        raise ValueError(f"style={cfg.style} has its own number of needles: leave out pairs= and paper=")
-    if cfg.paper and cfg.pairs is not None:
-        raise ValueError("pairs= and paper= are both given: give one of them")
-    for pair in cfg.pairs or []:
+    for pair in cfg.pairs or ONE:
         if len(pair) != 2 or not 1 <= pair[1] <= pair[0]:
             raise ValueError(f"pair {pair} is not (needles, asked) with 1 <= asked <= needles: use pairs=[[1,1],[4,2]]")
     for cells, example in ((cfg.pairs, "pairs=[[1,1],[4,2]]"), (cfg.lengths, "lengths=[128,256]")):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from configs import command
 from eval import common
-from eval.common import GREY, LOGITS_IN_MEMORY, Axes, TextEvalConfig, figure
+from eval.common import GREY, LOGITS_IN_MEMORY, TextEvalConfig, figure
 from eval.perplexity import claim_windows, digest
 from model.attention.probe import visit_logits
 
@@ -105,31 +105,17 @@ def evaluate(model: nn.Module, windows: np.ndarray, batch: int = 32) -> dict[str
 
 
 def draw(path: Path, results: dict[str, Any], title: str, line_colour: str) -> None:
-    """Logits and hidden states on log axes: the model's top-k and median above, values of every layer below."""
-    with figure(path, 10, 6.6, columns=2, rows=2) as axes:
-        for (kind, label), whole, layers in zip(KINDS.items(), *axes, strict=True):
-            _ranks(whole, results[kind], line_colour)
-            whole.set(title=f"{title} · {label}", ylabel="magnitude")
-            _layers(layers, [layer[kind] for layer in results["per_layer"]], line_colour)
-
-
-def _ranks(ax: Axes, values: dict[str, Any], line_colour: str) -> None:
-    named = {key.replace("top", "top-"): value for key, value in values.items() if key != "count" and value is not None}
-    for x, (name, value) in enumerate(named.items()):
-        ax.plot(x, value, "o", color=GREY if name == "median" else line_colour, markersize=8)
-        ax.annotate(f"{value:.3g}", (x, value), (0, 8), textcoords="offset points", ha="center")
-    ax.set_yscale("log")
-    ax.set(xlim=(-0.5, len(named) - 0.5), ylim=(min(named.values()) / 2, max(named.values()) * 2.5))
-    ax.set_xticks(range(len(named)), named)
-
-
-def _layers(ax: Axes, layers: list[dict[str, Any]], line_colour: str) -> None:
-    for key, style, ink in (("top1", "-", line_colour), ("top100", "--", line_colour), ("median", ":", GREY)):
-        look = {"color": ink, "label": key.replace("top", "top-"), "marker": "o", "markersize": 3.5}
-        ax.plot([layer[key] for layer in layers], style, **look)
-    ax.set_yscale("log")
-    ax.set(xlabel="layer", ylabel="magnitude", xticks=range(0, len(layers), max(1, len(layers) // 12)))
-    ax.legend(ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0))
+    """Top-k and median of logits and hidden states, on log axes."""
+    with figure(path, 10, 3.6, columns=2) as axes:
+        for (kind, label), ax in zip(KINDS.items(), axes[0], strict=True):
+            values = {key.replace("top", "top-"): value for key, value in results[kind].items() if key != "count" and value}
+            for x, (name, value) in enumerate(values.items()):
+                ax.plot(x, value, "o", color=GREY if name == "median" else line_colour, markersize=8)
+                ax.annotate(f"{value:.3g}", (x, value), (0, 8), textcoords="offset points", ha="center")
+            ax.set_yscale("log")
+            ax.set(xlim=(-0.5, len(values) - 0.5), ylim=(min(values.values()) / 2, max(values.values()) * 2.5))
+            ax.set_xticks(range(len(values)), values)
+            ax.set(title=f"{title} · {label}", ylabel="magnitude")
 
 
 def line(kind: str, results: dict[str, Any]) -> str:

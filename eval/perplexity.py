@@ -1,16 +1,15 @@
 """Loss, perplexity, bits per byte and loss by position of a run, on validation shards or any text file.
 
     python -m eval.perplexity run=runs/NAME [text=FILE | shards=DIR] [name=NAME] [length=256] [tokens=1000000]
-        [ngram=2] [frequent=1250] [training_counts=false]
+        [training_counts=false]
 
 Windows of `length` tokens (default: the trained context) do not overlap, and lie at even distances if the data have more than
 `tokens` tokens. `cumulative` is the mean loss up to each position (arXiv 2410.05258, Fig. 4). `recall` splits the loss as
-Zoology does (arXiv 2312.04927): a token is a `hit` if it completes an n-gram that has occurred before in the same window, else
-`other`. If the run's training shards still exist, a hit whose n-gram they have more than `frequent` times is a `frequent_hit`,
-else a `rare_hit`. text= is a file, a folder or a 'glob' of .txt, .jsonl and .parquet files, plain or compressed.
+Zoology does (arXiv 2312.04927): a token is a `hit` if it completes a bigram that has occurred before in the same window, else
+`other`. If the run's training shards still exist, a hit whose bigram they have more than 1,250 times is a `frequent_hit`, else
+a `rare_hit`. text= is a file, a folder or a 'glob' of .txt, .jsonl and .parquet files, plain or compressed.
 Writes eval/perplexity.json and figures/perplexity.png into the run's folder or out=. Results on a given text= or shards= have
-files of their own, perplexity_STEM: name= if given, else the name of the file without its suffixes, or of the folder. A
-different text with the STEM of an earlier one is refused unless name= is given.
+other files, perplexity_STEM: name= if given, else the name of the file or folder without suffixes.
 """
 
 import hashlib
@@ -31,23 +30,21 @@ from data.loader import Windows
 from data.shards import Shard, open_split
 from eval import common
 from eval.common import TextEvalConfig, figure, mean_se, plus_minus
-from eval.recall import ends_one_of, frequent_ngrams, recall_hits
+from eval.recall import bigrams, frequent_bigrams, recall_hits
 from training.checkpoint import LoadedRun
 from training.text import refuse_other_text
 
 LARGEST = 709.0  # nats: beyond, exp(loss) is no float64
-ZOOLOGY = 1250  # occurrences in training beyond which arXiv 2312.04927 counts an n-gram as frequent
+FREQUENT = 1250  # occurrences in training beyond which arXiv 2312.04927 counts a bigram as frequent
 
 
 @dataclass
 class PerplexityConfig(TextEvalConfig):
-    """What to test on, and how hits are split."""
+    """What to test on."""
 
-    length: Annotated[int | None, "[1, inf)"] = None  # tokens per window; None: the trained context
+    length: Annotated[int | None, "[2, inf)"] = None  # tokens per window; None: the trained context
     tokens: Annotated[int, "[1, inf)"] = 1_000_000  # largest number of tokens to test on
-    ngram: Annotated[int, "[2, inf)"] = 2  # tokens of the n-grams that `recall` looks for
-    frequent: Annotated[int | None, "[0, inf)"] = None  # occurrences in training; None: 1250, if the shards still exist
-    training_counts: bool = True  # count n-grams in the training shards and split the hits into rare and frequent ones
+    training_counts: bool = True  # count bigrams in the training shards and split the hits into rare and frequent ones
 
 
 def cut_windows(parts: Sequence[Shard], length: int, limit: int) -> np.ndarray:
@@ -85,16 +82,11 @@ def token_losses(model: nn.Module, windows: Tensor, vocab_size: int) -> Tensor:
 
 @torch.inference_mode()
 def evaluate(
-    model: nn.Module,
-    windows: np.ndarray,
-    byte_lengths: np.ndarray,
-    batch: int = 32,
-    ngram: int = 2,
-    frequent: np.ndarray | None = None,
+    model: nn.Module, windows: np.ndarray, byte_lengths: np.ndarray, batch: int = 32, frequent: np.ndarray | None = None
 ) -> dict[str, Any]:
     """Test on windows (n, T + 1). byte_lengths (V,): UTF-8 bytes of each token, 0 for the end of a text.
 
-    frequent: codes of n-grams that are frequent in training, which split recall's hits into rare_hit and frequent_hit.
+    frequent: codes of bigrams that are frequent in training, which split recall's hits into rare_hit and frequent_hit.
     """
     n, length, vocab_size = windows.shape[0], windows.shape[1] - 1, len(byte_lengths)
     parts = []  # losses (B, T)
@@ -120,16 +112,16 @@ def evaluate(
         "by_position": by_position.tolist(),
         "by_octave": by_octave(losses.sum(axis=0), np.full(length, n)),
         "cumulative": (by_position.cumsum() / np.arange(1, length + 1)).tolist(),
-        "recall": {"ngram": ngram} | recalled(losses, windows, ngram, vocab_size, frequent),
+        "recall": {"ngram": 2} | recalled(losses, windows, vocab_size, frequent),
     }
 
 
-def recalled(losses: np.ndarray, windows: np.ndarray, n: int, vocab_size: int, frequent: np.ndarray | None) -> dict[str, Any]:
-    """Mean losses, from losses (n, T), of hits and of other targets, and with the frequent n-grams of two kinds of hits."""
-    hits = recall_hits(windows, n, vocab_size)
+def recalled(losses: np.ndarray, windows: np.ndarray, vocab_size: int, frequent: np.ndarray | None) -> dict[str, Any]:
+    """Mean losses, from losses (n, T), of hits and of other targets, and with the frequent bigrams of two kinds of hits."""
+    hits = recall_hits(windows, vocab_size)
     kinds = {"hit": hits}
     if frequent is not None:
-        known = ends_one_of(frequent, windows, n, vocab_size)
+        known = np.isin(bigrams(windows, vocab_size), frequent)
         kinds |= {"rare_hit": hits & ~known, "frequent_hit": hits & known}
     kinds["other"] = ~hits
     results: dict[str, Any] = {
@@ -187,19 +179,17 @@ def draw(path: Path, results: dict[str, Any], title: str, line_colour: str) -> N
             ax.set(title=where, xlabel="position in the window (tokens)", ylabel="loss (nats per token)")
 
 
-def frequent_in_training(run: LoadedRun, windows: np.ndarray, cfg: PerplexityConfig) -> np.ndarray | None:
-    """Codes of n-grams of hits that occur more than `frequent` times in the run's training shards; None without these."""
+def frequent_in_training(run: LoadedRun, windows: np.ndarray) -> np.ndarray | None:
+    """Codes of the hits' bigrams that are frequent in the run's training shards; None where these are gone or others."""
     folder, size, fingerprint = Path(run.config["data"]["dir"]), run.tokenizer.vocab_size, run.tokenizer.fingerprint
     try:
         shards = open_split(folder, "train", vocab_size=size, fingerprint=fingerprint)
         refuse_other_text(run.path, DataConfig(name=folder.name, source="text", dir=str(folder)))
-        return frequent_ngrams(folder, shards, windows, cfg.ngram, size, ZOOLOGY if cfg.frequent is None else cfg.frequent)
-    except (FileNotFoundError, ValueError) as error:  # shards are gone, or of another text or tokenizer
-        if cfg.frequent is not None:
-            wrong = f"frequent={cfg.frequent} needs the run's training shards, which cannot be used ({error})"
-            raise ValueError(f"{wrong}: put them back, or leave out frequent=") from None
-        if not isinstance(error, FileNotFoundError):
-            common.say(f"note: recalled tokens are not split into rare and frequent ones: {error}")
+        return frequent_bigrams(folder, shards, windows, size, FREQUENT)
+    except FileNotFoundError:  # as on another machine
+        return None
+    except ValueError as error:
+        common.say(f"note: recalled tokens are not split into rare and frequent ones: {error}")
         return None
 
 
@@ -208,18 +198,7 @@ def digest(windows: np.ndarray) -> str:
     return hashlib.sha256(np.ascontiguousarray(windows)).hexdigest()
 
 
-def check_ngram(cfg: PerplexityConfig, vocab_size: int, length: int) -> None:
-    """Raise ValueError for n-grams longer than a window or too large for an int64, and for frequent= without counts."""
-    if length < 2:
-        raise ValueError(f"length={length} has no n-gram of two tokens: use length=2 or more")
-    most = min(length, int(63 / math.log2(vocab_size)))
-    if cfg.ngram > most:
-        raise ValueError(f"ngram={cfg.ngram} is not from 2 to {most}: use ngram=2")
-    if cfg.frequent is not None and not cfg.training_counts:
-        raise ValueError("frequent= needs the counts that training_counts=false leaves out: give one of them")
-
-
-def lines(results: dict[str, Any], cfg: PerplexityConfig) -> list[str]:
+def lines(results: dict[str, Any]) -> list[str]:
     """What is printed."""
     loss = f"loss {plus_minus(results['loss'], results['se'], '.4f')}, ppl {results['ppl']:.2f}"
     size = f"({results['tokens']:,} tokens, windows of {results['length']})"
@@ -227,19 +206,17 @@ def lines(results: dict[str, Any], cfg: PerplexityConfig) -> list[str]:
     for kind in ("hit", "other", "rare_hit", "frequent_hit"):
         if (part := results["recall"].get(kind)) and part["tokens"]:
             parts.append(f"{kind} {plus_minus(part['loss'], part['se'], '.4f')} ({part['tokens']:,} tokens)")
-    return [f"{loss}, {results['bits_per_byte']:.4f} bits/byte {size}", f"recall of {cfg.ngram}-grams: {', '.join(parts)}"]
+    return [f"{loss}, {results['bits_per_byte']:.4f} bits/byte {size}", f"recall of bigrams: {', '.join(parts)}"]
 
 
 @command("perplexity", PerplexityConfig)
 def main(cfg: PerplexityConfig) -> None:
     run = common.open_run(cfg)
-    check_ngram(cfg, run.tokenizer.vocab_size, cfg.length or run.model.cfg.context)
     windows, name, about = claim_windows("perplexity", run, cfg)
-    frequent = frequent_in_training(run, windows, cfg) if cfg.training_counts else None
-    results = evaluate(run.model, windows, run.tokenizer.byte_lengths(), cfg.batch, cfg.ngram, frequent)
-    most = ZOOLOGY if cfg.frequent is None else cfg.frequent  # in training, of an n-gram that is not frequent
-    results["recall"]["rare_at_most"] = None if frequent is None else most
-    common.write_result(run, cfg, name, results | about, lines(results, cfg), draw)
+    frequent = frequent_in_training(run, windows) if cfg.training_counts else None
+    results = evaluate(run.model, windows, run.tokenizer.byte_lengths(), cfg.batch, frequent)
+    results["recall"]["rare_at_most"] = None if frequent is None else FREQUENT
+    common.write_result(run, cfg, name, results | about, lines(results), draw)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""The scorer of all evaluations: log-probabilities of given continuations, and greedy decoding, for many prompts at once.
+"""The scorer of all evaluations: log-probabilities of given continuations for many prompts at once.
 
 Tokens that several texts begin with are read once. A batch's prompts are read together into a KV cache up to where the
 shortest one ends, so prompts of several lengths share a batch without padding before them, and any position encoding is
 exact. All questions after one prefix start from the cache of that prefix, and all continuations of a question start from
-the cache of that question. The output head computes logits only at the positions asked for, not at all of a long context.
+the cache of that question. The output head computes logits only at the positions that are wanted, not at all of a long context.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from eval.common import batches, check_finite, device_of, logits_in_parts, pad_left, pad_right
+from eval.common import batches, check_finite, device_of, logits_in_parts, pad_right
 from model.cache import KVCache
 from model.config import DecoderConfig
 
@@ -36,28 +36,19 @@ class Job:
     continuations: Sequence[np.ndarray]
 
 
-def score(
-    model: nn.Module,
-    prompts: Sequence[np.ndarray],
-    continuations: Sequence[Sequence[np.ndarray]],
-    batch: int,
-    *,
-    cached: bool = True,
-) -> Scores:
+def score(model: nn.Module, prompts: Sequence[np.ndarray], continuations: Sequence[Sequence[np.ndarray]], batch: int) -> Scores:
     """Hits and log-probabilities of the n continuations (A,) of each prompt (P,), P >= 1; texts are token ids.
 
     For each prompt: (n,) bool, whether greedy decoding gives the continuation (each token is the most probable one), and
-    (n,) log-probabilities in nats. cached=False reads every text in one forward pass, for whole attention maps.
+    (n,) log-probabilities in nats.
     """
     jobs = [Job(prompt, [NOTHING], rows) for prompt, rows in zip(prompts, continuations, strict=True)]
-    hits, logprobs = score_jobs(model, jobs, batch, cached=cached)
+    hits, logprobs = score_jobs(model, jobs, batch)
     return [table[0] for table in hits], [table[0] for table in logprobs]
 
 
 @torch.inference_mode()
-def score_jobs(
-    model: nn.Module, jobs: Sequence[Job], batch: int, *, cached: bool = True, done: Callable[[int], object] | None = None
-) -> Scores:
+def score_jobs(model: nn.Module, jobs: Sequence[Job], batch: int, done: Callable[[int], object] | None = None) -> Scores:
     """As `score`, for prompts that share prefixes: (questions, continuations) hits and log-probabilities of each job.
 
     `batch` prefixes are read at a time, fewer where they would not fit in memory. `done` gets each batch's number of jobs.
@@ -72,13 +63,11 @@ def score_jobs(
     for part in _by_length(model, [job.prefix for job in jobs], question + answer, batch, kinds):
         texts = [jobs[i].prefix for i in part]
         count = kinds[part[0]][0]  # continuations of each question
-        shared = count > 1 or min(map(len, texts)) > 1  # else no token is read ahead
-        cache = KVCache(max(map(len, texts)) + question + answer) if cached and shared else None
-        start = Reading(model, cache, 0, texts)
-        for asked, reading in _branches(start, [jobs[i].questions for i in part], answer, batch):
+        start = Reading(model, KVCache(max(map(len, texts)) + question + answer), 0, texts)
+        for pairs, reading in _branches(start, [jobs[i].questions for i in part], answer, batch):
             for j in range(count):
-                rows = reading.score([jobs[part[row]].continuations[j] for row, _ in asked])
-                for (row, q), hit, logprob in zip(asked, *rows, strict=True):
+                rows = reading.score([jobs[part[row]].continuations[j] for row, _ in pairs])
+                for (row, q), hit, logprob in zip(pairs, *rows, strict=True):
                     hits[part[row]][q, j], logprobs[part[row]][q, j] = hit, logprob
         if done:
             done(len(part))
@@ -92,16 +81,16 @@ def _branches(
 
     If rows have several questions, the questions of a part are equally long. Otherwise one part has all rows.
     """
-    asked = [(row, q) for row, several in enumerate(questions) for q in range(len(several))]
-    if len(asked) == len(questions):
-        yield asked, start.branch([row for row, _ in asked], [questions[row][q] for row, q in asked], answer)
+    pairs = [(row, q) for row, several in enumerate(questions) for q in range(len(several))]
+    if len(pairs) == len(questions):
+        yield pairs, start.branch([row for row, _ in pairs], [questions[row][q] for row, q in pairs], answer)
         return
     cfg, prefix = start.model.cfg, start.read + max(map(len, start.rest))
 
     def length(at: tuple[int, int]) -> int:
         return len(questions[at[0]][at[1]])
 
-    for long, alike in groupby(sorted(asked, key=length), key=length):
+    for long, alike in groupby(sorted(pairs, key=length), key=length):
         floats = max((prefix + long + answer) * floats_per_token(cfg), answer * cfg.vocab_size)
         for part in batches(list(alike), max(1, batch * cfg.context // (prefix + long)), floats):
             yield part, start.branch([row for row, _ in part], [questions[row][q] for row, q in part], answer)
@@ -113,11 +102,11 @@ class Reading:
     `rest`: the other tokens of each text, at least one, because the last token is read together with a continuation.
     """
 
-    def __init__(self, model: nn.Module, cache: KVCache | None, read: int, rest: list[np.ndarray]) -> None:
+    def __init__(self, model: nn.Module, cache: KVCache, read: int, rest: list[np.ndarray]) -> None:
         self.model, self.cache, self.read, self.rest = model, cache, read, rest
         ahead = min(map(len, rest)) - 1
-        if cache is not None and ahead:
-            self._rewind()
+        if ahead:
+            self.cache.length = self.read  # what later texts added is forgotten
             tokens = torch.from_numpy(np.stack([row[:ahead] for row in rest])).to(device_of(model))
             model(tokens, rows=torch.zeros(0, dtype=torch.long), cache=cache)
             self.read, self.rest = read + ahead, [row[ahead:] for row in rest]
@@ -126,14 +115,14 @@ class Reading:
         """The reading of this one's texts `rows` (a text may occur several times), each followed by its tokens in `more`."""
         rest = [np.concatenate((self.rest[row], new)) for row, new in zip(rows, more, strict=True)]
         cache = self.cache
-        if cache is not None and rows != list(range(len(self.rest))):  # else the cache is used as it is
-            self._rewind()
+        if rows != list(range(len(self.rest))):  # else the cache is used as it is
+            self.cache.length = self.read
             cache = _copied(cache, rows, self.read + max(map(len, rest)) + room)
         return Reading(self.model, cache, self.read, rest)
 
     def score(self, wanted: list[np.ndarray]) -> tuple[list[bool], list[float]]:
         """For each text: whether greedy decoding gives its continuation `wanted`, and that continuation's log-probability."""
-        self._rewind()
+        self.cache.length = self.read
         rest = [np.concatenate((text, row[:-1])) for text, row in zip(self.rest, wanted, strict=True)]
         tokens = pad_right(rest, device_of(self.model))  # (B, M)
         answers = pad_right(wanted, tokens.device)  # (B, A)
@@ -147,16 +136,9 @@ class Reading:
             hits.append(predicted.argmax(-1) == token)
             logprobs.append(predicted.gather(-1, token[:, None])[:, 0])
         hit, logprob = (torch.cat(parts).view(answers.shape) for parts in (hits, logprobs))
-        asked = steps < lengths[:, None]  # (B, A)
-        check_finite(logprob[asked])
-        return (hit | ~asked).all(-1).tolist(), logprob.double().masked_fill(~asked, 0.0).sum(-1).tolist()
-
-    def _rewind(self) -> None:
-        """Make the cache forget all but the first `read` tokens."""
-        if self.cache is not None:
-            self.cache.length = self.read
-            if self.cache.tokens is not None:
-                self.cache.tokens = self.cache.tokens[:, : self.read]
+        real = steps < lengths[:, None]  # (B, A)
+        check_finite(logprob[real])
+        return (hit | ~real).all(-1).tolist(), logprob.double().masked_fill(~real, 0.0).sum(-1).tolist()
 
 
 def _copied(cache: KVCache, rows: list[int], max_length: int) -> KVCache:
@@ -168,23 +150,6 @@ def _copied(cache: KVCache, rows: list[int], max_length: int) -> KVCache:
         copy.slots[slot] = tuple(F.pad(part, (0, 0, 0, max_length - cache.length)) for part in read)
     copy.tokens = None if cache.tokens is None else cache.tokens[rows]
     return copy
-
-
-@torch.inference_mode()
-def continue_greedily(model: nn.Module, prompts: Sequence[np.ndarray], new_tokens: int, batch: int) -> list[np.ndarray]:
-    """The greedy continuation of each prompt: `new_tokens` (1 or more) token ids, (new_tokens,) each.
-
-    Prompts of several lengths are padded on the left. The padding would shift learned positions, so with these all prompts of
-    a batch have one length.
-    """
-    written = [NOTHING] * len(prompts)
-    kinds = [len(prompt) if model.positions is not None else 0 for prompt in prompts]
-    for part in _by_length(model, prompts, new_tokens, batch, kinds):
-        tokens, keys = pad_left([prompts[i] for i in part], device_of(model))
-        rows = torch.stack(list(model.stream(tokens, new_tokens, keys=keys)), dim=1)  # (B, new_tokens)
-        for i, row in zip(part, rows.cpu().numpy(), strict=True):
-            written[i] = row
-    return written
 
 
 def _by_length(

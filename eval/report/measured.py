@@ -7,7 +7,7 @@ from eval.common import INPUTS
 from eval.needle_text import trained_digits
 
 EVALUATIONS = ("perplexity", "needle", "attention_noise")  # wanted of every run; others are shown where they exist
-NO_MATTER = ("device", "batch", "name")  # settings that change no number
+NO_MATTER = ("device", "batch", "name", "ngram")  # settings that change no number; ngram was always 2
 # Counts and digests in results. What older code did not record is not compared.
 RECORDED = ("sha256", "input_sha256", "length", "windows", "tokens", "task", "episodes", "queries", "needles")
 
@@ -28,7 +28,7 @@ def measured(name: str, evaluation: dict[str, Any], config: dict[str, Any]) -> d
         frequent = (results.get("recall") or {}).get("rare_at_most")
         known = {"text": results.get("sha256", ""), "ngram": settings.get("ngram", 2), "frequent": frequent}
     elif name in EVALUATIONS:
-        given = {key: settings.get(key) for key in ("seed", "text", "shards", "samples", "style")}
+        given = {key: settings.get(key) for key in ("seed", "text", "shards", "samples")}
         given["digits"] = trained_digits(config)  # of the numbers to find
         known = _shape(results) | {"settings": given, "windows": settings.get("windows")}
     else:

@@ -31,7 +31,6 @@ from eval.needle_text import Cell, needle_queries, trained_digits
 from eval.report.figures import short_labels
 from eval.report.page import render
 from eval.report.runs import labels
-from eval.scoring import continue_greedily
 from model.attention.probe import probe
 from training.checkpoint import LoadedRun
 
@@ -250,7 +249,8 @@ def _question(
 
     replies = []
     for run, one, model in zip(runs, looks, models, strict=True):
-        (reply,) = continue_greedily(run.model, [prompt], len(answer), batch=1)
+        text = run.model.generate(torch.from_numpy(prompt)[None].to(device_of(run.model)), len(answer))[0].cpu().numpy()
+        reply = text[len(prompt) :]
         layer, head = model["best"]
         logits = torch.from_numpy(one.logits[example.query : -1])  # of the answer's tokens
         likely = logits.log_softmax(-1).gather(-1, torch.from_numpy(answer)[:, None]).sum().exp().item()

@@ -92,7 +92,8 @@ def test_a_record_from_before_an_option_describes_the_same_run() -> None:
     (
         ("perplexity text=corpus/README.md tokens=4096", "perplexity_README"),
         ("perplexity text='My Books, 2/test.txt' name=other", "perplexity_other"),
-        ("needle style=passkey", "needle_passkey"),
+        ("needle", "needle"),
+        ("quantization", "quantization"),
     ),
 )
 def test_the_file_of_an_evaluation_is_known_before_it_runs(text: str, file: str) -> None:

@@ -104,7 +104,7 @@ def dom(tmp_path: Path) -> Callable[[str], str]:
 
     tried = tmp_path / "tried.html"
     tried.write_text("<p id=a></p><script>a.textContent = 'shown'</script>")
-    if "shown</p>" not in show(tried.as_uri()):  # as of Ubuntu's snap, which has a /tmp of its own
+    if "shown</p>" not in show(tried.as_uri()):  # as of Ubuntu's snap, which has another /tmp
         pytest.skip(f"needs a Chromium browser that reads {tmp_path}")
     return show
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-from dataclasses import asdict
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,8 +9,6 @@ import pytest
 import torch
 import yaml
 
-from ablation.study import read_evaluation
-from configs.files import write_json
 from eval import harness
 from eval.scoring import score
 from model.config import DecoderConfig
@@ -46,17 +43,17 @@ def lm(tokenizer, layers: str = "b", batch: int = 3, length: int | None = None, 
 
 
 def scored(model: Decoder, context: list[int], continuation: list[int]) -> tuple[float, bool]:
-    """Log-probability and greedy flag of the project's own scorer."""
+    """Log-probability and greedy flag of the project's scorer."""
     hits, logprobs = score(model, [np.array(context)], [[np.array(continuation)]], batch=1)
     return float(logprobs[0][0]), bool(hits[0][0])
 
 
 GPT2 = {"position": "learned", "norm": "layernorm"}
-STACKS = [("b", {}), ("d", {}), ("i", {}), ("b", {"tie": True}), ("b", GPT2)]
+STACKS = [("d", {}), ("i", {}), ("b", GPT2)]
 
 
 @pytest.mark.parametrize(("layers", "more"), STACKS)
-def test_log_likelihoods_are_those_of_the_own_scorer(tokenizer, layers, more):
+def test_log_likelihoods_are_those_of_our_scorer(tokenizer, layers, more):
     model = lm(tokenizer, layers, **more)
     pairs = [("The sea", " is blue"), ("", "Once"), ("A context that is too long for this model", " indeed"), ("a ", "b")]
     answers = model.loglikelihood(requests(*pairs), disable_tqdm=True)
@@ -82,9 +79,8 @@ def test_a_continuation_that_merges_with_its_context_is_not_certain(tokenizer, m
     assert answers == [(pytest.approx(logprob, abs=EXACT), greedy) for logprob, greedy in wanted]
 
 
-@pytest.mark.parametrize("layers", ["b", "d"])
-def test_rolling_log_likelihood_is_the_sum_over_windows(tokenizer, layers):
-    model = lm(tokenizer, layers)
+def test_rolling_log_likelihood_is_the_sum_over_windows(tokenizer):
+    model = lm(tokenizer, "d")
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
     texts = ["A long text, longer than the twenty-four tokens of context.", "short"]
@@ -107,7 +103,7 @@ def test_decoding_in_batches_is_decoding_alone(tokenizer, layers, more):
     assert model.max_gen_toks == 12  # half the context, where a task does not say how many
 
 
-def test_lengths_that_cannot_be_are_refused(tokenizer):
+def test_what_cannot_be_is_refused(tokenizer):
     model = lm(tokenizer)
     with pytest.raises(ValueError, match="exceeds length=24: "):
         model.loglikelihood(requests(("x", "a continuation of more than 24 bytes")))
@@ -118,6 +114,10 @@ def test_lengths_that_cannot_be_are_refused(tokenizer):
         lm(tokenizer, length=48, **GPT2)
     with pytest.raises(ValueError, match="is not a folder: give a folder"):
         harness.task_manager(harness.HarnessConfig(tasks=["x"], include_path="nowhere"))
+    with torch.no_grad():
+        model.model.decoder.head.weight.mul_(torch.inf)
+    with pytest.raises(ValueError, match="not finite: its training diverged"):
+        model.loglikelihood(requests(("The sea", " is blue")))
 
 
 # ---------------------------------------- lm-eval itself, on local tasks
@@ -132,7 +132,7 @@ TASKS = {
         "metric_list": [{"metric": "bits_per_byte"}, {"metric": "byte_perplexity"}],
     },
     "decoding": {
-        "output_type": "generate_until", "doc_to_text": "{{question}}", "doc_to_target": "{{said}}",
+        "output_type": "generate_until", "doc_to_text": "{{question}}", "doc_to_target": "{{reply}}",
         "generation_kwargs": {"until": ["\n"], "max_gen_toks": 8, "do_sample": False},
         "metric_list": [{"metric": "exact_match"}],
     },
@@ -155,8 +155,8 @@ def tasks(make_run, tmp_path, monkeypatch):
     folder.mkdir()
     loaded = checkpoint.load_run(run)
     prompt = torch.tensor([[loaded.tokenizer.eot, *loaded.tokenizer.encode(DOCUMENTS[0]["question"])]])
-    said = loaded.tokenizer.decode(loaded.model.generate(prompt, 8)[0, prompt.shape[1] :]).split("\n")[0]
-    documents = [{**document, "said": said if i == 0 else "?!?"} for i, document in enumerate(DOCUMENTS)]
+    reply = loaded.tokenizer.decode(loaded.model.generate(prompt, 8)[0, prompt.shape[1] :]).split("\n")[0]
+    documents = [{**document, "reply": reply if i == 0 else "?!?"} for i, document in enumerate(DOCUMENTS)]
     path = folder / "documents.jsonl"
     path.write_text("".join(json.dumps(document) + "\n" for document in documents))
     data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(path)}}, "test_split": "test"}
@@ -185,30 +185,7 @@ def test_the_command_runs_task_files(tasks, call, capsys):
     assert decoding["exact_match"] == pytest.approx(1 / 3)
     assert results["lm_eval"] and results["length"] == 160 and results["truncated"] == 0
     assert capsys.readouterr().out.count("harness  a: local_") == 3
-    assert (run / "figures" / "harness.png").stat().st_size > 5_000
-
-
-def test_tasks_are_joined_where_they_were_measured_in_the_same_way(make_run):
-    path = make_run("a") / "eval" / "harness.json"
-
-    def measured(*names: str, step: int = 4, cut: int = 1, **settings: object) -> dict:
-        per_task = {name: {"truncated": cut, "sha256": name} for name in names}
-        new = {"tasks": {name: {"acc": 0.5} for name in names}, "length": 24, "lm_eval": "1", "per_task": per_task}
-        cfg = harness.HarnessConfig(tasks=list(names), **settings)
-        results, settled = harness.joined(new | {"truncated": cut * len(names)}, cfg, path, step)
-        write_json(path, {"config": asdict(settled), "step": step, "results": results})
-        assert settled.tasks == list(results["tasks"])
-        return results
-
-    measured("a", "b", include_path="own")
-    both = measured("c", "b", cut=2)
-    assert list(both["tasks"]) == ["a", "b", "c"] and both["truncated"] == 1 + 2 + 2  # b is counted once
-    had = json.loads(path.read_text())["config"]
-    assert had["include_path"] == "own"
-    for given, differs in (("tasks=[b]", None), ("tasks=[b,d]", "tasks"), ("tasks=[b] limit=1", "limit")):
-        assert read_evaluation(f"harness include_path=own {given}").other_setting(had) == differs
-    for other in ({"limit": 5}, {"num_fewshot": 1}, {"step": 8}):
-        assert list(measured("d", **other)["tasks"]) == ["d"]
+    assert (run / "figures" / "harness.png").is_file()
 
 
 def test_lm_evals_own_command_on_the_exported_folder_gives_the_same(tasks, monkeypatch, tmp_path, call, remote_code):
@@ -246,26 +223,7 @@ def test_bars_have_the_error_of_their_filter_or_none():
     assert plain[:2] == ("a · acc", 0.5) and math.isnan(plain[2])  # nan is drawn as no bar
 
 
-def test_a_diverged_model_is_refused(tokenizer):
-    model = lm(tokenizer)
-    with torch.no_grad():
-        model.model.decoder.head.weight.mul_(torch.inf)
-    with pytest.raises(ValueError, match="not finite: its training diverged"):
-        model.loglikelihood(requests(("The sea", " is blue")))
-
-
-def test_an_unknown_task_is_named(monkeypatch, tmp_path):
-    needs_lm_eval()
-    import lm_eval.tasks
-
-    # Its own index of ten thousand files takes half a minute to read.
-    empty = lambda **_: SimpleNamespace(all_tasks=["known"])  # noqa: E731
-    monkeypatch.setattr(lm_eval.tasks, "TaskManager", empty)
-    with pytest.raises(ValueError, match="there is no task unknown: `lm-eval ls tasks` lists the tasks"):
-        harness.task_manager(harness.HarnessConfig(tasks=["known", "unknown"], include_path=str(tmp_path)))
-
-
-def test_a_missing_package_is_said(make_run, refused, monkeypatch):
+def test_a_missing_package_is_named(make_run, refused, monkeypatch):
     run = make_run("a")
     monkeypatch.setattr(harness, "HFLM", int)  # as if lm-eval were installed
     assert "tasks is empty" in refused(harness, f"run={run}", "tasks=[]")

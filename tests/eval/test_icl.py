@@ -14,13 +14,7 @@ from data.retrieval import EVAL_EVERY
 from eval import icl
 from eval.icl import Episode, Example, IclConfig
 
-TREC = "DESC:manner How do bees fly ?\nNUM:date When was tea first sold ?\nHUM:ind Who is he ?\nNUM:count How many ?\n"
 BANKING = 'text,category\nWhere is my card?,card_arrival\n"My card, is it\nlost?",lost_card\nOne more top up,top_up\n'
-CLINC = {
-    "train": [["call my bank", "call_bank"], ["play a song", "music"], ["louder", "music"]],
-    "test": [["ring the bank", "call_bank"]],
-    "oos_test": [["who am i", "oos"]],
-}
 
 
 def test_arrangements_keep_the_examples_and_order_the_classes():
@@ -61,8 +55,8 @@ def oracle(tokenizer, right: float = 1.0):  # noqa: ANN001, ANN201
         tables = []
         for job in jobs:
             prompt, labels = tokenizer.decode(job.prefix[1:]), [tokenizer.decode(ids) for ids in job.continuations]
-            asked = [tokenizer.decode(question) for question in job.questions]
-            tables.append(np.array([[right * (question + label in prompt) for label in labels] for question in asked]))
+            questions = [tokenizer.decode(question) for question in job.questions]
+            tables.append(np.array([[right * (question + label in prompt) for label in labels] for question in questions]))
             done(1)
         return [], tables
 
@@ -107,8 +101,6 @@ def test_guessing_margin_is_that_of_a_simulation():
     want = (guesses.max(1) - guesses.min(1)).mean()
     assert icl.guessing_margin(0.25, 50, 10) == pytest.approx(want, abs=0.002)  # over 5 of its standard errors
     assert icl.guessing_margin(0.5, 1, 2) == pytest.approx(0.5)
-    many, few = icl.guessing_margin(1 / 77, 4 * 770, 10), icl.guessing_margin(1 / 77, 770, 10)
-    assert many == pytest.approx(few / 2, rel=0.02)  # four times the questions: half the spread
 
 
 def test_shots_are_those_that_fit(tokenizer):
@@ -130,99 +122,59 @@ def test_shots_are_those_that_fit(tokenizer):
 # Files
 
 
-@pytest.fixture
-def files(tmp_path: Path) -> dict[str, Path]:
-    contents = {"trec.label": TREC, "bank.csv": BANKING, "clinc.json": json.dumps(CLINC)}
-    for name, content in contents.items():
-        (tmp_path / name).write_text(content)
-    return {name: tmp_path / name for name in contents}
-
-
-def test_formats_are_found_and_read(files):
-    trec = icl.load_task(IclConfig(examples=str(files["trec.label"])))
-    examples = {e.text: e.label for e in (*trec.demonstrations, *trec.questions)}
-    assert trec.name == "trec" and len(examples) == 4 and len(trec.questions) == 1
-    assert examples["How do bees fly ?"] == "description" and examples["How many ?"] == "number"
-    fine, _ = icl.read_examples(files["trec.label"], "trec_fine")
-    assert [e.label for e in fine] == ["description manner", "number date", "human ind", "number count"]
-    bank, _ = icl.read_examples(files["bank.csv"], "banking77")
-    assert bank[1] == Example("My card, is it lost?", "lost card") and len(bank) == 3
-    clinc = icl.load_task(IclConfig(examples=str(files["clinc.json"])))
-    assert len(clinc.demonstrations) == 3 and clinc.questions == [Example("ring the bank", "call bank")]
-
-
-def test_latin1_is_read(tmp_path):
-    (tmp_path / "t.label").write_bytes("LOC:city Where is Malmö ?\nHUM:ind Who is Zoë ?\n".encode("latin-1"))
-    assert icl.read_examples(tmp_path / "t.label", "trec")[0][0].text == "Where is Malmö ?"
-
-
-def test_questions_of_a_file_are_never_demonstrations(tmp_path):
-    lines = [f"{label}:x question {i} about {label}" for i in range(30) for label in ("NUM", "LOC")]
-    (tmp_path / "t.label").write_text("\n".join(lines))
-    cfg = IclConfig(examples=str(tmp_path / "t.label"), queries=5)
+def test_a_file_is_read_and_its_questions_are_never_demonstrations(tmp_path):
+    bank, file = tmp_path / "bank.csv", tmp_path / "x.csv"
+    bank.write_text(BANKING)
+    assert icl.read_examples(bank)[1] == Example("My card, is it lost?", "lost card")
+    file.write_text("text,label\n" + "".join(f"question {i} about {label},{label}\n" for i in range(30) for label in "ab"))
+    cfg = IclConfig(examples=str(file), queries=7)
     task = icl.load_task(cfg)
-    assert len(task.questions) == 12 and len(task.demonstrations) == 48
-    episodes = [icl.draw_episode(task, cfg, i, 48, 4) for i in range(4)]
-    for episode in episodes:
-        assert not {e.text for e in episode.demonstrations} & {e.text for e in task.questions}
-        assert len(episode.questions) == 5 and episode.labels == ["location", "number"]
-        assert len({e.text for e in episode.demonstrations}) == 48
-    assert episodes[0].demonstrations != episodes[1].demonstrations
-    with pytest.raises(ValueError, match=r"shots=\[48\]"):
+    assert (task.name, len(task.questions), len(task.demonstrations)) == ("x", 12, 48)
+    assert not {e.text for e in task.questions} & {e.text for e in task.demonstrations}
+    episode = icl.draw_episode(task, cfg, 3, 20, 4)
+    assert len(set(episode.demonstrations)) == 20 and len(set(episode.questions)) == 7 and episode.labels == ["a", "b"]
+    with pytest.raises(ValueError, match="use at most shots="):
         icl.draw_episode(task, cfg, 0, 49, 4)
 
 
 def test_prompts_are_text_that_repeats_itself(tokenizer):
-    task = icl.Task("trec", *icl.TEMPLATES["trec"], [], [])
+    task = icl.Task("trec", *icl.OF_A_FILE, [], [])
     episode = Episode([Example("Why ?", "description")], [Example("Who ?", "human")], ["description", "human"])
     job = icl.Writer(task, tokenizer).job(episode)
     assert job.prefix[0] == tokenizer.eot
-    assert tokenizer.decode(job.prefix[1:]) == "Question: Why ?\nType: description\n"
-    assert [tokenizer.decode(q) for q in job.questions] == ["Question: Who ?\nType:"]
+    assert tokenizer.decode(job.prefix[1:]) == "Text: Why ?\nLabel: description\n"
+    assert [tokenizer.decode(q) for q in job.questions] == ["Text: Who ?\nLabel:"]
     assert [tokenizer.decode(label) for label in job.continuations] == [" description\n", " human\n"]
 
 
 # Commands
 
 
-def test_the_command_writes_json_and_figure(make_run, call, capsys):
-    run = make_run("a", "d")
-    call(icl, f"run={run}", "episodes=4", "orders=2")
-    results = json.loads((run / "eval" / "icl.json").read_text())["results"]
-    assert [row["shots"] for row in results["shots"]] == [1, 2, 3] and results["task"] == "synthetic"  # 160 bytes
-    assert all(0 <= row["accuracy"] <= 1 and row["label_loss"] > 0 for row in results["shots"])
-    assert results["order"]["shots"] == 3 and 0 <= results["order"]["random"]["margin"] <= 1
-    assert capsys.readouterr().out.count("icl  a: ") == 4
-    assert (run / "figures" / "icl.png").stat().st_size > 10_000
-
-
-def test_the_command_on_a_file(make_run, call, files):
-    run = make_run("a")
-    bank = f"examples={files['bank.csv']}", f"test={files['bank.csv']}"
-    call(icl, f"run={run}", *bank, "shots=[2]", "episodes=2", "orders=0")
+def test_the_command_on_a_file(make_run, call, tmp_path):
+    run, file = make_run("a"), tmp_path / "bank.csv"
+    file.write_text(BANKING)
+    call(icl, f"run={run}", f"examples={file}", f"test={file}", "shots=[2]", "episodes=2", "orders=0")
     content = json.loads((run / "eval" / "icl_bank.json").read_text())
-    assert content["results"]["task"] == "banking77" and content["results"]["classes"] == 3
+    assert content["results"]["task"] == "bank" and content["results"]["classes"] == 3
     assert content["results"]["order"] is None and content["results"]["queries"] == 3
-    assert content["config"]["examples"] == str(files["bank.csv"])
+    assert content["config"]["examples"] == str(file)
     assert content["results"]["text"] == "bank.csv" and not (run / "eval" / "icl.json").exists()
 
 
 @pytest.mark.parametrize(
-    ("examples", "test", "options", "says"),
+    ("examples", "test", "says"),
     (
-        (BANKING, None, {"format": "trec"}, "not in the format trec: .*format= one of trec_fine, banking77, clinc150"),
-        (TREC, None, {"format": "banking77"}, "not in the format banking77"),
-        (TREC, None, {"format": "clinc150"}, "not in the format clinc150"),
-        ("text,category\nhello\n", None, {}, "not in the format banking77"),
-        ('text,category\n"' + "never closed " * 12_000, None, {}, "not in the format banking77"),
-        ("text,category\na,b\nc,b\n", None, {}, "1 different labels"),
-        (BANKING, "text,category\nhello,greeting\n", {}, r"no demonstration has \(greeting\)"),
-        (BANKING, "text,category\n", {}, "test.csv has no questions: give test= another file, or leave it out"),
+        ("no,header\n", None, "train.csv has no examples: give a CSV file"),
+        ("text,category\nhello\n", None, "has no examples"),
+        ('text,category\n"' + "never closed " * 12_000, None, "has no examples"),
+        ("text,category\na,b\nc,b\n", None, "has one label"),
+        (BANKING, "text,category\nhello,greeting\n", r"no demonstration has \(greeting\)"),
+        (BANKING, "text,category\n", "test.csv has no examples"),
     ),
 )
-def test_wrong_files_are_named(examples: str, test: str | None, options: dict[str, str], says: str, tmp_path: Path) -> None:
+def test_wrong_files_are_named(examples: str, test: str | None, says: str, tmp_path: Path) -> None:
     for name, text in (("train.csv", examples), ("test.csv", test or "")):
         (tmp_path / name).write_text(text)
     given = {"test": str(tmp_path / "test.csv")} if test else {}
     with pytest.raises(ValueError, match=says):
-        icl.load_task(IclConfig(examples=str(tmp_path / "train.csv"), **given, **options))
+        icl.load_task(IclConfig(examples=str(tmp_path / "train.csv"), **given))

@@ -1,8 +1,6 @@
 """eval/needle.py against models that always, never and by chance find the needle."""
 
-import json
 import math
-import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,7 +9,6 @@ import torch
 from torch import nn
 
 from eval import needle
-from eval.needle_text import STYLES
 from model.config import DecoderConfig
 from model.decoder import Decoder
 
@@ -21,7 +18,6 @@ HAY = "Once there was a king. He lived in a small house. His dog was old, and it
 class Copier(nn.Module):
     """Predicts what followed when the last 12 tokens were last seen; `sign` -1 makes just that the least probable."""
 
-    stream, positions = Decoder.stream, None
     head = staticmethod(lambda logits: logits)  # its hidden states are the logits
 
     def __init__(self, vocab_size: int, context: int, sign: float = 1.0) -> None:
@@ -60,37 +56,6 @@ class Uniform(Copier):
         return torch.zeros(*tokens.shape, self.cfg.vocab_size)
 
 
-ASKED = re.compile(r"The special magic \w+ for ([^.]*?) mentioned in the provided text (?:is|are)$|"
-                   r"What (?:is|are) the special magic numbers? for ([^?]*)\?.*ASSISTANT:$", re.DOTALL)  # fmt: skip
-
-
-class Reader(Copier):
-    """Reads a prompt of RULER or LWM as a person does, and answers `share` of what it is asked for; bytes only."""
-
-    def __init__(self, tokenizer, share: float = 1.0) -> None:
-        super().__init__(tokenizer.vocab_size, 2000)
-        self.tokenizer, self.share = tokenizer, share
-
-    def reply(self, text: str) -> str:
-        asked = ASKED.search(text)
-        keys = re.split(", and |, ", asked[1] or asked[2])
-        found = [re.findall(rf"magic (?:\w+ for )?{re.escape(key)} (?:number )?is: ([-\w]+)", text) for key in keys]
-        values = [value for values in found for value in values]
-        return " " + ", ".join(values[: round(self.share * len(values))]) + "." + " and so on" * 20
-
-    def predict(self, tokens):
-        logits = torch.zeros(*tokens.shape, self.cfg.vocab_size)
-        for b, row in enumerate(tokens.tolist()):
-            text = self.tokenizer.decode(row)
-            ends = [t for t in range(len(text) - 60, len(text) + 1) if ASKED.search(text[:t])]
-            if ends:
-                answer = self.tokenizer.encode(self.reply(text[: ends[0]]))
-                first = ends[0] - len(text) + len(row) - 1  # the end-of-text token is several characters of text
-                for t in range(first, len(row)):
-                    logits[b, t, answer[t - first]] = 20
-        return logits
-
-
 def stand_in(model: nn.Module, tokenizer) -> SimpleNamespace:
     return SimpleNamespace(model=model, tokenizer=tokenizer, config={"data": {"retrieval": {"digits": 4}}})
 
@@ -100,23 +65,16 @@ def hay(tokenizer) -> np.ndarray:
     return np.array(tokenizer.encode(HAY))
 
 
-@pytest.mark.parametrize("pair", [[1, 1], [3, 2]])
-def test_a_copier_finds_every_needle(tokenizer, hay, pair):
-    cfg = needle.NeedleConfig(samples=3, pairs=[pair], lengths=[320], depths=[0.0, 0.3, 1.0])
-    results = needle.evaluate(stand_in(Copier(tokenizer.vocab_size, 320), tokenizer), hay, cfg)
-    assert results["accuracy"] == 1.0 and results["se"] == 0.0
-    assert results["rank_accuracy"] == (1.0 if pair[0] > 1 else None)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_copier_finds_every_needle_and_its_opposite_none(tokenizer, hay, sign):
+    cfg = needle.NeedleConfig(samples=3, pairs=[[1, 1], [3, 2]], lengths=[320], depths=[0.0, 0.3, 1.0])
+    results = needle.evaluate(stand_in(Copier(tokenizer.vocab_size, 320, sign), tokenizer), hay, cfg)
+    assert (results["accuracy"], results["se"], results["rank_accuracy"]) == (float(sign > 0), 0.0, float(sign > 0))
+    assert [pair["rank_accuracy"] for pair in results["pairs"]] == [None, float(sign > 0)]
     assert [(c["length"], c["depth"], c["needles"], c["asked"], c["samples"]) for c in results["cells"]] == [
-        (320, depth, *pair, 3) for depth in cfg.depths
+        (320, depth, *pair, 3) for pair in cfg.pairs for depth in cfg.depths
     ]
-    assert all(-0.01 < cell["answer_logprob"] <= 0 for cell in results["cells"])
-
-
-def test_its_opposite_finds_none(tokenizer, hay):
-    cfg = needle.NeedleConfig(samples=3, pairs=[[1, 1], [3, 2]], lengths=[320], depths=[0.5])
-    results = needle.evaluate(stand_in(Copier(tokenizer.vocab_size, 320, sign=-1), tokenizer), hay, cfg)
-    assert results["accuracy"] == 0.0 and results["rank_accuracy"] == 0.0
-    assert [pair["needles"] for pair in results["pairs"]] == [1, 3]
+    assert all((-0.01 < cell["answer_logprob"] <= 0) == (sign > 0) for cell in results["cells"])
 
 
 def test_a_uniform_model_gives_the_answer_the_probability_of_chance(tokenizer, hay):
@@ -124,47 +82,6 @@ def test_a_uniform_model_gives_the_answer_the_probability_of_chance(tokenizer, h
     (cell,) = needle.evaluate(stand_in(Uniform(tokenizer.vocab_size, 200), tokenizer), hay, cfg)["cells"]
     assert cell["answer_logprob"] == pytest.approx(-5 * math.log(tokenizer.vocab_size), rel=1e-6)  # "4817."
     assert cell["rank_accuracy"] == 0.0  # a tie is not knowing
-
-
-RULER = sorted(name for name in STYLES if name.startswith("niah"))
-
-
-@pytest.mark.parametrize("style", RULER)
-def test_a_reader_scores_one_in_rulers_styles(tokenizer, hay, style):
-    cfg = needle.NeedleConfig(samples=2, lengths=[1100], depths=[0.4], style=style)
-    results = needle.evaluate(stand_in(Reader(tokenizer), tokenizer), hay, cfg)
-    assert results["accuracy"] == 1.0 and results["score"] == "string" and results["style"] == style
-    (cell,) = results["cells"]
-    assert (cell["needles"], cell["asked"]) == STYLES[style].pair
-    assert cell["rank_accuracy"] == (1.0 if STYLES[style].pair == (4, 1) else None)
-
-
-def test_each_of_several_values_counts(tokenizer, hay):
-    for style, pairs in (("niah_multiquery", None), ("niah_multivalue", None), ("lwm", [[5, 4]])):
-        cfg = needle.NeedleConfig(samples=2, lengths=[1100], depths=[0.4], style=style, pairs=pairs)
-        results = needle.evaluate(stand_in(Reader(tokenizer, share=0.5), tokenizer), hay, cfg)
-        assert results["accuracy"] == 0.5
-        assert results["rank_accuracy"] == (1.0 if style == "lwm" else None)  # its first value is one of those asked for
-
-
-def test_passkey_is_exact_and_shares_its_haystack(tokenizer, hay):
-    cfg = needle.NeedleConfig(samples=2, lengths=[400], depths=[0.0, 1.0], style="passkey")
-    results = needle.evaluate(stand_in(Copier(tokenizer.vocab_size, 400), tokenizer), hay, cfg)
-    assert results["score"] == "exact" and results["rank_accuracy"] is None
-    assert results["accuracy"] == 1.0  # "The pass key is" comes before the key in text and question alike
-
-
-def test_the_figure_draws_old_results_and_lengths_beyond_training(tmp_path):
-    cells = [
-        {"length": length, "depth": depth, "needles": 1, "asked": 1, "samples": 9, "accuracy": depth, "se": 0.1}
-        for length in (64, 128, 256)
-        for depth in (0.0, 1.0)
-    ]
-    old = {"cells": cells, "pairs": [{"needles": 1, "asked": 1}]}
-    assert len(needle.chosen_pairs(needle.NeedleConfig(paper=True))) == 5
-    needle.draw(tmp_path / "old.png", [old], "run")
-    needle.draw(tmp_path / "new.png", [old | {"context": 128, "style": "lwm"}], "run")
-    assert (tmp_path / "old.png").read_bytes() != (tmp_path / "new.png").read_bytes()
 
 
 def test_the_error_of_a_mean_over_cells_takes_the_cells_of_a_seed_together():
@@ -186,27 +103,3 @@ def test_default_lengths_leave_out_what_needles_do_not_fit(tokenizer, hay):
     assert needle.default_lengths(run, hay, needle.NeedleConfig()) == [128, 256]  # 64 bytes do not hold two sentences
     run.model.cfg.context = 300  # 75 bytes hold the first context, but not the sentences about the longest city
     assert needle.default_lengths(run, hay, needle.NeedleConfig()) == [150, 300]
-
-
-def test_the_command_writes_json_and_figure(make_run, call, capsys):
-    run = make_run("a", "i")
-    call(needle, f"run={run}", "samples=2", "pairs=[[1,1],[2,1]]", "depths=[0,1]")
-    content = json.loads((run / "eval" / "needle.json").read_text())
-    assert content["config"]["pairs"] == [[1, 1], [2, 1]] and content["run_config"]["seed"] == 1
-    assert len(content["results"]["cells"]) == 4  # only the full context holds two needles
-    wanted = {"length", "depth", "needles", "asked", "samples", "accuracy", "se", "answer_logprob"}
-    assert all(wanted <= cell.keys() for cell in content["results"]["cells"])
-    assert capsys.readouterr().out.count("needle  a: N=") == 2
-    assert (run / "figures" / "needle.png").stat().st_size > 10_000
-
-
-def test_cells_have_needles_at_their_depths_and_contexts_of_their_own(tokenizer, hay, monkeypatch):
-    run, seen = stand_in(Uniform(tokenizer.vocab_size, 320), tokenizer), []
-    nothing = {"accuracy": 0.0, "se": 0.0}
-    monkeypatch.setattr(needle, "evaluate_cell", lambda _, contexts, batch: seen.append(contexts) or nothing)
-    needle.evaluate(run, hay, needle.NeedleConfig(samples=3, lengths=[320], depths=[0.0, 0.5, 1.0]))
-    starts = [contexts[0][0].needle[0] for contexts in seen]
-    assert starts == sorted(starts) and starts[0] == 1 and 60 < starts[1] < 220
-    for contexts in seen:
-        around = [np.delete(queries[0].prompt, range(*queries[0].needle))[1:60] for queries in contexts]
-        assert len({queries[0].answer.tobytes() for queries in contexts}) == len({part.tobytes() for part in around}) == 3

@@ -1,7 +1,5 @@
 """eval/outliers.py against sorted values, and against a model whose logits and hidden states are recorded by hand."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -80,17 +78,3 @@ def test_every_variants_maps_are_counted(layers, maps):
     cfg = DecoderConfig(layers=layers, n_layer=2, n_head=4, d_model=32, context=10, vocab_size=30)
     results = outliers.evaluate(Decoder(cfg).eval(), np.zeros((2, 11), dtype=np.int64))
     assert [layer["logits"]["count"] for layer in results["per_layer"]] == [2 * maps * 55] * 2
-
-
-def test_the_command_writes_json_and_figure(make_run, call, capsys):
-    run = make_run("a", "i")
-    call(outliers, f"run={run}", "tokens=800", "length=40")
-    results = json.loads((run / "eval" / "outliers.json").read_text())["results"]
-    assert (results["tokens"], results["windows"], len(results["per_layer"])) == (800, 20, 2)
-    assert len(results["sha256"]) == 64
-    for kind in ("logits", "hidden"):
-        values = [results[kind][key] for key in ("top1", "top2", "top3", "top10", "top100", "median")]
-        assert values == sorted(values, reverse=True) and values[-1] > 0
-        assert results[kind]["top1"] == max(layer[kind]["top1"] for layer in results["per_layer"])
-    assert capsys.readouterr().out.count("outliers  a: ") == 2
-    assert (run / "figures" / "outliers.png").stat().st_size > 10_000

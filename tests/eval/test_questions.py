@@ -1,6 +1,5 @@
 """eval/tasks/questions.yaml, multiple choice from a local file: what it reads, refuses and measures."""
 
-import gzip
 import json
 from pathlib import Path
 
@@ -12,27 +11,21 @@ from eval.scoring import score
 from training.checkpoint import load_run
 
 pytest.importorskip("datasets", reason="needs the optional package datasets")
-from eval.tasks.questions import clean, load  # noqa: E402
+from eval.tasks.questions import load  # noqa: E402
 
 ITEMS = [
     {"query": "A man sat on a roof. He", "endings": ["fell.", "was very old and tired.", "sang"], "label": 1},
-    {
-        "activity_label": "It",
-        "ctx_a": "rains [title]",
-        "ctx_b": "today",
-        "endings": ["Wörter", "[step] words are  here"],
-        "label": "0",
-    },
+    {"query": "It: rains.\u2028Today", "endings": ["Wörter", "words are here"], "label": "0"},
     {"query": "long " * 60, "endings": ["a much longer ending than that", "short", "x y z", "ok"], "label": 3},
 ]
 
 
 def write(path: Path, *items: object) -> Path:
-    path.write_text("".join(json.dumps(item) + "\n" for item in items))
+    path.write_text("".join(json.dumps(item, ensure_ascii=False) + "\n" for item in items))
     return path
 
 
-def test_accuracies_are_those_of_the_own_scorer(make_run, call, refused, capsys, tmp_path):
+def test_accuracies_are_those_of_our_scorer(make_run, call, refused, capsys, tmp_path):
     pytest.importorskip("lm_eval.models.huggingface", reason="needs the optional package lm-eval[hf]", exc_type=ImportError)
     run, file = make_run("a", "d"), write(tmp_path / "q.jsonl", *ITEMS)
     call(harness, f"run={run}", "tasks=[questions]", f"file={file}")
@@ -52,30 +45,11 @@ def test_accuracies_are_those_of_the_own_scorer(make_run, call, refused, capsys,
     (tmp_path / "other").mkdir()
     other = write(tmp_path / "other" / "q.jsonl", ITEMS[0])
     capsys.readouterr()  # lm-eval's progress
-    assert "name of its own with name=" in refused(harness, f"run={run}", "tasks=[questions]", f"file={other}")
-
-
-def test_hellaswags_own_file_and_wikihows_marks(tmp_path):
-    item = {"activity_label": "Roof", "ctx_a": "A man sits.", "ctx_b": "he", "endings": ["[step] a", "b"], "label": 1}
-    path = tmp_path / "h.jsonl.gz"
-    path.write_bytes(gzip.compress(json.dumps(item).encode()))
-    assert list(load(str(path))["test"]) == [{"query": "Roof: A man sits. He", "endings": ["a", "b"], "label": 1}]
-    path = tmp_path / "separator.jsonl"
-    path.write_text(json.dumps({"query": "a\u2028b", "endings": ["c", "d"], "label": 0}, ensure_ascii=False) + "\r\n")
-    assert load(str(path))["test"]["query"][0] == "a\u2028b"
-    assert clean(" Do it [title] Now [header] and  then ") == "Do it. Now and then"
+    assert "give this one a name with name=" in refused(harness, f"run={run}", "tasks=[questions]", f"file={other}")
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [
-        {"query": "q"},
-        ITEMS[0] | {"label": 3},
-        ITEMS[0] | {"endings": ["one"]},
-        [1],
-        ITEMS[0] | {"label": True},
-        ITEMS[0] | {"endings": "yes"},
-    ],
+    "wrong", [{"query": "q"}, ITEMS[0] | {"label": 3}, ITEMS[0] | {"endings": ["one"]}, [1], ITEMS[0] | {"endings": "yes"}]
 )
 def test_a_line_that_is_no_question_is_named(tmp_path, wrong):
     with pytest.raises(ValueError, match="wrong.jsonl line 2 is not a question"):
@@ -87,8 +61,3 @@ def test_files_that_cannot_be_read_are_refused(tmp_path):
         load(str(write(tmp_path / "empty.jsonl")))
     with pytest.raises(ValueError, match="add file=FILE"):
         load()
-    damaged = gzip.compress(bytes(range(256)) * 9)
-    for content in (b"no gzip", damaged[:40] + b"\xff\xff\xff\xff" + damaged[44:]):
-        (tmp_path / "broken.jsonl.gz").write_bytes(content)
-        with pytest.raises(ValueError, match="another file"):
-            load(str(tmp_path / "broken.jsonl.gz"))

@@ -1,5 +1,6 @@
 """eval/recall.py against slow loops, and its counts kept beside the shards."""
 
+import itertools
 from collections import Counter
 from pathlib import Path
 
@@ -12,24 +13,23 @@ from eval import recall
 V = 8
 
 
-def slow_hits(windows: np.ndarray, n: int, frequent: tuple = ()) -> np.ndarray:
+def slow_hits(windows: np.ndarray, frequent: tuple = ()) -> np.ndarray:
     hits = np.zeros((len(windows), windows.shape[1] - 1), dtype=bool)
     for row, window in zip(hits, windows.tolist(), strict=True):
         seen = set()
-        for end in range(n - 1, len(window)):
-            ngram = tuple(window[end - n + 1 : end + 1])
-            row[end - 1] = ngram in seen and ngram not in frequent
-            seen.add(ngram)
+        for end in range(1, len(window)):
+            bigram = tuple(window[end - 1 : end + 1])
+            row[end - 1] = bigram in seen and bigram not in frequent
+            seen.add(bigram)
     return hits
 
 
-@pytest.mark.parametrize("n", (2, 3, 5))
-def test_recall_hits_end_an_ngram_seen_before(n):
-    assert recall.recall_hits(np.array([[1, 2, 3, 1, 2, 2, 2]]), 2, V).tolist() == [[0, 0, 0, 1, 0, 1]]
-    windows = np.random.default_rng(n).integers(0, 3, (6, 60))
+def test_recall_hits_end_a_bigram_seen_before():
+    assert recall.recall_hits(np.array([[1, 2, 3, 1, 2, 2, 2]]), V).tolist() == [[0, 0, 0, 1, 0, 1]]
+    windows = np.random.default_rng(1).integers(0, 6, (6, 60))
     windows[0, :] = 1
-    found = recall.recall_hits(windows, n, 4)
-    assert np.array_equal(found, slow_hits(windows, n)) and 0 < found.mean() < 1
+    hits = recall.recall_hits(windows, V)
+    assert np.array_equal(hits, slow_hits(windows)) and 0 < hits.mean() < 1
 
 
 @pytest.fixture
@@ -43,44 +43,29 @@ def shards(tmp_path: Path) -> list[Shard]:
 
 
 @pytest.mark.parametrize("chunk", (2**22, 13))
-def test_counts_are_those_of_a_loop_whatever_the_chunks(shards, chunk, monkeypatch):
+@pytest.mark.parametrize("vocab_size", (V, 2**20))  # whose codes need more than 32 bits
+def test_counts_are_those_of_a_loop_whatever_the_chunks(shards, chunk, vocab_size, monkeypatch):
     monkeypatch.setattr(recall, "CHUNK", chunk)
-    counts = Counter()
-    for shard in shards:
-        counts.update(recall.ngram_codes(shard.tokens, 3, V).tolist())
-    wanted = np.arange(V**3)
-    assert recall.ngram_counts(shards, wanted, 3, V).tolist() == [counts[code] for code in wanted.tolist()]
-    wide = 2**20  # its codes need more than 32 bits
-    codes = recall.ngram_codes(np.array([1, 2, 3]), 3, wide)
-    found = recall.ngram_counts(shards, codes, 3, wide)
-    assert found.tolist() == [counts[recall.ngram_codes(np.array([1, 2, 3]), 3, V)[0]]]
+    counts = Counter(pair for shard in shards for pair in itertools.pairwise(shard.tokens.tolist()))
+    codes = {first * vocab_size + second: (first, second) for first in range(V) for second in range(V)}
+    counted = recall.bigram_counts(shards, np.array(sorted(codes)), vocab_size)
+    assert counted.tolist() == [counts[codes[code]] for code in sorted(codes)]
 
 
-def test_frequent_ngrams_are_those_of_hits(shards, tmp_path):
+def test_frequent_bigrams_are_those_of_hits_and_their_counts_are_kept(shards, tmp_path, monkeypatch):
     windows = np.random.default_rng(1).integers(0, 4, (5, 40))
-    counts = Counter()
-    for shard in shards:
-        tokens = shard.tokens.tolist()
-        counts.update(zip(tokens, tokens[1:], tokens[2:], strict=False))
+    counts = Counter(pair for shard in shards for pair in itertools.pairwise(shard.tokens.tolist()))
     most = sorted(counts.values())[len(counts) // 2]
-    frequent = recall.frequent_ngrams(tmp_path, shards, windows, 3, V, most)
-    expected = slow_hits(windows, 3, tuple(ngram for ngram, count in counts.items() if count > most))
-    hits = recall.recall_hits(windows, 3, V)
-    found = hits & ~recall.ends_one_of(frequent, windows, 3, V)
-    assert np.array_equal(found, expected) and 0 < found.sum() < hits.sum()
-
-
-def test_counts_are_kept_beside_the_shards(shards, tmp_path, monkeypatch):
-    windows = np.random.default_rng(1).integers(0, 4, (5, 40))
-    once = recall.frequent_ngrams(tmp_path, shards, windows, 2, V, 200)
+    frequent = recall.frequent_bigrams(tmp_path, shards, windows, V, most)
+    rare = recall.recall_hits(windows, V) & ~np.isin(recall.bigrams(windows, V), frequent)
+    assert np.array_equal(rare, slow_hits(windows, tuple(pair for pair, count in counts.items() if count > most)))
     (kept,) = tmp_path.glob("ngram_counts_*.npy")
     for damaged in (kept.read_bytes()[:-9], b""):  # a damaged file is counted anew
         kept.write_bytes(damaged)
-        assert np.array_equal(recall.frequent_ngrams(tmp_path, shards, windows, 2, V, 200), once)
+        assert np.array_equal(recall.frequent_bigrams(tmp_path, shards, windows, V, most), frequent)
     with monkeypatch.context() as patch:
-        patch.setattr(recall, "ngram_counts", None)  # not called again, whatever the threshold
-        assert np.array_equal(recall.frequent_ngrams(tmp_path, shards, windows, 2, V, 200), once)
-        assert len(recall.frequent_ngrams(tmp_path, shards, windows, 2, V, 0)) > len(once) > 0
-    for other in ((shards, windows[:4], 2), (shards, windows, 3), (shards[:1], windows, 2)):
-        recall.frequent_ngrams(tmp_path, *other, V, 200)
-    assert len(list(tmp_path.glob("ngram_counts_*.npy"))) == 4  # windows, n and shards each have their own
+        patch.setattr(recall, "bigram_counts", None)  # not called again, whatever the threshold
+        assert len(recall.frequent_bigrams(tmp_path, shards, windows, V, 0)) > len(frequent) > 0
+    for other in ((shards, windows[:4]), (shards[:1], windows)):
+        recall.frequent_bigrams(tmp_path, *other, V, most)
+    assert len(list(tmp_path.glob("ngram_counts_*.npy"))) == 3  # one for each choice of windows and shards

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from eval import common, scoring
+from eval import scoring
 from eval.scoring import Job
 from model.config import DecoderConfig
 from model.decoder import Decoder
@@ -50,44 +50,17 @@ def test_log_probabilities_are_those_of_each_text_alone(model: Decoder, prompts:
     rng = np.random.default_rng(1)
     continuations = [[rng.integers(0, V, n) for n in rng.integers(1, 6, 1 + i % 3)] for i in range(len(prompts))]
     _, logprobs = scoring.score(model, prompts, continuations, batch)
-    for prompt, rows, found in zip(prompts, continuations, logprobs, strict=True):
+    for prompt, rows, values in zip(prompts, continuations, logprobs, strict=True):
         # float32 sums of at most 5 terms of size 10: rounding stays below 1e-4
-        assert found == pytest.approx([alone(model, prompt, row) for row in rows], abs=1e-4)
+        assert values == pytest.approx([alone(model, prompt, row) for row in rows], abs=1e-4)
 
 
 @pytest.mark.parametrize("batch", (1, 3))
-def test_greedy_continuations_and_hits_are_those_of_generate(model: Decoder, prompts: list[np.ndarray], batch: int) -> None:
+def test_hits_are_what_generate_gives(model: Decoder, prompts: list[np.ndarray], batch: int) -> None:
     decoded = [model.generate(torch.from_numpy(p)[None], 4)[0, len(p) :].numpy() for p in prompts]
-    written = scoring.continue_greedily(model, prompts, 4, batch)
-    assert all(map(np.array_equal, written, decoded))
     wrong = [[np.concatenate((row[:k], (row[k : k + 1] + 1) % V, row[k + 1 :])) for k in range(4)] for row in decoded]
     hits, _ = scoring.score(model, prompts, [[row, *rows] for row, rows in zip(decoded, wrong, strict=True)], batch)
-    assert all(found.tolist() == [True, False, False, False, False] for found in hits)
-
-
-def test_scores_keep_their_bits_where_logits_are_made_in_parts(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    rng, sizes = np.random.default_rng(1), []
-    answers = [[rng.integers(0, V, 10) for _ in range(2)] for _ in range(9)]
-    prompts = [rng.integers(0, V, 7) for _ in answers]
-    whole = scoring.score(model, prompts, answers, 9)
-    hook = model.head.register_forward_hook(lambda module, given, out: sizes.append(out.numel()))
-    monkeypatch.setattr(common, "LOGITS_IN_CACHE", 64 * V)
-    parts = scoring.score(model, prompts, answers, 9)
-    hook.remove()
-    assert sorted({*sizes} - {0}) == [26 * V, 64 * V]  # of 9 x 10 rows
-    for found, expected in zip(parts, whole, strict=True):
-        assert all(np.array_equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
-def test_without_a_cache_each_text_is_read_in_one_pass(model: Decoder, prompts: list[np.ndarray]) -> None:
-    lengths = []
-    model.embedding.register_forward_hook(lambda module, given, out: lengths.append(out.shape[1]))
-    continuations = [[np.array([1, 2, 3]), np.array([4])]] * len(prompts)
-    hits, logprobs = scoring.score(model, prompts, continuations, batch=8, cached=False)
-    assert lengths == [max(LENGTHS) + 2, max(LENGTHS)]
-    again, cached = scoring.score(model, prompts, continuations, batch=8)
-    assert all(map(np.array_equal, hits, again))
-    assert np.array(logprobs) == pytest.approx(np.array(cached), abs=1e-4)
+    assert all(row.tolist() == [True, False, False, False, False] for row in hits)
 
 
 # Prompts that share a prefix
@@ -113,10 +86,10 @@ def jobs() -> list[Job]:
 def test_questions_after_a_prefix_score_as_whole_texts_do(model: Decoder, batch: int) -> None:
     finished: list[int] = []
     hits, logprobs = scoring.score_jobs(model, jobs(), batch, done=finished.append)
-    for job, hit, found in zip(jobs(), hits, logprobs, strict=True):
+    for job, hit, logprob in zip(jobs(), hits, logprobs, strict=True):
         prompts = [np.concatenate((job.prefix, question)) for question in job.questions]
         plain = np.array([[alone(model, prompt, label) for label in job.continuations] for prompt in prompts])
-        assert hit.shape == found.shape == plain.shape and found == pytest.approx(plain, abs=1e-4)
+        assert hit.shape == logprob.shape == plain.shape and logprob == pytest.approx(plain, abs=1e-4)
     assert sum(finished) == 4
 
 

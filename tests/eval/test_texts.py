@@ -21,12 +21,12 @@ from tests.eval.conftest import TEXT, edit
 from training.run import TrainConfig
 
 
-def planned(folder: Path, shards: Path, text: Path, found: Texts | None = None) -> PlannedRun:
+def planned(folder: Path, shards: Path, text: Path, known: Texts | None = None) -> PlannedRun:
     """The finished run in `folder`, whose only evaluation is perplexity on `text`."""
     data = DataConfig("made-up", "text", dir=str(shards), tokenizer=TokenizerConfig("bytes"))
     config = TrainConfig(model=DecoderConfig(context=160), data=data, steps=4)
     evaluation = read_evaluation(f"perplexity text={text} name=other tokens=2000")
-    return PlannedRun("a", 1, folder, [], config, [evaluation], 1, texts=found or Texts())
+    return PlannedRun("a", 1, folder, [], config, [evaluation], 1, texts=known or Texts())
 
 
 @pytest.fixture
@@ -47,6 +47,9 @@ def test_a_result_on_another_text_of_the_same_name_is_not_this_text_s(
     call(perplexity, f"run={folder}", f"text={first}", "name=other", "tokens=2000")
     assert not planned(folder, shards, first).left()
     assert planned(folder, shards, second).left()
+    edit(folder / "eval" / "perplexity_other.json", "step", 2)
+    assert planned(folder, shards, first).left()  # a result of an earlier checkpoint is made again
+    edit(folder / "eval" / "perplexity_other.json", "step", 4)
     moved = first.rename(shards / "test.txt")
     assert not planned(folder, shards, moved).left()
     assert not planned(folder, shards, first).left()  # the text is no longer on this machine
@@ -63,17 +66,17 @@ def test_a_result_on_another_text_of_the_same_name_is_not_this_text_s(
 def test_a_study_tokenizes_a_text_once(
     make_run: Callable[..., Path], shards: Path, read: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, found, calls = make_run("a-s1"), Texts(), []
+    folder, known, calls = make_run("a-s1"), Texts(), []
     real = texts.tokens_of
     monkeypatch.setattr(texts, "tokens_of", lambda *given: calls.append(1) or real(*given))
-    run = planned(folder, shards, read[0], found)
+    run = planned(folder, shards, read[0], known)
     for length in (None, 16, None, 32):
         settings = {"text": str(read[0]), "shards": None, "length": length, "tokens": 2000}
-        assert found.tested(run.config.data, read_run(folder).tokenizer, 160, settings)
+        assert known.tested(run.config.data, read_run(folder).tokenizer, 160, settings)
     assert len(calls) == 1
 
 
-def said(folder: Path, digest: str | None) -> Path:
+def with_digest(folder: Path, digest: str | None) -> Path:
     """The run in `folder`, whose metrics now give this digest of its shards."""
     path = folder / "metrics.jsonl"
     first, *lines = path.read_text().splitlines()
@@ -89,10 +92,10 @@ def test_a_study_refuses_a_run_or_a_record_of_other_shards(
     monkeypatch.setattr(study, "describes", lambda *_: True)
     monkeypatch.setattr(study, "refuse_other_config", lambda *_, **__: None)
     run = planned(folder, shards, read[0])
-    own = text_digest(run.config.data)
-    for digest in (None, own):
-        run.take_over(record_of(read_run(said(folder, digest))))
-    record = record_of(read_run(said(folder, "f00")))
+    here = text_digest(run.config.data)
+    for digest in (None, here):
+        run.take_over(record_of(read_run(with_digest(folder, digest))))
+    record = record_of(read_run(with_digest(folder, "f00")))
     with pytest.raises(ValueError, match=rf"{folder} was trained on other shards than those in {shards} .*name=OTHER"):
         run.take_over(record)
     planned(folder, Path("nowhere"), read[0]).take_over(record)  # the shards are not on this machine
@@ -105,15 +108,15 @@ def test_runs_of_different_shards_are_not_reported_together(make_run: Callable[.
     folders = [str(make_run(f"a-s{seed}", seed=seed)) for seed in (1, 2, 3)]
     assert len(read_runs(folders)) == 3
     for folder, digest in zip(folders, (None, "f00", "f00"), strict=True):
-        said(Path(folder), digest)
+        with_digest(Path(folder), digest)
     assert len(read_runs(folders)) == 3
-    said(Path(folders[2]), "bad")
+    with_digest(Path(folders[2]), "bad")
     with pytest.raises(ValueError, match=r"a-s2 and .*a-s3 were trained on different shards .*: report them apart"):
         read_runs(folders)
 
 
 def test_shards_of_another_project_are_data_of_this_machine(shards: Path, tmp_path: Path) -> None:
-    """They have no tokenizer.json. A study looks for its test texts in them as in its own."""
+    """They have no tokenizer.json. A study looks for its test texts in them, too."""
     data = DataConfig("foreign", "nanogpt", dir=str(tmp_path / "foreign"), tokenizer=TokenizerConfig("bytes"))
     assert not prepared(data)
     (tmp_path / "foreign").mkdir()
@@ -123,12 +126,3 @@ def test_shards_of_another_project_are_data_of_this_machine(shards: Path, tmp_pa
     (tmp_path / "foreign" / "val.bin").rename(tmp_path / "foreign" / "x_train_0.bin")
     (tmp_path / "test.txt").write_text(TEXT * 20)
     assert overlaps(data, {"test": str(tmp_path / "test.txt")}, tmp_path / "kept.json") == {"test": 1.0}
-
-
-def test_a_result_of_an_earlier_checkpoint_is_made_again(make_run, shards: Path, call: Callable, tmp_path: Path) -> None:
-    folder, text = make_run("a-s1"), tmp_path / "text.txt"
-    text.write_text(TEXT * 20)
-    call(perplexity, f"run={folder}", f"text={text}", "name=other", "tokens=2000")
-    assert not planned(folder, shards, text).left()
-    edit(folder / "eval" / "perplexity_other.json", "step", 2)
-    assert planned(folder, shards, text).left()
