@@ -1,8 +1,7 @@
 """Weights & Biases, if the user asks for it: every training run and every report (with its files) is a run there.
 
-WANDB_PROJECT, WANDB_ENTITY and WANDB_RUN_GROUP are wandb's own settings and are followed. Sent are the configuration, the
-numbers, and what wandb records by itself (host, command line, installed packages, terminal output); no environment variables,
-no code, and no git remote, whose address may hold a token.
+Sent are the configuration, the numbers, and what wandb records by itself (host, command line, installed packages, terminal
+output); no environment variables, no code, and no git remote, whose address may hold a token.
 """
 
 import os
@@ -12,21 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from configs.files import write_atomic
+from model.attention.base import check_choice
 
-MODES = ("off", "online", "offline")
-PROJECT = "attention-noise"
 ID_FILE = "wandb_id.txt"  # the id of a run folder's wandb run, and the folder
 
 
 def start_wandb(mode: str, run_dir: Path, config: dict[str, Any]) -> Any | None:
-    """The wandb run of the training run `run_dir`: a new one, or on a resume the same one; None for mode off.
-
-    Its group is the folder that holds the run, its job type is the run's name without the seed: grouped by both, each curve in
-    wandb is the mean over the seeds of an arm.
-    """
+    """The wandb run of the training run `run_dir`: a new one, or on a resume the same one; None for mode off."""
     if import_wandb(mode) is None:
         return None
     seed, resume = config.get("seed"), "allow" if mode == "online" else None  # offline, `wandb sync` joins parts of one id
+    # Grouped by folder and job type, each curve in wandb is the mean over the seeds of an arm.
     names = {"name": run_dir.name, "job_type": run_dir.name.removesuffix(f"-s{seed}"), "tags": [f"seed {seed}"]}
     run = _started(mode, run_dir, run_dir, id=run_id(run_dir), resume=resume, config=config, **names)
     run.define_metric("step", hidden=True)
@@ -35,7 +30,7 @@ def start_wandb(mode: str, run_dir: Path, config: dict[str, Any]) -> Any | None:
 
 
 def run_id(run_dir: Path) -> str:
-    """The id of the folder's wandb run. A copy of a folder that still stands elsewhere gets an id of its own."""
+    """The id of the folder's wandb run; a copy of a folder that still stands elsewhere gets another one."""
     path, here = run_dir / ID_FILE, str(run_dir.resolve())
     known, folder = [*(path.read_text() if path.is_file() else "").split("\n"), here][:2]  # an older file has no folder
     if not known or (folder != here and Path(folder, ID_FILE).is_file()):
@@ -45,9 +40,8 @@ def run_id(run_dir: Path) -> str:
 
 
 def import_wandb(mode: str) -> Any | None:
-    """The package wandb; None for mode off. ValueError for an unknown mode, or if the package is not installed."""
-    if mode not in MODES:
-        raise ValueError(f"wandb={mode} is unknown: use off, online or offline")
+    """The package wandb; None for mode off."""
+    check_choice("wandb", mode, ("off", "online", "offline"))
     if mode == "off":
         return None
     try:
@@ -58,11 +52,11 @@ def import_wandb(mode: str) -> Any | None:
 
 
 def _started(mode: str, folder: Path, run_dir: Path, **options: Any) -> Any:
-    """A wandb run with its own files in `folder`, in the group of the parent of `run_dir`. ValueError: it does not start."""
+    """A wandb run with its files in `folder`, in the group of the parent of `run_dir`."""
     wandb = import_wandb(mode)
     try:
         return wandb.init(
-            project=os.environ.get("WANDB_PROJECT", PROJECT),
+            project=os.environ.get("WANDB_PROJECT", "attention-noise"),
             group=os.environ.get("WANDB_RUN_GROUP", run_dir.resolve().parent.name),
             dir=folder,
             mode=mode,
@@ -85,10 +79,7 @@ def mirror(run: Any, line: dict[str, Any]) -> None:
 
 
 def log_report(mode: str, page: Path, figures: dict[str, Path], folders: dict[str, Path], summary: dict[str, Any]) -> None:
-    """Log a report as a run: page, figures (name -> PNG), summary, and all of its files as one artifact.
-
-    folders: label -> run folder, whose own figures and evaluations go into the artifact as well.
-    """
+    """Log a report as a run: page, figures (name -> PNG), summary, and its files and those of the runs (label -> folder)."""
     if (wandb := import_wandb(mode)) is None:
         return
     beside = [page, page.with_suffix(".json"), page.with_suffix(".md"), page.with_name(f"{page.stem}_viewer.html")]

@@ -79,11 +79,11 @@ def messages(model: Decoder, layout: Layout, micros: int = 1, optim: str = "adam
         return sent_bytes | {"all_gather": muon_rows(model, layout, optim), "all_reduce": gradients}
     every = BYTES * layout.padded(shapes)
     blocks = BYTES * layout.padded({name: shape for name, shape in shapes.items() if name.startswith("blocks.")})
-    own = every // layout.shard if layout.kind == "hsdp" else 0  # a process's gradients, averaged over the copies
+    averaged = every // layout.shard if layout.kind == "hsdp" else 0  # a process's gradients, averaged over the copies
     return {
         "all_gather": micros * (every + blocks),
         "reduce_scatter": every * (micros if layout.kind == "hsdp" else 1),
-        "all_reduce": own + BYTES * (scalars + 1),
+        "all_reduce": averaged + BYTES * (scalars + 1),
         "all_to_all": 2 * muon_rows(model, layout, optim),
     }
 
