@@ -16,12 +16,12 @@ from hypothesis import strategies as st  # noqa: E402
 from data.config import RetrievalMixConfig, TokenizerConfig  # noqa: E402
 from data.holdout import measure  # noqa: E402
 from data.loader import Loader, Windows, permute  # noqa: E402
-from data.retrieval import RetrievalSource, cities, draw_numbers  # noqa: E402
+from data.retrieval import RetrievalSource, cities  # noqa: E402
 from data.shards import Shard, write_shard  # noqa: E402
 from data.tokenizer import build_tokenizer  # noqa: E402
 from model.ranges import check_ranges  # noqa: E402
 
-settings.register_profile("suite", deadline=None, max_examples=30, suppress_health_check=list(HealthCheck), derandomize=True)
+settings.register_profile("suite", deadline=None, max_examples=20, suppress_health_check=list(HealthCheck), derandomize=True)
 settings.load_profile("suite")
 BYTES = build_tokenizer(TokenizerConfig("bytes"))
 FINGERPRINT = "0123456789abcdef" * 4
@@ -48,12 +48,6 @@ def test_a_shard_holds_what_was_written(tokens, parts, wide):
 @given(st.integers(1, 3000), st.integers(0, 2**64 - 1))
 def test_an_order_is_a_permutation(n, seed):
     assert sorted(permute(index, n, seed) for index in range(n)) == list(range(n))
-
-
-@given(st.integers(1, 2**62), st.data())
-def test_an_order_stays_in_its_range(n, data):
-    index = data.draw(st.integers(0, n - 1))
-    assert 0 <= permute(index, n, 7) < n
 
 
 class Numbers:
@@ -129,10 +123,3 @@ def test_retrieval_documents_are_whole_and_of_their_split(needles, dense, digits
     text = BYTES.decode(row[1:])
     assert "The magic number of" in text
     assert not any(f"of {city} is" in text for city in cities("eval"))
-
-
-@given(st.integers(2, 18), st.integers(0, 2**32))
-def test_numbers_have_their_digits_and_their_split(digits, seed):
-    rng = np.random.default_rng(seed)
-    numbers = {split: draw_numbers(rng, split, digits, 1)[0] for split in ("train", "eval")}
-    assert all(len(str(number)) == digits for number in numbers.values()) and numbers["train"] != numbers["eval"]

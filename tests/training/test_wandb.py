@@ -146,6 +146,6 @@ def test_without_the_package_or_with_a_wrong_mode_it_is_said(tmp_path: Path, mon
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ValueError, match="pip install wandb"):
         Metrics(tmp_path, "offline", {}, 0)
-    with pytest.raises(ValueError, match="off, online or offline"):
+    with pytest.raises(ValueError, match="use one of off, online, offline"):
         Metrics(tmp_path, "on", {}, 0)
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "loss": 2.0}\n'
