@@ -165,25 +165,14 @@ class FolderLock:
     """
 
     def __init__(self, folder: Path, what: str) -> None:
-        # Not through a symbolic link, whose target `note` would truncate.
-        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
-        self._file = os.fdopen(os.open(folder / LOCK, flags, 0o666), "a+")
-        self._file.seek(0)
-        self.holder = self._file.read().strip()  # the note of the last holder
+        self._file = (folder / LOCK).open("a")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self._file.close()
-            who = f"another process ({self.holder})" if self.holder else "another process"
-            raise ValueError(f"{folder} is in use: {who} {what}: wait until it ends, or stop it") from None
+            raise ValueError(f"{folder} is in use: another process {what}: wait until it ends, or stop it") from None
         except OSError:
             pass
-
-    def note(self, text: str) -> None:
-        """Write down the holder of the lock, for the error message of other processes."""
-        self._file.truncate(0)
-        self._file.write(f"{text}\n")
-        self._file.flush()
 
     def release(self) -> None:
         self._file.close()

@@ -119,7 +119,8 @@ def join_world(device: str = "auto") -> World:
         try:
             store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
             # torchrun keeps one store over its restarts, and over the runs of a sweep.
-            store = dist.PrefixStore(f"attempt_{restarts()}_run_{next(_runs)}", store)
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
+            store = dist.PrefixStore(f"attempt_{attempt}_run_{next(_runs)}", store)
             backend = "nccl" if where.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
         except dist.DistError as error:
@@ -134,11 +135,6 @@ def _refuse_shared_gpus(device: torch.device) -> None:
     if processes > (count if device.index is None else 1):
         wrong = f"{processes} processes would share the GPUs of device={device}"
         raise ValueError(f"{wrong}: use device=cuda and torchrun --nproc_per_node={count} or less")
-
-
-def restarts() -> int:
-    """How often torchrun (--max-restarts) or Slurm (requeue) has started this run's processes again."""
-    return sum(int(os.environ.get(name, 0)) for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
 
 
 def pick_device(wish: str) -> torch.device:

@@ -2,10 +2,8 @@
 
 import hashlib
 import math
-import os
 import re
 import shutil
-import socket
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -25,7 +23,7 @@ from model.config import DecoderConfig, decoder_config
 from model.decoder import Decoder, matched
 from training import checkpoint
 from training.checkpoint import CheckpointConfig
-from training.distributed import World, pick_dtype, restarts
+from training.distributed import World, pick_dtype
 from training.guard import Guard
 from training.metrics import Metrics
 from training.monitor import MonitorConfig
@@ -196,8 +194,7 @@ class Run:
     def _resume(self, tokenizer: Tokenizer) -> int | None:
         """Load the newest checkpoint of a run that is to go on; returns its step, None for a new run."""
         cfg, folder, main = self.cfg, self.folder, self.world.main
-        restarted = main and self.lock is not None and restarts() > 0 and self.lock.holder == launcher()
-        if not (cfg.resume or self.world.largest(restarted)) or not (folder / "config.yaml").exists():
+        if not (cfg.resume and (folder / "config.yaml").exists()):
             if main and ((folder / "metrics.jsonl").exists() or checkpoint.checkpoints(folder)):
                 how = "its config.yaml is missing, copy it back" if cfg.resume else "continue it with resume=true"
                 raise ValueError(f"{folder} already holds a run: {how}, or choose another run_dir=...")
@@ -240,7 +237,6 @@ class Run:
 
     def __enter__(self) -> "Run":
         if self.world.main and self.first < self.cfg.steps:
-            self.lock.note(launcher())
             self.log = Metrics(self.folder, self.cfg.wandb, asdict(self.cfg), self.first)
             if self.first == 0:
                 self.record(0, **self.facts, text_digest=text_digest(self.cfg.data))
@@ -289,13 +285,6 @@ def lock_run(run_dir: Path) -> FolderLock:
     for folder in (run_dir, run_dir / "checkpoints"):
         remove_leftovers(folder)
     return lock
-
-
-def launcher() -> str:
-    """Text that names the launcher of this process (torchrun or a Slurm job); a restart by the launcher keeps it."""
-    if job := os.environ.get("SLURM_JOB_ID"):
-        return f"started by Slurm's job {job}"
-    return f"started by process {os.getppid()} on {socket.gethostname()}"
 
 
 def trunk_checkpoint(cfg: TrainConfig) -> Path:

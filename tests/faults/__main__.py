@@ -190,11 +190,10 @@ def damage(world: World, draw: random.Random) -> str:
 def restart(world: World, draw: random.Random) -> str:
     """torchrun with two processes, one of which is killed."""
     run, at, steps = world.fresh("restarted"), draw.randrange(2, 20), 60
-    more = ["resume=true"] if draw.random() < 0.5 else []
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=1", "train.py"]
     with world.log.open("a") as log:
         options = {"cwd": ROOT, "stdout": log, "stderr": log, "env": {**os.environ, "OMP_NUM_THREADS": "1"}}
-        agent = subprocess.Popen([sys.executable, *torchrun, *world.train(run, *more, f"steps={steps}")], **options)
+        agent = subprocess.Popen([sys.executable, *torchrun, *world.train(run, "resume=true", f"steps={steps}")], **options)
         while agent.poll() is None and not any(folder.name >= f"step_{at:08d}" for folder in checkpoints(run)):
             time.sleep(0.005)
         if agent.poll() is not None:

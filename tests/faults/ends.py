@@ -164,21 +164,18 @@ def requeued(world: World) -> str:
     run, marker = world.fresh("end"), world.folder / "queued"
     marker.unlink(missing_ok=True)
 
-    def job(starts: int) -> Callable[[], None]:
-        def before() -> None:
-            slow()
-            os.environ |= {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(starts)}
-            signal.signal(signal.SIGUSR1, lambda *_: marker.write_text(checkpoints(run)[-1].name))
+    def job() -> None:
+        slow()
+        signal.signal(signal.SIGUSR1, lambda *_: marker.write_text(checkpoints(run)[-1].name))
 
-        return before
-
-    process = launch("train", world.train(run, "checkpoint.every=0"), world.log, job(0))
+    arguments = world.train(run, "checkpoint.every=0", "resume=true")
+    process = launch("train", arguments, world.log, job)
     until(started(run))
     os.kill(process, signal.SIGUSR1)
     code = wait(process)
     if code != 128 + signal.SIGUSR1 or not marker.exists():
         return f"exit code {code}, queued again: {marker.exists()}"
-    code = call("train", world.train(run, "checkpoint.every=0"), world.log, job(1))
+    code = call("train", arguments, world.log)
     return "" if not code and ending(run)[WEIGHTS] == ending(world.whole)[WEIGHTS] else f"again: exit code {code}"
 
 

@@ -20,8 +20,6 @@ import torch.multiprocessing as mp
 from omegaconf import OmegaConf
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from configs.composing import compose_job
 from model.config import DecoderConfig
@@ -70,33 +68,15 @@ def small(world: World, kind: str, shard: int | None, optim: str) -> tuple[Paral
     return parallel, build_optimizers(parallel.model, OptimConfig(name=optim), world)
 
 
-def steps(parallel: Parallel, optimizers: list[torch.optim.Optimizer], count: int, micros: int = 1) -> None:
-    """Optimizer steps on the same tokens; the last one leaves its gradients."""
+def steps(parallel: Parallel, optimizers: list[torch.optim.Optimizer], count: int) -> None:
+    """Optimizer steps on the same tokens."""
     tokens = torch.arange(32).reshape(2, 16) % SMALL.vocab_size
     for _ in range(count):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        for micro in range(micros):
-            with parallel.micro_batch(last=micro == micros - 1):
-                parallel.net(tokens, tokens).backward()
+        parallel.net(tokens, tokens).backward()
         parallel.clip_grad_norm(1.0)
         for optimizer in optimizers:
             optimizer.step()
-
-
-def measure(world: World, kind: str, shard: int | None, optim: str, micros: int) -> dict[str, dict[str, int]]:
-    """What this process holds after a step, and the messages of another, in bytes."""
-    parallel, optimizers = small(world, kind, shard, optim)
-    steps(parallel, optimizers, 1)
-    with Messages() as messages:
-        steps(parallel, optimizers, 1, micros)
-    params = list(parallel.model.parameters())
-    held = {"parameters": params, "gradients": [p.grad for p in params]}
-    held["optimizer"] = list(state_tensors(optimizers).values())
-    return {
-        "held": {name: sum(local(tensor).nbytes for tensor in tensors) for name, tensors in held.items()},
-        "sent": messages.bytes,
-    }
+            optimizer.zero_grad()
 
 
 def same_update(world: World, kind: str, shard: int | None) -> bool:
@@ -131,32 +111,6 @@ def skip(world: World, kind: str, shard: int | None, optim: str) -> list[bool]:
         guard.step_optimizers(2, loss, parallel.clip_grad_norm(0.0))
         unchanged.append(all(torch.equal(before[name], tensor) for name, tensor in held.items()))
     return unchanged
-
-
-class Messages(TorchDispatchMode):
-    """Counts the bytes of the whole tensors that collectives gather, scatter, reduce or exchange within it."""
-
-    KINDS = {
-        "_allgather_base_": "all_gather",
-        "all_gather_into_tensor": "all_gather",
-        "_reduce_scatter_base_": "reduce_scatter",
-        "allreduce_": "all_reduce",
-        "all_reduce": "all_reduce",
-        "alltoall_base_": "all_to_all",
-    }
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce", "all_to_all"), 0)
-
-    def __torch_dispatch__(self, function: Any, types: tuple, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # DTensor makes collectives of it, which come back here
-        name = function._schema.name.split("::")[-1]
-        if function.namespace in ("c10d", "_c10d_functional") and name in self.KINDS:
-            size = max(leaf.nbytes for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
-            self.bytes[self.KINDS[name]] += size * (args[1] if name == "all_gather_into_tensor" else 1)
-        return function(*args, **(kwargs or {}))
 
 
 def write(world: World, kind: str, shard: int | None, optim: str, folder: str) -> None:

@@ -162,10 +162,9 @@ def test_what_a_killed_command_left_half_written_is_removed_and_nothing_else(tmp
     assert (folder / "a").read_text() == "newer" and (tmp_path / "b.json").read_text() == "{}"
 
 
-def test_a_lock_names_its_holder_and_ends_with_it(tmp_path: Path) -> None:
+def test_a_lock_ends_with_its_holder(tmp_path: Path) -> None:
     first = FolderLock(tmp_path, "trains in it")
-    first.note("started by process 7")
-    with pytest.raises(ValueError, match=r"is in use: another process \(started by process 7\) trains in it"):
+    with pytest.raises(ValueError, match=r"is in use: another process trains in it"):
         FolderLock(tmp_path, "trains in it")
     first.release()
     FolderLock(tmp_path, "trains in it").release()

@@ -17,12 +17,6 @@ def test_memory_is_that_of_this_process_and_stands_in_the_line(monkeypatch: pyte
         assert says in metrics.log_line(1, 10, 512, line | {"mem_gb": gb})
 
 
-def test_lines_without_a_step_are_dropped_on_a_resume(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"loss": 1.0}\n')
-    metrics.Metrics(tmp_path, "off", {}, 1).close()
-    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "loss": 2.0}\n'
-
-
 @pytest.mark.parametrize(
     ("name", "peak"),
     (

@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 
 from model.decoder import Decoder
 from tests.conftest import run_command, train_arguments
-from tests.training.estimates import Layout, messages, skeleton, states
 from tests.training.processes import SMALL
 from tests.training.test_train import losses, metrics
 from tests.variants import config
@@ -32,8 +31,6 @@ WATCHED = (
 )  # fmt: skip
 # Text and retrieval documents: a further forward pass gives their losses, between a step's backward pass and its update.
 MIXED = ("data.retrieval.weight=50", "model.context=192", "batch_tokens=768", "steps=4")
-# parallel, shard_processes, optimizer, micro batches
-MEASURED = (("ddp", None, "muon", 1), ("fsdp", None, "adamw", 2), ("fsdp", None, "muon", 1), ("hsdp", None, "adamw", 2))
 SKIPPED = (("ddp", "muon"), ("fsdp", "adamw"), ("fsdp", "muon"))
 FOUR = World(0, 4, torch.device("cpu"))
 
@@ -115,7 +112,6 @@ def group(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
         [1, {"one": ["train", run("one")], "chain 1": ["train_until", [2, *chain()]]}],
         [2, {
             **{kind: ["train", run(kind, *WATCHED, f"parallel={kind}")] for kind in ("ddp", "fsdp")},
-            **{f"measure {i}": ["measure", list(case)] for i, case in enumerate(MEASURED)},
             **{f"skip {kind} {optim}": ["skip", [kind, None, optim]] for kind, optim in SKIPPED},
             "ddp mixed": ["train", run("ddp_mixed", *MIXED)],
             "chain 2": ["train_until", [4, *chain("parallel=fsdp")]],
@@ -228,14 +224,6 @@ def test_muon_gives_split_matrices_the_bits_of_whole_ones(group: tuple, layout: 
 @pytest.mark.parametrize(("kind", "optim"), SKIPPED)
 def test_an_update_that_the_device_skips_leaves_no_trace(group: tuple, kind: str, optim: str) -> None:
     assert group[1][f"skip {kind} {optim}"] == [True, False]
-
-
-@pytest.mark.parametrize("case", range(len(MEASURED)))
-def test_memory_and_messages_are_what_the_formulas_say(group: tuple, case: int) -> None:
-    (kind, shard, optim, micros), measured = MEASURED[case], group[1][f"measure {case}"]
-    model, layout = skeleton(SMALL), Layout.of(kind, 2, shard or 2)
-    assert measured["held"] == states(model, layout, optim)
-    assert measured["sent"] == messages(model, layout, micros, optim)
 
 
 def test_a_checkpoint_from_before_the_first_step_is_resumed(tmp_path: Path) -> None:

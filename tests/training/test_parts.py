@@ -125,6 +125,8 @@ def test_metrics_forget_what_a_resume_runs_again(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         log.write(step=step, loss=float(step), mfu=None)
     log.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"loss": 1.0}\n')  # without a step
     log = Metrics(tmp_path, "off", {}, 2)
     log.write(step=3, loss=30.0)
     log.close()
