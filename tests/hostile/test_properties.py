@@ -1,9 +1,7 @@
-"""Properties that hold for every input: shards, the order of samples, ranges, hold-out, retrieval documents."""
+"""Properties that hold for every input: shards, the order of samples, hold-out, retrieval documents."""
 
 import tempfile
-from dataclasses import make_dataclass
 from pathlib import Path
-from typing import Annotated
 
 import numpy as np
 import pytest
@@ -19,7 +17,6 @@ from data.loader import Loader, Windows, permute  # noqa: E402
 from data.retrieval import RetrievalSource, cities  # noqa: E402
 from data.shards import Shard, write_shard  # noqa: E402
 from data.tokenizer import build_tokenizer  # noqa: E402
-from model.ranges import check_ranges  # noqa: E402
 
 settings.register_profile("suite", deadline=None, max_examples=20, suppress_health_check=list(HealthCheck), derandomize=True)
 settings.load_profile("suite")
@@ -80,22 +77,6 @@ def test_windows_use_every_target_once(lengths, length):
     windows = Windows(texts, length)
     targets = [target for i in range(len(windows)) for target in windows.window(i)[1:].tolist()]
     assert len(set(targets)) == len(targets) == sum((n - 1) // length for n in lengths) * length
-
-
-ENDS = st.floats(-1e6, 1e6, allow_nan=False)
-
-
-@given(ENDS, ENDS, st.booleans(), st.booleans(), st.floats(allow_nan=True))
-def test_a_range_admits_what_lies_in_it(one, two, has_low, has_high, value):
-    low, high = sorted((one, two))
-    text = f"{'[' if has_low else '('}{low!r}, {high!r}{']' if has_high else ')'}"
-    config = make_dataclass("Config", [("x", Annotated[float, text], 0.0)])(x=value)
-    inside = (value >= low if has_low else value > low) and (value <= high if has_high else value < high)
-    if inside:
-        check_ranges(config)
-    else:
-        with pytest.raises(ValueError, match="x=.* is out of range: use"):
-            check_ranges(config)
 
 
 @given(st.lists(st.text("abc \n", min_size=1, max_size=400).filter(str.strip), min_size=1, max_size=30), st.floats(0.01, 0.9))

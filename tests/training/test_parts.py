@@ -87,7 +87,7 @@ def test_a_warm_up_that_reaches_into_the_decay_of_wsd_is_refused() -> None:
             check_warmup(20, wrong)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ("baseline", "diff", "introspective"))
 def test_a_checkpoint_brings_back_weights_and_optimizer_exactly(variant: str, tmp_path: Path) -> None:
     cfg = OptimConfig(name="muon")  # and AdamW for the rest
     model = Decoder(config(variant))
