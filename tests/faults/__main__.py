@@ -25,15 +25,11 @@ import torch
 from hydra._internal.hydra import Hydra
 
 from configs.files import read_json_lines
-from tests.conftest import ROOT, TINY
+from tests.conftest import ROOT
 from tests.faults import ends, storage
 from tests.faults.runs import STEPS, World, all_finite, call, compared, evaluated, launch, launch_two, prepared, wait
 from training.checkpoint import checkpoints
 
-STUDY = (
-    "data.tokenizer.name=bytes", "model.head_dim=8", "steps=6", "checkpoint.every=1", "optim=adamw", "optim.lr=1e-2",
-    "eval_tokens=1024",
-)  # fmt: skip
 Trial = Callable[[World, random.Random], str]  # "" where it ended as it must, else what is wrong
 
 
@@ -96,32 +92,6 @@ def kill_evaluation(world: World, draw: random.Random) -> str:
     killed("eval.perplexity", world.evaluate(run), world, draw.uniform(0, world.seconds["evaluation"]))
     code = call("eval.perplexity", world.evaluate(run), world.log)
     return "" if not code and evaluated(run) == evaluated(world.whole) else f"exit code {code}"
-
-
-def kill_ablation(world: World, draw: random.Random) -> str:
-    """A study of two arms, killed with all that it started."""
-    runs = world.fresh("study")
-    train = ",".join(f'"{o}"' for o in (*TINY, *STUDY, f"data.dir={world.shards}"))
-    command = [
-        sys.executable, "scripts/ablate.py", "experiment=retrieval", "~arms", "~common", "seeds=2", f"runs={runs}",
-        '+arms={a:["model=baseline"],b:["model=diff"]}', f"train=[{train}]", "evaluations=[]", "~metrics",
-        "+metrics={valid:train.val_loss}", "name=toy",
-    ]  # fmt: skip
-    options = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    if "study" not in world.seconds:
-        begin, whole = time.monotonic(), world.fresh("whole_study")
-        done = subprocess.run([a.replace(str(runs), str(whole)) for a in command], check=False, **options)
-        if done.returncode:
-            return f"without a kill: {done.stdout}"
-        world.seconds["study"] = time.monotonic() - begin
-    process = subprocess.Popen(command, start_new_session=True, **options)
-    time.sleep(draw.uniform(0, world.seconds["study"]))
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
-    done = subprocess.run(command, check=False, **options)
-    if done.returncode:
-        return done.stdout
-    return "".join(compared(runs / "toy" / arm, world.folder / "whole_study" / "toy" / arm) for arm in ("a-s1", "b-s1"))
 
 
 def poison(kind: str, steps: set[int]) -> Callable[[], None]:
@@ -226,9 +196,8 @@ def ranks_apart(world: World, draw: random.Random) -> str:
 KILLS = (
     ("kill in training", 40, kill_training),
     ("kill in a checkpoint", 30, kill_checkpoint),
-    ("kill in preparation", 15, kill_preparation),
+    ("kill in preparation", 20, kill_preparation),
     ("kill in evaluation", 10, kill_evaluation),
-    ("kill of an ablation", 5, kill_ablation),
 )
 # Option with the number of trials, fault, its trial.
 OTHERS = (

@@ -143,22 +143,6 @@ def full_disk(world: World) -> str:
     return "" if code == 2 and one_line and left == ["step_00000004"] else f"exit code {code}, {left}"
 
 
-def short_shard(world: World) -> str:
-    """A shard that loses its end while the run reads it is one line."""
-    run, shards = world.fresh("end"), world.fresh("short")
-    shards.mkdir()
-    for path in world.shards.iterdir():
-        (shards / path.name).write_bytes(path.read_bytes())
-    start = world.log.stat().st_size
-    arguments = [a for a in world.train(run, *LONG) if not a.startswith("data.dir=")]
-    process = launch("train", [*arguments, f"data.dir={shards}"], world.log)
-    until(started(run))
-    for path in shards.glob("*train*.bin"):
-        os.truncate(path, 2000)
-    code, text = wait(process, 30), logged(world, start)
-    return "" if code == 2 and "truncated" in text and "Traceback" not in text else f"exit code {code}: {text[-500:]}"
-
-
 def requeued(world: World) -> str:
     """A launcher's signal (submitit's) gets a checkpoint before it queues the job again, which then continues its run."""
     run, marker = world.fresh("end"), world.folder / "queued"
@@ -187,6 +171,5 @@ ENDS: dict[str, Callable[[World], str]] = {
     "closed output": closed_output,
     "SIGHUP, second trainer": hangup_and_second_trainer,
     "full disk": full_disk,
-    "short shard": short_shard,
     "requeued job": requeued,
 }

@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+import train  # noqa: F401  # registers its schema
 from configs import check_ranges
 from configs.composing import compose_job
 from tests.conftest import ROOT, run_command
@@ -16,7 +17,7 @@ SHORT = {"second signal", "full pipe", "closed output", "SIGHUP, second trainer"
 
 
 def test_faults_are_survived() -> None:
-    done = run_command("-c", f"import tests.faults.test_faults as t; t.short({sorted(SHORT)})")
+    done = run_command("-c", f"import tests.faults.test_faults as t; t.short({sorted(SHORT)})", timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [line.strip("|").split("|") for line in done.stdout.splitlines()[2:]]
     trials = {name.strip(): (count.strip(), survived.strip()) for name, count, survived, _ in rows}
