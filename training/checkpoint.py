@@ -37,10 +37,6 @@ Tensors = dict[str, torch.Tensor]
 Loaded = TypeVar("Loaded")
 
 
-class OtherModel(ValueError):
-    """A checkpoint of another architecture."""
-
-
 @dataclass
 class CheckpointConfig:
     """When to write checkpoints, in steps; one is always written at the end."""
@@ -107,8 +103,6 @@ def newest(run_dir: Path, use: Callable[[Path], Loaded], say: bool = True, resum
             if not folder.is_dir():  # a process that trains this run has replaced it by a newer one
                 return newest(run_dir, use, say, resumes)
             errors.append(error)
-    if errors and all(isinstance(error, OtherModel) for error in errors):
-        raise errors[0]  # the checkpoints are sound
     if errors:
         fix = f"delete {run_dir / 'checkpoints'} to start again" if resumes else "copy that run again, or give another one"
         raise ValueError(f"{errors[0]}; no older checkpoint can be used: {fix}")
@@ -177,7 +171,7 @@ def _refuse_other_model(folder: Path, saved: dict[str, Any], ours: dict[str, Any
     differ.sort(key=lambda key: "." in key)  # the options of single variants last
     if differ:
         what = ", ".join(f"{key} ({saved[key]} there, {ours[key]} here)" for key in differ[:4])
-        raise OtherModel(f"{folder} holds another architecture: {what}: use the same model= and size= overrides")
+        raise ValueError(f"{folder} holds another architecture: {what}: use the same model= and size= overrides")
 
 
 def _refuse_damaged(folder: Path, checksums: dict[str, str], weights_only: bool) -> None:

@@ -1,4 +1,4 @@
-"""Ends of a training run other than its own: each scenario returns "" where it ended as it must, else what is wrong."""
+"""Ends of a training run before the last step: each scenario returns "" where it ended as it must, else what is wrong."""
 
 import os
 import re

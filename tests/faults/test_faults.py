@@ -1,4 +1,4 @@
-"""The short form of `make test-faults`, in one process of its own, whose forks are the trials."""
+"""The short form of `make test-faults`: one process, whose forks are the trials."""
 
 import re
 import sys
