@@ -4,6 +4,7 @@ import re
 import sys
 
 import pytest
+from omegaconf import OmegaConf
 
 import train  # noqa: F401  # registers its schema
 from configs import check_ranges
@@ -31,7 +32,7 @@ def test_every_row_stands_in_the_table_and_its_run_can_be_composed(more: tuple[s
     table = (ROOT / "docs" / "RELIABILITY.md").read_text()
     rows = re.findall(r"^\| ([^|]+?) +\| \d", table, re.M)
     assert {name for name, count, _ in plan(SIZES) if count} <= set(rows)
-    check_ranges(compose_job("train", [*RUN, *more]))
+    check_ranges(OmegaConf.to_object(compose_job("train", [*RUN, *more])))
 
 
 if __name__ == "__main__":  # one trial of the rows SHORT, and of a kill
