@@ -29,7 +29,7 @@ from configs import command
 from configs.files import write_atomic, write_json
 
 # Numbers and table, as the commands name them.
-NAMES = ("report", "conversions", "lambdas", "survival", "two_maps")
+NAMES = ("report", "conversions", "lambdas", "ngrams", "survival", "two_maps")
 PAIRS = (("results.json", "table.md"), *((f"{name}.json", f"{name}.md") for name in NAMES))
 
 

@@ -28,6 +28,18 @@ def test_readme_is_short_and_its_first_screen_has_what_a_stranger_needs() -> Non
     assert all(part in first for part in ("?", "make quickstart", "make test", "<img "))
 
 
+def test_the_pages_are_short() -> None:
+    """25,000 words in README.md and docs/*.md, of them so many in the long ones; a bar of a table is no word."""
+    words = {
+        name: sum(any(map(str.isalnum, word)) for word in text.split())
+        for name, text in DOCUMENTS.items()
+        if name.count("/") < 2 and name != "CONTRIBUTING.md"
+    }
+    assert len(words) > 10 and sum(words.values()) <= 25_000, words
+    for name, most in {"METHODS": 7500, "PERFORMANCE": 2500, "LOG": 3500}.items():
+        assert words[f"docs/{name}.md"] <= most
+
+
 def test_results_are_short() -> None:
     """An index of 3,500 words and a page of 600 a study, in short paragraphs and cells."""
     pages = {name: text for name, text in DOCUMENTS.items() if name.startswith("docs/results/") or name == "docs/RESULTS.md"}
@@ -45,7 +57,7 @@ def test_the_tables_are_those_under_results() -> None:
     for document, text in DOCUMENTS.items():
         for name, table in re.findall(r"<!-- ([\w/]+) table -->\n(.*?)<!-- end -->", text, flags=re.DOTALL):
             own = ROOT / "docs" / "results" / name
-            tables = ("report.md", "table.md", "conversions.md", "lambdas.md", "survival.md", "two_maps.md")
+            tables = ("report.md", "table.md", "conversions.md", "lambdas.md", "ngrams.md", "survival.md", "two_maps.md")
             places = (*(own / table for table in tables), own.with_suffix(".md"))
             (file,) = (place for place in places if place.is_file())
             assert table == file.read_text(), f"{document} has another {name} table than {file.relative_to(ROOT)}"

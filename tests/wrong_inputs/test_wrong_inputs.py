@@ -26,7 +26,7 @@ TABLE = {command: cases for file in FILES for command, cases in yaml.safe_load(f
 TINY = "data=text data.name=tiny data.dir=shards data.tokenizer.name=bytes size=nano"  # $tiny
 CASES = [(command, typed.replace("$tiny", TINY), says) for command, cases in TABLE.items() for typed, says in cases.items()]
 MODULES = {"train": "train", "prepare": "data.prepare", "report": "eval.report.__main__"}
-MODULES |= {name: f"ablation.{name}" for name in ("lambdas", "survival", "two_maps")}
+MODULES |= {name: f"ablation.{name}" for name in ("lambdas", "ngrams", "survival", "two_maps")}
 SCRIPTS = ("ablate", "bench", "convert", "export", "publish", "sample")
 
 

@@ -1,0 +1,50 @@
+"""Kneser-Ney n-grams against the formula written down with dictionaries."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from ablation.ngrams import cached, kneser_ney, mix, probabilities
+
+V, WINDOWS = 5, np.random.default_rng(0).integers(0, 5, (6, 12))
+
+
+def formula(train: np.ndarray, context: tuple[int, ...], word: int, order: int) -> float:
+    """Chen and Goodman 1999, equations 24 to 27, one discount: the highest order counts, lower ones count what precedes."""
+
+    def grams(k: int) -> Counter:
+        return Counter(tuple(row[i : i + k]) for row in train.tolist() for i in range(len(row) - k + 1))
+
+    counts, value = {order: grams(order)}, 1 / V
+    for k in range(order - 1, 0, -1):
+        counts[k] = Counter(gram[1:] for gram in counts[k + 1])
+    for k in range(1, min(order, len(context) + 1) + 1):
+        ends = Counter(counts[k].values())
+        discount = ends[1] / max(ends[1] + 2 * ends[2], 1)
+        before = context[len(context) - k + 1 :]
+        seen = {gram[-1]: count for gram, count in counts[k].items() if gram[:-1] == before}
+        if seen:
+            value = (max(seen.get(word, 0) - discount, 0) + discount * len(seen) * value) / sum(seen.values())
+    return value
+
+
+@pytest.mark.parametrize("order", [2, 3, 5])
+def test_probabilities_are_the_formulas(order: int) -> None:
+    train, test = WINDOWS[:4], WINDOWS[4:]
+    values = probabilities(kneser_ney(train, order, V), test, V)
+    for row, window in zip(values, test.tolist(), strict=True):
+        wanted = [formula(train, tuple(window[:t]), window[t], order) for t in range(1, len(window))]
+        np.testing.assert_allclose(row, wanted, rtol=1e-12)
+
+
+def test_probabilities_add_up_to_one() -> None:
+    tables = kneser_ney(WINDOWS[:4], 3, V)
+    every = np.array([[1, 2, word] for word in range(V)])
+    assert probabilities(tables, every, V)[:, 1].sum() == pytest.approx(1)
+
+
+def test_the_cache_holds_the_windows_bigrams_so_far() -> None:
+    share, known = cached(np.array([[1, 2, 1, 2, 1, 3]]))
+    assert share.tolist() == [[0, 0, 1, 1, 0]] and known.tolist() == [[False, False, True, True, True]]
+    assert mix(np.full((1, 5), 0.2), (share, known), 0.5).tolist() == [[0.2, 0.2, 0.6, 0.6, 0.1]]
