@@ -24,7 +24,7 @@ from tests.training.test_train import ALONE, trained
 from training import parallel
 from training.checkpoint import checkpoints
 from training.distributed import World
-from training.optim import OptimConfig, decay_start, lr_factor
+from training.optim import OptimConfig
 from training.parallel import compile_problem, compiles
 from training.run import Run, TrainConfig, check_config, default_run_dir, goes_on_longer, refuse_other_config, take_architecture
 
@@ -148,15 +148,6 @@ def test_a_run_without_its_configuration_is_not_continued(
     config = shutil.copytree(trunk, tmp_path / "run") / "config.yaml"
     config.write_text(content) if content else config.unlink()
     assert_one_line_error(typed(*train_arguments(shards, tmp_path / "run", *WSD, "steps=20", "resume=true")), says)
-
-
-@pytest.mark.parametrize("decay", (0.1, 0.2, 0.33))
-def test_decay_starts_where_a_longer_run_differs(decay: float) -> None:
-    cfg = OptimConfig(schedule="wsd", decay=decay, warmup=2)
-    for steps in (10, 13, 640):
-        start = decay_start(steps, cfg)
-        assert all(lr_factor(s, steps, cfg) == lr_factor(s, 10 * steps, cfg) for s in range(start))
-        assert lr_factor(start + 1, steps, cfg) < lr_factor(start + 1, 10 * steps, cfg)
 
 
 def name(*overrides: str) -> str:

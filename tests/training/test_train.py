@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
@@ -170,13 +169,3 @@ def test_a_run_whose_folder_is_deleted_does_not_end_as_if_it_were_there(
     done = typed(*train_arguments(shards, tmp_path / "run", "steps=2"))
     assert_one_line_error(done, "metrics.jsonl was deleted while the run was trained")
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="torch has another OpenMP than libgomp")
-def test_libgomp_reads_how_long_waiting_threads_spin() -> None:
-    """The variable must be set before torch loads libgomp, which then shows what it read."""
-    environment = {key: value for key, value in os.environ.items() if key not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
-    environment |= {"OMP_DISPLAY_ENV": "VERBOSE"}
-    done = subprocess.run([sys.executable, "-c", "import train"], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert set(re.findall("GOMP_SPINCOUNT = '(.*)'", done.stderr)) == {"2000"}
