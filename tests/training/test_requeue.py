@@ -45,7 +45,7 @@ def test_a_preempted_job_of_an_ablation_stops_its_training_first(
     executor.update_parameters(timeout_min=5)
     job = executor.submit(Command(), [SCRIPT, *arguments])  # many steps, so that the signal comes in time
     log = tmp_path / "toy" / "logs" / "baseline-s1.log"
-    until(lambda: log.is_file() and "step   2/150" in log.read_text(), limit=150)
+    until(lambda: log.is_file() and "step   2/150" in log.read_text(), limit=400)
     (task,) = children(job._process.pid)
     (training,) = children(task)
     for process in (training, task):  # in the other order the ablation's SIGTERM may reach the training first
